@@ -1,0 +1,533 @@
+"""The tensor contract: what a call is, checked from metadata alone.
+
+Symbols used in every docstring of the project:
+
+====  =======================================================
+B     batch size; 1 for packed (variable-length) calls
+T     tokens a batch row; for packed calls, of all sequences
+H     query/key heads
+HV    value heads, a multiple of H (grouped value attention)
+K, V  head dimension of queries/keys and of values
+N     sequences: B, or ``len(cu_seqlens) - 1``
+NT    chunks of `chunk_size` tokens, of all sequences of a row
+====  =======================================================
+
+No check reads a tensor's contents, so none waits for a GPU; the one exception is `KdaInputs.sequence_lengths`, which
+reads host memory only.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_core.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StrideError
+
+SAFE_GATE_BOUND = (
+    -5.0
+)  # gates in [-5, 0] need no rescaling inside blocks of 16 tokens: e^{5*16} fits fp32 and bf16
+CHUNK_SIZES = (32, 64)  # spacing of intermediate states, FLA's choices
+WORKSPACE_ALIGNMENT = 256  # bytes; what torch's CUDA allocator gives
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class Feature(str, Enum):
+    """What a call may need of a backend. A backend is eligible only if it declares all that a call needs."""
+
+    VARLEN = "varlen"  # packed sequences, cu_seqlens
+    GVA = "gva"  # HV > H
+    INITIAL_STATE = "initial_state"
+    FINAL_STATE = "final_state"
+    STATE_V_FIRST = "state_v_first"  # states as [V, K]
+    GATE_IN_KERNEL = "gate_in_kernel"
+    UNBOUNDED_GATE = "unbounded_gate"  # gates that nobody promised to lie in [-5, 0]
+    BETA_SIGMOID = "beta_sigmoid"
+    NEG_EIGVAL = "neg_eigval"
+    QK_L2NORM = "qk_l2norm"
+    INTERMEDIATE_STATES = "intermediate_states"
+    PIN = "pin"  # bits independent of batch composition and of what follows
+    GRAPH = "graph"  # device cu_seqlens read on the device alone: no synchronisation, CUDA-graph capture
+    BACKWARD = "backward"
+    RECURRENT = "recurrent"  # the decode entry
+
+
+@dataclass(frozen=True)
+class KdaOptions:
+    """Everything about a call that is not a tensor; FLA's names and meaning (`kda_core.chunk_kda` documents each).
+
+    The field order is the order of the operators' arguments (`kda_core.ops`).
+    """
+
+    scale: float | None = None
+    output_final_state: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    safe_gate: bool = False
+    lower_bound: float | None = None
+    disable_recompute: bool = False
+    return_intermediate_states: bool = False
+    state_v_first: bool = False
+    use_graph: bool = False
+    max_num_seqs: int | None = None
+    chunk_size: int = 64
+    pin: bool = False
+    needs_backward: bool = False
+    recurrent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise ArgumentError("scale", "a finite number", repr(self.scale))
+        if self.chunk_size not in CHUNK_SIZES:
+            raise ArgumentError("chunk_size", "32 or 64", repr(self.chunk_size))
+        if self.allow_neg_eigval and not self.use_beta_sigmoid_in_kernel:
+            raise ArgumentError("allow_neg_eigval", "False unless use_beta_sigmoid_in_kernel=True", "True")
+        self._check_gate()
+        if self.return_intermediate_states and self.needs_backward:
+            raise ArgumentError(
+                "return_intermediate_states",
+                "no input that requires grad (they bypass autograd)",
+                "inputs that do",
+            )
+        if self.max_num_seqs is not None and not self.use_graph:
+            raise ArgumentError("max_num_seqs", "None unless use_graph=True", repr(self.max_num_seqs))
+
+    def _check_gate(self) -> None:
+        bound = self.lower_bound
+        if not self.use_gate_in_kernel:
+            if bound is not None:
+                raise ArgumentError(
+                    "lower_bound", "None unless use_gate_in_kernel=True (g is the decay itself)", repr(bound)
+                )
+            return
+        if bound is not None and not bound < 0:
+            raise ArgumentError("lower_bound", "a number below 0", repr(bound))
+        if self.safe_gate and bound is None:
+            raise ArgumentError(
+                "lower_bound", "a number in [-5, 0) with safe_gate=True and use_gate_in_kernel=True", "None"
+            )
+        if self.safe_gate and bound is not None and not SAFE_GATE_BOUND <= bound < 0:
+            raise ArgumentError("lower_bound", "a number in [-5, 0) with safe_gate=True", repr(bound))
+
+    @property
+    def bounded_gate(self) -> bool:
+        """Whether every gate is known to lie in [-5, 0]: by the formula, or by the caller's promise `safe_gate`."""
+        if self.use_gate_in_kernel:
+            return self.lower_bound is not None and self.lower_bound >= SAFE_GATE_BOUND
+        return self.safe_gate
+
+
+# (name, annotation, default) of every option, in order: plain values, which torch.compile can trace through
+OPTION_FIELDS = tuple((f.name, str(f.type), f.default) for f in fields(KdaOptions))
+
+
+@dataclass(frozen=True)
+class ProblemShape:
+    """What the metadata of a call tells; hashable, and all that a backend may choose or compile a kernel by.
+
+    `arch` is the compute capability of the CUDA device that holds the inputs, or None elsewhere. `scale` in `options`
+    is resolved, so never None.
+    """
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    N: int
+    dtype: torch.dtype  # of q, k, v and o
+    g_dtype: torch.dtype
+    beta_dtype: torch.dtype
+    index_dtype: torch.dtype | None  # of cu_seqlens; None for fixed lengths
+    has_A_log: bool
+    has_dt_bias: bool
+    has_initial_state: bool
+    device_type: str
+    arch: tuple[int, int] | None
+    options: KdaOptions
+
+    @property
+    def varlen(self) -> bool:
+        return self.index_dtype is not None
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """fp32; fp64 for fp64 inputs."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """[N, HV, K, V], or [N, HV, V, K] with `state_v_first`."""
+        return (self.N, self.HV, *self.state_matrix)
+
+    @property
+    def state_matrix(self) -> tuple[int, int]:
+        """The last two dimensions of a state."""
+        return (self.V, self.K) if self.options.state_v_first else (self.K, self.V)
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """All that a backend must declare to serve this call."""
+        o = self.options
+        needed = {
+            Feature.VARLEN: self.varlen,
+            Feature.GVA: self.HV > self.H,
+            Feature.INITIAL_STATE: self.has_initial_state,
+            Feature.FINAL_STATE: o.output_final_state,
+            Feature.STATE_V_FIRST: o.state_v_first
+            and (self.has_initial_state or o.output_final_state or o.return_intermediate_states),
+            Feature.GATE_IN_KERNEL: o.use_gate_in_kernel,
+            Feature.UNBOUNDED_GATE: not o.bounded_gate,
+            Feature.BETA_SIGMOID: o.use_beta_sigmoid_in_kernel,
+            Feature.NEG_EIGVAL: o.allow_neg_eigval,
+            Feature.QK_L2NORM: o.use_qk_l2norm_in_kernel,
+            Feature.INTERMEDIATE_STATES: o.return_intermediate_states,
+            Feature.PIN: o.pin,
+            Feature.GRAPH: o.use_graph,
+            Feature.BACKWARD: o.needs_backward,
+            Feature.RECURRENT: o.recurrent,
+        }
+        return frozenset(f for f, wanted in needed.items() if wanted)
+
+
+@dataclass(frozen=True)
+class KdaInputs:
+    """The inputs of one call, validated and contiguous; what a backend's `chunk_fwd` receives.
+
+    q, k [B,T,H,K]; v [B,T,HV,V]; g [B,T,HV,K]; beta [B,T,HV]; A_log [HV]; dt_bias [HV,K]; initial_state
+    [N,HV,K,V] or [N,HV,V,K]; cu_seqlens [N+1] on the inputs' device; cu_seqlens_cpu [N+1] in host memory.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seqlens_cpu: Tensor | None
+    shape: ProblemShape
+
+    @property
+    def options(self) -> KdaOptions:
+        return self.shape.options
+
+    def sequence_lengths(self) -> tuple[int, ...] | None:
+        """The N lengths where the host knows them, else None: a device cu_seqlens without a host copy, or `use_graph`,
+        under which a replay may find other contents.
+
+        Raises:
+            ArgumentError: the host copy does not begin with 0, decreases, or does not end with T (at most T with
+                `use_graph`).
+        """
+        s = self.shape
+        if self.cu_seqlens is None:
+            return (s.T,) * s.N
+        host, name = self.cu_seqlens_cpu, "cu_seqlens_cpu"
+        if host is None and self.cu_seqlens.device.type == "cpu":
+            host, name = self.cu_seqlens, "cu_seqlens"
+        if host is None:
+            return None
+        ends = host.tolist()
+        lengths = tuple(b - a for a, b in pairwise(ends))
+        if ends[0] != 0:
+            raise ArgumentError(name, "a first value of 0", str(ends[0]))
+        if any(n < 0 for n in lengths):
+            at = next(i for i, n in enumerate(lengths) if n < 0)
+            raise ArgumentError(
+                name, "values that never decrease", f"{ends[at]} before {ends[at + 1]} at {at}"
+            )
+        if ends[-1] > s.T or (ends[-1] < s.T and not s.options.use_graph):
+            wanted = f"a last value of at most T={s.T}" if s.options.use_graph else f"a last value of T={s.T}"
+            raise ArgumentError(name, wanted, str(ends[-1]))
+        return None if s.options.use_graph and self.cu_seqlens.device.type != "cpu" else lengths
+
+
+@dataclass(frozen=True)
+class KdaOutputs:
+    """Where a backend writes: o [B,T,HV,V] in q's dtype; final_state (`ProblemShape.state_shape`, fp32) and
+    intermediate_states ([B,NT,HV,K,V] or [B,NT,HV,V,K], bf16) where asked for, else None; workspace, uint8, at least
+    the backend's `workspace_bytes`, contents arbitrary, or None where that is 0."""
+
+    o: Tensor
+    final_state: Tensor | None = None
+    intermediate_states: Tensor | None = None
+    workspace: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class KdaGradients:
+    """Gradients with the shapes and dtypes of the inputs that they belong to; None where that input is None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    initial_state: Tensor | None
+
+
+def num_chunks(lengths: tuple[int, ...], chunk_size: int) -> int:
+    """Chunks of `chunk_size` tokens in sequences of these lengths."""
+    return sum(-(-n // chunk_size) for n in lengths)
+
+
+def intermediate_states_shape(shape: ProblemShape, nt: Any) -> tuple[Any, ...]:
+    """[B, nt, HV, K, V], or [B, nt, HV, V, K] with `state_v_first`."""
+    return (shape.B, nt, shape.HV, *shape.state_matrix)
+
+
+def intermediate_states_count(inputs: KdaInputs) -> int:
+    """NT: chunks a batch row; for packed calls of all sequences, or with `use_graph` the bound ceil(T/chunk_size)+N-1.
+
+    Raises:
+        ArgumentError: a packed call whose lengths only the device knows.
+    """
+    s, size = inputs.shape, inputs.options.chunk_size
+    if not s.varlen:
+        return -(-s.T // size)
+    if s.options.use_graph:
+        return -(-s.T // size) + s.N - 1
+    lengths = inputs.sequence_lengths()
+    if lengths is None:
+        raise ArgumentError(
+            "cu_seqlens_cpu",
+            "a host copy of cu_seqlens with return_intermediate_states=True (or use_graph=True)",
+            "None",
+        )
+    return num_chunks(lengths, size)
+
+
+def allocate_outputs(inputs: KdaInputs, workspace_bytes: int = 0) -> KdaOutputs:
+    """Uninitialised outputs for a call: nothing that was not asked for is allocated."""
+    s, new = inputs.shape, inputs.q.new_empty
+    o = new((s.B, s.T, s.HV, s.V))
+    state = new(s.state_shape, dtype=s.state_dtype) if s.options.output_final_state else None
+    h = None
+    if s.options.return_intermediate_states:
+        h = new(intermediate_states_shape(s, intermediate_states_count(inputs)), dtype=torch.bfloat16)
+    return KdaOutputs(o, state, h, new(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None)
+
+
+# ---- validation
+
+
+def describe(x: object) -> str:
+    """What came, for an error message: short, whatever it is."""
+    return (
+        f"a tensor {list(x.shape)} of {x.dtype}"
+        if isinstance(x, Tensor)
+        else f"{type(x).__name__} {reprlib.repr(x)}"
+    )
+
+
+def _tensor(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise DtypeError(name, "a torch.Tensor", describe(x))
+    return x
+
+
+def _check(
+    name: str,
+    x: Tensor,
+    shape: tuple[Any, ...],
+    symbols: str,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+):
+    if tuple(x.shape) != tuple(shape):
+        raise ShapeError(name, f"{symbols} = {list(shape)}", str(list(x.shape)))
+    if x.dtype not in dtypes:
+        raise DtypeError(name, " or ".join(str(d) for d in dict.fromkeys(dtypes)), str(x.dtype))
+    if x.device != device:
+        raise DeviceError(name, f"device {device} (that of q)", str(x.device))
+
+
+def device_arch(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a CUDA device, None for any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def make_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    options: KdaOptions,
+) -> KdaInputs:
+    """Checks a call and returns it as contiguous inputs (a strided input is copied).
+
+    Shapes and dtypes are those of `KdaInputs`, with dt_bias also as [HV*K].
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: each names the argument, what was expected and what came.
+    """
+    for name, x in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
+        _tensor(name, x)
+    floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    if q.dim() != 4:
+        raise ShapeError("q", "[B, T, H, K], 4 dimensions", str(list(q.shape)))
+    if q.dtype not in floats:
+        raise DtypeError("q", " or ".join(map(str, floats)), str(q.dtype))
+    if v.dim() != 4:
+        raise ShapeError("v", "[B, T, HV, V], 4 dimensions", str(list(v.shape)))
+    (B, T, H, K), (HV, V), device = q.shape, v.shape[2:], q.device
+    if min(B, H, K, V) < 1:
+        raise ShapeError("q" if min(B, H, K) < 1 else "v", "B, H, K and V of at least 1", str([B, H, K, V]))
+    if HV < H or HV % H != 0:
+        raise ShapeError("v", f"a head count HV that is a multiple of H={H}", f"HV={HV}")
+    gates = tuple(dict.fromkeys((torch.float32, torch.bfloat16, q.dtype)))
+    wide = (torch.float64, torch.float32) if q.dtype == torch.float64 else (torch.float32,)
+    _check("k", k, (B, T, H, K), "[B, T, H, K]", (q.dtype,), device)
+    _check("v", v, (B, T, HV, V), "[B, T, HV, V]", (q.dtype,), device)
+    _check("g", g, (B, T, HV, K), "[B, T, HV, K]", gates, device)
+    _check("beta", beta, (B, T, HV), "[B, T, HV]", gates, device)
+
+    if not options.use_gate_in_kernel:
+        for name, x in {"A_log": A_log, "dt_bias": dt_bias}.items():
+            if x is not None:
+                raise ArgumentError(
+                    name, "None unless use_gate_in_kernel=True (g is the decay itself)", describe(x)
+                )
+    elif A_log is None and options.lower_bound is None:
+        raise ArgumentError(
+            "A_log", "a tensor [HV] with use_gate_in_kernel=True and lower_bound=None", "None"
+        )
+    if A_log is not None:
+        _check("A_log", _tensor("A_log", A_log), (HV,), "[HV]", wide, device)
+    if dt_bias is not None:
+        flat = _tensor("dt_bias", dt_bias).dim() == 1
+        _check(
+            "dt_bias", dt_bias, (HV * K,) if flat else (HV, K), "[HV*K]" if flat else "[HV, K]", wide, device
+        )
+
+    N = B
+    if cu_seqlens is not None:
+        N = _check_cu_seqlens(_tensor("cu_seqlens", cu_seqlens), cu_seqlens_cpu, B, device)
+    elif cu_seqlens_cpu is not None:
+        raise ArgumentError("cu_seqlens_cpu", "None unless cu_seqlens is given", describe(cu_seqlens_cpu))
+    if options.max_num_seqs is not None and options.max_num_seqs != N:
+        raise ArgumentError(
+            "max_num_seqs", f"the number of sequences N={N} (cu_seqlens is padded)", str(options.max_num_seqs)
+        )
+
+    state = (N, HV, V, K) if options.state_v_first else (N, HV, K, V)
+    if initial_state is not None:
+        symbols = "[N, HV, V, K]" if options.state_v_first else "[N, HV, K, V]"
+        _check("initial_state", _tensor("initial_state", initial_state), state, symbols, wide, device)
+
+    shape = ProblemShape(
+        B=B, T=T, H=H, HV=HV, K=K, V=V, N=N,
+        dtype=q.dtype, g_dtype=g.dtype, beta_dtype=beta.dtype,
+        index_dtype=None if cu_seqlens is None else cu_seqlens.dtype,
+        has_A_log=A_log is not None, has_dt_bias=dt_bias is not None, has_initial_state=initial_state is not None,
+        device_type=device.type, arch=device_arch(device),
+        options=options if options.scale is not None else _with_scale(options, K**-0.5),
+    )  # fmt: skip
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    return KdaInputs(
+        q, k, v, g, beta,
+        None if A_log is None else A_log.contiguous(),
+        None if dt_bias is None else dt_bias.reshape(HV, K).contiguous(),
+        None if initial_state is None else initial_state.contiguous(),
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        cu_seqlens_cpu, shape,
+    )  # fmt: skip
+
+
+def _with_scale(options: KdaOptions, scale: float) -> KdaOptions:
+    return replace(options, scale=scale)
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, host: Tensor | None, B: int, device: torch.device) -> int:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ShapeError("cu_seqlens", "[N+1] with N of at least 1", str(list(cu_seqlens.shape)))
+    if B != 1:
+        raise ShapeError("q", "a batch size of 1 with cu_seqlens (pack the sequences along T)", f"B={B}")
+    _check("cu_seqlens", cu_seqlens, tuple(cu_seqlens.shape), "[N+1]", _INDEX_DTYPES, device)
+    if host is not None:
+        _check("cu_seqlens_cpu", _tensor("cu_seqlens_cpu", host), tuple(cu_seqlens.shape), "[N+1], as cu_seqlens,",
+               _INDEX_DTYPES, torch.device("cpu"))  # fmt: skip
+    return cu_seqlens.shape[0] - 1
+
+
+def check_outputs(inputs: KdaInputs, outputs: KdaOutputs, workspace_bytes: int = 0) -> None:
+    """Checks tensors that a caller gave to be written: shape, dtype, device, contiguity.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, StrideError, ArgumentError: `out` or `workspace` does not fit.
+    """
+    s, device = inputs.shape, inputs.q.device
+    wanted: list[tuple[str, Tensor | None, bool, Any, torch.dtype, str]] = [
+        ("out[0] (o)", outputs.o, True, (s.B, s.T, s.HV, s.V), s.dtype, "[B, T, HV, V]"),
+        ("out[1] (final_state)", outputs.final_state, s.options.output_final_state, s.state_shape, s.state_dtype,
+         "[N, HV, V, K]" if s.options.state_v_first else "[N, HV, K, V]"),
+    ]  # fmt: skip
+    if s.options.return_intermediate_states or outputs.intermediate_states is not None:
+        h_shape = intermediate_states_shape(s, intermediate_states_count(inputs))
+        wanted.append(("out[2] (h)", outputs.intermediate_states, s.options.return_intermediate_states, h_shape,
+                       torch.bfloat16, "[B, NT, HV, V, K]" if s.options.state_v_first else "[B, NT, HV, K, V]"))  # fmt: skip
+    for name, x, needed, shape, dtype, symbols in wanted:
+        if not needed and x is not None:
+            raise ArgumentError(name, "None, for this call does not ask for it", describe(x))
+        if needed:
+            _check(name, _tensor(name, x), shape, symbols, (dtype,), device)
+            if not x.is_contiguous():  # type: ignore[union-attr]
+                raise StrideError(name, "a contiguous tensor", f"strides {list(x.stride())}")  # type: ignore[union-attr]
+    if (w := outputs.workspace) is not None:
+        if w.dtype != torch.uint8 or w.dim() != 1 or not w.is_contiguous():
+            raise ArgumentError(
+                "workspace", "a contiguous 1-D uint8 tensor", f"{describe(w)}, strides {list(w.stride())}"
+            )
+        if w.device != device:
+            raise DeviceError("workspace", f"device {device} (that of q)", str(w.device))
+        if w.numel() < workspace_bytes:
+            raise ShapeError("workspace", f"at least {workspace_bytes} bytes", f"{w.numel()} bytes")
+
+
+def check_aliasing(inputs: KdaInputs, outputs: KdaOutputs) -> None:
+    """Refuses outputs that share memory with an input or with one another: kernels read while they write.
+
+    Raises:
+        ArgumentError: names the two.
+    """
+    written = {
+        "out[0] (o)": outputs.o,
+        "out[1] (final_state)": outputs.final_state,
+        "out[2] (h)": outputs.intermediate_states,
+        "workspace": outputs.workspace,
+    }
+    read = {
+        f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name not in ("shape", "cu_seqlens_cpu")
+    }
+    spans = [(name, *_span(x)) for name, x in (written | read).items() if x is not None and x.numel()]
+    for i, (name, first, end) in enumerate(spans):
+        for other, first2, end2 in spans[i + 1 :]:
+            if name in written and first < end2 and first2 < end:
+                raise ArgumentError(
+                    name, f"memory of its own, not shared with {other}", "overlapping tensors"
+                )
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """First byte and end of a contiguous tensor."""
+    return x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()

@@ -1,0 +1,90 @@
+"""Every environment variable, parsed in one place. ``docs/env.md`` is this table.
+
+Variables are read when they are needed, never at import, so that a test or a notebook may change them.
+A flag accepts 1/true/yes/on and 0/false/no/off in any case; anything else is an error that names the variable.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kda_core.errors import ArgumentError
+
+_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, its default as a user would write it, and what it does."""
+
+    name: str
+    default: str
+    help: str
+
+    def raw(self) -> str:
+        return os.environ.get(self.name, self.default).strip()
+
+    def flag(self) -> bool:
+        value = self.raw().lower()
+        if value in _TRUE:
+            return True
+        if value in _FALSE:
+            return False
+        raise ArgumentError(self.name, "1/true/yes/on or 0/false/no/off", repr(self.raw()))
+
+
+KDA_BACKEND = Variable(
+    "KDA_BACKEND",
+    "",
+    "Comma-separated backends that may serve calls, in order of preference. Empty: automatic choice.",
+)
+KDA_CP = Variable("KDA_CP", "1", "0 turns automatic context parallelism (the planners) off.")
+KDA_CACHE_DIR = Variable(
+    "KDA_CACHE_DIR",
+    "",
+    "Folder of compiled kernels. Empty: `$XDG_CACHE_HOME/kda-core`, or `~/.cache/kda-core`.",
+)
+KDA_DISABLE_JIT = Variable(
+    "KDA_DISABLE_JIT", "0", "1 turns the need to compile a kernel into an error: only cached kernels run."
+)
+KDA_REQUIRE_ARCH = Variable(
+    "KDA_REQUIRE_ARCH", "0", "1 makes a test session fail where the GPU that its kernels need is absent."
+)
+
+VARIABLES = (KDA_BACKEND, KDA_CP, KDA_CACHE_DIR, KDA_DISABLE_JIT, KDA_REQUIRE_ARCH)
+
+
+def backend_order() -> tuple[str, ...]:
+    """The names in ``KDA_BACKEND``, in order; empty means automatic."""
+    return tuple(name.strip() for name in KDA_BACKEND.raw().split(",") if name.strip())
+
+
+def context_parallel() -> bool:
+    """Whether planners may be asked (``KDA_CP``)."""
+    return KDA_CP.flag()
+
+
+def cache_dir() -> Path:
+    """The folder of compiled kernels (``KDA_CACHE_DIR``). It need not exist yet."""
+    if value := KDA_CACHE_DIR.raw():
+        return Path(value).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return (Path(base) if base else Path.home() / ".cache") / "kda-core"
+
+
+def disable_jit() -> bool:
+    """Whether compiling is forbidden (``KDA_DISABLE_JIT``)."""
+    return KDA_DISABLE_JIT.flag()
+
+
+def require_arch() -> bool:
+    """Whether a test session without its GPU is a failure (``KDA_REQUIRE_ARCH``)."""
+    return KDA_REQUIRE_ARCH.flag()
+
+
+def markdown() -> str:
+    """The table of ``docs/env.md``."""
+    rows = [f"| `{v.name}` | `{v.default}` | {v.help} |" for v in VARIABLES]
+    return "\n".join(["| variable | default | meaning |", "| --- | --- | --- |", *rows])

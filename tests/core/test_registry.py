@@ -1,0 +1,296 @@
+"""Discovery, statuses, the order of choice, and that one bad plugin never hides the others."""
+
+import threading
+
+import pytest
+import torch
+from inputs import call
+
+import kda_core
+from kda_core import BACKEND_ABI, chunk_kda, explain, use_backend
+from kda_core.abi import compatible
+from kda_core.errors import (
+    ArgumentError,
+    BackendContractError,
+    BackendNotFoundError,
+    BackendUnavailableError,
+    BackendUnsupportedError,
+    NoEligibleBackendError,
+    PlannerError,
+)
+from kda_core.registry import record_calls
+
+X = call()
+
+
+def ran(**kwargs):
+    """Which backend served a small call."""
+    with record_calls() as calls:
+        chunk_kda(**X, **kwargs)
+    (only,) = calls
+    return only.backend
+
+
+def status(name):
+    return next((i.status, i.reason) for i in kda_core.backends() if i.name == name)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "core", "fits"),
+    [((1, 0), (1, 0), True), ((1, 0), (1, 3), True), ((1, 4), (1, 3), False), ((0, 9), (1, 3), False), ((2, 0), (1, 3), False)],
+)
+def test_abi_rule(plugin, core, fits):
+    assert compatible(plugin, core) is fits
+
+
+def test_reference_alone_serves_cpu_calls():
+    assert status("reference") == ("ok", "")
+    assert ran() == "reference"
+
+
+def test_every_status_is_listed_and_hides_nobody(install):
+    install("good", priority=5)
+    install("broken-import", source="import a_module_that_is_not_there")
+    install("broken-object", source="SPEC = 3")
+    install("broken-target", target="a_module_that_is_not_there:Backend")
+    install("outdated", abi=(0, 9))
+    install("too-new", abi=(BACKEND_ABI[0], BACKEND_ABI[1] + 1))
+    install("foreign", archs={(10, 0), (10, 3)})
+    install("empty", unavailable="no kernel yet")
+    assert status("good") == ("ok", "")
+    for name, want, words in (
+        ("broken-import", "broken", "ModuleNotFoundError"),
+        ("broken-object", "broken", "int, not a BackendSpec"),
+        ("broken-target", "broken", "a_module_that_is_not_there"),
+        ("outdated", "abi-mismatch", "pip install -U fake-outdated"),
+        ("too-new", "abi-mismatch", "pip install -U kda-core"),
+        ("foreign", "wrong-arch", "sm_100, sm_103"),
+        ("empty", "unsupported", "no kernel yet"),
+    ):
+        got, reason = status(name)
+        assert got == want and words in reason, (name, got, reason)
+    assert ran() == "good"
+    table = str(kda_core.backends())
+    assert all(i.name in table and i.reason in table for i in kda_core.backends())
+
+
+def test_a_name_is_served_once(install):
+    install("reference", priority=1000)
+    duplicates = [i for i in kda_core.backends() if i.name == "reference"]
+    assert [i.status for i in duplicates] == ["ok", "broken"]
+    assert "taken by kda-core" in duplicates[1].reason
+    assert ran() == "reference"
+
+
+def test_order_of_choice(install, monkeypatch):
+    install("alpha", priority=1)
+    install("beta", priority=1)
+    install("gamma", priority=0)
+    assert ran() == "alpha"  # priority, then name
+    monkeypatch.setenv("KDA_BACKEND", "gamma, beta")
+    assert ran() == "gamma"
+    with use_backend("beta"):
+        assert ran() == "beta"
+        assert ran(backend="reference") == "reference"
+    assert ran() == "gamma"
+
+
+def test_the_environment_restricts_and_falls_through_in_order(install, monkeypatch):
+    install("picky", refuses="T is odd", priority=9)
+    install("good", priority=1)
+    monkeypatch.setenv("KDA_BACKEND", "picky,good")
+    assert ran() == "good"
+    monkeypatch.setenv("KDA_BACKEND", "picky")
+    with pytest.raises(NoEligibleBackendError, match="picky *unsupported: T is odd"):
+        ran()
+    monkeypatch.setenv("KDA_BACKEND", "absent")
+    with pytest.raises(BackendNotFoundError, match="'absent' is not installed"):
+        ran()
+
+
+def test_an_explicit_choice_never_falls_back(install):
+    install("picky", refuses="K=8; only K=128")
+    install("narrow", features={"unbounded_gate"})
+    install("empty", unavailable="no kernel yet")
+    install("foreign", archs={(9, 0)})
+    with pytest.raises(BackendUnsupportedError, match="'picky'.*only K=128; these could serve it: .*reference"):
+        ran(backend="picky")
+    with pytest.raises(BackendUnsupportedError, match="final_state"):
+        ran(backend="narrow", output_final_state=True)
+    assert ran(backend="narrow") == "narrow"
+    with pytest.raises(BackendUnsupportedError, match="no kernel yet"):
+        ran(backend="empty")
+    with pytest.raises(BackendUnavailableError, match="wrong-arch: runs on sm_90, the inputs are on cpu"):
+        ran(backend="foreign")
+    with pytest.raises(BackendNotFoundError, match="pip install kda-core\\[sm90\\]|is not installed"):
+        ran(backend="no-such-backend")
+    with pytest.raises(BackendNotFoundError), use_backend("no-such-backend"):
+        pass
+
+
+def test_a_feature_that_a_backend_does_not_declare_fails_closed(install):
+    from kda_core.contract import Feature
+
+    install("no-backward", features={f.value for f in Feature} - {"backward"}, priority=50)
+    assert ran() == "no-backward"
+    x = call()
+    x["q"].requires_grad_()
+    with record_calls() as calls:
+        chunk_kda(**x)[0].sum().backward()
+    assert [c.backend for c in calls] == ["reference", "reference"]
+    with pytest.raises(BackendUnsupportedError, match="backward.*reference"):
+        chunk_kda(**x, backend="no-backward")
+
+
+def test_a_backend_that_returns_something_else_is_caught(install):
+    install(
+        "liar",
+        backend="from kda_core.reference import ReferenceBackend\n"
+        "class Backend(ReferenceBackend):\n    def chunk_fwd(self, inputs, outputs):\n        return None\n",
+    )
+    with pytest.raises(BackendContractError, match="liar.chunk_fwd returned NoneType"):
+        ran(backend="liar")
+
+
+def test_use_backend_belongs_to_the_thread(install):
+    install("alpha", priority=1)
+    seen = {}
+
+    def other():
+        seen["thread"] = ran()
+
+    with use_backend("reference"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert ran() == "reference"
+    assert seen["thread"] == "alpha"
+    with pytest.raises(ArgumentError, match="name of a backend"), use_backend(None):
+        pass
+
+
+def test_discovery_is_cached_until_refresh_and_thread_safe(install, monkeypatch):
+    install("slow", backend="import time\ntime.sleep(0.2)\nfrom kda_core.reference import ReferenceBackend as Backend\n", priority=3)
+    from kda_core import registry
+
+    reads = []
+    original = registry.entry_points
+    monkeypatch.setattr(registry, "entry_points", lambda **kw: reads.append(kw) or original(**kw))
+    kda_core.backends(refresh=True)
+    threads = [threading.Thread(target=lambda: chunk_kda(**X)) for _ in range(8)]
+    with record_calls() as calls:
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert [c.backend for c in calls] == ["slow"] * 8
+    assert len([r for r in reads if r["group"] == "kda_core.backends"]) == 1
+    kda_core.backends(refresh=True)
+    assert len([r for r in reads if r["group"] == "kda_core.backends"]) == 2
+
+
+def test_no_backend_for_a_gpu_is_a_table_of_reasons():
+    from dataclasses import replace
+
+    shape = replace(explain(**X).shape, device_type="cuda", arch=(12, 0))
+    e = explain(shape)
+    assert e.backend is None and "no backend serves this call on cuda (sm_120)" in e.error
+    assert "backend='reference' runs on every device" in e.error
+    named = explain(shape, backend="reference")
+    assert (named.backend, named.rule) == ("reference", "backend=")
+
+
+PLANNER = """
+from kda_core.backend import PlannerSpec
+SPEC = PlannerSpec(name="halves", abi={abi!r}, target="fake_halves_backend:Halves", install="pip install halves", unavailable={unavailable!r})
+"""
+
+HALVES = """
+import json
+from dataclasses import dataclass, replace
+import torch
+from kda_core.contract import KdaInputs, KdaOutputs
+from kda_core.errors import PlannerError
+
+@dataclass(frozen=True)
+class Plan:
+    cut: int
+    def to_json(self):
+        return json.dumps({"cut": self.cut})
+
+class Halves:
+    def plan(self, inputs, spec, backend):
+        return Plan(inputs.shape.T // 2) if inputs.shape.T >= 16 and not inputs.shape.varlen else None
+
+    def plan_from_json(self, text):
+        return Plan(json.loads(text)["cut"])
+
+    def run(self, plan, inputs, outputs, backend):
+        if not 0 < plan.cut < inputs.shape.T:
+            raise PlannerError(f"cut {plan.cut} outside the sequence")
+        state = None
+        for a, b in ((0, plan.cut), (plan.cut, inputs.shape.T)):
+            s = replace(inputs.shape, T=b - a, has_initial_state=state is not None,
+                        options=replace(inputs.options, output_final_state=True))
+            piece = {n: getattr(inputs, n)[:, a:b].contiguous() for n in ("q", "k", "v", "g", "beta")}
+            part = replace(inputs, **piece, initial_state=state, shape=s)
+            out = KdaOutputs(torch.empty_like(piece["v"]), inputs.q.new_empty(s.state_shape))
+            backend.chunk_fwd(part, out)
+            outputs.o[:, a:b] = out.o
+            state = out.final_state
+        if outputs.final_state is not None:
+            outputs.final_state.copy_(state)
+        return outputs
+"""
+
+
+def install_planner(install, abi=BACKEND_ABI, unavailable=None):
+    source = PLANNER.format(abi=abi, unavailable=unavailable)
+    install("halves", group="kda_core.planners", source=source, backend=HALVES)
+
+
+def test_a_planner_is_asked_and_can_be_turned_off(install, monkeypatch):
+    install_planner(install)
+    direct = chunk_kda(**X, output_final_state=True, context_parallel="off")
+    with record_calls() as calls:
+        planned = chunk_kda(**X, output_final_state=True)
+        chunk_kda(**X, context_parallel="off")
+        chunk_kda(**X, pin=True)
+        chunk_kda(**call(T=8))
+        monkeypatch.setenv("KDA_CP", "0")
+        chunk_kda(**X)
+    assert [c.planner for c in calls] == ["halves", None, None, None, None]
+    for a, b in zip(planned, direct):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_plan_can_be_forced(install):
+    install_planner(install)
+    from fake_halves_backend import Plan
+
+    with record_calls() as calls:
+        chunk_kda(**X, context_parallel=Plan(3))
+    assert [c.planner for c in calls] == ["halves"]
+    assert "halves: Plan(cut=10)" in str(explain(**X))
+    with pytest.raises(PlannerError, match="cut 99"):
+        chunk_kda(**X, context_parallel=Plan(99))
+
+
+def test_a_broken_planner_says_so_instead_of_running_serially(install, monkeypatch):
+    install_planner(install, abi=(0, 1))
+    with pytest.raises(PlannerError, match="abi-mismatch.*KDA_CP=0 turns it off"):
+        chunk_kda(**X)
+    monkeypatch.setenv("KDA_CP", "0")
+    assert ran() == "reference"
+
+
+def test_a_planner_without_plans_is_passed_over(install):
+    install_planner(install, unavailable="no planner yet")
+    assert ran() == "reference"
+
+    class Plan:
+        def to_json(self):
+            return "{}"
+
+    with pytest.raises(PlannerError, match="no planner is installed"):
+        chunk_kda(**X, context_parallel=Plan())
