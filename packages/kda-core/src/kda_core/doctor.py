@@ -30,7 +30,7 @@ def examine() -> dict[str, Any]:
         "versions": {name: v for name in DISTRIBUTIONS if (v := _version(name)) is not None},
         "cuda": {"torch": torch.version.cuda, "available": torch.cuda.is_available(), "driver": _driver()},
         "gpus": [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
-        "dsl_wheels": wheels.wheels,
+        "dsl_wheels": dict(wheels.versions),
         "cache": _cache(),
         "environment": {v.name: os.environ[v.name] for v in env.VARIABLES if v.name in os.environ},
         "backends": [
@@ -38,7 +38,8 @@ def examine() -> dict[str, Any]:
         ],
         "planners": [{"name": c.name, "status": _planner_status(c)} for c in REGISTRY.planners()],
     }
-    problems = list(wheels.problems)
+    wants_dsl = wheels.versions or {"kda-sm90", "kda-sm100"} & report["versions"].keys()
+    problems = list(wheels.problems) if wants_dsl else []
     problems += [
         f"backend {b['name']} is {b['status']}: {b['reason']}"
         for b in report["backends"]

@@ -1,0 +1,44 @@
+"""What both GPU backends share: architectures, the compile cache, the register report.
+
+``import kda_core.cute`` does not import the CuTe DSL; the functions do when they first need it. A kernel is a
+class:
+
+.. code-block:: python
+
+    @dataclass(frozen=True)
+    class Config: ...                       # plain literals only: they are part of the cache key
+
+    class SomeKernel:
+        compile_options = ""                # optional: more options of `cute.compile`
+
+        def __init__(self, config: Config): ...
+        def fake_args(self) -> tuple: ...   # fake tensors, scalars, fake stream: the arguments of __call__
+        @cute.jit
+        def __call__(self, ...): ...        # layouts, TMA atoms, launch
+        @cute.kernel
+        def kernel(self, ...): ...
+
+``get_kernel(SomeKernel, config, arch)`` compiles it once per configuration and architecture, never per shape,
+and returns a callable that takes torch tensors and runs on torch's current stream.
+"""
+
+from __future__ import annotations
+
+from kda_core.cute.compile import CacheInfo, cache_info, clear_memory, get_kernel
+from kda_core.cute.precompile import Built, precompile
+from kda_core.cute.target import ARCHITECTURES, arch_of_capability, arch_of_device
+from kda_core.cute.versions import DslWheels, dsl_wheels
+
+__all__ = [
+    "ARCHITECTURES",
+    "Built",
+    "CacheInfo",
+    "DslWheels",
+    "arch_of_capability",
+    "arch_of_device",
+    "cache_info",
+    "clear_memory",
+    "dsl_wheels",
+    "get_kernel",
+    "precompile",
+]

@@ -1,0 +1,168 @@
+"""What makes a compiled kernel the one that is wanted: every ingredient of its machine code, as text.
+
+The exported object holds device code (a cubin) and host code (the argument checks and the launch). The DSL
+generates the host code for the very CPU that it runs on, AVX-512 included, hence the CPU's features are an
+ingredient: a cache in a shared home directory must not serve them to an older CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+from kda_core.cute.target import check_arch
+from kda_core.cute.versions import dsl_wheels
+from kda_core.errors import ArgumentError
+
+#: Raised when the layout of the cache, or the way that objects are exported, changes.
+FORMAT = "1"
+_CPUINFO = Path("/proc/cpuinfo")
+_LITERALS = (type(None), bool, int, float, str)
+
+
+def canonical(value: object, where: str = "config") -> str:
+    """One text for a configuration, equal if and only if the configurations are the same.
+
+    ``value`` is a frozen dataclass whose fields are None, bool, int, float, str, or tuples and frozen
+    dataclasses of these. Raises ``ArgumentError`` for everything else, ``where`` naming the field: the text
+    of other objects may hide what matters (an array) or show what does not (an address).
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        cls = type(value)
+        if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise ArgumentError(where, "a frozen dataclass", f"{cls.__qualname__}, which is not frozen")
+        fields = (
+            f"{f.name}={_literal(getattr(value, f.name), f'{where}.{f.name}')}"
+            for f in dataclasses.fields(cls)
+        )
+        return f"{cls.__module__}:{cls.__qualname__}({', '.join(fields)})"
+    raise ArgumentError(where, "a frozen dataclass", repr(value))
+
+
+def _literal(value: object, where: str) -> str:
+    if type(value) in _LITERALS:
+        return repr(value)
+    if type(value) is tuple:
+        return "(" + "".join(_literal(item, f"{where}[{i}]") + ", " for i, item in enumerate(value)) + ")"
+    if dataclasses.is_dataclass(value):
+        return canonical(value, where)
+    expected = "None, a bool, int, float or str, or a tuple or frozen dataclass of these"
+    raise ArgumentError(where, expected, f"{value!r} of type {type(value).__qualname__}")
+
+
+def _roots(top: str) -> list[Path]:
+    """The folders of a top-level package, or the file of a top-level module."""
+    module = sys.modules[top]
+    if paths := getattr(module, "__path__", None):
+        return [Path(path) for path in paths]
+    if file := getattr(module, "__file__", None):
+        return [Path(file)]
+    raise ArgumentError("kernel", "a class whose source is in a file", f"a class of the module {top!r}")
+
+
+@functools.cache
+def _source_digest(tops: tuple[str, ...]) -> str:
+    """sha256 over all Python files of these top-level packages and of ``kda_core.cute``.
+
+    Computed once in a process, as Python does not read its sources again either.
+    """
+    digest = hashlib.sha256()
+    for root in [Path(__file__).parent, *(root for top in tops for root in _roots(top))]:
+        for file in [root] if root.is_file() else sorted(root.rglob("*.py")):
+            name, content = file.relative_to(root.parent).as_posix(), file.read_bytes()
+            digest.update(f"{len(name)} {name} {len(content)} ".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _cpu() -> str:
+    """Architecture and a digest of the feature flags of this CPU, e.g. ``x86_64 3f2c...``."""
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(flags.split())).encode()).hexdigest()[:16]}"
+
+
+@functools.cache
+def toolchain() -> dict[str, str]:
+    """The ingredients that all kernels of a process share. Imports the DSL, which chooses its CUDA version
+    then."""
+    import cutlass
+
+    return {
+        "format": FORMAT,
+        "wheels": ", ".join(f"{name} {version}" for name, version in dsl_wheels().versions),
+        "cuda": str(cutlass.CUDA_VERSION),
+        # The DSL turns Python's syntax tree into IR, and the tree changes between Python versions.
+        "python": f"{sys.implementation.name} {sys.version_info[0]}.{sys.version_info[1]}",
+        "platform": sys.platform,
+        "cpu": _cpu(),
+        # CUTE_DSL_COMPILER_OPT, CUTE_DSL_LINEINFO and others change the code; which ones do differs by
+        # version.
+        "environment": " ".join(
+            f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("CUTE_DSL_")
+        ),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One piece of machine code: a kernel class, its configuration and an architecture.
+
+    Raises ``ArgumentError`` for a configuration that is not made of literals, for an unknown architecture and
+    for a class that is local to a function (its closure would not be part of the key).
+    """
+
+    kernel: type
+    config: object
+    arch: str
+
+    def __post_init__(self) -> None:
+        check_arch(self.arch)
+        canonical(self.config)
+        if "<locals>" in self.kernel.__qualname__:
+            raise ArgumentError("kernel", "a class at the top level of a module", self.kernel.__qualname__)
+
+    def __str__(self) -> str:
+        names = (field.name for field in dataclasses.fields(self.config))  # type: ignore[arg-type]
+        fields = (f"{name}={getattr(self.config, name)!r}" for name in names)
+        return f"{self.kernel.__qualname__}({', '.join(fields)}) for {self.arch}"
+
+    @property
+    def stem(self) -> str:
+        """The readable start of the names of this variant's files; it is the same for all configurations."""
+        return f"{self.kernel.__qualname__}.{self.arch}"
+
+    @property
+    def options(self) -> str:
+        """The options of ``cute.compile``. The architecture is always named: without it the DSL asks the
+        driver."""
+        extra = getattr(self.kernel, "compile_options", "")
+        return f"--enable-tvm-ffi --gpu-arch {self.arch} {extra}".strip()
+
+    def ingredients(self) -> dict[str, str]:
+        """Everything that changes the machine code, as name -> text."""
+        # The classes' bases and the configuration's methods take part in tracing, hence their packages count.
+        classes = [*self.kernel.__mro__, *type(self.config).__mro__]
+        tops = {cls.__module__.partition(".")[0] for cls in classes} - sys.stdlib_module_names
+        return {
+            "kernel": f"{self.kernel.__module__}:{self.kernel.__qualname__}",
+            "config": canonical(self.config),
+            "arch": self.arch,
+            "options": self.options,
+            "sources": _source_digest(tuple(sorted(tops))),
+            **toolchain(),
+        }
+
+
+def digest(ingredients: dict[str, str]) -> str:
+    """sha256 (hexadecimal) of the ingredients, independent of their order."""
+    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()

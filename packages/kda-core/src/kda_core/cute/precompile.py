@@ -1,0 +1,82 @@
+"""Compile many variants ahead of time, in worker processes that share the cache folder."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+from kda_core.cute.compile import ensure_on_disk
+from kda_core.cute.key import Variant, canonical
+from kda_core.errors import CompileError
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of one variant: its ``name``, ``seconds`` of wall time, and whether it was ``compiled``
+    (False: it was on disk). ``error`` is the message of a failure, empty if there was none."""
+
+    name: str
+    seconds: float
+    compiled: bool
+    error: str = ""
+
+
+def _build(name: str, pickled: bytes) -> Built:
+    """In a worker: build one variant. It comes as bytes, as the pool would die of one that cannot be
+    imported."""
+    start = time.perf_counter()
+    compiled, error = False, ""
+    try:
+        compiled = ensure_on_disk(pickle.loads(pickled))
+    except Exception as problem:  # noqa: BLE001 - whatever it is, it belongs to this variant alone
+        named = isinstance(problem, CompileError)
+        error = str(problem) if named else f"{name}: {type(problem).__name__}: {problem}"
+    return Built(name, time.perf_counter() - start, compiled, error)
+
+
+def precompile(
+    variants: Iterable[tuple[type, object, str]],
+    *,
+    workers: int | None = None,
+    progress: Callable[[Built], None] | None = None,
+) -> list[Built]:
+    """Put (kernel class, configuration, architecture) variants into the cache folder; one ``Built`` for each.
+
+    Each of ``workers`` processes (default: as many as CPUs that may be used) imports the DSL once. They are
+    spawned, so a script that calls this needs the usual ``if __name__ == "__main__"``. ``progress`` is called
+    in this process after each variant. Variants that are given twice are built once.
+
+    Raises ``ArgumentError`` before any work if a variant is not valid, and ``CompileError`` at the end if
+    some failed, with all their messages; the others are in the folder then.
+    """
+    unique = {
+        (kernel, canonical(config), arch): Variant(kernel, config, arch) for kernel, config, arch in variants
+    }
+    if not unique:
+        return []
+    workers = min(len(unique), workers or len(os.sched_getaffinity(0)))
+    done = []
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(_build, str(v), pickle.dumps(v)): str(v) for v in unique.values()}
+        for future in as_completed(futures):
+            try:
+                built = future.result()
+            except BrokenProcessPool as error:
+                built = Built(
+                    futures[future], 0.0, False, f"{futures[future]}: a worker process died: {error}"
+                )
+            done.append(built)
+            if progress is not None:
+                progress(built)
+    if failed := [built for built in done if built.error]:
+        raise CompileError(
+            f"{len(failed)} of {len(done)} kernels did not compile:\n"
+            + "\n".join(built.error for built in failed)
+        )
+    return done
