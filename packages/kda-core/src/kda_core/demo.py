@@ -30,7 +30,8 @@ TEXT_MODULE = "pydoc_data.topics"  # the language reference's topics, some 700 k
 
 
 class KimiLinearProjections(nn.Module):
-    """What stands before the attention in a Kimi Linear layer: token ids [B, T] -> the arguments of `chunk_kda`."""
+    """What stands before the attention in a Kimi Linear layer: token ids [B, T] -> q, k, v, g, beta and the flags of
+    `chunk_kda`."""
 
     def __init__(self, hidden_size: int, num_heads: int, conv_size: int = 4) -> None:
         super().__init__()
@@ -56,8 +57,6 @@ class KimiLinearProjections(nn.Module):
         heads = [y.unflatten(-1, (self.num_heads, HEAD_DIM)).contiguous() for y in (q, k, v, self.f_proj(x))]
         return dict(zip("qkvg", heads)) | {
             "beta": self.b_proj(x),
-            "A_log": self.A_log,
-            "dt_bias": self.dt_bias,
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
@@ -86,12 +85,10 @@ def text() -> bytes:
 def layer_inputs(device: torch.device, tokens: int, num_heads: int, hidden_size: int) -> dict[str, Any]:
     """The arguments of `chunk_kda` for the first `tokens` bytes of the text, projections in bf16."""
     torch.manual_seed(0)
-    layer = KimiLinearProjections(hidden_size, num_heads).to(device)
-    layer = layer.to(torch.bfloat16)
-    layer.A_log.data, layer.dt_bias.data = layer.A_log.data.float(), layer.dt_bias.data.float()
+    layer = KimiLinearProjections(hidden_size, num_heads).requires_grad_(False).to(device)
+    A_log, dt_bias = layer.A_log.clone(), layer.dt_bias.clone()  # fp32, whatever the weights are
     ids = torch.frombuffer(bytearray(text()[:tokens]), dtype=torch.uint8).long().to(device).unsqueeze(0)
-    with torch.inference_mode():
-        return layer(ids)
+    return layer.to(torch.bfloat16)(ids) | {"A_log": A_log, "dt_bias": dt_bias}
 
 
 def run(device: str | None = None, tokens: int | None = None, backend: str | None = None) -> Report:

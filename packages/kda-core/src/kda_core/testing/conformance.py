@@ -1,0 +1,576 @@
+"""The conformance tests. Subclass `BackendConformance` and name the backend, or run the class below on any backend:
+
+    pytest -p kda_core.testing.plugin --pyargs kda_core.testing.conformance --kda-backend NAME
+
+Every test calls the public API, asserts which backend ran, and holds results against the fp64 oracle with a tolerance
+derived from the data (`kda_core.testing.tolerance`). What a backend does not declare is skipped and counted as such.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kda_core
+from kda_core.contract import Feature
+from kda_core.errors import BackendUnsupportedError
+from kda_core.registry import record_calls
+from kda_core.testing.inputs import FAMILIES, Inputs, make_normalised, one_key
+from kda_core.testing.oracle import token_oracle
+from kda_core.testing.runner import Runner, case_of, refused
+from kda_core.testing.tolerance import BAND, error
+
+LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, 1000, 1500, 2048)
+BOUNDS = (
+    (0, 15), (0, 1), (0, 63, 130), (0, 63, 64, 65), (0, 17, 64, 65, 130), (0, 256, 500, 1000),
+    (0, 15, 100, 300, 1200, 2000), (0, 100, 300, 1200, 3000, 4096),
+    (0, 0, 70), (0, 70, 70, 130), (0, 0, 0, 40, 40, 100, 100), (0, 0, 0),
+)  # fmt: skip
+HEADS = ((1, 1), (3, 3), (4, 4), (2, 4), (2, 8), (1, 2), (1, 4), (16, 64))
+FLA_HEADS = ((1, 1), (3, 3), (4, 4), (8, 8), (32, 32), (2, 4), (2, 8), (1, 2), (1, 4))
+FLA_CASES = tuple(
+    # (B, T, H, HV, normaliser, mask): every head pair with every normaliser and mask, B and T in turn
+    ((1, 2, 3, 4)[n % 4] if heads[1] <= 8 else 1, (63, 100, 200, 64, 500, 130, 1000, 65, 2048)[n % 9] if heads[1] <= 4
+     else (63, 100, 200)[n % 3], *heads, normaliser, mask)
+    for n, (heads, normaliser, mask) in enumerate(
+        (h, z, m) for h in FLA_HEADS for z in (0.1, 1.0, 10.0) for m in (0.1, 0.5, 0.9)
+    )
+)  # fmt: skip
+PACKED = (0, 17, 17, 64, 130)
+
+
+def lengths_of(bounds: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(bounds, bounds[1:]))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether all tensors of two results are equal bit for bit."""
+    return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
+
+
+class BackendConformance:
+    """The kit. A subclass sets `backend`; `head_dim` is K = V of all inputs, `device` "cpu", "cuda" or None (the GPU if
+    the backend runs there), `quick` leaves the costly cases out."""
+
+    backend: str | None = None
+    device: str | None = None
+    head_dim: int = 128
+    quick: bool = False
+
+    @pytest.fixture
+    def kda(self, request: pytest.FixtureRequest) -> Runner:
+        """The backend under test."""
+        option = lambda name: request.config.getoption(name, None)  # noqa: E731
+        name = self.backend or option("kda_backend")
+        if name is None:
+            pytest.fail("no backend: set the class attribute `backend`, or give --kda-backend", pytrace=False)
+        info = {i.name: i for i in kda_core.backends()}.get(name)
+        if info is None or info.status != "ok":
+            state = "not installed" if info is None else f"{info.status}: {info.reason}"
+            pytest.fail(f"backend {name!r} cannot run here: {state}", pytrace=False)
+        device = option("kda_device") or self.device or _default_device(info)
+        return Runner(name, device, self.head_dim, self.quick or bool(option("kda_quick")))
+
+    # ---- results
+
+    @pytest.mark.parametrize("T", LENGTHS)
+    def test_length(self, kda: Runner, T: int) -> None:
+        """Lengths around every block boundary, with states in and out."""
+        kda.full_only(T > 200)
+        kda.agrees(kda.case("slow", T, HV=4, initial_state=True))
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("T", (130, 1000))
+    def test_gates(self, kda: Runner, family: str, T: int) -> None:
+        """Every family of gates: bounded and not, in the kernel and precomputed, saturated, masked, mixed."""
+        kda.full_only(T > 200)
+        kda.agrees(kda.case(family, T, B=2, H=1, HV=2))
+
+    @pytest.mark.parametrize("heads", HEADS, ids=str)
+    def test_heads(self, kda: Runner, heads: tuple[int, int]) -> None:
+        """Equal and grouped heads."""
+        kda.agrees(kda.case("steep", 70, H=heads[0], HV=heads[1], initial_state=True))
+
+    @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
+    @pytest.mark.parametrize("bounds", BOUNDS, ids=lambda b: "-".join(map(str, b)))
+    def test_packed(self, kda: Runner, bounds: tuple[int, ...], family: str) -> None:
+        """Packed sequences, empty ones at every place; those pass their state through, bit for bit."""
+        kda.full_only(bounds[-1] > 200)
+        lengths = lengths_of(bounds)
+        case = kda.case(family, bounds[-1], H=1, HV=2, lengths=lengths, initial_state=True)
+        _, state = kda.agrees(case)
+        given = case.inputs.arguments["initial_state"]
+        assert all(torch.equal(state[n], given[n]) for n, size in enumerate(lengths) if size == 0)
+
+    def test_packed_without_state(self, kda: Runner) -> None:
+        """An empty sequence without an initial state ends in zeros; int64 bounds are int32 bounds."""
+        case = kda.case("slow", 130, lengths=lengths_of(PACKED))
+        o, state = kda.agrees(case)
+        assert not state[1].any()
+        wide = {"cu_seqlens": case.inputs.arguments["cu_seqlens"].long()}
+        assert same(kda(case.inputs.arguments, output_final_state=True, **wide), (o, state))
+
+    def test_host_copy_of_bounds(self, kda: Runner) -> None:
+        """A host copy of the bounds changes no bit."""
+        x = kda.inputs("slow", 130, lengths=lengths_of(PACKED))
+        host = x["cu_seqlens"].cpu()
+        assert same(kda(x, output_final_state=True, cu_seqlens_cpu=host, pin=False), kda(x, output_final_state=True))
+
+    @pytest.mark.parametrize("n", range(len(FLA_CASES)), ids=lambda n: "B{}-T{}-H{}-HV{}-norm{}-mask{}".format(*FLA_CASES[n]))
+    def test_normalised_gates(self, kda: Runner, n: int) -> None:
+        """logsigmoid gates with normalisers and masks over shapes, the family of FLA's tests."""
+        B, T, H, HV, normaliser, mask = FLA_CASES[n]
+        kda.full_only(n % 9 != 0)
+        x = make_normalised(T, B=B, H=H, HV=HV, D=kda.head_dim, normaliser=normaliser, mask=mask, seed=n, device=kda.device)
+        kda.agrees(case_of(x))
+
+    @pytest.mark.parametrize("form", (
+        "no A_log", "no dt_bias", "bound -1", "bound -8", "softplus", "softplus, no dt_bias", "flat dt_bias", "bf16 g",
+        "bf16 beta", "fp32 beta", "fp32 raw g", "safe precomputed", "negative eigenvalues", "no l2norm", "scale",
+    ))  # fmt: skip
+    def test_form(self, kda: Runner, form: str) -> None:
+        """Each form of gate, beta, normalisation and scale that the contract has."""
+        kda.agrees(case_of(_form(kda, form)))
+
+    @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
+    def test_state_layouts(self, kda: Runner, bounds: tuple[int, ...] | None) -> None:
+        """[V,K] states are [K,V] states transposed, bit for bit."""
+        lengths = None if bounds is None else lengths_of(bounds)
+        x = kda.inputs("slow", 130, lengths=lengths, initial_state=True)
+        turned = x | {"initial_state": x["initial_state"].mT.contiguous(), "state_v_first": True}
+        a, b = kda(x, output_final_state=True), kda(turned, output_final_state=True)
+        assert same(a, (b[0], b[1].mT))
+
+    @pytest.mark.parametrize("size", (32, 64))
+    @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
+    @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
+    def test_intermediate_states(self, kda: Runner, bounds: Any, v_first: bool, size: int) -> None:
+        """The state at the start of every chunk of every sequence, bf16."""
+        kda.require(Feature.INTERMEDIATE_STATES)
+        lengths = None if bounds is None else lengths_of(bounds)
+        case = kda.case(
+            "slow", 130, B=1 if bounds else 2, H=1, HV=2, lengths=lengths, initial_state=True, state_v_first=v_first
+        )
+        x = case.inputs.arguments
+        host = {} if bounds is None else {"cu_seqlens_cpu": x["cu_seqlens"].cpu()}
+        o, state, h = kda(x, output_final_state=True, return_intermediate_states=True, chunk_size=size, **host)
+        case.check(o, state)
+        want = token_oracle(**x, return_intermediate_states=True, chunk_size=size)[2]
+        assert h.dtype == torch.bfloat16 and h.shape == want.shape
+        off = error(h, want, state=True)
+        assert off <= case.limits[1], f"error of the intermediate states {off:.2e}, tolerance {case.limits[1]:.2e}"
+
+    def test_one_key_over_and_over(self, kda: Runner) -> None:
+        """Identical keys, beta near 1, gates near 0, 16k tokens: the inverse stays finite and right."""
+        kda.full_only()
+        case = case_of(one_key(16384, device=kda.device))
+        kda.agrees(case)
+
+    def test_zero_keys(self, kda: Runner) -> None:
+        """Keys of zeros leave the state to decay."""
+        x = one_key(200, zero=True, device=kda.device).replace(initial_state=torch.ones(1, 1, 128, 128, device=kda.device))
+        kda.agrees(case_of(x))
+
+    # ---- equalities
+
+    @pytest.mark.parametrize("family", ("slow", "mixed"))
+    def test_no_initial_state_is_zeros(self, kda: Runner, family: str) -> None:
+        x = kda.inputs(family, 130)
+        zeros = torch.zeros(1, 2, kda.head_dim, kda.head_dim, device=kda.device)
+        assert same(kda(x, output_final_state=True), kda(x, output_final_state=True, initial_state=zeros))
+
+    @pytest.mark.parametrize("family", ("slow", "mixed"))
+    def test_same_bits_on_every_run(self, kda: Runner, family: str) -> None:
+        x = kda.inputs(family, 500, B=2, HV=4)
+        first = kda(x, output_final_state=True)
+        for _ in range(3):
+            assert same(kda(x, output_final_state=True), first)
+
+    def test_no_final_state_is_none(self, kda: Runner) -> None:
+        """Without output_final_state there is none, and o is the same."""
+        x = kda.inputs("slow", 130)
+        o, state = kda(x)
+        assert state is None and torch.equal(o, kda(x, output_final_state=True)[0])
+
+    @pytest.mark.parametrize("family", ("slow", "mixed", "masked"))
+    def test_causality(self, kda: Runner, family: str) -> None:
+        """Pinned: outputs before t keep every bit when all inputs at and after t change, or are cut off."""
+        kda.require(Feature.PIN)
+        T = 150
+        x, y = kda.inputs(family, T, seed=1), kda.inputs(family, T, seed=2)
+        o = kda(x, pin=True)[0]
+        for t in (1, 15, 16, 40, 63, 64, 70, 128, 149):
+            mixed = {n: torch.cat([x[n][:, :t], y[n][:, t:]], 1) for n in ("q", "k", "v", "g", "beta")}
+            assert torch.equal(kda(x | mixed, pin=True)[0][:, :t], o[:, :t]), f"tokens from {t} on leak back"
+            cut = {n: x[n][:, :t].contiguous() for n in mixed}
+            assert torch.equal(kda(x | cut, pin=True)[0], o[:, :t]), f"tokens after {t}, once appended, leak back"
+
+    def test_batch_invariance(self, kda: Runner) -> None:
+        """Pinned: a sequence has the same bits alone, in a batch, and packed among others."""
+        kda.require(Feature.PIN)
+        x = kda.inputs("slow", 130, B=3, initial_state=True)
+        per_token = ("q", "k", "v", "g", "beta")
+        alone = [
+            kda(x | {n: x[n][b : b + 1] for n in (*per_token, "initial_state")}, output_final_state=True, pin=True)
+            for b in range(3)
+        ]
+        together = kda(x, output_final_state=True, pin=True)
+        for b, (o, state) in enumerate(alone):
+            assert torch.equal(together[0][b : b + 1], o) and torch.equal(together[1][b : b + 1], state)
+        cu = torch.tensor([0, 130, 130, 260, 390], device=kda.device)
+        packed = {n: x[n].flatten(0, 1).unsqueeze(0) for n in per_token} | {"cu_seqlens": cu}
+        states = torch.cat([x["initial_state"][:1], x["initial_state"][:1], x["initial_state"][1:]])
+        o, state = kda(x | packed | {"initial_state": states}, output_final_state=True, pin=True)
+        assert torch.equal(o.view(3, 130, *o.shape[2:]), together[0]) and torch.equal(state[[0, 2, 3]], together[1])
+
+    @pytest.mark.parametrize("family", ("slow", "memory", "mixed"))
+    @pytest.mark.parametrize("cut", (1, 37, 64, 100, 299))
+    def test_split(self, kda: Runner, family: str, cut: int) -> None:
+        """A sequence in two calls, the state passed on, is the sequence in one."""
+        case = kda.case(family, 300)
+        first, second = case.inputs.tokens(0, cut), case.inputs.tokens(cut)
+        o1, state = kda(first, output_final_state=True)
+        o2, state = kda(second | {"initial_state": state}, output_final_state=True)
+        case.check(torch.cat([o1, o2], 1), state, f"cut at {cut}:")
+
+    # ---- memory
+
+    def test_poisoned_outputs_and_workspace(self, kda: Runner) -> None:
+        """Nothing is read from outputs or workspace before it is written, and every output row is written."""
+        case = kda.case("mixed", 130, initial_state=True)
+        x, D = case.inputs.arguments, kda.head_dim
+        kda.may_run(x | {"output_final_state": True})
+        needed = kda_core.explain(**x, output_final_state=True, backend=kda.backend).workspace_bytes
+        results = []
+        for poison in (0xFF, 0x00):  # 0xFF bytes are NaN in bf16 and in fp32
+            o = torch.full((1, 130, 2, D), float("nan"), dtype=x["q"].dtype, device=kda.device)
+            state = torch.full((1, 2, D, D), float("nan"), device=kda.device)
+            workspace = torch.full((max(needed, 1),), poison, dtype=torch.uint8, device=kda.device)
+            kda(x, output_final_state=True, out=(o, state), workspace=workspace)
+            results.append((o, state))
+        assert same(*results)
+        case.check(*results[0])
+
+    def test_poisoned_padding(self, kda: Runner) -> None:
+        """Strided inputs among NaNs are read rightly."""
+        case = kda.case("slow", 65)
+        x = dict(case.inputs.arguments)
+        for n in ("q", "k", "v", "g", "beta"):
+            wide = torch.full((*x[n].shape[:-1], 2 * x[n].shape[-1]), float("nan"), dtype=x[n].dtype, device=kda.device)
+            wide[..., ::2] = x[n]
+            x[n] = wide[..., ::2]
+        case.check(*kda(x, output_final_state=True))
+
+    @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
+    def test_untouched_memory(self, kda: Runner, bounds: Any) -> None:
+        """Inputs keep their bits, and so does the memory before and behind each output."""
+        lengths = None if bounds is None else lengths_of(bounds)
+        x = kda.inputs("slow", 130, lengths=lengths, initial_state=True)
+        before = {n: t.clone() for n, t in x.items() if isinstance(t, Tensor)}
+        N = 1 if lengths is None else len(lengths)
+        o, o_guard = _guarded((1, 130, 2, kda.head_dim), x["q"].dtype, kda.device)
+        state, state_guard = _guarded((N, 2, kda.head_dim, kda.head_dim), torch.float32, kda.device)
+        kda(x, output_final_state=True, out=(o, state))
+        assert all(torch.equal(x[n], t) for n, t in before.items())
+        assert (o_guard() == 7).all() and (state_guard() == 7).all()
+
+    def test_rows_of_no_sequence(self, kda: Runner) -> None:
+        """With use_graph, tokens behind the last sequence are neither read nor written."""
+        kda.require(Feature.GRAPH)
+        x = kda.inputs("slow", 130)
+        for n in ("q", "k", "v", "g", "beta"):
+            x[n][:, 100:] = float("nan")
+        cu = torch.tensor([0, 40, 100, 100], device=kda.device)
+        o = torch.full_like(x["v"], 7.0)
+        kda(x, cu_seqlens=cu, use_graph=True, max_num_seqs=3, out=o)
+        assert (o[:, 100:] == 7).all() and torch.isfinite(o[:, :100]).all()
+
+    def test_wrong_device_bounds_touch_nothing_foreign(self, kda: Runner) -> None:
+        """Device bounds outside [0, T], or decreasing, are clamped: the call ends and guards keep their bits."""
+        kda.needs_gpu("bounds in host memory are checked instead")
+        kda.require(Feature.VARLEN, Feature.FINAL_STATE)
+        for bounds in ((0, 70, 10**9), (-(10**9), 40, 130), (0, 100, 50, 130), (130, 0, 130)):
+            x = kda.inputs("slow", 130) | {"cu_seqlens": torch.tensor(bounds, device=kda.device)}
+            o, o_guard = _guarded((1, 130, 2, kda.head_dim), x["q"].dtype, kda.device)
+            state, state_guard = _guarded((len(bounds) - 1, 2, kda.head_dim, kda.head_dim), torch.float32, kda.device)
+            kda(x, output_final_state=True, out=(o, state))
+            torch.cuda.synchronize()
+            assert (o_guard() == 7).all() and (state_guard() == 7).all()
+
+    def test_no_state_is_allocated_unasked(self, kda: Runner) -> None:
+        """Without output_final_state, peak memory stays below o, workspace and one state a sequence."""
+        kda.needs_gpu("peak memory is measured by CUDA's allocator")
+        N = 64
+        x = kda.inputs("slow", 16 * N, lengths=(16,) * N)
+        kda(x)
+        needed = kda_core.explain(**x, backend=kda.backend).workspace_bytes
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        kda.direct(x)
+        torch.cuda.synchronize()
+        states = N * 2 * kda.head_dim**2 * 4
+        used = torch.cuda.max_memory_allocated() - base
+        if kda.backend == "reference":
+            pytest.skip("refused: the reference allocates temporaries of its own")
+        assert used < x["v"].numel() * 2 + needed + states // 2
+
+    def test_offsets_beyond_32_bits(self, kda: Runner) -> None:
+        """B*T*HV*V above 2^31: the last sequence is computed as if it were alone."""
+        kda.needs_gpu("a call of that size takes 60 GB")
+        kda.full_only()
+        if torch.cuda.mem_get_info()[0] < 60 << 30:
+            pytest.skip(f"{'needs a GPU: '}60 GB of free memory")
+        HV, D, tail = 64, kda.head_dim, 100
+        T = 2**31 // (HV * D) + 64 * 5
+        case = kda.case("slow", tail, H=1, HV=HV)
+        small = case.inputs.arguments
+        x = {n: t for n, t in small.items() if n not in ("q", "k", "v", "g", "beta")}
+        for n in ("q", "k", "v", "g", "beta"):
+            x[n] = torch.zeros(1, T, *small[n].shape[2:], dtype=small[n].dtype, device=kda.device)
+            x[n][:, T - tail :] = small[n]
+        cu = torch.tensor([0, *range((T - tail) // 8, T - tail, (T - tail) // 8), T - tail, T], device=kda.device)
+        o, state = kda(x, cu_seqlens=cu, output_final_state=True)
+        case.check(o[:, T - tail :], state[-1:])
+
+    # ---- execution
+
+    def test_no_synchronisation(self, kda: Runner) -> None:
+        """The call path never waits for the GPU."""
+        kda.needs_gpu("a CPU call is synchronous")
+        kda.require(Feature.GRAPH)
+        for more in ({}, {"lengths": lengths_of(PACKED)}):
+            x = kda.inputs("mixed", 130, initial_state=True, **more)
+            kda(x, output_final_state=True)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                kda.direct(x, output_final_state=True)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    @pytest.mark.parametrize("packed", (False, True), ids=("fixed", "packed"))
+    def test_graph_capture(self, kda: Runner, packed: bool) -> None:
+        """A captured call, replayed after all inputs changed in place, bounds included, gives the new call's bits."""
+        kda.needs_gpu("CUDA graphs")
+        kda.require(Feature.GRAPH)
+        lengths = lengths_of(PACKED) if packed else None
+        more = {"use_graph": True} if packed else {}
+        x = kda.inputs("slow", 130, lengths=lengths, initial_state=True, seed=1)
+        y = kda.inputs("slow", 130, lengths=tuple(reversed(lengths)) if lengths else None, initial_state=True, seed=2)
+        want = [kda(z, output_final_state=True, **more) for z in (x, y)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = kda.direct(x, output_final_state=True, **more)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(got, want[0])
+        for n, t in y.items():
+            if isinstance(t, Tensor):
+                x[n].copy_(t)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(got, want[1])
+
+    def test_two_streams(self, kda: Runner) -> None:
+        """Calls on two streams at once do not disturb each other."""
+        kda.needs_gpu("CUDA streams")
+        xs = [kda.inputs("slow", 1000, HV=4, seed=s, initial_state=True) for s in (1, 2)]
+        want = [kda(x, output_final_state=True) for x in xs]
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in xs]
+        got: list[Any] = [None, None]
+        for _ in range(5):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    got[i] = kda.direct(xs[i], output_final_state=True)
+        torch.cuda.synchronize()
+        assert same(got[0], want[0]) and same(got[1], want[1])
+
+    def test_two_threads(self, kda: Runner) -> None:
+        """Calls from two threads at once do not disturb each other."""
+        xs = [kda.inputs("slow", 300, HV=4, seed=s, initial_state=True) for s in (1, 2)]
+        want = [kda(x, output_final_state=True) for x in xs]
+        wrong: list[Any] = []
+
+        def work(i: int) -> None:
+            try:
+                for _ in range(5):
+                    if not same(kda.direct(xs[i], output_final_state=True), want[i]):
+                        wrong.append(f"thread {i}: other bits")
+            except Exception as e:  # noqa: BLE001 - a thread's exception must reach the test
+                wrong.append(e)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert not wrong
+
+    def test_opcheck(self, kda: Runner) -> None:
+        """The operator's schema and fake kernel tell the truth about this backend."""
+        from kda_core.api import _operator_args
+
+        x = kda.inputs("slow", 20, lengths=(7, 13))
+        kda(x, output_final_state=True)
+        order = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
+        tensors = [x.pop(n, None) for n in order]
+        args = _operator_args(
+            *tensors, backend=kda.backend, context_parallel="off", recurrent=False, output_final_state=True, **x
+        )
+        results = torch.library.opcheck(
+            torch.ops.kda_core.chunk_fwd.default, args, test_utils=("test_schema", "test_faketensor")
+        )
+        assert set(results.values()) == {"SUCCESS"}
+
+    def test_compile(self, kda: Runner) -> None:
+        """torch.compile(fullgraph=True) gives the eager bits."""
+        x = kda.inputs("slow", 130, initial_state=True)
+        want = kda(x, output_final_state=True)
+        torch._dynamo.reset()
+        f = torch.compile(lambda **y: kda.direct(y, output_final_state=True), fullgraph=True, backend="aot_eager")
+        with record_calls() as calls:
+            got = f(**x)
+        kda.assert_ran(calls, "chunk_fwd")
+        assert same(got, want)
+
+    # ---- optional parts
+
+    @pytest.mark.parametrize("bounds", (None, (0, 20, 20, 45)), ids=("fixed", "packed"))
+    @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
+    def test_backward(self, kda: Runner, family: str, bounds: Any) -> None:
+        """Gradients of every input against autograd through a token loop in fp64, within 8 bf16 roundings."""
+        kda.require(Feature.BACKWARD)
+        lengths = None if bounds is None else lengths_of(bounds)
+        x = kda.inputs(family, 45, H=1, HV=2, lengths=lengths, initial_state=True)
+        leaves = {n: t.requires_grad_() for n, t in x.items() if isinstance(t, Tensor) and t.is_floating_point()}
+        kda.may_run(x)
+        with record_calls() as calls:
+            o, state = kda.direct(x, output_final_state=True)
+            do, ds = torch.randn_like(o), torch.randn_like(state)
+            found = torch.autograd.grad([o, state], list(leaves.values()), [do, ds])
+        kda.assert_ran(calls, "chunk_fwd", "chunk_bwd")
+        exact = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
+        o64, state64 = token_oracle(**(x | exact))
+        want = torch.autograd.grad([o64, state64], list(exact.values()), [do.double(), ds.double()])
+        for n, a, b in zip(leaves, found, want):
+            off = ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item()
+            assert a.shape == b.shape and off <= 8 * BAND, f"gradient of {n}: relative error {off:.2e}"
+
+    @pytest.mark.parametrize("T", (1, 3, 20))
+    @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
+    def test_recurrent(self, kda: Runner, T: int, v_first: bool) -> None:
+        """The decode entry, a few tokens from a state."""
+        kda.require(Feature.RECURRENT)
+        case = kda.case("mixed", T, B=3, HV=4, initial_state=True, state_v_first=v_first)
+        case.check(*kda.recurrent(case.inputs.arguments, output_final_state=True))
+
+    def test_recurrent_packed(self, kda: Runner) -> None:
+        kda.require(Feature.RECURRENT, Feature.VARLEN)
+        case = kda.case("slow", 6, lengths=(1, 0, 4, 1), initial_state=True)
+        _, state = kda.recurrent(case.inputs.arguments, output_final_state=True)
+        case.check(kda.recurrent(case.inputs.arguments)[0], state)
+        assert torch.equal(state[1], case.inputs.arguments["initial_state"][1])
+
+    @pytest.mark.parametrize("feature", tuple(Feature), ids=lambda f: f.value)
+    def test_undeclared_features_are_refused(self, kda: Runner, feature: Feature) -> None:
+        """A call that needs what the backend does not declare raises, and nothing runs."""
+        declared = next(i.spec.features for i in kda_core.backends() if i.name == kda.backend and i.spec)
+        if feature.value in declared:
+            return  # nothing to refuse: the tests above run it
+        x = _needing(kda, feature)
+        with record_calls() as calls:
+            if feature is Feature.RECURRENT:
+                with pytest.raises(BackendUnsupportedError, match=feature.value):
+                    kda_core.fused_recurrent_kda(**x, backend=kda.backend)
+            else:
+                e = refused(x, kda.backend)
+                assert isinstance(e, BackendUnsupportedError) and feature.value in str(e)
+        assert not calls
+
+
+class TestBackend(BackendConformance):
+    """The kit on the backend of ``--kda-backend``."""
+
+    __test__ = True
+
+
+# ---- helpers
+
+
+def _default_device(info: Any) -> str:
+    """The GPU where the backend runs on one that is visible, else the CPU."""
+    gpus = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return "cuda" if any(a in gpus for a in info.spec.archs) else "cpu"
+
+
+def _guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str, guard: int = 4096) -> tuple[Tensor, Any]:
+    """A tensor amid elements of 7, and a function that returns those."""
+    size = 1
+    for n in shape:
+        size *= n
+    whole = torch.full((size + 2 * guard,), 7.0, dtype=dtype, device=device)
+    return whole[guard : guard + size].view(shape), lambda: torch.cat([whole[:guard], whole[guard + size :]])
+
+
+def _form(kda: Runner, form: str) -> Inputs:
+    """Inputs of one form of the contract that the gate families leave out."""
+    base = kda.case("slow", 130, HV=4, initial_state=True).inputs
+    masked = kda.case("masked", 130, HV=4, initial_state=True).inputs
+    x = base.arguments
+    if form == "no l2norm":
+        unit = {n: torch.nn.functional.normalize(x[n].float(), dim=-1).to(x[n].dtype) for n in ("q", "k")}
+        return base.replace(**unit, use_qk_l2norm_in_kernel=False)
+    soft = kda.case("memory", 130, HV=4).inputs
+    forms: dict[str, Any] = {
+        "no A_log": lambda: base.replace(A_log=None),
+        "no dt_bias": lambda: base.replace(dt_bias=None),
+        "bound -1": lambda: base.replace(lower_bound=-1.0),
+        "bound -8": lambda: base.replace(lower_bound=-8.0),
+        "softplus": lambda: base.replace(lower_bound=None),
+        "softplus, no dt_bias": lambda: base.replace(lower_bound=None, dt_bias=None),
+        "flat dt_bias": lambda: base.replace(dt_bias=x["dt_bias"].flatten()),
+        "bf16 g": lambda: masked.replace(g=masked.arguments["g"].bfloat16()),
+        "bf16 beta": lambda: soft.replace(beta=soft.arguments["beta"].bfloat16()),
+        "fp32 beta": lambda: base.replace(beta=x["beta"].float()),
+        "fp32 raw g": lambda: base.replace(g=x["g"].float() * 1.001),
+        "safe precomputed": lambda: soft.replace(safe_gate=True),
+        "negative eigenvalues": lambda: base.replace(allow_neg_eigval=True),
+        "scale": lambda: base.replace(scale=0.37),
+    }
+    return forms[form]()
+
+
+def _needing(kda: Runner, feature: Feature) -> dict[str, Any]:
+    """A call that needs `feature`, with as little else as can be."""
+    plain = kda.inputs("memory", 20)
+    plain.pop("initial_state")
+    x = plain | {"use_qk_l2norm_in_kernel": False, "safe_gate": True}
+    gate = {"use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True}
+    D = kda.head_dim
+    changes: dict[Feature, dict[str, Any]] = {
+        Feature.VARLEN: {"cu_seqlens": torch.tensor([0, 20], device=kda.device)},
+        Feature.GVA: {n: x[n][:, :, :1].contiguous() for n in ("q", "k")},
+        Feature.INITIAL_STATE: {"initial_state": torch.zeros(1, 2, D, D, device=kda.device)},
+        Feature.FINAL_STATE: {"output_final_state": True},
+        Feature.STATE_V_FIRST: {"output_final_state": True, "state_v_first": True},
+        Feature.GATE_IN_KERNEL: gate,
+        Feature.UNBOUNDED_GATE: {"safe_gate": False},
+        Feature.BETA_SIGMOID: {"use_beta_sigmoid_in_kernel": True},
+        Feature.NEG_EIGVAL: {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
+        Feature.QK_L2NORM: {"use_qk_l2norm_in_kernel": True},
+        Feature.INTERMEDIATE_STATES: {"return_intermediate_states": True},
+        Feature.PIN: {"pin": True},
+        Feature.GRAPH: {"use_graph": True},
+        Feature.BACKWARD: {"v": x["v"].clone().requires_grad_()},
+        Feature.RECURRENT: {},
+    }
+    call = x | changes[feature]
+    if feature is Feature.RECURRENT:
+        call.pop("safe_gate")
+    return call

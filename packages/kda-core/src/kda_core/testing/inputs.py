@@ -1,0 +1,169 @@
+"""Inputs with a written recipe: the same bits on every machine, for they are drawn on the CPU.
+
+Gate families. Common to all: q, k, v ~ N(0,1) in bf16, normalised in the kernel; beta logits ~ N(0,1) in bf16, sigmoid in
+the kernel; A_log = log U(1,16) and dt_bias in fp32. A generator seeded with `seed` draws, in this order: q, k, v, beta,
+A_log, then what the family names, in the order in which it names it.
+
+=========  =============================================================================================================
+steep      raw g ~ N(0,1) bf16, dt_bias ~ N(0,1), lower_bound -5
+slow       raw g ~ N(0,1) bf16, dt_bias = softplus^-1(exp U(log 0.001, log 0.1)), lower_bound -5: the public layer's
+memory     precomputed fp32 g: 0 on channels below K/2, -0.3 on the others; beta = min(0.05, 128/T), fp32, post-sigmoid;
+           initial state ~ N(0,1), fp32: the state hardly forgets
+saturated  raw g = 32 bf16, no dt_bias, lower_bound -5: every gate is -5
+masked     precomputed fp32 g = -U(0, 0.1); then -1000 where U(0,1) < 1/2000 per (token, head, channel), where
+           U(0,1) < 1/50 per (token, head), and, on odd heads, where U(0,1) < 1/8 per (head, channel)
+mixed      raw g ~ N(0,1) bf16, softplus form (unbounded); dt_bias by channel mod 4: -20 (open), as slow, -2, 1
+=========  =============================================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BF16 = torch.bfloat16
+FAMILIES = ("steep", "slow", "memory", "saturated", "masked", "mixed")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of one call of `kda_core.chunk_kda`, and the lengths of its packed sequences (None: fixed)."""
+
+    arguments: dict[str, Any]
+    lengths: tuple[int, ...] | None = None
+
+    def replace(self, **changes: Any) -> Inputs:
+        """The same call with other arguments; None removes one."""
+        kept = {n: x for n, x in (self.arguments | changes).items() if x is not None}
+        return Inputs(kept, self.lengths)
+
+    def tokens(self, start: int, end: int | None = None) -> dict[str, Any]:
+        """The arguments for tokens start to end of a call of fixed length."""
+        return self.arguments | {n: self.arguments[n][:, start:end] for n in ("q", "k", "v", "g", "beta")}
+
+
+def make_inputs(
+    family: str,
+    T: int,
+    *,
+    B: int = 1,
+    H: int = 2,
+    HV: int | None = None,
+    K: int = 128,
+    V: int = 128,
+    seed: int = 0,
+    lengths: tuple[int, ...] | None = None,
+    beta_dtype: torch.dtype = BF16,
+    initial_state: bool = False,
+    state_v_first: bool = False,
+    device: torch.device | str = "cpu",
+) -> Inputs:
+    """A call of one family: q,k [B,T,H,K], v [B,T,HV,V], g [B,T,HV,K], beta [B,T,HV], A_log [HV], dt_bias [HV,K].
+
+    `initial_state` adds one ~ N(0,1) (the memory family has one anyway); with `lengths` (sum T, B = 1) the sequences
+    are packed and cu_seqlens is int32.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"family: expected one of {FAMILIES}, got {family!r}")
+    HV = H if HV is None else HV
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*s: int) -> Tensor:
+        return torch.randn(*s, generator=rng)
+
+    def uniform(*s: int) -> Tensor:
+        return torch.rand(*s, generator=rng)
+
+    N, shape = (B if lengths is None else len(lengths)), (B, T, HV, K)
+    x: dict[str, Any] = {
+        "q": normal(B, T, H, K).to(BF16),
+        "k": normal(B, T, H, K).to(BF16),
+        "v": normal(B, T, HV, V).to(BF16),
+        "beta": normal(B, T, HV).to(beta_dtype),
+        "use_beta_sigmoid_in_kernel": True,
+        "use_qk_l2norm_in_kernel": True,
+    }
+    A_log = torch.log(1 + 15 * uniform(HV))
+    if family == "memory":
+        x["g"] = torch.where(torch.arange(K) < K // 2, 0.0, -0.3).expand(shape).contiguous()
+        x |= {"beta": torch.full((B, T, HV), min(0.05, 128 / max(T, 1))), "use_beta_sigmoid_in_kernel": False}
+        initial_state = True
+    elif family == "masked":
+        soft = -0.1 * uniform(*shape)
+        mask = (uniform(*shape) < 1 / 2000) | (uniform(B, T, HV, 1) < 1 / 50)
+        mask |= (uniform(HV, K) < 1 / 8) & (torch.arange(HV) % 2 == 1).unsqueeze(-1)
+        x["g"] = torch.where(mask, -1000.0, soft)
+    else:
+        x |= {"use_gate_in_kernel": True, "A_log": A_log, "lower_bound": -5.0}
+        x |= _raw_gate(family, shape, normal, uniform)
+    if initial_state:
+        state = normal(N, HV, K, V)
+        x["initial_state"] = state.mT.contiguous() if state_v_first else state
+    if state_v_first:
+        x["state_v_first"] = True
+    if lengths is not None:
+        if B != 1 or sum(lengths) != T:
+            raise ValueError(f"lengths: expected B=1 and a sum of T={T}, got B={B} and {sum(lengths)}")
+        x["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    moved = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in x.items()}
+    return Inputs({n: t for n, t in moved.items() if t is not None}, lengths)
+
+
+def _raw_gate(family: str, shape: tuple[int, ...], normal: Any, uniform: Any) -> dict[str, Any]:
+    HV, K = shape[2:]
+    if family == "saturated":
+        return {"g": torch.full(shape, 32.0, dtype=BF16)}
+    g = normal(*shape).to(BF16)
+    if family == "steep":
+        return {"g": g, "dt_bias": normal(HV, K)}
+    dt = torch.exp(math.log(0.001) + uniform(HV, K) * math.log(100.0))
+    bias = dt + torch.log(-torch.expm1(-dt))  # softplus^-1
+    if family == "slow":
+        return {"g": g, "dt_bias": bias}
+    kind = torch.arange(K) % 4
+    bias = torch.where(kind == 0, -20.0, torch.where(kind == 1, bias, torch.where(kind == 2, -2.0, 1.0)))
+    return {"g": g, "dt_bias": bias, "lower_bound": None}
+
+
+def make_normalised(
+    T: int,
+    *,
+    B: int = 1,
+    H: int = 2,
+    HV: int | None = None,
+    D: int = 128,
+    normaliser: float = 1.0,
+    mask: float = 0.0,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Inputs:
+    """A call with precomputed gates g = logsigmoid(N(0,1)) / `normaliser`, set to 0 on a fraction `mask` of the elements,
+    q, k, v ~ U(0,1) in bf16, beta = sigmoid(N(0,1)) in bf16, initial state ~ N(0,1): FLA's family of tests."""
+    HV = H if HV is None else HV
+    rng = torch.Generator().manual_seed(seed)
+    rand = lambda *s: torch.rand(*s, generator=rng)  # noqa: E731
+    x: dict[str, Any] = {"q": rand(B, T, H, D), "k": rand(B, T, H, D), "v": rand(B, T, HV, D)}
+    x = {n: t.to(BF16) for n, t in x.items()}
+    g = torch.nn.functional.logsigmoid(torch.randn(B, T, HV, D, generator=rng)) / normaliser
+    x["g"] = g * (rand(B, T, HV, D) >= mask)
+    x["beta"] = torch.randn(B, T, HV, generator=rng).sigmoid().to(BF16)
+    x["initial_state"] = torch.randn(B, HV, D, D, generator=rng)
+    x["use_qk_l2norm_in_kernel"] = True
+    return Inputs({n: t.to(device) if isinstance(t, Tensor) else t for n, t in x.items()})
+
+
+def one_key(T: int, *, zero: bool = False, device: torch.device | str = "cpu") -> Inputs:
+    """One key over and over with beta = sigmoid(8) and g = -1e-4, H = HV = 1: inverses by a truncated series or in fp16
+    overflow here. `zero`: all keys are zero instead."""
+    x = make_inputs("masked", T, H=1).arguments
+    k = x["k"][:, :1].expand(1, T, 1, 128).contiguous()
+    x |= {
+        "k": torch.zeros_like(k) if zero else k,
+        "g": torch.full((1, T, 1, 128), -1e-4),
+        "beta": torch.full((1, T, 1), 8.0, dtype=BF16),
+    }
+    return Inputs({n: t.to(device) if isinstance(t, Tensor) else t for n, t in x.items()})

@@ -1,0 +1,296 @@
+"""The rounding-exact specification of a chunked KDA prefill, from which tolerances are derived. Plain torch, any device.
+
+`prepare_chunk` (K1) turns chunks of C tokens into operands, `run_chunk` (K2) is the chain over them; kernels are held
+against both, intermediate by intermediate::
+
+    G = inclusive cumsum of g, a = e^{G_end}, Kd = k e^G, Qd = scale q e^G, Kg = k e^{G_end - G}
+    L_ij = beta_i k_i . (e^{G_i-G_j} k_j) (j < i),  Aqk_ij = scale q_i . (e^{G_i-G_j} k_j) (j <= i)
+    T = (I + L)^-1 diag(beta),  w = T Kd,  u = T V
+    R = u - w S,  O = Qd S + Aqk R,  S <- a S + Kg^T R
+
+"bf16" and "fp32" below are value sets: tensors stay fp32 and hold rounded values. A kernel may sum in another order and
+use other instructions; it must round no earlier and no coarser than this program, and must not let row i see anything
+after row i. On a GPU the fp32 products here need torch's default precision (no TF32).
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda_core.testing.oracle import sequence_bounds
+
+F32 = torch.float32
+LOG2E = 1.4426950408889634
+BLOCK = 16  # rows of a diagonal block
+G_FLOOR = -104.0  # e^-104 rounds to 0 in fp32: clamping there changes nothing and keeps -1000 out of the cumsum
+VOTE_LIMIT = 80.0  # two-sided factors serve row i while max over channels of G_first - G_i stays below this
+CHUNKS = (16, 32, 64)  # values of C
+SLAB_BYTES = 128 << 20  # bound for the largest temporary, the pairwise decays of rows that lost the vote
+
+
+# ---- rounding points
+
+
+def flush(x: Tensor) -> Tensor:
+    """fp32 subnormals to zero, any shape, as kernels may. Only a row factor is ever scaled up again: at VOTE_LIMIT a row
+    loses elements of k and scale*q below 2^-11, at the bound of -5 (e^-75) below 2^-18."""
+    return torch.where(x.abs() < torch.finfo(F32).tiny, torch.zeros_like(x), x)
+
+
+def bf16(x: Tensor) -> Tensor:
+    """Rounds to nearest even bf16, held in fp32, any shape: an MMA operand, or a value stored in bf16."""
+    return flush(x.to(torch.bfloat16).to(F32))
+
+
+def ex2(x: Tensor) -> Tensor:
+    """2**x in fp32 with subnormal results flushed, any shape."""
+    return flush(torch.exp2(x))
+
+
+def mma(a: Tensor, b: Tensor) -> Tensor:
+    """[..., m, k] @ [..., k, n] as a tensor core does it: bf16 operands, exact products, fp32 accumulators."""
+    return bf16(a) @ bf16(b)
+
+
+def cumsum(g: Tensor) -> Tensor:
+    """Inclusive fp32 running sum over rows [..., C, K], one addition a row: G_i must depend on rows <= i alone."""
+    rows = [g[..., 0, :]]
+    for i in range(1, g.shape[-2]):
+        rows.append(rows[-1] + g[..., i, :])
+    return torch.stack(rows, -2)
+
+
+# ---- K1: preparation
+
+
+class Prepared(NamedTuple):
+    """What K1 hands to K2 for chunks [..., HV]: w, Qd, Kg [..., C, K], u [..., C, V], Aqk [..., C, C], all bf16 values;
+    a [..., K] fp32."""
+
+    w: Tensor
+    u: Tensor
+    Qd: Tensor
+    Kg: Tensor
+    Aqk: Tensor
+    a: Tensor
+
+
+def activate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, bool]:
+    """The elementwise stage, in fp32, on the tensors of a call of `kda_core.chunk_kda`.
+
+    Returns:
+        q, k [B, T, HV, K] and v [B, T, HV, V] in bf16, g [B, T, HV, K] in base 2 and at least G_FLOOR*LOG2E, beta
+        [B, T, HV] fp32, and whether the gates are bounded by -5, so that no row needs a vote.
+    """
+    HV, repeat = v.shape[2], v.shape[2] // q.shape[2]
+    q, k, v, g, beta = (x.to(F32) for x in (q, k, v, g, beta))
+    if use_qk_l2norm_in_kernel:  # the normalised row is stored in bf16
+        q, k = (bf16(x * (1 / torch.sqrt(x.square().sum(-1, keepdim=True) + 1e-6))) for x in (q, k))
+    if use_gate_in_kernel:
+        x = g if dt_bias is None else g + dt_bias.to(F32).reshape(HV, -1)
+        rate = 1.0 if A_log is None else torch.exp2(A_log.to(F32) * LOG2E).reshape(HV, 1)
+        if lower_bound is not None:
+            g = lower_bound * torch.sigmoid(rate * x)
+        else:
+            g = -rate * torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20))))
+    if use_beta_sigmoid_in_kernel:
+        beta = (2.0 if allow_neg_eigval else 1.0) * torch.sigmoid(beta)
+    q, k = (x.repeat_interleave(repeat, dim=2) for x in (q, k))
+    bounded = lower_bound is not None and lower_bound >= -5 if use_gate_in_kernel else safe_gate
+    return q, k, v, g.clamp(min=G_FLOOR) * LOG2E, beta, bounded
+
+
+def pairs(x: Tensor, k: Tensor, G: Tensor) -> Tensor:
+    """sum_c x_ic k_jc 2^{G_ic - G_jc} for j <= i, pair by pair in fp32: [..., n, K] -> [..., n, n]. No exponent exceeds
+    0."""
+    decay = ex2((G.unsqueeze(-2) - G.unsqueeze(-3)).clamp(max=0))
+    return (x.unsqueeze(-2) * k.unsqueeze(-3) * decay).sum(-1)
+
+
+def invert(L: Tensor) -> Tensor:
+    """(I + L)^-1 of strictly lower fp32 L [..., C, C]: forward substitution on the 16x16 diagonal blocks, then merges of
+    neighbours, X_21 = -X_22 (L_21 X_11), twice as large each time; fp32 throughout (3 bf16 or TF32 products serve
+    too)."""
+    C = L.shape[-1]
+    X = torch.eye(C, dtype=F32, device=L.device).expand(L.shape).clone()
+    for s in range(0, C, BLOCK):
+        for i in range(s + 1, s + BLOCK):
+            X[..., i, s:i] = -(L[..., i : i + 1, s:i] @ X[..., s:i, s:i]).squeeze(-2)
+    size = BLOCK
+    while size < C:
+        for s in range(0, C, 2 * size):
+            up, low = slice(s, s + size), slice(s + size, s + 2 * size)
+            X[..., low, up] = -(X[..., low, low] @ (L[..., low, up] @ X[..., up, up]))
+        size *= 2
+    return X
+
+
+def prepare_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, bounded: bool
+) -> Prepared:
+    """K1 for chunks of every head: q, k, g [..., HV, C, K], v [..., HV, C, V], beta [..., HV, C], as `activate` returns
+    them; rows beyond the sequence are zero in all five. C is 16, 32 or 64.
+
+    Every block of 16 rows is anchored on its first row, A = G[first]: never on a later one, for then later gates would
+    round earlier outputs differently. Two exps an element, row 2^{G_i-A} <= 1 and column 2^{A-G_j} >= 1, make all
+    operands; columns then hop from anchor to anchor to the end of the chunk by per-channel multipliers, so that below
+    the diagonal blocks every exponent, block by block, is <= 0.
+    """
+    C, G = q.shape[-2], cumsum(g)
+    blocks = [slice(s, s + BLOCK) for s in range(0, C, BLOCK)]
+    anchors = [G[..., s.start, :].unsqueeze(-2) for s in blocks] + [G[..., -1:, :]]  # the end of the chunk comes last
+    L = q.new_zeros(*q.shape[:-1], C)
+    Aqk, Kd, Qd = torch.zeros_like(L), torch.zeros_like(q), torch.zeros_like(q)
+    columns: list[Tensor] = []  # fp32 k_j 2^{A - G_j} of earlier blocks, A the anchor of the block at hand
+
+    for b, s in enumerate(blocks):
+        A, A_next, Gb, kb, qb = anchors[b], anchors[b + 1], G[..., s, :], k[..., s, :], q[..., s, :] * scale
+        reach = (A - Gb).amax(-1, keepdim=True)  # [..., HV, 16, 1]; row i looks at its own past alone
+        vote = torch.full_like(reach, True, dtype=torch.bool) if bounded else reach < VOTE_LIMIT * LOG2E
+        k_row, q_row = kb * ex2(Gb - A), qb * ex2(Gb - A)
+        k_col = torch.where(vote, kb * ex2(torch.where(vote, A - Gb, 0.0)), 0.0)  # j <= i is valid wherever row i is
+        Kd[..., s, :], Qd[..., s, :] = k_row * ex2(A), q_row * ex2(A)
+        L[..., s, s], Aqk[..., s, s] = mma(k_row, k_col.mT), mma(q_row, k_col.mT)
+        if not vote.all():  # rows that lost the vote: exact pairs, no factor above 1
+            L[..., s, s] = torch.where(vote, L[..., s, s], pairs(kb, kb, Gb))
+            Aqk[..., s, s] = torch.where(vote, Aqk[..., s, s], pairs(qb, kb, Gb))
+        for col, c in zip(columns, blocks):
+            L[..., s, c], Aqk[..., s, c] = mma(k_row, col.mT), mma(q_row, col.mT)
+        hop = ex2(A_next - A)
+        arrived = k_col * hop
+        if not bounded:  # a steep block's columns start from a fresh exp; later rows and K2 alone read them
+            steep = (A - A_next).amax(-1, keepdim=True) >= VOTE_LIMIT * LOG2E
+            arrived = torch.where(steep, kb * ex2(A_next - Gb), arrived)
+        columns = [col * hop for col in columns] + [arrived]
+
+    # beta near 2 with one key over and over: |1 - beta|k|^2| is about 1, nothing damps the roundings of T, w and S, and
+    # they can grow exponentially from chunk to chunk, at every C. bf16 operands do not serve that input.
+    L = torch.tril(L, -1) * beta.unsqueeze(-1)
+    Tm = bf16(invert(L) * beta.unsqueeze(-2))
+    w, u = bf16(mma(Tm, Kd)), bf16(mma(Tm, v))
+    a = ex2(anchors[-1]).squeeze(-2)
+    return Prepared(w, u, bf16(Qd), bf16(torch.cat(columns, -2)), bf16(torch.tril(Aqk)), a)
+
+
+# ---- K2: the chain
+
+
+def run_chunk(S: Tensor, p: Prepared) -> tuple[Tensor, Tensor]:
+    """One step of the chain: S [..., HV, K, V] fp32 -> o [..., HV, C, V] bf16 and the next S. S and R are rounded only
+    as MMA operands; S itself stays fp32, and O's two products share one accumulator."""
+    R = p.u - mma(p.w, S)
+    o = mma(p.Qd, S) + mma(p.Aqk, R)
+    return bf16(o), p.a.unsqueeze(-1) * S + mma(p.Kg.mT, R)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    C: int,
+    chunk_size: int = 64,
+    pin: bool = False,
+    **gates: Any,
+) -> tuple[Tensor, ...]:
+    """``chunk_kda(...)`` with chunks of C = 16, 32 or 64 tokens and the rounding points of this module.
+
+    Arguments are those of `kda_core.testing.token_oracle`; `gates` are the options of `activate`. With
+    `return_intermediate_states` C divides `chunk_size`.
+
+    Returns:
+        o [B, T, HV, V] (bf16 values), final states [N, HV, K, V] fp32 (or [N, HV, V, K]), and with
+        `return_intermediate_states` h [B, NT, HV, K, V] (bf16 values; or [.., V, K]); all held in fp32.
+    """
+    bounds = sequence_bounds(q, cu_seqlens, cu_seqlens_cpu)
+    B, T, K, HV, V = *q.shape[:2], q.shape[3], *v.shape[2:]
+    scale = K**-0.5 if scale is None else scale
+    *tensors, bounded = activate(q, k, v, g, beta, **gates)
+    flat = [x.flatten(0, 1) for x in tensors]
+
+    # Chunk c of every sequence that has one, the longest sequences first: step c of the chain.
+    counts = [-(-(end - first) // C) for first, end in bounds]
+    order = sorted(range(len(bounds)), key=lambda n: -counts[n])
+    steps = [[n for n in order if counts[n] > c] for c in range(max(counts, default=0))]
+    first = torch.tensor([s for s, _ in bounds], device=q.device)
+    end = torch.tensor([e for _, e in bounds], device=q.device)
+
+    def prepare(group: range) -> Prepared:
+        """Chunks of these steps, step by step: Prepared [chunks, HV, ...]."""
+        n = torch.tensor([n for c in group for n in steps[c]], device=q.device)
+        c = torch.tensor([c for c in group for _ in steps[c]], device=q.device)
+        at = (first[n] + c * C).unsqueeze(1) + torch.arange(C, device=q.device)
+        keep = at < end[n].unsqueeze(1)  # [chunks, C]
+        rows = [x[torch.where(keep, at, 0)] for x in flat]
+        rows = [torch.where(keep.view(*keep.shape, *[1] * (x.dim() - 2)), x, 0.0).transpose(1, 2) for x in rows]
+        return prepare_chunk(*rows, scale, bounded)
+
+    S = torch.zeros(len(bounds), HV, K, V, device=q.device)
+    if initial_state is not None:
+        S = (initial_state.mT if state_v_first else initial_state).to(F32)[order].contiguous()
+    o = torch.zeros(B * T, HV, V, device=q.device)
+    saved: dict[tuple[int, int], Tensor] = {}
+    for group in _groups(steps, max(1, SLAB_BYTES // (4 * HV * BLOCK * BLOCK * K))):
+        prepared, at = prepare(group), 0
+        for c in group:
+            live = len(steps[c])
+            if return_intermediate_states and c * C % chunk_size == 0:
+                saved.update({(n, c * C): S[lane] for lane, n in enumerate(steps[c])})
+            rows, moved = run_chunk(S[:live], Prepared(*(x[at : at + live] for x in prepared)))
+            S = torch.cat([moved, S[live:]])
+            for lane, n in enumerate(steps[c]):
+                s = bounds[n][0] + c * C
+                size = min(C, bounds[n][1] - s)
+                o[s : s + size] = rows[lane, :, :size].transpose(0, 1)
+            at += live
+    states = S[torch.tensor(order, device=q.device).argsort()]
+    layout = (lambda x: x.mT.contiguous()) if state_v_first else (lambda x: x)
+    if not return_intermediate_states:
+        return o.view(B, T, HV, V), layout(states)
+    starts = [saved[n, t] for n, (s, e) in enumerate(bounds) for t in range(0, e - s, chunk_size)]
+    h = torch.stack(starts).unflatten(0, (B, -1)) if starts else S.new_zeros((B, 0, HV, K, V))
+    return o.view(B, T, HV, V), layout(states), layout(bf16(h))
+
+
+def _groups(steps: list[list[int]], limit: int) -> list[range]:
+    """Consecutive steps, as many a group as have at most `limit` chunks together, at least one."""
+    ends = list(accumulate(len(s) for s in steps))
+    groups, start = [], 0
+    while start < len(steps):
+        base = ends[start - 1] if start else 0
+        stop = start + 1
+        while stop < len(steps) and ends[stop] - base <= limit:
+            stop += 1
+        groups.append(range(start, stop))
+        start = stop
+    return groups
