@@ -1,51 +1,22 @@
-"""Fake distributions for the tests of discovery: a module and its metadata in a folder on sys.path."""
+"""Fake distributions for the tests of discovery."""
 
 import importlib
 import sys
 
 import pytest
+from fake_plugins import install_into
 
 import kda_core
-
-SPEC = """
-from kda_core.backend import BackendSpec
-SPEC = BackendSpec(
-    name={name!r}, abi={abi!r}, archs=frozenset({archs!r}), features=frozenset({features!r}),
-    target={target!r}, install="pip install {name}", priority={priority!r}, unavailable={unavailable!r},
-)
-"""
-
-BACKEND = """
-import torch
-from kda_core.reference import ReferenceBackend
-
-class Backend(ReferenceBackend):
-    def can_run(self, shape):
-        return {refuses!r}
-"""
 
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """A function that installs a fake backend distribution and forgets all cached discovery."""
+    """`fake_plugins.install_into` a folder on sys.path; cached discovery is forgotten, before and after."""
     monkeypatch.syspath_prepend(str(tmp_path))
     written = []
 
-    def install_distribution(name, *, source=None, backend=None, group="kda_core.backends", version="1.0", **spec):
-        module = f"fake_{name.replace('-', '_')}"
-        fields = {
-            "abi": kda_core.BACKEND_ABI, "archs": {"cpu"}, "features": {f.value for f in _features()},
-            "target": f"{module}_backend:Backend", "priority": 0, "unavailable": None,
-        }  # fmt: skip
-        refuses = spec.pop("refuses", None)
-        source = SPEC.format(name=name, **(fields | spec)) if source is None else source
-        (tmp_path / f"{module}.py").write_text(source)
-        (tmp_path / f"{module}_backend.py").write_text(BACKEND.format(refuses=refuses) if backend is None else backend)
-        info = tmp_path / f"{module}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fake-{name}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}:SPEC\n")
-        written.extend([module, f"{module}_backend"])
+    def install_distribution(name, **fields):
+        written.extend(install_into(tmp_path, name, **fields))
         importlib.invalidate_caches()
         kda_core.backends(refresh=True)
 
@@ -54,9 +25,3 @@ def install(tmp_path, monkeypatch):
         sys.modules.pop(module, None)
     monkeypatch.undo()
     kda_core.backends(refresh=True)
-
-
-def _features():
-    from kda_core.contract import Feature
-
-    return Feature

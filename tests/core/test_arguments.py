@@ -78,7 +78,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "kind", "argument", "words"), CASES, ids=lambda c: "-".join(c) if isinstance(c, dict) else None)
+@pytest.mark.parametrize(
+    ("changes", "kind", "argument", "words"),
+    CASES,
+    ids=lambda c: "-".join(c) if isinstance(c, dict) else None,
+)
 def test_bad_input_is_refused_by_name(changes, kind, argument, words):
     with pytest.raises(kind) as caught:
         chunk_kda(**(X | changes))

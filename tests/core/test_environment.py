@@ -14,7 +14,9 @@ from kda_core.errors import ArgumentError
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("text", "value"), [("0", False), ("false", False), ("Off", False), ("1", True), ("YES", True)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("0", False), ("false", False), ("Off", False), ("1", True), ("YES", True)]
+)
 def test_flags(monkeypatch, text, value):
     monkeypatch.setenv("KDA_CP", text)
     assert env.context_parallel() is value
@@ -45,7 +47,9 @@ def test_import_pulls_in_neither_cutlass_nor_triton():
         "bad = [m for m in sys.modules if m.split('.')[0] in ('cutlass', 'triton', 'tvm_ffi', 'cuda', 'pytest')]\n"
         "print(bad)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
@@ -62,7 +66,11 @@ def test_doctor(capsys):
     code = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert code == (1 if report["problems"] else 0)
-    assert report["versions"]["torch"] and {b["name"] for b in report["backends"]} >= {"reference", "sm90", "sm100"}
+    assert report["versions"]["torch"] and {b["name"] for b in report["backends"]} >= {
+        "reference",
+        "sm90",
+        "sm100",
+    }
     main(["doctor"])
     text = capsys.readouterr().out
     assert "backend     reference: ok" in text and report["cache"]["folder"] in text

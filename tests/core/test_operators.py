@@ -39,15 +39,20 @@ def test_compiles_whole_on_the_first_call_in_a_fresh_process(tmp_path):
         "assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])\n"
         "print('same')\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.strip() == "same", done.stderr
 
 
 def test_compiled_forward_and_backward_are_those_of_eager():
     plain, compiled = call(HV=4, T=37), call(HV=4, T=37)
-    f = torch.compile(lambda **x: chunk_kda(**x, output_final_state=True), fullgraph=True, backend="aot_eager")
+    f = torch.compile(
+        lambda **x: chunk_kda(**x, output_final_state=True), fullgraph=True, backend="aot_eager"
+    )
     results = []
-    for x, function in ((plain, lambda **x: chunk_kda(**x, output_final_state=True)), (compiled, f)):
+    eager = lambda **x: chunk_kda(**x, output_final_state=True)
+    for x, function in ((plain, eager), (compiled, f)):
         for t in x.values():
             t.requires_grad_()
         with record_calls() as calls:
@@ -71,7 +76,9 @@ def test_compiled_with_dynamic_lengths_compiles_once():
 def test_compiled_intermediate_states_of_packed_sequences():
     x, cu = call(T=150), torch.tensor([0, 10, 10, 150])
     f = torch.compile(
-        lambda cu, **x: chunk_kda(**x, cu_seqlens=cu, return_intermediate_states=True), fullgraph=True, backend="aot_eager"
+        lambda cu, **x: chunk_kda(**x, cu_seqlens=cu, return_intermediate_states=True),
+        fullgraph=True,
+        backend="aot_eager",
     )
     compiled, eager = f(cu, **x), chunk_kda(**x, cu_seqlens=cu, return_intermediate_states=True)
     assert compiled[2].shape == (1, 1 + 0 + 3, 2, 8, 8)
@@ -91,14 +98,25 @@ def test_opcheck(grad, packed):
     x = {n: t.requires_grad_(grad) for n, t in call().items()}
     cu = torch.tensor([0, 3, 20]) if packed else None
     args = _operator_args(
-        *x.values(), None, None, None, cu, None, backend=None, context_parallel="off", recurrent=False, output_final_state=True
+        *x.values(),
+        None,
+        None,
+        None,
+        cu,
+        None,
+        backend=None,
+        context_parallel="off",
+        recurrent=False,
+        output_final_state=True,
     )
     results = torch.library.opcheck(torch.ops.kda_core.chunk_fwd.default, args)
     assert set(results.values()) == {"SUCCESS"}
 
 
 def test_opcheck_of_the_variant_that_writes():
-    args = _operator_args(*call().values(), *[None] * 5, backend=None, context_parallel="off", recurrent=False)
+    args = _operator_args(
+        *call().values(), *[None] * 5, backend=None, context_parallel="off", recurrent=False
+    )
     out = (torch.zeros(1, 20, 2, 8), None, None, None)
     results = torch.library.opcheck(torch.ops.kda_core.chunk_fwd_out.default, (*args, *out))
     assert set(results.values()) == {"SUCCESS"}
@@ -108,7 +126,7 @@ def test_opcheck_of_the_variant_that_writes():
 def test_gradients_in_fp64(lower_bound):
     B, T, H, HV, K, V = 1, 19, 1, 2, 3, 2
     rng = torch.Generator().manual_seed(1)
-    make = lambda *s: torch.randn(*s, dtype=torch.float64, generator=rng).requires_grad_()  # noqa: E731
+    make = lambda *s: torch.randn(*s, dtype=torch.float64, generator=rng).requires_grad_()
     x = (
         make(B, T, H, K), make(B, T, H, K), make(B, T, HV, V), make(B, T, HV, K), make(B, T, HV),
         make(HV), make(HV * K), make(3, HV, V, K),

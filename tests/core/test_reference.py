@@ -25,7 +25,8 @@ def recurrence(x, scale, lengths=None):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
+    ("dtype", "rtol"),
+    [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)],
 )
 def test_dtypes(dtype, rtol):
     x = call(T=50, dtype=dtype)
@@ -59,7 +60,12 @@ def test_pinned_packed_calls_agree_with_plain_ones():
     lengths = [0, 40, 0, 3, 70, 16, 0]
     x = call(T=sum(lengths), dtype=torch.float64)
     cu = torch.tensor([0, *lengths]).cumsum(0)
-    arguments = {"cu_seqlens": cu, "output_final_state": True, "return_intermediate_states": True, "chunk_size": 32}
+    arguments = {
+        "cu_seqlens": cu,
+        "output_final_state": True,
+        "return_intermediate_states": True,
+        "chunk_size": 32,
+    }
     plain, pinned = chunk_kda(**x, **arguments), chunk_kda(**x, **arguments, pin=True)
     want_o, want_s = recurrence(x, 8**-0.5, lengths)
     for o, state, h in (plain, pinned):

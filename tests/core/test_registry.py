@@ -37,7 +37,13 @@ def status(name):
 
 @pytest.mark.parametrize(
     ("plugin", "core", "fits"),
-    [((1, 0), (1, 0), True), ((1, 0), (1, 3), True), ((1, 4), (1, 3), False), ((0, 9), (1, 3), False), ((2, 0), (1, 3), False)],
+    [
+        ((1, 0), (1, 0), True),
+        ((1, 0), (1, 3), True),
+        ((1, 4), (1, 3), False),
+        ((0, 9), (1, 3), False),
+        ((2, 0), (1, 3), False),
+    ],
 )
 def test_abi_rule(plugin, core, fits):
     assert compatible(plugin, core) is fits
@@ -113,7 +119,9 @@ def test_an_explicit_choice_never_falls_back(install):
     install("narrow", features={"unbounded_gate"})
     install("empty", unavailable="no kernel yet")
     install("foreign", archs={(9, 0)})
-    with pytest.raises(BackendUnsupportedError, match="'picky'.*only K=128; these could serve it: .*reference"):
+    with pytest.raises(
+        BackendUnsupportedError, match="'picky'.*only K=128; these could serve it: .*reference"
+    ):
         ran(backend="picky")
     with pytest.raises(BackendUnsupportedError, match="final_state"):
         ran(backend="narrow", output_final_state=True)
@@ -170,7 +178,11 @@ def test_use_backend_belongs_to_the_thread(install):
 
 
 def test_discovery_is_cached_until_refresh_and_thread_safe(install, monkeypatch):
-    install("slow", backend="import time\ntime.sleep(0.2)\nfrom kda_core.reference import ReferenceBackend as Backend\n", priority=3)
+    install(
+        "slow",
+        backend="import time\ntime.sleep(0.2)\nfrom kda_core.reference import ReferenceBackend as Backend\n",
+        priority=3,
+    )
     from kda_core import registry
 
     reads = []

@@ -1,10 +1,12 @@
 """The kit is worth something only if wrong backends fail it: each mutant below must, and by the test that names it."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from fake_plugins import install_into
 
 from kda_core.testing import BAND, FAMILIES, error, make_inputs, specification, token_oracle, tolerance
 
@@ -20,113 +22,153 @@ class Backend(ReferenceBackend):
 # name: (body of the class, tests that must fail)
 MUTANTS = {
     "drops-state": (
-        "def chunk_fwd(self, i, o):\n"
-        "    return super().chunk_fwd(replace(i, initial_state=None), o)\n",
+        ("def chunk_fwd(self, i, o):\n    return super().chunk_fwd(replace(i, initial_state=None), o)\n"),
         ("test_length", "test_split"),
     ),
     "bf16-state": (
-        "def chunk_fwd(self, i, o):\n"
-        "    if i.initial_state is not None:\n"
-        "        i = replace(i, initial_state=(i.initial_state / 8).bfloat16().float() * 8.1)\n"
-        "    return super().chunk_fwd(i, o)\n",
+        (
+            "def chunk_fwd(self, i, o):\n"
+            "    if i.initial_state is not None:\n"
+            "        i = replace(i, initial_state=(i.initial_state / 8).bfloat16().float() * 8.1)\n"
+            "    return super().chunk_fwd(i, o)\n"
+        ),
         ("test_split",),
     ),
     "leaks-future": (
-        "def chunk_fwd(self, i, o):\n"
-        "    super().chunk_fwd(i, o)\n"
-        "    o.o.mul_(1 + 1e-3 * i.v[:, -1:].sign())\n"
-        "    return o\n",
+        (
+            "def chunk_fwd(self, i, o):\n"
+            "    super().chunk_fwd(i, o)\n"
+            "    o.o.mul_(1 + 1e-2 * i.v[:, -1:].sign())\n"
+            "    return o\n"
+        ),
         ("test_causality",),
     ),
     "wrong-heads": (
-        "def chunk_fwd(self, i, o):\n"
-        "    r = i.shape.HV // i.shape.H\n"
-        "    wide = {n: getattr(i, n).repeat(1, 1, r, 1) for n in ('q', 'k')}\n"
-        "    return super().chunk_fwd(replace(i, **wide, shape=replace(i.shape, H=i.shape.HV)), o)\n",
+        (
+            "def chunk_fwd(self, i, o):\n"
+            "    r = i.shape.HV // i.shape.H\n"
+            "    wide = {n: getattr(i, n).repeat(1, 1, r, 1) for n in ('q', 'k')}\n"
+            "    return super().chunk_fwd(replace(i, **wide, shape=replace(i.shape, H=i.shape.HV)), o)\n"
+        ),
         ("test_heads[(2, 4)]",),
     ),
     "ignores-scale": (
-        "def chunk_fwd(self, i, o):\n"
-        "    options = replace(i.options, scale=i.shape.K**-0.5)\n"
-        "    return super().chunk_fwd(replace(i, shape=replace(i.shape, options=options)), o)\n",
+        (
+            "def chunk_fwd(self, i, o):\n"
+            "    options = replace(i.options, scale=i.shape.K**-0.5)\n"
+            "    return super().chunk_fwd(replace(i, shape=replace(i.shape, options=options)), o)\n"
+        ),
         ("test_form[scale]",),
     ),
     "zeroes-empty": (
-        "def chunk_fwd(self, i, o):\n"
-        "    super().chunk_fwd(i, o)\n"
-        "    if i.cu_seqlens is not None and o.final_state is not None:\n"
-        "        o.final_state[i.cu_seqlens.diff() == 0] = 0\n"
-        "    return o\n",
+        (
+            "def chunk_fwd(self, i, o):\n"
+            "    super().chunk_fwd(i, o)\n"
+            "    if i.cu_seqlens is not None and o.final_state is not None:\n"
+            "        o.final_state[i.cu_seqlens.diff() == 0] = 0\n"
+            "    return o\n"
+        ),
         ("test_packed",),
     ),
     "writes-behind": (
-        "def chunk_fwd(self, i, o):\n"
-        "    super().chunk_fwd(i, o)\n"
-        "    flat = o.o.as_strided((o.o.numel() + 1,), (1,), o.o.storage_offset()) if o.o.storage_offset() else None\n"
-        "    if flat is not None:\n"
-        "        flat[-1] = 0\n"
-        "    return o\n",
+        (
+            "def chunk_fwd(self, i, o):\n"
+            "    super().chunk_fwd(i, o)\n"
+            "    flat = o.o.as_strided((o.o.numel() + 1,), (1,), o.o.storage_offset()) if o.o.storage_offset() else None\n"
+            "    if flat is not None:\n"
+            "        flat[-1] = 0\n"
+            "    return o\n"
+        ),
         ("test_untouched_memory",),
     ),
     "not-deterministic": (
-        "def chunk_fwd(self, i, o):\n"
-        "    super().chunk_fwd(i, o)\n"
-        "    o.o.add_(torch.randn_like(o.o) * 1e-3)\n"
-        "    return o\n",
+        (
+            "def chunk_fwd(self, i, o):\n"
+            "    super().chunk_fwd(i, o)\n"
+            "    o.o.add_(torch.randn_like(o.o) * 1e-3)\n"
+            "    return o\n"
+        ),
         ("test_same_bits_on_every_run", "test_two_threads"),
     ),
     "reads-output": (
-        "def chunk_fwd(self, i, o):\n"
-        "    before = o.final_state.clone() if o.final_state is not None else None\n"
-        "    super().chunk_fwd(i, o)\n"
-        "    if before is not None:\n"
-        "        o.final_state.add_(before * 0)\n"
-        "    return o\n",
+        (
+            "def chunk_fwd(self, i, o):\n"
+            "    before = o.final_state.clone() if o.final_state is not None else None\n"
+            "    super().chunk_fwd(i, o)\n"
+            "    if before is not None:\n"
+            "        o.final_state.add_(before * 0)\n"
+            "    return o\n"
+        ),
         ("test_poisoned_outputs_and_workspace",),
     ),
     "scales-gradient": (
-        "def chunk_bwd(self, i, do, ds):\n"
-        "    g = super().chunk_bwd(i, do, ds)\n"
-        "    return replace(g, g=g.g * 1.1)\n",
+        (
+            "def chunk_bwd(self, i, do, ds):\n"
+            "    g = super().chunk_bwd(i, do, ds)\n"
+            "    return replace(g, g=g.g * 1.1)\n"
+        ),
         ("test_backward",),
     ),
     "one-broken-head": (
-        "def chunk_fwd(self, i, o):\n"
-        "    super().chunk_fwd(i, o)\n"
-        "    o.o[:, :, -1] *= 1.05\n"
-        "    return o\n",
+        (
+            "def chunk_fwd(self, i, o):\n"
+            "    super().chunk_fwd(i, o)\n"
+            "    o.o[:, :, -1] *= 1.05\n"
+            "    return o\n"
+        ),
         ("test_gates",),
     ),
     "truncated-h": (
-        "def chunk_fwd(self, i, o):\n"
-        "    super().chunk_fwd(i, o)\n"
-        "    if o.intermediate_states is not None:\n"
-        "        o.intermediate_states[:, -1] = o.intermediate_states[:, 0]\n"
-        "    return o\n",
+        (
+            "def chunk_fwd(self, i, o):\n"
+            "    super().chunk_fwd(i, o)\n"
+            "    if o.intermediate_states is not None:\n"
+            "        o.intermediate_states[:, -1] = o.intermediate_states[:, 0]\n"
+            "    return o\n"
+        ),
         ("test_intermediate_states",),
     ),
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_backend_fails(install, tmp_path, name):
-    body, tests = MUTANTS[name]
-    install(name, backend=HEAD + "".join(f"    {line}\n" for line in body.splitlines()))
-    wanted = " or ".join(sorted({t.partition("[")[0] for t in tests}))
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory):
+    """One run of the kit's relevant tests over all mutants: class -> names of the tests that failed."""
+    folder = tmp_path_factory.mktemp("mutants")
+    classes, wanted = ["from kda_core.testing.conformance import BackendConformance"], []
+    for name, (body, tests) in MUTANTS.items():
+        cls = "Test" + name.title().replace("-", "")
+        install_into(folder, name, backend=HEAD + "".join(f"    {line}\n" for line in body.splitlines()))
+        classes.append(f"class {cls}(BackendConformance):\n    backend = {name!r}\n    quick = True")
+        wanted += [f"({cls} and {t.partition('[')[0]})" for t in tests]
+    (folder / "test_mutants.py").write_text("\n\n".join(classes))
     done = subprocess.run(
-        [sys.executable, "-m", "kda_core", "conformance", name, "--kda-quick", "-k", wanted],
-        capture_output=True, text=True, timeout=300, env=_environment(tmp_path), check=False,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "-k", " or ".join(wanted), "test_mutants.py"],
+        capture_output=True, text=True, timeout=600, cwd=folder, env=_environment(folder), check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
-    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
-    for test in tests:
-        assert any(test in line for line in failed), f"{test} let {name} pass:\n{done.stdout}"
+    return [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_backend_fails(verdicts, name):
+    cls = "Test" + name.title().replace("-", "")
+    for test in MUTANTS[name][1]:
+        assert any(f"{cls}::{test}" in line for line in verdicts), f"{test} let {name} pass"
 
 
 def test_a_right_backend_passes_and_the_report_counts(install, tmp_path):
-    declared = {"varlen", "initial_state", "final_state", "gate_in_kernel", "beta_sigmoid", "qk_l2norm", "unbounded_gate"}
+    declared = {
+        "varlen",
+        "initial_state",
+        "final_state",
+        "gate_in_kernel",
+        "beta_sigmoid",
+        "qk_l2norm",
+        "unbounded_gate",
+    }
     install("partial", features=declared)
-    run = lambda *more: subprocess.run(  # noqa: E731
+    run = lambda *more: subprocess.run(
         [sys.executable, "-m", "kda_core", "conformance", "partial", "--kda-quick", "-k", "heads or undeclared or backward", *more],
         capture_output=True, text=True, timeout=300, env=_environment(tmp_path), check=False,
     )  # fmt: skip
@@ -147,9 +189,9 @@ def test_a_backend_that_is_not_there_fails():
 
 
 def _environment(folder):
-    import os
-
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    }
 
 
 # ---- the parts
@@ -157,7 +199,7 @@ def _environment(folder):
 
 def test_oracle_by_hand():
     """One head, K = V = 1, two tokens: S1 = b1 k1 v1; S2 = S1 e^g2 + b2 k2 (v2 - k2 S1 e^g2)."""
-    one = lambda *x: torch.tensor(x, dtype=torch.float64).view(1, -1, 1, 1)  # noqa: E731
+    one = lambda *x: torch.tensor(x, dtype=torch.float64).view(1, -1, 1, 1)
     q, k, v, g = one(1.0, 2.0), one(0.5, 1.0), one(3.0, -1.0), one(-0.7, -0.1)
     beta = torch.tensor([[[0.5], [0.25]]], dtype=torch.float64)
     o, state = token_oracle(q, k, v, g, beta, scale=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,7 @@ def chunk_kda(
     out: Tensor | tuple[Tensor | None, ...] | None = None,
     workspace: Tensor | None = None,
     pin: bool = False,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Any, ...]:
     r"""Kimi Delta Attention over whole sequences (prefill, training), with the arguments of FLA's ``chunk_kda``.
 
     Per value head, with a state S [K,V] that starts as `initial_state` or zeros, and tokens t (Kimi Linear,
@@ -260,7 +261,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     a["state_v_first"] = _v_first(a["state_v_first"], a.pop("transpose_state_layout"))
     del a["out"], a["workspace"]
     *call, named, mode = _operator_args(recurrent=False, **a)
-    inputs = contract.make_inputs(*call[:_N_TENSORS], KdaOptions(*call[_N_TENSORS:]))
+    inputs = contract.make_inputs(*call[:_N_TENSORS], options=KdaOptions(*call[_N_TENSORS:]))
     inputs.sequence_lengths()
     return _explain(inputs.shape, named, inputs, mode)
 
@@ -387,7 +388,7 @@ def _run_out(args: tuple[Any, ...], out: Any, workspace: Tensor | None) -> tuple
         or (state is None and options.output_final_state)
         or (h is None and options.return_intermediate_states)
     ):
-        fresh = contract.allocate_outputs(contract.make_inputs(*tensors, options))
+        fresh = contract.allocate_outputs(contract.make_inputs(*tensors, options=options))
         o = fresh.o if o is None else o
         state = fresh.final_state if state is None else state
         h = fresh.intermediate_states if h is None else h
@@ -395,6 +396,6 @@ def _run_out(args: tuple[Any, ...], out: Any, workspace: Tensor | None) -> tuple
     return o, state, h
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in [head, *rows])

@@ -128,10 +128,11 @@ class Planner(Protocol):
         ...
 
 
-def spec_problem(spec: Any, kind: type) -> str | None:
+def spec_problem(loaded: object, kind: type) -> str | None:
     """What is wrong with the object behind an entry point, or None."""
-    if not isinstance(spec, kind):
-        return f"the entry point is {type(spec).__name__}, not a {kind.__name__}"
+    if not isinstance(loaded, kind):
+        return f"the entry point is {type(loaded).__name__}, not a {kind.__name__}"
+    spec: Any = loaded
     if not (isinstance(spec.abi, tuple) and len(spec.abi) == 2 and all(isinstance(n, int) for n in spec.abi)):
         return f"abi is {spec.abi!r}, not (major, minor)"
     if not (isinstance(spec.name, str) and spec.name and spec.name == spec.name.lower()):

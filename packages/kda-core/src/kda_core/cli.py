@@ -32,16 +32,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m kda_core", description="Kimi Delta Attention behind one API")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    p = commands.add_parser("demo", help="KDA prefill of a real text, in one piece and in two, against the fp64 oracle")
+    p = commands.add_parser(
+        "demo", help="KDA prefill of a real text, in one piece and in two, against the fp64 oracle"
+    )
     p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    p.add_argument("--tokens", type=_positive, help="length of the prefill (default: 65536 on a GPU, 4096 on a CPU)")
+    p.add_argument(
+        "--tokens", type=_positive, help="length of the prefill (default: 65536 on a GPU, 4096 on a CPU)"
+    )
     p.add_argument("--backend", help="insist on this backend")
     p.set_defaults(run=_demo)
 
     p = commands.add_parser("backends", help="every known backend and its status")
     p.set_defaults(run=_backends)
 
-    p = commands.add_parser("explain", help="which backend would serve a call of a given shape, and who refuses it")
+    p = commands.add_parser(
+        "explain", help="which backend would serve a call of a given shape, and who refuses it"
+    )
     p.add_argument("--B", type=_positive, default=1, help="batch size")
     p.add_argument("--T", type=int, default=8192, help="tokens a sequence")
     p.add_argument("--H", type=_positive, default=32, help="query/key heads")
@@ -50,11 +56,15 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--V", type=_positive, default=128, help="head dimension of v")
     p.add_argument("--N", type=_positive, help="number of packed sequences (varlen, B=1, T tokens in all)")
     p.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of q, k, v and g")
-    p.add_argument("--arch", default=None, help="cpu, or a compute capability such as 9.0 (default: this machine's)")
+    p.add_argument(
+        "--arch", default=None, help="cpu, or a compute capability such as 9.0 (default: this machine's)"
+    )
     p.add_argument("--initial-state", action="store_true")
     p.add_argument("--final-state", action="store_true")
     p.add_argument("--state-v-first", action="store_true")
-    p.add_argument("--gate", choices=("precomputed", "bounded", "softplus"), default="bounded", help="form of the gate")
+    p.add_argument(
+        "--gate", choices=("precomputed", "bounded", "softplus"), default="bounded", help="form of the gate"
+    )
     p.add_argument("--pin", action="store_true")
     p.add_argument("--backward", action="store_true", help="a call whose inputs require grad")
     p.add_argument("--backend", help="insist on this backend")
@@ -64,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--json", action="store_true", help="machine-readable")
     p.set_defaults(run=_doctor)
 
-    p = commands.add_parser("conformance", help="run the conformance kit on a backend; further arguments go to pytest")
+    p = commands.add_parser(
+        "conformance", help="run the conformance kit on a backend; further arguments go to pytest"
+    )
     p.add_argument("name", metavar="NAME", help="the backend")
     p.set_defaults(run=_conformance)
     return parser

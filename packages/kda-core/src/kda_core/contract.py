@@ -156,6 +156,11 @@ class ProblemShape:
     options: KdaOptions
 
     @property
+    def scale(self) -> float:
+        """The factor of the output, resolved."""
+        return self.K**-0.5 if self.options.scale is None else self.options.scale
+
+    @property
     def varlen(self) -> bool:
         return self.index_dtype is not None
 
@@ -372,6 +377,7 @@ def make_inputs(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
+    *,
     options: KdaOptions,
 ) -> KdaInputs:
     """Checks a call and returns it as contiguous inputs (a strided input is copied).
@@ -403,10 +409,10 @@ def make_inputs(
     _check("beta", beta, (B, T, HV), "[B, T, HV]", gates, device)
 
     if not options.use_gate_in_kernel:
-        for name, x in {"A_log": A_log, "dt_bias": dt_bias}.items():
-            if x is not None:
+        for name, given in {"A_log": A_log, "dt_bias": dt_bias}.items():
+            if given is not None:
                 raise ArgumentError(
-                    name, "None unless use_gate_in_kernel=True (g is the decay itself)", describe(x)
+                    name, "None unless use_gate_in_kernel=True (g is the decay itself)", describe(given)
                 )
     elif A_log is None and options.lower_bound is None:
         raise ArgumentError(

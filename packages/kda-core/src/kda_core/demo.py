@@ -39,7 +39,9 @@ class KimiLinearProjections(nn.Module):
         width = num_heads * HEAD_DIM
         self.embed = nn.Embedding(256, hidden_size)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, width, bias=False) for _ in range(3))
-        self.convs = nn.ModuleList(nn.Conv1d(width, width, conv_size, groups=width, bias=False) for _ in range(3))
+        self.convs = nn.ModuleList(
+            nn.Conv1d(width, width, conv_size, groups=width, bias=False) for _ in range(3)
+        )
         self.f_proj = nn.Sequential(
             nn.Linear(hidden_size, HEAD_DIM, bias=False), nn.Linear(HEAD_DIM, width, bias=False)
         )
@@ -125,7 +127,7 @@ def run(device: str | None = None, tokens: int | None = None, backend: str | Non
     with torch.inference_mode(), record_calls() as calls:
         prefill(0, T, None)  # the first call may compile; it is not the one that is timed
         (o, state), seconds = _timed(lambda: prefill(0, T, None), where)
-        ((o1, s1), (o2, s2)), seconds2 = _timed(lambda: _two(prefill, cut, T), where)
+        ((o1, _s1), (o2, s2)), seconds2 = _timed(lambda: _two(prefill, cut, T), where)
         pieces = torch.cat([o1, o2], 1)
         oracle_o, oracle_s = token_oracle(**x)
         limit_o, limit_s = tolerance(x, oracle=(oracle_o, oracle_s))

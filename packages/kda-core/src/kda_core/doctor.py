@@ -34,7 +34,8 @@ def examine() -> dict[str, Any]:
         "cache": _cache(),
         "environment": {v.name: os.environ[v.name] for v in env.VARIABLES if v.name in os.environ},
         "backends": [
-            {"name": i.name, "status": i.status, "reason": i.reason, "version": i.version} for i in REGISTRY.info()
+            {"name": i.name, "status": i.status, "reason": i.reason, "version": i.version}
+            for i in REGISTRY.info()
         ],
         "planners": [{"name": c.name, "status": _planner_status(c)} for c in REGISTRY.planners()],
     }
@@ -46,7 +47,9 @@ def examine() -> dict[str, Any]:
         if b["status"] in ("broken", "abi-mismatch")
     ]
     if not report["cache"]["writable"]:
-        problems.append(f"the kernel cache {report['cache']['folder']} cannot be written: every process compiles anew")
+        problems.append(
+            f"the kernel cache {report['cache']['folder']} cannot be written: every process compiles anew"
+        )
     report["problems"] = problems
     return report
 
@@ -59,16 +62,24 @@ def show(report: dict[str, Any]) -> str:
         f"ABI         {'.'.join(map(str, report['abi']))}",
         *(f"version     {name} {v}" for name, v in report["versions"].items()),
         f"cuda        torch built for {cuda['torch'] or 'CPU only'}, driver {cuda['driver'] or 'not found'}",
-        *(f"gpu         {g['index']}: {g['name']}, {g['arch']}, {g['memory_gib']:.0f} GiB" for g in report["gpus"]),
+        *(
+            f"gpu         {g['index']}: {g['name']}, {g['arch']}, {g['memory_gib']:.0f} GiB"
+            for g in report["gpus"]
+        ),
         *([] if report["gpus"] else ["gpu         none visible"]),
         *(f"dsl wheel   {name} {v}" for name, v in report["dsl_wheels"].items()),
         f"cache       {report['cache']['folder']} ({report['cache']['files']} files, {report['cache']['bytes']} bytes)",
         *(f"environment {name}={value}" for name, value in report["environment"].items()),
-        *(f"backend     {b['name']}: {b['status']}{': ' if b['reason'] else ''}{b['reason']}" for b in report["backends"]),
+        *(
+            f"backend     {b['name']}: {b['status']}{': ' if b['reason'] else ''}{b['reason']}"
+            for b in report["backends"]
+        ),
         *(f"planner     {p['name']}: {p['status']}" for p in report["planners"]),
         *(f"PROBLEM     {p}" for p in report["problems"]),
     ]
-    return "\n".join([*lines, "no problems found" if not report["problems"] else f"{len(report['problems'])} problems"])
+    return "\n".join(
+        [*lines, "no problems found" if not report["problems"] else f"{len(report['problems'])} problems"]
+    )
 
 
 def _version(name: str) -> str | None:
@@ -90,7 +101,12 @@ def _driver() -> str | None:
 
 def _gpu(index: int) -> dict[str, Any]:
     p = torch.cuda.get_device_properties(index)
-    return {"index": index, "name": p.name, "arch": f"sm_{p.major}{p.minor}", "memory_gib": p.total_memory / 2**30}
+    return {
+        "index": index,
+        "name": p.name,
+        "arch": f"sm_{p.major}{p.minor}",
+        "memory_gib": p.total_memory / 2**30,
+    }
 
 
 def _cache() -> dict[str, Any]:
@@ -111,5 +127,3 @@ def _planner_status(c: Any) -> str:
     if c.status != "ok":
         return f"{c.status}: {c.reason}"
     return "ok" if c.spec.unavailable is None else f"unsupported: {c.spec.unavailable}"
-
-

@@ -44,7 +44,7 @@ def _unpack(args: Sequence[Any]) -> tuple[KdaInputs, str | None, str]:
     """Validated inputs, the named backend and the context-parallel mode from an operator's arguments."""
     tensors, options = args[:_N_TENSORS], args[_N_TENSORS : _N_TENSORS + _N_OPTIONS]
     backend, context_parallel = args[_N_TENSORS + _N_OPTIONS :][:2]
-    return contract.make_inputs(*tensors, KdaOptions(*options)), backend, context_parallel
+    return contract.make_inputs(*tensors, options=KdaOptions(*options)), backend, context_parallel
 
 
 # ---- real tensors
@@ -135,10 +135,8 @@ def _fake_chunk_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     state = new(s.state_shape, dtype=s.state_dtype) if s.options.output_final_state else new(0)
     if not s.options.return_intermediate_states:
         return o, state, new(0)
-    if (
-        s.varlen and not s.options.use_graph
-    ):  # decided by the contents of cu_seqlens, which a trace does not have
-        nt = torch.library.get_ctx().new_dynamic_size()
+    if s.varlen and not s.options.use_graph:  # the contents of cu_seqlens decide, which a trace lacks
+        nt: Any = torch.library.get_ctx().new_dynamic_size()
     else:
         nt = contract.intermediate_states_count(inputs)
     return o, state, new(contract.intermediate_states_shape(s, nt), dtype=torch.bfloat16)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +83,8 @@ class ReferenceBackend:
                 total = total + (state * grad_final_state.to(state.dtype)).sum()
             grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         found = {n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), grads)}
-        return KdaGradients(**{n: found.get(n) for n in names})
+        gradients: dict[str, Any] = {n: found.get(n) for n in names}
+        return KdaGradients(**gradients)
 
 
 # ---- the schedule: which block of tokens comes when
@@ -93,7 +95,7 @@ class _Schedule:
     """The blocks of a call in the order in which the chain meets them.
 
     A lane is a run of blocks that share a state. Step s of the chain takes the next `widths[s]` blocks, one for each of
-    the first `widths[s]` lanes; widths never grow. With `restarts`, the one lane passes through all sequences.
+    the first `widths[s]` lanes; widths never grow. Without an order, one lane passes through all sequences.
     """
 
     tokens: Tensor  # [NB, block] flat token index b*T+t
@@ -101,7 +103,7 @@ class _Schedule:
     sequence: Tensor  # [NB] which sequence the block belongs to
     index: Tensor  # [NB] number of the block inside its sequence
     widths: list[int]
-    order: Tensor | None  # [N] sequence of each lane; None with restarts
+    order: Tensor | None  # [N] sequence of each lane; None for the one lane
 
 
 @dataclass(frozen=True)
@@ -121,20 +123,19 @@ class _Part:
     def schedule(self, inputs: KdaInputs, block: int) -> _Schedule:
         device = inputs.q.device
         row = torch.arange(block, device=device)
+        n, T, order = self.starts.numel(), inputs.shape.T, None
         if (
             self.on_device
-        ):  # lengths are known to the device alone: slot start//block + n is the first of sequence n
-            n = torch.arange(self.starts.numel(), device=device)
-            first = self.starts // block + n
-            slots = torch.arange(inputs.shape.T // block + len(n), device=device)
+        ):  # lengths are known to the device alone: slot start//block + i is the first of sequence i
+            first = self.starts // block + torch.arange(n, device=device)
+            slots = torch.arange(T // block + n if T else 0, device=device)
             sequence = (torch.searchsorted(first, slots, right=True) - 1).clamp(min=0)
-            index = slots - first[sequence]
-            widths, order = [1] * len(slots), None
+            index, widths = slots - first[sequence], [1] * len(slots)
         elif not inputs.shape.varlen:  # equal lengths, all lanes run to the end
-            n, steps = self.starts.numel(), -(-inputs.shape.T // block)
+            steps = -(-T // block)
             sequence = torch.arange(n, device=device).repeat(steps)
-            index = torch.arange(steps, device=device).repeat_interleave(n)
-            widths, order = [n] * steps, torch.arange(n, device=device)
+            index, widths = torch.arange(steps, device=device).repeat_interleave(n), [n] * steps
+            order = torch.arange(n, device=device)
         else:
             counts = -(-(self.ends - self.starts) // block)
             order = torch.argsort(counts, descending=True, stable=True)
@@ -267,8 +268,8 @@ def _chain(
 
     Blocks are prepared in slabs of whole steps, at most `slab` blocks where a step allows it.
     """
-    restarts = schedule.order is None
-    state = initial[:1] if restarts else initial[schedule.order]
+    order = schedule.order
+    state = initial[:1] if order is None else initial[order]
     final, finished, rows = initial, [], []
     first, step = 0, 0
     while step < len(schedule.widths):
@@ -288,7 +289,7 @@ def _chain(
             if width < len(state):  # the shortest lanes are through
                 finished.append(state[width:])
                 state = state[:width]
-            if restarts:
+            if order is None:
                 sequence = schedule.sequence[first + at : first + at + 1]
                 fresh = (schedule.index[first + at] == 0).view(1, 1, 1, 1)
                 state = torch.where(fresh, initial[sequence], state)
@@ -298,12 +299,12 @@ def _chain(
             R = u - w @ state
             rows.append(Qd @ state + Aqk @ R)
             state = decay.unsqueeze(-1) * state + Kg.mT @ R
-            if restarts:
+            if order is None:
                 final = final.index_copy(0, sequence, state)
             at += width
         first, step = blocks.stop, step + len(widths)
-    if not restarts:
-        final = torch.cat([state, *reversed(finished)])[torch.argsort(schedule.order)]
+    if order is not None:
+        final = torch.cat([state, *reversed(finished)])[torch.argsort(order)]
     block, s = schedule.tokens.shape[1], inputs.shape
     out = torch.cat(rows) if rows else initial.new_zeros((0, s.HV, block, s.V))
     return out.transpose(1, 2).reshape(-1, s.HV, s.V), final
@@ -336,7 +337,7 @@ def _prepare(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, 
     n = G.shape[-2]
     later = torch.ones(n, n, dtype=torch.bool, device=G.device).triu(1).unsqueeze(-1)
     pairs = torch.exp((G.unsqueeze(-2) - G.unsqueeze(-3)).masked_fill(later, float("-inf")))  # [..., i, j, K]
-    products = (k.unsqueeze(-3) * pairs) @ torch.stack([k, q * options.scale], dim=-1)  # [..., i, j, 2]
+    products = (k.unsqueeze(-3) * pairs) @ torch.stack([k, q * s.scale], dim=-1)  # [..., i, j, 2]
     L = torch.tril(products[..., 0], -1) * beta
     Aqk = products[..., 1]
     grown = torch.exp(G)
@@ -344,7 +345,7 @@ def _prepare(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, 
         L, beta * torch.cat([k * grown, v], -1), upper=False, unitriangular=True
     )
     w, u = wu[..., : s.K], wu[..., s.K :]
-    return w, u, q * options.scale * grown, k * torch.exp(G[..., -1:, :] - G), Aqk, grown[..., -1, :]
+    return w, u, q * s.scale * grown, k * torch.exp(G[..., -1:, :] - G), Aqk, grown[..., -1, :]
 
 
 def _decay(g: Tensor, inputs: KdaInputs) -> Tensor:

@@ -8,7 +8,11 @@ derived from the data (`kda_core.testing.tolerance`). What a backend does not de
 
 from __future__ import annotations
 
+import itertools
 import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -44,7 +48,7 @@ PACKED = (0, 17, 17, 64, 130)
 
 
 def lengths_of(bounds: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(b - a for a, b in zip(bounds, bounds[1:]))
+    return tuple(b - a for a, b in itertools.pairwise(bounds))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -64,7 +68,7 @@ class BackendConformance:
     @pytest.fixture
     def kda(self, request: pytest.FixtureRequest) -> Runner:
         """The backend under test."""
-        option = lambda name: request.config.getoption(name, None)  # noqa: E731
+        option = lambda name: request.config.getoption(name, None)
         name = self.backend or option("kda_backend")
         if name is None:
             pytest.fail("no backend: set the class attribute `backend`, or give --kda-backend", pytrace=False)
@@ -118,14 +122,20 @@ class BackendConformance:
         """A host copy of the bounds changes no bit."""
         x = kda.inputs("slow", 130, lengths=lengths_of(PACKED))
         host = x["cu_seqlens"].cpu()
-        assert same(kda(x, output_final_state=True, cu_seqlens_cpu=host, pin=False), kda(x, output_final_state=True))
+        assert same(
+            kda(x, output_final_state=True, cu_seqlens_cpu=host, pin=False), kda(x, output_final_state=True)
+        )
 
-    @pytest.mark.parametrize("n", range(len(FLA_CASES)), ids=lambda n: "B{}-T{}-H{}-HV{}-norm{}-mask{}".format(*FLA_CASES[n]))
+    @pytest.mark.parametrize(
+        "n", range(len(FLA_CASES)), ids=lambda n: "B{}-T{}-H{}-HV{}-norm{}-mask{}".format(*FLA_CASES[n])
+    )
     def test_normalised_gates(self, kda: Runner, n: int) -> None:
         """logsigmoid gates with normalisers and masks over shapes, the family of FLA's tests."""
         B, T, H, HV, normaliser, mask = FLA_CASES[n]
         kda.full_only(n % 9 != 0)
-        x = make_normalised(T, B=B, H=H, HV=HV, D=kda.head_dim, normaliser=normaliser, mask=mask, seed=n, device=kda.device)
+        x = make_normalised(
+            T, B=B, H=H, HV=HV, D=kda.head_dim, normaliser=normaliser, mask=mask, seed=n, device=kda.device
+        )
         kda.agrees(case_of(x))
 
     @pytest.mark.parametrize("form", (
@@ -153,16 +163,27 @@ class BackendConformance:
         kda.require(Feature.INTERMEDIATE_STATES)
         lengths = None if bounds is None else lengths_of(bounds)
         case = kda.case(
-            "slow", 130, B=1 if bounds else 2, H=1, HV=2, lengths=lengths, initial_state=True, state_v_first=v_first
+            "slow",
+            130,
+            B=1 if bounds else 2,
+            H=1,
+            HV=2,
+            lengths=lengths,
+            initial_state=True,
+            state_v_first=v_first,
         )
         x = case.inputs.arguments
         host = {} if bounds is None else {"cu_seqlens_cpu": x["cu_seqlens"].cpu()}
-        o, state, h = kda(x, output_final_state=True, return_intermediate_states=True, chunk_size=size, **host)
+        o, state, h = kda(
+            x, output_final_state=True, return_intermediate_states=True, chunk_size=size, **host
+        )
         case.check(o, state)
         want = token_oracle(**x, return_intermediate_states=True, chunk_size=size)[2]
         assert h.dtype == torch.bfloat16 and h.shape == want.shape
         off = error(h, want, state=True)
-        assert off <= case.limits[1], f"error of the intermediate states {off:.2e}, tolerance {case.limits[1]:.2e}"
+        assert off <= case.limits[1], (
+            f"error of the intermediate states {off:.2e}, tolerance {case.limits[1]:.2e}"
+        )
 
     def test_one_key_over_and_over(self, kda: Runner) -> None:
         """Identical keys, beta near 1, gates near 0, 16k tokens: the inverse stays finite and right."""
@@ -172,7 +193,9 @@ class BackendConformance:
 
     def test_zero_keys(self, kda: Runner) -> None:
         """Keys of zeros leave the state to decay."""
-        x = one_key(200, zero=True, device=kda.device).replace(initial_state=torch.ones(1, 1, 128, 128, device=kda.device))
+        x = one_key(200, zero=True, device=kda.device).replace(
+            initial_state=torch.ones(1, 1, 128, 128, device=kda.device)
+        )
         kda.agrees(case_of(x))
 
     # ---- equalities
@@ -207,7 +230,9 @@ class BackendConformance:
             mixed = {n: torch.cat([x[n][:, :t], y[n][:, t:]], 1) for n in ("q", "k", "v", "g", "beta")}
             assert torch.equal(kda(x | mixed, pin=True)[0][:, :t], o[:, :t]), f"tokens from {t} on leak back"
             cut = {n: x[n][:, :t].contiguous() for n in mixed}
-            assert torch.equal(kda(x | cut, pin=True)[0], o[:, :t]), f"tokens after {t}, once appended, leak back"
+            assert torch.equal(kda(x | cut, pin=True)[0], o[:, :t]), (
+                f"tokens after {t}, once appended, leak back"
+            )
 
     def test_batch_invariance(self, kda: Runner) -> None:
         """Pinned: a sequence has the same bits alone, in a batch, and packed among others."""
@@ -215,7 +240,11 @@ class BackendConformance:
         x = kda.inputs("slow", 130, B=3, initial_state=True)
         per_token = ("q", "k", "v", "g", "beta")
         alone = [
-            kda(x | {n: x[n][b : b + 1] for n in (*per_token, "initial_state")}, output_final_state=True, pin=True)
+            kda(
+                x | {n: x[n][b : b + 1] for n in (*per_token, "initial_state")},
+                output_final_state=True,
+                pin=True,
+            )
             for b in range(3)
         ]
         together = kda(x, output_final_state=True, pin=True)
@@ -225,7 +254,9 @@ class BackendConformance:
         packed = {n: x[n].flatten(0, 1).unsqueeze(0) for n in per_token} | {"cu_seqlens": cu}
         states = torch.cat([x["initial_state"][:1], x["initial_state"][:1], x["initial_state"][1:]])
         o, state = kda(x | packed | {"initial_state": states}, output_final_state=True, pin=True)
-        assert torch.equal(o.view(3, 130, *o.shape[2:]), together[0]) and torch.equal(state[[0, 2, 3]], together[1])
+        assert torch.equal(o.view(3, 130, *o.shape[2:]), together[0]) and torch.equal(
+            state[[0, 2, 3]], together[1]
+        )
 
     @pytest.mark.parametrize("family", ("slow", "memory", "mixed"))
     @pytest.mark.parametrize("cut", (1, 37, 64, 100, 299))
@@ -260,7 +291,9 @@ class BackendConformance:
         case = kda.case("slow", 65)
         x = dict(case.inputs.arguments)
         for n in ("q", "k", "v", "g", "beta"):
-            wide = torch.full((*x[n].shape[:-1], 2 * x[n].shape[-1]), float("nan"), dtype=x[n].dtype, device=kda.device)
+            wide = torch.full(
+                (*x[n].shape[:-1], 2 * x[n].shape[-1]), float("nan"), dtype=x[n].dtype, device=kda.device
+            )
             wide[..., ::2] = x[n]
             x[n] = wide[..., ::2]
         case.check(*kda(x, output_final_state=True))
@@ -296,7 +329,9 @@ class BackendConformance:
         for bounds in ((0, 70, 10**9), (-(10**9), 40, 130), (0, 100, 50, 130), (130, 0, 130)):
             x = kda.inputs("slow", 130) | {"cu_seqlens": torch.tensor(bounds, device=kda.device)}
             o, o_guard = _guarded((1, 130, 2, kda.head_dim), x["q"].dtype, kda.device)
-            state, state_guard = _guarded((len(bounds) - 1, 2, kda.head_dim, kda.head_dim), torch.float32, kda.device)
+            state, state_guard = _guarded(
+                (len(bounds) - 1, 2, kda.head_dim, kda.head_dim), torch.float32, kda.device
+            )
             kda(x, output_final_state=True, out=(o, state))
             torch.cuda.synchronize()
             assert (o_guard() == 7).all() and (state_guard() == 7).all()
@@ -333,7 +368,9 @@ class BackendConformance:
         for n in ("q", "k", "v", "g", "beta"):
             x[n] = torch.zeros(1, T, *small[n].shape[2:], dtype=small[n].dtype, device=kda.device)
             x[n][:, T - tail :] = small[n]
-        cu = torch.tensor([0, *range((T - tail) // 8, T - tail, (T - tail) // 8), T - tail, T], device=kda.device)
+        cu = torch.tensor(
+            [0, *range((T - tail) // 8, T - tail, (T - tail) // 8), T - tail, T], device=kda.device
+        )
         o, state = kda(x, cu_seqlens=cu, output_final_state=True)
         case.check(o[:, T - tail :], state[-1:])
 
@@ -347,11 +384,8 @@ class BackendConformance:
             x = kda.inputs("mixed", 130, initial_state=True, **more)
             kda(x, output_final_state=True)
             torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with _no_synchronisation():
                 kda.direct(x, output_final_state=True)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
     @pytest.mark.parametrize("packed", (False, True), ids=("fixed", "packed"))
     def test_graph_capture(self, kda: Runner, packed: bool) -> None:
@@ -361,7 +395,9 @@ class BackendConformance:
         lengths = lengths_of(PACKED) if packed else None
         more = {"use_graph": True} if packed else {}
         x = kda.inputs("slow", 130, lengths=lengths, initial_state=True, seed=1)
-        y = kda.inputs("slow", 130, lengths=tuple(reversed(lengths)) if lengths else None, initial_state=True, seed=2)
+        y = kda.inputs(
+            "slow", 130, lengths=tuple(reversed(lengths)) if lengths else None, initial_state=True, seed=2
+        )
         want = [kda(z, output_final_state=True, **more) for z in (x, y)]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -418,10 +454,26 @@ class BackendConformance:
 
         x = kda.inputs("slow", 20, lengths=(7, 13))
         kda(x, output_final_state=True)
-        order = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
+        order = (
+            "q",
+            "k",
+            "v",
+            "g",
+            "beta",
+            "A_log",
+            "dt_bias",
+            "initial_state",
+            "cu_seqlens",
+            "cu_seqlens_cpu",
+        )
         tensors = [x.pop(n, None) for n in order]
         args = _operator_args(
-            *tensors, backend=kda.backend, context_parallel="off", recurrent=False, output_final_state=True, **x
+            *tensors,
+            backend=kda.backend,
+            context_parallel="off",
+            recurrent=False,
+            output_final_state=True,
+            **x,
         )
         results = torch.library.opcheck(
             torch.ops.kda_core.chunk_fwd.default, args, test_utils=("test_schema", "test_faketensor")
@@ -433,7 +485,9 @@ class BackendConformance:
         x = kda.inputs("slow", 130, initial_state=True)
         want = kda(x, output_final_state=True)
         torch._dynamo.reset()
-        f = torch.compile(lambda **y: kda.direct(y, output_final_state=True), fullgraph=True, backend="aot_eager")
+        f = torch.compile(
+            lambda **y: kda.direct(y, output_final_state=True), fullgraph=True, backend="aot_eager"
+        )
         with record_calls() as calls:
             got = f(**x)
         kda.assert_ran(calls, "chunk_fwd")
@@ -448,7 +502,9 @@ class BackendConformance:
         kda.require(Feature.BACKWARD)
         lengths = None if bounds is None else lengths_of(bounds)
         x = kda.inputs(family, 45, H=1, HV=2, lengths=lengths, initial_state=True)
-        leaves = {n: t.requires_grad_() for n, t in x.items() if isinstance(t, Tensor) and t.is_floating_point()}
+        leaves = {
+            n: t.requires_grad_() for n, t in x.items() if isinstance(t, Tensor) and t.is_floating_point()
+        }
         kda.may_run(x)
         with record_calls() as calls:
             o, state = kda.direct(x, output_final_state=True)
@@ -475,7 +531,7 @@ class BackendConformance:
         case = kda.case("slow", 6, lengths=(1, 0, 4, 1), initial_state=True)
         _, state = kda.recurrent(case.inputs.arguments, output_final_state=True)
         case.check(kda.recurrent(case.inputs.arguments)[0], state)
-        assert torch.equal(state[1], case.inputs.arguments["initial_state"][1])
+        assert state is not None and torch.equal(state[1], case.inputs.arguments["initial_state"][1])
 
     @pytest.mark.parametrize("feature", tuple(Feature), ids=lambda f: f.value)
     def test_undeclared_features_are_refused(self, kda: Runner, feature: Feature) -> None:
@@ -505,11 +561,29 @@ class TestBackend(BackendConformance):
 
 def _default_device(info: Any) -> str:
     """The GPU where the backend runs on one that is visible, else the CPU."""
-    gpus = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = (
+        [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
+    )
     return "cuda" if any(a in gpus for a in info.spec.archs) else "cpu"
 
 
-def _guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str, guard: int = 4096) -> tuple[Tensor, Any]:
+@contextmanager
+def _no_synchronisation() -> Iterator[None]:
+    """Within the block, a synchronising CUDA call is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype, each time it is set
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _guarded(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, guard: int = 4096
+) -> tuple[Tensor, Any]:
     """A tensor amid elements of 7, and a function that returns those."""
     size = 1
     for n in shape:

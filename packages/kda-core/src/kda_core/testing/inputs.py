@@ -145,7 +145,7 @@ def make_normalised(
     q, k, v ~ U(0,1) in bf16, beta = sigmoid(N(0,1)) in bf16, initial state ~ N(0,1): FLA's family of tests."""
     HV = H if HV is None else HV
     rng = torch.Generator().manual_seed(seed)
-    rand = lambda *s: torch.rand(*s, generator=rng)  # noqa: E731
+    rand = lambda *s: torch.rand(*s, generator=rng)
     x: dict[str, Any] = {"q": rand(B, T, H, D), "k": rand(B, T, H, D), "v": rand(B, T, HV, D)}
     x = {n: t.to(BF16) for n, t in x.items()}
     g = torch.nn.functional.logsigmoid(torch.randn(B, T, HV, D, generator=rng)) / normaliser

@@ -141,4 +141,3 @@ def token_oracle(
     h = torch.stack(starts) if starts else S.new_zeros((0, HV, K, V))
     h = h.unflatten(0, (B, -1)) if starts else h.expand(B, 0, HV, K, V)
     return o, states, h.mT.contiguous() if state_v_first else h
-

@@ -19,7 +19,12 @@ from kda_core.testing.oracle import token_oracle
 from kda_core.testing.tolerance import error, tolerance
 
 # How a test that did not run says why; the plugin counts these, and none of them counts as passed.
-NOT_DECLARED, REFUSED, NEEDS_GPU, LEFT_OUT = "not declared: ", "refused: ", "needs a GPU: ", "left out by --kda-quick"
+NOT_DECLARED, REFUSED, NEEDS_GPU, LEFT_OUT = (
+    "not declared: ",
+    "refused: ",
+    "needs a GPU: ",
+    "left out by --kda-quick",
+)
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,16 @@ class Case:
         assert off <= self.limits[0], f"{what} error of o {off:.2e}, tolerance {self.limits[0]:.2e}"
         if state is not None:
             off = error(state, self.state, state=True)
-            assert off <= self.limits[1], f"{what} error of the state {off:.2e}, tolerance {self.limits[1]:.2e}"
+            assert off <= self.limits[1], (
+                f"{what} error of the state {off:.2e}, tolerance {self.limits[1]:.2e}"
+            )
 
 
 def case_of(inputs: Inputs) -> Case:
     """The case of any inputs."""
     oracle = token_oracle(**inputs.arguments)
-    return Case(inputs, *oracle, tolerance(inputs.arguments, oracle=oracle))
+    o, state = oracle[:2]
+    return Case(inputs, o, state, tolerance(inputs.arguments, oracle=oracle))
 
 
 @lru_cache(maxsize=24)

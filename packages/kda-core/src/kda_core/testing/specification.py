@@ -26,7 +26,9 @@ from kda_core.testing.oracle import sequence_bounds
 F32 = torch.float32
 LOG2E = 1.4426950408889634
 BLOCK = 16  # rows of a diagonal block
-G_FLOOR = -104.0  # e^-104 rounds to 0 in fp32: clamping there changes nothing and keeps -1000 out of the cumsum
+G_FLOOR = (
+    -104.0
+)  # e^-104 rounds to 0 in fp32: clamping there changes nothing and keeps -1000 out of the cumsum
 VOTE_LIMIT = 80.0  # two-sided factors serve row i while max over channels of G_first - G_i stays below this
 CHUNKS = (16, 32, 64)  # values of C
 SLAB_BYTES = 128 << 20  # bound for the largest temporary, the pairwise decays of rows that lost the vote
@@ -157,7 +159,9 @@ def prepare_chunk(
     """
     C, G = q.shape[-2], cumsum(g)
     blocks = [slice(s, s + BLOCK) for s in range(0, C, BLOCK)]
-    anchors = [G[..., s.start, :].unsqueeze(-2) for s in blocks] + [G[..., -1:, :]]  # the end of the chunk comes last
+    anchors = [G[..., s.start, :].unsqueeze(-2) for s in blocks] + [
+        G[..., -1:, :]
+    ]  # the end of the chunk comes last
     L = q.new_zeros(*q.shape[:-1], C)
     Aqk, Kd, Qd = torch.zeros_like(L), torch.zeros_like(q), torch.zeros_like(q)
     columns: list[Tensor] = []  # fp32 k_j 2^{A - G_j} of earlier blocks, A the anchor of the block at hand
@@ -167,7 +171,9 @@ def prepare_chunk(
         reach = (A - Gb).amax(-1, keepdim=True)  # [..., HV, 16, 1]; row i looks at its own past alone
         vote = torch.full_like(reach, True, dtype=torch.bool) if bounded else reach < VOTE_LIMIT * LOG2E
         k_row, q_row = kb * ex2(Gb - A), qb * ex2(Gb - A)
-        k_col = torch.where(vote, kb * ex2(torch.where(vote, A - Gb, 0.0)), 0.0)  # j <= i is valid wherever row i is
+        k_col = torch.where(
+            vote, kb * ex2(torch.where(vote, A - Gb, 0.0)), 0.0
+        )  # j <= i is valid wherever row i is
         Kd[..., s, :], Qd[..., s, :] = k_row * ex2(A), q_row * ex2(A)
         L[..., s, s], Aqk[..., s, s] = mma(k_row, k_col.mT), mma(q_row, k_col.mT)
         if not vote.all():  # rows that lost the vote: exact pairs, no factor above 1
@@ -233,10 +239,10 @@ def forward(
         `return_intermediate_states` h [B, NT, HV, K, V] (bf16 values; or [.., V, K]); all held in fp32.
     """
     bounds = sequence_bounds(q, cu_seqlens, cu_seqlens_cpu)
-    B, T, K, HV, V = *q.shape[:2], q.shape[3], *v.shape[2:]
+    (B, T), K, (HV, V) = q.shape[:2], q.shape[3], v.shape[2:]
     scale = K**-0.5 if scale is None else scale
-    *tensors, bounded = activate(q, k, v, g, beta, **gates)
-    flat = [x.flatten(0, 1) for x in tensors]
+    q, k, v, g, beta, bounded = activate(q, k, v, g, beta, **gates)
+    flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
 
     # Chunk c of every sequence that has one, the longest sequences first: step c of the chain.
     counts = [-(-(end - first) // C) for first, end in bounds]
@@ -252,8 +258,10 @@ def forward(
         at = (first[n] + c * C).unsqueeze(1) + torch.arange(C, device=q.device)
         keep = at < end[n].unsqueeze(1)  # [chunks, C]
         rows = [x[torch.where(keep, at, 0)] for x in flat]
-        rows = [torch.where(keep.view(*keep.shape, *[1] * (x.dim() - 2)), x, 0.0).transpose(1, 2) for x in rows]
-        return prepare_chunk(*rows, scale, bounded)
+        rows = [
+            torch.where(keep.view(*keep.shape, *[1] * (x.dim() - 2)), x, 0.0).transpose(1, 2) for x in rows
+        ]
+        return prepare_chunk(rows[0], rows[1], rows[2], rows[3], rows[4], scale, bounded)
 
     S = torch.zeros(len(bounds), HV, K, V, device=q.device)
     if initial_state is not None:

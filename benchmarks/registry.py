@@ -1,0 +1,97 @@
+"""The benchmark cases: shapes and the tables that they belong to. Nothing here touches a GPU.
+
+Every case runs with each family of gates (`kda_core.testing`): steep, slow, memory. Packed cases name their lengths.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+GATES = ("steep", "slow", "memory")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape. `lengths` are those of the sequences packed along T (then B = 1), empty for fixed length.
+    `table` names the group of rows that a report shows together."""
+
+    name: str
+    table: str
+    B: int
+    T: int
+    H: int
+    HV: int
+    lengths: tuple[int, ...] = ()
+
+
+def fixed(table: str, B: int, T: int, H: int, HV: int | None = None) -> Case:
+    HV = HV or H
+    heads = f"H{H}" if HV == H else f"H{H}-HV{HV}"
+    return Case(f"B{B}-T{T}-{heads}", table, B, T, H, HV)
+
+
+def packed(table: str, label: str, lengths: tuple[int, ...], H: int, HV: int | None = None) -> Case:
+    HV = HV or H
+    heads = f"H{H}" if HV == H else f"H{H}-HV{HV}"
+    return Case(f"varlen-{label}-{heads}", table, 1, sum(lengths), H, HV, lengths)
+
+
+def uniform(T: int, n: int) -> tuple[int, ...]:
+    """n sequences of T // n tokens, the first T % n of them one longer."""
+    return tuple(T // n + (i < T % n) for i in range(n))
+
+
+def drawn(T: int, n: int, seed: int) -> tuple[int, ...]:
+    """n sequences between n - 1 distinct cuts of 1..T-1, drawn without replacement by ``random.Random(seed)``."""
+    cuts = sorted(random.Random(seed).sample(range(1, T), n - 1))
+    return tuple(b - a for a, b in zip([0, *cuts], [*cuts, T]))
+
+
+def skewed(T: int, n: int) -> tuple[int, ...]:
+    """One sequence of T // 2 tokens, then n - 1 that share the rest evenly, longer ones first."""
+    return (T // 2, *uniform(T - T // 2, n - 1))
+
+
+MIXED = (1300, 547, 2048, 963, 271, 3063)  # lengths that published benchmarks of KDA kernels use, 8192 in all
+
+
+def public() -> list[Case]:
+    """The shapes of published benchmarks of KDA prefill."""
+    cases = [fixed("public", B, T, H, HV) for B, T, H, HV in (
+        (1, 2048, 12, 12), (1, 8192, 32, 32), (1, 8192, 64, 64), (1, 8192, 96, 96), (2, 8192, 64, 64),
+        (1, 16384, 16, 16), (1, 65536, 8, 8), (1, 65536, 4, 4), (1, 8192, 16, 64), (1, 1024, 64, 64), (2, 16384, 64, 64),
+    )]  # fmt: skip
+    return cases + [packed("public", "mixed", MIXED, H) for H in (64, 96)]
+
+
+def gva() -> list[Case]:
+    """Fixed lengths with grouped value heads."""
+    lengths = ((1, 1024), (1, 4096), (1, 8192), (1, 16384), (2, 4096), (2, 8192))
+    return [fixed("gva", B, T, H, 64) for B, T in lengths for H in (64, 32, 16, 8)]
+
+
+def varlen() -> list[Case]:
+    """Packed sequences, lengths by the rules above; the seed of a drawn case is its number of sequences."""
+    cases = []
+    for T in (4096, 8192):
+        for n in (10, 20):
+            kinds = {"uniform": uniform(T, n), "random": drawn(T, n, n), "skewed": skewed(T, n)}
+            cases += [packed("varlen", f"{kind}-{n}x-T{T}", lengths, 64) for kind, lengths in kinds.items()]
+    return cases + [packed("varlen", f"random-{n}x-T8192", drawn(8192, n, n), 32) for n in range(15, 19)]
+
+
+def cases(hv: int | None = None) -> tuple[Case, ...]:
+    """All cases, by name; `hv` replaces the number of value heads of the GVA table.
+
+    Raises:
+        ValueError: `hv` is no multiple of a row's H.
+    """
+    found = [*public(), *varlen()]
+    for c in gva():
+        if hv is not None:
+            if hv % c.H:
+                raise ValueError(f"hv: expected a multiple of H={c.H}, got {hv}")
+            c = replace(fixed("gva", c.B, c.T, c.H, hv), table="gva")
+        found.append(c)
+    return tuple({c.name: c for c in reversed(found)}.values())[::-1]

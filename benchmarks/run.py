@@ -1,0 +1,179 @@
+"""Measures prefill: every case, gate family and implementation of a selection, into one JSON file.
+
+    python benchmarks/run.py                          # a small selection that fits this machine
+    python benchmarks/run.py --table public --impl kda-sm90 fla
+    python benchmarks/run.py --table gva --hv 32 --gates slow
+
+Rows go to ``benchmarks/results/<gpu>/prefill.json`` (``--out`` names another file); rows measured before are kept
+unless the run measures them again, and each carries the run that made it. ``report.py`` makes the table from that file.
+
+A row has: case, table, B, T, H, HV, lengths, gates, impl; median_ms (device time of CUDA-graph replays with the L2
+flushed, null on a CPU), eager_ms (an asynchronous call to its end), error_o and error_state (the largest relative
+Frobenius error over sequences and heads against the fp64 token loop), rmse_fla, rel_max_fla, mean_diff_fla (the output
+against FLA's, where FLA ran), and run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import implementations
+import measure
+import registry
+import torch
+
+from kda_core.testing import error, make_inputs, token_oracle
+
+RESULTS = Path(__file__).parent / "results"
+SMALL = registry.Case("B1-T2048-H4", "cpu", 1, 2048, 4, 4)  # what a CPU does in seconds
+PACKAGES = ("kda-core", "kda-sm90", "kda-sm100", "fla-core", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the selection; 1 if any measured error was not finite."""
+    args = _parser().parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = _select(args, device)
+    impls = args.impl or _default_impls(device)
+    run = _describe(device, argv)
+    path = args.out or RESULTS / run["device"] / "prefill.json"
+    rows: list[dict[str, Any]] = []
+    total = len(chosen) * len(args.gates) * len(impls)
+    for case in chosen:
+        for gates in args.gates:
+            for row in _measure(case, gates, impls, device, args):
+                rows.append(row | {"run": run["id"]})
+                print(f"[{len(rows)}/{total}] {_line(row)}", flush=True)
+            _save(path, run, rows)  # after every group, so that an interrupted run keeps what it measured
+    print(f"{len(rows)} rows in {path}")
+    return 0 if all(r["error_o"] < float("inf") for r in rows) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--table", nargs="+", choices=("public", "gva", "varlen"), help="groups of cases")
+    p.add_argument("--case", nargs="+", help="cases by name, see registry.py")
+    p.add_argument("--hv", type=int, help="value heads of the gva table (default 64)")
+    p.add_argument("--gates", nargs="+", choices=registry.GATES, default=list(registry.GATES))
+    p.add_argument("--impl", nargs="+", help="kda-<backend>, reference, fla (default: all that run here)")
+    p.add_argument("--repeats", type=int, default=20, help="timed repetitions a row")
+    p.add_argument("--out", type=Path, help="the JSON file")
+    return p
+
+
+def _select(args: argparse.Namespace, device: torch.device) -> list[registry.Case]:
+    cases = registry.cases(args.hv)
+    if args.case:
+        known = {c.name: c for c in (*cases, SMALL)}
+        if unknown := [n for n in args.case if n not in known]:
+            raise SystemExit(f"--case: unknown {unknown}; known: {', '.join(known)}")
+        return [known[n] for n in args.case]
+    if args.table:
+        return [c for c in cases if c.table in args.table]
+    return [SMALL] if device.type == "cpu" else [c for c in cases if c.name == "B1-T8192-H64"]
+
+
+def _default_impls(device: torch.device) -> list[str]:
+    import kda_core
+
+    ok = [i.name for i in kda_core.backends() if i.status == "ok"]
+    if device.type == "cpu":
+        return ["reference"]
+    names = [f"kda-{n}" for n in ok if n != "reference"] or ["reference"]
+    try:
+        version("fla-core")
+    except PackageNotFoundError:
+        return names
+    return [*names, "fla"]
+
+
+def _measure(
+    case: registry.Case, gates: str, impls: list[str], device: torch.device, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    x = make_inputs(
+        gates, case.T, B=case.B, H=case.H, HV=case.HV, lengths=case.lengths or None, seed=0, device=device
+    )
+    call = dict(x.arguments) | {"output_final_state": True}
+    want_o, want_s = token_oracle(**x.arguments)
+    rows, outputs = [], {}
+    for name in impls:
+        function = implementations.named(name)
+        with torch.inference_mode():
+            started = time.perf_counter()
+            o, state = function(**call)
+            first = time.perf_counter() - started
+            row: dict[str, Any] = {
+                "case": case.name, "table": case.table, "B": case.B, "T": case.T, "H": case.H, "HV": case.HV,
+                "lengths": list(case.lengths), "gates": gates, "impl": name,
+                "error_o": error(o, want_o, lengths=x.lengths), "error_state": error(state, want_s, state=True),
+                "first_call_s": first,
+            }  # fmt: skip
+            run = lambda f=function: f(**call)
+            row["median_ms"] = measure.device_time(run, args.repeats) if device.type == "cuda" else None
+            row["eager_ms"] = measure.eager_time(run, args.repeats)
+        outputs[name] = o
+        rows.append(row)
+        del o, state
+    if "fla" in outputs:
+        for row in rows:
+            if row["impl"] != "fla":
+                found = measure.difference(outputs[row["impl"]], outputs["fla"])
+                row |= {f"{k}_fla": v for k, v in found.items()}
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    device = "-" if row["median_ms"] is None else f"{row['median_ms']:.3f}"
+    return (
+        f"{row['case']:<28} {row['gates']:<7} {row['impl']:<10} device {device} ms, eager {row['eager_ms']:.3f} ms, "
+        f"error o {row['error_o']:.2e} state {row['error_state']:.2e}"
+    )
+
+
+def _describe(device: torch.device, argv: list[str] | None) -> dict[str, Any]:
+    """The run: when, on what, with which versions and which command."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
+    words = name.lower().replace("nvidia", "").split()
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        "id": now.strftime("%Y%m%dT%H%M%SZ"),
+        "date": now.isoformat(timespec="seconds"),
+        "device": words[0] if device.type == "cuda" else "cpu",
+        "device_name": name,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "versions": versions,
+        "command": " ".join(["benchmarks/run.py", *(sys.argv[1:] if argv is None else argv)]),
+    }
+
+
+def _save(path: Path, run: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Replaces the rows that this run measured and keeps the others, with the runs that made them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = json.loads(path.read_text()) if path.exists() else {"runs": [], "rows": []}
+    key = lambda r: (r["case"], r["gates"], r["impl"])
+    mine = {key(r) for r in rows}
+    kept = [r for r in old["rows"] if key(r) not in mine]
+    used = {r["run"] for r in kept}
+    runs = [r for r in old["runs"] if r["id"] in used] + [run]
+    new = path.with_suffix(".tmp")
+    new.write_text(json.dumps({"runs": runs, "rows": kept + rows}, indent=1) + "\n")
+    new.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

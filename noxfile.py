@@ -1,0 +1,187 @@
+"""Every job of this repository, each in its own virtual environment.
+
+``python -m nox`` runs the default ones, ``python -m nox -s NAME`` one of them, ``python -m nox --list`` lists them.
+Arguments after ``--`` go to the tool that the session runs, as in ``python -m nox -s test -- tests/core -k gate``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import nox
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ROOT / "constraints.txt"
+PACKAGES = ("kda-core", "kda-sm90", "kda-sm100", "kda-cp")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")  # nox skips those that the machine lacks
+SOURCES = ("packages", "examples", "benchmarks", "noxfile.py")
+
+TEST_TOOLS = ("pytest", "hypothesis", "numpy", "build", "setuptools", "nvidia-cuda-nvcc")
+
+# What `compile` compiles: (module:callable, folder that holds the module where it is no package, architectures).
+# The callable gives (kernel class, configuration) pairs. A package with kernels has a row here.
+KERNELS = (("cute_demo_kernels:sound", "tests/core/cute", ("sm_90a", "sm_100a", "sm_103a")),)
+
+nox.needs_version = ">=2025.10.14"
+nox.options.sessions = ["test", "lint", "typecheck"]
+nox.options.reuse_venv = "yes"
+nox.options.download_python = "never"
+nox.options.error_on_missing_interpreters = False  # also where CI is set: `PYTHONS` are those found
+
+
+# ---- environments
+
+
+def requirements(package: str) -> list[Requirement]:
+    """What `package` requires, as in its pyproject.toml."""
+    project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
+    return [Requirement(text) for text in project["dependencies"]]
+
+
+def lowest_constraints(session: nox.Session) -> Path:
+    """`CONSTRAINTS`, but the GPU backends' third-party requirements at the low ends of their ranges."""
+    low: dict[str, str] = {}
+    for requirement in requirements("kda-sm90") + requirements("kda-sm100"):
+        bound = next(s.version for s in requirement.specifier if s.operator == ">=")
+        if requirement.name not in PACKAGES and low.setdefault(requirement.name, bound) != bound:
+            session.error(f"kda-sm90 and kda-sm100 differ in the lowest {requirement.name}")
+    pins = [line for line in CONSTRAINTS.read_text().splitlines() if line.partition("==")[0] not in low]
+    path = Path(session.create_tmp()) / "constraints-lowest.txt"
+    path.write_text("\n".join([*pins, *(f"{name}=={bound}" for name, bound in low.items())]) + "\n")
+    return path
+
+
+def install_all(session: nox.Session, dsl: str = "newest") -> None:
+    """All packages of the repository, editable, with the test tools and the DSL of one end of its range."""
+    constraints = CONSTRAINTS if dsl == "newest" else lowest_constraints(session)
+    editable = [word for package in PACKAGES for word in ("-e", f"packages/{package}")]
+    session.install("-c", str(constraints), *editable, *TEST_TOOLS)
+
+
+def install_for_this_machine(session: nox.Session) -> None:
+    """The core, and the other packages where there is an NVIDIA GPU to use them."""
+    packages = PACKAGES if Path("/dev/nvidiactl").exists() else PACKAGES[:1]
+    editable = [word for package in packages for word in ("-e", f"packages/{package}")]
+    session.install("-c", str(CONSTRAINTS), *editable, "numpy")  # torch warns at import without numpy
+
+
+def pytest(session: nox.Session, *default: str) -> None:
+    """Plain pytest; the arguments after ``--`` replace the default ones."""
+    threads = os.environ.get(
+        "OMP_NUM_THREADS", "1"
+    )  # the tests' tensors are small: threads wait for each other
+    session.run("python", "-m", "pytest", *(session.posargs or default), env={"OMP_NUM_THREADS": threads})
+
+
+def compile_kernels(session: nox.Session, *arches: str) -> None:
+    """Compiles the rows of `KERNELS` for `arches`, or each for all of its own, and prints what ptxas says."""
+    rows = [(name, folder, [a for a in own if a in arches or not arches]) for name, folder, own in KERNELS]
+    if not any(wanted for _, _, wanted in rows):
+        session.error(f"no kernel is made for {' '.join(arches)}")
+    for name, folder, wanted in rows:
+        path = os.pathsep.join(filter(None, (folder and str(ROOT / folder), os.environ.get("PYTHONPATH"))))
+        options = [word for arch in wanted for word in ("--arch", arch)]
+        if wanted:
+            session.run("python", "-m", "kda_core.cute.ptxas", name, *options, env={"PYTHONPATH": path})
+
+
+def matrix(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A session for each Python and for the lowest and the newest DSL that the packages accept."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        parametrized = nox.parametrize("dsl", ["lowest", "newest"], ids=["lowest", "newest"])(function)
+        return nox.session(name=name, python=PYTHONS)(parametrized)
+
+    return decorate
+
+
+# ---- tests
+
+
+@nox.session
+def test(session: nox.Session) -> None:
+    """All tests that this machine can run, under the Python that runs nox; says what it could not run."""
+    install_all(session)
+    pytest(session, "tests")
+
+
+@matrix("test-core")
+def test_core(session: nox.Session, dsl: str) -> None:
+    """kda-core: contract, registry, operators, reference, compile cache, conformance kit."""
+    install_all(session, dsl)
+    pytest(session, "tests/core")
+
+
+@matrix("test-sm90")
+def test_sm90(session: nox.Session, dsl: str) -> None:
+    """kda-sm90: compiles for sm_90a, then the tests; without a Hopper GPU says what it could not run."""
+    install_all(session, dsl)
+    compile_kernels(session, "sm_90a")
+    pytest(session, "tests/sm90")
+
+
+@matrix("test-sm100")
+def test_sm100(session: nox.Session, dsl: str) -> None:
+    """kda-sm100: compiles for sm_100a and sm_103a, then the tests; without a Blackwell GPU says what it could not run."""
+    install_all(session, dsl)
+    compile_kernels(session, "sm_100a", "sm_103a")
+    pytest(session, "tests/sm100")
+
+
+@matrix("test-cp")
+def test_cp(session: nox.Session, dsl: str) -> None:
+    """kda-cp: the planner, over the backends that this machine can run."""
+    install_all(session, dsl)
+    pytest(session, "tests/cp")
+
+
+@nox.session(name="test-packaging")
+def test_packaging(session: nox.Session) -> None:
+    """Wheels: what is in them, and how they install, alone and together, in clean environments."""
+    install_all(session)
+    pytest(session, "tests/packaging")
+
+
+@nox.session
+def compile(session: nox.Session) -> None:
+    """Every kernel for each of its architectures, without a GPU; a spill or an advisory of ptxas is a failure."""
+    install_all(session)
+    compile_kernels(session, *session.posargs)
+
+
+# ---- checks
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff: rules and formatting. ``python -m nox -s lint -- --fix`` mends what it can."""
+    session.install("-c", str(CONSTRAINTS), "ruff")
+    session.run("ruff", "check", *session.posargs, ".")
+    session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]), ".")
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """mypy over the packages, the example, the benchmarks and this file, as Python 3.10 sees them."""
+    session.install("-c", str(CONSTRAINTS), "mypy", "pytest", "nox", "-e", "packages/kda-core")
+    session.run("mypy", *(session.posargs or SOURCES))
+
+
+# ---- the main job
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """The main job, KDA prefill, over a real text: what ran where, how long it took, how exact it was."""
+    install_for_this_machine(session)
+    session.run("python", "-m", "kda_core", "demo", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Times prefill on every backend that this machine can run, into benchmarks/results/."""
+    install_for_this_machine(session)
+    session.run("python", "benchmarks/run.py", *session.posargs)

@@ -1,0 +1,11 @@
+"""What kda-core reads to list this planner. Literals only: importing it needs no GPU and no process group."""
+
+from kda_core.backend import PlannerSpec
+
+SPEC = PlannerSpec(
+    name="cp",
+    abi=(1, 0),  # what this package was written for, not what kda-core happens to have
+    target="kda_cp.planner:ContextParallelPlanner",
+    install="pip install kda-core[cp]",
+    unavailable="this version of kda-cp has no planner yet",
+)

@@ -1,0 +1,45 @@
+"""What all test folders share: the marker `arch`, and a closing line about what wanted a GPU that is not here."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+_not_run = pytest.StashKey[Counter]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "arch(*capabilities): the test runs on a GPU of one of these compute capabilities, such as (9, 0); without "
+        "one it is skipped, or fails if KDA_REQUIRE_ARCH=1",
+    )
+    config.stash[_not_run] = Counter()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("arch")
+    if marker is None:
+        return
+    from kda_core import env
+    from kda_core.registry import show_archs, visible_archs
+
+    if not marker.args:
+        pytest.fail("the marker arch names no compute capability", pytrace=False)
+    if any(capability in visible_archs() for capability in marker.args):
+        return
+    needed = show_archs(marker.args)
+    reason = f"needs a GPU {needed}; this machine has {show_archs(visible_archs())}"
+    if env.require_arch():
+        pytest.fail(f"KDA_REQUIRE_ARCH=1, and this test {reason}", pytrace=False)
+    item.config.stash[_not_run][needed] += 1
+    pytest.skip(f"not run: {reason}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for needed, count in sorted(config.stash[_not_run].items()):
+        terminalreporter.write_line(
+            f"not run for want of a GPU {needed}: {count} tests (KDA_REQUIRE_ARCH=1 makes that a failure)",
+            yellow=True,
+        )

@@ -1,0 +1,201 @@
+"""Wheels as users get them: what is in them, and how they install, alone and together."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from wheelhouse import SOURCES, build_wheel
+
+PREFILL = """
+import torch, kda_core
+from kda_core.registry import record_calls
+x = {n: torch.randn(1, 20, 1, 8) for n in "qkv"}
+with record_calls() as calls:
+    o, state = kda_core.chunk_kda(**x, g=-torch.rand(1, 20, 1, 8), beta=torch.rand(1, 20, 1), output_final_state=True)
+assert o.shape == (1, 20, 1, 8) and state.shape == (1, 1, 8, 8) and o.isfinite().all() and state.isfinite().all()
+print([c.backend for c in calls])
+"""
+
+
+def contents(wheel: Path) -> tuple[set[str], Message]:
+    """The names of the files in a wheel, and its metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (head,) = (n for n in names if n.endswith(".dist-info/METADATA"))
+        return names, Parser().parsestr(archive.read(head).decode())
+
+
+# ---- what is in a wheel
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_wheel_is_pure_typed_and_licensed(wheels, name):
+    names, head = contents(wheels[name])
+    package = name.replace("-", "_")
+    assert wheels[name].name == f"{package}-{head['Version']}-py3-none-any.whl"
+    assert f"{package}/py.typed" in names
+    assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
+    assert (head["License-Expression"], head["Requires-Python"]) == ("Apache-2.0", ">=3.10")
+    assert {n.partition("/")[0].partition("-")[0] for n in names} == {package}, (
+        "one package of its own, no more"
+    )
+    assert {Path(n).suffix for n in names if n.startswith(f"{package}/")} <= {".py", ".typed"}
+    sources = SOURCES[name] / "src"
+    assert {n for n in names if n.endswith(".py")} == {
+        p.relative_to(sources).as_posix() for p in sources.rglob("*.py")
+    }
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_requirements_are_ranges(wheels, name):
+    _, head = contents(wheels[name])
+    required = [r for r in head.get_all("Requires-Dist") or [] if "extra ==" not in r]
+    assert required, "every package requires torch or the core"
+    for requirement in required:
+        assert ">=" in requirement and "<" in requirement and "==" not in requirement, requirement
+
+
+# ---- how wheels install
+
+
+def test_the_core_alone_does_the_main_job(clean_environment):
+    environment = clean_environment("kda-core")
+    assert set(environment.ours()) == {"kda-core"}
+    assert {n: s for n, (s, _, _) in environment.statuses().items()} == {
+        "reference": "ok",
+        "sm90": "not-installed",
+        "sm100": "not-installed",
+    }
+    assert environment.run("-c", PREFILL).strip() == "['reference']"
+    assert "pip install kda-core[sm90]" in environment.run("-m", "kda_core", "backends")
+    assert (environment.folder / "bin" / "kda-core").is_file()
+
+
+@pytest.mark.parametrize(("extra", "other"), [("sm90", "sm100"), ("sm100", "sm90")])
+def test_an_extra_installs_exactly_one_backend(clean_environment, extra, other):
+    environment = clean_environment(f"kda-core[{extra}]")
+    assert set(environment.ours()) == {"kda-core", f"kda-{extra}"}
+    statuses = environment.statuses()
+    status, reason, distribution = statuses.pop(extra)
+    assert (status, distribution) == ("unsupported", f"kda-{extra}")
+    assert reason == f"this version of kda-{extra} has no kernel yet"
+    assert {n: s for n, (s, _, _) in statuses.items()} == {"reference": "ok", other: "not-installed"}
+    assert environment.run("-c", PREFILL).strip() == "['reference']"
+
+
+def test_the_planner_installs_without_a_backend(clean_environment):
+    environment = clean_environment("kda-core[cp]")
+    assert set(environment.ours()) == {"kda-core", "kda-cp"}
+    found = environment.ask(
+        "[(c.name, c.status, c.distribution) for c in kda_core.registry.REGISTRY.planners()]"
+    )
+    assert found == [["cp", "ok", "kda-cp"]]
+    assert environment.run("-c", PREFILL).strip() == "['reference']"
+
+
+def test_all_packages_install_together(clean_environment):
+    environment = clean_environment("kda-core[sm90,sm100,cp]", "kda-tokenwise")
+    assert set(environment.ours()) == set(SOURCES)
+    assert {n: s for n, (s, _, _) in environment.statuses().items()} == {
+        "reference": "ok",
+        "tokenwise": "ok",
+        "sm90": "unsupported",
+        "sm100": "unsupported",
+    }
+
+
+# ---- other people's plugins
+
+
+def test_the_third_party_example_passes_the_conformance_kit(clean_environment, tmp_path):
+    environment = clean_environment("kda-tokenwise[test]")
+    shutil.copy(SOURCES["kda-tokenwise"] / "tests" / "test_conformance.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # so that no configuration of a folder above applies
+    report = environment.run(
+        "-m",
+        "pytest",
+        "-p",
+        "kda_core.testing.plugin",
+        "--kda-quick",
+        "-q",
+        "test_conformance.py",
+        cwd=tmp_path,
+    )
+    print(report)
+    passed, failed = map(int, re.search(r"(\d+) passed, (\d+) failed", report).groups())
+    assert passed > 100 and failed == 0
+    declared = environment.ask(
+        "[sorted(i.spec.features) for i in kda_core.backends() if i.name == 'tokenwise']"
+    )[0]
+    for feature in ("backward", "graph", "intermediate_states", "pin"):
+        assert feature not in declared and re.search(rf"^ +\d+  {feature}$", report, re.MULTILINE), feature
+
+
+PYPROJECT = """
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "kda-{name}"
+version = "0.3.0"
+dependencies = ["kda-core"]
+
+[project.entry-points."kda_core.backends"]
+{name} = "kda_{name}:SPEC"
+
+[tool.setuptools]
+py-modules = ["kda_{name}"]
+"""
+
+SPEC = """
+from kda_core.backend import BackendSpec
+
+SPEC = BackendSpec(
+    name="{name}", abi={abi}, archs=frozenset({{"cpu"}}), features=frozenset({{"unbounded_gate", "final_state"}}),
+    target="{target}", install="pip install kda-{name}", priority=1000,
+)
+"""
+
+BAD_PLUGINS = {
+    "unimportable": "import a_module_that_was_never_there\n",
+    "unloadable": SPEC.format(name="unloadable", abi=(1, 0), target="kda_unloadable:Absent"),
+    "outdated": SPEC.format(name="outdated", abi=(0, 9), target="kda_outdated:Backend"),
+    "futuristic": SPEC.format(name="futuristic", abi=(1, 999), target="kda_futuristic:Backend"),
+}
+
+
+def test_bad_plugins_are_listed_with_reasons_and_hide_nobody(clean_environment, tmp_path):
+    wheels = []
+    for name, source in BAD_PLUGINS.items():
+        project = tmp_path / name
+        project.mkdir()
+        (project / "pyproject.toml").write_text(PYPROJECT.format(name=name))
+        (project / f"kda_{name}.py").write_text(source)
+        wheels.append(str(build_wheel(project, tmp_path)))
+    environment = clean_environment("kda-core[sm90]", "kda-tokenwise", *wheels)
+    found = environment.statuses()
+    assert {n: s for n, (s, _, _) in found.items()} == {
+        "reference": "ok",
+        "tokenwise": "ok",
+        "sm90": "unsupported",
+        "sm100": "not-installed",
+        "unimportable": "broken",
+        "unloadable": "broken",
+        "outdated": "abi-mismatch",
+        "futuristic": "abi-mismatch",
+    }
+    assert "ModuleNotFoundError: No module named 'a_module_that_was_never_there'" in found["unimportable"][1]
+    assert "kda_unloadable:Absent failed to load: AttributeError" in found["unloadable"][1]
+    core = ".".join(map(str, environment.ask("kda_core.BACKEND_ABI")))
+    for name, abi, remedy in (("outdated", "0.9", "kda-outdated"), ("futuristic", "1.999", "kda-core")):
+        reason = f"kda-{name} 0.3.0 was written for ABI {abi}, kda-core has {core}; pip install -U {remedy}"
+        assert found[name][1:] == [reason, f"kda-{name}"]
+    # Their priority is the highest, and still the call is served.
+    assert environment.run("-c", PREFILL).strip() == "['reference']"
