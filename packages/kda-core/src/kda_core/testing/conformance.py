@@ -448,6 +448,7 @@ class BackendConformance:
             t.join()
         assert not wrong
 
+    @pytest.mark.filterwarnings("ignore")  # torch warns of itself while it traces
     def test_opcheck(self, kda: Runner) -> None:
         """The operator's schema and fake kernel tell the truth about this backend."""
         from kda_core.api import _operator_args
@@ -480,6 +481,7 @@ class BackendConformance:
         )
         assert set(results.values()) == {"SUCCESS"}
 
+    @pytest.mark.filterwarnings("ignore")  # as above
     def test_compile(self, kda: Runner) -> None:
         """torch.compile(fullgraph=True) gives the eager bits."""
         x = kda.inputs("slow", 130, initial_state=True)

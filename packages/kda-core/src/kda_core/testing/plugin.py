@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -96,13 +97,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def run(backend: str, argv: Sequence[str] = ()) -> int:
     """The kit on one backend, in this process; further arguments go to pytest. Returns pytest's exit status."""
-    own = [
-        "--pyargs",
-        "kda_core.testing.conformance",
-        "--kda-backend",
-        backend,
-        "-q",
+    alone = [
+        "-c",
+        os.devnull,
         "-p",
         "no:cacheprovider",
-    ]
+    ]  # not the configuration of the folder that it runs in
+    own = [*alone, "--pyargs", "kda_core.testing.conformance", "--kda-backend", backend, "-q"]
     return int(pytest.main([*own, *argv], plugins=[sys.modules[__name__]]))

@@ -1,0 +1,293 @@
+"""Device functions that every NVIDIA backend shares: one PTX instruction, or a few, behind a name.
+
+Nothing here is newer than sm_90, nothing is particular to it. Shared memory is addressed by 32-bit byte
+addresses, global memory by 64-bit ones; a bf16x2 is an ``Int32`` with the element of the lower index in its
+low half. Names follow PTX. What touches memory, or a whole warp, is volatile; the rest may be moved.
+
+Importing this module imports the CuTe DSL: only kernel files do.
+"""
+
+from cutlass import Float32, Int32, Int64, cute, select_
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+LOG2E = 1.4426950408889634
+
+_LETTER = {Float32: "f", Int32: "r", Int64: "l"}
+
+
+def _asm(text, results, operands, volatile, loc, ip):
+    """Inline PTX with one register a result (a list of DSL types) and an operand; the results as a list."""
+    constraints = ",".join(
+        [f"={_LETTER[kind]}" for kind in results] + [_LETTER[type(operand)] for operand in operands]
+    )
+    types = [kind.mlir_type for kind in results]
+    if not results:
+        kind = None
+    elif len(results) == 1:
+        kind = types[0]
+    else:
+        kind = llvm.StructType.get_literal(types)
+    value = llvm.inline_asm(
+        kind,
+        [operand.ir_value(loc=loc, ip=ip) for operand in operands],
+        text,
+        constraints,
+        has_side_effects=volatile,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    if len(results) < 2:
+        return [wrap(value) for wrap in results]
+    return [
+        wrap(llvm.extractvalue(kind, value, [i], loc=loc, ip=ip))
+        for i, (wrap, kind) in enumerate(zip(results, types, strict=True))
+    ]
+
+
+# ---- arithmetic
+
+
+@dsl_user_op
+def ex2(x: Float32, *, loc=None, ip=None) -> Float32:
+    """2**x, relative error 2^-22, subnormal results flushed to zero."""
+    return _asm("ex2.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
+
+
+@dsl_user_op
+def lg2(x: Float32, *, loc=None, ip=None) -> Float32:
+    """log2(x), absolute error 2^-22 between 1/2 and 2, relative error 2^-22 elsewhere."""
+    return _asm("lg2.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
+
+
+@dsl_user_op
+def rcp(x: Float32, *, loc=None, ip=None) -> Float32:
+    """1/x, error 1 ulp; 1/inf is 0."""
+    return _asm("rcp.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
+
+
+@dsl_user_op
+def rsqrt(x: Float32, *, loc=None, ip=None) -> Float32:
+    """1/sqrt(x), relative error 2^-22."""
+    return _asm("rsqrt.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
+
+
+@dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a*b + c, rounded once."""
+    return _asm("fma.rn.ftz.f32 $0, $1, $2, $3;", [Float32], [a, b, c], False, loc, ip)[0]
+
+
+@dsl_user_op
+def maximum(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """The larger of two; of a number and a NaN, the number."""
+    return _asm("max.ftz.f32 $0, $1, $2;", [Float32], [a, b], False, loc, ip)[0]
+
+
+@dsl_user_op
+def minimum(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """The smaller of two; of a number and a NaN, the number."""
+    return _asm("min.ftz.f32 $0, $1, $2;", [Float32], [a, b], False, loc, ip)[0]
+
+
+def sigmoid(x: Float32) -> Float32:
+    """1/(1 + e^-x), right at both ends: e^-x may overflow."""
+    return rcp(ex2(x * Float32(-LOG2E)) + Float32(1.0))
+
+
+def softplus(x: Float32) -> Float32:
+    """log(1 + e^x), linear above 20. Relative error about 2^-18 or better for every x.
+
+    Below e^x = 1/8 the logarithm of a sum near 1 would lose the small gates of channels that hardly decay, so
+    that there log1p is its series.
+    """
+    e = ex2(minimum(x, Float32(20.0)) * Float32(LOG2E))
+    series = Float32(-1 / 6)
+    for coefficient in (1 / 5, -1 / 4, 1 / 3, -1 / 2, 1.0):
+        series = fma(series, e, Float32(coefficient))
+    logarithm = lg2(e + Float32(1.0)) * Float32(1 / LOG2E)
+    return select(x > 20.0, x, select(e < 0.125, series * e, logarithm))
+
+
+def select(condition, x, y):
+    """x where the condition holds, else y (one DSL type); no branch."""
+    return type(x)(select_(condition, x, y))
+
+
+# ---- bf16x2
+
+
+@dsl_user_op
+def pack_bf16x2(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
+    """Two fp32 rounded to nearest even bf16."""
+    return _asm("cvt.rn.bf16x2.f32 $0, $1, $2;", [Int32], [high, low], False, loc, ip)[0]
+
+
+@dsl_user_op
+def unpack_bf16x2(pair: Int32, *, loc=None, ip=None) -> tuple[Float32, Float32]:
+    """The two elements of a bf16x2 in fp32, exactly."""
+    bits = (pair << 16, pair & Int32(-65536))
+    low, high = (llvm.bitcast(T.f32(), x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip) for x in bits)
+    return Float32(low), Float32(high)
+
+
+def split_bf16x2(low: Float32, high: Float32) -> tuple[Int32, Int32]:
+    """Two fp32 as the sum of two bf16x2: the rounded values, and their rounded remainders (16 bits in all)."""
+    head = pack_bf16x2(low, high)
+    x, y = unpack_bf16x2(head)
+    return head, pack_bf16x2(low - x, high - y)
+
+
+# ---- a warp
+
+
+def quad_sum(x: Float32) -> Float32:
+    """The sum over the four lanes that share a row of an MMA fragment, in each of them, with one association."""
+    x = x + cute.arch.shuffle_sync_bfly(x, 1)
+    return x + cute.arch.shuffle_sync_bfly(x, 2)
+
+
+def quad_max(x: Float32) -> Float32:
+    """The maximum over the four lanes that share a row of an MMA fragment."""
+    x = maximum(x, cute.arch.shuffle_sync_bfly(x, 1))
+    return maximum(x, cute.arch.shuffle_sync_bfly(x, 2))
+
+
+@dsl_user_op
+def mma_m16n8k16(a, b, c, *, loc=None, ip=None) -> list[Float32]:
+    """a @ b + c of a warp: a 4 bf16x2, b 2 bf16x2, c and the result 4 fp32.
+
+    With row = lane//4 and pair = 2*(lane%4): a holds [row, pair], [row+8, pair], [row, pair+8],
+    [row+8, pair+8] of [16, 16]; b holds [pair, row], [pair+8, row] of [16, 8]; c holds [row, pair],
+    [row, pair+1], [row+8, pair], [row+8, pair+1] of [16, 8].
+    """
+    text = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    return _asm(text, [Float32] * 4, [*a, *b, *c], True, loc, ip)
+
+
+@dsl_user_op
+def transpose_8x8(x: Int32, *, loc=None, ip=None) -> Int32:
+    """Transpose an 8x8 matrix of bf16 held by a warp: [lane//4, 2*(lane%4)] and its right neighbour."""
+    return _asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x], True, loc, ip)[0]
+
+
+def transpose_16x16(a: list[Int32]) -> list[Int32]:
+    """The A fragment of the transpose of a 16x16 matrix, from its A fragment."""
+    return [transpose_8x8(a[i]) for i in (0, 2, 1, 3)]
+
+
+# ---- shared memory
+
+
+@dsl_user_op
+def ldmatrix_x4(address: Int32, *, transpose: bool = False, loc=None, ip=None) -> list[Int32]:
+    """Four 8x8 matrices of bf16; lane 8i + r gives the address of row r (16 bytes) of matrix i."""
+    kind = ".trans" if transpose else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    return _asm(text, [Int32] * 4, [address], True, loc, ip)
+
+
+@dsl_user_op
+def stmatrix_x4(address: Int32, matrices, *, loc=None, ip=None) -> None:
+    """Store four 8x8 matrices of bf16; addresses as for ``ldmatrix_x4``."""
+    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    _asm(text, [], [address, *matrices], True, loc, ip)
+
+
+@dsl_user_op
+def load_shared(address: Int32, kind, *, loc=None, ip=None):
+    """One 32-bit ``Float32`` or ``Int32``."""
+    return _asm("ld.shared.b32 $0, [$1];", [kind], [address], True, loc, ip)[0]
+
+
+@dsl_user_op
+def load_shared_x2(address: Int32, kind, *, loc=None, ip=None) -> list:
+    """Two 32-bit values, aligned to 8 bytes."""
+    return _asm("ld.shared.v2.b32 {$0, $1}, [$2];", [kind] * 2, [address], True, loc, ip)
+
+
+@dsl_user_op
+def load_shared_x4(address: Int32, kind, *, loc=None, ip=None) -> list:
+    """Four 32-bit values, aligned to 16 bytes."""
+    return _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [kind] * 4, [address], True, loc, ip)
+
+
+@dsl_user_op
+def store_shared(address: Int32, value, *, loc=None, ip=None) -> None:
+    """One 32-bit value."""
+    _asm("st.shared.b32 [$0], $1;", [], [address, value], True, loc, ip)
+
+
+@dsl_user_op
+def store_shared_x4(address: Int32, values, *, loc=None, ip=None) -> None:
+    """Four 32-bit values, aligned to 16 bytes."""
+    _asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *values], True, loc, ip)
+
+
+# ---- global memory
+
+
+def address_of(tensor: cute.Tensor) -> Int64:
+    """The byte address of a tensor's first element."""
+    return Int64(tensor.iterator.toint())
+
+
+@dsl_user_op
+def load_global_x4(address: Int64, valid, *, loc=None, ip=None) -> list[Int32]:
+    """16 aligned bytes that no thread writes while the kernel runs; zeros, and no access, unless ``valid``."""
+    text = (
+        "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        "@p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+    )
+    return _asm(text, [Int32] * 4, [address, Int32(valid)], True, loc, ip)
+
+
+@dsl_user_op
+def load_global_f32(address: Int64, valid, *, loc=None, ip=None) -> Float32:
+    """One fp32 that no thread writes while the kernel runs; zero, and no access, unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
+    return _asm(text, [Float32], [address, Int32(valid)], True, loc, ip)[0]
+
+
+@dsl_user_op
+def load_global_bf16(address: Int64, valid, *, loc=None, ip=None) -> Float32:
+    """One bf16 that no thread writes while the kernel runs, in fp32; zero, and no access, unless ``valid``."""
+    text = (
+        "{ .reg .pred p; .reg .b16 h; setp.ne.b32 p, $2, 0; mov.b16 h, 0; "
+        "@p ld.global.nc.b16 h, [$1]; mov.b32 $0, {0, h}; }"
+    )
+    return _asm(text, [Float32], [address, Int32(valid)], True, loc, ip)[0]
+
+
+@dsl_user_op
+def store_global_x4(address: Int64, values, *, loc=None, ip=None) -> None:
+    """16 aligned bytes."""
+    _asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *values], True, loc, ip)
+
+
+@dsl_user_op
+def store_global(address: Int64, value, *, loc=None, ip=None) -> None:
+    """One 32-bit value."""
+    _asm("st.global.b32 [$0], $1;", [], [address, value], True, loc, ip)
+
+
+@dsl_user_op
+def cp_async_x4(shared: Int32, address: Int64, valid, *, loc=None, ip=None) -> None:
+    """Copy 16 aligned bytes to shared memory asynchronously; zeros, and no access, unless ``valid``."""
+    size = Int32(valid) * 16
+    _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [shared, address, size], True, loc, ip)
+
+
+@dsl_user_op
+def bulk_store(address: Int64, shared: Int32, size: Int32, *, loc=None, ip=None) -> None:
+    """Copy ``size`` bytes (a multiple of 16) from shared to global memory, one bulk group with its commit.
+
+    The threads that wrote the bytes fence towards the async proxy before the barrier that precedes this.
+    """
+    text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2; cp.async.bulk.commit_group;"
+    _asm(text, [], [address, shared, size], True, loc, ip)
