@@ -25,7 +25,7 @@ from kda_core.errors import BackendUnsupportedError
 from kda_core.registry import record_calls
 from kda_core.testing.inputs import FAMILIES, Inputs, make_normalised, one_key
 from kda_core.testing.oracle import token_oracle
-from kda_core.testing.runner import NEEDS_GPU, Runner, case_of, refused
+from kda_core.testing.runner import NEEDS_GPU, TESTED, Runner, case_of
 from kda_core.testing.tolerance import BAND, error
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, 1000, 1500, 2048)
@@ -77,6 +77,7 @@ class BackendConformance:
             state = "not installed" if info is None else f"{info.status}: {info.reason}"
             pytest.fail(f"backend {name!r} cannot run here: {state}", pytrace=False)
         device = option("kda_device") or self.device or _default_device(info)
+        request.node.user_properties.append((TESTED, (name, device)))
         return Runner(name, device, self.head_dim, self.quick or bool(option("kda_quick")))
 
     # ---- results
@@ -188,15 +189,14 @@ class BackendConformance:
     def test_one_key_over_and_over(self, kda: Runner) -> None:
         """Identical keys, beta near 1, gates near 0, 16k tokens: the inverse stays finite and right."""
         kda.full_only()
-        case = case_of(one_key(16384, device=kda.device))
+        case = case_of(one_key(16384, D=kda.head_dim, device=kda.device))
         kda.agrees(case)
 
     def test_zero_keys(self, kda: Runner) -> None:
         """Keys of zeros leave the state to decay."""
-        x = one_key(200, zero=True, device=kda.device).replace(
-            initial_state=torch.ones(1, 1, 128, 128, device=kda.device)
-        )
-        kda.agrees(case_of(x))
+        D = kda.head_dim
+        x = one_key(200, zero=True, D=D, device=kda.device)
+        kda.agrees(case_of(x.replace(initial_state=torch.ones(1, 1, D, D, device=kda.device))))
 
     # ---- equalities
 
@@ -299,6 +299,37 @@ class BackendConformance:
         case.check(*kda(x, output_final_state=True))
 
     @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
+    def test_poisoned_surroundings(self, kda: Runner, bounds: Any) -> None:
+        """Inputs amid NaNs, which the last tile of a sequence may load but must not use, give the same bits."""
+        case = kda.case(
+            "mixed", 130, lengths=None if bounds is None else lengths_of(bounds), initial_state=True
+        )
+        x = case.inputs.arguments
+        amid = {n: _amid(t) if isinstance(t, Tensor) else t for n, t in x.items()}
+        o, state = kda(amid, output_final_state=True)
+        case.check(o, state)
+        assert same((o, state), kda(x, output_final_state=True))
+
+    def test_poisoned_neighbours(self, kda: Runner) -> None:
+        """NaNs in one packed sequence, or in its state, stay there."""
+        lengths = lengths_of(PACKED)
+        case = kda.case("mixed", PACKED[-1], lengths=lengths, initial_state=True)
+        for n, (start, end) in enumerate(itertools.pairwise(PACKED)):
+            x = dict(case.inputs.arguments)
+            for name in ("q", "k", "v", "g", "beta"):
+                x[name] = x[name].clone()
+                x[name][:, start:end] = float("nan")
+            x["initial_state"] = x["initial_state"].clone()
+            x["initial_state"][n] = float("nan")
+            o, state = kda(x, output_final_state=True)
+            others = torch.arange(len(lengths), device=kda.device) != n
+            off = error(state[others], case.state[others], state=True)
+            assert off <= case.limits[1], f"NaNs of sequence {n} reach another state: error {off:.2e}"
+            o[:, start:end] = case.o[:, start:end]
+            off = error(o, case.o, lengths=lengths)
+            assert off <= case.limits[0], f"NaNs of sequence {n} reach outputs of another: error {off:.2e}"
+
+    @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
     def test_untouched_memory(self, kda: Runner, bounds: Any) -> None:
         """Inputs keep their bits, and so does the memory before and behind each output."""
         lengths = None if bounds is None else lengths_of(bounds)
@@ -307,9 +338,21 @@ class BackendConformance:
         N = 1 if lengths is None else len(lengths)
         o, o_guard = _guarded((1, 130, 2, kda.head_dim), x["q"].dtype, kda.device)
         state, state_guard = _guarded((N, 2, kda.head_dim, kda.head_dim), torch.float32, kda.device)
-        kda(x, output_final_state=True, out=(o, state))
+        kda.may_run(x | {"output_final_state": True})
+        needed = kda_core.explain(**x, output_final_state=True, backend=kda.backend).workspace_bytes
+        workspace, workspace_guard = _guarded((needed,), torch.uint8, kda.device)
+        kda(x, output_final_state=True, out=(o, state), workspace=workspace)
         assert all(torch.equal(x[n], t) for n, t in before.items())
-        assert (o_guard() == 7).all() and (state_guard() == 7).all()
+        assert (o_guard() == 7).all() and (state_guard() == 7).all() and (workspace_guard() == 7).all()
+
+    @pytest.mark.parametrize("size", (32, 64))
+    def test_untouched_memory_around_intermediate_states(self, kda: Runner, size: int) -> None:
+        """The memory before and behind the intermediate states keeps its bits."""
+        kda.require(Feature.INTERMEDIATE_STATES)
+        x, chunks = kda.inputs("slow", 130, B=2), -(-130 // size)
+        h, guard = _guarded((2, chunks, 2, kda.head_dim, kda.head_dim), torch.bfloat16, kda.device)
+        kda(x, return_intermediate_states=True, chunk_size=size, out=(None, None, h))
+        assert (guard() == 7).all() and not (h == 7).all()
 
     def test_rows_of_no_sequence(self, kda: Runner) -> None:
         """With use_graph, tokens behind the last sequence are neither read nor written."""
@@ -509,14 +552,16 @@ class BackendConformance:
         kda.may_run(x)
         with record_calls() as calls:
             o, state = kda.direct(x, output_final_state=True)
-            do, ds = torch.randn_like(o), torch.randn_like(state)
+            rng = torch.Generator().manual_seed(0)
+            do, ds = (torch.randn(y.shape, generator=rng).to(y) for y in (o, state))
             found = torch.autograd.grad([o, state], list(leaves.values()), [do, ds])
         kda.assert_ran(calls, "chunk_fwd", "chunk_bwd")
         exact = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
         o64, state64 = token_oracle(**(x | exact))
         want = torch.autograd.grad([o64, state64], list(exact.values()), [do.double(), ds.double()])
         for n, a, b in zip(leaves, found, want):
-            off = ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item()
+            per_head = a.dim() == 4 and n != "initial_state"  # [B, T, heads, ..]
+            off = error(a, b) if per_head else ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item()
             assert a.shape == b.shape and off <= 8 * BAND, f"gradient of {n}: relative error {off:.2e}"
 
     @pytest.mark.parametrize("T", (1, 3, 20))
@@ -535,19 +580,19 @@ class BackendConformance:
         assert state is not None and torch.equal(state[1], case.inputs.arguments["initial_state"][1])
 
     @pytest.mark.parametrize("feature", tuple(Feature), ids=lambda f: f.value)
-    def test_undeclared_features_are_refused(self, kda: Runner, feature: Feature) -> None:
-        """A call that needs what the backend does not declare raises, and nothing runs."""
-        declared = next(i.spec.features for i in kda_core.backends() if i.name == kda.backend and i.spec)
-        if feature.value in declared:
-            return  # nothing to refuse: the tests above run it
+    def test_declared_features_run_undeclared_are_refused(self, kda: Runner, feature: Feature) -> None:
+        """A call that needs a declared feature runs; one that needs an undeclared feature raises, and nothing runs."""
         x = _needing(kda, feature)
-        with record_calls() as calls:
+        if feature.value in kda.declared():
             if feature is Feature.RECURRENT:
-                with pytest.raises(BackendUnsupportedError, match=feature.value):
-                    kda_core.fused_recurrent_kda(**x, backend=kda.backend)
+                kda.recurrent(x)
             else:
-                e = refused(x, kda.backend)
-                assert isinstance(e, BackendUnsupportedError) and feature.value in str(e)
+                assert feature in kda_core.explain(**x).shape.features
+                kda(x)
+            return
+        entry = kda_core.fused_recurrent_kda if feature is Feature.RECURRENT else kda_core.chunk_kda
+        with record_calls() as calls, pytest.raises(BackendUnsupportedError, match=feature.value):
+            entry(**x, backend=kda.backend)
         assert not calls
 
 
@@ -591,6 +636,13 @@ def _guarded(
         size *= n
     whole = torch.full((size + 2 * guard,), 7.0, dtype=dtype, device=device)
     return whole[guard : guard + size].view(shape), lambda: torch.cat([whole[:guard], whole[guard + size :]])
+
+
+def _amid(x: Tensor, guard: int = 4096) -> Tensor:
+    """A copy of x amid NaNs, or amid large numbers where x holds integers."""
+    fill = float("nan") if x.is_floating_point() else 2**30
+    whole = torch.full((x.numel() + 2 * guard,), fill, dtype=x.dtype, device=x.device)
+    return whole[guard : guard + x.numel()].view(x.shape).copy_(x)
 
 
 def _form(kda: Runner, form: str) -> Inputs:

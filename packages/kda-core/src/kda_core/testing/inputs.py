@@ -156,14 +156,14 @@ def make_normalised(
     return Inputs({n: t.to(device) if isinstance(t, Tensor) else t for n, t in x.items()})
 
 
-def one_key(T: int, *, zero: bool = False, device: torch.device | str = "cpu") -> Inputs:
-    """One key over and over with beta = sigmoid(8) and g = -1e-4, H = HV = 1: inverses by a truncated series or in fp16
-    overflow here. `zero`: all keys are zero instead."""
-    x = make_inputs("masked", T, H=1).arguments
-    k = x["k"][:, :1].expand(1, T, 1, 128).contiguous()
+def one_key(T: int, *, zero: bool = False, D: int = 128, device: torch.device | str = "cpu") -> Inputs:
+    """One key over and over with beta = sigmoid(8) and g = -1e-4, H = HV = 1, K = V = D: inverses by a truncated
+    series or in fp16 overflow here. `zero`: all keys are zero instead."""
+    x = make_inputs("masked", T, H=1, K=D, V=D).arguments
+    k = x["k"][:, :1].expand(1, T, 1, D).contiguous()
     x |= {
         "k": torch.zeros_like(k) if zero else k,
-        "g": torch.full((1, T, 1, 128), -1e-4),
+        "g": torch.full((1, T, 1, D), -1e-4),
         "beta": torch.full((1, T, 1), 8.0, dtype=BF16),
     }
     return Inputs({n: t.to(device) if isinstance(t, Tensor) else t for n, t in x.items()})

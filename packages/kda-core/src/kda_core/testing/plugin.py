@@ -1,4 +1,8 @@
-"""The pytest plugin of the kit: options, and a closing summary in which nothing that did not run counts as passed."""
+"""The pytest plugin of the kit: options, and a closing summary in which nothing that did not run counts as passed.
+
+The summary calls a backend emulated where its class has a true attribute `emulated`: it then executes another
+device's code, and says nothing about that device's own arithmetic or memory.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 import kda_core
 from kda_core.contract import Feature
-from kda_core.testing.runner import LEFT_OUT, NEEDS_GPU, NOT_DECLARED, REFUSED
+from kda_core.registry import REGISTRY
+from kda_core.testing.runner import LEFT_OUT, NEEDS_GPU, NOT_DECLARED, REFUSED, TESTED
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,11 +47,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"--kda-require: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
-    name = config.getoption("kda_backend")
-    spec = next((i.spec for i in kda_core.backends() if i.name == name), None)
-    missing = sorted(wanted - (set() if spec is None else set(spec.features)))
-    if missing:
-        raise pytest.UsageError(f"--kda-require: backend {name!r} does not declare {', '.join(missing)}")
+    specs = {i.name: i.spec for i in kda_core.backends()}
+    for name in sorted({name for item in items if (name := _tested(item, config)) is not None}):
+        spec = specs.get(name)
+        if missing := sorted(wanted - (set() if spec is None else set(spec.features))):
+            raise pytest.UsageError(f"--kda-require: backend {name!r} does not declare {', '.join(missing)}")
+
+
+def _tested(item: pytest.Item, config: pytest.Config) -> str | None:
+    """The backend that a test of the kit is for; None for any other test."""
+    from kda_core.testing.conformance import BackendConformance
+
+    cls = getattr(item, "cls", None)
+    if cls is None or not issubclass(cls, BackendConformance):
+        return None
+    return cls.backend or config.getoption("kda_backend")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -57,42 +73,47 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    stats = terminalreporter.stats
-    counts, reasons = (
-        Counter({k: len(stats.get(k, [])) for k in ("passed", "failed", "error")}),
-        Counter[str](),
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One paragraph for each (backend, device) that the session tested; tests that are not the kit's do not count."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+            for tested in (value for key, value in getattr(report, "user_properties", ()) if key == TESTED):
+                found.setdefault(tuple(tested), []).append((outcome, reason.removeprefix("Skipped: ")))
+    if found:
+        terminalreporter.section("KDA conformance")
+    for (name, device), results in sorted(found.items()):
+        for line in _summary(name, device, results):
+            terminalreporter.write_line(line)
+
+
+def _summary(name: str, device: str, results: list[tuple[str, str]]) -> list[str]:
+    """The paragraph: who was tested where, what ran, and why the rest did not."""
+    info = next(i for i in kda_core.backends() if i.name == name)
+    counts = Counter(outcome for outcome, _ in results)
+    where = torch.cuda.get_device_name() if device == "cuda" else device
+    how = (
+        "emulated"
+        if getattr(REGISTRY.load(info.spec), "emulated", False)
+        else "executed by the device itself"
     )
-    for report in stats.get("skipped", []):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        reasons[reason.removeprefix("Skipped: ")] += 1
-    name = config.getoption("kda_backend")
-    info = next((i for i in kda_core.backends() if i.name == name), None)
-    line = terminalreporter.write_line
-    terminalreporter.section("KDA conformance")
-    if info is not None:
-        line(f"backend       {info.name} ({info.distribution} {info.version}), executed by the device itself")
-    line(
-        f"run           {counts['passed'] + counts['failed']}: {counts['passed']} passed, {counts['failed']} failed"
-    )
+    ran = f"{counts['passed']} passed, {counts['failed']} failed"
+    lines = [
+        f"backend       {name} ({info.distribution} {info.version}) on {where}, {how}",
+        f"run           {counts['passed'] + counts['failed']}: {ran}",
+    ]
     if counts["error"]:
-        line(f"errors        {counts['error']}")
-    for title, prefix in (
-        ("not declared", NOT_DECLARED),
-        ("refused", REFUSED),
-        ("needs a GPU", NEEDS_GPU),
-        ("quick", LEFT_OUT),
-    ):
-        found = {r: n for r, n in sorted(reasons.items()) if r.startswith(prefix)}
-        if found:
-            line(f"not run       {sum(found.values())} ({title})")
-            for reason, n in found.items():
-                line(f"              {n:4d}  {reason.removeprefix(prefix) or reason}")
-    other = {
-        r: n for r, n in reasons.items() if not r.startswith((NOT_DECLARED, REFUSED, NEEDS_GPU, LEFT_OUT))
-    }
-    for reason, n in sorted(other.items()):
-        line(f"not run       {n}  {reason}")
+        lines.append(f"errors        {counts['error']}")
+    reasons = Counter(reason for outcome, reason in results if outcome == "skipped")
+    kinds = {"not declared": NOT_DECLARED, "refused": REFUSED, "needs a GPU": NEEDS_GPU, "quick": LEFT_OUT}
+    for title, prefix in kinds.items():
+        here = {r: n for r, n in sorted(reasons.items()) if r.startswith(prefix)}
+        if here:
+            lines.append(f"not run       {sum(here.values())} ({title})")
+            lines += [f"              {n:4d}  {r.removeprefix(prefix) or r}" for r, n in here.items()]
+    other = {r: n for r, n in sorted(reasons.items()) if not r.startswith(tuple(kinds.values()))}
+    return lines + [f"not run       {n}  {reason}" for reason, n in other.items()]
 
 
 def run(backend: str, argv: Sequence[str] = ()) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import kda_core
 from kda_core.contract import Feature
-from kda_core.errors import KdaError
 from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing.inputs import Inputs, make_inputs
 from kda_core.testing.oracle import token_oracle
@@ -25,6 +24,7 @@ NOT_DECLARED, REFUSED, NEEDS_GPU, LEFT_OUT = (
     "needs a GPU: ",
     "left out by --kda-quick",
 )
+TESTED = "kda_tested"  # the user property of a test that names (backend, device type)
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,13 @@ class Runner:
 
     # ---- calls
 
+    def declared(self) -> frozenset[str]:
+        """The features that the backend declares."""
+        return next(i.spec.features for i in kda_core.backends() if i.name == self.backend and i.spec)
+
     def require(self, *features: Feature) -> None:
         """Skips a test whose features the backend does not declare."""
-        declared = next(i.spec.features for i in kda_core.backends() if i.name == self.backend and i.spec)
+        declared = self.declared()
         if missing := sorted(f.value for f in features if f.value not in declared):
             pytest.skip(f"{NOT_DECLARED}{', '.join(missing)}")
 
@@ -130,7 +134,8 @@ class Runner:
     def assert_ran(self, calls: list[Any], *entries: str) -> None:
         """Exactly these entries of this backend ran, on this device, through no planner."""
         wanted = [(self.backend, entry, self.device, None) for entry in entries]
-        assert [(c.backend, c.entry, c.device_type, c.planner) for c in calls] == wanted
+        ran = [(c.backend, c.entry, c.device_type, c.planner) for c in calls]
+        assert ran == wanted, f"ran (backend, entry, device, planner): {ran}, expected {wanted}"
 
     def agrees(self, case: Case, **more: Any) -> tuple[Tensor, Tensor]:
         """Runs a case with its final states and holds both outputs against the oracle."""
@@ -138,12 +143,3 @@ class Runner:
         case.check(o, state)
         assert o.dtype == case.inputs.arguments["q"].dtype and state.dtype == torch.float32
         return o, state
-
-
-def refused(arguments: dict[str, Any], backend: str) -> KdaError | None:
-    """The error of a call that must not run, or None if it ran."""
-    try:
-        kda_core.chunk_kda(**arguments, backend=backend)
-    except KdaError as e:
-        return e
-    return None
