@@ -140,6 +140,12 @@ def split_bf16x2(low: Float32, high: Float32) -> tuple[Int32, Int32]:
     return head, pack_bf16x2(low - x, high - y)
 
 
+@dsl_user_op
+def pinned(x: Int32, *, loc=None, ip=None) -> Int32:
+    """x. What is computed from it stays here: it is not hoisted out of a loop, to occupy registers there."""
+    return _asm("mov.b32 $0, $1;", [Int32], [x], True, loc, ip)[0]
+
+
 # ---- a warp
 
 
@@ -215,6 +221,13 @@ def load_shared_x2(address: Int32, kind, *, loc=None, ip=None) -> list:
 def load_shared_x4(address: Int32, kind, *, loc=None, ip=None) -> list:
     """Four 32-bit values, aligned to 16 bytes."""
     return _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [kind] * 4, [address], True, loc, ip)
+
+
+@dsl_user_op
+def load_shared_bf16(address: Int32, *, loc=None, ip=None) -> Float32:
+    """One bf16, in fp32."""
+    text = "{ .reg .b16 h; ld.shared.b16 h, [$1]; mov.b32 $0, {0, h}; }"
+    return _asm(text, [Float32], [address], True, loc, ip)[0]
 
 
 @dsl_user_op
