@@ -23,7 +23,10 @@ TEST_TOOLS = ("pytest", "hypothesis", "numpy", "build", "setuptools", "nvidia-cu
 
 # What `compile` compiles: (module:callable, folder that holds the module where it is no package, architectures).
 # The callable gives (kernel class, configuration) pairs. A package with kernels has a row here.
-KERNELS = (("cute_demo_kernels:sound", "tests/core/cute", ("sm_90a", "sm_100a", "sm_103a")),)
+KERNELS = (
+    ("cute_demo_kernels:sound", "tests/core/cute", ("sm_90a", "sm_100a", "sm_103a")),
+    ("kda_sm90.variants:kernels", "", ("sm_90a",)),
+)
 
 nox.needs_version = ">=2025.10.14"
 nox.options.sessions = ["test", "lint", "typecheck"]

@@ -77,14 +77,20 @@ def test_the_core_alone_does_the_main_job(clean_environment):
     assert (environment.folder / "bin" / "kda-core").is_file()
 
 
-@pytest.mark.parametrize(("extra", "other"), [("sm90", "sm100"), ("sm100", "sm90")])
-def test_an_extra_installs_exactly_one_backend(clean_environment, extra, other):
+@pytest.mark.parametrize(
+    ("extra", "other", "state", "why"),
+    [
+        ("sm90", "sm100", "wrong-arch", "runs on sm_90; here: cpu"),
+        ("sm100", "sm90", "unsupported", "this version of kda-sm100 has no kernel yet"),
+    ],
+)
+def test_an_extra_installs_exactly_one_backend(clean_environment, extra, other, state, why):
     environment = clean_environment(f"kda-core[{extra}]")
     assert set(environment.ours()) == {"kda-core", f"kda-{extra}"}
     statuses = environment.statuses()
     status, reason, distribution = statuses.pop(extra)
-    assert (status, distribution) == ("unsupported", f"kda-{extra}")
-    assert reason == f"this version of kda-{extra} has no kernel yet"
+    assert (status, distribution) == (state, f"kda-{extra}")
+    assert reason == why
     assert {n: s for n, (s, _, _) in statuses.items()} == {"reference": "ok", other: "not-installed"}
     assert environment.run("-c", PREFILL).strip() == "['reference']"
 
@@ -105,7 +111,7 @@ def test_all_packages_install_together(clean_environment):
     assert {n: s for n, (s, _, _) in environment.statuses().items()} == {
         "reference": "ok",
         "tokenwise": "ok",
-        "sm90": "unsupported",
+        "sm90": "wrong-arch",
         "sm100": "unsupported",
     }
 

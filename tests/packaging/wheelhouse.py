@@ -114,5 +114,6 @@ class CleanEnvironment:
         hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_", "KDA_", "PYTEST_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         return kept | {
-            "OMP_NUM_THREADS": "1"
-        }  # these tensors are small: threads would only wait for each other
+            "CUDA_VISIBLE_DEVICES": "",  # a backend's status shall not depend on the machine
+            "OMP_NUM_THREADS": "1",  # these tensors are small: threads would only wait for each other
+        }

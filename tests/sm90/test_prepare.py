@@ -95,8 +95,12 @@ def kernel_class():
 
 
 def specified(x, C, lengths):
-    """The same from the specification."""
+    """The same from the specification, but for the rounding of normalised rows: the kernel keeps them in fp32."""
     gates = {n: t for n, t in x.items() if n not in ("initial_state", "cu_seqlens")}
+    if gates.pop("use_qk_l2norm_in_kernel"):
+        for n in ("q", "k"):
+            row = gates[n].float()
+            gates[n] = row * torch.rsqrt(row.square().sum(-1, keepdim=True) + 1e-6)
     *tensors, bounded = specification.activate(**gates)
     spans = []
     if lengths is None:

@@ -1,34 +1,35 @@
-"""kda-sm90 as it stands: installed, listed with its reason, refused by name, and nothing heavier imported."""
+"""kda-sm90 as a package: listed and refused by name where there is no Hopper GPU, chosen where there is one."""
 
 from importlib import metadata
 
 import pytest
+import torch
 from support import listed, modules_after, prefill
 
-from kda_core import chunk_kda
-from kda_core.errors import BackendUnsupportedError, NoEligibleBackendError
-from kda_core.registry import record_calls
+from kda_core import chunk_kda, explain
+from kda_core.contract import Feature
+from kda_core.errors import ArgumentError, BackendUnavailableError, BackendUnsupportedError
+from kda_core.registry import record_calls, visible_archs
 from kda_sm90.plugin import SPEC
 
-NO_KERNEL = "this version of kda-sm90 has no kernel yet"
+HOPPER = (9, 0)
 
 
-def test_it_is_listed_with_the_reason_on_every_machine():
+def test_it_is_listed_on_every_machine():
     info = listed("sm90")
-    assert (info.status, info.reason) == ("unsupported", NO_KERNEL)
+    assert info.status == ("ok" if HOPPER in visible_archs() else "wrong-arch")
     assert (info.distribution, info.version) == ("kda-sm90", metadata.version("kda-sm90"))
     assert info.spec is SPEC
 
 
-def test_the_spec_claims_nothing():
-    assert SPEC.archs == {(9, 0)}
-    assert SPEC.features == frozenset()
+def test_it_declares_the_whole_contract_of_prefill():
+    assert SPEC.archs == {HOPPER}
+    assert SPEC.unavailable is None
+    assert SPEC.features == {f.value for f in Feature} - {"backward", "recurrent"}
 
 
-def test_a_call_that_names_it_is_refused_and_told_who_could_serve_it():
-    with pytest.raises(
-        BackendUnsupportedError, match=f"'sm90'.*{NO_KERNEL}; these could serve it: .*reference"
-    ):
+def test_a_call_on_cpu_tensors_that_names_it_is_refused():
+    with pytest.raises(BackendUnavailableError, match="'sm90'.*wrong-arch: runs on sm_90.*on cpu.*reference"):
         chunk_kda(**prefill(), backend="sm90")
 
 
@@ -42,11 +43,33 @@ def test_it_asks_for_the_cuda_13_libraries_of_the_dsl():
     assert any(r.startswith("nvidia-cutlass-dsl[cu13]") for r in metadata.requires("kda-sm90") or ())
 
 
-@pytest.mark.arch((9, 0))
-def test_on_its_own_gpu_nothing_is_chosen_silently():
-    x = prefill("cuda")
-    with pytest.raises(NoEligibleBackendError, match=f"sm90 +unsupported: {NO_KERNEL}"):
-        chunk_kda(**x)
+@pytest.mark.arch(HOPPER)
+def test_on_a_hopper_gpu_it_is_the_automatic_choice():
     with record_calls() as calls:
-        chunk_kda(**x, backend="reference")
-    assert [(c.backend, c.device_type) for c in calls] == [("reference", "cuda")]
+        chunk_kda(**prefill("cuda"), context_parallel="off")
+    assert [(c.backend, c.device_type) for c in calls] == [("sm90", "cuda")]
+
+
+@pytest.mark.arch(HOPPER)
+def test_what_is_not_built_is_refused_by_name():
+    x = prefill("cuda")
+    narrow = x | {n: x[n][..., :64].contiguous() for n in ("q", "k", "g")}
+    with pytest.raises(BackendUnsupportedError, match="K=64, V=128; only K=V=128"):
+        chunk_kda(**narrow, backend="sm90")
+    half = x | {n: x[n].half() for n in ("q", "k", "v")}
+    with pytest.raises(BackendUnsupportedError, match="torch.float16; only torch.bfloat16"):
+        chunk_kda(**half, backend="sm90")
+    with pytest.raises(BackendUnsupportedError, match="backward"):
+        chunk_kda(**x | {"v": x["v"].clone().requires_grad_()}, backend="sm90")
+
+
+@pytest.mark.arch(HOPPER)
+def test_a_workspace_that_does_not_fit_is_refused():
+    x = prefill("cuda")
+    needed = explain(**x, backend="sm90").workspace_bytes
+    whole = torch.empty(needed + 256, dtype=torch.uint8, device="cuda")
+    chunk_kda(**x, backend="sm90", workspace=whole)
+    with pytest.raises(ArgumentError, match=f"workspace.*at least {needed} bytes"):
+        chunk_kda(**x, backend="sm90", workspace=whole[: needed - 1])
+    with pytest.raises(ArgumentError, match="workspace.*multiple of 256"):
+        chunk_kda(**x, backend="sm90", workspace=whole[128:])

@@ -112,6 +112,16 @@ def test_options_of_the_kernel_reach_ptxas(kernels, assembler, monkeypatch):
     assert any("warning : Registers are spilled" in problem for problem in report.problems())
 
 
+def test_spills_are_accepted_up_to_what_the_kernel_allows(kernels, assembler, monkeypatch):
+    spilled = ptxas.report(kernels.Spill, kernels.SpillConfig(), "sm_90a").usage[0]
+    most = max(spilled.spill_stores, spilled.spill_loads)
+    for allowance, problems in ((most, 0), (most - 1, 1)):
+        monkeypatch.setattr(kernels.Spill, "spill_allowance", allowance, raising=False)
+        found = ptxas.report(kernels.Spill, kernels.SpillConfig(), "sm_90a").problems()
+        assert len(found) == problems, found
+    assert f"allowed {most - 1}" in found[0]
+
+
 def test_ptx_that_is_newer_than_ptxas(assembler):
     with pytest.raises(
         CompileError, match=r"Unsupported \.version 99\.0(.|\n)*pip install -U nvidia-cuda-nvcc"

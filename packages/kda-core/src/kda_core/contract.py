@@ -34,7 +34,8 @@ SAFE_GATE_BOUND = (
     -5.0
 )  # gates in [-5, 0] need no rescaling inside blocks of 16 tokens: e^{5*16} fits fp32 and bf16
 CHUNK_SIZES = (32, 64)  # spacing of intermediate states, FLA's choices
-WORKSPACE_ALIGNMENT = 256  # bytes; what torch's CUDA allocator gives
+ALIGNMENT = 16  # bytes: every tensor that a backend gets starts at a multiple, the widest access of a GPU
+WORKSPACE_ALIGNMENT = 256  # bytes, on a GPU; torch gives 512 there, and 64 in host memory
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -206,7 +207,7 @@ class ProblemShape:
 
 @dataclass(frozen=True)
 class KdaInputs:
-    """The inputs of one call, validated and contiguous; what a backend's `chunk_fwd` receives.
+    """The inputs of one call, validated, contiguous and aligned to `ALIGNMENT`; what a backend's `chunk_fwd` receives.
 
     q, k [B,T,H,K]; v [B,T,HV,V]; g [B,T,HV,K]; beta [B,T,HV]; A_log [HV]; dt_bias [HV,K]; initial_state
     [N,HV,K,V] or [N,HV,V,K]; cu_seqlens [N+1] on the inputs' device; cu_seqlens_cpu [N+1] in host memory.
@@ -263,7 +264,8 @@ class KdaInputs:
 class KdaOutputs:
     """Where a backend writes: o [B,T,HV,V] in q's dtype; final_state (`ProblemShape.state_shape`, fp32) and
     intermediate_states ([B,NT,HV,K,V] or [B,NT,HV,V,K], bf16) where asked for, else None; workspace, uint8, at least
-    the backend's `workspace_bytes`, contents arbitrary, or None where that is 0."""
+    the backend's `workspace_bytes`, contents arbitrary, or None where that is 0. All contiguous, aligned to
+    `ALIGNMENT`, the workspace on a GPU to `WORKSPACE_ALIGNMENT`."""
 
     o: Tensor
     final_state: Tensor | None = None
@@ -510,11 +512,12 @@ def check_outputs(inputs: KdaInputs, outputs: KdaOutputs, workspace_bytes: int =
             raise ShapeError("workspace", f"at least {workspace_bytes} bytes", f"{w.numel()} bytes")
 
 
-def check_aliasing(inputs: KdaInputs, outputs: KdaOutputs) -> None:
-    """Refuses outputs that share memory with an input or with one another: kernels read while they write.
+def check_memory(inputs: KdaInputs, outputs: KdaOutputs) -> None:
+    """Refuses outputs that share memory with an input or with one another, for kernels read while they write; and
+    outputs that are not aligned.
 
     Raises:
-        ArgumentError: names the two.
+        ArgumentError: names the tensor, and the one it shares memory with.
     """
     written = {
         "out[0] (o)": outputs.o,
@@ -525,6 +528,13 @@ def check_aliasing(inputs: KdaInputs, outputs: KdaOutputs) -> None:
     read = {
         f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name not in ("shape", "cu_seqlens_cpu")
     }
+    for name, x in written.items():
+        wide = name == "workspace" and inputs.shape.device_type != "cpu"
+        wanted = WORKSPACE_ALIGNMENT if wide else ALIGNMENT
+        if x is not None and x.numel() and (past := x.data_ptr() % wanted):
+            raise ArgumentError(
+                name, f"memory that starts at a multiple of {wanted} bytes", f"{past} bytes past one"
+            )
     spans = [(name, *_span(x)) for name, x in (written | read).items() if x is not None and x.numel()]
     for i, (name, first, end) in enumerate(spans):
         for other, first2, end2 in spans[i + 1 :]:
@@ -532,6 +542,16 @@ def check_aliasing(inputs: KdaInputs, outputs: KdaOutputs) -> None:
                 raise ArgumentError(
                     name, f"memory of its own, not shared with {other}", "overlapping tensors"
                 )
+
+
+def align_inputs(inputs: KdaInputs) -> KdaInputs:
+    """The inputs with a copy in place of each tensor that starts off `ALIGNMENT`, as a slice of a buffer may."""
+    moved = {
+        name: x.clone()
+        for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+        if (x := getattr(inputs, name)) is not None and x.data_ptr() % ALIGNMENT
+    }
+    return replace(inputs, **moved) if moved else inputs
 
 
 def _span(x: Tensor) -> tuple[int, int]:

@@ -54,7 +54,7 @@ def _execute(
     inputs: KdaInputs, backend: str | None, context_parallel: str, given: KdaOutputs | None
 ) -> KdaOutputs:
     """Runs one call on the backend that the registry chooses, through a planner where one has a plan for it."""
-    shape = inputs.shape
+    shape, inputs = inputs.shape, contract.align_inputs(inputs)
     inputs.sequence_lengths()  # where the host has a copy of cu_seqlens, its contents are checked before any launch
     choice = registry.REGISTRY.resolve(shape, backend)
     entry = "recurrent_fwd" if shape.options.recurrent else "chunk_fwd"
@@ -63,7 +63,7 @@ def _execute(
         outputs = contract.allocate_outputs(inputs, needed)
     else:
         contract.check_outputs(inputs, given, needed)
-        contract.check_aliasing(inputs, given)
+        contract.check_memory(inputs, given)
         outputs = given
         if given.workspace is None and needed:
             workspace = inputs.q.new_empty(needed, dtype=torch.uint8)
@@ -118,6 +118,7 @@ def _chunk_fwd_out(*args: Any) -> None:
 def _chunk_bwd(grad_o: Tensor, grad_final_state: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     """Gradients of the first eight tensor arguments, in their shapes."""
     inputs, backend, _ = _unpack((*args, "off"))
+    inputs = contract.align_inputs(inputs)
     choice = registry.REGISTRY.resolve(inputs.shape, backend)
     grads = choice.backend.chunk_bwd(inputs, grad_o.contiguous(), grad_final_state)  # type: ignore[attr-defined]
     registry.notify(registry.Call(choice.spec.name, "chunk_bwd", inputs.shape.device_type))

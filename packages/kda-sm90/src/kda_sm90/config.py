@@ -55,3 +55,34 @@ class PrepareConfig:
             raise ValueError("a_log: the softplus gate needs A_log")
         if self.neg_eigval and not self.beta_sigmoid:
             raise ValueError("neg_eigval: only with beta_sigmoid")
+
+
+@dataclass(frozen=True)
+class ChainConfig:
+    """Variant of the chain kernel.
+
+    ``chunk``: tokens a chunk, 32 or 64. ``warpgroups``: 1, a CTA for each half of V, is faster where CTAs are
+    few; 2, both halves in one CTA, reads w, Qd, Kg and Aqk once and is faster where memory is the limit.
+    ``initial_state``, ``final_state``: read and write fp32 states. ``states``: tokens between the bf16 states
+    that are written, a multiple of ``chunk``; 0 for none. ``v_first``: all states are [V, K], not [K, V].
+    ``offsets``: dtype of ``cu_seqlens``, or None for sequences of one length. Raises ValueError on a
+    combination that does not exist.
+    """
+
+    chunk: int = 64
+    warpgroups: int = 1
+    initial_state: bool = False
+    final_state: bool = True
+    states: int = 0
+    v_first: bool = False
+    offsets: OffsetDtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk not in (32, 64):
+            raise ValueError(f"chunk: expected 32 or 64, got {self.chunk}")
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"warpgroups: expected 1 or 2, got {self.warpgroups}")
+        if self.states < 0 or self.states % self.chunk:
+            raise ValueError(f"states: expected a multiple of {self.chunk}, got {self.states}")
+        if self.v_first and not (self.initial_state or self.final_state or self.states):
+            raise ValueError("v_first: there is no state whose layout it could be")

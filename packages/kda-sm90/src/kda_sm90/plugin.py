@@ -6,8 +6,23 @@ SPEC = BackendSpec(
     name="sm90",
     abi=(1, 0),  # what this package was written for, not what kda-core happens to have
     archs=frozenset({(9, 0)}),
-    features=frozenset(),
+    features=frozenset(
+        {
+            "varlen",
+            "gva",
+            "initial_state",
+            "final_state",
+            "state_v_first",
+            "gate_in_kernel",
+            "unbounded_gate",
+            "beta_sigmoid",
+            "neg_eigval",
+            "qk_l2norm",
+            "intermediate_states",
+            "pin",
+            "graph",
+        }
+    ),
     target="kda_sm90.backend:Sm90Backend",
     install="pip install kda-core[sm90]",
-    unavailable="this version of kda-sm90 has no kernel yet",
 )

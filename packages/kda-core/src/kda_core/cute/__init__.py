@@ -10,6 +10,7 @@ class:
 
     class SomeKernel:
         compile_options = ""                # optional: more options of `cute.compile`
+        spill_allowance = 0                 # optional: bytes a thread that `kda_core.cute.ptxas` accepts as spilled
 
         def __init__(self, config: Config): ...
         def fake_args(self) -> tuple: ...   # fake tensors, scalars, fake stream: the arguments of __call__

@@ -177,6 +177,16 @@ def mma_m16n8k16(a, b, c, *, loc=None, ip=None) -> list[Float32]:
 
 
 @dsl_user_op
+def mma_m16n8k8(a, b: Int32, c, *, loc=None, ip=None) -> list[Float32]:
+    """a @ b + c as ``mma_m16n8k16``, over 8 columns of a: a 2 bf16x2 [row, pair], [row+8, pair], b 1 bf16x2."""
+    text = (
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
+        "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
+    )
+    return _asm(text, [Float32] * 4, [*a, b, *c], True, loc, ip)
+
+
+@dsl_user_op
 def transpose_8x8(x: Int32, *, loc=None, ip=None) -> Int32:
     """Transpose an 8x8 matrix of bf16 held by a warp: [lane//4, 2*(lane%4)] and its right neighbour."""
     return _asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x], True, loc, ip)[0]
@@ -224,16 +234,15 @@ def load_shared_x4(address: Int32, kind, *, loc=None, ip=None) -> list:
 
 
 @dsl_user_op
-def load_shared_bf16(address: Int32, *, loc=None, ip=None) -> Float32:
-    """One bf16, in fp32."""
-    text = "{ .reg .b16 h; ld.shared.b16 h, [$1]; mov.b32 $0, {0, h}; }"
-    return _asm(text, [Float32], [address], True, loc, ip)[0]
-
-
-@dsl_user_op
 def store_shared(address: Int32, value, *, loc=None, ip=None) -> None:
     """One 32-bit value."""
     _asm("st.shared.b32 [$0], $1;", [], [address, value], True, loc, ip)
+
+
+@dsl_user_op
+def store_shared_x2(address: Int32, values, *, loc=None, ip=None) -> None:
+    """Two 32-bit values, aligned to 8 bytes."""
+    _asm("st.shared.v2.b32 [$0], {$1, $2};", [], [address, *values], True, loc, ip)
 
 
 @dsl_user_op

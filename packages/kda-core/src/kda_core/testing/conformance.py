@@ -21,7 +21,7 @@ from torch import Tensor
 
 import kda_core
 from kda_core.contract import Feature
-from kda_core.errors import BackendUnsupportedError
+from kda_core.errors import ArgumentError, BackendUnsupportedError
 from kda_core.registry import record_calls
 from kda_core.testing.inputs import FAMILIES, Inputs, make_normalised, one_key
 from kda_core.testing.oracle import token_oracle
@@ -309,6 +309,21 @@ class BackendConformance:
         o, state = kda(amid, output_final_state=True)
         case.check(o, state)
         assert same((o, state), kda(x, output_final_state=True))
+
+    @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
+    def test_unaligned_memory(self, kda: Runner, bounds: Any) -> None:
+        """Inputs that start one element past an aligned address give the same bits; such outputs are refused."""
+        lengths = None if bounds is None else lengths_of(bounds)
+        case = kda.case("mixed", 130, lengths=lengths, initial_state=True)
+        x = case.inputs.arguments
+        moved = {n: _amid(t, 4097) if isinstance(t, Tensor) else t for n, t in x.items()}
+        o, state = kda(moved, output_final_state=True)
+        assert same((o, state), kda(x, output_final_state=True))
+        for i, name in enumerate(("o", "final_state")):
+            out: list[Any] = [torch.empty_like(o), torch.empty_like(state)]
+            out[i] = _amid(out[i], 4097)
+            with pytest.raises(ArgumentError, match=rf"out\[{i}\] \({name}\).*multiple of 16"):
+                kda(x, output_final_state=True, out=tuple(out))
 
     def test_poisoned_neighbours(self, kda: Runner) -> None:
         """NaNs in one packed sequence, or in its state, stay there."""

@@ -12,7 +12,8 @@ the end of the chunk, where they are Kg; no exponent of a hop is above 0.
 
 Stages, a CTA barrier between them:
 
-1. *decay*: one thread a channel walks down the rows: gate, cumulative sum, exponents relative to the anchor.
+1. *decay*: one warp a block, four channels a lane, down the rows: gate, exponents relative to the anchor; then,
+   with the sums of the other blocks, anchors and hops.
 2. *rows*: one warp a block, in MMA fragments: factors, Qd, the diagonal blocks of L and Aqk, their inverse.
 3. *columns*: one warp a block, as columns: the blocks of L and Aqk below the diagonal, then Kg.
 4. *merge*: one warp a column of blocks of T, by forward substitution in blocks.
@@ -61,6 +62,9 @@ class PrepareKernel:
     v, g and beta; slots without a chunk are not written.
     """
 
+    #: Twelve warps an SM leave 168 registers; some variants put a loop-invariant address or two aside, once a CTA.
+    spill_allowance = 16
+
     def __init__(self, config: PrepareConfig):
         self.config = config
         self.chunk = config.chunk
@@ -76,20 +80,20 @@ class PrepareKernel:
         table = HEAD_DIM * 4 * self.blocks
         sizes = {
             "rows": ROWS * self.blocks,
-            "v": rows,  # q in fragment order; after stage 1, v: [C/8][16] matrices of 8 tokens x 8 channels
-            "k": max(rows, sum(later.values())),  # k in fragment order; after stage 1, what is in ``later``
-            "hop": table,  # 2^{A_{b+1} - A_b}
+            "k": rows,  # k in fragment order; after stage 2, v: [C/8][16] matrices of 8 tokens x 8 channels
+            "q": max(rows, sum(later.values())),  # q in fragment order; after stage 2, what is in ``later``
+            "first": table,  # log decay of the first row of block b
+            "last": table,  # exponent G - A_b of its last row
+            "hop": table,  # 2^{A_{b+1} - A_b}; the exponent itself where rows vote
             "anchor": table,  # 2^{A_b}
-            "exponent": table if config.vote else 0,  # A_{b+1} - A_b
             "beta": self.chunk * 4,
             "live": self.chunk * 4,  # what the gate of a row is multiplied with: 0 beyond the sequence
-            "flags": 4 * self.blocks,
         }
         self.at, end = {}, 0
         for name, size in sizes.items():
             self.at[name] = end
             end += size
-        start = self.at["k"]
+        start = self.at["q"]
         for name, size in later.items():
             self.at[name] = start
             start += size
@@ -197,13 +201,13 @@ class PrepareKernel:
         if const_expr(self.config.offsets is None):
             chunks = cute.ceil_div(T, self.chunk)
             sequence, number = slot // chunks, slot % chunks
-            token = Int64(sequence) * T + number * self.chunk
+            token = sequence * T + number * self.chunk
             valid = cutlass.min(T - number * self.chunk, self.chunk)
             self.prepare(*inputs, scale, lower_bound, shared, slot, head, token, valid)
         else:
             token, valid = self.locate(offsets, slot, T)
             if valid > 0:
-                self.prepare(*inputs, scale, lower_bound, shared, slot, head, Int64(token), valid)
+                self.prepare(*inputs, scale, lower_bound, shared, slot, head, token, valid)
 
     @cute.jit
     def locate(self, offsets: cute.Tensor, slot: Int32, T: Int32):
@@ -243,25 +247,16 @@ class PrepareKernel:
         self, q, k, v, g, beta, a_log, dt_bias, w, qd, kg, aqk, u, a, scale, lower_bound, shared, slot, head,
         token, valid,
     ):  # fmt: skip
-        """``token``: the first one in B*T; ``valid``: rows that exist, 1 to C."""
+        """``token``: the first one in B*T; ``valid``: rows that exist, 1 to C. Rows of v and g are counted in 32 bits:
+        2^31 of them are 512 GiB."""
         thread, _, _ = cute.arch.thread_idx()
         H, HV = q.shape[2], v.shape[2]
-        warp, lane = thread // 32, thread % 32
         base = Int32(shared.toint())
         record = slot * HV + head
         # Warps get another block in each CTA, because blocks differ in work, and a warp's number chooses its
         # scheduler.
-        p = SimpleNamespace(
-            thread=thread,
-            warp=warp,
-            lane=lane,
-            row=lane // 4,
-            quad=lane % 4,
-            block=(warp + slot + head) % self.blocks,
-            valid=valid,
-            scale=scale,
-            **{name: base + offset for name, offset in self.at.items()},
-        )
+        p = self.positions(thread, (thread // 32 + slot + head) % self.blocks, base)
+        p.valid, p.scale = valid, scale
         value_row = token * HV + head
         key_row = token * H + head // (HV // H)
 
@@ -269,23 +264,27 @@ class PrepareKernel:
         beta_raw = self.load_beta(p, beta, value_row, HV)
         self.copy_gates(p, g, value_row, HV)
         self.copy_rows(p, k, key_row, H, p.k)
-        self.copy_rows(p, q, key_row, H, p.v)
+        self.copy_rows(p, q, key_row, H, p.q)
         cute.arch.cp_async_commit_group()
 
         self.store_live(p, lower_bound)
         cute.arch.cp_async_wait_group(1)
         cute.arch.sync_warp()
-        self.decay(p, g.element_type, *gate, self.record(a, record))
+        steep = self.decay(p, g.element_type, *gate)
         self.store_beta(p, beta_raw)
+        cute.arch.sync_threads()
+        self.anchors(p, self.record(a, record))
         cute.arch.cp_async_wait_group(0)
-        k_rows, q_rows = self.load_rows(p, p.k), self.load_rows(p, p.v)
-        cute.arch.sync_threads()
+        cute.arch.sync_warp()
 
-        self.copy_values(p, v, value_row, HV)
         columns = cute.make_rmem_tensor((64,), Float32)
-        self.rows(p, k_rows, q_rows, columns, self.record(qd, record))
+        l_acc, a_acc = self.rows(p, steep, columns, self.record(qd, record))
+        cute.arch.sync_warp()
+        self.copy_values(p, v, value_row, HV)
         cute.arch.sync_threads()
 
+        self.store_aqk(p, a_acc, p.block, p.block)
+        self.substitute(p, l_acc)
         self.columns(columns, p.block, p.lane, base)
         self.store_rows(p, self.record(kg, record), columns, 0)
         cute.arch.fence_view_async_shared()
@@ -298,11 +297,18 @@ class PrepareKernel:
         cute.arch.sync_threads()
 
         product = cute.make_rmem_tensor((64,), Float32)
-        product.fill(0.0)
         self.product_w(product, p.block, p.lane, base)
         self.store_rows(p, self.record(w, record), product, SIGNS)
         self.product_u(p, self.record(u, record))
         self.wait_aqk(thread)
+
+    def positions(self, thread, block, base):
+        """Where a thread is, and where in shared memory everything begins."""
+        lane = thread % 32
+        places = {name: base + offset for name, offset in self.at.items()}
+        return SimpleNamespace(
+            thread=thread, warp=thread // 32, lane=lane, row=lane // 4, quad=lane % 4, block=block, **places
+        )
 
     def record(self, array, index):
         """The address of a record in an array of the workspace."""
@@ -310,55 +316,62 @@ class PrepareKernel:
 
     # ---- loads
 
-    def copy_gates(self, p, g, value_row, HV):
-        """g to shared memory, asynchronously: the groups of channels whose decay the warp will walk, in rows of
-        64 bytes (bf16), or at the places of the exponents that replace them (fp32)."""
-        size = g.element_type.width // 8
-        lanes = 2 * size  # to a row of a group, 16 bytes each
-        stride = Int64(HV) * (HEAD_DIM * size)
-        row, lane = p.lane // lanes, p.lane % lanes
-        column = lane * 16 if size == 2 else (lane ^ (row % 2)) * 16
-        for group in self.groups(p):
-            first = dev.address_of(g) + (value_row * HEAD_DIM + group * 32) * size + lane * 16
-            for start in range(0, self.chunk, 32 // lanes):
-                block, inner = divmod(start, BLOCK)
-                place = p.rows + block * ROWS + group * GROUP + (inner + row) * (32 * size) + column
-                dev.cp_async_x4(place, first + stride * (start + row), start + row < p.valid)
-        cute.arch.cp_async_commit_group()
+    def row_address(self, x, row):
+        """The address of a row of 128 channels of q, k, v or g, rows counted over B, T and heads."""
+        return dev.address_of(x) + Int64(row) * (HEAD_DIM * x.element_type.width // 8)
 
-    def groups(self, p):
-        """The groups of 32 channels whose decay a warp walks, a lane a channel."""
-        return [p.warp + self.blocks * i for i in range(4 // self.blocks)]
+    def copy_gates(self, p, g, value_row, HV):
+        """g of the warp's block to shared memory, asynchronously: fp32 at the places of the exponents that replace
+        it, bf16 as two halves of 64 channels, each in rows of 128 bytes within the room of its exponents."""
+        size = g.element_type.width // 8
+        units = HEAD_DIM * size // 16  # to a row
+        unit, first = p.lane % units, p.lane // units
+        place = p.rows + p.block * ROWS
+        start = p.block * BLOCK
+        for at in range(0, BLOCK, 32 // units):
+            row = at + first
+            address = self.row_address(g, value_row + (start + row) * HV) + unit * 16
+            if size == 2:
+                to = place + unit // 8 * (2 * GROUP) + row * 128 + unit % 8 * 16
+            else:
+                to = place + unit // 8 * GROUP + row * 128 + (unit % 8 ^ row % 2) * 16
+            dev.cp_async_x4(to, address, start + row < p.valid)
+        cute.arch.cp_async_commit_group()
 
     def copy_rows(self, p, x, key_row, H, place):
         """Rows of q or k to shared memory, asynchronously, in fragment order: a thread copies for itself."""
-        stride = Int64(H) * (HEAD_DIM * 2)
-        first = dev.address_of(x) + key_row * (HEAD_DIM * 2) + p.quad * 16
         for half in range(2):
             row = p.block * BLOCK + p.row + 8 * half
-            address = first + stride * row
+            address = self.row_address(x, key_row + row * H) + p.quad * 16
             for m in range(4):
                 dev.cp_async_x4(self.row_place(p, place, half, m), address + 64 * m, row < p.valid)
 
-    def load_rows(self, p, place):
-        """What ``copy_rows`` copied: bf16x2 [2 rows][4 groups][4 pairs]."""
-        groups = [[self.row_place(p, place, half, m) for m in range(4)] for half in range(2)]
-        return [[dev.load_shared_x4(address, Int32) for address in row] for row in groups]
+    def load_pairs(self, p, place, half, m):
+        """bf16x2 [4] of group m of a row of k or q, as ``copy_rows`` placed it."""
+        return dev.load_shared_x4(self.row_place(p, place, half, m), Int32)
+
+    def keys(self, p, half, pair):
+        """Two channels of a row of k in fp32, normalised."""
+        pair = dev.unpack_bf16x2(pair)
+        return [x * p.k_factors[half] for x in pair] if self.config.l2norm else pair
+
+    def queries(self, p, half, pair):
+        """Two channels of a row of q in fp32, normalised and scaled."""
+        return [x * p.q_factors[half] for x in dev.unpack_bf16x2(pair)]
 
     def row_place(self, p, place, half, m):
         return place + p.warp * 4096 + (half * 4 + m) * 512 + p.lane * 16
 
     def copy_values(self, p, v, value_row, HV):
         """v to shared memory, asynchronously: 8x8 matrices of 128 bytes."""
-        stride = Int64(HV) * (HEAD_DIM * 2)
-        first = dev.address_of(v) + value_row * (HEAD_DIM * 2)
         for half in range(2):
             row = p.warp * BLOCK + 8 * half + p.lane % 8
+            address = self.row_address(v, value_row + row * HV)
             for group in range(4):
                 column = 4 * group + p.lane // 8
                 matrix = (p.warp * 2 + half) * 16 + column
-                place = p.v + matrix * 128 + (p.lane % 8) * 16
-                dev.cp_async_x4(place, first + stride * row + column * 16, row < p.valid)
+                place = p.k + matrix * 128 + (p.lane % 8) * 16
+                dev.cp_async_x4(place, address + column * 16, row < p.valid)
         cute.arch.cp_async_commit_group()
 
     def load_beta(self, p, beta, value_row, HV):
@@ -366,7 +379,7 @@ class PrepareKernel:
         row = p.thread % self.chunk
         size = beta.element_type.width // 8
         load = dev.load_global_bf16 if size == 2 else dev.load_global_f32
-        return load(dev.address_of(beta) + (value_row + Int64(row) * HV) * size, row < p.valid)
+        return load(dev.address_of(beta) + (Int64(value_row) + row * HV) * size, row < p.valid)
 
     def store_beta(self, p, x):
         """beta, activated, to shared memory; rows beyond the sequence are 0."""
@@ -376,68 +389,83 @@ class PrepareKernel:
         dev.store_shared(p.beta + row * 4, dev.select(row < p.valid, x, Float32(0.0)))
 
     def load_gate_parameters(self, p, a_log, dt_bias, head):
-        """A_log of the head, and dt_bias of the thread's channels; None where the gate has none."""
-        config = self.config
-        rate, biases = None, [None for _ in self.groups(p)]
-        if config.a_log:
+        """A_log of the head, and dt_bias of the lane's four channels; None where the gate has none."""
+        rate = biases = None
+        if self.config.a_log:
             rate = dev.load_global_f32(dev.address_of(a_log) + Int64(head) * 4, Boolean(True))
-        if config.dt_bias:
-            first = dev.address_of(dt_bias) + (Int64(head) * HEAD_DIM + p.lane) * 4
-            biases = [dev.load_global_f32(first + group * 128, Boolean(True)) for group in self.groups(p)]
+        if self.config.dt_bias:
+            first = dev.address_of(dt_bias) + (Int64(head) * HEAD_DIM + 2 * p.lane) * 4
+            biases = [dev.load_global_f32(first + at * 4, Boolean(True)) for at in (0, 1, 64, 65)]
         return rate, biases
 
     # ---- stage 1: decay
 
-    def decay(self, p, dtype, a_log, dt_bias, address):
-        """Exponents G_i - A of every row, 2^A and 2^hop of every block, and a. Flags of what needs the vote."""
+    def decay(self, p, dtype, a_log, biases):
+        """Exponents G_i - A of the warp's block, and what its anchors are made of: channels 2*lane, 2*lane + 1, and
+        these plus 64. Whether some row may need to leave split factors, that is, whether the last one would."""
         config = self.config
         rate = dev.ex2(a_log * Float32(LOG2E)) if config.a_log else Float32(1.0)
-        reach = [Float32(0.0) for _ in range(self.blocks)]
-        depth = [Float32(0.0) for _ in range(self.blocks)]
-        for group, bias in zip(self.groups(p), dt_bias, strict=True):
-            channel = group * 32 + p.lane
-            bias = bias if config.dt_bias else Float32(0.0)
-            place = p.rows + group * GROUP
-            parity = [place + ((p.lane // 4) ^ odd) * 16 + (p.lane % 4) * 4 for odd in range(2)]
-            G, anchors = Float32(0.0), []
-            for block in range(self.blocks):
-                if dtype is BFloat16:
-                    rows = [
-                        dev.load_shared_bf16(place + p.lane * 2 + (block * ROWS + row * 64))
-                        for row in range(BLOCK)
-                    ]
-                    cute.arch.sync_warp()  # exponents take twice the room: they go where others read
-                else:
-                    rows = [
-                        dev.load_shared(parity[row % 2] + (block * ROWS + row * 128), Float32)
-                        for row in range(BLOCK)
-                    ]
-                live = self.load_live(p, block)
-                for row, x in enumerate(rows):
-                    G = G + self.log_decay(x, rate, bias, live[row])
+        biases = biases if config.dt_bias else [Float32(0.0)] * 4
+        place = p.rows + p.block * ROWS
+        unit, inner = p.lane % 16 // 2, p.lane % 2 * 8
+        parity = [place + p.lane // 16 * GROUP + (unit ^ odd) * 16 + inner for odd in range(2)]
+        if dtype is BFloat16:
+            raw = [
+                [
+                    dev.load_shared(place + half * (2 * GROUP) + row * 128 + p.lane * 4, Int32)
+                    for half in range(2)
+                ]
+                for row in range(BLOCK)
+            ]
+            cute.arch.sync_warp()  # exponents take twice the room: they go where others read
+        live = self.load_live(p)
+        first, since = [], [Float32(0.0)] * 4
+        for row in range(BLOCK):
+            for half in range(2):
+                at = parity[row % 2] + row * 128 + half * (2 * GROUP)
+                pair = (
+                    dev.unpack_bf16x2(raw[row][half])
+                    if dtype is BFloat16
+                    else dev.load_shared_x2(at, Float32)
+                )
+                for e, x in enumerate(pair):
+                    decay = self.log_decay(x, rate, biases[2 * half + e], live[row])
                     if row == 0:
-                        anchors.append(G)
-                    since = G - anchors[block]
-                    dev.store_shared(parity[row % 2] + (block * ROWS + row * 128), since)
-                    if config.vote:
-                        reach[block] = dev.maximum(reach[block], -since)
-            anchors.append(G)
-            dev.store_global(address + channel * 4, dev.ex2(G))
+                        first.append(decay)
+                    else:
+                        since[2 * half + e] = since[2 * half + e] + decay
+                dev.store_shared_x2(at, since[2 * half : 2 * half + 2])
+        for half in range(2):
+            cell = p.block * (HEAD_DIM * 4) + half * 256 + p.lane * 8
+            dev.store_shared_x2(p.first + cell, first[2 * half : 2 * half + 2])
+            dev.store_shared_x2(p.last + cell, since[2 * half : 2 * half + 2])
+        fall = dev.minimum(dev.minimum(since[0], since[1]), dev.minimum(since[2], since[3]))
+        return cute.arch.vote_any_sync(fall <= Float32(-VOTE_LIMIT)) if config.vote else None
+
+    def anchors(self, p, address):
+        """2^A and 2^hop of the warp's block, four channels a lane; and a, each warp its share of the channels."""
+        cell = p.lane * 16
+        row = lambda table, block: dev.load_shared_x4(table + block * (HEAD_DIM * 4) + cell, Float32)
+        anchor = row(p.first, p.block)
+        for block in range(self.blocks - 1):
+            for i, (x, y) in enumerate(zip(row(p.first, block), row(p.last, block), strict=True)):
+                anchor[i] = anchor[i] + dev.select(block < p.block, x + y, Float32(0.0))
+        following = row(p.first, cutlass.min(p.block + 1, self.blocks - 1))
+        last = p.block == self.blocks - 1
+        hop = [
+            x + dev.select(last, Float32(0.0), y)
+            for x, y in zip(row(p.last, p.block), following, strict=True)
+        ]
+        own = p.block * (HEAD_DIM * 4) + cell
+        dev.store_shared_x4(p.anchor + own, [dev.ex2(x) for x in anchor])
+        dev.store_shared_x4(p.hop + own, hop if self.config.vote else [dev.ex2(x) for x in hop])
+        for share in range(4 // self.blocks):
+            channel = (p.warp + self.blocks * share) * 32 + p.lane
+            end = Float32(0.0)
             for block in range(self.blocks):
-                hop = anchors[block + 1] - anchors[block]
-                cell = (block * HEAD_DIM + channel) * 4
-                dev.store_shared(p.hop + cell, dev.ex2(hop))
-                dev.store_shared(p.anchor + cell, dev.ex2(anchors[block]))
-                if config.vote:
-                    dev.store_shared(p.exponent + cell, hop)
-                    depth[block] = dev.maximum(depth[block], -hop)
-        if config.vote:
-            bits = Int32(0)
-            for block in range(self.blocks):
-                for shift, value in enumerate((reach[block], depth[block])):
-                    some = cute.arch.vote_any_sync(value >= VOTE_LIMIT)
-                    bits = bits | dev.select(some, Int32(1 << (2 * block + shift)), Int32(0))
-            dev.store_shared(p.flags + p.warp * 4, bits)
+                for table in (p.first, p.last):
+                    end = end + dev.load_shared(table + block * (HEAD_DIM * 4) + channel * 4, Float32)
+            dev.store_global(address + channel * 4, dev.ex2(end))
 
     def log_decay(self, x, rate, bias, live):
         """The log decay of one raw gate, in base 2; 0 where ``live`` is."""
@@ -454,115 +482,115 @@ class PrepareKernel:
 
     def store_live(self, p, lower_bound):
         """Factors of the rows' gates, to base 2 and with the bound of a bounded gate. A row beyond the sequence
-        has 0; a precomputed gate needs none, for such rows are copied as zeros. Every warp stores the same."""
+        has 0; a precomputed gate needs none, for such rows are copied as zeros. Every warp stores its block's."""
         if self.config.gate == "precomputed":
             return
         factor = (lower_bound if self.config.gate == "bounded" else Float32(-1.0)) * Float32(LOG2E)
-        for i in range(self.chunk // 32):
-            row = p.lane + 32 * i
-            dev.store_shared(p.live + row * 4, dev.select(row < p.valid, factor, Float32(0.0)))
+        row = p.block * BLOCK + p.lane % BLOCK
+        dev.store_shared(p.live + row * 4, dev.select(row < p.valid, factor, Float32(0.0)))
 
-    def load_live(self, p, block):
+    def load_live(self, p):
         if self.config.gate == "precomputed":
             return [None] * BLOCK
-        places = [p.live + (block * BLOCK + row) * 4 for row in range(0, BLOCK, 4)]
+        places = [p.live + (p.block * BLOCK + row) * 4 for row in range(0, BLOCK, 4)]
         return [x for place in places for x in dev.load_shared_x4(place, Float32)]
 
     # ---- stage 2: rows
 
-    def rows(self, p, k_raw, q_raw, columns, address):
-        """Row factors to shared memory, Qd to global memory, diagonal blocks of L (inverted) and Aqk, and the
-        columns [2 rows][4 groups][8 channels] at the next block's anchor."""
+    def rows(self, p, steep, columns, address):
+        """Row factors to shared memory, Qd to global memory, diagonal blocks of L and Aqk, and the columns [2 rows]
+        [4 groups][8 channels] at the next block's anchor. ``steep``: some row has to leave split factors."""
         config = self.config
-        k = self.normalise(p, k_raw) if config.l2norm else k_raw
-        q = self.normalise(p, q_raw) if config.l2norm else q_raw
-        fine_l = fine_a = votes = steep = None
-        if config.vote:
-            bits = Int32(0)
-            for i in range(self.blocks):
-                bits = bits | dev.load_shared(p.flags + 4 * i, Int32)
-            bits = bits >> (2 * p.block)
-            steep = (bits & 2) != 0
-            fine_l, fine_a, votes = self.vote(p, k, q, (bits & 1) != 0)
-
+        p.k_factors, p.q_factors = [Float32(1.0)] * 2, [p.scale] * 2
+        if config.l2norm:
+            p.k_factors = self.inverse_norms(p, p.k)
+            p.q_factors = [x * p.scale for x in self.inverse_norms(p, p.q)]
         zero = Float32(0.0)
         l_acc = [[zero] * 4 for _ in range(2)]
         a_acc = [[zero] * 4 for _ in range(2)]
+        votes = None
+        if config.vote:
+            l_acc, a_acc, votes = self.vote(p, steep)
+
         for m in range(4):
             since = [self.load_exponents(p, m, half) for half in range(2)]
             cute.arch.sync_warp()  # the rows of the factors go where the exponents were
             place = p.rows + p.block * ROWS + m * GROUP + p.lane * 16
             qd = [[], []]
             for step in range(2):
-                at = (p.block * HEAD_DIM + m * 32 + p.quad * 8 + step * 4) * 4
-                hop, anchor = (dev.load_shared_x4(table + at, Float32) for table in (p.hop, p.anchor))
-                exponent = dev.load_shared_x4(p.exponent + at, Float32) if config.vote else None
                 k_row, q_row, k_col = ([[], []] for _ in range(3))
-                for half in range(2):
-                    for pair in range(2):
-                        kx, qx = (dev.unpack_bf16x2(dev.pinned(x[half][m][2 * step + pair])) for x in (k, q))
+                k_pairs, q_pairs = (
+                    [dev.load_shared_x2(self.row_place(p, x, half, m) + step * 8, Int32) for half in range(2)]
+                    for x in (p.k, p.q)
+                )
+                for pair in range(2):
+                    channel = (m * 32 + p.quad * 8 + step * 4 + pair * 2) * 4
+                    anchor, hop = (
+                        dev.load_shared_x2(table + p.block * (HEAD_DIM * 4) + channel, Float32)
+                        for table in (p.anchor, p.hop)
+                    )
+                    for half in range(2):
+                        k = self.keys(p, half, k_pairs[half][pair])
+                        q = self.queries(p, half, q_pairs[half][pair])
                         kr, qr, kc, qg = [], [], [], []
                         for e in range(2):
                             c = 2 * pair + e
                             fall = since[half][4 * step + c]
                             down = dev.ex2(fall)
-                            kr.append(kx[e] * down)
-                            qr.append(qx[e] * p.scale * down)
-                            qg.append(qr[e] * anchor[c])
+                            kr.append(k[e] * down)
+                            qr.append(q[e] * down)
+                            qg.append(qr[e] * anchor[e])
                             index = half * 32 + m * 8 + step * 4 + c
                             if config.vote:
                                 kept = votes[half]
-                                up = dev.ex2(dev.select(kept, -fall, zero))
-                                kc.append(dev.select(kept, kx[e] * up, zero))
-                                # Where the hop would flush what the factor blew up: a fresh exponential.
-                                far = kx[e] * dev.ex2(dev.select(steep, exponent[c] - fall, zero))
-                                columns[index] = dev.select(steep, far, kc[e] * hop[c])
+                                kc.append(
+                                    dev.select(kept, k[e] * dev.ex2(dev.select(kept, -fall, zero)), zero)
+                                )
+                                # Afresh: a hop of 80 or more would flush what the factor blew up.
+                                columns[index] = k[e] * dev.ex2(hop[e] - fall)
                             else:
-                                kc.append(kx[e] * dev.ex2(-fall))
-                                columns[index] = kc[e] * hop[c]
+                                kc.append(k[e] * dev.ex2(-fall))
+                                columns[index] = kc[e] * hop[e]
                         k_row[half].append(dev.pack_bf16x2(*kr))
                         q_row[half].append(dev.pack_bf16x2(*qr))
                         k_col[half].append(dev.pack_bf16x2(*kc))
                         qd[half].append(dev.pack_bf16x2(*qg))
                 k_a, q_a = ([x[0][0], x[1][0], x[0][1], x[1][1]] for x in (k_row, q_row))
+                dev.stmatrix_x4(place + step * 512, k_a)
+                dev.stmatrix_x4(place + step * 512 + TILE, q_a)
+                if config.vote:
+                    k_a, q_a = (
+                        [dev.select(votes[i % 2], a[i], Int32(0)) for i in range(4)] for a in (k_a, q_a)
+                    )
                 for half in range(2):
                     l_acc[half] = dev.mma_m16n8k16(k_a, k_col[half], l_acc[half])
                     a_acc[half] = dev.mma_m16n8k16(q_a, k_col[half], a_acc[half])
-                dev.stmatrix_x4(place + step * 512, k_a)
-                dev.stmatrix_x4(place + step * 512 + TILE, q_a)
             for half in range(2):
                 dev.store_global_x4(address + self.row_offset(p, m, half), qd[half])
-        if config.vote:
-            for tile in range(2):
-                for i in range(4):
-                    kept = votes[i // 2]
-                    l_acc[tile][i] = dev.select(kept, l_acc[tile][i], fine_l[tile * 4 + i])
-                    a_acc[tile][i] = dev.select(kept, a_acc[tile][i], fine_a[tile * 4 + i])
         for tile in range(2):
             for i in range(4):
                 inside = p.row + 8 * (i // 2) >= 8 * tile + 2 * p.quad + i % 2
                 a_acc[tile][i] = dev.select(inside, a_acc[tile][i], Float32(0.0))
-        self.store_aqk(p, a_acc, p.block, p.block)
-        self.substitute(p, l_acc)
+        return l_acc, a_acc
 
-    def normalise(self, p, x):
-        """Rows over their norms, rounded to bf16. The sums of squares are the diagonal of x x^T."""
-        rows = []
+    def inverse_norms(self, p, place):
+        """1/sqrt(sum x^2 + 1e-6) of the thread's two rows of k or q.
+
+        The sums of squares are the diagonal of x x^T. A pair of registers as they were loaded, taken for rows r
+        and r + 8 of an MMA, are the even and the odd pairs of one row: two accumulators take half a sum each.
+        """
+        factors = []
         for half in range(2):
-            acc = [Float32(0.0)] * 4
+            even, odd = ([Float32(0.0)] * 4 for _ in range(2))
             for m in range(4):
-                for t in (0, 2):
-                    a = [x[0][m][t], x[1][m][t], x[0][m][t + 1], x[1][m][t + 1]]
-                    acc = dev.mma_m16n8k16(a, [x[half][m][t], x[half][m][t + 1]], acc)
-            diagonal = dev.select(p.row % 2 == 0, acc[2 * half], acc[2 * half + 1])
+                group = self.load_pairs(p, place, half, m)
+                for a in (group[:2], group[2:]):
+                    even = dev.mma_m16n8k8(a, a[0], even)
+                    odd = dev.mma_m16n8k8(a, a[1], odd)
+            diagonal = dev.select(p.row % 2 == 0, even[0] + odd[2], even[1] + odd[3])
             total = cute.arch.shuffle_sync(diagonal, p.row * 4 + p.row // 2)
-            inverse = dev.rsqrt(total + Float32(1e-6))
-            rows.append([[self.scale_pair(pair, inverse) for pair in group] for group in x[half]])
-        return rows
-
-    def scale_pair(self, pair, factor):
-        low, high = dev.unpack_bf16x2(pair)
-        return dev.pack_bf16x2(low * factor, high * factor)
+            factors.append(dev.rsqrt(total + Float32(1e-6)))
+        return factors
 
     def pack(self, values):
         """fp32 values to bf16x2, in pairs."""
@@ -597,92 +625,95 @@ class PrepareKernel:
 
     # ---- rows that cannot be split into factors
 
-    def vote(self, p, k, q, needed):
-        """Blocks of L (without beta) and Aqk without two-sided factors, two tiles of 4 values, and whether each
-        of the two rows keeps its factors. ``needed``: some row does not; only then the blocks are computed."""
-        k_pairs, q_pairs = (cute.make_rmem_tensor((32,), Int32) for _ in range(2))
-        for half in range(2):
-            for m in range(4):
-                for pair in range(4):
-                    k_pairs[half * 16 + m * 4 + pair] = k[half][m][pair]
-                    q_pairs[half * 16 + m * 4 + pair] = q[half][m][pair]
+    def vote(self, p, needed):
+        """Blocks of L (without beta) and Aqk, two tiles of 4 values, whose rows without two-sided factors are
+        filled, the others 0; and whether each of the two rows keeps its factors. ``needed``: some row does not;
+        only then there is something to compute."""
         fine_l, fine_a = (cute.make_rmem_tensor((8,), Float32) for _ in range(2))
         fine_l.fill(0.0)
         fine_a.fill(0.0)
         reach = cute.make_rmem_tensor((2,), Float32)
         reach.fill(0.0)
-        place = p.rows + p.block * ROWS
-        self.refine(needed, k_pairs, q_pairs, fine_l, fine_a, reach, place, p.lane, p.scale)
-        return fine_l, fine_a, [reach[half] < VOTE_LIMIT for half in range(2)]
+        base = p.rows - self.at["rows"]
+        self.refine(needed, *p.k_factors, *p.q_factors, fine_l, fine_a, reach, p.thread, p.block, base)
+        votes = [reach[half] < VOTE_LIMIT for half in range(2)]
+        blocks = [
+            [
+                [dev.select(votes[i // 2], Float32(0.0), x[tile * 4 + i]) for i in range(4)]
+                for tile in range(2)
+            ]
+            for x in (fine_l, fine_a)
+        ]
+        return *blocks, votes
 
     @cute.jit
     def refine(
         self,
         needed: Boolean,
-        k_pairs: cute.Tensor,
-        q_pairs: cute.Tensor,
+        k_factor: Float32,
+        k_factor_8: Float32,
+        q_factor: Float32,
+        q_factor_8: Float32,
         fine_l: cute.Tensor,
         fine_a: cute.Tensor,
         reach: cute.Tensor,
-        place: Int32,
-        lane: Int32,
-        scale: Float32,
+        thread: Int32,
+        block: Int32,
+        base: Int32,
     ):
         """The block by halves: rows of the lower half against columns of the upper one, the anchor on the first
         row of the lower half, so that no factor is above 1; then the same within each half, down to single
         rows, whose own product has no decay. Also the reach of each row, the fall of G since the anchor."""
+        p = self.positions(thread, block, base)
+        p.k_factors, p.q_factors = (k_factor, k_factor_8), (q_factor, q_factor_8)
         if needed:
-            self.refine_diagonal(k_pairs, q_pairs, fine_a, reach, place, lane, scale)
+            self.refine_diagonal(p, fine_a, reach)
             for level in cutlass.range(4, unroll=1):
-                self.refine_level(k_pairs, q_pairs, fine_l, fine_a, place, lane, scale, Int32(8) >> level)
+                self.refine_level(p, fine_l, fine_a, Int32(8) >> level)
 
-    def refine_diagonal(self, k_pairs, q_pairs, fine_a, reach, place, lane, scale):
+    def refine_diagonal(self, p, fine_a, reach):
         """Aqk_ii = scale q_i . k_i, and the largest A - G_i over the channels, for the two rows of the thread."""
-        p = SimpleNamespace(rows=place, block=0, row=lane // 4, quad=lane % 4)
         for half in range(2):
             most, total = Float32(0.0), Float32(0.0)
             for m in range(4):
                 for x in self.load_exponents(p, m, half):
                     most = dev.maximum(most, -x)
-                for pair in range(4):
-                    at = half * 16 + m * 4 + pair
-                    for x, y in zip(
-                        *(dev.unpack_bf16x2(dev.pinned(t[at])) for t in (q_pairs, k_pairs)), strict=True
-                    ):
+                for k_pair, q_pair in zip(*(self.load_pairs(p, x, half, m) for x in (p.k, p.q)), strict=True):
+                    for x, y in zip(self.keys(p, half, k_pair), self.queries(p, half, q_pair), strict=True):
                         total = dev.fma(x, y, total)
             reach[half] = dev.quad_max(most)
-            total = dev.quad_sum(total) * scale
+            total = dev.quad_sum(total)
             for e in range(2):
                 at = half * 4 + half * 2 + e  # row half and tile agree on the diagonal
                 fine_a[at] = dev.select(p.row == 2 * p.quad + e, total, fine_a[at])
 
-    def refine_level(self, k_pairs, q_pairs, fine_l, fine_a, place, lane, scale, size):
+    def refine_level(self, p, fine_l, fine_a, size):
         """Rows i with bit ``size`` set against columns j without it, in each 2*size rows of the block."""
-        row, quad = lane // 4, lane % 4
         zero = Float32(0.0)
-        # Unknown to the compiler, which would unpack q and k before the loop, into 128 registers.
+        # Zero, which the compiler cannot know: it would fetch and unpack before the loop, and spill.
         nothing = dev.pinned(size) >> 8
         l_acc = [[zero] * 4 for _ in range(2)]
         a_acc = [[zero] * 4 for _ in range(2)]
-        rows = [row + 8 * half for half in range(2)]
+        rows = [p.row + 8 * half for half in range(2)]
         lower = [(i & size) != 0 for i in rows]
-        mine = [SimpleNamespace(rows=place, block=0, row=i, quad=quad) for i in rows]
+        late = self.positions(p.thread, p.block, p.rows - self.at["rows"] + nothing)
+        mine = [SimpleNamespace(rows=late.rows, block=p.block, row=i, quad=p.quad) for i in rows]
         first = [(i | size) & (0 - size) for i in rows]
-        theirs = [SimpleNamespace(rows=place, block=0, row=i, quad=quad) for i in first]
+        theirs = [SimpleNamespace(rows=p.rows, block=p.block, row=i, quad=p.quad) for i in first]
         for m in range(4):
             k_row, q_row, k_col = [], [], []
             for half in range(2):
                 since = self.load_exponents(mine[half], m, 0)
                 anchor = self.load_exponents(theirs[half], m, 0)
                 k, q = [], []
+                k_pairs, q_pairs = (self.load_pairs(late, x, half, m) for x in (late.k, late.q))
                 for pair in range(4):
-                    at = half * 16 + m * 4 + pair
-                    k_pair, q_pair = (dev.unpack_bf16x2(x[at] ^ nothing) for x in (k_pairs, q_pairs))
+                    keys, queries = self.keys(p, half, k_pairs[pair]), self.queries(p, half, q_pairs[pair])
                     for e in range(2):
                         fall = since[2 * pair + e] - anchor[2 * pair + e]
                         factor = dev.ex2(dev.minimum(dev.select(lower[half], fall, -fall), zero))
-                        k.append(k_pair[e] * factor)
-                        q.append(q_pair[e] * scale * factor)
+                        k.append(keys[e] * factor)
+                        q.append(queries[e] * factor)
                 none = Int32(0)
                 k = self.pack(k)
                 k_row.append([dev.select(lower[half], pair, none) for pair in k])
@@ -696,7 +727,7 @@ class PrepareKernel:
                     l_acc[tile] = dev.mma_m16n8k16(k_a, b, l_acc[tile])
                     a_acc[tile] = dev.mma_m16n8k16(q_a, b, a_acc[tile])
         for n in range(8):
-            i, j = rows[n // 2 % 2], 8 * (n // 4) + 2 * quad + n % 2
+            i, j = rows[n // 2 % 2], 8 * (n // 4) + 2 * p.quad + n % 2
             # size apart, and alike in all higher bits
             here = ((i ^ j) & (0 - size)) == (i & size)
             here = dev.select((i & size) != 0, Int32(here), Int32(0)) != 0
@@ -729,6 +760,7 @@ class PrepareKernel:
                     l_acc[half] = dev.mma_m16n8k16(k_a, b, l_acc[half])
                     a_acc[half] = dev.mma_m16n8k16(q_a, b, a_acc[half])
             hop = self.load_channels(base + self.at["hop"], target, m, p.quad)
+            hop = [dev.ex2(x) for x in hop] if self.config.vote else hop
             for half in range(2):
                 for c in range(8):
                     at = half * 32 + m * 8 + c
@@ -796,7 +828,7 @@ class PrepareKernel:
                     column = 8 * tile + 2 * p.quad + e
                     dev.store_shared(place + (column * 16 + row) * 4, l_acc[tile][2 * half + e] * (-beta))
         cute.arch.sync_warp()
-        column = p.lane % 16
+        column = p.lane % 16  # not kept from stage 1, where registers are scarce in between
         x = [dev.select(column == i, Float32(1.0), Float32(0.0)) for i in range(BLOCK)]
         for i in range(BLOCK - 1):
             start = (i + 1) // 4 * 4
@@ -882,8 +914,10 @@ class PrepareKernel:
     @cute.jit
     def product_w(self, acc: cute.Tensor, block: Int32, lane: Int32, base: Int32):
         """Rows of w = sum_j T_bj (k 2^{G - A_j}) 2^{A_j}."""
-        for j in cutlass.range(block + 1, unroll=1):
-            self.product_w_block(acc, block, j, lane, base)
+        self.product_w_block(acc, block, 0, lane, base)
+        for j in cutlass.range_constexpr(1, self.blocks):
+            if j <= block:
+                self.product_w_block(acc, block, j, lane, base)
 
     def product_w_block(self, acc, block, j, lane, base):
         rows = base + self.at["rows"]
@@ -898,13 +932,13 @@ class PrepareKernel:
                     for i in range(4):
                         c = 4 * step + 2 * n + i % 2
                         at = (i // 2) * 32 + m * 8 + c
-                        acc[at] = dev.fma(d[i], anchor[c], acc[at])
+                        acc[at] = d[i] * anchor[c] if j == 0 else dev.fma(d[i], anchor[c], acc[at])
 
     def product_u(self, p, address):
         """u^T, 16 rows of V at a time, stored in fragment order."""
         for slab in range(8 // self.blocks):
             tile = p.warp + self.blocks * slab
-            corner = p.v + (2 * tile + p.lane // 8 % 2 + p.lane // 16 * 16) * 128 + p.lane % 8 * 16
+            corner = p.k + (2 * tile + p.lane // 8 % 2 + p.lane // 16 * 16) * 128 + p.lane % 8 * 16
             v = [dev.ldmatrix_x4(corner + j * 4096, transpose=True) for j in range(self.blocks)]
             half, thread = tile // 4, tile % 4 * 32 + p.lane
             place = address + (half * (self.chunk * 128) + thread * 16)
@@ -915,3 +949,4 @@ class PrepareKernel:
                     for n in range(2):
                         acc[n] = dev.mma_m16n8k16(v[j], [t[n], t[n + 2]], acc[n])
                 dev.store_global_x4(place + i * 2048, self.pack(acc[0] + acc[1]))
+            cute.arch.sync_warp()  # keeps the compiler from loading the next slab into registers that it lacks

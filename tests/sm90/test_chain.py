@@ -1,0 +1,142 @@
+"""The chain kernel by itself: its recurrence over given records, against the same in fp64."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from kda_core.cute import get_kernel
+from kda_core.testing import error
+from kda_sm90 import layouts
+from kda_sm90.config import HEAD_DIM, ChainConfig
+from kda_sm90.variants import CHAIN
+
+LENGTHS = (0, 1, 63, 0, 64, 65, 130, 400, 0)
+NAN = float("nan")
+
+
+def kernel_class():
+    from kda_sm90.kernels.chain import ChainKernel
+
+    return ChainKernel
+
+
+def make_records(n, C):
+    """n logical records of random tokens, gates that decay by up to 6% a token, rounded as the preparation does."""
+    rng = torch.Generator("cuda").manual_seed(0)
+    new = lambda *shape: torch.randn(*shape, generator=rng, device="cuda", dtype=torch.float64)
+    q, k = (torch.nn.functional.normalize(new(n, C, HEAD_DIM), dim=-1) for _ in range(2))
+    beta, g = new(n, C).sigmoid(), -0.06 * new(n, C, HEAD_DIM).sigmoid()
+    G = g.cumsum(1)
+    up, down = G.exp(), (-G).exp()
+    L = (k * up @ (k * down).mT).tril(-1) * beta[..., None]
+    T = torch.linalg.solve_triangular(torch.eye(C, device="cuda") + L, torch.diag_embed(beta), upper=False)
+    qd = q * up * HEAD_DIM**-0.5
+    logical = {
+        "w": -(T @ (k * up)),
+        "qd": qd,
+        "kg": k * (G[:, -1:] - G).exp(),
+        "aqk": (qd @ (k * down).mT).tril(),
+        "u": T @ new(n, C, HEAD_DIM),
+    }
+    return {n: x.bfloat16() for n, x in logical.items()} | {"a": G[:, -1].exp().float()}
+
+
+def sequences(B, T, C, lengths):
+    """(batch row, first token, length, first slot) of each sequence, and the number of slots."""
+    if lengths is None:
+        return [(b, 0, T, b * -(-T // C)) for b in range(B)], layouts.slot_count(B, T, C)
+    starts = [0, *accumulate(lengths)]
+    each = [(0, s, n, s // C + i) for i, (s, n) in enumerate(zip(starts, lengths))]
+    return each, layouts.slot_count(1, T, C, len(lengths))
+
+
+def recurrence(records, each, C, HV, shape, initial, dtype):
+    """o, final states and the state before every chunk; with fp32 also the roundings of operands to bf16."""
+    rounded = (lambda x: x.bfloat16().to(dtype)) if dtype is torch.float32 else lambda x: x
+    o = torch.full(shape, NAN, device="cuda", dtype=torch.float64)
+    final, before = [], []
+    for i, (b, start, length, slot) in enumerate(each):
+        S = initial[i].to(dtype)
+        before.append([])
+        for c in range(-(-length // C)):
+            x = {n: r[(slot + c) * HV : (slot + c + 1) * HV].to(dtype) for n, r in records.items()}
+            before[-1].append(S)
+            R = x["u"] + x["w"] @ rounded(S)
+            O = x["qd"] @ rounded(S) + x["aqk"] @ rounded(R)
+            S = x["a"][:, :, None] * S + x["kg"].mT @ rounded(R)
+            rows = min(C, length - c * C)
+            first = start + c * C
+            o[b, first : first + rows] = O[:, :rows].movedim(0, 1).double()
+        final.append(S)
+    return o, torch.stack(final).double(), before
+
+
+@pytest.mark.arch((9, 0))
+@pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
+@pytest.mark.parametrize("packed", (False, True), ids=("fixed", "packed"))
+@pytest.mark.parametrize("warpgroups", (1, 2))
+@pytest.mark.parametrize("C", (32, 64))
+def test_it_is_the_recurrence(C, warpgroups, packed, v_first):
+    HV, lengths = 2, LENGTHS if packed else None
+    B, T = (1, sum(LENGTHS)) if packed else (2, 200)
+    each, slots = sequences(B, T, C, lengths)
+    records = make_records(slots * HV, C)
+    owned = torch.zeros(slots, dtype=torch.bool)
+    for _, _, length, slot in each:  # rows beyond a sequence are zeros, slots without a chunk hold anything
+        owned[slot : slot + -(-length // C)] = True
+        if rest := length % C:
+            last = slice((slot + length // C) * HV, (slot + length // C + 1) * HV)
+            for name in ("w", "qd", "kg", "u", "aqk"):
+                records[name][last, rest:] = 0
+            records["aqk"][last, :, rest:] = 0
+    size = layouts.workspace_bytes(slots, HV, C)
+    workspace = layouts.split_workspace(torch.empty(size, dtype=torch.uint8, device="cuda"), slots, HV, C)
+    for name, array in workspace._asdict().items():
+        array.copy_(layouts.pack(name, records[name], C))
+        array.view(slots, HV, -1)[~owned] = NAN
+
+    N, shape, every = len(each), (B, T, HV, HEAD_DIM), 64
+    initial = torch.randn(N, HV, HEAD_DIM, HEAD_DIM, device="cuda")
+    want_o, want_s, before = recurrence(records, each, C, HV, shape, initial, torch.float64)
+    best_o, best_s, _ = recurrence(records, each, C, HV, shape, initial, torch.float32)
+
+    layout = (lambda x: x.mT.contiguous()) if v_first else lambda x: x
+    o = torch.full(shape, NAN, device="cuda", dtype=torch.bfloat16)
+    final = torch.full_like(initial, NAN)
+    NT = sum(-(-n // every) for n in lengths) if packed else -(-T // every)
+    states = torch.full((B, NT, HV, HEAD_DIM, HEAD_DIM), NAN, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor([0, *accumulate(lengths)], device="cuda", dtype=torch.int32) if packed else None
+    config = ChainConfig(
+        C, warpgroups, initial_state=True, states=every, v_first=v_first, offsets="int32" if packed else None
+    )
+    get_kernel(kernel_class(), config, "sm_90a")(*workspace, offsets, layout(initial), o, final, states)
+    torch.cuda.synchronize()
+
+    limits = [error(best_o.bfloat16(), want_o), error(best_s, want_s, state=True)]
+    assert error(o, want_o) <= 1.2 * limits[0] + 1e-6
+    assert error(layout(final), want_s, state=True) <= 1.2 * limits[1] + 1e-6
+    for i, (_, _, length, _) in enumerate(each):
+        if length == 0:
+            assert torch.equal(layout(final)[i], initial[i]), "a sequence without tokens passes its state on"
+    saved = [S for chunks in before for S in chunks[:: every // C]]
+    found = layout(states).flatten(0, 1)
+    assert len(saved) == len(found)
+    for S, h in zip(saved, found):
+        assert (h.double() - S).norm() <= 6e-3 * S.norm()
+
+
+@pytest.mark.parametrize("config", CHAIN, ids=str)
+def test_it_compiles_without_a_gpu(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path))
+    assert callable(get_kernel(kernel_class(), config, "sm_90a"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"chunk": 16}, "chunk"), ({"warpgroups": 3}, "warpgroups"), ({"states": 96}, "states"),
+     ({"v_first": True, "final_state": False}, "v_first")],
+)  # fmt: skip
+def test_a_variant_that_does_not_exist_is_refused(wrong, named):
+    with pytest.raises(ValueError, match=f"^{named}: "):
+        ChainConfig(**wrong)

@@ -1,0 +1,36 @@
+"""Lengths that the kit's oracle would take minutes for, held against the same call in pieces."""
+
+import pytest
+import torch
+
+import kda_core
+from kda_core.registry import record_calls
+from kda_core.testing import make_inputs
+
+T = 1 << 20
+
+
+def run(x, **more):
+    with record_calls() as calls:
+        o, state = kda_core.chunk_kda(
+            **x, **more, output_final_state=True, backend="sm90", context_parallel="off"
+        )
+    assert [c.backend for c in calls] == ["sm90"]
+    return o, state
+
+
+@pytest.mark.arch((9, 0))
+@pytest.mark.parametrize("family", ("slow", "memory"))
+def test_a_million_tokens_are_the_same_in_pieces(family):
+    x = make_inputs(family, T, H=4, device="cuda").arguments
+    x.pop("output_final_state", None)
+    whole, final = run(x)
+    state, piece = x.pop("initial_state", None), T // 4
+    for start in range(0, T, piece):
+        part = {
+            n: t[:, start : start + piece] if n in ("q", "k", "v", "g", "beta") else t for n, t in x.items()
+        }
+        o, state = run(part, initial_state=state)
+        assert torch.equal(o, whole[:, start : start + piece]), f"tokens from {start} on differ"
+    assert torch.equal(state, final)
+    assert torch.isfinite(final).all() and torch.isfinite(whole).all()

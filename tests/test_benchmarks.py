@@ -1,0 +1,84 @@
+"""The benchmark cases are those that the project promises to measure, and a run on any machine leaves a true file."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import registry
+
+    return registry
+
+
+def test_every_promised_shape_is_registered(registry):
+    cases = {c.name: c for c in registry.cases()}
+    shapes = {(c.B, c.T, c.H, c.HV) for c in cases.values() if not c.lengths}
+    for B, T in ((1, 1024), (1, 4096), (1, 8192), (1, 16384), (2, 4096), (2, 8192)):
+        for H in (64, 16, 32, 8):
+            assert (B, T, H, 64) in shapes
+    for B, T, H, HV in (
+        (1, 2048, 12, 12),
+        (1, 8192, 32, 32),
+        (1, 8192, 96, 96),
+        (1, 65536, 4, 4),
+        (2, 16384, 64, 64),
+    ):
+        assert (B, T, H, HV) in shapes
+    packed = [c for c in cases.values() if c.lengths]
+    assert {len(c.lengths) for c in packed if c.H == 32} == {15, 16, 17, 18}
+    for T in (4096, 8192):
+        for n in (10, 20):
+            assert {c.name.split("-")[1] for c in packed if (c.T, len(c.lengths), c.H) == (T, n, 64)} == {
+                "uniform", "random", "skewed",
+            }  # fmt: skip
+    assert registry.GATES == ("steep", "slow", "memory")
+
+
+def test_packed_cases_are_named_so_and_their_lengths_add_up(registry):
+    for c in registry.cases():
+        assert c.name.startswith("varlen-") == bool(c.lengths)
+        assert not c.lengths or (c.B == 1 and sum(c.lengths) == c.T and min(c.lengths) > 0)
+        assert c.HV % c.H == 0
+
+
+def test_the_number_of_value_heads_can_be_chosen(registry):
+    assert {c.HV for c in registry.cases(128) if c.table == "gva"} == {128}
+    with pytest.raises(ValueError, match="hv: expected a multiple of H=64, got 96"):
+        registry.cases(96)
+
+
+def test_a_run_leaves_rows_with_errors_and_keeps_those_of_other_runs(tmp_path):
+    path = tmp_path / "prefill.json"
+    first = {"case": "other", "gates": "slow", "impl": "reference", "run": "before"}
+    unused = {"case": "B1-T2048-H4", "gates": "slow", "impl": "reference", "run": "stale"}
+    path.write_text(json.dumps({"runs": [{"id": "before"}, {"id": "stale"}], "rows": [first, unused]}))
+    command = [sys.executable, "run.py", "--case", "B1-T2048-H4", "--gates", "slow", "--impl", "reference",
+               "--repeats", "1", "--out", str(path)]  # fmt: skip
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["rows"][0] == first and len(found["rows"]) == 2
+    row = found["rows"][1]
+    assert {
+        "case",
+        "B",
+        "T",
+        "H",
+        "HV",
+        "gates",
+        "impl",
+        "median_ms",
+        "eager_ms",
+        "error_o",
+        "error_state",
+    } <= row.keys()
+    assert 0 < row["error_o"] < 1e-2 and 0 <= row["error_state"] < 1e-2 and row["eager_ms"] > 0
+    assert [r["id"] for r in found["runs"]] == ["before", row["run"]], "a run without rows is not kept"
