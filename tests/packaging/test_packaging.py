@@ -190,7 +190,7 @@ def test_bad_plugins_are_listed_with_reasons_and_hide_nobody(clean_environment, 
     assert {n: s for n, (s, _, _) in found.items()} == {
         "reference": "ok",
         "tokenwise": "ok",
-        "sm90": "unsupported",
+        "sm90": "wrong-arch",
         "sm100": "not-installed",
         "unimportable": "broken",
         "unloadable": "broken",
