@@ -157,8 +157,17 @@ def _describe(device: torch.device, argv: list[str] | None) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "versions": versions,
-        "command": " ".join(["benchmarks/run.py", *(sys.argv[1:] if argv is None else argv)]),
+        "command": _command(sys.argv[1:] if argv is None else argv),
     }
+
+
+def _command(argv: list[str]) -> str:
+    """The command that measures these rows again: all but where they were written."""
+    args = list(argv)
+    if "--out" in args:
+        at = args.index("--out")
+        del args[at : at + 2]
+    return " ".join(["benchmarks/run.py", *(a for a in args if not a.startswith("--out="))])
 
 
 def _save(path: Path, run: dict[str, Any], rows: list[dict[str, Any]]) -> None:

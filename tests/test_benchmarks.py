@@ -45,7 +45,7 @@ def test_every_promised_shape_is_registered(registry):
 def test_packed_cases_are_named_so_and_their_lengths_add_up(registry):
     for c in registry.cases():
         assert c.name.startswith("varlen-") == bool(c.lengths)
-        assert not c.lengths or (c.B == 1 and sum(c.lengths) == c.T and min(c.lengths) > 0)
+        assert not c.lengths or (c.B == 1 and sum(c.lengths) == c.T and min(c.lengths) >= registry.SHORTEST)
         assert c.HV % c.H == 0
 
 
@@ -82,3 +82,27 @@ def test_a_run_leaves_rows_with_errors_and_keeps_those_of_other_runs(tmp_path):
     } <= row.keys()
     assert 0 < row["error_o"] < 1e-2 and 0 <= row["error_state"] < 1e-2 and row["eager_ms"] > 0
     assert [r["id"] for r in found["runs"]] == ["before", row["run"]], "a run without rows is not kept"
+
+
+def test_the_command_on_record_measures_again_and_names_no_path_of_the_machine(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import run
+
+    argv = ["--table", "gva", "--out", "/somewhere/prefill.json", "--hv", "32"]
+    assert run._command(argv) == "benchmarks/run.py --table gva --hv 32"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((BENCHMARKS / "results").glob("*/*.json")), ids=lambda p: p.parent.name
+)
+def test_the_committed_page_is_made_from_the_committed_results(path, registry):
+    import report
+
+    data = json.loads(path.read_text())
+    page = report.DOCS / f"{path.parent.name}.md"
+    assert page.read_text() == report.page(data, path.parent.name, f"{path.parent.name}.svg")
+    measured = {(r["case"], r["gates"], r["impl"]) for r in data["rows"]}
+    for c in registry.cases():
+        for gates in registry.GATES:
+            for impl in ("kda-sm90", "fla"):
+                assert (c.name, gates, impl) in measured
