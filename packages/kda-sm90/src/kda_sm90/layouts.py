@@ -149,27 +149,27 @@ def pack(name: str, logical: torch.Tensor, C: int) -> torch.Tensor:
 
 
 def operand_layout(C: int, stages: int) -> Any:
-    """CuTe layout ((C, K), stages) of w and qd: a K-major B operand with N = C."""
-    return _b_layout(True, C, HEAD_DIM, stages)
+    """CuTe layout (C, K, stages) of w and qd: a K-major B operand with N = C."""
+    return _b_layout("K_SW128", C, HEAD_DIM, stages)
 
 
 def kg_layout(C: int, stages: int) -> Any:
-    """CuTe layout ((K, C), stages) of kg: an MN-major B operand with N = K, reduced over tokens."""
-    return _b_layout(False, HEAD_DIM, C, stages)
+    """CuTe layout (K, C, stages) of kg: an MN-major B operand with N = K, reduced over tokens."""
+    return _b_layout("MN_SW128", HEAD_DIM, C, stages)
 
 
 def aqk_layout(C: int, stages: int) -> Any:
-    """CuTe layout ((C, C), stages) of aqk: a K-major B operand."""
-    return _b_layout(True, C, C, stages)
+    """CuTe layout (C, C, stages) of aqk: a K-major B operand."""
+    return _b_layout("K_SW64" if C == 32 else "K_SW128", C, C, stages)
 
 
-def _b_layout(k_major: bool, n: int, k: int, stages: int) -> Any:
-    from cutlass import BFloat16
-    from cutlass.tensor_utils import LayoutEnum
-    from cutlass.utils.hopper_helpers import make_smem_layout_b
+def _b_layout(kind: str, n: int, k: int, stages: int) -> Any:
+    """Swizzle atoms, rows of 64 or 128 bytes, side by side along the contiguous mode last."""
+    from cutlass import BFloat16, cute
+    from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind, make_smem_layout_atom
 
-    order = LayoutEnum.ROW_MAJOR if k_major else LayoutEnum.COL_MAJOR
-    return make_smem_layout_b(order, (64, n, k), BFloat16, stages)
+    atom = make_smem_layout_atom(SmemLayoutAtomKind[kind], BFloat16)
+    return cute.tile_to_shape(atom, (n, k, stages), order=(1, 0, 2) if kind.startswith("MN") else (0, 1, 2))
 
 
 def u_layout(C: int, stages: int) -> Any:

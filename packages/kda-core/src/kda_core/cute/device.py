@@ -7,6 +7,7 @@ low half. Names follow PTX. What touches memory, or a whole warp, is volatile; t
 Importing this module imports the CuTe DSL: only kernel files do.
 """
 
+import cutlass
 from cutlass import Float32, Int32, Int64, cute, select_
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -198,6 +199,11 @@ def transpose_16x16(a: list[Int32]) -> list[Int32]:
 
 
 # ---- shared memory
+
+
+def shared_allocator():
+    """The DSL's allocator of shared memory, which 4.8 moved."""
+    return getattr(cutlass, "memory", cutlass.utils).SmemAllocator()
 
 
 @dsl_user_op

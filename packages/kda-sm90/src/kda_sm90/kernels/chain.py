@@ -219,7 +219,7 @@ class ChainKernel:
             token = Int64(start)
         chunks = cute.ceil_div(length, self.chunk)
 
-        s = cutlass.memory.SmemAllocator().allocate(self.storage)
+        s = dev.shared_allocator().allocate(self.storage)
         early_full, early_empty = s.early_full.data_ptr(), s.early_empty.data_ptr()
         late_full, late_empty = s.late_full.data_ptr(), s.late_empty.data_ptr()
         if thread == 0:
@@ -574,7 +574,7 @@ class ChainKernel:
         """One arrival of the warp, without a branch."""
         cute.arch.inline_ptx(
             "mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}];",
-            read_only_args=[barrier],
+            read_only_args=[Int32(barrier.toint())],
             predicate=first_lane,
         )
 

@@ -196,7 +196,7 @@ class PrepareKernel:
         index, _, _ = cute.arch.block_idx()
         T, HV = q.shape[1], v.shape[2]
         slot, head = index // HV, index % HV
-        shared = cutlass.memory.SmemAllocator().allocate(self.shared_bytes, 128)
+        shared = dev.shared_allocator().allocate(self.shared_bytes, 128)
         inputs = (q, k, v, g, beta, a_log, dt_bias, w, qd, kg, aqk, u, a)
         if const_expr(self.config.offsets is None):
             chunks = cute.ceil_div(T, self.chunk)
