@@ -34,11 +34,12 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.utils import hopper_helpers
 
 from kda_core.cute import device as dev
 from kda_sm90.config import HEAD_DIM, ChainConfig
+from kda_sm90.kernels.interface import clamped, fake_offsets, fake_tensor, fake_workspace, record
 from kda_sm90.layouts import aqk_layout, kg_layout, operand_layout
 
 HALF = HEAD_DIM // 2  # rows of V of a warpgroup
@@ -50,8 +51,6 @@ CHAIN_REGISTERS, OTHER_REGISTERS = 224, 56
 
 # Named barriers of a half, from 1 + 4 * half on.
 O_FREE, O_READY, STATE_FREE, STATE_READY = range(4)
-
-_DTYPE = {"int32": Int32, "int64": Int64}
 
 
 class ChainKernel:
@@ -85,34 +84,16 @@ class ChainKernel:
 
     def fake_args(self) -> tuple:
         config = self.config
-        B, T, N, HV, NT, records = (cute.sym_int() for _ in range(6))
-
-        def tensor(dtype, *shape, align=16):
-            order = tuple(reversed(range(len(shape))))
-            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
-
-        def record(width, dtype=BFloat16):
-            return tensor(dtype, records, width, align=128)
+        B, T, N, HV, NT = (cute.sym_int() for _ in range(5))
 
         def state(wanted, dtype, *shape):
-            return tensor(dtype, *shape, HV, HEAD_DIM, HEAD_DIM) if wanted else None
+            return fake_tensor(dtype, *shape, HV, HEAD_DIM, HEAD_DIM) if wanted else None
 
-        wide = self.chunk * HEAD_DIM
-        workspace = (
-            *(record(wide) for _ in range(3)),
-            record(self.chunk * self.chunk),
-            record(wide),
-            record(HEAD_DIM, Float32),
-        )
-        offsets = None
-        if config.offsets:
-            dtype = _DTYPE[config.offsets]
-            offsets = tensor(dtype, cute.sym_int(), align=dtype.width // 8)
         return (
-            *workspace,
-            offsets,
+            *fake_workspace(self.chunk),
+            fake_offsets(config.offsets),
             state(config.initial_state, Float32, N),
-            tensor(BFloat16, B, T, HV, HEAD_DIM),
+            fake_tensor(BFloat16, B, T, HV, HEAD_DIM),
             state(config.final_state, Float32, N),
             state(config.states, BFloat16, B, NT),
             make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -213,8 +194,8 @@ class ChainKernel:
             slot = sequence * cute.ceil_div(T, self.chunk)
             token = Int64(sequence) * T
         else:
-            start = self.clamped(offsets, sequence, Int32(0), T)
-            length = self.clamped(offsets, sequence + 1, start, T) - start
+            start = clamped(offsets, sequence, Int32(0), T)
+            length = clamped(offsets, sequence + 1, start, T) - start
             slot = start // self.chunk + sequence
             token = Int64(start)
         chunks = cute.ceil_div(length, self.chunk)
@@ -267,11 +248,6 @@ class ChainKernel:
             matrix = Int64(sequence * HV + head) * (4 * HEAD_DIM * HEAD_DIM)
             self.chain(p, mma_tokens, mma_state, tiles, initial_state, final_state, matrix, half)
 
-    def clamped(self, offsets, n, low, T):
-        """Offset n in [low, T]: what the device holds is not trusted."""
-        wide = cutlass.min(cutlass.max(Int64(offsets[n]), Int64(low)), Int64(T))
-        return Int32(wide)
-
     # ---- producer, one thread
 
     @cute.jit
@@ -280,11 +256,11 @@ class ChainKernel:
         early, late = Int32(0), Int32(0)
         early_phase, late_phase = Int32(1), Int32(1)
         for c in cutlass.range(p.chunks + 1, unroll=1):
-            record = Int64(first) + Int64(c) * HV
+            number = Int64(first) + Int64(c) * HV
             full = p.early_full + early
             cute.arch.mbarrier_wait(p.early_empty + early, early_phase)
             if c < p.chunks:
-                w, qd, _, _, u, a = (self.record(array, record) for array in workspace)
+                w, qd, _, _, u, a = (record(array, number) for array in workspace)
                 wide = 2 * self.chunk * HEAD_DIM
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.early_bytes)
                 self.bulk_load(p.w + early * wide, w, wide, full)
@@ -294,7 +270,7 @@ class ChainKernel:
                 full = p.late_full + late
                 square = 2 * self.chunk * self.chunk
                 cute.arch.mbarrier_wait(p.late_empty + late, late_phase)
-                _, _, kg, aqk, _, _ = (self.record(array, record) for array in workspace)
+                _, _, kg, aqk, _, _ = (record(array, number) for array in workspace)
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.late_bytes)
                 self.bulk_load(p.kg + late * wide, kg, wide, full)
                 self.bulk_load(p.aqk + late * square, aqk, square, full)
@@ -308,10 +284,6 @@ class ChainKernel:
             if late == self.late:
                 late = Int32(0)
                 late_phase = late_phase ^ 1
-
-    def record(self, array, index):
-        """The address of a record in an array of the workspace."""
-        return dev.address_of(array) + index * (array.shape[1] * array.element_type.width // 8)
 
     def bulk_load(self, shared, address, size, barrier):
         """Copy ``size`` bytes (a multiple of 16) to shared memory; the barrier counts them."""
@@ -377,8 +349,8 @@ class ChainKernel:
         """How many states the packed sequences before this one have, counted by a warp."""
         count = Int32(0)
         for n in cutlass.range(cute.arch.lane_idx(), sequence, 32, unroll=1):
-            start = self.clamped(offsets, n, Int32(0), T)
-            count += cute.ceil_div(self.clamped(offsets, n + 1, start, T) - start, self.config.states)
+            start = clamped(offsets, n, Int32(0), T)
+            count += cute.ceil_div(clamped(offsets, n + 1, start, T) - start, self.config.states)
         for i in cutlass.range_constexpr(5):
             count += cute.arch.shuffle_sync_bfly(count, 1 << i)
         return count

@@ -32,19 +32,18 @@ from types import SimpleNamespace
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.cute.runtime import make_fake_stream
 
 from kda_core.cute import device as dev
 from kda_core.cute.device import LOG2E
 from kda_sm90.config import BLOCK, HEAD_DIM, PrepareConfig
+from kda_sm90.kernels.interface import DTYPES, clamped, fake_offsets, fake_tensor, fake_workspace, record
 from kda_sm90.layouts import image_offset
 
 G_FLOOR = -104.0 * LOG2E  # 2^G_FLOOR is 0 in fp32: masks of -1000 and -inf stay out of the cumulative sum
 VOTE_LIMIT = (
     80.0 * LOG2E
 )  # a row is split into factors while its gates since the anchor sum to less than this
-
-_DTYPE = {"bfloat16": BFloat16, "float32": Float32, "int32": Int32, "int64": Int64}
 
 SIGNS = -0x7FFF8000  # the sign bits of a bf16x2
 
@@ -101,41 +100,21 @@ class PrepareKernel:
 
     def fake_args(self) -> tuple:
         config = self.config
-        B, T, H, HV, records = (cute.sym_int() for _ in range(5))
-
-        def tensor(dtype, *shape):
-            order = tuple(reversed(range(len(shape))))
-            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
-
-        def record(width, dtype=BFloat16):
-            return make_fake_compact_tensor(dtype, (records, width), stride_order=(1, 0), assumed_align=128)
-
-        q, k = (tensor(BFloat16, B, T, H, HEAD_DIM) for _ in range(2))
-        v = tensor(BFloat16, B, T, HV, HEAD_DIM)
-        g = tensor(_DTYPE[config.gate_dtype], B, T, HV, HEAD_DIM)
-        beta_dtype = _DTYPE[config.beta_dtype]
-        beta = make_fake_compact_tensor(
-            beta_dtype, (B, T, HV), stride_order=(2, 1, 0), assumed_align=beta_dtype.width // 8
+        B, T, H, HV = (cute.sym_int() for _ in range(4))
+        gates, betas = DTYPES[config.gate_dtype], DTYPES[config.beta_dtype]
+        return (
+            *(fake_tensor(BFloat16, B, T, H, HEAD_DIM) for _ in range(2)),
+            fake_tensor(BFloat16, B, T, HV, HEAD_DIM),
+            fake_tensor(gates, B, T, HV, HEAD_DIM),
+            fake_tensor(betas, B, T, HV, align=betas.width // 8),
+            fake_tensor(Float32, HV, align=4) if config.a_log else None,
+            fake_tensor(Float32, HV, HEAD_DIM, align=4) if config.dt_bias else None,
+            fake_offsets(config.offsets),
+            *fake_workspace(self.chunk),
+            Float32(1.0),
+            Float32(-5.0),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
         )
-        a_log = make_fake_compact_tensor(Float32, (HV,), assumed_align=4) if config.a_log else None
-        dt_bias = (
-            make_fake_compact_tensor(Float32, (HV, HEAD_DIM), stride_order=(1, 0), assumed_align=4)
-            if config.dt_bias
-            else None
-        )
-        offsets = None
-        if config.offsets:
-            dtype = _DTYPE[config.offsets]
-            offsets = make_fake_compact_tensor(dtype, (cute.sym_int(),), assumed_align=dtype.width // 8)
-        wide = self.chunk * HEAD_DIM
-        workspace = (
-            *(record(wide) for _ in range(3)),
-            record(self.chunk * self.chunk),
-            record(wide),
-            record(HEAD_DIM, Float32),
-        )
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return q, k, v, g, beta, a_log, dt_bias, offsets, *workspace, Float32(1.0), Float32(-5.0), stream
 
     @cute.jit
     def __call__(
@@ -222,24 +201,19 @@ class PrepareKernel:
             probe = low + lane * step
             below = Boolean(False)
             if lane * step < span:
-                below = self.clamped(offsets, probe, Int32(0), T) // self.chunk + probe <= slot
+                below = clamped(offsets, probe, Int32(0), T) // self.chunk + probe <= slot
             found = cute.arch.popc(cute.arch.vote_ballot_sync(below))
             skip = cutlass.max(found - 1, 0) * step
             low = low + skip
             span = cutlass.min(step, span - skip)
-        start = self.clamped(offsets, low, Int32(0), T)
-        end = self.clamped(offsets, low + 1, start, T)
+        start = clamped(offsets, low, Int32(0), T)
+        end = clamped(offsets, low + 1, start, T)
         number = slot - (start // self.chunk + low)
         token = start + number * self.chunk
         valid = cutlass.min(end - token, self.chunk)
         if number < 0:
             valid = Int32(0)
         return token, valid
-
-    def clamped(self, offsets, n, low, T):
-        """Offset n in [low, T]: what the device holds is not trusted."""
-        wide = cutlass.min(cutlass.max(Int64(offsets[n]), Int64(low)), Int64(T))
-        return Int32(wide)
 
     # ---- one chunk
 
@@ -252,7 +226,7 @@ class PrepareKernel:
         thread, _, _ = cute.arch.thread_idx()
         H, HV = q.shape[2], v.shape[2]
         base = Int32(shared.toint())
-        record = slot * HV + head
+        number = slot * HV + head
         # Warps get another block in each CTA, because blocks differ in work, and a warp's number chooses its
         # scheduler.
         p = self.positions(thread, (thread // 32 + slot + head) % self.blocks, base)
@@ -273,12 +247,12 @@ class PrepareKernel:
         steep = self.decay(p, g.element_type, *gate)
         self.store_beta(p, beta_raw)
         cute.arch.sync_threads()
-        self.anchors(p, self.record(a, record))
+        self.anchors(p, record(a, number))
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
 
         columns = cute.make_rmem_tensor((64,), Float32)
-        l_acc, a_acc = self.rows(p, steep, columns, self.record(qd, record))
+        l_acc, a_acc = self.rows(p, steep, columns, record(qd, number))
         cute.arch.sync_warp()
         self.copy_values(p, v, value_row, HV)
         cute.arch.sync_threads()
@@ -286,11 +260,11 @@ class PrepareKernel:
         self.store_aqk(p, a_acc, p.block, p.block)
         self.substitute(p, l_acc)
         self.columns(columns, p.block, p.lane, base)
-        self.store_rows(p, self.record(kg, record), columns, 0)
+        self.store_rows(p, record(kg, number), columns, 0)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
 
-        self.send_aqk(thread, self.record(aqk, record), p.aqk)
+        self.send_aqk(thread, record(aqk, number), p.aqk)
         parts = self.diagonal(p)
         self.merge(parts, p.block, p.lane, base)
         cute.arch.cp_async_wait_group(0)
@@ -298,8 +272,8 @@ class PrepareKernel:
 
         product = cute.make_rmem_tensor((64,), Float32)
         self.product_w(product, p.block, p.lane, base)
-        self.store_rows(p, self.record(w, record), product, SIGNS)
-        self.product_u(p, self.record(u, record))
+        self.store_rows(p, record(w, number), product, SIGNS)
+        self.product_u(p, record(u, number))
         self.wait_aqk(thread)
 
     def positions(self, thread, block, base):
@@ -309,10 +283,6 @@ class PrepareKernel:
         return SimpleNamespace(
             thread=thread, warp=thread // 32, lane=lane, row=lane // 4, quad=lane % 4, block=block, **places
         )
-
-    def record(self, array, index):
-        """The address of a record in an array of the workspace."""
-        return dev.address_of(array) + Int64(index) * (array.shape[1] * array.element_type.width // 8)
 
     # ---- loads
 
