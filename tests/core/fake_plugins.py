@@ -7,7 +7,7 @@ SPEC = """
 from kda_core.backend import BackendSpec
 SPEC = BackendSpec(
     name={name!r}, abi={abi!r}, archs=frozenset({archs!r}), features=frozenset({features!r}),
-    target={target!r}, install="pip install {name}", priority={priority!r}, unavailable={unavailable!r},
+    target={target!r}, install="pip install {name}", priority={priority!r}, unavailable={unavailable!r},{later}
 )
 """
 
@@ -34,7 +34,8 @@ def install_into(
         "abi": kda_core.BACKEND_ABI, "archs": {"cpu"}, "features": {f.value for f in Feature},
         "target": f"{module}_backend:Backend", "priority": 0, "unavailable": None,
     }  # fmt: skip
-    source = SPEC.format(name=name, **(fields | spec)) if source is None else source
+    later = f" variants={spec.pop('variants')!r}," if "variants" in spec else ""  # a spec of ABI 1.0 has none
+    source = SPEC.format(name=name, later=later, **(fields | spec)) if source is None else source
     (folder / f"{module}.py").write_text(source)
     (folder / f"{module}_backend.py").write_text(
         BACKEND.format(refuses=refuses) if backend is None else backend

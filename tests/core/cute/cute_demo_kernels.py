@@ -127,3 +127,12 @@ def sound():
 
 def spilling():
     return [(RmsNorm, RmsConfig()), (Spill, SpillConfig())]
+
+
+def offered(arch):
+    """What a backend of these kernels would compile ahead of time; one of them twice."""
+    return [*sound(), sound()[0]]
+
+
+def offered_and_broken(arch):
+    return [*sound()[:2], (Broken, SpillConfig())]

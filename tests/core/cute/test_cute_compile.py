@@ -331,6 +331,16 @@ def test_precompile_into_a_folder_that_cannot_be_made(cache_dir, kernels):
         precompile([(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")])
 
 
+def test_an_interrupted_precompile_leaves_the_rest(cache_dir, kernels):
+    def interrupt(built):
+        raise KeyboardInterrupt
+
+    variants = [(kernels.RmsNorm, kernels.RmsConfig(dim=32 * n), "sm_90a") for n in range(1, 13)]
+    with pytest.raises(KeyboardInterrupt):
+        precompile(variants, workers=1, progress=interrupt)
+    assert 1 <= len(list(cache_dir.glob("*.json"))) < len(variants)
+
+
 def test_precompile_of_nothing(cache_dir):
     assert precompile([]) == []
 

@@ -1,12 +1,12 @@
 """The version of the contract between core and backends, and the rule that compares two of them.
 
-Same major, and the plugin's minor not above core's: a new feature or optional method raises the minor; a changed
-meaning, layout or required method raises the major. ``docs/abi.md`` has the history.
+Same major, and the plugin's minor not above core's: a new feature, optional method or field with a default
+raises the minor; a changed meaning, layout or required method raises the major. ``docs/abi.md`` has the history.
 """
 
 from __future__ import annotations
 
-BACKEND_ABI: tuple[int, int] = (1, 0)
+BACKEND_ABI: tuple[int, int] = (1, 1)
 
 
 def compatible(plugin: tuple[int, int], core: tuple[int, int] = BACKEND_ABI) -> bool:

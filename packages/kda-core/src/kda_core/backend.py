@@ -34,6 +34,9 @@ class BackendSpec:
         target: ``"package.module:Class"``; the class takes no arguments and satisfies `Backend`.
         install: the command that installs it, for messages.
         unavailable: why no call can be served although the package is installed; None where calls are served.
+        variants: ``"package.module:callable"``, imported when kernels are compiled ahead of time; called with an
+            architecture such as "sm_90a", it gives (kernel class, configuration) pairs in the form of `kda_core.cute`.
+            None: nothing to compile. Since ABI 1.1.
     """
 
     name: str
@@ -44,6 +47,7 @@ class BackendSpec:
     install: str
     priority: int = 0
     unavailable: str | None = None
+    variants: str | None = None
 
 
 @runtime_checkable
@@ -139,4 +143,7 @@ def spec_problem(loaded: object, kind: type) -> str | None:
         return f"name is {spec.name!r}, not a lower-case name"
     if spec.target.count(":") != 1:
         return f"target is {spec.target!r}, not 'package.module:Class'"
+    variants = getattr(spec, "variants", None)  # a `PlannerSpec` has none
+    if variants is not None and not (isinstance(variants, str) and variants.count(":") == 1):
+        return f"variants is {variants!r}, not 'package.module:callable'"
     return None

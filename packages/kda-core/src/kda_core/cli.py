@@ -1,4 +1,4 @@
-"""``python -m kda_core``: demo, backends, explain, doctor, conformance. Plain text; colour only with ``rich``."""
+"""``python -m kda_core``: demo, backends, explain, precompile, doctor, conformance. Plain text; colour only with ``rich``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from kda_core import api, contract
+from kda_core.cute import ARCHITECTURES
 from kda_core.errors import KdaError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -69,6 +70,22 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--backward", action="store_true", help="a call whose inputs require grad")
     p.add_argument("--backend", help="insist on this backend")
     p.set_defaults(run=_explain)
+
+    p = commands.add_parser(
+        "precompile",
+        help="compile the kernels of the installed backends into the cache folder, ahead of time",
+        description="Compiles what the installed backends list for an architecture, in worker processes and without a "
+        "GPU. The folder is that of KDA_CACHE_DIR; what is in it already is left alone. Kernels that are not listed "
+        "compile when a call first needs them. Run it on a CPU like that of the machine that will use the kernels.",
+    )
+    p.add_argument("--arch", choices=list(ARCHITECTURES.values()), required=True, help="the GPU architecture")
+    p.add_argument("--backend", help="only what this backend lists")
+    p.add_argument(
+        "--only", metavar="TEXT", help="only variants whose name, as --list prints it, contains TEXT"
+    )
+    p.add_argument("--jobs", type=_positive, metavar="N", help="worker processes (default: one a CPU)")
+    p.add_argument("--list", action="store_true", help="print the variants' names, compile nothing")
+    p.set_defaults(run=_precompile)
 
     p = commands.add_parser("doctor", help="versions, GPUs, cache and backends, with what should be mended")
     p.add_argument("--json", action="store_true", help="machine-readable")
@@ -140,6 +157,12 @@ def _arch(text: str | None) -> tuple[tuple[int, int] | None, str]:
     if len(parts) != 2 or not all(p.isdigit() for p in parts):
         raise SystemExit(f"--arch: expected cpu or a compute capability such as 9.0, got {text}")
     return (int(parts[0]), int(parts[1])), "cuda"
+
+
+def _precompile(args: argparse.Namespace, rest: list[str]) -> int:
+    from kda_core import precompile
+
+    return precompile.run(args.arch, args.backend, args.only, args.jobs, args.list)
 
 
 def _doctor(args: argparse.Namespace, rest: list[str]) -> int:

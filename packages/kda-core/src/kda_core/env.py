@@ -47,7 +47,9 @@ KDA_CACHE_DIR = Variable(
     "Folder of compiled kernels. Empty: `$XDG_CACHE_HOME/kda-core`, or `~/.cache/kda-core`.",
 )
 KDA_DISABLE_JIT = Variable(
-    "KDA_DISABLE_JIT", "0", "1 turns the need to compile a kernel into an error: only cached kernels run."
+    "KDA_DISABLE_JIT",
+    "0",
+    "1 turns the need to compile a kernel into an error that names the command to compile it: only cached kernels run.",
 )
 KDA_REQUIRE_ARCH = Variable(
     "KDA_REQUIRE_ARCH", "0", "1 makes a test session fail where the GPU that its kernels need is absent."

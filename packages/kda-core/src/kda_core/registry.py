@@ -164,7 +164,7 @@ class Registry:
     def _status(self, spec: BackendSpec) -> tuple[str, str]:
         if spec.unavailable is not None:
             return "unsupported", spec.unavailable
-        if not any(_arch_matches(spec, arch) for arch in visible_archs()):
+        if not any(arch_matches(spec, arch) for arch in visible_archs()):
             return "wrong-arch", f"runs on {show_archs(spec.archs)}; here: {show_archs(visible_archs())}"
         try:
             self.load(spec)
@@ -179,7 +179,7 @@ class Registry:
         spec: BackendSpec = c.spec
         if spec.unavailable is not None:
             return f"unsupported: {spec.unavailable}"
-        if not _arch_matches(spec, shape.arch if shape.device_type == "cuda" else shape.device_type):
+        if not arch_matches(spec, shape.arch if shape.device_type == "cuda" else shape.device_type):
             return f"wrong-arch: runs on {show_archs(spec.archs)}, the inputs are on {_where(shape)}"
         if spec.name == REFERENCE_SPEC.name and shape.device_type != "cpu" and not named:
             return "serves GPU tensors only when named: backend='reference'"
@@ -203,7 +203,7 @@ class Registry:
             if name is not None:
                 return self._named(name, shape, rule)
         order = env.backend_order()
-        candidates = [self._find(n) for n in order] if order else list(self.backends())
+        candidates = [self.find(n) for n in order] if order else list(self.backends())
         rule = "KDA_BACKEND" if order else "automatic"
         refusals, eligible = [], []
         for c in candidates:
@@ -223,7 +223,7 @@ class Registry:
         return tuple(Refusal(name, reason) for name, reason in found if reason is not None)
 
     def _named(self, name: str, shape: ProblemShape, rule: str) -> Choice:
-        c = self._find(name)
+        c = self.find(name)
         reason = self.refusal(c, shape, named=True)
         if reason is None:
             return Choice(c.spec, self.load(c.spec), rule)
@@ -234,7 +234,12 @@ class Registry:
         kind = BackendUnsupportedError if reason.startswith("unsupported") else BackendUnavailableError
         raise kind(f"backend {name!r} (chosen by {rule}) cannot serve this call: {reason}{hint}")
 
-    def _find(self, name: str) -> _Candidate:
+    def find(self, name: str) -> _Candidate:
+        """The installed backend of this name, whatever its status.
+
+        Raises:
+            BackendNotFoundError: no such backend is installed.
+        """
         for c in self.backends():
             if c.name == name:
                 return c
@@ -276,7 +281,7 @@ def use_backend(name: str) -> Iterator[None]:
     """
     if not isinstance(name, str):
         raise ArgumentError("name", "the name of a backend", repr(name))
-    REGISTRY._find(name)
+    REGISTRY.find(name)
     token = _override.set(name)
     try:
         yield
@@ -332,7 +337,8 @@ def show_archs(archs: Any) -> str:
     return ", ".join(sorted(names, key=lambda n: (len(n), n)))
 
 
-def _arch_matches(spec: BackendSpec, arch: Any) -> bool:
+def arch_matches(spec: BackendSpec, arch: Any) -> bool:
+    """Whether a backend runs on `arch`, a compute capability or a device type."""
     return "any" in spec.archs or arch in spec.archs
 
 

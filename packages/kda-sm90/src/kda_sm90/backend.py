@@ -49,12 +49,17 @@ class Sm90Backend:
         return outputs
 
 
-def kernels(chosen: Plan) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The compiled preparation and chain of a plan."""
+def kernels(chosen: Plan) -> tuple[Callable[..., Any], ...]:
+    """The compiled kernels of a plan, in the order of `launches`."""
+    return tuple(get_kernel(kernel, config, ARCH) for kernel, config in launches(chosen))
+
+
+def launches(chosen: Plan) -> tuple[tuple[type, object], ...]:
+    """(kernel class, configuration) of each launch of a plan: the preparation, the chain. Imports the DSL."""
     from kda_sm90.kernels.chain import ChainKernel
     from kda_sm90.kernels.prepare import PrepareKernel
 
-    return get_kernel(PrepareKernel, chosen.prepare, ARCH), get_kernel(ChainKernel, chosen.chain, ARCH)
+    return (PrepareKernel, chosen.prepare), (ChainKernel, chosen.chain)
 
 
 def pass_states(inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:

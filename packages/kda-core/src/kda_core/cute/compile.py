@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 import tempfile
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 from kda_core import env
 from kda_core.cute.cache import Entry, entry_of
 from kda_core.cute.key import Variant, canonical
+from kda_core.cute.offers import offering_backend
 from kda_core.errors import CompileError, JitDisabledError
 
 logger = logging.getLogger("kda_core.cute")
@@ -202,9 +204,20 @@ def _require_dsl() -> None:
 
 def _missing(variant: Variant, entry: Entry) -> str:
     near = "".join(f"\n  {line}" for line in entry.differences())
+    folder = env.KDA_CACHE_DIR.raw()  # the command may be run in a shell that has not set it
+    command = f"{env.KDA_CACHE_DIR.name}={shlex.quote(folder)} " if folder else ""
+    command += f"python -m kda_core precompile --arch {variant.arch}"
+    backend = offering_backend(variant)
+    remedy = (
+        f"This compiles it, with the others that {backend} compiles ahead of time:\n"
+        f"  {command} --backend {shlex.quote(backend)}"
+        if backend is not None
+        else f"No backend compiles it ahead of time: run the call once without {env.KDA_DISABLE_JIT.name}. "
+        f"What is compiled ahead of time is listed by\n  {command} --list"
+    )
     return (
-        f"{variant} is not in {entry.folder}, and {env.KDA_DISABLE_JIT.name}=1 forbids to compile it. "
-        f"Unset the variable, or point {env.KDA_CACHE_DIR.name} at a folder that holds the kernel."
+        f"{variant} is not in {entry.folder} ({env.KDA_CACHE_DIR.name}), "
+        f"and {env.KDA_DISABLE_JIT.name}=1 forbids to compile it. {remedy}"
         + (f"\nCompiled from other ingredients:{near}" if near else "")
     )
 

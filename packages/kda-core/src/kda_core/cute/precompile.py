@@ -50,7 +50,8 @@ def precompile(
 
     Each of ``workers`` processes (default: as many as CPUs that may be used) imports the DSL once. They are
     spawned, so a script that calls this needs the usual ``if __name__ == "__main__"``. ``progress`` is called
-    in this process after each variant. Variants that are given twice are built once.
+    in this process after each variant; if it raises, variants not yet begun are left out. Variants that are
+    given twice are built once.
 
     Raises ``ArgumentError`` before any work if a variant is not valid, and ``CompileError`` at the end if
     some failed, with all their messages; the others are in the folder then.
@@ -64,16 +65,20 @@ def precompile(
     done = []
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(_build, str(v), pickle.dumps(v)): str(v) for v in unique.values()}
-        for future in as_completed(futures):
-            try:
-                built = future.result()
-            except BrokenProcessPool as error:
-                built = Built(
-                    futures[future], 0.0, False, f"{futures[future]}: a worker process died: {error}"
-                )
-            done.append(built)
-            if progress is not None:
-                progress(built)
+        try:
+            for future in as_completed(futures):
+                try:
+                    built = future.result()
+                except BrokenProcessPool as error:
+                    built = Built(
+                        futures[future], 0.0, False, f"{futures[future]}: a worker process died: {error}"
+                    )
+                done.append(built)
+                if progress is not None:
+                    progress(built)
+        except BaseException:  # Ctrl-C, as a rule: leaving the block would build all the rest first
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if failed := [built for built in done if built.error]:
         raise CompileError(
             f"{len(failed)} of {len(done)} kernels did not compile:\n"

@@ -105,7 +105,7 @@ class Runner:
         arguments = {n: x for n, x in arguments.items() if n not in ("out", "workspace")}
         shape = kda_core.explain(**arguments).shape
         self.require(*shape.features)
-        reason = REGISTRY.refusal(REGISTRY._find(self.backend), shape, named=True)
+        reason = REGISTRY.refusal(REGISTRY.find(self.backend), shape, named=True)
         if reason is not None:
             pytest.skip(f"{REFUSED}{reason}")
 
