@@ -84,6 +84,15 @@ def test_a_run_leaves_rows_with_errors_and_keeps_those_of_other_runs(tmp_path):
     assert [r["id"] for r in found["runs"]] == ["before", row["run"]], "a run without rows is not kept"
 
 
+def test_host_time_is_measured_on_any_machine():
+    command = [sys.executable, "host.py", "--backend", "nothing", "--T", "5", "--calls", "2", "--rounds", "1"]
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    head, *rows = done.stdout.splitlines()[1:]
+    assert head.split() == ["case", "nothing"] and len(rows) == 7
+    assert all(float(row.split()[-1]) > 0 for row in rows)
+
+
 def test_the_command_on_record_measures_again_and_names_no_path_of_the_machine(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import run

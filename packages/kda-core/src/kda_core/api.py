@@ -120,20 +120,16 @@ def chunk_kda(
             TypeError). Each names the argument, what was expected and what came.
         BackendError: nobody serves the call, or the named backend does not; the message says who refused and why.
     """
-    args = _operator_args(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, scale=scale,
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, safe_gate=safe_gate, lower_bound=lower_bound,
-        disable_recompute=disable_recompute, return_intermediate_states=return_intermediate_states,
-        state_v_first=_v_first(state_v_first, transpose_state_layout), use_graph=use_graph, max_num_seqs=max_num_seqs,
-        chunk_size=chunk_size, pin=pin, recurrent=False, backend=backend, context_parallel=context_parallel,
-        cp_context=cp_context,
+    o, state, h = _run(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
+        (
+            scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, safe_gate, lower_bound, disable_recompute, return_intermediate_states,
+            state_v_first if transpose_state_layout is None else _v_first(state_v_first, transpose_state_layout),
+            use_graph, max_num_seqs, chunk_size, pin, False, False, backend, context_parallel,
+        ),
+        cp_context, out, workspace,
     )  # fmt: skip
-    if out is None and workspace is None:
-        o, state, h = torch.ops.kda_core.chunk_fwd(*args)
-    else:
-        o, state, h = _run_out(args, out, workspace)
     final = state if output_final_state else None
     return (o, final, h) if return_intermediate_states else (o, final)
 
@@ -174,15 +170,15 @@ def fused_recurrent_kda(
     Raises:
         ArgumentError: also where an input requires grad.
     """
-    args = _operator_args(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None, scale=scale,
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, lower_bound=lower_bound,
-        state_v_first=_v_first(state_v_first, transpose_state_layout), recurrent=True,
-        backend=backend, context_parallel="off",
+    o, state, _ = _run(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None),
+        (
+            scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, False, lower_bound, False, False,
+            state_v_first if transpose_state_layout is None else _v_first(state_v_first, transpose_state_layout),
+            False, None, 64, False, False, True, backend, "off",
+        ),
     )  # fmt: skip
-    o, state, _ = torch.ops.kda_core.chunk_fwd(*args)
     return o, state if output_final_state else None
 
 
@@ -260,10 +256,12 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     a = dict(bound.arguments)
     a["state_v_first"] = _v_first(a["state_v_first"], a.pop("transpose_state_layout"))
     del a["out"], a["workspace"]
-    *call, named, mode = _operator_args(recurrent=False, **a)
-    inputs = contract.make_inputs(*call[:_N_TENSORS], options=KdaOptions(*call[_N_TENSORS:]))
+    tensors = [a.pop(name) for name in _TENSOR_NAMES]
+    *call, named, mode = _operator_args(*tensors, recurrent=False, **a)
+    shape = contract.problem_shape(*tensors, options=KdaOptions(*call[_N_TENSORS:]))
+    inputs = contract.make_inputs(tensors, shape, align=False)
     inputs.sequence_lengths()
-    return _explain(inputs.shape, named, inputs, mode)
+    return _explain(shape, named, inputs, mode)
 
 
 def _explain(
@@ -278,67 +276,110 @@ def _explain(
     refusals = REGISTRY.refusals(shape, backend)
     if choice is None:
         return Explanation(shape, None, "backend=" if backend else "automatic", refusals, 0, "none", error)
-    plan = None if inputs is None else ops._plan(inputs, choice, mode)
-    recurrent = shape.options.recurrent
-    needed = 0 if recurrent else choice.backend.workspace_bytes(shape)
-    shown = "direct" if plan is None else f"{plan[0]}: {plan[2]}"
-    return Explanation(shape, choice.spec.name, choice.rule, refusals, needed, shown, None)
+    call = ops.make_plan(shape, choice, mode)
+    shown = "direct"
+    if (
+        inputs is not None
+        and call.planner is not None
+        and (plan := ops.ask_planner(call, inputs)) is not None
+    ):
+        shown = f"{call.planner[0]}: {plan}"
+    return Explanation(shape, choice.spec.name, choice.rule, refusals, call.workspace_bytes, shown, None)
 
 
 # ---- helpers
 
 
+_TENSOR_NAMES = (
+    "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu",
+)  # fmt: skip
+_N_REQUIRED = 5
+_OPTION_NAMES = [name for name, _, _ in OPTION_FIELDS]
+_NEEDS_BACKWARD, _RECURRENT = _OPTION_NAMES.index("needs_backward"), _OPTION_NAMES.index("recurrent")
+
+
+def _run(
+    tensors: tuple[Any, ...],
+    rest: tuple[Any, ...],
+    cp_context: Any = None,
+    out: Any = None,
+    workspace: Any = None,
+) -> tuple[Any, Any, Any]:
+    """o, final state and h of a call, the last two arbitrary where they were not asked for. `tensors`: those of
+    `_TENSOR_NAMES`. `rest`: as the user gave them, the options in the order of `OPTION_FIELDS` (needs_backward is found
+    here), backend and context_parallel."""
+    written = None if out is None and workspace is None else _written(out, workspace)
+    if (
+        not torch.compiler.is_compiling()
+        and cp_context is None
+        and type(rest[-1]) is str  # a planner's plan would be part of a key, and may be anything
+        and ops.dispatcher_is_idle(tensors if written is None else (*tensors, *written))
+    ):
+        found = ops.execute_directly(ops.call_plan(tensors, rest, _checked), tensors, written)
+        return found.o, found.final_state, found.intermediate_states
+    args = _checked(tensors, rest, cp_context)
+    if written is None:
+        return torch.ops.kda_core.chunk_fwd(*args)
+    options = KdaOptions(*args[_N_TENSORS : _N_TENSORS + len(OPTION_FIELDS)])
+    if options.needs_backward:
+        raise ArgumentError(
+            "out" if out is not None else "workspace", "None for inputs that require grad", "a tensor"
+        )
+    o, state, h, workspace = written
+    if (
+        o is None
+        or (state is None and options.output_final_state)
+        or (h is None and options.return_intermediate_states)
+    ):  # the operator writes what it is given
+        inputs = contract.make_inputs(tensors, contract.problem_shape(*tensors, options=options), align=False)
+        fresh = contract.allocate_outputs(inputs, 0, written)
+        o, state, h = fresh.o, fresh.final_state, fresh.intermediate_states
+    torch.ops.kda_core.chunk_fwd_out(*args, o, state, h, workspace)
+    return o, state, h
+
+
 def _operator_args(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    *,
+    *tensors: Tensor | None,
     backend: str | None,
     context_parallel: Any,
     recurrent: bool,
     cp_context: Any = None,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """The arguments of the operators in `kda_core.ops`, with their types checked: an operator's schema would refuse a
-    wrong type too, but would not name the argument as the user knows it."""
-    tensors = {
-        "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
-        "initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
-    }  # fmt: skip
-    needs_backward = False
-    for name, x in tensors.items():
-        optional = name not in ("q", "k", "v", "g", "beta")
+    """`_checked`, the options by name."""
+    options["recurrent"] = recurrent
+    values = [options.get(name, default) for name, _, default in OPTION_FIELDS]
+    return _checked(tensors, (*values, backend, context_parallel), cp_context)
+
+
+def _checked(tensors: tuple[Any, ...], rest: tuple[Any, ...], cp_context: Any = None) -> tuple[Any, ...]:
+    """The arguments of the operators in `kda_core.ops` from those of `_run`, with their types checked: an operator's
+    schema would refuse a wrong type too, but would not name the argument as the user knows it."""
+    *options, backend, mode = rest
+    for name, x in zip(_TENSOR_NAMES, tensors):
+        optional = name not in _TENSOR_NAMES[:_N_REQUIRED]
         if not isinstance(x, Tensor) and not (x is None and optional):
             raise DtypeError(name, "a torch.Tensor or None" if optional else "a torch.Tensor", describe(x))
         if x is not None and x.requires_grad and torch.is_grad_enabled():
-            if recurrent:
+            if options[_RECURRENT]:
                 raise ArgumentError(
                     name, "no grad (fused_recurrent_kda is forward only; use chunk_kda)", "requires_grad=True"
                 )
-            needs_backward = True
+            options[_NEEDS_BACKWARD] = True
     if cp_context is not None:
         raise ArgumentError(
             "cp_context", "None (no installed planner serves FLA's contexts)", type(cp_context).__name__
         )
     if backend is not None and not isinstance(backend, str):
         raise DtypeError("backend", "the name of a backend or None", describe(backend))
-    mode = context_parallel
     if not isinstance(mode, str):
         if not hasattr(mode, "to_json"):
             raise DtypeError("context_parallel", "'auto', 'off' or a plan", describe(mode))
         mode = mode.to_json()
     elif mode not in ("auto", "off"):
         raise ArgumentError("context_parallel", "'auto', 'off' or a plan", repr(mode))
-    options |= {"needs_backward": needs_backward, "recurrent": recurrent}
-    values = [_option(name, kind, options.get(name, default)) for name, kind, default in OPTION_FIELDS]
-    return (*tensors.values(), *values, backend, mode)
+    values = [_option(name, kind, x) for (name, kind, _), x in zip(OPTION_FIELDS, options)]
+    return (*tensors, *values, backend, mode)
 
 
 def _option(name: str, kind: str, value: Any) -> Any:
@@ -351,7 +392,7 @@ def _option(name: str, kind: str, value: Any) -> Any:
     elif kind == "float | None":
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise DtypeError(name, "a number or None", describe(value))
-        return None if value is None else float(value)
+        return None if value is None else float(value) + 0.0  # -0.0 is 0.0, which caches cannot tell from it
     elif not (value is None and kind == "int | None") and (
         isinstance(value, bool) or not isinstance(value, int)
     ):
@@ -368,13 +409,8 @@ def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     return transpose_state_layout
 
 
-def _run_out(args: tuple[Any, ...], out: Any, workspace: Tensor | None) -> tuple[Any, Any, Any]:
-    """The call into the caller's tensors; what `out` leaves away is allocated only where the call asks for it."""
-    tensors, options = args[:_N_TENSORS], KdaOptions(*args[_N_TENSORS : _N_TENSORS + len(OPTION_FIELDS)])
-    if options.needs_backward:
-        raise ArgumentError(
-            "out" if out is not None else "workspace", "None for inputs that require grad", "a tensor"
-        )
+def _written(out: Any, workspace: Any) -> tuple[Tensor | None, ...]:
+    """o, final_state, h and workspace as the caller gave them, with their types checked."""
     if workspace is not None and not isinstance(workspace, Tensor):
         raise DtypeError("workspace", "a torch.Tensor or None", describe(workspace))
     given = (out,) if isinstance(out, Tensor) or out is None else tuple(out)
@@ -382,18 +418,7 @@ def _run_out(args: tuple[Any, ...], out: Any, workspace: Tensor | None) -> tuple
         raise DtypeError(
             "out", "a tensor, or a tuple of up to 3 tensors or None: (o, final_state, h)", describe(out)
         )
-    o, state, h = (*given, None, None, None)[:3]
-    if (
-        o is None
-        or (state is None and options.output_final_state)
-        or (h is None and options.return_intermediate_states)
-    ):
-        fresh = contract.allocate_outputs(contract.make_inputs(*tensors, options=options))
-        o = fresh.o if o is None else o
-        state = fresh.final_state if state is None else state
-        h = fresh.intermediate_states if h is None else h
-    torch.ops.kda_core.chunk_fwd_out(*args, o, state, h, workspace)
-    return o, state, h
+    return (*(*given, None, None, None)[:3], workspace)
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

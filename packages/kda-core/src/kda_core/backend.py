@@ -53,7 +53,8 @@ class BackendSpec:
 @runtime_checkable
 class Backend(Protocol):
     """The methods that every backend has. All launches go to the current stream of the inputs' device, and no method
-    but `prepare` may synchronise with a GPU. Methods may be called from several threads at once."""
+    but `prepare` may synchronise with a GPU. Methods may be called from several threads at once. Answers of `can_run` and
+    `workspace_bytes` depend on the shape alone: core keeps them until the registry is refreshed."""
 
     def can_run(self, shape: ProblemShape) -> str | None:
         """None, or why this shape is not served ("K=64; only K=128 is compiled"). Features were checked before."""

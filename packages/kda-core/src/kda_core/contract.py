@@ -18,12 +18,14 @@ reads host memory only.
 
 from __future__ import annotations
 
+import functools
 import math
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +39,7 @@ CHUNK_SIZES = (32, 64)  # spacing of intermediate states, FLA's choices
 ALIGNMENT = 16  # bytes: every tensor that a backend gets starts at a multiple, the widest access of a GPU
 WORKSPACE_ALIGNMENT = 256  # bytes, on a GPU; torch gives 512 there, and 64 in host memory
 _INDEX_DTYPES = (torch.int32, torch.int64)
+_Frozen = TypeVar("_Frozen")
 
 
 class Feature(str, Enum):
@@ -156,6 +159,18 @@ class ProblemShape:
     arch: tuple[int, int] | None
     options: KdaOptions
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Kept, because every call looks up by its shape what serves it."""
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash: another process hashes strings otherwise."""
+        return {name: x for name, x in self.__dict__.items() if name != "_hash"}
+
     @property
     def scale(self) -> float:
         """The factor of the output, resolved."""
@@ -249,7 +264,7 @@ class KdaInputs:
         lengths = tuple(b - a for a, b in pairwise(ends))
         if ends[0] != 0:
             raise ArgumentError(name, "a first value of 0", str(ends[0]))
-        if any(n < 0 for n in lengths):
+        if min(lengths) < 0:
             at = next(i for i, n in enumerate(lengths) if n < 0)
             raise ArgumentError(
                 name, "values that never decrease", f"{ends[at]} before {ends[at + 1]} at {at}"
@@ -273,6 +288,14 @@ class KdaOutputs:
     workspace: Tensor | None = None
 
 
+def _made(cls: type[_Frozen], **values: Any) -> _Frozen:
+    """An instance of a frozen dataclass. Its own constructor takes 1.5 us for the 11 fields of `KdaInputs`, one
+    ``object.__setattr__`` each, which every call would pay."""
+    made = object.__new__(cls)
+    object.__setattr__(made, "__dict__", values)
+    return made
+
+
 @dataclass(frozen=True)
 class KdaGradients:
     """Gradients with the shapes and dtypes of the inputs that they belong to; None where that input is None."""
@@ -285,6 +308,9 @@ class KdaGradients:
     A_log: Tensor | None
     dt_bias: Tensor | None
     initial_state: Tensor | None
+
+
+_READ = tuple(f.name for f in fields(KdaInputs) if f.name not in ("shape", "cu_seqlens_cpu"))
 
 
 def num_chunks(lengths: tuple[int, ...], chunk_size: int) -> int:
@@ -318,15 +344,26 @@ def intermediate_states_count(inputs: KdaInputs) -> int:
     return num_chunks(lengths, size)
 
 
-def allocate_outputs(inputs: KdaInputs, workspace_bytes: int = 0) -> KdaOutputs:
-    """Uninitialised outputs for a call: nothing that was not asked for is allocated."""
+def allocate_outputs(
+    inputs: KdaInputs, workspace_bytes: int = 0, given: Sequence[Tensor | None] = (None,) * 4
+) -> KdaOutputs:
+    """The outputs of a call, uninitialised but for those `given` (the fields of `KdaOutputs`, in order). Nothing that
+    was not asked for is allocated.
+
+    Raises:
+        ArgumentError: as `intermediate_states_count`.
+    """
     s, new = inputs.shape, inputs.q.new_empty
-    o = new((s.B, s.T, s.HV, s.V))
-    state = new(s.state_shape, dtype=s.state_dtype) if s.options.output_final_state else None
-    h = None
-    if s.options.return_intermediate_states:
+    o, state, h, workspace = given
+    if o is None:
+        o = torch.empty_like(inputs.v)  # the fastest way to a tensor of this shape
+    if state is None and s.options.output_final_state:
+        state = new(s.state_shape, dtype=s.state_dtype)
+    if h is None and s.options.return_intermediate_states:
         h = new(intermediate_states_shape(s, intermediate_states_count(inputs)), dtype=torch.bfloat16)
-    return KdaOutputs(o, state, h, new(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None)
+    if workspace is None and workspace_bytes:
+        workspace = new(workspace_bytes, dtype=torch.uint8)
+    return _made(KdaOutputs, o=o, final_state=state, intermediate_states=h, workspace=workspace)
 
 
 # ---- validation
@@ -368,7 +405,7 @@ def device_arch(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def make_inputs(
+def problem_shape(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -381,8 +418,8 @@ def make_inputs(
     cu_seqlens_cpu: Tensor | None,
     *,
     options: KdaOptions,
-) -> KdaInputs:
-    """Checks a call and returns it as contiguous inputs (a strided input is copied).
+) -> ProblemShape:
+    """Checks the metadata of a call: presence, shape, dtype and device of each tensor, and nothing else of it.
 
     Shapes and dtypes are those of `KdaInputs`, with dt_bias also as [HV*K].
 
@@ -443,7 +480,7 @@ def make_inputs(
         symbols = "[N, HV, V, K]" if options.state_v_first else "[N, HV, K, V]"
         _check("initial_state", _tensor("initial_state", initial_state), state, symbols, wide, device)
 
-    shape = ProblemShape(
+    return ProblemShape(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N,
         dtype=q.dtype, g_dtype=g.dtype, beta_dtype=beta.dtype,
         index_dtype=None if cu_seqlens is None else cu_seqlens.dtype,
@@ -451,15 +488,32 @@ def make_inputs(
         device_type=device.type, arch=device_arch(device),
         options=options if options.scale is not None else _with_scale(options, K**-0.5),
     )  # fmt: skip
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    return KdaInputs(
-        q, k, v, g, beta,
-        None if A_log is None else A_log.contiguous(),
-        None if dt_bias is None else dt_bias.reshape(HV, K).contiguous(),
-        None if initial_state is None else initial_state.contiguous(),
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-        cu_seqlens_cpu, shape,
+
+
+def make_inputs(tensors: Sequence[Tensor | None], shape: ProblemShape, *, align: bool = True) -> KdaInputs:
+    """The tensors of a call (those of `KdaInputs`, in order) as a backend gets them; `shape` is their `problem_shape`.
+
+    A strided tensor is copied, and so is one that starts off `ALIGNMENT`, as a slice of a buffer may; `align=False` is
+    for tensors without memory (fake ones).
+    """
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = [
+        x
+        if x is None or (x.is_contiguous() and not (align and (x.data_ptr() or 1) % ALIGNMENT))
+        else _copied(x, align)
+        for x in tensors
+    ]
+    if dt_bias is not None and dt_bias.dim() == 1:
+        dt_bias = dt_bias.view(shape.HV, shape.K)
+    return _made(
+        KdaInputs, q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state,
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, shape=shape,
     )  # fmt: skip
+
+
+def _copied(x: Tensor, align: bool) -> Tensor:
+    """`x` as a backend wants it. Without an address it is empty, or zeros that torch has not written to memory."""
+    x = x.contiguous()
+    return x.clone() if align and (x.data_ptr() or 1) % ALIGNMENT else x
 
 
 def _with_scale(options: KdaOptions, scale: float) -> KdaOptions:
@@ -519,41 +573,29 @@ def check_memory(inputs: KdaInputs, outputs: KdaOutputs) -> None:
     Raises:
         ArgumentError: names the tensor, and the one it shares memory with.
     """
-    written = {
-        "out[0] (o)": outputs.o,
-        "out[1] (final_state)": outputs.final_state,
-        "out[2] (h)": outputs.intermediate_states,
-        "workspace": outputs.workspace,
-    }
-    read = {
-        f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name not in ("shape", "cu_seqlens_cpu")
-    }
-    for name, x in written.items():
-        wide = name == "workspace" and inputs.shape.device_type != "cpu"
-        wanted = WORKSPACE_ALIGNMENT if wide else ALIGNMENT
-        if x is not None and x.numel() and (past := x.data_ptr() % wanted):
-            raise ArgumentError(
-                name, f"memory that starts at a multiple of {wanted} bytes", f"{past} bytes past one"
-            )
-    spans = [(name, *_span(x)) for name, x in (written | read).items() if x is not None and x.numel()]
-    for i, (name, first, end) in enumerate(spans):
-        for other, first2, end2 in spans[i + 1 :]:
-            if name in written and first < end2 and first2 < end:
+    wide = ALIGNMENT if inputs.shape.device_type == "cpu" else WORKSPACE_ALIGNMENT
+    written = (
+        ("out[0] (o)", outputs.o, ALIGNMENT),
+        ("out[1] (final_state)", outputs.final_state, ALIGNMENT),
+        ("out[2] (h)", outputs.intermediate_states, ALIGNMENT),
+        ("workspace", outputs.workspace, wide),
+    )
+    mine = []  # (first byte, end, name)
+    for name, x, wanted in written:
+        if x is not None and (size := x.nbytes):
+            first = x.data_ptr()
+            if past := first % wanted:
+                raise ArgumentError(
+                    name, f"memory that starts at a multiple of {wanted} bytes", f"{past} bytes past one"
+                )
+            mine.append((first, first + size, name))
+    spans = list(mine)
+    for name in _READ:
+        if (x := getattr(inputs, name)) is not None and (size := x.nbytes):
+            spans.append(((first := x.data_ptr()), first + size, name))
+    for i, (first, end, name) in enumerate(mine):
+        for first2, end2, other in spans[i + 1 :]:
+            if first < end2 and first2 < end:
                 raise ArgumentError(
                     name, f"memory of its own, not shared with {other}", "overlapping tensors"
                 )
-
-
-def align_inputs(inputs: KdaInputs) -> KdaInputs:
-    """The inputs with a copy in place of each tensor that starts off `ALIGNMENT`, as a slice of a buffer may."""
-    moved = {
-        name: x.clone()
-        for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
-        if (x := getattr(inputs, name)) is not None and x.data_ptr() % ALIGNMENT
-    }
-    return replace(inputs, **moved) if moved else inputs
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """First byte and end of a contiguous tensor."""
-    return x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()

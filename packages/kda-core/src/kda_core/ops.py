@@ -3,19 +3,24 @@
 An operator takes FLA's tensors, then the fields of `KdaOptions` in order, then the choice of backend and of context
 parallelism as strings, so that ``torch.compile(fullgraph=True)`` sees one node and every backend gets it for nothing.
 The backend is chosen when the operator runs on real tensors, never while it is traced.
+
+A call is two steps. `call_plan` finds all that metadata decides (validation, backend, size of the workspace) and keeps
+it, so that a call like one before costs a look-up. `execute` does what every call needs: it looks at addresses and
+contents, allocates, and runs the backend. Eager calls without gradients take both steps without the dispatcher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 
-from kda_core import contract, registry
-from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, KdaOutputs
+from kda_core import contract, env, registry
+from kda_core.backend import Plan, Planner
+from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, KdaOutputs, ProblemShape
 from kda_core.errors import ArgumentError, BackendContractError, PlannerError
 
 TENSORS = (
@@ -40,65 +45,141 @@ _LIB.define(
 )
 
 
-def _unpack(args: Sequence[Any]) -> tuple[KdaInputs, str | None, str]:
-    """Validated inputs, the named backend and the context-parallel mode from an operator's arguments."""
-    tensors, options = args[:_N_TENSORS], args[_N_TENSORS : _N_TENSORS + _N_OPTIONS]
-    backend, context_parallel = args[_N_TENSORS + _N_OPTIONS :][:2]
-    return contract.make_inputs(*tensors, options=KdaOptions(*options)), backend, context_parallel
+@dataclass(frozen=True)
+class CallPlan:
+    """What the metadata of a call, its options and the rules of choice decide; it holds no tensor.
+
+    Attributes:
+        shape: the validated metadata.
+        choice: the backend.
+        entry: the backend's method that computes the call.
+        workspace_bytes: scratch memory of the call.
+        planner: name and planner that is asked how to split the call, or None.
+        plan: JSON of the plan that the caller gave, None where the planner makes one.
+    """
+
+    shape: ProblemShape
+    choice: registry.Choice
+    entry: str
+    workspace_bytes: int
+    planner: tuple[str, Planner] | None
+    plan: str | None
+
+
+MAX_PLANS = 1024
+"""Calls that are remembered. Beyond them all are forgotten, which costs each one validation more."""
+
+
+def call_plan(
+    tensors: Sequence[Any],
+    rest: tuple[Any, ...],
+    check: Callable[..., tuple[Any, ...]] | None = None,
+) -> CallPlan:
+    """The plan of a call, made when a call like it is first met. `rest`: the options, backend and context_parallel, in
+    the order of the operators' arguments, or what a user gave for them: then ``check(tensors, rest)`` raises or
+    returns the arguments of an operator.
+
+    The key is all that a plan is made from. Addresses and contents are no part of it: `execute` looks at those.
+
+    Raises:
+        KdaError: bad metadata, or nobody serves the call.
+    """
+    key = _plan_key(tensors, rest)
+    plans = registry.REGISTRY.plans  # read once: see there
+    try:
+        plan = plans.get(key)
+    except TypeError:  # a user's option that cannot be hashed is none, which `check` says
+        plan = None
+    if plan is None:
+        *options, backend, mode = rest if check is None else check(tensors, rest)[_N_TENSORS:]
+        shape = contract.problem_shape(*tensors, options=KdaOptions(*options))
+        plan = make_plan(shape, registry.REGISTRY.resolve(shape, backend), mode)
+        if key == _plan_key(tensors, rest):  # another thread may have changed the environment meanwhile
+            if len(plans) >= MAX_PLANS:
+                plans.clear()
+            plans[key] = plan
+    return plan
+
+
+def _plan_key(tensors: Sequence[Tensor | None], rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (
+        tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors]),
+        rest,
+        tuple(map(type, rest)),  # 1 is no bool, though it equals True
+        registry.REGISTRY.rules(rest[-2]),
+        env.KDA_CP.given() if rest[-1] == "auto" else None,
+    )
+
+
+def make_plan(shape: ProblemShape, choice: registry.Choice, mode: str) -> CallPlan:
+    """The plan of a call on a chosen backend; `mode` is "off", "auto", or a planner's plan as JSON.
+
+    Raises:
+        PlannerError: the installed planner is broken, or a plan has none.
+    """
+    if shape.options.recurrent:
+        return CallPlan(shape, choice, "recurrent_fwd", 0, None, None)
+    needed = choice.backend.workspace_bytes(shape)
+    return CallPlan(shape, choice, "chunk_fwd", needed, *_planner(shape.options, mode))
+
+
+def _planner(options: KdaOptions, mode: str) -> tuple[tuple[str, Planner] | None, str | None]:
+    """`CallPlan.planner` and `CallPlan.plan` of a mode."""
+    if mode == "off" or (mode == "auto" and options.needs_backward):
+        return None, None
+    found = registry.REGISTRY.planner()
+    if mode == "auto":
+        return (None if options.pin else found), None
+    if found is None:
+        raise PlannerError(
+            "context_parallel: a plan was given, but no planner is installed and on (kda-cp, KDA_CP)"
+        )
+    return found, mode
 
 
 # ---- real tensors
 
 
-def _execute(
-    inputs: KdaInputs, backend: str | None, context_parallel: str, given: KdaOutputs | None
+def execute(
+    call: CallPlan, tensors: Sequence[Tensor | None], given: Sequence[Tensor | None] | None = None
 ) -> KdaOutputs:
-    """Runs one call on the backend that the registry chooses, through a planner where one has a plan for it."""
-    shape, inputs = inputs.shape, contract.align_inputs(inputs)
-    inputs.sequence_lengths()  # where the host has a copy of cu_seqlens, its contents are checked before any launch
-    choice = registry.REGISTRY.resolve(shape, backend)
-    entry = "recurrent_fwd" if shape.options.recurrent else "chunk_fwd"
-    needed = 0 if shape.options.recurrent else choice.backend.workspace_bytes(shape)
+    """Runs one call. `given`: the caller's o, final_state, h and workspace, each or None.
+
+    Raises:
+        KdaError: contents of cu_seqlens that the host knows, or `given`, are wrong; or the backend broke the ABI.
+    """
+    shape, choice = call.shape, call.choice
+    inputs = contract.make_inputs(tensors, shape)
+    if shape.varlen:
+        inputs.sequence_lengths()  # where the host has a copy, its contents are checked before any launch
     if given is None:
-        outputs = contract.allocate_outputs(inputs, needed)
+        outputs = contract.allocate_outputs(inputs, call.workspace_bytes)
     else:
-        contract.check_outputs(inputs, given, needed)
-        contract.check_memory(inputs, given)
-        outputs = given
-        if given.workspace is None and needed:
-            workspace = inputs.q.new_empty(needed, dtype=torch.uint8)
-            outputs = KdaOutputs(given.o, given.final_state, given.intermediate_states, workspace)
-    planned = None if shape.options.recurrent else _plan(inputs, choice, context_parallel)
-    if planned is not None:
-        name, planner, plan = planned
+        outputs = contract.allocate_outputs(inputs, call.workspace_bytes, given)
+        contract.check_outputs(inputs, outputs, call.workspace_bytes)
+        contract.check_memory(inputs, outputs)
+    name = None
+    if call.planner is not None and (plan := ask_planner(call, inputs)) is not None:
+        name, planner = call.planner
         returned = planner.run(plan, inputs, outputs, choice.backend)
     else:
-        name, returned = None, getattr(choice.backend, entry)(inputs, outputs)
+        returned = getattr(choice.backend, call.entry)(inputs, outputs)
     if returned is not outputs:
         raise BackendContractError(
-            f"{choice.spec.name}.{entry} returned {type(returned).__name__}, not the outputs it was given"
+            f"{choice.spec.name}.{call.entry} returned {type(returned).__name__}, not the outputs it was given"
         )
-    registry.notify(registry.Call(choice.spec.name, entry, shape.device_type, name))
+    registry.notify(choice.spec.name, call.entry, shape.device_type, name)
     return outputs
 
 
-def _plan(inputs: KdaInputs, choice: registry.Choice, mode: str) -> tuple[str, Any, Any] | None:
-    """(planner's name, planner, plan), or None for a direct call. Mode: "off", "auto", or a plan as JSON."""
-    if mode == "off" or (mode == "auto" and inputs.options.needs_backward):
+def ask_planner(call: CallPlan, inputs: KdaInputs) -> Plan | None:
+    """How the planner splits the call, or None for a direct one."""
+    if call.planner is None:
         return None
-    found = registry.REGISTRY.planner()
-    if mode == "auto":
-        if found is None or inputs.options.pin:
-            return None
-        name, planner = found
-        plan = planner.plan(inputs, choice.spec, choice.backend)
-        return None if plan is None else (name, planner, plan)
-    if found is None:
-        raise PlannerError(
-            "context_parallel: a plan was given, but no planner is installed and on (kda-cp, KDA_CP)"
-        )
-    name, planner = found
-    return name, planner, planner.plan_from_json(mode)
+    _, planner = call.planner
+    if call.plan is not None:
+        return planner.plan_from_json(call.plan)
+    return planner.plan(inputs, call.choice.spec, call.choice.backend)
 
 
 def _empty(x: Tensor | None, like: Tensor) -> Tensor:
@@ -107,30 +188,74 @@ def _empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _chunk_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out = _execute(*_unpack(args), given=None)
+    tensors = args[:_N_TENSORS]
+    out = execute(call_plan(tensors, args[_N_TENSORS:]), tensors)
     return out.o, _empty(out.final_state, out.o), _empty(out.intermediate_states, out.o)
 
 
 def _chunk_fwd_out(*args: Any) -> None:
-    _execute(*_unpack(args[:-4]), given=KdaOutputs(*args[-4:]))
+    tensors = args[:_N_TENSORS]
+    execute(call_plan(tensors, args[_N_TENSORS:-4]), tensors, given=args[-4:])
 
 
 def _chunk_bwd(grad_o: Tensor, grad_final_state: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     """Gradients of the first eight tensor arguments, in their shapes."""
-    inputs, backend, _ = _unpack((*args, "off"))
-    inputs = contract.align_inputs(inputs)
-    choice = registry.REGISTRY.resolve(inputs.shape, backend)
-    grads = choice.backend.chunk_bwd(inputs, grad_o.contiguous(), grad_final_state)  # type: ignore[attr-defined]
-    registry.notify(registry.Call(choice.spec.name, "chunk_bwd", inputs.shape.device_type))
+    tensors = args[:_N_TENSORS]
+    call = call_plan(tensors, (*args[_N_TENSORS:], "off"))
+    inputs = contract.make_inputs(tensors, call.shape)
+    grads = call.choice.backend.chunk_bwd(inputs, grad_o.contiguous(), grad_final_state)  # type: ignore[attr-defined]
+    registry.notify(call.choice.spec.name, "chunk_bwd", call.shape.device_type)
     found = [getattr(grads, f.name) for f in fields(grads)]
     return tuple(grad_o.new_empty(0) if x is None else d.reshape(x.shape) for x, d in zip(args[:8], found))
+
+
+# ---- eager calls, past the dispatcher
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def dispatcher_is_idle(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether torch's dispatcher would go straight to the operator's kernel: nobody differentiates, transforms, traces
+    or watches operators, and these are ordinary tensors. Not to be asked while `torch.compiler.is_compiling`."""
+    if (
+        _C._len_torch_dispatch_stack()
+        or _C._is_torch_function_mode_enabled()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state() is not None
+        or not _PLAIN.issuperset(map(type, tensors))
+        or (q := tensors[0]) is None
+        or q.is_meta
+    ):
+        return False
+    grad = torch.is_grad_enabled()
+    for x in tensors:
+        # the dispatcher negates ``x.conj().imag``, which is a flag on a view, when it is read
+        if x is not None and ((grad and x.requires_grad) or x.is_neg()):
+            return False
+    return True
+
+
+def execute_directly(
+    call: CallPlan, tensors: Sequence[Tensor | None], given: Sequence[Tensor | None] | None
+) -> KdaOutputs:
+    """`execute` without the dispatcher, which takes longer than all the rest; only where `dispatcher_is_idle`."""
+    if not torch.is_grad_enabled():
+        return execute(call, tensors, given)
+    with _C._AutoDispatchBelowAutograd():  # as in an operator's kernel: no versions or tangents are tracked
+        return execute(call, tensors, given)
 
 
 # ---- fake tensors
 
 
+def _fake_inputs(args: Sequence[Any]) -> KdaInputs:
+    tensors, options = args[:_N_TENSORS], args[_N_TENSORS : _N_TENSORS + _N_OPTIONS]
+    shape = contract.problem_shape(*tensors, options=KdaOptions(*options))
+    return contract.make_inputs(tensors, shape, align=False)
+
+
 def _fake_chunk_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, _, _ = _unpack(args)
+    inputs = _fake_inputs(args)
     s, new = inputs.shape, inputs.q.new_empty
     o = new((s.B, s.T, s.HV, s.V))
     state = new(s.state_shape, dtype=s.state_dtype) if s.options.output_final_state else new(0)
@@ -144,7 +269,7 @@ def _fake_chunk_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_chunk_fwd_out(*args: Any) -> None:
-    inputs, _, _ = _unpack(args[:-4])
+    inputs = _fake_inputs(args)
     if not inputs.options.return_intermediate_states:
         contract.check_outputs(inputs, KdaOutputs(*args[-4:]))
 

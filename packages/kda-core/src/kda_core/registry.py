@@ -99,6 +99,9 @@ class Registry:
         self._backends: tuple[_Candidate, ...] | None = None
         self._planners: tuple[_Candidate, ...] | None = None
         self._targets: dict[str, Any] = {}
+        self.plans: dict[Any, Any] = {}
+        """What `kda_core.ops` found out about calls. It depends on the candidates, hence its place: `refresh` puts a new
+        one here, and what a call that began before stores later lands in the old one."""
 
     def refresh(self) -> None:
         """Forgets everything; entry points and targets are read again when they are next needed."""
@@ -106,6 +109,7 @@ class Registry:
             importlib.invalidate_caches()
             self._backends = self._planners = None
             self._targets.clear()
+            self.plans = {}
 
     # ---- discovery
 
@@ -143,6 +147,15 @@ class Registry:
         return loaded
 
     # ---- choice
+
+    def rules(self, backend: str | None) -> tuple[str | None, ...]:
+        """All outside a call that decides which of the known backends serves it; `resolve` gives equal answers where
+        these are equal."""
+        if backend is not None:
+            return (backend,)
+        if (name := _override.get()) is not None:
+            return (None, name)
+        return (None, None, env.KDA_BACKEND.given())
 
     def info(self) -> tuple[BackendInfo, ...]:
         """Every known backend, installed ones first, in the order of discovery."""
@@ -306,9 +319,10 @@ class Call:
 _observers: list[Callable[[Call], None]] = []
 
 
-def notify(call: Call) -> None:
+def notify(backend: str, entry: str, device_type: str, planner: str | None = None) -> None:
+    """Tells the observers of an executed call; the arguments are the fields of `Call`."""
     for observer in tuple(_observers):
-        observer(call)
+        observer(Call(backend, entry, device_type, planner))
 
 
 @contextmanager

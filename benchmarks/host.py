@@ -1,0 +1,145 @@
+"""Measures what the host does in an eager call: wall time of asynchronous calls, whose kernels nobody waits for.
+
+    python benchmarks/host.py                      # the backends that run here, and `nothing`
+    python benchmarks/host.py --backend sm90 --T 64 --H 1
+
+The backend `nothing`, which this script registers, launches nothing: its row is the time of kda-core itself, with the
+allocation of o and of a workspace. Each figure is the median over rounds of (time of all calls) / calls, in
+microseconds; the GPU has finished before a round begins. A case whose kernels take longer than the host's work measures
+the GPU, once its queue is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kda_core
+from kda_core.backend import BackendSpec
+from kda_core.contract import Feature, KdaInputs, KdaOutputs, ProblemShape
+from kda_core.registry import record_calls
+
+D = 128
+
+
+class Nothing:
+    """Satisfies `kda_core.backend.Backend` and leaves the outputs as they are."""
+
+    def can_run(self, shape: ProblemShape) -> str | None:
+        return None
+
+    def workspace_bytes(self, shape: ProblemShape) -> int:
+        return 1 << 18
+
+    def prepare(self, shape: ProblemShape) -> None:
+        pass
+
+    def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        return outputs
+
+
+SPEC = BackendSpec(
+    name="nothing",
+    abi=(1, 0),
+    archs=frozenset({"any"}),
+    features=frozenset({f.value for f in Feature} - {"backward", "recurrent"}),
+    target="host:Nothing",
+    install="",
+    priority=-1000,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--backend", nargs="+", help="by name (default: nothing, and on a GPU all that run there)")
+    p.add_argument("--T", type=int, default=64)
+    p.add_argument("--H", type=int, default=1)
+    p.add_argument("--calls", type=int, default=1000, help="calls a round")
+    p.add_argument("--rounds", type=int, default=9)
+    args = p.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        _register(Path(folder))
+        names = args.backend or _backends(device)
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        print(
+            f"T={args.T} H={args.H} on {name}, torch {torch.__version__}: us a call, {args.calls} calls a round"
+        )
+        print(f"{'case':<26}" + "".join(f"{n:>12}" for n in names))
+        with torch.inference_mode():
+            for case, x in cases(args.T, args.H, device).items():
+                row = [microseconds(x | {"backend": n}, n, args.calls, args.rounds) for n in names]
+                print(f"{case:<26}" + "".join(f"{us:12.1f}" for us in row), flush=True)
+    return 0
+
+
+def cases(T: int, H: int, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Arguments of ``chunk_kda`` by the name of the case."""
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device).to(torch.bfloat16)
+
+    q, k, v, g = (normal(1, T, H, D) for _ in range(4))
+    plain = {"q": q, "k": k, "v": v, "g": -g.abs().clamp(max=5), "beta": normal(1, T, H).sigmoid()}
+    gated = plain | {
+        "A_log": torch.zeros(H, device=device), "dt_bias": torch.zeros(H * D, device=device), "lower_bound": -5.0,
+        "safe_gate": True, "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+    }  # fmt: skip
+    state = torch.zeros(1, H, D, D, device=device)
+    bounds = torch.tensor([0, T], dtype=torch.int32)
+    stateful = gated | {"initial_state": state, "output_final_state": True}
+    return {
+        "precomputed gate": plain,
+        "gate in kernel": gated,
+        "packed": gated | {"cu_seqlens": bounds.to(device)},
+        "packed, cu_seqlens_cpu": gated | {"cu_seqlens": bounds.to(device), "cu_seqlens_cpu": bounds},
+        "states": stateful,
+        "out": gated | {"out": torch.empty_like(v)},
+        "states, out": stateful | {"out": (torch.empty_like(v), torch.empty_like(state))},
+    }
+
+
+def microseconds(x: dict[str, Any], backend: str, calls: int, rounds: int) -> float:
+    """Host time of one call of `rounds` times `calls`; asserts that `backend` serves it."""
+    synchronize: Callable[[], object] = torch.cuda.synchronize if x["q"].is_cuda else (lambda: None)
+    with record_calls() as ran:
+        kda_core.chunk_kda(**x)
+    assert [c.backend for c in ran] == [backend], ran
+    times = []
+    for _ in range(rounds):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            kda_core.chunk_kda(**x)
+        times.append(time.perf_counter() - start)
+    synchronize()
+    return statistics.median(times) / calls * 1e6
+
+
+def _register(folder: Path) -> None:
+    """Makes `SPEC` an installed backend of this process: a distribution is a folder on ``sys.path``."""
+    info = folder / "kda_nothing-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kda-nothing\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[kda_core.backends]\nnothing = host:SPEC\n")
+    sys.path.insert(0, str(folder))
+    kda_core.backends(refresh=True)
+
+
+def _backends(device: torch.device) -> list[str]:
+    if device.type == "cpu":
+        return ["nothing"]  # the reference computes on the host
+    return ["nothing", *(i.name for i in kda_core.backends() if i.status == "ok" and i.name not in ("nothing", "reference"))]  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

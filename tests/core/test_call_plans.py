@@ -1,0 +1,392 @@
+"""What is remembered about calls, and which calls pass the dispatcher by: neither changes a result or an error."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from inputs import call, replaced
+from test_arguments import CASES
+from test_arguments import X as GOOD  # of which some cases are made
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kda_core
+from kda_core import chunk_kda, explain, fused_recurrent_kda, ops, use_backend
+from kda_core.errors import ArgumentError, BackendNotFoundError, KdaError, NoEligibleBackendError
+from kda_core.registry import REGISTRY, record_calls
+
+X = call()
+OPERATORS = {"kda_core.chunk_fwd.default", "kda_core.chunk_fwd_out.default"}
+
+
+class Seen(TorchDispatchMode):
+    """Collects the names of the operators of this project that are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func) in OPERATORS:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known():
+    kda_core.backends(refresh=True)
+    assert not REGISTRY.plans
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The shapes for which plans were made."""
+    shapes = []
+    original = ops.make_plan
+    monkeypatch.setattr(ops, "make_plan", lambda shape, *a: shapes.append(shape) or original(shape, *a))
+    return shapes
+
+
+def ran(**kwargs):
+    with record_calls() as calls:
+        chunk_kda(**replaced(X, **kwargs))
+    (only,) = calls
+    return only.backend
+
+
+def through_the_operator(function, *args, **kwargs):
+    with Seen() as seen:
+        result = function(*args, **kwargs)
+    assert len(seen.names) == 1, seen.names
+    return result
+
+
+def same(a, b):
+    return len(a) == len(b) and all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
+
+
+# ---- a call that is known is the same call
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"output_final_state": True, "return_intermediate_states": True},
+        {"initial_state": torch.ones(1, 2, 8, 8), "output_final_state": True},
+        {"cu_seqlens": torch.tensor([0, 7, 7, 20]), "output_final_state": True},
+        {"use_gate_in_kernel": True, "A_log": torch.nn.Parameter(torch.zeros(2)), "dt_bias": torch.zeros(16)},
+    ],
+    ids=["plain", "outputs", "state", "packed", "gate"],
+)
+def test_known_calls_give_the_operators_results(more, made):
+    with torch.no_grad():
+        want = through_the_operator(chunk_kda, **X, **more)
+        for _ in range(3):
+            got = chunk_kda(**X, **more)
+            assert same(got, want) and not any(t is not None and t.requires_grad for t in got)
+    assert len(made) == 1, "the operator's kernel and the direct call share their plans"
+
+
+def test_recurrent_calls_are_known_too(made):
+    want = through_the_operator(fused_recurrent_kda, **X, output_final_state=True)
+    assert same(fused_recurrent_kda(**X, output_final_state=True), want)
+    assert same(fused_recurrent_kda(**X, output_final_state=True), want)
+    assert len(made) == 1 and made[0].options.recurrent
+    chunk_kda(**X, output_final_state=True)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "argument", "words"),
+    CASES,
+    ids=lambda c: "-".join(c) if isinstance(c, dict) else None,
+)
+def test_bad_input_is_refused_after_good_input_each_time(changes, kind, argument, words):
+    packed = {"cu_seqlens": torch.tensor([0, 20])}
+    for good in ({}, packed, packed | {"cu_seqlens_cpu": packed["cu_seqlens"]}):
+        chunk_kda(**GOOD, **good)
+    for _ in range(2):
+        with pytest.raises(kind) as caught:
+            chunk_kda(**(GOOD | changes))
+        assert str(caught.value).startswith(f"{argument}: expected ") and words in str(caught.value)
+
+
+def test_values_that_are_equal_but_of_another_type_are_no_known_options():
+    chunk_kda(**X, output_final_state=True, chunk_size=64)
+    for bad in ({"output_final_state": 1}, {"output_final_state": True, "chunk_size": 64.0}, {"scale": True}):
+        with pytest.raises(KdaError):
+            chunk_kda(**X, **bad)
+    assert same(chunk_kda(**X, scale=1), chunk_kda(**X, scale=1.0))
+
+
+def test_contents_are_looked_at_in_every_call():
+    cu = torch.tensor([0, 5, 20])
+    for bounds, chunks in ((cu, 2), (torch.tensor([0, 10, 20]), 2)):
+        h = chunk_kda(**X, cu_seqlens=bounds, return_intermediate_states=True)[2]
+        assert h.shape[1] == chunks
+    long = call(T=130)
+    for bounds, chunks in ((torch.tensor([0, 65, 130]), 4), (torch.tensor([0, 64, 130]), 3)):
+        h = chunk_kda(**long, cu_seqlens=bounds, return_intermediate_states=True)[2]
+        assert h.shape[1] == chunks
+    cu[1] = 30
+    with pytest.raises(ArgumentError, match="30 before 20"):
+        chunk_kda(**X, cu_seqlens=cu)
+    with pytest.raises(ArgumentError, match="30 before 20"):
+        chunk_kda(**X, cu_seqlens=torch.tensor([0, 5, 20]), cu_seqlens_cpu=cu)
+
+
+def test_addresses_and_strides_are_looked_at_in_every_call(made):
+    want = chunk_kda(**X)[0]
+    shifted = torch.empty(X["q"].numel() + 1)[1:].view_as(X["q"]).copy_(X["q"])
+    strided = torch.empty(*X["q"].shape, 2)[..., 0].copy_(X["q"])
+    negative = torch.complex(torch.zeros_like(X["q"]), -X["q"]).conj().imag
+    assert shifted.data_ptr() % 16 and not strided.is_contiguous() and negative.is_neg()
+    for q in (shifted, strided, negative):
+        assert torch.equal(chunk_kda(**replaced(X, q=q))[0], want)
+    zeros = torch._efficientzerotensor(X["v"].shape)  # tangents may be such: no memory until they are read
+    assert not chunk_kda(**replaced(X, v=zeros))[0].any()
+    out = torch.empty_like(want)
+    assert chunk_kda(**X, out=out)[0] is out and torch.equal(out, want)
+    for bad, words in (
+        (X["v"], "shared with v"),
+        (torch.empty(out.numel() + 1)[1:].view_as(out), "multiple of 16"),
+        (torch.empty(1, 20, 8, 2).mT, "contiguous"),
+    ):
+        with pytest.raises(KdaError, match=words):
+            chunk_kda(**X, out=bad)
+    assert len(made) == 1
+
+
+def test_one_half_of_a_pair_of_outputs_may_be_given():
+    want = chunk_kda(**X, output_final_state=True)
+    state = torch.empty_like(want[1])
+    o, got = chunk_kda(**X, output_final_state=True, out=(None, state))
+    assert got is state and same((o, got), want)
+    with pytest.raises(ArgumentError, match="out\\[1\\].*shared with initial_state"):
+        chunk_kda(**X, initial_state=state, output_final_state=True, out=(None, state))
+
+
+# ---- what decides about the backend decides anew
+
+
+def test_another_choice_is_another_call(install, monkeypatch):
+    install("alpha", priority=1)
+    install("beta", priority=0)
+    for _ in range(2):
+        assert ran() == "alpha"
+        with use_backend("beta"):
+            assert ran() == "beta"
+            assert ran(backend="reference") == "reference"
+        assert ran() == "alpha"
+        monkeypatch.setenv("KDA_BACKEND", "beta")
+        assert ran() == "beta"
+        monkeypatch.setenv("KDA_BACKEND", "absent")
+        with pytest.raises(BackendNotFoundError):
+            ran()
+        monkeypatch.delenv("KDA_BACKEND")
+        monkeypatch.setenv("KDA_CP", "maybe")
+        with pytest.raises(ArgumentError, match="KDA_CP"):
+            ran()
+        assert ran(context_parallel="off") == "alpha"
+        monkeypatch.delenv("KDA_CP")
+
+
+def test_a_new_plugin_serves_calls_that_were_known(install):
+    assert ran() == "reference"
+    install("better", priority=1)
+    assert ran() == "better"
+    install("best", priority=2)
+    assert ran() == "best"
+
+
+def test_a_plan_that_was_begun_before_a_refresh_is_not_kept(install, monkeypatch):
+    original = ops.make_plan
+
+    def slow(*args):
+        plan = original(*args)
+        install("late", priority=1)
+        return plan
+
+    monkeypatch.setattr(ops, "make_plan", slow)
+    assert ran() == "reference"
+    monkeypatch.setattr(ops, "make_plan", original)
+    assert ran() == "late"
+
+
+def test_a_plan_is_not_kept_if_the_environment_changed_meanwhile(install, monkeypatch):
+    install("alpha")
+    original = REGISTRY.resolve
+
+    def late(*args):
+        monkeypatch.setenv("KDA_BACKEND", "reference")
+        return original(*args)
+
+    monkeypatch.setattr(REGISTRY, "resolve", late)
+    assert ran() == "reference"
+    monkeypatch.setattr(REGISTRY, "resolve", original)
+    monkeypatch.delenv("KDA_BACKEND")
+    assert ran() == "alpha"
+
+
+def test_failures_are_not_kept(install, monkeypatch):
+    monkeypatch.setenv("KDA_BACKEND", "moody")
+    install(
+        "moody",
+        backend="from kda_core.reference import ReferenceBackend\n"
+        "class Backend(ReferenceBackend):\n    reason = 'not today'\n    def can_run(self, shape):\n        return self.reason\n",
+    )
+    import fake_moody_backend
+
+    for _ in range(2):
+        with pytest.raises(NoEligibleBackendError, match="not today"):
+            chunk_kda(**X)
+    monkeypatch.setattr(fake_moody_backend.Backend, "reason", None)
+    assert ran() == "moody"
+
+
+# ---- the store
+
+
+def test_it_is_bounded_and_holds_no_tensor(monkeypatch):
+    monkeypatch.setattr(ops, "MAX_PLANS", 4)
+    for T in range(1, 12):
+        x = call(T=T)
+        chunk_kda(**x)
+        assert 1 <= len(REGISTRY.plans) <= 4
+    alive = [weakref.ref(t) for t in x.values()]
+    del x
+    gc.collect()
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_threads_share_it(install):
+    install("alpha", priority=1)
+    names, wrong = ("alpha", "reference"), []
+    inputs = [call(T=T) for T in range(1, 7)]
+    want = [chunk_kda(**x)[0] for x in inputs]
+
+    def work(i):
+        with use_backend(names[i % 2]):
+            for _ in range(20):
+                for x, o in zip(inputs, want):
+                    if not torch.equal(chunk_kda(**x)[0], o):
+                        wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    with record_calls() as calls:
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert not wrong
+    assert sorted(c.backend for c in calls) == ["alpha"] * 360 + ["reference"] * 360
+
+
+# ---- who needs the operator gets it
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    """Counts the calls that pass the dispatcher by."""
+    calls = []
+    original = ops.execute_directly
+    monkeypatch.setattr(ops, "execute_directly", lambda *a: calls.append(1) or original(*a))
+    chunk_kda(**X)
+    assert len(calls) == 1
+    calls.clear()
+    return calls
+
+
+def test_gradients_come_from_the_operator(direct):
+    x = call()
+    x["v"].requires_grad_()
+    chunk_kda(**X)
+    direct.clear()
+    with record_calls() as calls:
+        o, _ = chunk_kda(**x)
+        assert "kda_core_chunk_fwd" in str(o.grad_fn)
+        o.sum().backward()
+    assert [c.entry for c in calls] == ["chunk_fwd", "chunk_bwd"] and not direct
+    with pytest.raises(ArgumentError, match="^out: "):
+        chunk_kda(**x, out=torch.empty_like(x["v"]))
+    with torch.no_grad():
+        assert not chunk_kda(**x)[0].requires_grad
+    assert len(direct) == 1
+
+
+def test_modes_see_the_operator(direct):
+    class Functions(TorchFunctionMode):
+        names = ()
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.names += (str(func),)
+            return func(*args, **(kwargs or {}))
+
+    o = torch.empty_like(X["v"])
+    with Seen() as seen:
+        chunk_kda(**X)
+        chunk_kda(**X, out=o)
+    assert seen.names == ["kda_core.chunk_fwd.default", "kda_core.chunk_fwd_out.default"]
+    with Functions() as functions:
+        chunk_kda(**X)
+    assert any("chunk_fwd" in name for name in functions.names)
+    assert not direct
+
+
+def test_tracers_record_the_operator(direct):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    f = lambda *x: chunk_kda(*x)[0]
+    graph = make_fx(f)(*X.values())
+    assert any("chunk_fwd" in str(n.target) for n in graph.graph.nodes)
+    assert torch.equal(graph(*X.values()), chunk_kda(**X)[0])
+    direct.clear()
+    torch._dynamo.reset()
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*X.values()), graph(*X.values()))
+    assert not direct
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+def test_jit_tracing_records_the_operator(direct):
+    traced = torch.jit.trace(lambda *x: chunk_kda(*x)[0], tuple(X.values()), check_trace=False)
+    assert "kda_core::chunk_fwd" in str(traced.graph) and not direct
+
+
+def test_fake_tensors_run_nothing(direct):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode, record_calls() as calls:
+        fake = {n: mode.from_tensor(t) for n, t in X.items()}
+        o, _ = chunk_kda(**fake)
+    assert o.shape == X["v"].shape and not calls and not direct
+    o, _ = chunk_kda(**{n: t.to("meta") for n, t in X.items()})
+    assert o.device.type == "meta" and o.shape == X["v"].shape
+
+
+def test_transforms_get_the_operator(direct):
+    other = call(seed=1)
+    batch = [torch.stack([X[n], other[n]]) for n in X]
+    o = torch.func.vmap(lambda *x: chunk_kda(*x)[0])(*batch)
+    assert not direct
+    assert torch.equal(o, torch.stack([chunk_kda(**X)[0], chunk_kda(**other)[0]]))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, on first use
+def test_forward_mode_tangents_are_dropped_as_by_the_operator():
+    import torch.autograd.forward_ad as fwAD
+
+    with fwAD.dual_level():
+        x = replaced(X, v=fwAD.make_dual(X["v"], torch.ones_like(X["v"])))
+        for run in (through_the_operator(chunk_kda, **x), chunk_kda(**x)):
+            assert fwAD.unpack_dual(run[0]).tangent is None
+
+
+def test_explain_says_the_same_of_a_known_call():
+    before = explain(**X, output_final_state=True)
+    chunk_kda(**X, output_final_state=True)
+    chunk_kda(**X, output_final_state=True)
+    assert explain(**X, output_final_state=True) == before
