@@ -1,28 +1,22 @@
-"""The chain kernel by itself: its recurrence over given records, against the same in fp64."""
+"""The chain by itself: its recurrence over given records, against the same in fp64."""
 
 from itertools import accumulate
 
 import pytest
 import torch
+from direct import launch, places
 
-from kda_core.cute import get_kernel
 from kda_core.testing import error
 from kda_sm90 import layouts
-from kda_sm90.config import HEAD_DIM, ChainConfig
-from kda_sm90.variants import CHAIN
+from kda_sm90.config import HEAD_DIM, PrefillConfig
 
 LENGTHS = (0, 1, 63, 0, 64, 65, 130, 400, 0)
 NAN = float("nan")
 
 
-def kernel_class():
-    from kda_sm90.kernels.chain import ChainKernel
-
-    return ChainKernel
-
-
 def make_records(n, C):
-    """n logical records of random tokens, gates that decay by up to 6% a token, rounded as the preparation does."""
+    """n logical records of random tokens, gates that decay by up to 6% a token, rounded as the preparation does; with
+    their v."""
     rng = torch.Generator("cuda").manual_seed(0)
     new = lambda *shape: torch.randn(*shape, generator=rng, device="cuda", dtype=torch.float64)
     q, k = (torch.nn.functional.normalize(new(n, C, HEAD_DIM), dim=-1) for _ in range(2))
@@ -33,11 +27,12 @@ def make_records(n, C):
     T = torch.linalg.solve_triangular(torch.eye(C, device="cuda") + L, torch.diag_embed(beta), upper=False)
     qd = q * up * HEAD_DIM**-0.5
     logical = {
-        "w": -(T @ (k * up)),
+        "kd": -(k * up),
         "qd": qd,
         "kg": k * (G[:, -1:] - G).exp(),
         "aqk": (qd @ (k * down).mT).tril(),
-        "u": T @ new(n, C, HEAD_DIM),
+        "t": T,
+        "v": new(n, C, HEAD_DIM),
     }
     return {n: x.bfloat16() for n, x in logical.items()} | {"a": G[:, -1].exp().float()}
 
@@ -62,7 +57,7 @@ def recurrence(records, each, C, HV, shape, initial, dtype):
         for c in range(-(-length // C)):
             x = {n: r[(slot + c) * HV : (slot + c + 1) * HV].to(dtype) for n, r in records.items()}
             before[-1].append(S)
-            R = x["u"] + x["w"] @ rounded(S)
+            R = x["t"] @ rounded(x["v"] + x["kd"] @ rounded(S))
             O = x["qd"] @ rounded(S) + x["aqk"] @ rounded(R)
             S = x["a"][:, :, None] * S + x["kg"].mT @ rounded(R)
             rows = min(C, length - c * C)
@@ -75,9 +70,10 @@ def recurrence(records, each, C, HV, shape, initial, dtype):
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
 @pytest.mark.parametrize("packed", (False, True), ids=("fixed", "packed"))
+@pytest.mark.parametrize("streams", (1, 3), ids=("one", "cut"))
 @pytest.mark.parametrize("warpgroups", (1, 2))
 @pytest.mark.parametrize("C", (32, 64))
-def test_it_is_the_recurrence(C, warpgroups, packed, v_first):
+def test_it_is_the_recurrence(C, warpgroups, streams, packed, v_first):
     HV, lengths = 2, LENGTHS if packed else None
     B, T = (1, sum(LENGTHS)) if packed else (2, 200)
     each, slots = sequences(B, T, C, lengths)
@@ -87,16 +83,29 @@ def test_it_is_the_recurrence(C, warpgroups, packed, v_first):
         owned[slot : slot + -(-length // C)] = True
         if rest := length % C:
             last = slice((slot + length // C) * HV, (slot + length // C + 1) * HV)
-            for name in ("w", "qd", "kg", "u", "aqk"):
+            for name in ("kd", "qd", "kg", "aqk", "t", "v"):
                 records[name][last, rest:] = 0
-            records["aqk"][last, :, rest:] = 0
-    size = layouts.workspace_bytes(slots, HV, C)
-    workspace = layouts.split_workspace(torch.empty(size, dtype=torch.uint8, device="cuda"), slots, HV, C)
-    for name, array in workspace._asdict().items():
-        array.copy_(layouts.pack(name, records[name], C))
-        array.view(slots, HV, -1)[~owned] = NAN
+            for name in ("aqk", "t"):
+                records[name][last, :, rest:] = 0
+    # Rings of all slots of their streams, the records ready from the start, states not.
+    place, depth = places([first for *_, first in each], slots, HV, streams)
+    size = layouts.workspace_bytes(streams, depth, C)
+    buffer = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
+    workspace = layouts.split_workspace(buffer, streams, depth, C)
+    counters = workspace.counters[: -layouts.LINE].view(streams, -1)
+    counters.fill_(2**31 - 1)
+    counters[:, -layouts.LINE :] = 0
+    for name, records_of in records.items():
+        if name != "v":
+            packed_records = layouts.pack(name, records_of, C).view(slots, HV, -1)
+            packed_records[~owned] = NAN
+            getattr(workspace, name)[place] = packed_records.transpose(0, 1)
 
     N, shape, every = len(each), (B, T, HV, HEAD_DIM), 64
+    v = torch.full(shape, NAN, device="cuda", dtype=torch.bfloat16)
+    for b, start, length, slot in each:
+        rows = records["v"].view(slots, HV, C, HEAD_DIM)[slot : slot + -(-length // C)]
+        v[b, start : start + length] = rows.transpose(1, 2).flatten(0, 1)[:length]
     initial = torch.randn(N, HV, HEAD_DIM, HEAD_DIM, device="cuda")
     want_o, want_s, before = recurrence(records, each, C, HV, shape, initial, torch.float64)
     best_o, best_s, _ = recurrence(records, each, C, HV, shape, initial, torch.float32)
@@ -107,11 +116,12 @@ def test_it_is_the_recurrence(C, warpgroups, packed, v_first):
     NT = sum(-(-n // every) for n in lengths) if packed else -(-T // every)
     states = torch.full((B, NT, HV, HEAD_DIM, HEAD_DIM), NAN, device="cuda", dtype=torch.bfloat16)
     offsets = torch.tensor([0, *accumulate(lengths)], device="cuda", dtype=torch.int32) if packed else None
-    config = ChainConfig(
-        C, warpgroups, initial_state=True, states=every, v_first=v_first, offsets="int32" if packed else None
-    )
-    get_kernel(kernel_class(), config, "sm_90a")(*workspace, offsets, layout(initial), o, final, states)
-    torch.cuda.synchronize()
+    start = layout(initial)
+    launch(
+        PrefillConfig(C, warpgroups, states=True), o, v=v, initial_state=start, final_state=final, states=states,
+        offsets=offsets, offset_bytes=4 if packed else 0, workspace=buffer, N=N, T=T, H=HV, HV=HV, beta_bytes=2,
+        v_first=int(v_first), every=every // C, state_count=B * NT, preparers=0, streams=streams, depth=depth,
+    )  # fmt: skip
 
     limits = [error(best_o.bfloat16(), want_o), error(best_s, want_s, state=True)]
     assert error(o, want_o) <= 1.2 * limits[0] + 1e-6
@@ -124,19 +134,3 @@ def test_it_is_the_recurrence(C, warpgroups, packed, v_first):
     assert len(saved) == len(found)
     for S, h in zip(saved, found):
         assert (h.double() - S).norm() <= 6e-3 * S.norm()
-
-
-@pytest.mark.parametrize("config", CHAIN, ids=str)
-def test_it_compiles_without_a_gpu(config, tmp_path, monkeypatch):
-    monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path))
-    assert callable(get_kernel(kernel_class(), config, "sm_90a"))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [({"chunk": 16}, "chunk"), ({"warpgroups": 3}, "warpgroups"), ({"states": 96}, "states"),
-     ({"v_first": True, "final_state": False}, "v_first")],
-)  # fmt: skip
-def test_a_variant_that_does_not_exist_is_refused(wrong, named):
-    with pytest.raises(ValueError, match=f"^{named}: "):
-        ChainConfig(**wrong)

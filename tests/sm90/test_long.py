@@ -34,3 +34,16 @@ def test_a_million_tokens_are_the_same_in_pieces(family):
         assert torch.equal(o, whole[:, start : start + piece]), f"tokens from {start} on differ"
     assert torch.equal(state, final)
     assert torch.isfinite(final).all() and torch.isfinite(whole).all()
+
+
+@pytest.mark.arch((9, 0))
+def test_one_long_sequence_among_many_without_tokens():
+    """Its records pass through rings that were planned for sequences of the mean length."""
+    lengths = (*(0,) * 60, 3000, *(0,) * 60)
+    x = make_inputs("slow", 3000, H=3, lengths=lengths, device="cuda").arguments
+    x.pop("output_final_state", None)
+    o, state = run(x, pin=True)
+    x.pop("cu_seqlens")
+    alone, final = run(x, pin=True)
+    assert torch.equal(o, alone) and torch.equal(state[60], final[0])
+    assert not state[:60].any() and not state[61:].any()

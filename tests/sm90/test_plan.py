@@ -6,7 +6,7 @@ import torch
 from kda_core.contract import KdaOptions, ProblemShape
 from kda_sm90 import layouts
 from kda_sm90.backend import Sm90Backend
-from kda_sm90.plan import plan, refusal
+from kda_sm90.plan import LEAST_DEPTH, plan, refusal
 
 BF16 = torch.bfloat16
 
@@ -39,49 +39,72 @@ def test_what_is_not_built_is_refused_with_the_reason(change, reason):
 
 
 def test_the_gate_decides_whether_rows_vote():
-    assert not plan(shape()).prepare.vote
-    assert plan(shape(lower_bound=-8.0)).prepare.vote
+    assert not plan(shape()).config.vote
+    assert plan(shape(lower_bound=-8.0)).config.vote
     assert (
-        plan(shape(lower_bound=None)).prepare.gate == "softplus"
-        and plan(shape(lower_bound=None)).prepare.vote
+        plan(shape(lower_bound=None)).config.gate == "softplus" and plan(shape(lower_bound=None)).config.vote
     )
     free = {"use_gate_in_kernel": False, "lower_bound": None, "A_log": False, "dt_bias": False}
-    assert plan(shape(**free)).prepare.gate == "precomputed" and plan(shape(**free)).prepare.vote
-    assert not plan(shape(**free, safe_gate=True)).prepare.vote
+    assert plan(shape(**free)).config.gate == "precomputed" and plan(shape(**free)).config.vote
+    assert not plan(shape(**free, safe_gate=True)).config.vote
 
 
 def test_intermediate_states_choose_a_chunk_that_divides_their_spacing():
     for size in (32, 64):
         chosen = plan(shape(return_intermediate_states=True, chunk_size=size))
-        assert chosen.chain.states == size and size % chosen.chain.chunk == 0
-        assert chosen.prepare.chunk == chosen.chain.chunk
-    assert plan(shape(chunk_size=32)).chain.states == 0
+        assert chosen.config.states and size % chosen.chunk == 0
+    assert not plan(shape(chunk_size=32)).config.states
 
 
-def test_few_sequences_take_long_chunks_and_many_take_short_ones():
-    kind = lambda s: (plan(s).chain.chunk, plan(s).chain.warpgroups)
-    assert kind(shape(T=65536)) == (64, 1)
-    assert kind(shape(T=8192, H=64, HV=64)) == (32, 1)
-    assert kind(shape(T=8192, H=96, HV=96)) == (32, 2)
+def test_few_sequences_give_each_half_of_v_an_sm_and_many_share_one():
+    assert plan(shape(T=65536)).config.warpgroups == 1
+    assert plan(shape(T=8192, H=96, HV=96)).config.warpgroups == 2
 
 
 def test_a_pinned_call_has_its_chunk_whatever_the_batch():
     shapes = [shape(B=B, T=T, HV=HV, pin=True) for B in (1, 8) for T in (64, 8192) for HV in (4, 64)]
-    assert {plan(s).prepare.chunk for s in shapes} == {64}
-    assert plan(shape(pin=True, return_intermediate_states=True, chunk_size=32)).prepare.chunk == 32
+    assert {plan(s).chunk for s in shapes} == {64}
+    assert plan(shape(pin=True, return_intermediate_states=True, chunk_size=32)).chunk == 32
 
 
-def test_a_layout_without_a_state_compiles_no_variant():
-    assert plan(shape(state_v_first=True)).chain == plan(shape()).chain
-    assert plan(shape(state_v_first=True, output_final_state=True)).chain.v_first
+CASES = [
+    {"B": 3, "T": 130},
+    {"T": 130, "N": 7, "index": torch.int32},
+    {"T": 8192, "HV": 64, "H": 16},
+    {"T": 8192, "HV": 96, "H": 96, "N": 6, "index": torch.int64},
+    {"B": 200, "T": 1000, "HV": 3, "H": 3},
+    {"T": 1 << 20, "HV": 4, "N": 1000, "index": torch.int32},
+    {"B": 2, "T": 64, "HV": 97, "H": 97},
+    {"T": 1 << 24, "HV": 64, "H": 64},
+]
 
 
-@pytest.mark.parametrize(
-    ("B", "T", "N", "index"), [(3, 130, None, None), (1, 130, 7, torch.int32), (1, 0, 2, torch.int64)]
-)
-def test_the_workspace_holds_every_slot(B, T, N, index):
-    s = shape(B=B, T=T, N=N, index=index)
-    chosen = plan(s)
-    C = chosen.prepare.chunk
-    assert chosen.slots == (B * -(-T // C) if index is None else T // C + N)
-    assert Sm90Backend().workspace_bytes(s) == layouts.workspace_bytes(chosen.slots, s.HV, C)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("sms", (20, 114, 132))
+def test_the_launch_fits_on_the_device_at_once_and_the_rings_into_512_mib(case, sms):
+    s = shape(**case)
+    chosen = plan(s, sms)
+    chains = chosen.streams * (2 // chosen.config.warpgroups)
+    assert chosen.preparers >= 1 and chosen.preparers + chains <= sms
+    assert chosen.streams <= s.HV * s.N
+    assert (
+        chosen.workspace_bytes
+        == layouts.workspace_bytes(chosen.streams, chosen.depth, chosen.chunk)
+        <= 512 << 20
+    )
+
+
+@pytest.mark.parametrize("N", (1, 2, 9, 100, 1000))
+@pytest.mark.parametrize("HV", (1, 3, 64))
+@pytest.mark.parametrize("T", (1, 64, 640, 6400))
+def test_a_ring_that_does_not_hold_all_of_a_sequence_is_deep_enough_to_move_on(T, HV, N):
+    s = shape(T=T, H=HV, HV=HV, N=N, index=torch.int32)
+    for sms in (2, 20, 132):
+        chosen = plan(s, sms)
+        assert chosen.depth >= min(LEAST_DEPTH, T // chosen.chunk + N)  # one sequence may have all the tokens
+
+
+def test_a_ring_is_no_deeper_than_its_stream_is_long():
+    chosen = plan(shape(T=64, H=1, HV=1))
+    assert chosen.streams == 1 and chosen.depth == -(-64 // chosen.chunk)
+    assert Sm90Backend().workspace_bytes(shape(T=64, H=1, HV=1)) == chosen.workspace_bytes

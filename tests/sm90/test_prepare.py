@@ -1,22 +1,23 @@
-"""The preparation kernel against the numeric specification, output by output; and the images it writes."""
+"""The preparation against the numeric specification, output by output; and the images it writes."""
 
 import pytest
 import torch
+from direct import launch, places
 
 from kda_core.cute import get_kernel
 from kda_core.testing import FAMILIES, make_inputs, specification
 from kda_sm90 import layouts
-from kda_sm90.config import HEAD_DIM, PrepareConfig
-from kda_sm90.variants import PREPARE
+from kda_sm90.config import HEAD_DIM, PrefillConfig
+from kda_sm90.variants import SAMPLE
 
-NAMES = {"w": "w", "u": "u", "Qd": "qd", "Kg": "kg", "Aqk": "aqk", "a": "a"}  # specification -> workspace
+NAMES = {"Kd": "kd", "Qd": "qd", "Kg": "kg", "T": "t", "Aqk": "aqk", "a": "a"}  # specification -> workspace
 LENGTHS = (0, 15, 0, 63, 64, 65, 1, 130, 0)
 
 
 @pytest.mark.parametrize("C", (32, 64))
-@pytest.mark.parametrize("name", ("w", "qd", "kg", "aqk", "u"))
+@pytest.mark.parametrize("name", ("kd", "qd", "kg", "aqk", "t"))
 def test_images_hold_every_element_once(name, C):
-    columns = C if name == "aqk" else HEAD_DIM
+    columns = C if name in ("aqk", "t") else HEAD_DIM
     logical = torch.arange(C * columns, dtype=torch.float32).view(1, C, columns)
     records = layouts.pack(name, logical, C)
     assert torch.equal(records.sort().values, logical.flatten(1))
@@ -25,73 +26,64 @@ def test_images_hold_every_element_once(name, C):
 
 @pytest.mark.parametrize("C", (32, 64))
 def test_the_workspace_is_split_without_overlap(C):
-    slots, HV = 3, 2
-    size = layouts.workspace_bytes(slots, HV, C)
+    streams, depth = 2, 3
+    size = layouts.workspace_bytes(streams, depth, C)
     buffer = torch.zeros(size + 128, dtype=torch.uint8)
     buffer = buffer[-buffer.data_ptr() % 128 :]
-    for n, view in enumerate(layouts.split_workspace(buffer, slots, HV, C)):
-        assert view.shape[0] == slots * HV and view.data_ptr() % 128 == 0
+    views = layouts.split_workspace(buffer, streams, depth, C)
+    for n, view in enumerate(views):
+        assert view.data_ptr() % 128 == 0
         assert not view.any(), n
         view.fill_(1)
+    assert all(view.shape[0] == streams * depth for view in views[:-2]) and views.carry.shape[0] == streams
+    assert views.counters.shape == (streams * layouts.counter_pitch(depth) + layouts.LINE,)
     with pytest.raises(ValueError, match="expected at least"):
-        layouts.split_workspace(buffer[: size - 1], slots, HV, C)
+        layouts.split_workspace(buffer[: size - 1], streams, depth, C)
 
 
 def config_of(x, C):
     bounded = x.get("lower_bound") is not None
     gate = "precomputed" if not x.get("use_gate_in_kernel") else "bounded" if bounded else "softplus"
-    return PrepareConfig(
-        chunk=C,
-        gate=gate,
-        a_log="A_log" in x and gate != "precomputed",
-        dt_bias="dt_bias" in x,
-        l2norm=x["use_qk_l2norm_in_kernel"],
-        beta_sigmoid=x["use_beta_sigmoid_in_kernel"],
-        gate_dtype=str(x["g"].dtype)[6:],
-        beta_dtype=str(x["beta"].dtype)[6:],
-        offsets="int32" if "cu_seqlens" in x else None,
-        vote=gate != "bounded",
-    )
+    return PrefillConfig(C, gate=gate, vote=gate != "bounded", gate_dtype=str(x["g"].dtype)[6:])
 
 
 def prepare(x, C, lengths):
-    """The kernel's records as {name: [chunks that exist, HV, ...]} in fp32, and all its slots' raw bytes untouched
-    elsewhere."""
-    (B, T, _, K), HV = x["q"].shape, x["v"].shape[2]
+    """The records of a call as {name: [chunks that exist, HV, ...]} in fp32; other slots have to be untouched. Rings
+    that hold every chunk of their streams keep each record."""
+    (B, T, H, K), HV = x["q"].shape, x["v"].shape[2]
     N = None if lengths is None else len(lengths)
     slots = layouts.slot_count(B, T, C, N)
-    buffer = torch.full((layouts.workspace_bytes(slots, HV, C),), 0xFF, dtype=torch.uint8, device="cuda")
-    workspace = layouts.split_workspace(buffer, slots, HV, C)
+    starts = [sum(lengths[:n]) for n in range(N)] if lengths is not None else []
+    firsts = [s // C + n for n, s in enumerate(starts)] or list(range(0, slots, slots // B))
+    streams = max(1, 2 * HV - 1)  # most of them cut a sequence
+    place, depth = places(firsts, slots, HV, streams)
+    buffer = torch.full((layouts.workspace_bytes(streams, depth, C),), 0xFF, dtype=torch.uint8, device="cuda")
+    workspace = layouts.split_workspace(buffer, streams, depth, C)
+    workspace.counters.zero_()
     config = config_of(x, C)
-    a_log, dt_bias = (
-        x.get(n) if used else None for n, used in (("A_log", config.a_log), ("dt_bias", config.dt_bias))
-    )
-    get_kernel(kernel_class(), config, "sm_90a")(
-        x["q"], x["k"], x["v"], x["g"], x["beta"], a_log, dt_bias, x.get("cu_seqlens"), *workspace,
-        K**-0.5, float(x.get("lower_bound") or -5.0),
+    inputs = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+    if config.gate != "precomputed":
+        inputs |= {n.lower(): x[n] for n in ("A_log", "dt_bias") if n in x}
+    if lengths is not None:
+        inputs |= {"offsets": x["cu_seqlens"], "offset_bytes": x["cu_seqlens"].element_size()}
+    launch(
+        config, torch.empty_like(x["v"]), **inputs, workspace=buffer, N=N or B, T=T, H=H, HV=HV,
+        beta_bytes=x["beta"].element_size(), l2norm=int(x["use_qk_l2norm_in_kernel"]), every=1,
+        beta_factor=float(x["use_beta_sigmoid_in_kernel"]), preparers=3, streams=streams, depth=depth,
+        scale=K**-0.5, lower_bound=float(x.get("lower_bound") or 0.0),
     )  # fmt: skip
-    torch.cuda.synchronize()
     if lengths is None:
         mine = list(range(slots))
     else:
-        starts = [sum(lengths[:n]) for n in range(N)]
-        mine = [
-            s // C + n + c for n, (s, size) in enumerate(zip(starts, lengths)) for c in range(-(-size // C))
-        ]
+        mine = [first + c for first, size in zip(firsts, lengths) for c in range(-(-size // C))]
     found = {}
     for name, stored in NAMES.items():
         y = layouts.unpack(stored, getattr(workspace, stored).float(), C)
-        y = y.view(slots, HV, *y.shape[1:])
+        y = y[place].transpose(0, 1)
         others = [s for s in range(slots) if s not in mine]
         assert torch.isnan(y[others]).all(), f"{name}: a slot without a chunk was written"
-        found[name] = -y[mine] if name == "w" else y[mine]
+        found[name] = -y[mine] if name == "Kd" else y[mine]
     return found
-
-
-def kernel_class():
-    from kda_sm90.kernels.prepare import PrepareKernel
-
-    return PrepareKernel
 
 
 def specified(x, C, lengths):
@@ -144,7 +136,18 @@ def test_packed_sequences_and_tails(family, C):
     assert_close(prepare(x, C, LENGTHS), specified(x, C, LENGTHS))
 
 
-@pytest.mark.parametrize("config", PREPARE, ids=str)
+@pytest.mark.parametrize("config", SAMPLE, ids=str)
 def test_it_compiles_without_a_gpu(config, tmp_path, monkeypatch):
+    from kda_sm90.kernels.prefill import PrefillKernel
+
     monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path))
-    assert callable(get_kernel(kernel_class(), config, "sm_90a"))
+    assert callable(get_kernel(PrefillKernel, config, "sm_90a"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"chunk": 16}, "chunk"), ({"warpgroups": 3}, "warpgroups"), ({"gate": "softplus"}, "vote")],
+)
+def test_a_variant_that_does_not_exist_is_refused(wrong, named):
+    with pytest.raises(ValueError, match=f"^{named}: "):
+        PrefillConfig(**wrong)

@@ -1,18 +1,19 @@
-"""The backend object: two launches, the preparation of all chunks and the chain over them."""
+"""The backend object: one launch, in which some CTAs prepare chunks and others are chains over them."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.cute import get_kernel
-from kda_sm90 import layouts
-from kda_sm90.plan import Plan, plan, refusal
-
-ARCH = "sm_90a"
+from kda_sm90.config import ARCH, PrefillConfig
+from kda_sm90.plan import SMS, plan, refusal
 
 
 class Sm90Backend:
@@ -22,44 +23,78 @@ class Sm90Backend:
         return refusal(shape)
 
     def workspace_bytes(self, shape: ProblemShape) -> int:
-        chosen = plan(shape)
-        return layouts.workspace_bytes(chosen.slots, shape.HV, chosen.prepare.chunk)
+        return plan(shape, sm_count()).workspace_bytes
 
     def prepare(self, shape: ProblemShape) -> None:
-        kernels(plan(shape))
+        launch_of(shape)
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-        shape, options = inputs.shape, inputs.options
-        if shape.T == 0:
+        if inputs.shape.T == 0:
             return pass_states(inputs, outputs)
-        chosen = plan(shape)
-        prepare, chain = kernels(chosen)
-        assert outputs.workspace is not None  # `workspace_bytes` is positive where there are tokens
-        workspace = layouts.split_workspace(outputs.workspace, chosen.slots, shape.HV, chosen.prepare.chunk)
-        bound = 0.0 if options.lower_bound is None else options.lower_bound
-        with torch.cuda.device(inputs.q.device):
-            prepare(
-                inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens, *workspace,
-                shape.scale, bound,
-            )  # fmt: skip
-            chain(
-                *workspace, inputs.cu_seqlens, inputs.initial_state,
-                outputs.o, outputs.final_state, outputs.intermediate_states,
-            )  # fmt: skip
+        device = inputs.q.get_device()
+        if device == torch.cuda.current_device():  # to enter its context takes longer than to ask
+            launch_of(inputs.shape)(inputs, outputs)
+        else:
+            with torch.cuda.device(device):
+                launch_of(inputs.shape)(inputs, outputs)
         return outputs
 
 
-def kernels(chosen: Plan) -> tuple[Callable[..., Any], ...]:
-    """The compiled kernels of a plan, in the order of `launches`."""
-    return tuple(get_kernel(kernel, config, ARCH) for kernel, config in launches(chosen))
+class Launch(NamedTuple):
+    """All of a launch that the shape decides: the kernel, and numbers in the order of ``kernels.prefill.ARGUMENTS``."""
+
+    kernel: Callable[..., Any]
+    integers: tuple[int, ...]
+    factors: tuple[float, ...]
+
+    def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
+        """On the current device and stream."""
+        states = outputs.intermediate_states
+        tensors = (
+            inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens,
+            inputs.initial_state, outputs.o, outputs.final_state, states, outputs.workspace,
+        )  # fmt: skip
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        count = 0 if states is None else states.shape[0] * states.shape[1]
+        self.kernel(outputs.o, *addresses, next(_tickets), count, *self.integers, *self.factors)
 
 
-def launches(chosen: Plan) -> tuple[tuple[type, object], ...]:
-    """(kernel class, configuration) of each launch of a plan: the preparation, the chain. Imports the DSL."""
-    from kda_sm90.kernels.chain import ChainKernel
-    from kda_sm90.kernels.prepare import PrepareKernel
+#: What tells a launch from all others that have used its workspace, of other processes too: see ``schedule.clear``.
+_tickets = itertools.count(1 + secrets.randbits(62))
 
-    return (PrepareKernel, chosen.prepare), (ChainKernel, chosen.chain)
+
+@functools.lru_cache(maxsize=1024)
+def launch_of(shape: ProblemShape) -> Launch:
+    """The launch that serves a shape; compiles its kernel if no call has needed it before. The last 1024 are held."""
+    chosen = plan(shape, sm_count())
+    options, config = shape.options, chosen.config
+    integers = (
+        shape.N, shape.T, shape.H, shape.HV,
+        0 if shape.index_dtype is None else shape.index_dtype.itemsize,
+        shape.beta_dtype.itemsize,
+        int(options.use_qk_l2norm_in_kernel),
+        int(options.state_v_first),
+        max(1, options.chunk_size // config.chunk),
+        chosen.preparers, chosen.streams, chosen.depth,
+    )  # fmt: skip
+    beta_factor = (2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid_in_kernel else 0.0
+    factors = (shape.scale, options.lower_bound or 0.0, beta_factor)
+    return Launch(compiled(config), integers, factors)
+
+
+@functools.cache
+def sm_count() -> int:
+    """SMs of the smallest visible Hopper GPU, for one plan, and with it one workspace, whatever the device; where
+    there is none, those of an H100."""
+    devices = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return min((d.multi_processor_count for d in devices if d.major == 9), default=SMS)
+
+
+def compiled(config: PrefillConfig) -> Callable[..., Any]:
+    """The kernel of a variant."""
+    from kda_sm90.kernels.prefill import PrefillKernel
+
+    return get_kernel(PrefillKernel, config, ARCH)
 
 
 def pass_states(inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:

@@ -1,17 +1,20 @@
-"""The workspace between the preparation kernel and the chain: six arrays of chunk records.
+"""The workspace between the preparation and the chain: six arrays of chunk records, states on the way, and counters.
 
-A record belongs to one slot (a chunk of a sequence) and one value head; its index is ``slot * HV + head``.
-Records are byte images of shared memory, so that the chain loads each with one bulk copy and no tensor map.
+A record is one chunk of a sequence and value head. Each of a launch's streams has a ring of ``depth`` records, one after
+the other; ``kernels/schedule.py`` says which record is where when, and what is counted. Records are byte images of
+shared memory, so that the chain loads each with one bulk copy and no tensor map.
 
 ====  ===============  =======================================================================================
-w     ``-w`` [C, K]     bf16, K-major image of a wgmma B operand with N = C. Negated: the chain adds it to u.
+kd    ``-Kd`` [C, K]    bf16, K-major image of a wgmma B operand with N = C. Negated: the chain adds it to v.
 qd    ``Qd`` [C, K]     bf16, the same image, scale included.
 kg    ``Kg`` [C, K]     bf16, MN-major image of a B operand with N = K, reduced over tokens: the same bytes
                         as the K-major image of [C, K].
 aqk   ``Aqk`` [C, C]    bf16, K-major image of a B operand with N = C rows, reduced over columns.
-u     ``u`` [C, V]      bf16, accumulator fragments of ``u^T``: [2 halves of V][C/16][128 threads][8].
-a     ``a`` [K]         fp32, decay of the whole chunk, ``2^G_end``.
+t     ``T`` [C, C]      bf16, the same image.
+a     ``a`` [K]         fp32, decay of the whole chunk, ``2^G_end``, in the order of ``decay_offset``.
 ====  ===============  =======================================================================================
+
+*carry* [streams, 2, 64*128] fp32 are states that one chain hands over to another, as its registers hold them.
 
 Images swizzle rows of 128 bytes: 16-byte column index XOR row mod 8 (byte address bits 4-6 with bits 7-9).
 Rows of 64 bytes, which occur where C = 32, swizzle bits 4-5 with bits 7-8. Wider rows are cut into panels of
@@ -22,6 +25,7 @@ Importing this module needs torch alone; what returns CuTe layouts imports the D
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -29,21 +33,27 @@ import torch
 from kda_sm90.config import HEAD_DIM
 
 PANEL = 64  # columns of an image's panel: 128 bytes of bf16
-WARPGROUP = 128
+LINE = 32  # counters in 128 bytes: those that different CTAs write lie in different lines of the L2
+HANDED = 2  # the two of a stream's last line that tell of states, behind those of what was read
+BEGUN, TICKET = 1, 2  # in the last line, behind the number of items that were claimed; the ticket is two wide
+CARRY_BYTES = 4 * HEAD_DIM * HEAD_DIM
 
 
 class Workspace(NamedTuple):
-    """Views of one workspace, in the order of the kernels' arguments.
+    """Views of one workspace, in the order in which they lie.
 
-    w, qd, kg, u [records, C*128] bf16; aqk [records, C*C] bf16; a [records, 128] fp32; records = slots * HV.
+    kd, qd, kg [streams*depth, C*128] bf16; aqk, t [.., C*C] bf16; a [.., 128] fp32; carry [streams, 2, 64*128] fp32;
+    counters int32 [streams * counter_pitch(depth) + LINE].
     """
 
-    w: torch.Tensor
+    kd: torch.Tensor
     qd: torch.Tensor
     kg: torch.Tensor
     aqk: torch.Tensor
-    u: torch.Tensor
+    t: torch.Tensor
     a: torch.Tensor
+    carry: torch.Tensor
+    counters: torch.Tensor
 
 
 def slot_count(B: int, T: int, C: int, N: int | None = None) -> int:
@@ -56,27 +66,49 @@ def slot_count(B: int, T: int, C: int, N: int | None = None) -> int:
     return B * -(-T // C) if N is None else T // C + N
 
 
-def _widths(C: int) -> Workspace:
-    wide = C * HEAD_DIM
-    return Workspace(w=wide, qd=wide, kg=wide, aqk=C * C, u=wide, a=HEAD_DIM)  # type: ignore[arg-type]
+def record_bytes(C: int) -> dict[str, int]:
+    """Bytes of a record in each array, in their order in the workspace."""
+    wide, square = 2 * C * HEAD_DIM, 2 * C * C
+    return {"kd": wide, "qd": wide, "kg": wide, "aqk": square, "t": square, "a": 4 * HEAD_DIM}
 
 
-def _dtype(name: str) -> torch.dtype:
-    return torch.float32 if name == "a" else torch.bfloat16
+def counter_pitch(depth: Any) -> Any:
+    """Counters of a stream: of the places of its ring, and a line of what its chains have done."""
+    return (depth + LINE - 1) // LINE * LINE + LINE
 
 
-def workspace_bytes(slots: int, HV: int, C: int) -> int:
-    """Bytes of the workspace of ``slots`` chunks and ``HV`` value heads; every array is a multiple of 128."""
-    widths = _widths(C)._asdict()
-    return slots * HV * sum(width * _dtype(name).itemsize for name, width in widths.items())
+def _counters(streams: int, depth: int) -> int:
+    """All counters: of the streams, and a line of those that are no stream's."""
+    return streams * counter_pitch(depth) + LINE
 
 
-def split_workspace(buffer: torch.Tensor, slots: int, HV: int, C: int) -> Workspace:
-    """The six arrays in one uint8 buffer of at least ``workspace_bytes``, aligned to 128 bytes.
+def record_size(C: int) -> int:
+    """Bytes of a record in all arrays together."""
+    return sum(record_bytes(C).values())
+
+
+def _arrays(streams: int, depth: int, C: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of every array."""
+    arrays: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, size in record_bytes(C).items():
+        dtype = torch.float32 if name == "a" else torch.bfloat16
+        arrays[name] = (dtype, (streams * depth, size // dtype.itemsize))
+    arrays["carry"] = (torch.float32, (streams, 2, CARRY_BYTES // 8))
+    return arrays | {"counters": (torch.int32, (_counters(streams, depth),))}
+
+
+def workspace_bytes(streams: int, depth: int, C: int) -> int:
+    """Bytes of a workspace; every array is a multiple of 128."""
+    arrays = _arrays(streams, depth, C).values()
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in arrays)
+
+
+def split_workspace(buffer: torch.Tensor, streams: int, depth: int, C: int) -> Workspace:
+    """The arrays in one uint8 buffer of at least ``workspace_bytes``, aligned to 128 bytes.
 
     Raises ValueError on another dtype, on a buffer that is too short, and on one that is not aligned.
     """
-    need = workspace_bytes(slots, HV, C)
+    need = workspace_bytes(streams, depth, C)
     if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or buffer.numel() < need:
         raise ValueError(
             f"workspace: expected at least {need} bytes of uint8 in one dimension, "
@@ -85,10 +117,9 @@ def split_workspace(buffer: torch.Tensor, slots: int, HV: int, C: int) -> Worksp
     if buffer.data_ptr() % 128:
         raise ValueError("workspace: expected an address that is a multiple of 128")
     views, start = [], 0
-    for name, width in _widths(C)._asdict().items():
-        dtype = _dtype(name)
-        end = start + slots * HV * width * dtype.itemsize
-        views.append(buffer[start:end].view(dtype).view(slots * HV, width))
+    for dtype, shape in _arrays(streams, depth, C).values():
+        end = start + math.prod(shape) * dtype.itemsize
+        views.append(buffer[start:end].view(dtype).view(shape))
         start = end
     return Workspace(*views)
 
@@ -109,39 +140,31 @@ def image_offset(row: Any, column: Any, rows: int, columns: int) -> Any:
     return panel + row * PANEL + ((((column // 8) % 8) ^ (row % 8)) * 8 + column % 8)
 
 
-def fragment_offset(token: Any, channel: Any, C: int) -> Any:
-    """Element offset of ``u[token, channel]`` in the image of u; the integers as in ``image_offset``.
-
-    Thread t = 32*warp + lane of the warpgroup of a half holds, in this order, u^T rows 16*warp + lane//4 + 8r
-    and columns 8j + 2*(lane%4) + e with index 4j + 2r + e; 8 of them are one 16-byte vector.
-    """
-    half, row = channel // 64, channel % 64
-    lane = (row % 8) * 4 + (token % 8) // 2
-    thread = (row // 16) * 32 + lane
-    index = (token // 8) * 4 + ((row % 16) // 8) * 2 + token % 2
-    return half * (C * 64) + ((index // 8) * WARPGROUP + thread) * 8 + index % 8
+def decay_offset(channel: Any) -> Any:
+    """Where the decay of a channel is. A thread of the chain needs those of channels 8j + 2*quad + 0..1: they lie side
+    by side for each quad, in 16-byte units that differ in their banks from those of the other quads."""
+    quad, unit = channel % 8 // 2, channel // 16
+    return quad * 32 + (unit ^ quad) * 4 + channel // 8 % 2 * 2 + channel % 2
 
 
 def _offsets(name: str, C: int) -> torch.Tensor:
-    columns = C if name == "aqk" else HEAD_DIM
+    if name == "a":
+        return decay_offset(torch.arange(HEAD_DIM))
+    columns = C if name in ("aqk", "t") else HEAD_DIM
     row, column = torch.arange(C).view(-1, 1), torch.arange(columns).view(1, -1)
-    return fragment_offset(row, column, C) if name == "u" else image_offset(row, column, C, columns)
+    return image_offset(row, column, C, columns)
 
 
 def unpack(name: str, records: torch.Tensor, C: int) -> torch.Tensor:
-    """Logical [..., C, columns] of the records [..., C*columns] of the array ``name``. Signs stay: w is -w."""
-    if name == "a":
-        return records
+    """Logical [..., C, columns] of the records [..., C*columns] of the array ``name``. Signs stay: kd is -Kd."""
     return records[..., _offsets(name, C).to(records.device)]
 
 
 def pack(name: str, logical: torch.Tensor, C: int) -> torch.Tensor:
     """The inverse of ``unpack``: records [..., C*columns] of a logical [..., C, columns]."""
-    if name == "a":
-        return logical
-    offsets = _offsets(name, C).to(logical.device).flatten()
-    records = torch.empty_like(logical).flatten(-2)
-    records[..., offsets] = logical.flatten(-2)
+    flat = logical if name == "a" else logical.flatten(-2)
+    records = torch.empty_like(flat)
+    records[..., _offsets(name, C).to(logical.device).flatten()] = flat
     return records
 
 
@@ -149,7 +172,7 @@ def pack(name: str, logical: torch.Tensor, C: int) -> torch.Tensor:
 
 
 def operand_layout(C: int, stages: int) -> Any:
-    """CuTe layout (C, K, stages) of w and qd: a K-major B operand with N = C."""
+    """CuTe layout (C, K, stages) of kd and qd: a K-major B operand with N = C."""
     return _b_layout("K_SW128", C, HEAD_DIM, stages)
 
 
@@ -158,8 +181,8 @@ def kg_layout(C: int, stages: int) -> Any:
     return _b_layout("MN_SW128", HEAD_DIM, C, stages)
 
 
-def aqk_layout(C: int, stages: int) -> Any:
-    """CuTe layout (C, C, stages) of aqk: a K-major B operand."""
+def square_layout(C: int, stages: int) -> Any:
+    """CuTe layout (C, C, stages) of aqk and t: a K-major B operand."""
     return _b_layout("K_SW64" if C == 32 else "K_SW128", C, C, stages)
 
 
@@ -170,12 +193,3 @@ def _b_layout(kind: str, n: int, k: int, stages: int) -> Any:
 
     atom = make_smem_layout_atom(SmemLayoutAtomKind[kind], BFloat16)
     return cute.tile_to_shape(atom, (n, k, stages), order=(1, 0, 2) if kind.startswith("MN") else (0, 1, 2))
-
-
-def u_layout(C: int, stages: int) -> Any:
-    """CuTe layout (8 elements, 128 threads, C/16 vectors, 2 halves, stages) of u."""
-    from cutlass import cute
-
-    vectors = C // 16
-    half = 8 * WARPGROUP * vectors
-    return cute.make_layout((8, WARPGROUP, vectors, 2, stages), stride=(1, 8, 8 * WARPGROUP, half, 2 * half))

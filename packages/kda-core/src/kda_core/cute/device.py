@@ -12,6 +12,9 @@ from cutlass import Float32, Int32, Int64, cute, select_
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+#: Policies of the L2, as ``createpolicy`` makes them for all of the data.
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
+
 LOG2E = 1.4426950408889634
 
 _LETTER = {Float32: "f", Int32: "r", Int64: "l"}
@@ -93,23 +96,28 @@ def minimum(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     return _asm("min.ftz.f32 $0, $1, $2;", [Float32], [a, b], False, loc, ip)[0]
 
 
+@dsl_user_op
+def absolute(x: Float32, *, loc=None, ip=None) -> Float32:
+    """|x|, usually free: a modifier of the operand."""
+    return _asm("abs.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
+
+
 def sigmoid(x: Float32) -> Float32:
     """1/(1 + e^-x), right at both ends: e^-x may overflow."""
     return rcp(ex2(x * Float32(-LOG2E)) + Float32(1.0))
 
 
-def softplus(x: Float32) -> Float32:
-    """log(1 + e^x), linear above 20. Relative error about 2^-18 or better for every x.
+def softplus2(y: Float32) -> Float32:
+    """log2(1 + 2^y), the softplus of y ln 2 in units of ln 2; relative error about 2^-16 or better for every y.
 
-    Below e^x = 1/8 the logarithm of a sum near 1 would lose the small gates of channels that hardly decay, so
-    that there log1p is its series.
+    It is max(y, 0) + log2(1 + t) with t = 2^-|y| in (0, 1], and log2(1 + t) / t a polynomial of the smallest relative
+    error (2^-16.9): a logarithm of a sum near 1 would lose the small gates of channels that hardly decay.
     """
-    e = ex2(minimum(x, Float32(20.0)) * Float32(LOG2E))
-    series = Float32(-1 / 6)
-    for coefficient in (1 / 5, -1 / 4, 1 / 3, -1 / 2, 1.0):
-        series = fma(series, e, Float32(coefficient))
-    logarithm = lg2(e + Float32(1.0)) * Float32(1 / LOG2E)
-    return select(x > 20.0, x, select(e < 0.125, series * e, logarithm))
+    t = ex2(-absolute(y))
+    series = Float32(-0.023869155 * LOG2E)
+    for coefficient in (0.101222299, -0.210048705, 0.325206697, -0.499361366, 0.999991596):
+        series = fma(series, t, Float32(coefficient * LOG2E))
+    return fma(t, series, maximum(y, Float32(0.0)))
 
 
 def select(condition, x, y):
@@ -276,6 +284,20 @@ def load_global_x4(address: Int64, valid, *, loc=None, ip=None) -> list[Int32]:
 
 
 @dsl_user_op
+def load_global_i32(address: Int64, valid, *, loc=None, ip=None) -> Int32:
+    """One 32-bit integer that no thread writes while the kernel runs; zero, and no access, unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
+    return _asm(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
+
+
+@dsl_user_op
+def load_global_i64(address: Int64, valid, *, loc=None, ip=None) -> Int64:
+    """One 64-bit integer that no thread writes while the kernel runs; zero, and no access, unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b64 $0, 0; @p ld.global.nc.b64 $0, [$1]; }"
+    return _asm(text, [Int64], [address, Int32(valid)], True, loc, ip)[0]
+
+
+@dsl_user_op
 def load_global_f32(address: Int64, valid, *, loc=None, ip=None) -> Float32:
     """One fp32 that no thread writes while the kernel runs; zero, and no access, unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
@@ -283,19 +305,20 @@ def load_global_f32(address: Int64, valid, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
-def load_global_bf16(address: Int64, valid, *, loc=None, ip=None) -> Float32:
-    """One bf16 that no thread writes while the kernel runs, in fp32; zero, and no access, unless ``valid``."""
-    text = (
-        "{ .reg .pred p; .reg .b16 h; setp.ne.b32 p, $2, 0; mov.b16 h, 0; "
-        "@p ld.global.nc.b16 h, [$1]; mov.b32 $0, {0, h}; }"
-    )
-    return _asm(text, [Float32], [address, Int32(valid)], True, loc, ip)[0]
+def load_global_u16(address: Int64, valid, *, loc=None, ip=None) -> Int32:
+    """16 bits that no thread writes while the kernel runs; zero, and no access, unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u16 $0, [$1]; }"
+    return _asm(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
 
 
 @dsl_user_op
-def store_global_x4(address: Int64, values, *, loc=None, ip=None) -> None:
-    """16 aligned bytes."""
-    _asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *values], True, loc, ip)
+def store_global_x4(address: Int64, values, *, keep: bool = False, loc=None, ip=None) -> None:
+    """16 aligned bytes. ``keep``: in the L2, before other data."""
+    if keep:
+        text = "st.global.L2::cache_hint.v4.b32 [$0], {$1, $2, $3, $4}, $5;"
+        _asm(text, [], [address, *values, Int64(EVICT_LAST)], True, loc, ip)
+    else:
+        _asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *values], True, loc, ip)
 
 
 @dsl_user_op
@@ -305,10 +328,74 @@ def store_global(address: Int64, value, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def load_acquire(address: Int64, valid, *, loc=None, ip=None) -> Int32:
+    """One 32-bit value of a counter that another CTA releases; zero, and no access, unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.acquire.gpu.global.b32 $0, [$1]; }"
+    return _asm(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
+
+
+@dsl_user_op
+def load_relaxed(address: Int64, *, loc=None, ip=None) -> Int32:
+    """One 32-bit value of a counter, in no order with anything else."""
+    return _asm("ld.relaxed.gpu.global.b32 $0, [$1];", [Int32], [address], True, loc, ip)[0]
+
+
+@dsl_user_op
+def store_release(address: Int64, value: Int32, *, loc=None, ip=None) -> None:
+    """One 32-bit value of a counter, behind all that this thread has written or seen."""
+    _asm("st.release.gpu.global.b32 [$0], $1;", [], [address, value], True, loc, ip)
+
+
+@dsl_user_op
+def store_relaxed(address: Int64, value: Int32, *, loc=None, ip=None) -> None:
+    """One 32-bit value of a counter, in no order with anything else."""
+    _asm("st.relaxed.gpu.global.b32 [$0], $1;", [], [address, value], True, loc, ip)
+
+
+@dsl_user_op
+def load_acquire_i64(address: Int64, *, loc=None, ip=None) -> Int64:
+    """One 64-bit value that another CTA releases."""
+    return _asm("ld.acquire.gpu.global.b64 $0, [$1];", [Int64], [address], True, loc, ip)[0]
+
+
+@dsl_user_op
+def store_release_i64(address: Int64, value: Int64, *, loc=None, ip=None) -> None:
+    """One 64-bit value, behind all that this thread has written or seen."""
+    _asm("st.release.gpu.global.b64 [$0], $1;", [], [address, value], True, loc, ip)
+
+
+@dsl_user_op
+def fetch_increment(address: Int64, *, loc=None, ip=None) -> Int32:
+    """Add 1 to a counter, in no order with anything else, and get what it was."""
+    # Not atom.add: ptxas adds once for all threads of a warp, and hands out the result at once, which waits for it.
+    return _asm("atom.relaxed.gpu.global.inc.u32 $0, [$1], 0x7fffffff;", [Int32], [address], True, loc, ip)[0]
+
+
+@dsl_user_op
+def nanosleep(ns: Int32, *, loc=None, ip=None) -> None:
+    """Wait for about ``ns`` nanoseconds, twice as long at most."""
+    _asm("nanosleep.u32 $0;", [], [ns], True, loc, ip)
+
+
+@dsl_user_op
+def fence_proxy_async(*, loc=None, ip=None) -> None:
+    """Order what was accessed through the generic proxy and what bulk copies access in global memory."""
+    _asm("fence.proxy.async.global;", [], [], True, loc, ip)
+
+
+@dsl_user_op
 def cp_async_x4(shared: Int32, address: Int64, valid, *, loc=None, ip=None) -> None:
-    """Copy 16 aligned bytes to shared memory asynchronously; zeros, and no access, unless ``valid``."""
+    """Copy 16 aligned bytes, which are not needed again soon, to shared memory asynchronously; zeros, and no access,
+    unless ``valid``."""
     size = Int32(valid) * 16
-    _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [shared, address, size], True, loc, ip)
+    text = "cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, $2, $3;"
+    _asm(text, [], [shared, address, size, Int64(EVICT_FIRST)], True, loc, ip)
+
+
+@dsl_user_op
+def cp_async_arrive(barrier: Int32, *, loc=None, ip=None) -> None:
+    """One arrival at an mbarrier when all copies that this thread has asked for so far are there."""
+    _asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", [], [barrier], True, loc, ip)
 
 
 @dsl_user_op

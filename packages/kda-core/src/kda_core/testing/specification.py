@@ -5,8 +5,8 @@ against both, intermediate by intermediate::
 
     G = inclusive cumsum of g, a = e^{G_end}, Kd = k e^G, Qd = scale q e^G, Kg = k e^{G_end - G}
     L_ij = beta_i k_i . (e^{G_i-G_j} k_j) (j < i),  Aqk_ij = scale q_i . (e^{G_i-G_j} k_j) (j <= i)
-    T = (I + L)^-1 diag(beta),  w = T Kd,  u = T V
-    R = u - w S,  O = Qd S + Aqk R,  S <- a S + Kg^T R
+    T = (I + L)^-1 diag(beta)
+    R = T (v - Kd S),  O = Qd S + Aqk R,  S <- a S + Kg^T R
 
 "bf16" and "fp32" below are value sets: tensors stay fp32 and hold rounded values. A kernel may sum in another order and
 use other instructions; it must round no earlier and no coarser than this program, and must not let row i see anything
@@ -70,13 +70,14 @@ def cumsum(g: Tensor) -> Tensor:
 
 
 class Prepared(NamedTuple):
-    """What K1 hands to K2 for chunks [..., HV]: w, Qd, Kg [..., C, K], u [..., C, V], Aqk [..., C, C], all bf16 values;
-    a [..., K] fp32."""
+    """What K1 hands to K2 for chunks [..., HV]: Kd, Qd, Kg [..., C, K], v [..., C, V] as it came, T, Aqk [..., C, C], all
+    bf16 values; a [..., K] fp32."""
 
-    w: Tensor
-    u: Tensor
+    Kd: Tensor
     Qd: Tensor
     Kg: Tensor
+    v: Tensor
+    T: Tensor
     Aqk: Tensor
     a: Tensor
 
@@ -188,22 +189,21 @@ def prepare_chunk(
             arrived = torch.where(steep, kb * ex2(A_next - Gb), arrived)
         columns = [col * hop for col in columns] + [arrived]
 
-    # beta near 2 with one key over and over: |1 - beta|k|^2| is about 1, nothing damps the roundings of T, w and S, and
+    # beta near 2 with one key over and over: |1 - beta|k|^2| is about 1, nothing damps the roundings of T, Kd and S, and
     # they can grow exponentially from chunk to chunk, at every C. bf16 operands do not serve that input.
     L = torch.tril(L, -1) * beta.unsqueeze(-1)
     Tm = bf16(invert(L) * beta.unsqueeze(-2))
-    w, u = bf16(mma(Tm, Kd)), bf16(mma(Tm, v))
     a = ex2(anchors[-1]).squeeze(-2)
-    return Prepared(w, u, bf16(Qd), bf16(torch.cat(columns, -2)), bf16(torch.tril(Aqk)), a)
+    return Prepared(bf16(Kd), bf16(Qd), bf16(torch.cat(columns, -2)), v, Tm, bf16(torch.tril(Aqk)), a)
 
 
 # ---- K2: the chain
 
 
 def run_chunk(S: Tensor, p: Prepared) -> tuple[Tensor, Tensor]:
-    """One step of the chain: S [..., HV, K, V] fp32 -> o [..., HV, C, V] bf16 and the next S. S and R are rounded only
-    as MMA operands; S itself stays fp32, and O's two products share one accumulator."""
-    R = p.u - mma(p.w, S)
+    """One step of the chain: S [..., HV, K, V] fp32 -> o [..., HV, C, V] bf16 and the next S. S, v - Kd S and R are
+    rounded only as MMA operands; S itself stays fp32, and O's two products share one accumulator."""
+    R = mma(p.T, p.v - mma(p.Kd, S))
     o = mma(p.Qd, S) + mma(p.Aqk, R)
     return bf16(o), p.a.unsqueeze(-1) * S + mma(p.Kg.mT, R)
 

@@ -1,358 +1,369 @@
-"""K2, the chain: the chunks of one sequence and value head in order, the state in registers.
+"""The chain: the chunks of one sequence and value head in order, the state in registers.
 
-With the records of the preparation (w, u, Qd, Kg, Aqk, a), per chunk and in transposed form:
+With v and the records of the preparation (Kd, Qd, Kg, Aqk, T, a), per chunk and in transposed form:
 
-    R^T = u^T + S^T (-w)^T      O^T = S^T Qd^T + R^T Aqk^T      S^T <- S^T diag(a) + R^T Kg
+    X^T = v^T + S^T (-Kd)^T      R^T = X^T T^T      O^T = S^T Qd^T + R^T Aqk^T      S^T <- S^T diag(a) + R^T Kg
 
 A warpgroup owns 64 rows of V. It keeps S^T [64, K] as fp32 accumulators for the whole sequence; the layout of
-an accumulator is that of a register operand, so that neither S nor R ever passes through shared memory. S and
-R are rounded to bf16 as operands only. The halves of V never meet: ``warpgroups`` says whether they share a
-CTA, and with it the loads of w, Qd, Kg and Aqk.
+an accumulator is that of a register operand, so that S, X and R never pass through shared memory; they are
+rounded to bf16 as operands only. The halves of V never meet: ``warpgroups`` says whether they share a CTA, and with it
+the loads of records.
 
 ========== ========== ====================================================================================
 role       warps      work
 ========== ========== ====================================================================================
 chain      4 a half   wgmma, decay, rounding; O^T and states to shared memory
-producer   1          one thread: bulk copies of records, as two rings: *early* (w, u, Qd, a) and *late*
-                      (Kg, Aqk) operands, each with its own full and empty barriers
+producer   1          waits for records, then bulk copies of them, as two rings: *early* (Kd, Qd, a) and *late*
+                      (Kg, Aqk, T) operands, each with its own full and empty barriers; tells what it read
+values     1          v of the early ring, by cp.async: rows that do not exist are zero
 store      1 a half   O and intermediate states from shared to global memory, the rows that exist
 ========== ========== ====================================================================================
 
+Each role goes through the parts of its stream (``schedule``) on its own, the rings run on.
+
 Order of one chunk in a chain warpgroup; ALU work stands behind wgmmas that are in flight:
 
-    issue R | round O of the chunk before | issue O (Qd), hand O over | decay S | wait R, round it
-    issue S, O (Aqk) | u of the next chunk | wait S, round it | wait all
+    issue X | round O of the chunk before | issue half of O (Qd), hand O over | wait X, round it
+    issue R, the other half of O | decay S | wait R, round it
+    issue S, O (Aqk) | v of the next chunk | wait S, round it | wait all
 
-The loop has no special first or last turn: the producer completes one turn more than there are chunks, without
-bytes, so that the prefetch of u needs no branch (a branch between issue and wait would serialise wgmmas); and
-O of the chunk before is handed over in every turn, the store warp dropping the one that is none.
+The loop over chunks has no special first or last turn: behind the last chunk of a sequence the producer completes one
+more turn of the early ring, without bytes, so that the prefetch of v needs no branch (a branch between issue and
+wait would serialise wgmmas); and O of the chunk before is handed over in every turn, the store warp dropping the one
+that is none.
 """
 
 from types import SimpleNamespace
 
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.runtime import make_fake_stream
 from cutlass.utils import hopper_helpers
 
 from kda_core.cute import device as dev
-from kda_sm90.config import HEAD_DIM, ChainConfig
-from kda_sm90.kernels.interface import clamped, fake_offsets, fake_tensor, fake_workspace, record
-from kda_sm90.layouts import aqk_layout, kg_layout, operand_layout
+from kda_sm90.config import HEAD_DIM, PrefillConfig
+from kda_sm90.kernels import schedule
+from kda_sm90.layouts import CARRY_BYTES, kg_layout, operand_layout, square_layout
 
 HALF = HEAD_DIM // 2  # rows of V of a warpgroup
 WARPGROUP = 128
-SHARED_BYTES = 227 * 1024  # what a CTA of sm_90 may have
 RINGS = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))  # stages of the early and the late ring, best first
+IN_FLIGHT = (
+    2  # records that the producer has asked for when it waits for the one before, to tell that it was read
+)
 # Registers of the chain's threads and of the others, of 65536: two chain warpgroups need more than a third.
 CHAIN_REGISTERS, OTHER_REGISTERS = 224, 56
 
 # Named barriers of a half, from 1 + 4 * half on.
-O_FREE, O_READY, STATE_FREE, STATE_READY = range(4)
+O_READY, STATE_FREE, STATE_READY = range(3)
+HANDED_OVER = 9  # and 10: of a chain warpgroup alone
 
 
-class ChainKernel:
-    """The records of ``layouts.Workspace``, cu_seqlens [N+1] or None, initial_state [N,HV,128,128] fp32 or
-    None -> o [B,T,HV,128] bf16, final_state [N,HV,128,128] fp32 or None, states [B,NT,HV,128,128] bf16 or None.
+class Chain:
+    """What one CTA of ``THREADS`` threads does with the chunks of one stream, or of half of V of it.
 
-    States are [K, V], or [V, K] with ``v_first``. Sequences are rows of B (N = B), or with cu_seqlens are packed
-    along T (B = 1), its contents clamped to [0, T]. ``states`` are those at the start of every
-    ``config.states`` tokens of a sequence; NT is that count for one sequence, or its sum over packed ones, in
-    their order. A sequence of no tokens passes its state on. Rows of o outside of sequences are not written.
+    A sequence of no tokens passes its state on. Rows of o outside of sequences are not written. ``shared_bytes``:
+    shared memory of the CTA, ``room`` at most.
     """
 
-    def __init__(self, config: ChainConfig):
+    def __init__(self, config: PrefillConfig, room: int):
         self.config = config
         self.chunk = config.chunk
         self.warpgroups = config.warpgroups
-        # setmaxnreg takes whole warpgroups; one chain warpgroup does without it
-        self.threads = WARPGROUP * config.warpgroups + (64 if config.warpgroups == 1 else WARPGROUP)
         wide = 2 * self.chunk * HEAD_DIM  # bytes
-        self.u_bytes = wide // 2 * config.warpgroups
+        self.v_bytes = wide // 2 * config.warpgroups
         self.o_bytes = 2 * self.chunk * HALF
         self.state_bytes = 2 * HALF * HEAD_DIM if config.states else 0
-        self.early_bytes = 2 * wide + self.u_bytes + 4 * HEAD_DIM
-        self.late_bytes = wide + 2 * self.chunk * self.chunk
-        room = SHARED_BYTES - 1024 - config.warpgroups * (self.o_bytes + self.state_bytes)
-        self.early, self.late = next(
-            (early, late)
-            for early, late in RINGS
-            if early * self.early_bytes + late * self.late_bytes <= room
-        )
-
-    def fake_args(self) -> tuple:
-        config = self.config
-        B, T, N, HV, NT = (cute.sym_int() for _ in range(5))
-
-        def state(wanted, dtype, *shape):
-            return fake_tensor(dtype, *shape, HV, HEAD_DIM, HEAD_DIM) if wanted else None
-
-        return (
-            *fake_workspace(self.chunk),
-            fake_offsets(config.offsets),
-            state(config.initial_state, Float32, N),
-            fake_tensor(BFloat16, B, T, HV, HEAD_DIM),
-            state(config.final_state, Float32, N),
-            state(config.states, BFloat16, B, NT),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
-        )
+        square = 2 * self.chunk * self.chunk
+        self.early_bytes = 2 * wide + 4 * HEAD_DIM  # of one stage, by bulk copies
+        self.late_bytes = wide + 2 * square
+        for self.early, self.late in RINGS:
+            sizes = {  # images begin at multiples of 1024
+                "kd": self.early * wide,
+                "qd": self.early * wide,
+                "kg": self.late * wide,
+                "aqk": self.late * square,
+                "t": self.late * square,
+                "v": self.early * self.v_bytes,
+                "o": config.warpgroups * self.o_bytes,
+                "state": config.warpgroups * self.state_bytes,
+                "a": self.early * 4 * HEAD_DIM,
+                "o_free": 8 * config.warpgroups,
+                "early_full": 8 * self.early,
+                "early_empty": 8 * self.early,
+                "late_full": 8 * self.late,
+                "late_empty": 8 * self.late,
+            }
+            self.shared_bytes = sum(sizes.values())
+            if self.shared_bytes <= room:
+                break
+        self.at, end = {}, 0
+        for name, size in sizes.items():
+            self.at[name] = end
+            end += size
 
     @cute.jit
-    def __call__(
-        self,
-        w: cute.Tensor,
-        qd: cute.Tensor,
-        kg: cute.Tensor,
-        aqk: cute.Tensor,
-        u: cute.Tensor,
-        a: cute.Tensor,
-        offsets: cute.Tensor | None,
-        initial_state: cute.Tensor | None,
-        o: cute.Tensor,
-        final_state: cute.Tensor | None,
-        states: cute.Tensor | None,
-        stream: cuda.CUstream,
-    ):
+    def run(self, shared: cute.Pointer, x, records, carry, s, stream: Int32, half: Int32):
+        """``shared``: the CTA's bytes. ``x``: the call (``prefill``); ``records``, ``carry``: of the workspace;
+        ``s``: the schedule. ``half``: of V, where the CTA has one warpgroup."""
         C = self.chunk
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-
-        def mma(b_major, n):
-            return hopper_helpers.make_trivial_tiled_mma(
-                BFloat16, BFloat16, k_major, b_major, Float32, (1, 1, 1), (HALF, n),
-                warpgroup.OperandSource.RMEM,
-            )  # fmt: skip
-
-        layouts = operand_layout(C, self.early), kg_layout(C, self.late), aqk_layout(C, self.late)
-        operand, kg_l, aqk_l = layouts
-
-        def image(layout):
-            return cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout)], 1024]
-
-        def raw(size):
-            return cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, size], 128]
-
-        @cute.struct
-        class Storage:
-            w: image(operand)
-            qd: image(operand)
-            kg: image(kg_l)
-            aqk: image(aqk_l)
-            u: raw(self.early * self.u_bytes)
-            a: raw(self.early * 4 * HEAD_DIM)
-            o: raw(self.warpgroups * self.o_bytes)
-            state: raw(max(self.warpgroups * self.state_bytes, 128))
-            early_full: cute.struct.MemRange[Int64, self.early]
-            early_empty: cute.struct.MemRange[Int64, self.early]
-            late_full: cute.struct.MemRange[Int64, self.late]
-            late_empty: cute.struct.MemRange[Int64, self.late]
-
-        self.storage = Storage
-        sequences = o.shape[0] if const_expr(offsets is None) else offsets.shape[0] - 1
-        self.kernel(
-            mma(k_major, C), mma(mn_major, HEAD_DIM), *layouts,
-            w, qd, kg, aqk, u, a, offsets, initial_state, o, final_state, states,
-        ).launch(
-            grid=(sequences * o.shape[2] * (2 // self.warpgroups), 1, 1),
-            block=(self.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,  # percent; otherwise the DSL asks a device, at compile time
-        )  # fmt: skip
-
-    @cute.kernel
-    def kernel(
-        self,
-        mma_tokens: cute.TiledMma,
-        mma_state: cute.TiledMma,
-        operand: cute.ComposedLayout,
-        kg_l: cute.ComposedLayout,
-        aqk_l: cute.ComposedLayout,
-        w: cute.Tensor,
-        qd: cute.Tensor,
-        kg: cute.Tensor,
-        aqk: cute.Tensor,
-        u: cute.Tensor,
-        a: cute.Tensor,
-        offsets: cute.Tensor | None,
-        initial_state: cute.Tensor | None,
-        o: cute.Tensor,
-        final_state: cute.Tensor | None,
-        states: cute.Tensor | None,
-    ):
         thread, _, _ = cute.arch.thread_idx()
-        index, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        T, HV = o.shape[1], o.shape[2]
-        # The CTAs of the two halves of V are neighbours: what both read is in L2 for the second one.
-        halves = 2 // self.warpgroups
-        half, pair = index % halves, index // halves
-        sequence, head = pair // HV, pair % HV
-        if const_expr(offsets is None):
-            length = T
-            slot = sequence * cute.ceil_div(T, self.chunk)
-            token = Int64(sequence) * T
-        else:
-            start = clamped(offsets, sequence, Int32(0), T)
-            length = clamped(offsets, sequence + 1, start, T) - start
-            slot = start // self.chunk + sequence
-            token = Int64(start)
-        chunks = cute.ceil_div(length, self.chunk)
-
-        s = dev.shared_allocator().allocate(self.storage)
-        early_full, early_empty = s.early_full.data_ptr(), s.early_empty.data_ptr()
-        late_full, late_empty = s.late_full.data_ptr(), s.late_empty.data_ptr()
+        barriers = {
+            name: cute.recast_ptr(shared + self.at[name], dtype=Int64)
+            for name in ("early_full", "early_empty", "late_full", "late_empty", "o_free")
+        }
         if thread == 0:
-            for i in cutlass.range_constexpr(self.early):
-                cute.arch.mbarrier_init(early_full + i, 1)
-                cute.arch.mbarrier_init(early_empty + i, 4 * self.warpgroups)
-            for i in cutlass.range_constexpr(self.late):
-                cute.arch.mbarrier_init(late_full + i, 1)
-                cute.arch.mbarrier_init(late_empty + i, 4 * self.warpgroups)
+            # early: the producer, and every lane that copies v
+            for name, depth, arrivals in (("early", self.early, 33), ("late", self.late, 1)):
+                for i in cutlass.range_constexpr(depth):
+                    cute.arch.mbarrier_init(barriers[name + "_full"] + i, arrivals)
+                    cute.arch.mbarrier_init(barriers[name + "_empty"] + i, 4 * self.warpgroups)
+            for i in cutlass.range_constexpr(self.warpgroups):
+                cute.arch.mbarrier_init(barriers["o_free"] + i, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        p = SimpleNamespace(
-            chunks=chunks,
-            length=length,
-            early_full=early_full,
-            early_empty=early_empty,
-            late_full=late_full,
-            late_empty=late_empty,
-            w=Int32(s.w.data_ptr().toint()),
-            qd=Int32(s.qd.data_ptr().toint()),
-            kg=Int32(s.kg.data_ptr().toint()),
-            aqk=Int32(s.aqk.data_ptr().toint()),
-            u=Int32(s.u.data_ptr().toint()),
-            a=Int32(s.a.data_ptr().toint()),
-            o=Int32(s.o.data_ptr().toint()),
-            state=Int32(s.state.data_ptr().toint()),
-        )
+        base = Int32(shared.toint())
+        places = {
+            name: base + self.at[name] for name in ("kd", "qd", "kg", "aqk", "t", "v", "a", "o", "state")
+        }
+        p = SimpleNamespace(**barriers, **places)
         if warp >= 4 * self.warpgroups:
-            if const_expr(self.warpgroups == 2):
-                cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            if thread == WARPGROUP * self.warpgroups:
-                self.produce(p, (w, qd, kg, aqk, u, a), slot * HV + head, HV, half)
-            if warp > 4 * self.warpgroups and warp <= 5 * self.warpgroups:
-                self.store(p, offsets, o, states, sequence, token, head, half)
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            if warp == 4 * self.warpgroups:
+                self.produce(p, records, s, stream, half)
+            if warp == 4 * self.warpgroups + 1:
+                self.load_values(p, s, stream, x, half)
+            if warp >= 4 * self.warpgroups + 2 and warp < 5 * self.warpgroups + 2:
+                self.store(p, s, stream, x, half)
         else:
-            if const_expr(self.warpgroups == 2):
-                cute.arch.setmaxregister_increase(CHAIN_REGISTERS)
-            tiles = (
-                s.w.get_tensor(operand.outer, swizzle=operand.inner),
-                s.qd.get_tensor(operand.outer, swizzle=operand.inner),
-                s.kg.get_tensor(kg_l.outer, swizzle=kg_l.inner),
-                s.aqk.get_tensor(aqk_l.outer, swizzle=aqk_l.inner),
-            )
-            matrix = Int64(sequence * HV + head) * (4 * HEAD_DIM * HEAD_DIM)
-            self.chain(p, mma_tokens, mma_state, tiles, initial_state, final_state, matrix, half)
+            cute.arch.setmaxregister_increase(CHAIN_REGISTERS)
 
-    # ---- producer, one thread
+            def tensor(name, layout):
+                pointer = cute.recast_ptr(shared + self.at[name], layout.inner, dtype=BFloat16)
+                return cute.make_tensor(pointer, layout.outer)
+
+            tiles = (
+                tensor("kd", operand_layout(C, self.early)),
+                tensor("qd", operand_layout(C, self.early)),
+                tensor("kg", kg_layout(C, self.late)),
+                tensor("aqk", square_layout(C, self.late)),
+                tensor("t", square_layout(C, self.late)),
+            )
+            self.chain(p, s, stream, tiles, x, carry, half)
+
+    def mma(self, b_major, n):
+        """S^T or R^T, in registers, times a tile in shared memory."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            BFloat16, BFloat16, OperandMajorMode.K, b_major, Float32, (1, 1, 1), (HALF, n),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+
+    # ---- producer, one warp
 
     @cute.jit
-    def produce(self, p, workspace, first: Int32, HV: Int32, half: Int32):
-        """Fill both rings, chunk by chunk. ``first``: record of the first chunk; the next is HV further."""
+    def produce(self, p, records, order, stream: Int32, half: Int32):
+        """Fill both rings, chunk by chunk."""
+        lane = cute.arch.lane_idx()
+        ring = schedule.ring(order, stream)
         early, late = Int32(0), Int32(0)
         early_phase, late_phase = Int32(1), Int32(1)
-        for c in cutlass.range(p.chunks + 1, unroll=1):
-            number = Int64(first) + Int64(c) * HV
-            full = p.early_full + early
-            cute.arch.mbarrier_wait(p.early_empty + early, early_phase)
-            if c < p.chunks:
-                w, qd, _, _, u, a = (record(array, number) for array in workspace)
-                wide = 2 * self.chunk * HEAD_DIM
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.early_bytes)
-                self.bulk_load(p.w + early * wide, w, wide, full)
-                self.bulk_load(p.u + early * self.u_bytes, u + half * self.u_bytes, self.u_bytes, full)
-                self.bulk_load(p.qd + early * wide, qd, wide, full)
-                self.bulk_load(p.a + early * (4 * HEAD_DIM), a, 4 * HEAD_DIM, full)
-                full = p.late_full + late
-                square = 2 * self.chunk * self.chunk
-                cute.arch.mbarrier_wait(p.late_empty + late, late_phase)
-                _, _, kg, aqk, _, _ = (record(array, number) for array in workspace)
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.late_bytes)
-                self.bulk_load(p.kg + late * wide, kg, wide, full)
-                self.bulk_load(p.aqk + late * square, aqk, square, full)
-            else:
-                cute.arch.mbarrier_arrive(full)  # the prefetch behind the last chunk waits for nothing
+        head, n, high, low = schedule.first_task(order, stream)
+        end = high
+        while end > low:
+            s = schedule.part(order, head, n, end, low, high)
+            if lane == 0:
+                schedule.tell(ring, half, s.number)  # all before it is read, numbers that nobody has included
+            ready = Int32(0)
+            for c in cutlass.range(s.chunks, unroll=1):
+                while ready <= c:
+                    ready = c + schedule.prepared(ring, s.number + c, cutlass.min(s.chunks - c, 32))
+                if lane == 0:
+                    record = schedule.record(ring, s.number + c)
+                    self.load(p, records, record, early, early_phase, late, late_phase)
+                early += 1
+                if early == self.early:
+                    early = Int32(0)
+                    early_phase = early_phase ^ 1
+                late += 1
+                if late == self.late:
+                    late = Int32(0)
+                    late_phase = late_phase ^ 1
+                if lane == 0 and c >= IN_FLIGHT:
+                    self.wait_for_load(p, IN_FLIGHT + 1, early, early_phase, late, late_phase)
+                    schedule.tell(ring, half, s.number + c - IN_FLIGHT + 1)
+            if lane == 0:
+                for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
+                    if s.chunks >= back:
+                        self.wait_for_load(p, back, early, early_phase, late, late_phase)
+                cute.arch.mbarrier_wait(p.early_empty + early, early_phase)
+                cute.arch.mbarrier_arrive(p.early_full + early)  # the prefetch behind the last chunk
             early += 1
             if early == self.early:
                 early = Int32(0)
                 early_phase = early_phase ^ 1
-            late += 1
-            if late == self.late:
-                late = Int32(0)
-                late_phase = late_phase ^ 1
+            end = s.begin
+            head, n = schedule.next_task(order, head, n)
+        if lane == 0:
+            schedule.tell(ring, half, Int32(0x7FFFFFFF))  # nothing waits for this chain any more
+
+    def load(self, p, records, record, early, early_phase, late, late_phase):
+        """One record to a stage of each ring, when the chain has left it."""
+        kd, qd, kg, aqk, t, a = (records(name, record) for name in ("kd", "qd", "kg", "aqk", "t", "a"))
+        wide, square = 2 * self.chunk * HEAD_DIM, 2 * self.chunk * self.chunk
+        dev.fence_proxy_async()  # the record was written through the generic proxy
+        full = p.early_full + early
+        cute.arch.mbarrier_wait(p.early_empty + early, early_phase)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, self.early_bytes)
+        self.bulk_load(p.kd + early * wide, kd, wide, full)
+        self.bulk_load(p.qd + early * wide, qd, wide, full)
+        self.bulk_load(p.a + early * (4 * HEAD_DIM), a, 4 * HEAD_DIM, full)
+        full = p.late_full + late
+        cute.arch.mbarrier_wait(p.late_empty + late, late_phase)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, self.late_bytes)
+        self.bulk_load(p.t + late * square, t, square, full)
+        self.bulk_load(p.kg + late * wide, kg, wide, full)
+        self.bulk_load(p.aqk + late * square, aqk, square, full)
+
+    def wait_for_load(self, p, back, early, early_phase, late, late_phase):
+        """Until the record of the load ``back`` before the next one is in shared memory; the next stages and their
+        phases are given. One whose stage holds another since was read."""
+        for full, depth, stage, phase in (
+            (p.early_full, self.early, early, early_phase),
+            (p.late_full, self.late, late, late_phase),
+        ):
+            if back > depth:
+                continue
+            behind = stage - back
+            wrapped = behind < 0
+            place = dev.select(wrapped, behind + depth, behind)
+            cute.arch.mbarrier_wait(full + place, dev.select(wrapped, phase, phase ^ 1))
 
     def bulk_load(self, shared, address, size, barrier):
-        """Copy ``size`` bytes (a multiple of 16) to shared memory; the barrier counts them."""
+        """Copy ``size`` bytes (a multiple of 16), which nobody needs again, to shared memory; the barrier counts them."""
         cute.arch.inline_ptx(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-            read_only_args=[shared, address, Int32(size), Int32(barrier.toint())],
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+            "[{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+            read_only_args=[shared, address, Int32(size), Int32(barrier.toint()), Int64(dev.EVICT_FIRST)],
         )
+
+    # ---- values, one warp
+
+    @cute.jit
+    def load_values(self, p, order, stream: Int32, x, half: Int32):
+        """Fill the early ring with v: an image [C, 64] of each half of V that the CTA has."""
+        lane = cute.arch.lane_idx()
+        units = 8 * self.warpgroups  # of 16 bytes, to a row
+        step = 32 // units  # rows at once
+        unit, first = lane % units, lane // units
+        pitch = Int64(x.HV) * (2 * HEAD_DIM)
+        early, phase = Int32(0), Int32(1)
+        head, n, high, low = schedule.first_task(order, stream)
+        end = high
+        while end > low:
+            s = schedule.part(order, head, n, end, low, high)
+            source = x.v + (s.token * x.HV + s.head) * (2 * HEAD_DIM) + half * (2 * HALF) + unit * 16
+            source += pitch * (s.first * self.chunk)
+            for c in cutlass.range(s.chunks + 1, unroll=1):
+                cute.arch.mbarrier_wait(p.early_empty + early, phase)
+                valid = s.length - (s.first + c) * self.chunk
+                if c == s.chunks:  # none behind the last chunk
+                    valid = Int32(0)
+                place = p.v + early * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
+                for start in range(0, self.chunk, step):
+                    row = start + first
+                    to = place + row * (2 * HALF) + (unit % 8 ^ row % 8) * 16
+                    dev.cp_async_x4(to, source + pitch * row, row < valid)
+                source += pitch * self.chunk
+                dev.cp_async_arrive(Int32((p.early_full + early).toint()))
+                early += 1
+                if early == self.early:
+                    early = Int32(0)
+                    phase = phase ^ 1
+            end = s.begin
+            head, n = schedule.next_task(order, head, n)
 
     # ---- store, one warp a half
 
     @cute.jit
-    def store(
-        self, p, offsets, o: cute.Tensor, states, sequence: Int32, token: Int64, head: Int32, half: Int32
-    ):
+    def store(self, p, order, stream: Int32, x, half: Int32):
         """O of each chunk, rows that exist, and states, from shared memory to where they belong."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        wg = warp - 4 * self.warpgroups - 1
-        HV = o.shape[2]
-        half = half + wg
-        o_row = Int64(HV) * (2 * HEAD_DIM)  # bytes from a token to the next
-        o_chunk = dev.address_of(o) + (token * HV + head) * (2 * HEAD_DIM) + half * (2 * HALF)
+        wg = warp - 4 * self.warpgroups - 2
+        self.free_o(p, wg)
+        head, n, high, low = schedule.first_task(order, stream)
+        end = high
+        while end > low:
+            s = schedule.part(order, head, n, end, low, high)
+            self.store_part(p, order, s, x, half + wg, wg)
+            end = s.begin
+            head, n = schedule.next_task(order, head, n)
+
+    @cute.jit
+    def store_part(self, p, order, s, x, half, wg):
+        o_row = Int64(x.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
+        o_chunk = x.o + (s.token * x.HV + s.head) * (2 * HEAD_DIM) + half * (2 * HALF)
+        o_chunk += o_row * (s.first * self.chunk)
+        number, left = Int32(0), Int32(0)
         if const_expr(self.config.states):
-            NT = states.shape[1]
-            number = sequence * NT
-            limit = number + NT
-            if const_expr(offsets is not None):
-                number, limit = self.states_before(offsets, sequence, o.shape[1]), NT
-            self.arrive(wg, STATE_FREE)
-        self.arrive(wg, O_FREE)
-        for c in cutlass.range(p.chunks + 1, unroll=1):
-            if const_expr(self.config.states):
-                every = self.config.states // self.chunk
-                if c < p.chunks and c % every == 0:
+            left = self.states_of(s, x.every)
+            number = self.states_before(order, s.sequence, x.every * self.chunk)
+            number += cute.ceil_div(s.first, x.every)
+            if left > 0:
+                self.arrive(wg, STATE_FREE)
+        for c in cutlass.range(s.chunks + 1, unroll=1):
+            if const_expr(self.config.states):  # noqa: SIM102 - decided while tracing
+                if c < s.chunks and (s.first + c) % x.every == 0:
                     self.sync(wg, STATE_READY)
-                    matrix = (Int64(number) * HV + head) * (2 * HEAD_DIM * HEAD_DIM)
-                    rows = HALF if self.config.v_first else HEAD_DIM
-                    pitch = 2 * HEAD_DIM if self.config.v_first else 2 * HALF
-                    matrix += dev.address_of(states) + half * (
-                        HALF * (HEAD_DIM if self.config.v_first else 1) * 2
-                    )
-                    valid = Int32(0)
-                    if number < limit:
-                        valid = Int32(rows)
-                    self.copy_out(
-                        p.state + wg * self.state_bytes, rows, pitch, matrix, Int64(2 * HEAD_DIM), valid
-                    )
-                    if c + every < p.chunks:
-                        self.arrive(wg, STATE_FREE)
+                    self.store_matrix(p.state + wg * self.state_bytes, x, number, s.head, half)
                     number += 1
+                    left -= 1
+                    if left > 0:
+                        self.arrive(wg, STATE_FREE)
             self.sync(wg, O_READY)
-            valid = p.length - (c - 1) * self.chunk
+            valid = s.length - (s.first + c - 1) * self.chunk
             if c == 0:  # no chunk before the first
                 valid = Int32(0)
             self.copy_out(
                 p.o + wg * self.o_bytes, self.chunk, 2 * HALF, o_chunk - o_row * self.chunk, o_row, valid
             )
             o_chunk += o_row * self.chunk
-            if c < p.chunks:
-                self.arrive(wg, O_FREE)
+            self.free_o(p, wg)
+
+    def free_o(self, p, wg):
+        """Let the chain have the image of O: what was in it has been read."""
+        cute.arch.sync_warp()
+        self.release(p.o_free + wg, cute.arch.lane_idx() == 0)
 
     @cute.jit
-    def states_before(self, offsets: cute.Tensor, sequence: Int32, T: Int32) -> Int32:
-        """How many states the packed sequences before this one have, counted by a warp."""
-        count = Int32(0)
-        for n in cutlass.range(cute.arch.lane_idx(), sequence, 32, unroll=1):
-            start = clamped(offsets, n, Int32(0), T)
-            count += cute.ceil_div(clamped(offsets, n + 1, start, T) - start, self.config.states)
-        for i in cutlass.range_constexpr(5):
-            count += cute.arch.shuffle_sync_bfly(count, 1 << i)
+    def store_matrix(self, shared: Int32, x, number: Int32, head: Int32, half: Int32):
+        """Half of a state, as image, to number ``number`` of the bf16 states, if it is there."""
+        matrix = x.states + (Int64(number) * x.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
+        exists = number < x.state_count
+        row = Int64(2 * HEAD_DIM)
+        if x.v_first > 0:
+            rows = dev.select(exists, Int32(HALF), Int32(0))
+            self.copy_out(shared, HALF, 2 * HEAD_DIM, matrix + half * (2 * HALF * HEAD_DIM), row, rows)
+        else:
+            rows = dev.select(exists, Int32(HEAD_DIM), Int32(0))
+            self.copy_out(shared, HEAD_DIM, 2 * HALF, matrix + half * (2 * HALF), row, rows)
+
+    def states_of(self, s, every):
+        """How many states are written in a part: one for each of its chunks whose number ``every`` divides."""
+        return cute.ceil_div(s.first + s.chunks, every) - cute.ceil_div(s.first, every)
+
+    @cute.jit
+    def states_before(self, order, sequence: Int32, every: Int32) -> Int32:
+        """How many states, one for ``every`` tokens begun, the sequences before this one have, counted by a warp."""
+        count = sequence * cute.ceil_div(order.T, every)
+        if order.offset_bytes > 0:
+            count = Int32(0)
+            for n in cutlass.range(cute.arch.lane_idx(), sequence, 32, unroll=1):
+                _, length, _, _ = schedule.extent(order, n)
+                count += cute.ceil_div(length, every)
+            for i in cutlass.range_constexpr(5):
+                count += cute.arch.shuffle_sync_bfly(count, 1 << i)
         return count
 
     def copy_out(self, shared, rows, pitch, address, stride, valid):
@@ -367,7 +378,7 @@ class ChainKernel:
             values = [dev.load_shared_x4(shared + r * pitch + ((unit ^ (r % 8)) * 16), Int32) for r in batch]
             for r, value in zip(batch, values, strict=True):
                 cute.arch.inline_ptx(
-                    "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    "st.global.cs.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
                     read_only_args=[address + stride * r + unit * 16, *value],
                     predicate=r < valid,
                 )
@@ -375,89 +386,101 @@ class ChainKernel:
     # ---- chain, a warpgroup a half
 
     @cute.jit
-    def chain(
-        self,
-        p,
-        mma_tokens: cute.TiledMma,
-        mma_state: cute.TiledMma,
-        tiles,
-        initial_state,
-        final_state,
-        matrix: Int64,
-        half: Int32,
-    ):
-        """The recurrence. ``matrix``: offset in bytes of the pair in the fp32 states."""
+    def chain(self, p, order, stream: Int32, tiles, x, carry: Int64, half: Int32):
+        """The recurrence over every part of the stream."""
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
         lane = thread % 32
         first_lane = lane == 0
+        mma_tokens = self.mma(OperandMajorMode.K, self.chunk)
+        mma_state = self.mma(OperandMajorMode.MN, HEAD_DIM)
         tokens, channels = mma_tokens.get_slice(thread), mma_state.get_slice(thread)
 
-        tCsW = tokens.make_fragment_B(tokens.partition_B(tiles[0]))
+        tCsKd = tokens.make_fragment_B(tokens.partition_B(tiles[0]))
         tCsQd = tokens.make_fragment_B(tokens.partition_B(tiles[1]))
         tCsKg = channels.make_fragment_B(channels.partition_B(tiles[2]))
         tCsAqk = tokens.make_fragment_B(tokens.partition_B(tiles[3]))
+        tCsT = tokens.make_fragment_B(tokens.partition_B(tiles[4]))
         shape = mma_tokens.partition_shape_C((HALF, self.chunk))
-        accR = cute.make_rmem_tensor(shape, Float32)
+        accX = cute.make_rmem_tensor(shape, Float32)  # and then R
         accO = cute.make_rmem_tensor(shape, Float32)
         accS = cute.make_rmem_tensor(mma_state.partition_shape_C((HALF, HEAD_DIM)), Float32)
         tCrS = cute.make_rmem_tensor(mma_tokens.partition_shape_A((HALF, HEAD_DIM)), BFloat16)
-        tCrR = cute.make_rmem_tensor(mma_state.partition_shape_A((HALF, self.chunk)), BFloat16)
+        tCrX = cute.make_rmem_tensor(mma_state.partition_shape_A((HALF, self.chunk)), BFloat16)  # and then R
         rO = cute.make_rmem_tensor(cute.size(shape) // 2, Int32)
 
-        state_offset = matrix + self.state_offset(half + wg, thread)
-        if const_expr(initial_state is not None):
-            self.load_state(dev.address_of(initial_state) + state_offset, accS)
-        else:
-            accS.fill(0.0)
-        self.round(accS, tCrS)
-        accO.fill(0.0)
-        u = p.u + wg * (self.chunk * HALF * 2) + thread * 16
-        a = p.a + (lane % 4) * 8
+        v = p.v + wg * (self.chunk * HALF * 2)
+        a = p.a + lane % 4 * (
+            HEAD_DIM + 16
+        )  # a quarter of the decays, in bytes, and a unit: see `load_decay`
         early, late = Int32(0), Int32(0)
         early_phase, late_phase = Int32(0), Int32(0)
-        cute.arch.mbarrier_wait(p.early_full, early_phase)
-        self.load_u(u, accR)
-
         half_k = HEAD_DIM // 32
         steps = self.chunk // 16
-        for c in cutlass.range(p.chunks, unroll=1):
-            # Nothing is in flight here; ptxas knows that only if a wait stands between it and the loop's start.
-            warpgroup.wait_group(0)
-            if const_expr(self.config.states):  # noqa: SIM102 - the outer one is decided while tracing
-                if c % (self.config.states // self.chunk) == 0:
-                    self.hand_over_state(p, wg, thread, tCrS)
-            self.gemm(mma_tokens, accR, tCrS, tCsW, early, range(2 * half_k))
+        head, n, high, low = schedule.first_task(order, stream)
+        end = high
+        while end > low:
+            s = schedule.part(order, head, n, end, low, high)
+            matrix = Int64(s.sequence * x.HV + s.head) * (4 * HEAD_DIM * HEAD_DIM)
+            if s.first > 0:
+                self.take_over(order, stream - 1, carry, half + wg, thread, accS)
+            else:
+                self.load_state(x, matrix, half + wg, thread, accS)
+            self.round(accS, tCrS)
+            accO.fill(0.0)
+            cute.arch.mbarrier_wait(p.early_full + early, early_phase)
+            self.load_v(v + early * self.v_bytes, thread, accX)
+            for c in cutlass.range(s.chunks, unroll=1):
+                # Nothing is in flight here; ptxas knows that only if a wait stands between it and the loop's start.
+                warpgroup.wait_group(0)
+                if const_expr(self.config.states):  # noqa: SIM102 - the outer one is decided while tracing
+                    if (s.first + c) % x.every == 0:
+                        self.hand_over_state(p, x.v_first, wg, thread, tCrS)
+                self.gemm(mma_tokens, accX, tCrS, tCsKd, early, range(2 * half_k))
+                self.round(accO, rO)
+                self.gemm(mma_tokens, accO, tCrS, tCsQd, early, range(half_k), zero=True)
+                self.hand_over_o(p, wg, thread, rO, early, early_phase)
+                warpgroup.wait_group(1)  # X
+                self.round(accX, tCrX)
+                cute.arch.mbarrier_wait(p.late_full + late, late_phase)
+                factors = self.load_decay(a + early * (4 * HEAD_DIM))
+                self.gemm(mma_tokens, accX, tCrX, tCsT, late, range(steps), zero=True)
+                self.gemm(mma_tokens, accO, tCrS, tCsQd, early, range(half_k, 2 * half_k))
+                self.decay(factors, accS)
+                warpgroup.wait_group(1)  # R
+                self.round(accX, tCrX)
+                self.gemm(mma_state, accS, tCrX, tCsKg, late, range(steps))
+                self.gemm(mma_tokens, accO, tCrX, tCsAqk, late, range(steps))
+                used = early
+                early += 1
+                if early == self.early:
+                    early = Int32(0)
+                    early_phase = early_phase ^ 1
+                cute.arch.mbarrier_wait(p.early_full + early, early_phase)
+                self.load_v(v + early * self.v_bytes, thread, accX)
+                warpgroup.wait_group(1)  # S
+                self.release(p.early_empty + used, first_lane)
+                self.round(accS, tCrS)
+                warpgroup.wait_group(0)
+                self.release(p.late_empty + late, first_lane)
+                late += 1
+                if late == self.late:
+                    late = Int32(0)
+                    late_phase = late_phase ^ 1
+            self.release(p.early_empty + early, first_lane)  # the stage without bytes
             self.round(accO, rO)
-            self.gemm(mma_tokens, accO, tCrS, tCsQd, early, range(2 * half_k), zero=True)
-            self.hand_over_o(p, wg, thread, rO)
-            self.decay(a + early * (4 * HEAD_DIM), accS)
-            warpgroup.wait_group(1)  # R
-            self.round(accR, tCrR)
-            cute.arch.mbarrier_wait(p.late_full + late, late_phase)
-            self.gemm(mma_state, accS, tCrR, tCsKg, late, range(steps))
-            self.gemm(mma_tokens, accO, tCrR, tCsAqk, late, range(steps))
-            used = early
+            self.hand_over_o(p, wg, thread, rO, early, early_phase)
             early += 1
             if early == self.early:
                 early = Int32(0)
                 early_phase = early_phase ^ 1
-            cute.arch.mbarrier_wait(p.early_full + early, early_phase)
-            self.load_u(u + early * self.u_bytes, accR)
-            warpgroup.wait_group(1)  # S
-            self.release(p.early_empty + used, first_lane)
-            self.round(accS, tCrS)
-            warpgroup.wait_group(0)
-            self.release(p.late_empty + late, first_lane)
-            late += 1
-            if late == self.late:
-                late = Int32(0)
-                late_phase = late_phase ^ 1
-        self.round(accO, rO)
-        self.hand_over_o(p, wg, thread, rO)
-        if const_expr(final_state is not None):
-            self.store_state(dev.address_of(final_state) + state_offset, accS)
+            if s.cut:
+                self.hand_over(order, stream, carry, half + wg, wg, thread, accS)
+            else:
+                self.store_state(x, matrix, half + wg, thread, accS)
+            end = s.begin
+            head, n = schedule.next_task(order, head, n)
 
     def gemm(self, mma, acc, tCrA, tCsB, stage, steps, zero=False):
         """Issue ``acc (+)= A B`` over the k16 steps, one group of wgmmas."""
@@ -482,41 +505,56 @@ class ChainKernel:
                 read_only_args=[acc[2 * i + 1], acc[2 * i]],
             )
 
-    def load_u(self, shared, acc):
-        """Accumulators from this thread's vectors of the image of u."""
-        for vector in range(self.chunk // 16):
-            for i, pair in enumerate(dev.load_shared_x4(shared + vector * (16 * WARPGROUP), Int32)):
-                acc[8 * vector + 2 * i], acc[8 * vector + 2 * i + 1] = cute.arch.inline_ptx(
+    def load_v(self, shared, thread, acc):
+        """Accumulators from the image [C, 64] of v: two 8x8 matrices of 8 tokens, transposed, for each of two row
+        halves."""
+        warp, lane = thread // 32, thread % 32
+        matrix, token = lane // 8, lane % 8
+        place = shared + (8 * (matrix // 2) + token) * (2 * HALF) + ((2 * warp + matrix % 2) ^ token) * 16
+        for i in range(self.chunk // 16):
+            for j, pair in enumerate(dev.ldmatrix_x4(place + i * (16 * 2 * HALF), transpose=True)):
+                acc[8 * i + 2 * j], acc[8 * i + 2 * j + 1] = cute.arch.inline_ptx(
                     "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;",
                     write_only_types=[Float32, Float32],
                     read_only_args=[pair],
                 )
 
-    def decay(self, shared, acc):
+    def load_decay(self, shared):
+        """The decays of a thread's columns 8j + 2*(lane%4) + 0..1, j < 16, from where ``decay_offset`` puts those of its
+        first unit."""
+        places = [shared ^ (unit * 16) for unit in range(4)]
+        return [
+            x for unit in range(8) for x in dev.load_shared_x4(places[unit % 4] + unit // 4 * 64, Float32)
+        ]
+
+    def decay(self, factors, acc):
         """S^T diag(a): element (e, r, j) of the accumulator is in column 8j + 2*(lane%4) + e."""
         for j in range(HEAD_DIM // 8):
-            factors = dev.load_shared_x2(shared + j * 32, Float32)
             for i in range(4):
                 acc[4 * j + i] = cute.arch.inline_ptx(
                     "mul.rn.f32 {$w0}, {$r0}, {$r1};",
                     write_only_types=[Float32],
-                    read_only_args=[acc[4 * j + i], factors[i % 2]],
+                    read_only_args=[acc[4 * j + i], factors[2 * j + i % 2]],
                 )
 
-    def hand_over_o(self, p, wg, thread, rO):
-        """O^T to shared memory as an image of O [C, 64], when the store warp has left it."""
-        self.sync(wg, O_FREE)
+    def hand_over_o(self, p, wg, thread, rO, early, early_phase):
+        """O^T to shared memory as an image of O [C, 64], when the store warp has left it: an mbarrier, because a barrier
+        would make the warps wait for one another. There is an O for each stage of the early ring, so that the number of
+        them, of which this is the parity, is not counted."""
+        parity = early % 2 ^ (early_phase if self.early % 2 else 0)
+        cute.arch.mbarrier_wait(p.o_free + wg, parity)
         self.put_transposed(p.o + wg * self.o_bytes, thread, rO, self.chunk)
         self.arrive(wg, O_READY)
 
-    def hand_over_state(self, p, wg, thread, tCrS):
+    @cute.jit
+    def hand_over_state(self, p, v_first: Int32, wg: Int32, thread: Int32, tCrS: cute.Tensor):
         """S to shared memory, rounded as it is for wgmma, as an image of its half of a matrix in global memory."""
         words = cute.make_tensor(
             cute.recast_ptr(tCrS.iterator, dtype=Int32), cute.make_layout(HEAD_DIM // 2 // 2)
         )
         shared = p.state + wg * self.state_bytes
         self.sync(wg, STATE_FREE)
-        if self.config.v_first:
+        if v_first > 0:
             self.put(shared, thread, words)
         else:
             self.put_transposed(shared, thread, words, HEAD_DIM)
@@ -560,46 +598,85 @@ class ChainKernel:
 
     # ---- fp32 states
 
-    def state_offset(self, half, thread):
-        """Byte offset, in a matrix, of the element (0, 0, 0) of a thread's accumulator."""
+    def element(self, matrix, half, thread, v_step, k_step):
+        """The address, in a matrix, of the element (0, 0, 0) of a thread's accumulator; bytes from a row of S^T to the
+        next, and from a column to the next, are given."""
         row = half * HALF + 16 * (thread // 32) + thread % 32 // 4
-        column = 2 * (thread % 4)
-        v_step, k_step = self.state_steps()
-        return row * v_step + column * k_step
+        return matrix + row * v_step + 2 * (thread % 4) * k_step
 
-    def state_steps(self):
-        """Bytes from a row of S^T to the next, and from a column to the next."""
-        return (4 * HEAD_DIM, 4) if self.config.v_first else (4, 4 * HEAD_DIM)
+    def carried(self, carry, stream, half, thread):
+        """Where a thread's share of a state lies that a stream hands over: 16 bytes of each thread side by side."""
+        return carry + (Int64(stream) * 2 + half) * (CARRY_BYTES // 2) + thread * 16
 
-    def load_state(self, address, acc):
-        v_step, k_step = self.state_steps()
-        for j in range(HEAD_DIM // 8):
-            for r in range(2):
-                start, at = 4 * j + 2 * r, address + (8 * r * v_step + 8 * j * k_step)
-                if self.config.v_first:
-                    acc[start], acc[start + 1] = cute.arch.inline_ptx(
-                        "ld.global.nc.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
-                        write_only_types=[Float32, Float32],
-                        read_only_args=[at],
+    @cute.jit
+    def take_over(self, order, stream: Int32, carry: Int64, half: Int32, thread: Int32, acc: cute.Tensor):
+        """The state at the end of the first part of a stream, as soon as it is there."""
+        schedule.wait_for_state(schedule.ring(order, stream), half)
+        place = self.carried(carry, stream, half, thread)
+        for i in cutlass.range_constexpr(HEAD_DIM // 8):
+            acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3] = cute.arch.inline_ptx(
+                "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                write_only_types=[Float32, Float32, Float32, Float32],
+                read_only_args=[place + i * (16 * WARPGROUP)],
+            )
+
+    @cute.jit
+    def hand_over(
+        self, order, stream: Int32, carry: Int64, half: Int32, wg: Int32, thread: Int32, acc: cute.Tensor
+    ):
+        """The state to the stream that goes on with the sequence."""
+        place = self.carried(carry, stream, half, thread)
+        for i in cutlass.range_constexpr(HEAD_DIM // 8):
+            cute.arch.inline_ptx(
+                "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[place + i * (16 * WARPGROUP), *(acc[4 * i + j] for j in range(4))],
+            )
+        cute.arch.barrier(barrier_id=HANDED_OVER + wg, number_of_threads=WARPGROUP)
+        if thread == 0:
+            schedule.hand_over(schedule.ring(order, stream), half)
+
+    @cute.jit
+    def load_state(self, x, matrix: Int64, half: Int32, thread: Int32, acc: cute.Tensor):
+        """The initial state; zeros where there is none."""
+        row = 4 * HEAD_DIM
+        if x.initial_state == Int64(0):
+            acc.fill(0.0)
+        elif x.v_first > 0:
+            first = self.element(x.initial_state + matrix, half, thread, row, 4)
+            for i in cutlass.range_constexpr(HEAD_DIM // 4):
+                acc[2 * i], acc[2 * i + 1] = cute.arch.inline_ptx(
+                    "ld.global.nc.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+                    write_only_types=[Float32, Float32],
+                    read_only_args=[first + (8 * (i % 2) * row + 8 * (i // 2) * 4)],
+                )
+        else:
+            first = self.element(x.initial_state + matrix, half, thread, 4, row)
+            for i in cutlass.range_constexpr(HEAD_DIM // 4):
+                for e in range(2):
+                    acc[2 * i + e] = cute.arch.inline_ptx(
+                        "ld.global.nc.f32 {$w0}, [{$r0}];",
+                        write_only_types=[Float32],
+                        read_only_args=[first + (8 * (i % 2) * 4 + (8 * (i // 2) + e) * row)],
                     )
-                else:
-                    for e in range(2):
-                        acc[start + e] = cute.arch.inline_ptx(
-                            "ld.global.nc.f32 {$w0}, [{$r0}];",
-                            write_only_types=[Float32],
-                            read_only_args=[at + e * k_step],
-                        )
 
-    def store_state(self, address, acc):
-        v_step, k_step = self.state_steps()
-        for j in range(HEAD_DIM // 8):
-            for r in range(2):
-                start, at = 4 * j + 2 * r, address + (8 * r * v_step + 8 * j * k_step)
-                if self.config.v_first:
+    @cute.jit
+    def store_state(self, x, matrix: Int64, half: Int32, thread: Int32, acc: cute.Tensor):
+        """The final state, if it is wanted."""
+        row = 4 * HEAD_DIM
+        if x.final_state != Int64(0):
+            if x.v_first > 0:
+                first = self.element(x.final_state + matrix, half, thread, row, 4)
+                for i in cutlass.range_constexpr(HEAD_DIM // 4):
                     cute.arch.inline_ptx(
                         "st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};",
-                        read_only_args=[at, acc[start], acc[start + 1]],
+                        read_only_args=[
+                            first + (8 * (i % 2) * row + 8 * (i // 2) * 4),
+                            acc[2 * i],
+                            acc[2 * i + 1],
+                        ],
                     )
-                else:
+            else:
+                first = self.element(x.final_state + matrix, half, thread, 4, row)
+                for i in cutlass.range_constexpr(HEAD_DIM // 4):
                     for e in range(2):
-                        dev.store_global(at + e * k_step, acc[start + e])
+                        dev.store_global(first + (8 * (i % 2) * 4 + (8 * (i // 2) + e) * row), acc[2 * i + e])

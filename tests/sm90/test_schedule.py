@@ -1,0 +1,73 @@
+"""The order in which chains and preparing groups go through chunks."""
+
+import random
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from direct import launch, places
+
+from kda_core.testing import make_inputs
+from kda_sm90 import layouts
+from kda_sm90.config import PrefillConfig
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_sequence_that_is_cut_goes_on_after_its_first_part(seed):
+    rng = random.Random(seed)
+    heads, streams = rng.randint(1, 9), rng.randint(1, 12)
+    firsts = [0, *accumulate(rng.randint(1, 9) for _ in range(rng.randint(0, 6)))]
+    slots = firsts[-1] + rng.randint(1, 9)
+    place, width = places(firsts, slots, heads, streams)
+    assert sorted(place.flatten().tolist()) == sorted(set(place.flatten().tolist()))
+    assert place.min() >= 0 and place.max() < streams * width
+    for head in place.tolist():
+        for begin, end in pairwise([*firsts, slots]):
+            parts: dict[int, list[int]] = {}
+            for x in head[begin:end]:
+                parts.setdefault(x // width, []).append(x % width)
+            for numbers in parts.values():
+                assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            first, *rest = parts.values()
+            assert len(rest) <= 1
+            assert not rest or first[0] == 0 and first[-1] < rest[0][0]
+
+
+def run(x, config, streams, depth, preparers):
+    """o, final and intermediate states of a call by a given schedule."""
+    (B, T, H, K), HV, offsets = x["q"].shape, x["v"].shape[2], x.get("cu_seqlens")
+    N = B if offsets is None else len(offsets) - 1
+    initial = x["initial_state"]
+    size = layouts.workspace_bytes(streams, depth, config.chunk)
+    buffer = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
+    o, final = torch.zeros_like(x["v"]), torch.zeros_like(initial)
+    states = torch.zeros(B * (T // 64 + N), HV, K, K, dtype=torch.bfloat16, device="cuda")
+    launch(
+        config, o, **{name: x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")},
+        a_log=x["A_log"], dt_bias=x["dt_bias"], offsets=offsets, final_state=final, states=states, workspace=buffer,
+        ticket=0x123456789, state_count=len(states), N=N, T=T, H=H, HV=HV, offset_bytes=0 if offsets is None else 4,
+        beta_bytes=x["beta"].element_size(), l2norm=1, every=64 // config.chunk, preparers=preparers, streams=streams,
+        depth=depth, scale=K**-0.5, lower_bound=-5.0, beta_factor=1.0,
+    )  # fmt: skip
+    return o, final, states
+
+
+@pytest.mark.arch((9, 0))
+@pytest.mark.parametrize("lengths", (None, (0, 700, 1, 0, 64, 300, 7, 0)), ids=("fixed", "packed"))
+@pytest.mark.parametrize("warpgroups", (1, 2))
+@pytest.mark.parametrize("C", (32, 64))
+def test_any_schedule_gives_the_same_bits(C, warpgroups, lengths):
+    """Shallow rings, few and many preparing CTAs, streams that cut heads anywhere and streams without a chunk."""
+    x = make_inputs(
+        "slow", 1072 if lengths else 500, B=1 if lengths else 2, H=1, HV=3, lengths=lengths, device="cuda"
+    )
+    config = PrefillConfig(C, warpgroups, states=True)
+    N = len(lengths) if lengths else 2
+    arguments = x.arguments | {"initial_state": torch.randn(N, 3, 128, 128, device="cuda")}
+    want = run(arguments, config, streams=1, depth=200, preparers=1)
+    assert want[0].abs().max() > 0
+    for streams in (2, 3, 4, 5, 7, 11, 30):
+        for depth, preparers in ((5, 1), (5, 40), (8, 3), (40, 40)):
+            got = run(arguments, config, streams, depth, preparers)
+            for name, y, z in zip(("o", "final", "states"), got, want, strict=True):
+                assert torch.equal(y, z), (name, streams, depth, preparers)
