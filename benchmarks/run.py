@@ -5,7 +5,8 @@
     python benchmarks/run.py --table gva --hv 32 --gates slow
 
 Rows go to ``benchmarks/results/<gpu>/prefill.json`` (``--out`` names another file); rows measured before are kept
-unless the run measures them again, and each carries the run that made it. ``report.py`` makes the table from that file.
+unless the run measures them again, and each carries the run that made it. ``--resume`` goes on with a run that was
+interrupted. ``report.py`` makes the table from that file.
 
 A row has: case, table, B, T, H, HV, lengths, gates, impl; median_ms (device time of CUDA-graph replays with the L2
 flushed, null on a CPU), eager_ms (an asynchronous call to its end), error_o and error_state (the largest relative
@@ -46,9 +47,14 @@ def main(argv: list[str] | None = None) -> int:
     run = _describe(device, argv)
     path = args.out or RESULTS / run["device"] / "prefill.json"
     rows: list[dict[str, Any]] = []
+    if args.resume:
+        run, rows = _interrupted(path, run)
+    done = {(r["case"], r["gates"]) for r in rows}
     total = len(chosen) * len(args.gates) * len(impls)
     for case in chosen:
         for gates in args.gates:
+            if (case.name, gates) in done:
+                continue
             for row in _measure(case, gates, impls, device, args):
                 rows.append(row | {"run": run["id"]})
                 print(f"[{len(rows)}/{total}] {_line(row)}", flush=True)
@@ -66,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--impl", nargs="+", help="kda-<backend>, reference, fla (default: all that run here)")
     p.add_argument("--repeats", type=int, default=20, help="timed repetitions a row")
     p.add_argument("--out", type=Path, help="the JSON file")
+    p.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the last run of the same command, device and versions",
+    )
     return p
 
 
@@ -167,7 +178,19 @@ def _command(argv: list[str]) -> str:
     if "--out" in args:
         at = args.index("--out")
         del args[at : at + 2]
-    return " ".join(["benchmarks/run.py", *(a for a in args if not a.startswith("--out="))])
+    return " ".join(
+        ["benchmarks/run.py", *(a for a in args if not a.startswith("--out=") and a != "--resume")]
+    )
+
+
+def _interrupted(path: Path, run: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The last run in the file that is like this one in all but its time, and its rows."""
+    old = json.loads(path.read_text()) if path.exists() else {"runs": [], "rows": []}
+    alike = lambda r: all(r.get(k) == x for k, x in run.items() if k not in ("id", "date"))
+    for known in reversed(old["runs"]):
+        if alike(known):
+            return known, [r for r in old["rows"] if r["run"] == known["id"]]
+    raise SystemExit(f"--resume: {path} has no run of this command with these versions on this device")
 
 
 def _save(path: Path, run: dict[str, Any], rows: list[dict[str, Any]]) -> None:

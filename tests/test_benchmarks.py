@@ -84,6 +84,30 @@ def test_a_run_leaves_rows_with_errors_and_keeps_those_of_other_runs(tmp_path):
     assert [r["id"] for r in found["runs"]] == ["before", row["run"]], "a run without rows is not kept"
 
 
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import run
+
+    measured = []
+
+    def measure(case, gates, impls, device, args):
+        measured.append(gates)
+        times = dict.fromkeys(("median_ms", "eager_ms", "error_o", "error_state"), 0.5)
+        return [{"case": case.name, "gates": gates, "impl": name} | times for name in impls]
+
+    monkeypatch.setattr(run, "_measure", measure)
+    path = tmp_path / "prefill.json"
+    command = ["--case", "B1-T2048-H4", "--impl", "reference", "--out", str(path), "--gates"]
+    assert run.main([*command, "slow", "steep"]) == 0
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"rows": data["rows"][:1]}))
+    assert run.main([*command, "slow", "steep", "--resume"]) == 0
+    assert measured == ["slow", "steep", "steep"]
+    assert json.loads(path.read_text()) == data
+    with pytest.raises(SystemExit, match="no run of this command"):
+        run.main([*command, "memory", "--resume"])
+
+
 def test_host_time_is_measured_on_any_machine():
     command = [sys.executable, "host.py", "--backend", "nothing", "--T", "5", "--calls", "2", "--rounds", "1"]
     done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=False)
