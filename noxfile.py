@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
-PACKAGES = ("kda-core", "kda-sm90", "kda-sm100", "kda-cp")
+PACKAGES = ("kda-core", "kda-sm90", "kda-sm100", "kda-cp", "ptx-emulator")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")  # nox skips those that the machine lacks
 SOURCES = ("packages", "examples", "benchmarks", "noxfile.py")
 
@@ -141,6 +141,13 @@ def test_cp(session: nox.Session, dsl: str) -> None:
     pytest(session, "tests/cp")
 
 
+@matrix("test-emulator")
+def test_emulator(session: nox.Session, dsl: str) -> None:
+    """ptx-emulator: its instructions, its strictness, and the kernel of kda-sm90 on it, on any machine."""
+    install_all(session, dsl)
+    pytest(session, "tests/emulator")
+
+
 @nox.session(name="test-packaging")
 def test_packaging(session: nox.Session) -> None:
     """Wheels: what is in them, and how they install, alone and together, in clean environments."""
@@ -169,7 +176,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """mypy over the packages, the example, the benchmarks and this file, as Python 3.10 sees them."""
-    session.install("-c", str(CONSTRAINTS), "mypy", "pytest", "nox", "-e", "packages/kda-core")
+    session.install("-c", str(CONSTRAINTS), "mypy", "pytest", "nox", "numpy", "-e", "packages/kda-core")
     session.run("mypy", *(session.posargs or SOURCES))
 
 

@@ -1,0 +1,221 @@
+"""Asynchronous copies. Their bytes arrive as late as possible, or at a time that the seed decides: what is
+read before something waited for it is not known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.access import addresses, region_of, touched
+from ptx_emulator.decode import Decoder, Execute, handler
+from ptx_emulator.lanes import BOOLS, INDICES, Array
+from ptx_emulator.machine import Warp
+from ptx_emulator.memory import copy
+from ptx_emulator.parser import Instruction
+from ptx_emulator.races import SEVERAL
+from ptx_emulator.synchronize import check_proxy, mbarrier_at
+
+
+@dataclass
+class Copy:
+    """One `cp.async`, in arrays of 32 lanes: ``left`` have not arrived, ``groups`` are those that they belong
+    to."""
+
+    size: int
+    left: Array
+    groups: Array
+    targets: Array
+    sources: Array
+    bytes: Array
+    clock: int
+
+    def land(self, w: Warp, flags: Array) -> None:
+        """The bytes of some lanes arrive."""
+        for lane in np.flatnonzero(self.left & flags).tolist():
+            place, count = int(self.targets[lane]), int(self.bytes[lane])
+            shared = w.cta.shared
+            if count:
+                source = int(self.sources[lane])
+                copy(w.machine.memory.at(source, source + count, w.fail), source, shared, place, count)
+            start = place - shared.base
+            shared.data[start + count : start + self.size] = 0
+            shared.forget()[start + count : start + self.size] = 255
+            w.machine.clock += 1
+            shared.stamp(self.targets[lane : lane + 1], w.machine.clock, w.cta.number)
+        self.left = self.left & ~flags
+
+
+def issued(w: Warp, clock: int) -> Array:
+    """What those know that see a copy of this warp arrive: its own accesses up to when it was issued."""
+    snapshot = np.zeros_like(w.clock.known)
+    snapshot[w.clock.index] = clock
+    return snapshot
+
+
+@handler("cp")
+def _cp(d: Decoder, i: Instruction) -> Execute:
+    if i.modifiers[:2] == ("async", "commit_group"):
+        return _commit
+
+    if i.modifiers[:2] in (("async", "wait_group"), ("async", "wait_all")):
+        left = d.immediate(i.operands[0]) if i.modifiers[1] == "wait_group" else None
+        return lambda w, lanes: _wait(w, BOOLS[lanes], left)
+    if i.modifiers[:1] != ("async",):
+        d.refuse("this copy is not modelled")
+    if i.modifiers[1] == "mbarrier":
+        return _arrive(d, i)
+    if i.modifiers[1] == "bulk":
+        return _bulk(d, i)
+    return _cp_async(d, i)
+
+
+def _commit(w: Warp, lanes: int) -> None:
+    w.group = w.group + BOOLS[lanes]
+
+
+def _wait(w: Warp, flags: Array, left: int | None) -> None:
+    """All but the last ``left`` groups of some lanes arrive; None: whatever these lanes have asked for."""
+    for one in w.copies:
+        one.land(w, flags if left is None else flags & (one.groups < w.group - left))
+    w.copies = [one for one in w.copies if one.left.any()]
+
+
+def _cp_async(d: Decoder, i: Instruction) -> Execute:
+    d.only(
+        i.modifiers,
+        "async",
+        "ca",
+        "cg",
+        "shared",
+        "shared::cta",
+        "global",
+        "L2::cache_hint",
+        "L2::64B",
+        "L2::128B",
+        "L2::256B",
+    )
+    to, to_offset = d.address(i.operands[0], "b32")
+    source, source_offset = d.address(i.operands[1], "b64")
+    size = d.immediate(i.operands[2])
+    if size not in (4, 8, 16) or ("cg" in i.modifiers and size != 16):
+        d.refuse(f"a size of {size} bytes")
+    rest = list(i.operands[3:])
+    if "L2::cache_hint" in i.modifiers:
+        d.source(rest.pop(), "b64")
+    given = d.source(rest[0], "u32") if rest else None
+
+    def start(w: Warp, lanes: int) -> None:
+        index = INDICES[lanes]
+        places = addresses(w, to, to_offset, lanes)
+        shared = region_of(w, "shared", places, size)
+        assert shared is not None
+        counts = np.full(32, size, np.int64)
+        if given is not None:
+            if w.unknown[given] & lanes:
+                w.fail("a size comes from what nothing has written")
+            counts = w.regs[given].astype(np.int64)
+            if (counts[index] > size).any():
+                w.fail(f"more than {size} bytes")
+        # Where nothing is read, the address may be anything.
+        reading = index[counts[index] > 0]
+        sources = np.zeros(32, np.int64)
+        if len(reading):
+            bits = int(sum(1 << int(lane) for lane in reading))
+            sources[reading] = addresses(w, source, source_offset, bits)
+            region_of(w, "global", sources[reading], size)
+        targets = np.zeros(32, np.int64)
+        targets[index] = places
+        shared.forget()
+        shared.known_view(4, size // 4)[(places - shared.base) // size] = 0
+        if shared.shadow is not None:
+            shared.shadow.store(w, *touched(shared, places, size, index))
+        w.copies.append(Copy(size, BOOLS[lanes].copy(), w.group, targets, sources, counts, w.clock.now))
+
+    return start
+
+
+def _arrive(d: Decoder, i: Instruction) -> Execute:
+    """An arrival when the copies so far have arrived, at a time of their own."""
+    d.only(i.modifiers, "async", "mbarrier", "arrive", "noinc", "shared", "shared::cta", "b64")
+    if "noinc" not in i.modifiers:
+        d.refuse("only .noinc is modelled")
+    base, offset = d.address(i.operands[0], "b32")
+
+    def arrive(w: Warp, lanes: int) -> None:
+        barriers = [mbarrier_at(w, place) for place in addresses(w, base, offset, lanes).tolist()]
+        copies, flags, pc = list(w.copies), BOOLS[lanes], w.pc
+
+        def land() -> None:
+            w.pc = pc
+            for one in copies:
+                one.land(w, flags)
+            w.copies = [one for one in w.copies if one.left.any()]
+            for barrier in barriers:
+                for one in copies:
+                    barrier.release(issued(w, one.clock))
+                barrier.arrive(1, w.fail)
+
+        w.machine.pending.append(land)
+
+    return arrive
+
+
+def _bulk(d: Decoder, i: Instruction) -> Execute:
+    """Global to shared memory, with bytes counted by an mbarrier."""
+    expected = ("async", "bulk", "shared::cluster", "global", "mbarrier::complete_tx::bytes")
+    shape = tuple(m for m in i.modifiers if m != "L2::cache_hint")
+    if shape not in (expected, ("async", "bulk", "shared::cta", *expected[3:])):
+        d.refuse("only bulk copies from global to shared memory are modelled")
+    to, to_offset = d.address(i.operands[0], "b32")
+    source, source_offset = d.address(i.operands[1], "b64")
+    size = d.source(i.operands[2], "u32")
+    base, offset = d.address(i.operands[3], "b32")
+    if "L2::cache_hint" in i.modifiers:
+        d.source(i.operands[4], "b64")
+
+    def start(w: Warp, lanes: int) -> None:
+        if w.unknown[size] & lanes:
+            w.fail("a size comes from what nothing has written")
+        columns: list[Any] = [
+            addresses(w, to, to_offset, lanes), addresses(w, source, source_offset, lanes),
+            w.regs[size][INDICES[lanes]], addresses(w, base, offset, lanes),
+        ]  # fmt: skip
+        for place, origin, count, barrier in zip(*(c.tolist() for c in columns)):
+            _start_bulk(w, place, origin, count, barrier)
+
+    return start
+
+
+def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int) -> None:
+    if count % 16 or place % 16 or origin % 16:
+        w.fail(f"bulk copy of {count} bytes from {origin:#x} to {place:#x}: all are multiples of 16")
+    barrier, shared, pc = mbarrier_at(w, barrier_place), w.cta.shared, w.pc
+    if count:
+        region = w.machine.memory.at(origin, origin + count, w.fail)
+        if place < shared.low or place + count > shared.high:
+            w.fail(f"bulk copy: shared memory out of bounds: {place:#x} and {count} bytes")
+        shared.forget()[place - shared.base : place - shared.base + count] = 0
+        if region.shadow is not None:
+            region.shadow.observe(w, np.arange(origin - region.base, origin - region.base + count, 4) >> 2)
+        if shared.shadow is not None:
+            shared.shadow.store(
+                w, np.arange(place - shared.base, place - shared.base + count, 4) >> 2, SEVERAL
+            )
+    clock = w.clock.now
+
+    def land() -> None:
+        w.pc = pc
+        if count:
+            check_proxy(
+                w, "global", region, slice((origin - region.base) >> 4, (origin - region.base + count) >> 4)
+            )
+            copy(region, origin, shared, place, count)
+        barrier.release(issued(w, clock))
+        barrier.transactions -= count
+        if barrier.pending == 0 and barrier.transactions < 0:
+            w.fail("mbarrier: more bytes than it expects")
+        barrier.advance()
+
+    w.machine.pending.append(land)

@@ -1,0 +1,297 @@
+"""Instructions to closures over register numbers.
+
+Every operand is a register: constants and special registers have one of their own. A handler, found by its
+opcode, takes the `Decoder` and an `Instruction` and returns what executes it: a function of a warp and the
+set of active lanes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ptx_emulator.errors import PtxError
+from ptx_emulator.lanes import FULL, Array
+from ptx_emulator.machine import Program, Warp
+from ptx_emulator.memory import SHARED_BASE, UNSIGNED
+from ptx_emulator.parser import (
+    SIZES,
+    Address,
+    Immediate,
+    Instruction,
+    Kernel,
+    Negated,
+    Operand,
+    Register,
+    Sink,
+    Special,
+    Symbol,
+    Vector,
+)
+
+Execute = Callable[[Warp, int], Any]
+Handler = Callable[["Decoder", Instruction], Execute]
+
+HANDLERS: dict[str, Handler] = {}
+
+#: numpy's type of each of PTX's that registers hold as numbers.
+DTYPES: dict[str, Any] = (
+    {f"u{8 * n}": UNSIGNED[n] for n in (1, 2, 4, 8)}
+    | {f"b{8 * n}": UNSIGNED[n] for n in (1, 2, 4, 8)}
+    | {"s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64}
+    | {"f16": np.float16, "f32": np.float32, "f64": np.float64}
+)
+
+#: What a special register holds: a function of the warp.
+SPECIALS: dict[str, Callable[[Warp], Any]] = {}
+
+
+def handler(*opcodes: str) -> Callable[[Handler], Handler]:
+    """Registers a handler."""
+
+    def register(function: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(opcodes, function))
+        return function
+
+    return register
+
+
+class Decoder:
+    """Decodes one kernel."""
+
+    def __init__(self, kernel: Kernel):
+        self.kernel = kernel
+        self.registers: list[Any] = []
+        self.unknown: list[int] = []
+        self.specials: list[tuple[int, Callable[[Warp], Any]]] = []
+        self._slots: dict[Any, int] = {}
+        self._instruction = kernel.instructions[0]
+        self._read: set[int] = set()
+        self._written: set[int] = set()
+        self.relaxed = False
+        self.symbols, end = {}, SHARED_BASE
+        for variable in kernel.shared:
+            end = -(-end // variable.align) * variable.align
+            self.symbols[variable.name] = end
+            end += variable.size
+        self.static_bytes = end - SHARED_BASE
+        self.offsets, offset = {}, 0
+        for name, _, size in kernel.parameters:
+            offset = -(-offset // size) * size
+            self.offsets[name] = offset
+            offset += size
+        self.parameter_bytes = offset
+
+    def decode(self) -> Program:
+        code, reads, writes, relaxed = [], [], [], []
+        for instruction in self.kernel.instructions:
+            self._instruction = instruction
+            self._read, self._written, self.relaxed = set(), set(), False
+            found = HANDLERS.get(instruction.opcode)
+            if found is None:
+                self.refuse(f"{instruction.opcode} is not modelled")
+            execute = found(self, instruction)
+            if instruction.guard is not None and instruction.opcode != "bra":
+                execute = self._guarded(execute, instruction.guard)
+            code.append(execute)
+            reads.append(frozenset(self._read))
+            writes.append(frozenset(self._written))
+            relaxed.append(self.relaxed)
+        lines = [(i.line, i.text) for i in self.kernel.instructions]
+        code.append(_past_the_end)
+        lines.append((lines[-1][0], lines[-1][1]))
+        return Program(
+            self.kernel.name, code, lines, self.registers, self.unknown, self.specials,
+            [*reads, frozenset()], [*writes, frozenset()], [*relaxed, False],
+        )  # fmt: skip
+
+    def _guarded(self, execute: Execute, guard: tuple[Register, bool]) -> Execute:
+        slot, negated = self.source(guard[0], "pred"), guard[1]
+
+        def guarded(w: Warp, lanes: int) -> Any:
+            if w.unknown[slot] & lanes:
+                w.fail("a predicate that nothing has set decides")
+            value = w.regs[slot]
+            lanes &= ~value if negated else value
+            return execute(w, lanes) if lanes else None
+
+        return guarded
+
+    def refuse(self, message: str) -> NoReturn:
+        raise PtxError(message, self._instruction.line, self._instruction.text)
+
+    def only(self, modifiers: Iterable[str], *allowed: str) -> None:
+        """Refuse modifiers that are not known to be harmless or handled."""
+        for modifier in modifiers:
+            if modifier not in allowed:
+                self.refuse(f".{modifier} is not modelled")
+
+    # ---- operands
+
+    def _new(self, value: Any, unknown: int) -> int:
+        self.registers.append(value)
+        self.unknown.append(unknown)
+        return len(self.registers) - 1
+
+    def _declared(self, register: Register) -> int:
+        slot = self._slots.get(register.name)
+        if slot is None:
+            size = SIZES[register.type]
+            value = 0 if register.type == "pred" else np.zeros(32, UNSIGNED[size])
+            slot = self._slots[register.name] = self._new(value, FULL)
+        return slot
+
+    def size_of(self, operand: Operand) -> int:
+        """Bytes of a register."""
+        if not isinstance(operand, Register):
+            self.refuse(f"expected a register, got {operand}")
+        return SIZES[operand.type]
+
+    def source(self, operand: Operand, kind: str, wider: bool = False) -> int:
+        """The register of a source of a type; ``wider``: it may be wider than that."""
+        if isinstance(operand, Register):
+            size = SIZES[operand.type]
+            if (operand.type == "pred") != (kind == "pred") or (
+                size < SIZES[kind] if wider else size != SIZES[kind]
+            ):
+                self.refuse(f"{operand.name} is .{operand.type}, expected .{kind}")
+            slot = self._declared(operand)
+        elif isinstance(operand, Immediate):
+            slot = self._constant(self.number(operand.text, kind), SIZES[kind])
+        elif isinstance(operand, Symbol):
+            if operand.name not in self.symbols:
+                self.refuse(f"{operand.name} is not a variable")
+            slot = self._constant(self.symbols[operand.name], SIZES[kind])
+        elif isinstance(operand, Special):
+            slot = self._special(operand.name, SIZES[kind])
+        else:
+            self.refuse(f"source not understood: {operand}")
+        self._read.add(slot)
+        return slot
+
+    def destination(self, operand: Operand, kind: str, wider: bool = False) -> int:
+        """The register of a destination."""
+        if isinstance(operand, Sink):
+            return self._new(0 if kind == "pred" else np.zeros(32, UNSIGNED[SIZES[kind]]), FULL)
+        if not isinstance(operand, Register):
+            self.refuse(f"destination not understood: {operand}")
+        size = SIZES[operand.type]
+        if (operand.type == "pred") != (kind == "pred") or (
+            size < SIZES[kind] if wider else size != SIZES[kind]
+        ):
+            self.refuse(f"{operand.name} is .{operand.type}, expected .{kind}")
+        slot = self._declared(operand)
+        self._written.add(slot)
+        return slot
+
+    def predicate(self, operand: Operand) -> tuple[int, bool]:
+        """The register of a predicate, and whether it is negated."""
+        if isinstance(operand, Negated):
+            return self.source(operand.predicate, "pred"), True
+        if isinstance(operand, Immediate):
+            return self._constant(FULL if int(operand.text, 0) else 0, 0), False
+        return self.source(operand, "pred"), False
+
+    def sources(self, operand: Operand, kind: str, wider: bool = False) -> list[int]:
+        """The registers of a vector, or of a scalar."""
+        elements = operand.elements if isinstance(operand, Vector) else (operand,)
+        return [self.source(x, kind, wider) for x in elements]
+
+    def destinations(self, operand: Operand, kind: str, wider: bool = False) -> list[int]:
+        elements = operand.elements if isinstance(operand, Vector) else (operand,)
+        return [self.destination(x, kind, wider) for x in elements]
+
+    def address(self, operand: Operand, kind: str) -> tuple[int, int]:
+        """The register and the offset of ``[base + offset]``."""
+        if not isinstance(operand, Address):
+            self.refuse(f"expected an address, got {operand}")
+        if isinstance(operand.base, Register):
+            kind = "b64" if SIZES[operand.base.type] == 8 else "b32"
+        return self.source(operand.base, kind), operand.offset
+
+    def parameter(self, operand: Operand) -> tuple[int, int] | None:
+        """The same of ``[name + offset]`` where the name is that of a parameter."""
+        if (
+            isinstance(operand, Address)
+            and isinstance(operand.base, Symbol)
+            and operand.base.name in self.offsets
+        ):
+            return self._constant(0, 8), self.offsets[operand.base.name] + operand.offset
+        return None
+
+    def immediate(self, operand: Operand) -> int:
+        """An integer constant."""
+        if not isinstance(operand, Immediate):
+            self.refuse(f"expected a constant, got {operand}")
+        return int(operand.text.rstrip("U"), 0)
+
+    def number(self, text: str, kind: str) -> int:
+        """The bits of a number of a type."""
+        if text[:2] in ("0f", "0F"):
+            bits = int(f"0x{text[2:]}", 0)
+            if kind == "f64":
+                (bits,) = struct.unpack(
+                    "<Q", struct.pack("<d", struct.unpack("<f", struct.pack("<I", bits))[0])
+                )
+            return bits
+        if text[:2] in ("0d", "0D"):
+            return int(f"0x{text[2:]}", 0)
+        if kind.startswith("f"):
+            self.refuse(f"expected a floating-point constant, got {text}")
+        value = int(text.rstrip("U"), 0)
+        if kind == "pred":
+            return FULL if value else 0
+        return value & (1 << 8 * SIZES[kind]) - 1
+
+    def _constant(self, bits: int, size: int) -> int:
+        slot = self._slots.get((bits, size))
+        if slot is None:
+            value = bits if size == 0 else np.full(32, bits, UNSIGNED[size])
+            slot = self._slots[bits, size] = self._new(value, 0)
+        return slot
+
+    def _special(self, name: str, size: int) -> int:
+        slot = self._slots.get((name, size))
+        if slot is None:
+            if name not in SPECIALS:
+                self.refuse(f"{name} is not modelled")
+            slot = self._slots[name, size] = self._new(np.zeros(32, UNSIGNED[size]), 0)
+            value = SPECIALS[name]
+            self.specials.append((slot, lambda w: np.broadcast_to(value(w), 32).astype(UNSIGNED[size])))
+        return slot
+
+
+def _past_the_end(w: Warp, lanes: int) -> NoReturn:
+    w.fail("the end of the kernel without ret")
+
+
+def _specials() -> None:
+    def thread(w: Warp) -> Array:
+        return w.number * 32 + np.arange(32)
+
+    def place(index: int) -> Callable[[Warp], Any]:
+        def of_thread(w: Warp) -> Array:
+            x, y, _ = w.machine.block
+            return (thread(w) % x, thread(w) // x % y, thread(w) // (x * y))[index]
+
+        return of_thread
+
+    for i, letter in enumerate("xyz"):
+        SPECIALS[f"%tid.{letter}"] = place(i)
+        SPECIALS[f"%ntid.{letter}"] = lambda w, i=i: w.machine.block[i]  # type: ignore[misc]
+        SPECIALS[f"%ctaid.{letter}"] = lambda w, i=i: w.cta.index[i]  # type: ignore[misc]
+        SPECIALS[f"%nctaid.{letter}"] = lambda w, i=i: w.machine.grid[i]  # type: ignore[misc]
+    SPECIALS["%laneid"] = lambda w: np.arange(32)
+    SPECIALS["%warpid"] = lambda w: w.number
+    SPECIALS["%nwarpid"] = lambda w: len(w.cta.warps)
+    SPECIALS["%lanemask_eq"] = lambda w: 1 << np.arange(32)
+    SPECIALS["%lanemask_lt"] = lambda w: (1 << np.arange(32)) - 1
+    SPECIALS["%lanemask_le"] = lambda w: (2 << np.arange(32)) - 1
+    SPECIALS["%lanemask_gt"] = lambda w: FULL & ~((2 << np.arange(32)) - 1)
+    SPECIALS["%lanemask_ge"] = lambda w: FULL & ~((1 << np.arange(32)) - 1)
+
+
+_specials()

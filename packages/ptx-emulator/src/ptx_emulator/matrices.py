@@ -1,0 +1,346 @@
+"""Matrices of a warp or a warpgroup: ldmatrix, stmatrix, movmatrix, mma, wgmma.
+
+Products are exact in fp64, sums are taken in fp64 and rounded once to nearest; tensor cores keep fewer bits
+of aligned terms and truncate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator import floats
+from ptx_emulator.access import addresses, gather, region_of, scatter
+from ptx_emulator.decode import Decoder, Execute, handler
+from ptx_emulator.lanes import BOOLS, FULL, Array, to_bits
+from ptx_emulator.machine import Warp
+from ptx_emulator.parser import Instruction, Vector
+from ptx_emulator.races import SEVERAL
+from ptx_emulator.synchronize import aligned, check_proxy, uniform
+
+# ---- 8x8 matrices in shared memory
+
+
+def _matrix(d: Decoder, i: Instruction) -> tuple[int, bool]:
+    """How many, and whether transposed."""
+    d.only(i.modifiers, "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16")
+    count = next((int(m[1]) for m in i.modifiers if m in ("x1", "x2", "x4")), 0)
+    if not count or "m8n8" not in i.modifiers:
+        d.refuse("this shape is not modelled")
+    return count, "trans" in i.modifiers
+
+
+@handler("ldmatrix")
+def _ldmatrix(d: Decoder, i: Instruction) -> Execute:
+    count, transposed = _matrix(d, i)
+    targets = d.destinations(i.operands[0], "b32")
+    base, offset = d.address(i.operands[1], "b32")
+
+    def load(w: Warp, lanes: int) -> None:
+        rows = addresses(w, base, offset, (1 << 8 * count) - 1)
+        values, unknown = gather(w, "shared", rows, 2, 8) if count else (None, None)
+        assert values is not None
+        words = _to_lanes(values.reshape(count, 8, 8), transposed)
+        missing = (
+            None if unknown is None else _to_lanes(unknown.astype(np.uint16).reshape(count, 8, 8), transposed)
+        )
+        for n, target in enumerate(targets):
+            w.put(target, words[n], 0 if missing is None else to_bits(missing[n] != 0), lanes)
+
+    return aligned(load)
+
+
+def _to_lanes(matrices: Array, transposed: bool) -> Array:
+    """[n, 8, 8] elements of 2 bytes to [n, 32] words: lane l has row l // 4, columns 2 * (l % 4) and the
+    next."""
+    if transposed:
+        matrices = matrices.transpose(0, 2, 1)
+    return np.ascontiguousarray(matrices).view(np.uint32).reshape(-1, 32)
+
+
+def _from_lanes(words: Array, transposed: bool) -> Array:
+    """The reverse."""
+    matrices = words.view(np.uint16).reshape(-1, 8, 8)
+    return np.ascontiguousarray(matrices.transpose(0, 2, 1)) if transposed else matrices
+
+
+@handler("stmatrix")
+def _stmatrix(d: Decoder, i: Instruction) -> Execute:
+    count, transposed = _matrix(d, i)
+    base, offset = d.address(i.operands[0], "b32")
+    sources = d.sources(i.operands[1], "b32")
+
+    def store(w: Warp, lanes: int) -> None:
+        rows = addresses(w, base, offset, (1 << 8 * count) - 1)
+        values = _from_lanes(np.stack([w.regs[s] for s in sources]), transposed).reshape(-1, 8)
+        missing = None
+        if any(w.unknown[s] for s in sources):
+            words = np.stack([np.where(BOOLS[w.unknown[s]], FULL, 0).astype(np.uint32) for s in sources])
+            missing = _from_lanes(words, transposed).reshape(-1, 8) != 0
+        scatter(w, "shared", rows, 2, values, missing)
+
+    return aligned(store)
+
+
+@handler("movmatrix")
+def _movmatrix(d: Decoder, i: Instruction) -> Execute:
+    d.only(i.modifiers, "sync", "aligned", "m8n8", "trans", "b16")
+    to, source = d.destination(i.operands[0], "b32"), d.source(i.operands[1], "b32")
+
+    def move(w: Warp, lanes: int) -> None:
+        unknown = 0
+        if w.unknown[source]:
+            words = np.where(BOOLS[w.unknown[source]], FULL, 0).astype(np.uint32)[None]
+            unknown = to_bits(_from_lanes(words, True).view(np.uint32).reshape(32) != 0)
+        w.put(to, _from_lanes(w.regs[source][None], True).view(np.uint32).reshape(32), unknown, lanes)
+
+    return aligned(move)
+
+
+# ---- fragments of mma and wgmma
+
+
+def _a_matrix(words: Array) -> Array:
+    """[16, 8 * k] fp64 of 2k registers [2k, 32] of bf16x2."""
+    k = len(words) // 2
+    x = (
+        floats.bf16_values(words.view(np.uint16)).astype(np.float64).reshape(k, 2, 8, 4, 2)
+    )  # k, row half, row, quad, e
+    return x.transpose(1, 2, 0, 3, 4).reshape(16, 8 * k)
+
+
+def _b_matrix(words: Array) -> Array:
+    """[8 * k, 8] fp64 of k registers."""
+    k = len(words)
+    x = floats.bf16_values(words.view(np.uint16)).astype(np.float64).reshape(k, 8, 4, 2)  # k, column, quad, e
+    return x.transpose(0, 2, 3, 1).reshape(8 * k, 8)
+
+
+def _c_matrix(words: Array) -> Array:
+    """[16, 8 * n] of 4n registers."""
+    n = len(words) // 4
+    return (
+        words.reshape(n, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, 8 * n)
+    )  # n, row half, e, row, quad
+
+
+def _c_words(matrix: Array) -> Array:
+    """The reverse: [4n, 32]."""
+    n = matrix.shape[1] // 8
+    return np.ascontiguousarray(matrix.reshape(2, 8, n, 4, 2).transpose(2, 0, 4, 1, 3)).reshape(4 * n, 32)
+
+
+def _unknown_rows(w: Warp, slots: list[int]) -> Array:
+    """Which of the 16 rows of an A fragment have an element that is not known."""
+    flags = np.stack([BOOLS[w.unknown[s]] for s in slots]).reshape(-1, 2, 8, 4)
+    return flags.any((0, 3)).reshape(16)
+
+
+def _put_product(
+    w: Warp,
+    targets: list[int],
+    c: list[int],
+    product: Array,
+    add: bool,
+    rows: Array | None,
+    columns: Array | None,
+) -> None:
+    """Round product + c to fp32 registers. ``rows``, ``columns``: of the operands that are not known."""
+    if add:
+        product = product + _c_matrix(np.stack([w.regs[s] for s in c]).view(np.float32)).astype(np.float64)
+    words = _c_words(floats.canonical(np.ascontiguousarray(product.astype(np.float32))).view(np.uint32))
+    missing = [w.unknown[s] if add else 0 for s in c]
+    if rows is not None or columns is not None:
+        flags = np.zeros((16, 2 * len(c)), np.bool_)
+        if rows is not None:
+            flags |= rows[:, None]
+        if columns is not None:
+            flags |= columns[None, :]
+        missing = [old | to_bits(new) for old, new in zip(missing, _c_words(flags))]
+    for target, word, unknown in zip(targets, words, missing):
+        w.put(target, word, unknown, FULL)
+
+
+@handler("mma")
+def _mma(d: Decoder, i: Instruction) -> Execute:
+    *shape, c_type, a_type, b_type, d_type = i.modifiers
+    if (
+        shape[:2] != ["sync", "aligned"]
+        or shape[2] not in ("m16n8k8", "m16n8k16")
+        or shape[3:] != ["row", "col"]
+    ):
+        d.refuse("this shape is not modelled")
+    if (c_type, a_type, b_type, d_type) != ("f32", "bf16", "bf16", "f32"):
+        d.refuse("these types are not modelled")
+    targets = d.destinations(i.operands[0], "b32")
+    a, b, c = (d.sources(x, "b32") for x in i.operands[1:])
+    k = 2 if shape[2] == "m16n8k16" else 1
+    if (len(a), len(b), len(c), len(targets)) != (2 * k, k, 4, 4):
+        d.refuse("this number of registers does not fit the shape")
+
+    def multiply(w: Warp, lanes: int) -> None:
+        product = _a_matrix(np.stack([w.regs[s] for s in a])) @ _b_matrix(np.stack([w.regs[s] for s in b]))
+        rows = _unknown_rows(w, a) if any(w.unknown[s] for s in a) else None
+        columns: Array | None = None
+        if any(w.unknown[s] for s in b):
+            columns = np.any(np.stack([BOOLS[w.unknown[s]] for s in b]).reshape(-1, 8, 4), axis=(0, 2))
+        _put_product(w, targets, c, product, True, rows, columns)
+
+    return aligned(multiply)
+
+
+# ---- wgmma
+
+#: Width of a swizzle atom's row in bytes, by the descriptor's field.
+_SWIZZLE = {0: 16, 1: 128, 2: 64, 3: 32}
+
+
+def operand_places(descriptor: int, rows: int, mn_major: bool, fail: Callable[[str], Any]) -> Array:
+    """Byte addresses [rows, 16] of the elements of an operand of 2 bytes each: M or N rows by k16, as a
+    matrix descriptor says."""
+    start = (descriptor & 0x3FFF) << 4
+    leading, stride = (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+    if descriptor >> 49 & 7:
+        fail("a base offset is not modelled: the operand has to begin at its swizzle's alignment")
+    if descriptor & ~0xC00E_3FFF_3FFF_3FFF:
+        fail(f"matrix descriptor {descriptor:#x}: bits are set that have no meaning")
+    width = _SWIZZLE[descriptor >> 62]
+    r, k = np.arange(rows)[:, None], np.arange(16)[None, :]
+    if mn_major:
+        # Atoms of `width` bytes along M or N by 8 along k.
+        elements = width // 2
+        if width == 16:
+            place = r // 8 * stride + r % 8 * 2 + k // 8 * leading + k % 8 * 16
+        else:
+            place = r // elements * leading + r % elements * 2 + k // 8 * stride + k % 8 * width
+    elif width == 16:
+        place = r // 8 * stride + r % 8 * 16 + k // 8 * leading + k % 8 * 2
+    else:
+        place = r // 8 * stride + r % 8 * width + k * 2
+    place = start + place
+    return place ^ (place >> 7 & width // 16 - 1) << 4
+
+
+_PLACES: dict[tuple[int, int, bool], Array] = {}
+
+
+def _load_operand(
+    w: Warp, descriptor: int, rows: int, mn_major: bool
+) -> tuple[Array, Array | None, Callable[[], None]]:
+    """[rows, 16] fp64, which rows are not known, and a check that the bytes are still the same."""
+    key = (descriptor, rows, mn_major)
+    places = _PLACES.get(key)
+    if places is None:
+        if len(_PLACES) > 4096:
+            _PLACES.clear()
+        places = _PLACES[key] = operand_places(descriptor, rows, mn_major, w.fail)
+    region = region_of(w, "shared", places.reshape(-1), 2)
+    assert region is not None
+    check_proxy(w, "shared", region, np.unique((places - region.base) >> 4))
+    words = np.unique((places - region.base) >> 2)
+    places = places.reshape(-1)
+    if region.shadow is not None:
+        region.shadow.load(w, words, SEVERAL)
+    bits, unknown = region.load(places, 2, 1)
+
+    def check() -> None:
+        now, missing = region.load(places, 2, 1)
+        if (now != bits).any() or (missing is not None and (unknown is None or (missing & ~unknown).any())):
+            w.fail("an operand in shared memory was overwritten while a wgmma was in flight")
+        if region.shadow is not None:  # it may have been read as late as now
+            region.shadow.load(w, words, SEVERAL)
+
+    flags = None if unknown is None else np.any(unknown.reshape(rows, 16), axis=1)
+    return floats.bf16_values(bits.reshape(rows, 16)).astype(np.float64), flags, check
+
+
+@handler("wgmma")
+def _wgmma(d: Decoder, i: Instruction) -> Execute:
+    d.relaxed = True
+    operation = i.modifiers[0]
+    if operation == "mma_async":
+        return _wgmma_mma(d, i)
+    d.only(i.modifiers[1:], "sync", "aligned")
+    if operation == "fence":
+
+        def fence(w: Warp, lanes: int) -> None:
+            w.fenced = list(w.regs)
+
+        return aligned(fence)
+    if operation == "commit_group":
+
+        def commit(w: Warp, lanes: int) -> None:
+            w.wgmma_group += 1
+
+        return aligned(commit)
+    if operation != "wait_group":
+        d.refuse(f".{operation} is not modelled")
+    left = d.immediate(i.operands[0])
+
+    def wait(w: Warp, lanes: int) -> None:
+        done = w.wgmma_group - left  # groups below this one are complete
+        for group, check in w.operands:
+            if group < done:
+                check()
+        w.operands = [x for x in w.operands if x[0] >= done]
+        w.flight = {slot: group for slot, group in w.flight.items() if group >= done}
+
+    return aligned(wait)
+
+
+def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
+    """Each warp computes its own 16 rows of the 64; nothing else crosses warps."""
+    _, *rest = i.modifiers
+    if (
+        rest[:2] != ["sync", "aligned"]
+        or rest[3:] != ["f32", "bf16", "bf16"]
+        or not rest[2].startswith("m64n")
+    ):
+        d.refuse("this shape or these types are not modelled")
+    n, _, k = rest[2][4:].partition("k")
+    columns = int(n)
+    if k != "16" or columns % 8 or not 8 <= columns <= 256:
+        d.refuse("this shape is not modelled")
+    acc = d.destinations(i.operands[0], "b32")
+    d.sources(i.operands[0], "b32")
+    if len(acc) != columns // 2:
+        d.refuse(f"expected {columns // 2} accumulators")
+    in_registers = isinstance(i.operands[1], Vector)
+    a = d.sources(i.operands[1], "b32") if in_registers else [d.source(i.operands[1], "b64")]
+    b = d.source(i.operands[2], "b64")
+    scale, negated = d.predicate(i.operands[3])
+    factors = [d.immediate(x) for x in i.operands[4:6]]
+    majors = [d.immediate(x) != 0 for x in i.operands[6:]]
+    if any(x not in (1, -1) for x in factors) or len(majors) != (1 if in_registers else 2):
+        d.refuse("operands not understood")
+    sign = factors[0] * factors[1]
+    touched = acc + a if in_registers else acc
+
+    def multiply(w: Warp, lanes: int) -> None:
+        if w.fenced is None or any(w.regs[s] is not w.fenced[s] for s in touched):
+            w.fail("registers of this wgmma were written after the last wgmma.fence")
+        if in_registers and not w.flight.keys().isdisjoint(a):
+            w.fail("an operand in registers is the accumulator of a wgmma in flight")
+        if w.unknown[scale]:
+            w.fail("scale-d comes from what nothing has written")
+        add = (w.regs[scale] ^ FULL * negated) & 1 == 1
+        right, b_unknown, b_check = _load_operand(w, uniform(w, b, lanes), columns, majors[-1])
+        checks = [b_check]
+        if in_registers:
+            left = _a_matrix(np.stack([w.regs[s] for s in a]))
+            rows = _unknown_rows(w, a) if any(w.unknown[s] for s in a) else None
+        else:
+            whole, missing, check = _load_operand(w, uniform(w, a[0], lanes), 64, majors[0])
+            first = w.number % 4 * 16
+            left = whole[first : first + 16]
+            rows = None if missing is None else missing[first : first + 16]
+            checks.append(check)
+        _put_product(w, acc, acc, sign * (left @ right.T), add, rows, b_unknown)
+        for s in acc:
+            w.flight[s] = w.wgmma_group
+            w.fenced[s] = w.regs[s]
+        w.operands += [(w.wgmma_group, check) for check in checks]
+
+    return aligned(multiply)

@@ -1,0 +1,367 @@
+"""PTX text to instructions with resolved registers and labels, their source lines kept."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from ptx_emulator.errors import PtxError
+
+#: Bytes of each fundamental type; a predicate counts as 0.
+SIZES = {
+    f"{letter}{bits}": bits // 8
+    for letter in "busf"
+    for bits in (8, 16, 32, 64)
+    if (letter, bits) != ("f", 8)
+} | {"pred": 0, "b128": 16, "f16x2": 4, "bf16": 2, "bf16x2": 4}
+
+
+@dataclass(frozen=True)
+class Register:
+    """A virtual register; ``name`` is unique in its function, ``type`` as declared."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Special:
+    """A special register, such as ``%tid.x``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Immediate:
+    """A number as it is written."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A variable or a parameter, which stands for its address."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Address:
+    """``[base + offset]``."""
+
+    base: Operand
+    offset: int
+
+
+@dataclass(frozen=True)
+class Vector:
+    """``{a, b, ..}``."""
+
+    elements: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """``a|b``: two destinations."""
+
+    first: Operand
+    second: Operand
+
+
+@dataclass(frozen=True)
+class Negated:
+    """``!p``."""
+
+    predicate: Register
+
+
+@dataclass(frozen=True)
+class Label:
+    """Where a branch leads: ``target`` is an index into the instructions."""
+
+    name: str
+    target: int = -1
+
+
+@dataclass(frozen=True)
+class Sink:
+    """``_``: what is written there is dropped."""
+
+
+Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | Negated | Label | Sink
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction. ``modifiers``: what follows the opcode, without dots; ``guard``: (register,
+    negated)."""
+
+    line: int
+    text: str
+    opcode: str
+    modifiers: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    guard: tuple[Register, bool] | None = None
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable in shared memory; ``size`` 0: as much as the launch gives."""
+
+    name: str
+    size: int
+    align: int
+
+
+@dataclass
+class Kernel:
+    """An entry: parameters as (name, type, bytes), instructions, and what its directives promise."""
+
+    name: str
+    parameters: list[tuple[str, str, int]]
+    instructions: list[Instruction] = field(default_factory=list)
+    shared: list[Variable] = field(default_factory=list)
+    threads: tuple[int, ...] | None = None
+
+
+@dataclass
+class Module:
+    """All entries of a text of PTX, by name, and its variables in shared memory."""
+
+    target: str
+    kernels: dict[str, Kernel]
+
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_ENTRY = re.compile(r"(?:\.visible\s+|\.weak\s+)*\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?([^{;]*)\{")
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\b[^,\[]*?)?([\w$]+)(?:\[(\d+)\])?\s*$"
+)
+_SHARED = re.compile(
+    r"(?:\.extern\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?\s*$"
+)
+_LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
+_REGISTERS = re.compile(r"\.reg\s+(?:\.v[24]\s+)?\.(\w+)\s+(.*)", re.DOTALL)
+_RANGE = re.compile(r"([\w$%]+)<(\d+)>")
+_SPECIAL = re.compile(
+    r"%(?:(?:tid|ntid|ctaid|nctaid|clusterid|nclusterid|cluster_ctaid|cluster_nctaid)\.[xyz]|laneid|warpid|nwarpid|smid|"
+    r"lanemask_(?:eq|le|lt|ge|gt)|clock(?:_hi|64)?|globaltimer(?:_lo|_hi)?|dynamic_smem_size|total_smem_size|"
+    r"cluster_ctarank|cluster_nctarank|gridid)$"
+)
+_NUMBER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+U?|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|\d+U?)$")
+
+
+def parse(text: str) -> Module:
+    """Raises `PtxError` on whatever is not understood."""
+    text = _COMMENT.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+    target = re.search(r"\.target\s+(\w+)", text)
+    if target is None:
+        raise PtxError("no .target")
+    if match := re.search(r"\.func\b", text):
+        raise PtxError("functions are not modelled, only entries", text.count("\n", 0, match.start()) + 1)
+    kernels = {}
+    entries = list(_ENTRY.finditer(text))
+    outside, end = [], 0
+    for entry in entries:
+        outside.append(text[end : entry.start()])
+        parser = _Body(text, entry.end())
+        kernel = Kernel(entry[1], [_parameter(x) for x in (entry[2] or "").split(",") if x.strip()])
+        if match := re.search(r"\.reqntid\s+([\d,\s]+)", entry[3]):
+            kernel.threads = tuple(int(x) for x in match[1].split(","))
+        kernel.instructions, kernel.shared = parser.instructions, parser.shared
+        kernels[kernel.name] = kernel
+        end = parser.end
+    outside.append(text[end:])
+    shared = [x for part in outside for x in _outside(part)]
+    for kernel in kernels.values():
+        kernel.shared = shared + kernel.shared
+    return Module(target[1], kernels)
+
+
+def _outside(text: str) -> list[Variable]:
+    """Variables of the module. Anything else that holds data is an error."""
+    found = []
+    for statement in text.split(";"):
+        if re.search(r"\.(global|const|tex)\b", statement):
+            raise PtxError(
+                f"variables of the module in global or constant memory are not modelled: {statement.strip()}"
+            )
+        if ".shared" in statement:
+            found.append(_variable(statement[statement.index(".shared") :].strip()))
+    return found
+
+
+def _variable(text: str) -> Variable:
+    match = _SHARED.match(text)
+    if match is None:
+        raise PtxError(f"not understood: {text}")
+    size = SIZES[match[2]] * (1 if match[4] is None else int(match[4] or 0))
+    return Variable(match[3], size, int(match[1] or SIZES[match[2]]))
+
+
+def _parameter(text: str) -> tuple[str, str, int]:
+    match = _PARAMETER.match(text.strip())
+    if match is None:
+        raise PtxError(f"parameter not understood: {text.strip()}")
+    return match[2], match[1], SIZES[match[1]] * int(match[3] or 1)
+
+
+@dataclass
+class _Scope:
+    number: int
+    parent: _Scope | None
+    registers: dict[str, Register] = field(default_factory=dict)
+    ranges: dict[str, tuple[int, str]] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
+
+
+class _Body:
+    """The statements of a function from behind its opening brace; scopes may nest, and hide names."""
+
+    def __init__(self, text: str, start: int):
+        self.text, self.place = text, start
+        self.line, self.counted = 1, 0
+        self.instructions: list[Instruction] = []
+        self.shared: list[Variable] = []
+        self.scope, self.scopes = _Scope(0, None), 1
+        branches: list[tuple[int, _Scope]] = []
+        while True:
+            self._skip()
+            c = text[self.place] if self.place < len(text) else ""
+            if not c:
+                raise PtxError("a function without its end", self.line)
+            if c == "{":
+                self.scope, self.place = _Scope(self.scopes, self.scope), self.place + 1
+                self.scopes += 1
+            elif c == "}":
+                self.place += 1
+                if self.scope.parent is None:
+                    break
+                self.scope = self.scope.parent
+            elif c == ";":
+                self.place += 1
+            elif match := _LABEL.match(text, self.place):
+                self.scope.labels[match[1]] = len(self.instructions)
+                self.place = match.end()
+            else:
+                end = text.index(";", self.place)
+                statement = " ".join(text[self.place : end].split())
+                self.place = end + 1
+                if self._statement(statement):
+                    branches.append((len(self.instructions) - 1, self.scope))
+        self.end = self.place
+        for index, scope in branches:
+            self.instructions[index] = self._resolved(self.instructions[index], scope)
+
+    def _skip(self) -> None:
+        while self.place < len(self.text) and self.text[self.place].isspace():
+            self.place += 1
+        self.line += self.text.count("\n", self.counted, self.place)
+        self.counted = self.place
+
+    def _statement(self, text: str) -> bool:
+        """Whether it is a branch, whose label may not be known yet."""
+        if text.startswith("."):
+            self._directive(text)
+            return False
+        guard = None
+        whole = text
+        if text.startswith("@"):
+            name, _, text = text[1:].partition(" ")
+            register = self._name(name.lstrip("!"))
+            if not isinstance(register, Register) or register.type != "pred":
+                raise PtxError(f"not a predicate: {name}", self.line, whole)
+            guard = (register, name.startswith("!"))
+        name, _, rest = text.strip().partition(" ")
+        opcode, *modifiers = re.split(r"\.(?=\w)", name)
+        if opcode == "bra":
+            operands: tuple[Operand, ...] = (Label(rest.strip()),)
+        else:
+            operands = tuple(self._operand(x, whole) for x in _split(rest))
+        self.instructions.append(Instruction(self.line, whole, opcode, tuple(modifiers), operands, guard))
+        return opcode == "bra"
+
+    def _directive(self, text: str) -> None:
+        if match := _REGISTERS.match(text):
+            for name in (x.strip() for x in match[2].split(",")):
+                if found := _RANGE.match(name):
+                    self.scope.ranges[found[1]] = (int(found[2]), match[1])
+                else:
+                    unique = f"{name}#{self.scope.number}" if self.scope.parent else name
+                    self.scope.registers[name] = Register(unique, match[1])
+        elif text.startswith(".shared"):
+            self.shared.append(_variable(text))
+        elif not text.startswith((".pragma", ".loc", ".file", ".section")):
+            raise PtxError("this directive is not modelled", self.line, text)
+
+    def _name(self, name: str) -> Register | Symbol:
+        scope: _Scope | None = self.scope
+        while scope is not None:
+            if name in scope.registers:
+                return scope.registers[name]
+            if (match := re.match(r"(.*?)(\d+)$", name)) and match[1] in scope.ranges:
+                count, kind = scope.ranges[match[1]]
+                if int(match[2]) < count:
+                    unique = f"{name}#{scope.number}" if scope.parent else name
+                    return scope.registers.setdefault(name, Register(unique, kind))
+            scope = scope.parent
+        return Symbol(name)
+
+    def _operand(self, text: str, whole: str) -> Operand:
+        if text == "_":
+            return Sink()
+        if text.startswith("["):
+            inner = text[1:-1].strip()
+            match = re.match(r"(\S+?)\s*\+\s*(-?\w+)$", inner)
+            base, offset = (match[1], int(match[2], 0)) if match else (inner, 0)
+            return Address(self._operand(base, whole), offset)
+        if text.startswith("{"):
+            return Vector(tuple(self._operand(x, whole) for x in _split(text[1:-1])))
+        if "|" in text:
+            first, second = text.split("|")
+            return Pair(self._operand(first.strip(), whole), self._operand(second.strip(), whole))
+        if text.startswith("!"):
+            register = self._name(text[1:])
+            if isinstance(register, Register):
+                return Negated(register)
+        if _NUMBER.match(text):
+            return Immediate(text)
+        if _SPECIAL.match(text):
+            return Special(text)
+        if re.match(r"[A-Za-z_$%][\w$.]*$", text):
+            found = self._name(text)
+            if isinstance(found, Register) or not text.startswith("%"):
+                return found
+        raise PtxError(f"operand not understood: {text}", self.line, whole)
+
+    def _resolved(self, instruction: Instruction, scope: _Scope | None) -> Instruction:
+        (label,) = instruction.operands
+        assert isinstance(label, Label)
+        while scope is not None:
+            if label.name in scope.labels:
+                target = Label(label.name, scope.labels[label.name])
+                return Instruction(
+                    instruction.line,
+                    instruction.text,
+                    "bra",
+                    instruction.modifiers,
+                    (target,),
+                    instruction.guard,
+                )
+            scope = scope.parent
+        raise PtxError(f"no label {label.name}", instruction.line, instruction.text)
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas that are in no bracket."""
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        if c in "[{(":
+            depth += 1
+        elif c in "]})":
+            depth -= 1
+        elif c == "," and depth == 0:
+            parts.append(text[start:i].strip())
+            start = i + 1
+    last = text[start:].strip()
+    return [*parts, last] if last or parts else []

@@ -1,0 +1,449 @@
+"""Control flow, barriers, mbarriers, fences, votes and shuffles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.access import addresses, lanes_of, space_of, spread
+from ptx_emulator.decode import Decoder, Execute, handler
+from ptx_emulator.lanes import BOOLS, FULL, INDICES, LANES, Array, to_bits
+from ptx_emulator.machine import CONVERGE, EXIT, POLL, Mbarrier, NamedBarrier, Wait, Warp
+from ptx_emulator.memory import Region
+from ptx_emulator.parser import Instruction, Label, Pair, Sink
+
+# ---- control flow
+
+
+@handler("bra")
+def _bra(d: Decoder, i: Instruction) -> Execute:
+    d.only(i.modifiers, "uni")
+    (label,) = i.operands
+    assert isinstance(label, Label)
+    target = label.target
+    if i.guard is None:
+        return lambda w, lanes: (target, lanes)
+    slot, negated = d.source(i.guard[0], "pred"), i.guard[1]
+
+    def branch(w: Warp, lanes: int) -> Any:
+        if w.unknown[slot] & lanes:
+            w.fail("a branch depends on what nothing has written")
+        value = w.regs[slot]
+        taken = lanes & (~value if negated else value)
+        return (target, taken) if taken else None
+
+    return branch
+
+
+@handler("ret", "exit")
+def _ret(d: Decoder, i: Instruction) -> Execute:
+    d.only(i.modifiers, "uni")
+
+    return lambda w, lanes: EXIT
+
+
+@handler("trap")
+def _trap(d: Decoder, i: Instruction) -> Execute:
+    return lambda w, lanes: w.fail("trap")
+
+
+@handler("nanosleep")
+def _nanosleep(d: Decoder, i: Instruction) -> Execute:
+    d.only(i.modifiers, "u32")
+    d.source(i.operands[0], "u32")
+    return lambda w, lanes: POLL
+
+
+@handler("setmaxnreg")
+def _setmaxnreg(d: Decoder, i: Instruction) -> Execute:
+    d.only(i.modifiers, "inc", "dec", "sync", "aligned", "u32")
+    count = d.immediate(i.operands[0])
+    if not 24 <= count <= 256 or count % 8:
+        d.refuse("a count of registers is a multiple of 8 from 24 to 256")
+    return aligned(lambda w, lanes: None)
+
+
+@handler("fence", "membar")
+def _fence(d: Decoder, i: Instruction) -> Execute:
+    """Memory is sequentially consistent here. For the checks, fences are noted: of memory in `Clock`, towards
+    the async proxy for `check_proxy`."""
+    if i.modifiers[:1] == ("mbarrier_init",):
+        return lambda w, lanes: None
+    if i.modifiers[:1] != ("proxy",):
+        d.only(
+            i.modifiers,
+            "acq_rel",
+            "sc",
+            "cta",
+            "gpu",
+            "sys",
+            "cluster",
+            *(("gl",) if i.opcode == "membar" else ()),
+        )
+        return lambda w, lanes: w.clock.fence()
+    d.only(i.modifiers[1:2], "async")
+    scope = i.modifiers[2] if len(i.modifiers) > 2 else ""
+    spaces = {"": ("shared", "global"), "global": ("global",), "shared::cta": ("shared",)}.get(scope)
+    if spaces is None:
+        d.refuse("this fence is not modelled")
+
+    def fence(w: Warp, lanes: int) -> None:
+        w.machine.clock += 1
+        for space in spaces:
+            w.cta.fences[space] = w.machine.clock
+        if "global" in spaces:
+            w.machine.fences[w.cta.number] = w.machine.clock
+
+    return fence
+
+
+def check_proxy(w: Warp, space: str, region: Region, units: Array | slice) -> None:
+    """The async proxy reads 16-byte units of a region: what the generic proxy wrote there has to be fenced,
+    in the CTA that wrote it or in this one, after it was written. Which thread fenced is not looked at."""
+    late = region.written[units] > w.cta.fences[space]
+    if late.any():
+        writers = region.writer[units][late]
+        own = np.array([w.machine.fences.get(int(cta), 0) if space == "global" else 0 for cta in writers])
+        if (region.written[units][late] > own).any():
+            w.fail(
+                f"the async proxy reads what the generic proxy wrote to {region.name} without a fence.proxy.async between"
+            )
+
+
+def aligned(execute: Execute) -> Execute:
+    """What all lanes of a warp execute together."""
+
+    def together(w: Warp, lanes: int) -> Any:
+        return execute(w, lanes) if lanes == w.alive else CONVERGE
+
+    return together
+
+
+def members(d: Decoder, i: Instruction, index: int) -> Any:
+    """The member mask of a ``.sync`` instruction: a function of warp and active lanes that says whether all
+    have come."""
+    mask = d.source(i.operands[index], "b32")
+
+    def come(w: Warp, lanes: int) -> bool:
+        first = INDICES[lanes][0]
+        value = int(w.regs[mask][first])
+        if w.unknown[mask] & lanes:
+            w.fail("a member mask that nothing has set")
+        if lanes & ~value:
+            w.fail(f"lanes {lanes & ~value:08x} execute this without being in the member mask {value:08x}")
+        return not value & w.alive & ~lanes
+
+    return come
+
+
+# ---- barriers of a CTA
+
+
+@handler("bar", "barrier")
+def _bar(d: Decoder, i: Instruction) -> Execute:
+    if i.modifiers[:2] == ("warp", "sync"):
+        come = members(d, i, 0)
+
+        def synchronize(w: Warp, lanes: int) -> Any:
+            if not come(w, lanes):
+                return CONVERGE
+            if lanes == w.alive:
+                w.clock.synchronize()
+            return None
+
+        return synchronize
+    kind = i.modifiers[0]
+    d.only(i.modifiers, "sync", "arrive", "cta", "aligned")
+    if kind == "cta":
+        kind = i.modifiers[1]
+    identity = d.source(i.operands[0], "u32")
+    count = d.source(i.operands[1], "u32") if len(i.operands) > 1 else None
+    if kind == "arrive" and count is None:
+        d.refuse("bar.arrive needs a number of threads")
+
+    def barrier(w: Warp, lanes: int) -> Any:
+        number = uniform(w, identity, lanes)
+        threads = len(w.cta.warps) * 32 if count is None else uniform(w, count, lanes)
+        if number > 15 or threads % 32 or threads == 0:
+            w.fail(f"barrier {number} of {threads} threads: numbers go to 15, threads are a multiple of 32")
+        found = w.cta.barriers.setdefault(number, NamedBarrier())
+        if found.come and found.expected != threads:
+            w.fail(
+                f"barrier {number}: {threads} threads expected here, {found.expected} by those that have come"
+            )
+        found.come += 32
+        found.expected = threads
+        if found.come > threads:
+            w.fail(f"barrier {number}: more than {threads} threads")
+        w.clock.synchronize()
+        snapshot = w.clock.release()
+        found.released = snapshot if found.released is None else np.maximum(found.released, snapshot)
+        if found.come == threads:
+            found.come = 0
+            found.generation += 1
+            found.complete, found.released = found.released, None
+            if kind == "sync":
+                w.clock.acquire(found.complete)
+            return None
+        if kind == "arrive":
+            return None
+        generation = found.generation
+
+        def complete() -> bool:
+            if found.generation == generation:
+                return False
+            w.clock.acquire(found.complete)
+            return True
+
+        return Wait(complete, f"barrier {number} of {threads} threads", again=False)
+
+    return aligned(barrier)
+
+
+def uniform(w: Warp, slot: int, lanes: int) -> int:
+    """A value that all active lanes have to agree on."""
+    values = w.regs[slot][INDICES[lanes]]
+    if w.unknown[slot] & lanes:
+        w.fail("an operand comes from what nothing has written")
+    if (values != values[0]).any():
+        w.fail("lanes differ in an operand that has to be the same")
+    return int(values[0])
+
+
+# ---- mbarriers
+
+
+def mbarrier_at(w: Warp, place: int) -> Mbarrier:
+    """The object at an address of shared memory."""
+    found = w.cta.mbarriers.get(place)
+    if found is None:
+        w.fail(f"no mbarrier at {place:#x}")
+    return found
+
+
+@handler("mbarrier")
+def _mbarrier(d: Decoder, i: Instruction) -> Execute:
+    operation = i.modifiers[0]
+    kinds = {"init": _init, "arrive": _arrive, "try_wait": _wait, "test_wait": _wait, "inval": _invalidate}
+    if operation not in kinds:
+        d.refuse(f".{operation} is not modelled")
+    d.only(
+        i.modifiers[1:], "parity", "expect_tx", "noComplete", "shared", "shared::cta", "b64", "release", "acquire",
+        "relaxed",         "cta", "cluster",
+    )  # fmt: skip
+    if "noComplete" in i.modifiers:
+        d.refuse(".noComplete is not modelled")
+    space_of(d, i)
+    return kinds[operation](d, i)
+
+
+def _init(d: Decoder, i: Instruction) -> Execute:
+    base, offset = d.address(i.operands[0], "b32")
+    count = d.source(i.operands[1], "u32")
+
+    def init(w: Warp, lanes: int) -> None:
+        places, counts = addresses(w, base, offset, lanes), w.regs[count][INDICES[lanes]]
+        for place, n in zip(places.tolist(), counts.tolist()):
+            _check_place(w, place)
+            if not 1 <= n < 1 << 20:
+                w.fail(f"mbarrier: a count of {n}")
+            w.cta.mbarriers[place] = Mbarrier(n, n)
+            region = w.cta.shared
+            region.forget()[place - region.base : place - region.base + 8] = 0  # opaque
+        w.machine.changes += 1
+
+    return init
+
+
+def _invalidate(d: Decoder, i: Instruction) -> Execute:
+    base, offset = d.address(i.operands[0], "b32")
+
+    def invalidate(w: Warp, lanes: int) -> None:
+        for place in addresses(w, base, offset, lanes).tolist():
+            mbarrier_at(w, place)
+            del w.cta.mbarriers[place]
+
+    return invalidate
+
+
+def _check_place(w: Warp, place: int) -> None:
+    if place % 8:
+        w.fail(f"mbarrier: address {place:#x} is not aligned to 8 bytes")
+    if place < w.cta.shared.low or place + 8 > w.cta.shared.high:
+        w.fail(f"mbarrier: address {place:#x} is out of bounds")
+
+
+def _arrive(d: Decoder, i: Instruction) -> Execute:
+    """`arrive` and `arrive.expect_tx`; the state that they give is the number of the phase."""
+    operands = list(i.operands)
+    to = d.destination(operands.pop(0), "b64")
+    base, offset = d.address(operands[0], "b32")
+    expect = "expect_tx" in i.modifiers
+    if expect and len(operands) != 2:
+        d.refuse("expected a number of bytes")
+    count = d.source(operands[1], "u32") if len(operands) > 1 else None
+
+    def arrive(w: Warp, lanes: int) -> None:
+        places = addresses(w, base, offset, lanes).tolist()
+        if count is not None and w.unknown[count] & lanes:
+            w.fail("an operand comes from what nothing has written")
+        counts = [1] * len(places) if count is None else w.regs[count][INDICES[lanes]].tolist()
+        states = np.zeros(len(places), np.uint64)
+        for n, (place, number) in enumerate(zip(places, counts)):
+            barrier = mbarrier_at(w, place)
+            states[n] = barrier.phase
+            if expect:
+                barrier.transactions += number
+            barrier.release(w.clock.release())
+            barrier.arrive(1 if expect else number, w.fail)
+        w.machine.changes += 1
+        w.put(to, spread(states, lanes), 0, lanes)
+
+    return arrive
+
+
+def _wait(d: Decoder, i: Instruction) -> Execute:
+    """Lanes whose phase is complete go on with a true predicate; `try_wait` never gives up."""
+    to = d.destination(i.operands[0], "pred")
+    base, offset = d.address(i.operands[1], "b32")
+    parity = "parity" in i.modifiers
+    phase = d.source(i.operands[2], "b32" if parity else "b64")
+    if len(i.operands) > 3:
+        d.source(i.operands[3], "u32")
+    blocks = i.modifiers[0] == "try_wait"
+
+    def wait(w: Warp, lanes: int) -> Any:
+        places = addresses(w, base, offset, lanes).tolist()
+        if w.unknown[phase] & lanes:
+            w.fail("a phase comes from what nothing has written")
+        phases = w.regs[phase][INDICES[lanes]].tolist()
+        pairs = [(mbarrier_at(w, place), n) for place, n in zip(places, phases)]
+        if parity:
+            flags = [barrier.phase & 1 != n & 1 for barrier, n in pairs]
+        else:
+            flags = [barrier.phase != n for barrier, n in pairs]
+        if blocks and not any(flags):
+            first = [(barrier, barrier.phase) for barrier, _ in pairs]
+            reason = (
+                f"mbarrier at {places[0]:#x} (phase {pairs[0][0].phase}, {pairs[0][0].pending} arrivals and "
+            )
+            reason += f"{pairs[0][0].transactions} bytes pending)"
+            return Wait(lambda: any(b.phase != n for b, n in first), reason, again=True)
+        for (barrier, _), flag in zip(pairs, flags):
+            if flag:
+                w.clock.acquire(barrier.complete)
+        w.put_predicate(to, lanes_of(np.array(flags), lanes), 0, lanes)
+        return None if blocks else POLL
+
+    return wait
+
+
+# ---- votes and shuffles
+
+
+@handler("vote")
+def _vote(d: Decoder, i: Instruction) -> Execute:
+    if i.modifiers[:1] != ("sync",):
+        d.refuse("only vote.sync is modelled")
+    mode, kind = i.modifiers[1], i.modifiers[2]
+    d.only((mode,), "any", "all", "uni", "ballot")
+    if (mode == "ballot") != (kind == "b32"):
+        d.refuse(f".{kind} is not modelled")
+    to = d.destination(i.operands[0], kind)
+    p, negated = d.predicate(i.operands[1])
+    come = members(d, i, 2)
+
+    def vote(w: Warp, lanes: int) -> Any:
+        if not come(w, lanes):
+            return CONVERGE
+        value = (w.regs[p] ^ (FULL * negated)) & lanes
+        unknown = lanes if w.unknown[p] & lanes else 0
+        if mode == "ballot":
+            w.put(to, np.full(32, value, np.uint32), unknown, lanes)
+        else:
+            result = (
+                bool(value) if mode == "any" else value == lanes if mode == "all" else value in (0, lanes)
+            )
+            w.put_predicate(to, FULL * result, unknown, lanes)
+        return None
+
+    return vote
+
+
+@handler("activemask")
+def _activemask(d: Decoder, i: Instruction) -> Execute:
+    d.only(i.modifiers, "b32")
+    to = d.destination(i.operands[0], "b32")
+    return lambda w, lanes: w.put(to, np.full(32, lanes, np.uint32), 0, lanes)
+
+
+@handler("elect")
+def _elect(d: Decoder, i: Instruction) -> Execute:
+    d.only(i.modifiers, "sync")
+    pair = i.operands[0]
+    if not isinstance(pair, Pair):
+        d.refuse("expected two destinations")
+    lane = None if isinstance(pair.first, Sink) else d.destination(pair.first, "b32")
+    p = d.destination(pair.second, "pred")
+    come = members(d, i, 1)
+
+    def elect(w: Warp, lanes: int) -> Any:
+        if not come(w, lanes):
+            return CONVERGE
+        first = int(INDICES[lanes][0])
+        if lane is not None:
+            w.put(lane, np.full(32, first, np.uint32), 0, lanes)
+        w.put_predicate(p, 1 << first, 0, lanes)
+        return None
+
+    return elect
+
+
+@handler("shfl")
+def _shfl(d: Decoder, i: Instruction) -> Execute:
+    mode = i.modifiers[1]
+    if i.modifiers[0] != "sync" or mode not in ("idx", "bfly", "up", "down") or i.modifiers[2:] != ("b32",):
+        d.refuse("only shfl.sync.b32 is modelled")
+    first, p = i.operands[0], None
+    if isinstance(first, Pair):
+        p = d.destination(first.second, "pred")
+        first = first.first
+    to = d.destination(first, "b32")
+    a, b, c = d.source(i.operands[1], "b32"), d.source(i.operands[2], "b32"), d.source(i.operands[3], "b32")
+    come = members(d, i, 4)
+
+    def shuffle(w: Warp, lanes: int) -> Any:
+        if not come(w, lanes):
+            return CONVERGE
+        if (w.unknown[b] | w.unknown[c]) & lanes:
+            w.fail("an operand comes from what nothing has written")
+        source, valid = shuffled(mode, w.regs[b].astype(np.int64) & 31, w.regs[c].astype(np.int64))
+        if not BOOLS[lanes][source[INDICES[lanes]]].all():
+            w.fail("the value of a lane is read that does not take part")
+        w.put(to, w.regs[a][source], to_bits(BOOLS[w.unknown[a]][source]), lanes)
+        if p is not None:
+            w.put_predicate(p, to_bits(valid), 0, lanes)
+        return None
+
+    return shuffle
+
+
+def shuffled(mode: str, b: Array, c: Array) -> tuple[Array, Array]:
+    """The lane that each lane reads of, and whether it is in range."""
+    clamp, segment = c & 31, c >> 8 & 31
+    high = LANES & segment | clamp & ~segment
+    low = LANES & segment
+    if mode == "idx":
+        source = low | b & ~segment
+        valid = source <= high
+    elif mode == "bfly":
+        source = LANES ^ b
+        valid = source <= high
+    elif mode == "up":
+        source = LANES - b
+        valid = source >= high
+    else:
+        source = LANES + b
+        valid = source <= high
+    return np.where(valid, source, LANES), valid
