@@ -1,0 +1,75 @@
+"""Small kernels for the tests: a body of PTX between declarations that all of them share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import ptx_emulator
+
+DECLARATIONS = """
+    .reg .pred %p<32>; .reg .b16 %h<32>; .reg .b32 %r<512>; .reg .b64 %q<64>; .reg .f32 %f<32>; .reg .f64 %e<8>;
+"""
+
+
+def kernel(body: str, parameters: int = 2) -> str:
+    """An entry with addresses p0, p1, .. as parameters, loaded into %q0, %q1, ..; %r0 is %tid.x."""
+    names = [f"p{n}" for n in range(parameters)]
+    loads = "\n".join(f"ld.param.u64 %q{n}, [{name}];" for n, name in enumerate(names))
+    head = ", ".join(f".param .u64 {name}" for name in names)
+    return f"""
+.version 9.0
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 shared_bytes[];
+.visible .entry test({head})
+{{
+{DECLARATIONS}
+{loads}
+mov.u32 %r0, %tid.x;
+{body}
+ret;
+}}
+"""
+
+
+def run(
+    body: str,
+    *tensors: torch.Tensor,
+    threads: int = 32,
+    grid: int = 1,
+    shared: int = 0,
+    seed: int = 0,
+    **options,
+):
+    """Execute a body over its tensors."""
+    return ptx_emulator.run(
+        kernel(body, len(tensors)), (grid,), (threads,), shared, tensors, seed=seed, **options
+    )
+
+
+def lanewise(instruction: str, result: str, *operands: np.ndarray) -> np.ndarray:
+    """An instruction with operands {0}, {1}, .. and result {d}, over 32 lanes of the operands; ``result``: a
+    PTX type."""
+    prefix = {"pred": "%p", "b16": "%h", "b32": "%r", "b64": "%q", "f32": "%f", "f64": "%e"}
+    sizes = {"b16": 2, "b32": 4, "b64": 8, "f32": 4, "f64": 8}
+    kinds = {2: "b16", 4: "b32", 8: "b64"}
+    body = "cvt.u64.u32 %q40, %r0;\n"
+    names = []
+    for n, x in enumerate(operands):
+        kind = kinds[x.dtype.itemsize]
+        names.append(f"{prefix[kind]}{10 + n}")
+        body += f"mad.lo.s64 %q41, %q40, {x.dtype.itemsize}, %q{n};\nld.global.{kind} {names[-1]}, [%q41];\n"
+    d = f"{prefix[result]}{20}"
+    body += instruction.format(*names, d=d) + "\n"
+    if result == "pred":
+        body += "selp.b32 %r20, 1, 0, %p20;\n"
+        result, d = "b32", "%r20"
+    body += f"mad.lo.s64 %q41, %q40, {sizes[result]}, %q{len(operands)};\nst.global.{result} [%q41], {d};\n"
+    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    tensors = [
+        torch.from_numpy(np.ascontiguousarray(x).view(f"i{x.dtype.itemsize}").copy()) for x in operands
+    ]
+    out = torch.zeros(32, dtype=signed[sizes[result]])
+    run(body, *tensors, out)
+    return out.numpy().view(f"u{sizes[result]}")

@@ -1,0 +1,312 @@
+"""One instruction at a time, against definitions of their own."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from ptx import lanewise, run
+
+import ptx_emulator
+
+rng = np.random.default_rng(0)
+EDGES32 = np.array(
+    [0, 1, 2, 31, 32, 33, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF, 0xFFFFFFFE, 255], np.uint32
+)
+
+
+def words(seed, size=4):
+    r = np.random.default_rng(seed)
+    x = r.integers(0, 1 << 63, 32, np.uint64).astype(f"u{size}")
+    x[:12] = r.permutation(EDGES32).astype(f"u{size}")
+    return x
+
+
+def floats(seed):
+    r = np.random.default_rng(seed)
+    x = (r.standard_normal(32) * np.exp2(r.integers(-30, 30, 32))).astype(np.float32)
+    edges = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 1e-42, -1e-42, 3e38, 1.1754944e-38, 0.5]
+    x[:12] = r.permutation(np.array(edges, np.float32))
+    return x
+
+
+def signed(x, bits=32):
+    return int(x) - (1 << bits) if int(x) >> bits - 1 else int(x)
+
+
+def towards_zero(a, b):
+    q = abs(a) // abs(b)
+    return q if (a < 0) == (b < 0) else -q
+
+
+INTEGER = {
+    "add.s32 {d}, {0}, {1};": lambda a, b: a + b,
+    "sub.s32 {d}, {0}, {1};": lambda a, b: a - b,
+    "mul.lo.s32 {d}, {0}, {1};": lambda a, b: a * b,
+    "mul.hi.s32 {d}, {0}, {1};": lambda a, b: signed(a) * signed(b) >> 32,
+    "mul.hi.u32 {d}, {0}, {1};": lambda a, b: a * b >> 32,
+    "min.s32 {d}, {0}, {1};": lambda a, b: min(signed(a), signed(b)),
+    "max.u32 {d}, {0}, {1};": max,
+    "min.relu.s32 {d}, {0}, {1};": lambda a, b: max(0, min(signed(a), signed(b))),
+    "and.b32 {d}, {0}, {1};": lambda a, b: a & b,
+    "or.b32 {d}, {0}, {1};": lambda a, b: a | b,
+    "xor.b32 {d}, {0}, {1};": lambda a, b: a ^ b,
+    "shl.b32 {d}, {0}, {1};": lambda a, b: a << b if b < 32 else 0,
+    "shr.u32 {d}, {0}, {1};": lambda a, b: a >> min(b, 32),
+    "shr.s32 {d}, {0}, {1};": lambda a, b: signed(a) >> min(b, 31),
+    "div.s32 {d}, {0}, {1};": lambda a, b: towards_zero(signed(a), signed(b)) if b else -1,
+    "rem.s32 {d}, {0}, {1};": lambda a, b: (
+        signed(a) - signed(b) * towards_zero(signed(a), signed(b)) if b else a
+    ),
+    "div.u32 {d}, {0}, {1};": lambda a, b: a // b if b else -1,
+    "bfe.s32 {d}, {0}, 4, 8;": lambda a, b: signed(a >> 4 & 255, 8),
+    "bfe.u32 {d}, {0}, 28, 8;": lambda a, b: a >> 28,
+    "bfe.s32 {d}, {0}, 28, 8;": lambda a, b: signed(a >> 28, 4),
+    "popc.b32 {d}, {0};": lambda a, b: (a).bit_count(),
+    "clz.b32 {d}, {0};": lambda a, b: 32 - a.bit_length(),
+    "brev.b32 {d}, {0};": lambda a, b: int(f"{a:032b}"[::-1], 2),
+    "lop3.b32 {d}, {0}, {1}, {0}, 0x96;": lambda a, b: a ^ b ^ a,
+    "shf.l.wrap.b32 {d}, {0}, {1}, 5;": lambda a, b: (b << 32 | a) << 5 >> 32,
+    "prmt.b32 {d}, {0}, {1}, 0x3214;": lambda a, b: (
+        b & 255 | (a >> 8 & 255) << 8 | (a >> 16 & 255) << 16 | a >> 24 << 24
+    ),
+    "neg.s32 {d}, {0};": lambda a, b: -a,
+    "not.b32 {d}, {0};": lambda a, b: ~a,
+    "cvt.s32.s8 {d}, {0};": lambda a, b: signed(a & 255, 8),
+    "cvt.u32.u16 {d}, {0};": lambda a, b: a & 0xFFFF,
+    "mad.lo.s32 {d}, {0}, {1}, 7;": lambda a, b: a * b + 7,
+}
+
+
+@pytest.mark.parametrize("instruction", INTEGER)
+def test_integers(instruction):
+    a, b = words(1), words(2)
+    want = [INTEGER[instruction](int(x), int(y)) & 0xFFFFFFFF for x, y in zip(a, b)]
+    assert lanewise(instruction, "b32", a, b).tolist() == want
+
+
+@pytest.mark.parametrize("kind", ("s32", "u32"))
+def test_wide_products(kind):
+    a, b = words(3), words(4)
+    c = words(5, 8)
+    of = signed if kind == "s32" else int
+    want = [of(x) * of(y) + int(z) & (1 << 64) - 1 for x, y, z in zip(a, b, c)]
+    assert lanewise(f"mad.wide.{kind} {{d}}, {{0}}, {{1}}, {{2}};", "b64", a, b, c).tolist() == want
+
+
+COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+@pytest.mark.parametrize("kind", ("s32", "u32", "f32"))
+def test_comparisons(kind, name):
+    a, b = (floats(6), floats(7)) if kind == "f32" else (words(6), words(7))
+    b[:16:2] = a[:16:2]
+    of = {"s32": signed, "u32": int, "f32": float}[kind]
+    compare = eval(f"lambda x, y: x {COMPARISONS[name]} y")
+    want = [compare(of(x), of(y)) and (of(x) == of(x) and of(y) == of(y)) for x, y in zip(a, b)]
+    found = lanewise(f"setp.{name}.{kind} {{d}}, {{0}}, {{1}};", "pred", a.view(np.uint32), b.view(np.uint32))
+    assert found.tolist() == [int(x) for x in want]
+
+
+def nearest32(x: Fraction) -> float:
+    """A rational as the nearest fp32, ties to even, without subnormals."""
+    if x == 0:
+        return 0.0
+    exponent = math.floor(math.log2(abs(x))) if abs(x) < 2**1000 else 127
+    while abs(x) >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    while abs(x) < Fraction(2) ** exponent:
+        exponent -= 1
+    ulp = Fraction(2) ** (exponent - 23)
+    rounded = float(round(x / ulp) * ulp)
+    return math.copysign(math.inf, rounded) if abs(rounded) > 3.4028235e38 else rounded
+
+
+def test_fma_rounds_once():
+    r = np.random.default_rng(8)
+    worst = 0
+    for _ in range(20):
+        a, b = (r.standard_normal(32).astype(np.float32) for _ in range(2))
+        # Nearly cancelling, far apart, and with halfway cases.
+        scale = np.exp2(r.integers(-60, 10, 32)).astype(np.float32)
+        c = np.where(r.random(32) < 0.5, -(a * b), r.standard_normal(32).astype(np.float32) * scale).astype(
+            np.float32
+        )
+        found = lanewise("fma.rn.f32 {d}, {0}, {1}, {2};", "f32", a, b, c).view(np.float32)
+        want = [
+            nearest32(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)))
+            for x, y, z in zip(a, b, c)
+        ]
+        assert found.tolist() == want
+        naive = (a.astype(np.float64) * b + c).astype(np.float32)
+        worst += int((naive != found).sum())
+    a = np.full(32, 1 + 2.0**-23, np.float32)
+    c = np.full(32, 2.0**-60, np.float32)  # just above a tie, which fp64 loses
+    b = np.full(32, 1 + 2.0**-23, np.float32)
+    want = nearest32(Fraction(float(a[0])) * Fraction(float(b[0])) + Fraction(float(c[0])))
+    assert lanewise("fma.rn.f32 {d}, {0}, {1}, {2};", "f32", a, b, c).view(np.float32)[0] == want
+
+
+def flushed(x):
+    return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x).astype(np.float32)
+
+
+@pytest.mark.parametrize("ftz", ("", ".ftz"))
+@pytest.mark.parametrize("name", ("add", "sub", "mul", "min", "max"))
+@np.errstate(all="ignore")
+def test_floats(name, ftz):
+    a, b = floats(9), floats(10)
+    function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax}[name]
+    found = lanewise(f"{name}{ftz}.f32 {{d}}, {{0}}, {{1}};", "f32", a, b)
+    want = flushed(function(flushed(a), flushed(b))) if ftz else function(a, b)
+    nan = np.isnan(want)
+    assert (found[nan] == 0x7FFFFFFF).all()
+    zero = want == 0  # the sign of a zero that min and max give is looked at elsewhere
+    assert (found[~nan & ~zero] == want.view(np.uint32)[~nan & ~zero]).all()
+    assert (found.view(np.float32)[zero] == 0).all()
+
+
+@pytest.mark.parametrize("name", ("ex2", "lg2", "rcp", "rsqrt"))
+def test_approximations_are_within_their_documented_error(name):
+    x = np.abs(floats(11)) + np.float32(1e-3)
+    x = np.where(np.isfinite(x), np.minimum(x, np.float32(60.0)), 1.5).astype(np.float32)
+    exact = {"ex2": lambda v: 2.0**v, "lg2": math.log2, "rcp": lambda v: 1 / v, "rsqrt": lambda v: v**-0.5}[
+        name
+    ]
+    found = lanewise(f"{name}.approx.ftz.f32 {{d}}, {{0}};", "f32", x).view(np.float32).astype(float)
+    want = np.array([exact(float(v)) for v in x])
+    assert (np.abs(found - want) <= 2.0**-22 * np.maximum(np.abs(want), 2.0**-1)).all()
+
+
+def test_approximations_at_their_ends():
+    x = np.resize(np.array([0, -0.0, np.inf, -np.inf, 200, -200, np.nan, 1e-42], np.float32), 32)
+    ex2 = lanewise("ex2.approx.ftz.f32 {d}, {0};", "f32", x).view(np.float32)[:8]
+    assert ex2[:6].tolist() == [1, 1, np.inf, 0, np.inf, 0] and np.isnan(ex2[6]) and ex2[7] == 1
+    rcp = lanewise("rcp.approx.ftz.f32 {d}, {0};", "f32", x).view(np.float32)[:8]
+    assert rcp[:4].tolist() == [np.inf, -np.inf, 0, 0] and rcp[7] == np.inf
+
+
+def test_bf16_pairs_round_to_nearest_even():
+    a, b = floats(12), floats(13)
+    a[20:24] = np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, 3.4e38], np.float32)
+    found = lanewise("cvt.rn.bf16x2.f32 {d}, {0}, {1};", "b32", a, b)
+    high, low = (torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16) for x in (a, b))
+    number = ~(np.isnan(a) | np.isnan(b))
+    assert (found[number] == (high.astype(np.uint32) << 16 | low)[number]).all()
+
+
+@pytest.mark.parametrize("mode", ("bfly", "idx", "up", "down"))
+@pytest.mark.parametrize("width", (32, 8))
+def test_shuffles(mode, width):
+    a = words(14)
+    c = (32 - width) << 8 | (0 if mode == "up" else 31)
+    found = lanewise(f"shfl.sync.{mode}.b32 {{d}}, {{0}}, 3, {c}, -1;", "b32", a)
+    want = []
+    for lane in range(32):
+        first = lane - lane % width
+        source = {"bfly": lane ^ 3, "idx": first + 3, "up": lane - 3, "down": lane + 3}[mode]
+        want.append(int(a[source if first <= source < first + width else lane]))
+    assert found.tolist() == want
+
+
+def test_votes():
+    a = words(15)
+    ballot = lanewise("setp.lt.s32 %p1, {0}, 0; vote.sync.ballot.b32 {d}, %p1, -1;", "b32", a)
+    assert set(ballot.tolist()) == {sum((int(x) >> 31) << n for n, x in enumerate(a))}
+    some = lanewise("setp.lt.s32 %p1, {0}, 0; vote.sync.any.pred {d}, %p1, -1;", "pred", a)
+    every = lanewise("setp.lt.s32 %p1, {0}, 0; vote.sync.all.pred {d}, !%p1, -1;", "pred", a)
+    assert set(some.tolist()) == {1} and set(every.tolist()) == {0}
+
+
+def test_movmatrix_transposes():
+    x = np.arange(64, dtype=np.uint16).reshape(8, 8)
+    found = lanewise("movmatrix.sync.aligned.m8n8.trans.b16 {d}, {0};", "b32", x.reshape(-1).view(np.uint32))
+    assert (found.view(np.uint16).reshape(8, 8) == x.T).all()
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+def test_ldmatrix_and_stmatrix(transposed):
+    trans = ".trans" if transposed else ""
+    x = torch.arange(256, dtype=torch.int16)
+    y = torch.zeros(256, dtype=torch.int16)
+    run(
+        f"""
+        mov.b32 %r1, shared_bytes; shl.b32 %r2, %r0, 4; add.s32 %r3, %r1, %r2;
+        cvt.u64.u32 %q8, %r2; add.s64 %q9, %q0, %q8; add.s64 %q10, %q1, %q8;
+        ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%q9]; st.shared.v4.b32 [%r3], {{%r4, %r5, %r6, %r7}};
+        bar.warp.sync -1;
+        ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%r8, %r9, %r10, %r11}}, [%r3];
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r3+1024], {{%r8, %r9, %r10, %r11}};
+        bar.warp.sync -1;
+        ld.shared.v4.b32 {{%r4, %r5, %r6, %r7}}, [%r3+1024]; st.global.v4.b32 [%q10], {{%r4, %r5, %r6, %r7}};
+        """,
+        x, y, shared=2048,
+    )  # fmt: skip
+    matrices = x.view(4, 8, 8)
+    assert torch.equal(y.view(4, 8, 8), matrices.mT if transposed else matrices)
+
+
+@pytest.mark.parametrize("depth", (8, 16))
+def test_mma_on_integers_is_exact(depth):
+    """Fragments as the PTX ISA's tables give them, written out."""
+    r = np.random.default_rng(16)
+    a, b = r.integers(-8, 9, (16, depth)), r.integers(-8, 9, (depth, 8))
+    c = r.integers(-1000, 1000, (16, 8)).astype(np.float32)
+    k = depth // 8
+    bits = lambda x: torch.tensor(float(x)).bfloat16().view(torch.int16).item() & 0xFFFF
+    operands = []
+    for i in range(2 * k):
+        row, column = lambda l, i=i: l // 4 + 8 * (i % 2), lambda l, i=i: l % 4 * 2 + 8 * (i // 2)
+        operands.append(
+            [bits(a[row(l), column(l)]) | bits(a[row(l), column(l) + 1]) << 16 for l in range(32)]
+        )
+    for i in range(k):
+        at = lambda l, i=i: l % 4 * 2 + 8 * i
+        operands.append([bits(b[at(l), l // 4]) | bits(b[at(l) + 1, l // 4]) << 16 for l in range(32)])
+    operands = [np.array(x, np.uint32) for x in operands]
+    for i in range(4):
+        operands.append(
+            np.array([c[l // 4 + 8 * (i // 2), l % 4 * 2 + i % 2] for l in range(32)], np.float32)
+        )
+    names = [f"{{{n}}}" for n in range(len(operands))]
+    vector = lambda part: "{{" + ", ".join(part) + "}}"
+    text = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.bf16.bf16.f32 {{{{%r30, %r31, %r32, %r33}}}}, "
+    text += f"{vector(names[: 2 * k])}, {vector(names[2 * k : 3 * k])}, {vector(names[3 * k :])};"
+    want = a @ b + c
+    for i in range(4):
+        found = lanewise(f"{text} mov.b32 {{d}}, %r{30 + i};", "b32", *operands).view(np.float32)
+        assert found.tolist() == [want[l // 4 + 8 * (i // 2), l % 4 * 2 + i % 2] for l in range(32)]
+
+
+def test_atomics():
+    counter = torch.tensor([5, 0], dtype=torch.int32)
+    out = torch.zeros(96, dtype=torch.int32)
+    run(
+        """
+        atom.relaxed.gpu.global.inc.u32 %r1, [%q0], 0x7fffffff;
+        mov.u32 %r2, %ctaid.x; mad.lo.s32 %r3, %r2, 32, %r0; mul.wide.s32 %q8, %r3, 4; add.s64 %q9, %q1, %q8;
+        st.global.b32 [%q9], %r1;
+        """,
+        counter, out, grid=3,
+    )  # fmt: skip
+    assert sorted(out.tolist()) == list(range(5, 101)) and counter.tolist() == [101, 0]
+
+
+def test_divergence_reconverges():
+    """A loop of as many turns as the lane's number, then a shuffle that all take part in."""
+    found = lanewise(
+        "mov.b32 %r30, 0; mov.b32 %r31, %r0; LOOP: setp.eq.s32 %p1, %r31, 0; @%p1 bra DONE; add.s32 %r30, %r30, %r31;"
+        " add.s32 %r31, %r31, -1; bra LOOP; DONE: shfl.sync.bfly.b32 {d}, %r30, 1, 31, -1;",
+        "b32",
+        words(17),
+    )
+    assert found.tolist() == [(n ^ 1) * ((n ^ 1) + 1) // 2 for n in range(32)]
+
+
+def test_an_unknown_instruction_is_named_with_its_line():
+    with pytest.raises(ptx_emulator.PtxError, match=r"PTX line \d+: wombat is not modelled"):
+        run("wombat.u32 %r1, %r0;", torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ptx_emulator.PtxError, match=r"PTX line \d+: \.rz is not modelled"):
+        run("add.rz.f32 %f1, %f1, %f1;", torch.zeros(1), torch.zeros(1))

@@ -1,0 +1,157 @@
+"""What a device would leave open, or never end, is an error that names the place."""
+
+import re
+
+import pytest
+import torch
+from ptx import run
+
+import ptx_emulator
+
+MISTAKES = {
+    "global out of bounds": ("ld.global.b32 %r1, [%q0+128]; st.global.b32 [%q1], %r1;", "global memory out of bounds"),
+    "global misaligned": ("ld.global.b32 %r1, [%q0+2];", "not aligned to 4 bytes"),
+    "vector misaligned": ("ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%q0+8];", "not aligned to 16 bytes"),
+    "shared out of bounds": ("mov.b32 %r1, shared_bytes; st.shared.b32 [%r1+256], %r0;", "shared memory out of bounds"),
+    "uninitialised shared": (
+        "mov.b32 %r1, shared_bytes; ld.shared.b32 %r2, [%r1]; st.global.b32 [%q1], %r2;", "nothing has written",
+    ),
+    "uninitialised register": ("st.global.b32 [%q1], %r77;", "nothing has written"),
+    "uninitialised address": ("mul.wide.s32 %q9, %r77, 4; add.s64 %q9, %q9, %q1; st.global.b32 [%q9], 1;", "nothing has written"),
+    "uninitialised branch": ("setp.eq.s32 %p1, %r77, 0; @%p1 bra END; END:", "nothing has written"),
+    "barrier nobody completes": ("setp.lt.s32 %p1, %r0, 32; @%p1 bra END; bar.sync 1, 64; END:", "deadlock(.|\n)*barrier 1 of 64"),
+    "barrier of different counts": (
+        "setp.lt.s32 %p1, %r0, 32; @%p1 bra A; bar.sync 1, 64; bra B; A: bar.sync 1, 96; B:", "threads expected here",
+    ),
+    "mbarrier nobody completes": (
+        ("setp.eq.s32 %p1, %r0, 0; @%p1 mbarrier.init.shared.b64 [shared_bytes], 1; bar.sync 0; mov.b32 %r1, shared_bytes;"
+        "W: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0; @!%p2 bra W;"), "deadlock(.|\n)*1 arrivals",
+    ),
+    "too many arrivals": (
+        ("setp.eq.s32 %p1, %r0, 0; @%p1 mbarrier.init.shared.b64 [shared_bytes], 1;"
+        "mov.b32 %r1, shared_bytes; @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;"
+        "@%p1 mbarrier.arrive.shared.b64 _, [%r1], 1;"), "1 arrivals where 0 of 1 are pending",
+    ),
+    "no mbarrier": ("mov.b32 %r1, shared_bytes; mbarrier.arrive.shared.b64 _, [%r1], 1;", "no mbarrier"),
+    "a flag that nobody sets": ("W: ld.acquire.gpu.global.b32 %r1, [%q0]; setp.eq.s32 %p1, %r1, 0; @%p1 bra W;", "deadlock"),
+    "lanes that do not come": (
+        ("setp.lt.s32 %p1, %r0, 8; @%p1 bra A; shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1; bra B;"
+        "A: shfl.sync.bfly.b32 %r1, %r0, 2, 31, -1; B:"), "lanes diverged for good",
+    ),
+    "cp.async without its wait": (
+        """mov.b32 %r1, shared_bytes; mad.lo.s32 %r1, %r0, 4, %r1; cp.async.ca.shared.global [%r1], [%q0], 4;
+        cp.async.commit_group; cp.async.wait_group 1; ld.shared.b32 %r2, [%r1]; st.global.b32 [%q1], %r2;""",
+        "nothing has written",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake):
+    text, message = MISTAKES[mistake]
+    with pytest.raises(ptx_emulator.ExecutionError, match=message):
+        run(
+            text,
+            torch.zeros(32, dtype=torch.int32),
+            torch.zeros(32, dtype=torch.int32),
+            threads=64,
+            shared=256,
+        )
+
+
+def test_an_error_says_where():
+    with pytest.raises(ptx_emulator.ExecutionError) as caught:
+        run("bar.sync 0;\nst.global.b32 [%q0+4], %r0;", torch.zeros(1), threads=32, grid=2)
+    assert (
+        caught.value.text == "st.global.b32 [%q0+4], %r0" and caught.value.warp == 0 and caught.value.line > 0
+    )
+
+
+def test_what_is_not_known_may_be_moved_but_not_used():
+    """Uninitialised lanes of a select that takes none of them, and copies of what is not known to scratch
+    memory."""
+    x, y = torch.zeros(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    run(
+        """
+        mov.b32 %r1, shared_bytes; ld.shared.b32 %r2, [%r1]; setp.eq.s32 %p1, 0, 0; selp.b32 %r3, 7, %r2, %p1;
+        shl.b32 %r4, %r0, 2; cvt.u64.u32 %q8, %r4; add.s64 %q9, %q1, %q8; st.global.b32 [%q9], %r3;
+        add.s64 %q9, %q0, %q8; st.global.b32 [%q9], %r2;
+        """,
+        x, y, shared=16, scratch=[x],
+    )  # fmt: skip
+    assert y.tolist() == [7] * 32
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ctas_wait_for_one_another(seed):
+    """A chain through global memory: each CTA adds its number when the one before has, whatever order they
+    run in."""
+    flags, total = torch.zeros(9, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    flags[8] = 1
+    run(
+        """
+        mov.u32 %r1, %ctaid.x; mul.wide.s32 %q8, %r1, 4; add.s64 %q9, %q0, %q8; add.s64 %q10, %q1, %q8;
+        setp.ne.s32 %p1, %r0, 0; @%p1 bra END;
+        W: ld.acquire.gpu.global.b32 %r2, [%q9+4]; setp.eq.s32 %p2, %r2, 0; @!%p2 bra GO; nanosleep.u32 100;
+        bra W; GO: ld.global.b32 %r3, [%q10+4]; add.s32 %r3, %r3, %r1; st.global.b32 [%q10], %r3;
+        st.release.gpu.global.b32 [%q9], 1; END: """,
+        flags, total, grid=8, seed=seed,
+    )  # fmt: skip
+    assert total.tolist() == [sum(range(n, 8)) for n in range(9)]
+
+
+ORDERED = {
+    "a barrier between a write and a read": """
+        mov.b32 %r1, shared_bytes; setp.ge.s32 %p1, %r0, 32; @%p1 bra READ; st.shared.b32 [%r1], 5;
+        READ: <bar.sync 0;> ld.shared.b32 %r2, [%r1]; setp.eq.s32 %p2, %r0, 32; @%p2 st.global.b32 [%q0], %r2;""",
+    "a barrier between a read and a write": """
+        mov.b32 %r1, shared_bytes; mad.lo.s32 %r3, %r0, 4, %r1; st.shared.b32 [%r3], %r0; bar.sync 0;
+        xor.b32 %r4, %r0, 32; mad.lo.s32 %r4, %r4, 4, %r1; ld.shared.b32 %r2, [%r4]; <bar.sync 0;>
+        add.s32 %r5, %r2, 1; st.shared.b32 [%r3], %r5;""",
+    "the lanes of a warp": """
+        mov.b32 %r1, shared_bytes; mad.lo.s32 %r3, %r0, 4, %r1; st.shared.b32 [%r3], %r0; <bar.warp.sync -1;>
+        xor.b32 %r4, %r0, 1; mad.lo.s32 %r4, %r4, 4, %r1; ld.shared.b32 %r2, [%r4];""",
+    "matrices of a warp": """
+        mov.b32 %r1, shared_bytes; mad.lo.s32 %r3, %r0, 4, %r1; st.shared.b32 [%r3], %r0; and.b32 %r4, %r0, 7;
+        shr.u32 %r5, %r0, 5; mul.lo.s32 %r5, %r5, 128; mad.lo.s32 %r4, %r4, 16, %r5; add.s32 %r4, %r4, %r1;
+        <bar.warp.sync -1;> ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r4];""",
+    "a release that is acquired": """
+        setp.eq.s32 %p1, %r0, 0; @%p1 bra WRITE; setp.ne.s32 %p1, %r0, 32; @%p1 bra END;
+        W: ld.<acquire.gpu|relaxed.gpu>.global.b32 %r1, [%q0]; setp.eq.s32 %p2, %r1, 0; @%p2 bra W;
+        ld.global.b32 %r2, [%q0+4]; bra END;
+        WRITE: st.global.b32 [%q0+4], 7; st.<release.gpu|relaxed.gpu>.global.b32 [%q0], 1;
+        END:""",
+    "fences around relaxed accesses": """
+        setp.eq.s32 %p1, %r0, 0; @%p1 bra WRITE; setp.ne.s32 %p1, %r0, 32; @%p1 bra END;
+        W: ld.relaxed.gpu.global.b32 %r1, [%q0]; setp.eq.s32 %p2, %r1, 0; @%p2 bra W;
+        <fence.acq_rel.gpu;> ld.global.b32 %r2, [%q0+4]; bra END;
+        WRITE: st.global.b32 [%q0+4], 7; fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [%q0], 1;
+        END:""",
+    "an atomic operation that releases": """
+        setp.eq.s32 %p1, %r0, 0; @%p1 bra WRITE; setp.ne.s32 %p1, %r0, 32; @%p1 bra END;
+        W: ld.acquire.gpu.global.b32 %r1, [%q0]; setp.eq.s32 %p2, %r1, 0; @%p2 bra W;
+        ld.global.b32 %r2, [%q0+4]; bra END;
+        WRITE: st.global.b32 [%q0+4], 7; atom.<release|relaxed>.gpu.global.add.u32 %r1, [%q0], 1;
+        END:""",
+}
+
+
+@pytest.mark.parametrize("what", ORDERED)
+def test_a_race_is_found_whatever_the_order(what):
+    """What stands in <a|b> orders the accesses (a), or does not (b)."""
+    right = re.sub(r"<([^|>]*)(\|[^>]*)?>", r"\1", ORDERED[what])
+    wrong = re.sub(r"<([^|>]*)\|?([^>]*)>", r"\2", ORDERED[what])
+    for seed in range(4):
+        run(right, torch.zeros(4, dtype=torch.int32), threads=64, shared=512, seed=seed)
+        with pytest.raises(ptx_emulator.ExecutionError, match="a race|nothing has written"):
+            run(wrong, torch.zeros(4, dtype=torch.int32), threads=64, shared=512, seed=seed)
+
+
+def test_launches_are_checked():
+    x = torch.zeros(4)
+    with pytest.raises(ValueError, match="shared_bytes"):
+        run("", x, shared=228 * 1024)
+    with pytest.raises(ValueError, match="contiguous"):
+        run("", torch.zeros(4, 4).T)
+    with pytest.raises(ValueError, match="overlaps"):
+        run("", x, x[1:])
