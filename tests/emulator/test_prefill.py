@@ -1,0 +1,73 @@
+"""The kernel of kda-sm90, emulated, against the fp64 oracle."""
+
+import pytest
+import torch
+from prefill import config_of, prefill
+
+from kda_core.testing import error, make_inputs, token_oracle, tolerance
+from kda_core.testing.oracle import log_decay
+
+VARIANTS = [(64, 1), (64, 2), (32, 1), (32, 2)]
+
+
+def check(x, chunk, warpgroups, *, vote=None, **schedule):
+    """o, final and intermediate states within the tolerance of the data; returns what was found."""
+    arguments = x.arguments | {"output_final_state": True}
+    want = token_oracle(**arguments)
+    found = prefill(arguments, config_of(arguments, chunk, warpgroups, vote), **schedule)
+    limits = tolerance(arguments, chunk, oracle=want)
+    assert len(found) == len(limits)
+    assert error(found[0], want[0], lengths=x.lengths) <= limits[0]
+    for y, r, limit in zip(found[1:], want[1:], limits[1:]):
+        assert error(y, r, state=True) <= limit
+    return found
+
+
+@pytest.mark.parametrize(("chunk", "warpgroups"), VARIANTS)
+@pytest.mark.parametrize("T", (64, 160))
+def test_bounded_gate(chunk, warpgroups, T):
+    check(make_inputs("slow", T, H=1), chunk, warpgroups)
+
+
+@pytest.mark.parametrize(("chunk", "warpgroups"), VARIANTS)
+def test_softplus_gate_so_steep_that_rows_are_refined(chunk, warpgroups):
+    x = make_inputs("mixed", 160, H=1, initial_state=True)
+    g = log_decay(*(x.arguments[n] for n in ("g", "A_log", "dt_bias")))
+    fall = g.view(1, 10, 16, 1, 128)[:, :, 1:].sum(2)
+    assert (fall < -80).any(-1).all(), "rows of every block leave split factors"
+    check(x, chunk, warpgroups)
+
+
+@pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 1), (32, 2)])
+def test_precomputed_gates_with_masks(chunk, warpgroups):
+    check(make_inputs("masked", 100, H=1, HV=2), chunk, warpgroups, preparers=2, streams=2)
+
+
+@pytest.mark.parametrize("family", ("slow", "steep", "saturated"))
+def test_a_bounded_gate_that_votes_all_the_same(family):
+    check(make_inputs(family, 72, H=1), 64, 1, vote=True)
+
+
+@pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 2), (32, 1)])
+@pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
+def test_packed_sequences_states_and_streams_that_cut_them(chunk, warpgroups, v_first):
+    lengths = (0, 63, 1, 96, 0, 65)
+    x = make_inputs(
+        "slow", sum(lengths), H=1, HV=2, lengths=lengths, initial_state=True, state_v_first=v_first
+    )
+    x = x.replace(return_intermediate_states=True)
+    check(x, chunk, warpgroups, streams=3, depth=5, preparers=2)
+
+
+def test_no_schedule_and_no_order_changes_a_bit():
+    x = make_inputs("slow", 300, H=1, initial_state=True).arguments
+    config = config_of(x, 32, 2)
+    want = prefill(x, config, streams=1, depth=40, preparers=1)
+    for seed, (streams, depth, preparers) in enumerate([(1, 5, 1), (2, 5, 2), (3, 8, 1), (12, 5, 1)]):
+        found = prefill(x, config, streams=streams, depth=depth, preparers=preparers, seed=seed)
+        assert all(torch.equal(y, z) for y, z in zip(found, want, strict=True)), (
+            streams,
+            depth,
+            preparers,
+            seed,
+        )
