@@ -147,6 +147,51 @@ def test_a_race_is_found_whatever_the_order(what):
             run(wrong, torch.zeros(4, dtype=torch.int32), threads=64, shared=512, seed=seed)
 
 
+PHASES = """
+    setp.eq.s32 %p1, %r0, 0; mov.b32 %r1, shared_bytes; setp.ge.s32 %p2, %r0, 32;
+    @%p1 mbarrier.init.shared.b64 [%r1], 1; @%p1 mbarrier.init.shared.b64 [%r1+8], 1; bar.sync 0; @%p2 bra WAIT;
+"""
+WAIT = "{name}: mbarrier.{kind}.parity.shared.b64 %p3, [%r1+{place}], {parity}; @!%p3 bra {name};"
+
+
+ARRIVE = "@%p1 mbarrier.arrive.shared.b64 _, [%r1], 1;"
+
+
+@pytest.mark.parametrize(("count", "kind"), [(2, "try_wait"), (2, "test_wait"), (3, "try_wait")])
+def test_a_wait_for_a_phase_that_two_have_followed(count, kind):
+    """Also where the parity is right again. The flag says when to look; relaxed, it orders nothing."""
+    wait = WAIT.format(name="W", kind=kind, place=0, parity=0)
+    body = f"""{PHASES} {ARRIVE * count} @%p1 st.relaxed.cta.global.b32 [%q0], 1; bra END;
+        WAIT: ld.relaxed.cta.global.b32 %r2, [%q0]; setp.eq.s32 %p4, %r2, 0; @%p4 bra WAIT; {wait} END:"""
+    with pytest.raises(ptx_emulator.ExecutionError, match=rf"wait for phase 0 (.|\n)*\({count} are\)"):
+        run(body, torch.zeros(1, dtype=torch.int32), threads=64, shared=16)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_wait_for_one_phase_after_the_other(seed):
+    """The second arrival comes when the waiter says that it has seen the first."""
+    first, second, asked = (
+        WAIT.format(name=name, kind="try_wait", place=place, parity=parity)
+        for name, place, parity in (("A", 0, 0), ("B", 0, 1), ("C", 8, 0))
+    )
+    answer = "setp.eq.s32 %p4, %r0, 32; @%p4 mbarrier.arrive.shared.b64 _, [%r1+8], 1;"
+    body = f"{PHASES} {ARRIVE} {asked} {ARRIVE} bra END; WAIT: {first} {answer} {second} END:"
+    run(body, threads=64, shared=16, seed=seed)
+
+
+def test_a_wait_for_a_stage_that_has_been_filled_again():
+    """The producer knows that the first load has been read, fills the stage anew, and waits for the first load."""
+    x = torch.zeros(4, dtype=torch.int32)
+    load = """@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;
+        @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1+16], [%q0], 16, [%r1];"""
+    late, read = (WAIT.format(name=name, kind="try_wait", place=0, parity=0) for name in "AB")
+    body = f"{PHASES} {load} bar.sync 1, 64; {load} <wait> bra END; WAIT: {read} bar.sync 1, 64; END:"
+    for seed in range(4):
+        run(body.replace("<wait>", ""), x, threads=64, shared=32, seed=seed)
+        with pytest.raises(ptx_emulator.ExecutionError, match="wait for phase 0 "):
+            run(body.replace("<wait>", late), x, threads=64, shared=32, seed=seed)
+
+
 def test_launches_are_checked():
     x = torch.zeros(4)
     with pytest.raises(ValueError, match="shared_bytes"):

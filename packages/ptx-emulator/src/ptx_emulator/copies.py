@@ -153,6 +153,7 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
                 one.land(w, flags)
             w.copies = [one for one in w.copies if one.left.any()]
             for barrier in barriers:
+                barrier.asynchronous = True
                 for one in copies:
                     barrier.release(issued(w, one.clock))
                 barrier.arrive(1, w.fail)
@@ -213,7 +214,7 @@ def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int
             )
             copy(region, origin, shared, place, count)
         barrier.release(issued(w, clock))
-        barrier.transactions -= count
+        barrier.expect(-count)
         if barrier.pending == 0 and barrier.transactions < 0:
             w.fail("mbarrier: more bytes than it expects")
         barrier.advance()

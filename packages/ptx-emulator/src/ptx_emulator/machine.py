@@ -58,6 +58,10 @@ class Mbarrier:
     phase: int = 0
     released: Any = None  # what those know that have arrived; in `complete` of phases that are
     complete: Any = None
+    # Of each complete phase: who saw that, and when by its clock; and what those know that arrived, unless copies take part.
+    seen: list[dict[int, int]] = field(default_factory=list)
+    arrived: list[Any] = field(default_factory=list)
+    asynchronous: bool = False  # copies take part in this phase
 
     def release(self, snapshot: Any) -> None:
         self.released = snapshot if self.released is None else np.maximum(self.released, snapshot)
@@ -74,6 +78,26 @@ class Mbarrier:
             self.phase += 1
             self.pending = self.count
             self.complete = self.released
+            self.seen.append({})
+            self.arrived.append(None if self.asynchronous else self.released)
+            self.asynchronous = False
+
+    def expect(self, count: int) -> None:
+        """Bytes (negative: that have come)."""
+        self.transactions += count
+        self.asynchronous = True
+
+    def known(self, clock: Clock) -> int:
+        """How many phases a warp knows to be complete, because its view of the others says so."""
+        for number in reversed(range(self.phase)):
+            if any(w == clock.index or clock.known[w] >= at for w, at in self.seen[number].items()):
+                return number + 1
+            if (arrived := self.arrived[number]) is not None:
+                behind = arrived > clock.known
+                behind[clock.index] = False
+                if not behind.any():
+                    return number + 1
+        return 0
 
 
 @dataclass

@@ -294,7 +294,7 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
             barrier = mbarrier_at(w, place)
             states[n] = barrier.phase
             if expect:
-                barrier.transactions += number
+                barrier.expect(number)
             barrier.release(w.clock.release())
             barrier.arrive(1 if expect else number, w.fail)
         w.machine.changes += 1
@@ -304,7 +304,12 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
 
 
 def _wait(d: Decoder, i: Instruction) -> Execute:
-    """Lanes whose phase is complete go on with a true predicate; `try_wait` never gives up."""
+    """Lanes whose phase is complete go on with a true predicate; `try_wait` never gives up.
+
+    A parity tells the current phase from the one before it. So a warp may wait for phase k only if it knows that those
+    before k are complete, and if phase k + 1 cannot be before it has looked. The phase that it means is therefore the
+    last one of its parity that is not behind the first that it does not know: see `Mbarrier.known`.
+    """
     to = d.destination(i.operands[0], "pred")
     base, offset = d.address(i.operands[1], "b32")
     parity = "parity" in i.modifiers
@@ -319,6 +324,8 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
             w.fail("a phase comes from what nothing has written")
         phases = w.regs[phase][INDICES[lanes]].tolist()
         pairs = [(mbarrier_at(w, place), n) for place, n in zip(places, phases)]
+        for barrier, n in pairs:
+            _check_phase(w, barrier, n, parity)
         if parity:
             flags = [barrier.phase & 1 != n & 1 for barrier, n in pairs]
         else:
@@ -331,12 +338,27 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
             reason += f"{pairs[0][0].transactions} bytes pending)"
             return Wait(lambda: any(b.phase != n for b, n in first), reason, again=True)
         for (barrier, _), flag in zip(pairs, flags):
-            if flag:
+            if flag and barrier.phase:
                 w.clock.acquire(barrier.complete)
+                barrier.seen[-1].setdefault(w.clock.index, w.clock.now)
         w.put_predicate(to, lanes_of(np.array(flags), lanes), 0, lanes)
         return None if blocks else POLL
 
     return wait
+
+
+def _check_phase(w: Warp, barrier: Mbarrier, given: int, parity: bool) -> None:
+    """The phase that is waited for must be the current one or the one before. A phase to which but bytes are missing, which
+    come whenever they do, counts as complete."""
+    meant = given
+    if parity:
+        meant = barrier.known(w.clock)
+        meant -= meant - given & 1
+    if meant < barrier.phase + (barrier.pending == 0) - 1:
+        w.fail(
+            f"a wait for phase {meant} of an mbarrier where nothing but bytes, if that, keeps phase {meant + 1} from being "
+            f"complete ({barrier.phase} are): it may look too late, for a parity tells only the current phase from the last"
+        )
 
 
 # ---- votes and shuffles
