@@ -22,16 +22,30 @@ _FORMATS = {"u8": "B", "s8": "b", "u16": "H", "s16": "h", "u32": "I", "s32": "i"
 _FORMATS |= {"b8": "B", "b16": "H", "b32": "I", "b64": "Q", "f32": "f", "f64": "d"}
 
 
-@lru_cache(maxsize=16)
-def _decoded(ptx: str, name: str | None) -> tuple[Program, Decoder]:
-    kernels = parse(ptx).kernels
+_parsed = lru_cache(maxsize=16)(parse)
+
+
+def target_of(ptx: str) -> str:
+    """The architecture that a text of PTX is for."""
+    return _parsed(ptx).target
+
+
+@lru_cache(maxsize=64)
+def kernel_of(ptx: str, name: str | None) -> Decoder:
+    """An entry of a text of PTX; None: the only one."""
+    kernels = _parsed(ptx).kernels
     if name is None:
         if len(kernels) != 1:
             raise PtxError(f"name one of the entries: {', '.join(kernels)}")
         (name,) = kernels
     if name not in kernels:
         raise PtxError(f"no entry {name}; there are {', '.join(kernels)}")
-    decoder = Decoder(kernels[name])
+    return Decoder(kernels[name])
+
+
+@lru_cache(maxsize=64)
+def _decoded(ptx: str, name: str | None) -> tuple[Program, Decoder]:
+    decoder = kernel_of(ptx, name)
     return decoder.decode(), decoder
 
 
@@ -48,14 +62,14 @@ def run(
     seed: int = 0,
     resident: int | None = None,
     races: Collection[str] = ("shared", "global"),
+    cluster: Sequence[int] = (1, 1, 1),
 ) -> int:
     """Execute an entry of a text of PTX, and return the number of instructions of warps that it took.
 
     Args:
         grid, block: up to three extents each.
         shared_bytes: of dynamic shared memory.
-        arguments: one a parameter. A CPU tensor stands for its address, and may be accessed; bytes are taken
-            as
+        arguments: one a parameter. A CPU tensor stands for its address, and may be accessed; bytes are taken as
             they are.
         tensors: others that may be accessed.
         scratch: tensors whose contents are not to be used before the kernel writes them.
@@ -63,11 +77,14 @@ def run(
         seed: of the order in which warps run and copies end.
         races: spaces in which accesses are looked for that nothing orders.
         resident: CTAs that are on the device at once; all of them by default, as in a cooperative launch.
+        cluster: extents of a cluster in CTAs.
 
     Raises `PtxError` for what is not modelled, `ExecutionError` for what a kernel does wrong.
     """
     program, decoder = _decoded(ptx, name)
     grid, block = _extents(grid), _extents(block)
+    if _extents(cluster) != (1, 1, 1):
+        raise PtxError("clusters are not modelled")
     threads = block[0] * block[1] * block[2]
     promised = decoder.kernel.threads
     if promised is not None and _extents(promised) != block:

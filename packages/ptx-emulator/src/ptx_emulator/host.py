@@ -1,0 +1,285 @@
+"""The host code that the DSL compiles, executed on this CPU against a stand-in for the CUDA runtime.
+
+A compiled function is exported as an object file. It reaches CUDA, and TVM-FFI's errors, through a few undefined
+symbols; linked against the functions below instead, it computes its grid, shared memory and parameters as it would
+before a GPU, and its launches arrive at the emulator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64
+from ctypes import c_void_p as pointer
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptx_emulator.errors import PtxError
+from ptx_emulator.gpu import SHARED_LIMIT, Device, current_device
+from ptx_emulator.launch import kernel_of
+
+NAME = "emulated"  # of the exported function
+INVALID_VALUE, RAISED = 1, -1  # cudaErrorInvalidValue; TVM-FFI: an error was set
+
+# cudaDeviceAttr, CUfunction_attribute, cudaFuncAttribute, cudaLaunchAttributeID: those that are answered.
+SHARED_OPTIN, SHARED_STATIC = 97, 1
+KERNEL_ATTRIBUTES = {8: "dynamic shared memory", 9: "carveout", 14: "cluster larger than is portable"}
+COOPERATIVE, CLUSTER, OVERLAP = 2, 4, 6
+
+
+class _Tensor(ctypes.Structure):  # DLTensor
+    _fields_ = (
+        ("data", pointer), ("device", c_int32), ("index", c_int32), ("ndim", c_int32),
+        ("code", c_uint8), ("bits", c_uint8), ("lanes", c_uint16),
+        ("shape", POINTER(c_int64)), ("strides", POINTER(c_int64)), ("byte_offset", c_uint64),
+    )  # fmt: skip
+
+
+class _Value(ctypes.Union):
+    _fields_ = (("integer", c_int64), ("real", ctypes.c_double), ("address", pointer))
+
+
+class _Any(ctypes.Structure):  # TVMFFIAny
+    _fields_ = (("kind", c_int32), ("padding", c_uint32), ("value", _Value))
+
+
+class _Attribute(ctypes.Structure):  # cudaLaunchAttribute
+    _fields_ = (("identity", c_uint32), ("padding", c_uint32), ("value", c_uint32 * 16))
+
+
+class _Config(ctypes.Structure):  # cudaLaunchConfig_t
+    _fields_ = (
+        ("grid", c_uint32 * 3), ("block", c_uint32 * 3), ("shared_bytes", c_size_t), ("stream", pointer),
+        ("attributes", POINTER(_Attribute)), ("count", c_uint32),
+    )  # fmt: skip
+
+
+NONE, INTEGER, BOOLEAN, REAL, TENSOR = 0, 1, 2, 3, 7  # TVMFFITypeIndex
+_CUDA = 2  # DLDeviceType
+_DTYPES = {  # DLDataTypeCode, bits
+    torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8),
+    torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16), torch.bool: (6, 8),
+}  # fmt: skip
+
+_ERRORS = {b"TypeError": TypeError, b"ValueError": ValueError, b"IndexError": IndexError}
+
+#: What a destructor calls, maybe when Python is gone.
+_UNLOAD = "define void @cuda_dialect_unload_library_once(ptr %library) { ret void }"
+
+
+class _Call(threading.local):
+    """What a thread's call knows: the tensors among its arguments, and what went wrong behind C's back."""
+
+    tensors: Sequence[torch.Tensor] = ()
+    error: BaseException | None = None
+
+
+class Function:
+    """A compiled DSL function whose launches go to the emulated device of `device`. Made by `load`."""
+
+    def __init__(self, ptx: str, content: bytes):
+        import llvmlite.binding as llvm
+
+        self.ptx = ptx
+        self._call = _Call()
+        self._kernels: list[str] = []  # handles are their numbers, from 1
+        # ctypes frees a callback that nothing refers to.
+        self._callbacks = {name: kind(self._caught(body)) for name, (kind, body) in self._symbols().items()}
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        self._jit = llvm.create_lljit_compiler(use_jit_link=True)
+        library = llvm.JITLibraryBuilder().add_object_img(content).add_ir(_UNLOAD)
+        for name, callback in self._callbacks.items():
+            library.import_symbol(name, ctypes.cast(callback, pointer).value)
+        entry = f"__tvm_ffi_{NAME}"
+        try:
+            self._library = library.export_symbol(entry).link(self._jit, NAME)
+        except RuntimeError as error:
+            raise PtxError(f"the host code cannot be linked: {error}") from None
+        self._entry = ctypes.CFUNCTYPE(c_int, pointer, POINTER(_Any), c_int32, POINTER(_Any))(
+            self._library[entry]
+        )
+
+    def __call__(self, *arguments: torch.Tensor | float | None) -> None:
+        """Execute the host code, and its launches to their end.
+
+        Args:
+            arguments: as the DSL's function takes them: contiguous CPU tensors in place of the GPU's, numbers, None.
+
+        Raises:
+            PtxError, ExecutionError: of the launch.
+            TypeError, ValueError: the host code refuses the arguments, in its own words.
+            RuntimeError: no device is open.
+        """
+        current_device()
+        values = (_Any * max(len(arguments), 1))()
+        kept = [_fill(value, argument) for value, argument in zip(values, arguments)]
+        self._call.tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        self._call.error = None
+        try:
+            status = self._entry(None, values, len(arguments), ctypes.byref(_Any()))
+            error = self._call.error
+        finally:
+            self._call.tensors, self._call.error = (), None
+            del kept
+        if error is not None:
+            raise error
+        if status:
+            raise RuntimeError(f"the host code returned {status}")
+
+    # ---- the stand-in
+
+    def _caught(self, body: Callable[..., int | None]) -> Callable[..., int | None]:
+        """No exception passes through C: the first one is raised when the call is back."""
+
+        def caught(*arguments: Any) -> int | None:
+            try:
+                return body(*arguments)
+            except BaseException as error:  # noqa: BLE001 - interrupts as well
+                self._call.error = self._call.error or error
+                return INVALID_VALUE
+
+        return caught
+
+    def _symbols(self) -> dict[str, tuple[Any, Callable[..., int | None]]]:
+        """C's type and the body of each function that host code calls. Those of CUDA return 0, or an error."""
+
+        def status(*kinds: Any) -> Any:
+            return ctypes.CFUNCTYPE(c_int, *kinds)
+
+        nothing = ctypes.CFUNCTYPE(None, pointer, pointer)
+        number, address = POINTER(c_int), POINTER(c_uint64)
+        return {
+            "_cudaGetDevice": (status(number), lambda out: _put(out, 0)),
+            "_cudaSetDevice": (status(c_int), lambda index: 0),
+            "_cudaDeviceGetAttribute": (status(number, c_int, c_int), self._device_attribute),
+            "_cudaLibraryLoadData": (
+                status(address, *[pointer] * 3, c_uint32, *[pointer] * 2, c_uint32),
+                lambda out, *_: _put(out, 1),
+            ),
+            "_cudaLibraryGetKernel": (status(address, pointer, c_char_p), self._kernel),
+            "_cuKernelGetAttribute": (status(number, c_int, c_uint64, c_int), self._kernel_attribute),
+            "_cudaFuncSetAttribute": (status(c_uint64, c_int, c_int), self._set_attribute),
+            "_cudaKernelSetAttributeForDevice": (status(c_uint64, c_int, c_int, c_int), self._set_attribute),
+            "_cudaLaunchKernelEx": (status(POINTER(_Config), c_uint64, POINTER(pointer)), self._launch),
+            "cuda_dialect_init_library_once": (status(address, pointer, pointer, pointer), self._initialize),
+            "TVMFFIEnvGetStream": (ctypes.CFUNCTYPE(pointer, c_int32, c_int32), lambda device, index: 0),
+            "TVMFFIErrorSetRaisedFromCStr": (ctypes.CFUNCTYPE(None, c_char_p, c_char_p), self._refuse),
+            "TVMFFIErrorSetRaisedFromCStrParts": (
+                ctypes.CFUNCTYPE(None, c_char_p, POINTER(c_char_p), c_int32),
+                lambda kind, parts, count: self._refuse(
+                    kind, b"".join(parts[n] or b"" for n in range(count))
+                ),
+            ),
+            "CuteDSLRT_TVMFFISetRaisedCudaError": (nothing, lambda message, code: None),  # ours came first
+            "CuteDSLRT_TVMFFISetRaisedCudaLaunchError": (nothing, lambda message, code: None),
+        }
+
+    def _refuse(self, kind: bytes, message: bytes) -> None:
+        raise _ERRORS.get(kind, RuntimeError)(message.decode())
+
+    def _initialize(self, library: Any, load: int, load_to_device: int, raised: int) -> int:
+        if not library[0]:
+            found = c_uint64(0)
+            made = ctypes.CFUNCTYPE(c_int, POINTER(c_uint64))
+            placed = ctypes.CFUNCTYPE(c_int, POINTER(c_uint64), c_int)
+            if made(load)(ctypes.byref(found)) or placed(load_to_device)(ctypes.byref(found), 0):
+                return RAISED
+            library[0] = found.value
+        return 0
+
+    def _device_attribute(self, out: Any, attribute: int, index: int) -> int:
+        if attribute != SHARED_OPTIN:
+            raise PtxError(
+                f"the host code asks for attribute {attribute} of the device, which is not modelled"
+            )
+        return _put(out, SHARED_LIMIT)
+
+    def _kernel(self, out: Any, library: int, name: bytes) -> int:
+        self._kernels.append(name.decode())
+        return _put(out, len(self._kernels))
+
+    def _kernel_attribute(self, out: Any, attribute: int, kernel: int, index: int) -> int:
+        if attribute != SHARED_STATIC:
+            raise PtxError(f"the host code asks for attribute {attribute} of a kernel, which is not modelled")
+        return _put(out, kernel_of(self.ptx, self._kernels[kernel - 1]).static_bytes)
+
+    def _set_attribute(self, kernel: int, attribute: int, value: int, index: int = 0) -> int:
+        if attribute not in KERNEL_ATTRIBUTES:
+            raise PtxError(f"the host code sets attribute {attribute} of a kernel, which is not modelled")
+        return 0
+
+    def _launch(self, config: Any, kernel: int, values: Any) -> int:
+        given = config.contents
+        cooperative, cluster = False, (1, 1, 1)
+        for n in range(given.count):
+            attribute = given.attributes[n]
+            if attribute.identity == COOPERATIVE:
+                cooperative = attribute.value[0] != 0
+            elif attribute.identity == CLUSTER:
+                cluster = tuple(attribute.value[:3])
+            elif attribute.identity != OVERLAP:  # launches run one after the other, which it allows
+                raise PtxError(f"launch attribute {attribute.identity} is not modelled")
+        name = self._kernels[kernel - 1]
+        parameters = kernel_of(self.ptx, name).kernel.parameters
+        arguments = [ctypes.string_at(values[n], size) for n, (_, _, size) in enumerate(parameters)]
+        device: Device = current_device()
+        device.launch(
+            self.ptx, name, tuple(given.grid), tuple(given.block), cluster, given.shared_bytes, arguments,
+            self._call.tensors, cooperative,
+        )  # fmt: skip
+        return 0
+
+
+def _put(out: Any, value: int) -> int:
+    out[0] = value
+    return 0
+
+
+def _fill(value: _Any, argument: object) -> Any:
+    """An argument as TVM-FFI passes it, and what has to stay alive meanwhile. Tensors say that they are on a GPU."""
+    if argument is None:
+        value.kind = NONE
+    elif isinstance(argument, bool):
+        value.kind, value.value.integer = BOOLEAN, argument
+    elif isinstance(argument, int):
+        value.kind = INTEGER
+        value.value.integer = argument
+    elif isinstance(argument, float):
+        value.kind, value.value.real = REAL, argument
+    elif isinstance(argument, torch.Tensor):
+        if argument.device.type != "cpu" or argument.dtype not in _DTYPES:
+            raise ValueError(f"a CPU tensor was expected, got {argument.dtype} on {argument.device}")
+        code, bits = _DTYPES[argument.dtype]
+        shape, strides = ((c_int64 * max(argument.ndim, 1))(*x) for x in (argument.shape, argument.stride()))
+        tensor = _Tensor(argument.data_ptr(), _CUDA, 0, argument.ndim, code, bits, 1, shape, strides, 0)
+        value.kind, value.value.address = TENSOR, ctypes.addressof(tensor)
+        return tensor
+    else:
+        raise TypeError(
+            f"an argument of type {type(argument).__name__}: tensors, numbers and None are passed"
+        )
+    return None
+
+
+def load(compiled: Any) -> Function:
+    """A compiled DSL function that runs on the emulated device.
+
+    Args:
+        compiled: what ``cute.compile(.., options="--enable-tvm-ffi --keep-ptx --gpu-arch ..")`` returned.
+
+    Raises:
+        ValueError: it keeps no PTX.
+        PtxError: its host code needs what is not modelled.
+    """
+    ptx = getattr(compiled, "__ptx__", None)
+    if not ptx:
+        raise ValueError("compile with options='--enable-tvm-ffi --keep-ptx ..': the function has no PTX")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "host.o"
+        compiled.export_to_c(str(path), function_name=NAME)
+        return Function(ptx, path.read_bytes())
