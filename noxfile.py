@@ -120,7 +120,7 @@ def test_core(session: nox.Session, dsl: str) -> None:
 
 @matrix("test-sm90")
 def test_sm90(session: nox.Session, dsl: str) -> None:
-    """kda-sm90: compiles for sm_90a, then the tests; without a Hopper GPU says what it could not run."""
+    """kda-sm90: compiles for sm_90a, then the tests, some of them emulated on the CPU; says what wanted a Hopper GPU."""
     install_all(session, dsl)
     compile_kernels(session, "sm_90a")
     pytest(session, "tests/sm90")

@@ -1,4 +1,5 @@
-"""What all test folders share: the marker `arch`, and a closing line about what wanted a GPU that is not here."""
+"""What all test folders share: the marker `arch`, and closing lines about what was emulated and what wanted a GPU that is
+not here."""
 
 from __future__ import annotations
 
@@ -38,6 +39,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    emulated: Counter = Counter()
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for key, value in getattr(report, "user_properties", ()):
+                if key == "kda_tested" and value[2] == "emulated":
+                    emulated[value[0], outcome] += 1
+    for (backend, outcome), count in sorted(emulated.items()):
+        terminalreporter.write_line(
+            f"emulated on a CPU, no GPU took part: {count} tests of {backend} {outcome}"
+        )
     for needed, count in sorted(config.stash[_not_run].items()):
         terminalreporter.write_line(
             f"not run for want of a GPU {needed}: {count} tests (KDA_REQUIRE_ARCH=1 makes that a failure)",

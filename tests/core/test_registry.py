@@ -1,5 +1,6 @@
 """Discovery, statuses, the order of choice, and that one bad plugin never hides the others."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -18,7 +19,7 @@ from kda_core.errors import (
     NoEligibleBackendError,
     PlannerError,
 )
-from kda_core.registry import record_calls
+from kda_core.registry import REGISTRY, record_calls
 
 X = call()
 
@@ -199,6 +200,24 @@ def test_discovery_is_cached_until_refresh_and_thread_safe(install, monkeypatch)
     assert len([r for r in reads if r["group"] == "kda_core.backends"]) == 1
     kda_core.backends(refresh=True)
     assert len([r for r in reads if r["group"] == "kda_core.backends"]) == 2
+
+
+def test_another_object_may_stand_for_a_backend(install):
+    install("far", archs={(9, 9)})
+    assert status("far")[0] == "wrong-arch"
+    found = REGISTRY.find("far").spec
+    here = dataclasses.replace(found, archs=frozenset({"cpu"}))
+    with REGISTRY.replaced(here, REGISTRY.load(found), "stands in"):
+        assert status("far") == ("ok", "stands in")
+        assert ran(backend="far") == "far"
+    assert status("far")[0] == "wrong-arch"
+    with pytest.raises(BackendUnavailableError, match="wrong-arch"):
+        ran(backend="far")
+    with (
+        pytest.raises(BackendNotFoundError),
+        REGISTRY.replaced(dataclasses.replace(here, name="none"), object(), ""),
+    ):
+        pass
 
 
 def test_no_backend_for_a_gpu_is_a_table_of_reasons():

@@ -73,6 +73,17 @@ def test_the_code_is_for_the_architecture(kernels, arch):
     assert f".target {arch}" in keep_ptx(kernels.RmsNorm, kernels.RmsConfig(), arch)
 
 
+def test_kernels_can_be_made_for_elsewhere(cache_dir, kernels):
+    make = lambda compiled: [compiled.__ptx__]
+    wanted = (kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
+    with compiling.kernels_made_by(make):
+        found = get_kernel(*wanted)
+        assert ".target sm_90a" in found[0]
+        assert get_kernel(*wanted) is found
+    assert cache_info() == CacheInfo() and not list(cache_dir.glob("*.o"))
+    assert callable(get_kernel(*wanted))
+
+
 def test_the_kernel_is_compiled_once_per_variant(cache_dir, kernels):
     variants = [
         (kernels.RmsConfig(), "sm_90a"),

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -49,7 +49,8 @@ PUBLISHED = {  # what this project publishes, so that a missing one can be named
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """One backend as `kda_core.backends` lists it. `status` is one of `STATUSES`; `reason` explains all but "ok"."""
+    """One backend as `kda_core.backends` lists it. `status` is one of `STATUSES`; `reason` explains all but "ok", and
+    who stands for a backend that was `replaced`."""
 
     name: str
     status: str
@@ -111,6 +112,30 @@ class Registry:
             self._targets.clear()
             self.plans = {}
 
+    @contextmanager
+    def replaced(self, spec: BackendSpec, backend: Backend, reason: str) -> Iterator[None]:
+        """Within the block, for all threads, another spec and object stand for the installed backend of that name; where
+        backends are listed, `reason` says so.
+
+        Raises:
+            BackendNotFoundError: there is none.
+        """
+        found = self.find(spec.name)
+        with self._lock:
+            before = self._backends, self._targets
+            self._backends = tuple(
+                replace(c, spec=spec, status="ok", reason=reason) if c is found else c
+                for c in self.backends()
+            )
+            self._targets = self._targets | {spec.target: backend}
+            self.plans = {}
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._backends, self._targets = before
+                self.plans = {}
+
     # ---- discovery
 
     def backends(self) -> tuple[_Candidate, ...]:
@@ -169,7 +194,8 @@ class Registry:
     def _info(self, c: _Candidate) -> BackendInfo:
         status, reason = c.status, c.reason
         if status == "ok":
-            status, reason = self._status(c.spec)
+            status, found = self._status(c.spec)
+            reason = found or reason
         return BackendInfo(
             c.name, status, reason, c.distribution, c.version, c.spec if status != "broken" else None
         )

@@ -32,7 +32,8 @@ class Sm90Backend:
         if inputs.shape.T == 0:
             return pass_states(inputs, outputs)
         device = inputs.q.get_device()
-        if device == torch.cuda.current_device():  # to enter its context takes longer than to ask
+        # A CPU (-1) emulates. To enter the context of the current device takes longer than to ask for it.
+        if device < 0 or device == torch.cuda.current_device():
             launch_of(inputs.shape)(inputs, outputs)
         else:
             with torch.cuda.device(device):

@@ -25,7 +25,7 @@ and returns a callable that takes torch tensors and runs on torch's current stre
 
 from __future__ import annotations
 
-from kda_core.cute.compile import CacheInfo, cache_info, clear_memory, get_kernel
+from kda_core.cute.compile import CacheInfo, cache_info, clear_memory, get_kernel, kernels_made_by
 from kda_core.cute.precompile import Built, precompile
 from kda_core.cute.target import ARCHITECTURES, arch_of_capability, arch_of_device
 from kda_core.cute.versions import DslWheels, dsl_wheels
@@ -41,5 +41,6 @@ __all__ = [
     "clear_memory",
     "dsl_wheels",
     "get_kernel",
+    "kernels_made_by",
     "precompile",
 ]

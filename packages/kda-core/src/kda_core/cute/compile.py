@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shlex
@@ -9,10 +10,11 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kda_core import env
 from kda_core.cute.cache import Entry, entry_of
@@ -27,6 +29,8 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")  # the DSL colours its messages wherever 
 #: The name of the exported function. Each object is linked into a namespace of its own.
 FUNCTION = "kda_kernel"
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class CacheInfo:
@@ -38,10 +42,14 @@ class CacheInfo:
     replaced: int = 0
 
 
+Maker = Callable[[Any], Callable[..., Any]]
+
+_maker: ContextVar[Maker | None] = ContextVar("kda_core_kernel_maker", default=None)
+
 # One lock for everything behind the table: `cute.compile` is not thread-safe. Order: this lock, then a file
 # lock.
 _lock = threading.RLock()
-_table: dict[tuple[type, str, str], Callable[..., Any]] = {}
+_table: dict[tuple[type, str, str, Maker | None], Callable[..., Any]] = {}
 _info = CacheInfo()
 _warned: set[Path] = set()
 
@@ -78,15 +86,39 @@ def get_kernel(kernel: type, config: object, arch: str) -> Callable[..., Any]:
     result on a hot path. Raises ``ArgumentError`` (configuration, architecture), ``CompileError``, and
     ``JitDisabledError`` if the variant is not cached and ``KDA_DISABLE_JIT=1``.
     """
-    slot = (kernel, canonical(config), arch)
+    make = _maker.get()
+    slot = (kernel, canonical(config), arch, make)
     found = _table.get(slot)
     if found is None:
         variant = Variant(kernel, config, arch)
         with _lock:
             found = _table.get(slot)
             if found is None:
-                found = _table[slot] = _load_or_compile(variant)
+                found = _load_or_compile(variant) if make is None else with_ptx(variant, make)
+                _table[slot] = found
     return found
+
+
+@contextlib.contextmanager
+def kernels_made_by(make: Maker) -> Iterator[None]:
+    """Within the block, in this thread, `get_kernel` returns what ``make`` makes of the DSL's compiled function, which
+    then keeps its PTX (``__ptx__``): a test instrument that runs kernels elsewhere than on a GPU has its place here.
+
+    Such kernels are held in memory, by ``make``; the disk is neither read nor written, and ``KDA_DISABLE_JIT`` not
+    looked at.
+    """
+    token = _maker.set(make)
+    try:
+        yield
+    finally:
+        _maker.reset(token)
+
+
+def with_ptx(variant: Variant, use: Callable[[Any], T]) -> T:
+    """``use`` of the DSL's compiled function with its PTX. Raises ``CompileError``."""
+    _require_dsl()
+    with tempfile.TemporaryDirectory() as folder:
+        return use(trace(variant, f"--keep-ptx --dump-dir {shlex.quote(folder)}"))
 
 
 def _load_or_compile(variant: Variant) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from kda_core.cute.compile import trace
+from kda_core.cute.compile import with_ptx
 from kda_core.cute.key import Variant
 from kda_core.cute.target import ARCHITECTURES
 from kda_core.errors import ArgumentError, CompileError, KdaError
@@ -165,8 +165,7 @@ def keep_ptx(kernel: type, config: object, arch: str) -> str:
     """The PTX of a variant. Compiles, and leaves the cache alone. Raises ``CompileError`` and
     ``ArgumentError``."""
     variant = Variant(kernel, config, arch)
-    with tempfile.TemporaryDirectory() as folder:
-        ptx = trace(variant, f"--keep-ptx --dump-dir {shlex.quote(folder)}").__ptx__
+    ptx = with_ptx(variant, lambda compiled: compiled.__ptx__)
     if not ptx:
         raise CompileError(f"{variant}: the DSL kept no PTX")
     return ptx

@@ -77,8 +77,9 @@ class BackendConformance:
             state = "not installed" if info is None else f"{info.status}: {info.reason}"
             pytest.fail(f"backend {name!r} cannot run here: {state}", pytrace=False)
         device = option("kda_device") or self.device or _default_device(info)
-        request.node.user_properties.append((TESTED, (name, device)))
-        return Runner(name, device, self.head_dim, self.quick or bool(option("kda_quick")))
+        runner = Runner(name, device, self.head_dim, self.quick or bool(option("kda_quick")))
+        request.node.user_properties.append((TESTED, runner.tested()))
+        return runner
 
     # ---- results
 

@@ -16,7 +16,6 @@ import torch
 
 import kda_core
 from kda_core.contract import Feature
-from kda_core.registry import REGISTRY
 from kda_core.testing.runner import LEFT_OUT, NEEDS_GPU, NOT_DECLARED, REFUSED, TESTED
 
 
@@ -75,7 +74,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One paragraph for each (backend, device) that the session tested; tests that are not the kit's do not count."""
-    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
@@ -83,21 +82,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 found.setdefault(tuple(tested), []).append((outcome, reason.removeprefix("Skipped: ")))
     if found:
         terminalreporter.section("KDA conformance")
-    for (name, device), results in sorted(found.items()):
-        for line in _summary(name, device, results):
+    for (name, device, how), results in sorted(found.items()):
+        for line in _summary(name, device, how, results):
             terminalreporter.write_line(line)
 
 
-def _summary(name: str, device: str, results: list[tuple[str, str]]) -> list[str]:
+def _summary(name: str, device: str, how: str, results: list[tuple[str, str]]) -> list[str]:
     """The paragraph: who was tested where, what ran, and why the rest did not."""
     info = next(i for i in kda_core.backends() if i.name == name)
     counts = Counter(outcome for outcome, _ in results)
     where = torch.cuda.get_device_name() if device == "cuda" else device
-    how = (
-        "emulated"
-        if getattr(REGISTRY.load(info.spec), "emulated", False)
-        else "executed by the device itself"
-    )
     ran = f"{counts['passed']} passed, {counts['failed']} failed"
     lines = [
         f"backend       {name} ({info.distribution} {info.version}) on {where}, {how}",

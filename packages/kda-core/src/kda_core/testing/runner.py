@@ -24,7 +24,8 @@ NOT_DECLARED, REFUSED, NEEDS_GPU, LEFT_OUT = (
     "needs a GPU: ",
     "left out by --kda-quick",
 )
-TESTED = "kda_tested"  # the user property of a test that names (backend, device type)
+TESTED = "kda_tested"  # the user property of a test that names (backend, device type, how it executes there)
+EMULATED, EXECUTED = "emulated", "executed by the device itself"
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class Runner:
 
     def __init__(self, backend: str, device: str, head_dim: int, quick: bool) -> None:
         self.backend, self.device, self.head_dim, self.quick = backend, device, head_dim, quick
+
+    def tested(self) -> tuple[str, str, str]:
+        """The value of `TESTED`."""
+        backend = REGISTRY.load(REGISTRY.find(self.backend).spec)
+        return self.backend, self.device, EMULATED if getattr(backend, "emulated", False) else EXECUTED
 
     # ---- inputs
 
