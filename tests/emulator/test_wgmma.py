@@ -168,7 +168,7 @@ MISTAKES = {
     "a wait for too little": ("wait_group.sync.aligned 0;", "wait_group.sync.aligned 1;", "that nothing has waited for"),
     "overwritten in flight": (
         "wgmma.commit_group.sync.aligned;", "wgmma.commit_group.sync.aligned; st.shared.b32 [shared_bytes], %r0;",
-        "overwritten while a wgmma was in flight",
+        "overwritten while a multiplication was in flight",
     ),
     "written by the generic proxy": (
         "wgmma.fence.sync.aligned;", "st.shared.b32 [shared_bytes], 0; wgmma.fence.sync.aligned;", "without a fence.proxy.async",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ptx_emulator import floats
-from ptx_emulator.decode import DTYPES, Decoder, Execute, handler
+from ptx_emulator.decode import DTYPES, PARAMETERS, Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, Array, to_bits
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import UNSIGNED
@@ -477,7 +477,17 @@ def _mov(d: Decoder, i: Instruction) -> Execute:
 
 @handler("cvta")
 def _cvta(d: Decoder, i: Instruction) -> Execute:
-    return d.refuse("generic addresses are not modelled")
+    """Addresses of global memory are generic ones; those of parameters become such."""
+    space = i.modifiers[1] if i.modifiers[0] == "to" else i.modifiers[0]
+    if (
+        space not in ("global", "param")
+        or i.modifiers[-1] != "u64"
+        or (i.modifiers[0] == "to" and space == "param")
+    ):
+        d.refuse("generic addresses of this space are not modelled")
+    t, s = d.destination(i.operands[0], "u64"), d.source(i.operands[1], "u64")
+    base = np.uint64(PARAMETERS if space == "param" else 0)
+    return lambda w, lanes: w.put(t, w.regs[s] + base, w.unknown[s], lanes)
 
 
 def _from_float(d: Decoder, modifiers: tuple[str, ...], result: str) -> Callable[[Array], Array]:

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from ptx_emulator import tensors
 from ptx_emulator.access import addresses, region_of, touched
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, INDICES, Array
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import copy
 from ptx_emulator.parser import Instruction
-from ptx_emulator.races import SEVERAL
+from ptx_emulator.races import SEVERAL, issued
 from ptx_emulator.synchronize import check_proxy, mbarrier_at
 
 
@@ -45,13 +46,6 @@ class Copy:
             w.machine.clock += 1
             shared.stamp(self.targets[lane : lane + 1], w.machine.clock, w.cta.number)
         self.left = self.left & ~flags
-
-
-def issued(w: Warp, clock: int) -> Array:
-    """What those know that see a copy of this warp arrive: its own accesses up to when it was issued."""
-    snapshot = np.zeros_like(w.clock.known)
-    snapshot[w.clock.index] = clock
-    return snapshot
 
 
 @handler("cp")
@@ -164,11 +158,19 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
 
 
 def _bulk(d: Decoder, i: Instruction) -> Execute:
-    """Global to shared memory, with bytes counted by an mbarrier."""
+    """Global to shared memory, with bytes counted by an mbarrier; the rest is in `tensors`."""
+    if i.modifiers[2] == "commit_group":
+        return tensors.commit
+    if i.modifiers[2] == "wait_group":
+        return tensors.wait(d, i)
+    if i.modifiers[2] == "tensor":
+        return tensors.tensor_copy(d, i)
     expected = ("async", "bulk", "shared::cluster", "global", "mbarrier::complete_tx::bytes")
     shape = tuple(m for m in i.modifiers if m != "L2::cache_hint")
+    if shape == ("async", "bulk", "global", "shared::cta", "bulk_group"):
+        return tensors.bulk_store(d, i)
     if shape not in (expected, ("async", "bulk", "shared::cta", *expected[3:])):
-        d.refuse("only bulk copies from global to shared memory are modelled")
+        d.refuse("this bulk copy is not modelled")
     to, to_offset = d.address(i.operands[0], "b32")
     source, source_offset = d.address(i.operands[1], "b64")
     size = d.source(i.operands[2], "u32")
@@ -214,9 +216,6 @@ def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int
             )
             copy(region, origin, shared, place, count)
         barrier.release(issued(w, clock))
-        barrier.expect(-count)
-        if barrier.pending == 0 and barrier.transactions < 0:
-            w.fail("mbarrier: more bytes than it expects")
-        barrier.advance()
+        barrier.count_bytes(count, w.fail)
 
     w.machine.pending.append(land)

@@ -37,6 +37,10 @@ Handler = Callable[["Decoder", Instruction], Execute]
 
 HANDLERS: dict[str, Handler] = {}
 
+PARAMETERS = (
+    1 << 62
+)  # where the parameters begin among generic addresses; those of global memory are the host's
+
 #: numpy's type of each of PTX's that registers hold as numbers.
 DTYPES: dict[str, Any] = (
     {f"u{8 * n}": UNSIGNED[n] for n in (1, 2, 4, 8)}
@@ -162,9 +166,10 @@ class Decoder:
         elif isinstance(operand, Immediate):
             slot = self._constant(self.number(operand.text, kind), SIZES[kind])
         elif isinstance(operand, Symbol):
-            if operand.name not in self.symbols:
+            place = self.symbols.get(operand.name, self.offsets.get(operand.name))
+            if place is None:
                 self.refuse(f"{operand.name} is not a variable")
-            slot = self._constant(self.symbols[operand.name], SIZES[kind])
+            slot = self._constant(place, SIZES[kind])
         elif isinstance(operand, Special):
             slot = self._special(operand.name, SIZES[kind])
         else:

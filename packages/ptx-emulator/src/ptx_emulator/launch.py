@@ -9,7 +9,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ptx_emulator import access, arithmetic, copies, matrices, synchronize  # noqa: F401 - they register handlers
+# Imported for the handlers that they register.
+from ptx_emulator import access, arithmetic, copies, matrices, synchronize, tensor_memory  # noqa: F401
 from ptx_emulator.decode import Decoder
 from ptx_emulator.errors import PtxError
 from ptx_emulator.machine import Machine, Program

@@ -83,9 +83,16 @@ class Mbarrier:
             self.asynchronous = False
 
     def expect(self, count: int) -> None:
-        """Bytes (negative: that have come)."""
+        """Bytes."""
         self.transactions += count
         self.asynchronous = True
+
+    def count_bytes(self, count: int, fail: Callable[[str], NoReturn]) -> None:
+        """They have come."""
+        self.expect(-count)
+        if self.pending == 0 and self.transactions < 0:
+            fail("mbarrier: more bytes than it expects")
+        self.advance()
 
     def known(self, clock: Clock) -> int:
         """How many phases a warp knows to be complete, because its view of the others says so."""
@@ -159,6 +166,12 @@ class Warp:
         # waited for.
         self.group = np.zeros(32, np.int64)
         self.copies: list[Any] = []
+        # Bulk copies to global memory: the group that each lane fills, and those that have not been waited for.
+        self.bulk_group = np.zeros(32, np.int64)
+        self.bulk: list[Any] = []
+        # tcgen05: words of tensor memory that are loaded and stored, and that nothing has waited for.
+        self.tensor_loads: list[Any] = []
+        self.tensor_stores: list[Any] = []
         # wgmma: registers in flight, with their group; what has to stay as it is, by group; the open group.
         self.flight: dict[int, int] = {}
         self.operands: list[tuple[int, Callable[[], None]]] = []
@@ -310,6 +323,7 @@ class Cta:
         self.fences = {"shared": 0, "global": 0}  # when a thread last fenced towards the async proxy
         self.barriers: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, Mbarrier] = {}
+        self.tensor_memory: Any = None  # made when it is first used
         if machine.races:
             self.shared.shadow = Shadow(self.shared)
         threads = machine.block[0] * machine.block[1] * machine.block[2]
@@ -323,6 +337,13 @@ class Cta:
     def warp_ended(self) -> None:
         self.live -= 1
         if self.live == 0:
+            for warp in self.warps:
+                if any(not one.was_awaited for one in warp.bulk):
+                    warp.fail(
+                        "the CTA ends, and a bulk copy may not have read its shared memory: nothing has waited"
+                    )
+            if self.tensor_memory is not None and (self.tensor_memory.owner >= 0).any():
+                self.warps[0].fail("the CTA ends and has not freed its tensor memory")
             self.machine.cta_ended(self)
 
 

@@ -7,7 +7,7 @@ of aligned terms and truncate.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 
@@ -197,63 +197,73 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
 _SWIZZLE = {0: 16, 1: 128, 2: 64, 3: 32}
 
 
-def operand_places(descriptor: int, rows: int, mn_major: bool, fail: Callable[[str], Any]) -> Array:
-    """Byte addresses [rows, 16] of the elements of an operand of 2 bytes each: M or N rows by k16, as a
-    matrix descriptor says."""
-    start = (descriptor & 0x3FFF) << 4
-    leading, stride = (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+def matrix_of(w: Warp, descriptor: int) -> tuple[int, int, int, int]:
+    """Start, leading and stride offsets in bytes, and the width of the swizzle, as a matrix descriptor says."""
     if descriptor >> 49 & 7:
-        fail("a base offset is not modelled: the operand has to begin at its swizzle's alignment")
+        w.fail("a base offset is not modelled: the operand has to begin at its swizzle's alignment")
     if descriptor & ~0xC00E_3FFF_3FFF_3FFF:
-        fail(f"matrix descriptor {descriptor:#x}: bits are set that have no meaning")
-    width = _SWIZZLE[descriptor >> 62]
-    r, k = np.arange(rows)[:, None], np.arange(16)[None, :]
+        w.fail(f"matrix descriptor {descriptor:#x}: bits are set that have no meaning")
+    start, leading, stride = ((descriptor >> place & 0x3FFF) << 4 for place in (0, 16, 32))
+    return start, leading, stride, _SWIZZLE[descriptor >> 62]
+
+
+@lru_cache(maxsize=4096)
+def operand_places(
+    start: int, leading: int, stride: int, width: int, rows: int, mn_major: bool, size: int = 2
+) -> Array:
+    """Byte addresses [rows, 32 / size] of the elements of an operand: M or N rows by 32 bytes of k. ``width`` in bytes: of
+    a row of its swizzle atom."""
+    per = 16 // size  # elements of 16 bytes
+    r, k = np.arange(rows)[:, None], np.arange(2 * per)[None, :]
     if mn_major:
         # Atoms of `width` bytes along M or N by 8 along k.
-        elements = width // 2
+        elements = width // size
         if width == 16:
-            place = r // 8 * stride + r % 8 * 2 + k // 8 * leading + k % 8 * 16
+            place = r // 8 * stride + r % 8 * size + k // 8 * leading + k % 8 * 16
         else:
-            place = r // elements * leading + r % elements * 2 + k // 8 * stride + k % 8 * width
+            place = r // elements * leading + r % elements * size + k // 8 * stride + k % 8 * width
     elif width == 16:
-        place = r // 8 * stride + r % 8 * 16 + k // 8 * leading + k % 8 * 2
+        place = r // 8 * stride + r % 8 * 16 + k // per * leading + k % per * size
     else:
-        place = r // 8 * stride + r % 8 * width + k * 2
+        place = r // 8 * stride + r % 8 * width + k * size
     place = start + place
-    return place ^ (place >> 7 & width // 16 - 1) << 4
+    place = place ^ (place >> 7 & width // 16 - 1) << 4
+    place.flags.writeable = False
+    return place
 
 
-_PLACES: dict[tuple[int, int, bool], Array] = {}
+def load_operand(
+    w: Warp, start: int, leading: int, stride: int, width: int, rows: int, mn_major: bool, size: int = 2
+) -> tuple[Array, Array | None, Callable[[], None]]:
+    """The bits of an operand in shared memory, see `operand_places`; which rows are not known; and a check that its bytes
+    are still the same."""
+    places = operand_places(start, leading, stride, width, rows, mn_major, size)
+    region = region_of(w, "shared", places.reshape(-1), size)
+    assert region is not None
+    check_proxy(w, "shared", region, np.unique((places - region.base) >> 4))
+    words = np.unique((places - region.base) >> 2)
+    shape, places = places.shape, places.reshape(-1)
+    if region.shadow is not None:
+        region.shadow.load(w, words, SEVERAL)
+    bits, unknown = region.load(places, size, 1)
+
+    def check() -> None:
+        now, missing = region.load(places, size, 1)
+        if (now != bits).any() or (missing is not None and (unknown is None or (missing & ~unknown).any())):
+            w.fail("an operand in shared memory was overwritten while a multiplication was in flight")
+        if region.shadow is not None:  # it may have been read as late as now
+            region.shadow.load(w, words, SEVERAL)
+
+    flags = None if unknown is None else np.any(unknown.reshape(shape), axis=1)
+    return bits.reshape(shape), flags, check
 
 
 def _load_operand(
     w: Warp, descriptor: int, rows: int, mn_major: bool
 ) -> tuple[Array, Array | None, Callable[[], None]]:
-    """[rows, 16] fp64, which rows are not known, and a check that the bytes are still the same."""
-    key = (descriptor, rows, mn_major)
-    places = _PLACES.get(key)
-    if places is None:
-        if len(_PLACES) > 4096:
-            _PLACES.clear()
-        places = _PLACES[key] = operand_places(descriptor, rows, mn_major, w.fail)
-    region = region_of(w, "shared", places.reshape(-1), 2)
-    assert region is not None
-    check_proxy(w, "shared", region, np.unique((places - region.base) >> 4))
-    words = np.unique((places - region.base) >> 2)
-    places = places.reshape(-1)
-    if region.shadow is not None:
-        region.shadow.load(w, words, SEVERAL)
-    bits, unknown = region.load(places, 2, 1)
-
-    def check() -> None:
-        now, missing = region.load(places, 2, 1)
-        if (now != bits).any() or (missing is not None and (unknown is None or (missing & ~unknown).any())):
-            w.fail("an operand in shared memory was overwritten while a wgmma was in flight")
-        if region.shadow is not None:  # it may have been read as late as now
-            region.shadow.load(w, words, SEVERAL)
-
-    flags = None if unknown is None else np.any(unknown.reshape(rows, 16), axis=1)
-    return floats.bf16_values(bits.reshape(rows, 16)).astype(np.float64), flags, check
+    """The same of a wgmma, as fp64 of bf16."""
+    bits, flags, check = load_operand(w, *matrix_of(w, descriptor), rows, mn_major)
+    return floats.bf16_values(bits).astype(np.float64), flags, check
 
 
 @handler("wgmma")

@@ -54,6 +54,14 @@ class Address:
 
 
 @dataclass(frozen=True)
+class Coordinates:
+    """``[base, {x, y, ..}]``: a place in a tensor, whose map is at an address."""
+
+    base: Operand
+    elements: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
 class Vector:
     """``{a, b, ..}``."""
 
@@ -88,7 +96,9 @@ class Sink:
     """``_``: what is written there is dropped."""
 
 
-Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | Negated | Label | Sink
+Operand = (
+    Register | Special | Immediate | Symbol | Address | Coordinates | Vector | Pair | Negated | Label | Sink
+)
 
 
 @dataclass(frozen=True)
@@ -312,6 +322,11 @@ class _Body:
             return Sink()
         if text.startswith("["):
             inner = text[1:-1].strip()
+            if len(parts := _split(inner)) > 1:
+                place = self._operand(parts[1], whole)
+                if len(parts) != 2 or not isinstance(place, Vector):
+                    raise PtxError(f"address not understood: {text}", self.line, whole)
+                return Coordinates(self._operand(parts[0], whole), place.elements)
             match = re.match(r"(\S+?)\s*\+\s*(-?\w+)$", inner)
             base, offset = (match[1], int(match[2], 0)) if match else (inner, 0)
             return Address(self._operand(base, whole), offset)

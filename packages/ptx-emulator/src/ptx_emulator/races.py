@@ -66,6 +66,13 @@ class Clock:
         return self.release() if order in ("release", "acq_rel") else self.fenced
 
 
+def issued(w: Warp, clock: int) -> Array:
+    """What those know that see a copy of this warp arrive: its own accesses up to when it was issued."""
+    snapshot = np.zeros_like(w.clock.known)
+    snapshot[w.clock.index] = clock
+    return snapshot
+
+
 class Shadow:
     """The last write of each word of 4 bytes, and the last read by each warp that reads at all."""
 

@@ -1,0 +1,321 @@
+"""Tensor maps, bulk copies of boxes of tensors in both directions, and groups of bulk copies.
+
+A tensor map's 128 bytes are undocumented. What is understood here are the fields that the DSL's host code sets, found by
+encoding varied maps; any other bit that is set is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ptx_emulator.access import addresses
+from ptx_emulator.decode import PARAMETERS, Decoder, Execute, handler
+from ptx_emulator.lanes import BOOLS, INDICES, Array
+from ptx_emulator.machine import Warp
+from ptx_emulator.memory import UNSIGNED, Region
+from ptx_emulator.parser import Coordinates, Instruction
+from ptx_emulator.races import SEVERAL, issued
+from ptx_emulator.synchronize import check_proxy, mbarrier_at
+
+MAP_BYTES = 128
+_ELEMENT_BYTES = {
+    0: 1,
+    1: 2,
+    2: 4,
+    6: 2,
+    7: 4,
+    9: 8,
+    10: 2,
+}  # u8, u16, 32-bit integers, fp16, fp32, fp64, bf16
+_FLAGS = 0x24_67F2  # the bits that are understood, and 18 and 21, which change how L2 is used
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """``extents`` and ``box`` in elements of ``size`` bytes, ``strides`` in bytes, from the innermost dimension on;
+    ``swizzle``: which of the three bits above 128 bytes are added to those above 16 (0, 1, 3, 7)."""
+
+    address: int
+    size: int
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+    @property
+    def bytes(self) -> int:
+        """Of a box."""
+        return int(np.prod(self.box)) * self.size
+
+
+@lru_cache(maxsize=1024)
+def decoded(raw: bytes) -> TensorMap:
+    """The tensor map of 128 bytes, of which the second half is not looked at. Raises ``ValueError``."""
+    words = np.frombuffer(raw, np.uint32)
+    flags = int(words[2])
+    rank, kind, swizzle = (flags >> 4 & 7) + 1, flags >> 7 & 15, flags >> 13 & 3
+    if flags & ~_FLAGS or flags & 15 != 2 or rank > 5 or kind not in _ELEMENT_BYTES:
+        raise ValueError(f"flags {flags:#x}")
+    size = _ELEMENT_BYTES[kind]
+    strides = (size, *(int(x) * 16 for x in words[3 : 2 + rank]))
+    box = tuple(x + 1 for x in raw[55 : 55 + rank])
+    if any(raw[55 + rank : 64]) or any(raw[52:55]) or any(words[2 + rank : 8]) or any(words[8 + rank : 13]):
+        raise ValueError("a stride between elements, or more dimensions than its rank")
+    address = int(words[0]) | int(words[1]) << 32
+    inner = box[0] * size
+    if address % 16 or inner % 16:
+        raise ValueError(f"address {address:#x} and {inner} bytes of a box's row have to be multiples of 16")
+    if swizzle and inner > 16 << swizzle:
+        raise ValueError(f"a row of a box has {inner} bytes, more than the {16 << swizzle} of the swizzle")
+    extents = tuple(int(x) + 1 for x in words[8 : 8 + rank])
+    return TensorMap(address, size, extents, strides, box, (1 << swizzle) - 1)
+
+
+@lru_cache(maxsize=64)
+def _grid(box: tuple[int, ...]) -> Array:
+    """[rank, elements]: the place of each element in a box, the innermost dimension first and fastest."""
+    found = np.indices(box[::-1])[::-1].reshape(len(box), -1)
+    found.flags.writeable = False
+    return found
+
+
+def elements(m: TensorMap, place: int, corner: list[int]) -> tuple[Array, Array, Array]:
+    """Of a box at an address of shared memory and a corner in the tensor: the addresses of its elements in shared
+    memory; which are inside of the tensor; the addresses of those."""
+    index = _grid(m.box) + np.array(corner)[:, None]
+    inside = ((index >= 0) & (index < np.array(m.extents)[:, None])).all(0)
+    origins = m.address + (index[:, inside] * np.array(m.strides)[:, None]).sum(0)
+    places = place + np.arange(len(inside)) * m.size
+    return places ^ (places >> 7 & m.swizzle) << 4, inside, origins
+
+
+def map_at(w: Warp, address: int) -> TensorMap:
+    """The tensor map at a generic address, among the parameters or in global memory."""
+    if address % 64:
+        w.fail(f"tensor map: address {address:#x} is not aligned to 64 bytes")
+    if address >= PARAMETERS:
+        region, start = w.machine.parameters, address - PARAMETERS
+        if start + MAP_BYTES > region.high:
+            w.fail("tensor map: past the end of the parameters")
+    else:
+        region, start = w.machine.memory.at(address, address + MAP_BYTES, w.fail), address
+    raw = region.data[start - region.base : start - region.base + MAP_BYTES].tobytes()
+    try:
+        return decoded(raw)
+    except ValueError as error:
+        w.fail(f"tensor map not understood: {error}")
+
+
+def units(region: Region, places: Array) -> Array:
+    """The 16-byte units of addresses."""
+    return np.unique((places - region.base) >> 4)
+
+
+def words(region: Region, places: Array, size: int) -> Array:
+    """The words of 4 bytes of elements of a size."""
+    first = (places - region.base) >> 2
+    return np.unique(first if size <= 4 else first[:, None] + np.arange(size // 4))
+
+
+def region_of(w: Warp, places: Array, size: int) -> Region:
+    """The region of global memory that holds elements."""
+    low = int(places.min())
+    return w.machine.memory.at(low, int(places.max()) + size, w.fail)
+
+
+# ---- global to shared memory
+
+
+def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_place: int) -> None:
+    """The bytes of a box, zeros outside of the tensor, arrive at some time; then the mbarrier counts them."""
+    barrier, shared, pc, clock = mbarrier_at(w, barrier_place), w.cta.shared, w.pc, w.clock.now
+    places, inside, origins = _checked(w, m, place, corner)
+    shared.forget()[place - shared.base : place - shared.base + m.bytes] = 0
+    if shared.shadow is not None:
+        shared.shadow.store(w, words(shared, places, m.size), SEVERAL)
+    region = region_of(w, origins, m.size) if len(origins) else None
+    if region is not None and region.shadow is not None:
+        region.shadow.observe(w, words(region, origins, m.size))
+
+    def land() -> None:
+        w.pc = pc
+        values = np.zeros((len(places), 1), UNSIGNED[m.size])
+        unknown = np.zeros((len(places), 1), np.bool_)
+        if region is not None:
+            check_proxy(w, "global", region, units(region, origins))
+            values[inside], missing = region.load(origins, m.size, 1)
+            if missing is not None:
+                unknown[inside] = missing
+        shared.store(places, m.size, 1, values, unknown)
+        barrier.release(issued(w, clock))
+        barrier.count_bytes(m.bytes, w.fail)
+
+    w.machine.pending.append(land)
+
+
+def _checked(w: Warp, m: TensorMap, place: int, corner: list[int]) -> tuple[Array, Array, Array]:
+    if len(corner) != len(m.box):
+        w.fail(f"tensor map of rank {len(m.box)}, {len(corner)} coordinates")
+    if place % 128:
+        w.fail(f"bulk tensor copy: shared memory at {place:#x} is not aligned to 128 bytes")
+    if place < w.cta.shared.low or place + m.bytes > w.cta.shared.high:
+        w.fail(f"bulk tensor copy: shared memory out of bounds: {place:#x} and {m.bytes} bytes")
+    return elements(m, place, corner)
+
+
+# ---- shared to global memory
+
+
+class Store:
+    """A bulk copy from shared to global memory. It reads and writes when that is waited for, or at some time before."""
+
+    def __init__(self, w: Warp, lanes: list[int], places: Array, origins: Array, size: int):
+        """Elements of ``size`` bytes, from addresses in shared memory to addresses in global memory. ``lanes``: that
+        started it; where several of a warp start the same, it is one."""
+        self.w, self.groups, self.pc = w, {lane: int(w.bulk_group[lane]) for lane in lanes}, w.pc
+        self.places, self.origins, self.size = places, origins, size
+        self.has_read = self.has_written = self.was_awaited = False
+        shared = w.cta.shared
+        check_proxy(w, "shared", shared, units(shared, places))
+        self.bits, self.unknown = shared.load(places, size, 1)
+        self._look(w)
+        self.region = region_of(w, origins, size)
+        if self.unknown is not None and not self.region.scratch:
+            w.fail(f"a value that comes from what nothing has written is stored to {self.region.name}")
+        if self.region.shadow is not None:
+            self.region.shadow.store(w, words(self.region, origins, size), SEVERAL)
+        w.bulk.append(self)
+        w.machine.pending.append(self.write)
+
+    def _look(self, w: Warp) -> None:
+        shared = w.cta.shared
+        if shared.shadow is not None:
+            shared.shadow.load(w, words(shared, self.places, self.size), SEVERAL)
+
+    def read(self) -> None:
+        if self.has_read:
+            return
+        self.has_read = True
+        if (self.w.cta.shared.load(self.places, self.size, 1)[0] != self.bits).any():
+            self.w.pc = self.pc
+            self.w.fail("shared memory was overwritten before a bulk copy had read it")
+
+    def write(self) -> None:
+        self.read()
+        if not self.has_written:
+            self.has_written = True
+            self.region.store(self.origins, self.size, 1, self.bits, self.unknown)
+
+
+def commit(w: Warp, lanes: int) -> None:
+    w.bulk_group = w.bulk_group + BOOLS[lanes]
+
+
+def wait(d: Decoder, i: Instruction) -> Execute:
+    """`wait_group`: all but the last groups of a lane are complete, or with ``.read`` have read."""
+    d.only(i.modifiers[2:], "wait_group", "read")
+    left, reading = d.immediate(i.operands[0]), "read" in i.modifiers
+
+    def waits(w: Warp, lanes: int) -> None:
+        for one in w.bulk:
+            if any(
+                lanes >> lane & 1 and group < w.bulk_group[lane] - left for lane, group in one.groups.items()
+            ):
+                one.was_awaited = True
+                if reading:
+                    one._look(w)
+                    one.read()
+                else:
+                    one.write()
+        w.bulk = [one for one in w.bulk if not (one.was_awaited and one.has_written)]
+        w.machine.changes += 1
+
+    return waits
+
+
+# ---- instructions
+
+
+def tensor_copy(d: Decoder, i: Instruction) -> Execute:
+    """`cp.async.bulk.tensor`, tiled."""
+    shape = tuple(m for m in i.modifiers[3:] if m not in ("L2::cache_hint", "tile"))
+    loads = shape[1:] in (
+        ("shared::cta", "global", "mbarrier::complete_tx::bytes"),
+        ("shared::cluster", "global", "mbarrier::complete_tx::bytes"),
+    )
+    if not loads and shape[1:] != ("global", "shared::cta", "bulk_group"):
+        d.refuse("this bulk tensor copy is not modelled")
+    operands = list(i.operands)
+    if "L2::cache_hint" in i.modifiers:
+        d.source(operands.pop(), "b64")
+    tensor = operands[1 if loads else 0]
+    if not isinstance(tensor, Coordinates) or shape[0] != f"{len(tensor.elements)}d":
+        d.refuse("the coordinates do not fit the rank")
+    base = d.source(tensor.base, "b64")
+    coordinates = [d.source(x, "b32") for x in tensor.elements]
+    to, offset = d.address(operands[0 if loads else 1], "b32")
+    barrier, barrier_offset = d.address(operands[2], "b32") if loads else (to, 0)
+
+    def start(w: Warp, lanes: int) -> None:
+        columns = [addresses(w, slot, 0, lanes, "a coordinate") for slot in coordinates]
+        # Coordinates are signed.
+        corners = np.stack(columns, 1).astype(np.uint32).view(np.int32).tolist()
+        maps, places = addresses(w, base, 0, lanes).tolist(), addresses(w, to, offset, lanes).tolist()
+        barriers = addresses(w, barrier, barrier_offset, lanes).tolist()
+        stores: dict[tuple[int, ...], list[int]] = {}
+        for n, lane in enumerate(INDICES[lanes].tolist()):
+            if loads:
+                start_load(w, map_at(w, maps[n]), places[n], corners[n], barriers[n])
+            else:
+                stores.setdefault((maps[n], places[n], *corners[n]), []).append(lane)
+        for (address, place, *corner), who in stores.items():
+            m = map_at(w, address)
+            sources, inside, targets = _checked(w, m, place, corner)
+            if len(targets):
+                Store(w, who, sources[inside], targets, m.size)
+
+    return start
+
+
+def bulk_store(d: Decoder, i: Instruction) -> Execute:
+    """`cp.async.bulk` from shared to global memory."""
+    to, to_offset = d.address(i.operands[0], "b64")
+    source, source_offset = d.address(i.operands[1], "b32")
+    size = d.source(i.operands[2], "u32")
+    if "L2::cache_hint" in i.modifiers:
+        d.source(i.operands[3], "b64")
+
+    def start(w: Warp, lanes: int) -> None:
+        columns = (
+            addresses(w, to, to_offset, lanes), addresses(w, source, source_offset, lanes), addresses(w, size, 0, lanes, "a size"),
+        )  # fmt: skip
+        shared = w.cta.shared
+        stores: dict[tuple[int, int, int], list[int]] = {}
+        for lane, *what in zip(INDICES[lanes].tolist(), *(c.tolist() for c in columns)):
+            stores.setdefault(tuple(what), []).append(lane)
+        for (target, place, count), who in stores.items():
+            if count % 16 or place % 16 or target % 16:
+                w.fail(f"bulk copy of {count} bytes from {place:#x} to {target:#x}: all are multiples of 16")
+            if place < shared.low or place + count > shared.high:
+                w.fail(f"bulk copy: shared memory out of bounds: {place:#x} and {count} bytes")
+            if count:
+                steps = np.arange(0, count, 4)
+                Store(w, who, place + steps, target + steps, 4)
+
+    return start
+
+
+@handler("prefetch")
+def _prefetch(d: Decoder, i: Instruction) -> Execute:
+    """A tensor map, which has to be one."""
+    d.only(i.modifiers, "tensormap")
+    base, offset = d.address(i.operands[0], "b64")
+
+    def prefetch(w: Warp, lanes: int) -> None:
+        for address in addresses(w, base, offset, lanes).tolist():
+            map_at(w, address)
+
+    return prefetch
