@@ -197,7 +197,7 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
         address = int(addresses(w, base, offset, lanes)[0])
         uniform(w, base, lanes)
         memory, words = memory_of(w.cta), _accessed(w, address, rows, columns)
-        _look(w, memory, words, LANES_OF[words.shape])
+        _look(w, memory, words)
         values, unknown = memory.load(words)
         for target, value, missing in zip(targets, values, unknown):
             w.put(target, value, to_bits(missing), FULL)
@@ -220,7 +220,7 @@ def _st(d: Decoder, i: Instruction) -> Execute:
         memory, words = memory_of(w.cta), _accessed(w, address, rows, columns)
         if (memory.busy[words] > 0).any() and not _only_stores(w, words):
             w.fail("tensor memory is written that an instruction in flight writes")
-        _write(w, memory, words, LANES_OF[words.shape])
+        _write(w, memory, words)
         memory.store(
             words, np.stack([w.regs[s] for s in sources]), np.stack([BOOLS[w.unknown[s]] for s in sources])
         )
@@ -238,23 +238,15 @@ def _only_stores(w: Warp, words: Array) -> bool:
     return bool((memory_of(w.cta).busy[words] <= mine[words]).all())
 
 
-class _LanesOf(dict[tuple[int, ...], Array]):
-    def __missing__(self, shape: tuple[int, ...]) -> Array:
-        found = self[shape] = np.broadcast_to(np.arange(32), shape)
-        return found
-
-
-LANES_OF = _LanesOf()
-
-
-def _look(w: Warp, memory: TensorMemory, words: Array, lanes: Any) -> None:
+def _look(w: Warp, memory: TensorMemory, words: Array) -> None:
+    """Reads of a warp, which are ordered with all that it does itself: it waits as a whole."""
     if memory.region.shadow is not None:
-        memory.region.shadow.load(w, words.reshape(-1), np.broadcast_to(lanes, words.shape).reshape(-1))
+        memory.region.shadow.load(w, words.reshape(-1), 0)
 
 
-def _write(w: Warp, memory: TensorMemory, words: Array, lanes: Any) -> None:
+def _write(w: Warp, memory: TensorMemory, words: Array) -> None:
     if memory.region.shadow is not None:
-        memory.region.shadow.store(w, words.reshape(-1), np.broadcast_to(lanes, words.shape).reshape(-1))
+        memory.region.shadow.store(w, words.reshape(-1), 0)
 
 
 def _wait(d: Decoder, i: Instruction) -> Execute:
@@ -267,12 +259,12 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
         memory = memory_of(w.cta)
         if loads:
             for words in w.tensor_loads:
-                _look(w, memory, words, LANES_OF[words.shape])
+                _look(w, memory, words)
             w.tensor_loads = []
             w.flight = {slot: group for slot, group in w.flight.items() if group != LOADING}
         else:
             for words in w.tensor_stores:
-                _write(w, memory, words, LANES_OF[words.shape])
+                _write(w, memory, words)
                 np.subtract.at(memory.busy, words.reshape(-1), 1)
             w.tensor_stores = []
 
@@ -318,11 +310,7 @@ _SWIZZLE = {0: 16, 2: 128, 4: 64, 6: 32}
 
 def matrix_of(w: Warp, descriptor: int) -> tuple[int, int, int, int]:
     """Start, leading and stride offsets in bytes, and the width of the swizzle, of an operand in shared memory."""
-    if (
-        descriptor >> 46 & 7 != 1
-        or descriptor & 0x1FFE_0000_C000_C000 & ~(7 << 46)
-        or descriptor >> 61 not in _SWIZZLE
-    ):
+    if descriptor >> 46 & 7 != 1 or descriptor & 0x1FFE_0000_C000_C000 or descriptor >> 61 not in _SWIZZLE:
         w.fail(
             f"matrix descriptor {descriptor:#x}: malformed, or not modelled (base offset, absolute stride, 32-byte atoms)"
         )
@@ -398,13 +386,13 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
             if place >> 16:
                 w.fail(f"tensor memory: A begins in lane {place >> 16}")
             a_words = memory.words(w, rows, place & 0xFFFF, 8)
-            _look(w, memory, a_words, lane)
+            _look(w, memory, a_words)
         else:
             left, a_unknown, more = _operand(w, value(a), shape.m, shape.a_mn_major, size)
             checks += more
         if add:
-            _look(w, memory, words, lane)
-        _write(w, memory, words[written], lane)
+            _look(w, memory, words)
+        _write(w, memory, words[written])
         np.add.at(memory.busy, words.reshape(-1), 1)
 
         def execute() -> None:

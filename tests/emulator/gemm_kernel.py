@@ -1,0 +1,96 @@
+"""A product of one tile by tcgen05, as the CuTe DSL compiles it."""
+
+import functools
+import tempfile
+
+import cutlass
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.utils import SmemAllocator
+
+M, THREADS = 128, 128
+
+
+class Gemm:
+    """z [M, n] fp32 = x [M, k] y [n, k]^T, both bf16. ``majors``: of x and y in shared memory, "K" or "MN"."""
+
+    def __init__(self, n, k, majors):
+        self.n, self.k, self.majors = n, k, [getattr(OperandMajorMode, m) for m in majors]
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, z: cute.Tensor, stream):
+        shape = (M, self.n, self.k)
+        mma = sm100.make_trivial_tiled_mma(BFloat16, *self.majors, Float32, tcgen05.CtaGroup.ONE, shape[:2])
+        a, b = (
+            make(mma, shape, BFloat16, 1) for make in (sm100.make_smem_layout_a, sm100.make_smem_layout_b)
+        )
+        self.kernel(mma, x, y, z, a, b).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self, mma: cute.TiledMma, x: cute.Tensor, y: cute.Tensor, z: cute.Tensor,
+        a: cute.ComposedLayout, b: cute.ComposedLayout,
+    ):  # fmt: skip
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        memory = SmemAllocator()
+        barrier, place = memory.allocate_array(Int64, 1), memory.allocate_array(Int32, 1)
+        s_a = memory.allocate_tensor(BFloat16, a.outer, byte_alignment=1024, swizzle=a.inner)
+        s_b = memory.allocate_tensor(BFloat16, b.outer, byte_alignment=1024, swizzle=b.inner)
+        if warp == 0:
+            cute.arch.alloc_tmem(512, place)
+        if thread == 0:
+            cute.arch.mbarrier_init(barrier, 1)
+        cute.arch.mbarrier_init_fence()
+        self.fill(s_a, x, M, thread)
+        self.fill(s_b, y, self.n, thread)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, place)
+        t_a, t_b = mma.make_fragment_A(s_a), mma.make_fragment_B(s_b)
+        acc = cute.make_tensor(pointer, mma.make_fragment_C(mma.partition_shape_C((M, self.n))).layout)
+        if warp == 0:
+            for block in cutlass.range_constexpr(self.k // 16):
+                mma.set(tcgen05.Field.ACCUMULATE, block != 0)
+                cute.gemm(mma, acc, t_a[None, None, block, 0], t_b[None, None, block, 0], acc)
+            with cute.arch.elect_one():
+                tcgen05.commit(barrier)
+        cute.arch.mbarrier_wait(barrier, 0)
+        flat = acc[((None, None), 0, 0)]
+        load = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x16), Float32)
+        load = tcgen05.make_tmem_copy(load, flat)
+        mine = load.get_slice(thread)
+        g_z = mine.partition_D(z)
+        r_z = cute.make_rmem_tensor(g_z.shape, Float32)
+        cute.copy(load, mine.partition_S(flat), r_z)
+        cute.arch.fence_view_async_tmem_load()
+        cute.autovec_copy(r_z, g_z)
+        cute.arch.sync_threads()
+        if warp == 0:
+            cute.arch.relinquish_tmem_alloc_permit()
+            cute.arch.dealloc_tmem(pointer, 512)
+
+    @cute.jit
+    def fill(self, tile: cute.Tensor, x: cute.Tensor, rows: cutlass.Constexpr, thread: Int32):
+        """Four elements, two rows by two columns, a thread at a time, so that no word is shared."""
+        for n in cutlass.range_constexpr(-(-rows * self.k // (4 * THREADS))):
+            j = n * THREADS + thread
+            if j < rows * self.k // 4:
+                for e in cutlass.range_constexpr(4):
+                    row, column = j % (rows // 2) * 2 + e // 2, j // (rows // 2) * 2 + e % 2
+                    tile[(row, column % 16), 0, column // 16, 0] = x[row, column]
+
+
+@functools.cache
+def compiled(n, k, majors):
+    fake = lambda rows, columns, kind: make_fake_compact_tensor(
+        kind, (rows, columns), stride_order=(1, 0), assumed_align=16
+    )
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    with tempfile.TemporaryDirectory() as folder:
+        return cute.compile(
+            Gemm(n, k, majors), fake(M, k, BFloat16), fake(n, k, BFloat16), fake(M, n, Float32), stream,
+            options=f"--enable-tvm-ffi --gpu-arch sm_100a --keep-ptx --dump-dir {folder}",
+        )  # fmt: skip

@@ -1,0 +1,249 @@
+"""tcgen05: products that the DSL compiles, and single instructions, against integers that are exact in fp32."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from gemm_kernel import M, compiled
+from ptx import run
+
+import ptx_emulator
+from ptx_emulator import ExecutionError
+
+
+def integers(*shape, seed=0):
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("n", "k", "majors"),
+    [
+        (64, 64, ("K", "K")), (16, 16, ("K", "K")), (256, 32, ("K", "K")), (128, 128, ("K", "K")), (64, 64, ("MN", "K")),
+        (64, 64, ("K", "MN")), (32, 64, ("MN", "MN")), (16, 32, ("MN", "MN")),
+    ],
+)  # fmt: skip
+def test_products_that_the_dsl_compiles(n, k, majors):
+    function = ptx_emulator.load(compiled(n, k, majors))
+    x, y = integers(M, k), integers(n, k, seed=1)
+    for seed in range(2):
+        z = torch.zeros(M, n)
+        with ptx_emulator.device("sm_100a", seed=seed):
+            function(x.bfloat16(), y.bfloat16(), z)
+        assert torch.equal(z, x @ y.T)
+
+
+# ---- single instructions
+
+#: A warpgroup has 64 columns of tensor memory at %r8, its warp's lanes of them at %r9, and an mbarrier at %r2.
+HEAD = """
+    mov.b32 %r1, shared_bytes; add.s32 %r2, %r1, 16; shr.u32 %r3, %r0, 5; setp.eq.s32 %p1, %r3, 0; @!%p1 bra READY;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 64; setp.eq.s32 %p2, %r0, 0;
+    @%p2 mbarrier.init.shared.b64 [%r2], 1; READY: bar.sync 0; ld.shared.b32 %r8, [%r1]; shl.b32 %r4, %r3, 21;
+    add.s32 %r9, %r8, %r4; setp.eq.s32 %p2, %r0, 0;
+"""
+TAIL = "bar.sync 0; @!%p1 bra END; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r8, 64; END:"
+
+
+def registers(first, count):
+    return ", ".join(f"%r{first + n}" for n in range(count))
+
+
+def read_out(out, count=64):
+    text = f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{registers(100, count)}}}, [%r9]; tcgen05.wait::ld.sync.aligned;"
+    text += f"mul.wide.s32 %q20, %r0, {4 * count}; add.s64 %q20, %q20, {out};"
+    return text + "".join(f"st.global.b32 [%q20+{4 * n}], %r{100 + n};" for n in range(count))
+
+
+#: Lane and column of register n of a thread, of the first repetition, and columns of a repetition: the PTX ISA's figures
+#: "Matrix Fragment for shape .32x32b, .16x128b, .16x256b".
+LAYOUTS = {
+    "32x32b": (1, lambda t, n: (t, 0), 1),
+    "16x128b": (2, lambda t, n: (t // 4 + 8 * n, t % 4), 4),
+    "16x256b": (4, lambda t, n: (t // 4 + 8 * (n // 2), t % 4 * 2 + n % 2), 8),
+}
+
+
+@pytest.mark.parametrize("shape", LAYOUTS)
+@pytest.mark.parametrize("repeat", (1, 2, 8))
+@pytest.mark.parametrize("half", (0, 16))
+def test_layouts_of_registers(shape, repeat, half):
+    """Stored in one layout, read back as words of lanes and columns; and the reverse."""
+    each, place, width = LAYOUTS[shape]
+    if half and shape == "32x32b":
+        pytest.skip("has all 32 lanes")
+    count, columns = each * repeat, width * repeat
+    ramp = f"mul.lo.s32 %r5, %r0, {columns};" + "".join(
+        f"add.s32 %r{20 + n}, %r5, {1 + n};" for n in range(columns)
+    )
+    zeros = "".join(f"mov.b32 %r{20 + n}, 0;" for n in range(64))
+    store = lambda shape, count, where: (
+        f"tcgen05.st.sync.aligned.{shape}.x{count}.b32 [{where}], {{{registers(20, count * LAYOUTS[shape][0])}}};"
+        "tcgen05.wait::st.sync.aligned;"
+    )
+    move = f"add.s32 %r10, %r9, {half << 16};"
+    out = torch.zeros(128, 64, dtype=torch.int32)
+    ids = "mul.lo.s32 %r5, %r0, 1000;" + "".join(f"add.s32 %r{20 + n}, %r5, {1 + n};" for n in range(count))
+    body = (
+        HEAD
+        + zeros
+        + store("32x32b", 64, "%r9")
+        + ids
+        + move
+        + store(shape, repeat, "%r10")
+        + read_out("%q0")
+        + TAIL
+    )
+    run(body, out, threads=128, shared=32)
+    want = np.zeros((128, 64), np.int32)
+    for thread in range(128):
+        for n in range(count):
+            lane, column = place(thread % 32, n % each)
+            want[thread // 32 * 32 + half + lane, column + n // each * width] = thread * 1000 + 1 + n
+    assert np.array_equal(out.numpy(), want)
+    # The same words into registers, which go out one after the other.
+    back = torch.zeros(128, count, dtype=torch.int32)
+    load = f"tcgen05.ld.sync.aligned.{shape}.x{repeat}.b32 {{{registers(100, count)}}}, [%r10]; tcgen05.wait::ld.sync.aligned;"
+    load += f"mul.wide.s32 %q20, %r0, {4 * count}; add.s64 %q20, %q20, %q0;"
+    load += "".join(f"st.global.b32 [%q20+{4 * n}], %r{100 + n};" for n in range(count))
+    body = HEAD + zeros + ramp + store("32x32b", max(columns, 1), "%r9") + move + load + TAIL
+    run(body, back, threads=128, shared=32)
+    for thread in range(128):
+        for n in range(count):
+            lane, column = place(thread % 32, n % each)
+            word = (thread // 32 * 32 + half + lane) * columns + column + n // each * width + 1
+            assert back[thread, n] == word
+
+
+#: Tensors of operands in global memory are copied to shared memory as they are, from %r1 + 1024 on.
+FILL = """
+    mov.b32 %r5, %r0; COPY: setp.ge.s32 %p3, %r5, <words>; @%p3 bra COPIED; mul.wide.s32 %q8, %r5, 4; add.s64 %q8, %q8, %q0;
+    ld.global.b32 %r6, [%q8]; mad.lo.s32 %r7, %r5, 4, %r1; st.shared.b32 [%r7+1024], %r6; add.s32 %r5, %r5, 128; bra COPY;
+    COPIED: fence.proxy.async.shared::cta; bar.sync 0;
+"""
+MULTIPLY = """
+    @!%p2 bra ISSUED; tcgen05.mma.cta_group::1.kind::<kind> [%r8], <a>, %q11, %r11, {%r12, %r12, %r12, %r12}, %p5;
+    <commit> ISSUED: W: mbarrier.try_wait.parity.shared.b64 %p4, [%r2], 0; @!%p4 bra W; tcgen05.fence::after_thread_sync;
+"""
+COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r2];"
+
+
+def core_matrices(x):
+    """The image of [rows, columns] without a swizzle: 8 rows of 16 bytes, along the columns first; its bytes, and the
+    leading and stride offsets."""
+    rows, per = x.shape[0], 16 // x.element_size()
+    image = x.reshape(rows // 8, 8, x.shape[1] // per, per).permute(0, 2, 1, 3).contiguous()
+    return image.view(torch.uint8).flatten(), 128, 128 * (x.shape[1] // per)
+
+
+def product(m, n, a, b, kind="f16", *, first="", change=lambda body: body):
+    """[128, 64] words of tensor memory after one mma of the images of a and b. ``first``: comes before; ``change``: of the
+    body."""
+    (image_a, lead_a, stride_a), (image_b, lead_b, stride_b) = core_matrices(a), core_matrices(b)
+    image = torch.cat([image_a, image_b]).view(torch.int32)
+    types = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}[b.dtype]
+    descriptor = 1 << 4 | types << 7 | types << 10 | n // 8 << 17 | m // 16 << 24
+    constant = lambda lead, stride: (lead >> 4) << 16 | (stride >> 4) << 32 | 1 << 46
+    body = HEAD + FILL.replace("<words>", str(image.numel())) + first
+    body += f"""
+        cvt.u64.u32 %q10, %r1; add.s64 %q10, %q10, 1024; shr.u64 %q10, %q10, 4; add.s64 %q11, %q10, {len(image_a) >> 4};
+        or.b64 %q10, %q10, {constant(lead_a, stride_a)}; or.b64 %q11, %q11, {constant(lead_b, stride_b)};
+        mov.b32 %r11, {descriptor}; mov.b32 %r12, 0; setp.ne.s32 %p5, 0, 0;
+    """
+    multiply = MULTIPLY.replace("<kind>", kind).replace("<a>", "%q10").replace("<commit>", COMMIT)
+    body += multiply + read_out("%q1") + TAIL
+    out = torch.full((128, 64), -7, dtype=torch.int32)
+    room = 1024 + image.numel() * 4
+    run(change(body), image, out, threads=128, shared=room)
+    return out.view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "k"), [("bfloat16", "f16", 16), ("float16", "f16", 16), ("float32", "tf32", 8)]
+)
+@pytest.mark.parametrize(("m", "n"), [(128, 64), (128, 16), (64, 64), (64, 8)])
+def test_one_mma(m, n, dtype, kind, k):
+    """D of M = 64 is in 16 lanes of each 32."""
+    dtype = getattr(torch, dtype)
+    a, b = integers(m, k), integers(n, k, seed=1)
+    rows = torch.arange(m) if m == 128 else torch.arange(m) // 16 * 32 + torch.arange(m) % 16
+    zero = "".join(f"mov.b32 %r{20 + i}, 0;" for i in range(64))
+    zero += f"tcgen05.st.sync.aligned.32x32b.x64.b32 [%r9], {{{registers(20, 64)}}}; tcgen05.wait::st.sync.aligned; bar.sync 0;"
+    found = product(m, n, a.to(dtype), b.to(dtype), kind, first=zero)
+    want = torch.zeros(128, 64)
+    want[rows, :n] = a @ b.T
+    assert torch.equal(found, want)
+
+
+def test_a_in_tensor_memory_and_accumulation():
+    """A of a product from columns 48 to 55, two bf16 a word; added to what D holds."""
+    a, b, c = integers(128, 16), integers(16, 16, seed=1), integers(128, 16, seed=2)
+    packed = a.bfloat16().view(torch.int16).view(torch.int32)
+    store = "mul.wide.s32 %q20, %r0, 64;"
+    first = (
+        store
+        + "add.s64 %q21, %q20, %q2;"
+        + "".join(f"ld.global.b32 %r{20 + n}, [%q21+{4 * n}];" for n in range(16))
+    )
+    first += f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r9], {{{registers(20, 16)}}};"
+    first += "mul.wide.s32 %q20, %r0, 32; add.s64 %q21, %q20, %q3;"
+    first += "".join(f"ld.global.b32 %r{40 + n}, [%q21+{4 * n}];" for n in range(8))
+    first += f"add.s32 %r10, %r9, 48; tcgen05.st.sync.aligned.32x32b.x8.b32 [%r10], {{{registers(40, 8)}}};"
+    first += "tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 0; tcgen05.fence::after_thread_sync;"
+    image, lead, stride = core_matrices(b.bfloat16())
+    descriptor = 1 << 4 | 1 << 7 | 1 << 10 | 16 // 8 << 17 | 128 // 16 << 24
+    body = HEAD + FILL.replace("<words>", str(image.numel() // 4)) + first
+    body += f"""
+        cvt.u64.u32 %q11, %r1; add.s64 %q11, %q11, 1024; shr.u64 %q11, %q11, 4;
+        or.b64 %q11, %q11, {(lead >> 4) << 16 | (stride >> 4) << 32 | 1 << 46}; mov.b32 %r11, {descriptor};
+        mov.b32 %r12, 0; setp.eq.s32 %p5, 0, 0; add.s32 %r13, %r8, 48;
+    """
+    multiply = MULTIPLY.replace("<kind>", "f16").replace("<a>", "[%r13]")
+    out = torch.zeros(128, 16, dtype=torch.int32)
+    body += multiply.replace("<commit>", COMMIT) + read_out("%q1", 16) + TAIL
+    tensors = image.view(torch.int32), out, c.view(torch.int32), packed
+    for seed in range(3):
+        run(body, *tensors, threads=128, shared=2048, seed=seed)
+        assert torch.equal(out.view(torch.float32), c + a @ b.T)
+    for part, wrong in (
+        ("tcgen05.wait::st.sync.aligned;", "nothing has written|nothing orders|in flight"),
+        ("tcgen05.fence::before_thread_sync; bar.sync 0;", "a race"),
+    ):
+        with pytest.raises(ExecutionError, match=wrong):
+            run(body.replace(part, ""), *tensors, threads=128, shared=2048)
+
+
+BROKEN = {
+    "no wait for the product": (r"W: mbarrier.try_wait[^;]*; @!%p4 bra W;", "", "nothing has written|a race"),
+    "no commit": (re.escape(COMMIT), "", "deadlock"),
+    "no fence towards the async proxy": (r"fence\.proxy\.async\.shared::cta;", "", "without a fence.proxy.async"),
+    "no barrier behind the fill": (r"shared::cta; bar\.sync 0;", "shared::cta;", "a race|nothing has written"),
+    "no wait for the load": (r"tcgen05\.wait::ld\.sync\.aligned;", "", "touched that nothing has waited for"),
+    "memory that is not freed": (r"tcgen05\.dealloc[^;]*;", "", "has not freed"),
+    "columns that are not allocated": (r"32x32b\.x64\.b32 (\{[^}]*\}), \[%r9\]", r"32x32b.x64.b32 \1, [%r9+8]", "not all allocated"),
+    "lanes of another warp": (r"%r4, %r3, 21;", "%r4, %r3, 20;", "accesses lanes"),
+    "48 columns": (r"\[%r1\], 64;", "[%r1], 48;", "a power of 2"),
+    "every lane issues": (r"@!%p2 bra ISSUED;", "@!%p1 bra ISSUED;", "32 lanes issue"),
+    "N of 72": (r"mov\.b32 %r11, (\d+);", "mov.b32 %r11, 135397520;", "instruction descriptor"),
+    "an old descriptor": (rf"{1 << 46}", "0", "matrix descriptor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_wrong_is_said(what):
+    pattern, replacement, wrong = BROKEN[what]
+    a, b = integers(128, 16).bfloat16(), integers(64, 16, seed=1).bfloat16()
+
+    def change(body):
+        if what == "an old descriptor":
+            found = re.sub(
+                r"or\.b64 %q11, %q11, (\d+);", lambda m: f"or.b64 %q11, %q11, {int(m[1]) & ~(7 << 46)};", body
+            )
+        else:
+            found = re.sub(pattern, replacement, body)
+        assert found != body
+        return found
+
+    with pytest.raises(ExecutionError, match=wrong):
+        product(128, 64, a, b, change=change)
