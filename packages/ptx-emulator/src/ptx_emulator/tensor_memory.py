@@ -159,6 +159,7 @@ def _fragment(d: Decoder, i: Instruction) -> tuple[Array, Array]:
     # Registers of one repetition: by its lanes and columns.
     shapes = {
         "32x32b": ([threads], [0 * threads], 1),
+        "16x64b": ([threads // 4 + threads % 2 * 8], [threads // 2 % 2], 2),
         "16x128b": ([threads // 4, threads // 4 + 8], [threads % 4] * 2, 4),
         "16x256b": (
             [threads // 4 + 8 * (n // 2) for n in range(4)], [threads % 4 * 2 + n % 2 for n in range(4)], 8,
