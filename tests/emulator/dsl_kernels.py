@@ -39,6 +39,27 @@ def scale_and_add(x: cute.Tensor, y: cute.Tensor, factor: Float32, n: Int32, str
     _add(x, y).launch(grid=grid, block=(THREADS, 1, 1), smem=1024, cooperative=True, stream=stream)
 
 
+@cute.kernel
+def _rank(y: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    if thread == 0:
+        y[block] = Float32(cute.arch.block_idx_in_cluster())
+
+
+@cute.jit
+def ranks(y: cute.Tensor, stream):
+    _rank(y).launch(grid=(y.shape[0], 1, 1), block=(32, 1, 1), cluster=(2, 1, 1), stream=stream)
+
+
+def compiled_ranks(arch):
+    vector = make_fake_compact_tensor(Float32, (cute.sym_int(),))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --dump-dir {folder}"
+        return cute.compile(ranks, vector, stream, options=options)
+
+
 @functools.cache
 def compiled(arch, options="--keep-ptx"):
     vector = lambda: make_fake_compact_tensor(Float32, (cute.sym_int(),))

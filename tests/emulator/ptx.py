@@ -37,14 +37,20 @@ def run(
     body: str,
     *tensors: torch.Tensor,
     threads: int = 32,
-    grid: int = 1,
+    grid: int | tuple[int, ...] = 1,
     shared: int = 0,
     seed: int = 0,
     **options,
 ):
     """Execute a body over its tensors."""
     return ptx_emulator.run(
-        kernel(body, len(tensors)), (grid,), (threads,), shared, tensors, seed=seed, **options
+        kernel(body, len(tensors)),
+        grid if isinstance(grid, tuple) else (grid,),
+        (threads,),
+        shared,
+        tensors,
+        seed=seed,
+        **options,
     )
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from dsl_kernels import THREADS, compiled
+from dsl_kernels import THREADS, compiled, compiled_ranks
 
 import ptx_emulator
 from ptx_emulator import ExecutionError
@@ -25,6 +25,14 @@ def test_the_host_code_launches_what_it_would_launch_on_a_gpu(function):
     assert scale.grid == add.grid == (2, 1, 1) and scale.block == (THREADS, 1, 1)
     assert (scale.shared_bytes, add.shared_bytes) == (0, 1024)
     assert min(scale.instructions, add.instructions) > 0
+
+
+@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
+def test_clusters_are_launched(arch):
+    y = torch.full((6,), -1.0)
+    with ptx_emulator.device(arch) as device:
+        ptx_emulator.load(compiled_ranks(arch))(y)
+    assert y.tolist() == [0, 1] * 3 and device.launches[0].cluster == (2, 1, 1)
 
 
 def test_an_error_of_the_kernel_passes_through_the_host_code(function):

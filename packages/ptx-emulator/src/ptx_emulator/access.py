@@ -9,8 +9,8 @@ import numpy as np
 
 from ptx_emulator.decode import DTYPES, Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
-from ptx_emulator.machine import POLL, Warp
-from ptx_emulator.memory import UNSIGNED, Region
+from ptx_emulator.machine import POLL, Cta, Warp
+from ptx_emulator.memory import CTA_BITS, UNSIGNED, Fail, Region
 from ptx_emulator.parser import SIZES, Instruction, Vector
 from ptx_emulator.races import SEVERAL
 
@@ -27,9 +27,23 @@ HINTS = (
 def space_of(d: Decoder, i: Instruction) -> str:
     """The state space of an access."""
     found = [m for m in i.modifiers if m in SPACES]
-    if len(found) != 1 or found[0] not in ("global", "shared", "shared::cta", "param"):
+    if len(found) != 1 or found[0] not in ("global", "shared", "shared::cta", "shared::cluster", "param"):
         d.refuse("generic, local and constant addresses are not modelled")
-    return found[0].partition("::")[0]
+    return found[0] if found[0] == "shared::cluster" else found[0].partition("::")[0]
+
+
+def finder(w: Warp, space: str) -> Callable[[int, int, Fail], Region]:
+    """What gives the region that holds ``[place, end)``."""
+    if space != "shared::cluster":
+        return w.machine.memory.at
+
+    def at(place: int, end: int, fail: Fail) -> Region:
+        region = w.cta.window(place >> CTA_BITS, fail)
+        if place < region.low or end > region.high:
+            fail(f"{space} memory out of bounds: {place:#x} to {end:#x}")
+        return region
+
+    return at
 
 
 def addresses(w: Warp, slot: int, offset: int, lanes: int, what: str = "an address") -> Array:
@@ -55,7 +69,12 @@ def region_of(w: Warp, space: str, places: Array, size: int) -> Region | None:
             for place in places.tolist():
                 w.machine.memory.at(place, place + size, w.fail)
         return region
-    region = w.cta.shared if space == "shared" else w.machine.parameters
+    if space == "shared::cluster":
+        if low >> CTA_BITS != high - 1 >> CTA_BITS:
+            return None
+        region = w.cta.window(low >> CTA_BITS, w.fail)
+    else:
+        region = w.cta.shared if space == "shared" else w.machine.parameters
     if low < region.low or high > region.high:
         w.fail(
             f"{space} memory out of bounds: {low:#x} to {high:#x}, there are {region.low:#x} to {region.high:#x}"
@@ -76,7 +95,7 @@ def gather(
     values = np.empty((len(places), count), UNSIGNED[size])
     unknown = np.zeros((len(places), count), np.bool_)
     for n, place in enumerate(places.tolist()):
-        one = w.machine.memory.at(place, place + size * count, w.fail)
+        one = finder(w, space)(place, place + size * count, w.fail)
         if one.shadow is not None and lanes is not None:
             one.shadow.load(w, *touched(one, places[n : n + 1], size * count, SEVERAL))
         values[n : n + 1], missing = one.load(places[n : n + 1], size, count)
@@ -113,7 +132,7 @@ def scatter(
     if region is not None:
         parts = [(region, slice(None))]
     else:
-        at = w.machine.memory.at
+        at = finder(w, space)
         parts = [(at(p, p + size * count, w.fail), slice(n, n + 1)) for n, p in enumerate(places.tolist())]
     for region, part in parts:
         missing = None if unknown is None else unknown[part]
@@ -245,7 +264,15 @@ def _flags(bits: int, lanes: int) -> Array:
 
 def _words(w: Warp, space: str, places: Array) -> list[tuple[int, int]]:
     """Keys of `Machine.releases`."""
-    return [(-1 if space == "global" else w.cta.number, place) for place in places.tolist()]
+    if space == "global":
+        return [(-1, place) for place in places.tolist()]
+    return [(cta.number, local) for cta, local in (home(w, place) for place in places.tolist())]
+
+
+def home(w: Warp, place: int) -> tuple[Cta, int]:
+    """The CTA to whose shared memory an address leads, and the address there."""
+    rank = place >> CTA_BITS
+    return (w.cta.peer(rank - 1, w.fail) if rank else w.cta), place & (1 << CTA_BITS) - 1
 
 
 _ATOMIC: dict[str, Callable[[int, int], int]] = {

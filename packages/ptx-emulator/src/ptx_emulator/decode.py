@@ -289,6 +289,14 @@ def _specials() -> None:
         SPECIALS[f"%ntid.{letter}"] = lambda w, i=i: w.machine.block[i]  # type: ignore[misc]
         SPECIALS[f"%ctaid.{letter}"] = lambda w, i=i: w.cta.index[i]  # type: ignore[misc]
         SPECIALS[f"%nctaid.{letter}"] = lambda w, i=i: w.machine.grid[i]  # type: ignore[misc]
+        SPECIALS[f"%cluster_ctaid.{letter}"] = lambda w, i=i: w.cta.place[i]  # type: ignore[misc]
+        SPECIALS[f"%cluster_nctaid.{letter}"] = lambda w, i=i: w.machine.cluster[i]  # type: ignore[misc]
+        SPECIALS[f"%clusterid.{letter}"] = lambda w, i=i: w.cta.cluster.index[i]  # type: ignore[misc]
+        SPECIALS[f"%nclusterid.{letter}"] = lambda w, i=i: w.machine.grid[i] // w.machine.cluster[i]  # type: ignore[misc]
+    SPECIALS["%cluster_ctarank"] = lambda w: w.cta.rank
+    SPECIALS["%cluster_nctarank"] = lambda w: (
+        w.machine.cluster[0] * w.machine.cluster[1] * w.machine.cluster[2]
+    )
     SPECIALS["%laneid"] = lambda w: np.arange(32)
     SPECIALS["%warpid"] = lambda w: w.number
     SPECIALS["%nwarpid"] = lambda w: len(w.cta.warps)

@@ -84,8 +84,11 @@ def run(
     """
     program, decoder = _decoded(ptx, name)
     grid, block = _extents(grid), _extents(block)
-    if _extents(cluster) != (1, 1, 1):
-        raise PtxError("clusters are not modelled")
+    cluster = _extents(cluster)
+    if any(c < 1 or g % c for g, c in zip(grid, cluster)) or cluster[0] * cluster[1] * cluster[2] > 16:
+        raise ValueError(
+            f"cluster: up to 16 CTAs, whose extents divide those of the grid {grid}; got {cluster}"
+        )
     threads = block[0] * block[1] * block[2]
     promised = decoder.kernel.threads
     if promised is not None and _extents(promised) != block:
@@ -104,7 +107,7 @@ def run(
     count = grid[0] * grid[1] * grid[2]
     machine = Machine(
         program, memory, grid, block, total, _parameters(decoder, arguments), seed,
-        count if resident is None else resident, "shared" in races,
+        count if resident is None else resident, cluster, "shared" in races,
     )  # fmt: skip
     with np.errstate(all="ignore"):
         machine.run()

@@ -8,7 +8,7 @@ order that a seed decides; so does when asynchronous copies end, unless somethin
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from ptx_emulator.errors import ExecutionError
 from ptx_emulator.lanes import BOOLS, FULL
-from ptx_emulator.memory import GlobalMemory, Region, shared_region
+from ptx_emulator.memory import CTA_BITS, GlobalMemory, Region, shared_region
 from ptx_emulator.races import Clock, Shadow
 
 POLLS = 256  # a warp's looks at memory that nothing has changed, after which they count as endless
@@ -161,6 +161,7 @@ class Warp:
         for slot, value in program.specials:
             self.regs[slot], self.unknown[slot] = value(self), 0
         self.pc = 0
+        self.arrived: int | None = None  # at the barrier of the cluster, after so many completions
         self.fragments = [Fragment(0, alive)]
         # Non-bulk asynchronous copies: the group that each lane fills, and copies of groups that nothing has
         # waited for.
@@ -317,8 +318,17 @@ class Warp:
 class Cta:
     """A block: its shared memory, barriers and warps."""
 
-    def __init__(self, machine: Machine, number: int, index: tuple[int, int, int]):
+    def __init__(
+        self,
+        machine: Machine,
+        number: int,
+        index: tuple[int, int, int],
+        cluster: Cluster,
+        place: tuple[int, int, int],
+    ):
+        """``index``: in the grid; ``place``: in the cluster."""
         self.machine, self.number, self.index = machine, number, index
+        self.cluster, self.place, self.rank = cluster, place, len(cluster.ctas)
         self.shared: Region = shared_region(machine.shared_bytes)
         self.fences = {"shared": 0, "global": 0}  # when a thread last fenced towards the async proxy
         self.barriers: dict[int, NamedBarrier] = {}
@@ -334,6 +344,21 @@ class Cta:
             self.warps.append(Warp(self, warp, alive))
         self.live = len(self.warps)
 
+    def peer(self, rank: int, fail: Callable[[str], NoReturn]) -> Cta:
+        """A CTA of the cluster, which has not ended."""
+        if rank >= len(self.cluster.ctas):
+            fail(f"rank {rank} of a cluster of {len(self.cluster.ctas)} CTAs")
+        found = self.cluster.ctas[rank]
+        if not found.live:
+            fail(f"the shared memory of CTA {found.number} is accessed, which has ended")
+        return found
+
+    def window(self, rank: int, fail: Callable[[str], NoReturn]) -> Region:
+        """Shared memory as addresses with a rank, counted from 1, see it; 0: the own one."""
+        if rank == 0:
+            return self.shared
+        return self.peer(rank - 1, fail).shared.moved(rank << CTA_BITS)
+
     def warp_ended(self) -> None:
         self.live -= 1
         if self.live == 0:
@@ -345,6 +370,31 @@ class Cta:
             if self.tensor_memory is not None and (self.tensor_memory.owner >= 0).any():
                 self.warps[0].fail("the CTA ends and has not freed its tensor memory")
             self.machine.cta_ended(self)
+
+
+class Cluster:
+    """CTAs that are on the device together, by rank, and their barrier."""
+
+    def __init__(self, index: tuple[int, int, int]):
+        self.index = index
+        self.ctas: list[Cta] = []
+        self.come: set[Warp] = set()  # to the barrier of the cluster
+        self.generation = 0  # how often it was complete
+        self.released: Any = None
+        self.complete: Any = None
+
+    def arrive(self, warp: Warp, snapshot: Any) -> None:
+        self.come.add(warp)
+        if snapshot is not None:
+            self.released = snapshot if self.released is None else np.maximum(self.released, snapshot)
+        self.advance()
+
+    def advance(self) -> None:
+        """Complete if all warps have come that have not ended."""
+        if self.come and all(w in self.come for cta in self.ctas for w in cta.warps if w.fragments):
+            self.come = set()
+            self.generation += 1
+            self.complete, self.released = self.released, None
 
 
 @dataclass
@@ -360,6 +410,7 @@ class Machine:
     parameters: Region
     seed: int
     resident: int
+    cluster: tuple[int, int, int]
     races: bool  # are looked for in shared memory
     changes: int = 0
     clock: int = 0  # counts stores and proxy fences
@@ -384,14 +435,15 @@ class Machine:
         """To the end of all CTAs, and of what they left behind."""
         rng = random.Random(self.seed)
         started, changes, since = 0, 0, 0
+        size = self.cluster[0] * self.cluster[1] * self.cluster[2]
+        clusters = _places([g // c for g, c in zip(self.grid, self.cluster)])
         while True:
             if self.changes != changes:
                 changes, since = self.changes, self.executed
             elif self.executed - since > ENDLESS:
                 self._deadlock()
-            while started < self.total and len(self.ctas) < self.resident:
-                x, y = started % self.grid[0], started // self.grid[0]
-                self.ctas.append(Cta(self, started, (x, y % self.grid[1], y // self.grid[1])))
+            while started < len(clusters) and len(self.ctas) + size <= max(self.resident, size):
+                self._start(clusters[started])
                 started += 1
             if not self.ctas:
                 break
@@ -409,6 +461,15 @@ class Machine:
                 rng.choice(patient).run(rng.randint(1, QUANTUM))
         while self.pending:
             self._complete(rng)
+
+    def _start(self, index: tuple[int, int, int]) -> None:
+        """The CTAs of a cluster."""
+        cluster = Cluster(index)
+        for place in _places(self.cluster):
+            x, y, z = (i * c + n for i, c, n in zip(index, self.cluster, place))
+            number = (z * self.grid[1] + y) * self.grid[0] + x
+            cluster.ctas.append(Cta(self, number, (x, y, z), cluster, place))
+        self.ctas += cluster.ctas
 
     def _complete(self, rng: random.Random) -> None:
         self.pending.pop(rng.randrange(len(self.pending)))()
@@ -433,3 +494,9 @@ class Machine:
             if w.fragments
         ]
         raise ExecutionError("deadlock: nothing can go on\n" + "\n".join(lines), self.program.name)
+
+
+def _places(extents: Sequence[int]) -> list[tuple[int, int, int]]:
+    """All (x, y, z), x fastest."""
+    x, y, z = extents
+    return [(n % x, n // x % y, n // (x * y)) for n in range(x * y * z)]

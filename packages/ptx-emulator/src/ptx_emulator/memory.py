@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from collections.abc import Callable
+from copy import copy as copy_of
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,6 +18,7 @@ from ptx_emulator.races import Shadow
 
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SHARED_BASE = 1024  # what the system keeps for itself
+CTA_BITS = 24  # where an address of the cluster's shared memory has the rank of its CTA, counted from 1 (0: the own one)
 
 Fail = Callable[[str], NoReturn]
 
@@ -56,6 +58,13 @@ class Region:
             found = self._known_views[size, count] = (
                 self.known[:whole].view(UNSIGNED[size]).reshape(-1, count)
             )
+        return found
+
+    def moved(self, offset: int) -> Region:
+        """The same bytes at other addresses."""
+        assert self.known is not None
+        found = copy_of(self)
+        found.low, found.high, found.base = self.low + offset, self.high + offset, self.base + offset
         return found
 
     def forget(self) -> Array:

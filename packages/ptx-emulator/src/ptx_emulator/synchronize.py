@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.access import addresses, lanes_of, space_of, spread
+from ptx_emulator.access import addresses, home, lanes_of, space_of, spread
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, LANES, Array, to_bits
 from ptx_emulator.machine import CONVERGE, EXIT, POLL, Mbarrier, NamedBarrier, Wait, Warp
-from ptx_emulator.memory import Region
+from ptx_emulator.memory import CTA_BITS, Region
 from ptx_emulator.parser import Instruction, Label, Pair, Sink
 
 # ---- control flow
@@ -153,6 +153,8 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
             return None
 
         return synchronize
+    if i.modifiers[0] == "cluster":
+        return _cluster_barrier(d, i)
     kind = i.modifiers[0]
     d.only(i.modifiers, "sync", "arrive", "cta", "aligned")
     if kind == "cta":
@@ -201,6 +203,58 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
     return aligned(barrier)
 
 
+def _cluster_barrier(d: Decoder, i: Instruction) -> Execute:
+    """`barrier.cluster`, by whole warps."""
+    d.only(i.modifiers[1:], "arrive", "wait", "release", "acquire", "relaxed", "aligned")
+    ordered = "relaxed" not in i.modifiers
+
+    def arrive(w: Warp, lanes: int) -> None:
+        if w.arrived is not None:
+            w.fail("barrier.cluster: a second arrival without a wait between")
+        w.arrived = w.cta.cluster.generation
+        w.clock.synchronize()
+        w.cta.cluster.arrive(w, w.clock.release() if ordered else None)
+        w.machine.changes += 1
+
+    def wait(w: Warp, lanes: int) -> Any:
+        cluster, arrived = w.cta.cluster, w.arrived
+        if arrived is None:
+            w.fail("barrier.cluster: a wait without an arrival")
+        w.arrived = None
+
+        def complete() -> bool:
+            cluster.advance()
+            if cluster.generation == arrived:
+                return False
+            w.clock.acquire(cluster.complete)
+            return True
+
+        return Wait(
+            complete, f"the barrier of the cluster ({len(cluster.come)} warps have come)", again=False
+        )
+
+    return aligned(arrive if i.modifiers[1] == "arrive" else wait)
+
+
+@handler("mapa")
+def _mapa(d: Decoder, i: Instruction) -> Execute:
+    """The address of the same place in another CTA's shared memory."""
+    if i.modifiers != ("shared::cluster", "u32"):
+        d.refuse("only mapa.shared::cluster.u32 is modelled")
+    to, place, rank = (
+        d.destination(i.operands[0], "u32"),
+        d.source(i.operands[1], "u32"),
+        d.source(i.operands[2], "u32"),
+    )
+    local = np.uint32((1 << CTA_BITS) - 1)
+
+    def map_address(w: Warp, lanes: int) -> None:
+        found = w.regs[place] & local | (w.regs[rank] + np.uint32(1)) << np.uint32(CTA_BITS)
+        w.put(to, found, w.unknown[place] | w.unknown[rank], lanes)
+
+    return map_address
+
+
 def uniform(w: Warp, slot: int, lanes: int) -> int:
     """A value that all active lanes have to agree on."""
     values = w.regs[slot][INDICES[lanes]]
@@ -216,7 +270,8 @@ def uniform(w: Warp, slot: int, lanes: int) -> int:
 
 def mbarrier_at(w: Warp, place: int) -> Mbarrier:
     """The object at an address of shared memory."""
-    found = w.cta.mbarriers.get(place)
+    cta, place = home(w, place)
+    found = cta.mbarriers.get(place)
     if found is None:
         w.fail(f"no mbarrier at {place:#x}")
     return found
@@ -229,8 +284,8 @@ def _mbarrier(d: Decoder, i: Instruction) -> Execute:
     if operation not in kinds:
         d.refuse(f".{operation} is not modelled")
     d.only(
-        i.modifiers[1:], "parity", "expect_tx", "noComplete", "shared", "shared::cta", "b64", "release", "acquire",
-        "relaxed",         "cta", "cluster",
+        i.modifiers[1:], "parity", "expect_tx", "noComplete", "shared", "shared::cta", "shared::cluster", "b64",
+        "release", "acquire", "relaxed", "cta", "cluster",
     )  # fmt: skip
     if "noComplete" in i.modifiers:
         d.refuse(".noComplete is not modelled")

@@ -11,11 +11,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from ptx_emulator.access import addresses
+from ptx_emulator.access import addresses, home
 from ptx_emulator.decode import PARAMETERS, Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, INDICES, Array
 from ptx_emulator.machine import Warp
-from ptx_emulator.memory import UNSIGNED, Region
+from ptx_emulator.memory import CTA_BITS, UNSIGNED, Region
 from ptx_emulator.parser import Coordinates, Instruction
 from ptx_emulator.races import SEVERAL, issued
 from ptx_emulator.synchronize import check_proxy, mbarrier_at
@@ -131,7 +131,10 @@ def region_of(w: Warp, places: Array, size: int) -> Region:
 
 def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_place: int) -> None:
     """The bytes of a box, zeros outside of the tensor, arrive at some time; then the mbarrier counts them."""
-    barrier, shared, pc, clock = mbarrier_at(w, barrier_place), w.cta.shared, w.pc, w.clock.now
+    (cta, place), pc, clock = home(w, place), w.pc, w.clock.now
+    if home(w, barrier_place)[0] is not cta:
+        w.fail("bulk tensor copy: the mbarrier is not in the CTA whose shared memory is written")
+    barrier, shared = mbarrier_at(w, barrier_place), cta.shared
     places, inside, origins = _checked(w, m, place, corner)
     shared.forget()[place - shared.base : place - shared.base + m.bytes] = 0
     if shared.shadow is not None:
@@ -241,7 +244,8 @@ def wait(d: Decoder, i: Instruction) -> Execute:
 
 def tensor_copy(d: Decoder, i: Instruction) -> Execute:
     """`cp.async.bulk.tensor`, tiled."""
-    shape = tuple(m for m in i.modifiers[3:] if m not in ("L2::cache_hint", "tile"))
+    multicast = "multicast::cluster" in i.modifiers
+    shape = tuple(m for m in i.modifiers[3:] if m not in ("L2::cache_hint", "tile", "multicast::cluster"))
     loads = shape[1:] in (
         ("shared::cta", "global", "mbarrier::complete_tx::bytes"),
         ("shared::cluster", "global", "mbarrier::complete_tx::bytes"),
@@ -251,6 +255,7 @@ def tensor_copy(d: Decoder, i: Instruction) -> Execute:
     operands = list(i.operands)
     if "L2::cache_hint" in i.modifiers:
         d.source(operands.pop(), "b64")
+    mask = d.source(operands.pop(), "b16") if multicast else None
     tensor = operands[1 if loads else 0]
     if not isinstance(tensor, Coordinates) or shape[0] != f"{len(tensor.elements)}d":
         d.refuse("the coordinates do not fit the rank")
@@ -267,7 +272,11 @@ def tensor_copy(d: Decoder, i: Instruction) -> Execute:
         barriers = addresses(w, barrier, barrier_offset, lanes).tolist()
         stores: dict[tuple[int, ...], list[int]] = {}
         for n, lane in enumerate(INDICES[lanes].tolist()):
-            if loads:
+            if mask is not None:
+                for rank in _ranks(w, mask, lane):
+                    ends = [x & (1 << CTA_BITS) - 1 | rank + 1 << CTA_BITS for x in (places[n], barriers[n])]
+                    start_load(w, map_at(w, maps[n]), ends[0], corners[n], ends[1])
+            elif loads:
                 start_load(w, map_at(w, maps[n]), places[n], corners[n], barriers[n])
             else:
                 stores.setdefault((maps[n], places[n], *corners[n]), []).append(lane)
@@ -280,6 +289,16 @@ def tensor_copy(d: Decoder, i: Instruction) -> Execute:
     return start
 
 
+def _ranks(w: Warp, mask: int, lane: int) -> list[int]:
+    """The CTAs of a mask, of which there is one at least."""
+    if w.unknown[mask] >> lane & 1:
+        w.fail("a mask of CTAs comes from what nothing has written")
+    bits = int(w.regs[mask][lane])
+    if bits == 0:
+        w.fail("a mask of no CTA")
+    return [rank for rank in range(16) if bits >> rank & 1]
+
+
 def bulk_store(d: Decoder, i: Instruction) -> Execute:
     """`cp.async.bulk` from shared to global memory."""
     to, to_offset = d.address(i.operands[0], "b64")
@@ -290,7 +309,8 @@ def bulk_store(d: Decoder, i: Instruction) -> Execute:
 
     def start(w: Warp, lanes: int) -> None:
         columns = (
-            addresses(w, to, to_offset, lanes), addresses(w, source, source_offset, lanes), addresses(w, size, 0, lanes, "a size"),
+            addresses(w, to, to_offset, lanes), addresses(w, source, source_offset, lanes),
+            addresses(w, size, 0, lanes, "a size"),
         )  # fmt: skip
         shared = w.cta.shared
         stores: dict[tuple[int, int, int], list[int]] = {}
