@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import _C, Tensor
 
 from kda_core import contract, env, registry
-from kda_core.backend import Plan, Planner
+from kda_core.backend import Plan, Planner, SupportsBackward
 from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, KdaOutputs, ProblemShape
 from kda_core.errors import ArgumentError, BackendContractError, PlannerError
 
@@ -203,7 +203,8 @@ def _chunk_bwd(grad_o: Tensor, grad_final_state: Tensor | None, *args: Any) -> t
     tensors = args[:_N_TENSORS]
     call = call_plan(tensors, (*args[_N_TENSORS:], "off"))
     inputs = contract.make_inputs(tensors, call.shape)
-    grads = call.choice.backend.chunk_bwd(inputs, grad_o.contiguous(), grad_final_state)  # type: ignore[attr-defined]
+    backend = cast(SupportsBackward, call.choice.backend)  # its features were checked when it was chosen
+    grads = backend.chunk_bwd(inputs, grad_o.contiguous(), grad_final_state)
     registry.notify(call.choice.spec.name, "chunk_bwd", call.shape.device_type)
     found = [getattr(grads, f.name) for f in fields(grads)]
     return tuple(grad_o.new_empty(0) if x is None else d.reshape(x.shape) for x, d in zip(args[:8], found))

@@ -82,11 +82,6 @@ def _counters(streams: int, depth: int) -> int:
     return streams * counter_pitch(depth) + LINE
 
 
-def record_size(C: int) -> int:
-    """Bytes of a record in all arrays together."""
-    return sum(record_bytes(C).values())
-
-
 def _arrays(streams: int, depth: int, C: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """dtype and shape of every array."""
     arrays: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}

@@ -277,22 +277,26 @@ def _specials() -> None:
     def thread(w: Warp) -> Array:
         return w.number * 32 + np.arange(32)
 
-    def place(index: int) -> Callable[[Warp], Any]:
-        def of_thread(w: Warp) -> Array:
-            x, y, _ = w.machine.block
-            return (thread(w) % x, thread(w) // x % y, thread(w) // (x * y))[index]
+    def place(w: Warp) -> tuple[Array, Array, Array]:
+        x, y, _ = w.machine.block
+        return thread(w) % x, thread(w) // x % y, thread(w) // (x * y)
 
-        return of_thread
+    def component(triple: Callable[[Warp], Any], index: int) -> Callable[[Warp], Any]:
+        return lambda w: triple(w)[index]
 
-    for i, letter in enumerate("xyz"):
-        SPECIALS[f"%tid.{letter}"] = place(i)
-        SPECIALS[f"%ntid.{letter}"] = lambda w, i=i: w.machine.block[i]  # type: ignore[misc]
-        SPECIALS[f"%ctaid.{letter}"] = lambda w, i=i: w.cta.index[i]  # type: ignore[misc]
-        SPECIALS[f"%nctaid.{letter}"] = lambda w, i=i: w.machine.grid[i]  # type: ignore[misc]
-        SPECIALS[f"%cluster_ctaid.{letter}"] = lambda w, i=i: w.cta.place[i]  # type: ignore[misc]
-        SPECIALS[f"%cluster_nctaid.{letter}"] = lambda w, i=i: w.machine.cluster[i]  # type: ignore[misc]
-        SPECIALS[f"%clusterid.{letter}"] = lambda w, i=i: w.cta.cluster.index[i]  # type: ignore[misc]
-        SPECIALS[f"%nclusterid.{letter}"] = lambda w, i=i: w.machine.grid[i] // w.machine.cluster[i]  # type: ignore[misc]
+    triples: dict[str, Callable[[Warp], Any]] = {
+        "%tid": place,
+        "%ntid": lambda w: w.machine.block,
+        "%ctaid": lambda w: w.cta.index,
+        "%nctaid": lambda w: w.machine.grid,
+        "%cluster_ctaid": lambda w: w.cta.place,
+        "%cluster_nctaid": lambda w: w.machine.cluster,
+        "%clusterid": lambda w: w.cta.cluster.index,
+        "%nclusterid": lambda w: [n // size for n, size in zip(w.machine.grid, w.machine.cluster)],
+    }
+    for name, triple in triples.items():
+        for i, letter in enumerate("xyz"):
+            SPECIALS[f"{name}.{letter}"] = component(triple, i)
     SPECIALS["%cluster_ctarank"] = lambda w: w.cta.rank
     SPECIALS["%cluster_nctarank"] = lambda w: (
         w.machine.cluster[0] * w.machine.cluster[1] * w.machine.cluster[2]

@@ -7,7 +7,6 @@ low half. Names follow PTX. What touches memory, or a whole warp, is volatile; t
 Importing this module imports the CuTe DSL: only kernel files do.
 """
 
-import cutlass
 from cutlass import Float32, Int32, Int64, cute, select_
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -158,12 +157,6 @@ def pinned(x: Int32, *, loc=None, ip=None) -> Int32:
 # ---- a warp
 
 
-def quad_sum(x: Float32) -> Float32:
-    """The sum over the four lanes that share a row of an MMA fragment, in each of them, with one association."""
-    x = x + cute.arch.shuffle_sync_bfly(x, 1)
-    return x + cute.arch.shuffle_sync_bfly(x, 2)
-
-
 def quad_max(x: Float32) -> Float32:
     """The maximum over the four lanes that share a row of an MMA fragment."""
     x = maximum(x, cute.arch.shuffle_sync_bfly(x, 1))
@@ -207,11 +200,6 @@ def transpose_16x16(a: list[Int32]) -> list[Int32]:
 
 
 # ---- shared memory
-
-
-def shared_allocator():
-    """The DSL's allocator of shared memory, which 4.8 moved."""
-    return getattr(cutlass, "memory", cutlass.utils).SmemAllocator()
 
 
 @dsl_user_op
@@ -266,21 +254,6 @@ def store_shared_x4(address: Int32, values, *, loc=None, ip=None) -> None:
 
 
 # ---- global memory
-
-
-def address_of(tensor: cute.Tensor) -> Int64:
-    """The byte address of a tensor's first element."""
-    return Int64(tensor.iterator.toint())
-
-
-@dsl_user_op
-def load_global_x4(address: Int64, valid, *, loc=None, ip=None) -> list[Int32]:
-    """16 aligned bytes that no thread writes while the kernel runs; zeros, and no access, unless ``valid``."""
-    text = (
-        "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-        "@p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
-    )
-    return _asm(text, [Int32] * 4, [address, Int32(valid)], True, loc, ip)
 
 
 @dsl_user_op

@@ -48,9 +48,8 @@ from kda_sm90.layouts import CARRY_BYTES, kg_layout, operand_layout, square_layo
 HALF = HEAD_DIM // 2  # rows of V of a warpgroup
 WARPGROUP = 128
 RINGS = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))  # stages of the early and the late ring, best first
-IN_FLIGHT = (
-    2  # records that the producer has asked for when it waits for the one before, to tell that it was read
-)
+# Records that the producer has asked for when it waits for the one before, to tell that it was read.
+IN_FLIGHT = 2
 # Registers of the chain's threads and of the others, of 65536: two chain warpgroups need more than a third.
 CHAIN_REGISTERS, OTHER_REGISTERS = 224, 56
 
@@ -411,9 +410,7 @@ class Chain:
         rO = cute.make_rmem_tensor(cute.size(shape) // 2, Int32)
 
         v = p.v + wg * (self.chunk * HALF * 2)
-        a = p.a + lane % 4 * (
-            HEAD_DIM + 16
-        )  # a quarter of the decays, in bytes, and a unit: see `load_decay`
+        a = p.a + lane % 4 * (HEAD_DIM + 16)  # a quarter of the decays, in bytes, and a unit: `load_decay`
         early, late = Int32(0), Int32(0)
         early_phase, late_phase = Int32(0), Int32(0)
         half_k = HEAD_DIM // 32

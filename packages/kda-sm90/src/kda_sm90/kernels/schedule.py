@@ -11,8 +11,8 @@ has more to do than another, and none waits). *Numbers* count the slots of a str
 part [begin, end) of a range up to high has number ``high - end + x - begin``.
 
 Preparing groups take the slots of all streams in turns, number by number: item i is number ``i // streams`` of
-stream ``i % streams``; a group claims the next item when it has room for it. CTAs never wait for one another but through
-counters in global memory:
+stream ``i % streams``; a group claims the next item while it is at work on one. CTAs never wait for one another but
+through counters in global memory:
 
 *claimed*   how many items are.
 *begun*     how many CTAs know that the counters are 0; and the *ticket* that tells them (`clear`).
@@ -22,7 +22,9 @@ counters in global memory:
 
 A preparing group writes number n to place ``n % depth`` when number ``n - depth`` has been read. Nothing waits in a
 circle: of the items that are not published, that of the lowest index is never behind another in its group, and what has
-to be read before there is room for it has lower numbers, as has what the chain of its stream needs from another one.
+to be read before there is room for it has lower numbers, as has what the chain of its stream needs from another one. A ring
+that does not hold all of its stream has more records than a chain asks for before it tells that the first was read
+(``chain.IN_FLIGHT``): 3 at least.
 """
 
 from types import SimpleNamespace
