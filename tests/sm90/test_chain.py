@@ -23,14 +23,15 @@ def make_records(n, C):
     beta, g = new(n, C).sigmoid(), -0.06 * new(n, C, HEAD_DIM).sigmoid()
     G = g.cumsum(1)
     up, down = G.exp(), (-G).exp()
-    L = (k * up @ (k * down).mT).tril(-1) * beta[..., None]
-    T = torch.linalg.solve_triangular(torch.eye(C, device="cuda") + L, torch.diag_embed(beta), upper=False)
+    beta_k = k * beta[..., None]
+    L = (k * up @ (beta_k * down).mT).tril(-1)
+    T = torch.linalg.inv(torch.eye(C, device="cuda") + L).tril()
     qd = q * up * HEAD_DIM**-0.5
     logical = {
         "kd": -(k * up),
         "qd": qd,
-        "kg": k * (G[:, -1:] - G).exp(),
-        "aqk": (qd @ (k * down).mT).tril(),
+        "kg": beta_k * (G[:, -1:] - G).exp(),
+        "aqk": (qd @ (beta_k * down).mT).tril(),
         "t": T,
         "v": new(n, C, HEAD_DIM),
     }

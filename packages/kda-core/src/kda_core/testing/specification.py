@@ -3,10 +3,13 @@
 `prepare_chunk` (K1) turns chunks of C tokens into operands, `run_chunk` (K2) is the chain over them; kernels are held
 against both, intermediate by intermediate::
 
-    G = inclusive cumsum of g, a = e^{G_end}, Kd = k e^G, Qd = scale q e^G, Kg = k e^{G_end - G}
-    L_ij = beta_i k_i . (e^{G_i-G_j} k_j) (j < i),  Aqk_ij = scale q_i . (e^{G_i-G_j} k_j) (j <= i)
-    T = (I + L)^-1 diag(beta)
+    G = inclusive cumsum of g, a = e^{G_end}, Kd = k e^G, Qd = scale q e^G, Kg = beta k e^{G_end - G}
+    L_ij = k_i . (e^{G_i-G_j} beta_j k_j) (j < i),  Aqk_ij = scale q_i . (e^{G_i-G_j} beta_j k_j) (j <= i)
+    T = (I + L)^-1
     R = T (v - Kd S),  O = Qd S + Aqk R,  S <- a S + Kg^T R
+
+beta goes with the columns k_j, so that the diagonal of T is exactly 1: rounded to bf16 in T, as (I + L)^-1 diag(beta)
+with L_ij = beta_i k_i . k_j would have it, beta scales all of a token's row by one wrong factor.
 
 "bf16" and "fp32" below are value sets: tensors stay fp32 and hold rounded values. A kernel may sum in another order and
 use other instructions; it must round no earlier and no coarser than this program, and must not let row i see anything
@@ -165,36 +168,38 @@ def prepare_chunk(
     ]  # the end of the chunk comes last
     L = q.new_zeros(*q.shape[:-1], C)
     Aqk, Kd, Qd = torch.zeros_like(L), torch.zeros_like(q), torch.zeros_like(q)
-    columns: list[Tensor] = []  # fp32 k_j 2^{A - G_j} of earlier blocks, A the anchor of the block at hand
+    columns: list[
+        Tensor
+    ] = []  # fp32 beta_j k_j 2^{A - G_j} of earlier blocks, A the anchor of the block at hand
 
     for b, s in enumerate(blocks):
         A, A_next, Gb, kb, qb = anchors[b], anchors[b + 1], G[..., s, :], k[..., s, :], q[..., s, :] * scale
+        beta_kb = kb * beta[..., s].unsqueeze(-1)
         reach = (A - Gb).amax(-1, keepdim=True)  # [..., HV, 16, 1]; row i looks at its own past alone
         vote = torch.full_like(reach, True, dtype=torch.bool) if bounded else reach < VOTE_LIMIT * LOG2E
         k_row, q_row = kb * ex2(Gb - A), qb * ex2(Gb - A)
         k_col = torch.where(
-            vote, kb * ex2(torch.where(vote, A - Gb, 0.0)), 0.0
+            vote, beta_kb * ex2(torch.where(vote, A - Gb, 0.0)), 0.0
         )  # j <= i is valid wherever row i is
         Kd[..., s, :], Qd[..., s, :] = k_row * ex2(A), q_row * ex2(A)
         L[..., s, s], Aqk[..., s, s] = mma(k_row, k_col.mT), mma(q_row, k_col.mT)
         if not vote.all():  # rows that lost the vote: exact pairs, no factor above 1
-            L[..., s, s] = torch.where(vote, L[..., s, s], pairs(kb, kb, Gb))
-            Aqk[..., s, s] = torch.where(vote, Aqk[..., s, s], pairs(qb, kb, Gb))
+            L[..., s, s] = torch.where(vote, L[..., s, s], pairs(kb, beta_kb, Gb))
+            Aqk[..., s, s] = torch.where(vote, Aqk[..., s, s], pairs(qb, beta_kb, Gb))
         for col, c in zip(columns, blocks):
             L[..., s, c], Aqk[..., s, c] = mma(k_row, col.mT), mma(q_row, col.mT)
         hop = ex2(A_next - A)
         arrived = k_col * hop
         if not bounded:  # a steep block's columns start from a fresh exp; later rows and K2 alone read them
             steep = (A - A_next).amax(-1, keepdim=True) >= VOTE_LIMIT * LOG2E
-            arrived = torch.where(steep, kb * ex2(A_next - Gb), arrived)
+            arrived = torch.where(steep, beta_kb * ex2(A_next - Gb), arrived)
         columns = [col * hop for col in columns] + [arrived]
 
     # beta near 2 with one key over and over: |1 - beta|k|^2| is about 1, nothing damps the roundings of T, Kd and S, and
     # they can grow exponentially from chunk to chunk, at every C. bf16 operands do not serve that input.
-    L = torch.tril(L, -1) * beta.unsqueeze(-1)
-    Tm = bf16(invert(L) * beta.unsqueeze(-2))
+    T = bf16(invert(torch.tril(L, -1)))
     a = ex2(anchors[-1]).squeeze(-2)
-    return Prepared(bf16(Kd), bf16(Qd), bf16(torch.cat(columns, -2)), v, Tm, bf16(torch.tril(Aqk)), a)
+    return Prepared(bf16(Kd), bf16(Qd), bf16(torch.cat(columns, -2)), v, T, bf16(torch.tril(Aqk)), a)
 
 
 # ---- K2: the chain

@@ -2,9 +2,12 @@
 
 With G the inclusive cumulative sum of the log decays of a chunk, in base 2:
 
-    L_ij = beta_i k_i . 2^{G_i - G_j} k_j (j < i)      Aqk_ij = scale q_i . 2^{G_i - G_j} k_j (j <= i)
-    T = (I + L)^-1 diag(beta)
-    Kd = k 2^G,  Qd = scale q 2^G,  Kg = k 2^{G_end - G},  a = 2^{G_end}
+    L_ij = k_i . 2^{G_i - G_j} beta_j k_j (j < i)      Aqk_ij = scale q_i . 2^{G_i - G_j} beta_j k_j (j <= i)
+    T = (I + L)^-1
+    Kd = k 2^G,  Qd = scale q 2^G,  Kg = beta k 2^{G_end - G},  a = 2^{G_end}
+
+beta goes with the columns, so that the diagonal of T is exactly 1: rounded to bf16 in T, it would make a whole row of
+the state too large or too small by one factor, where roundings of Kg differ from element to element.
 
 A group of warps owns one (slot, value head), a warp one block of 16 rows. Within a block, decay is a row factor
 2^{G_i - A} <= 1 times a column factor 2^{A - G_j} >= 1, A the G of the block's *first* row: an anchor further
@@ -345,6 +348,7 @@ class Preparation:
         )
         p.k_factors, q_norms = norms
         p.q_factors = [x * p.scale for x in q_norms]
+        p.betas = self.load_betas(p)
         if self.config.vote:
             products = cute.make_rmem_tensor((16,), Float32)
             products.fill(0.0)
@@ -362,7 +366,7 @@ class Preparation:
         return l_acc, a_acc
 
     def split_rows(self, p, kd_address, qd_address, refined=None, votes=None):
-        """The rows by two-sided factors: four tiles of 4 values, two of L (without beta) and two of Aqk.
+        """The rows by two-sided factors: four tiles of 4 values, two of L and two of Aqk.
         ``refined``: what they hold of the rows that have not such factors, ``votes`` whether each of the two has."""
         acc = refined or [[Float32(0.0)] * 4 for _ in range(4)]
         l_acc, a_acc = acc[:2], acc[2:]
@@ -391,6 +395,7 @@ class Preparation:
                     for half in range(2):
                         k = self.keys(p, half, k_pairs[half][2 * step + pair])
                         q = self.queries(p, half, q_pairs[half][2 * step + pair])
+                        beta_k = [x * p.betas[half] for x in k]
                         kr, qr, kc, kg, qg = [], [], [], [], []
                         for e in range(2):
                             c = 2 * pair + e
@@ -402,11 +407,11 @@ class Preparation:
                             qg.append(qr[e] * anchor[e])
                             if votes:
                                 # Finite for rows that lost the vote: only rows that lost it too meet them.
-                                kc.append(k[e] * dev.ex2(dev.minimum(-fall, Float32(VOTE_LIMIT))))
+                                kc.append(beta_k[e] * dev.ex2(dev.minimum(-fall, Float32(VOTE_LIMIT))))
                                 # Afresh: a hop of 80 or more would flush what the factor blew up.
-                                columns[half].append(k[e] * dev.ex2(hop[e] - fall))
+                                columns[half].append(beta_k[e] * dev.ex2(hop[e] - fall))
                             else:
-                                kc.append(k[e] * dev.ex2(-fall))
+                                kc.append(beta_k[e] * dev.ex2(-fall))
                                 columns[half].append(kc[e] * hop[e])
                         k_row[half].append(dev.pack_bf16x2(*kr))
                         q_row[half].append(dev.pack_bf16x2(*qr))
@@ -440,6 +445,11 @@ class Preparation:
             x + dev.select(last, Float32(0.0), y)
             for x, y in zip(row(p.last, p.block), following, strict=True)
         ]
+
+    def load_betas(self, p):
+        """beta of the thread's two rows."""
+        first = p.beta + (p.block * BLOCK + p.row) * 4
+        return [dev.load_shared(first + 32 * half, Float32) for half in range(2)]
 
     def load_group(self, p, m):
         """Exponents, k and q of the thread's two rows, channels of group m."""
@@ -511,6 +521,7 @@ class Preparation:
         depends on this row alone."""
         p = self.placed(thread, block, base)
         p.k_factors, p.q_factors = [k_factor, k_factor_8], [q_factor, q_factor_8]
+        p.betas = self.load_betas(p)
         if steep:
             reach = cute.make_rmem_tensor((2,), Float32)
             reach.fill(0.0)
@@ -545,7 +556,7 @@ class Preparation:
         """The block by halves: rows of the lower half against columns of the upper one, the anchor on the first
         row of the lower half, so that no factor is above 1; then the same within each half, down to single
         rows, whose own product has no decay. Also the reach of each row, the fall of G since the anchor. Rows are
-        taken as they came, products normalised at the end."""
+        taken as they came, products normalised and multiplied by the columns' beta at the end."""
         p = self.placed(thread, block, base)
         # [rows 8 to 15 against 0 to 7; of each half: sizes 4, 2, 1, the diagonal][2 of L, 2 of Aqk]
         acc = cute.make_rmem_tensor((36,), Float32)
@@ -557,8 +568,8 @@ class Preparation:
         self.refined(p, acc, products)
         # Column 8 * tile + 2 * quad + e is row 2 * quad + e, or that plus 8, of the thread in its first lane.
         of_column = [
-            cute.arch.shuffle_sync(factor, (2 * p.quad + e) * 4)
-            for factor in (k_factor, k_factor_8)
+            cute.arch.shuffle_sync(factor * beta, (2 * p.quad + e) * 4)
+            for factor, beta in zip((k_factor, k_factor_8), self.load_betas(p), strict=True)
             for e in range(2)
         ]
         for n in cutlass.range_constexpr(16):
@@ -654,7 +665,7 @@ class Preparation:
             self.clear_block(i, block, lane, aqk)
 
     def column_block(self, columns, step, block, lane, base, aqk):
-        """Block (block + step, block): L with beta, in parts, for the merge; Aqk to its image. Then the columns hop past
+        """Block (block + step, block): L, in parts, for the merge; Aqk to its image. Then the columns hop past
         its rows."""
         target = block + step
         l_acc, a_acc = ([[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2))
@@ -671,10 +682,7 @@ class Preparation:
                 for c in range(8):
                     columns[16 * m + 8 * half + c] = columns[16 * m + 8 * half + c] * hop[c]
         self.store_block(self.pack(a_acc[0] + a_acc[1]), target, block, lane, base, aqk)
-        first = base + self.at["beta"] + (target * BLOCK + lane // 4) * 4
-        beta = [dev.load_shared(first + 32 * half, Float32) for half in range(2)]
-        scaled = [[l_acc[tile][i] * beta[i // 2] for i in range(4)] for tile in range(2)]
-        self.store_parts(self.l_place(base, target, block) + lane * 16, self.split(scaled))
+        self.store_parts(self.l_place(base, target, block) + lane * 16, self.split(l_acc))
 
     # ---- blocks of the images of Aqk and T
 
@@ -727,11 +735,10 @@ class Preparation:
         place = self.x_place(p.k - self.at["k"], p.block)
         for half in range(2):
             row = p.row + 8 * half
-            beta = dev.load_shared(p.beta + (p.block * BLOCK + row) * 4, Float32)
             for tile in range(2):
                 for e in range(2):
                     column = 8 * tile + 2 * p.quad + e
-                    dev.store_shared(place + (column * 16 + row) * 4, l_acc[tile][2 * half + e] * (-beta))
+                    dev.store_shared(place + (column * 16 + row) * 4, -l_acc[tile][2 * half + e])
         cute.arch.sync_warp()
         column = p.lane % 16  # not kept from stage 1, where registers are scarce in between
         x = [dev.select(column == i, Float32(1.0), Float32(0.0)) for i in range(BLOCK)]
@@ -752,14 +759,9 @@ class Preparation:
             at = (p.row + 8 * (i % 2)) * 16 + 2 * p.quad + 8 * (i // 2)
             values.append(dev.load_shared_x2(place + at * 4, Float32))
         cute.arch.sync_warp()
-        parts = [dev.split_bf16x2(*pair) for pair in values]
-        self.store_parts(place + p.lane * 16, ([head for head, _ in parts], [tail for _, tail in parts]))
-        pairs = []
-        for i in range(4):
-            at = p.block * BLOCK + 2 * p.quad + 8 * (i // 2)
-            beta = dev.load_shared_x2(p.beta + at * 4, Float32)
-            pairs.append(dev.pack_bf16x2(*(x * y for x, y in zip(values[i], beta, strict=True))))
-        self.store_block(pairs, p.block, p.block, p.lane, base, t)
+        heads, tails = zip(*(dev.split_bf16x2(*pair) for pair in values), strict=True)
+        self.store_parts(place + p.lane * 16, (heads, tails))
+        self.store_block(heads, p.block, p.block, p.lane, base, t)
 
     def diagonal(self, p, base):
         """The transposed inverse of the diagonal block, bf16x2 [blocks][2 parts][4], of
@@ -793,16 +795,10 @@ class Preparation:
         x_ii = self.load_parts(self.x_place(base, i) + lane * 16)
         product = self.exact_product(self.split(total), x_ii, zero)
         minus = [[-x for x in tile] for tile in product]
-        for part, fragment in enumerate(self.split(minus)):
-            for n in range(4):
-                parts[step * 8 + part * 4 + n] = fragment[n]
-        first = base + self.at["beta"] + (block * BLOCK + lane // 4) * 4
-        beta = [dev.load_shared(first + 32 * half, Float32) for half in range(2)]
-        pairs = []
-        for n in range(4):
-            low, high = minus[n // 2][2 * (n % 2) : 2 * (n % 2) + 2]
-            pairs.append(dev.pack_bf16x2(low * beta[n % 2], high * beta[n % 2]))
-        self.store_block(dev.transpose_16x16(pairs), i, block, lane, base, t)
+        heads, tails = self.split(minus)
+        for n, x in enumerate(heads + tails):
+            parts[step * 8 + n] = x
+        self.store_block(dev.transpose_16x16(heads), i, block, lane, base, t)
 
     def exact_product(self, a, b, acc):
         """a @ b^T + acc of 16x16 matrices in two bf16 parts (A fragments both), 16 bits of each counted."""
