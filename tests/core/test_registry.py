@@ -275,9 +275,9 @@ class Halves:
 """
 
 
-def install_planner(install, abi=BACKEND_ABI, unavailable=None):
+def install_planner(install, abi=BACKEND_ABI, unavailable=None, backend=HALVES):
     source = PLANNER.format(abi=abi, unavailable=unavailable)
-    install("halves", group="kda_core.planners", source=source, backend=HALVES)
+    install("halves", group="kda_core.planners", source=source, backend=backend)
 
 
 def test_a_planner_is_asked_and_can_be_turned_off(install, monkeypatch):
@@ -307,10 +307,40 @@ def test_a_plan_can_be_forced(install):
         chunk_kda(**X, context_parallel=Plan(99))
 
 
+def test_a_planner_may_refuse_plans_and_explain_itself(install):
+    """Both methods are optional, ABI 1.2; the tests above are of a planner without them."""
+    speaking = HALVES.replace(
+        "    def plan_from_json",
+        """    def refusal(self, plan, inputs, spec, backend):
+        return f"{spec.name} takes even cuts" if plan.cut % 2 else None
+
+    def explain(self, plan, inputs, spec, backend):
+        return "too short" if plan is None else f"a cut at {plan.cut}"
+
+    def plan_from_json""",
+    )
+    install_planner(install, backend=speaking)
+    from fake_halves_backend import Plan
+
+    with record_calls() as calls:
+        chunk_kda(**X, context_parallel=Plan(4))
+    assert [c.planner for c in calls] == ["halves"]
+    with pytest.raises(
+        PlannerError, match="context_parallel: halves cannot run this plan: reference takes even"
+    ):
+        chunk_kda(**X, context_parallel=Plan(5))
+    refused = explain(**X, context_parallel=Plan(5))
+    assert refused.plan == "none" and "reference takes even cuts" in refused.error
+    assert explain(**X).plan == "halves: a cut at 10"
+    assert explain(**call(T=8)).plan == "direct (halves: too short)"
+    assert explain(**X, context_parallel="off").plan == explain(**X, pin=True).plan == "direct"
+
+
 def test_a_broken_planner_says_so_instead_of_running_serially(install, monkeypatch):
     install_planner(install, abi=(0, 1))
     with pytest.raises(PlannerError, match="abi-mismatch.*KDA_CP=0 turns it off"):
         chunk_kda(**X)
+    assert "abi-mismatch" in explain(**X).error
     monkeypatch.setenv("KDA_CP", "0")
     assert ran() == "reference"
 

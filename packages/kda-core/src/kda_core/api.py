@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kda_core import contract, ops
 from kda_core.contract import OPTION_FIELDS, KdaOptions, ProblemShape, describe
-from kda_core.errors import ArgumentError, DtypeError, KdaError
+from kda_core.errors import ArgumentError, DtypeError, KdaError, PlannerError
 from kda_core.registry import REGISTRY, Choice, Refusal
 
 _N_TENSORS = 10
@@ -203,7 +203,7 @@ class Explanation:
         rule: what decided: "backend=", "use_backend", "KDA_BACKEND" or "automatic".
         refusals: who would not serve it, and why.
         workspace_bytes: scratch memory of the call.
-        plan: how a planner would split it; "direct" for one call of the backend.
+        plan: how a planner would split it, and why; "direct" for one call of the backend.
         error: the message of the exception that the call would raise, or None.
     """
 
@@ -276,15 +276,27 @@ def _explain(
     refusals = REGISTRY.refusals(shape, backend)
     if choice is None:
         return Explanation(shape, None, "backend=" if backend else "automatic", refusals, 0, "none", error)
-    call = ops.make_plan(shape, choice, mode)
+    call = ops.make_plan(shape, choice, "off")  # the workspace does not depend on the mode
     shown = "direct"
-    if (
-        inputs is not None
-        and call.planner is not None
-        and (plan := ops.ask_planner(call, inputs)) is not None
-    ):
-        shown = f"{call.planner[0]}: {plan}"
-    return Explanation(shape, choice.spec.name, choice.rule, refusals, call.workspace_bytes, shown, None)
+    if inputs is not None:
+        try:
+            shown = _explain_plan(ops.make_plan(shape, choice, mode), inputs)
+        except PlannerError as e:
+            shown, error = "none", f"{type(e).__name__}: {e}"
+    return Explanation(shape, choice.spec.name, choice.rule, refusals, call.workspace_bytes, shown, error)
+
+
+def _explain_plan(call: ops.CallPlan, inputs: contract.KdaInputs) -> str:
+    """What a planner decides for a call, in its own words where it has them."""
+    if call.planner is None:
+        return "direct"
+    name, planner = call.planner
+    plan = ops.ask_planner(call, inputs)
+    words = getattr(planner, "explain", None)  # optional: kda_core.backend.SupportsExplanation
+    if words is not None:
+        said = words(plan, inputs, call.choice.spec, call.choice.backend)
+        return f"direct ({name}: {said})" if plan is None else f"{name}: {said}"
+    return "direct" if plan is None else f"{name}: {plan}"
 
 
 # ---- helpers

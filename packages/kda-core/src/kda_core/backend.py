@@ -90,6 +90,57 @@ class SupportsRecurrent(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsSegments(Protocol):
+    """Optional, behind `Feature.SEGMENT_SUMMARY`, since ABI 1.2: for planners that cut sequences into segments.
+
+    A planner asks for the summaries of all segments, finds from them the state at the start of each, and has them run from
+    there. `inputs` are those of a packed call (B = 1) whose N sequences are the segments; both times the same tokens, and
+    shapes that differ in `state_v_first` alone, which is False in `summarize`; final and intermediate states that they ask
+    for are the run's matter. `Backend.can_run` has said yes to the run's shape. The rules of `Backend` hold.
+    """
+
+    def segment_workspace_bytes(self, shape: ProblemShape) -> int:
+        """Bytes of scratch memory of both calls; the same for both shapes."""
+        ...
+
+    def summarize(self, inputs: KdaInputs, exits: Tensor, transitions: Tensor, workspace: Tensor) -> None:
+        """How each segment acts on a state, ``S_out = M S_in + B`` with fp32 accumulators.
+
+        Args:
+            inputs: `initial_state` [N, HV, K, V] or None for zeros.
+            exits: [N, HV, K, V], written: the final states from those initial states.
+            transitions: [N, HV, K, K], written: M, prod (I - beta k k^T) Diag(e^g). Both fp32 (fp64 for fp64 inputs). A
+                segment of length zero has the identity.
+            workspace: [`segment_workspace_bytes`] uint8. What `run_segments` can use is left in it: all that depends
+                on the tokens alone is computed once.
+        """
+        ...
+
+    def run_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        """As `Backend.chunk_fwd`, with `outputs.workspace` as the last `summarize` left it, which was of these segments.
+        `inputs.initial_state` are the true states at the segments' starts. Returns `outputs`."""
+        ...
+
+
+@runtime_checkable
+class SupportsMerge(Protocol):
+    """Optional beside `SupportsSegments`, since ABI 1.2. Without it the planner merges in torch."""
+
+    def merge_segments(self, initial: Tensor, exits: Tensor, transitions: Tensor, bounds: Tensor) -> None:
+        """The state at the start of every segment, accurate to fp32 and found on the device.
+
+        Args:
+            initial: [N, HV, K, V] fp32, as `summarize` had it: at the first segment of a sequence its true state, elsewhere
+                zeros, which are overwritten. After the first segment the state is its exit, after every further one M S
+                + exit.
+            exits, transitions: as `summarize` wrote them.
+            bounds: int32 on the device, one more than there are sequences: segments bounds[n] to bounds[n+1] - 1 are the
+                parts of sequence n, in order.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class PlannerSpec:
     """A planner, described by literals; fields as in `BackendSpec`. `target` names a class that satisfies `Planner`."""
@@ -130,6 +181,24 @@ class Planner(Protocol):
         Raises:
             PlannerError: the plan does not fit the call.
         """
+        ...
+
+
+class SupportsRefusal(Protocol):
+    """Optional for a planner, since ABI 1.2. A planner without it is given every plan that a caller forces."""
+
+    def refusal(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str | None:
+        """None, or why this plan, which a caller gave, cannot run this call on this backend: core raises it as a
+        `PlannerError` before anything is launched. Must not synchronise."""
+        ...
+
+
+class SupportsExplanation(Protocol):
+    """Optional for a planner, since ABI 1.2."""
+
+    def explain(self, plan: Plan | None, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str:
+        """For `kda_core.explain`: the plan with its prediction and the rule that decided, or with None, which is what
+        `Planner.plan` returned, why the call goes directly to the backend."""
         ...
 
 

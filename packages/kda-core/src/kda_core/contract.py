@@ -60,6 +60,9 @@ class Feature(str, Enum):
     GRAPH = "graph"  # device cu_seqlens read on the device alone: no synchronisation, CUDA-graph capture
     BACKWARD = "backward"
     RECURRENT = "recurrent"  # the decode entry
+    SEGMENT_SUMMARY = (
+        "segment_summary"  # no call needs it: an offer to planners, `kda_core.backend.SupportsSegments`
+    )
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ KDA_CP = Variable("KDA_CP", "1", "0 turns automatic context parallelism (the pla
 KDA_CACHE_DIR = Variable(
     "KDA_CACHE_DIR",
     "",
-    "Folder of compiled kernels. Empty: `$XDG_CACHE_HOME/kda-core`, or `~/.cache/kda-core`.",
+    "Folder of compiled kernels and calibrations. Empty: `$XDG_CACHE_HOME/kda-core`, or `~/.cache/kda-core`.",
 )
 KDA_DISABLE_JIT = Variable(
     "KDA_DISABLE_JIT",
@@ -76,7 +76,7 @@ def context_parallel() -> bool:
 
 
 def cache_dir() -> Path:
-    """The folder of compiled kernels (``KDA_CACHE_DIR``). It need not exist yet."""
+    """The folder of compiled kernels and calibrations (``KDA_CACHE_DIR``). It need not exist yet."""
     if value := KDA_CACHE_DIR.raw():
         return Path(value).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "").strip()

@@ -173,13 +173,22 @@ def execute(
 
 
 def ask_planner(call: CallPlan, inputs: KdaInputs) -> Plan | None:
-    """How the planner splits the call, or None for a direct one."""
+    """How the planner splits the call, or None for a direct one.
+
+    Raises:
+        PlannerError: the caller's plan does not fit the call.
+    """
     if call.planner is None:
         return None
-    _, planner = call.planner
-    if call.plan is not None:
-        return planner.plan_from_json(call.plan)
-    return planner.plan(inputs, call.choice.spec, call.choice.backend)
+    name, planner = call.planner
+    choice = call.choice
+    if call.plan is None:
+        return planner.plan(inputs, choice.spec, choice.backend)
+    plan = planner.plan_from_json(call.plan)
+    refusal = getattr(planner, "refusal", None)  # optional: kda_core.backend.SupportsRefusal
+    if refusal is not None and (why := refusal(plan, inputs, choice.spec, choice.backend)) is not None:
+        raise PlannerError(f"context_parallel: {name} cannot run this plan: {why}")
+    return plan
 
 
 def _empty(x: Tensor | None, like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ import torch
 from torch import Tensor
 
 import kda_core
+from kda_core import contract
+from kda_core.backend import SupportsMerge, SupportsSegments
 from kda_core.contract import Feature
 from kda_core.errors import ArgumentError, BackendUnsupportedError
-from kda_core.registry import record_calls
+from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing.inputs import FAMILIES, Inputs, make_normalised, one_key
 from kda_core.testing.oracle import token_oracle
 from kda_core.testing.runner import NEEDS_GPU, TESTED, Runner, case_of
@@ -595,7 +598,43 @@ class BackendConformance:
         case.check(kda.recurrent(case.inputs.arguments)[0], state)
         assert state is not None and torch.equal(state[1], case.inputs.arguments["initial_state"][1])
 
-    @pytest.mark.parametrize("feature", tuple(Feature), ids=lambda f: f.value)
+    @pytest.mark.parametrize("family", ["steep", "slow", "memory"])
+    def test_segments(self, kda: Runner, family: str) -> None:
+        """Summaries of segments, merged by hand, and the run from the states found give what the whole sequence gives."""
+        kda.require(Feature.SEGMENT_SUMMARY, Feature.VARLEN, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+        backend: Any = REGISTRY.load(REGISTRY.find(kda.backend).spec)
+        assert isinstance(backend, SupportsSegments)
+        case = kda.case(family, 230, HV=2, lengths=(230,), initial_state=True)
+        x = case.inputs.arguments
+        names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+        starts = x["initial_state"].new_zeros(4, *x["initial_state"].shape[1:])
+        starts[0] = x["initial_state"][0]
+        cu_seqlens = torch.tensor([0, 100, 100, 167, 230], dtype=torch.int32, device=kda.device)
+        tensors = [*(x.get(n) for n in names), starts, cu_seqlens, cu_seqlens.cpu()]
+        options = {n: x[n] for n, _, _ in contract.OPTION_FIELDS if n in x} | {"output_final_state": True}
+        shape = contract.problem_shape(*tensors, options=contract.KdaOptions(**options))
+        inputs = contract.make_inputs(tensors, shape)
+        exits = torch.full_like(starts, torch.nan)
+        transitions = torch.full((4, 2, shape.K, shape.K), torch.nan, device=kda.device)
+        size = backend.segment_workspace_bytes(shape)
+        workspace = torch.full((size,), 255, dtype=torch.uint8, device=kda.device)
+        backend.summarize(inputs, exits, transitions, workspace)
+        true = starts.double()
+        true[1] = exits[0]
+        for i in (1, 2):
+            true[i + 1] = transitions[i].double() @ true[i] + exits[i].double()
+        assert torch.equal(transitions[1], torch.eye(shape.K, device=kda.device).expand(2, -1, -1))
+        if isinstance(backend, SupportsMerge):
+            merged, bounds = starts.clone(), torch.tensor([0, 4], dtype=torch.int32, device=kda.device)
+            backend.merge_segments(merged, exits, transitions, bounds)
+            torch.testing.assert_close(merged.double(), true, rtol=1e-5, atol=1e-5 * true.abs().max().item())
+        inputs = replace(inputs, initial_state=true.float())
+        outputs = contract.allocate_outputs(inputs, 0, (None, None, None, workspace))
+        assert backend.run_segments(inputs, outputs) is outputs
+        assert outputs.final_state is not None
+        case.check(outputs.o, outputs.final_state[3:])
+
+    @pytest.mark.parametrize("feature", sorted({*Feature} - {Feature.SEGMENT_SUMMARY}), ids=lambda f: f.value)
     def test_declared_features_run_undeclared_are_refused(self, kda: Runner, feature: Feature) -> None:
         """A call that needs a declared feature runs; one that needs an undeclared feature raises, and nothing runs."""
         x = _needing(kda, feature)

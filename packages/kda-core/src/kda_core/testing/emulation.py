@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial, update_wrapper
 from typing import Any
 
 from torch import Tensor
@@ -15,18 +16,23 @@ from kda_core.cute import kernels_made_by
 from kda_core.reference import SPEC as REFERENCE_SPEC
 from kda_core.registry import REGISTRY
 
+OPTIONAL = ("segment_workspace_bytes", "summarize", "merge_segments", "run_segments")
+
 
 class EmulatedBackend:
     """Satisfies `kda_core.backend.Backend` for CPU tensors, through the methods of a backend for a GPU.
 
     Its kernels may access the tensors of a call and no more. Outputs and workspace count as written: kernels read in
-    workspaces what earlier calls left.
+    workspaces what earlier calls left. It has those of the methods `OPTIONAL` that the backend has.
     """
 
     emulated = True
 
     def __init__(self, backend: Backend, arch: str, options: dict[str, Any]) -> None:
         self.backend, self.arch, self.options = backend, arch, options
+        for name in OPTIONAL:
+            if (method := getattr(backend, name, None)) is not None:
+                setattr(self, name, update_wrapper(partial(self._emulate, method), method))
 
     def can_run(self, shape: ProblemShape) -> str | None:
         return self.backend.can_run(shape)
@@ -41,14 +47,19 @@ class EmulatedBackend:
             self.backend.prepare(shape)
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        return self._emulate(self.backend.chunk_fwd, inputs, outputs)
+
+    def _emulate(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """A call of a method of the backend, its launches emulated."""
         import ptx_emulator
 
-        tensors = [x for part in (inputs, outputs) for x in vars(part).values() if isinstance(x, Tensor)]
+        parts = [vars(x).values() if isinstance(x, KdaInputs | KdaOutputs) else (x,) for x in arguments]
+        tensors = [x for part in parts for x in part if isinstance(x, Tensor)]
         with (
             kernels_made_by(ptx_emulator.load),
             ptx_emulator.device(self.arch, tensors=tensors, **self.options),
         ):
-            return self.backend.chunk_fwd(inputs, outputs)
+            return method(*arguments)
 
 
 @contextmanager
