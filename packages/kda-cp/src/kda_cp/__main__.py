@@ -1,0 +1,72 @@
+"""``python -m kda_cp``: calibrate, constants, plan."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kda_core.errors import KdaError
+from kda_cp import constants
+from kda_cp.plan import make_plan
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; exit status 0, or 1 with a message where it failed."""
+    parser = argparse.ArgumentParser("python -m kda_cp", description="Context parallelism of KDA")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    p = commands.add_parser("calibrate", help="time a backend on the GPU at hand, and store its constants")
+    p.add_argument("--backend", required=True, help="the backend to time")
+    p.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of q, k, v"
+    )
+    p.add_argument("--device", type=int, default=0, help="index of the CUDA device")
+    p.set_defaults(run=_calibrate)
+    p = commands.add_parser("constants", help="the stored and the shipped constants")
+    p.set_defaults(run=_constants)
+    p = commands.add_parser(
+        "plan", help="the plan of some lengths by stored or shipped constants; no GPU needed"
+    )
+    p.add_argument("lengths", type=int, nargs="+", help="tokens of each sequence")
+    p.add_argument("--HV", type=int, required=True, help="value heads")
+    p.add_argument("--device", default="NVIDIA H200", help="name of the device (default: %(default)s)")
+    p.add_argument("--backend", default="sm90", help="default: %(default)s")
+    p.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    p.add_argument("--native", action="store_true", help="the backend summarises segments itself")
+    p.add_argument("--SMs", type=int, default=132, help="of the device, where nobody has its constants")
+    p.set_defaults(run=_plan)
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except KdaError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    import torch
+
+    from kda_cp import calibrate
+
+    device = torch.device("cuda", args.device) if torch.cuda.is_available() else torch.device("cpu")
+    found = calibrate.measure(device, args.backend, getattr(torch, args.dtype))
+    key = (torch.cuda.get_device_name(device), args.backend, args.dtype)
+    print(f"{' / '.join(key)}: {found}\nstored in {constants.store(key, found)}")
+
+
+def _constants(args: argparse.Namespace) -> None:
+    for key in sorted({*constants.stored(), *constants.SHIPPED}):
+        found, source = constants.lookup(key)
+        print(f"{' / '.join(key)} ({source}): {found}")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    found, source = constants.lookup((args.device, args.backend, args.dtype))
+    print(
+        make_plan(args.lengths, HV=args.HV, constants=found, source=source, SMs=args.SMs, native=args.native)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

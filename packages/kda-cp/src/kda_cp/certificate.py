@@ -1,0 +1,192 @@
+"""Certified decay: which pieces have forgotten their initial state, shown on the device, per piece and value head.
+
+For a piece with exit state B, transition M and true initial state S, the state after it is ``M S + B``. The first term may
+be left out where ``||M S||_F <= 2^-24 ||B||_F``, the rounding of fp32. That holds where three things do:
+
+- every factor of M, ``(I - beta k k^T) Diag(e^g)``, has norm at most 1: 0 <= beta |k|^2 <= 2 and g <= 0, checked for every
+  token of the piece. Then the last factors bound them all, ``||M||_2 <= ||M_tail||_F``, M_tail those of the last `TAIL`
+  tokens, computed in fp64: one from bf16 operands would be no bound;
+- the same for all split-off pieces before it in the sequence: then ``||S||_F <= s``, the sum of ``||B||_F`` so far, where
+  the first piece counts with its true exit state;
+- ``||M_tail||_F max(s, ||B||_F) <= 2^-24 ||B||_F``.
+
+Sums of g alone show nothing: see ``docs/context-parallel.md``. What is not certified, pieces shorter than `TAIL` among it,
+gets its exact transition from the backend in the same call, without the host knowing how much that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_core.reference import ReferenceBackend
+from kda_cp.pieces import Caller, Piece, index_dtype, upload
+from kda_cp.summary import identity_pass
+
+TAIL = 512  # tokens of a piece whose transition is computed exactly
+THRESHOLD = 2.0**-24
+LONGEST_STEP = 2 * (1 - 2.0**-18)  # of beta |k|^2 as fp32 computes it
+
+
+def transitions(
+    inputs: KdaInputs, pieces: Sequence[Piece], exits: Sequence[Sequence[Tensor]], o: Tensor, call: Caller
+) -> Tensor:
+    """The transitions [n, HV, K, K] of n pieces: zero where `certified` says so, else the backend's.
+
+    Args:
+        exits: for each sequence the exit states of its pieces, the first from its true initial state.
+        o: [B, T, HV, V], scratch memory: its first rows are overwritten.
+    """
+    vanished = certified(inputs, pieces, exits)
+    M = _remaining(inputs, pieces, vanished, o, call)
+    return torch.where(vanished[:, :, None, None], 0.0, M)
+
+
+def certified(inputs: KdaInputs, pieces: Sequence[Piece], exits: Sequence[Sequence[Tensor]]) -> Tensor:
+    """[n, HV] bool: where the transition of a piece, neither first nor last of its sequence, may be left out."""
+    HV, device = inputs.shape.HV, inputs.q.device
+    long = [p for p in pieces if p.length >= TAIL]
+    if not long:
+        return torch.zeros(len(pieces), HV, dtype=torch.bool, device=device)
+    tail = dict(zip(long, _tail_norms(inputs, long)))
+    expands = _expanding(inputs)
+    expanding = {p: expands[p.start : p.start + p.length].any(0) for p in pieces}
+    open_end = torch.full((HV,), torch.inf, dtype=torch.float64, device=device)
+    found: dict[Piece, Tensor] = {}
+    for n, ends in enumerate(exits):
+        inner = sorted((p for p in pieces if p.sequence == n), key=lambda p: p.start)
+        if not inner:
+            continue
+        b = torch.stack([B.flatten(1).norm(dim=1, dtype=torch.float64) for B in ends])  # [P - 1, HV]
+        before = b.cumsum(0)[:-1]
+        sound = torch.stack([expanding[p] for p in inner]).cumsum(0) == 0
+        m = torch.stack([tail.get(p, open_end) for p in inner])
+        holds = sound & (m * torch.maximum(before, b[1:]) <= THRESHOLD * b[1:])
+        found |= zip(inner, holds)
+    return torch.stack([found[p] for p in pieces])
+
+
+def _tail_norms(inputs: KdaInputs, pieces: Sequence[Piece]) -> Tensor:
+    """||M_tail||_F [n, HV] of pieces of at least `TAIL` tokens, in fp64."""
+    s, f64 = inputs.shape, torch.float64
+
+    def windows(x: Tensor) -> Tensor:
+        ends = [p.start + p.length for p in pieces]
+        return torch.stack([x.flatten(0, 1)[end - TAIL : end] for end in ends]).to(f64)
+
+    options = replace(
+        s.options, output_final_state=True, return_intermediate_states=False, state_v_first=False, needs_backward=False,
+        use_graph=False, max_num_seqs=None,
+    )  # fmt: skip
+    shape = replace(
+        s, B=len(pieces), T=TAIL, V=s.K, N=len(pieces), dtype=f64, g_dtype=f64, beta_dtype=f64, index_dtype=None,
+        has_initial_state=True, options=options,
+    )  # fmt: skip
+    k = windows(inputs.k)
+    v = k.new_zeros((shape.B, TAIL, s.HV, s.K))
+    state = torch.eye(s.K, dtype=f64, device=k.device).expand(shape.state_shape).contiguous()
+    x = replace(
+        inputs, q=k, k=k, v=v, g=windows(inputs.g), beta=windows(inputs.beta), initial_state=state,
+        cu_seqlens=None, cu_seqlens_cpu=None, shape=shape,
+    )  # fmt: skip
+    final = torch.empty_like(state)
+    ReferenceBackend().chunk_fwd(x, KdaOutputs(v, final))
+    return final.flatten(2).norm(dim=2)
+
+
+def _expanding(inputs: KdaInputs) -> Tensor:
+    """[B*T, HV] bool: whether a token's factor may have a norm above 1, or is not a number."""
+    s, options = inputs.shape, inputs.options
+    size = inputs.k.flatten(0, 1).float().square().sum(-1)  # [B*T, H]
+    if options.use_qk_l2norm_in_kernel:
+        size = size / (size + 1e-6)
+    beta = inputs.beta.flatten(0, 1).float()
+    if options.use_beta_sigmoid_in_kernel:
+        beta = beta.sigmoid() * (2.0 if options.allow_neg_eigval else 1.0)
+    step = beta * size.repeat_interleave(s.HV // s.H, dim=1)
+    shrinks = (step >= 0) & (step <= LONGEST_STEP)
+    if not options.use_gate_in_kernel:  # the gate formulas give no value above 0
+        shrinks &= (inputs.g.flatten(0, 1) <= 0).all(-1)
+    return ~shrinks
+
+
+# ---- the exact path of what is not certified
+
+
+def stream_shape(shape: ProblemShape, pieces: Sequence[Piece]) -> ProblemShape:
+    """The largest call that `_remaining` makes: every (piece, value head) is a sequence of its own, H = HV = 1."""
+    graph = shape.device_type != "cpu"
+    n, T = len(pieces) * shape.HV, sum(p.length for p in pieces) * shape.HV
+    options = replace(
+        shape.options, output_final_state=True, return_intermediate_states=False, state_v_first=False,
+        needs_backward=False, use_gate_in_kernel=False, lower_bound=None, safe_gate=shape.options.bounded_gate,
+        use_graph=graph, max_num_seqs=n if graph else None,
+    )  # fmt: skip
+    return replace(
+        shape, B=1, T=T, H=1, HV=1, N=n, g_dtype=shape.state_dtype, index_dtype=index_dtype(T), has_A_log=False,
+        has_dt_bias=False, has_initial_state=True, options=options,
+    )  # fmt: skip
+
+
+def _remaining(
+    inputs: KdaInputs, pieces: Sequence[Piece], vanished: Tensor, o: Tensor, call: Caller
+) -> Tensor:
+    """M [n, HV, K, K] of what has not vanished; the identity elsewhere.
+
+    The streams that remain are copied next to each other; the others have length zero. On a GPU the host does not know how
+    many there are, so memory and launches are sized for all, and the work is not.
+    """
+    s, device = inputs.shape, inputs.q.device
+    shape = stream_shape(s, pieces)
+    lengths, _ = upload((p.length for p in pieces for _ in range(s.HV)), torch.int64, device)
+    first, _ = upload((p.start for p in pieces), torch.int64, device)
+    ends = torch.where(vanished.flatten(), 0, lengths).cumsum(0)
+    cu_seqlens = F.pad(ends, (1, 0)).to(shape.index_dtype)
+    if device.type == "cpu":
+        shape = replace(shape, T=int(ends[-1]))
+
+    at = torch.arange(shape.T, device=device)
+    stream = torch.searchsorted(ends, at, right=True).clamp(max=shape.N - 1)
+    head = stream % s.HV
+    token = first[stream // s.HV] + at - cu_seqlens[stream]
+    token = token.clamp(max=s.B * s.T - 1)  # rows behind the last stream belong to nobody
+    row = token * s.HV + head
+
+    def picked(x: Tensor, index: Tensor) -> Tensor:
+        """x [B, T, heads, ...] -> [1, rows, 1, ...]."""
+        return x.flatten(0, 2)[index].unsqueeze(0).unsqueeze(2)
+
+    k = picked(inputs.k, token * s.H + head // (s.HV // s.H))
+    g = _log_decay(picked(inputs.g, row).to(shape.state_dtype), inputs, head)
+    v = k.new_zeros((1, shape.T, 1, s.V))
+    x = replace(
+        inputs, q=k, k=k, v=v, g=g, beta=picked(inputs.beta, row), A_log=None, dt_bias=None,
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=None, shape=shape,
+    )  # fmt: skip
+
+    def final_states(start: Tensor) -> Tensor:
+        final = torch.empty_like(start)
+        scratch = o.flatten(0, 2)[: shape.T].view(1, shape.T, 1, s.V)
+        call(replace(x, initial_state=start), scratch, final)
+        return final
+
+    M = identity_pass(final_states, inputs.q.new_empty(0, dtype=shape.state_dtype), shape.N, 1, s.K, s.V)
+    return M.view(len(pieces), s.HV, s.K, s.K)
+
+
+def _log_decay(g: Tensor, inputs: KdaInputs, head: Tensor) -> Tensor:
+    """The log decay of rows [1, rows, 1, K] of these value heads [rows]."""
+    options = inputs.options
+    if not options.use_gate_in_kernel:
+        return g
+    if inputs.dt_bias is not None:
+        g = g + inputs.dt_bias[head].to(g.dtype).view_as(g)
+    rate = 1.0 if inputs.A_log is None else inputs.A_log.to(g.dtype).exp()[head].view(1, -1, 1, 1)
+    if options.lower_bound is not None:
+        return options.lower_bound * torch.sigmoid(rate * g)
+    return -rate * F.softplus(g)

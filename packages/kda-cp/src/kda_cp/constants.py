@@ -1,0 +1,193 @@
+"""What calls cost: the constants by which the planner predicts, one set per (device, backend, dtype).
+
+Looked up in this order: the calibration file, which `store` writes; `SHIPPED`; nothing, and then the planner goes by the
+ratio rule of `kda_cp.plan`. The file is ``cp/constants.json`` in the folder of ``KDA_CACHE_DIR``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kda_core import env
+from kda_core.errors import ArgumentError
+
+Ways = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Device time of one kind of call of a backend, over streams (sequence, value head)::
+
+        call_us + prepare_ns * tokens * HV + max(lane * ns, work_ns * tokens * HV)
+
+    Attributes:
+        chain: ways in which the backend runs streams, each (lanes, ns a token of a stream): so many streams go at once, each
+            at this pace. A call takes the fastest way.
+        prepare_ns: of the part that is parallel over tokens and done before, a token and value head.
+        work_ns: of all that is done beside the chains, or binds them, as memory does: a token and value head.
+        call_us: fixed.
+        even: whether the backend cuts streams where it likes, so that lanes have the same to do. Else a lane is what
+            longest-first list scheduling gives.
+
+    Raises:
+        ArgumentError: no ways, or a number that is negative or not finite.
+    """
+
+    chain: Ways
+    prepare_ns: float
+    work_ns: float
+    call_us: float
+    even: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.chain or any(lanes < 1 or not 0 < ns < float("inf") for lanes, ns in self.chain):
+            raise ArgumentError("chain", "pairs (lanes of at least 1, ns above 0)", repr(self.chain))
+        for name in ("prepare_ns", "work_ns", "call_us"):
+            _check(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Times of one backend on one device for one dtype of q, k, v.
+
+    Attributes:
+        forward: of a forward call.
+        merge_us: one step of the merge: the states of all sequences pass one piece.
+        gather_ns: copying the inputs of a summary where its pieces are not neighbours in memory, a token and value head.
+        summarize, run: of the two calls of a backend that summarises segments itself, over all segments; None where it
+            does not, or nobody has measured them.
+
+    Raises:
+        ArgumentError: a number that is negative or not finite, or one of `summarize` and `run` without the other.
+    """
+
+    forward: Pass
+    merge_us: float
+    gather_ns: float
+    summarize: Pass | None = None
+    run: Pass | None = None
+
+    def __post_init__(self) -> None:
+        _check("merge_us", self.merge_us)
+        _check("gather_ns", self.gather_ns)
+        if (self.summarize is None) != (self.run is None):
+            raise ArgumentError("summarize, run", "both or neither", "one")
+
+
+def _check(name: str, value: float) -> None:
+    if not 0 <= value < float("inf"):
+        raise ArgumentError(name, "a finite number of at least 0", repr(value))
+
+
+Key = tuple[str, str, str]
+"""(device name as torch gives it, or "cpu"; backend; dtype such as "bfloat16")."""
+
+# kda-sm90 on the 132 SMs of an H200, from the paces of kda_sm90.plan, which were measured a role at a time. With s streams the
+# preparation keeps up with the chains while s * (CTAs of a chain + SM ns of preparing a token / pace) <= 132. Preparing
+# takes 73 SM ns a token in chunks of 64, 59 in chunks of 32. `summarize` and `run` are estimates: chains of four halves
+# (B, M) at 0.7 of the time of a forward chain; memory at 4.2 TB/s for 3.3 KB and for 2.7 KB a token and value head.
+_SM90 = Constants(
+    forward=Pass(((20, 16.5), (28, 21.8), (46, 31.1)), 0.0, 0.0, 26.0, even=True),
+    merge_us=8.0,
+    gather_ns=0.4,
+    summarize=Pass(((12, 11.5), (16, 15.3), (28, 21.8)), 0.0, 0.8, 26.0, even=True),
+    run=Pass(((66, 16.5), (132, 31.1)), 0.0, 0.65, 15.0, even=True),
+)
+
+#: Shipped constants. `merge_us` and `gather_ns` are estimates.
+SHIPPED: dict[Key, Constants] = {("NVIDIA H200", "sm90", "bfloat16"): _SM90}
+
+_lock = threading.Lock()
+_stored: dict[Path, dict[Key, Constants]] = {}
+_version = 0
+
+
+def path() -> Path:
+    """The calibration file, which need not exist."""
+    return env.cache_dir() / "cp" / "constants.json"
+
+
+def lookup(key: Key) -> tuple[Constants | None, str]:
+    """The constants of a (device, backend, dtype) and where they come from; None if nobody has any.
+
+    The file is read once a process, until `store` or `refresh`; after a change of ``KDA_CACHE_DIR`` call `refresh`.
+
+    Raises:
+        ArgumentError: the calibration file cannot be read as one.
+    """
+    if (found := _read(path()).get(key)) is not None:
+        return found, "calibrated"
+    return (SHIPPED[key], "shipped") if key in SHIPPED else (None, "none")
+
+
+def stored() -> dict[Key, Constants]:
+    """What the calibration file holds.
+
+    Raises:
+        ArgumentError: as `lookup`.
+    """
+    return dict(_read(path()))
+
+
+def store(key: Key, constants: Constants) -> Path:
+    """Adds or replaces one set in the calibration file; returns its path."""
+    file = path()
+    with _lock:
+        table = {**_load(file), key: constants}
+        rows = [{"key": list(k), **asdict(c)} for k, c in sorted(table.items())]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(rows, indent=2) + "\n")
+        part.replace(file)  # whole or not at all, for other processes read it
+        _stored[file] = table
+        _advance()
+    return file
+
+
+def refresh() -> None:
+    """Forgets what was read of the calibration file, and all plans that were made by it."""
+    with _lock:
+        _stored.clear()
+        _advance()
+
+
+def version() -> int:
+    """A number that changes whenever what `lookup` finds may have changed: by `store`, or by `refresh`."""
+    return _version
+
+
+def _advance() -> None:
+    global _version
+    _version += 1
+
+
+def _read(file: Path) -> dict[Key, Constants]:
+    with _lock:
+        if file not in _stored:
+            _stored[file] = _load(file)
+        return _stored[file]
+
+
+def _load(file: Path) -> dict[Key, Constants]:
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        return {}
+    try:
+        return {tuple(row.pop("key")): _read_row(row) for row in json.loads(text)}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ArgumentError(
+            str(file), "a file that kda_cp.constants.store wrote; remove it", str(error)
+        ) from error
+
+
+def _read_row(row: dict[str, Any]) -> Constants:
+    def one(x: dict[str, Any] | None) -> Pass | None:
+        return None if x is None else Pass(tuple((int(n), float(ns)) for n, ns in x.pop("chain")), **x)
+
+    return Constants(**row | {name: one(row[name]) for name in ("forward", "summarize", "run")})

@@ -1,0 +1,115 @@
+"""The planner that kda-core finds by entry point: decides for a call, and executes it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import replace
+
+import torch
+
+from kda_core.backend import Backend, BackendSpec, SupportsSegments
+from kda_core.contract import KdaInputs, KdaOutputs
+from kda_core.errors import ArgumentError, PlannerError
+from kda_cp import constants, execute, native
+from kda_cp.plan import Cache, Plan, Prediction, make_plan, predict
+
+NO_LENGTHS = "serial: only the device knows the lengths; give cu_seqlens_cpu, without use_graph"
+
+_log = logging.getLogger("kda_cp")
+
+
+class ContextParallelPlanner:
+    """Satisfies `kda_core.backend.Planner`, `SupportsRefusal` and `SupportsExplanation`. Safe for threads."""
+
+    def __init__(self) -> None:
+        self._plans = Cache(1024)
+
+    def plan(self, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan | None:
+        """A plan that splits the call, or None where a direct call is predicted to be as fast, or lengths are not known
+        to the host."""
+        decided = self.decide(inputs, spec, backend)
+        if decided is None:
+            _say_once()
+        return decided if decided is not None and decided.is_split else None
+
+    def plan_from_json(self, text: str) -> Plan:
+        try:
+            return Plan.from_json(text)
+        except ArgumentError as error:
+            raise PlannerError(str(error)) from error
+
+    def refusal(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str | None:
+        return execute.refusal(plan, inputs, spec, backend)
+
+    def run(self, plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) -> KdaOutputs:
+        return execute.run(plan, inputs, outputs, backend)
+
+    def explain(self, plan: Plan | None, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str:
+        if plan is None:
+            decided = self.decide(inputs, spec, backend)
+            return NO_LENGTHS if decided is None else str(decided)
+        if plan.prediction is not None:
+            return str(plan)
+        s, (known, source, SMs) = inputs.shape, machine(inputs, spec)
+        window = _window(inputs, backend)
+        prediction = predict(
+            plan,
+            HV=s.HV,
+            K=s.K,
+            V=s.V,
+            constants=known,
+            SMs=SMs,
+            native=window is not None,
+            window=window or 0,
+        )
+        if prediction is None:
+            return f"{plan}; given by the caller"
+        return str(
+            replace(plan, prediction=replace(prediction, rule=f"given by the caller; {source} constants"))
+        )
+
+    def decide(self, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan | None:
+        """The plan of a call, serial or not, with its prediction; None without host lengths."""
+        lengths = inputs.sequence_lengths()
+        if lengths is None:
+            return None
+        # nothing here that is slow to find, hash or compare: every call of the user comes by
+        key = (lengths, inputs.shape, spec.name, spec.features, inputs.q.device.index, constants.version())
+        return self._plans.get(key, lambda: _choose(lengths, inputs, spec, backend))
+
+
+def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan:
+    s, (known, source, SMs) = inputs.shape, machine(inputs, spec)
+    window = _window(inputs, backend)
+    plan = make_plan(
+        lengths, HV=s.HV, K=s.K, V=s.V, constants=known, source=source, SMs=SMs,
+        native=window is not None, window=window or 0,
+    )  # fmt: skip
+    why = execute.refusal(plan, inputs, spec, backend)
+    if why is None:
+        return plan
+    return Plan(tuple((n,) for n in lengths), "serial", Prediction(None, None, "us", why))
+
+
+def _window(inputs: KdaInputs, backend: Backend) -> int | None:
+    """Tokens of a window, 0 for no limit; None for a backend that does not summarise segments itself."""
+    return native.window_tokens(inputs.shape, backend) if isinstance(backend, SupportsSegments) else None
+
+
+def machine(inputs: KdaInputs, spec: BackendSpec) -> tuple[constants.Constants | None, str, int]:
+    """The constants for a call, where they come from, and the SMs of its GPU."""
+    device = inputs.q.device
+    name, SMs = _device(device.index) if device.type == "cuda" else (device.type, 0)
+    return *constants.lookup((name, spec.name, str(inputs.shape.dtype)[6:])), SMs
+
+
+@functools.lru_cache(maxsize=64)
+def _device(index: int) -> tuple[str, int]:
+    found = torch.cuda.get_device_properties(index)
+    return found.name, found.multi_processor_count
+
+
+@functools.lru_cache(maxsize=1)
+def _say_once() -> None:
+    _log.info("context parallelism: %s", NO_LENGTHS)

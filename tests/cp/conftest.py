@@ -1,0 +1,98 @@
+"""Backends for the tests of the planner: the third-party example, and one that writes down what it is called with."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+import kda_core
+from kda_cp import constants
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "third-party-backend" / "src"
+
+WATCHED = """
+import kda_core
+from kda_core.backend import BackendSpec
+from kda_core.contract import Feature
+from kda_core.reference import ReferenceBackend
+
+FEATURES = frozenset(f.value for f in Feature) - {missing!r}
+SPEC = BackendSpec(
+    name="watched", abi=kda_core.BACKEND_ABI, archs=frozenset({{"cpu"}}), features=FEATURES,
+    target="kda_watched:Backend", install="pip install watched", priority={priority!r},
+)
+calls = []
+
+class Backend(ReferenceBackend):
+    def workspace_bytes(self, shape):
+        return shape.T * shape.HV
+
+    def can_run(self, shape):
+        return {refuses!r} if shape.has_initial_state else None
+
+    def chunk_fwd(self, inputs, outputs):
+        assert outputs.workspace.numel() >= inputs.shape.T * inputs.shape.HV
+        assert all(getattr(inputs, n).data_ptr() % 16 == 0 for n in ("q", "k", "v", "g", "beta"))
+        calls.append((inputs.shape, inputs.sequence_lengths()))
+        return super().chunk_fwd(inputs, outputs)
+"""
+
+
+@pytest.fixture
+def distribution(tmp_path, monkeypatch):
+    """Makes a backend known as an installed distribution would: metadata in a folder on sys.path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+
+    def add(name, target):
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[kda_core.backends]\n{name} = {target}\n")
+        importlib.invalidate_caches()
+        kda_core.backends(refresh=True)
+
+    yield add
+    for module in set(sys.modules) - before:
+        if module.partition(".")[0] in ("kda_watched", "segmented_backend", "kda_tokenwise"):
+            del sys.modules[module]
+    monkeypatch.undo()
+    kda_core.backends(refresh=True)
+
+
+@pytest.fixture
+def tokenwise(distribution, monkeypatch):
+    """The backend of examples/third-party-backend, by name."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    distribution("tokenwise-example", "kda_tokenwise.plugin:SPEC")
+    return "tokenwise"
+
+
+@pytest.fixture
+def watched(distribution, tmp_path):
+    """Installs `WATCHED`; gives the list of (shape, lengths) that its calls append to."""
+
+    def install(missing=(), priority=-150, refuses=None):
+        source = WATCHED.format(missing=set(missing), priority=priority, refuses=refuses)
+        (tmp_path / "kda_watched.py").write_text(source)
+        distribution("watched", "kda_watched:SPEC")
+        return importlib.import_module("kda_watched").calls
+
+    return install
+
+
+@pytest.fixture(params=["SPEC", "MERGES"])
+def segmented(request, distribution):
+    """Installs a backend that summarises segments, "segmented"; gives the list of (method, lengths) of its calls."""
+    distribution("segmented", f"segmented_backend:{request.param}")
+    return importlib.import_module("segmented_backend").calls
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """`kda_cp.constants.store` into a folder of this test."""
+    monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path / "cache"))
+    constants.refresh()
+    yield constants.store
+    constants.refresh()

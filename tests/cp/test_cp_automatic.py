@@ -1,0 +1,214 @@
+"""The planner behind `chunk_kda`: where it engages by itself, where it stays out of the way, and what `explain` says."""
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kda_core import chunk_kda, explain
+from kda_core.contract import KdaOptions, make_inputs, problem_shape
+from kda_core.errors import ArgumentError, DtypeError, PlannerError
+from kda_core.reference import SPEC as REFERENCE
+from kda_core.reference import ReferenceBackend
+from kda_core.registry import REGISTRY, record_calls
+from kda_core.testing import error, token_oracle
+from kda_core.testing import make_inputs as draw
+from kda_cp import Constants, Pass, Plan
+from kda_cp.planner import NO_LENGTHS, ContextParallelPlanner
+
+LANES = Constants(Pass(((64, 100.0),), 0.01, 0.01, 1.0), 0.1, 0.01)  # many idle lanes: long sequences gain
+ON_CPU = ("cpu", "reference", "bfloat16")
+
+
+@pytest.fixture
+def idle(stored):
+    """Constants under which calls of `reference` on the CPU gain by being split."""
+    stored(ON_CPU, LANES)
+    REGISTRY.refresh()
+
+
+def ran(x, **more):
+    """(planner that ran, outputs) of a call on `reference`."""
+    with record_calls() as calls:
+        result = chunk_kda(**x, **more)
+    (call,) = calls
+    assert (call.backend, call.entry) == ("reference", "chunk_fwd")
+    return call.planner, result
+
+
+def same(a, b):
+    return all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b))
+
+
+def long_call(**more):
+    return draw("memory", 1400, H=1, K=16, V=16, lengths=(1100, 300), **more).arguments
+
+
+def test_it_engages_where_it_predicts_a_gain(idle):
+    x = long_call()
+    planner, (o, state) = ran(x, output_final_state=True)
+    assert planner == "cp"
+    want = token_oracle(**x)
+    assert error(o, want[0], lengths=(1100, 300)) < 5e-3 and error(state, want[1], state=True) < 1e-5
+    said = explain(**x).plan
+    assert said.startswith("cp: exact (1100 in ") and "calibrated constants" in said
+    planned, serial = (int(said.split(word)[1].split()[0]) for word in ("predicted ", "serial "))
+    assert planned < serial
+
+
+def test_off_and_bypassed_calls_are_direct_calls_bit_for_bit(idle, monkeypatch):
+    x = long_call()
+    _, direct = ran(x, output_final_state=True, context_parallel="off")
+    assert explain(**x, context_parallel="off").plan == "direct"
+    monkeypatch.setenv("KDA_CP", "0")
+    planner, off = ran(x, output_final_state=True)
+    assert planner is None and same(off, direct)
+    assert explain(**x).plan == "direct"
+    with pytest.raises(PlannerError, match="no planner is installed and on"):
+        chunk_kda(**x, context_parallel=Plan(((1100,), (300,))))
+    monkeypatch.delenv("KDA_CP")
+    assert ran(x)[0] == "cp"
+
+    short = draw("memory", 90, H=1, K=16, V=16).arguments
+    planner, auto = ran(short, output_final_state=True)
+    assert planner is None
+    assert same(auto, ran(short, output_final_state=True, context_parallel="off")[1])
+    assert explain(**short).plan.startswith("direct (cp: serial (1 sequences); predicted")
+
+
+def test_calls_that_are_not_its_business(idle):
+    x = long_call()
+    assert ran(x, pin=True)[0] is None
+    x["v"].requires_grad_()
+    with record_calls() as calls:
+        chunk_kda(**x)[0].float().sum().backward()
+    assert [(c.entry, c.planner) for c in calls] == [("chunk_fwd", None), ("chunk_bwd", None)]
+    with torch.no_grad():
+        assert ran(x)[0] == "cp"
+
+
+def test_without_constants_a_cpu_runs_serially(stored):
+    x = long_call()
+    planner, auto = ran(x)
+    assert planner is None and same(auto, ran(x, context_parallel="off")[1])
+    assert (
+        explain(**x).plan == "direct (cp: serial (2 sequences); a CPU without stored constants runs serially)"
+    )
+
+
+def test_constants_are_those_of_device_backend_and_dtype(stored):
+    x = long_call()
+    for key in (
+        ("cpu", "reference", "float32"),
+        ("cpu", "sm90", "bfloat16"),
+        ("cuda", "reference", "bfloat16"),
+    ):
+        stored(key, LANES)
+    assert ran(x)[0] is None
+    stored(ON_CPU, LANES)
+    assert ran(x)[0] == "cp"  # at once: plans are kept by content, constants included
+    stored(ON_CPU, replace(LANES, merge_us=1e6))
+    assert ran(x)[0] is None
+
+
+def test_over_the_third_party_example(stored, tokenwise):
+    stored(("cpu", tokenwise, "bfloat16"), LANES)
+    x = draw("memory", 700, H=1, K=8, V=8).arguments
+    with record_calls() as calls:
+        o, _ = chunk_kda(**x, backend=tokenwise)
+    assert [(c.backend, c.planner) for c in calls] == [("tokenwise", "cp")]
+    assert error(o, token_oracle(**x)[0]) < 5e-3
+
+
+def test_what_the_backend_cannot_do_in_pieces_runs_serially(stored, watched):
+    stored(("cpu", "watched", "bfloat16"), LANES)
+    watched(missing={"varlen"})
+    x = draw("slow", 1100, H=1, K=16, V=16).arguments
+    with record_calls() as calls:
+        chunk_kda(**x, backend="watched")
+    assert [(c.backend, c.planner) for c in calls] == [("watched", None)]
+    assert "direct (cp: serial (1 sequences); backend 'watched' does not declare varlen)" in str(
+        explain(**x, backend="watched")
+    )
+
+
+def test_lengths_are_read_anew_at_every_call(idle):
+    x = long_call()
+    assert ran(x)[0] == "cp"
+    x["cu_seqlens"].copy_(torch.tensor([0, 700, 1400]))
+    planner, (o, state) = ran(x, output_final_state=True)
+    assert planner == "cp" and "2x 700 in" in explain(**x).plan
+    want = token_oracle(**x)
+    assert error(o, want[0], lengths=(700, 700)) < 5e-3 and error(state, want[1], state=True) < 1e-5
+
+
+def test_intermediate_states_are_cut_at_chunks(idle):
+    x = long_call() | {"return_intermediate_states": True, "chunk_size": 32}
+    planner, (_, _, h) = ran(x)
+    assert planner == "cp"
+    assert error(h, chunk_kda(**x, context_parallel="off")[2], state=True) < 0.01
+
+
+def test_lengths_that_only_the_device_knows_are_not_waited_for(idle, caplog):
+    """A tensor on "meta" has no contents: reading them would raise."""
+    x = long_call()
+    tensors = [
+        x.get(n) for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+    ]
+    tensors.append(None)  # cu_seqlens_cpu
+    shape = problem_shape(*tensors, options=KdaOptions(use_qk_l2norm_in_kernel=True))
+    inputs = make_inputs(tensors, shape)
+    planner, backend = ContextParallelPlanner(), ReferenceBackend()
+    assert planner.plan(inputs, REFERENCE, backend) is not None
+    unknown = replace(inputs, cu_seqlens=x["cu_seqlens"].to("meta"))
+    with caplog.at_level(logging.INFO, "kda_cp"):
+        for _ in range(3):
+            assert planner.plan(unknown, REFERENCE, backend) is None
+    assert len(caplog.records) <= 1  # once a process
+    assert planner.explain(None, unknown, REFERENCE, backend) == NO_LENGTHS
+    told = replace(unknown, cu_seqlens_cpu=x["cu_seqlens"])
+    assert planner.plan(told, REFERENCE, backend) is not None
+    why = planner.refusal(Plan.uniform((1100, 300), 2), unknown, REFERENCE, backend)
+    assert why is not None and "known to the device alone" in why
+
+
+def test_a_forced_plan_is_explained(stored):
+    x = long_call()
+    plan = Plan(((500, 600), (300,)))
+    assert explain(**x, context_parallel=plan).plan == "cp: exact (1100 in 2, 1 whole); given by the caller"
+    stored(ON_CPU, LANES)
+    assert "predicted" in explain(**x, context_parallel=plan).plan
+    wrong = explain(**x, context_parallel=Plan(((500, 700), (300,))))
+    assert wrong.plan == "none" and "for sequences of [1200, 300] tokens" in wrong.error
+
+
+def test_what_is_no_plan_is_refused():
+    x = draw("slow", 90, H=1, K=16, V=16).arguments
+    with pytest.raises(ArgumentError, match="context_parallel: expected 'auto', 'off' or a plan"):
+        chunk_kda(**x, context_parallel="always")
+    with pytest.raises(DtypeError, match="context_parallel"):
+        chunk_kda(**x, context_parallel=3)
+
+    class Foreign:
+        def to_json(self):
+            return json.dumps({"cut": 3})
+
+    with pytest.raises(PlannerError, match="expected a plan of kda-cp as JSON"):
+        chunk_kda(**x, context_parallel=Foreign())
+
+
+def test_under_torch_compile(idle):
+    x = long_call()
+    call = torch.compile(lambda: chunk_kda(**x, output_final_state=True), fullgraph=True, backend="eager")
+    with record_calls() as calls:
+        got = call()
+    assert [(c.backend, c.planner) for c in calls] == [("reference", "cp")]
+    assert same(got, chunk_kda(**x, output_final_state=True))
+    plan = Plan(((500, 400, 200), (300,)))
+    forced = torch.compile(lambda: chunk_kda(**x, context_parallel=plan), fullgraph=True, backend="eager")
+    with record_calls() as calls:
+        got = forced()
+    assert [(c.backend, c.planner) for c in calls] == [("reference", "cp")]
+    assert same(got, chunk_kda(**x, context_parallel=plan))

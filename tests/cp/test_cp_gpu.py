@@ -1,0 +1,86 @@
+"""Plans over kda-sm90 on a Hopper GPU: accuracy, no synchronisation, CUDA graphs, streams, repeats."""
+
+import pytest
+import torch
+
+from kda_core import chunk_kda
+from kda_core.registry import record_calls
+from kda_core.testing import error, make_inputs, token_oracle
+from kda_cp import Plan
+
+pytestmark = pytest.mark.arch((9, 0))
+
+LENGTHS = (3000, 0, 1500, 100)
+PLAN = ((700, 600, 1700), (0,), (400, 300, 800), (100,))
+STRATEGIES = pytest.mark.parametrize("strategy", ["exact", "certified"])
+
+
+def call(family="slow"):
+    x = make_inputs(
+        family, sum(LENGTHS), H=2, HV=4, lengths=LENGTHS, initial_state=True, device="cuda"
+    ).arguments
+    return x | {"cu_seqlens_cpu": x["cu_seqlens"].cpu(), "backend": "sm90", "output_final_state": True}
+
+
+@STRATEGIES
+@pytest.mark.parametrize("family", ["steep", "slow", "memory"])
+def test_errors_are_those_of_a_direct_call(family, strategy):
+    x = call(family)
+    want = token_oracle(**{n: v for n, v in x.items() if n != "backend"})
+    direct = chunk_kda(**x, context_parallel="off")
+    with record_calls() as calls:
+        o, state = chunk_kda(**x, context_parallel=Plan(PLAN, strategy))
+    assert [(c.backend, c.device_type, c.planner) for c in calls] == [("sm90", "cuda", "cp")]
+    assert error(o, want[0], lengths=LENGTHS) <= 1.2 * error(direct[0], want[0], lengths=LENGTHS)
+    assert error(state, want[1], state=True) <= 1.2 * error(direct[1], want[1], state=True)
+
+
+@STRATEGIES
+def test_nothing_waits_for_the_device(strategy):
+    x, plan = call(), Plan(PLAN, strategy)
+    chunk_kda(**x, context_parallel=plan)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        chunk_kda(**x, context_parallel=plan)
+        chunk_kda(**{n: v for n, v in x.items() if n != "cu_seqlens_cpu"})  # "auto" without lengths
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@STRATEGIES
+def test_a_captured_graph_serves_new_data(strategy):
+    x, plan = call(), Plan(PLAN, strategy)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        chunk_kda(**x, context_parallel=plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = chunk_kda(**x, context_parallel=plan)
+    for seed in (1, 2):
+        fresh = make_inputs(
+            "steep", sum(LENGTHS), H=2, HV=4, lengths=LENGTHS, initial_state=True, device="cuda", seed=seed
+        ).arguments
+        for name, value in fresh.items():
+            if torch.is_tensor(value):
+                x[name].copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        eager = chunk_kda(**x, context_parallel=plan)
+        assert all(torch.equal(a, b) for a, b in zip(captured, eager))
+
+
+@STRATEGIES
+def test_streams_and_repeats_give_the_same_bits(strategy):
+    x, plan = call(), Plan(PLAN, strategy)
+    want = chunk_kda(**x, context_parallel=plan)
+    torch.cuda.synchronize()
+    found = []
+    for i in range(20):
+        stream = torch.cuda.Stream() if i % 2 else torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            found.append(chunk_kda(**x, context_parallel=plan))
+    torch.cuda.synchronize()
+    assert all(torch.equal(o, want[0]) and torch.equal(s, want[1]) for o, s in found)

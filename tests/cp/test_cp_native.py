@@ -1,0 +1,203 @@
+"""Plans over a backend that summarises segments itself: what it is called for, and every result against the oracle."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import kda_core
+from kda_core import chunk_kda, explain
+from kda_core.registry import record_calls
+from kda_core.testing import error, make_inputs, token_oracle
+from kda_core.testing.conformance import BackendConformance
+from kda_core.testing.runner import Runner
+from kda_cp import Constants, Pass, Plan, native
+from kda_cp.calibrate import merge_call, segment_calls
+from kda_cp.plan import GRANULE, windows
+
+FP32 = 3e-5  # relative error of fp32 arithmetic over these lengths; masks cost a digit
+LENGTHS = (300, 0, 170, 5, 128, 0)
+PLAN = ((100, 37, 1, 62, 100), (0,), (90, 80), (5,), (32, 32, 32, 32), (0,))  # cuts off chunks, and on them
+
+
+def check(calls, x, plan, windowed=False, **more):
+    """Runs a plan natively and holds it against the oracle; every token was prepared once. Gives the result. A window
+    without a split sequence is a direct call."""
+    calls.clear()
+    want = token_oracle(**x)
+    with record_calls() as ran:
+        o, state, *h = chunk_kda(
+            **x, backend="segmented", context_parallel=plan, output_final_state=True, **more
+        )
+    assert [(c.backend, c.planner) for c in ran] == [("segmented", "cp")]
+    done = [what for what, _ in calls]
+    assert done.count("summarize") == done.count("run_segments")
+    assert windowed or (done.count("summarize"), done.count("chunk_fwd")) == (1, 0)
+    prepared = [n for what, lengths in calls if what in ("summarize", "chunk_fwd") for n in lengths]
+    assert sum(prepared) == x["q"].shape[0] * x["q"].shape[1]
+    made = list(calls)
+    direct, _ = chunk_kda(**x, backend="reference", context_parallel="off")
+    lengths = x["cu_seqlens"].diff().tolist() if "cu_seqlens" in x else None
+    assert error(o, want[0], lengths=lengths) <= 1.2 * error(direct, want[0], lengths=lengths) + FP32
+    assert error(state, want[1], state=True) <= FP32
+    return o, state, h, made
+
+
+@pytest.mark.parametrize("family", ["steep", "slow", "memory", "mixed"])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_split_sequences_of_one_batch(family, v_first, segmented):
+    x = make_inputs(
+        family,
+        sum(LENGTHS),
+        H=2,
+        HV=4,
+        K=32,
+        V=16,
+        lengths=LENGTHS,
+        initial_state=True,
+        state_v_first=v_first,
+    ).arguments
+    *_, made = check(segmented, x, Plan(PLAN))
+    pieces = tuple(p for s in PLAN for p in s)
+    own_merge = [("merge_segments", (0, 5, 6, 8, 9, 13, 14))]
+    merged = own_merge if len(made) == 3 else []
+    assert made == [("summarize", pieces), *merged, ("run_segments", pieces)]
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+@pytest.mark.parametrize("family", ["slow", "memory"])
+def test_long_calls_go_in_windows(family, tokens, segmented, monkeypatch):
+    x = make_inputs(
+        family, sum(LENGTHS), H=1, HV=2, K=16, V=24, lengths=LENGTHS, initial_state=True
+    ).arguments
+    monkeypatch.setattr(native, "WORKSPACE_BYTES", tokens * 4 * (2 * 16 + 2 * (16 + 24 + 1)))
+    *_, made = check(segmented, x, Plan(PLAN), windowed=True)
+    seen = [lengths for what, lengths in made if what != "merge_segments" and what != "run_segments"]
+    assert len(seen) > 2 and all(sum(lengths) <= tokens for lengths in seen)
+    if tokens > 64:
+        assert "run_segments" in dict(made)
+    x = make_inputs(family, 1000, B=2, H=1, K=16, V=16).arguments
+    check(segmented, x, Plan(((150, 350, 500), (1000,))), windowed=True)
+
+
+def test_windows_of_odd_sizes_start_off_alignment(segmented, monkeypatch):
+    x = make_inputs("slow", 400, H=1, K=8, V=4, lengths=(101, 299), initial_state=True).arguments
+    monkeypatch.setattr(native, "WORKSPACE_BYTES", 128 * 4 * (2 * 8 + 8 + 4 + 1))
+    *_, made = check(segmented, x, Plan(((33, 35, 33), (61, 100, 138))), windowed=True)
+    assert "run_segments" in dict(made)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_intermediate_states(v_first, segmented, monkeypatch):
+    x = make_inputs("memory", 700, H=2, K=16, V=16, lengths=(500, 0, 200), state_v_first=v_first).arguments
+    x |= {"return_intermediate_states": True, "chunk_size": 32}
+    plan = Plan(((128, 64, 308), (0,), (96, 104)))
+    want = chunk_kda(**x, backend="reference", context_parallel="off")[2]
+    for tokens in (10_000, 128):
+        monkeypatch.setattr(native, "WORKSPACE_BYTES", tokens * 4 * 2 * (4 * 16 + 1))
+        segmented.clear()
+        h = chunk_kda(**x, backend="segmented", context_parallel=plan)[2]
+        assert "run_segments" in [what for what, _ in segmented]
+        assert error(h, want, state=True) < 0.01
+
+
+def test_no_initial_state_equals_zeros_and_the_caller_s_is_left_alone(segmented):
+    x = make_inputs("memory", 300, H=2, K=16, V=16).arguments
+    before = x["initial_state"].clone()
+    plan = Plan.uniform((300,), 5)
+    check(segmented, x, plan)
+    assert torch.equal(x.pop("initial_state"), before)
+    a = check(segmented, x, plan)
+    b = check(segmented, x | {"initial_state": torch.zeros_like(before)}, plan)
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+def test_a_workspace_of_the_caller_is_used_where_it_is_large_enough(segmented):
+    x = make_inputs("slow", 200, H=1, K=16, V=16).arguments
+    plan = Plan.uniform((200,), 4)
+    want = chunk_kda(**x, backend="segmented", context_parallel=plan)[0]
+    for size in (0, 1 << 20):
+        workspace = torch.zeros(size, dtype=torch.uint8)
+        got = chunk_kda(**x, backend="segmented", context_parallel=plan, workspace=workspace)[0]
+        assert torch.equal(got, want) and bool((workspace == 255).any()) == (size > 0)
+
+
+def test_certified_plans_take_the_generic_path(segmented):
+    x = make_inputs("slow", 300, H=1, K=16, V=16).arguments
+    segmented.clear()
+    chunk_kda(**x, backend="segmented", context_parallel=Plan.uniform((300,), 4, "certified"))
+    assert {what for what, _ in segmented} == {"chunk_fwd"}
+
+
+@pytest.mark.parametrize("family", ["steep", "slow", "memory"])
+def test_the_backend_passes_the_kit(family, segmented):
+    BackendConformance().test_segments(Runner("segmented", "cpu", 16, True), family)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.lists(st.integers(0, 700), min_size=1, max_size=5).map(tuple), min_size=1, max_size=6),
+    st.integers(0, 12),
+)
+def test_windows_hold_every_token_once_in_order(pieces, granules):
+    pieces = [tuple(p for p in s if p > 0) or (0,) for s in pieces]
+    tokens = granules * GRANULE
+    found = windows(pieces, tokens)
+    flat = [part for w in found for part in w]
+    assert [n for n, _ in flat] == sorted(n for n, _ in flat)
+    for n, s in enumerate(pieces):
+        ends, parts = {sum(s[: i + 1]) for i in range(len(s))}, [p for m, p in flat if m == n]
+        assert sum(parts) == sum(s)
+        assert ends <= {sum(parts[: i + 1]) for i in range(len(parts))}
+    if tokens:
+        assert all(sum(p for _, p in w) <= tokens for w in found)
+    else:
+        assert len(found) == 1
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_plan(segmented, data):
+    lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
+    lengths[0] += 1
+    pieces = []
+    for n, length in enumerate(lengths):
+        cuts = (
+            data.draw(st.sets(st.integers(1, max(1, length - 1)), min_size=n == 0, max_size=5))
+            if length > 1
+            else ()
+        )
+        ends = [0, *sorted(cuts), length]
+        pieces.append(tuple(b - a for a, b in pairwise(ends)))
+    x = make_inputs(
+        data.draw(st.sampled_from(["slow", "memory", "masked"])), sum(lengths), H=1, HV=2, K=8, V=8,
+        lengths=tuple(lengths), initial_state=data.draw(st.booleans()), state_v_first=data.draw(st.booleans()),
+    ).arguments  # fmt: skip
+    check(segmented, x, Plan(tuple(pieces)))
+
+
+def test_calibration_times_the_two_calls_and_the_merge(segmented):
+    cpu = torch.device("cpu")
+    backend, summarize, run = segment_calls(2, 50, cpu, torch.bfloat16, "segmented")
+    segmented.clear()
+    summarize()
+    run()
+    merge_call(backend, 2, 3, cpu)()
+    done = [what for what, _ in segmented]
+    assert done[:2] == ["summarize", "run_segments"] and set(done[2:]) <= {"merge_segments"}
+
+
+def test_the_planner_uses_it_where_it_predicts_a_gain(segmented, stored, monkeypatch):
+    lanes = Pass(((64, 100.0),), 0.01, 0.01, 1.0)
+    stored(("cpu", "segmented", "bfloat16"), Constants(lanes, 0.1, 0.01, lanes, lanes))
+    x = make_inputs("memory", 1400, H=1, K=16, V=16, lengths=(1100, 300)).arguments
+    for tokens in (10_000, 512):
+        monkeypatch.setattr(native, "WORKSPACE_BYTES", tokens * 4 * (4 * 16 + 1))
+        kda_core.backends(refresh=True)
+        *_, made = check(segmented, x, "auto", windowed=tokens < 1400)
+        assert len([what for what, _ in made if what == "run_segments"]) == (1 if tokens > 1400 else 3)
+        assert explain(**x, backend="segmented").plan.startswith("cp: exact (1100 in ")
+    forced = explain(**x, backend="segmented", context_parallel=Plan.uniform((1100, 300), 4)).plan
+    assert "predicted" in forced and "given by the caller; calibrated constants" in forced
