@@ -1,4 +1,9 @@
-"""Plans over kda-sm90 on a Hopper GPU: accuracy, no synchronisation, CUDA graphs, streams, repeats."""
+"""Plans over kda-sm90 on a Hopper GPU: accuracy, no synchronisation, CUDA graphs, streams, repeats; several GPUs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,3 +89,20 @@ def test_streams_and_repeats_give_the_same_bits(strategy):
             found.append(chunk_kda(**x, context_parallel=plan))
     torch.cuda.synchronize()
     assert all(torch.equal(o, want[0]) and torch.equal(s, want[1]) for o, s in found)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sequences_over_several_gpus(ranks):
+    """The example, over NCCL."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"not run: needs {ranks} GPUs; this machine has {torch.cuda.device_count()}")
+    example = Path(__file__).parents[2] / "examples" / "context_parallel.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*command, str(example), "--cuda", "--tokens", "20000", "0", "3001"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"rank \d of \d on cuda:\d: .* of o (\S+), of the final states (\S+)", done.stdout)
+    assert len(found) == ranks
+    assert all(float(o) < 1e-2 and float(state) < 1e-2 for o, state in found)

@@ -1,0 +1,341 @@
+"""Context parallelism across GPUs or processes, on torch.distributed: NCCL, gloo, or whatever group it is given.
+
+Each rank computes what its fragments of a sequence do to the state (`kda_cp.summary`), the ranks exchange that, K x (K + V)
+numbers a fragment and value head whatever its length, each merges it (`kda_cp.merge`) and runs its fragments from their
+true initial states::
+
+    table = FragmentTable.contiguous(lengths, ranks=4)
+    cp = ContextParallel(group, table)
+    q, k, v, g, beta = (table.shard(x, cp.rank) for x in (q, k, v, g, beta))  # or as they were loaded
+    o, state = cp.chunk_kda(q, k, v, g, beta, output_final_state=True)
+
+Where no sequence crosses ranks, nothing is exchanged. Forward only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from kda_core import contract, registry
+from kda_core.contract import KdaInputs, KdaOptions, ProblemShape
+from kda_core.errors import ArgumentError, DtypeError, KdaError, ShapeError
+from kda_cp.fragments import Fragment, FragmentTable
+from kda_cp.merge import merge
+from kda_cp.part import Part
+from kda_cp.pieces import Piece, run_shape
+
+__all__ = ["ContextParallel", "Fragment", "FragmentTable", "RankError"]
+
+Value = TypeVar("Value")
+
+
+class RankError(KdaError, RuntimeError):
+    """Another rank failed, or ranks disagree; the message says which and how. Raised on every rank that did not fail."""
+
+
+@dataclass(frozen=True)
+class _Local:
+    """What one rank has prepared of a call. `parts`: of its fragments, those that cross ranks, then the others where they
+    lie in memory of their own."""
+
+    inputs: KdaInputs
+    name: str
+    o: Tensor
+    parts: list[Part]
+    rows: Tensor  # [fragments of `_summarised`, HV, K, V + K]: (B | M), to exchange
+
+
+class ContextParallel:
+    """Calls of KDA on packed sequences that are spread over the ranks of a group.
+
+    Args:
+        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group.
+        table: who holds what; the same on all ranks, which are asked once, here.
+
+    Raises:
+        RankError: the ranks gave different tables.
+        ArgumentError: a mesh of several dimensions, or a table for another number of ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, table: FragmentTable) -> None:
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ArgumentError("group", "a 1-D DeviceMesh", f"{group.ndim} dimensions")
+            group = group.get_group()
+        self.group, self.table = group, table
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        nccl = "nccl" in dist.get_backend(group)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        digests: list[str] = [""] * self.ranks
+        dist.all_gather_object(digests, table.digest(), group=group)
+        if others := [r for r, d in enumerate(digests) if d != table.digest()]:
+            raise RankError(f"table: ranks {others} have another one than rank {self.rank}")
+        if table.ranks != self.ranks:
+            raise ArgumentError(
+                "table", f"one for {self.ranks} ranks, the size of the group", f"{table.ranks} ranks"
+            )
+
+    def chunk_kda(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_gate_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        safe_gate: bool = False,
+        lower_bound: float | None = None,
+        state_v_first: bool = False,
+        *,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        backend: str | None = None,
+        final_state_on: Literal["owner", "all"] = "owner",
+    ) -> tuple[Tensor, Tensor | None]:
+        """``kda_core.chunk_kda`` over the sequences of the table; all ranks call it, with the same options.
+
+        Waits for the device once or twice where something is exchanged: ranks first tell each other that all is well.
+
+        Args:
+            q, k, v, g, beta: the tokens of this rank, [1, T_rank, ...], in the order of its fragments; else as in
+                `kda_core.chunk_kda`, and so the options.
+            initial_state: [N, HV, K, V] for the N sequences of the table, or [N, HV, V, K] with `state_v_first`, on
+                every rank or on none. A row is read by the rank that holds the first token of its sequence.
+            backend: may differ between ranks.
+            final_state_on: "owner" gives each rank the states of the sequences whose last token it holds
+                (``table.owned(rank)``, in that order), "all" every rank all of them.
+
+        Returns:
+            o [1, T_rank, HV, V]; the final states, [len(table.owned(rank)), HV, K, V] or [N, HV, K, V], fp32 (fp64 for
+            fp64 inputs), or None. With `state_v_first` the last two dimensions are [V, K].
+
+        Raises:
+            RankError: another rank failed or called with other shapes or options.
+            Otherwise as `kda_core.chunk_kda`; then the other ranks get a RankError.
+        """
+        if final_state_on not in ("owner", "all"):
+            raise ArgumentError("final_state_on", "'owner' or 'all'", repr(final_state_on))
+        given = {n: x for n, x in locals().items() if n not in ("self", "backend", "final_state_on")}
+        tensors = {n: given.pop(n) for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")}
+        gathers = output_final_state and final_state_on == "all" and self.ranks > 1
+
+        trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values())
+        with torch.no_grad():
+            local, error = _attempt(
+                lambda: self._prepare(tensors, KdaOptions(**given, needs_backward=trains), backend)
+            )
+            if self.table.crosses or gathers:
+                self._agree(error, "" if local is None else _signature(local.inputs, final_state_on))
+            if local is None:
+                assert error is not None
+                raise error
+            gathered = self._exchange(local)
+            run, error = _attempt(lambda: self._run(local, gathered))
+            if gathers:
+                self._agree(error, "")
+            if run is None:
+                assert error is not None
+                raise error
+            o, final = run
+            if local.parts:
+                registry.notify(local.name, "chunk_fwd", o.device.type, "cp.distributed")
+            if not output_final_state:
+                return o, None
+            return o, self._all_final(final) if gathers else final
+
+    # ---- the parts of a call
+
+    def _prepare(self, tensors: dict[str, Any], options: KdaOptions, backend: str | None) -> _Local:
+        """Validates this rank's part and computes its summaries."""
+        if options.needs_backward:
+            raise ArgumentError("q", "inputs that do not require grad: this is forward only", "one that does")
+        state = tensors.pop("initial_state")
+        own = self.table.of_rank(self.rank)
+        lengths = [f.stop - f.start for f in own]
+        ordered = [tensors[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")] + [None] * 3
+        s = contract.problem_shape(*ordered, options=options)
+        if (s.B, s.T) != (1, sum(lengths)):
+            raise ShapeError(
+                "q", f"[1, {sum(lengths)}, H, K], the tokens of rank {self.rank}", f"B={s.B}, T={s.T}"
+            )
+        if state is not None:
+            wanted = (len(self.table.lengths), s.HV, *s.state_matrix)
+            if tuple(state.shape) != wanted or state.device != tensors["q"].device:
+                raise ShapeError(
+                    "initial_state",
+                    f"{list(wanted)} on {tensors['q'].device}",
+                    f"{list(state.shape)} on {state.device}",
+                )
+            if state.dtype != s.state_dtype:
+                raise DtypeError("initial_state", str(s.state_dtype), str(state.dtype))
+            s = replace(s, has_initial_state=True)
+            ordered[7] = state
+        checked = contract.make_inputs(ordered, s)
+
+        o = checked.q.new_empty((1, s.T, s.HV, s.V))
+        summarised = self._summarised(self.rank)
+        rows = o.new_zeros((len(summarised), s.HV, s.K, s.V + s.K), dtype=s.state_dtype)
+        parts, name = self._parts(checked, backend) if own else ([], backend or "")
+        for part in parts:
+            if not part.crossing:
+                continue  # its turn comes while the others' rows are on their way
+            first = [self._initial(checked, own[i]) for i in part.fragments]
+            part.summarize(checked, first, o)
+            for i, row in part.rows().items():
+                rows[summarised.index(own[i])] = row
+        return _Local(checked, name, o, parts, rows)
+
+    def _parts(self, inputs: KdaInputs, backend: str | None) -> tuple[list[Part], str]:
+        """This rank's fragments, planned, and the name of the backend."""
+        own, s = self.table.of_rank(self.rank), inputs.shape
+        crossing = [f.stop - f.start < self.table.lengths[f.sequence] for f in own]
+        # two parts need two ranges of tokens: copies would cost more than what is gained by overlap
+        apart = any(crossing) and sum(a != b for a, b in pairwise(crossing)) == 1
+        groups = [[i for i, c in enumerate(crossing) if c is want] for want in (True, False)]
+        if not apart:
+            groups = [list(range(len(own)))]
+        cuts = list(accumulate((f.stop - f.start for f in own), initial=0))
+        whole = [[Piece(i, 0, a, b - a)] for i, (a, b) in enumerate(pairwise(cuts))]
+        choice = registry.REGISTRY.resolve(run_shape(s, whole), backend)
+        parts = []
+        for group in groups:
+            begins = [own[i].start == 0 for i in group]
+            ends = [own[i].stop == self.table.lengths[own[i].sequence] for i in group]
+            part = Part.planned([whole[i][0] for i in group], begins, ends, inputs, choice)
+            for shape in part.shapes(s):
+                registry.REGISTRY.resolve(shape, choice.spec.name)
+            parts.append(part)
+        return parts, choice.spec.name
+
+    def _initial(self, inputs: KdaInputs, f: Fragment) -> Tensor | None:
+        """The state [HV, K, V] before a fragment, where it is known without the other ranks: None for zeros."""
+        if f.start > 0 or inputs.initial_state is None:
+            return None
+        state = inputs.initial_state[f.sequence]
+        return state.mT if inputs.options.state_v_first else state
+
+    def _summarised(self, rank: int) -> list[Fragment]:
+        """Fragments of a rank that others follow."""
+        return [f for f in self.table.of_rank(rank) if f.stop < self.table.lengths[f.sequence]]
+
+    def _exchange(self, local: _Local) -> Callable[[], dict[Fragment, Tensor]]:
+        """Begins to gather the rows (B | M) [HV, K, V + K] of all fragments that others follow, and gives what waits for them."""
+        if not self.table.crosses:
+            return dict
+        counts = [len(self._summarised(r)) for r in range(self.ranks)]
+        gathered = self._all_gather(local.rows, counts)
+        return lambda: {
+            f: row for r, part in enumerate(gathered()) for f, row in zip(self._summarised(r), part)
+        }
+
+    def _run(self, local: _Local, gathered: Callable[[], dict[Fragment, Tensor]]) -> tuple[Tensor, Tensor]:
+        """o of this rank, and the final states of the sequences that it owns. What needs no other rank goes first."""
+        inputs, s = local.inputs, local.inputs.shape
+        own = self.table.of_rank(self.rank)
+        finals: dict[int, Tensor] = {}
+        for part in (p for p in local.parts if not p.crossing):
+            first = [self._initial(inputs, own[i]) for i in part.fragments]
+            part.summarize(inputs, first, local.o)
+            finals |= part.run(inputs, [self._zeros(s, local.o) if x is None else x for x in first], local.o)
+        rows = gathered()  # also where this rank needs none of them: the others do
+        for part in (p for p in local.parts if p.crossing):
+            finals |= part.run(inputs, self._starts(local, part, rows), local.o)
+        if not s.options.output_final_state:
+            return local.o, local.o
+        last = [finals[i] for i, f in enumerate(own) if f.stop == self.table.lengths[f.sequence]]
+        empty = local.o.new_empty((0, s.HV, *s.state_matrix), dtype=s.state_dtype)
+        return local.o, torch.stack(last) if last else empty
+
+    def _starts(self, local: _Local, part: Part, rows: dict[Fragment, Tensor]) -> list[Tensor]:
+        """The true states [HV, K, V] at the starts of a part's fragments."""
+        s, own = local.inputs.shape, self.table.of_rank(self.rank)
+        here = sorted({own[i].sequence for i in part.fragments})
+        chains = [self.table.of_sequence(n) for n in here]
+        zeros = self._zeros(s, local.o)
+        initial = [zeros if (at := self._initial(local.inputs, chain[0])) is None else at for chain in chains]
+        exits = [[rows[f][..., : s.V] for f in chain[:-1]] for chain in chains]
+        M = [[rows[f][..., s.V :] for f in chain[1:-1]] for chain in chains]
+        states = {
+            f: state
+            for chain, found in zip(chains, merge(initial, exits, M))
+            for f, state in zip(chain, found)
+        }
+        return [states[own[i]] for i in part.fragments]
+
+    @staticmethod
+    def _zeros(s: ProblemShape, like: Tensor) -> Tensor:
+        return like.new_zeros((s.HV, s.K, s.V), dtype=s.state_dtype)
+
+    def _all_final(self, final: Tensor) -> Tensor:
+        owned = [self.table.owned(r) for r in range(self.ranks)]
+        parts = self._all_gather(final, [len(o) for o in owned])()
+        by_sequence = {n: row for part, ns in zip(parts, owned) for n, row in zip(ns, part)}
+        return torch.stack([by_sequence[n] for n in range(len(self.table.lengths))])
+
+    # ---- collectives
+
+    def _all_gather(self, x: Tensor, counts: list[int]) -> Callable[[], list[Tensor]]:
+        """Begins to gather each rank's first dimension, of the given sizes, padded to the largest on the way. What it returns
+        waits: on a GPU the stream does, not the host."""
+        padded = x.new_zeros((max(counts), *x.shape[1:]), device=self._device)
+        padded[: len(x)] = x
+        parts = [torch.empty_like(padded) for _ in counts]
+        work = dist.all_gather(parts, padded, group=self.group, async_op=True)
+
+        def wait() -> list[Tensor]:
+            work.wait()
+            return [part[:n].to(x.device) for part, n in zip(parts, counts)]
+
+        return wait
+
+    def _agree(self, error: Exception | None, signature: str) -> None:
+        """Raises on every rank where one has failed or has another signature; `error` itself where it happened."""
+        digest = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:7], "big")
+        mine = torch.tensor([error is not None, digest], dtype=torch.int64, device=self._device)
+        parts = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(parts, mine, group=self.group)
+        told = torch.stack(parts).tolist()
+        if not any(failed for failed, _ in told) and all(d == digest for _, d in told):
+            return
+        said: list[str] = [""] * self.ranks  # every rank knows of the failure, so every rank is here
+        words = signature if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(said, words, group=self.group)
+        if error is not None:
+            raise error
+        failed = [f"rank {r} failed: {said[r]}" for r, (bad, _) in enumerate(told) if bad]
+        differing = [f"rank {r}: {text}" for r, text in enumerate(said)]
+        raise RankError(
+            "; ".join(failed) if failed else "ranks called with different arguments: " + "; ".join(differing)
+        )
+
+
+def _attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
+    """The result, or the exception that the other ranks must hear of before it is raised."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for word
+        return None, error
+
+
+def _signature(inputs: KdaInputs, final_state_on: str) -> str:
+    """What must be the same on all ranks, in words."""
+    s = inputs.shape
+    return (
+        f"H={s.H} HV={s.HV} K={s.K} V={s.V} {s.dtype} initial_state={s.has_initial_state} A_log={s.has_A_log} "
+        f"dt_bias={s.has_dt_bias} final_state_on={final_state_on} {s.options}"
+    )

@@ -1,0 +1,136 @@
+"""Which rank holds which tokens of which sequence. Pure Python but for `FragmentTable.shard`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kda_core.errors import ArgumentError
+
+
+@dataclass(frozen=True, order=True)
+class Fragment:
+    """Tokens [start, stop) of a sequence, counted from its first token, held by `rank`."""
+
+    rank: int
+    sequence: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class FragmentTable:
+    """The fragments of packed sequences over ranks. A rank holds its fragments one after the other, in the table's order.
+
+    Attributes:
+        lengths: tokens of each sequence.
+        ranks: size of the group.
+        fragments: for each sequence they cover every token once; an empty sequence has one empty fragment, for its state.
+
+    Raises:
+        ArgumentError: a rank outside the group, tokens missing or held twice, an empty fragment of a sequence with tokens.
+    """
+
+    lengths: tuple[int, ...]
+    ranks: int
+    fragments: tuple[Fragment, ...]
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ArgumentError("ranks", "at least 1", repr(self.ranks))
+        for f in self.fragments:
+            if not (0 <= f.rank < self.ranks and 0 <= f.sequence < len(self.lengths)):
+                raise ArgumentError(
+                    "fragments", f"ranks below {self.ranks}, sequences below {len(self.lengths)}", repr(f)
+                )
+        for n, length in enumerate(self.lengths):
+            own = self.of_sequence(n)
+            ends = [0, *(f.stop for f in own)]
+            joined = [f.start for f in own] == ends[:-1] and ends[-1] == length and own
+            if not joined or (len(own) > 1 and any(f.start >= f.stop for f in own)):
+                raise ArgumentError(
+                    "fragments", f"each of the {length} tokens of sequence {n} on one rank", repr(own)
+                )
+
+    # ---- common tables
+
+    @classmethod
+    def contiguous(cls, lengths: Sequence[int], ranks: int) -> FragmentTable:
+        """All sequences packed, in `ranks` blocks in the order of ranks; block sizes differ by one token at most."""
+        return cls._blocks(lengths, ranks, range(ranks))
+
+    @classmethod
+    def zigzag(cls, lengths: Sequence[int], ranks: int) -> FragmentTable:
+        """All sequences packed, in twice as many blocks as ranks; rank r holds blocks r and 2*ranks - 1 - r."""
+        return cls._blocks(lengths, ranks, [*range(ranks), *reversed(range(ranks))])
+
+    @classmethod
+    def document_aligned(cls, lengths: Sequence[int], ranks: int) -> FragmentTable:
+        """Whole sequences, longest first, each to the rank that has least: nothing crosses ranks."""
+        loads, owner = [0] * ranks, [0] * len(lengths)
+        for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+            owner[n] = loads.index(min(loads))
+            loads[owner[n]] += lengths[n]
+        return cls(
+            tuple(lengths), ranks, tuple(Fragment(owner[n], n, 0, length) for n, length in enumerate(lengths))
+        )
+
+    @classmethod
+    def _blocks(cls, lengths: Sequence[int], ranks: int, owners: Iterable[int]) -> FragmentTable:
+        owners, total = list(owners), sum(lengths)
+        cuts = [total * i // len(owners) for i in range(len(owners) + 1)]
+        joints = {cut for cut, a, b in zip(cuts[1:], owners, owners[1:]) if a != b}
+        found = []
+        for n, (first, length) in enumerate(zip(accumulate(lengths, initial=0), lengths)):
+            inside = sorted({first, first + length, *(c for c in joints if first < c < first + length)})
+            for a, b in zip(inside, inside[1:] or inside):
+                block = max(i for i in range(len(owners)) if cuts[i] <= a)
+                found.append(Fragment(owners[block], n, a - first, b - first))
+        return cls(tuple(lengths), ranks, tuple(found))
+
+    # ---- what it says
+
+    def of_rank(self, rank: int) -> tuple[Fragment, ...]:
+        """In the order in which the rank holds them."""
+        return tuple(f for f in self.fragments if f.rank == rank)
+
+    def of_sequence(self, sequence: int) -> tuple[Fragment, ...]:
+        """In the order of their tokens."""
+        return tuple(
+            sorted((f for f in self.fragments if f.sequence == sequence), key=lambda f: (f.start, f.stop))
+        )
+
+    def owned(self, rank: int) -> tuple[int, ...]:
+        """Sequences whose last token the rank holds, in the order of its fragments."""
+        return tuple(f.sequence for f in self.of_rank(rank) if f.stop == self.lengths[f.sequence])
+
+    @property
+    def crosses(self) -> bool:
+        """Whether a sequence lies on more than one rank."""
+        return len({(f.sequence, f.rank) for f in self.fragments}) > len(self.lengths)
+
+    def digest(self) -> str:
+        """A text that is equal for equal tables."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    # ---- tensors
+
+    def shard(self, x: Tensor, rank: int) -> Tensor:
+        """The tokens of a rank, [1, T_rank, ...], of x [1, T, ...] in which all sequences are packed."""
+        first = list(accumulate(self.lengths, initial=0))
+        if x.dim() < 2 or x.shape[:2] != (1, first[-1]):
+            raise ArgumentError("x", f"[1, {first[-1]}, ...]", str(list(x.shape)))
+        own = [x[:, first[f.sequence] + f.start : first[f.sequence] + f.stop] for f in self.of_rank(rank)]
+        return torch.cat(own, 1) if own else x[:, :0]
+
+    def unshard(self, parts: Sequence[Tensor]) -> Tensor:
+        """x [1, T, ...] from what `shard` gave for each rank."""
+        held = [iter(p.split([f.stop - f.start for f in self.of_rank(r)], 1)) for r, p in enumerate(parts)]
+        by_fragment = {f: next(held[f.rank]) for f in self.fragments}
+        ordered = [by_fragment[f] for n in range(len(self.lengths)) for f in self.of_sequence(n)]
+        return torch.cat(ordered, 1)

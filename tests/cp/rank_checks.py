@@ -1,0 +1,237 @@
+"""What each rank of a gloo group runs for tests/cp/test_cp_distributed.py. A check returns what the test asserts on."""
+
+import datetime
+import os
+import sys
+import traceback
+from functools import partial
+from itertools import chain, pairwise
+from pathlib import Path
+from unittest import mock
+
+import segmented_backend
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import kda_core
+from kda_core.reference import ReferenceBackend
+from kda_core.registry import record_calls
+from kda_core.testing import error, make_inputs, token_oracle
+from kda_cp import Constants, Pass, constants
+from kda_cp.distributed import ContextParallel, Fragment, FragmentTable
+
+TOKENS = ("q", "k", "v", "g", "beta")
+COLLECTIVES = ("all_gather", "all_gather_object", "all_reduce", "broadcast", "all_gather_into_tensor")
+
+
+def call(family, lengths, **more):
+    """Arguments without cu_seqlens, which is the table's matter, and the oracle's o and states."""
+    x = make_inputs(
+        family, sum(lengths), lengths=lengths, **({"H": 1, "HV": 2, "K": 16, "V": 16} | more)
+    ).arguments
+    want = token_oracle(**x)
+    del x["cu_seqlens"]
+    return x, want
+
+
+def run(group, table, x, **more):
+    """This rank's o and final states; which backends ran, and how often a collective was called."""
+    cp = ContextParallel(group, table)
+    mine = x | {n: table.shard(x[n], cp.rank) for n in TOKENS}
+    count = 0
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with (
+        record_calls() as calls,
+        mock.patch.multiple(dist, **{n: counted(getattr(dist, n)) for n in COLLECTIVES}),
+    ):
+        o, state = cp.chunk_kda(**mine, output_final_state=True, **more)
+    return o, state, [(c.backend, c.planner) for c in calls], count
+
+
+def compare(group, table, x, want, **more):
+    """(error of this rank's o, of its states, backends, collectives); o is measured token range by token range."""
+    rank = dist.get_rank()
+    o, state, ran, count = run(group, table, x, **more)
+    lengths = [f.stop - f.start for f in table.of_rank(rank)]
+    states = want[1] if more.get("final_state_on") == "all" else want[1][list(table.owned(rank))]
+    assert state.dtype == torch.float32 and state.shape == states.shape
+    return (
+        error(o, table.shard(want[0], rank), lengths=lengths),
+        error(state, states, state=True) if len(states) else 0.0,
+        ran,
+        count,
+    )
+
+
+LENGTHS = (70, 0, 130, 3, 55)
+
+
+def tables(ranks):
+    fragments = []  # uneven, out of order, more than one of a sequence on a rank
+    for n, length in enumerate(LENGTHS):
+        cuts = [0, *range(7 + n, length, 29), length]
+        fragments += [
+            Fragment((3 * n + i * i) % ranks, n, a, b) for i, (a, b) in enumerate(pairwise(cuts)) if b > a
+        ] or [Fragment(n % ranks, n, 0, 0)]
+    fragments = tuple(reversed(fragments))
+    return {
+        "contiguous": FragmentTable.contiguous(LENGTHS, ranks),
+        "zigzag": FragmentTable.zigzag(LENGTHS, ranks),
+        "document": FragmentTable.document_aligned(LENGTHS, ranks),
+        "uneven": FragmentTable(LENGTHS, ranks, fragments),
+        "one rank has all": FragmentTable(
+            LENGTHS, ranks, tuple(Fragment(ranks - 1, n, 0, m) for n, m in enumerate(LENGTHS))
+        ),
+    }
+
+
+def fails(work):
+    """The type and message of what `work` raises, or None."""
+    try:
+        work()
+    except Exception as raised:  # noqa: BLE001 - the test looks at it
+        return type(raised).__name__, str(raised)
+    return None
+
+
+def checks(rank, ranks):
+    """(name, check) in the same order on every rank."""
+    for family in ("steep", "slow", "memory"):
+        x, want = call(family, LENGTHS, initial_state=True)
+        for name, table in tables(ranks).items():
+            for on in ("owner", "all"):
+                yield f"{family} {name} {on}", partial(compare, None, table, x, want, final_state_on=on)
+    x, want = call("memory", (500,), state_v_first=True, K=8)
+    table = FragmentTable.contiguous((500,), ranks)
+    yield "one sequence, v first", lambda: compare(None, table, x, want, final_state_on="all")
+    x, want = call("mixed", (211,), V=24)
+    table = FragmentTable.zigzag((211,), ranks)
+    yield "mesh", lambda: compare(DeviceMesh("cpu", list(range(ranks))), table, x, want)
+
+    def twice():
+        a, b = run(None, table, x), run(None, table, x)
+        return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+    yield "same bits", twice
+    zeros = torch.zeros(1, 2, 16, 24)
+
+    def none_and_zeros():
+        a, b = run(None, table, x), run(None, table, x | {"initial_state": zeros})
+        return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+    yield "none is zeros", none_and_zeros
+    wrong = x | ({"v": x["v"][..., :-1, :]} if rank == 1 else {})
+    yield "bad shape", lambda: fails(lambda: run(None, table, wrong))
+    other = {"scale": 2.0} if rank == 0 else {}
+    yield "other option", lambda: fails(lambda: run(None, table, x, **other))
+    mine = FragmentTable.contiguous((211,), ranks) if rank == 1 else table
+    yield "other table", lambda: fails(lambda: ContextParallel(None, mine))
+    small = FragmentTable.contiguous((211,), ranks + 1)
+    yield "table for more", lambda: fails(lambda: ContextParallel(None, small))
+    trained = x | {"v": x["v"].float().requires_grad_()}
+    yield "training", lambda: fails(lambda: run(None, table, trained | {n: x[n].float() for n in ("q", "k")}))
+
+    def broken():
+        with mock.patch(
+            "kda_core.reference.ReferenceBackend.chunk_fwd", side_effect=MemoryError("no memory")
+        ):
+            return fails(lambda: run(None, table, x))
+
+    yield (
+        "a rank runs out of memory",
+        broken if rank == ranks - 1 else lambda: fails(lambda: run(None, table, x)),
+    )
+    yield "and the group still works", lambda: compare(None, table, x, want)
+
+
+LANES = Pass(((64, 100.0),), 0.01, 0.01, 1.0)  # many idle lanes: ranks cut their fragments
+LONG = (640, 0, 1500, 64)
+
+
+def cut_checks(rank, ranks, folder):
+    """Checks in which each rank cuts its fragments further: over the reference, and over one that summarises segments."""
+    for backend in ("reference", "segmented"):
+        constants.store(("cpu", backend, "bfloat16"), Constants(LANES, 0.1, 0.01, LANES, LANES))
+    info = folder / f"segmented{rank}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: segmented\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kda_core.backends]\nsegmented = segmented_backend:SPEC\n")
+    sys.path.insert(0, str(folder))
+    dist.barrier()
+    kda_core.backends(refresh=True)
+    for family in ("steep", "memory"):
+        x, want = call(family, LONG, initial_state=True, state_v_first=True)
+        fragments = (
+            Fragment(1, 2, 0, 700),
+            Fragment(0, 2, 700, 1500),
+            Fragment(0, 0, 0, 640),
+            Fragment(1, 3, 0, 64),
+        )
+        apart = FragmentTable(LONG, ranks, (*fragments, Fragment(0, 1, 0, 0)))
+        for name, table in (
+            ("contiguous", FragmentTable.contiguous(LONG, ranks)),
+            ("zigzag", FragmentTable.zigzag(LONG, ranks)),
+            ("apart", apart),
+        ):
+            for backend in ("reference", "segmented"):
+                yield f"cut {family} {name} {backend}", partial(cut, table, x, want, backend)
+
+
+def cut(table, x, want, backend):
+    """As `compare`, with the numbers of sequences of all calls of the backend by method."""
+    seen = []
+
+    def watched(method, function):
+        def call(self, inputs, *args):
+            seen.append((method, inputs.shape.N))
+            return function(self, inputs, *args)
+
+        return call
+
+    gather = dist.all_gather
+
+    def begun(*args, async_op=False, **kwargs):
+        if async_op:
+            seen.append(("gather", 0))
+        return gather(*args, async_op=async_op, **kwargs)
+
+    with (
+        mock.patch.object(dist, "all_gather", begun),
+        mock.patch.multiple(
+            segmented_backend.Segmented,
+            **{m: watched(m, getattr(segmented_backend.Segmented, m)) for m in ("summarize", "run_segments")},
+        ),
+        mock.patch.object(ReferenceBackend, "chunk_fwd", watched("chunk_fwd", ReferenceBackend.chunk_fwd)),
+    ):
+        return *compare(None, table, x, want, backend=backend, final_state_on="all"), seen
+
+
+def work(rank, ranks, folder):
+    """Entry of a spawned process: runs all checks, leaves their results in the folder."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["KDA_CACHE_DIR"] = f"{folder}/cache{rank}"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    results = {}
+    try:
+        for name, check in chain(checks(rank, ranks), cut_checks(rank, ranks, Path(folder))):
+            results[name] = check()
+    except Exception:  # noqa: BLE001 - the test shows it
+        results["crashed"] = traceback.format_exc()
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()

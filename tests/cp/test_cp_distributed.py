@@ -1,0 +1,181 @@
+"""Fragments over ranks, and calls over 2 to 4 gloo processes on the CPU against the fp64 oracle."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import rank_checks
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kda_core.errors import ArgumentError
+from kda_cp.distributed import Fragment, FragmentTable
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "context_parallel.py"
+
+sizes = st.lists(st.integers(0, 40), min_size=1, max_size=6).map(tuple)
+
+
+# ---- tables
+
+
+@settings(deadline=None)
+@given(
+    sizes,
+    st.integers(1, 5),
+    st.sampled_from([FragmentTable.contiguous, FragmentTable.zigzag, FragmentTable.document_aligned]),
+)
+def test_a_table_holds_every_token_once(lengths, ranks, make):
+    table = make(lengths, ranks)
+    x = torch.arange(sum(lengths)).view(1, -1)
+    parts = [table.shard(x, r) for r in range(ranks)]
+    assert torch.equal(torch.cat(parts, 1).sort().values, x) and torch.equal(table.unshard(parts), x)
+    assert sorted(n for r in range(ranks) for n in table.owned(r)) == list(range(len(lengths)))
+    if make == FragmentTable.document_aligned or ranks == 1:
+        assert not table.crosses
+    else:
+        held = [p.shape[1] for p in parts]
+        assert max(held) - min(held) <= 2
+    if make == FragmentTable.contiguous:
+        assert torch.equal(torch.cat(parts, 1), x)
+
+
+def test_zigzag_pairs_early_and_late_blocks():
+    table = FragmentTable.zigzag((80,), 2)
+    assert [(f.rank, f.start, f.stop) for f in table.of_sequence(0)] == [(0, 0, 20), (1, 20, 60), (0, 60, 80)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fragments", "words"),
+    [
+        (2, [(0, 0, 0, 5), (1, 0, 6, 10)], "each of the 10 tokens of sequence 0"),
+        (2, [(0, 0, 0, 6), (1, 0, 5, 10)], "each of the 10 tokens"),
+        (2, [(0, 0, 0, 10), (1, 0, 10, 10)], "each of the 10 tokens"),
+        (2, [(0, 0, 0, 9)], "each of the 10 tokens"),
+        (2, [], "each of the 10 tokens"),
+        (2, [(2, 0, 0, 10)], "ranks below 2"),
+        (2, [(0, 1, 0, 10)], "sequences below 1"),
+        (0, [], "ranks: expected at least 1"),
+    ],
+)
+def test_what_is_no_table_is_refused(ranks, fragments, words):
+    with pytest.raises(ArgumentError, match=words):
+        FragmentTable((10,), ranks, tuple(Fragment(*f) for f in fragments))
+
+
+# ---- ranks
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def results(request, tmp_path_factory):
+    """What each rank's checks returned, for a group of this size."""
+    ranks = request.param
+    folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+    context = mp.spawn(rank_checks.work, (ranks, str(folder)), nprocs=ranks, join=False)
+    done = context.join(timeout=150)
+    for process in context.processes:
+        process.kill()
+    assert done or all((folder / f"{r}.pt").exists() for r in range(ranks)), "the ranks hang"
+    found = [torch.load(folder / f"{r}.pt") for r in range(ranks)]
+    crashes = [r["crashed"] for r in found if "crashed" in r]
+    assert not crashes, crashes[0]
+    return found
+
+
+def test_every_table_agrees_with_the_oracle(results):
+    ranks = len(results)
+    tables = rank_checks.tables(ranks)
+    compared = 0
+    for rank, found in enumerate(results):
+        for name, value in found.items():
+            if not (isinstance(value, tuple) and len(value) == 4):
+                continue
+            o, state, ran, count = value
+            assert o < 5e-3 and state < 1e-5, (rank, name, value)
+            table = next((t for n, t in tables.items() if f" {n} " in name), None)
+            holds = table is None or table.of_rank(rank)
+            assert ran == ([("reference", "cp.distributed")] if holds else []), (rank, name)
+            if table is not None:
+                on_all = 2 if name.endswith(" all") else 0  # word that all ran, and the states
+                assert count == (2 if table.crosses else on_all // 2) + on_all, (rank, name)
+            compared += 1
+    assert compared == ranks * 33
+
+
+def test_ranks_cut_their_fragments_further(results):
+    engaged = {"reference": 0, "segmented": 0}
+    for rank, found in enumerate(results):
+        cut = {tuple(name.split()[1:]): x for name, x in found.items() if name.startswith("cut ")}
+        assert len(cut) == 12
+        for (_, table, backend), (o, state, ran, count, seen) in cut.items():
+            assert o < 5e-3 and state < 1e-5, (rank, table, backend)
+            assert {b for b, _ in ran} <= {backend} and count == 4
+            if backend == "segmented":
+                done = [method for method, _ in seen]
+                assert done.count("summarize") == done.count("run_segments")
+            if (
+                table == "apart" and rank < 2
+            ):  # own sequences run while rows are on their way, then the others
+                methods = [method for method, _ in seen]
+                after = methods[methods.index("gather") + 1 : -1]
+                assert methods[0] != "gather" and methods[-1] == "gather" and len(after) >= 2
+            engaged[backend] += max((n for _, n in seen), default=0) > 4
+    assert all(n >= 2 for n in engaged.values()), engaged
+
+
+def test_the_same_bits_on_every_run_and_for_zeros(results):
+    assert all(r["same bits"] is True and r["none is zeros"] is True for r in results)
+
+
+@pytest.mark.parametrize(
+    ("check", "guilty", "kind", "own", "others"),
+    [
+        ("bad shape", 1, "ShapeError", "g: expected", "rank 1 failed: ShapeError: g: expected"),
+        ("training", None, "ArgumentError", "forward only", None),
+        ("a rank runs out of memory", -1, "MemoryError", "no memory", "failed: MemoryError: no memory"),
+    ],
+)
+def test_a_failing_rank_is_an_error_everywhere(results, check, guilty, kind, own, others):
+    for rank, found in enumerate(results):
+        name, message = found[check]
+        if guilty is None or rank == guilty % len(results):
+            assert name == kind and own in message
+        else:
+            assert name == "RankError" and others in message
+
+
+def test_ranks_that_disagree_all_raise(results):
+    for found in results:
+        name, message = found["other option"]
+        assert name == "RankError" and "scale=2.0" in message and "ranks called with different" in message
+        assert found["other table"][0] == "RankError" and "table: ranks" in found["other table"][1]
+        name, message = found["table for more"]
+        assert name == "ArgumentError" and f"one for {len(results)} ranks" in message
+
+
+# ---- the example
+
+
+def test_the_example_runs_under_torchrun():
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+        str(EXAMPLE),
+    ]
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, "--tokens", "150", "21"], capture_output=True, text=True, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"rank (\d) of 3 on cpu: .* of o (\S+), of the final states (\S+)", done.stdout)
+    assert {rank for rank, _, _ in found} == {"0", "1", "2"}
+    assert all(float(o) < 5e-3 and float(state) < 1e-5 for _, o, state in found)
