@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kda_core
-from kda_core.registry import record_calls
+from kda_core import contract
+from kda_core.registry import REGISTRY, record_calls
+
+if TYPE_CHECKING:
+    from kda_cp import Plan
 
 Outputs = tuple[Any, Any]
+TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
 
 
-def backend(name: str) -> Callable[..., Outputs]:
+CP = "+cp"
+
+
+def backend(name: str, context_parallel: Any = "off") -> Callable[..., Outputs]:
     """``chunk_kda`` on one backend; every call asserts that this backend ran."""
 
     def call(**x: Any) -> Outputs:
         with record_calls() as calls:
-            o, state = kda_core.chunk_kda(**x, backend=name, context_parallel="off")
+            o, state = kda_core.chunk_kda(**x, backend=name, context_parallel=context_parallel)
         assert [c.backend for c in calls] == [name], calls
         return o, state
 
@@ -33,17 +41,46 @@ def fla() -> Callable[..., Outputs]:
     return call
 
 
+def plan(name: str, x: dict[str, Any]) -> Plan:
+    """What kda-cp decides for a call of "<backend>+cp", with its prediction.
+
+    Raises:
+        ValueError: kda-cp is not installed, or does not know the lengths.
+    """
+    backend_name = _backend_name(name)
+    found, shape = REGISTRY.planner(), kda_core.explain(**x, backend=backend_name).shape
+    if found is None:
+        raise ValueError(f"impl {name!r} cannot run here: no planner is installed and on")
+    inputs = contract.make_inputs([x.get(n) for n in TENSORS], shape)
+    choice = REGISTRY.resolve(shape, backend_name)
+    planner: Any = found[1]
+    decided = planner.decide(inputs, choice.spec, choice.backend)
+    if decided is None:
+        raise ValueError("a packed call without cu_seqlens_cpu has no plan")
+    return decided
+
+
+def _backend_name(impl: str) -> str:
+    return impl.removesuffix(CP).removeprefix("kda-")
+
+
+def planned(name: str, context_parallel: Any) -> Callable[..., Outputs]:
+    """The backend of an ``impl`` by a plan, or "off"."""
+    return backend(_backend_name(name), context_parallel)
+
+
 def named(name: str) -> Callable[..., Outputs]:
-    """The implementation behind a row's ``impl``: "fla", "reference", or "kda-<backend>".
+    """The implementation behind a row's ``impl``: "fla", "reference", or "kda-<backend>"; with "+cp" behind it, where
+    kda-cp splits calls by itself.
 
     Raises:
         ValueError: no such implementation here.
     """
     if name == "fla":
         return fla()
-    backend_name = name.removeprefix("kda-")
+    backend_name = _backend_name(name)
     known = {i.name: i for i in kda_core.backends()}
     if backend_name not in known or known[backend_name].status != "ok":
         state = known.get(backend_name, "unknown")
         raise ValueError(f"impl {name!r} cannot run here: {state}")
-    return backend(backend_name)
+    return backend(backend_name, "auto" if name.endswith(CP) else "off")

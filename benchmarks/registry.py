@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass, replace
 
 GATES = ("steep", "slow", "memory")
+PREFILL, CONTEXT_PARALLEL = ("public", "gva", "varlen"), ("cp", "cp-h16", "cp-1m")  # tables
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,27 @@ def skewed(T: int, n: int) -> tuple[int, ...]:
     return (T // 2, *uniform(T - T // 2, n - 1))
 
 
+def _tokens(part: str) -> tuple[int, ...]:
+    """The lengths that "2x1K" stands for."""
+    count, _, length = part.rpartition("x")
+    number = int(length.removesuffix("K")) * (1024 if length.endswith("K") else 1)
+    return (number,) * int(count or 1)
+
+
 #: The outputs of a sequence of one or two tokens may cancel to almost nothing in one head of many. The largest relative
 #: error over heads then compares the luck of implementations that round alike (conformance tests such sequences).
 SHORTEST = 16
 
 MIXED = (1300, 547, 2048, 963, 271, 3063)  # lengths that published benchmarks of KDA kernels use, 8192 in all
+
+
+RAGGED = {
+    label: tuple(tokens for part in label.split("+") for tokens in _tokens(part))
+    for label in (
+        "16K+16K", "24K+8K", "28K+4K", "32K+256+256", "40K+1K+8K", "64K+512+256+128", "64K+32K+16K", "128K+1K",
+        "128K+2x1K", "128K+5x1K", "128K+10x1K",
+    )
+}  # fmt: skip
 
 
 def public() -> list[Case]:
@@ -87,8 +104,21 @@ def varlen() -> list[Case]:
     return cases + [packed("varlen", f"random-{n}x-T8192", drawn(8192, n, n), 32) for n in range(15, 19)]
 
 
+def context_parallel() -> list[Case]:
+    """The shapes of published benchmarks of context parallelism within one GPU, and longer ones. They are the same on every
+    architecture: rows of Blackwell are those of the implementations ``kda-sm100`` and ``kda-sm100+cp``."""
+    found = []
+    for H in (4, 8):
+        found += [fixed("cp", 1, kilo * 1024, H) for kilo in (4, 8, 32, 64, 128)]
+        found += [fixed("cp", B, kilo * 1024, H) for B, kilo in ((8, 4), (4, 8), (2, 16))]
+        found += [packed("cp", label, lengths, H) for label, lengths in RAGGED.items()]
+    found += [fixed("cp-h16", 1, kilo * 1024, 16) for kilo in (8, 16, 64, 256)]
+    found += [packed("cp-h16", "32K+7x4K", (32 * 1024, *[4096] * 7), 16)]
+    return found + [fixed("cp-1m", 1, 1 << 20, H) for H in (4, 8)]
+
+
 def cases(hv: int | None = None) -> tuple[Case, ...]:
-    """All cases, by name; `hv` replaces the number of value heads of the GVA table.
+    """All cases of the `PREFILL` tables, by name; `hv` replaces the number of value heads of the GVA table.
 
     Raises:
         ValueError: `hv` is no multiple of a row's H.

@@ -1,6 +1,7 @@
 """Makes the Markdown page and the plot of a results file: ``python benchmarks/report.py results/h200/prefill.json``.
 
-The page goes to ``docs/benchmarks/<device>.md``, the plot beside it (needs matplotlib). A speed-up is printed only where
+The page goes to ``docs/benchmarks/<device>.md``, the plot beside it (needs matplotlib); those of ``cp.json`` and
+``cp_multi_gpu.json`` to ``<device>-cp.md`` and ``<device>-cp-multi-gpu.md``, without a plot. A speed-up is printed only where
 both errors of the row are at most 1.2 times the peer's: no figure stands over a wrong result.
 """
 
@@ -11,6 +12,8 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+import report_cp
 
 DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
 PEER = "fla"
@@ -26,10 +29,20 @@ def main(argv: list[str] | None = None) -> int:
     data = json.loads(args.results.read_text())
     device = data["runs"][-1]["device"]
     args.out.mkdir(parents=True, exist_ok=True)
-    plotted = plot(data, args.out / f"{device}.svg")
-    (args.out / f"{device}.md").write_text(page(data, device, plotted))
-    print(args.out / f"{device}.md")
+    plotted = plot(data, args.out / f"{device}.svg") if args.results.stem == "prefill" else None
+    name, text = rendered(args.results.stem, data, device, plotted)
+    (args.out / name).write_text(text)
+    print(args.out / name)
     return 0
+
+
+def rendered(kind: str, data: dict[str, Any], device: str, plotted: str | None) -> tuple[str, str]:
+    """Name and text of the page of a results file; `kind` is the file's name without ".json", `plotted` the plot's."""
+    if kind == "cp":
+        return f"{device}-cp.md", report_cp.page(data, device)
+    if kind == "cp_multi_gpu":
+        return f"{device}-cp-multi-gpu.md", report_cp.multi_gpu_page(data, device)
+    return f"{device}.md", page(data, device, plotted)
 
 
 def floor_ms(row: dict[str, Any], device: str) -> float | None:

@@ -1,17 +1,20 @@
-"""Measures prefill: every case, gate family and implementation of a selection, into one JSON file.
+"""Measures prefill, and context parallelism: every case, gate family and implementation of a selection, into one JSON file.
 
     python benchmarks/run.py                          # a small selection that fits this machine
     python benchmarks/run.py --table public --impl kda-sm90 fla
     python benchmarks/run.py --table gva --hv 32 --gates slow
+    python benchmarks/run.py --table cp cp-h16 cp-1m --brute-force
 
-Rows go to ``benchmarks/results/<gpu>/prefill.json`` (``--out`` names another file); rows measured before are kept
-unless the run measures them again, and each carries the run that made it. ``--resume`` goes on with a run that was
-interrupted. ``report.py`` makes the table from that file.
+Rows go to ``benchmarks/results/<gpu>/prefill.json``, those of the tables of context parallelism to ``cp.json`` (``--out`` names
+another file); rows measured before are kept unless the run measures them again, and each carries the run that made it.
+``--resume`` goes on with a run that was interrupted. ``report.py`` makes the tables from these files.
 
 A row has: case, table, B, T, H, HV, lengths, gates, impl; median_ms (device time of CUDA-graph replays with the L2
 flushed, null on a CPU), eager_ms (an asynchronous call to its end), error_o and error_state (the largest relative
 Frobenius error over sequences and heads against the fp64 token loop), rmse_fla, rel_max_fla, mean_diff_fla (the output
-against FLA's, where FLA ran), and run.
+against FLA's, where FLA ran), and run. Errors are null above ``--errors-up-to`` tokens. Rows of an implementation with "+cp"
+also have plan, pieces (the most of a sequence), predicted_ms and predicted_serial_ms (null without constants), and with
+``--brute-force`` best_uniform_ms and best_uniform_pieces, of 1 to 64 pieces for each sequence.
 """
 
 from __future__ import annotations
@@ -33,19 +36,31 @@ import torch
 
 from kda_core.testing import error, make_inputs, token_oracle
 
+KEY = ("case", "gates", "impl")
 RESULTS = Path(__file__).parent / "results"
 SMALL = registry.Case("B1-T2048-H4", "cpu", 1, 2048, 4, 4)  # what a CPU does in seconds
-PACKAGES = ("kda-core", "kda-sm90", "kda-sm100", "fla-core", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi")
+PACKAGES = (
+    "kda-core",
+    "kda-cp",
+    "kda-sm90",
+    "kda-sm100",
+    "fla-core",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the selection; 1 if any measured error was not finite."""
     args = _parser().parse_args(argv)
+    _check(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = _select(args, device)
-    impls = args.impl or _default_impls(device)
+    impls = args.impl or _default_impls(device, _parallel(args))
     run = _describe(device, argv)
-    path = args.out or RESULTS / run["device"] / "prefill.json"
+    file = "cp.json" if _parallel(args) else "prefill.json"
+    path = args.out or RESULTS / run["device"] / file
     rows: list[dict[str, Any]] = []
     if args.resume:
         run, rows = _interrupted(path, run)
@@ -58,19 +73,28 @@ def main(argv: list[str] | None = None) -> int:
             for row in _measure(case, gates, impls, device, args):
                 rows.append(row | {"run": run["id"]})
                 print(f"[{len(rows)}/{total}] {_line(row)}", flush=True)
-            _save(path, run, rows)  # after every group, so that an interrupted run keeps what it measured
+            save(path, run, rows)  # after every group, so that an interrupted run keeps what it measured
     print(f"{len(rows)} rows in {path}")
-    return 0 if all(r["error_o"] < float("inf") for r in rows) else 1
+    return 0 if all(r["error_o"] is None or r["error_o"] < float("inf") for r in rows) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--table", nargs="+", choices=("public", "gva", "varlen"), help="groups of cases")
-    p.add_argument("--case", nargs="+", help="cases by name, see registry.py")
+    p.add_argument(
+        "--table", nargs="+", choices=(*registry.PREFILL, *registry.CONTEXT_PARALLEL), help="groups of cases"
+    )
+    p.add_argument("--case", nargs="+", help="cases by name, of these groups or of prefill; see registry.py")
     p.add_argument("--hv", type=int, help="value heads of the gva table (default 64)")
     p.add_argument("--gates", nargs="+", choices=registry.GATES, default=list(registry.GATES))
     p.add_argument("--impl", nargs="+", help="kda-<backend>, reference, fla (default: all that run here)")
     p.add_argument("--repeats", type=int, default=20, help="timed repetitions a row")
+    p.add_argument(
+        "--brute-force", action="store_true", help='also time uniform plans of 1 to 64 pieces, for "+cp"'
+    )
+    p.add_argument("--pieces", type=int, default=64, help="most pieces of a sequence with --brute-force")
+    p.add_argument(
+        "--errors-up-to", type=int, default=1 << 18, metavar="TOKENS", help="the oracle goes token by token"
+    )
     p.add_argument("--out", type=Path, help="the JSON file")
     p.add_argument(
         "--resume",
@@ -80,10 +104,22 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
+def _check(args: argparse.Namespace) -> None:
+    if args.table and {*args.table} & {*registry.PREFILL} and {*args.table} & {*registry.CONTEXT_PARALLEL}:
+        raise SystemExit(
+            "--table: prefill and context parallelism go to different files; run them one by one"
+        )
+
+
+def _parallel(args: argparse.Namespace) -> bool:
+    """Whether the run is one of context parallelism."""
+    return bool(args.table) and args.table[0] in registry.CONTEXT_PARALLEL
+
+
 def _select(args: argparse.Namespace, device: torch.device) -> list[registry.Case]:
-    cases = registry.cases(args.hv)
+    cases = (*registry.context_parallel(),) if _parallel(args) else registry.cases(args.hv)
     if args.case:
-        known = {c.name: c for c in (*cases, SMALL)}
+        known = {c.name: c for c in (*cases, SMALL) if not args.table or c.table in args.table}
         if unknown := [n for n in args.case if n not in known]:
             raise SystemExit(f"--case: unknown {unknown}; known: {', '.join(known)}")
         return [known[n] for n in args.case]
@@ -92,13 +128,14 @@ def _select(args: argparse.Namespace, device: torch.device) -> list[registry.Cas
     return [SMALL] if device.type == "cpu" else [c for c in cases if c.name == "B1-T8192-H64"]
 
 
-def _default_impls(device: torch.device) -> list[str]:
+def _default_impls(device: torch.device, parallel: bool) -> list[str]:
     import kda_core
 
     ok = [i.name for i in kda_core.backends() if i.status == "ok"]
+    names = [f"kda-{n}" for n in ok if n != "reference" and device.type != "cpu"] or ["reference"]
+    names = [n + suffix for n in names for suffix in (("", implementations.CP) if parallel else ("",))]
     if device.type == "cpu":
-        return ["reference"]
-    names = [f"kda-{n}" for n in ok if n != "reference"] or ["reference"]
+        return names
     try:
         version("fla-core")
     except PackageNotFoundError:
@@ -113,7 +150,10 @@ def _measure(
         gates, case.T, B=case.B, H=case.H, HV=case.HV, lengths=case.lengths or None, seed=0, device=device
     )
     call = dict(x.arguments) | {"output_final_state": True}
-    want_o, want_s = token_oracle(**x.arguments)
+    if _parallel(args) and case.lengths:
+        call["cu_seqlens_cpu"] = call["cu_seqlens"].cpu()  # without it no call is split
+    checked = case.B * case.T <= args.errors_up_to
+    want_o, want_s = token_oracle(**x.arguments) if checked else (None, None)
     rows, outputs = [], {}
     for name in impls:
         function = implementations.named(name)
@@ -124,12 +164,17 @@ def _measure(
             row: dict[str, Any] = {
                 "case": case.name, "table": case.table, "B": case.B, "T": case.T, "H": case.H, "HV": case.HV,
                 "lengths": list(case.lengths), "gates": gates, "impl": name,
-                "error_o": error(o, want_o, lengths=x.lengths), "error_state": error(state, want_s, state=True),
+                "error_o": error(o, want_o, lengths=x.lengths) if checked else None,
+                "error_state": error(state, want_s, state=True) if checked else None,
                 "first_call_s": first,
             }  # fmt: skip
             run = lambda f=function: f(**call)
             row["median_ms"] = measure.device_time(run, args.repeats) if device.type == "cuda" else None
             row["eager_ms"] = measure.eager_time(run, args.repeats)
+            if name.endswith(implementations.CP):
+                row |= _planned(name, call)
+                if args.brute_force:
+                    row |= _brute_force(name, call, device, args)
         outputs[name] = o
         rows.append(row)
         del o, state
@@ -141,11 +186,41 @@ def _measure(
     return rows
 
 
+def _planned(name: str, call: dict[str, Any]) -> dict[str, Any]:
+    """What was predicted, in the row's units."""
+    plan = implementations.plan(name, call)
+    said = plan.prediction
+    in_ms = lambda t: t / 1e3 if t is not None and said is not None and said.unit == "us" else None
+    return {
+        "plan": str(plan), "pieces": max(map(len, plan.pieces)),
+        "predicted_ms": in_ms(said and said.planned), "predicted_serial_ms": in_ms(said and said.serial),
+    }  # fmt: skip
+
+
+def _brute_force(
+    name: str, call: dict[str, Any], device: torch.device, args: argparse.Namespace
+) -> dict[str, Any]:
+    """The best of uniform plans, those of one piece, which are serial, among them."""
+    from kda_cp import Plan
+
+    lengths = implementations.plan(name, call).lengths
+    times = {}
+    for n in range(1, args.pieces + 1):
+        plan = Plan.uniform(lengths, n)
+        function = implementations.planned(name, plan if plan.is_split else "off")
+        run = lambda f=function: f(**call)
+        timed = measure.device_time if device.type == "cuda" else measure.eager_time
+        times[n] = timed(run, args.repeats)
+    best = min(times, key=lambda n: times[n])
+    return {"best_uniform_ms": times[best], "best_uniform_pieces": best}
+
+
 def _line(row: dict[str, Any]) -> str:
+    show = lambda x: "-" if x is None else f"{x:.2e}"
     device = "-" if row["median_ms"] is None else f"{row['median_ms']:.3f}"
     return (
         f"{row['case']:<28} {row['gates']:<7} {row['impl']:<10} device {device} ms, eager {row['eager_ms']:.3f} ms, "
-        f"error o {row['error_o']:.2e} state {row['error_state']:.2e}"
+        f"error o {show(row['error_o'])} state {show(row['error_state'])}"
     )
 
 
@@ -193,11 +268,12 @@ def _interrupted(path: Path, run: dict[str, Any]) -> tuple[dict[str, Any], list[
     raise SystemExit(f"--resume: {path} has no run of this command with these versions on this device")
 
 
-def _save(path: Path, run: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Replaces the rows that this run measured and keeps the others, with the runs that made them."""
+def save(path: Path, run: dict[str, Any], rows: list[dict[str, Any]], names: tuple[str, ...] = KEY) -> None:
+    """Replaces the rows that this run measured, known by the values of `names`, and keeps the others, with the runs that
+    made them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     old = json.loads(path.read_text()) if path.exists() else {"runs": [], "rows": []}
-    key = lambda r: (r["case"], r["gates"], r["impl"])
+    key = lambda r: tuple(r[name] for name in names)
     mine = {key(r) for r in rows}
     kept = [r for r in old["rows"] if key(r) not in mine]
     used = {r["run"] for r in kept}

@@ -1,6 +1,7 @@
 """The benchmark cases are those that the project promises to measure, and a run on any machine leaves a true file."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+LOOPBACK = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.fixture
@@ -125,15 +127,90 @@ def test_the_command_on_record_measures_again_and_names_no_path_of_the_machine(m
     assert run._command(argv) == "benchmarks/run.py --table gva --hv 32"
 
 
+def test_the_shapes_of_context_parallelism_are_registered(registry):
+    cases = registry.context_parallel()
+    assert len({c.name for c in cases}) == len(cases) and {c.table for c in cases} == {
+        *registry.CONTEXT_PARALLEL
+    }
+    for H in (4, 8):
+        shapes = {(c.B, c.T) if not c.lengths else c.lengths for c in cases if c.H == H}
+        assert shapes >= {(1, n * 1024) for n in (4, 8, 32, 64, 128, 1024)} | {
+            (8, 4096),
+            (4, 8192),
+            (2, 16384),
+        }
+        assert shapes >= {
+            (32768, 256, 256),
+            (40960, 1024, 8192),
+            (65536, 32768, 16384),
+            (131072, *[1024] * 10),
+        }
+    assert {c.T for c in cases if c.H == 16} == {8192, 16384, 32768 + 7 * 4096, 65536, 262144}
+    for c in cases:
+        assert c.HV == c.H and (not c.lengths or (c.B == 1 and sum(c.lengths) == c.T))
+
+
+def test_a_run_of_context_parallelism_records_plans_and_makes_a_page(tmp_path):
+    command = [sys.executable, "run.py", "--table", "cp", "--case", "B1-T4096-H4", "--gates", "slow", "--repeats", "1",
+               "--brute-force", "--pieces", "2", "--out", str(tmp_path / "cp.json")]  # fmt: skip
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    serial, split = json.loads((tmp_path / "cp.json").read_text())["rows"]
+    assert (serial["impl"], split["impl"]) == ("reference", "reference+cp")
+    assert split["plan"].startswith("serial") and split["pieces"] == 1 and split["predicted_ms"] is None
+    assert split["best_uniform_ms"] > 0 and split["best_uniform_pieces"] in (1, 2)
+
+
+def test_the_page_of_context_parallelism_summarises_right_rows_alone(registry):
+    import report_cp
+
+    def row(case, impl, ms, error=1e-3, **more):
+        known = {"table": "cp", "gates": "slow", "error_o": error, "error_state": error, "pieces": 1}
+        return (
+            known
+            | {"predicted_ms": 0.5, "predicted_serial_ms": 1.0, "case": case, "impl": impl, "median_ms": ms}
+            | more
+        )
+
+    rows = [
+        row("a", "kda-sm90", 1.0), row("a", "kda-sm90+cp", 0.5, pieces=8, best_uniform_ms=0.48, best_uniform_pieces=9),
+        row("b", "kda-sm90", 1.0), row("b", "kda-sm90+cp", 0.125, pieces=8), row("b", "fla", 2.0),
+        row("c", "kda-sm90", 1.0), row("c", "kda-sm90+cp", 1.01),
+        row("d", "kda-sm90", 1.0), row("d", "kda-sm90+cp", 0.01, error=2e-3, pieces=8),
+    ]  # fmt: skip
+    run = {"id": "r", "device_name": "a GPU", "command": "x", "torch": "2", "versions": {"kda-cp": "0.1"}}
+    page = report_cp.page({"runs": [run], "rows": rows}, "h200")
+    assert "2 engaged rows: speed-up over serial 4.00x (geomean), at least 2.00x" in page
+    assert "1 bypassed rows: at most 1.010x" in page and "at most 1.042x the best uniform plan" in page
+    (wrong,) = [line for line in page.splitlines() if line.startswith("| d ")]
+    assert "| wrong |" in wrong and "| 2.000 |" in page
+
+
+def test_several_ranks_are_measured_against_one(tmp_path, registry):
+    out = tmp_path / "cp_multi_gpu.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "multi_gpu.py",
+               "--T", "300", "--H", "1", "--repeats", "1", "--backend", "reference", "--out", str(out)]  # fmt: skip
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=False, env=LOOPBACK)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(out.read_text())
+    (row,) = data["rows"]
+    assert (row["ranks"], row["T"], row["fragments"]) == (2, 300, "contiguous") and row["difference"] < 1e-3
+    import report
+
+    assert "| 1, 300, 1 | slow | 2 |" in report.rendered("cp_multi_gpu", data, "cpu", None)[1]
+
+
 @pytest.mark.parametrize(
-    "path", sorted((BENCHMARKS / "results").glob("*/*.json")), ids=lambda p: p.parent.name
+    "path", sorted((BENCHMARKS / "results").glob("*/*.json")), ids=lambda p: f"{p.parent.name}-{p.stem}"
 )
 def test_the_committed_page_is_made_from_the_committed_results(path, registry):
     import report
 
-    data = json.loads(path.read_text())
-    page = report.DOCS / f"{path.parent.name}.md"
-    assert page.read_text() == report.page(data, path.parent.name, f"{path.parent.name}.svg")
+    data, device = json.loads(path.read_text()), path.parent.name
+    name, text = report.rendered(path.stem, data, device, f"{device}.svg")
+    assert (report.DOCS / name).read_text() == text
+    if path.stem != "prefill":
+        return
     measured = {(r["case"], r["gates"], r["impl"]) for r in data["rows"]}
     for c in registry.cases():
         for gates in registry.GATES:
