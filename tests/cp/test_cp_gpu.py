@@ -41,6 +41,7 @@ def test_errors_are_those_of_a_direct_call(family, strategy):
 
 
 @STRATEGIES
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # a prototype, says torch
 def test_nothing_waits_for_the_device(strategy):
     x, plan = call(), Plan(PLAN, strategy)
     chunk_kda(**x, context_parallel=plan)  # compiles

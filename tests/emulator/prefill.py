@@ -4,6 +4,8 @@ it."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ def launch(
     assert named.keys() <= set(names), named.keys() - set(names)
     values = [0 if named.get(name) is None else named[name] for name in names]
     ptx, shared = compiled(config)
-    grid = (named["preparers"] + named["streams"] * (2 // config.warpgroups),)
+    grid = (named["preparers"] + named["streams"] * (config.halves // config.warpgroups),)
     return ptx_emulator.run(
         ptx, grid, (THREADS,), shared, values, tensors, scratch=scratch, seed=seed, races=races
     )
@@ -59,6 +61,26 @@ def config_of(x: dict[str, Any], chunk: int, warpgroups: int, vote: bool | None 
     )
 
 
+def described(x: dict[str, Any], config: PrefillConfig) -> dict[str, Any]:
+    """What the arguments of a call say of its launches: inputs but for the states, and numbers."""
+    (B, T, H, K), HV, offsets = x["q"].shape, x["v"].shape[2], x.get("cu_seqlens")
+    beta = 1.0 if x.get("use_beta_sigmoid_in_kernel") else 0.0
+    return dict(
+        **{name: x[name] for name in ("q", "k", "v", "g", "beta")}, a_log=x.get("A_log"), dt_bias=x.get("dt_bias"),
+        offsets=offsets, N=B if offsets is None else len(offsets) - 1, T=T, H=H, HV=HV,
+        offset_bytes=0 if offsets is None else offsets.element_size(), beta_bytes=x["beta"].element_size(),
+        l2norm=int(x.get("use_qk_l2norm_in_kernel", False)), v_first=int(x.get("state_v_first", False)),
+        every=64 // config.chunk, scale=x.get("scale") or K**-0.5, lower_bound=x.get("lower_bound") or 0.0,
+        beta_factor=beta * (1 + x.get("allow_neg_eigval", False)),
+    )  # fmt: skip
+
+
+def empty_workspace(size: int) -> torch.Tensor:
+    """On a line of its own, as an allocator of the device places it."""
+    room = torch.full((size + 128,), 0xFF, dtype=torch.uint8)
+    return room[-room.data_ptr() % 128 :][:size]
+
+
 def prefill(
     x: dict[str, Any],
     config: PrefillConfig,
@@ -68,14 +90,12 @@ def prefill(
     seed: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """o, the final states, and with ``config.states`` those every 64 tokens, of the arguments of a call."""
-    (B, T, H, K), HV, offsets = x["q"].shape, x["v"].shape[2], x.get("cu_seqlens")
-    N = B if offsets is None else len(offsets) - 1
+    call = described(x, config)
+    (B, T, _, K), HV, N, offsets = x["q"].shape, call["HV"], call["N"], call["offsets"]
     lengths = [T] * B if offsets is None else offsets.diff().tolist()
-    # On a line of its own, as an allocator of the device places it.
-    size = layouts.workspace_bytes(streams, depth, config.chunk)
-    room = torch.full((size + 128,), 0xFF, dtype=torch.uint8)
-    workspace = room[-room.data_ptr() % 128 :][:size]
-    views = layouts.split_workspace(workspace, streams, depth, config.chunk)
+    size = layouts.workspace_bytes(streams * depth, streams, config.chunk)
+    workspace = empty_workspace(size)
+    views = layouts.split_workspace(workspace, streams * depth, streams, config.chunk)
     counters = slice(size - views.counters.numel() * 4, size)
     outputs = {
         "o": torch.zeros_like(x["v"]),
@@ -85,11 +105,6 @@ def prefill(
     if config.states:
         rows = B if offsets is None else 1
         outputs["states"] = torch.empty(rows, count // rows, HV, K, K, dtype=torch.bfloat16)
-    beta = 1.0 if x.get("use_beta_sigmoid_in_kernel") else 0.0
-    optional = {n: x.get(n) for n in ("initial_state",)} | {
-        "a_log": x.get("A_log"),
-        "dt_bias": x.get("dt_bias"),
-    }
     # Where a ring is used again, relaxed counters tell so, by design: what is written then cannot overtake
     # what was read.
     slots = layouts.slot_count(B, T, config.chunk, None if offsets is None else N)
@@ -97,12 +112,44 @@ def prefill(
     unwritten = [outputs[name] for name in outputs if name != "o"] + [workspace[: counters.start]]
     launch(
         config, seed, (workspace[counters],), tuple(unwritten), races,
-        **{name: x[name] for name in ("q", "k", "v", "g", "beta")}, **optional, **outputs, offsets=offsets,
-        workspace=workspace.data_ptr(), ticket=0x1234567890ABCDEF, state_count=count if config.states else 0,
-        N=N, T=T, H=H, HV=HV,
-        offset_bytes=0 if offsets is None else offsets.element_size(), beta_bytes=x["beta"].element_size(),
-        l2norm=int(x.get("use_qk_l2norm_in_kernel", False)), v_first=int(x.get("state_v_first", False)),
-        every=64 // config.chunk, preparers=preparers, streams=streams, depth=depth, scale=x.get("scale") or K**-0.5,
-        lower_bound=x.get("lower_bound") or 0.0, beta_factor=beta * (1 + x.get("allow_neg_eigval", False)),
+        **call, **outputs, initial_state=x.get("initial_state"), state_count=count if config.states else 0,
+        workspace=workspace.data_ptr(), ticket=0x1234567890ABCDEF, preparers=preparers, streams=streams, depth=depth,
     )  # fmt: skip
     return tuple(outputs.values())
+
+
+def in_segments(
+    x: dict[str, Any], lengths: tuple[int, ...], chunk: int, streams: tuple[int, int], preparers: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and the final state of a call with one sequence that is cut into segments of the given lengths: a launch with
+    chains of two warpgroups that summarises them, and one with chains of one that runs them, whose states are merged here.
+    ``streams``: of each."""
+    packed = x | {"cu_seqlens": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)}
+    HV, K, v_first = x["v"].shape[2], x["q"].shape[3], x.get("state_v_first", False)
+    summarize = replace(config_of(packed, chunk, 2), mode="summarize")
+    run = PrefillConfig(chunk, 1, mode="run")
+    starts, final = torch.zeros(2, len(lengths), HV, K, K).unbind()
+    starts[0] = x["initial_state"][0].mT if v_first else x["initial_state"][0]
+    exits, transitions = torch.empty(2, len(lengths), HV, K, K).unbind()
+    records = layouts.slot_count(1, sum(lengths), chunk, len(lengths)) * HV + 1
+    sizes = [layouts.workspace_bytes(records, n, chunk, c.halves) for n, c in zip(streams, (summarize, run))]
+    workspace = empty_workspace(max(sizes))
+    kept = records * sum(layouts.record_bytes(chunk).values())
+    counters = kept + streams[0] * summarize.halves * layouts.CARRY_BYTES
+    common = {"workspace": workspace.data_ptr(), "depth": records}
+    launch(
+        summarize, 0, (workspace[counters:],), (workspace[:counters], exits, transitions),
+        **described(packed | {"state_v_first": False}, summarize), **common, initial_state=starts, final_state=exits,
+        transitions=transitions, ticket=0x1234567890ABCDEF, preparers=preparers, streams=streams[0],
+    )  # fmt: skip
+    state = exits[0].double()
+    for n in range(1, len(lengths)):
+        starts[n] = state
+        state = transitions[n].double() @ state + exits[n].double()
+    o = torch.zeros_like(x["v"])
+    launch(
+        run, 0, (workspace,), **described(packed, run), **common, o=o, final_state=final,
+        initial_state=starts.mT.contiguous() if v_first else starts, ticket=0x1234567890ABCDF0, preparers=0,
+        streams=streams[1],
+    )  # fmt: skip
+    return o, final[-1:]

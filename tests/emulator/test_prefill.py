@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from prefill import config_of, prefill
+from prefill import config_of, in_segments, prefill
 
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_core.testing.oracle import log_decay
@@ -71,3 +71,14 @@ def test_no_schedule_and_no_order_changes_a_bit():
             preparers,
             seed,
         )
+
+
+@pytest.mark.parametrize(("family", "chunk", "v_first"), [("memory", 64, False), ("slow", 32, True)])
+def test_segments_and_streams_that_cut_them(family, chunk, v_first):
+    lengths = (70, 0, 90)
+    x = make_inputs(family, sum(lengths), H=1, HV=2, initial_state=True, state_v_first=v_first).arguments
+    want = token_oracle(**x, output_final_state=True)
+    o, state = in_segments(x, lengths, chunk, streams=(3, 5), preparers=2)
+    limits = tolerance(x, chunk, oracle=want)
+    assert error(o, want[0]) <= limits[0]
+    assert error(state, want[1], state=True) <= limits[1]

@@ -90,12 +90,11 @@ def test_it_is_the_recurrence(C, warpgroups, streams, packed, v_first):
                 records[name][last, :, rest:] = 0
     # Rings of all slots of their streams, the records ready from the start, states not.
     place, depth = places([first for *_, first in each], slots, HV, streams)
-    size = layouts.workspace_bytes(streams, depth, C)
+    size = layouts.workspace_bytes(streams * depth, streams, C)
     buffer = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
-    workspace = layouts.split_workspace(buffer, streams, depth, C)
-    counters = workspace.counters[: -layouts.LINE].view(streams, -1)
-    counters.fill_(2**31 - 1)
-    counters[:, -layouts.LINE :] = 0
+    workspace = layouts.split_workspace(buffer, streams * depth, streams, C)
+    workspace.counters.zero_()
+    workspace.counters[(streams + 1) * layouts.LINE :] = 2**31 - 1
     for name, records_of in records.items():
         if name != "v":
             packed_records = layouts.pack(name, records_of, C).view(slots, HV, -1)

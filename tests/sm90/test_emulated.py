@@ -68,6 +68,10 @@ def test_intermediate_states(kda, size):
     KIT.test_intermediate_states(kda, None, True, size)
 
 
+def test_segments(kda):
+    KIT.test_segments(kda, "memory")
+
+
 def test_poisoned_outputs_and_workspace(kda):
     KIT.test_poisoned_outputs_and_workspace(kda)
 

@@ -89,7 +89,7 @@ def test_the_launch_fits_on_the_device_at_once_and_the_rings_into_512_mib(case, 
     assert chosen.streams <= s.HV * s.N
     assert (
         chosen.workspace_bytes
-        == layouts.workspace_bytes(chosen.streams, chosen.depth, chosen.chunk)
+        == layouts.workspace_bytes(chosen.streams * chosen.depth, chosen.streams, chosen.chunk)
         <= 512 << 20
     )
 

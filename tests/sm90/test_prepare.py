@@ -27,18 +27,18 @@ def test_images_hold_every_element_once(name, C):
 @pytest.mark.parametrize("C", (32, 64))
 def test_the_workspace_is_split_without_overlap(C):
     streams, depth = 2, 3
-    size = layouts.workspace_bytes(streams, depth, C)
+    size = layouts.workspace_bytes(streams * depth, streams, C)
     buffer = torch.zeros(size + 128, dtype=torch.uint8)
     buffer = buffer[-buffer.data_ptr() % 128 :]
-    views = layouts.split_workspace(buffer, streams, depth, C)
+    views = layouts.split_workspace(buffer, streams * depth, streams, C)
     for n, view in enumerate(views):
         assert view.data_ptr() % 128 == 0
         assert not view.any(), n
         view.fill_(1)
     assert all(view.shape[0] == streams * depth for view in views[:-2]) and views.carry.shape[0] == streams
-    assert views.counters.shape == (streams * layouts.counter_pitch(depth) + layouts.LINE,)
+    assert views.counters.shape == (3 * layouts.LINE + layouts.LINE,)
     with pytest.raises(ValueError, match="expected at least"):
-        layouts.split_workspace(buffer[: size - 1], streams, depth, C)
+        layouts.split_workspace(buffer[: size - 1], streams * depth, streams, C)
 
 
 def config_of(x, C):
@@ -57,8 +57,10 @@ def prepare(x, C, lengths):
     firsts = [s // C + n for n, s in enumerate(starts)] or list(range(0, slots, slots // B))
     streams = max(1, 2 * HV - 1)  # most of them cut a sequence
     place, depth = places(firsts, slots, HV, streams)
-    buffer = torch.full((layouts.workspace_bytes(streams, depth, C),), 0xFF, dtype=torch.uint8, device="cuda")
-    workspace = layouts.split_workspace(buffer, streams, depth, C)
+    buffer = torch.full(
+        (layouts.workspace_bytes(streams * depth, streams, C),), 0xFF, dtype=torch.uint8, device="cuda"
+    )
+    workspace = layouts.split_workspace(buffer, streams * depth, streams, C)
     workspace.counters.zero_()
     config = config_of(x, C)
     inputs = {n: x[n] for n in ("q", "k", "v", "g", "beta")}

@@ -38,7 +38,7 @@ def run(x, config, streams, depth, preparers):
     (B, T, H, K), HV, offsets = x["q"].shape, x["v"].shape[2], x.get("cu_seqlens")
     N = B if offsets is None else len(offsets) - 1
     initial = x["initial_state"]
-    size = layouts.workspace_bytes(streams, depth, config.chunk)
+    size = layouts.workspace_bytes(streams * depth, streams, config.chunk)
     buffer = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
     o, final = torch.zeros_like(x["v"]), torch.zeros_like(initial)
     states = torch.zeros(B * (T // 64 + N), HV, K, K, dtype=torch.bfloat16, device="cuda")

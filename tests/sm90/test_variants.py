@@ -5,7 +5,7 @@ import torch
 from test_plan import shape
 
 from kda_core.cute.key import Variant
-from kda_sm90.plan import plan
+from kda_sm90.plan import plan, segment_plan
 from kda_sm90.variants import ALL, SAMPLE
 
 FP32 = torch.float32
@@ -17,7 +17,7 @@ def test_every_variant_is_offered_once():
     from kda_sm90.variants import ahead_of_time
 
     variants = {Variant(kernel, config, "sm_90a") for kernel, config in ahead_of_time("sm_90a")}
-    assert len(variants) == len(ALL) == len(set(ALL)) == 80
+    assert len(variants) == len(ALL) + 1 == len(set(ALL)) + 1 == 129  # and the merge
     assert set(SAMPLE) <= set(ALL)
 
 
@@ -36,3 +36,16 @@ def test_every_call_is_served(gate):
         for states in (False, True)
     }
     assert needed <= set(ALL)
+
+
+@pytest.mark.parametrize("gate", [{}, {"lower_bound": None}, FREE, FREE | {"safe_gate": True}])
+def test_every_call_in_segments_is_served(gate):
+    plans = [
+        segment_plan(shape(T=T, N=N, HV=heads, H=heads, g=dtype, index=torch.int32, **states, **gate), sms)
+        for heads in (1, 4, 16, 64)
+        for T, N in ((1, 1), (8192, 8), (10**6, 64))
+        for dtype in (torch.bfloat16, FP32)
+        for states in ({}, {"return_intermediate_states": True, "chunk_size": 32})
+        for sms in (4, 132)
+    ]
+    assert {config for p in plans for config in (p.summarize.config, p.run.config)} <= set(ALL)

@@ -89,17 +89,18 @@ Key = tuple[str, str, str]
 
 # kda-sm90 on the 132 SMs of an H200, from the paces of kda_sm90.plan, which were measured a role at a time. With s streams the
 # preparation keeps up with the chains while s * (CTAs of a chain + SM ns of preparing a token / pace) <= 132. Preparing
-# takes 73 SM ns a token in chunks of 64, 59 in chunks of 32. `summarize` and `run` are estimates: chains of four halves
-# (B, M) at 0.7 of the time of a forward chain; memory at 4.2 TB/s for 3.3 KB and for 2.7 KB a token and value head.
+# takes 73 SM ns a token in chunks of 64, 59 in chunks of 32. `summarize` and `run` were measured over 4 and 8 heads of
+# 65536 tokens: chains of four halves (B, M), and what the preparation takes where it binds; chains without preparation,
+# and the bandwidth of HBM.
 _SM90 = Constants(
-    forward=Pass(((20, 16.5), (28, 21.8), (46, 31.1)), 0.0, 0.0, 26.0, even=True),
-    merge_us=8.0,
+    forward=Pass(((20, 16.8), (28, 21.8), (46, 31.1)), 0.0, 0.0, 30.0, even=True),
+    merge_us=2.2,
     gather_ns=0.4,
-    summarize=Pass(((12, 11.5), (16, 15.3), (28, 21.8)), 0.0, 0.8, 26.0, even=True),
-    run=Pass(((66, 16.5), (132, 31.1)), 0.0, 0.65, 15.0, even=True),
+    summarize=Pass(((14, 12.7), (24, 20.0), (32, 25.8)), 0.0, 0.83, 28.0, even=True),
+    run=Pass(((32, 15.7), (66, 19.6), (132, 29.5)), 0.0, 0.37, 15.0, even=True),
 )
 
-#: Shipped constants. `merge_us` and `gather_ns` are estimates.
+#: Shipped constants. `gather_ns` is an estimate.
 SHIPPED: dict[Key, Constants] = {("NVIDIA H200", "sm90", "bfloat16"): _SM90}
 
 _lock = threading.Lock()

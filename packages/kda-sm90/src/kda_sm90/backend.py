@@ -1,4 +1,5 @@
-"""The backend object: one launch, in which some CTAs prepare chunks and others are chains over them."""
+"""The backend object: one launch, in which some CTAs prepare chunks and others are chains over them; or, where sequences
+are cut into segments, one of summaries, the merge, and one of chains over the records that the first left."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.cute import get_kernel
-from kda_sm90.config import ARCH, PrefillConfig
-from kda_sm90.plan import SMS, plan, refusal
+from kda_sm90.config import ARCH, MergeConfig, PrefillConfig
+from kda_sm90.plan import SMS, Plan, plan, refusal, segment_plan
 
 
 class Sm90Backend:
@@ -31,14 +32,47 @@ class Sm90Backend:
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         if inputs.shape.T == 0:
             return pass_states(inputs, outputs)
-        device = inputs.q.get_device()
-        # A CPU (-1) emulates. To enter the context of the current device takes longer than to ask for it.
-        if device < 0 or device == torch.cuda.current_device():
-            launch_of(inputs.shape)(inputs, outputs)
-        else:
-            with torch.cuda.device(device):
-                launch_of(inputs.shape)(inputs, outputs)
+        on_device_of(inputs.q, launch_of(inputs.shape), inputs, outputs)
         return outputs
+
+    # ---- sequences that are cut into segments (SEGMENT_SUMMARY)
+
+    def segment_workspace_bytes(self, shape: ProblemShape) -> int:
+        return segment_plan(shape, sm_count()).workspace_bytes
+
+    def summarize(
+        self, inputs: KdaInputs, exits: torch.Tensor, transitions: torch.Tensor, workspace: torch.Tensor
+    ) -> None:
+        outputs = KdaOutputs(inputs.v, exits, None, workspace)  # no o is written
+        on_device_of(inputs.q, segment_launches(inputs.shape)[0], inputs, outputs, transitions)
+
+    def merge_segments(
+        self,
+        initial: torch.Tensor,
+        exits: torch.Tensor,
+        transitions: torch.Tensor,
+        bounds: torch.Tensor,
+    ) -> None:
+        from kda_sm90.kernels.merge import MergeKernel
+
+        addresses = (x.data_ptr() for x in (initial, exits, transitions, bounds))
+        numbers = (bounds.shape[0] - 1, initial.shape[1])
+        on_device_of(initial, get_kernel(MergeKernel, MergeConfig(), ARCH), initial, *addresses, *numbers)
+
+    def run_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        on_device_of(inputs.q, segment_launches(inputs.shape)[1], inputs, outputs)
+        return outputs
+
+
+def on_device_of(x: torch.Tensor, launch: Any, *arguments: Any) -> None:
+    """Calls a launch while the device of a tensor is the current one. A CPU (-1) emulates. To enter the context of the
+    current device takes longer than to ask for it."""
+    device = x.get_device()
+    if device < 0 or device == torch.cuda.current_device():
+        launch(*arguments)
+    else:
+        with torch.cuda.device(device):
+            launch(*arguments)
 
 
 class Launch(NamedTuple):
@@ -48,7 +82,9 @@ class Launch(NamedTuple):
     integers: tuple[int, ...]
     factors: tuple[float, ...]
 
-    def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
+    def __call__(
+        self, inputs: KdaInputs, outputs: KdaOutputs, transitions: torch.Tensor | None = None
+    ) -> None:
         """On the current device and stream."""
         states = outputs.intermediate_states
         tensors = (
@@ -57,7 +93,8 @@ class Launch(NamedTuple):
         )  # fmt: skip
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         count = 0 if states is None else states.shape[0] * states.shape[1]
-        self.kernel(outputs.o, *addresses, next(_tickets), count, *self.integers, *self.factors)
+        m = 0 if transitions is None else transitions.data_ptr()
+        self.kernel(outputs.o, *addresses, next(_tickets), m, count, *self.integers, *self.factors)
 
 
 #: What tells a launch from all others that have used its workspace, of other processes too: see ``schedule.clear``.
@@ -67,7 +104,17 @@ _tickets = itertools.count(1 + secrets.randbits(62))
 @functools.lru_cache(maxsize=1024)
 def launch_of(shape: ProblemShape) -> Launch:
     """The launch that serves a shape; compiles its kernel if no call has needed it before. The last 1024 are held."""
-    chosen = plan(shape, sm_count())
+    return _launch(shape, plan(shape, sm_count()))
+
+
+@functools.lru_cache(maxsize=1024)
+def segment_launches(shape: ProblemShape) -> tuple[Launch, Launch]:
+    """The two launches of segments packed along T: summaries, and the run."""
+    chosen = segment_plan(shape, sm_count())
+    return _launch(shape, chosen.summarize), _launch(shape, chosen.run)
+
+
+def _launch(shape: ProblemShape, chosen: Plan) -> Launch:
     options, config = shape.options, chosen.config
     integers = (
         shape.N, shape.T, shape.H, shape.HV,

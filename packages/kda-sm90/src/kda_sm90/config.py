@@ -26,6 +26,14 @@ THREADS = 384
 Gate = Literal["precomputed", "bounded", "softplus"]
 GateDtype = Literal["bfloat16", "float32"]
 
+#: What a launch does. ``whole``: a call. A call whose sequences are cut into segments is two launches: ``summarize``
+#: prepares all chunks, keeps their records, and finds how each segment acts on a state; ``run`` is the chains over what
+#: was kept, from the segments' initial states.
+Mode = Literal["whole", "summarize", "run"]
+
+#: Halves of columns that chains of a mode have, of 64 each: of V, and of M as well.
+HALVES: dict[Mode, int] = {"whole": 2, "summarize": 4, "run": 2}
+
 
 @dataclass(frozen=True)
 class PrefillConfig:
@@ -35,6 +43,7 @@ class PrefillConfig:
     sequences and heads are few; 2, both halves in one CTA, shares the loads. ``gate``: the form of the gate.
     ``vote``: the log decays may lie below -5, so that rows of a block have to vote on split factors; False is the
     promise that they do not. ``gate_dtype``: of g. ``states``: bf16 states at the start of chunks are written.
+    ``mode``: see `Mode`; ``run`` has no gate, ``summarize`` no states.
     Raises ValueError on a variant that does not exist.
     """
 
@@ -44,6 +53,7 @@ class PrefillConfig:
     vote: bool = False
     gate_dtype: GateDtype = "bfloat16"
     states: bool = False
+    mode: Mode = "whole"
 
     def __post_init__(self) -> None:
         if self.chunk not in (32, 64):
@@ -52,3 +62,22 @@ class PrefillConfig:
             raise ValueError(f"warpgroups: expected 1 or 2, got {self.warpgroups}")
         if self.gate == "softplus" and not self.vote:
             raise ValueError("vote: a softplus gate has no bound, so that rows have to vote")
+        if self.mode == "run" and (self.gate, self.vote, self.gate_dtype) != ("bounded", False, "bfloat16"):
+            raise ValueError("mode: run has no gate; leave gate, vote and gate_dtype as they are")
+        if self.mode == "summarize" and self.states:
+            raise ValueError("mode: summarize writes no intermediate states")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether every record has a place of its own, by its slot, instead of one in a ring."""
+        return self.mode != "whole"
+
+    @property
+    def halves(self) -> int:
+        """See `HALVES`."""
+        return HALVES[self.mode]
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """The merge has one variant."""

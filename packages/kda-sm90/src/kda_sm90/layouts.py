@@ -1,7 +1,7 @@
 """The workspace between the preparation and the chain: six arrays of chunk records, states on the way, and counters.
 
-A record is one chunk of a sequence and value head. Each of a launch's streams has a ring of ``depth`` records, one after
-the other; ``kernels/schedule.py`` says which record is where when, and what is counted. Records are byte images of
+A record is one chunk of a sequence and value head. ``kernels/schedule.py`` says which one is where when: each stream of
+a launch has a ring of them, or each slot its own; and what is counted. Records are byte images of
 shared memory, so that the chain loads each with one bulk copy and no tensor map.
 
 ====  ===============  =======================================================================================
@@ -14,7 +14,7 @@ t     ``T`` [C, C]      bf16, the same image.
 a     ``a`` [K]         fp32, decay of the whole chunk, ``2^G_end``, in the order of ``decay_offset``.
 ====  ===============  =======================================================================================
 
-*carry* [streams, 2, 64*128] fp32 are states that one chain hands over to another, as its registers hold them.
+*carry* [streams, halves, 64*128] fp32 are states that one chain hands over to another, as its registers hold them.
 
 Images swizzle rows of 128 bytes: 16-byte column index XOR row mod 8 (byte address bits 4-6 with bits 7-9).
 Rows of 64 bytes, which occur where C = 32, swizzle bits 4-5 with bits 7-8. Wider rows are cut into panels of
@@ -34,16 +34,16 @@ from kda_sm90.config import HEAD_DIM
 
 PANEL = 64  # columns of an image's panel: 128 bytes of bf16
 LINE = 32  # counters in 128 bytes: those that different CTAs write lie in different lines of the L2
-HANDED = 2  # the two of a stream's last line that tell of states, behind those of what was read
+HANDED = 4  # the first of a stream's line that tells of states, behind those of what was read
 BEGUN, TICKET = 1, 2  # in the last line, behind the number of items that were claimed; the ticket is two wide
-CARRY_BYTES = 4 * HEAD_DIM * HEAD_DIM
+CARRY_BYTES = 2 * HEAD_DIM * HEAD_DIM  # of a half: 64 rows of S^T in fp32
 
 
 class Workspace(NamedTuple):
     """Views of one workspace, in the order in which they lie.
 
-    kd, qd, kg [streams*depth, C*128] bf16; aqk, t [.., C*C] bf16; a [.., 128] fp32; carry [streams, 2, 64*128] fp32;
-    counters int32 [streams * counter_pitch(depth) + LINE].
+    kd, qd, kg [records, C*128] bf16; aqk, t [.., C*C] bf16; a [.., 128] fp32; carry [streams, halves, 64*128] fp32;
+    counters int32 [streams*LINE + LINE + records, in whole lines].
     """
 
     kd: torch.Tensor
@@ -72,38 +72,35 @@ def record_bytes(C: int) -> dict[str, int]:
     return {"kd": wide, "qd": wide, "kg": wide, "aqk": square, "t": square, "a": 4 * HEAD_DIM}
 
 
-def counter_pitch(depth: Any) -> Any:
-    """Counters of a stream: of the places of its ring, and a line of what its chains have done."""
-    return (depth + LINE - 1) // LINE * LINE + LINE
+def _counters(records: int, streams: int) -> int:
+    """A line of what its chains have done for each stream, a line of those that are no stream's, and one a record."""
+    return (streams + 1 + -(-records // LINE)) * LINE
 
 
-def _counters(streams: int, depth: int) -> int:
-    """All counters: of the streams, and a line of those that are no stream's."""
-    return streams * counter_pitch(depth) + LINE
-
-
-def _arrays(streams: int, depth: int, C: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _arrays(
+    records: int, streams: int, C: int, halves: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """dtype and shape of every array."""
     arrays: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, size in record_bytes(C).items():
         dtype = torch.float32 if name == "a" else torch.bfloat16
-        arrays[name] = (dtype, (streams * depth, size // dtype.itemsize))
-    arrays["carry"] = (torch.float32, (streams, 2, CARRY_BYTES // 8))
-    return arrays | {"counters": (torch.int32, (_counters(streams, depth),))}
+        arrays[name] = (dtype, (records, size // dtype.itemsize))
+    arrays["carry"] = (torch.float32, (streams, halves, CARRY_BYTES // 4))
+    return arrays | {"counters": (torch.int32, (_counters(records, streams),))}
 
 
-def workspace_bytes(streams: int, depth: int, C: int) -> int:
+def workspace_bytes(records: int, streams: int, C: int, halves: int = 2) -> int:
     """Bytes of a workspace; every array is a multiple of 128."""
-    arrays = _arrays(streams, depth, C).values()
+    arrays = _arrays(records, streams, C, halves).values()
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in arrays)
 
 
-def split_workspace(buffer: torch.Tensor, streams: int, depth: int, C: int) -> Workspace:
+def split_workspace(buffer: torch.Tensor, records: int, streams: int, C: int, halves: int = 2) -> Workspace:
     """The arrays in one uint8 buffer of at least ``workspace_bytes``, aligned to 128 bytes.
 
     Raises ValueError on another dtype, on a buffer that is too short, and on one that is not aligned.
     """
-    need = workspace_bytes(streams, depth, C)
+    need = workspace_bytes(records, streams, C, halves)
     if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or buffer.numel() < need:
         raise ValueError(
             f"workspace: expected at least {need} bytes of uint8 in one dimension, "
@@ -112,7 +109,7 @@ def split_workspace(buffer: torch.Tensor, streams: int, depth: int, C: int) -> W
     if buffer.data_ptr() % 128:
         raise ValueError("workspace: expected an address that is a multiple of 128")
     views, start = [], 0
-    for dtype, shape in _arrays(streams, depth, C).values():
+    for dtype, shape in _arrays(records, streams, C, halves).values():
         end = start + math.prod(shape) * dtype.itemsize
         views.append(buffer[start:end].view(dtype).view(shape))
         start = end

@@ -18,7 +18,7 @@ import torch
 
 from kda_core.contract import ProblemShape
 from kda_sm90 import layouts
-from kda_sm90.config import HEAD_DIM, THREADS, Gate, GateDtype, PrefillConfig
+from kda_sm90.config import HALVES, HEAD_DIM, THREADS, Gate, GateDtype, Mode, PrefillConfig
 
 #: SMs of an H100 SXM and of an H200, a CTA on each.
 SMS = 132
@@ -29,6 +29,15 @@ ITEM_NS = {(64, False): 14100, (32, False): 11200, (64, True): 15200, (32, True)
 
 #: ns a token of the chain, by (chunk size, warpgroups).
 CHAIN_NS = {(64, 1): 16.5, (64, 2): 28.3, (32, 1): 21.8, (32, 2): 31.1}
+
+#: The same of the chains of summaries, and of chains over records that are kept, with nothing prepared beside them. Of the
+#: latter all together take ns a record, which is the bandwidth of HBM.
+SUMMARY_NS = {(64, 1): 12.7, (64, 2): 20.0, (32, 1): 20.0, (32, 2): 25.8}
+RUN_NS = {(64, 1): 15.7, (64, 2): 28.2, (32, 1): 19.6, (32, 2): 29.5}
+RECORD_NS = {64: 32.0, 32: 11.85}
+
+#: Of ITEM_NS where records are kept: no group waits for room.
+KEPT = 0.93
 
 #: ns of a launch before its first item begins and behind its last.
 START_NS = 15000
@@ -53,7 +62,7 @@ _DTYPES: dict[torch.dtype, GateDtype] = {torch.bfloat16: "bfloat16", torch.float
 @dataclass(frozen=True)
 class Plan:
     """One launch: the ``config`` of its kernel, the CTAs that prepare, and ``streams`` of chunks, a chain each, with
-    a ring of ``depth`` records each."""
+    a ring of ``depth`` records each; or ``depth`` records in all, where they are kept."""
 
     config: PrefillConfig
     preparers: int
@@ -65,8 +74,13 @@ class Plan:
         return self.config.chunk
 
     @property
+    def records(self) -> int:
+        """For which the workspace has room."""
+        return self.depth if self.config.keeps else self.streams * self.depth
+
+    @property
     def workspace_bytes(self) -> int:
-        return layouts.workspace_bytes(self.streams, self.depth, self.chunk)
+        return layouts.workspace_bytes(self.records, self.streams, self.chunk, self.config.halves)
 
 
 def refusal(shape: ProblemShape) -> str | None:
@@ -114,6 +128,61 @@ def plan(shape: ProblemShape, sms: int = SMS) -> Plan:
     return Plan(config, preparers, streams, depth)
 
 
+@dataclass(frozen=True)
+class SegmentPlan:
+    """The two launches of a call whose sequences are cut into segments; they share chunk and records."""
+
+    summarize: Plan
+    run: Plan
+
+    @property
+    def workspace_bytes(self) -> int:
+        return max(self.summarize.workspace_bytes, self.run.workspace_bytes)
+
+
+@lru_cache(maxsize=1024)
+def segment_plan(shape: ProblemShape, sms: int = SMS) -> SegmentPlan:
+    """The plan of segments packed along T (N of them), for a device of ``sms`` SMs (4 at least). The last 1024 are held."""
+    options = shape.options
+    states = options.chunk_size if options.return_intermediate_states else 0
+    chunks = [C for C in CHUNKS if not states or states % C == 0]
+
+    def best(chunk: int, of: Mode) -> tuple[float, int, int]:
+        found = [
+            (segment_ns(shape, of, chunk, warpgroups, streams, sms=sms), warpgroups, streams)
+            for warpgroups in (1, 2)
+            for streams in range(1, _most_streams(shape, warpgroups, sms, of) + 1)
+        ]
+        # Of equals, chains that have nothing beside them are best on many SMs, others leave many to the preparation.
+        return min(found, key=lambda x: (*x[:2], -x[2] if of == "run" else x[2]))
+
+    chunk = min(chunks, key=lambda C: best(C, "summarize")[0] + best(C, "run")[0])
+    records = _items(shape, chunk) + 1  # and one for items without a slot
+    plans = []
+    for of in ("summarize", "run"):
+        _, warpgroups, streams = best(chunk, of)
+        gate = {"gate": _gate(shape), "vote": not options.bounded_gate, "gate_dtype": _DTYPES[shape.g_dtype]}
+        config = PrefillConfig(
+            chunk, warpgroups, mode=of, **(gate if of == "summarize" else {"states": states > 0})
+        )
+        preparers = _preparers(shape, chunk, warpgroups, streams, sms, of) if of == "summarize" else 0
+        plans.append(Plan(config, preparers, streams, records))
+    return SegmentPlan(*plans)
+
+
+def segment_ns(
+    shape: ProblemShape, mode: Mode, chunk: int, warpgroups: int, streams: int, *, sms: int = SMS
+) -> float:
+    """Device time of one of the two launches of a call in segments, by the model above."""
+    tokens = _width(shape, chunk, streams) * chunk
+    if mode == "run":  # from records in HBM, by all SMs at once or by few
+        return START_NS + max(tokens * RUN_NS[chunk, warpgroups], _items(shape, chunk) * RECORD_NS[chunk])
+    groups = _preparers(shape, chunk, warpgroups, streams, sms, mode) * groups_of(chunk)
+    item = ITEM_NS[chunk, not shape.options.bounded_gate] * KEPT
+    preparation = max(1.0, _items(shape, chunk) / groups) * item
+    return START_NS + item + max(preparation, tokens * SUMMARY_NS[chunk, warpgroups])
+
+
 def predicted_ns(shape: ProblemShape, chunk: int, warpgroups: int, streams: int, *, sms: int = SMS) -> float:
     """Device time by the model above. Packed sequences count as if they were of one length."""
     groups = _preparers(shape, chunk, warpgroups, streams, sms) * groups_of(chunk)
@@ -128,9 +197,10 @@ def groups_of(chunk: int) -> int:
     return THREADS // (2 * chunk)
 
 
-def _most_streams(shape: ProblemShape, warpgroups: int, sms: int) -> int:
-    """More would leave no SM to the preparation, or have nothing to do."""
-    return max(1, min((sms - 1) // (2 // warpgroups), shape.HV * shape.N))
+def _most_streams(shape: ProblemShape, warpgroups: int, sms: int, mode: Mode = "whole") -> int:
+    """More would leave no SM to the preparation, or have nothing to do. 0 where a stream has more CTAs than that."""
+    free = sms if mode == "run" else sms - 1
+    return min(free // (HALVES[mode] // warpgroups), shape.HV * shape.N)
 
 
 def _width(shape: ProblemShape, chunk: int, streams: int) -> int:
@@ -144,9 +214,12 @@ def _items(shape: ProblemShape, chunk: int) -> int:
     return layouts.slot_count(shape.B, shape.T, chunk, N) * shape.HV
 
 
-def _preparers(shape: ProblemShape, chunk: int, warpgroups: int, streams: int, sms: int) -> int:
+def _preparers(
+    shape: ProblemShape, chunk: int, warpgroups: int, streams: int, sms: int, mode: Mode = "whole"
+) -> int:
     """CTAs that prepare: all that the chains leave, but no more than have something to do."""
-    return max(1, min(sms - streams * (2 // warpgroups), -(-_items(shape, chunk) // groups_of(chunk))))
+    chains = streams * (HALVES[mode] // warpgroups)
+    return max(1, min(sms - chains, -(-_items(shape, chunk) // groups_of(chunk))))
 
 
 def _gate(shape: ProblemShape) -> Gate:

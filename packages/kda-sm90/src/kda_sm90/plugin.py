@@ -4,7 +4,7 @@ from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm90",
-    abi=(1, 1),  # what this package was written for, not what kda-core happens to have
+    abi=(1, 2),  # what this package was written for, not what kda-core happens to have
     archs=frozenset({(9, 0)}),
     features=frozenset(
         {
@@ -21,6 +21,7 @@ SPEC = BackendSpec(
             "intermediate_states",
             "pin",
             "graph",
+            "segment_summary",
         }
     ),
     target="kda_sm90.backend:Sm90Backend",

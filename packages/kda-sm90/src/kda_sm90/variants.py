@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from kda_sm90.config import ARCH, PrefillConfig
+from kda_sm90.config import ARCH, GateDtype, MergeConfig, PrefillConfig
 
 GATES: tuple[dict[str, Any], ...] = (
     {"gate": "bounded"},
@@ -16,16 +16,30 @@ GATES: tuple[dict[str, Any], ...] = (
     {"gate": "precomputed", "vote": True},
 )
 
-ALL = tuple(
-    PrefillConfig(chunk, warpgroups, gate_dtype=dtype, states=states, **gate)
-    for chunk, warpgroups, gate, dtype, states in product(
-        (64, 32), (1, 2), GATES, ("bfloat16", "float32"), (False, True)
-    )
-)
+CHAINS = tuple(product((64, 32), (1, 2)))  # chunk, warpgroups
+DTYPES: tuple[GateDtype, ...] = ("bfloat16", "float32")
 
-SAMPLE = tuple(
-    PrefillConfig(chunk, warpgroups, gate_dtype=("bfloat16", "float32")[i // 2 % 2], states=i % 2 > 0, **gate)
-    for i, (chunk, warpgroups, gate) in enumerate(product((64, 32), (1, 2), GATES))
+WHOLE = tuple(
+    PrefillConfig(chunk, warpgroups, gate_dtype=dtype, states=states, **gate)
+    for (chunk, warpgroups), gate, dtype, states in product(CHAINS, GATES, DTYPES, (False, True))
+)
+#: Of calls whose sequences are cut into segments.
+SUMMARIES = tuple(
+    PrefillConfig(chunk, warpgroups, gate_dtype=dtype, mode="summarize", **gate)
+    for (chunk, warpgroups), gate, dtype in product(CHAINS, GATES, DTYPES)
+)
+RUNS = tuple(
+    PrefillConfig(*chain, states=states, mode="run") for chain, states in product(CHAINS, (False, True))
+)
+ALL = WHOLE + SUMMARIES + RUNS
+
+SAMPLE = (
+    *(
+        PrefillConfig(chunk, warpgroups, gate_dtype=DTYPES[i // 2 % 2], states=i % 2 > 0, **gate)
+        for i, ((chunk, warpgroups), gate) in enumerate(product(CHAINS, GATES))
+    ),
+    *SUMMARIES[:: len(GATES) * 2],
+    *RUNS[::2],
 )
 
 
@@ -41,6 +55,7 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
 
 def _of(configs: tuple[PrefillConfig, ...]) -> list[tuple[type, object]]:
+    from kda_sm90.kernels.merge import MergeKernel
     from kda_sm90.kernels.prefill import PrefillKernel
 
-    return [(PrefillKernel, config) for config in configs]
+    return [*((PrefillKernel, config) for config in configs), (MergeKernel, MergeConfig())]

@@ -43,7 +43,7 @@ from cutlass.utils import hopper_helpers
 from kda_core.cute import device as dev
 from kda_sm90.config import HEAD_DIM, PrefillConfig
 from kda_sm90.kernels import schedule
-from kda_sm90.layouts import CARRY_BYTES, kg_layout, operand_layout, square_layout
+from kda_sm90.layouts import CARRY_BYTES, kg_layout, operand_layout, record_bytes, square_layout
 
 HALF = HEAD_DIM // 2  # rows of V of a warpgroup
 WARPGROUP = 128
@@ -65,28 +65,27 @@ class Chain:
     shared memory of the CTA, ``room`` at most.
     """
 
+    #: What the two rings hold of a record, in the order in which it is asked for.
+    EARLY, LATE = ("kd", "qd", "a"), ("t", "kg", "aqk")
+    STORES = True  # whether there are O and intermediate states
+
     def __init__(self, config: PrefillConfig, room: int):
         self.config = config
         self.chunk = config.chunk
         self.warpgroups = config.warpgroups
-        wide = 2 * self.chunk * HEAD_DIM  # bytes
-        self.v_bytes = wide // 2 * config.warpgroups
-        self.o_bytes = 2 * self.chunk * HALF
+        self.bytes = record_bytes(self.chunk)  # of an operand
+        self.v_bytes = 2 * self.chunk * HALF * config.warpgroups
+        self.o_bytes = 2 * self.chunk * HALF if self.STORES else 0
         self.state_bytes = 2 * HALF * HEAD_DIM if config.states else 0
-        square = 2 * self.chunk * self.chunk
-        self.early_bytes = 2 * wide + 4 * HEAD_DIM  # of one stage, by bulk copies
-        self.late_bytes = wide + 2 * square
         for self.early, self.late in RINGS:
+            stages = dict.fromkeys(self.EARLY, self.early) | dict.fromkeys(self.LATE, self.late)
+            decays = stages.pop("a")
             sizes = {  # images begin at multiples of 1024
-                "kd": self.early * wide,
-                "qd": self.early * wide,
-                "kg": self.late * wide,
-                "aqk": self.late * square,
-                "t": self.late * square,
+                **{name: depth * self.bytes[name] for name, depth in stages.items()},
                 "v": self.early * self.v_bytes,
                 "o": config.warpgroups * self.o_bytes,
                 "state": config.warpgroups * self.state_bytes,
-                "a": self.early * 4 * HEAD_DIM,
+                "a": decays * self.bytes["a"],
                 "o_free": 8 * config.warpgroups,
                 "early_full": 8 * self.early,
                 "early_empty": 8 * self.early,
@@ -124,9 +123,7 @@ class Chain:
         cute.arch.sync_threads()
 
         base = Int32(shared.toint())
-        places = {
-            name: base + self.at[name] for name in ("kd", "qd", "kg", "aqk", "t", "v", "a", "o", "state")
-        }
+        places = {name: base + self.at[name] for name in (*self.EARLY, *self.LATE, "v", "o", "state")}
         p = SimpleNamespace(**barriers, **places)
         if warp >= 4 * self.warpgroups:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
@@ -134,8 +131,9 @@ class Chain:
                 self.produce(p, records, s, stream, half)
             if warp == 4 * self.warpgroups + 1:
                 self.load_values(p, s, stream, x, half)
-            if warp >= 4 * self.warpgroups + 2 and warp < 5 * self.warpgroups + 2:
-                self.store(p, s, stream, x, half)
+            if const_expr(self.STORES):  # noqa: SIM102 - decided while tracing
+                if warp >= 4 * self.warpgroups + 2 and warp < 5 * self.warpgroups + 2:
+                    self.store(p, s, stream, x, half)
         else:
             cute.arch.setmaxregister_increase(CHAIN_REGISTERS)
 
@@ -143,13 +141,13 @@ class Chain:
                 pointer = cute.recast_ptr(shared + self.at[name], layout.inner, dtype=BFloat16)
                 return cute.make_tensor(pointer, layout.outer)
 
-            tiles = (
-                tensor("kd", operand_layout(C, self.early)),
-                tensor("qd", operand_layout(C, self.early)),
-                tensor("kg", kg_layout(C, self.late)),
-                tensor("aqk", square_layout(C, self.late)),
-                tensor("t", square_layout(C, self.late)),
-            )
+            layouts = {"kd": operand_layout, "qd": operand_layout, "kg": kg_layout}
+            tiles = {
+                name: tensor(name, layouts.get(name, square_layout)(C, depth))
+                for names, depth in ((self.EARLY, self.early), (self.LATE, self.late))
+                for name in names
+                if name != "a"
+            }
             self.chain(p, s, stream, tiles, x, carry, half)
 
     def mma(self, b_major, n):
@@ -177,7 +175,7 @@ class Chain:
             ready = Int32(0)
             for c in cutlass.range(s.chunks, unroll=1):
                 while ready <= c:
-                    ready = c + schedule.prepared(ring, s.number + c, cutlass.min(s.chunks - c, 32))
+                    ready = self.prepared(ring, s, c)
                 if lane == 0:
                     record = schedule.record(ring, s.number + c)
                     self.load(p, records, record, early, early_phase, late, late_phase)
@@ -207,23 +205,24 @@ class Chain:
         if lane == 0:
             schedule.tell(ring, half, Int32(0x7FFFFFFF))  # nothing waits for this chain any more
 
+    def prepared(self, ring, s, c):
+        """Below which chunk of a part all records are ready, this one at least, if not more."""
+        if self.config.mode == "run":  # all have been since before the launch
+            return s.chunks
+        return c + schedule.prepared(ring, s.number + c, cutlass.min(s.chunks - c, 32))
+
     def load(self, p, records, record, early, early_phase, late, late_phase):
         """One record to a stage of each ring, when the chain has left it."""
-        kd, qd, kg, aqk, t, a = (records(name, record) for name in ("kd", "qd", "kg", "aqk", "t", "a"))
-        wide, square = 2 * self.chunk * HEAD_DIM, 2 * self.chunk * self.chunk
         dev.fence_proxy_async()  # the record was written through the generic proxy
-        full = p.early_full + early
-        cute.arch.mbarrier_wait(p.early_empty + early, early_phase)
-        cute.arch.mbarrier_arrive_and_expect_tx(full, self.early_bytes)
-        self.bulk_load(p.kd + early * wide, kd, wide, full)
-        self.bulk_load(p.qd + early * wide, qd, wide, full)
-        self.bulk_load(p.a + early * (4 * HEAD_DIM), a, 4 * HEAD_DIM, full)
-        full = p.late_full + late
-        cute.arch.mbarrier_wait(p.late_empty + late, late_phase)
-        cute.arch.mbarrier_arrive_and_expect_tx(full, self.late_bytes)
-        self.bulk_load(p.t + late * square, t, square, full)
-        self.bulk_load(p.kg + late * wide, kg, wide, full)
-        self.bulk_load(p.aqk + late * square, aqk, square, full)
+        for names, stage, phase, full, empty in (
+            (self.EARLY, early, early_phase, p.early_full, p.early_empty),
+            (self.LATE, late, late_phase, p.late_full, p.late_empty),
+        ):
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, sum(self.bytes[name] for name in names))
+            for name in names:
+                size = self.bytes[name]
+                self.bulk_load(getattr(p, name) + stage * size, records(name, record), size, full + stage)
 
     def wait_for_load(self, p, back, early, early_phase, late, late_phase):
         """Until the record of the load ``back`` before the next one is in shared memory; the next stages and their
@@ -266,7 +265,7 @@ class Chain:
             source += pitch * (s.first * self.chunk)
             for c in cutlass.range(s.chunks + 1, unroll=1):
                 cute.arch.mbarrier_wait(p.early_empty + early, phase)
-                valid = s.length - (s.first + c) * self.chunk
+                valid = self.values_of(s.length - (s.first + c) * self.chunk, half)
                 if c == s.chunks:  # none behind the last chunk
                     valid = Int32(0)
                 place = p.v + early * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
@@ -282,6 +281,10 @@ class Chain:
                     phase = phase ^ 1
             end = s.begin
             head, n = schedule.next_task(order, head, n)
+
+    def values_of(self, valid, half):
+        """How many rows of v a chunk of ``valid`` rows has."""
+        return valid
 
     # ---- store, one warp a half
 
@@ -396,11 +399,11 @@ class Chain:
         mma_state = self.mma(OperandMajorMode.MN, HEAD_DIM)
         tokens, channels = mma_tokens.get_slice(thread), mma_state.get_slice(thread)
 
-        tCsKd = tokens.make_fragment_B(tokens.partition_B(tiles[0]))
-        tCsQd = tokens.make_fragment_B(tokens.partition_B(tiles[1]))
-        tCsKg = channels.make_fragment_B(channels.partition_B(tiles[2]))
-        tCsAqk = tokens.make_fragment_B(tokens.partition_B(tiles[3]))
-        tCsT = tokens.make_fragment_B(tokens.partition_B(tiles[4]))
+        tCsKd = tokens.make_fragment_B(tokens.partition_B(tiles["kd"]))
+        tCsQd = tokens.make_fragment_B(tokens.partition_B(tiles["qd"]))
+        tCsKg = channels.make_fragment_B(channels.partition_B(tiles["kg"]))
+        tCsAqk = tokens.make_fragment_B(tokens.partition_B(tiles["aqk"]))
+        tCsT = tokens.make_fragment_B(tokens.partition_B(tiles["t"]))
         shape = mma_tokens.partition_shape_C((HALF, self.chunk))
         accX = cute.make_rmem_tensor(shape, Float32)  # and then R
         accO = cute.make_rmem_tensor(shape, Float32)
@@ -410,7 +413,7 @@ class Chain:
         rO = cute.make_rmem_tensor(cute.size(shape) // 2, Int32)
 
         v = p.v + wg * (self.chunk * HALF * 2)
-        a = p.a + lane % 4 * (HEAD_DIM + 16)  # a quarter of the decays, in bytes, and a unit: `load_decay`
+        a = self.decays_of(p, lane)
         early, late = Int32(0), Int32(0)
         early_phase, late_phase = Int32(0), Int32(0)
         half_k = HEAD_DIM // 32
@@ -475,7 +478,7 @@ class Chain:
             if s.cut:
                 self.hand_over(order, stream, carry, half + wg, wg, thread, accS)
             else:
-                self.store_state(x, matrix, half + wg, thread, accS)
+                self.store_state(x.final_state, matrix, x.v_first, half + wg, thread, accS)
             end = s.begin
             head, n = schedule.next_task(order, head, n)
 
@@ -515,6 +518,10 @@ class Chain:
                     write_only_types=[Float32, Float32],
                     read_only_args=[pair],
                 )
+
+    def decays_of(self, p, lane):
+        """Where a thread's decays begin: a quarter of them, in bytes, and a unit; see `load_decay`."""
+        return p.a + lane % 4 * (HEAD_DIM + 16)
 
     def load_decay(self, shared):
         """The decays of a thread's columns 8j + 2*(lane%4) + 0..1, j < 16, from where ``decay_offset`` puts those of its
@@ -603,7 +610,7 @@ class Chain:
 
     def carried(self, carry, stream, half, thread):
         """Where a thread's share of a state lies that a stream hands over: 16 bytes of each thread side by side."""
-        return carry + (Int64(stream) * 2 + half) * (CARRY_BYTES // 2) + thread * 16
+        return carry + (Int64(stream) * self.config.halves + half) * CARRY_BYTES + thread * 16
 
     @cute.jit
     def take_over(self, order, stream: Int32, carry: Int64, half: Int32, thread: Int32, acc: cute.Tensor):
@@ -657,12 +664,14 @@ class Chain:
                     )
 
     @cute.jit
-    def store_state(self, x, matrix: Int64, half: Int32, thread: Int32, acc: cute.Tensor):
-        """The final state, if it is wanted."""
+    def store_state(
+        self, states: Int64, matrix: Int64, v_first: Int32, half: Int32, thread: Int32, acc: cute.Tensor
+    ):
+        """A final state to its place in an array, if there is one."""
         row = 4 * HEAD_DIM
-        if x.final_state != Int64(0):
-            if x.v_first > 0:
-                first = self.element(x.final_state + matrix, half, thread, row, 4)
+        if states != Int64(0):
+            if v_first > 0:
+                first = self.element(states + matrix, half, thread, row, 4)
                 for i in cutlass.range_constexpr(HEAD_DIM // 4):
                     cute.arch.inline_ptx(
                         "st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};",
@@ -673,7 +682,7 @@ class Chain:
                         ],
                     )
             else:
-                first = self.element(x.final_state + matrix, half, thread, 4, row)
+                first = self.element(states + matrix, half, thread, 4, row)
                 for i in cutlass.range_constexpr(HEAD_DIM // 4):
                     for e in range(2):
                         dev.store_global(first + (8 * (i % 2) * 4 + (8 * (i // 2) + e) * row), acc[2 * i + e])

@@ -12,7 +12,7 @@ import functools
 from types import SimpleNamespace
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from kda_core.cute import device as dev
@@ -20,6 +20,7 @@ from kda_sm90.config import THREADS, PrefillConfig
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
 from kda_sm90.kernels.prepare import Preparation
+from kda_sm90.kernels.summary import SummaryChain
 from kda_sm90.layouts import CARRY_BYTES, record_bytes
 
 SHARED_BYTES = 227 * 1024  # what a CTA of sm_90 may have
@@ -30,14 +31,15 @@ NOTES, NOTE_BYTES = 4, 32  # of a group: items that it has claimed; three of the
 #: bf16, v [B,T,HV,128] bf16, g [B,T,HV,128], beta [B,T,HV], a_log [HV] fp32, dt_bias [HV,128] fp32, offsets [N+1],
 #: initial_state [N,HV,128,128] fp32, o [B,T,HV,128] bf16, final_state [N,HV,128,128] fp32, states
 #: [state_count,HV,128,128] bf16, workspace (``layouts``); ticket, which no launch before had (0: the counters in the
-#: workspace are set). ``Int32``: N sequences, of T tokens each or, with offsets of ``offset_bytes`` (4, 8; 0: none)
-#: packed into T; ``beta_bytes`` (2: bf16, 4: fp32); ``l2norm`` (0, 1): normalise q and k; ``v_first`` (0, 1): states
-#: are [V, K]; ``every``: chunks from a state to the next; CTAs that prepare, streams, depth of a ring. ``Float32``:
-#: scale, lower_bound (of the bounded gate), beta_factor (of the sigmoid; 0: beta as it is).
+#: workspace are set); transitions [N,HV,128,128] fp32 (of ``summarize``). ``Int32``: N sequences, of T tokens each or,
+#: with offsets of ``offset_bytes`` (4, 8; 0: none) packed into T; ``beta_bytes`` (2: bf16, 4: fp32); ``l2norm`` (0, 1):
+#: normalise q and k; ``v_first`` (0, 1): states are [V, K]; ``every``: chunks from a state to the next; CTAs that prepare,
+#: streams, depth of a ring, or records in all. ``Float32``: scale, lower_bound (of the bounded gate), beta_factor (of the
+#: sigmoid; 0: beta as it is).
 ARGUMENTS = {
     Int64: (
         "q", "k", "v", "g", "beta", "a_log", "dt_bias", "offsets", "initial_state", "o", "final_state", "states",
-        "workspace", "ticket",
+        "workspace", "ticket", "transitions",
     ),
     Int32: (
         "state_count", "N", "T", "H", "HV", "offset_bytes", "beta_bytes", "l2norm", "v_first", "every", "preparers",
@@ -61,10 +63,11 @@ class PrefillKernel:
     def __init__(self, config: PrefillConfig):
         self.config = config
         self.preparation = Preparation(config)
-        self.chain = Chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
+        chain = SummaryChain if config.mode == "summarize" else Chain
+        self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
         self.groups = THREADS // self.preparation.threads
         self.group_bytes = self.preparation.shared_bytes + NOTES * NOTE_BYTES
-        self.halves = 2 // config.warpgroups
+        self.halves = config.halves // config.warpgroups  # CTAs of a stream
         self.table = max(self.groups * self.group_bytes, self.chain.shared_bytes)
         self.shared_bytes = self.table + schedule.TABLE_BYTES
 
@@ -103,16 +106,18 @@ class PrefillKernel:
         chains = x.streams * self.halves
         records, carry, counters = self.arrays(x.workspace, x.streams, x.depth)
         s = schedule.schedule(
-            self.config.chunk, x.offsets, x.offset_bytes, x.N, x.T, x.HV, x.streams, x.depth, counters
-        )
+            self.config.chunk, self.config.keeps, x.offsets, x.offset_bytes, x.N, x.T, x.HV, x.streams, x.depth, counters
+        )  # fmt: skip
         if x.ticket != Int64(0):
             schedule.clear(s, x.ticket, index, x.preparers + chains, THREADS)
         table = Int32(shared.toint()) + self.table
         schedule.fill_table(s, table, THREADS // 32)
         cute.arch.sync_threads()
         s = schedule.with_width(s, table, THREADS // 32)
-        if index < chains:
-            stream, half = index // self.halves, index % self.halves
+        stream, half = index // self.halves, index % self.halves * self.config.warpgroups
+        if const_expr(self.config.mode == "run"):  # noqa: SIM114 - decided while tracing
+            self.chain.run(shared, x, records, carry, s, stream, half)
+        elif index < chains:
             self.chain.run(shared, x, records, carry, s, stream, half)
         else:
             self.prepare(s, x, records, shared)
@@ -121,11 +126,12 @@ class PrefillKernel:
         """What gives the address of a record in an array by name and number, and the addresses of the states that chains
         hand over and of the counters."""
         sizes, starts = record_bytes(self.config.chunk), {}
+        records = Int64(depth) if self.config.keeps else Int64(streams) * depth
         for name, size in sizes.items():
             starts[name] = workspace
-            workspace = workspace + Int64(streams) * depth * size
+            workspace = workspace + records * size
         record = lambda name, number: starts[name] + Int64(number) * sizes[name]
-        return record, workspace, workspace + Int64(streams) * CARRY_BYTES
+        return record, workspace, workspace + Int64(streams) * (self.config.halves * CARRY_BYTES)
 
     @cute.jit
     def prepare(self, s, x, records, shared):

@@ -20,6 +20,9 @@ through counters in global memory:
 *read*      of each stream and half of V: all records of lower numbers have been read.
 *handed*    of each stream and half of V: 1 when the state of its first part is there for the next stream.
 
+Where every record is kept (``keeps``), numbers of parts and items are slots of the line, `depth` is the number of records,
+and nobody waits for room.
+
 A preparing group writes number n to place ``n % depth`` when number ``n - depth`` has been read. Nothing waits in a
 circle: of the items that are not published, that of the lowest index is never behind another in its group, and what has
 to be read before there is room for it has lower numbers, as has what the chain of its stream needs from another one. A ring
@@ -33,7 +36,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from kda_core.cute import device as dev
-from kda_sm90.layouts import BEGUN, HANDED, LINE, TICKET, counter_pitch
+from kda_sm90.layouts import BEGUN, HANDED, LINE, TICKET
 
 TABLE_BYTES = 64  # shared memory of ``fill_table``
 POLL_NS = 100  # from one look at a counter that was too low to the next
@@ -92,13 +95,13 @@ def slots(chunk: cutlass.Constexpr[int], offset_bytes: Int32, N: Int32, T: Int32
     return count
 
 
-def schedule(chunk, offsets, offset_bytes, N, T, HV, streams, depth, counters):
+def schedule(chunk, keeps, offsets, offset_bytes, N, T, HV, streams, depth, counters):
     """The order of one launch: N sequences of T tokens, or packed along T by ``offsets``, the address of N + 1
-    integers of ``offset_bytes`` (0: not packed); ``depth`` records in a ring; ``counters``: the address of those of
-    all streams (``layouts.counter_pitch``), then the one of claims. Without ``width``, which ``with_width`` adds."""
+    integers of ``offset_bytes`` (0: not packed); ``depth`` records in a ring, or in all (``keeps``); ``counters``:
+    their address (``layouts``). Without ``width``, which ``with_width`` adds."""
     span = slots(chunk, offset_bytes, N, T)
     return SimpleNamespace(
-        chunk=chunk, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T, streams=streams, depth=depth,
+        chunk=chunk, keeps=keeps, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T, streams=streams, depth=depth,
         counters=counters, span=span, total=HV * span,
     )  # fmt: skip
 
@@ -144,8 +147,10 @@ def clear(s, ticket: Int64, index: Int32, count: Int32, threads: cutlass.Constex
     thread, _, _ = cute.arch.thread_idx()
     last = _last_line(s)
     if index == 0:
-        for i in cutlass.range(thread, s.streams * counter_pitch(s.depth) + TICKET, threads, unroll=1):
-            dev.store_global(s.counters + Int64(i) * 4, Int32(0))
+        records = s.depth if s.keeps else s.streams * s.depth
+        for i in cutlass.range(thread, (s.streams + 1) * LINE + records, threads, unroll=1):
+            if i // 2 * 2 != s.streams * LINE + TICKET:
+                dev.store_global(s.counters + Int64(i) * 4, Int32(0))
         cute.arch.sync_threads()
         if thread == 0:
             dev.store_release_i64(last + TICKET * 4, ticket)
@@ -158,7 +163,7 @@ def clear(s, ticket: Int64, index: Int32, count: Int32, threads: cutlass.Constex
 
 def _last_line(s):
     """The counters that are no stream's."""
-    return s.counters + Int64(s.streams) * (counter_pitch(s.depth) * 4)
+    return s.counters + Int64(s.streams) * (LINE * 4)
 
 
 # ---- the preparation's side
@@ -175,6 +180,7 @@ def item(s, i: Int32):
     by a whole warp."""
     number, stream = i // s.streams, i % s.streams
     head, token, valid = Int32(0), Int32(0), Int32(0)
+    own = s.depth - 1  # slot of the line; the last record is that of items without one
     low, high = range_of(s, stream)
     if number < high - low:
         mirrored = high - 1 - number  # in the same part as the slot
@@ -187,11 +193,14 @@ def item(s, i: Int32):
         line = head * s.span
         begin, end = cutlass.max(line + first, low), cutlass.min(line + after, high)
         # Offsets that are not in order lead anywhere, but not out of the tensors.
-        done = cutlass.max(begin + end - 1 - mirrored - line - first, 0) * s.chunk
+        own = begin + end - 1 - mirrored
+        done = cutlass.max(own - line - first, 0) * s.chunk
         token = Int32(start) + done
         valid = cutlass.max(cutlass.min(length - done, s.chunk), 0)
     if number >= s.width:
         number = Int32(-1)
+    elif cutlass.const_expr(s.keeps):
+        number = own
     return stream, number, head, token, valid
 
 
@@ -253,7 +262,8 @@ def _part(s, head: Int32, n: Int32, end: Int32, low: Int32, high: Int32):
     begin = cutlass.max(cutlass.min(line + slot, end - 1), low)
     first = cutlass.max(begin - line - slot, 0)
     chunks = cutlass.min(cute.ceil_div(length, s.chunk) - first, end - begin)
-    return begin, token, length, first, cutlass.max(chunks, 0), Int32(end < line + after), high - end
+    number = begin if s.keeps else high - end
+    return begin, token, length, first, cutlass.max(chunks, 0), Int32(end < line + after), number
 
 
 def part(s, head, n, end, low, high):
@@ -300,12 +310,10 @@ def wait_for_state(r, half: Int32):
 
 def ring(s, stream):
     """The records of one stream, and its counters."""
-    pitch = counter_pitch(s.depth)
-    ready = s.counters + Int64(stream) * (pitch * 4)
-    read = ready + (pitch - LINE) * 4
-    return SimpleNamespace(
-        depth=s.depth, first=stream * s.depth, ready=ready, read=read, handed=read + HANDED * 4
-    )
+    done = s.counters + Int64(stream) * (LINE * 4)
+    first = Int32(0) if s.keeps else stream * s.depth
+    ready = _last_line(s) + LINE * 4 + Int64(first) * 4
+    return SimpleNamespace(depth=s.depth, first=first, ready=ready, read=done, handed=done + HANDED * 4)
 
 
 def record(r, number):
