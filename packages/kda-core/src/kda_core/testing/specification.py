@@ -174,26 +174,27 @@ def prepare_chunk(
 
     for b, s in enumerate(blocks):
         A, A_next, Gb, kb, qb = anchors[b], anchors[b + 1], G[..., s, :], k[..., s, :], q[..., s, :] * scale
-        beta_kb = kb * beta[..., s].unsqueeze(-1)
         reach = (A - Gb).amax(-1, keepdim=True)  # [..., HV, 16, 1]; row i looks at its own past alone
         vote = torch.full_like(reach, True, dtype=torch.bool) if bounded else reach < VOTE_LIMIT * LOG2E
         k_row, q_row = kb * ex2(Gb - A), qb * ex2(Gb - A)
         k_col = torch.where(
-            vote, beta_kb * ex2(torch.where(vote, A - Gb, 0.0)), 0.0
+            vote, kb * ex2(torch.where(vote, A - Gb, 0.0)), 0.0
         )  # j <= i is valid wherever row i is
         Kd[..., s, :], Qd[..., s, :] = k_row * ex2(A), q_row * ex2(A)
         L[..., s, s], Aqk[..., s, s] = mma(k_row, k_col.mT), mma(q_row, k_col.mT)
         if not vote.all():  # rows that lost the vote: exact pairs, no factor above 1
-            L[..., s, s] = torch.where(vote, L[..., s, s], pairs(kb, beta_kb, Gb))
-            Aqk[..., s, s] = torch.where(vote, Aqk[..., s, s], pairs(qb, beta_kb, Gb))
+            L[..., s, s] = torch.where(vote, L[..., s, s], pairs(kb, kb, Gb))
+            Aqk[..., s, s] = torch.where(vote, Aqk[..., s, s], pairs(qb, kb, Gb))
+        L[..., s, s] *= beta[..., s].unsqueeze(-2)
+        Aqk[..., s, s] *= beta[..., s].unsqueeze(-2)
         for col, c in zip(columns, blocks):
             L[..., s, c], Aqk[..., s, c] = mma(k_row, col.mT), mma(q_row, col.mT)
         hop = ex2(A_next - A)
         arrived = k_col * hop
         if not bounded:  # a steep block's columns start from a fresh exp; later rows and K2 alone read them
             steep = (A - A_next).amax(-1, keepdim=True) >= VOTE_LIMIT * LOG2E
-            arrived = torch.where(steep, beta_kb * ex2(A_next - Gb), arrived)
-        columns = [col * hop for col in columns] + [arrived]
+            arrived = torch.where(steep, kb * ex2(A_next - Gb), arrived)
+        columns = [col * hop for col in columns] + [arrived * beta[..., s].unsqueeze(-1)]
 
     # beta near 2 with one key over and over: |1 - beta|k|^2| is about 1, nothing damps the roundings of T, Kd and S, and
     # they can grow exponentially from chunk to chunk, at every C. bf16 operands do not serve that input.

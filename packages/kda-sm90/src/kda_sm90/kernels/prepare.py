@@ -348,7 +348,6 @@ class Preparation:
         )
         p.k_factors, q_norms = norms
         p.q_factors = [x * p.scale for x in q_norms]
-        p.betas = self.load_betas(p)
         if self.config.vote:
             products = cute.make_rmem_tensor((16,), Float32)
             products.fill(0.0)
@@ -360,13 +359,15 @@ class Preparation:
             products = self.split_rows(p, kd_address, qd_address)
         l_acc, a_acc = products[:2], products[2:]
         for tile in range(2):
+            beta = dev.load_shared_x2(p.beta + (p.block * BLOCK + 8 * tile + 2 * p.quad) * 4, Float32)
             for i in range(4):
                 inside = p.row + 8 * (i // 2) >= 8 * tile + 2 * p.quad + i % 2
-                a_acc[tile][i] = dev.select(inside, a_acc[tile][i], Float32(0.0))
+                l_acc[tile][i] = l_acc[tile][i] * beta[i % 2]
+                a_acc[tile][i] = dev.select(inside, a_acc[tile][i] * beta[i % 2], Float32(0.0))
         return l_acc, a_acc
 
     def split_rows(self, p, kd_address, qd_address, refined=None, votes=None):
-        """The rows by two-sided factors: four tiles of 4 values, two of L and two of Aqk.
+        """The rows by two-sided factors: four tiles of 4 values, two of L and two of Aqk, both without beta.
         ``refined``: what they hold of the rows that have not such factors, ``votes`` whether each of the two has."""
         acc = refined or [[Float32(0.0)] * 4 for _ in range(4)]
         l_acc, a_acc = acc[:2], acc[2:]
@@ -395,7 +396,6 @@ class Preparation:
                     for half in range(2):
                         k = self.keys(p, half, k_pairs[half][2 * step + pair])
                         q = self.queries(p, half, q_pairs[half][2 * step + pair])
-                        beta_k = [x * p.betas[half] for x in k]
                         kr, qr, kc, kg, qg = [], [], [], [], []
                         for e in range(2):
                             c = 2 * pair + e
@@ -407,11 +407,11 @@ class Preparation:
                             qg.append(qr[e] * anchor[e])
                             if votes:
                                 # Finite for rows that lost the vote: only rows that lost it too meet them.
-                                kc.append(beta_k[e] * dev.ex2(dev.minimum(-fall, Float32(VOTE_LIMIT))))
+                                kc.append(k[e] * dev.ex2(dev.minimum(-fall, Float32(VOTE_LIMIT))))
                                 # Afresh: a hop of 80 or more would flush what the factor blew up.
-                                columns[half].append(beta_k[e] * dev.ex2(hop[e] - fall))
+                                columns[half].append(k[e] * dev.ex2(hop[e] - fall))
                             else:
-                                kc.append(beta_k[e] * dev.ex2(-fall))
+                                kc.append(k[e] * dev.ex2(-fall))
                                 columns[half].append(kc[e] * hop[e])
                         k_row[half].append(dev.pack_bf16x2(*kr))
                         q_row[half].append(dev.pack_bf16x2(*qr))
@@ -445,11 +445,6 @@ class Preparation:
             x + dev.select(last, Float32(0.0), y)
             for x, y in zip(row(p.last, p.block), following, strict=True)
         ]
-
-    def load_betas(self, p):
-        """beta of the thread's two rows."""
-        first = p.beta + (p.block * BLOCK + p.row) * 4
-        return [dev.load_shared(first + 32 * half, Float32) for half in range(2)]
 
     def load_group(self, p, m):
         """Exponents, k and q of the thread's two rows, channels of group m."""
@@ -521,7 +516,6 @@ class Preparation:
         depends on this row alone."""
         p = self.placed(thread, block, base)
         p.k_factors, p.q_factors = [k_factor, k_factor_8], [q_factor, q_factor_8]
-        p.betas = self.load_betas(p)
         if steep:
             reach = cute.make_rmem_tensor((2,), Float32)
             reach.fill(0.0)
@@ -556,7 +550,7 @@ class Preparation:
         """The block by halves: rows of the lower half against columns of the upper one, the anchor on the first
         row of the lower half, so that no factor is above 1; then the same within each half, down to single
         rows, whose own product has no decay. Also the reach of each row, the fall of G since the anchor. Rows are
-        taken as they came, products normalised and multiplied by the columns' beta at the end."""
+        taken as they came, products normalised at the end."""
         p = self.placed(thread, block, base)
         # [rows 8 to 15 against 0 to 7; of each half: sizes 4, 2, 1, the diagonal][2 of L, 2 of Aqk]
         acc = cute.make_rmem_tensor((36,), Float32)
@@ -568,8 +562,8 @@ class Preparation:
         self.refined(p, acc, products)
         # Column 8 * tile + 2 * quad + e is row 2 * quad + e, or that plus 8, of the thread in its first lane.
         of_column = [
-            cute.arch.shuffle_sync(factor * beta, (2 * p.quad + e) * 4)
-            for factor, beta in zip((k_factor, k_factor_8), self.load_betas(p), strict=True)
+            cute.arch.shuffle_sync(factor, (2 * p.quad + e) * 4)
+            for factor in (k_factor, k_factor_8)
             for e in range(2)
         ]
         for n in cutlass.range_constexpr(16):
@@ -647,12 +641,14 @@ class Preparation:
         ``kg``, ``aqk``: addresses of the images."""
         p = SimpleNamespace(block=block, lane=lane, row=lane // 4, quad=lane % 4)
         columns = cute.make_rmem_tensor((64,), Float32)  # [4 groups m][2 rows][8 channels]
+        first = base + self.at["beta"] + (block * BLOCK + p.row) * 4
+        beta = [dev.load_shared(first + 32 * half, Float32) for half in range(2)]
         for m in cutlass.range_constexpr(4):
             for half in cutlass.range_constexpr(2):
                 for i, name in enumerate(("k", "q")):
                     place = self.row_place(p, base + self.at[name], half, m)
                     for j, x in enumerate(dev.load_shared_x4(place, Float32)):
-                        columns[16 * m + 8 * half + 4 * i + j] = x
+                        columns[16 * m + 8 * half + 4 * i + j] = x * beta[half]
         for step in cutlass.range_constexpr(1, self.blocks):
             if block + step < self.blocks:
                 self.column_block(columns, step, block, lane, base, aqk)
