@@ -9,22 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kda_core.cute.operands import HEAD_DIM, Gate, GateDtype
+
+__all__ = ["ARCH", "HALVES", "HEAD_DIM", "THREADS", "Gate", "GateDtype", "MergeConfig", "Mode", "PrefillConfig"]
+
 #: What the kernel is compiled for.
 ARCH = "sm_90a"
 
-#: Channels of a query or key head, and of a value head. The kernels are written for these.
-HEAD_DIM = 128
-
-#: Rows of a diagonal block: the span in which decay may be split into a row and a column factor.
-BLOCK = 16
-
 #: Threads of a CTA: three warpgroups, or groups of 2 * chunk threads that prepare.
 THREADS = 384
-
-#: How g becomes a log decay. ``precomputed``: it is one. ``bounded``: ``lower_bound * sigmoid(exp(A_log) *
-#: (g + dt_bias))``. ``softplus``: ``-exp(A_log) * softplus(g + dt_bias)``, linear above 20.
-Gate = Literal["precomputed", "bounded", "softplus"]
-GateDtype = Literal["bfloat16", "float32"]
 
 #: What a launch does. ``whole``: a call. A call whose sequences are cut into segments is two launches: ``summarize``
 #: prepares all chunks, keeps their records, and finds how each segment acts on a state; ``run`` is the chains over what

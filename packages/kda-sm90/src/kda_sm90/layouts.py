@@ -16,9 +16,7 @@ a     ``a`` [K]         fp32, decay of the whole chunk, ``2^G_end``, in the orde
 
 *carry* [streams, halves, 64*128] fp32 are states that one chain hands over to another, as its registers hold them.
 
-Images swizzle rows of 128 bytes: 16-byte column index XOR row mod 8 (byte address bits 4-6 with bits 7-9).
-Rows of 64 bytes, which occur where C = 32, swizzle bits 4-5 with bits 7-8. Wider rows are cut into panels of
-64 columns, one after the other.
+`kda_core.cute.operands` defines the images.
 
 Importing this module needs torch alone; what returns CuTe layouts imports the DSL when it is called.
 """
@@ -30,9 +28,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kda_core.cute.operands import decay_offset, image_offset
 from kda_sm90.config import HEAD_DIM
 
-PANEL = 64  # columns of an image's panel: 128 bytes of bf16
 LINE = 32  # counters in 128 bytes: those that different CTAs write lie in different lines of the L2
 HANDED = 4  # the first of a stream's line that tells of states, behind those of what was read
 BEGUN, TICKET = 1, 2  # in the last line, behind the number of items that were claimed; the ticket is two wide
@@ -116,27 +114,7 @@ def split_workspace(buffer: torch.Tensor, records: int, streams: int, C: int, ha
     return Workspace(*views)
 
 
-# ---- images, in elements of two bytes
-
-
-def image_offset(row: Any, column: Any, rows: int, columns: int) -> Any:
-    """Element offset of [row, column] in the image of a bf16 [rows, columns].
-
-    ``rows`` and ``columns`` are ints; ``row`` and ``column`` ints, torch integer tensors or DSL integers: it is
-    arithmetic alone, so that tests and kernels share it. Columns: 32 or a multiple of 64.
-    """
-    if columns == 32:
-        # two rows share 128 bytes: bits 4-5 XOR bits 7-8
-        return row * 32 + ((((column // 8) % 4) ^ ((row // 2) % 4)) * 8 + column % 8)
-    panel = (column // PANEL) * (rows * PANEL)
-    return panel + row * PANEL + ((((column // 8) % 8) ^ (row % 8)) * 8 + column % 8)
-
-
-def decay_offset(channel: Any) -> Any:
-    """Where the decay of a channel is. A thread of the chain needs those of channels 8j + 2*quad + 0..1: they lie side
-    by side for each quad, in 16-byte units that differ in their banks from those of the other quads."""
-    quad, unit = channel % 8 // 2, channel // 16
-    return quad * 32 + (unit ^ quad) * 4 + channel // 8 % 2 * 2 + channel % 2
+# ---- logical matrices
 
 
 def _offsets(name: str, C: int) -> torch.Tensor:

@@ -16,10 +16,10 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from kda_core.cute import device as dev
+from kda_core.cute.preparation import Preparation
 from kda_sm90.config import THREADS, PrefillConfig
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
-from kda_sm90.kernels.prepare import Preparation
 from kda_sm90.kernels.summary import SummaryChain
 from kda_sm90.layouts import CARRY_BYTES, record_bytes
 

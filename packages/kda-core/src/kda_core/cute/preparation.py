@@ -28,7 +28,7 @@ Registers hold MMA fragments throughout. A row of q, k, D is held by the four la
 k16 steps take them in that order, so that "channel pair t of group m" is an MMA's pair of columns: a
 permutation of the channels that both operands share.
 
-Only mma.sync, ldmatrix, stmatrix and cp.async: nothing here is particular to sm_90.
+Only mma.sync, ldmatrix, stmatrix and cp.async: nothing here is particular to sm_90, and every GPU backend calls it.
 """
 
 from types import SimpleNamespace
@@ -38,8 +38,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from kda_core.cute import device as dev
 from kda_core.cute.device import LOG2E
-from kda_sm90.config import BLOCK, HEAD_DIM, PrefillConfig
-from kda_sm90.layouts import decay_offset, image_offset
+from kda_core.cute.operands import BLOCK, HEAD_DIM, PreparationConfig, decay_offset, image_offset
 
 G_FLOOR = -104.0 * LOG2E  # 2^G_FLOOR is 0 in fp32: masks of -1000 and -inf stay out of the cumulative sum
 MOST_RATE = 2.0**60  # of a softplus gate: 1/rate is a number
@@ -59,7 +58,7 @@ class Preparation:
     beta. ``shared_bytes``: shared memory of a group.
     """
 
-    def __init__(self, config: PrefillConfig):
+    def __init__(self, config: PreparationConfig):
         self.config = config
         self.chunk = config.chunk
         self.blocks = config.chunk // BLOCK
@@ -93,9 +92,10 @@ class Preparation:
     def request(self, x, thread, base, head, token, valid, turn):
         """Ask for g and q of a chunk, whose room is free as soon as the chunk before is in its last stage; what is asked
         for into registers: beta of a row, as bf16 and as fp32, A_log, and dt_bias of four channels. ``x``: the call
-        (``prefill``). ``thread`` of the group, its shared memory from ``base`` on. ``token``: the first one in B*T; ``valid``: rows
-        that exist, 1 to C. ``turn``: any number that changes from one chunk to the next. Rows of g are counted in 32
-        bits: 2^31 of them are 512 GiB."""
+        (addresses q, k, g, beta, a_log, dt_bias; numbers H, HV, beta_bytes, scale, l2norm, lower_bound, beta_factor).
+        ``thread`` of the group, its shared memory from ``base`` on. ``token``: the first one in B*T; ``valid``: rows that
+        exist, 1 to C. ``turn``: any number that changes from one chunk to the next. Rows of g are counted in 32 bits:
+        2^31 of them are 512 GiB."""
         p = self.positions(thread, turn, base)
         p.valid = valid
         value_row = token * x.HV + head
