@@ -1,0 +1,1 @@
+"""One kernel a file. These modules import the CuTe DSL."""
