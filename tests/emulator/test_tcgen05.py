@@ -248,3 +248,16 @@ def test_what_is_wrong_is_said(what):
 
     with pytest.raises(ExecutionError, match=wrong):
         product(128, 64, a, b, change=change)
+
+
+def test_who_sees_a_commit_may_overwrite_what_the_product_read():
+    a, b = integers(128, 16).bfloat16(), integers(64, 16, seed=1).bfloat16()
+    waited = "@!%p4 bra W; tcgen05.fence::after_thread_sync;"
+    overwrite = "setp.eq.s32 %p6, %r0, 64; @%p6 st.shared.b32 [%r1+1024], %r12;"
+    # The issuing warp goes on, and tells others, before the product is done.
+    later = "mbarrier.init.shared.b64 [%r2+8], 1; mbarrier.arrive.shared.b64 %q12, [%r2+8];"
+    behind = lambda body: body.replace(COMMIT, COMMIT + later).replace(waited, waited + overwrite)
+    before = lambda body: body.replace("ISSUED:", "ISSUED:" + overwrite)
+    assert torch.equal(product(128, 64, a, b, change=behind), a.float() @ b.float().T)
+    with pytest.raises(ExecutionError, match="a race|overwritten"):
+        product(128, 64, a, b, change=before)

@@ -21,7 +21,7 @@ from ptx_emulator.machine import Cta, Warp
 from ptx_emulator.matrices import load_operand
 from ptx_emulator.memory import Region
 from ptx_emulator.parser import Address, Instruction, Vector
-from ptx_emulator.races import Shadow, issued
+from ptx_emulator.races import Shadow
 from ptx_emulator.synchronize import aligned, mbarrier_at, uniform
 
 LANES, COLUMNS = 128, 512
@@ -461,12 +461,15 @@ def _commit(d: Decoder, i: Instruction) -> Execute:
     def commit(w: Warp, lanes: int) -> None:
         _one_lane(w, lanes)
         barrier = mbarrier_at(w, int(addresses(w, base, offset, lanes)[0]))
-        clock, pc = w.clock.now, w.pc
+        # What is done read operands that the warp knew to be there: who sees this may write them anew.
+        known, pc = w.clock.release(), w.pc
 
         def arrive() -> None:
             w.pc = pc
             barrier.asynchronous = True
-            barrier.release(issued(w, clock))
+            known[w.clock.index] = w.clock.now  # operands may have been read as late as now
+            w.clock.now += 1
+            barrier.release(known)
             barrier.arrive(1, w.fail)
 
         _enqueue(w, memory_of(w.cta), arrive)
