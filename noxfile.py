@@ -26,6 +26,7 @@ TEST_TOOLS = ("pytest", "hypothesis", "numpy", "build", "setuptools", "nvidia-cu
 KERNELS = (
     ("cute_demo_kernels:sound", "tests/core/cute", ("sm_90a", "sm_100a", "sm_103a")),
     ("kda_sm90.variants:kernels", "", ("sm_90a",)),
+    ("kda_sm100.variants:kernels", "", ("sm_100a", "sm_103a")),
 )
 
 nox.needs_version = ">=2025.10.14"

@@ -81,7 +81,7 @@ def test_the_core_alone_does_the_main_job(clean_environment):
     ("extra", "other", "state", "why"),
     [
         ("sm90", "sm100", "wrong-arch", "runs on sm_90; here: cpu"),
-        ("sm100", "sm90", "unsupported", "this version of kda-sm100 has no kernel yet"),
+        ("sm100", "sm90", "wrong-arch", "runs on sm_100, sm_103; here: cpu"),
     ],
 )
 def test_an_extra_installs_exactly_one_backend(clean_environment, extra, other, state, why):
@@ -112,7 +112,7 @@ def test_all_packages_install_together(clean_environment):
         "reference": "ok",
         "tokenwise": "ok",
         "sm90": "wrong-arch",
-        "sm100": "unsupported",
+        "sm100": "wrong-arch",
     }
 
 

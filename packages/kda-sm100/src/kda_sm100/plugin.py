@@ -4,10 +4,26 @@ from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm100",
-    abi=(1, 0),  # what this package was written for, not what kda-core happens to have
+    abi=(1, 1),  # what this package was written for, not what kda-core happens to have
     archs=frozenset({(10, 0), (10, 3)}),
-    features=frozenset(),
+    features=frozenset(
+        {
+            "varlen",
+            "gva",
+            "initial_state",
+            "final_state",
+            "state_v_first",
+            "gate_in_kernel",
+            "unbounded_gate",
+            "beta_sigmoid",
+            "neg_eigval",
+            "qk_l2norm",
+            "intermediate_states",
+            "pin",
+            "graph",
+        }
+    ),
     target="kda_sm100.backend:Sm100Backend",
     install="pip install kda-core[sm100]",
-    unavailable="this version of kda-sm100 has no kernel yet",
+    variants="kda_sm100.variants:ahead_of_time",
 )

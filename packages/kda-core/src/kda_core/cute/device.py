@@ -211,9 +211,10 @@ def ldmatrix_x4(address: Int32, *, transpose: bool = False, loc=None, ip=None) -
 
 
 @dsl_user_op
-def stmatrix_x4(address: Int32, matrices, *, loc=None, ip=None) -> None:
+def stmatrix_x4(address: Int32, matrices, *, transpose: bool = False, loc=None, ip=None) -> None:
     """Store four 8x8 matrices of bf16; addresses as for ``ldmatrix_x4``."""
-    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    kind = ".trans" if transpose else ""
+    text = f"stmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 [$0], {{$1, $2, $3, $4}};"
     _asm(text, [], [address, *matrices], True, loc, ip)
 
 
@@ -379,3 +380,21 @@ def bulk_store(address: Int64, shared: Int32, size: Int32, *, loc=None, ip=None)
     """
     text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2; cp.async.bulk.commit_group;"
     _asm(text, [], [address, shared, size], True, loc, ip)
+
+
+@dsl_user_op
+def bulk_load(shared: Int32, address: Int64, size: Int32, barrier: Int32, *, loc=None, ip=None) -> None:
+    """Copy ``size`` bytes (a multiple of 16), which are not needed again soon, from global to shared memory; the mbarrier
+    counts them."""
+    text = (
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[$0], [$1], $2, [$3], $4;"
+    )
+    _asm(text, [], [shared, address, size, barrier, Int64(EVICT_FIRST)], True, loc, ip)
+
+
+@dsl_user_op
+def store_global_stream_x4(address: Int64, values, valid, *, loc=None, ip=None) -> None:
+    """16 aligned bytes that are not needed again soon; no access unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.cs.v4.b32 [$0], {$1, $2, $3, $4}; }"
+    _asm(text, [], [address, *values, Int32(valid)], True, loc, ip)

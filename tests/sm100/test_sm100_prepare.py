@@ -3,7 +3,7 @@ GPU, for nothing in it is newer."""
 
 import pytest
 import torch
-from direct import Workspace, chunks_of, launch
+from blackwell import Workspace, chunks_of, launch
 
 from kda_core.testing import FAMILIES, make_inputs, specification
 from kda_sm100.config import ARCHS, PrepareConfig

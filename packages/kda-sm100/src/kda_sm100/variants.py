@@ -1,0 +1,48 @@
+"""The variants of the kernels: all of them, and those that are compiled without a GPU in the tests and by ``nox -s
+compile``: each form of the gate at each chunk size, g in turns, and every chain."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, PrepareConfig
+
+GATES: tuple[dict[str, Any], ...] = (
+    {"gate": "bounded"},
+    {"gate": "bounded", "vote": True},
+    {"gate": "softplus", "vote": True},
+    {"gate": "precomputed"},
+    {"gate": "precomputed", "vote": True},
+)
+
+PREPARE = tuple(
+    PrepareConfig(chunk, gate_dtype=dtype, **gate)
+    for chunk, gate, dtype in product(CHUNKS, GATES, ("bfloat16", "float32"))
+)
+
+CHAIN = tuple(ChainConfig(chunk, states) for chunk, states in product(CHUNKS, (False, True)))
+
+SAMPLE = tuple(
+    PrepareConfig(chunk, gate_dtype=("bfloat16", "float32")[i % 2], **gate)
+    for i, (chunk, gate) in enumerate(product(CHUNKS, GATES))
+)
+
+
+def kernels() -> list[tuple[type, object]]:
+    """(kernel class, configuration) of the sample and of every chain; imports the DSL."""
+    return _of(SAMPLE)
+
+
+def ahead_of_time(arch: str) -> list[tuple[type, object]]:
+    """(kernel class, configuration) of all variants, for ``python -m kda_core precompile``; imports the DSL."""
+    assert arch in ARCHS, arch  # those of the spec
+    return _of(PREPARE)
+
+
+def _of(configs: tuple[PrepareConfig, ...]) -> list[tuple[type, object]]:
+    from kda_sm100.kernels.chain import ChainKernel
+    from kda_sm100.kernels.prepare import PrepareKernel
+
+    pairs: list[tuple[type, object]] = [(PrepareKernel, config) for config in configs]
+    return pairs + [(ChainKernel, config) for config in CHAIN]

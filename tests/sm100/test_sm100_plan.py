@@ -1,0 +1,100 @@
+"""The choice of kernels, from metadata alone; and the set that ``python -m kda_core precompile`` compiles."""
+
+import pytest
+import torch
+
+from kda_core.contract import KdaOptions, ProblemShape
+from kda_core.cute.key import Variant
+from kda_sm100 import layouts
+from kda_sm100.backend import Sm100Backend
+from kda_sm100.config import ARCHS, ChainConfig, PrepareConfig
+from kda_sm100.plan import plan, refusal
+from kda_sm100.variants import CHAIN, PREPARE, SAMPLE
+
+BF16, FP32 = torch.bfloat16, torch.float32
+FREE = {"use_gate_in_kernel": False, "lower_bound": None, "A_log": False, "dt_bias": False}
+
+
+def shape(B=1, T=1000, H=4, HV=4, K=128, V=128, N=None, index=None, dtype=BF16, g=BF16, beta=BF16, A_log=True,
+          dt_bias=True, **options):  # fmt: skip
+    gate = {"use_gate_in_kernel": True, "lower_bound": -5.0, "scale": 1.0}
+    return ProblemShape(
+        B=B, T=T, H=H, HV=HV, K=K, V=V, N=N or B, dtype=dtype, g_dtype=g, beta_dtype=beta, index_dtype=index,
+        has_A_log=A_log, has_dt_bias=dt_bias, has_initial_state=False, device_type="cuda", arch=(10, 0),
+        options=KdaOptions(**gate | options),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"K": 64}, "K=64, V=128"),
+        ({"V": 256}, "K=128, V=256"),
+        ({"dtype": torch.float16}, "float16"),
+        ({"g": torch.float16}, "g in torch.float16"),
+        ({"beta": torch.float64}, "beta in torch.float64"),
+        ({"B": 2**20, "T": 2**20}, "2^31 or more"),
+    ],
+)
+def test_what_is_not_built_is_refused_with_the_reason(change, reason):
+    assert refusal(shape()) is None
+    assert reason in refusal(shape(**change))
+    assert reason in Sm100Backend().can_run(shape(**change))
+
+
+def test_the_gate_decides_whether_rows_vote():
+    assert not plan(shape()).prepare.vote
+    assert plan(shape(lower_bound=-8.0)).prepare.vote
+    assert plan(shape(lower_bound=None)).prepare.gate == "softplus"
+    assert plan(shape(**FREE)).prepare.vote and not plan(shape(**FREE, safe_gate=True)).prepare.vote
+
+
+def test_chunks_are_as_long_as_intermediate_states_allow():
+    assert plan(shape()).chunk == plan(shape(chunk_size=32)).chunk == 64
+    assert plan(shape(return_intermediate_states=True)).chunk == 64
+    assert plan(shape(return_intermediate_states=True, chunk_size=32)).chunk == 32
+
+
+def test_the_workspace_holds_a_record_of_each_slot_and_value_head():
+    assert plan(shape(B=2, T=65, HV=8)).records == 2 * 2 * 8
+    packed = plan(shape(T=65, HV=8, N=5, index=torch.int32))
+    assert packed.records == (65 // 64 + 5) * 8
+    assert packed.workspace_bytes == packed.records * (4 * 2 * 64 * 128 + 2 * 64 * 64 + 4 * 128)
+    assert layouts.slot_count(1, 65, 64, 5) == 6
+
+
+@pytest.mark.parametrize(
+    "gate", [{}, {"lower_bound": -8.0}, {"lower_bound": None}, FREE, FREE | {"safe_gate": True}]
+)
+def test_every_call_is_served_by_what_is_compiled_ahead_of_time(gate):
+    for dtype in (BF16, FP32):
+        for states in (
+            {},
+            {"return_intermediate_states": True},
+            {"return_intermediate_states": True, "chunk_size": 32},
+        ):
+            chosen = plan(shape(g=dtype, **gate, **states))
+            assert chosen.prepare in PREPARE and chosen.chain in CHAIN
+
+
+def test_every_variant_is_offered_once():
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the kernel classes import it")
+    from kda_sm100.variants import ahead_of_time
+
+    for arch in ARCHS:
+        variants = {Variant(kernel, config, arch) for kernel, config in ahead_of_time(arch)}
+        assert len(variants) == len(PREPARE) + len(CHAIN) == 24
+    assert set(SAMPLE) <= set(PREPARE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "named"),
+    [
+        (PrepareConfig, {"chunk": 16}, "chunk"),
+        (PrepareConfig, {"gate": "softplus"}, "vote"),
+        (ChainConfig, {"chunk": 128}, "chunk"),
+    ],
+)
+def test_a_variant_that_does_not_exist_is_refused(kind, wrong, named):
+    with pytest.raises(ValueError, match=f"^{named}: "):
+        kind(**wrong)
