@@ -279,6 +279,16 @@ def load_global_f32(address: Int64, valid, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def load_global_f32_x2(address: Int64, valid, *, loc=None, ip=None) -> list[Float32]:
+    """Two fp32, aligned to 8 bytes, that no thread writes while the kernel runs; zeros, and no access, unless ``valid``."""
+    text = (
+        "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
+        "@p ld.global.nc.v2.b32 {$0, $1}, [$2]; }"
+    )
+    return _asm(text, [Float32] * 2, [address, Int32(valid)], True, loc, ip)
+
+
+@dsl_user_op
 def load_global_u16(address: Int64, valid, *, loc=None, ip=None) -> Int32:
     """16 bits that no thread writes while the kernel runs; zero, and no access, unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u16 $0, [$1]; }"
@@ -299,6 +309,12 @@ def store_global_x4(address: Int64, values, *, keep: bool = False, loc=None, ip=
 def store_global(address: Int64, value, *, loc=None, ip=None) -> None:
     """One 32-bit value."""
     _asm("st.global.b32 [$0], $1;", [], [address, value], True, loc, ip)
+
+
+@dsl_user_op
+def store_global_x2(address: Int64, values, *, loc=None, ip=None) -> None:
+    """Two 32-bit values, aligned to 8 bytes."""
+    _asm("st.global.v2.b32 [$0], {$1, $2};", [], [address, *values], True, loc, ip)
 
 
 @dsl_user_op

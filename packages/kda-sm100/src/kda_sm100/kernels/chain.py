@@ -26,9 +26,9 @@ Order of one chunk; a column waits for what stands in the lines before, but for 
                             ->   S += R Kg
     S: load                 <-   O += R Aqk                ->   O: load, copy out
 
-Products are executed in the order of their issue, and ``commit`` waits for all before it: that S is updated tells that
-O's first half has read the old one, and that R of the next chunk is there, that O's second half has read R. There are two
-accumulators of O, so that its way out takes a chunk's time.
+``commit`` waits for all products before it: that S is updated tells that O's first half has read the old one, and that R
+of the next chunk is there, that O's second half has read R. There are two accumulators of O, so that its way out may take
+a chunk's time.
 """
 
 from types import SimpleNamespace
@@ -147,26 +147,24 @@ class ChainKernel:
             tensor.fence_before()
         cute.arch.sync_threads()
         tensor.fence_after()
-        memory = dev.load_shared(p.memory, Int32)
 
         s = interface.sequences_of(x, self.chunk)
-        part = self.part(x, s, index)
         if warp < OUTPUT:
             cute.arch.setmaxregister_increase(STATE_REGISTERS)
-            self.carry_state(p, x, s, memory, part)
+            self.carry_state(p, x, s, index)
         elif warp < PRODUCER:
-            self.write_outputs(p, x, memory, part)
+            self.write_outputs(p, x, s, index)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == PRODUCER:
-                self.produce(p, x, s, part)
+                self.produce(p, x, s, index)
             if warp == MULTIPLIER:
-                self.multiply(p, memory, part)
+                self.multiply(p, x, s, index)
         tensor.fence_before()
         cute.arch.sync_threads()
         if warp == 0:
             tensor.fence_after()
-            tensor.free(memory)
+            tensor.free(self.memory(p))
 
     def part(self, x, s, index):
         """The sequence and head of a CTA: sequence, head, first token in B*T, length, chunks, first record and the place of
@@ -185,23 +183,29 @@ class ChainKernel:
             matrix=index,
         )
 
+    def memory(self, p):
+        """The address of the CTA's columns."""
+        return dev.load_shared(p.memory, Int32)
+
     # ---- producer, one warp
 
     @cute.jit
-    def produce(self, p, x, s, part):
+    def produce(self, p, x, s, index: Int32):
         """Fill both rings, chunk by chunk."""
+        part = self.part(x, s, index)
         records = interface.records_of(x, s)
         early, late = Int32(0), Int32(0)
         early_phase, late_phase = Int32(1), Int32(1)
-        if tensor.first_lane():
-            for c in cutlass.range(part.chunks, unroll=1):
-                record = part.record + c * x.HV
-                cute.arch.mbarrier_wait(p.early_empty + early, early_phase)
+        for c in cutlass.range(part.chunks, unroll=1):
+            record = part.record + c * x.HV
+            cute.arch.mbarrier_wait(p.early_empty + early, early_phase)
+            with cute.arch.elect_one():
                 self.load(p, records, record, p.early_full + early, early, ("w", "a", "u", "qd"))
-                early, early_phase = self.following(early, early_phase, self.early)
-                cute.arch.mbarrier_wait(p.late_empty + late, late_phase)
+            early, early_phase = self.following(early, early_phase, self.early)
+            cute.arch.mbarrier_wait(p.late_empty + late, late_phase)
+            with cute.arch.elect_one():
                 self.load(p, records, record, p.late_full + late, late, ("kg", "aqk"))
-                late, late_phase = self.following(late, late_phase, self.late)
+            late, late_phase = self.following(late, late_phase, self.late)
 
     def load(self, p, records, record, full, stage, names):
         """What a record has in some arrays, to a stage of a ring."""
@@ -221,10 +225,12 @@ class ChainKernel:
     # ---- multiplier, one warp
 
     @cute.jit
-    def multiply(self, p, memory: Int32, part):
+    def multiply(self, p, x, s, index: Int32):
         """All products, chunk by chunk."""
+        part = self.part(x, s, index)
         early, late = Int32(0), Int32(0)
         early_phase, late_phase = Int32(0), Int32(0)
+        memory = self.memory(p)
         s, s16, r, r16 = (memory + self.columns[name] for name in ("s", "s16", "r", "r16"))
         for c in cutlass.range(part.chunks, unroll=1):
             o, turn = memory + self.columns["o"] + c % 2 * self.chunk, c // 2 % 2
@@ -272,11 +278,12 @@ class ChainKernel:
     # ---- state, four warps
 
     @cute.jit
-    def carry_state(self, p, x, s, memory: Int32, part):
+    def carry_state(self, p, x, s, index: Int32):
         """The state from chunk to chunk, and R."""
+        part = self.part(x, s, index)
         thread, _, _ = cute.arch.thread_idx()
         row = thread // 32 * tensor.ROWS  # of V, the warp's first
-        memory = memory + (row << 16)
+        memory = self.memory(p) + (row << 16)
         S = cute.make_rmem_tensor((HEAD_DIM,), Float32)  # a tile [32, K]
         self.load_state(x, part.matrix, row, S)
         early, phase = Int32(0), Int32(0)
@@ -371,49 +378,63 @@ class ChainKernel:
                         at = (k + lane // 4) * HEAD_DIM + v + 2 * (lane % 4)
                     dev.store_global(matrix + at * 2, pair)
 
-    def element(self, i, row, v_step, k_step):
-        """The offset, in a matrix, of element i of a thread's tile; bytes from a row of S^T to the next, and from a column
-        to the next, are given."""
+    def element(self, start, matrix, row, v_step, k_step):
+        """The address, in a matrix of [N, HV], of the first element of a thread's tile; bytes from a row of S^T to the next,
+        and from a column to the next, are given."""
         lane = cute.arch.lane_idx()
-        v = row + 16 * (i // 64) + 8 * (i % 4 // 2) + lane // 4
-        k = i % 64 // 4 * 8 + i % 2 + 2 * (lane % 4)
-        return v * v_step + k * k_step
+        first = (row + lane // 4) * v_step + 2 * (lane % 4) * k_step
+        return start + Int64(matrix) * (4 * HEAD_DIM * HEAD_DIM) + first
+
+    def pairs(self, v_step, k_step):
+        """Of each two elements of a thread's tile that are neighbours in a row of S^T, how far they are from its first."""
+        return [
+            (16 * (i // 32) + 8 * (i % 2)) * v_step + i % 32 // 2 * 8 * k_step for i in range(HEAD_DIM // 2)
+        ]
 
     @cute.jit
     def load_state(self, x, matrix: Int32, row: Int32, S: cute.Tensor):
         """The initial state; zeros where there is none."""
-        start = x.initial_state + Int64(matrix) * (4 * HEAD_DIM * HEAD_DIM)
-        exists = x.initial_state != Int64(0)
-        for i in cutlass.range_constexpr(HEAD_DIM // 4):
-            if x.v_first > 0:
-                for j in cutlass.range_constexpr(4 * i, 4 * i + 4):
-                    S[j] = dev.load_global_f32(start + self.element(j, row, 4 * HEAD_DIM, 4), exists)
-            else:
-                for j in cutlass.range_constexpr(4 * i, 4 * i + 4):
-                    S[j] = dev.load_global_f32(start + self.element(j, row, 4, 4 * HEAD_DIM), exists)
+        step, exists = 4 * HEAD_DIM, x.initial_state != Int64(0)
+        if x.v_first > 0:
+            first = self.element(x.initial_state, matrix, row, step, 4)
+            self.keep(S, [dev.load_global_f32_x2(first + at, exists) for at in self.pairs(step, 4)])
+        else:
+            first = self.element(x.initial_state, matrix, row, 4, step)
+            load = lambda at: dev.load_global_f32(first + at, exists)
+            self.keep(S, [(load(at), load(at + step)) for at in self.pairs(4, step)])
+
+    def keep(self, S, pairs):
+        for i, pair in enumerate(pairs):
+            S[2 * i], S[2 * i + 1] = pair
 
     @cute.jit
     def store_state(self, x, matrix: Int32, row: Int32, S: cute.Tensor):
         """The final state, if it is wanted."""
+        step = 4 * HEAD_DIM
         if x.final_state != Int64(0):
-            start = x.final_state + Int64(matrix) * (4 * HEAD_DIM * HEAD_DIM)
-            for i in cutlass.range_constexpr(HEAD_DIM // 4):
-                if x.v_first > 0:
-                    for j in cutlass.range_constexpr(4 * i, 4 * i + 4):
-                        dev.store_global(start + self.element(j, row, 4 * HEAD_DIM, 4), S[j])
-                else:
-                    for j in cutlass.range_constexpr(4 * i, 4 * i + 4):
-                        dev.store_global(start + self.element(j, row, 4, 4 * HEAD_DIM), S[j])
+            if x.v_first > 0:
+                self.put(self.element(x.final_state, matrix, row, step, 4), step, 4, S)
+            else:
+                self.put(self.element(x.final_state, matrix, row, 4, step), 4, step, S)
+
+    def put(self, first, v_step, k_step, S):
+        for i, at in enumerate(self.pairs(v_step, k_step)):
+            if k_step == 4:
+                dev.store_global_x2(first + at, [S[2 * i], S[2 * i + 1]])
+            else:
+                dev.store_global(first + at, S[2 * i])
+                dev.store_global(first + (at + k_step), S[2 * i + 1])
 
     # ---- output, four warps
 
     @cute.jit
-    def write_outputs(self, p, x, memory: Int32, part):
+    def write_outputs(self, p, x, s, index: Int32):
         """O of each chunk, the rows that exist."""
+        part = self.part(x, s, index)
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
         row = thread // 32 * tensor.ROWS
-        memory = memory + (row << 16) + self.columns["o"]
+        memory = self.memory(p) + (row << 16) + self.columns["o"]
         pitch = Int64(x.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
         address = x.o + (part.token * x.HV + part.head) * (2 * HEAD_DIM)
         for c in cutlass.range(part.chunks, unroll=1):

@@ -13,7 +13,7 @@ Encodings are those of the PTX ISA's tables "Instruction descriptor" and "Shared
 against what the DSL encodes.
 """
 
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64
 from cutlass.cutlass_dsl import dsl_user_op
 
 from kda_core.cute.device import _asm
@@ -73,7 +73,7 @@ class Operand:
 
 @dsl_user_op
 def mma(d: Int32, a: Int32, b: Int64, instruction: Int32, add: Int32, *, loc=None, ip=None) -> None:
-    """D (+)= A B, 16 of K: D and A at addresses of tensor memory. Products are executed in their order."""
+    """D (+)= A B, 16 of K: D and A at addresses of tensor memory. Those of one accumulator are executed in their order."""
     text = (
         "{ .reg .pred add; setp.ne.b32 add, $4, 0; "
         "tcgen05.mma.cta_group::1.kind::f16 [$0], [$1], $2, $3, add; }"
@@ -159,11 +159,6 @@ def free(address: Int32, *, loc=None, ip=None) -> None:
     """All columns."""
     text = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 $0, $1;"
     _asm(text, [], [address, Int32(COLUMNS)], True, loc, ip)
-
-
-def first_lane():
-    """Whether this is the lane that speaks for its warp."""
-    return cute.arch.lane_idx() == 0
 
 
 def columns_of(chunk):
