@@ -13,7 +13,7 @@ Encodings are those of the PTX ISA's tables "Instruction descriptor" and "Shared
 against what the DSL encodes.
 """
 
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from kda_core.cute.device import _asm
@@ -39,11 +39,6 @@ def operand(leading, stride, row_bytes):
     return leading >> 4 << 16 | stride >> 4 << 32 | version << 46 | _SWIZZLE[row_bytes] << 61
 
 
-def signed(bits, width):
-    """The integer of these bits as a signed one of this width."""
-    return bits - (1 << width) if bits >> (width - 1) else bits
-
-
 class Operand:
     """B, as its products take it, 16 of K at a time. ``rows``: of the image of ``columns``."""
 
@@ -63,28 +58,36 @@ class Operand:
         each = self.row_bytes // 32  # steps to a panel
         return step // each * self.panel + step % each * 32
 
-    def descriptor(self, shared, step):
-        """Of a step, of the image at a shared address."""
-        return Int64(shared + self.offset(step)) >> 4 | Int64(signed(self.bits, 64))
+    def words(self, shared):
+        """The descriptor of the first step, of the image at a shared address, in two words; those of others differ in the
+        lower one, by their offset in units of 16 bytes."""
+        return (shared >> 4) + signed(self.bits & 0xFFFFFFFF), Int32(signed(self.bits >> 32))
+
+
+def signed(bits):
+    """The 32-bit integer of these bits."""
+    return bits - (1 << 32) if bits >> 31 else bits
 
 
 # ---- products, by one thread
 
 
 @dsl_user_op
-def mma(d: Int32, a: Int32, b: Int64, instruction: Int32, add: Int32, *, loc=None, ip=None) -> None:
-    """D (+)= A B, 16 of K: D and A at addresses of tensor memory. Those of one accumulator are executed in their order."""
+def mma(d: Int32, a: Int32, b, instruction: Int32, add: Int32, *, loc=None, ip=None) -> None:
+    """D (+)= A B, 16 of K: D and A at addresses of tensor memory, B by the words of its descriptor. Those of one
+    accumulator are executed in their order."""
     text = (
-        "{ .reg .pred add; setp.ne.b32 add, $4, 0; "
-        "tcgen05.mma.cta_group::1.kind::f16 [$0], [$1], $2, $3, add; }"
+        "{ .reg .pred add; .reg .b64 b; setp.ne.b32 add, $5, 0; mov.b64 b, {$2, $3}; "
+        "tcgen05.mma.cta_group::1.kind::f16 [$0], [$1], b, $4, add; }"
     )
-    _asm(text, [], [d, a, b, instruction, add], True, loc, ip)
+    _asm(text, [], [d, a, *b, instruction, add], True, loc, ip)
 
 
 def product(d, a, operand, shared, add):
     """D (+)= A B over all of K. ``shared``: where the image of B lies."""
+    low, high = operand.words(shared)
     for step in range(operand.steps):
-        b = operand.descriptor(shared, step)
+        b = low + operand.offset(step) // 16, high
         mma(d, a + 8 * step, b, Int32(operand.instruction), Int32(add or step > 0))
 
 
