@@ -1,0 +1,186 @@
+"""A stage of prefill on its own, for those who prepare chunks themselves: the recurrence over them.
+
+The kernel is the chain of `chunk_kda`. It takes records, which are packed here from tensors by token, in torch: several
+passes over memory that `chunk_kda` does not make.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda_core.cute import arch_of_device, get_kernel
+from kda_core.cute.operands import decay_offset, image_offset
+from kda_core.errors import ArgumentError
+from kda_sm100 import layouts
+from kda_sm100.config import ARCHS, CHUNKS, HEAD_DIM, ChainConfig
+
+
+def chunk_gated_delta_rule_fwd_h(
+    k: Tensor,
+    w: Tensor,
+    u: Tensor,
+    gk: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+    cu_seqlens: Tensor | None = None,
+    *,
+    state_v_first: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``v_new = u - w S`` and ``S <- diag(e^gk_end) S + k^T v_new``, chunk by chunk.
+
+    Reads ``cu_seqlens`` on the host, because it says how many chunks there are.
+
+    Args:
+        k: [B, T, HV, 128] bf16, keys, decayed to the end of their chunk where there is ``gk``.
+        w, u: [B, T, HV, 128] bf16.
+        gk: [B, T, HV, 128] fp32, log decays (base e), summed from the start of their chunk; None: no decay.
+        initial_state: [N, HV, K, V] fp32, or [N, HV, V, K] with ``state_v_first``; None: zeros.
+        output_final_state: whether the states at the end are wanted.
+        chunk_size: tokens of a chunk, 64 or 32.
+        cu_seqlens: [N + 1] int32 or int64, bounds of sequences that are packed along T (B = 1); None: N = B.
+        state_v_first: states are [V, K].
+
+    Returns:
+        h [B, NT, HV, K, V] bf16 (or [.., V, K]), the state at the start of each of the NT chunks, sequence by sequence;
+        v_new [B, T, HV, 128] bf16; the final states fp32, or None.
+
+    Raises:
+        ArgumentError: an argument that is not as said above.
+        DeviceError: on a GPU that is no Blackwell.
+    """
+    _check(k, w, u, gk, initial_state, chunk_size, cu_seqlens)
+    (B, T, HV, D), C, device = k.shape, chunk_size, k.device
+    bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
+    if sorted(bounds) != bounds or bounds[0] < 0 or bounds[-1] > T:
+        raise ArgumentError("cu_seqlens", f"offsets in order, from 0 to T = {T}", str(bounds))
+    lengths = [end - start for start, end in pairwise(bounds)] * (1 if cu_seqlens is not None else B)
+    N, NT = len(lengths), sum(-(-length // C) for length in lengths)
+    h = torch.empty(B, NT // B, HV, D, D, dtype=torch.bfloat16, device=device)
+    v_new = torch.zeros_like(u)
+    final = torch.empty(N, HV, D, D, dtype=torch.float32, device=device) if output_final_state else None
+    slots = _slots(B, T, C, cu_seqlens, device)
+    run_chain(
+        ChainConfig(C, states=True), v_new, initial_state=initial_state, o=v_new, final_state=final, states=h,
+        offsets=cu_seqlens, workspace=_records(slots, k, w, u, gk, C), state_count=NT, N=N, T=T, HV=HV,
+        offset_bytes=0 if cu_seqlens is None else cu_seqlens.element_size(), v_first=int(state_v_first), every=1,
+    )  # fmt: skip
+    return h, v_new, final
+
+
+def run_chain(config: ChainConfig, tensor: Tensor, **given: Any) -> None:
+    """One launch on the device of ``tensor`` with the arguments of these names; what is not named is 0."""
+    from kda_sm100.kernels.chain import ARGUMENTS, ChainKernel
+
+    arch = arch_of_device(tensor.device)
+    values = [given.pop(name, None) for names in ARGUMENTS.values() for name in names]
+    assert not given and arch in ARCHS
+    with torch.cuda.device(tensor.device):
+        get_kernel(ChainKernel, config, arch)(
+            tensor, *(x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in values)
+        )
+
+
+class _Slots(NamedTuple):
+    """Of each slot of a head its tokens [slots, C] in B*T, which of them exist, and the last one [slots] (or 0)."""
+
+    tokens: Tensor
+    exist: Tensor
+    last: Tensor
+
+
+def _slots(B: int, T: int, C: int, cu_seqlens: Tensor | None, device: torch.device) -> _Slots:
+    slots = layouts.slot_count(B, T, C, None if cu_seqlens is None else len(cu_seqlens) - 1)
+    slot = torch.arange(slots, device=device)
+    if cu_seqlens is None:
+        each = -(-T // C)
+        first, end = slot // each * T + slot % each * C, (slot // each + 1) * T
+    else:
+        starts = cu_seqlens[:-1].long()
+        firsts = starts // C + torch.arange(len(starts), device=device)
+        n = torch.searchsorted(firsts, slot, right=True) - 1
+        first, end = starts[n] + (slot - firsts[n]) * C, cu_seqlens[1:].long()[n]
+    tokens = first[:, None] + torch.arange(C, device=device)
+    exist = tokens < end[:, None]
+    return _Slots(torch.where(exist, tokens, 0), exist, torch.where(exist, tokens, 0).amax(1))
+
+
+def _records(slots: _Slots, k: Tensor, w: Tensor, u: Tensor, gk: Tensor | None, C: int) -> Tensor:
+    """A workspace for the chain. Its o is Qd S + Aqk v_new, so that with Qd = 0 and Aqk = 1 it is v_new."""
+    count, device = len(slots.tokens) * k.shape[2], k.device
+
+    def images(x: Tensor) -> Tensor:
+        rows = torch.where(slots.exist[..., None, None], x.flatten(0, 1)[slots.tokens], 0)
+        return rows.transpose(1, 2).flatten(2).flatten(0, 1)[:, _order(C, HEAD_DIM, device)]
+
+    decay = torch.ones(count, HEAD_DIM, device=device)
+    if gk is not None:
+        exists = slots.exist[:, :1, None]
+        decay = torch.where(exists, gk.flatten(0, 1)[slots.last].exp(), 1.0).flatten(0, 1)
+    place = torch.empty(HEAD_DIM, dtype=torch.long, device=device)
+    channel = torch.arange(HEAD_DIM, device=device)
+    place[decay_offset(channel)] = channel
+    one = torch.eye(C, dtype=k.dtype, device=device).flatten()[_order(C, C, device)]
+    arrays = {
+        "w": images(-w),
+        "u": images(u),
+        "qd": torch.zeros(count, C * HEAD_DIM, dtype=k.dtype, device=device),
+        "kg": images(k),
+        "aqk": one.expand(count, -1).contiguous(),
+        "a": decay[:, place].contiguous(),
+    }
+    return torch.cat([arrays[name].view(torch.uint8).flatten() for name in layouts.record_bytes(C)])
+
+
+@functools.lru_cache(maxsize=8)
+def _order(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Which element of a matrix [rows, columns] lies where in its image."""
+    row, column = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
+    order = torch.empty(rows * columns, dtype=torch.long, device=device)
+    order[image_offset(row, column, rows, columns).flatten()] = torch.arange(rows * columns, device=device)
+    return order
+
+
+def _check(
+    k: Tensor,
+    w: Tensor,
+    u: Tensor,
+    gk: Tensor | None,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    cu_seqlens: Tensor | None,
+) -> None:
+    if k.dim() != 4 or k.shape[-1] != HEAD_DIM or 0 in k.shape:
+        raise ArgumentError("k", f"[B, T, HV, {HEAD_DIM}], none of them 0", str(tuple(k.shape)))
+    if chunk_size not in CHUNKS:
+        raise ArgumentError("chunk_size", f"one of {', '.join(map(str, CHUNKS))}", str(chunk_size))
+    if cu_seqlens is not None:
+        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+            raise ArgumentError(
+                "cu_seqlens",
+                "[N + 1] of int32 or int64",
+                f"{tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}",
+            )
+        if k.shape[0] != 1:
+            raise ArgumentError("cu_seqlens", "B = 1 where sequences are packed", f"B = {k.shape[0]}")
+    N = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    state = torch.Size((N, k.shape[2], HEAD_DIM, HEAD_DIM))
+    for name, x, dtype, shape in (
+        ("k", k, torch.bfloat16, k.shape),
+        ("w", w, torch.bfloat16, k.shape),
+        ("u", u, torch.bfloat16, k.shape),
+        ("gk", gk, torch.float32, k.shape),
+        ("initial_state", initial_state, torch.float32, state),
+    ):
+        if x is None:
+            continue
+        if x.dtype is not dtype or x.shape != shape or x.device != k.device:
+            expected = f"{tuple(shape)} of {dtype} on {k.device}"
+            raise ArgumentError(name, expected, f"{tuple(x.shape)} of {x.dtype} on {x.device}")
+        if name == "initial_state" and not x.is_contiguous():
+            raise ArgumentError(name, "a contiguous tensor", f"strides {x.stride()}")

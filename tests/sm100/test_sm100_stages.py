@@ -1,0 +1,119 @@
+"""The recurrence as a stage of its own, emulated, against the same in fp64."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from blackwell import chunks_of, launch
+
+from kda_core.errors import ArgumentError, DeviceError
+from kda_core.testing import error
+from kda_sm100 import stages
+from kda_sm100.config import HEAD_DIM
+
+CASES = [(64, None, True, False), (32, (0, 40, 0, 33), True, True), (64, (70, 0, 1), False, False)]
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    def run_chain(config, tensor, **given):
+        from kda_sm100.kernels.chain import ARGUMENTS, ChainKernel
+
+        launch(ChainKernel, ARGUMENTS, config, "sm_100a", tensor, 0, **given)
+
+    monkeypatch.setattr(stages, "run_chain", run_chain)
+
+
+def arguments(B, T, HV, C, lengths, gates, v_first):
+    """Tokens of an exact preparation, rounded as operands are."""
+    rng = torch.Generator().manual_seed(0)
+    new = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)
+    k, v = torch.nn.functional.normalize(new(B, T, HV, HEAD_DIM), dim=-1), new(B, T, HV, HEAD_DIM)
+    beta, g = new(B, T, HV).sigmoid(), -0.06 * gates * new(B, T, HV, HEAD_DIM).sigmoid()
+    kg, w, u, gk = (torch.zeros_like(v) for _ in range(4))
+    chunks, _ = chunks_of(B, T, C, lengths)
+    for b, first, tokens, _ in chunks:
+        rows = (b, slice(first, first + tokens))
+        G, key, b_ = g[rows].cumsum(0), k[rows].transpose(0, 1), beta[rows].T[..., None]
+        up, down = (x.transpose(0, 1) for x in (G.exp(), (-G).exp()))
+        L = (key * up @ (key * down).mT).tril(-1) * b_
+        T_ = torch.linalg.inv(torch.eye(tokens) + L) * b_.mT
+        w[rows] = (T_ @ (key * up)).transpose(0, 1)
+        u[rows] = (T_ @ v[rows].transpose(0, 1)).transpose(0, 1)
+        kg[rows], gk[rows] = k[rows] * (G[-1] - G).exp(), G
+    N = B if lengths is None else len(lengths)
+    initial = torch.randn(N, HV, HEAD_DIM, HEAD_DIM, generator=rng)
+    named = {"k": kg.bfloat16(), "w": w.bfloat16(), "u": u.bfloat16()}
+    named |= {
+        "gk": gk.float() if gates else None,
+        "initial_state": initial.mT.contiguous() if v_first else initial,
+    }
+    if lengths is not None:
+        named["cu_seqlens"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return named | {"chunk_size": C, "state_v_first": v_first}
+
+
+def recurrence(x, lengths):
+    """h [chunks, HV, K, V], v_new and the final states in fp64."""
+    C, rows = x["chunk_size"], {n: x[n].double() for n in ("k", "w", "u")}
+    (B, T, *_), turn = x["k"].shape, (lambda s: s.mT if x["state_v_first"] else s)
+    S = turn(x["initial_state"]).double()
+    spans = [(b, 0, T) for b in range(B)]
+    if lengths is not None:
+        ends = [0, *accumulate(lengths)]
+        spans = [(0, *span) for span in pairwise(ends)]
+    h, v_new, final = [], torch.zeros_like(rows["u"]), S.clone()
+    for n, (b, start, end) in enumerate(spans):
+        state = S[n]
+        for first in range(start, end, C):
+            at = (b, slice(first, min(first + C, end)))
+            k, w, u = (rows[name][at].transpose(0, 1) for name in ("k", "w", "u"))
+            h.append(state)
+            new = u - w @ state
+            decay = 1.0 if x["gk"] is None else x["gk"][at][-1].double().exp()[..., None]
+            state, v_new[at] = decay * state + k.mT @ new, new.transpose(0, 1)
+        final[n] = state
+    return torch.stack(h), v_new, final
+
+
+@pytest.mark.parametrize(("C", "lengths", "gates", "v_first"), CASES, ids=str)
+def test_it_is_the_recurrence(emulated, C, lengths, gates, v_first):
+    B, T = (2, 100) if lengths is None else (1, sum(lengths))
+    x = arguments(B, T, 2, C, lengths, gates, v_first)
+    h, v_new, final = stages.chunk_gated_delta_rule_fwd_h(**x, output_final_state=True)
+    want_h, want_v, want_s = recurrence(x, lengths)
+    turn = (lambda s: s.mT) if v_first else (lambda s: s)
+    assert h.shape == (B, len(want_h) // B, 2, HEAD_DIM, HEAD_DIM) and h.dtype is torch.bfloat16
+    assert error(v_new, want_v) <= 6e-3
+    assert error(turn(final), want_s, state=True) <= 6e-3
+    for found, want in zip(turn(h).flatten(0, 1), want_h, strict=True):
+        assert (found.double() - want).norm() <= 6e-3 * want.norm()
+
+
+def test_no_state_and_none_wanted(emulated):
+    x = arguments(1, 20, 1, 32, None, True, False) | {"initial_state": None}
+    h, v_new, final = stages.chunk_gated_delta_rule_fwd_h(**x)
+    assert final is None and not h.any() and torch.equal(v_new, x["u"])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"chunk_size": 16}, "chunk_size: expected one of 64, 32, got 16"),
+        ({"k": torch.zeros(1, 20, 1, 64).bfloat16()}, "k: "),
+        ({"w": torch.zeros(1, 20, 1, 128)}, "w: expected .*bfloat16"),
+        ({"gk": torch.zeros(1, 20, 1, 128).double()}, "gk: expected .*float32"),
+        ({"initial_state": torch.zeros(2, 1, 128, 128)}, "initial_state: expected"),
+        ({"cu_seqlens": torch.tensor([0.0, 20.0])}, "cu_seqlens: expected"),
+        ({"cu_seqlens": torch.tensor([0, 21])}, "cu_seqlens: expected offsets in order, from 0 to T = 20"),
+    ],
+)
+def test_what_is_wrong_is_said(change, named):
+    x = arguments(1, 20, 1, 32, None, True, False)
+    with pytest.raises(ArgumentError, match=f"^{named}"):
+        stages.chunk_gated_delta_rule_fwd_h(**x | change)
+
+
+def test_it_wants_a_gpu():
+    with pytest.raises(DeviceError, match="device: expected a CUDA device, got cpu"):
+        stages.chunk_gated_delta_rule_fwd_h(**arguments(1, 20, 1, 32, None, True, False))
