@@ -216,3 +216,12 @@ def test_the_committed_page_is_made_from_the_committed_results(path, registry):
         for gates in registry.GATES:
             for impl in ("kda-sm90", "fla"):
                 assert (c.name, gates, impl) in measured
+
+
+def test_the_model_of_the_chain_is_near_what_was_measured_where_no_copies_are(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import model_sm100 as model
+
+    for (chunk, warpgroups), (measured, _) in model.MEASURED.items():
+        ns = model.hopper(chunk, warpgroups, False).clocks() / model.HOPPER_GHZ / chunk
+        assert abs(ns / measured - 1) < 0.15, (chunk, warpgroups, ns, measured)
