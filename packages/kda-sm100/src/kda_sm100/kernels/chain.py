@@ -129,7 +129,6 @@ class ChainKernel:
 
     @cute.kernel
     def kernel(self, arguments: tuple):
-        x = interface.named(ARGUMENTS, arguments)
         index, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -148,40 +147,37 @@ class ChainKernel:
         cute.arch.sync_threads()
         tensor.fence_after()
 
-        s = interface.sequences_of(x, self.chunk)
         if warp < OUTPUT:
             cute.arch.setmaxregister_increase(STATE_REGISTERS)
-            self.carry_state(p, x, s, index)
+            self.carry_state(p, arguments, index)
         elif warp < PRODUCER:
-            self.write_outputs(p, x, s, index)
+            self.write_outputs(p, arguments, index)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == PRODUCER:
-                self.produce(p, x, s, index)
+                self.produce(p, arguments, index)
             if warp == MULTIPLIER:
-                self.multiply(p, x, s, index)
+                self.multiply(p, arguments, index)
         tensor.fence_before()
         cute.arch.sync_threads()
         if warp == 0:
             tensor.fence_after()
             tensor.free(self.memory(p))
 
-    def part(self, x, s, index):
-        """The sequence and head of a CTA: sequence, head, first token in B*T, length, chunks, first record and the place of
-        its matrix among [N, HV]."""
+    def part(self, arguments, index):
+        """For one role: the call, its sequences, and the CTA's share: sequence, head, first token in B*T, length, chunks,
+        first record and the place of its matrix among [N, HV]. Not passed from role to role: DSL 4.6 puts what a branch
+        makes of a namespace into it, and would use it in the next branch."""
+        x = interface.named(ARGUMENTS, arguments)
+        s = interface.sequences_of(x, self.chunk)
         n, head = index // x.HV, index % x.HV
         token, length, slot, _ = sequences.extent(s, n)
         # Offsets that are not in order lead anywhere, but not out of the workspace.
         chunks = cutlass.max(cutlass.min(cute.ceil_div(length, self.chunk), s.span - slot), 0)
-        return SimpleNamespace(
-            sequence=n,
-            head=head,
-            token=token,
-            length=length,
-            chunks=chunks,
-            record=slot * x.HV + head,
-            matrix=index,
-        )
+        part = SimpleNamespace(
+            sequence=n, head=head, token=token, length=length, chunks=chunks, record=slot * x.HV + head, matrix=index
+        )  # fmt: skip
+        return x, s, part
 
     def memory(self, p):
         """The address of the CTA's columns."""
@@ -190,9 +186,9 @@ class ChainKernel:
     # ---- producer, one warp
 
     @cute.jit
-    def produce(self, p, x, s, index: Int32):
+    def produce(self, p, arguments: tuple, index: Int32):
         """Fill both rings, chunk by chunk."""
-        part = self.part(x, s, index)
+        x, s, part = self.part(arguments, index)
         records = interface.records_of(x, s)
         early, late = Int32(0), Int32(0)
         early_phase, late_phase = Int32(1), Int32(1)
@@ -225,9 +221,9 @@ class ChainKernel:
     # ---- multiplier, one warp
 
     @cute.jit
-    def multiply(self, p, x, s, index: Int32):
+    def multiply(self, p, arguments: tuple, index: Int32):
         """All products, chunk by chunk."""
-        part = self.part(x, s, index)
+        _, _, part = self.part(arguments, index)
         early, late = Int32(0), Int32(0)
         early_phase, late_phase = Int32(0), Int32(0)
         memory = self.memory(p)
@@ -278,9 +274,9 @@ class ChainKernel:
     # ---- state, four warps
 
     @cute.jit
-    def carry_state(self, p, x, s, index: Int32):
+    def carry_state(self, p, arguments: tuple, index: Int32):
         """The state from chunk to chunk, and R."""
-        part = self.part(x, s, index)
+        x, s, part = self.part(arguments, index)
         thread, _, _ = cute.arch.thread_idx()
         row = thread // 32 * tensor.ROWS  # of V, the warp's first
         memory = self.memory(p) + (row << 16)
@@ -428,9 +424,9 @@ class ChainKernel:
     # ---- output, four warps
 
     @cute.jit
-    def write_outputs(self, p, x, s, index: Int32):
+    def write_outputs(self, p, arguments: tuple, index: Int32):
         """O of each chunk, the rows that exist."""
-        part = self.part(x, s, index)
+        x, _, part = self.part(arguments, index)
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
         row = thread // 32 * tensor.ROWS
