@@ -1,4 +1,4 @@
-"""The recurrence as a stage of its own, emulated, against the same in fp64."""
+"""Stages of their own, emulated, against the same in fp64."""
 
 from itertools import accumulate, pairwise
 
@@ -16,12 +16,10 @@ CASES = [(64, None, True, False), (32, (0, 40, 0, 33), True, True), (64, (70, 0,
 
 @pytest.fixture
 def emulated(monkeypatch):
-    def run_chain(config, tensor, **given):
-        from kda_sm100.kernels.chain import ARGUMENTS, ChainKernel
-
-        launch(ChainKernel, ARGUMENTS, config, "sm_100a", tensor, 0, **given)
-
-    monkeypatch.setattr(stages, "run_chain", run_chain)
+    run = lambda kernel, arguments, config, tensor, **given: launch(
+        kernel, arguments, config, "sm_100a", tensor, 0, **given
+    )
+    monkeypatch.setattr(stages, "run", run)
 
 
 def arguments(B, T, HV, C, lengths, gates, v_first):
@@ -112,6 +110,49 @@ def test_what_is_wrong_is_said(change, named):
     x = arguments(1, 20, 1, 32, None, True, False)
     with pytest.raises(ArgumentError, match=f"^{named}"):
         stages.chunk_gated_delta_rule_fwd_h(**x | change)
+
+
+@pytest.mark.parametrize(("C", "lengths"), [(64, None), (32, (0, 40, 0, 33)), (64, (70, 0, 1))], ids=str)
+def test_outputs(emulated, C, lengths):
+    (B, T), H, HV = (2, 100) if lengths is None else (1, sum(lengths)), 1, 2
+    rng = torch.Generator().manual_seed(0)
+    new = lambda *shape: torch.randn(*shape, generator=rng)
+    chunks, _ = chunks_of(B, T, C, lengths)
+    x = {
+        "q": new(B, T, H, HEAD_DIM).bfloat16(), "v": new(B, T, HV, HEAD_DIM).bfloat16(),
+        "g": -new(B, T, HV, HEAD_DIM).abs(), "A": new(B, T, HV, C).bfloat16(),
+        "h": new(B, len(chunks) // B, HV, HEAD_DIM, HEAD_DIM).bfloat16(),
+    }  # fmt: skip
+    offsets = None if lengths is None else torch.tensor([0, *accumulate(lengths)])
+    o = stages.chunk_gla_fwd_o_gk(**x, scale=0.1, chunk_size=C, cu_seqlens=offsets)
+    want = torch.zeros(B, T, HV, HEAD_DIM, dtype=torch.float64)
+    for (b, first, tokens, _), S in zip(chunks, x["h"].flatten(0, 1).double(), strict=True):
+        at = (b, slice(first, first + tokens))
+        q, v, g, A = (x[name][at].double().transpose(0, 1) for name in ("q", "v", "g", "A"))
+        o_ = 0.1 * (q * g.exp()) @ S + A[..., :tokens].tril() @ v
+        want[at] = o_.transpose(0, 1)
+    assert error(o, want) <= 6e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"q": torch.zeros(1, 20, 3, 128).bfloat16()}, "q: expected .*divides 2"),
+        ({"A": torch.zeros(1, 20, 2, 32).bfloat16()}, "A: expected .*64"),
+        ({"h": torch.zeros(1, 2, 2, 128, 128).bfloat16()}, "h: expected .1, 1, 2"),
+        ({"g": torch.zeros(1, 128, 2, 20).mT}, "g: expected .1, 20, 2, 128"),
+    ],
+)
+def test_what_is_wrong_with_outputs_is_said(change, named):
+    zeros = lambda *shape: torch.zeros(shape)
+    x = {
+        "q": zeros(1, 20, 1, 128).bfloat16(),
+        "v": zeros(1, 20, 2, 128).bfloat16(),
+        "g": zeros(1, 20, 2, 128),
+    }
+    x |= {"A": zeros(1, 20, 2, 64).bfloat16(), "h": zeros(1, 1, 2, 128, 128).bfloat16()}
+    with pytest.raises(ArgumentError, match=f"^{named}"):
+        stages.chunk_gla_fwd_o_gk(**x | change)
 
 
 def test_it_wants_a_gpu():

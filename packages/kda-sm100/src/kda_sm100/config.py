@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kda_core.cute.operands import HEAD_DIM, Gate, GateDtype
 
-__all__ = ["ARCHS", "CHUNKS", "HEAD_DIM", "ChainConfig", "Gate", "GateDtype", "PrepareConfig"]
+__all__ = ["ARCHS", "CHUNKS", "HEAD_DIM", "ChainConfig", "Gate", "GateDtype", "OutputConfig", "PrepareConfig"]
 
 #: What the kernels are compiled for. The preparation compiles for sm_90a as well, and runs there in the tests.
 ARCHS = ("sm_100a", "sm_103a")
@@ -46,6 +46,16 @@ class ChainConfig:
 
     chunk: int = 64
     states: bool = False
+
+    def __post_init__(self) -> None:
+        _check_chunk(self.chunk)
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    """Variant of the output stage. ``chunk``: tokens a chunk. Raises ValueError on one that does not exist."""
+
+    chunk: int = 64
 
     def __post_init__(self) -> None:
         _check_chunk(self.chunk)

@@ -1,7 +1,8 @@
-"""A stage of prefill on its own, for those who prepare chunks themselves: the recurrence over them.
+"""Stages of prefill on their own, for those who prepare chunks themselves: the recurrence over them, and the outputs.
 
-The kernel is the chain of `chunk_kda`. It takes records, which are packed here from tensors by token, in torch: several
-passes over memory that `chunk_kda` does not make.
+The recurrence is the chain of `chunk_kda`. It takes records, which are packed here from tensors by token, in torch: several
+passes over memory that `chunk_kda` does not make. Where ``cu_seqlens`` is given it is read on the host, because it says how
+many chunks there are.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from kda_core.cute import arch_of_device, get_kernel
 from kda_core.cute.operands import decay_offset, image_offset
-from kda_core.errors import ArgumentError
+from kda_core.errors import ArgumentError, DeviceError
 from kda_sm100 import layouts
-from kda_sm100.config import ARCHS, CHUNKS, HEAD_DIM, ChainConfig
+from kda_sm100.config import ARCHS, CHUNKS, HEAD_DIM, ChainConfig, OutputConfig
 
 
 def chunk_gated_delta_rule_fwd_h(
@@ -33,8 +34,6 @@ def chunk_gated_delta_rule_fwd_h(
     state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``v_new = u - w S`` and ``S <- diag(e^gk_end) S + k^T v_new``, chunk by chunk.
-
-    Reads ``cu_seqlens`` on the host, because it says how many chunks there are.
 
     Args:
         k: [B, T, HV, 128] bf16, keys, decayed to the end of their chunk where there is ``gk``.
@@ -54,34 +53,88 @@ def chunk_gated_delta_rule_fwd_h(
         ArgumentError: an argument that is not as said above.
         DeviceError: on a GPU that is no Blackwell.
     """
-    _check(k, w, u, gk, initial_state, chunk_size, cu_seqlens)
+    lengths = _lengths("k", k, chunk_size, cu_seqlens)
     (B, T, HV, D), C, device = k.shape, chunk_size, k.device
-    bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
-    if sorted(bounds) != bounds or bounds[0] < 0 or bounds[-1] > T:
-        raise ArgumentError("cu_seqlens", f"offsets in order, from 0 to T = {T}", str(bounds))
-    lengths = [end - start for start, end in pairwise(bounds)] * (1 if cu_seqlens is not None else B)
     N, NT = len(lengths), sum(-(-length // C) for length in lengths)
+    _check(k, torch.bfloat16, k.shape, w=w, u=u)
+    _check(k, torch.float32, k.shape, gk=gk)
+    _check(k, torch.float32, (N, HV, D, D), initial_state=initial_state)
     h = torch.empty(B, NT // B, HV, D, D, dtype=torch.bfloat16, device=device)
     v_new = torch.zeros_like(u)
     final = torch.empty(N, HV, D, D, dtype=torch.float32, device=device) if output_final_state else None
     slots = _slots(B, T, C, cu_seqlens, device)
-    run_chain(
-        ChainConfig(C, states=True), v_new, initial_state=initial_state, o=v_new, final_state=final, states=h,
-        offsets=cu_seqlens, workspace=_records(slots, k, w, u, gk, C), state_count=NT, N=N, T=T, HV=HV,
-        offset_bytes=0 if cu_seqlens is None else cu_seqlens.element_size(), v_first=int(state_v_first), every=1,
+
+    from kda_sm100.kernels.chain import ARGUMENTS, ChainKernel
+
+    run(
+        ChainKernel, ARGUMENTS, ChainConfig(C, states=True), v_new, initial_state=initial_state, o=v_new,
+        final_state=final, states=h, offsets=cu_seqlens, workspace=_records(slots, k, w, u, gk, C), state_count=NT, N=N,
+        T=T, HV=HV, offset_bytes=0 if cu_seqlens is None else cu_seqlens.element_size(), v_first=int(state_v_first),
+        every=1,
     )  # fmt: skip
     return h, v_new, final
 
 
-def run_chain(config: ChainConfig, tensor: Tensor, **given: Any) -> None:
-    """One launch on the device of ``tensor`` with the arguments of these names; what is not named is 0."""
-    from kda_sm100.kernels.chain import ARGUMENTS, ChainKernel
+def chunk_gla_fwd_o_gk(
+    q: Tensor,
+    v: Tensor,
+    g: Tensor,
+    A: Tensor,
+    h: Tensor,
+    scale: float | None = None,
+    chunk_size: int = 64,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """``o = scale (q e^g) S + tril(A) v``, S the state before the chunk.
 
+    Args:
+        q: [B, T, H, 128] bf16; head i of the others uses head ``i // (HV // H)``.
+        v: [B, T, HV, 128] bf16, v_new.
+        g: [B, T, HV, 128] fp32, log decays (base e), summed from the start of their chunk.
+        A: [B, T, HV, chunk_size] bf16, products of queries and keys of the same chunk, decayed and scaled.
+        h: [B, NT, HV, K, V] bf16, the state before each chunk, sequence by sequence.
+        scale: None: ``128**-0.5``.
+        chunk_size, cu_seqlens: as of `chunk_gated_delta_rule_fwd_h`.
+
+    Returns:
+        o [B, T, HV, 128] bf16; 0 where no sequence is.
+
+    Raises:
+        ArgumentError: an argument that is not as said above.
+        DeviceError: on a GPU that is no Blackwell.
+    """
+    lengths = _lengths("v", v, chunk_size, cu_seqlens)
+    (B, T, HV, D), C, H = v.shape, chunk_size, q.shape[2] if q.dim() == 4 else 0
+    if not 0 < H <= HV or HV % H:
+        raise ArgumentError("q", f"[B, T, H, {D}] with H that divides {HV}", str(tuple(q.shape)))
+    _check(v, torch.bfloat16, (B, T, H, D), q=q)
+    _check(v, torch.float32, v.shape, g=g)
+    _check(v, torch.bfloat16, (B, T, HV, C), A=A)
+    _check(v, torch.bfloat16, (B, sum(-(-length // C) for length in lengths) // B, HV, D, D), h=h)
+    o = torch.zeros_like(v)
+    slots = _slots(B, T, C, cu_seqlens, v.device)
+    tokens = slots.exist.sum(1)
+    number = (tokens > 0).cumsum(0) - 1
+    chunks = torch.stack([slots.tokens[:, 0], tokens, number, torch.zeros_like(number)], 1).int()
+
+    from kda_sm100.kernels.output import ARGUMENTS, OutputKernel
+
+    run(
+        OutputKernel, ARGUMENTS, OutputConfig(C), o, q=q, v_new=v, g=g, a=A, h=h, o=o, chunks=chunks.contiguous(),
+        count=len(chunks), H=H, HV=HV, scale=D**-0.5 if scale is None else scale,
+    )  # fmt: skip
+    return o
+
+
+def run(kernel: Any, arguments: Any, config: Any, tensor: Tensor, **given: Any) -> None:
+    """One launch on the device of ``tensor`` with the arguments of these names; what is not named is 0."""
     arch = arch_of_device(tensor.device)
-    values = [given.pop(name, None) for names in ARGUMENTS.values() for name in names]
-    assert not given and arch in ARCHS
+    if arch not in ARCHS:
+        raise DeviceError("device", f"a GPU of {' or '.join(ARCHS)}", f"one of {arch}")
+    values = [given.pop(name, None) for names in arguments.values() for name in names]
+    assert not given, given.keys()
     with torch.cuda.device(tensor.device):
-        get_kernel(ChainKernel, config, arch)(
+        get_kernel(kernel, config, arch)(
             tensor, *(x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in values)
         )
 
@@ -146,41 +199,36 @@ def _order(rows: int, columns: int, device: torch.device) -> Tensor:
     return order
 
 
-def _check(
-    k: Tensor,
-    w: Tensor,
-    u: Tensor,
-    gk: Tensor | None,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    cu_seqlens: Tensor | None,
-) -> None:
-    if k.dim() != 4 or k.shape[-1] != HEAD_DIM or 0 in k.shape:
-        raise ArgumentError("k", f"[B, T, HV, {HEAD_DIM}], none of them 0", str(tuple(k.shape)))
+def _lengths(name: str, x: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> list[int]:
+    """Tokens of each sequence of a tensor by token, which has to be as it should, as have its chunks and bounds."""
+    if x.dim() != 4 or x.shape[-1] != HEAD_DIM or 0 in x.shape:
+        raise ArgumentError(name, f"[B, T, HV, {HEAD_DIM}], none of them 0", str(tuple(x.shape)))
+    _check(x, torch.bfloat16, x.shape, **{name: x})
     if chunk_size not in CHUNKS:
         raise ArgumentError("chunk_size", f"one of {', '.join(map(str, CHUNKS))}", str(chunk_size))
-    if cu_seqlens is not None:
-        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-            raise ArgumentError(
-                "cu_seqlens",
-                "[N + 1] of int32 or int64",
-                f"{tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}",
-            )
-        if k.shape[0] != 1:
-            raise ArgumentError("cu_seqlens", "B = 1 where sequences are packed", f"B = {k.shape[0]}")
-    N = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    state = torch.Size((N, k.shape[2], HEAD_DIM, HEAD_DIM))
-    for name, x, dtype, shape in (
-        ("k", k, torch.bfloat16, k.shape),
-        ("w", w, torch.bfloat16, k.shape),
-        ("u", u, torch.bfloat16, k.shape),
-        ("gk", gk, torch.float32, k.shape),
-        ("initial_state", initial_state, torch.float32, state),
-    ):
+    B, T = x.shape[:2]
+    if cu_seqlens is None:
+        return [T] * B
+    found = f"{tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ArgumentError("cu_seqlens", "[N + 1] of int32 or int64", found)
+    if B != 1 or cu_seqlens.device != x.device:
+        raise ArgumentError("cu_seqlens", f"B = 1, and bounds on {x.device}", f"B = {B}, {cu_seqlens.device}")
+    bounds = cu_seqlens.tolist()
+    if sorted(bounds) != bounds or bounds[0] < 0 or bounds[-1] > T:
+        raise ArgumentError("cu_seqlens", f"offsets in order, from 0 to T = {T}", str(bounds))
+    return [end - start for start, end in pairwise(bounds)]
+
+
+def _check(like: Tensor, dtype: torch.dtype, shape: tuple[int, ...], **named: Tensor | None) -> None:
+    """Tensors, by name, that are there: their dtype and shape, on the device of another."""
+    for name, x in named.items():
         if x is None:
             continue
-        if x.dtype is not dtype or x.shape != shape or x.device != k.device:
-            expected = f"{tuple(shape)} of {dtype} on {k.device}"
+        if x.dtype is not dtype or x.shape != shape or x.device != like.device:
+            expected = f"{tuple(shape)} of {dtype} on {like.device}"
             raise ArgumentError(name, expected, f"{tuple(x.shape)} of {x.dtype} on {x.device}")
-        if name == "initial_state" and not x.is_contiguous():
-            raise ArgumentError(name, "a contiguous tensor", f"strides {x.stride()}")
+        if not x.is_contiguous() or x.data_ptr() % 16:
+            raise ArgumentError(
+                name, "a contiguous tensor that starts at a multiple of 16 bytes", f"strides {x.stride()}"
+            )

@@ -1,12 +1,12 @@
 """The variants of the kernels: all of them, and those that are compiled without a GPU in the tests and by ``nox -s
-compile``: each form of the gate at each chunk size, g in turns, and every chain."""
+compile``: each form of the gate at each chunk size, g in turns, and every chain and output stage."""
 
 from __future__ import annotations
 
 from itertools import product
 from typing import Any
 
-from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, PrepareConfig
+from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, OutputConfig, PrepareConfig
 
 GATES: tuple[dict[str, Any], ...] = (
     {"gate": "bounded"},
@@ -23,6 +23,8 @@ PREPARE = tuple(
 
 CHAIN = tuple(ChainConfig(chunk, states) for chunk, states in product(CHUNKS, (False, True)))
 
+OUTPUT = tuple(OutputConfig(chunk) for chunk in CHUNKS)  # of ``stages``; `chunk_kda` does not need it
+
 SAMPLE = tuple(
     PrepareConfig(chunk, gate_dtype=("bfloat16", "float32")[i % 2], **gate)
     for i, (chunk, gate) in enumerate(product(CHUNKS, GATES))
@@ -30,8 +32,10 @@ SAMPLE = tuple(
 
 
 def kernels() -> list[tuple[type, object]]:
-    """(kernel class, configuration) of the sample and of every chain; imports the DSL."""
-    return _of(SAMPLE)
+    """(kernel class, configuration) of the sample, of every chain and output stage; imports the DSL."""
+    from kda_sm100.kernels.output import OutputKernel
+
+    return [*_of(SAMPLE), *((OutputKernel, config) for config in OUTPUT)]
 
 
 def ahead_of_time(arch: str) -> list[tuple[type, object]]:

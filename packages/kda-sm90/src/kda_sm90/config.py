@@ -11,7 +11,17 @@ from typing import Literal
 
 from kda_core.cute.operands import HEAD_DIM, Gate, GateDtype
 
-__all__ = ["ARCH", "HALVES", "HEAD_DIM", "THREADS", "Gate", "GateDtype", "MergeConfig", "Mode", "PrefillConfig"]
+__all__ = [
+    "ARCH",
+    "HALVES",
+    "HEAD_DIM",
+    "THREADS",
+    "Gate",
+    "GateDtype",
+    "MergeConfig",
+    "Mode",
+    "PrefillConfig",
+]
 
 #: What the kernel is compiled for.
 ARCH = "sm_90a"

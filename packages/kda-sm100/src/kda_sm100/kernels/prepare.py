@@ -21,7 +21,7 @@ from kda_core.cute import sequences
 from kda_core.cute.operands import BLOCK, HEAD_DIM, image_offset
 from kda_core.cute.preparation import Preparation
 from kda_sm100.config import PrepareConfig
-from kda_sm100.kernels import interface
+from kda_sm100.kernels import interface, rows
 
 #: ``Int64`` q, k [B,T,H,128] bf16, v [B,T,HV,128] bf16, g [B,T,HV,128], beta [B,T,HV], a_log [HV] fp32, dt_bias [HV,128]
 #: fp32, offsets [N+1], workspace (``layouts``). ``Int32``: N sequences, of T tokens each or, with offsets of
@@ -143,24 +143,11 @@ class PrepareKernel:
     @cute.jit
     def product(self, block: Int32, lane: Int32, t: Int32, source: Int32, target: Int32):
         """The rows of one block of T times the image at ``source``, to the image at ``target``."""
-        C = self.chunk
-        row, column = lane % BLOCK, 8 * (lane // BLOCK)  # of the matrices that the lane addresses
-        acc = cute.make_rmem_tensor((HEAD_DIM // 2,), Float32)  # [16 tiles of 8 channels][4]
-        acc.fill(0.0)
+        C, acc = self.chunk, rows.zeros()
         for j in cutlass.range(block + 1, unroll=1):
-            a = dev.ldmatrix_x4(t + image_offset(block * BLOCK + row, j * BLOCK + column, C, C) * 2)
-            for pair in cutlass.range_constexpr(HEAD_DIM // 16):
-                place = source + image_offset(j * BLOCK + row, pair * 16 + column, C, HEAD_DIM) * 2
-                b = dev.ldmatrix_x4(place, transpose=True)
-                for tile in cutlass.range_constexpr(2):
-                    at = 8 * pair + 4 * tile
-                    c = [acc[at + i] for i in range(4)]
-                    for i, value in enumerate(dev.mma_m16n8k16(a, b[2 * tile : 2 * tile + 2], c)):
-                        acc[at + i] = value
-        for pair in cutlass.range_constexpr(HEAD_DIM // 16):
-            words = [dev.pack_bf16x2(acc[8 * pair + i], acc[8 * pair + i + 1]) for i in (0, 2, 4, 6)]
-            place = target + image_offset(block * BLOCK + row, pair * 16 + column, C, HEAD_DIM) * 2
-            dev.stmatrix_x4(place, words)
+            a = dev.ldmatrix_x4(rows.place(t, block * BLOCK, j * BLOCK, C, C, lane))
+            rows.add(acc, a, source, j * BLOCK, C, lane)
+        rows.store(acc, target, block * BLOCK, C, lane)
 
     @cute.jit
     def send(self, records, base: Int32, thread: Int32):
