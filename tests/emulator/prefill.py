@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import ptx
 import torch
 
-import ptx_emulator
 from kda_core.cute.ptxas import keep_ptx
 from kda_sm90 import layouts
 from kda_sm90.config import ARCH, THREADS, PrefillConfig
@@ -39,10 +39,10 @@ def launch(
     names = [name for group in ARGUMENTS.values() for name in group]
     assert named.keys() <= set(names), named.keys() - set(names)
     values = [0 if named.get(name) is None else named[name] for name in names]
-    ptx, shared = compiled(config)
+    text, shared = compiled(config)
     grid = (named["preparers"] + named["streams"] * (config.halves // config.warpgroups),)
-    return ptx_emulator.run(
-        ptx, grid, (THREADS,), shared, values, tensors, scratch=scratch, seed=seed, races=races
+    return ptx.execute(
+        text, grid, (THREADS,), shared, values, tensors, scratch=scratch, seed=seed, races=races
     )
 
 

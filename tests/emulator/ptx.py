@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 import ptx_emulator
+
+#: What executes PTX. `gpu.run` in its place does on a GPU.
+execute: Callable[..., int] = ptx_emulator.run
 
 DECLARATIONS = """
     .reg .pred %p<32>; .reg .b16 %h<32>; .reg .b32 %r<512>; .reg .b64 %q<64>; .reg .f32 %f<32>; .reg .f64 %e<8>;
@@ -43,7 +48,7 @@ def run(
     **options,
 ):
     """Execute a body over its tensors."""
-    return ptx_emulator.run(
+    return execute(
         kernel(body, len(tensors)),
         grid if isinstance(grid, tuple) else (grid,),
         (threads,),
@@ -55,8 +60,8 @@ def run(
 
 
 def lanewise(instruction: str, result: str, *operands: np.ndarray) -> np.ndarray:
-    """An instruction with operands {0}, {1}, .. and result {d}, over 32 lanes of the operands; ``result``: a
-    PTX type."""
+    """An instruction with operands {0}, {1}, .. and result {d}, a thread an element of the operands: 32, or a multiple,
+    1024 at most. ``result``: a PTX type."""
     prefix = {"pred": "%p", "b16": "%h", "b32": "%r", "b64": "%q", "f32": "%f", "f64": "%e"}
     sizes = {"b16": 2, "b32": 4, "b64": 8, "f32": 4, "f64": 8}
     kinds = {2: "b16", 4: "b32", 8: "b64"}
@@ -64,9 +69,10 @@ def lanewise(instruction: str, result: str, *operands: np.ndarray) -> np.ndarray
     names = []
     for n, x in enumerate(operands):
         kind = kinds[x.dtype.itemsize]
-        names.append(f"{prefix[kind]}{10 + n}")
+        # fp64 operands in registers of that type.
+        names.append(f"%e{1 + n}" if x.dtype == np.float64 else f"{prefix[kind]}{10 + n}")
         body += f"mad.lo.s64 %q41, %q40, {x.dtype.itemsize}, %q{n};\nld.global.{kind} {names[-1]}, [%q41];\n"
-    d = f"{prefix[result]}{20}"
+    d = "%e7" if result == "f64" else f"{prefix[result]}{20}"
     body += instruction.format(*names, d=d) + "\n"
     if result == "pred":
         body += "selp.b32 %r20, 1, 0, %p20;\n"
@@ -76,6 +82,7 @@ def lanewise(instruction: str, result: str, *operands: np.ndarray) -> np.ndarray
     tensors = [
         torch.from_numpy(np.ascontiguousarray(x).view(f"i{x.dtype.itemsize}").copy()) for x in operands
     ]
-    out = torch.zeros(32, dtype=signed[sizes[result]])
-    run(body, *tensors, out)
+    count = len(operands[0])
+    out = torch.zeros(count, dtype=signed[sizes[result]])
+    run(body, *tensors, out, threads=count)
     return out.numpy().view(f"u{sizes[result]}")

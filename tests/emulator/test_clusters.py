@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from ptx import run
-from test_tensors import tensor_map
+from tensor_maps import tensor_map
 
 from ptx_emulator import ExecutionError
 

@@ -1,13 +1,13 @@
 """Tensor maps and bulk copies of boxes: those that the DSL makes, and boxes of every rank against numpy."""
 
 import itertools
-import struct
 
 import numpy as np
 import pytest
 import torch
 from dsl_kernels import TILE, compiled_map_tiles
 from ptx import run
+from tensor_maps import OUT, START, STORE, WAIT, filled, tensor_map
 
 import ptx_emulator
 from ptx_emulator import ExecutionError
@@ -27,38 +27,6 @@ def test_tiles_in_and_out(arch, kind):
             function(x, y)
         assert torch.equal(y, (x.float() * 1.5 + 1).bfloat16())
         assert device.launches[0].grid == (-(-shape[0] // TILE[0]), -(-shape[1] // TILE[1]), 1)
-
-
-def tensor_map(x, box, swizzle=0, flags=0x40002):
-    """The 128 bytes for a tensor of int32; ``box``: from the innermost dimension on."""
-    rank, extents, strides = x.dim(), x.shape[::-1], x.stride()[::-1]
-    pad = lambda values: [*values, *[0] * (5 - len(values))]
-    flags |= (rank - 1) << 4 | 2 << 7 | swizzle << 13
-    raw = struct.pack("<QI4II", x.data_ptr(), flags, *pad([s * 4 // 16 for s in strides[1:]])[:4], 0)
-    raw += struct.pack("<5I3x5B4x", *pad([n - 1 for n in extents]), *pad([n - 1 for n in box]))
-    raw = raw.ljust(128, b"\xff")
-    room = torch.zeros(192, dtype=torch.uint8)
-    place = room[-room.data_ptr() % 64 :][:128]
-    place.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-    return place
-
-
-START = """
-    setp.eq.s32 %p1, %r0, 0; mov.b32 %r1, shared_bytes; add.s32 %r2, %r1, 16384; @%p1 mbarrier.init.shared.b64 [%r2], 1;
-    fence.mbarrier_init.release.cluster; bar.sync 0; @!%p1 bra WAIT; mbarrier.arrive.expect_tx.shared.b64 _, [%r2], <bytes>;
-    cp.async.bulk.tensor.<rank>d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r1], [%q0, {<corner>}], [%r2];
-"""
-WAIT = "WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0; @!%p2 bra WAIT;"
-OUT = """
-    mov.b32 %r3, %r0; LOOP: setp.ge.s32 %p3, %r3, <count>; @%p3 bra END; mad.lo.s32 %r4, %r3, 4, %r1; ld.shared.b32 %r5, [%r4];
-    mul.wide.s32 %q8, %r3, 4; add.s64 %q8, %q2, %q8; st.global.b32 [%q8], %r5; add.s32 %r3, %r3, 32; bra LOOP; END:
-"""
-
-
-def filled(text, **values):
-    for name, value in values.items():
-        text = text.replace(f"<{name}>", str(value))
-    return text
 
 
 CASES = [
@@ -102,12 +70,18 @@ def test_swizzles(swizzle, mask):
     assert np.array_equal(out.numpy()[(place ^ (place >> 7 & mask) << 4) // 4], x.numpy().reshape(-1))
 
 
+def changed(tensor, byte):
+    """A map with a bit that is not understood."""
+    tensor[8 + byte] |= 0x10
+    return tensor
+
+
 def test_what_is_malformed():
     x, out = torch.zeros(8, 16, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     body = lambda **values: filled(START + WAIT, **({"bytes": 256, "rank": 2, "corner": "0, 0"} | values))
     run(body(), tensor_map(x, (8, 8)), x, out, shared=16400)
     for text, m, wrong in (
-        (body(), tensor_map(x, (8, 8), flags=0x140002), "flags 0x140"),
+        (body(), changed(tensor_map(x, (8, 8)), 2), "flags 0x140"),
         (body(), tensor_map(x, (16, 8), swizzle=1), "more than the 32 of the swizzle"),
         (body(), tensor_map(x, (3, 8)), "multiples of 16"),
         (body(corner="0", rank=1), tensor_map(x, (8, 8)), "rank 2, 1 coordinates"),
@@ -119,13 +93,6 @@ def test_what_is_malformed():
             run(text, m, x, out, shared=16400)
     with pytest.raises(ExecutionError, match="outside|out of bounds"):
         run(body(), tensor_map(x, (8, 8)), x[:4], out, shared=16400)
-
-
-STORE = """
-    mov.b32 %r1, shared_bytes; mad.lo.s32 %r2, %r0, 4, %r1; st.shared.b32 [%r2], %r0; <fence.proxy.async.shared::cta;>
-    bar.warp.sync -1; setp.ne.s32 %p1, %r0, 0; @%p1 bra END; cp.async.bulk.<copy>;
-    cp.async.bulk.commit_group; <cp.async.bulk.wait_group.read 0;> <last> END:
-"""
 
 
 @pytest.mark.parametrize(

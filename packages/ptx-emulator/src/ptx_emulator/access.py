@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ptx_emulator import floats
 from ptx_emulator.decode import DTYPES, Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
 from ptx_emulator.machine import POLL, Cta, Warp
@@ -288,14 +289,50 @@ _ATOMIC: dict[str, Callable[[int, int], int]] = {
 }
 
 
+def _sum(kind: str, space: str) -> Callable[[int, int], int]:
+    """What adds the bits of floats. fp32 in global memory is flushed, as PTX says."""
+    size = SIZES[kind]
+    flushed = kind == "f32" and space == "global"
+
+    def values(bits: int) -> Array:
+        raw = np.array([bits], UNSIGNED[size])
+        if kind == "bf16x2":
+            return floats.bf16_values(raw.view(np.uint16))
+        return raw.view(np.float16 if kind == "f16x2" else DTYPES[kind])
+
+    def add(old: int, b: int) -> int:
+        x, y = values(old), values(b)
+        if flushed:
+            total = floats.flush(floats.flush(x) + floats.flush(y))
+        else:
+            total = x + y  # of two bf16 in fp32: where that is not exact, the smaller one counts for nothing
+        if kind == "f32":
+            total = floats.canonical(total)
+        elif kind != "f64":
+            bits = floats.bf16_bits(total) if kind == "bf16x2" else floats.f16_bits(total.astype(np.float32))
+            total = bits.astype(np.uint16)
+        return int(total.view(UNSIGNED[size])[0])
+
+    return add
+
+
 @handler("atom", "red")
 def _atom(d: Decoder, i: Instruction) -> Execute:
-    """Integers, lane by lane in their order."""
+    """Lane by lane in their order; of floats sums alone."""
     space, kind = space_of(d, i), i.modifiers[-1]
     operation = next((m for m in i.modifiers if m in _ATOMIC or m == "cas"), None)
-    if operation is None or kind[0] not in "bus" or SIZES[kind] not in (4, 8):
+    real = kind in ("f32", "f64", "f16x2", "bf16x2")
+    if (
+        operation is None
+        or (operation != "add" if real else kind[0] not in "bus")
+        or SIZES.get(kind) not in (4, 8)
+    ):
         d.refuse("this atomic is not modelled")
-    d.only(i.modifiers[:-1], *SPACES, *HINTS, operation, "relaxed", "acquire", "release", "acq_rel")
+    halves = ("noftz",) if kind in ("f16x2", "bf16x2") else ()
+    d.only(i.modifiers[:-1], *SPACES, *HINTS, operation, "relaxed", "acquire", "release", "acq_rel", *halves)
+    apply = _sum(kind, space) if real else _ATOMIC.get(operation)
+    if real:  # their bits
+        kind = f"b{8 * SIZES[kind]}"
     order = next((m for m in i.modifiers if m in ("acquire", "release", "acq_rel")), "relaxed")
     size, bits = SIZES[kind], 8 * SIZES[kind]
     operands = list(i.operands)
@@ -319,7 +356,8 @@ def _atom(d: Decoder, i: Instruction) -> Execute:
             if operation == "cas":
                 after = given[1][n] if before == given[0][n] else before
             else:
-                after = _ATOMIC[operation](before, given[0][n])
+                assert apply is not None
+                after = apply(before, given[0][n])
             new = np.array([[after & (1 << bits) - 1]], UNSIGNED[size])
             scatter(w, space, places[n : n + 1], size, new, None, None)
         releases = w.machine.releases

@@ -511,8 +511,8 @@ def _from_float(d: Decoder, modifiers: tuple[str, ...], result: str) -> Callable
 
 @handler("cvt")
 def _cvt(d: Decoder, i: Instruction) -> Execute:
-    if i.modifiers[-2:] == ("bf16x2", "f32") or i.modifiers[-2:] == ("f16x2", "f32"):
-        return _cvt_pair(d, i)
+    if i.modifiers[-1] == "f32" and i.modifiers[-2] in _NARROW:
+        return _cvt_narrow(d, i)
     *rest, result, kind = i.modifiers
     to, source = d.destination(i.operands[0], result, wider=True), d.source(i.operands[1], kind, wider=True)
     size, room = SIZES[kind], d.size_of(i.operands[0])
@@ -536,7 +536,7 @@ def _cvt(d: Decoder, i: Instruction) -> Execute:
     elif kind[0] in "us" and result in ("f32", "f64"):
         d.only(rest, "rn")
         convert = lambda x: x.astype(DTYPES[result])
-    elif (kind, result) in (("f32", "f64"), ("f64", "f32"), ("f32", "f16"), ("f16", "f32")):
+    elif (kind, result) in (("f32", "f64"), ("f64", "f32"), ("f16", "f32")):
         d.only(rest, "rn", "ftz")
         ftz = "ftz" in rest
 
@@ -546,9 +546,6 @@ def _cvt(d: Decoder, i: Instruction) -> Execute:
             return floats.flush(y) if ftz and result == "f32" else y
 
         convert = reals
-    elif (kind, result) == ("f32", "bf16"):
-        d.only(rest, "rn")
-        convert = lambda x: floats.bf16_bits(x).astype(np.uint16)
     elif (kind, result) == ("bf16", "f32"):
         d.only(rest)
         convert = floats.bf16_values
@@ -567,12 +564,29 @@ def _cvt(d: Decoder, i: Instruction) -> Execute:
     return converted
 
 
-def _cvt_pair(d: Decoder, i: Instruction) -> Execute:
-    d.only(i.modifiers[:-2], "rn")
-    if i.modifiers[-2] == "bf16x2":
-        half = floats.bf16_bits
+#: fp32 to the bits of what is narrower, by type and rounding.
+_NARROW: dict[str, dict[str, Function]] = {
+    "bf16": {"rn": floats.bf16_bits, "rz": floats.bf16_bits_towards_zero},
+    "f16": {"rn": floats.f16_bits, "rz": floats.f16_bits_towards_zero},
+    "tf32": {"rn": floats.tf32_bits, "rna": floats.tf32_bits_away},
+}
+_NARROW |= {f"{kind}x2": _NARROW[kind] for kind in ("bf16", "f16")}
+
+
+def _cvt_narrow(d: Decoder, i: Instruction) -> Execute:
+    """From fp32, one or a pair; with `.relu` what is negative and NaN become zero and a NaN."""
+    *how, kind, _ = i.modifiers
+    d.only(how[1:], "relu")
+    if not how or how[0] not in _NARROW[kind]:
+        d.refuse(f"this rounding to .{kind} is not modelled")
+    function = _NARROW[kind][how[0]]
+    if "relu" in how:
+        convert: Function = lambda x: function(np.where(x < 0, np.float32(0), x) + np.float32(0))
     else:
-        half = lambda x: x.astype(np.float16).view(np.uint16).astype(np.uint32)
-    return elementwise(
-        d, i, lambda high, low: half(high) << np.uint32(16) | half(low), "b32", kinds=("f32", "f32")
-    )
+        convert = function
+    if kind.endswith("x2"):
+        pair = lambda high, low: convert(high) << np.uint32(16) | convert(low)
+        return elementwise(d, i, pair, "b32", kinds=("f32", "f32"))
+    if kind == "tf32":
+        return elementwise(d, i, convert, "b32", kinds=("f32",))
+    return elementwise(d, i, lambda x: convert(x).astype(np.uint16), "b16", kinds=("f32",))

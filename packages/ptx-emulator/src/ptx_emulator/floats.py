@@ -45,6 +45,37 @@ def bf16_bits(x: Array) -> Array:
     return np.where(nan, np.uint32(0x7FFF), rounded) if nan.any() else rounded
 
 
+def bf16_bits_towards_zero(x: Array) -> Array:
+    """The same, truncated."""
+    return np.where(np.isnan(x), np.uint32(0x7FFF), x.view(np.uint32) >> np.uint32(16))
+
+
+def f16_bits(x: Array) -> Array:
+    """The bits of fp32 rounded to nearest even fp16, as uint32."""
+    return np.where(np.isnan(x), np.uint32(0x7FFF), x.astype(np.float16).view(np.uint16).astype(np.uint32))
+
+
+def f16_bits_towards_zero(x: Array) -> Array:
+    """The same, truncated: what was rounded away from zero is a step too far."""
+    near = x.astype(np.float16)
+    too_far = np.abs(near.astype(np.float32)) > np.abs(x)
+    return f16_bits(x) - too_far.astype(np.uint32)
+
+
+def tf32_bits(x: Array) -> Array:
+    """fp32 rounded to nearest even tf32, whose low 13 bits are zero."""
+    bits = x.view(np.uint32)
+    rounded = bits + (np.uint32(0xFFF) + (bits >> np.uint32(13) & np.uint32(1))) & np.uint32(0xFFFFE000)
+    return np.where(np.isnan(x), NAN32, np.where(np.isinf(x), bits, rounded))
+
+
+def tf32_bits_away(x: Array) -> Array:
+    """The same, ties away from zero."""
+    bits = x.view(np.uint32)
+    rounded = bits + np.uint32(0x1000) & np.uint32(0xFFFFE000)
+    return np.where(np.isnan(x), NAN32, np.where(np.isinf(x), bits, rounded))
+
+
 def bf16_values(bits: Array) -> Array:
     """fp32 of the bits of bf16 (uint16)."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -6,6 +6,7 @@ of aligned terms and truncate.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -102,34 +103,66 @@ def _movmatrix(d: Decoder, i: Instruction) -> Execute:
 # ---- fragments of mma and wgmma
 
 
-def _a_matrix(words: Array) -> Array:
-    """[16, 8 * k] fp64 of 2k registers [2k, 32] of bf16x2."""
-    k = len(words) // 2
-    x = (
-        floats.bf16_values(words.view(np.uint16)).astype(np.float64).reshape(k, 2, 8, 4, 2)
-    )  # k, row half, row, quad, e
-    return x.transpose(1, 2, 0, 3, 4).reshape(16, 8 * k)
+#: Bytes of an element of a type of operands.
+ELEMENT = {"bf16": 2, "f16": 2, "tf32": 4}
 
 
-def _b_matrix(words: Array) -> Array:
-    """[8 * k, 8] fp64 of k registers."""
-    k = len(words)
-    x = floats.bf16_values(words.view(np.uint16)).astype(np.float64).reshape(k, 8, 4, 2)  # k, column, quad, e
-    return x.transpose(0, 2, 3, 1).reshape(8 * k, 8)
+def values_of(bits: Array, kind: str) -> Array:
+    """fp64 of the bits of operands: 2 bytes each, or the 4 of tf32, of which 19 bits count."""
+    if kind == "bf16":
+        return floats.bf16_values(bits.astype(np.uint16)).astype(np.float64)
+    if kind == "f16":
+        return bits.astype(np.uint16).view(np.float16).astype(np.float64)
+    return (bits.astype(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
 
-def _c_matrix(words: Array) -> Array:
-    """[16, 8 * n] of 4n registers."""
+def _elements(words: Array, kind: str) -> Array:
+    """fp64 of registers [.., 32]: [.., 32 * n], n elements a lane."""
+    return values_of(words.view(np.uint16) if ELEMENT[kind] == 2 else words, kind)
+
+
+def _a_matrix(words: Array, kind: str) -> Array:
+    """[16, k] fp64 of registers [n, 32]: of each two, the second one has rows 8 to 15."""
+    n, e = len(words) // 2, 4 // ELEMENT[kind]
+    x = _elements(words, kind).reshape(n, 2, 8, 4, e)  # block of k, row half, row, quad, element
+    return x.transpose(1, 2, 0, 3, 4).reshape(16, 4 * e * n)
+
+
+def _b_matrix(words: Array, kind: str) -> Array:
+    """[k, 8] fp64 of registers [n, 32]."""
+    n, e = len(words), 4 // ELEMENT[kind]
+    x = _elements(words, kind).reshape(n, 8, 4, e)  # block of k, column, quad, element
+    return x.transpose(0, 2, 3, 1).reshape(4 * e * n, 8)
+
+
+def _c_matrix(words: Array, kind: str) -> Array:
+    """[16, 8 * n] fp64 of 4n registers of fp32, or 2n of fp16x2."""
+    if kind == "f16":
+        n = len(words) // 2
+        x = _elements(words, kind).reshape(n, 2, 8, 4, 2)  # n, row half, row, quad, element
+        return x.transpose(1, 2, 0, 3, 4).reshape(16, 8 * n)
     n = len(words) // 4
-    return (
-        words.reshape(n, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, 8 * n)
-    )  # n, row half, e, row, quad
+    y = words.view(np.float32).astype(np.float64).reshape(n, 2, 2, 8, 4)  # n, row half, element, row, quad
+    return y.transpose(1, 3, 0, 4, 2).reshape(16, 8 * n)
 
 
-def _c_words(matrix: Array) -> Array:
-    """The reverse: [4n, 32]."""
+def _spread(matrix: Array, kind: str) -> Array:
+    """The elements [16, 8 * n] of accumulators as registers hold them: [4n, 32], or [2n, 32, 2] of fp16."""
     n = matrix.shape[1] // 8
-    return np.ascontiguousarray(matrix.reshape(2, 8, n, 4, 2).transpose(2, 0, 4, 1, 3)).reshape(4 * n, 32)
+    x = matrix.reshape(2, 8, n, 4, 2)  # row half, row, n, quad, element
+    if kind == "f16":
+        return np.ascontiguousarray(x.transpose(2, 0, 1, 3, 4)).reshape(2 * n, 32, 2)
+    return np.ascontiguousarray(x.transpose(2, 0, 4, 1, 3)).reshape(4 * n, 32)
+
+
+def _c_words(matrix: Array, kind: str) -> Array:
+    """The words of accumulators of fp64 values, rounded."""
+    if kind == "f16":
+        with np.errstate(over="ignore"):
+            halves = matrix.astype(np.float16)
+        bits = np.where(np.isnan(halves), np.uint16(0x7FFF), halves.view(np.uint16))
+        return _spread(bits, kind).view(np.uint32)[..., 0]
+    return _spread(floats.canonical(matrix.astype(np.float32)).view(np.uint32), kind)
 
 
 def _unknown_rows(w: Warp, slots: list[int]) -> Array:
@@ -146,47 +179,59 @@ def _put_product(
     add: bool,
     rows: Array | None,
     columns: Array | None,
+    kind: str = "f32",
 ) -> None:
-    """Round product + c to fp32 registers. ``rows``, ``columns``: of the operands that are not known."""
+    """Round product + c to registers of ``kind``. ``rows``, ``columns``: of the operands that are not known."""
     if add:
-        product = product + _c_matrix(np.stack([w.regs[s] for s in c]).view(np.float32)).astype(np.float64)
-    words = _c_words(floats.canonical(np.ascontiguousarray(product.astype(np.float32))).view(np.uint32))
+        product = product + _c_matrix(np.stack([w.regs[s] for s in c]), kind)
+    words = _c_words(product, kind)
     missing = [w.unknown[s] if add else 0 for s in c]
     if rows is not None or columns is not None:
-        flags = np.zeros((16, 2 * len(c)), np.bool_)
+        flags = np.zeros(product.shape, np.bool_)
         if rows is not None:
             flags |= rows[:, None]
         if columns is not None:
             flags |= columns[None, :]
-        missing = [old | to_bits(new) for old, new in zip(missing, _c_words(flags))]
+        spread = _spread(flags, kind)
+        if kind == "f16":
+            spread = spread[..., 0] | spread[..., 1]
+        missing = [old | to_bits(new) for old, new in zip(missing, spread)]
     for target, word, unknown in zip(targets, words, missing):
         w.put(target, word, unknown, FULL)
 
 
+#: Registers of A and B of each shape and type of operands.
+_MMA = {
+    ("m16n8k8", "bf16"): (2, 1), ("m16n8k16", "bf16"): (4, 2), ("m16n8k8", "f16"): (2, 1), ("m16n8k16", "f16"): (4, 2),
+    ("m16n8k4", "tf32"): (2, 1), ("m16n8k8", "tf32"): (4, 2),
+}  # fmt: skip
+
+
 @handler("mma")
 def _mma(d: Decoder, i: Instruction) -> Execute:
-    *shape, c_type, a_type, b_type, d_type = i.modifiers
-    if (
-        shape[:2] != ["sync", "aligned"]
-        or shape[2] not in ("m16n8k8", "m16n8k16")
-        or shape[3:] != ["row", "col"]
-    ):
-        d.refuse("this shape is not modelled")
-    if (c_type, a_type, b_type, d_type) != ("f32", "bf16", "bf16", "f32"):
+    if len(i.modifiers) != 9 or i.modifiers[:2] != ("sync", "aligned") or i.modifiers[3:5] != ("row", "col"):
+        d.refuse("this form is not modelled")
+    shape, d_type, kind, b_type, c_type = i.modifiers[2], *i.modifiers[5:]
+    if (shape, kind) not in _MMA or b_type != kind:
+        d.refuse("this shape or these types are not modelled")
+    if d_type != c_type or d_type not in (("f32", "f16") if kind == "f16" else ("f32",)):
         d.refuse("these types are not modelled")
     targets = d.destinations(i.operands[0], "b32")
     a, b, c = (d.sources(x, "b32") for x in i.operands[1:])
-    k = 2 if shape[2] == "m16n8k16" else 1
-    if (len(a), len(b), len(c), len(targets)) != (2 * k, k, 4, 4):
+    count = 4 if d_type == "f32" else 2
+    if (len(a), len(b), len(c), len(targets)) != (*_MMA[shape, kind], count, count):
         d.refuse("this number of registers does not fit the shape")
 
     def multiply(w: Warp, lanes: int) -> None:
-        product = _a_matrix(np.stack([w.regs[s] for s in a])) @ _b_matrix(np.stack([w.regs[s] for s in b]))
+        left, right = np.stack([w.regs[s] for s in a]), np.stack([w.regs[s] for s in b])
         rows = _unknown_rows(w, a) if any(w.unknown[s] for s in a) else None
         columns: Array | None = None
         if any(w.unknown[s] for s in b):
-            columns = np.any(np.stack([BOOLS[w.unknown[s]] for s in b]).reshape(-1, 8, 4), axis=(0, 2))
-        _put_product(w, targets, c, product, True, rows, columns)
+            flags = np.stack([BOOLS[w.unknown[s]] for s in b]).reshape(-1, 8, 4)
+            columns = np.asarray(flags.any((0, 2)))
+        _put_product(
+            w, targets, c, _a_matrix(left, kind) @ _b_matrix(right, kind), True, rows, columns, d_type
+        )
 
     return aligned(multiply)
 
@@ -259,11 +304,11 @@ def load_operand(
 
 
 def _load_operand(
-    w: Warp, descriptor: int, rows: int, mn_major: bool
+    w: Warp, descriptor: int, rows: int, mn_major: bool, kind: str
 ) -> tuple[Array, Array | None, Callable[[], None]]:
-    """The same of a wgmma, as fp64 of bf16."""
-    bits, flags, check = load_operand(w, *matrix_of(w, descriptor), rows, mn_major)
-    return floats.bf16_values(bits).astype(np.float64), flags, check
+    """The same of a wgmma, as fp64."""
+    bits, flags, check = load_operand(w, *matrix_of(w, descriptor), rows, mn_major, ELEMENT[kind])
+    return values_of(bits, kind), flags, check
 
 
 @handler("wgmma")
@@ -302,29 +347,33 @@ def _wgmma(d: Decoder, i: Instruction) -> Execute:
 
 def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
     """Each warp computes its own 16 rows of the 64; nothing else crosses warps."""
-    _, *rest = i.modifiers
-    if (
-        rest[:2] != ["sync", "aligned"]
-        or rest[3:] != ["f32", "bf16", "bf16"]
-        or not rest[2].startswith("m64n")
-    ):
-        d.refuse("this shape or these types are not modelled")
-    n, _, k = rest[2][4:].partition("k")
-    columns = int(n)
-    if k != "16" or columns % 8 or not 8 <= columns <= 256:
+    match = re.fullmatch(
+        r"mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(f32|f16)\.(\w+)\.(\w+)", ".".join(i.modifiers)
+    )
+    if match is None:
+        d.refuse("this form is not modelled")
+    columns, d_type, kind = int(match[1]), match[3], match[4]
+    if kind not in ELEMENT or match[5] != kind or (d_type == "f16" and kind != "f16"):
+        d.refuse("these types are not modelled")
+    if int(match[2]) != 32 // ELEMENT[kind] or columns % 8 or not 8 <= columns <= 256:
         d.refuse("this shape is not modelled")
     acc = d.destinations(i.operands[0], "b32")
     d.sources(i.operands[0], "b32")
-    if len(acc) != columns // 2:
-        d.refuse(f"expected {columns // 2} accumulators")
+    count = columns // (2 if d_type == "f32" else 4)
+    if len(acc) != count:
+        d.refuse(f"expected {count} accumulators")
     in_registers = isinstance(i.operands[1], Vector)
     a = d.sources(i.operands[1], "b32") if in_registers else [d.source(i.operands[1], "b64")]
     b = d.source(i.operands[2], "b64")
     scale, negated = d.predicate(i.operands[3])
     factors = [d.immediate(x) for x in i.operands[4:6]]
     majors = [d.immediate(x) != 0 for x in i.operands[6:]]
-    if any(x not in (1, -1) for x in factors) or len(majors) != (1 if in_registers else 2):
+    # Only operands of 2 bytes may be transposed.
+    if any(x not in (1, -1) for x in factors) or len(majors) != (
+        0 if kind == "tf32" else 1 if in_registers else 2
+    ):
         d.refuse("operands not understood")
+    majors = majors or [False, False]
     sign = factors[0] * factors[1]
     touched = acc + a if in_registers else acc
 
@@ -336,18 +385,18 @@ def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
         if w.unknown[scale]:
             w.fail("scale-d comes from what nothing has written")
         add = (w.regs[scale] ^ FULL * negated) & 1 == 1
-        right, b_unknown, b_check = _load_operand(w, uniform(w, b, lanes), columns, majors[-1])
+        right, b_unknown, b_check = _load_operand(w, uniform(w, b, lanes), columns, majors[-1], kind)
         checks = [b_check]
         if in_registers:
-            left = _a_matrix(np.stack([w.regs[s] for s in a]))
+            left = _a_matrix(np.stack([w.regs[s] for s in a]), kind)
             rows = _unknown_rows(w, a) if any(w.unknown[s] for s in a) else None
         else:
-            whole, missing, check = _load_operand(w, uniform(w, a[0], lanes), 64, majors[0])
+            whole, missing, check = _load_operand(w, uniform(w, a[0], lanes), 64, majors[0], kind)
             first = w.number % 4 * 16
             left = whole[first : first + 16]
             rows = None if missing is None else missing[first : first + 16]
             checks.append(check)
-        _put_product(w, acc, acc, sign * (left @ right.T), add, rows, b_unknown)
+        _put_product(w, acc, acc, sign * (left @ right.T), add, rows, b_unknown, d_type)
         for s in acc:
             w.flight[s] = w.wgmma_group
             w.fenced[s] = w.regs[s]

@@ -18,7 +18,7 @@ from ptx_emulator.access import addresses, scatter
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
 from ptx_emulator.machine import Cta, Warp
-from ptx_emulator.matrices import load_operand
+from ptx_emulator.matrices import load_operand, values_of
 from ptx_emulator.memory import Region
 from ptx_emulator.parser import Address, Instruction, Vector
 from ptx_emulator.races import Shadow
@@ -319,15 +319,6 @@ def matrix_of(w: Warp, descriptor: int) -> tuple[int, int, int, int]:
     return start, leading, stride, _SWIZZLE[descriptor >> 61]
 
 
-def _values(words: Array, kind: str) -> Array:
-    """fp64 of the bits of an operand: 2 bytes each, or 4 of which tf32 uses 19 bits."""
-    if kind == "bf16":
-        return floats.bf16_values(words.astype(np.uint16)).astype(np.float64)
-    if kind == "f16":
-        return words.astype(np.uint16).view(np.float16).astype(np.float64)
-    return (words.astype(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
-
-
 def rows_of(m: int, first: int) -> Array:
     """The lanes of the rows of D: all of them, or 16 of each 32."""
     rows = np.arange(m)
@@ -403,7 +394,7 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
             x, x_unknown = (
                 _from_tensor_memory(memory, a_words, size) if in_tensor_memory else (left, a_unknown)
             )
-            product = _values(x, shape.a) @ _values(right, shape.b).T * (-1 if shape.negative else 1)
+            product = values_of(x, shape.a) @ values_of(right, shape.b).T * (-1 if shape.negative else 1)
             np.subtract.at(memory.busy, words.reshape(-1), 1)
             missing = x_unknown[:, None] | b_unknown[None, :]
             if add:

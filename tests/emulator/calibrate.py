@@ -1,0 +1,349 @@
+"""Calibration: outputs of `cases.py` on a GPU become fixtures, with which the emulator's are compared.
+
+    python tests/emulator/calibrate.py record --out DIR    on a machine with the GPU: a file a group of cases, and a log
+    python tests/emulator/calibrate.py report              on any: a table in Markdown of what the emulator gives
+
+Both take names, or parts of names, of cases to do no others. The packages have to be installed, or on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import platform
+import queue
+import sys
+import time
+import traceback
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ptx
+import tensor_maps
+import torch
+from cases import CASES, Bits, Case, Limit, Near
+
+FIXTURES = Path(__file__).parent / "fixtures"
+KEPT = 1024  # elements of an output, of which a fixture has no more
+ABOUT = "about"  # what a fixture says of itself
+SECONDS = 90  # for a case, with what it compiles
+
+
+# ---- outputs
+
+
+def thinned(x: torch.Tensor) -> np.ndarray:
+    """An output as it is kept: an odd stride goes through all columns and rows."""
+    flat = x.flatten()
+    flat = flat[:: -(-len(flat) // KEPT) | 1] if len(flat) > KEPT else flat
+    return flat.view(torch.int16).numpy() if x.dtype is torch.bfloat16 else flat.numpy()
+
+
+class Inputs:
+    """A checksum of what was executed, and of the tensors that went in. Random numbers are the same everywhere, but a
+    logarithm may differ in its last bit from one processor to another."""
+
+    def __init__(self) -> None:
+        self.inner, self.crc = ptx.execute, 0
+
+    def __call__(
+        self, text: str, *arguments: Any, scratch: Iterable[torch.Tensor] = (), **options: Any
+    ) -> int:
+        scratch = list(scratch)
+        empty = {x.data_ptr() for x in scratch}
+        for x in arguments[3]:
+            # Tensor maps hold addresses, scratch tensors anything.
+            a_map = isinstance(x, torch.Tensor) and x.dtype is torch.uint8 and x.numel() == 128
+            if isinstance(x, torch.Tensor) and not a_map and x.data_ptr() not in empty:
+                self.crc = zlib.crc32(x.contiguous().flatten().view(torch.uint8).numpy(), self.crc)
+        return self.inner(text, *arguments, scratch=scratch, **options)
+
+
+def outputs(case: Case) -> dict[str, np.ndarray]:
+    """Of what `ptx.execute` is now, with a checksum of what went in."""
+    inputs = ptx.execute = Inputs()
+    try:
+        found = {name: thinned(x) for name, x in case.run().items()}
+    finally:
+        ptx.execute = inputs.inner
+    return found | {"inputs": np.array([inputs.crc], np.uint32)}
+
+
+# ---- recording
+
+
+def use_gpu() -> None:
+    """From now on the driver executes and encodes."""
+    import gpu
+
+    ptx.execute, tensor_maps.encode = gpu.run, gpu.encode
+
+
+def serve(connection: Any, on_gpu: bool) -> None:
+    """A process that runs cases by name: one that fails takes no other with it."""
+    if on_gpu:
+        use_gpu()
+    while (name := connection.recv()) is not None:
+        try:
+            connection.send((outputs(CASES[name]), None))
+        except Exception:  # noqa: BLE001 - whatever it is, it goes into the list
+            connection.send((None, traceback.format_exc()))
+
+
+class Worker:
+    """The above from the outside. After a failure or a timeout there is a new process, for a GPU's errors stay."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu, self.process = on_gpu, None
+
+    def run(self, name: str) -> tuple[dict[str, np.ndarray] | None, str | None]:
+        if self.process is None:
+            context = multiprocessing.get_context("spawn")
+            self.connection, other = context.Pipe()
+            self.process = context.Process(target=serve, args=(other, self.on_gpu), daemon=True)
+            self.process.start()
+            other.close()
+        try:
+            self.connection.send(name)
+            if not self.connection.poll(SECONDS):
+                raise TimeoutError(f"no answer within {SECONDS} s")
+            found, error = self.connection.recv()
+        except (EOFError, OSError, TimeoutError) as broken:
+            found, error = None, f"{type(broken).__name__}: {broken}"
+        if error is not None:
+            self.stop()
+        return found, error
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.process = None
+
+
+def about(on_gpu: bool) -> dict[str, str]:
+    """Where and when."""
+    found = {"gpu": "none, emulated"}
+    if on_gpu:
+        import gpu
+
+        found = gpu.describe()
+    path = Path("/proc/driver/nvidia/version")
+    if on_gpu and path.exists():
+        found["driver"] = path.read_text().splitlines()[0].strip()
+    for package in ("torch", "numpy", "nvidia-cutlass-dsl"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    found["python"] = platform.python_version()
+    found["date"] = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    return found
+
+
+def record(folder: Path, names: list[str], on_gpu: bool = True, jobs: int = 1) -> dict[str, str]:
+    """Writes the fixtures of cases; the errors of those that failed."""
+    start, errors = time.monotonic(), {}
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    workers = [Worker(on_gpu) for _ in range(jobs)]
+    for worker in workers:
+        idle.put(worker)
+
+    def run(name: str) -> tuple[dict[str, np.ndarray] | None, str | None]:
+        worker = idle.get()
+        try:
+            return worker.run(name)
+        finally:
+            idle.put(worker)
+
+    found: dict[str, dict[str, np.ndarray]] = {}
+    # What compiles longest comes first.
+    ordered = sorted(names, key=lambda name: CASES[name].group != "prefill")
+    with ThreadPoolExecutor(jobs) as pool:
+        for name, (arrays, error) in zip(ordered, pool.map(run, ordered)):
+            if arrays is None:
+                errors[name] = error or "no outputs"
+                print(f"failed: {name}", flush=True)
+                continue
+            case = CASES[name]
+            for output, x in arrays.items():
+                found.setdefault(case.group, {})[f"{case.name}|{output}"] = x
+    for worker in workers:
+        worker.stop()
+    folder.mkdir(parents=True, exist_ok=True)
+    note = np.frombuffer(json.dumps(about(on_gpu)).encode(), np.uint8)
+    for group, arrays in found.items():
+        save(folder / f"{group}.npz", {ABOUT: note, **dict(sorted(arrays.items()))})
+    (folder / "errors.txt").write_text("\n".join(f"==== {name}\n{error}" for name, error in errors.items()))
+    for name, error in errors.items():
+        print(f"FAILED {name}: {last_line(error)}")
+    seconds = time.monotonic() - start
+    print(f"{len(names) - len(errors)} of {len(names)} cases recorded in {seconds:.0f} s")
+    return errors
+
+
+def last_line(error: str) -> str:
+    """What it says, without the way there."""
+    lines = [line for line in error.splitlines() if line.strip() and not line.startswith(" ")]
+    return lines[-1] if lines else error
+
+
+def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """An .npz that depends on its contents alone."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, x in arrays.items():
+            with archive.open(zipfile.ZipInfo(f"{name.replace('/', ' ')}.npy"), "w") as file:
+                np.lib.format.write_array(file, np.ascontiguousarray(x), allow_pickle=False)
+
+
+# ---- comparing
+
+
+class MissingFixture(Exception):
+    """A case that was not recorded."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How the outputs of a case compare: ``what`` was found, and whether that is within the limit."""
+
+    what: str
+    good: bool
+
+
+def fixture(case: Case, folder: Path = FIXTURES) -> dict[str, np.ndarray]:
+    """The recorded outputs."""
+    path = folder / f"{case.group}.npz"
+    prefix = f"{case.name}|".replace("/", " ")
+    if path.exists():
+        with np.load(path) as archive:
+            found = {
+                name.removeprefix(prefix): archive[name] for name in archive.files if name.startswith(prefix)
+            }
+        if found:
+            return found
+    raise MissingFixture(f"no fixture of {case.group}/{case.name} in {path.name}: record it (calibrate.py)")
+
+
+def compare(case: Case, found: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> Finding:
+    """The largest difference of all outputs."""
+    same_inputs = np.array_equal(found["inputs"], want["inputs"])
+    names = [name for name in want if name != "inputs"]
+    if sorted(names) != sorted(name for name in found if name != "inputs"):
+        return Finding(f"outputs {sorted(found)}, recorded {sorted(want)}", False)
+    worst, differing, total = 0.0, 0, 0
+    for name in names:
+        a, b = found[name], want[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return Finding(f"{name}: {a.dtype}{list(a.shape)}, recorded {b.dtype}{list(b.shape)}", False)
+        unsigned = f"u{a.itemsize}"
+        differing += int((a.view(unsigned) != b.view(unsigned)).sum())
+        total += a.size
+        worst = max(worst, difference(case.limit, a, b))
+    note = "" if same_inputs else " (of other inputs)"
+    if not differing:
+        return Finding(f"equal{note}", True)
+    few = f"{differing} of {total} differ"
+    if isinstance(case.limit, Bits):
+        return Finding(few + note, False)
+    if isinstance(case.limit, Near):
+        return Finding(f"{few}, by at most {worst:.0f} ulp{note}", worst <= case.limit.ulps)
+    return Finding(f"norm {worst:.1e}, {few}{note}", worst <= case.limit.relative)
+
+
+def difference(limit: Limit, a: np.ndarray, b: np.ndarray) -> float:
+    """In the measure of the limit; those that an absolute difference allows count for nothing."""
+    if isinstance(limit, Bits):
+        return float((a.view(f"u{a.itemsize}") != b.view(f"u{b.itemsize}")).any())
+    if a.dtype == np.int16:  # bf16
+        a, b = ((x.astype(np.uint32) << 16).view(np.float32) for x in (a.view(np.uint16), b.view(np.uint16)))
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    if isinstance(limit, Near):
+        ordered = [
+            np.where(v < 0, -(v & 0x7FFFFFFF), v) for v in (z.view(np.int32).astype(np.int64) for z in (a, b))
+        ]
+        ulps = np.abs(ordered[0] - ordered[1])
+        with np.errstate(invalid="ignore"):
+            allowed = (np.abs(x - y) <= limit.absolute) | (np.isnan(x) & np.isnan(y))
+        return float(np.where(allowed, 0, ulps).max())
+    if not (np.isfinite(x) == np.isfinite(y)).all():
+        return np.inf
+    norm = float(np.linalg.norm(y))
+    return float(np.linalg.norm(x - y)) / norm if norm else float(np.linalg.norm(x))
+
+
+def compared(names: Iterable[str], folder: Path = FIXTURES) -> Iterator[tuple[Case, Finding]]:
+    """Cases on the emulator, beside their fixtures."""
+    for name in names:
+        case = CASES[name]
+        try:
+            want = fixture(case, folder)
+            yield case, compare(case, outputs(case), want)
+        except Exception as error:  # noqa: BLE001 - a line of the table
+            yield case, Finding(f"{type(error).__name__}: {str(error).splitlines()[0]}", False)
+
+
+def report(names: list[str], folder: Path = FIXTURES) -> tuple[str, bool]:
+    """A table, and whether all of it is well."""
+    lines = [
+        "| kernel | fixture | emulated against recorded | allowed | |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    good = True
+    for case, finding in compared(names, folder):
+        good &= finding.good
+        kernel = case.name.replace("|", r"\|")
+        what = finding.what.replace("|", r"\|")
+        lines.append(
+            f"| {kernel} | {case.group} | {what} | {case.limit} | {'' if finding.good else '**no**'} |"
+        )
+    return "\n".join(lines), good
+
+
+def machines(folder: Path = FIXTURES) -> str:
+    """Where the fixtures come from, a line a distinct one."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*.npz")):
+        with np.load(path) as archive:
+            note = json.loads(archive[ABOUT].tobytes())
+        found.setdefault("; ".join(f"{k} {v}" for k, v in note.items()), []).append(path.stem)
+    return "\n".join(f"- {', '.join(groups)}: {text}" for text, groups in found.items())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command, text in (("record", "fixtures, from a GPU"), ("report", "the emulator beside them")):
+        one = commands.add_parser(command, help=text)
+        one.add_argument("names", nargs="*", help="parts of names of cases; none: all")
+        one.add_argument(
+            "--out" if command == "record" else "--fixtures", dest="folder", type=Path, default=FIXTURES
+        )
+        if command == "record":
+            one.add_argument("--jobs", type=int, default=8, help="processes (8)")
+            one.add_argument(
+                "--emulate", action="store_true", help="on the emulator instead: to try this program"
+            )
+    options = parser.parse_args(arguments)
+    names = [name for name in CASES if not options.names or any(part in name for part in options.names)]
+    if not names:
+        parser.error("no such case")
+    if options.command == "record":
+        errors = record(options.folder, names, not options.emulate, options.jobs)
+        return 1 if errors else 0
+    table, good = report(names, options.folder)
+    print(machines(options.folder), table, sep="\n\n")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Tensor maps for the tests, and bodies of PTX that load and store boxes by them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Form:
+    """What `cuTensorMapEncodeTiled` takes, its numbers for types, swizzles, L2 promotion and filling among it. Extents and
+    boxes in elements, from the innermost dimension on; strides in bytes, of all dimensions but that."""
+
+    kind: int
+    address: int
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 0
+    promotion: int = 0
+    fill: int = 0
+
+
+#: The driver's numbers of types, and those within a map.
+KINDS = {0: 0, 1: 1, 2: 2, 3: 2, 6: 6, 7: 7, 8: 9, 9: 10}
+
+
+def packed(form: Form) -> bytes:
+    """The bytes of a map, as far as they are understood; what lies behind them counts for nothing."""
+    rank = len(form.extents)
+    pad = lambda values: [*values, *[0] * (5 - len(values))]
+    flags = 0x40002 | (rank - 1) << 4 | KINDS[form.kind] << 7 | form.swizzle << 13
+    raw = struct.pack("<QI4II", form.address, flags, *pad([s // 16 for s in form.strides])[:4], 0)
+    raw += struct.pack("<5I3x5B4x", *pad([n - 1 for n in form.extents]), *pad([n - 1 for n in form.box]))
+    return raw.ljust(128, b"\xff")
+
+
+#: What encodes maps: the above, or the driver.
+encode: Callable[[Form], bytes] = packed
+
+
+def tensor_map(
+    x: torch.Tensor, box: tuple[int, ...], swizzle: int = 0, fill: int = 0, kind: int = 3
+) -> torch.Tensor:
+    """The 128 bytes for a tensor; ``box``: from the innermost dimension on."""
+    strides = tuple(s * x.element_size() for s in x.stride()[::-1][1:])
+    raw = encode(Form(kind, x.data_ptr(), tuple(x.shape[::-1]), strides, tuple(box), swizzle, fill=fill))
+    return map_of(raw)
+
+
+def map_of(raw: bytes) -> torch.Tensor:
+    """Bytes where a tensor map may lie."""
+    room = torch.zeros(192, dtype=torch.uint8)
+    place = room[-room.data_ptr() % 64 :][:128]
+    place.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    return place
+
+
+START = """
+    setp.eq.s32 %p1, %r0, 0; mov.b32 %r1, shared_bytes; add.s32 %r2, %r1, 16384; @%p1 mbarrier.init.shared.b64 [%r2], 1;
+    fence.mbarrier_init.release.cluster; bar.sync 0; @!%p1 bra WAIT; mbarrier.arrive.expect_tx.shared.b64 _, [%r2], <bytes>;
+    cp.async.bulk.tensor.<rank>d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r1], [%q0, {<corner>}], [%r2];
+"""
+WAIT = "WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0; @!%p2 bra WAIT;"
+OUT = """
+    mov.b32 %r3, %r0; LOOP: setp.ge.s32 %p3, %r3, <count>; @%p3 bra END; mad.lo.s32 %r4, %r3, 4, %r1; ld.shared.b32 %r5, [%r4];
+    mul.wide.s32 %q8, %r3, 4; add.s64 %q8, %q2, %q8; st.global.b32 [%q8], %r5; add.s32 %r3, %r3, 32; bra LOOP; END:
+"""
+
+
+def filled(text, **values):
+    for name, value in values.items():
+        text = text.replace(f"<{name}>", str(value))
+    return text
+
+
+STORE = """
+    mov.b32 %r1, shared_bytes; mad.lo.s32 %r2, %r0, 4, %r1; st.shared.b32 [%r2], %r0; <fence.proxy.async.shared::cta;>
+    bar.warp.sync -1; setp.ne.s32 %p1, %r0, 0; @%p1 bra END; cp.async.bulk.<copy>;
+    cp.async.bulk.commit_group; <cp.async.bulk.wait_group.read 0;> <last> END:
+"""

@@ -1,0 +1,56 @@
+"""The emulator beside what an H200 gave (`calibrate.py`), and the recorder with the emulator in the GPU's place."""
+
+import shutil
+
+import calibrate
+import pytest
+from cases import CASES
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_emulator_gives_what_a_gpu_gave(name):
+    case = CASES[name]
+    try:
+        want = calibrate.fixture(case)
+    except calibrate.MissingFixture as error:
+        pytest.fail(str(error), pytrace=False)
+    finding = calibrate.compare(case, calibrate.outputs(case), want)
+    assert finding.good, f"{finding.what}; allowed: {case.limit}"
+
+
+SOME = [
+    "arithmetic/add.s32", "arithmetic/ex2.approx.ftz.f32", "memory/ldmatrix.x4 stmatrix.x4", "matrices/mma.m16n8k16.f32.bf16",
+    "matrices/product of 50 rows by tensor maps", "memory/box with swizzle 3", "memory/atom.shared.add.f32",
+]  # fmt: skip
+
+
+def test_what_the_recorder_writes_is_what_is_compared(tmp_path):
+    assert calibrate.record(tmp_path, SOME, on_gpu=False, jobs=2) == {}
+    table, good = calibrate.report(SOME, tmp_path)
+    assert good and table.count("| equal |") >= len(SOME)
+    assert "none, emulated" in calibrate.machines(tmp_path)
+
+
+def test_a_case_that_fails_is_listed_and_takes_no_other_with_it(tmp_path, monkeypatch):
+    names = [SOME[0], "arithmetic/no such case", SOME[2]]
+    monkeypatch.setitem(calibrate.CASES, names[1], calibrate.Case("arithmetic", "no such case", dict))
+    errors = calibrate.record(tmp_path, names, on_gpu=False)
+    assert list(errors) == [names[1]] and "KeyError" in errors[names[1]]  # the worker does not know it
+    assert names[1] in (tmp_path / "errors.txt").read_text()
+    assert calibrate.report([names[0], names[2]], tmp_path)[1]
+    with pytest.raises(calibrate.MissingFixture, match="no fixture of arithmetic/no such case"):
+        calibrate.fixture(calibrate.CASES[names[1]], tmp_path)
+
+
+def test_a_difference_is_told(tmp_path):
+    name = SOME[0]
+    calibrate.record(tmp_path, [name], on_gpu=False)
+    case = CASES[name]
+    found, want = calibrate.outputs(case), calibrate.fixture(case, tmp_path)
+    assert calibrate.compare(case, found, want) == calibrate.Finding("equal", True)
+    found["d"] = found["d"] ^ 1
+    assert calibrate.compare(case, found, want) == calibrate.Finding(
+        f"{len(found['d'])} of {len(found['d'])} differ", False
+    )
+    shutil.rmtree(tmp_path)
+    assert calibrate.report([name], tmp_path) == (calibrate.report([name], tmp_path)[0], False)
