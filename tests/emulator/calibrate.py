@@ -1,9 +1,11 @@
 """Calibration: outputs of `cases.py` on a GPU become fixtures, with which the emulator's are compared.
 
-    python tests/emulator/calibrate.py record --out DIR    on a machine with the GPU: a file a group of cases, and a log
-    python tests/emulator/calibrate.py report              on any: a table in Markdown of what the emulator gives
+    python tests/emulator/calibrate.py record            on a machine with the GPU: a file a group of cases
+    python tests/emulator/calibrate.py report --write    on any: what the emulator gives beside them, as a page of docs
 
-Both take names, or parts of names, of cases to do no others. The packages have to be installed, or on PYTHONPATH.
+Both take parts of "group/name" to do no others ("prefill/": the kernel of kda-sm90). What is recorded goes into the files
+that are there, whose other cases stay; `--missing` records what they lack. The packages have to be installed, or on
+PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import multiprocessing
 import platform
 import queue
+import re
 import sys
 import time
 import traceback
@@ -30,11 +33,12 @@ import numpy as np
 import ptx
 import tensor_maps
 import torch
-from cases import CASES, Bits, Case, Limit, Near
+from cases import CASES, TO_BE_RECORDED, Bits, Case, Limit, Near
 
 FIXTURES = Path(__file__).parent / "fixtures"
+WRITTEN = Path(__file__).parents[2] / "docs/ptx-emulator-calibration.md"
 KEPT = 1024  # elements of an output, of which a fixture has no more
-ABOUT = "about"  # what a fixture says of itself
+ABOUT = "about"  # in each file: [a description of the machine, names of cases recorded there], several
 SECONDS = 90  # for a case, with what it compiles
 
 
@@ -49,8 +53,8 @@ def thinned(x: torch.Tensor) -> np.ndarray:
 
 
 class Inputs:
-    """A checksum of what was executed, and of the tensors that went in. Random numbers are the same everywhere, but a
-    logarithm may differ in its last bit from one processor to another."""
+    """A checksum of the tensors that went in. Random numbers are the same everywhere, but a logarithm may differ in its
+    last bit from one processor to another."""
 
     def __init__(self) -> None:
         self.inner, self.crc = ptx.execute, 0
@@ -139,7 +143,7 @@ def about(on_gpu: bool) -> dict[str, str]:
         found = gpu.describe()
     path = Path("/proc/driver/nvidia/version")
     if on_gpu and path.exists():
-        found["driver"] = path.read_text().splitlines()[0].strip()
+        found["driver"] = re.search(r"\d+\.\d[\d.]*", path.read_text())[0]
     for package in ("torch", "numpy", "nvidia-cutlass-dsl"):
         try:
             found[package] = metadata.version(package)
@@ -176,14 +180,16 @@ def record(folder: Path, names: list[str], on_gpu: bool = True, jobs: int = 1) -
                 continue
             case = CASES[name]
             for output, x in arrays.items():
-                found.setdefault(case.group, {})[f"{case.name}|{output}"] = x
+                found.setdefault(case.group, {})[f"{stored(case)}|{output}"] = x
     for worker in workers:
         worker.stop()
     folder.mkdir(parents=True, exist_ok=True)
-    note = np.frombuffer(json.dumps(about(on_gpu)).encode(), np.uint8)
     for group, arrays in found.items():
-        save(folder / f"{group}.npz", {ABOUT: note, **dict(sorted(arrays.items()))})
-    (folder / "errors.txt").write_text("\n".join(f"==== {name}\n{error}" for name, error in errors.items()))
+        merge(folder / f"{group}.npz", arrays, about(on_gpu))
+    log = folder / "errors.txt"
+    log.unlink(missing_ok=True)
+    if errors:
+        log.write_text("\n".join(f"==== {name}\n{error}" for name, error in errors.items()))
     for name, error in errors.items():
         print(f"FAILED {name}: {last_line(error)}")
     seconds = time.monotonic() - start
@@ -197,11 +203,37 @@ def last_line(error: str) -> str:
     return lines[-1] if lines else error
 
 
+def stored(case: Case) -> str:
+    """The name of a case in its file."""
+    return case.name.replace("/", " ")
+
+
+def merge(path: Path, arrays: dict[str, np.ndarray], note: dict[str, str]) -> None:
+    """Outputs of cases into a file, in which those of others stay, with where they come from."""
+    cases = {name.partition("|")[0] for name in arrays}
+    notes = []
+    if path.exists():
+        with np.load(path) as archive:
+            arrays = {
+                n: archive[n] for n in archive.files if n.partition("|")[0] not in cases | {ABOUT}
+            } | arrays
+            notes = [
+                [where, sorted(set(names) - cases)] for where, names in json.loads(archive[ABOUT].tobytes())
+            ]
+    same = [names for where, names in notes if where == note]
+    if same:
+        same[0][:] = sorted({*same[0], *cases})
+    else:
+        notes.append([note, sorted(cases)])
+    text = json.dumps([entry for entry in notes if entry[1]])
+    save(path, {ABOUT: np.frombuffer(text.encode(), np.uint8), **dict(sorted(arrays.items()))})
+
+
 def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """An .npz that depends on its contents alone."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, x in arrays.items():
-            with archive.open(zipfile.ZipInfo(f"{name.replace('/', ' ')}.npy"), "w") as file:
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w") as file:
                 np.lib.format.write_array(file, np.ascontiguousarray(x), allow_pickle=False)
 
 
@@ -223,7 +255,7 @@ class Finding:
 def fixture(case: Case, folder: Path = FIXTURES) -> dict[str, np.ndarray]:
     """The recorded outputs."""
     path = folder / f"{case.group}.npz"
-    prefix = f"{case.name}|".replace("/", " ")
+    prefix = f"{stored(case)}|"
     if path.exists():
         with np.load(path) as archive:
             found = {
@@ -232,6 +264,14 @@ def fixture(case: Case, folder: Path = FIXTURES) -> dict[str, np.ndarray]:
         if found:
             return found
     raise MissingFixture(f"no fixture of {case.group}/{case.name} in {path.name}: record it (calibrate.py)")
+
+
+def recorded(case: Case, folder: Path = FIXTURES) -> bool:
+    """Whether there is one."""
+    try:
+        return bool(fixture(case, folder))
+    except MissingFixture:
+        return False
 
 
 def compare(case: Case, found: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> Finding:
@@ -287,25 +327,34 @@ def compared(names: Iterable[str], folder: Path = FIXTURES) -> Iterator[tuple[Ca
         case = CASES[name]
         try:
             want = fixture(case, folder)
+        except MissingFixture as missing:
+            listed = name in TO_BE_RECORDED
+            yield case, Finding("to be recorded" if listed else f"MissingFixture: {missing}", listed)
+            continue
+        try:
             yield case, compare(case, outputs(case), want)
         except Exception as error:  # noqa: BLE001 - a line of the table
             yield case, Finding(f"{type(error).__name__}: {str(error).splitlines()[0]}", False)
 
 
+def row(case: Case, finding: Finding) -> str:
+    """Of the table."""
+    cells = [
+        case.name,
+        case.group,
+        finding.what + ("" if finding.good else " **(not allowed)**"),
+        str(case.limit),
+    ]
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
 def report(names: list[str], folder: Path = FIXTURES) -> tuple[str, bool]:
     """A table, and whether all of it is well."""
-    lines = [
-        "| kernel | fixture | emulated against recorded | allowed | |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines = ["| kernel | fixture | emulated against recorded | allowed |", "| --- | --- | --- | --- |"]
     good = True
     for case, finding in compared(names, folder):
         good &= finding.good
-        kernel = case.name.replace("|", r"\|")
-        what = finding.what.replace("|", r"\|")
-        lines.append(
-            f"| {kernel} | {case.group} | {what} | {case.limit} | {'' if finding.good else '**no**'} |"
-        )
+        lines.append(row(case, finding))
     return "\n".join(lines), good
 
 
@@ -314,34 +363,55 @@ def machines(folder: Path = FIXTURES) -> str:
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*.npz")):
         with np.load(path) as archive:
-            note = json.loads(archive[ABOUT].tobytes())
-        found.setdefault("; ".join(f"{k} {v}" for k, v in note.items()), []).append(path.stem)
-    return "\n".join(f"- {', '.join(groups)}: {text}" for text, groups in found.items())
+            for where, names in json.loads(archive[ABOUT].tobytes()):
+                count = f"{len(names)} of {path.stem}"
+                found.setdefault("; ".join(f"{k} {v}" for k, v in where.items()), []).append(count)
+    return "\n".join(f"- {', '.join(counts)}: {text}" for text, counts in found.items())
+
+
+PAGE = """# The emulator beside a GPU
+
+What an H200 gave for the cases of `tests/emulator/cases.py`, and what the emulator gives. Where arithmetic is defined exactly the
+bits are equal. The approximate instructions may differ by the ulps, or the absolute difference, of the last column; sums of
+matrix products, whose order and rounding are the hardware's, by a norm: that of the difference, relative to that of the whole.
+"Of other inputs": this machine's logarithms or exponentials differ from the recording one's in a last bit.
+
+`python tests/emulator/calibrate.py report --write` makes this page, and `tests/emulator/test_calibration.py` keeps it true;
+[how to record](ptx-emulator.md#calibration).
+
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for command, text in (("record", "fixtures, from a GPU"), ("report", "the emulator beside them")):
-        one = commands.add_parser(command, help=text)
+    recording = commands.add_parser("record", help="fixtures, from a GPU")
+    recording.add_argument("--missing", action="store_true", help="only cases that the files lack")
+    recording.add_argument("--jobs", type=int, default=8, help="processes (8)")
+    recording.add_argument(
+        "--emulate", action="store_true", help="on the emulator instead: to try this program"
+    )
+    reporting = commands.add_parser("report", help="the emulator beside them")
+    reporting.add_argument("--write", action="store_true", help=f"to {WRITTEN.name}, of all cases")
+    for one in (recording, reporting):
         one.add_argument("names", nargs="*", help="parts of names of cases; none: all")
-        one.add_argument(
-            "--out" if command == "record" else "--fixtures", dest="folder", type=Path, default=FIXTURES
-        )
-        if command == "record":
-            one.add_argument("--jobs", type=int, default=8, help="processes (8)")
-            one.add_argument(
-                "--emulate", action="store_true", help="on the emulator instead: to try this program"
-            )
+        one.add_argument("--fixtures", type=Path, default=FIXTURES, help="folder of the files")
     options = parser.parse_args(arguments)
     names = [name for name in CASES if not options.names or any(part in name for part in options.names)]
+    if options.command == "record" and options.missing:
+        names = [name for name in names if not recorded(CASES[name], options.fixtures)]
     if not names:
         parser.error("no such case")
     if options.command == "record":
-        errors = record(options.folder, names, not options.emulate, options.jobs)
+        errors = record(options.fixtures, names, not options.emulate, options.jobs)
         return 1 if errors else 0
-    table, good = report(names, options.folder)
-    print(machines(options.folder), table, sep="\n\n")
+    if options.write and options.names:
+        parser.error("the page is of all cases")
+    table, good = report(names, options.fixtures)
+    page = f"{PAGE}{machines(options.fixtures)}\n\n{table}\n"
+    if options.write:
+        WRITTEN.write_text(page)
+    print(page)
     return 0 if good else 1
 
 

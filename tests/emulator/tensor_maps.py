@@ -25,15 +25,19 @@ class Form:
 
 
 #: The driver's numbers of types, and those within a map.
-KINDS = {0: 0, 1: 1, 2: 2, 3: 2, 6: 6, 7: 7, 8: 9, 9: 10}
+KINDS = {n: n for n in range(8)} | {8: 9, 9: 10, 10: 8, 11: 7 | 1 << 9, 12: 8 | 1 << 9}
 
 
 def packed(form: Form) -> bytes:
     """The bytes of a map, as far as they are understood; what lies behind them counts for nothing."""
     rank = len(form.extents)
-    pad = lambda values: [*values, *[0] * (5 - len(values))]
-    flags = 0x40002 | (rank - 1) << 4 | KINDS[form.kind] << 7 | form.swizzle << 13
-    raw = struct.pack("<QI4II", form.address, flags, *pad([s // 16 for s in form.strides])[:4], 0)
+    pad = lambda values, count=5: [*values, *[0] * (count - len(values))]
+    strides = [s // 16 for s in form.strides]
+    flags = (
+        (rank - 1) << 4 | KINDS[form.kind] << 7 | form.swizzle << 13 | form.fill << 15 | form.promotion << 17
+    )
+    low, high = [s & 0xFFFFFFFF for s in strides], sum(s >> 32 << 4 * n for n, s in enumerate(strides))
+    raw = struct.pack("<QI4II", form.address, flags, *pad(low, 4), high)
     raw += struct.pack("<5I3x5B4x", *pad([n - 1 for n in form.extents]), *pad([n - 1 for n in form.box]))
     return raw.ljust(128, b"\xff")
 

@@ -57,7 +57,7 @@ INTEGER = {
     "shr.s32 {d}, {0}, {1};": lambda a, b: signed(a) >> min(b, 31),
     "div.s32 {d}, {0}, {1};": lambda a, b: towards_zero(signed(a), signed(b)) if b else -1,
     "rem.s32 {d}, {0}, {1};": lambda a, b: (
-        signed(a) - signed(b) * towards_zero(signed(a), signed(b)) if b else a
+        signed(a) - signed(b) * towards_zero(signed(a), signed(b)) if b else -1
     ),
     "div.u32 {d}, {0}, {1};": lambda a, b: a // b if b else -1,
     "bfe.s32 {d}, {0}, 4, 8;": lambda a, b: signed(a >> 4 & 255, 8),

@@ -30,7 +30,7 @@ def test_tiles_in_and_out(arch, kind):
 
 
 CASES = [
-    ((50,), (16,), (40,)), ((50,), (16,), (-3,)), ((9, 20), (8, 4), (16, 7)), ((5, 9, 20), (8, 2, 3), (-4, 8, 1)),
+    ((50,), (16,), (40,)), ((50,), (16,), (-4,)), ((9, 20), (8, 4), (16, 7)), ((5, 9, 20), (8, 2, 3), (-4, 8, 1)),
     ((3, 5, 9, 20), (4, 2, 3, 2), (12, -1, 3, 2)), ((2, 3, 5, 9, 20), (4, 2, 3, 2, 2), (20, 0, 0, 0, 0)),
 ]  # fmt: skip
 
@@ -81,10 +81,16 @@ def test_what_is_malformed():
     body = lambda **values: filled(START + WAIT, **({"bytes": 256, "rank": 2, "corner": "0, 0"} | values))
     run(body(), tensor_map(x, (8, 8)), x, out, shared=16400)
     for text, m, wrong in (
-        (body(), changed(tensor_map(x, (8, 8)), 2), "flags 0x140"),
+        (body(), changed(tensor_map(x, (8, 8)), 2), "flags 0x100"),
         (body(), tensor_map(x, (16, 8), swizzle=1), "more than the 32 of the swizzle"),
         (body(), tensor_map(x, (3, 8)), "multiples of 16"),
         (body(corner="0", rank=1), tensor_map(x, (8, 8)), "rank 2, 1 coordinates"),
+        (
+            body(corner="2, 0"),
+            tensor_map(x, (8, 8)),
+            "coordinate 2 of elements of 4 bytes is not aligned to 16 bytes",
+        ),
+        (body(), tensor_map(x, (8, 8), fill=1), "NaN outside of a tensor of integers"),
         (body(bytes=128), tensor_map(x, (8, 8)), "more bytes than it expects"),
         (body(bytes=512), tensor_map(x, (8, 8)), "deadlock(.|\n)*bytes pending"),
         (body().replace("[%r1], [%q0", "[%r1+64], [%q0"), tensor_map(x, (8, 8)), "not aligned to 128"),
@@ -95,10 +101,69 @@ def test_what_is_malformed():
         run(body(), tensor_map(x, (8, 8)), x[:4], out, shared=16400)
 
 
+def test_rows_narrower_than_their_swizzle():
+    """They leave gaps, in which nothing arrives, and which count as no bytes."""
+    x, out = torch.arange(32 * 16, dtype=torch.int32).reshape(32, 16), torch.zeros(32 * 8, dtype=torch.int32)
+    body = (
+        filled(START + WAIT, bytes=32 * 16, rank=2, corner="0, 0")
+        + "mul.wide.u32 %q8, %r0, 16; add.s64 %q8, %q2, %q8;"
+    )
+    body += "mad.lo.s32 %r3, %r0, 32, %r1; and.b32 %r4, %r0, 4; mad.lo.s32 %r3, %r4, 4, %r3; ld.shared.v4.b32 {%r4, %r5, %r6, %r7}, [%r3];"
+    body += "st.global.v4.b32 [%q8], {%r4, %r5, %r6, %r7};"
+    run(body, tensor_map(x, (4, 32), 1), x, out, shared=16400)
+    assert torch.equal(out[:128].view(32, 4), x[:, :4])
+    with pytest.raises(ExecutionError, match="nothing has written"):
+        run(
+            body.replace("and.b32 %r4, %r0, 4", "and.b32 %r4, %r0, 8"),
+            tensor_map(x, (4, 32), 1),
+            x,
+            out,
+            shared=16400,
+        )
+
+
+def test_a_box_that_is_stored_begins_inside():
+    y = torch.zeros(6, 12, dtype=torch.int32)
+    copy = "tensor.2d.global.shared::cta.tile.bulk_group [%q0, {4, -1}], [%r1]"
+    body = filled(STORE, copy=copy, last="").replace("<", "").replace(">", "")
+    with pytest.raises(ExecutionError, match=r"negative coordinates \[4, -1\]"):
+        run(body, tensor_map(y, (8, 4)), y, shared=128)
+
+
+@pytest.mark.parametrize("to", ("global", "box"))
+def test_reductions(to):
+    """Several at once, of one place: each counts."""
+    y = torch.arange(48, dtype=torch.int32).reshape(4, 12)
+    want = y.clone()
+    if to == "box":
+        copy = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%q0, {4, 0}], [%r1]"
+        want[:, 4:] += 2 * torch.arange(32, dtype=torch.int32).reshape(4, 8)
+    else:
+        copy = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%q1+64], [%r1], 128"
+        want.view(-1)[16:] += 2 * torch.arange(32, dtype=torch.int32)
+    body = filled(STORE, last="").replace("<", "").replace(">", "").replace("cp.async.bulk.copy", copy)
+    for seed in range(3):
+        x = y.clone()
+        run(
+            body.replace("setp.ne.s32 %p1, %r0, 0", "setp.ge.s32 %p1, %r0, 2"),
+            tensor_map(x, (8, 4)),
+            x,
+            shared=128,
+            seed=seed,
+        )
+        assert torch.equal(x, want)
+    with (
+        pytest.raises(ptx_emulator.PtxError, match="not modelled")
+        if to == "global"
+        else pytest.raises(ExecutionError, match="not defined")
+    ):
+        run(body.replace("add", "inc"), tensor_map(y, (8, 4)), y, shared=128)
+
+
 @pytest.mark.parametrize(
     "copy",
     (
-        "tensor.2d.global.shared::cta.tile.bulk_group [%q0, {4, -1}], [%r1]",
+        "tensor.2d.global.shared::cta.tile.bulk_group [%q0, {8, 4}], [%r1]",
         "global.shared::cta.bulk_group [%q1+48], [%r1], 128",
     ),
 )
@@ -106,7 +171,7 @@ def test_stores(copy):
     """Boxes are written where they are inside of the tensor. What is left out is noticed."""
     want = torch.full((6, 12), -1, dtype=torch.int32)
     if copy.startswith("tensor"):
-        want[:3, 4:12] = torch.arange(8, 32).reshape(3, 8)
+        want[4:, 8:] = torch.arange(32).reshape(4, 8)[:2, :4]
     else:
         want.view(-1)[12:44] = torch.arange(32)
     for seed in range(3):
@@ -124,7 +189,7 @@ def test_stores(copy):
             with pytest.raises(ExecutionError, match=wrong):
                 run(broken, m, y, shared=128, seed=seed)
         early = filled(STORE, copy=copy, last="").replace(
-            "commit_group;", "commit_group; st.shared.b32 [%r1+64], 7;"
+            "commit_group;", "commit_group; st.shared.b32 [%r1+32], 7;"
         )
         with pytest.raises(ExecutionError, match="overwritten before a bulk copy|a race"):
             run(early.replace("<", "").replace(">", ""), m, y, shared=128, seed=seed)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from ptx_emulator import floats
-from ptx_emulator.decode import DTYPES, Decoder, Execute, handler
+from ptx_emulator.decode import DTYPES, PARAMETERS, Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
-from ptx_emulator.machine import POLL, Cta, Warp
-from ptx_emulator.memory import CTA_BITS, UNSIGNED, Fail, Region
+from ptx_emulator.machine import POLL, Cta, Mbarrier, Warp
+from ptx_emulator.memory import CTA_BITS, LOCAL_WINDOW, SHARED_WINDOW, UNSIGNED, WINDOW_BITS, Fail, Region
 from ptx_emulator.parser import SIZES, Instruction, Vector
-from ptx_emulator.races import SEVERAL
+from ptx_emulator.races import SEVERAL, issued
 
 SPACES = ("global", "shared", "shared::cta", "param", "local", "const", "shared::cluster")
 #: Where data is kept, and for how long, changes no result.
@@ -26,11 +26,73 @@ HINTS = (
 
 
 def space_of(d: Decoder, i: Instruction) -> str:
-    """The state space of an access."""
+    """The state space of an access; "generic" where none is named."""
     found = [m for m in i.modifiers if m in SPACES]
-    if len(found) != 1 or found[0] not in ("global", "shared", "shared::cta", "shared::cluster", "param"):
-        d.refuse("generic, local and constant addresses are not modelled")
+    if len(found) > 1 or found == ["const"]:
+        d.refuse("constant memory is not modelled")
+    if not found:
+        return "generic"
     return found[0] if found[0] == "shared::cluster" else found[0].partition("::")[0]
+
+
+#: Windows of generic addresses, by their upper bits; an address in one is a place in its space.
+WINDOWS = {
+    0: "global",
+    LOCAL_WINDOW: "local",
+    SHARED_WINDOW: "shared::cluster",
+    PARAMETERS >> WINDOW_BITS: "param",
+}
+
+
+def located(w: Warp, space: str, places: Array, size: int, lanes: int) -> list[tuple[str, Array, Any]]:
+    """Accesses of active lanes by the spaces to which they lead: places there, and which of them. In local memory each
+    thread has a part of the warp's."""
+    if space == "local":
+        if places.min() < 0 or int(places.max()) + size > w.program.local_bytes:
+            w.fail(f"local memory out of bounds: there are {w.program.local_bytes} bytes")
+        return [(space, places + INDICES[lanes] * w.program.local_bytes, slice(None))]
+    if space != "generic":
+        return [(space, places, slice(None))]
+    found: list[tuple[str, Array, Any]] = []
+    windows = places >> WINDOW_BITS
+    for window in np.unique(windows).tolist():
+        chosen = windows == window
+        if window not in WINDOWS:
+            w.fail(f"generic address {int(places[chosen][0]):#x} leads to no memory")
+        inner = places[chosen] - (window << WINDOW_BITS)
+        who = sum(1 << int(lane) for lane in INDICES[lanes][chosen])
+        found += [
+            (name, x, np.flatnonzero(chosen)) for name, x, _ in located(w, WINDOWS[window], inner, size, who)
+        ]
+    return found
+
+
+def gather_from(
+    w: Warp, space: str, places: Array, size: int, count: int, lanes: int, strong: bool
+) -> tuple[Array, Array | None]:
+    """`gather` from any space. Strong accesses are no races."""
+    if space not in ("generic", "local"):
+        return gather(w, space, places, size, count, None if strong else INDICES[lanes])
+    values = np.empty((len(places), count), UNSIGNED[size])
+    unknown = np.zeros((len(places), count), np.bool_)
+    for name, inner, chosen in located(w, space, places, size * count, lanes):
+        who = None if strong else INDICES[lanes][chosen]
+        values[chosen], missing = gather(w, name, inner, size, count, who)
+        if missing is not None:
+            unknown[chosen] = missing
+    return values, unknown if unknown.any() else None
+
+
+def scatter_to(
+    w: Warp, space: str, places: Array, size: int, values: Array, unknown: Array | None, lanes: int, strong: bool
+) -> None:  # fmt: skip
+    """`scatter` to any space."""
+    for name, inner, chosen in located(w, space, places, size * values.shape[1], lanes):
+        missing, who = (
+            None if unknown is None else unknown[chosen],
+            None if strong else INDICES[lanes][chosen],
+        )
+        scatter(w, name, inner, size, values[chosen], missing, who)
 
 
 def finder(w: Warp, space: str) -> Callable[[int, int, Fail], Region]:
@@ -75,7 +137,7 @@ def region_of(w: Warp, space: str, places: Array, size: int) -> Region | None:
             return None
         region = w.cta.window(low >> CTA_BITS, w.fail)
     else:
-        region = w.cta.shared if space == "shared" else w.machine.parameters
+        region = w.cta.shared if space == "shared" else w.local if space == "local" else w.machine.parameters
     if low < region.low or high > region.high:
         w.fail(
             f"{space} memory out of bounds: {low:#x} to {high:#x}, there are {region.low:#x} to {region.high:#x}"
@@ -206,7 +268,7 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
 
     def load(w: Warp, lanes: int) -> Any:
         places = addresses(w, base, offset, lanes)
-        values, unknown = gather(w, space, places, size, count, None if strong else INDICES[lanes])
+        values, unknown = gather_from(w, space, places, size, count, lanes, strong)
         if strong:
             for word in _words(w, space, places):
                 w.clock.read(order, w.machine.releases.get(word))
@@ -230,6 +292,8 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
 
 @handler("st")
 def _st(d: Decoder, i: Instruction) -> Execute:
+    if i.modifiers[0] == "async":
+        return _st_async(d, i)
     space, kind, count = space_of(d, i), i.modifiers[-1], _count(d, i)
     d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "weak", "relaxed", "release", "volatile")
     if space == "param":
@@ -251,7 +315,7 @@ def _st(d: Decoder, i: Instruction) -> Execute:
         missing = None
         if any(w.unknown[s] & lanes for s in sources):
             missing = np.stack([_flags(w.unknown[s], lanes) for s in sources], 1)
-        scatter(w, space, places, size, values, missing, INDICES[lanes] if order == "weak" else None)
+        scatter_to(w, space, places, size, values, missing, lanes, order != "weak")
         if order != "weak":
             w.machine.releases.update(dict.fromkeys(_words(w, space, places), w.clock.write(order)))
 
@@ -265,101 +329,130 @@ def _flags(bits: int, lanes: int) -> Array:
 
 def _words(w: Warp, space: str, places: Array) -> list[tuple[int, int]]:
     """Keys of `Machine.releases`."""
-    if space == "global":
-        return [(-1, place) for place in places.tolist()]
-    return [(cta.number, local) for cta, local in (home(w, place) for place in places.tolist())]
+    found = []
+    for place in places.tolist():
+        window = place >> WINDOW_BITS if space == "generic" else 0
+        if space == "global" or (space == "generic" and window == 0):
+            found.append((-1, place))
+        elif space.startswith("shared") or window == SHARED_WINDOW:
+            cta, local = home(w, place)
+            found.append((cta.number, local))
+    return found
 
 
 def home(w: Warp, place: int) -> tuple[Cta, int]:
-    """The CTA to whose shared memory an address leads, and the address there."""
+    """The CTA to whose shared memory an address leads, generic or not, and the address there."""
+    place &= (1 << WINDOW_BITS) - 1
     rank = place >> CTA_BITS
     return (w.cta.peer(rank - 1, w.fail) if rank else w.cta), place & (1 << CTA_BITS) - 1
 
 
-_ATOMIC: dict[str, Callable[[int, int], int]] = {
-    "add": lambda old, b: old + b,
-    "inc": lambda old, b: 0 if old >= b else old + 1,
-    "dec": lambda old, b: b if old == 0 or old > b else old - 1,
-    "min": min,
-    "max": max,
-    "and": lambda old, b: old & b,
-    "or": lambda old, b: old | b,
-    "xor": lambda old, b: old ^ b,
+def mbarrier_at(w: Warp, place: int) -> Mbarrier:
+    """The object at an address of shared memory."""
+    cta, place = home(w, place)
+    found = cta.mbarriers.get(place)
+    if found is None:
+        w.fail(f"no mbarrier at {place:#x}")
+    return found
+
+
+Combine = Callable[[Array, Array], Array]
+
+_BITS: dict[str, Combine] = {
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
     "exch": lambda old, b: b,
+}
+_INTEGERS: dict[str, Combine] = {"add": np.add, "min": np.minimum, "max": np.maximum}
+_COUNTERS: dict[str, Combine] = {
+    "inc": lambda old, b: np.where(old >= b, np.uint32(0), old + np.uint32(1)),
+    "dec": lambda old, b: np.where((old == 0) | (old > b), b, old - np.uint32(1)),
 }
 
 
-def _sum(kind: str, space: str) -> Callable[[int, int], int]:
-    """What adds the bits of floats. fp32 in global memory is flushed, as PTX says."""
-    size = SIZES[kind]
-    flushed = kind == "f32" and space == "global"
+def combiner(operation: str, kind: str, flushed: bool = False) -> Combine | None:
+    """What atomic operations and reductions do, of the bits of what is there and of what comes to it; None: there is no such.
+    ``flushed``: subnormal fp32 counts as zero."""
+    if operation in _BITS:
+        return _BITS[operation] if kind[0] == "b" and kind[1] != "f" or kind[0] in "us" else None
+    if kind == "u32" and operation in _COUNTERS:
+        return _COUNTERS[operation]
+    if kind[0] in "us" and operation in _INTEGERS:
+        function, dtype, unsigned = _INTEGERS[operation], DTYPES[kind], UNSIGNED[SIZES[kind]]
+        return lambda old, b: function(old.view(dtype), b.view(dtype)).view(unsigned)
+    if kind in ("f32", "f64"):
+        return _sum(kind, flushed) if operation == "add" else None
+    halves = kind.removesuffix("x2")
+    if halves not in ("f16", "bf16") or operation not in ("add", "min", "max"):
+        return None
+    values = floats.bf16_values if halves == "bf16" else lambda bits: bits.view(np.float16).astype(np.float32)
+    rounded = floats.bf16_bits if halves == "bf16" else floats.f16_bits
+    # In fp32 sums are exact enough: to round them again does no harm.
+    chosen: Combine = {"add": np.add, "min": np.fmin, "max": np.fmax}[operation]
 
-    def values(bits: int) -> Array:
-        raw = np.array([bits], UNSIGNED[size])
-        if kind == "bf16x2":
-            return floats.bf16_values(raw.view(np.uint16))
-        return raw.view(np.float16 if kind == "f16x2" else DTYPES[kind])
+    def combine(old: Array, b: Array) -> Array:
+        x, y = (values(v.view(np.uint16)) for v in (old, b))
+        found = chosen(x, y)
+        if operation != "add":  # -0 is below +0
+            negative = np.signbit(x) | np.signbit(y) if operation == "min" else np.signbit(x) & np.signbit(y)
+            found = np.where((x == 0) & (y == 0), np.where(negative, np.float32(-0.0), np.float32(0)), found)
+        return rounded(found).astype(np.uint16).view(old.dtype)
 
-    def add(old: int, b: int) -> int:
-        x, y = values(old), values(b)
-        if flushed:
-            total = floats.flush(floats.flush(x) + floats.flush(y))
-        else:
-            total = x + y  # of two bf16 in fp32: where that is not exact, the smaller one counts for nothing
-        if kind == "f32":
-            total = floats.canonical(total)
-        elif kind != "f64":
-            bits = floats.bf16_bits(total) if kind == "bf16x2" else floats.f16_bits(total.astype(np.float32))
-            total = bits.astype(np.uint16)
-        return int(total.view(UNSIGNED[size])[0])
+    return combine
+
+
+def _sum(kind: str, flushed: bool) -> Combine:
+    dtype, unsigned = DTYPES[kind], UNSIGNED[SIZES[kind]]
+
+    def add(old: Array, b: Array) -> Array:
+        x, y = old.view(dtype), b.view(dtype)
+        total = floats.flush(floats.flush(x) + floats.flush(y)) if flushed else x + y
+        return (floats.canonical(total) if kind == "f32" else total).view(unsigned)
 
     return add
 
 
 @handler("atom", "red")
 def _atom(d: Decoder, i: Instruction) -> Execute:
-    """Lane by lane in their order; of floats sums alone."""
+    """Lane by lane in their order. Sums of fp32 in global memory are flushed, as PTX says."""
+    if i.modifiers[0] == "async":
+        return _red_async(d, i)
     space, kind = space_of(d, i), i.modifiers[-1]
-    operation = next((m for m in i.modifiers if m in _ATOMIC or m == "cas"), None)
-    real = kind in ("f32", "f64", "f16x2", "bf16x2")
-    if (
-        operation is None
-        or (operation != "add" if real else kind[0] not in "bus")
-        or SIZES.get(kind) not in (4, 8)
-    ):
+    operation = next((m for m in i.modifiers if m in (*_BITS, *_INTEGERS, *_COUNTERS, "cas")), "")
+    size = SIZES.get(kind, 0)
+    apply = combiner(operation, kind, kind == "f32" and space == "global") if kind in SIZES else None
+    halves = kind.removesuffix("x2") in ("f16", "bf16")
+    exists = operation == "cas" and not halves if apply is None else not halves or operation == "add"
+    if not exists or size not in ((2, 4, 8) if operation == "cas" or halves else (4, 8)):
         d.refuse("this atomic is not modelled")
-    halves = ("noftz",) if kind in ("f16x2", "bf16x2") else ()
-    d.only(i.modifiers[:-1], *SPACES, *HINTS, operation, "relaxed", "acquire", "release", "acq_rel", *halves)
-    apply = _sum(kind, space) if real else _ATOMIC.get(operation)
-    if real:  # their bits
-        kind = f"b{8 * SIZES[kind]}"
+    noftz = ("noftz",) if halves else ()
+    d.only(i.modifiers[:-1], *SPACES, *HINTS, operation, "relaxed", "acquire", "release", "acq_rel", *noftz)
     order = next((m for m in i.modifiers if m in ("acquire", "release", "acq_rel")), "relaxed")
-    size, bits = SIZES[kind], 8 * SIZES[kind]
     operands = list(i.operands)
-    to = d.destination(operands.pop(0), kind) if i.opcode == "atom" else None
+    bits = f"b{8 * size}"
+    to = d.destination(operands.pop(0), bits) if i.opcode == "atom" else None
     base, offset = d.address(operands[0], "b32")
-    sources = [d.source(x, kind) for x in operands[1 : 3 if operation == "cas" else 2]]
-    dtype = DTYPES[kind]
+    number = bits if halves else kind
+    sources = [d.source(x, number) for x in operands[1 : 3 if operation == "cas" else 2]]
 
     def atomic(w: Warp, lanes: int) -> None:
         places = addresses(w, base, offset, lanes)
         if any(w.unknown[s] & lanes for s in sources):
             w.fail("an operand of an atomic operation comes from what nothing has written")
-        given = [w.regs[s].view(dtype)[INDICES[lanes]].tolist() for s in sources]
+        given = [w.regs[s][INDICES[lanes]] for s in sources]
         old = np.zeros(len(places), UNSIGNED[size])
-        for n in range(len(places)):
-            values, unknown = gather(w, space, places[n : n + 1], size, 1, None)
+        for n, lane in enumerate(INDICES[lanes].tolist()):
+            one, here = slice(n, n + 1), 1 << lane
+            values, unknown = gather_from(w, space, places[one], size, 1, here, strong=True)
             if unknown is not None:
                 w.fail("an atomic operation on what nothing has written")
             old[n] = values[0, 0]
-            before = int(values.view(dtype)[0, 0])
-            if operation == "cas":
-                after = given[1][n] if before == given[0][n] else before
+            if apply is None:
+                after = given[1][one] if old[n] == given[0][n] else old[one]
             else:
-                assert apply is not None
-                after = apply(before, given[0][n])
-            new = np.array([[after & (1 << bits) - 1]], UNSIGNED[size])
-            scatter(w, space, places[n : n + 1], size, new, None, None)
+                after = apply(old[one], given[0][one])
+            scatter_to(w, space, places[one], size, after[:, None], None, here, strong=True)
         releases = w.machine.releases
         for word in _words(w, space, places):
             before_it = releases.get(word)
@@ -373,3 +466,73 @@ def _atom(d: Decoder, i: Instruction) -> Execute:
             w.put(to, spread(old, lanes), 0, lanes)
 
     return atomic
+
+
+# ---- asynchronous stores to shared memory of the cluster
+
+
+def _st_async(d: Decoder, i: Instruction) -> Execute:
+    """`st.async`: words that arrive at some time, counted by an mbarrier of the CTA that they go to."""
+    kind, count = i.modifiers[-1], _count(d, i)
+    d.only(i.modifiers[1:-1], "weak", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4")
+    if "shared::cluster" not in i.modifiers or "mbarrier::complete_tx::bytes" not in i.modifiers:
+        d.refuse("this form is not modelled")
+    if SIZES.get(kind) not in (4, 8) or (count == 4 and SIZES[kind] == 8):
+        d.refuse(f".{kind} is not modelled")
+    return _arriving(d, i, kind, count, None)
+
+
+def _red_async(d: Decoder, i: Instruction) -> Execute:
+    """`red.async`: the same of atomic operations."""
+    kind, operation = i.modifiers[-1], i.modifiers[-2]
+    d.only(i.modifiers[1:-2], "relaxed", "cluster", "shared::cluster", "mbarrier::complete_tx::bytes")
+    combine = combiner(operation, kind) if kind in ("u32", "s32", "b32", "u64") else None
+    if "shared::cluster" not in i.modifiers or combine is None or operation == "exch":
+        d.refuse("this form is not modelled")
+    return _arriving(d, i, kind, 1, combine)
+
+
+def _arriving(d: Decoder, i: Instruction, kind: str, count: int, combine: Combine | None) -> Execute:
+    size = SIZES[kind]
+    base, offset = d.address(i.operands[0], "b32")
+    sources = d.sources(i.operands[1], kind)
+    barrier_base, barrier_offset = d.address(i.operands[2], "b32")
+    if len(sources) != count:
+        d.refuse(f"expected {count} sources")
+
+    def start(w: Warp, lanes: int) -> None:
+        places = addresses(w, base, offset, lanes)
+        barriers = addresses(w, barrier_base, barrier_offset, lanes).tolist()
+        if any(w.unknown[s] & lanes for s in sources):
+            w.fail("a value that comes from what nothing has written is stored to another CTA")
+        values = np.stack([w.regs[s][INDICES[lanes]] for s in sources], 1)
+        told = [mbarrier_at(w, place) for place in barriers]
+        pc, clock = w.pc, w.clock.now
+        if any(home(w, a)[0] is not home(w, b)[0] for a, b in zip(places.tolist(), barriers)):
+            w.fail("the mbarrier is not in the CTA whose shared memory is written")
+        for place in places.tolist():  # unknown until it arrives
+            cta, local = home(w, place)
+            region = region_of(w, "shared::cluster", np.array([place]), size * count)
+            assert region is not None
+            if combine is None:
+                cta.shared.forget()[local - cta.shared.base : local - cta.shared.base + size * count] = 0
+                if cta.shared.shadow is not None:
+                    cta.shared.shadow.store(w, *touched(cta.shared, np.array([local]), size * count, SEVERAL))
+
+        def land() -> None:
+            w.pc = pc
+            for place, value, barrier in zip(places.tolist(), values, told):
+                cta, local = home(w, place)
+                at, bits = np.array([local]), value[None]
+                if combine is not None:
+                    before, unknown = cta.shared.load(at, size, count)
+                    if unknown is not None:
+                        w.fail("an atomic operation on what nothing has written")
+                    bits = combine(before, bits)
+                cta.shared.store(at, size, count, bits, None)
+                barrier.release(issued(w, clock))
+                barrier.count_bytes(size * count, w.fail)
+
+        w.machine.pending.append(land)
+
+    return start

@@ -10,7 +10,7 @@ from ptx_emulator import floats
 from ptx_emulator.decode import DTYPES, PARAMETERS, Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, Array, to_bits
 from ptx_emulator.machine import Warp
-from ptx_emulator.memory import UNSIGNED
+from ptx_emulator.memory import CTA_BITS, LOCAL_WINDOW, SHARED_WINDOW, UNSIGNED, WINDOW_BITS
 from ptx_emulator.parser import SIZES, Instruction, Operand, Pair, Sink, Vector
 
 Function = Callable[..., Array]
@@ -129,12 +129,17 @@ def _fma(d: Decoder, i: Instruction) -> Execute:
 
 
 def _divide(a: Array, b: Array) -> Array:
-    """The quotient towards zero; all ones by zero, which PTX leaves open."""
+    """The quotient towards zero; all ones by zero, which PTX leaves open, and a device gives."""
     one = np.where(b == 0, 1, b).astype(a.dtype)
     if a.dtype.kind == "u":
         return np.where(b == 0, ~a.dtype.type(0), a // one)
     quotient = (np.abs(a.astype(np.longdouble)) // np.abs(one.astype(np.longdouble))).astype(a.dtype)
     return np.where(b == 0, a.dtype.type(-1), np.where((a < 0) != (one < 0), -quotient, quotient))
+
+
+def _remainder(a: Array, b: Array) -> Array:
+    """All ones by zero, as a device gives."""
+    return np.where(b == 0, np.array(-1).astype(a.dtype), a - _divide(a, b) * b)
 
 
 @handler("div", "rem")
@@ -147,7 +152,7 @@ def _div(d: Decoder, i: Instruction) -> Execute:
     d.only(i.modifiers, "u16", "s16", "u32", "s32", "u64", "s64")
     if i.opcode == "div":
         return elementwise(d, i, _divide, kind)
-    return elementwise(d, i, lambda a, b: a - _divide(a, b) * b, kind)
+    return elementwise(d, i, _remainder, kind)
 
 
 def _extreme(function: Function) -> Function:
@@ -177,7 +182,7 @@ def _neg(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
     if kind in ("f32", "f64"):
         d.only(i.modifiers[:-1], "ftz")
-        # The sign alone, also of a NaN.
+        # The sign alone; of fp32 a NaN is the one that instructions give.
         sign = np.uint32(1 << 31) if kind == "f32" else np.uint64(1 << 63)
         bits = np.bitwise_xor if i.opcode == "neg" else lambda x, s: x & ~s
         unsigned, real = UNSIGNED[SIZES[kind]], DTYPES[kind]
@@ -185,6 +190,7 @@ def _neg(d: Decoder, i: Instruction) -> Execute:
 
         def apply(x: Array) -> Array:
             y = bits(x.view(unsigned), sign).view(real)
+            y = floats.canonical(y) if kind == "f32" else y
             return floats.flush(y) if ftz else y
 
         return elementwise(d, i, apply, kind)
@@ -475,31 +481,57 @@ def _mov(d: Decoder, i: Instruction) -> Execute:
     return move
 
 
+#: Where the spaces begin among generic addresses; those of global memory are the host's.
+_GENERIC = {
+    "global": 0,
+    "param": PARAMETERS,
+    "local": LOCAL_WINDOW << WINDOW_BITS,
+    "shared": SHARED_WINDOW << WINDOW_BITS,
+}
+
+
 @handler("cvta")
 def _cvta(d: Decoder, i: Instruction) -> Execute:
-    """Addresses of global memory are generic ones; those of parameters become such."""
-    space = i.modifiers[1] if i.modifiers[0] == "to" else i.modifiers[0]
-    if (
-        space not in ("global", "param")
-        or i.modifiers[-1] != "u64"
-        or (i.modifiers[0] == "to" and space == "param")
-    ):
-        d.refuse("generic addresses of this space are not modelled")
+    """Addresses to generic ones, and back."""
+    back = i.modifiers[0] == "to"
+    space = i.modifiers[back].partition("::")[0]
+    if space not in _GENERIC or i.modifiers[-1] != "u64" or len(i.modifiers) != 2 + back:
+        d.refuse("this conversion of addresses is not modelled")
     t, s = d.destination(i.operands[0], "u64"), d.source(i.operands[1], "u64")
-    base = np.uint64(PARAMETERS if space == "param" else 0)
+    base = np.uint64(-_GENERIC[space] & (1 << 64) - 1 if back else _GENERIC[space])
     return lambda w, lanes: w.put(t, w.regs[s] + base, w.unknown[s], lanes)
 
 
+@handler("isspacep")
+def _isspacep(d: Decoder, i: Instruction) -> Execute:
+    (space,) = i.modifiers
+    name = space.partition("::")[0]
+    if name not in _GENERIC:
+        d.refuse(f".{space} is not modelled")
+    to, s = d.destination(i.operands[0], "pred"), d.source(i.operands[1], "u64")
+    window, bits = np.uint64(_GENERIC[name] >> WINDOW_BITS), np.uint64(WINDOW_BITS)
+
+    def check(w: Warp, lanes: int) -> None:
+        found = w.regs[s] >> bits == window
+        if space in ("shared", "shared::cta"):
+            rank = (w.regs[s] & np.uint64((1 << WINDOW_BITS) - 1)) >> np.uint64(CTA_BITS)
+            found &= (rank == 0) | (rank == w.cta.rank + 1)
+        w.put_predicate(to, to_bits(found), w.unknown[s], lanes)
+
+    return check
+
+
 def _from_float(d: Decoder, modifiers: tuple[str, ...], result: str) -> Callable[[Array], Array]:
-    """Floats to integers: rounded as a modifier says, then saturated; a NaN is 0."""
+    """Floats to integers: rounded as a modifier says, then saturated; a NaN is 0, or of 64 bits the top bit alone."""
     rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
     name = next((x for x in modifiers if x in rounding), None)
     if name is None:
         d.refuse("no rounding to an integer is given")
     info = np.iinfo(DTYPES[result])
+    nan = -(2.0**63) if result == "s64" else 2.0**63 if result == "u64" else 0.0
 
     def convert(x: Array) -> Array:
-        y = np.nan_to_num(rounding[name](x.astype(np.float64)), nan=0.0)
+        y = np.nan_to_num(rounding[name](x.astype(np.float64)), nan=nan, posinf=np.inf, neginf=-np.inf)
         clipped = [
             min(max(int(v) if np.isfinite(v) else (info.max if v > 0 else info.min), info.min), info.max)
             for v in y
@@ -543,6 +575,7 @@ def _cvt(d: Decoder, i: Instruction) -> Execute:
         def reals(x: Array) -> Array:
             x = floats.flush(x) if ftz and kind == "f32" else x
             y = x.astype(DTYPES[result])
+            y = floats.canonical(y) if kind == "f16" else y
             return floats.flush(y) if ftz and result == "f32" else y
 
         convert = reals

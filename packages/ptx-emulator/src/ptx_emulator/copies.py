@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 
 from ptx_emulator import tensors
-from ptx_emulator.access import addresses, region_of, touched
+from ptx_emulator.access import addresses, home, mbarrier_at, region_of, touched
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, INDICES, Array
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import copy
 from ptx_emulator.parser import Instruction
 from ptx_emulator.races import SEVERAL, issued
-from ptx_emulator.synchronize import check_proxy, mbarrier_at
+from ptx_emulator.synchronize import check_proxy
+
+REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
 @dataclass
@@ -56,6 +58,8 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
     if i.modifiers[:2] in (("async", "wait_group"), ("async", "wait_all")):
         left = d.immediate(i.operands[0]) if i.modifiers[1] == "wait_group" else None
         return lambda w, lanes: _wait(w, BOOLS[lanes], left)
+    if i.modifiers[:1] == ("reduce",):
+        return _reduce(d, i)
     if i.modifiers[:1] != ("async",):
         d.refuse("this copy is not modelled")
     if i.modifiers[1] == "mbarrier":
@@ -157,26 +161,37 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
     return arrive
 
 
+#: Bulk copies to shared memory whose bytes an mbarrier counts: from where to where.
+_COUNTED = [
+    (*ends, "mbarrier::complete_tx::bytes")
+    for ends in (("shared::cluster", "global"), ("shared::cta", "global"), ("shared::cluster", "shared::cta"))
+]
+
+
 def _bulk(d: Decoder, i: Instruction) -> Execute:
-    """Global to shared memory, with bytes counted by an mbarrier; the rest is in `tensors`."""
+    """To shared memory, from global memory or that of this CTA, with bytes counted by an mbarrier; the rest is in
+    `tensors`."""
     if i.modifiers[2] == "commit_group":
         return tensors.commit
     if i.modifiers[2] == "wait_group":
         return tensors.wait(d, i)
     if i.modifiers[2] == "tensor":
         return tensors.tensor_copy(d, i)
-    expected = ("async", "bulk", "shared::cluster", "global", "mbarrier::complete_tx::bytes")
-    shape = tuple(m for m in i.modifiers if m != "L2::cache_hint")
-    if shape == ("async", "bulk", "global", "shared::cta", "bulk_group"):
+    multicast = "multicast::cluster" in i.modifiers
+    shape = tuple(m for m in i.modifiers[2:] if m not in ("L2::cache_hint", "multicast::cluster"))
+    if shape == ("global", "shared::cta", "bulk_group") and not multicast:
         return tensors.bulk_store(d, i)
-    if shape not in (expected, ("async", "bulk", "shared::cta", *expected[3:])):
+    if shape not in _COUNTED or (multicast and shape[:2] != ("shared::cluster", "global")):
         d.refuse("this bulk copy is not modelled")
+    between = shape[1] == "shared::cta"
     to, to_offset = d.address(i.operands[0], "b32")
-    source, source_offset = d.address(i.operands[1], "b64")
+    source, source_offset = d.address(i.operands[1], "b32" if between else "b64")
     size = d.source(i.operands[2], "u32")
     base, offset = d.address(i.operands[3], "b32")
+    rest = list(i.operands[4:])
     if "L2::cache_hint" in i.modifiers:
-        d.source(i.operands[4], "b64")
+        d.source(rest.pop(), "b64")
+    mask = d.source(rest.pop(), "b16") if multicast else None
 
     def start(w: Warp, lanes: int) -> None:
         if w.unknown[size] & lanes:
@@ -185,37 +200,72 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
             addresses(w, to, to_offset, lanes), addresses(w, source, source_offset, lanes),
             w.regs[size][INDICES[lanes]], addresses(w, base, offset, lanes),
         ]  # fmt: skip
-        for place, origin, count, barrier in zip(*(c.tolist() for c in columns)):
-            _start_bulk(w, place, origin, count, barrier)
+        for lane, place, origin, count, barrier in zip(
+            INDICES[lanes].tolist(), *(c.tolist() for c in columns)
+        ):
+            for target, told in (
+                [(place, barrier)] if mask is None else tensors.ends(w, mask, lane, place, barrier)
+            ):
+                _start_bulk(w, target, origin, count, told, between)
 
     return start
 
 
-def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int) -> None:
+def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int, between: bool) -> None:
+    """``between``: CTAs; otherwise from global memory."""
     if count % 16 or place % 16 or origin % 16:
         w.fail(f"bulk copy of {count} bytes from {origin:#x} to {place:#x}: all are multiples of 16")
-    barrier, shared, pc = mbarrier_at(w, barrier_place), w.cta.shared, w.pc
+    (cta, place), pc, clock = home(w, place), w.pc, w.clock.now
+    barrier, shared = mbarrier_at(w, barrier_place), cta.shared
+    if home(w, barrier_place)[0] is not cta:
+        w.fail("bulk copy: the mbarrier is not in the CTA whose shared memory is written")
     if count:
-        region = w.machine.memory.at(origin, origin + count, w.fail)
-        if place < shared.low or place + count > shared.high:
-            w.fail(f"bulk copy: shared memory out of bounds: {place:#x} and {count} bytes")
-        shared.forget()[place - shared.base : place - shared.base + count] = 0
+        region = w.cta.shared if between else w.machine.memory.at(origin, origin + count, w.fail)
+        for what, start in [(shared, place)] + [(region, origin)] * between:
+            if start < what.low or start + count > what.high:
+                w.fail(f"bulk copy: shared memory out of bounds: {start:#x} and {count} bytes")
+        words = np.arange(0, count, 4)
+        here = (origin - region.base + words) >> 2
+        if between:
+            check_proxy(w, "shared", region, here >> 2)
         if region.shadow is not None:
-            region.shadow.observe(w, np.arange(origin - region.base, origin - region.base + count, 4) >> 2)
+            region.shadow.observe(w, here)
+        sent = region.load(origin + words, 4, 1)[0] if between else None
+        shared.forget()[place - shared.base : place - shared.base + count] = 0
         if shared.shadow is not None:
-            shared.shadow.store(
-                w, np.arange(place - shared.base, place - shared.base + count, 4) >> 2, SEVERAL
-            )
-    clock = w.clock.now
+            shared.shadow.store(w, (place - shared.base + words) >> 2, SEVERAL)
 
     def land() -> None:
         w.pc = pc
         if count:
-            check_proxy(
-                w, "global", region, slice((origin - region.base) >> 4, (origin - region.base + count) >> 4)
-            )
+            if not between:
+                check_proxy(
+                    w,
+                    "global",
+                    region,
+                    slice((origin - region.base) >> 4, (origin - region.base + count) >> 4),
+                )
+            elif (region.load(origin + words, 4, 1)[0] != sent).any():
+                w.fail("shared memory was overwritten before a bulk copy had read it")
             copy(region, origin, shared, place, count)
         barrier.release(issued(w, clock))
         barrier.count_bytes(count, w.fail)
 
     w.machine.pending.append(land)
+
+
+def _reduce(d: Decoder, i: Instruction) -> Execute:
+    """`cp.reduce.async.bulk`, of boxes and of bytes in global memory."""
+    rest = [m for m in i.modifiers if m not in ("L2::cache_hint", "noftz", "tile")]
+    if rest[:3] != ["reduce", "async", "bulk"]:
+        d.refuse("this reduction is not modelled")
+    if rest[3] == "tensor":
+        operation = next((m for m in rest if m in REDUCTIONS), None)
+        if operation is None:
+            d.refuse("this reduction is not modelled")
+        return tensors.tensor_copy(d, i, operation)
+    if rest[3:6] != ["global", "shared::cta", "bulk_group"] or len(rest) != 8 or rest[6] not in REDUCTIONS:
+        d.refuse("this reduction is not modelled")
+    if (rest[7] in ("f16", "bf16") and rest[6] == "add") != ("noftz" in i.modifiers):
+        d.refuse(".noftz belongs to sums of f16 and bf16")
+    return tensors.bulk_store(d, i, rest[6], rest[7])

@@ -82,6 +82,12 @@ class Decoder:
             self.symbols[variable.name] = end
             end += variable.size
         self.static_bytes = end - SHARED_BASE
+        end = 0
+        for variable in kernel.local:
+            end = -(-end // variable.align) * variable.align
+            self.symbols[variable.name] = end
+            end += variable.size
+        self.local_bytes = -(-end // 16) * 16
         self.offsets, offset = {}, 0
         for name, _, size in kernel.parameters:
             offset = -(-offset // size) * size
@@ -109,7 +115,7 @@ class Decoder:
         lines.append((lines[-1][0], lines[-1][1]))
         return Program(
             self.kernel.name, code, lines, self.registers, self.unknown, self.specials,
-            [*reads, frozenset()], [*writes, frozenset()], [*relaxed, False],
+            [*reads, frozenset()], [*writes, frozenset()], [*relaxed, False], self.local_bytes,
         )  # fmt: skip
 
     def _guarded(self, execute: Execute, guard: tuple[Register, bool]) -> Execute:

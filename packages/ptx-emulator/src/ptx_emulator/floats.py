@@ -66,14 +66,14 @@ def tf32_bits(x: Array) -> Array:
     """fp32 rounded to nearest even tf32, whose low 13 bits are zero."""
     bits = x.view(np.uint32)
     rounded = bits + (np.uint32(0xFFF) + (bits >> np.uint32(13) & np.uint32(1))) & np.uint32(0xFFFFE000)
-    return np.where(np.isnan(x), NAN32, np.where(np.isinf(x), bits, rounded))
+    return np.where(np.isnan(x), NAN32 & np.uint32(0xFFFFE000), np.where(np.isinf(x), bits, rounded))
 
 
 def tf32_bits_away(x: Array) -> Array:
-    """The same, ties away from zero."""
+    """The same, ties away from zero; a NaN keeps its upper bits."""
     bits = x.view(np.uint32)
-    rounded = bits + np.uint32(0x1000) & np.uint32(0xFFFFE000)
-    return np.where(np.isnan(x), NAN32, np.where(np.isinf(x), bits, rounded))
+    rounded = bits + np.uint32(0x1000)
+    return np.where(np.isfinite(x), rounded, bits) & np.uint32(0xFFFFE000)
 
 
 def bf16_values(bits: Array) -> Array:

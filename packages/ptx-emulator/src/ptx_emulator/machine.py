@@ -10,13 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
 
 from ptx_emulator.errors import ExecutionError
 from ptx_emulator.lanes import BOOLS, FULL
-from ptx_emulator.memory import CTA_BITS, GlobalMemory, Region, shared_region
+from ptx_emulator.memory import CTA_BITS, GlobalMemory, Region, local_region, shared_region
 from ptx_emulator.races import Clock, Shadow
 
 POLLS = 256  # a warp's looks at memory that nothing has changed, after which they count as endless
@@ -146,6 +147,7 @@ class Program:
     reads: list[frozenset[int]]
     writes: list[frozenset[int]]
     relaxed: list[bool]
+    local_bytes: int = 0  # of a thread, a multiple of 16
 
 
 class Warp:
@@ -178,6 +180,11 @@ class Warp:
         self.operands: list[tuple[int, Callable[[], None]]] = []
         self.wgmma_group = 0
         self.fenced: list[Any] | None = None
+
+    @cached_property
+    def local(self) -> Region:
+        """Local memory of its threads, one after the other."""
+        return local_region(self.program.local_bytes)
 
     def fail(self, message: str) -> NoReturn:
         """Raise for the instruction that is executing."""

@@ -30,6 +30,8 @@ def _matrix(d: Decoder, i: Instruction) -> tuple[int, bool]:
     count = next((int(m[1]) for m in i.modifiers if m in ("x1", "x2", "x4")), 0)
     if not count or "m8n8" not in i.modifiers:
         d.refuse("this shape is not modelled")
+    if i.opcode != "movmatrix" and not any(m.startswith("shared") for m in i.modifiers):
+        d.refuse("generic addresses are not modelled here")
     return count, "trans" in i.modifiers
 
 

@@ -19,6 +19,8 @@ from ptx_emulator.races import Shadow
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SHARED_BASE = 1024  # what the system keeps for itself
 CTA_BITS = 24  # where an address of the cluster's shared memory has the rank of its CTA, counted from 1 (0: the own one)
+WINDOW_BITS = 60  # of generic addresses; above them the window: 0 is global memory
+LOCAL_WINDOW, SHARED_WINDOW = 1, 2
 
 Fail = Callable[[str], NoReturn]
 
@@ -108,6 +110,12 @@ def shared_region(size: int) -> Region:
     room = -(-size // 16) * 16
     data = np.frombuffer(bytearray(room), np.uint8)
     return Region("shared memory", SHARED_BASE, SHARED_BASE + size, data, initialized=False, scratch=True)
+
+
+def local_region(size: int) -> Region:
+    """The local memory of a warp: for each of 32 threads ``size`` bytes."""
+    data = np.frombuffer(bytearray(32 * size), np.uint8)
+    return Region("local memory", 0, 32 * size, data, initialized=False, scratch=True)
 
 
 class GlobalMemory:

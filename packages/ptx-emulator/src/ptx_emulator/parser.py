@@ -116,7 +116,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable in shared memory; ``size`` 0: as much as the launch gives."""
+    """A variable in shared or local memory; ``size`` 0: as much as the launch gives."""
 
     name: str
     size: int
@@ -131,6 +131,7 @@ class Kernel:
     parameters: list[tuple[str, str, int]]
     instructions: list[Instruction] = field(default_factory=list)
     shared: list[Variable] = field(default_factory=list)
+    local: list[Variable] = field(default_factory=list)
     threads: tuple[int, ...] | None = None
 
 
@@ -147,8 +148,8 @@ _ENTRY = re.compile(r"(?:\.visible\s+|\.weak\s+)*\.entry\s+([\w$]+)\s*(?:\(([^)]
 _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\b[^,\[]*?)?([\w$]+)(?:\[(\d+)\])?\s*$"
 )
-_SHARED = re.compile(
-    r"(?:\.extern\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?\s*$"
+_VARIABLE = re.compile(
+    r"(?:\.extern\s+)?\.(?:shared|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?\s*$"
 )
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _REGISTERS = re.compile(r"\.reg\s+(?:\.v[24]\s+)?\.(\w+)\s+(.*)", re.DOTALL)
@@ -178,7 +179,7 @@ def parse(text: str) -> Module:
         kernel = Kernel(entry[1], [_parameter(x) for x in (entry[2] or "").split(",") if x.strip()])
         if match := re.search(r"\.reqntid\s+([\d,\s]+)", entry[3]):
             kernel.threads = tuple(int(x) for x in match[1].split(","))
-        kernel.instructions, kernel.shared = parser.instructions, parser.shared
+        kernel.instructions, kernel.shared, kernel.local = parser.instructions, parser.shared, parser.local
         kernels[kernel.name] = kernel
         end = parser.end
     outside.append(text[end:])
@@ -192,9 +193,9 @@ def _outside(text: str) -> list[Variable]:
     """Variables of the module. Anything else that holds data is an error."""
     found = []
     for statement in text.split(";"):
-        if re.search(r"\.(global|const|tex)\b", statement):
+        if re.search(r"\.(global|const|tex|local)\b", statement):
             raise PtxError(
-                f"variables of the module in global or constant memory are not modelled: {statement.strip()}"
+                f"variables of the module but in shared memory are not modelled: {statement.strip()}"
             )
         if ".shared" in statement:
             found.append(_variable(statement[statement.index(".shared") :].strip()))
@@ -202,7 +203,7 @@ def _outside(text: str) -> list[Variable]:
 
 
 def _variable(text: str) -> Variable:
-    match = _SHARED.match(text)
+    match = _VARIABLE.match(text)
     if match is None:
         raise PtxError(f"not understood: {text}")
     size = SIZES[match[2]] * (1 if match[4] is None else int(match[4] or 0))
@@ -233,6 +234,7 @@ class _Body:
         self.line, self.counted = 1, 0
         self.instructions: list[Instruction] = []
         self.shared: list[Variable] = []
+        self.local: list[Variable] = []
         self.scope, self.scopes = _Scope(0, None), 1
         branches: list[tuple[int, _Scope]] = []
         while True:
@@ -301,6 +303,8 @@ class _Body:
                     self.scope.registers[name] = Register(unique, match[1])
         elif text.startswith(".shared"):
             self.shared.append(_variable(text))
+        elif text.startswith(".local"):
+            self.local.append(_variable(text))
         elif not text.startswith((".pragma", ".loc", ".file", ".section")):
             raise PtxError("this directive is not modelled", self.line, text)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ptx_emulator.access import addresses, home, lanes_of, space_of, spread
+from ptx_emulator.access import addresses, lanes_of, mbarrier_at, space_of, spread
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, LANES, Array, to_bits
 from ptx_emulator.machine import CONVERGE, EXIT, POLL, Mbarrier, NamedBarrier, Wait, Warp
-from ptx_emulator.memory import CTA_BITS, Region
-from ptx_emulator.parser import Instruction, Label, Pair, Sink
+from ptx_emulator.memory import CTA_BITS, SHARED_WINDOW, WINDOW_BITS, Region
+from ptx_emulator.parser import Instruction, Label, Operand, Pair, Sink
 
 # ---- control flow
 
@@ -239,20 +240,47 @@ def _cluster_barrier(d: Decoder, i: Instruction) -> Execute:
 @handler("mapa")
 def _mapa(d: Decoder, i: Instruction) -> Execute:
     """The address of the same place in another CTA's shared memory."""
-    if i.modifiers != ("shared::cluster", "u32"):
-        d.refuse("only mapa.shared::cluster.u32 is modelled")
+    kind = i.modifiers[-1]
+    if i.modifiers not in (("shared::cluster", kind), (kind,)) or kind not in ("u32", "u64"):
+        d.refuse("this form is not modelled")
+    generic = len(i.modifiers) == 1
+    if generic and kind == "u32":
+        d.refuse("generic addresses have 64 bits")
     to, place, rank = (
-        d.destination(i.operands[0], "u32"),
-        d.source(i.operands[1], "u32"),
+        d.destination(i.operands[0], kind),
+        d.source(i.operands[1], kind),
         d.source(i.operands[2], "u32"),
     )
-    local = np.uint32((1 << CTA_BITS) - 1)
+    word: Any = np.uint32 if kind == "u32" else np.uint64
+    base = word(SHARED_WINDOW << WINDOW_BITS if generic else 0)
 
     def map_address(w: Warp, lanes: int) -> None:
-        found = w.regs[place] & local | (w.regs[rank] + np.uint32(1)) << np.uint32(CTA_BITS)
-        w.put(to, found, w.unknown[place] | w.unknown[rank], lanes)
+        local = w.regs[place] & word((1 << CTA_BITS) - 1)
+        found = local | w.regs[rank].astype(word) + word(1) << word(CTA_BITS)
+        w.put(to, found | base, w.unknown[place] | w.unknown[rank], lanes)
 
     return map_address
+
+
+@handler("getctarank")
+def _getctarank(d: Decoder, i: Instruction) -> Execute:
+    """The CTA of the cluster to whose shared memory an address leads."""
+    d.only(i.modifiers, "shared::cluster", "u32", "u64")
+    to, place = d.destination(i.operands[0], "b32"), d.source(i.operands[1], i.modifiers[-1])
+    mask = (1 << WINDOW_BITS) - 1
+
+    def rank(w: Warp, lanes: int) -> None:
+        found = (w.regs[place].astype(np.int64) & mask) >> CTA_BITS
+        w.put(to, np.where(found == 0, w.cta.rank, found - 1).astype(np.uint32), w.unknown[place], lanes)
+
+    return rank
+
+
+@handler("griddepcontrol")
+def _griddepcontrol(d: Decoder, i: Instruction) -> Execute:
+    """Launches run one after the other: the one before has ended, and the next one begins after this one."""
+    d.only(i.modifiers, "wait", "launch_dependents")
+    return lambda w, lanes: None
 
 
 def uniform(w: Warp, slot: int, lanes: int) -> int:
@@ -268,13 +296,19 @@ def uniform(w: Warp, slot: int, lanes: int) -> int:
 # ---- mbarriers
 
 
-def mbarrier_at(w: Warp, place: int) -> Mbarrier:
-    """The object at an address of shared memory."""
-    cta, place = home(w, place)
-    found = cta.mbarriers.get(place)
-    if found is None:
-        w.fail(f"no mbarrier at {place:#x}")
-    return found
+def _places(d: Decoder, i: Instruction, operand: Operand) -> Callable[[Warp, int], Array]:
+    """Addresses of mbarriers; generic ones have to lead to shared memory."""
+    base, offset = d.address(operand, "b32")
+    if space_of(d, i) != "generic":
+        return lambda w, lanes: addresses(w, base, offset, lanes)
+
+    def generic(w: Warp, lanes: int) -> Array:
+        found = addresses(w, base, offset, lanes)
+        if (found >> WINDOW_BITS != SHARED_WINDOW).any():
+            w.fail("mbarrier: a generic address that is not one of shared memory")
+        return found & (1 << WINDOW_BITS) - 1
+
+    return generic
 
 
 @handler("mbarrier")
@@ -289,16 +323,14 @@ def _mbarrier(d: Decoder, i: Instruction) -> Execute:
     )  # fmt: skip
     if "noComplete" in i.modifiers:
         d.refuse(".noComplete is not modelled")
-    space_of(d, i)
     return kinds[operation](d, i)
 
 
 def _init(d: Decoder, i: Instruction) -> Execute:
-    base, offset = d.address(i.operands[0], "b32")
-    count = d.source(i.operands[1], "u32")
+    places_of, count = _places(d, i, i.operands[0]), d.source(i.operands[1], "u32")
 
     def init(w: Warp, lanes: int) -> None:
-        places, counts = addresses(w, base, offset, lanes), w.regs[count][INDICES[lanes]]
+        places, counts = places_of(w, lanes), w.regs[count][INDICES[lanes]]
         for place, n in zip(places.tolist(), counts.tolist()):
             _check_place(w, place)
             if not 1 <= n < 1 << 20:
@@ -312,10 +344,10 @@ def _init(d: Decoder, i: Instruction) -> Execute:
 
 
 def _invalidate(d: Decoder, i: Instruction) -> Execute:
-    base, offset = d.address(i.operands[0], "b32")
+    places_of = _places(d, i, i.operands[0])
 
     def invalidate(w: Warp, lanes: int) -> None:
-        for place in addresses(w, base, offset, lanes).tolist():
+        for place in places_of(w, lanes).tolist():
             mbarrier_at(w, place)
             del w.cta.mbarriers[place]
 
@@ -333,14 +365,14 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
     """`arrive` and `arrive.expect_tx`; the state that they give is the number of the phase."""
     operands = list(i.operands)
     to = d.destination(operands.pop(0), "b64")
-    base, offset = d.address(operands[0], "b32")
+    places_of = _places(d, i, operands[0])
     expect = "expect_tx" in i.modifiers
     if expect and len(operands) != 2:
         d.refuse("expected a number of bytes")
     count = d.source(operands[1], "u32") if len(operands) > 1 else None
 
     def arrive(w: Warp, lanes: int) -> None:
-        places = addresses(w, base, offset, lanes).tolist()
+        places = places_of(w, lanes).tolist()
         if count is not None and w.unknown[count] & lanes:
             w.fail("an operand comes from what nothing has written")
         counts = [1] * len(places) if count is None else w.regs[count][INDICES[lanes]].tolist()
@@ -366,7 +398,7 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
     last one of its parity that is not behind the first that it does not know: see `Mbarrier.known`.
     """
     to = d.destination(i.operands[0], "pred")
-    base, offset = d.address(i.operands[1], "b32")
+    places_of = _places(d, i, i.operands[1])
     parity = "parity" in i.modifiers
     phase = d.source(i.operands[2], "b32" if parity else "b64")
     if len(i.operands) > 3:
@@ -374,7 +406,7 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
     blocks = i.modifiers[0] == "try_wait"
 
     def wait(w: Warp, lanes: int) -> Any:
-        places = addresses(w, base, offset, lanes).tolist()
+        places = places_of(w, lanes).tolist()
         if w.unknown[phase] & lanes:
             w.fail("a phase comes from what nothing has written")
         phases = w.regs[phase][INDICES[lanes]].tolist()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ptx_emulator import floats
-from ptx_emulator.access import addresses, scatter
+from ptx_emulator.access import addresses, mbarrier_at, scatter
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
 from ptx_emulator.machine import Cta, Warp
@@ -22,7 +22,7 @@ from ptx_emulator.matrices import load_operand, values_of
 from ptx_emulator.memory import Region
 from ptx_emulator.parser import Address, Instruction, Vector
 from ptx_emulator.races import Shadow
-from ptx_emulator.synchronize import aligned, mbarrier_at, uniform
+from ptx_emulator.synchronize import aligned, uniform
 
 LANES, COLUMNS = 128, 512
 LOADING = 1 << 60  # `Warp.flight` of registers that `ld` fills

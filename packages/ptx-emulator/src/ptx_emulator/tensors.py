@@ -6,49 +6,58 @@ encoding varied maps; any other bit that is set is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from ptx_emulator.access import addresses, home
+from ptx_emulator.access import addresses, combiner, home, mbarrier_at
 from ptx_emulator.decode import PARAMETERS, Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, INDICES, Array
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import CTA_BITS, UNSIGNED, Region
-from ptx_emulator.parser import Coordinates, Instruction
+from ptx_emulator.parser import SIZES, Coordinates, Instruction
 from ptx_emulator.races import SEVERAL, issued
-from ptx_emulator.synchronize import check_proxy, mbarrier_at
+from ptx_emulator.synchronize import check_proxy
 
 MAP_BYTES = 128
-_ELEMENT_BYTES = {
-    0: 1,
-    1: 2,
-    2: 4,
-    6: 2,
-    7: 4,
-    9: 8,
-    10: 2,
-}  # u8, u16, 32-bit integers, fp16, fp32, fp64, bf16
-_FLAGS = 0x24_67F2  # the bits that are understood, and 18 and 21, which change how L2 is used
+#: Elements by their number in a map: type, bytes. Bit 16 makes tf32 of fp32; type 8 is fp32 with subnormals as zeros.
+_ELEMENTS = {
+    0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 4: ("u64", 8), 5: ("s64", 8), 6: ("f16", 2), 7: ("f32", 4),
+    8: ("f32", 4), 9: ("f64", 8), 10: ("bf16", 2),
+}  # fmt: skip
+_FILL, _TF32 = 1 << 15, 1 << 16
+#: The bits that are understood, and 1, 17, 18 and 21, which change how L2 is used.
+_FLAGS = 0x27_E7F2
+_NAN = 0x7FF7  # of each 2 bytes outside of a tensor, if its map says so
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """``extents`` and ``box`` in elements of ``size`` bytes, ``strides`` in bytes, from the innermost dimension on;
-    ``swizzle``: which of the three bits above 128 bytes are added to those above 16 (0, 1, 3, 7)."""
+    """``kind``: of elements of ``size`` bytes; ``extents`` and ``box`` in elements, ``strides`` in bytes, from the innermost
+    dimension on; ``swizzle``: which of the three bits above 128 bytes are added to those above 16 (0, 1, 3, 7); ``pitch``:
+    bytes from row to row of a box in shared memory; ``fill``: the bits of elements outside."""
 
     address: int
+    kind: str
     size: int
     extents: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    pitch: int
+    fill: int
 
     @property
     def bytes(self) -> int:
         """Of a box."""
         return int(np.prod(self.box)) * self.size
+
+    @property
+    def room(self) -> int:
+        """From the first byte of a box in shared memory to the end of its last row."""
+        return int(np.prod(self.box[1:])) * self.pitch
 
 
 @lru_cache(maxsize=1024)
@@ -56,22 +65,34 @@ def decoded(raw: bytes) -> TensorMap:
     """The tensor map of 128 bytes, of which the second half is not looked at. Raises ``ValueError``."""
     words = np.frombuffer(raw, np.uint32)
     flags = int(words[2])
-    rank, kind, swizzle = (flags >> 4 & 7) + 1, flags >> 7 & 15, flags >> 13 & 3
-    if flags & ~_FLAGS or flags & 15 != 2 or rank > 5 or kind not in _ELEMENT_BYTES:
+    rank, number, swizzle = (flags >> 4 & 7) + 1, flags >> 7 & 15, flags >> 13 & 3
+    if flags & ~_FLAGS or rank > 5 or number not in _ELEMENTS or (flags & _TF32 and number not in (7, 8)):
         raise ValueError(f"flags {flags:#x}")
-    size = _ELEMENT_BYTES[kind]
-    strides = (size, *(int(x) * 16 for x in words[3 : 2 + rank]))
+    kind, size = _ELEMENTS[number]
+    # Strides have 36 bits, the upper 4 of all dimensions in a word of their own.
+    upper = int(words[7])
+    strides = (
+        size,
+        *((int(x) | (upper >> 4 * n & 15) << 32) * 16 for n, x in enumerate(words[3 : 2 + rank])),
+    )
     box = tuple(x + 1 for x in raw[55 : 55 + rank])
-    if any(raw[55 + rank : 64]) or any(raw[52:55]) or any(words[2 + rank : 8]) or any(words[8 + rank : 13]):
+    beyond = any(words[2 + rank : 7]) or upper >> 4 * (rank - 1) or any(words[8 + rank : 13])
+    if any(raw[55 + rank : 64]) or any(raw[52:55]) or beyond:
         raise ValueError("a stride between elements, or more dimensions than its rank")
     address = int(words[0]) | int(words[1]) << 32
-    inner = box[0] * size
+    inner, width = box[0] * size, 16 << swizzle
     if address % 16 or inner % 16:
         raise ValueError(f"address {address:#x} and {inner} bytes of a box's row have to be multiples of 16")
-    if swizzle and inner > 16 << swizzle:
-        raise ValueError(f"a row of a box has {inner} bytes, more than the {16 << swizzle} of the swizzle")
+    if swizzle and inner > width:
+        raise ValueError(f"a row of a box has {inner} bytes, more than the {width} of the swizzle")
+    fill = 0
+    if flags & _FILL:
+        if "f" not in kind:
+            raise ValueError("NaN outside of a tensor of integers")
+        fill = int.from_bytes(_NAN.to_bytes(2, "little") * (size // 2), "little")
     extents = tuple(int(x) + 1 for x in words[8 : 8 + rank])
-    return TensorMap(address, size, extents, strides, box, (1 << swizzle) - 1)
+    pitch = width if swizzle else inner
+    return TensorMap(address, kind, size, extents, strides, box, (1 << swizzle) - 1, pitch, fill)
 
 
 @lru_cache(maxsize=64)
@@ -84,11 +105,13 @@ def _grid(box: tuple[int, ...]) -> Array:
 
 def elements(m: TensorMap, place: int, corner: list[int]) -> tuple[Array, Array, Array]:
     """Of a box at an address of shared memory and a corner in the tensor: the addresses of its elements in shared
-    memory; which are inside of the tensor; the addresses of those."""
+    memory, where rows that are narrower than the swizzle leave gaps; which are inside of the tensor; the addresses of
+    those."""
     index = _grid(m.box) + np.array(corner)[:, None]
     inside = ((index >= 0) & (index < np.array(m.extents)[:, None])).all(0)
     origins = m.address + (index[:, inside] * np.array(m.strides)[:, None]).sum(0)
-    places = place + np.arange(len(inside)) * m.size
+    row, column = np.divmod(np.arange(len(inside)), m.box[0])
+    places = place + row * m.pitch + column * m.size
     return places ^ (places >> 7 & m.swizzle) << 4, inside, origins
 
 
@@ -130,13 +153,14 @@ def region_of(w: Warp, places: Array, size: int) -> Region:
 
 
 def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_place: int) -> None:
-    """The bytes of a box, zeros outside of the tensor, arrive at some time; then the mbarrier counts them."""
+    """The bytes of a box, filled outside of the tensor, arrive at some time; then the mbarrier counts them."""
     (cta, place), pc, clock = home(w, place), w.pc, w.clock.now
     if home(w, barrier_place)[0] is not cta:
         w.fail("bulk tensor copy: the mbarrier is not in the CTA whose shared memory is written")
     barrier, shared = mbarrier_at(w, barrier_place), cta.shared
-    places, inside, origins = _checked(w, m, place, corner)
-    shared.forget()[place - shared.base : place - shared.base + m.bytes] = 0
+    places, inside, origins = _checked(w, m, shared, place, corner)
+    shared.forget()
+    shared.known_view(m.size, 1)[(places - shared.base) // m.size] = 0
     if shared.shadow is not None:
         shared.shadow.store(w, words(shared, places, m.size), SEVERAL)
     region = region_of(w, origins, m.size) if len(origins) else None
@@ -145,7 +169,7 @@ def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_pla
 
     def land() -> None:
         w.pc = pc
-        values = np.zeros((len(places), 1), UNSIGNED[m.size])
+        values = np.full((len(places), 1), m.fill, UNSIGNED[m.size])
         unknown = np.zeros((len(places), 1), np.bool_)
         if region is not None:
             check_proxy(w, "global", region, units(region, origins))
@@ -159,36 +183,49 @@ def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_pla
     w.machine.pending.append(land)
 
 
-def _checked(w: Warp, m: TensorMap, place: int, corner: list[int]) -> tuple[Array, Array, Array]:
+def _checked(
+    w: Warp, m: TensorMap, shared: Region, place: int, corner: list[int]
+) -> tuple[Array, Array, Array]:
     if len(corner) != len(m.box):
         w.fail(f"tensor map of rank {len(m.box)}, {len(corner)} coordinates")
+    if corner[0] * m.size % 16:
+        w.fail(
+            f"bulk tensor copy: coordinate {corner[0]} of elements of {m.size} bytes is not aligned to 16 bytes"
+        )
     if place % 128:
         w.fail(f"bulk tensor copy: shared memory at {place:#x} is not aligned to 128 bytes")
-    if place < w.cta.shared.low or place + m.bytes > w.cta.shared.high:
-        w.fail(f"bulk tensor copy: shared memory out of bounds: {place:#x} and {m.bytes} bytes")
+    if place < shared.low or place + m.room > shared.high:
+        w.fail(f"bulk tensor copy: shared memory out of bounds: {place:#x} and {m.room} bytes")
     return elements(m, place, corner)
 
 
 # ---- shared to global memory
 
 
-class Store:
-    """A bulk copy from shared to global memory. It reads and writes when that is waited for, or at some time before."""
+Combine = Callable[[Array, Array], Array]
 
-    def __init__(self, w: Warp, lanes: list[int], places: Array, origins: Array, size: int):
+
+class Store:
+    """A bulk copy, or a reduction, from shared to global memory. It reads and writes when that is waited for, or at some time
+    before."""
+
+    def __init__(
+        self, w: Warp, lanes: list[int], places: Array, origins: Array, size: int, combine: Combine | None = None
+    ):  # fmt: skip
         """Elements of ``size`` bytes, from addresses in shared memory to addresses in global memory. ``lanes``: that
-        started it; where several of a warp start the same, it is one."""
+        started it; where several of a warp start the same, it is one, unless it is a reduction: ``combine`` gives the
+        bits of what is there and of what comes to it."""
         self.w, self.groups, self.pc = w, {lane: int(w.bulk_group[lane]) for lane in lanes}, w.pc
-        self.places, self.origins, self.size = places, origins, size
+        self.places, self.origins, self.size, self.combine = places, origins, size, combine
         self.has_read = self.has_written = self.was_awaited = False
         shared = w.cta.shared
         check_proxy(w, "shared", shared, units(shared, places))
         self.bits, self.unknown = shared.load(places, size, 1)
         self._look(w)
         self.region = region_of(w, origins, size)
-        if self.unknown is not None and not self.region.scratch:
+        if self.unknown is not None and not (self.region.scratch and combine is None):
             w.fail(f"a value that comes from what nothing has written is stored to {self.region.name}")
-        if self.region.shadow is not None:
+        if self.region.shadow is not None and combine is None:  # reductions are atomic
             self.region.shadow.store(w, words(self.region, origins, size), SEVERAL)
         w.bulk.append(self)
         w.machine.pending.append(self.write)
@@ -208,9 +245,17 @@ class Store:
 
     def write(self) -> None:
         self.read()
-        if not self.has_written:
-            self.has_written = True
-            self.region.store(self.origins, self.size, 1, self.bits, self.unknown)
+        if self.has_written:
+            return
+        self.has_written = True
+        bits = self.bits
+        if self.combine is not None:
+            before, unknown = self.region.load(self.origins, self.size, 1)
+            if unknown is not None:
+                self.w.pc = self.pc
+                self.w.fail("a reduction of what nothing has written")
+            bits = self.combine(before, bits)
+        self.region.store(self.origins, self.size, 1, bits, self.unknown)
 
 
 def commit(w: Warp, lanes: int) -> None:
@@ -242,15 +287,16 @@ def wait(d: Decoder, i: Instruction) -> Execute:
 # ---- instructions
 
 
-def tensor_copy(d: Decoder, i: Instruction) -> Execute:
-    """`cp.async.bulk.tensor`, tiled."""
+def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
+    """`cp.async.bulk.tensor`, tiled; `cp.reduce.async.bulk.tensor` with an ``operation``."""
     multicast = "multicast::cluster" in i.modifiers
-    shape = tuple(m for m in i.modifiers[3:] if m not in ("L2::cache_hint", "tile", "multicast::cluster"))
+    dropped = ("reduce", operation, "L2::cache_hint", "tile", "multicast::cluster")
+    shape = tuple(m for m in i.modifiers if m not in dropped)[3:]
     loads = shape[1:] in (
         ("shared::cta", "global", "mbarrier::complete_tx::bytes"),
         ("shared::cluster", "global", "mbarrier::complete_tx::bytes"),
     )
-    if not loads and shape[1:] != ("global", "shared::cta", "bulk_group"):
+    if (not loads or operation) and shape[1:] != ("global", "shared::cta", "bulk_group"):
         d.refuse("this bulk tensor copy is not modelled")
     operands = list(i.operands)
     if "L2::cache_hint" in i.modifiers:
@@ -273,34 +319,44 @@ def tensor_copy(d: Decoder, i: Instruction) -> Execute:
         stores: dict[tuple[int, ...], list[int]] = {}
         for n, lane in enumerate(INDICES[lanes].tolist()):
             if mask is not None:
-                for rank in _ranks(w, mask, lane):
-                    ends = [x & (1 << CTA_BITS) - 1 | rank + 1 << CTA_BITS for x in (places[n], barriers[n])]
-                    start_load(w, map_at(w, maps[n]), ends[0], corners[n], ends[1])
+                for place, told in ends(w, mask, lane, places[n], barriers[n]):
+                    start_load(w, map_at(w, maps[n]), place, corners[n], told)
             elif loads:
                 start_load(w, map_at(w, maps[n]), places[n], corners[n], barriers[n])
             else:
-                stores.setdefault((maps[n], places[n], *corners[n]), []).append(lane)
-        for (address, place, *corner), who in stores.items():
+                # Each lane reduces for itself.
+                key = (maps[n], places[n], lane if operation else -1, *corners[n])
+                stores.setdefault(key, []).append(lane)
+        for (address, place, _, *corner), who in stores.items():
             m = map_at(w, address)
-            sources, inside, targets = _checked(w, m, place, corner)
+            if min(corner) < 0:
+                w.fail(f"bulk tensor copy to global memory: negative coordinates {corner}")
+            combine = None
+            if operation and (combine := combiner(operation, m.kind)) is None:
+                w.fail(f"bulk tensor copy: .{operation} of {m.kind} is not defined, or not modelled")
+            sources, inside, targets = _checked(w, m, w.cta.shared, place, corner)
             if len(targets):
-                Store(w, who, sources[inside], targets, m.size)
+                Store(w, who, sources[inside], targets, m.size, combine)
 
     return start
 
 
-def _ranks(w: Warp, mask: int, lane: int) -> list[int]:
-    """The CTAs of a mask, of which there is one at least."""
+def ends(w: Warp, mask: int, lane: int, *places: int) -> list[tuple[int, ...]]:
+    """The same places of shared memory in each CTA of a mask, of which there is one at least."""
     if w.unknown[mask] >> lane & 1:
         w.fail("a mask of CTAs comes from what nothing has written")
     bits = int(w.regs[mask][lane])
     if bits == 0:
         w.fail("a mask of no CTA")
-    return [rank for rank in range(16) if bits >> rank & 1]
+    local = (1 << CTA_BITS) - 1
+    return [tuple(x & local | rank + 1 << CTA_BITS for x in places) for rank in range(16) if bits >> rank & 1]
 
 
-def bulk_store(d: Decoder, i: Instruction) -> Execute:
-    """`cp.async.bulk` from shared to global memory."""
+def bulk_store(d: Decoder, i: Instruction, operation: str = "", kind: str = "b32") -> Execute:
+    """`cp.async.bulk` from shared to global memory; `cp.reduce.async.bulk` with an ``operation``."""
+    combine, step = combiner(operation, kind) if operation else None, SIZES[kind]
+    if operation and combine is None:
+        d.refuse(f".{operation}.{kind} is not modelled")
     to, to_offset = d.address(i.operands[0], "b64")
     source, source_offset = d.address(i.operands[1], "b32")
     size = d.source(i.operands[2], "u32")
@@ -313,17 +369,17 @@ def bulk_store(d: Decoder, i: Instruction) -> Execute:
             addresses(w, size, 0, lanes, "a size"),
         )  # fmt: skip
         shared = w.cta.shared
-        stores: dict[tuple[int, int, int], list[int]] = {}
+        stores: dict[tuple[int, ...], list[int]] = {}
         for lane, *what in zip(INDICES[lanes].tolist(), *(c.tolist() for c in columns)):
-            stores.setdefault(tuple(what), []).append(lane)
-        for (target, place, count), who in stores.items():
+            stores.setdefault((*what, lane if operation else -1), []).append(lane)
+        for (target, place, count, _), who in stores.items():
             if count % 16 or place % 16 or target % 16:
                 w.fail(f"bulk copy of {count} bytes from {place:#x} to {target:#x}: all are multiples of 16")
             if place < shared.low or place + count > shared.high:
                 w.fail(f"bulk copy: shared memory out of bounds: {place:#x} and {count} bytes")
             if count:
-                steps = np.arange(0, count, 4)
-                Store(w, who, place + steps, target + steps, 4)
+                steps = np.arange(0, count, step)
+                Store(w, who, place + steps, target + steps, step, combine)
 
     return start
 
