@@ -1,5 +1,6 @@
 """Clusters: who is where, shared memory of others, their mbarriers, the barrier of a cluster, multicast."""
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -47,6 +48,50 @@ def test_shared_memory_of_the_next(body, step):
         assert np.array_equal(out.numpy(), want)
         with pytest.raises(ExecutionError, match="a race|nothing has written|has ended"):
             run(body.replace(f"<{MEET}>", ""), out, grid=4, cluster=(4,), shared=128, seed=seed)
+
+
+#: What each body of `cases.REMOTE` leaves in the shared memory of a rank: whose number, and what is added to it.
+LEFT = {name: (-1, 0) for name in cases.REMOTE} | {
+    "ld.shared::cluster": (1, 0), "atom.shared::cluster": (0, 7), "red.async": (-1, 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_between_ctas(name):
+    step, more = LEFT[name]
+    want = (np.arange(4)[:, None] + step) % 4 * 100 + np.arange(32) + more
+    assert np.array_equal(cases.remote(cases.REMOTE[name])["seen"].numpy(), want)
+
+
+@pytest.mark.parametrize("name", ("st.async", "red.async", "cp.async.bulk.shared::cluster.shared::cta"))
+def test_what_arrives_later_is_waited_for(name):
+    body = cases.REMOTE[name]
+    for broken, wrong in (
+        (body.replace(cases.ARRIVED, cases.MEET), "a race|nothing has written|not modelled"),
+        (body.replace("[%r8]", "[%r7]"), "not in the CTA whose shared memory"),
+    ):
+        assert broken != body
+        if name == "red.async" and "[%r7]" not in broken:
+            continue  # it changes what has been written before: that it has not come yet is not seen
+        with pytest.raises(ExecutionError, match=wrong):
+            cases.remote(broken)
+
+
+def test_a_bulk_copy_to_several_ctas():
+    """From global memory, by rank 0 to ranks 0 and 2."""
+    x, out = torch.arange(32, dtype=torch.int32), torch.zeros(3, 32, dtype=torch.int32)
+    body = f"""
+        mov.b32 %r1, shared_bytes; mov.u32 %r2, %cluster_ctarank; setp.eq.s32 %p1, %r0, 0; setp.eq.s32 %p2, %r2, 1;
+        @%p1 mbarrier.init.shared.b64 [%r1+128], 1; fence.mbarrier_init.release.cluster;
+        @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1+128], 128; {MEET} setp.eq.s32 %p3, %r2, 0; and.pred %p3, %p3, %p1;
+        mov.b16 %h1, 5; @%p3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
+            [%r1], [%q0], 128, [%r1+128], %h1;
+        @%p2 bra END; WAIT: mbarrier.try_wait.parity.shared.b64 %p4, [%r1+128], 0; @!%p4 bra WAIT; mad.lo.s32 %r3, %r0, 4, %r1;
+        ld.shared.b32 %r4, [%r3]; mad.lo.s32 %r5, %r2, 32, %r0; mul.wide.s32 %q8, %r5, 4; add.s64 %q8, %q1, %q8;
+        st.global.b32 [%q8], %r4; END: bar.warp.sync -1; {MEET}
+    """
+    run(body, x, out, grid=3, cluster=(3,), shared=144)
+    assert torch.equal(out[0], x) and torch.equal(out[2], x) and not out[1].any()
 
 
 def test_a_cta_that_has_ended_has_no_shared_memory():

@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -303,6 +304,108 @@ def test_divergence_reconverges():
         words(17),
     )
     assert found.tolist() == [(n ^ 1) * ((n ^ 1) + 1) // 2 for n in range(32)]
+
+
+def test_generic_addresses():
+    """Even lanes in shared memory, odd ones in global memory: each adds 100, and says where it is."""
+    found = cases.generic()
+    lane = np.arange(32)
+    value = np.where(lane % 2 == 0, lane + 100 + 1000, 500 + lane + 100 + 2000)
+    assert np.array_equal(found["seen"].numpy(), np.where(lane % 2 == 0, lane + 100, lane) * 10000 + value)
+    assert np.array_equal(found["global"].numpy(), np.where(lane % 2 == 1, 600, 500) + lane)
+    with pytest.raises(ptx_emulator.ExecutionError, match="leads to no memory"):
+        run("mov.b64 %q5, 0x7000000000000000; ld.b32 %r1, [%q5];", torch.zeros(1))
+
+
+def test_local_memory():
+    lane = np.arange(64)
+    stored = np.where(
+        np.arange(16)[:, None] == 3, lane, 0
+    )  # of four vectors, in which the lane's number moves on
+    for row, column in ((1, 0), (2, 1), (3, 2)):
+        stored[4 * row + column] = lane
+    for row, values in enumerate(([7, 8, 9, None], [None, 7, 8, 9], [9, None, 7, 8], [8, 9, None, 7])):
+        for column, value in enumerate(values):
+            if value is not None:
+                stored[4 * row + column] = value
+    index = lane & 15
+    third = np.where(index == 3, index, stored[3])
+    want = stored[index, lane] + 100 * index + 10000 * third
+    assert np.array_equal(cases.local()["seen"].numpy(), want)
+    declared = ".local .align 16 .b8 stack[64]; mov.b64 %q5, stack;"
+    for body, wrong in (
+        ("st.local.b32 [%q5+64], %r0;", "local memory out of bounds: there are 64 bytes"),
+        ("ld.local.b32 %r1, [%q5]; st.global.b32 [%q0], %r1;", "nothing has written"),
+    ):
+        with pytest.raises(ptx_emulator.ExecutionError, match=wrong):
+            run(declared + body, torch.zeros(1))
+
+
+RED = {
+    "add.u32": np.add, "min.s32": np.minimum, "max.u32": np.maximum, "and.b32": np.bitwise_and, "or.b32": np.bitwise_or,
+    "xor.b32": np.bitwise_xor, "add.f32": np.add, "relaxed.gpu.add.s32": np.add,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", RED)
+def test_red(operation):
+    dtype = {"f32": np.float32, "s32": np.int32}.get(operation[-3:], np.uint32)
+    given, there = cases.words(2)[0][40:72], cases.words(2)[1][40:48]
+    if dtype is np.float32:
+        given, there = np.arange(1, 33, dtype=dtype), np.zeros(8, dtype)
+    for space, start in (("shared", np.zeros(8, dtype)), ("global", there.view(dtype))):
+        want = start.copy()
+        with np.errstate(over="ignore"):
+            for value in given.view(dtype).reshape(4, 8):
+                want = RED[operation](want, value)
+        found = cases.reduction(space, operation)[space].numpy().view(dtype)
+        assert np.array_equal(found[:8], want)
+
+
+@pytest.mark.parametrize("space", ("global", "shared"))
+def test_atomics_of_16_bits(space):
+    for kind, dtype in cases.HALVES_OF.items():
+        x, y = (torch.from_numpy(v[:192].copy()).to(dtype) for v in cases.floats(2))
+        found = cases.added(space, kind)
+        assert torch.equal(found["before"], x.view(torch.int16))
+        assert torch.equal(torch.nan_to_num(found["now"].view(dtype)), torch.nan_to_num(x + y))
+    x, y = (torch.from_numpy(v[:128].astype(np.uint16).view(np.int16)) for v in cases.words(2))
+    assert torch.equal(
+        cases.atomic(space, "cas", "b16", x, y)["now"], x
+    )  # compared with what comes, set to what is there
+
+
+NOT_MODELLED = {
+    "ld.const.b32 %r1, [%q0];": "constant memory",
+    "atom.global.add.v2.f32 {%f1, %f2}, [%q0], {%f3, %f4};": "v2 is not modelled",
+    "atom.global.max.f32 %f1, [%q0], %f2;": "this atomic",
+    "atom.global.exch.b128 %q1, [%q0], %q2;": "this atomic",
+    "add.f16 %h1, %h2, %h3;": "f16 is not modelled",
+    "redux.sync.add.s32 %r1, %r2, -1;": "redux is not modelled",
+    "match.any.sync.b32 %r1, %r2, -1;": "match is not modelled",
+    "cp.async.bulk.prefetch.L2.global [%q0], 16;": "this bulk copy is not modelled",
+    "cp.async.bulk.tensor.4d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r1], [%q0, {0, 0, 0, 0}], [%r2], {%h1};": "this bulk tensor copy",
+    "tensormap.replace.tile.rank.global.b1024.b32 [%q0], 3;": "tensormap is not modelled",
+    "fence.proxy.tensormap::generic.acquire.gpu [%q0], 128;": "tensormap::generic is not modelled",
+    "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%r1}, {%r1}, {%r1}, {%r1};": "this shape or these types",
+    "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16 {%r1}, %q1, %q2, %r3, 0, 1, 1, 1, 0, 0;": "this form",
+    "tcgen05.shift.cta_group::1.down [%r1];": "tcgen05.shift is not modelled",
+    "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1], 64;": "cta_group::2 is not modelled",
+    "tcgen05.mma.cta_group::1.kind::f8f6f4 [%r1], %q1, %q2, %r2, %p1;": "kind::f8f6f4 is not modelled",
+    "tcgen05.mma.cta_group::1.kind::i8 [%r1], %q1, %q2, %r2, %p1;": "kind::i8 is not modelled",
+    "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %q1, %q2, %r2, %p1;": "ws is not modelled",
+    "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %q1, %q2, [%r3], %r2, %p1;": "sp is not modelled",
+    "tcgen05.ld.red.sync.aligned.32x32b.x1.min.f32 {%f1}, %f2, [%r1];": "not modelled",
+    "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r1], [%r2];": "clusterlaunchcontrol is not modelled",
+    "tex.2d.v4.f32.s32 {%f1, %f2, %f3, %f4}, [%q0, {%r1, %r2}];": "tex is not modelled",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("instruction", NOT_MODELLED)
+def test_what_is_not_modelled_is_named(instruction):
+    with pytest.raises(ptx_emulator.PtxError, match=rf"PTX line \d+: .*{NOT_MODELLED[instruction]}") as error:
+        run(instruction, torch.zeros(1))
+    assert instruction.split()[0] in str(error.value)
 
 
 def test_an_unknown_instruction_is_named_with_its_line():

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import wgmma_kernel as wgmma
 from gemm_kernel import M, compiled
 from ptx import run
 
@@ -50,8 +51,8 @@ def registers(first, count):
     return ", ".join(f"%r{first + n}" for n in range(count))
 
 
-def read_out(out, count=64):
-    text = f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{registers(100, count)}}}, [%r9]; tcgen05.wait::ld.sync.aligned;"
+def read_out(out, count=64, pack=""):
+    text = f"tcgen05.ld.sync.aligned.32x32b.x{count}{pack}.b32 {{{registers(100, count)}}}, [%r9]; tcgen05.wait::ld.sync.aligned;"
     text += f"mul.wide.s32 %q20, %r0, {4 * count}; add.s64 %q20, %q20, {out};"
     return text + "".join(f"st.global.b32 [%q20+{4 * n}], %r{100 + n};" for n in range(count))
 
@@ -117,6 +118,134 @@ def test_layouts_of_registers(shape, repeat, half):
             assert back[thread, n] == word
 
 
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("shape", ("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"))
+def test_halves_of_two_columns_in_a_register(shape, packed):
+    """Columns hold 100 times their lane and their number, which `.unpack::16b` puts there; loaded with `.pack::16b`, or
+    without by the shape whose threads look at two places."""
+    each, place, width = LAYOUTS.get(shape, (1, lambda t, n: (t % 16, 0), 1))
+    columns = 40 if packed else 20  # of the second half
+    split = columns if shape == "16x32bx2" else None
+    count = 4 * each
+    pack, unpack = (".pack::16b", ".unpack::16b") if packed else ("", "")
+    body = HEAD + "mul.lo.s32 %r5, %r0, 100;"
+    for n in range(32):
+        low, high = (2 * n, 2 * n + 1) if packed else (n, 0)
+        body += f"add.s32 %r6, %r5, {low}; add.s32 %r7, %r5, {high}; shl.b32 %r7, %r7, {16 * packed};"
+        body += f"or.b32 %r{20 + n}, %r6, %r7;" if packed else f"mov.b32 %r{20 + n}, %r6;"
+    body += f"tcgen05.st.sync.aligned.32x32b.x32{unpack}.b32 [%r9], {{{registers(20, 32)}}}; tcgen05.wait::st.sync.aligned;"
+    body += f"tcgen05.ld.sync.aligned.{shape}.x4{pack}.b32 {{{registers(100, count)}}}, [%r9]" + (
+        f", {split};" if split else ";"
+    )
+    body += f"tcgen05.wait::ld.sync.aligned; mul.wide.s32 %q20, %r0, {4 * count}; add.s64 %q20, %q20, %q0;"
+    body += "".join(f"st.global.b32 [%q20+{4 * n}], %r{100 + n};" for n in range(count))
+    out = torch.zeros(128, count, dtype=torch.int32)
+    run(body + TAIL, out, threads=128, shared=32)
+    for thread in range(128):
+        for n in range(count):
+            lane, column = place(thread % 32, n % each)
+            column = (column + n // each * width) * (1 + packed) + (split or 0) * (thread % 32 // 16)
+            value = (thread // 32 * 32 + lane) * 100 + column
+            assert out[thread, n] == (value | (value + 1) << 16 if packed else value)
+
+
+def test_the_other_halves_hold_nothing():
+    body = (
+        HEAD
+        + f"mov.b32 %r20, 7; tcgen05.st.sync.aligned.32x32b.x1.unpack::16b.b32 [%r9], {{%r20}}; tcgen05.wait::st.sync.aligned; {read_out('%q0', 1)}"
+    )
+    with pytest.raises(ExecutionError, match="nothing has written"):
+        run(body + TAIL, torch.zeros(128, dtype=torch.int32), threads=128, shared=32)
+
+
+#: Of each copy: rows, words of each, and the row that comes to a lane.
+COPIES = {
+    "128x256b": (128, 8, lambda lane: lane),
+    "128x128b": (128, 4, lambda lane: lane),
+    "4x256b": (4, 8, lambda lane: lane // 32 if lane % 32 == 0 else None),
+    "64x128b.warpx2::02_13": (64, 4, lambda lane: lane % 64),
+    "64x128b.warpx2::01_23": (64, 4, lambda lane: lane // 64 * 32 + lane % 32),
+    "32x128b.warpx4": (32, 4, lambda lane: lane % 32),
+}
+
+
+@pytest.mark.parametrize("form", COPIES)
+def test_copies_from_shared_memory(form):
+    """Rows of an operand without a swizzle, to columns 8 and on."""
+    rows, count, row_of = COPIES[form]
+    x = torch.arange(rows * count, dtype=torch.int32).reshape(rows, count)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % 8))
+    image, lead, stride = core_matrices(padded.view(torch.float32))
+    fill = "".join(f"mov.b32 %r{20 + n}, -7;" for n in range(64))
+    fill += f"tcgen05.st.sync.aligned.32x32b.x64.b32 [%r9], {{{registers(20, 64)}}}; tcgen05.wait::st.sync.aligned; bar.sync 0;"
+    body = HEAD + FILL.replace("<words>", str(image.numel() // 4)) + fill
+    body += f"""
+        cvt.u64.u32 %q11, %r1; add.s64 %q11, %q11, 1024; shr.u64 %q11, %q11, 4; add.s32 %r13, %r8, 8;
+        or.b64 %q11, %q11, {(lead >> 4) << 16 | (stride >> 4) << 32 | 1 << 46};
+        @!%p2 bra ISSUED; tcgen05.cp.cta_group::1.{form} [%r13], %q11; {COMMIT}
+        ISSUED: W: mbarrier.try_wait.parity.shared.b64 %p4, [%r2], 0; @!%p4 bra W; tcgen05.fence::after_thread_sync;
+    """
+    for seed in range(2):
+        out = torch.zeros(128, 64, dtype=torch.int32)
+        run(
+            body + read_out("%q1") + TAIL,
+            image.view(torch.int32),
+            out,
+            threads=128,
+            shared=1024 + len(image),
+            seed=seed,
+        )
+        want = torch.full((128, 64), -7, dtype=torch.int32)
+        for lane in range(128):
+            if (row := row_of(lane)) is not None:
+                want[lane, 8 : 8 + count] = x[row]
+        assert torch.equal(out, want)
+    for part, wrong in (
+        (COMMIT, "deadlock"),
+        ("fence.proxy.async.shared::cta;", "without a fence.proxy.async"),
+    ):
+        with pytest.raises(ExecutionError, match=wrong):
+            run(
+                (body + read_out("%q1") + TAIL).replace(part, ""),
+                image.view(torch.int32),
+                out,
+                threads=128,
+                shared=1024 + len(image),
+            )
+    with pytest.raises(ptx_emulator.PtxError, match="this copy to tensor memory is not modelled"):
+        run(
+            body.replace(form, f"{form}.b8x16.b6x16_p32"),
+            image.view(torch.int32),
+            out,
+            threads=128,
+            shared=1024 + len(image),
+        )
+
+
+ZERO = "".join(f"mov.b32 %r{20 + i}, 0;" for i in range(64))
+ZERO += f"tcgen05.st.sync.aligned.32x32b.x64.b32 [%r9], {{{registers(20, 64)}}}; tcgen05.wait::st.sync.aligned; bar.sync 0;"
+
+
+def test_commits_to_several_ctas():
+    """Rank 0 tells the mbarriers of ranks 0 and 2; rank 1 waits for its own commit, by generic addresses."""
+    meet = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+    body = f"""
+        mov.b32 %r20, shared_bytes; cvt.u64.u32 %q20, %r20; cvta.shared.u64 %q20, %q20; add.s64 %q21, %q20, 16;
+        {HEAD.replace("sync.aligned.shared::cta.b32 [%r1]", "sync.aligned.b32 [%q20]")} {meet}
+        mov.u32 %r21, %cluster_ctarank; @!%p2 bra WAIT; setp.eq.s32 %p3, %r21, 0; setp.eq.s32 %p5, %r21, 1; mov.b16 %h1, <mask>;
+        @%p3 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r2], %h1;
+        @%p5 tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%q21];
+        WAIT: mbarrier.try_wait.parity.acquire.cluster.b64 %p4, [%q21], 0; @!%p4 bra WAIT; mul.wide.u32 %q9, %r21, 4;
+        add.s64 %q9, %q0, %q9; st.global.b32 [%q9], 1; bar.sync 0; {meet} {TAIL}
+    """
+    for seed in range(3):
+        out = torch.zeros(3, dtype=torch.int32)
+        run(body.replace("<mask>", "5"), out, threads=128, grid=3, cluster=(3,), shared=32, seed=seed)
+        assert out.tolist() == [1, 1, 1]
+    with pytest.raises(ExecutionError, match="deadlock"):
+        run(body.replace("<mask>", "1"), out, threads=128, grid=3, cluster=(3,), shared=32)
+
+
 #: Tensors of operands in global memory are copied to shared memory as they are, from %r1 + 1024 on.
 FILL = """
     mov.b32 %r5, %r0; COPY: setp.ge.s32 %p3, %r5, <words>; @%p3 bra COPIED; mul.wide.s32 %q8, %r5, 4; add.s64 %q8, %q8, %q0;
@@ -138,26 +267,64 @@ def core_matrices(x):
     return image.view(torch.uint8).flatten(), 128, 128 * (x.shape[1] // per)
 
 
-def product(m, n, a, b, kind="f16", *, first="", change=lambda body: body):
+#: Of tensor cores: the field of a descriptor for a row of a swizzle's atom, by that of wgmma.
+SWIZZLES = {0: 0, 1: 2, 2: 4, 3: 6}
+
+
+def swizzled(x, mode, mn_major):
+    """The image of an operand under a swizzle, numbered as by wgmma, with what its descriptor says."""
+    width = wgmma.WIDTHS[mode]
+    lines, columns = x.T.shape if mn_major else x.shape
+    if width == 16:
+        # Blocks of 8 lines by 16 bytes, those of neighbouring columns behind each other.
+        outer, inner = 128 * (columns * x.element_size() // 16), 128
+        leading, stride = (outer, inner) if mn_major else (inner, outer)
+    else:
+        stride = 8 * width
+        leading = -(-lines // 8) * stride
+    size = -(-max(lines, 8) // 8) * 8 * max(columns * x.element_size(), width)
+    size = -(-size // 1024) * 1024
+    return wgmma.image(x, mode, mn_major, leading, stride, size), leading, stride
+
+
+def product(
+    m,
+    n,
+    a,
+    b,
+    kind="f16",
+    *,
+    first="",
+    change=lambda body: body,
+    modes=None,
+    majors=(False, False),
+    half=False,
+):
     """[128, 64] words of tensor memory after one mma of the images of a and b. ``first``: comes before; ``change``: of the
-    body."""
-    (image_a, lead_a, stride_a), (image_b, lead_b, stride_b) = core_matrices(a), core_matrices(b)
+    body; ``modes``: swizzles; ``majors``: which are MN-major; ``half``: D is of fp16."""
+    if modes is None:
+        images, modes = [core_matrices(x) for x in (a, b)], (0, 0)
+    else:
+        images = [swizzled(x, mode, major) for x, mode, major in zip((a, b), modes, majors)]
+    (image_a, lead_a, stride_a), (image_b, lead_b, stride_b) = images
     image = torch.cat([image_a, image_b]).view(torch.int32)
     types = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}[b.dtype]
-    descriptor = 1 << 4 | types << 7 | types << 10 | n // 8 << 17 | m // 16 << 24
+    descriptor = (not half) << 4 | types << 7 | types << 10 | n // 8 << 17 | m // 16 << 24
+    descriptor |= majors[0] << 15 | majors[1] << 16
+    mode_a, mode_b = (SWIZZLES[mode] << 61 for mode in modes)
     constant = lambda lead, stride: (lead >> 4) << 16 | (stride >> 4) << 32 | 1 << 46
     body = HEAD + FILL.replace("<words>", str(image.numel())) + first
     body += f"""
         cvt.u64.u32 %q10, %r1; add.s64 %q10, %q10, 1024; shr.u64 %q10, %q10, 4; add.s64 %q11, %q10, {len(image_a) >> 4};
-        or.b64 %q10, %q10, {constant(lead_a, stride_a)}; or.b64 %q11, %q11, {constant(lead_b, stride_b)};
+        or.b64 %q10, %q10, {constant(lead_a, stride_a) | mode_a}; or.b64 %q11, %q11, {constant(lead_b, stride_b) | mode_b};
         mov.b32 %r11, {descriptor}; mov.b32 %r12, 0; setp.ne.s32 %p5, 0, 0;
     """
     multiply = MULTIPLY.replace("<kind>", kind).replace("<a>", "%q10").replace("<commit>", COMMIT)
-    body += multiply + read_out("%q1") + TAIL
-    out = torch.full((128, 64), -7, dtype=torch.int32)
+    body += multiply + (read_out("%q1", 32, ".pack::16b") if half else read_out("%q1")) + TAIL
+    out = torch.full((128, 32 if half else 64), -7, dtype=torch.int32)
     room = 1024 + image.numel() * 4
     run(change(body), image, out, threads=128, shared=room)
-    return out.view(torch.float32)
+    return out.view(torch.float16 if half else torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -169,17 +336,42 @@ def test_one_mma(m, n, dtype, kind, k):
     dtype = getattr(torch, dtype)
     a, b = integers(m, k), integers(n, k, seed=1)
     rows = torch.arange(m) if m == 128 else torch.arange(m) // 16 * 32 + torch.arange(m) % 16
-    zero = "".join(f"mov.b32 %r{20 + i}, 0;" for i in range(64))
-    zero += f"tcgen05.st.sync.aligned.32x32b.x64.b32 [%r9], {{{registers(20, 64)}}}; tcgen05.wait::st.sync.aligned; bar.sync 0;"
-    found = product(m, n, a.to(dtype), b.to(dtype), kind, first=zero)
+    found = product(m, n, a.to(dtype), b.to(dtype), kind, first=ZERO)
     want = torch.zeros(128, 64)
     want[rows, :n] = a @ b.T
     assert torch.equal(found, want)
 
 
-def test_a_in_tensor_memory_and_accumulation():
-    """A of a product from columns 48 to 55, two bf16 a word; added to what D holds."""
-    a, b, c = integers(128, 16), integers(16, 16, seed=1), integers(128, 16, seed=2)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("majors", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("modes", [(0, 0), (1, 1), (2, 2), (3, 3), (1, 3), (2, 0)])
+@pytest.mark.parametrize(("m", "n"), [(128, 64), (64, 64)])
+def test_swizzles_and_majors(m, n, modes, majors, dtype):
+    """Of one step of k."""
+    # An atom of K-major rows holds more than 16 of k; what is behind them does not count.
+    deep = lambda mode, major: 16 if major or mode == 0 else wgmma.WIDTHS[mode] // 2
+    x = [
+        integers(rows, deep(mode, major), seed=i)
+        for i, (rows, mode, major) in enumerate(zip((m, n), modes, majors))
+    ]
+    found = product(m, n, *(v.to(dtype) for v in x), first=ZERO, modes=modes, majors=majors)
+    rows = torch.arange(m) if m == 128 else torch.arange(m) // 16 * 32 + torch.arange(m) % 16
+    assert torch.equal(found[rows, :n], x[0][:, :16] @ x[1][:, :16].T)
+
+
+@pytest.mark.parametrize("m", (64, 128))
+def test_d_of_halves(m):
+    """One in a column, in its lower 16 bits; sums are rounded to it."""
+    a, b = integers(m, 16) * 37, integers(64, 16, seed=1) * 41
+    found = product(m, 64, a.half(), b.half(), first=ZERO, half=True)
+    rows = torch.arange(m) if m == 128 else torch.arange(m) // 16 * 32 + torch.arange(m) % 16
+    assert torch.equal(found[rows], (a @ b.T).half())
+
+
+@pytest.mark.parametrize("m", (128, 64))
+def test_a_in_tensor_memory_and_accumulation(m):
+    """A of a product from columns 48 to 55, two bf16 a word, in the lanes of D; added to what D holds, half of it."""
+    a, b, c = integers(128, 16), integers(16, 16, seed=1), integers(128, 16, seed=2) * 2
     packed = a.bfloat16().view(torch.int16).view(torch.int32)
     store = "mul.wide.s32 %q20, %r0, 64;"
     first = (
@@ -193,20 +385,23 @@ def test_a_in_tensor_memory_and_accumulation():
     first += f"add.s32 %r10, %r9, 48; tcgen05.st.sync.aligned.32x32b.x8.b32 [%r10], {{{registers(40, 8)}}};"
     first += "tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 0; tcgen05.fence::after_thread_sync;"
     image, lead, stride = core_matrices(b.bfloat16())
-    descriptor = 1 << 4 | 1 << 7 | 1 << 10 | 16 // 8 << 17 | 128 // 16 << 24
+    descriptor = 1 << 4 | 1 << 7 | 1 << 10 | 16 // 8 << 17 | m // 16 << 24
     body = HEAD + FILL.replace("<words>", str(image.numel() // 4)) + first
     body += f"""
         cvt.u64.u32 %q11, %r1; add.s64 %q11, %q11, 1024; shr.u64 %q11, %q11, 4;
         or.b64 %q11, %q11, {(lead >> 4) << 16 | (stride >> 4) << 32 | 1 << 46}; mov.b32 %r11, {descriptor};
         mov.b32 %r12, 0; setp.eq.s32 %p5, 0, 0; add.s32 %r13, %r8, 48;
     """
-    multiply = MULTIPLY.replace("<kind>", "f16").replace("<a>", "[%r13]")
+    multiply = MULTIPLY.replace("<kind>", "f16").replace("<a>", "[%r13]").replace("%p5;", "%p5, 1;")
     out = torch.zeros(128, 16, dtype=torch.int32)
     body += multiply.replace("<commit>", COMMIT) + read_out("%q1", 16) + TAIL
     tensors = image.view(torch.int32), out, c.view(torch.int32), packed
     for seed in range(3):
         run(body, *tensors, threads=128, shared=2048, seed=seed)
-        assert torch.equal(out.view(torch.float32), c + a @ b.T)
+        want = c / 2 + a @ b.T
+        if m == 64:
+            want = torch.where((torch.arange(128) % 32 < 16)[:, None], want, c)
+        assert torch.equal(out.view(torch.float32), want)
     for part, wrong in (
         ("tcgen05.wait::st.sync.aligned;", "nothing has written|nothing orders|in flight"),
         ("tcgen05.fence::before_thread_sync; bar.sync 0;", "a race"),

@@ -55,6 +55,14 @@ def f16_bits(x: Array) -> Array:
     return np.where(np.isnan(x), np.uint32(0x7FFF), x.astype(np.float16).view(np.uint16).astype(np.uint32))
 
 
+def f16_bits_of(x: Array) -> Array:
+    """The same of fp64, rounded once."""
+    with np.errstate(over="ignore"):
+        return np.where(
+            np.isnan(x), np.uint32(0x7FFF), x.astype(np.float16).view(np.uint16).astype(np.uint32)
+        )
+
+
 def f16_bits_towards_zero(x: Array) -> Array:
     """The same, truncated: what was rounded away from zero is a step too far."""
     near = x.astype(np.float16)

@@ -256,12 +256,19 @@ def matrix_of(w: Warp, descriptor: int) -> tuple[int, int, int, int]:
 
 @lru_cache(maxsize=4096)
 def operand_places(
-    start: int, leading: int, stride: int, width: int, rows: int, mn_major: bool, size: int = 2
+    start: int,
+    leading: int,
+    stride: int,
+    width: int,
+    rows: int,
+    mn_major: bool,
+    size: int = 2,
+    depth: int = 32,
 ) -> Array:
-    """Byte addresses [rows, 32 / size] of the elements of an operand: M or N rows by 32 bytes of k. ``width`` in bytes: of
-    a row of its swizzle atom."""
+    """Byte addresses [rows, depth / size] of the elements of an operand: M or N rows by ``depth`` bytes of k. ``width`` in
+    bytes: of a row of its swizzle atom."""
     per = 16 // size  # elements of 16 bytes
-    r, k = np.arange(rows)[:, None], np.arange(2 * per)[None, :]
+    r, k = np.arange(rows)[:, None], np.arange(depth // size)[None, :]
     if mn_major:
         # Atoms of `width` bytes along M or N by 8 along k.
         elements = width // size
@@ -280,11 +287,11 @@ def operand_places(
 
 
 def load_operand(
-    w: Warp, start: int, leading: int, stride: int, width: int, rows: int, mn_major: bool, size: int = 2
-) -> tuple[Array, Array | None, Callable[[], None]]:
+    w: Warp, start: int, leading: int, stride: int, width: int, rows: int, mn_major: bool, size: int = 2, depth: int = 32
+) -> tuple[Array, Array | None, Callable[[], None]]:  # fmt: skip
     """The bits of an operand in shared memory, see `operand_places`; which rows are not known; and a check that its bytes
     are still the same."""
-    places = operand_places(start, leading, stride, width, rows, mn_major, size)
+    places = operand_places(start, leading, stride, width, rows, mn_major, size, depth)
     region = region_of(w, "shared", places.reshape(-1), size)
     assert region is not None
     check_proxy(w, "shared", region, np.unique((places - region.base) >> 4))

@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 
 from ptx_emulator import floats
-from ptx_emulator.access import addresses, mbarrier_at, scatter
+from ptx_emulator.access import addresses, mbarrier_at, scatter_to
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
 from ptx_emulator.machine import Cta, Warp
 from ptx_emulator.matrices import load_operand, values_of
-from ptx_emulator.memory import Region
-from ptx_emulator.parser import Address, Instruction, Vector
+from ptx_emulator.memory import SHARED_WINDOW, WINDOW_BITS, Region
+from ptx_emulator.parser import Address, Instruction, Operand, Vector
 from ptx_emulator.races import Shadow
 from ptx_emulator.synchronize import aligned, uniform
+from ptx_emulator.tensors import ends
 
 LANES, COLUMNS = 128, 512
 LOADING = 1 << 60  # `Warp.flight` of registers that `ld` fills
@@ -45,16 +46,25 @@ class TensorMemory:
             w.fail(f"tensor memory: columns {column} to {column + count - 1} are not all allocated")
         return lanes[:, None] * COLUMNS + column + np.arange(count)
 
-    def load(self, words: Array) -> tuple[Array, Array]:
-        """Values, and which of them are not known."""
+    def at(self, words: Array, bits: int = 32) -> tuple[Array, Array]:
+        """Values, and which of them hold nothing; of 16 bits the lower ones."""
         assert self.region.known is not None
-        flat = words.reshape(-1)
-        values, known = self.region.view(4, 1)[flat, 0], self.region.known_view(4, 1)[flat, 0] != 0
-        return values.reshape(words.shape), ~known.reshape(words.shape) | (self.busy[words] > 0)
+        flat, mask = words.reshape(-1), np.uint32((1 << bits) - 1)
+        values, known = self.region.view(4, 1)[flat, 0], self.region.known_view(4, 1)[flat, 0]
+        return (values & mask).reshape(words.shape), (known & mask != mask).reshape(words.shape)
 
-    def store(self, words: Array, values: Array, unknown: Array | None) -> None:
+    def load(self, words: Array, bits: int = 32) -> tuple[Array, Array]:
+        """The same; what is going to be written is not known."""
+        values, unknown = self.at(words, bits)
+        return values, unknown | (self.busy[words] > 0)
+
+    def store(self, words: Array, values: Array, unknown: Array | None, bits: int = 32) -> None:
+        """Of 16 bits the lower ones: the others hold nothing then."""
         missing = None if unknown is None else unknown.reshape(-1, 1)
-        self.region.store(words.reshape(-1) * 4, 4, 1, values.reshape(-1, 1), missing)
+        flat = words.reshape(-1)
+        self.region.store(flat * 4, 4, 1, values.reshape(-1, 1), missing)
+        if bits == 16:
+            self.region.known_view(4, 1)[flat, 0] &= np.uint32(0xFFFF)
 
 
 def memory_of(cta: Cta) -> TensorMemory:
@@ -76,7 +86,7 @@ def _tcgen05(d: Decoder, i: Instruction) -> Execute:
     operation = i.modifiers[0]
     found = {
         "alloc": _alloc, "dealloc": _dealloc, "relinquish_alloc_permit": _relinquish, "ld": _ld, "st": _st,
-        "wait::ld": _wait, "wait::st": _wait, "mma": _mma, "commit": _commit, "fence::before_thread_sync": _fence,
+        "wait::ld": _wait, "wait::st": _wait, "cp": _cp, "mma": _mma, "commit": _commit, "fence::before_thread_sync": _fence,
         "fence::after_thread_sync": _fence,
     }.get(operation)  # fmt: skip
     if found is None:
@@ -95,8 +105,7 @@ def _fence(d: Decoder, i: Instruction) -> Execute:
 
 def _alloc(d: Decoder, i: Instruction) -> Execute:
     d.only(i.modifiers[1:], "cta_group::1", "sync", "aligned", "shared::cta", "b32")
-    if "shared::cta" not in i.modifiers:
-        d.refuse("generic addresses are not modelled")
+    space = "shared" if "shared::cta" in i.modifiers else "generic"
     to, offset = d.address(i.operands[0], "b32")
     slot = d.source(i.operands[1], "u32")
 
@@ -110,7 +119,7 @@ def _alloc(d: Decoder, i: Instruction) -> Execute:
         memory.owner[free[0] : free[0] + count] = free[0]
         memory.region.forget().reshape(LANES, COLUMNS * 4)[:, free[0] * 4 : (free[0] + count) * 4] = 0
         place = addresses(w, to, offset, lanes)[:1]
-        scatter(w, "shared", place, 4, np.array([[free[0]]], np.uint32), None, np.zeros(1, np.int64))
+        scatter_to(w, space, place, 4, np.array([[free[0]]], np.uint32), None, 1, strong=False)
 
     return aligned(allocate)
 
@@ -149,16 +158,34 @@ def _relinquish(d: Decoder, i: Instruction) -> Execute:
 # ---- registers from and to tensor memory
 
 
-def _fragment(d: Decoder, i: Instruction) -> tuple[Array, Array]:
-    """[registers, 32] lanes and columns, from the first ones of a warp's access, of the words that it moves."""
-    d.only(i.modifiers[1:3], "sync", "aligned")
-    if len(i.modifiers) != 6 or i.modifiers[5] != "b32" or i.modifiers[4][:1] != "x":
+@dataclass(frozen=True)
+class Fragment:
+    """[registers, 32] lanes and columns, from the first ones of a warp's access, of the words that it moves. ``packed``: a
+    register holds the lower halves of two columns."""
+
+    rows: Array
+    columns: Array
+    packed: bool
+
+    def words(self, w: Warp, address: int) -> list[Array]:
+        """Numbers of the words of tensor memory: those of lower halves and of upper ones, where they are packed."""
+        places = [self.columns, self.columns + 1] if self.packed else [self.columns]
+        return [_accessed(w, address, self.rows, columns) for columns in places]
+
+
+def _fragment(d: Decoder, i: Instruction, split: Operand | None) -> Fragment:
+    """``split``: where the columns of the upper 16 threads begin, of `16x32bx2`."""
+    modifiers = [m for m in i.modifiers if m not in ("pack::16b", "unpack::16b")]
+    packed = len(modifiers) < len(i.modifiers)
+    d.only(modifiers[1:3], "sync", "aligned")
+    if len(modifiers) != 6 or modifiers[5] != "b32" or modifiers[4][:1] != "x":
         d.refuse("this access of tensor memory is not modelled")
-    shape, count = i.modifiers[3], int(i.modifiers[4][1:])
+    shape, count = modifiers[3], int(modifiers[4][1:])
     threads = np.arange(32)
     # Registers of one repetition: by its lanes and columns.
     shapes = {
         "32x32b": ([threads], [0 * threads], 1),
+        "16x32bx2": ([threads % 16], [0 * threads], 1),
         "16x64b": ([threads // 4 + threads % 2 * 8], [threads // 2 % 2], 2),
         "16x128b": ([threads // 4, threads // 4 + 8], [threads % 4] * 2, 4),
         "16x256b": (
@@ -170,9 +197,12 @@ def _fragment(d: Decoder, i: Instruction) -> tuple[Array, Array]:
     rows, columns, width = shapes[shape]
     if count & count - 1 or not 1 <= count <= 128 // len(rows):
         d.refuse(f".x{count} is not modelled")
-    return np.tile(np.stack(rows), (count, 1)), np.concatenate(
-        [np.stack(columns) + n * width for n in range(count)]
-    )
+    if (split is not None) != (shape == "16x32bx2"):
+        d.refuse("operands not understood")
+    places = np.concatenate([np.stack(columns) + n * width for n in range(count)]) * (1 + packed)
+    if split is not None:
+        places = places + threads // 16 * d.immediate(split)
+    return Fragment(np.tile(np.stack(rows), (count, 1)), places, packed)
 
 
 def _accessed(w: Warp, address: int, rows: Array, columns: Array) -> Array:
@@ -188,45 +218,53 @@ def _accessed(w: Warp, address: int, rows: Array, columns: Array) -> Array:
 
 
 def _ld(d: Decoder, i: Instruction) -> Execute:
-    rows, columns = _fragment(d, i)
+    fragment = _fragment(d, i, i.operands[2] if len(i.operands) > 2 else None)
     targets = d.destinations(i.operands[0], "b32")
     base, offset = d.address(i.operands[1], "b32")
-    if len(targets) != len(rows):
-        d.refuse(f"expected {len(rows)} destinations")
+    if len(targets) != len(fragment.rows):
+        d.refuse(f"expected {len(fragment.rows)} destinations")
 
     def load(w: Warp, lanes: int) -> None:
         address = int(addresses(w, base, offset, lanes)[0])
         uniform(w, base, lanes)
-        memory, words = memory_of(w.cta), _accessed(w, address, rows, columns)
-        _look(w, memory, words)
-        values, unknown = memory.load(words)
+        memory, parts = memory_of(w.cta), fragment.words(w, address)
+        values: Array = np.zeros(fragment.rows.shape, np.uint32)
+        unknown: Array = np.zeros(fragment.rows.shape, np.bool_)
+        for n, words in enumerate(parts):
+            _look(w, memory, words)
+            found, missing = memory.load(words, 32 // len(parts))
+            values, unknown = values | found << np.uint32(16 * n), unknown | missing
         for target, value, missing in zip(targets, values, unknown):
             w.put(target, value, to_bits(missing), FULL)
             w.flight[target] = LOADING
-        w.tensor_loads.append(words)
+        w.tensor_loads += parts
 
     return aligned(load)
 
 
 def _st(d: Decoder, i: Instruction) -> Execute:
-    rows, columns = _fragment(d, i)
+    fragment = _fragment(d, i, i.operands[1] if len(i.operands) > 2 else None)
     base, offset = d.address(i.operands[0], "b32")
-    sources = d.sources(i.operands[1], "b32")
-    if len(sources) != len(rows):
-        d.refuse(f"expected {len(rows)} sources")
+    sources = d.sources(i.operands[-1], "b32")
+    if len(sources) != len(fragment.rows):
+        d.refuse(f"expected {len(fragment.rows)} sources")
 
     def store(w: Warp, lanes: int) -> None:
         address = int(addresses(w, base, offset, lanes)[0])
         uniform(w, base, lanes)
-        memory, words = memory_of(w.cta), _accessed(w, address, rows, columns)
-        if (memory.busy[words] > 0).any() and not _only_stores(w, words):
-            w.fail("tensor memory is written that an instruction in flight writes")
-        _write(w, memory, words)
-        memory.store(
-            words, np.stack([w.regs[s] for s in sources]), np.stack([BOOLS[w.unknown[s]] for s in sources])
+        memory, parts = memory_of(w.cta), fragment.words(w, address)
+        values, unknown = (
+            np.stack([w.regs[s] for s in sources]),
+            np.stack([BOOLS[w.unknown[s]] for s in sources]),
         )
-        np.add.at(memory.busy, words.reshape(-1), 1)
-        w.tensor_stores.append(words)
+        bits = 32 // len(parts)
+        for n, words in enumerate(parts):
+            if (memory.busy[words] > 0).any() and not _only_stores(w, words):
+                w.fail("tensor memory is written that an instruction in flight writes")
+            _write(w, memory, words)
+            memory.store(words, values >> np.uint32(16 * n) & np.uint32((1 << bits) - 1), unknown, bits)
+            np.add.at(memory.busy, words.reshape(-1), 1)
+        w.tensor_stores += parts
 
     return aligned(store)
 
@@ -277,10 +315,11 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
 
 @dataclass(frozen=True)
 class Shape:
-    """What an instruction descriptor says. ``a``, ``b``: "f16", "bf16" or "tf32"."""
+    """What an instruction descriptor says. ``a``, ``b``: "f16", "bf16" or "tf32"; ``bits`` of an element of D."""
 
     m: int
     n: int
+    bits: int
     a: str
     b: str
     negative: bool
@@ -293,8 +332,9 @@ def shape_of(descriptor: int, kind: str) -> Shape:
     m, n = (descriptor >> 24 & 31) * 16, (descriptor >> 17 & 63) * 8
     if descriptor & 0xE080_004F:
         raise ValueError("sparsity, saturation, shifts and reserved bits are not modelled")
-    if descriptor >> 4 & 3 != 1:
-        raise ValueError("D has to be of fp32")
+    form = descriptor >> 4 & 3
+    if form > 1 or (form == 0 and kind != "f16"):
+        raise ValueError(f"a type of D that kind::{kind} does not have")
     types = {"f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}}[kind]
     a, b = types.get(descriptor >> 7 & 7), types.get(descriptor >> 10 & 7)
     if a is None or b is None:
@@ -302,7 +342,9 @@ def shape_of(descriptor: int, kind: str) -> Shape:
     if m not in (64, 128) or not 8 <= n <= 256 or (m == 128 and n % 16):
         raise ValueError(f"M = {m} and N = {n}")
     negative = (descriptor >> 13 ^ descriptor >> 14) & 1 == 1
-    return Shape(m, n, a, b, negative, bool(descriptor >> 15 & 1), bool(descriptor >> 16 & 1))
+    return Shape(
+        m, n, 32 if form else 16, a, b, negative, bool(descriptor >> 15 & 1), bool(descriptor >> 16 & 1)
+    )
 
 
 #: Width of a swizzle atom's row in bytes, by the descriptor's field.
@@ -346,9 +388,10 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
     b, instruction = d.source(operands[2], "b64"), d.source(operands[3], "b32")
     rest = operands[4:]
     masks = d.sources(rest.pop(0), "b32") if isinstance(rest[0], Vector) else []
-    if len(rest) != 1 or len(masks) not in (0, 4):
+    if len(rest) not in (1, 2) or len(masks) not in (0, 4):
         d.refuse("operands not understood")
     scale, negated = d.predicate(rest[0])
+    factor = 2.0 ** -d.immediate(rest[1]) if len(rest) == 2 else 1.0
 
     def multiply(w: Warp, lanes: int) -> None:
         (lane,) = _one_lane(w, lanes)
@@ -372,11 +415,11 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
         written = np.array([not kept >> int(row) & 1 for row in rows])
         right, b_unknown, checks = _operand(w, value(b), shape.n, shape.b_mn_major, size)
         if in_tensor_memory:
-            if shape.m != 128 or shape.a_mn_major:
-                w.fail("A in tensor memory is modelled for M = 128, K-major")
+            if shape.a_mn_major:
+                w.fail("A in tensor memory is K-major")
             place = value(a) + a_offset
-            if place >> 16:
-                w.fail(f"tensor memory: A begins in lane {place >> 16}")
+            if place >> 16 != first:
+                w.fail(f"tensor memory: A begins in lane {place >> 16}, D in lane {first}")
             a_words = memory.words(w, rows, place & 0xFFFF, 8)
             _look(w, memory, a_words)
         else:
@@ -399,17 +442,28 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
             missing = x_unknown[:, None] | b_unknown[None, :]
             if add:
                 # What later instructions are going to write does not count: this one comes before them.
-                assert memory.region.known is not None
-                flat = words.reshape(-1)
-                before = memory.region.view(4, 1)[flat, 0].view(np.float32).reshape(words.shape)
-                missing = missing | (memory.region.known_view(4, 1)[flat, 0] == 0).reshape(words.shape)
-                product = product + before.astype(np.float64)
-            bits = floats.canonical(np.ascontiguousarray(product.astype(np.float32))).view(np.uint32)
-            memory.store(words[written], bits[written], missing[written])
+                before, empty = memory.at(words, shape.bits)
+                missing = missing | empty
+                product = product + _values(before, shape.bits) * factor
+            bits = _rounded(product, shape.bits)
+            memory.store(words[written], bits[written], missing[written], shape.bits)
 
         _enqueue(w, memory, execute)
 
     return multiply
+
+
+def _values(words: Array, bits: int) -> Array:
+    """fp64 of the elements of D, of fp32 or of fp16."""
+    real: Any = words.view(np.float32) if bits == 32 else words.astype(np.uint16).view(np.float16)
+    return real.astype(np.float64)
+
+
+def _rounded(x: Array, bits: int) -> Array:
+    """The reverse."""
+    if bits == 16:
+        return floats.f16_bits_of(x)
+    return floats.canonical(np.ascontiguousarray(x.astype(np.float32))).view(np.uint32)
 
 
 def _one_lane(w: Warp, lanes: int) -> Array:
@@ -443,26 +497,88 @@ def _enqueue(w: Warp, memory: TensorMemory, execute: Callable[[], None]) -> None
 
 
 def _commit(d: Decoder, i: Instruction) -> Execute:
-    """An mbarrier is told when all that came before is done."""
-    d.only(i.modifiers[1:], "cta_group::1", "mbarrier::arrive::one", "shared::cluster", "b64")
-    if "shared::cluster" not in i.modifiers:
-        d.refuse("generic addresses are not modelled")
+    """An mbarrier, or the same one in several CTAs of the cluster, is told when all that came before is done."""
+    d.only(
+        i.modifiers[1:], "cta_group::1", "mbarrier::arrive::one", "shared::cluster", "multicast::cluster", "b64"
+    )  # fmt: skip
     base, offset = d.address(i.operands[0], "b32")
+    multicast = "multicast::cluster" in i.modifiers
+    if len(i.operands) != 1 + multicast:
+        d.refuse("operands not understood")
+    mask = d.source(i.operands[1], "b16") if multicast else None
+    generic = "shared::cluster" not in i.modifiers
 
     def commit(w: Warp, lanes: int) -> None:
-        _one_lane(w, lanes)
-        barrier = mbarrier_at(w, int(addresses(w, base, offset, lanes)[0]))
+        (lane,) = _one_lane(w, lanes)
+        place = int(addresses(w, base, offset, lanes)[0])
+        if generic and place >> WINDOW_BITS != SHARED_WINDOW:
+            w.fail("mbarrier: a generic address that is not one of shared memory")
+        places = [(place,)] if mask is None else ends(w, mask, int(lane), place)
+        barriers = [mbarrier_at(w, place) for (place,) in places]
         # What is done read operands that the warp knew to be there: who sees this may write them anew.
         known, pc = w.clock.release(), w.pc
 
         def arrive() -> None:
             w.pc = pc
-            barrier.asynchronous = True
             known[w.clock.index] = w.clock.now  # operands may have been read as late as now
             w.clock.now += 1
-            barrier.release(known)
-            barrier.arrive(1, w.fail)
+            for barrier in barriers:
+                barrier.asynchronous = True
+                barrier.release(known)
+                barrier.arrive(1, w.fail)
 
         _enqueue(w, memory_of(w.cta), arrive)
 
     return commit
+
+
+# ---- shared to tensor memory
+
+#: Shapes of `cp` with what multicasts them: lanes of their rows, once for each replica, and columns.
+_COPIES = {
+    ("128x256b", ""): (np.arange(128)[None], 8),
+    ("128x128b", ""): (np.arange(128)[None], 4),
+    ("4x256b", ""): (np.arange(4)[None] * 32, 8),
+    ("64x128b", "warpx2::02_13"): (np.arange(64) + np.array([[0], [64]]), 4),
+    ("64x128b", "warpx2::01_23"): (np.arange(64) // 32 * 64 + np.arange(64) % 32 + np.array([[0], [32]]), 4),
+    ("32x128b", "warpx4"): (np.arange(32) + np.arange(4)[:, None] * 32, 4),
+}
+
+
+def _cp(d: Decoder, i: Instruction) -> Execute:
+    """Rows of a K-major operand, which a descriptor names, to columns of tensor memory. It keeps its order with `mma`."""
+    rest = [m for m in i.modifiers[1:] if m != "cta_group::1"]
+    shape = next((m for m in rest if m[0].isdigit()), "")
+    form = shape, ".".join(m for m in rest if m != shape)
+    if "cta_group::1" not in i.modifiers or form not in _COPIES:
+        d.refuse("this copy to tensor memory is not modelled")
+    replicas, count = _COPIES[form]
+    to, offset = d.address(i.operands[0], "b32")
+    source = d.source(i.operands[1], "b64")
+
+    def copy(w: Warp, lanes: int) -> None:
+        (lane,) = _one_lane(w, lanes)
+        if (w.unknown[to] | w.unknown[source]) & lanes:
+            w.fail("an operand comes from what nothing has written")
+        memory, pc, target = memory_of(w.cta), w.pc, int(w.regs[to][lane]) + offset
+        if target >> 16 or target % 4:
+            w.fail(f"tensor memory: a copy to {target:#x} has to begin in lane 0, at a multiple of 4 columns")
+        matrix = matrix_of(w, int(w.regs[source][lane]))
+        bits, missing, check = load_operand(w, *matrix, replicas.shape[1], False, 2, 4 * count)
+        values = np.ascontiguousarray(bits).view(np.uint32)
+        unknown = None if missing is None else np.repeat(missing[:, None], count, 1)
+        places = [memory.words(w, rows, target, count) for rows in replicas]
+        for words in places:
+            _write(w, memory, words)
+            np.add.at(memory.busy, words.reshape(-1), 1)
+
+        def execute() -> None:
+            w.pc = pc
+            check()
+            for words in places:
+                np.subtract.at(memory.busy, words.reshape(-1), 1)
+                memory.store(words, values, unknown)
+
+        _enqueue(w, memory, execute)
+
+    return copy
