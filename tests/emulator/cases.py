@@ -927,11 +927,24 @@ for name, arguments, options in (
     add("prefill", title, lambda a=arguments, o=options: kda(*a, **dict(o)), PREFILL)
 
 
+def segments(chunk: int, v_first: bool) -> Outputs:
+    """A sequence that two launches cut into segments: one summarises them, one runs them."""
+    x = make_inputs("slow", 160, H=1, HV=2, initial_state=True, state_v_first=v_first).arguments
+    found = prefill.in_segments(x, (70, 0, 90), chunk, streams=(3, 5), preparers=2)
+    return dict(zip(("o", "final_state"), found))
+
+
+for chunk, v_first in ((64, False), (32, True)):
+    title = f"prefill chunk {chunk}, in segments{', V-first states' * v_first}"
+    add("prefill", title, lambda a=(chunk, v_first): segments(*a), PREFILL)
+
+
 #: Cases that no GPU has executed yet: `calibrate.py record --missing` does, and then they leave this list.
 TO_BE_RECORDED = {
     name
     for name in CASES
-    if name.startswith(("memory/box of ", "memory/cp.reduce.async.bulk.tensor.", "memory/red."))
+    if ", in segments" in name
+    or name.startswith(("memory/box of ", "memory/cp.reduce.async.bulk.tensor.", "memory/red."))
     or name.endswith((" of half its width", ".add.f16", ".add.bf16", ".cas.b16"))
     or name.removeprefix("memory/")
     in ("box (16,) of (50,) at (-4,)", "store of box", "generic addresses", "local memory", "mbarrier.arrive.shared::cluster",
