@@ -105,8 +105,33 @@ def test_the_planner_installs_without_a_backend(clean_environment):
     assert environment.run("-c", PREFILL).strip() == "['reference']"
 
 
+EMULATED = """
+import torch, ptx_emulator
+ptx = '''
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry double(.param .u64 p)
+{
+.reg .b32 %r<3>; .reg .b64 %q<3>;
+ld.param.u64 %q0, [p]; mov.u32 %r0, %tid.x; mul.wide.u32 %q1, %r0, 4; add.s64 %q2, %q0, %q1;
+ld.global.b32 %r1, [%q2]; add.s32 %r2, %r1, %r1; st.global.b32 [%q2], %r2; ret;
+}
+'''
+x = torch.arange(32, dtype=torch.int32)
+ptx_emulator.run(ptx, (1,), (32,), 0, (x,))
+print(x.tolist() == [2 * n for n in range(32)])
+"""
+
+
+def test_the_emulator_needs_no_other_package(clean_environment):
+    environment = clean_environment("ptx-emulator")
+    assert set(environment.ours()) == {"ptx-emulator"}
+    assert environment.run("-c", EMULATED).strip() == "True"
+
+
 def test_all_packages_install_together(clean_environment):
-    environment = clean_environment("kda-core[sm90,sm100,cp]", "kda-tokenwise")
+    environment = clean_environment("kda-core[sm90,sm100,cp]", "kda-tokenwise", "ptx-emulator")
     assert set(environment.ours()) == set(SOURCES)
     assert {n: s for n, (s, _, _) in environment.statuses().items()} == {
         "reference": "ok",

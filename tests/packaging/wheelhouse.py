@@ -25,9 +25,18 @@ SOURCES = {
     "kda-sm90": ROOT / "packages" / "kda-sm90",
     "kda-sm100": ROOT / "packages" / "kda-sm100",
     "kda-cp": ROOT / "packages" / "kda-cp",
+    "ptx-emulator": ROOT / "packages" / "ptx-emulator",
     "kda-tokenwise": ROOT / "examples" / "third-party-backend",
 }
-THIRD_PARTY = ("torch", "pytest", "nvidia-cutlass-dsl[cu13]", "apache-tvm-ffi", "cuda-python")
+THIRD_PARTY = (
+    "torch",
+    "pytest",
+    "nvidia-cutlass-dsl[cu13]",
+    "apache-tvm-ffi",
+    "cuda-python",
+    "llvmlite",
+    "numpy",
+)
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
@@ -94,7 +103,10 @@ class CleanEnvironment:
     def ours(self) -> dict[str, str]:
         """The installed distributions of this repository, and any other that is called kda-something."""
         listed = "{d.name: d.version for d in __import__('importlib.metadata').metadata.distributions()}"
-        return {name: version for name, version in self.ask(listed).items() if name.startswith("kda-")}
+        found = json.loads(self.run("-c", f"import json\nprint(json.dumps({listed}))"))
+        return {
+            name: version for name, version in found.items() if name in SOURCES or name.startswith("kda-")
+        }
 
     def statuses(self) -> dict[str, list[str]]:
         """name -> [status, reason, distribution] of every backend that `kda_core.backends` lists."""
