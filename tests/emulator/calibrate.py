@@ -372,8 +372,8 @@ def machines(folder: Path = FIXTURES) -> str:
 PAGE = """# The emulator beside a GPU
 
 What an H200 gave for the cases of `tests/emulator/cases.py`, and what the emulator gives. Where arithmetic is defined exactly the
-bits are equal. The approximate instructions may differ by the ulps, or the absolute difference, of the last column; sums of
-matrix products, whose order and rounding are the hardware's, by a norm: that of the difference, relative to that of the whole.
+bits are equal, and so they are of products of matrices. The approximate instructions may differ by the ulps, or the absolute
+difference, of the last column; whole kernels, which they enter, by a norm: that of the difference, relative to that of the whole.
 "Of other inputs": this machine's logarithms or exponentials differ from the recording one's in a last bit.
 
 `python tests/emulator/calibrate.py report --write` makes this page, and `tests/emulator/test_calibration.py` keeps it true;

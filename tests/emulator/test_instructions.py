@@ -341,6 +341,22 @@ def test_local_memory():
             run(declared + body, torch.zeros(1))
 
 
+def test_mbarriers_count_bytes_and_those_who_leave():
+    """Phase 0 wants two arrivals and 16 bytes, phase 1 one arrival."""
+    body = """
+        mov.b32 %r1, shared_bytes; setp.eq.s32 %p1, %r0, 0; @!%p1 bra WAIT; mbarrier.init.shared.b64 [%r1], 2;
+        mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], 16; mbarrier.arrive_drop.shared.b64 _, [%r1];
+        mbarrier.arrive.shared.b64 _, [%r1]; mbarrier.test_wait.parity.shared.b64 %p2, [%r1], 0; selp.b32 %r2, 1, 0, %p2;
+        mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r1], 16; mbarrier.test_wait.parity.shared.b64 %p2, [%r1], 0;
+        selp.b32 %r3, 2, 0, %p2; mbarrier.arrive.shared.b64 _, [%r1]; mbarrier.test_wait.parity.shared.b64 %p2, [%r1], 1;
+        selp.b32 %r4, 4, 0, %p2; add.s32 %r2, %r2, %r3; add.s32 %r2, %r2, %r4; st.global.b32 [%q0], %r2;
+        WAIT: bar.warp.sync -1;
+    """
+    out = torch.zeros(1, dtype=torch.int32)
+    run(body, out, shared=8)
+    assert out.item() == 2 + 4
+
+
 RED = {
     "add.u32": np.add, "min.s32": np.minimum, "max.u32": np.maximum, "and.b32": np.bitwise_and, "or.b32": np.bitwise_or,
     "xor.b32": np.bitwise_xor, "add.f32": np.add, "relaxed.gpu.add.s32": np.add,

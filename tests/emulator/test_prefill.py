@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from prefill import config_of, in_segments, prefill
+from prefill import config_of, in_segments, merge, prefill
 
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_core.testing.oracle import log_decay
@@ -82,3 +82,16 @@ def test_segments_and_streams_that_cut_them(family, chunk, v_first):
     limits = tolerance(x, chunk, oracle=want)
     assert error(o, want[0]) <= limits[0]
     assert error(state, want[1], state=True) <= limits[1]
+
+
+def test_the_merge_of_segments():
+    """fp32 beside fp64; the first start of each sequence stays."""
+    r = torch.Generator().manual_seed(0)
+    starts, exits, transitions = (torch.randn(4, 2, 128, 128, generator=r) for _ in range(3))
+    transitions /= 16
+    want = starts.double()
+    for n in (1, 2):
+        want[n] = exits[0].double() if n == 1 else transitions[1].double() @ want[1] + exits[1].double()
+    merge(starts, exits, transitions, torch.tensor([0, 3, 4], dtype=torch.int32))
+    assert torch.equal(starts[0], want[0].float()) and torch.equal(starts[3], want[3].float())
+    assert error(starts[1:3], want[1:3], state=True) < 1e-6

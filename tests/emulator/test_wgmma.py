@@ -17,6 +17,8 @@ from wgmma_kernel import (
 )
 
 import ptx_emulator
+from ptx_emulator import floats
+from ptx_emulator.matrices import tensor_core_sum
 
 CASES = [
     (mode, mn_major, n)
@@ -132,3 +134,25 @@ def test_without_a_mistake():
     run(body(), image(b, 1, False, 0, 1024, 8192), a, out, threads=128, shared=8192 + 64)
     assert torch.equal(product(out, 32), a.float() @ b[:, :16].float().T + 1)
     assert np.isfinite(out.numpy()).all()
+
+
+def test_what_a_sum_of_products_cuts():
+    """What is 2^-26 of the largest term, by the exponents of its factors, counts for nothing."""
+    column = lambda *x: np.array(x)[:, None]
+    for a, b, c, want in (
+        ((1, 2.0**-13), (1, 2.0**-12), -1, 2.0**-25),
+        ((1, 2.0**-13), (1, 2.0**-13), -1, 0),
+        ((1, 2.0**-13), (1, -(2.0**-13)), -1, 0),
+        # Of 1.5 * 1.5 it is that of 1, of 2.25 that of 2.
+        ((1.5, 1.5, 2.0**-13), (1.5, -1.5, 2.0**-12), 0, 2.0**-25),
+        ((1.5, 2.0**-13), (1.5, 2.0**-12), -2.25, 0),
+    ):
+        found = tensor_core_sum(column(*a).T, column(*b), np.array([[c]], np.float64))
+        assert found == want, (a, b, c)
+    with np.errstate(invalid="ignore"):
+        assert np.isinf(tensor_core_sum(column(np.inf), column(1.0), None))
+        assert np.isnan(tensor_core_sum(column(np.inf), column(0.0), None))
+    near = floats.cut32(
+        np.array([1 + 2.0**-24 + 2.0**-30, -(1 + 2.0**-23 - 2.0**-40), 2.0**128, 2.0**128 - 2.0**100])
+    )
+    assert near.tolist() == [1, -1, np.inf, float(np.finfo(np.float32).max)]

@@ -37,6 +37,14 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
     return odd.view(np.float64).astype(np.float32)
 
 
+def cut32(x: Array) -> Array:
+    """fp64 to fp32 towards zero; from 2^128 on an infinity."""
+    with np.errstate(over="ignore"):
+        near = x.astype(np.float32)
+    too_far = (np.abs(near) > np.abs(x)) & (np.abs(x) < 2.0**128)
+    return np.where(too_far, np.nextafter(near, np.float32(0)), near)
+
+
 def bf16_bits(x: Array) -> Array:
     """The bits of fp32 rounded to nearest even bf16, as uint32."""
     bits = x.view(np.uint32)

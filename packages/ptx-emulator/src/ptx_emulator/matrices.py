@@ -1,7 +1,6 @@
 """Matrices of a warp or a warpgroup: ldmatrix, stmatrix, movmatrix, mma, wgmma.
 
-Products are exact in fp64, sums are taken in fp64 and rounded once to nearest; tensor cores keep fewer bits
-of aligned terms and truncate.
+Sums of products are those of an H200, bit for bit (`tensor_core_sum`).
 """
 
 from __future__ import annotations
@@ -158,13 +157,13 @@ def _spread(matrix: Array, kind: str) -> Array:
 
 
 def _c_words(matrix: Array, kind: str) -> Array:
-    """The words of accumulators of fp64 values, rounded."""
+    """The words of accumulators of fp64 values: fp16 is rounded, fp32 cut."""
     if kind == "f16":
         with np.errstate(over="ignore"):
             halves = matrix.astype(np.float16)
         bits = np.where(np.isnan(halves), np.uint16(0x7FFF), halves.view(np.uint16))
         return _spread(bits, kind).view(np.uint32)[..., 0]
-    return _spread(floats.canonical(matrix.astype(np.float32)).view(np.uint32), kind)
+    return _spread(floats.canonical(floats.cut32(matrix)).view(np.uint32), kind)
 
 
 def _unknown_rows(w: Warp, slots: list[int]) -> Array:
@@ -173,19 +172,43 @@ def _unknown_rows(w: Warp, slots: list[int]) -> Array:
     return flags.any((0, 3)).reshape(16)
 
 
+ALIGNED = 25  # bits behind the largest exponent that count in a sum of products
+
+
+def _exponents(x: Array) -> Array:
+    """Those of numbers; of zero a very small one."""
+    return np.where(x == 0, -2000, np.frexp(x)[1] - 1)
+
+
+def tensor_core_sum(a: Array, b: Array, c: Array | None) -> Array:
+    """a b + c as Hopper's tensor cores give it, before it is rounded: products and c are aligned to the largest exponent
+    among them, that of a product being the sum of its factors', cut to `ALIGNED` bits behind it, and summed."""
+    plain = a @ b if c is None else a @ b + c
+    top = (_exponents(a)[:, :, None] + _exponents(b)[None]).max(1)
+    if c is not None:
+        top = np.maximum(top, _exponents(c))
+    scale = np.ldexp(1.0, ALIGNED - np.maximum(top, -900))
+    total = np.trunc(a[:, :, None] * b[None] * scale[:, None]).sum(1)
+    if c is not None:
+        total += np.trunc(c * scale)
+    # Infinities and NaN are what they are.
+    return np.where(np.isfinite(plain), total / scale, plain)
+
+
 def _put_product(
     w: Warp,
     targets: list[int],
     c: list[int],
-    product: Array,
+    left: Array,
+    right: Array,
     add: bool,
     rows: Array | None,
     columns: Array | None,
     kind: str = "f32",
 ) -> None:
-    """Round product + c to registers of ``kind``. ``rows``, ``columns``: of the operands that are not known."""
-    if add:
-        product = product + _c_matrix(np.stack([w.regs[s] for s in c]), kind)
+    """left right + c to registers of ``kind``: fp32 is cut, fp16 rounded. ``rows``, ``columns``: of the operands that are
+    not known."""
+    product = tensor_core_sum(left, right, _c_matrix(np.stack([w.regs[s] for s in c]), kind) if add else None)
     words = _c_words(product, kind)
     missing = [w.unknown[s] if add else 0 for s in c]
     if rows is not None or columns is not None:
@@ -232,7 +255,7 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
             flags = np.stack([BOOLS[w.unknown[s]] for s in b]).reshape(-1, 8, 4)
             columns = np.asarray(flags.any((0, 2)))
         _put_product(
-            w, targets, c, _a_matrix(left, kind) @ _b_matrix(right, kind), True, rows, columns, d_type
+            w, targets, c, _a_matrix(left, kind), _b_matrix(right, kind), True, rows, columns, d_type
         )
 
     return aligned(multiply)
@@ -405,7 +428,7 @@ def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
             left = whole[first : first + 16]
             rows = None if missing is None else missing[first : first + 16]
             checks.append(check)
-        _put_product(w, acc, acc, sign * (left @ right.T), add, rows, b_unknown, d_type)
+        _put_product(w, acc, acc, sign * left, right.T, add, rows, b_unknown, d_type)
         for s in acc:
             w.flight[s] = w.wgmma_group
             w.fenced[s] = w.regs[s]

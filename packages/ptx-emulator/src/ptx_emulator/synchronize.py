@@ -314,7 +314,10 @@ def _places(d: Decoder, i: Instruction, operand: Operand) -> Callable[[Warp, int
 @handler("mbarrier")
 def _mbarrier(d: Decoder, i: Instruction) -> Execute:
     operation = i.modifiers[0]
-    kinds = {"init": _init, "arrive": _arrive, "try_wait": _wait, "test_wait": _wait, "inval": _invalidate}
+    kinds = {
+        "init": _init, "arrive": _arrive, "arrive_drop": _arrive, "expect_tx": _transactions, "complete_tx": _transactions,
+        "try_wait": _wait, "test_wait": _wait, "inval": _invalidate,
+    }  # fmt: skip
     if operation not in kinds:
         d.refuse(f".{operation} is not modelled")
     d.only(
@@ -362,7 +365,9 @@ def _check_place(w: Warp, place: int) -> None:
 
 
 def _arrive(d: Decoder, i: Instruction) -> Execute:
-    """`arrive` and `arrive.expect_tx`; the state that they give is the number of the phase."""
+    """`arrive` and `arrive.expect_tx`; the state that they give is the number of the phase. `arrive_drop`: later phases
+    expect as many less."""
+    drop = i.modifiers[0] == "arrive_drop"
     operands = list(i.operands)
     to = d.destination(operands.pop(0), "b64")
     places_of = _places(d, i, operands[0])
@@ -383,11 +388,32 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
             if expect:
                 barrier.expect(number)
             barrier.release(w.clock.release())
+            if drop:
+                barrier.count -= 1 if expect else number
             barrier.arrive(1 if expect else number, w.fail)
         w.machine.changes += 1
         w.put(to, spread(states, lanes), 0, lanes)
 
     return arrive
+
+
+def _transactions(d: Decoder, i: Instruction) -> Execute:
+    """`expect_tx` and `complete_tx`: bytes alone."""
+    places_of, count = _places(d, i, i.operands[0]), d.source(i.operands[1], "u32")
+    complete = i.modifiers[0] == "complete_tx"
+
+    def transact(w: Warp, lanes: int) -> None:
+        if w.unknown[count] & lanes:
+            w.fail("an operand comes from what nothing has written")
+        for place, number in zip(places_of(w, lanes).tolist(), w.regs[count][INDICES[lanes]].tolist()):
+            barrier = mbarrier_at(w, place)
+            if complete:
+                barrier.count_bytes(number, w.fail)
+            else:
+                barrier.expect(number)
+        w.machine.changes += 1
+
+    return transact
 
 
 def _wait(d: Decoder, i: Instruction) -> Execute:
