@@ -19,7 +19,7 @@ PACKAGES = ("kda-core", "kda-sm90", "kda-sm100", "kda-cp", "ptx-emulator")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")  # nox skips those that the machine lacks
 SOURCES = ("packages", "examples", "benchmarks", "noxfile.py")
 
-TEST_TOOLS = ("pytest", "hypothesis", "numpy", "build", "setuptools", "nvidia-cuda-nvcc")
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "build", "setuptools", "nvidia-cuda-nvcc")
 
 # What `compile` compiles: (module:callable, folder that holds the module where it is no package, architectures).
 # The callable gives (kernel class, configuration) pairs. A package with kernels has a row here.
@@ -107,9 +107,11 @@ def matrix(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """All tests that this machine can run, under the Python that runs nox; says what it could not run."""
+    """All tests that this machine can run, under the Python that runs nox; says what it could not run. Without a GPU a
+    process a core, because emulation is all that takes time there."""
     install_all(session)
-    pytest(session, "tests")
+    parallel = () if Path("/dev/nvidiactl").exists() else ("-n", "auto", "--dist", "worksteal")
+    pytest(session, "tests", *parallel)
 
 
 @matrix("test-core")

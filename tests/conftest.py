@@ -7,8 +7,6 @@ from collections import Counter
 
 import pytest
 
-_not_run = pytest.StashKey[Counter]()
-
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
@@ -16,7 +14,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "arch(*capabilities): the test runs on a GPU of one of these compute capabilities, such as (9, 0); without "
         "one it is skipped, or fails if KDA_REQUIRE_ARCH=1",
     )
-    config.stash[_not_run] = Counter()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -34,11 +31,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = f"needs a GPU {needed}; this machine has {show_archs(visible_archs())}"
     if env.require_arch():
         pytest.fail(f"KDA_REQUIRE_ARCH=1, and this test {reason}", pytrace=False)
-    item.config.stash[_not_run][needed] += 1
+    item.user_properties.append(("kda_needs", needed))
     pytest.skip(f"not run: {reason}")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     emulated: Counter = Counter()
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, []):
@@ -49,7 +46,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(
             f"emulated on a CPU, no GPU took part: {count} tests of {backend} {outcome}"
         )
-    for needed, count in sorted(config.stash[_not_run].items()):
+    skipped = terminalreporter.stats.get("skipped", [])
+    not_run = Counter(
+        value
+        for report in skipped
+        for key, value in getattr(report, "user_properties", ())
+        if key == "kda_needs"
+    )
+    for needed, count in sorted(not_run.items()):
         terminalreporter.write_line(
             f"not run for want of a GPU {needed}: {count} tests (KDA_REQUIRE_ARCH=1 makes that a failure)",
             yellow=True,
