@@ -13,7 +13,7 @@ import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.cute import get_kernel
-from kda_sm90.config import ARCH, MergeConfig, PrefillConfig
+from kda_sm90.config import ARCH, PrefillConfig
 from kda_sm90.plan import SMS, Plan, plan, refusal, segment_plan
 
 
@@ -53,7 +53,7 @@ class Sm90Backend:
         transitions: torch.Tensor,
         bounds: torch.Tensor,
     ) -> None:
-        from kda_sm90.kernels.merge import MergeKernel
+        from kda_core.cute.merge import MergeConfig, MergeKernel
 
         addresses = (x.data_ptr() for x in (initial, exits, transitions, bounds))
         numbers = (bounds.shape[0] - 1, initial.shape[1])

@@ -18,7 +18,6 @@ __all__ = [
     "THREADS",
     "Gate",
     "GateDtype",
-    "MergeConfig",
     "Mode",
     "PrefillConfig",
 ]
@@ -79,8 +78,3 @@ class PrefillConfig:
     def halves(self) -> int:
         """See `HALVES`."""
         return HALVES[self.mode]
-
-
-@dataclass(frozen=True)
-class MergeConfig:
-    """The merge has one variant."""

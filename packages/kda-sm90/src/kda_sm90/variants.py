@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from kda_sm90.config import ARCH, GateDtype, MergeConfig, PrefillConfig
+from kda_sm90.config import ARCH, GateDtype, PrefillConfig
 
 GATES: tuple[dict[str, Any], ...] = (
     {"gate": "bounded"},
@@ -55,7 +55,7 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
 
 def _of(configs: tuple[PrefillConfig, ...]) -> list[tuple[type, object]]:
-    from kda_sm90.kernels.merge import MergeKernel
+    from kda_core.cute.merge import MergeConfig, MergeKernel
     from kda_sm90.kernels.prefill import PrefillKernel
 
     return [*((PrefillKernel, config) for config in configs), (MergeKernel, MergeConfig())]

@@ -8,8 +8,11 @@ segments are on their way to shared memory while one is multiplied.
 
 Shared memory bounds a product, so that a thread multiplies 4 rows of M by all columns, over an eighth of k: M is then read
 once. Eight lanes hold such parts of the same sums; they exchange halves until each has the sum of one row and four columns.
+
+Backends share it: it has nothing that is particular to an architecture.
 """
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import cutlass
@@ -17,7 +20,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from kda_core.cute import device as dev
-from kda_sm90.config import HEAD_DIM, MergeConfig
+from kda_core.cute.operands import HEAD_DIM
 
 COLUMNS = 8
 THREADS = 2 * HEAD_DIM  # two a row of S, with four columns each
@@ -31,6 +34,11 @@ STATE = ROW * COLUMNS  # bytes of a state's columns, of which there are two
 #: The arguments, in order, by type. Addresses: starts, exits and transitions, [P,HV,128,128] fp32, and bounds [N+1] int32:
 #: segments bounds[n] to bounds[n+1] - 1 are those of sequence n. N and HV.
 ARGUMENTS = {Int64: ("starts", "exits", "transitions", "bounds"), Int32: ("N", "HV")}
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """The merge has one variant."""
 
 
 class MergeKernel:
