@@ -29,6 +29,31 @@ def make_records(n, C):
     return {n: x.bfloat16() for n, x in logical.items()} | {"a": G[:, -1].exp().float()}
 
 
+def laid_out(C, HV, B, T, lengths):
+    """Random records, the chunks of each sequence, and a workspace with them; slots without a chunk hold
+    NaN."""
+    N = B if lengths is None else len(lengths)
+    flat, slots = chunks_of(B, T, C, lengths)
+    starts = [0, *accumulate(lengths or ())]
+    owner = lambda b, first: b if lengths is None else max(n for n in range(N) if starts[n] <= first)
+    chunks = [[c for c in flat if owner(c[0], c[1]) == n] for n in range(N)]
+    records = make_records(slots * HV, C)
+    unused = [
+        i for slot in set(range(slots)) - {c[3] for c in flat} for i in range(slot * HV, (slot + 1) * HV)
+    ]
+    for _, _, tokens, slot in flat:  # rows beyond a sequence are zeros
+        for name in ("w", "u", "qd", "kg", "aqk"):
+            records[name][slot * HV : (slot + 1) * HV, tokens:] = 0
+    workspace = Workspace(slots * HV, C, "cpu")
+    for name, logical in records.items():
+        workspace[name] = logical
+    for name in records:
+        kept = workspace[name]
+        kept[unused] = NAN
+        workspace[name] = kept
+    return records, chunks, workspace
+
+
 def recurrence(records, chunks, HV, shape, initial, dtype):
     """o, and the states before every chunk and at the end by (row of B or sequence, head); with fp32 also the roundings of
     operands to bf16. ``chunks``: of each sequence."""
@@ -60,25 +85,7 @@ def test_it_is_the_recurrence(arch, C, lengths, v_first, seed):
 
     HV, (B, T) = 2, (2, 100) if lengths is None else (1, sum(lengths))
     N = B if lengths is None else len(lengths)
-    flat, slots = chunks_of(B, T, C, lengths)
-    starts = [0, *accumulate(lengths or ())]
-    owner = lambda b, first: b if lengths is None else max(n for n in range(N) if starts[n] <= first)
-    chunks = [[c for c in flat if owner(c[0], c[1]) == n] for n in range(N)]
-    records = make_records(slots * HV, C)
-    unused = [
-        i for slot in set(range(slots)) - {c[3] for c in flat} for i in range(slot * HV, (slot + 1) * HV)
-    ]
-    for _, _, tokens, slot in flat:  # rows beyond a sequence are zeros, slots without a chunk hold anything
-        for name in ("w", "u", "qd", "kg", "aqk"):
-            records[name][slot * HV : (slot + 1) * HV, tokens:] = 0
-    workspace = Workspace(slots * HV, C, "cpu")
-    for name, logical in records.items():
-        workspace[name] = logical
-    for name in records:
-        kept = workspace[name]
-        kept[unused] = NAN
-        workspace[name] = kept
-
+    records, chunks, workspace = laid_out(C, HV, B, T, lengths)
     shape, every = (B, T, HV, HEAD_DIM), 64 // C
     initial = torch.randn(N, HV, HEAD_DIM, HEAD_DIM, generator=torch.Generator().manual_seed(1))
     want_o, want_s, before = recurrence(records, chunks, HV, shape, initial, torch.float64)
@@ -90,7 +97,7 @@ def test_it_is_the_recurrence(arch, C, lengths, v_first, seed):
         saved += before[at : at + len(own)][::every]
         at += len(own)
     states = torch.full((len(saved), HV, HEAD_DIM, HEAD_DIM), NAN, dtype=torch.bfloat16)
-    offsets = None if lengths is None else torch.tensor(starts, dtype=torch.int32)
+    offsets = None if lengths is None else torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     launch(
         ChainKernel, ARGUMENTS, ChainConfig(C, states=True), arch, o, seed, offsets=offsets, o=o, states=states,
         initial_state=layout(initial), final_state=final, workspace=workspace.bytes, state_count=len(saved), N=N, T=T,

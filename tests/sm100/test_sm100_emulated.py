@@ -71,6 +71,10 @@ def test_intermediate_states_of_packed_sequences(kda):
     KIT.test_intermediate_states(kda, (0, 17, 17, 64, 130), False, 64)
 
 
+def test_segments(kda):
+    KIT.test_segments(kda, "memory")
+
+
 def test_poisoned_outputs_and_workspace(kda):
     KIT.test_poisoned_outputs_and_workspace(kda)
 

@@ -1,4 +1,5 @@
-"""Broken copies of the chain are noticed on the emulator: by an error, or because the result is wrong. Each wait counts."""
+"""Broken copies of the chain, and of that of summaries, are noticed on the emulator: by an error, or because
+the result is wrong. Each wait counts."""
 
 import functools
 import re
@@ -9,30 +10,41 @@ from blackwell import Workspace
 
 import ptx_emulator
 from kda_core.cute.ptxas import keep_ptx
-from kda_sm100.config import ARCHS, HEAD_DIM, ChainConfig
+from kda_sm100.config import ARCHS, HEAD_DIM, ChainConfig, SummaryConfig
 
 C, CHUNKS = 32, 9  # stages of both rings, which are alike, and both accumulators of O are used again
-CONFIG = ChainConfig(C)
+CONFIGS = {"chain": ChainConfig(C), "summary": SummaryConfig(C)}
 
-#: What is taken out, and how many there are.
+#: What is taken out, and how many there are in the chain and in that of summaries.
 PARTS = {
-    "wait for an mbarrier": (r"mbarrier\.try_wait[^;]*;\s*@P1 bra\.uni DONE;\s*bra\.uni\s+LAB_WAIT;", 11),
-    "wait for stores": (r"tcgen05\.wait::st\.sync\.aligned;", 2),
-    "wait for loads": (r"tcgen05\.wait::ld\.sync\.aligned;", 3),
-    "commit": (r"tcgen05\.commit[^;]*;", 5),
-    "arrival": (r"mbarrier\.arrive\.shared\.b64[^;]*;", 4),
+    "wait for an mbarrier": (
+        r"mbarrier\.try_wait[^;]*;\s*@P1 bra\.uni DONE;\s*bra\.uni\s+LAB_WAIT;",
+        (11, 9),
+    ),
+    "wait for stores": (r"tcgen05\.wait::st\.sync\.aligned;", (2, 2)),
+    "wait for loads": (r"tcgen05\.wait::ld\.sync\.aligned;", (3, 2)),
+    "commit": (r"tcgen05\.commit[^;]*;", (5, 4)),
+    "arrival": (r"mbarrier\.arrive\.shared\.b64[^;]*;", (4, 3)),
 }
+PLACES = [
+    (which, what, i)
+    for what, (_, counts) in PARTS.items()
+    for which, count in zip(CONFIGS, counts, strict=True)
+    for i in range(count)
+]
 
 
 @functools.cache
-def compiled():
+def compiled(which):
     from kda_sm100.kernels.chain import WARPS, ChainKernel
+    from kda_sm100.kernels.summary import SummaryKernel
 
-    return keep_ptx(ChainKernel, CONFIG, ARCHS[0]), ChainKernel(CONFIG).shared_bytes, 32 * WARPS
+    kernel, config = {"chain": ChainKernel, "summary": SummaryKernel}[which], CONFIGS[which]
+    return keep_ptx(kernel, config, ARCHS[0]), kernel(config).shared_bytes, 32 * WARPS
 
 
-def run(ptx):
-    """o and the final state over random records."""
+def run(which, ptx):
+    """o, the final state and the transition over random records; zeros where the kernel writes none."""
     from kda_sm100.kernels.chain import ARGUMENTS
 
     rng = torch.Generator().manual_seed(0)
@@ -40,10 +52,12 @@ def run(ptx):
     for name, rows, columns in (("w", C, 128), ("u", C, 128), ("qd", C, 128), ("kg", C, 128), ("aqk", C, C)):
         workspace[name] = 0.1 * torch.randn(CHUNKS, rows, columns, generator=rng)
     workspace["a"] = torch.rand(CHUNKS, HEAD_DIM, generator=rng)
-    o, final = torch.zeros(1, CHUNKS * C, 1, HEAD_DIM).bfloat16(), torch.zeros(1, 1, HEAD_DIM, HEAD_DIM)
+    o = torch.zeros(1, CHUNKS * C, 1, HEAD_DIM).bfloat16()
+    final, transition = torch.zeros(2, 1, 1, HEAD_DIM, HEAD_DIM).unbind()
     given = {
         "o": o,
         "final_state": final,
+        "transitions": transition,
         "workspace": workspace.bytes,
         "N": 1,
         "T": CHUNKS * C,
@@ -51,28 +65,26 @@ def run(ptx):
         "every": 1,
     }
     values = [given.get(name, 0) for names in ARGUMENTS.values() for name in names]
-    _, shared, threads = compiled()
-    ptx_emulator.run(ptx, (1,), (threads,), shared, values)
-    return o, final
+    _, shared, threads = compiled(which)
+    ptx_emulator.run(ptx, (2 if which == "summary" else 1,), (threads,), shared, values)
+    return o, final, transition
 
 
 @functools.cache
-def expected():
-    return run(compiled()[0])
+def expected(which):
+    return run(which, compiled(which)[0])
 
 
-@pytest.mark.parametrize(
-    ("what", "place"), [(what, i) for what, (_, count) in PARTS.items() for i in range(count)]
-)
-def test_nothing_is_there_in_vain(what, place):
-    pattern, count = PARTS[what]
-    ptx = compiled()[0]
+@pytest.mark.parametrize(("which", "what", "place"), PLACES)
+def test_nothing_is_there_in_vain(which, what, place):
+    pattern, counts = PARTS[what]
+    ptx = compiled(which)[0]
     matches = list(re.finditer(pattern, ptx))
-    assert len(matches) == count
+    assert len(matches) == counts[list(CONFIGS).index(which)]
     match = matches[place]
     try:
-        found = run(ptx[: match.start()] + ptx[match.end() :])
+        found = run(which, ptx[: match.start()] + ptx[match.end() :])
     except ptx_emulator.ExecutionError as error:
         print(error)
         return
-    assert not all(torch.equal(x, y) for x, y in zip(found, expected(), strict=True)), "not noticed"
+    assert not all(torch.equal(x, y) for x, y in zip(found, expected(which), strict=True)), "not noticed"

@@ -24,7 +24,7 @@ def test_it_is_listed_on_every_machine():
 def test_it_declares_the_whole_contract_of_prefill():
     assert SPEC.archs == BLACKWELL
     assert SPEC.unavailable is None
-    assert SPEC.features == {f.value for f in Feature} - {"backward", "recurrent", "segment_summary"}
+    assert SPEC.features == {f.value for f in Feature} - {"backward", "recurrent"}
 
 
 def test_a_call_on_cpu_tensors_that_names_it_is_refused():

@@ -7,9 +7,9 @@ from kda_core.contract import KdaOptions, ProblemShape
 from kda_core.cute.key import Variant
 from kda_sm100 import layouts
 from kda_sm100.backend import Sm100Backend
-from kda_sm100.config import ARCHS, ChainConfig, PrepareConfig
+from kda_sm100.config import ARCHS, ChainConfig, PrepareConfig, SummaryConfig
 from kda_sm100.plan import plan, refusal
-from kda_sm100.variants import CHAIN, PREPARE, SAMPLE
+from kda_sm100.variants import CHAIN, PREPARE, SAMPLE, SUMMARY
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FREE = {"use_gate_in_kernel": False, "lower_bound": None, "A_log": False, "dt_bias": False}
@@ -74,7 +74,7 @@ def test_every_call_is_served_by_what_is_compiled_ahead_of_time(gate):
             {"return_intermediate_states": True, "chunk_size": 32},
         ):
             chosen = plan(shape(g=dtype, **gate, **states))
-            assert chosen.prepare in PREPARE and chosen.chain in CHAIN
+            assert chosen.prepare in PREPARE and chosen.chain in CHAIN and chosen.summary in SUMMARY
 
 
 def test_every_variant_is_offered_once():
@@ -83,7 +83,7 @@ def test_every_variant_is_offered_once():
 
     for arch in ARCHS:
         variants = {Variant(kernel, config, arch) for kernel, config in ahead_of_time(arch)}
-        assert len(variants) == len(PREPARE) + len(CHAIN) == 24
+        assert len(variants) == len(PREPARE) + len(CHAIN) + len(SUMMARY) + 1 == 27  # and the merge
     assert set(SAMPLE) <= set(PREPARE)
 
 
@@ -93,6 +93,7 @@ def test_every_variant_is_offered_once():
         (PrepareConfig, {"chunk": 16}, "chunk"),
         (PrepareConfig, {"gate": "softplus"}, "vote"),
         (ChainConfig, {"chunk": 128}, "chunk"),
+        (SummaryConfig, {"chunk": 16}, "chunk"),
     ],
 )
 def test_a_variant_that_does_not_exist_is_refused(kind, wrong, named):

@@ -1,15 +1,18 @@
-"""The backend object: two launches, the preparation of all chunks and the chains over them."""
+"""The backend object: two launches, the preparation of all chunks and the chains over them. Where sequences
+are cut into segments, summaries of these and their merge come between the two."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
-from kda_core.cute import arch_of_capability, get_kernel
+from kda_core.cute import arch_of_capability, arch_of_device, get_kernel
 from kda_sm100.config import ARCHS
 from kda_sm100.plan import plan, refusal
 
@@ -24,73 +27,133 @@ class Sm100Backend:
         return plan(shape).workspace_bytes
 
     def prepare(self, shape: ProblemShape) -> None:
-        launch_of(shape)
+        launches_of(shape)
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         if inputs.shape.T == 0:
             return pass_states(inputs, outputs)
-        device = inputs.q.get_device()
-        # A CPU (-1) emulates. To enter the context of the current device takes longer than to ask for it.
-        if device < 0 or device == torch.cuda.current_device():
-            launch_of(inputs.shape)(inputs, outputs)
-        else:
-            with torch.cuda.device(device):
-                launch_of(inputs.shape)(inputs, outputs)
+        with device_of(inputs.q):
+            prepare, chain = launches_of(inputs.shape)
+            prepare(inputs, outputs.workspace)
+            chain(inputs, outputs)
+        return outputs
+
+    # ---- sequences that are cut into segments (SEGMENT_SUMMARY)
+
+    def segment_workspace_bytes(self, shape: ProblemShape) -> int:
+        return self.workspace_bytes(shape)
+
+    def summarize(self, inputs: KdaInputs, exits: Tensor, transitions: Tensor, workspace: Tensor) -> None:
+        outputs = KdaOutputs(inputs.v, exits, None, workspace)  # no o is written
+        with device_of(inputs.q):
+            prepare, summary = summaries_of(inputs.shape)
+            prepare(inputs, workspace)
+            summary(inputs, outputs, transitions)
+
+    def merge_segments(self, initial: Tensor, exits: Tensor, transitions: Tensor, bounds: Tensor) -> None:
+        from kda_core.cute.merge import MergeConfig, MergeKernel
+
+        arch = arch_of_device(initial.device) if initial.is_cuda else ARCHS[0]  # a CPU emulates
+        numbers = (bounds.shape[0] - 1, initial.shape[1])
+        with device_of(initial):
+            kernel = get_kernel(MergeKernel, MergeConfig(), arch)
+            kernel(initial, *addresses(initial, exits, transitions, bounds), *numbers)
+
+    def run_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        with device_of(inputs.q):
+            launches_of(inputs.shape)[1](inputs, outputs)
         return outputs
 
 
-class Launch(NamedTuple):
-    """All of a call's launches that the shape decides: the kernels, and of each its numbers in the order of its
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Within it the device of a tensor is the current one. A CPU (-1) emulates. To enter the context of the
+    current device takes longer than to ask for it."""
+    device = x.get_device()
+    return nullcontext() if device < 0 or device == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+class Prepare(NamedTuple):
+    """All of the first launch that the shape decides: the kernel, and its numbers in the order of its
     ``ARGUMENTS``."""
 
-    prepare: Callable[..., Any]
-    prepare_numbers: tuple[float, ...]
-    chain: Callable[..., Any]
-    chain_numbers: tuple[int, ...]
+    kernel: Callable[..., Any]
+    numbers: tuple[float, ...]
 
-    def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
+    def __call__(self, inputs: KdaInputs, workspace: Tensor | None) -> None:
         """On the current device and stream."""
-        states, workspace = outputs.intermediate_states, outputs.workspace
         tokens = addresses(
             inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens,
             workspace,
         )  # fmt: skip
-        self.prepare(inputs.q, *tokens, *self.prepare_numbers)
+        self.kernel(inputs.q, *tokens, *self.numbers)
+
+
+class Chain(NamedTuple):
+    """The same of the second launch, over the records that the first left, and of that of summaries."""
+
+    kernel: Callable[..., Any]
+    numbers: tuple[int, ...]
+
+    def __call__(self, inputs: KdaInputs, outputs: KdaOutputs, transitions: Tensor | None = None) -> None:
+        """On the current device and stream."""
+        states = outputs.intermediate_states
         carried = addresses(
-            inputs.cu_seqlens, inputs.initial_state, outputs.o, outputs.final_state, states, workspace
-        )
+            inputs.cu_seqlens, inputs.initial_state, outputs.o, outputs.final_state, states, transitions,
+            outputs.workspace,
+        )  # fmt: skip
         count = 0 if states is None else states.shape[0] * states.shape[1]
-        self.chain(outputs.o, *carried, count, *self.chain_numbers)
+        self.kernel(outputs.o, *carried, count, *self.numbers)
 
 
-def addresses(*tensors: torch.Tensor | None) -> list[int]:
+def addresses(*tensors: Tensor | None) -> list[int]:
     """0 for what is not there."""
     return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 @functools.lru_cache(maxsize=1024)
-def launch_of(shape: ProblemShape) -> Launch:
+def launches_of(shape: ProblemShape) -> tuple[Prepare, Chain]:
     """The launches that serve a shape; compiles their kernels if no call has needed them before. The last 1024 are
     held."""
     from kda_sm100.kernels.chain import ChainKernel
+
+    return prepare_of(shape), chain_of(shape, ChainKernel, plan(shape).chain)
+
+
+@functools.lru_cache(maxsize=1024)
+def summaries_of(shape: ProblemShape) -> tuple[Prepare, Chain]:
+    """The same for summaries of segments."""
+    from kda_sm100.kernels.summary import SummaryKernel
+
+    return prepare_of(shape), chain_of(shape, SummaryKernel, plan(shape).summary)
+
+
+def prepare_of(shape: ProblemShape) -> Prepare:
     from kda_sm100.kernels.prepare import PrepareKernel
 
-    chosen, options = plan(shape), shape.options
-    arch = ARCHS[0] if shape.arch is None else arch_of_capability(shape.arch)  # without a GPU: emulated
-    offset_bytes = 0 if shape.index_dtype is None else shape.index_dtype.itemsize
+    options = shape.options
     beta_factor = (2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid_in_kernel else 0.0
-    return Launch(
-        get_kernel(PrepareKernel, chosen.prepare, arch),
-        (
-            shape.N, shape.T, shape.H, shape.HV, offset_bytes, shape.beta_dtype.itemsize,
-            int(options.use_qk_l2norm_in_kernel), shape.scale, options.lower_bound or 0.0, beta_factor,
-        ),
-        get_kernel(ChainKernel, chosen.chain, arch),
-        (
-            shape.N, shape.T, shape.HV, offset_bytes, int(options.state_v_first),
-            max(1, options.chunk_size // chosen.chunk),
-        ),
+    numbers = (
+        shape.N, shape.T, shape.H, shape.HV, offset_bytes(shape), shape.beta_dtype.itemsize,
+        int(options.use_qk_l2norm_in_kernel), shape.scale, options.lower_bound or 0.0, beta_factor,
     )  # fmt: skip
+    return Prepare(get_kernel(PrepareKernel, plan(shape).prepare, arch_of(shape)), numbers)
+
+
+def chain_of(shape: ProblemShape, kernel: type, config: object) -> Chain:
+    options = shape.options
+    numbers = (
+        shape.N, shape.T, shape.HV, offset_bytes(shape), int(options.state_v_first),
+        max(1, options.chunk_size // plan(shape).chunk),
+    )  # fmt: skip
+    return Chain(get_kernel(kernel, config, arch_of(shape)), numbers)
+
+
+def arch_of(shape: ProblemShape) -> str:
+    return ARCHS[0] if shape.arch is None else arch_of_capability(shape.arch)  # without a GPU: emulated
+
+
+def offset_bytes(shape: ProblemShape) -> int:
+    return 0 if shape.index_dtype is None else shape.index_dtype.itemsize
 
 
 def pass_states(inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:

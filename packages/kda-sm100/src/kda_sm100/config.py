@@ -10,7 +10,17 @@ from dataclasses import dataclass
 
 from kda_core.cute.operands import HEAD_DIM, Gate, GateDtype
 
-__all__ = ["ARCHS", "CHUNKS", "HEAD_DIM", "ChainConfig", "Gate", "GateDtype", "OutputConfig", "PrepareConfig"]
+__all__ = [
+    "ARCHS",
+    "CHUNKS",
+    "HEAD_DIM",
+    "ChainConfig",
+    "Gate",
+    "GateDtype",
+    "OutputConfig",
+    "PrepareConfig",
+    "SummaryConfig",
+]
 
 #: What the kernels are compiled for. The preparation compiles for sm_90a as well, and runs there in the tests.
 ARCHS = ("sm_100a", "sm_103a")
@@ -46,6 +56,17 @@ class ChainConfig:
 
     chunk: int = 64
     states: bool = False
+
+    def __post_init__(self) -> None:
+        _check_chunk(self.chunk)
+
+
+@dataclass(frozen=True)
+class SummaryConfig:
+    """Variant of the summaries of segments. ``chunk``: as the preparation's. Raises ValueError on one that
+    does not exist."""
+
+    chunk: int = 64
 
     def __post_init__(self) -> None:
         _check_chunk(self.chunk)

@@ -12,14 +12,15 @@ import torch
 
 from kda_core.contract import ProblemShape
 from kda_sm100 import layouts
-from kda_sm100.config import CHUNKS, HEAD_DIM, ChainConfig, Gate, GateDtype, PrepareConfig
+from kda_sm100.config import CHUNKS, HEAD_DIM, ChainConfig, Gate, GateDtype, PrepareConfig, SummaryConfig
 
 _DTYPES: dict[torch.dtype, GateDtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One call: a variant of each kernel, and ``records`` of the workspace."""
+    """One call: a variant of each kernel, and ``records`` of the workspace. With the summaries it is also
+    that of a call whose sequences are segments of others: records are kept anyway."""
 
     prepare: PrepareConfig
     chain: ChainConfig
@@ -28,6 +29,10 @@ class Plan:
     @property
     def chunk(self) -> int:
         return self.chain.chunk
+
+    @property
+    def summary(self) -> SummaryConfig:
+        return SummaryConfig(self.chunk)
 
     @property
     def workspace_bytes(self) -> int:

@@ -4,7 +4,7 @@ from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm100",
-    abi=(1, 1),  # what this package was written for, not what kda-core happens to have
+    abi=(1, 2),  # what this package was written for, not what kda-core happens to have
     archs=frozenset({(10, 0), (10, 3)}),
     features=frozenset(
         {
@@ -21,6 +21,7 @@ SPEC = BackendSpec(
             "intermediate_states",
             "pin",
             "graph",
+            "segment_summary",
         }
     ),
     target="kda_sm100.backend:Sm100Backend",

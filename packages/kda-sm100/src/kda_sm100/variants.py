@@ -1,12 +1,12 @@
 """The variants of the kernels: all of them, and those that are compiled without a GPU in the tests and by ``nox -s
-compile``: each form of the gate at each chunk size, g in turns, and every chain and output stage."""
+compile``: each form of the gate at each chunk size, g in turns, and of the other kernels all."""
 
 from __future__ import annotations
 
 from itertools import product
 from typing import Any
 
-from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, OutputConfig, PrepareConfig
+from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, OutputConfig, PrepareConfig, SummaryConfig
 
 GATES: tuple[dict[str, Any], ...] = (
     {"gate": "bounded"},
@@ -23,6 +23,8 @@ PREPARE = tuple(
 
 CHAIN = tuple(ChainConfig(chunk, states) for chunk, states in product(CHUNKS, (False, True)))
 
+SUMMARY = tuple(SummaryConfig(chunk) for chunk in CHUNKS)
+
 OUTPUT = tuple(OutputConfig(chunk) for chunk in CHUNKS)  # of ``stages``; `chunk_kda` does not need it
 
 SAMPLE = tuple(
@@ -32,7 +34,7 @@ SAMPLE = tuple(
 
 
 def kernels() -> list[tuple[type, object]]:
-    """(kernel class, configuration) of the sample, of every chain and output stage; imports the DSL."""
+    """(kernel class, configuration) of the sample and of all other kernels; imports the DSL."""
     from kda_sm100.kernels.output import OutputKernel
 
     return [*_of(SAMPLE), *((OutputKernel, config) for config in OUTPUT)]
@@ -45,8 +47,12 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
 
 def _of(configs: tuple[PrepareConfig, ...]) -> list[tuple[type, object]]:
+    from kda_core.cute.merge import MergeConfig, MergeKernel
     from kda_sm100.kernels.chain import ChainKernel
     from kda_sm100.kernels.prepare import PrepareKernel
+    from kda_sm100.kernels.summary import SummaryKernel
 
     pairs: list[tuple[type, object]] = [(PrepareKernel, config) for config in configs]
-    return pairs + [(ChainKernel, config) for config in CHAIN]
+    pairs += [(ChainKernel, config) for config in CHAIN]
+    pairs += [(SummaryKernel, config) for config in SUMMARY]
+    return [*pairs, (MergeKernel, MergeConfig())]

@@ -42,13 +42,14 @@ from kda_core.cute.operands import HEAD_DIM, image_offset
 from kda_sm100.config import ChainConfig
 from kda_sm100.kernels import interface, tensor
 from kda_sm100.kernels.tensor import Operand
+from kda_sm100.layouts import record_bytes
 
-#: ``Int64`` offsets [N+1], initial_state [N,HV,128,128] fp32, o [B,T,HV,128] bf16, final_state [N,HV,128,128] fp32,
-#: states [state_count,HV,128,128] bf16, workspace (``layouts``). ``Int32``: N sequences, of T tokens each or, with offsets
-#: of ``offset_bytes`` (4, 8; 0: none) packed into T; ``v_first`` (0, 1): states are [V, K]; ``every``: chunks from a state
-#: to the next.
+#: ``Int64`` offsets [N+1], initial_state [N,HV,128,128] fp32, o [B,T,HV,128] bf16, final_state [N,HV,128,128]
+#: fp32, states [state_count,HV,128,128] bf16, transitions [N,HV,128,128] fp32 (of summaries), workspace
+#: (``layouts``). ``Int32``: N sequences, of T tokens each or, with offsets of ``offset_bytes`` (4, 8; 0: none)
+#: packed into T; ``v_first`` (0, 1): states are [V, K]; ``every``: chunks from a state to the next.
 ARGUMENTS = {
-    Int64: ("offsets", "initial_state", "o", "final_state", "states", "workspace"),
+    Int64: ("offsets", "initial_state", "o", "final_state", "states", "transitions", "workspace"),
     Int32: ("state_count", "N", "T", "HV", "offset_bytes", "v_first", "every"),
 }
 
@@ -70,25 +71,26 @@ class ChainKernel:
     A sequence of no tokens passes its state on. Rows of o outside of sequences are not written.
     """
 
+    EARLY, LATE = ("w", "a", "u", "qd"), ("kg", "aqk")  # arrays of the rings
+    IMAGES = ("o",)  # that have room besides
+    CTAS = 1  # of a sequence and value head
+
     def __init__(self, config: ChainConfig):
         self.config = config
         C = self.chunk = config.chunk
-        self.wide, self.square = 2 * C * HEAD_DIM, 2 * C * C
+        self.bytes = record_bytes(C) | {"o": 2 * C * HEAD_DIM}
         # B of each product: w and Qd alike.
         self.rows = Operand(C, HEAD_DIM)
         self.kg = Operand(C, HEAD_DIM, mn_major=True)
         self.aqk = Operand(C, C)
         self.columns = tensor.columns_of(C)
         for self.early, self.late in RINGS:
-            sizes = {  # images begin at multiples of 1024
-                "w": self.early * self.wide,
-                "u": self.early * self.wide,
-                "qd": self.early * self.wide,
-                "kg": self.late * self.wide,
-                "aqk": self.late * self.square,
-                "o": self.wide,
-                "a": self.early * 4 * HEAD_DIM,
-            }
+            stages = dict.fromkeys(self.EARLY, self.early) | dict.fromkeys(self.LATE, self.late)
+            stages |= dict.fromkeys(self.IMAGES, 1)
+            names = sorted(
+                stages, key=lambda name: name == "a"
+            )  # the last: images begin at multiples of 1024
+            sizes = {name: stages[name] * self.bytes[name] for name in names}
             barriers = {  # mbarriers of each name, and arrivals: of a commit, of a copy, or one a warp
                 "early_full": (self.early, 1),
                 "early_empty": (self.early, 1 + 4),
@@ -119,7 +121,7 @@ class ChainKernel:
         *arguments, stream = arguments
         x = interface.named(ARGUMENTS, arguments)
         self.kernel(tuple(arguments)).launch(
-            grid=(x.N * x.HV, 1, 1),
+            grid=(x.N * x.HV * self.CTAS, 1, 1),
             block=(32 * WARPS, 1, 1),
             smem=self.shared_bytes,
             stream=stream,
@@ -141,6 +143,7 @@ class ChainKernel:
                 for i in cutlass.range_constexpr(count):
                     cute.arch.mbarrier_init(getattr(p, name) + i, arrivals)
         cute.arch.mbarrier_init_fence()
+        self.begin(p, index)
         if warp == 0:
             tensor.allocate(p.memory)
             tensor.fence_before()
@@ -163,6 +166,9 @@ class ChainKernel:
         if warp == 0:
             tensor.fence_after()
             tensor.free(self.memory(p))
+
+    def begin(self, p, index):
+        """What all threads do before their roles: nothing."""
 
     def part(self, arguments, index):
         """For one role: the call, its sequences, and the CTA's share: sequence, head, first token in B*T, length, chunks,
@@ -196,22 +202,26 @@ class ChainKernel:
             record = part.record + c * x.HV
             cute.arch.mbarrier_wait(p.early_empty + early, early_phase)
             with cute.arch.elect_one():
-                self.load(p, records, record, p.early_full + early, early, ("w", "a", "u", "qd"))
+                self.load_early(p, records, record, early, part)
             early, early_phase = self.following(early, early_phase, self.early)
             cute.arch.mbarrier_wait(p.late_empty + late, late_phase)
             with cute.arch.elect_one():
-                self.load(p, records, record, p.late_full + late, late, ("kg", "aqk"))
+                self.load(p, records, record, p.late_full + late, late, self.LATE)
             late, late_phase = self.following(late, late_phase, self.late)
+
+    def load_early(self, p, records, record, stage, part):
+        self.load(p, records, record, p.early_full + stage, stage, self.EARLY)
 
     def load(self, p, records, record, full, stage, names):
         """What a record has in some arrays, to a stage of a ring."""
-        sizes = {"a": 4 * HEAD_DIM, "aqk": self.square}
-        bytes_of = lambda name: sizes.get(name, self.wide)
-        cute.arch.mbarrier_arrive_and_expect_tx(full, sum(bytes_of(name) for name in names))
+        cute.arch.mbarrier_arrive_and_expect_tx(full, sum(self.bytes[name] for name in names))
         for name in names:
-            size = bytes_of(name)
-            place = getattr(p, name) + stage * size
-            dev.bulk_load(place, records(name, record), Int32(size), Int32(full.toint()))
+            size = self.bytes[name]
+            dev.bulk_load(self.place(p, name, stage), records(name, record), Int32(size), Int32(full.toint()))
+
+    def place(self, p, name, stage):
+        """Where an array's stage lies in shared memory."""
+        return getattr(p, name) + stage * self.bytes[name]
 
     def following(self, stage, phase, depth):
         """The next stage of a ring, and its phase."""
@@ -233,18 +243,18 @@ class ChainKernel:
             cute.arch.mbarrier_wait(p.early_full + early, early_phase)
             self.wait(p.s_rounded, c % 2)
             with cute.arch.elect_one():
-                tensor.product(r, s16, self.rows, p.w + early * self.wide, add=False)
+                tensor.product(r, s16, self.rows, self.place(p, "w", early), add=False)
                 self.commit(p.r_made)
             self.wait(p.o_read + c % 2, turn ^ 1)
             with cute.arch.elect_one():
-                tensor.product(o, s16, self.rows, p.qd + early * self.wide, add=False)
+                tensor.product(o, s16, self.rows, self.place(p, "qd", early), add=False)
                 self.commit(p.early_empty + early)
             cute.arch.mbarrier_wait(p.late_full + late, late_phase)
             self.wait(p.r_rounded, c % 2)
             with cute.arch.elect_one():
-                tensor.product(s, r16, self.kg, p.kg + late * self.wide, add=True)
+                tensor.product(s, r16, self.kg, self.place(p, "kg", late), add=True)
                 self.commit(p.s_made)
-                tensor.product(o, r16, self.aqk, p.aqk + late * self.square, add=True)
+                tensor.product(o, r16, self.aqk, self.place(p, "aqk", late), add=True)
                 self.commit(p.late_empty + late)
                 self.commit(
                     p.o_made + c % 2
@@ -281,7 +291,7 @@ class ChainKernel:
         row = thread // 32 * tensor.ROWS  # of V, the warp's first
         memory = self.memory(p) + (row << 16)
         S = cute.make_rmem_tensor((HEAD_DIM,), Float32)  # a tile [32, K]
-        self.load_state(x, part.matrix, row, S)
+        self.enter(x, part, row, S)
         early, phase = Int32(0), Int32(0)
         number = Int32(0)
         if const_expr(self.config.states):
@@ -295,10 +305,10 @@ class ChainKernel:
                 if c % x.every == 0:
                     self.store_bf16(x, number + c // x.every, part.head, row, S)
             cute.arch.mbarrier_wait(p.early_full + early, phase)
-            factors = self.load_decay(p.a + early * (4 * HEAD_DIM))
+            factors = self.load_decay(self.place(p, "a", early))
             decayed = [S[i] * factors[i % 64 // 4 * 2 + i % 2] for i in range(HEAD_DIM)]
             tensor.store(memory + self.columns["s"], decayed)
-            u = self.load_u(p.u + early * self.wide, row)
+            u = self.load_u(self.place(p, "u", early), row)
             self.release(p.early_empty + early)
             self.wait(p.r_made, c % 2)
             R = tensor.load(memory + self.columns["r"], self.chunk)
@@ -309,7 +319,15 @@ class ChainKernel:
             for i, value in enumerate(tensor.load(memory + self.columns["s"], HEAD_DIM)):
                 S[i] = value
             early, phase = self.following(early, phase, self.early)
-        self.store_state(x, part.matrix, row, S)
+        self.leave(x, part, row, S)
+
+    def enter(self, x, part, row, S):
+        """The state at the start."""
+        self.load_state(x, part.matrix, row, S)
+
+    def leave(self, x, part, row, S):
+        """The state at the end, if it is wanted."""
+        self.store_state(x, x.final_state, part.matrix, row, S)
 
     def round(self, values):
         """fp32 values to bf16x2, in pairs."""
@@ -404,14 +422,14 @@ class ChainKernel:
             S[2 * i], S[2 * i + 1] = pair
 
     @cute.jit
-    def store_state(self, x, matrix: Int32, row: Int32, S: cute.Tensor):
-        """The final state, if it is wanted."""
+    def store_state(self, x, target: Int64, matrix: Int32, row: Int32, S: cute.Tensor):
+        """To a matrix of [N, HV] at ``target``, if that is there."""
         step = 4 * HEAD_DIM
-        if x.final_state != Int64(0):
+        if target != Int64(0):
             if x.v_first > 0:
-                self.put(self.element(x.final_state, matrix, row, step, 4), step, 4, S)
+                self.put(self.element(target, matrix, row, step, 4), step, 4, S)
             else:
-                self.put(self.element(x.final_state, matrix, row, 4, step), 4, step, S)
+                self.put(self.element(target, matrix, row, 4, step), 4, step, S)
 
     def put(self, first, v_step, k_step, S):
         for i, at in enumerate(self.pairs(v_step, k_step)):
