@@ -34,7 +34,8 @@ def install_into(
         "abi": kda_core.BACKEND_ABI, "archs": {"cpu"}, "features": {f.value for f in Feature},
         "target": f"{module}_backend:Backend", "priority": 0, "unavailable": None,
     }  # fmt: skip
-    later = f" variants={spec.pop('variants')!r}," if "variants" in spec else ""  # a spec of ABI 1.0 has none
+    # a spec of ABI 1.0 has none of these
+    later = "".join(f" {field}={spec.pop(field)!r}," for field in ("variants", "note") if field in spec)
     source = SPEC.format(name=name, later=later, **(fields | spec)) if source is None else source
     (folder / f"{module}.py").write_text(source)
     (folder / f"{module}_backend.py").write_text(

@@ -76,6 +76,8 @@ def test_doctor(capsys):
     main(["doctor"])
     text = capsys.readouterr().out
     assert "backend     reference: ok" in text and report["cache"]["folder"] in text
+    (note,) = (b["note"] for b in report["backends"] if b["name"] == "sm100")
+    assert "on no GPU yet" in note and f"note        sm100: {note}" in text
 
 
 def test_demo_runs_on_a_cpu(capsys):

@@ -81,6 +81,19 @@ def test_every_status_is_listed_and_hides_nobody(install):
     assert all(i.name in table and i.reason in table for i in kda_core.backends())
 
 
+def test_a_note_is_listed_whatever_the_status(install):
+    install("good", note="slow on Mondays")
+    install("foreign", archs={(10, 0)}, note="run on no GPU yet")
+    install("wrong", note=3)
+    infos = {i.name: i for i in kda_core.backends()}
+    assert (infos["good"].reason, infos["good"].note) == ("", "slow on Mondays")
+    assert infos["reference"].note == "" and infos["wrong"].note == ""
+    assert infos["wrong"].status == "broken" and "note is 3, not a text" in infos["wrong"].reason
+    lines = {line.split()[0]: line for line in str(kda_core.backends()).splitlines()}
+    assert lines["good"].endswith("slow on Mondays")
+    assert lines["foreign"].endswith("run on no GPU yet")
+
+
 def test_a_name_is_served_once(install):
     install("reference", priority=1000)
     duplicates = [i for i in kda_core.backends() if i.name == "reference"]

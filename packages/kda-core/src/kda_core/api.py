@@ -189,8 +189,16 @@ class BackendTable(tuple):  # of BackendInfo
     """The backends that are known, each a `BackendInfo`; prints as a table."""
 
     def __str__(self) -> str:
-        rows = [(i.name, i.status, f"{i.distribution} {i.version}".strip(), i.reason) for i in self]
-        return _table(("backend", "status", "distribution", "reason"), rows)
+        rows = [
+            (
+                i.name,
+                i.status,
+                f"{i.distribution} {i.version}".strip(),
+                "; ".join(filter(None, (i.reason, i.note))),
+            )
+            for i in self
+        ]
+        return _table(("backend", "status", "distribution", "reason, note"), rows)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ class BackendSpec:
         variants: ``"package.module:callable"``, imported when kernels are compiled ahead of time; called with an
             architecture such as "sm_90a", it gives (kernel class, configuration) pairs in the form of `kda_core.cute`.
             None: nothing to compile. Since ABI 1.1.
+        note: what whoever relies on the backend should know, such as where it has been run; shown where
+            backends are listed. None: nothing. Since ABI 1.2.
     """
 
     name: str
@@ -48,6 +50,7 @@ class BackendSpec:
     priority: int = 0
     unavailable: str | None = None
     variants: str | None = None
+    note: str | None = None
 
 
 @runtime_checkable
@@ -216,4 +219,7 @@ def spec_problem(loaded: object, kind: type) -> str | None:
     variants = getattr(spec, "variants", None)  # a `PlannerSpec` has none
     if variants is not None and not (isinstance(variants, str) and variants.count(":") == 1):
         return f"variants is {variants!r}, not 'package.module:callable'"
+    note = getattr(spec, "note", None)
+    if note is not None and not isinstance(note, str):
+        return f"note is {note!r}, not a text"
     return None

@@ -34,7 +34,7 @@ def examine() -> dict[str, Any]:
         "cache": _cache(),
         "environment": {v.name: os.environ[v.name] for v in env.VARIABLES if v.name in os.environ},
         "backends": [
-            {"name": i.name, "status": i.status, "reason": i.reason, "version": i.version}
+            {"name": i.name, "status": i.status, "reason": i.reason, "version": i.version, "note": i.note}
             for i in REGISTRY.info()
         ],
         "planners": [{"name": c.name, "status": _planner_status(c)} for c in REGISTRY.planners()],
@@ -74,6 +74,7 @@ def show(report: dict[str, Any]) -> str:
             f"backend     {b['name']}: {b['status']}{': ' if b['reason'] else ''}{b['reason']}"
             for b in report["backends"]
         ),
+        *(f"note        {b['name']}: {b['note']}" for b in report["backends"] if b["note"]),
         *(f"planner     {p['name']}: {p['status']}" for p in report["planners"]),
         *(f"PROBLEM     {p}" for p in report["problems"]),
     ]

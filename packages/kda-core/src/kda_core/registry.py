@@ -59,6 +59,11 @@ class BackendInfo:
     version: str
     spec: BackendSpec | None
 
+    @property
+    def note(self) -> str:
+        """The one of the spec, or nothing."""
+        return "" if self.spec is None else self.spec.note or ""
+
 
 @dataclass(frozen=True)
 class _Candidate:

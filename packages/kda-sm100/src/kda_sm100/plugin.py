@@ -27,4 +27,6 @@ SPEC = BackendSpec(
     target="kda_sm100.backend:Sm100Backend",
     install="pip install kda-core[sm100]",
     variants="kda_sm100.variants:ahead_of_time",
+    note="compiled for its GPUs and run on ptx-emulator, on no GPU yet; "
+    "`python -m kda_core conformance sm100` tests it on one",
 )
