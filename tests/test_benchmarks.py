@@ -218,10 +218,23 @@ def test_the_committed_page_is_made_from_the_committed_results(path, registry):
                 assert (c.name, gates, impl) in measured
 
 
-def test_the_model_of_the_chain_is_near_what_was_measured_where_no_copies_are(monkeypatch):
+@pytest.mark.parametrize("copied", (48, 64, 128))
+def test_the_model_of_the_chain_is_near_what_was_measured(copied, monkeypatch):
+    """Whatever is assumed of the L2."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import model_sm100 as model
 
-    for (chunk, warpgroups), (measured, _) in model.MEASURED.items():
-        ns = model.hopper(chunk, warpgroups, False).clocks() / model.HOPPER_GHZ / chunk
-        assert abs(ns / measured - 1) < 0.15, (chunk, warpgroups, ns, measured)
+    monkeypatch.setattr(model, "COPIED", copied)
+    for (chunk, warpgroups), times in model.MEASURED.items():
+        for whole, measured in zip((False, True), times, strict=True):
+            ns = model.hopper(chunk, warpgroups, whole).clocks() / model.HOPPER_GHZ / chunk
+            assert abs(ns / measured - 1) < 0.15, (chunk, warpgroups, whole, ns, measured)
+
+
+def test_the_page_of_the_chain_has_the_predictions_of_the_model(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import model_sm100 as model
+
+    page = (BENCHMARKS.parent / "docs" / "kernels" / "sm100-chain.md").read_text()
+    assert model.table() in page
+    assert model.PUBLISHED.keys() <= {case.name for case in model.public()}
