@@ -19,7 +19,7 @@ LOG2E = 1.4426950408889634
 _LETTER = {Float32: "f", Int32: "r", Int64: "l"}
 
 
-def _asm(text, results, operands, volatile, loc, ip):
+def inline_ptx(text, results, operands, volatile, loc, ip):
     """Inline PTX with one register a result (a list of DSL types) and an operand; the results as a list."""
     constraints = ",".join(
         [f"={_LETTER[kind]}" for kind in results] + [_LETTER[type(operand)] for operand in operands]
@@ -56,49 +56,49 @@ def _asm(text, results, operands, volatile, loc, ip):
 @dsl_user_op
 def ex2(x: Float32, *, loc=None, ip=None) -> Float32:
     """2**x, relative error 2^-22, subnormal results flushed to zero."""
-    return _asm("ex2.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
+    return inline_ptx("ex2.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
 
 
 @dsl_user_op
 def lg2(x: Float32, *, loc=None, ip=None) -> Float32:
     """log2(x), absolute error 2^-22 between 1/2 and 2, relative error 2^-22 elsewhere."""
-    return _asm("lg2.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
+    return inline_ptx("lg2.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
 
 
 @dsl_user_op
 def rcp(x: Float32, *, loc=None, ip=None) -> Float32:
     """1/x, error 1 ulp; 1/inf is 0."""
-    return _asm("rcp.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
+    return inline_ptx("rcp.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
 
 
 @dsl_user_op
 def rsqrt(x: Float32, *, loc=None, ip=None) -> Float32:
     """1/sqrt(x), relative error 2^-22."""
-    return _asm("rsqrt.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
+    return inline_ptx("rsqrt.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
 
 
 @dsl_user_op
 def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
     """a*b + c, rounded once."""
-    return _asm("fma.rn.ftz.f32 $0, $1, $2, $3;", [Float32], [a, b, c], False, loc, ip)[0]
+    return inline_ptx("fma.rn.ftz.f32 $0, $1, $2, $3;", [Float32], [a, b, c], False, loc, ip)[0]
 
 
 @dsl_user_op
 def maximum(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     """The larger of two; of a number and a NaN, the number."""
-    return _asm("max.ftz.f32 $0, $1, $2;", [Float32], [a, b], False, loc, ip)[0]
+    return inline_ptx("max.ftz.f32 $0, $1, $2;", [Float32], [a, b], False, loc, ip)[0]
 
 
 @dsl_user_op
 def minimum(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     """The smaller of two; of a number and a NaN, the number."""
-    return _asm("min.ftz.f32 $0, $1, $2;", [Float32], [a, b], False, loc, ip)[0]
+    return inline_ptx("min.ftz.f32 $0, $1, $2;", [Float32], [a, b], False, loc, ip)[0]
 
 
 @dsl_user_op
 def absolute(x: Float32, *, loc=None, ip=None) -> Float32:
     """|x|, usually free: a modifier of the operand."""
-    return _asm("abs.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
+    return inline_ptx("abs.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
 
 
 def sigmoid(x: Float32) -> Float32:
@@ -130,7 +130,7 @@ def select(condition, x, y):
 @dsl_user_op
 def pack_bf16x2(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
     """Two fp32 rounded to nearest even bf16."""
-    return _asm("cvt.rn.bf16x2.f32 $0, $1, $2;", [Int32], [high, low], False, loc, ip)[0]
+    return inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", [Int32], [high, low], False, loc, ip)[0]
 
 
 @dsl_user_op
@@ -151,7 +151,7 @@ def split_bf16x2(low: Float32, high: Float32) -> tuple[Int32, Int32]:
 @dsl_user_op
 def pinned(x: Int32, *, loc=None, ip=None) -> Int32:
     """x. What is computed from it stays here: it is not hoisted out of a loop, to occupy registers there."""
-    return _asm("mov.b32 $0, $1;", [Int32], [x], True, loc, ip)[0]
+    return inline_ptx("mov.b32 $0, $1;", [Int32], [x], True, loc, ip)[0]
 
 
 # ---- a warp
@@ -175,7 +175,7 @@ def mma_m16n8k16(a, b, c, *, loc=None, ip=None) -> list[Float32]:
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    return _asm(text, [Float32] * 4, [*a, *b, *c], True, loc, ip)
+    return inline_ptx(text, [Float32] * 4, [*a, *b, *c], True, loc, ip)
 
 
 @dsl_user_op
@@ -185,13 +185,13 @@ def mma_m16n8k8(a, b: Int32, c, *, loc=None, ip=None) -> list[Float32]:
         "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
         "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
     )
-    return _asm(text, [Float32] * 4, [*a, b, *c], True, loc, ip)
+    return inline_ptx(text, [Float32] * 4, [*a, b, *c], True, loc, ip)
 
 
 @dsl_user_op
 def transpose_8x8(x: Int32, *, loc=None, ip=None) -> Int32:
     """Transpose an 8x8 matrix of bf16 held by a warp: [lane//4, 2*(lane%4)] and its right neighbour."""
-    return _asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x], True, loc, ip)[0]
+    return inline_ptx("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x], True, loc, ip)[0]
 
 
 def transpose_16x16(a: list[Int32]) -> list[Int32]:
@@ -207,7 +207,7 @@ def ldmatrix_x4(address: Int32, *, transpose: bool = False, loc=None, ip=None) -
     """Four 8x8 matrices of bf16; lane 8i + r gives the address of row r (16 bytes) of matrix i."""
     kind = ".trans" if transpose else ""
     text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
-    return _asm(text, [Int32] * 4, [address], True, loc, ip)
+    return inline_ptx(text, [Int32] * 4, [address], True, loc, ip)
 
 
 @dsl_user_op
@@ -215,43 +215,43 @@ def stmatrix_x4(address: Int32, matrices, *, transpose: bool = False, loc=None, 
     """Store four 8x8 matrices of bf16; addresses as for ``ldmatrix_x4``."""
     kind = ".trans" if transpose else ""
     text = f"stmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 [$0], {{$1, $2, $3, $4}};"
-    _asm(text, [], [address, *matrices], True, loc, ip)
+    inline_ptx(text, [], [address, *matrices], True, loc, ip)
 
 
 @dsl_user_op
 def load_shared(address: Int32, kind, *, loc=None, ip=None):
     """One 32-bit ``Float32`` or ``Int32``."""
-    return _asm("ld.shared.b32 $0, [$1];", [kind], [address], True, loc, ip)[0]
+    return inline_ptx("ld.shared.b32 $0, [$1];", [kind], [address], True, loc, ip)[0]
 
 
 @dsl_user_op
 def load_shared_x2(address: Int32, kind, *, loc=None, ip=None) -> list:
     """Two 32-bit values, aligned to 8 bytes."""
-    return _asm("ld.shared.v2.b32 {$0, $1}, [$2];", [kind] * 2, [address], True, loc, ip)
+    return inline_ptx("ld.shared.v2.b32 {$0, $1}, [$2];", [kind] * 2, [address], True, loc, ip)
 
 
 @dsl_user_op
 def load_shared_x4(address: Int32, kind, *, loc=None, ip=None) -> list:
     """Four 32-bit values, aligned to 16 bytes."""
-    return _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [kind] * 4, [address], True, loc, ip)
+    return inline_ptx("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [kind] * 4, [address], True, loc, ip)
 
 
 @dsl_user_op
 def store_shared(address: Int32, value, *, loc=None, ip=None) -> None:
     """One 32-bit value."""
-    _asm("st.shared.b32 [$0], $1;", [], [address, value], True, loc, ip)
+    inline_ptx("st.shared.b32 [$0], $1;", [], [address, value], True, loc, ip)
 
 
 @dsl_user_op
 def store_shared_x2(address: Int32, values, *, loc=None, ip=None) -> None:
     """Two 32-bit values, aligned to 8 bytes."""
-    _asm("st.shared.v2.b32 [$0], {$1, $2};", [], [address, *values], True, loc, ip)
+    inline_ptx("st.shared.v2.b32 [$0], {$1, $2};", [], [address, *values], True, loc, ip)
 
 
 @dsl_user_op
 def store_shared_x4(address: Int32, values, *, loc=None, ip=None) -> None:
     """Four 32-bit values, aligned to 16 bytes."""
-    _asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *values], True, loc, ip)
+    inline_ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *values], True, loc, ip)
 
 
 # ---- global memory
@@ -261,21 +261,21 @@ def store_shared_x4(address: Int32, values, *, loc=None, ip=None) -> None:
 def load_global_i32(address: Int64, valid, *, loc=None, ip=None) -> Int32:
     """One 32-bit integer that no thread writes while the kernel runs; zero, and no access, unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
-    return _asm(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
+    return inline_ptx(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
 
 
 @dsl_user_op
 def load_global_i64(address: Int64, valid, *, loc=None, ip=None) -> Int64:
     """One 64-bit integer that no thread writes while the kernel runs; zero, and no access, unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b64 $0, 0; @p ld.global.nc.b64 $0, [$1]; }"
-    return _asm(text, [Int64], [address, Int32(valid)], True, loc, ip)[0]
+    return inline_ptx(text, [Int64], [address, Int32(valid)], True, loc, ip)[0]
 
 
 @dsl_user_op
 def load_global_f32(address: Int64, valid, *, loc=None, ip=None) -> Float32:
     """One fp32 that no thread writes while the kernel runs; zero, and no access, unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
-    return _asm(text, [Float32], [address, Int32(valid)], True, loc, ip)[0]
+    return inline_ptx(text, [Float32], [address, Int32(valid)], True, loc, ip)[0]
 
 
 @dsl_user_op
@@ -285,14 +285,14 @@ def load_global_f32_x2(address: Int64, valid, *, loc=None, ip=None) -> list[Floa
         "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
         "@p ld.global.nc.v2.b32 {$0, $1}, [$2]; }"
     )
-    return _asm(text, [Float32] * 2, [address, Int32(valid)], True, loc, ip)
+    return inline_ptx(text, [Float32] * 2, [address, Int32(valid)], True, loc, ip)
 
 
 @dsl_user_op
 def load_global_u16(address: Int64, valid, *, loc=None, ip=None) -> Int32:
     """16 bits that no thread writes while the kernel runs; zero, and no access, unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u16 $0, [$1]; }"
-    return _asm(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
+    return inline_ptx(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
 
 
 @dsl_user_op
@@ -300,77 +300,79 @@ def store_global_x4(address: Int64, values, *, keep: bool = False, loc=None, ip=
     """16 aligned bytes. ``keep``: in the L2, before other data."""
     if keep:
         text = "st.global.L2::cache_hint.v4.b32 [$0], {$1, $2, $3, $4}, $5;"
-        _asm(text, [], [address, *values, Int64(EVICT_LAST)], True, loc, ip)
+        inline_ptx(text, [], [address, *values, Int64(EVICT_LAST)], True, loc, ip)
     else:
-        _asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *values], True, loc, ip)
+        inline_ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *values], True, loc, ip)
 
 
 @dsl_user_op
 def store_global(address: Int64, value, *, loc=None, ip=None) -> None:
     """One 32-bit value."""
-    _asm("st.global.b32 [$0], $1;", [], [address, value], True, loc, ip)
+    inline_ptx("st.global.b32 [$0], $1;", [], [address, value], True, loc, ip)
 
 
 @dsl_user_op
 def store_global_x2(address: Int64, values, *, loc=None, ip=None) -> None:
     """Two 32-bit values, aligned to 8 bytes."""
-    _asm("st.global.v2.b32 [$0], {$1, $2};", [], [address, *values], True, loc, ip)
+    inline_ptx("st.global.v2.b32 [$0], {$1, $2};", [], [address, *values], True, loc, ip)
 
 
 @dsl_user_op
 def load_acquire(address: Int64, valid, *, loc=None, ip=None) -> Int32:
     """One 32-bit value of a counter that another CTA releases; zero, and no access, unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.acquire.gpu.global.b32 $0, [$1]; }"
-    return _asm(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
+    return inline_ptx(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
 
 
 @dsl_user_op
 def load_relaxed(address: Int64, *, loc=None, ip=None) -> Int32:
     """One 32-bit value of a counter, in no order with anything else."""
-    return _asm("ld.relaxed.gpu.global.b32 $0, [$1];", [Int32], [address], True, loc, ip)[0]
+    return inline_ptx("ld.relaxed.gpu.global.b32 $0, [$1];", [Int32], [address], True, loc, ip)[0]
 
 
 @dsl_user_op
 def store_release(address: Int64, value: Int32, *, loc=None, ip=None) -> None:
     """One 32-bit value of a counter, behind all that this thread has written or seen."""
-    _asm("st.release.gpu.global.b32 [$0], $1;", [], [address, value], True, loc, ip)
+    inline_ptx("st.release.gpu.global.b32 [$0], $1;", [], [address, value], True, loc, ip)
 
 
 @dsl_user_op
 def store_relaxed(address: Int64, value: Int32, *, loc=None, ip=None) -> None:
     """One 32-bit value of a counter, in no order with anything else."""
-    _asm("st.relaxed.gpu.global.b32 [$0], $1;", [], [address, value], True, loc, ip)
+    inline_ptx("st.relaxed.gpu.global.b32 [$0], $1;", [], [address, value], True, loc, ip)
 
 
 @dsl_user_op
 def load_acquire_i64(address: Int64, *, loc=None, ip=None) -> Int64:
     """One 64-bit value that another CTA releases."""
-    return _asm("ld.acquire.gpu.global.b64 $0, [$1];", [Int64], [address], True, loc, ip)[0]
+    return inline_ptx("ld.acquire.gpu.global.b64 $0, [$1];", [Int64], [address], True, loc, ip)[0]
 
 
 @dsl_user_op
 def store_release_i64(address: Int64, value: Int64, *, loc=None, ip=None) -> None:
     """One 64-bit value, behind all that this thread has written or seen."""
-    _asm("st.release.gpu.global.b64 [$0], $1;", [], [address, value], True, loc, ip)
+    inline_ptx("st.release.gpu.global.b64 [$0], $1;", [], [address, value], True, loc, ip)
 
 
 @dsl_user_op
 def fetch_increment(address: Int64, *, loc=None, ip=None) -> Int32:
     """Add 1 to a counter, in no order with anything else, and get what it was."""
     # Not atom.add: ptxas adds once for all threads of a warp, and hands out the result at once, which waits for it.
-    return _asm("atom.relaxed.gpu.global.inc.u32 $0, [$1], 0x7fffffff;", [Int32], [address], True, loc, ip)[0]
+    return inline_ptx(
+        "atom.relaxed.gpu.global.inc.u32 $0, [$1], 0x7fffffff;", [Int32], [address], True, loc, ip
+    )[0]
 
 
 @dsl_user_op
 def nanosleep(ns: Int32, *, loc=None, ip=None) -> None:
     """Wait for about ``ns`` nanoseconds, twice as long at most."""
-    _asm("nanosleep.u32 $0;", [], [ns], True, loc, ip)
+    inline_ptx("nanosleep.u32 $0;", [], [ns], True, loc, ip)
 
 
 @dsl_user_op
 def fence_proxy_async(*, loc=None, ip=None) -> None:
     """Order what was accessed through the generic proxy and what bulk copies access in global memory."""
-    _asm("fence.proxy.async.global;", [], [], True, loc, ip)
+    inline_ptx("fence.proxy.async.global;", [], [], True, loc, ip)
 
 
 @dsl_user_op
@@ -379,13 +381,13 @@ def cp_async_x4(shared: Int32, address: Int64, valid, *, loc=None, ip=None) -> N
     unless ``valid``."""
     size = Int32(valid) * 16
     text = "cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, $2, $3;"
-    _asm(text, [], [shared, address, size, Int64(EVICT_FIRST)], True, loc, ip)
+    inline_ptx(text, [], [shared, address, size, Int64(EVICT_FIRST)], True, loc, ip)
 
 
 @dsl_user_op
 def cp_async_arrive(barrier: Int32, *, loc=None, ip=None) -> None:
     """One arrival at an mbarrier when all copies that this thread has asked for so far are there."""
-    _asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", [], [barrier], True, loc, ip)
+    inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", [], [barrier], True, loc, ip)
 
 
 @dsl_user_op
@@ -395,7 +397,7 @@ def bulk_store(address: Int64, shared: Int32, size: Int32, *, loc=None, ip=None)
     The threads that wrote the bytes fence towards the async proxy before the barrier that precedes this.
     """
     text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2; cp.async.bulk.commit_group;"
-    _asm(text, [], [address, shared, size], True, loc, ip)
+    inline_ptx(text, [], [address, shared, size], True, loc, ip)
 
 
 @dsl_user_op
@@ -406,11 +408,11 @@ def bulk_load(shared: Int32, address: Int64, size: Int32, barrier: Int32, *, loc
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[$0], [$1], $2, [$3], $4;"
     )
-    _asm(text, [], [shared, address, size, barrier, Int64(EVICT_FIRST)], True, loc, ip)
+    inline_ptx(text, [], [shared, address, size, barrier, Int64(EVICT_FIRST)], True, loc, ip)
 
 
 @dsl_user_op
 def store_global_stream_x4(address: Int64, values, valid, *, loc=None, ip=None) -> None:
     """16 aligned bytes that are not needed again soon; no access unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.cs.v4.b32 [$0], {$1, $2, $3, $4}; }"
-    _asm(text, [], [address, *values, Int32(valid)], True, loc, ip)
+    inline_ptx(text, [], [address, *values, Int32(valid)], True, loc, ip)

@@ -16,7 +16,7 @@ against what the DSL encodes.
 from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import dsl_user_op
 
-from kda_core.cute.device import _asm
+from kda_core.cute.device import inline_ptx
 from kda_core.cute.operands import HEAD_DIM
 
 ROWS = 32  # of a warp; those of warp w of a warpgroup are from 32 w on
@@ -80,7 +80,7 @@ def mma(d: Int32, a: Int32, b, instruction: Int32, add: Int32, *, loc=None, ip=N
         "{ .reg .pred add; .reg .b64 b; setp.ne.b32 add, $5, 0; mov.b64 b, {$2, $3}; "
         "tcgen05.mma.cta_group::1.kind::f16 [$0], [$1], b, $4, add; }"
     )
-    _asm(text, [], [d, a, *b, instruction, add], True, loc, ip)
+    inline_ptx(text, [], [d, a, *b, instruction, add], True, loc, ip)
 
 
 def product(d, a, operand, shared, add):
@@ -95,7 +95,7 @@ def product(d, a, operand, shared, add):
 def commit(barrier: Int32, *, loc=None, ip=None) -> None:
     """One arrival at an mbarrier when all products that this thread has issued are done."""
     text = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [$0];"
-    _asm(text, [], [barrier], True, loc, ip)
+    inline_ptx(text, [], [barrier], True, loc, ip)
 
 
 # ---- order
@@ -104,19 +104,19 @@ def commit(barrier: Int32, *, loc=None, ip=None) -> None:
 @dsl_user_op
 def fence_before(*, loc=None, ip=None) -> None:
     """Before this thread tells others: what it did in tensor memory comes first."""
-    _asm("tcgen05.fence::before_thread_sync;", [], [], True, loc, ip)
+    inline_ptx("tcgen05.fence::before_thread_sync;", [], [], True, loc, ip)
 
 
 @dsl_user_op
 def fence_after(*, loc=None, ip=None) -> None:
     """After this thread was told: what it does in tensor memory comes later."""
-    _asm("tcgen05.fence::after_thread_sync;", [], [], True, loc, ip)
+    inline_ptx("tcgen05.fence::after_thread_sync;", [], [], True, loc, ip)
 
 
 @dsl_user_op
 def wait_stores(*, loc=None, ip=None) -> None:
     """Until the warp's stores are done."""
-    _asm("tcgen05.wait::st.sync.aligned;", [], [], True, loc, ip)
+    inline_ptx("tcgen05.wait::st.sync.aligned;", [], [], True, loc, ip)
 
 
 # ---- tiles, by a warp
@@ -131,7 +131,7 @@ def load(address: Int32, columns: int, *, loc=None, ip=None) -> list[Float32]:
     kind = f"tcgen05.ld.sync.aligned.16x256b.x{columns // 8}.b32"
     text = f"{kind} {{{registers(0)}}}, [${2 * count}]; {kind} {{{registers(1)}}}, [${2 * count + 1}]; "
     text += "tcgen05.wait::ld.sync.aligned;"
-    return _asm(text, [Float32] * (2 * count), [address, address + Int32(16 << 16)], True, loc, ip)
+    return inline_ptx(text, [Float32] * (2 * count), [address, address + Int32(16 << 16)], True, loc, ip)
 
 
 @dsl_user_op
@@ -143,7 +143,7 @@ def store(address: Int32, tile, *, loc=None, ip=None) -> None:
     registers = ", ".join(f"${1 + i}" for i in range(count))
     text = f"tcgen05.st.sync.aligned.{shape}.x{count // each}.b32 [$0], {{{registers}}};"
     for half in range(2):
-        _asm(text, [], [address + Int32(half * 16 << 16), *tile[half * count :][:count]], True, loc, ip)
+        inline_ptx(text, [], [address + Int32(half * 16 << 16), *tile[half * count :][:count]], True, loc, ip)
 
 
 # ---- allocation, by a warp
@@ -153,15 +153,15 @@ def store(address: Int32, tile, *, loc=None, ip=None) -> None:
 def allocate(shared: Int32, *, loc=None, ip=None) -> None:
     """All columns; their address to shared memory."""
     text = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [$0], $1;"
-    _asm(text, [], [shared, Int32(COLUMNS)], True, loc, ip)
-    _asm("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;", [], [], True, loc, ip)
+    inline_ptx(text, [], [shared, Int32(COLUMNS)], True, loc, ip)
+    inline_ptx("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;", [], [], True, loc, ip)
 
 
 @dsl_user_op
 def free(address: Int32, *, loc=None, ip=None) -> None:
     """All columns."""
     text = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 $0, $1;"
-    _asm(text, [], [address, Int32(COLUMNS)], True, loc, ip)
+    inline_ptx(text, [], [address, Int32(COLUMNS)], True, loc, ip)
 
 
 def columns_of(chunk):
