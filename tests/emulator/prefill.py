@@ -158,15 +158,14 @@ def in_segments(
 @functools.cache
 def compiled_merge() -> tuple[str, int]:
     """The PTX of the kernel that merges segments, and its dynamic shared memory."""
-    from kda_sm90.config import MergeConfig
-    from kda_sm90.kernels.merge import MergeKernel
+    from kda_core.cute.merge import MergeConfig, MergeKernel
 
     return keep_ptx(MergeKernel, MergeConfig(), ARCH), MergeKernel(MergeConfig()).shared_bytes
 
 
 def merge(starts: torch.Tensor, exits: torch.Tensor, transitions: torch.Tensor, bounds: torch.Tensor) -> None:
     """Writes the starts of all segments but the first one of each sequence."""
-    from kda_sm90.kernels.merge import COLUMNS, HEAD_DIM, THREADS
+    from kda_core.cute.merge import COLUMNS, HEAD_DIM, THREADS
 
     text, shared = compiled_merge()
     N, HV = len(bounds) - 1, starts.shape[1]
