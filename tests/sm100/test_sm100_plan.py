@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from kda_core.contract import KdaOptions, ProblemShape
+from kda_core.cute.calls import refusal
 from kda_core.cute.key import Variant
 from kda_sm100 import layouts
 from kda_sm100.backend import Sm100Backend
 from kda_sm100.config import ARCHS, ChainConfig, PrepareConfig, SummaryConfig
-from kda_sm100.plan import plan, refusal
+from kda_sm100.plan import plan
 from kda_sm100.variants import CHAIN, PREPARE, SAMPLE, SUMMARY
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kda_core.contract import KdaOptions, ProblemShape
+from kda_core.cute.calls import refusal
 from kda_sm90 import layouts
 from kda_sm90.backend import Sm90Backend
-from kda_sm90.plan import LEAST_DEPTH, plan, refusal
+from kda_sm90.plan import LEAST_DEPTH, plan
 
 BF16 = torch.bfloat16
 

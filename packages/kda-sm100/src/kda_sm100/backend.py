@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.cute import arch_of_capability, arch_of_device, get_kernel
+from kda_core.cute.calls import pass_states, refusal
 from kda_sm100.config import ARCHS
-from kda_sm100.plan import plan, refusal
+from kda_sm100.plan import plan
 
 
 class Sm100Backend:
@@ -154,13 +155,3 @@ def arch_of(shape: ProblemShape) -> str:
 
 def offset_bytes(shape: ProblemShape) -> int:
     return 0 if shape.index_dtype is None else shape.index_dtype.itemsize
-
-
-def pass_states(inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-    """A call without tokens: final states are the initial ones."""
-    if outputs.final_state is not None:
-        if inputs.initial_state is None:
-            outputs.final_state.zero_()
-        else:
-            outputs.final_state.copy_(inputs.initial_state)
-    return outputs

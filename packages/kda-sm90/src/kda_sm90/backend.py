@@ -13,8 +13,9 @@ import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.cute import get_kernel
+from kda_core.cute.calls import pass_states, refusal
 from kda_sm90.config import ARCH, PrefillConfig
-from kda_sm90.plan import SMS, Plan, plan, refusal, segment_plan
+from kda_sm90.plan import SMS, Plan, plan, segment_plan
 
 
 class Sm90Backend:
@@ -143,13 +144,3 @@ def compiled(config: PrefillConfig) -> Callable[..., Any]:
     from kda_sm90.kernels.prefill import PrefillKernel
 
     return get_kernel(PrefillKernel, config, ARCH)
-
-
-def pass_states(inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-    """A call without tokens: final states are the initial ones."""
-    if outputs.final_state is not None:
-        if inputs.initial_state is None:
-            outputs.final_state.zero_()
-        else:
-            outputs.final_state.copy_(inputs.initial_state)
-    return outputs

@@ -14,11 +14,10 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
 from kda_core.contract import ProblemShape
+from kda_core.cute.calls import DTYPES, gate_of
 from kda_sm90 import layouts
-from kda_sm90.config import HALVES, HEAD_DIM, THREADS, Gate, GateDtype, Mode, PrefillConfig
+from kda_sm90.config import HALVES, THREADS, Mode, PrefillConfig
 
 #: SMs of an H100 SXM and of an H200, a CTA on each.
 SMS = 132
@@ -56,8 +55,6 @@ CHUNKS = (64, 32)
 #: Chunk size where bits may not depend on the rest of the batch (``pin``), and with it on the prediction.
 PINNED_CHUNK = 64
 
-_DTYPES: dict[torch.dtype, GateDtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -83,20 +80,6 @@ class Plan:
         return layouts.workspace_bytes(self.records, self.streams, self.chunk, self.config.halves)
 
 
-def refusal(shape: ProblemShape) -> str | None:
-    """None, or why no kernel serves this shape."""
-    if (shape.K, shape.V) != (HEAD_DIM, HEAD_DIM):
-        return f"K={shape.K}, V={shape.V}; only K=V={HEAD_DIM} is built"
-    if shape.dtype is not torch.bfloat16:
-        return f"q, k, v in {shape.dtype}; only torch.bfloat16 is built"
-    for name, dtype in (("g", shape.g_dtype), ("beta", shape.beta_dtype)):
-        if dtype not in _DTYPES:
-            return f"{name} in {dtype}; only torch.bfloat16 and torch.float32 are built"
-    if (shape.B * shape.T + 64 * shape.N) * shape.HV >= 2**31:
-        return "2^31 or more tokens, sequences counted as 64, times value heads"
-    return None
-
-
 @lru_cache(maxsize=1024)
 def plan(shape: ProblemShape, sms: int = SMS) -> Plan:
     """The plan of a shape that is not refused, for a device of ``sms`` SMs (2 at least). The last 1024 are held."""
@@ -115,9 +98,9 @@ def plan(shape: ProblemShape, sms: int = SMS) -> Plan:
     config = PrefillConfig(
         chunk=chunk,
         warpgroups=warpgroups,
-        gate=_gate(shape),
+        gate=gate_of(shape),
         vote=not options.bounded_gate,
-        gate_dtype=_DTYPES[shape.g_dtype],
+        gate_dtype=DTYPES[shape.g_dtype],
         states=states > 0,
     )
     preparers = _preparers(shape, chunk, warpgroups, streams, sms)
@@ -161,7 +144,7 @@ def segment_plan(shape: ProblemShape, sms: int = SMS) -> SegmentPlan:
     plans = []
     for of in ("summarize", "run"):
         _, warpgroups, streams = best(chunk, of)
-        gate = {"gate": _gate(shape), "vote": not options.bounded_gate, "gate_dtype": _DTYPES[shape.g_dtype]}
+        gate = {"gate": gate_of(shape), "vote": not options.bounded_gate, "gate_dtype": DTYPES[shape.g_dtype]}
         config = PrefillConfig(
             chunk, warpgroups, mode=of, **(gate if of == "summarize" else {"states": states > 0})
         )
@@ -220,9 +203,3 @@ def _preparers(
     """CTAs that prepare: all that the chains leave, but no more than have something to do."""
     chains = streams * (HALVES[mode] // warpgroups)
     return max(1, min(sms - chains, -(-_items(shape, chunk) // groups_of(chunk))))
-
-
-def _gate(shape: ProblemShape) -> Gate:
-    if not shape.options.use_gate_in_kernel:
-        return "precomputed"
-    return "softplus" if shape.options.lower_bound is None else "bounded"

@@ -1,0 +1,43 @@
+"""What a call is to the GPU backends that share `preparation`: which ones they serve, in which variant, and calls without
+tokens. Importing this needs torch, but not the DSL."""
+
+from __future__ import annotations
+
+import torch
+
+from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_core.cute.operands import HEAD_DIM, Gate, GateDtype
+
+#: What g and beta may be in.
+DTYPES: dict[torch.dtype, GateDtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+def refusal(shape: ProblemShape) -> str | None:
+    """None, or why no kernel serves this shape."""
+    if (shape.K, shape.V) != (HEAD_DIM, HEAD_DIM):
+        return f"K={shape.K}, V={shape.V}; only K=V={HEAD_DIM} is built"
+    if shape.dtype is not torch.bfloat16:
+        return f"q, k, v in {shape.dtype}; only torch.bfloat16 is built"
+    for name, dtype in (("g", shape.g_dtype), ("beta", shape.beta_dtype)):
+        if dtype not in DTYPES:
+            return f"{name} in {dtype}; only torch.bfloat16 and torch.float32 are built"
+    if (shape.B * shape.T + 64 * shape.N) * shape.HV >= 2**31:
+        return "2^31 or more tokens, sequences counted as 64, times value heads"
+    return None
+
+
+def gate_of(shape: ProblemShape) -> Gate:
+    """The form of a call's gate."""
+    if not shape.options.use_gate_in_kernel:
+        return "precomputed"
+    return "softplus" if shape.options.lower_bound is None else "bounded"
+
+
+def pass_states(inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+    """A call without tokens: final states are the initial ones."""
+    if outputs.final_state is not None:
+        if inputs.initial_state is None:
+            outputs.final_state.zero_()
+        else:
+            outputs.final_state.copy_(inputs.initial_state)
+    return outputs
