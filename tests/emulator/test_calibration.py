@@ -19,7 +19,7 @@ def test_the_emulator_gives_what_a_gpu_gave(name):
     except calibrate.MissingFixture as error:
         if name in TO_BE_RECORDED:
             assert calibrate.row(case, calibrate.Finding("to be recorded", True)) in PAGE
-            pytest.skip("to be recorded")
+            pytest.skip("to be recorded on an H200: cases.TO_BE_RECORDED")
         pytest.fail(str(error), pytrace=False)
     assert name not in TO_BE_RECORDED, "it has been recorded: take it off the list"
     finding = calibrate.compare(case, calibrate.outputs(case), want)

@@ -416,7 +416,7 @@ class Cache:
     def __init__(self, size: int) -> None:
         self._size = size
         self._lock = threading.Lock()
-        self._values: OrderedDict[Hashable, object] = OrderedDict()
+        self._values: OrderedDict[Hashable, Any] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._values)
@@ -431,11 +431,11 @@ class Cache:
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
-                return self._values[key]  # type: ignore[return-value]
+                return self._values[key]
         value = make()
         with self._lock:
             found = self._values.setdefault(key, value)
             self._values.move_to_end(key)
             while len(self._values) > self._size:
                 self._values.popitem(last=False)
-        return found  # type: ignore[return-value]
+        return found
