@@ -154,9 +154,13 @@ for name in ("add", "sub", "mul", "min", "max"):
         instruction("arithmetic", f"{name}{ftz}.f32 {{d}}, {{0}}, {{1}};", "f32", *floats(2))
 for ftz in ("", ".ftz"):
     instruction("arithmetic", f"fma.rn{ftz}.f32 {{d}}, {{0}}, {{1}}, {{2}};", "f32", *floats(3))
+    instruction("arithmetic", f"fma.rn{ftz}.sat.f32 {{d}}, {{0}}, {{1}}, {{2}};", "f32", *floats(3))
     instruction("arithmetic", f"div.rn{ftz}.f32 {{d}}, {{0}}, {{1}};", "f32", *floats(2))
     for name in ("rcp.rn", "sqrt.rn", "neg", "abs"):
         instruction("arithmetic", f"{name}{ftz}.f32 {{d}}, {{0}};", "f32", *floats(1))
+for name in ("add", "mul"):
+    instruction("arithmetic", f"{name}.ftz.sat.f32 {{d}}, {{0}}, {{1}};", "f32", *floats(2))
+instruction("arithmetic", "mul.rn.bf16x2 {d}, {0}, {1};", "b32", *words(2))
 for name in (
     "eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan", "lt.ftz",
 ):  # fmt: skip
@@ -955,6 +959,8 @@ TO_BE_RECORDED = {
     if "segments" in name
     or name.startswith(("memory/box of ", "memory/cp.reduce.async.bulk.tensor.", "memory/red."))
     or name.endswith((" of half its width", ".add.f16", ".add.bf16", ".cas.b16"))
+    or ".sat.f32 " in name
+    or "mul.rn.bf16x2" in name
     or name.removeprefix("memory/")
     in ("box (16,) of (50,) at (-4,)", "store of box", "generic addresses", "local memory", "mbarrier.arrive.shared::cluster",
         "mapa of generic addresses", "griddepcontrol")

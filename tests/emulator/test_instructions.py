@@ -169,6 +169,29 @@ def test_floats(name, ftz):
     assert (found.view(np.float32)[zero] == 0).all()
 
 
+def test_saturation_is_to_0_to_1_and_0_of_a_nan():
+    a = np.resize(np.array([0.5, -0.5, 2, np.inf, -np.inf, np.nan, 1, -0.0], np.float32), 32)
+    one, zero = np.ones(32, np.float32), np.zeros(32, np.float32)
+    want = np.resize(np.array([0.5, 0, 1, 1, 0, 0, 1, 0], np.float32), 32)
+    for text, more in (
+        ("add.ftz.sat.f32 {d}, {0}, {1};", (zero,)),
+        ("mul.ftz.sat.f32 {d}, {0}, {1};", (one,)),
+        ("fma.rn.ftz.sat.f32 {d}, {0}, {1}, {2};", (one, zero)),
+    ):
+        assert lanewise(text, "f32", a, *more).tolist() == want.view(np.uint32).tolist()
+
+
+def test_products_of_pairs_of_bf16_round_each_once():
+    r = np.random.default_rng(12)
+    halves = [torch.from_numpy(r.standard_normal((32, 2)).astype(np.float32)).bfloat16() for _ in range(2)]
+    halves[0][0, 0], halves[1][0, 0] = 2.0**-100, 1.25 * 2.0**-33  # subnormal
+    words = [x.view(torch.int16).numpy().view(np.uint32)[:, 0] for x in halves]
+    found = lanewise("mul.rn.bf16x2 {d}, {0}, {1};", "b32", *words)
+    want = (halves[0].double() * halves[1].double()).bfloat16()
+    assert want[0, 0] == 2.0**-133
+    assert found.tolist() == want.view(torch.int16).numpy().view(np.uint32)[:, 0].tolist()
+
+
 @pytest.mark.parametrize("name", ("ex2", "lg2", "rcp", "rsqrt"))
 def test_approximations_are_within_their_documented_error(name):
     x = np.abs(floats(11)) + np.float32(1e-3)

@@ -66,10 +66,19 @@ def _fp(d: Decoder, i: Instruction, function: Function, *more: str) -> Execute:
     kind = i.modifiers[-1]
     d.only(i.modifiers[:-1], "rn", "ftz", *more)
     if kind == "f64":
+        d.only(i.modifiers[:-1], "rn")
         return elementwise(d, i, function, kind)
     if kind != "f32":
         d.refuse(f".{kind} is not modelled")
-    return elementwise(d, i, _float(function, "ftz" in i.modifiers), kind)
+    result = _float(function, "ftz" in i.modifiers)
+    if "sat" in i.modifiers:
+        return elementwise(d, i, lambda *x: _saturated(result(*x)), kind)
+    return elementwise(d, i, result, kind)
+
+
+def _saturated(x: Array) -> Array:
+    """Clamped to 0 to 1; +0 of a NaN, and of -0."""
+    return np.where(x > 0, np.minimum(x, np.float32(1)), np.float32(0))
 
 
 # ---- integers and floats
@@ -81,7 +90,7 @@ _SIMPLE: dict[str, Function] = {"add": np.add, "sub": np.subtract}
 def _add(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
     if kind in ("f32", "f64"):
-        return _fp(d, i, _SIMPLE[i.opcode])
+        return _fp(d, i, _SIMPLE[i.opcode], "sat")
     d.only(i.modifiers, "u16", "s16", "u32", "s32", "u64", "s64")
     return elementwise(d, i, _SIMPLE[i.opcode], kind.replace("s", "u"))
 
@@ -95,7 +104,9 @@ def _high(a: Array, b: Array) -> Array:
 def _mul(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
     if kind in ("f32", "f64"):
-        return _fp(d, i, np.multiply)
+        return _fp(d, i, np.multiply, "sat")
+    if kind == "bf16x2":
+        return _bf16x2(d, i, np.multiply)
     d.only(i.modifiers[1:], "u16", "s16", "u32", "s32", "u64", "s64")
     if i.modifiers[0] == "lo":
         return elementwise(d, i, np.multiply, kind.replace("s", "u"))
@@ -125,7 +136,22 @@ def _mad(d: Decoder, i: Instruction) -> Execute:
 def _fma(d: Decoder, i: Instruction) -> Execute:
     if i.modifiers[-1] != "f32" or "rn" not in i.modifiers:
         d.refuse("only fma.rn.f32 is modelled")
-    return _fp(d, i, floats.fma32)
+    return _fp(d, i, floats.fma32, "sat")
+
+
+def _bf16x2(d: Decoder, i: Instruction, function: Function) -> Execute:
+    """Pairs of bf16, each result rounded once from fp64."""
+    if i.modifiers != ("rn", "bf16x2"):
+        d.refuse(f"only {i.opcode}.rn.bf16x2 is modelled")
+
+    def rounded(*halves: Array) -> Array:
+        exact = function(*(floats.bf16_values(x.astype(np.uint16)).astype(np.float64) for x in halves))
+        return floats.bf16_bits(floats.odd32(exact))
+
+    def apply(*pairs: Array) -> Array:
+        return rounded(*(x >> np.uint32(16) for x in pairs)) << np.uint32(16) | rounded(*pairs)
+
+    return elementwise(d, i, apply, "b32")
 
 
 def _divide(a: Array, b: Array) -> Array:

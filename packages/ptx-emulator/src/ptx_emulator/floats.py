@@ -45,6 +45,13 @@ def cut32(x: Array) -> Array:
     return np.where(too_far, np.nextafter(near, np.float32(0)), near)
 
 
+def odd32(x: Array) -> Array:
+    """fp64 to fp32 rounded to odd: to round it again, to fewer digits, does no harm."""
+    cut = cut32(x)
+    inexact = (cut != x) & np.isfinite(cut)
+    return (cut.view(np.uint32) | inexact).view(np.float32)
+
+
 def bf16_bits(x: Array) -> Array:
     """The bits of fp32 rounded to nearest even bf16, as uint32."""
     bits = x.view(np.uint32)

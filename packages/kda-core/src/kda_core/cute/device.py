@@ -84,6 +84,12 @@ def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def fma_saturated(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a*b + c, rounded once, no less than 0 and no more than 1; 0 of a NaN."""
+    return inline_ptx("fma.rn.ftz.sat.f32 $0, $1, $2, $3;", [Float32], [a, b, c], False, loc, ip)[0]
+
+
+@dsl_user_op
 def maximum(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     """The larger of two; of a number and a NaN, the number."""
     return inline_ptx("max.ftz.f32 $0, $1, $2;", [Float32], [a, b], False, loc, ip)[0]
@@ -97,8 +103,8 @@ def minimum(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def absolute(x: Float32, *, loc=None, ip=None) -> Float32:
-    """|x|, usually free: a modifier of the operand."""
-    return inline_ptx("abs.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
+    """|x|, usually free: a modifier of the operand, which abs.ftz is not."""
+    return inline_ptx("abs.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
 
 
 def sigmoid(x: Float32) -> Float32:
@@ -106,17 +112,20 @@ def sigmoid(x: Float32) -> Float32:
     return rcp(ex2(x * Float32(-LOG2E)) + Float32(1.0))
 
 
-def softplus2(y: Float32) -> Float32:
-    """log2(1 + 2^y), the softplus of y ln 2 in units of ln 2; relative error about 2^-16 or better for every y.
+def softplus2_share(x: Float32, bias: Float32, share: Float32) -> Float32:
+    """softplus(x + bias) of natural logarithms, in base 2, times ``share``, at most 1. Relative error about 2^-14 or
+    better wherever it is.
 
-    It is max(y, 0) + log2(1 + t) with t = 2^-|y| in (0, 1], and log2(1 + t) / t a polynomial of the smallest relative
-    error (2^-16.9): a logarithm of a sum near 1 would lose the small gates of channels that hardly decay.
+    With y = (x + bias) log2(e) it is max(y, 0) + log2(1 + t), t = 2^-|y| in (0, 1], and log2(1 + t) / t a polynomial of
+    the smallest relative error (2^-14.1): a logarithm of a sum near 1 would lose the small gates of channels that hardly
+    decay. Saturation is the larger of y and 0, and the limit, for nothing.
     """
-    t = ex2(-absolute(y))
-    series = Float32(-0.023869155 * LOG2E)
-    for coefficient in (0.101222299, -0.210048705, 0.325206697, -0.499361366, 0.999991596):
-        series = fma(series, t, Float32(coefficient * LOG2E))
-    return fma(t, series, maximum(y, Float32(0.0)))
+    t = ex2(-absolute(fma(x, Float32(LOG2E), bias * Float32(LOG2E))))
+    series = share * Float32(0.0413473 * LOG2E)
+    for coefficient in (-0.15742721, 0.30630093, -0.49697781, 0.99994328):
+        series = fma(series, t, share * Float32(coefficient * LOG2E))
+    scale = share * Float32(LOG2E)
+    return fma_saturated(t, series, fma_saturated(x, scale, bias * scale))
 
 
 def select(condition, x, y):
@@ -139,6 +148,12 @@ def unpack_bf16x2(pair: Int32, *, loc=None, ip=None) -> tuple[Float32, Float32]:
     bits = (pair << 16, pair & Int32(-65536))
     low, high = (llvm.bitcast(T.f32(), x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip) for x in bits)
     return Float32(low), Float32(high)
+
+
+@dsl_user_op
+def mul_bf16x2(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
+    """Products of two pairs of bf16, rounded to nearest even."""
+    return inline_ptx("mul.rn.bf16x2 $0, $1, $2;", [Int32], [a, b], False, loc, ip)[0]
 
 
 def split_bf16x2(low: Float32, high: Float32) -> tuple[Int32, Int32]:

@@ -42,9 +42,9 @@ from kda_core.cute.operands import BLOCK, HEAD_DIM, PreparationConfig, decay_off
 
 G_FLOOR = -104.0 * LOG2E  # 2^G_FLOOR is 0 in fp32: masks of -1000 and -inf stay out of the cumulative sum
 MOST_RATE = 2.0**60  # of a softplus gate: 1/rate is a number
-VOTE_LIMIT = (
-    80.0 * LOG2E
-)  # a row is split into factors while its gates since the anchor sum to less than this
+#: A row is split into factors as a column while its gates since the anchor sum to less than this. Then whatever row factor
+#: the product with it needs is a normal number, or the product below 2^-39.
+VOTE_LIMIT = 60.0 * LOG2E
 
 ROWS = 8192  # bytes of shared memory of a block of rows: [4 groups m] of 2048
 GROUP = 2048  # fp32 exponents [16][32 channels]; then 1024 of k rows and 1024 of q rows
@@ -76,6 +76,7 @@ class Preparation:
             "last": table,  # exponent G - A_b of its last row
             "anchor": table,  # 2^{A_b}
             "hop": table,  # 2^{A_{b+1} - A_b}
+            "fall": table if config.vote else 0,  # A_{b+1} - A_b
             "beta": self.chunk * 4,
             "live": self.chunk * 4,  # what the gate of a row is multiplied with: 0 beyond the sequence
         }
@@ -242,7 +243,7 @@ class Preparation:
         """Exponents G_i - A of the warp's block, and what its anchors are made of: channels 2*lane, 2*lane + 1, and
         these plus 64."""
         config = self.config
-        cap = G_FLOOR * dev.rcp(factor)
+        share = factor * Float32(1.0 / G_FLOOR)
         place = p.rows + p.block * ROWS
         unit, inner = p.lane % 16 // 2, p.lane % 2 * 8
         parity = [place + p.lane // 16 * GROUP + (unit ^ odd) * 16 + inner for odd in range(2)]
@@ -266,9 +267,7 @@ class Preparation:
                     else dev.load_shared_x2(at, Float32)
                 )
                 for c, x in enumerate(pair, 2 * half):
-                    gate = self.gate(x, rate, biases[c])
-                    if config.vote:
-                        gate = dev.minimum(gate, cap)
+                    gate = self.gate(x, rate, biases[c], share)
                     if row == 0:
                         first.append(gate * live[row])
                     else:
@@ -281,8 +280,8 @@ class Preparation:
 
     def anchors(self, p, address):
         """2^A and 2^hop of the warp's block, four channels a lane; and a, each warp its share of the channels.
-        Whether some row may have to leave split factors, or 2^hop is too small a number: a hop falls further than
-        any row."""
+        Whether some column may have to leave split factors, or 2^hop is too small a number: a hop falls further than
+        any of them."""
         cell = p.lane * 16
         row = lambda table, block: dev.load_shared_x4(table + block * (HEAD_DIM * 4) + cell, Float32)
         anchor = row(p.first, p.block)
@@ -298,6 +297,8 @@ class Preparation:
         own = p.block * (HEAD_DIM * 4) + cell
         dev.store_shared_x4(p.anchor + own, [dev.ex2(x) for x in anchor])
         dev.store_shared_x4(p.hop + own, [dev.ex2(x) for x in hop])
+        if self.config.vote:
+            dev.store_shared_x4(p.fall + own, hop)
         for share in range(4 // self.blocks):
             channel = (p.warp + self.blocks * share) * 32 + p.lane
             end = Float32(0.0)
@@ -308,14 +309,17 @@ class Preparation:
         fall = dev.minimum(dev.minimum(hop[0], hop[1]), dev.minimum(hop[2], hop[3]))
         return cute.arch.vote_any_sync(fall <= Float32(-VOTE_LIMIT)) if self.config.vote else None
 
-    def gate(self, x, rate, bias):
-        """The log decay of one raw gate, but for the factor of its row; at least 0."""
-        if self.config.gate == "bounded":
-            steepness = rate * Float32(-LOG2E)
-            return dev.rcp(dev.ex2(dev.fma(x, steepness, bias * steepness)) + Float32(1.0))
+    def gate(self, x, rate, bias, share):
+        """The log decay of one raw gate, but for the factor of its row; at least 0. With votes, down to G_FLOOR, in which
+        it is then counted if it was raw: ``share`` is the gate's factor in these units."""
+        vote = self.config.vote
+        if self.config.gate == "precomputed":
+            return dev.minimum(-x, Float32(G_FLOOR / -LOG2E)) if vote else -x
         if self.config.gate == "softplus":
-            return dev.softplus2(dev.fma(x, Float32(LOG2E), bias * Float32(LOG2E)))
-        return -x
+            return dev.softplus2_share(x, bias, share)
+        steepness = rate * Float32(-LOG2E)
+        gate = dev.rcp(dev.ex2(dev.fma(x, steepness, bias * steepness)) + Float32(1.0))
+        return dev.fma_saturated(gate, share, Float32(0.0)) if vote else gate
 
     def gate_factor(self, x, rate):
         """What a gate is multiplied with, to be a log decay in base 2; below 0."""
@@ -329,7 +333,8 @@ class Preparation:
         if self.config.gate == "precomputed":
             return
         row = p.block * BLOCK + p.lane % BLOCK
-        dev.store_shared(p.live + row * 4, dev.select(row < p.valid, factor, Float32(0.0)))
+        unit = Float32(G_FLOOR) if self.config.vote else factor
+        dev.store_shared(p.live + row * 4, dev.select(row < p.valid, unit, Float32(0.0)))
 
     def load_live(self, p):
         if self.config.gate == "precomputed":
@@ -342,7 +347,7 @@ class Preparation:
     def rows(self, p, steep, kd_address, qd_address):
         """Row factors to shared memory, -Kd and Qd to global memory, and the diagonal blocks of L and Aqk. The
         columns at the next block's anchor replace k and q, for the same thread: 4 channels of a group of 8 each.
-        ``steep``: some row may have to leave split factors."""
+        ``steep``: some column may have to leave split factors."""
         norms = (
             [dev.select(p.l2norm, x, Float32(1.0)) for x in self.inverse_norms(p, y)] for y in (p.k, p.q)
         )
@@ -368,7 +373,7 @@ class Preparation:
 
     def split_rows(self, p, kd_address, qd_address, refined=None, votes=None):
         """The rows by two-sided factors: four tiles of 4 values, two of L and two of Aqk, both without beta.
-        ``refined``: what they hold of the rows that have not such factors, ``votes`` whether each of the two has."""
+        ``refined``: what they hold of the columns that have not such factors, ``votes`` whether each of the two has."""
         acc = refined or [[Float32(0.0)] * 4 for _ in range(4)]
         l_acc, a_acc = acc[:2], acc[2:]
         kd_rows, qd_rows = (self.row_addresses(p, address) for address in (kd_address, qd_address))
@@ -379,8 +384,9 @@ class Preparation:
             since, k_pairs, q_pairs = following or self.load_group(p, m)
             cute.arch.sync_warp()  # the rows of the factors go where the exponents were
             place = p.rows + p.block * ROWS + m * GROUP + p.lane * 16
-            kd, qd, columns = ([[], []] for _ in range(3))
+            kd, qd = ([[], []] for _ in range(2))
             for step in range(2):
+                columns = [[], []]
                 if ahead and step == 1 and m < 3:
                     # Here, because no load moves up past a store, nor before the next group's use.
                     following = self.load_group(p, m + 1)
@@ -389,10 +395,8 @@ class Preparation:
                     channel = (m * 32 + p.quad * 8 + step * 4 + pair * 2) * 4
                     anchor, hop = (
                         dev.load_shared_x2(table + p.block * (HEAD_DIM * 4) + channel, Float32)
-                        for table in (p.anchor, p.hop)
+                        for table in (p.anchor, p.fall if votes else p.hop)
                     )
-                    if votes:
-                        hop = self.hop_exponents(p, channel)
                     for half in range(2):
                         k = self.keys(p, half, k_pairs[half][2 * step + pair])
                         q = self.queries(p, half, q_pairs[half][2 * step + pair])
@@ -406,9 +410,8 @@ class Preparation:
                             kg.append(kr[e] * -anchor[e])
                             qg.append(qr[e] * anchor[e])
                             if votes:
-                                # Finite for rows that lost the vote: only rows that lost it too meet them.
-                                kc.append(k[e] * dev.ex2(dev.minimum(-fall, Float32(VOTE_LIMIT))))
-                                # Afresh: a hop of 80 or more would flush what the factor blew up.
+                                kc.append(k[e] * dev.ex2(-fall))
+                                # Afresh: such a hop would flush what the factor blew up.
                                 columns[half].append(k[e] * dev.ex2(hop[e] - fall))
                             else:
                                 kc.append(k[e] * dev.ex2(-fall))
@@ -422,29 +425,19 @@ class Preparation:
                 dev.stmatrix_x4(place + step * 512, k_a)
                 dev.stmatrix_x4(place + step * 512 + TILE, q_a)
                 if votes:
-                    k_a, q_a = (
-                        [dev.select(votes[i % 2], a[i], Int32(0)) for i in range(4)] for a in (k_a, q_a)
-                    )
+                    k_col = [
+                        [dev.select(vote, x, Int32(0)) for x in column]
+                        for vote, column in zip(votes, k_col, strict=True)
+                    ]
                 for half in range(2):
                     l_acc[half] = dev.mma_m16n8k16(k_a, k_col[half], l_acc[half])
                     a_acc[half] = dev.mma_m16n8k16(q_a, k_col[half], a_acc[half])
+                    dev.store_shared_x4(self.row_place(p, (p.k, p.q)[step], half, m), columns[half])
             for half in range(2):
                 step = self.row_step(m, half)
                 dev.store_global_x4(kd_rows[m % 2] + step, kd[half], keep=True)
                 dev.store_global_x4(qd_rows[m % 2] + step, qd[half], keep=True)
-                for i, place in enumerate((p.k, p.q)):
-                    dev.store_shared_x4(self.row_place(p, place, half, m), columns[half][4 * i : 4 * i + 4])
         return l_acc + a_acc
-
-    def hop_exponents(self, p, channel):
-        """A_{b+1} - A_b of two channels, whose place in a row of a table is given."""
-        row = lambda table, block: dev.load_shared_x2(table + block * (HEAD_DIM * 4) + channel, Float32)
-        last = p.block == self.blocks - 1
-        following = row(p.first, cutlass.min(p.block + 1, self.blocks - 1))
-        return [
-            x + dev.select(last, Float32(0.0), y)
-            for x, y in zip(row(p.last, p.block), following, strict=True)
-        ]
 
     def load_group(self, p, m):
         """Exponents, k and q of the thread's two rows, channels of group m."""
@@ -495,7 +488,7 @@ class Preparation:
     def row_step(self, m, half):
         return m // 2 * (self.chunk * 128) + half * 1024
 
-    # ---- rows that cannot be split into factors
+    # ---- columns that cannot be split into factors
 
     @cute.jit
     def vote(
@@ -512,8 +505,8 @@ class Preparation:
         kd: Int64,
         qd: Int64,
     ):
-        """`split_rows` to four tiles of 4 values, refined if need be: whether a row then takes what is refined
-        depends on this row alone."""
+        """`split_rows` to four tiles of 4 values, refined if need be: whether a column then takes what is refined
+        depends on this column alone, and on none that comes after it."""
         p = self.placed(thread, block, base)
         p.k_factors, p.q_factors = [k_factor, k_factor_8], [q_factor, q_factor_8]
         if steep:
@@ -521,10 +514,7 @@ class Preparation:
             reach.fill(0.0)
             self.refine(k_factor, k_factor_8, q_factor, q_factor_8, products, reach, thread, block, base)
             votes = [reach[half] < VOTE_LIMIT for half in range(2)]
-            refined = [
-                [dev.select(votes[i // 2], Float32(0.0), products[4 * tile + i]) for i in range(4)]
-                for tile in range(4)
-            ]
+            refined = [[products[4 * tile + i] for i in range(4)] for tile in range(4)]
             self.keep(products, self.split_rows(p, kd, qd, refined, votes))
         else:
             self.keep(products, self.split_rows(p, kd, qd))
@@ -561,11 +551,11 @@ class Preparation:
             reach[half] = dev.quad_max(reach[half])
         self.refined(p, acc, products)
         # Column 8 * tile + 2 * quad + e is row 2 * quad + e, or that plus 8, of the thread in its first lane.
-        of_column = [
-            cute.arch.shuffle_sync(factor, (2 * p.quad + e) * 4)
-            for factor in (k_factor, k_factor_8)
-            for e in range(2)
+        lost = [
+            dev.select(reach[half] < VOTE_LIMIT, Float32(0.0), factor)
+            for half, factor in enumerate((k_factor, k_factor_8))
         ]
+        of_column = [cute.arch.shuffle_sync(x, (2 * p.quad + e) * 4) for x in lost for e in range(2)]
         for n in cutlass.range_constexpr(16):
             column, lower = of_column[n // 4 % 2 * 2 + n % 2], n // 2 % 2
             row = (k_factor, k_factor_8, q_factor, q_factor_8)[n // 8 * 2 + lower]
@@ -582,25 +572,22 @@ class Preparation:
                     acc[at + i] = x
 
         def decayed(x, factors):
-            return self.pack([y * factor for y, factor in zip(x, factors, strict=True)])
+            return [dev.mul_bf16x2(pair, factor) for pair, factor in zip(x, factors, strict=True)]
 
         since = [self.load_exponents(p, m, half) for half in range(2)]
         keys, queries = ([self.load_pairs(p, x, half, m) for half in range(2)] for x in (p.k, p.q))
         for half in range(2):
             for x in since[half]:
                 reach[half] = dev.maximum(reach[half], -x)
-            add(4 + 16 * half + 12, [Int32(0)] * 4, queries[half], keys[half])
-        raw = list(zip(keys, queries, strict=True))
-        keys, queries = (
-            [[y for pair in row for y in dev.unpack_bf16x2(pair)] for row in x] for x in (keys, queries)
-        )
         for level, size in enumerate((8, 4, 2)):
             first = (p.row | size) & -size
             columns = None
             for half in range(2):
                 anchor = self.load_anchor(p, m, first % 8 + 8 * max(half, size // 8))
                 # A row's factor is the same as row and as column.
-                factors = [dev.ex2(-dev.absolute(x - y)) for x, y in zip(since[half], anchor, strict=True)]
+                factors = self.pack(
+                    [dev.ex2(-dev.absolute(x - y)) for x, y in zip(since[half], anchor, strict=True)]
+                )
                 k = decayed(keys[half], factors)
                 if size == 8 and half == 0:
                     columns = k
@@ -609,8 +596,9 @@ class Preparation:
                     add(0 if size == 8 else 4 + 16 * half + 4 * (level - 1), k, q, columns or k)
         for half in range(2):  # an odd row is the anchor, so that only the columns decay
             anchor = self.load_anchor(p, m, (p.row | 1) + 8 * half)
-            factors = [dev.ex2(y - x) for x, y in zip(since[half], anchor, strict=True)]
-            add(4 + 16 * half + 8, *raw[half], decayed(keys[half], factors))
+            factors = self.pack([dev.ex2(y - x) for x, y in zip(since[half], anchor, strict=True)])
+            add(4 + 16 * half + 8, keys[half], queries[half], decayed(keys[half], factors))
+            add(4 + 16 * half + 12, keys[half], queries[half], keys[half])
 
     def load_anchor(self, p, m, row):
         """Exponents of another row of the block."""

@@ -32,17 +32,20 @@ BLOCK = 16  # rows of a diagonal block
 G_FLOOR = (
     -104.0
 )  # e^-104 rounds to 0 in fp32: clamping there changes nothing and keeps -1000 out of the cumsum
-VOTE_LIMIT = 80.0  # two-sided factors serve row i while max over channels of G_first - G_i stays below this
+VOTE_LIMIT = (
+    60.0  # two-sided factors serve column j while max over channels of G_first - G_j stays below this
+)
 CHUNKS = (16, 32, 64)  # values of C
-SLAB_BYTES = 128 << 20  # bound for the largest temporary, the pairwise decays of rows that lost the vote
+SLAB_BYTES = 128 << 20  # bound for the largest temporary, the pairwise decays of columns that lost the vote
 
 
 # ---- rounding points
 
 
 def flush(x: Tensor) -> Tensor:
-    """fp32 subnormals to zero, any shape, as kernels may. Only a row factor is ever scaled up again: at VOTE_LIMIT a row
-    loses elements of k and scale*q below 2^-11, at the bound of -5 (e^-75) below 2^-18."""
+    """fp32 subnormals to zero, any shape, as kernels may. Only a row factor is ever scaled up again: by less than 2^87 with
+    a vote, so that a product loses less than 2^-39; by e^75 at the bound of -5, so that a row loses elements of k and
+    scale*q below 2^-18."""
     return torch.where(x.abs() < torch.finfo(F32).tiny, torch.zeros_like(x), x)
 
 
@@ -174,17 +177,15 @@ def prepare_chunk(
 
     for b, s in enumerate(blocks):
         A, A_next, Gb, kb, qb = anchors[b], anchors[b + 1], G[..., s, :], k[..., s, :], q[..., s, :] * scale
-        reach = (A - Gb).amax(-1, keepdim=True)  # [..., HV, 16, 1]; row i looks at its own past alone
+        reach = (A - Gb).amax(-1, keepdim=True)  # [..., HV, 16, 1]; column j looks at its own past alone
         vote = torch.full_like(reach, True, dtype=torch.bool) if bounded else reach < VOTE_LIMIT * LOG2E
         k_row, q_row = kb * ex2(Gb - A), qb * ex2(Gb - A)
-        k_col = torch.where(
-            vote, kb * ex2(torch.where(vote, A - Gb, 0.0)), 0.0
-        )  # j <= i is valid wherever row i is
+        k_col = torch.where(vote, kb * ex2(torch.where(vote, A - Gb, 0.0)), 0.0)
         Kd[..., s, :], Qd[..., s, :] = k_row * ex2(A), q_row * ex2(A)
         L[..., s, s], Aqk[..., s, s] = mma(k_row, k_col.mT), mma(q_row, k_col.mT)
-        if not vote.all():  # rows that lost the vote: exact pairs, no factor above 1
-            L[..., s, s] = torch.where(vote, L[..., s, s], pairs(kb, kb, Gb))
-            Aqk[..., s, s] = torch.where(vote, Aqk[..., s, s], pairs(qb, kb, Gb))
+        if not vote.all():  # columns that lost the vote: exact pairs, no factor above 1
+            L[..., s, s] = torch.where(vote.mT, L[..., s, s], pairs(kb, kb, Gb))
+            Aqk[..., s, s] = torch.where(vote.mT, Aqk[..., s, s], pairs(qb, kb, Gb))
         L[..., s, s] *= beta[..., s].unsqueeze(-2)
         Aqk[..., s, s] *= beta[..., s].unsqueeze(-2)
         for col, c in zip(columns, blocks):
