@@ -291,7 +291,7 @@ class KdaOutputs:
     workspace: Tensor | None = None
 
 
-def _made(cls: type[_Frozen], **values: Any) -> _Frozen:
+def _made(cls: type[_Frozen], values: dict[str, Any]) -> _Frozen:
     """An instance of a frozen dataclass. Its own constructor takes 1.5 us for the 11 fields of `KdaInputs`, one
     ``object.__setattr__`` each, which every call would pay."""
     made = object.__new__(cls)
@@ -356,17 +356,19 @@ def allocate_outputs(
     Raises:
         ArgumentError: as `intermediate_states_count`.
     """
-    s, new = inputs.shape, inputs.q.new_empty
+    s = inputs.shape
     o, state, h, workspace = given
     if o is None:
         o = torch.empty_like(inputs.v)  # the fastest way to a tensor of this shape
     if state is None and s.options.output_final_state:
-        state = new(s.state_shape, dtype=s.state_dtype)
+        state = inputs.q.new_empty(s.state_shape, dtype=s.state_dtype)
     if h is None and s.options.return_intermediate_states:
-        h = new(intermediate_states_shape(s, intermediate_states_count(inputs)), dtype=torch.bfloat16)
+        wanted = intermediate_states_shape(s, intermediate_states_count(inputs))
+        h = inputs.q.new_empty(wanted, dtype=torch.bfloat16)
     if workspace is None and workspace_bytes:
-        workspace = new(workspace_bytes, dtype=torch.uint8)
-    return _made(KdaOutputs, o=o, final_state=state, intermediate_states=h, workspace=workspace)
+        workspace = inputs.q.new_empty(workspace_bytes, dtype=torch.uint8)
+    values = {"o": o, "final_state": state, "intermediate_states": h, "workspace": workspace}
+    return _made(KdaOutputs, values)
 
 
 # ---- validation
@@ -507,10 +509,11 @@ def make_inputs(tensors: Sequence[Tensor | None], shape: ProblemShape, *, align:
     ]
     if dt_bias is not None and dt_bias.dim() == 1:
         dt_bias = dt_bias.view(shape.HV, shape.K)
-    return _made(
-        KdaInputs, q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state,
-        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, shape=shape,
-    )  # fmt: skip
+    values = {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
+        "initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "shape": shape,
+    }  # fmt: skip
+    return _made(KdaInputs, values)
 
 
 def _copied(x: Tensor, align: bool) -> Tensor:
