@@ -90,6 +90,12 @@ def test_known_calls_give_the_operators_results(more, made):
     assert len(made) == 1, "the operator's kernel and the direct call share their plans"
 
 
+def test_calls_of_one_shape_have_one_shape_object(made):
+    for more in ({}, {"context_parallel": "off"}, {"backend": "reference"}, {"scale": 8**-0.5}):
+        chunk_kda(**X, **more)
+    assert len(made) == 4 and len(set(map(id, made))) == 1
+
+
 def test_recurrent_calls_are_known_too(made):
     want = through_the_operator(fused_recurrent_kda, **X, output_final_state=True)
     assert same(fused_recurrent_kda(**X, output_final_state=True), want)

@@ -8,7 +8,7 @@ import torch
 from inputs import call
 
 import kda_core
-from kda_core import BACKEND_ABI, chunk_kda, explain, use_backend
+from kda_core import BACKEND_ABI, chunk_kda, explain, ops, use_backend
 from kda_core.abi import compatible
 from kda_core.errors import (
     ArgumentError,
@@ -306,6 +306,50 @@ def test_a_planner_is_asked_and_can_be_turned_off(install, monkeypatch):
     assert [c.planner for c in calls] == ["halves", None, None, None, None]
     for a, b in zip(planned, direct):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_answers_of_a_planner_are_kept_until_it_has_others(install, monkeypatch):
+    install_planner(install)
+    from fake_halves_backend import Halves
+
+    asked = []
+
+    def plan(self, inputs, spec, backend):
+        asked.append(inputs.sequence_lengths())
+
+    monkeypatch.setattr(Halves, "plan", plan)
+    packed = [X | {"cu_seqlens": torch.tensor([0, n, 20])} for n in (5, 9)]
+    for _ in range(3):
+        chunk_kda(**X)
+        for x in packed:
+            chunk_kda(**x)
+    assert asked == [(20,), (5, 15), (9, 11)]
+    REGISTRY.forget_plans()
+    chunk_kda(**X)
+    assert asked[3:] == [(20,)]
+
+    monkeypatch.setattr(ops, "MAX_ANSWERS", 1)
+    for _ in range(2):
+        for x in packed:
+            chunk_kda(**x)
+    assert asked[4:] == [(5, 15), (9, 11)] * 2
+
+
+def test_a_planner_that_fails_is_asked_again(install, monkeypatch):
+    install_planner(install)
+    from fake_halves_backend import Halves
+
+    def fail(*_):
+        raise PlannerError("not today")
+
+    with monkeypatch.context() as m:
+        m.setattr(Halves, "plan", fail)
+        for _ in range(2):
+            with pytest.raises(PlannerError, match="not today"):
+                chunk_kda(**X)
+    with record_calls() as calls:
+        chunk_kda(**X)
+    assert [c.planner for c in calls] == ["halves"]
 
 
 def test_a_plan_can_be_forced(install):

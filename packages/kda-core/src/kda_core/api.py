@@ -299,7 +299,7 @@ def _explain_plan(call: ops.CallPlan, inputs: contract.KdaInputs) -> str:
     if call.planner is None:
         return "direct"
     name, planner = call.planner
-    plan = ops.ask_planner(call, inputs)
+    plan = ops.ask_planner(call, inputs, inputs.sequence_lengths())
     words = getattr(planner, "explain", None)  # optional: kda_core.backend.SupportsExplanation
     if words is not None:
         said = words(plan, inputs, call.choice.spec, call.choice.backend)

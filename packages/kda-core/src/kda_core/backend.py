@@ -167,7 +167,9 @@ class Planner(Protocol):
     """Splits calls into pieces over any backend."""
 
     def plan(self, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan | None:
-        """A plan that is predicted to be faster than a direct call, or None. Must not synchronise."""
+        """A plan that is predicted to be faster than a direct call, or None. Must not synchronise. The answer depends on
+        metadata and on the lengths that the host knows (`KdaInputs.sequence_lengths`) alone: core keeps it until the
+        registry is refreshed or the planner calls ``kda_core.registry.REGISTRY.forget_plans()``."""
         ...
 
     def plan_from_json(self, text: str) -> Plan:

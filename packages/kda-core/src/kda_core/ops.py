@@ -11,8 +11,9 @@ contents, allocates, and runs the backend. Eager calls without gradients take bo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 import torch
@@ -56,6 +57,7 @@ class CallPlan:
         workspace_bytes: scratch memory of the call.
         planner: name and planner that is asked how to split the call, or None.
         plan: JSON of the plan that the caller gave, None where the planner makes one.
+        answers: what the planner has answered, in a tuple, by the lengths of a packed call that the host knows, or None.
     """
 
     shape: ProblemShape
@@ -64,10 +66,15 @@ class CallPlan:
     workspace_bytes: int
     planner: tuple[str, Planner] | None
     plan: str | None
+    answers: dict[tuple[int, ...] | None, tuple[Plan | None]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
 
 MAX_PLANS = 1024
 """Calls that are remembered. Beyond them all are forgotten, which costs each one validation more."""
+MAX_ANSWERS = 64
+"""Answers of a planner that a `CallPlan` remembers, in the same way."""
 
 
 def call_plan(
@@ -92,13 +99,19 @@ def call_plan(
         plan = None
     if plan is None:
         *options, backend, mode = rest if check is None else check(tensors, rest)[_N_TENSORS:]
-        shape = contract.problem_shape(*tensors, options=KdaOptions(*options))
+        shape = _shared(contract.problem_shape(*tensors, options=KdaOptions(*options)))
         plan = make_plan(shape, registry.REGISTRY.resolve(shape, backend), mode)
         if key == _plan_key(tensors, rest):  # another thread may have changed the environment meanwhile
             if len(plans) >= MAX_PLANS:
                 plans.clear()
             plans[key] = plan
     return plan
+
+
+@functools.lru_cache(maxsize=MAX_PLANS)
+def _shared(shape: ProblemShape) -> ProblemShape:
+    """One object for all plans of equal shapes: what a backend keeps by shape is then found without comparing fields."""
+    return shape
 
 
 def _plan_key(tensors: Sequence[Tensor | None], rest: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -150,8 +163,8 @@ def execute(
     """
     shape, choice = call.shape, call.choice
     inputs = contract.make_inputs(tensors, shape)
-    if shape.varlen:
-        inputs.sequence_lengths()  # where the host has a copy, its contents are checked before any launch
+    # where the host has a copy of cu_seqlens, its contents are checked before any launch
+    lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
     if given is None:
         outputs = contract.allocate_outputs(inputs, call.workspace_bytes)
     else:
@@ -159,7 +172,7 @@ def execute(
         contract.check_outputs(inputs, outputs, call.workspace_bytes)
         contract.check_memory(inputs, outputs)
     name = None
-    if call.planner is not None and (plan := ask_planner(call, inputs)) is not None:
+    if call.planner is not None and (plan := ask_planner(call, inputs, lengths)) is not None:
         name, planner = call.planner
         returned = planner.run(plan, inputs, outputs, choice.backend)
     else:
@@ -172,8 +185,8 @@ def execute(
     return outputs
 
 
-def ask_planner(call: CallPlan, inputs: KdaInputs) -> Plan | None:
-    """How the planner splits the call, or None for a direct one.
+def ask_planner(call: CallPlan, inputs: KdaInputs, lengths: tuple[int, ...] | None) -> Plan | None:
+    """How the planner splits the call, or None for a direct one. `lengths`: of a packed call, where the host knows them.
 
     Raises:
         PlannerError: the caller's plan does not fit the call.
@@ -183,7 +196,13 @@ def ask_planner(call: CallPlan, inputs: KdaInputs) -> Plan | None:
     name, planner = call.planner
     choice = call.choice
     if call.plan is None:
-        return planner.plan(inputs, choice.spec, choice.backend)
+        answer = call.answers.get(lengths)
+        if answer is None:
+            answer = (planner.plan(inputs, choice.spec, choice.backend),)
+            if len(call.answers) >= MAX_ANSWERS:
+                call.answers.clear()
+            call.answers[lengths] = answer
+        return answer[0]
     plan = planner.plan_from_json(call.plan)
     refusal = getattr(planner, "refusal", None)  # optional: kda_core.backend.SupportsRefusal
     if refusal is not None and (why := refusal(plan, inputs, choice.spec, choice.backend)) is not None:

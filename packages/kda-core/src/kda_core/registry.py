@@ -106,8 +106,8 @@ class Registry:
         self._planners: tuple[_Candidate, ...] | None = None
         self._targets: dict[str, Any] = {}
         self.plans: dict[Any, Any] = {}
-        """What `kda_core.ops` found out about calls. It depends on the candidates, hence its place: `refresh` puts a new
-        one here, and what a call that began before stores later lands in the old one."""
+        """What `kda_core.ops` found out about calls. It depends on the candidates, hence its place: `refresh` and
+        `forget_plans` put a new one here, and what a call that began before stores later lands in the old one."""
 
     def refresh(self) -> None:
         """Forgets everything; entry points and targets are read again when they are next needed."""
@@ -140,6 +140,10 @@ class Registry:
             with self._lock:
                 self._backends, self._targets = before
                 self.plans = {}
+
+    def forget_plans(self) -> None:
+        """For a planner: what it would answer has changed, so that no answer may be kept."""
+        self.plans = {}
 
     # ---- discovery
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from kda_core import env
 from kda_core.errors import ArgumentError
+from kda_core.registry import REGISTRY
 
 Ways = tuple[tuple[int, float], ...]
 
@@ -165,6 +166,7 @@ def version() -> int:
 def _advance() -> None:
     global _version
     _version += 1
+    REGISTRY.forget_plans()
 
 
 def _read(file: Path) -> dict[Key, Constants]:
