@@ -24,7 +24,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from itertools import pairwise
+from operator import sub
 from typing import Any, TypeVar
 
 import torch
@@ -264,7 +264,7 @@ class KdaInputs:
         if host is None:
             return None
         ends = host.tolist()
-        lengths = tuple(b - a for a, b in pairwise(ends))
+        lengths = tuple(map(sub, ends[1:], ends))
         if ends[0] != 0:
             raise ArgumentError(name, "a first value of 0", str(ends[0]))
         if min(lengths) < 0:
