@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 import kda_core
+from kda_core.contract import KdaOptions, ProblemShape
+
+BF16 = torch.bfloat16
 
 
 def prefill(device: str = "cpu") -> dict[str, Any]:
@@ -25,6 +28,34 @@ def prefill(device: str = "cpu") -> dict[str, Any]:
         "beta": torch.rand(B, T, H, generator=rng),
     }
     return {**{name: tensor.to(device) for name, tensor in x.items()}, "safe_gate": True}
+
+
+def problem_shape(
+    arch: tuple[int, int], B: int = 1, T: int = 1000, H: int = 4, HV: int = 4, K: int = 128, V: int = 128,
+    N: int | None = None, index: torch.dtype | None = None, dtype: torch.dtype = BF16, g: torch.dtype = BF16,
+    beta: torch.dtype = BF16, A_log: bool = True, dt_bias: bool = True, **options: Any,
+) -> ProblemShape:  # fmt: skip
+    """The metadata of a call that the GPU backends serve, but for what is named; ``options``: of `KdaOptions`."""
+    gate = {"use_gate_in_kernel": True, "lower_bound": -5.0, "scale": 1.0}
+    return ProblemShape(
+        B=B, T=T, H=H, HV=HV, K=K, V=V, N=N or B, dtype=dtype, g_dtype=g, beta_dtype=beta, index_dtype=index,
+        has_A_log=A_log, has_dt_bias=dt_bias, has_initial_state=False, device_type="cuda", arch=arch,
+        options=KdaOptions(**gate | options),
+    )  # fmt: skip
+
+
+#: What no kernel of the GPU backends is built for: (changes of `problem_shape`, what a refusal says).
+NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"K": 64}, "K=64, V=128"),
+    ({"V": 256}, "K=128, V=256"),
+    ({"dtype": torch.float16}, "float16"),
+    ({"g": torch.float16}, "g in torch.float16"),
+    ({"beta": torch.float64}, "beta in torch.float64"),
+    ({"B": 2**20, "T": 2**20}, "2^31 or more"),
+)
+
+#: Of `problem_shape`: log decays come as they are, without a bound.
+FREE: dict[str, Any] = {"use_gate_in_kernel": False, "lower_bound": None, "A_log": False, "dt_bias": False}
 
 
 def listed(name: str) -> kda_core.BackendInfo:

@@ -3,15 +3,15 @@
 import pytest
 import torch
 from direct import launch, places
+from preparation_cases import LENGTHS, assert_close, specified, variant
 
 from kda_core.cute import get_kernel
-from kda_core.testing import FAMILIES, make_inputs, specification
+from kda_core.testing import FAMILIES, make_inputs
 from kda_sm90 import layouts
 from kda_sm90.config import HEAD_DIM, PrefillConfig
 from kda_sm90.variants import SAMPLE
 
 NAMES = {"Kd": "kd", "Qd": "qd", "Kg": "kg", "T": "t", "Aqk": "aqk", "a": "a"}  # specification -> workspace
-LENGTHS = (0, 15, 0, 63, 64, 65, 1, 130, 0)
 
 
 @pytest.mark.parametrize("C", (32, 64))
@@ -41,12 +41,6 @@ def test_the_workspace_is_split_without_overlap(C):
         layouts.split_workspace(buffer[: size - 1], streams * depth, streams, C)
 
 
-def config_of(x, C):
-    bounded = x.get("lower_bound") is not None
-    gate = "precomputed" if not x.get("use_gate_in_kernel") else "bounded" if bounded else "softplus"
-    return PrefillConfig(C, gate=gate, vote=gate != "bounded", gate_dtype=str(x["g"].dtype)[6:])
-
-
 def prepare(x, C, lengths):
     """The records of a call as {name: [chunks that exist, HV, ...]} in fp32; other slots have to be untouched. Rings
     that hold every chunk of their streams keep each record."""
@@ -62,7 +56,7 @@ def prepare(x, C, lengths):
     )
     workspace = layouts.split_workspace(buffer, streams * depth, streams, C)
     workspace.counters.zero_()
-    config = config_of(x, C)
+    config = PrefillConfig(C, **variant(x))
     inputs = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
     if config.gate != "precomputed":
         inputs |= {n.lower(): x[n] for n in ("A_log", "dt_bias") if n in x}
@@ -88,38 +82,10 @@ def prepare(x, C, lengths):
     return found
 
 
-def specified(x, C, lengths):
-    """The same from the specification, but for the rounding of normalised rows: the kernel keeps them in fp32."""
-    gates = {n: t for n, t in x.items() if n not in ("initial_state", "cu_seqlens")}
-    if gates.pop("use_qk_l2norm_in_kernel"):
-        for n in ("q", "k"):
-            row = gates[n].float()
-            gates[n] = row * torch.rsqrt(row.square().sum(-1, keepdim=True) + 1e-6)
-    *tensors, bounded = specification.activate(**gates)
-    spans = []
-    if lengths is None:
-        B, T = x["q"].shape[:2]
-        spans = [(b, s, min(s + C, T)) for b in range(B) for s in range(0, T, C)]
-    else:
-        first = 0
-        for size in lengths:
-            spans += [(0, s, min(s + C, first + size)) for s in range(first, first + size, C)]
-            first += size
-    chunks = []
-    for b, s, e in spans:
-        rows = [t[b, s:e].transpose(0, 1) for t in tensors]
-        pad = [torch.nn.functional.pad(t, (0, 0) * (t.dim() - 2) + (0, C - (e - s))) for t in rows]
-        q, k, v, g, beta = pad
-        chunks.append(specification.prepare_chunk(q, k, v, g, beta, x["q"].shape[-1] ** -0.5, bounded))
-    return {n: torch.stack([getattr(p, n) for p in chunks]) for n in NAMES}
-
-
-def assert_close(found, want):
-    """Within what one bf16 rounding of another summation order may do, head by head: 2^-8 of the Frobenius norm."""
-    for name in NAMES:
-        a, b = found[name].double().transpose(0, 1).flatten(1), want[name].double().transpose(0, 1).flatten(1)
-        off = ((a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-30)).max().item()
-        assert off <= 2**-8, f"{name}: relative difference {off:.2e} from the specification"
+def wanted(x, C, lengths):
+    """The same from the specification."""
+    found = [p for p, _ in specified(x, C, lengths)]
+    return {n: torch.stack([getattr(p, n) for p in found]) for n in NAMES}
 
 
 @pytest.mark.arch((9, 0))
@@ -127,7 +93,7 @@ def assert_close(found, want):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_output_is_the_specification(family, C):
     x = make_inputs(family, 200, B=2, H=2, HV=4, device="cuda").arguments
-    assert_close(prepare(x, C, None), specified(x, C, None))
+    assert_close(prepare(x, C, None), wanted(x, C, None))
 
 
 @pytest.mark.arch((9, 0))
@@ -135,7 +101,7 @@ def test_every_output_is_the_specification(family, C):
 @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
 def test_packed_sequences_and_tails(family, C):
     x = make_inputs(family, sum(LENGTHS), H=1, HV=2, lengths=LENGTHS, device="cuda").arguments
-    assert_close(prepare(x, C, LENGTHS), specified(x, C, LENGTHS))
+    assert_close(prepare(x, C, LENGTHS), wanted(x, C, LENGTHS))
 
 
 @pytest.mark.parametrize("config", SAMPLE, ids=str)

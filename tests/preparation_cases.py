@@ -1,0 +1,57 @@
+"""What the tests of the preparation on each GPU backend have in common: the numeric specification, and how near it is."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_core.testing import specification
+
+LENGTHS = (0, 15, 0, 63, 64, 65, 1, 130, 0)
+
+
+def variant(x: dict[str, Any]) -> dict[str, Any]:
+    """The gate's part of the configuration that serves a call."""
+    bounded = x.get("lower_bound") is not None
+    gate = "precomputed" if not x.get("use_gate_in_kernel") else "bounded" if bounded else "softplus"
+    return {"gate": gate, "vote": gate != "bounded", "gate_dtype": str(x["g"].dtype)[6:]}
+
+
+def specified(x: dict[str, Any], C: int, lengths: tuple[int, ...] | None) -> list[tuple[Any, Tensor]]:
+    """What the specification prepares of each chunk, and its v. Normalised rows are not rounded, because kernels keep them
+    in fp32."""
+    gates = {n: t for n, t in x.items() if n not in ("initial_state", "cu_seqlens")}
+    if gates.pop("use_qk_l2norm_in_kernel"):
+        for n in ("q", "k"):
+            row = gates[n].float()
+            gates[n] = row * torch.rsqrt(row.square().sum(-1, keepdim=True) + 1e-6)
+    *tensors, bounded = specification.activate(**gates)
+    sizes = lengths or (x["q"].shape[1],)
+    sequences = [
+        (b, end - size, end) for b in range(len(x["q"])) for size, end in zip(sizes, accumulate(sizes))
+    ]
+    found = []
+    for b, first, end in sequences:
+        for start in range(first, end, C):
+            rows = [t[b, start : min(start + C, end)].transpose(0, 1) for t in tensors]
+            pad = [pad_rows(t, C) for t in rows]
+            prepared = specification.prepare_chunk(*pad, x["q"].shape[-1] ** -0.5, bounded)
+            found.append((prepared, pad[2]))
+    return found
+
+
+def pad_rows(t: Tensor, C: int) -> Tensor:
+    """[HV, tokens, ...] with zeros up to C tokens."""
+    return torch.nn.functional.pad(t, (0, 0) * (t.dim() - 2) + (0, C - t.shape[1]))
+
+
+def assert_close(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """Within what one bf16 rounding of another summation order may do, head by head: 2^-8 of the Frobenius norm."""
+    assert found.keys() == want.keys()
+    for name, tensor in want.items():
+        a, b = (t.double().transpose(0, 1).flatten(1) for t in (found[name], tensor))
+        off = ((a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-30)).max().item()
+        assert off <= 2**-8, f"{name}: relative difference {off:.2e} from the specification"
