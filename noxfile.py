@@ -107,9 +107,12 @@ def matrix(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """All tests that this machine can run, under the Python that runs nox; says what it could not run. Without a GPU a
-    process a core, because emulation is all that takes time there."""
+    """Compiles every kernel, as `compile` does, then all tests that this machine can run, under the Python that runs nox; says
+    what it could not run. Without a GPU a process a core, because emulation is all that takes time there. With arguments
+    the tests that they name alone."""
     install_all(session)
+    if not session.posargs:
+        compile_kernels(session)
     parallel = () if Path("/dev/nvidiactl").exists() else ("-n", "auto", "--dist", "worksteal")
     pytest(session, "tests", *parallel)
 

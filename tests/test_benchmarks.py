@@ -238,3 +238,47 @@ def test_the_page_of_the_chain_has_the_predictions_of_the_model(monkeypatch):
     page = (BENCHMARKS.parent / "docs" / "kernels" / "sm100-chain.md").read_text()
     assert model.table() in page
     assert model.PUBLISHED.keys() <= {case.name for case in model.public()}
+
+
+SASS = """
+        .target sm_100a
+        /*0000*/                   LDC R1, c[0x0][0x37c] ;
+.L_x_0:
+        /*0010*/                   LDSM.16.M88.4 R4, [R2] ;
+{products}
+        /*0140*/               @P0 BRA `(.L_x_0) ;
+        /*0150*/              @!P1 EXIT ;
+        /*0160*/                   EXIT ;
+.L_x_1:
+        /*0170*/                   BRA `(.L_x_1);
+"""
+
+
+def test_loops_of_a_kernel_are_found_by_what_they_consist_of(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import kernels_sm100 as tables
+
+    products = "\n".join(
+        f"        /*{i:04x}*/   @!UP0 HMMA.16816.F32.BF16 R8, R4, R2, R8 ;" for i in range(20)
+    )
+    code = tables.parse(SASS.format(products=products))
+    assert len(code.instructions) == 25 and code.mix()["HMMA"] == 20
+    assert list(code.named_loops()) == [("products with a block of 16 columns", 1, 22)]
+    assert tables.shown(code.mix(*code.loops[0])) == "20 HMMA, 1 LDSM"
+    assert tables.shared_clocks("LDSM.16.M88.4") == tables.shared_clocks("LDS.128") == 4
+    assert tables.turns(code, 64)[:2] == [4, 10]
+
+
+def test_each_kernel_of_sm100_has_a_page_that_names_its_tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the kernel classes import it")
+    import kernels_sm100 as tables
+
+    from kda_sm100.variants import kernels
+
+    shown = {name for variants in tables.PAGES.values() for name in variants}
+    assert {kernel.__name__ for kernel, _ in kernels()} == shown
+    for page, variants in tables.PAGES.items():
+        text = (BENCHMARKS.parent / "docs" / "kernels" / f"{page}.md").read_text()
+        assert f"python benchmarks/kernels_sm100.py {page}" in text and "\n## Derived\n" in text
+        assert all(f"| `{name}` |" in text for name in variants)

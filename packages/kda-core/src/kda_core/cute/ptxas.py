@@ -84,19 +84,24 @@ class Report:
 
 
 def ptxas_path() -> Path:
-    """The ptxas of PyPI's ``nvidia-cuda-nvcc``. One on ``PATH`` is not used: its version is anyone's guess.
+    """The ptxas of PyPI's ``nvidia-cuda-nvcc``, as `tool_path`."""
+    return tool_path("ptxas", PACKAGE)
+
+
+def tool_path(tool: str, package: str) -> Path:
+    """A tool of CUDA from one of its packages on PyPI. One on ``PATH`` is not used: its version is anyone's guess.
 
     Raises ``CompileError`` that says how to install it.
     """
     try:
-        files = metadata.distribution(PACKAGE).files or ()
+        files = metadata.distribution(package).files or ()
     except metadata.PackageNotFoundError:
-        raise CompileError(f"ptxas is not installed: pip install {PACKAGE}") from None
+        raise CompileError(f"{tool} is not installed: pip install {package}") from None
     for file in files:
-        if file.name == "ptxas" and (path := Path(str(file.locate()))).is_file():
+        if file.name == tool and (path := Path(str(file.locate()))).is_file():
             return path
     raise CompileError(
-        f"{PACKAGE} {metadata.version(PACKAGE)} holds no ptxas: pip install --force-reinstall {PACKAGE}"
+        f"{package} {metadata.version(package)} holds no {tool}: pip install --force-reinstall {package}"
     )
 
 
@@ -135,8 +140,11 @@ def _shorten(text: str) -> str:
     return re.sub(r"(kernel_cutlass_\w+?)_object_at_\w*", r"\1", text)
 
 
-def assemble(name: str, ptx: str, arch: str, options: Sequence[str] = ()) -> Report:
-    """Run ``ptxas -v`` on a text of PTX. Raises ``CompileError`` with ptxas's words if it refuses."""
+def assemble(
+    name: str, ptx: str, arch: str, options: Sequence[str] = (), cubin: Path | None = None
+) -> Report:
+    """Run ``ptxas -v`` on a text of PTX; the machine code to ``cubin`` if that is given. Raises ``CompileError`` with ptxas's
+    words if it refuses."""
     ptxas = ptxas_path()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
@@ -148,7 +156,7 @@ def assemble(name: str, ptx: str, arch: str, options: Sequence[str] = ()) -> Rep
             *options,
             str(source),
             "-o",
-            str(Path(folder) / "kernel.cubin"),
+            str(cubin or Path(folder) / "kernel.cubin"),
         ]
         result = subprocess.run(command, check=False, capture_output=True, text=True)
     output = result.stdout + result.stderr
@@ -171,16 +179,17 @@ def keep_ptx(kernel: type, config: object, arch: str) -> str:
     return ptx
 
 
-def report(kernel: type, config: object, arch: str) -> Report:
-    """What ptxas says about a variant. Raises ``CompileError`` (the compiler, ptxas) and
-    ``ArgumentError``."""
+def report(kernel: type, config: object, arch: str, cubin: Path | None = None) -> Report:
+    """What ptxas says about a variant; its machine code to ``cubin`` if that is given. Raises ``CompileError`` (the
+    compiler, ptxas) and ``ArgumentError``."""
     variant = Variant(kernel, config, arch)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--ptxas-options", default="")
     # argparse takes a value that starts with a dash for an option, unless it is joined to its own.
     joined = re.sub(r"--ptxas-options\s+", "--ptxas-options=", variant.options)
     known, _ = parser.parse_known_args(shlex.split(joined))
-    found = assemble(str(variant), keep_ptx(kernel, config, arch), arch, shlex.split(known.ptxas_options))
+    ptx, words = keep_ptx(kernel, config, arch), shlex.split(known.ptxas_options)
+    found = assemble(str(variant), ptx, arch, words, cubin)
     return replace(found, spill_allowance=getattr(kernel, "spill_allowance", 0))
 
 

@@ -1,0 +1,267 @@
+"""What the kernels of kda-sm100 need and consist of: ``python benchmarks/kernels_sm100.py [page ...]``. Needs no GPU.
+
+Compiles them and prints the tables of docs/kernels/sm100-*.md: registers and spills by ptxas, for both architectures,
+shared memory, columns of tensor memory; the instructions of a kernel and of its loops by nvdisasm; and, where a CTA has
+one chunk, what that takes of each unit of an SM, from these instructions and the assumptions below. (For the chains
+``model_sm100.py`` does that.) ptxas and nvdisasm come from PyPI's ``nvidia-cuda-nvcc`` and ``nvidia-cuda-nvdisasm``.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model_sm100 import BANDWIDTH, BLACKWELL_GHZ, SMS, K
+
+from kda_core.cute import ptxas
+from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, OutputConfig, PrepareConfig, SummaryConfig
+from kda_sm100.layouts import record_bytes
+
+#: Pages and their kernels, each with the variants whose instructions are shown: (name, configuration).
+PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
+    "sm100-prepare": {
+        "PrepareKernel": [
+            *((f"C = {C}, bounded gate", PrepareConfig(C)) for C in CHUNKS),
+            *((f"C = {C}, bounded gate, rows vote", PrepareConfig(C, vote=True)) for C in CHUNKS),
+        ]
+    },
+    "sm100-chain": {"ChainKernel": [(f"C = {C}", ChainConfig(C)) for C in CHUNKS]},
+    "sm100-segments": {
+        "SummaryKernel": [(f"summary, C = {C}", SummaryConfig(C)) for C in CHUNKS],
+        "MergeKernel": [("merge", None)],
+    },
+    "sm100-output": {"OutputKernel": [(f"C = {C}", OutputConfig(C)) for C in CHUNKS]},
+}
+
+#: Loops by an instruction that those above have not.
+LOOPS = {
+    "UTCHMMA": "multiplier, a chunk",
+    "UBLKCP": "producer, a chunk",
+    "STTM": "state, a chunk",
+    "LDTM": "output, a chunk",
+    "MUFU": "refinement of steep gates, 32 channels of a block",
+    "HMMA": "products with a block of 16 columns",
+    "FFMA": "a segment",
+}
+LEAST = 20  # instructions of a loop that does more than wait
+
+BLOCK = 16  # rows of a warp
+MERGE_WARPS = 8
+
+# ---- assumptions: clocks of an SM that an instruction of a warp takes. CUDA C++ programming guide, throughput of arithmetic
+# instructions, 10.0: 64 conversions and 16 transcendentals a clock, an instruction a clock of each of four schedulers; 128
+# bytes of shared memory a clock. mma.sync, whose pace on Blackwell is not published: 1024 FMAs of bf16 a clock, an A100's.
+ISSUE, CONVERSION, TRANSCENDENTAL, SHARED = 1 / 4, 32 / 64, 32 / 16, 128
+PRODUCT = 16 * 8 * 16 / 1024  # m16n8k16
+
+
+@dataclass(frozen=True)
+class Code:
+    """Instructions, with their modifiers, and loops, (first, last) instruction."""
+
+    instructions: list[str]
+    loops: list[tuple[int, int]]
+
+    def mix(self, first: int = 0, last: int = -2) -> Counter:
+        return Counter(name.partition(".")[0] for name in self.instructions[first : last + 1 or None])
+
+    def named_loops(self) -> Iterator[tuple[str, int, int]]:
+        """(name, first, last) of the loops that have one."""
+        for first, last in self.loops:
+            mix = self.mix(first, last)
+            name = next((name for marker, name in LOOPS.items() if mix[marker]), None)
+            if name is not None:
+                yield name, first, last
+
+
+def parse(text: str) -> Code:
+    """What nvdisasm prints of a kernel, up to its last EXIT: behind it are waits and traps."""
+    found: list[tuple[str, str]] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if match := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[match[1]] = len(found)
+        elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(.*);", line):
+            found.append((match[1], match[2]))
+    found = found[: max(i for i, (name, _) in enumerate(found) if name == "EXIT") + 1]
+    loops = []
+    for last, (name, operands) in enumerate(found):
+        if name.startswith("BRA") and (match := re.search(r"\.L_x_\d+", operands)):
+            first = labels[match[0]]
+            if last - first >= LEAST:
+                loops.append((first, last))
+    return Code([name for name, _ in found], loops)
+
+
+def code_of(kernel: type, config: Any) -> Code:
+    tool = ptxas.tool_path("nvdisasm", "nvidia-cuda-nvdisasm")
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        ptxas.report(kernel, config, ARCHS[0], cubin)
+        done = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, check=True)
+    return parse(done.stdout)
+
+
+def markdown(head: list[str], rows: list[list[Any]]) -> str:
+    line = lambda cells: f"| {' | '.join(map(str, cells))} |"
+    return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows)])
+
+
+# ---- what ptxas says
+
+
+def resources(kernels: list[tuple[type, Any]]) -> str:
+    """All variants of a kernel, a line for each chunk size."""
+    groups: dict[tuple[str, Any], list[tuple[type, Any]]] = {}
+    for kernel, config in kernels:
+        groups.setdefault((kernel.__name__, getattr(config, "chunk", "")), []).append((kernel, config))
+    rows = []
+    for (name, chunk), variants in groups.items():
+        reports = {arch: [ptxas.report(*v, arch) for v in variants] for arch in ARCHS}
+        every = [report for found in reports.values() for report in found]
+        registers = [
+            [u.registers for r in found for u in r.usage if u.registers] for found in reports.values()
+        ]
+        spilled = sum(u.spill_stores + u.spill_loads for r in every for u in r.usage)
+        kernel, config = variants[0]
+        made = kernel(config)
+        rows.append(
+            [f"`{name}`", chunk, len(variants), *(" to ".join(map(str, sorted({min(x), max(x)}))) for x in registers),
+             spilled, sum(len(r.complaints) for r in every), f"{made.shared_bytes / 1024:.4g}", columns(made)]
+        )  # fmt: skip
+    head = ["kernel", "C", "variants", *(f"registers, {arch}" for arch in ARCHS), "bytes spilled", "complaints of ptxas",
+            "shared memory, KiB", "columns of tensor memory"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def columns(kernel: Any) -> int:
+    """Of tensor memory, that a kernel's tiles take; `kernel.columns` says where they begin."""
+    if not hasattr(kernel, "columns"):
+        return 0
+    C = kernel.chunk
+    return K + K // 2 + C + C // 2 + ("o" in kernel.IMAGES) * 2 * C  # S, S in bf16, R, R in bf16, O
+
+
+# ---- what nvdisasm says
+
+
+def mixes(codes: dict[str, Code]) -> str:
+    rows = []
+    for variant, code in codes.items():
+        parts = [("all", 0, len(code.instructions) - 1), *code.named_loops()]
+        lines = [(name, last - first + 1, shown(code.mix(first, last))) for name, first, last in parts]
+        for line, times in Counter(lines).items():
+            name, *rest = line
+            rows.append([variant, name if times == 1 else f"{name}, {times} such loops", *rest])
+    return markdown(["variant", "part", "instructions", "of them"], rows)
+
+
+def shown(mix: Counter) -> str:
+    """The most frequent instructions, and those that multiply, or move data, of whatever number."""
+    always = re.compile(r"LD[SGT]|ST[SGT]|[A-Z]*MMA|UBLKCP|MUFU")
+    chosen = sorted(((n, name) for name, n in mix.items() if n >= 32 or always.match(name)), reverse=True)
+    return ", ".join(f"{n} {name}" for n, name in chosen if name != "LDGDEPBAR")
+
+
+# ---- what a chunk takes, or a segment of the merge
+
+
+def times(kernel: str, codes: dict[str, tuple[Any, Code]]) -> str:
+    """Clocks of each unit of an SM; and HBM's part of its time."""
+    rows, units = [], {}
+    for variant, (config, code) in codes.items():
+        C = getattr(config, "chunk", 0)
+        units = clocks(kernel, C, code)
+        size = moved(kernel, C)
+        ns = [size * SMS / bandwidth for bandwidth in BANDWIDTH]
+        rows.append(
+            [variant, *(f"{x:.0f}" for x in units.values()), f"{max(units.values()) / BLACKWELL_GHZ / 1e3:.2f}",
+             f"{size / 1024:.1f}", f"{min(ns) / 1e3:.2f} to {max(ns) / 1e3:.2f}"]
+        )  # fmt: skip
+    return markdown(["variant", *units, "the most, us", "KiB of HBM", "HBM, us"], rows)
+
+
+def clocks(kernel: str, C: int, code: Code) -> dict[str, float]:
+    """At most, but for conflicts of banks: every warp takes all branches."""
+    counted = list(zip(code.instructions, turns(code, C), strict=True))
+    of = lambda prefix: sum(n for name, n in counted if name.startswith(prefix))
+    bulk = 2 * record_bytes(C)["w"] if kernel == "PrepareKernel" else 0
+    return {
+        "issue": ISSUE * sum(n for _, n in counted),
+        "conversions": CONVERSION * of("F2FP"),
+        "transcendentals": TRANSCENDENTAL * of("MUFU"),
+        "mma.sync": PRODUCT * products(kernel, C),
+        "shared memory": sum(n * shared_clocks(name) for name, n in counted) + bulk / SHARED,
+    }
+
+
+def turns(code: Code, C: int) -> list[int]:
+    """Of each instruction over all warps: a warp takes products with the blocks up to its own, no loop that searches a
+    sequence, and all else once. Of the merge, for which C is 0, the loop over segments."""
+    blocks = C // BLOCK
+    found = [blocks] * len(code.instructions)
+    loops = {(first, last): 0 for first, last in code.loops}
+    for name, first, last in code.named_loops():
+        loops[first, last] = blocks * (blocks + 1) // 2 if name.startswith("products") else MERGE_WARPS
+    for (first, last), n in loops.items():
+        found[first : last + 1] = [n] * (last - first + 1)
+    return found
+
+
+def products(kernel: str, C: int) -> float:
+    """mma.sync, counted as m16n8k16; l2norm included, gates bounded."""
+    blocks, steps, tiles = C // BLOCK, K // BLOCK, K // 8
+    below, pairs = blocks * (blocks - 1) // 2, blocks * (blocks + 1) // 2
+    if kernel != "PrepareKernel":
+        return (blocks * steps + pairs) * tiles  # S, v_new; none of the merge
+    norms = blocks * 64 / 2  # m16n8k8
+    inverse = sum((blocks - step) * 6 * (step + 1) for step in range(1, blocks))
+    return norms + (blocks + below) * 4 * steps + inverse + 2 * pairs * tiles  # L and Aqk; w and u
+
+
+def shared_clocks(name: str) -> float:
+    """Of what moves data to or from shared memory."""
+    if name.startswith(("LDSM", "STSM")):
+        return 128 * int(name.rpartition(".")[2]) / SHARED
+    if name.startswith(("LDS", "STS", "LDGSTS")):
+        return 4 * next((int(x) for x in name.split(".") if x in ("64", "128")), 32) / SHARED
+    return 0.0
+
+
+def moved(kernel: str, C: int) -> int:
+    """Bytes of HBM: as many heads of q and k as of v, g in bf16, but of the output stage in fp32. Of the merge M, and
+    its columns of B and S; what CTAs share is counted once."""
+    wide, state = 2 * C * K, 2 * K * K
+    if kernel == "OutputKernel":
+        return 5 * wide + 2 * C * C + state  # q, v_new, g, o; A; S
+    if kernel == "MergeKernel":
+        return (2 + 2 * 2) * state // (K // 8)  # of 16 CTAs
+    return 4 * wide + 2 * C + sum(record_bytes(C).values())  # q, k, v, g; beta
+
+
+def main(names: list[str]) -> None:
+    from kda_sm100.variants import kernels
+
+    every = kernels()
+    for page in names or PAGES:
+        mine = [(kernel, config) for kernel, config in every if kernel.__name__ in PAGES[page]]
+        print(f"{page}\n\n{resources(mine)}\n")
+        for name, variants in PAGES[page].items():
+            kernel, only = next(pair for pair in mine if pair[0].__name__ == name)
+            codes = {
+                variant: (config or only, code_of(kernel, config or only)) for variant, config in variants
+            }
+            print(mixes({variant: code for variant, (_, code) in codes.items()}), end="\n\n")
+            if name not in ("ChainKernel", "SummaryKernel"):
+                print(times(name, {v: c for v, c in codes.items() if "vote" not in v}), end="\n\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
