@@ -9,7 +9,8 @@ import random
 from dataclasses import dataclass, replace
 
 GATES = ("steep", "slow", "memory")
-PREFILL, CONTEXT_PARALLEL = ("public", "gva", "varlen"), ("cp", "cp-h16", "cp-1m")  # tables
+# Tables. Those of prefill are measured on every architecture, "blackwell" on that one; a case that several have is of the first.
+PREFILL, CONTEXT_PARALLEL = ("public", "gva", "varlen", "blackwell"), ("cp", "cp-h16", "cp-1m")
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,25 @@ def gva() -> list[Case]:
 
 def varlen() -> list[Case]:
     """Packed sequences, lengths by the rules above; the seed of a drawn case is its number of sequences."""
-    cases = []
-    for T in (4096, 8192):
-        for n in (10, 20):
-            kinds = {"uniform": uniform(T, n), "random": drawn(T, n, n), "skewed": skewed(T, n)}
-            cases += [packed("varlen", f"{kind}-{n}x-T{T}", lengths, 64) for kind, lengths in kinds.items()]
+    cases = [case for T in (4096, 8192) for n in (10, 20) for case in kinds("varlen", T, n, 64)]
     return cases + [packed("varlen", f"random-{n}x-T8192", drawn(8192, n, n), 32) for n in range(15, 19)]
+
+
+def kinds(table: str, T: int, n: int, H: int, HV: int | None = None) -> list[Case]:
+    """T tokens in n sequences by each rule."""
+    lengths = {"uniform": uniform(T, n), "random": drawn(T, n, n), "skewed": skewed(T, n)}
+    return [packed(table, f"{kind}-{n}x-T{T}", x, H, HV) for kind, x in lengths.items()]
+
+
+def blackwell() -> list[Case]:
+    """The shapes of published benchmarks of KDA prefill on Blackwell, with as many heads of q and k as of v and with a
+    quarter of them. Those of context parallelism are in `context_parallel`."""
+    found = []
+    for H in (64, 16):
+        found += [fixed("blackwell", B, T, H, 64) for B in (1, 2) for T in (512, 1024, 4096, 8192, 16384)]
+        for T in (4096, 8192, 16384):
+            found += [case for n in (10, 20) for case in kinds("blackwell", T, n, H, 64)]
+    return found
 
 
 def context_parallel() -> list[Case]:
@@ -130,4 +144,5 @@ def cases(hv: int | None = None) -> tuple[Case, ...]:
                 raise ValueError(f"hv: expected a multiple of H={c.H}, got {hv}")
             c = replace(fixed("gva", c.B, c.T, c.H, hv), table="gva")
         found.append(c)
+    found += blackwell()
     return tuple({c.name: c for c in reversed(found)}.values())[::-1]

@@ -3,6 +3,7 @@
     python benchmarks/run.py                          # a small selection that fits this machine
     python benchmarks/run.py --table public --impl kda-sm90 fla
     python benchmarks/run.py --table gva --hv 32 --gates slow
+    python benchmarks/run.py --table public gva varlen blackwell      # all of prefill that is published for Blackwell
     python benchmarks/run.py --table cp cp-h16 cp-1m --brute-force
 
 Rows go to ``benchmarks/results/<gpu>/prefill.json``, those of the tables of context parallelism to ``cp.json`` (``--out`` names
