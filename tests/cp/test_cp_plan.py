@@ -216,6 +216,13 @@ def test_threads_share_one_value():
     assert len(set(map(id, seen))) == 1
 
 
+def test_a_backend_that_no_gpu_has_run_goes_by_the_ratio_rule(stored):
+    assert constants.lookup(("NVIDIA B200", "sm100", "bfloat16")) == (None, "none")
+    plan = make_plan((65536,), HV=4, SMs=148, native=True)
+    assert plan.is_split and plan.prediction.unit == "tokens"
+    assert plan.prediction.rule.startswith("ratio rule for 148 SMs")
+
+
 def test_constants_come_from_the_file_then_from_the_package(stored):
     key = ("NVIDIA H200", "sm90", "bfloat16")
     assert constants.lookup(key) == (H200, "shipped")
