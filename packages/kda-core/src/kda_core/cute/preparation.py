@@ -242,7 +242,6 @@ class Preparation:
     def decay(self, p, rate, biases, factor):
         """Exponents G_i - A of the warp's block, and what its anchors are made of: channels 2*lane, 2*lane + 1, and
         these plus 64."""
-        config = self.config
         share = factor * Float32(1.0 / G_FLOOR)
         place = p.rows + p.block * ROWS
         unit, inner = p.lane % 16 // 2, p.lane % 2 * 8
