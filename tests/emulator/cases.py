@@ -940,7 +940,7 @@ for chunk, v_first in ((64, False), (32, True)):
 
 
 def merged() -> Outputs:
-    """Starts of the segments of two sequences, in fp32 alone."""
+    """Starts of the segments of two sequences, in products of TF32 parts and fp32 sums."""
     r, shape = random("merge"), (5, 1, 128, 128)
     starts, exits, transitions = (
         torch.from_numpy(r.standard_normal(shape).astype(np.float32)) for _ in range(3)

@@ -1,5 +1,7 @@
 """The kernel of kda-sm90, emulated, against the fp64 oracle."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from prefill import config_of, in_segments, merge, prefill
@@ -85,13 +87,34 @@ def test_segments_and_streams_that_cut_them(family, chunk, v_first):
 
 
 def test_the_merge_of_segments():
-    """fp32 beside fp64; the first start of each sequence stays."""
-    r = torch.Generator().manual_seed(0)
-    starts, exits, transitions = (torch.randn(4, 2, 128, 128, generator=r) for _ in range(3))
-    transitions /= 16
+    """fp32 beside fp64, of sequences with 3, 1, 0, 2 and 5 segments; the first start of each stays, and no last exit or
+    transition counts."""
+    r, bounds = torch.Generator().manual_seed(0), (0, 3, 4, 4, 6, 11)
+    starts, exits, transitions = (torch.randn(bounds[-1], 2, 128, 128, generator=r) for _ in range(3))
+    transitions = transitions / 16 + torch.eye(128)
+    for last in (2, 3, 5, 10):
+        exits[last] = transitions[last] = float("nan")
     want = starts.double()
-    for n in (1, 2):
-        want[n] = exits[0].double() if n == 1 else transitions[1].double() @ want[1] + exits[1].double()
-    merge(starts, exits, transitions, torch.tensor([0, 3, 4], dtype=torch.int32))
-    assert torch.equal(starts[0], want[0].float()) and torch.equal(starts[3], want[3].float())
-    assert error(starts[1:3], want[1:3], state=True) < 1e-6
+    for first, end in pairwise(bounds):
+        for n in range(first + 1, end):
+            B = exits[n - 1].double()
+            want[n] = B if n == first + 1 else transitions[n - 1].double() @ want[n - 1] + B
+    merge(starts, exits, transitions, torch.tensor(bounds, dtype=torch.int32))
+    for n in range(bounds[-1]):
+        if n in bounds:
+            assert torch.equal(starts[n], want[n].float())
+        else:
+            assert error(starts[n : n + 1], want[n : n + 1], state=True) < 4e-7
+
+
+def test_the_merge_of_segments_does_not_drift():
+    """All products positive: accumulators that cut off sums would all lose."""
+    r = torch.Generator().manual_seed(0)
+    starts, exits, transitions = (torch.rand(6, 1, 128, 128, generator=r) for _ in range(3))
+    transitions /= 64
+    want = starts.double()
+    want[1] = exits[0]
+    for n in range(2, 6):
+        want[n] = transitions[n - 1].double() @ want[n - 1] + exits[n - 1].double()
+    merge(starts, exits, transitions, torch.tensor([0, 6], dtype=torch.int32))
+    assert error(starts[1:], want[1:], state=True) < 3e-7

@@ -164,6 +164,13 @@ def split_bf16x2(low: Float32, high: Float32) -> tuple[Int32, Int32]:
 
 
 @dsl_user_op
+def split_tf32(x: Float32, *, loc=None, ip=None) -> list[Int32]:
+    """An fp32 as the sum of two TF32: the rounded value, and its rounded remainder (22 bits and a sign in all)."""
+    text = "{ .reg .f32 r; cvt.rn.tf32.f32 $0, $2; mov.b32 r, $0; sub.f32 r, $2, r; cvt.rn.tf32.f32 $1, r; }"
+    return inline_ptx(text, [Int32] * 2, [x], False, loc, ip)
+
+
+@dsl_user_op
 def pinned(x: Int32, *, loc=None, ip=None) -> Int32:
     """x. What is computed from it stays here: it is not hoisted out of a loop, to occupy registers there."""
     return inline_ptx("mov.b32 $0, $1;", [Int32], [x], True, loc, ip)[0]
@@ -201,6 +208,20 @@ def mma_m16n8k8(a, b: Int32, c, *, loc=None, ip=None) -> list[Float32]:
         "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
     )
     return inline_ptx(text, [Float32] * 4, [*a, b, *c], True, loc, ip)
+
+
+@dsl_user_op
+def mma_m16n8k8_tf32(a, b, c, *, loc=None, ip=None) -> list[Float32]:
+    """a @ b + c of a warp: a 4 and b 2 values in TF32, as ``split_tf32`` gives them, c and the result 4 fp32.
+
+    With row = lane//4 and k = lane%4: a holds [row, k], [row+8, k], [row, k+4], [row+8, k+4] of [16, 8]; b holds
+    [k, row], [k+4, row] of [8, 8]; c and the result are as in ``mma_m16n8k16``.
+    """
+    text = (
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    return inline_ptx(text, [Float32] * 4, [*a, *b, *c], True, loc, ip)
 
 
 @dsl_user_op
@@ -301,6 +322,14 @@ def load_global_f32_x2(address: Int64, valid, *, loc=None, ip=None) -> list[Floa
         "@p ld.global.nc.v2.b32 {$0, $1}, [$2]; }"
     )
     return inline_ptx(text, [Float32] * 2, [address, Int32(valid)], True, loc, ip)
+
+
+@dsl_user_op
+def load_global_f32_x4(address: Int64, *, loc=None, ip=None) -> list[Float32]:
+    """Four fp32, aligned to 16 bytes. Unlike loads of what no thread writes, the assembler leaves it between its barriers,
+    ``sync_warp`` included."""
+    text = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+    return inline_ptx(text, [Float32] * 4, [address], True, loc, ip)
 
 
 @dsl_user_op

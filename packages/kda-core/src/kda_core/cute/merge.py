@@ -3,11 +3,13 @@
     S_1 = exit of segment 0,    S_{j+1} = M_j S_j + B_j
 
 A CTA has `COLUMNS` columns of the states of one sequence and value head, and goes from segment to segment: columns of S do
-not meet. Products are fp32 FMAs, so that nothing is rounded that the segments' own launch has not. The M of the next two
-segments are on their way to shared memory while one is multiplied.
+not meet. A warp has 16 rows. It alone needs these rows of M, which come right into its registers: each block as soon as
+the same one of the M before is split, so that it has most of a step to arrive, and copies spread over the step. All
+warps need all of S, from shared memory.
 
-Shared memory bounds a product, so that a thread multiplies 4 rows of M by all columns, over an eighth of k: M is then read
-once. Eight lanes hold such parts of the same sums; they exchange halves until each has the sum of one row and four columns.
+Products are those of two TF32 parts of each factor, three of four (the last is below 2^-22), summed in fp32: nothing is
+rounded to less than the segments' own launch keeps. Tensor cores do not round their sums but cut them off: so sums are
+short, and the last ones are added outside.
 
 Backends share it: it has nothing that is particular to an architecture.
 """
@@ -22,14 +24,14 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from kda_core.cute import device as dev
 from kda_core.cute.operands import HEAD_DIM
 
-COLUMNS = 8
-THREADS = 2 * HEAD_DIM  # two a row of S, with four columns each
-LANES = 8  # that share a product over k
-ROWS = 4  # of a thread's product
+COLUMNS = 8  # of a CTA: tiles of 8
+TILES = COLUMNS // 8
+THREADS = 32 * HEAD_DIM // 16
+BLOCKS = HEAD_DIM // 16  # of k, of which the four lanes of a row have four each: 16 bytes of M. Two MMAs
+SUMS = 4  # of the products of the greater parts
 ROW = 4 * HEAD_DIM  # bytes
 MATRIX = HEAD_DIM * ROW
-ROOMS = 3  # for M
-STATE = ROW * COLUMNS  # bytes of a state's columns, of which there are two
+PARTS = 2 * ROW * COLUMNS  # bytes of a state's columns in two parts, of which there are two
 
 #: The arguments, in order, by type. Addresses: starts, exits and transitions, [P,HV,128,128] fp32, and bounds [N+1] int32:
 #: segments bounds[n] to bounds[n+1] - 1 are those of sequence n. N and HV.
@@ -47,7 +49,7 @@ class MergeKernel:
     spill_allowance = 0
 
     def __init__(self, config: MergeConfig):
-        self.shared_bytes = ROOMS * MATRIX + 2 * STATE
+        self.shared_bytes = 2 * PARTS
 
     def fake_args(self) -> tuple:
         shape = tuple(cute.sym_int() for _ in range(4))
@@ -66,7 +68,7 @@ class MergeKernel:
             smem=self.shared_bytes,
             stream=stream,
             min_blocks_per_mp=1,
-            preferred_smem_carveout=100,  # percent; otherwise the DSL asks a device, at compile time
+            preferred_smem_carveout=15,  # percent: of one CTA. The rest is the L1's, through which M comes
         )
 
     @cute.kernel
@@ -79,63 +81,80 @@ class MergeKernel:
         first = dev.load_global_i32(x.bounds + Int64(n) * 4, n < x.N)
         last = dev.load_global_i32(x.bounds + Int64(n) * 4 + 4, n < x.N) - 1
         if first < last:
-            matrix = lambda segment: (Int64(segment) * x.HV + head) * MATRIX
-            own = thread // 2 * ROW + (block * COLUMNS + thread % 2 * 4) * 4
-            for ahead in (1, 2):
-                segment = first + ahead
-                self.fetch(shared, thread, segment, x.transitions + matrix(segment), segment < last)
-            state = self.load(x.exits + matrix(first) + own)
-            self.put(shared, thread, first + 1, state, x.starts + matrix(first + 1) + own)
+            place = lambda segment: (Int64(segment) * x.HV + head) * MATRIX
+            # Rows r and r + 8 of an MMA are 2r and 2r + 1 of the warp's, so that a thread has pairs of rows of S: of k.
+            lane = thread % 32
+            row = thread // 32 * 16 + lane // 4 * 2
+            left = row * ROW + lane % 4 * 16
+            own = row * ROW + block * (COLUMNS * 4) + lane % 4 * 8
+            matrix = [y for k in range(BLOCKS) for y in self.load(x.transitions + place(first + 1) + left, k)]
+            state = self.load_state(x.exits + place(first) + own)
+            self.put(shared, thread, first + 1, state, x.starts + place(first + 1) + own)
             for segment in cutlass.range(first + 1, last, unroll=1):
-                cute.arch.cp_async_wait_group(1)
-                cute.arch.sync_threads()  # M and S are there, and the room of the M before is free
-                added = self.load(x.exits + matrix(segment) + own)
-                following = segment + 2
-                self.fetch(shared, thread, following, x.transitions + matrix(following), following < last)
-                product = self.product(shared, thread, segment)
+                cute.arch.sync_threads()  # S is there, and the room of the one before is free
+                added = self.load_state(x.exits + place(segment) + own)
+                following = x.transitions + place(segment + 1) + left  # there is an M of the last segment too
+                product, matrix = self.product(shared, lane, segment, matrix, following)
                 state = [y + z for y, z in zip(product, added, strict=True)]
-                self.put(shared, thread, segment + 1, state, x.starts + matrix(segment + 1) + own)
+                self.put(shared, thread, segment + 1, state, x.starts + place(segment + 1) + own)
 
-    def load(self, address):
-        """Four columns of a row of B."""
-        return [dev.load_global_f32(address + 4 * i, Boolean(True)) for i in range(4)]
+    def load(self, address, block):
+        """The thread's part of a block of M: four k of two rows."""
+        at = address + block * 64
+        return dev.load_global_f32_x4(at) + dev.load_global_f32_x4(at + ROW)
 
-    def fetch(self, shared, thread, segment, address, exists):
-        """M of a segment to its room."""
-        room = shared + segment % ROOMS * MATRIX
-        for start in range(0, MATRIX, 16 * THREADS):
-            at = start + thread * 16
-            dev.cp_async_x4(room + at, address + at, exists)
-        cute.arch.cp_async_commit_group()
+    def load_state(self, address):
+        """The thread's values of B: for each tile two columns of two rows, as accumulators are."""
+        places = [address + tile * 32 + row * ROW for tile in range(TILES) for row in range(2)]
+        return [y for at in places for y in dev.load_global_f32_x2(at, Boolean(True))]
 
-    def state(self, shared, segment):
-        return shared + ROOMS * MATRIX + segment % 2 * STATE
+    def parts(self, shared, segment, block, tile):
+        """Where shared memory has a tile of 16 rows of S in two parts, 512 bytes each."""
+        return shared + segment % 2 * PARTS + block * (TILES * 1024) + tile * 1024
+
+    def slot(self, column, group):
+        """Where a part has the four k of a group of a column: 16 bytes, so placed that neither the threads of ``put`` nor
+        those of ``right`` meet at a bank."""
+        return (group * 8 + (column ^ (group * 2 + group % 2))) * 16
 
     def put(self, shared, thread, segment, state, address):
-        """Four columns of a row of the state before a segment: to global memory, and to shared memory, where the rows
-        that `LANES` lanes read at once lie in different banks."""
-        k, part = thread // 2, thread % 2
-        at = k // 32 * 1024 + k % 4 * 256 + part * 128 + k // 4 % LANES * 16
-        dev.store_shared_x4(self.state(shared, segment) + at, state)
-        dev.store_global_x4(address, state)
+        """The thread's values of the state before a segment: to global memory, and in two parts to shared memory."""
+        lane = thread % 32
+        for tile in range(TILES):
+            values = state[4 * tile : 4 * tile + 4]
+            for row in range(2):
+                dev.store_global_x2(address + tile * 32 + row * ROW, values[2 * row : 2 * row + 2])
+            room = self.parts(shared, segment, thread // 32, tile) + lane // 4 % 2 * 8
+            for column in range(2):
+                pairs = zip(*(dev.split_tf32(values[2 * row + column]) for row in range(2)), strict=True)
+                for part, pair in enumerate(pairs):
+                    slot = self.slot(lane % 4 * 2 + column, lane // 8)
+                    dev.store_shared_x2(room + part * 512 + slot, pair)
 
-    def product(self, shared, thread, segment):
-        """Four columns of the thread's row of M S."""
-        lane = thread % LANES
-        matrix = shared + segment % ROOMS * MATRIX + thread // LANES * (ROWS * ROW) + lane * 16
-        state = self.state(shared, segment) + lane * 16
-        acc = [[Float32(0.0)] * COLUMNS for _ in range(ROWS)]
-        for i in range(HEAD_DIM // (4 * LANES)):  # k = 32 i + 4 lane + e
-            left = [dev.load_shared_x4(matrix + row * ROW + i * 128, Float32) for row in range(ROWS)]
-            for e in range(4):
-                at = state + i * 1024 + e * 256
-                right = dev.load_shared_x4(at, Float32) + dev.load_shared_x4(at + 128, Float32)
-                acc = [[dev.fma(x[e], y, z) for y, z in zip(right, sums)] for x, sums in zip(left, acc)]
-        values = [x for row in acc for x in row]
-        for bit in (4, 2, 1):  # lane = 2 * row + half of the columns
-            upper, half = (lane & bit) > 0, len(values) // 2
-            low, high = values[:half], values[half:]
-            kept = [dev.select(upper, y, x) for x, y in zip(low, high)]
-            given = [dev.select(upper, x, y) for x, y in zip(low, high)]
-            values = [x + cute.arch.shuffle_sync_bfly(y, bit) for x, y in zip(kept, given)]
-        return values
+    def right(self, shared, segment, block, slot):
+        """The thread's part of a block of S: for each tile and part four k of a column."""
+        rooms = [self.parts(shared, segment, block, tile) + slot for tile in range(TILES)]
+        return [[dev.load_shared_x4(room + part * 512, Int32) for part in range(2)] for room in rooms]
+
+    def product(self, shared, lane, segment, matrix, address):
+        """The thread's values of M S, and its part of the next M, which is at an address."""
+        acc = [[[Float32(0.0)] * 4 for _ in range(2 + SUMS)] for _ in range(TILES)]
+        slot = self.slot(lane // 4, lane % 4)
+        following, right = [], self.right(shared, segment, 0, slot)
+        for block in range(BLOCKS):
+            left = [dev.split_tf32(y) for y in matrix[8 * block : 8 * block + 8]]
+            following += self.load(address, block)
+            present = right
+            if block + 1 < BLOCKS:
+                right = self.right(shared, segment, block + 1, slot)
+            for b, sums in zip(present, acc, strict=True):
+                for k in (0, 2):
+                    high, low = ([left[at][part] for at in (k, k + 4, k + 1, k + 5)] for part in range(2))
+                    b_high, b_low = (part[k : k + 2] for part in b)
+                    main = 2 + (2 * block + k // 2) % SUMS
+                    sums[0] = dev.mma_m16n8k8_tf32(low, b_high, sums[0])
+                    sums[1] = dev.mma_m16n8k8_tf32(high, b_low, sums[1])
+                    sums[main] = dev.mma_m16n8k8_tf32(high, b_high, sums[main])
+            cute.arch.sync_warp()  # the assembler would gather the loads of all blocks at one place
+        tree = lambda x, y, *main: (x + y) + ((main[0] + main[1]) + (main[2] + main[3]))
+        return [tree(*values) for sums in acc for values in zip(*sums, strict=True)], following
