@@ -26,6 +26,8 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ import measure
 import registry
 import torch
 
-from kda_core.testing import error, make_inputs, token_oracle
+from kda_core.testing import Inputs, error, make_inputs, token_oracle
 
 KEY = ("case", "gates", "impl")
 RESULTS = Path(__file__).parent / "results"
@@ -67,14 +69,12 @@ def main(argv: list[str] | None = None) -> int:
         run, rows = _interrupted(path, run)
     done = {(r["case"], r["gates"]) for r in rows}
     total = len(chosen) * len(args.gates) * len(impls)
-    for case in chosen:
-        for gates in args.gates:
-            if (case.name, gates) in done:
-                continue
-            for row in _measure(case, gates, impls, device, args):
-                rows.append(row | {"run": run["id"]})
-                print(f"[{len(rows)}/{total}] {_line(row)}", flush=True)
-            save(path, run, rows)  # after every group, so that an interrupted run keeps what it measured
+    groups = [(c, gates) for c in chosen for gates in args.gates if (c.name, gates) not in done]
+    for (case, gates), x in zip(groups, _drawn(groups), strict=True):
+        for row in _measure(case, gates, x, impls, device, args):
+            rows.append(row | {"run": run["id"]})
+            print(f"[{len(rows)}/{total}] {_line(row)}", flush=True)
+        save(path, run, rows)  # after every group, so that an interrupted run keeps what it measured
     print(f"{len(rows)} rows in {path}")
     return 0 if all(r["error_o"] is None or r["error_o"] < float("inf") for r in rows) else 1
 
@@ -144,11 +144,31 @@ def _default_impls(device: torch.device, parallel: bool) -> list[str]:
     return [*names, "fla"]
 
 
+def _drawn(groups: list[tuple[registry.Case, str]]) -> Iterator[Inputs]:
+    """The inputs of each group, on the CPU; the next ones are drawn, which takes seconds, while a group is measured."""
+    if not groups:
+        return
+    with ThreadPoolExecutor(1) as pool:
+        draw = lambda c, gates: pool.submit(
+            make_inputs, gates, c.T, B=c.B, H=c.H, HV=c.HV, lengths=c.lengths or None, seed=0
+        )
+        following = draw(*groups[0])
+        for group in groups[1:]:
+            x, following = following.result(), draw(*group)
+            yield x
+        yield following.result()
+
+
 def _measure(
-    case: registry.Case, gates: str, impls: list[str], device: torch.device, args: argparse.Namespace
+    case: registry.Case,
+    gates: str,
+    x: Inputs,
+    impls: list[str],
+    device: torch.device,
+    args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    x = make_inputs(
-        gates, case.T, B=case.B, H=case.H, HV=case.HV, lengths=case.lengths or None, seed=0, device=device
+    x = Inputs(
+        {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in x.arguments.items()}, x.lengths
     )
     call = dict(x.arguments) | {"output_final_state": True}
     if _parallel(args) and case.lengths:

@@ -90,12 +90,12 @@ class Preparation:
 
     # ---- one chunk
 
-    def request(self, x, thread, base, head, token, valid, turn):
+    def request(self, x, thread, base, head, token, key_row, valid, turn):
         """Ask for g and q of a chunk, whose room is free as soon as the chunk before is in its last stage; what is asked
         for into registers: beta of a row, as bf16 and as fp32, A_log, and dt_bias of four channels. ``x``: the call
         (addresses q, k, g, beta, a_log, dt_bias; numbers H, HV, beta_bytes, scale, l2norm, lower_bound, beta_factor).
-        ``thread`` of the group, its shared memory from ``base`` on. ``token``: the first one in B*T; ``valid``: rows that
-        exist, 1 to C. ``turn``: any number that changes from one chunk to the next. Rows of g are counted in 32 bits:
+        ``thread`` of the group, its shared memory from ``base`` on. ``token``: the first one in B*T; ``key_row``: its row of
+        q and k; ``valid``: rows that exist, 1 to C. ``turn``: any number that changes from one chunk to the next. Rows of g are counted in 32 bits:
         2^31 of them are 512 GiB."""
         p = self.positions(thread, turn, base)
         p.valid = valid
@@ -103,11 +103,11 @@ class Preparation:
         rate, biases = self.load_gate_parameters(p, x, head)
         beta = self.load_beta(p, x, value_row)
         self.copy_gates(p, x.g, value_row, x.HV)
-        self.copy_rows(p, x.q, token * x.H + head // (x.HV // x.H), x.H, p.q)
+        self.copy_rows(p, x.q, key_row, x.H, p.q)
         cute.arch.cp_async_commit_group()
         return *beta, rate, *biases
 
-    def prepare(self, x, records, thread, base, sync, head, token, valid, turn, begun, claim, noted, loaded):
+    def prepare(self, x, records, thread, base, sync, key_row, valid, turn, begun, claim, noted, loaded):
         """Stages 1 to 3 of a chunk that was requested. ``records``: addresses in the arrays of the workspace;
         ``sync``: the group's barrier; ``begun`` is called before anything is written to the record, ``noted`` in
         stage 3, with what ``claim`` returned before. ``loaded``: what the request returned."""
@@ -115,7 +115,7 @@ class Preparation:
         p.valid, p.scale, p.l2norm = valid, x.scale, x.l2norm > 0
         narrow, wide, a_log, *biases = loaded
         rate = dev.minimum(dev.ex2(a_log * Float32(LOG2E)), Float32(MOST_RATE))
-        self.copy_rows(p, x.k, token * x.H + head // (x.HV // x.H), x.H, p.k)
+        self.copy_rows(p, x.k, key_row, x.H, p.k)
         cute.arch.cp_async_commit_group()
 
         factor = self.gate_factor(x, rate)
@@ -148,12 +148,15 @@ class Preparation:
 
     def idle(self, thread, turn):
         """Whether a thread's warp has nothing to do in stage 4, and the least of all in stage 3."""
-        return (thread // 32 + turn) % self.blocks == self.blocks - 1
+        return self.block_of(thread, turn) == self.blocks - 1
 
     def positions(self, thread, turn, base):
         """Where a thread is, and where in shared memory everything begins. Warps get another block in each turn, because
         blocks differ in work, and a warp's number chooses its scheduler."""
-        return self.placed(thread, (thread // 32 + turn) % self.blocks, base)
+        return self.placed(thread, self.block_of(thread, turn), base)
+
+    def block_of(self, thread, turn):
+        return thread // 32 + turn & self.blocks - 1
 
     def placed(self, thread, block, base):
         lane = thread % 32
@@ -347,20 +350,21 @@ class Preparation:
         """Row factors to shared memory, -Kd and Qd to global memory, and the diagonal blocks of L and Aqk. The
         columns at the next block's anchor replace k and q, for the same thread: 4 channels of a group of 8 each.
         ``steep``: some column may have to leave split factors."""
+        refined = votes = None
+        if self.config.vote:
+            products, reach = (cute.make_rmem_tensor((n,), Float32) for n in (16, 2))
+            products.fill(0.0)
+            reach.fill(0.0)
+            self.vote(steep, products, reach, p.thread, p.block, p.rows - self.at["rows"])
+            votes = [reach[half] < VOTE_LIMIT for half in range(2)]
         norms = (
             [dev.select(p.l2norm, x, Float32(1.0)) for x in self.inverse_norms(p, y)] for y in (p.k, p.q)
         )
         p.k_factors, q_norms = norms
         p.q_factors = [x * p.scale for x in q_norms]
         if self.config.vote:
-            products = cute.make_rmem_tensor((16,), Float32)
-            products.fill(0.0)
-            base = p.rows - self.at["rows"]
-            factors = *p.k_factors, *p.q_factors
-            self.vote(steep, *factors, products, p.thread, p.block, base, kd_address, qd_address)
-            products = [[products[4 * tile + i] for i in range(4)] for tile in range(4)]
-        else:
-            products = self.split_rows(p, kd_address, qd_address)
+            refined = self.normalised(p, products, votes)
+        products = self.split_rows(p, kd_address, qd_address, refined, votes)
         l_acc, a_acc = products[:2], products[2:]
         for tile in range(2):
             beta = dev.load_shared_x2(p.beta + (p.block * BLOCK + 8 * tile + 2 * p.quad) * 4, Float32)
@@ -376,17 +380,15 @@ class Preparation:
         acc = refined or [[Float32(0.0)] * 4 for _ in range(4)]
         l_acc, a_acc = acc[:2], acc[2:]
         kd_rows, qd_rows = (self.row_addresses(p, address) for address in (kd_address, qd_address))
-        # With votes, registers are scarce, and with chunks of 64 more so.
-        ahead = not votes and not (self.config.vote and self.chunk == 64)
-        following = self.load_group(p, 0) if ahead else None
+        following = self.load_group(p, 0)
         for m in range(4):
-            since, k_pairs, q_pairs = following or self.load_group(p, m)
+            since, k_pairs, q_pairs = following
             cute.arch.sync_warp()  # the rows of the factors go where the exponents were
             place = p.rows + p.block * ROWS + m * GROUP + p.lane * 16
             kd, qd = ([[], []] for _ in range(2))
             for step in range(2):
                 columns = [[], []]
-                if ahead and step == 1 and m < 3:
+                if step == 1 and m < 3:
                     # Here, because no load moves up past a store, nor before the next group's use.
                     following = self.load_group(p, m + 1)
                 k_row, q_row, k_col = ([[], []] for _ in range(3))
@@ -408,13 +410,10 @@ class Preparation:
                             qr.append(q[e] * down)
                             kg.append(kr[e] * -anchor[e])
                             qg.append(qr[e] * anchor[e])
-                            if votes:
-                                kc.append(k[e] * dev.ex2(-fall))
-                                # Afresh: such a hop would flush what the factor blew up.
-                                columns[half].append(k[e] * dev.ex2(hop[e] - fall))
-                            else:
-                                kc.append(k[e] * dev.ex2(-fall))
-                                columns[half].append(kc[e] * hop[e])
+                            kc.append(k[e] * dev.ex2(-fall))
+                            # With votes afresh: a steep hop would flush what the factor blew up.
+                            column = k[e] * dev.ex2(hop[e] - fall) if votes else kc[e] * hop[e]
+                            columns[half].append(column)
                         k_row[half].append(dev.pack_bf16x2(*kr))
                         q_row[half].append(dev.pack_bf16x2(*qr))
                         k_col[half].append(dev.pack_bf16x2(*kc))
@@ -493,49 +492,31 @@ class Preparation:
     def vote(
         self,
         steep: Boolean,
-        k_factor: Float32,
-        k_factor_8: Float32,
-        q_factor: Float32,
-        q_factor_8: Float32,
-        products: cute.Tensor,
-        thread: Int32,
-        block: Int32,
-        base: Int32,
-        kd: Int64,
-        qd: Int64,
-    ):
-        """`split_rows` to four tiles of 4 values, refined if need be: whether a column then takes what is refined
-        depends on this column alone, and on none that comes after it."""
-        p = self.placed(thread, block, base)
-        p.k_factors, p.q_factors = [k_factor, k_factor_8], [q_factor, q_factor_8]
-        if steep:
-            reach = cute.make_rmem_tensor((2,), Float32)
-            reach.fill(0.0)
-            self.refine(k_factor, k_factor_8, q_factor, q_factor_8, products, reach, thread, block, base)
-            votes = [reach[half] < VOTE_LIMIT for half in range(2)]
-            refined = [[products[4 * tile + i] for i in range(4)] for tile in range(4)]
-            self.keep(products, self.split_rows(p, kd, qd, refined, votes))
-        else:
-            self.keep(products, self.split_rows(p, kd, qd))
-
-    def keep(self, products, tiles):
-        for tile, values in enumerate(tiles):
-            for i, x in enumerate(values):
-                products[4 * tile + i] = x
-
-    @cute.jit
-    def refine(
-        self,
-        k_factor: Float32,
-        k_factor_8: Float32,
-        q_factor: Float32,
-        q_factor_8: Float32,
         products: cute.Tensor,
         reach: cute.Tensor,
         thread: Int32,
         block: Int32,
         base: Int32,
     ):
+        """`refine` if need be: whether a column then takes what is refined depends on this column alone, and on none
+        that comes after it."""
+        if steep:
+            self.refine(products, reach, thread, block, base)
+
+    def normalised(self, p, products, votes):
+        """Refined products with the factors of their rows and columns; of columns that are not lost none."""
+        lost = [dev.select(vote, Float32(0.0), x) for vote, x in zip(votes, p.k_factors, strict=True)]
+        # Column 8 * tile + 2 * quad + e is row 2 * quad + e, or that plus 8, of the thread in its first lane.
+        of_column = [cute.arch.shuffle_sync(x, (2 * p.quad + e) * 4) for x in lost for e in range(2)]
+        of_row = p.k_factors, p.q_factors
+        found = [[], [], [], []]
+        for n in range(16):
+            factor = of_row[n // 8][n // 2 % 2] * of_column[n // 4 % 2 * 2 + n % 2]
+            found[n // 4].append(products[n] * factor)
+        return found
+
+    @cute.jit
+    def refine(self, products: cute.Tensor, reach: cute.Tensor, thread: Int32, block: Int32, base: Int32):
         """The block by halves: rows of the lower half against columns of the upper one, the anchor on the first
         row of the lower half, so that no factor is above 1; then the same within each half, down to single
         rows, whose own product has no decay. Also the reach of each row, the fall of G since the anchor. Rows are
@@ -544,21 +525,11 @@ class Preparation:
         # [rows 8 to 15 against 0 to 7; of each half: sizes 4, 2, 1, the diagonal][2 of L, 2 of Aqk]
         acc = cute.make_rmem_tensor((36,), Float32)
         acc.fill(0.0)
-        for m in cutlass.range(4, unroll=1):
+        for m in cutlass.range_constexpr(4):
             self.refine_group(p, acc, reach, m)
         for half in cutlass.range_constexpr(2):
             reach[half] = dev.quad_max(reach[half])
         self.refined(p, acc, products)
-        # Column 8 * tile + 2 * quad + e is row 2 * quad + e, or that plus 8, of the thread in its first lane.
-        lost = [
-            dev.select(reach[half] < VOTE_LIMIT, Float32(0.0), factor)
-            for half, factor in enumerate((k_factor, k_factor_8))
-        ]
-        of_column = [cute.arch.shuffle_sync(x, (2 * p.quad + e) * 4) for x in lost for e in range(2)]
-        for n in cutlass.range_constexpr(16):
-            column, lower = of_column[n // 4 % 2 * 2 + n % 2], n // 2 % 2
-            row = (k_factor, k_factor_8, q_factor, q_factor_8)[n // 8 * 2 + lower]
-            products[n] = products[n] * (row * column)
 
     def refine_group(self, p, acc, reach, m):
         """What group m of the channels adds. Rows of k and of the same 8 rows of q are one A operand, so that a product

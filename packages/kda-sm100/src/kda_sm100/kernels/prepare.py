@@ -101,9 +101,10 @@ class PrepareKernel:
         thread, _, _ = cute.arch.thread_idx()
         lane, sync, nothing = thread % 32, cute.arch.sync_threads, lambda *_: None
         stages = self.preparation
-        loaded = stages.request(x, thread, base, head, token, valid, turn)
+        key_row = token * x.H + head // (x.HV // x.H)
+        loaded = stages.request(x, thread, base, head, token, key_row, valid, turn)
         stages.prepare(
-            x, records, thread, base, sync, head, token, valid, turn, nothing, nothing, nothing, loaded
+            x, records, thread, base, sync, key_row, valid, turn, nothing, nothing, nothing, loaded
         )
         self.copy(records("kd"), base + self.at["kd"], 2 * self.chunk * HEAD_DIM, thread)
         self.copy_values(x, token * x.HV + head, base + self.at["v"], valid, thread)

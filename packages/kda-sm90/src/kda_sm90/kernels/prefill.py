@@ -150,25 +150,26 @@ class PrefillKernel:
             index = Int32(0)
             if thread == 0:
                 index = schedule.claim(s)
-            self.write_note(s, self.note(base, turn), index, thread)
+            self.write_note(s, x, self.note(base, turn), index, thread)
         sync()
         loaded = self.request(x, thread, base, turn)
         stream, number, valid = self.claimed(base, turn)
         while number >= 0:
             # What follows from these is computed in each turn, not held in registers, which are scarce.
-            thread, base = dev.pinned(thread), dev.pinned(base)
+            # The mask tells the compiler that a thread's number is none below 0, which makes divisions cheap.
+            thread, base = dev.pinned(thread) & size - 1, dev.pinned(base)
             ring = schedule.ring(s, stream)
             read = self.look_ahead(ring, thread)
             record = schedule.record(ring, number)
             mine = functools.partial(self.at, records, record)
             begun = functools.partial(self.begin, s, thread, base, turn, read)
             claim = functools.partial(self.claim, s, thread, turn)
-            noted = functools.partial(self.note_next, s, thread, base, turn)
+            noted = functools.partial(self.note_next, s, x, thread, base, turn)
             exists = valid > 0
             if exists:
-                head, token, valid, _ = dev.load_shared_x4(self.note(base, turn), Int32)
+                _, _, key_row, valid = dev.load_shared_x4(self.note(base, turn), Int32)
                 self.preparation.prepare(
-                    x, mine, thread, base, sync, head, token, valid, turn, begun, claim, noted, loaded
+                    x, mine, thread, base, sync, key_row, valid, turn, begun, claim, noted, loaded
                 )
             else:
                 begun()
@@ -187,11 +188,11 @@ class PrefillKernel:
     def at(self, records, record, name):
         return records(name, record)
 
-    # A note: head, first token in B*T, tokens; stream, number (-1: no item), tokens.
+    # A note: head, first token in B*T, its row of q and k, tokens; stream, number (-1: no item), tokens.
 
     def note(self, base, turn):
         """Where the item of a turn is noted."""
-        return base + self.preparation.shared_bytes + turn % NOTES * NOTE_BYTES
+        return base + self.preparation.shared_bytes + (turn & NOTES - 1) * NOTE_BYTES
 
     def claimed(self, base, turn):
         """Stream, number and tokens of a turn's item."""
@@ -215,26 +216,27 @@ class PrefillKernel:
         return index
 
     @cute.jit
-    def note_next(self, s, thread: Int32, base: Int32, turn: Int32, index: Int32):
+    def note_next(self, s, x, thread: Int32, base: Int32, turn: Int32, index: Int32):
         """The next item to its note, by the warp that claimed it."""
         if self.preparation.idle(thread, turn):
-            self.write_note(s, self.note(base, turn + 1), index, thread % 32)
+            self.write_note(s, x, self.note(base, turn + 1), index, thread % 32)
 
     @cute.jit
-    def write_note(self, s, note: Int32, index: Int32, lane: Int32):
+    def write_note(self, s, x, note: Int32, index: Int32, lane: Int32):
         """An item, which the first lane knows, to its note; by a whole warp."""
         stream, number, head, token, valid = schedule.item(s, cute.arch.shuffle_sync(index, 0))
         if lane == 0:
-            dev.store_shared_x4(note, [head, token, valid, Int32(0)])
+            key_row = token * x.H + head // (x.HV // x.H)
+            dev.store_shared_x4(note, [head, token, key_row, valid])
             dev.store_shared_x4(note + 16, [stream, number, valid, Int32(0)])
 
     @cute.jit
     def request(self, x, thread: Int32, base: Int32, turn: Int32):
         """What has to be there when the item of a turn is prepared, if there is one."""
         loaded = Int32(0), *(Float32(0.0) for _ in range(6))
-        head, token, valid, _ = dev.load_shared_x4(self.note(base, turn), Int32)
+        head, token, key_row, valid = dev.load_shared_x4(self.note(base, turn), Int32)
         if valid > 0:
-            loaded = self.preparation.request(x, thread, base, head, token, valid, turn)
+            loaded = self.preparation.request(x, thread, base, head, token, key_row, valid, turn)
         return loaded
 
     @cute.jit
