@@ -82,6 +82,65 @@ def test_what_is_not_known_may_be_moved_but_not_used():
     assert y.tolist() == [7] * 32
 
 
+#: Parts of %q9 that are known, %r7 and %h7, beside others that are not: what packs them, what takes a known one into %r9,
+#: what takes another.
+PACKED = {
+    "the upper half": ("mov.b64 %q9, {%r70, %r7};", "mov.b64 {_, %r9}, %q9;", "mov.b64 {%r9, _}, %q9;"),
+    "the lower half": ("mov.b64 %q9, {%r7, %r70};", "mov.b64 {%r9, %r8}, %q9;", "mov.b64 {%r8, %r9}, %q9;"),
+    "a copy": (
+        "mov.b64 %q8, {%r70, %r7}; mov.b64 %q9, %q8;", "mov.b64 {%r8, %r9}, %q9;", "mov.b64 {%r9, %r8}, %q9;",
+    ),
+    "16 bits of 32 of 64": (
+        "mov.b32 %r8, {%h7, %h20}; mov.b64 %q9, {%r70, %r8};",
+        "mov.b64 {_, %r8}, %q9; mov.b32 {%h9, _}, %r8; cvt.u32.u16 %r9, %h9;",
+        "mov.b64 {_, %r8}, %q9; mov.b32 {_, %h9}, %r8; cvt.u32.u16 %r9, %h9;",
+    ),
+    "16 bits of 64": (
+        "mov.b64 %q9, {%h20, %h7, %h20, %h7};",
+        "mov.b64 {%h8, %h9, _, _}, %q9; cvt.u32.u16 %r9, %h9;",
+        "mov.b64 {%h8, _, %h9, _}, %q9; cvt.u32.u16 %r9, %h9;",
+    ),
+    "of two branches": (
+        "@%p1 bra A; mov.b64 %q9, {%r70, %r7}; bra B; A: mov.b64 %q9, {%r70, %r7}; B:",
+        "mov.b64 {_, %r9}, %q9;", "mov.b64 {%r9, _}, %q9;",
+    ),
+    "of one branch": (
+        "mov.b64 %q9, {%r7, %r7}; @%p1 mov.b64 %q9, {%r70, %r7};", "mov.b64 {_, %r9}, %q9;", "mov.b64 {%r9, _}, %q9;",
+    ),
+    "packed over it": (
+        "mov.b64 %q9, {%r70, %r7}; mov.b64 %q8, %q9; mov.b64 {%r8, _}, %q8; mov.b64 %q9, {%r7, %r8};",
+        "mov.b64 {%r9, _}, %q9;", "mov.b64 {_, %r9}, %q9;",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", PACKED)
+def test_what_is_packed_is_as_known_as_its_parts(packed):
+    pack, known, unknown = PACKED[packed]
+    pack = f"mov.b32 %r7, 7; mov.b16 %h7, 7; setp.lt.s32 %p1, %r0, 9; {pack}"
+    store = "mad.wide.s32 %q1, %r0, 8, %q0; st.global.b32 [%q1], %r9;"
+    x = torch.zeros(32, dtype=torch.int64)
+    run(pack + known + store, x)
+    assert x.tolist() == [7] * 32
+    for mistake in (unknown + store, store.replace("b32", "b64").replace("%r9", "%q9")):
+        with pytest.raises(ptx_emulator.ExecutionError, match="nothing has written"):
+            run(pack + mistake, x)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    ("add.s64 %q9, %q9, 0;", "neg.s64 %q9, %q9;", "cvt.s64.s64 %q9, %q9;", "selp.b64 %q9, %q9, 7, %p1;"),
+)
+def test_what_is_computed_from_a_part_is_not_known(compute):
+    """Only where bits are moved as they are, each stays as known as it was."""
+    with pytest.raises(ptx_emulator.ExecutionError, match="nothing has written"):
+        run(
+            f"setp.eq.s32 %p1, 0, 0; mov.b64 %q9, {{%r70, %r0}}; {compute} mov.b64 {{_, %r9}}, %q9;"
+            "st.global.b32 [%q0], %r9;",
+            torch.zeros(32, dtype=torch.int32),
+        )
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_ctas_wait_for_one_another(seed):
     """A chain through global memory: each CTA adds its number when the one before has, whatever order they

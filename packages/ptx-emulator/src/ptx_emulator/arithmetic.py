@@ -480,10 +480,8 @@ def _mov(d: Decoder, i: Instruction) -> Execute:
         t = d.destination(to, kind)
 
         def pack(w: Warp, lanes: int) -> None:
-            unknown = 0
-            for x in parts:
-                unknown |= w.unknown[x]
-            w.put(t, np.stack([w.regs[x] for x in parts], 1).view(UNSIGNED[size])[:, 0], unknown, lanes)
+            value = np.stack([w.regs[x] for x in parts], 1).view(UNSIGNED[size])[:, 0]
+            w.put_bytes(t, value, [lane for x in parts for lane in w.unknown_bytes(x)], lanes)
 
         return pack
     if isinstance(to, Vector):
@@ -493,16 +491,17 @@ def _mov(d: Decoder, i: Instruction) -> Execute:
 
         def unpack(w: Warp, lanes: int) -> None:
             values = np.ascontiguousarray(w.regs[s]).view(UNSIGNED[part]).reshape(32, -1)
-            unknown = w.unknown[s]
+            unknown = w.unknown_bytes(s)
             for n, x in enumerate(targets):
                 if x is not None:
-                    w.put(x, np.ascontiguousarray(values[:, n]), unknown, lanes)
+                    mine = unknown[n * part : (n + 1) * part]
+                    w.put_bytes(x, np.ascontiguousarray(values[:, n]), mine, lanes)
 
         return unpack
     s, t = d.source(source, kind), d.destination(to, kind)
 
     def move(w: Warp, lanes: int) -> None:
-        w.put(t, w.regs[s], w.unknown[s], lanes)
+        w.put_bytes(t, w.regs[s], w.unknown_bytes(s), lanes)
 
     return move
 

@@ -7,6 +7,8 @@ order that a seed decides; so does when asynchronous copies end, unless somethin
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -152,7 +154,8 @@ class Program:
 
 class Warp:
     """32 lanes. ``regs``: arrays of 32 unsigned words, which are never changed in place, and ints for
-    predicates; ``unknown``: for each register the lanes whose value is not known."""
+    predicates; ``unknown``: for each register the lanes whose value is not known. ``packed``: the same of each
+    byte, where they differ, with the array that it was said of: whatever else is put there ends it."""
 
     def __init__(self, cta: Cta, number: int, alive: int):
         program = cta.machine.program
@@ -162,6 +165,7 @@ class Warp:
         self.regs, self.unknown = list(program.registers), list(program.unknown)
         for slot, value in program.specials:
             self.regs[slot], self.unknown[slot] = value(self), 0
+        self.packed: dict[int, tuple[Any, list[int]]] = {}
         self.pc = 0
         self.arrived: int | None = None  # at the barrier of the cluster, after so many completions
         self.fragments = [Fragment(0, alive)]
@@ -203,6 +207,21 @@ class Warp:
         """A set of lanes to a predicate."""
         self.regs[slot] = value & lanes | self.regs[slot] & ~lanes
         self.unknown[slot] = unknown & lanes | self.unknown[slot] & ~lanes
+
+    def unknown_bytes(self, slot: int) -> list[int]:
+        """For each byte of a register, lowest first, the lanes whose value is not known."""
+        value, (array, unknown) = self.regs[slot], self.packed.get(slot, (None, []))
+        return unknown if array is value else [self.unknown[slot]] * value.itemsize
+
+    def put_bytes(self, slot: int, value: Any, unknown: list[int], lanes: int) -> None:
+        """`put` of bytes that were moved as they are: each stays as known as it was."""
+        if any(unknown) or self.unknown[slot]:
+            before = self.unknown_bytes(slot)
+            unknown = [new & lanes | old & ~lanes for new, old in zip(unknown, before)]
+            self.put(slot, value, functools.reduce(operator.or_, unknown), lanes)
+            self.packed[slot] = self.regs[slot], unknown
+        else:
+            self.put(slot, value, 0, lanes)
 
     # ---- fragments
 
