@@ -156,18 +156,25 @@ def in_segments(
 
 
 @functools.cache
-def compiled_merge() -> tuple[str, int]:
+def compiled_merge(columns: int) -> tuple[str, int]:
     """The PTX of the kernel that merges segments, and its dynamic shared memory."""
     from kda_core.cute.merge import MergeConfig, MergeKernel
 
-    return keep_ptx(MergeKernel, MergeConfig(), ARCH), MergeKernel(MergeConfig()).shared_bytes
+    config = MergeConfig(columns)
+    return keep_ptx(MergeKernel, config, ARCH), MergeKernel(config).shared_bytes
 
 
-def merge(starts: torch.Tensor, exits: torch.Tensor, transitions: torch.Tensor, bounds: torch.Tensor) -> None:
+def merge(
+    starts: torch.Tensor,
+    exits: torch.Tensor,
+    transitions: torch.Tensor,
+    bounds: torch.Tensor,
+    columns: int = 8,
+) -> None:
     """Writes the starts of all segments but the first one of each sequence."""
-    from kda_core.cute.merge import COLUMNS, HEAD_DIM, THREADS
+    from kda_core.cute.merge import HEAD_DIM, THREADS
 
-    text, shared = compiled_merge()
+    text, shared = compiled_merge(columns)
     N, HV = len(bounds) - 1, starts.shape[1]
-    grid = (N, HV, HEAD_DIM // COLUMNS)
+    grid = (N, HV, HEAD_DIM // columns)
     ptx.execute(text, grid, (THREADS,), shared, (starts, exits, transitions, bounds, N, HV))

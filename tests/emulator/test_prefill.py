@@ -86,9 +86,10 @@ def test_segments_and_streams_that_cut_them(family, chunk, v_first):
     assert error(state, want[1], state=True) <= limits[1]
 
 
-def test_the_merge_of_segments():
+@pytest.mark.parametrize("columns", (8, 16))
+def test_the_merge_of_segments(columns):
     """fp32 beside fp64, of sequences with 3, 1, 0, 2 and 5 segments; the first start of each stays, and no last exit or
-    transition counts."""
+    transition counts. How many columns a CTA has changes no bit."""
     r, bounds = torch.Generator().manual_seed(0), (0, 3, 4, 4, 6, 11)
     starts, exits, transitions = (torch.randn(bounds[-1], 2, 128, 128, generator=r) for _ in range(3))
     transitions = transitions / 16 + torch.eye(128)
@@ -99,7 +100,7 @@ def test_the_merge_of_segments():
         for n in range(first + 1, end):
             B = exits[n - 1].double()
             want[n] = B if n == first + 1 else transitions[n - 1].double() @ want[n - 1] + B
-    merge(starts, exits, transitions, torch.tensor(bounds, dtype=torch.int32))
+    merge(starts, exits, transitions, torch.tensor(bounds, dtype=torch.int32), columns)
     for n in range(bounds[-1]):
         if n in bounds:
             assert torch.equal(starts[n], want[n].float())

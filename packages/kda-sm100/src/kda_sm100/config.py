@@ -14,6 +14,7 @@ __all__ = [
     "ARCHS",
     "CHUNKS",
     "HEAD_DIM",
+    "SMS",
     "ChainConfig",
     "Gate",
     "GateDtype",
@@ -24,6 +25,9 @@ __all__ = [
 
 #: What the kernels are compiled for. The preparation compiles for sm_90a as well, and runs there in the tests.
 ARCHS = ("sm_100a", "sm_103a")
+
+#: SMs of a B200.
+SMS = 148
 
 #: Tokens of a chunk.
 CHUNKS = (64, 32)

@@ -47,7 +47,7 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
 
 def _of(configs: tuple[PrepareConfig, ...]) -> list[tuple[type, object]]:
-    from kda_core.cute.merge import MergeConfig, MergeKernel
+    from kda_core.cute.merge import MERGES, MergeKernel
     from kda_sm100.kernels.chain import ChainKernel
     from kda_sm100.kernels.prepare import PrepareKernel
     from kda_sm100.kernels.summary import SummaryKernel
@@ -55,4 +55,4 @@ def _of(configs: tuple[PrepareConfig, ...]) -> list[tuple[type, object]]:
     pairs: list[tuple[type, object]] = [(PrepareKernel, config) for config in configs]
     pairs += [(ChainKernel, config) for config in CHAIN]
     pairs += [(SummaryKernel, config) for config in SUMMARY]
-    return [*pairs, (MergeKernel, MergeConfig())]
+    return [*pairs, *((MergeKernel, config) for config in MERGES)]

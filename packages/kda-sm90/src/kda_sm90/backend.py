@@ -54,11 +54,12 @@ class Sm90Backend:
         transitions: torch.Tensor,
         bounds: torch.Tensor,
     ) -> None:
-        from kda_core.cute.merge import MergeConfig, MergeKernel
+        from kda_core.cute.merge import MergeKernel, merge_config
 
         addresses = (x.data_ptr() for x in (initial, exits, transitions, bounds))
-        numbers = (bounds.shape[0] - 1, initial.shape[1])
-        on_device_of(initial, get_kernel(MergeKernel, MergeConfig(), ARCH), initial, *addresses, *numbers)
+        N, HV = bounds.shape[0] - 1, initial.shape[1]
+        kernel = get_kernel(MergeKernel, merge_config(N * HV, sm_count()), ARCH)
+        on_device_of(initial, kernel, initial, *addresses, N, HV)
 
     def run_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         on_device_of(inputs.q, segment_launches(inputs.shape)[1], inputs, outputs)

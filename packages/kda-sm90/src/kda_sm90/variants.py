@@ -55,7 +55,8 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
 
 def _of(configs: tuple[PrefillConfig, ...]) -> list[tuple[type, object]]:
-    from kda_core.cute.merge import MergeConfig, MergeKernel
+    from kda_core.cute.merge import MERGES, MergeKernel
     from kda_sm90.kernels.prefill import PrefillKernel
 
-    return [*((PrefillKernel, config) for config in configs), (MergeKernel, MergeConfig())]
+    pairs: list[tuple[type, object]] = [(PrefillKernel, config) for config in configs]
+    return [*pairs, *((MergeKernel, config) for config in MERGES)]

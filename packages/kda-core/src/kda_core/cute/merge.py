@@ -2,7 +2,7 @@
 
     S_1 = exit of segment 0,    S_{j+1} = M_j S_j + B_j
 
-A CTA has `COLUMNS` columns of the states of one sequence and value head, and goes from segment to segment: columns of S do
+A CTA has 8 or 16 columns of the states of one sequence and value head, and goes from segment to segment: columns of S do
 not meet. A warp has 16 rows. It alone needs these rows of M, which come right into its registers: each block as soon as
 the same one of the M before is split, so that it has most of a step to arrive, and copies spread over the step. All
 warps need all of S, from shared memory.
@@ -24,14 +24,11 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from kda_core.cute import device as dev
 from kda_core.cute.operands import HEAD_DIM
 
-COLUMNS = 8  # of a CTA: tiles of 8
-TILES = COLUMNS // 8
 THREADS = 32 * HEAD_DIM // 16
 BLOCKS = HEAD_DIM // 16  # of k, of which the four lanes of a row have four each: 16 bytes of M. Two MMAs
 SUMS = 4  # of the products of the greater parts
 ROW = 4 * HEAD_DIM  # bytes
 MATRIX = HEAD_DIM * ROW
-PARTS = 2 * ROW * COLUMNS  # bytes of a state's columns in two parts, of which there are two
 
 #: The arguments, in order, by type. Addresses: starts, exits and transitions, [P,HV,128,128] fp32, and bounds [N+1] int32:
 #: segments bounds[n] to bounds[n+1] - 1 are those of sequence n. N and HV.
@@ -40,7 +37,23 @@ ARGUMENTS = {Int64: ("starts", "exits", "transitions", "bounds"), Int32: ("N", "
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """The merge has one variant."""
+    """Variant of the merge: the ``columns`` of a CTA, 8 or 16. Raises ValueError on others."""
+
+    columns: int = 8
+
+    def __post_init__(self) -> None:
+        if self.columns not in (8, 16):
+            raise ValueError(f"columns: expected 8 or 16, got {self.columns}")
+
+
+#: All variants.
+MERGES = MergeConfig(8), MergeConfig(16)
+
+
+def merge_config(states: int, sms: int) -> MergeConfig:
+    """The variant for a number of states (sequences times value heads) on a device of ``sms`` SMs: fewer columns while every
+    CTA finds an SM of its own; then more, for each CTA reads all of M."""
+    return MergeConfig(8 if states * (HEAD_DIM // 8) <= sms else 16)
 
 
 class MergeKernel:
@@ -49,7 +62,9 @@ class MergeKernel:
     spill_allowance = 0
 
     def __init__(self, config: MergeConfig):
-        self.shared_bytes = 2 * PARTS
+        self.columns, self.tiles = config.columns, config.columns // 8
+        self.parts_bytes = 2 * ROW * self.columns  # a state's columns in two parts
+        self.shared_bytes = 2 * self.parts_bytes
 
     def fake_args(self) -> tuple:
         shape = tuple(cute.sym_int() for _ in range(4))
@@ -63,7 +78,7 @@ class MergeKernel:
         names = [name for group in ARGUMENTS.values() for name in group]
         x = SimpleNamespace(**dict(zip(names, arguments, strict=True)))
         self.kernel(tuple(arguments)).launch(
-            grid=(x.N, x.HV, HEAD_DIM // COLUMNS),  # only the first may exceed 65535
+            grid=(x.N, x.HV, HEAD_DIM // self.columns),  # only the first may exceed 65535
             block=(THREADS, 1, 1),
             smem=self.shared_bytes,
             stream=stream,
@@ -86,7 +101,7 @@ class MergeKernel:
             lane = thread % 32
             row = thread // 32 * 16 + lane // 4 * 2
             left = row * ROW + lane % 4 * 16
-            own = row * ROW + block * (COLUMNS * 4) + lane % 4 * 8
+            own = row * ROW + block * (self.columns * 4) + lane % 4 * 8
             matrix = [y for k in range(BLOCKS) for y in self.load(x.transitions + place(first + 1) + left, k)]
             state = self.load_state(x.exits + place(first) + own)
             self.put(shared, thread, first + 1, state, x.starts + place(first + 1) + own)
@@ -105,12 +120,12 @@ class MergeKernel:
 
     def load_state(self, address):
         """The thread's values of B: for each tile two columns of two rows, as accumulators are."""
-        places = [address + tile * 32 + row * ROW for tile in range(TILES) for row in range(2)]
+        places = [address + tile * 32 + row * ROW for tile in range(self.tiles) for row in range(2)]
         return [y for at in places for y in dev.load_global_f32_x2(at, Boolean(True))]
 
     def parts(self, shared, segment, block, tile):
         """Where shared memory has a tile of 16 rows of S in two parts, 512 bytes each."""
-        return shared + segment % 2 * PARTS + block * (TILES * 1024) + tile * 1024
+        return shared + segment % 2 * self.parts_bytes + block * (self.tiles * 1024) + tile * 1024
 
     def slot(self, column, group):
         """Where a part has the four k of a group of a column: 16 bytes, so placed that neither the threads of ``put`` nor
@@ -120,7 +135,7 @@ class MergeKernel:
     def put(self, shared, thread, segment, state, address):
         """The thread's values of the state before a segment: to global memory, and in two parts to shared memory."""
         lane = thread % 32
-        for tile in range(TILES):
+        for tile in range(self.tiles):
             values = state[4 * tile : 4 * tile + 4]
             for row in range(2):
                 dev.store_global_x2(address + tile * 32 + row * ROW, values[2 * row : 2 * row + 2])
@@ -133,12 +148,12 @@ class MergeKernel:
 
     def right(self, shared, segment, block, slot):
         """The thread's part of a block of S: for each tile and part four k of a column."""
-        rooms = [self.parts(shared, segment, block, tile) + slot for tile in range(TILES)]
+        rooms = [self.parts(shared, segment, block, tile) + slot for tile in range(self.tiles)]
         return [[dev.load_shared_x4(room + part * 512, Int32) for part in range(2)] for room in rooms]
 
     def product(self, shared, lane, segment, matrix, address):
         """The thread's values of M S, and its part of the next M, which is at an address."""
-        acc = [[[Float32(0.0)] * 4 for _ in range(2 + SUMS)] for _ in range(TILES)]
+        acc = [[[Float32(0.0)] * 4 for _ in range(2 + SUMS)] for _ in range(self.tiles)]
         slot = self.slot(lane // 4, lane % 4)
         following, right = [], self.right(shared, segment, 0, slot)
         for block in range(BLOCKS):
