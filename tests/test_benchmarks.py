@@ -106,7 +106,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch):
 
     measured = []
 
-    def measure(case, gates, impls, device, args):
+    def measure(case, gates, x, impls, device, args):
         measured.append(gates)
         times = dict.fromkeys(("median_ms", "eager_ms", "error_o", "error_state"), 0.5)
         return [{"case": case.name, "gates": gates, "impl": name} | times for name in impls]

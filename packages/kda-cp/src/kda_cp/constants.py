@@ -95,7 +95,7 @@ Key = tuple[str, str, str]
 # and the bandwidth of HBM.
 _SM90 = Constants(
     forward=Pass(((20, 16.8), (28, 21.8), (46, 31.1)), 0.0, 0.0, 30.0, even=True),
-    merge_us=2.2,
+    merge_us=1.2,
     gather_ns=0.4,
     summarize=Pass(((14, 12.7), (24, 20.0), (32, 25.8)), 0.0, 0.83, 28.0, even=True),
     run=Pass(((32, 15.7), (66, 19.6), (132, 29.5)), 0.0, 0.37, 15.0, even=True),
