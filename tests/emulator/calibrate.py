@@ -89,7 +89,7 @@ def use_gpu() -> None:
     """From now on the driver executes and encodes."""
     import gpu
 
-    ptx.execute, tensor_maps.encode = gpu.run, gpu.encode
+    ptx.execute, tensor_maps.encode, ptx.images = gpu.run, gpu.encode, {}
 
 
 def serve(connection: Any, on_gpu: bool) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
+import ptx as texts
 import torch
 from tensor_maps import Form
 
@@ -110,11 +111,12 @@ def _accepted(ptx: str) -> str:
 def _loaded(ptx: str) -> tuple[c_void_p, list[tuple[str, str, int]]]:
     """The only entry of a text of PTX, and its parameters."""
     (kernel,) = parse(ptx).kernels.values()
+    code = (texts.images or {}).get(ptx) or _accepted(ptx).encode()
     module, function, log = c_void_p(), c_void_p(), ctypes.create_string_buffer(1 << 14)
     options = (c_int * 2)(ERROR_LOG, ERROR_LOG_BYTES)
     values = (c_void_p * 2)(ctypes.addressof(log), len(log))
     try:
-        _call("cuModuleLoadDataEx", byref(module), c_char_p(_accepted(ptx).encode()), 2, options, values)
+        _call("cuModuleLoadDataEx", byref(module), c_char_p(code), 2, options, values)
     except RuntimeError as error:
         raise RuntimeError(f"{error}\n{log.value.decode(errors='replace')}") from None
     _call("cuModuleGetFunction", byref(function), module, kernel.name.encode())

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import functools
+import tempfile
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -11,9 +12,21 @@ from typing import Any
 import ptx
 import torch
 
+from kda_core.cute.compile import trace
+from kda_core.cute.key import Variant
 from kda_core.cute.ptxas import keep_ptx
 from kda_sm90 import layouts
 from kda_sm90.config import ARCH, THREADS, PrefillConfig
+
+
+def ptx_of(kernel: type, config: object) -> str:
+    """The PTX of a variant, whose machine code goes to `ptx.images` where it is needed."""
+    if ptx.images is None:
+        return keep_ptx(kernel, config, ARCH)
+    with tempfile.TemporaryDirectory() as folder:
+        made = trace(Variant(kernel, config, ARCH), f"--keep-ptx --keep-cubin --dump-dir {folder}")
+    ptx.images[made.__ptx__] = made.__cubin__
+    return made.__ptx__
 
 
 @functools.cache
@@ -21,7 +34,7 @@ def compiled(config: PrefillConfig) -> tuple[str, int]:
     """The PTX of a variant, and its dynamic shared memory."""
     from kda_sm90.kernels.prefill import PrefillKernel
 
-    return keep_ptx(PrefillKernel, config, ARCH), PrefillKernel(config).shared_bytes
+    return ptx_of(PrefillKernel, config), PrefillKernel(config).shared_bytes
 
 
 def launch(
@@ -161,7 +174,7 @@ def compiled_merge(columns: int) -> tuple[str, int]:
     from kda_core.cute.merge import MergeConfig, MergeKernel
 
     config = MergeConfig(columns)
-    return keep_ptx(MergeKernel, config, ARCH), MergeKernel(config).shared_bytes
+    return ptx_of(MergeKernel, config), MergeKernel(config).shared_bytes
 
 
 def merge(

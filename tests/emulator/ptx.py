@@ -12,6 +12,10 @@ import ptx_emulator
 #: What executes PTX. `gpu.run` in its place does on a GPU.
 execute: Callable[..., int] = ptx_emulator.run
 
+#: Machine code of texts that the DSL compiled, for a GPU, which then executes that instead of what its driver's assembler,
+#: another version, makes of them. None: nobody needs it.
+images: dict[str, bytes] | None = None
+
 DECLARATIONS = """
     .reg .pred %p<32>; .reg .b16 %h<32>; .reg .b32 %r<512>; .reg .b64 %q<64>; .reg .f32 %f<32>; .reg .f64 %e<8>;
 """
