@@ -2,8 +2,9 @@
 
 Compiles them and prints the tables of docs/kernels/sm100-*.md: registers and spills by ptxas, for both architectures,
 shared memory, columns of tensor memory; the instructions of a kernel and of its loops by nvdisasm; and, where a CTA has
-one chunk, what that takes of each unit of an SM, from these instructions and the assumptions below. (For the chains
-``model_sm100.py`` does that.) ptxas and nvdisasm come from PyPI's ``nvidia-cuda-nvcc`` and ``nvidia-cuda-nvdisasm``.
+one chunk, or for a segment of the merge, what that takes of each unit of an SM, from these instructions and the assumptions
+below. (For the chains ``model_sm100.py`` does that.) ptxas and nvdisasm come from PyPI's ``nvidia-cuda-nvcc`` and
+``nvidia-cuda-nvdisasm``.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_sm100 import BANDWIDTH, BLACKWELL_GHZ, SMS, K
+from model_sm100 import BANDWIDTH, BLACKWELL_GHZ, COPIED, SMS, K
 
 from kda_core.cute import ptxas
 from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, OutputConfig, PrepareConfig, SummaryConfig
 from kda_sm100.layouts import record_bytes
 
-#: Pages and their kernels, each with the variants whose instructions are shown: (name, configuration).
+#: Pages and their kernels, each with the variants whose instructions are shown: (name, configuration). Of the merge, whose
+#: configuration cannot be imported without the DSL, the columns.
 PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
     "sm100-prepare": {
         "PrepareKernel": [
             *((f"C = {C}, bounded gate", PrepareConfig(C)) for C in CHUNKS),
-            *((f"C = {C}, bounded gate, rows vote", PrepareConfig(C, vote=True)) for C in CHUNKS),
+            *((f"C = {C}, bounded gate, columns vote", PrepareConfig(C, vote=True)) for C in CHUNKS),
         ]
     },
     "sm100-chain": {"ChainKernel": [(f"C = {C}", ChainConfig(C)) for C in CHUNKS]},
     "sm100-segments": {
         "SummaryKernel": [(f"summary, C = {C}", SummaryConfig(C)) for C in CHUNKS],
-        "MergeKernel": [("merge", None)],
+        "MergeKernel": [(f"merge, {columns} columns", columns) for columns in (8, 16)],
     },
     "sm100-output": {"OutputKernel": [(f"C = {C}", OutputConfig(C)) for C in CHUNKS]},
 }
 
-#: Loops by an instruction that those above have not.
+#: Loops by how an instruction begins that those above have not.
 LOOPS = {
     "UTCHMMA": "multiplier, a chunk",
     "UBLKCP": "producer, a chunk",
     "STTM": "state, a chunk",
     "LDTM": "output, a chunk",
-    "MUFU": "refinement of steep gates, 32 channels of a block",
+    "HMMA.1688.F32.TF32": "a segment",
     "HMMA": "products with a block of 16 columns",
-    "FFMA": "a segment",
 }
 LEAST = 20  # instructions of a loop that does more than wait
 
@@ -57,9 +58,10 @@ MERGE_WARPS = 8
 
 # ---- assumptions: clocks of an SM that an instruction of a warp takes. CUDA C++ programming guide, throughput of arithmetic
 # instructions, 10.0: 64 conversions and 16 transcendentals a clock, an instruction a clock of each of four schedulers; 128
-# bytes of shared memory a clock. mma.sync, whose pace on Blackwell is not published: 1024 FMAs of bf16 a clock, an A100's.
+# bytes of shared memory a clock, and of the L1, which is the same memory. mma.sync, whose pace on Blackwell is not published:
+# 1024 FMAs of bf16 a clock, an A100's, and half as many of TF32.
 ISSUE, CONVERSION, TRANSCENDENTAL, SHARED = 1 / 4, 32 / 64, 32 / 16, 128
-PRODUCT = 16 * 8 * 16 / 1024  # m16n8k16
+PRODUCT = 16 * 8 * 16 / 1024  # m16n8k16 of bf16, m16n8k8 of TF32
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,9 @@ class Code:
     def named_loops(self) -> Iterator[tuple[str, int, int]]:
         """(name, first, last) of the loops that have one."""
         for first, last in self.loops:
-            mix = self.mix(first, last)
-            name = next((name for marker, name in LOOPS.items() if mix[marker]), None)
+            inside = self.instructions[first : last + 1]
+            has = lambda marker, inside=inside: any(name.startswith(marker) for name in inside)
+            name = next((name for marker, name in LOOPS.items() if has(marker)), None)
             if name is not None:
                 yield name, first, last
 
@@ -130,11 +133,11 @@ def resources(kernels: list[tuple[type, Any]]) -> str:
             [u.registers for r in found for u in r.usage if u.registers] for found in reports.values()
         ]
         spilled = sum(u.spill_stores + u.spill_loads for r in every for u in r.usage)
-        kernel, config = variants[0]
-        made = kernel(config)
+        made = [kernel(config) for kernel, config in variants]
+        extent = lambda x: " to ".join(f"{y:.4g}" for y in sorted({min(x), max(x)}))
         rows.append(
-            [f"`{name}`", chunk, len(variants), *(" to ".join(map(str, sorted({min(x), max(x)}))) for x in registers),
-             spilled, sum(len(r.complaints) for r in every), f"{made.shared_bytes / 1024:.4g}", columns(made)]
+            [f"`{name}`", chunk, len(variants), *map(extent, registers), spilled, sum(len(r.complaints) for r in every),
+             extent([x.shared_bytes / 1024 for x in made]), columns(made[0])]
         )  # fmt: skip
     head = ["kernel", "C", "variants", *(f"registers, {arch}" for arch in ARCHS), "bytes spilled", "complaints of ptxas",
             "shared memory, KiB", "columns of tensor memory"]  # fmt: skip
@@ -142,8 +145,8 @@ def resources(kernels: list[tuple[type, Any]]) -> str:
 
 
 def columns(kernel: Any) -> int:
-    """Of tensor memory, that a kernel's tiles take; `kernel.columns` says where they begin."""
-    if not hasattr(kernel, "columns"):
+    """Of tensor memory, that a kernel's tiles take; `kernel.columns` says where they begin. (The merge's are of a state.)"""
+    if not hasattr(kernel, "IMAGES"):
         return 0
     C = kernel.chunk
     return K + K // 2 + C + C // 2 + ("o" in kernel.IMAGES) * 2 * C  # S, S in bf16, R, R in bf16, O
@@ -177,9 +180,8 @@ def times(kernel: str, codes: dict[str, tuple[Any, Code]]) -> str:
     """Clocks of each unit of an SM; and HBM's part of its time."""
     rows, units = [], {}
     for variant, (config, code) in codes.items():
-        C = getattr(config, "chunk", 0)
-        units = clocks(kernel, C, code)
-        size = moved(kernel, C)
+        units = clocks(kernel, config, code)
+        size = moved(kernel, config)
         ns = [size * SMS / bandwidth for bandwidth in BANDWIDTH]
         rows.append(
             [variant, *(f"{x:.0f}" for x in units.values()), f"{max(units.values()) / BLACKWELL_GHZ / 1e3:.2f}",
@@ -188,17 +190,19 @@ def times(kernel: str, codes: dict[str, tuple[Any, Code]]) -> str:
     return markdown(["variant", *units, "the most, us", "KiB of HBM", "HBM, us"], rows)
 
 
-def clocks(kernel: str, C: int, code: Code) -> dict[str, float]:
+def clocks(kernel: str, config: Any, code: Code) -> dict[str, float]:
     """At most, but for conflicts of banks: every warp takes all branches."""
-    counted = list(zip(code.instructions, turns(code, C), strict=True))
+    counted = list(zip(code.instructions, turns(code, getattr(config, "chunk", 0)), strict=True))
     of = lambda prefix: sum(n for name, n in counted if name.startswith(prefix))
-    bulk = 2 * record_bytes(C)["w"] if kernel == "PrepareKernel" else 0
+    bulk = 2 * record_bytes(config.chunk)["w"] if kernel == "PrepareKernel" else 0
+    loaded = sum(n * lane_bytes(name) * 32 for name, n in counted if re.match(r"LDG(STS)?\b", name))
     return {
         "issue": ISSUE * sum(n for _, n in counted),
         "conversions": CONVERSION * of("F2FP"),
         "transcendentals": TRANSCENDENTAL * of("MUFU"),
-        "mma.sync": PRODUCT * products(kernel, C),
-        "shared memory": sum(n * shared_clocks(name) for name, n in counted) + bulk / SHARED,
+        "mma.sync": PRODUCT * products(kernel, config),
+        "shared memory, L1": sum(n * shared_clocks(name) for name, n in counted) + bulk / SHARED,
+        "L2": loaded / COPIED,
     }
 
 
@@ -215,38 +219,48 @@ def turns(code: Code, C: int) -> list[int]:
     return found
 
 
-def products(kernel: str, C: int) -> float:
-    """mma.sync, counted as m16n8k16; l2norm included, gates bounded."""
-    blocks, steps, tiles = C // BLOCK, K // BLOCK, K // 8
+def products(kernel: str, config: Any) -> float:
+    """mma.sync, counted as m16n8k16 of bf16; l2norm included, gates bounded. Of a segment of the merge m16n8k8 of TF32, which
+    take as long, three for parts."""
+    if kernel == "MergeKernel":
+        return 3 * (K // 16) * (K // 8) * (config.columns // 8)
+    blocks, steps, tiles = config.chunk // BLOCK, K // BLOCK, K // 8
     below, pairs = blocks * (blocks - 1) // 2, blocks * (blocks + 1) // 2
     if kernel != "PrepareKernel":
-        return (blocks * steps + pairs) * tiles  # S, v_new; none of the merge
+        return (blocks * steps + pairs) * tiles  # S, v_new
     norms = blocks * 64 / 2  # m16n8k8
     inverse = sum((blocks - step) * 6 * (step + 1) for step in range(1, blocks))
     return norms + (blocks + below) * 4 * steps + inverse + 2 * pairs * tiles  # L and Aqk; w and u
 
 
 def shared_clocks(name: str) -> float:
-    """Of what moves data to or from shared memory."""
+    """Of what moves data to or from shared memory, or by way of the L1 to registers."""
     if name.startswith(("LDSM", "STSM")):
         return 128 * int(name.rpartition(".")[2]) / SHARED
-    if name.startswith(("LDS", "STS", "LDGSTS")):
-        return 4 * next((int(x) for x in name.split(".") if x in ("64", "128")), 32) / SHARED
+    if re.match(r"(LDS|STS|LDG|LDGSTS)\b", name):
+        return 32 * lane_bytes(name) / SHARED
     return 0.0
 
 
-def moved(kernel: str, C: int) -> int:
+def lane_bytes(name: str) -> int:
+    """What a load or a store moves for each lane; 4 if it is less."""
+    return next((int(x) for x in name.split(".") if x in ("64", "128")), 32) // 8
+
+
+def moved(kernel: str, config: Any) -> int:
     """Bytes of HBM: as many heads of q and k as of v, g in bf16, but of the output stage in fp32. Of the merge M, and
     its columns of B and S; what CTAs share is counted once."""
-    wide, state = 2 * C * K, 2 * K * K
+    state = 2 * K * K
+    if kernel == "MergeKernel":
+        return (2 + 2 * 2) * state // (K // config.columns)  # of 16 or 8 CTAs
+    C, wide = config.chunk, 2 * config.chunk * K
     if kernel == "OutputKernel":
         return 5 * wide + 2 * C * C + state  # q, v_new, g, o; A; S
-    if kernel == "MergeKernel":
-        return (2 + 2 * 2) * state // (K // 8)  # of 16 CTAs
     return 4 * wide + 2 * C + sum(record_bytes(C).values())  # q, k, v, g; beta
 
 
 def main(names: list[str]) -> None:
+    from kda_core.cute.merge import MergeConfig
     from kda_sm100.variants import kernels
 
     every = kernels()
@@ -254,10 +268,9 @@ def main(names: list[str]) -> None:
         mine = [(kernel, config) for kernel, config in every if kernel.__name__ in PAGES[page]]
         print(f"{page}\n\n{resources(mine)}\n")
         for name, variants in PAGES[page].items():
-            kernel, only = next(pair for pair in mine if pair[0].__name__ == name)
-            codes = {
-                variant: (config or only, code_of(kernel, config or only)) for variant, config in variants
-            }
+            kernel = next(kernel for kernel, _ in mine if kernel.__name__ == name)
+            configs = {v: MergeConfig(c) if name == "MergeKernel" else c for v, c in variants}
+            codes = {variant: (config, code_of(kernel, config)) for variant, config in configs.items()}
             print(mixes({variant: code for variant, (_, code) in codes.items()}), end="\n\n")
             if name not in ("ChainKernel", "SummaryKernel"):
                 print(times(name, {v: c for v, c in codes.items() if "vote" not in v}), end="\n\n")

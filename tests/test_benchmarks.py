@@ -282,6 +282,10 @@ def test_loops_of_a_kernel_are_found_by_what_they_consist_of(monkeypatch):
     assert tables.shared_clocks("LDSM.16.M88.4") == tables.shared_clocks("LDS.128") == 4
     assert tables.turns(code, 64)[:2] == [4, 10]
 
+    merge = SASS.format(products=products.replace("HMMA.16816.F32.BF16", "HMMA.1688.F32.TF32"))
+    assert list(tables.parse(merge).named_loops()) == [("a segment", 1, 22)]
+    assert tables.shared_clocks("LDG.E.128") == 4 and tables.shared_clocks("LDGDEPBAR") == 0
+
 
 def test_each_kernel_of_sm100_has_a_page_that_names_its_tables(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
