@@ -211,7 +211,7 @@ def blackwell(chunk: int, hop: float, outputs: bool = True) -> float:
 SMS = 148
 BANDWIDTH = (7000, 6650, 6300)  # bytes a ns that a B200 reaches, by others' account; one for each of `HOP_NS`
 #: ns a chunk, of which an SM has three at a time: kda-sm90's preparation, measured on an H200
-#: (`kda_sm90.plan.ITEM_NS`). Assumed: as many clocks on a B200. The products w and u, which are more here,
+#: (docs/kernels/prefill.md, the role alone). Assumed: as many clocks on a B200. The products w and u, which are more here,
 #: are left out.
 PREPARE_NS = 14100 * HOPPER_GHZ / BLACKWELL_GHZ
 RECORD = 1160  # bytes a token and value head, written once and read once

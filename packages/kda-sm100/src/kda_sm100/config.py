@@ -50,7 +50,7 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         _check_chunk(self.chunk)
         if self.gate == "softplus" and not self.vote:
-            raise ValueError("vote: a softplus gate has no bound, so that rows have to vote")
+            raise ValueError("vote: a softplus gate has no bound, so that columns have to vote")
 
 
 @dataclass(frozen=True)

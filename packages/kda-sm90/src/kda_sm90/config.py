@@ -43,7 +43,7 @@ class PrefillConfig:
 
     ``chunk``: tokens a chunk, 32 or 64. ``warpgroups`` of a chain: 1, a CTA for each half of V, is faster where
     sequences and heads are few; 2, both halves in one CTA, shares the loads. ``gate``: the form of the gate.
-    ``vote``: the log decays may lie below -5, so that rows of a block have to vote on split factors; False is the
+    ``vote``: the log decays may lie below -5, so that columns of a block have to vote on split factors; False is the
     promise that they do not. ``gate_dtype``: of g. ``states``: bf16 states at the start of chunks are written.
     ``mode``: see `Mode`; ``run`` has no gate, ``summarize`` no states.
     Raises ValueError on a variant that does not exist.
@@ -63,7 +63,7 @@ class PrefillConfig:
         if self.warpgroups not in (1, 2):
             raise ValueError(f"warpgroups: expected 1 or 2, got {self.warpgroups}")
         if self.gate == "softplus" and not self.vote:
-            raise ValueError("vote: a softplus gate has no bound, so that rows have to vote")
+            raise ValueError("vote: a softplus gate has no bound, so that columns have to vote")
         if self.mode == "run" and (self.gate, self.vote, self.gate_dtype) != ("bounded", False, "bfloat16"):
             raise ValueError("mode: run has no gate; leave gate, vote and gate_dtype as they are")
         if self.mode == "summarize" and self.states:

@@ -22,7 +22,7 @@ from kda_sm90.config import HALVES, THREADS, Mode, PrefillConfig
 #: SMs of an H100 SXM and of an H200, a CTA on each.
 SMS = 132
 
-#: ns a group of the preparation takes for a chunk, by chunk size, and by whether rows vote: then something between what
+#: ns a group of the preparation takes for a chunk, by chunk size, and by whether columns vote: then something between what
 #: slow gates and what steep ones take.
 ITEM_NS = {(64, False): 13200, (32, False): 10500, (64, True): 13700, (32, True): 11100}
 
@@ -42,7 +42,7 @@ KEPT = 0.93
 START_NS = 15000
 
 #: Records for which rings have room, to a group of the preparation: what it writes, what it has claimed, and what waits
-#: for its chain, which is more where rows vote, because items then differ. With fewer, groups wait for room; with more,
+#: for its chain, which is more where columns vote, because items then differ. With fewer, groups wait for room; with more,
 #: records leave the L2 before they are read.
 RECORDS_A_GROUP = {False: 2.05, True: 2.2}
 

@@ -31,7 +31,7 @@ class PreparationConfig(Protocol):
     """What the code of `preparation.Preparation` depends on: a part of a kernel's configuration.
 
     ``chunk``: tokens a chunk, 32 or 64. ``gate``: the form of the gate. ``vote``: the log decays may lie below -5, so
-    that rows of a block have to vote on split factors; False is the promise that they do not. ``gate_dtype``: of g.
+    that columns of a block have to vote on split factors; False is the promise that they do not. ``gate_dtype``: of g.
     """
 
     @property
