@@ -525,6 +525,7 @@ class Preparation:
         # [rows 8 to 15 against 0 to 7; of each half: sizes 4, 2, 1, the diagonal][2 of L, 2 of Aqk]
         acc = cute.make_rmem_tensor((36,), Float32)
         acc.fill(0.0)
+        # Not a loop: for one with accumulators of its own the assembler schedules the whole kernel for fewer registers.
         for m in cutlass.range_constexpr(4):
             self.refine_group(p, acc, reach, m)
         for half in cutlass.range_constexpr(2):
