@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import multiprocessing
+import os
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -218,6 +221,14 @@ def _kernels(name: str) -> list[tuple[type, object]]:
     return kernels
 
 
+def _tried(task: tuple[type, object, str]) -> Report | str:
+    """A report, or why there is none."""
+    try:
+        return report(*task)
+    except KdaError as error:
+        return str(error)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. 0: no problem; 1: problems, or a kernel that does not compile; 2: usage."""
     parser = argparse.ArgumentParser(
@@ -225,18 +236,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("kernels", metavar="package.module:KERNELS", nargs="+")
     parser.add_argument("--arch", action="append", choices=list(ARCHITECTURES.values()), required=True)
+    parser.add_argument("--jobs", type=int, help="worker processes (default: CPUs that may be used)")
     options = parser.parse_args(argv)
     try:
         kernels = [pair for name in options.kernels for pair in _kernels(name)]
     except ArgumentError as error:
         parser.error(str(error))
-    reports, failures = [], []
-    for kernel, config in kernels:
-        for arch in options.arch:
-            try:
-                reports.append(report(kernel, config, arch))
-            except KdaError as error:
-                failures.append(str(error))
+    tasks = [(kernel, config, arch) for kernel, config in kernels for arch in options.arch]
+    jobs = min(len(tasks), options.jobs or len(os.sched_getaffinity(0)))
+    if jobs == 1:
+        found = [_tried(task) for task in tasks]
+    else:  # as `precompile` does
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = list(pool.map(_tried, tasks))
+    reports = [x for x in found if isinstance(x, Report)]
+    failures = [x for x in found if isinstance(x, str)]
     print(table(reports))
     for failure in failures:
         print(failure, file=sys.stderr)
@@ -246,4 +260,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from kda_core.cute import ptxas  # noqa: PLW0406 - under the name by which worker processes find it
+
+    sys.exit(ptxas.main())
