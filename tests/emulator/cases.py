@@ -865,8 +865,8 @@ def remote(body: str) -> Outputs:
     return {"seen": out}
 
 
-def multicast() -> Outputs:
-    """A box from rank 0 to ranks 0 and 2."""
+def multicast(seed: int = 0) -> Outputs:
+    """A box from rank 0 to ranks 0 and 2, each with an mbarrier of its own."""
     x, out = torch.arange(32, dtype=torch.int32).reshape(4, 8), torch.zeros(3, 32, dtype=torch.int32)
     body = f"""
         mov.b32 %r1, shared_bytes; mov.u32 %r2, %cluster_ctarank; setp.eq.s32 %p1, %r0, 0; setp.eq.s32 %p2, %r2, 1;
@@ -878,7 +878,7 @@ def multicast() -> Outputs:
         ld.shared.b32 %r4, [%r3]; mad.lo.s32 %r5, %r2, 32, %r0; mul.wide.s32 %q8, %r5, 4; add.s64 %q8, %q2, %q8;
         st.global.b32 [%q8], %r4; END: bar.warp.sync -1; {MEET}
     """
-    run(body, tensor_map(x, (8, 4)), x, out, grid=3, cluster=(3,), shared=144)
+    run(body, tensor_map(x, (8, 4)), x, out, grid=3, cluster=(3,), shared=144, seed=seed)
     return {"seen": out}
 
 

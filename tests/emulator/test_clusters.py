@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from ptx import run
-from tensor_maps import tensor_map
 
 from ptx_emulator import ExecutionError
 
@@ -122,21 +121,10 @@ def test_an_mbarrier_of_another_cta():
 
 
 def test_one_copy_to_several():
-    """Rank 0 loads a box for ranks 0 and 2; each has its own mbarrier."""
-    x, out = torch.arange(32, dtype=torch.int32).reshape(4, 8), torch.zeros(3, 32, dtype=torch.int32)
-    body = f"""
-        mov.b32 %r1, shared_bytes; mov.u32 %r2, %cluster_ctarank; setp.eq.s32 %p1, %r0, 0; setp.eq.s32 %p2, %r2, 1;
-        @%p1 mbarrier.init.shared.b64 [%r1+128], 1; fence.mbarrier_init.release.cluster;
-        @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1+128], 128; {MEET} setp.eq.s32 %p3, %r2, 0; and.pred %p3, %p3, %p1;
-        mov.b16 %h1, 5; @%p3 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster
-            [%r1], [%q0, {{0, 0}}], [%r1+128], %h1;
-        @%p2 bra END; WAIT: mbarrier.try_wait.parity.shared.b64 %p4, [%r1+128], 0; @!%p4 bra WAIT; mad.lo.s32 %r3, %r0, 4, %r1;
-        ld.shared.b32 %r4, [%r3]; mad.lo.s32 %r5, %r2, 32, %r0; mul.wide.s32 %q8, %r5, 4; add.s64 %q8, %q2, %q8;
-        st.global.b32 [%q8], %r4; END: {MEET}
-    """
+    x = torch.arange(32, dtype=torch.int32)
     for seed in range(4):
-        run(body, tensor_map(x, (8, 4)), x, out, grid=3, cluster=(3,), shared=144, seed=seed)
-        assert torch.equal(out, torch.stack([x.flatten(), torch.zeros(32, dtype=torch.int32), x.flatten()]))
+        seen = cases.multicast(seed)["seen"]
+        assert torch.equal(seen, torch.stack([x, torch.zeros_like(x), x]))
 
 
 def test_what_is_wrong_is_said():

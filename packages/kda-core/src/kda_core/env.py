@@ -6,7 +6,6 @@ A flag accepts 1/true/yes/on and 0/false/no/off in any case; anything else is an
 
 from __future__ import annotations
 
-import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +27,8 @@ class Variable:
     def given(self) -> Any:
         """What the environment holds, to be compared only. Every call asks, and ``os.environ.get`` takes 0.7 us where a
         variable is not set: it raises and catches a KeyError."""
-        return os.environ._data.get(self._key)  # type: ignore[attr-defined]
-
-    @functools.cached_property
-    def _key(self) -> Any:  # bytes, or a string on Windows
-        return os.environ.encodekey(self.name)
+        environ: Any = os.environ
+        return environ._data.get(environ.encodekey(self.name))
 
     def raw(self) -> str:
         return os.environ.get(self.name, self.default).strip()
