@@ -21,15 +21,18 @@ store      1 a half   O and intermediate states from shared to global memory, th
 
 Each role goes through the parts of its stream (``schedule``) on its own, the rings run on.
 
-Order of one chunk in a chain warpgroup; ALU work stands behind wgmmas that are in flight:
+Order of one chunk of 64 tokens in a chain warpgroup; ALU work stands behind wgmmas that are in flight:
 
-    issue X | round O of the chunk before | issue half of O (Qd), hand O over | wait X, round it
+    issue X | round O of the chunk before, hand it over | issue half of O (Qd) | wait X, round it
     issue R, the other half of O | decay S | wait R, round it
-    issue S, O (Aqk) | v of the next chunk | wait S, round it | wait all
+    issue S | v of the next chunk | issue O (Aqk) | wait S, round it | wait all
+
+ptxas would move much of it to where nothing is in flight, or between the wgmmas of one product. So this order is kept by branches
+that it cannot decide, and barriers are looked at ahead, for the answer takes a while. Products of chunks of 32 are too short
+for that: ptxas's own order is the faster one there (docs/kernels/chain.md).
 
 The loop over chunks has no special first or last turn: behind the last chunk of a sequence the producer completes one
-more turn of the early ring, without bytes, so that the prefetch of v needs no branch (a branch between issue and
-wait would serialise wgmmas); and O of the chunk before is handed over in every turn, the store warp dropping the one
+more turn of the early ring, without bytes, so that the prefetch of v needs no case of its own; and O of the chunk before is handed over in every turn, the store warp dropping the one
 that is none.
 """
 
@@ -336,7 +339,7 @@ class Chain:
     def free_o(self, p, wg):
         """Let the chain have the image of O: what was in it has been read."""
         cute.arch.sync_warp()
-        self.release(p.o_free + wg, cute.arch.lane_idx() == 0)
+        self.release(p.o_free + wg)
 
     @cute.jit
     def store_matrix(self, shared: Int32, x, number: Int32, head: Int32, half: Int32):
@@ -394,7 +397,6 @@ class Chain:
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
         lane = thread % 32
-        first_lane = lane == 0
         mma_tokens = self.mma(OperandMajorMode.K, self.chunk)
         mma_state = self.mma(OperandMajorMode.MN, HEAD_DIM)
         tokens, channels = mma_tokens.get_slice(thread), mma_state.get_slice(thread)
@@ -415,9 +417,10 @@ class Chain:
         v = p.v + wg * (self.chunk * HALF * 2)
         a = self.decays_of(p, lane)
         early, late = Int32(0), Int32(0)
-        early_phase, late_phase = Int32(0), Int32(0)
+        early_phase, late_phase, o_phase = Int32(0), Int32(0), Int32(0)
         half_k = HEAD_DIM // 32
         steps = self.chunk // 16
+        always = x.depth > 0  # a branch on it holds instructions where they are: ptxas does not know
         head, n, high, low = schedule.first_task(order, stream)
         end = high
         while end > low:
@@ -431,46 +434,91 @@ class Chain:
             accO.fill(0.0)
             cute.arch.mbarrier_wait(p.early_full + early, early_phase)
             self.load_v(v + early * self.v_bytes, thread, accX)
+            if const_expr(self.chunk == 64):
+                cute.arch.mbarrier_wait(p.o_free + wg, o_phase)
             for c in cutlass.range(s.chunks, unroll=1):
                 # Nothing is in flight here; ptxas knows that only if a wait stands between it and the loop's start.
                 warpgroup.wait_group(0)
                 if const_expr(self.config.states):  # noqa: SIM102 - the outer one is decided while tracing
                     if (s.first + c) % x.every == 0:
                         self.hand_over_state(p, x.v_first, wg, thread, tCrS)
-                self.gemm(mma_tokens, accX, tCrS, tCsKd, early, range(2 * half_k))
-                self.round(accO, rO)
-                self.gemm(mma_tokens, accO, tCrS, tCsQd, early, range(half_k), zero=True)
-                self.hand_over_o(p, wg, thread, rO, early, early_phase)
-                warpgroup.wait_group(1)  # X
-                self.round(accX, tCrX)
-                cute.arch.mbarrier_wait(p.late_full + late, late_phase)
-                factors = self.load_decay(a + early * (4 * HEAD_DIM))
-                self.gemm(mma_tokens, accX, tCrX, tCsT, late, range(steps), zero=True)
-                self.gemm(mma_tokens, accO, tCrS, tCsQd, early, range(half_k, 2 * half_k))
-                self.decay(factors, accS)
-                warpgroup.wait_group(1)  # R
-                self.round(accX, tCrX)
-                self.gemm(mma_state, accS, tCrX, tCsKg, late, range(steps))
-                self.gemm(mma_tokens, accO, tCrX, tCsAqk, late, range(steps))
-                used = early
-                early += 1
-                if early == self.early:
-                    early = Int32(0)
-                    early_phase = early_phase ^ 1
-                cute.arch.mbarrier_wait(p.early_full + early, early_phase)
-                self.load_v(v + early * self.v_bytes, thread, accX)
-                warpgroup.wait_group(1)  # S
-                self.release(p.early_empty + used, first_lane)
-                self.round(accS, tCrS)
-                warpgroup.wait_group(0)
-                self.release(p.late_empty + late, first_lane)
+                if const_expr(self.chunk == 64):  # the order of the module's docstring
+                    seen = cute.arch.mbarrier_try_wait(p.late_full + late, late_phase)
+                    self.gemm(mma_tokens, accX, tCrS, tCsKd, early, range(2 * half_k))
+                    self.wait(p.late_full + late, late_phase, seen)
+                    factors = self.load_decay(a + early * (4 * HEAD_DIM))
+                    if always:
+                        self.round(accO, rO)
+                        self.hand_over_o(p, wg, thread, rO)
+                    o_phase = o_phase ^ 1
+                    self.gemm(mma_tokens, accO, tCrS, tCsQd, early, range(half_k), zero=True)
+                    warpgroup.wait_group(1)  # X
+                    self.round(accX, tCrX)
+                    self.gemm(mma_tokens, accX, tCrX, tCsT, late, range(steps), zero=True)
+                    self.gemm(mma_tokens, accO, tCrS, tCsQd, early, range(half_k, 2 * half_k))
+                    if always:
+                        self.decay(factors, accS)
+                    used = early
+                    early += 1
+                    if early == self.early:
+                        early = Int32(0)
+                        early_phase = early_phase ^ 1
+                    seen = cute.arch.mbarrier_try_wait(p.early_full + early, early_phase)
+                    warpgroup.wait_group(1)  # R
+                    self.round(accX, tCrX)
+                    self.gemm(mma_state, accS, tCrX, tCsKg, late, range(steps))
+                    self.wait(p.early_full + early, early_phase, seen)
+                    seen = cute.arch.mbarrier_try_wait(p.o_free + wg, o_phase)
+                    if always:
+                        self.load_v(v + early * self.v_bytes, thread, accX)
+                    self.gemm(mma_tokens, accO, tCrX, tCsAqk, late, range(steps))
+                    self.wait(p.o_free + wg, o_phase, seen)
+                    warpgroup.wait_group(1)  # S
+                    self.release(p.early_empty + used)
+                    if always:
+                        self.round(accS, tCrS)
+                    warpgroup.wait_group(0)
+                    self.release(p.late_empty + late)
+                else:  # the order is ptxas's
+                    self.gemm(mma_tokens, accX, tCrS, tCsKd, early, range(2 * half_k))
+                    self.round(accO, rO)
+                    self.gemm(mma_tokens, accO, tCrS, tCsQd, early, range(half_k), zero=True)
+                    cute.arch.mbarrier_wait(p.o_free + wg, o_phase)
+                    self.hand_over_o(p, wg, thread, rO)
+                    o_phase = o_phase ^ 1
+                    warpgroup.wait_group(1)  # X
+                    self.round(accX, tCrX)
+                    cute.arch.mbarrier_wait(p.late_full + late, late_phase)
+                    factors = self.load_decay(a + early * (4 * HEAD_DIM))
+                    self.gemm(mma_tokens, accX, tCrX, tCsT, late, range(steps), zero=True)
+                    self.gemm(mma_tokens, accO, tCrS, tCsQd, early, range(half_k, 2 * half_k))
+                    self.decay(factors, accS)
+                    warpgroup.wait_group(1)  # R
+                    self.round(accX, tCrX)
+                    self.gemm(mma_state, accS, tCrX, tCsKg, late, range(steps))
+                    self.gemm(mma_tokens, accO, tCrX, tCsAqk, late, range(steps))
+                    used = early
+                    early += 1
+                    if early == self.early:
+                        early = Int32(0)
+                        early_phase = early_phase ^ 1
+                    cute.arch.mbarrier_wait(p.early_full + early, early_phase)
+                    self.load_v(v + early * self.v_bytes, thread, accX)
+                    warpgroup.wait_group(1)  # S
+                    self.release(p.early_empty + used)
+                    self.round(accS, tCrS)
+                    warpgroup.wait_group(0)
+                    self.release(p.late_empty + late)
                 late += 1
                 if late == self.late:
                     late = Int32(0)
                     late_phase = late_phase ^ 1
-            self.release(p.early_empty + early, first_lane)  # the stage without bytes
+            self.release(p.early_empty + early)  # the stage without bytes
             self.round(accO, rO)
-            self.hand_over_o(p, wg, thread, rO, early, early_phase)
+            if const_expr(self.chunk == 32):
+                cute.arch.mbarrier_wait(p.o_free + wg, o_phase)
+            self.hand_over_o(p, wg, thread, rO)
+            o_phase = o_phase ^ 1
             early += 1
             if early == self.early:
                 early = Int32(0)
@@ -541,12 +589,14 @@ class Chain:
                     read_only_args=[acc[4 * j + i], factors[2 * j + i % 2]],
                 )
 
-    def hand_over_o(self, p, wg, thread, rO, early, early_phase):
-        """O^T to shared memory as an image of O [C, 64], when the store warp has left it: an mbarrier, because a barrier
-        would make the warps wait for one another. There is an O for each stage of the early ring, so that the number of
-        them, of which this is the parity, is not counted."""
-        parity = early % 2 ^ (early_phase if self.early % 2 else 0)
-        cute.arch.mbarrier_wait(p.o_free + wg, parity)
+    @cute.jit
+    def wait(self, barrier, phase: Int32, seen):
+        """For a barrier that was looked at before, while something else was under way."""
+        if not seen:
+            cute.arch.mbarrier_wait(barrier, phase)
+
+    def hand_over_o(self, p, wg, thread, rO):
+        """O^T to shared memory as an image of O [C, 64], which the store warp has left."""
         self.put_transposed(p.o + wg * self.o_bytes, thread, rO, self.chunk)
         self.arrive(wg, O_READY)
 
@@ -584,12 +634,13 @@ class Chain:
                 read_only_args=[place + i * (16 * 2 * HALF), *(words[4 * i + j] for j in range(4))],
             )
 
-    def release(self, barrier, first_lane):
-        """One arrival of the warp, without a branch."""
+    def release(self, barrier):
+        """One arrival of the warp, without a branch. Which lane is elected: a lane's number would be read again each time,
+        which takes longer."""
         cute.arch.inline_ptx(
-            "mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}];",
+            "{ .reg .pred first; elect.sync _|first, 0xffffffff; "
+            "@first mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}]; }",
             read_only_args=[Int32(barrier.toint())],
-            predicate=first_lane,
         )
 
     # ---- named barriers between a chain warpgroup and its store warp

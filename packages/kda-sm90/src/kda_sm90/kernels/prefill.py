@@ -108,8 +108,13 @@ class PrefillKernel:
         s = schedule.schedule(
             self.config.chunk, self.config.keeps, x.offsets, x.offset_bytes, x.N, x.T, x.HV, x.streams, x.depth, counters
         )  # fmt: skip
+        waiting = chains - 1 + x.preparers * self.groups
         if x.ticket != Int64(0):
-            schedule.clear(s, x.ticket, index, x.preparers + chains, THREADS)
+            thread, _, _ = cute.arch.thread_idx()
+            if index == 0:
+                schedule.clear(s, x.ticket, THREADS)
+            elif index < chains and thread == 0:
+                schedule.wait_for_clear(s, x.ticket, waiting)
         table = Int32(shared.toint()) + self.table
         schedule.fill_table(s, table, THREADS // 32)
         cute.arch.sync_threads()
@@ -120,7 +125,7 @@ class PrefillKernel:
         elif index < chains:
             self.chain.run(shared, x, records, carry, s, stream, half)
         else:
-            self.prepare(s, x, records, shared)
+            self.prepare(s, x, records, shared, index - chains, waiting)
 
     def arrays(self, workspace, streams, depth):
         """What gives the address of a record in an array by name and number, and the addresses of the states that chains
@@ -134,12 +139,15 @@ class PrefillKernel:
         return record, workspace, workspace + Int64(streams) * (self.config.halves * CARRY_BYTES)
 
     @cute.jit
-    def prepare(self, s, x, records, shared):
-        """What a group of threads does, item by item as it claims them.
+    def prepare(self, s, x, records, shared, index: Int32, waiting: Int32):
+        """What a group of threads does, item by item as it claims them. ``index``: of the CTA among those that prepare;
+        ``waiting``: how often it is waited for the counters to be cleared.
 
-        Notes tell a group's warps about the items of this turn and of the next. No item is claimed earlier than
-        that: what is claimed takes room in the rings, and its chain waits for it. A record is published in the next
-        turn, behind the first stage, when its stores have left the SM, so that the fence has little to wait for."""
+        The first item of a group is known, those of groups of different CTAs first, so that its inputs are under way when
+        the counters are. Notes tell a group's warps about the items of this turn and of the next. No item is claimed
+        earlier than that: what is claimed takes room in the rings, and its chain waits for it. A record is published in
+        the next turn, behind the first stage, when its stores have left the SM, so that the fence has little to wait for;
+        but the first at once, for its chain has nothing else to do."""
         thread, _, _ = cute.arch.thread_idx()
         size = self.preparation.threads
         group, thread = cute.arch.make_warp_uniform(thread // size), thread % size
@@ -147,12 +155,11 @@ class PrefillKernel:
         sync = lambda: cute.arch.barrier(barrier_id=1 + group, number_of_threads=size)
         turn = Int32(0)
         if thread < 32:
-            index = Int32(0)
-            if thread == 0:
-                index = schedule.claim(s)
-            self.write_note(s, x, self.note(base, turn), index, thread)
+            self.write_note(s, x, self.note(base, turn), group * x.preparers + index, thread)
         sync()
         loaded = self.request(x, thread, base, turn)
+        if thread == 0 and x.ticket != Int64(0):
+            schedule.wait_for_clear(s, x.ticket, waiting)
         stream, number, valid = self.claimed(base, turn)
         while number >= 0:
             # What follows from these is computed in each turn, not held in registers, which are scarce.
@@ -163,7 +170,7 @@ class PrefillKernel:
             record = schedule.record(ring, number)
             mine = functools.partial(self.at, records, record)
             begun = functools.partial(self.begin, s, thread, base, turn, read)
-            claim = functools.partial(self.claim, s, thread, turn)
+            claim = functools.partial(self.claim, s, x, thread, turn)
             noted = functools.partial(self.note_next, s, x, thread, base, turn)
             exists = valid > 0
             if exists:
@@ -180,9 +187,11 @@ class PrefillKernel:
             if exists:
                 self.preparation.finish(mine, thread, base, turn)
             sync()
+            if thread == 0 and turn == 0:
+                self.publish(s, base, turn)
             turn += 1
             stream, number, valid = self.claimed(base, turn)
-        if thread == 0:
+        if thread == 0 and turn > 1:
             self.publish(s, base, turn - 1)
 
     def at(self, records, record, name):
@@ -208,11 +217,11 @@ class PrefillKernel:
         return read
 
     @cute.jit
-    def claim(self, s, thread: Int32, turn: Int32):
+    def claim(self, s, x, thread: Int32, turn: Int32):
         """The next item, for one thread of the warp that has the least to do; it is used about 1 us later."""
         index = Int32(0)
         if self.preparation.idle(thread, turn) and thread % 32 == 0:
-            index = schedule.claim(s)
+            index = schedule.claim(s) + x.preparers * self.groups
         return index
 
     @cute.jit
@@ -244,15 +253,14 @@ class PrefillKernel:
         """Before anything is written to a record: publish the one before, and wait for room, unless there was some
         when the turn began."""
         if thread == 0:
-            self.publish(s, base, turn - 1)
+            if turn > 1:
+                self.publish(s, base, turn - 1)
             stream, number, _ = self.claimed(base, turn)
             if not schedule.has_room(s, number, read):
                 schedule.wait_for_room(schedule.ring(s, stream), number, self.halves)
 
-    @cute.jit
     def publish(self, s, base: Int32, turn: Int32):
-        """The item of a turn, if there was one (negative: none), has been written."""
-        if turn >= 0:
-            stream, number, _ = self.claimed(base, turn)
-            dev.fence_proxy_async()  # records are read through the async proxy
-            schedule.publish(schedule.ring(s, stream), number)
+        """The item of a turn has been written."""
+        stream, number, _ = self.claimed(base, turn)
+        dev.fence_proxy_async()  # records are read through the async proxy
+        schedule.publish(schedule.ring(s, stream), number)

@@ -14,8 +14,8 @@ Preparing groups take the slots of all streams in turns, number by number: item 
 stream ``i % streams``; a group claims the next item while it is at work on one. CTAs never wait for one another but
 through counters in global memory:
 
-*claimed*   how many items are.
-*begun*     how many CTAs know that the counters are 0; and the *ticket* that tells them (`clear`).
+*claimed*   how many items are, but for the first one of each group, which is the group's own number.
+*begun*     how many know that the counters are 0; and the *ticket* that tells them (`clear`, `wait_for_clear`).
 *ready*     of each place of a stream's ring of ``depth`` records: 1 + the number of the record that it holds.
 *read*      of each stream and half of V: all records of lower numbers have been read.
 *handed*    of each stream and half of V: 1 when the state of its first part is there for the next stream.
@@ -91,26 +91,29 @@ def range_of(s, stream):
 
 
 @cute.jit
-def clear(s, ticket: Int64, index: Int32, count: Int32, threads: cutlass.Constexpr[int]):
-    """Counters of 0 for all ``count`` CTAs of the launch, of which this is one, before they synchronise their
-    threads. The workspace holds anything, so the first CTA clears them and then writes the ticket, for which the
-    others look. The last of them to see it takes it away: a graph that is replayed comes with the same one. That
-    what was there before is this ticket, has a chance of 2^-64."""
+def clear(s, ticket: Int64, threads: cutlass.Constexpr[int]):
+    """Counters of 0, by one CTA for all of the launch. The workspace holds anything, so that a ticket tells the others
+    (`wait_for_clear`). That what was there before is this ticket, has a chance of 2^-64."""
     thread, _, _ = cute.arch.thread_idx()
     last = _last_line(s)
-    if index == 0:
-        records = s.depth if s.keeps else s.streams * s.depth
-        for i in cutlass.range(thread, (s.streams + 1) * LINE + records, threads, unroll=1):
-            if i // 2 * 2 != s.streams * LINE + TICKET:
-                dev.store_global(s.counters + Int64(i) * 4, Int32(0))
-        cute.arch.sync_threads()
-        if thread == 0:
-            dev.store_release_i64(last + TICKET * 4, ticket)
-    elif thread == 0:
-        while dev.load_acquire_i64(last + TICKET * 4) != ticket:
-            pass
-        if dev.fetch_increment(last + BEGUN * 4) == count - 2:
-            dev.store_release_i64(last + TICKET * 4, Int64(0))
+    records = s.depth if s.keeps else s.streams * s.depth
+    for i in cutlass.range(thread, (s.streams + 1) * LINE + records, threads, unroll=1):
+        if i // 2 * 2 != s.streams * LINE + TICKET:
+            dev.store_global(s.counters + Int64(i) * 4, Int32(0))
+    cute.arch.sync_threads()
+    if thread == 0:
+        dev.store_release_i64(last + TICKET * 4, ticket)
+
+
+@cute.jit
+def wait_for_clear(s, ticket: Int64, count: Int32):
+    """Until the counters are 0; by one thread for those that it synchronises with, ``count`` times in a launch. The last
+    one takes the ticket away: a graph that is replayed comes with the same one."""
+    last = _last_line(s)
+    while dev.load_acquire_i64(last + TICKET * 4) != ticket:
+        pass
+    if dev.fetch_increment(last + BEGUN * 4) == count - 1:
+        dev.store_release_i64(last + TICKET * 4, Int64(0))
 
 
 def _last_line(s):
@@ -122,7 +125,7 @@ def _last_line(s):
 
 
 def claim(s) -> Int32:
-    """The next item that no group has claimed, for one thread."""
+    """How many items were claimed before, for one thread that claims the next."""
     return dev.fetch_increment(_last_line(s))
 
 

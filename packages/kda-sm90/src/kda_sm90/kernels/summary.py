@@ -40,7 +40,6 @@ class SummaryChain(Chain):
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
         lane = thread % 32
-        first_lane = lane == 0
         half = half + wg
         mma_tokens = self.mma(OperandMajorMode.K, self.chunk)
         mma_state = self.mma(OperandMajorMode.MN, HEAD_DIM)
@@ -59,6 +58,7 @@ class SummaryChain(Chain):
         early, late = Int32(0), Int32(0)
         early_phase, late_phase = Int32(0), Int32(0)
         steps = self.chunk // 16
+        always = x.depth > 0
         head, n, high, low = schedule.first_task(order, stream)
         end = high
         while end > low:
@@ -75,31 +75,33 @@ class SummaryChain(Chain):
             self.load_v(v + early * self.v_bytes, thread, accX)
             for _ in cutlass.range(s.chunks, unroll=1):
                 warpgroup.wait_group(0)  # as in `Chain`
-                factors = self.load_decay(a + early * (4 * HEAD_DIM))
+                seen = cute.arch.mbarrier_try_wait(p.late_full + late, late_phase)
                 self.gemm(mma_tokens, accX, tCrS, tCsKd, early, range(HEAD_DIM // 16))
-                self.decay(factors, accS)
+                self.wait(p.late_full + late, late_phase, seen)
+                if always:
+                    self.decay(self.load_decay(a + early * (4 * HEAD_DIM)), accS)
                 warpgroup.wait_group(0)
                 self.round(accX, tCrX)
-                cute.arch.mbarrier_wait(p.late_full + late, late_phase)
                 self.gemm(mma_tokens, accX, tCrX, tCsT, late, range(steps), zero=True)
                 warpgroup.wait_group(0)
                 self.round(accX, tCrX)
                 self.gemm(mma_state, accS, tCrX, tCsKg, late, range(steps))
-                self.release(p.early_empty + early, first_lane)
+                self.release(p.early_empty + early)
                 early += 1
                 if early == self.early:
                     early = Int32(0)
                     early_phase = early_phase ^ 1
                 cute.arch.mbarrier_wait(p.early_full + early, early_phase)
-                self.load_v(v + early * self.v_bytes, thread, accX)
+                if always:
+                    self.load_v(v + early * self.v_bytes, thread, accX)
                 warpgroup.wait_group(0)
-                self.release(p.late_empty + late, first_lane)
+                self.release(p.late_empty + late)
                 self.round(accS, tCrS)
                 late += 1
                 if late == self.late:
                     late = Int32(0)
                     late_phase = late_phase ^ 1
-            self.release(p.early_empty + early, first_lane)  # the stage without bytes
+            self.release(p.early_empty + early)  # the stage without bytes
             early += 1
             if early == self.early:
                 early = Int32(0)
