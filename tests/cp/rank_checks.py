@@ -158,13 +158,17 @@ LONG = (640, 0, 1500, 64)
 
 
 def cut_checks(rank, ranks, folder):
-    """Checks in which each rank cuts its fragments further: over the reference, and over one that summarises segments."""
-    for backend in ("reference", "segmented"):
+    """Checks in which each rank cuts its fragments further: over the reference, and over backends that summarise segments,
+    one of which merges them as well."""
+    backends = ("reference", "segmented", "merging")
+    for backend in backends:
         constants.store(("cpu", backend, "bfloat16"), Constants(LANES, 0.1, 0.01, LANES, LANES))
     info = folder / f"segmented{rank}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: segmented\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kda_core.backends]\nsegmented = segmented_backend:SPEC\n")
+    (info / "entry_points.txt").write_text(
+        "[kda_core.backends]\nsegmented = segmented_backend:SPEC\nmerging = segmented_backend:MERGING\n"
+    )
     sys.path.insert(0, str(folder))
     dist.barrier()
     kda_core.backends(refresh=True)
@@ -182,7 +186,7 @@ def cut_checks(rank, ranks, folder):
             ("zigzag", FragmentTable.zigzag(LONG, ranks)),
             ("apart", apart),
         ):
-            for backend in ("reference", "segmented"):
+            for backend in backends:
                 yield f"cut {family} {name} {backend}", partial(cut, table, x, want, backend)
 
 
@@ -197,6 +201,12 @@ def cut(table, x, want, backend):
 
         return call
 
+    merge = segmented_backend.Merging.merge_segments
+
+    def merged(self, initial, exits, transitions, bounds):
+        seen.append(("merge_segments", len(bounds) - 1))
+        merge(self, initial, exits, transitions, bounds)
+
     gather = dist.all_gather
 
     def begun(*args, async_op=False, **kwargs):
@@ -210,6 +220,7 @@ def cut(table, x, want, backend):
             segmented_backend.Segmented,
             **{m: watched(m, getattr(segmented_backend.Segmented, m)) for m in ("summarize", "run_segments")},
         ),
+        mock.patch.object(segmented_backend.Merging, "merge_segments", merged),
         mock.patch.object(ReferenceBackend, "chunk_fwd", watched("chunk_fwd", ReferenceBackend.chunk_fwd)),
     ):
         return *compare(None, table, x, want, backend=backend, final_state_on="all"), seen

@@ -22,6 +22,7 @@ SPEC = BackendSpec(
     priority=-150,
 )
 MERGES = replace(SPEC, target="segmented_backend:Merging")
+MERGING = replace(MERGES, name="merging")
 
 calls = []  # (method, lengths)
 

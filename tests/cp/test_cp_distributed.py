@@ -108,16 +108,18 @@ def test_every_table_agrees_with_the_oracle(results):
 
 
 def test_ranks_cut_their_fragments_further(results):
-    engaged = {"reference": 0, "segmented": 0}
+    engaged = {"reference": 0, "segmented": 0, "merging": 0}
     for rank, found in enumerate(results):
         cut = {tuple(name.split()[1:]): x for name, x in found.items() if name.startswith("cut ")}
-        assert len(cut) == 12
+        assert len(cut) == 18
         for (_, table, backend), (o, state, ran, count, seen) in cut.items():
             assert o < 5e-3 and state < 1e-5, (rank, table, backend)
             assert {b for b, _ in ran} <= {backend} and count == 4
-            if backend == "segmented":
-                done = [method for method, _ in seen]
+            done = [method for method, _ in seen]
+            if backend != "reference":
                 assert done.count("summarize") == done.count("run_segments")
+            merges = "summarize" in done and backend == "merging"
+            assert ("merge_segments" in done) == merges, (rank, table, backend)
             if (
                 table == "apart" and rank < 2
             ):  # own sequences run while rows are on their way, then the others

@@ -75,6 +75,8 @@ class ContextParallel:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         nccl = "nccl" in dist.get_backend(group)
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        # Ranks agree on it, so that they do not wait for what is under way on the caller's.
+        self._aside = torch.cuda.Stream(self._device) if nccl else None
         digests: list[str] = [""] * self.ranks
         dist.all_gather_object(digests, table.digest(), group=group)
         if others := [r for r, d in enumerate(digests) if d != table.digest()]:
@@ -109,7 +111,8 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor | None]:
         """``kda_core.chunk_kda`` over the sequences of the table; all ranks call it, with the same options.
 
-        Waits for the device once or twice where something is exchanged: ranks first tell each other that all is well.
+        The host waits for the other ranks' once or twice where something is exchanged: ranks first tell each other that all
+        is well. It does not wait for what the device has to compute.
 
         Args:
             q, k, v, g, beta: the tokens of this rank, [1, T_rank, ...], in the order of its fragments; else as in
@@ -306,10 +309,11 @@ class ContextParallel:
     def _agree(self, error: Exception | None, signature: str) -> None:
         """Raises on every rank where one has failed or has another signature; `error` itself where it happened."""
         digest = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:7], "big")
-        mine = torch.tensor([error is not None, digest], dtype=torch.int64, device=self._device)
-        parts = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(parts, mine, group=self.group)
-        told = torch.stack(parts).tolist()
+        with torch.cuda.stream(self._aside):  # of None: nothing
+            mine = torch.tensor([error is not None, digest], dtype=torch.int64, device=self._device)
+            parts = [torch.empty_like(mine) for _ in range(self.ranks)]
+            dist.all_gather(parts, mine, group=self.group)
+            told = torch.stack(parts).tolist()
         if not any(failed for failed, _ in told) and all(d == digest for _, d in told):
             return
         said: list[str] = [""] * self.ranks  # every rank knows of the failure, so every rank is here

@@ -8,9 +8,14 @@ beside the summaries, and neither TF32 settings nor autocast reach fp64 products
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from kda_core.backend import SupportsMerge
+from kda_cp.pieces import upload
 
 
 def merge(
@@ -39,6 +44,30 @@ def merge(
         for n, state in zip(live, after.unbind()):
             states[n].append(state)
     return states
+
+
+def merge_by(
+    backend: Any,
+    initial: Sequence[Tensor],
+    exits: Sequence[Sequence[Tensor]],
+    transitions: Sequence[Sequence[Tensor]],
+) -> list[list[Tensor]]:
+    """As `merge`, but by the backend's kernel where it has one (`kda_core.backend.SupportsMerge`): fp32 then, in one launch.
+    Transitions are merged as if they were states, so that a kernel is asked where K = V only."""
+    like = initial[0].to(torch.float32)
+    if not isinstance(backend, SupportsMerge) or like.shape[-1] != like.shape[-2]:
+        return merge(initial, exits, transitions)
+    bounds = list(accumulate((len(ends) + 1 for ends in exits), initial=0))
+    zero = torch.zeros_like(
+        like
+    )  # the transition of a first piece, and all of a last one, which nobody reads
+    B = torch.stack([e.to(torch.float32) for ends in exits for e in (*ends, zero)])
+    M = torch.stack([m for ends, Ms in zip(exits, transitions) for m in (*[zero][: len(ends)], *Ms, zero)])
+    states = torch.zeros_like(B)
+    for at, state in zip(bounds, initial):
+        states[at].copy_(state)
+    backend.merge_segments(states, B, M, upload(bounds, torch.int32, like.device)[0])
+    return [list(states[a:b].unbind()) for a, b in pairwise(bounds)]
 
 
 def _join(parts: list[Tensor]) -> Tensor:

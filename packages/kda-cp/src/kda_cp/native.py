@@ -49,14 +49,15 @@ def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Any) -> Non
     found = _windows(plan, shape, backend)
     parts = [_shape(shape, w, last=w is found[-1]) for w in found]
     workspace = _workspace(found, parts, backend, outputs, inputs.q)
-    states = _states(inputs)
+    states = _states(inputs) if len(found) > 1 else None  # which windows pass on
     o, chunk = outputs.o.flatten(0, 1), 0
     for window, part in zip(found, parts):
         pieces = [p for s in window for p in s]
-        first = upload(_firsts(window), torch.int64, o.device)[0]
         sequences = upload((s[0].sequence for s in window), torch.int64, o.device)[0]
-        starts = states.new_zeros((len(pieces), *states.shape[1:]))
-        starts.index_copy_(0, first, states.index_select(0, sequences))
+        starts = inputs.q.new_zeros((len(pieces), shape.HV, shape.K, shape.V), dtype=shape.state_dtype)
+        before = _given(inputs) if states is None else states.index_select(0, sequences)
+        if before is not None:
+            starts.index_copy_(0, upload(_firsts(window), torch.int64, o.device)[0], before)
 
         rows = o[pieces[0].start : pieces[0].start + part.T].unsqueeze(0)
         final = starts.new_empty(part.state_shape) if part.options.output_final_state else None
@@ -74,9 +75,12 @@ def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Any) -> Non
             chunks.copy_(saved)
         if final is not None:
             last = upload((end - 1 for end in [*_firsts(window)[1:], len(pieces)]), torch.int64, o.device)[0]
-            after = final.index_select(0, last)
-            states.index_copy_(0, sequences, after.mT if shape.options.state_v_first else after)
-    if outputs.final_state is not None:
+            if states is None:
+                torch.index_select(final, 0, last, out=outputs.final_state)
+            else:
+                after = final.index_select(0, last)
+                states.index_copy_(0, sequences, after.mT if shape.options.state_v_first else after)
+    if states is not None and outputs.final_state is not None:
         outputs.final_state.copy_(states.mT if shape.options.state_v_first else states)
 
 
@@ -157,10 +161,15 @@ def _workspace(
     return like.new_empty(needed, dtype=torch.uint8)
 
 
+def _given(inputs: KdaInputs) -> Tensor | None:
+    """The initial states as [N, HV, K, V], if there are any."""
+    given = inputs.initial_state
+    return given.mT if given is not None and inputs.options.state_v_first else given
+
+
 def _states(inputs: KdaInputs) -> Tensor:
     """A copy of the states [N, HV, K, V] before the first tokens."""
-    s = inputs.shape
-    if inputs.initial_state is None:
+    s, given = inputs.shape, _given(inputs)
+    if given is None:
         return inputs.q.new_zeros((s.N, s.HV, s.K, s.V), dtype=s.state_dtype)
-    given = inputs.initial_state
-    return (given.mT if s.options.state_v_first else given).clone(memory_format=torch.contiguous_format)
+    return given.clone(memory_format=torch.contiguous_format)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -17,11 +18,13 @@ from torch import Tensor
 from kda_core.backend import SupportsSegments
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.registry import Choice
-from kda_cp.merge import merge
+from kda_cp.merge import merge_by
 from kda_cp.pieces import Caller, Piece, aligned, piece_inputs, run_shape, summary_shape
 from kda_cp.plan import make_plan
 from kda_cp.planner import machine
 from kda_cp.summary import exit_states, transitions
+
+_plan = lru_cache(maxsize=1024)(make_plan)  # which takes milliseconds for many pieces
 
 
 @dataclass
@@ -48,8 +51,8 @@ class Part:
     ) -> Part:
         """The part of these fragments, cut where that is predicted to be faster."""
         s, (known, source, SMs) = inputs.shape, machine(inputs, choice.spec)
-        plan = make_plan(
-            [p.length for p in whole], HV=s.HV, K=s.K, V=s.V, constants=known, source=source, SMs=SMs,
+        plan = _plan(
+            tuple(p.length for p in whole), HV=s.HV, K=s.K, V=s.V, constants=known, source=source, SMs=SMs,
             native=isinstance(choice.backend, SupportsSegments), crossing=not all(ends),
         )  # fmt: skip
         pieces = [
@@ -109,19 +112,23 @@ class Part:
         self._exits, self._transitions = dict(zip(pieces, exits)), dict(zip(pieces, M))
 
     def rows(self) -> dict[int, Tensor]:
-        """(B | M) [HV, K, V + K], fp64, of each fragment that does not end its sequence, by its number: the exit from what
+        """(B | M) [HV, K, V + K] of each fragment that does not end its sequence, by its number: the exit from what
         `summarize` was given, and the transition, zero where the fragment begins its sequence."""
-        found = {}
-        for pieces, begins, ends in zip(self.pieces, self.begins, self.ends):
-            if ends:
-                continue
-            B, M = [self._exits[p] for p in pieces], [self._transitions[p] for p in pieces[1:]]
-            zero = B[0].new_zeros((*B[0].shape[:-1], B[0].shape[-2]))
-            first = zero if begins else self._transitions[pieces[0]]
-            exits = [torch.cat([b, zero if i else first], -1) for i, b in enumerate(B)]
-            (states,) = merge([torch.zeros_like(exits[0])], [exits], [M])
-            found[pieces[0].sequence] = states[-1]
-        return found
+        going = [(s, begins) for s, begins, ends in zip(self.pieces, self.begins, self.ends) if not ends]
+        if not going:
+            return {}
+        exits = [[self._exits[p] for p in s] for s, _ in going]
+        inner = [[self._transitions[p] for p in s[1:]] for s, _ in going]
+        B = merge_by(self.backend, [torch.zeros_like(ends[0]) for ends in exits], exits, inner)
+        # M is where the identity goes: the first piece takes it to that piece's own M, the others go on without exits.
+        like = exits[0][0]
+        zero = like.new_zeros((*like.shape[:-1], like.shape[-2]))
+        firsts = [zero if begins else self._transitions[s[0]] for s, begins in going]
+        onwards = [[first, *[zero] * len(Ms)] for first, Ms in zip(firsts, inner)]
+        M = [[zero]] * len(going)
+        if not all(begins for _, begins in going):
+            M = merge_by(self.backend, [zero] * len(going), onwards, inner)
+        return {s[0].sequence: torch.cat([b[-1], m[-1]], -1) for (s, _), b, m in zip(going, B, M)}
 
     def run(self, inputs: KdaInputs, starts: Sequence[Tensor], o: Tensor) -> dict[int, Tensor]:
         """Writes the rows of o of these fragments.
@@ -154,12 +161,11 @@ class Part:
         """The true states at the starts of all pieces."""
         exits, inner = [], []
         for pieces, begins, S in zip(self.pieces, self.begins, starts):
-            B = [self._exits[p] for p in pieces[:-1]]
-            if B and not begins:  # the state at the start was not known to `summarize`
-                B[0] = torch.baddbmm(B[0].double(), self._transitions[pieces[0]].double(), S.double())
-            exits.append(B)
-            inner.append([self._transitions[p] for p in pieces[1:-1]])
-        return [state for states in merge(starts, exits, inner) for state in states]
+            # A state at the start that `summarize` did not know counts as the exit of a piece before.
+            exits.append([*([] if begins else [S]), *(self._exits[p] for p in pieces[:-1])])
+            inner.append([self._transitions[p] for p in (pieces[1:-1] if begins else pieces[:-1])])
+        found = merge_by(self.backend, starts, exits, inner)
+        return [state for states, begins in zip(found, self.begins) for state in states[0 if begins else 1 :]]
 
     def _needed(self) -> tuple[list[Piece], list[Piece]]:
         """The pieces whose exit state, and whose transition, is needed."""
