@@ -902,9 +902,8 @@ def kda(
     return dict(zip(("o", "final_state", "states"), found))
 
 
-#: Outputs of bf16, and sums of products that were rounded to bf16 on the way: 2^-10 of the same arithmetic. The fixtures are
-#: of that before beta went with the columns, until `calibrate.py record prefill/` has been run again.
-PREFILL = Norm(2.0**-7)
+#: Outputs of bf16, and sums of products that were rounded to bf16 on the way.
+PREFILL = Norm(2.0**-10)
 
 PACKED = {"lengths": (0, 33, 1, 66), "initial_state": True, "streams": 3, "depth": 5, "preparers": 2}
 for name, arguments, options in (
