@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 GATES = ("steep", "slow", "memory")
 # Tables. Those of prefill are measured on every architecture, "blackwell" on that one; a case that several have is of the first.
@@ -146,3 +147,10 @@ def cases(hv: int | None = None) -> tuple[Case, ...]:
         found.append(c)
     found += blackwell()
     return tuple({c.name: c for c in reversed(found)}.values())[::-1]
+
+
+def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a results file in the order of the cases here, whichever was measured first; unknown ones last."""
+    names = [c.name for c in (*context_parallel(), *cases())]
+    place = {name: i for i, name in reversed([*enumerate(names)])}
+    return sorted(rows, key=lambda r: place.get(r["case"], len(names)))

@@ -1,7 +1,7 @@
 """Makes the Markdown page and the plot of a results file: ``python benchmarks/report.py results/h200/prefill.json``.
 
 The page goes to ``docs/benchmarks/<device>.md``, the plot beside it (needs matplotlib); those of ``cp.json`` and
-``cp_multi_gpu.json`` to ``<device>-cp.md`` and ``<device>-cp-multi-gpu.md``, without a plot. A speed-up is printed only where
+``cp_multi_gpu.json`` to ``<device>-cp.md`` and, without a plot, ``<device>-cp-multi-gpu.md``. A speed-up is printed only where
 both errors of the row are at most 1.2 times the peer's: no figure stands over a wrong result.
 """
 
@@ -13,11 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import registry
 import report_cp
 
 DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
 PEER = "fla"
 ERROR_RATIO = 1.2
+SUFFIX = {"prefill": "", "cp": "-cp", "cp_multi_gpu": "-cp-multi-gpu"}  # of pages, by results file
+PLOTTED = ("", "-cp")
 BANDWIDTH = {"h200": 4.27e12}  # bytes/s that a device copy reaches, counting reads and writes
 
 
@@ -29,7 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     data = json.loads(args.results.read_text())
     device = data["runs"][-1]["device"]
     args.out.mkdir(parents=True, exist_ok=True)
-    plotted = plot(data, args.out / f"{device}.svg") if args.results.stem == "prefill" else None
+    suffix = SUFFIX[args.results.stem]
+    plotted = plot(data, args.out / f"{device}{suffix}.svg") if suffix in PLOTTED else None
     name, text = rendered(args.results.stem, data, device, plotted)
     (args.out / name).write_text(text)
     print(args.out / name)
@@ -38,11 +42,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def rendered(kind: str, data: dict[str, Any], device: str, plotted: str | None) -> tuple[str, str]:
     """Name and text of the page of a results file; `kind` is the file's name without ".json", `plotted` the plot's."""
-    if kind == "cp":
-        return f"{device}-cp.md", report_cp.page(data, device)
+    name = f"{device}{SUFFIX[kind]}.md"
     if kind == "cp_multi_gpu":
-        return f"{device}-cp-multi-gpu.md", report_cp.multi_gpu_page(data, device)
-    return f"{device}.md", page(data, device, plotted)
+        return name, report_cp.multi_gpu_page(data, device)
+    return name, (report_cp.page if kind == "cp" else page)(data, device, plotted)
 
 
 def floor_ms(row: dict[str, Any], device: str) -> float | None:
@@ -99,7 +102,7 @@ def _speedup(r: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 def plot(data: dict[str, Any], path: Path) -> str | None:
     """Bars of device time by case and implementation, slow gates; the file's name, or None without matplotlib."""
-    rows = [r for r in data["rows"] if r["gates"] == "slow" and r["median_ms"] is not None]
+    rows = registry.ordered([r for r in data["rows"] if r["gates"] == "slow" and r["median_ms"] is not None])
     try:
         import matplotlib
     except ImportError:
@@ -120,6 +123,8 @@ def plot(data: dict[str, Any], path: Path) -> str | None:
     axes.set_yticks([n + 0.4 - height / 2 for n in range(len(cases))], cases)
     axes.invert_yaxis()
     axes.set_xlabel("device time, ms (slow gates)")
+    if max(r["median_ms"] for r in rows) > 100 * min(r["median_ms"] for r in rows):
+        axes.set_xscale("log")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import registry
+
 CP, PEER = "+cp", "fla"
 ERROR_RATIO = 1.2  # of context parallelism to the serial call, either error
 
 
-def page(data: dict[str, Any], device: str) -> str:
+def page(data: dict[str, Any], device: str, plotted: str | None = None) -> str:
     """The page of context parallelism within one GPU: a row for each case and family of gates."""
     rows = {(r["case"], r["gates"], r["impl"]): r for r in data["rows"]}
     split = [r for r in data["rows"] if r["impl"].endswith(CP) and r["median_ms"] is not None]
+    split = registry.ordered(split)
     lines = [f"# Context parallelism on {data['runs'][-1]['device_name']}", ""]
     lines += ["Made by `benchmarks/report.py`; do not edit. Device time in ms, medians of CUDA-graph replays with the L2 flushed.",
               "*pieces* is the most that a sequence was cut into; 1 is a bypassed call. *uniform* is the best of plans that",
               "cut every sequence into the same number of pieces, 1 (serial) among them.", ""]  # fmt: skip
     lines += [_run(run) for run in data["runs"]]
     lines += ["", *_summary(split, rows)]
+    if plotted:
+        lines += ["", f"![device time by case]({plotted})"]
     for table in dict.fromkeys(r["table"] for r in split):
         lines += ["", f"## {table}", ""]
         lines += [

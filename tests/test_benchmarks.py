@@ -221,7 +221,7 @@ def test_the_committed_page_is_made_from_the_committed_results(path, registry):
     import report
 
     data, device = json.loads(path.read_text()), path.parent.name
-    name, text = report.rendered(path.stem, data, device, f"{device}.svg")
+    name, text = report.rendered(path.stem, data, device, f"{device}{report.SUFFIX[path.stem]}.svg")
     assert (report.DOCS / name).read_text() == text
     if path.stem != "prefill":
         return
