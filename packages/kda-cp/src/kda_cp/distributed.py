@@ -29,7 +29,7 @@ from kda_core import contract, registry
 from kda_core.contract import KdaInputs, KdaOptions, ProblemShape
 from kda_core.errors import ArgumentError, DtypeError, KdaError, ShapeError
 from kda_cp.fragments import Fragment, FragmentTable
-from kda_cp.merge import merge
+from kda_cp.merge import merge_by
 from kda_cp.part import Part
 from kda_cp.pieces import Piece, run_shape
 
@@ -275,7 +275,7 @@ class ContextParallel:
         M = [[rows[f][..., s.V :] for f in chain[1:-1]] for chain in chains]
         states = {
             f: state
-            for chain, found in zip(chains, merge(initial, exits, M))
+            for chain, found in zip(chains, merge_by(part.backend, initial, exits, M))
             for f, state in zip(chain, found)
         }
         return [states[own[i]] for i in part.fragments]

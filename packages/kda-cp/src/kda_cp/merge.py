@@ -55,12 +55,13 @@ def merge_by(
     """As `merge`, but by the backend's kernel where it has one (`kda_core.backend.SupportsMerge`): fp32 then, in one launch.
     Transitions are merged as if they were states, so that a kernel is asked where K = V only."""
     like = initial[0].to(torch.float32)
-    if not isinstance(backend, SupportsMerge) or like.shape[-1] != like.shape[-2]:
+    steps = any(map(len, transitions))
+    if not steps or not isinstance(backend, SupportsMerge) or like.shape[-1] != like.shape[-2]:
         return merge(initial, exits, transitions)
     bounds = list(accumulate((len(ends) + 1 for ends in exits), initial=0))
     zero = torch.zeros_like(
         like
-    )  # the transition of a first piece, and all of a last one, which nobody reads
+    )  # for the transition of a first piece, and all of a last one: nobody reads them
     B = torch.stack([e.to(torch.float32) for ends in exits for e in (*ends, zero)])
     M = torch.stack([m for ends, Ms in zip(exits, transitions) for m in (*[zero][: len(ends)], *Ms, zero)])
     states = torch.zeros_like(B)
