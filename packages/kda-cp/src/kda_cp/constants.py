@@ -88,9 +88,9 @@ def _check(name: str, value: float) -> None:
 Key = tuple[str, str, str]
 """(device name as torch gives it, or "cpu"; backend; dtype such as "bfloat16")."""
 
-# kda-sm90 on the 132 SMs of an H200, from the paces of kda_sm90.plan, which were measured a role at a time. With s streams the
-# preparation keeps up with the chains while s * (CTAs of a chain + SM ns of preparing a token / pace) <= 132. Preparing
-# takes 73 SM ns a token in chunks of 64, 59 in chunks of 32. `summarize` and `run` were measured over 4 and 8 heads of
+# kda-sm90 on the 132 SMs of an H200: the paces of chains in long calls. With s streams the preparation keeps up with the
+# chains while s * (CTAs of a chain + SM ns of preparing a token / pace) <= 132. Preparing takes 73 SM ns a token in chunks
+# of 64, 59 in chunks of 32, measured alone. `summarize` and `run` were measured over 4 and 8 heads of
 # 65536 tokens: chains of four halves (B, M), and what the preparation takes where it binds; chains without preparation,
 # and the bandwidth of HBM.
 _SM90 = Constants(

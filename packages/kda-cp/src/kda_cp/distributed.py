@@ -14,6 +14,7 @@ Where no sequence crosses ranks, nothing is exchanged. Forward only.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -111,8 +112,8 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor | None]:
         """``kda_core.chunk_kda`` over the sequences of the table; all ranks call it, with the same options.
 
-        The host waits for the other ranks' once or twice where something is exchanged: ranks first tell each other that all
-        is well. It does not wait for what the device has to compute.
+        The host waits for the other ranks where something is exchanged, for ranks first tell each other that all is well,
+        but not for what its device has to compute; where `final_state_on` is "all" it then waits for that as well.
 
         Args:
             q, k, v, g, beta: the tokens of this rank, [1, T_rank, ...], in the order of its fragments; else as in
@@ -309,7 +310,7 @@ class ContextParallel:
     def _agree(self, error: Exception | None, signature: str) -> None:
         """Raises on every rank where one has failed or has another signature; `error` itself where it happened."""
         digest = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:7], "big")
-        with torch.cuda.stream(self._aside):  # of None: nothing
+        with contextlib.nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
             mine = torch.tensor([error is not None, digest], dtype=torch.int64, device=self._device)
             parts = [torch.empty_like(mine) for _ in range(self.ranks)]
             dist.all_gather(parts, mine, group=self.group)

@@ -1,8 +1,8 @@
 """The merge: from what each piece does to a state, the state at the start of every piece.
 
 A piece acts on the state as an affine map, ``S_out = M S_in + B``, for every factor of the recurrence does (the associative
-scan of linear recurrences, Blelloch 1990, Martin and Cundy 2018). The scan is carried out in fp64: its cost is small
-beside the summaries, and neither TF32 settings nor autocast reach fp64 products.
+scan of linear recurrences, Blelloch 1990, Martin and Cundy 2018). In torch the scan is carried out in fp64: its cost is
+small beside the summaries, and neither TF32 settings nor autocast reach fp64 products. A backend may bring a kernel for it.
 """
 
 from __future__ import annotations
@@ -52,22 +52,21 @@ def merge_by(
     exits: Sequence[Sequence[Tensor]],
     transitions: Sequence[Sequence[Tensor]],
 ) -> list[list[Tensor]]:
-    """As `merge`, but by the backend's kernel where it has one (`kda_core.backend.SupportsMerge`): fp32 then, in one launch.
-    Transitions are merged as if they were states, so that a kernel is asked where K = V only."""
-    like = initial[0].to(torch.float32)
-    steps = any(map(len, transitions))
-    if not steps or not isinstance(backend, SupportsMerge) or like.shape[-1] != like.shape[-2]:
+    """As `merge`, but by the backend's kernel where it has one (`kda_core.backend.SupportsMerge`): in one launch, and in
+    fp32, so that fp64 transitions are not given to it. They are merged as if they were states, which asks for K = V."""
+    steps = [m for Ms in transitions for m in Ms]
+    fits = all(m.dtype == torch.float32 and m.shape == initial[0].shape for m in steps)
+    if not steps or not fits or not isinstance(backend, SupportsMerge):
         return merge(initial, exits, transitions)
     bounds = list(accumulate((len(ends) + 1 for ends in exits), initial=0))
-    zero = torch.zeros_like(
-        like
-    )  # for the transition of a first piece, and all of a last one: nobody reads them
+    # Places for the transition of a first piece, and for both of a last one, which the result does not depend on.
+    zero = torch.zeros_like(steps[0])
     B = torch.stack([e.to(torch.float32) for ends in exits for e in (*ends, zero)])
     M = torch.stack([m for ends, Ms in zip(exits, transitions) for m in (*[zero][: len(ends)], *Ms, zero)])
     states = torch.zeros_like(B)
     for at, state in zip(bounds, initial):
         states[at].copy_(state)
-    backend.merge_segments(states, B, M, upload(bounds, torch.int32, like.device)[0])
+    backend.merge_segments(states, B, M, upload(bounds, torch.int32, B.device)[0])
     return [list(states[a:b].unbind()) for a, b in pairwise(bounds)]
 
 

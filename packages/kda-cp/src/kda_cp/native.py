@@ -53,9 +53,11 @@ def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Any) -> Non
     o, chunk = outputs.o.flatten(0, 1), 0
     for window, part in zip(found, parts):
         pieces = [p for s in window for p in s]
-        sequences = upload((s[0].sequence for s in window), torch.int64, o.device)[0]
         starts = inputs.q.new_zeros((len(pieces), shape.HV, shape.K, shape.V), dtype=shape.state_dtype)
-        before = _given(inputs) if states is None else states.index_select(0, sequences)
+        before = _given(inputs)
+        if states is not None:
+            sequences = upload((s[0].sequence for s in window), torch.int64, o.device)[0]
+            before = states.index_select(0, sequences)
         if before is not None:
             starts.index_copy_(0, upload(_firsts(window), torch.int64, o.device)[0], before)
 

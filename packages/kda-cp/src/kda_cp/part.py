@@ -120,15 +120,16 @@ class Part:
         exits = [[self._exits[p] for p in s] for s, _ in going]
         inner = [[self._transitions[p] for p in s[1:]] for s, _ in going]
         B = merge_by(self.backend, [torch.zeros_like(ends[0]) for ends in exits], exits, inner)
-        # M is where the identity goes: the first piece takes it to that piece's own M, the others go on without exits.
         like = exits[0][0]
         zero = like.new_zeros((*like.shape[:-1], like.shape[-2]))
-        firsts = [zero if begins else self._transitions[s[0]] for s, begins in going]
-        onwards = [[first, *[zero] * len(Ms)] for first, Ms in zip(firsts, inner)]
-        M = [[zero]] * len(going)
-        if not all(begins for _, begins in going):
-            M = merge_by(self.backend, [zero] * len(going), onwards, inner)
-        return {s[0].sequence: torch.cat([b[-1], m[-1]], -1) for (s, _), b, m in zip(going, B, M)}
+        M = {n: zero for n, (_, begins) in enumerate(going) if begins}
+        # Else M is where the identity goes: the first piece takes it to that piece's own M, the others go on without exits.
+        if others := [n for n in range(len(going)) if n not in M]:
+            firsts = [self._transitions[going[n][0][0]] for n in others]
+            onwards = [[first, *[zero] * len(inner[n])] for n, first in zip(others, firsts)]
+            found = merge_by(self.backend, [zero] * len(others), onwards, [inner[n] for n in others])
+            M |= {n: states[-1] for n, states in zip(others, found)}
+        return {s[0].sequence: torch.cat([B[n][-1], M[n]], -1) for n, (s, _) in enumerate(going)}
 
     def run(self, inputs: KdaInputs, starts: Sequence[Tensor], o: Tensor) -> dict[int, Tensor]:
         """Writes the rows of o of these fragments.

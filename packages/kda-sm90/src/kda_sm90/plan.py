@@ -26,7 +26,8 @@ SMS = 132
 #: slow gates and what steep ones take.
 ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14100, (32, True): 11100}
 
-#: ns a token of the chain, by (chunk size, warpgroups), beside groups that prepare: alone it is 5 to 15% faster.
+#: ns a token of the chain, by (chunk size, warpgroups), beside groups that prepare, up to 15% above what it takes alone or in
+#: a long call, where its start counts for nothing.
 CHAIN_NS = {(64, 1): 17.0, (64, 2): 27.5, (32, 1): 25.0, (32, 2): 29.3}
 
 #: The same of the chains of summaries, and of chains over records that are kept, with nothing prepared beside them. Of the

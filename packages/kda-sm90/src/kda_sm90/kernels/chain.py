@@ -27,9 +27,9 @@ Order of one chunk of 64 tokens in a chain warpgroup; ALU work stands behind wgm
     issue R, the other half of O | decay S | wait R, round it
     issue S | v of the next chunk | issue O (Aqk) | wait S, round it | wait all
 
-ptxas would move much of it to where nothing is in flight, or between the wgmmas of one product. So this order is kept by branches
-that it cannot decide, and barriers are looked at ahead, for the answer takes a while. Products of chunks of 32 are too short
-for that: ptxas's own order is the faster one there (docs/kernels/chain.md).
+ptxas would move much of it to where nothing is in flight, or between the wgmmas of one product. So this order is kept by
+branches that it cannot decide, and barriers are looked at ahead, for the answer takes a while. Products of chunks of 32
+are too short for that: ptxas's own order is the faster one there (docs/kernels/chain.md).
 
 The loop over chunks has no special first or last turn: behind the last chunk of a sequence the producer completes one
 more turn of the early ring, without bytes, so that the prefetch of v needs no case of its own; and O of the chunk before is handed over in every turn, the store warp dropping the one
@@ -420,6 +420,7 @@ class Chain:
         early_phase, late_phase, o_phase = Int32(0), Int32(0), Int32(0)
         half_k = HEAD_DIM // 32
         steps = self.chunk // 16
+        kept = self.chunk == 64  # whether the order is that of the module's docstring, not ptxas's
         always = x.depth > 0  # a branch on it holds instructions where they are: ptxas does not know
         head, n, high, low = schedule.first_task(order, stream)
         end = high
@@ -434,7 +435,7 @@ class Chain:
             accO.fill(0.0)
             cute.arch.mbarrier_wait(p.early_full + early, early_phase)
             self.load_v(v + early * self.v_bytes, thread, accX)
-            if const_expr(self.chunk == 64):
+            if const_expr(kept):  # for the first O that is handed over; for the others, a turn before
                 cute.arch.mbarrier_wait(p.o_free + wg, o_phase)
             for c in cutlass.range(s.chunks, unroll=1):
                 # Nothing is in flight here; ptxas knows that only if a wait stands between it and the loop's start.
@@ -442,7 +443,7 @@ class Chain:
                 if const_expr(self.config.states):  # noqa: SIM102 - the outer one is decided while tracing
                     if (s.first + c) % x.every == 0:
                         self.hand_over_state(p, x.v_first, wg, thread, tCrS)
-                if const_expr(self.chunk == 64):  # the order of the module's docstring
+                if const_expr(kept):
                     seen = cute.arch.mbarrier_try_wait(p.late_full + late, late_phase)
                     self.gemm(mma_tokens, accX, tCrS, tCsKd, early, range(2 * half_k))
                     self.wait(p.late_full + late, late_phase, seen)
@@ -479,7 +480,7 @@ class Chain:
                         self.round(accS, tCrS)
                     warpgroup.wait_group(0)
                     self.release(p.late_empty + late)
-                else:  # the order is ptxas's
+                else:
                     self.gemm(mma_tokens, accX, tCrS, tCsKd, early, range(2 * half_k))
                     self.round(accO, rO)
                     self.gemm(mma_tokens, accO, tCrS, tCsQd, early, range(half_k), zero=True)
@@ -515,7 +516,7 @@ class Chain:
                     late_phase = late_phase ^ 1
             self.release(p.early_empty + early)  # the stage without bytes
             self.round(accO, rO)
-            if const_expr(self.chunk == 32):
+            if const_expr(not kept):
                 cute.arch.mbarrier_wait(p.o_free + wg, o_phase)
             self.hand_over_o(p, wg, thread, rO)
             o_phase = o_phase ^ 1
@@ -596,7 +597,8 @@ class Chain:
             cute.arch.mbarrier_wait(barrier, phase)
 
     def hand_over_o(self, p, wg, thread, rO):
-        """O^T to shared memory as an image of O [C, 64], which the store warp has left."""
+        """O^T to shared memory as an image of O [C, 64], when the store warp has left it, of which an mbarrier tells
+        (``o_free``): a barrier would make the warps wait for one another."""
         self.put_transposed(p.o + wg * self.o_bytes, thread, rO, self.chunk)
         self.arrive(wg, O_READY)
 

@@ -250,8 +250,8 @@ class PrefillKernel:
 
     @cute.jit
     def begin(self, s, thread: Int32, base: Int32, turn: Int32, read: Int32):
-        """Before anything is written to a record: publish the one before, and wait for room, unless there was some
-        when the turn began."""
+        """Before anything is written to a record: publish the one before, unless it was the first, and wait for room, unless
+        there was some when the turn began."""
         if thread == 0:
             if turn > 1:
                 self.publish(s, base, turn - 1)

@@ -58,7 +58,7 @@ class SummaryChain(Chain):
         early, late = Int32(0), Int32(0)
         early_phase, late_phase = Int32(0), Int32(0)
         steps = self.chunk // 16
-        always = x.depth > 0
+        always = x.depth > 0  # as in `Chain`; it makes no difference to chunks of 32
         head, n, high, low = schedule.first_task(order, stream)
         end = high
         while end > low:
