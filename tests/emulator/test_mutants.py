@@ -10,7 +10,7 @@ import ptx_emulator
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 
 DOCS = Path(__file__).parents[2] / "docs/ptx-emulator.md"
-ARRIVE = r"@%p\d+ mbarrier\.arrive\.release\.cta[^;]*;"
+ARRIVE = r"@first mbarrier\.arrive\.release\.cta[^;]*;"
 
 DEADLOCK, RACE, WRONG = "deadlock", "a race", "a wrong result"
 UNWRITTEN = "a value that comes from what nothing has written"
@@ -28,11 +28,11 @@ MUTANTS = {
     "a stage of the preparation without its barrier": (RACE, r"bar\.sync\s+%r\d+, 128;", "", 3),
     "lanes that read what others store, without their barrier": (RACE, r"bar\.warp\.sync\s+-1;", "", 11),
     "o taken before it is there": (UNWRITTEN, r"bar\.sync\s+1, 160;", "", 0),
-    "an mbarrier of too few arrivals": (RACE, r"mov\.b32\s+(%r\d+), 33;", r"mov.b32 \1, 32;", None),
+    "an mbarrier of too few arrivals": (UNWRITTEN, r"mov\.b32\s+(%r\d+), 33;", r"mov.b32 \1, 32;", None),
     "the wrong phase of an mbarrier": (
         DEADLOCK, r"(mbarrier\.try_wait\.parity\.shared\.b64 P1, \[%r\d+\]), %r\d+", r"\1, 0", 0,
     ),
-    "a stage that is never released": (DEADLOCK, ARRIVE, "", 0),
+    "a stage that is never released": (DEADLOCK, ARRIVE, "", 2),
     "a copy that is too short": (DEADLOCK, r"(\[%r\d+\], \[%rd\d+\]), 16384,", r"\1, 16368,", 0),
     "a tail that is one row too long": (
         "global memory out of bounds",
