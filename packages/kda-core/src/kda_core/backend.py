@@ -137,8 +137,9 @@ class SupportsMerge(Protocol):
             initial: [N, HV, K, V] fp32, as `summarize` had it: at the first segment of a sequence its true state, elsewhere
                 zeros, which are overwritten. After the first segment the state is its exit, after every further one M S
                 + exit.
-            exits, transitions: [N, HV, K, V] and [N, HV, K, K] fp32, as `summarize` wrote them, or others of the kind: those of
-                whole groups of segments, zeros, and where K = V transitions in place of exits, to multiply transitions.
+            exits, transitions: [N, HV, K, V] and [N, HV, K, K] fp32, as `summarize` wrote them, or others of the kind:
+                those of whole groups of segments, zeros, and where K = V transitions in place of exits, to multiply
+                transitions.
             bounds: int32 on the device, one more than there are sequences: segments bounds[n] to bounds[n+1] - 1 are the
                 parts of sequence n, in order.
         """

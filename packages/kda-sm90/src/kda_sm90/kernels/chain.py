@@ -32,8 +32,8 @@ branches that it cannot decide, and barriers are looked at ahead, for the answer
 are too short for that: ptxas's own order is the faster one there (docs/kernels/chain.md).
 
 The loop over chunks has no special first or last turn: behind the last chunk of a sequence the producer completes one
-more turn of the early ring, without bytes, so that the prefetch of v needs no case of its own; and O of the chunk before is handed over in every turn, the store warp dropping the one
-that is none.
+more turn of the early ring, without bytes, so that the prefetch of v needs no case of its own; and O of the chunk before
+is handed over in every turn, the store warp dropping the one that is none.
 """
 
 from types import SimpleNamespace
