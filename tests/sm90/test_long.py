@@ -6,6 +6,7 @@ import torch
 import kda_core
 from kda_core.registry import record_calls
 from kda_core.testing import make_inputs
+from kda_sm90.plan import plan
 
 T = 1 << 20
 
@@ -47,3 +48,15 @@ def test_one_long_sequence_among_many_without_tokens():
     alone, final = run(x, pin=True)
     assert torch.equal(o, alone) and torch.equal(state[60], final[0])
     assert not state[:60].any() and not state[61:].any()
+
+
+@pytest.mark.arch((9, 0))
+def test_lengths_that_the_host_knows_change_the_plan_and_no_bit_of_a_pinned_call():
+    lengths = (4000, *(64,) * 31)
+    x = make_inputs("slow", sum(lengths), H=3, lengths=lengths, device="cuda").arguments
+    x.pop("output_final_state", None)
+    shape = kda_core.explain(**x, backend="sm90", pin=True).shape
+    assert plan(shape) != plan(shape, longest=max(lengths))
+    o, state = run(x, pin=True)
+    known, final = run(x | {"cu_seqlens_cpu": x["cu_seqlens"].cpu()}, pin=True)
+    assert torch.equal(o, known) and torch.equal(state, final)

@@ -1,14 +1,18 @@
 """The choice of kernels, from metadata alone."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 from support import FREE, NOT_BUILT, problem_shape
 
+from kda_core import contract
+from kda_core.contract import KdaOptions
+from kda_core.testing import make_inputs
 from kda_sm90 import layouts
-from kda_sm90.backend import Sm90Backend
-from kda_sm90.plan import LEAST_DEPTH, plan
+from kda_sm90.backend import Sm90Backend, longest_of
+from kda_sm90.plan import CHAIN_NS, LEAST_DEPTH, plan, predicted_ns, workspace_bytes
 
 shape = functools.partial(problem_shape, (9, 0))
 
@@ -74,14 +78,48 @@ def test_the_launch_fits_on_the_device_at_once_and_the_rings_into_512_mib(case, 
     )
 
 
+@pytest.mark.parametrize("longest", (None, 40, 2000, 6000))
+@pytest.mark.parametrize("gate", ({}, {"lower_bound": None}), ids=("bounded", "unbounded"))
+@pytest.mark.parametrize("HV", (1, 4, 12, 64))
+def test_the_plan_is_the_fastest_of_all_by_the_model(HV, gate, longest):
+    s = shape(T=6000, H=HV, HV=HV, N=9, index=torch.int32, **gate)
+    predicted = functools.partial(predicted_ns, s, sms=132, longest=longest)
+    every = [predicted(*kind, n) for kind in CHAIN_NS for n in range(1, min(131 * kind[1] // 2, HV * 9) + 1)]
+    chosen = plan(s, 132, longest)
+    assert predicted(chosen.chunk, chosen.config.warpgroups, chosen.streams) == min(every)
+
+
+def test_a_sequence_that_is_much_longer_than_the_others_gets_a_faster_chain():
+    s = shape(T=61440, H=16, HV=16, N=8, index=torch.int32)
+    even, known, ragged = plan(s), plan(s, longest=8000), plan(s, longest=32768)
+    assert even == known and even.config.warpgroups == 2
+    assert ragged.config.warpgroups == 1 and ragged.streams < even.streams
+
+
+def test_a_plan_goes_by_the_lengths_that_the_host_knows_in_steps():
+    x = make_inputs("slow", 100, H=1, lengths=(60, 0, 40)).arguments
+    options = KdaOptions(use_gate_in_kernel=True, lower_bound=-5.0)
+    tensors = [
+        x.get(n) for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+    ]
+    packed = [*tensors, None]
+    fixed = [*tensors[:-1], None, None]
+    longest = [
+        longest_of(contract.make_inputs(t, contract.problem_shape(*t, options=options)))
+        for t in (packed, fixed)
+    ]
+    assert longest == [60, None]  # steps of 4 tokens
+
+
 @pytest.mark.parametrize("N", (1, 2, 9, 100, 1000))
 @pytest.mark.parametrize("HV", (1, 3, 64))
 @pytest.mark.parametrize("T", (1, 64, 640, 6400))
 def test_a_ring_that_does_not_hold_all_of_a_sequence_is_deep_enough_to_move_on(T, HV, N):
     s = shape(T=T, H=HV, HV=HV, N=N, index=torch.int32)
-    for sms in (2, 20, 132):
-        chosen = plan(s, sms)
+    for sms, longest in itertools.product((2, 20, 132), (None, 0, T // 3, T)):
+        chosen = plan(s, sms, longest)
         assert chosen.depth >= min(LEAST_DEPTH, T // chosen.chunk + N)  # one sequence may have all the tokens
+        assert chosen.workspace_bytes <= workspace_bytes(s, sms) <= 128 << 20
 
 
 def test_a_ring_is_no_deeper_than_its_stream_is_long():

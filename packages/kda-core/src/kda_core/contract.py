@@ -249,12 +249,16 @@ class KdaInputs:
 
     def sequence_lengths(self) -> tuple[int, ...] | None:
         """The N lengths where the host knows them, else None: a device cu_seqlens without a host copy, or `use_graph`,
-        under which a replay may find other contents.
+        under which a replay may find other contents. They are read once; an object serves one call.
 
         Raises:
             ArgumentError: the host copy does not begin with 0, decreases, or does not end with T (at most T with
                 `use_graph`).
         """
+        return self._lengths
+
+    @functools.cached_property
+    def _lengths(self) -> tuple[int, ...] | None:
         s = self.shape
         if self.cu_seqlens is None:
             return (s.T,) * s.N

@@ -15,7 +15,7 @@ from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.cute import get_kernel
 from kda_core.cute.calls import pass_states, refusal
 from kda_sm90.config import ARCH, PrefillConfig
-from kda_sm90.plan import SMS, Plan, plan, segment_plan
+from kda_sm90.plan import SMS, Plan, plan, segment_plan, workspace_bytes
 
 
 class Sm90Backend:
@@ -25,15 +25,18 @@ class Sm90Backend:
         return refusal(shape)
 
     def workspace_bytes(self, shape: ProblemShape) -> int:
-        return plan(shape, sm_count()).workspace_bytes
+        return workspace_bytes(shape, sm_count())
 
     def prepare(self, shape: ProblemShape) -> None:
-        launch_of(shape)
+        step = length_step(shape)
+        lengths = (n * step for n in range(LENGTH_STEPS + 1)) if shape.varlen else ()
+        for config in {plan(shape, sm_count(), longest).config for longest in (None, *lengths)}:
+            compiled(config)
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         if inputs.shape.T == 0:
             return pass_states(inputs, outputs)
-        on_device_of(inputs.q, launch_of(inputs.shape), inputs, outputs)
+        on_device_of(inputs.q, launch_of(inputs.shape, longest_of(inputs)), inputs, outputs)
         return outputs
 
     # ---- sequences that are cut into segments (SEGMENT_SUMMARY)
@@ -104,9 +107,26 @@ _tickets = itertools.count(1 + secrets.randbits(62))
 
 
 @functools.lru_cache(maxsize=1024)
-def launch_of(shape: ProblemShape) -> Launch:
-    """The launch that serves a shape; compiles its kernel if no call has needed it before. The last 1024 are held."""
-    return _launch(shape, plan(shape, sm_count()))
+def launch_of(shape: ProblemShape, longest: int | None = None) -> Launch:
+    """The launch that serves a shape, ``longest`` as in `plan`; compiles its kernel if no call has needed it before. The last
+    1024 are held."""
+    return _launch(shape, plan(shape, sm_count(), longest))
+
+
+#: Of packed sequences, the longest is told in steps of T / LENGTH_STEPS, so that calls of one shape have few plans.
+LENGTH_STEPS = 32
+
+
+def length_step(shape: ProblemShape) -> int:
+    return -(-shape.T // LENGTH_STEPS)
+
+
+def longest_of(inputs: KdaInputs) -> int | None:
+    """Tokens of the longest packed sequence, rounded up to steps, where the host knows them; None for fixed lengths."""
+    if inputs.cu_seqlens is None or (lengths := inputs.sequence_lengths()) is None:
+        return None
+    step = length_step(inputs.shape)
+    return -(-max(lengths) // step) * step
 
 
 @functools.lru_cache(maxsize=1024)

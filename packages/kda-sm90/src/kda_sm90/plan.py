@@ -11,6 +11,7 @@ that were swept get what was fastest; they choose, they promise nothing.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,7 +25,7 @@ SMS = 132
 
 #: ns a group of the preparation takes for a chunk, by chunk size, and by whether columns vote: then something between what
 #: slow gates and what steep ones take.
-ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14100, (32, True): 11100}
+ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True): 11300}
 
 #: ns a token of the chain, by (chunk size, warpgroups), beside groups that prepare, up to 15% above what it takes alone or in
 #: a long call, where its start counts for nothing.
@@ -82,20 +83,25 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def plan(shape: ProblemShape, sms: int = SMS) -> Plan:
-    """The plan of a shape that is not refused, for a device of ``sms`` SMs (2 at least). The last 1024 are held."""
+def plan(shape: ProblemShape, sms: int = SMS, longest: int | None = None) -> Plan:
+    """The plan of a shape that is not refused, for a device of ``sms`` SMs (2 at least). The last 1024 are held.
+
+    ``longest``: tokens of the longest packed sequence, where the host knows them; otherwise, and in calls of fixed length, all
+    count as equally long. It changes how fast a call is, and nothing that must hold: any plan of a shape serves any lengths,
+    within `workspace_bytes`.
+    """
     options = shape.options
     states = options.chunk_size if options.return_intermediate_states else 0
     chunks = [C for C in CHUNKS if not states or states % C == 0]
     if options.pin and PINNED_CHUNK in chunks:
         chunks = [PINNED_CHUNK]
     choices = [
-        (chunk, warpgroups, streams)
+        (chunk, warpgroups, _best_streams(shape, chunk, warpgroups, sms, longest))
         for chunk, warpgroups in CHAIN_NS
-        if chunk in chunks
-        for streams in range(1, _most_streams(shape, warpgroups, sms) + 1)
+        if chunk in chunks and _most_streams(shape, warpgroups, sms) > 0
     ]
-    chunk, warpgroups, streams = min(choices, key=lambda choice: predicted_ns(shape, *choice, sms=sms))
+    predicted = lambda choice: predicted_ns(shape, *choice, sms=sms, longest=longest)
+    chunk, warpgroups, streams = min(choices, key=predicted)
     config = PrefillConfig(
         chunk=chunk,
         warpgroups=warpgroups,
@@ -106,10 +112,38 @@ def plan(shape: ProblemShape, sms: int = SMS) -> Plan:
     )
     preparers = _preparers(shape, chunk, warpgroups, streams, sms)
     wanted = math.ceil(RECORDS_A_GROUP[config.vote] * preparers * groups_of(chunk) / streams)
-    # More than its stream has is of no use; of packed sequences one may be the whole of a head.
-    most = _items(shape, chunk) // shape.HV if shape.varlen else _width(shape, chunk, streams)
-    depth = max(1, min(max(wanted, LEAST_DEPTH), most))
+    depth = max(1, min(max(wanted, LEAST_DEPTH), _most_depth(shape, chunk, streams)))
     return Plan(config, preparers, streams, depth)
+
+
+@lru_cache(maxsize=1024)
+def workspace_bytes(shape: ProblemShape, sms: int = SMS) -> int:
+    """Bytes for the plan of a shape, whatever the lengths are that a packed call comes with."""
+    if not shape.varlen:
+        return plan(shape, sms).workspace_bytes
+    group, found = RECORDS_A_GROUP[not shape.options.bounded_gate], 0
+    for chunk, warpgroups in CHAIN_NS:
+        if streams := _most_streams(shape, warpgroups, sms):
+            # What one stream more adds by rounding up is less than what the groups that it displaces have.
+            rings = max(math.ceil(group * sms * groups_of(chunk)), streams * LEAST_DEPTH)
+            records = min(rings, streams * _most_depth(shape, chunk, streams))
+            found = max(found, layouts.workspace_bytes(records, streams, chunk))
+    return found
+
+
+def _best_streams(shape: ProblemShape, chunk: int, warpgroups: int, sms: int, longest: int | None) -> int:
+    """The least number of streams of those that take the smallest predicted time. More of them leave less to the preparation,
+    whose time never falls, and share what the chains do, whose time never rises; they meet where time is smallest."""
+    numbers = range(1, _most_streams(shape, warpgroups, sms) + 1)
+    preparation = lambda n: _preparation_ns(shape, chunk, warpgroups, n, sms)
+    chain = lambda n: _chain_ns(shape, chunk, warpgroups, n, longest)
+    meet = bisect_left(numbers, True, key=lambda n: preparation(n) >= chain(n))
+    if meet == 0:
+        return 1
+    before = chain(meet)  # of as many streams, the last number before they meet
+    if meet < len(numbers) and preparation(meet + 1) < before:
+        return meet + 1
+    return 1 + bisect_left(numbers, True, hi=meet, key=lambda n: chain(n) <= before)
 
 
 @dataclass(frozen=True)
@@ -167,13 +201,28 @@ def segment_ns(
     return START_NS + item + max(preparation, tokens * SUMMARY_NS[chunk, warpgroups])
 
 
-def predicted_ns(shape: ProblemShape, chunk: int, warpgroups: int, streams: int, *, sms: int = SMS) -> float:
-    """Device time by the model above. Packed sequences count as if they were of one length."""
+def predicted_ns(
+    shape: ProblemShape,
+    chunk: int,
+    warpgroups: int,
+    streams: int,
+    *,
+    sms: int = SMS,
+    longest: int | None = None,
+) -> float:
+    """Device time by the model above; ``longest`` as in `plan`."""
+    preparation = _preparation_ns(shape, chunk, warpgroups, streams, sms)
+    chain = _chain_ns(shape, chunk, warpgroups, streams, longest)
+    return START_NS + ITEM_NS[chunk, not shape.options.bounded_gate] + max(preparation, chain)
+
+
+def _preparation_ns(shape: ProblemShape, chunk: int, warpgroups: int, streams: int, sms: int) -> float:
     groups = _preparers(shape, chunk, warpgroups, streams, sms) * groups_of(chunk)
-    item = ITEM_NS[chunk, not shape.options.bounded_gate]
-    preparation = max(1.0, _items(shape, chunk) / groups) * item
-    chain = _width(shape, chunk, streams) * chunk * CHAIN_NS[chunk, warpgroups]
-    return START_NS + item + max(preparation, chain)
+    return max(1.0, _items(shape, chunk) / groups) * ITEM_NS[chunk, not shape.options.bounded_gate]
+
+
+def _chain_ns(shape: ProblemShape, chunk: int, warpgroups: int, streams: int, longest: int | None) -> float:
+    return _width(shape, chunk, streams, longest) * chunk * CHAIN_NS[chunk, warpgroups]
 
 
 def groups_of(chunk: int) -> int:
@@ -187,10 +236,16 @@ def _most_streams(shape: ProblemShape, warpgroups: int, sms: int, mode: Mode = "
     return min(free // (HALVES[mode] // warpgroups), shape.HV * shape.N)
 
 
-def _width(shape: ProblemShape, chunk: int, streams: int) -> int:
-    """Slots of a stream, packed sequences counted as above; at least 1."""
-    longest = -(-_items(shape, chunk) // (shape.HV * max(shape.N, 1)))
-    return max(1, longest, -(-_items(shape, chunk) // streams))
+def _width(shape: ProblemShape, chunk: int, streams: int, longest: int | None = None) -> int:
+    """Slots of a stream, packed sequences counted as in `plan`; at least 1."""
+    items = _items(shape, chunk)
+    own = -(-items // (shape.HV * max(shape.N, 1))) if longest is None else -(-longest // chunk)
+    return max(1, own, -(-items // streams))
+
+
+def _most_depth(shape: ProblemShape, chunk: int, streams: int) -> int:
+    """Records that a stream has; of packed sequences one may be the whole of a head. More in its ring are of no use."""
+    return _items(shape, chunk) // shape.HV if shape.varlen else _width(shape, chunk, streams)
 
 
 def _items(shape: ProblemShape, chunk: int) -> int:
