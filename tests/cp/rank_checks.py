@@ -1,4 +1,5 @@
-"""What each rank of a gloo group runs for tests/cp/test_cp_distributed.py. A check returns what the test asserts on."""
+"""What each rank of a group runs for tests/cp/test_cp_distributed.py and test_cp_gpu.py. A check returns what the test asserts
+on."""
 
 import datetime
 import os
@@ -20,9 +21,12 @@ from kda_core.registry import record_calls
 from kda_core.testing import error, make_inputs, token_oracle
 from kda_cp import Constants, Pass, constants
 from kda_cp.distributed import ContextParallel, Fragment, FragmentTable
+from kda_cp.part import planned
 
 TOKENS = ("q", "k", "v", "g", "beta")
-COLLECTIVES = ("all_gather", "all_gather_object", "all_reduce", "broadcast", "all_gather_into_tensor")
+# torch 2.13 has another name for all_gather_into_tensor.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+COLLECTIVES = ("all_gather", "all_gather_object", "all_reduce", "broadcast", GATHER)
 
 
 def call(family, lengths, **more):
@@ -103,6 +107,11 @@ def fails(work):
     return None
 
 
+def without_new_group(work):
+    with mock.patch.object(dist, "new_group", side_effect=AssertionError("a group was made")):
+        return work()
+
+
 def checks(rank, ranks):
     """(name, check) in the same order on every rank."""
     for family in ("steep", "slow", "memory"):
@@ -122,6 +131,20 @@ def checks(rank, ranks):
         return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
     yield "same bits", twice
+
+    def plans():
+        """How often this rank plans: in a first call, in one like it, and in one after other answers were called for."""
+        cp = ContextParallel(None, table)
+        mine = x | {n: table.shard(x[n], rank) for n in TOKENS}
+        with mock.patch("kda_cp.distributed.planned", side_effect=planned) as counted:
+            counts = []
+            for refresh in (False, False, True):
+                kda_core.backends(refresh=refresh)
+                cp.chunk_kda(**mine)
+                counts.append(counted.call_count)
+        return counts
+
+    yield "plans", plans
     zeros = torch.zeros(1, 2, 16, 24)
 
     def none_and_zeros():
@@ -131,6 +154,9 @@ def checks(rank, ranks):
     yield "none is zeros", none_and_zeros
     wrong = x | ({"v": x["v"][..., :-1, :]} if rank == 1 else {})
     yield "bad shape", lambda: fails(lambda: run(None, table, wrong))
+    gpus = dist.new_group(backend="cuda:gloo")  # as NCCL, no group for tensors on a CPU
+    yield "bad shape, GPU group", lambda: fails(lambda: run(gpus, table, wrong))
+    yield "no second group for it", lambda: without_new_group(lambda: fails(lambda: run(gpus, table, wrong)))
     other = {"scale": 2.0} if rank == 0 else {}
     yield "other option", lambda: fails(lambda: run(None, table, x, **other))
     mine = FragmentTable.contiguous((211,), ranks) if rank == 1 else table
@@ -207,7 +233,7 @@ def cut(table, x, want, backend):
         seen.append(("merge_segments", len(bounds) - 1))
         merge(self, initial, exits, transitions, bounds)
 
-    gather = dist.all_gather
+    gather = getattr(dist, GATHER)
 
     def begun(*args, async_op=False, **kwargs):
         if async_op:
@@ -215,7 +241,7 @@ def cut(table, x, want, backend):
         return gather(*args, async_op=async_op, **kwargs)
 
     with (
-        mock.patch.object(dist, "all_gather", begun),
+        mock.patch.object(dist, GATHER, begun),
         mock.patch.multiple(
             segmented_backend.Segmented,
             **{m: watched(m, getattr(segmented_backend.Segmented, m)) for m in ("summarize", "run_segments")},
@@ -245,4 +271,35 @@ def work(rank, ranks, folder):
     except Exception:  # noqa: BLE001 - the test shows it
         results["crashed"] = traceback.format_exc()
     torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def behind_a_busy_gpu(rank, ranks, folder):
+    """Entry of a process with a GPU of its own, in a group of NCCL: a call while the GPU has a second's work ahead."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    lengths = (5000, 300)
+    x, want = call("slow", lengths, H=2, HV=4, K=128, V=128, device="cuda")
+    table = FragmentTable.contiguous(lengths, ranks)
+    cp = ContextParallel(None, table)
+    mine = x | {n: table.shard(x[n], rank) for n in TOKENS}
+    run = partial(cp.chunk_kda, **mine, output_final_state=True, backend="sm90")
+    run()  # compiles, and connects the ranks
+    dist.barrier()  # the other host must not compile while this one waits for its word
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    slept = torch.cuda.Event()
+    slept.record()
+    with record_calls() as calls:
+        o, state = run()
+    busy = not slept.query()
+    held = [f.stop - f.start for f in table.of_rank(rank)]
+    owned = list(table.owned(rank))
+    found = (
+        error(o, table.shard(want[0], rank), lengths=held),
+        error(state, want[1][owned], state=True) if owned else 0.0,
+        [(c.backend, c.planner) for c in calls],
+        busy,
+    )
+    torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

@@ -130,6 +130,12 @@ def test_ranks_cut_their_fragments_further(results):
     assert all(n >= 2 for n in engaged.values()), engaged
 
 
+def test_a_rank_plans_once_until_answers_change(results):
+    for found in results:
+        first, again, refreshed = found["plans"]
+        assert first >= 1 and again == first and refreshed == 2 * first
+
+
 def test_the_same_bits_on_every_run_and_for_zeros(results):
     assert all(r["same bits"] is True and r["none is zeros"] is True for r in results)
 
@@ -138,6 +144,8 @@ def test_the_same_bits_on_every_run_and_for_zeros(results):
     ("check", "guilty", "kind", "own", "others"),
     [
         ("bad shape", 1, "ShapeError", "g: expected", "rank 1 failed: ShapeError: g: expected"),
+        ("bad shape, GPU group", 1, "ShapeError", "g: expected", "rank 1 failed: ShapeError: g: expected"),
+        ("no second group for it", 1, "ShapeError", "g: expected", "rank 1 failed: ShapeError: g: expected"),
         ("training", None, "ArgumentError", "forward only", None),
         ("a rank runs out of memory", -1, "MemoryError", "no memory", "failed: MemoryError: no memory"),
     ],

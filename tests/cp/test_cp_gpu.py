@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import rank_checks
 import torch
+import torch.multiprocessing as mp
 
 from kda_core import chunk_kda
 from kda_core.registry import record_calls
@@ -92,11 +94,25 @@ def test_streams_and_repeats_give_the_same_bits(strategy):
     assert all(torch.equal(o, want[0]) and torch.equal(s, want[1]) for o, s in found)
 
 
+def need(ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"not run: needs {ranks} GPUs; this machine has {torch.cuda.device_count()}")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_host_waits_for_no_gpu_over_nccl(ranks, tmp_path):
+    need(ranks)
+    mp.spawn(rank_checks.behind_a_busy_gpu, (ranks, str(tmp_path)), nprocs=ranks)
+    for rank in range(ranks):
+        o, state, ran, busy = torch.load(tmp_path / f"{rank}.pt")
+        assert o < 5e-3 and state < 5e-3 and ran == [("sm90", "cp.distributed")]
+        assert busy, "the call came back when the GPU had finished"
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sequences_over_several_gpus(ranks):
     """The example, over NCCL."""
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"not run: needs {ranks} GPUs; this machine has {torch.cuda.device_count()}")
+    need(ranks)
     example = Path(__file__).parents[2] / "examples" / "context_parallel.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(

@@ -14,12 +14,13 @@ Where no sequence crosses ranks, nothing is exchanged. Forward only.
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,8 @@ from kda_core import contract, registry
 from kda_core.contract import KdaInputs, KdaOptions, ProblemShape
 from kda_core.errors import ArgumentError, DtypeError, KdaError, ShapeError
 from kda_cp.fragments import Fragment, FragmentTable
-from kda_cp.merge import merge_by
-from kda_cp.part import Part
+from kda_cp.merge import merge_pieces
+from kda_cp.part import Part, planned
 from kda_cp.pieces import Piece, run_shape
 
 __all__ = ["ContextParallel", "Fragment", "FragmentTable", "RankError"]
@@ -59,7 +60,8 @@ class ContextParallel:
     """Calls of KDA on packed sequences that are spread over the ranks of a group.
 
     Args:
-        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group.
+        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group. Beside a group that serves GPUs alone (NCCL) a
+            gloo group of the same ranks is made, once, through which the hosts agree.
         table: who holds what; the same on all ranks, which are asked once, here.
 
     Raises:
@@ -74,12 +76,11 @@ class ContextParallel:
             group = group.get_group()
         self.group, self.table = group, table
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        nccl = "nccl" in dist.get_backend(group)
+        self._plans: tuple[Any, dict[Any, tuple[list[Part], str]]] = None, {}
+        nccl = _backends(group).get("cuda") == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        # Ranks agree on it, so that they do not wait for what is under way on the caller's.
-        self._aside = torch.cuda.Stream(self._device) if nccl else None
         digests: list[str] = [""] * self.ranks
-        dist.all_gather_object(digests, table.digest(), group=group)
+        dist.all_gather_object(digests, table.digest(), group=_host_group(group))
         if others := [r for r, d in enumerate(digests) if d != table.digest()]:
             raise RankError(f"table: ranks {others} have another one than rank {self.rank}")
         if table.ranks != self.ranks:
@@ -112,8 +113,8 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor | None]:
         """``kda_core.chunk_kda`` over the sequences of the table; all ranks call it, with the same options.
 
-        The host waits for the other ranks where something is exchanged, for ranks first tell each other that all is well,
-        but not for what its device has to compute; where `final_state_on` is "all" it then waits for that as well.
+        The host waits for the hosts of the other ranks where something is exchanged, for ranks first tell each other that all
+        is well. Over NCCL it waits for no device.
 
         Args:
             q, k, v, g, beta: the tokens of this rank, [1, T_rank, ...], in the order of its fragments; else as in
@@ -194,7 +195,8 @@ class ContextParallel:
         o = checked.q.new_empty((1, s.T, s.HV, s.V))
         summarised = self._summarised(self.rank)
         rows = o.new_zeros((len(summarised), s.HV, s.K, s.V + s.K), dtype=s.state_dtype)
-        parts, name = self._parts(checked, backend) if own else ([], backend or "")
+        known, name = self._planned(checked, backend) if own else ([], backend or "")
+        parts = [part.fresh() for part in known]
         for part in parts:
             if not part.crossing:
                 continue  # its turn comes while the others' rows are on their way
@@ -204,8 +206,20 @@ class ContextParallel:
                 rows[summarised.index(own[i])] = row
         return _Local(checked, name, o, parts, rows)
 
+    def _planned(self, inputs: KdaInputs, backend: str | None) -> tuple[list[Part], str]:
+        """This rank's fragments, planned, and the name of the backend; kept from call to call as core keeps what it finds out
+        about calls, for devices wait while a host plans."""
+        current = registry.REGISTRY.plans  # another one whenever answers may have changed
+        made_with, known = self._plans
+        if made_with is not current:
+            known = {}
+            self._plans = current, known
+        key = (inputs.shape, inputs.q.device, backend, registry.REGISTRY.rules(backend))
+        if key not in known:
+            known[key] = self._parts(inputs, backend)
+        return known[key]
+
     def _parts(self, inputs: KdaInputs, backend: str | None) -> tuple[list[Part], str]:
-        """This rank's fragments, planned, and the name of the backend."""
         own, s = self.table.of_rank(self.rank), inputs.shape
         crossing = [f.stop - f.start < self.table.lengths[f.sequence] for f in own]
         # two parts need two ranges of tokens: copies would cost more than what is gained by overlap
@@ -220,7 +234,7 @@ class ContextParallel:
         for group in groups:
             begins = [own[i].start == 0 for i in group]
             ends = [own[i].stop == self.table.lengths[own[i].sequence] for i in group]
-            part = Part.planned([whole[i][0] for i in group], begins, ends, inputs, choice)
+            part = planned([whole[i][0] for i in group], begins, ends, inputs, choice)
             for shape in part.shapes(s):
                 registry.REGISTRY.resolve(shape, choice.spec.name)
             parts.append(part)
@@ -270,16 +284,17 @@ class ContextParallel:
         s, own = local.inputs.shape, self.table.of_rank(self.rank)
         here = sorted({own[i].sequence for i in part.fragments})
         chains = [self.table.of_sequence(n) for n in here]
-        zeros = self._zeros(s, local.o)
-        initial = [zeros if (at := self._initial(local.inputs, chain[0])) is None else at for chain in chains]
-        exits = [[rows[f][..., : s.V] for f in chain[:-1]] for chain in chains]
-        M = [[rows[f][..., s.V :] for f in chain[1:-1]] for chain in chains]
-        states = {
-            f: state
-            for chain, found in zip(chains, merge_by(part.backend, initial, exits, M))
-            for f, state in zip(chain, found)
-        }
-        return [states[own[i]] for i in part.fragments]
+        fragments = [f for chain in chains for f in chain]
+        bounds = [*accumulate(map(len, chains), initial=0)]
+        none = local.rows.new_zeros((s.HV, s.K, s.V + s.K))  # of the last ones, and nothing depends on it
+        exits, M = torch.stack([rows.get(f, none) for f in fragments]).split((s.V, s.K), -1)
+        states = local.rows.new_zeros((len(fragments), s.HV, s.K, s.V))
+        for chain, at in zip(chains, bounds):
+            if (first := self._initial(local.inputs, chain[0])) is not None:
+                states[at].copy_(first)
+        merge_pieces(part.backend, bounds, states, exits.contiguous(), M.contiguous())
+        found = dict(zip(fragments, states.unbind()))
+        return [found[own[i]] for i in part.fragments]
 
     @staticmethod
     def _zeros(s: ProblemShape, like: Tensor) -> Tensor:
@@ -296,10 +311,13 @@ class ContextParallel:
     def _all_gather(self, x: Tensor, counts: list[int]) -> Callable[[], list[Tensor]]:
         """Begins to gather each rank's first dimension, of the given sizes, padded to the largest on the way. What it returns
         waits: on a GPU the stream does, not the host."""
-        padded = x.new_zeros((max(counts), *x.shape[1:]), device=self._device)
-        padded[: len(x)] = x
-        parts = [torch.empty_like(padded) for _ in counts]
-        work = dist.all_gather(parts, padded, group=self.group, async_op=True)
+        most = max(counts)
+        padded = x
+        if len(x) < most or x.device != self._device:
+            padded = x.new_zeros((most, *x.shape[1:]), device=self._device)
+            padded[: len(x)] = x
+        parts = padded.new_empty((self.ranks, *padded.shape))
+        work = _all_gather_single(parts.flatten(0, 1), padded, group=self.group, async_op=True)
 
         def wait() -> list[Tensor]:
             work.wait()
@@ -310,16 +328,15 @@ class ContextParallel:
     def _agree(self, error: Exception | None, signature: str) -> None:
         """Raises on every rank where one has failed or has another signature; `error` itself where it happened."""
         digest = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:7], "big")
-        with contextlib.nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
-            mine = torch.tensor([error is not None, digest], dtype=torch.int64, device=self._device)
-            parts = [torch.empty_like(mine) for _ in range(self.ranks)]
-            dist.all_gather(parts, mine, group=self.group)
-            told = torch.stack(parts).tolist()
+        mine = torch.tensor([error is not None, digest], dtype=torch.int64)
+        parts = mine.new_empty(2 * self.ranks)
+        _all_gather_single(parts, mine, group=_host_group(self.group))
+        told = parts.view(-1, 2).tolist()
         if not any(failed for failed, _ in told) and all(d == digest for _, d in told):
             return
         said: list[str] = [""] * self.ranks  # every rank knows of the failure, so every rank is here
         words = signature if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(said, words, group=self.group)
+        dist.all_gather_object(said, words, group=_host_group(self.group))
         if error is not None:
             raise error
         failed = [f"rank {r} failed: {said[r]}" for r, (bad, _) in enumerate(told) if bad]
@@ -327,6 +344,51 @@ class ContextParallel:
         raise RankError(
             "; ".join(failed) if failed else "ranks called with different arguments: " + "; ".join(differing)
         )
+
+
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """The backend of a group for each type of device that it serves."""
+    pairs = dist.get_backend_config(group).split(",")
+    return dict(pair.split(":") for pair in pairs)
+
+
+#: For each group without collectives of the host, the one that `_host_group` has made. torch holds both until they are
+#: destroyed; whoever held a group of gloo's at the interpreter's end would see its threads abort the process.
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, ReferenceType[dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def _host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of the same ranks, the group itself if it can, whose collectives the host carries out. Word that all is well then
+    takes no turn on the devices, which may be under kernels that leave room for no other until they end."""
+    known = dist.group.WORLD if group is None else group
+    assert known is not None  # or its ranks could not have been asked
+    if "cpu" in _backends(known):
+        return known
+    found = _host_groups[known]() if known in _host_groups else None
+    if found is None:
+        found = dist.new_group(
+            dist.get_process_group_ranks(known),
+            backend="gloo",
+            use_local_synchronization=True,  # ranks of no concern are not here
+            group_desc="kda_cp: agreement",
+        )
+        _host_groups[known] = ref(found)
+    return found
+
+
+@atexit.register
+def _destroy_host_groups() -> None:
+    """For programs that end without `destroy_process_group`, which over NCCL goes well."""
+    if dist.is_initialized():
+        for found in [held() for held in _host_groups.values()]:
+            if found is not None:
+                dist.destroy_process_group(found)
+
+
+def _all_gather_single(output: Tensor, x: Tensor, **options: Any) -> Any:
+    """The collective by its name since torch 2.13, or by the one before, which warns since then."""
+    single = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    return getattr(dist, single)(output, x, **options)
 
 
 def _attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:

@@ -8,7 +8,7 @@ small beside the summaries, and neither TF32 settings nor autocast reach fp64 pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,28 +46,33 @@ def merge(
     return states
 
 
-def merge_by(
-    backend: Any,
-    initial: Sequence[Tensor],
-    exits: Sequence[Sequence[Tensor]],
-    transitions: Sequence[Sequence[Tensor]],
-) -> list[list[Tensor]]:
-    """As `merge`, but by the backend's kernel where it has one (`kda_core.backend.SupportsMerge`): in one launch, and in
-    fp32, so that fp64 transitions are not given to it. They are merged as if they were states, which asks for K = V."""
-    steps = [m for Ms in transitions for m in Ms]
-    fits = all(m.dtype == torch.float32 and m.shape == initial[0].shape for m in steps)
-    if not steps or not fits or not isinstance(backend, SupportsMerge):
-        return merge(initial, exits, transitions)
-    bounds = list(accumulate((len(ends) + 1 for ends in exits), initial=0))
-    # Places for the transition of a first piece, and for both of a last one, which the result does not depend on.
-    zero = torch.zeros_like(steps[0])
-    B = torch.stack([e.to(torch.float32) for ends in exits for e in (*ends, zero)])
-    M = torch.stack([m for ends, Ms in zip(exits, transitions) for m in (*[zero][: len(ends)], *Ms, zero)])
-    states = torch.zeros_like(B)
-    for at, state in zip(bounds, initial):
-        states[at].copy_(state)
-    backend.merge_segments(states, B, M, upload(bounds, torch.int32, B.device)[0])
-    return [list(states[a:b].unbind()) for a, b in pairwise(bounds)]
+def merge_pieces(
+    backend: Any, bounds: Sequence[int], states: Tensor, exits: Tensor, transitions: Tensor
+) -> None:
+    """As `merge`, of pieces that lie one after the other; by the backend's kernel where it has one and states are fp32.
+
+    Args:
+        backend: that may be a `kda_core.backend.SupportsMerge`.
+        bounds: where the pieces of each sequence begin, and the number P of all.
+        states: [P, HV, K, V]; those at the first pieces are given, the others overwritten.
+        exits: [P, HV, K, V], from the given state of first pieces, else from zeros.
+        transitions: [P, HV, K, K].
+    """
+    if isinstance(backend, SupportsMerge) and states.dtype == torch.float32:
+        backend.merge_segments(states, exits, transitions, upload(bounds, torch.int32, states.device)[0])
+        return
+    spans = [slice(a, b) for a, b in pairwise(bounds)]
+    merged = merge(
+        [states[span.start] for span in spans],
+        [exits[span][:-1].unbind() for span in spans],
+        [transitions[span][1:-1].unbind() for span in spans],
+    )
+    states.copy_(torch.stack([state for found in merged for state in found]))
+
+
+def affine(M: Tensor, S: Tensor, B: Tensor) -> Tensor:
+    """M S + B of [HV, K, K] and [HV, K, ...], computed as in `merge`; in the dtype of B."""
+    return torch.baddbmm(B.to(torch.float64), M.to(torch.float64), S.to(torch.float64)).to(B.dtype)
 
 
 def _join(parts: list[Tensor]) -> Tensor:

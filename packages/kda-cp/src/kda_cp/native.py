@@ -7,17 +7,16 @@ stays below `WORKSPACE_BYTES`, a long call goes in windows of tokens; the state 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda_core import contract
-from kda_core.backend import SupportsMerge
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import BackendContractError
-from kda_cp.merge import merge
+from kda_cp.merge import merge_pieces
 from kda_cp.pieces import Piece, aligned, piece_inputs, run_shape, upload
 from kda_cp.plan import GRANULE, Plan, windows
 
@@ -99,28 +98,13 @@ def _run_window(
         backend.summarize(
             piece_inputs(inputs, pieces, summary, starts), exits, transitions, outputs.workspace
         )
-        _merge(window, starts, exits, transitions, backend)
+        merge_pieces(backend, (*_firsts(window), len(starts)), starts, exits, transitions)
         call = backend.run_segments
     states = starts.mT if shape.options.state_v_first else starts
     if (returned := call(piece_inputs(inputs, pieces, shape, states), outputs)) is not outputs:
         raise BackendContractError(
             f"{type(backend).__name__}.{call.__name__} returned {type(returned).__name__}, not the outputs it was given"
         )
-
-
-def _merge(window: Window, starts: Tensor, exits: Tensor, transitions: Tensor, backend: Any) -> None:
-    """Overwrites `starts` with the true states at the starts of all pieces."""
-    if isinstance(backend, SupportsMerge):
-        bounds = upload((*_firsts(window), len(starts)), torch.int32, starts.device)[0]
-        backend.merge_segments(starts, exits, transitions, bounds)
-        return
-    spans = [slice(a, b) for a, b in pairwise([*_firsts(window), len(starts)])]
-    merged = merge(
-        [starts[span.start] for span in spans],
-        [exits[span][:-1].unbind() for span in spans],
-        [transitions[span][1:-1].unbind() for span in spans],
-    )
-    starts.copy_(torch.stack([state for s in merged for state in s]))
 
 
 # ---- windows
