@@ -4,10 +4,13 @@
     torchrun --standalone --nproc-per-node 4 benchmarks/multi_gpu.py
     torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --T 2048 --H 2 --repeats 1   # on CPUs
 
-Every rank draws the whole inputs from one seed, runs its fragments, and compares them with a run of its own GPU alone. A time
-is that of the slowest rank, from a barrier on. Rows go to ``benchmarks/results/<gpu>/cp_multi_gpu.json``: T, H, gates, ranks,
-fragments (the form of the table), median_ms, single_ms and single_plan (the best of one GPU: serial, the planner's choice,
-uniform plans of 2 to 64 pieces), difference (relative, of o to one GPU's, the largest over ranks), and run.
+Every rank draws the whole inputs from one seed, runs its fragments, and compares them with a run of its own GPU alone. Times
+are those of the slowest rank. Rows go to ``benchmarks/results/<gpu>/cp_multi_gpu.json``: T, H, gates, ranks, fragments (the
+form of the table); median_ms, the devices' time from the moment that all of them come to the call, with the L2 flushed and the
+call already enqueued, as in a loop of calls (null on CPUs); eager_ms, from a barrier of the hosts to the end of the last rank,
+the hosts' work included; single_ms and single_eager_ms, the same of the best that one GPU does: serial, the planner's choice,
+uniform plans of 2 to 64 pieces; single_plan, which one; difference (relative, of o to one GPU's, the largest over ranks);
+and run.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 import run as runs
 import torch
 import torch.distributed as dist
+from measure import FLUSH_BYTES
 from torch import Tensor
 
 from kda_core import chunk_kda
@@ -33,6 +37,7 @@ from kda_cp.distributed import ContextParallel, FragmentTable
 
 UNIFORM = (2, 4, 8, 12, 16, 24, 32, 48, 64)
 TABLES = {"contiguous": FragmentTable.contiguous, "zigzag": FragmentTable.zigzag}
+BUSY = 120  # flushes before a call: some 20 ms, in which hosts enqueue it
 KEY = ("T", "H", "gates", "ranks", "fragments")
 
 
@@ -42,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--T", type=int, default=1 << 20)
     p.add_argument("--H", type=int, default=8)
     p.add_argument("--gates", default="slow")
-    p.add_argument("--fragments", choices=TABLES, default="contiguous")
+    p.add_argument("--fragments", nargs="+", choices=TABLES, default=[*TABLES])
     p.add_argument("--backend", help="of kda-core (default: the best one)")
     p.add_argument("--repeats", type=int, default=20)
     p.add_argument("--out", type=Path, help="the JSON file")
@@ -55,45 +60,49 @@ def main(argv: list[str] | None = None) -> int:
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         with torch.inference_mode():
-            row = _measure(args, device)
+            rows, rank = _measure(args, device), dist.get_rank()
     finally:
         dist.destroy_process_group()
-    if row is not None:
+    if rank == 0:
         about = runs._describe(device, argv)
-        about["command"] = f"torchrun --nproc-per-node {row['ranks']} benchmarks/multi_gpu.py " + " ".join(
-            about["command"].split()[1:]
-        )
+        command = ["torchrun", "--nproc-per-node", str(rows[0]["ranks"]), "benchmarks/multi_gpu.py"]
+        about["command"] = " ".join([*command, *about["command"].split()[1:]])
         path = args.out or runs.RESULTS / about["device"] / "cp_multi_gpu.json"
-        runs.save(path, about, [row | {"run": about["id"]}], KEY)
-        print(f"{row['median_ms']:.3f} ms on {row['ranks']} ranks, {row['single_ms']:.3f} ms on one; {path}")
+        runs.save(path, about, [row | {"run": about["id"]} for row in rows], KEY)
+        for row in rows:
+            print(
+                f"{row['ranks']} ranks, {row['fragments']}: {_show(row, '')}; one, {row['single_plan']}: {_show(row, 'single_')}"
+            )
+        print(path)
     return 0
 
 
-def _measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any] | None:
-    """The row, on rank 0."""
+def _measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each table."""
     x = dict(make_inputs(args.gates, args.T, H=args.H, device=device, seed=0).arguments)
-    table = TABLES[args.fragments]((args.T,), dist.get_world_size())
-    cp = ContextParallel(None, table)
-    mine = x | {n: table.shard(x[n], cp.rank) for n in ("q", "k", "v", "g", "beta")}
-    call = lambda: cp.chunk_kda(**mine, output_final_state=True, backend=args.backend)
-    o, _ = call()
-    single_ms, single_plan, whole = _best_single(x, args, device)
-    parts = table.shard(whole, cp.rank).float()
-    difference = torch.tensor(((o.float() - parts).norm() / parts.norm()).item(), device=device)
-    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
-    median = statistics.median(_slowest(call, device) for _ in range(args.repeats))
-    if cp.rank:
-        return None
-    return {
-        "T": args.T, "H": args.H, "gates": args.gates, "ranks": cp.ranks, "fragments": args.fragments,
-        "median_ms": median, "single_ms": single_ms, "single_plan": single_plan, "difference": difference.item(),
-    }  # fmt: skip
+    single, whole = _best_single(x, args, device)
+    rows = []
+    for name in args.fragments:
+        table = TABLES[name]((args.T,), dist.get_world_size())
+        cp = ContextParallel(None, table)
+        mine = x | {n: table.shard(x[n], cp.rank) for n in ("q", "k", "v", "g", "beta")}
+        call = lambda cp=cp, mine=mine: cp.chunk_kda(**mine, output_final_state=True, backend=args.backend)
+        o, _ = call()
+        parts = table.shard(whole, cp.rank).float()
+        difference = torch.tensor(((o.float() - parts).norm() / parts.norm()).item(), device=device)
+        dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+        device_ms, eager_ms = _times(call, device, args.repeats)
+        rows.append({
+            "T": args.T, "H": args.H, "gates": args.gates, "ranks": cp.ranks, "fragments": name,
+            "median_ms": device_ms, "eager_ms": eager_ms, **single, "difference": difference.item(),
+        })  # fmt: skip
+    return rows
 
 
 def _best_single(
     x: dict[str, Any], args: argparse.Namespace, device: torch.device
-) -> tuple[float, str, Tensor]:
-    """Milliseconds of the best plan of one GPU, on the slowest rank; which one; and its o, of the serial call."""
+) -> tuple[dict[str, Any], Tensor]:
+    """The fields of a row on the best plan of one GPU, on the slowest rank; and its o, of the serial call."""
     plans: dict[str, Any] = {"serial": "off", "auto": "auto"}
     plans |= {f"uniform {n}": Plan.uniform((args.T,), n) for n in UNIFORM}
     times = {}
@@ -102,13 +111,41 @@ def _best_single(
             **x, output_final_state=True, backend=args.backend, context_parallel=plan
         )
         call()
-        times[name] = statistics.median(_slowest(call, device) for _ in range(args.repeats))
-    best = min(times, key=lambda name: times[name])
+        times[name] = _times(call, device, args.repeats)
+    best = min(times, key=lambda name: times[name][0] or times[name][1])
     o, _ = chunk_kda(**x, backend=args.backend, context_parallel="off")
-    return times[best], best, o
+    device_ms, eager_ms = times[best]
+    return {"single_ms": device_ms, "single_eager_ms": eager_ms, "single_plan": best}, o
 
 
-def _slowest(call: Callable[[], Any], device: torch.device) -> float:
+def _times(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float | None, float]:
+    """Medians of `_device_ms`, None on a CPU, and of `_eager_ms`."""
+    eager = statistics.median(_eager_ms(call, device) for _ in range(repeats))
+    if device.type == "cpu":
+        return None, eager
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    return statistics.median(_device_ms(call, flush) for _ in range(repeats)), eager
+
+
+def _device_ms(call: Callable[[], Any], flush: Tensor) -> float:
+    """Milliseconds of one call on the slowest device, from the moment that all of them come to it."""
+    for _ in range(BUSY):
+        flush.zero_()
+    dist.all_reduce(flush[:1], op=dist.ReduceOp.MAX)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    waited = start.query()
+    torch.cuda.synchronize()
+    took = torch.tensor([start.elapsed_time(end), waited], dtype=torch.float64, device=flush.device)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    if took[1]:
+        raise RuntimeError("a device came to the call before its host had enqueued it; raise BUSY")
+    return took[0].item()
+
+
+def _eager_ms(call: Callable[[], Any], device: torch.device) -> float:
     """Milliseconds of one call of all ranks, from a barrier to the end of the slowest."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     dist.barrier()
@@ -119,6 +156,11 @@ def _slowest(call: Callable[[], Any], device: torch.device) -> float:
     took = torch.tensor((time.perf_counter() - start) * 1e3, dtype=torch.float64, device=device)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
     return took.item()
+
+
+def _show(row: dict[str, Any], which: str) -> str:
+    device, eager = row[f"{which}ms" if which else "median_ms"], row[f"{which}eager_ms"]
+    return f"device {'-' if device is None else f'{device:.3f}'} ms, eager {eager:.3f} ms"
 
 
 if __name__ == "__main__":

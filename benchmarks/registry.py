@@ -1,6 +1,7 @@
 """The benchmark cases: shapes and the tables that they belong to. Nothing here touches a GPU.
 
-Every case runs with each family of gates (`kda_core.testing`): steep, slow, memory. Packed cases name their lengths.
+Every case runs with each family of gates (`kda_core.testing`): steep, slow, memory; and, where a run asks for them, with
+`UNBOUNDED` ones. Packed cases name their lengths.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 GATES = ("steep", "slow", "memory")
+#: The inputs of a family without its lower bound: gates in the softplus form, which may lie below -5.
+UNBOUNDED = {f"{family}-unbounded": family for family in ("steep", "slow")}
 # Tables. Those of prefill are measured on every architecture, "blackwell" on that one; a case that several have is of the first.
 PREFILL, CONTEXT_PARALLEL = ("public", "gva", "varlen", "blackwell"), ("cp", "cp-h16", "cp-1m")
 

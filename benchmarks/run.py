@@ -3,6 +3,7 @@
     python benchmarks/run.py                          # a small selection that fits this machine
     python benchmarks/run.py --table public --impl kda-sm90 fla
     python benchmarks/run.py --table gva --hv 32 --gates slow
+    python benchmarks/run.py --table public --gates slow-unbounded steep-unbounded
     python benchmarks/run.py --table public gva varlen blackwell      # all of prefill that is published for Blackwell
     python benchmarks/run.py --table cp cp-h16 cp-1m --brute-force
 
@@ -86,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--case", nargs="+", help="cases by name, of these groups or of prefill; see registry.py")
     p.add_argument("--hv", type=int, help="value heads of the gva table (default 64)")
-    p.add_argument("--gates", nargs="+", choices=registry.GATES, default=list(registry.GATES))
+    p.add_argument(
+        "--gates", nargs="+", choices=(*registry.GATES, *registry.UNBOUNDED), default=list(registry.GATES)
+    )
     p.add_argument("--impl", nargs="+", help="kda-<backend>, reference, fla (default: all that run here)")
     p.add_argument("--repeats", type=int, default=20, help="timed repetitions a row")
     p.add_argument(
@@ -149,14 +152,18 @@ def _drawn(groups: list[tuple[registry.Case, str]]) -> Iterator[Inputs]:
     if not groups:
         return
     with ThreadPoolExecutor(1) as pool:
-        draw = lambda c, gates: pool.submit(
-            make_inputs, gates, c.T, B=c.B, H=c.H, HV=c.HV, lengths=c.lengths or None, seed=0
-        )
+        draw = lambda c, gates: pool.submit(_inputs, c, gates)
         following = draw(*groups[0])
         for group in groups[1:]:
             x, following = following.result(), draw(*group)
             yield x
         yield following.result()
+
+
+def _inputs(case: registry.Case, gates: str) -> Inputs:
+    family = registry.UNBOUNDED.get(gates, gates)
+    x = make_inputs(family, case.T, B=case.B, H=case.H, HV=case.HV, lengths=case.lengths or None, seed=0)
+    return x if family == gates else x.replace(lower_bound=None)
 
 
 def _measure(
@@ -240,7 +247,7 @@ def _line(row: dict[str, Any]) -> str:
     show = lambda x: "-" if x is None else f"{x:.2e}"
     device = "-" if row["median_ms"] is None else f"{row['median_ms']:.3f}"
     return (
-        f"{row['case']:<28} {row['gates']:<7} {row['impl']:<10} device {device} ms, eager {row['eager_ms']:.3f} ms, "
+        f"{row['case']:<28} {row['gates']:<15} {row['impl']:<10} device {device} ms, eager {row['eager_ms']:.3f} ms, "
         f"error o {show(row['error_o'])} state {show(row['error_state'])}"
     )
 

@@ -124,6 +124,15 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch):
         run.main([*command, "memory", "--resume"])
 
 
+def test_unbounded_gates_are_a_family_without_its_bound(registry):
+    import run
+
+    case = registry.fixed("public", 1, 100, 2)
+    x, bounded = (run._inputs(case, gates).arguments for gates in ("slow-unbounded", "slow"))
+    assert bounded["lower_bound"] == -5.0 and "lower_bound" not in x and x["use_gate_in_kernel"]
+    assert x["g"].equal(bounded["g"]) and {*registry.UNBOUNDED.values()} < {*registry.GATES}
+
+
 def test_host_time_is_measured_on_any_machine():
     command = [sys.executable, "host.py", "--backend", "nothing", "--T", "5", "--calls", "2", "--rounds", "1"]
     done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=False)
@@ -207,8 +216,8 @@ def test_several_ranks_are_measured_against_one(tmp_path, registry):
     done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=False, env=LOOPBACK)
     assert done.returncode == 0, done.stderr
     data = json.loads(out.read_text())
-    (row,) = data["rows"]
-    assert (row["ranks"], row["T"], row["fragments"]) == (2, 300, "contiguous") and row["difference"] < 1e-3
+    assert [row["fragments"] for row in data["rows"]] == ["contiguous", "zigzag"]
+    assert all((row["ranks"], row["T"]) == (2, 300) and row["difference"] < 1e-3 for row in data["rows"])
     import report
 
     assert "| 1, 300, 1 | slow | 2 |" in report.rendered("cp_multi_gpu", data, "cpu", None)[1]
