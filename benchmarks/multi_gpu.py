@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     try:
         with torch.inference_mode():
             rows, rank = _measure(args, device), dist.get_rank()

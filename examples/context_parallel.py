@@ -25,7 +25,7 @@ if args.cuda:
     torch.cuda.set_device(device)
 else:
     device = torch.device("cpu")
-dist.init_process_group("nccl" if args.cuda else "gloo")
+dist.init_process_group("cpu:gloo,cuda:nccl" if args.cuda else "gloo")
 
 # Inputs of the whole batch, the same on all ranks; a training or serving job loads only what its rank holds.
 H, D = 4, 128

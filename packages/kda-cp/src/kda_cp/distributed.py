@@ -14,13 +14,12 @@ Where no sequence crosses ranks, nothing is exchanged. Forward only.
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -60,8 +59,9 @@ class ContextParallel:
     """Calls of KDA on packed sequences that are spread over the ranks of a group.
 
     Args:
-        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group. Beside a group that serves GPUs alone (NCCL) a
-            gloo group of the same ranks is made, once, through which the hosts agree.
+        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group. On GPUs best one of
+            ``init_process_group("cpu:gloo,cuda:nccl")``: hosts then agree through gloo. Through NCCL alone they wait for room on
+            their devices.
         table: who holds what; the same on all ranks, which are asked once, here.
 
     Raises:
@@ -77,10 +77,14 @@ class ContextParallel:
         self.group, self.table = group, table
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._plans: tuple[Any, dict[Any, tuple[list[Part], str]]] = None, {}
-        nccl = _backends(group).get("cuda") == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        host, nccl = torch.device("cpu"), served.get("cuda") == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else host
+        # Where ranks agree: on the host if the group can, else at least beside what is under way on the caller's stream.
+        self._words = host if "cpu" in served else self._device
+        self._aside = None if self._words == host else torch.cuda.Stream(self._device)
         digests: list[str] = [""] * self.ranks
-        dist.all_gather_object(digests, table.digest(), group=_host_group(group))
+        dist.all_gather_object(digests, table.digest(), group=group)
         if others := [r for r, d in enumerate(digests) if d != table.digest()]:
             raise RankError(f"table: ranks {others} have another one than rank {self.rank}")
         if table.ranks != self.ranks:
@@ -114,7 +118,7 @@ class ContextParallel:
         """``kda_core.chunk_kda`` over the sequences of the table; all ranks call it, with the same options.
 
         The host waits for the hosts of the other ranks where something is exchanged, for ranks first tell each other that all
-        is well. Over NCCL it waits for no device.
+        is well. With gloo for the hosts and NCCL for the GPUs it waits for no device.
 
         Args:
             q, k, v, g, beta: the tokens of this rank, [1, T_rank, ...], in the order of its fragments; else as in
@@ -254,7 +258,7 @@ class ContextParallel:
     def _exchange(self, local: _Local) -> Callable[[], dict[Fragment, Tensor]]:
         """Begins to gather the rows (B | M) [HV, K, V + K] of all fragments that others follow, and gives what waits for them."""
         if not self.table.crosses:
-            return dict
+            return lambda: dict(zip(self._summarised(self.rank), local.rows))
         counts = [len(self._summarised(r)) for r in range(self.ranks)]
         gathered = self._all_gather(local.rows, counts)
         return lambda: {
@@ -287,7 +291,8 @@ class ContextParallel:
         fragments = [f for chain in chains for f in chain]
         bounds = [*accumulate(map(len, chains), initial=0)]
         none = local.rows.new_zeros((s.HV, s.K, s.V + s.K))  # of the last ones, and nothing depends on it
-        exits, M = torch.stack([rows.get(f, none) for f in fragments]).split((s.V, s.K), -1)
+        known = [rows[f] if f.stop < self.table.lengths[f.sequence] else none for f in fragments]
+        exits, M = torch.stack(known).split((s.V, s.K), -1)
         states = local.rows.new_zeros((len(fragments), s.HV, s.K, s.V))
         for chain, at in zip(chains, bounds):
             if (first := self._initial(local.inputs, chain[0])) is not None:
@@ -328,15 +333,16 @@ class ContextParallel:
     def _agree(self, error: Exception | None, signature: str) -> None:
         """Raises on every rank where one has failed or has another signature; `error` itself where it happened."""
         digest = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:7], "big")
-        mine = torch.tensor([error is not None, digest], dtype=torch.int64)
-        parts = mine.new_empty(2 * self.ranks)
-        _all_gather_single(parts, mine, group=_host_group(self.group))
-        told = parts.view(-1, 2).tolist()
+        with contextlib.nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
+            mine = torch.tensor([error is not None, digest], dtype=torch.int64, device=self._words)
+            parts = mine.new_empty(2 * self.ranks)
+            _all_gather_single(parts, mine, group=self.group)
+            told = parts.view(-1, 2).tolist()
         if not any(failed for failed, _ in told) and all(d == digest for _, d in told):
             return
         said: list[str] = [""] * self.ranks  # every rank knows of the failure, so every rank is here
         words = signature if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(said, words, group=_host_group(self.group))
+        dist.all_gather_object(said, words, group=self.group)
         if error is not None:
             raise error
         failed = [f"rank {r} failed: {said[r]}" for r, (bad, _) in enumerate(told) if bad]
@@ -344,45 +350,6 @@ class ContextParallel:
         raise RankError(
             "; ".join(failed) if failed else "ranks called with different arguments: " + "; ".join(differing)
         )
-
-
-def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """The backend of a group for each type of device that it serves."""
-    pairs = dist.get_backend_config(group).split(",")
-    return dict(pair.split(":") for pair in pairs)
-
-
-#: For each group without collectives of the host, the one that `_host_group` has made. torch holds both until they are
-#: destroyed; whoever held a group of gloo's at the interpreter's end would see its threads abort the process.
-_host_groups: WeakKeyDictionary[dist.ProcessGroup, ReferenceType[dist.ProcessGroup]] = WeakKeyDictionary()
-
-
-def _host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group of the same ranks, the group itself if it can, whose collectives the host carries out. Word that all is well then
-    takes no turn on the devices, which may be under kernels that leave room for no other until they end."""
-    known = dist.group.WORLD if group is None else group
-    assert known is not None  # or its ranks could not have been asked
-    if "cpu" in _backends(known):
-        return known
-    found = _host_groups[known]() if known in _host_groups else None
-    if found is None:
-        found = dist.new_group(
-            dist.get_process_group_ranks(known),
-            backend="gloo",
-            use_local_synchronization=True,  # ranks of no concern are not here
-            group_desc="kda_cp: agreement",
-        )
-        _host_groups[known] = ref(found)
-    return found
-
-
-@atexit.register
-def _destroy_host_groups() -> None:
-    """For programs that end without `destroy_process_group`, which over NCCL goes well."""
-    if dist.is_initialized():
-        for found in [held() for held in _host_groups.values()]:
-            if found is not None:
-                dist.destroy_process_group(found)
 
 
 def _all_gather_single(output: Tensor, x: Tensor, **options: Any) -> Any:

@@ -42,10 +42,9 @@ def planned(
         [Piece(p.sequence, i, p.start + at, n) for i, (at, n) in enumerate(zip(accumulate(cuts, initial=0), cuts))]
         for p, cuts in zip(whole, plan.pieces)
     ]  # fmt: skip
-    part = Part(pieces, begins, ends, choice.backend, run_shape(s, pieces))
-    return (
-        NativePart(pieces, begins, ends, choice.backend, part.shape) if native and part.summarises else part
-    )
+    summarises = not all(ends) or any(len(cuts) > 1 for cuts in pieces)
+    kind = NativePart if native and summarises else Part
+    return kind(pieces, begins, ends, choice.backend, run_shape(s, pieces))
 
 
 @dataclass
@@ -84,10 +83,6 @@ class Part:
         """Whether a state comes from another rank or goes to one."""
         return not all((*self.begins, *self.ends))
 
-    @property
-    def summarises(self) -> bool:
-        return bool(self.exits)
-
     def shapes(self, shape: ProblemShape) -> list[ProblemShape]:
         """The calls of the backend; `shape`: of the rank's inputs."""
         return [self.shape, *(summary_shape(shape, part) for part in (self.exits, self.inner) if part)]
@@ -101,7 +96,7 @@ class Part:
                 it is not known yet.
             o: [1, T_rank, HV, V], scratch memory: its first rows are overwritten, `run` comes later.
         """
-        if not self.summarises:
+        if not self.exits:
             return
         given = {s[0]: state for s, state in zip(self.pieces, first)}
         call = Caller(self.backend, self.shapes(inputs.shape)[1:], None, inputs.q)
@@ -139,17 +134,17 @@ class Part:
             The final state of each fragment by its number, where the call asks for final states.
         """
         x = self._run_inputs(inputs, self._piece_starts(starts))
-        final = o.new_empty(self.shape.state_shape, dtype=self.shape.state_dtype)
+        final = None
+        if self.shape.options.output_final_state:
+            final = o.new_empty(self.shape.state_shape, dtype=self.shape.state_dtype)
         at = self.flat[0].start
         mine = o[:, at : at + self.shape.T]
         written = aligned(mine)
-        self._run(x, written, final if self.shape.options.output_final_state else None)
+        self._run(x, written, final)
         if written is not mine:
             mine.copy_(written)
         last = accumulate(len(s) for s in self.pieces)
-        if not self.shape.options.output_final_state:
-            return {}
-        return {n: final[end - 1] for n, end in zip(self.fragments, last)}
+        return {} if final is None else {n: final[end - 1] for n, end in zip(self.fragments, last)}
 
     def _run_inputs(self, inputs: KdaInputs, states: Tensor) -> KdaInputs:
         states = (states.mT if self.shape.options.state_v_first else states).contiguous()

@@ -28,8 +28,8 @@ class Sm90Backend:
         return workspace_bytes(shape, sm_count())
 
     def prepare(self, shape: ProblemShape) -> None:
-        step = length_step(shape)
-        lengths = (n * step for n in range(LENGTH_STEPS + 1)) if shape.varlen else ()
+        told = shape.varlen and not shape.options.use_graph
+        lengths = (n * length_step(shape) for n in range(LENGTH_STEPS + 1)) if told else ()
         for config in {plan(shape, sm_count(), longest).config for longest in (None, *lengths)}:
             compiled(config)
 
