@@ -95,6 +95,7 @@ def test_streams_and_repeats_give_the_same_bits(strategy):
 
 
 def need(ranks):
+    """Skips by name on a machine with fewer GPUs; ``KDA_REQUIRE_ARCH`` asks for a kind of GPU, not for several."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"not run: needs {ranks} GPUs; this machine has {torch.cuda.device_count()}")
 

@@ -91,7 +91,8 @@ def chunk_kda(
         state_v_first: states are [V, K] instead of [K, V].
         cu_seqlens: [N+1] int32 or int64 on q's device, cumulative lengths of the sequences packed along T (B = 1).
             Values are read on the device, where they are clamped to [0, T].
-        cu_seqlens_cpu: the same values in host memory; they are checked, and allow planning without synchronisation.
+        cu_seqlens_cpu: the same values in host memory; they are checked, and let a planner and the backend choose by the
+            lengths without synchronisation, which changes no bit with `pin`.
         cp_context: FLA's context-parallel context; refused, no installed planner serves it yet.
         use_graph: the contents of `cu_seqlens` may change between CUDA-graph replays: nothing is derived from host
             copies, and ``cu_seqlens[-1]`` may be below T (rows of no sequence are not written).
