@@ -1,8 +1,8 @@
 """Makes the Markdown page and the plot of a results file: ``python benchmarks/report.py results/h200/prefill.json``.
 
 The page goes to ``docs/benchmarks/<device>.md``, the plot beside it (needs matplotlib); those of ``cp.json`` and
-``cp_multi_gpu.json`` to ``<device>-cp.md`` and, without a plot, ``<device>-cp-multi-gpu.md``. A speed-up is printed only where
-both errors of the row are at most 1.2 times the peer's: no figure stands over a wrong result.
+``cp_multi_gpu.json`` to ``<device>-cp.md`` and ``<device>-cp-multi-gpu.md``. A speed-up is printed only where both errors of the
+row are at most 1.2 times the peer's: no figure stands over a wrong result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
 PEER = "fla"
 ERROR_RATIO = 1.2
 SUFFIX = {"prefill": "", "cp": "-cp", "cp_multi_gpu": "-cp-multi-gpu"}  # of pages, by results file
-PLOTTED = ("", "-cp")
 BANDWIDTH = {"h200": 4.27e12}  # bytes/s that a device copy reaches, counting reads and writes
 
 
@@ -32,9 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     data = json.loads(args.results.read_text())
     device = data["runs"][-1]["device"]
     args.out.mkdir(parents=True, exist_ok=True)
-    suffix = SUFFIX[args.results.stem]
-    plotted = plot(data, args.out / f"{device}{suffix}.svg") if suffix in PLOTTED else None
-    name, text = rendered(args.results.stem, data, device, plotted)
+    kind = args.results.stem
+    bars = report_cp.multi_gpu_bars(data) if kind == "cp_multi_gpu" else data["rows"]
+    plotted = plot(bars, args.out / f"{device}{SUFFIX[kind]}.svg")
+    name, text = rendered(kind, data, device, plotted)
     (args.out / name).write_text(text)
     print(args.out / name)
     return 0
@@ -43,9 +43,8 @@ def main(argv: list[str] | None = None) -> int:
 def rendered(kind: str, data: dict[str, Any], device: str, plotted: str | None) -> tuple[str, str]:
     """Name and text of the page of a results file; `kind` is the file's name without ".json", `plotted` the plot's."""
     name = f"{device}{SUFFIX[kind]}.md"
-    if kind == "cp_multi_gpu":
-        return name, report_cp.multi_gpu_page(data, device)
-    return name, (report_cp.page if kind == "cp" else page)(data, device, plotted)
+    make = {"prefill": page, "cp": report_cp.page, "cp_multi_gpu": report_cp.multi_gpu_page}[kind]
+    return name, make(data, device, plotted)
 
 
 def floor_ms(row: dict[str, Any], device: str) -> float | None:
@@ -100,9 +99,9 @@ def _speedup(r: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return f"{peer['median_ms'] / r['median_ms']:.2f}x"
 
 
-def plot(data: dict[str, Any], path: Path) -> str | None:
+def plot(rows: list[dict[str, Any]], path: Path) -> str | None:
     """Bars of device time by case and implementation, slow gates; the file's name, or None without matplotlib."""
-    rows = registry.ordered([r for r in data["rows"] if r["gates"] == "slow" and r["median_ms"] is not None])
+    rows = registry.ordered([r for r in rows if r["gates"] == "slow" and r["median_ms"] is not None])
     try:
         import matplotlib
     except ImportError:

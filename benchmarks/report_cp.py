@@ -94,7 +94,7 @@ def _is_wrong(r: dict[str, Any], serial: dict[str, Any] | None) -> bool:
     return any(not r[e] <= ERROR_RATIO * serial[e] for e in ("error_o", "error_state"))
 
 
-def multi_gpu_page(data: dict[str, Any], device: str) -> str:
+def multi_gpu_page(data: dict[str, Any], device: str, plotted: str | None = None) -> str:
     """The page of sequences over several GPUs."""
     lines = [f"# Context parallelism over several GPUs, {data['runs'][-1]['device_name']}", ""]
     lines += ["Made by `benchmarks/report.py`; do not edit. Medians of the slowest rank: *device*, from the moment that all devices come",
@@ -102,6 +102,8 @@ def multi_gpu_page(data: dict[str, Any], device: str) -> str:
               "*one GPU* is the best of serial, the planner's choice and uniform plans. *difference* is that of o to one GPU's, relative",
               "Frobenius norm, the largest over ranks.", ""]  # fmt: skip
     lines += [_run(run) for run in data["runs"]]
+    if plotted:
+        lines += ["", f"![device time by GPUs]({plotted})"]
     names = ("B, T, H", "gates", "ranks", "table", "device ms", "one GPU", "speed-up", "eager ms", "one GPU", "speed-up",
              "plan of one GPU", "difference", "run")  # fmt: skip
     lines += ["", f"| {' | '.join(names)} |"]
@@ -114,6 +116,16 @@ def multi_gpu_page(data: dict[str, Any], device: str) -> str:
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def multi_gpu_bars(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows as bars of a plot, a case for each number of GPUs: the best of one GPU, and the tables'."""
+    bars = []
+    for r in sorted(data["rows"], key=lambda r: (r["T"], r["H"], r["ranks"])):
+        common = {"case": f"T={r['T']} H={r['H']}, {r['ranks']} GPUs", "gates": r["gates"]}
+        bars.append(common | {"impl": "one GPU", "median_ms": r["single_ms"]})
+        bars.append(common | {"impl": r["fragments"], "median_ms": r["median_ms"]})
+    return bars
 
 
 def _sped(ms: float | None, single: float | None) -> tuple[str, str, str]:
