@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 from kda_core import chunk_kda
 from kda_core.registry import record_calls
-from kda_core.testing import error, make_inputs, token_oracle
+from kda_core.testing import FAMILIES, error, make_inputs, token_oracle
 from kda_cp import Plan
 
 pytestmark = pytest.mark.arch((9, 0))
@@ -30,7 +30,7 @@ def call(family="slow"):
 
 
 @STRATEGIES
-@pytest.mark.parametrize("family", ["steep", "slow", "memory"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_errors_are_those_of_a_direct_call(family, strategy):
     x = call(family)
     want = token_oracle(**{n: v for n, v in x.items() if n != "backend"})
