@@ -2,16 +2,18 @@
 
     python benchmarks/host.py                      # the backends that run here, and `nothing`
     python benchmarks/host.py --backend sm90 --T 64 --H 1
+    python benchmarks/host.py --context-parallel auto off   # what asking the planner about a call costs: the difference
 
 The backend `nothing`, which this script registers, launches nothing: its row is the time of kda-core itself, with the
 allocation of o and of a workspace. Each figure is the median over rounds of (time of all calls) / calls, in
-microseconds; the GPU has finished before a round begins. A case whose kernels take longer than the host's work measures
-the GPU, once its queue is full.
+microseconds; the GPU has finished before a round begins, and the columns take turns, so that what slows a host slows all of
+them. A case whose kernels take longer than the host's work measures the GPU, once its queue is full.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -62,22 +64,24 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--backend", nargs="+", help="by name (default: nothing, and on a GPU all that run there)")
     p.add_argument("--T", type=int, default=64)
     p.add_argument("--H", type=int, default=1)
+    p.add_argument("--context-parallel", nargs="+", choices=("auto", "off"), default=["auto"])
     p.add_argument("--calls", type=int, default=1000, help="calls a round")
     p.add_argument("--rounds", type=int, default=9)
     args = p.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         _register(Path(folder))
-        names = args.backend or _backends(device)
+        columns = list(itertools.product(args.backend or _backends(device), args.context_parallel))
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         print(
             f"T={args.T} H={args.H} on {name}, torch {torch.__version__}: us a call, {args.calls} calls a round"
         )
-        print(f"{'case':<26}" + "".join(f"{n:>12}" for n in names))
+        print(f"{'case':<26}" + "".join(f"{' '.join(c):>14}" for c in columns))
         with torch.inference_mode():
             for case, x in cases(args.T, args.H, device).items():
-                row = [microseconds(x | {"backend": n}, n, args.calls, args.rounds) for n in names]
-                print(f"{case:<26}" + "".join(f"{us:12.1f}" for us in row), flush=True)
+                kinds = [x | {"backend": n, "context_parallel": cp} for n, cp in columns]
+                row = microseconds(kinds, args.calls, args.rounds)
+                print(f"{case:<26}" + "".join(f"{us:14.1f}" for us in row), flush=True)
     return 0
 
 
@@ -108,21 +112,24 @@ def cases(T: int, H: int, device: torch.device) -> dict[str, dict[str, Any]]:
     }
 
 
-def microseconds(x: dict[str, Any], backend: str, calls: int, rounds: int) -> float:
-    """Host time of one call of `rounds` times `calls`; asserts that `backend` serves it."""
-    synchronize: Callable[[], object] = torch.cuda.synchronize if x["q"].is_cuda else (lambda: None)
-    with record_calls() as ran:
-        kda_core.chunk_kda(**x)
-    assert [c.backend for c in ran] == [backend], ran
-    times = []
-    for _ in range(rounds):
+def microseconds(kinds: list[dict[str, Any]], calls: int, rounds: int) -> list[float]:
+    """Host time of one call of each kind, of `rounds` times `calls`; asserts that its `backend` serves it."""
+    synchronize: Callable[[], object] = (
+        torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    )
+    for x in kinds:
+        with record_calls() as ran:
+            kda_core.chunk_kda(**x)
+        assert [c.backend for c in ran] == [x["backend"]], ran
+    times: list[list[float]] = [[] for _ in kinds]
+    for _, (x, took) in itertools.product(range(rounds), zip(kinds, times, strict=True)):
         synchronize()
         start = time.perf_counter()
         for _ in range(calls):
             kda_core.chunk_kda(**x)
-        times.append(time.perf_counter() - start)
+        took.append((time.perf_counter() - start) / calls * 1e6)
     synchronize()
-    return statistics.median(times) / calls * 1e6
+    return [statistics.median(took) for took in times]
 
 
 def _register(folder: Path) -> None:
