@@ -57,7 +57,8 @@ class CallPlan:
         workspace_bytes: scratch memory of the call.
         planner: name and planner that is asked how to split the call, or None.
         plan: JSON of the plan that the caller gave, None where the planner makes one.
-        answers: what the planner has answered, in a tuple, by the lengths of a packed call that the host knows, or None.
+        answers: what the planner has answered, or the caller's plan, in a tuple, by the lengths of a packed call that the
+            host knows, or None.
     """
 
     shape: ProblemShape
@@ -193,17 +194,23 @@ def ask_planner(call: CallPlan, inputs: KdaInputs, lengths: tuple[int, ...] | No
     """
     if call.planner is None:
         return None
-    name, planner = call.planner
-    choice = call.choice
-    if call.plan is None:
-        answer = call.answers.get(lengths)
-        if answer is None:
-            answer = (planner.plan(inputs, choice.spec, choice.backend),)
-            if len(call.answers) >= MAX_ANSWERS:
-                call.answers.clear()
-            call.answers[lengths] = answer
-        return answer[0]
-    plan = planner.plan_from_json(call.plan)
+    answer = call.answers.get(lengths)
+    if answer is None:
+        if call.plan is None:
+            answer = (call.planner[1].plan(inputs, call.choice.spec, call.choice.backend),)
+        else:
+            answer = (_given_plan(call.plan, call, inputs),)
+        if len(call.answers) >= MAX_ANSWERS:
+            call.answers.clear()
+        call.answers[lengths] = answer
+    return answer[0]
+
+
+def _given_plan(text: str, call: CallPlan, inputs: KdaInputs) -> Plan:
+    """The caller's plan, if it fits the call."""
+    assert call.planner is not None
+    (name, planner), choice = call.planner, call.choice
+    plan = planner.plan_from_json(text)
     refusal = getattr(planner, "refusal", None)  # optional: kda_core.backend.SupportsRefusal
     if refusal is not None and (why := refusal(plan, inputs, choice.spec, choice.backend)) is not None:
         raise PlannerError(f"context_parallel: {name} cannot run this plan: {why}")

@@ -297,7 +297,7 @@ class ContextParallel:
         for chain, at in zip(chains, bounds):
             if (first := self._initial(local.inputs, chain[0])) is not None:
                 states[at].copy_(first)
-        merge_pieces(part.backend, bounds, states, exits.contiguous(), M.contiguous())
+        merge_pieces(part.kernel, bounds, states, exits.contiguous(), M.contiguous())
         found = dict(zip(fragments, states.unbind()))
         return [found[own[i]] for i in part.fragments]
 

@@ -3,13 +3,14 @@ pieces themselves, `kda_cp.native`."""
 
 from __future__ import annotations
 
+import contextlib
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from kda_core import contract
-from kda_core.backend import Backend, BackendSpec, SupportsSegments
+from kda_core.backend import Backend, BackendSpec
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cp import certificate, native
 from kda_cp.merge import merge
@@ -22,9 +23,11 @@ def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) ->
     """Executes a call by a plan that `refusal` has nothing against; returns `outputs`. Does not wait for a GPU."""
     if not plan.is_split:
         return backend.chunk_fwd(inputs, outputs)
-    with torch.no_grad(), torch.autocast(inputs.q.device.type, enabled=False):
-        if is_native(plan, backend):
-            native.run(plan, inputs, outputs, backend)
+    kind = inputs.q.device.type
+    casts = torch.is_autocast_enabled(kind)  # to turn off what is off takes longer than to ask
+    with torch.no_grad(), torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
+        if plan.strategy == "exact" and (how := native.execution(plan, inputs.shape, backend)) is not None:
+            native.run(how, inputs, outputs)
         else:
             call = Caller(backend, shapes(plan, inputs.shape, backend), outputs.workspace, inputs.q)
             starts = _initial_states(plan, layout(plan), inputs, outputs.o, call)
@@ -32,15 +35,10 @@ def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) ->
     return outputs
 
 
-def is_native(plan: Plan, backend: Backend) -> bool:
-    """Whether the backend itself summarises the pieces (`kda_cp.native`)."""
-    return plan.strategy == "exact" and isinstance(backend, SupportsSegments)
-
-
 def shapes(plan: Plan, shape: ProblemShape, backend: Backend) -> list[ProblemShape]:
     """All calls of the backend that a split plan makes."""
-    if is_native(plan, backend):
-        return native.shapes(plan, shape, backend)
+    if plan.strategy == "exact" and (how := native.execution(plan, shape, backend)) is not None:
+        return [w.run for w in how.windows]
     pieces = layout(plan)
     found = [run_shape(shape, pieces), summary_shape(shape, exits(pieces))]
     if inner := middles(pieces):

@@ -7,7 +7,7 @@ small beside the summaries, and neither TF32 settings nor autocast reach fp64 pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -46,20 +46,29 @@ def merge(
     return states
 
 
+MergeKernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""`kda_core.backend.SupportsMerge.merge_segments`."""
+
+
+def kernel_of(backend: Any) -> MergeKernel | None:
+    """The kernel that a backend brings, if it does. To ask takes longer than a launch: keep the answer."""
+    return backend.merge_segments if isinstance(backend, SupportsMerge) else None
+
+
 def merge_pieces(
-    backend: Any, bounds: Sequence[int], states: Tensor, exits: Tensor, transitions: Tensor
+    kernel: MergeKernel | None, bounds: Sequence[int], states: Tensor, exits: Tensor, transitions: Tensor
 ) -> None:
-    """As `merge`, of pieces that lie one after the other; by the backend's kernel where it has one and states are fp32.
+    """As `merge`, of pieces that lie one after the other; by a kernel where there is one and states are fp32.
 
     Args:
-        backend: that may be a `kda_core.backend.SupportsMerge`.
+        kernel: `kernel_of` the backend.
         bounds: where the pieces of each sequence begin, and the number P of all.
         states: [P, HV, K, V]; those at the first pieces are given, the others overwritten.
         exits: [P, HV, K, V], from the given state of first pieces, else from zeros.
         transitions: [P, HV, K, K].
     """
-    if isinstance(backend, SupportsMerge) and states.dtype == torch.float32:
-        backend.merge_segments(states, exits, transitions, upload(bounds, torch.int32, states.device)[0])
+    if kernel is not None and states.dtype == torch.float32:
+        kernel(states, exits, transitions, upload(bounds, torch.int32, states.device)[0])
         return
     spans = [slice(a, b) for a, b in pairwise(bounds)]
     merged = merge(

@@ -6,25 +6,84 @@ stays below `WORKSPACE_BYTES`, a long call goes in windows of tokens; the state 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda_core import contract
+from kda_core.backend import SupportsSegments
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import BackendContractError
-from kda_cp.merge import merge_pieces
-from kda_cp.pieces import Piece, aligned, piece_inputs, run_shape, upload
-from kda_cp.plan import GRANULE, Plan, windows
+from kda_cp.merge import MergeKernel, kernel_of, merge_pieces
+from kda_cp.pieces import Piece, aligned, packed, piece_inputs, run_shape, upload
+from kda_cp.plan import GRANULE, Cache, Plan, windows
 
 WORKSPACE_BYTES = 4 << 30
 """Of a window, but for what the backend adds for each segment. A window has `GRANULE` tokens at least."""
 
-Window = list[list[Piece]]
-"""Pieces that are summarised and run together, in order; a list for each sequence."""
+
+@dataclass(frozen=True)
+class Window:
+    """Pieces that are summarised and run together, and what the plan and the shape decide of their calls.
+
+    Attributes:
+        pieces: in order, over all sequences; `Piece.index` counts from the window's first.
+        sequences: which have pieces here.
+        bounds: where the pieces of each sequence begin, and the number of all.
+        run, summary: the shapes of the two calls; one object where they are equal.
+        chunks: of intermediate states, 0 where nobody asks for them.
+        workspace_bytes: of its calls.
+    """
+
+    pieces: tuple[Piece, ...]
+    sequences: tuple[int, ...]
+    bounds: tuple[int, ...]
+    run: ProblemShape
+    summary: ProblemShape
+    chunks: int
+    workspace_bytes: int
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a piece needs another one's summary."""
+        return len(self.pieces) > len(self.sequences)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """All of a call by a split plan that does not depend on its tensors. It is kept, for devices wait while a host finds it.
+
+    Attributes:
+        backend: a `SupportsSegments`.
+        merge: its kernel, if it has one.
+        windows: of tokens, in order.
+        workspace_bytes: that suffice for each.
+    """
+
+    backend: Any
+    merge: MergeKernel | None
+    windows: tuple[Window, ...]
+    workspace_bytes: int
+
+
+_executions = Cache(256)
+
+
+def execution(plan: Plan, shape: ProblemShape, backend: Any) -> Execution | None:
+    """How a backend executes a plan of pieces that it summarises itself; None for a backend that does not."""
+
+    def make() -> tuple[Any, Execution | None]:
+        if not isinstance(backend, SupportsSegments):
+            return backend, None
+        found = _windows(plan, shape, backend)
+        most = max(w.workspace_bytes for w in found)
+        return backend, Execution(backend, kernel_of(backend), found, most)
+
+    # the backend is kept, so that its id stays its own
+    return _executions.get((plan, shape, id(backend), WORKSPACE_BYTES), make)[1]
 
 
 def window_tokens(shape: ProblemShape, backend: Any) -> int:
@@ -36,46 +95,36 @@ def window_tokens(shape: ProblemShape, backend: Any) -> int:
     return max(GRANULE, tokens * WORKSPACE_BYTES // needed // GRANULE * GRANULE)
 
 
-def shapes(plan: Plan, shape: ProblemShape, backend: Any) -> list[ProblemShape]:
-    """The calls of the backend that a plan makes, one for each window."""
-    found = _windows(plan, shape, backend)
-    return [_shape(shape, w, last=w is found[-1]) for w in found]
-
-
-def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Any) -> None:
-    """Executes a call by a split plan on a `Backend` that is a `SupportsSegments`."""
-    shape, h = inputs.shape, outputs.intermediate_states
-    found = _windows(plan, shape, backend)
-    parts = [_shape(shape, w, last=w is found[-1]) for w in found]
-    workspace = _workspace(found, parts, backend, outputs, inputs.q)
-    states = _states(inputs) if len(found) > 1 else None  # which windows pass on
-    o, chunk = outputs.o.flatten(0, 1), 0
-    for window, part in zip(found, parts):
-        pieces = [p for s in window for p in s]
-        starts = inputs.q.new_zeros((len(pieces), shape.HV, shape.K, shape.V), dtype=shape.state_dtype)
+def run(how: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> None:
+    """Executes a call."""
+    shape, h, device = inputs.shape, outputs.intermediate_states, inputs.q.device
+    if (workspace := outputs.workspace) is None or workspace.numel() < how.workspace_bytes:
+        workspace = inputs.q.new_empty(how.workspace_bytes, dtype=torch.uint8)
+    states = _states(inputs) if len(how.windows) > 1 else None  # which windows pass on
+    o, chunk = packed(outputs.o), 0
+    for window in how.windows:
+        first, T = window.pieces[0].start, window.run.T
+        rows = o if T == o.shape[1] else o[:, first : first + T]
+        starts = inputs.q.new_zeros((window.run.N, shape.HV, shape.K, shape.V), dtype=shape.state_dtype)
         before = _given(inputs)
         if states is not None:
-            sequences = upload((s[0].sequence for s in window), torch.int64, o.device)[0]
+            sequences = upload(window.sequences, torch.int64, device)[0]
             before = states.index_select(0, sequences)
         if before is not None:
-            starts.index_copy_(0, upload(_firsts(window), torch.int64, o.device)[0], before)
+            starts.index_copy_(0, upload(window.bounds[:-1], torch.int64, device)[0], before)
 
-        rows = o[pieces[0].start : pieces[0].start + part.T].unsqueeze(0)
-        final = starts.new_empty(part.state_shape) if part.options.output_final_state else None
+        final = starts.new_empty(window.run.state_shape) if window.run.options.output_final_state else None
         written, saved = aligned(rows), None
-        if (
-            h is not None
-        ):  # cuts are multiples of chunk_size: the chunks of the pieces are those of the sequences
-            count = contract.num_chunks(tuple(p.length for p in pieces), shape.options.chunk_size)
-            chunks = h.flatten(0, 1)[None, chunk : chunk + count]
-            saved, chunk = aligned(chunks), chunk + count
-        _run_window(window, inputs, part, starts, KdaOutputs(written, final, saved, workspace), backend)
+        if h is not None:
+            chunks = packed(h)[:, chunk : chunk + window.chunks]
+            saved, chunk = aligned(chunks), chunk + window.chunks
+        _run_window(how, window, inputs, starts, KdaOutputs(written, final, saved, workspace))
         if written is not rows:
             rows.copy_(written)
         if saved is not None and saved is not chunks:
             chunks.copy_(saved)
         if final is not None:
-            last = upload((end - 1 for end in [*_firsts(window)[1:], len(pieces)]), torch.int64, o.device)[0]
+            last = upload((end - 1 for end in window.bounds[1:]), torch.int64, device)[0]
             if states is None:
                 torch.index_select(final, 0, last, out=outputs.final_state)
             else:
@@ -86,22 +135,22 @@ def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Any) -> Non
 
 
 def _run_window(
-    window: Window, inputs: KdaInputs, shape: ProblemShape, starts: Tensor, outputs: KdaOutputs, backend: Any
+    how: Execution, window: Window, inputs: KdaInputs, starts: Tensor, outputs: KdaOutputs
 ) -> None:
     """Writes `outputs` of one window. `starts` [P, HV, K, V] has the states at the start of its first pieces, and zeros."""
-    pieces = [p for s in window for p in s]
-    call = backend.chunk_fwd
-    if len(pieces) > len(window):  # else no piece needs another one's summary
-        summary = replace(shape, options=replace(shape.options, state_v_first=False))
+    call, x, backend = how.backend.chunk_fwd, None, how.backend
+    if window.is_split:
+        x = piece_inputs(inputs, window.pieces, window.summary, starts)
         exits = torch.empty_like(starts)
-        transitions = starts.new_empty((*starts.shape[:-1], shape.K))
-        backend.summarize(
-            piece_inputs(inputs, pieces, summary, starts), exits, transitions, outputs.workspace
-        )
-        merge_pieces(backend, (*_firsts(window), len(starts)), starts, exits, transitions)
+        transitions = starts.new_empty((*starts.shape[:-1], starts.shape[-2]))
+        backend.summarize(x, exits, transitions, outputs.workspace)
+        merge_pieces(how.merge, window.bounds, starts, exits, transitions)
         call = backend.run_segments
-    states = starts.mT if shape.options.state_v_first else starts
-    if (returned := call(piece_inputs(inputs, pieces, shape, states), outputs)) is not outputs:
+    # after summaries of the same shape their inputs serve again: the states in them have been overwritten
+    if x is None or window.run is not window.summary:
+        states = starts.mT if window.run.options.state_v_first else starts
+        x = piece_inputs(inputs, window.pieces, window.run, states)
+    if (returned := call(x, outputs)) is not outputs:
         raise BackendContractError(
             f"{type(backend).__name__}.{call.__name__} returned {type(returned).__name__}, not the outputs it was given"
         )
@@ -110,41 +159,31 @@ def _run_window(
 # ---- windows
 
 
-def _windows(plan: Plan, shape: ProblemShape, backend: Any) -> list[Window]:
-    start, found = 0, []
-    for group in windows(plan.pieces, window_tokens(shape, backend)):
+def _windows(plan: Plan, shape: ProblemShape, backend: Any) -> tuple[Window, ...]:
+    start = 0
+    found: list[Window] = []
+    groups = windows(plan.pieces, window_tokens(shape, backend))
+    for group in groups:
         pieces: list[Piece] = []
         for sequence, length in group:
             pieces.append(Piece(sequence, len(pieces), start, length))
             start += length
-        found.append([list(s) for _, s in groupby(pieces, key=lambda p: p.sequence)])
-    return found
-
-
-def _firsts(window: Window) -> list[int]:
-    """Where the pieces of each sequence begin in the window's list of pieces."""
-    ends = [0]
-    for s in window:
-        ends.append(ends[-1] + len(s))
-    return ends[:-1]
-
-
-def _shape(shape: ProblemShape, window: Window, last: bool) -> ProblemShape:
-    """The call of a window; states pass on from all but the last."""
-    return run_shape(shape, window, output_final_state=shape.options.output_final_state or not last)
-
-
-def _workspace(
-    found: list[Window], parts: list[ProblemShape], backend: Any, outputs: KdaOutputs, like: Tensor
-) -> Tensor:
-    """The caller's where it is large enough for every window, else one of its own."""
-    needed = 0
-    for window, part in zip(found, parts):
-        split = sum(map(len, window)) > len(window)
-        needed = max(needed, (backend.segment_workspace_bytes if split else backend.workspace_bytes)(part))
-    if (given := outputs.workspace) is not None and given.numel() >= needed:
-        return given
-    return like.new_empty(needed, dtype=torch.uint8)
+        by_sequence = [list(s) for _, s in groupby(pieces, key=lambda p: p.sequence)]
+        passes_on = shape.options.output_final_state or len(found) + 1 < len(groups)
+        call = run_shape(shape, by_sequence, output_final_state=passes_on)
+        summary = call
+        if call.options.state_v_first:
+            summary = replace(call, options=replace(call.options, state_v_first=False))
+        chunks = 0
+        if shape.options.return_intermediate_states:
+            # cuts are multiples of chunk_size: the chunks of the pieces are those of the sequences
+            chunks = contract.num_chunks(tuple(p.length for p in pieces), shape.options.chunk_size)
+        split = len(pieces) > len(by_sequence)
+        size = (backend.segment_workspace_bytes if split else backend.workspace_bytes)(call)
+        bounds = tuple(accumulate(map(len, by_sequence), initial=0))
+        sequences = tuple(s[0].sequence for s in by_sequence)
+        found.append(Window(tuple(pieces), sequences, bounds, call, summary, chunks, size))
+    return tuple(found)
 
 
 def _given(inputs: KdaInputs) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from kda_core.backend import SupportsSegments
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.registry import Choice
-from kda_cp.merge import affine, merge, merge_pieces
+from kda_cp.merge import affine, kernel_of, merge, merge_pieces
 from kda_cp.pieces import Caller, Piece, aligned, piece_inputs, run_shape, summary_shape
 from kda_cp.plan import make_plan
 from kda_cp.planner import machine
@@ -71,6 +71,7 @@ class Part:
         self.exits = [p for s, ends in zip(self.pieces, self.ends) for p in (s[:-1] if ends else s)]
         known = {s[0] for s, begins in zip(self.pieces, self.begins) if begins}
         self.inner = [p for p in self.exits if p not in known]
+        self.kernel = kernel_of(self.backend)  # of the merge
         self._exits: dict[Piece, Tensor] = {}  # [HV, K, V], from what `summarize` was given
         self._transitions: dict[Piece, Tensor] = {}  # [HV, K, K]
 
@@ -208,7 +209,7 @@ class NativePart(Part):
                 exits[self._firsts[n]].copy_(self._transition[self._firsts[n]])
             # It is merged as if it were a state, which a kernel for states takes where K = V.
             merge_pieces(
-                self.backend if self.shape.K == self.shape.V else None,
+                self.kernel if self.shape.K == self.shape.V else None,
                 self._bounds, M, exits, self._transition,
             )  # fmt: skip
         found = {}
@@ -240,5 +241,5 @@ class NativePart(Part):
 
     def _merge(self) -> None:
         if not self._merged:
-            merge_pieces(self.backend, self._bounds, self._states, self._exit, self._transition)
+            merge_pieces(self.kernel, self._bounds, self._states, self._exit, self._transition)
             self._merged = True

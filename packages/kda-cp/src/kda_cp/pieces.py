@@ -89,17 +89,34 @@ def index_dtype(T: int) -> torch.dtype:
 # ---- tensors
 
 
+def packed(x: Tensor) -> Tensor:
+    """x [B, T, ...] as [1, B*T, ...]."""
+    return x if x.shape[0] == 1 else x.flatten(0, 1).unsqueeze(0)
+
+
 def rows(x: Tensor, pieces: Sequence[Piece]) -> Tensor:
     """The tokens of `pieces` of x [B, T, ...], one after the other, [1, sum of lengths, ...]: a view where the pieces lie
     side by side, else a copy."""
-    flat, spans = x.flatten(0, 1), [[pieces[0].start, pieces[0].start]]
+    return _rows(x, _spans(pieces))
+
+
+def _spans(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Where tokens of `pieces` begin and end, those of neighbours as one."""
+    spans = [[pieces[0].start, pieces[0].start]]
     for p in pieces:
         if p.start == spans[-1][1]:
             spans[-1][1] += p.length
         else:
             spans.append([p.start, p.start + p.length])
-    parts = [flat[a:b] for a, b in spans]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+    return spans
+
+
+def _rows(x: Tensor, spans: list[list[int]]) -> Tensor:
+    x = packed(x)
+    if spans == [[0, x.shape[1]]]:
+        return x
+    parts = [x[:, a:b] for a, b in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def piece_inputs(
@@ -107,7 +124,8 @@ def piece_inputs(
 ) -> KdaInputs:
     """The inputs of a call over `pieces`. `tensors` replace q, k, v, g or beta, which are not copied then."""
     names = ("q", "k", "v", "g", "beta")
-    own = {n: tensors[n] if n in tensors else rows(getattr(inputs, n), pieces) for n in names}
+    spans = _spans(pieces)
+    own = {n: tensors[n] if n in tensors else _rows(getattr(inputs, n), spans) for n in names}
     ends = accumulate((p.length for p in pieces), initial=0)
     cu_seqlens, host = upload(ends, index_dtype(shape.T), inputs.q.device)
     changed: dict[str, Any] = own | {
