@@ -5,6 +5,7 @@ import datetime
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -179,6 +180,35 @@ def checks(rank, ranks):
         broken if rank == ranks - 1 else lambda: fails(lambda: run(None, table, x)),
     )
     yield "and the group still works", lambda: compare(None, table, x, want)
+
+    last = rank == ranks - 1
+    shards = x | {n: table.shard(x[n], rank) for n in TOKENS}
+    apart = FragmentTable.document_aligned((211,), ranks)
+    held = x | {n: apart.shard(x[n], rank) for n in TOKENS}
+
+    def differs(table, mine, **mistake):
+        """What a call raises in which the last rank makes a mistake."""
+        return fails(lambda: ContextParallel(None, table).chunk_kda(**mine | (mistake if last else {})))
+
+    yield "no word for where states go", partial(differs, table, shards, final_state_on="every")
+    yield "no tensor", partial(differs, table, shards, beta=0.5)
+    yield "no table", lambda: fails(lambda: ContextParallel(None, None if last else table))
+    wanted = held | {"final_state_on": "all", "output_final_state": True}
+    yield "no final states", partial(differs, apart, wanted, output_final_state=False)
+
+    def out_of_step():
+        """A rank fails where the others have all that they need; then all call again."""
+        cp = ContextParallel(None, table)
+        with (
+            mock.patch("kda_cp.part.Part.run", side_effect=MemoryError("no memory"))
+            if last
+            else nullcontext()
+        ):
+            first = fails(lambda: cp.chunk_kda(**shards))
+        return first, fails(lambda: cp.chunk_kda(**shards))
+
+    yield "out of step", out_of_step
+    yield "another one brings them together", lambda: compare(None, table, x, want)
 
 
 LANES = Pass(((64, 100.0),), 0.01, 0.01, 1.0)  # many idle lanes: ranks cut their fragments

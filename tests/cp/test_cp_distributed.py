@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import rank_checks
 import torch
@@ -60,12 +61,42 @@ def test_zigzag_pairs_early_and_late_blocks():
         (2, [], "each of the 10 tokens"),
         (2, [(2, 0, 0, 10)], "ranks below 2"),
         (2, [(0, 1, 0, 10)], "sequences below 1"),
-        (0, [], "ranks: expected at least 1"),
+        (0, [], "ranks: expected a whole number of at least 1"),
     ],
 )
 def test_what_is_no_table_is_refused(ranks, fragments, words):
     with pytest.raises(ArgumentError, match=words):
         FragmentTable((10,), ranks, tuple(Fragment(*f) for f in fragments))
+
+
+@pytest.mark.parametrize(
+    "make", [FragmentTable.contiguous, FragmentTable.zigzag, FragmentTable.document_aligned]
+)
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "words"),
+    [((-5, 10), 2, "lengths: expected"), ((2.5,), 2, "lengths: expected"), ((10,), 0, "ranks: expected"), ((10,), 1.5, "ranks: expected")],
+)  # fmt: skip
+def test_what_no_table_can_be_made_of_is_refused(make, lengths, ranks, words):
+    with pytest.raises(ArgumentError, match=words):
+        make(lengths, ranks)
+
+
+def test_equal_tables_have_equal_digests_whatever_their_numbers_are_of():
+    fragments = [Fragment(np.int64(0), 0, 0, torch.tensor(10))]
+    other = FragmentTable([np.int32(10)], 1, fragments)
+    assert other == FragmentTable.contiguous((10,), 1)
+    assert other.digest() == FragmentTable.contiguous((10,), 1).digest()
+
+
+def test_shards_are_of_a_rank_and_parts_of_every_rank():
+    table, x = FragmentTable.contiguous((10,), 2), torch.arange(10).view(1, 10)
+    for rank in (-1, 2):
+        with pytest.raises(ArgumentError, match="rank: expected one of 2"):
+            table.shard(x, rank)
+    parts = [table.shard(x, r) for r in range(2)]
+    for wrong in (parts[:1], [*parts, parts[0]], [parts[0], parts[1][:, :3]], [p[0] for p in parts]):
+        with pytest.raises(ArgumentError, match="parts: expected"):
+            table.unshard(wrong)
 
 
 # ---- ranks
@@ -104,7 +135,7 @@ def test_every_table_agrees_with_the_oracle(results):
                 on_all = 2 if name.endswith(" all") else 0  # word that all ran, and the states
                 assert count == (2 if table.crosses else on_all // 2) + on_all, (rank, name)
             compared += 1
-    assert compared == ranks * 39
+    assert compared == ranks * 40
 
 
 def test_ranks_cut_their_fragments_further(results):
@@ -146,6 +177,15 @@ def test_the_same_bits_on_every_run_and_for_zeros(results):
         ("bad shape", 1, "ShapeError", "g: expected", "rank 1 failed: ShapeError: g: expected"),
         ("training", None, "ArgumentError", "forward only", None),
         ("a rank runs out of memory", -1, "MemoryError", "no memory", "failed: MemoryError: no memory"),
+        (
+            "no word for where states go",
+            -1,
+            "ArgumentError",
+            "'owner' or 'all'",
+            "failed: ArgumentError: final_state_on",
+        ),
+        ("no tensor", -1, "DtypeError", "beta: expected a torch.Tensor", "failed: DtypeError: beta"),
+        ("no table", -1, "ArgumentError", "table: expected a FragmentTable", "have another one than rank"),
     ],
 )
 def test_a_failing_rank_is_an_error_everywhere(results, check, guilty, kind, own, others):
@@ -164,6 +204,15 @@ def test_ranks_that_disagree_all_raise(results):
         assert found["other table"][0] == "RankError" and "table: ranks" in found["other table"][1]
         name, message = found["table for more"]
         assert name == "ArgumentError" and f"one for {len(results)} ranks" in message
+        name, message = found["no final states"]
+        assert name == "RankError" and "output_final_state=False" in message
+
+
+def test_a_rank_that_failed_alone_does_not_meet_the_next_call_of_the_others(results):
+    for rank, found in enumerate(results):
+        first, second = found["out of step"]
+        assert first == (("MemoryError", "no memory") if rank == len(results) - 1 else None)
+        assert second[0] == "RankError" and "call 1," in second[1] and "call 2," in second[1]
 
 
 # ---- the example

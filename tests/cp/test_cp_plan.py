@@ -4,7 +4,9 @@ import itertools
 import json
 import threading
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +46,9 @@ def test_a_plan_survives_json_and_equals_by_content(plan):
         (((),), "exact", "pieces.0."),
         (((3,), (2, 0)), "exact", "pieces.1.*several above 0"),
         (((-1,),), "exact", "one length"),
-        (((2.0,),), "exact", "one length"),
+        (((2.0,),), "exact", "pieces: expected .*whole numbers"),
+        ((5,), "exact", "pieces: expected .*whole numbers"),
+        (5, "exact", "pieces: expected .*whole numbers"),
         (((1, 1),), "serial", "strategy.*'exact' or 'certified'"),
         (((1,),), "fast", "strategy: expected one of"),
     ],
@@ -52,6 +56,29 @@ def test_a_plan_survives_json_and_equals_by_content(plan):
 def test_what_is_no_plan_is_refused_by_name(sequences, strategy, words):
     with pytest.raises(ArgumentError, match=words):
         Plan(sequences, strategy)
+
+
+def test_numbers_of_numpy_and_torch_are_whole_numbers():
+    plan = Plan(((np.int64(2), torch.tensor(3)),))
+    assert plan == Plan(((2, 3),)) and plan.to_json() == Plan(((2, 3),)).to_json()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Plan.uniform((10,), 2.0), "pieces: expected a whole number of at least 1, got 2.0"),
+        (lambda: Plan.uniform((10,), 0), "pieces: expected a whole number of at least 1, got 0"),
+        (lambda: Plan.uniform((-10,), 2), "lengths: expected whole numbers of at least 0"),
+        (lambda: make_plan((10, -1), HV=1), "lengths: expected whole numbers of at least 0"),
+        (lambda: make_plan((10,), HV=0), "HV: expected a whole number of at least 1, got 0"),
+        (lambda: make_plan((10,), HV=1, V=0), "V: expected"),
+        (lambda: make_plan((10,), HV=1, strategy="fast"), "strategy: expected 'auto'"),
+        (lambda: predict(Plan(((10,),)), HV=-1), "HV: expected"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused_by_name(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()
 
 
 @pytest.mark.parametrize("text", ["", "3", "{}", '{"pieces":[[1]]}', '{"pieces":3,"strategy":"exact"}'])

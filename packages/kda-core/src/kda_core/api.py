@@ -266,7 +266,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     a["state_v_first"] = _v_first(a["state_v_first"], a.pop("transpose_state_layout"))
     del a["out"], a["workspace"]
     tensors = [a.pop(name) for name in _TENSOR_NAMES]
-    *call, named, mode = _operator_args(*tensors, recurrent=False, **a)
+    *call, named, mode = operator_args(*tensors, recurrent=False, **a)
     shape = contract.problem_shape(*tensors, options=KdaOptions(*call[_N_TENSORS:]))
     inputs = contract.make_inputs(tensors, shape, align=False)
     inputs.sequence_lengths()
@@ -359,7 +359,7 @@ def _run(
     return o, state, h
 
 
-def _operator_args(
+def operator_args(
     *tensors: Tensor | None,
     backend: str | None,
     context_parallel: Any,
@@ -367,7 +367,12 @@ def _operator_args(
     cp_context: Any = None,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """`_checked`, the options by name."""
+    """The arguments of the operators from those of a call, with their types checked: the ten tensors, the options in the order
+    of `OPTION_FIELDS`, which are given by name, backend and context_parallel.
+
+    Raises:
+        ArgumentError, DtypeError: an argument of another type.
+    """
     options["recurrent"] = recurrent
     values = [options.get(name, default) for name, _, default in OPTION_FIELDS]
     return _checked(tensors, (*values, backend, context_parallel), cp_context)

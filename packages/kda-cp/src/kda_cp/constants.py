@@ -181,6 +181,8 @@ def _load(file: Path) -> dict[Key, Constants]:
         text = file.read_text()
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise ArgumentError(str(file), "a file that can be read, or none", str(error)) from error
     try:
         return {tuple(row.pop("key")): _read_row(row) for row in json.loads(text)}
     except (ValueError, TypeError, KeyError, AttributeError) as error:

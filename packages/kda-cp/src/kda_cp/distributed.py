@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
 
@@ -27,7 +28,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from kda_core import contract, registry
-from kda_core.contract import KdaInputs, KdaOptions, ProblemShape
+from kda_core.api import operator_args
+from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, ProblemShape
 from kda_core.errors import ArgumentError, DtypeError, KdaError, ShapeError
 from kda_cp.fragments import Fragment, FragmentTable
 from kda_cp.merge import merge_pieces
@@ -45,14 +47,51 @@ class RankError(KdaError, RuntimeError):
 
 @dataclass(frozen=True)
 class _Local:
-    """What one rank has prepared of a call. `parts`: of its fragments, those that cross ranks, then the others where they
-    lie in memory of their own."""
+    """What one rank has prepared of a call.
+
+    Attributes:
+        inputs: of this rank's tokens.
+        name: of the backend.
+        o: that it will write.
+        parts: of its fragments, those that cross ranks, then the others where they lie in memory of their own.
+        rows: [fragments of `_summarised`, HV, K, V + K], (B | M), to exchange.
+        finals: [sequences that it owns, HV, ...], to exchange; without rows where nobody else asks for them.
+    """
 
     inputs: KdaInputs
     name: str
     o: Tensor
     parts: list[Part]
-    rows: Tensor  # [fragments of `_summarised`, HV, K, V + K]: (B | M), to exchange
+    rows: _Gather
+    finals: _Gather
+
+
+class _Gather:
+    """Each rank's rows, to be gathered by all. Its memory is there before the ranks agree, so that none fails alone later.
+
+    Args:
+        counts: rows of each rank; on the way they are padded to the most.
+        like: [...], a row's shape, its dtype, and the device of `mine` and of the result.
+        device: of the group.
+    """
+
+    def __init__(self, counts: list[int], rank: int, like: Tensor, device: torch.device) -> None:
+        self._counts, self._device = counts, like.device
+        most = max(counts)
+        self._sent = like.new_zeros((most, *like.shape), device=device)
+        self._found = self._sent.new_empty((len(counts) * most, *like.shape))
+        self.mine = self._sent[: counts[rank]]
+
+    def begin(self, group: dist.ProcessGroup | None) -> Callable[[], list[Tensor]]:
+        """Sends `mine`, and gives what waits for the rows of each rank: on a GPU the stream does, not the host."""
+        work = _all_gather_single(self._found, self._sent, group=group, async_op=True)
+
+        def wait() -> list[Tensor]:
+            work.wait()
+            parts = self._found.unflatten(0, (len(self._counts), -1))
+            return [part[:n].to(self._device) for part, n in zip(parts, self._counts)]
+
+        return wait
 
 
 class ContextParallel:
@@ -77,6 +116,7 @@ class ContextParallel:
         self.group, self.table = group, table
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._plans: tuple[Any, dict[Any, tuple[list[Part], str]]] = None, {}
+        self._completed = 0  # calls that ranks agreed on. One that failed later on a rank would meet the next one of the others
         served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         host, nccl = torch.device("cpu"), served.get("cuda") == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else host
@@ -84,8 +124,11 @@ class ContextParallel:
         self._words = host if "cpu" in served else self._device
         self._aside = None if self._words == host else torch.cuda.Stream(self._device)
         digests: list[str] = [""] * self.ranks
-        dist.all_gather_object(digests, table.digest(), group=group)
-        if others := [r for r, d in enumerate(digests) if d != table.digest()]:
+        digest = table.digest() if isinstance(table, FragmentTable) else ""
+        dist.all_gather_object(digests, digest, group=group)
+        if not digest:
+            raise ArgumentError("table", "a FragmentTable", contract.describe(table))
+        if others := [r for r, d in enumerate(digests) if d != digest]:
             raise RankError(f"table: ranks {others} have another one than rank {self.rank}")
         if table.ranks != self.ranks:
             raise ArgumentError(
@@ -134,49 +177,58 @@ class ContextParallel:
             fp64 inputs), or None. With `state_v_first` the last two dimensions are [V, K].
 
         Raises:
-            RankError: another rank failed or called with other shapes or options.
+            RankError: another rank failed or called with other shapes or options, or has failed in an earlier call after ranks
+                agreed on it: then only a new `ContextParallel` brings them together.
             Otherwise as `kda_core.chunk_kda`; then the other ranks get a RankError.
         """
-        if final_state_on not in ("owner", "all"):
-            raise ArgumentError("final_state_on", "'owner' or 'all'", repr(final_state_on))
-        given = {n: x for n, x in locals().items() if n not in ("self", "backend", "final_state_on")}
-        tensors = {n: given.pop(n) for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")}
-        gathers = output_final_state and final_state_on == "all" and self.ranks > 1
-
-        trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values())
+        given = {n: x for n, x in locals().items() if n not in ("self", "final_state_on")}
+        agrees = self.ranks > 1 and (self.table.crosses or final_state_on != "owner")
+        local, error = _attempt(lambda: self._prepare(given, final_state_on))
         with torch.no_grad():
-            local, error = _attempt(
-                lambda: self._prepare(tensors, KdaOptions(**given, needs_backward=trains), backend)
-            )
-            if self.table.crosses or gathers:
-                self._agree(error, "" if local is None else _signature(local.inputs, final_state_on))
+            if agrees:
+                self._agree(error, "" if local is None else self._signature(local.inputs, final_state_on))
             if local is None:
                 assert error is not None
                 raise error
             gathered = self._exchange(local)
             run, error = _attempt(lambda: self._run(local, gathered))
+            gathers = agrees and output_final_state and final_state_on == "all"
             if gathers:
                 self._agree(error, "")
             if run is None:
                 assert error is not None
                 raise error
             o, final = run
+            if gathers:
+                final = self._all_final(local, final)
             if local.parts:
                 registry.notify(local.name, "chunk_fwd", o.device.type, "cp.distributed")
-            if not output_final_state:
-                return o, None
-            return o, self._all_final(final) if gathers else final
+            self._completed += agrees
+            return o, final if output_final_state else None
 
     # ---- the parts of a call
 
-    def _prepare(self, tensors: dict[str, Any], options: KdaOptions, backend: str | None) -> _Local:
+    def _prepare(self, given: dict[str, Any], final_state_on: str) -> _Local:
         """Validates this rank's part and computes its summaries."""
+        if final_state_on not in ("owner", "all"):
+            raise ArgumentError("final_state_on", "'owner' or 'all'", repr(final_state_on))
+        names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+        rest = {n: x for n, x in given.items() if n not in names}
+        tensors = [given[n] for n in names] + [None] * 2  # cu_seqlens is the table's matter
+        args = operator_args(*tensors, context_parallel="off", recurrent=False, **rest)
+        options = KdaOptions(*args[len(tensors) : len(tensors) + len(OPTION_FIELDS)])
         if options.needs_backward:
             raise ArgumentError("q", "inputs that do not require grad: this is forward only", "one that does")
-        state = tensors.pop("initial_state")
+        with torch.no_grad():
+            return self._prepared(tensors, options, given["backend"], final_state_on)
+
+    def _prepared(
+        self, tensors: list[Any], options: KdaOptions, backend: str | None, final_state_on: str
+    ) -> _Local:
         own = self.table.of_rank(self.rank)
         lengths = [f.stop - f.start for f in own]
-        ordered = [tensors[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")] + [None] * 3
+        state = tensors[7]
+        ordered = [*tensors[:7], None, None, None]
         s = contract.problem_shape(*ordered, options=options)
         if (s.B, s.T) != (1, sum(lengths)):
             raise ShapeError(
@@ -184,10 +236,10 @@ class ContextParallel:
             )
         if state is not None:
             wanted = (len(self.table.lengths), s.HV, *s.state_matrix)
-            if tuple(state.shape) != wanted or state.device != tensors["q"].device:
+            if tuple(state.shape) != wanted or state.device != tensors[0].device:
                 raise ShapeError(
                     "initial_state",
-                    f"{list(wanted)} on {tensors['q'].device}",
+                    f"{list(wanted)} on {tensors[0].device}",
                     f"{list(state.shape)} on {state.device}",
                 )
             if state.dtype != s.state_dtype:
@@ -198,7 +250,12 @@ class ContextParallel:
 
         o = checked.q.new_empty((1, s.T, s.HV, s.V))
         summarised = self._summarised(self.rank)
-        rows = o.new_zeros((len(summarised), s.HV, s.K, s.V + s.K), dtype=s.state_dtype)
+        rows = self._gather(
+            [len(self._summarised(r)) for r in range(self.ranks)], o, (s.HV, s.K, s.V + s.K), s
+        )
+        everywhere = final_state_on == "all" and options.output_final_state
+        owned = [len(self.table.owned(r)) if everywhere else 0 for r in range(self.ranks)]
+        finals = self._gather(owned, o, (s.HV, *s.state_matrix), s)
         known, name = self._planned(checked, backend) if own else ([], backend or "")
         parts = [part.fresh() for part in known]
         for part in parts:
@@ -207,8 +264,12 @@ class ContextParallel:
             first = [self._initial(checked, own[i]) for i in part.fragments]
             part.summarize(checked, first, o)
             for i, row in part.rows().items():
-                rows[summarised.index(own[i])] = row
-        return _Local(checked, name, o, parts, rows)
+                rows.mine[summarised.index(own[i])] = row
+        return _Local(checked, name, o, parts, rows, finals)
+
+    def _gather(self, counts: list[int], o: Tensor, shape: tuple[int, ...], s: ProblemShape) -> _Gather:
+        like = o.new_empty((), dtype=s.state_dtype).expand(shape)
+        return _Gather(counts, self.rank, like, self._device)
 
     def _planned(self, inputs: KdaInputs, backend: str | None) -> tuple[list[Part], str]:
         """This rank's fragments, planned, and the name of the backend; kept from call to call as core keeps what it finds out
@@ -258,9 +319,8 @@ class ContextParallel:
     def _exchange(self, local: _Local) -> Callable[[], dict[Fragment, Tensor]]:
         """Begins to gather the rows (B | M) [HV, K, V + K] of all fragments that others follow, and gives what waits for them."""
         if not self.table.crosses:
-            return lambda: dict(zip(self._summarised(self.rank), local.rows))
-        counts = [len(self._summarised(r)) for r in range(self.ranks)]
-        gathered = self._all_gather(local.rows, counts)
+            return lambda: dict(zip(self._summarised(self.rank), local.rows.mine.to(local.o.device)))
+        gathered = local.rows.begin(self.group)
         return lambda: {
             f: row for r, part in enumerate(gathered()) for f, row in zip(self._summarised(r), part)
         }
@@ -290,10 +350,11 @@ class ContextParallel:
         chains = [self.table.of_sequence(n) for n in here]
         fragments = [f for chain in chains for f in chain]
         bounds = [*accumulate(map(len, chains), initial=0)]
-        none = local.rows.new_zeros((s.HV, s.K, s.V + s.K))  # of the last ones, and nothing depends on it
+        new = partial(local.o.new_zeros, dtype=s.state_dtype)
+        none = new((s.HV, s.K, s.V + s.K))  # of the last ones, and nothing depends on it
         known = [rows[f] if f.stop < self.table.lengths[f.sequence] else none for f in fragments]
         exits, M = torch.stack(known).split((s.V, s.K), -1)
-        states = local.rows.new_zeros((len(fragments), s.HV, s.K, s.V))
+        states = new((len(fragments), s.HV, s.K, s.V))
         for chain, at in zip(chains, bounds):
             if (first := self._initial(local.inputs, chain[0])) is not None:
                 states[at].copy_(first)
@@ -305,30 +366,22 @@ class ContextParallel:
     def _zeros(s: ProblemShape, like: Tensor) -> Tensor:
         return like.new_zeros((s.HV, s.K, s.V), dtype=s.state_dtype)
 
-    def _all_final(self, final: Tensor) -> Tensor:
+    def _all_final(self, local: _Local, final: Tensor) -> Tensor:
         owned = [self.table.owned(r) for r in range(self.ranks)]
-        parts = self._all_gather(final, [len(o) for o in owned])()
+        local.finals.mine.copy_(final)
+        parts = local.finals.begin(self.group)()
         by_sequence = {n: row for part, ns in zip(parts, owned) for n, row in zip(ns, part)}
         return torch.stack([by_sequence[n] for n in range(len(self.table.lengths))])
 
-    # ---- collectives
+    # ---- agreement
 
-    def _all_gather(self, x: Tensor, counts: list[int]) -> Callable[[], list[Tensor]]:
-        """Begins to gather each rank's first dimension, of the given sizes, padded to the largest on the way. What it returns
-        waits: on a GPU the stream does, not the host."""
-        most = max(counts)
-        padded = x
-        if len(x) < most or x.device != self._device:
-            padded = x.new_zeros((most, *x.shape[1:]), device=self._device)
-            padded[: len(x)] = x
-        parts = padded.new_empty((self.ranks, *padded.shape))
-        work = _all_gather_single(parts.flatten(0, 1), padded, group=self.group, async_op=True)
-
-        def wait() -> list[Tensor]:
-            work.wait()
-            return [part[:n].to(x.device) for part, n in zip(parts, counts)]
-
-        return wait
+    def _signature(self, inputs: KdaInputs, final_state_on: str) -> str:
+        """What must be the same on all ranks, in words."""
+        s = inputs.shape
+        return (
+            f"call {self._completed + 1}, H={s.H} HV={s.HV} K={s.K} V={s.V} {s.dtype} initial_state={s.has_initial_state} "
+            f"A_log={s.has_A_log} dt_bias={s.has_dt_bias} final_state_on={final_state_on} {s.options}"
+        )
 
     def _agree(self, error: Exception | None, signature: str) -> None:
         """Raises on every rank where one has failed or has another signature; `error` itself where it happened."""
@@ -364,12 +417,3 @@ def _attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]
         return work(), None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for word
         return None, error
-
-
-def _signature(inputs: KdaInputs, final_state_on: str) -> str:
-    """What must be the same on all ranks, in words."""
-    s = inputs.shape
-    return (
-        f"H={s.H} HV={s.HV} K={s.K} V={s.V} {s.dtype} initial_state={s.has_initial_state} A_log={s.has_A_log} "
-        f"dt_bias={s.has_dt_bias} final_state_on={final_state_on} {s.options}"
-    )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from kda_core.errors import ArgumentError
+from kda_cp.numbers import whole_number, whole_numbers
 
 
 @dataclass(frozen=True, order=True)
@@ -33,7 +35,8 @@ class FragmentTable:
         fragments: for each sequence they cover every token once; an empty sequence has one empty fragment, for its state.
 
     Raises:
-        ArgumentError: a rank outside the group, tokens missing or held twice, an empty fragment of a sequence with tokens.
+        ArgumentError: what is no whole number or below 0, a rank outside the group, tokens missing or held twice, an empty
+            fragment of a sequence with tokens.
     """
 
     lengths: tuple[int, ...]
@@ -41,8 +44,13 @@ class FragmentTable:
     fragments: tuple[Fragment, ...]
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ArgumentError("ranks", "at least 1", repr(self.ranks))
+        object.__setattr__(self, "lengths", whole_numbers("lengths", self.lengths))
+        object.__setattr__(self, "ranks", whole_number("ranks", self.ranks))
+        try:
+            fragments = tuple(Fragment(*map(operator.index, astuple(f))) for f in self.fragments)
+        except TypeError:
+            raise ArgumentError("fragments", "Fragments of whole numbers", repr(self.fragments)) from None
+        object.__setattr__(self, "fragments", fragments)
         for f in self.fragments:
             if not (0 <= f.rank < self.ranks and 0 <= f.sequence < len(self.lengths)):
                 raise ArgumentError(
@@ -62,26 +70,28 @@ class FragmentTable:
     @classmethod
     def contiguous(cls, lengths: Sequence[int], ranks: int) -> FragmentTable:
         """All sequences packed, in `ranks` blocks in the order of ranks; block sizes differ by one token at most."""
-        return cls._blocks(lengths, ranks, range(ranks))
+        return cls._blocks(lengths, ranks, range(whole_number("ranks", ranks)))
 
     @classmethod
     def zigzag(cls, lengths: Sequence[int], ranks: int) -> FragmentTable:
         """All sequences packed, in twice as many blocks as ranks; rank r holds blocks r and 2*ranks - 1 - r."""
-        return cls._blocks(lengths, ranks, [*range(ranks), *reversed(range(ranks))])
+        return cls._blocks(lengths, ranks, [*range(whole_number("ranks", ranks)), *reversed(range(ranks))])
 
     @classmethod
     def document_aligned(cls, lengths: Sequence[int], ranks: int) -> FragmentTable:
         """Whole sequences, longest first, each to the rank that has least: nothing crosses ranks."""
+        lengths, ranks = whole_numbers("lengths", lengths), whole_number("ranks", ranks)
         loads, owner = [0] * ranks, [0] * len(lengths)
         for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
             owner[n] = loads.index(min(loads))
             loads[owner[n]] += lengths[n]
         return cls(
-            tuple(lengths), ranks, tuple(Fragment(owner[n], n, 0, length) for n, length in enumerate(lengths))
+            lengths, ranks, tuple(Fragment(owner[n], n, 0, length) for n, length in enumerate(lengths))
         )
 
     @classmethod
     def _blocks(cls, lengths: Sequence[int], ranks: int, owners: Iterable[int]) -> FragmentTable:
+        lengths = whole_numbers("lengths", lengths)
         owners, total = list(owners), sum(lengths)
         cuts = [total * i // len(owners) for i in range(len(owners) + 1)]
         joints = {cut for cut, a, b in zip(cuts[1:], owners, owners[1:]) if a != b}
@@ -91,7 +101,7 @@ class FragmentTable:
             for a, b in zip(inside, inside[1:] or inside):
                 block = max(i for i in range(len(owners)) if cuts[i] <= a)
                 found.append(Fragment(owners[block], n, a - first, b - first))
-        return cls(tuple(lengths), ranks, tuple(found))
+        return cls(lengths, ranks, tuple(found))
 
     # ---- what it says
 
@@ -121,7 +131,13 @@ class FragmentTable:
     # ---- tensors
 
     def shard(self, x: Tensor, rank: int) -> Tensor:
-        """The tokens of a rank, [1, T_rank, ...], of x [1, T, ...] in which all sequences are packed."""
+        """The tokens of a rank, [1, T_rank, ...], of x [1, T, ...] in which all sequences are packed.
+
+        Raises:
+            ArgumentError: `x` has other tokens than the sequences, or there is no such rank.
+        """
+        if not 0 <= rank < self.ranks:
+            raise ArgumentError("rank", f"one of {self.ranks}, counted from 0", repr(rank))
         first = list(accumulate(self.lengths, initial=0))
         if x.dim() < 2 or x.shape[:2] != (1, first[-1]):
             raise ArgumentError("x", f"[1, {first[-1]}, ...]", str(list(x.shape)))
@@ -129,7 +145,15 @@ class FragmentTable:
         return torch.cat(own, 1) if own else x[:, :0]
 
     def unshard(self, parts: Sequence[Tensor]) -> Tensor:
-        """x [1, T, ...] from what `shard` gave for each rank."""
+        """x [1, T, ...] from what `shard` gave for each rank.
+
+        Raises:
+            ArgumentError: not one part for each rank, with its tokens.
+        """
+        tokens = [sum(f.stop - f.start for f in self.of_rank(r)) for r in range(self.ranks)]
+        if [p.shape[1] if p.dim() > 1 else None for p in parts] != tokens:
+            given = str([list(p.shape) for p in parts])
+            raise ArgumentError("parts", f"[1, T_rank, ...] with T_rank of {tokens}", given)
         held = [iter(p.split([f.stop - f.start for f in self.of_rank(r)], 1)) for r, p in enumerate(parts)]
         by_fragment = {f: next(held[f.rank]) for f in self.fragments}
         ordered = [by_fragment[f] for n in range(len(self.lengths)) for f in self.of_sequence(n)]

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import operator
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -33,6 +34,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from kda_core.errors import ArgumentError
 from kda_cp.constants import Constants, Pass
+from kda_cp.numbers import whole_number, whole_numbers
 
 Strategy = Literal["serial", "exact", "certified"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -103,12 +105,15 @@ class Plan:
     _json: str = field(init=False, compare=False, repr=False)  # made once: torch.compile cannot trace json
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pieces", tuple(tuple(s) for s in self.pieces))
+        try:
+            object.__setattr__(self, "pieces", tuple(tuple(map(operator.index, s)) for s in self.pieces))
+        except TypeError:
+            wanted = "for each sequence the whole numbers of tokens of its pieces"
+            raise ArgumentError("pieces", wanted, repr(self.pieces)) from None
         if self.strategy not in STRATEGIES:
             raise ArgumentError("strategy", f"one of {STRATEGIES}", repr(self.strategy))
         for n, s in enumerate(self.pieces):
-            whole = len(s) == 1 and isinstance(s[0], int) and s[0] >= 0
-            if not whole and not (len(s) > 1 and all(isinstance(p, int) and p > 0 for p in s)):
+            if not (len(s) == 1 and s[0] >= 0) and not (len(s) > 1 and min(s) > 0):
                 raise ArgumentError(f"pieces[{n}]", "one length, or several above 0", repr(s))
         if self.strategy == "serial" and self.is_split:
             raise ArgumentError("strategy", "'exact' or 'certified' for a plan that splits", "'serial'")
@@ -126,10 +131,13 @@ class Plan:
 
     @classmethod
     def uniform(cls, lengths: Sequence[int], pieces: int, strategy: Strategy = "exact") -> Plan:
-        """A plan that cuts each sequence into `pieces` pieces of nearly equal length (fewer where it is shorter)."""
-        if pieces < 1:
-            raise ArgumentError("pieces", "at least 1", repr(pieces))
-        return cls(tuple(_cut(n, pieces, 1) for n in lengths), strategy)
+        """A plan that cuts each sequence into `pieces` pieces of nearly equal length (fewer where it is shorter).
+
+        Raises:
+            ArgumentError: `pieces` is no whole number of at least 1, or `lengths` are none of at least 0.
+        """
+        count = whole_number("pieces", pieces)
+        return cls(tuple(_cut(n, count, 1) for n in whole_numbers("lengths", lengths)), strategy)
 
     def to_json(self) -> str:
         """A text from which `from_json` makes an equal plan."""
@@ -194,8 +202,15 @@ def make_plan(
 
     Returns:
         A plan with its prediction; a serial one where nothing can be cut.
+
+    Raises:
+        ArgumentError: lengths that are no whole numbers of at least 0, HV, K or V that are none of at least 1, or another
+            strategy.
     """
-    lengths = tuple(lengths)
+    lengths = whole_numbers("lengths", lengths)
+    HV, K, V = whole_number("HV", HV), whole_number("K", K), whole_number("V", V)
+    if strategy not in ("auto", "exact", "certified"):
+        raise ArgumentError("strategy", "'auto', 'exact' or 'certified'", repr(strategy))
     whole = Plan(tuple((n,) for n in lengths), "serial")
     margin, unit, shortest = MARGIN, "us", GRANULE
     rule = f"{source} constants, a split must win by {MARGIN:.2f}x"
@@ -244,7 +259,7 @@ def predict(
     window: int = 0,
 ) -> Prediction | None:
     """What a plan of any origin is predicted to cost; arguments as in `make_plan`. None for a CPU without constants."""
-    unit = "us"
+    unit, HV, K, V = "us", whole_number("HV", HV), whole_number("K", K), whole_number("V", V)
     if constants is None:
         if SMs < 1:
             return None

@@ -522,7 +522,7 @@ class BackendConformance:
     @pytest.mark.filterwarnings("ignore")  # torch warns of itself while it traces
     def test_opcheck(self, kda: Runner) -> None:
         """The operator's schema and fake kernel tell the truth about this backend."""
-        from kda_core.api import _operator_args
+        from kda_core.api import operator_args
 
         x = kda.inputs("slow", 20, lengths=(7, 13))
         kda(x, output_final_state=True)
@@ -539,7 +539,7 @@ class BackendConformance:
             "cu_seqlens_cpu",
         )
         tensors = [x.pop(n, None) for n in order]
-        args = _operator_args(
+        args = operator_args(
             *tensors,
             backend=kda.backend,
             context_parallel="off",
