@@ -253,7 +253,9 @@ def test_a_backend_that_no_gpu_has_run_goes_by_the_ratio_rule(stored):
 def test_constants_come_from_the_file_then_from_the_package(stored):
     key = ("NVIDIA H200", "sm90", "bfloat16")
     assert constants.lookup(key) == (H200, "shipped")
-    assert constants.lookup(("other", "sm90", "bfloat16")) == (None, "none")
+    assert constants.lookup(("other", "sm90", "bfloat16")) == (H200, "NVIDIA H200's shipped")
+    for nobody in (("cpu", "sm90", "bfloat16"), ("other", "sm90", "float32"), ("other", "mine", "bfloat16")):
+        assert constants.lookup(nobody) == (None, "none")
     stored(("other", "sm90", "bfloat16"), H200)
     file = stored(key, CHEAP)
     constants.refresh()
@@ -289,7 +291,13 @@ def test_the_command_line(stored, capsys, monkeypatch):
     assert main(["plan", "65536", "--HV", "4"]) == 0
     assert capsys.readouterr().out.startswith("exact (65536 in ")
     assert main(["plan", "65536", "--HV", "4", "--device", "unheard of"]) == 0
+    assert "NVIDIA H200's shipped constants" in capsys.readouterr().out
+    assert main(["plan", "65536", "--HV", "4", "--backend", "reference"]) == 0
     assert "ratio rule for 132 SMs" in capsys.readouterr().out
+    assert main(["plan", "65536", "--HV", "4", "--backend", "mine"]) == 1
+    assert "backend 'mine' is not installed" in capsys.readouterr().err
+    assert main(["plan", "65536", "--HV", "0"]) == 1
+    assert "HV: expected a whole number of at least 1, got 0" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["calibrate", "--backend", "reference"]) == 1
     assert "device: expected a CUDA device" in capsys.readouterr().err

@@ -6,9 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from kda_core import contract
+from kda_core.contract import KdaOptions
 from kda_core.errors import KdaError
+from kda_core.registry import REGISTRY
 from kda_cp import constants
+from kda_cp.numbers import whole_number, whole_numbers
 from kda_cp.plan import make_plan
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,22 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     p = commands.add_parser("calibrate", help="time a backend on the GPU at hand, and store its constants")
     p.add_argument("--backend", required=True, help="the backend to time")
-    p.add_argument(
-        "--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of q, k, v"
-    )
+    p.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of q, k, v")
     p.add_argument("--device", type=int, default=0, help="index of the CUDA device")
     p.set_defaults(run=_calibrate)
     p = commands.add_parser("constants", help="the stored and the shipped constants")
     p.set_defaults(run=_constants)
     p = commands.add_parser(
-        "plan", help="the plan of some lengths by stored or shipped constants; no GPU needed"
+        "plan", help="what a call would be cut into, by stored or shipped constants; no GPU needed"
     )
     p.add_argument("lengths", type=int, nargs="+", help="tokens of each sequence")
     p.add_argument("--HV", type=int, required=True, help="value heads")
     p.add_argument("--device", default="NVIDIA H200", help="name of the device (default: %(default)s)")
-    p.add_argument("--backend", default="sm90", help="default: %(default)s")
-    p.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
-    p.add_argument("--native", action="store_true", help="the backend summarises segments itself")
+    p.add_argument("--backend", default="sm90", help="an installed one (default: %(default)s)")
+    p.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of q, k, v (default: %(default)s)")
     p.add_argument("--SMs", type=int, default=132, help="of the device, where nobody has its constants")
     p.set_defaults(run=_plan)
     args = parser.parse_args(argv)
@@ -62,10 +65,21 @@ def _constants(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
+    import torch
+
+    from kda_cp.planner import window
+
+    HV, lengths = whole_number("HV", args.HV), whole_numbers("lengths", args.lengths)
+    x = torch.empty(1, sum(lengths), HV, 128, dtype=getattr(torch, args.dtype), device="meta")
+    shape = contract.problem_shape(x, x, x, x, x[..., 0], *[None] * 5, options=KdaOptions())
+    tokens = window(shape, REGISTRY.load(REGISTRY.find(args.backend).spec))
     found, source = constants.lookup((args.device, args.backend, args.dtype))
     print(
-        make_plan(args.lengths, HV=args.HV, constants=found, source=source, SMs=args.SMs, native=args.native)
-    )
+        make_plan(
+            lengths, HV=HV, constants=found, source=source, SMs=args.SMs,
+            native=tokens is not None, window=tokens or 0,
+        )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What calls cost: the constants by which the planner predicts, one set per (device, backend, dtype).
 
-Looked up in this order: the calibration file, which `store` writes; `SHIPPED`; nothing, and then the planner goes by the
-ratio rule of `kda_cp.plan`. The file is ``cp/constants.json`` in the folder of ``KDA_CACHE_DIR``.
+Looked up in this order: the calibration file, which `store` writes; `SHIPPED`; what is shipped for the backend on another GPU;
+nothing, and then the planner goes by the ratio rule of `kda_cp.plan`. The file is ``cp/constants.json`` in the folder of ``KDA_CACHE_DIR``.
 """
 
 from __future__ import annotations
@@ -124,7 +124,14 @@ def lookup(key: Key) -> tuple[Constants | None, str]:
     """
     if (found := _read(path()).get(key)) is not None:
         return found, "calibrated"
-    return (SHIPPED[key], "shipped") if key in SHIPPED else (None, "none")
+    if key in SHIPPED:
+        return SHIPPED[key], "shipped"
+    device, *rest = key
+    for (other, *same), found in SHIPPED.items():
+        # a backend is for GPUs of one kind, whose chains take the same clocks: nearer than the ratio rule
+        if same == rest and device != "cpu":
+            return found, f"{other}'s shipped"
+    return None, "none"
 
 
 def stored() -> dict[Key, Constants]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from kda_core.backend import Backend, BackendSpec, SupportsSegments
-from kda_core.contract import KdaInputs, KdaOutputs
+from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import ArgumentError, PlannerError
 from kda_cp import constants, execute, native
 from kda_cp.plan import Cache, Plan, Prediction, make_plan, predict
@@ -52,7 +52,7 @@ class ContextParallelPlanner:
         if plan.prediction is not None:
             return str(plan)
         s, (known, source, SMs) = inputs.shape, machine(inputs, spec)
-        window = _window(inputs, backend)
+        tokens = window(s, backend)
         prediction = predict(
             plan,
             HV=s.HV,
@@ -60,8 +60,8 @@ class ContextParallelPlanner:
             V=s.V,
             constants=known,
             SMs=SMs,
-            native=window is not None,
-            window=window or 0,
+            native=tokens is not None,
+            window=tokens or 0,
         )
         if prediction is None:
             return f"{plan}; given by the caller"
@@ -81,10 +81,10 @@ class ContextParallelPlanner:
 
 def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan:
     s, (known, source, SMs) = inputs.shape, machine(inputs, spec)
-    window = _window(inputs, backend)
+    tokens = window(s, backend)
     plan = make_plan(
         lengths, HV=s.HV, K=s.K, V=s.V, constants=known, source=source, SMs=SMs,
-        native=window is not None, window=window or 0,
+        native=tokens is not None, window=tokens or 0,
     )  # fmt: skip
     why = execute.refusal(plan, inputs, spec, backend)
     if why is None:
@@ -92,9 +92,9 @@ def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, back
     return Plan(tuple((n,) for n in lengths), "serial", Prediction(None, None, "us", why))
 
 
-def _window(inputs: KdaInputs, backend: Backend) -> int | None:
+def window(shape: ProblemShape, backend: Backend) -> int | None:
     """Tokens of a window, 0 for no limit; None for a backend that does not summarise segments itself."""
-    return native.window_tokens(inputs.shape, backend) if isinstance(backend, SupportsSegments) else None
+    return native.window_tokens(shape, backend) if isinstance(backend, SupportsSegments) else None
 
 
 def machine(inputs: KdaInputs, spec: BackendSpec) -> tuple[constants.Constants | None, str, int]:
