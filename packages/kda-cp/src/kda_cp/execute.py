@@ -23,9 +23,7 @@ def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) ->
     """Executes a call by a plan that `refusal` has nothing against; returns `outputs`. Does not wait for a GPU."""
     if not plan.is_split:
         return backend.chunk_fwd(inputs, outputs)
-    kind = inputs.q.device.type
-    casts = torch.is_autocast_enabled(kind)  # to turn off what is off takes longer than to ask
-    with torch.no_grad(), torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
+    with _undisturbed(inputs.q.device.type):
         if plan.strategy == "exact" and (how := native.execution(plan, inputs.shape, backend)) is not None:
             native.run(how, inputs, outputs)
         else:
@@ -33,6 +31,16 @@ def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) ->
             starts = _initial_states(plan, layout(plan), inputs, outputs.o, call)
             _run_pieces(layout(plan), inputs, outputs, starts, call)
     return outputs
+
+
+def _undisturbed(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """No gradients, no autocast. To turn off what is off takes longer than to ask."""
+    stack = contextlib.ExitStack()
+    if torch.is_grad_enabled():
+        stack.enter_context(torch.no_grad())
+    if torch.is_autocast_enabled(device_type):
+        stack.enter_context(torch.autocast(device_type, enabled=False))
+    return stack
 
 
 def shapes(plan: Plan, shape: ProblemShape, backend: Backend) -> list[ProblemShape]:

@@ -56,7 +56,12 @@ def kernel_of(backend: Any) -> MergeKernel | None:
 
 
 def merge_pieces(
-    kernel: MergeKernel | None, bounds: Sequence[int], states: Tensor, exits: Tensor, transitions: Tensor
+    kernel: MergeKernel | None,
+    bounds: Sequence[int],
+    states: Tensor,
+    exits: Tensor,
+    transitions: Tensor,
+    placed: Tensor | None = None,
 ) -> None:
     """As `merge`, of pieces that lie one after the other; by a kernel where there is one and states are fp32.
 
@@ -66,9 +71,12 @@ def merge_pieces(
         states: [P, HV, K, V]; those at the first pieces are given, the others overwritten.
         exits: [P, HV, K, V], from the given state of first pieces, else from zeros.
         transitions: [P, HV, K, K].
+        placed: `bounds`, int32 on the device, if they are there.
     """
     if kernel is not None and states.dtype == torch.float32:
-        kernel(states, exits, transitions, upload(bounds, torch.int32, states.device)[0])
+        if placed is None:
+            placed = upload(bounds, torch.int32, states.device)[0]
+        kernel(states, exits, transitions, placed)
         return
     spans = [slice(a, b) for a, b in pairwise(bounds)]
     merged = merge(

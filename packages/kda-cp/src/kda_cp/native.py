@@ -18,7 +18,17 @@ from kda_core.backend import SupportsSegments
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import BackendContractError
 from kda_cp.merge import MergeKernel, kernel_of, merge_pieces
-from kda_cp.pieces import Piece, aligned, packed, piece_inputs, run_shape, upload
+from kda_cp.pieces import (
+    Integers,
+    Piece,
+    Uploaded,
+    aligned,
+    offsets_of,
+    packed,
+    piece_inputs,
+    run_shape,
+    uploads,
+)  # fmt: skip
 from kda_cp.plan import GRANULE, Cache, Plan, windows
 
 WORKSPACE_BYTES = 4 << 30
@@ -36,6 +46,8 @@ class Window:
         run, summary: the shapes of the two calls; one object where they are equal.
         chunks: of intermediate states, 0 where nobody asks for them.
         workspace_bytes: of its calls.
+        integers: that the calls read on the device: offsets of the pieces, `bounds`, the first and the last piece of each
+            sequence, `sequences`.
     """
 
     pieces: tuple[Piece, ...]
@@ -45,6 +57,7 @@ class Window:
     summary: ProblemShape
     chunks: int
     workspace_bytes: int
+    integers: tuple[Integers, ...]
 
     @property
     def is_split(self) -> bool:
@@ -104,52 +117,58 @@ def run(how: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> None:
     o, chunk = packed(outputs.o), 0
     for window in how.windows:
         first, T = window.pieces[0].start, window.run.T
+        offsets, (bounds, _), (firsts, _), (lasts, _), (sequences, _) = uploads(window.integers, device)
         rows = o if T == o.shape[1] else o[:, first : first + T]
         starts = inputs.q.new_zeros((window.run.N, shape.HV, shape.K, shape.V), dtype=shape.state_dtype)
         before = _given(inputs)
         if states is not None:
-            sequences = upload(window.sequences, torch.int64, device)[0]
             before = states.index_select(0, sequences)
         if before is not None:
-            starts.index_copy_(0, upload(window.bounds[:-1], torch.int64, device)[0], before)
+            starts.index_copy_(0, firsts, before)
 
         final = starts.new_empty(window.run.state_shape) if window.run.options.output_final_state else None
         written, saved = aligned(rows), None
         if h is not None:
             chunks = packed(h)[:, chunk : chunk + window.chunks]
             saved, chunk = aligned(chunks), chunk + window.chunks
-        _run_window(how, window, inputs, starts, KdaOutputs(written, final, saved, workspace))
+        given = KdaOutputs(written, final, saved, workspace)
+        _run_window(how, window, inputs, starts, given, offsets, bounds)
         if written is not rows:
             rows.copy_(written)
         if saved is not None and saved is not chunks:
             chunks.copy_(saved)
         if final is not None:
-            last = upload((end - 1 for end in window.bounds[1:]), torch.int64, device)[0]
             if states is None:
-                torch.index_select(final, 0, last, out=outputs.final_state)
+                torch.index_select(final, 0, lasts, out=outputs.final_state)
             else:
-                after = final.index_select(0, last)
+                after = final.index_select(0, lasts)
                 states.index_copy_(0, sequences, after.mT if shape.options.state_v_first else after)
     if states is not None and outputs.final_state is not None:
         outputs.final_state.copy_(states.mT if shape.options.state_v_first else states)
 
 
 def _run_window(
-    how: Execution, window: Window, inputs: KdaInputs, starts: Tensor, outputs: KdaOutputs
+    how: Execution,
+    window: Window,
+    inputs: KdaInputs,
+    starts: Tensor,
+    outputs: KdaOutputs,
+    offsets: Uploaded,
+    bounds: Tensor,
 ) -> None:
     """Writes `outputs` of one window. `starts` [P, HV, K, V] has the states at the start of its first pieces, and zeros."""
     call, x, backend = how.backend.chunk_fwd, None, how.backend
     if window.is_split:
-        x = piece_inputs(inputs, window.pieces, window.summary, starts)
+        x = piece_inputs(inputs, window.pieces, window.summary, starts, offsets)
         exits = torch.empty_like(starts)
         transitions = starts.new_empty((*starts.shape[:-1], starts.shape[-2]))
         backend.summarize(x, exits, transitions, outputs.workspace)
-        merge_pieces(how.merge, window.bounds, starts, exits, transitions)
+        merge_pieces(how.merge, window.bounds, starts, exits, transitions, bounds)
         call = backend.run_segments
     # after summaries of the same shape their inputs serve again: the states in them have been overwritten
     if x is None or window.run is not window.summary:
         states = starts.mT if window.run.options.state_v_first else starts
-        x = piece_inputs(inputs, window.pieces, window.run, states)
+        x = piece_inputs(inputs, window.pieces, window.run, states, offsets)
     if (returned := call(x, outputs)) is not outputs:
         raise BackendContractError(
             f"{type(backend).__name__}.{call.__name__} returned {type(returned).__name__}, not the outputs it was given"
@@ -182,7 +201,12 @@ def _windows(plan: Plan, shape: ProblemShape, backend: Any) -> tuple[Window, ...
         size = (backend.segment_workspace_bytes if split else backend.workspace_bytes)(call)
         bounds = tuple(accumulate(map(len, by_sequence), initial=0))
         sequences = tuple(s[0].sequence for s in by_sequence)
-        found.append(Window(tuple(pieces), sequences, bounds, call, summary, chunks, size))
+        lasts = tuple(end - 1 for end in bounds[1:])
+        integers = (
+            offsets_of(pieces), (bounds, torch.int32),
+            (bounds[:-1], torch.int64), (lasts, torch.int64), (sequences, torch.int64),
+        )  # fmt: skip
+        found.append(Window(tuple(pieces), sequences, bounds, call, summary, chunks, size, integers))
     return tuple(found)
 
 

@@ -120,18 +120,33 @@ def _rows(x: Tensor, spans: list[list[int]]) -> Tensor:
 
 
 def piece_inputs(
-    inputs: KdaInputs, pieces: Sequence[Piece], shape: ProblemShape, initial_state: Tensor, **tensors: Tensor
+    inputs: KdaInputs,
+    pieces: Sequence[Piece],
+    shape: ProblemShape,
+    initial_state: Tensor,
+    offsets: Uploaded | None = None,
+    **tensors: Tensor,
 ) -> KdaInputs:
-    """The inputs of a call over `pieces`. `tensors` replace q, k, v, g or beta, which are not copied then."""
-    names = ("q", "k", "v", "g", "beta")
+    """The inputs of a call over `pieces`. `offsets`: of the pieces, if they are on the device. `tensors` replace q, k, v, g or
+    beta, which are not copied then."""
+    cu_seqlens, host = offsets or upload(*offsets_of(pieces), inputs.q.device)
     spans = _spans(pieces)
+    if spans == [[0, inputs.q.shape[1]]] and len(inputs.q) == 1 and not tensors:
+        # the tensors of a call are as a backend gets them
+        return replace(
+            inputs, shape=shape, initial_state=initial_state.contiguous(), cu_seqlens=cu_seqlens, cu_seqlens_cpu=host
+        )  # fmt: skip
+    names = ("q", "k", "v", "g", "beta")
     own = {n: tensors[n] if n in tensors else _rows(getattr(inputs, n), spans) for n in names}
-    ends = accumulate((p.length for p in pieces), initial=0)
-    cu_seqlens, host = upload(ends, index_dtype(shape.T), inputs.q.device)
-    changed: dict[str, Any] = own | {
-        "initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": host, "shape": shape,
-    }  # fmt: skip
-    return replaced(inputs, **changed)
+    return replaced(
+        inputs, shape=shape, initial_state=initial_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=host, **own
+    )
+
+
+def offsets_of(pieces: Sequence[Piece]) -> Integers:
+    """cu_seqlens of pieces one after the other."""
+    ends = tuple(accumulate((p.length for p in pieces), initial=0))
+    return ends, index_dtype(ends[-1])
 
 
 def replaced(inputs: KdaInputs, *, shape: ProblemShape, **tensors: Tensor | None) -> KdaInputs:
@@ -145,28 +160,33 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % contract.ALIGNMENT == 0 else torch.empty_like(x)
 
 
+Integers = tuple[tuple[int, ...], torch.dtype]
 Uploaded = tuple[Tensor, Tensor]
 _UPLOADED = Cache(512)
-_captured: list[Uploaded] = []  # what captured graphs read at every replay must stay
+_captured: dict[int, Any] = {}  # what captured graphs read at every replay must stay, by id
 
 
 def upload(values: Iterable[int], dtype: torch.dtype, device: torch.device) -> Uploaded:
-    """Integers [n] on `device` and in host memory, without waiting for the device. Nobody may write to them.
+    """Integers [n] on `device` and in host memory, without waiting for the device. Nobody may write to them."""
+    return uploads(((tuple(values), dtype),), device)[0]
+
+
+def uploads(groups: tuple[Integers, ...], device: torch.device) -> tuple[Uploaded, ...]:
+    """As `upload`, several at once.
 
     They are kept by content, device and stream: on another stream the copy may not have happened yet. A capture begins
     when the device has finished, so it takes what any stream has brought; a call that was made before leaves it there.
     """
-    key = (tuple(values), dtype, device)
+    key = (groups, device)
+    copy = lambda: tuple(_copy(values, dtype, device) for values, dtype in groups)
     if device.type != "cuda":
-        return _UPLOADED.get(key, lambda: _copy(*key))
+        return _UPLOADED.get(key, copy)
     if torch.cuda.is_current_stream_capturing():
-        pair = _UPLOADED.peek(key) or _copy(*key)
-        _captured.append(pair)
-        return pair
+        found = _UPLOADED.peek(key) or copy()
+        _captured[id(found)] = found
+        return found
     stream = torch.cuda.current_stream(device).cuda_stream
-    pair = _UPLOADED.get((key, stream), lambda: _copy(*key))
-    _UPLOADED.get(key, lambda: pair)  # for captures
-    return pair
+    return _UPLOADED.get((key, stream), lambda: _UPLOADED.put(key, copy()))
 
 
 def _copy(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Uploaded:

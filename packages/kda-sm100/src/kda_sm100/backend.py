@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.cute import arch_of_capability, arch_of_device, get_kernel
-from kda_core.cute.calls import pass_states, refusal
+from kda_core.cute.calls import merge_segments, pass_states, refusal
 from kda_sm100.config import ARCHS, SMS
 from kda_sm100.plan import plan
 
@@ -52,13 +52,9 @@ class Sm100Backend:
             summary(inputs, outputs, transitions)
 
     def merge_segments(self, initial: Tensor, exits: Tensor, transitions: Tensor, bounds: Tensor) -> None:
-        from kda_core.cute.merge import MergeKernel, merge_config
-
         arch = arch_of_device(initial.device) if initial.is_cuda else ARCHS[0]  # a CPU emulates
-        N, HV = bounds.shape[0] - 1, initial.shape[1]
         with device_of(initial):
-            kernel = get_kernel(MergeKernel, merge_config(N * HV, SMS), arch)
-            kernel(initial, *addresses(initial, exits, transitions, bounds), N, HV)
+            merge_segments(initial, exits, transitions, bounds, sms=SMS, arch=arch)
 
     def run_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         with device_of(inputs.q):

@@ -13,7 +13,7 @@ import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.cute import get_kernel
-from kda_core.cute.calls import pass_states, refusal
+from kda_core.cute.calls import merge_segments, pass_states, refusal
 from kda_sm90.config import ARCH, PrefillConfig
 from kda_sm90.plan import SMS, Plan, plan, segment_plan, workspace_bytes
 
@@ -57,12 +57,8 @@ class Sm90Backend:
         transitions: torch.Tensor,
         bounds: torch.Tensor,
     ) -> None:
-        from kda_core.cute.merge import MergeKernel, merge_config
-
-        addresses = (x.data_ptr() for x in (initial, exits, transitions, bounds))
-        N, HV = bounds.shape[0] - 1, initial.shape[1]
-        kernel = get_kernel(MergeKernel, merge_config(N * HV, sm_count()), ARCH)
-        on_device_of(initial, kernel, initial, *addresses, N, HV)
+        merge = functools.partial(merge_segments, sms=sm_count(), arch=ARCH)
+        on_device_of(initial, merge, initial, exits, transitions, bounds)
 
     def run_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         on_device_of(inputs.q, segment_launches(inputs.shape)[1], inputs, outputs)

@@ -3,9 +3,15 @@ tokens. Importing this needs torch, but not the DSL."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_core.cute import get_kernel
 from kda_core.cute.operands import HEAD_DIM, Gate, GateDtype
 
 #: What g and beta may be in.
@@ -41,3 +47,20 @@ def pass_states(inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         else:
             outputs.final_state.copy_(inputs.initial_state)
     return outputs
+
+
+def merge_segments(
+    initial: Tensor, exits: Tensor, transitions: Tensor, bounds: Tensor, *, sms: int, arch: str
+) -> None:
+    """`kda_core.backend.SupportsMerge.merge_segments` on the current device, which has `sms` SMs."""
+    N, HV = bounds.shape[0] - 1, initial.shape[1]
+    kernel = _merge_kernel(N * HV, sms, arch, initial.device.type)
+    kernel(initial, *(x.data_ptr() for x in (initial, exits, transitions, bounds)), N, HV)
+
+
+@functools.lru_cache(maxsize=256)
+def _merge_kernel(states: int, sms: int, arch: str, device_type: str) -> Callable[..., Any]:
+    """By the device type too, for on a CPU kernels are emulated."""
+    from kda_core.cute.merge import MergeKernel, merge_config
+
+    return get_kernel(MergeKernel, merge_config(states, sms), arch)
