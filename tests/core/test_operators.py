@@ -6,7 +6,7 @@ from inputs import call
 
 import kda_core
 from kda_core import chunk_kda, fused_recurrent_kda
-from kda_core.api import _operator_args
+from kda_core.api import operator_args
 from kda_core.errors import KdaError
 from kda_core.registry import record_calls
 
@@ -97,7 +97,7 @@ def test_errors_in_a_trace_name_the_argument():
 def test_opcheck(grad, packed):
     x = {n: t.requires_grad_(grad) for n, t in call().items()}
     cu = torch.tensor([0, 3, 20]) if packed else None
-    args = _operator_args(
+    args = operator_args(
         *x.values(),
         None,
         None,
@@ -114,7 +114,7 @@ def test_opcheck(grad, packed):
 
 
 def test_opcheck_of_the_variant_that_writes():
-    args = _operator_args(
+    args = operator_args(
         *call().values(), *[None] * 5, backend=None, context_parallel="off", recurrent=False
     )
     out = (torch.zeros(1, 20, 2, 8), None, None, None)

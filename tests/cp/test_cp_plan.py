@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kda_core.errors import ArgumentError
 from kda_cp import Constants, Pass, Plan, Prediction, constants, make_plan, predict
 from kda_cp.__main__ import main
-from kda_cp.calibrate import fit
-from kda_cp.plan import GRANULE, MARGIN, MAX_PIECES, STRATEGIES, Cache, longest_lane, windows
+from kda_cp.calibrate import fit, scaled
+from kda_cp.plan import GRANULE, MARGIN, MAX_PIECES, STRATEGIES, Cache, longest_lane, pass_us, windows
 
 H200 = constants.SHIPPED["NVIDIA H200", "sm90", "bfloat16"]
 CHEAP = Constants(Pass(((32, 20.0),), 0.05, 0.01, 5.0), 2.0, 0.05)  # a device where splitting pays early
@@ -279,6 +279,21 @@ def test_the_fit_finds_the_constants_of_a_device_that_obeys_the_model():
         assert got.chain[0] == pytest.approx(c.chain[0]) and got.chain[1] == pytest.approx(c.chain[1])
         for name in ("prepare_ns", "work_ns", "call_us"):
             assert getattr(got, name) == pytest.approx(getattr(c, name), abs=1e-9), name
+
+
+@pytest.mark.parametrize(
+    "known", [H200.forward, H200.summarize, H200.run], ids=("forward", "summarize", "run")
+)
+def test_shipped_constants_are_scaled_to_a_device_of_another_pace(known):
+    there = Pass(
+        tuple((n * 114 // 132, 1.25 * ns) for n, ns in known.chain), 1.25 * known.prepare_ns, 1.25 * known.work_ns,
+        1.25 * known.call_us, known.even,
+    )  # fmt: skip
+    got = scaled(known, lambda n, T: pass_us(there, [T], n), 114)
+    assert got.even and [n for n, _ in got.chain] == [n for n, _ in there.chain]
+    for name in ("prepare_ns", "work_ns", "call_us"):
+        assert getattr(got, name) == pytest.approx(getattr(there, name))
+    assert [ns for _, ns in got.chain] == pytest.approx([ns for _, ns in there.chain])
 
 
 def test_the_command_line(stored, capsys, monkeypatch):

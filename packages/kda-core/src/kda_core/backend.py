@@ -196,7 +196,8 @@ class SupportsRefusal(Protocol):
 
     def refusal(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str | None:
         """None, or why this plan, which a caller gave, cannot run this call on this backend: core raises it as a
-        `PlannerError` before anything is launched. Must not synchronise."""
+        `PlannerError` before anything is launched. Must not synchronise. It depends on what `Planner.plan` does; core keeps
+        None as it keeps a plan."""
         ...
 
 

@@ -10,6 +10,9 @@ the SMs and in another beyond; and the rest of the time is ``call_us``. Few stre
 
 A forward call has a sequence of n value heads; of a backend that summarises segments itself, its two calls are timed as well,
 over one segment of n heads.
+
+Of a backend with shipped constants, which tell more ways of running than these few calls can, those are kept, and scaled to the
+times found here (`scaled`).
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from kda_core.backend import SupportsMerge, SupportsSegments
 from kda_core.contract import KdaOptions
 from kda_core.errors import DeviceError
 from kda_core.registry import REGISTRY
-from kda_cp.constants import Constants, Pass
+from kda_cp.constants import SHIPPED_SMS, Constants, Pass, shipped
 from kda_cp.merge import merge
+from kda_cp.plan import pass_us
 
 SHORT, LONG = 2048, 8192  # tokens
 FEW = 8
@@ -59,6 +63,22 @@ def fit(call_us: Callable[[int, int], float], SMs: int) -> Pass:
     )
 
 
+def scaled(known: Pass, call_us: Callable[[int, int], float], SMs: int) -> Pass:
+    """`known`, of a GPU of `SHIPPED_SMS`, for one on which calls take so long; arguments as in `fit`. All its times change by
+    one factor, the median over calls of 1, `FEW`, half and all of the SMs' streams, and its lanes with the SMs."""
+    lanes = tuple((max(1, n * SMs // SHIPPED_SMS), ns) for n, ns in known.chain)
+    known = replace(known, chain=lanes)
+    streams = (1, FEW, SMs // 2, SMs)
+    factor = statistics.median(call_us(n, LONG) / pass_us(known, [LONG], n) for n in streams)
+    return Pass(
+        chain=tuple((n, ns * factor) for n, ns in lanes),
+        prepare_ns=known.prepare_ns * factor,
+        work_ns=known.work_ns * factor,
+        call_us=known.call_us * factor,
+        even=known.even,
+    )
+
+
 def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants:
     """The constants of a backend on a CUDA device, K = V = 128, gates in the kernel.
 
@@ -80,7 +100,13 @@ def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants
     copied = [x[name] for name in ("k", "v", "g", "beta")]
     gather_us = device_us(lambda: [torch.cat((t[:, :100], t[:, 200:]), 1) for t in copied], device)
     SMs = torch.cuda.get_device_properties(device).multi_processor_count
-    found = Constants(fit(forward_us, SMs), merge_us, gather_us * 1e3 / (LONG * heads))
+    known, _ = shipped((torch.cuda.get_device_name(device), backend, str(dtype)[6:]))
+
+    def fitted(name: str, call_us: Callable[[int, int], float]) -> Pass:
+        of_known = None if known is None else getattr(known, name)
+        return fit(call_us, SMs) if of_known is None else scaled(of_known, call_us, SMs)
+
+    found = Constants(fitted("forward", forward_us), merge_us, gather_us * 1e3 / (LONG * heads))
     if not isinstance(chosen, SupportsSegments):
         return found
 
@@ -92,7 +118,7 @@ def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants
         summarize()
         return device_us(run, device)
 
-    return replace(found, summarize=fit(summarize_us, SMs), run=fit(run_us, SMs))
+    return replace(found, summarize=fitted("summarize", summarize_us), run=fitted("run", run_us))
 
 
 def segment_calls(

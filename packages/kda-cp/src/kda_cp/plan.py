@@ -356,6 +356,14 @@ def _even_lane(lengths: Sequence[int], heads: int, lanes: int) -> float:
 Lane = Callable[[Sequence[int], int, int], float]
 
 
+def pass_us(p: Pass, lengths: Sequence[int], HV: int, lane: Lane = longest_lane) -> float:
+    """The time of a call over sequences of these lengths, at least one; `lane` in place of `longest_lane`."""
+    work = sum(lengths) * HV
+    lane = _even_lane if p.even and lane is longest_lane else lane
+    latency = min(lane(lengths, HV, lanes) * ns for lanes, ns in p.chain)
+    return p.call_us + (p.prepare_ns * work + max(latency, p.work_ns * work)) / 1e3
+
+
 @dataclass(frozen=True)
 class _Costs:
     """The model of the module's docstring, in us, for `HV` value heads; `transitions` calls give all columns of M."""
@@ -407,12 +415,7 @@ class _Costs:
         return self._call(summarize, lengths, lane) + merge + self._call(run, lengths, lane)
 
     def _call(self, p: Pass, lengths: list[int], lane: Lane) -> float:
-        if not lengths:
-            return 0.0
-        work = sum(lengths) * self.HV
-        lane = _even_lane if p.even and lane is longest_lane else lane
-        latency = min(lane(lengths, self.HV, lanes) * ns for lanes, ns in p.chain)
-        return p.call_us + (p.prepare_ns * work + max(latency, p.work_ns * work)) / 1e3
+        return pass_us(p, lengths, self.HV, lane) if lengths else 0.0
 
 
 def _no_lane(lengths: Sequence[int], heads: int, lanes: int) -> float:
