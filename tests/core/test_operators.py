@@ -114,9 +114,7 @@ def test_opcheck(grad, packed):
 
 
 def test_opcheck_of_the_variant_that_writes():
-    args = operator_args(
-        *call().values(), *[None] * 5, backend=None, context_parallel="off", recurrent=False
-    )
+    args = operator_args(*call().values(), *[None] * 5, backend=None, context_parallel="off", recurrent=False)
     out = (torch.zeros(1, 20, 2, 8), None, None, None)
     results = torch.library.opcheck(torch.ops.kda_core.chunk_fwd_out.default, (*args, *out))
     assert set(results.values()) == {"SUCCESS"}
