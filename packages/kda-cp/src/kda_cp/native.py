@@ -28,7 +28,7 @@ from kda_cp.pieces import (
     piece_inputs,
     run_shape,
     uploads,
-)  # fmt: skip
+)
 from kda_cp.plan import GRANULE, Cache, Plan, windows
 
 WORKSPACE_BYTES = 4 << 30
