@@ -1,6 +1,8 @@
 """Every strategy against the fp64 oracle, over several backends; each test asserts that context parallelism engaged."""
 
 import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from kda_core import chunk_kda
 from kda_core.errors import PlannerError
 from kda_core.registry import record_calls
 from kda_core.testing import FAMILIES, error, make_inputs, token_oracle
-from kda_cp import Plan
+from kda_cp import Plan, pieces
 from kda_cp.merge import merge
 
 FP32 = (
@@ -432,3 +434,28 @@ def test_autocast_does_not_reach_a_plan():
     with torch.autocast("cpu", torch.bfloat16):
         got = split(x, plan, output_final_state=True)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_integers_are_brought_once_a_stream_and_captures_take_the_first(monkeypatch):
+    """Without a GPU: what torch says of streams is replaced, and copies stay on the CPU."""
+    stream, capturing, copies = SimpleNamespace(cuda_stream=1), [False], []
+
+    def copy(values, dtype, device):
+        copies.append(values)
+        return torch.tensor(values, dtype=dtype), torch.tensor(values, dtype=dtype)
+
+    monkeypatch.setattr(pieces, "_copy", copy)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    bring = partial(
+        pieces.uploads, (((11, 22, 33), torch.int32), ((44,), torch.int64)), torch.device("cuda", 0)
+    )
+    first = bring()
+    assert [pair[0].tolist() for pair in first] == [[11, 22, 33], [44]] and bring() is first
+    stream.cuda_stream = 2
+    second = bring()
+    assert second is not first and bring() is second and len(copies) == 4
+    capturing[0] = True
+    assert bring() is first and len(copies) == 4
+    other = pieces.uploads((((55,), torch.int32),), torch.device("cuda", 0))  # nobody has brought these
+    assert other[0][0].tolist() == [55] and copies[4:] == [(55,)]

@@ -182,11 +182,15 @@ def uploads(groups: tuple[Integers, ...], device: torch.device) -> tuple[Uploade
     if device.type != "cuda":
         return _UPLOADED.get(key, copy)
     if torch.cuda.is_current_stream_capturing():
-        found = _UPLOADED.peek(key) or copy()
+        found = (_UPLOADED.peek(key) or {}).get(None) or copy()
         _captured[id(found)] = found
         return found
+    by_stream: dict[int | None, tuple[Uploaded, ...]] = _UPLOADED.get(key, dict)
     stream = torch.cuda.current_stream(device).cuda_stream
-    return _UPLOADED.get((key, stream), lambda: _UPLOADED.put(key, copy()))
+    if (known := by_stream.get(stream)) is None:
+        known = by_stream[stream] = copy()
+        by_stream.setdefault(None, known)  # for captures: the first, which has had the most time
+    return known
 
 
 def _copy(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Uploaded:

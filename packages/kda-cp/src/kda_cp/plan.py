@@ -444,13 +444,6 @@ class Cache:
         with self._lock:
             return self._values.get(key)
 
-    def put(self, key: Hashable, value: Value) -> Value:
-        """Replaces the value of `key`; returns it."""
-        with self._lock:
-            self._values[key] = value
-            self._shrink(key)
-        return value
-
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """The value of `key`, made outside the lock if it is missing; of two threads that make it one wins."""
         with self._lock:
@@ -460,10 +453,7 @@ class Cache:
         value = make()
         with self._lock:
             found = self._values.setdefault(key, value)
-            self._shrink(key)
+            self._values.move_to_end(key)
+            while len(self._values) > self._size:
+                self._values.popitem(last=False)
         return found
-
-    def _shrink(self, used: Hashable) -> None:
-        self._values.move_to_end(used)
-        while len(self._values) > self._size:
-            self._values.popitem(last=False)
