@@ -40,10 +40,10 @@ options: dict[str, Any] = {
 }  # fmt: skip
 
 # Who holds what: contiguous blocks. Every rank builds the same table, shards by it, and calls.
-cp = ContextParallel(None, FragmentTable.contiguous(args.tokens, dist.get_world_size()))
+cp = ContextParallel(None, FragmentTable.contiguous(args.tokens, dist.get_world_size()), final_state_on="all")
 own_q, own_k, own_v, own_g, own_beta = (cp.table.shard(x, cp.rank) for x in (q, k, v, g, beta))
 o, final = cp.chunk_kda(
-    own_q, own_k, own_v, own_g, own_beta, initial_state=state, output_final_state=True, final_state_on="all", **options
+    own_q, own_k, own_v, own_g, own_beta, initial_state=state, output_final_state=True, **options
 )  # fmt: skip
 assert final is not None
 

@@ -40,9 +40,9 @@ def call(family, lengths, **more):
     return x, want
 
 
-def run(group, table, x, **more):
+def run(group, table, x, on="owner", **more):
     """This rank's o and final states; which backends ran, and how often a collective was called."""
-    cp = ContextParallel(group, table)
+    cp = ContextParallel(group, table, final_state_on=on)
     mine = x | {n: table.shard(x[n], cp.rank) for n in TOKENS}
     count = 0
 
@@ -62,12 +62,12 @@ def run(group, table, x, **more):
     return o, state, [(c.backend, c.planner) for c in calls], count
 
 
-def compare(group, table, x, want, **more):
+def compare(group, table, x, want, on="owner", **more):
     """(error of this rank's o, of its states, backends, collectives); o is measured token range by token range."""
     rank = dist.get_rank()
-    o, state, ran, count = run(group, table, x, **more)
+    o, state, ran, count = run(group, table, x, on, **more)
     lengths = [f.stop - f.start for f in table.of_rank(rank)]
-    states = want[1] if more.get("final_state_on") == "all" else want[1][list(table.owned(rank))]
+    states = want[1] if on == "all" else want[1][list(table.owned(rank))]
     assert state.dtype == torch.float32 and state.shape == states.shape
     return (
         error(o, table.shard(want[0], rank), lengths=lengths),
@@ -124,10 +124,10 @@ def checks(rank, ranks):
         x, want = call(family, LENGTHS, initial_state=True)
         for name, table in tables(ranks).items():
             for on in ("owner", "all"):
-                yield f"{family} {name} {on}", partial(compare, None, table, x, want, final_state_on=on)
+                yield f"{family} {name} {on}", partial(compare, None, table, x, want, on)
     x, want = call("memory", (500,), state_v_first=True, K=8)
     table = FragmentTable.contiguous((500,), ranks)
-    yield "one sequence, v first", lambda: compare(None, table, x, want, final_state_on="all")
+    yield "one sequence, v first", lambda: compare(None, table, x, want, "all")
     x, want = call("mixed", (211,), V=24)
     table = FragmentTable.zigzag((211,), ranks)
     yield "mesh", lambda: compare(DeviceMesh("cpu", list(range(ranks))), table, x, want)
@@ -186,15 +186,18 @@ def checks(rank, ranks):
     apart = FragmentTable.document_aligned((211,), ranks)
     held = x | {n: apart.shard(x[n], rank) for n in TOKENS}
 
-    def differs(table, mine, **mistake):
+    def differs(cp, mine, **mistake):
         """What a call raises in which the last rank makes a mistake."""
-        return fails(lambda: ContextParallel(None, table).chunk_kda(**mine | (mistake if last else {})))
+        return fails(lambda: cp.chunk_kda(**mine | (mistake if last else {})))
 
-    yield "no word for where states go", partial(differs, table, shards, final_state_on="every")
-    yield "no tensor", partial(differs, table, shards, beta=0.5)
+    yield "no tensor", lambda: differs(ContextParallel(None, table), shards, beta=0.5)
     yield "no table", lambda: fails(lambda: ContextParallel(None, None if last else table))
-    wanted = held | {"final_state_on": "all", "output_final_state": True}
-    yield "no final states", partial(differs, apart, wanted, output_final_state=False)
+    for name, on in (("no word for where states go", "every"), ("another word for where states go", "all")):
+        on = on if last else "owner"
+        yield name, lambda on=on: fails(lambda: ContextParallel(None, apart, final_state_on=on))
+    wanted = held | {"output_final_state": True}
+    everywhere = partial(ContextParallel, None, apart, final_state_on="all")
+    yield "no final states", lambda: differs(everywhere(), wanted, output_final_state=False)
 
     def out_of_step():
         """A rank fails where the others have all that they need; then all call again."""
@@ -282,7 +285,7 @@ def cut(table, x, want, backend):
         mock.patch.object(segmented_backend.Merging, "merge_segments", merged),
         mock.patch.object(ReferenceBackend, "chunk_fwd", watched("chunk_fwd", ReferenceBackend.chunk_fwd)),
     ):
-        return *compare(None, table, x, want, backend=backend, final_state_on="all"), seen
+        return *compare(None, table, x, want, "all", backend=backend), seen
 
 
 def work(rank, ranks, folder):

@@ -182,7 +182,7 @@ def test_the_same_bits_on_every_run_and_for_zeros(results):
             -1,
             "ArgumentError",
             "'owner' or 'all'",
-            "failed: ArgumentError: final_state_on",
+            "final_state_on: ranks",
         ),
         ("no tensor", -1, "DtypeError", "beta: expected a torch.Tensor", "failed: DtypeError: beta"),
         ("no table", -1, "ArgumentError", "table: expected a FragmentTable", "have another one than rank"),
@@ -204,6 +204,8 @@ def test_ranks_that_disagree_all_raise(results):
         assert found["other table"][0] == "RankError" and "table: ranks" in found["other table"][1]
         name, message = found["table for more"]
         assert name == "ArgumentError" and f"one for {len(results)} ranks" in message
+        name, message = found["another word for where states go"]
+        assert name == "RankError" and "final_state_on: ranks" in message
         name, message = found["no final states"]
         assert name == "RankError" and "output_final_state=False" in message
 

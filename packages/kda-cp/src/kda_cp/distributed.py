@@ -101,19 +101,30 @@ class ContextParallel:
         group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group. On GPUs best one of
             ``init_process_group("cpu:gloo,cuda:nccl")``: hosts then agree through gloo. Through NCCL alone they wait for room on
             their devices.
-        table: who holds what; the same on all ranks, which are asked once, here.
+        table: who holds what.
+        final_state_on: "owner" gives each rank the states of the sequences whose last token it holds
+            (``table.owned(rank)``, in that order), "all" every rank all of them.
+
+    Table and `final_state_on` are the same on all ranks, which compare them here, once: later a rank may have no word with others.
 
     Raises:
-        RankError: the ranks gave different tables.
-        ArgumentError: a mesh of several dimensions, or a table for another number of ranks.
+        RankError: the ranks gave different ones.
+        ArgumentError: a mesh of several dimensions, what is no table or one for another number of ranks, another
+            `final_state_on`; then the other ranks get a RankError.
     """
 
-    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None, table: FragmentTable) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None,
+        table: FragmentTable,
+        *,
+        final_state_on: Literal["owner", "all"] = "owner",
+    ) -> None:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ArgumentError("group", "a 1-D DeviceMesh", f"{group.ndim} dimensions")
             group = group.get_group()
-        self.group, self.table = group, table
+        self.group, self.table, self.final_state_on = group, table, final_state_on
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._plans: tuple[Any, dict[Any, tuple[list[Part], str]]] = None, {}
         self._completed = 0  # calls that ranks agreed on. One that failed later on a rank would meet the next one of the others
@@ -123,13 +134,16 @@ class ContextParallel:
         # Where ranks agree: on the host if the group can, else at least beside what is under way on the caller's stream.
         self._words = host if "cpu" in served else self._device
         self._aside = None if self._words == host else torch.cuda.Stream(self._device)
-        digests: list[str] = [""] * self.ranks
+        given: list[tuple[str, str]] = [("", "")] * self.ranks
         digest = table.digest() if isinstance(table, FragmentTable) else ""
-        dist.all_gather_object(digests, digest, group=group)
+        dist.all_gather_object(given, (digest, str(final_state_on)), group=group)
         if not digest:
             raise ArgumentError("table", "a FragmentTable", contract.describe(table))
-        if others := [r for r, d in enumerate(digests) if d != digest]:
-            raise RankError(f"table: ranks {others} have another one than rank {self.rank}")
+        if final_state_on not in ("owner", "all"):
+            raise ArgumentError("final_state_on", "'owner' or 'all'", repr(final_state_on))
+        for name, values in zip(("table", "final_state_on"), zip(*given)):
+            if others := [r for r, value in enumerate(values) if value != values[self.rank]]:
+                raise RankError(f"{name}: ranks {others} have another one than rank {self.rank}")
         if table.ranks != self.ranks:
             raise ArgumentError(
                 "table", f"one for {self.ranks} ranks, the size of the group", f"{table.ranks} ranks"
@@ -156,7 +170,6 @@ class ContextParallel:
         A_log: Tensor | None = None,
         dt_bias: Tensor | None = None,
         backend: str | None = None,
-        final_state_on: Literal["owner", "all"] = "owner",
     ) -> tuple[Tensor, Tensor | None]:
         """``kda_core.chunk_kda`` over the sequences of the table; all ranks call it, with the same options.
 
@@ -169,30 +182,29 @@ class ContextParallel:
             initial_state: [N, HV, K, V] for the N sequences of the table, or [N, HV, V, K] with `state_v_first`, on
                 every rank or on none. A row is read by the rank that holds the first token of its sequence.
             backend: may differ between ranks.
-            final_state_on: "owner" gives each rank the states of the sequences whose last token it holds
-                (``table.owned(rank)``, in that order), "all" every rank all of them.
 
         Returns:
-            o [1, T_rank, HV, V]; the final states, [len(table.owned(rank)), HV, K, V] or [N, HV, K, V], fp32 (fp64 for
-            fp64 inputs), or None. With `state_v_first` the last two dimensions are [V, K].
+            o [1, T_rank, HV, V]; the final states, [len(table.owned(rank)), HV, K, V] or, where they are on all ranks,
+            [N, HV, K, V], fp32 (fp64 for fp64 inputs), or None. With `state_v_first` the last two dimensions are [V, K].
 
         Raises:
             RankError: another rank failed or called with other shapes or options, or has failed in an earlier call after ranks
                 agreed on it: then only a new `ContextParallel` brings them together.
             Otherwise as `kda_core.chunk_kda`; then the other ranks get a RankError.
         """
-        given = {n: x for n, x in locals().items() if n not in ("self", "final_state_on")}
-        agrees = self.ranks > 1 and (self.table.crosses or final_state_on != "owner")
-        local, error = _attempt(lambda: self._prepare(given, final_state_on))
+        given = {n: x for n, x in locals().items() if n != "self"}
+        everywhere = self.ranks > 1 and self.final_state_on == "all"
+        agrees = self.table.crosses or everywhere
+        local, error = _attempt(lambda: self._prepare(given))
         with torch.no_grad():
             if agrees:
-                self._agree(error, "" if local is None else self._signature(local.inputs, final_state_on))
+                self._agree(error, "" if local is None else self._signature(local.inputs))
             if local is None:
                 assert error is not None
                 raise error
             gathered = self._exchange(local)
             run, error = _attempt(lambda: self._run(local, gathered))
-            gathers = agrees and output_final_state and final_state_on == "all"
+            gathers = everywhere and output_final_state
             if gathers:
                 self._agree(error, "")
             if run is None:
@@ -208,10 +220,8 @@ class ContextParallel:
 
     # ---- the parts of a call
 
-    def _prepare(self, given: dict[str, Any], final_state_on: str) -> _Local:
+    def _prepare(self, given: dict[str, Any]) -> _Local:
         """Validates this rank's part and computes its summaries."""
-        if final_state_on not in ("owner", "all"):
-            raise ArgumentError("final_state_on", "'owner' or 'all'", repr(final_state_on))
         names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
         rest = {n: x for n, x in given.items() if n not in names}
         tensors = [given[n] for n in names] + [None] * 2  # cu_seqlens is the table's matter
@@ -220,11 +230,9 @@ class ContextParallel:
         if options.needs_backward:
             raise ArgumentError("q", "inputs that do not require grad: this is forward only", "one that does")
         with torch.no_grad():
-            return self._prepared(tensors, options, given["backend"], final_state_on)
+            return self._prepared(tensors, options, given["backend"])
 
-    def _prepared(
-        self, tensors: list[Any], options: KdaOptions, backend: str | None, final_state_on: str
-    ) -> _Local:
+    def _prepared(self, tensors: list[Any], options: KdaOptions, backend: str | None) -> _Local:
         own = self.table.of_rank(self.rank)
         lengths = [f.stop - f.start for f in own]
         state = tensors[7]
@@ -253,7 +261,7 @@ class ContextParallel:
         rows = self._gather(
             [len(self._summarised(r)) for r in range(self.ranks)], o, (s.HV, s.K, s.V + s.K), s
         )
-        everywhere = final_state_on == "all" and options.output_final_state
+        everywhere = self.final_state_on == "all" and options.output_final_state
         owned = [len(self.table.owned(r)) if everywhere else 0 for r in range(self.ranks)]
         finals = self._gather(owned, o, (s.HV, *s.state_matrix), s)
         known, name = self._planned(checked, backend) if own else ([], backend or "")
@@ -375,12 +383,12 @@ class ContextParallel:
 
     # ---- agreement
 
-    def _signature(self, inputs: KdaInputs, final_state_on: str) -> str:
+    def _signature(self, inputs: KdaInputs) -> str:
         """What must be the same on all ranks, in words."""
         s = inputs.shape
         return (
             f"call {self._completed + 1}, H={s.H} HV={s.HV} K={s.K} V={s.V} {s.dtype} initial_state={s.has_initial_state} "
-            f"A_log={s.has_A_log} dt_bias={s.has_dt_bias} final_state_on={final_state_on} {s.options}"
+            f"A_log={s.has_A_log} dt_bias={s.has_dt_bias} {s.options}"
         )
 
     def _agree(self, error: Exception | None, signature: str) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import SupportsIndex
 
 from kda_core.errors import ArgumentError
 
 
-def whole_number(name: str, given: object) -> int:
+def whole_number(name: str, given: SupportsIndex) -> int:
     """`given` as an int of at least 1.
 
     Raises:
         ArgumentError: it is none; the message has `name`.
     """
     try:
-        found = operator.index(given)  # type: ignore[arg-type]
+        found = operator.index(given)
     except TypeError:
         found = 0
     if found < 1:
@@ -23,14 +24,14 @@ def whole_number(name: str, given: object) -> int:
     return found
 
 
-def whole_numbers(name: str, given: Iterable[object]) -> tuple[int, ...]:
+def whole_numbers(name: str, given: Iterable[SupportsIndex]) -> tuple[int, ...]:
     """`given` as ints of at least 0.
 
     Raises:
         ArgumentError: they are none; the message has `name`.
     """
     try:
-        found = tuple(map(operator.index, given))  # type: ignore[arg-type]
+        found = tuple(map(operator.index, given))
     except TypeError:
         found = (-1,)
     if min(found, default=0) < 0:
