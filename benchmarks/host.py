@@ -8,6 +8,8 @@ The backend `nothing`, which this script registers, launches nothing: its row is
 allocation of o and of a workspace. Each figure is the median over rounds of (time of all calls) / calls, in
 microseconds; the GPU has finished before a round begins, and the columns take turns, so that what slows a host slows all of
 them. A case whose kernels take longer than the host's work measures the GPU, once its queue is full.
+
+Rows go to ``benchmarks/results/<gpu>/host.json``: case, T, H, backend, context_parallel, us, and run.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import run as runs
 import torch
 
 import kda_core
@@ -30,6 +33,7 @@ from kda_core.contract import Feature, KdaInputs, KdaOutputs, ProblemShape
 from kda_core.registry import record_calls
 
 D = 128
+KEY = ("case", "T", "H", "backend", "context_parallel")
 
 
 class Nothing:
@@ -67,8 +71,10 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--context-parallel", nargs="+", choices=("auto", "off"), default=["auto"])
     p.add_argument("--calls", type=int, default=1000, help="calls a round")
     p.add_argument("--rounds", type=int, default=9)
+    p.add_argument("--out", type=Path, help="the JSON file")
     args = p.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         _register(Path(folder))
         columns = list(itertools.product(args.backend or _backends(device), args.context_parallel))
@@ -82,6 +88,14 @@ def main(argv: list[str] | None = None) -> int:
                 kinds = [x | {"backend": n, "context_parallel": cp} for n, cp in columns]
                 row = microseconds(kinds, args.calls, args.rounds)
                 print(f"{case:<26}" + "".join(f"{us:14.1f}" for us in row), flush=True)
+                for (backend, mode), us in zip(columns, row, strict=True):
+                    rows.append(
+                        dict(zip(KEY, (case, args.T, args.H, backend, mode), strict=True)) | {"us": us}
+                    )
+    run = runs.describe(device, argv, "benchmarks/host.py")
+    path = args.out or runs.RESULTS / run["device"] / "host.json"
+    runs.save(path, run, [row | {"run": run["id"]} for row in rows], KEY)
+    print(path)
     return 0
 
 

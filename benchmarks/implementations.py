@@ -16,7 +16,7 @@ Outputs = tuple[Any, Any]
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
 
 
-CP = "+cp"
+CP, CERTIFIED = PLANNED = "+cp", "+certified"
 
 
 def backend(name: str, context_parallel: Any = "off") -> Callable[..., Outputs]:
@@ -42,7 +42,8 @@ def fla() -> Callable[..., Outputs]:
 
 
 def plan(name: str, x: dict[str, Any]) -> Plan:
-    """What kda-cp decides for a call of "<backend>+cp", with its prediction.
+    """What kda-cp decides for a call of "<backend>+cp", with its prediction; or for "<backend>+certified" its best split by
+    certified decay, whatever serial would take.
 
     Raises:
         ValueError: kda-cp is not installed, or does not know the lengths.
@@ -57,11 +58,20 @@ def plan(name: str, x: dict[str, Any]) -> Plan:
     decided = planner.decide(inputs, choice.spec, choice.backend)
     if decided is None:
         raise ValueError("a packed call without cu_seqlens_cpu has no plan")
-    return decided
+    if name.endswith(CP):
+        return decided
+    from kda_cp import make_plan
+    from kda_cp.planner import machine
+
+    known, source, SMs = machine(inputs, choice.spec)
+    return make_plan(
+        decided.lengths, HV=shape.HV, K=shape.K, V=shape.V, constants=known, source=source, SMs=SMs,
+        strategy="certified",
+    )  # fmt: skip
 
 
 def _backend_name(impl: str) -> str:
-    return impl.removesuffix(CP).removeprefix("kda-")
+    return impl.removesuffix(CP).removesuffix(CERTIFIED).removeprefix("kda-")
 
 
 def planned(name: str, context_parallel: Any) -> Callable[..., Outputs]:
@@ -69,9 +79,9 @@ def planned(name: str, context_parallel: Any) -> Callable[..., Outputs]:
     return backend(_backend_name(name), context_parallel)
 
 
-def named(name: str) -> Callable[..., Outputs]:
-    """The implementation behind a row's ``impl``: "fla", "reference", or "kda-<backend>"; with "+cp" behind it, where
-    kda-cp splits calls by itself.
+def named(name: str, x: dict[str, Any]) -> Callable[..., Outputs]:
+    """The implementation behind a row's ``impl``, for calls with these arguments: "fla", "reference", or "kda-<backend>"; with
+    "+cp" behind it, where kda-cp splits calls by itself, or "+certified", by its best plan of certified decay.
 
     Raises:
         ValueError: no such implementation here.
@@ -83,4 +93,6 @@ def named(name: str) -> Callable[..., Outputs]:
     if backend_name not in known or known[backend_name].status != "ok":
         state = known.get(backend_name, "unknown")
         raise ValueError(f"impl {name!r} cannot run here: {state}")
+    if name.endswith(CERTIFIED):
+        return backend(backend_name, plan(name, x))
     return backend(backend_name, "auto" if name.endswith(CP) else "off")

@@ -64,9 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         dist.destroy_process_group()
     if rank == 0:
-        about = runs._describe(device, argv)
-        command = ["torchrun", "--nproc-per-node", str(rows[0]["ranks"]), "benchmarks/multi_gpu.py"]
-        about["command"] = " ".join([*command, *about["command"].split()[1:]])
+        script = f"torchrun --standalone --nproc-per-node {rows[0]['ranks']} benchmarks/multi_gpu.py"
+        about = runs.describe(device, argv, script)
         path = args.out or runs.RESULTS / about["device"] / "cp_multi_gpu.json"
         runs.save(path, about, [row | {"run": about["id"]} for row in rows], KEY)
         for row in rows:

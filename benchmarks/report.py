@@ -1,7 +1,7 @@
 """Makes the Markdown page and the plot of a results file: ``python benchmarks/report.py results/h200/prefill.json``.
 
-The page goes to ``docs/benchmarks/<device>.md``, the plot beside it (needs matplotlib); those of ``cp.json`` and
-``cp_multi_gpu.json`` to ``<device>-cp.md`` and ``<device>-cp-multi-gpu.md``. A speed-up is printed only where both errors of the
+The page goes to ``docs/benchmarks/<device>.md``, the plot beside it (needs matplotlib); those of ``cp.json``,
+``cp_multi_gpu.json`` and ``host.json`` (no plot) to ``<device>-cp.md``, ``-cp-multi-gpu.md`` and ``-host.md``. A speed-up is printed only where both errors of the
 row are at most 1.2 times the peer's: no figure stands over a wrong result.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ import report_cp
 DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
 PEER = "fla"
 ERROR_RATIO = 1.2
-SUFFIX = {"prefill": "", "cp": "-cp", "cp_multi_gpu": "-cp-multi-gpu"}  # of pages, by results file
+SUFFIX = {
+    "prefill": "",
+    "cp": "-cp",
+    "cp_multi_gpu": "-cp-multi-gpu",
+    "host": "-host",
+}  # of pages, by results file
 BANDWIDTH = {"h200": 4.27e12}  # bytes/s that a device copy reaches, counting reads and writes
 
 
@@ -32,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     device = data["runs"][-1]["device"]
     args.out.mkdir(parents=True, exist_ok=True)
     kind = args.results.stem
-    bars = report_cp.multi_gpu_bars(data) if kind == "cp_multi_gpu" else data["rows"]
+    bars = {"cp_multi_gpu": report_cp.multi_gpu_bars, "host": lambda data: []}.get(kind, itemgetter("rows"))(
+        data
+    )
     plotted = plot(bars, args.out / f"{device}{SUFFIX[kind]}.svg")
     name, text = rendered(kind, data, device, plotted)
     (args.out / name).write_text(text)
@@ -43,8 +51,10 @@ def main(argv: list[str] | None = None) -> int:
 def rendered(kind: str, data: dict[str, Any], device: str, plotted: str | None) -> tuple[str, str]:
     """Name and text of the page of a results file; `kind` is the file's name without ".json", `plotted` the plot's."""
     name = f"{device}{SUFFIX[kind]}.md"
-    make = {"prefill": page, "cp": report_cp.page, "cp_multi_gpu": report_cp.multi_gpu_page}[kind]
-    return name, make(data, device, plotted)
+    pages = {
+        "prefill": page, "cp": report_cp.page, "cp_multi_gpu": report_cp.multi_gpu_page, "host": host_page,
+    }  # fmt: skip
+    return name, pages[kind](data, device, plotted)
 
 
 def floor_ms(row: dict[str, Any], device: str) -> float | None:
@@ -61,9 +71,7 @@ def page(data: dict[str, Any], device: str, plotted: str | None) -> str:
     lines = [f"# Prefill on {data['runs'][-1]['device_name']}", ""]
     lines += ["Made by `benchmarks/report.py`; do not edit. Times are medians of CUDA-graph replays with the L2 flushed,",
               "errors the largest relative Frobenius norm over sequences and heads against the fp64 token loop.", ""]  # fmt: skip
-    for run in data["runs"]:
-        versions = ", ".join(f"{k} {v}" for k, v in run["versions"].items())
-        lines.append(f"- run {run['id']}: `{run['command']}`, torch {run['torch']}, {versions}")
+    lines += [report_cp.run_line(run) for run in data["runs"]]
     if plotted:
         lines += ["", f"![device time by case]({plotted})"]
     rows = data["rows"]
@@ -75,6 +83,27 @@ def page(data: dict[str, Any], device: str, plotted: str | None) -> str:
         lines += ["| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"]
         for r in (r for r in rows if r["table"] == table):
             lines.append(_row(r, rows, device))
+    return "\n".join(lines) + "\n"
+
+
+def host_page(data: dict[str, Any], device: str, plotted: str | None = None) -> str:
+    """The page of host times: a table for each size of calls."""
+    rows = data["rows"]
+    lines = [f"# Host time of a call, {data['runs'][-1]['device_name']}", ""]
+    lines += ["Made by `benchmarks/report.py`; do not edit. Microseconds of an asynchronous call, medians over rounds in which the columns",
+              "take turns. *auto* asks the planner, *off* does not; the backend `nothing` launches nothing.", ""]  # fmt: skip
+    lines += [report_cp.run_line(run) for run in data["runs"]]
+    for T, H in dict.fromkeys((r["T"], r["H"]) for r in rows):
+        found = [r for r in rows if (r["T"], r["H"]) == (T, H)]
+        kinds = list(dict.fromkeys((r["backend"], r["context_parallel"]) for r in found))
+        lines += ["", f"## T = {T}, H = {H}", ""]
+        lines += [f"| case | {' | '.join(map(' '.join, kinds))} | run |"]
+        lines += [f"| --- | {'---: | ' * len(kinds)}--- |"]
+        for case in dict.fromkeys(r["case"] for r in found):
+            own = {(r["backend"], r["context_parallel"]): r for r in found if r["case"] == case}
+            cells = [f"{own[k]['us']:.1f}" if k in own else "" for k in kinds]
+            runs = ", ".join(dict.fromkeys(r["run"] for r in own.values()))
+            lines += [f"| {' | '.join([case, *cells, runs])} |"]
     return "\n".join(lines) + "\n"
 
 

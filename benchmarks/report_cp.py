@@ -8,20 +8,21 @@ from typing import Any
 import registry
 
 CP, PEER = "+cp", "fla"
+PLANNED = (CP, "+certified")
 ERROR_RATIO = 1.2  # of context parallelism to the serial call, either error
 
 
 def page(data: dict[str, Any], device: str, plotted: str | None = None) -> str:
     """The page of context parallelism within one GPU: a row for each case and family of gates."""
     rows = {(r["case"], r["gates"], r["impl"]): r for r in data["rows"]}
-    split = [r for r in data["rows"] if r["impl"].endswith(CP) and r["median_ms"] is not None]
+    split = [r for r in data["rows"] if r["impl"].endswith(PLANNED) and r["median_ms"] is not None]
     split = registry.ordered(split)
     lines = [f"# Context parallelism on {data['runs'][-1]['device_name']}", ""]
     lines += ["Made by `benchmarks/report.py`; do not edit. Device time in ms, medians of CUDA-graph replays with the L2 flushed.",
               "*pieces* is the most that a sequence was cut into; 1 is a bypassed call. *uniform* is the best of plans that",
               "cut every sequence into the same number of pieces, 1 (serial) among them.", ""]  # fmt: skip
-    lines += [_run(run) for run in data["runs"]]
-    lines += ["", *_summary(split, rows)]
+    lines += [run_line(run) for run in data["runs"]]
+    lines += ["", *_summary([r for r in split if r["impl"].endswith(CP)], rows)]
     if plotted:
         lines += ["", f"![device time by case]({plotted})"]
     for table in dict.fromkeys(r["table"] for r in split):
@@ -55,12 +56,18 @@ def _summary(split: list[dict[str, Any]], rows: dict[Any, dict[str, Any]]) -> li
         found.append(
             f"- {len(forced)} rows with brute force: at most {max(forced):.3f}x the best uniform plan"
         )
+    for r in split:
+        if ms := r.get("best_fixed_ms"):
+            found.append(
+                f"- {r['case']}: {r['median_ms']:.3f}, with one piece length for all sequences at best {ms:.3f} "
+                f"({r['best_fixed_tokens']} tokens)"
+            )
     return found
 
 
 def _row(r: dict[str, Any], rows: dict[Any, dict[str, Any]]) -> str:
     show = lambda x, f: "" if x is None else format(x, f)
-    serial, gain = _beside(r, rows, r["impl"].removesuffix(CP)), _gain(r, rows)
+    serial, gain = _serial(r, rows), _gain(r, rows)
     peer, wrong = _beside(r, rows, PEER), _is_wrong(r, serial)
     uniform = (
         "" if not r.get("best_uniform_ms") else f"{r['best_uniform_ms']:.3f} ({r['best_uniform_pieces']})"
@@ -79,9 +86,14 @@ def _beside(r: dict[str, Any], rows: dict[Any, dict[str, Any]], impl: str) -> di
     return rows.get((r["case"], r["gates"], impl))
 
 
+def _serial(r: dict[str, Any], rows: dict[Any, dict[str, Any]]) -> dict[str, Any] | None:
+    """The row of the direct call."""
+    return _beside(r, rows, r["impl"].partition("+")[0])
+
+
 def _gain(r: dict[str, Any], rows: dict[Any, dict[str, Any]]) -> float | None:
     """Serial time over this row's; None where the row is wrong, or serial was not measured."""
-    serial = _beside(r, rows, r["impl"].removesuffix(CP))
+    serial = _serial(r, rows)
     if serial is None or serial["median_ms"] is None or _is_wrong(r, serial):
         return None
     return serial["median_ms"] / r["median_ms"]
@@ -101,7 +113,7 @@ def multi_gpu_page(data: dict[str, Any], device: str, plotted: str | None = None
               "to the call, the L2 flushed; *eager*, from a common start of the hosts to the end of the last rank, the hosts' work included.",
               "*one GPU* is the best of serial, the planner's choice and uniform plans. *difference* is that of o to one GPU's, relative",
               "Frobenius norm, the largest over ranks.", ""]  # fmt: skip
-    lines += [_run(run) for run in data["runs"]]
+    lines += [run_line(run) for run in data["runs"]]
     if plotted:
         lines += ["", f"![device time by GPUs]({plotted})"]
     names = ("B, T, H", "gates", "ranks", "table", "device ms", "one GPU", "speed-up", "eager ms", "one GPU", "speed-up",
@@ -134,6 +146,7 @@ def _sped(ms: float | None, single: float | None) -> tuple[str, str, str]:
     return f"{ms:.3f}", f"{single:.3f}", f"{single / ms:.2f}x"
 
 
-def _run(run: dict[str, Any]) -> str:
+def run_line(run: dict[str, Any]) -> str:
+    """What a page says of a run."""
     versions = ", ".join(f"{k} {v}" for k, v in run["versions"].items())
     return f"- run {run['id']}: `{run['command']}`, torch {run['torch']}, {versions}"

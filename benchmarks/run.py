@@ -16,7 +16,9 @@ flushed, null on a CPU), eager_ms (an asynchronous call to its end), error_o and
 Frobenius error over sequences and heads against the fp64 token loop), rmse_fla, rel_max_fla, mean_diff_fla (the output
 against FLA's, where FLA ran), and run. Errors are null above ``--errors-up-to`` tokens. Rows of an implementation with "+cp"
 also have plan, pieces (the most of a sequence), predicted_ms and predicted_serial_ms (null without constants), and with
-``--brute-force`` best_uniform_ms and best_uniform_pieces, of 1 to 64 pieces for each sequence.
+``--brute-force`` best_uniform_ms and best_uniform_pieces, of 1 to 64 pieces for each sequence; where lengths differ also
+best_fixed_ms and best_fixed_tokens, of one length for the pieces of all sequences. "+certified" is the best split by certified
+decay, with the same fields of its plan.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import implementations
 import measure
@@ -40,7 +42,11 @@ import torch
 
 from kda_core.testing import Inputs, error, make_inputs, token_oracle
 
+if TYPE_CHECKING:
+    from kda_cp import Plan
+
 KEY = ("case", "gates", "impl")
+FIXED = (*range(1024, 8192, 512), *range(8192, 16384, 1024), *range(16384, 65536, 4096))  # tokens a piece
 RESULTS = Path(__file__).parent / "results"
 SMALL = registry.Case("B1-T2048-H4", "cpu", 1, 2048, 4, 4)  # what a CPU does in seconds
 PACKAGES = (
@@ -62,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = _select(args, device)
     impls = args.impl or _default_impls(device, _parallel(args))
-    run = _describe(device, argv)
+    run = describe(device, argv)
     file = "cp.json" if _parallel(args) else "prefill.json"
     path = args.out or RESULTS / run["device"] / file
     rows: list[dict[str, Any]] = []
@@ -93,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--impl", nargs="+", help="kda-<backend>, reference, fla (default: all that run here)")
     p.add_argument("--repeats", type=int, default=20, help="timed repetitions a row")
     p.add_argument(
-        "--brute-force", action="store_true", help='also time uniform plans of 1 to 64 pieces, for "+cp"'
+        "--brute-force",
+        action="store_true",
+        help='also time uniform plans of 1 to 64 pieces, and plans of one piece length, for "+cp"',
     )
     p.add_argument("--pieces", type=int, default=64, help="most pieces of a sequence with --brute-force")
     p.add_argument(
@@ -184,7 +192,7 @@ def _measure(
     want_o, want_s = token_oracle(**x.arguments) if checked else (None, None)
     rows, outputs = [], {}
     for name in impls:
-        function = implementations.named(name)
+        function = implementations.named(name, call)
         with torch.inference_mode():
             started = time.perf_counter()
             o, state = function(**call)
@@ -199,10 +207,10 @@ def _measure(
             run = lambda f=function: f(**call)
             row["median_ms"] = measure.device_time(run, args.repeats) if device.type == "cuda" else None
             row["eager_ms"] = measure.eager_time(run, args.repeats)
-            if name.endswith(implementations.CP):
+            if name.endswith(implementations.PLANNED):
                 row |= _planned(name, call)
-                if args.brute_force:
-                    row |= _brute_force(name, call, device, args)
+            if name.endswith(implementations.CP) and args.brute_force:
+                row |= _brute_force(name, call, device, args)
         outputs[name] = o
         rows.append(row)
         del o, state
@@ -228,19 +236,35 @@ def _planned(name: str, call: dict[str, Any]) -> dict[str, Any]:
 def _brute_force(
     name: str, call: dict[str, Any], device: torch.device, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The best of uniform plans, those of one piece, which are serial, among them."""
+    """The best of uniform plans, those of one piece, which are serial, among them; and where lengths differ, the best length
+    for the pieces of all sequences, the longest sequence's, which is serial, among them."""
     from kda_cp import Plan
 
     lengths = implementations.plan(name, call).lengths
-    times = {}
-    for n in range(1, args.pieces + 1):
-        plan = Plan.uniform(lengths, n)
-        function = implementations.planned(name, plan if plan.is_split else "off")
-        run = lambda f=function: f(**call)
-        timed = measure.device_time if device.type == "cuda" else measure.eager_time
-        times[n] = timed(run, args.repeats)
-    best = min(times, key=lambda n: times[n])
-    return {"best_uniform_ms": times[best], "best_uniform_pieces": best}
+    timed = measure.device_time if device.type == "cuda" else measure.eager_time
+
+    def best(plans: dict[int, Plan]) -> tuple[float, int]:
+        def ms(plan: Plan) -> float:
+            function = implementations.planned(name, plan if plan.is_split else "off")
+            return timed(lambda: function(**call), args.repeats)
+
+        return min((ms(plan), n) for n, plan in plans.items())
+
+    ms, pieces = best({n: Plan.uniform(lengths, n) for n in range(1, args.pieces + 1)})
+    found = {"best_uniform_ms": ms, "best_uniform_pieces": pieces}
+    if len({*lengths}) > 1:
+        longest = max(lengths)
+        tokens = (*(n for n in FIXED if n < longest), longest)
+        found["best_fixed_ms"], found["best_fixed_tokens"] = best({n: _fixed(lengths, n) for n in tokens})
+    return found
+
+
+def _fixed(lengths: tuple[int, ...], tokens: int) -> Plan:
+    """Pieces of so many tokens, but for the last of a sequence."""
+    from kda_cp import Plan
+
+    rest = lambda n: (n % tokens,) if n % tokens or not n else ()
+    return Plan(tuple((*[tokens] * (n // tokens), *rest(n)) for n in lengths))
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -252,8 +276,10 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _describe(device: torch.device, argv: list[str] | None) -> dict[str, Any]:
-    """The run: when, on what, with which versions and which command."""
+def describe(
+    device: torch.device, argv: list[str] | None, script: str = "benchmarks/run.py"
+) -> dict[str, Any]:
+    """The run: when, on what, with which versions and which command, of arguments (default: those of the process)."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     words = name.lower().replace("nvidia", "").split()
     versions = {}
@@ -271,19 +297,17 @@ def _describe(device: torch.device, argv: list[str] | None) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "versions": versions,
-        "command": _command(sys.argv[1:] if argv is None else argv),
+        "command": _command(sys.argv[1:] if argv is None else argv, script),
     }
 
 
-def _command(argv: list[str]) -> str:
+def _command(argv: list[str], script: str = "benchmarks/run.py") -> str:
     """The command that measures these rows again: all but where they were written."""
     args = list(argv)
     if "--out" in args:
         at = args.index("--out")
         del args[at : at + 2]
-    return " ".join(
-        ["benchmarks/run.py", *(a for a in args if not a.startswith("--out=") and a != "--resume")]
-    )
+    return " ".join([script, *(a for a in args if not a.startswith("--out=") and a != "--resume")])
 
 
 def _interrupted(path: Path, run: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 LOOPBACK = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
@@ -133,14 +134,27 @@ def test_unbounded_gates_are_a_family_without_its_bound(registry):
     assert x["g"].equal(bounded["g"]) and {*registry.UNBOUNDED.values()} < {*registry.GATES}
 
 
-def test_host_time_is_measured_on_any_machine():
+def test_host_time_is_measured_on_any_machine(tmp_path, registry):
+    path = tmp_path / "host.json"
     command = [sys.executable, "host.py", "--backend", "nothing", "--T", "5", "--calls", "2", "--rounds", "1",
-               "--context-parallel", "auto", "off"]  # fmt: skip
+               "--context-parallel", "auto", "off", "--out", str(path)]  # fmt: skip
     done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    head, *rows = done.stdout.splitlines()[1:]
+    head, *rows = done.stdout.splitlines()[1:-1]
     assert head.split() == ["case", "nothing", "auto", "nothing", "off"] and len(rows) == 7
     assert all(float(us) > 0 for row in rows for us in row.split()[-2:])
+    data = json.loads(path.read_text())
+    assert len(data["rows"]) == 14 and {r["context_parallel"] for r in data["rows"]} == {"auto", "off"}
+    assert data["runs"][0]["command"].startswith("benchmarks/host.py --backend nothing --T 5")
+    import report
+
+    name, page = report.rendered("host", data, "cpu", None)
+    assert (
+        name == "cpu-host.md"
+        and "## T = 5, H = 1" in page
+        and "| case | nothing auto | nothing off | run |" in page
+    )
+    assert page.count(data["runs"][0]["id"]) == 1 + 7
 
 
 def test_the_command_on_record_measures_again_and_names_no_path_of_the_machine(monkeypatch):
@@ -185,6 +199,32 @@ def test_a_run_of_context_parallelism_records_plans_and_makes_a_page(tmp_path):
     assert split["best_uniform_ms"] > 0 and split["best_uniform_pieces"] in (1, 2)
 
 
+def test_one_piece_length_for_all_sequences_and_certified_decay_are_measured(registry, monkeypatch):
+    import run
+
+    case, device = registry.packed("cp", "3K+1100", (3072, 1100, 0), 1), torch.device("cpu")
+    monkeypatch.setattr(run, "FIXED", (1024, 2048, 4096))
+    args = run._parser().parse_args(["--table", "cp", "--repeats", "1", "--brute-force", "--pieces", "2"])
+    args.errors_up_to = 10_000
+    serial, cp, certified = run._measure(
+        case,
+        "slow",
+        run._inputs(case, "slow"),
+        ["reference", "reference+cp", "reference+certified"],
+        device,
+        args,
+    )
+    assert cp["best_fixed_ms"] > 0 and cp["best_fixed_tokens"] in (1024, 2048, 3072)
+    assert (
+        certified["plan"].startswith("certified")
+        and certified["pieces"] > 1
+        and "best_fixed_ms" not in serial
+    )
+    assert certified["error_o"] <= 1.2 * serial["error_o"]
+    assert run._fixed((3072, 1100, 0), 1024).pieces == ((1024, 1024, 1024), (1024, 76), (0,))
+    assert not run._fixed((3072, 1100, 0), 3072).is_split
+
+
 def test_the_page_of_context_parallelism_summarises_right_rows_alone(registry):
     import report_cp
 
@@ -197,7 +237,9 @@ def test_the_page_of_context_parallelism_summarises_right_rows_alone(registry):
         )
 
     rows = [
-        row("a", "kda-sm90", 1.0), row("a", "kda-sm90+cp", 0.5, pieces=8, best_uniform_ms=0.48, best_uniform_pieces=9),
+        row("a", "kda-sm90", 1.0), row("a", "kda-sm90+cp", 0.5, pieces=8, best_uniform_ms=0.48, best_uniform_pieces=9,
+                                       best_fixed_ms=0.51, best_fixed_tokens=2048),
+        row("a", "kda-sm90+certified", 4.0, pieces=8),
         row("b", "kda-sm90", 1.0), row("b", "kda-sm90+cp", 0.125, pieces=8), row("b", "fla", 2.0),
         row("c", "kda-sm90", 1.0), row("c", "kda-sm90+cp", 1.01),
         row("d", "kda-sm90", 1.0), row("d", "kda-sm90+cp", 0.01, error=2e-3, pieces=8),
@@ -206,6 +248,9 @@ def test_the_page_of_context_parallelism_summarises_right_rows_alone(registry):
     page = report_cp.page({"runs": [run], "rows": rows}, "h200")
     assert "2 engaged rows: speed-up over serial 4.00x (geomean), at least 2.00x" in page
     assert "1 bypassed rows: at most 1.010x" in page and "at most 1.042x the best uniform plan" in page
+    assert "- a: 0.500, with one piece length for all sequences at best 0.510 (2048 tokens)" in page
+    (slow,) = [line for line in page.splitlines() if "+certified" in line]
+    assert "| 4.000 |" in slow and "| 0.25x |" in slow, "it counts for no summary"
     (wrong,) = [line for line in page.splitlines() if line.startswith("| d ")]
     assert "| wrong |" in wrong and "| 2.000 |" in page
 
