@@ -179,6 +179,15 @@ def checks(rank, ranks):
         "a rank runs out of memory",
         broken if rank == ranks - 1 else lambda: fails(lambda: run(None, table, x)),
     )
+
+    def short_of_memory():
+        with mock.patch("kda_cp.part.Part.reserve", side_effect=MemoryError("no memory")):
+            return fails(lambda: run(None, table, x))
+
+    yield (
+        "a rank finds no memory for its run",
+        short_of_memory if rank == ranks - 1 else lambda: fails(lambda: run(None, table, x)),
+    )
     yield "and the group still works", lambda: compare(None, table, x, want)
 
     last = rank == ranks - 1

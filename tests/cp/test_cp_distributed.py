@@ -176,6 +176,13 @@ def test_the_same_bits_on_every_run_and_for_zeros(results):
     [
         ("bad shape", 1, "ShapeError", "g: expected", "rank 1 failed: ShapeError: g: expected"),
         ("training", None, "ArgumentError", "forward only", None),
+        (
+            "a rank finds no memory for its run",
+            -1,
+            "MemoryError",
+            "no memory",
+            "failed: MemoryError: no memory",
+        ),
         ("a rank runs out of memory", -1, "MemoryError", "no memory", "failed: MemoryError: no memory"),
         (
             "no word for where states go",

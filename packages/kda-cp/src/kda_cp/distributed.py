@@ -267,6 +267,7 @@ class ContextParallel:
         known, name = self._planned(checked, backend) if own else ([], backend or "")
         parts = [part.fresh() for part in known]
         for part in parts:
+            part.reserve(checked)
             if not part.crossing:
                 continue  # its turn comes while the others' rows are on their way
             first = [self._initial(checked, own[i]) for i in part.fragments]

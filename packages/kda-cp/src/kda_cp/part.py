@@ -88,8 +88,19 @@ class Part:
         """The calls of the backend; `shape`: of the rank's inputs."""
         return [self.shape, *(summary_shape(shape, part) for part in (self.exits, self.inner) if part)]
 
+    def reserve(self, inputs: KdaInputs) -> None:
+        """Takes the memory of `summarize` and `run`, but for what is small: so that a rank that has none finds out before the
+        ranks agree to go on. `inputs`: of the rank."""
+        self._call = Caller(self.backend, self.shapes(inputs.shape), None, inputs.q)
+        self._final = self._new_final(inputs)
+
+    def _new_final(self, inputs: KdaInputs) -> Tensor | None:
+        if not self.shape.options.output_final_state:
+            return None
+        return inputs.q.new_empty(self.shape.state_shape, dtype=self.shape.state_dtype)
+
     def summarize(self, inputs: KdaInputs, first: Sequence[Tensor | None], o: Tensor) -> None:
-        """Summaries of the pieces whose state passes on, to the next piece or to another rank.
+        """Summaries of the pieces whose state passes on, to the next piece or to another rank. After `reserve`.
 
         Args:
             inputs: of the rank.
@@ -100,11 +111,10 @@ class Part:
         if not self.exits:
             return
         given = {s[0]: state for s, state in zip(self.pieces, first)}
-        call = Caller(self.backend, self.shapes(inputs.shape)[1:], None, inputs.q)
-        states = exit_states(inputs, self.exits, [given.get(p) for p in self.exits], o, call)
+        states = exit_states(inputs, self.exits, [given.get(p) for p in self.exits], o, self._call)
         self._exits = dict(zip(self.exits, states))
         if self.inner:
-            self._transitions = dict(zip(self.inner, transitions(inputs, self.inner, o, call)))
+            self._transitions = dict(zip(self.inner, transitions(inputs, self.inner, o, self._call)))
 
     def rows(self) -> dict[int, Tensor]:
         """(B | M) [HV, K, V + K] of each fragment that does not end its sequence, by its number: the exit from what
@@ -135,9 +145,7 @@ class Part:
             The final state of each fragment by its number, where the call asks for final states.
         """
         x = self._run_inputs(inputs, self._piece_starts(starts))
-        final = None
-        if self.shape.options.output_final_state:
-            final = o.new_empty(self.shape.state_shape, dtype=self.shape.state_dtype)
+        final = self._final
         at = self.flat[0].start
         mine = o[:, at : at + self.shape.T]
         written = aligned(mine)
@@ -152,7 +160,7 @@ class Part:
         return piece_inputs(inputs, self.flat, self.shape, states)
 
     def _run(self, x: KdaInputs, o: Tensor, final: Tensor | None) -> None:
-        Caller(self.backend, [self.shape], None, x.q)(x, o, final)
+        self._call(x, o, final)
 
     def _piece_starts(self, starts: Sequence[Tensor]) -> Tensor:
         """The true states at the starts of all pieces, [pieces, HV, K, V]."""
@@ -184,16 +192,19 @@ class NativePart(Part):
     def shapes(self, shape: ProblemShape) -> list[ProblemShape]:
         return [self.shape]
 
-    def summarize(self, inputs: KdaInputs, first: Sequence[Tensor | None], o: Tensor) -> None:
+    def reserve(self, inputs: KdaInputs) -> None:
         s, new = self._summary, inputs.q.new_empty
+        self._final = self._new_final(inputs)
         self._workspace = new(self.backend.segment_workspace_bytes(self.shape), dtype=torch.uint8)
         self._states = inputs.q.new_zeros((s.N, s.HV, s.K, s.V), dtype=s.state_dtype)
-        self._inputs = piece_inputs(inputs, self.flat, s, self._states)
+        self._exit = torch.empty_like(self._states)  # from `_states` of first pieces, else from zeros
+        self._transition = new((s.N, s.HV, s.K, s.K), dtype=s.state_dtype)
+
+    def summarize(self, inputs: KdaInputs, first: Sequence[Tensor | None], o: Tensor) -> None:
+        self._inputs = piece_inputs(inputs, self.flat, self._summary, self._states)
         for at, state in zip(self._firsts, first):
             if state is not None:
                 self._states[at].copy_(state)
-        self._exit = torch.empty_like(self._states)  # from `_states` of first pieces, else from zeros
-        self._transition = new((s.N, s.HV, s.K, s.K), dtype=s.state_dtype)
         self.backend.summarize(self._inputs, self._exit, self._transition, self._workspace)
 
     def rows(self) -> dict[int, Tensor]:
