@@ -66,6 +66,9 @@ class EmulatedCases:
     def test_intermediate_states(self, kda, size):
         KIT.test_intermediate_states(kda, None, True, size)
 
+    def test_rows_of_no_sequence(self, kda):
+        KIT.test_rows_of_no_sequence(kda)
+
     def test_segments(self, kda):
         KIT.test_segments(kda, "memory")
 

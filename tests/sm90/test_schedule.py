@@ -11,6 +11,8 @@ from kda_core.testing import make_inputs
 from kda_sm90 import layouts
 from kda_sm90.config import PrefillConfig
 
+TOKENS = ("q", "k", "v", "g", "beta")
+
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_sequence_that_is_cut_goes_on_after_its_first_part(seed):
@@ -71,3 +73,20 @@ def test_any_schedule_gives_the_same_bits(C, warpgroups, lengths):
             got = run(arguments, config, streams, depth, preparers)
             for name, y, z in zip(("o", "final", "states"), got, want, strict=True):
                 assert torch.equal(y, z), (name, streams, depth, preparers)
+
+
+@pytest.mark.arch((9, 0))
+@pytest.mark.parametrize("C", (32, 64))
+def test_what_is_behind_the_last_sequence_changes_no_bit(C):
+    """Neither tokens there nor how many: a captured call has memory for more than it gets."""
+    lengths = (300, 0, 129, 71)
+    x = make_inputs("slow", 500, H=1, HV=3, lengths=lengths, device="cuda").arguments
+    x |= {"initial_state": torch.randn(len(lengths), 3, 128, 128, device="cuda")}
+    want = run(x, PrefillConfig(C, 1), streams=4, depth=8, preparers=3)
+    assert want[0].abs().max() > 0
+    for more in (1, 64, 5000):
+        tail = {n: torch.full_like(x[n][:, :1], float("nan")).repeat_interleave(more, 1) for n in TOKENS}
+        longer = x | {n: torch.cat([x[n], tail[n]], 1) for n in TOKENS}
+        o, final, _ = run(longer, PrefillConfig(C, 1, padded=True), streams=4, depth=8, preparers=3)
+        assert torch.equal(o[:, :500], want[0]) and not o[:, 500:].any()
+        assert torch.equal(final, want[1])

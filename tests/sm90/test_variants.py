@@ -17,7 +17,7 @@ def test_every_variant_is_offered_once():
     from kda_sm90.variants import ahead_of_time
 
     variants = {Variant(kernel, config, "sm_90a") for kernel, config in ahead_of_time("sm_90a")}
-    assert len(variants) == len(ALL) + 2 == len(set(ALL)) + 2 == 130  # and two of the merge
+    assert len(variants) == len(ALL) + 2 == len(set(ALL)) + 2 == 210  # and two of the merge
     assert set(SAMPLE) <= set(ALL)
 
 
@@ -27,12 +27,12 @@ def test_every_variant_is_offered_once():
 def test_every_call_is_served(gate):
     needed = {
         plan(
-            shape(B=B, T=T, HV=heads, H=heads, g=dtype, pin=pin, return_intermediate_states=states, **gate)
+            shape(B=B, T=T, HV=heads, H=heads, g=dtype, return_intermediate_states=states, **how, **gate)
         ).config
         for heads in (1, 8, 48, 67, 129)
         for B, T in ((1, 1), (1, 10**6), (100, 300))
         for dtype in (torch.bfloat16, FP32)
-        for pin in (False, True)
+        for how in ({}, {"pin": True}, {"index": torch.int32, "use_graph": True, "max_num_seqs": 4})
         for states in (False, True)
     }
     assert needed <= set(ALL)

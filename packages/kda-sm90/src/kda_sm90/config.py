@@ -45,7 +45,8 @@ class PrefillConfig:
     sequences and heads are few; 2, both halves in one CTA, shares the loads. ``gate``: the form of the gate.
     ``vote``: the log decays may lie below -5, so that columns of a block have to vote on split factors; False is the
     promise that they do not. ``gate_dtype``: of g. ``states``: bf16 states at the start of chunks are written.
-    ``mode``: see `Mode`; ``run`` has no gate, ``summarize`` no states.
+    ``mode``: see `Mode`; ``run`` has no gate, ``summarize`` no states. ``padded``: sequences are packed, and what may follow
+    the last one in T (``use_graph``) takes no time; elsewhere it would cost time (docs/kernels/prefill.md, Tried).
     Raises ValueError on a variant that does not exist.
     """
 
@@ -56,6 +57,7 @@ class PrefillConfig:
     gate_dtype: GateDtype = "bfloat16"
     states: bool = False
     mode: Mode = "whole"
+    padded: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk not in (32, 64):
@@ -68,6 +70,8 @@ class PrefillConfig:
             raise ValueError("mode: run has no gate; leave gate, vote and gate_dtype as they are")
         if self.mode == "summarize" and self.states:
             raise ValueError("mode: summarize writes no intermediate states")
+        if self.mode != "whole" and self.padded:
+            raise ValueError("padded: the host knows the lengths of segments")
 
     @property
     def keeps(self) -> bool:

@@ -109,6 +109,7 @@ def plan(shape: ProblemShape, sms: int = SMS, longest: int | None = None) -> Pla
         vote=not options.bounded_gate,
         gate_dtype=DTYPES[shape.g_dtype],
         states=states > 0,
+        padded=shape.varlen and options.use_graph,
     )
     preparers = _preparers(shape, chunk, warpgroups, streams, sms)
     wanted = math.ceil(RECORDS_A_GROUP[config.vote] * preparers * groups_of(chunk) / streams)

@@ -20,8 +20,10 @@ CHAINS = tuple(product((64, 32), (1, 2)))  # chunk, warpgroups
 DTYPES: tuple[GateDtype, ...] = ("bfloat16", "float32")
 
 WHOLE = tuple(
-    PrefillConfig(chunk, warpgroups, gate_dtype=dtype, states=states, **gate)
-    for (chunk, warpgroups), gate, dtype, states in product(CHAINS, GATES, DTYPES, (False, True))
+    PrefillConfig(chunk, warpgroups, gate_dtype=dtype, states=states, padded=padded, **gate)
+    for padded, (chunk, warpgroups), gate, dtype, states in product(
+        (False, True), CHAINS, GATES, DTYPES, (False, True)
+    )
 )
 #: Of calls whose sequences are cut into segments.
 SUMMARIES = tuple(
@@ -38,6 +40,7 @@ SAMPLE = (
         PrefillConfig(chunk, warpgroups, gate_dtype=DTYPES[i // 2 % 2], states=i % 2 > 0, **gate)
         for i, ((chunk, warpgroups), gate) in enumerate(product(CHAINS, GATES))
     ),
+    *(PrefillConfig(*chain, padded=True) for chain in CHAINS),
     *SUMMARIES[:: len(GATES) * 2],
     *RUNS[::2],
 )

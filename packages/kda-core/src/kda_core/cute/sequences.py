@@ -23,6 +23,11 @@ def slots(chunk: cutlass.Constexpr[int], offset_bytes: Int32, N: Int32, T: Int32
     return count
 
 
+def end(s):
+    """Where the last packed sequence ends. In place of T it leaves out what is behind: slots, and bounds that lead there."""
+    return clamped(s, s.N, Int32(0))
+
+
 def clamped(s, n, low):
     """Offset n in [low, T]: what the device holds is not trusted."""
     wide = s.offset_bytes == 8

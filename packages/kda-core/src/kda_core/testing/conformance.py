@@ -394,17 +394,19 @@ class BackendConformance:
         kda(x, cu_seqlens=cu, use_graph=True, max_num_seqs=3, out=o)
         assert (o[:, 100:] == 7).all() and torch.isfinite(o[:, :100]).all()
 
-    def test_wrong_device_bounds_touch_nothing_foreign(self, kda: Runner) -> None:
+    @pytest.mark.parametrize("graph", (False, True))
+    def test_wrong_device_bounds_touch_nothing_foreign(self, kda: Runner, graph: bool) -> None:
         """Device bounds outside [0, T], or decreasing, are clamped: the call ends and guards keep their bits."""
         kda.needs_gpu("bounds in host memory are checked instead")
-        kda.require(Feature.VARLEN, Feature.FINAL_STATE)
+        kda.require(Feature.VARLEN, Feature.FINAL_STATE, *([Feature.GRAPH] if graph else []))
         for bounds in ((0, 70, 10**9), (-(10**9), 40, 130), (0, 100, 50, 130), (130, 0, 130)):
             x = kda.inputs("slow", 130) | {"cu_seqlens": torch.tensor(bounds, device=kda.device)}
             o, o_guard = _guarded((1, 130, 2, kda.head_dim), x["q"].dtype, kda.device)
             state, state_guard = _guarded(
                 (len(bounds) - 1, 2, kda.head_dim, kda.head_dim), torch.float32, kda.device
             )
-            kda(x, output_final_state=True, out=(o, state))
+            captured = {"use_graph": True, "max_num_seqs": len(bounds) - 1} if graph else {}
+            kda(x, output_final_state=True, out=(o, state), **captured)
             torch.cuda.synchronize()
             assert (o_guard() == 7).all() and (state_guard() == 7).all()
 

@@ -106,8 +106,8 @@ class PrefillKernel:
         chains = x.streams * self.halves
         records, carry, counters = self.arrays(x.workspace, x.streams, x.depth)
         s = schedule.schedule(
-            self.config.chunk, self.config.keeps, x.offsets, x.offset_bytes, x.N, x.T, x.HV, x.streams, x.depth, counters
-        )  # fmt: skip
+            self.config, x.offsets, x.offset_bytes, x.N, x.T, x.HV, x.streams, x.depth, counters
+        )
         waiting = chains - 1 + x.preparers * self.groups
         if x.ticket != Int64(0):
             thread, _, _ = cute.arch.thread_idx()

@@ -1,8 +1,9 @@
 """Which CTA computes what, in which order, and where records lie in between.
 
 All chunks of a launch stand in one line: value head by value head, in each the sequences in order, each with its *slots*
-(``layouts.slot_count``; a slot may be without a chunk). A *task* is one sequence of one head: its slots up to those of
-the next sequence. The line is cut into ``streams`` ranges of ``width`` slots, one for each chain, wherever that falls.
+(``layouts.slot_count``; a slot may be without a chunk; in a ``padded`` launch T ends with the last sequence). A *task* is
+one sequence of one head: its slots up to those of the next sequence. The line is cut into ``streams`` ranges of ``width``
+slots, one for each chain, wherever that falls.
 
 A chain takes the tasks of its range from the last to the first. So of a task that is cut, its first part is what one
 chain does first, and the rest is what the next chain does last; as ``width`` is at least the longest task, the former
@@ -36,7 +37,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from kda_core.cute import device as dev
-from kda_core.cute.sequences import extent, owner, slots
+from kda_core.cute.sequences import end, extent, owner, slots
 from kda_sm90.layouts import BEGUN, HANDED, LINE, TICKET
 
 TABLE_BYTES = 64  # shared memory of ``fill_table``
@@ -47,14 +48,16 @@ POLL_NS = 100  # from one look at a counter that was too low to the next
 # is called through every branch, which it can do with values alone.
 
 
-def schedule(chunk, keeps, offsets, offset_bytes, N, T, HV, streams, depth, counters):
-    """The order of one launch: N sequences of T tokens, or packed along T by ``offsets``, the address of N + 1
-    integers of ``offset_bytes`` (0: not packed); ``depth`` records in a ring, or in all (``keeps``); ``counters``:
+def schedule(config, offsets, offset_bytes, N, T, HV, streams, depth, counters):
+    """The order of one launch by its ``config``: N sequences of T tokens, or packed along T by ``offsets``, the address of
+    N + 1 integers of ``offset_bytes`` (0: not packed); ``depth`` records in a ring, or in all (``keeps``); ``counters``:
     their address (``layouts``). Without ``width``, which ``with_width`` adds."""
-    span = slots(chunk, offset_bytes, N, T)
+    if config.padded:
+        T = end(SimpleNamespace(offsets=offsets, offset_bytes=offset_bytes, N=N, T=T))
+    span = slots(config.chunk, offset_bytes, N, T)
     return SimpleNamespace(
-        chunk=chunk, keeps=keeps, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T, streams=streams, depth=depth,
-        counters=counters, span=span, total=HV * span,
+        chunk=config.chunk, keeps=config.keeps, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T, streams=streams,
+        depth=depth, counters=counters, span=span, total=HV * span,
     )  # fmt: skip
 
 
