@@ -23,12 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
-from kda_core.reference import ReferenceBackend
+from kda_core.contract import KdaInputs, ProblemShape
 from kda_cp.pieces import Caller, Piece, index_dtype, upload
 from kda_cp.summary import identity_pass
 
 TAIL = 512  # tokens of a piece whose transition is computed exactly
+BLOCK = 16  # of its rows
+FLOOR = -40.0  # of log decays there: e^(BLOCK |FLOOR|) is finite in fp64
+SLACK = 2.0**-36  # above TAIL e^FLOOR, and what fp64 rounds off in so many tokens
+STREAMS = 256  # tails of a piece and head that are computed at a time: each takes some 5 MB
 THRESHOLD = 2.0**-24
 LONGEST_STEP = 2 * (1 - 2.0**-18)  # of beta |k|^2 as fp32 computes it
 
@@ -72,31 +75,46 @@ def certified(inputs: KdaInputs, pieces: Sequence[Piece], exits: Sequence[Sequen
 
 
 def _tail_norms(inputs: KdaInputs, pieces: Sequence[Piece]) -> Tensor:
-    """||M_tail||_F [n, HV] of pieces of at least `TAIL` tokens, in fp64."""
-    s, f64 = inputs.shape, torch.float64
+    """An upper bound [n, HV] of ||M_tail||_2 of pieces of at least `TAIL` tokens, whose factors have norm at most 1.
 
-    def windows(x: Tensor) -> Tensor:
-        ends = [p.start + p.length for p in pieces]
-        return torch.stack([x.flatten(0, 1)[end - TAIL : end] for end in ends]).to(f64)
+    Over a block of rows, with G the inclusive cumulative sum of g in it (the WY form, `kda_core.reference`)::
 
-    options = replace(
-        s.options, output_final_state=True, return_intermediate_states=False, state_v_first=False, needs_backward=False,
-        use_graph=False, max_num_seqs=None,
-    )  # fmt: skip
-    shape = replace(
-        s, B=len(pieces), T=TAIL, V=s.K, N=len(pieces), dtype=f64, g_dtype=f64, beta_dtype=f64, index_dtype=None,
-        has_initial_state=True, options=options,
-    )  # fmt: skip
-    k = windows(inputs.k)
-    v = k.new_zeros((shape.B, TAIL, s.HV, s.K))
-    state = torch.eye(s.K, dtype=f64, device=k.device).expand(shape.state_shape).contiguous()
-    x = replace(
-        inputs, q=k, k=k, v=v, g=windows(inputs.g), beta=windows(inputs.beta), initial_state=state,
-        cu_seqlens=None, cu_seqlens_cpu=None, shape=shape,
-    )  # fmt: skip
-    final = torch.empty_like(state)
-    ReferenceBackend().chunk_fwd(x, KdaOutputs(v, final))
-    return final.flatten(2).norm(dim=2)
+        M = Diag(e^G_end) - (k e^{G_end - G})^T (I + L)^-1 diag(beta) k e^G
+        L_ij = beta_i sum_c k_ic e^{G_ic - G_mid,c} k_jc e^{G_mid,c - G_jc}  (j < i)
+
+    Log decays are raised to `FLOOR`, so that no exponent overflows; that moves M_tail by at most ``TAIL e^FLOOR``.
+    """
+    count = max(1, STREAMS // inputs.shape.HV)
+    groups = [pieces[i : i + count] for i in range(0, len(pieces), count)]
+    return torch.cat([_tails(inputs, group) for group in groups]).flatten(2).norm(dim=2) + SLACK
+
+
+def _tails(inputs: KdaInputs, pieces: Sequence[Piece]) -> Tensor:
+    """M_tail [n, HV, K, K] in fp64."""
+    s = inputs.shape
+    first, _ = upload((p.start + p.length - TAIL for p in pieces), torch.int64, inputs.q.device)
+    rows = first.unsqueeze(1) + torch.arange(TAIL, device=first.device)
+
+    def blocks(x: Tensor) -> Tensor:
+        """[n, TAIL, HV, ...] -> [n * HV, blocks, BLOCK, ...]."""
+        return x.transpose(1, 2).reshape(len(pieces) * s.HV, TAIL // BLOCK, BLOCK, -1)
+
+    k = inputs.k.flatten(0, 1)[rows].double()
+    if inputs.options.use_qk_l2norm_in_kernel:
+        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
+    k = blocks(k.repeat_interleave(s.HV // s.H, dim=2))
+    g = _log_decay(inputs.g.flatten(0, 1)[rows].double(), inputs, slice(None))
+    beta = blocks(_beta(inputs.beta.flatten(0, 1)[rows].double(), inputs))
+
+    G = blocks(g.clamp(min=FLOOR)).cumsum(2)
+    mid, end = G[:, :, BLOCK // 2, None], G[:, :, -1, None]
+    L = beta * ((k * (G - mid).exp()) @ (k * (mid - G).exp()).mT).tril(-1)
+    w = torch.linalg.solve_triangular(L, beta * k * G.exp(), upper=False, unitriangular=True)
+    out, decay = (k * (end - G).exp()).mT, end.exp().mT
+    M = torch.eye(s.K, dtype=torch.float64, device=k.device).expand(len(k), -1, -1)
+    for c in range(TAIL // BLOCK):
+        M = torch.baddbmm(decay[:, c] * M, out[:, c], w[:, c] @ M, alpha=-1)
+    return M.view(len(pieces), s.HV, s.K, s.K)
 
 
 def _expanding(inputs: KdaInputs) -> Tensor:
@@ -105,14 +123,33 @@ def _expanding(inputs: KdaInputs) -> Tensor:
     size = inputs.k.flatten(0, 1).float().square().sum(-1)  # [B*T, H]
     if options.use_qk_l2norm_in_kernel:
         size = size / (size + 1e-6)
-    beta = inputs.beta.flatten(0, 1).float()
-    if options.use_beta_sigmoid_in_kernel:
-        beta = beta.sigmoid() * (2.0 if options.allow_neg_eigval else 1.0)
+    beta = _beta(inputs.beta.flatten(0, 1).float(), inputs)
     step = beta * size.repeat_interleave(s.HV // s.H, dim=1)
     shrinks = (step >= 0) & (step <= LONGEST_STEP)
     if not options.use_gate_in_kernel:  # the gate formulas give no value above 0
         shrinks &= (inputs.g.flatten(0, 1) <= 0).all(-1)
     return ~shrinks
+
+
+def _beta(beta: Tensor, inputs: KdaInputs) -> Tensor:
+    """beta as the recurrence takes it, from what was given."""
+    if not inputs.options.use_beta_sigmoid_in_kernel:
+        return beta
+    return beta.sigmoid() * (2.0 if inputs.options.allow_neg_eigval else 1.0)
+
+
+def _log_decay(g: Tensor, inputs: KdaInputs, head: Tensor | slice) -> Tensor:
+    """The log decay of rows [..., K] from the gate that was given; their last dimension but one is that of `head`, their
+    value heads."""
+    options = inputs.options
+    if not options.use_gate_in_kernel:
+        return g
+    if inputs.dt_bias is not None:
+        g = g + inputs.dt_bias.to(g.dtype).view(inputs.shape.HV, -1)[head]
+    rate = 1.0 if inputs.A_log is None else inputs.A_log.to(g.dtype).exp()[head].unsqueeze(-1)
+    if options.lower_bound is not None:
+        return options.lower_bound * torch.sigmoid(rate * g)
+    return -rate * F.softplus(g)
 
 
 # ---- the exact path of what is not certified
@@ -162,7 +199,7 @@ def _remaining(
         return x.flatten(0, 2)[index].unsqueeze(0).unsqueeze(2)
 
     k = picked(inputs.k, token * s.H + head // (s.HV // s.H))
-    g = _log_decay(picked(inputs.g, row).to(shape.state_dtype), inputs, head)
+    g = _log_decay(inputs.g.flatten(0, 2)[row].to(shape.state_dtype), inputs, head).view_as(k)
     v = k.new_zeros((1, shape.T, 1, s.V))
     x = replace(
         inputs, q=k, k=k, v=v, g=g, beta=picked(inputs.beta, row), A_log=None, dt_bias=None,
@@ -177,16 +214,3 @@ def _remaining(
 
     M = identity_pass(final_states, inputs.q.new_empty(0, dtype=shape.state_dtype), shape.N, 1, s.K, s.V)
     return M.view(len(pieces), s.HV, s.K, s.K)
-
-
-def _log_decay(g: Tensor, inputs: KdaInputs, head: Tensor) -> Tensor:
-    """The log decay of rows [1, rows, 1, K] of these value heads [rows]."""
-    options = inputs.options
-    if not options.use_gate_in_kernel:
-        return g
-    if inputs.dt_bias is not None:
-        g = g + inputs.dt_bias[head].to(g.dtype).view_as(g)
-    rate = 1.0 if inputs.A_log is None else inputs.A_log.to(g.dtype).exp()[head].view(1, -1, 1, 1)
-    if options.lower_bound is not None:
-        return options.lower_bound * torch.sigmoid(rate * g)
-    return -rate * F.softplus(g)

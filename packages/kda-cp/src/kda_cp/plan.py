@@ -60,6 +60,7 @@ WHOLE = (1, 2, 4)  # sequences of at most this many piece lengths may stay whole
 MARGIN = 1.10
 RATIO_MARGIN = 2.0
 RATIO_PIECE = 1024
+UNPREDICTED = "the gates decide what certified decay takes"
 EXACT_LPT = 4096  # streams up to which list scheduling is simulated; above, rounds hardly matter
 
 
@@ -195,7 +196,7 @@ def make_plan(
         source: where the constants come from, for the rule's words.
         SMs: of the GPU, for the ratio rule; 0 for a CPU.
         strategy: "auto" chooses between serial and exact; "exact" and "certified" the best split of that kind, whatever
-            serial would take. A certified plan is predicted as if every transition had vanished.
+            serial would take. The latter is the best if every transition has vanished; no time is predicted for it.
         native: whether the backend summarises segments itself, by which exact plans are executed then.
         window: tokens that a window of such a backend may have (`kda_cp.native`); 0 for no limit.
         crossing: whether the sequences are parts of longer ones, which are summarised even if they are whole.
@@ -243,8 +244,10 @@ def make_plan(
         return replace(
             whole, prediction=Prediction(serial, serial, unit, f"{rule}; none of those tried does")
         )
-    kind: Strategy = "certified" if strategy == "certified" else "exact"
-    return Plan(best, kind, Prediction(best_time, serial, unit, rule))
+    if strategy == "certified":
+        source = rule.partition(",")[0]
+        return Plan(best, "certified", Prediction(None, serial, unit, f"{source}; {UNPREDICTED}"))
+    return Plan(best, "exact", Prediction(best_time, serial, unit, rule))
 
 
 def predict(
@@ -258,13 +261,16 @@ def predict(
     native: bool = False,
     window: int = 0,
 ) -> Prediction | None:
-    """What a plan of any origin is predicted to cost; arguments as in `make_plan`. None for a CPU without constants."""
+    """What a plan of any origin is predicted to cost; arguments as in `make_plan`. None for a CPU without constants, and for
+    a split by certified decay."""
     unit, HV, K, V = "us", whole_number("HV", HV), whole_number("K", K), whole_number("V", V)
     if constants is None:
         if SMs < 1:
             return None
         constants, unit = _tokens(SMs), "tokens"
-    costs = _Costs(constants, HV, -(-K // V), plan.strategy == "certified", native, window)
+    if plan.strategy == "certified" and plan.is_split:
+        return None
+    costs = _Costs(constants, HV, -(-K // V), False, native, window)
     serial = costs.total(tuple((n,) for n in plan.lengths))
     return Prediction(costs.total(plan.pieces), serial, unit, "no choice was made")
 
