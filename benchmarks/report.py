@@ -91,7 +91,8 @@ def host_page(data: dict[str, Any], device: str, plotted: str | None = None) -> 
     rows = data["rows"]
     lines = [f"# Host time of a call, {data['runs'][-1]['device_name']}", ""]
     lines += ["Made by `benchmarks/report.py`; do not edit. Microseconds of an asynchronous call, medians over rounds in which the columns",
-              "take turns. *auto* asks the planner, *off* does not; the backend `nothing` launches nothing.", ""]  # fmt: skip
+              "take turns. *auto* asks the planner, *off* does not; the backend `nothing` launches nothing. Where *auto* takes several times",
+              "as long the call is split: over a backend that summarises segments in a few launches, over others in torch.", ""]  # fmt: skip
     lines += [report_cp.run_line(run) for run in data["runs"]]
     for T, H in dict.fromkeys((r["T"], r["H"]) for r in rows):
         found = [r for r in rows if (r["T"], r["H"]) == (T, H)]
