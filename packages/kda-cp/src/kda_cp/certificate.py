@@ -8,7 +8,8 @@ be left out where ``||M S||_F <= 2^-24 ||B||_F``, the rounding of fp32. That hol
   tokens, computed in fp64: one from bf16 operands would be no bound;
 - the same for all split-off pieces before it in the sequence: then ``||S||_F <= s``, the sum of ``||B||_F`` so far, where
   the first piece counts with its true exit state;
-- ``||M_tail||_F max(s, ||B||_F) <= 2^-24 ||B||_F``.
+- ``m max(s, ||B||_F) <= 2^-24 ||B||_F < inf``, m being ``||M_tail||_F + SLACK``. So nothing is certified where s is more than
+  2^12 times ``||B||_F``.
 
 Sums of g alone show nothing: see ``docs/context-parallel.md``. What is not certified, pieces shorter than `TAIL` among it,
 gets its exact transition from the backend in the same call, without the host knowing how much that is.
@@ -69,7 +70,7 @@ def certified(inputs: KdaInputs, pieces: Sequence[Piece], exits: Sequence[Sequen
         before = b.cumsum(0)[:-1]
         sound = torch.stack([expanding[p] for p in inner]).cumsum(0) == 0
         m = torch.stack([tail.get(p, open_end) for p in inner])
-        holds = sound & (m * torch.maximum(before, b[1:]) <= THRESHOLD * b[1:])
+        holds = sound & b[1:].isfinite() & (m * torch.maximum(before, b[1:]) <= THRESHOLD * b[1:])
         found |= zip(inner, holds)
     return torch.stack([found[p] for p in pieces])
 

@@ -69,7 +69,8 @@ class Prediction:
     """What a plan is predicted to cost beside a direct call, and the rule that decided.
 
     Attributes:
-        planned, serial: device time in `unit`, of the plan and of a direct call; None where no time decided.
+        planned, serial: device time in `unit`, of the plan and of a direct call; None where no time decided, and `planned` of
+            a split by certified decay.
         unit: "us", or "tokens" under the ratio rule.
         rule: the deciding rule in words.
     """

@@ -23,7 +23,7 @@ def slots(chunk: cutlass.Constexpr[int], offset_bytes: Int32, N: Int32, T: Int32
     return count
 
 
-def end(s):
+def end_of_last(s):
     """Where the last packed sequence ends. In place of T it leaves out what is behind: slots, and bounds that lead there."""
     return clamped(s, s.N, Int32(0))
 

@@ -37,7 +37,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from kda_core.cute import device as dev
-from kda_core.cute.sequences import end, extent, owner, slots
+from kda_core.cute.sequences import end_of_last, extent, owner, slots
 from kda_sm90.layouts import BEGUN, HANDED, LINE, TICKET
 
 TABLE_BYTES = 64  # shared memory of ``fill_table``
@@ -53,7 +53,7 @@ def schedule(config, offsets, offset_bytes, N, T, HV, streams, depth, counters):
     N + 1 integers of ``offset_bytes`` (0: not packed); ``depth`` records in a ring, or in all (``keeps``); ``counters``:
     their address (``layouts``). Without ``width``, which ``with_width`` adds."""
     if config.padded:
-        T = end(SimpleNamespace(offsets=offsets, offset_bytes=offset_bytes, N=N, T=T))
+        T = end_of_last(SimpleNamespace(offsets=offsets, offset_bytes=offset_bytes, N=N, T=T))
     span = slots(config.chunk, offset_bytes, N, T)
     return SimpleNamespace(
         chunk=config.chunk, keeps=config.keeps, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T, streams=streams,
