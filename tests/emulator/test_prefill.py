@@ -1,5 +1,6 @@
 """The kernel of kda-sm90, emulated, against the fp64 oracle."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ from prefill import config_of, in_segments, merge, prefill
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_core.testing.oracle import log_decay
 
+TOKENS = ("q", "k", "v", "g", "beta")
 VARIANTS = [(64, 1), (64, 2), (32, 1), (32, 2)]
 
 
@@ -59,6 +61,33 @@ def test_packed_sequences_states_and_streams_that_cut_them(chunk, warpgroups, v_
     )
     x = x.replace(return_intermediate_states=True)
     check(x, chunk, warpgroups, streams=3, depth=5, preparers=2)
+
+
+@pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 1), (32, 2)])
+@pytest.mark.parametrize("padded", (False, True), ids=("", "padded"))
+def test_bounds_on_the_device_that_begin_late(chunk, warpgroups, padded):
+    """What is before the first sequence is as what is behind the last one: rows of nobody."""
+    x = make_inputs("slow", 170, H=1, HV=2).arguments
+    x |= {
+        "cu_seqlens": torch.tensor([70, 70, 150], dtype=torch.int32),
+        "initial_state": torch.ones(2, 2, 128, 128),
+    }
+    config = replace(config_of(x, chunk, warpgroups), padded=padded)
+    o, state = prefill(x, config, streams=3, preparers=2)
+    part = {n: y[:, 70:150] if n in TOKENS else y for n, y in x.items() if n != "cu_seqlens"}
+    want = token_oracle(**part | {"initial_state": x["initial_state"][1:], "output_final_state": True})
+    limits = tolerance(part | {"initial_state": x["initial_state"][1:]}, chunk, oracle=want)
+    assert error(o[:, 70:150], want[0]) <= limits[0] and error(state[1:], want[1], state=True) <= limits[1]
+    assert torch.equal(state[0], x["initial_state"][0]) and not o[:, :70].any() and not o[:, 150:].any()
+
+
+@pytest.mark.parametrize("bounds", [(0, 130, 50), (0, 100, 50, 130), (0, 100, -5), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("padded", (False, True), ids=("", "padded"))
+def test_bounds_on_the_device_that_fall_lead_nowhere(bounds, padded):
+    """Chains that would wait for one another, were the tasks shared among them, end; nothing outside is touched."""
+    x = make_inputs("slow", 130, H=1, HV=2).arguments
+    x |= {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+    prefill(x, replace(config_of(x, 64, 1), padded=padded), streams=3, preparers=2)
 
 
 def test_no_schedule_and_no_order_changes_a_bit():

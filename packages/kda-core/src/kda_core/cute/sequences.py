@@ -24,8 +24,9 @@ def slots(chunk: cutlass.Constexpr[int], offset_bytes: Int32, N: Int32, T: Int32
 
 
 def end_of_last(s):
-    """Where the last packed sequence ends. In place of T it leaves out what is behind: slots, and bounds that lead there."""
-    return clamped(s, s.N, Int32(0))
+    """Where the last packed sequence ends, 1 at least. In place of T, which is 1 or more, it leaves out what is behind: slots,
+    and bounds that lead there."""
+    return clamped(s, s.N, Int32(1))
 
 
 def clamped(s, n, low):

@@ -399,7 +399,9 @@ class BackendConformance:
         """Device bounds outside [0, T], or decreasing, are clamped: the call ends and guards keep their bits."""
         kda.needs_gpu("bounds in host memory are checked instead")
         kda.require(Feature.VARLEN, Feature.FINAL_STATE, *([Feature.GRAPH] if graph else []))
-        for bounds in ((0, 70, 10**9), (-(10**9), 40, 130), (0, 100, 50, 130), (130, 0, 130)):
+        beyond, late = ((0, 70, 10**9), (-(10**9), 40, 130)), ((70, 130), (65, 100, 100))
+        unordered = (0, 100, 50, 130), (130, 0, 130), (0, 130, 50), (0, 100, -5)
+        for bounds in (*beyond, *late, *unordered, (0, 0, 0)):
             x = kda.inputs("slow", 130) | {"cu_seqlens": torch.tensor(bounds, device=kda.device)}
             o, o_guard = _guarded((1, 130, 2, kda.head_dim), x["q"].dtype, kda.device)
             state, state_guard = _guarded(

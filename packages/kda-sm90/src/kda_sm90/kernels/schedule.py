@@ -37,7 +37,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from kda_core.cute import device as dev
-from kda_core.cute.sequences import end_of_last, extent, owner, slots
+from kda_core.cute.sequences import clamped, end_of_last, extent, owner, slots
 from kda_sm90.layouts import BEGUN, HANDED, LINE, TICKET
 
 TABLE_BYTES = 64  # shared memory of ``fill_table``
@@ -61,17 +61,25 @@ def schedule(config, offsets, offset_bytes, N, T, HV, streams, depth, counters):
     )  # fmt: skip
 
 
+def task(s, n):
+    """`extent`, from slot 0 on for the first sequence, with whatever token it begins: every slot is in a task."""
+    token, length, slot, after = extent(s, n)
+    return token, length, dev.select(n == 0, Int32(0), slot), after
+
+
 @cute.jit
 def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
     """The longest task that each warp sees, to a ``table`` of TABLE_BYTES, by all ``warps`` of the CTA, which then
-    synchronises."""
+    synchronises. Where bounds fall it is the whole line, so that one chain has all of it: tasks do not follow one another
+    there, and chains would wait for states that nobody hands over."""
     thread, _, _ = cute.arch.thread_idx()
     longest = cute.ceil_div(s.T, s.chunk)
     if s.offset_bytes > 0:
         longest = Int32(0)
         for n in cutlass.range(thread, s.N, warps * 32, unroll=1):
-            _, _, slot, after = extent(s, n)
-            longest = cutlass.max(longest, after - slot)
+            _, _, slot, after = task(s, n)
+            falls = clamped(s, n + 1, Int32(0)) < clamped(s, n, Int32(0))
+            longest = cutlass.max(longest, dev.select(falls, s.total, after - slot))
         for i in cutlass.range_constexpr(5):
             longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, 1 << i))
     if thread % 32 == 0:
@@ -147,7 +155,7 @@ def item(s, i: Int32):
         n = slot // cute.ceil_div(s.T, s.chunk)
         if s.offset_bytes > 0:
             n = owner(s, slot)
-        start, length, first, after = extent(s, n)
+        start, length, first, after = task(s, n)
         line = head * s.span
         begin, end = cutlass.max(line + first, low), cutlass.min(line + after, high)
         # Offsets that are not in order lead anywhere, but not out of the tensors.
@@ -214,7 +222,7 @@ def next_task(s, head: Int32, n: Int32):
 
 @cute.jit
 def _part(s, head: Int32, n: Int32, end: Int32, low: Int32, high: Int32):
-    token, length, slot, after = extent(s, n)
+    token, length, slot, after = task(s, n)
     line = head * s.span
     # Whatever the offsets are, a part has a slot, and leads neither out of the range nor out of the tensors.
     begin = cutlass.max(cutlass.min(line + slot, end - 1), low)
