@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from registry import CERTIFIED, CP
+
 import kda_core
 from kda_core import contract
 from kda_core.registry import REGISTRY, record_calls
@@ -14,9 +16,6 @@ if TYPE_CHECKING:
 
 Outputs = tuple[Any, Any]
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
-
-
-CP, CERTIFIED = PLANNED = "+cp", "+certified"
 
 
 def backend(name: str, context_parallel: Any = "off") -> Callable[..., Outputs]:

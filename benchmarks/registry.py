@@ -16,6 +16,9 @@ UNBOUNDED = {f"{family}-unbounded": family for family in ("steep", "slow")}
 # Tables. Those of prefill are measured on every architecture, "blackwell" on that one; a case that several have is of the first.
 PREFILL, CONTEXT_PARALLEL = ("public", "gva", "varlen", "blackwell"), ("cp", "cp-h16", "cp-1m")
 
+#: Behind the name of an implementation: split where kda-cp says so, or by its best plan of certified decay.
+CP, CERTIFIED = PLANNED = "+cp", "+certified"
+
 
 @dataclass(frozen=True)
 class Case:

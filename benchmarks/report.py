@@ -1,8 +1,8 @@
 """Makes the Markdown page and the plot of a results file: ``python benchmarks/report.py results/h200/prefill.json``.
 
 The page goes to ``docs/benchmarks/<device>.md``, the plot beside it (needs matplotlib); those of ``cp.json``,
-``cp_multi_gpu.json`` and ``host.json`` (no plot) to ``<device>-cp.md``, ``-cp-multi-gpu.md`` and ``-host.md``. A speed-up is printed only where both errors of the
-row are at most 1.2 times the peer's: no figure stands over a wrong result.
+``cp_multi_gpu.json`` and ``host.json`` (no plot) to ``<device>-cp.md``, ``-cp-multi-gpu.md`` and ``-host.md``. A speed-up is
+printed only where both errors of the row are at most 1.2 times the peer's: no figure stands over a wrong result.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     device = data["runs"][-1]["device"]
     args.out.mkdir(parents=True, exist_ok=True)
     kind = args.results.stem
-    bars = {"cp_multi_gpu": report_cp.multi_gpu_bars, "host": lambda data: []}.get(kind, itemgetter("rows"))(
-        data
-    )
-    plotted = plot(bars, args.out / f"{device}{SUFFIX[kind]}.svg")
+    bars = report_cp.multi_gpu_bars(data) if kind == "cp_multi_gpu" else data["rows"]
+    plotted = None if kind == "host" else plot(bars, args.out / f"{device}{SUFFIX[kind]}.svg")
     name, text = rendered(kind, data, device, plotted)
     (args.out / name).write_text(text)
     print(args.out / name)

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import registry
+from registry import CP, PLANNED
 
-CP, PEER = "+cp", "fla"
-PLANNED = (CP, "+certified")
+PEER = "fla"
 ERROR_RATIO = 1.2  # of context parallelism to the serial call, either error
 
 

@@ -145,7 +145,7 @@ def _default_impls(device: torch.device, parallel: bool) -> list[str]:
 
     ok = [i.name for i in kda_core.backends() if i.status == "ok"]
     names = [f"kda-{n}" for n in ok if n != "reference" and device.type != "cpu"] or ["reference"]
-    names = [n + suffix for n in names for suffix in (("", implementations.CP) if parallel else ("",))]
+    names = [n + suffix for n in names for suffix in (("", registry.CP) if parallel else ("",))]
     if device.type == "cpu":
         return names
     try:
@@ -207,9 +207,9 @@ def _measure(
             run = lambda f=function: f(**call)
             row["median_ms"] = measure.device_time(run, args.repeats) if device.type == "cuda" else None
             row["eager_ms"] = measure.eager_time(run, args.repeats)
-            if name.endswith(implementations.PLANNED):
+            if name.endswith(registry.PLANNED):
                 row |= _planned(name, call)
-            if name.endswith(implementations.CP) and args.brute_force:
+            if name.endswith(registry.CP) and args.brute_force:
                 row |= _brute_force(name, call, device, args)
         outputs[name] = o
         rows.append(row)

@@ -10,6 +10,7 @@ import kda_core
 from kda_core import contract
 from kda_core.contract import KdaInputs
 from kda_core.testing import make_inputs
+from kda_core.testing.oracle import log_decay
 from kda_cp import certificate
 from kda_cp.certificate import SLACK, TAIL, THRESHOLD, certified
 from kda_cp.pieces import Piece
@@ -44,22 +45,15 @@ def call(gate, HV, K=32):
 
 def tail(inputs, piece, head):
     """M_tail of a value head, [K, K]."""
-    s, o = inputs.shape, inputs.options
+    s, g = inputs.shape, inputs.g
+    if inputs.options.use_gate_in_kernel:
+        g = log_decay(g, inputs.A_log, inputs.dt_bias, inputs.options.lower_bound)
     M = torch.eye(s.K, dtype=F64)
     for t in range(piece.start + piece.length - TAIL, piece.start + piece.length):
-        k, g = inputs.k[0, t, head // (s.HV // s.H)].to(F64), inputs.g[0, t, head].to(F64)
+        k = inputs.k[0, t, head // (s.HV // s.H)].to(F64)
         k = k * (k.square().sum() + 1e-6).rsqrt()
-        if o.use_gate_in_kernel:
-            g = g if inputs.dt_bias is None else g + inputs.dt_bias[head]
-            rate = inputs.A_log[head].to(F64).exp()
-            g = (
-                -rate * torch.nn.functional.softplus(g)
-                if o.lower_bound is None
-                else o.lower_bound * torch.sigmoid(rate * g)
-            )
-        beta = inputs.beta[0, t, head].to(F64).sigmoid()
-        M = g.exp().unsqueeze(-1) * M
-        M = M - beta * torch.outer(k, k @ M)
+        M = g[0, t, head].to(F64).exp().unsqueeze(-1) * M
+        M = M - inputs.beta[0, t, head].to(F64).sigmoid() * torch.outer(k, k @ M)
     return M
 
 

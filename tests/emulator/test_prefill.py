@@ -10,7 +10,6 @@ from prefill import config_of, in_segments, merge, prefill
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_core.testing.oracle import log_decay
 
-TOKENS = ("q", "k", "v", "g", "beta")
 VARIANTS = [(64, 1), (64, 2), (32, 1), (32, 2)]
 
 
@@ -67,18 +66,17 @@ def test_packed_sequences_states_and_streams_that_cut_them(chunk, warpgroups, v_
 @pytest.mark.parametrize("padded", (False, True), ids=("", "padded"))
 def test_bounds_on_the_device_that_begin_late(chunk, warpgroups, padded):
     """What is before the first sequence is as what is behind the last one: rows of nobody."""
-    x = make_inputs("slow", 170, H=1, HV=2).arguments
-    x |= {
-        "cu_seqlens": torch.tensor([70, 70, 150], dtype=torch.int32),
-        "initial_state": torch.ones(2, 2, 128, 128),
-    }
+    given, initial = make_inputs("slow", 170, H=1, HV=2), torch.ones(2, 2, 128, 128)
+    x = given.arguments | {
+        "cu_seqlens": torch.tensor([70, 70, 150], dtype=torch.int32), "initial_state": initial,
+    }  # fmt: skip
     config = replace(config_of(x, chunk, warpgroups), padded=padded)
     o, state = prefill(x, config, streams=3, preparers=2)
-    part = {n: y[:, 70:150] if n in TOKENS else y for n, y in x.items() if n != "cu_seqlens"}
-    want = token_oracle(**part | {"initial_state": x["initial_state"][1:], "output_final_state": True})
-    limits = tolerance(part | {"initial_state": x["initial_state"][1:]}, chunk, oracle=want)
+    alone = given.tokens(70, 150) | {"initial_state": initial[1:], "output_final_state": True}
+    want = token_oracle(**alone)
+    limits = tolerance(alone, chunk, oracle=want)
     assert error(o[:, 70:150], want[0]) <= limits[0] and error(state[1:], want[1], state=True) <= limits[1]
-    assert torch.equal(state[0], x["initial_state"][0]) and not o[:, :70].any() and not o[:, 150:].any()
+    assert torch.equal(state[0], initial[0]) and not o[:, :70].any() and not o[:, 150:].any()
 
 
 @pytest.mark.parametrize("bounds", [(0, 130, 50), (0, 100, 50, 130), (0, 100, -5), (0, 0, 0)], ids=str)

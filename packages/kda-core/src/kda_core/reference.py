@@ -30,7 +30,15 @@ from torch.utils.checkpoint import checkpoint
 
 from kda_core.abi import BACKEND_ABI
 from kda_core.backend import BackendSpec
-from kda_core.contract import Feature, KdaGradients, KdaInputs, KdaOutputs, ProblemShape, num_chunks
+from kda_core.contract import (
+    Feature,
+    KdaGradients,
+    KdaInputs,
+    KdaOptions,
+    KdaOutputs,
+    ProblemShape,
+    num_chunks,
+)
 
 BLOCK = 16  # rows of a block; divides every chunk_size
 PAIRS_BYTES = 64 << 20  # upper bound for the tensor of pairwise decays, the largest temporary
@@ -328,10 +336,7 @@ def _prepare(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, 
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(s.HV // s.H, dim=1) for x in (q, k))
     g = torch.where(keep, _decay(rows(inputs.g), inputs), zero)
-    beta = rows(inputs.beta.unsqueeze(-1))
-    if options.use_beta_sigmoid_in_kernel:
-        beta = torch.sigmoid(beta) * (2.0 if options.allow_neg_eigval else 1.0)
-    beta = torch.where(keep, beta, zero)
+    beta = torch.where(keep, step_size(rows(inputs.beta.unsqueeze(-1)), options), zero)
 
     G = torch.cumsum(g, dim=-2)
     n = G.shape[-2]
@@ -351,13 +356,30 @@ def _prepare(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, 
 def _decay(g: Tensor, inputs: KdaInputs) -> Tensor:
     """Log decay [n, HV, block, K] from g as it was given; bounded below where its exponential is 0 anyway, so that
     masks of -1000 or -inf do not spoil the cumulative sum of their neighbours."""
-    s, options = inputs.shape, inputs.options
-    if options.use_gate_in_kernel:
-        if inputs.dt_bias is not None:
-            g = g + inputs.dt_bias.to(g.dtype).view(s.HV, 1, s.K)
-        rate = 1.0 if inputs.A_log is None else inputs.A_log.to(g.dtype).exp().view(s.HV, 1, 1)
-        if options.lower_bound is not None:
-            g = options.lower_bound * torch.sigmoid(rate * g)
-        else:
-            g = -rate * F.softplus(g)  # torch's softplus is linear above 20, as FLA's
+    A_log, dt_bias, HV = inputs.A_log, inputs.dt_bias, inputs.shape.HV
+    g = log_decay(
+        g,
+        None if A_log is None else A_log.view(HV, 1, 1),
+        None if dt_bias is None else dt_bias.view(HV, 1, -1),
+        inputs.options,
+    )
     return g.clamp(min=-746.0 if g.dtype == torch.float64 else -104.0)
+
+
+def log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, options: KdaOptions) -> Tensor:
+    """The log decay from g as a call gives it, in its dtype; A_log and dt_bias broadcast to g."""
+    if not options.use_gate_in_kernel:
+        return g
+    if dt_bias is not None:
+        g = g + dt_bias.to(g.dtype)
+    rate = 1.0 if A_log is None else A_log.to(g.dtype).exp()
+    if options.lower_bound is not None:
+        return options.lower_bound * torch.sigmoid(rate * g)
+    return -rate * F.softplus(g)  # torch's softplus is linear above 20, as FLA's
+
+
+def step_size(beta: Tensor, options: KdaOptions) -> Tensor:
+    """beta of the recurrence from beta as a call gives it, in its dtype."""
+    if not options.use_beta_sigmoid_in_kernel:
+        return beta
+    return torch.sigmoid(beta) * (2.0 if options.allow_neg_eigval else 1.0)

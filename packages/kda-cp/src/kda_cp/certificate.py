@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kda_core.contract import KdaInputs, ProblemShape
+from kda_core.reference import log_decay, step_size
 from kda_cp.pieces import Caller, Piece, index_dtype, upload
 from kda_cp.summary import identity_pass
 
@@ -105,7 +106,7 @@ def _tails(inputs: KdaInputs, pieces: Sequence[Piece]) -> Tensor:
         k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
     k = blocks(k.repeat_interleave(s.HV // s.H, dim=2))
     g = _log_decay(inputs.g.flatten(0, 1)[rows].double(), inputs, slice(None))
-    beta = blocks(_beta(inputs.beta.flatten(0, 1)[rows].double(), inputs))
+    beta = blocks(step_size(inputs.beta.flatten(0, 1)[rows].double(), inputs.options))
 
     G = blocks(g.clamp(min=FLOOR)).cumsum(2)
     mid, end = G[:, :, BLOCK // 2, None], G[:, :, -1, None]
@@ -124,7 +125,7 @@ def _expanding(inputs: KdaInputs) -> Tensor:
     size = inputs.k.flatten(0, 1).float().square().sum(-1)  # [B*T, H]
     if options.use_qk_l2norm_in_kernel:
         size = size / (size + 1e-6)
-    beta = _beta(inputs.beta.flatten(0, 1).float(), inputs)
+    beta = step_size(inputs.beta.flatten(0, 1).float(), options)
     step = beta * size.repeat_interleave(s.HV // s.H, dim=1)
     shrinks = (step >= 0) & (step <= LONGEST_STEP)
     if not options.use_gate_in_kernel:  # the gate formulas give no value above 0
@@ -132,25 +133,16 @@ def _expanding(inputs: KdaInputs) -> Tensor:
     return ~shrinks
 
 
-def _beta(beta: Tensor, inputs: KdaInputs) -> Tensor:
-    """beta as the recurrence takes it, from what was given."""
-    if not inputs.options.use_beta_sigmoid_in_kernel:
-        return beta
-    return beta.sigmoid() * (2.0 if inputs.options.allow_neg_eigval else 1.0)
-
-
 def _log_decay(g: Tensor, inputs: KdaInputs, head: Tensor | slice) -> Tensor:
     """The log decay of rows [..., K] from the gate that was given; their last dimension but one is that of `head`, their
     value heads."""
-    options = inputs.options
-    if not options.use_gate_in_kernel:
-        return g
-    if inputs.dt_bias is not None:
-        g = g + inputs.dt_bias.to(g.dtype).view(inputs.shape.HV, -1)[head]
-    rate = 1.0 if inputs.A_log is None else inputs.A_log.to(g.dtype).exp()[head].unsqueeze(-1)
-    if options.lower_bound is not None:
-        return options.lower_bound * torch.sigmoid(rate * g)
-    return -rate * F.softplus(g)
+    A_log, dt_bias = inputs.A_log, inputs.dt_bias
+    return log_decay(
+        g,
+        None if A_log is None else A_log[head].unsqueeze(-1),
+        None if dt_bias is None else dt_bias.view(inputs.shape.HV, -1)[head],
+        inputs.options,
+    )
 
 
 # ---- the exact path of what is not certified

@@ -396,7 +396,7 @@ class BackendConformance:
 
     @pytest.mark.parametrize("graph", (False, True))
     def test_wrong_device_bounds_touch_nothing_foreign(self, kda: Runner, graph: bool) -> None:
-        """Device bounds outside [0, T], or decreasing, are clamped: the call ends and guards keep their bits."""
+        """Device bounds outside [0, T], that begin late, or fall: the call ends and guards keep their bits."""
         kda.needs_gpu("bounds in host memory are checked instead")
         kda.require(Feature.VARLEN, Feature.FINAL_STATE, *([Feature.GRAPH] if graph else []))
         beyond, late = ((0, 70, 10**9), (-(10**9), 40, 130)), ((70, 130), (65, 100, 100))
