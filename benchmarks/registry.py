@@ -14,7 +14,7 @@ GATES = ("steep", "slow", "memory")
 #: The inputs of a family without its lower bound: gates in the softplus form, which may lie below -5.
 UNBOUNDED = {f"{family}-unbounded": family for family in ("steep", "slow")}
 # Tables. Those of prefill are measured on every architecture, "blackwell" on that one; a case that several have is of the first.
-PREFILL, CONTEXT_PARALLEL = ("public", "gva", "varlen", "blackwell"), ("cp", "cp-h16", "cp-1m")
+PREFILL, CONTEXT_PARALLEL = ("public", "gva", "varlen", "padded", "blackwell"), ("cp", "cp-h16", "cp-1m")
 
 #: Behind the name of an implementation: split where kda-cp says so, or by its best plan of certified decay.
 CP, CERTIFIED = PLANNED = "+cp", "+certified"
@@ -23,7 +23,8 @@ CP, CERTIFIED = PLANNED = "+cp", "+certified"
 @dataclass(frozen=True)
 class Case:
     """One shape. `lengths` are those of the sequences packed along T (then B = 1), empty for fixed length.
-    `table` names the group of rows that a report shows together."""
+    `table` names the group of rows that a report shows together. With `use_graph` the call says so, and its lengths may
+    sum to less than T."""
 
     name: str
     table: str
@@ -32,6 +33,12 @@ class Case:
     H: int
     HV: int
     lengths: tuple[int, ...] = ()
+    use_graph: bool = False
+
+    @property
+    def behind(self) -> int:
+        """Tokens that belong to no sequence."""
+        return self.T - sum(self.lengths) if self.lengths else 0
 
 
 def fixed(table: str, B: int, T: int, H: int, HV: int | None = None) -> Case:
@@ -114,6 +121,15 @@ def kinds(table: str, T: int, n: int, H: int, HV: int | None = None) -> list[Cas
     return [packed(table, f"{kind}-{n}x-T{T}", x, H, HV) for kind, x in lengths.items()]
 
 
+def padded() -> list[Case]:
+    """Packed calls with `use_graph`, as a serving engine captures them: room for T tokens, of which some are in use."""
+    shapes = [(T, (256,) * 16, H) for H in (32, 4) for T in (4096, 8192, 65536)] + [(8192, (256,) * 32, 32)]
+    return [
+        Case(f"padded-{len(x)}x{x[0]}-T{T}-H{H}", "padded", 1, T, H, H, x, use_graph=True)
+        for T, x, H in shapes
+    ]
+
+
 def blackwell() -> list[Case]:
     """The shapes of published benchmarks of KDA prefill on Blackwell, with as many heads of q and k as of v and with a
     quarter of them. Those of context parallelism are in `context_parallel`."""
@@ -151,7 +167,7 @@ def cases(hv: int | None = None) -> tuple[Case, ...]:
                 raise ValueError(f"hv: expected a multiple of H={c.H}, got {hv}")
             c = replace(fixed("gva", c.B, c.T, c.H, hv), table="gva")
         found.append(c)
-    found += blackwell()
+    found += [*padded(), *blackwell()]
     return tuple({c.name: c for c in reversed(found)}.values())[::-1]
 
 

@@ -25,6 +25,9 @@ SUFFIX = {
     "cp_multi_gpu": "-cp-multi-gpu",
     "host": "-host",
 }  # of pages, by results file
+NOTES = {
+    "padded": "Calls with `use_graph`: room for T tokens, of which the sequences take what their lengths say."
+}
 BANDWIDTH = {"h200": 4.27e12}  # bytes/s that a device copy reaches, counting reads and writes
 
 
@@ -58,7 +61,7 @@ def floor_ms(row: dict[str, Any], device: str) -> float | None:
     """Milliseconds to read q, k, v, g (bf16), beta and write o once, at the device's copy bandwidth."""
     if device not in BANDWIDTH:
         return None
-    tokens, D = row["B"] * row["T"], 128
+    tokens, D = sum(row["lengths"]) or row["B"] * row["T"], 128
     values = tokens * (2 * row["H"] * D + 3 * row["HV"] * D + row["HV"])
     return 2 * values / BANDWIDTH[device] * 1e3
 
@@ -73,7 +76,7 @@ def page(data: dict[str, Any], device: str, plotted: str | None) -> str:
         lines += ["", f"![device time by case]({plotted})"]
     rows = data["rows"]
     for table in dict.fromkeys(r["table"] for r in rows):
-        lines += ["", f"## {table}", ""]
+        lines += ["", f"## {table}", "", *([NOTES[table], ""] if table in NOTES else [])]
         lines += [
             "| case | gates | impl | device ms | x floor | vs FLA | eager ms | error o | error state | run |"
         ]

@@ -5,6 +5,7 @@
     python benchmarks/run.py --table gva --hv 32 --gates slow
     python benchmarks/run.py --table public --gates slow-unbounded steep-unbounded
     python benchmarks/run.py --table public gva varlen blackwell      # all of prefill that is published for Blackwell
+    python benchmarks/run.py --table padded           # calls with use_graph, which FLA does not know
     python benchmarks/run.py --table cp cp-h16 cp-1m --brute-force
 
 Rows go to ``benchmarks/results/<gpu>/prefill.json``, those of the tables of context parallelism to ``cp.json`` (``--out`` names
@@ -75,7 +76,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.resume:
         run, rows = _interrupted(path, run)
     done = {(r["case"], r["gates"]) for r in rows}
-    total = len(chosen) * len(args.gates) * len(impls)
+    total = len(args.gates) * sum(len(_able(impls, c)) for c in chosen)
+    if "fla" in impls and any(c.use_graph for c in chosen):
+        print("fla: no rows of calls with use_graph, which it does not know")
     groups = [(c, gates) for c in chosen for gates in args.gates if (c.name, gates) not in done]
     for (case, gates), x in zip(groups, _drawn(groups), strict=True):
         for row in _measure(case, gates, x, impls, device, args):
@@ -155,6 +158,11 @@ def _default_impls(device: torch.device, parallel: bool) -> list[str]:
     return [*names, "fla"]
 
 
+def _able(impls: list[str], case: registry.Case) -> list[str]:
+    """The implementations that know such calls: FLA has no `use_graph`."""
+    return [name for name in impls if not (case.use_graph and name == "fla")]
+
+
 def _drawn(groups: list[tuple[registry.Case, str]]) -> Iterator[Inputs]:
     """The inputs of each group, on the CPU; the next ones are drawn, which takes seconds, while a group is measured."""
     if not groups:
@@ -170,7 +178,11 @@ def _drawn(groups: list[tuple[registry.Case, str]]) -> Iterator[Inputs]:
 
 def _inputs(case: registry.Case, gates: str) -> Inputs:
     family = registry.UNBOUNDED.get(gates, gates)
-    x = make_inputs(family, case.T, B=case.B, H=case.H, HV=case.HV, lengths=case.lengths or None, seed=0)
+    lengths = (*case.lengths, case.behind) if case.behind else case.lengths
+    x = make_inputs(family, case.T, B=case.B, H=case.H, HV=case.HV, lengths=lengths or None, seed=0)
+    if case.behind:  # the tokens behind the last sequence are there, but in no sequence
+        per_sequence = {n: x.arguments[n][:-1] for n in ("cu_seqlens", "initial_state") if n in x.arguments}
+        x = Inputs(x.arguments | per_sequence, case.lengths)
     return x if family == gates else x.replace(lower_bound=None)
 
 
@@ -186,12 +198,15 @@ def _measure(
         {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in x.arguments.items()}, x.lengths
     )
     call = dict(x.arguments) | {"output_final_state": True}
+    if case.use_graph:
+        call |= {"use_graph": True, "max_num_seqs": len(case.lengths)}
     if _parallel(args) and case.lengths:
         call["cu_seqlens_cpu"] = call["cu_seqlens"].cpu()  # without it no call is split
-    checked = case.B * case.T <= args.errors_up_to
-    want_o, want_s = token_oracle(**x.arguments) if checked else (None, None)
+    tokens = case.T - case.behind
+    checked = case.B * tokens <= args.errors_up_to
+    want_o, want_s = token_oracle(**x.tokens(0, tokens)) if checked else (None, None)
     rows, outputs = [], {}
-    for name in impls:
+    for name in _able(impls, case):
         function = implementations.named(name, call)
         with torch.inference_mode():
             started = time.perf_counter()
@@ -200,7 +215,7 @@ def _measure(
             row: dict[str, Any] = {
                 "case": case.name, "table": case.table, "B": case.B, "T": case.T, "H": case.H, "HV": case.HV,
                 "lengths": list(case.lengths), "gates": gates, "impl": name,
-                "error_o": error(o, want_o, lengths=x.lengths) if checked else None,
+                "error_o": error(o[:, :tokens], want_o, lengths=x.lengths) if checked else None,
                 "error_state": error(state, want_s, state=True) if checked else None,
                 "first_call_s": first,
             }  # fmt: skip

@@ -35,7 +35,7 @@ def test_every_promised_shape_is_registered(registry):
         (2, 16384, 64, 64),
     ):
         assert (B, T, H, HV) in shapes
-    packed = [c for c in cases.values() if c.lengths]
+    packed = [c for c in cases.values() if c.lengths and not c.use_graph]
     assert {len(c.lengths) for c in packed if c.H == 32} == {15, 16, 17, 18}
     for T in (4096, 8192):
         for n in (10, 20):
@@ -55,15 +55,40 @@ def test_the_shapes_of_blackwell_are_registered(registry):
             assert packed >= {(kind, n, T, H, 64) for n in (10, 20) for T in (4096, 8192, 16384)}
     # Tables that have been measured elsewhere have lost none of theirs.
     assert {c.name for c in cases if c.table != "blackwell"} == {
-        c.name for c in (*registry.public(), *registry.gva(), *registry.varlen())
+        c.name for c in (*registry.public(), *registry.gva(), *registry.varlen(), *registry.padded())
     }
 
 
 def test_packed_cases_are_named_so_and_their_lengths_add_up(registry):
     for c in registry.cases():
-        assert c.name.startswith("varlen-") == bool(c.lengths)
-        assert not c.lengths or (c.B == 1 and sum(c.lengths) == c.T and min(c.lengths) >= registry.SHORTEST)
+        assert c.name.startswith(("varlen-", "padded-")) == bool(c.lengths)
+        assert not c.lengths or (c.B == 1 and min(c.lengths) >= registry.SHORTEST)
+        assert c.use_graph == c.name.startswith("padded-") and (c.behind == 0 or c.use_graph and c.behind > 0)
         assert c.HV % c.H == 0
+
+
+@pytest.mark.parametrize("gates", ["slow", "memory"])
+@pytest.mark.parametrize("T", [96, 160])
+def test_a_padded_case_is_called_so_and_compared_where_its_sequences_are(registry, T, gates):
+    import run
+
+    case = registry.Case("padded-2x48", "padded", 1, T, 1, 1, (64, 32), use_graph=True)
+    x = run._inputs(case, gates)
+    assert case.behind == T - 96 and x.arguments["q"].shape[1] == T
+    assert x.arguments["cu_seqlens"].tolist() == [0, 64, 96] and x.lengths == (64, 32)
+    seen = []
+
+    def named(name, call):
+        seen.append(call)
+        return implementations.backend("reference")
+
+    implementations = run.implementations
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implementations, "named", named)
+        args = run._parser().parse_args(["--repeats", "1"])
+        (row,) = run._measure(case, gates, x, ["reference", "fla"], torch.device("cpu"), args)
+    assert seen[0]["use_graph"] and seen[0]["max_num_seqs"] == 2 and row["impl"] == "reference"
+    assert 0 < row["error_o"] < 1e-2 and 0 < row["error_state"] < 1e-2 and row["lengths"] == [64, 32]
 
 
 def test_the_number_of_value_heads_can_be_chosen(registry):
@@ -283,7 +308,7 @@ def test_the_committed_page_is_made_from_the_committed_results(path, registry):
     measured = {(r["case"], r["gates"], r["impl"]) for r in data["rows"]}
     for c in registry.cases():
         for gates in registry.GATES if c.table != "blackwell" else ():
-            for impl in ("kda-sm90", "fla"):
+            for impl in ("kda-sm90", *(() if c.use_graph else ("fla",))):
                 assert (c.name, gates, impl) in measured
 
 
