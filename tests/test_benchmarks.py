@@ -69,10 +69,11 @@ def test_packed_cases_are_named_so_and_their_lengths_add_up(registry):
 
 @pytest.mark.parametrize("gates", ["slow", "memory"])
 @pytest.mark.parametrize("T", [96, 160])
-def test_a_padded_case_is_called_so_and_compared_where_its_sequences_are(registry, T, gates):
+def test_a_padded_case_is_called_so_and_compared_where_its_sequences_are(registry, T, gates, monkeypatch):
+    import implementations
     import run
 
-    case = registry.Case("padded-2x48", "padded", 1, T, 1, 1, (64, 32), use_graph=True)
+    case = registry.Case("padded-64+32", "padded", 1, T, 1, 1, (64, 32), use_graph=True)
     x = run._inputs(case, gates)
     assert case.behind == T - 96 and x.arguments["q"].shape[1] == T
     assert x.arguments["cu_seqlens"].tolist() == [0, 64, 96] and x.lengths == (64, 32)
@@ -82,11 +83,9 @@ def test_a_padded_case_is_called_so_and_compared_where_its_sequences_are(registr
         seen.append(call)
         return implementations.backend("reference")
 
-    implementations = run.implementations
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(implementations, "named", named)
-        args = run._parser().parse_args(["--repeats", "1"])
-        (row,) = run._measure(case, gates, x, ["reference", "fla"], torch.device("cpu"), args)
+    monkeypatch.setattr(implementations, "named", named)
+    args = run._parser().parse_args(["--repeats", "1"])
+    (row,) = run._measure(case, gates, x, ["reference", "fla"], torch.device("cpu"), args)
     assert seen[0]["use_graph"] and seen[0]["max_num_seqs"] == 2 and row["impl"] == "reference"
     assert 0 < row["error_o"] < 1e-2 and 0 < row["error_state"] < 1e-2 and row["lengths"] == [64, 32]
 

@@ -60,7 +60,6 @@ WHOLE = (1, 2, 4)  # sequences of at most this many piece lengths may stay whole
 MARGIN = 1.10
 RATIO_MARGIN = 2.0
 RATIO_PIECE = 1024
-UNPREDICTED = "the gates decide what certified decay takes"
 EXACT_LPT = 4096  # streams up to which list scheduling is simulated; above, rounds hardly matter
 
 
@@ -214,8 +213,7 @@ def make_plan(
     if strategy not in ("auto", "exact", "certified"):
         raise ArgumentError("strategy", "'auto', 'exact' or 'certified'", repr(strategy))
     whole = Plan(tuple((n,) for n in lengths), "serial")
-    margin, unit, shortest = MARGIN, "us", GRANULE
-    rule = f"{source} constants, a split must win by {MARGIN:.2f}x"
+    margin, unit, shortest, by = MARGIN, "us", GRANULE, f"{source} constants"
     if constants is None:
         if SMs < 1:
             if strategy == "auto":
@@ -223,8 +221,8 @@ def make_plan(
                 return replace(whole, prediction=Prediction(None, None, unit, rule))
             SMs = 1
         constants = _tokens(SMs)
-        margin, unit, shortest = RATIO_MARGIN, "tokens", RATIO_PIECE
-        rule = f"ratio rule for {SMs} SMs, a split must win by {RATIO_MARGIN:.2f}x"
+        margin, unit, shortest, by = RATIO_MARGIN, "tokens", RATIO_PIECE, f"ratio rule for {SMs} SMs"
+    rule = f"{by}, a split must win by {margin:.2f}x"
     costs = _Costs(constants, HV, -(-K // V), strategy == "certified", native, window, crossing)
     serial = costs.total(whole.pieces)
     if strategy == "auto" and serial < margin * costs.bound(lengths):
@@ -246,8 +244,8 @@ def make_plan(
             whole, prediction=Prediction(serial, serial, unit, f"{rule}; none of those tried does")
         )
     if strategy == "certified":
-        source = rule.partition(",")[0]
-        return Plan(best, "certified", Prediction(None, serial, unit, f"{source}; {UNPREDICTED}"))
+        rule = f"{by}; the gates decide what certified decay takes"
+        return Plan(best, "certified", Prediction(None, serial, unit, rule))
     return Plan(best, "exact", Prediction(best_time, serial, unit, rule))
 
 
