@@ -92,7 +92,12 @@ def call_plan(
     Raises:
         KdaError: bad metadata, or nobody serves the call.
     """
-    key = _plan_key(tensors, rest)
+    try:
+        key = _plan_key(tensors, rest)
+    except RuntimeError:  # a nested tensor has no shape, which `check` says
+        if check is not None:
+            check(tensors, rest)
+        raise
     plans = registry.REGISTRY.plans  # read once: see there
     try:
         plan = plans.get(key)
@@ -234,7 +239,7 @@ def _chunk_fwd_out(*args: Any) -> None:
 
 
 def _chunk_bwd(grad_o: Tensor, grad_final_state: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    """Gradients of the first eight tensor arguments, in their shapes."""
+    """Gradients of the first eight tensor arguments, in their shapes and dtypes."""
     tensors = args[:_N_TENSORS]
     call = call_plan(tensors, (*args[_N_TENSORS:], "off"))
     inputs = contract.make_inputs(tensors, call.shape)
@@ -242,7 +247,9 @@ def _chunk_bwd(grad_o: Tensor, grad_final_state: Tensor | None, *args: Any) -> t
     grads = backend.chunk_bwd(inputs, grad_o.contiguous(), grad_final_state)
     registry.notify(call.choice.spec.name, "chunk_bwd", call.shape.device_type)
     found = [getattr(grads, f.name) for f in fields(grads)]
-    return tuple(grad_o.new_empty(0) if x is None else d.reshape(x.shape) for x, d in zip(args[:8], found))
+    return tuple(
+        grad_o.new_empty(0) if x is None else d.reshape(x.shape).to(x.dtype) for x, d in zip(args[:8], found)
+    )
 
 
 # ---- eager calls, past the dispatcher
