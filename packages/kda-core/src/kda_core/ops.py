@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import torch
 from torch import _C, Tensor
 
-from kda_core import contract, env, registry
+from kda_core import contents, contract, env, registry
 from kda_core.backend import Plan, Planner, SupportsBackward
 from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, KdaOutputs, ProblemShape
 from kda_core.errors import ArgumentError, BackendContractError, PlannerError
@@ -57,6 +57,7 @@ class CallPlan:
         workspace_bytes: scratch memory of the call.
         planner: name and planner that is asked how to split the call, or None.
         plan: JSON of the plan that the caller gave, None where the planner makes one.
+        checked: whether the values of its inputs are looked at before it runs (``KDA_CHECK``).
         answers: what the planner has answered, or the caller's plan, in a tuple, by the lengths of a packed call that the
             host knows, or None.
     """
@@ -67,6 +68,7 @@ class CallPlan:
     workspace_bytes: int
     planner: tuple[str, Planner] | None
     plan: str | None
+    checked: bool = False
     answers: dict[tuple[int, ...] | None, tuple[Plan | None]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -107,6 +109,8 @@ def call_plan(
         *options, backend, mode = rest if check is None else check(tensors, rest)[_N_TENSORS:]
         shape = _shared(contract.problem_shape(*tensors, options=KdaOptions(*options)))
         plan = make_plan(shape, registry.REGISTRY.resolve(shape, backend), mode)
+        if env.check():
+            plan = replace(plan, checked=True)
         if key == _plan_key(tensors, rest):  # another thread may have changed the environment meanwhile
             if len(plans) >= MAX_PLANS:
                 plans.clear()
@@ -127,6 +131,7 @@ def _plan_key(tensors: Sequence[Tensor | None], rest: tuple[Any, ...]) -> tuple[
         tuple(map(type, rest)),  # 1 is no bool, though it equals True
         registry.REGISTRY.rules(rest[-2]),
         env.KDA_CP.given() if rest[-1] == "auto" else None,
+        env.KDA_CHECK.given(),
     )
 
 
@@ -171,6 +176,8 @@ def execute(
     inputs = contract.make_inputs(tensors, shape)
     # where the host has a copy of cu_seqlens, its contents are checked before any launch
     lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
+    if call.checked:
+        contents.check_contents(inputs)
     if given is None:
         outputs = contract.allocate_outputs(inputs, call.workspace_bytes)
     else:
