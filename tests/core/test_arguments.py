@@ -1,6 +1,7 @@
 """Bad input is refused by name, from metadata, before anything is computed."""
 
 import inspect
+import typing
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from inputs import call
 from torch.testing import assert_close
 
 from kda_core import chunk_kda, explain, fused_recurrent_kda
+from kda_core.contract import KdaOptions, make_inputs, problem_shape
 from kda_core.errors import (
     ArgumentError,
     DeviceError,
@@ -242,7 +244,9 @@ def test_keywords_of_chunk_kda_alone_say_so():
 
 def test_the_signature_names_every_keyword():
     for function in (chunk_kda, fused_recurrent_kda):
-        assert not [p for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD]
+        parameters = inspect.signature(function).parameters
+        assert not [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
+        assert typing.get_type_hints(function).keys() == {*parameters, "return"}
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         explain(**X, head_first=True)
 
@@ -371,6 +375,15 @@ def test_gate_parameters_of_other_shapes_and_dtypes(dtype, shape, bound):
     for given, (name, like) in zip((A_log, dt_bias), plain.items()):
         assert given.grad.dtype == dtype and given.grad.shape == given.shape, name
         assert torch.equal(given.grad.flatten(), like.grad.to(dtype)) and like.grad.abs().sum() > 0
+
+
+def test_a_backend_gets_gate_parameters_in_one_form():
+    A_log, dt_bias = torch.zeros(1, 1, 2, 1, dtype=torch.float16), torch.zeros(16, dtype=torch.bfloat16)
+    tensors = (*X.values(), A_log, dt_bias, None, None, None)
+    shape = problem_shape(*tensors, options=KdaOptions(use_gate_in_kernel=True))
+    inputs = make_inputs(tensors, shape)
+    for x, form in ((inputs.A_log, (2,)), (inputs.dt_bias, (2, 8))):
+        assert x.dtype == torch.float32 and tuple(x.shape) == form and x.is_contiguous()
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import inspect
 import numbers
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,15 @@ from kda_core.contract import OPTION_FIELDS, KdaOptions, ProblemShape, describe
 from kda_core.errors import ArgumentError, DtypeError, KdaError, PlannerError, UnknownArgumentError
 from kda_core.registry import REGISTRY, Choice, Refusal
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _N_TENSORS = 10
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _NoKeywords(TypedDict):
+    """What type checkers allow beside the named parameters: nothing."""
 
 
 def _names_its_keywords(function: _Function) -> _Function:
@@ -28,6 +35,7 @@ def _names_its_keywords(function: _Function) -> _Function:
     found = inspect.signature(function)
     named = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
     function.__signature__ = found.replace(parameters=named)  # type: ignore[attr-defined]
+    del function.__annotations__["unknown"]
     return function
 
 
@@ -65,7 +73,7 @@ def chunk_kda(
     out: Tensor | tuple[Tensor | None, ...] | None = None,
     workspace: Tensor | None = None,
     pin: bool = False,
-    **unknown: NoReturn,
+    **unknown: Unpack[_NoKeywords],
 ) -> tuple[Any, ...]:
     r"""Kimi Delta Attention over whole sequences (prefill, training), with the arguments of FLA's ``chunk_kda``.
 
@@ -175,7 +183,7 @@ def fused_recurrent_kda(
     *,
     transpose_state_layout: bool | None = None,
     backend: str | None = None,
-    **unknown: NoReturn,
+    **unknown: Unpack[_NoKeywords],
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention token by token (decoding), with the arguments of FLA's ``fused_recurrent_kda``.
 
@@ -347,7 +355,7 @@ _KEYWORDS_ELSEWHERE = {
 """What to do about keywords of FLA's predecessors and of its copies in serving engines."""
 
 
-def _unknown_keyword(function: Callable[..., Any], unknown: dict[str, Any]) -> UnknownArgumentError:
+def _unknown_keyword(function: Callable[..., Any], unknown: Mapping[str, object]) -> UnknownArgumentError:
     """The exception for the first of the keywords that `function` does not have."""
     name, names = next(iter(unknown)), inspect.signature(function).parameters
     hint = _KEYWORDS_ELSEWHERE.get(name, "")

@@ -748,9 +748,10 @@ def _needing(kda: Runner, feature: Feature) -> dict[str, Any]:
     plain.pop("initial_state")
     x = plain | {"use_qk_l2norm_in_kernel": False, "safe_gate": True}
     gate = {"use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True}
+    packed = {"cu_seqlens": torch.tensor([0, 20], device=kda.device)}
     D = kda.head_dim
     changes: dict[Feature, dict[str, Any]] = {
-        Feature.VARLEN: {"cu_seqlens": torch.tensor([0, 20], device=kda.device)},
+        Feature.VARLEN: packed,
         Feature.GVA: {n: x[n][:, :, :1].contiguous() for n in ("q", "k")},
         Feature.INITIAL_STATE: {"initial_state": torch.zeros(1, 2, D, D, device=kda.device)},
         Feature.FINAL_STATE: {"output_final_state": True},
@@ -762,7 +763,7 @@ def _needing(kda: Runner, feature: Feature) -> dict[str, Any]:
         Feature.QK_L2NORM: {"use_qk_l2norm_in_kernel": True},
         Feature.INTERMEDIATE_STATES: {"return_intermediate_states": True},
         Feature.PIN: {"pin": True},
-        Feature.GRAPH: {"use_graph": True},
+        Feature.GRAPH: packed | {"use_graph": True},
         Feature.BACKWARD: {"v": x["v"].clone().requires_grad_()},
         Feature.RECURRENT: {},
     }
