@@ -106,7 +106,9 @@ def chunk_kda(
         context_parallel: "auto" (a planner may split long sequences), "off", or a plan made by a planner.
         out: tensors to write: o, or (o, final_state) or (o, final_state, h) with None where not asked for; contiguous,
             not overlapping the inputs. Not differentiable.
-        workspace: 1-D uint8 scratch memory of at least ``explain(...).workspace_bytes``.
+        workspace: 1-D uint8 scratch memory of at least ``explain(...).workspace_bytes``. A planner's own plan that needs more
+            gives way to a direct call; where that needs more too, or `context_parallel` is a plan, the call raises. Calls that
+            may overlap, on several streams or threads, must not share one.
         pin: fix kernel, chunk and plan, so that outputs depend on their own sequence up to their own token alone, bit
             for bit, whatever else the batch holds and whatever follows.
 

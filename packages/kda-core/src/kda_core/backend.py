@@ -210,6 +210,15 @@ class SupportsExplanation(Protocol):
         ...
 
 
+class SupportsWorkspace(Protocol):
+    """Optional for a planner, since ABI 1.3. Calls by the plans of a planner without it get the workspace of a direct call."""
+
+    def workspace_bytes(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> int:
+        """Bytes of scratch memory that `Planner.run` needs for this plan, 0 for none; `KdaOutputs.workspace` then has as
+        many. Must not synchronise. It depends on what `Planner.plan` does."""
+        ...
+
+
 def spec_problem(loaded: object, kind: type) -> str | None:
     """What is wrong with the object behind an entry point, or None."""
     if not isinstance(loaded, kind):

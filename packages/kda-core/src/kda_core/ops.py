@@ -54,7 +54,7 @@ class CallPlan:
         shape: the validated metadata.
         choice: the backend.
         entry: the backend's method that computes the call.
-        workspace_bytes: scratch memory of the call.
+        workspace_bytes: scratch memory of a direct call; `needed_workspace` has that of a plan.
         planner: name and planner that is asked how to split the call, or None.
         plan: JSON of the plan that the caller gave, None where the planner makes one.
         answers: what the planner has answered, or the caller's plan, in a tuple, by the lengths of a packed call that the
@@ -166,14 +166,17 @@ def execute(
     inputs = contract.make_inputs(tensors, shape)
     # where the host has a copy of cu_seqlens, its contents are checked before any launch
     lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
+    plan = None if call.planner is None else ask_planner(call, inputs, lengths)
+    needed = call.workspace_bytes if plan is None else needed_workspace(call, plan, inputs)
     if given is None:
-        outputs = contract.allocate_outputs(inputs, call.workspace_bytes)
+        outputs = contract.allocate_outputs(inputs, needed)
     else:
-        outputs = contract.allocate_outputs(inputs, call.workspace_bytes, given)
-        contract.check_outputs(inputs, outputs, call.workspace_bytes)
+        plan, needed = fitting(call, plan, needed, given[3])
+        outputs = contract.allocate_outputs(inputs, needed, given)
+        contract.check_outputs(inputs, outputs, needed)
         contract.check_memory(inputs, outputs)
     name = None
-    if call.planner is not None and (plan := ask_planner(call, inputs, lengths)) is not None:
+    if plan is not None and call.planner is not None:
         name, planner = call.planner
         returned = planner.run(plan, inputs, outputs, choice.backend)
     else:
@@ -204,6 +207,36 @@ def ask_planner(call: CallPlan, inputs: KdaInputs, lengths: tuple[int, ...] | No
             call.answers.clear()
         call.answers[lengths] = answer
     return answer[0]
+
+
+def needed_workspace(call: CallPlan, plan: Plan | None, inputs: KdaInputs) -> int:
+    """Bytes of scratch memory of a call by this plan, which `ask_planner` gave; None is a direct call.
+
+    Raises:
+        PlannerError: the planner gives no number of bytes.
+    """
+    if plan is None or call.planner is None:
+        return call.workspace_bytes
+    name, planner = call.planner
+    asked = getattr(planner, "workspace_bytes", None)  # optional: kda_core.backend.SupportsWorkspace
+    if asked is None:
+        return call.workspace_bytes
+    needed = asked(plan, inputs, call.choice.spec, call.choice.backend)
+    if type(needed) is not int or not 0 <= needed < 2**63:
+        raise PlannerError(
+            f"{name}: workspace_bytes: expected an int of at least 0 and below 2**63, got {needed!r}"
+        )
+    return needed
+
+
+def fitting(
+    call: CallPlan, plan: Plan | None, needed: int, workspace: Tensor | None
+) -> tuple[Plan | None, int]:
+    """The plan that runs a call with the caller's workspace, and the bytes that it must have. A planner's own plan that does not
+    fit into it gives way to a direct call; a plan that the caller gave stays."""
+    if plan is None or call.plan is not None or workspace is None or workspace.numel() >= needed:
+        return plan, needed
+    return None, min(needed, call.workspace_bytes)
 
 
 def _given_plan(text: str, call: CallPlan, inputs: KdaInputs) -> Plan:

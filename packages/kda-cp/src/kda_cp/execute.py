@@ -12,25 +12,50 @@ from torch import Tensor
 from kda_core import contract
 from kda_core.backend import Backend, BackendSpec
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_core.errors import ShapeError
 from kda_cp import certificate, native
 from kda_cp.merge import merge
 from kda_cp.pieces import Caller, Piece, exits, layout, middles, piece_inputs, run_shape, summary_shape
-from kda_cp.plan import Plan
+from kda_cp.plan import Cache, Plan
 from kda_cp.summary import exit_states, transitions
 
 
 def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) -> KdaOutputs:
-    """Executes a call by a plan that `refusal` has nothing against; returns `outputs`. Does not wait for a GPU."""
+    """Executes a call by a plan that `refusal` has nothing against; returns `outputs`. Does not wait for a GPU.
+
+    Raises:
+        ShapeError: `outputs.workspace` has fewer than `workspace_bytes`.
+    """
+    needed, found = workspace_bytes(plan, inputs.shape, backend), outputs.workspace
+    if needed > (size := 0 if found is None else found.numel()):
+        raise ShapeError("workspace", f"at least {needed} bytes", f"{size} bytes")
     if not plan.is_split:
         return backend.chunk_fwd(inputs, outputs)
     with _undisturbed(inputs.q.device.type):
         if plan.strategy == "exact" and (how := native.execution(plan, inputs.shape, backend)) is not None:
             native.run(how, inputs, outputs)
         else:
-            call = Caller(backend, shapes(plan, inputs.shape, backend), outputs.workspace, inputs.q)
+            call = Caller(backend, outputs.workspace)
             starts = _initial_states(plan, layout(plan), inputs, outputs.o, call)
             _run_pieces(layout(plan), inputs, outputs, starts, call)
     return outputs
+
+
+_workspaces = Cache(256)
+
+
+def workspace_bytes(plan: Plan, shape: ProblemShape, backend: Backend) -> int:
+    """Bytes of scratch memory that `run` needs, as the backend counts them. They are kept: every split call asks."""
+
+    def make() -> tuple[Backend, int]:
+        if plan.strategy == "exact" and (how := native.execution(plan, shape, backend)) is not None:
+            return backend, how.workspace_bytes
+        return backend, max(map(backend.workspace_bytes, shapes(plan, shape, backend)))
+
+    if not plan.is_split:
+        return backend.workspace_bytes(shape)
+    # the backend is kept, so that its id stays its own
+    return _workspaces.get((plan, shape, id(backend), native.WORKSPACE_BYTES), make)[1]
 
 
 def _undisturbed(device_type: str) -> contextlib.AbstractContextManager[object]:

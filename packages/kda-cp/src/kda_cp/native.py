@@ -73,7 +73,7 @@ class Execution:
         backend: a `SupportsSegments`.
         merge: its kernel, if it has one.
         windows: of tokens, in order.
-        workspace_bytes: that suffice for each.
+        workspace_bytes: of the largest.
     """
 
     backend: Any
@@ -109,10 +109,8 @@ def window_tokens(shape: ProblemShape, backend: Any) -> int:
 
 
 def run(how: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> None:
-    """Executes a call."""
+    """Executes a call; `outputs.workspace` has `how.workspace_bytes` at least."""
     shape, h, device = inputs.shape, outputs.intermediate_states, inputs.q.device
-    if (workspace := outputs.workspace) is None or workspace.numel() < how.workspace_bytes:
-        workspace = inputs.q.new_empty(how.workspace_bytes, dtype=torch.uint8)
     states = _states(inputs) if len(how.windows) > 1 else None  # which windows pass on
     o, chunk = packed(outputs.o), 0
     for window in how.windows:
@@ -131,7 +129,7 @@ def run(how: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> None:
         if h is not None:
             chunks = packed(h)[:, chunk : chunk + window.chunks]
             saved, chunk = aligned(chunks), chunk + window.chunks
-        given = KdaOutputs(written, final, saved, workspace)
+        given = KdaOutputs(written, final, saved, outputs.workspace)
         _run_window(how, window, inputs, starts, given, offsets, bounds)
         if written is not rows:
             rows.copy_(written)

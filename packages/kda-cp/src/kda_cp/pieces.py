@@ -202,15 +202,10 @@ def _copy(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class Caller:
-    """Calls of one backend that share a workspace: `given` where it is large enough for all of `shapes`, else its own."""
+    """Calls of one backend that share a workspace, which is large enough for each; None where they need none."""
 
-    def __init__(
-        self, backend: Backend, shapes: Sequence[ProblemShape], given: Tensor | None, like: Tensor
-    ) -> None:
-        needed = max(map(backend.workspace_bytes, shapes))
-        self._backend, self._workspace = backend, given
-        if needed > (0 if given is None else given.numel()):
-            self._workspace = like.new_empty(needed, dtype=torch.uint8)
+    def __init__(self, backend: Backend, workspace: Tensor | None) -> None:
+        self._backend, self._workspace = backend, workspace
 
     def __call__(
         self, inputs: KdaInputs, o: Tensor, final_state: Tensor | None, h: Tensor | None = None

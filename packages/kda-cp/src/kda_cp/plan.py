@@ -104,6 +104,9 @@ class Plan:
     strategy: Strategy = "exact"
     prediction: Prediction | None = field(default=None, compare=False)
     _json: str = field(init=False, compare=False, repr=False)  # made once: torch.compile cannot trace json
+    _hash: int = field(
+        init=False, compare=False, repr=False
+    )  # made once: every split call looks up by its plan
 
     def __post_init__(self) -> None:
         try:
@@ -120,6 +123,10 @@ class Plan:
             raise ArgumentError("strategy", "'exact' or 'certified' for a plan that splits", "'serial'")
         data = {"strategy": self.strategy, "pieces": self.pieces}
         object.__setattr__(self, "_json", json.dumps(data, separators=(",", ":")))
+        object.__setattr__(self, "_hash", hash(self.pieces))  # of ints alone: the same in every process
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def is_split(self) -> bool:

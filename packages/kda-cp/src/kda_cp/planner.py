@@ -20,7 +20,8 @@ _log = logging.getLogger("kda_cp")
 
 
 class ContextParallelPlanner:
-    """Satisfies `kda_core.backend.Planner`, `SupportsRefusal` and `SupportsExplanation`. Safe for threads."""
+    """Satisfies `kda_core.backend.Planner`, `SupportsRefusal`, `SupportsExplanation` and `SupportsWorkspace`. Safe for
+    threads."""
 
     def __init__(self) -> None:
         self._plans = Cache(1024)
@@ -44,6 +45,9 @@ class ContextParallelPlanner:
 
     def run(self, plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) -> KdaOutputs:
         return execute.run(plan, inputs, outputs, backend)
+
+    def workspace_bytes(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> int:
+        return execute.workspace_bytes(plan, inputs.shape, backend)
 
     def explain(self, plan: Plan | None, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str:
         if plan is None:

@@ -4,7 +4,7 @@ from kda_core.backend import PlannerSpec
 
 SPEC = PlannerSpec(
     name="cp",
-    abi=(1, 2),  # what this package was written for, not what kda-core happens to have
+    abi=(1, 3),  # what this package was written for, not what kda-core happens to have
     target="kda_cp.planner:ContextParallelPlanner",
     install="pip install kda-core[cp]",
 )
