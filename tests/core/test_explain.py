@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_core import BACKEND_ABI, chunk_kda, explain, use_backend
+from kda_core.contract import KdaInputs
 from kda_core.errors import ArgumentError, DtypeError, NoEligibleBackendError
 from kda_core.registry import record_calls
 
@@ -189,6 +190,15 @@ def test_a_wrong_environment_is_the_error_of_the_call(thirds, monkeypatch):
     with pytest.raises(ArgumentError, match="KDA_CP"):
         chunk_kda(**X)
     assert explain(**X, context_parallel="off").error is None
+
+
+def test_intermediate_states_of_lengths_that_the_device_alone_knows_are_an_error(monkeypatch):
+    x = PACKED | {"return_intermediate_states": True}
+    assert explain(**x).error is None
+    monkeypatch.setattr(KdaInputs, "sequence_lengths", lambda self: None)  # as of device tensors
+    assert explain(**x).error.startswith("ArgumentError: cu_seqlens_cpu: expected a host copy")
+    with pytest.raises(ArgumentError, match="cu_seqlens_cpu: expected a host copy"):
+        chunk_kda(**x)
 
 
 # ---- tensors of all kinds

@@ -50,7 +50,8 @@ class Explanation:
             for the call to use it. Of a direct call where the plan is unknown; 0 where the call would fail.
         plan: how a planner would split it, and why. It begins with "direct" for one call of the backend, with "none" where
             nothing would run, and with "unknown" where a planner goes by lengths that were not given.
-        error: the message of the exception that the call would raise, or None.
+        error: the message of the exception that the call would raise, or None. `out`, the contents of tensors on a device and
+            the compilation of kernels are not looked at.
     """
 
     shape: ProblemShape
@@ -143,6 +144,8 @@ def _explain(
         call = ops.make_plan(shape, choice, mode)
         if call.planner is not None and not lengths_known:
             return replace(found, plan=NO_LENGTHS, workspace_bytes=call.workspace_bytes)
+        if shape.options.return_intermediate_states and lengths_known:
+            contract.intermediate_states_count(inputs)  # which raises where nobody knows the shape of h
         asked = ops.ask_planner(call, inputs, inputs.sequence_lengths())
         wanted = ops.needed_workspace(call, asked, inputs)
         plan, needed = ops.fitting(call, asked, wanted, workspace)
