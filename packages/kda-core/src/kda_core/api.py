@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda_core import contract, ops
-from kda_core.contract import OPTION_FIELDS, KdaOptions, ProblemShape, describe
-from kda_core.errors import ArgumentError, DtypeError, KdaError, PlannerError
-from kda_core.registry import REGISTRY, Choice, Refusal
+from kda_core.contract import OPTION_FIELDS, KdaOptions, describe
+from kda_core.errors import ArgumentError, DtypeError
 
 _N_TENSORS = 10
 
@@ -185,131 +182,6 @@ def fused_recurrent_kda(
     return o, state if output_final_state else None
 
 
-# ---- what is known, and what would run
-
-
-class BackendTable(tuple):  # of BackendInfo
-    """The backends that are known, each a `BackendInfo`; prints as a table."""
-
-    def __str__(self) -> str:
-        rows = [
-            (
-                i.name,
-                i.status,
-                f"{i.distribution} {i.version}".strip(),
-                "; ".join(filter(None, (i.reason, i.note))),
-            )
-            for i in self
-        ]
-        return _table(("backend", "status", "distribution", "reason, note"), rows)
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a call would do, found without running it; prints as text.
-
-    Attributes:
-        shape: what the metadata of the call says.
-        backend: name of the backend that would serve it, or None.
-        rule: what decided: "backend=", "use_backend", "KDA_BACKEND" or "automatic".
-        refusals: who would not serve it, and why.
-        workspace_bytes: scratch memory of the call.
-        plan: how a planner would split it, and why; "direct" for one call of the backend.
-        error: the message of the exception that the call would raise, or None.
-    """
-
-    shape: ProblemShape
-    backend: str | None
-    rule: str
-    refusals: tuple[Refusal, ...]
-    workspace_bytes: int
-    plan: str
-    error: str | None
-
-    def __str__(self) -> str:
-        s = self.shape
-        where = s.device_type if s.arch is None else f"{s.device_type} sm_{s.arch[0]}{s.arch[1]}"
-        lines = [
-            f"call      B={s.B} T={s.T} H={s.H} HV={s.HV} K={s.K} V={s.V} N={s.N} {str(s.dtype)[6:]} on {where}",
-            f"needs     {', '.join(sorted(f.value for f in s.features)) or 'nothing special'}",
-            f"backend   {self.backend or 'none'} (choice: {self.rule})",
-            f"plan      {self.plan}",
-            f"workspace {self.workspace_bytes} bytes",
-        ]
-        if self.error is not None:  # it holds the refusals
-            return "\n".join([*lines, f"error     {self.error}"])
-        return "\n".join([*lines, *(f"refused   {r.name}: {r.reason}" for r in self.refusals)])
-
-
-def backends(refresh: bool = False) -> BackendTable:
-    """Every known backend with its status: ok, not-installed, broken, abi-mismatch, wrong-arch, or unsupported.
-
-    Args:
-        refresh: read the installed packages again, and forget failures.
-    """
-    if refresh:
-        REGISTRY.refresh()
-    return BackendTable(REGISTRY.info())
-
-
-def explain(*args: Any, **kwargs: Any) -> Explanation:
-    """Which backend would serve ``chunk_kda(*args, **kwargs)``, who refused and why, and what plan it would have.
-
-    Nothing is launched. Instead of a call's arguments one `ProblemShape` may be given, with `backend` alone.
-
-    Raises:
-        ArgumentError, ShapeError, DtypeError, DeviceError: as `chunk_kda`.
-    """
-    if len(args) == 1 and isinstance(args[0], ProblemShape):
-        return _explain(args[0], kwargs.get("backend"), None, "off")
-    bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
-    bound.apply_defaults()
-    a = dict(bound.arguments)
-    a["state_v_first"] = _v_first(a["state_v_first"], a.pop("transpose_state_layout"))
-    del a["out"], a["workspace"]
-    tensors = [a.pop(name) for name in _TENSOR_NAMES]
-    *call, named, mode = operator_args(*tensors, recurrent=False, **a)
-    shape = contract.problem_shape(*tensors, options=KdaOptions(*call[_N_TENSORS:]))
-    inputs = contract.make_inputs(tensors, shape, align=False)
-    inputs.sequence_lengths()
-    return _explain(shape, named, inputs, mode)
-
-
-def _explain(
-    shape: ProblemShape, backend: str | None, inputs: contract.KdaInputs | None, mode: str
-) -> Explanation:
-    choice: Choice | None = None
-    error = None
-    try:
-        choice = REGISTRY.resolve(shape, backend)
-    except KdaError as e:  # the answer to "what would happen" is the exception's message
-        error = f"{type(e).__name__}: {e}"
-    refusals = REGISTRY.refusals(shape, backend)
-    if choice is None:
-        return Explanation(shape, None, "backend=" if backend else "automatic", refusals, 0, "none", error)
-    call = ops.make_plan(shape, choice, "off")  # the workspace does not depend on the mode
-    shown = "direct"
-    if inputs is not None:
-        try:
-            shown = _explain_plan(ops.make_plan(shape, choice, mode), inputs)
-        except PlannerError as e:
-            shown, error = "none", f"{type(e).__name__}: {e}"
-    return Explanation(shape, choice.spec.name, choice.rule, refusals, call.workspace_bytes, shown, error)
-
-
-def _explain_plan(call: ops.CallPlan, inputs: contract.KdaInputs) -> str:
-    """What a planner decides for a call, in its own words where it has them."""
-    if call.planner is None:
-        return "direct"
-    name, planner = call.planner
-    plan = ops.ask_planner(call, inputs, inputs.sequence_lengths())
-    words = getattr(planner, "explain", None)  # optional: kda_core.backend.SupportsExplanation
-    if words is not None:
-        said = words(plan, inputs, call.choice.spec, call.choice.backend)
-        return f"direct ({name}: {said})" if plan is None else f"{name}: {said}"
-    return "direct" if plan is None else f"{name}: {plan}"
-
-
 # ---- helpers
 
 
@@ -398,6 +270,17 @@ def _checked(tensors: tuple[Any, ...], rest: tuple[Any, ...], cp_context: Any = 
         raise ArgumentError(
             "cp_context", "None (no installed planner serves FLA's contexts)", type(cp_context).__name__
         )
+    backend, mode = choice_args(backend, mode)
+    values = [_option(name, kind, x) for (name, kind, _), x in zip(OPTION_FIELDS, options)]
+    return (*tensors, *values, backend, mode)
+
+
+def choice_args(backend: Any, mode: Any) -> tuple[str | None, str]:
+    """The arguments `backend` and `context_parallel` of a call as the operators take them.
+
+    Raises:
+        ArgumentError, DtypeError: an argument of another type, or an unknown mode.
+    """
     if backend is not None and not isinstance(backend, str):
         raise DtypeError("backend", "the name of a backend or None", describe(backend))
     if not isinstance(mode, str):
@@ -406,8 +289,26 @@ def _checked(tensors: tuple[Any, ...], rest: tuple[Any, ...], cp_context: Any = 
         mode = mode.to_json()
     elif mode not in ("auto", "off"):
         raise ArgumentError("context_parallel", "'auto', 'off' or a plan", repr(mode))
-    values = [_option(name, kind, x) for (name, kind, _), x in zip(OPTION_FIELDS, options)]
-    return (*tensors, *values, backend, mode)
+    return backend, mode
+
+
+def parsed_call(
+    *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], KdaOptions, str | None, str, Tensor | None]:
+    """What ``chunk_kda(*args, **kwargs)`` asks for, with the types checked: its tensors in the order of the operators'
+    arguments, options, backend, mode of context parallelism and workspace.
+
+    Raises:
+        TypeError, ArgumentError, DtypeError: as `chunk_kda`.
+    """
+    bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = dict(bound.arguments)
+    a["state_v_first"] = _v_first(a["state_v_first"], a.pop("transpose_state_layout"))
+    workspace = _written(a.pop("out"), a.pop("workspace"))[-1]
+    tensors = tuple(a.pop(name) for name in _TENSOR_NAMES)
+    *call, backend, mode = operator_args(*tensors, recurrent=False, **a)
+    return tensors, KdaOptions(*call[_N_TENSORS:]), backend, mode, workspace
 
 
 def _option(name: str, kind: str, value: Any) -> Any:
@@ -447,8 +348,3 @@ def _written(out: Any, workspace: Any) -> tuple[Tensor | None, ...]:
             "out", "a tensor, or a tuple of up to 3 tensors or None: (o, final_state, h)", describe(out)
         )
     return (*(*given, None, None, None)[:3], workspace)
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in [head, *rows])

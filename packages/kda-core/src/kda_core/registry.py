@@ -191,6 +191,15 @@ class Registry:
             return (None, name)
         return (None, None, env.KDA_BACKEND.given())
 
+    def rule(self, backend: str | None) -> tuple[str, tuple[str, ...]]:
+        """What decides who serves a call: "backend=", "use_backend", "KDA_BACKEND" or "automatic"; and the names that it
+        gives, in order of preference."""
+        for name, rule in ((backend, "backend="), (_override.get(), "use_backend")):
+            if name is not None:
+                return rule, (name,)
+        order = env.backend_order()
+        return ("KDA_BACKEND" if order else "automatic"), order
+
     def info(self) -> tuple[BackendInfo, ...]:
         """Every known backend, installed ones first, in the order of discovery."""
         listed = [self._info(c) for c in self.backends()]
@@ -265,9 +274,10 @@ class Registry:
         best = eligible[0] if order else min(eligible, key=lambda c: (-c.spec.priority, c.name))
         return Choice(best.spec, self.load(best.spec), rule)
 
-    def refusals(self, shape: ProblemShape, named: str | None = None) -> tuple[Refusal, ...]:
-        """Every backend that would not serve `shape`, with its reason; for `kda_core.explain`."""
-        found = [(c.name, self.refusal(c, shape, named=c.name == named)) for c in self.backends()]
+    def refusals(self, shape: ProblemShape, backend: str | None = None) -> tuple[Refusal, ...]:
+        """Every backend that would not serve `shape`, with its reason; for `kda_core.explain`. `backend`: as in `resolve`."""
+        names = self.rule(backend)[1]
+        found = [(c.name, self.refusal(c, shape, named=c.name in names)) for c in self.backends()]
         return tuple(Refusal(name, reason) for name, reason in found if reason is not None)
 
     def _named(self, name: str, shape: ProblemShape, rule: str) -> Choice:
