@@ -1,11 +1,24 @@
 """Bad input is refused by name, from metadata, before anything is computed."""
 
+import inspect
+import warnings
+
 import pytest
 import torch
 from inputs import call
+from torch.testing import assert_close
 
-from kda_core import chunk_kda, fused_recurrent_kda
-from kda_core.errors import ArgumentError, DeviceError, DtypeError, KdaError, ShapeError, StrideError
+from kda_core import chunk_kda, explain, fused_recurrent_kda
+from kda_core.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    KdaError,
+    ShapeError,
+    StrideError,
+    UnknownArgumentError,
+)
+from kda_core.registry import record_calls
 
 X = call()
 PACKED = call(T=20)
@@ -14,6 +27,17 @@ GATE = {"use_gate_in_kernel": True, "A_log": torch.zeros(2)}
 
 def cu(*values, dtype=torch.int64):
     return torch.tensor(values, dtype=dtype)
+
+
+with warnings.catch_warnings():  # torch's, that nested tensors are a prototype
+    warnings.simplefilter("ignore")
+    NESTED = torch.nested.nested_tensor([X["g"][0]])
+    JAGGED = torch.nested.nested_tensor([X["q"][0]], layout=torch.jagged)
+
+
+class NoText:
+    def to_json(self):
+        return 3
 
 
 CASES = [
@@ -32,23 +56,37 @@ CASES = [
     ({"beta": X["beta"].to("meta")}, DeviceError, "beta", "meta"),
     ({"scale": "1"}, DtypeError, "scale", "str"),
     ({"scale": float("nan")}, ArgumentError, "scale", "finite"),
+    ({"scale": float("inf")}, ArgumentError, "scale", "finite"),
+    ({"scale": 1e300}, ArgumentError, "scale", "fp32"),
+    ({"scale": -3.5e38}, ArgumentError, "scale", "fp32"),
+    ({"scale": 10**400}, ArgumentError, "scale", "fp64"),
+    ({"scale": torch.tensor(0.5)}, DtypeError, "scale", "Pass scale.item()"),
+    ({"scale": 1j}, DtypeError, "scale", "complex"),
     ({"output_final_state": "yes"}, DtypeError, "output_final_state", "bool"),
     ({"output_final_state": 1}, DtypeError, "output_final_state", "bool"),
     ({"chunk_size": 48}, ArgumentError, "chunk_size", "32 or 64"),
+    ({"chunk_size": 16}, ArgumentError, "chunk_size", "`chunk_size` must be either 32 or 64"),
     ({"chunk_size": 64.0}, DtypeError, "chunk_size", "int"),
+    ({"chunk_size": None}, DtypeError, "chunk_size", "int"),
+    ({"chunk_size": torch.tensor(64)}, DtypeError, "chunk_size", "Pass chunk_size.item()"),
+    ({"pin": torch.tensor(True)}, DtypeError, "pin", "Pass pin.item()"),
     ({"allow_neg_eigval": True}, ArgumentError, "allow_neg_eigval", "use_beta_sigmoid_in_kernel"),
     ({"lower_bound": -5.0}, ArgumentError, "lower_bound", "use_gate_in_kernel"),
     ({"A_log": torch.zeros(2)}, ArgumentError, "A_log", "use_gate_in_kernel"),
     ({"dt_bias": torch.zeros(16)}, ArgumentError, "dt_bias", "use_gate_in_kernel"),
     ({"use_gate_in_kernel": True}, ArgumentError, "A_log", "lower_bound=None"),
     (GATE | {"A_log": torch.zeros(3)}, ShapeError, "A_log", "[HV] = [2]"),
-    (GATE | {"A_log": torch.zeros(2).bfloat16()}, DtypeError, "A_log", "torch.float32"),
+    (GATE | {"A_log": torch.zeros(1, 2, 2)}, ShapeError, "A_log", "[1, 2, 2]"),
+    (GATE | {"A_log": torch.zeros(2).long()}, DtypeError, "A_log", "torch.float32"),
     (GATE | {"dt_bias": torch.zeros(2, 9)}, ShapeError, "dt_bias", "[HV, K] = [2, 8]"),
     (GATE | {"dt_bias": torch.zeros(17)}, ShapeError, "dt_bias", "[HV*K] = [16]"),
     (GATE | {"safe_gate": True}, ArgumentError, "lower_bound", "[-5, 0)"),
     (GATE | {"safe_gate": True, "lower_bound": -8.0}, ArgumentError, "lower_bound", "-8.0"),
     (GATE | {"lower_bound": 0.5}, ArgumentError, "lower_bound", "below 0"),
     (GATE | {"lower_bound": float("nan")}, ArgumentError, "lower_bound", "below 0"),
+    (GATE | {"lower_bound": float("-inf")}, ArgumentError, "lower_bound", "finite"),
+    (GATE | {"lower_bound": -1e300}, ArgumentError, "lower_bound", "finite"),
+    ({"safe_gate": True, "lower_bound": 0.0}, ArgumentError, "lower_bound", "below 0"),
     ({"initial_state": torch.zeros(2, 2, 8, 8)}, ShapeError, "initial_state", "[1, 2, 8, 8]"),
     ({"initial_state": torch.zeros(1, 2, 8, 8).bfloat16()}, DtypeError, "initial_state", "torch.float32"),
     ({"cu_seqlens": [0, 20]}, DtypeError, "cu_seqlens", "list"),
@@ -61,10 +99,54 @@ CASES = [
     ({"cu_seqlens": cu(0, 20), "cu_seqlens_cpu": cu(0, 9, 20)}, ShapeError, "cu_seqlens_cpu", "[3]"),
     ({"cu_seqlens": cu(0, 20), "cu_seqlens_cpu": cu(0, 18)}, ArgumentError, "cu_seqlens_cpu", "18"),
     ({"cu_seqlens_cpu": cu(0, 20)}, ArgumentError, "cu_seqlens_cpu", "unless cu_seqlens"),
+    (
+        {"cu_seqlens": cu(0, 7, 20), "cu_seqlens_cpu": cu(0, 10, 20, dtype=torch.int32)},
+        ArgumentError,
+        "cu_seqlens_cpu",
+        "the values of cu_seqlens, 7 at 1, got 10",
+    ),
+    ({"cu_seqlens": cu(7, 13)}, ArgumentError, "cu_seqlens", "Lengths? cu_seqlens is their cumulative sum"),
+    (
+        {"cu_seqlens": cu(7, 13), "initial_state": torch.zeros(2, 2, 8, 8)},
+        ShapeError,
+        "initial_state",
+        "Lengths? cu_seqlens is their cumulative sum",
+    ),
+    (
+        {"v": X["v"][..., :4], "initial_state": torch.zeros(1, 2, 4, 8)},
+        ShapeError,
+        "initial_state",
+        "Pass state_v_first=True",
+    ),
+    (
+        {"v": X["v"][..., :4], "initial_state": torch.zeros(1, 2, 8, 4), "state_v_first": True},
+        ShapeError,
+        "initial_state",
+        "Pass state_v_first=False",
+    ),
+    ({"q": X["q"].transpose(1, 2)}, ShapeError, "q", "pass q.transpose(1, 2)"),
+    ({n: X[n].transpose(1, 2) for n in "qk"}, ShapeError, "q", "T=20"),
+    ({"v": X["v"].transpose(1, 2)}, ShapeError, "v", "pass v.transpose(1, 2)"),
+    ({"beta": X["beta"].mT}, ShapeError, "beta", "pass beta.transpose(1, 2)"),
+    ({"use_graph": True}, ArgumentError, "use_graph", "unless cu_seqlens"),
     ({"max_num_seqs": 1}, ArgumentError, "max_num_seqs", "use_graph"),
     ({"max_num_seqs": 2, "use_graph": True, "cu_seqlens": cu(0, 20)}, ArgumentError, "max_num_seqs", "N=1"),
+    (
+        {"max_num_seqs": 2**63, "use_graph": True, "cu_seqlens": cu(0, 20)},
+        ArgumentError,
+        "max_num_seqs",
+        "64 bits",
+    ),
+    ({"max_num_seqs": 0, "use_graph": True, "cu_seqlens": cu(0, 20)}, ArgumentError, "max_num_seqs", "N=1"),
+    ({"q": X["q"].to_sparse()}, ArgumentError, "q", "torch.sparse_coo"),
+    ({"beta": X["beta"].to_sparse()}, ArgumentError, "beta", "torch.sparse_coo"),
+    ({"cu_seqlens": cu(0, 20).to_sparse()}, ArgumentError, "cu_seqlens", "torch.sparse_coo"),
+    ({"k": X["k"].to_mkldnn()}, ArgumentError, "k", "torch._mkldnn"),
+    ({"g": NESTED}, ArgumentError, "g", "a nested tensor"),
+    ({"q": JAGGED}, ArgumentError, "q", "a nested tensor"),
     ({"cp_context": object()}, ArgumentError, "cp_context", "planner"),
     ({"context_parallel": "on"}, ArgumentError, "context_parallel", "'off'"),
+    ({"context_parallel": NoText()}, DtypeError, "context_parallel", "int 3"),
     ({"context_parallel": 4}, DtypeError, "context_parallel", "int 4"),
     ({"backend": 90}, DtypeError, "backend", "int 90"),
     ({"pin": "yes"}, DtypeError, "pin", "bool"),
@@ -74,6 +156,14 @@ CASES = [
     ({"out": X["v"]}, ArgumentError, "out[0] (o)", "v"),
     ({"out": (None, torch.zeros(1, 2, 8, 8))}, ArgumentError, "out[1] (final_state)", "does not ask"),
     ({"out": (1, 2, 3, 4)}, DtypeError, "out", "up to 3"),
+    ({"out": 3}, DtypeError, "out", "int 3"),
+    ({"out": X["v"].to_sparse()}, ArgumentError, "out[0] (o)", "torch.sparse_coo"),
+    (
+        {"workspace": torch.zeros(4, dtype=torch.uint8).to_sparse()},
+        ArgumentError,
+        "workspace",
+        "torch.sparse_coo",
+    ),
     ({"workspace": torch.zeros(4)}, ArgumentError, "workspace", "uint8"),
 ]
 
@@ -91,14 +181,70 @@ def test_bad_input_is_refused_by_name(changes, kind, argument, words):
     assert isinstance(caught.value, KdaError) and isinstance(caught.value, ValueError)
 
 
+@pytest.mark.parametrize(
+    ("changes", "kind", "argument", "words"),
+    [
+        c
+        for c in CASES
+        if "out" not in c[0] and "workspace" not in c[0] and not isinstance(c[0].get("v"), torch.Tensor)
+    ],
+    ids=lambda c: "-".join(c) if isinstance(c, dict) else None,
+)
+def test_bad_input_is_refused_by_name_where_gradients_are_wanted(changes, kind, argument, words):
+    """These calls go through torch's dispatcher, which has words of its own for what it does not take."""
+    x = X | {"v": X["v"].clone().requires_grad_()} | changes
+    with pytest.raises(kind) as caught:
+        chunk_kda(**x)
+    assert str(caught.value).startswith(f"{argument}: expected ") and words in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(torch, "quantize_per_tensor"), reason="torch is to drop them")
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:UserWarning")
+def test_quantised_tensors_are_refused():
+    for name in ("q", "beta"):
+        with pytest.raises(DtypeError, match=f"^{name}: expected .*, got torch.qint8"):
+            chunk_kda(**X | {name: torch.quantize_per_tensor(X[name], 0.1, 0, torch.qint8)})
+
+
 def test_batch_with_cu_seqlens_is_refused():
     with pytest.raises(ShapeError, match="batch size of 1"):
         chunk_kda(**call(B=2), cu_seqlens=cu(0, 20))
 
 
-def test_unknown_keyword_is_a_type_error():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'head_first'"):
-        chunk_kda(**X, head_first=True)
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [
+        ("head_first", "pass x.transpose(1, 2)"),
+        ("output_final_states", "Did you mean 'output_final_state'?"),
+        ("a_log", "Did you mean 'A_log'?"),
+        ("g_bias", "Did you mean 'dt_bias'?"),
+        ("initial_state_indices", "pass initial_state=pool[indices]"),
+        ("ssm_state_indices", "pass initial_state=pool[indices]"),
+        ("chunk_indices", "Leave it out"),
+        ("fastmath", ""),
+    ],
+)
+def test_an_unknown_keyword_is_a_type_error_with_a_hint(keyword, hint):
+    for function in (chunk_kda, fused_recurrent_kda):
+        with pytest.raises(TypeError) as caught:
+            function(**X, **{keyword: None})
+        start, _, rest = str(caught.value).partition(". ")
+        assert start == f"{function.__name__}() got an unexpected keyword argument {keyword!r}"
+        assert hint in rest and bool(hint) == bool(rest)
+        assert isinstance(caught.value, UnknownArgumentError) and isinstance(caught.value, KdaError)
+
+
+def test_keywords_of_chunk_kda_alone_say_so():
+    for keyword in ("safe_gate", "chunk_size", "cu_seqlens_cpu"):
+        with pytest.raises(TypeError, match=f"'{keyword}'. Only chunk_kda has it"):
+            fused_recurrent_kda(**X, **{keyword: None})
+
+
+def test_the_signature_names_every_keyword():
+    for function in (chunk_kda, fused_recurrent_kda):
+        assert not [p for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD]
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        explain(**X, head_first=True)
 
 
 def test_messages_stay_short_for_large_objects():
@@ -121,8 +267,6 @@ def test_deprecated_layout_name():
 
 
 def test_positional_order_is_that_of_fla():
-    import inspect
-
     names = list(inspect.signature(chunk_kda).parameters)
     assert names[:22] == [
         "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
@@ -137,13 +281,114 @@ def test_positional_order_is_that_of_fla():
     ]  # fmt: skip
 
 
-def test_recurrent_is_forward_only():
-    x = call()
-    x["v"].requires_grad_()
-    with pytest.raises(ArgumentError, match="^v: expected no grad"):
-        fused_recurrent_kda(**x)
+def test_scalars_of_numpy_are_what_they_look_like():
+    np = pytest.importorskip("numpy")
+    want = chunk_kda(**X, scale=0.5, chunk_size=32, output_final_state=True)
+    for scale in (np.float16(0.5), np.float32(0.5), np.float64(0.5)):
+        got = chunk_kda(
+            **X, scale=scale, chunk_size=np.int64(32), output_final_state=np.True_, pin=np.bool_(False)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+    assert torch.equal(chunk_kda(**X, scale=np.int32(2))[0], chunk_kda(**X, scale=2)[0])
+    assert chunk_kda(**X, output_final_state=np.False_)[1] is None
+    for bad in (
+        {"scale": np.True_},
+        {"chunk_size": np.True_},
+        {"pin": np.int64(1)},
+        {"scale": np.array([0.5])},
+    ):
+        with pytest.raises(DtypeError):
+            chunk_kda(**X, **bad)
+    with pytest.raises(DtypeError, match=r"Pass scale.item\(\)"):
+        chunk_kda(**X, scale=np.array(0.5))
+
+
+# ---- decoding
+
+
+def with_grad(x):
+    return {n: t.clone().requires_grad_() for n, t in x.items()}
+
+
+def test_decoding_has_the_gradients_of_chunk_kda():
+    x, y = with_grad(call(T=5)), with_grad(call(T=5))
+    with record_calls() as calls:
+        o, state = fused_recurrent_kda(**x, output_final_state=True)
+        (o.square().sum() + state.square().sum()).backward()
+    assert [(c.backend, c.entry) for c in calls] == [("reference", "chunk_fwd"), ("reference", "chunk_bwd")]
+    want, want_state = chunk_kda(**y, output_final_state=True)
+    (want.square().sum() + want_state.square().sum()).backward()
+    assert torch.equal(o, want) and torch.equal(state, want_state)
+    for name in x:
+        assert x[name].grad.abs().sum() > 0 and torch.equal(x[name].grad, y[name].grad), name
+
+
+def test_decoding_without_grad_mode_goes_token_by_token():
+    x = with_grad(call(T=5))
+    with torch.no_grad(), record_calls() as calls:
+        o, _ = fused_recurrent_kda(**x)
+    assert [c.entry for c in calls] == ["recurrent_fwd"] and not o.requires_grad
+    assert_close(o, fused_recurrent_kda(**x)[0].detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_decoded_sequences_may_end_before_T():
+    short = {n: t[:, :13] for n, t in X.items()}
+    want, want_state = fused_recurrent_kda(**short, cu_seqlens=cu(0, 7, 13), output_final_state=True)
+    # what memory holds when the call takes it is what it would leave in rows that it does not write
+    noise = [torch.full_like(X["v"], float("nan")) for _ in range(8)]
+    del noise
+    o, state = fused_recurrent_kda(**X, cu_seqlens=cu(0, 7, 13), output_final_state=True)
+    assert torch.equal(o[:, :13], want) and torch.equal(state, want_state)
+    assert torch.equal(o[:, 13:], torch.zeros_like(o[:, 13:]))
+    with pytest.raises(ArgumentError, match="^cu_seqlens: expected a last value of at most T=20, got 21"):
+        fused_recurrent_kda(**X, cu_seqlens=cu(0, 21))
+    with pytest.raises(ArgumentError, match="^cu_seqlens: expected a last value of T=20, got 13"):
+        fused_recurrent_kda(**with_grad(X), cu_seqlens=cu(0, 7, 13))
+
+
+# ---- the gate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(2,), (1, 1, 2, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_gate_parameters_of_other_shapes_and_dtypes(dtype, shape, bound):
+    A_log = torch.tensor([0.5, -0.25]).to(dtype).reshape(shape).requires_grad_()
+    dt_bias = torch.linspace(-1, 1, 16).to(dtype).requires_grad_()
+    plain = {
+        n: t.detach().float().flatten().requires_grad_() for n, t in (("A_log", A_log), ("dt_bias", dt_bias))
+    }
+    options = {"use_gate_in_kernel": True, "lower_bound": bound, "output_final_state": True}
+    want = chunk_kda(**X, **options, **plain)
+    got = chunk_kda(**X, **options, A_log=A_log, dt_bias=dt_bias)
     with torch.no_grad():
-        fused_recurrent_kda(**x)
+        for entry in (chunk_kda, fused_recurrent_kda):
+            direct = entry(**X, **options, A_log=A_log, dt_bias=dt_bias)
+            assert all(torch.equal(a, b) for a, b in zip(direct, entry(**X, **options, **plain)))
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    for o, state in (got, want):
+        (o.sum() + state.square().sum()).backward()
+    for given, (name, like) in zip((A_log, dt_bias), plain.items()):
+        assert given.grad.dtype == dtype and given.grad.shape == given.shape, name
+        assert torch.equal(given.grad.flatten(), like.grad.to(dtype)) and like.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("promise", "unbounded"),
+    [
+        ({}, True),
+        ({"safe_gate": True}, False),
+        ({"safe_gate": True, "lower_bound": -5.0}, False),
+        ({"safe_gate": True, "lower_bound": -0.5}, False),
+        ({"safe_gate": True, "lower_bound": -8.0}, True),
+    ],
+)
+def test_a_lower_bound_beside_decays_is_part_of_the_promise(promise, unbounded):
+    found = explain(**X, **promise).shape
+    assert ("unbounded_gate" in {f.value for f in found.features}) is unbounded
+    # backends know such a call by `safe_gate` alone
+    assert found.options.lower_bound is None and found.options.safe_gate is not unbounded
+    assert torch.equal(chunk_kda(**X, **promise)[0], chunk_kda(**X)[0])
 
 
 def test_out_and_intermediate_states_are_not_differentiable():

@@ -1,5 +1,6 @@
 """The package: how kda-core finds it, and what it brings along."""
 
+import pickle
 from importlib import metadata
 
 import torch
@@ -10,6 +11,7 @@ from kda_core import BACKEND_ABI, chunk_kda, explain
 from kda_core.abi import compatible
 from kda_core.cli import main
 from kda_core.registry import record_calls
+from kda_cp.distributed import RankError
 from kda_cp.plugin import SPEC
 
 
@@ -44,3 +46,9 @@ def test_listing_it_imports_the_spec_alone():
         "import sys, kda_core.registry as r; assert [c.name for c in r.REGISTRY.planners()] == ['cp']\n"
         "assert 'kda_cp.plugin' in sys.modules and 'kda_cp.execute' not in sys.modules"
     )
+
+
+def test_errors_survive_pickling():
+    for error in (RankError("rank 1 failed"), RankError("ranks disagree", 1)):
+        got = pickle.loads(pickle.dumps(error))
+        assert type(got) is RankError and got.args == error.args

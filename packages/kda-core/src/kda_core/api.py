@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import numbers
+import operator
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from kda_core import contract, ops
 from kda_core.contract import OPTION_FIELDS, KdaOptions, describe
-from kda_core.errors import ArgumentError, DtypeError
+from kda_core.errors import ArgumentError, DtypeError, UnknownArgumentError
 
 _N_TENSORS = 10
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def _names_its_keywords(function: _Function) -> _Function:
+    """Hides the parameter `unknown`, which is there for a better message, from ``help`` and ``inspect.signature``."""
+    found = inspect.signature(function)
+    named = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = found.replace(parameters=named)  # type: ignore[attr-defined]
+    return function
+
+
+@_names_its_keywords
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -49,6 +63,7 @@ def chunk_kda(
     out: Tensor | tuple[Tensor | None, ...] | None = None,
     workspace: Tensor | None = None,
     pin: bool = False,
+    **unknown: NoReturn,
 ) -> tuple[Any, ...]:
     r"""Kimi Delta Attention over whole sequences (prefill, training), with the arguments of FLA's ``chunk_kda``.
 
@@ -77,9 +92,10 @@ def chunk_kda(
             (factor 1 without A_log); without it, ``-exp(A_log) * softplus(g + dt_bias)``.
         use_beta_sigmoid_in_kernel: beta is ``sigmoid(beta)``.
         allow_neg_eigval: beta is ``2 * sigmoid(beta)``; needs `use_beta_sigmoid_in_kernel`.
-        safe_gate: the caller's promise that every decay g lies in [-5, 0]. With `use_gate_in_kernel` it requires
-            `lower_bound` in [-5, 0), which makes it true.
-        lower_bound: a number below 0, see `use_gate_in_kernel`.
+        safe_gate: the caller's promise that every decay g lies in [-5, 0]; a broken promise gives NaN, which
+            ``KDA_CHECK=1`` finds. With `use_gate_in_kernel` it requires `lower_bound` in [-5, 0), which makes it true.
+        lower_bound: a number below 0, see `use_gate_in_kernel`. Beside a g that is the decay itself it needs `safe_gate`
+            and is part of that promise: every g lies in [lower_bound, 0], so one below -5 promises too little to help.
         disable_recompute: FLA's request to keep intermediates for the backward. It never changes results; a backend
             without a stored-intermediates backward (all of them at present) recomputes.
         return_intermediate_states: also return h, the states at the start of every chunk of `chunk_size` tokens; not
@@ -91,11 +107,12 @@ def chunk_kda(
         cu_seqlens_cpu: the same values in host memory; they are checked, and let a planner and the backend choose by the
             lengths without synchronisation, which changes no bit with `pin`.
         cp_context: FLA's context-parallel context; refused, no installed planner serves it yet.
-        use_graph: the contents of `cu_seqlens` may change between CUDA-graph replays: nothing is derived from host
-            copies, and ``cu_seqlens[-1]`` may be below T (rows of no sequence are not written).
+        use_graph: the contents of `cu_seqlens`, which it needs, may change between CUDA-graph replays: nothing is derived
+            from host copies, and ``cu_seqlens[-1]`` may be below T (rows of no sequence are not written).
         max_num_seqs: with `use_graph`, the number of sequences N to which cu_seqlens is padded by empty ones.
-        A_log: [HV] fp32, with `use_gate_in_kernel`.
-        dt_bias: [HV*K] or [HV, K] fp32, with `use_gate_in_kernel`.
+        A_log: [HV], or HV elements in another shape ([1, 1, HV, 1]); fp32, bf16 or fp16, computed with in fp32; with
+            `use_gate_in_kernel`. Its gradient has its shape and dtype.
+        dt_bias: [HV*K] or [HV, K], as A_log.
         chunk_size: 64 or 32, the spacing of `h`; not the chunk that a kernel computes in.
         transpose_state_layout: deprecated name of `state_v_first`.
         backend: name of the backend that must serve the call; there is no fallback. None: `use_backend`, then
@@ -115,11 +132,13 @@ def chunk_kda(
         the total over sequences.
 
     Raises:
-        TypeError: an unknown keyword.
+        UnknownArgumentError: an unknown keyword (a TypeError).
         ArgumentError, ShapeError, DtypeError, DeviceError, StrideError: bad input (ValueErrors; DtypeError also is a
             TypeError). Each names the argument, what was expected and what came.
         BackendError: nobody serves the call, or the named backend does not; the message says who refused and why.
     """
+    if unknown:
+        raise _unknown_keyword(chunk_kda, unknown)
     o, state, h = _run(
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
         (
@@ -134,6 +153,7 @@ def chunk_kda(
     return (o, final, h) if return_intermediate_states else (o, final)
 
 
+@_names_its_keywords
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -155,21 +175,23 @@ def fused_recurrent_kda(
     *,
     transpose_state_layout: bool | None = None,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention token by token (decoding), with the arguments of FLA's ``fused_recurrent_kda``.
 
-    The formula, the arguments and the errors are those of `chunk_kda`; forward only.
+    The formula, the arguments and the errors are those of `chunk_kda`. Where an input requires grad and grad mode is on,
+    the call is one of `chunk_kda`, so that it has gradients; it then needs a backend with a backward.
 
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V]. g: [B, T, HV, K]. beta: [B, T, HV]. A_log: [HV]. dt_bias: [HV*K] or
-            [HV, K]. initial_state: [N, HV, K, V] or [N, HV, V, K]. cu_seqlens: [N+1].
+            [HV, K]. initial_state: [N, HV, K, V] or [N, HV, V, K]. cu_seqlens: [N+1]; without gradients its last value
+            may be below T, and o is zeros behind it.
 
     Returns:
         o [B, T, HV, V] in q's dtype; the final states or None.
-
-    Raises:
-        ArgumentError: also where an input requires grad.
     """
+    if unknown:
+        raise _unknown_keyword(fused_recurrent_kda, unknown)
     o, state, _ = _run(
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None),
         (
@@ -183,6 +205,33 @@ def fused_recurrent_kda(
 
 
 # ---- helpers
+
+
+_KEYWORDS_ELSEWHERE = {
+    "head_first": "Tensors are [B, T, H, ...]: where heads come first, pass x.transpose(1, 2)",
+    "offsets": "Did you mean 'cu_seqlens'?",
+    "chunk_indices": "Leave it out: it is found from cu_seqlens",
+    "g_bias": "Did you mean 'dt_bias'?",
+    "sigmoid_beta": "Did you mean 'use_beta_sigmoid_in_kernel'?",
+    "compute_gate": "Did you mean 'use_gate_in_kernel'?",
+    "state_layout": "Did you mean 'state_v_first'?",
+} | dict.fromkeys(
+    ("initial_state_indices", "ssm_state_indices", "num_accepted_tokens", "inplace_final_state"),
+    "States are not updated in place: pass initial_state=pool[indices], and write the final states back",
+)
+"""What to do about keywords of FLA's predecessors and of its copies in serving engines."""
+
+
+def _unknown_keyword(function: Callable[..., Any], unknown: dict[str, Any]) -> UnknownArgumentError:
+    """The exception for the first of the keywords that `function` does not have."""
+    name, names = next(iter(unknown)), inspect.signature(function).parameters
+    hint = _KEYWORDS_ELSEWHERE.get(name, "")
+    if not hint and name in inspect.signature(chunk_kda).parameters:
+        hint = "Only chunk_kda has it"
+    if not hint and (close := difflib.get_close_matches(name, names, n=1)):
+        hint = f"Did you mean {close[0]!r}?"
+    message = f"{function.__name__}() got an unexpected keyword argument {name!r}"
+    return UnknownArgumentError(f"{message}. {hint}" if hint else message)
 
 
 _TENSOR_NAMES = (
@@ -255,17 +304,17 @@ def operator_args(
 def _checked(tensors: tuple[Any, ...], rest: tuple[Any, ...], cp_context: Any = None) -> tuple[Any, ...]:
     """The arguments of the operators in `kda_core.ops` from those of `_run`, with their types checked: an operator's
     schema would refuse a wrong type too, but would not name the argument as the user knows it."""
-    *options, backend, mode = rest
+    *given, backend, mode = rest
+    options = list(given)
     for name, x in zip(_TENSOR_NAMES, tensors):
         optional = name not in _TENSOR_NAMES[:_N_REQUIRED]
         if not isinstance(x, Tensor) and not (x is None and optional):
             raise DtypeError(name, "a torch.Tensor or None" if optional else "a torch.Tensor", describe(x))
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
-            if options[_RECURRENT]:
-                raise ArgumentError(
-                    name, "no grad (fused_recurrent_kda is forward only; use chunk_kda)", "requires_grad=True"
-                )
-            options[_NEEDS_BACKWARD] = True
+        if x is not None:
+            contract.check_layout(name, x)
+            if x.requires_grad and torch.is_grad_enabled():
+                # token by token there are no gradients; chunks compute the same
+                options[_NEEDS_BACKWARD], options[_RECURRENT] = True, False
     if cp_context is not None:
         raise ArgumentError(
             "cp_context", "None (no installed planner serves FLA's contexts)", type(cp_context).__name__
@@ -286,7 +335,7 @@ def choice_args(backend: Any, mode: Any) -> tuple[str | None, str]:
     if not isinstance(mode, str):
         if not hasattr(mode, "to_json"):
             raise DtypeError("context_parallel", "'auto', 'off' or a plan", describe(mode))
-        mode = mode.to_json()
+        mode = _plan_text(mode)
     elif mode not in ("auto", "off"):
         raise ArgumentError("context_parallel", "'auto', 'off' or a plan", repr(mode))
     return backend, mode
@@ -312,21 +361,45 @@ def parsed_call(
 
 
 def _option(name: str, kind: str, value: Any) -> Any:
-    """One option with its type checked. None stands for False, as FLA's callers use it (``use_cache=None``)."""
+    """One option with its type checked; scalars of numpy become Python's. None stands for False, as FLA's callers use it
+    (``use_cache=None``)."""
+    if value is None and kind != "int":
+        return False if kind == "bool" else None
     if kind == "bool":
-        if value is None:
-            return False
-        if not isinstance(value, bool):
-            raise DtypeError(name, "a bool", describe(value))
+        if isinstance(value, bool):
+            return value
+        if _is_numpy_bool(value):
+            return bool(value)
+        expected = "a bool"
     elif kind == "float | None":
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise DtypeError(name, "a number or None", describe(value))
-        return None if value is None else float(value) + 0.0  # -0.0 is 0.0, which caches cannot tell from it
-    elif not (value is None and kind == "int | None") and (
-        isinstance(value, bool) or not isinstance(value, int)
-    ):
-        raise DtypeError(name, "an int", describe(value))
-    return value
+        if isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool):
+            try:
+                return float(value) + 0.0  # -0.0 is 0.0, which caches cannot tell from it
+            except OverflowError:
+                raise ArgumentError(name, "a number that fp64 can hold", describe(value)) from None
+        expected = "a number or None"
+    else:
+        if isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool):
+            value = operator.index(value)
+            if not -(2**63) <= value < 2**63:
+                raise ArgumentError(name, "an int of 64 bits", describe(value))
+            return value
+        expected = "an int"
+    # a tensor would have to be read, for which the host waits
+    hint = f"Pass {name}.item()" if getattr(value, "shape", None) == () else ""
+    raise DtypeError(name, expected, describe(value), hint)
+
+
+def _is_numpy_bool(value: Any) -> bool:
+    """Told by its name, for core imports torch alone; numpy registers its other scalars with `numbers`."""
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+
+
+def _plan_text(plan: Any) -> str:
+    text = plan.to_json()
+    if not isinstance(text, str):
+        raise DtypeError("context_parallel", "a plan whose to_json() gives a str", describe(text))
+    return text
 
 
 def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
@@ -342,9 +415,13 @@ def _written(out: Any, workspace: Any) -> tuple[Tensor | None, ...]:
     """o, final_state, h and workspace as the caller gave them, with their types checked."""
     if workspace is not None and not isinstance(workspace, Tensor):
         raise DtypeError("workspace", "a torch.Tensor or None", describe(workspace))
-    given = (out,) if isinstance(out, Tensor) or out is None else tuple(out)
+    given = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if len(given) > 3 or not all(x is None or isinstance(x, Tensor) for x in given):
         raise DtypeError(
             "out", "a tensor, or a tuple of up to 3 tensors or None: (o, final_state, h)", describe(out)
         )
-    return (*(*given, None, None, None)[:3], workspace)
+    written = (*(*given, None, None, None)[:3], workspace)
+    for name, x in zip(("out[0] (o)", "out[1] (final_state)", "out[2] (h)", "workspace"), written):
+        if x is not None:
+            contract.check_layout(name, x)
+    return written

@@ -13,13 +13,12 @@ NT    chunks of `chunk_size` tokens, of all sequences of a row
 ====  =======================================================
 
 No check reads a tensor's contents, so none waits for a GPU; the one exception is `KdaInputs.sequence_lengths`, which
-reads host memory only.
+reads host memory only. `kda_core.contents` reads the rest, where ``KDA_CHECK=1`` asks for it.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -38,7 +37,9 @@ SAFE_GATE_BOUND = (
 CHUNK_SIZES = (32, 64)  # spacing of intermediate states, FLA's choices
 ALIGNMENT = 16  # bytes: every tensor that a backend gets starts at a multiple, the widest access of a GPU
 WORKSPACE_ALIGNMENT = 256  # bytes, on a GPU; torch gives 512 there, and 64 in host memory
+FP32_MAX = torch.finfo(torch.float32).max  # factors beyond it are infinite where a kernel computes
 _INDEX_DTYPES = (torch.int32, torch.int64)
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
 _Frozen = TypeVar("_Frozen")
 
 
@@ -91,10 +92,16 @@ class KdaOptions:
     recurrent: bool = False
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise ArgumentError("scale", "a finite number", repr(self.scale))
+        if self.scale is not None and not abs(self.scale) <= FP32_MAX:
+            raise ArgumentError("scale", "a finite number that fp32 can hold", repr(self.scale))
         if self.chunk_size not in CHUNK_SIZES:
-            raise ArgumentError("chunk_size", "32 or 64", repr(self.chunk_size))
+            # the hint is FLA's message, which tests of its callers look for
+            raise ArgumentError(
+                "chunk_size",
+                "32 or 64",
+                repr(self.chunk_size),
+                "As in FLA, `chunk_size` must be either 32 or 64",
+            )
         if self.allow_neg_eigval and not self.use_beta_sigmoid_in_kernel:
             raise ArgumentError("allow_neg_eigval", "False unless use_beta_sigmoid_in_kernel=True", "True")
         self._check_gate()
@@ -109,27 +116,42 @@ class KdaOptions:
 
     def _check_gate(self) -> None:
         bound = self.lower_bound
-        if not self.use_gate_in_kernel:
-            if bound is not None:
+        if bound is None:
+            if self.safe_gate and self.use_gate_in_kernel:
                 raise ArgumentError(
-                    "lower_bound", "None unless use_gate_in_kernel=True (g is the decay itself)", repr(bound)
+                    "lower_bound",
+                    "a number in [-5, 0) with safe_gate=True and use_gate_in_kernel=True",
+                    "None",
                 )
             return
-        if bound is not None and not bound < 0:
-            raise ArgumentError("lower_bound", "a number below 0", repr(bound))
-        if self.safe_gate and bound is None:
+        if not -FP32_MAX <= bound < 0:
+            raise ArgumentError("lower_bound", "a finite number below 0", repr(bound))
+        if not self.use_gate_in_kernel and not self.safe_gate:
             raise ArgumentError(
-                "lower_bound", "a number in [-5, 0) with safe_gate=True and use_gate_in_kernel=True", "None"
+                "lower_bound",
+                "None unless use_gate_in_kernel=True or safe_gate=True (g is the decay itself)",
+                repr(bound),
             )
-        if self.safe_gate and bound is not None and not SAFE_GATE_BOUND <= bound < 0:
+        if self.use_gate_in_kernel and self.safe_gate and bound < SAFE_GATE_BOUND:
             raise ArgumentError("lower_bound", "a number in [-5, 0) with safe_gate=True", repr(bound))
 
     @property
     def bounded_gate(self) -> bool:
-        """Whether every gate is known to lie in [-5, 0]: by the formula, or by the caller's promise `safe_gate`."""
+        """Whether every gate is known to lie in [-5, 0]: by the formula, or by the caller's promise `safe_gate`, which a
+        `lower_bound` below -5 makes a weaker one."""
         if self.use_gate_in_kernel:
             return self.lower_bound is not None and self.lower_bound >= SAFE_GATE_BOUND
-        return self.safe_gate
+        return self.safe_gate and (self.lower_bound is None or self.lower_bound >= SAFE_GATE_BOUND)
+
+    def resolved(self, K: int) -> KdaOptions:
+        """These options as backends see them: `scale` is a number, and `lower_bound` beside a g that is the decay itself
+        has become part of the promise `safe_gate`."""
+        changes: dict[str, Any] = {}
+        if self.scale is None:
+            changes["scale"] = K**-0.5
+        if self.lower_bound is not None and not self.use_gate_in_kernel:
+            changes |= {"safe_gate": self.bounded_gate, "lower_bound": None}
+        return replace(self, **changes) if changes else self
 
 
 # (name, annotation, default) of every option, in order: plain values, which torch.compile can trace through
@@ -140,8 +162,8 @@ OPTION_FIELDS = tuple((f.name, str(f.type), f.default) for f in fields(KdaOption
 class ProblemShape:
     """What the metadata of a call tells; hashable, and all that a backend may choose or compile a kernel by.
 
-    `arch` is the compute capability of the CUDA device that holds the inputs, or None elsewhere. `scale` in `options`
-    is resolved, so never None.
+    `arch` is the compute capability of the CUDA device that holds the inputs, or None elsewhere. `options` are
+    `KdaOptions.resolved`, so `scale` is never None.
     """
 
     B: int
@@ -252,8 +274,8 @@ class KdaInputs:
         under which a replay may find other contents. They are read once; an object serves one call.
 
         Raises:
-            ArgumentError: the host copy does not begin with 0, decreases, or does not end with T (at most T with
-                `use_graph`).
+            ArgumentError: the host copy does not begin with 0, decreases, does not end with T (at most T with `use_graph`
+                and when decoding), or differs from a cu_seqlens in host memory.
         """
         return self._lengths
 
@@ -262,24 +284,16 @@ class KdaInputs:
         s = self.shape
         if self.cu_seqlens is None:
             return (s.T,) * s.N
-        host, name = self.cu_seqlens_cpu, "cu_seqlens_cpu"
-        if host is None and self.cu_seqlens.device.type == "cpu":
-            host, name = self.cu_seqlens, "cu_seqlens"
-        if host is None:
+        on_host = self.cu_seqlens.device.type == "cpu"
+        if self.cu_seqlens_cpu is not None:
+            lengths = lengths_of("cu_seqlens_cpu", ends := self.cu_seqlens_cpu.tolist(), s)
+            if on_host:
+                check_copy(self.cu_seqlens.tolist(), ends)
+        elif on_host:
+            lengths = lengths_of("cu_seqlens", self.cu_seqlens.tolist(), s)
+        else:
             return None
-        ends = host.tolist()
-        lengths = tuple(map(sub, ends[1:], ends))
-        if ends[0] != 0:
-            raise ArgumentError(name, "a first value of 0", str(ends[0]))
-        if min(lengths) < 0:
-            at = next(i for i, n in enumerate(lengths) if n < 0)
-            raise ArgumentError(
-                name, "values that never decrease", f"{ends[at]} before {ends[at + 1]} at {at}"
-            )
-        if ends[-1] > s.T or (ends[-1] < s.T and not s.options.use_graph):
-            wanted = f"a last value of at most T={s.T}" if s.options.use_graph else f"a last value of T={s.T}"
-            raise ArgumentError(name, wanted, str(ends[-1]))
-        return None if s.options.use_graph and self.cu_seqlens.device.type != "cpu" else lengths
+        return None if s.options.use_graph and not on_host else lengths
 
 
 @dataclass(frozen=True)
@@ -317,7 +331,8 @@ class KdaGradients:
     initial_state: Tensor | None
 
 
-_READ = tuple(f.name for f in fields(KdaInputs) if f.name not in ("shape", "cu_seqlens_cpu"))
+_TENSORS = tuple(f.name for f in fields(KdaInputs) if f.name != "shape")
+_READ = tuple(name for name in _TENSORS if name != "cu_seqlens_cpu")
 
 
 def num_chunks(lengths: tuple[int, ...], chunk_size: int) -> int:
@@ -354,8 +369,9 @@ def intermediate_states_count(inputs: KdaInputs) -> int:
 def allocate_outputs(
     inputs: KdaInputs, workspace_bytes: int = 0, given: Sequence[Tensor | None] = (None,) * 4
 ) -> KdaOutputs:
-    """The outputs of a call, uninitialised but for those `given` (the fields of `KdaOutputs`, in order). Nothing that
-    was not asked for is allocated.
+    """The outputs of a call, uninitialised but for those `given` (the fields of `KdaOutputs`, in order) and for o of a
+    packed decode call whose sequences may end before T: there it is zeros, as in FLA. Nothing that was not asked for is
+    allocated.
 
     Raises:
         ArgumentError: as `intermediate_states_count`.
@@ -363,7 +379,9 @@ def allocate_outputs(
     s = inputs.shape
     o, state, h, workspace = given
     if o is None:
-        o = torch.empty_like(inputs.v)  # the fastest way to a tensor of this shape
+        partly = s.options.recurrent and s.varlen and sum(inputs.sequence_lengths() or ()) < s.T
+        # the fastest way to a tensor of this shape
+        o = torch.zeros_like(inputs.v) if partly else torch.empty_like(inputs.v)
     if state is None and s.options.output_final_state:
         state = inputs.q.new_empty(s.state_shape, dtype=s.state_dtype)
     if h is None and s.options.return_intermediate_states:
@@ -376,6 +394,40 @@ def allocate_outputs(
 
 
 # ---- validation
+
+
+def lengths_of(name: str, ends: list[int], shape: ProblemShape) -> tuple[int, ...]:
+    """The lengths of the sequences in a cu_seqlens with the values `ends`; `name` is what the caller calls it.
+
+    Raises:
+        ArgumentError: as `KdaInputs.sequence_lengths`.
+    """
+    lengths = tuple(map(sub, ends[1:], ends))
+    if ends[0] != 0:
+        summed = sum(ends) == shape.T and min(ends) >= 0
+        raise ArgumentError(name, "a first value of 0", str(ends[0]), _CUMULATE if summed else "")
+    if min(lengths) < 0:
+        at = next(i for i, n in enumerate(lengths) if n < 0)
+        raise ArgumentError(name, "values that never decrease", f"{ends[at]} before {ends[at + 1]} at {at}")
+    may_end_early = shape.options.use_graph or shape.options.recurrent
+    if ends[-1] > shape.T or (ends[-1] < shape.T and not may_end_early):
+        wanted = f"a last value of {'at most ' if may_end_early else ''}T={shape.T}"
+        raise ArgumentError(name, wanted, str(ends[-1]))
+    return lengths
+
+
+def check_copy(ends: list[int], copied: list[int]) -> None:
+    """Refuses a cu_seqlens_cpu with other values than cu_seqlens.
+
+    Raises:
+        ArgumentError: names the first difference.
+    """
+    for at, (wanted, got) in enumerate(zip(ends, copied)):
+        if wanted != got:
+            raise ArgumentError("cu_seqlens_cpu", f"the values of cu_seqlens, {wanted} at {at}", str(got))
+
+
+_CUMULATE = "Lengths? cu_seqlens is their cumulative sum, F.pad(lengths.cumsum(0), (1, 0))"
 
 
 def describe(x: object) -> str:
@@ -400,13 +452,43 @@ def _check(
     symbols: str,
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
+    hint: str = "",
 ):
     if tuple(x.shape) != tuple(shape):
-        raise ShapeError(name, f"{symbols} = {list(shape)}", str(list(x.shape)))
+        raise ShapeError(name, f"{symbols} = {list(shape)}", str(list(x.shape)), hint)
     if x.dtype not in dtypes:
         raise DtypeError(name, " or ".join(str(d) for d in dict.fromkeys(dtypes)), str(x.dtype))
     if x.device != device:
         raise DeviceError(name, f"device {device} (that of q)", str(x.device))
+
+
+def check_layout(name: str, x: Tensor) -> None:
+    """Refuses what has no strides: sparse, nested and other layouts.
+
+    Raises:
+        ArgumentError: names the tensor and its layout.
+    """
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+        raise ArgumentError(name, "a dense tensor", kind)
+
+
+def _check_order(**tensors: Tensor) -> None:
+    """Refuses heads before tokens by the name of the tensor that has them; else v may be blamed for the heads of q.
+
+    Raises:
+        ShapeError: a tensor has the tokens of most others in the place of heads.
+    """
+    tokens = [x.shape[1] for x in tensors.values() if x.dim() > 1]
+    T = max(tokens, key=tokens.count)
+    for name, x in tensors.items():
+        if x.dim() > 2 and x.shape[2] == T != x.shape[1]:
+            raise ShapeError(
+                name,
+                f"[B, T, ...] with T={T}, as most of q, k, v, g and beta",
+                str(list(x.shape)),
+                f"Tokens come before heads: pass {name}.transpose(1, 2)",
+            )
 
 
 def device_arch(device: torch.device) -> tuple[int, int] | None:
@@ -430,7 +512,8 @@ def problem_shape(
 ) -> ProblemShape:
     """Checks the metadata of a call: presence, shape, dtype and device of each tensor, and nothing else of it.
 
-    Shapes and dtypes are those of `KdaInputs`, with dt_bias also as [HV*K].
+    Shapes and dtypes are those of `KdaInputs`; dt_bias may also be [HV*K], A_log any shape of HV elements, and both bf16
+    or fp16, which `make_inputs` brings into form.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: each names the argument, what was expected and what came.
@@ -444,6 +527,7 @@ def problem_shape(
         raise DtypeError("q", " or ".join(map(str, floats)), str(q.dtype))
     if v.dim() != 4:
         raise ShapeError("v", "[B, T, HV, V], 4 dimensions", str(list(v.shape)))
+    _check_order(q=q, k=k, v=v, g=g, beta=beta)
     (B, T, H, K), (HV, V), device = q.shape, v.shape[2:], q.device
     if min(B, H, K, V) < 1:
         raise ShapeError("q" if min(B, H, K) < 1 else "v", "B, H, K and V of at least 1", str([B, H, K, V]))
@@ -467,18 +551,25 @@ def problem_shape(
             "A_log", "a tensor [HV] with use_gate_in_kernel=True and lower_bound=None", "None"
         )
     if A_log is not None:
-        _check("A_log", _tensor("A_log", A_log), (HV,), "[HV]", wide, device)
+        if _tensor("A_log", A_log).numel() != HV:
+            raise ShapeError(
+                "A_log", f"[HV] = [{HV}], or as many elements in another shape", str(list(A_log.shape))
+            )
+        _check("A_log", A_log, tuple(A_log.shape), "", wide + _HALF_DTYPES, device)
     if dt_bias is not None:
         flat = _tensor("dt_bias", dt_bias).dim() == 1
         _check(
-            "dt_bias", dt_bias, (HV * K,) if flat else (HV, K), "[HV*K]" if flat else "[HV, K]", wide, device
-        )
+            "dt_bias", dt_bias, (HV * K,) if flat else (HV, K), "[HV*K]" if flat else "[HV, K]",
+            wide + _HALF_DTYPES, device,
+        )  # fmt: skip
 
     N = B
     if cu_seqlens is not None:
         N = _check_cu_seqlens(_tensor("cu_seqlens", cu_seqlens), cu_seqlens_cpu, B, device)
     elif cu_seqlens_cpu is not None:
         raise ArgumentError("cu_seqlens_cpu", "None unless cu_seqlens is given", describe(cu_seqlens_cpu))
+    elif options.use_graph:
+        raise ArgumentError("use_graph", "False unless cu_seqlens is given", "True")
     if options.max_num_seqs is not None and options.max_num_seqs != N:
         raise ArgumentError(
             "max_num_seqs", f"the number of sequences N={N} (cu_seqlens is padded)", str(options.max_num_seqs)
@@ -487,7 +578,12 @@ def problem_shape(
     state = (N, HV, V, K) if options.state_v_first else (N, HV, K, V)
     if initial_state is not None:
         symbols = "[N, HV, V, K]" if options.state_v_first else "[N, HV, K, V]"
-        _check("initial_state", _tensor("initial_state", initial_state), state, symbols, wide, device)
+        came, hint = tuple(_tensor("initial_state", initial_state).shape), ""
+        if came == (*state[:2], state[3], state[2]):
+            hint = f"Pass state_v_first={not options.state_v_first} for states of this layout"
+        elif cu_seqlens is not None and came == (N + 1, *state[1:]):
+            hint = _CUMULATE
+        _check("initial_state", initial_state, state, symbols, wide, device, hint)
 
     return ProblemShape(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N,
@@ -495,7 +591,7 @@ def problem_shape(
         index_dtype=None if cu_seqlens is None else cu_seqlens.dtype,
         has_A_log=A_log is not None, has_dt_bias=dt_bias is not None, has_initial_state=initial_state is not None,
         device_type=device.type, arch=device_arch(device),
-        options=options if options.scale is not None else _with_scale(options, K**-0.5),
+        options=options.resolved(K),
     )  # fmt: skip
 
 
@@ -504,15 +600,26 @@ def make_inputs(tensors: Sequence[Tensor | None], shape: ProblemShape, *, align:
 
     A strided tensor is copied, and so is one that starts off `ALIGNMENT`, as a slice of a buffer may; `align=False` is
     for tensors without memory (fake ones).
+
+    Raises:
+        ArgumentError: a tensor without strides, which metadata alone does not tell.
     """
-    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = [
-        x
-        if x is None or (x.is_contiguous() and not (align and (x.data_ptr() or 1) % ALIGNMENT))
-        else _copied(x, align)
-        for x in tensors
-    ]
-    if dt_bias is not None and dt_bias.dim() == 1:
-        dt_bias = dt_bias.view(shape.HV, shape.K)
+    try:
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = [
+            x
+            if x is None or (x.is_contiguous() and not (align and (x.data_ptr() or 1) % ALIGNMENT))
+            else _copied(x, align)
+            for x in tensors
+        ]
+    except RuntimeError:  # torch's word for "no strides" names no argument
+        for name, x in zip(_TENSORS, tensors):
+            if x is not None:
+                check_layout(name, x)
+        raise
+    if A_log is not None:
+        A_log = _gate_parameter(A_log, (shape.HV,))
+    if dt_bias is not None:
+        dt_bias = _gate_parameter(dt_bias, (shape.HV, shape.K))
     values = {
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
         "initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "shape": shape,
@@ -520,14 +627,17 @@ def make_inputs(tensors: Sequence[Tensor | None], shape: ProblemShape, *, align:
     return _made(KdaInputs, values)
 
 
+def _gate_parameter(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A_log or dt_bias as a backend wants it: fp32 (or fp64), in the contract's shape."""
+    if x.dtype in _HALF_DTYPES:
+        x = x.float()
+    return x if x.shape == shape else x.view(shape)
+
+
 def _copied(x: Tensor, align: bool) -> Tensor:
     """`x` as a backend wants it. Without an address it is empty, or zeros that torch has not written to memory."""
     x = x.contiguous()
     return x.clone() if align and (x.data_ptr() or 1) % ALIGNMENT else x
-
-
-def _with_scale(options: KdaOptions, scale: float) -> KdaOptions:
-    return replace(options, scale=scale)
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, host: Tensor | None, B: int, device: torch.device) -> int:

@@ -58,11 +58,16 @@ KDA_DISABLE_JIT = Variable(
     "0",
     "1 turns the need to compile a kernel into an error that names the command to compile it: only cached kernels run.",
 )
+KDA_CHECK = Variable(
+    "KDA_CHECK",
+    "0",
+    "1 checks the values of every call's inputs before it runs, for debugging: it waits for the GPU.",
+)
 KDA_REQUIRE_ARCH = Variable(
     "KDA_REQUIRE_ARCH", "0", "1 makes a test session fail where the GPU that its kernels need is absent."
 )
 
-VARIABLES = (KDA_BACKEND, KDA_CP, KDA_CACHE_DIR, KDA_DISABLE_JIT, KDA_REQUIRE_ARCH)
+VARIABLES = (KDA_BACKEND, KDA_CP, KDA_CACHE_DIR, KDA_DISABLE_JIT, KDA_CHECK, KDA_REQUIRE_ARCH)
 
 
 def backend_order() -> tuple[str, ...]:
@@ -86,6 +91,11 @@ def cache_dir() -> Path:
 def disable_jit() -> bool:
     """Whether compiling is forbidden (``KDA_DISABLE_JIT``)."""
     return KDA_DISABLE_JIT.flag()
+
+
+def check() -> bool:
+    """Whether the values of inputs are checked (``KDA_CHECK``)."""
+    return KDA_CHECK.flag()
 
 
 def require_arch() -> bool:

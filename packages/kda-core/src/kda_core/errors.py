@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class KdaError(Exception):
     """Base of every exception that this project raises on purpose."""
@@ -11,11 +13,21 @@ class KdaError(Exception):
 
 
 class ArgumentError(KdaError, ValueError):
-    """An option has a value, or stands in a combination, that the contract does not allow."""
+    """An option has a value, or stands in a combination, that the contract does not allow.
 
-    def __init__(self, argument: str, expected: str, actual: str) -> None:
-        super().__init__(f"{argument}: expected {expected}, got {actual}")
-        self.argument, self.expected, self.actual = argument, expected, actual
+    Attributes:
+        argument: its name, as the caller knows it.
+        expected, actual: what the contract wants, and what came.
+        hint: what the caller may have meant, a sentence; empty where there is no guess.
+    """
+
+    def __init__(self, argument: str, expected: str, actual: str, hint: str = "") -> None:
+        super().__init__(f"{argument}: expected {expected}, got {actual}" + (f". {hint}" if hint else ""))
+        self.argument, self.expected, self.actual, self.hint = argument, expected, actual, hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Exceptions are copied and pickled by calling the class with `args`, which holds the message alone."""
+        return type(self), (self.argument, self.expected, self.actual, self.hint), self.__dict__
 
 
 class ShapeError(ArgumentError):
@@ -32,6 +44,10 @@ class DeviceError(ArgumentError):
 
 class DtypeError(ArgumentError, TypeError):
     """A tensor, or an option, has the wrong type."""
+
+
+class UnknownArgumentError(KdaError, TypeError):
+    """A function has no such keyword; the message says which it may have been."""
 
 
 # ---- backends

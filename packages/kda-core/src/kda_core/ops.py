@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import torch
 from torch import _C, Tensor
 
-from kda_core import contract, env, registry
+from kda_core import contents, contract, env, registry
 from kda_core.backend import Plan, Planner, SupportsBackward
 from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, KdaOutputs, ProblemShape
 from kda_core.errors import ArgumentError, BackendContractError, PlannerError
@@ -57,6 +57,7 @@ class CallPlan:
         workspace_bytes: scratch memory of a direct call; `needed_workspace` has that of a plan.
         planner: name and planner that is asked how to split the call, or None.
         plan: JSON of the plan that the caller gave, None where the planner makes one.
+        checked: whether the values of its inputs are looked at before it runs (``KDA_CHECK``).
         answers: what the planner has answered, or the caller's plan, in a tuple, by the lengths of a packed call that the
             host knows, or None.
     """
@@ -67,6 +68,7 @@ class CallPlan:
     workspace_bytes: int
     planner: tuple[str, Planner] | None
     plan: str | None
+    checked: bool = False
     answers: dict[tuple[int, ...] | None, tuple[Plan | None]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -92,7 +94,12 @@ def call_plan(
     Raises:
         KdaError: bad metadata, or nobody serves the call.
     """
-    key = _plan_key(tensors, rest)
+    try:
+        key = _plan_key(tensors, rest)
+    except RuntimeError:  # a nested tensor has no shape, which `check` says
+        if check is not None:
+            check(tensors, rest)
+        raise
     plans = registry.REGISTRY.plans  # read once: see there
     try:
         plan = plans.get(key)
@@ -102,6 +109,8 @@ def call_plan(
         *options, backend, mode = rest if check is None else check(tensors, rest)[_N_TENSORS:]
         shape = _shared(contract.problem_shape(*tensors, options=KdaOptions(*options)))
         plan = make_plan(shape, registry.REGISTRY.resolve(shape, backend), mode)
+        if env.check():
+            plan = replace(plan, checked=True)
         if key == _plan_key(tensors, rest):  # another thread may have changed the environment meanwhile
             if len(plans) >= MAX_PLANS:
                 plans.clear()
@@ -122,6 +131,7 @@ def _plan_key(tensors: Sequence[Tensor | None], rest: tuple[Any, ...]) -> tuple[
         tuple(map(type, rest)),  # 1 is no bool, though it equals True
         registry.REGISTRY.rules(rest[-2]),
         env.KDA_CP.given() if rest[-1] == "auto" else None,
+        env.KDA_CHECK.given(),
     )
 
 
@@ -166,6 +176,8 @@ def execute(
     inputs = contract.make_inputs(tensors, shape)
     # where the host has a copy of cu_seqlens, its contents are checked before any launch
     lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
+    if call.checked:
+        contents.check_contents(inputs)
     plan = None if call.planner is None else ask_planner(call, inputs, lengths)
     needed = call.workspace_bytes if plan is None else needed_workspace(call, plan, inputs)
     if given is None:
@@ -267,7 +279,7 @@ def _chunk_fwd_out(*args: Any) -> None:
 
 
 def _chunk_bwd(grad_o: Tensor, grad_final_state: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    """Gradients of the first eight tensor arguments, in their shapes."""
+    """Gradients of the first eight tensor arguments, in their shapes and dtypes."""
     tensors = args[:_N_TENSORS]
     call = call_plan(tensors, (*args[_N_TENSORS:], "off"))
     inputs = contract.make_inputs(tensors, call.shape)
@@ -275,7 +287,9 @@ def _chunk_bwd(grad_o: Tensor, grad_final_state: Tensor | None, *args: Any) -> t
     grads = backend.chunk_bwd(inputs, grad_o.contiguous(), grad_final_state)
     registry.notify(call.choice.spec.name, "chunk_bwd", call.shape.device_type)
     found = [getattr(grads, f.name) for f in fields(grads)]
-    return tuple(grad_o.new_empty(0) if x is None else d.reshape(x.shape) for x, d in zip(args[:8], found))
+    return tuple(
+        grad_o.new_empty(0) if x is None else d.reshape(x.shape).to(x.dtype) for x, d in zip(args[:8], found)
+    )
 
 
 # ---- eager calls, past the dispatcher
