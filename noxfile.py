@@ -19,7 +19,7 @@ PACKAGES = ("kda-core", "kda-sm90", "kda-sm100", "kda-cp", "ptx-emulator")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")  # nox skips those that the machine lacks
 SOURCES = ("packages", "examples", "benchmarks", "noxfile.py")
 
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "build", "setuptools", "nvidia-cuda-nvcc")
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "build", "hatchling", "nvidia-cuda-nvcc")
 
 # What `compile` compiles: (module:callable, folder that holds the module where it is no package, architectures).
 # The callable gives (kernel class, configuration) pairs. A package with kernels has a row here.

@@ -49,9 +49,7 @@ def test_import_pulls_in_neither_cutlass_nor_triton():
         "bad = [m for m in set(sys.modules) - before if m.split('.')[0] in ('cutlass', 'triton', 'tvm_ffi', 'cuda', 'pytest')]\n"
         "print(bad)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 

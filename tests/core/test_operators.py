@@ -39,9 +39,7 @@ def test_compiles_whole_on_the_first_call_in_a_fresh_process(tmp_path):
         "assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])\n"
         "print('same')\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, str(script)], check=False, capture_output=True, text=True)
     assert done.stdout.strip() == "same", done.stderr
 
 

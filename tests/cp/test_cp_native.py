@@ -213,7 +213,11 @@ def test_windows_hold_every_token_once_in_order(pieces, granules):
         assert len(found) == 1
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(st.data())
 def test_any_plan(segmented, data):
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))

@@ -13,7 +13,7 @@ import torch
 
 from kda_core import contract, explanation
 from kda_core.cute import ARCHITECTURES
-from kda_core.errors import ArgumentError, KdaError
+from kda_core.errors import ArgumentError, DeviceError, KdaError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args, rest)
     except KdaError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, DeviceError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130  # as a shell reports SIGINT
@@ -172,8 +172,7 @@ def _compiled_arch(text: str) -> str:
 def _demo(args: argparse.Namespace, rest: list[str]) -> int:
     from kda_core import demo
 
-    report = demo.run(args.device, args.tokens, args.backend)
-    _print(str(report))
+    report = demo.run(args.device, args.tokens, args.backend, say=_print)
     return 0 if report.ok else 1
 
 
@@ -282,4 +281,4 @@ def _print(text: str) -> None:
         else:
             Console(highlight=True, soft_wrap=True).print(text, markup=False)
             return
-    print(text)
+    print(text, flush=True)
