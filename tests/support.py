@@ -46,9 +46,9 @@ def problem_shape(
 
 #: What no kernel of the GPU backends is built for: (changes of `problem_shape`, what a refusal says).
 NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"K": 64}, "K=64, V=128"),
-    ({"V": 256}, "K=128, V=256"),
-    ({"dtype": torch.float16}, "float16"),
+    ({"K": 64}, "K=64, V=128; serves K=128, V=128"),
+    ({"V": 256}, "K=128, V=256; serves K=128, V=128"),
+    ({"dtype": torch.float16}, "dtype float16; serves bfloat16"),
     ({"g": torch.float16}, "g in torch.float16"),
     ({"beta": torch.float64}, "beta in torch.float64"),
     ({"B": 2**20, "T": 2**20}, "2^31 or more"),
@@ -56,6 +56,11 @@ NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
 
 #: Of `problem_shape`: log decays come as they are, without a bound.
 FREE: dict[str, Any] = {"use_gate_in_kernel": False, "lower_bound": None, "A_log": False, "dt_bias": False}
+
+
+def refused(name: str, shape: ProblemShape) -> str | None:
+    """Why a backend does not serve a shape, None if it does."""
+    return {r.name: r.reason for r in kda_core.explain(shape).refusals}.get(name)
 
 
 def listed(name: str) -> kda_core.BackendInfo:

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from support import FREE, NOT_BUILT, problem_shape
+from support import FREE, NOT_BUILT, problem_shape, refused
 
 from kda_core import contract
 from kda_core.contract import KdaOptions
@@ -19,8 +19,8 @@ shape = functools.partial(problem_shape, (9, 0))
 
 @pytest.mark.parametrize(("change", "reason"), NOT_BUILT)
 def test_what_is_not_built_is_refused_with_the_reason(change, reason):
-    assert Sm90Backend().can_run(shape()) is None
-    assert reason in Sm90Backend().can_run(shape(**change))
+    assert refused("sm90", shape()) is None
+    assert reason in refused("sm90", shape(**change))
 
 
 def test_the_gate_decides_whether_rows_vote():

@@ -64,7 +64,7 @@ MUTANTS = {
         def recurrent_fwd(self, i, o):
             raise NotImplementedError
         """,
-        "test_declared_features_run_undeclared_are_refused",
+        "test_feature",
     ),
     "falls-back": (
         """

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape
+from kda_core.contract import INPUT_DTYPES, KdaGradients, KdaInputs, KdaOutputs, ProblemShape
 
 BACKEND_GROUP = "kda_core.backends"
 PLANNER_GROUP = "kda_core.planners"
@@ -39,6 +40,10 @@ class BackendSpec:
             None: nothing to compile. Since ABI 1.1.
         note: what whoever relies on the backend should know, such as where it has been run; shown where
             backends are listed. None: nothing. Since ABI 1.2.
+        dtypes: torch's names of the dtypes of q, k and v that it serves, such as ``{"bfloat16", "float16"}``. Core refuses
+            all others. None: `Backend.can_run` decides. Since ABI 1.3.
+        head_dims: the pairs (K, V) that it serves, such as ``{(128, 128)}``. Core refuses all others. None:
+            `Backend.can_run` decides. Since ABI 1.3.
     """
 
     name: str
@@ -51,6 +56,19 @@ class BackendSpec:
     unavailable: str | None = None
     variants: str | None = None
     note: str | None = None
+    dtypes: frozenset[str] | None = None
+    head_dims: frozenset[tuple[int, int]] | None = None
+
+    def undeclared(self, shape: ProblemShape) -> str | None:
+        """None, or what `shape` needs that this spec does not declare."""
+        if missing := sorted(f.value for f in shape.features if f.value not in self.features):
+            return ", ".join(missing)
+        if self.dtypes is not None and (name := dtype_name(shape.dtype)) not in self.dtypes:
+            return f"dtype {name}; serves {', '.join(sorted(self.dtypes))}"
+        if self.head_dims is not None and (shape.K, shape.V) not in self.head_dims:
+            served = ", ".join(f"K={K}, V={V}" for K, V in sorted(self.head_dims))
+            return f"head dimensions K={shape.K}, V={shape.V}; serves {served}"
+        return None
 
 
 @runtime_checkable
@@ -60,7 +78,8 @@ class Backend(Protocol):
     `workspace_bytes` depend on the shape alone: core keeps them until the registry is refreshed."""
 
     def can_run(self, shape: ProblemShape) -> str | None:
-        """None, or why this shape is not served ("K=64; only K=128 is compiled"). Features were checked before."""
+        """None, or why this shape is not served ("T=70; a multiple of 64 is needed"). What the spec declares was
+        checked before: features, dtypes and head dimensions."""
         ...
 
     def workspace_bytes(self, shape: ProblemShape) -> int:
@@ -236,4 +255,19 @@ def spec_problem(loaded: object, kind: type) -> str | None:
     note = getattr(spec, "note", None)
     if note is not None and not isinstance(note, str):
         return f"note is {note!r}, not a text"
+    dtypes, known = getattr(spec, "dtypes", None), {dtype_name(d) for d in INPUT_DTYPES}
+    if dtypes is not None and not (isinstance(dtypes, frozenset) and dtypes and dtypes <= known):
+        return f"dtypes is {dtypes!r}, not a frozenset of some of {', '.join(sorted(known))}"
+    dims = getattr(spec, "head_dims", None)
+    if dims is not None and not (isinstance(dims, frozenset) and dims and all(map(_is_head_dims, dims))):
+        return f"head_dims is {dims!r}, not a frozenset of pairs (K, V) of positive integers"
     return None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_head_dims(x: object) -> bool:
+    return isinstance(x, tuple) and len(x) == 2 and all(type(n) is int and n > 0 for n in x)

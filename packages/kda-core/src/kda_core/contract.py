@@ -38,6 +38,7 @@ CHUNK_SIZES = (32, 64)  # spacing of intermediate states, FLA's choices
 ALIGNMENT = 16  # bytes: every tensor that a backend gets starts at a multiple, the widest access of a GPU
 WORKSPACE_ALIGNMENT = 256  # bytes, on a GPU; torch gives 512 there, and 64 in host memory
 FP32_MAX = torch.finfo(torch.float32).max  # factors beyond it are infinite where a kernel computes
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of q, k, v and o
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _Frozen = TypeVar("_Frozen")
@@ -520,11 +521,10 @@ def problem_shape(
     """
     for name, x in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
         _tensor(name, x)
-    floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     if q.dim() != 4:
         raise ShapeError("q", "[B, T, H, K], 4 dimensions", str(list(q.shape)))
-    if q.dtype not in floats:
-        raise DtypeError("q", " or ".join(map(str, floats)), str(q.dtype))
+    if q.dtype not in INPUT_DTYPES:
+        raise DtypeError("q", " or ".join(map(str, INPUT_DTYPES)), str(q.dtype))
     if v.dim() != 4:
         raise ShapeError("v", "[B, T, HV, V], 4 dimensions", str(list(v.shape)))
     _check_order(q=q, k=k, v=v, g=g, beta=beta)

@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kda_core.abi import BACKEND_ABI
-from kda_core.backend import BackendSpec
+from kda_core.backend import BackendSpec, dtype_name
 from kda_core.contract import (
+    INPUT_DTYPES,
     Feature,
     KdaGradients,
     KdaInputs,
@@ -51,6 +52,7 @@ SPEC = BackendSpec(
     target="kda_core.reference:ReferenceBackend",
     install="pip install kda-core",
     priority=-100,
+    dtypes=frozenset(map(dtype_name, INPUT_DTYPES)),
 )
 
 

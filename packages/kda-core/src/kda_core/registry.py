@@ -240,8 +240,8 @@ class Registry:
             return f"wrong-arch: runs on {show_archs(spec.archs)}, the inputs are on {_where(shape)}"
         if spec.name == REFERENCE_SPEC.name and shape.device_type != "cpu" and not named:
             return "serves GPU tensors only when named: backend='reference'"
-        if missing := sorted(f.value for f in shape.features if f.value not in spec.features):
-            return f"unsupported: {', '.join(missing)}"
+        if (missing := spec.undeclared(shape)) is not None:
+            return f"unsupported: {missing}"
         try:
             backend = self.load(spec)
         except BackendUnavailableError as error:

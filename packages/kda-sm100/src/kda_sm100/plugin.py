@@ -4,7 +4,7 @@ from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm100",
-    abi=(1, 2),  # what this package was written for, not what kda-core happens to have
+    abi=(1, 3),  # what this package was written for, not what kda-core happens to have
     archs=frozenset({(10, 0), (10, 3)}),
     features=frozenset(
         {
@@ -29,4 +29,6 @@ SPEC = BackendSpec(
     variants="kda_sm100.variants:ahead_of_time",
     note="compiled for its GPUs and run on ptx-emulator, on no GPU yet; "
     "`python -m kda_core conformance sm100` tests it on one",
+    dtypes=frozenset({"bfloat16"}),
+    head_dims=frozenset({(128, 128)}),
 )
