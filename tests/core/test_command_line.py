@@ -113,7 +113,7 @@ def test_unknown_commands_are_refused(capsys):
 
 
 def test_an_interrupt_is_no_traceback(capsys, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "run", interrupted)
