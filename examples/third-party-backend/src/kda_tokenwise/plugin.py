@@ -24,6 +24,6 @@ SPEC = BackendSpec(
         }
     ),
     target="kda_tokenwise.backend:TokenwiseBackend",
-    install="pip install kda-tokenwise",
+    install="pip install ./examples/third-party-backend, from a checkout of the repository",
     priority=-200,  # below `reference` (-100), which is faster: it runs when it is named
 )
