@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
@@ -46,6 +47,9 @@ STATUSES = ("ok", "not-installed", "broken", "abi-mismatch", "wrong-arch", "unsu
 
 PUBLISHED = OWNERS[BACKEND_GROUP]
 """Backends of this project with their distributions, so that a missing one can be named together with its remedy."""
+
+FORK_WAIT_S = 10.0
+"""How long a fork waits for another thread that loads plugins."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,21 @@ class Registry:
     def forget_plans(self) -> None:
         """For a planner: what it would answer has changed, so that no answer may be kept."""
         self.plans = {}
+
+    # ---- forks: what another thread was about to do when a process forks is never finished in the child
+
+    def before_fork(self) -> None:
+        """Lets a thread that imports plugins finish: in the child their modules would never be imported to the end. One
+        that takes longer than `FORK_WAIT_S` may be waiting for this fork."""
+        self._lock.acquire(timeout=FORK_WAIT_S)
+
+    def after_fork_in_parent(self) -> None:
+        with suppress(RuntimeError):  # not acquired in time
+            self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Whoever holds the lock may be a thread that the child has not. What it guards changes in one assignment."""
+        self._lock = threading.RLock()
 
     # ---- discovery
 
@@ -348,6 +367,11 @@ class Registry:
 
 
 REGISTRY = Registry()
+os.register_at_fork(
+    before=REGISTRY.before_fork,
+    after_in_parent=REGISTRY.after_fork_in_parent,
+    after_in_child=REGISTRY.after_fork_in_child,
+)
 
 
 @contextmanager
