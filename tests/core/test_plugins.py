@@ -528,15 +528,19 @@ OFF = "; KDA_CP=0 turns it off"
 @pytest.mark.parametrize(
     ("methods", "words"),
     [
-        ({"plan": "raise ValueError('which?')"}, "raised ValueError: which? in plan"),
-        ({"plan": "return 1 / 0"}, "raised ZeroDivisionError: division by zero in plan"),
-        ({"plan": "return 3"}, "returned 3 from plan, not a plan with to_json"),
-        ({"plan": "return False"}, "returned False from plan, not a plan with to_json"),
-        ({"plan": "return ()"}, "returned () from plan, not a plan with to_json"),
-        ({"plan": "return '{}'"}, "returned '{}' from plan, not a plan with to_json"),
-        ({"run": "raise KeyError('x')"}, "raised KeyError: 'x' in run"),
-        ({"run": "pass"}, "returned NoneType from run, not the outputs"),
-        ({"run": "return plan"}, "returned Plan from run, not the outputs"),
+        ({"plan": "raise ValueError('which?')"}, "plan raised ValueError: which?"),
+        ({"plan": "return 1 / 0"}, "plan raised ZeroDivisionError: division by zero"),
+        ({"plan": "return 3"}, "plan returned 3, not a plan with to_json"),
+        ({"plan": "return False"}, "plan returned False, not a plan with to_json"),
+        ({"plan": "return ()"}, "plan returned (), not a plan with to_json"),
+        ({"plan": "return '{}'"}, "plan returned '{}', not a plan with to_json"),
+        ({"run": "raise KeyError('x')"}, "run raised KeyError: 'x'"),
+        (
+            {"plan": "return type('P', (), {'to_json': property(lambda self: 1 / 0), '__repr__': None})()"},
+            "plan returned a P, not a plan with to_json",
+        ),
+        ({"run": "pass"}, "run returned NoneType, not the outputs"),
+        ({"run": "return plan"}, "run returned Plan, not the outputs"),
     ],
 )
 def test_a_planner_that_fails_is_named_with_the_way_to_turn_it_off(install, monkeypatch, methods, words):
@@ -544,7 +548,7 @@ def test_a_planner_that_fails_is_named_with_the_way_to_turn_it_off(install, monk
     for _ in range(2):
         with pytest.raises(PlannerError) as caught:
             ran()
-        assert str(caught.value).startswith(f"planner 'mine' (fake-mine) {words}")
+        assert str(caught.value).startswith(f"planner 'mine' (fake-mine): {words}")
         assert str(caught.value).endswith(OFF)
     assert ran(context_parallel="off") == "reference"
     monkeypatch.setenv("KDA_CP", "0")
@@ -554,15 +558,15 @@ def test_a_planner_that_fails_is_named_with_the_way_to_turn_it_off(install, monk
 @pytest.mark.parametrize(
     ("from_json", "words"),
     [
-        ("raise ValueError('no JSON')", "raised ValueError: no JSON in plan_from_json"),
-        ("return None", "returned None from plan_from_json, not a plan with to_json"),
+        ("raise ValueError('no JSON')", "plan_from_json raised ValueError: no JSON"),
+        ("return None", "plan_from_json returned None, not a plan with to_json"),
     ],
 )
 def test_a_planner_that_cannot_read_a_plan_is_named(install, from_json, words):
     install_planner(install, from_json=from_json)
     from fake_mine_backend import Plan
 
-    with pytest.raises(PlannerError, match=re.escape(f"planner 'mine' (fake-mine) {words}")):
+    with pytest.raises(PlannerError, match=re.escape(f"planner 'mine' (fake-mine): {words}")):
         ran(context_parallel=Plan())
 
 
@@ -588,7 +592,7 @@ def test_a_planner_that_does_not_load_is_named(install, monkeypatch, backend, wo
     install_planner(install, backend=backend)
     with pytest.raises(PlannerError) as caught:
         ran()
-    assert str(caught.value).startswith("planner 'mine' (fake-mine) is broken: ")
+    assert str(caught.value).startswith("planner 'mine' (fake-mine): broken: ")
     assert words in str(caught.value) and str(caught.value).endswith(OFF)
     monkeypatch.setenv("KDA_CP", "0")
     assert ran() == "reference"
@@ -608,9 +612,7 @@ def test_the_name_of_our_planner_is_reserved(install):
     install_planner(install, "mine", called="cp")
     (found,) = REGISTRY.planners()
     assert (found.status, found.reason) == ("broken", "the name cp is reserved for kda-cp")
-    with pytest.raises(
-        PlannerError, match=r"'cp' \(fake-mine\) is broken: the name cp is reserved.*KDA_CP=0"
-    ):
+    with pytest.raises(PlannerError, match=r"'cp' \(fake-mine\): broken: the name cp is reserved.*KDA_CP=0"):
         ran()
 
 

@@ -199,16 +199,14 @@ def execute(
     name = None
     if call.planner is not None and (plan := ask_planner(call, inputs, lengths)) is not None:
         name = call.planner[0]
-        if (
-            returned := _from_planner(call.planner, "run", plan, inputs, outputs, choice.backend)
-        ) is not outputs:
-            raise registry.REGISTRY.planner_error(
-                name, f"returned {type(returned).__name__} from run, not the outputs it was given"
-            )
-    elif (returned := getattr(choice.backend, call.entry)(inputs, outputs)) is not outputs:
-        raise BackendContractError(
-            f"{choice.spec.name}.{call.entry} returned {type(returned).__name__}, not the outputs it was given"
-        )
+        returned = _from_planner(call.planner, "run", plan, inputs, outputs, choice.backend)
+    else:
+        returned = getattr(choice.backend, call.entry)(inputs, outputs)
+    if returned is not outputs:
+        what = f"returned {type(returned).__name__}, not the outputs it was given"
+        if name is not None:
+            raise registry.REGISTRY.planner_error(name, f"run {what}")
+        raise BackendContractError(f"{choice.spec.name}.{call.entry} {what}")
     registry.notify(choice.spec.name, call.entry, shape.device_type, name)
     return outputs
 
@@ -255,13 +253,17 @@ def _from_planner(planner: tuple[str, Planner], method: str, *args: Any) -> Any:
     except _ON_PURPOSE:
         raise
     except Exception as error:
-        raise registry.REGISTRY.planner_error(name, f"raised {show_error(error)} in {method}") from error
+        raise registry.REGISTRY.planner_error(name, f"{method} raised {show_error(error)}") from error
 
 
 def _checked_plan(name: str, method: str, plan: Any) -> Plan:
-    if not callable(getattr(plan, "to_json", None)):
+    try:
+        sound = callable(plan.to_json)
+    except Exception:  # noqa: BLE001 - of a plugin, which may fail in any way
+        sound = False
+    if not sound:
         raise registry.REGISTRY.planner_error(
-            name, f"returned {shown(plan)} from {method}, not a plan with to_json"
+            name, f"{method} returned {shown(plan)}, not a plan with to_json"
         )
     return plan
 

@@ -184,11 +184,12 @@ class Registry:
             BackendUnavailableError: the module, the class or its constructor failed, or methods are missing.
         """
         with self._lock:
-            if spec not in self._targets:
-                self._targets[spec] = _made(spec)
-            loaded = self._targets[spec]
+            if (loaded := self._targets.get(spec)) is None:
+                loaded = self._targets[spec] = _made(spec)
         if isinstance(loaded, _Failure):
-            raise BackendUnavailableError(f"{spec.name}: {spec.target} {loaded.reason}") from loaded.cause
+            raise BackendUnavailableError(
+                f"{spec.name}: {spec.target} failed to load: {loaded.reason}"
+            ) from loaded.cause
         return loaded
 
     # ---- choice
@@ -348,13 +349,13 @@ class Registry:
         broken: PlannerError | None = None
         for c in self.planners():
             if c.status != "ok":
-                broken = broken or _planner_error(c.name, c.distribution, f"is {c.status}: {c.reason}")
+                broken = broken or _planner_error(c.name, c.distribution, f"{c.status}: {c.reason}")
             elif c.spec.unavailable is None:
                 try:
                     return c.name, self.load(c.spec)
                 except BackendUnavailableError as error:
                     if broken is None:
-                        broken = _planner_error(c.name, c.distribution, f"is broken: {error}")
+                        broken = _planner_error(c.name, c.distribution, f"broken: {error}")
                         broken.__cause__ = error
         if broken is not None:
             raise broken
@@ -471,9 +472,9 @@ def _made(spec: BackendSpec | PlannerSpec) -> Any:
         made = getattr(importlib.import_module(module), attribute)()
         problem = target_problem(spec, made)
     except FAILURES as error:
-        return _Failure(f"failed to load: {show_error(error)}", error)
-    return made if problem is None else _Failure(f"failed to load: {problem}", None)
+        return _Failure(show_error(error), error)
+    return made if problem is None else _Failure(problem, None)
 
 
 def _planner_error(name: str, distribution: str, what: str) -> PlannerError:
-    return PlannerError(f"planner {name!r} ({distribution}) {what}; KDA_CP=0 turns it off")
+    return PlannerError(f"planner {name!r} ({distribution}): {what}; KDA_CP=0 turns it off")
