@@ -87,6 +87,9 @@ def hold():
         started.set()
         release.wait()
 
+def afterwards():
+    pass
+
 {code}
 
 thread = threading.Thread(target=busy)
@@ -105,13 +108,15 @@ with open(ours) as pipe:
     print(pipe.read(), end="")
 release.set()
 thread.join()
+afterwards()
 """
 
 
 def said_by_a_fork(code: str, folder: Path | None = None) -> str:
     """What ``child()`` returns in a child that is forked while a thread of its parent, which runs ``busy()``, waits in
-    ``hold()``. `code` defines the two; ``hold()`` of `__main__` returns at once in the child. `folder` goes first on
-    ``sys.path``. A child that never ends fails the test."""
+    ``hold()``. `code` defines the two; ``hold()`` of `__main__` returns at once in the child. If `code` defines
+    ``afterwards()``, the parent runs it at the end. `folder` goes first on ``sys.path``. A child that never ends fails the
+    test."""
     paths = [*([] if folder is None else [str(folder)]), *sys.path]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(

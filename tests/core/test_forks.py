@@ -53,16 +53,20 @@ def test_the_registry_works_on_in_the_parent(tmp_path):
 def child():
     return "done"
 
-def in_the_parent():
+def calls():
     busy()
-    threads = [threading.Thread(target=busy) for _ in range(4)]
+    registry.REGISTRY.refresh()
+    busy()
+    return "done"
+
+def afterwards():
+    said = []
+    threads = [threading.Thread(target=lambda: said.append(calls())) for _ in range(4)]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-
-import atexit
-atexit.register(in_the_parent)
+    assert said == ["done"] * 4
 """
     assert said_by_a_fork(f"{CALL}\nregistry.FORK_WAIT_S = 0\n{code}", tmp_path) == "done"
 

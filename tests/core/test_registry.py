@@ -4,6 +4,7 @@ import re
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -200,6 +201,20 @@ def test_messages_do_not_name_packages_that_no_index_has(monkeypatch):
     commands = [i.spec.install for i in kda_core.backends() if i.distribution.startswith("kda-")]
     for text in (*texts, *commands):
         assert all(word[0] in ".-" for word in re.findall(r"pip install (\S+)", text)), text
+
+
+def test_no_text_of_the_repository_installs_our_packages_by_name():
+    root = Path(__file__).parents[2]
+    texts = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+    texts += [
+        p
+        for folder in ("packages", "examples")
+        for p in (root / folder).rglob("*")
+        if p.suffix in (".py", ".md")
+    ]
+    by_name = re.compile(r"""pip install (?:-\S+ )*['"]?(?:kda|ptx)[-_]""")
+    assert len(texts) > 100
+    assert [str(p.relative_to(root)) for p in texts if by_name.search(p.read_text())] == []
 
 
 def test_an_explicit_choice_never_falls_back(install):
