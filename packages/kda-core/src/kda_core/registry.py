@@ -330,11 +330,11 @@ class Registry:
         who = f"backend {name!r}" if rule is None else f"backend {name!r} (chosen by {rule})"
         installed = [c.name for c in self.backends() if c.owner]
         if name in PUBLISHED:
-            remedy = f"; install it with: {install.command(PUBLISHED[name])}"
+            remedy = f"install it with: {install.command(PUBLISHED[name])}; installed"
         else:
             near = difflib.get_close_matches(name.lower(), [*installed, *self._missing()], n=1)
-            remedy = f"; did you mean {near[0]!r}?" if near else ""
-        raise BackendNotFoundError(f"{who} is not installed{remedy}; installed: {', '.join(installed)}")
+            remedy = f"did you mean {near[0]!r}? Installed" if near else "installed"
+        raise BackendNotFoundError(f"{who} is not installed; {remedy}: {', '.join(installed)}")
 
     # ---- planners
 
