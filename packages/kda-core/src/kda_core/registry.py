@@ -290,9 +290,8 @@ class Registry:
         """The first backend of ``KDA_BACKEND`` that serves the call."""
         rule = f"KDA_BACKEND={','.join(order)!r}"
         missing = self._missing()
-        candidates = [
-            None if name in missing else self.find(name, rule) for name in order
-        ]  # a typo raises first
+        # before any of them is asked, so that a misspelled name is an error wherever it stands
+        candidates = [None if name in missing else self.find(name, rule) for name in order]
         refusals = []
         for name, c in zip(order, candidates):
             reason = _not_installed(name) if c is None else self.refusal(c, shape, named=True)
@@ -368,11 +367,12 @@ class Registry:
 
 
 REGISTRY = Registry()
-os.register_at_fork(
-    before=REGISTRY.before_fork,
-    after_in_parent=REGISTRY.after_fork_in_parent,
-    after_in_child=REGISTRY.after_fork_in_child,
-)
+if hasattr(os, "register_at_fork"):  # not on Windows, where no process forks
+    os.register_at_fork(
+        before=REGISTRY.before_fork,
+        after_in_parent=REGISTRY.after_fork_in_parent,
+        after_in_child=REGISTRY.after_fork_in_child,
+    )
 
 
 @contextmanager

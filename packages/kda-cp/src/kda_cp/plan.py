@@ -441,7 +441,8 @@ def _after_fork_in_child() -> None:
         cache.after_fork_in_child()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Cache:
