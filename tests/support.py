@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,3 +80,58 @@ def modules_after(code: str) -> set[str]:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout))
+
+
+_FORK = """
+import os, threading
+
+started, release, parent = threading.Event(), threading.Event(), os.getpid()
+
+def hold():
+    if os.getpid() == parent:
+        started.set()
+        release.wait()
+
+def afterwards():
+    pass
+
+{code}
+
+thread = threading.Thread(target=busy)
+thread.start()
+started.wait()
+ours, theirs = os.pipe()
+if os.fork() == 0:
+    try:
+        text = str(child())
+    except BaseException as error:
+        text = repr(error)
+    os.write(theirs, text.encode())
+    os._exit(0)
+os.close(theirs)
+with open(ours) as pipe:
+    print(pipe.read(), end="")
+release.set()
+thread.join()
+afterwards()
+"""
+
+
+def said_by_a_fork(code: str, folder: Path | None = None) -> str:
+    """What ``child()`` returns in a child that is forked while a thread of its parent, which runs ``busy()``, waits in
+    ``hold()``. `code` defines the two; ``hold()`` of `__main__` returns at once in the child. If `code` defines
+    ``afterwards()``, the parent runs it at the end. `folder` goes first on ``sys.path``. A child that never ends fails the
+    test."""
+    paths = [*([] if folder is None else [str(folder)]), *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", _FORK.format(code=code)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, errors = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 0, errors
+    return out

@@ -146,8 +146,8 @@ def test_the_core_alone_does_the_main_job(clean_environment):
         "sm100": "not-installed",
     }
     assert environment.run("-c", PREFILL).strip() == "['reference']"
-    assert "pip install kda-core[sm90]" in environment.run("-m", "kda_core", "backends")
     listed = environment.run("-m", "kda_core", "backends")
+    assert "pip install ./packages/kda-core ./packages/kda-sm90," in listed
     assert environment.run_command("kda-core", "backends") == listed
 
 
@@ -299,8 +299,12 @@ def test_bad_plugins_are_listed_with_reasons_and_hide_nobody(clean_environment, 
     assert "ModuleNotFoundError: No module named 'a_module_that_was_never_there'" in found["unimportable"][1]
     assert "kda_unloadable:Absent failed to load: AttributeError" in found["unloadable"][1]
     core = ".".join(map(str, environment.ask("kda_core.BACKEND_ABI")))
-    for name, abi, remedy in (("outdated", "0.9", "kda-outdated"), ("futuristic", "1.999", "kda-core")):
-        reason = f"kda-{name} 0.3.0 was written for ABI {abi}, kda-core has {core}; pip install -U {remedy}"
+    newer_core = "kda-core: pip install ./packages/kda-core, from a checkout of the repository"
+    for name, abi, remedy in (
+        ("outdated", "0.9", "kda-outdated: pip install kda-outdated"),
+        ("futuristic", "1.999", newer_core),
+    ):
+        reason = f"kda-{name} 0.3.0 was written for ABI {abi}, kda-core has {core}; install a newer {remedy}"
         assert found[name][1:] == [reason, f"kda-{name}"]
     # Their priority is the highest, and still the call is served.
     assert environment.run("-c", PREFILL).strip() == "['reference']"

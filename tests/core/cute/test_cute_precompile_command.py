@@ -111,7 +111,11 @@ def test_all_backends_of_the_architecture_are_asked_and_the_others_listed(demo, 
         ({"variants": "cute_demo_kernels:no_such_function"}, "no_such_function"),
         ({"variants": "cute_demo_kernels:spilling"}, "TypeError"),  # takes no architecture
         ({"variants": "cute_demo_kernels"}, "variants is 'cute_demo_kernels', not 'package.module:callable'"),
-        ({"variants": "cute_demo_kernels:offered", "abi": (1, 99)}, "pip install -U kda-core"),
+        ({"variants": "sys:exit"}, "sys:exit failed: SystemExit: sm_90a"),
+        (
+            {"variants": "cute_demo_kernels:offered", "abi": (1, 99)},
+            "install a newer kda-core: pip install ./",
+        ),
     ],
 )
 def test_a_broken_backend_is_an_error_and_hides_no_other(demo, install, capsys, spec, reason):

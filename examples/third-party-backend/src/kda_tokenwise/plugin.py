@@ -24,7 +24,7 @@ SPEC = BackendSpec(
         }
     ),
     target="kda_tokenwise.backend:TokenwiseBackend",
-    install="pip install kda-tokenwise",
+    install="pip install ./examples/third-party-backend, from a checkout of the repository",
     priority=-200,  # below `reference` (-100), which is faster: it runs when it is named
     # float64 is left out because the state is kept in fp32. Any K and V are served, so there are no `head_dims`.
     dtypes=frozenset({"bfloat16", "float16", "float32"}),

@@ -266,7 +266,7 @@ def _conformance(args: argparse.Namespace, rest: list[str]) -> int:
     try:
         from kda_core.testing import plugin
     except ImportError as error:
-        print(f"conformance needs pytest: pip install kda-core[testing] ({error})", file=sys.stderr)
+        print(f"conformance needs pytest: pip install 'pytest>=8' ({error})", file=sys.stderr)
         return 2
     return plugin.run(args.name, rest)
 

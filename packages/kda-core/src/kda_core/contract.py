@@ -18,13 +18,12 @@ reads host memory only. `kda_core.contents` reads the rest, where ``KDA_CHECK=1`
 
 from __future__ import annotations
 
-import functools
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from operator import sub
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +41,19 @@ INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _Frozen = TypeVar("_Frozen")
+_Value = TypeVar("_Value")
+
+
+class _Kept(Generic[_Value]):
+    """`functools.cached_property` without the lock that it has before Python 3.12: one for all objects of a class, which
+    a forked child would never get if another thread held it."""
+
+    def __init__(self, compute: Callable[[Any], _Value]) -> None:
+        self.compute = compute
+
+    def __get__(self, instance: Any, owner: type) -> _Value:
+        value = instance.__dict__[self.compute.__name__] = self.compute(instance)
+        return value
 
 
 class Feature(str, Enum):
@@ -188,7 +200,7 @@ class ProblemShape:
     def __hash__(self) -> int:
         return self._hash
 
-    @functools.cached_property
+    @_Kept
     def _hash(self) -> int:
         """Kept, because every call looks up by its shape what serves it."""
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
@@ -280,7 +292,7 @@ class KdaInputs:
         """
         return self._lengths
 
-    @functools.cached_property
+    @_Kept
     def _lengths(self) -> tuple[int, ...] | None:
         s = self.shape
         if self.cu_seqlens is None:

@@ -58,11 +58,11 @@ class BackendError(KdaError, RuntimeError):
 
 
 class BackendNotFoundError(BackendError):
-    """The named backend is not known: neither installed nor one that this project publishes."""
+    """The named backend is not installed."""
 
 
 class BackendUnavailableError(BackendError):
-    """The named backend is known, but cannot be loaded here (not installed, broken, wrong ABI, wrong architecture)."""
+    """The named backend is installed, but cannot be used here (broken, wrong ABI, wrong architecture)."""
 
 
 class BackendUnsupportedError(BackendError):
@@ -74,7 +74,8 @@ class NoEligibleBackendError(BackendError):
 
 
 class BackendContractError(BackendError):
-    """A backend broke the ABI: it returned something else than the outputs that it was given."""
+    """A backend broke the ABI: it returned something else than the outputs that it was given, or asks for a workspace
+    that is no number of bytes."""
 
 
 class PlannerError(BackendError):

@@ -19,10 +19,11 @@ from typing import Any, cast
 import torch
 from torch import _C, Tensor
 
-from kda_core import contents, contract, env, registry
-from kda_core.backend import Plan, Planner, SupportsBackward
+from kda_core import contents, contract, env, install, registry
+from kda_core.backend import Plan, Planner, SupportsBackward, show_error, shown
 from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, KdaOutputs, ProblemShape
-from kda_core.errors import ArgumentError, BackendContractError, PlannerError
+from kda_core.discovery import FAILURES
+from kda_core.errors import ArgumentError, BackendContractError, KdaError, PlannerError
 
 TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -73,6 +74,9 @@ class CallPlan:
         default_factory=dict, compare=False, repr=False
     )
 
+
+# Not by accident: errors of this project, and those of a device or an allocator, which callers may handle.
+_ON_PURPOSE = (KdaError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 MAX_PLANS = 1024
 """Calls that are remembered. Beyond them all are forgotten, which costs each one validation more."""
@@ -143,8 +147,27 @@ def make_plan(shape: ProblemShape, choice: registry.Choice, mode: str) -> CallPl
     """
     if shape.options.recurrent:
         return CallPlan(shape, choice, "recurrent_fwd", 0, None, None)
-    needed = choice.backend.workspace_bytes(shape)
-    return CallPlan(shape, choice, "chunk_fwd", needed, *_planner(shape.options, mode))
+    return CallPlan(
+        shape, choice, "chunk_fwd", _workspace_bytes(shape, choice), *_planner(shape.options, mode)
+    )
+
+
+def _workspace_bytes(shape: ProblemShape, choice: registry.Choice) -> int:
+    """What the backend asks for.
+
+    Raises:
+        BackendContractError: it raised, or this is no number of bytes.
+    """
+    asked = f"{choice.spec.name}.workspace_bytes"
+    try:
+        needed = choice.backend.workspace_bytes(shape)
+    except _ON_PURPOSE:
+        raise
+    except FAILURES as error:
+        raise BackendContractError(f"{asked} raised {show_error(error)}") from error
+    if type(needed) is not int or not 0 <= needed < 2**63:
+        raise BackendContractError(f"{asked} returned {shown(needed)}, not an int from 0 to 2**63 - 1")
+    return needed
 
 
 def _planner(options: KdaOptions, mode: str) -> tuple[tuple[str, Planner] | None, str | None]:
@@ -156,7 +179,8 @@ def _planner(options: KdaOptions, mode: str) -> tuple[tuple[str, Planner] | None
         return (None if options.pin else found), None
     if found is None:
         raise PlannerError(
-            "context_parallel: a plan was given, but no planner is installed and on (kda-cp, KDA_CP)"
+            "context_parallel: a plan was given, but no planner is installed and on; KDA_CP=0 turns planners off, "
+            f"kda-cp is one: {install.command('kda-cp')}"
         )
     return found, mode
 
@@ -189,14 +213,15 @@ def execute(
         contract.check_memory(inputs, outputs)
     name = None
     if plan is not None and call.planner is not None:
-        name, planner = call.planner
-        returned = planner.run(plan, inputs, outputs, choice.backend)
+        name = call.planner[0]
+        returned = _from_planner(call.planner, "run", plan, inputs, outputs, choice.backend)
     else:
         returned = getattr(choice.backend, call.entry)(inputs, outputs)
     if returned is not outputs:
-        raise BackendContractError(
-            f"{choice.spec.name}.{call.entry} returned {type(returned).__name__}, not the outputs it was given"
-        )
+        what = f"returned {type(returned).__name__}, not the outputs it was given"
+        if name is not None:
+            raise registry.REGISTRY.planner_error(name, f"run {what}")
+        raise BackendContractError(f"{choice.spec.name}.{call.entry} {what}")
     registry.notify(choice.spec.name, call.entry, shape.device_type, name)
     return outputs
 
@@ -205,14 +230,16 @@ def ask_planner(call: CallPlan, inputs: KdaInputs, lengths: tuple[int, ...] | No
     """How the planner splits the call, or None for a direct one. `lengths`: of a packed call, where the host knows them.
 
     Raises:
-        PlannerError: the caller's plan does not fit the call.
+        PlannerError: the caller's plan does not fit the call, or the planner is broken.
     """
     if call.planner is None:
         return None
     answer = call.answers.get(lengths)
     if answer is None:
         if call.plan is None:
-            answer = (call.planner[1].plan(inputs, call.choice.spec, call.choice.backend),)
+            choice = call.choice
+            plan = _from_planner(call.planner, "plan", inputs, choice.spec, choice.backend)
+            answer = (None if plan is None else _checked_plan(call.planner[0], "plan", plan),)
         else:
             answer = (_given_plan(call.plan, call, inputs),)
         if len(call.answers) >= MAX_ANSWERS:
@@ -230,13 +257,13 @@ def needed_workspace(call: CallPlan, plan: Plan | None, inputs: KdaInputs) -> in
     if plan is None or call.planner is None:
         return call.workspace_bytes
     name, planner = call.planner
-    asked = getattr(planner, "workspace_bytes", None)  # optional: kda_core.backend.SupportsWorkspace
-    if asked is None:
+    if not hasattr(planner, "workspace_bytes"):  # optional: kda_core.backend.SupportsWorkspace
         return call.workspace_bytes
-    needed = asked(plan, inputs, call.choice.spec, call.choice.backend)
+    choice = call.choice
+    needed = _from_planner(call.planner, "workspace_bytes", plan, inputs, choice.spec, choice.backend)
     if type(needed) is not int or not 0 <= needed < 2**63:
-        raise PlannerError(
-            f"{name}: workspace_bytes: expected an int of at least 0 and below 2**63, got {needed!r}"
+        raise registry.REGISTRY.planner_error(
+            name, f"workspace_bytes returned {shown(needed)}, not an int of at least 0 and below 2**63"
         )
     return needed
 
@@ -255,10 +282,34 @@ def _given_plan(text: str, call: CallPlan, inputs: KdaInputs) -> Plan:
     """The caller's plan, if it fits the call."""
     assert call.planner is not None
     (name, planner), choice = call.planner, call.choice
-    plan = planner.plan_from_json(text)
-    refusal = getattr(planner, "refusal", None)  # optional: kda_core.backend.SupportsRefusal
-    if refusal is not None and (why := refusal(plan, inputs, choice.spec, choice.backend)) is not None:
-        raise PlannerError(f"context_parallel: {name} cannot run this plan: {why}")
+    plan = _checked_plan(name, "plan_from_json", _from_planner(call.planner, "plan_from_json", text))
+    if hasattr(planner, "refusal"):  # optional: kda_core.backend.SupportsRefusal
+        why = _from_planner(call.planner, "refusal", plan, inputs, choice.spec, choice.backend)
+        if why is not None:
+            raise PlannerError(f"context_parallel: {name} cannot run this plan: {why}")
+    return plan
+
+
+def _from_planner(planner: tuple[str, Planner], method: str, *args: Any) -> Any:
+    """What a method of the planner returns. What it raises by accident becomes a `PlannerError` that names it."""
+    name, made = planner
+    try:
+        return getattr(made, method)(*args)
+    except _ON_PURPOSE:
+        raise
+    except Exception as error:
+        raise registry.REGISTRY.planner_error(name, f"{method} raised {show_error(error)}") from error
+
+
+def _checked_plan(name: str, method: str, plan: Any) -> Plan:
+    try:
+        sound = callable(plan.to_json)
+    except Exception:  # noqa: BLE001 - of a plugin, which may fail in any way
+        sound = False
+    if not sound:
+        raise registry.REGISTRY.planner_error(
+            name, f"{method} returned {shown(plan)}, not a plan with to_json"
+        )
     return plan
 
 

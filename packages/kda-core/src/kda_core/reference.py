@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from kda_core import install
 from kda_core.abi import BACKEND_ABI
 from kda_core.backend import BackendSpec, dtype_name
 from kda_core.contract import (
@@ -50,7 +51,7 @@ SPEC = BackendSpec(
     archs=frozenset({"any"}),
     features=frozenset(f.value for f in Feature if f is not Feature.SEGMENT_SUMMARY),
     target="kda_core.reference:ReferenceBackend",
-    install="pip install kda-core",
+    install=install.command(),
     priority=-100,
     dtypes=frozenset(map(dtype_name, INPUT_DTYPES)),
 )

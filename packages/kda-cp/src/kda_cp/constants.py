@@ -110,6 +110,16 @@ _stored: dict[Path, dict[Key, Constants]] = {}
 _version = 0
 
 
+def _after_fork_in_child() -> None:
+    """The lock may be held by a thread that the child has not."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def path() -> Path:
     """The calibration file, which need not exist."""
     return env.cache_dir() / "cp" / "constants.json"

@@ -26,7 +26,9 @@ from __future__ import annotations
 import heapq
 import json
 import operator
+import os
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -438,15 +440,34 @@ def _no_lane(lengths: Sequence[int], heads: int, lanes: int) -> float:
 # ---- cache
 
 Value = TypeVar("Value")
+_CACHES: weakref.WeakSet[Cache] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for cache in _CACHES:
+        cache.after_fork_in_child()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Cache:
-    """Values by hashable content, the least recently used dropped beyond `size`; safe for threads."""
+    """Values by hashable content, the least recently used dropped beyond `size`; safe for threads and forks."""
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self._empty()
+        _CACHES.add(self)
+
+    def _empty(self) -> None:
         self._lock = threading.Lock()
         self._values: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def after_fork_in_child(self) -> None:
+        """Empties it if another thread was at work on it, for the child does not have that thread."""
+        if self._lock.locked():
+            self._empty()
 
     def __len__(self) -> int:
         return len(self._values)

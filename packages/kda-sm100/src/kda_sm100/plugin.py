@@ -1,5 +1,6 @@
-"""What kda-core reads to list this backend. Literals only: importing it needs neither a GPU nor the CuTe DSL."""
+"""What kda-core reads to list this backend. Importing it needs neither a GPU nor the CuTe DSL."""
 
+from kda_core import install
 from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
@@ -25,7 +26,7 @@ SPEC = BackendSpec(
         }
     ),
     target="kda_sm100.backend:Sm100Backend",
-    install="pip install kda-core[sm100]",
+    install=install.command("kda-sm100"),
     variants="kda_sm100.variants:ahead_of_time",
     note="compiled for its GPUs and run on ptx-emulator, on no GPU yet; "
     "`python -m kda_core conformance sm100` tests it on one",

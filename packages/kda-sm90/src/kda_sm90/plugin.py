@@ -1,5 +1,6 @@
-"""What kda-core reads to list this backend. Literals only: importing it needs neither a GPU nor the CuTe DSL."""
+"""What kda-core reads to list this backend. Importing it needs neither a GPU nor the CuTe DSL."""
 
+from kda_core import install
 from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
@@ -25,7 +26,7 @@ SPEC = BackendSpec(
         }
     ),
     target="kda_sm90.backend:Sm90Backend",
-    install="pip install kda-core[sm90]",
+    install=install.command("kda-sm90"),
     variants="kda_sm90.variants:ahead_of_time",
     dtypes=frozenset({"bfloat16"}),
     head_dims=frozenset({(128, 128)}),
