@@ -1,6 +1,6 @@
 """Plans over a backend that summarises segments itself: what it is called for, and every result against the oracle."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
 
@@ -261,3 +261,24 @@ def test_the_planner_uses_it_where_it_predicts_a_gain(segmented, stored, monkeyp
         assert explain(**x, backend="segmented").plan.startswith("cp: exact (1100 in ")
     forced = explain(**x, backend="segmented", context_parallel=Plan.uniform((1100, 300), 4)).plan
     assert "predicted" in forced and "given by the caller; calibrated constants" in forced
+
+
+def test_a_window_has_as_many_tokens_as_fit_and_the_backend_is_asked_for_few_sizes(segmented, monkeypatch):
+    backend = REGISTRY.load(REGISTRY.find("segmented").spec)
+    asked = set()
+    exactly = type(backend).segment_workspace_bytes
+    monkeypatch.setattr(
+        type(backend),
+        "segment_workspace_bytes",
+        lambda self, shape: asked.add(shape.T) or exactly(self, shape),
+    )
+    x = torch.empty(1, 1, 1, 16, dtype=torch.bfloat16, device="meta")
+    shape = problem_shape(x, x, x, x, x[..., 0], *[None] * 5, options=KdaOptions())
+    a_token = 4 * (4 * 16 + 1)
+    monkeypatch.setattr(native, "WORKSPACE_BYTES", 4096 * a_token + 100)
+    for T in range(3000, 4000):
+        assert native.window_tokens(replace(shape, T=T), backend) == 0
+    assert len(asked) <= 5
+    for T in (1, 63, 4096, 4097, 5000, 8193, 100_000):
+        found = native.window_tokens(replace(shape, T=T), backend)
+        assert found == (4096 if T > 4096 else 0), T

@@ -101,11 +101,16 @@ def execution(plan: Plan, shape: ProblemShape, backend: Any) -> Execution | None
 
 def window_tokens(shape: ProblemShape, backend: Any) -> int:
     """Tokens that a window may have, a multiple of `GRANULE`; 0 where a call needs one window only."""
+
+    def needed(tokens: int) -> int:
+        return backend.segment_workspace_bytes(run_shape(shape, [[Piece(0, 0, 0, tokens)]]))
+
     tokens = shape.B * shape.T
-    needed = backend.segment_workspace_bytes(run_shape(shape, [[Piece(0, 0, 0, tokens)]]))
-    if needed <= WORKSPACE_BYTES:
+    # A backend takes long for a number of tokens that it has not met, so it is asked for the next of 8 steps to a power of 2.
+    step = 1 << max(0, tokens.bit_length() - 4)
+    if needed(-(-tokens // step) * step) <= WORKSPACE_BYTES or (most := needed(tokens)) <= WORKSPACE_BYTES:
         return 0
-    return max(GRANULE, tokens * WORKSPACE_BYTES // needed // GRANULE * GRANULE)
+    return max(GRANULE, tokens * WORKSPACE_BYTES // most // GRANULE * GRANULE)
 
 
 def run(how: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> None:
