@@ -114,7 +114,9 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
             cells = [_mean(common, rows), "" if common == of_family else _mean(of_family, rows)]
             lines.append(f"| {FAMILIES[gates]} | {' | '.join([impl, *cells])} |")
     ratios = [r[e] / _peer(r, rows)[e] for r in own for e in ("error_o", "error_state")]
-    lines += ["", f"Geometric mean of {PEER.upper()}'s device time over ours; in brackets the lowest and the highest, and the number of shapes.",
+    lines += ["", f"Geometric mean of {PEER.upper()}'s device time over ours; in brackets the lowest, the highest and the number of shapes.",
+              "Published shapes are those of published benchmarks of KDA kernels; an empty cell has no others. Slow gates have the",
+              "`dt_bias` with which the public layer begins, steep ones decay within a few tokens.",
               f"Over all these rows the errors are {min(ratios):.2f} to {max(ratios):.2f} times {PEER.upper()}'s."]  # fmt: skip
     return lines
 
