@@ -2,11 +2,12 @@
 
 from importlib import metadata
 
+import pytest
 import torch
 from packaging.requirements import Requirement
 from support import modules_after, prefill
 
-from kda_core import BACKEND_ABI, chunk_kda, explain
+from kda_core import BACKEND_ABI, chunk_kda, doctor, explain
 from kda_core.abi import compatible
 from kda_core.cli import main
 from kda_core.registry import record_calls
@@ -44,3 +45,22 @@ def test_listing_it_imports_the_spec_alone():
         "import sys, kda_core.registry as r; assert [c.name for c in r.REGISTRY.planners()] == ['cp']\n"
         "assert 'kda_cp.plugin' in sys.modules and 'kda_cp.execute' not in sys.modules"
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('[{"key": ["cpu", "reference", "bfl', "JSONDecodeError"),
+        ('{"version": 2}', "a dict instead of a list"),
+        ('[{"key": ["cpu", "reference", "bfloat16"]}]', "KeyError"),
+    ],
+)
+def test_the_doctor_finds_a_damaged_calibration(content, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path))
+    assert not any("calibration" in p for p in doctor.examine()["problems"])
+    file = tmp_path / "cp" / "constants.json"
+    file.parent.mkdir()
+    file.write_text(content)
+    for _ in range(2):  # it is no warning, which is given once
+        (problem,) = [p for p in doctor.examine()["problems"] if "calibration" in p]
+        assert problem.startswith(f"planner cp: calibrations in {file} are not used") and said in problem

@@ -7,6 +7,7 @@ A planner (context parallelism) does the same in ``kda_core.planners``. ``docs/w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -216,6 +217,15 @@ class SupportsWorkspace(Protocol):
     def workspace_bytes(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> int:
         """Bytes of scratch memory that `Planner.run` needs for this plan, 0 for none; `KdaOutputs.workspace` then has as
         many. Must not synchronise. It depends on what `Planner.plan` does."""
+        ...
+
+
+class SupportsDiagnosis(Protocol):
+    """Optional for a planner, since ABI 1.3."""
+
+    def problems(self) -> Sequence[str]:
+        """For ``python -m kda_core doctor``: a line for everything that the planner reads and cannot use, such as a damaged
+        file, and how to mend it; empty where all is well."""
         ...
 
 

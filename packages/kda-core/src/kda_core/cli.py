@@ -115,7 +115,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--only", metavar="TEXT", help="only variants whose name, as --list prints it, contains TEXT"
     )
-    p.add_argument("--jobs", type=_positive, metavar="N", help="worker processes (default: the CPUs that may be used)")
+    p.add_argument(
+        "--jobs", type=_positive, metavar="N", help="worker processes (default: the CPUs that may be used)"
+    )
     p.add_argument("--list", action="store_true", help="print the variants' names, compile nothing")
     p.set_defaults(run=_precompile)
 
@@ -273,7 +275,10 @@ def _conformance(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _print(text: str) -> None:
-    """Through rich where it is installed and a terminal is there to show it, else as it is."""
+    """Through rich where it is installed and a terminal is there to show it, else as it is. What the terminal's encoding
+    lacks, such as bytes of a file name, is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
     if sys.stdout.isatty():
         try:
             from rich.console import Console

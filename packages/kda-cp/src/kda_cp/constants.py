@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,13 @@ def store(key: Key, constants: Constants, patience: storage.Patience | None = No
     return file
 
 
+def problems() -> list[str]:
+    """What in the calibration file is not used, why, and how to mend it. The file is read anew."""
+    found: list[str] = []
+    _load(path(), lambda file, problem: found.append(_UNUSED % (file, problem)))
+    return found
+
+
 def refresh() -> None:
     """Forgets what was read of the calibration file, and all plans that were made by it."""
     global _stored
@@ -210,21 +218,22 @@ def _read() -> dict[Key, Constants]:
     global _stored
     with _lock:
         if _stored is None:
-            _stored = _load(path())
+            _stored = _load(path(), _warn)
         return _stored
 
 
-def _load(file: Path) -> dict[Key, Constants]:
+def _load(file: Path, say: Callable[[Path, str], None]) -> dict[Key, Constants]:
+    """What of the file can be used; `say` gets the rest."""
     try:
         with storage.opened(file.parent) as folder:
             rows = _rows(folder)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except storage.UntrustedError as error:
-        _warn(file, str(error))
+        say(file, str(error))
         return {}
     except (OSError, ValueError, TypeError) as error:
-        _warn(file, f"{type(error).__name__}: {error}. {_REMEDY}")
+        say(file, f"{type(error).__name__}: {error}. {_REMEDY}")
         return {}
     found: dict[Key, Constants] = {}
     for row in rows:
@@ -234,17 +243,18 @@ def _load(file: Path) -> dict[Key, Constants]:
                 raise ValueError("no key of device, backend and dtype")
             found[key] = _read_row(row)
         except (ValueError, TypeError, KeyError, OverflowError) as error:
-            _warn(file, f"row {key}: {type(error).__name__}: {error}. {_REMEDY}")
+            say(file, f"row {key}: {type(error).__name__}: {error}. {_REMEDY}")
     return found
 
 
 _REMEDY = "Remove the file; `python -m kda_cp calibrate` measures anew."
 
 
+_UNUSED = "calibrations in %s are not used, shipped constants are: %s"
+
+
 def _warn(file: Path, problem: str) -> None:
-    storage.warn_once(
-        ("calibration", file), "calibrations in %s are not used, shipped constants are: %s", file, problem
-    )
+    storage.warn_once(("calibration", file), _UNUSED, file, problem)
 
 
 def _rows(folder: storage.Folder) -> list[Any]:
