@@ -278,6 +278,23 @@ def test_third_party_backends_and_other_pythons_are_compared_too(site):
     assert any("has a requirement that cannot be read, 'not a requirement'" in p for p in found)
 
 
+def test_the_compiler_is_missed_where_a_package_requires_it(site):
+    site("kda-core", "0.1.0")
+    assert not any("nvidia-cutlass-dsl" in p for p in problems())
+    site(
+        "fancy",
+        "2",
+        "Requires-Dist: NVIDIA_Cutlass.DSL[cu13]>=4",
+        entry_points="[kda_core.backends]\nfancy = fancy:SPEC\n",
+    )
+    assert any(p.startswith("nvidia-cutlass-dsl is not installed") for p in problems())
+    assert doctor.examine()["versions"] == {
+        "kda-core": "0.1.0",
+        "fancy": "2",
+        "torch": str(torch.__version__),
+    }
+
+
 def test_the_torch_that_runs_counts(site, monkeypatch):
     site("kda-core", "0.1.0", "Requires-Dist: torch>=2.11,<3")  # no metadata of torch, as in a source build
     assert version_problems() == []

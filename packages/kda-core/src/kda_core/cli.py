@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130  # as a shell reports SIGINT
+    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to be flushed
+        return 141  # as a shell reports SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -287,4 +291,4 @@ def _print(text: str) -> None:
         else:
             Console(highlight=True, soft_wrap=True).print(text, markup=False)
             return
-    print(text)
+    print(text, flush=True)

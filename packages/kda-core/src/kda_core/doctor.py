@@ -13,7 +13,6 @@ import platform
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,15 @@ from kda_core import env, requirements
 from kda_core.abi import BACKEND_ABI
 from kda_core.contract import KdaOptions, ProblemShape
 from kda_core.cute import ARCHITECTURES
-from kda_core.cute.versions import DslWheels, dsl_wheels
+from kda_core.cute.versions import DSL, DslWheels, dsl_wheels
 from kda_core.errors import ArgumentError, BackendNotFoundError
 from kda_core.explanation import explain
 from kda_core.registry import PUBLISHED, REGISTRY, arch_matches, show_archs
 
 DISTRIBUTIONS = (
-    "kda-core", "kda-sm90", "kda-sm100", "kda-cp", "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi",
-    "cuda-python", "flash-linear-attention", "fla-core",
+    "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "flash-linear-attention", "fla-core",
 )  # fmt: skip
+"""Third parties whose versions are shown, beside kda-core, its siblings and all that brings a backend or a planner."""
 
 DSL_DRIVERS = {12: "575.51.03", 13: "580"}
 """The NVIDIA driver that a compiler of the CuTe DSL needs at least, by its CUDA major version: that of CUDA 12.9, and of any
@@ -119,17 +118,10 @@ def show(report: dict[str, Any]) -> str:
 
 
 def _versions(found: _Found) -> dict[str, str]:
-    names = dict.fromkeys((*DISTRIBUTIONS, *requirements.ours(requirements.installed())))
-    return {name: v for name in names if (v := _version(name)) is not None}
-
-
-def _version(name: str) -> str | None:
-    if name == "torch":
-        return str(torch.__version__)  # what runs, whatever metadata says
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    installed = requirements.installed()
+    names = (*requirements.ours(installed), *DISTRIBUTIONS)
+    versions = {name: installed[name].version for name in names if name in installed}
+    return versions | {"torch": str(torch.__version__)}  # what runs, whatever metadata says
 
 
 def _requirements(found: _Found) -> list[str]:
@@ -226,7 +218,8 @@ def _dsl_wheels(found: _Found) -> dict[str, str]:
 
 
 def _wants_dsl(wheels: DslWheels) -> bool:
-    return bool(wheels.versions) or any(_version(name) is not None for name in ("kda-sm90", "kda-sm100"))
+    installed = requirements.installed()
+    return bool(wheels.versions) or requirements.requires(requirements.ours(installed), installed, DSL)
 
 
 # ---- folders and variables
