@@ -50,7 +50,7 @@ STANDARD = ProblemShape(
 
 @dataclass
 class _Found:
-    """What an examination adds up.
+    """What the parts of an examination have found so far.
 
     Attributes:
         problems: what should be mended.
@@ -62,8 +62,13 @@ class _Found:
 
 
 def examine() -> dict[str, Any]:
-    """All findings as plain data, which JSON can hold: the keys of `_PARTS`, "problems", empty where all is well, and
-    "unchecked". It never raises."""
+    """All findings as plain data, which JSON can hold. It never raises.
+
+    Returns:
+        "python", "platform", "abi", "versions", "requirements", "cuda", "gpus", "dsl_wheels", "cache", "environment", "backends",
+        "planners" and "calls", each empty where it could not be examined; "problems", a text for each thing that should be
+        mended; "unchecked", a text for each that could not be looked at.
+    """
     found = _Found()
     report: dict[str, Any] = {}
     for name, (look, empty) in _PARTS.items():
