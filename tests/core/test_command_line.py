@@ -1,5 +1,8 @@
 """The command line: what it accepts, what it refuses and by which exit status."""
 
+import os
+import subprocess
+import sys
 from importlib.metadata import entry_points
 
 import pytest
@@ -119,6 +122,20 @@ def test_an_interrupt_is_no_traceback(capsys, monkeypatch):
     monkeypatch.setattr(demo, "run", interrupted)
     assert main(["demo"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_reader_that_has_gone_is_no_traceback():
+    end, pipe = os.pipe()
+    os.close(end)
+    done = subprocess.run(
+        [sys.executable, "-m", "kda_core", "backends"],
+        stdout=pipe,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(pipe)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_the_command_on_the_path_is_this_one():

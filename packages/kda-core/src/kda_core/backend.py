@@ -8,7 +8,7 @@ A planner (context parallelism) does the same in ``kda_core.planners``. ``docs/w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -237,6 +237,15 @@ class SupportsWorkspace(Protocol):
     def workspace_bytes(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> int:
         """Bytes of scratch memory that `Planner.run` needs for this plan, 0 for none; `KdaOutputs.workspace` then has as
         many. Must not synchronise. It depends on what `Planner.plan` does."""
+        ...
+
+
+class SupportsDiagnosis(Protocol):
+    """Optional for a planner, since ABI 1.3."""
+
+    def problems(self) -> Sequence[str]:
+        """For ``python -m kda_core doctor``: a line for everything that the planner reads and cannot use, such as a damaged
+        file, and how to mend it; empty where all is well."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130  # as a shell reports SIGINT
+    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to be flushed
+        return 141  # as a shell reports SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--only", metavar="TEXT", help="only variants whose name, as --list prints it, contains TEXT"
     )
-    p.add_argument("--jobs", type=_positive, metavar="N", help="worker processes (default: one a CPU)")
+    p.add_argument(
+        "--jobs", type=_positive, metavar="N", help="worker processes (default: the CPUs that may be used)"
+    )
     p.add_argument("--list", action="store_true", help="print the variants' names, compile nothing")
     p.set_defaults(run=_precompile)
 
@@ -272,7 +278,10 @@ def _conformance(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _print(text: str) -> None:
-    """Through rich where it is installed and a terminal is there to show it, else as it is."""
+    """Through rich where it is installed and a terminal is there to show it, else as it is. What the terminal's encoding
+    lacks, such as bytes of a file name, is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
     if sys.stdout.isatty():
         try:
             from rich.console import Console

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kda_core import storage
 from kda_core.errors import ArgumentError
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
@@ -98,11 +99,47 @@ def context_parallel() -> bool:
 
 
 def cache_dir() -> Path:
-    """The folder of compiled kernels and calibrations (``KDA_CACHE_DIR``). It need not exist yet."""
-    if value := KDA_CACHE_DIR.raw():
-        return Path(value).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".cache") / "kda-core"
+    """The folder of compiled kernels and calibrations (``KDA_CACHE_DIR``). It need not exist yet. Never raises: where the
+    folder cannot be used or trusted it is `storage.private_folder`, and a warning says why, once a process."""
+    wanted, problem = _wanted_cache_dir()
+    if problem is None and wanted is not None:
+        return wanted
+    folder = storage.private_folder()
+    if folder is None:  # nothing can be written anywhere: reads find nothing there, writes fail
+        return wanted or Path(os.devnull) / "kda-core"
+    storage.warn_once(
+        ("cache_dir", problem), "%s Compiled kernels and calibrations go to %s.", _unused(problem), folder
+    )
+    return folder
+
+
+def cache_dir_problem() -> str | None:
+    """Why `cache_dir` is not the folder that the environment names, and how to mend that; None where it is."""
+    _, problem = _wanted_cache_dir()
+    return None if problem is None else _unused(problem)
+
+
+def _unused(problem: str | None) -> str:
+    if KDA_CACHE_DIR.raw():
+        return f"The folder that {KDA_CACHE_DIR.name} names is not used: {problem}."
+    return (
+        f"The default cache folder is not used: {problem}. Set {KDA_CACHE_DIR.name} to a folder of your own."
+    )
+
+
+def _wanted_cache_dir() -> tuple[Path | None, str | None]:
+    """The folder that the environment names, None if that cannot be found out; and why it is not used, None if it is."""
+    try:
+        if value := KDA_CACHE_DIR.raw():
+            folder = Path(value).expanduser()
+        else:
+            base = os.environ.get("XDG_CACHE_HOME", "").strip()
+            folder = (Path(base) if base else Path.home() / ".cache") / "kda-core"
+    except (
+        RuntimeError
+    ) as error:  # HOME is not set and the user is in no list, as in `docker run --user 1234`
+        return None, str(error).rstrip(".")
+    return folder, storage.folder_problem(folder)
 
 
 def disable_jit() -> bool:

@@ -39,6 +39,13 @@ def ours(found: Mapping[str, metadata.Distribution]) -> list[str]:
     )
 
 
+def requires(names: Iterable[str], found: Mapping[str, metadata.Distribution], wanted: str) -> bool:
+    """Whether one of the distributions `names` requires `wanted`, or an extra of it does. Needs no ``packaging``."""
+    texts = (text for name in names for text in found[name].requires or ())
+    starts = (re.match(r"[A-Za-z0-9._-]+", text) for text in texts)
+    return any(start is not None and normalized(start[0]) == wanted for start in starts)
+
+
 def unmet(
     names: Iterable[str], found: Mapping[str, metadata.Distribution], running: Mapping[str, str] | None = None
 ) -> list[str]:

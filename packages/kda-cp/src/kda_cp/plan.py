@@ -29,11 +29,8 @@ import math
 import operator
 import os
 import threading
-<<<<<<< HEAD
 import weakref
-=======
 from bisect import bisect_right
->>>>>>> w/cp
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field

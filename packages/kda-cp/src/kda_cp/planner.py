@@ -21,8 +21,8 @@ _log = logging.getLogger("kda_cp")
 
 
 class ContextParallelPlanner:
-    """Satisfies `kda_core.backend.Planner`, `SupportsRefusal`, `SupportsExplanation` and `SupportsWorkspace`. Safe for
-    threads."""
+    """Satisfies `kda_core.backend.Planner`, `SupportsRefusal`, `SupportsExplanation`, `SupportsWorkspace` and
+    `SupportsDiagnosis`. Safe for threads."""
 
     def __init__(self) -> None:
         self._plans = Cache(1024)
@@ -49,6 +49,9 @@ class ContextParallelPlanner:
 
     def workspace_bytes(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> int:
         return execute.workspace_bytes(plan, inputs.shape, backend)
+
+    def problems(self) -> list[str]:
+        return constants.problems()
 
     def explain(self, plan: Plan | None, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str:
         if plan is None:
