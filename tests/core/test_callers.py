@@ -239,6 +239,22 @@ def test_callers_have_gradients_in_the_form_of_their_inputs(name):
         near(leaf.grad, exact[n].grad, 3 * ROUNDING[x["q"].dtype])
 
 
+@pytest.mark.parametrize("name", ["fla layer, cast", "fla layer, decoding, cast", "cula test"])
+def test_callers_compile_with_gradients(name):
+    function, x, parameters, options = SERVED[name]
+    tensors = [t.detach().clone().requires_grad_() for t in (x | parameters).values()]
+    names = [*x, *parameters]
+
+    def step(*given):
+        return function(**dict(zip(names, given)), **options)[0]
+
+    torch._dynamo.reset()
+    o, want = torch.compile(step, fullgraph=True, backend="aot_eager")(*tensors), step(*tensors)
+    assert torch.equal(o, want)
+    compiled, eager = (torch.autograd.grad(y.float().sum(), tensors) for y in (o, want))
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(compiled, eager))
+
+
 READY = inputs(unit=True, gate="decay", beta="ready")
 POOL = {"initial_state": states(5), "cu_seqlens": cu(0, 15, 40)}
 REFUSED = {

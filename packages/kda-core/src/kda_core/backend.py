@@ -110,7 +110,8 @@ class SupportsRecurrent(Protocol):
     """Optional, behind `Feature.RECURRENT`."""
 
     def recurrent_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-        """As `Backend.chunk_fwd`, for a few tokens a sequence (decoding)."""
+        """As `Backend.chunk_fwd`, for a few tokens a sequence (decoding). ``cu_seqlens[-1]`` may be below T: rows of o
+        behind it are zeros already and stay so."""
         ...
 
 

@@ -495,7 +495,7 @@ def _check_order(**tensors: Tensor) -> None:
     tokens = [x.shape[1] for x in tensors.values() if x.dim() > 1]
     T = max(tokens, key=tokens.count)
     for name, x in tensors.items():
-        if x.dim() > 2 and x.shape[2] == T != x.shape[1]:
+        if x.dim() > 2 and x.shape[1] != T and x.shape[2] == T:
             raise ShapeError(
                 name,
                 f"[B, T, ...] with T={T}, as most of q, k, v, g and beta",
@@ -628,10 +628,10 @@ def make_inputs(tensors: Sequence[Tensor | None], shape: ProblemShape, *, align:
             if x is not None:
                 check_layout(name, x)
         raise
-    if A_log is not None:
-        A_log = _gate_parameter(A_log, (shape.HV,))
-    if dt_bias is not None:
-        dt_bias = _gate_parameter(dt_bias, (shape.HV, shape.K))
+    if A_log is not None and (A_log.dim() != 1 or A_log.dtype in _HALF_DTYPES):
+        A_log = _widened(A_log).view(shape.HV)
+    if dt_bias is not None and (dt_bias.dim() == 1 or dt_bias.dtype in _HALF_DTYPES):
+        dt_bias = _widened(dt_bias).view(shape.HV, shape.K)
     values = {
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
         "initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "shape": shape,
@@ -639,11 +639,8 @@ def make_inputs(tensors: Sequence[Tensor | None], shape: ProblemShape, *, align:
     return _made(KdaInputs, values)
 
 
-def _gate_parameter(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A_log or dt_bias as a backend wants it: fp32 (or fp64), in the contract's shape."""
-    if x.dtype in _HALF_DTYPES:
-        x = x.float()
-    return x if x.shape == shape else x.view(shape)
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in _HALF_DTYPES else x
 
 
 def _copied(x: Tensor, align: bool) -> Tensor:
