@@ -9,7 +9,7 @@ from inputs import call
 
 import kda_core
 from kda_core import BACKEND_ABI, chunk_kda, use_backend
-from kda_core.backend import BackendSpec, PlannerSpec, spec_problem
+from kda_core.backend import BackendSpec, PlannerSpec
 from kda_core.contract import Feature
 from kda_core.errors import (
     BackendContractError,
@@ -18,6 +18,7 @@ from kda_core.errors import (
     NoEligibleBackendError,
     PlannerError,
 )
+from kda_core.plugin_checks import spec_problem
 from kda_core.registry import REGISTRY, record_calls
 
 X = call()

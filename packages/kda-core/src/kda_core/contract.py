@@ -504,6 +504,11 @@ def _check_order(**tensors: Tensor) -> None:
             )
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def device_arch(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a CUDA device, None for any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

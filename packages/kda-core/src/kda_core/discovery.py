@@ -13,7 +13,8 @@ from typing import Any
 
 from kda_core import install
 from kda_core.abi import BACKEND_ABI, compatible
-from kda_core.backend import BACKEND_GROUP, PLANNER_GROUP, plain_spec, show_error, shown, spec_problem
+from kda_core.backend import BACKEND_GROUP, PLANNER_GROUP
+from kda_core.plugin_checks import plain_spec, show_error, shown, spec_problem
 
 FAILURES = (Exception, SystemExit, GeneratorExit)
 """What is caught of a plugin's code."""

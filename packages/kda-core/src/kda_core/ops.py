@@ -20,10 +20,11 @@ import torch
 from torch import _C, Tensor
 
 from kda_core import contents, contract, env, install, registry
-from kda_core.backend import Plan, Planner, SupportsBackward, show_error, shown
+from kda_core.backend import Plan, Planner, SupportsBackward
 from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, KdaOutputs, ProblemShape
 from kda_core.discovery import FAILURES
 from kda_core.errors import ArgumentError, BackendContractError, KdaError, PlannerError
+from kda_core.plugin_checks import show_error, shown
 
 TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "

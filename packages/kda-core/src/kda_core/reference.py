@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kda_core import install
 from kda_core.abi import BACKEND_ABI
-from kda_core.backend import BackendSpec, dtype_name
+from kda_core.backend import BackendSpec
 from kda_core.contract import (
     INPUT_DTYPES,
     Feature,
@@ -39,6 +39,7 @@ from kda_core.contract import (
     KdaOptions,
     KdaOutputs,
     ProblemShape,
+    dtype_name,
     num_chunks,
 )
 

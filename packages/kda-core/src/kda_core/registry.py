@@ -27,9 +27,6 @@ from kda_core.backend import (
     BackendSpec,
     Planner,
     PlannerSpec,
-    show_error,
-    shown,
-    target_problem,
 )
 from kda_core.contract import ProblemShape
 from kda_core.discovery import FAILURES, OWNERS, Candidate, discover, installed_version
@@ -41,6 +38,7 @@ from kda_core.errors import (
     NoEligibleBackendError,
     PlannerError,
 )
+from kda_core.plugin_checks import show_error, shown, target_problem
 from kda_core.reference import SPEC as REFERENCE_SPEC
 
 STATUSES = ("ok", "not-installed", "broken", "abi-mismatch", "wrong-arch", "unsupported")

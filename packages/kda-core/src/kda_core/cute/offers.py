@@ -6,10 +6,10 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from kda_core.backend import show_error
 from kda_core.cute.key import Variant, canonical
 from kda_core.cute.target import ARCHITECTURES, check_arch
 from kda_core.discovery import FAILURES
+from kda_core.plugin_checks import show_error
 from kda_core.registry import REGISTRY, arch_matches, show_archs
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import kda_core
-from kda_core.backend import BackendSpec, dtype_name
-from kda_core.contract import INPUT_DTYPES, Feature
+from kda_core.backend import BackendSpec
+from kda_core.contract import INPUT_DTYPES, Feature, dtype_name
 from kda_core.errors import BackendUnsupportedError
 from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing.inputs import PLAIN, Inputs

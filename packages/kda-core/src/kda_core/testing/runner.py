@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import kda_core
-from kda_core.backend import BackendSpec, dtype_name
-from kda_core.contract import INPUT_DTYPES, Feature, ProblemShape
+from kda_core.backend import BackendSpec
+from kda_core.contract import INPUT_DTYPES, Feature, ProblemShape, dtype_name
 from kda_core.registry import REGISTRY, arch_matches, record_calls
 from kda_core.testing.inputs import Inputs, make_inputs, state_dtype
 from kda_core.testing.limits import SHARES, limits
