@@ -1,14 +1,18 @@
 """The kit proves what a spec claims: a backend that is wrong outside a corner fails, one that claims little and keeps it
 passes, and a run that compared nothing fails."""
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fake_plugins import install_into
 
+from kda_core import contract
+from kda_core.backend import BackendSpec
 from kda_core.contract import Feature
 
 CONSTANTS = """
@@ -193,3 +197,25 @@ def test_an_option_that_names_no_backend_is_an_error_of_usage(tmp_path):
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--kda-backend: backend 'nope' cannot run here: not-installed; installed:" in done.stderr
     assert len((done.stdout + done.stderr).splitlines()) < 5
+
+
+GUIDE = Path(__file__).parents[3] / "docs" / "writing-a-backend.md"
+
+
+def test_the_backend_of_the_guide_passes(tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    (spec,) = (b for b in blocks if "SPEC = " in b)
+    (backend,) = (b for b in blocks if "class MineBackend" in b)
+    package = tmp_path / "kda_mine"
+    package.mkdir()
+    (package / "backend.py").write_text(backend)
+    install_into(tmp_path, "mine", source=spec)
+    done = conformance(tmp_path, "mine", "--kda-quick")
+    assert done.returncode == 0 and compared(done) > 30, done.stdout
+
+
+def test_the_guide_lists_every_field_that_a_backend_gets():
+    text = GUIDE.read_text()
+    for kind in (contract.KdaInputs, contract.ProblemShape, contract.KdaOutputs, BackendSpec):
+        missing = [f.name for f in dataclasses.fields(kind) if f"`{f.name}`" not in text]
+        assert not missing, f"{kind.__name__}: {missing}"

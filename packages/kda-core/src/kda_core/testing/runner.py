@@ -14,7 +14,7 @@ import kda_core
 from kda_core.backend import BackendSpec
 from kda_core.contract import INPUT_DTYPES, Feature, ProblemShape, dtype_name
 from kda_core.registry import REGISTRY, arch_matches, record_calls
-from kda_core.testing.inputs import Inputs, make_inputs, state_dtype
+from kda_core.testing.inputs import PLAIN, Inputs, make_inputs, state_dtype
 from kda_core.testing.limits import SHARES, limits
 from kda_core.testing.oracle import token_oracle
 from kda_core.testing.tolerance import BAND, error
@@ -133,6 +133,22 @@ class Runner:
     def inputs(self, family: str, T: int, **recipe: Any) -> dict[str, Any]:
         """The arguments of such a case; fresh tensors each time."""
         return make_inputs(family, T, **(self.common | recipe)).arguments
+
+    def served(self, family: str, T: int, **recipe: Any) -> dict[str, Any]:
+        """As `inputs`, and asks for final states, but without what the backend does not declare: for tests that any call
+        serves. A family that needs undeclared features gives way to `PLAIN`."""
+        declared = self.declared()
+        if "initial_state" not in declared:
+            recipe.pop("initial_state", None)
+        if "varlen" not in declared:
+            recipe.pop("lengths", None)
+        if "gva" not in declared:
+            recipe.pop("HV", None)
+        more = {"output_final_state": True} if "final_state" in declared else {}
+        found = self.inputs(family, T, **recipe) | more
+        if declared.issuperset(f.value for f in self.shape(found).features):
+            return found
+        return self.inputs(PLAIN, T, **recipe) | more
 
     def states(self, N: int, HV: int = 2, value: float = 0.0) -> Tensor:
         """States [N, HV, K, V] that hold one value."""
