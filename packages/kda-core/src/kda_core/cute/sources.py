@@ -278,21 +278,31 @@ def _statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 @functools.cache
-def _distributions() -> dict[str, list[str]]:
-    return {top: list(names) for top, names in metadata.packages_distributions().items()}
+def _distributions() -> dict[str, list[metadata.Distribution]]:
+    """The installed distributions of each top-level module. (``packages_distributions`` of Python 3.10 misses those
+    without a ``top_level.txt``.)"""
+    found: dict[str, list[metadata.Distribution]] = {}
+    for distribution in metadata.distributions():
+        text = distribution.read_text("top_level.txt")
+        tops = (
+            text.split() if text else {file.parts[0].partition(".")[0] for file in distribution.files or ()}
+        )
+        for top in tops:
+            found.setdefault(top, []).append(distribution)
+    return found
 
 
 def _release(top: str) -> str | None:
     """Name and version of the installed distribution that a top-level module belongs to; None for one of a checkout."""
-    names = _distributions().get(top, [])
+    distributions = _distributions().get(top, [])
     try:
-        spec = importlib.util.find_spec(top) if names else None
+        spec = importlib.util.find_spec(top) if distributions else None
     except (ImportError, ValueError):
         return None
     if spec is None:
         return None
     places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else [])]
-    for distribution in map(metadata.distribution, names):
+    for distribution in distributions:
         folder = Path(str(distribution.locate_file("")))
         if any(Path(place).is_relative_to(folder) for place in places):
             return f"{distribution.metadata['Name']} {distribution.version}"
