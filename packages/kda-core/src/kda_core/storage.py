@@ -60,8 +60,8 @@ def _foreign(status: os.stat_result, path: object) -> str | None:
     """Why something may hold what somebody else wrote; None if only this process's user or root can have."""
     if status.st_uid not in (0, os.geteuid()):
         return (
-            f"{path} belongs to uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}; what it holds is trusted if it "
-            f"belongs to this process's user (uid {os.geteuid()}) or to root: name another folder, or change the owner"
+            f"{path} belongs to uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}, and only what belongs to this "
+            f"process's user (uid {os.geteuid()}) or to root is trusted: name another folder, or change the owner"
         )
     if status.st_mode & 0o022:
         return (
