@@ -206,6 +206,29 @@ def test_where_nothing_can_be_written_nothing_raises(monkeypatch):
     assert storage.private_folder() is None
 
 
+def test_systems_without_owners_and_modes_are_not_asked_for_them(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(storage, "_POSIX", False)
+    assert env.cache_dir() == tmp_path / "home" / ".cache" / "kda-core"
+    assert env.cache_dir_problem() is None and not caplog.records
+    with pytest.raises(OSError, match="POSIX systems only"), storage.opened(tmp_path):
+        pass
+
+
+def test_one_of_many_threads_warns(caplog):
+    start = threading.Barrier(8)
+
+    def warn():
+        start.wait()
+        storage.warn_once("key", "once")
+
+    threads = [threading.Thread(target=warn) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert caplog.messages == ["once"]
+
+
 # ---- files
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kda_core import env
+from kda_core import env, storage
 from kda_core.cute import CacheInfo, arch_of_capability, cache_info, clear_memory, get_kernel, precompile
 from kda_core.cute import compile as compiling
 from kda_core.cute.ptxas import keep_ptx
@@ -340,6 +340,25 @@ def test_a_full_disk_costs_one_compilation(cache_dir, kernels, monkeypatch, capl
     assert cache_info() == CacheInfo(compiled=2)
     assert caplog.text.count("No space left") == 1
     assert {path.suffix for path in cache_dir.iterdir()} == {".lock"}
+
+
+def test_a_lock_that_is_never_let_go_costs_one_compilation(cache_dir, kernels, monkeypatch, caplog):
+    now = 0.0
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    patience = storage.Patience(clock=lambda: now, sleep=sleep)
+    entry = compiling.entry_of(compiling.Variant(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a"))
+    with entry.locked():
+        monkeypatch.setattr(storage, "Patience", lambda: patience)
+        with pytest.raises(TypeError, match="bfloat16"):
+            get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")()
+    assert 300 <= now < 301
+    assert cache_info() == CacheInfo(compiled=1) and entry.read() is None
+    assert f"waiting for process {os.getpid()}, which holds the lock" in caplog.text
+    assert "for more than 300 s" in caplog.text
 
 
 def test_the_first_compilation_is_announced_once(cache_dir, kernels, caplog):

@@ -274,6 +274,8 @@ def test_the_cpu_is_what_host_code_depends_on(tmp_path, monkeypatch, change, sam
         ("from outside import inner", "outside/inner.py"),
         ("from ..helper import chunk", "outside.py"),
         ("def chunk():\n    from outside import CHUNK\n    return CHUNK", "outside.py"),
+        ("import typing\nif typing.TYPE_CHECKING:\n    pass\nelse:\n    import outside", "outside.py"),
+        ("try:\n    import nothing.such\nexcept ImportError:\n    import outside", "outside.py"),
     ],
 )
 def test_key_knows_modules_outside_the_package(kernels, package, fresh_toolchain, statement, helper):
@@ -288,10 +290,11 @@ def test_key_knows_modules_outside_the_package(kernels, package, fresh_toolchain
 
     before = digest(Kernel)
     assert digest(Kernel) == before
+    (package.parent / "unrelated.py").write_text("CHUNK = 64\n")
     path.write_text("CHUNK = 32\n")
     assert digest(Kernel) != before
-    (package.parent / "unrelated.py").write_text("CHUNK = 32\n")
     path.write_text("CHUNK = 64\n")
+    (package.parent / "unrelated.py").write_text("CHUNK = 32\n")
     assert digest(Kernel) == before
 
 
@@ -302,7 +305,7 @@ def test_installed_helpers_enter_by_their_version(kernels, package, fresh_toolch
     before = digest(Kernel)
     monkeypatch.setattr("numpy.__version__", "0")  # whatever the package says of itself
     assert digest(Kernel) == before
-    monkeypatch.setattr(sources, "_release", lambda top, path: f"{top} 99")
+    monkeypatch.setattr(sources, "_release", lambda top: f"{top} 99")
     assert digest(Kernel) != before
 
 

@@ -3,6 +3,7 @@ the command."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -156,11 +157,16 @@ def test_an_interrupt_ends_with_one_line_and_stops_the_workers(demo, cache_dir, 
         [sys.executable, str(script), *COMMAND, "--jobs", "2"], env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
-    for line in process.stdout:
-        if line.startswith("[ 1/64]"):
-            break
-    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
-    out, err = process.communicate(timeout=120)  # until the last worker has closed them too
+    try:
+        for line in process.stdout:
+            if line.startswith("[ 1/64]"):
+                break
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
+        out, err = process.communicate(timeout=120)  # until the last worker has closed them too
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     assert process.returncode == 130
     assert err == "interrupted: what was compiled is on disk; the same command compiles the rest\n"
     assert "64/64" not in out and 1 <= len(objects(cache_dir)) < 64

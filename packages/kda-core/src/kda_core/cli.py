@@ -119,9 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--only", metavar="TEXT", help="only variants whose name, as --list prints it, contains TEXT"
     )
-    p.add_argument(
-        "--jobs", type=_positive, metavar="N", help="worker processes (default: the CPUs that may be used)"
-    )
+    p.add_argument("--jobs", type=_positive, metavar="N", help="worker processes (default: the usable CPUs)")
     p.add_argument("--list", action="store_true", help="print the variants' names, compile nothing")
     p.set_defaults(run=_precompile)
 

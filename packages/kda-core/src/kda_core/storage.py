@@ -25,8 +25,11 @@ from pathlib import Path
 
 logger = logging.getLogger("kda_core")
 
-_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO in place of a file must not hang its reader
-_warned: set[object] = set()
+#: Elsewhere there are no owners and modes of this kind: nothing is checked, and nothing is read or written here.
+_POSIX = os.name == "posix"
+if _POSIX:
+    _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO in place of a file must not hang its reader
+_warned: dict[object, object] = {}
 
 
 class UntrustedError(PermissionError):
@@ -35,8 +38,8 @@ class UntrustedError(PermissionError):
 
 def warn_once(key: object, message: str, *args: object) -> None:
     """Log a warning by the logger ``kda_core``, once a process for each key."""
-    if key not in _warned:
-        _warned.add(key)
+    mine = object()
+    if _warned.setdefault(key, mine) is mine:  # of several threads one
         logger.warning(message, *args)
 
 
@@ -57,8 +60,8 @@ def _foreign(status: os.stat_result, path: object) -> str | None:
     """Why something may hold what somebody else wrote; None if only this process's user or root can have."""
     if status.st_uid not in (0, os.geteuid()):
         return (
-            f"{path} belongs to uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}; what it holds is trusted if it "
-            f"belongs to this process's user (uid {os.geteuid()}) or to root: name another folder, or change the owner"
+            f"{path} belongs to uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}, and only what belongs to this "
+            f"process's user (uid {os.geteuid()}) or to root is trusted: name another folder, or change the owner"
         )
     if status.st_mode & 0o022:
         return (
@@ -159,6 +162,8 @@ def opened(path: Path) -> Iterator[Folder]:
     Raises ``UntrustedError``; ``OSError`` if there is no folder or it cannot be read.
     """
     link = os.lstat(path)
+    if not _POSIX:
+        raise OSError(errno.ENOTSUP, "compiled kernels and calibrations are kept on POSIX systems only")
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
         raise UntrustedError(f"{path} is a symbolic link that uid {link.st_uid} made: name another folder")
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -173,6 +178,8 @@ def opened(path: Path) -> Iterator[Folder]:
 def folder_problem(path: Path) -> str | None:
     """Why a folder is not used for compiled kernels and calibrations, and how to mend it; None if it is sound, or if it
     does not exist and can be made. Never raises, changes nothing, takes a few system calls."""
+    if not _POSIX:
+        return None
     try:
         with opened(path):
             return None

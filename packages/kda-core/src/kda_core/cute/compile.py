@@ -47,10 +47,10 @@ Slot = tuple[type, str, str, "Maker | None"]
 
 _maker: ContextVar[Maker | None] = ContextVar("kda_core_kernel_maker", default=None)
 
-# Order: the turn of a variant, its file lock, the compiler, the rest. `_lock` guards the tables below and is held for
-# moments. The DSL's compiler is not thread-safe, and keeps Python's global lock while it works: threads compile one after
-# the other, whatever is done here, and only processes compile side by side (`precompile`). What is on disk is loaded
-# without waiting for the compiler.
+# Locks are taken in this order: the turn of a variant, its file lock, `_compiler`, `_lock`. The last guards the tables
+# below, for moments. The DSL's compiler is not thread-safe, and keeps Python's global lock while it works: threads compile one after
+# the other whatever is done here, and only processes compile side by side (`precompile`). Kernels on disk load without
+# waiting for the compiler.
 _lock = threading.RLock()
 _compiler = threading.RLock()
 _turns: dict[Slot, threading.Lock] = {}
@@ -100,8 +100,10 @@ def get_kernel(kernel: type, config: object, arch: str) -> Callable[..., Any]:
 
     Safe to call from several threads and processes, and from children of `os.fork`: one compiles a variant, the
     others wait for it; a process that waits for minutes compiles for itself. Threads of one process compile one after
-    the other, for the compiler is not thread-safe; what is cached loads meanwhile. Hold on to the result on a hot path. Raises ``ArgumentError`` (configuration, architecture), ``CompileError``, and
-    ``JitDisabledError`` if the variant is not cached and ``KDA_DISABLE_JIT=1``.
+    the other, for the compiler is not thread-safe; what is cached loads meanwhile. Hold on to the result on a hot path.
+
+    Raises ``ArgumentError`` (configuration, architecture), ``CompileError``, and ``JitDisabledError`` if the variant is
+    not cached and ``KDA_DISABLE_JIT=1``.
     """
     make = _maker.get()
     slot = (kernel, canonical(config), arch, make)
@@ -160,7 +162,7 @@ def _load_or_compile(variant: Variant) -> Callable[..., Any]:
 def _private(variant: Variant, outdated: str) -> bytes:
     """Compile for this process alone."""
     storage.warn_once(
-        ("outdated", outdated),
+        "outdated",
         "%s. Kernels that this process still needs are compiled for it alone and not stored: restart it.",
         outdated,
     )
@@ -203,16 +205,15 @@ def _shared(variant: Variant, entry: Entry) -> bytes:
 
 def _announce(variant: Variant, folder: Path) -> None:
     """Tell the user what takes so long: the first time as a warning, which Python shows where nobody configures logging."""
-    key, words = "first compilation", ("compiling %s, which takes seconds, into %s", variant, folder)
-    if storage.is_warned(key):
-        logger.info(*words)
+    what = f"compiling {variant}, which takes seconds, into {folder}"
+    if storage.is_warned("first compilation"):
+        logger.info(what)
         return
     storage.warn_once(
-        key,
-        words[0]
-        + ". It is compiled once for this machine and these versions; `%s` compiles what calls commonly need "
-        "ahead of time. Further compilations are logged at level INFO by the logger kda_core.cute.",
-        *words[1:],
+        "first compilation",
+        "%s. It is compiled once for this machine and these versions; `%s` compiles what calls commonly need ahead of time. "
+        "Further compilations are logged at level INFO by the logger kda_core.cute.",
+        what,
         _command(variant.arch),
     )
 

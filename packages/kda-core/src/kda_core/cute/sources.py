@@ -30,10 +30,14 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from kda_core.errors import ArgumentError
+
 Stamp = tuple[int, int, int, int]
 
 #: Packages whose text is no part of a key: the DSL's are, by version, and torch is not asked while a kernel is traced.
 _BY_VERSION = frozenset({"cutlass", "cuda", "tvm_ffi", "torch"})
+#: Part of every key, as a whole.
+_PACKAGE = __name__.rpartition(".")[0]
 
 
 def _stamp(path: Path) -> Stamp | None:
@@ -190,15 +194,13 @@ def sources_of(classes: list[type], base: Path) -> Sources:
     modules = sorted({cls.__module__ for cls in classes} - {"builtins"})
     modules = [name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names]
     tops = sorted({name.partition(".")[0] for name in modules})
-    whole = (base, *(root for top in tops for root in _roots(top)))
-    files, versions = _helpers(tuple(modules), whole)
-    return Sources((*dict.fromkeys(whole), *files), versions)
+    whole = dict.fromkeys((base, *(root for top in tops for root in _roots(top))))
+    files, versions = _helpers(tuple(modules))
+    return Sources((*whole, *files), versions)
 
 
 def _roots(top: str) -> list[Path]:
     """The folders of a top-level package, or the file of a top-level module."""
-    from kda_core.errors import ArgumentError
-
     module = sys.modules[top]
     if paths := getattr(module, "__path__", None):
         return [Path(path) for path in paths]
@@ -208,37 +210,39 @@ def _roots(top: str) -> list[Path]:
 
 
 @functools.cache
-def _helpers(modules: tuple[str, ...], whole: tuple[Path, ...]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """Files and installed packages that these modules import, in turn, and that are not below ``whole``."""
-    base, queue, seen = whole[0], list(modules), set(modules)
+def _helpers(modules: tuple[str, ...]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """Files and installed packages that these modules import, in turn, beside their own packages and `kda_core.cute`."""
+    own = {name.partition(".")[0] for name in modules}
+    queue, seen = list(modules), set(modules)
     files: set[Path] = set()
     versions: set[str] = set()
     while queue:
         name = queue.pop()
-        path = _file(name)
-        if path is None or path.is_relative_to(base):  # which imports nothing but the DSL and kda_core
+        top = name.partition(".")[0]
+        if top in _BY_VERSION or top in sys.stdlib_module_names:
             continue
-        if not any(path == root or path.is_relative_to(root) for root in whole):
-            if version := _release(name.partition(".")[0], path):
-                versions.add(version)
-                continue
+        if name == _PACKAGE or name.startswith(f"{_PACKAGE}."):  # it imports nothing but the DSL and kda_core
+            continue
+        if top not in own and (version := _release(top)):
+            versions.add(version)
+            continue
+        path = _file(name)
+        if path is None:
+            continue
+        if top not in own:
             files.add(path)
-        for found in _imports(name, path):
-            if found not in seen:
-                seen.add(found)
-                queue.append(found)
+        found = set(_imports(name, path)) - seen
+        seen |= found
+        queue += found
     return tuple(sorted(files)), tuple(sorted(versions))
 
 
 def _file(name: str) -> Path | None:
-    """The Python file of a module, None if it has none or does not exist."""
-    top = name.partition(".")[0]
-    if top in _BY_VERSION or top in sys.stdlib_module_names:
-        return None
+    """The Python file of a module, None if it has none or does not exist. Imports the module's parents."""
+    module = sys.modules.get(name)
     try:
-        module = sys.modules.get(name)
-        spec = module.__spec__ if module is not None else importlib.util.find_spec(name)
-    except (ImportError, AttributeError, ValueError):
+        spec = importlib.util.find_spec(name) if module is None else None
+    except Exception:  # noqa: BLE001 - whatever a parent raises that no kernel has imported so far
         return None
     origin = getattr(module, "__file__", None) or (spec.origin if spec is not None else None)
     return Path(origin) if origin and origin.endswith(".py") else None
@@ -246,11 +250,12 @@ def _file(name: str) -> Path | None:
 
 def _imports(name: str, path: Path) -> Iterator[str]:
     """The modules that a module's text may import."""
-    content = _text(path)
-    if content is None:
+    try:
+        tree = ast.parse(_text(path) or b"")
+    except (SyntaxError, ValueError):  # nothing that was imported
         return
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in _statements(ast.parse(content)):
+    for node in _statements(tree):
         if isinstance(node, ast.Import):  # binds the first name, through which the parents can be used
             for words in (alias.name.split(".") for alias in node.names):
                 yield from (".".join(words[:n]) for n in range(1, len(words) + 1))
@@ -267,21 +272,38 @@ def _statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for other in node.orelse:
-                yield from _statements(other)
+            yield from _statements(ast.Module(node.orelse, []))
         else:
             yield from _statements(node)
 
 
 @functools.cache
-def _distributions() -> dict[str, list[str]]:
-    return {top: list(names) for top, names in metadata.packages_distributions().items()}
+def _distributions() -> dict[str, list[metadata.Distribution]]:
+    """The installed distributions of each top-level module. (``packages_distributions`` of Python 3.10 misses those
+    without a ``top_level.txt``.)"""
+    found: dict[str, list[metadata.Distribution]] = {}
+    for distribution in metadata.distributions():
+        text = distribution.read_text("top_level.txt")
+        tops = (
+            text.split() if text else {file.parts[0].partition(".")[0] for file in distribution.files or ()}
+        )
+        for top in tops:
+            found.setdefault(top, []).append(distribution)
+    return found
 
 
-def _release(top: str, path: Path) -> str | None:
-    """Name and version of the installed distribution that a file belongs to; None for a file of a checkout."""
-    for name in _distributions().get(top, []):
-        distribution = metadata.distribution(name)
-        if path.is_relative_to(Path(str(distribution.locate_file("")))):
+def _release(top: str) -> str | None:
+    """Name and version of the installed distribution that a top-level module belongs to; None for one of a checkout."""
+    distributions = _distributions().get(top, [])
+    try:
+        spec = importlib.util.find_spec(top) if distributions else None
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else [])]
+    for distribution in distributions:
+        folder = Path(str(distribution.locate_file("")))
+        if any(Path(place).is_relative_to(folder) for place in places):
             return f"{distribution.metadata['Name']} {distribution.version}"
     return None
