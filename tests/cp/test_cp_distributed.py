@@ -216,7 +216,7 @@ def listed(ranks):
     first, last = ranks[0], ranks[-1]
     if first == last:
         return f"rank {first}"
-    return f"ranks {first}, {last}" if last == first + 1 else f"ranks {first} to {last}"
+    return f"ranks {first} {'and' if last == first + 1 else 'to'} {last}"
 
 
 def test_ranks_that_disagree_all_raise(results):
@@ -224,27 +224,33 @@ def test_ranks_that_disagree_all_raise(results):
     for found in results:
         name, message = found["other option"]
         assert name == "RankError"
-        differing = f"different arguments: scale: 2.0 on rank 0, 0.25 on {others}"
+        differing = f": ranks disagree: scale is 2.0 on rank 0 but 0.25 on {others}"
         assert message.endswith(differing), message  # and nothing that is equal
         name, message = found["other table"]
-        assert name == "RankError" and re.search("arguments: table: 1 sequences of 211 tokens in", message)
+        assert name == "RankError" and re.search(
+            "disagree: table is sequences=1 tokens=211 fragments=", message
+        )
         name, message = found["table for more"]
         assert name == "ArgumentError" and f"one for {len(results)} ranks" in message
         name, message = found["another word for where states go"]
         assert name == "RankError"
-        assert message.endswith(f"final_state_on: owner on {listed(range(last))}, all on rank {last}")
+        assert message.endswith(
+            f"disagree: final_state_on is 'owner' on {listed(range(last))} but 'all' on rank {last}"
+        )
         name, message = found["no final states"]
         assert name == "RankError"
-        assert message.endswith(f"output_final_state: True on {listed(range(last))}, False on rank {last}")
+        assert message.endswith(
+            f"disagree: output_final_state is True on {listed(range(last))} but False on rank {last}"
+        )
 
 
 @pytest.mark.parametrize("tables", ["same rows", "other rows", "same table"])
 def test_ranks_that_call_instances_in_another_order_all_raise(results, tables):
     for found in results:
         for name, message in found[f"order: {tables}"]:
-            assert name == "RankError" and "ContextParallel: " in message, message
+            assert name == "RankError" and "disagree: ContextParallel is " in message, message
             assert message.endswith("make and call the same ContextParallels in the same order")
-            assert ("; table: " in message) == (tables != "same table") and "scale" not in message
+            assert ("; table is " in message) == (tables != "same table") and "scale" not in message
 
 
 def test_tags_tell_instances_apart(results):
@@ -252,13 +258,13 @@ def test_tags_tell_instances_apart(results):
     for rank, found in enumerate(results):
         before, o = found["order: tagged"]
         assert [name for name, _ in before] == ["RankError"] * 2
-        assert f"tag: 'layer 1' on rank 0, 'layer 0' on {others}" in before[0][1]
+        assert f"tag is 'layer 1' on rank 0 but 'layer 0' on {others}" in before[0][1]
         mine = "layer 1" if rank == 0 else "layer 0"
         assert re.match(rf"call 1 of ContextParallel \d+ tagged '{mine}': ", before[0][1])
         assert o < 5e-3  # in the same order they work
         for (name, message), tags in zip(found["order: made"], ("ab", "ba")):
             assert name == "RankError"
-            assert f"different arguments: tag: '{tags[0]}' on rank 0, '{tags[1]}' on {others}." in message
+            assert f"disagree: tag is '{tags[0]}' on rank 0 but '{tags[1]}' on {others}." in message
 
 
 def test_a_rank_that_makes_an_instance_while_others_call_one(results):
@@ -266,8 +272,9 @@ def test_a_rank_that_makes_an_instance_while_others_call_one(results):
     for found in results:
         (name, message), (name2, message2) = found["order: made and called"]
         assert name == name2 == "RankError"
-        assert f"step: calls chunk_kda on rank 0, makes a ContextParallel on {others}" in message
-        assert f"step: makes a ContextParallel on rank 0, calls chunk_kda on {others}" in message2
+        differing, made = "ranks disagree: step is ", "making a ContextParallel"
+        assert f"{differing}calling chunk_kda on rank 0 but {made} on {others}. All" in message
+        assert f"{differing}{made} on rank 0 but calling chunk_kda on {others}. All" in message2
 
 
 def test_a_rank_that_failed_alone_does_not_meet_the_next_call_of_the_others(results):
@@ -275,7 +282,9 @@ def test_a_rank_that_failed_alone_does_not_meet_the_next_call_of_the_others(resu
     for rank, found in enumerate(results):
         first, second = found["out of step"]
         assert first == (("MemoryError", "no memory") if rank == last else None)
-        assert second[0] == "RankError" and f"arguments: call: 2 on {others}, 1 on rank {last}." in second[1]
+        assert (
+            second[0] == "RankError" and f"disagree: call is 2 on {others} but 1 on rank {last}." in second[1]
+        )
 
 
 def test_a_dead_rank_is_a_rank_error(tmp_path):

@@ -21,7 +21,7 @@ from torch import Tensor
 from kda_core.errors import KdaError
 
 MAKES, CALLS, RAN = range(3)
-_STEPS = ("makes a ContextParallel", "calls chunk_kda", "has run chunk_kda")
+_STEPS = ("making a ContextParallel", "calling chunk_kda", "after chunk_kda")
 
 
 class RankError(KdaError, RuntimeError):
@@ -155,35 +155,40 @@ class Ranks:
 
 
 def _disagreement(moment: Moment, fields: list[dict[str, str]]) -> str:
-    """The fields that differ, with the ranks of each value."""
+    """The fields that differ, with the ranks of each value. Ranks in different steps have nothing else to compare."""
     differing = []
-    for name in dict.fromkeys(name for f in fields for name in f):
+    names = dict.fromkeys(name for f in fields for name in f)
+    for name in names if len({f["step"] for f in fields}) == 1 else ("step", "tag"):
         ranks: dict[str, list[int]] = {}
         for r, f in enumerate(fields):
             ranks.setdefault(f.get(name, "none"), []).append(r)
         if len(ranks) > 1:
-            values = (f"{value} on rank{'s'[: len(r) > 1]} {_listed(r)}" for value, r in ranks.items())
-            differing.append((name, f"{name}: {', '.join(values)}"))
-    names = {name for name, _ in differing}
+            values = (f"{value} on {_listed(r)}" for value, r in ranks.items())
+            differing.append((name, f"{name} is {' but '.join(values)}"))
+    found = {name for name, _ in differing}
     advice = ""
-    if names & {"step", "ContextParallel", "tag"}:
+    if found & {"step", "ContextParallel", "tag"}:
         advice = ". All ranks must make and call the same ContextParallels in the same order"
-    elif "call" in names:
+    elif "call" in found:
         advice = ". A rank failed or skipped a call that the others finished: make a new ContextParallel on all ranks"
-    return (
-        f"{moment}: ranks called with different arguments: {'; '.join(text for _, text in differing)}{advice}"
-    )
+    return f"{moment}: ranks disagree: {'; '.join(text for _, text in differing)}{advice}"
 
 
 def _listed(ranks: list[int]) -> str:
-    """``0, 2 to 5``."""
+    """``rank 0``, ``ranks 0, 2 and 4 to 6``."""
     runs: list[list[int]] = []
     for r in ranks:
         if runs and r == runs[-1][1] + 1:
             runs[-1][1] = r
         else:
             runs.append([r, r])
-    return ", ".join(str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in runs)
+    parts: list[str] = []
+    for a, b in runs:
+        parts += [f"{a} to {b}"] if b > a + 1 else [str(r) for r in range(a, b + 1)]
+    *others, last = parts
+    if len(ranks) == 1:
+        return f"rank {last}"
+    return f"ranks {', '.join(others)} and {last}" if others else f"ranks {last}"
 
 
 def _all_gather_single(output: Tensor, x: Tensor, **options: Any) -> Any:

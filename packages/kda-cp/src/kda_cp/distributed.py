@@ -151,9 +151,9 @@ class ContextParallel:
                 "table", f"one for {self.ranks} ranks, the size of the group", f"{self.table.ranks} ranks"
             )
         return {
-            "table": f"{len(self.table.lengths)} sequences of {sum(self.table.lengths)} tokens in "
-            f"{len(self.table.fragments)} fragments ({self.table.digest()[:12]})",
-            "final_state_on": self.final_state_on,
+            "table": f"sequences={len(self.table.lengths)} tokens={sum(self.table.lengths)} "
+            f"fragments={len(self.table.fragments)} digest={self.table.digest()[:12]}",
+            "final_state_on": repr(self.final_state_on),
             "tag": repr(self.tag),
         }
 
