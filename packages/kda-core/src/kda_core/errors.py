@@ -34,6 +34,10 @@ class DtypeError(ArgumentError, TypeError):
     """A tensor, or an option, has the wrong type."""
 
 
+class DerivativeError(KdaError, NotImplementedError):
+    """A derivative that does not exist here: forward-mode AD, or a second derivative. Also a RuntimeError."""
+
+
 # ---- backends
 
 
