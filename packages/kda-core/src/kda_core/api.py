@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from kda_core import contract, ops
+from kda_core import contract, flops, ops
 from kda_core.contract import OPTION_FIELDS, KdaOptions, describe
 from kda_core.errors import ArgumentError, DtypeError, UnknownArgumentError
 
@@ -262,6 +262,8 @@ def _run(
         found = ops.execute_directly(ops.call_plan(tensors, rest, _checked), tensors, written)
         return found.o, found.final_state, found.intermediate_states
     args = _checked(tensors, rest, cp_context)
+    if not torch.compiler.is_compiling():
+        flops.offer()
     if written is None:
         return torch.ops.kda_core.chunk_fwd(*args)
     options = KdaOptions(*args[_N_TENSORS : _N_TENSORS + len(OPTION_FIELDS)])
@@ -304,8 +306,7 @@ def operator_args(
 def _checked(tensors: tuple[Any, ...], rest: tuple[Any, ...], cp_context: Any = None) -> tuple[Any, ...]:
     """The arguments of the operators in `kda_core.ops` from those of `_run`, with their types checked: an operator's
     schema would refuse a wrong type too, but would not name the argument as the user knows it."""
-    *given, backend, mode = rest
-    options = list(given)
+    options, (backend, mode) = list(rest[:-2]), rest[-2:]  # a list also where torch.compile traces
     for name, x in zip(_TENSOR_NAMES, tensors):
         optional = name not in _TENSOR_NAMES[:_N_REQUIRED]
         if not isinstance(x, Tensor) and not (x is None and optional):

@@ -50,6 +50,10 @@ class UnknownArgumentError(KdaError, TypeError):
     """A function has no such keyword; the message says which it may have been."""
 
 
+class DerivativeError(KdaError, NotImplementedError):
+    """A derivative that does not exist here: forward-mode AD, or a second derivative. Also a RuntimeError."""
+
+
 # ---- backends
 
 

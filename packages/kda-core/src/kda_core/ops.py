@@ -18,12 +18,19 @@ from typing import Any, cast
 
 import torch
 from torch import _C, Tensor
+from torch.autograd import forward_ad
 
-from kda_core import contents, contract, env, install, registry
+from kda_core import contents, contract, env, gradients, install, registry
 from kda_core.backend import Plan, Planner, SupportsBackward
 from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, KdaOutputs, ProblemShape
 from kda_core.discovery import FAILURES
-from kda_core.errors import ArgumentError, BackendContractError, KdaError, PlannerError
+from kda_core.errors import (
+    BackendContractError,
+    BackendUnsupportedError,
+    KdaError,
+    NoEligibleBackendError,
+    PlannerError,
+)
 from kda_core.plugin_checks import show_error, shown
 
 TENSORS = (
@@ -43,7 +50,7 @@ _LIB.define(
     "Tensor(a!) o, Tensor(b!)? final_state, Tensor(c!)? h, Tensor(d!)? workspace) -> ()"
 )
 _LIB.define(
-    f"chunk_bwd(Tensor grad_o, Tensor? grad_final_state, {TENSORS}, {OPTIONS}, str? backend) "
+    f"chunk_bwd(Tensor grad_o, Tensor? grad_final_state, Tensor served, {TENSORS}, {OPTIONS}, str? backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -113,7 +120,7 @@ def call_plan(
     if plan is None:
         *options, backend, mode = rest if check is None else check(tensors, rest)[_N_TENSORS:]
         shape = _shared(contract.problem_shape(*tensors, options=KdaOptions(*options)))
-        plan = make_plan(shape, registry.REGISTRY.resolve(shape, backend), mode)
+        plan = make_plan(shape, _choose(shape, backend, tensors), mode)
         if env.check():
             plan = replace(plan, checked=True)
         if key == _plan_key(tensors, rest):  # another thread may have changed the environment meanwhile
@@ -121,6 +128,24 @@ def call_plan(
                 plans.clear()
             plans[key] = plan
     return plan
+
+
+def _choose(shape: ProblemShape, backend: str | None, tensors: Sequence[Tensor | None]) -> registry.Choice:
+    """`Registry.resolve`, with a hint where the call would be served without gradients."""
+    try:
+        return registry.REGISTRY.resolve(shape, backend)
+    except (BackendUnsupportedError, NoEligibleBackendError) as error:
+        if not shape.options.needs_backward:
+            raise
+        try:
+            options = replace(shape.options, needs_backward=False)
+            served = registry.REGISTRY.resolve(replace(shape, options=options), backend).spec.name
+        except KdaError:
+            raise error from None
+        names = [n for n, x in zip(gradients.TENSOR_NAMES, tensors) if x is not None and x.requires_grad]
+        who = f"{', '.join(names) or 'an input'} requires grad"
+        hint = f"{who}; without gradients (torch.no_grad(), detach()) {served} serves this call"
+        raise type(error)(f"{error}\n  {hint}") from None
 
 
 @functools.lru_cache(maxsize=MAX_PLANS)
@@ -223,6 +248,8 @@ def execute(
         if name is not None:
             raise registry.REGISTRY.planner_error(name, f"run {what}")
         raise BackendContractError(f"{choice.spec.name}.{call.entry} {what}")
+    if given is not None:  # as torch's own functions do: autograd sees that what it saved has changed
+        torch.autograd.graph.increment_version([x for x in given if x is not None])
     registry.notify(choice.spec.name, call.entry, shape.device_type, name)
     return outputs
 
@@ -320,9 +347,15 @@ def _empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _chunk_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = args[:_N_TENSORS]
-    out = execute(call_plan(tensors, args[_N_TENSORS:]), tensors)
-    return out.o, _empty(out.final_state, out.o), _empty(out.intermediate_states, out.o)
+    """o, the final states, and the intermediate states, which a call with a backward has not: then which backend served it,
+    unless the call says that."""
+    tensors, backend = args[:_N_TENSORS], args[-2]
+    call = call_plan(tensors, args[_N_TENSORS:])
+    out = execute(call, tensors)
+    third = out.intermediate_states
+    if call.shape.options.needs_backward and backend is None:
+        third = gradients.served_by(call.choice.spec.name)
+    return out.o, _empty(out.final_state, out.o), _empty(third, out.o)
 
 
 def _chunk_fwd_out(*args: Any) -> None:
@@ -330,13 +363,18 @@ def _chunk_fwd_out(*args: Any) -> None:
     execute(call_plan(tensors, args[_N_TENSORS:-4]), tensors, given=args[-4:])
 
 
-def _chunk_bwd(grad_o: Tensor, grad_final_state: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    """Gradients of the first eight tensor arguments, in their shapes and dtypes."""
-    tensors = args[:_N_TENSORS]
-    call = call_plan(tensors, (*args[_N_TENSORS:], "off"))
+def _chunk_bwd(
+    grad_o: Tensor, grad_final_state: Tensor | None, served: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of the first eight tensor arguments, in their shapes and dtypes. `served`: what `chunk_fwd` returned last."""
+    tensors, (*options, backend) = args[:_N_TENSORS], args[_N_TENSORS:]
+    if backend is None:
+        backend = gradients.backend_of(served)
+    call = call_plan(tensors, (*options, backend, "off"))
     inputs = contract.make_inputs(tensors, call.shape)
     backend = cast(SupportsBackward, call.choice.backend)  # its features were checked when it was chosen
-    grads = backend.chunk_bwd(inputs, grad_o.contiguous(), grad_final_state)
+    with torch.inference_mode(False), torch.no_grad():  # a backend may use autograd, which may be off here
+        grads = backend.chunk_bwd(inputs, grad_o.contiguous(), grad_final_state)
     registry.notify(call.choice.spec.name, "chunk_bwd", call.shape.device_type)
     found = [getattr(grads, f.name) for f in fields(grads)]
     return tuple(
@@ -357,6 +395,7 @@ def dispatcher_is_idle(tensors: Sequence[Tensor | None]) -> bool:
         or _C._is_torch_function_mode_enabled()
         or _C._functorch.peek_interpreter_stack() is not None
         or _C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
         or not _PLAIN.issuperset(map(type, tensors))
         or (q := tensors[0]) is None
         or q.is_meta
@@ -394,6 +433,8 @@ def _fake_chunk_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     s, new = inputs.shape, inputs.q.new_empty
     o = new((s.B, s.T, s.HV, s.V))
     state = new(s.state_shape, dtype=s.state_dtype) if s.options.output_final_state else new(0)
+    if s.options.needs_backward and args[-2] is None:
+        return o, state, torch.empty((), dtype=torch.int64, device="cpu")  # as `gradients.served_by`
     if not s.options.return_intermediate_states:
         return o, state, new(0)
     if s.varlen and not s.options.use_graph:  # the contents of cu_seqlens decide, which a trace lacks
@@ -409,45 +450,22 @@ def _fake_chunk_fwd_out(*args: Any) -> None:
         contract.check_outputs(inputs, KdaOutputs(*args[-4:]))
 
 
-def _fake_chunk_bwd(grad_o: Tensor, grad_final_state: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+def _fake_chunk_bwd(
+    grad_o: Tensor, grad_final_state: Tensor | None, served: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
     return tuple(grad_o.new_empty(0) if x is None else x.new_empty(x.shape) for x in args[:8])
 
 
-# ---- autograd
+# ---- registration
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:_N_TENSORS])
-    ctx.rest = inputs[_N_TENSORS:]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*([output[2]] if output[2].dtype == torch.bfloat16 else []))
-
-
-def _backward(
-    ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, grad_h: Tensor | None
-) -> tuple[Any, ...]:
-    tensors, (*options, backend, _) = ctx.saved_tensors, ctx.rest
-    parsed = KdaOptions(*options)
-    v = tensors[2]
-    if not parsed.needs_backward:
-        raise ArgumentError("needs_backward", "True for an operator that is differentiated", "False")
-    if grad_o is None:
-        grad_o = torch.zeros_like(v)
-    if not parsed.output_final_state:
-        grad_final_state = None
-    grads = torch.ops.kda_core.chunk_bwd(grad_o, grad_final_state, *tensors, *options, backend)
-    return (
-        *(None if x is None else d for x, d in zip(tensors[:8], grads)),
-        None,
-        None,
-        *([None] * (_N_OPTIONS + 2)),
-    )
-
-
-_LIB.impl("chunk_fwd", _chunk_fwd, "CompositeExplicitAutograd")
-_LIB.impl("chunk_fwd_out", _chunk_fwd_out, "CompositeExplicitAutograd")
-_LIB.impl("chunk_bwd", _chunk_bwd, "CompositeExplicitAutograd")
-torch.library.register_fake("kda_core::chunk_fwd", _fake_chunk_fwd, lib=_LIB)
-torch.library.register_fake("kda_core::chunk_fwd_out", _fake_chunk_fwd_out, lib=_LIB)
-torch.library.register_fake("kda_core::chunk_bwd", _fake_chunk_bwd, lib=_LIB)
-torch.library.register_autograd("kda_core::chunk_fwd", _backward, setup_context=_setup_context, lib=_LIB)
+for name, on_tensors, on_fakes, with_autograd in (
+    ("chunk_fwd", _chunk_fwd, _fake_chunk_fwd, gradients.chunk_fwd),
+    ("chunk_fwd_out", _chunk_fwd_out, _fake_chunk_fwd_out, gradients.chunk_fwd_out),
+    ("chunk_bwd", _chunk_bwd, _fake_chunk_bwd, gradients.chunk_bwd),
+):
+    _LIB.impl(name, on_tensors, "CompositeExplicitAutograd")
+    _LIB.impl(name, with_autograd, "Autograd")
+    torch.library.register_fake(f"kda_core::{name}", on_fakes, lib=_LIB)
+for operator in (torch.ops.kda_core.chunk_fwd.default, torch.ops.kda_core.chunk_bwd.default):
+    torch.library.register_vmap(operator, gradients.batching_rule(operator), lib=_LIB)
