@@ -9,6 +9,7 @@ from inputs import call
 from torch.testing import assert_close
 
 from kda_core import chunk_kda, explain, fused_recurrent_kda
+from kda_core.contract import KdaOptions, make_inputs, problem_shape
 from kda_core.errors import (
     ArgumentError,
     DeviceError,
@@ -371,6 +372,15 @@ def test_gate_parameters_of_other_shapes_and_dtypes(dtype, shape, bound):
     for given, (name, like) in zip((A_log, dt_bias), plain.items()):
         assert given.grad.dtype == dtype and given.grad.shape == given.shape, name
         assert torch.equal(given.grad.flatten(), like.grad.to(dtype)) and like.grad.abs().sum() > 0
+
+
+def test_a_backend_gets_gate_parameters_in_one_form():
+    A_log, dt_bias = torch.zeros(1, 1, 2, 1, dtype=torch.float16), torch.zeros(16, dtype=torch.bfloat16)
+    tensors = (*X.values(), A_log, dt_bias, None, None, None)
+    shape = problem_shape(*tensors, options=KdaOptions(use_gate_in_kernel=True))
+    inputs = make_inputs(tensors, shape)
+    for x, form in ((inputs.A_log, (2,)), (inputs.dt_bias, (2, 8))):
+        assert x.dtype == torch.float32 and tuple(x.shape) == form and x.is_contiguous()
 
 
 @pytest.mark.parametrize(
