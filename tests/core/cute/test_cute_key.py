@@ -322,6 +322,8 @@ def test_an_upgrade_makes_a_running_process_outdated(kernels, package, fresh_too
     assert variant.ingredients()["sources"] == before  # what runs is what was imported
     (package / "helper.py").write_text(text)
     assert variant.outdated() is None  # the same content again, under another stamp
+    (package / ".#helper.py").symlink_to("user@host.1234:5678")  # an editor's lock
+    assert variant.outdated() is None and variant.ingredients()["sources"] == before
     (package / "new.py").touch()
     assert variant.outdated() == f"{package / 'new.py'} changed while this process ran"
     (package / "new.py").unlink()

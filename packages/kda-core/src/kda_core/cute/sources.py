@@ -109,7 +109,7 @@ class Text:
             stamp = _stamp(path)
             if path in self.content and stamp == self.stamps[path]:
                 continue
-            if path in self.content and _text(path) == self.content[path]:
+            if _text(path) == self.content.get(path):  # None and None: an editor's lock, a folder
                 self.stamps[path] = stamp
             else:
                 found.append(path)
