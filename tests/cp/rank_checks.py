@@ -270,7 +270,8 @@ def order_checks(rank, ranks):
 
 
 def deaths(rank, ranks, folder):
-    """Entry of 4 processes: 1, 2 and 3 die at another moment each, in a group with 0, which returns what it raises."""
+    """Entry of 5 processes: all but 0 die, in a group with 0, at another moment each, and 4 where 0 fails too. 0 returns what it
+    raises."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
@@ -282,20 +283,22 @@ def deaths(rank, ranks, folder):
     table = FragmentTable.contiguous((80,), 2)
     mine = x | {n: table.shard(x[n], int(rank > 0)) for n in TOKENS}
 
-    def use(group, dies=None):
+    def use(group, dies=None, **mistake):
         if dies == 1:
             os._exit(0)
         cp = ContextParallel(group, table, tag="layer 7")
-        if dies == 2:
+        if dies in (2, 4):
             os._exit(0)
         if dies == 3:
             mock.patch.object(cp, "_exchange", side_effect=lambda *_: os._exit(0)).start()
-        cp.chunk_kda(**mine)
+        cp.chunk_kda(**mine | mistake)
 
     if rank:
         use(groups[rank], dies=rank)
     else:
-        torch.save({r: fails(lambda r=r: use(groups[r])) for r in groups}, f"{folder}/0.pt")
+        mistakes = {4: {"beta": 0.5}}
+        found = {r: fails(lambda r=r: use(groups[r], **mistakes.get(r, {}))) for r in groups}
+        torch.save(found, f"{folder}/0.pt")
         os._exit(0)  # groups of the dead cannot be taken apart
 
 

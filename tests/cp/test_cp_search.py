@@ -62,11 +62,11 @@ def tried(lengths, HV, known, strategy, native, window):
 lengths = st.lists(
     st.one_of(st.integers(0, 300), st.integers(0, 20_000), st.integers(0, 3000).map(lambda n: n * GRANULE)),
     min_size=1,
-    max_size=20,
+    max_size=12,
 ).map(tuple)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     lengths,
     st.sampled_from([1, 2, 4, 8, 12, 64]),
@@ -85,7 +85,7 @@ def test_the_search_finds_what_trying_every_cut_finds(lengths, HV, known, strate
         assert plan.prediction.planned == time
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(
     st.lists(st.integers(0, 500), min_size=1, max_size=30),
     st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),

@@ -90,7 +90,7 @@ class Ranks:
         Args:
             moment: where this rank is. With `MAKES` the instance is a number that this process has not used.
             terms: of this rank; None with `error`.
-            error: with which this rank failed; it is raised here.
+            error: with which this rank failed; it is raised here, also where other ranks cannot be told.
 
         Returns:
             The instance of the first rank.
@@ -98,6 +98,14 @@ class Ranks:
         Raises:
             RankError: as above, or a rank cannot be reached.
         """
+        try:
+            return self._agree(moment, terms, error)
+        except RankError:
+            if error is not None:
+                raise error  # the RankError is its context
+            raise
+
+    def _agree(self, moment: Moment, terms: Terms | None, error: Exception | None) -> int:
         digest = 0 if terms is None else terms.digest
         with contextlib.nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
             word = [error is not None, moment.step, moment.instance, moment.call, digest]

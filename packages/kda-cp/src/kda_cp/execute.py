@@ -4,7 +4,9 @@ pieces themselves, `kda_cp.native`."""
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,36 +28,51 @@ def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) ->
     Raises:
         ShapeError: `outputs.workspace` has fewer than `workspace_bytes`.
     """
-    needed, found = workspace_bytes(plan, inputs.shape, backend), outputs.workspace
-    if needed > (size := 0 if found is None else found.numel()):
-        raise ShapeError("workspace", f"at least {needed} bytes", f"{size} bytes")
-    if not plan.is_split:
+    route, found = _route(plan, inputs.shape, backend), outputs.workspace
+    if route.workspace_bytes > (size := 0 if found is None else found.numel()):
+        raise ShapeError("workspace", f"at least {route.workspace_bytes} bytes", f"{size} bytes")
+    if not route.is_split:
         return backend.chunk_fwd(inputs, outputs)
     with _undisturbed(inputs.q.device.type):
-        if plan.strategy == "exact" and (how := native.execution(plan, inputs.shape, backend)) is not None:
-            native.run(how, inputs, outputs)
+        if route.natively is not None:
+            native.run(route.natively, inputs, outputs)
         else:
-            call = Caller(backend, outputs.workspace)
+            call = Caller(backend, found)
             starts = _initial_states(plan, layout(plan), inputs, outputs.o, call)
             _run_pieces(layout(plan), inputs, outputs, starts, call)
     return outputs
 
 
-_workspaces = Cache(256)
-
-
 def workspace_bytes(plan: Plan, shape: ProblemShape, backend: Backend) -> int:
-    """Bytes of scratch memory that `run` needs, as the backend counts them. They are kept: every split call asks."""
+    """Bytes of scratch memory that `run` needs, as the backend counts them."""
+    return _route(plan, shape, backend).workspace_bytes
 
-    def make() -> tuple[Backend, int]:
-        if plan.strategy == "exact" and (how := native.execution(plan, shape, backend)) is not None:
-            return backend, how.workspace_bytes
-        return backend, max(map(backend.workspace_bytes, shapes(plan, shape, backend)))
 
+class _Route(NamedTuple):
+    """How a plan is executed: over a backend that summarises segments itself, or else by its forward calls."""
+
+    backend: Backend
+    is_split: bool
+    natively: native.Execution | None
+    workspace_bytes: int
+
+
+_routes = Cache(256)
+
+
+def _route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
+    """It is kept, for every call by a plan asks twice. So is the backend, so that its id stays its own."""
+    return _routes.get(
+        (plan, shape, id(backend), native.WORKSPACE_BYTES), partial(_find_route, plan, shape, backend)
+    )
+
+
+def _find_route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
     if not plan.is_split:
-        return backend.workspace_bytes(shape)
-    # the backend is kept, so that its id stays its own
-    return _workspaces.get((plan, shape, id(backend), native.WORKSPACE_BYTES), make)[1]
+        return _Route(backend, False, None, backend.workspace_bytes(shape))
+    if plan.strategy == "exact" and (how := native.execution(plan, shape, backend)) is not None:
+        return _Route(backend, True, how, how.workspace_bytes)
+    return _Route(backend, True, None, max(map(backend.workspace_bytes, shapes(plan, shape, backend))))
 
 
 def _undisturbed(device_type: str) -> contextlib.AbstractContextManager[object]:
