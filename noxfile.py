@@ -19,7 +19,9 @@ PACKAGES = ("kda-core", "kda-sm90", "kda-sm100", "kda-cp", "ptx-emulator")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")  # nox skips those that the machine lacks
 SOURCES = ("packages", "examples", "benchmarks", "noxfile.py")
 
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "build", "setuptools", "nvidia-cuda-nvcc")
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "build", "hatchling", "nvidia-cuda-nvcc")
+
+DOWNLOADS = "what is not there yet is downloaded now; PyPI's torch for Linux brings CUDA, several gigabytes"
 
 # What `compile` compiles: (module:callable, folder that holds the module where it is no package, architectures).
 # The callable gives (kernel class, configuration) pairs. A package with kernels has a row here.
@@ -60,6 +62,7 @@ def lowest_constraints(session: nox.Session) -> Path:
 
 def install_all(session: nox.Session, dsl: str = "newest") -> None:
     """All packages of the repository, editable, with the test tools and the DSL of one end of its range."""
+    session.log(DOWNLOADS)
     constraints = CONSTRAINTS if dsl == "newest" else lowest_constraints(session)
     editable = [word for package in PACKAGES for word in ("-e", f"packages/{package}")]
     session.install("-c", str(constraints), *editable, *TEST_TOOLS)
@@ -67,6 +70,7 @@ def install_all(session: nox.Session, dsl: str = "newest") -> None:
 
 def install_for_this_machine(session: nox.Session) -> None:
     """The core, and the other packages where there is an NVIDIA GPU to use them."""
+    session.log(DOWNLOADS)
     packages = PACKAGES if Path("/dev/nvidiactl").exists() else PACKAGES[:1]
     editable = [word for package in packages for word in ("-e", f"packages/{package}")]
     session.install("-c", str(CONSTRAINTS), *editable, "numpy")  # torch warns at import without numpy

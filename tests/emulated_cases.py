@@ -13,6 +13,7 @@ import pytest
 from kda_core.testing import FAMILIES
 from kda_core.testing.conformance import BackendConformance, same
 from kda_core.testing.emulation import emulated
+from kda_core.testing.inputs import PLAIN
 from kda_core.testing.runner import EMULATED, TESTED, Runner
 
 KIT = BackendConformance()  # for its tests, called one by one
@@ -27,12 +28,16 @@ class EmulatedCases:
     options: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture
-    def kda(self, request):
+    def kda(self, record_property):
         with emulated(self.backend, self.arch, **self.options):
-            runner = Runner(self.backend, "cpu", 128, quick=True)
+            runner = Runner(self.backend, "cpu", 128, quick=True, record=record_property)
             assert runner.tested() == (self.backend, "cpu", EMULATED)
-            request.node.user_properties.append((TESTED, runner.tested()))
+            record_property(TESTED, runner.tested())
             yield runner
+
+    @pytest.mark.parametrize("T", (1, 70))
+    def test_base(self, kda, T):
+        kda.compare(kda.case(PLAIN, T, H=3))
 
     @pytest.mark.parametrize("T", (0, 1, 15, 17, 64, 130))
     def test_length(self, kda, T):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,9 +49,9 @@ def problem_shape(
 
 #: What no kernel of the GPU backends is built for: (changes of `problem_shape`, what a refusal says).
 NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"K": 64}, "K=64, V=128"),
-    ({"V": 256}, "K=128, V=256"),
-    ({"dtype": torch.float16}, "float16"),
+    ({"K": 64}, "K=64, V=128; serves K=128, V=128"),
+    ({"V": 256}, "K=128, V=256; serves K=128, V=128"),
+    ({"dtype": torch.float16}, "dtype float16; serves bfloat16"),
     ({"g": torch.float16}, "g in torch.float16"),
     ({"beta": torch.float64}, "beta in torch.float64"),
     ({"B": 2**20, "T": 2**20}, "2^31 or more"),
@@ -56,6 +59,11 @@ NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
 
 #: Of `problem_shape`: log decays come as they are, without a bound.
 FREE: dict[str, Any] = {"use_gate_in_kernel": False, "lower_bound": None, "A_log": False, "dt_bias": False}
+
+
+def refused(name: str, shape: ProblemShape) -> str | None:
+    """Why a backend does not serve a shape, None if it does."""
+    return {r.name: r.reason for r in kda_core.explain(shape).refusals}.get(name)
 
 
 def listed(name: str) -> kda_core.BackendInfo:
@@ -72,3 +80,58 @@ def modules_after(code: str) -> set[str]:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout))
+
+
+_FORK = """
+import os, threading
+
+started, release, parent = threading.Event(), threading.Event(), os.getpid()
+
+def hold():
+    if os.getpid() == parent:
+        started.set()
+        release.wait()
+
+def afterwards():
+    pass
+
+{code}
+
+thread = threading.Thread(target=busy)
+thread.start()
+started.wait()
+ours, theirs = os.pipe()
+if os.fork() == 0:
+    try:
+        text = str(child())
+    except BaseException as error:
+        text = repr(error)
+    os.write(theirs, text.encode())
+    os._exit(0)
+os.close(theirs)
+with open(ours) as pipe:
+    print(pipe.read(), end="")
+release.set()
+thread.join()
+afterwards()
+"""
+
+
+def said_by_a_fork(code: str, folder: Path | None = None) -> str:
+    """What ``child()`` returns in a child that is forked while a thread of its parent, which runs ``busy()``, waits in
+    ``hold()``. `code` defines the two; ``hold()`` of `__main__` returns at once in the child. If `code` defines
+    ``afterwards()``, the parent runs it at the end. `folder` goes first on ``sys.path``. A child that never ends fails the
+    test."""
+    paths = [*([] if folder is None else [str(folder)]), *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", _FORK.format(code=code)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, errors = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 0, errors
+    return out

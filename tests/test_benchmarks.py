@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -309,6 +310,90 @@ def test_the_committed_page_is_made_from_the_committed_results(path, registry):
         for gates in registry.GATES if c.table != "blackwell" else ():
             for impl in ("kda-sm90", *(() if c.use_graph else ("fla",))):
                 assert (c.name, gates, impl) in measured
+
+
+def row(case, gates, impl, ms, error=1e-3, table="public"):
+    """A row of prefill."""
+    known = {"B": 1, "T": 100, "H": 1, "HV": 1, "lengths": [], "eager_ms": ms, "run": "r", "median_ms": ms}
+    return known | {
+        "case": case,
+        "table": table,
+        "gates": gates,
+        "impl": impl,
+        "error_o": error,
+        "error_state": error,
+    }
+
+
+def test_the_summary_of_prefill_begins_with_the_gates_of_the_models(registry):
+    import report
+
+    rows = [
+        row("a", "slow", "kda-sm90", 1.0), row("a", "slow", "fla", 8.0), row("b", "slow", "fla", 3.0, table="gva"),
+        row("b", "slow", "kda-sm90", 1.5, table="gva"), row("c", "slow", "kda-sm90", 9.0),
+        row("a", "slow-unbounded", "kda-sm90", 1.0), row("a", "slow-unbounded", "fla", 2.0),
+        row("b", "slow-unbounded", "kda-sm90", 0.1, error=2e-3), row("b", "slow-unbounded", "fla", 4.0),
+        row("c", "slow-unbounded", "kda-sm90", 1.0, error=9e-4), row("c", "slow-unbounded", "fla", 8.0),
+    ]  # fmt: skip
+    head, _, model, bounded, *_, errors = report.summary(rows)
+    assert head == "| gates | impl | published shapes | all shapes |"
+    assert model == (
+        "| softplus, slow decay (Kimi Linear's gate) | kda-sm90 | **4.00x** (2.00 to 8.00; 2, 1 wrong) |  |"
+    )
+    assert bounded.endswith("| **8.00x** (8.00 to 8.00; 1) | **4.00x** (2.00 to 8.00; 2) |")
+    assert "0.90 to 2.00 times FLA's" in errors
+    assert report.summary(rows[:1]) == ["No row of FLA to compare with."]
+
+
+def test_the_readme_shows_the_summary_of_the_committed_results(registry):
+    import report
+
+    data = json.loads((BENCHMARKS / "results" / "h200" / "prefill.json").read_text())
+    readme = (BENCHMARKS.parent / "README.md").read_text()
+    lines = report.summary(data["rows"])
+    assert len(lines) == 12 and "\n".join(lines) in readme
+    shown = {x for line in lines for x in re.findall(r"\d\.\d\dx", line)}
+    assert set(re.findall(r"\d\.\d+ ?x\b", readme)) == shown, "no speed-up that the summary does not have"
+
+
+def test_the_committed_plot_shows_the_published_shapes_with_the_gates_of_the_models(registry):
+    import report
+
+    data = json.loads((BENCHMARKS / "results" / "h200" / "prefill.json").read_text())
+    rows = report.bars("prefill", data)
+    assert {(r["gates"], r["table"]) for r in rows} == {("slow-unbounded", "public")}
+    assert {r["case"] for r in rows} == {c.name for c in registry.public()}
+    texts = re.findall(r"<text[^>]*>(.*?)</text>", (report.DOCS / "h200.svg").read_text())
+    for r in rows:
+        assert r["case"] in texts and report._speedup(r, rows) in ["", *texts]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_without_matplotlib_a_plot_that_is_there_is_kept(registry, tmp_path, monkeypatch, capsys, there):
+    import report
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    results, plot = tmp_path / "prefill.json", tmp_path / "docs" / "cpu.svg"
+    run = {"id": "r", "device": "cpu", "device_name": "a CPU", "command": "x", "torch": "2", "versions": {}}
+    results.write_text(json.dumps({"runs": [run], "rows": [row("a", "slow", "reference", 1.0)]}))
+    if there:
+        plot.parent.mkdir()
+        plot.write_text("<svg/>")
+    assert report.main([str(results), "--out", str(plot.parent)]) == 0
+    said = capsys.readouterr().err
+    assert said == f"matplotlib is not installed: {plot} is {'kept as it is' if there else 'not made'}\n"
+    assert plot.exists() == there and (not there or plot.read_text() == "<svg/>")
+    assert ("](cpu.svg)" in plot.with_suffix(".md").read_text()) == there
+
+
+def test_with_matplotlib_a_plot_is_made(registry, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib, as plots do")
+    import report
+
+    rows = [row("a", "slow", "kda-sm90", 1.0), row("a", "slow", "fla", 2.5)]
+    assert report.plot(rows, tmp_path / "x.svg", "a GPU", labelled=True) == "x.svg"
+    drawn = (tmp_path / "x.svg").read_text()
+    assert ">2.50x<" in drawn and ">a GPU, gates: bounded below by -5, slow decay<" in drawn
 
 
 @pytest.mark.parametrize("copied", (48, 64, 128))

@@ -35,7 +35,11 @@ def install_into(
         "target": f"{module}_backend:Backend", "priority": 0, "unavailable": None,
     }  # fmt: skip
     # a spec of ABI 1.0 has none of these
-    later = "".join(f" {field}={spec.pop(field)!r}," for field in ("variants", "note") if field in spec)
+    later = "".join(
+        f" {field}={spec.pop(field)!r},"
+        for field in ("variants", "note", "dtypes", "head_dims")
+        if field in spec
+    )
     source = SPEC.format(name=name, later=later, **(fields | spec)) if source is None else source
     (folder / f"{module}.py").write_text(source)
     (folder / f"{module}_backend.py").write_text(

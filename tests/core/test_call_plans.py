@@ -313,7 +313,7 @@ def test_gradients_come_from_the_operator(direct):
     direct.clear()
     with record_calls() as calls:
         o, _ = chunk_kda(**x)
-        assert "kda_core_chunk_fwd" in str(o.grad_fn)
+        assert o.grad_fn.name() == "ChunkKdaBackward"
         o.sum().backward()
     assert [c.entry for c in calls] == ["chunk_fwd", "chunk_bwd"] and not direct
     with pytest.raises(ArgumentError, match="^out: "):
@@ -356,7 +356,7 @@ def test_tracers_record_the_operator(direct):
     assert not direct
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")  # a DeprecationWarning, of torch 2.15 a FutureWarning
 def test_jit_tracing_records_the_operator(direct):
     traced = torch.jit.trace(lambda *x: chunk_kda(*x)[0], tuple(X.values()), check_trace=False)
     assert "kda_core::chunk_fwd" in str(traced.graph) and not direct
@@ -379,16 +379,6 @@ def test_transforms_get_the_operator(direct):
     o = torch.func.vmap(lambda *x: chunk_kda(*x)[0])(*batch)
     assert not direct
     assert torch.equal(o, torch.stack([chunk_kda(**X)[0], chunk_kda(**other)[0]]))
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, on first use
-def test_forward_mode_tangents_are_dropped_as_by_the_operator():
-    import torch.autograd.forward_ad as fwAD
-
-    with fwAD.dual_level():
-        x = replaced(X, v=fwAD.make_dual(X["v"], torch.ones_like(X["v"])))
-        for run in (through_the_operator(chunk_kda, **x), chunk_kda(**x)):
-            assert fwAD.unpack_dual(run[0]).tangent is None
 
 
 def test_explain_says_the_same_of_a_known_call():

@@ -1,15 +1,19 @@
 """Environment variables, import laziness, the command line."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from inputs import call
 
-from kda_core import env
+from kda_core import chunk_kda, env
 from kda_core.cli import main
-from kda_core.errors import ArgumentError
+from kda_core.errors import ArgumentError, BackendNotFoundError
+from kda_core.registry import record_calls
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,9 +53,7 @@ def test_import_pulls_in_neither_cutlass_nor_triton():
         "bad = [m for m in set(sys.modules) - before if m.split('.')[0] in ('cutlass', 'triton', 'tvm_ffi', 'cuda', 'pytest')]\n"
         "print(bad)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
@@ -91,3 +93,42 @@ def test_unknown_arguments_are_refused(capsys):
         main(["backends", "--nonsense"])
     assert "unrecognized arguments: --nonsense" in capsys.readouterr().err
     assert main(["conformance", "no-such-backend"]) != 0
+
+
+@pytest.mark.parametrize("given", [{}, {"KDA_BACKEND": "reference"}, dict(os.environ)])
+def test_calls_work_while_a_plain_dict_stands_for_the_environment(given):
+    with mock.patch("os.environ", given), record_calls() as calls:
+        chunk_kda(**call())
+        given["KDA_BACKEND"] = "refrence"
+        with pytest.raises(BackendNotFoundError, match="KDA_BACKEND='refrence'.*did you mean 'reference'"):
+            chunk_kda(**call())
+        given["KDA_BACKEND"] = "reference"
+        chunk_kda(**call())
+    assert [c.backend for c in calls] == ["reference"] * 2
+
+
+def test_a_changed_environment_is_seen(monkeypatch):
+    """Whichever way the value of a variable is read to be compared."""
+
+    class Other(dict):
+        encodekey = staticmethod(str)
+        _data = {}  # noqa: RUF012 - of no meaning
+
+    for environ in (os.environ, dict(os.environ), Other(os.environ)):
+        with mock.patch("os.environ", environ):
+            seen = []
+            for value in ("reference", "absent", "reference"):
+                monkeypatch.setitem(environ, "KDA_BACKEND", value)
+                seen.append(env.KDA_BACKEND.given())
+            assert seen[0] == seen[2] != seen[1]
+
+
+def test_importing_while_a_dict_stands_for_the_environment():
+    script = (
+        "import os\nfrom unittest import mock\nimport torch\n"
+        "with mock.patch('os.environ', dict(os.environ)):\n    from kda_core import env\n"
+        "os.environ['KDA_CP'] = '0'\nfirst = env.KDA_CP.given()\n"
+        "os.environ['KDA_CP'] = '1'\nprint(first != env.KDA_CP.given(), env.context_parallel())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "True"], done.stdout + done.stderr

@@ -40,7 +40,7 @@ def test_dtypes(dtype, rtol):
 def test_small_slabs_change_nothing_but_memory(monkeypatch):
     x = call(B=2, T=100, dtype=torch.float64)
     whole = chunk_kda(**x, output_final_state=True)
-    monkeypatch.setattr(reference, "PAIRS_BYTES", 1)
+    monkeypatch.setattr(reference, "ROWS_BYTES", 1)
     for a, b in zip(whole, chunk_kda(**x, output_final_state=True)):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 

@@ -1,14 +1,17 @@
 """Discovery, statuses, the order of choice, and that one bad plugin never hides the others."""
 
-import dataclasses
+import re
 import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from inputs import call
 
 import kda_core
-from kda_core import BACKEND_ABI, chunk_kda, explain, ops, use_backend
+from kda_core import BACKEND_ABI, chunk_kda, explain, ops, registry, use_backend
 from kda_core.abi import compatible
 from kda_core.errors import (
     ArgumentError,
@@ -30,6 +33,20 @@ def ran(**kwargs):
         chunk_kda(**X, **kwargs)
     (only,) = calls
     return only.backend
+
+
+@contextmanager
+def without(*names):
+    """Within the block none of this project's backends `names` is installed."""
+    found = registry.entry_points
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", lambda **kw: [p for p in found(**kw) if p.name not in names])
+        kda_core.backends(refresh=True)
+        try:
+            yield
+        finally:
+            patch.undo()
+            kda_core.backends(refresh=True)
 
 
 def status(name):
@@ -69,8 +86,8 @@ def test_every_status_is_listed_and_hides_nobody(install):
         ("broken-import", "broken", "ModuleNotFoundError"),
         ("broken-object", "broken", "int, not a BackendSpec"),
         ("broken-target", "broken", "a_module_that_is_not_there"),
-        ("outdated", "abi-mismatch", "pip install -U fake-outdated"),
-        ("too-new", "abi-mismatch", "pip install -U kda-core"),
+        ("outdated", "abi-mismatch", "install a newer fake-outdated: pip install outdated"),
+        ("too-new", "abi-mismatch", "install a newer kda-core: pip install ./packages/kda-core"),
         ("foreign", "wrong-arch", "sm_100, sm_103"),
         ("empty", "unsupported", "no kernel yet"),
     ):
@@ -98,7 +115,7 @@ def test_a_name_is_served_once(install):
     install("reference", priority=1000)
     duplicates = [i for i in kda_core.backends() if i.name == "reference"]
     assert [i.status for i in duplicates] == ["ok", "broken"]
-    assert "taken by kda-core" in duplicates[1].reason
+    assert duplicates[1].reason == "the name reference is reserved for kda-core"
     assert ran() == "reference"
 
 
@@ -123,9 +140,81 @@ def test_the_environment_restricts_and_falls_through_in_order(install, monkeypat
     monkeypatch.setenv("KDA_BACKEND", "picky")
     with pytest.raises(NoEligibleBackendError, match="picky *unsupported: T is odd"):
         ran()
-    monkeypatch.setenv("KDA_BACKEND", "absent")
-    with pytest.raises(BackendNotFoundError, match="'absent' is not installed"):
+
+
+def test_a_backend_in_the_environment_that_cannot_serve_is_passed_over(install, monkeypatch):
+    install("failing", target="a_module_that_is_not_there:Backend")
+    install("foreign", archs={(9, 0)})
+    with without("sm90"):
+        monkeypatch.setenv("KDA_BACKEND", "sm90,failing,foreign,reference")
+        assert ran() == "reference"
+        monkeypatch.setenv("KDA_BACKEND", "sm90,failing,foreign,sm90")
+        with pytest.raises(NoEligibleBackendError) as caught:
+            ran()
+    head, *rows = str(caught.value).splitlines()
+    assert head.endswith("on cpu (choice: KDA_BACKEND='sm90,failing,foreign')")
+    for row, words in zip(
+        rows, ("not-installed: pip install", "broken: ", "wrong-arch: runs on sm_90"), strict=True
+    ):
+        assert words in row
+
+
+@pytest.mark.parametrize("order", ["sm9,reference", "reference,sm9", "SM90,reference"])
+def test_an_unknown_name_in_the_environment_is_an_error(monkeypatch, order):
+    monkeypatch.setenv("KDA_BACKEND", order)
+    with pytest.raises(BackendNotFoundError) as caught:
         ran()
+    assert f"(chosen by KDA_BACKEND='{order}') is not installed; did you mean 'sm90'?" in str(caught.value)
+
+
+def test_a_misspelled_backend_gets_a_hint(install):
+    install("tokenwise")
+    for name, meant in (("refrence", "reference"), ("Tokenwise", "tokenwise"), ("sm_100", "sm100")):
+        with pytest.raises(
+            BackendNotFoundError, match=f"{name!r} .chosen by backend=.*did you mean {meant!r}"
+        ):
+            ran(backend=name)
+        with (
+            pytest.raises(BackendNotFoundError, match=f"by use_backend.*did you mean {meant!r}"),
+            use_backend(name),
+        ):
+            pass
+    with pytest.raises(BackendNotFoundError) as caught:
+        ran(backend="something-else")
+    assert "did you mean" not in str(caught.value)
+
+
+def test_messages_do_not_name_packages_that_no_index_has(monkeypatch):
+    with without("sm90", "sm100"):
+        texts = [str(kda_core.backends())]
+        with pytest.raises(BackendNotFoundError) as caught:
+            ran(backend="sm90")
+        texts.append(str(caught.value))
+        texts.append(explain(replace(explain(**X).shape, device_type="cuda", arch=(9, 0))).error)
+        with monkeypatch.context() as published:
+            published.setattr("kda_core.install.SOURCE", "")
+            assert status("sm90") == ("not-installed", "pip install kda-core kda-sm90")
+    for text in texts:
+        assert (
+            "pip install ./packages/kda-core ./packages/kda-sm90, from a checkout of the repository" in text
+        )
+    commands = [i.spec.install for i in kda_core.backends() if i.distribution.startswith("kda-")]
+    for text in (*texts, *commands):
+        assert all(word[0] in ".-" for word in re.findall(r"pip install (\S+)", text)), text
+
+
+def test_no_text_of_the_repository_installs_our_packages_by_name():
+    root = Path(__file__).parents[2]
+    texts = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+    texts += [
+        p
+        for folder in ("packages", "examples")
+        for p in (root / folder).rglob("*")
+        if p.suffix in (".py", ".md")
+    ]
+    by_name = re.compile(r"""pip install (?:-\S+ )*['"]?(?:kda|ptx)[-_]""")
+    assert len(texts) > 100
+    assert [str(p.relative_to(root)) for p in texts if by_name.search(p.read_text())] == []
 
 
 def test_an_explicit_choice_never_falls_back(install):
@@ -144,7 +233,7 @@ def test_an_explicit_choice_never_falls_back(install):
         ran(backend="empty")
     with pytest.raises(BackendUnavailableError, match="wrong-arch: runs on sm_90, the inputs are on cpu"):
         ran(backend="foreign")
-    with pytest.raises(BackendNotFoundError, match="pip install kda-core\\[sm90\\]|is not installed"):
+    with pytest.raises(BackendNotFoundError, match="is not installed"):
         ran(backend="no-such-backend")
     with pytest.raises(BackendNotFoundError), use_backend("no-such-backend"):
         pass
@@ -197,8 +286,6 @@ def test_discovery_is_cached_until_refresh_and_thread_safe(install, monkeypatch)
         backend="import time\ntime.sleep(0.2)\nfrom kda_core.reference import ReferenceBackend as Backend\n",
         priority=3,
     )
-    from kda_core import registry
-
     reads = []
     original = registry.entry_points
     monkeypatch.setattr(registry, "entry_points", lambda **kw: reads.append(kw) or original(**kw))
@@ -219,7 +306,7 @@ def test_another_object_may_stand_for_a_backend(install):
     install("far", archs={(9, 9)})
     assert status("far")[0] == "wrong-arch"
     found = REGISTRY.find("far").spec
-    here = dataclasses.replace(found, archs=frozenset({"cpu"}))
+    here = replace(found, archs=frozenset({"cpu"}))
     with REGISTRY.replaced(here, REGISTRY.load(found), "stands in"):
         assert status("far") == ("ok", "stands in")
         assert ran(backend="far") == "far"
@@ -228,14 +315,12 @@ def test_another_object_may_stand_for_a_backend(install):
         ran(backend="far")
     with (
         pytest.raises(BackendNotFoundError),
-        REGISTRY.replaced(dataclasses.replace(here, name="none"), object(), ""),
+        REGISTRY.replaced(replace(here, name="none"), object(), ""),
     ):
         pass
 
 
 def test_no_backend_for_a_gpu_is_a_table_of_reasons():
-    from dataclasses import replace
-
     shape = replace(explain(**X).shape, device_type="cuda", arch=(12, 0))
     e = explain(shape)
     assert e.backend is None and "no backend serves this call on cuda (sm_120)" in e.error

@@ -164,6 +164,7 @@ def checks(rank, ranks):
     yield "other option", lambda: fails(lambda: run(None, table, x, **other))
     mine = FragmentTable.contiguous((211,), ranks) if rank == 1 else table
     yield "other table", lambda: fails(lambda: ContextParallel(None, mine))
+    yield from order_checks(rank, ranks)
     small = FragmentTable.contiguous((211,), ranks + 1)
     yield "table for more", lambda: fails(lambda: ContextParallel(None, small))
     trained = x | {"v": x["v"].float().requires_grad_()}
@@ -221,6 +222,84 @@ def checks(rank, ranks):
 
     yield "out of step", out_of_step
     yield "another one brings them together", lambda: compare(None, table, x, want)
+
+
+def order_checks(rank, ranks):
+    """Ranks that do the same things in different order. Each check returns what this rank raised first and second."""
+    lengths = (60 * ranks,)
+    x, want = call("memory", lengths)
+    one = FragmentTable.contiguous(lengths, ranks)
+    turned = tuple(Fragment((f.rank + 1) % ranks, f.sequence, f.start, f.stop) for f in one.fragments)
+    tables = {
+        "same rows": FragmentTable(lengths, ranks, turned),
+        "other rows": FragmentTable.zigzag(lengths, ranks),
+        "same table": one,
+    }
+    shards = {n: one.shard(x[n], rank) for n in TOKENS}
+
+    for name, other in tables.items():
+
+        def calls(other=other):
+            instances = [ContextParallel(None, one), ContextParallel(None, other)]
+            if rank == 0:
+                instances.reverse()
+            return [fails(lambda cp=cp: cp.chunk_kda(**x | shards)) for cp in instances]
+
+        yield f"order: {name}", calls
+
+    def tagged():
+        instances = [ContextParallel(None, one, tag=tag) for tag in ("layer 0", "layer 1")]
+        instances = instances[:: -1 if rank == 0 else 1]
+        before = [fails(lambda cp=cp: cp.chunk_kda(**x | shards)) for cp in instances]
+        o = instances[1 if rank == 0 else 0].chunk_kda(**x | shards)[0]
+        return before, error(o, one.shard(want[0], rank), lengths=[60])
+
+    yield "order: tagged", tagged
+    tags = ("a", "b") if rank == 0 else ("b", "a")
+    yield "order: made", lambda: [fails(lambda t=t: ContextParallel(None, one, tag=t)) for t in tags]
+
+    def made_and_called():
+        cp = ContextParallel(None, one)
+        work = [lambda: cp.chunk_kda(**x | shards), lambda: ContextParallel(None, one)]
+        return [fails(w) for w in (work if rank == 0 else work[::-1])]
+
+    yield "order: made and called", made_and_called
+    tag = 3 if rank == 1 else "a"
+    yield "no tag", lambda: fails(lambda: ContextParallel(None, one, tag=tag))
+    yield "options of training", lambda: compare(None, one, x, want, disable_recompute=True)
+
+
+def deaths(rank, ranks, folder):
+    """Entry of 5 processes: all but 0 die, in a group with 0, at another moment each, and 4 where 0 fails too. 0 returns what it
+    raises."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=limit
+    )
+    groups = {r: dist.new_group([0, r], timeout=limit) for r in range(1, ranks)}
+    x, _ = call("memory", (80,))
+    table = FragmentTable.contiguous((80,), 2)
+    mine = x | {n: table.shard(x[n], int(rank > 0)) for n in TOKENS}
+
+    def use(group, dies=None, **mistake):
+        if dies == 1:
+            os._exit(0)
+        cp = ContextParallel(group, table, tag="layer 7")
+        if dies in (2, 4):
+            os._exit(0)
+        if dies == 3:
+            mock.patch.object(cp, "_exchange", side_effect=lambda *_: os._exit(0)).start()
+        cp.chunk_kda(**mine | mistake)
+
+    if rank:
+        use(groups[rank], dies=rank)
+    else:
+        mistakes = {4: {"beta": 0.5}}
+        found = {r: fails(lambda r=r: use(groups[r], **mistakes.get(r, {}))) for r in groups}
+        torch.save(found, f"{folder}/0.pt")
+        os._exit(0)  # groups of the dead cannot be taken apart
 
 
 LANES = Pass(((64, 100.0),), 0.01, 0.01, 1.0)  # many idle lanes: ranks cut their fragments

@@ -102,16 +102,22 @@ def test_shards_are_of_a_rank_and_parts_of_every_rank():
 # ---- ranks
 
 
+def spawned(work, ranks, folder):
+    """Runs `work` in a process for each rank, to its end."""
+    context = mp.spawn(work, (ranks, str(folder)), nprocs=ranks, join=False)
+    try:  # each join ends with the first process that ends, or none does for so long
+        assert any(context.join(timeout=150) for _ in range(ranks)), "the ranks hang"
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def results(request, tmp_path_factory):
     """What each rank's checks returned, for a group of this size."""
     ranks = request.param
     folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-    context = mp.spawn(rank_checks.work, (ranks, str(folder)), nprocs=ranks, join=False)
-    done = context.join(timeout=150)
-    for process in context.processes:
-        process.kill()
-    assert done or all((folder / f"{r}.pt").exists() for r in range(ranks)), "the ranks hang"
+    spawned(rank_checks.work, ranks, folder)
     found = [torch.load(folder / f"{r}.pt") for r in range(ranks)]
     crashes = [r["crashed"] for r in found if "crashed" in r]
     assert not crashes, crashes[0]
@@ -135,7 +141,7 @@ def test_every_table_agrees_with_the_oracle(results):
                 on_all = 2 if name.endswith(" all") else 0  # word that all ran, and the states
                 assert count == (2 if table.crosses else on_all // 2) + on_all, (rank, name)
             compared += 1
-    assert compared == ranks * 40
+    assert compared == ranks * 41
 
 
 def test_ranks_cut_their_fragments_further(results):
@@ -189,10 +195,11 @@ def test_the_same_bits_on_every_run_and_for_zeros(results):
             -1,
             "ArgumentError",
             "'owner' or 'all'",
-            "final_state_on: ranks",
+            "failed: ArgumentError: final_state_on: expected 'owner' or 'all'",
         ),
         ("no tensor", -1, "DtypeError", "beta: expected a torch.Tensor", "failed: DtypeError: beta"),
-        ("no table", -1, "ArgumentError", "table: expected a FragmentTable", "have another one than rank"),
+        ("no table", -1, "ArgumentError", "table: expected a FragmentTable", "failed: ArgumentError: table"),
+        ("no tag", 1, "ArgumentError", "tag: expected a text or None", "rank 1 failed: ArgumentError: tag"),
     ],
 )
 def test_a_failing_rank_is_an_error_everywhere(results, check, guilty, kind, own, others):
@@ -204,24 +211,92 @@ def test_a_failing_rank_is_an_error_everywhere(results, check, guilty, kind, own
             assert name == "RankError" and others in message
 
 
+def listed(ranks):
+    """Ranks but the first or the last, as messages list them."""
+    first, last = ranks[0], ranks[-1]
+    if first == last:
+        return f"rank {first}"
+    return f"ranks {first} {'and' if last == first + 1 else 'to'} {last}"
+
+
 def test_ranks_that_disagree_all_raise(results):
+    others, last = listed(range(1, len(results))), len(results) - 1
     for found in results:
         name, message = found["other option"]
-        assert name == "RankError" and "scale=2.0" in message and "ranks called with different" in message
-        assert found["other table"][0] == "RankError" and "table: ranks" in found["other table"][1]
+        assert name == "RankError"
+        differing = f": ranks disagree: scale is 2.0 on rank 0 but 0.25 on {others}"
+        assert message.endswith(differing), message  # and nothing that is equal
+        name, message = found["other table"]
+        assert name == "RankError" and re.search(
+            "disagree: table is sequences=1 tokens=211 fragments=", message
+        )
         name, message = found["table for more"]
         assert name == "ArgumentError" and f"one for {len(results)} ranks" in message
         name, message = found["another word for where states go"]
-        assert name == "RankError" and "final_state_on: ranks" in message
+        assert name == "RankError"
+        assert message.endswith(
+            f"disagree: final_state_on is 'owner' on {listed(range(last))} but 'all' on rank {last}"
+        )
         name, message = found["no final states"]
-        assert name == "RankError" and "output_final_state=False" in message
+        assert name == "RankError"
+        assert message.endswith(
+            f"disagree: output_final_state is True on {listed(range(last))} but False on rank {last}"
+        )
+
+
+@pytest.mark.parametrize("tables", ["same rows", "other rows", "same table"])
+def test_ranks_that_call_instances_in_another_order_all_raise(results, tables):
+    for found in results:
+        for name, message in found[f"order: {tables}"]:
+            assert name == "RankError" and "disagree: ContextParallel is " in message, message
+            assert message.endswith("make and call the same ContextParallels in the same order")
+            assert ("; table is " in message) == (tables != "same table") and "scale" not in message
+
+
+def test_tags_tell_instances_apart(results):
+    others = listed(range(1, len(results)))
+    for rank, found in enumerate(results):
+        before, o = found["order: tagged"]
+        assert [name for name, _ in before] == ["RankError"] * 2
+        assert f"tag is 'layer 1' on rank 0 but 'layer 0' on {others}" in before[0][1]
+        mine = "layer 1" if rank == 0 else "layer 0"
+        assert re.match(rf"call 1 of ContextParallel \d+ tagged '{mine}': ", before[0][1])
+        assert o < 5e-3  # in the same order they work
+        for (name, message), tags in zip(found["order: made"], ("ab", "ba")):
+            assert name == "RankError"
+            assert f"disagree: tag is '{tags[0]}' on rank 0 but '{tags[1]}' on {others}." in message
+
+
+def test_a_rank_that_makes_an_instance_while_others_call_one(results):
+    others = listed(range(1, len(results)))
+    for found in results:
+        (name, message), (name2, message2) = found["order: made and called"]
+        assert name == name2 == "RankError"
+        differing, made = "ranks disagree: step is ", "making a ContextParallel"
+        assert f"{differing}calling chunk_kda on rank 0 but {made} on {others}. All" in message
+        assert f"{differing}{made} on rank 0 but calling chunk_kda on {others}. All" in message2
 
 
 def test_a_rank_that_failed_alone_does_not_meet_the_next_call_of_the_others(results):
+    others, last = listed(range(len(results) - 1)), len(results) - 1
     for rank, found in enumerate(results):
         first, second = found["out of step"]
-        assert first == (("MemoryError", "no memory") if rank == len(results) - 1 else None)
-        assert second[0] == "RankError" and "call 1," in second[1] and "call 2," in second[1]
+        assert first == (("MemoryError", "no memory") if rank == last else None)
+        assert (
+            second[0] == "RankError" and f"disagree: call is 2 on {others} but 1 on rank {last}." in second[1]
+        )
+
+
+def test_a_dead_rank_is_a_rank_error(tmp_path):
+    spawned(rank_checks.deaths, 5, tmp_path)
+    found = torch.load(tmp_path / "0.pt")
+    where = {1: "ContextParallel tagged 'layer 7'", 2: r"call 1 of ContextParallel \d+ tagged 'layer 7'"}
+    name, message = found.pop(4)
+    assert name == "DtypeError" and "beta: expected a torch.Tensor" in message  # of this rank's own mistake
+    for dead, (name, message) in found.items():
+        assert name == "RankError"
+        assert re.match(f"{where[min(dead, 2)]}: rank 0 cannot reach rank 1, which died", message), message
+        assert "start all ranks anew" in message and "init_process_group a longer timeout" in message
 
 
 # ---- the example

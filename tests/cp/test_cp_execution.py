@@ -1,7 +1,8 @@
 """Every strategy against the fp64 oracle, over several backends; each test asserts that context parallelism engaged."""
 
+import gc
 import threading
-from functools import partial
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from kda_core.registry import record_calls
 from kda_core.testing import FAMILIES, error, make_inputs, token_oracle
 from kda_cp import Plan, pieces
 from kda_cp.merge import merge
+from kda_cp.plan import Cache
 
 FP32 = (
     1e-5  # relative error of fp32 arithmetic over these lengths; a wrong transition is off by 1e-1 and more
@@ -436,26 +438,74 @@ def test_autocast_does_not_reach_a_plan():
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-def test_integers_are_brought_once_a_stream_and_captures_take_the_first(monkeypatch):
-    """Without a GPU: what torch says of streams is replaced, and copies stay on the CPU."""
-    stream, capturing, copies = SimpleNamespace(cuda_stream=1), [False], []
+@pytest.fixture
+def streams(monkeypatch):
+    """Without a GPU: what torch says of streams is replaced, and copies stay on the CPU. Gives the current stream, whether it is
+    captured, and what was put into host memory and copied from there."""
+    stream, placed, copied = SimpleNamespace(cuda_stream=1, capturing=False), [], []
+    make = torch.tensor
 
-    def copy(values, dtype, device):
-        copies.append(values)
-        return torch.tensor(values, dtype=dtype), torch.tensor(values, dtype=dtype)
+    def place(values, dtype, pin_memory):
+        assert pin_memory
+        placed.append(make(values, dtype=dtype))
+        return placed[-1]
 
-    monkeypatch.setattr(pieces, "_copy", copy)
+    def copy(x, device, non_blocking):
+        assert non_blocking
+        copied.append((weakref.ref(x), weakref.ref(found := x.clone())))
+        return found
+
+    monkeypatch.setattr(pieces, "_UPLOADED", Cache(16))  # nothing of these stays for other tests
+    monkeypatch.setattr(pieces, "_captured", {})
+    monkeypatch.setattr(pieces, "_captured_sources", {}, raising=False)
+    monkeypatch.setattr(torch, "tensor", place)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    bring = partial(
-        pieces.uploads, (((11, 22, 33), torch.int32), ((44,), torch.int64)), torch.device("cuda", 0)
-    )
-    first = bring()
-    assert [pair[0].tolist() for pair in first] == [[11, 22, 33], [44]] and bring() is first
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream.capturing)
+    return stream, placed, copied
+
+
+def brought(*numbers):
+    return pieces.uploads(((numbers, torch.int32), (numbers[:1], torch.int64)), torch.device("cuda", 0))
+
+
+def test_integers_are_brought_once_a_stream_and_captures_take_the_first(streams):
+    stream, placed, copied = streams
+    first = brought(11, 22, 33)
+    assert [pair[0].tolist() for pair in first] == [[11, 22, 33], [11]] and brought(11, 22, 33) is first
     stream.cuda_stream = 2
-    second = bring()
-    assert second is not first and bring() is second and len(copies) == 4
-    capturing[0] = True
-    assert bring() is first and len(copies) == 4
-    other = pieces.uploads((((55,), torch.int32),), torch.device("cuda", 0))  # nobody has brought these
-    assert other[0][0].tolist() == [55] and copies[4:] == [(55,)]
+    second = brought(11, 22, 33)
+    assert second is not first and brought(11, 22, 33) is second and len(placed) == len(copied) == 4
+    stream.capturing = True
+    assert brought(11, 22, 33) is first and len(copied) == 4
+
+
+def test_captures_of_the_same_plan_keep_one_copy(streams, monkeypatch):
+    stream, placed, _ = streams
+    monkeypatch.setattr(pieces, "_UPLOADED", Cache(1))
+    first = brought(101, 202)
+    stream.capturing = True
+    assert brought(101, 202) is first
+    for n in range(3):  # what graphs read stays, though the cache forgets it
+        stream.capturing = False
+        brought(n, n)
+        stream.capturing = True
+        assert brought(101, 202) is first
+    assert len(placed) == 2 + 3 * 2
+
+
+def test_what_a_capture_copies_itself_belongs_to_its_graph(streams):
+    """No call was made before: the copy is part of the graph, and only its source has to stay."""
+    stream, placed, copied = streams
+    stream.capturing = True
+    for _ in range(3):
+        assert [pair[0].tolist() for pair in brought(303, 404)] == [[303, 404], [303]]
+    gc.collect()
+    assert len(copied) == 6 and all(
+        found() is None for _, found in copied
+    )  # the graph's memory may be used again
+    sources = {id(source()) for source, _ in copied}
+    assert len(placed) == len(sources) == 2
+    del placed[:]
+    gc.collect()
+    assert all(source() is not None for source, _ in copied)

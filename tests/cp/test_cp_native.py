@@ -1,5 +1,7 @@
 """Plans over a backend that summarises segments itself: what it is called for, and every result against the oracle."""
 
+from dataclasses import fields, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -9,13 +11,17 @@ from hypothesis import strategies as st
 
 import kda_core
 from kda_core import chunk_kda, explain
-from kda_core.registry import record_calls
+from kda_core.contract import KdaInputs, KdaOptions, problem_shape
+from kda_core.contract import make_inputs as make_kda_inputs
+from kda_core.errors import ShapeError
+from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing import error, make_inputs, token_oracle
 from kda_core.testing.conformance import BackendConformance
 from kda_core.testing.runner import Runner
 from kda_cp import Constants, Pass, Plan, native
 from kda_cp.calibrate import merge_call, segment_calls
 from kda_cp.plan import GRANULE, windows
+from kda_cp.planner import ContextParallelPlanner
 
 FP32 = 3e-5  # relative error of fp32 arithmetic over these lengths; masks cost a digit
 LENGTHS = (300, 0, 170, 5, 128, 0)
@@ -114,14 +120,64 @@ def test_no_initial_state_equals_zeros_and_the_caller_s_is_left_alone(segmented)
     assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
-def test_a_workspace_of_the_caller_is_used_where_it_is_large_enough(segmented):
+def workspace_of(x, plan=None, backend="segmented"):
+    """What `kda_cp` says that a plan needs, by default its own plan of the call."""
+    spec, made, planner = (
+        REGISTRY.find(backend).spec,
+        REGISTRY.load(REGISTRY.find(backend).spec),
+        ContextParallelPlanner(),
+    )
+    tensors = [x.get(f.name) for f in fields(KdaInputs)][:-1]
+    options = {f.name: x[f.name] for f in fields(KdaOptions) if f.name in x}
+    shape = problem_shape(*tensors, options=KdaOptions(**options))
+    inputs = make_kda_inputs(tensors, shape)
+    plan = plan or planner.plan(inputs, spec, made)
+    return planner.workspace_bytes(plan, inputs, spec, made)
+
+
+def test_a_forced_plan_takes_a_workspace_that_is_large_enough_and_no_other(segmented):
     x = make_inputs("slow", 200, H=1, K=16, V=16).arguments
-    plan = Plan.uniform((200,), 4)
-    want = chunk_kda(**x, backend="segmented", context_parallel=plan)[0]
-    for size in (0, 1 << 20):
-        workspace = torch.zeros(size, dtype=torch.uint8)
-        got = chunk_kda(**x, backend="segmented", context_parallel=plan, workspace=workspace)[0]
-        assert torch.equal(got, want) and bool((workspace == 255).any()) == (size > 0)
+    for plan in (Plan.uniform((200,), 4), Plan(((200,),), "serial")):
+        call = partial(chunk_kda, **x, backend="segmented", context_parallel=plan)
+        want, needed = call()[0], workspace_of(x, plan)
+        assert (needed > 0) == plan.is_split
+        for size in (needed, 1 << 20):
+            workspace = torch.zeros(size, dtype=torch.uint8)
+            assert torch.equal(call(workspace=workspace)[0], want)
+            assert bool((workspace == 255).any()) == plan.is_split
+        segmented.clear()
+        for size in {0, needed - 1} if plan.is_split else ():
+            with pytest.raises(
+                ShapeError, match=f"workspace: expected at least {needed} bytes, got {size} bytes"
+            ):
+                call(workspace=torch.zeros(size, dtype=torch.uint8))
+        assert not segmented
+
+
+def test_a_workspace_that_is_too_small_for_the_planner_s_plan_leads_to_a_direct_call(segmented, stored):
+    lanes = Pass(((64, 100.0),), 0.01, 0.01, 1.0)
+    stored(("cpu", "segmented", "bfloat16"), Constants(lanes, 0.1, 0.01, lanes, lanes))
+    x = make_inputs("memory", 1400, H=1, K=16, V=16, lengths=(1100, 300)).arguments
+    call = partial(chunk_kda, **x, backend="segmented", output_final_state=True)
+    direct, split, needed = call(context_parallel="off"), call(), workspace_of(x)
+    assert needed > 0 and not torch.equal(direct[1], split[1])
+    for size, planner, want in ((needed, "cp", split), (needed - 1, None, direct), (0, None, direct)):
+        with record_calls() as calls:
+            got = call(workspace=torch.zeros(size, dtype=torch.uint8))
+        assert [(c.backend, c.planner) for c in calls] == [("segmented", planner)]
+        assert all(map(torch.equal, got, want))
+
+
+def test_the_workspace_of_a_call_in_windows_is_that_of_the_largest(segmented, monkeypatch):
+    x, a_token = make_inputs("slow", 1000, H=1, K=16, V=16).arguments, 4 * (4 * 16 + 1)
+    plan = Plan.uniform((1000,), 10)
+    assert workspace_of(x, plan) == 1000 * a_token
+    monkeypatch.setattr(native, "WORKSPACE_BYTES", 256 * a_token)
+    needed = workspace_of(x, plan)
+    assert 0 < needed <= 256 * a_token
+    chunk_kda(
+        **x, backend="segmented", context_parallel=plan, workspace=torch.empty(needed, dtype=torch.uint8)
+    )
 
 
 def test_certified_plans_take_the_generic_path(segmented):
@@ -157,7 +213,11 @@ def test_windows_hold_every_token_once_in_order(pieces, granules):
         assert len(found) == 1
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(st.data())
 def test_any_plan(segmented, data):
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
@@ -201,3 +261,24 @@ def test_the_planner_uses_it_where_it_predicts_a_gain(segmented, stored, monkeyp
         assert explain(**x, backend="segmented").plan.startswith("cp: exact (1100 in ")
     forced = explain(**x, backend="segmented", context_parallel=Plan.uniform((1100, 300), 4)).plan
     assert "predicted" in forced and "given by the caller; calibrated constants" in forced
+
+
+def test_a_window_has_as_many_tokens_as_fit_and_the_backend_is_asked_for_few_sizes(segmented, monkeypatch):
+    backend = REGISTRY.load(REGISTRY.find("segmented").spec)
+    asked = set()
+    exactly = type(backend).segment_workspace_bytes
+    monkeypatch.setattr(
+        type(backend),
+        "segment_workspace_bytes",
+        lambda self, shape: asked.add(shape.T) or exactly(self, shape),
+    )
+    x = torch.empty(1, 1, 1, 16, dtype=torch.bfloat16, device="meta")
+    shape = problem_shape(x, x, x, x, x[..., 0], *[None] * 5, options=KdaOptions())
+    a_token = 4 * (4 * 16 + 1)
+    monkeypatch.setattr(native, "WORKSPACE_BYTES", 4096 * a_token + 100)
+    for T in range(3000, 4000):
+        assert native.window_tokens(replace(shape, T=T), backend) == 0
+    assert len(asked) <= 5
+    for T in (1, 63, 4096, 4097, 5000, 8193, 100_000):
+        found = native.window_tokens(replace(shape, T=T), backend)
+        assert found == (4096 if T > 4096 else 0), T

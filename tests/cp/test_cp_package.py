@@ -3,11 +3,12 @@
 import pickle
 from importlib import metadata
 
+import pytest
 import torch
 from packaging.requirements import Requirement
 from support import modules_after, prefill
 
-from kda_core import BACKEND_ABI, chunk_kda, explain
+from kda_core import BACKEND_ABI, chunk_kda, doctor, explain
 from kda_core.abi import compatible
 from kda_core.cli import main
 from kda_core.registry import record_calls
@@ -52,3 +53,22 @@ def test_errors_survive_pickling():
     for error in (RankError("rank 1 failed"), RankError("ranks disagree", 1)):
         got = pickle.loads(pickle.dumps(error))
         assert type(got) is RankError and got.args == error.args
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('[{"key": ["cpu", "reference", "bfl', "JSONDecodeError"),
+        ('{"version": 2}', "a dict instead of a list"),
+        ('[{"key": ["cpu", "reference", "bfloat16"]}]', "KeyError"),
+    ],
+)
+def test_the_doctor_finds_a_damaged_calibration(content, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path))
+    assert not any("calibration" in p for p in doctor.examine()["problems"])
+    file = tmp_path / "cp" / "constants.json"
+    file.parent.mkdir()
+    file.write_text(content)
+    for _ in range(2):  # it is no warning, which is given once
+        (problem,) = [p for p in doctor.examine()["problems"] if "calibration" in p]
+        assert problem.startswith(f"planner cp: calibrations in {file} are not used") and said in problem

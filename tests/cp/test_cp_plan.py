@@ -261,10 +261,6 @@ def test_constants_come_from_the_file_then_from_the_package(stored):
     assert constants.lookup(key) == (CHEAP, "calibrated")
     assert constants.lookup(("other", "sm90", "bfloat16")) == (H200, "calibrated")
     assert len(json.loads(file.read_text())) == 2 and file == constants.path()
-    file.write_text("{")
-    constants.refresh()
-    with pytest.raises(ArgumentError, match="constants.json"):
-        constants.lookup(key)
 
 
 def test_the_fit_finds_the_constants_of_a_device_that_obeys_the_model():

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
 import sysconfig
 import venv
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from wheelhouse import SOURCES, THIRD_PARTY, CleanEnvironment, build_wheel, closure
+from wheelhouse import SOURCES, THIRD_PARTY, CleanEnvironment, build_wheel, closure, copy_project
 
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheel of each project, all in one folder; built from copies, so that no build folder is left behind."""
+    """The wheel of each project, all in one folder; built from copies outside the repository."""
     folder = tmp_path_factory.mktemp("wheels")
     copies = tmp_path_factory.mktemp("sources")
-    unwanted = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", ".*")
-    built = {}
-    for name, source in SOURCES.items():
-        shutil.copytree(source, copies / name, ignore=unwanted)
-        built[name] = build_wheel(copies / name, folder)
-    return built
+    return {
+        name: build_wheel(copy_project(source, copies / name), folder) for name, source in SOURCES.items()
+    }
 
 
 @pytest.fixture(scope="session")

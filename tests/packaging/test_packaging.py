@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
+import tarfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from wheelhouse import SOURCES, build_wheel
+from wheelhouse import ROOT, SOURCES, build_sdist, build_wheel, copy_project
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+LICENSE = ROOT / "LICENSE"
 
 PREFILL = """
 import torch, kda_core
@@ -31,6 +41,13 @@ def contents(wheel: Path) -> tuple[set[str], Message]:
         return names, Parser().parsestr(archive.read(head).decode())
 
 
+def file(wheel: Path, end: str) -> bytes:
+    """The one file of a wheel whose name ends so."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(end))
+        return archive.read(name)
+
+
 # ---- what is in a wheel
 
 
@@ -40,7 +57,7 @@ def test_a_wheel_is_pure_typed_and_licensed(wheels, name):
     package = name.replace("-", "_")
     assert wheels[name].name == f"{package}-{head['Version']}-py3-none-any.whl"
     assert f"{package}/py.typed" in names
-    assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
+    assert file(wheels[name], ".dist-info/licenses/LICENSE") == LICENSE.read_bytes()
     assert (head["License-Expression"], head["Requires-Python"]) == ("Apache-2.0", ">=3.10")
     assert {n.partition("/")[0].partition("-")[0] for n in names} == {package}, (
         "one package of its own, no more"
@@ -61,7 +78,63 @@ def test_requirements_are_ranges(wheels, name):
         assert ">=" in requirement and "<" in requirement and "==" not in requirement, requirement
 
 
+@pytest.mark.parametrize("name", SOURCES)
+def test_each_project_has_the_licence_as_a_file_of_its_own(name):
+    """A link would be missing from what is built outside the repository."""
+    licence = SOURCES[name] / "LICENSE"
+    assert not licence.is_symlink() and licence.read_bytes() == LICENSE.read_bytes()
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_archive_makes_the_same_wheel(wheels, name, tmp_path):
+    archive = build_sdist(copy_project(SOURCES[name], tmp_path / "project"), tmp_path)
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    assert {path.name for path in unpacked.iterdir()} - {"tests"} == {
+        "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "src",
+    }  # fmt: skip
+    again = tmp_path / "again"
+    again.mkdir()
+    assert build_wheel(unpacked, again).read_bytes() == wheels[name].read_bytes()
+
+
 # ---- how wheels install
+
+
+def test_an_install_from_a_folder_leaves_nothing_in_it_and_forgets_deleted_modules(tmp_path):
+    project, site = copy_project(SOURCES["kda-cp"], tmp_path / "project"), tmp_path / "site"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
+
+    def installed() -> set[str]:
+        shutil.rmtree(site, ignore_errors=True)
+        done = subprocess.run(
+            [*install, "--target", str(site), str(project)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return {p.relative_to(site).as_posix() for p in site.glob("kda_cp/**/*.py")}
+
+    before = sorted(project.rglob("*"))
+    first = installed()
+    assert "kda_cp/merge.py" in first and sorted(project.rglob("*")) == before
+    (project / "src" / "kda_cp" / "merge.py").unlink()
+    assert installed() == first - {"kda_cp/merge.py"}
+
+
+def test_the_type_checker_passes_by_what_older_installs_left():
+    (pattern,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["exclude"]
+    assert re.search(pattern, "packages/kda-core/build/lib/kda_core/api.py")
+    tracked = [p.relative_to(ROOT).as_posix() for p in (ROOT / "packages").glob("*/src/**/*.py")]
+    assert tracked and not any(re.search(pattern, path) for path in tracked)
 
 
 def test_the_core_alone_does_the_main_job(clean_environment):
@@ -73,8 +146,9 @@ def test_the_core_alone_does_the_main_job(clean_environment):
         "sm100": "not-installed",
     }
     assert environment.run("-c", PREFILL).strip() == "['reference']"
-    assert "pip install kda-core[sm90]" in environment.run("-m", "kda_core", "backends")
-    assert (environment.folder / "bin" / "kda-core").is_file()
+    listed = environment.run("-m", "kda_core", "backends")
+    assert "pip install ./packages/kda-core ./packages/kda-sm90," in listed
+    assert environment.run_command("kda-core", "backends") == listed
 
 
 @pytest.mark.parametrize(
@@ -170,8 +244,8 @@ def test_the_third_party_example_passes_the_conformance_kit(clean_environment, t
 
 PYPROJECT = """
 [build-system]
-requires = ["setuptools>=77"]
-build-backend = "setuptools.build_meta"
+requires = ["hatchling>=1.27"]
+build-backend = "hatchling.build"
 
 [project]
 name = "kda-{name}"
@@ -181,8 +255,8 @@ dependencies = ["kda-core"]
 [project.entry-points."kda_core.backends"]
 {name} = "kda_{name}:SPEC"
 
-[tool.setuptools]
-py-modules = ["kda_{name}"]
+[tool.hatch.build.targets.wheel]
+only-include = ["kda_{name}.py"]
 """
 
 SPEC = """
@@ -225,8 +299,12 @@ def test_bad_plugins_are_listed_with_reasons_and_hide_nobody(clean_environment, 
     assert "ModuleNotFoundError: No module named 'a_module_that_was_never_there'" in found["unimportable"][1]
     assert "kda_unloadable:Absent failed to load: AttributeError" in found["unloadable"][1]
     core = ".".join(map(str, environment.ask("kda_core.BACKEND_ABI")))
-    for name, abi, remedy in (("outdated", "0.9", "kda-outdated"), ("futuristic", "1.999", "kda-core")):
-        reason = f"kda-{name} 0.3.0 was written for ABI {abi}, kda-core has {core}; pip install -U {remedy}"
+    newer_core = "kda-core: pip install ./packages/kda-core, from a checkout of the repository"
+    for name, abi, remedy in (
+        ("outdated", "0.9", "kda-outdated: pip install kda-outdated"),
+        ("futuristic", "1.999", newer_core),
+    ):
+        reason = f"kda-{name} 0.3.0 was written for ABI {abi}, kda-core has {core}; install a newer {remedy}"
         assert found[name][1:] == [reason, f"kda-{name}"]
     # Their priority is the highest, and still the call is served.
     assert environment.run("-c", PREFILL).strip() == "['reference']"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -40,22 +41,28 @@ THIRD_PARTY = (
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
-    """Builds the wheel of the project in `source` into `folder` with the setuptools of this environment."""
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(folder),
-        str(source),
-    ]
-    before = set(folder.glob("*.whl"))
+    """Builds the wheel of the project in `source` into `folder` with the build backend of this environment."""
+    return _build(source, folder, "--wheel")
+
+
+def build_sdist(source: Path, folder: Path) -> Path:
+    """Builds the source archive of the project in `source` into `folder`, as `build_wheel` builds the wheel."""
+    return _build(source, folder, "--sdist")
+
+
+def _build(source: Path, folder: Path, what: str) -> Path:
+    command = [sys.executable, "-m", "build", what, "--no-isolation", "--outdir", str(folder), str(source)]
+    before = set(folder.iterdir())
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = set(folder.glob("*.whl")) - before
-    return wheel
+    (built,) = set(folder.iterdir()) - before
+    return built
+
+
+def copy_project(source: Path, target: Path) -> Path:
+    """Copies a project out of the repository without what tools left in it; links stay links."""
+    unwanted = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", ".*")
+    return Path(shutil.copytree(source, target, ignore=unwanted, symlinks=True))
 
 
 def closure(names: Iterable[str]) -> list[metadata.Distribution]:
@@ -95,6 +102,10 @@ class CleanEnvironment:
     def run(self, *arguments: str, cwd: Path | None = None, status: int = 0) -> str:
         """Runs Python with some arguments, away from the repository; what it printed."""
         return self._run([self.python, *arguments], cwd=cwd or self.folder, status=status)
+
+    def run_command(self, name: str, *arguments: str) -> str:
+        """Runs a command that a wheel installed; what it printed."""
+        return self._run([str(self.folder / "bin" / name), *arguments], cwd=self.folder)
 
     def ask(self, expression: str) -> Any:
         """The value of a Python expression, which sees `kda_core`, by way of JSON."""

@@ -4,11 +4,10 @@ import functools
 
 import pytest
 import torch
-from support import FREE, NOT_BUILT, problem_shape
+from support import FREE, NOT_BUILT, problem_shape, refused
 
 from kda_core.cute.key import Variant
 from kda_sm100 import layouts
-from kda_sm100.backend import Sm100Backend
 from kda_sm100.config import ARCHS, ChainConfig, PrepareConfig, SummaryConfig
 from kda_sm100.plan import plan
 from kda_sm100.variants import CHAIN, PREPARE, SAMPLE, SUMMARY
@@ -18,8 +17,8 @@ shape = functools.partial(problem_shape, (10, 0))
 
 @pytest.mark.parametrize(("change", "reason"), NOT_BUILT)
 def test_what_is_not_built_is_refused_with_the_reason(change, reason):
-    assert Sm100Backend().can_run(shape()) is None
-    assert reason in Sm100Backend().can_run(shape(**change))
+    assert refused("sm100", shape()) is None
+    assert reason in refused("sm100", shape(**change))
 
 
 def test_the_gate_decides_whether_rows_vote():

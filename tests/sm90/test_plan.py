@@ -5,22 +5,22 @@ import itertools
 
 import pytest
 import torch
-from support import FREE, NOT_BUILT, problem_shape
+from support import FREE, NOT_BUILT, problem_shape, refused
 
 from kda_core import contract
 from kda_core.contract import KdaOptions
 from kda_core.testing import make_inputs
 from kda_sm90 import layouts
 from kda_sm90.backend import Sm90Backend, longest_of
-from kda_sm90.plan import CHAIN_NS, LEAST_DEPTH, plan, predicted_ns, workspace_bytes
+from kda_sm90.plan import CHAIN_NS, LEAST_DEPTH, plan, predicted_ns, segment_plan, workspace_bytes
 
 shape = functools.partial(problem_shape, (9, 0))
 
 
 @pytest.mark.parametrize(("change", "reason"), NOT_BUILT)
 def test_what_is_not_built_is_refused_with_the_reason(change, reason):
-    assert Sm90Backend().can_run(shape()) is None
-    assert reason in Sm90Backend().can_run(shape(**change))
+    assert refused("sm90", shape()) is None
+    assert reason in refused("sm90", shape(**change))
 
 
 def test_the_gate_decides_whether_rows_vote():
@@ -87,6 +87,26 @@ def test_the_plan_is_the_fastest_of_all_by_the_model(HV, gate, longest):
     every = [predicted(*kind, n) for kind in CHAIN_NS for n in range(1, min(131 * kind[1] // 2, HV * 9) + 1)]
     chosen = plan(s, 132, longest)
     assert predicted(chosen.chunk, chosen.config.warpgroups, chosen.streams) == min(every)
+
+
+@pytest.mark.parametrize("gate", ({}, {"lower_bound": None}), ids=("bounded", "unbounded"))
+@pytest.mark.parametrize(("HV", "T", "N"), ((1, 6000, 9), (4, 65536, 40), (64, 500, 3)))
+def test_the_launches_of_segments_are_the_fastest_of_all_by_the_model(HV, T, N, gate):
+    s = shape(T=T, H=HV, HV=HV, N=N, index=torch.int32, **gate)
+    chosen = segment_plan(s)
+
+    def fastest(chunk, mode):
+        chains = {"summarize": 4, "run": 2}[mode]
+        free = 132 if mode == "run" else 131
+        numbers = {wg: range(1, min(free * wg // chains, HV * N) + 1) for wg in (1, 2)}
+        return min(predicted_ns(s, chunk, wg, n, mode=mode) for wg in (1, 2) for n in numbers[wg])
+
+    def predicted(p):
+        return predicted_ns(s, p.chunk, p.config.warpgroups, p.streams, mode=p.config.mode)
+
+    both = {chunk: fastest(chunk, "summarize") + fastest(chunk, "run") for chunk in (32, 64)}
+    assert predicted(chosen.summarize) + predicted(chosen.run) == min(both.values())
+    assert chosen.summarize.chunk == chosen.run.chunk and chosen.summarize.depth == chosen.run.depth
 
 
 def test_a_sequence_that_is_much_longer_than_the_others_gets_a_faster_chain():

@@ -54,10 +54,10 @@ def test_on_a_hopper_gpu_it_is_the_automatic_choice():
 def test_what_is_not_built_is_refused_by_name():
     x = prefill("cuda")
     narrow = x | {n: x[n][..., :64].contiguous() for n in ("q", "k", "g")}
-    with pytest.raises(BackendUnsupportedError, match="K=64, V=128; only K=V=128"):
+    with pytest.raises(BackendUnsupportedError, match="K=64, V=128; serves K=128, V=128"):
         chunk_kda(**narrow, backend="sm90")
     half = x | {n: x[n].half() for n in ("q", "k", "v")}
-    with pytest.raises(BackendUnsupportedError, match="torch.float16; only torch.bfloat16"):
+    with pytest.raises(BackendUnsupportedError, match="dtype float16; serves bfloat16"):
         chunk_kda(**half, backend="sm90")
     with pytest.raises(BackendUnsupportedError, match="backward"):
         chunk_kda(**x | {"v": x["v"].clone().requires_grad_()}, backend="sm90")

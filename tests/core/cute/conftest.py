@@ -57,7 +57,7 @@ def python(start_python: Callable[..., subprocess.Popen[str]]) -> Callable[..., 
 
     def run(code: str, **environment: str) -> str:
         process = start_python(code, **environment)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate()
         assert process.returncode == 0, errors
         return output
 

@@ -136,3 +136,8 @@ def offered(arch):
 
 def offered_and_broken(arch):
     return [*sound()[:2], (Broken, SpillConfig())]
+
+
+def many(arch):
+    """More than can be compiled before somebody interrupts it."""
+    return [(RmsNorm, RmsConfig(dim=32 * n)) for n in range(1, 65)]

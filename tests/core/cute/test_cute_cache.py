@@ -7,7 +7,6 @@ import json
 import os
 import stat
 import threading
-import time
 
 import pytest
 
@@ -26,7 +25,7 @@ def entry(cache_dir):
 
 
 def test_commit_then_read(entry):
-    assert entry.read() == entry.object
+    assert entry.read() == CONTENT
     assert entry.object.read_bytes() == CONTENT
     assert json.loads(entry.metadata.read_text())["ingredients"] == INGREDIENTS
 
@@ -37,7 +36,8 @@ def test_torn_files_are_no_entry(entry, suffix, kept):
     path = getattr(entry, suffix)
     path.write_bytes(path.read_bytes()[: min(kept, path.stat().st_size - 1)])
     assert entry.read() is None
-    assert entry.commit(CONTENT) == entry.read()
+    entry.commit(CONTENT)
+    assert entry.read() == CONTENT
 
 
 def test_a_changed_byte_is_noticed(entry):
@@ -63,16 +63,16 @@ def test_an_object_is_not_committed_before_its_metadata(entry, monkeypatch):
     entry.object.unlink()
     replace, renamed = os.replace, []
 
-    def fail_at_metadata(source, target):
+    def fail_at_metadata(source, target, **folders):
         if str(target).endswith(".json"):
             raise OSError(28, "No space left on device")
         renamed.append(target)
-        replace(source, target)
+        replace(source, target, **folders)
 
     monkeypatch.setattr(os, "replace", fail_at_metadata)
     with pytest.raises(OSError, match="No space"):
         entry.commit(CONTENT)
-    assert renamed == [entry.object]
+    assert renamed == [entry.object.name]
     assert entry.read() is None
     assert not list(entry.folder.glob("*.tmp"))
 
@@ -82,36 +82,92 @@ def test_reading_takes_no_lock_and_makes_nothing(cache_dir):
     assert not cache_dir.exists()
 
 
-@pytest.mark.parametrize(("variable", "mode"), [("", 0o700), ("named", 0o755)])
-def test_only_the_default_folder_is_private(tmp_path, monkeypatch, variable, mode):
-    monkeypatch.setenv("KDA_CACHE_DIR", variable and str(tmp_path / variable))
-    umask = os.umask(0o022)
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_folders_are_private_and_files_readable_whatever_the_umask(tmp_path, umask):
+    folder = tmp_path / "new" / "folder"
+    before = os.umask(umask)
     try:
-        with Entry(tmp_path / "folder", "Kernel.sm_90a", INGREDIENTS).locked():
-            pass
+        entry = Entry(folder, "Kernel.sm_90a", INGREDIENTS)
+        with entry.locked():
+            entry.commit(CONTENT)
     finally:
-        os.umask(umask)
-    assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == mode
+        os.umask(before)
+    modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == {".o": 0o644, ".json": 0o644, ".lock": 0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
 def test_the_lock_is_exclusive_and_per_entry(entry):
-    events = []
+    inside = threading.Semaphore(1)
+    overlaps = []
 
-    def hold(which):
-        with which.locked():
-            events.append((which, "in"))
-            time.sleep(0.1)
-            events.append((which, "out"))
+    def hold():
+        for _ in range(20):
+            with entry.locked():
+                overlaps.append(not inside.acquire(blocking=False))
+                inside.release()
 
-    threads = [threading.Thread(target=hold, args=(entry,)) for _ in range(3)]
+    threads = [threading.Thread(target=hold) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [event for _, event in events] == ["in", "out"] * 3
+    assert overlaps == [False] * 60
     other = Entry(entry.folder, entry.stem, {**INGREDIENTS, "sources": "2"})
     with entry.locked(), other.locked():
         pass
+
+
+@pytest.mark.parametrize("which", ["object", "metadata"])
+def test_what_is_no_regular_file_is_no_entry_and_is_replaced(entry, caplog, tmp_path, which):
+    path = getattr(entry, which)
+    for make in (os.mkfifo, lambda path: path.symlink_to(tmp_path / "elsewhere")):
+        (tmp_path / "elsewhere").write_bytes(path.read_bytes())
+        path.unlink()
+        make(path)
+        assert entry.read() is None  # at once: nobody writes into the FIFO
+        assert str(path) in caplog.text
+        entry.commit(CONTENT)
+        assert entry.read() == CONTENT and not path.is_symlink()
+
+
+@pytest.mark.parametrize("which", ["object", "metadata"])
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+def test_a_file_that_others_may_write_is_no_entry(entry, caplog, which, mode):
+    path = getattr(entry, which)
+    path.chmod(mode)
+    assert entry.read() is None
+    assert entry.read() is None
+    (record,) = caplog.records
+    assert record.name == "kda_core" and f"mode {mode:04o}" in record.getMessage()
+    assert f"chmod go-w {path}" in record.getMessage()
+    path.chmod(mode & ~0o022)
+    assert entry.read() == CONTENT
+
+
+def test_files_that_are_too_large_are_not_read(entry, monkeypatch, caplog):
+    monkeypatch.setattr("kda_core.cute.cache.OBJECT_BYTES", len(CONTENT) - 1)
+    assert entry.read() is None
+    assert f"larger than {len(CONTENT) - 1} bytes" in caplog.text
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null")])
+def test_the_lock_is_a_regular_file_of_the_folder(entry, make):
+    (lock,) = entry.folder.glob("*.lock")
+    lock.unlink()
+    make(lock)
+    with pytest.raises(OSError, match=r"\.lock"), entry.locked():
+        pytest.fail("locked something else")
+
+
+def test_what_killed_writers_left_is_removed(entry):
+    left = entry.object.with_name(f"{entry.object.name}.0123456789abcdef.tmp")
+    other = entry.folder / "Other.sm_90a.o.0123.tmp"
+    left.touch()
+    other.touch()
+    with entry.locked():
+        entry.commit(CONTENT)
+    assert not left.exists() and other.exists()
 
 
 def test_differences_name_what_changed(entry):

@@ -4,15 +4,18 @@ files."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import threading
-import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
-from kda_core import env
+from kda_core import env, storage
 from kda_core.cute import CacheInfo, arch_of_capability, cache_info, clear_memory, get_kernel, precompile
 from kda_core.cute import compile as compiling
 from kda_core.cute.ptxas import keep_ptx
@@ -122,7 +125,7 @@ def test_racing_processes_compile_once(cache_dir, kernels, start_python, tmp_pat
     processes = [start_python(code) for code in codes]
     results = []
     for process in processes:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate()
         assert process.returncode == 0, errors
         results.append(output.split())
     assert sorted(results) == [["0", "1"], ["1", "0"], ["1", "0"]]
@@ -193,26 +196,27 @@ def test_a_sound_object_that_cannot_be_linked_is_an_error(cache_dir, kernels):
     clear_memory()
     entry = compiling.entry_of(compiling.Variant(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a"))
     entry.commit(b"")
+    assert entry.read() == b""
     with pytest.raises(CompileError, match="cannot be loaded"):
         get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
 
 
 #: Root may write anywhere, so the capability to ignore permissions is dropped first.
 READ_ONLY = """
-import ctypes, warnings
+import ctypes, logging.handlers, queue
 import cute_demo_kernels as kernels
 from kda_core.cute import cache_info, get_kernel
 header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None, use_errno=True).capset(header, nothing) == 0
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    for dim in (128, 64, 32):
-        function = get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=dim), "sm_90a")
-        try:
-            function()
-        except TypeError as error:
-            assert f"[n0, {dim}]" in str(error), error
-print(cache_info().loaded, cache_info().compiled, [str(item.message) for item in caught])
+logged = queue.Queue()
+logging.getLogger("kda_core").addHandler(logging.handlers.QueueHandler(logged))
+for dim in (128, 64, 32):
+    function = get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=dim), "sm_90a")
+    try:
+        function()
+    except TypeError as error:
+        assert f"[n0, {dim}]" in str(error), error
+print(cache_info().loaded, cache_info().compiled, [record.getMessage() for record in logged.queue])
 """
 
 
@@ -234,26 +238,224 @@ def test_read_only_folder(cache_dir, kernels, python, filled):
     assert sorted(cache_dir.iterdir()) == files
 
 
-def test_a_folder_that_cannot_be_made(cache_dir, kernels, monkeypatch):
+#: Compiles one kernel, or none, then its sources change on disk, then compiles another.
+UPGRADE = """
+import pathlib, sys
+import upgraded_kernels as kernels
+from kda_core.cute import cache_info, get_kernel
+if sys.argv[1:] == ["late"]:
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=128), "sm_90a")
+path = pathlib.Path(kernels.__file__)
+path.write_text("# a new version\\n\\n" + path.read_text().replace("tidx // WARP", "no_such_name // WARP"))
+try:
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=64), "sm_90a")()
+except TypeError as error:
+    assert "[n0, 64]" in str(error), error
+print(cache_info().loaded, cache_info().compiled)
+"""
+
+
+def test_an_upgrade_under_a_process_does_not_poison_the_cache(cache_dir, kernels, tmp_path):
+    """The new text is neither compiled into the running process nor stored under the old key."""
+    module = tmp_path / "upgraded_kernels.py"
+    module.write_text(Path(kernels.__file__).read_text())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-c", UPGRADE, "late"]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120, check=False)
+    assert done.stdout.split() == ["0", "2"], done.stderr
+    assert f"{module} changed while this process ran" in done.stderr and "restart it" in done.stderr
+    assert len(list(cache_dir.glob("*.o"))) == 1
+
+
+def test_an_upgrade_before_the_first_kernel_does_not_poison_the_cache(cache_dir, kernels, tmp_path):
+    module = tmp_path / "upgraded_kernels.py"
+    module.write_text(Path(kernels.__file__).read_text())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    code = UPGRADE.replace("no_such_name // WARP", "tidx // 16").replace('"# a new version\\n\\n" + ', "")
+    command = [sys.executable, "-c", code, "early"]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120, check=False)
+    assert done.stdout.split() == ["0", "1"], done.stderr
+    assert f"{module} changed after this process began to import kernels" in done.stderr
+    assert not list(cache_dir.glob("*.o"))
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The system's temporary folder, for this test alone."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_a_folder_that_cannot_be_made_is_replaced_by_a_private_one(cache_dir, kernels, temporary, caplog):
     cache_dir.write_text("a file is in the way")
-    with pytest.warns(RuntimeWarning, match="every process compiles them again"):
-        function = get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
+    function = get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
     with pytest.raises(TypeError, match="bfloat16"):
         function()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=64), "sm_90a")
-    assert cache_info() == CacheInfo(compiled=2)
+    clear_memory()
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
+    assert cache_info() == CacheInfo(loaded=1)
+    assert len(list(temporary.glob("kda-core-*/*.o"))) == 1
+    assert "The folder that KDA_CACHE_DIR names is not used" in caplog.text
 
 
-def test_a_full_disk_costs_one_compilation(cache_dir, kernels, monkeypatch):
-    def full(entry, content):
+@pytest.mark.parametrize("how", ["mode", "owner"])
+def test_nothing_is_run_from_a_folder_that_others_may_write(
+    cache_dir, kernels, temporary, caplog, monkeypatch, how
+):
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
+    clear_memory()
+    if how == "mode":
+        cache_dir.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(cache_dir, 65534, 65534)
+    else:
+        pytest.skip("only root can give a folder away")
+    files = sorted(cache_dir.iterdir())
+    monkeypatch.setenv("KDA_DISABLE_JIT", "1")
+    with pytest.raises(JitDisabledError, match=f"KDA_CACHE_DIR names is not used: {cache_dir} "):
+        get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
+    monkeypatch.delenv("KDA_DISABLE_JIT")
+    with pytest.raises(TypeError, match="bfloat16"):
+        get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")()
+    assert cache_info() == CacheInfo(compiled=1)
+    assert sorted(cache_dir.iterdir()) == files
+    assert len(list(temporary.glob("kda-core-*/*.o"))) == 1
+    assert caplog.text.count("The folder that KDA_CACHE_DIR names is not used") == 1
+
+
+def test_a_full_disk_costs_one_compilation(cache_dir, kernels, monkeypatch, caplog):
+    """No file can be finished anywhere, and the call is served."""
+    cache_dir.mkdir(mode=0o700)
+
+    def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kda_core.cute.cache.Entry.commit", full)
-    with pytest.warns(RuntimeWarning, match="No space left"):
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    for dim in (128, 64):
+        with pytest.raises(TypeError, match=rf"\[n0, {dim}\]"):
+            get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=dim), "sm_90a")()
+    assert cache_info() == CacheInfo(compiled=2)
+    assert caplog.text.count("No space left") == 1
+    assert {path.suffix for path in cache_dir.iterdir()} == {".lock"}
+
+
+def test_a_lock_that_is_never_let_go_costs_one_compilation(cache_dir, kernels, monkeypatch, caplog):
+    now = 0.0
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    patience = storage.Patience(clock=lambda: now, sleep=sleep)
+    entry = compiling.entry_of(compiling.Variant(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a"))
+    with entry.locked():
+        monkeypatch.setattr(storage, "Patience", lambda: patience)
+        with pytest.raises(TypeError, match="bfloat16"):
+            get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")()
+    assert 300 <= now < 301
+    assert cache_info() == CacheInfo(compiled=1) and entry.read() is None
+    assert f"waiting for process {os.getpid()}, which holds the lock" in caplog.text
+    assert "for more than 300 s" in caplog.text
+
+
+def test_the_first_compilation_is_announced_once(cache_dir, kernels, caplog):
+    caplog.set_level("INFO", logger="kda_core")
+    for dim in (128, 64):
+        get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=dim), "sm_90a")
+    warning, _, info, _ = caplog.records
+    assert (warning.levelname, warning.name) == ("WARNING", "kda_core")
+    for word in (f"compiling RmsNorm(dim=128, weighted=True) for sm_90a, which takes seconds, into {cache_dir}",
+                 f"KDA_CACHE_DIR={cache_dir} python -m kda_core precompile --arch sm_90a"):  # fmt: skip
+        assert word in warning.getMessage()
+    assert info.levelname == "INFO" and "compiling RmsNorm(dim=64" in info.getMessage()
+    clear_memory()
+    caplog.clear()
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
+    assert not caplog.records  # loading takes no time
+
+
+def test_what_is_on_disk_loads_while_another_kernel_compiles(cache_dir, kernels, monkeypatch):
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
+    clear_memory()
+    compiling_now, go_on = threading.Event(), threading.Event()
+    fake_args = kernels.RmsNorm.fake_args
+
+    def wait(kernel):  # in the middle of `cute.compile`'s arguments, the compiler's lock held
+        compiling_now.set()
+        assert go_on.wait(60)
+        return fake_args(kernel)
+
+    monkeypatch.setattr(kernels.RmsNorm, "fake_args", wait)
+    slow = threading.Thread(target=get_kernel, args=(kernels.RmsNorm, kernels.RmsConfig(dim=64), "sm_90a"))
+    slow.start()
+    try:
+        assert compiling_now.wait(60)
         get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
-    assert cache_info() == CacheInfo(compiled=1)
+        assert cache_info() == CacheInfo(loaded=1) and slow.is_alive()
+    finally:
+        go_on.set()
+        slow.join()
+    assert cache_info() == CacheInfo(loaded=1, compiled=1)
+
+
+def test_loading_and_compiling_at_once(cache_dir, kernels):
+    """The DSL's loader beside its compiler: sound functions come out."""
+    dims = (32, 64, 96, 128)
+    for dim in dims:
+        get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=dim), "sm_90a")
+    clear_memory()
+    start, found = threading.Barrier(8), {}
+
+    def get(dim, arch):
+        start.wait()
+        found[dim, arch] = get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=dim), arch)
+
+    threads = [threading.Thread(target=get, args=(dim, arch)) for dim in dims for arch in ARCHS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache_info() == CacheInfo(loaded=4, compiled=4)
+    for (dim, _), function in found.items():
+        with pytest.raises(TypeError, match=rf"\[n0, {dim}\]"):
+            function()
+
+
+#: Forks while another thread is inside the compiler.
+FORK = """
+import os, threading
+import cute_demo_kernels as kernels
+from kda_core.cute import cache_info, get_kernel
+inside, go_on, parent = threading.Event(), threading.Event(), os.getpid()
+fake_args = kernels.RmsNorm.fake_args
+def wait(kernel):
+    inside.set()
+    if os.getpid() == parent:
+        assert go_on.wait(100)
+    return fake_args(kernel)
+kernels.RmsNorm.fake_args = wait
+thread = threading.Thread(target=get_kernel, args=(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a"))
+thread.start()
+assert inside.wait(100)
+child = os.fork()
+for dim in () if child else (64, 128):  # another variant, and the one whose file lock the parent holds
+    if dim == 128:
+        os.environ["KDA_CACHE_DIR"] += "-of-the-child"
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=dim), "sm_90a")
+if not child:
+    os._exit(cache_info().compiled)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+go_on.set()
+thread.join()
+print(status, cache_info().compiled)
+"""
+
+
+def test_a_child_forked_while_a_thread_compiles_compiles_too(cache_dir, kernels, python):
+    assert python(FORK).split() == ["2", "1"]
 
 
 def test_disable_jit(cache_dir, kernels, monkeypatch):
@@ -338,7 +540,7 @@ def test_precompile_builds_the_rest_when_one_fails(cache_dir, kernels):
 def test_precompile_into_a_folder_that_cannot_be_made(cache_dir, kernels):
     """The kernels would be lost, so this is an error and not a warning."""
     cache_dir.write_text("a file is in the way")
-    with pytest.raises(CompileError, match=f"FileExistsError.*{cache_dir}"):
+    with pytest.raises(CompileError, match=f"nothing was compiled: .*KDA_CACHE_DIR.*{cache_dir}"):
         precompile([(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")])
 
 

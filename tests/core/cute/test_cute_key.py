@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kda_core.cute import key
+from kda_core.cute import key, sources
 from kda_core.errors import ArgumentError
 
 
@@ -105,11 +105,11 @@ def package(tmp_path, monkeypatch):
     (folder / "kernels" / "one.py").write_text("class Kernel:\n    pass\n")
     (folder / "helper.py").write_text("CHUNK = 64\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    key._source_digest.cache_clear()
+    sources.forget()
     yield folder
-    for name in [name for name in sys.modules if name.partition(".")[0] == "demo_package"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("demo_package", "outside")]:
         del sys.modules[name]
-    key._source_digest.cache_clear()
+    sources.forget()
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def fresh_toolchain():
 
 def digest(kernel, config=Config(), arch="sm_90a"):
     key.toolchain.cache_clear()
-    key._source_digest.cache_clear()
+    sources.forget()  # as in a process that starts now
     return key.digest(key.Variant(kernel, config, arch).ingredients())
 
 
@@ -185,7 +185,7 @@ def test_key_changes_with_the_sources_of_this_package(
     before = digest(Kernel)
     (tmp_path / "cute").mkdir()
     (tmp_path / "cute" / "key.py").write_text("# another version of this package")
-    monkeypatch.setattr(key, "__file__", str(tmp_path / "cute" / "key.py"))
+    monkeypatch.setattr(key, "_HERE", tmp_path / "cute")
     assert digest(Kernel) != before
 
 
@@ -219,6 +219,139 @@ def test_key_changes_with_the_toolchain(kernels, package, fresh_toolchain, monke
             monkeypatch.setattr(key, "FORMAT", "0")
     assert digest(Kernel) != before
     assert key.toolchain()[ingredient]
+
+
+CPUINFO = """processor\t: {n}
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: {model}
+model name\t: {name}
+stepping\t: {stepping}
+microcode\t: {microcode}
+cpu MHz\t\t: {mhz}
+flags\t\t: {flags}
+bogomips\t: {mhz}
+address sizes\t: {bits} bits physical, 48 bits virtual
+"""
+CPU = {
+    "n": 0, "model": 143, "name": "Xeon", "stepping": 8, "microcode": "0x1", "mhz": 2000, "bits": 46,
+    "flags": "fpu sse sse2 avx avx2 avx512f md_clear",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"microcode": "0x2", "flags": CPU["flags"] + " ibrs flush_l1d arch_capabilities hypervisor"}, True),
+        ({"mhz": 3100.5, "stepping": 9, "bits": 52, "name": "Xeon (another)"}, True),
+        ({"flags": " ".join(reversed(CPU["flags"].split()))}, True),
+        ({"flags": CPU["flags"].replace(" avx512f", "")}, False),
+        ({"flags": CPU["flags"] + " amx_tile"}, False),
+        ({"model": 106}, False),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_the_cpu_is_what_host_code_depends_on(tmp_path, monkeypatch, change, same):
+    monkeypatch.setattr(key, "_CPUINFO", tmp_path / "cpuinfo")
+    found = []
+    for cpu in (CPU, {**CPU, **change}):
+        (tmp_path / "cpuinfo").write_text("\n".join(CPUINFO.format(**{**cpu, "n": n}) for n in range(2)))
+        key.toolchain.cache_clear()
+        found.append(key.toolchain()["cpu"])
+    key.toolchain.cache_clear()
+    assert (found[0] == found[1]) is same
+
+
+# ---- helpers beside the classes' packages, and sources that change under a process
+
+
+@pytest.mark.parametrize(
+    ("statement", "helper"),
+    [
+        ("from outside import CHUNK", "outside.py"),
+        ("import outside", "outside.py"),
+        ("from outside.inner import CHUNK", "outside/inner.py"),
+        ("from outside import inner", "outside/inner.py"),
+        ("from ..helper import chunk", "outside.py"),
+        ("def chunk():\n    from outside import CHUNK\n    return CHUNK", "outside.py"),
+        ("import typing\nif typing.TYPE_CHECKING:\n    pass\nelse:\n    import outside", "outside.py"),
+        ("try:\n    import nothing.such\nexcept ImportError:\n    import outside", "outside.py"),
+    ],
+)
+def test_key_knows_modules_outside_the_package(kernels, package, fresh_toolchain, statement, helper):
+    path = package.parent / helper
+    path.parent.mkdir(exist_ok=True)
+    if path.parent.name == "outside":
+        (path.parent / "__init__.py").touch()
+    path.write_text("CHUNK = 64\n")
+    (package / "helper.py").write_text("def chunk():\n    import outside\n    return outside.CHUNK\n")
+    (package / "kernels" / "one.py").write_text(f"{statement}\nclass Kernel:\n    pass\n")
+    from demo_package.kernels.one import Kernel
+
+    before = digest(Kernel)
+    assert digest(Kernel) == before
+    (package.parent / "unrelated.py").write_text("CHUNK = 64\n")
+    path.write_text("CHUNK = 32\n")
+    assert digest(Kernel) != before
+    path.write_text("CHUNK = 64\n")
+    (package.parent / "unrelated.py").write_text("CHUNK = 32\n")
+    assert digest(Kernel) == before
+
+
+def test_installed_helpers_enter_by_their_version(kernels, package, fresh_toolchain, monkeypatch):
+    (package / "kernels" / "one.py").write_text("import numpy\nclass Kernel:\n    pass\n")
+    from demo_package.kernels.one import Kernel
+
+    before = digest(Kernel)
+    monkeypatch.setattr("numpy.__version__", "0")  # whatever the package says of itself
+    assert digest(Kernel) == before
+    monkeypatch.setattr(sources, "_release", lambda top: f"{top} 99")
+    assert digest(Kernel) != before
+
+
+def test_an_upgrade_makes_a_running_process_outdated(kernels, package, fresh_toolchain):
+    from demo_package.kernels.one import Kernel
+
+    variant = key.Variant(Kernel, Config(), "sm_90a")
+    sources.forget()  # written before this process began, as far as it knows
+    before = variant.ingredients()["sources"]
+    assert variant.outdated() is None
+    text = (package / "helper.py").read_text()
+    (package / "helper.py").write_text("CHUNK = 32\n")
+    assert variant.outdated() == f"{package / 'helper.py'} changed while this process ran"
+    assert variant.ingredients()["sources"] == before  # what runs is what was imported
+    (package / "helper.py").write_text(text)
+    assert variant.outdated() is None  # the same content again, under another stamp
+    (package / ".#helper.py").symlink_to("user@host.1234:5678")  # an editor's lock
+    assert variant.outdated() is None and variant.ingredients()["sources"] == before
+    (package / "new.py").touch()
+    assert variant.outdated() == f"{package / 'new.py'} changed while this process ran"
+    (package / "new.py").unlink()
+    (package / "helper.py").unlink()
+    assert variant.outdated() == f"{package / 'helper.py'} changed while this process ran"
+
+
+def test_an_upgrade_between_the_import_and_the_first_kernel(kernels, package, fresh_toolchain):
+    """Nobody can tell which text was imported, so neither is used."""
+    from demo_package.kernels.one import Kernel
+
+    variant = key.Variant(Kernel, Config(), "sm_90a")
+    sources.forget()
+    (package / "kernels" / "one.py").write_text("class Kernel:\n    chunk = 32\n")
+    assert "one.py changed after this process began" in variant.outdated()
+    sources.forget()
+    assert variant.outdated() is None
+
+
+def test_newer_wheels_of_the_dsl_make_a_process_outdated(kernels, package, fresh_toolchain, monkeypatch):
+    from demo_package.kernels.one import Kernel
+
+    variant = key.Variant(Kernel, Config(), "sm_90a")
+    sources.forget()
+    key.toolchain()
+    assert variant.outdated(thorough=True) is None
+    monkeypatch.setattr(key, "_wheels", lambda: "nvidia-cutlass-dsl 99")
+    assert "nvidia-cutlass-dsl 99 were installed while this process ran" in variant.outdated(thorough=True)
 
 
 def test_other_variables_do_not_change_the_key(kernels, package, fresh_toolchain, monkeypatch):

@@ -3,7 +3,10 @@ the command."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -111,7 +114,11 @@ def test_all_backends_of_the_architecture_are_asked_and_the_others_listed(demo, 
         ({"variants": "cute_demo_kernels:no_such_function"}, "no_such_function"),
         ({"variants": "cute_demo_kernels:spilling"}, "TypeError"),  # takes no architecture
         ({"variants": "cute_demo_kernels"}, "variants is 'cute_demo_kernels', not 'package.module:callable'"),
-        ({"variants": "cute_demo_kernels:offered", "abi": (1, 99)}, "pip install -U kda-core"),
+        ({"variants": "sys:exit"}, "sys:exit failed: SystemExit: sm_90a"),
+        (
+            {"variants": "cute_demo_kernels:offered", "abi": (1, 99)},
+            "install a newer kda-core: pip install ./",
+        ),
     ],
 )
 def test_a_broken_backend_is_an_error_and_hides_no_other(demo, install, capsys, spec, reason):
@@ -129,6 +136,52 @@ def test_nothing_to_compile_is_an_error(install, capsys):
     assert main(["precompile", "--arch", ARCH, "--backend", "plain"]) == 1
     out, err = capsys.readouterr()
     assert "plain  nothing to compile" in out and err == "nothing to compile for sm_90a\n"
+
+
+#: SIGINT may be ignored where the tests run in the background.
+INTERRUPTIBLE = """
+import signal, sys
+from kda_core.cli import main
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_interrupt_ends_with_one_line_and_stops_the_workers(demo, cache_dir, tmp_path):
+    demo("many")
+    script = tmp_path / "interruptible.py"
+    script.write_text(INTERRUPTIBLE)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, str(script), *COMMAND, "--jobs", "2"], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        for line in process.stdout:
+            if line.startswith("[ 1/64]"):
+                break
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
+        out, err = process.communicate(timeout=120)  # until the last worker has closed them too
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == 130
+    assert err == "interrupted: what was compiled is on disk; the same command compiles the rest\n"
+    assert "64/64" not in out and 1 <= len(objects(cache_dir)) < 64
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_here(demo, cache_dir, capsys):
+    demo()
+    cache_dir.mkdir()
+    cache_dir.chmod(0o777)
+    assert main([*COMMAND, "--jobs", "1"]) == 1
+    assert (
+        f"nothing was compiled: The folder that KDA_CACHE_DIR names is not used: {cache_dir}"
+        in capsys.readouterr().err
+    )
+    assert not list(cache_dir.iterdir())
 
 
 def test_unknown_names_are_errors(capsys):
@@ -158,7 +211,7 @@ def test_disable_jit_names_the_command_that_compiles_the_variant(
         "HOME": str(tmp_path),
     }
     pasted = subprocess.run(
-        ["sh", "-c", command], env=environment, text=True, capture_output=True, timeout=120, check=False
+        ["sh", "-c", command], env=environment, text=True, capture_output=True, check=False
     )
     assert pasted.returncode == 0, pasted.stdout + pasted.stderr
     get_kernel(kernels.RmsNorm, kernels.RmsConfig(), ARCH)

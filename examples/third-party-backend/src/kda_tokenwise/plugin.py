@@ -4,7 +4,7 @@ from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="tokenwise",
-    abi=(1, 0),  # the ABI that this package was written for
+    abi=(1, 3),  # the ABI that this package was written for
     archs=frozenset({"cpu"}),
     # Left out because `TokenwiseBackend` does not serve them: intermediate_states, graph, pin, backward. A call that
     # needs one of them goes to another backend, or is refused where the user named this one.
@@ -24,6 +24,8 @@ SPEC = BackendSpec(
         }
     ),
     target="kda_tokenwise.backend:TokenwiseBackend",
-    install="pip install kda-tokenwise",
+    install="pip install ./examples/third-party-backend, from a checkout of the repository",
     priority=-200,  # below `reference` (-100), which is faster: it runs when it is named
+    # float64 is left out because the state is kept in fp32. Any K and V are served, so there are no `head_dims`.
+    dtypes=frozenset({"bfloat16", "float16", "float32"}),
 )

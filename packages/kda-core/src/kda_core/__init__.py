@@ -7,7 +7,8 @@ would, and `use_backend` insists on one.
 from importlib.metadata import PackageNotFoundError, version
 
 from kda_core.abi import BACKEND_ABI
-from kda_core.api import BackendTable, Explanation, backends, chunk_kda, explain, fused_recurrent_kda
+from kda_core.api import chunk_kda, fused_recurrent_kda
+from kda_core.explanation import BackendTable, Explanation, backends, explain
 from kda_core.registry import BackendInfo, use_backend
 
 try:

@@ -7,17 +7,15 @@ import inspect
 import numbers
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
-from kda_core import contract, ops
-from kda_core.contract import OPTION_FIELDS, KdaOptions, ProblemShape, describe
-from kda_core.errors import ArgumentError, DtypeError, KdaError, PlannerError, UnknownArgumentError
-from kda_core.registry import REGISTRY, Choice, Refusal
+from kda_core import contract, flops, ops
+from kda_core.contract import OPTION_FIELDS, KdaOptions, describe
+from kda_core.errors import ArgumentError, DtypeError, UnknownArgumentError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -130,7 +128,9 @@ def chunk_kda(
         context_parallel: "auto" (a planner may split long sequences), "off", or a plan made by a planner.
         out: tensors to write: o, or (o, final_state) or (o, final_state, h) with None where not asked for; contiguous,
             not overlapping the inputs. Not differentiable.
-        workspace: 1-D uint8 scratch memory of at least ``explain(...).workspace_bytes``.
+        workspace: 1-D uint8 scratch memory of at least ``explain(...).workspace_bytes``. A planner's own plan that needs more
+            gives way to a direct call; where that needs more too, or `context_parallel` is a plan, the call raises. Calls that
+            may overlap, on several streams or threads, must not share one.
         pin: fix kernel, chunk and plan, so that outputs depend on their own sequence up to their own token alone, bit
             for bit, whatever else the batch holds and whatever follows.
 
@@ -212,131 +212,6 @@ def fused_recurrent_kda(
     return o, state if output_final_state else None
 
 
-# ---- what is known, and what would run
-
-
-class BackendTable(tuple):  # of BackendInfo
-    """The backends that are known, each a `BackendInfo`; prints as a table."""
-
-    def __str__(self) -> str:
-        rows = [
-            (
-                i.name,
-                i.status,
-                f"{i.distribution} {i.version}".strip(),
-                "; ".join(filter(None, (i.reason, i.note))),
-            )
-            for i in self
-        ]
-        return _table(("backend", "status", "distribution", "reason, note"), rows)
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a call would do, found without running it; prints as text.
-
-    Attributes:
-        shape: what the metadata of the call says.
-        backend: name of the backend that would serve it, or None.
-        rule: what decided: "backend=", "use_backend", "KDA_BACKEND" or "automatic".
-        refusals: who would not serve it, and why.
-        workspace_bytes: scratch memory of the call.
-        plan: how a planner would split it, and why; "direct" for one call of the backend.
-        error: the message of the exception that the call would raise, or None.
-    """
-
-    shape: ProblemShape
-    backend: str | None
-    rule: str
-    refusals: tuple[Refusal, ...]
-    workspace_bytes: int
-    plan: str
-    error: str | None
-
-    def __str__(self) -> str:
-        s = self.shape
-        where = s.device_type if s.arch is None else f"{s.device_type} sm_{s.arch[0]}{s.arch[1]}"
-        lines = [
-            f"call      B={s.B} T={s.T} H={s.H} HV={s.HV} K={s.K} V={s.V} N={s.N} {str(s.dtype)[6:]} on {where}",
-            f"needs     {', '.join(sorted(f.value for f in s.features)) or 'nothing special'}",
-            f"backend   {self.backend or 'none'} (choice: {self.rule})",
-            f"plan      {self.plan}",
-            f"workspace {self.workspace_bytes} bytes",
-        ]
-        if self.error is not None:  # it holds the refusals
-            return "\n".join([*lines, f"error     {self.error}"])
-        return "\n".join([*lines, *(f"refused   {r.name}: {r.reason}" for r in self.refusals)])
-
-
-def backends(refresh: bool = False) -> BackendTable:
-    """Every known backend with its status: ok, not-installed, broken, abi-mismatch, wrong-arch, or unsupported.
-
-    Args:
-        refresh: read the installed packages again, and forget failures.
-    """
-    if refresh:
-        REGISTRY.refresh()
-    return BackendTable(REGISTRY.info())
-
-
-def explain(*args: Any, **kwargs: Any) -> Explanation:
-    """Which backend would serve ``chunk_kda(*args, **kwargs)``, who refused and why, and what plan it would have.
-
-    Nothing is launched. Instead of a call's arguments one `ProblemShape` may be given, with `backend` alone.
-
-    Raises:
-        ArgumentError, ShapeError, DtypeError, DeviceError: as `chunk_kda`.
-    """
-    if len(args) == 1 and isinstance(args[0], ProblemShape):
-        return _explain(args[0], kwargs.get("backend"), None, "off")
-    bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
-    bound.apply_defaults()
-    a = dict(bound.arguments)
-    a["state_v_first"] = _v_first(a["state_v_first"], a.pop("transpose_state_layout"))
-    del a["out"], a["workspace"]
-    tensors = [a.pop(name) for name in _TENSOR_NAMES]
-    *call, named, mode = operator_args(*tensors, recurrent=False, **a)
-    shape = contract.problem_shape(*tensors, options=KdaOptions(*call[_N_TENSORS:]))
-    inputs = contract.make_inputs(tensors, shape, align=False)
-    inputs.sequence_lengths()
-    return _explain(shape, named, inputs, mode)
-
-
-def _explain(
-    shape: ProblemShape, backend: str | None, inputs: contract.KdaInputs | None, mode: str
-) -> Explanation:
-    choice: Choice | None = None
-    error = None
-    try:
-        choice = REGISTRY.resolve(shape, backend)
-    except KdaError as e:  # the answer to "what would happen" is the exception's message
-        error = f"{type(e).__name__}: {e}"
-    refusals = REGISTRY.refusals(shape, backend)
-    if choice is None:
-        return Explanation(shape, None, "backend=" if backend else "automatic", refusals, 0, "none", error)
-    call = ops.make_plan(shape, choice, "off")  # the workspace does not depend on the mode
-    shown = "direct"
-    if inputs is not None:
-        try:
-            shown = _explain_plan(ops.make_plan(shape, choice, mode), inputs)
-        except PlannerError as e:
-            shown, error = "none", f"{type(e).__name__}: {e}"
-    return Explanation(shape, choice.spec.name, choice.rule, refusals, call.workspace_bytes, shown, error)
-
-
-def _explain_plan(call: ops.CallPlan, inputs: contract.KdaInputs) -> str:
-    """What a planner decides for a call, in its own words where it has them."""
-    if call.planner is None:
-        return "direct"
-    name, planner = call.planner
-    plan = ops.ask_planner(call, inputs, inputs.sequence_lengths())
-    words = getattr(planner, "explain", None)  # optional: kda_core.backend.SupportsExplanation
-    if words is not None:
-        said = words(plan, inputs, call.choice.spec, call.choice.backend)
-        return f"direct ({name}: {said})" if plan is None else f"{name}: {said}"
-    return "direct" if plan is None else f"{name}: {plan}"
-
-
 # ---- helpers
 
 
@@ -395,6 +270,8 @@ def _run(
         found = ops.execute_directly(ops.call_plan(tensors, rest, _checked), tensors, written)
         return found.o, found.final_state, found.intermediate_states
     args = _checked(tensors, rest, cp_context)
+    if not torch.compiler.is_compiling():
+        flops.offer()
     if written is None:
         return torch.ops.kda_core.chunk_fwd(*args)
     options = KdaOptions(*args[_N_TENSORS : _N_TENSORS + len(OPTION_FIELDS)])
@@ -437,8 +314,7 @@ def operator_args(
 def _checked(tensors: tuple[Any, ...], rest: tuple[Any, ...], cp_context: Any = None) -> tuple[Any, ...]:
     """The arguments of the operators in `kda_core.ops` from those of `_run`, with their types checked: an operator's
     schema would refuse a wrong type too, but would not name the argument as the user knows it."""
-    *given, backend, mode = rest
-    options = list(given)
+    options, (backend, mode) = list(rest[:-2]), rest[-2:]  # a list also where torch.compile traces
     for name, x in zip(_TENSOR_NAMES, tensors):
         optional = name not in _TENSOR_NAMES[:_N_REQUIRED]
         if not isinstance(x, Tensor) and not (x is None and optional):
@@ -452,6 +328,17 @@ def _checked(tensors: tuple[Any, ...], rest: tuple[Any, ...], cp_context: Any = 
         raise ArgumentError(
             "cp_context", "None (no installed planner serves FLA's contexts)", type(cp_context).__name__
         )
+    backend, mode = choice_args(backend, mode)
+    values = [_option(name, kind, x) for (name, kind, _), x in zip(OPTION_FIELDS, options)]
+    return (*tensors, *values, backend, mode)
+
+
+def choice_args(backend: Any, mode: Any) -> tuple[str | None, str]:
+    """The arguments `backend` and `context_parallel` of a call as the operators take them.
+
+    Raises:
+        ArgumentError, DtypeError: an argument of another type, or an unknown mode.
+    """
     if backend is not None and not isinstance(backend, str):
         raise DtypeError("backend", "the name of a backend or None", describe(backend))
     if not isinstance(mode, str):
@@ -460,8 +347,26 @@ def _checked(tensors: tuple[Any, ...], rest: tuple[Any, ...], cp_context: Any = 
         mode = _plan_text(mode)
     elif mode not in ("auto", "off"):
         raise ArgumentError("context_parallel", "'auto', 'off' or a plan", repr(mode))
-    values = [_option(name, kind, x) for (name, kind, _), x in zip(OPTION_FIELDS, options)]
-    return (*tensors, *values, backend, mode)
+    return backend, mode
+
+
+def parsed_call(
+    *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], KdaOptions, str | None, str, Tensor | None]:
+    """What ``chunk_kda(*args, **kwargs)`` asks for, with the types checked: its tensors in the order of the operators'
+    arguments, options, backend, mode of context parallelism and workspace.
+
+    Raises:
+        TypeError, ArgumentError, DtypeError: as `chunk_kda`.
+    """
+    bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = dict(bound.arguments)
+    a["state_v_first"] = _v_first(a["state_v_first"], a.pop("transpose_state_layout"))
+    workspace = _written(a.pop("out"), a.pop("workspace"))[-1]
+    tensors = tuple(a.pop(name) for name in _TENSOR_NAMES)
+    *call, backend, mode = operator_args(*tensors, recurrent=False, **a)
+    return tensors, KdaOptions(*call[_N_TENSORS:]), backend, mode, workspace
 
 
 def _option(name: str, kind: str, value: Any) -> Any:
@@ -529,8 +434,3 @@ def _written(out: Any, workspace: Any) -> tuple[Tensor | None, ...]:
         if x is not None:
             contract.check_layout(name, x)
     return written
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in [head, *rows])

@@ -7,12 +7,13 @@ A planner (context parallelism) does the same in ``kda_core.planners``. ``docs/w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape
+from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape, dtype_name
 
 BACKEND_GROUP = "kda_core.backends"
 PLANNER_GROUP = "kda_core.planners"
@@ -39,6 +40,10 @@ class BackendSpec:
             None: nothing to compile. Since ABI 1.1.
         note: what whoever relies on the backend should know, such as where it has been run; shown where
             backends are listed. None: nothing. Since ABI 1.2.
+        dtypes: torch's names of the dtypes of q, k and v that it serves, such as ``{"bfloat16", "float16"}``. Core refuses
+            all others. None: `Backend.can_run` decides. Since ABI 1.3.
+        head_dims: the pairs (K, V) that it serves, such as ``{(128, 128)}``. Core refuses all others. None:
+            `Backend.can_run` decides. Since ABI 1.3.
     """
 
     name: str
@@ -51,6 +56,19 @@ class BackendSpec:
     unavailable: str | None = None
     variants: str | None = None
     note: str | None = None
+    dtypes: frozenset[str] | None = None
+    head_dims: frozenset[tuple[int, int]] | None = None
+
+    def undeclared(self, shape: ProblemShape) -> str | None:
+        """None, or what `shape` needs that this spec does not declare."""
+        if missing := sorted(f.value for f in shape.features if f.value not in self.features):
+            return ", ".join(missing)
+        if self.dtypes is not None and (name := dtype_name(shape.dtype)) not in self.dtypes:
+            return f"dtype {name}; serves {', '.join(sorted(self.dtypes))}"
+        if self.head_dims is not None and (shape.K, shape.V) not in self.head_dims:
+            served = ", ".join(f"K={K}, V={V}" for K, V in sorted(self.head_dims))
+            return f"head dimensions K={shape.K}, V={shape.V}; serves {served}"
+        return None
 
 
 @runtime_checkable
@@ -60,7 +78,8 @@ class Backend(Protocol):
     `workspace_bytes` depend on the shape alone: core keeps them until the registry is refreshed."""
 
     def can_run(self, shape: ProblemShape) -> str | None:
-        """None, or why this shape is not served ("K=64; only K=128 is compiled"). Features were checked before."""
+        """None, or why this shape is not served ("T=70; a multiple of 64 is needed"). What the spec declares was
+        checked before: features, dtypes and head dimensions."""
         ...
 
     def workspace_bytes(self, shape: ProblemShape) -> int:
@@ -211,21 +230,19 @@ class SupportsExplanation(Protocol):
         ...
 
 
-def spec_problem(loaded: object, kind: type) -> str | None:
-    """What is wrong with the object behind an entry point, or None."""
-    if not isinstance(loaded, kind):
-        return f"the entry point is {type(loaded).__name__}, not a {kind.__name__}"
-    spec: Any = loaded
-    if not (isinstance(spec.abi, tuple) and len(spec.abi) == 2 and all(isinstance(n, int) for n in spec.abi)):
-        return f"abi is {spec.abi!r}, not (major, minor)"
-    if not (isinstance(spec.name, str) and spec.name and spec.name == spec.name.lower()):
-        return f"name is {spec.name!r}, not a lower-case name"
-    if spec.target.count(":") != 1:
-        return f"target is {spec.target!r}, not 'package.module:Class'"
-    variants = getattr(spec, "variants", None)  # a `PlannerSpec` has none
-    if variants is not None and not (isinstance(variants, str) and variants.count(":") == 1):
-        return f"variants is {variants!r}, not 'package.module:callable'"
-    note = getattr(spec, "note", None)
-    if note is not None and not isinstance(note, str):
-        return f"note is {note!r}, not a text"
-    return None
+class SupportsWorkspace(Protocol):
+    """Optional for a planner, since ABI 1.3. Calls by the plans of a planner without it get the workspace of a direct call."""
+
+    def workspace_bytes(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> int:
+        """Bytes of scratch memory that `Planner.run` needs for this plan, 0 for none; `KdaOutputs.workspace` then has as
+        many. Must not synchronise. It depends on what `Planner.plan` does."""
+        ...
+
+
+class SupportsDiagnosis(Protocol):
+    """Optional for a planner, since ABI 1.3."""
+
+    def problems(self) -> Sequence[str]:
+        """For ``python -m kda_core doctor``: a line for everything that the planner reads and cannot use, such as a damaged
+        file, and how to mend it; empty where all is well."""
+        ...

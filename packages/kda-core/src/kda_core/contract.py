@@ -18,13 +18,12 @@ reads host memory only. `kda_core.contents` reads the rest, where ``KDA_CHECK=1`
 
 from __future__ import annotations
 
-import functools
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from operator import sub
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,9 +37,23 @@ CHUNK_SIZES = (32, 64)  # spacing of intermediate states, FLA's choices
 ALIGNMENT = 16  # bytes: every tensor that a backend gets starts at a multiple, the widest access of a GPU
 WORKSPACE_ALIGNMENT = 256  # bytes, on a GPU; torch gives 512 there, and 64 in host memory
 FP32_MAX = torch.finfo(torch.float32).max  # factors beyond it are infinite where a kernel computes
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of q, k, v and o
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _Frozen = TypeVar("_Frozen")
+_Value = TypeVar("_Value")
+
+
+class _Kept(Generic[_Value]):
+    """`functools.cached_property` without the lock that it has before Python 3.12: one for all objects of a class, which
+    a forked child would never get if another thread held it."""
+
+    def __init__(self, compute: Callable[[Any], _Value]) -> None:
+        self.compute = compute
+
+    def __get__(self, instance: Any, owner: type) -> _Value:
+        value = instance.__dict__[self.compute.__name__] = self.compute(instance)
+        return value
 
 
 class Feature(str, Enum):
@@ -187,7 +200,7 @@ class ProblemShape:
     def __hash__(self) -> int:
         return self._hash
 
-    @functools.cached_property
+    @_Kept
     def _hash(self) -> int:
         """Kept, because every call looks up by its shape what serves it."""
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
@@ -279,7 +292,7 @@ class KdaInputs:
         """
         return self._lengths
 
-    @functools.cached_property
+    @_Kept
     def _lengths(self) -> tuple[int, ...] | None:
         s = self.shape
         if self.cu_seqlens is None:
@@ -491,6 +504,11 @@ def _check_order(**tensors: Tensor) -> None:
             )
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def device_arch(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a CUDA device, None for any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -520,11 +538,10 @@ def problem_shape(
     """
     for name, x in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
         _tensor(name, x)
-    floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     if q.dim() != 4:
         raise ShapeError("q", "[B, T, H, K], 4 dimensions", str(list(q.shape)))
-    if q.dtype not in floats:
-        raise DtypeError("q", " or ".join(map(str, floats)), str(q.dtype))
+    if q.dtype not in INPUT_DTYPES:
+        raise DtypeError("q", " or ".join(map(str, INPUT_DTYPES)), str(q.dtype))
     if v.dim() != 4:
         raise ShapeError("v", "[B, T, HV, V], 4 dimensions", str(list(v.shape)))
     _check_order(q=q, k=k, v=v, g=g, beta=beta)

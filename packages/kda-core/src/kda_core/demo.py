@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kda_core
-from kda_core.errors import NoEligibleBackendError
+from kda_core.errors import DeviceError, NoEligibleBackendError
 from kda_core.registry import record_calls
 from kda_core.testing import error, token_oracle, tolerance
 
@@ -93,7 +93,12 @@ def layer_inputs(device: torch.device, tokens: int, num_heads: int, hidden_size:
     return layer.to(torch.bfloat16)(ids) | {"A_log": A_log, "dt_bias": dt_bias}
 
 
-def run(device: str | None = None, tokens: int | None = None, backend: str | None = None) -> Report:
+def run(
+    device: str | None = None,
+    tokens: int | None = None,
+    backend: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Report:
     """Runs the demo.
 
     Args:
@@ -101,53 +106,72 @@ def run(device: str | None = None, tokens: int | None = None, backend: str | Non
         tokens: length of the prefill; 65536 on a GPU, 4096 on a CPU by default, and at most the text.
         backend: the backend to use. None: the automatic choice, and where no GPU backend serves, the reference, with
             the reason printed.
+        say: called with each line of the report as soon as it is known, and with each step before it begins.
+
+    Raises:
+        DeviceError: the device is "cuda", and torch finds no GPU.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("device", "cpu (torch finds no CUDA GPU here)", "cuda")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpu = where.type == "cuda"
     heads, hidden = (32, 2304) if gpu else (4, 256)
     available = len(text())
     T = min(tokens or (65536 if gpu else 4096), available)
-    x = layer_inputs(where, T, heads, hidden)
-    lines = [
+    cut = min(T * 3 // 8 + 5, T - 1)  # off every chunk boundary
+    lines: list[str] = []
+
+    def tell(*more: str) -> None:
+        lines.extend(more)
+        for line in more:
+            say(line)
+
+    tell(
         "KDA prefill of a real text",
         f"  text       {TEXT_MODULE}: {T} of {available} bytes, one token a byte",
         f"  layer      hidden {hidden}, H={heads}, K=V={HEAD_DIM}, 4-tap convolution, unbounded gate, bf16, seed 0",
-    ]
+        f"  step 1/4   inputs: embeddings, projections and convolutions of {T} tokens",
+    )
+    x = layer_inputs(where, T, heads, hidden)
+    compiling = ", which may compile a kernel" if gpu else ""
+    tell(f"  step 2/4   prefill in one piece of {T} tokens, after a first call{compiling}")
     try:
         kda_core.chunk_kda(**_piece(x, 0, 64), backend=backend)
     except NoEligibleBackendError as refusal:
-        lines += [f"  {line}" for line in str(refusal).splitlines()]
+        tell(*(f"  {line}" for line in str(refusal).splitlines()))
         backend = "reference"
 
     def prefill(start: int, end: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
         piece = _piece(x, start, end)
         return kda_core.chunk_kda(**piece, initial_state=state, output_final_state=True, backend=backend)
 
-    cut = T * 3 // 8 + 5  # off every chunk boundary
     with torch.inference_mode(), record_calls() as calls:
         prefill(0, T, None)  # the first call may compile; it is not the one that is timed
         (o, state), seconds = _timed(lambda: prefill(0, T, None), where)
+        tell(f"  step 3/4   prefill in two pieces, {cut} + {T - cut} tokens, the state passed on")
         ((o1, _s1), (o2, s2)), seconds2 = _timed(lambda: _two(prefill, cut, T), where)
         pieces = torch.cat([o1, o2], 1)
+    with torch.inference_mode():
+        tell(f"  step 4/4   fp64 token loop over {T} tokens, and the tolerance; this step takes longest")
         oracle_o, oracle_s = token_oracle(**x)
         limit_o, limit_s = tolerance(x, oracle=(oracle_o, oracle_s))
     ran = sorted({(c.backend, c.device_type) for c in calls})
     name = torch.cuda.get_device_name(where) if gpu else f"{torch.get_num_threads()} threads"
-    lines += [
+    tell(
         f"  ran on     {', '.join(f'{b} ({d})' for b, d in ran)}, {name}, torch {torch.__version__}",
         f"  one piece  {T} tokens in {seconds * 1e3:.1f} ms ({T / seconds:,.0f} tokens/s)",
         f"  two pieces {cut} + {T - cut} tokens in {seconds2 * 1e3:.1f} ms, the state passed on",
         "  exactness  largest relative Frobenius error over heads        output     state",
-    ]
+    )
     checks = [
         ("one piece against the fp64 token loop", error(o, oracle_o), error(state, oracle_s, state=True)),
         ("two pieces against the fp64 token loop", error(pieces, oracle_o), error(s2, oracle_s, state=True)),
         ("two pieces against one", error(pieces, o), error(s2, state, state=True)),
     ]
-    lines += [f"             {label:<47} {a:9.2e} {b:9.2e}" for label, a, b in checks]
-    lines.append(f"             {'tolerance':<47} {limit_o:9.2e} {limit_s:9.2e}")
+    tell(*(f"             {label:<47} {a:9.2e} {b:9.2e}" for label, a, b in checks))
+    tell(f"             {'tolerance':<47} {limit_o:9.2e} {limit_s:9.2e}")
     ok = all(a <= limit_o and b <= limit_s for _, a, b in checks)
-    lines.append("  result     exact within tolerance" if ok else "  result     OUT OF TOLERANCE")
+    tell("  result     exact within tolerance" if ok else "  result     OUT OF TOLERANCE")
     return Report(tuple(lines), ok)
 
 

@@ -50,6 +50,10 @@ class UnknownArgumentError(KdaError, TypeError):
     """A function has no such keyword; the message says which it may have been."""
 
 
+class DerivativeError(KdaError, NotImplementedError):
+    """A derivative that does not exist here: forward-mode AD, or a second derivative. Also a RuntimeError."""
+
+
 # ---- backends
 
 
@@ -58,11 +62,11 @@ class BackendError(KdaError, RuntimeError):
 
 
 class BackendNotFoundError(BackendError):
-    """The named backend is not known: neither installed nor one that this project publishes."""
+    """The named backend is not installed."""
 
 
 class BackendUnavailableError(BackendError):
-    """The named backend is known, but cannot be loaded here (not installed, broken, wrong ABI, wrong architecture)."""
+    """The named backend is installed, but cannot be used here (broken, wrong ABI, wrong architecture)."""
 
 
 class BackendUnsupportedError(BackendError):
@@ -74,7 +78,8 @@ class NoEligibleBackendError(BackendError):
 
 
 class BackendContractError(BackendError):
-    """A backend broke the ABI: it returned something else than the outputs that it was given."""
+    """A backend broke the ABI: it returned something else than the outputs that it was given, or asks for a workspace
+    that is no number of bytes."""
 
 
 class PlannerError(BackendError):

@@ -18,11 +18,20 @@ from typing import Any, cast
 
 import torch
 from torch import _C, Tensor
+from torch.autograd import forward_ad
 
-from kda_core import contents, contract, env, registry
+from kda_core import contents, contract, env, gradients, install, registry
 from kda_core.backend import Plan, Planner, SupportsBackward
 from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, KdaOutputs, ProblemShape
-from kda_core.errors import ArgumentError, BackendContractError, PlannerError
+from kda_core.discovery import FAILURES
+from kda_core.errors import (
+    BackendContractError,
+    BackendUnsupportedError,
+    KdaError,
+    NoEligibleBackendError,
+    PlannerError,
+)
+from kda_core.plugin_checks import show_error, shown
 
 TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -41,7 +50,7 @@ _LIB.define(
     "Tensor(a!) o, Tensor(b!)? final_state, Tensor(c!)? h, Tensor(d!)? workspace) -> ()"
 )
 _LIB.define(
-    f"chunk_bwd(Tensor grad_o, Tensor? grad_final_state, {TENSORS}, {OPTIONS}, str? backend) "
+    f"chunk_bwd(Tensor grad_o, Tensor? grad_final_state, Tensor served, {TENSORS}, {OPTIONS}, str? backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -54,7 +63,7 @@ class CallPlan:
         shape: the validated metadata.
         choice: the backend.
         entry: the backend's method that computes the call.
-        workspace_bytes: scratch memory of the call.
+        workspace_bytes: scratch memory of a direct call; `needed_workspace` has that of a plan.
         planner: name and planner that is asked how to split the call, or None.
         plan: JSON of the plan that the caller gave, None where the planner makes one.
         checked: whether the values of its inputs are looked at before it runs (``KDA_CHECK``).
@@ -73,6 +82,9 @@ class CallPlan:
         default_factory=dict, compare=False, repr=False
     )
 
+
+# Not by accident: errors of this project, and those of a device or an allocator, which callers may handle.
+_ON_PURPOSE = (KdaError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 MAX_PLANS = 1024
 """Calls that are remembered. Beyond them all are forgotten, which costs each one validation more."""
@@ -108,7 +120,7 @@ def call_plan(
     if plan is None:
         *options, backend, mode = rest if check is None else check(tensors, rest)[_N_TENSORS:]
         shape = _shared(contract.problem_shape(*tensors, options=KdaOptions(*options)))
-        plan = make_plan(shape, registry.REGISTRY.resolve(shape, backend), mode)
+        plan = make_plan(shape, _choose(shape, backend, tensors), mode)
         if env.check():
             plan = replace(plan, checked=True)
         if key == _plan_key(tensors, rest):  # another thread may have changed the environment meanwhile
@@ -116,6 +128,24 @@ def call_plan(
                 plans.clear()
             plans[key] = plan
     return plan
+
+
+def _choose(shape: ProblemShape, backend: str | None, tensors: Sequence[Tensor | None]) -> registry.Choice:
+    """`Registry.resolve`, with a hint where the call would be served without gradients."""
+    try:
+        return registry.REGISTRY.resolve(shape, backend)
+    except (BackendUnsupportedError, NoEligibleBackendError) as error:
+        if not shape.options.needs_backward:
+            raise
+        try:
+            options = replace(shape.options, needs_backward=False)
+            served = registry.REGISTRY.resolve(replace(shape, options=options), backend).spec.name
+        except KdaError:
+            raise error from None
+        names = [n for n, x in zip(gradients.TENSOR_NAMES, tensors) if x is not None and x.requires_grad]
+        who = f"{', '.join(names) or 'an input'} requires grad"
+        hint = f"{who}; without gradients (torch.no_grad(), detach()) {served} serves this call"
+        raise type(error)(f"{error}\n  {hint}") from None
 
 
 @functools.lru_cache(maxsize=MAX_PLANS)
@@ -143,8 +173,27 @@ def make_plan(shape: ProblemShape, choice: registry.Choice, mode: str) -> CallPl
     """
     if shape.options.recurrent:
         return CallPlan(shape, choice, "recurrent_fwd", 0, None, None)
-    needed = choice.backend.workspace_bytes(shape)
-    return CallPlan(shape, choice, "chunk_fwd", needed, *_planner(shape.options, mode))
+    return CallPlan(
+        shape, choice, "chunk_fwd", _workspace_bytes(shape, choice), *_planner(shape.options, mode)
+    )
+
+
+def _workspace_bytes(shape: ProblemShape, choice: registry.Choice) -> int:
+    """What the backend asks for.
+
+    Raises:
+        BackendContractError: it raised, or this is no number of bytes.
+    """
+    asked = f"{choice.spec.name}.workspace_bytes"
+    try:
+        needed = choice.backend.workspace_bytes(shape)
+    except _ON_PURPOSE:
+        raise
+    except FAILURES as error:
+        raise BackendContractError(f"{asked} raised {show_error(error)}") from error
+    if type(needed) is not int or not 0 <= needed < 2**63:
+        raise BackendContractError(f"{asked} returned {shown(needed)}, not an int from 0 to 2**63 - 1")
+    return needed
 
 
 def _planner(options: KdaOptions, mode: str) -> tuple[tuple[str, Planner] | None, str | None]:
@@ -156,7 +205,8 @@ def _planner(options: KdaOptions, mode: str) -> tuple[tuple[str, Planner] | None
         return (None if options.pin else found), None
     if found is None:
         raise PlannerError(
-            "context_parallel: a plan was given, but no planner is installed and on (kda-cp, KDA_CP)"
+            "context_parallel: a plan was given, but no planner is installed and on; KDA_CP=0 turns planners off, "
+            f"kda-cp is one: {install.command('kda-cp')}"
         )
     return found, mode
 
@@ -178,22 +228,28 @@ def execute(
     lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
     if call.checked:
         contents.check_contents(inputs)
+    plan = None if call.planner is None else ask_planner(call, inputs, lengths)
+    needed = call.workspace_bytes if plan is None else needed_workspace(call, plan, inputs)
     if given is None:
-        outputs = contract.allocate_outputs(inputs, call.workspace_bytes)
+        outputs = contract.allocate_outputs(inputs, needed)
     else:
-        outputs = contract.allocate_outputs(inputs, call.workspace_bytes, given)
-        contract.check_outputs(inputs, outputs, call.workspace_bytes)
+        plan, needed = fitting(call, plan, needed, given[3])
+        outputs = contract.allocate_outputs(inputs, needed, given)
+        contract.check_outputs(inputs, outputs, needed)
         contract.check_memory(inputs, outputs)
     name = None
-    if call.planner is not None and (plan := ask_planner(call, inputs, lengths)) is not None:
-        name, planner = call.planner
-        returned = planner.run(plan, inputs, outputs, choice.backend)
+    if plan is not None and call.planner is not None:
+        name = call.planner[0]
+        returned = _from_planner(call.planner, "run", plan, inputs, outputs, choice.backend)
     else:
         returned = getattr(choice.backend, call.entry)(inputs, outputs)
     if returned is not outputs:
-        raise BackendContractError(
-            f"{choice.spec.name}.{call.entry} returned {type(returned).__name__}, not the outputs it was given"
-        )
+        what = f"returned {type(returned).__name__}, not the outputs it was given"
+        if name is not None:
+            raise registry.REGISTRY.planner_error(name, f"run {what}")
+        raise BackendContractError(f"{choice.spec.name}.{call.entry} {what}")
+    if given is not None:  # as torch's own functions do: autograd sees that what it saved has changed
+        torch.autograd.graph.increment_version([x for x in given if x is not None])
     registry.notify(choice.spec.name, call.entry, shape.device_type, name)
     return outputs
 
@@ -202,14 +258,16 @@ def ask_planner(call: CallPlan, inputs: KdaInputs, lengths: tuple[int, ...] | No
     """How the planner splits the call, or None for a direct one. `lengths`: of a packed call, where the host knows them.
 
     Raises:
-        PlannerError: the caller's plan does not fit the call.
+        PlannerError: the caller's plan does not fit the call, or the planner is broken.
     """
     if call.planner is None:
         return None
     answer = call.answers.get(lengths)
     if answer is None:
         if call.plan is None:
-            answer = (call.planner[1].plan(inputs, call.choice.spec, call.choice.backend),)
+            choice = call.choice
+            plan = _from_planner(call.planner, "plan", inputs, choice.spec, choice.backend)
+            answer = (None if plan is None else _checked_plan(call.planner[0], "plan", plan),)
         else:
             answer = (_given_plan(call.plan, call, inputs),)
         if len(call.answers) >= MAX_ANSWERS:
@@ -218,14 +276,68 @@ def ask_planner(call: CallPlan, inputs: KdaInputs, lengths: tuple[int, ...] | No
     return answer[0]
 
 
+def needed_workspace(call: CallPlan, plan: Plan | None, inputs: KdaInputs) -> int:
+    """Bytes of scratch memory of a call by this plan, which `ask_planner` gave; None is a direct call.
+
+    Raises:
+        PlannerError: the planner gives no number of bytes.
+    """
+    if plan is None or call.planner is None:
+        return call.workspace_bytes
+    name, planner = call.planner
+    if not hasattr(planner, "workspace_bytes"):  # optional: kda_core.backend.SupportsWorkspace
+        return call.workspace_bytes
+    choice = call.choice
+    needed = _from_planner(call.planner, "workspace_bytes", plan, inputs, choice.spec, choice.backend)
+    if type(needed) is not int or not 0 <= needed < 2**63:
+        raise registry.REGISTRY.planner_error(
+            name, f"workspace_bytes returned {shown(needed)}, not an int of at least 0 and below 2**63"
+        )
+    return needed
+
+
+def fitting(
+    call: CallPlan, plan: Plan | None, needed: int, workspace: Tensor | None
+) -> tuple[Plan | None, int]:
+    """The plan that runs a call with the caller's workspace, and the bytes that it must have. A planner's own plan that does not
+    fit into it gives way to a direct call; a plan that the caller gave stays."""
+    if plan is None or call.plan is not None or workspace is None or workspace.numel() >= needed:
+        return plan, needed
+    return None, min(needed, call.workspace_bytes)
+
+
 def _given_plan(text: str, call: CallPlan, inputs: KdaInputs) -> Plan:
     """The caller's plan, if it fits the call."""
     assert call.planner is not None
     (name, planner), choice = call.planner, call.choice
-    plan = planner.plan_from_json(text)
-    refusal = getattr(planner, "refusal", None)  # optional: kda_core.backend.SupportsRefusal
-    if refusal is not None and (why := refusal(plan, inputs, choice.spec, choice.backend)) is not None:
-        raise PlannerError(f"context_parallel: {name} cannot run this plan: {why}")
+    plan = _checked_plan(name, "plan_from_json", _from_planner(call.planner, "plan_from_json", text))
+    if hasattr(planner, "refusal"):  # optional: kda_core.backend.SupportsRefusal
+        why = _from_planner(call.planner, "refusal", plan, inputs, choice.spec, choice.backend)
+        if why is not None:
+            raise PlannerError(f"context_parallel: {name} cannot run this plan: {why}")
+    return plan
+
+
+def _from_planner(planner: tuple[str, Planner], method: str, *args: Any) -> Any:
+    """What a method of the planner returns. What it raises by accident becomes a `PlannerError` that names it."""
+    name, made = planner
+    try:
+        return getattr(made, method)(*args)
+    except _ON_PURPOSE:
+        raise
+    except Exception as error:
+        raise registry.REGISTRY.planner_error(name, f"{method} raised {show_error(error)}") from error
+
+
+def _checked_plan(name: str, method: str, plan: Any) -> Plan:
+    try:
+        sound = callable(plan.to_json)
+    except Exception:  # noqa: BLE001 - of a plugin, which may fail in any way
+        sound = False
+    if not sound:
+        raise registry.REGISTRY.planner_error(
+            name, f"{method} returned {shown(plan)}, not a plan with to_json"
+        )
     return plan
 
 
@@ -235,9 +347,15 @@ def _empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _chunk_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = args[:_N_TENSORS]
-    out = execute(call_plan(tensors, args[_N_TENSORS:]), tensors)
-    return out.o, _empty(out.final_state, out.o), _empty(out.intermediate_states, out.o)
+    """o, the final states, and the intermediate states, which a call with a backward has not: then which backend served it,
+    unless the call says that."""
+    tensors, backend = args[:_N_TENSORS], args[-2]
+    call = call_plan(tensors, args[_N_TENSORS:])
+    out = execute(call, tensors)
+    third = out.intermediate_states
+    if call.shape.options.needs_backward and backend is None:
+        third = gradients.served_by(call.choice.spec.name)
+    return out.o, _empty(out.final_state, out.o), _empty(third, out.o)
 
 
 def _chunk_fwd_out(*args: Any) -> None:
@@ -245,13 +363,18 @@ def _chunk_fwd_out(*args: Any) -> None:
     execute(call_plan(tensors, args[_N_TENSORS:-4]), tensors, given=args[-4:])
 
 
-def _chunk_bwd(grad_o: Tensor, grad_final_state: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    """Gradients of the first eight tensor arguments, in their shapes and dtypes."""
-    tensors = args[:_N_TENSORS]
-    call = call_plan(tensors, (*args[_N_TENSORS:], "off"))
+def _chunk_bwd(
+    grad_o: Tensor, grad_final_state: Tensor | None, served: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of the first eight tensor arguments, in their shapes and dtypes. `served`: what `chunk_fwd` returned last."""
+    tensors, (*options, backend) = args[:_N_TENSORS], args[_N_TENSORS:]
+    if backend is None:
+        backend = gradients.backend_of(served)
+    call = call_plan(tensors, (*options, backend, "off"))
     inputs = contract.make_inputs(tensors, call.shape)
     backend = cast(SupportsBackward, call.choice.backend)  # its features were checked when it was chosen
-    grads = backend.chunk_bwd(inputs, grad_o.contiguous(), grad_final_state)
+    with torch.inference_mode(False), torch.no_grad():  # a backend may use autograd, which may be off here
+        grads = backend.chunk_bwd(inputs, grad_o.contiguous(), grad_final_state)
     registry.notify(call.choice.spec.name, "chunk_bwd", call.shape.device_type)
     found = [getattr(grads, f.name) for f in fields(grads)]
     return tuple(
@@ -272,6 +395,7 @@ def dispatcher_is_idle(tensors: Sequence[Tensor | None]) -> bool:
         or _C._is_torch_function_mode_enabled()
         or _C._functorch.peek_interpreter_stack() is not None
         or _C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
         or not _PLAIN.issuperset(map(type, tensors))
         or (q := tensors[0]) is None
         or q.is_meta
@@ -309,6 +433,8 @@ def _fake_chunk_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     s, new = inputs.shape, inputs.q.new_empty
     o = new((s.B, s.T, s.HV, s.V))
     state = new(s.state_shape, dtype=s.state_dtype) if s.options.output_final_state else new(0)
+    if s.options.needs_backward and args[-2] is None:
+        return o, state, torch.empty((), dtype=torch.int64, device="cpu")  # as `gradients.served_by`
     if not s.options.return_intermediate_states:
         return o, state, new(0)
     if s.varlen and not s.options.use_graph:  # the contents of cu_seqlens decide, which a trace lacks
@@ -324,45 +450,22 @@ def _fake_chunk_fwd_out(*args: Any) -> None:
         contract.check_outputs(inputs, KdaOutputs(*args[-4:]))
 
 
-def _fake_chunk_bwd(grad_o: Tensor, grad_final_state: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+def _fake_chunk_bwd(
+    grad_o: Tensor, grad_final_state: Tensor | None, served: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
     return tuple(grad_o.new_empty(0) if x is None else x.new_empty(x.shape) for x in args[:8])
 
 
-# ---- autograd
+# ---- registration
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:_N_TENSORS])
-    ctx.rest = inputs[_N_TENSORS:]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*([output[2]] if output[2].dtype == torch.bfloat16 else []))
-
-
-def _backward(
-    ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, grad_h: Tensor | None
-) -> tuple[Any, ...]:
-    tensors, (*options, backend, _) = ctx.saved_tensors, ctx.rest
-    parsed = KdaOptions(*options)
-    v = tensors[2]
-    if not parsed.needs_backward:
-        raise ArgumentError("needs_backward", "True for an operator that is differentiated", "False")
-    if grad_o is None:
-        grad_o = torch.zeros_like(v)
-    if not parsed.output_final_state:
-        grad_final_state = None
-    grads = torch.ops.kda_core.chunk_bwd(grad_o, grad_final_state, *tensors, *options, backend)
-    return (
-        *(None if x is None else d for x, d in zip(tensors[:8], grads)),
-        None,
-        None,
-        *([None] * (_N_OPTIONS + 2)),
-    )
-
-
-_LIB.impl("chunk_fwd", _chunk_fwd, "CompositeExplicitAutograd")
-_LIB.impl("chunk_fwd_out", _chunk_fwd_out, "CompositeExplicitAutograd")
-_LIB.impl("chunk_bwd", _chunk_bwd, "CompositeExplicitAutograd")
-torch.library.register_fake("kda_core::chunk_fwd", _fake_chunk_fwd, lib=_LIB)
-torch.library.register_fake("kda_core::chunk_fwd_out", _fake_chunk_fwd_out, lib=_LIB)
-torch.library.register_fake("kda_core::chunk_bwd", _fake_chunk_bwd, lib=_LIB)
-torch.library.register_autograd("kda_core::chunk_fwd", _backward, setup_context=_setup_context, lib=_LIB)
+for name, on_tensors, on_fakes, with_autograd in (
+    ("chunk_fwd", _chunk_fwd, _fake_chunk_fwd, gradients.chunk_fwd),
+    ("chunk_fwd_out", _chunk_fwd_out, _fake_chunk_fwd_out, gradients.chunk_fwd_out),
+    ("chunk_bwd", _chunk_bwd, _fake_chunk_bwd, gradients.chunk_bwd),
+):
+    _LIB.impl(name, on_tensors, "CompositeExplicitAutograd")
+    _LIB.impl(name, with_autograd, "Autograd")
+    torch.library.register_fake(f"kda_core::{name}", on_fakes, lib=_LIB)
+for operator in (torch.ops.kda_core.chunk_fwd.default, torch.ops.kda_core.chunk_bwd.default):
+    torch.library.register_vmap(operator, gradients.batching_rule(operator), lib=_LIB)

@@ -14,6 +14,8 @@ from kda_core.cute.key import Variant
 from kda_core.cute.offers import Offer, offers
 from kda_core.errors import ArgumentError, CompileError
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
 
 def run(
     arch: str,
@@ -24,15 +26,25 @@ def run(
 ) -> int:
     """Compiles what the backends offer for `arch`, or what `backend` alone does, and prints progress. `only`: nothing
     but the variants whose name contains this text. `jobs`: worker processes, by default as many as CPUs that may be
-    used. `list_only`: prints the names and compiles nothing.
+    used, in a container those of its quota. `list_only`: prints the names and compiles nothing.
 
     Returns 0 if every selected variant is on disk (or listed); 1 if one failed, a backend is broken, or no backend
-    has anything to compile.
+    has anything to compile; 130 after Ctrl-C, the workers stopped.
 
     Raises:
         ArgumentError: no compute capability belongs to `arch`, or no variant contains `only`.
         BackendNotFoundError: `backend` is not installed.
     """
+    try:
+        return _run(arch, backend, only, jobs, list_only)
+    except KeyboardInterrupt:
+        print(
+            "interrupted: what was compiled is on disk; the same command compiles the rest", file=sys.stderr
+        )
+        return INTERRUPTED
+
+
+def _run(arch: str, backend: str | None, only: str | None, jobs: int | None, list_only: bool) -> int:
     found = offers(arch, backend)
     chosen = {offer.backend: _select(offer, only) for offer in found}
     variants = [variant for selected in chosen.values() for variant in selected]

@@ -10,8 +10,8 @@ Over a block of rows i with G the inclusive cumulative sum of g inside the block
     [w u] = (I + L)^-1 diag(beta) [k e^G, v]
     R = u - w S,   o = (scale q e^G) S + Aqk R,   S <- e^{G_end} S + (k e^{G_end - G})^T R
 
-The decays e^{G_i - G_j} are formed pair by pair, so no exponent is above 0 whatever the gates are, and row i sees rows
-up to i alone. Blocks of 16 rows keep the pairs small; blocks of one row are the recurrence itself (decoding).
+No exponent is above 0, whatever the gates are (`_pair_products`), and row i sees rows up to i alone. Blocks have 16 rows;
+blocks of one row are the recurrence itself (decoding).
 
 Accuracy is that of fp32, so it is no stand-in for the fp64 oracle (`kda_core.testing.token_oracle`), with which it
 shares no code. TF32 products, if the process allows them, lower it to about 1e-3.
@@ -26,22 +26,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from kda_core import install
 from kda_core.abi import BACKEND_ABI
 from kda_core.backend import BackendSpec
 from kda_core.contract import (
+    INPUT_DTYPES,
     Feature,
     KdaGradients,
     KdaInputs,
     KdaOptions,
     KdaOutputs,
     ProblemShape,
+    dtype_name,
     num_chunks,
 )
 
 BLOCK = 16  # rows of a block; divides every chunk_size
-PAIRS_BYTES = 64 << 20  # upper bound for the tensor of pairwise decays, the largest temporary
+ROWS_BYTES = 16 << 20  # upper bound for the rows of q and k of a slab, the largest temporary
+_FLOATS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")  # the inputs that have gradients
 
 SPEC = BackendSpec(
     name="reference",
@@ -49,8 +52,9 @@ SPEC = BackendSpec(
     archs=frozenset({"any"}),
     features=frozenset(f.value for f in Feature if f is not Feature.SEGMENT_SUMMARY),
     target="kda_core.reference:ReferenceBackend",
-    install="pip install kda-core",
+    install=install.command(),
     priority=-100,
+    dtypes=frozenset(map(dtype_name, INPUT_DTYPES)),
 )
 
 
@@ -80,10 +84,8 @@ class ReferenceBackend:
 
     def chunk_bwd(self, inputs: KdaInputs, grad_o: Tensor, grad_final_state: Tensor | None) -> KdaGradients:
         """Recomputes the forward pass under autograd, slab by slab, so that memory stays bounded."""
-        names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-        leaves = {n: x.detach().requires_grad_() for n in names if (x := getattr(inputs, n)) is not None}
         with torch.enable_grad(), torch.autocast(inputs.q.device.type, enabled=False):
-            x = replace(inputs, **leaves)
+            x, leaves = _as_leaves(inputs)
             (part,) = _parts(x, pinned=False)
             o, state = part.differentiable(x, BLOCK)
             total = (o * grad_o.to(o.dtype)).sum()
@@ -91,7 +93,7 @@ class ReferenceBackend:
                 total = total + (state * grad_final_state.to(state.dtype)).sum()
             grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         found = {n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), grads)}
-        gradients: dict[str, Any] = {n: found.get(n) for n in names}
+        gradients: dict[str, Any] = {n: found.get(n) for n in _FLOATS}
         return KdaGradients(**gradients)
 
 
@@ -126,7 +128,7 @@ class _Part:
     ends: Tensor
     select: slice
     on_device: bool
-    slab: int | None  # None: as many as fit PAIRS_BYTES
+    slab: int | None  # None: as many as fit ROWS_BYTES
 
     def schedule(self, inputs: KdaInputs, block: int) -> _Schedule:
         device = inputs.q.device
@@ -184,7 +186,7 @@ class _Part:
         """o [B,T,HV,V] and the final states, both in the working dtype and part of the autograd graph."""
         s, schedule = inputs.shape, self.schedule(inputs, block)
         rows, state = _chain(
-            inputs, schedule, self.initial(inputs), self._slab(s, block), None, checkpointed=True
+            inputs, schedule, self.initial(inputs), self._slab(s, block), None, prepare=_prepare_twice
         )
         if s.T and schedule.widths:
             owner = _owner(schedule, s.B * s.T)
@@ -194,7 +196,7 @@ class _Part:
         return o.view(s.B, s.T, s.HV, s.V), state.mT if s.options.state_v_first else state
 
     def _slab(self, s: ProblemShape, block: int) -> int:
-        return self.slab or max(1, PAIRS_BYTES // (s.HV * block * block * s.K * s.state_dtype.itemsize))
+        return self.slab or max(1, ROWS_BYTES // (2 * s.HV * block * s.K * s.state_dtype.itemsize))
 
     def _saver(
         self, inputs: KdaInputs, h: Tensor, schedule: _Schedule, block: int
@@ -270,7 +272,7 @@ def _chain(
     initial: Tensor,
     slab: int,
     save: Callable[[int, int, Tensor], None] | None,
-    checkpointed: bool = False,
+    prepare: Callable[[KdaInputs, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """All blocks: their rows of o [NB*block, HV, V], and the final states [n, HV, K, V], in the working dtype.
 
@@ -288,10 +290,7 @@ def _chain(
         ):
             widths.append(schedule.widths[step + len(widths)])
         blocks = slice(first, first + sum(widths))
-        arguments = (inputs, schedule.tokens[blocks], schedule.valid[blocks])
-        prepared = (
-            checkpoint(_prepare, *arguments, use_reentrant=False) if checkpointed else _prepare(*arguments)
-        )
+        prepared = (prepare or _prepare)(inputs, schedule.tokens[blocks], schedule.valid[blocks])
         at = 0
         for width in widths:
             if width < len(state):  # the shortest lanes are through
@@ -318,6 +317,38 @@ def _chain(
     return out.transpose(1, 2).reshape(-1, s.HV, s.V), final
 
 
+def _as_leaves(inputs: KdaInputs) -> tuple[KdaInputs, dict[str, Tensor]]:
+    """The inputs as leaves of a graph of their own, and these leaves by name."""
+    leaves = {n: x.detach().requires_grad_() for n in _FLOATS if (x := getattr(inputs, n)) is not None}
+    return replace(inputs, **leaves), leaves
+
+
+def _prepare_twice(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+    """`_prepare`, in the backward pass again, so that autograd keeps no temporary of it."""
+    leaves = [x for n in _FLOATS if (x := getattr(inputs, n)) is not None]
+    return _PrepareTwice.apply(inputs, tokens, valid, *leaves)
+
+
+class _PrepareTwice(torch.autograd.Function):
+    """`_prepare_twice` for autograd. ``torch.utils.checkpoint`` does the same with hooks, which torch.func forbids."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: KdaInputs, tokens: Tensor, valid: Tensor, *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.arguments = inputs, tokens, valid
+        return _prepare(inputs, tokens, valid)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, tokens, valid = ctx.arguments
+        with torch.enable_grad():
+            again, leaves = _as_leaves(inputs)
+            prepared = _prepare(again, tokens, valid)
+        found = torch.autograd.grad(prepared, list(leaves.values()), grads, allow_unused=True)
+        return (None, None, None, *found)
+
+
 def _prepare(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
     """What the chain needs of some blocks [n, block]: w, Qd, Kg [n,HV,block,K], u [n,HV,block,V], Aqk
     [n,HV,block,block], decay [n,HV,K]. Rows that are not valid have k = v = 0, g = 0, beta = 0."""
@@ -339,18 +370,38 @@ def _prepare(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, 
     beta = torch.where(keep, step_size(rows(inputs.beta.unsqueeze(-1)), options), zero)
 
     G = torch.cumsum(g, dim=-2)
-    n = G.shape[-2]
-    later = torch.ones(n, n, dtype=torch.bool, device=G.device).triu(1).unsqueeze(-1)
-    pairs = torch.exp((G.unsqueeze(-2) - G.unsqueeze(-3)).masked_fill(later, float("-inf")))  # [..., i, j, K]
-    products = (k.unsqueeze(-3) * pairs) @ torch.stack([k, q * s.scale], dim=-1)  # [..., i, j, 2]
-    L = torch.tril(products[..., 0], -1) * beta
-    Aqk = products[..., 1]
+    products = _pair_products(torch.stack([k, q * s.scale], -2), k, G)
+    L = torch.tril(products[..., 0, :], -1) * beta
+    Aqk = products[..., 1, :]
     grown = torch.exp(G)
     wu = torch.linalg.solve_triangular(
         L, beta * torch.cat([k * grown, v], -1), upper=False, unitriangular=True
     )
     w, u = wu[..., : s.K], wu[..., s.K :]
     return w, u, q * s.scale * grown, k * torch.exp(G[..., -1:, :] - G), Aqk, grown[..., -1, :]
+
+
+def _pair_products(rows: Tensor, k: Tensor, G: Tensor) -> Tensor:
+    """``sum_c rows_irc k_jc e^{G_ic - G_jc}`` for j <= i, 0 elsewhere: [..., n, r, n] from rows [..., n, r, K], k and G
+    [..., n, K]; n a power of 2.
+
+    Built from runs of one row, whose exponent is 0, by joining neighbours. Between the rows of the later run and those of
+    the earlier one the exponent is split at the earlier run's last row, so neither part is above 0.
+    """
+    n, r = rows.shape[-3:-1]
+    found = (rows * k.unsqueeze(-2)).sum(-1).view(*rows.shape[:-3], n, 1, r, 1)  # [..., run, i, r, j]
+    size = 1
+    while size < n:
+        pairs = (n // (2 * size), 2, size)
+        G_early, G_late = G.unflatten(-2, pairs).unbind(-3)
+        edge = G_early[..., -1:, :]
+        late = rows.unflatten(-3, pairs).select(-4, 1) * torch.exp(G_late - edge).unsqueeze(-2)
+        early = k.unflatten(-2, pairs).select(-3, 0) * torch.exp(edge - G_early)
+        cross = (late.flatten(-3, -2) @ early.mT).unflatten(-2, (size, r))
+        first, second = found.unflatten(-4, pairs[:2]).unbind(-4)
+        found = torch.cat([F.pad(first, (0, size)), torch.cat([cross, second], -1)], -3)
+        size *= 2
+    return found.squeeze(-4)
 
 
 def _decay(g: Tensor, inputs: KdaInputs) -> Tensor:

@@ -6,19 +6,20 @@ for another ABI, or drives another GPU is listed with its reason and never hides
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
-from kda_core import env
-from kda_core.abi import BACKEND_ABI, compatible
+from kda_core import env, install
 from kda_core.backend import (
     BACKEND_GROUP,
     PLANNER_GROUP,
@@ -26,9 +27,9 @@ from kda_core.backend import (
     BackendSpec,
     Planner,
     PlannerSpec,
-    spec_problem,
 )
 from kda_core.contract import ProblemShape
+from kda_core.discovery import FAILURES, OWNERS, Candidate, discover, installed_version
 from kda_core.errors import (
     ArgumentError,
     BackendNotFoundError,
@@ -37,14 +38,16 @@ from kda_core.errors import (
     NoEligibleBackendError,
     PlannerError,
 )
+from kda_core.plugin_checks import show_error, shown, target_problem
 from kda_core.reference import SPEC as REFERENCE_SPEC
 
 STATUSES = ("ok", "not-installed", "broken", "abi-mismatch", "wrong-arch", "unsupported")
 
-PUBLISHED = {  # what this project publishes, so that a missing one can be named together with its remedy
-    "sm90": "pip install kda-core[sm90]",
-    "sm100": "pip install kda-core[sm100]",
-}
+PUBLISHED = OWNERS[BACKEND_GROUP]
+"""Backends of this project with their distributions, so that a missing one can be named together with its remedy."""
+
+FORK_WAIT_S = 10.0
+"""How long a fork waits for another thread that loads plugins."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +69,6 @@ class BackendInfo:
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    """An entry point after it was imported: a spec, or a final status without one."""
-
-    name: str
-    distribution: str
-    version: str
-    spec: Any = None
-    status: str = "ok"
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class Choice:
     """The backend that serves a call, and the rule that chose it."""
 
@@ -94,6 +85,14 @@ class Refusal:
     reason: str
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """Why there is no object behind a spec's target, in place of the object."""
+
+    reason: str
+    cause: BaseException | None
+
+
 _override: ContextVar[str | None] = ContextVar("kda_core_backend", default=None)
 
 
@@ -102,9 +101,9 @@ class Registry:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._backends: tuple[_Candidate, ...] | None = None
-        self._planners: tuple[_Candidate, ...] | None = None
-        self._targets: dict[str, Any] = {}
+        self._backends: tuple[Candidate, ...] | None = None
+        self._planners: tuple[Candidate, ...] | None = None
+        self._targets: dict[BackendSpec | PlannerSpec, Any] = {}
         self.plans: dict[Any, Any] = {}
         """What `kda_core.ops` found out about calls. It depends on the candidates, hence its place: `refresh` and
         `forget_plans` put a new one here, and what a call that began before stores later lands in the old one."""
@@ -132,7 +131,7 @@ class Registry:
                 replace(c, spec=spec, status="ok", reason=reason) if c is found else c
                 for c in self.backends()
             )
-            self._targets = self._targets | {spec.target: backend}
+            self._targets = self._targets | {spec: backend}
             self.plans = {}
         try:
             yield
@@ -145,39 +144,50 @@ class Registry:
         """For a planner: what it would answer has changed, so that no answer may be kept."""
         self.plans = {}
 
+    # ---- forks: what another thread was about to do when a process forks is never finished in the child
+
+    def before_fork(self) -> None:
+        """Lets a thread that imports plugins finish: in the child their modules would never be imported to the end. One
+        that takes longer than `FORK_WAIT_S` may be waiting for this fork."""
+        self._lock.acquire(timeout=FORK_WAIT_S)
+
+    def after_fork_in_parent(self) -> None:
+        with suppress(RuntimeError):  # not acquired in time
+            self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Whoever holds the lock may be a thread that the child has not. What it guards changes in one assignment."""
+        self._lock = threading.RLock()
+
     # ---- discovery
 
-    def backends(self) -> tuple[_Candidate, ...]:
+    def backends(self) -> tuple[Candidate, ...]:
         with self._lock:
             if self._backends is None:
-                own = _Candidate(REFERENCE_SPEC.name, "kda-core", _version("kda-core"), REFERENCE_SPEC)
-                self._backends = (own, *_discover(BACKEND_GROUP, BackendSpec, taken={own.name: "kda-core"}))
+                version = installed_version("kda-core")
+                own = Candidate(REFERENCE_SPEC.name, "kda-core", version, REFERENCE_SPEC)
+                self._backends = discover(BACKEND_GROUP, BackendSpec, entry_points, (own,))
             return self._backends
 
-    def planners(self) -> tuple[_Candidate, ...]:
+    def planners(self) -> tuple[Candidate, ...]:
         with self._lock:
             if self._planners is None:
-                self._planners = _discover(PLANNER_GROUP, PlannerSpec, taken={})
+                self._planners = discover(PLANNER_GROUP, PlannerSpec, entry_points)
             return self._planners
 
     def load(self, spec: BackendSpec | PlannerSpec) -> Any:
         """The object behind `spec.target`, made once. A failure is remembered and raised again until `refresh`.
 
         Raises:
-            BackendUnavailableError: the module, the class or its constructor failed.
+            BackendUnavailableError: the module, the class or its constructor failed, or methods are missing.
         """
         with self._lock:
-            if spec.target not in self._targets:
-                module, _, attribute = spec.target.partition(":")
-                try:
-                    self._targets[spec.target] = getattr(importlib.import_module(module), attribute)()
-                except Exception as error:  # noqa: BLE001 - a plugin may fail in any way
-                    self._targets[spec.target] = error
-            loaded = self._targets[spec.target]
-        if isinstance(loaded, Exception):
+            if (loaded := self._targets.get(spec)) is None:
+                loaded = self._targets[spec] = _made(spec)
+        if isinstance(loaded, _Failure):
             raise BackendUnavailableError(
-                f"{spec.name}: {spec.target} failed to load: {_show(loaded)}"
-            ) from loaded
+                f"{spec.name}: {spec.target} failed to load: {loaded.reason}"
+            ) from loaded.cause
         return loaded
 
     # ---- choice
@@ -191,16 +201,29 @@ class Registry:
             return (None, name)
         return (None, None, env.KDA_BACKEND.given())
 
+    def rule(self, backend: str | None) -> tuple[str, tuple[str, ...]]:
+        """What decides who serves a call: "backend=", "use_backend", "KDA_BACKEND" or "automatic"; and the names that it
+        gives, in order of preference."""
+        for name, rule in ((backend, "backend="), (_override.get(), "use_backend")):
+            if name is not None:
+                return rule, (name,)
+        order = env.backend_order()
+        return ("KDA_BACKEND" if order else "automatic"), order
+
     def info(self) -> tuple[BackendInfo, ...]:
         """Every known backend, installed ones first, in the order of discovery."""
-        listed = [self._info(c) for c in self.backends()]
-        missing = [n for n in PUBLISHED if n not in {i.name for i in listed}]
-        return (
-            *listed,
-            *(BackendInfo(n, "not-installed", PUBLISHED[n], f"kda-{n}", "", None) for n in missing),
-        )
+        missing = [
+            BackendInfo(n, "not-installed", install.command(PUBLISHED[n]), PUBLISHED[n], "", None)
+            for n in self._missing()
+        ]
+        return (*map(self._info, self.backends()), *missing)
 
-    def _info(self, c: _Candidate) -> BackendInfo:
+    def _missing(self) -> list[str]:
+        """The backends of this project that are not installed."""
+        known = {c.name for c in self.backends() if c.owner}
+        return [name for name in PUBLISHED if name not in known]
+
+    def _info(self, c: Candidate) -> BackendInfo:
         status, reason = c.status, c.reason
         if status == "ok":
             status, found = self._status(c.spec)
@@ -220,7 +243,7 @@ class Registry:
             return "broken", str(error)
         return "ok", ""
 
-    def refusal(self, c: _Candidate, shape: ProblemShape, named: bool) -> str | None:
+    def refusal(self, c: Candidate, shape: ProblemShape, named: bool) -> str | None:
         """Why candidate `c` does not serve `shape`, or None if it does. `named`: the user asked for it by name."""
         if c.status != "ok":
             return f"{c.status}: {c.reason}"
@@ -231,14 +254,19 @@ class Registry:
             return f"wrong-arch: runs on {show_archs(spec.archs)}, the inputs are on {_where(shape)}"
         if spec.name == REFERENCE_SPEC.name and shape.device_type != "cpu" and not named:
             return "serves GPU tensors only when named: backend='reference'"
-        if missing := sorted(f.value for f in shape.features if f.value not in spec.features):
-            return f"unsupported: {', '.join(missing)}"
+        if (missing := spec.undeclared(shape)) is not None:
+            return f"unsupported: {missing}"
         try:
             backend = self.load(spec)
         except BackendUnavailableError as error:
             return f"broken: {error}"
-        reason = backend.can_run(shape)
-        return None if reason is None else f"unsupported: {reason}"
+        try:
+            reason = backend.can_run(shape)
+        except FAILURES as error:
+            return f"broken: {spec.name}.can_run raised {show_error(error)}"
+        if reason is not None and not isinstance(reason, str):
+            return f"broken: {spec.name}.can_run returned {shown(reason)}, not None or a text"
+        return None if reason is None else f"unsupported: {str.__str__(reason)}"
 
     def resolve(self, shape: ProblemShape, backend: str | None = None) -> Choice:
         """The backend for a call: `backend`, else `use_backend`, else ``KDA_BACKEND``, else automatic.
@@ -250,28 +278,43 @@ class Registry:
         for name, rule in ((backend, "backend="), (_override.get(), "use_backend")):
             if name is not None:
                 return self._named(name, shape, rule)
-        order = env.backend_order()
-        candidates = [self.find(n) for n in order] if order else list(self.backends())
-        rule = "KDA_BACKEND" if order else "automatic"
+        if order := env.backend_order():
+            return self._first(order, shape)
         refusals, eligible = [], []
-        for c in candidates:
-            reason = self.refusal(c, shape, named=bool(order))
+        for c in self.backends():
+            reason = self.refusal(c, shape, named=False)
             if reason is None:
                 eligible.append(c)
             else:
                 refusals.append(Refusal(c.name, reason))
         if not eligible:
-            raise NoEligibleBackendError(_no_backend(shape, rule, refusals))
-        best = eligible[0] if order else min(eligible, key=lambda c: (-c.spec.priority, c.name))
-        return Choice(best.spec, self.load(best.spec), rule)
+            refusals += [Refusal(name, _not_installed(name)) for name in self._missing()]
+            raise NoEligibleBackendError(_no_backend(shape, "automatic", refusals))
+        best = min(eligible, key=lambda c: (-c.spec.priority, c.name))
+        return Choice(best.spec, self.load(best.spec), "automatic")
 
-    def refusals(self, shape: ProblemShape, named: str | None = None) -> tuple[Refusal, ...]:
-        """Every backend that would not serve `shape`, with its reason; for `kda_core.explain`."""
-        found = [(c.name, self.refusal(c, shape, named=c.name == named)) for c in self.backends()]
+    def _first(self, order: tuple[str, ...], shape: ProblemShape) -> Choice:
+        """The first backend of ``KDA_BACKEND`` that serves the call."""
+        rule = f"KDA_BACKEND={','.join(order)!r}"
+        missing = self._missing()
+        # before any of them is asked, so that a misspelled name is an error wherever it stands
+        candidates = [None if name in missing else self.find(name, rule) for name in order]
+        refusals = []
+        for name, c in zip(order, candidates):
+            reason = _not_installed(name) if c is None else self.refusal(c, shape, named=True)
+            if c is not None and reason is None:
+                return Choice(c.spec, self.load(c.spec), "KDA_BACKEND")
+            refusals.append(Refusal(name, str(reason)))
+        raise NoEligibleBackendError(_no_backend(shape, rule, refusals))
+
+    def refusals(self, shape: ProblemShape, backend: str | None = None) -> tuple[Refusal, ...]:
+        """Every backend that would not serve `shape`, with its reason; for `kda_core.explain`. `backend`: as in `resolve`."""
+        names = self.rule(backend)[1]
+        found = [(c.name, self.refusal(c, shape, named=c.name in names)) for c in self.backends()]
         return tuple(Refusal(name, reason) for name, reason in found if reason is not None)
 
     def _named(self, name: str, shape: ProblemShape, rule: str) -> Choice:
-        c = self.find(name)
+        c = self.find(name, rule)
         reason = self.refusal(c, shape, named=True)
         if reason is None:
             return Choice(c.spec, self.load(c.spec), rule)
@@ -282,18 +325,23 @@ class Registry:
         kind = BackendUnsupportedError if reason.startswith("unsupported") else BackendUnavailableError
         raise kind(f"backend {name!r} (chosen by {rule}) cannot serve this call: {reason}{hint}")
 
-    def find(self, name: str) -> _Candidate:
-        """The installed backend of this name, whatever its status.
+    def find(self, name: str, rule: str | None = None) -> Candidate:
+        """The installed backend of this name, whatever its status. `rule`: who chose the name, for the message.
 
         Raises:
             BackendNotFoundError: no such backend is installed.
         """
         for c in self.backends():
-            if c.name == name:
+            if c.name == name and c.owner:
                 return c
-        known = ", ".join(c.name for c in self.backends())
-        remedy = f"; install it with: {PUBLISHED[name]}" if name in PUBLISHED else ""
-        raise BackendNotFoundError(f"backend {name!r} is not installed{remedy}; installed: {known}")
+        who = f"backend {name!r}" if rule is None else f"backend {name!r} (chosen by {rule})"
+        installed = [c.name for c in self.backends() if c.owner]
+        if name in PUBLISHED:
+            remedy = f"install it with: {install.command(PUBLISHED[name])}; installed"
+        else:
+            near = difflib.get_close_matches(name.lower(), [*installed, *self._missing()], n=1)
+            remedy = f"did you mean {near[0]!r}? Installed" if near else "installed"
+        raise BackendNotFoundError(f"{who} is not installed; {remedy}: {', '.join(installed)}")
 
     # ---- planners
 
@@ -301,21 +349,38 @@ class Registry:
         """The name and the object of the planner that is asked, or None. ``KDA_CP=0`` turns it off.
 
         Raises:
-            PlannerError: a planner is installed but broken or of another ABI; None would hide that.
+            PlannerError: every planner that could be asked is broken or of another ABI; None would hide that.
         """
         if not env.context_parallel():
             return None
+        broken: PlannerError | None = None
         for c in self.planners():
             if c.status != "ok":
-                raise PlannerError(
-                    f"planner {c.name!r} ({c.distribution}) is {c.status}: {c.reason}; KDA_CP=0 turns it off"
-                )
-            if c.spec.unavailable is None:
-                return c.name, self.load(c.spec)
+                broken = broken or _planner_error(c.name, c.distribution, f"{c.status}: {c.reason}")
+            elif c.spec.unavailable is None:
+                try:
+                    return c.name, self.load(c.spec)
+                except BackendUnavailableError as error:
+                    if broken is None:
+                        broken = _planner_error(c.name, c.distribution, f"broken: {error}")
+                        broken.__cause__ = error
+        if broken is not None:
+            raise broken
         return None
+
+    def planner_error(self, name: str, what: str) -> PlannerError:
+        """The error that says `what` the planner called `name` did wrong, whose it is, and how to go without it."""
+        owners = {c.name: c.distribution for c in self.planners() if c.owner}
+        return _planner_error(name, owners.get(name, "no longer installed"), what)
 
 
 REGISTRY = Registry()
+if hasattr(os, "register_at_fork"):  # not on Windows, where no process forks
+    os.register_at_fork(
+        before=REGISTRY.before_fork,
+        after_in_parent=REGISTRY.after_fork_in_parent,
+        after_in_child=REGISTRY.after_fork_in_child,
+    )
 
 
 @contextmanager
@@ -329,7 +394,7 @@ def use_backend(name: str) -> Iterator[None]:
     """
     if not isinstance(name, str):
         raise ArgumentError("name", "the name of a backend", repr(name))
-    REGISTRY.find(name)
+    REGISTRY.find(name, "use_backend")
     token = _override.set(name)
     try:
         yield
@@ -399,56 +464,25 @@ def _no_backend(shape: ProblemShape, rule: str, refusals: list[Refusal]) -> str:
     width = max((len(r.name) for r in refusals), default=0)
     lines = [f"no backend serves this call on {_where(shape)} (choice: {rule})"]
     lines += [f"  {r.name:<{width}}  {r.reason}" for r in refusals]
-    known = {r.name for r in refusals}
-    if rule == "automatic":
-        lines += [
-            f"  {name:<{width}}  not-installed: {how}" for name, how in PUBLISHED.items() if name not in known
-        ]
     if shape.device_type != "cpu":
         lines.append("  backend='reference' runs on every device, slowly, with forward and backward")
     return "\n".join(lines)
 
 
-def _version(distribution: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
+def _not_installed(name: str) -> str:
+    return f"not-installed: {install.command(PUBLISHED[name])}"
 
+
+def _made(spec: BackendSpec | PlannerSpec) -> Any:
+    """The object behind `spec.target`, or a `_Failure`."""
+    module, _, attribute = spec.target.partition(":")
     try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed as a package"
+        made = getattr(importlib.import_module(module), attribute)()
+        problem = target_problem(spec, made)
+    except FAILURES as error:
+        return _Failure(show_error(error), error)
+    return made if problem is None else _Failure(problem, None)
 
 
-def _show(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _discover(group: str, kind: type, taken: dict[str, str]) -> tuple[_Candidate, ...]:
-    """The candidates of an entry-point group, sorted by name so that the order does not depend on the file system."""
-    found = []
-    for point in sorted(entry_points(group=group), key=lambda p: (p.name, p.value)):
-        c = _candidate(point, kind)
-        if c.name in taken and c.status == "ok":
-            c = _Candidate(
-                c.name, c.distribution, c.version, None, "broken", f"the name is taken by {taken[c.name]}"
-            )
-        taken.setdefault(c.name, c.distribution)
-        found.append(c)
-    return tuple(found)
-
-
-def _candidate(point: EntryPoint, kind: type) -> _Candidate:
-    distribution = point.dist.name if point.dist else "unknown"
-    version = point.dist.version if point.dist else ""
-    try:
-        spec = point.load()
-    except Exception as error:  # noqa: BLE001 - whatever a foreign module raises while it is imported
-        return _Candidate(point.name, distribution, version, None, "broken", f"{point.value}: {_show(error)}")
-    if problem := spec_problem(spec, kind):
-        return _Candidate(point.name, distribution, version, None, "broken", f"{point.value}: {problem}")
-    if not compatible(spec.abi):
-        plugin, core = (".".join(map(str, v)) for v in (spec.abi, BACKEND_ABI))
-        older = spec.abi < BACKEND_ABI
-        remedy = f"pip install -U {distribution}" if older else "pip install -U kda-core"
-        reason = f"{distribution} {version} was written for ABI {plugin}, kda-core has {core}; {remedy}"
-        return _Candidate(spec.name, distribution, version, spec, "abi-mismatch", reason)
-    return _Candidate(spec.name, distribution, version, spec)
+def _planner_error(name: str, distribution: str, what: str) -> PlannerError:
+    return PlannerError(f"planner {name!r} ({distribution}): {what}; KDA_CP=0 turns it off")

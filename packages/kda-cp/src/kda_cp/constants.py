@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import threading
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kda_core import env
+from kda_core import env, storage
 from kda_core.errors import ArgumentError
 from kda_core.registry import REGISTRY
 
@@ -105,25 +106,37 @@ _SM90 = Constants(
 SHIPPED_SMS = 132
 SHIPPED: dict[Key, Constants] = {("NVIDIA H200", "sm90", "bfloat16"): _SM90}
 
-_lock = threading.Lock()
-_stored: dict[Path, dict[Key, Constants]] = {}
+FILE = "constants.json"
+#: A larger file is none of ours.
+FILE_BYTES = 4 << 20
+
+_lock = threading.RLock()
+_stored: dict[Key, Constants] | None = None
 _version = 0
+
+
+def _after_fork() -> None:
+    """In a child: the thread that held the lock is not there."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def path() -> Path:
     """The calibration file, which need not exist."""
-    return env.cache_dir() / "cp" / "constants.json"
+    return env.cache_dir() / "cp" / FILE
 
 
 def lookup(key: Key) -> tuple[Constants | None, str]:
     """The constants of a (device, backend, dtype) and where they come from; None if nobody has any.
 
-    The file is read once a process, until `store` or `refresh`; after a change of ``KDA_CACHE_DIR`` call `refresh`.
-
-    Raises:
-        ArgumentError: the calibration file cannot be read as one.
+    The file is read once a process, until `store` or `refresh`; after a change of ``KDA_CACHE_DIR`` call `refresh`. A file
+    that cannot be read, trusted or understood is warned of once, by the logger ``kda_core``, and counts as absent.
     """
-    if (found := _read(path()).get(key)) is not None:
+    if (found := _read().get(key)) is not None:
         return found, "calibrated"
     return shipped(key)
 
@@ -141,33 +154,52 @@ def shipped(key: Key) -> tuple[Constants | None, str]:
 
 
 def stored() -> dict[Key, Constants]:
-    """What the calibration file holds.
+    """What the calibration file holds, as `lookup` reads it."""
+    return dict(_read())
+
+
+def store(key: Key, constants: Constants, patience: storage.Patience | None = None) -> Path:
+    """Adds or replaces one set in the calibration file; returns its path. What other processes stored stays, and so do
+    fields of other versions. ``patience``: with whoever holds the file's lock.
 
     Raises:
-        ArgumentError: as `lookup`.
+        ArgumentError: the file holds something else, which would be lost; or it cannot be written.
     """
-    return dict(_read(path()))
-
-
-def store(key: Key, constants: Constants) -> Path:
-    """Adds or replaces one set in the calibration file; returns its path."""
+    global _stored
     file = path()
     with _lock:
-        table = {**_load(file), key: constants}
-        rows = [{"key": list(k), **asdict(c)} for k, c in sorted(table.items())]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(rows, indent=2) + "\n")
-        part.replace(file)  # whole or not at all, for other processes read it
-        _stored[file] = table
+        try:
+            storage.make_folder(file.parent)
+            with storage.opened(file.parent) as folder, folder.locked(f"{FILE}.lock", patience):
+                rows = [row for row in _rows(folder) if _key(row) != key]
+                rows.append({"key": list(key), **asdict(constants)})
+                rows.sort(key=lambda row: _key(row) or ())
+                folder.sweep(FILE)
+                folder.write(FILE, (json.dumps(rows, indent=2) + "\n").encode())
+        except OSError as error:
+            raise ArgumentError(
+                env.KDA_CACHE_DIR.name, "a folder in which calibrations can be stored", str(error)
+            ) from error
+        except (ValueError, TypeError) as error:
+            expected = "a file that kda_cp.constants.store wrote; remove it"
+            raise ArgumentError(str(file), expected, str(error)) from error
+        _stored = None
         _advance()
     return file
 
 
+def problems() -> list[str]:
+    """What in the calibration file is not used, why, and how to mend it. The file is read anew."""
+    found: list[str] = []
+    _load(path(), lambda file, problem: found.append(_UNUSED % (file, problem)))
+    return found
+
+
 def refresh() -> None:
     """Forgets what was read of the calibration file, and all plans that were made by it."""
+    global _stored
     with _lock:
-        _stored.clear()
+        _stored = None
         _advance()
 
 
@@ -182,30 +214,84 @@ def _advance() -> None:
     REGISTRY.forget_plans()
 
 
-def _read(file: Path) -> dict[Key, Constants]:
+def _read() -> dict[Key, Constants]:
+    global _stored
     with _lock:
-        if file not in _stored:
-            _stored[file] = _load(file)
-        return _stored[file]
+        if _stored is None:
+            _stored = _load(path(), _warn)
+        return _stored
 
 
-def _load(file: Path) -> dict[Key, Constants]:
+def _load(file: Path, say: Callable[[Path, str], None]) -> dict[Key, Constants]:
+    """What of the file can be used; `say` gets the rest."""
     try:
-        text = file.read_text()
-    except FileNotFoundError:
+        with storage.opened(file.parent) as folder:
+            rows = _rows(folder)
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except OSError as error:
-        raise ArgumentError(str(file), "a file that can be read, or none", str(error)) from error
+    except storage.UntrustedError as error:
+        say(file, str(error))
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        say(file, f"{type(error).__name__}: {error}. {_REMEDY}")
+        return {}
+    found: dict[Key, Constants] = {}
+    for row in rows:
+        key = _key(row)
+        try:
+            if key is None:
+                raise ValueError("no key of device, backend and dtype")
+            found[key] = _read_row(row)
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            say(file, f"row {key}: {type(error).__name__}: {error}. {_REMEDY}")
+    return found
+
+
+_REMEDY = "Remove the file; `python -m kda_cp calibrate` measures anew."
+
+
+_UNUSED = "calibrations in %s are not used, shipped constants are: %s"
+
+
+def _warn(file: Path, problem: str) -> None:
+    storage.warn_once(("calibration", file), _UNUSED, file, problem)
+
+
+def _rows(folder: storage.Folder) -> list[Any]:
+    """The rows of the calibration file, empty if there is none. Raises ``OSError``, ``ValueError`` and ``TypeError``."""
     try:
-        return {tuple(row.pop("key")): _read_row(row) for row in json.loads(text)}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ArgumentError(
-            str(file), "a file that kda_cp.constants.store wrote; remove it", str(error)
-        ) from error
+        content = folder.read(FILE, FILE_BYTES)
+    except FileNotFoundError:
+        return []
+    try:
+        rows = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(rows, list):
+        raise TypeError(f"a {type(rows).__name__} instead of a list, as another version may write it")
+    return rows
+
+
+def _key(row: Any) -> Key | None:
+    key = row.get("key") if isinstance(row, dict) else None
+    if isinstance(key, list) and len(key) == 3 and all(isinstance(word, str) for word in key):
+        return key[0], key[1], key[2]
+    return None
 
 
 def _read_row(row: dict[str, Any]) -> Constants:
-    def one(x: dict[str, Any] | None) -> Pass | None:
-        return None if x is None else Pass(tuple((int(n), float(ns)) for n, ns in x.pop("chain")), **x)
+    """Fields that this version does not know are left out."""
 
-    return Constants(**row | {name: one(row[name]) for name in ("forward", "summarize", "run")})
+    def one(x: dict[str, Any]) -> Pass:
+        known = _known(Pass, x)
+        return Pass(**known | {"chain": tuple((int(n), float(ns)) for n, ns in known["chain"])})
+
+    known = _known(Constants, row)
+    for name in ("forward", "summarize", "run"):
+        if name == "forward" or known.get(name) is not None:
+            known[name] = one(known[name])
+    return Constants(**known)
+
+
+def _known(cls: type, row: dict[str, Any]) -> dict[str, Any]:
+    return {f.name: row[f.name] for f in fields(cls) if f.name in row}

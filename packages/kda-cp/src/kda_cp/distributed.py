@@ -14,12 +14,10 @@ Where no sequence crosses ranks, nothing is exchanged. Forward only.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -30,19 +28,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from kda_core import contract, registry
 from kda_core.api import operator_args
 from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, ProblemShape
-from kda_core.errors import ArgumentError, DtypeError, KdaError, ShapeError
+from kda_core.errors import ArgumentError, DtypeError, ShapeError
+from kda_cp.agreement import CALLS, MAKES, RAN, Moment, RankError, Ranks, Terms
 from kda_cp.fragments import Fragment, FragmentTable
 from kda_cp.merge import merge_pieces
 from kda_cp.part import Part, planned
 from kda_cp.pieces import Piece, run_shape
+from kda_cp.plan import Cache
 
 __all__ = ["ContextParallel", "Fragment", "FragmentTable", "RankError"]
 
 Value = TypeVar("Value")
 
 
-class RankError(KdaError, RuntimeError):
-    """Another rank failed, or ranks disagree; the message says which and how. Raised on every rank that did not fail."""
+_numbers = count(1)  # of instances, in this process
 
 
 @dataclass(frozen=True)
@@ -71,23 +70,23 @@ class _Gather:
 
     Args:
         counts: rows of each rank; on the way they are padded to the most.
+        ranks: of the group.
         like: [...], a row's shape, its dtype, and the device of `mine` and of the result.
-        device: of the group.
     """
 
-    def __init__(self, counts: list[int], rank: int, like: Tensor, device: torch.device) -> None:
-        self._counts, self._device = counts, like.device
+    def __init__(self, counts: list[int], ranks: Ranks, like: Tensor) -> None:
+        self._counts, self._ranks, self._device = counts, ranks, like.device
         most = max(counts)
-        self._sent = like.new_zeros((most, *like.shape), device=device)
+        self._sent = like.new_zeros((most, *like.shape), device=ranks.device)
         self._found = self._sent.new_empty((len(counts) * most, *like.shape))
-        self.mine = self._sent[: counts[rank]]
+        self.mine = self._sent[: counts[ranks.rank]]
 
-    def begin(self, group: dist.ProcessGroup | None) -> Callable[[], list[Tensor]]:
+    def begin(self, moment: Moment) -> Callable[[], list[Tensor]]:
         """Sends `mine`, and gives what waits for the rows of each rank: on a GPU the stream does, not the host."""
-        work = _all_gather_single(self._found, self._sent, group=group, async_op=True)
+        arrived = self._ranks.begin_gather(self._found, self._sent, moment)
 
         def wait() -> list[Tensor]:
-            work.wait()
+            arrived()
             parts = self._found.unflatten(0, (len(self._counts), -1))
             return [part[:n].to(self._device) for part, n in zip(parts, self._counts)]
 
@@ -104,13 +103,15 @@ class ContextParallel:
         table: who holds what.
         final_state_on: "owner" gives each rank the states of the sequences whose last token it holds
             (``table.owned(rank)``, in that order), "all" every rank all of them.
+        tag: a name for messages, such as that of the layer. Give one where a program makes several.
 
-    Table and `final_state_on` are the same on all ranks, which compare them here, once: later a rank may have no word with others.
+    All ranks of the group make their instances in the same order and call them in the same order. They compare table,
+    `final_state_on` and `tag` here, and before each call that exchanges data that they are in the same call of the same instance.
 
     Raises:
-        RankError: the ranks gave different ones.
-        ArgumentError: a mesh of several dimensions, what is no table or one for another number of ranks, another
-            `final_state_on`; then the other ranks get a RankError.
+        RankError: the ranks gave different ones, make different instances, or another rank failed or cannot be reached.
+        ArgumentError: what is no table or one for another number of ranks, another `final_state_on`, a `tag` that is no text;
+            then the other ranks get a RankError. A mesh of several dimensions: it has no one group, so nobody tells the others.
     """
 
     def __init__(
@@ -119,35 +120,42 @@ class ContextParallel:
         table: FragmentTable,
         *,
         final_state_on: Literal["owner", "all"] = "owner",
+        tag: str | None = None,
     ) -> None:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ArgumentError("group", "a 1-D DeviceMesh", f"{group.ndim} dimensions")
             group = group.get_group()
-        self.group, self.table, self.final_state_on = group, table, final_state_on
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._ranks = Ranks(group)
+        self.group, self.rank, self.ranks = group, self._ranks.rank, self._ranks.size
+        self.table, self.final_state_on, self.tag = table, final_state_on, tag
         self._plans: tuple[Any, dict[Any, tuple[list[Part], str]]] = None, {}
         self._completed = 0  # calls that ranks agreed on. One that failed later on a rank would meet the next one of the others
-        served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        host, nccl = torch.device("cpu"), served.get("cuda") == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else host
-        # Where ranks agree: on the host if the group can, else at least beside what is under way on the caller's stream.
-        self._words = host if "cpu" in served else self._device
-        self._aside = None if self._words == host else torch.cuda.Stream(self._device)
-        given: list[tuple[str, str]] = [("", "")] * self.ranks
-        digest = table.digest() if isinstance(table, FragmentTable) else ""
-        dist.all_gather_object(given, (digest, str(final_state_on)), group=group)
-        if not digest:
-            raise ArgumentError("table", "a FragmentTable", contract.describe(table))
-        if final_state_on not in ("owner", "all"):
-            raise ArgumentError("final_state_on", "'owner' or 'all'", repr(final_state_on))
-        for name, values in zip(("table", "final_state_on"), zip(*given)):
-            if others := [r for r, value in enumerate(values) if value != values[self.rank]]:
-                raise RankError(f"{name}: ranks {others} have another one than rank {self.rank}")
-        if table.ranks != self.ranks:
+        self._known_terms = Cache(64)
+        words, error = _attempt(self._checked_terms)
+        proposed = Moment(MAKES, next(_numbers), tag=tag if isinstance(tag, str) else None)
+        self._instance = self._ranks.agree(proposed, None if words is None else Terms(words), error)
+        assert words is not None  # else `agree` has raised
+        self._own_terms = words
+
+    def _checked_terms(self) -> dict[str, str]:
+        """What must be the same on all ranks in every call, in words."""
+        if not isinstance(self.table, FragmentTable):
+            raise ArgumentError("table", "a FragmentTable", contract.describe(self.table))
+        if self.final_state_on not in ("owner", "all"):
+            raise ArgumentError("final_state_on", "'owner' or 'all'", repr(self.final_state_on))
+        if not (self.tag is None or isinstance(self.tag, str)):
+            raise ArgumentError("tag", "a text or None", contract.describe(self.tag))
+        if self.table.ranks != self.ranks:
             raise ArgumentError(
-                "table", f"one for {self.ranks} ranks, the size of the group", f"{table.ranks} ranks"
+                "table", f"one for {self.ranks} ranks, the size of the group", f"{self.table.ranks} ranks"
             )
+        return {
+            "table": f"sequences={len(self.table.lengths)} tokens={sum(self.table.lengths)} "
+            f"fragments={len(self.table.fragments)} digest={self.table.digest()[:12]}",
+            "final_state_on": repr(self.final_state_on),
+            "tag": repr(self.tag),
+        }
 
     def chunk_kda(
         self,
@@ -165,8 +173,9 @@ class ContextParallel:
         allow_neg_eigval: bool = False,
         safe_gate: bool = False,
         lower_bound: float | None = None,
-        state_v_first: bool = False,
+        disable_recompute: bool = False,
         *,
+        state_v_first: bool = False,
         A_log: Tensor | None = None,
         dt_bias: Tensor | None = None,
         backend: str | None = None,
@@ -188,31 +197,34 @@ class ContextParallel:
             [N, HV, K, V], fp32 (fp64 for fp64 inputs), or None. With `state_v_first` the last two dimensions are [V, K].
 
         Raises:
-            RankError: another rank failed or called with other shapes or options, or has failed in an earlier call after ranks
-                agreed on it: then only a new `ContextParallel` brings them together.
+            RankError: another rank failed, called with other shapes or options, called another `ContextParallel`, or cannot be
+                reached; or it failed in an earlier call after the ranks agreed on that: then only a new `ContextParallel`
+                brings them together. No states have been exchanged, unless a rank is lost during the exchange.
             Otherwise as `kda_core.chunk_kda`; then the other ranks get a RankError.
         """
         given = {n: x for n, x in locals().items() if n != "self"}
         everywhere = self.ranks > 1 and self.final_state_on == "all"
         agrees = self.table.crosses or everywhere
+        here = Moment(CALLS, self._instance, self._completed + 1, self.tag)
         local, error = _attempt(lambda: self._prepare(given))
         with torch.no_grad():
             if agrees:
-                self._agree(error, "" if local is None else self._signature(local.inputs))
+                self._ranks.agree(here, None if local is None else self._terms(local.inputs.shape), error)
             if local is None:
                 assert error is not None
                 raise error
-            gathered = self._exchange(local)
+            gathered = self._exchange(local, here)
             run, error = _attempt(lambda: self._run(local, gathered))
             gathers = everywhere and output_final_state
-            if gathers:
-                self._agree(error, "")
+            if gathers and not isinstance(error, RankError):  # after that no word reaches anybody
+                terms = None if run is None else self._terms(local.inputs.shape)
+                self._ranks.agree(replace(here, step=RAN), terms, error)
             if run is None:
                 assert error is not None
                 raise error
             o, final = run
             if gathers:
-                final = self._all_final(local, final)
+                final = self._all_final(local, final, here)
             if local.parts:
                 registry.notify(local.name, "chunk_fwd", o.device.type, "cp.distributed")
             self._completed += agrees
@@ -278,7 +290,7 @@ class ContextParallel:
 
     def _gather(self, counts: list[int], o: Tensor, shape: tuple[int, ...], s: ProblemShape) -> _Gather:
         like = o.new_empty((), dtype=s.state_dtype).expand(shape)
-        return _Gather(counts, self.rank, like, self._device)
+        return _Gather(counts, self._ranks, like)
 
     def _planned(self, inputs: KdaInputs, backend: str | None) -> tuple[list[Part], str]:
         """This rank's fragments, planned, and the name of the backend; kept from call to call as core keeps what it finds out
@@ -325,11 +337,11 @@ class ContextParallel:
         """Fragments of a rank that others follow."""
         return [f for f in self.table.of_rank(rank) if f.stop < self.table.lengths[f.sequence]]
 
-    def _exchange(self, local: _Local) -> Callable[[], dict[Fragment, Tensor]]:
+    def _exchange(self, local: _Local, here: Moment) -> Callable[[], dict[Fragment, Tensor]]:
         """Begins to gather the rows (B | M) [HV, K, V + K] of all fragments that others follow, and gives what waits for them."""
         if not self.table.crosses:
             return lambda: dict(zip(self._summarised(self.rank), local.rows.mine.to(local.o.device)))
-        gathered = local.rows.begin(self.group)
+        gathered = local.rows.begin(here)
         return lambda: {
             f: row for r, part in enumerate(gathered()) for f, row in zip(self._summarised(r), part)
         }
@@ -375,49 +387,29 @@ class ContextParallel:
     def _zeros(s: ProblemShape, like: Tensor) -> Tensor:
         return like.new_zeros((s.HV, s.K, s.V), dtype=s.state_dtype)
 
-    def _all_final(self, local: _Local, final: Tensor) -> Tensor:
+    def _all_final(self, local: _Local, final: Tensor, here: Moment) -> Tensor:
         owned = [self.table.owned(r) for r in range(self.ranks)]
         local.finals.mine.copy_(final)
-        parts = local.finals.begin(self.group)()
+        parts = local.finals.begin(here)()
         by_sequence = {n: row for part, ns in zip(parts, owned) for n, row in zip(ns, part)}
         return torch.stack([by_sequence[n] for n in range(len(self.table.lengths))])
 
-    # ---- agreement
-
-    def _signature(self, inputs: KdaInputs) -> str:
-        """What must be the same on all ranks, in words."""
-        s = inputs.shape
-        return (
-            f"call {self._completed + 1}, H={s.H} HV={s.HV} K={s.K} V={s.V} {s.dtype} initial_state={s.has_initial_state} "
-            f"A_log={s.has_A_log} dt_bias={s.has_dt_bias} {s.options}"
+    def _terms(self, shape: ProblemShape) -> Terms:
+        """What must be the same on all ranks in this call. Ranks agree at every call, so it is kept by what it is made from."""
+        s = replace(shape, T=0, g_dtype=shape.dtype, beta_dtype=shape.dtype)
+        return self._known_terms.get(
+            s,
+            lambda: Terms(
+                {
+                    **self._own_terms,
+                    **{name: str(getattr(s, name)) for name in ("H", "HV", "K", "V", "dtype")},
+                    **{
+                        name: str(getattr(s, f"has_{name}")) for name in ("initial_state", "A_log", "dt_bias")
+                    },
+                    **{name: repr(getattr(s.options, name)) for name, _, _ in OPTION_FIELDS},
+                }
+            ),
         )
-
-    def _agree(self, error: Exception | None, signature: str) -> None:
-        """Raises on every rank where one has failed or has another signature; `error` itself where it happened."""
-        digest = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:7], "big")
-        with contextlib.nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
-            mine = torch.tensor([error is not None, digest], dtype=torch.int64, device=self._words)
-            parts = mine.new_empty(2 * self.ranks)
-            _all_gather_single(parts, mine, group=self.group)
-            told = parts.view(-1, 2).tolist()
-        if not any(failed for failed, _ in told) and all(d == digest for _, d in told):
-            return
-        said: list[str] = [""] * self.ranks  # every rank knows of the failure, so every rank is here
-        words = signature if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(said, words, group=self.group)
-        if error is not None:
-            raise error
-        failed = [f"rank {r} failed: {said[r]}" for r, (bad, _) in enumerate(told) if bad]
-        differing = [f"rank {r}: {text}" for r, text in enumerate(said)]
-        raise RankError(
-            "; ".join(failed) if failed else "ranks called with different arguments: " + "; ".join(differing)
-        )
-
-
-def _all_gather_single(output: Tensor, x: Tensor, **options: Any) -> Any:
-    """The collective by its name since torch 2.13, or by the one before, which warns since then."""
-    single = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    return getattr(dist, single)(output, x, **options)
 
 
 def _attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:

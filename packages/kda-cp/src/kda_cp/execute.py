@@ -4,7 +4,9 @@ pieces themselves, `kda_cp.native`."""
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,25 +14,65 @@ from torch import Tensor
 from kda_core import contract
 from kda_core.backend import Backend, BackendSpec
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_core.errors import ShapeError
 from kda_cp import certificate, native
 from kda_cp.merge import merge
 from kda_cp.pieces import Caller, Piece, exits, layout, middles, piece_inputs, run_shape, summary_shape
-from kda_cp.plan import Plan
+from kda_cp.plan import Cache, Plan
 from kda_cp.summary import exit_states, transitions
 
 
 def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) -> KdaOutputs:
-    """Executes a call by a plan that `refusal` has nothing against; returns `outputs`. Does not wait for a GPU."""
-    if not plan.is_split:
+    """Executes a call by a plan that `refusal` has nothing against; returns `outputs`. Does not wait for a GPU.
+
+    Raises:
+        ShapeError: `outputs.workspace` has fewer than `workspace_bytes`.
+    """
+    route, found = _route(plan, inputs.shape, backend), outputs.workspace
+    if route.workspace_bytes > (size := 0 if found is None else found.numel()):
+        raise ShapeError("workspace", f"at least {route.workspace_bytes} bytes", f"{size} bytes")
+    if not route.is_split:
         return backend.chunk_fwd(inputs, outputs)
     with _undisturbed(inputs.q.device.type):
-        if plan.strategy == "exact" and (how := native.execution(plan, inputs.shape, backend)) is not None:
-            native.run(how, inputs, outputs)
+        if route.natively is not None:
+            native.run(route.natively, inputs, outputs)
         else:
-            call = Caller(backend, shapes(plan, inputs.shape, backend), outputs.workspace, inputs.q)
+            call = Caller(backend, found)
             starts = _initial_states(plan, layout(plan), inputs, outputs.o, call)
             _run_pieces(layout(plan), inputs, outputs, starts, call)
     return outputs
+
+
+def workspace_bytes(plan: Plan, shape: ProblemShape, backend: Backend) -> int:
+    """Bytes of scratch memory that `run` needs, as the backend counts them."""
+    return _route(plan, shape, backend).workspace_bytes
+
+
+class _Route(NamedTuple):
+    """How a plan is executed: over a backend that summarises segments itself, or else by its forward calls."""
+
+    backend: Backend
+    is_split: bool
+    natively: native.Execution | None
+    workspace_bytes: int
+
+
+_routes = Cache(256)
+
+
+def _route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
+    """It is kept, for every call by a plan asks twice. So is the backend, so that its id stays its own."""
+    return _routes.get(
+        (plan, shape, id(backend), native.WORKSPACE_BYTES), partial(_find_route, plan, shape, backend)
+    )
+
+
+def _find_route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
+    if not plan.is_split:
+        return _Route(backend, False, None, backend.workspace_bytes(shape))
+    if plan.strategy == "exact" and (how := native.execution(plan, shape, backend)) is not None:
+        return _Route(backend, True, how, how.workspace_bytes)
+    return _Route(backend, True, None, max(map(backend.workspace_bytes, shapes(plan, shape, backend))))
 
 
 def _undisturbed(device_type: str) -> contextlib.AbstractContextManager[object]:

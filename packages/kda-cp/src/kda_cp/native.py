@@ -73,7 +73,7 @@ class Execution:
         backend: a `SupportsSegments`.
         merge: its kernel, if it has one.
         windows: of tokens, in order.
-        workspace_bytes: that suffice for each.
+        workspace_bytes: of the largest.
     """
 
     backend: Any
@@ -101,18 +101,21 @@ def execution(plan: Plan, shape: ProblemShape, backend: Any) -> Execution | None
 
 def window_tokens(shape: ProblemShape, backend: Any) -> int:
     """Tokens that a window may have, a multiple of `GRANULE`; 0 where a call needs one window only."""
+
+    def needed(tokens: int) -> int:
+        return backend.segment_workspace_bytes(run_shape(shape, [[Piece(0, 0, 0, tokens)]]))
+
     tokens = shape.B * shape.T
-    needed = backend.segment_workspace_bytes(run_shape(shape, [[Piece(0, 0, 0, tokens)]]))
-    if needed <= WORKSPACE_BYTES:
+    # A backend takes long for a number of tokens that it has not met, so it is asked for the next of 8 steps to a power of 2.
+    step = 1 << max(0, tokens.bit_length() - 4)
+    if needed(-(-tokens // step) * step) <= WORKSPACE_BYTES or (most := needed(tokens)) <= WORKSPACE_BYTES:
         return 0
-    return max(GRANULE, tokens * WORKSPACE_BYTES // needed // GRANULE * GRANULE)
+    return max(GRANULE, tokens * WORKSPACE_BYTES // most // GRANULE * GRANULE)
 
 
 def run(how: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> None:
-    """Executes a call."""
+    """Executes a call; `outputs.workspace` has `how.workspace_bytes` at least."""
     shape, h, device = inputs.shape, outputs.intermediate_states, inputs.q.device
-    if (workspace := outputs.workspace) is None or workspace.numel() < how.workspace_bytes:
-        workspace = inputs.q.new_empty(how.workspace_bytes, dtype=torch.uint8)
     states = _states(inputs) if len(how.windows) > 1 else None  # which windows pass on
     o, chunk = packed(outputs.o), 0
     for window in how.windows:
@@ -131,7 +134,7 @@ def run(how: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> None:
         if h is not None:
             chunks = packed(h)[:, chunk : chunk + window.chunks]
             saved, chunk = aligned(chunks), chunk + window.chunks
-        given = KdaOutputs(written, final, saved, workspace)
+        given = KdaOutputs(written, final, saved, outputs.workspace)
         _run_window(how, window, inputs, starts, given, offsets, bounds)
         if written is not rows:
             rows.copy_(written)

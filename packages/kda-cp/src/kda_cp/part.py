@@ -91,7 +91,8 @@ class Part:
     def reserve(self, inputs: KdaInputs) -> None:
         """Takes the memory of `summarize` and `run`, but for what is small: so that a rank that has none finds out before the
         ranks agree to go on. `inputs`: of the rank."""
-        self._call = Caller(self.backend, self.shapes(inputs.shape), None, inputs.q)
+        needed = max(map(self.backend.workspace_bytes, self.shapes(inputs.shape)))
+        self._call = Caller(self.backend, inputs.q.new_empty(needed, dtype=torch.uint8) if needed else None)
         self._final = self._new_final(inputs)
 
     def _new_final(self, inputs: KdaInputs) -> Tensor | None:

@@ -163,7 +163,9 @@ def aligned(x: Tensor) -> Tensor:
 Integers = tuple[tuple[int, ...], torch.dtype]
 Uploaded = tuple[Tensor, Tensor]
 _UPLOADED = Cache(512)
-_captured: dict[int, Any] = {}  # what captured graphs read at every replay must stay, by id
+# What replays of captured graphs read. Nobody tells when a graph is gone, so it stays as long as the process, once by content.
+_captured: dict[Any, tuple[Uploaded, ...]] = {}
+_captured_sources: dict[Any, tuple[Tensor, ...]] = {}  # of copies that are part of a graph
 
 
 def upload(values: Iterable[int], dtype: torch.dtype, device: torch.device) -> Uploaded:
@@ -174,43 +176,45 @@ def upload(values: Iterable[int], dtype: torch.dtype, device: torch.device) -> U
 def uploads(groups: tuple[Integers, ...], device: torch.device) -> tuple[Uploaded, ...]:
     """As `upload`, several at once.
 
-    They are kept by content, device and stream: on another stream the copy may not have happened yet. A capture begins
-    when the device has finished, so it takes what any stream has brought; a call that was made before leaves it there.
+    They are kept by content, device and stream: on another stream the copy may not have happened yet. A capture begins when the
+    device has finished, so it takes what any stream has brought; a call that was made before leaves it there. Without one the
+    copies become part of the graph: their memory is the graph's, and only what they read has to stay.
     """
     key = (groups, device)
-    copy = lambda: tuple(_copy(values, dtype, device) for values, dtype in groups)
+    host = lambda: tuple(_host(values, dtype, device) for values, dtype in groups)
     if device.type != "cuda":
-        return _UPLOADED.get(key, copy)
+        return _UPLOADED.get(key, lambda: _sent(host(), device))
     if torch.cuda.is_current_stream_capturing():
-        found = (_UPLOADED.peek(key) or {}).get(None) or copy()
-        _captured[id(found)] = found
-        return found
+        found = _captured.get(key) or (_UPLOADED.peek(key) or {}).get(None)
+        if found is not None:
+            return _captured.setdefault(key, found)
+        if key not in _captured_sources:
+            _captured_sources[key] = host()
+        return _sent(_captured_sources[key], device)
     by_stream: dict[int | None, tuple[Uploaded, ...]] = _UPLOADED.get(key, dict)
     stream = torch.cuda.current_stream(device).cuda_stream
     if (known := by_stream.get(stream)) is None:
-        known = by_stream[stream] = copy()
+        known = by_stream[stream] = _sent(host(), device)
         by_stream.setdefault(None, known)  # for captures: the first, which has had the most time
     return known
 
 
-def _copy(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Uploaded:
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True), host
+def _host(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def _sent(hosts: tuple[Tensor, ...], device: torch.device) -> tuple[Uploaded, ...]:
+    return tuple((host.to(device, non_blocking=True), host) for host in hosts)
 
 
 # ---- calls
 
 
 class Caller:
-    """Calls of one backend that share a workspace: `given` where it is large enough for all of `shapes`, else its own."""
+    """Calls of one backend that share a workspace, which is large enough for each; None where they need none."""
 
-    def __init__(
-        self, backend: Backend, shapes: Sequence[ProblemShape], given: Tensor | None, like: Tensor
-    ) -> None:
-        needed = max(map(backend.workspace_bytes, shapes))
-        self._backend, self._workspace = backend, given
-        if needed > (0 if given is None else given.numel()):
-            self._workspace = like.new_empty(needed, dtype=torch.uint8)
+    def __init__(self, backend: Backend, workspace: Tensor | None) -> None:
+        self._backend, self._workspace = backend, workspace
 
     def __call__(
         self, inputs: KdaInputs, o: Tensor, final_state: Tensor | None, h: Tensor | None = None

@@ -25,12 +25,16 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import operator
+import os
 import threading
+import weakref
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from kda_core.errors import ArgumentError
 from kda_cp.constants import Constants, Pass
@@ -60,6 +64,7 @@ WHOLE = (1, 2, 4)  # sequences of at most this many piece lengths may stay whole
 MARGIN = 1.10
 RATIO_MARGIN = 2.0
 RATIO_PIECE = 1024
+SEEN = 8  # sequences that a bound looks at
 EXACT_LPT = 4096  # streams up to which list scheduling is simulated; above, rounds hardly matter
 
 
@@ -104,6 +109,9 @@ class Plan:
     strategy: Strategy = "exact"
     prediction: Prediction | None = field(default=None, compare=False)
     _json: str = field(init=False, compare=False, repr=False)  # made once: torch.compile cannot trace json
+    _hash: int = field(
+        init=False, compare=False, repr=False
+    )  # made once: every split call looks up by its plan
 
     def __post_init__(self) -> None:
         try:
@@ -120,6 +128,10 @@ class Plan:
             raise ArgumentError("strategy", "'exact' or 'certified' for a plan that splits", "'serial'")
         data = {"strategy": self.strategy, "pieces": self.pieces}
         object.__setattr__(self, "_json", json.dumps(data, separators=(",", ":")))
+        object.__setattr__(self, "_hash", hash(self.pieces))  # of ints alone: the same in every process
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def is_split(self) -> bool:
@@ -212,41 +224,31 @@ def make_plan(
     HV, K, V = whole_number("HV", HV), whole_number("K", K), whole_number("V", V)
     if strategy not in ("auto", "exact", "certified"):
         raise ArgumentError("strategy", "'auto', 'exact' or 'certified'", repr(strategy))
-    whole = Plan(tuple((n,) for n in lengths), "serial")
     margin, unit, shortest, by = MARGIN, "us", GRANULE, f"{source} constants"
+
+    def serially(time: float | None, rule: str) -> Plan:
+        return Plan(whole, "serial", Prediction(time, time, unit, rule))
+
+    whole = tuple((n,) for n in lengths)
     if constants is None:
         if SMs < 1:
             if strategy == "auto":
-                rule = "a CPU without stored constants runs serially"
-                return replace(whole, prediction=Prediction(None, None, unit, rule))
+                return serially(None, "a CPU without stored constants runs serially")
             SMs = 1
         constants = _tokens(SMs)
         margin, unit, shortest, by = RATIO_MARGIN, "tokens", RATIO_PIECE, f"ratio rule for {SMs} SMs"
     rule = f"{by}, a split must win by {margin:.2f}x"
     costs = _Costs(constants, HV, -(-K // V), strategy == "certified", native, window, crossing)
-    serial = costs.total(whole.pieces)
+    serial = costs.total(whole)
     if strategy == "auto" and serial < margin * costs.bound(lengths):
-        return replace(
-            whole,
-            prediction=Prediction(serial, serial, unit, f"{rule}; no split can: the device is full or idle"),
-        )
-    best, best_time = whole.pieces, serial / margin if strategy == "auto" else float("inf")
-    passes = (constants.forward, constants.summarize, constants.run)
-    fits = {min(max(n // HV, 2), MAX_PIECES) for p in passes if p is not None for n, _ in p.chain}
-    for pieces in _candidates(
-        lengths, shortest, fits, -(-sum(lengths) // window) if native and window else 1
-    ):
-        # the bound first, for list scheduling is the costly part
-        if costs.total(pieces, _even_lane) < best_time and (time := costs.total(pieces)) < best_time:
-            best, best_time = pieces, time
-    if best == whole.pieces:
-        return replace(
-            whole, prediction=Prediction(serial, serial, unit, f"{rule}; none of those tried does")
-        )
+        return serially(serial, f"{rule}; no split can: the device is full or idle")
+    best, time = _best(lengths, shortest, costs, serial / margin if strategy == "auto" else float("inf"))
+    if best is None:
+        return serially(serial, f"{rule}; none of those tried does")
     if strategy == "certified":
         rule = f"{by}; the gates decide what certified decay takes"
         return Plan(best, "certified", Prediction(None, serial, unit, rule))
-    return Plan(best, "exact", Prediction(best_time, serial, unit, rule))
+    return Plan(best, "exact", Prediction(time, serial, unit, rule))
 
 
 def predict(
@@ -280,32 +282,104 @@ def _tokens(SMs: int) -> Constants:
     return Constants(one, 0.0, 0.0, one, one)
 
 
-def _candidates(
-    lengths: tuple[int, ...], shortest: int, fits: set[int], windows: int
-) -> list[tuple[tuple[int, ...], ...]]:
-    """Ways to cut, each once, about 100: every sequence into the same number of pieces; and for each piece length that cuts
-    the longest sequence into so many, and each limit in `WHOLE`, every sequence above the limit into the fewest pieces of at
-    most that length. Pieces of a sequence are equal but for a granule. `fits` are numbers to try beside `COUNTS`;
-    of a call that goes in `windows` each is also tried as a number of pieces a window."""
-    counts, longest = sorted({*COUNTS, *fits}), max(lengths, default=0)
-    counts = sorted({*counts, *(n * windows for n in counts)})
-    sizes = dict.fromkeys(max(shortest, _up(-(-longest // n), GRANULE)) for n in counts)
-    by_size = (
-        tuple(_cut(n, -(-n // size), GRANULE) if n > limit * size else (n,) for n in lengths)
-        for size in sizes
-        for limit in WHOLE
-    )
-    by_count = (tuple(_cut(n, min(count, n // shortest), GRANULE) for n in lengths) for count in counts)
-    found = dict.fromkeys([*by_size, *(by_count if len(lengths) > 1 else ())])
-    return [pieces for pieces in found if any(len(s) > 1 for s in pieces)]
+Pieces = tuple[tuple[int, ...], ...]
+
+
+def _best(
+    lengths: tuple[int, ...], shortest: int, costs: _Costs, limit: float
+) -> tuple[Pieces | None, float]:
+    """The fastest of the `_ways` to cut and its time, the first of equally fast ones; None if none takes less than `limit`.
+
+    Most are never built: they are visited in the order of a bound, until it exceeds the best time. List scheduling, the costly
+    part, comes last.
+    """
+    best, first, best_pieces = limit, -1, None
+    ordered, tokens = sorted(lengths), sum(lengths)
+    ways = enumerate(_ways(ordered, tokens, shortest, costs))
+    for bound, at, way in sorted((costs.bound_of(ordered, tokens, way), at, way) for at, way in ways):
+        if bound > best:
+            break
+        pieces = way.pieces(lengths)
+        if (costs.total(pieces, exact=False), at) < (best, first):
+            time = costs.total(pieces)
+            if (time, at) < (best, first):
+                best, first, best_pieces = time, at, pieces
+    return best_pieces, best
+
+
+class _Way(NamedTuple):
+    """A way to cut all sequences of a call.
+
+    Attributes:
+        size: tokens of the longest piece, above which nobody cuts; 0 for as many pieces in each sequence.
+        above: sequences of at most so many tokens stay whole.
+        each: pieces of a sequence at most, where `size` is 0.
+        shortest: tokens of a piece at least, but for a granule, where `size` is 0.
+    """
+
+    size: int
+    above: int
+    each: int = 0
+    shortest: int = 0
+
+    def number(self, length: int) -> int:
+        """Pieces of a sequence, as `_cut` makes them."""
+        if self.size:
+            return -(-length // self.size) if length > self.above else 1
+        return max(1, min(self.each, length // self.shortest))
+
+    def pieces(self, lengths: tuple[int, ...]) -> Pieces:
+        if self.size:
+            size, above = self.size, self.above
+            return tuple([_cut(n, -(-n // size), GRANULE) if n > above else (n,) for n in lengths])
+        each, shortest = self.each, self.shortest
+        return tuple(
+            [_cut(n, min(each, n // shortest), GRANULE) if n >= 2 * shortest else (n,) for n in lengths]
+        )
+
+
+def _ways(ordered: list[int], tokens: int, shortest: int, costs: _Costs) -> list[_Way]:
+    """Ways to cut, about 100, each of which splits a sequence: for each piece length that cuts the longest sequence into so
+    many, and each limit in `WHOLE`, every sequence above the limit into the fewest pieces of at most that length; and every
+    sequence into the same number of pieces. Pieces of a sequence are equal but for a granule. Beside `COUNTS` those are tried
+    that fill the lanes of the backend; of a call that goes in windows each is also tried as a number of pieces a window."""
+    longest = ordered[-1] if ordered else 0
+    windows = max(1, -(-tokens // costs.window)) if costs.native and costs.window else 1
+    each = {*COUNTS, *costs.fits}
+    counts = sorted({*each, *(n * windows for n in each)})
+    found = []
+    for size in dict.fromkeys(max(shortest, _up(-(-longest // n), GRANULE)) for n in counts):
+        # limits with no length between them leave the same sequences whole
+        for whole in dict.fromkeys(bisect_right(ordered, limit * size) for limit in WHOLE):
+            if whole < len(ordered):
+                found.append(_Way(size, ordered[whole - 1] if whole else 0))
+    if len(ordered) > 1 and longest >= 2 * shortest:
+        found += [_Way(0, 0, count, shortest) for count in counts]
+    return found
 
 
 def _cut(length: int, pieces: int, granule: int) -> tuple[int, ...]:
     """`length` tokens in at most `pieces` pieces, multiples of `granule` but for the last, as equal as that allows."""
     units = -(-length // granule)
     pieces = max(1, min(pieces, units))
-    ends = [min(length, units * (i + 1) // pieces * granule) for i in range(pieces)]
-    return tuple(b - a for a, b in zip([0, *ends], ends))
+    ends = [units * i // pieces * granule for i in range(pieces)]
+    ends.append(length)
+    return tuple(map(operator.sub, ends[1:], ends))
+
+
+def _ends(length: int, pieces: int) -> tuple[int, int]:
+    """Where the first and the last but one of `_cut(length, pieces, GRANULE)` end."""
+    units = -(-length // GRANULE)
+    return units // pieces * GRANULE, units * (pieces - 1) // pieces * GRANULE
+
+
+def _longest_piece(length: int, pieces: int) -> int:
+    """The longest of `_cut(length, pieces, GRANULE)`, for at most as many pieces as granules."""
+    units = -(-length // GRANULE)
+    some, over = divmod(units, pieces)
+    if pieces == 1 or over == 1:  # the last one has the granule that is over, as far as it is full
+        return length - units * (pieces - 1) // pieces * GRANULE
+    return (some + (over > 0)) * GRANULE
 
 
 def _up(n: int, multiple: int) -> int:
@@ -319,7 +393,8 @@ def windows(pieces: Sequence[Sequence[int]], tokens: int) -> list[list[tuple[int
     total, longest = sum(p for _, p in flat), max((p for _, p in flat), default=0)
     if tokens < 1 or total <= tokens:
         return [flat]
-    flat = [(n, part) for n, p in flat for part in _cut(p, -(-p // tokens), GRANULE)]
+    if longest > tokens:
+        flat = [(n, part) for n, p in flat for part in _cut(p, -(-p // tokens), GRANULE)]
     even = -(-total // -(-total // tokens))
     limit = max(GRANULE, min(tokens, even + min(longest, tokens) // 2))
     found: list[list[tuple[int, int]]] = [[]]
@@ -345,7 +420,10 @@ def longest_lane(lengths: Sequence[int], heads: int, lanes: int) -> float:
     if min(lengths) == longest:
         return -(-streams // lanes) * longest
     if streams > EXACT_LPT:
-        return _even_lane(lengths, heads, lanes)
+        return max(longest, sum(lengths) * heads / lanes)
+    # streams come in equal groups of `same`, and so do loads: one of each group tells all
+    same = math.gcd(heads, lanes)
+    heads, lanes = heads // same, lanes // same
     ordered = [n for n in sorted(lengths, reverse=True) for _ in range(heads)]
     loads = ordered[:lanes][::-1]  # ascending, hence a heap
     for n in ordered[lanes:]:
@@ -353,19 +431,51 @@ def longest_lane(lengths: Sequence[int], heads: int, lanes: int) -> float:
     return max(loads)
 
 
-def _even_lane(lengths: Sequence[int], heads: int, lanes: int) -> float:
-    """A lower bound of `longest_lane`."""
-    return max(max(lengths), sum(lengths) * heads / lanes)
+class _Streams:
+    """The streams of one packed call, `HV` of each length: how long its lanes get. What takes time is found once.
+
+    Args:
+        lengths: of its sequences.
+        tokens, longest: where only these are known, without `lengths`.
+    """
+
+    def __init__(self, HV: int, lengths: Sequence[int] = (), tokens: int = 0, longest: int = 0) -> None:
+        self.lengths, self.HV = lengths, HV
+        self.tokens, self.longest = (sum(lengths), max(lengths)) if lengths else (tokens, longest)
+        self._known: dict[tuple[int, bool], float] = {}
+
+    def lane(self, lanes: int, exact: bool) -> float:
+        """`longest_lane`, or a lower bound of it."""
+        if (lanes, exact) not in self._known:
+            found = longest_lane(self.lengths, self.HV, lanes) if exact else self._least(lanes)
+            self._known[lanes, exact] = found
+        return self._known[lanes, exact]
+
+    def even(self, lanes: int) -> float:
+        """The longest stream, or an even share: below any lane."""
+        return max(self.longest, self.tokens * self.HV / lanes)
+
+    def _least(self, lanes: int) -> float:
+        streams = len(self.lengths) * self.HV
+        if not lanes < streams <= EXACT_LPT:
+            return self.even(lanes)
+        # of the n * lanes + 1 longest streams some lane has n + 1
+        ordered = sorted(self.lengths, reverse=True)
+        rounds = range(1, -(-streams // lanes))
+        return max(self.even(lanes), *((n + 1) * ordered[n * lanes // self.HV] for n in rounds))
 
 
-Lane = Callable[[Sequence[int], int, int], float]
+def pass_us(p: Pass, lengths: Sequence[int], HV: int) -> float:
+    """The time of a call over sequences of these lengths, at least one."""
+    return _pass_us(p, _Streams(HV, lengths), True)
 
 
-def pass_us(p: Pass, lengths: Sequence[int], HV: int, lane: Lane = longest_lane) -> float:
-    """The time of a call over sequences of these lengths, at least one; `lane` in place of `longest_lane`."""
-    work = sum(lengths) * HV
-    lane = _even_lane if p.even and lane is longest_lane else lane
-    latency = min(lane(lengths, HV, lanes) * ns for lanes, ns in p.chain)
+def _pass_us(p: Pass, streams: _Streams, exact: bool) -> float:
+    work = streams.tokens * streams.HV
+    if p.even or not streams.lengths:
+        latency = min([streams.even(lanes) * ns for lanes, ns in p.chain])
+    else:
+        latency = min([streams.lane(lanes, exact) * ns for lanes, ns in p.chain])
     return p.call_us + (p.prepare_ns * work + max(latency, p.work_ns * work)) / 1e3
 
 
@@ -381,65 +491,131 @@ class _Costs:
     window: int
     crossing: bool = False
 
-    def total(self, pieces: tuple[tuple[int, ...], ...], lane: Lane = longest_lane) -> float:
-        """The time of a plan, with `lane` in place of `longest_lane`."""
+    @property
+    def segments(self) -> tuple[Pass, Pass] | None:
+        """`summarize` and `run`, where splits are executed by them."""
+        c = self.constants
+        if not self.native or self.vanished or c.summarize is None or c.run is None:
+            return None
+        return c.summarize, c.run
+
+    @property
+    def fits(self) -> set[int]:
+        """Numbers of pieces of one sequence that fill the lanes."""
+        passes = (self.constants.forward, self.constants.summarize, self.constants.run)
+        return {
+            min(max(lanes // self.HV, 2), MAX_PIECES) for p in passes if p is not None for lanes, _ in p.chain
+        }
+
+    def total(self, pieces: Pieces, exact: bool = True) -> float:
+        """The time of a plan, or a lower bound of it that needs no list scheduling."""
+        flat, most = [p for s in pieces for p in s], max(map(len, pieces), default=0)
+        everything = _Streams(self.HV, flat)
+        if most < 2 and not self.crossing:
+            return self._call(self.constants.forward, everything, exact)
+        if self.segments is None:
+            return self._generic(pieces, everything, most, exact)
+        if not self.window or everything.tokens <= self.window:
+            return self._split(everything, most, exact)
+        time = 0.0
+        for window in windows(pieces, self.window):
+            streams = _Streams(self.HV, [p for _, p in window])
+            most = max(Counter(n for n, _ in window).values())
+            if most == 1 and not self.crossing:  # a forward call
+                time += self._call(self.constants.forward, streams, exact)
+            else:
+                time += self._split(streams, most, exact)
+        return time
+
+    def _generic(self, pieces: Pieces, everything: _Streams, most: int, exact: bool) -> float:
         c, split = self.constants, [s for s in pieces if len(s) > 1]
-        if not split and not self.crossing:
-            return self._call(c.forward, [p for s in pieces for p in s], lane)
-        if self.native and not self.vanished and c.summarize is not None and c.run is not None:
-            found = windows(pieces, self.window)
-            return sum(self._window(c.summarize, c.run, w, lane) for w in found)
-        exits = [p for s in split for p in s[:-1]]
-        middle = [p for s in split for p in s[1:-1]]
         if self.crossing:
-            exits = middle = [p for s in pieces for p in s]
-        time = self._call(c.forward, [p for s in pieces for p in s], lane) + self._call(
-            c.forward, exits, lane
-        )
+            exits = middle = everything
+        else:
+            exits = _Streams(self.HV, [p for s in split for p in s[:-1]])
+            middle = _Streams(self.HV, [p for s in split for p in s[1:-1]])
+        time = self._call(c.forward, everything, exact) + self._call(c.forward, exits, exact)
         if not self.vanished:
-            time += self.transitions * self._call(c.forward, middle, lane)
+            time += self.transitions * self._call(c.forward, middle, exact)
         if len(split) > 1:
-            time += c.gather_ns * (sum(exits) + sum(middle)) * self.HV / 1e3
-        return time + c.merge_us * (max(map(len, pieces)) - 1)
+            time += c.gather_ns * (exits.tokens + middle.tokens) * self.HV / 1e3
+        return time + c.merge_us * (most - 1)
+
+    def _split(self, streams: _Streams, most: int, exact: bool) -> float:
+        """`summarize`, merge and `run`; `most`: pieces of a sequence."""
+        assert self.segments is not None
+        summarize, run = self.segments
+        merge = self.constants.merge_us * (most - 1)
+        return _pass_us(summarize, streams, exact) + merge + _pass_us(run, streams, exact)
 
     def bound(self, lengths: tuple[int, ...]) -> float:
         """Below any split: the calls that it has at least, and all work spread evenly."""
-        c, everything = self.constants, [sum(lengths)]
-        forward = self._call(c.forward, everything, _no_lane)
-        generic = c.forward.call_us + forward
-        if not self.native or self.vanished or c.summarize is None or c.run is None:
-            return generic
-        return self._call(c.summarize, everything, _no_lane) + self._call(c.run, everything, _no_lane)
+        c, everything = self.constants, _Streams(self.HV, tokens=sum(lengths))
+        if self.segments is None:
+            return c.forward.call_us + _pass_us(c.forward, everything, False)
+        return self._split(everything, 1, False)
 
-    def _window(self, summarize: Pass, run: Pass, window: list[tuple[int, int]], lane: Lane) -> float:
-        """Of these (sequence, length): a window without a split sequence is a forward call."""
-        lengths, counts = [p for _, p in window], Counter(n for n, _ in window)
-        if (most := max(counts.values())) == 1 and not self.crossing:
-            return self._call(self.constants.forward, lengths, lane)
-        merge = self.constants.merge_us * (most - 1)
-        return self._call(summarize, lengths, lane) + merge + self._call(run, lengths, lane)
+    def bound_of(self, ordered: list[int], tokens: int, way: _Way) -> float:
+        """Below the time of a way to cut. `ordered`: the lengths, the longest last, of which few are looked at; `tokens`: all."""
+        c, longest = self.constants, ordered[-1]
+        number = way.number(longest)
+        piece = _longest_piece(longest, number)
+        everything = _Streams(self.HV, tokens=tokens, longest=max(piece, way.above))
+        if self.segments is not None:
+            if self.window and tokens > self.window:
+                return 0.0
+            return self._split(everything, number, False)
+        if self.crossing:
+            exits = middle = everything
+        else:
+            exits, middle = _Streams(self.HV), _Streams(self.HV)
+            for n in ordered[-SEEN:]:
+                if (count := way.number(n)) > 1:
+                    first, before_last = _ends(n, count)
+                    exits.tokens += before_last
+                    middle.tokens += before_last - first
+                    exits.longest = max(exits.longest, first)
+            middle.longest = exits.longest if middle.tokens else 0
+        time = _pass_us(c.forward, everything, False) + _pass_us(c.forward, exits, False)
+        if not self.vanished and middle.tokens:
+            time += self.transitions * _pass_us(c.forward, middle, False)
+        return time + c.merge_us * (number - 1)
 
-    def _call(self, p: Pass, lengths: list[int], lane: Lane) -> float:
-        return pass_us(p, lengths, self.HV, lane) if lengths else 0.0
-
-
-def _no_lane(lengths: Sequence[int], heads: int, lanes: int) -> float:
-    """A lower bound of `_even_lane` however the tokens are cut."""
-    return sum(lengths) * heads / lanes
+    def _call(self, p: Pass, streams: _Streams, exact: bool) -> float:
+        return _pass_us(p, streams, exact) if streams.lengths else 0.0
 
 
 # ---- cache
 
 Value = TypeVar("Value")
+_CACHES: weakref.WeakSet[Cache] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for cache in _CACHES:
+        cache.after_fork_in_child()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Cache:
-    """Values by hashable content, the least recently used dropped beyond `size`; safe for threads."""
+    """Values by hashable content, the least recently used dropped beyond `size`; safe for threads and forks."""
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self._empty()
+        _CACHES.add(self)
+
+    def _empty(self) -> None:
         self._lock = threading.Lock()
         self._values: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def after_fork_in_child(self) -> None:
+        """Empties it if another thread was at work on it, for the child does not have that thread."""
+        if self._lock.locked():
+            self._empty()
 
     def __len__(self) -> int:
         return len(self._values)

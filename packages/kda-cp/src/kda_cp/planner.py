@@ -11,6 +11,7 @@ import torch
 from kda_core.backend import Backend, BackendSpec, SupportsSegments
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import ArgumentError, PlannerError
+from kda_core.registry import show_archs
 from kda_cp import constants, execute, native
 from kda_cp.plan import Cache, Plan, Prediction, make_plan, predict
 
@@ -20,7 +21,8 @@ _log = logging.getLogger("kda_cp")
 
 
 class ContextParallelPlanner:
-    """Satisfies `kda_core.backend.Planner`, `SupportsRefusal` and `SupportsExplanation`. Safe for threads."""
+    """Satisfies `kda_core.backend.Planner`, `SupportsRefusal`, `SupportsExplanation`, `SupportsWorkspace` and
+    `SupportsDiagnosis`. Safe for threads."""
 
     def __init__(self) -> None:
         self._plans = Cache(1024)
@@ -44,6 +46,12 @@ class ContextParallelPlanner:
 
     def run(self, plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) -> KdaOutputs:
         return execute.run(plan, inputs, outputs, backend)
+
+    def workspace_bytes(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> int:
+        return execute.workspace_bytes(plan, inputs.shape, backend)
+
+    def problems(self) -> list[str]:
+        return constants.problems()
 
     def explain(self, plan: Plan | None, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str:
         if plan is None:
@@ -81,6 +89,9 @@ class ContextParallelPlanner:
 
 def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan:
     s, (known, source, SMs) = inputs.shape, machine(inputs, spec)
+    whole = tuple((n,) for n in lengths)
+    if known is None and SMs < 1 and s.device_type == "cuda":
+        return Plan(whole, "serial", Prediction(None, None, "us", f"nobody knows the SMs of {_where(s)}"))
     tokens = window(s, backend)
     plan = make_plan(
         lengths, HV=s.HV, K=s.K, V=s.V, constants=known, source=source, SMs=SMs,
@@ -89,7 +100,7 @@ def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, back
     why = execute.refusal(plan, inputs, spec, backend)
     if why is None:
         return plan
-    return Plan(tuple((n,) for n in lengths), "serial", Prediction(None, None, "us", why))
+    return Plan(whole, "serial", Prediction(None, None, "us", why))
 
 
 def window(shape: ProblemShape, backend: Backend) -> int | None:
@@ -97,11 +108,35 @@ def window(shape: ProblemShape, backend: Backend) -> int | None:
     return native.window_tokens(shape, backend) if isinstance(backend, SupportsSegments) else None
 
 
+TYPICAL = {(9, 0): ("NVIDIA H200", 132), (10, 0): ("NVIDIA B200", 148)}
+"""Name and SMs of a GPU by its architecture, for `kda_core.explain` where there is none."""
+
+
 def machine(inputs: KdaInputs, spec: BackendSpec) -> tuple[constants.Constants | None, str, int]:
-    """The constants for a call, where they come from, and the SMs of its GPU."""
-    device = inputs.q.device
-    name, SMs = _device(device.index) if device.type == "cuda" else (device.type, 0)
-    return *constants.lookup((name, spec.name, str(inputs.shape.dtype)[6:])), SMs
+    """The constants for a call, where they come from, and the SMs of its GPU. Inputs on the meta device ask for a GPU of an
+    architecture: the first one here, else a `TYPICAL` one, which the words about the source name then."""
+    device, s = inputs.q.device, inputs.shape
+    dtype = str(s.dtype)[6:]
+    if device.type == "cuda":
+        name, SMs = _device(device.index)
+    elif s.device_type != "cuda":
+        name, SMs = s.device_type, 0
+    elif (index := _first_of(s.arch)) is not None:
+        name, SMs = _device(index)
+    else:
+        name, SMs = TYPICAL.get(s.arch, (_where(s), 0))  # type: ignore[arg-type]
+        found, source = constants.lookup((name, spec.name, dtype))
+        return found, source if "'s " in source else f"{name}'s {source}", SMs
+    return *constants.lookup((name, spec.name, dtype)), SMs
+
+
+def _first_of(arch: tuple[int, int] | None) -> int | None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return next((i for i in range(count) if torch.cuda.get_device_capability(i) == arch), None)
+
+
+def _where(shape: ProblemShape) -> str:
+    return "a CUDA device" if shape.arch is None else show_archs([shape.arch])
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,10 +1,11 @@
-"""What kda-core reads to list this planner. Literals only: importing it needs no GPU and no process group."""
+"""What kda-core reads to list this planner. Importing it needs no GPU and no process group."""
 
+from kda_core import install
 from kda_core.backend import PlannerSpec
 
 SPEC = PlannerSpec(
     name="cp",
-    abi=(1, 2),  # what this package was written for, not what kda-core happens to have
+    abi=(1, 3),  # what this package was written for, not what kda-core happens to have
     target="kda_cp.planner:ContextParallelPlanner",
-    install="pip install kda-core[cp]",
+    install=install.command("kda-cp"),
 )

@@ -1,10 +1,11 @@
-"""What kda-core reads to list this backend. Literals only: importing it needs neither a GPU nor the CuTe DSL."""
+"""What kda-core reads to list this backend. Importing it needs neither a GPU nor the CuTe DSL."""
 
+from kda_core import install
 from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm100",
-    abi=(1, 2),  # what this package was written for, not what kda-core happens to have
+    abi=(1, 3),  # what this package was written for, not what kda-core happens to have
     archs=frozenset({(10, 0), (10, 3)}),
     features=frozenset(
         {
@@ -25,8 +26,10 @@ SPEC = BackendSpec(
         }
     ),
     target="kda_sm100.backend:Sm100Backend",
-    install="pip install kda-core[sm100]",
+    install=install.command("kda-sm100"),
     variants="kda_sm100.variants:ahead_of_time",
     note="compiled for its GPUs and run on ptx-emulator, on no GPU yet; "
     "`python -m kda_core conformance sm100` tests it on one",
+    dtypes=frozenset({"bfloat16"}),
+    head_dims=frozenset({(128, 128)}),
 )

@@ -14,6 +14,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from kda_core.contract import ProblemShape
 from kda_core.cute.calls import DTYPES, gate_of
@@ -90,30 +91,21 @@ def plan(shape: ProblemShape, sms: int = SMS, longest: int | None = None) -> Pla
     count as equally long. It changes how fast a call is, and nothing that must hold: any plan of a shape serves any lengths,
     within `workspace_bytes`.
     """
-    options = shape.options
-    states = options.chunk_size if options.return_intermediate_states else 0
-    chunks = [C for C in CHUNKS if not states or states % C == 0]
-    if options.pin and PINNED_CHUNK in chunks:
+    chunks = _chunks(shape)
+    if shape.options.pin and PINNED_CHUNK in chunks:
         chunks = [PINNED_CHUNK]
-    choices = [
-        (chunk, warpgroups, _best_streams(shape, chunk, warpgroups, sms, longest))
-        for chunk, warpgroups in CHAIN_NS
-        if chunk in chunks and _most_streams(shape, warpgroups, sms) > 0
-    ]
-    predicted = lambda choice: predicted_ns(shape, *choice, sms=sms, longest=longest)
-    chunk, warpgroups, streams = min(choices, key=predicted)
+    models = [_model(shape, chunk, warpgroups, sms, longest) for chunk in chunks for warpgroups in (1, 2)]
+    model, streams = _fastest(models)
     config = PrefillConfig(
-        chunk=chunk,
-        warpgroups=warpgroups,
-        gate=gate_of(shape),
-        vote=not options.bounded_gate,
-        gate_dtype=DTYPES[shape.g_dtype],
-        states=states > 0,
-        padded=shape.varlen and options.use_graph,
+        chunk=model.chunk,
+        warpgroups=model.warpgroups,
+        states=shape.options.return_intermediate_states,
+        padded=shape.varlen and shape.options.use_graph,
+        **_gate(shape),
     )
-    preparers = _preparers(shape, chunk, warpgroups, streams, sms)
-    wanted = math.ceil(RECORDS_A_GROUP[config.vote] * preparers * groups_of(chunk) / streams)
-    depth = max(1, min(max(wanted, LEAST_DEPTH), _most_depth(shape, chunk, streams)))
+    preparers = model.preparers(streams)
+    wanted = math.ceil(RECORDS_A_GROUP[config.vote] * preparers * groups_of(model.chunk) / streams)
+    depth = max(1, min(max(wanted, LEAST_DEPTH), _most_depth(shape, model, streams)))
     return Plan(config, preparers, streams, depth)
 
 
@@ -124,27 +116,13 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS) -> int:
         return plan(shape, sms).workspace_bytes
     group, found = RECORDS_A_GROUP[not shape.options.bounded_gate], 0
     for chunk, warpgroups in CHAIN_NS:
-        if streams := _most_streams(shape, warpgroups, sms):
+        model = _model(shape, chunk, warpgroups, sms)
+        if model.most:
             # What one stream more adds by rounding up is less than what the groups that it displaces have.
-            rings = max(math.ceil(group * sms * groups_of(chunk)), streams * LEAST_DEPTH)
-            records = min(rings, streams * _most_depth(shape, chunk, streams))
-            found = max(found, layouts.workspace_bytes(records, streams, chunk))
+            rings = max(math.ceil(group * sms * groups_of(chunk)), model.most * LEAST_DEPTH)
+            records = min(rings, model.most * _most_depth(shape, model, model.most))
+            found = max(found, layouts.workspace_bytes(records, model.most, chunk))
     return found
-
-
-def _best_streams(shape: ProblemShape, chunk: int, warpgroups: int, sms: int, longest: int | None) -> int:
-    """The least number of streams of those that take the smallest predicted time. More of them leave less to the preparation,
-    whose time never falls, and share what the chains do, whose time never rises; they meet where time is smallest."""
-    numbers = range(1, _most_streams(shape, warpgroups, sms) + 1)
-    preparation = lambda n: _preparation_ns(shape, chunk, warpgroups, n, sms)
-    chain = lambda n: _chain_ns(shape, chunk, warpgroups, n, longest)
-    meet = bisect_left(numbers, True, key=lambda n: preparation(n) >= chain(n))
-    if meet == 0:
-        return 1
-    before = chain(meet)  # of as many streams, the last number before they meet
-    if meet < len(numbers) and preparation(meet + 1) < before:
-        return meet + 1
-    return 1 + bisect_left(numbers, True, hi=meet, key=lambda n: chain(n) <= before)
 
 
 @dataclass(frozen=True)
@@ -162,44 +140,22 @@ class SegmentPlan:
 @lru_cache(maxsize=1024)
 def segment_plan(shape: ProblemShape, sms: int = SMS) -> SegmentPlan:
     """The plan of segments packed along T (N of them), for a device of ``sms`` SMs (4 at least). The last 1024 are held."""
-    options = shape.options
-    states = options.chunk_size if options.return_intermediate_states else 0
-    chunks = [C for C in CHUNKS if not states or states % C == 0]
-
-    def best(chunk: int, of: Mode) -> tuple[float, int, int]:
-        found = [
-            (segment_ns(shape, of, chunk, warpgroups, streams, sms=sms), warpgroups, streams)
-            for warpgroups in (1, 2)
-            for streams in range(1, _most_streams(shape, warpgroups, sms, of) + 1)
-        ]
-        # Of equals, chains that have nothing beside them are best on many SMs, others leave many to the preparation.
-        return min(found, key=lambda x: (*x[:2], -x[2] if of == "run" else x[2]))
-
-    chunk = min(chunks, key=lambda C: best(C, "summarize")[0] + best(C, "run")[0])
-    records = _items(shape, chunk) + 1  # and one for items without a slot
-    plans = []
-    for of in ("summarize", "run"):
-        _, warpgroups, streams = best(chunk, of)
-        gate = {"gate": gate_of(shape), "vote": not options.bounded_gate, "gate_dtype": DTYPES[shape.g_dtype]}
-        config = PrefillConfig(
-            chunk, warpgroups, mode=of, **(gate if of == "summarize" else {"states": states > 0})
+    candidates = []
+    for chunk in _chunks(shape):
+        summaries, runs = (
+            [_model(shape, chunk, warpgroups, sms, mode=mode) for warpgroups in (1, 2)]
+            for mode in ("summarize", "run")
         )
-        preparers = _preparers(shape, chunk, warpgroups, streams, sms, of) if of == "summarize" else 0
-        plans.append(Plan(config, preparers, streams, records))
-    return SegmentPlan(*plans)
-
-
-def segment_ns(
-    shape: ProblemShape, mode: Mode, chunk: int, warpgroups: int, streams: int, *, sms: int = SMS
-) -> float:
-    """Device time of one of the two launches of a call in segments, by the model above."""
-    tokens = _width(shape, chunk, streams) * chunk
-    if mode == "run":  # from records in HBM, by all SMs at once or by few
-        return START_NS + max(tokens * RUN_NS[chunk, warpgroups], _items(shape, chunk) * RECORD_NS[chunk])
-    groups = _preparers(shape, chunk, warpgroups, streams, sms, mode) * groups_of(chunk)
-    item = ITEM_NS[chunk, not shape.options.bounded_gate] * KEPT
-    preparation = max(1.0, _items(shape, chunk) / groups) * item
-    return START_NS + item + max(preparation, tokens * SUMMARY_NS[chunk, warpgroups])
+        candidates.append((_fastest(summaries), _fastest(runs)))
+    total_ns = lambda pair: sum(model.total_ns(streams) for model, streams in pair)
+    (summary, summary_streams), (run, run_streams) = min(candidates, key=total_ns)
+    records = summary.items + 1  # and one for items without a slot
+    config = PrefillConfig(summary.chunk, summary.warpgroups, mode="summarize", **_gate(shape))
+    states = shape.options.return_intermediate_states
+    return SegmentPlan(
+        Plan(config, summary.preparers(summary_streams), summary_streams, records),
+        Plan(PrefillConfig(run.chunk, run.warpgroups, mode="run", states=states), 0, run_streams, records),
+    )
 
 
 def predicted_ns(
@@ -210,20 +166,10 @@ def predicted_ns(
     *,
     sms: int = SMS,
     longest: int | None = None,
+    mode: Mode = "whole",
 ) -> float:
-    """Device time by the model above; ``longest`` as in `plan`."""
-    preparation = _preparation_ns(shape, chunk, warpgroups, streams, sms)
-    chain = _chain_ns(shape, chunk, warpgroups, streams, longest)
-    return START_NS + ITEM_NS[chunk, not shape.options.bounded_gate] + max(preparation, chain)
-
-
-def _preparation_ns(shape: ProblemShape, chunk: int, warpgroups: int, streams: int, sms: int) -> float:
-    groups = _preparers(shape, chunk, warpgroups, streams, sms) * groups_of(chunk)
-    return max(1.0, _items(shape, chunk) / groups) * ITEM_NS[chunk, not shape.options.bounded_gate]
-
-
-def _chain_ns(shape: ProblemShape, chunk: int, warpgroups: int, streams: int, longest: int | None) -> float:
-    return _width(shape, chunk, streams, longest) * chunk * CHAIN_NS[chunk, warpgroups]
+    """Device time of a launch by the model above; ``longest`` as in `plan`."""
+    return _model(shape, chunk, warpgroups, sms, longest, mode).total_ns(streams)
 
 
 def groups_of(chunk: int) -> int:
@@ -231,32 +177,125 @@ def groups_of(chunk: int) -> int:
     return THREADS // (2 * chunk)
 
 
-def _most_streams(shape: ProblemShape, warpgroups: int, sms: int, mode: Mode = "whole") -> int:
-    """More would leave no SM to the preparation, or have nothing to do. 0 where a stream has more CTAs than that."""
+# ---- the model
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The times of one kind of launch of a shape, by the number of streams.
+
+    Attributes:
+        chunk, warpgroups, mode: the kind.
+        most: the most streams. More would leave no SM to the preparation, or have nothing to do. 0 where a stream has more
+            CTAs than there are.
+        items: chunks of all value heads.
+        longest: chunks of the longest sequence.
+        sms: SMs of the device.
+        chains: CTAs of a stream.
+        item_ns: of a group that prepares, an item; 0 where nothing is prepared.
+        chain_ns: of a chain, a chunk.
+        least_ns: of all chains together: their records' way through HBM.
+    """
+
+    chunk: int
+    warpgroups: int
+    mode: Mode
+    most: int
+    items: int
+    longest: int
+    sms: int
+    chains: int
+    item_ns: float
+    chain_ns: float
+    least_ns: float
+
+    def preparers(self, streams: int) -> int:
+        """CTAs that prepare: all that the chains leave, but no more than have something to do."""
+        return max(1, min(self.sms - streams * self.chains, -(-self.items // groups_of(self.chunk))))
+
+    def width(self, streams: int) -> int:
+        """Slots of a stream; at least 1."""
+        return max(1, self.longest, -(-self.items // streams))
+
+    def preparation_ns(self, streams: int) -> float:
+        """Never falls with the number of streams."""
+        if not self.item_ns:
+            return self.least_ns
+        return max(1.0, self.items / (self.preparers(streams) * groups_of(self.chunk))) * self.item_ns
+
+    def chains_ns(self, streams: int) -> float:
+        """Never rises with the number of streams."""
+        return self.width(streams) * self.chain_ns
+
+    def total_ns(self, streams: int) -> float:
+        return START_NS + self.item_ns + max(self.preparation_ns(streams), self.chains_ns(streams))
+
+    def best(self) -> int:
+        """The number of streams that takes the smallest time: of equals the least, which leaves most SMs to the preparation,
+        or the most where nothing is prepared. Times of the two roles meet where their maximum is smallest."""
+        if not self.item_ns:
+            return self.most
+        numbers = range(1, self.most + 1)
+        meet = bisect_left(numbers, True, key=lambda n: self.preparation_ns(n) >= self.chains_ns(n))
+        if meet == 0:
+            return 1
+        before = self.chains_ns(meet)  # of as many streams, the last number before they meet
+        if meet < self.most and self.preparation_ns(meet + 1) < before:
+            return meet + 1
+        return 1 + bisect_left(numbers, True, hi=meet, key=lambda n: self.chains_ns(n) <= before)
+
+
+def _model(
+    shape: ProblemShape,
+    chunk: int,
+    warpgroups: int,
+    sms: int,
+    longest: int | None = None,
+    mode: Mode = "whole",
+) -> _Model:
+    chains = HALVES[mode] // warpgroups
     free = sms if mode == "run" else sms - 1
-    return min(free // (HALVES[mode] // warpgroups), shape.HV * shape.N)
+    slots = layouts.slot_count(shape.B, shape.T, chunk, shape.N if shape.varlen else None)
+    item_ns = {"whole": 1.0, "summarize": KEPT, "run": 0.0}[mode] * ITEM_NS[
+        chunk, not shape.options.bounded_gate
+    ]
+    token_ns = {"whole": CHAIN_NS, "summarize": SUMMARY_NS, "run": RUN_NS}[mode][chunk, warpgroups]
+    return _Model(
+        chunk=chunk,
+        warpgroups=warpgroups,
+        mode=mode,
+        most=min(free // chains, shape.HV * shape.N),
+        items=slots * shape.HV,
+        longest=-(-slots // max(shape.N, 1)) if longest is None else -(-longest // chunk),
+        sms=sms,
+        chains=chains,
+        item_ns=item_ns,
+        chain_ns=chunk * token_ns,
+        least_ns=slots * shape.HV * RECORD_NS[chunk] if mode == "run" else 0.0,
+    )
 
 
-def _width(shape: ProblemShape, chunk: int, streams: int, longest: int | None = None) -> int:
-    """Slots of a stream, packed sequences counted as in `plan`; at least 1."""
-    items = _items(shape, chunk)
-    own = -(-items // (shape.HV * max(shape.N, 1))) if longest is None else -(-longest // chunk)
-    return max(1, own, -(-items // streams))
+def _fastest(models: list[_Model]) -> tuple[_Model, int]:
+    """The model with the smallest time, the first of equals, and its number of streams."""
+    choices = [(model, model.best()) for model in models if model.most > 0]
+    return min(choices, key=lambda choice: choice[0].total_ns(choice[1]))
 
 
-def _most_depth(shape: ProblemShape, chunk: int, streams: int) -> int:
+def _chunks(shape: ProblemShape) -> list[int]:
+    """Chunk sizes that serve a shape: those that divide the spacing of its intermediate states."""
+    options = shape.options
+    return [C for C in CHUNKS if not options.return_intermediate_states or options.chunk_size % C == 0]
+
+
+def _gate(shape: ProblemShape) -> dict[str, Any]:
+    """The fields of `PrefillConfig` that say how g becomes a log decay."""
+    return {
+        "gate": gate_of(shape),
+        "vote": not shape.options.bounded_gate,
+        "gate_dtype": DTYPES[shape.g_dtype],
+    }
+
+
+def _most_depth(shape: ProblemShape, model: _Model, streams: int) -> int:
     """Records that a stream has; of packed sequences one may be the whole of a head. More in its ring are of no use."""
-    return _items(shape, chunk) // shape.HV if shape.varlen else _width(shape, chunk, streams)
-
-
-def _items(shape: ProblemShape, chunk: int) -> int:
-    N = shape.N if shape.varlen else None
-    return layouts.slot_count(shape.B, shape.T, chunk, N) * shape.HV
-
-
-def _preparers(
-    shape: ProblemShape, chunk: int, warpgroups: int, streams: int, sms: int, mode: Mode = "whole"
-) -> int:
-    """CTAs that prepare: all that the chains leave, but no more than have something to do."""
-    chains = streams * (HALVES[mode] // warpgroups)
-    return max(1, min(sms - chains, -(-_items(shape, chunk) // groups_of(chunk))))
+    return model.items // shape.HV if shape.varlen else model.width(streams)

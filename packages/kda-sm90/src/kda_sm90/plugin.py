@@ -1,10 +1,11 @@
-"""What kda-core reads to list this backend. Literals only: importing it needs neither a GPU nor the CuTe DSL."""
+"""What kda-core reads to list this backend. Importing it needs neither a GPU nor the CuTe DSL."""
 
+from kda_core import install
 from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm90",
-    abi=(1, 2),  # what this package was written for, not what kda-core happens to have
+    abi=(1, 3),  # what this package was written for, not what kda-core happens to have
     archs=frozenset({(9, 0)}),
     features=frozenset(
         {
@@ -25,6 +26,8 @@ SPEC = BackendSpec(
         }
     ),
     target="kda_sm90.backend:Sm90Backend",
-    install="pip install kda-core[sm90]",
+    install=install.command("kda-sm90"),
     variants="kda_sm90.variants:ahead_of_time",
+    dtypes=frozenset({"bfloat16"}),
+    head_dims=frozenset({(128, 128)}),
 )

@@ -19,8 +19,9 @@ class:
         @cute.kernel
         def kernel(self, ...): ...
 
-``get_kernel(SomeKernel, config, arch)`` compiles it once per configuration and architecture, never per shape,
-and returns a callable that takes torch tensors and runs on torch's current stream.
+``get_kernel(SomeKernel, config, arch)`` compiles it once per configuration and architecture, and returns a callable
+that takes torch tensors and runs on torch's current stream. Extents that ``fake_args`` leaves dynamic cost no
+compilation; a backend that chooses its configuration by shape compiles each when a call first needs it.
 """
 
 from __future__ import annotations

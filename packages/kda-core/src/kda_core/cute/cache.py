@@ -3,10 +3,12 @@ finds.
 
 An entry is two files. ``<kernel>.<arch>.<digest>.o`` is the exported object. ``....json`` holds its length,
 its sha256 and the ingredients of the key; it is written last and commits the entry: an object without it, or
-one that differs from it, counts as absent. Both are written under another name and renamed. ``....lock`` is
-empty and carries the advisory lock; the kernel drops that when its owner dies. Reading needs no lock.
+one that differs from it, counts as absent. Both are written under another name and renamed. ``....lock``
+carries the advisory lock and the process id of its holder. Reading needs no lock.
 
-The objects are native code: the folder deserves the trust of a folder of Python packages.
+The objects are native code: the folder deserves the trust of a folder of Python packages. `kda_core.storage`
+says which folders and files are trusted; `folder_problem` is its answer for one folder. What was read and
+checked is what is run: `kda_core.cute.compile` links the bytes, not the path.
 """
 
 from __future__ import annotations
@@ -14,36 +16,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
-import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kda_core import env
+from kda_core import env, storage
 from kda_core.cute.key import Variant, digest
+from kda_core.storage import Patience, folder_problem
 
-logger = logging.getLogger("kda_core.cute")
+__all__ = ["Entry", "Patience", "entry_of", "folder_problem"]
 
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a whole file or nothing: under a name of its own, then renamed. Modes follow the umask."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # or a crash may keep the rename and lose the bytes
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+#: Larger files are none of ours: objects have up to a few MB, metadata a few kB.
+OBJECT_BYTES = 256 << 20
+METADATA_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One variant's place in a cache folder. ``OSError`` from a method means that the folder cannot be
-    used."""
+    """One variant's place in a cache folder."""
 
     folder: Path
     stem: str
@@ -62,60 +52,69 @@ class Entry:
 
     def exists(self) -> bool:
         """Whether there is a commit marker, be the entry sound or not."""
-        return self.metadata.exists()
-
-    def read(self) -> Path | None:
-        """The path of the object if the entry is committed and undamaged, else None."""
         try:
-            metadata = json.loads(self.metadata.read_bytes())
-            content = self.object.read_bytes()
-        except (OSError, ValueError):
+            return self.metadata.exists()
+        except OSError:
+            return False
+
+    def read(self) -> bytes | None:
+        """The object if the entry is committed, undamaged and to be trusted, else None. What is there and not trusted is
+        warned of once."""
+        try:
+            with storage.opened(self.folder) as folder:
+                metadata = json.loads(folder.read(self.metadata.name, METADATA_BYTES))
+                content = folder.read(self.object.name, OBJECT_BYTES)
+        except storage.UntrustedError as error:
+            storage.warn_once(("untrusted", str(error)), "a compiled kernel is not used: %s", error)
+            return None
+        except (OSError, ValueError, RecursionError):
             return None
         expected = {**_summary(content), "ingredients": self.ingredients}
-        return self.object if metadata == expected else None
+        return content if metadata == expected else None
 
-    def commit(self, content: bytes) -> Path:
-        """Store an object. Call it with the lock held."""
-        _write(self.object, content)
+    def commit(self, content: bytes) -> None:
+        """Store an object. Call it with the lock held. Raises ``OSError``."""
         metadata = {**_summary(content), "ingredients": self.ingredients}
-        _write(self.metadata, json.dumps(metadata, indent=1, sort_keys=True).encode())
-        return self.object
+        with storage.opened(self.folder) as folder:
+            for name, whole in (
+                (self.object.name, content),
+                (self.metadata.name, json.dumps(metadata, indent=1, sort_keys=True).encode()),
+            ):
+                folder.sweep(name)
+                folder.write(name, whole)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold this entry's lock among all processes and threads; makes the folder if need be."""
-        import fcntl  # POSIX only, as are the DSL's wheels with a CUDA runtime
+    def locked(self, patience: Patience | None = None) -> Iterator[None]:
+        """Hold this entry's lock among all processes and threads; makes the folder if need be.
 
-        # The default folder is private; one that the user names may be meant for several users.
-        self.folder.mkdir(mode=0o777 if env.KDA_CACHE_DIR.raw() else 0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self._path(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logger.info("waiting for another process that compiles %s", self.stem)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        Raises ``TimeoutError`` where another holds it for longer than `Patience` allows, and other ``OSError`` where the
+        folder cannot be used.
+        """
+        storage.make_folder(self.folder)
+        with storage.opened(self.folder) as folder, folder.locked(self._path(".lock").name, patience):
             yield
-        finally:
-            os.close(descriptor)
 
     def differences(self) -> list[str]:
         """For each entry of the same kernel, configuration and architecture: what keeps it from being this
         one."""
         found = []
-        for path in sorted(self.folder.glob(f"{self.stem}.*.json")):
-            try:
-                other = json.loads(path.read_bytes())["ingredients"]
-                if all(other[name] == self.ingredients[name] for name in ("kernel", "config", "arch")):
-                    changed = [name for name, value in self.ingredients.items() if other.get(name) != value]
-                    found.append(
-                        f"{path.name} differs in {', '.join(changed)}"
-                        if changed
-                        else f"{path.name} is damaged"
-                    )
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                found.append(f"{path.name} is damaged")
+        with contextlib.suppress(OSError):
+            for path in sorted(self.folder.glob(f"{self.stem}.*.json")):
+                found += self._difference(path)
         return found
+
+    def _difference(self, path: Path) -> list[str]:
+        try:
+            with storage.opened(self.folder) as folder:
+                other = json.loads(folder.read(path.name, METADATA_BYTES))["ingredients"]
+            if any(other[name] != self.ingredients[name] for name in ("kernel", "config", "arch")):
+                return []
+            changed = [name for name, value in self.ingredients.items() if other.get(name) != value]
+        except storage.UntrustedError as error:
+            return [str(error)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            changed = []
+        return [f"{path.name} differs in {', '.join(changed)}" if changed else f"{path.name} is damaged"]
 
 
 def _summary(content: bytes) -> dict[str, object]:
@@ -123,5 +122,5 @@ def _summary(content: bytes) -> dict[str, object]:
 
 
 def entry_of(variant: Variant) -> Entry:
-    """The place of a variant in the folder that ``KDA_CACHE_DIR`` names now. Imports the DSL."""
+    """The place of a variant in the folder of `env.cache_dir`. Imports the DSL."""
     return Entry(env.cache_dir(), variant.stem, variant.ingredients())

@@ -16,13 +16,16 @@ import platform
 import sys
 from pathlib import Path
 
+from kda_core.cute.sources import Sources, sources_of, text_of
 from kda_core.cute.target import check_arch
 from kda_core.cute.versions import dsl_wheels
 from kda_core.errors import ArgumentError
 
 #: Raised when the layout of the cache, or the way that objects are exported, changes.
-FORMAT = "1"
+FORMAT = "2"
 _CPUINFO = Path("/proc/cpuinfo")
+_HERE = Path(__file__).parent
+text_of(_HERE)  # as it is while it is imported
 _LITERALS = (type(None), bool, int, float, str)
 
 
@@ -56,39 +59,42 @@ def _literal(value: object, where: str) -> str:
     raise ArgumentError(where, expected, f"{value!r} of type {type(value).__qualname__}")
 
 
-def _roots(top: str) -> list[Path]:
-    """The folders of a top-level package, or the file of a top-level module."""
-    module = sys.modules[top]
-    if paths := getattr(module, "__path__", None):
-        return [Path(path) for path in paths]
-    if file := getattr(module, "__file__", None):
-        return [Path(file)]
-    raise ArgumentError("kernel", "a class whose source is in a file", f"a class of the module {top!r}")
-
-
-@functools.cache
-def _source_digest(tops: tuple[str, ...]) -> str:
-    """sha256 over all Python files of these top-level packages and of ``kda_core.cute``.
-
-    Computed once in a process, as Python does not read its sources again either.
-    """
-    digest = hashlib.sha256()
-    for root in [Path(__file__).parent, *(root for top in tops for root in _roots(top))]:
-        for file in [root] if root.is_file() else sorted(root.rglob("*.py")):
-            name, content = file.relative_to(root.parent).as_posix(), file.read_bytes()
-            digest.update(f"{len(name)} {name} {len(content)} ".encode())
-            digest.update(content)
-    return digest.hexdigest()
+#: Instruction sets that a compiler of host code may use, as the start of their names in /proc/cpuinfo. The other flags there
+#: say what the kernel mitigates, virtualises or counts: they come and go with microcode and kernels.
+_INSTRUCTIONS = (
+    "3dnow", "abm", "adx", "aes", "amx", "apx", "avx", "bmi", "cmov", "cx8", "cx16", "f16c", "fma", "fxsr", "gfni", "lahf",
+    "lm", "lzcnt", "mmx", "movbe", "movdir", "pclmul", "popcnt", "prefetch", "rdpid", "rdrand", "rdseed", "sha", "sm3",
+    "sm4", "sse", "ssse", "tbm", "vaes", "vpclmul", "xop", "xsave",
+    "asimd", "atomics", "bf16", "crc32", "cssc", "f8", "fcma", "flagm", "fp", "frint", "i8mm", "ilrcpc", "jscvt", "lrcpc",
+    "lse", "mops", "pmull", "rng", "sme", "sve",
+)  # fmt: skip
+_MODEL = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU architecture", "CPU part")
 
 
 def _cpu() -> str:
-    """Architecture and a digest of the feature flags of this CPU, e.g. ``x86_64 3f2c...``."""
+    """Architecture, model and a digest of the instruction sets of this CPU, e.g. ``x86_64 GenuineIntel 6 143 3f2c...``.
+
+    This is what the host code of an object depends on. Microcode, clocks, steppings and the flags of mitigations do not
+    enter: they change under a machine, and between machines of a fleet that one cache serves.
+    """
     try:
         lines = _CPUINFO.read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(flags.split())).encode()).hexdigest()[:16]}"
+    fields: dict[str, set[str]] = {}  # cores may differ
+    for line in lines:
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), set()).add(value.strip())
+    model = [value for name in _MODEL for value in sorted(fields.get(name, ()))]
+    words = {
+        word for name in ("flags", "Features") for value in fields.get(name, ()) for word in value.split()
+    }
+    wanted = sorted(word for word in words if word.startswith(_INSTRUCTIONS))
+    return " ".join([platform.machine(), *model, hashlib.sha256(" ".join(wanted).encode()).hexdigest()[:16]])
+
+
+def _wheels() -> str:
+    return ", ".join(f"{name} {version}" for name, version in dsl_wheels().versions)
 
 
 @functools.cache
@@ -99,7 +105,7 @@ def toolchain() -> dict[str, str]:
 
     return {
         "format": FORMAT,
-        "wheels": ", ".join(f"{name} {version}" for name, version in dsl_wheels().versions),
+        "wheels": _wheels(),
         "cuda": str(cutlass.CUDA_VERSION),
         # The DSL turns Python's syntax tree into IR, and the tree changes between Python versions.
         "python": f"{sys.implementation.name} {sys.version_info[0]}.{sys.version_info[1]}",
@@ -150,17 +156,29 @@ class Variant:
 
     def ingredients(self) -> dict[str, str]:
         """Everything that changes the machine code, as name -> text."""
-        # The classes' bases and the configuration's methods take part in tracing, hence their packages count.
-        classes = [*self.kernel.__mro__, *type(self.config).__mro__]
-        tops = {cls.__module__.partition(".")[0] for cls in classes} - sys.stdlib_module_names
         return {
             "kernel": f"{self.kernel.__module__}:{self.kernel.__qualname__}",
             "config": canonical(self.config),
             "arch": self.arch,
             "options": self.options,
-            "sources": _source_digest(tuple(sorted(tops))),
+            "sources": self._sources().digest(),
             **toolchain(),
         }
+
+    def outdated(self, thorough: bool = False) -> str | None:
+        """Why this process may not load or store the variant: it runs other versions than are installed by now
+        (`kda_core.cute.sources`). None if it may. ``thorough``: the DSL's wheels are looked at too, which takes longer."""
+        if thorough and (found := _wheels()) != toolchain()["wheels"]:
+            return f"{found} were installed while this process ran with {toolchain()['wheels']}"
+        return self._sources().outdated()
+
+    def pin_sources(self) -> None:
+        """Have the DSL trace the sources that this process imported, whatever is on disk by now."""
+        self._sources().pin()
+
+    def _sources(self) -> Sources:
+        # The classes' bases and the configuration's methods take part in tracing, hence their packages count.
+        return sources_of([*self.kernel.__mro__, *type(self.config).__mro__], _HERE)
 
 
 def digest(ingredients: dict[str, str]) -> str:

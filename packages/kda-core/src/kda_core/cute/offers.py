@@ -8,6 +8,8 @@ from typing import Any
 
 from kda_core.cute.key import Variant, canonical
 from kda_core.cute.target import ARCHITECTURES, check_arch
+from kda_core.discovery import FAILURES
+from kda_core.plugin_checks import show_error
 from kda_core.registry import REGISTRY, arch_matches, show_archs
 
 
@@ -58,8 +60,8 @@ def _offer(candidate: Any, arch: str) -> Offer:
     try:
         pairs = getattr(importlib.import_module(module), attribute)(arch)
         variants = [Variant(kernel, config, arch) for kernel, config in pairs]
-    except Exception as error:  # noqa: BLE001 - a plugin may fail in any way
-        reason = f"broken: {spec.variants} failed: {type(error).__name__}: {error}"
+    except FAILURES as error:
+        reason = f"broken: {spec.variants} failed: {show_error(error)}"
         return Offer(name, reason=reason, broken=True)
     unique = {_identity(variant): variant for variant in variants}
     return Offer(name, tuple(unique.values()), "" if unique else "nothing to compile")

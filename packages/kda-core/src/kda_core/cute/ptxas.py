@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import multiprocessing
-import os
 import re
 import shlex
 import subprocess
@@ -28,6 +27,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kda_core.cute.compile import with_ptx
+from kda_core.cute.cpus import usable_cpus
 from kda_core.cute.key import Variant
 from kda_core.cute.target import ARCHITECTURES
 from kda_core.errors import ArgumentError, CompileError, KdaError
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ArgumentError as error:
         parser.error(str(error))
     tasks = [(kernel, config, arch) for kernel, config in kernels for arch in options.arch]
-    jobs = min(len(tasks), options.jobs or len(os.sched_getaffinity(0)))
+    jobs = min(len(tasks), options.jobs or usable_cpus())
     if jobs == 1:
         found = [_tried(task) for task in tasks]
     else:  # as `precompile` does

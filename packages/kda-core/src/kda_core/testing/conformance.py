@@ -2,8 +2,10 @@
 
     pytest -p kda_core.testing.plugin --pyargs kda_core.testing.conformance --kda-backend NAME
 
-Every test calls the public API, asserts which backend ran, and holds results against the fp64 oracle with a tolerance
-derived from the data (`kda_core.testing.tolerance`). What a backend does not declare is skipped and counted as such.
+Every test calls the public API and asserts which backend ran. Results are held against the fp64 oracle with a tolerance
+derived from the data (`kda_core.testing.limits`); comparisons are counted, and a run without any fails. What a backend does
+not declare is skipped and counted as such. `kda_core.testing.declared` has the tests of what a spec declares, which a
+backend without any feature passes too; those here need features.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,20 +26,20 @@ import kda_core
 from kda_core import contract
 from kda_core.backend import SupportsMerge, SupportsSegments
 from kda_core.contract import Feature
-from kda_core.errors import ArgumentError, BackendUnsupportedError
+from kda_core.errors import ArgumentError
 from kda_core.registry import REGISTRY, record_calls
-from kda_core.testing.inputs import FAMILIES, Inputs, make_normalised, one_key
-from kda_core.testing.oracle import token_oracle
-from kda_core.testing.runner import NEEDS_GPU, TESTED, Runner, case_of
-from kda_core.testing.tolerance import BAND, error
+from kda_core.testing.declared import DeclaredConformance, lengths_of
+from kda_core.testing.inputs import FAMILIES, PLAIN, Inputs, make_normalised, one_key
+from kda_core.testing.runner import NEEDS_GPU, TESTED, Case, Runner, spec_of, unusable
+from kda_core.testing.tolerance import error
 
-LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, 1000, 1500, 2048)
+LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, 1000, 1500, 2048, 4096)
 BOUNDS = (
     (0, 15), (0, 1), (0, 63, 130), (0, 63, 64, 65), (0, 17, 64, 65, 130), (0, 256, 500, 1000),
     (0, 15, 100, 300, 1200, 2000), (0, 100, 300, 1200, 3000, 4096),
     (0, 0, 70), (0, 70, 70, 130), (0, 0, 0, 40, 40, 100, 100), (0, 0, 0),
 )  # fmt: skip
-HEADS = ((1, 1), (3, 3), (4, 4), (2, 4), (2, 8), (1, 2), (1, 4), (16, 64))
+HEADS = ((1, 1), (3, 3), (4, 4), (2, 4), (2, 8), (1, 2), (1, 4), (5, 15), (16, 64), (32, 96))
 FLA_HEADS = ((1, 1), (3, 3), (4, 4), (8, 8), (32, 32), (2, 4), (2, 8), (1, 2), (1, 4))
 FLA_CASES = tuple(
     # (B, T, H, HV, normaliser, mask): every head pair with every normaliser and mask, B and T in turn
@@ -50,38 +52,33 @@ FLA_CASES = tuple(
 PACKED = (0, 17, 17, 64, 130)
 
 
-def lengths_of(bounds: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(b - a for a, b in itertools.pairwise(bounds))
-
-
 def same(a: Any, b: Any) -> bool:
     """Whether all tensors of two results are equal bit for bit."""
     return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
 
 
-class BackendConformance:
-    """The kit. A subclass sets `backend`; `head_dim` is K = V of all inputs, `device` "cpu", "cuda" or None (the GPU if
-    the backend runs there), `quick` leaves the costly cases out."""
+class BackendConformance(DeclaredConformance):
+    """The kit. A subclass sets `backend`; `head_dim` is K = V of all inputs but those of tests of head dimensions, if the
+    backend serves that, `device` "cpu", "cuda" or None (the GPU if the backend runs there), `quick` leaves the costly cases
+    out."""
 
-    backend: str | None = None
     device: str | None = None
     head_dim: int = 128
     quick: bool = False
 
     @pytest.fixture
-    def kda(self, request: pytest.FixtureRequest) -> Runner:
+    def kda(self, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Runner:
         """The backend under test."""
         option = lambda name: request.config.getoption(name, None)
         name = self.backend or option("kda_backend")
         if name is None:
             pytest.fail("no backend: set the class attribute `backend`, or give --kda-backend", pytrace=False)
-        info = {i.name: i for i in kda_core.backends()}.get(name)
-        if info is None or info.status != "ok":
-            state = "not installed" if info is None else f"{info.status}: {info.reason}"
-            pytest.fail(f"backend {name!r} cannot run here: {state}", pytrace=False)
-        device = option("kda_device") or self.device or _default_device(info)
-        runner = Runner(name, device, self.head_dim, self.quick or bool(option("kda_quick")))
-        request.node.user_properties.append((TESTED, runner.tested()))
+        if (why := unusable(name)) is not None:
+            pytest.fail(why, pytrace=False)
+        device = option("kda_device") or self.device or _default_device(name)
+        quick = self.quick or bool(option("kda_quick"))
+        runner = Runner(name, device, self.head_dim, quick, record_property)
+        record_property(TESTED, runner.tested())
         return runner
 
     # ---- results
@@ -102,6 +99,7 @@ class BackendConformance:
     @pytest.mark.parametrize("heads", HEADS, ids=str)
     def test_heads(self, kda: Runner, heads: tuple[int, int]) -> None:
         """Equal and grouped heads."""
+        kda.full_only(heads == (16, 64))
         kda.agrees(kda.case("steep", 70, H=heads[0], HV=heads[1], initial_state=True))
 
     @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
@@ -112,7 +110,7 @@ class BackendConformance:
         lengths = lengths_of(bounds)
         case = kda.case(family, bounds[-1], H=1, HV=2, lengths=lengths, initial_state=True)
         _, state = kda.agrees(case)
-        given = case.inputs.arguments["initial_state"]
+        given = case.arguments["initial_state"]
         assert all(torch.equal(state[n], given[n]) for n, size in enumerate(lengths) if size == 0)
 
     def test_packed_without_state(self, kda: Runner) -> None:
@@ -120,8 +118,8 @@ class BackendConformance:
         case = kda.case("slow", 130, lengths=lengths_of(PACKED))
         o, state = kda.agrees(case)
         assert not state[1].any()
-        wide = {"cu_seqlens": case.inputs.arguments["cu_seqlens"].long()}
-        assert same(kda(case.inputs.arguments, output_final_state=True, **wide), (o, state))
+        wide = {"cu_seqlens": case.arguments["cu_seqlens"].long()}
+        assert same(kda(case.arguments, output_final_state=True, **wide), (o, state))
 
     def test_host_copy_of_bounds(self, kda: Runner) -> None:
         """A host copy of the bounds changes no bit of a call as small as this, in which lengths leave nothing to choose."""
@@ -148,10 +146,8 @@ class BackendConformance:
         """logsigmoid gates with normalisers and masks over shapes, the family of FLA's tests."""
         B, T, H, HV, normaliser, mask = FLA_CASES[n]
         kda.full_only(n % 9 != 0)
-        x = make_normalised(
-            T, B=B, H=H, HV=HV, D=kda.head_dim, normaliser=normaliser, mask=mask, seed=n, device=kda.device
-        )
-        kda.agrees(case_of(x))
+        x = make_normalised(T, B=B, H=H, HV=HV, normaliser=normaliser, mask=mask, seed=n, **kda.common)
+        kda.agrees(Case(x))
 
     @pytest.mark.parametrize("form", (
         "no A_log", "no dt_bias", "bound -1", "bound -8", "softplus", "softplus, no dt_bias", "flat dt_bias", "bf16 g",
@@ -159,7 +155,7 @@ class BackendConformance:
     ))  # fmt: skip
     def test_form(self, kda: Runner, form: str) -> None:
         """Each form of gate, beta, normalisation and scale that the contract has."""
-        kda.agrees(case_of(_form(kda, form)))
+        kda.agrees(Case(_form(kda, form)))
 
     @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
     def test_state_layouts(self, kda: Runner, bounds: tuple[int, ...] | None) -> None:
@@ -187,45 +183,34 @@ class BackendConformance:
             initial_state=True,
             state_v_first=v_first,
         )
-        x = case.inputs.arguments
+        x = case.arguments
         host = {} if bounds is None else {"cu_seqlens_cpu": x["cu_seqlens"].cpu()}
-        o, state, h = kda(
-            x, output_final_state=True, return_intermediate_states=True, chunk_size=size, **host
-        )
-        case.check(o, state)
-        want = token_oracle(**x, return_intermediate_states=True, chunk_size=size)[2]
-        assert h.dtype == torch.bfloat16 and h.shape == want.shape
-        off = error(h, want, state=True)
-        assert off <= case.limits[1], (
-            f"error of the intermediate states {off:.2e}, tolerance {case.limits[1]:.2e}"
-        )
+        kda.agrees(Case(case.inputs.replace(return_intermediate_states=True, chunk_size=size, **host)))
 
     def test_one_key_over_and_over(self, kda: Runner) -> None:
         """Identical keys, beta near 1, gates near 0, 16k tokens: the inverse stays finite and right."""
         kda.full_only()
-        case = case_of(one_key(16384, D=kda.head_dim, device=kda.device))
-        kda.agrees(case)
+        kda.agrees(Case(one_key(16384, **kda.common)))
 
     def test_zero_keys(self, kda: Runner) -> None:
         """Keys of zeros leave the state to decay."""
-        D = kda.head_dim
-        x = one_key(200, zero=True, D=D, device=kda.device)
-        kda.agrees(case_of(x.replace(initial_state=torch.ones(1, 1, D, D, device=kda.device))))
+        x = one_key(200, zero=True, **kda.common)
+        kda.agrees(Case(x.replace(initial_state=kda.states(1, HV=1, value=1.0))))
 
     # ---- equalities
 
     @pytest.mark.parametrize("family", ("slow", "mixed"))
     def test_no_initial_state_is_zeros(self, kda: Runner, family: str) -> None:
         x = kda.inputs(family, 130)
-        zeros = torch.zeros(1, 2, kda.head_dim, kda.head_dim, device=kda.device)
-        assert same(kda(x, output_final_state=True), kda(x, output_final_state=True, initial_state=zeros))
+        zeros = {"initial_state": kda.states(1)}
+        assert same(kda(x, output_final_state=True), kda(x, output_final_state=True, **zeros))
 
     @pytest.mark.parametrize("family", ("slow", "mixed"))
     def test_same_bits_on_every_run(self, kda: Runner, family: str) -> None:
-        x = kda.inputs(family, 500, B=2, HV=4)
-        first = kda(x, output_final_state=True)
+        x = kda.served(family, 500, B=2, HV=4)
+        first = kda(x)
         for _ in range(3):
-            assert same(kda(x, output_final_state=True), first)
+            assert same(kda(x), first)
 
     def test_no_final_state_is_none(self, kda: Runner) -> None:
         """Without output_final_state there is none, and o is the same."""
@@ -280,71 +265,68 @@ class BackendConformance:
         first, second = case.inputs.tokens(0, cut), case.inputs.tokens(cut)
         o1, state = kda(first, output_final_state=True)
         o2, state = kda(second | {"initial_state": state}, output_final_state=True)
-        case.check(torch.cat([o1, o2], 1), state, f"cut at {cut}:")
+        kda.check(case, torch.cat([o1, o2], 1), state, f", cut at {cut}")
 
     # ---- memory
 
     def test_poisoned_outputs_and_workspace(self, kda: Runner) -> None:
         """Nothing is read from outputs or workspace before it is written, and every output row is written."""
-        case = kda.case("mixed", 130, initial_state=True)
-        x, D = case.inputs.arguments, kda.head_dim
-        kda.may_run(x | {"output_final_state": True})
-        needed = kda_core.explain(**x, output_final_state=True, backend=kda.backend).workspace_bytes
+        x = kda.served("mixed", 130, initial_state=True)
+        case = Case(Inputs(x))
+        kda.may_run(x)
+        needed = kda_core.explain(**x, backend=kda.backend).workspace_bytes
         results = []
         for poison in (0xFF, 0x00):  # 0xFF bytes are NaN in bf16 and in fp32
-            o = torch.full((1, 130, 2, D), float("nan"), dtype=x["q"].dtype, device=kda.device)
-            state = torch.full((1, 2, D, D), float("nan"), device=kda.device)
+            o = torch.full_like(x["v"], float("nan"))
+            state = kda.states(1, value=float("nan")) if "output_final_state" in x else None
             workspace = torch.full((max(needed, 1),), poison, dtype=torch.uint8, device=kda.device)
-            kda(x, output_final_state=True, out=(o, state), workspace=workspace)
+            kda(x, out=(o, state), workspace=workspace)
             results.append((o, state))
         assert same(*results)
-        case.check(*results[0])
+        kda.check(case, *results[0])
 
     def test_poisoned_padding(self, kda: Runner) -> None:
         """Strided inputs among NaNs are read rightly."""
-        case = kda.case("slow", 65)
-        x = dict(case.inputs.arguments)
+        x = kda.served("slow", 65)
+        case = Case(Inputs(dict(x)))
         for n in ("q", "k", "v", "g", "beta"):
             wide = torch.full(
                 (*x[n].shape[:-1], 2 * x[n].shape[-1]), float("nan"), dtype=x[n].dtype, device=kda.device
             )
             wide[..., ::2] = x[n]
             x[n] = wide[..., ::2]
-        case.check(*kda(x, output_final_state=True))
+        kda.check(case, *kda(x))
 
     @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
     def test_poisoned_surroundings(self, kda: Runner, bounds: Any) -> None:
         """Inputs amid NaNs, which the last tile of a sequence may load but must not use, give the same bits."""
-        case = kda.case(
-            "mixed", 130, lengths=None if bounds is None else lengths_of(bounds), initial_state=True
-        )
-        x = case.inputs.arguments
+        lengths = _served_lengths(kda, bounds)
+        x = kda.served("mixed", 130, lengths=lengths, initial_state=True)
         amid = {n: _amid(t) if isinstance(t, Tensor) else t for n, t in x.items()}
-        o, state = kda(amid, output_final_state=True)
-        case.check(o, state)
-        assert same((o, state), kda(x, output_final_state=True))
+        o, state = kda(amid)
+        kda.check(Case(Inputs(x, lengths)), o, state)
+        assert same((o, state), kda(x))
 
     @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
     def test_unaligned_memory(self, kda: Runner, bounds: Any) -> None:
         """Inputs that start one element past an aligned address give the same bits; such outputs are refused."""
-        lengths = None if bounds is None else lengths_of(bounds)
-        case = kda.case("mixed", 130, lengths=lengths, initial_state=True)
-        x = case.inputs.arguments
+        x = kda.served("mixed", 130, lengths=_served_lengths(kda, bounds), initial_state=True)
         moved = {n: _amid(t, 4097) if isinstance(t, Tensor) else t for n, t in x.items()}
-        o, state = kda(moved, output_final_state=True)
-        assert same((o, state), kda(x, output_final_state=True))
+        found = kda(moved)
+        assert same(found, kda(x))
         for i, name in enumerate(("o", "final_state")):
-            out: list[Any] = [torch.empty_like(o), torch.empty_like(state)]
-            out[i] = _amid(out[i], 4097)
-            with pytest.raises(ArgumentError, match=rf"out\[{i}\] \({name}\).*multiple of 16"):
-                kda(x, output_final_state=True, out=tuple(out))
+            if found[i] is not None:
+                out = [None if y is None else torch.empty_like(y) for y in found]
+                out[i] = _amid(found[i], 4097)
+                with pytest.raises(ArgumentError, match=rf"out\[{i}\] \({name}\).*multiple of 16"):
+                    kda(x, out=tuple(out))
 
     def test_poisoned_neighbours(self, kda: Runner) -> None:
         """NaNs in one packed sequence, or in its state, stay there."""
         lengths = lengths_of(PACKED)
         case = kda.case("mixed", PACKED[-1], lengths=lengths, initial_state=True)
         for n, (start, end) in enumerate(itertools.pairwise(PACKED)):
-            x = dict(case.inputs.arguments)
+            x = dict(case.arguments)
             for name in ("q", "k", "v", "g", "beta"):
                 x[name] = x[name].clone()
                 x[name][:, start:end] = float("nan")
@@ -352,25 +334,25 @@ class BackendConformance:
             x["initial_state"][n] = float("nan")
             o, state = kda(x, output_final_state=True)
             others = torch.arange(len(lengths), device=kda.device) != n
-            off = error(state[others], case.state[others], state=True)
-            assert off <= case.limits[1], f"NaNs of sequence {n} reach another state: error {off:.2e}"
-            o[:, start:end] = case.o[:, start:end]
-            off = error(o, case.o, lengths=lengths)
-            assert off <= case.limits[0], f"NaNs of sequence {n} reach outputs of another: error {off:.2e}"
+            off = error(state[others], case.oracle[1][others], state=True)
+            kda.within(off, case.limits[1], f"other states than that of sequence {n}, which holds NaNs,")
+            o[:, start:end] = case.oracle[0][:, start:end]
+            off = error(o, case.oracle[0], lengths=lengths)
+            kda.within(off, case.limits[0], f"other outputs than those of sequence {n}, which holds NaNs,")
 
     @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
     def test_untouched_memory(self, kda: Runner, bounds: Any) -> None:
         """Inputs keep their bits, and so does the memory before and behind each output."""
-        lengths = None if bounds is None else lengths_of(bounds)
-        x = kda.inputs("slow", 130, lengths=lengths, initial_state=True)
+        lengths = _served_lengths(kda, bounds)
+        x = kda.served("slow", 130, lengths=lengths, initial_state=True)
         before = {n: t.clone() for n, t in x.items() if isinstance(t, Tensor)}
         N = 1 if lengths is None else len(lengths)
-        o, o_guard = _guarded((1, 130, 2, kda.head_dim), x["q"].dtype, kda.device)
-        state, state_guard = _guarded((N, 2, kda.head_dim, kda.head_dim), torch.float32, kda.device)
-        kda.may_run(x | {"output_final_state": True})
-        needed = kda_core.explain(**x, output_final_state=True, backend=kda.backend).workspace_bytes
+        o, o_guard = _guarded(tuple(x["v"].shape), x["v"].dtype, kda.device)
+        state, state_guard = _guarded((N, 2, kda.K, kda.V), kda.state_dtype, kda.device)
+        kda.may_run(x)
+        needed = kda_core.explain(**x, backend=kda.backend).workspace_bytes
         workspace, workspace_guard = _guarded((needed,), torch.uint8, kda.device)
-        kda(x, output_final_state=True, out=(o, state), workspace=workspace)
+        kda(x, out=(o, state if "output_final_state" in x else None), workspace=workspace)
         assert all(torch.equal(x[n], t) for n, t in before.items())
         assert (o_guard() == 7).all() and (state_guard() == 7).all() and (workspace_guard() == 7).all()
 
@@ -379,7 +361,7 @@ class BackendConformance:
         """The memory before and behind the intermediate states keeps its bits."""
         kda.require(Feature.INTERMEDIATE_STATES)
         x, chunks = kda.inputs("slow", 130, B=2), -(-130 // size)
-        h, guard = _guarded((2, chunks, 2, kda.head_dim, kda.head_dim), torch.bfloat16, kda.device)
+        h, guard = _guarded((2, chunks, 2, kda.K, kda.V), torch.bfloat16, kda.device)
         kda(x, return_intermediate_states=True, chunk_size=size, out=(None, None, h))
         assert (guard() == 7).all() and not (h == 7).all()
 
@@ -403,11 +385,10 @@ class BackendConformance:
         unordered = (0, 100, 50, 130), (130, 0, 130), (0, 130, 50), (0, 100, -5)
         for bounds in (*beyond, *late, *unordered, (0, 0, 0)):
             x = kda.inputs("slow", 130) | {"cu_seqlens": torch.tensor(bounds, device=kda.device)}
-            o, o_guard = _guarded((1, 130, 2, kda.head_dim), x["q"].dtype, kda.device)
-            state, state_guard = _guarded(
-                (len(bounds) - 1, 2, kda.head_dim, kda.head_dim), torch.float32, kda.device
-            )
-            captured = {"use_graph": True, "max_num_seqs": len(bounds) - 1} if graph else {}
+            o, o_guard = _guarded(tuple(x["v"].shape), x["v"].dtype, kda.device)
+            N = len(bounds) - 1
+            state, state_guard = _guarded((N, 2, kda.K, kda.V), kda.state_dtype, kda.device)
+            captured = {"use_graph": True, "max_num_seqs": N} if graph else {}
             kda(x, output_final_state=True, out=(o, state), **captured)
             torch.cuda.synchronize()
             assert (o_guard() == 7).all() and (state_guard() == 7).all()
@@ -426,8 +407,7 @@ class BackendConformance:
             kda.direct(x, output_final_state=wanted)
             torch.cuda.synchronize()
             peaks.append(torch.cuda.max_memory_allocated() - base)
-        states = N * 2 * kda.head_dim**2 * 4
-        assert peaks[0] - peaks[1] >= states
+        assert peaks[0] - peaks[1] >= kda.states(N).nbytes
 
     def test_offsets_beyond_32_bits(self, kda: Runner) -> None:
         """B*T*HV*V above 2^31: the last sequence is computed as if it were alone."""
@@ -435,8 +415,8 @@ class BackendConformance:
         kda.full_only()
         if torch.cuda.mem_get_info()[0] < 60 << 30:
             pytest.skip(f"{NEEDS_GPU}60 GB of free memory")
-        HV, D, tail = 64, kda.head_dim, 100
-        T = 2**31 // (HV * D) + 64 * 5
+        HV, tail = 64, 100
+        T = 2**31 // (HV * kda.V) + 64 * 5
         case = kda.case("slow", tail, H=1, HV=HV)
         small = case.inputs.arguments
         x = {n: t for n, t in small.items() if n not in ("q", "k", "v", "g", "beta")}
@@ -447,7 +427,7 @@ class BackendConformance:
             [0, *range((T - tail) // 8, T - tail, (T - tail) // 8), T - tail, T], device=kda.device
         )
         o, state = kda(x, cu_seqlens=cu, output_final_state=True)
-        case.check(o[:, T - tail :], state[-1:])
+        kda.check(case, o[:, T - tail :], state[-1:])
 
     # ---- execution
 
@@ -490,28 +470,28 @@ class BackendConformance:
     def test_two_streams(self, kda: Runner) -> None:
         """Calls on two streams at once do not disturb each other."""
         kda.needs_gpu("CUDA streams")
-        xs = [kda.inputs("slow", 1000, HV=4, seed=s, initial_state=True) for s in (1, 2)]
-        want = [kda(x, output_final_state=True) for x in xs]
+        xs = [kda.served("slow", 1000, HV=4, seed=s, initial_state=True) for s in (1, 2)]
+        want = [kda(x) for x in xs]
         torch.cuda.synchronize()
         streams = [torch.cuda.Stream() for _ in xs]
         got: list[Any] = [None, None]
         for _ in range(5):
             for i, stream in enumerate(streams):
                 with torch.cuda.stream(stream):
-                    got[i] = kda.direct(xs[i], output_final_state=True)
+                    got[i] = kda.direct(xs[i])
         torch.cuda.synchronize()
         assert same(got[0], want[0]) and same(got[1], want[1])
 
     def test_two_threads(self, kda: Runner) -> None:
         """Calls from two threads at once do not disturb each other."""
-        xs = [kda.inputs("slow", 300, HV=4, seed=s, initial_state=True) for s in (1, 2)]
-        want = [kda(x, output_final_state=True) for x in xs]
+        xs = [kda.served("slow", 300, HV=4, seed=s, initial_state=True) for s in (1, 2)]
+        want = [kda(x) for x in xs]
         wrong: list[Any] = []
 
         def work(i: int) -> None:
             try:
                 for _ in range(5):
-                    if not same(kda.direct(xs[i], output_final_state=True), want[i]):
+                    if not same(kda.direct(xs[i]), want[i]):
                         wrong.append(f"thread {i}: other bits")
             except Exception as e:  # noqa: BLE001 - a thread's exception must reach the test
                 wrong.append(e)
@@ -528,8 +508,8 @@ class BackendConformance:
         """The operator's schema and fake kernel tell the truth about this backend."""
         from kda_core.api import operator_args
 
-        x = kda.inputs("slow", 20, lengths=(7, 13))
-        kda(x, output_final_state=True)
+        x = kda.served("slow", 20, lengths=(7, 13))
+        kda(x)
         order = (
             "q",
             "k",
@@ -548,7 +528,6 @@ class BackendConformance:
             backend=kda.backend,
             context_parallel="off",
             recurrent=False,
-            output_final_state=True,
             **x,
         )
         results = torch.library.opcheck(
@@ -559,12 +538,10 @@ class BackendConformance:
     @pytest.mark.filterwarnings("ignore")  # as above
     def test_compile(self, kda: Runner) -> None:
         """torch.compile(fullgraph=True) gives the eager bits."""
-        x = kda.inputs("slow", 130, initial_state=True)
-        want = kda(x, output_final_state=True)
+        x = kda.served("slow", 130, initial_state=True)
+        want = kda(x)
         torch._dynamo.reset()
-        f = torch.compile(
-            lambda **y: kda.direct(y, output_final_state=True), fullgraph=True, backend="aot_eager"
-        )
+        f = torch.compile(lambda **y: kda.direct(y), fullgraph=True, backend="aot_eager")
         with record_calls() as calls:
             got = f(**x)
         kda.assert_ran(calls, "chunk_fwd")
@@ -575,27 +552,11 @@ class BackendConformance:
     @pytest.mark.parametrize("bounds", (None, (0, 20, 20, 45)), ids=("fixed", "packed"))
     @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
     def test_backward(self, kda: Runner, family: str, bounds: Any) -> None:
-        """Gradients of every input against autograd through a token loop in fp64, within 8 bf16 roundings."""
+        """Gradients of every input against autograd through a token loop in fp64."""
         kda.require(Feature.BACKWARD)
         lengths = None if bounds is None else lengths_of(bounds)
-        x = kda.inputs(family, 45, H=1, HV=2, lengths=lengths, initial_state=True)
-        leaves = {
-            n: t.requires_grad_() for n, t in x.items() if isinstance(t, Tensor) and t.is_floating_point()
-        }
-        kda.may_run(x)
-        with record_calls() as calls:
-            o, state = kda.direct(x, output_final_state=True)
-            rng = torch.Generator().manual_seed(0)
-            do, ds = (torch.randn(y.shape, generator=rng).to(y) for y in (o, state))
-            found = torch.autograd.grad([o, state], list(leaves.values()), [do, ds])
-        kda.assert_ran(calls, "chunk_fwd", "chunk_bwd")
-        exact = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
-        o64, state64 = token_oracle(**(x | exact))
-        want = torch.autograd.grad([o64, state64], list(exact.values()), [do.double(), ds.double()])
-        for n, a, b in zip(leaves, found, want):
-            per_head = a.dim() == 4 and n != "initial_state"  # [B, T, heads, ..]
-            off = error(a, b) if per_head else ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item()
-            assert a.shape == b.shape and off <= 8 * BAND, f"gradient of {n}: relative error {off:.2e}"
+        x = kda.case(family, 45, H=1, HV=2, lengths=lengths, initial_state=True).inputs
+        kda.gradients_agree(x, output_final_state=True)
 
     @pytest.mark.parametrize("T", (1, 3, 20))
     @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
@@ -603,23 +564,24 @@ class BackendConformance:
         """The decode entry, a few tokens from a state."""
         kda.require(Feature.RECURRENT)
         case = kda.case("mixed", T, B=3, HV=4, initial_state=True, state_v_first=v_first)
-        case.check(*kda.recurrent(case.inputs.arguments, output_final_state=True))
+        kda.check(case, *kda.recurrent(case.arguments, output_final_state=True))
 
     def test_recurrent_packed(self, kda: Runner) -> None:
         kda.require(Feature.RECURRENT, Feature.VARLEN)
         case = kda.case("slow", 6, lengths=(1, 0, 4, 1), initial_state=True)
-        _, state = kda.recurrent(case.inputs.arguments, output_final_state=True)
-        case.check(kda.recurrent(case.inputs.arguments)[0], state)
-        assert state is not None and torch.equal(state[1], case.inputs.arguments["initial_state"][1])
+        _, state = kda.recurrent(case.arguments, output_final_state=True)
+        kda.check(case, kda.recurrent(case.arguments)[0], state)
+        assert state is not None and torch.equal(state[1], case.arguments["initial_state"][1])
 
-    @pytest.mark.parametrize("family", ["steep", "slow", "memory"])
+    @pytest.mark.parametrize("family", [PLAIN, "steep", "slow", "memory"])
     def test_segments(self, kda: Runner, family: str) -> None:
         """Summaries of segments, merged by hand, and the run from the states found give what the whole sequence gives."""
         kda.require(Feature.SEGMENT_SUMMARY, Feature.VARLEN, Feature.INITIAL_STATE, Feature.FINAL_STATE)
         backend: Any = REGISTRY.load(REGISTRY.find(kda.backend).spec)
         assert isinstance(backend, SupportsSegments)
         case = kda.case(family, 230, HV=2, lengths=(230,), initial_state=True)
-        x = case.inputs.arguments
+        x = case.arguments
+        kda.may_run(x | {"output_final_state": True})
         names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
         starts = x["initial_state"].new_zeros(4, *x["initial_state"].shape[1:])
         starts[0] = x["initial_state"][0]
@@ -629,7 +591,7 @@ class BackendConformance:
         shape = contract.problem_shape(*tensors, options=contract.KdaOptions(**options))
         inputs = contract.make_inputs(tensors, shape)
         exits = torch.full_like(starts, torch.nan)
-        transitions = torch.full((4, 2, shape.K, shape.K), torch.nan, device=kda.device)
+        transitions = starts.new_full((4, 2, shape.K, shape.K), torch.nan)
         size = backend.segment_workspace_bytes(shape)
         workspace = torch.full((size,), 255, dtype=torch.uint8, device=kda.device)
         backend.summarize(inputs, exits, transitions, workspace)
@@ -637,32 +599,17 @@ class BackendConformance:
         true[1] = exits[0]
         for i in (1, 2):
             true[i + 1] = transitions[i].double() @ true[i] + exits[i].double()
-        assert torch.equal(transitions[1], torch.eye(shape.K, device=kda.device).expand(2, -1, -1))
+        identity = torch.eye(shape.K, dtype=starts.dtype, device=kda.device)
+        assert torch.equal(transitions[1], identity.expand(2, -1, -1))
         if isinstance(backend, SupportsMerge):
             merged, bounds = starts.clone(), torch.tensor([0, 4], dtype=torch.int32, device=kda.device)
             backend.merge_segments(merged, exits, transitions, bounds)
             torch.testing.assert_close(merged.double(), true, rtol=1e-5, atol=1e-5 * true.abs().max().item())
-        inputs = replace(inputs, initial_state=true.float())
+        inputs = replace(inputs, initial_state=true.to(starts.dtype))
         outputs = contract.allocate_outputs(inputs, 0, (None, None, None, workspace))
         assert backend.run_segments(inputs, outputs) is outputs
         assert outputs.final_state is not None
-        case.check(outputs.o, outputs.final_state[3:])
-
-    @pytest.mark.parametrize("feature", sorted({*Feature} - {Feature.SEGMENT_SUMMARY}), ids=lambda f: f.value)
-    def test_declared_features_run_undeclared_are_refused(self, kda: Runner, feature: Feature) -> None:
-        """A call that needs a declared feature runs; one that needs an undeclared feature raises, and nothing runs."""
-        x = _needing(kda, feature)
-        if feature.value in kda.declared():
-            if feature is Feature.RECURRENT:
-                kda.recurrent(x)
-            else:
-                assert feature in kda_core.explain(**x).shape.features
-                kda(x)
-            return
-        entry = kda_core.fused_recurrent_kda if feature is Feature.RECURRENT else kda_core.chunk_kda
-        with record_calls() as calls, pytest.raises(BackendUnsupportedError, match=feature.value):
-            entry(**x, backend=kda.backend)
-        assert not calls
+        kda.check(case, outputs.o, outputs.final_state[3:])
 
 
 class TestBackend(BackendConformance):
@@ -674,14 +621,11 @@ class TestBackend(BackendConformance):
 # ---- helpers
 
 
-def _default_device(info: Any) -> str:
+def _default_device(backend: str) -> str:
     """The GPU where the backend runs on one that is visible, else the CPU."""
-    gpus = (
-        [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else []
-    )
-    return "cuda" if any(a in gpus for a in info.spec.archs) else "cpu"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_capability(i) for i in range(count)]
+    return "cuda" if any(arch in gpus for arch in spec_of(backend).archs) else "cpu"
 
 
 @contextmanager
@@ -694,6 +638,14 @@ def _no_synchronisation() -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def _served_lengths(kda: Runner, bounds: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Of packed sequences; None for fixed lengths. Skips packed ones that the backend does not declare."""
+    if bounds is None:
+        return None
+    kda.require(Feature.VARLEN)
+    return lengths_of(bounds)
 
 
 def _guarded(
@@ -740,34 +692,3 @@ def _form(kda: Runner, form: str) -> Inputs:
         "scale": lambda: base.replace(scale=0.37),
     }
     return forms[form]()
-
-
-def _needing(kda: Runner, feature: Feature) -> dict[str, Any]:
-    """A call that needs `feature`, with as little else as can be."""
-    plain = kda.inputs("memory", 20)
-    plain.pop("initial_state")
-    x = plain | {"use_qk_l2norm_in_kernel": False, "safe_gate": True}
-    gate = {"use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True}
-    packed = {"cu_seqlens": torch.tensor([0, 20], device=kda.device)}
-    D = kda.head_dim
-    changes: dict[Feature, dict[str, Any]] = {
-        Feature.VARLEN: packed,
-        Feature.GVA: {n: x[n][:, :, :1].contiguous() for n in ("q", "k")},
-        Feature.INITIAL_STATE: {"initial_state": torch.zeros(1, 2, D, D, device=kda.device)},
-        Feature.FINAL_STATE: {"output_final_state": True},
-        Feature.STATE_V_FIRST: {"output_final_state": True, "state_v_first": True},
-        Feature.GATE_IN_KERNEL: gate,
-        Feature.UNBOUNDED_GATE: {"safe_gate": False},
-        Feature.BETA_SIGMOID: {"use_beta_sigmoid_in_kernel": True},
-        Feature.NEG_EIGVAL: {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
-        Feature.QK_L2NORM: {"use_qk_l2norm_in_kernel": True},
-        Feature.INTERMEDIATE_STATES: {"return_intermediate_states": True},
-        Feature.PIN: {"pin": True},
-        Feature.GRAPH: packed | {"use_graph": True},
-        Feature.BACKWARD: {"v": x["v"].clone().requires_grad_()},
-        Feature.RECURRENT: {},
-    }
-    call = x | changes[feature]
-    if feature is Feature.RECURRENT:
-        call.pop("safe_gate")
-    return call

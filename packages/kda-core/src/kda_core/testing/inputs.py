@@ -2,7 +2,8 @@
 
 Gate families. Common to all: q, k, v ~ N(0,1) in bf16, normalised in the kernel; beta logits ~ N(0,1) in bf16, sigmoid in
 the kernel; A_log = log U(1,16) and dt_bias in fp32. A generator seeded with `seed` draws, in this order: q, k, v, beta,
-A_log, then what the family names, in the order in which it names it.
+A_log, then what the family names, in the order in which it names it. What is in bf16 here is in `dtype` where another one
+is asked for.
 
 =========  =============================================================================================================
 steep      raw g ~ N(0,1) bf16, dt_bias ~ N(0,1), lower_bound -5
@@ -13,6 +14,8 @@ saturated  raw g = 32 bf16, no dt_bias, lower_bound -5: every gate is -5
 masked     precomputed fp32 g = -U(0, 0.1); then -1000 where U(0,1) < 1/2000 per (token, head, channel), where
            U(0,1) < 1/50 per (token, head), and, on odd heads, where U(0,1) < 1/8 per (head, channel)
 mixed      raw g ~ N(0,1) bf16, softplus form (unbounded); dt_bias by channel mod 4: -20 (open), as slow, -2, 1
+plain      needs no feature of a backend: q and k come normalised, beta as the fp32 sigmoid of the logits, and fp32 g =
+           -exp U(log 0.0001, log 5) per (head, channel) * U(0,1) per element, with the promise `safe_gate`
 =========  =============================================================================================================
 """
 
@@ -27,6 +30,7 @@ from torch import Tensor
 
 BF16 = torch.bfloat16
 FAMILIES = ("steep", "slow", "memory", "saturated", "masked", "mixed")
+PLAIN = "plain"
 
 
 @dataclass(frozen=True)
@@ -57,18 +61,20 @@ def make_inputs(
     V: int = 128,
     seed: int = 0,
     lengths: tuple[int, ...] | None = None,
-    beta_dtype: torch.dtype = BF16,
+    dtype: torch.dtype = BF16,
+    beta_dtype: torch.dtype | None = None,
     initial_state: bool = False,
     state_v_first: bool = False,
     device: torch.device | str = "cpu",
 ) -> Inputs:
     """A call of one family: q,k [B,T,H,K], v [B,T,HV,V], g [B,T,HV,K], beta [B,T,HV], A_log [HV], dt_bias [HV,K].
 
-    `initial_state` adds one ~ N(0,1) (the memory family has one anyway); with `lengths` (sum T, B = 1) the sequences
-    are packed and cu_seqlens is int32.
+    `dtype` is that of q, k, v, of a raw g and, unless `beta_dtype` says otherwise, of beta's logits. `initial_state` adds
+    one ~ N(0,1), fp32 or for fp64 inputs fp64 (the memory family has one anyway); with `lengths` (sum T, B = 1) the
+    sequences are packed and cu_seqlens is int32.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"family: expected one of {FAMILIES}, got {family!r}")
+    if family not in (*FAMILIES, PLAIN):
+        raise ValueError(f"family: expected one of {(*FAMILIES, PLAIN)}, got {family!r}")
     HV = H if HV is None else HV
     rng = torch.Generator().manual_seed(seed)
 
@@ -80,15 +86,21 @@ def make_inputs(
 
     N, shape = (B if lengths is None else len(lengths)), (B, T, HV, K)
     x: dict[str, Any] = {
-        "q": normal(B, T, H, K).to(BF16),
-        "k": normal(B, T, H, K).to(BF16),
-        "v": normal(B, T, HV, V).to(BF16),
-        "beta": normal(B, T, HV).to(beta_dtype),
+        "q": normal(B, T, H, K),
+        "k": normal(B, T, H, K),
+        "v": normal(B, T, HV, V),
+        "beta": normal(B, T, HV),
         "use_beta_sigmoid_in_kernel": True,
         "use_qk_l2norm_in_kernel": True,
     }
     A_log = torch.log(1 + 15 * uniform(HV))
-    if family == "memory":
+    if family == PLAIN:
+        rate = torch.exp(math.log(0.0001) + uniform(HV, K) * math.log(5 / 0.0001))
+        x["g"] = -(rate * uniform(*shape)).clamp(max=5.0)
+        x |= {n: torch.nn.functional.normalize(x[n], dim=-1) for n in ("q", "k")}
+        x |= {"beta": x["beta"].sigmoid(), "use_beta_sigmoid_in_kernel": False}
+        x |= {"use_qk_l2norm_in_kernel": False, "safe_gate": True}
+    elif family == "memory":
         x["g"] = torch.where(torch.arange(K) < K // 2, 0.0, -0.3).expand(shape).contiguous()
         x |= {"beta": torch.full((B, T, HV), min(0.05, 128 / max(T, 1))), "use_beta_sigmoid_in_kernel": False}
         initial_state = True
@@ -100,8 +112,12 @@ def make_inputs(
     else:
         x |= {"use_gate_in_kernel": True, "A_log": A_log, "lower_bound": -5.0}
         x |= _raw_gate(family, shape, normal, uniform)
+        x["g"] = x["g"].to(dtype)
+    if x["use_beta_sigmoid_in_kernel"]:
+        x["beta"] = x["beta"].to(beta_dtype or dtype)
+    x |= {n: x[n].to(dtype) for n in ("q", "k", "v")}
     if initial_state:
-        state = normal(N, HV, K, V)
+        state = normal(N, HV, K, V).to(state_dtype(dtype))
         x["initial_state"] = state.mT.contiguous() if state_v_first else state
     if state_v_first:
         x["state_v_first"] = True
@@ -116,8 +132,8 @@ def make_inputs(
 def _raw_gate(family: str, shape: tuple[int, ...], normal: Any, uniform: Any) -> dict[str, Any]:
     HV, K = shape[2:]
     if family == "saturated":
-        return {"g": torch.full(shape, 32.0, dtype=BF16)}
-    g = normal(*shape).to(BF16)
+        return {"g": torch.full(shape, 32.0)}
+    g = normal(*shape)
     if family == "steep":
         return {"g": g, "dt_bias": normal(HV, K)}
     dt = torch.exp(math.log(0.001) + uniform(HV, K) * math.log(100.0))
@@ -129,41 +145,56 @@ def _raw_gate(family: str, shape: tuple[int, ...], normal: Any, uniform: Any) ->
     return {"g": g, "dt_bias": bias, "lower_bound": None}
 
 
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the states of a call whose q is in `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def make_normalised(
     T: int,
     *,
     B: int = 1,
     H: int = 2,
     HV: int | None = None,
-    D: int = 128,
+    K: int = 128,
+    V: int = 128,
+    dtype: torch.dtype = BF16,
     normaliser: float = 1.0,
     mask: float = 0.0,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Inputs:
     """A call with precomputed gates g = logsigmoid(N(0,1)) / `normaliser`, set to 0 on a fraction `mask` of the elements,
-    q, k, v ~ U(0,1) in bf16, beta = sigmoid(N(0,1)) in bf16, initial state ~ N(0,1): FLA's family of tests."""
+    q, k, v ~ U(0,1) and beta = sigmoid(N(0,1)) in `dtype`, initial state ~ N(0,1): FLA's family of tests."""
     HV = H if HV is None else HV
     rng = torch.Generator().manual_seed(seed)
     rand = lambda *s: torch.rand(*s, generator=rng)
-    x: dict[str, Any] = {"q": rand(B, T, H, D), "k": rand(B, T, H, D), "v": rand(B, T, HV, D)}
-    x = {n: t.to(BF16) for n, t in x.items()}
-    g = torch.nn.functional.logsigmoid(torch.randn(B, T, HV, D, generator=rng)) / normaliser
-    x["g"] = g * (rand(B, T, HV, D) >= mask)
-    x["beta"] = torch.randn(B, T, HV, generator=rng).sigmoid().to(BF16)
-    x["initial_state"] = torch.randn(B, HV, D, D, generator=rng)
+    x: dict[str, Any] = {"q": rand(B, T, H, K), "k": rand(B, T, H, K), "v": rand(B, T, HV, V)}
+    x = {n: t.to(dtype) for n, t in x.items()}
+    g = torch.nn.functional.logsigmoid(torch.randn(B, T, HV, K, generator=rng)) / normaliser
+    x["g"] = g * (rand(B, T, HV, K) >= mask)
+    x["beta"] = torch.randn(B, T, HV, generator=rng).sigmoid().to(dtype)
+    x["initial_state"] = torch.randn(B, HV, K, V, generator=rng).to(state_dtype(dtype))
     x["use_qk_l2norm_in_kernel"] = True
     return Inputs({n: t.to(device) if isinstance(t, Tensor) else t for n, t in x.items()})
 
 
-def one_key(T: int, *, zero: bool = False, D: int = 128, device: torch.device | str = "cpu") -> Inputs:
-    """One key over and over with beta = sigmoid(8) and g = -1e-4, H = HV = 1, K = V = D: inverses by a truncated
-    series or in fp16 overflow here. `zero`: all keys are zero instead."""
-    x = make_inputs("masked", T, H=1, K=D, V=D).arguments
-    k = x["k"][:, :1].expand(1, T, 1, D).contiguous()
+def one_key(
+    T: int,
+    *,
+    zero: bool = False,
+    K: int = 128,
+    V: int = 128,
+    dtype: torch.dtype = BF16,
+    device: torch.device | str = "cpu",
+) -> Inputs:
+    """One key over and over with beta = sigmoid(8) and g = -1e-4, H = HV = 1: inverses by a truncated series or in fp16
+    overflow here. `zero`: all keys are zero instead."""
+    x = make_inputs("masked", T, H=1, K=K, V=V, dtype=dtype).arguments
+    k = x["k"][:, :1].expand(1, T, 1, K).contiguous()
     x |= {
         "k": torch.zeros_like(k) if zero else k,
-        "g": torch.full((1, T, 1, D), -1e-4),
-        "beta": torch.full((1, T, 1), 8.0, dtype=BF16),
+        "g": torch.full((1, T, 1, K), -1e-4),
+        "beta": torch.full((1, T, 1), 8.0, dtype=dtype),
     }
     return Inputs({n: t.to(device) if isinstance(t, Tensor) else t for n, t in x.items()})

@@ -1,7 +1,10 @@
-"""The pytest plugin of the kit: options, and a closing summary in which nothing that did not run counts as passed.
+"""The pytest plugin of the kit: options, and a closing summary in which nothing that did not run counts as passed. A run
+that held no output against the oracle fails.
 
 The summary calls a backend emulated where its class has a true attribute `emulated`: it then executes another
 device's code, and says nothing about that device's own arithmetic or memory.
+
+PYTEST_DONT_REWRITE: nothing is asserted here, and `run` imports this before pytest does.
 """
 
 from __future__ import annotations
@@ -10,13 +13,23 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 import kda_core
 from kda_core.contract import Feature
-from kda_core.testing.runner import LEFT_OUT, NEEDS_GPU, NOT_DECLARED, REFUSED, TESTED
+from kda_core.testing.runner import (
+    BASE,
+    COMPARED,
+    LEFT_OUT,
+    NEEDS_GPU,
+    NOT_DECLARED,
+    REFUSED,
+    TESTED,
+    unusable,
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,8 +45,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kda-require", metavar="F,..", default="", help="features that must be declared, or 'all'"
     )
     group.addoption(
-        "--kda-no-skip", action="store_true", help="a test that did not run, for any reason, is a failure"
+        "--kda-no-skip",
+        action="store_true",
+        help="a test of what the backend declares that did not run, for any reason, is a failure",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One line about a backend that cannot be tested, instead of one for each test."""
+    name = config.getoption("kda_backend")
+    if name is not None and (why := unusable(name)) is not None:
+        raise pytest.UsageError(f"--kda-backend: {why}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -68,38 +90,81 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     report = yield
     if report.skipped and item.config.getoption("kda_no_skip"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        report.outcome, report.longrepr = "failed", f"--kda-no-skip: {reason}"
+        if not reason.removeprefix("Skipped: ").startswith(NOT_DECLARED):
+            report.outcome, report.longrepr = "failed", f"--kda-no-skip: {reason}"
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One paragraph for each (backend, device) that the session tested; tests that are not the kit's do not count."""
-    found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+@dataclass
+class _Results:
+    """What the tests of one (backend, device, how it executes there) came to."""
+
+    outcomes: list[tuple[str, str]] = field(default_factory=list)  # (outcome, why it was skipped)
+    compared: int = 0  # outputs held against the oracle
+    whole: bool = False  # the base case was among the tests
+
+
+def _results(config: pytest.Config) -> dict[tuple[str, str, str], _Results]:
+    """Of the tests of the kit that have been reported so far."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")  # a worker of pytest-xdist has none
+    found: dict[tuple[str, str, str], _Results] = {}
     for outcome in ("passed", "failed", "error", "skipped"):
-        for report in terminalreporter.stats.get(outcome, []):
+        for report in [] if reporter is None else reporter.stats.get(outcome, []):
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
-            for tested in (value for key, value in getattr(report, "user_properties", ()) if key == TESTED):
-                found.setdefault(tuple(tested), []).append((outcome, reason.removeprefix("Skipped: ")))
+            properties = getattr(report, "user_properties", ())
+            for tested in (value for key, value in properties if key == TESTED):
+                results = found.setdefault(tuple(tested), _Results())
+                results.outcomes.append((outcome, reason.removeprefix("Skipped: ")))
+                results.compared += sum(key == COMPARED for key, _ in properties)
+                results.whole |= report.nodeid.rpartition("::")[2].startswith(BASE)
+    return found
+
+
+def _narrowed(config: pytest.Config) -> bool:
+    """Whether the command line selects tests."""
+    chosen = (config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf"))
+    return any(chosen) or any("::" in arg for arg in config.args)
+
+
+def _proves_nothing(results: _Results, config: pytest.Config) -> bool:
+    """Nothing was compared, in a run that has the base case, or that was meant to have everything."""
+    return not results.compared and (results.whole or not _narrowed(config))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    empty = (_proves_nothing(results, session.config) for results in _results(session.config).values())
+    if session.exitstatus == pytest.ExitCode.OK and any(empty):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """One paragraph for each (backend, device) that the session tested; tests that are not the kit's do not count."""
+    found = _results(config)
     if found:
         terminalreporter.section("KDA conformance")
     for (name, device, how), results in sorted(found.items()):
         for line in _summary(name, device, how, results):
             terminalreporter.write_line(line)
+        if _proves_nothing(results, config):
+            terminalreporter.write_line(
+                f"FAILED: no output of backend {name!r} was compared with the fp64 oracle", red=True
+            )
 
 
-def _summary(name: str, device: str, how: str, results: list[tuple[str, str]]) -> list[str]:
-    """The paragraph: who was tested where, what ran, and why the rest did not."""
+def _summary(name: str, device: str, how: str, results: _Results) -> list[str]:
+    """The paragraph: who was tested where, what ran, what was compared, and why the rest did not run."""
     info = next(i for i in kda_core.backends() if i.name == name)
-    counts = Counter(outcome for outcome, _ in results)
+    counts = Counter(outcome for outcome, _ in results.outcomes)
     where = torch.cuda.get_device_name() if device == "cuda" else device
     ran = f"{counts['passed']} passed, {counts['failed']} failed"
     lines = [
         f"backend       {name} ({info.distribution} {info.version}) on {where}, {how}",
         f"run           {counts['passed'] + counts['failed']}: {ran}",
+        f"compared      {results.compared} outputs with the fp64 oracle",
     ]
     if counts["error"]:
         lines.append(f"errors        {counts['error']}")
-    reasons = Counter(reason for outcome, reason in results if outcome == "skipped")
+    reasons = Counter(reason for outcome, reason in results.outcomes if outcome == "skipped")
     kinds = {"not declared": NOT_DECLARED, "refused": REFUSED, "needs a GPU": NEEDS_GPU, "quick": LEFT_OUT}
     for title, prefix in kinds.items():
         here = {r: n for r, n in sorted(reasons.items()) if r.startswith(prefix)}
@@ -111,12 +176,16 @@ def _summary(name: str, device: str, how: str, results: list[tuple[str, str]]) -
 
 
 def run(backend: str, argv: Sequence[str] = ()) -> int:
-    """The kit on one backend, in this process; further arguments go to pytest. Returns pytest's exit status."""
-    alone = [
+    """The kit on one backend, in this process; further arguments go to pytest. Returns pytest's exit status, or 2 where
+    the backend cannot be tested."""
+    if (why := unusable(backend)) is not None:
+        print(why, file=sys.stderr)
+        return 2
+    alone = (
         "-c",
         os.devnull,
         "-p",
         "no:cacheprovider",
-    ]  # not the configuration of the folder that it runs in
-    own = [*alone, "--pyargs", "kda_core.testing.conformance", "--kda-backend", backend, "-q"]
-    return int(pytest.main([*own, *argv], plugins=[sys.modules[__name__]]))
+    )  # not the configuration of the folder that it runs in
+    own = ("-p", __name__, "--pyargs", "kda_core.testing.conformance", "--kda-backend", backend, "-q")
+    return int(pytest.main([*alone, *own, *argv]))

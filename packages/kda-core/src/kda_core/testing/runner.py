@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from typing import Any
 
 import pytest
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 import kda_core
-from kda_core.contract import Feature
-from kda_core.registry import REGISTRY, record_calls
-from kda_core.testing.inputs import Inputs, make_inputs
+from kda_core.backend import BackendSpec
+from kda_core.contract import INPUT_DTYPES, Feature, ProblemShape, dtype_name
+from kda_core.registry import REGISTRY, arch_matches, record_calls
+from kda_core.testing.inputs import PLAIN, Inputs, make_inputs, state_dtype
+from kda_core.testing.limits import SHARES, limits
 from kda_core.testing.oracle import token_oracle
-from kda_core.testing.tolerance import error, tolerance
+from kda_core.testing.tolerance import BAND, error
 
 # How a test that did not run says why; the plugin counts these, and none of them counts as passed.
 NOT_DECLARED, REFUSED, NEEDS_GPU, LEFT_OUT = (
@@ -25,64 +27,132 @@ NOT_DECLARED, REFUSED, NEEDS_GPU, LEFT_OUT = (
     "left out by --kda-quick",
 )
 TESTED = "kda_tested"  # the user property of a test that names (backend, device type, how it executes there)
+COMPARED = (
+    "kda_compared"  # the user property that a test has once for every output that it held against the oracle
+)
+BASE = "test_base"  # how the names of tests of the base case begin
 EMULATED, EXECUTED = "emulated", "executed by the device itself"
 
 
-@dataclass(frozen=True)
+def copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same call in other memory."""
+    return {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+
+
 class Case:
-    """An input with its oracle (o, final states) and tolerances (for o, for the state)."""
+    """An input with its oracle (o, final states, and where the call asks for them intermediate states) and tolerances.
 
-    inputs: Inputs
-    o: Tensor
-    state: Tensor
-    limits: tuple[float, ...]
+    They are computed when they are first asked for, so that a case that does not run costs nothing, and from a copy of
+    the input, so that a backend that writes to its inputs does not change them.
+    """
 
-    def check(self, o: Tensor, state: Tensor | None, what: str = "") -> None:
-        """Asserts that outputs are within tolerance of the oracle."""
-        off = error(o, self.o, lengths=self.inputs.lengths)
-        assert off <= self.limits[0], f"{what} error of o {off:.2e}, tolerance {self.limits[0]:.2e}"
-        if state is not None:
-            off = error(state, self.state, state=True)
-            assert off <= self.limits[1], (
-                f"{what} error of the state {off:.2e}, tolerance {self.limits[1]:.2e}"
-            )
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self._kept = copied(inputs.arguments)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of the call."""
+        return self.inputs.arguments
 
-def case_of(inputs: Inputs) -> Case:
-    """The case of any inputs."""
-    oracle = token_oracle(**inputs.arguments)
-    o, state = oracle[:2]
-    return Case(inputs, o, state, tolerance(inputs.arguments, oracle=oracle))
+    @cached_property
+    def oracle(self) -> tuple[Tensor, ...]:
+        return token_oracle(**self._kept)
+
+    @cached_property
+    def limits(self) -> tuple[float, ...]:
+        """The largest errors admitted, in the order of `oracle`."""
+        return limits(self._kept, self.oracle)
 
 
 @lru_cache(maxsize=24)
-def make_case(family: str, T: int, device: str, recipe: tuple[tuple[str, Any], ...] = ()) -> Case:
+def make_case(family: str, T: int, recipe: tuple[tuple[str, Any], ...] = ()) -> Case:
     """A case by its recipe, kept for the tests that use the same one."""
-    return case_of(make_inputs(family, T, device=device, **dict(recipe)))
+    return Case(make_inputs(family, T, **dict(recipe)))
+
+
+def unusable(backend: str) -> str | None:
+    """Why the kit cannot test a backend here, or None."""
+    known = kda_core.backends()
+    info = next((i for i in known if i.name == backend), None)
+    if info is not None and info.status == "ok":
+        return None
+    why = "not-installed" if info is None else f"{info.status}: {info.reason}"
+    installed = ", ".join(i.name for i in known if i.status != "not-installed")
+    return f"backend {backend!r} cannot run here: {why}; installed: {installed}"
+
+
+def spec_of(backend: str) -> BackendSpec:
+    """What an installed backend declares."""
+    return REGISTRY.find(backend).spec
 
 
 class Runner:
-    """One backend on one device."""
+    """One backend on one device.
 
-    def __init__(self, backend: str, device: str, head_dim: int, quick: bool) -> None:
-        self.backend, self.device, self.head_dim, self.quick = backend, device, head_dim, quick
+    Attributes:
+        K, V, dtype: of all inputs whose recipe does not say otherwise: K = V = `head_dim` in bf16 where the backend serves
+            that, else the smallest pair and the first dtype that it declares.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        device: str,
+        head_dim: int,
+        quick: bool,
+        record: Callable[[str, object], None] = lambda name, value: None,
+    ) -> None:
+        """`record` keeps a property of the test that uses this object, as the fixture `record_property` of pytest does."""
+        self.backend, self.device, self.quick, self.record = backend, device, quick, record
+        spec = spec_of(backend)
+        pairs = spec.head_dims
+        self.K, self.V = (head_dim,) * 2 if pairs is None or (head_dim,) * 2 in pairs else min(pairs)
+        self.dtype = next(d for d in INPUT_DTYPES if spec.dtypes is None or dtype_name(d) in spec.dtypes)
 
     def tested(self) -> tuple[str, str, str]:
         """The value of `TESTED`."""
-        backend = REGISTRY.load(REGISTRY.find(self.backend).spec)
+        backend = REGISTRY.load(spec_of(self.backend))
         return self.backend, self.device, EMULATED if getattr(backend, "emulated", False) else EXECUTED
 
     # ---- inputs
 
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return state_dtype(self.dtype)
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What all recipes of inputs have."""
+        return {"K": self.K, "V": self.V, "dtype": self.dtype, "device": self.device}
+
     def case(self, family: str, T: int, **recipe: Any) -> Case:
-        """A case of a gate family, K = V = `head_dim`."""
-        recipe = {"K": self.head_dim, "V": self.head_dim} | recipe
-        return make_case(family, T, self.device, tuple(sorted(recipe.items())))
+        """A case of a gate family."""
+        return make_case(family, T, tuple(sorted((self.common | recipe).items())))
 
     def inputs(self, family: str, T: int, **recipe: Any) -> dict[str, Any]:
-        """The arguments of such a case, without its oracle; fresh tensors each time."""
-        recipe = {"K": self.head_dim, "V": self.head_dim} | recipe
-        return make_inputs(family, T, device=self.device, **recipe).arguments
+        """The arguments of such a case; fresh tensors each time."""
+        return make_inputs(family, T, **(self.common | recipe)).arguments
+
+    def served(self, family: str, T: int, **recipe: Any) -> dict[str, Any]:
+        """As `inputs`, and asks for final states, but without what the backend does not declare: for tests that any call
+        serves. A family that needs undeclared features gives way to `PLAIN`."""
+        declared = self.declared()
+        if "initial_state" not in declared:
+            recipe.pop("initial_state", None)
+        if "varlen" not in declared:
+            recipe.pop("lengths", None)
+        if "gva" not in declared:
+            recipe.pop("HV", None)
+        more = {"output_final_state": True} if "final_state" in declared else {}
+        found = self.inputs(family, T, **recipe) | more
+        if declared.issuperset(f.value for f in self.shape(found).features):
+            return found
+        return self.inputs(PLAIN, T, **recipe) | more
+
+    def states(self, N: int, HV: int = 2, value: float = 0.0) -> Tensor:
+        """States [N, HV, K, V] that hold one value."""
+        return torch.full((N, HV, self.K, self.V), value, dtype=self.state_dtype, device=self.device)
 
     def full_only(self, wanted: bool = True) -> None:
         """Leaves a costly test out of a quick run."""
@@ -90,14 +160,27 @@ class Runner:
             pytest.skip(LEFT_OUT)
 
     def needs_gpu(self, why: str) -> None:
+        """Skips a test that a GPU alone can run."""
+        if all(arch == "cpu" for arch in spec_of(self.backend).archs):
+            pytest.skip(f"{NOT_DECLARED}a GPU ({why})")
         if self.device != "cuda":
             pytest.skip(f"{NEEDS_GPU}{why}")
+
+    def other_device(self) -> str:
+        """A GPU that is not the current one and has an index other than 0; skips where there is none that the backend
+        drives."""
+        self.needs_gpu("a device whose index is not 0")
+        for i in range(1, torch.cuda.device_count()):
+            here = torch.cuda.get_device_capability(i)
+            if i != torch.cuda.current_device() and arch_matches(spec_of(self.backend), here):
+                return f"cuda:{i}"
+        pytest.skip(f"{NEEDS_GPU}a second one, whose index is not 0")
 
     # ---- calls
 
     def declared(self) -> frozenset[str]:
         """The features that the backend declares."""
-        return next(i.spec.features for i in kda_core.backends() if i.name == self.backend and i.spec)
+        return spec_of(self.backend).features
 
     def require(self, *features: Feature) -> None:
         """Skips a test whose features the backend does not declare."""
@@ -105,12 +188,16 @@ class Runner:
         if missing := sorted(f.value for f in features if f.value not in declared):
             pytest.skip(f"{NOT_DECLARED}{', '.join(missing)}")
 
+    def shape(self, arguments: dict[str, Any]) -> ProblemShape:
+        """What the metadata of a call says."""
+        return kda_core.explain(**{n: x for n, x in arguments.items() if n not in ("out", "workspace")}).shape
+
     def may_run(self, arguments: dict[str, Any]) -> None:
         """Skips where the backend does not declare what the call needs, or refuses its shape; fails where the call
         is wrong in itself."""
-        arguments = {n: x for n, x in arguments.items() if n not in ("out", "workspace")}
-        shape = kda_core.explain(**arguments).shape
-        self.require(*shape.features)
+        shape = self.shape(arguments)
+        if (missing := spec_of(self.backend).undeclared(shape)) is not None:
+            pytest.skip(f"{NOT_DECLARED}{missing}")
         reason = REGISTRY.refusal(REGISTRY.find(self.backend), shape, named=True)
         if reason is not None:
             pytest.skip(f"{REFUSED}{reason}")
@@ -143,9 +230,61 @@ class Runner:
         ran = [(c.backend, c.entry, c.device_type, c.planner) for c in calls]
         assert ran == wanted, f"ran (backend, entry, device, planner): {ran}, expected {wanted}"
 
-    def agrees(self, case: Case, **more: Any) -> tuple[Tensor, Tensor]:
-        """Runs a case with its final states and holds both outputs against the oracle."""
-        o, state = self(case.inputs.arguments, output_final_state=True, **more)
-        case.check(o, state)
-        assert o.dtype == case.inputs.arguments["q"].dtype and state.dtype == torch.float32
-        return o, state
+    # ---- comparisons with the oracle, all of which are counted
+
+    def within(self, off: float, limit: float, what: str) -> None:
+        """Asserts that the error of an output is within its tolerance."""
+        self.record(COMPARED, what)
+        assert off <= limit, f"error of {what} {off:.2e}, tolerance {limit:.2e}"
+
+    def check(self, case: Case, o: Tensor | None, state: Tensor | None = None, what: str = "") -> None:
+        """Asserts that outputs of a case are within tolerance of the oracle. Tensors without elements are not counted."""
+        if o is not None and o.numel():
+            off = error(o, case.oracle[0], lengths=case.inputs.lengths)
+            self.within(off, case.limits[0], f"o{what}")
+        if state is not None:
+            self.within(error(state, case.oracle[1], state=True), case.limits[1], f"the final state{what}")
+
+    def compare(self, case: Case, **more: Any) -> tuple[Any, ...]:
+        """Runs a case as it is, or with `more` that changes no value, and holds all that it returns against the oracle."""
+        o, state, *h = self(case.arguments, **more)
+        self.check(case, o, state)
+        wide = state_dtype(o.dtype)
+        assert o.dtype == case.arguments["q"].dtype, f"o is in {o.dtype}"
+        assert state is None or state.dtype == wide, f"the final state is in {state.dtype}"
+        for found in h:
+            want = case.oracle[2]
+            assert found.dtype == torch.bfloat16 and found.shape == want.shape, (
+                f"h is {found.dtype} {found.shape}"
+            )
+            self.within(error(found, want, state=True), case.limits[2], "the intermediate states")
+        return (o, state, *h)
+
+    def agrees(self, case: Case) -> tuple[Any, ...]:
+        """`compare` with final states."""
+        return self.compare(case, output_final_state=True)
+
+    def gradients_agree(self, inputs: Inputs, **more: Any) -> None:
+        """Runs a call with gradients of every input, and holds these against autograd through a token loop in fp64, within 8
+        bf16 roundings times the dtype's share of the tolerance (`SHARES`), or within one rounding of their own."""
+        given = inputs.arguments
+        kept = copied(given)
+        floats = [n for n, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()]
+        leaves = {n: given[n].clone().requires_grad_() for n in floats}
+        x = given | leaves | more
+        self.may_run(x)
+        with record_calls() as calls:
+            found = [y for y in self.direct(x)[:2] if y is not None]
+            rng = torch.Generator().manual_seed(0)
+            seeds = [torch.randn(y.shape, generator=rng).to(y) for y in found]
+            gradients = torch.autograd.grad(found, list(leaves.values()), seeds)
+        self.assert_ran(calls, "chunk_fwd", "chunk_bwd")
+        exact = {n: kept[n].double().requires_grad_() for n in floats}
+        wanted = token_oracle(**(kept | exact | more))[: len(found)]
+        want = torch.autograd.grad(wanted, list(exact.values()), [y.double() for y in seeds])
+        for n, a, b in zip(leaves, gradients, want):
+            per_head = a.dim() == 4 and n != "initial_state"  # [B, T, heads, ..]
+            off = error(a, b) if per_head else ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item()
+            assert a.shape == b.shape, f"gradient of {n}: {a.shape}, expected {b.shape}"
+            limit = max(8 * BAND * SHARES[given["q"].dtype], torch.finfo(a.dtype).eps)
+            self.within(off, limit, f"the gradient of {n}")

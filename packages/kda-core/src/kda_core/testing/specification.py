@@ -18,6 +18,9 @@ after row i. On a GPU the fp32 products here need torch's default precision (no 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -51,7 +54,25 @@ def flush(x: Tensor) -> Tensor:
 
 def bf16(x: Tensor) -> Tensor:
     """Rounds to nearest even bf16, held in fp32, any shape: an MMA operand, or a value stored in bf16."""
+    if (rng := _dither.get()) is not None:
+        x = x * (1 + 2.0**-9 * (2 * torch.rand(x.shape, generator=rng) - 1)).to(x.device)
     return flush(x.to(torch.bfloat16).to(F32))
+
+
+_dither: ContextVar[torch.Generator | None] = ContextVar("dither", default=None)
+
+
+@contextmanager
+def dithered(seed: int) -> Iterator[None]:
+    """Within the block, `bf16` adds noise of at most half a unit in the last place before it rounds.
+
+    The result is another rounding of the same algorithm. Values that bf16 holds exactly keep their value.
+    """
+    token = _dither.set(torch.Generator().manual_seed(seed))
+    try:
+        yield
+    finally:
+        _dither.reset(token)
 
 
 def ex2(x: Tensor) -> Tensor:

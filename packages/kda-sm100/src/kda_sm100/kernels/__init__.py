@@ -1,1 +1,2 @@
-"""One kernel a file. These modules import the CuTe DSL."""
+"""The kernels (`prepare`, `chain`, `summary`, `output`) and what they share (`interface`, `rows`, `tensor`). These modules
+import the CuTe DSL."""

@@ -1,1 +1,1 @@
-"""One kernel a file. These modules import the CuTe DSL."""
+"""The kernel (`prefill`), its chains (`chain`, `summary`) and their schedule. These modules import the CuTe DSL."""

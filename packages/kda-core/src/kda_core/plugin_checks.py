@@ -1,0 +1,159 @@
+"""What core checks of a plugin before anything uses it: the fields of its spec, and the methods of the object behind it.
+
+A plugin may be wrong in any way: nothing here lets an exception of its code out, and every message says what came.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from kda_core.backend import BackendSpec, PlannerSpec
+from kda_core.contract import INPUT_DTYPES, Feature, dtype_name
+
+
+def plain_spec(loaded: object, kind: type) -> Any:
+    """The spec that an entry point gave, with every field read once and its values of built-in types. A subclass
+    cannot change what a spec means: a plain one takes its place.
+
+    Raises:
+        AttributeError: a field is missing, or a property of a subclass raises.
+    """
+    values = {}
+    for f in fields(kind):
+        try:
+            values[f.name] = getattr(loaded, f.name)
+        except Exception as error:
+            raise AttributeError(f"{f.name} cannot be read: {show_error(error)}") from error
+    plain = {name: _plain(value) for name, value in values.items()}
+    if type(loaded) is kind and all(plain[name] is value for name, value in values.items()):
+        return loaded
+    return kind(**plain)
+
+
+def spec_problem(spec: Any, names: Collection[str] | None = None) -> str | None:
+    """What is wrong with a spec from `plain_spec`, or None. `names`: of the fields to look at, all by default."""
+    for f in fields(spec):
+        check, expected = _CHECKS[f.name]
+        value = getattr(spec, f.name)
+        if (names is None or f.name in names) and not check(value):
+            return f"{f.name} is {shown(value)}, not {expected}"
+    return None
+
+
+def target_problem(spec: BackendSpec | PlannerSpec, made: object) -> str | None:
+    """Which methods the object behind `spec.target` lacks, or None. Optional ones are needed where the spec declares
+    their feature."""
+    if isinstance(spec, PlannerSpec):
+        needed = ["plan", "plan_from_json", "run"]
+    else:
+        needed = ["can_run", "workspace_bytes", "prepare", "chunk_fwd"]
+        needed += [method for feature, method in _METHODS.items() if feature in spec.features]
+    missing = [name for name in needed if not callable(getattr(made, name, None))]
+    return f"{type(made).__name__} has no {', '.join(missing)}" if missing else None
+
+
+def shown(value: object) -> str:
+    """A value of any kind for a message, in at most 200 characters."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - of a plugin, which may fail in any way
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def show_error(error: BaseException) -> str:
+    """The type and the message of an error, for a message."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - of a plugin, which may fail in any way
+        text = "an error without a text"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_DTYPES = tuple(sorted(map(dtype_name, INPUT_DTYPES)))
+_METHODS = {Feature.BACKWARD.value: "chunk_bwd", Feature.RECURRENT.value: "recurrent_fwd"}
+
+
+def _plain(value: Any) -> Any:
+    """`value` with strings, tuples and sets of subclasses replaced by those of the built-in types."""
+    if isinstance(value, str):
+        return str.__str__(value)  # an exact str is returned as it is
+    if not isinstance(value, (tuple, frozenset, set)):
+        return value
+    built_in = tuple if isinstance(value, tuple) else frozenset
+    items = list(value)
+    plain = [_plain(x) for x in items]
+    same = type(value) is built_in and all(a is b for a, b in zip(items, plain))
+    return value if same else built_in(plain)
+
+
+def _is_integer(x: object) -> bool:
+    return type(x) is int  # which a bool is not
+
+
+def _is_pair(x: object) -> bool:
+    return type(x) is tuple and len(x) == 2 and all(type(n) is int and n >= 0 for n in x)
+
+
+def _is_name(x: object) -> bool:
+    return type(x) is str and re.fullmatch(r"[a-z0-9][a-z0-9._-]*", x) is not None
+
+
+def _is_arch(x: object) -> bool:
+    if type(x) is not str:
+        return _is_pair(x)
+    if x in ("any", "cuda"):  # a GPU is told by its compute capability
+        return x == "any"
+    try:
+        return torch.device(x).type == x
+    except RuntimeError:
+        return False
+
+
+def _is_dtype(x: object) -> bool:
+    return type(x) is str and x in _DTYPES
+
+
+def _is_head_dims(x: object) -> bool:
+    return _is_pair(x) and 0 not in x  # type: ignore[operator]
+
+
+def _is_path(x: object) -> bool:
+    if type(x) is not str:
+        return False
+    module, _, attribute = x.partition(":")
+    return attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def _is_text(x: object) -> bool:
+    return type(x) is str
+
+
+def _optional(check: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda x: x is None or check(x)
+
+
+def _set_of(check: Callable[[object], bool], least: int) -> Callable[[object], bool]:
+    return lambda x: type(x) is frozenset and len(x) >= least and all(map(check, x))
+
+
+# field: (what holds of it, how a message says that)
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (_is_name, "a lower-case name of letters, digits, '.', '_' and '-'"),
+    "abi": (_is_pair, "(major, minor)"),
+    "archs": (_set_of(_is_arch, 1), "a frozenset of compute capabilities such as (9, 0), 'cpu' or 'any'"),
+    "features": (_set_of(_is_text, 0), "a frozenset of texts"),
+    "target": (_is_path, "'package.module:Class'"),
+    "install": (_is_text, "a text"),
+    "dtypes": (_optional(_set_of(_is_dtype, 1)), f"a frozenset of some of {', '.join(_DTYPES)}"),
+    "head_dims": (_optional(_set_of(_is_head_dims, 1)), "a frozenset of pairs (K, V) of positive integers"),
+    "priority": (_is_integer, "an int"),
+    "unavailable": (_optional(_is_text), "a text or None"),
+    "variants": (_optional(_is_path), "'package.module:callable'"),
+    "note": (_optional(_is_text), "a text or None"),
+}

@@ -1,0 +1,97 @@
+"""A process may fork at any moment: what a thread of the parent was about to do never keeps the child waiting."""
+
+from fake_plugins import install_into
+from support import said_by_a_fork
+
+CALL = """
+import torch
+from kda_core import chunk_kda, registry
+
+x = {n: torch.randn(1, 20, 1, 8) for n in "qkv"} | {"g": -torch.rand(1, 20, 1, 8), "beta": torch.rand(1, 20, 1)}
+
+def busy():
+    chunk_kda(**x, context_parallel="off")
+
+def child():
+    with registry.record_calls() as calls:
+        chunk_kda(**x, context_parallel="off")
+    return [c.backend for c in calls]
+"""
+
+SLOW_CLASS = """
+import __main__
+from kda_core.reference import ReferenceBackend
+
+class Backend(ReferenceBackend):
+    def __init__(self):
+        __main__.hold()
+"""
+
+SLOW_IMPORT = """
+import __main__
+__main__.hold()
+from kda_core.reference import ReferenceBackend as Backend
+"""
+
+
+def test_a_child_does_not_wait_for_a_thread_that_loads_a_plugin(tmp_path):
+    """The fork waits for that thread first. This one goes on only after the fork, as one that waits for it would."""
+    install_into(tmp_path, "slow", backend=SLOW_CLASS, priority=5)
+    assert said_by_a_fork(f"{CALL}\nregistry.FORK_WAIT_S = 0", tmp_path) == "['slow']"
+
+
+def test_a_fork_lets_another_thread_finish_an_import(tmp_path):
+    """In the child nobody would finish it, and Python waits for a module that is being imported."""
+    install_into(tmp_path, "slow", backend=SLOW_IMPORT, priority=5)
+    # what is registered last runs first
+    assert said_by_a_fork(f"{CALL}\nos.register_at_fork(before=release.set)", tmp_path) == "['slow']"
+
+
+def test_the_registry_works_on_in_the_parent(tmp_path):
+    install_into(tmp_path, "slow", backend=SLOW_CLASS, priority=5)
+    code = """
+def child():
+    return "done"
+
+def calls():
+    busy()
+    registry.REGISTRY.refresh()
+    busy()
+    return "done"
+
+def afterwards():
+    said = []
+    threads = [threading.Thread(target=lambda: said.append(calls())) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert said == ["done"] * 4
+"""
+    assert said_by_a_fork(f"{CALL}\nregistry.FORK_WAIT_S = 0\n{code}", tmp_path) == "done"
+
+
+def test_a_child_does_not_wait_for_a_thread_that_reads_lengths():
+    """Before Python 3.12 `functools.cached_property` has a lock."""
+    code = """
+import torch
+from dataclasses import replace
+from kda_core import contract
+
+class Slow:
+    device = torch.device("cpu")
+    def tolist(self):
+        hold()
+        return [0, 20]
+
+tensors = [torch.randn(1, 20, 1, 8) for _ in range(4)] + [torch.rand(1, 20, 1)] + [None] * 5
+shape = contract.problem_shape(*tensors, options=contract.KdaOptions())
+inputs = contract.make_inputs(tensors, shape)
+
+def busy():
+    replace(inputs, cu_seqlens=Slow()).sequence_lengths()
+
+def child():
+    return replace(inputs, cu_seqlens=torch.tensor([0, 5, 20])).sequence_lengths()
+"""
+    assert said_by_a_fork(code) == "(5, 15)"

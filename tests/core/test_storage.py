@@ -1,0 +1,389 @@
+"""Where files go and which are trusted: the cache folder in every state, files that may be somebody else's, locks over
+forks and kills."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from kda_core import env, storage
+
+NOBODY = 65534
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """A temporary folder and a home of this test alone, and warnings that nobody has given yet."""
+    folder, home = tmp_path / "tmp", tmp_path / "home"
+    folder.mkdir()
+    home.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("KDA_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(storage, "_own", {})
+    storage.forget_warnings()
+    yield folder
+    storage.forget_warnings()
+
+
+def give_away(path: Path, monkeypatch) -> None:
+    """Let a path belong to somebody else than this process's user."""
+    if os.geteuid() == 0:
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+
+
+def private(path: Path) -> bool:
+    status = path.stat()
+    return status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
+
+
+# ---- the cache folder
+
+
+def test_a_sound_folder_is_used_as_it_is(tmp_path, monkeypatch, caplog):
+    assert env.cache_dir() == tmp_path / "home" / ".cache" / "kda-core"
+    monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path / "new" / "folder"))
+    assert env.cache_dir() == tmp_path / "new" / "folder"
+    (tmp_path / "new").mkdir()
+    (tmp_path / "real").mkdir(mode=0o755)
+    (tmp_path / "new" / "folder").symlink_to(tmp_path / "real")
+    assert env.cache_dir() == tmp_path / "new" / "folder"
+    assert env.cache_dir_problem() is None and not caplog.records
+
+
+def test_without_a_home_the_folder_is_a_private_one(temporary, monkeypatch, caplog):
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    folder = env.cache_dir()
+    assert folder == temporary / f"kda-core-{os.geteuid()}" and private(folder)
+    assert env.cache_dir() == folder
+    (record,) = caplog.records
+    assert record.name == "kda_core" and record.levelname == "WARNING"
+    assert "home directory" in record.getMessage() and "Set KDA_CACHE_DIR" in record.getMessage()
+    assert str(folder) in record.getMessage()
+
+
+#: Root may write anywhere, so the capability to ignore permissions is dropped first.
+UNPRIVILEGED = """
+import ctypes, os, sys
+header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None, use_errno=True).capset(header, nothing) == 0
+from kda_core import env
+from kda_cp import constants
+print(env.cache_dir())
+print(constants.lookup(("NVIDIA H200", "sm90", "bfloat16"))[1])
+"""
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o500])
+def test_a_home_that_may_not_be_used(tmp_path, temporary, mode):
+    pytest.importorskip("kda_cp")
+    home = tmp_path / "home"
+    home.chmod(mode)
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "HOME": str(home),
+        "TMPDIR": str(temporary),
+    }
+    command = [sys.executable, "-c", UNPRIVILEGED]
+    try:
+        done = subprocess.run(
+            command, env=environment, text=True, capture_output=True, timeout=120, check=True
+        )
+    finally:
+        home.chmod(0o700)
+    assert done.stdout.split() == [str(temporary / f"kda-core-{os.geteuid()}"), "shipped"]
+    assert done.stderr.count("The default cache folder is not used") == 1  # where nobody configures logging
+
+
+def bad_folder(kind: str, path: Path, monkeypatch) -> str:
+    """Makes `path` what no cache folder may be; a word of the warning."""
+    if kind == "file":
+        path.write_text("a file")
+        return "Not a directory"
+    if kind == "below a file":
+        path.parent.joinpath("file").write_text("a file")
+        monkeypatch.setenv("KDA_CACHE_DIR", str(path.parent / "file" / "folder"))
+        return "Not a directory"
+    if kind == "unknown user":
+        monkeypatch.setenv("KDA_CACHE_DIR", "~nobody-of-this-name/cache")
+        return "home directory"
+    if kind == "link to nowhere":
+        path.symlink_to(path.parent / "nowhere")
+        return "symbolic link to nowhere"
+    if kind == "loop":
+        path.symlink_to(path)
+        return "symbolic link"
+    path.mkdir()
+    if kind == "foreign":
+        give_away(path, monkeypatch)
+        return f"belongs to uid {path.stat().st_uid}, mode 0755"
+    path.chmod(int(kind, 8))
+    return f"chmod go-w {path}"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["file", "below a file", "unknown user", "link to nowhere", "loop", "foreign", "0777", "0775", "1777"],
+)
+def test_a_named_folder_that_cannot_be_used_or_trusted(tmp_path, temporary, monkeypatch, caplog, kind):
+    path = tmp_path / "cache"
+    monkeypatch.setenv("KDA_CACHE_DIR", str(path))
+    before = os.umask(0o022)
+    word = bad_folder(kind, path, monkeypatch)
+    os.umask(before)
+    folder = env.cache_dir()
+    if kind != "foreign" or os.geteuid() == 0:
+        assert folder.parent == temporary and private(folder)
+    assert env.cache_dir() == folder
+    (record,) = caplog.records
+    assert "KDA_CACHE_DIR" in record.getMessage() and word in record.getMessage(), record.getMessage()
+    assert record.getMessage().startswith(env.cache_dir_problem())
+
+
+def test_a_link_that_somebody_else_made_is_not_followed(tmp_path, monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a link away")
+    (tmp_path / "mine").mkdir(mode=0o700)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "mine")
+    assert storage.folder_problem(link) is None
+    give_away(link, monkeypatch)
+    assert "symbolic link that uid 65534 made" in storage.folder_problem(link)
+
+
+def test_a_folder_of_root_serves_everybody(tmp_path, monkeypatch):
+    folder = tmp_path / "fleet"
+    folder.mkdir(mode=0o755)
+    if os.geteuid() == 0:
+        monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    else:
+        folder = Path("/usr")
+    assert storage.folder_problem(folder) is None
+
+
+@pytest.mark.parametrize("how", ["wide", "foreign", "link", "file"])
+def test_somebody_else_may_hold_the_name_of_the_private_folder(tmp_path, temporary, monkeypatch, how):
+    name = temporary / f"kda-core-{os.geteuid()}"
+    if how == "file":
+        name.touch()
+    elif how == "link":
+        name.symlink_to(tmp_path / "home")
+    else:
+        name.mkdir()
+        name.chmod(0o777)
+        if how == "foreign":
+            if os.geteuid() != 0:
+                pytest.skip("only root can give a folder away")
+            give_away(name, monkeypatch)
+    folder = storage.private_folder()
+    assert folder != name and folder.parent == temporary and private(folder)
+    assert storage.private_folder() == folder
+
+
+def test_where_nothing_can_be_written_nothing_raises(monkeypatch):
+    def none():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    monkeypatch.setenv("KDA_CACHE_DIR", "/dev/null/cache")
+    assert env.cache_dir() == Path("/dev/null/cache")
+    assert storage.private_folder() is None
+
+
+def test_systems_without_owners_and_modes_are_not_asked_for_them(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(storage, "_POSIX", False)
+    assert env.cache_dir() == tmp_path / "home" / ".cache" / "kda-core"
+    assert env.cache_dir_problem() is None and not caplog.records
+    with pytest.raises(OSError, match="POSIX systems only"), storage.opened(tmp_path):
+        pass
+
+
+def test_one_of_many_threads_warns(caplog):
+    start = threading.Barrier(8)
+
+    def warn():
+        start.wait()
+        storage.warn_once("key", "once")
+
+    threads = [threading.Thread(target=warn) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert caplog.messages == ["once"]
+
+
+# ---- files
+
+
+def test_a_disk_that_is_full_leaves_no_part_of_a_file(tmp_path):
+    import resource
+
+    with storage.opened(tmp_path / "home") as folder:
+        folder.write("file", b"before")
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a write beyond fails, as on a full disk
+        try:
+            with pytest.raises(OSError, match="too large"):
+                folder.write("file", bytes(100_000))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert folder.read("file", 10) == b"before"
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["file"]
+
+
+def test_writing_replaces_a_link_and_does_not_follow_it(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "home" / "file").symlink_to(victim)
+    with storage.opened(tmp_path / "home") as folder:
+        folder.write("file", b"new")
+        assert folder.read("file", 10) == b"new"
+    assert victim.read_text() == "mine"
+
+
+# ---- locks
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def patience(self, on_sleep=lambda now: None):
+        def sleep(seconds):
+            self.now += seconds
+            on_sleep(self.now)
+
+        return storage.Patience(clock=lambda: self.now, sleep=sleep)
+
+
+def test_waiting_is_announced_and_ends(tmp_path, caplog):
+    clock = Clock()
+    too_long = pytest.raises(TimeoutError, match="held the lock .*a.lock for more than 300 s")
+    waiting = clock.patience()
+    with (
+        storage.opened(tmp_path / "home") as folder,
+        folder.locked("a.lock"),
+        too_long as caught,
+        folder.locked("a.lock", waiting),
+    ):
+        pytest.fail("two hold one lock")
+    assert 300 <= clock.now < 301
+    (record,) = caplog.records
+    assert (
+        f"waiting for process {os.getpid()}, which holds the lock {tmp_path / 'home' / 'a.lock'}"
+        in record.getMessage()
+    )
+    assert f"process {os.getpid()} " in str(caught.value)
+    with storage.opened(tmp_path / "home") as folder, folder.locked("a.lock", clock.patience()):
+        pass
+
+
+def test_a_short_wait_is_not_announced(tmp_path, caplog):
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with storage.opened(tmp_path / "home") as folder, folder.locked("a.lock"):
+            entered.set()
+            assert leave.wait(60)
+        left.set()
+
+    left = threading.Event()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert entered.wait(60)
+
+    def let_go(now):
+        if now > 5:
+            leave.set()
+            assert left.wait(60)
+
+    with storage.opened(tmp_path / "home") as folder, folder.locked("a.lock", Clock().patience(let_go)):
+        pass
+    thread.join()
+    assert not caplog.records
+
+
+#: Takes the lock, forks a child that lives on, and ends in one of two ways.
+HOLDER = """
+import os, signal, sys
+from pathlib import Path
+from kda_core import storage
+read, write = os.pipe()
+with storage.opened(Path(sys.argv[1])) as folder:
+    with folder.locked("a.lock"):
+        if os.fork() == 0:
+            os.write(write, b"up")
+            sys.stdin.read()  # until the test ends
+            os._exit(0)
+        os.read(read, 2)
+        if sys.argv[2] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    print("released", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "released"])
+def test_a_lock_ends_with_its_holder_though_a_child_lives_on(tmp_path, end):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "home"), end]
+    holder = subprocess.Popen(
+        command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        if end == "killed":
+            assert holder.wait(120) == -signal.SIGKILL
+        else:
+            assert holder.stdout.readline() == "released\n"
+        clock = Clock()
+        with storage.opened(tmp_path / "home") as folder, folder.locked("a.lock", clock.patience()):
+            assert clock.now == 0
+    finally:
+        holder.stdin.close()
+        holder.stdout.close()
+        holder.wait(120)
+
+
+#: Forks within the block; the child leaves it first.
+LEAVING_CHILD = """
+import os, sys
+from pathlib import Path
+from kda_core import storage
+patience = storage.Patience(limit_s=0, sleep=None)
+with storage.opened(Path(sys.argv[1])) as folder:
+    with folder.locked("a.lock"):
+        child = os.fork()
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+            try:
+                with folder.locked("a.lock", patience):
+                    sys.exit("the child ended the lock")
+            except TimeoutError:
+                print("still held")
+"""
+
+
+def test_a_child_that_leaves_the_block_does_not_end_its_parents_lock(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", LEAVING_CHILD, str(tmp_path / "home")]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120, check=True)
+    assert done.stdout == "still held\n"

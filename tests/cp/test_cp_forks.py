@@ -1,0 +1,57 @@
+"""A process may fork at any moment: locks of the planner that a thread of the parent holds are free in the child."""
+
+from support import said_by_a_fork
+
+SLOW = """
+class Slow(tuple):
+    def __hash__(self):
+        hold()
+        return tuple.__hash__(self)
+"""
+
+
+def test_a_cache_is_free_in_a_child():
+    code = f"""{SLOW}
+from kda_cp.plan import Cache
+cache = Cache(4)
+cache.get("old", lambda: 1)
+
+def busy():
+    cache.get(Slow("new"), lambda: 2)
+
+def child():
+    return cache.get("old", lambda: 3), cache.get("new", lambda: 4), len(cache)
+"""
+    assert said_by_a_fork(code) == "(3, 4, 2)"  # emptied: the thread was at work on it
+
+
+def test_a_cache_that_nobody_works_on_keeps_its_values_in_a_child():
+    code = """
+from kda_cp.plan import Cache
+cache = Cache(4)
+cache.get("old", lambda: 1)
+
+def busy():
+    hold()
+
+def child():
+    return cache.get("old", lambda: 3)
+"""
+    assert said_by_a_fork(code) == "1"
+
+
+def test_constants_can_be_read_and_stored_in_a_child(tmp_path):
+    code = f"""{SLOW}
+os.environ["KDA_CACHE_DIR"] = {str(tmp_path)!r}
+from kda_cp import constants
+found = constants.SHIPPED["NVIDIA H200", "sm90", "bfloat16"]
+
+def busy():
+    constants.store(Slow(("a GPU", "slow", "bfloat16")), found)
+
+def child():
+    key = ("a GPU", "quick", "bfloat16")
+    constants.store(key, found)
+    return constants.lookup(key)[1], constants.lookup(("a GPU", "none", "bfloat16"))[1]
+"""
+    assert said_by_a_fork(code) == "('calibrated', 'none')"
