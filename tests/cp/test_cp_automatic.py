@@ -2,6 +2,7 @@
 
 import json
 import logging
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -212,3 +213,18 @@ def test_under_torch_compile(idle):
         got = forced()
     assert [(c.backend, c.planner) for c in calls] == [("reference", "cp")]
     assert same(got, chunk_kda(**x, context_parallel=plan))
+
+
+def test_plans_of_calls_with_many_new_lengths_take_little_memory(stored):
+    planner, spec, backend = ContextParallelPlanner(), REFERENCE, ReferenceBackend()
+    x = torch.empty(1, 50_000, 1, 16, dtype=torch.bfloat16, device="meta")
+    tracemalloc.start()
+    try:
+        for n in range(400):
+            host = torch.tensor([0, *range(n + 1, n + 500), 50_000], dtype=torch.int32)
+            tensors = [x, x, x, x, x[..., 0], None, None, None, host.to("meta"), host]
+            shape = problem_shape(*tensors, options=KdaOptions())
+            assert planner.plan(make_inputs(tensors, shape, align=False), spec, backend) is None
+        assert tracemalloc.get_traced_memory()[0] < 10 << 20
+    finally:
+        tracemalloc.stop()

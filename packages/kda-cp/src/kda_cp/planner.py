@@ -25,7 +25,7 @@ class ContextParallelPlanner:
     `SupportsDiagnosis`. Safe for threads."""
 
     def __init__(self) -> None:
-        self._plans = Cache(1024)
+        self._plans = Cache(128)  # of 1000 sequences some 80 KB each; kda-core keeps answers too
 
     def plan(self, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan | None:
         """A plan that splits the call, or None where a direct call is predicted to be as fast, or lengths are not known
