@@ -240,12 +240,16 @@ def test_read_only_folder(cache_dir, kernels, python, filled):
 
 #: Compiles one kernel, or none, then its sources change on disk, then compiles another.
 UPGRADE = """
-import pathlib, sys
+import pathlib, sys, time
 import upgraded_kernels as kernels
 from kda_core.cute import cache_info, get_kernel
 if sys.argv[1:] == ["late"]:
     get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=128), "sm_90a")
 path = pathlib.Path(kernels.__file__)
+now, probe = time.time_ns(), path.with_name("probe")
+probe.touch()
+while probe.stat().st_ctime_ns <= now:  # the file system's clock may tick every 10 ms
+    probe.touch()
 path.write_text("# a new version\\n\\n" + path.read_text().replace("tidx // WARP", "no_such_name // WARP"))
 try:
     get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=64), "sm_90a")()

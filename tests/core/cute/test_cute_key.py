@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from dataclasses import dataclass, make_dataclass
 
 import pytest
@@ -309,6 +311,15 @@ def test_installed_helpers_enter_by_their_version(kernels, package, fresh_toolch
     assert digest(Kernel) != before
 
 
+def rewrite(path, text):
+    """Writes a file later than anything so far by the file system's clock, which may tick every 10 ms."""
+    now, probe = time.time_ns(), path.with_name("probe")
+    probe.touch()
+    while probe.stat().st_ctime_ns <= now:
+        probe.touch()
+    path.write_text(text)
+
+
 def test_an_upgrade_makes_a_running_process_outdated(kernels, package, fresh_toolchain):
     from demo_package.kernels.one import Kernel
 
@@ -317,10 +328,10 @@ def test_an_upgrade_makes_a_running_process_outdated(kernels, package, fresh_too
     before = variant.ingredients()["sources"]
     assert variant.outdated() is None
     text = (package / "helper.py").read_text()
-    (package / "helper.py").write_text("CHUNK = 32\n")
+    rewrite(package / "helper.py", "CHUNK = 32\n")
     assert variant.outdated() == f"{package / 'helper.py'} changed while this process ran"
     assert variant.ingredients()["sources"] == before  # what runs is what was imported
-    (package / "helper.py").write_text(text)
+    rewrite(package / "helper.py", text)
     assert variant.outdated() is None  # the same content again, under another stamp
     (package / ".#helper.py").symlink_to("user@host.1234:5678")  # an editor's lock
     assert variant.outdated() is None and variant.ingredients()["sources"] == before
@@ -337,8 +348,9 @@ def test_an_upgrade_between_the_import_and_the_first_kernel(kernels, package, fr
 
     variant = key.Variant(Kernel, Config(), "sm_90a")
     sources.forget()
-    (package / "kernels" / "one.py").write_text("class Kernel:\n    chunk = 32\n")
+    rewrite(package / "kernels" / "one.py", "class Kernel:\n    chunk = 32\n")
     assert "one.py changed after this process began" in variant.outdated()
+    os.utime(package / "kernels" / "one.py", (time.time() + 10**6,) * 2)  # as from an archive
     sources.forget()
     assert variant.outdated() is None
 

@@ -82,7 +82,8 @@ class Text:
         self.unsure = tuple(
             path
             for path, stamp in self.stamps.items()
-            if str(path) in loaded and stamp is not None and max(stamp[:2]) > self.since * 1e9
+            # by the time of the last change: that of modification is whatever an installer sets
+            if str(path) in loaded and stamp is not None and stamp[1] > self.since * 1e9
         )
         self._note(loaded)
 
