@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -122,6 +123,14 @@ def test_programs_in_the_guide_to_models_name_what_exists():
                 assert callable(getattr(kda_core, node.attr))
             if isinstance(node, ast.ImportFrom) and node.module == "kda_core.registry":
                 assert all(callable(getattr(registry, name.name)) for name in node.names)
+
+
+@pytest.mark.parametrize(("package", "arch"), [("sm90", "sm_90a"), ("sm100", "sm_100a")])
+def test_the_readme_of_a_backend_counts_its_variants(package, arch):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the kernel classes import it")
+    offered = importlib.import_module(f"kda_{package}.variants").ahead_of_time(arch)
+    readme = (ROOT / "packages" / f"kda-{package}" / "README.md").read_text()
+    assert f"precompile --arch {arch}` compiles all {len(offered)} ahead of time" in readme
 
 
 BACKEND_LIST = [

@@ -147,8 +147,7 @@ def test_the_core_alone_does_the_main_job(clean_environment):
     }
     assert environment.run("-c", PREFILL).strip() == "['reference']"
     assert "pip install kda-core[sm90]" in environment.run("-m", "kda_core", "backends")
-    listed = environment.run("-m", "kda_core", "backends")
-    assert environment.run_command("kda-core", "backends") == listed
+    assert (environment.folder / "bin" / "kda-core").is_file()
 
 
 @pytest.mark.parametrize(
@@ -167,6 +166,12 @@ def test_an_extra_installs_exactly_one_backend(clean_environment, extra, other, 
     assert reason == why
     assert {n: s for n, (s, _, _) in statuses.items()} == {"reference": "ok", other: "not-installed"}
     assert environment.run("-c", PREFILL).strip() == "['reference']"
+
+
+def test_the_command_is_the_module(clean_environment):
+    environment = clean_environment("kda-core")
+    listed = environment.run("-m", "kda_core", "backends")
+    assert "reference" in listed and environment.run_command("kda-core", "backends") == listed
 
 
 def test_the_planner_installs_without_a_backend(clean_environment):

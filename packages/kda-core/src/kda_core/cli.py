@@ -11,7 +11,7 @@ import torch
 
 from kda_core import api, contract
 from kda_core.cute import ARCHITECTURES
-from kda_core.errors import DeviceError, KdaError
+from kda_core.errors import KdaError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args, rest)
     except KdaError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, DeviceError) else 1
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,8 +108,13 @@ def _positive(text: str) -> int:
 
 def _demo(args: argparse.Namespace, rest: list[str]) -> int:
     from kda_core import demo
+    from kda_core.errors import DeviceError
 
-    report = demo.run(args.device, args.tokens, args.backend, say=_print)
+    try:
+        report = demo.run(args.device, args.tokens, args.backend, say=_print)
+    except DeviceError as error:
+        print(f"DeviceError: {error}", file=sys.stderr)
+        return 2
     return 0 if report.ok else 1
 
 
