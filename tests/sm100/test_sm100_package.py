@@ -9,6 +9,7 @@ from kda_core import chunk_kda
 from kda_core.contract import Feature
 from kda_core.errors import BackendUnavailableError
 from kda_core.registry import record_calls, visible_archs
+from kda_sm100.config import HEAD_DIM
 from kda_sm100.plugin import SPEC
 
 BLACKWELL = {(10, 0), (10, 3)}
@@ -25,6 +26,7 @@ def test_it_declares_the_whole_contract_of_prefill():
     assert SPEC.archs == BLACKWELL
     assert SPEC.unavailable is None
     assert SPEC.features == {f.value for f in Feature} - {"backward", "recurrent"}
+    assert SPEC.dtypes == {"bfloat16"} and SPEC.head_dims == {(HEAD_DIM, HEAD_DIM)}
 
 
 def test_a_call_on_cpu_tensors_that_names_it_is_refused():

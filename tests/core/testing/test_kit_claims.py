@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from fake_plugins import install_into
 
 from kda_core import contract
 from kda_core.backend import BackendSpec
 from kda_core.contract import Feature
+from kda_core.testing.runner import Runner
 
 CONSTANTS = """
 class Backend:
@@ -42,7 +44,7 @@ class Backend(ReferenceBackend):
     def chunk_fwd(self, inputs, outputs):
         super().chunk_fwd(inputs, outputs)
         s = inputs.shape
-        if s.dtype is not torch.bfloat16 or (s.K, s.V) != (128, 128) or s.HV > 40:
+        if s.dtype is not torch.bfloat16 or (s.K, s.V) != (128, 128) or s.H > 40:
             outputs.o.fill_(3.0)
         return outputs
 """
@@ -62,6 +64,7 @@ class Backend(ReferenceBackend):
 # A plugin of pytest: a test that was skipped has computed no oracle.
 ORACLES = """
 import pytest
+import torch
 from kda_core.testing import runner
 
 computed, wasted = [], []
@@ -108,7 +111,7 @@ def compared(done):
 def test_a_backend_that_returns_constants_fails_at_each_feature_that_it_declares(tmp_path):
     features = {"initial_state", "final_state", "unbounded_gate"}
     install_into(tmp_path, "constants", features=features, backend=CONSTANTS)
-    done = conformance(tmp_path, "constants", "--kda-quick", "-k", "test_base or test_feature")
+    done = conformance(tmp_path, "constants", "--kda-quick")
     assert done.returncode == 1, done.stdout
     failed = failures(done)
     assert {f"test_feature[{f}]" for f in features} <= failed
@@ -219,3 +222,18 @@ def test_the_guide_lists_every_field_that_a_backend_gets():
     for kind in (contract.KdaInputs, contract.ProblemShape, contract.KdaOutputs, BackendSpec):
         missing = [f.name for f in dataclasses.fields(kind) if f"`{f.name}`" not in text]
         assert not missing, f"{kind.__name__}: {missing}"
+
+
+def test_a_second_gpu_is_used_where_there_is_one(monkeypatch):
+    cuda = {"current_device": lambda: 0, "get_device_capability": lambda i: (9, 0)}
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    kda = Runner("reference", "cuda", 128, quick=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert kda.other_device() == "cuda:1"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.raises(pytest.skip.Exception, match="needs a GPU: a second one"):
+        kda.other_device()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(pytest.skip.Exception, match="needs a GPU: a second one"):
+        kda.other_device()
