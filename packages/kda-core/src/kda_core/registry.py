@@ -37,7 +37,10 @@ from kda_core.errors import (
     NoEligibleBackendError,
     PlannerError,
 )
+from kda_core.recent import Recent
 from kda_core.reference import SPEC as REFERENCE_SPEC
+
+MAX_PLANS = 1024  # calls of which is remembered what was found out about them
 
 STATUSES = ("ok", "not-installed", "broken", "abi-mismatch", "wrong-arch", "unsupported")
 
@@ -105,7 +108,7 @@ class Registry:
         self._backends: tuple[_Candidate, ...] | None = None
         self._planners: tuple[_Candidate, ...] | None = None
         self._targets: dict[str, Any] = {}
-        self.plans: dict[Any, Any] = {}
+        self.plans: Recent[Any] = Recent(MAX_PLANS)
         """What `kda_core.ops` found out about calls. It depends on the candidates, hence its place: `refresh` and
         `forget_plans` put a new one here, and what a call that began before stores later lands in the old one."""
 
@@ -115,7 +118,7 @@ class Registry:
             importlib.invalidate_caches()
             self._backends = self._planners = None
             self._targets.clear()
-            self.plans = {}
+            self.plans = Recent(MAX_PLANS)
 
     @contextmanager
     def replaced(self, spec: BackendSpec, backend: Backend, reason: str) -> Iterator[None]:
@@ -133,17 +136,17 @@ class Registry:
                 for c in self.backends()
             )
             self._targets = self._targets | {spec.target: backend}
-            self.plans = {}
+            self.plans = Recent(MAX_PLANS)
         try:
             yield
         finally:
             with self._lock:
                 self._backends, self._targets = before
-                self.plans = {}
+                self.plans = Recent(MAX_PLANS)
 
     def forget_plans(self) -> None:
         """For a planner: what it would answer has changed, so that no answer may be kept."""
-        self.plans = {}
+        self.plans = Recent(MAX_PLANS)
 
     # ---- discovery
 
