@@ -324,7 +324,8 @@ REGISTRY = Registry()
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Within the block, calls of this thread or asyncio task run on backend `name`, or fail: there is no fallback.
-    An explicit ``backend=`` argument goes first.
+    An explicit ``backend=`` argument goes first. The backward runs on the backend of its forward, wherever it is called; a
+    forward that activation checkpointing repeats outside of the block chooses anew.
 
     Raises:
         ArgumentError: `name` is no string.
