@@ -6,6 +6,7 @@ Arguments after ``--`` go to the tool that the session runs, as in ``python -m n
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -47,25 +48,32 @@ def requirements(package: str) -> list[Requirement]:
     return [Requirement(text) for text in project["dependencies"]]
 
 
-def lowest_constraints(session: nox.Session) -> Path:
-    """`CONSTRAINTS`, but the GPU backends' third-party requirements at the low ends of their ranges."""
-    low: dict[str, str] = {}
-    for requirement in requirements("kda-sm90") + requirements("kda-sm100"):
-        bound = next(s.version for s in requirement.specifier if s.operator == ">=")
-        if requirement.name not in PACKAGES and low.setdefault(requirement.name, bound) != bound:
-            session.error(f"kda-sm90 and kda-sm100 differ in the lowest {requirement.name}")
-    pins = [line for line in CONSTRAINTS.read_text().splitlines() if line.partition("==")[0] not in low]
-    path = Path(session.create_tmp()) / "constraints-lowest.txt"
-    path.write_text("\n".join([*pins, *(f"{name}=={bound}" for name, bound in low.items())]) + "\n")
+def constraints(session: nox.Session, pins: dict[str, str | None]) -> Path:
+    """`CONSTRAINTS`, but the versions in `pins`; None frees a distribution."""
+    kept = [line for line in CONSTRAINTS.read_text().splitlines() if line.partition("==")[0] not in pins]
+    path = Path(session.create_tmp()) / "constraints.txt"
+    own = (f"{name}=={version}" for name, version in pins.items() if version is not None)
+    path.write_text("\n".join([*kept, *own]) + "\n")
     return path
 
 
-def install_all(session: nox.Session, dsl: str = "newest") -> None:
-    """All packages of the repository, editable, with the test tools and the DSL of one end of its range."""
+def lowest(session: nox.Session, *packages: str) -> dict[str, str | None]:
+    """The low ends of the ranges of third-party distributions that `packages` require."""
+    low: dict[str, str | None] = {}
+    for requirement in itertools.chain.from_iterable(map(requirements, packages)):
+        bound = next(s.version for s in requirement.specifier if s.operator == ">=")
+        if requirement.name not in PACKAGES and low.setdefault(requirement.name, bound) != bound:
+            session.error(f"{' and '.join(packages)} differ in the lowest {requirement.name}")
+    return low
+
+
+def install_all(session: nox.Session, dsl: str = "newest", pins: dict[str, str | None] | None = None) -> None:
+    """All packages of the repository, editable, with the test tools, the DSL of one end of its range, and `pins` in
+    place of constraints."""
     session.log(DOWNLOADS)
-    constraints = CONSTRAINTS if dsl == "newest" else lowest_constraints(session)
+    pins = (lowest(session, "kda-sm90", "kda-sm100") if dsl == "lowest" else {}) | (pins or {})
     editable = [word for package in PACKAGES for word in ("-e", f"packages/{package}")]
-    session.install("-c", str(constraints), *editable, *TEST_TOOLS)
+    session.install("-c", str(constraints(session, pins)), *editable, *TEST_TOOLS)
 
 
 def install_for_this_machine(session: nox.Session) -> None:
@@ -156,6 +164,17 @@ def test_emulator(session: nox.Session, dsl: str) -> None:
     """ptx-emulator: its instructions, its strictness, and the kernel of kda-sm90 on it, on any machine."""
     install_all(session, dsl)
     pytest(session, "tests/emulator")
+
+
+@nox.session(name="test-torch")
+@nox.parametrize("torch", ["lowest", "newest"], ids=["lowest", "newest"])
+def test_torch(session: nox.Session, torch: str) -> None:
+    """kda-core and kda-cp with the lowest and the newest torch that kda-core accepts, under the Python that runs nox. Where
+    pip is pointed to no CPU build, as by PIP_EXTRA_INDEX_URL, that is gigabytes."""
+    version = lowest(session, "kda-core")["torch"] if torch == "lowest" else None
+    install_all(session, pins={"torch": version, "setuptools": None})  # torch requires setuptools of its time
+    session.run("python", "-c", "import torch; print('torch', torch.__version__)")
+    pytest(session, "tests/core", "tests/cp")
 
 
 @nox.session(name="test-packaging")

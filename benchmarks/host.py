@@ -7,7 +7,8 @@
 The backend `nothing`, which this script registers, launches nothing: its row is the time of kda-core itself, with the
 allocation of o and of a workspace. Each figure is the median over rounds of (time of all calls) / calls, in
 microseconds; the GPU has finished before a round begins, and the columns take turns, so that what slows a host slows all of
-them. A case whose kernels take longer than the host's work measures the GPU, once its queue is full.
+them. A case whose kernels take longer than the host's work measures the GPU, once its queue is full. The last row is of
+first calls: each has another length, so that nothing is known about it.
 
 Rows go to ``benchmarks/results/<gpu>/host.json``: case, T, H, backend, context_parallel, us, and run.
 """
@@ -33,6 +34,7 @@ from kda_core.contract import Feature, KdaInputs, KdaOutputs, ProblemShape
 from kda_core.registry import record_calls
 
 D = 128
+NEW_SHAPE = "gate in kernel, new shape"
 KEY = ("case", "T", "H", "backend", "context_parallel")
 
 
@@ -75,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, Any]] = []
+    found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         _register(Path(folder))
         columns = list(itertools.product(args.backend or _backends(device), args.context_parallel))
@@ -88,10 +91,12 @@ def main(argv: list[str] | None = None) -> int:
                 kinds = [x | {"backend": n, "context_parallel": cp} for n, cp in columns]
                 row = microseconds(kinds, args.calls, args.rounds)
                 print(f"{case:<26}" + "".join(f"{us:14.1f}" for us in row), flush=True)
-                for (backend, mode), us in zip(columns, row, strict=True):
-                    rows.append(
-                        dict(zip(KEY, (case, args.T, args.H, backend, mode), strict=True)) | {"us": us}
-                    )
+                found[case] = row
+            found[NEW_SHAPE] = row = first_calls(columns, args.T, args.H, device, args.rounds)
+            print(f"{NEW_SHAPE:<26}" + "".join(f"{us:14.1f}" for us in row), flush=True)
+        for case, row in found.items():
+            for (backend, mode), us in zip(columns, row, strict=True):
+                rows.append(dict(zip(KEY, (case, args.T, args.H, backend, mode), strict=True)) | {"us": us})
     run = runs.describe(device, argv, "benchmarks/host.py")
     path = args.out or runs.RESULTS / run["device"] / "host.json"
     runs.save(path, run, [row | {"run": run["id"]} for row in rows], KEY)
@@ -143,6 +148,25 @@ def microseconds(kinds: list[dict[str, Any]], calls: int, rounds: int) -> list[f
             kda_core.chunk_kda(**x)
         took.append((time.perf_counter() - start) / calls * 1e6)
     synchronize()
+    return [statistics.median(took) for took in times]
+
+
+def first_calls(
+    columns: list[tuple[str, str]], T: int, H: int, device: torch.device, rounds: int
+) -> list[float]:
+    """Host time of the first call of a shape, whose metadata is checked and whose backend is chosen: the median over 40 times
+    `rounds` lengths above T, whatever was kept of which is forgotten before each column."""
+    lengths = range(T + 1, T + 1 + 40 * rounds)
+    whole = cases(lengths[-1], H, device)["gate in kernel"]
+    times: list[list[float]] = [[] for _ in columns]
+    for (backend, mode), took in zip(columns, times, strict=True):
+        kda_core.backends(refresh=True)
+        kda_core.chunk_kda(**whole, backend=backend, context_parallel=mode)  # loads and compiles
+        for length in lengths[:-1]:
+            x = whole | {name: whole[name][:, :length] for name in ("q", "k", "v", "g", "beta")}
+            start = time.perf_counter()
+            kda_core.chunk_kda(**x, backend=backend, context_parallel=mode)
+            took.append((time.perf_counter() - start) * 1e6)
     return [statistics.median(took) for took in times]
 
 

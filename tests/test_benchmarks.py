@@ -166,10 +166,14 @@ def test_host_time_is_measured_on_any_machine(tmp_path, registry):
     done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     head, *rows = done.stdout.splitlines()[1:-1]
-    assert head.split() == ["case", "nothing", "auto", "nothing", "off"] and len(rows) == 7
+    assert head.split() == ["case", "nothing", "auto", "nothing", "off"] and len(rows) == 8
     assert all(float(us) > 0 for row in rows for us in row.split()[-2:])
     data = json.loads(path.read_text())
-    assert len(data["rows"]) == 14 and {r["context_parallel"] for r in data["rows"]} == {"auto", "off"}
+    assert (
+        len(data["rows"]) == 16
+        and rows[-1].startswith("gate in kernel, new shape")
+        and {r["context_parallel"] for r in data["rows"]} == {"auto", "off"}
+    )
     assert data["runs"][0]["command"].startswith("benchmarks/host.py --backend nothing --T 5")
     import report
 
@@ -179,7 +183,7 @@ def test_host_time_is_measured_on_any_machine(tmp_path, registry):
         and "## T = 5, H = 1" in page
         and "| case | nothing auto | nothing off | run |" in page
     )
-    assert page.count(data["runs"][0]["id"]) == 1 + 7
+    assert page.count(data["runs"][0]["id"]) == 1 + 8
 
 
 def test_the_command_on_record_measures_again_and_names_no_path_of_the_machine(monkeypatch):

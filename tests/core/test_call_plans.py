@@ -1,7 +1,9 @@
 """What is remembered about calls, and which calls pass the dispatcher by: neither changes a result or an error."""
 
 import gc
+import random
 import threading
+import tracemalloc
 import weakref
 
 import pytest
@@ -9,12 +11,14 @@ import torch
 from inputs import call, replaced
 from test_arguments import CASES
 from test_arguments import X as GOOD  # of which some cases are made
+from test_registry import install_planner
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kda_core
 from kda_core import chunk_kda, explain, fused_recurrent_kda, ops, use_backend
 from kda_core.errors import ArgumentError, BackendNotFoundError, KdaError, NoEligibleBackendError
+from kda_core.recent import Recent
 from kda_core.registry import REGISTRY, record_calls
 
 X = call()
@@ -257,7 +261,7 @@ def test_failures_are_not_kept(install, monkeypatch):
 
 
 def test_it_is_bounded_and_holds_no_tensor(monkeypatch):
-    monkeypatch.setattr(ops, "MAX_PLANS", 4)
+    monkeypatch.setattr(REGISTRY.plans, "limit", 4)
     for T in range(1, 12):
         x = call(T=T)
         chunk_kda(**x)
@@ -266,6 +270,58 @@ def test_it_is_bounded_and_holds_no_tensor(monkeypatch):
     del x
     gc.collect()
     assert not any(ref() is not None for ref in alive)
+
+
+def test_what_is_called_often_is_not_forgotten(monkeypatch, made):
+    monkeypatch.setattr(REGISTRY.plans, "limit", 4)
+    for T in range(1, 20):
+        chunk_kda(**X)
+        chunk_kda(**call(T=T + 100))
+    assert len(made) == 20, "one plan for each shape"
+
+
+def test_new_lengths_in_every_call_take_a_bounded_memory(install, monkeypatch):
+    install_planner(install)
+    from fake_halves_backend import Halves
+
+    monkeypatch.setattr(Halves, "plan", lambda self, inputs, spec, backend: None)
+
+    monkeypatch.setattr(ops._ANSWERS, "limit", 2 << 20)  # of 16 MiB: for the sake of time
+    install(
+        "idle",
+        priority=1,
+        backend="from kda_core.reference import ReferenceBackend\n"
+        "class Backend(ReferenceBackend):\n    def chunk_fwd(self, inputs, outputs):\n        return outputs\n",
+    )
+    T, rng = 1 << 20, random.Random(0)
+    x = call(T=T, H=1, HV=1, K=1, V=1)
+    tracemalloc.start()
+    try:
+        with record_calls() as calls:
+            for _ in range(200):
+                bounds = sorted(rng.choices(range(T), k=rng.randint(900, 1000)))
+                chunk_kda(**x, cu_seqlens=torch.tensor([0, *bounds, T]))
+                assert [c.backend for c in calls] == ["idle"]
+                calls.clear()
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 4 << 20  # where all were kept: 7 MiB
+
+
+def test_a_cache_keeps_what_was_used_last_within_its_limit():
+    cache = Recent(10, weigh=lambda key, value: value)
+    for key in range(100):
+        cache.put(key, 1)
+        cache.put("often", 1)
+        assert cache.get("often") == cache.get(key) == 1 and len(cache) <= 10
+    cache.put("heavy", 6)
+    assert cache.get("heavy") is None and cache.get(99) == 1
+    cache.put("half", 5)
+    assert cache.get("half") == 5 and cache.get("often") == 1
+    with pytest.raises(TypeError):
+        cache.get([])
 
 
 def test_threads_share_it(install):

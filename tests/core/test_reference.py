@@ -3,8 +3,9 @@
 import pytest
 import torch
 from inputs import call
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kda_core import chunk_kda, reference
+from kda_core import chunk_kda, contract, reference
 
 
 def recurrence(x, scale, lengths=None):
@@ -35,6 +36,41 @@ def test_dtypes(dtype, rtol):
     assert o.dtype == dtype and state.dtype == (dtype if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(o.double(), want_o, rtol=rtol, atol=rtol)
     torch.testing.assert_close(state.double(), want_s, rtol=rtol, atol=rtol)
+
+
+def test_few_exponentials_are_taken():
+    """They would be most of the time: of every pair of rows in a block of 16 there are 16 a token and channel."""
+
+    class Exponentials(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.exp.default:
+                self.count += out.numel()
+            return out
+
+    x = call(T=256, H=2, HV=2, K=8, V=8)
+    tensors = (*x.values(), *[None] * 5)
+    inputs = contract.make_inputs(tensors, contract.problem_shape(*tensors, options=contract.KdaOptions()))
+    outputs = contract.allocate_outputs(inputs)
+    with Exponentials() as exponentials:
+        reference.ReferenceBackend().chunk_fwd(inputs, outputs)
+    assert torch.equal(outputs.o, chunk_kda(**x)[0])
+    assert 0 < exponentials.count <= 8 * x["g"].numel()
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 40])
+def test_steep_and_flat_gates_side_by_side_are_exact(T):
+    """Decays from e^0 to e^-104 within one block, fp64: no exponent is above 0, and none is rounded to 0 before its pair."""
+    x = call(T=T, dtype=torch.float64)
+    rng = torch.Generator().manual_seed(2)
+    steep = torch.tensor([0.0, -1e-3, -1.0, -20.0, -104.0])
+    x["g"] = steep[torch.randint(5, x["g"].shape, generator=rng)]
+    o, state = chunk_kda(**x, output_final_state=True)
+    want_o, want_s = recurrence(x, 8**-0.5)
+    torch.testing.assert_close(o, want_o, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(state, want_s, rtol=1e-12, atol=1e-13)
 
 
 def test_small_slabs_change_nothing_but_memory(monkeypatch):

@@ -413,7 +413,8 @@ def test_answers_of_a_planner_are_kept_until_it_has_others(install, monkeypatch)
     chunk_kda(**X)
     assert asked[3:] == [(20,)]
 
-    monkeypatch.setattr(ops, "MAX_ANSWERS", 1)
+    monkeypatch.setattr(ops._ANSWERS, "limit", 1)
+    REGISTRY.forget_plans()
     for _ in range(2):
         for x in packed:
             chunk_kda(**x)

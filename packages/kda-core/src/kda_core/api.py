@@ -81,7 +81,8 @@ def chunk_kda(
         S *= exp(g_t)[:, None];  S += (beta_t k_t) (v_t - k_t^T S);  o_t = scale * q_t^T S
 
     The same call gives the same bits on every run. Strided inputs are copied. Gradients flow to every floating-point
-    input where the chosen backend has a backward; otherwise inputs that require grad are refused.
+    input where the chosen backend has a backward, which then runs on the same backend; otherwise inputs that require grad are
+    refused. So are forward-mode AD and second derivatives (`DerivativeError`).
 
     Args:
         q, k: [B, T, H, K], bf16, fp16, fp32 or fp64 (a backend may take fewer). Query/key head of value head i:

@@ -103,7 +103,7 @@ class _Node(_SingleLevelFunction):
     @classmethod
     def record(cls, *args: Any) -> Any:
         with enable_single_level_autograd_function():
-            return cls.apply(*args)
+            return cls.apply(*args)  # type: ignore[attr-defined]
 
 
 class ChunkKda(_Node):  # torch shows the name
@@ -127,7 +127,7 @@ class ChunkKda(_Node):  # torch shows the name
         again = _number(
             served
         )  # under torch.utils.checkpoint the saved tensors are those of a second forward
-        if again != ctx.served and None not in (again, ctx.served):
+        if again is not None and ctx.served is not None and again != ctx.served:
             raise BackendError(
                 f"the forward ran on backend {_names[ctx.served]!r}, but its recomputation (torch.utils.checkpoint) on "
                 f"{_names[again]!r}: name it with backend=, or put the backward into the same use_backend block"

@@ -32,6 +32,7 @@ from kda_core.errors import (
     PlannerError,
 )
 from kda_core.plugin_checks import show_error, shown
+from kda_core.recent import Recent
 
 TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -67,8 +68,7 @@ class CallPlan:
         planner: name and planner that is asked how to split the call, or None.
         plan: JSON of the plan that the caller gave, None where the planner makes one.
         checked: whether the values of its inputs are looked at before it runs (``KDA_CHECK``).
-        answers: what the planner has answered, or the caller's plan, in a tuple, by the lengths of a packed call that the
-            host knows, or None.
+        identity: stands for this object where the planner's answers are kept.
     """
 
     shape: ProblemShape
@@ -78,18 +78,18 @@ class CallPlan:
     planner: tuple[str, Planner] | None
     plan: str | None
     checked: bool = False
-    answers: dict[tuple[int, ...] | None, tuple[Plan | None]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    identity: object = field(default_factory=object, compare=False, repr=False)
 
 
 # Not by accident: errors of this project, and those of a device or an allocator, which callers may handle.
 _ON_PURPOSE = (KdaError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
-MAX_PLANS = 1024
-"""Calls that are remembered. Beyond them all are forgotten, which costs each one validation more."""
-MAX_ANSWERS = 64
-"""Answers of a planner that a `CallPlan` remembers, in the same way."""
+# What the planner has answered, or the caller's plan, in a tuple, by `CallPlan.identity` and the lengths of a packed call
+# that the host knows, or None. Serving may meet other lengths in every call, so their memory is bounded: a tuple and an
+# int for each length, and for a plan what one of some hundred pieces takes.
+_ANSWERS: Recent[tuple[Plan | None]] = Recent(
+    16 << 20, lambda key, answer: 500 + 40 * len(key[1] or ()) + (0 if answer[0] is None else 1 << 16)
+)
 
 
 def call_plan(
@@ -124,9 +124,7 @@ def call_plan(
         if env.check():
             plan = replace(plan, checked=True)
         if key == _plan_key(tensors, rest):  # another thread may have changed the environment meanwhile
-            if len(plans) >= MAX_PLANS:
-                plans.clear()
-            plans[key] = plan
+            plans.put(key, plan)
     return plan
 
 
@@ -148,7 +146,7 @@ def _choose(shape: ProblemShape, backend: str | None, tensors: Sequence[Tensor |
         raise type(error)(f"{error}\n  {hint}") from None
 
 
-@functools.lru_cache(maxsize=MAX_PLANS)
+@functools.lru_cache(maxsize=registry.MAX_PLANS)
 def _shared(shape: ProblemShape) -> ProblemShape:
     """One object for all plans of equal shapes: what a backend keeps by shape is then found without comparing fields."""
     return shape
@@ -262,7 +260,7 @@ def ask_planner(call: CallPlan, inputs: KdaInputs, lengths: tuple[int, ...] | No
     """
     if call.planner is None:
         return None
-    answer = call.answers.get(lengths)
+    answer = _ANSWERS.get((call.identity, lengths))
     if answer is None:
         if call.plan is None:
             choice = call.choice
@@ -270,9 +268,7 @@ def ask_planner(call: CallPlan, inputs: KdaInputs, lengths: tuple[int, ...] | No
             answer = (None if plan is None else _checked_plan(call.planner[0], "plan", plan),)
         else:
             answer = (_given_plan(call.plan, call, inputs),)
-        if len(call.answers) >= MAX_ANSWERS:
-            call.answers.clear()
-        call.answers[lengths] = answer
+        _ANSWERS.put((call.identity, lengths), answer)
     return answer[0]
 
 

@@ -39,7 +39,10 @@ from kda_core.errors import (
     PlannerError,
 )
 from kda_core.plugin_checks import show_error, shown, target_problem
+from kda_core.recent import Recent
 from kda_core.reference import SPEC as REFERENCE_SPEC
+
+MAX_PLANS = 1024  # calls of which is remembered what was found out about them
 
 STATUSES = ("ok", "not-installed", "broken", "abi-mismatch", "wrong-arch", "unsupported")
 
@@ -104,7 +107,7 @@ class Registry:
         self._backends: tuple[Candidate, ...] | None = None
         self._planners: tuple[Candidate, ...] | None = None
         self._targets: dict[BackendSpec | PlannerSpec, Any] = {}
-        self.plans: dict[Any, Any] = {}
+        self.plans: Recent[Any] = Recent(MAX_PLANS)
         """What `kda_core.ops` found out about calls. It depends on the candidates, hence its place: `refresh` and
         `forget_plans` put a new one here, and what a call that began before stores later lands in the old one."""
 
@@ -114,7 +117,7 @@ class Registry:
             importlib.invalidate_caches()
             self._backends = self._planners = None
             self._targets.clear()
-            self.plans = {}
+            self.plans = Recent(MAX_PLANS)
 
     @contextmanager
     def replaced(self, spec: BackendSpec, backend: Backend, reason: str) -> Iterator[None]:
@@ -132,17 +135,17 @@ class Registry:
                 for c in self.backends()
             )
             self._targets = self._targets | {spec: backend}
-            self.plans = {}
+            self.plans = Recent(MAX_PLANS)
         try:
             yield
         finally:
             with self._lock:
                 self._backends, self._targets = before
-                self.plans = {}
+                self.plans = Recent(MAX_PLANS)
 
     def forget_plans(self) -> None:
         """For a planner: what it would answer has changed, so that no answer may be kept."""
-        self.plans = {}
+        self.plans = Recent(MAX_PLANS)
 
     # ---- forks: what another thread was about to do when a process forks is never finished in the child
 
@@ -386,7 +389,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where no process forks
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Within the block, calls of this thread or asyncio task run on backend `name`, or fail: there is no fallback.
-    An explicit ``backend=`` argument goes first.
+    An explicit ``backend=`` argument goes first. The backward runs on the backend of its forward, wherever it is called; a
+    forward that activation checkpointing repeats outside of the block chooses anew.
 
     Raises:
         ArgumentError: `name` is no string.
