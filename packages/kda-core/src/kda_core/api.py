@@ -360,7 +360,10 @@ def parsed_call(
     Raises:
         TypeError, ArgumentError, DtypeError: as `chunk_kda`.
     """
-    bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
+    signature = inspect.signature(chunk_kda)
+    if unknown := {name: x for name, x in kwargs.items() if name not in signature.parameters}:
+        raise _unknown_keyword(chunk_kda, unknown)
+    bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     a = dict(bound.arguments)
     a["state_v_first"] = _v_first(a["state_v_first"], a.pop("transpose_state_layout"))

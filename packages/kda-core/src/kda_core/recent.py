@@ -16,7 +16,8 @@ def _after_fork() -> None:
     _lock = threading.Lock()  # another thread may have held it
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, where no process forks
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Recent(Generic[_Value]):
