@@ -12,9 +12,12 @@ import pytest
 import torch
 from fake_plugins import install_into
 
-from kda_core import contract
+from kda_core import chunk_kda, contract
 from kda_core.backend import BackendSpec
 from kda_core.contract import Feature
+from kda_core.testing import FAMILIES, error, make_inputs, specification, token_oracle
+from kda_core.testing.inputs import PLAIN
+from kda_core.testing.limits import limits
 from kda_core.testing.runner import Runner
 
 CONSTANTS = """
@@ -237,3 +240,36 @@ def test_a_second_gpu_is_used_where_there_is_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(pytest.skip.Exception, match="needs a GPU: a second one"):
         kda.other_device()
+
+
+# ---- the accuracy that a dtype promises
+
+
+def tf32(x):
+    """fp32 rounded to the 10 bits of a TF32 mantissa."""
+    bits = x.float().view(torch.int32)
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("family", (PLAIN, *FAMILIES))
+@pytest.mark.parametrize("T", (20, 130))
+def test_tf32_operands_serve_fp32_inputs_and_bf16_operands_do_not(monkeypatch, family, T):
+    x = make_inputs(family, T, K=64, V=64, dtype=torch.float32, initial_state=True).arguments
+    want = token_oracle(**x)
+    for_o, for_state = limits(x, want)
+    assert error(specification.forward(**x, C=64)[0], want[0]) > for_o
+    monkeypatch.setattr(specification, "bf16", tf32)
+    o, state = specification.forward(**x, C=64)
+    assert error(o, want[0]) <= for_o and error(state, want[1], state=True) <= for_state
+
+
+@pytest.mark.parametrize("family", (PLAIN, *FAMILIES))
+def test_fp64_arithmetic_serves_fp64_inputs_and_fp32_arithmetic_does_not(family):
+    x = make_inputs(family, 130, K=64, V=64, dtype=torch.float64, initial_state=True).arguments
+    want = token_oracle(**x)
+    for_o, for_state = limits(x, want)
+    run = lambda y: chunk_kda(**y, output_final_state=True, backend="reference", context_parallel="off")
+    o, state = run(x)
+    assert error(o, want[0]) <= for_o and error(state, want[1], state=True) <= for_state
+    o, state = run({n: t.float() if isinstance(t, torch.Tensor) else t for n, t in x.items()})
+    assert error(o, want[0]) > for_o and error(state, want[1], state=True) > for_state

@@ -40,9 +40,9 @@ class DeclaredConformance:
         contract and a choice."""
         spec = _spec(self.backend or metafunc.config.getoption("kda_backend", None))
         if "dtype" in metafunc.fixturenames:
-            names = [dtype_name(d) for d in INPUT_DTYPES]
+            every = map(dtype_name, INPUT_DTYPES)
             metafunc.parametrize(
-                "dtype", names if spec is None or spec.dtypes is None else sorted(spec.dtypes)
+                "dtype", every if spec is None or spec.dtypes is None else sorted(spec.dtypes)
             )
         if "head_dims" in metafunc.fixturenames:
             pairs = HEAD_DIMS if spec is None or spec.head_dims is None else sorted(spec.head_dims)

@@ -181,11 +181,7 @@ def run(backend: str, argv: Sequence[str] = ()) -> int:
     if (why := unusable(backend)) is not None:
         print(why, file=sys.stderr)
         return 2
-    alone = (
-        "-c",
-        os.devnull,
-        "-p",
-        "no:cacheprovider",
-    )  # not the configuration of the folder that it runs in
+    # not the configuration of the folder that it runs in
+    alone = ("-c", os.devnull, "-p", "no:cacheprovider")
     own = ("-p", __name__, "--pyargs", "kda_core.testing.conformance", "--kda-backend", backend, "-q")
     return int(pytest.main([*alone, *own, *argv]))

@@ -28,7 +28,7 @@ NOT_DECLARED, REFUSED, NEEDS_GPU, LEFT_OUT = (
 )
 TESTED = "kda_tested"  # the user property of a test that names (backend, device type, how it executes there)
 COMPARED = (
-    "kda_compared"  # the user property that a test has once for every output that it held against the oracle
+    "kda_compared"  # a test has this user property once for each output that it held against the oracle
 )
 BASE = "test_base"  # how the names of tests of the base case begin
 EMULATED, EXECUTED = "emulated", "executed by the device itself"
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of the call."""
+        """The arguments of the call."""
         return self.inputs.arguments
 
     @cached_property
