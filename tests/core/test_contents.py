@@ -161,9 +161,13 @@ def test_compiled_calls_are_checked():
         compiled(*(X | spoiled("beta", 3.0)).values())
 
 
-def test_calls_with_and_without_checks_have_plans_of_their_own(monkeypatch):
-    kda_core.backends(refresh=True)
-    chunk_kda(**X)
-    monkeypatch.delenv("KDA_CHECK")
-    chunk_kda(**X)
-    assert sorted(plan.checked for plan in ops.registry.REGISTRY.plans.values()) == [False, True]
+def test_a_call_is_checked_whenever_the_variable_says_so(monkeypatch):
+    """A plan that was made without the check serves no call with it, and the other way round."""
+    broken = X | spoiled("beta", 3.0)
+    for on in (True, False, True):
+        monkeypatch.setenv("KDA_CHECK", str(int(on)))
+        if on:
+            with pytest.raises(ArgumentError, match="^beta: "):
+                chunk_kda(**broken)
+        else:
+            chunk_kda(**broken)
