@@ -169,12 +169,15 @@ def test_emulator(session: nox.Session, dsl: str) -> None:
 @nox.session(name="test-torch")
 @nox.parametrize("torch", ["lowest", "newest"], ids=["lowest", "newest"])
 def test_torch(session: nox.Session, torch: str) -> None:
-    """kda-core and kda-cp with the lowest and the newest torch that kda-core accepts, under the Python that runs nox. Where
-    pip is pointed to no CPU build, as by PIP_EXTRA_INDEX_URL, that is gigabytes."""
-    version = lowest(session, "kda-core")["torch"] if torch == "lowest" else None
+    """kda-core, kda-cp, and what of ptx-emulator meets torch, with the lowest and the newest torch that they accept, under the
+    Python that runs nox. Where pip is pointed to no CPU build, as by PIP_EXTRA_INDEX_URL, that is gigabytes."""
+    version = lowest(session, "kda-core", "ptx-emulator")["torch"] if torch == "lowest" else None
     install_all(session, pins={"torch": version, "setuptools": None})  # torch requires setuptools of its time
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
-    pytest(session, "tests/core", "tests/cp")
+    emulator = (
+        f"tests/emulator/test_{name}.py" for name in ("device", "instructions", "tensors", "strictness")
+    )
+    pytest(session, "tests/core", "tests/cp", *emulator)
 
 
 @nox.session(name="test-packaging")

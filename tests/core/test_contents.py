@@ -5,7 +5,7 @@ import torch
 from inputs import call, replaced
 
 import kda_core
-from kda_core import chunk_kda, contents, fused_recurrent_kda, ops
+from kda_core import chunk_kda, contents, fused_recurrent_kda
 from kda_core.contract import KdaOptions, make_inputs, problem_shape
 from kda_core.errors import ArgumentError
 from kda_core.registry import record_calls

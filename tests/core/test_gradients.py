@@ -245,11 +245,13 @@ def test_gradgradcheck_does_not_pass():
         torch.autograd.gradgradcheck(function, x)
 
 
-def test_gradients_bypass_neither_out_nor_the_intermediate_states():
+def test_neither_out_nor_the_intermediate_states_can_be_differentiated():
     with pytest.raises(ArgumentError, match="^out: expected None for inputs that require grad"):
         torch.func.grad(lambda v: f(v, out=torch.empty_like(V)).sum())(V)
     with pytest.raises(ArgumentError, match="^return_intermediate_states: "):
         torch.func.grad(lambda v: f(v, return_intermediate_states=True).sum())(V)
+    with pytest.raises(ArgumentError, match="^out: expected tensors that require no grad"):
+        chunk_kda(**X, out=torch.empty_like(V, requires_grad=True))
     batch = V[None]
     with pytest.raises(ArgumentError, match="^return_intermediate_states: "):  # seen by the operator alone
         torch.func.grad(lambda b: torch.func.vmap(lambda v: f(v, return_intermediate_states=True))(b).sum())(

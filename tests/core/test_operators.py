@@ -192,7 +192,6 @@ def test_what_is_written_has_a_new_version():
     assert o._version > version
 
 
-@pytest.mark.filterwarnings("ignore:.*triton not found")
 @pytest.mark.parametrize("inference", [False, True], ids=["plain", "inference-mode"])
 def test_the_flop_counter_counts_the_products_of_the_recurrence(inference):
     from torch.utils.flop_counter import FlopCounterMode

@@ -29,7 +29,7 @@ from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions
 from kda_core.errors import ArgumentError, BackendError, DerivativeError
 
 TENSOR_NAMES = tuple(f.name for f in fields(KdaInputs) if f.name != "shape")
-_N_TENSORS, _N_OPTIONS = len(TENSOR_NAMES), len(OPTION_FIELDS)
+_N_TENSORS = len(TENSOR_NAMES)
 _N_FLOATS = TENSOR_NAMES.index("cu_seqlens")  # the tensors before it have gradients
 _NEEDS_BACKWARD = _N_TENSORS + [name for name, _, _ in OPTION_FIELDS].index("needs_backward")
 _BWD_NAMES = ("grad_o", "grad_final_state", "served", *TENSOR_NAMES)
@@ -51,6 +51,8 @@ def chunk_fwd(*args: Any) -> Any:
 def chunk_fwd_out(*args: Any) -> None:
     """The operator ``chunk_fwd_out``."""
     _refuse_tangents(TENSOR_NAMES, args)
+    if _requires_grad(args[-4:]):
+        raise ArgumentError("out", "tensors that require no grad", "requires_grad=True")
     if _requires_grad(args):
         raise ArgumentError("out", "None for inputs that require grad", "tensors")
     _below_autograd(torch.ops.kda_core.chunk_fwd_out.default, args)

@@ -1,4 +1,5 @@
-"""The operators behind the API: torch.library schemas, fake kernels, autograd, and the dispatch to a backend.
+"""The operators behind the API: torch.library schemas, fake kernels, and the dispatch to a backend. Autograd is in
+`kda_core.gradients`.
 
 An operator takes FLA's tensors, then the fields of `KdaOptions` in order, then the choice of backend and of context
 parallelism as strings, so that ``torch.compile(fullgraph=True)`` sees one node and every backend gets it for nothing.

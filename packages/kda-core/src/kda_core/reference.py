@@ -342,7 +342,7 @@ class _PrepareTwice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs, tokens, valid = ctx.arguments
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(inputs.q.device.type, enabled=False):
             again, leaves = _as_leaves(inputs)
             prepared = _prepare(again, tokens, valid)
         found = torch.autograd.grad(prepared, list(leaves.values()), grads, allow_unused=True)
