@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import Enum
 from operator import attrgetter, sub
 from typing import Any, Generic, TypeVar
@@ -164,7 +164,9 @@ class KdaOptions:
             changes["scale"] = K**-0.5
         if self.lower_bound is not None and not self.use_gate_in_kernel:
             changes |= {"safe_gate": self.bounded_gate, "lower_bound": None}
-        return replace(self, **changes) if changes else self
+        return (
+            _made(KdaOptions, {**self.__dict__, **changes}) if changes else self
+        )  # all else has been checked
 
 
 # (name, annotation, default) of every option, in order: plain values, which torch.compile can trace through
