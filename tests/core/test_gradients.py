@@ -188,7 +188,6 @@ TANGENT = "forward-mode AD is not supported: v has a tangent"
 SECOND = "second derivatives are not supported"
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script.")  # torch's own, on first use
 @pytest.mark.parametrize(
     ("grad", "given"), [(False, False), (True, False), (False, True)], ids=["plain", "requires-grad", "out"]
 )
