@@ -116,7 +116,7 @@ def test_variables_that_make_calls_fail_are_problems(install, monkeypatch, name,
 def test_a_backend_of_the_environment_that_serves_no_call_here_is_a_problem(install, monkeypatch):
     install("far", archs={(7, 5)})
     monkeypatch.setenv("KDA_BACKEND", "far")
-    (problem,) = [p for p in problems() if "standard call" in p]
+    (problem,) = [p for p in problems() if "standard call on cpu" in p]
     assert "on cpu fails" in problem and "far  wrong-arch: runs on sm_75" in problem
 
 
