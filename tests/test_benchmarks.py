@@ -284,6 +284,16 @@ def test_the_page_of_context_parallelism_summarises_right_rows_alone(registry):
     assert "| wrong |" in wrong and "| 2.000 |" in page
 
 
+def test_errors_of_one_key_over_and_over_are_measured_on_any_machine(registry, capsys):
+    import repeated_keys
+
+    assert repeated_keys.main(["--T", "64", "--H", "1"]) == 0
+    head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert head == ["T", "beta", "reference", "o", "reference", "state"]
+    assert [row[1] for row in rows] == ["random", "1.0", "1.5", "1.9", "2.0"]
+    assert all(0 < float(e) < 3e-3 for row in rows for e in row[2:3])  # o is rounded to bf16 once
+
+
 def test_several_ranks_are_measured_against_one(tmp_path, registry):
     out = tmp_path / "cp_multi_gpu.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "multi_gpu.py",
