@@ -66,7 +66,7 @@ lengths = st.lists(
 ).map(tuple)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     lengths,
     st.sampled_from([1, 2, 4, 8, 12, 64]),

@@ -40,7 +40,7 @@ class DeclaredConformance:
         contract and a choice."""
         spec = _spec(self.backend or metafunc.config.getoption("kda_backend", None))
         if "dtype" in metafunc.fixturenames:
-            every = map(dtype_name, INPUT_DTYPES)
+            every = [dtype_name(dtype) for dtype in INPUT_DTYPES]
             metafunc.parametrize(
                 "dtype", every if spec is None or spec.dtypes is None else sorted(spec.dtypes)
             )
