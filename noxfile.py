@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
-PACKAGES = ("kda-core", "kda-sm90", "kda-sm100", "kda-cp", "ptx-emulator")
+PACKAGES = ("kda-core", "kda-cute", "kda-sm90", "kda-sm100", "kda-cp", "ptx-emulator")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")  # nox skips those that the machine lacks
 SOURCES = ("packages", "examples", "benchmarks", "noxfile.py")
 
@@ -27,7 +27,7 @@ DOWNLOADS = "what is not there yet is downloaded now; PyPI's torch for Linux bri
 # What `compile` compiles: (module:callable, folder that holds the module where it is no package, architectures).
 # The callable gives (kernel class, configuration) pairs. A package with kernels has a row here.
 KERNELS = (
-    ("cute_demo_kernels:sound", "tests/core/cute", ("sm_90a", "sm_100a", "sm_103a")),
+    ("helpers.demo_kernels:sound", "tests", ("sm_90a", "sm_100a", "sm_103a")),
     ("kda_sm90.variants:kernels", "", ("sm_90a",)),
     ("kda_sm100.variants:kernels", "", ("sm_100a", "sm_103a")),
 )
@@ -71,7 +71,7 @@ def install_all(session: nox.Session, dsl: str = "newest", pins: dict[str, str |
     """All packages of the repository, editable, with the test tools, the DSL of one end of its range, and `pins` in
     place of constraints."""
     session.log(DOWNLOADS)
-    pins = (lowest(session, "kda-sm90", "kda-sm100") if dsl == "lowest" else {}) | (pins or {})
+    pins = (lowest(session, "kda-cute") if dsl == "lowest" else {}) | (pins or {})
     editable = [word for package in PACKAGES for word in ("-e", f"packages/{package}")]
     session.install("-c", str(constraints(session, pins)), *editable, *TEST_TOOLS)
 
@@ -101,7 +101,7 @@ def compile_kernels(session: nox.Session, *arches: str) -> None:
         path = os.pathsep.join(filter(None, (folder and str(ROOT / folder), os.environ.get("PYTHONPATH"))))
         options = [word for arch in wanted for word in ("--arch", arch)]
         if wanted:
-            session.run("python", "-m", "kda_core.cute.ptxas", name, *options, env={"PYTHONPATH": path})
+            session.run("python", "-m", "kda_cute.jit.ptxas", name, *options, env={"PYTHONPATH": path})
 
 
 def matrix(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -134,6 +134,13 @@ def test_core(session: nox.Session, dsl: str) -> None:
     """kda-core: contract, registry, operators, reference, compile cache, conformance kit."""
     install_all(session, dsl)
     pytest(session, "tests/core")
+
+
+@matrix("test-cute")
+def test_cute(session: nox.Session, dsl: str) -> None:
+    """kda-cute: compile cache, ahead-of-time compilation, ptxas report."""
+    install_all(session, dsl)
+    pytest(session, "tests/cute")
 
 
 @matrix("test-sm90")

@@ -47,7 +47,7 @@ class Nothing:
     def workspace_bytes(self, shape: ProblemShape) -> int:
         return 1 << 18
 
-    def prepare(self, shape: ProblemShape) -> None:
+    def compile(self, shape: ProblemShape) -> None:
         pass
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
@@ -56,7 +56,7 @@ class Nothing:
 
 SPEC = BackendSpec(
     name="nothing",
-    abi=(1, 0),
+    abi=(2, 0),
     archs=frozenset({"any"}),
     features=frozenset({f.value for f in Feature} - {"backward", "recurrent"}),
     target="host:Nothing",

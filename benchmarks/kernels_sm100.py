@@ -21,14 +21,14 @@ from typing import Any
 
 from model_sm100 import BANDWIDTH, BLACKWELL_GHZ, COPIED, SMS, K
 
-from kda_core.cute import ptxas
+from kda_cute.jit import ptxas
 from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, OutputConfig, PrepareConfig, SummaryConfig
 from kda_sm100.layouts import record_bytes
 
 #: Pages and their kernels, each with the variants whose instructions are shown: (name, configuration). Of the merge, whose
 #: configuration cannot be imported without the DSL, the columns.
 PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
-    "sm100-prepare": {
+    "sm100-intra-chunk": {
         "PrepareKernel": [
             *((f"C = {C}, bounded gate", PrepareConfig(C)) for C in CHUNKS),
             *((f"C = {C}, bounded gate, columns vote", PrepareConfig(C, vote=True)) for C in CHUNKS),
@@ -260,7 +260,7 @@ def moved(kernel: str, config: Any) -> int:
 
 
 def main(names: list[str]) -> None:
-    from kda_core.cute.merge import MergeConfig
+    from kda_cute.device.merge_states import MergeConfig
     from kda_sm100.variants import kernels
 
     every = kernels()

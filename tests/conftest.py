@@ -3,9 +3,12 @@ not here."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections import Counter
 
 import pytest
+from helpers.fake_plugins import install_into
 from hypothesis import HealthCheck, settings
 
 # A busy machine is slow to draw examples; that says nothing about the code under test.
@@ -63,3 +66,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"not run for want of a GPU {needed}: {count} tests (KDA_REQUIRE_ARCH=1 makes that a failure)",
             yellow=True,
         )
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """`helpers.fake_plugins.install_into` a folder on sys.path; cached discovery is forgotten, before and after."""
+    import kda_core
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    written = []
+
+    def install_distribution(name, **fields):
+        written.extend(install_into(tmp_path, name, **fields))
+        importlib.invalidate_caches()
+        kda_core.backends(refresh=True)
+
+    yield install_distribution
+    for module in written:
+        sys.modules.pop(module, None)
+    monkeypatch.undo()
+    kda_core.backends(refresh=True)

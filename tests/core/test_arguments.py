@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from inputs import call
+from helpers.inputs import call
 from torch.testing import assert_close
 
 from kda_core import chunk_kda, explain, fused_recurrent_kda

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from inputs import call, replaced
+from helpers.inputs import call, replaced
 from test_arguments import CASES
 from test_arguments import X as GOOD  # of which some cases are made
 from test_registry import install_planner

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from inputs import call, replaced
+from helpers.inputs import call, replaced
 
 import kda_core
 from kda_core import chunk_kda, contents, fused_recurrent_kda

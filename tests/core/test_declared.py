@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from inputs import call
+from helpers.inputs import call
 
 import kda_core
 from kda_core import chunk_kda, explain
@@ -57,8 +57,8 @@ def test_what_is_declared_is_served_and_the_rest_goes_elsewhere(install):
 
 
 def test_a_spec_of_an_older_abi_leaves_dtypes_and_head_dimensions_to_can_run(install):
-    install("old", abi=(1, 2), priority=9)
-    install("older", abi=(1, 0), priority=10, refuses="fp16 is slow")
+    install("old", abi=(2, 0), priority=9)
+    install("older", abi=(2, 0), priority=10, refuses="fp16 is slow")
     for x in (inputs(), inputs(FP16, K=32, V=8)):
         with record_calls() as calls:
             chunk_kda(**x)

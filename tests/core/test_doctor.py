@@ -33,7 +33,7 @@ class Plans:
     def plan_from_json(self, text):
         raise NotImplementedError
 
-    def run(self, plan, inputs, outputs, backend):
+    def execute(self, plan, inputs, outputs, backend):
         raise NotImplementedError
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from inputs import call
+from helpers.inputs import call
 
 from kda_core import chunk_kda, env
 from kda_core.cli import main
@@ -48,7 +48,7 @@ def test_import_pulls_in_neither_cutlass_nor_triton():
     script = (
         "import sys, torch\n"  # which brings what it likes, cuda.bindings among it
         "before = set(sys.modules)\n"
-        "import kda_core, kda_core.cute, kda_core.testing\n"
+        "import kda_core, kda_cute, kda_core.testing\n"
         "kda_core.backends()\n"
         "bad = [m for m in set(sys.modules) - before if m.split('.')[0] in ('cutlass', 'triton', 'tvm_ffi', 'cuda', 'pytest')]\n"
         "print(bad)\n"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from inputs import call
+from helpers.inputs import call
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,7 +46,7 @@ class Thirds:
     def workspace_bytes(self, plan, inputs, spec, backend):
         return 1000 * len(plan.cuts)
 
-    def run(self, plan, inputs, outputs, backend):
+    def execute(self, plan, inputs, outputs, backend):
         self.seen.append((str(plan), outputs.workspace.numel()))
         return backend.chunk_fwd(inputs, outputs)
 """

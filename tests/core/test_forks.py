@@ -1,7 +1,7 @@
 """A process may fork at any moment: what a thread of the parent was about to do never keeps the child waiting."""
 
-from fake_plugins import install_into
-from support import said_by_a_fork
+from helpers.fake_plugins import install_into
+from helpers.support import said_by_a_fork
 
 CALL = """
 import torch

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from inputs import call, replaced
+from helpers.inputs import call, replaced
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 

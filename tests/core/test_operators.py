@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from inputs import call
+from helpers.inputs import call
 
 import kda_core
 from kda_core import chunk_kda, fused_recurrent_kda

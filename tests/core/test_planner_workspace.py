@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from inputs import call
+from helpers.inputs import call
 
 from kda_core import BACKEND_ABI, chunk_kda
 from kda_core.errors import PlannerError, ShapeError
@@ -34,7 +34,7 @@ class Greedy:
         assert isinstance(plan, Plan) and spec.name == "reference" and isinstance(backend, ReferenceBackend)
         return self.needs
 
-    def run(self, plan, inputs, outputs, backend):
+    def execute(self, plan, inputs, outputs, backend):
         self.seen.append(0 if outputs.workspace is None else outputs.workspace.numel())
         return backend.chunk_fwd(inputs, outputs)
 """

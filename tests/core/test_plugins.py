@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from inputs import call
+from helpers.inputs import call
 
 import kda_core
 from kda_core import BACKEND_ABI, chunk_kda, use_backend
@@ -219,7 +219,7 @@ class Odd(BackendSpec):
         return frozenset({"cpu"})
 
 SPEC = object.__new__(Odd)
-vars(SPEC).update(name=Name("odd"), abi=(1, 0), features=frozenset({Name("unbounded_gate")}),
+vars(SPEC).update(name=Name("odd"), abi=(2, 0), features=frozenset({Name("unbounded_gate")}),
                   target="fake_odd_backend:Backend", install="", priority=9, unavailable=None,
                   variants=None, note=None, dtypes=None, head_dims=None)
 """
@@ -245,7 +245,7 @@ TARGETS = {
     "no class": ("Backend = 3\n", "TypeError"),
     "no methods": (
         "class Backend:\n    pass\n",
-        "Backend has no can_run, workspace_bytes, prepare, chunk_fwd, chunk_bwd, recurrent_fwd",
+        "Backend has no can_run, workspace_bytes, compile, chunk_fwd, chunk_bwd, recurrent_fwd",
     ),
     "no can_run": (
         "from kda_core import reference\nclass Backend(reference.ReferenceBackend):\n    can_run = None\n",
@@ -280,7 +280,7 @@ class Backend:
     def __init__(self):
         whole = ReferenceBackend()
         self.can_run, self.workspace_bytes = whole.can_run, whole.workspace_bytes
-        self.prepare, self.chunk_fwd = whole.prepare, whole.chunk_fwd
+        self.compile, self.chunk_fwd = whole.compile, whole.chunk_fwd
 """
     install("small", backend=module, features=FEATURES - {"backward", "recurrent"}, priority=5)
     assert listed("small") == ("ok", "") and ran() == "small"
@@ -370,7 +370,7 @@ def spec_module(name, target, priority=0):
     fields = {"name": name, "target": target, "priority": priority}
     return (
         "from kda_core.backend import BackendSpec\nfrom kda_core.contract import Feature\n"
-        f"SPEC = BackendSpec(abi=(1, 0), archs=frozenset({{'cpu'}}), features=frozenset(f.value for f in Feature),"
+        f"SPEC = BackendSpec(abi=(2, 0), archs=frozenset({{'cpu'}}), features=frozenset(f.value for f in Feature),"
         f" install='', **{fields})\n"
     )
 
@@ -435,7 +435,7 @@ def test_two_third_parties_with_one_name(install):
 @pytest.mark.parametrize("wrong", ["raise ValueError", "outdated"])
 def test_a_broken_plugin_does_not_keep_a_name_from_a_sound_one(install, wrong):
     if wrong == "outdated":
-        wrong = spec_module("twin", "nowhere:Backend").replace("abi=(1, 0)", "abi=(0, 1)")
+        wrong = spec_module("twin", "nowhere:Backend").replace("abi=(2, 0)", "abi=(0, 1)")
     install("twin", source=wrong)
     install("z-twin", source=spec_module("twin", "fake_z_twin_backend:Backend", priority=1))
     assert listed("twin", "fake-z-twin") == ("ok", "") and ran() == ran(backend="twin") == "twin"
@@ -503,8 +503,8 @@ class Planner:
     def plan_from_json(self, text):
         {from_json}
 
-    def run(self, plan, inputs, outputs, backend):
-        {run}
+    def execute(self, plan, inputs, outputs, backend):
+        {execute}
 """
 
 
@@ -513,13 +513,13 @@ def install_planner(
     name="mine",
     plan="return Plan()",
     from_json="return Plan()",
-    run="return backend.chunk_fwd(inputs, outputs)",
+    execute="return backend.chunk_fwd(inputs, outputs)",
     backend=None,
     abi=BACKEND_ABI,
     called=None,
 ):
     source = PLANNER_SPEC.format(name=called or name, module=name.replace("-", "_"), abi=abi)
-    made = PLANNER.format(plan=plan, from_json=from_json, run=run) if backend is None else backend
+    made = PLANNER.format(plan=plan, from_json=from_json, execute=execute) if backend is None else backend
     install(name, group="kda_core.planners", source=source, backend=made)
 
 
@@ -535,13 +535,13 @@ OFF = "; KDA_CP=0 turns it off"
         ({"plan": "return False"}, "plan returned False, not a plan with to_json"),
         ({"plan": "return ()"}, "plan returned (), not a plan with to_json"),
         ({"plan": "return '{}'"}, "plan returned '{}', not a plan with to_json"),
-        ({"run": "raise KeyError('x')"}, "run raised KeyError: 'x'"),
+        ({"execute": "raise KeyError('x')"}, "execute raised KeyError: 'x'"),
         (
             {"plan": "return type('P', (), {'to_json': property(lambda self: 1 / 0), '__repr__': None})()"},
             "plan returned a P, not a plan with to_json",
         ),
-        ({"run": "pass"}, "run returned NoneType, not the outputs"),
-        ({"run": "return plan"}, "run returned Plan, not the outputs"),
+        ({"execute": "pass"}, "execute returned NoneType, not the outputs"),
+        ({"execute": "return plan"}, "execute returned Plan, not the outputs"),
     ],
 )
 def test_a_planner_that_fails_is_named_with_the_way_to_turn_it_off(install, monkeypatch, methods, words):
@@ -571,7 +571,7 @@ def test_a_planner_that_cannot_read_a_plan_is_named(install, from_json, words):
         ran(context_parallel=Plan())
 
 
-@pytest.mark.parametrize("method", ["plan", "run"])
+@pytest.mark.parametrize("method", ["plan", "execute"])
 @pytest.mark.parametrize(
     "raised", ["ArgumentError('a', 'b', 'c')", "torch.OutOfMemoryError('x')", "KeyboardInterrupt"]
 )
@@ -585,7 +585,7 @@ def test_what_a_planner_raises_on_purpose_reaches_the_caller(install, method, ra
     ("backend", "words"),
     [
         ("import sys\nsys.exit(2)\n", "SystemExit: 2"),
-        ("class Planner:\n    pass\n", "Planner has no plan, plan_from_json, run"),
+        ("class Planner:\n    pass\n", "Planner has no plan, plan_from_json, execute"),
         ("class Planner:\n    def __init__(self):\n        raise OSError('no file')\n", "OSError: no file"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from inputs import call
+from helpers.inputs import call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_core import chunk_kda, contract, reference

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from inputs import call
+from helpers.inputs import call
 
 import kda_core
 from kda_core import BACKEND_ABI, chunk_kda, explain, ops, registry, use_backend
@@ -354,7 +354,7 @@ class Halves:
     def plan_from_json(self, text):
         return Plan(json.loads(text)["cut"])
 
-    def run(self, plan, inputs, outputs, backend):
+    def execute(self, plan, inputs, outputs, backend):
         if not 0 < plan.cut < inputs.shape.T:
             raise PlannerError(f"cut {plan.cut} outside the sequence")
         state = None

@@ -55,7 +55,10 @@ def distribution(tmp_path, monkeypatch):
 
     yield add
     for module in set(sys.modules) - before:
-        if module.partition(".")[0] in ("kda_watched", "segmented_backend", "kda_tokenwise"):
+        if (
+            module.partition(".")[0] in ("kda_watched", "kda_tokenwise")
+            or module == "helpers.segmented_backend"
+        ):
             del sys.modules[module]
     monkeypatch.undo()
     kda_core.backends(refresh=True)
@@ -85,8 +88,8 @@ def watched(distribution, tmp_path):
 @pytest.fixture(params=["SPEC", "MERGES"])
 def segmented(request, distribution):
     """Installs a backend that summarises segments, "segmented"; gives the list of (method, lengths) of its calls."""
-    distribution("segmented", f"segmented_backend:{request.param}")
-    return importlib.import_module("segmented_backend").calls
+    distribution("segmented", f"helpers.segmented_backend:{request.param}")
+    return importlib.import_module("helpers.segmented_backend").calls
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import rank_checks
 import torch
 import torch.multiprocessing as mp
+from helpers import rank_checks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -154,7 +154,7 @@ def test_ranks_cut_their_fragments_further(results):
             assert {b for b, _ in ran} <= {backend} and count == 4
             done = [method for method, _ in seen]
             if backend != "reference":
-                assert done.count("summarize") == done.count("run_segments")
+                assert done.count("summarize") == done.count("execute_segments")
             merges = "summarize" in done and backend == "merging"
             assert ("merge_segments" in done) == merges, (rank, table, backend)
             if (

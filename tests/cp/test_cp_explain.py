@@ -45,13 +45,13 @@ def test_the_call_has_the_plan_and_the_workspace_that_were_explained(
         stored(("cpu", name, "bfloat16"), constants)
     REGISTRY.refresh()
     ran = []
-    run = ContextParallelPlanner.run
+    run = ContextParallelPlanner.execute
 
     def watched(self, plan, inputs, outputs, backend):
         ran.append((plan, 0 if outputs.workspace is None else outputs.workspace.numel()))
         return run(self, plan, inputs, outputs, backend)
 
-    monkeypatch.setattr(ContextParallelPlanner, "run", watched)
+    monkeypatch.setattr(ContextParallelPlanner, "execute", watched)
     x = make_inputs("memory", 1400, H=1, K=16, V=16, lengths=lengths).arguments
     x |= {"backend": backend, "context_parallel": mode}
     found = explain(**x)

@@ -1,6 +1,6 @@
 """A process may fork at any moment: locks of the planner that a thread of the parent holds are free in the child."""
 
-from support import said_by_a_fork
+from helpers.support import said_by_a_fork
 
 SLOW = """
 class Slow(tuple):

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import rank_checks
 import torch
 import torch.multiprocessing as mp
+from helpers import rank_checks
 
 from kda_core import chunk_kda
 from kda_core.registry import record_calls

@@ -39,7 +39,7 @@ def check(calls, x, plan, windowed=False, **more):
         )
     assert [(c.backend, c.planner) for c in ran] == [("segmented", "cp")]
     done = [what for what, _ in calls]
-    assert done.count("summarize") == done.count("run_segments")
+    assert done.count("summarize") == done.count("execute_segments")
     assert windowed or (done.count("summarize"), done.count("chunk_fwd")) == (1, 0)
     prepared = [n for what, lengths in calls if what in ("summarize", "chunk_fwd") for n in lengths]
     assert sum(prepared) == x["q"].shape[0] * x["q"].shape[1]
@@ -69,7 +69,7 @@ def test_split_sequences_of_one_batch(family, v_first, segmented):
     pieces = tuple(p for s in PLAN for p in s)
     own_merge = [("merge_segments", (0, 5, 6, 8, 9, 13, 14))]
     merged = own_merge if len(made) == 3 else []
-    assert made == [("summarize", pieces), *merged, ("run_segments", pieces)]
+    assert made == [("summarize", pieces), *merged, ("execute_segments", pieces)]
 
 
 @pytest.mark.parametrize("tokens", [64, 128, 256])
@@ -80,10 +80,10 @@ def test_long_calls_go_in_windows(family, tokens, segmented, monkeypatch):
     ).arguments
     monkeypatch.setattr(native, "WORKSPACE_BYTES", tokens * 4 * (2 * 16 + 2 * (16 + 24 + 1)))
     *_, made = check(segmented, x, Plan(PLAN), windowed=True)
-    seen = [lengths for what, lengths in made if what != "merge_segments" and what != "run_segments"]
+    seen = [lengths for what, lengths in made if what != "merge_segments" and what != "execute_segments"]
     assert len(seen) > 2 and all(sum(lengths) <= tokens for lengths in seen)
     if tokens > 64:
-        assert "run_segments" in dict(made)
+        assert "execute_segments" in dict(made)
     x = make_inputs(family, 1000, B=2, H=1, K=16, V=16).arguments
     check(segmented, x, Plan(((150, 350, 500), (1000,))), windowed=True)
 
@@ -92,7 +92,7 @@ def test_windows_of_odd_sizes_start_off_alignment(segmented, monkeypatch):
     x = make_inputs("slow", 400, H=1, K=8, V=4, lengths=(101, 299), initial_state=True).arguments
     monkeypatch.setattr(native, "WORKSPACE_BYTES", 128 * 4 * (2 * 8 + 8 + 4 + 1))
     *_, made = check(segmented, x, Plan(((33, 35, 33), (61, 100, 138))), windowed=True)
-    assert "run_segments" in dict(made)
+    assert "execute_segments" in dict(made)
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -105,7 +105,7 @@ def test_intermediate_states(v_first, segmented, monkeypatch):
         monkeypatch.setattr(native, "WORKSPACE_BYTES", tokens * 4 * 2 * (4 * 16 + 1))
         segmented.clear()
         h = chunk_kda(**x, backend="segmented", context_parallel=plan)[2]
-        assert "run_segments" in [what for what, _ in segmented]
+        assert "execute_segments" in [what for what, _ in segmented]
         assert error(h, want, state=True) < 0.01
 
 
@@ -246,7 +246,7 @@ def test_calibration_times_the_two_calls_and_the_merge(segmented):
     run()
     merge_call(backend, 2, 3, cpu)()
     done = [what for what, _ in segmented]
-    assert done[:2] == ["summarize", "run_segments"] and set(done[2:]) <= {"merge_segments"}
+    assert done[:2] == ["summarize", "execute_segments"] and set(done[2:]) <= {"merge_segments"}
 
 
 def test_the_planner_uses_it_where_it_predicts_a_gain(segmented, stored, monkeypatch):
@@ -257,7 +257,7 @@ def test_the_planner_uses_it_where_it_predicts_a_gain(segmented, stored, monkeyp
         monkeypatch.setattr(native, "WORKSPACE_BYTES", tokens * 4 * (4 * 16 + 1))
         kda_core.backends(refresh=True)
         *_, made = check(segmented, x, "auto", windowed=tokens < 1400)
-        assert len([what for what, _ in made if what == "run_segments"]) == (1 if tokens > 1400 else 3)
+        assert len([what for what, _ in made if what == "execute_segments"]) == (1 if tokens > 1400 else 3)
         assert explain(**x, backend="segmented").plan.startswith("cp: exact (1100 in ")
     forced = explain(**x, backend="segmented", context_parallel=Plan.uniform((1100, 300), 4)).plan
     assert "predicted" in forced and "given by the caller; calibrated constants" in forced

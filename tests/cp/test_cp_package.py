@@ -5,8 +5,8 @@ from importlib import metadata
 
 import pytest
 import torch
+from helpers.support import modules_after, prefill
 from packaging.requirements import Requirement
-from support import modules_after, prefill
 
 from kda_core import BACKEND_ABI, chunk_kda, doctor, explain
 from kda_core.abi import compatible

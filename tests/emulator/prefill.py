@@ -12,9 +12,9 @@ from typing import Any
 import ptx
 import torch
 
-from kda_core.cute.compile import trace
-from kda_core.cute.key import Variant
-from kda_core.cute.ptxas import keep_ptx
+from kda_cute.jit.compile import trace
+from kda_cute.jit.key import Variant
+from kda_cute.jit.ptxas import keep_ptx
 from kda_sm90 import layouts
 from kda_sm90.config import ARCH, THREADS, PrefillConfig
 
@@ -171,7 +171,7 @@ def in_segments(
 @functools.cache
 def compiled_merge(columns: int) -> tuple[str, int]:
     """The PTX of the kernel that merges segments, and its dynamic shared memory."""
-    from kda_core.cute.merge import MergeConfig, MergeKernel
+    from kda_cute.device.merge_states import MergeConfig, MergeKernel
 
     config = MergeConfig(columns)
     return ptx_of(MergeKernel, config), MergeKernel(config).shared_bytes
@@ -185,7 +185,7 @@ def merge(
     columns: int = 8,
 ) -> None:
     """Writes the starts of all segments but the first one of each sequence."""
-    from kda_core.cute.merge import HEAD_DIM, THREADS
+    from kda_cute.device.merge_states import HEAD_DIM, THREADS
 
     text, shared = compiled_merge(columns)
     N, HV = len(bounds) - 1, starts.shape[1]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from wheelhouse import SOURCES, THIRD_PARTY, CleanEnvironment, build_wheel, closure, copy_project
+from helpers.wheelhouse import SOURCES, THIRD_PARTY, CleanEnvironment, build_wheel, closure, copy_project
 
 
 @pytest.fixture(scope="session")

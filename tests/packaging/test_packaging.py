@@ -13,7 +13,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from wheelhouse import ROOT, SOURCES, build_sdist, build_wheel, copy_project
+from helpers.wheelhouse import ROOT, SOURCES, build_sdist, build_wheel, copy_project
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -271,9 +271,9 @@ SPEC = BackendSpec(
 
 BAD_PLUGINS = {
     "unimportable": "import a_module_that_was_never_there\n",
-    "unloadable": SPEC.format(name="unloadable", abi=(1, 0), target="kda_unloadable:Absent"),
+    "unloadable": SPEC.format(name="unloadable", abi=(2, 0), target="kda_unloadable:Absent"),
     "outdated": SPEC.format(name="outdated", abi=(0, 9), target="kda_outdated:Backend"),
-    "futuristic": SPEC.format(name="futuristic", abi=(1, 999), target="kda_futuristic:Backend"),
+    "futuristic": SPEC.format(name="futuristic", abi=(2, 999), target="kda_futuristic:Backend"),
 }
 
 
@@ -303,7 +303,7 @@ def test_bad_plugins_are_listed_with_reasons_and_hide_nobody(clean_environment, 
     newer_core = "kda-core: pip install ./packages/kda-core, from a checkout of the repository"
     for name, abi, remedy in (
         ("outdated", "0.9", "kda-outdated: pip install kda-outdated"),
-        ("futuristic", "1.999", newer_core),
+        ("futuristic", "2.999", newer_core),
     ):
         reason = f"kda-{name} 0.3.0 was written for ABI {abi}, kda-core has {core}; install a newer {remedy}"
         assert found[name][1:] == [reason, f"kda-{name}"]

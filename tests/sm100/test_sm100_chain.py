@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from blackwell import Workspace, chunks_of, launch
+from helpers.sm100_launch import Workspace, chunks_of, launch
 
 from kda_core.testing import error
 from kda_sm100.config import HEAD_DIM, ChainConfig

@@ -1,11 +1,11 @@
 """The reduced conformance set on ptx-emulator (`emulated_cases`). No Blackwell GPU has run the kernels; `test_conformance` is
 for the first one."""
 
-from emulated_cases import KIT, EmulatedCases
+from helpers.emulated_cases import KIT, EmulatedCases
 
 from kda_core.testing.conformance import same
-from kda_core.testing.emulation import emulated
 from kda_core.testing.runner import Runner
+from kda_cute.testing.emulation import emulated
 from kda_sm100.config import ARCHS
 
 

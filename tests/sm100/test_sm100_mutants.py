@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from blackwell import Workspace
+from helpers.sm100_launch import Workspace
 
 import ptx_emulator
-from kda_core.cute.ptxas import keep_ptx
+from kda_cute.jit.ptxas import keep_ptx
 from kda_sm100.config import ARCHS, HEAD_DIM, ChainConfig, SummaryConfig
 
 C, CHUNKS = 32, 9  # stages of both rings, which are alike, and both accumulators of O are used again

@@ -3,7 +3,7 @@
 from importlib import metadata
 
 import pytest
-from support import listed, modules_after, prefill
+from helpers.support import listed, modules_after, prefill
 
 from kda_core import chunk_kda
 from kda_core.contract import Feature
@@ -43,7 +43,9 @@ def test_listing_it_imports_no_compiler():
 
 
 def test_it_knows_nothing_of_kda_sm90():
-    imported = modules_after("import kda_sm100.kernels.chain, kda_sm100.kernels.prepare, kda_sm100.backend")
+    imported = modules_after(
+        "import kda_sm100.kernels.chain, kda_sm100.kernels.intra_chunk, kda_sm100.backend"
+    )
     assert "kda_sm90" not in imported
 
 

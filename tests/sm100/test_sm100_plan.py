@@ -4,9 +4,9 @@ import functools
 
 import pytest
 import torch
-from support import FREE, NOT_BUILT, problem_shape, refused
+from helpers.support import FREE, NOT_BUILT, problem_shape, refused
 
-from kda_core.cute.key import Variant
+from kda_cute.jit.key import Variant
 from kda_sm100 import layouts
 from kda_sm100.config import ARCHS, ChainConfig, PrepareConfig, SummaryConfig
 from kda_sm100.plan import plan

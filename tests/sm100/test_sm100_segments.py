@@ -5,13 +5,13 @@ from itertools import accumulate
 
 import pytest
 import torch
-from blackwell import launch
+from helpers.sm100_launch import launch
 from test_sm100_chain import NAN, laid_out, recurrence
 
 from kda_core import chunk_kda
 from kda_core.registry import record_calls
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
-from kda_core.testing.emulation import emulated
+from kda_cute.testing.emulation import emulated
 from kda_sm100.config import ARCHS, HEAD_DIM, SummaryConfig
 
 

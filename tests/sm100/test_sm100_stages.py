@@ -4,7 +4,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from blackwell import chunks_of, launch
+from helpers.sm100_launch import chunks_of, launch
 
 from kda_core.errors import ArgumentError, DeviceError
 from kda_core.testing import error

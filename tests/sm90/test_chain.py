@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from direct import launch, places
+from helpers.sm90_launch import launch, places
 
 from kda_core.testing import error
 from kda_sm90 import layouts

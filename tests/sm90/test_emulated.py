@@ -3,13 +3,13 @@
 from typing import ClassVar
 
 import pytest
-from emulated_cases import BOUNDS, EmulatedCases
-from support import listed, modules_after
+from helpers.emulated_cases import BOUNDS, EmulatedCases
+from helpers.support import listed, modules_after
 
 from kda_core import chunk_kda
 from kda_core.errors import BackendUnavailableError
 from kda_core.testing import make_inputs, record_calls
-from kda_core.testing.emulation import emulated
+from kda_cute.testing.emulation import emulated
 from kda_sm90.config import ARCH
 
 
@@ -35,4 +35,4 @@ def test_nothing_is_emulated_unasked():
 
 
 def test_the_emulator_is_imported_when_it_is_used():
-    assert "ptx_emulator" not in modules_after("import kda_core.testing.emulation, kda_sm90.backend")
+    assert "ptx_emulator" not in modules_after("import kda_cute.testing.emulation, kda_sm90.backend")

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from support import FREE, NOT_BUILT, problem_shape, refused
+from helpers.support import FREE, NOT_BUILT, problem_shape, refused
 
 from kda_core import contract
 from kda_core.contract import KdaOptions

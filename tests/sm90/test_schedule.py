@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from direct import launch, places
+from helpers.sm90_launch import launch, places
 
 from kda_core.testing import make_inputs
 from kda_sm90 import layouts

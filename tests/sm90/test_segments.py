@@ -59,7 +59,7 @@ def in_segments(x, cuts, initial, v_first):
     backend.merge_segments(starts, exits, transitions, bounds)
     o, final = torch.empty_like(x["v"]), torch.empty_like(starts)
     outputs = KdaOutputs(o, final, None, workspace)
-    assert backend.run_segments(inputs(starts, v_first), outputs) is outputs
+    assert backend.execute_segments(inputs(starts, v_first), outputs) is outputs
     return o, final.mT if v_first else final, transitions
 
 

@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 import torch
-from support import listed, modules_after, prefill
+from helpers.support import listed, modules_after, prefill
 
 from kda_core import chunk_kda, explain
 from kda_core.contract import Feature

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_plan import shape
 
-from kda_core.cute.key import Variant
+from kda_cute.jit.key import Variant
 from kda_sm90.plan import plan, segment_plan
 from kda_sm90.variants import ALL, SAMPLE
 
@@ -14,7 +14,7 @@ FREE = {"use_gate_in_kernel": False, "lower_bound": None, "A_log": False, "dt_bi
 
 def test_every_variant_is_offered_once():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the kernel class imports it")
-    from kda_core.cute.merge import MERGES
+    from kda_cute.device.merge_states import MERGES
     from kda_sm90.variants import ahead_of_time
 
     offered = ahead_of_time("sm_90a")

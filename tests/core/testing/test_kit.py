@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from fake_plugins import install_into
+from helpers.fake_plugins import install_into
 
 from kda_core.testing import BAND, FAMILIES, error, make_inputs, specification, token_oracle, tolerance
 

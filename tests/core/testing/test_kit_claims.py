@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_plugins import install_into
+from helpers.fake_plugins import install_into
 
 from kda_core import chunk_kda, contract
 from kda_core.backend import BackendSpec
@@ -28,7 +28,7 @@ class Backend:
     def workspace_bytes(self, shape):
         return 0
 
-    def prepare(self, shape):
+    def compile(self, shape):
         pass
 
     def chunk_fwd(self, inputs, outputs):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from fake_plugins import install_into
+from helpers.fake_plugins import install_into
 
 HEAD = """
 import torch

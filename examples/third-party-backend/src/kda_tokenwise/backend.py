@@ -25,7 +25,7 @@ class TokenwiseBackend:
     def workspace_bytes(self, shape: ProblemShape) -> int:
         return 0
 
-    def prepare(self, shape: ProblemShape) -> None:
+    def compile(self, shape: ProblemShape) -> None:
         """Nothing to compile."""
 
     @torch.no_grad()

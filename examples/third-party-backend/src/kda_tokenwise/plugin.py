@@ -4,7 +4,7 @@ from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="tokenwise",
-    abi=(1, 3),  # the ABI that this package was written for
+    abi=(2, 0),  # the ABI that this package was written for
     archs=frozenset({"cpu"}),
     # Left out because `TokenwiseBackend` does not serve them: intermediate_states, graph, pin, backward. A call that
     # needs one of them goes to another backend, or is refused where the user named this one.

@@ -6,7 +6,7 @@ raises the minor; a changed meaning, layout or required method raises the major.
 
 from __future__ import annotations
 
-BACKEND_ABI: tuple[int, int] = (1, 3)
+BACKEND_ABI: tuple[int, int] = (2, 0)
 
 
 def compatible(plugin: tuple[int, int], core: tuple[int, int] = BACKEND_ABI) -> bool:

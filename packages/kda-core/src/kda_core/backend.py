@@ -36,14 +36,14 @@ class BackendSpec:
         install: the command that installs it, for messages.
         unavailable: why no call can be served although the package is installed; None where calls are served.
         variants: ``"package.module:callable"``, imported when kernels are compiled ahead of time; called with an
-            architecture such as "sm_90a", it gives (kernel class, configuration) pairs in the form of `kda_core.cute`.
-            None: nothing to compile. Since ABI 1.1.
+            architecture such as "sm_90a", it gives (kernel class, configuration) pairs in the form of `kda_cute`.
+            None: nothing to compile.
         note: what whoever relies on the backend should know, such as where it has been run; shown where
-            backends are listed. None: nothing. Since ABI 1.2.
+            backends are listed. None: nothing.
         dtypes: torch's names of the dtypes of q, k and v that it serves, such as ``{"bfloat16", "float16"}``. Core refuses
-            all others. None: `Backend.can_run` decides. Since ABI 1.3.
+            all others. None: `Backend.can_run` decides.
         head_dims: the pairs (K, V) that it serves, such as ``{(128, 128)}``. Core refuses all others. None:
-            `Backend.can_run` decides. Since ABI 1.3.
+            `Backend.can_run` decides.
     """
 
     name: str
@@ -74,7 +74,7 @@ class BackendSpec:
 @runtime_checkable
 class Backend(Protocol):
     """The methods that every backend has. All launches go to the current stream of the inputs' device, and no method
-    but `prepare` may synchronise with a GPU. Methods may be called from several threads at once. Answers of `can_run` and
+    but `compile` may synchronise with a GPU. Methods may be called from several threads at once. Answers of `can_run` and
     `workspace_bytes` depend on the shape alone: core keeps them until the registry is refreshed."""
 
     def can_run(self, shape: ProblemShape) -> str | None:
@@ -86,7 +86,7 @@ class Backend(Protocol):
         """Bytes of scratch memory that `chunk_fwd` needs for this shape, 0 for none."""
         ...
 
-    def prepare(self, shape: ProblemShape) -> None:
+    def compile(self, shape: ProblemShape) -> None:
         """Compiles or loads all that `chunk_fwd` needs for this shape, without a launch."""
         ...
 
@@ -115,7 +115,7 @@ class SupportsRecurrent(Protocol):
 
 @runtime_checkable
 class SupportsSegments(Protocol):
-    """Optional, behind `Feature.SEGMENT_SUMMARY`, since ABI 1.2: for planners that cut sequences into segments.
+    """Optional, behind `Feature.SEGMENT_SUMMARY`: for planners that cut sequences into segments.
 
     A planner asks for the summaries of all segments, finds from them the state at the start of each, and has them run from
     there. `inputs` are those of a packed call (B = 1) whose N sequences are the segments; both times the same tokens, and
@@ -135,12 +135,12 @@ class SupportsSegments(Protocol):
             exits: [N, HV, K, V], written: the final states from those initial states.
             transitions: [N, HV, K, K], written: M, prod (I - beta k k^T) Diag(e^g). Both fp32 (fp64 for fp64 inputs). A
                 segment of length zero has the identity.
-            workspace: [`segment_workspace_bytes`] uint8. What `run_segments` can use is left in it: all that depends
+            workspace: [`segment_workspace_bytes`] uint8. What `execute_segments` can use is left in it: all that depends
                 on the tokens alone is computed once.
         """
         ...
 
-    def run_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+    def execute_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         """As `Backend.chunk_fwd`, with `outputs.workspace` as the last `summarize` left it, which was of these segments.
         `inputs.initial_state` are the true states at the segments' starts. Returns `outputs`."""
         ...
@@ -148,7 +148,7 @@ class SupportsSegments(Protocol):
 
 @runtime_checkable
 class SupportsMerge(Protocol):
-    """Optional beside `SupportsSegments`, since ABI 1.2. Without it the planner merges in torch."""
+    """Optional beside `SupportsSegments`. Without it the planner merges in torch."""
 
     def merge_segments(self, initial: Tensor, exits: Tensor, transitions: Tensor, bounds: Tensor) -> None:
         """The state at the start of every segment, accurate to fp32 and found on the device.
@@ -202,7 +202,7 @@ class Planner(Protocol):
         """
         ...
 
-    def run(self, plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) -> KdaOutputs:
+    def execute(self, plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) -> KdaOutputs:
         """Executes the call by the plan; the outputs are those of `Backend.chunk_fwd` within tolerance.
 
         Raises:
@@ -212,7 +212,7 @@ class Planner(Protocol):
 
 
 class SupportsRefusal(Protocol):
-    """Optional for a planner, since ABI 1.2. A planner without it is given every plan that a caller forces."""
+    """Optional for a planner. A planner without it is given every plan that a caller forces."""
 
     def refusal(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str | None:
         """None, or why this plan, which a caller gave, cannot run this call on this backend: core raises it as a
@@ -222,7 +222,7 @@ class SupportsRefusal(Protocol):
 
 
 class SupportsExplanation(Protocol):
-    """Optional for a planner, since ABI 1.2."""
+    """Optional for a planner."""
 
     def explain(self, plan: Plan | None, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str:
         """For `kda_core.explain`: the plan with its prediction and the rule that decided, or with None, which is what
@@ -231,16 +231,16 @@ class SupportsExplanation(Protocol):
 
 
 class SupportsWorkspace(Protocol):
-    """Optional for a planner, since ABI 1.3. Calls by the plans of a planner without it get the workspace of a direct call."""
+    """Optional for a planner. Calls by the plans of a planner without it get the workspace of a direct call."""
 
     def workspace_bytes(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> int:
-        """Bytes of scratch memory that `Planner.run` needs for this plan, 0 for none; `KdaOutputs.workspace` then has as
+        """Bytes of scratch memory that `Planner.execute` needs for this plan, 0 for none; `KdaOutputs.workspace` then has as
         many. Must not synchronise. It depends on what `Planner.plan` does."""
         ...
 
 
 class SupportsDiagnosis(Protocol):
-    """Optional for a planner, since ABI 1.3."""
+    """Optional for a planner."""
 
     def problems(self) -> Sequence[str]:
         """For ``python -m kda_core doctor``: a line for everything that the planner reads and cannot use, such as a damaged

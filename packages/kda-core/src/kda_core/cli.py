@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from kda_core import contract, explanation
-from kda_core.cute import ARCHITECTURES
 from kda_core.errors import ArgumentError, DeviceError, KdaError
+from kda_cute import ARCHITECTURES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -253,7 +253,7 @@ def _shape(args: argparse.Namespace) -> contract.ProblemShape:
 
 
 def _precompile(args: argparse.Namespace, rest: list[str]) -> int:
-    from kda_core import precompile
+    from kda_cute.jit import precompile_command as precompile
 
     return precompile.run(args.arch, args.backend, args.only, args.jobs, args.list)
 

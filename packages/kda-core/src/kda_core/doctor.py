@@ -21,11 +21,11 @@ import torch
 from kda_core import env, requirements
 from kda_core.abi import BACKEND_ABI
 from kda_core.contract import KdaOptions, ProblemShape
-from kda_core.cute import ARCHITECTURES
-from kda_core.cute.versions import DSL, DslWheels, dsl_wheels
 from kda_core.errors import ArgumentError, BackendNotFoundError
 from kda_core.explanation import explain
 from kda_core.registry import PUBLISHED, REGISTRY, arch_matches, show_archs
+from kda_cute import ARCHITECTURES
+from kda_cute.jit.versions import DSL, DslWheels, dsl_wheels
 
 DISTRIBUTIONS = (
     "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "flash-linear-attention", "fla-core",

@@ -239,13 +239,13 @@ def execute(
     name = None
     if plan is not None and call.planner is not None:
         name = call.planner[0]
-        returned = _from_planner(call.planner, "run", plan, inputs, outputs, choice.backend)
+        returned = _from_planner(call.planner, "execute", plan, inputs, outputs, choice.backend)
     else:
         returned = getattr(choice.backend, call.entry)(inputs, outputs)
     if returned is not outputs:
         what = f"returned {type(returned).__name__}, not the outputs it was given"
         if name is not None:
-            raise registry.REGISTRY.planner_error(name, f"run {what}")
+            raise registry.REGISTRY.planner_error(name, f"execute {what}")
         raise BackendContractError(f"{choice.spec.name}.{call.entry} {what}")
     if given is not None:  # as torch's own functions do: autograd sees that what it saved has changed
         torch.autograd.graph.increment_version([x for x in given if x is not None])

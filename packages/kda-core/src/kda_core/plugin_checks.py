@@ -49,9 +49,9 @@ def target_problem(spec: BackendSpec | PlannerSpec, made: object) -> str | None:
     """Which methods the object behind `spec.target` lacks, or None. Optional ones are needed where the spec declares
     their feature."""
     if isinstance(spec, PlannerSpec):
-        needed = ["plan", "plan_from_json", "run"]
+        needed = ["plan", "plan_from_json", "execute"]
     else:
-        needed = ["can_run", "workspace_bytes", "prepare", "chunk_fwd"]
+        needed = ["can_run", "workspace_bytes", "compile", "chunk_fwd"]
         needed += [method for feature, method in _METHODS.items() if feature in spec.features]
     missing = [name for name in needed if not callable(getattr(made, name, None))]
     return f"{type(made).__name__} has no {', '.join(missing)}" if missing else None

@@ -67,7 +67,7 @@ class ReferenceBackend:
     def workspace_bytes(self, shape: ProblemShape) -> int:
         return 0  # torch allocates its temporaries
 
-    def prepare(self, shape: ProblemShape) -> None:
+    def compile(self, shape: ProblemShape) -> None:
         """Nothing to compile."""
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:

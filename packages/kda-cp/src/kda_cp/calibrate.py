@@ -124,7 +124,7 @@ def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants
 def segment_calls(
     n: int, T: int, device: torch.device, dtype: torch.dtype, name: str
 ) -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
-    """The backend, and its `summarize` and `run_segments` of one segment with n value heads."""
+    """The backend, and its `summarize` and `execute_segments` of one segment with n value heads."""
     x = _arguments(n, T, device, dtype)
     offsets = torch.tensor([0, T], dtype=torch.int32)
     tensors = [x.pop(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
@@ -138,7 +138,7 @@ def segment_calls(
     return (
         backend,
         lambda: backend.summarize(inputs, exits, M, outputs.workspace),
-        lambda: backend.run_segments(inputs, outputs),
+        lambda: backend.execute_segments(inputs, outputs),
     )
 
 

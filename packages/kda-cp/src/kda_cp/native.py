@@ -167,7 +167,7 @@ def _run_window(
         transitions = starts.new_empty((*starts.shape[:-1], starts.shape[-2]))
         backend.summarize(x, exits, transitions, outputs.workspace)
         merge_pieces(how.merge, window.bounds, starts, exits, transitions, bounds)
-        call = backend.run_segments
+        call = backend.execute_segments
     # after summaries of the same shape their inputs serve again: the states in them have been overwritten
     if x is None or window.run is not window.summary:
         states = starts.mT if window.run.options.state_v_first else starts

@@ -238,7 +238,7 @@ class NativePart(Part):
         return super()._run_inputs(inputs, states) if self.shape.options.state_v_first else self._inputs
 
     def _run(self, x: KdaInputs, o: Tensor, final: Tensor | None) -> None:
-        self.backend.run_segments(x, KdaOutputs(o, final, None, self._workspace))
+        self.backend.execute_segments(x, KdaOutputs(o, final, None, self._workspace))
 
     def _piece_starts(self, starts: Sequence[Tensor]) -> Tensor:
         for n, (first, begins) in enumerate(zip(self._firsts, self.begins)):

@@ -5,7 +5,7 @@ from kda_core.backend import PlannerSpec
 
 SPEC = PlannerSpec(
     name="cp",
-    abi=(1, 3),  # what this package was written for, not what kda-core happens to have
+    abi=(2, 0),  # what this package was written for, not what kda-core happens to have
     target="kda_cp.planner:ContextParallelPlanner",
     install=install.command("kda-cp"),
 )

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
-from kda_core.cute import arch_of_capability, arch_of_device, get_kernel
-from kda_core.cute.calls import merge_segments, pass_states, refusal
+from kda_cute import arch_of_capability, arch_of_device, get_kernel
+from kda_cute.host import merge_segments, pass_states, refusal
 from kda_sm100.config import ARCHS, SMS
 from kda_sm100.plan import plan
 
@@ -27,7 +27,7 @@ class Sm100Backend:
     def workspace_bytes(self, shape: ProblemShape) -> int:
         return plan(shape).workspace_bytes
 
-    def prepare(self, shape: ProblemShape) -> None:
+    def compile(self, shape: ProblemShape) -> None:
         launches_of(shape)
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
@@ -56,7 +56,7 @@ class Sm100Backend:
         with device_of(initial):
             merge_segments(initial, exits, transitions, bounds, sms=SMS, arch=arch)
 
-    def run_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+    def execute_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         with device_of(inputs.q):
             launches_of(inputs.shape)[1](inputs, outputs)
         return outputs
@@ -125,7 +125,7 @@ def summaries_of(shape: ProblemShape) -> tuple[Prepare, Chain]:
 
 
 def prepare_of(shape: ProblemShape) -> Prepare:
-    from kda_sm100.kernels.prepare import PrepareKernel
+    from kda_sm100.kernels.intra_chunk import PrepareKernel
 
     options = shape.options
     beta_factor = (2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid_in_kernel else 0.0

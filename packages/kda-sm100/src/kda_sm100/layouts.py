@@ -1,7 +1,7 @@
 """The workspace between the preparation and the chain: six arrays of records, one for each slot and value head.
 
-A slot holds a chunk of a sequence, or nothing (`kda_core.cute.sequences`); the record of slot s and head h is number
-``s * HV + h``. Records are byte images of shared memory (`kda_core.cute.operands`), so that the chain loads each with one
+A slot holds a chunk of a sequence, or nothing (`kda_cute.device.varlen`); the record of slot s and head h is number
+``s * HV + h``. Records are byte images of shared memory (`kda_cute.records`), so that the chain loads each with one
 bulk copy and no tensor map.
 
 ====  ===============  =======================================================================================
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kda_core.cute.operands import HEAD_DIM
+from kda_cute.records import HEAD_DIM
 
 
 def slot_count(B: int, T: int, C: int, N: int | None = None) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kda_core.contract import ProblemShape
-from kda_core.cute.calls import DTYPES, gate_of
+from kda_cute.host import DTYPES, gate_of
 from kda_sm100 import layouts
 from kda_sm100.config import CHUNKS, ChainConfig, PrepareConfig, SummaryConfig
 

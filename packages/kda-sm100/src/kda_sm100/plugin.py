@@ -5,7 +5,7 @@ from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm100",
-    abi=(1, 3),  # what this package was written for, not what kda-core happens to have
+    abi=(2, 0),  # what this package was written for, not what kda-core happens to have
     archs=frozenset({(10, 0), (10, 3)}),
     features=frozenset(
         {

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kda_core.cute import arch_of_device, get_kernel
-from kda_core.cute.operands import decay_offset, image_offset
 from kda_core.errors import ArgumentError, DeviceError
+from kda_cute import arch_of_device, get_kernel
+from kda_cute.records import decay_offset, image_offset
 from kda_sm100 import layouts
 from kda_sm100.config import ARCHS, CHUNKS, HEAD_DIM, ChainConfig, OutputConfig
 

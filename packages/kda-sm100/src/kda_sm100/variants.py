@@ -47,9 +47,9 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
 
 def _of(configs: tuple[PrepareConfig, ...]) -> list[tuple[type, object]]:
-    from kda_core.cute.merge import MERGES, MergeKernel
+    from kda_cute.device.merge_states import MERGES, MergeKernel
     from kda_sm100.kernels.chain import ChainKernel
-    from kda_sm100.kernels.prepare import PrepareKernel
+    from kda_sm100.kernels.intra_chunk import PrepareKernel
     from kda_sm100.kernels.summary import SummaryKernel
 
     pairs: list[tuple[type, object]] = [(PrepareKernel, config) for config in configs]

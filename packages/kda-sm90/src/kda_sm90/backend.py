@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
-from kda_core.cute import get_kernel
-from kda_core.cute.calls import merge_segments, pass_states, refusal
+from kda_cute import get_kernel
+from kda_cute.host import merge_segments, pass_states, refusal
 from kda_sm90.config import ARCH, PrefillConfig
 from kda_sm90.plan import SMS, Plan, plan, segment_plan, workspace_bytes
 
@@ -27,7 +27,7 @@ class Sm90Backend:
     def workspace_bytes(self, shape: ProblemShape) -> int:
         return workspace_bytes(shape, sm_count())
 
-    def prepare(self, shape: ProblemShape) -> None:
+    def compile(self, shape: ProblemShape) -> None:
         told = shape.varlen and not shape.options.use_graph
         lengths = (n * length_step(shape) for n in range(LENGTH_STEPS + 1)) if told else ()
         for config in {plan(shape, sm_count(), longest).config for longest in (None, *lengths)}:
@@ -60,7 +60,7 @@ class Sm90Backend:
         merge = functools.partial(merge_segments, sms=sm_count(), arch=ARCH)
         on_device_of(initial, merge, initial, exits, transitions, bounds)
 
-    def run_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+    def execute_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         on_device_of(inputs.q, segment_launches(inputs.shape)[1], inputs, outputs)
         return outputs
 

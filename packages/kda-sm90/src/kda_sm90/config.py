@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kda_core.cute.operands import HEAD_DIM, Gate, GateDtype
+from kda_cute.records import HEAD_DIM, Gate, GateDtype
 
 __all__ = [
     "ARCH",

@@ -16,7 +16,7 @@ a     ``a`` [K]         fp32, decay of the whole chunk, ``2^G_end``, in the orde
 
 *carry* [streams, halves, 64*128] fp32 are states that one chain hands over to another, as its registers hold them.
 
-`kda_core.cute.operands` defines the images.
+`kda_cute.records` defines the images.
 
 Importing this module needs torch alone; what returns CuTe layouts imports the DSL when it is called.
 """
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kda_core.cute.operands import decay_offset, image_offset
+from kda_cute.records import decay_offset, image_offset
 from kda_sm90.config import HEAD_DIM
 
 LINE = 32  # counters in 128 bytes: those that different CTAs write lie in different lines of the L2

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from kda_core.contract import ProblemShape
-from kda_core.cute.calls import DTYPES, gate_of
+from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
 from kda_sm90.config import HALVES, THREADS, Mode, PrefillConfig
 

@@ -5,7 +5,7 @@ from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm90",
-    abi=(1, 3),  # what this package was written for, not what kda-core happens to have
+    abi=(2, 0),  # what this package was written for, not what kda-core happens to have
     archs=frozenset({(9, 0)}),
     features=frozenset(
         {

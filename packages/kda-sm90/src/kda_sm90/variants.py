@@ -58,7 +58,7 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
 
 def _of(configs: tuple[PrefillConfig, ...]) -> list[tuple[type, object]]:
-    from kda_core.cute.merge import MERGES, MergeKernel
+    from kda_cute.device.merge_states import MERGES, MergeKernel
     from kda_sm90.kernels.prefill import PrefillKernel
 
     pairs: list[tuple[type, object]] = [(PrefillKernel, config) for config in configs]

@@ -607,7 +607,7 @@ class BackendConformance(DeclaredConformance):
             torch.testing.assert_close(merged.double(), true, rtol=1e-5, atol=1e-5 * true.abs().max().item())
         inputs = replace(inputs, initial_state=true.to(starts.dtype))
         outputs = contract.allocate_outputs(inputs, 0, (None, None, None, workspace))
-        assert backend.run_segments(inputs, outputs) is outputs
+        assert backend.execute_segments(inputs, outputs) is outputs
         assert outputs.final_state is not None
         kda.check(case, outputs.o, outputs.final_state[3:])
 

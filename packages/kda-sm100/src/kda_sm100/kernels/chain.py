@@ -36,9 +36,8 @@ from types import SimpleNamespace
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
-from kda_core.cute import device as dev
-from kda_core.cute import sequences
-from kda_core.cute.operands import HEAD_DIM, image_offset
+from kda_cute.device import ptx, varlen
+from kda_cute.records import HEAD_DIM, image_offset
 from kda_sm100.config import ChainConfig
 from kda_sm100.kernels import interface, tensor
 from kda_sm100.kernels.tensor import Operand
@@ -177,7 +176,7 @@ class ChainKernel:
         x = interface.named(ARGUMENTS, arguments)
         s = interface.sequences_of(x, self.chunk)
         n, head = index // x.HV, index % x.HV
-        token, length, slot, _ = sequences.extent(s, n)
+        token, length, slot, _ = varlen.extent(s, n)
         # Offsets that are not in order lead anywhere, but not out of the workspace.
         chunks = cutlass.max(cutlass.min(cute.ceil_div(length, self.chunk), s.span - slot), 0)
         part = SimpleNamespace(
@@ -187,7 +186,7 @@ class ChainKernel:
 
     def memory(self, p):
         """The address of the CTA's columns."""
-        return dev.load_shared(p.memory, Int32)
+        return ptx.load_shared(p.memory, Int32)
 
     # ---- producer, one warp
 
@@ -217,7 +216,7 @@ class ChainKernel:
         cute.arch.mbarrier_arrive_and_expect_tx(full, sum(self.bytes[name] for name in names))
         for name in names:
             size = self.bytes[name]
-            dev.bulk_load(self.place(p, name, stage), records(name, record), Int32(size), Int32(full.toint()))
+            ptx.bulk_load(self.place(p, name, stage), records(name, record), Int32(size), Int32(full.toint()))
 
     def place(self, p, name, stage):
         """Where an array's stage lies in shared memory."""
@@ -226,7 +225,7 @@ class ChainKernel:
     def following(self, stage, phase, depth):
         """The next stage of a ring, and its phase."""
         last = stage == depth - 1
-        return dev.select(last, Int32(0), stage + 1), dev.select(last, phase ^ 1, phase)
+        return ptx.select(last, Int32(0), stage + 1), ptx.select(last, phase ^ 1, phase)
 
     # ---- multiplier, one warp
 
@@ -331,7 +330,7 @@ class ChainKernel:
 
     def round(self, values):
         """fp32 values to bf16x2, in pairs."""
-        return [dev.pack_bf16x2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+        return [ptx.pack_bf16x2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
     def load_u(self, shared, row):
         """The tile of u^T from the image of u [C, V]: 8x8 matrices, transposed."""
@@ -339,8 +338,8 @@ class ChainKernel:
         for half in range(2):
             for i in range(self.chunk // 16):
                 place = shared + self.transposed(row + 16 * half, 16 * i)
-                for pair in dev.ldmatrix_x4(place, transpose=True):
-                    values += dev.unpack_bf16x2(pair)
+                for pair in ptx.ldmatrix_x4(place, transpose=True):
+                    values += ptx.unpack_bf16x2(pair)
         return values
 
     def transposed(self, row, token):
@@ -357,7 +356,7 @@ class ChainKernel:
         shared = shared + cute.arch.lane_idx() % 4 * (HEAD_DIM + 16)
         places = [shared ^ (unit * 16) for unit in range(4)]
         return [
-            x for unit in range(8) for x in dev.load_shared_x4(places[unit % 4] + unit // 4 * 64, Float32)
+            x for unit in range(8) for x in ptx.load_shared_x4(places[unit % 4] + unit // 4 * 64, Float32)
         ]
 
     # ---- states in global memory
@@ -369,7 +368,7 @@ class ChainKernel:
         if s.offset_bytes > 0:
             count = Int32(0)
             for n in cutlass.range(cute.arch.lane_idx(), sequence, 32, unroll=1):
-                _, length, _, _ = sequences.extent(s, n)
+                _, length, _, _ = varlen.extent(s, n)
                 count += cute.ceil_div(length, every)
             for i in cutlass.range_constexpr(5):
                 count += cute.arch.shuffle_sync_bfly(count, 1 << i)
@@ -385,12 +384,12 @@ class ChainKernel:
                 for j in cutlass.range_constexpr(2):
                     # An 8x8 matrix of S^T: its first row of V and column of K.
                     v, k = row + 16 * (i // 16) + 8 * j, i % 16 * 8
-                    pair = dev.pack_bf16x2(S[4 * i + 2 * j], S[4 * i + 2 * j + 1])
+                    pair = ptx.pack_bf16x2(S[4 * i + 2 * j], S[4 * i + 2 * j + 1])
                     at = (v + lane // 4) * HEAD_DIM + k + 2 * (lane % 4)
                     if x.v_first == 0:
-                        pair = dev.transpose_8x8(pair)
+                        pair = ptx.transpose_8x8(pair)
                         at = (k + lane // 4) * HEAD_DIM + v + 2 * (lane % 4)
-                    dev.store_global(matrix + at * 2, pair)
+                    ptx.store_global(matrix + at * 2, pair)
 
     def element(self, start, matrix, row, v_step, k_step):
         """The address, in a matrix of [N, HV], of the first element of a thread's tile; bytes from a row of S^T to the next,
@@ -411,10 +410,10 @@ class ChainKernel:
         step, exists = 4 * HEAD_DIM, x.initial_state != Int64(0)
         if x.v_first > 0:
             first = self.element(x.initial_state, matrix, row, step, 4)
-            self.keep(S, [dev.load_global_f32_x2(first + at, exists) for at in self.pairs(step, 4)])
+            self.keep(S, [ptx.load_global_f32_x2(first + at, exists) for at in self.pairs(step, 4)])
         else:
             first = self.element(x.initial_state, matrix, row, 4, step)
-            load = lambda at: dev.load_global_f32(first + at, exists)
+            load = lambda at: ptx.load_global_f32(first + at, exists)
             self.keep(S, [(load(at), load(at + step)) for at in self.pairs(4, step)])
 
     def keep(self, S, pairs):
@@ -434,10 +433,10 @@ class ChainKernel:
     def put(self, first, v_step, k_step, S):
         for i, at in enumerate(self.pairs(v_step, k_step)):
             if k_step == 4:
-                dev.store_global_x2(first + at, [S[2 * i], S[2 * i + 1]])
+                ptx.store_global_x2(first + at, [S[2 * i], S[2 * i + 1]])
             else:
-                dev.store_global(first + at, S[2 * i])
-                dev.store_global(first + (at + k_step), S[2 * i + 1])
+                ptx.store_global(first + at, S[2 * i])
+                ptx.store_global(first + (at + k_step), S[2 * i + 1])
 
     # ---- output, four warps
 
@@ -459,7 +458,7 @@ class ChainKernel:
             for i in cutlass.range_constexpr(self.chunk // 8):
                 half, token = i // (self.chunk // 16), i % (self.chunk // 16) * 16
                 place = p.o + self.transposed(row + 16 * half, token)
-                dev.stmatrix_x4(place, words[4 * i : 4 * i + 4], transpose=True)
+                ptx.stmatrix_x4(place, words[4 * i : 4 * i + 4], transpose=True)
             self.sync()
             self.copy_out(p.o, address, pitch, thread, part.length - c * self.chunk)
             address += pitch * self.chunk
@@ -469,8 +468,8 @@ class ChainKernel:
         unit, first = thread % 16, thread // 16
         for start in range(0, self.chunk, WARPGROUP // 16):
             row = start + first
-            values = dev.load_shared_x4(shared + image_offset(row, unit * 8, self.chunk, HEAD_DIM) * 2, Int32)
-            dev.store_global_stream_x4(address + pitch * row + unit * 16, values, row < valid)
+            values = ptx.load_shared_x4(shared + image_offset(row, unit * 8, self.chunk, HEAD_DIM) * 2, Int32)
+            ptx.store_global_stream_x4(address + pitch * row + unit * 16, values, row < valid)
 
     def sync(self):
         cute.arch.barrier(barrier_id=COPIED, number_of_threads=WARPGROUP)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from cutlass import BFloat16, Int64, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-from kda_core.cute import sequences
+from kda_cute.device import varlen
 from kda_sm100.layouts import addresses, record_bytes
 
 
@@ -30,8 +30,8 @@ def named(arguments, values):
 
 
 def sequences_of(x, chunk):
-    """The sequences of a call, as `kda_core.cute.sequences` takes them."""
-    span = sequences.slots(chunk, x.offset_bytes, x.N, x.T)
+    """The sequences of a call, as `kda_cute.device.varlen` takes them."""
+    span = varlen.slots(chunk, x.offset_bytes, x.N, x.T)
     return SimpleNamespace(
         chunk=chunk, offsets=x.offsets, offset_bytes=x.offset_bytes, N=x.N, T=x.T, span=span
     )

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from kda_core.cute import device as dev
-from kda_core.cute.device import LOG2E
-from kda_core.cute.operands import BLOCK, HEAD_DIM, image_offset
+from kda_cute.device import ptx
+from kda_cute.device.ptx import LOG2E
+from kda_cute.records import BLOCK, HEAD_DIM, image_offset
 from kda_sm100.config import OutputConfig
 from kda_sm100.kernels import interface, rows
 
@@ -70,7 +70,7 @@ class OutputKernel:
         index, _, _ = cute.arch.block_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
         chunk = x.chunks + Int64(index // x.HV) * 16
-        token, valid, number = (dev.load_global_i32(chunk + 4 * i, True) for i in range(3))
+        token, valid, number = (ptx.load_global_i32(chunk + 4 * i, True) for i in range(3))
         if valid > 0:
             self.compute(x, Int32(shared.toint()), index % x.HV, token, valid, number)
 
@@ -106,7 +106,7 @@ class OutputKernel:
         units = size // UNIT
         for start in range(0, count, self.threads // units):
             r, unit = start + thread // units, thread % units
-            dev.cp_async_x4(shared + place(r, unit), address + Int64(pitch) * r + unit * UNIT, r < valid)
+            ptx.cp_async_x4(shared + place(r, unit), address + Int64(pitch) * r + unit * UNIT, r < valid)
 
     def decay(self, p, scale, thread):
         """q to scale q e^g, each thread 8 channels at a time."""
@@ -116,21 +116,21 @@ class OutputKernel:
             g = [
                 x
                 for i in range(2)
-                for x in dev.load_shared_x4(p.g + r * (4 * HEAD_DIM) + (2 * unit + i) * UNIT, Float32)
+                for x in ptx.load_shared_x4(p.g + r * (4 * HEAD_DIM) + (2 * unit + i) * UNIT, Float32)
             ]
-            values = [x for pair in dev.load_shared_x4(q, Int32) for x in dev.unpack_bf16x2(pair)]
-            values = [x * scale * dev.ex2(y * Float32(LOG2E)) for x, y in zip(values, g, strict=True)]
-            dev.store_shared_x4(q, [dev.pack_bf16x2(values[i], values[i + 1]) for i in range(0, 8, 2)])
+            values = [x for pair in ptx.load_shared_x4(q, Int32) for x in ptx.unpack_bf16x2(pair)]
+            values = [x * scale * ptx.ex2(y * Float32(LOG2E)) for x, y in zip(values, g, strict=True)]
+            ptx.store_shared_x4(q, [ptx.pack_bf16x2(values[i], values[i + 1]) for i in range(0, 8, 2)])
 
     @cute.jit
     def products(self, qd: Int32, h: Int32, a: Int32, v_new: Int32, block: Int32, lane: Int32):
         """The rows of one block of O, to where they were in Qd."""
         C, acc = self.chunk, rows.zeros()
         for j in cutlass.range_constexpr(HEAD_DIM // BLOCK):
-            fragment = dev.ldmatrix_x4(rows.place(qd, block * BLOCK, j * BLOCK, C, HEAD_DIM, lane))
+            fragment = ptx.ldmatrix_x4(rows.place(qd, block * BLOCK, j * BLOCK, C, HEAD_DIM, lane))
             rows.add(acc, fragment, h, j * BLOCK, HEAD_DIM, lane)
         for j in cutlass.range(block + 1, unroll=1):
-            fragment = dev.ldmatrix_x4(rows.place(a, block * BLOCK, j * BLOCK, C, C, lane))
+            fragment = ptx.ldmatrix_x4(rows.place(a, block * BLOCK, j * BLOCK, C, C, lane))
             rows.add(acc, self.lower(fragment, j < block, lane), v_new, j * BLOCK, C, lane)
         cute.arch.sync_warp()  # its rows of Qd have been read
         rows.store(acc, qd, block * BLOCK, C, lane)
@@ -140,8 +140,8 @@ class OutputKernel:
         kept = []
         for i, pair in enumerate(fragment):
             row, column = lane // 4 + 8 * (i % 2), 2 * (lane % 4) + 8 * (i // 2)
-            low = dev.select(whole | (column <= row), Int32(0xFFFF), Int32(0))
-            high = dev.select(whole | (column < row), Int32(-0x10000), Int32(0))
+            low = ptx.select(whole | (column <= row), Int32(0xFFFF), Int32(0))
+            high = ptx.select(whole | (column < row), Int32(-0x10000), Int32(0))
             kept.append(pair & (low | high))
         return kept
 
@@ -149,5 +149,5 @@ class OutputKernel:
         """The image of O to rows ``pitch`` bytes apart, the first ``valid`` ones."""
         for start in range(0, self.chunk, self.threads // 16):
             r, unit = start + thread // 16, thread % 16
-            values = dev.load_shared_x4(shared + image_offset(r, unit * 8, self.chunk, HEAD_DIM) * 2, Int32)
-            dev.store_global_stream_x4(address + pitch * r + unit * UNIT, values, r < valid)
+            values = ptx.load_shared_x4(shared + image_offset(r, unit * 8, self.chunk, HEAD_DIM) * 2, Int32)
+            ptx.store_global_stream_x4(address + pitch * r + unit * UNIT, values, r < valid)

@@ -6,8 +6,8 @@ further down.
 
 from cutlass import Float32, cute
 
-from kda_core.cute import device as dev
-from kda_core.cute.operands import BLOCK, HEAD_DIM, image_offset
+from kda_cute.device import ptx
+from kda_cute.records import BLOCK, HEAD_DIM, image_offset
 
 PAIRS = HEAD_DIM // 16  # of tiles of 8 columns
 
@@ -27,16 +27,16 @@ def place(image, row, column, rows, columns, lane):
 def add(acc, a, image, row, rows, lane):
     """acc += a B: 16 columns of a, as an A fragment, times 16 rows from ``row`` on of an image [rows, 128]."""
     for pair in range(PAIRS):
-        b = dev.ldmatrix_x4(place(image, row, pair * 16, rows, HEAD_DIM, lane), transpose=True)
+        b = ptx.ldmatrix_x4(place(image, row, pair * 16, rows, HEAD_DIM, lane), transpose=True)
         for tile in range(2):
             at = 8 * pair + 4 * tile
             c = [acc[at + i] for i in range(4)]
-            for i, value in enumerate(dev.mma_m16n8k16(a, b[2 * tile : 2 * tile + 2], c)):
+            for i, value in enumerate(ptx.mma_m16n8k16(a, b[2 * tile : 2 * tile + 2], c)):
                 acc[at + i] = value
 
 
 def store(acc, image, row, rows, lane):
     """The sums, rounded, to 16 rows from ``row`` on of an image [rows, 128]."""
     for pair in range(PAIRS):
-        words = [dev.pack_bf16x2(acc[8 * pair + i], acc[8 * pair + i + 1]) for i in (0, 2, 4, 6)]
-        dev.stmatrix_x4(place(image, row, pair * 16, rows, HEAD_DIM, lane), words)
+        words = [ptx.pack_bf16x2(acc[8 * pair + i], acc[8 * pair + i + 1]) for i in (0, 2, 4, 6)]
+        ptx.stmatrix_x4(place(image, row, pair * 16, rows, HEAD_DIM, lane), words)

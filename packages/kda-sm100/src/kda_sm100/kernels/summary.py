@@ -12,7 +12,7 @@ and O: its output warps are idle. M's u is zeros in shared memory.
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from kda_core.cute import device as dev
+from kda_cute.device import ptx
 from kda_sm100.config import ChainConfig, SummaryConfig
 from kda_sm100.kernels import tensor
 from kda_sm100.kernels.chain import WARPS, ChainKernel
@@ -44,7 +44,7 @@ class SummaryKernel(ChainKernel):
     @cute.jit
     def clear_unit(self, shared: Int32, exists: cutlass.Boolean):
         if exists:
-            dev.store_shared_x4(shared, [Int32(0)] * 4)
+            ptx.store_shared_x4(shared, [Int32(0)] * 4)
 
     def part(self, arguments, index):
         x, s, part = super().part(arguments, index // 2)
@@ -97,8 +97,8 @@ class SummaryKernel(ChainKernel):
         below = row + lane // 4 - 2 * (lane % 4)  # the diagonal, the tile's first element is
         for i, at in enumerate(self.pairs(1, -1)):
             for e in range(2):
-                S[2 * i + e] = dev.select(below + at == e, Float32(1.0), Float32(0.0))
+                S[2 * i + e] = ptx.select(below + at == e, Float32(1.0), Float32(0.0))
 
     def leave(self, x, part, row, S):
-        target = dev.select(part.transition > 0, x.transitions, x.final_state)
+        target = ptx.select(part.transition > 0, x.transitions, x.final_state)
         self.store_state(x, target, part.matrix, row, S)

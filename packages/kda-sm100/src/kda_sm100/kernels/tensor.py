@@ -2,7 +2,7 @@
 
 Tensor memory has 128 lanes, the rows of D and A, and 512 columns of 4 bytes; an address is lane << 16 | column. A product
 has M = 128: row i of D is lane i, its column j a column. A in tensor memory holds two neighbours of a row in a column. B
-is an image in shared memory (`kda_core.cute.operands`), K-major [N, K], or MN-major [K, N].
+is an image in shared memory (`kda_cute.records`), K-major [N, K], or MN-major [K, N].
 
 A *tile* is what a warp has of a matrix in registers, in the layout of an accumulator of ``mma.sync``: of its 32 rows
 two halves of 16, of each, for every 8 columns, rows lane // 4 and that plus 8, columns 2 * (lane % 4) and its right
@@ -16,8 +16,8 @@ against what the DSL encodes.
 from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import dsl_user_op
 
-from kda_core.cute.device import inline_ptx
-from kda_core.cute.operands import HEAD_DIM
+from kda_cute.device.ptx import inline_ptx
+from kda_cute.records import HEAD_DIM
 
 ROWS = 32  # of a warp; those of warp w of a warpgroup are from 32 w on
 COLUMNS = 512

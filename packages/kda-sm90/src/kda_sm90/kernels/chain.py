@@ -43,7 +43,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from kda_core.cute import device as dev
+from kda_cute.device import ptx
 from kda_sm90.config import HEAD_DIM, PrefillConfig
 from kda_sm90.kernels import schedule
 from kda_sm90.layouts import CARRY_BYTES, kg_layout, operand_layout, record_bytes, square_layout
@@ -216,7 +216,7 @@ class Chain:
 
     def load(self, p, records, record, early, early_phase, late, late_phase):
         """One record to a stage of each ring, when the chain has left it."""
-        dev.fence_proxy_async()  # the record was written through the generic proxy
+        ptx.fence_proxy_async()  # the record was written through the generic proxy
         for names, stage, phase, full, empty in (
             (self.EARLY, early, early_phase, p.early_full, p.early_empty),
             (self.LATE, late, late_phase, p.late_full, p.late_empty),
@@ -238,15 +238,15 @@ class Chain:
                 continue
             behind = stage - back
             wrapped = behind < 0
-            place = dev.select(wrapped, behind + depth, behind)
-            cute.arch.mbarrier_wait(full + place, dev.select(wrapped, phase, phase ^ 1))
+            place = ptx.select(wrapped, behind + depth, behind)
+            cute.arch.mbarrier_wait(full + place, ptx.select(wrapped, phase, phase ^ 1))
 
     def bulk_load(self, shared, address, size, barrier):
         """Copy ``size`` bytes (a multiple of 16), which nobody needs again, to shared memory; the barrier counts them."""
         cute.arch.inline_ptx(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
             "[{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
-            read_only_args=[shared, address, Int32(size), Int32(barrier.toint()), Int64(dev.EVICT_FIRST)],
+            read_only_args=[shared, address, Int32(size), Int32(barrier.toint()), Int64(ptx.EVICT_FIRST)],
         )
 
     # ---- values, one warp
@@ -275,9 +275,9 @@ class Chain:
                 for start in range(0, self.chunk, step):
                     row = start + first
                     to = place + row * (2 * HALF) + (unit % 8 ^ row % 8) * 16
-                    dev.cp_async_x4(to, source + pitch * row, row < valid)
+                    ptx.cp_async_x4(to, source + pitch * row, row < valid)
                 source += pitch * self.chunk
-                dev.cp_async_arrive(Int32((p.early_full + early).toint()))
+                ptx.cp_async_arrive(Int32((p.early_full + early).toint()))
                 early += 1
                 if early == self.early:
                     early = Int32(0)
@@ -348,10 +348,10 @@ class Chain:
         exists = number < x.state_count
         row = Int64(2 * HEAD_DIM)
         if x.v_first > 0:
-            rows = dev.select(exists, Int32(HALF), Int32(0))
+            rows = ptx.select(exists, Int32(HALF), Int32(0))
             self.copy_out(shared, HALF, 2 * HEAD_DIM, matrix + half * (2 * HALF * HEAD_DIM), row, rows)
         else:
-            rows = dev.select(exists, Int32(HEAD_DIM), Int32(0))
+            rows = ptx.select(exists, Int32(HEAD_DIM), Int32(0))
             self.copy_out(shared, HEAD_DIM, 2 * HALF, matrix + half * (2 * HALF), row, rows)
 
     def states_of(self, s, every):
@@ -380,7 +380,7 @@ class Chain:
         step = 32 // units  # rows at once
         for start in range(0, rows, 4 * step):
             batch = [start + i * step + row for i in range(4)]
-            values = [dev.load_shared_x4(shared + r * pitch + ((unit ^ (r % 8)) * 16), Int32) for r in batch]
+            values = [ptx.load_shared_x4(shared + r * pitch + ((unit ^ (r % 8)) * 16), Int32) for r in batch]
             for r, value in zip(batch, values, strict=True):
                 cute.arch.inline_ptx(
                     "st.global.cs.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
@@ -561,7 +561,7 @@ class Chain:
         matrix, token = lane // 8, lane % 8
         place = shared + (8 * (matrix // 2) + token) * (2 * HALF) + ((2 * warp + matrix % 2) ^ token) * 16
         for i in range(self.chunk // 16):
-            for j, pair in enumerate(dev.ldmatrix_x4(place + i * (16 * 2 * HALF), transpose=True)):
+            for j, pair in enumerate(ptx.ldmatrix_x4(place + i * (16 * 2 * HALF), transpose=True)):
                 acc[8 * i + 2 * j], acc[8 * i + 2 * j + 1] = cute.arch.inline_ptx(
                     "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;",
                     write_only_types=[Float32, Float32],
@@ -577,7 +577,7 @@ class Chain:
         first unit."""
         places = [shared ^ (unit * 16) for unit in range(4)]
         return [
-            x for unit in range(8) for x in dev.load_shared_x4(places[unit % 4] + unit // 4 * 64, Float32)
+            x for unit in range(8) for x in ptx.load_shared_x4(places[unit % 4] + unit // 4 * 64, Float32)
         ]
 
     def decay(self, factors, acc):
@@ -623,7 +623,7 @@ class Chain:
         start = shared + (16 * warp + 8 * (matrix % 2) + row) * (2 * HEAD_DIM)
         for i in range(HEAD_DIM // 16):
             place = start + ((2 * i + matrix // 2) ^ row) * 16
-            dev.stmatrix_x4(place, [words[4 * i + j] for j in range(4)])
+            ptx.stmatrix_x4(place, [words[4 * i + j] for j in range(4)])
 
     def put_transposed(self, shared, thread, words, rows):
         """The transpose of a fragment [64, rows], bf16x2, as a swizzled image of rows of 128 bytes."""
@@ -738,4 +738,4 @@ class Chain:
                 first = self.element(states + matrix, half, thread, 4, row)
                 for i in cutlass.range_constexpr(HEAD_DIM // 4):
                     for e in range(2):
-                        dev.store_global(first + (8 * (i % 2) * 4 + (8 * (i // 2) + e) * row), acc[2 * i + e])
+                        ptx.store_global(first + (8 * (i % 2) * 4 + (8 * (i // 2) + e) * row), acc[2 * i + e])

@@ -15,8 +15,8 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-from kda_core.cute import device as dev
-from kda_core.cute.preparation import Preparation
+from kda_cute.device import ptx
+from kda_cute.device.intra_chunk import IntraChunk
 from kda_sm90.config import THREADS, PrefillConfig
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
@@ -62,7 +62,7 @@ class PrefillKernel:
 
     def __init__(self, config: PrefillConfig):
         self.config = config
-        self.preparation = Preparation(config)
+        self.preparation = IntraChunk(config)
         chain = SummaryChain if config.mode == "summarize" else Chain
         self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
         self.groups = THREADS // self.preparation.threads
@@ -164,7 +164,7 @@ class PrefillKernel:
         while number >= 0:
             # What follows from these is computed in each turn, not held in registers, which are scarce.
             # The mask tells the compiler that a thread's number is none below 0, which makes divisions cheap.
-            thread, base = dev.pinned(thread) & size - 1, dev.pinned(base)
+            thread, base = ptx.pinned(thread) & size - 1, ptx.pinned(base)
             ring = schedule.ring(s, stream)
             read = self.look_ahead(ring, thread)
             record = schedule.record(ring, number)
@@ -174,7 +174,7 @@ class PrefillKernel:
             noted = functools.partial(self.note_next, s, x, thread, base, turn)
             exists = valid > 0
             if exists:
-                _, _, key_row, valid = dev.load_shared_x4(self.note(base, turn), Int32)
+                _, _, key_row, valid = ptx.load_shared_x4(self.note(base, turn), Int32)
                 self.preparation.prepare(
                     x, mine, thread, base, sync, key_row, valid, turn, begun, claim, noted, loaded
                 )
@@ -205,7 +205,7 @@ class PrefillKernel:
 
     def claimed(self, base, turn):
         """Stream, number and tokens of a turn's item."""
-        stream, number, valid, _ = dev.load_shared_x4(self.note(base, turn) + 16, Int32)
+        stream, number, valid, _ = ptx.load_shared_x4(self.note(base, turn) + 16, Int32)
         return stream, number, valid
 
     @cute.jit
@@ -236,14 +236,14 @@ class PrefillKernel:
         stream, number, head, token, valid = schedule.item(s, cute.arch.shuffle_sync(index, 0))
         if lane == 0:
             key_row = token * x.H + head // (x.HV // x.H)
-            dev.store_shared_x4(note, [head, token, key_row, valid])
-            dev.store_shared_x4(note + 16, [stream, number, valid, Int32(0)])
+            ptx.store_shared_x4(note, [head, token, key_row, valid])
+            ptx.store_shared_x4(note + 16, [stream, number, valid, Int32(0)])
 
     @cute.jit
     def request(self, x, thread: Int32, base: Int32, turn: Int32):
         """What has to be there when the item of a turn is prepared, if there is one."""
         loaded = Int32(0), *(Float32(0.0) for _ in range(6))
-        head, token, key_row, valid = dev.load_shared_x4(self.note(base, turn), Int32)
+        head, token, key_row, valid = ptx.load_shared_x4(self.note(base, turn), Int32)
         if valid > 0:
             loaded = self.preparation.request(x, thread, base, head, token, key_row, valid, turn)
         return loaded
@@ -262,5 +262,5 @@ class PrefillKernel:
     def publish(self, s, base: Int32, turn: Int32):
         """The item of a turn has been written."""
         stream, number, _ = self.claimed(base, turn)
-        dev.fence_proxy_async()  # records are read through the async proxy
+        ptx.fence_proxy_async()  # records are read through the async proxy
         schedule.publish(schedule.ring(s, stream), number)

@@ -36,8 +36,8 @@ from types import SimpleNamespace
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
-from kda_core.cute import device as dev
-from kda_core.cute.sequences import clamped, end_of_last, extent, owner, slots
+from kda_cute.device import ptx
+from kda_cute.device.varlen import clamped, end_of_last, extent, owner, slots
 from kda_sm90.layouts import BEGUN, HANDED, LINE, TICKET
 
 TABLE_BYTES = 64  # shared memory of ``fill_table``
@@ -64,7 +64,7 @@ def schedule(config, offsets, offset_bytes, N, T, HV, streams, depth, counters):
 def task(s, n):
     """`extent`, from slot 0 on for the first sequence, with whatever token it begins: every slot is in a task."""
     token, length, slot, after = extent(s, n)
-    return token, length, dev.select(n == 0, Int32(0), slot), after
+    return token, length, ptx.select(n == 0, Int32(0), slot), after
 
 
 @cute.jit
@@ -79,18 +79,18 @@ def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
         for n in cutlass.range(thread, s.N, warps * 32, unroll=1):
             _, _, slot, after = task(s, n)
             falls = clamped(s, n + 1, Int32(0)) < clamped(s, n, Int32(0))
-            longest = cutlass.max(longest, dev.select(falls, s.total, after - slot))
+            longest = cutlass.max(longest, ptx.select(falls, s.total, after - slot))
         for i in cutlass.range_constexpr(5):
             longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, 1 << i))
     if thread % 32 == 0:
-        dev.store_shared(table + thread // 32 * 4, longest)
+        ptx.store_shared(table + thread // 32 * 4, longest)
 
 
 def with_width(s, table, warps):
     """The schedule with its ``width``, from the table."""
     width = cute.ceil_div(s.total, s.streams)
     for i in range(warps):
-        width = cutlass.max(width, dev.load_shared(table + i * 4, Int32))
+        width = cutlass.max(width, ptx.load_shared(table + i * 4, Int32))
     return SimpleNamespace(**vars(s), width=width)
 
 
@@ -110,10 +110,10 @@ def clear(s, ticket: Int64, threads: cutlass.Constexpr[int]):
     records = s.depth if s.keeps else s.streams * s.depth
     for i in cutlass.range(thread, (s.streams + 1) * LINE + records, threads, unroll=1):
         if i // 2 * 2 != s.streams * LINE + TICKET:
-            dev.store_global(s.counters + Int64(i) * 4, Int32(0))
+            ptx.store_global(s.counters + Int64(i) * 4, Int32(0))
     cute.arch.sync_threads()
     if thread == 0:
-        dev.store_release_i64(last + TICKET * 4, ticket)
+        ptx.store_release_i64(last + TICKET * 4, ticket)
 
 
 @cute.jit
@@ -121,10 +121,10 @@ def wait_for_clear(s, ticket: Int64, count: Int32):
     """Until the counters are 0; by one thread for those that it synchronises with, ``count`` times in a launch. The last
     one takes the ticket away: a graph that is replayed comes with the same one."""
     last = _last_line(s)
-    while dev.load_acquire_i64(last + TICKET * 4) != ticket:
+    while ptx.load_acquire_i64(last + TICKET * 4) != ticket:
         pass
-    if dev.fetch_increment(last + BEGUN * 4) == count - 1:
-        dev.store_release_i64(last + TICKET * 4, Int64(0))
+    if ptx.fetch_increment(last + BEGUN * 4) == count - 1:
+        ptx.store_release_i64(last + TICKET * 4, Int64(0))
 
 
 def _last_line(s):
@@ -137,7 +137,7 @@ def _last_line(s):
 
 def claim(s) -> Int32:
     """How many items were claimed before, for one thread that claims the next."""
-    return dev.fetch_increment(_last_line(s))
+    return ptx.fetch_increment(_last_line(s))
 
 
 @cute.jit
@@ -173,7 +173,7 @@ def item(s, i: Int32):
 def read(r, halves):
     """Below which number all records of a ring have been read. What is written after this was known cannot reach them
     any more, so that no order is needed."""
-    read = [dev.load_relaxed(r.read + half * 4) for half in range(halves)]
+    read = [ptx.load_relaxed(r.read + half * 4) for half in range(halves)]
     return read[0] if halves == 1 else cutlass.min(*read)
 
 
@@ -186,12 +186,12 @@ def has_room(s, number, read):
 def wait_for_room(r, number: Int32, halves: cutlass.Constexpr[int]):
     """Until there is room; by one thread."""
     while not has_room(r, number, read(r, halves)):
-        dev.nanosleep(Int32(POLL_NS))
+        ptx.nanosleep(Int32(POLL_NS))
 
 
 def publish(r, number):
     """The record has been written by threads that this one has synchronised with."""
-    dev.store_release(r.ready + Int64(number % r.depth) * 4, number + 1)
+    ptx.store_release(r.ready + Int64(number % r.depth) * 4, number + 1)
 
 
 # ---- the chain's side
@@ -247,7 +247,7 @@ def prepared(r, number, count):
     """How many records from ``number`` on are ready, of ``count`` <= 32; by a whole warp."""
     lane = cute.arch.lane_idx()
     look = number + lane
-    seen = dev.load_acquire(r.ready + Int64(look % r.depth) * 4, lane < cutlass.min(count, r.depth))
+    seen = ptx.load_acquire(r.ready + Int64(look % r.depth) * 4, lane < cutlass.min(count, r.depth))
     ready = cute.arch.vote_ballot_sync(seen > look)
     cute.arch.sync_warp()  # what any lane has acquired, all have
     return cute.arch.popc(ready ^ (ready + 1)) - 1  # ones at the low end, 31 at most
@@ -256,19 +256,19 @@ def prepared(r, number, count):
 def tell(r, half, number):
     """All records below ``number`` have been read. They are in shared memory, so that no order is needed: what is
     written later cannot reach them."""
-    dev.store_relaxed(r.read + half * 4, number)
+    ptx.store_relaxed(r.read + half * 4, number)
 
 
 def hand_over(r, half):
     """The state of a half of V has been written by threads that this one has synchronised with."""
-    dev.store_release(r.handed + half * 4, Int32(1))
+    ptx.store_release(r.handed + half * 4, Int32(1))
 
 
 @cute.jit
 def wait_for_state(r, half: Int32):
     """Until it has been handed over; by each thread that reads of it."""
-    while dev.load_acquire(r.handed + half * 4, Boolean(True)) == 0:
-        dev.nanosleep(Int32(POLL_NS))
+    while ptx.load_acquire(r.handed + half * 4, Boolean(True)) == 0:
+        ptx.nanosleep(Int32(POLL_NS))
 
 
 # ---- both

@@ -13,7 +13,7 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from kda_core.cute import device as dev
+from kda_cute.device import ptx
 from kda_sm90.config import HEAD_DIM
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import HALF, WARPGROUP, Chain
@@ -122,4 +122,4 @@ class SummaryChain(Chain):
         column = 2 * (thread % 4)
         for i in range(HEAD_DIM // 2):
             on = row + 8 * (i // 2 % 2) == column + 8 * (i // 4) + i % 2
-            acc[i] = dev.select(on, Float32(1.0), Float32(0.0))
+            acc[i] = ptx.select(on, Float32(1.0), Float32(0.0))

@@ -1,0 +1,71 @@
+"""What the installed backends compile ahead of time: the `variants` of their specs, imported and called."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from kda_core.discovery import FAILURES
+from kda_core.plugin_checks import show_error
+from kda_core.registry import REGISTRY, arch_matches, show_archs
+from kda_cute.jit.key import Variant, canonical
+from kda_cute.jit.target import ARCHITECTURES, check_arch
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one backend compiles ahead of time for an architecture: its ``variants``, each once.
+
+    Without any, ``reason`` says why. ``broken``: what it has could not be found out, which is not the same as having
+    nothing to compile.
+    """
+
+    backend: str
+    variants: tuple[Variant, ...] = ()
+    reason: str = ""
+    broken: bool = False
+
+
+def offers(arch: str, backend: str | None = None) -> list[Offer]:
+    """One offer for each installed backend, or that of ``backend`` alone. Imports the modules that hold the kernels,
+    hence the DSL; whatever a backend raises is its ``reason``.
+
+    Raises ``ArgumentError`` for an unknown architecture and ``BackendNotFoundError`` for an unknown backend.
+    """
+    check_arch(arch)
+    candidates = REGISTRY.backends() if backend is None else [REGISTRY.find(backend)]
+    return [_offer(candidate, arch) for candidate in candidates]
+
+
+def offering_backend(variant: Variant) -> str | None:
+    """The name of the installed backend that compiles ``variant`` ahead of time; None if none does."""
+    wanted = _identity(variant)
+    for offer in offers(variant.arch):
+        if any(_identity(offered) == wanted for offered in offer.variants):
+            return offer.backend
+    return None
+
+
+def _offer(candidate: Any, arch: str) -> Offer:
+    name, spec = candidate.name, candidate.spec
+    (capability,) = (c for c, a in ARCHITECTURES.items() if a == arch)
+    if spec is not None and not arch_matches(spec, capability):
+        return Offer(name, reason=f"runs on {show_archs(spec.archs)}")
+    if candidate.status != "ok":
+        return Offer(name, reason=f"{candidate.status}: {candidate.reason}", broken=True)
+    if spec.variants is None:
+        return Offer(name, reason=spec.unavailable or "nothing to compile")
+    module, _, attribute = spec.variants.partition(":")
+    try:
+        pairs = getattr(importlib.import_module(module), attribute)(arch)
+        variants = [Variant(kernel, config, arch) for kernel, config in pairs]
+    except FAILURES as error:
+        reason = f"broken: {spec.variants} failed: {show_error(error)}"
+        return Offer(name, reason=reason, broken=True)
+    unique = {_identity(variant): variant for variant in variants}
+    return Offer(name, tuple(unique.values()), "" if unique else "nothing to compile")
+
+
+def _identity(variant: Variant) -> tuple[type, str]:
+    return variant.kernel, canonical(variant.config)

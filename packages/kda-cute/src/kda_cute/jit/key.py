@@ -1,0 +1,186 @@
+"""What makes a compiled kernel the one that is wanted: every ingredient of its machine code, as text.
+
+The exported object holds device code (a cubin) and host code (the argument checks and the launch). The DSL
+generates the host code for the very CPU that it runs on, AVX-512 included, hence the CPU's features are an
+ingredient: a cache in a shared home directory must not serve them to an older CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+from kda_core.errors import ArgumentError
+from kda_cute.jit.sources import Sources, sources_of, text_of
+from kda_cute.jit.target import check_arch
+from kda_cute.jit.versions import dsl_wheels
+
+#: Raised when the layout of the cache, or the way that objects are exported, changes.
+FORMAT = "2"
+_CPUINFO = Path("/proc/cpuinfo")
+_HERE = Path(__file__).parent
+text_of(_HERE)  # as it is while it is imported
+_LITERALS = (type(None), bool, int, float, str)
+
+
+def canonical(value: object, where: str = "config") -> str:
+    """One text for a configuration, equal if and only if the configurations are the same.
+
+    ``value`` is a frozen dataclass whose fields are None, bool, int, float, str, or tuples and frozen
+    dataclasses of these. Raises ``ArgumentError`` for everything else, ``where`` naming the field: the text
+    of other objects may hide what matters (an array) or show what does not (an address).
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        cls = type(value)
+        if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise ArgumentError(where, "a frozen dataclass", f"{cls.__qualname__}, which is not frozen")
+        fields = (
+            f"{f.name}={_literal(getattr(value, f.name), f'{where}.{f.name}')}"
+            for f in dataclasses.fields(cls)
+        )
+        return f"{cls.__module__}:{cls.__qualname__}({', '.join(fields)})"
+    raise ArgumentError(where, "a frozen dataclass", repr(value))
+
+
+def _literal(value: object, where: str) -> str:
+    if type(value) in _LITERALS:
+        return repr(value)
+    if type(value) is tuple:
+        return "(" + "".join(_literal(item, f"{where}[{i}]") + ", " for i, item in enumerate(value)) + ")"
+    if dataclasses.is_dataclass(value):
+        return canonical(value, where)
+    expected = "None, a bool, int, float or str, or a tuple or frozen dataclass of these"
+    raise ArgumentError(where, expected, f"{value!r} of type {type(value).__qualname__}")
+
+
+#: Instruction sets that a compiler of host code may use, as the start of their names in /proc/cpuinfo. The other flags there
+#: say what the kernel mitigates, virtualises or counts: they come and go with microcode and kernels.
+_INSTRUCTIONS = (
+    "3dnow", "abm", "adx", "aes", "amx", "apx", "avx", "bmi", "cmov", "cx8", "cx16", "f16c", "fma", "fxsr", "gfni", "lahf",
+    "lm", "lzcnt", "mmx", "movbe", "movdir", "pclmul", "popcnt", "prefetch", "rdpid", "rdrand", "rdseed", "sha", "sm3",
+    "sm4", "sse", "ssse", "tbm", "vaes", "vpclmul", "xop", "xsave",
+    "asimd", "atomics", "bf16", "crc32", "cssc", "f8", "fcma", "flagm", "fp", "frint", "i8mm", "ilrcpc", "jscvt", "lrcpc",
+    "lse", "mops", "pmull", "rng", "sme", "sve",
+)  # fmt: skip
+_MODEL = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU architecture", "CPU part")
+
+
+def _cpu() -> str:
+    """Architecture, model and a digest of the instruction sets of this CPU, e.g. ``x86_64 GenuineIntel 6 143 3f2c...``.
+
+    This is what the host code of an object depends on. Microcode, clocks, steppings and the flags of mitigations do not
+    enter: they change under a machine, and between machines of a fleet that one cache serves.
+    """
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    fields: dict[str, set[str]] = {}  # cores may differ
+    for line in lines:
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), set()).add(value.strip())
+    model = [value for name in _MODEL for value in sorted(fields.get(name, ()))]
+    words = {
+        word for name in ("flags", "Features") for value in fields.get(name, ()) for word in value.split()
+    }
+    wanted = sorted(word for word in words if word.startswith(_INSTRUCTIONS))
+    return " ".join([platform.machine(), *model, hashlib.sha256(" ".join(wanted).encode()).hexdigest()[:16]])
+
+
+def _wheels() -> str:
+    return ", ".join(f"{name} {version}" for name, version in dsl_wheels().versions)
+
+
+@functools.cache
+def toolchain() -> dict[str, str]:
+    """The ingredients that all kernels of a process share. Imports the DSL, which chooses its CUDA version
+    then."""
+    import cutlass
+
+    return {
+        "format": FORMAT,
+        "wheels": _wheels(),
+        "cuda": str(cutlass.CUDA_VERSION),
+        # The DSL turns Python's syntax tree into IR, and the tree changes between Python versions.
+        "python": f"{sys.implementation.name} {sys.version_info[0]}.{sys.version_info[1]}",
+        "platform": sys.platform,
+        "cpu": _cpu(),
+        # CUTE_DSL_COMPILER_OPT, CUTE_DSL_LINEINFO and others change the code; which ones do differs by
+        # version.
+        "environment": " ".join(
+            f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("CUTE_DSL_")
+        ),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One piece of machine code: a kernel class, its configuration and an architecture.
+
+    Raises ``ArgumentError`` for a configuration that is not made of literals, for an unknown architecture and
+    for a class that is local to a function (its closure would not be part of the key).
+    """
+
+    kernel: type
+    config: object
+    arch: str
+
+    def __post_init__(self) -> None:
+        check_arch(self.arch)
+        canonical(self.config)
+        if "<locals>" in self.kernel.__qualname__:
+            raise ArgumentError("kernel", "a class at the top level of a module", self.kernel.__qualname__)
+
+    def __str__(self) -> str:
+        names = (field.name for field in dataclasses.fields(self.config))  # type: ignore[arg-type]
+        fields = (f"{name}={getattr(self.config, name)!r}" for name in names)
+        return f"{self.kernel.__qualname__}({', '.join(fields)}) for {self.arch}"
+
+    @property
+    def stem(self) -> str:
+        """The readable start of the names of this variant's files; it is the same for all configurations."""
+        return f"{self.kernel.__qualname__}.{self.arch}"
+
+    @property
+    def options(self) -> str:
+        """The options of ``cute.compile``. The architecture is always named: without it the DSL asks the
+        driver."""
+        extra = getattr(self.kernel, "compile_options", "")
+        return f"--enable-tvm-ffi --gpu-arch {self.arch} {extra}".strip()
+
+    def ingredients(self) -> dict[str, str]:
+        """Everything that changes the machine code, as name -> text."""
+        return {
+            "kernel": f"{self.kernel.__module__}:{self.kernel.__qualname__}",
+            "config": canonical(self.config),
+            "arch": self.arch,
+            "options": self.options,
+            "sources": self._sources().digest(),
+            **toolchain(),
+        }
+
+    def outdated(self, thorough: bool = False) -> str | None:
+        """Why this process may not load or store the variant: it runs other versions than are installed by now
+        (`kda_cute.jit.sources`). None if it may. ``thorough``: the DSL's wheels are looked at too, which takes longer."""
+        if thorough and (found := _wheels()) != toolchain()["wheels"]:
+            return f"{found} were installed while this process ran with {toolchain()['wheels']}"
+        return self._sources().outdated()
+
+    def pin_sources(self) -> None:
+        """Have the DSL trace the sources that this process imported, whatever is on disk by now."""
+        self._sources().pin()
+
+    def _sources(self) -> Sources:
+        # The classes' bases and the configuration's methods take part in tracing, hence their packages count.
+        return sources_of([*self.kernel.__mro__, *type(self.config).__mro__], _HERE)
+
+
+def digest(ingredients: dict[str, str]) -> str:
+    """sha256 (hexadecimal) of the ingredients, independent of their order."""
+    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()

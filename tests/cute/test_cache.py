@@ -1,0 +1,178 @@
+"""The cache folder by itself, without the DSL: what counts as an entry, and what a failed write leaves
+behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+
+import pytest
+
+from kda_cute.jit.cache import Entry
+
+INGREDIENTS = {"kernel": "package:Kernel", "config": "Config()", "arch": "sm_90a", "sources": "1"}
+CONTENT = bytes(range(256)) * 10
+
+
+@pytest.fixture
+def entry(cache_dir):
+    entry = Entry(cache_dir, "Kernel.sm_90a", INGREDIENTS)
+    with entry.locked():
+        entry.commit(CONTENT)
+    return entry
+
+
+def test_commit_then_read(entry):
+    assert entry.read() == CONTENT
+    assert entry.object.read_bytes() == CONTENT
+    assert json.loads(entry.metadata.read_text())["ingredients"] == INGREDIENTS
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, len(CONTENT) - 1])
+@pytest.mark.parametrize("suffix", ["object", "metadata"])
+def test_torn_files_are_no_entry(entry, suffix, kept):
+    path = getattr(entry, suffix)
+    path.write_bytes(path.read_bytes()[: min(kept, path.stat().st_size - 1)])
+    assert entry.read() is None
+    entry.commit(CONTENT)
+    assert entry.read() == CONTENT
+
+
+def test_a_changed_byte_is_noticed(entry):
+    entry.object.write_bytes(CONTENT[:-1] + b"\0")
+    assert entry.read() is None
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"bytes": 2560}', "\xff"])
+def test_foreign_metadata_is_no_entry(entry, text):
+    entry.metadata.write_text(text, encoding="latin-1")
+    assert entry.read() is None
+
+
+def test_metadata_of_another_key_is_no_entry(entry):
+    other = Entry(entry.folder, entry.stem, {**INGREDIENTS, "sources": "2"})
+    entry.metadata.rename(other.metadata)
+    entry.object.rename(other.object)
+    assert other.read() is None
+
+
+def test_an_object_is_not_committed_before_its_metadata(entry, monkeypatch):
+    entry.metadata.unlink()
+    entry.object.unlink()
+    replace, renamed = os.replace, []
+
+    def fail_at_metadata(source, target, **folders):
+        if str(target).endswith(".json"):
+            raise OSError(28, "No space left on device")
+        renamed.append(target)
+        replace(source, target, **folders)
+
+    monkeypatch.setattr(os, "replace", fail_at_metadata)
+    with pytest.raises(OSError, match="No space"):
+        entry.commit(CONTENT)
+    assert renamed == [entry.object.name]
+    assert entry.read() is None
+    assert not list(entry.folder.glob("*.tmp"))
+
+
+def test_reading_takes_no_lock_and_makes_nothing(cache_dir):
+    assert Entry(cache_dir, "Kernel.sm_90a", INGREDIENTS).read() is None
+    assert not cache_dir.exists()
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_folders_are_private_and_files_readable_whatever_the_umask(tmp_path, umask):
+    folder = tmp_path / "new" / "folder"
+    before = os.umask(umask)
+    try:
+        entry = Entry(folder, "Kernel.sm_90a", INGREDIENTS)
+        with entry.locked():
+            entry.commit(CONTENT)
+    finally:
+        os.umask(before)
+    modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == {".o": 0o644, ".json": 0o644, ".lock": 0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+
+
+def test_the_lock_is_exclusive_and_per_entry(entry):
+    inside = threading.Semaphore(1)
+    overlaps = []
+
+    def hold():
+        for _ in range(20):
+            with entry.locked():
+                overlaps.append(not inside.acquire(blocking=False))
+                inside.release()
+
+    threads = [threading.Thread(target=hold) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert overlaps == [False] * 60
+    other = Entry(entry.folder, entry.stem, {**INGREDIENTS, "sources": "2"})
+    with entry.locked(), other.locked():
+        pass
+
+
+@pytest.mark.parametrize("which", ["object", "metadata"])
+def test_what_is_no_regular_file_is_no_entry_and_is_replaced(entry, caplog, tmp_path, which):
+    path = getattr(entry, which)
+    for make in (os.mkfifo, lambda path: path.symlink_to(tmp_path / "elsewhere")):
+        (tmp_path / "elsewhere").write_bytes(path.read_bytes())
+        path.unlink()
+        make(path)
+        assert entry.read() is None  # at once: nobody writes into the FIFO
+        assert str(path) in caplog.text
+        entry.commit(CONTENT)
+        assert entry.read() == CONTENT and not path.is_symlink()
+
+
+@pytest.mark.parametrize("which", ["object", "metadata"])
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+def test_a_file_that_others_may_write_is_no_entry(entry, caplog, which, mode):
+    path = getattr(entry, which)
+    path.chmod(mode)
+    assert entry.read() is None
+    assert entry.read() is None
+    (record,) = caplog.records
+    assert record.name == "kda_core" and f"mode {mode:04o}" in record.getMessage()
+    assert f"chmod go-w {path}" in record.getMessage()
+    path.chmod(mode & ~0o022)
+    assert entry.read() == CONTENT
+
+
+def test_files_that_are_too_large_are_not_read(entry, monkeypatch, caplog):
+    monkeypatch.setattr("kda_cute.jit.cache.OBJECT_BYTES", len(CONTENT) - 1)
+    assert entry.read() is None
+    assert f"larger than {len(CONTENT) - 1} bytes" in caplog.text
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null")])
+def test_the_lock_is_a_regular_file_of_the_folder(entry, make):
+    (lock,) = entry.folder.glob("*.lock")
+    lock.unlink()
+    make(lock)
+    with pytest.raises(OSError, match=r"\.lock"), entry.locked():
+        pytest.fail("locked something else")
+
+
+def test_what_killed_writers_left_is_removed(entry):
+    left = entry.object.with_name(f"{entry.object.name}.0123456789abcdef.tmp")
+    other = entry.folder / "Other.sm_90a.o.0123.tmp"
+    left.touch()
+    other.touch()
+    with entry.locked():
+        entry.commit(CONTENT)
+    assert not left.exists() and other.exists()
+
+
+def test_differences_name_what_changed(entry):
+    other = Entry(entry.folder, entry.stem, {**INGREDIENTS, "sources": "2", "cpu": "x"})
+    assert other.differences() == [f"{entry.metadata.name} differs in sources, cpu"]
+    assert Entry(entry.folder, entry.stem, {**INGREDIENTS, "config": "Config(1)"}).differences() == []
+    entry.metadata.write_text("{")
+    assert other.differences() == [f"{entry.metadata.name} is damaged"]

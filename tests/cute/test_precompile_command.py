@@ -1,0 +1,230 @@
+"""``python -m kda_core precompile``: what installed backends offer, into the cache folder; and the error that names
+the command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kda_core.cli import main
+from kda_core.errors import JitDisabledError
+from kda_cute import cache_info, clear_memory, get_kernel
+
+ARCH = "sm_90a"
+COMMAND = ["precompile", "--arch", ARCH, "--backend", "demo"]
+
+
+@pytest.fixture
+def demo(install, kernels, cache_dir):
+    """Installs a backend of the demonstration kernels that offers what a function of their module gives."""
+
+    def install_demo(function="offered", name="demo", **spec):
+        install(name, archs={(9, 0), (10, 0)}, variants=f"{kernels.__name__}:{function}", **spec)
+
+    return install_demo
+
+
+def objects(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.o"))
+
+
+def test_every_variant_is_compiled_once(demo, kernels, cache_dir, capsys, monkeypatch):
+    demo()
+    assert main([*COMMAND, "--jobs", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"kernels for sm_90a, in {cache_dir}"
+    assert lines[1] == "  demo  4 variants; others compile when a call first needs them"
+    shown = [re.fullmatch(r"\[(\d)/4\] +\d+\.\d s  compiled +(.+)", line) for line in lines[2:-1]]
+    assert [int(match[1]) for match in shown] == [1, 2, 3, 4]
+    names = [f"RmsNorm(dim={c.dim}, weighted={c.weighted}) for sm_90a" for _, c in kernels.sound()]
+    assert sorted(match[2] for match in shown) == sorted(names)
+    assert re.fullmatch(r"4 variants in .* s: 4 compiled, 0 already on disk, 0 failed", lines[-1])
+    stored = objects(cache_dir)
+    assert len(stored) == 4
+
+    assert main([*COMMAND, "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("already on disk  RmsNorm") == 4
+    assert ": 0 compiled, 4 already on disk, 0 failed" in out
+    assert objects(cache_dir) == stored
+
+    monkeypatch.setenv("KDA_DISABLE_JIT", "1")
+    for kernel, config in kernels.sound():
+        get_kernel(kernel, config, ARCH)
+    assert cache_info().loaded == 4
+
+
+def test_a_failure_is_reported_and_stops_no_other_variant(demo, cache_dir, capsys):
+    demo("offered_and_broken")
+    assert main([*COMMAND, "--jobs", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert re.search(r"s  FAILED +Broken\(values=512\) for sm_90a", out)
+    assert ": 2 compiled, 0 already on disk, 1 failed" in out
+    assert "1 of 3 kernels did not compile:\nBroken(values=512) for sm_90a did not compile" in err
+    assert "no_such_name" in err
+    assert len(objects(cache_dir)) == 2
+
+
+def test_list_compiles_nothing(demo, cache_dir, capsys):
+    demo()
+    assert main([*COMMAND, "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 4 and "RmsNorm(dim=64, weighted=False) for sm_90a" in lines
+    assert not cache_dir.exists()
+
+
+def test_only_narrows_by_name(demo, capsys):
+    demo()
+    assert main([*COMMAND, "--list", "--only", "dim=64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 of 4 variants" in lines[1] and len(lines) == 2 + 2
+    assert main([*COMMAND, "--only", "dim=65"]) == 1
+    assert "--only: expected a part of the name of one of 4 variants" in capsys.readouterr().err
+
+
+def test_all_backends_of_the_architecture_are_asked_and_the_others_listed(demo, install, capsys):
+    demo()
+    demo(name="second", function="offered_and_broken")
+    install("elsewhere", archs={(10, 3)}, variants="a_module_that_is_not_there:kernels")
+    install("empty", archs={(9, 0)}, unavailable="no kernel yet")
+    install("first", abi=(2, 0))  # written before the field `variants` was there
+    main(["precompile", "--arch", ARCH, "--list", "--only", "RmsNorm"])
+    out = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
+    assert lines["demo"].split()[1:3] == ["4", "variants;"]
+    assert lines["second"].split()[1:5] == ["2", "of", "3", "variants;"]
+    assert lines["elsewhere"].endswith("runs on sm_103")
+    assert lines["empty"].endswith("no kernel yet")
+    assert lines["first"].endswith("runs on cpu")
+    assert lines["reference"].endswith("nothing to compile")
+    assert out.count("\nRmsNorm(") == 4 + 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"variants": "a_module_that_is_not_there:kernels"}, "No module named 'a_module_that_is_not_there'"),
+        ({"variants": "helpers.demo_kernels:no_such_function"}, "no_such_function"),
+        ({"variants": "helpers.demo_kernels:spilling"}, "TypeError"),  # takes no architecture
+        (
+            {"variants": "helpers.demo_kernels"},
+            "variants is 'helpers.demo_kernels', not 'package.module:callable'",
+        ),
+        ({"variants": "sys:exit"}, "sys:exit failed: SystemExit: sm_90a"),
+        (
+            {"variants": "helpers.demo_kernels:offered", "abi": (2, 99)},
+            "install a newer kda-core: pip install ./",
+        ),
+    ],
+)
+def test_a_broken_backend_is_an_error_and_hides_no_other(demo, install, capsys, spec, reason):
+    demo()
+    install("bad", archs={(9, 0)}, **spec)
+    assert main(["precompile", "--arch", ARCH, "--list"]) == 1
+    out, err = capsys.readouterr()
+    assert re.search(r"backend bad is (broken|abi-mismatch): ", err) and reason in err
+    assert "\nRmsNorm(dim=64, weighted=True) for sm_90a" in out
+    assert main([*COMMAND, "--list"]) == 0  # the named backend is sound
+
+
+def test_nothing_to_compile_is_an_error(install, capsys):
+    install("plain", archs={(9, 0)})
+    assert main(["precompile", "--arch", ARCH, "--backend", "plain"]) == 1
+    out, err = capsys.readouterr()
+    assert "plain  nothing to compile" in out and err == "nothing to compile for sm_90a\n"
+
+
+#: SIGINT may be ignored where the tests run in the background.
+INTERRUPTIBLE = """
+import signal, sys
+from kda_core.cli import main
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_interrupt_ends_with_one_line_and_stops_the_workers(demo, cache_dir, tmp_path):
+    demo("many")
+    script = tmp_path / "interruptible.py"
+    script.write_text(INTERRUPTIBLE)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, str(script), *COMMAND, "--jobs", "2"], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        for line in process.stdout:
+            if line.startswith("[ 1/64]"):
+                break
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
+        out, err = process.communicate(timeout=120)  # until the last worker has closed them too
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == 130
+    assert err == "interrupted: what was compiled is on disk; the same command compiles the rest\n"
+    assert "64/64" not in out and 1 <= len(objects(cache_dir)) < 64
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_here(demo, cache_dir, capsys):
+    demo()
+    cache_dir.mkdir()
+    cache_dir.chmod(0o777)
+    assert main([*COMMAND, "--jobs", "1"]) == 1
+    assert (
+        f"nothing was compiled: The folder that KDA_CACHE_DIR names is not used: {cache_dir}"
+        in capsys.readouterr().err
+    )
+    assert not list(cache_dir.iterdir())
+
+
+def test_unknown_names_are_errors(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["precompile", "--arch", "sm_80"])
+    assert stopped.value.code == 2
+    assert "--arch: expected one of sm_90a" in capsys.readouterr().err
+    assert main(["precompile", "--arch", ARCH, "--backend", "absent"]) == 1
+    assert "backend 'absent' is not installed" in capsys.readouterr().err
+
+
+def test_disable_jit_names_the_command_that_compiles_the_variant(
+    demo, kernels, cache_dir, monkeypatch, tmp_path
+):
+    demo()
+    monkeypatch.setenv("KDA_DISABLE_JIT", "1")
+    with pytest.raises(JitDisabledError) as caught:
+        get_kernel(kernels.RmsNorm, kernels.RmsConfig(), ARCH)
+    command = next(line for line in str(caught.value).splitlines() if "python -m" in line).strip()
+    wanted = f"KDA_CACHE_DIR={cache_dir} python -m kda_core precompile --arch {ARCH} --backend demo"
+    assert command == wanted
+
+    # As a user would paste it, into a shell that knows nothing of this process's variables.
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PYTHONPATH": ":".join(filter(None, sys.path)),
+        "HOME": str(tmp_path),
+    }
+    pasted = subprocess.run(
+        ["sh", "-c", command], env=environment, text=True, capture_output=True, check=False
+    )
+    assert pasted.returncode == 0, pasted.stdout + pasted.stderr
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(), ARCH)
+    assert cache_info().loaded == 1
+
+
+def test_disable_jit_says_so_where_no_backend_offers_the_variant(demo, kernels, monkeypatch):
+    demo()
+    monkeypatch.setenv("KDA_DISABLE_JIT", "1")
+    with pytest.raises(JitDisabledError, match="run the call once without KDA_DISABLE_JIT") as caught:
+        get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=96), ARCH)
+    assert f"python -m kda_core precompile --arch {ARCH} --list" in str(caught.value)
+    clear_memory()

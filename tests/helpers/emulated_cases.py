@@ -1,0 +1,90 @@
+"""A reduced conformance set on ptx-emulator, for the GPU backends: on any machine, with small shapes, every kind of call.
+
+It shows that kernels do what they say, not how fast or with which last bits a GPU does; `test_conformance` does.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+
+from kda_core.testing import FAMILIES
+from kda_core.testing.conformance import BackendConformance, same
+from kda_core.testing.inputs import PLAIN
+from kda_core.testing.runner import EMULATED, TESTED, Runner
+from kda_cute.testing.emulation import emulated
+
+KIT = BackendConformance()  # for its tests, called one by one
+BOUNDS = ((0, 15, 15, 79, 80), (0, 0, 70), (0, 65, 130, 130))
+
+
+class EmulatedCases:
+    """A subclass names the backend, what its kernels are compiled for, and options of `ptx_emulator.device`."""
+
+    backend: str
+    arch: str
+    options: ClassVar[dict[str, Any]] = {}
+
+    @pytest.fixture
+    def kda(self, record_property):
+        with emulated(self.backend, self.arch, **self.options):
+            runner = Runner(self.backend, "cpu", 128, quick=True, record=record_property)
+            assert runner.tested() == (self.backend, "cpu", EMULATED)
+            record_property(TESTED, runner.tested())
+            yield runner
+
+    @pytest.mark.parametrize("T", (1, 70))
+    def test_base(self, kda, T):
+        kda.compare(kda.case(PLAIN, T, H=3))
+
+    @pytest.mark.parametrize("T", (0, 1, 15, 17, 64, 130))
+    def test_length(self, kda, T):
+        kda.agrees(kda.case("slow", T, H=1, initial_state=True))
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_gates(self, kda, family):
+        kda.agrees(kda.case(family, 100, H=1))
+
+    @pytest.mark.parametrize("heads", ((2, 4), (1, 3)), ids=str)
+    def test_heads(self, kda, heads):
+        kda.agrees(kda.case("steep", 40, B=2, H=heads[0], HV=heads[1], initial_state=True))
+
+    @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+    def test_packed(self, kda, bounds, family="memory"):
+        lengths = tuple(b - a for a, b in pairwise(bounds))
+        kda.agrees(kda.case(family, bounds[-1], H=1, HV=2, lengths=lengths, initial_state=True))
+
+    @pytest.mark.parametrize(
+        "form",
+        ("no A_log", "softplus, no dt_bias", "bf16 g", "fp32 beta", "negative eigenvalues", "no l2norm"),
+    )
+    def test_form(self, kda, form):
+        KIT.test_form(kda, form)
+
+    @pytest.mark.parametrize("bounds", (None, (0, 17, 17, 64, 130)), ids=("fixed", "packed"))
+    def test_state_layouts(self, kda, bounds):
+        KIT.test_state_layouts(kda, bounds)
+
+    @pytest.mark.parametrize("size", (32, 64))
+    def test_intermediate_states(self, kda, size):
+        KIT.test_intermediate_states(kda, None, True, size)
+
+    def test_rows_of_no_sequence(self, kda):
+        KIT.test_rows_of_no_sequence(kda)
+
+    def test_segments(self, kda):
+        KIT.test_segments(kda, "memory")
+
+    def test_poisoned_outputs_and_workspace(self, kda):
+        KIT.test_poisoned_outputs_and_workspace(kda)
+
+    def test_no_initial_state_is_zeros(self, kda):
+        KIT.test_no_initial_state_is_zeros(kda, "mixed")
+
+    def test_a_pinned_sequence_has_the_same_bits_alone_and_in_a_batch(self, kda):
+        x = kda.inputs("slow", 70, B=2, H=1, initial_state=True)
+        o, state = kda(x, output_final_state=True, pin=True)
+        one = x | {n: x[n][1:] for n in ("q", "k", "v", "g", "beta", "initial_state")}
+        assert same(kda(one, output_final_state=True, pin=True), (o[1:], state[1:]))

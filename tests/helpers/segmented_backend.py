@@ -1,0 +1,107 @@
+"""Backends for tests/cp/test_cp_native.py that summarise segments themselves, on top of the reference; one merges too."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+import kda_core
+from kda_core import contract
+from kda_core.backend import BackendSpec
+from kda_core.contract import Feature, KdaOutputs
+from kda_core.reference import ReferenceBackend
+
+SPEC = BackendSpec(
+    name="segmented",
+    abi=kda_core.BACKEND_ABI,
+    archs=frozenset({"cpu"}),
+    features=frozenset(f.value for f in Feature),
+    target="segmented_backend:Segmented",
+    install="pip install segmented",
+    priority=-150,
+)
+MERGES = replace(SPEC, target="segmented_backend:Merging")
+MERGING = replace(MERGES, name="merging")
+
+calls = []  # (method, lengths)
+
+
+class Segmented(ReferenceBackend):
+    """Prepares tokens (normalisation, gate, beta) into the workspace; the run has them from there alone."""
+
+    def chunk_fwd(self, inputs, outputs):
+        calls.append(("chunk_fwd", inputs.sequence_lengths()))
+        return super().chunk_fwd(inputs, outputs)
+
+    def segment_workspace_bytes(self, shape):
+        return 4 * sum(size.numel() for size in _sizes(shape))
+
+    def summarize(self, inputs, exits, transitions, workspace):
+        calls.append(("summarize", inputs.sequence_lengths()))
+        s, o = inputs.shape, inputs.options
+        assert not o.state_v_first and exits.shape == (s.N, s.HV, s.K, s.V)
+        assert transitions.shape == (s.N, s.HV, s.K, s.K)
+        q, k, v, g, beta = (x.float() for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta))
+        if o.use_qk_l2norm_in_kernel:
+            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        if o.use_gate_in_kernel:
+            g = g if inputs.dt_bias is None else g + inputs.dt_bias
+            rate = 1.0 if inputs.A_log is None else inputs.A_log.exp()[:, None]
+            g = -rate * F.softplus(g) if o.lower_bound is None else o.lower_bound * torch.sigmoid(rate * g)
+        if o.use_beta_sigmoid_in_kernel:
+            beta = torch.sigmoid(beta) * (2 if o.allow_neg_eigval else 1)
+        for place, x in zip(_places(s, workspace), (q, k, v, g, beta)):
+            place.copy_(x)
+        x = _prepared(inputs, workspace)
+        super().chunk_fwd(x, KdaOutputs(torch.empty_like(x.v), exits))
+        eye = torch.eye(s.K).expand_as(transitions).contiguous()
+        zeros = torch.zeros(1, s.T, s.HV, s.K)
+        x = replace(x, v=zeros, initial_state=eye, shape=replace(x.shape, V=s.K))
+        super().chunk_fwd(x, KdaOutputs(zeros.clone(), transitions))
+
+    def execute_segments(self, inputs, outputs):
+        calls.append(("execute_segments", inputs.sequence_lengths()))
+        x = _prepared(inputs, outputs.workspace)
+        o = torch.empty_like(x.v)
+        super().chunk_fwd(x, replace(outputs, o=o))
+        outputs.o.copy_(o)
+        outputs.workspace.fill_(255)  # NaN: it serves one run
+        return outputs
+
+
+class Merging(Segmented):
+    def merge_segments(self, initial, exits, transitions, bounds):
+        calls.append(("merge_segments", tuple(bounds.tolist())))
+        for first, end in pairwise(bounds.tolist()):
+            for i in range(first + 1, end):
+                before = transitions[i - 1].double() @ initial[i - 1].double()
+                initial[i] = exits[first] if i == first + 1 else before + exits[i - 1].double()
+
+
+def _sizes(s):
+    heads = ((s.H, s.K), (s.H, s.K), (s.HV, s.V), (s.HV, s.K), (s.HV,))
+    return [torch.Size((1, s.T, *x)) for x in heads]
+
+
+def _places(s, workspace):
+    """q, k, v, g, beta in the workspace, fp32."""
+    sizes = _sizes(s)
+    numbers = [size.numel() for size in sizes]
+    flat = workspace[: 4 * sum(numbers)].view(torch.float32).split(numbers)
+    return [x.view(size) for x, size in zip(flat, sizes)]
+
+
+def _prepared(inputs, workspace):
+    """The call over what was prepared."""
+    s = inputs.shape
+    options = replace(
+        s.options, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, lower_bound=None,
+        use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+    )  # fmt: skip
+    shape = replace(
+        s, dtype=torch.float32, g_dtype=torch.float32, beta_dtype=torch.float32, options=options,
+        has_A_log=False, has_dt_bias=False,
+    )  # fmt: skip
+    rest = [None, None, inputs.initial_state, inputs.cu_seqlens, inputs.cu_seqlens_cpu]
+    return contract.make_inputs([*_places(s, workspace), *rest], shape)

@@ -1,0 +1,121 @@
+"""The preparation against the numeric specification, output by output; and the images it writes."""
+
+import pytest
+import torch
+from helpers.intra_chunk_cases import LENGTHS, assert_close, specified, variant
+from helpers.sm90_launch import launch, places
+
+from kda_core.testing import FAMILIES, make_inputs
+from kda_cute import get_kernel
+from kda_sm90 import layouts
+from kda_sm90.config import HEAD_DIM, PrefillConfig
+from kda_sm90.variants import SAMPLE
+
+NAMES = {"Kd": "kd", "Qd": "qd", "Kg": "kg", "T": "t", "Aqk": "aqk", "a": "a"}  # specification -> workspace
+
+
+@pytest.mark.parametrize("C", (32, 64))
+@pytest.mark.parametrize("name", ("kd", "qd", "kg", "aqk", "t"))
+def test_images_hold_every_element_once(name, C):
+    columns = C if name in ("aqk", "t") else HEAD_DIM
+    logical = torch.arange(C * columns, dtype=torch.float32).view(1, C, columns)
+    records = layouts.pack(name, logical, C)
+    assert torch.equal(records.sort().values, logical.flatten(1))
+    assert torch.equal(layouts.unpack(name, records, C), logical)
+
+
+@pytest.mark.parametrize("C", (32, 64))
+def test_the_workspace_is_split_without_overlap(C):
+    streams, depth = 2, 3
+    size = layouts.workspace_bytes(streams * depth, streams, C)
+    buffer = torch.zeros(size + 128, dtype=torch.uint8)
+    buffer = buffer[-buffer.data_ptr() % 128 :]
+    views = layouts.split_workspace(buffer, streams * depth, streams, C)
+    for n, view in enumerate(views):
+        assert view.data_ptr() % 128 == 0
+        assert not view.any(), n
+        view.fill_(1)
+    assert all(view.shape[0] == streams * depth for view in views[:-2]) and views.carry.shape[0] == streams
+    assert views.counters.shape == (3 * layouts.LINE + layouts.LINE,)
+    with pytest.raises(ValueError, match="expected at least"):
+        layouts.split_workspace(buffer[: size - 1], streams * depth, streams, C)
+
+
+def prepare(x, C, lengths):
+    """The records of a call as {name: [chunks that exist, HV, ...]} in fp32; other slots have to be untouched. Rings
+    that hold every chunk of their streams keep each record."""
+    (B, T, H, K), HV = x["q"].shape, x["v"].shape[2]
+    N = None if lengths is None else len(lengths)
+    slots = layouts.slot_count(B, T, C, N)
+    starts = [sum(lengths[:n]) for n in range(N)] if lengths is not None else []
+    firsts = [s // C + n for n, s in enumerate(starts)] or list(range(0, slots, slots // B))
+    streams = max(1, 2 * HV - 1)  # most of them cut a sequence
+    place, depth = places(firsts, slots, HV, streams)
+    buffer = torch.full(
+        (layouts.workspace_bytes(streams * depth, streams, C),), 0xFF, dtype=torch.uint8, device="cuda"
+    )
+    workspace = layouts.split_workspace(buffer, streams * depth, streams, C)
+    workspace.counters.zero_()
+    config = PrefillConfig(C, **variant(x))
+    inputs = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+    if config.gate != "precomputed":
+        inputs |= {n.lower(): x[n] for n in ("A_log", "dt_bias") if n in x}
+    if lengths is not None:
+        inputs |= {"offsets": x["cu_seqlens"], "offset_bytes": x["cu_seqlens"].element_size()}
+    launch(
+        config, torch.empty_like(x["v"]), **inputs, workspace=buffer, N=N or B, T=T, H=H, HV=HV,
+        beta_bytes=x["beta"].element_size(), l2norm=int(x["use_qk_l2norm_in_kernel"]), every=1,
+        beta_factor=float(x["use_beta_sigmoid_in_kernel"]), preparers=3, streams=streams, depth=depth,
+        scale=K**-0.5, lower_bound=float(x.get("lower_bound") or 0.0),
+    )  # fmt: skip
+    if lengths is None:
+        mine = list(range(slots))
+    else:
+        mine = [first + c for first, size in zip(firsts, lengths) for c in range(-(-size // C))]
+    found = {}
+    for name, stored in NAMES.items():
+        y = layouts.unpack(stored, getattr(workspace, stored).float(), C)
+        y = y[place].transpose(0, 1)
+        others = [s for s in range(slots) if s not in mine]
+        assert torch.isnan(y[others]).all(), f"{name}: a slot without a chunk was written"
+        found[name] = -y[mine] if name == "Kd" else y[mine]
+    return found
+
+
+def wanted(x, C, lengths):
+    """The same from the specification."""
+    found = [p for p, _ in specified(x, C, lengths)]
+    return {n: torch.stack([getattr(p, n) for p in found]) for n in NAMES}
+
+
+@pytest.mark.arch((9, 0))
+@pytest.mark.parametrize("C", (32, 64))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_output_is_the_specification(family, C):
+    x = make_inputs(family, 200, B=2, H=2, HV=4, device="cuda").arguments
+    assert_close(prepare(x, C, None), wanted(x, C, None))
+
+
+@pytest.mark.arch((9, 0))
+@pytest.mark.parametrize("C", (32, 64))
+@pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
+def test_packed_sequences_and_tails(family, C):
+    x = make_inputs(family, sum(LENGTHS), H=1, HV=2, lengths=LENGTHS, device="cuda").arguments
+    assert_close(prepare(x, C, LENGTHS), wanted(x, C, LENGTHS))
+
+
+@pytest.mark.parametrize("config", SAMPLE, ids=str)
+def test_it_compiles_without_a_gpu(config, tmp_path, monkeypatch):
+    from kda_sm90.kernels.prefill import PrefillKernel
+
+    monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path))
+    assert callable(get_kernel(PrefillKernel, config, "sm_90a"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"chunk": 16}, "chunk"), ({"warpgroups": 3}, "warpgroups"), ({"gate": "softplus"}, "vote")],
+)
+def test_a_variant_that_does_not_exist_is_refused(wrong, named):
+    with pytest.raises(ValueError, match=f"^{named}: "):
+        PrefillConfig(**wrong)
