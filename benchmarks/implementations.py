@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from registry import CERTIFIED, CP
 
 import kda_core
-from kda_core import contract
+from kda_core import buffers
 from kda_core.registry import REGISTRY, record_calls
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def plan(name: str, x: dict[str, Any]) -> Plan:
     found, shape = REGISTRY.planner(), kda_core.explain(**x, backend=backend_name).shape
     if found is None:
         raise ValueError(f"impl {name!r} cannot run here: no planner is installed and on")
-    inputs = contract.make_inputs([x.get(n) for n in TENSORS], shape)
+    inputs = buffers.make_inputs([x.get(n) for n in TENSORS], shape)
     choice = REGISTRY.resolve(shape, backend_name)
     planner: Any = found[1]
     decided = planner.decide(inputs, choice.spec, choice.backend)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from kda_core import contract, explanation
+from kda_core import contract, explanation, validate
 from kda_core.errors import ArgumentError, DeviceError, KdaError
 from kda_cute import ARCHITECTURES
 
@@ -225,7 +225,7 @@ def _shape(args: argparse.Namespace) -> contract.ProblemShape:
         return torch.empty(size, dtype=dtype, device="meta")
 
     state = (N or B, HV, V, K) if args.state_v_first else (N or B, HV, K, V)
-    shape = contract.problem_shape(
+    shape = validate.problem_shape(
         empty(B, T, H, K), empty(B, T, H, K), empty(B, T, HV, V), empty(B, T, HV, K), empty(B, T, HV),
         empty(HV, dtype=wide) if gate else None,
         empty(HV, K, dtype=wide) if gate else None,

@@ -14,7 +14,7 @@ Where no sequence crosses ranks, nothing is exchanged. Forward only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count, pairwise
@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from kda_core import contract, registry
-from kda_core.api import operator_args
-from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, ProblemShape
-from kda_core.errors import ArgumentError, DtypeError, ShapeError
+from kda_core import buffers, registry, validate
+from kda_core.arguments import Arguments, checked
+from kda_core.contract import OPTION_NAMES, KdaInputs, KdaOptions, ProblemShape
+from kda_core.errors import ArgumentError, DtypeError, ShapeError, describe
 from kda_cp.agreement import CALLS, MAKES, RAN, Moment, RankError, Ranks, Terms
 from kda_cp.fragments import Fragment, FragmentTable
 from kda_cp.merge import merge_pieces
@@ -141,11 +141,11 @@ class ContextParallel:
     def _checked_terms(self) -> dict[str, str]:
         """What must be the same on all ranks in every call, in words."""
         if not isinstance(self.table, FragmentTable):
-            raise ArgumentError("table", "a FragmentTable", contract.describe(self.table))
+            raise ArgumentError("table", "a FragmentTable", describe(self.table))
         if self.final_state_on not in ("owner", "all"):
             raise ArgumentError("final_state_on", "'owner' or 'all'", repr(self.final_state_on))
         if not (self.tag is None or isinstance(self.tag, str)):
-            raise ArgumentError("tag", "a text or None", contract.describe(self.tag))
+            raise ArgumentError("tag", "a text or None", describe(self.tag))
         if self.table.ranks != self.ranks:
             raise ArgumentError(
                 "table", f"one for {self.ranks} ranks, the size of the group", f"{self.table.ranks} ranks"
@@ -234,22 +234,21 @@ class ContextParallel:
 
     def _prepare(self, given: dict[str, Any]) -> _Local:
         """Validates this rank's part and computes its summaries."""
-        names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-        rest = {n: x for n, x in given.items() if n not in names}
-        tensors = [given[n] for n in names] + [None] * 2  # cu_seqlens is the table's matter
-        args = operator_args(*tensors, context_parallel="off", recurrent=False, **rest)
-        options = KdaOptions(*args[len(tensors) : len(tensors) + len(OPTION_FIELDS)])
+        args = checked(
+            Arguments(**given, context_parallel="off")
+        )  # without cu_seqlens, which the table replaces
+        options = args.options
         if options.needs_backward:
             raise ArgumentError("q", "inputs that do not require grad: this is forward only", "one that does")
         with torch.no_grad():
-            return self._prepared(tensors, options, given["backend"])
+            return self._prepared(args.tensors, options, args.backend)
 
-    def _prepared(self, tensors: list[Any], options: KdaOptions, backend: str | None) -> _Local:
+    def _prepared(self, tensors: Sequence[Any], options: KdaOptions, backend: str | None) -> _Local:
         own = self.table.of_rank(self.rank)
         lengths = [f.stop - f.start for f in own]
         state = tensors[7]
         ordered = [*tensors[:7], None, None, None]
-        s = contract.problem_shape(*ordered, options=options)
+        s = validate.problem_shape(*ordered, options=options)
         if (s.B, s.T) != (1, sum(lengths)):
             raise ShapeError(
                 "q", f"[1, {sum(lengths)}, H, K], the tokens of rank {self.rank}", f"B={s.B}, T={s.T}"
@@ -266,7 +265,7 @@ class ContextParallel:
                 raise DtypeError("initial_state", str(s.state_dtype), str(state.dtype))
             s = replace(s, has_initial_state=True)
             ordered[7] = state
-        checked = contract.make_inputs(ordered, s)
+        checked = buffers.make_inputs(ordered, s)
 
         o = checked.q.new_empty((1, s.T, s.HV, s.V))
         summarised = self._summarised(self.rank)
@@ -295,7 +294,7 @@ class ContextParallel:
     def _planned(self, inputs: KdaInputs, backend: str | None) -> tuple[list[Part], str]:
         """This rank's fragments, planned, and the name of the backend; kept from call to call as core keeps what it finds out
         about calls, for devices wait while a host plans."""
-        current = registry.REGISTRY.plans  # another one whenever answers may have changed
+        current = registry.REGISTRY.generation
         made_with, known = self._plans
         if made_with is not current:
             known = {}
@@ -406,7 +405,7 @@ class ContextParallel:
                     **{
                         name: str(getattr(s, f"has_{name}")) for name in ("initial_state", "A_log", "dt_bias")
                     },
-                    **{name: repr(getattr(s.options, name)) for name, _, _ in OPTION_FIELDS},
+                    **{name: repr(getattr(s.options, name)) for name in OPTION_NAMES},
                 }
             ),
         )

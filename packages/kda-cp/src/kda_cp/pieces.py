@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core import contract
+from kda_core import buffers, contract
 from kda_core.backend import Backend
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import BackendContractError
@@ -152,7 +152,7 @@ def offsets_of(pieces: Sequence[Piece]) -> Integers:
 def replaced(inputs: KdaInputs, *, shape: ProblemShape, **tensors: Tensor | None) -> KdaInputs:
     """`inputs` with another shape and other tensors, contiguous and aligned as a backend gets them."""
     mine = [tensors[f.name] if f.name in tensors else getattr(inputs, f.name) for f in fields(inputs)]
-    return contract.make_inputs(mine[:-1], shape)  # the last field is the shape
+    return buffers.make_inputs(mine[:-1], shape)  # the last field is the shape
 
 
 def aligned(x: Tensor) -> Tensor:
