@@ -69,7 +69,7 @@ def test_off_and_bypassed_calls_are_direct_calls_bit_for_bit(idle, monkeypatch):
     planner, off = ran(x, output_final_state=True)
     assert planner is None and same(off, direct)
     assert explain(**x).plan == "direct"
-    with pytest.raises(PlannerError, match="no planner is installed and on"):
+    with pytest.raises(PlannerError, match="no planner is active"):
         chunk_kda(**x, context_parallel=Plan(((1100,), (300,))))
     monkeypatch.delenv("KDA_CP")
     assert ran(x)[0] == "cp"

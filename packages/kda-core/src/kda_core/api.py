@@ -147,14 +147,15 @@ def chunk_kda(
         state_v_first = renamed_layout(state_v_first, transpose_state_layout)
     if cp_context is not None:
         raise cp_context_error(cp_context)
-    # positional, because 27 keywords would take 2 us; a test compares the names with the fields
-    args = Arguments(
+    # `_make`, because 29 keywords would take 2 us. A test compares the order with the fields of `Arguments`.
+    args = Arguments._make((
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, scale, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
         lower_bound, disable_recompute, return_intermediate_states, state_v_first, use_graph, max_num_seqs, chunk_size,
-        pin, backend=backend, context_parallel=context_parallel,
-    )  # fmt: skip
-    o, state, h = run(args, given_outputs(out, workspace))
+        pin, False, False, backend, context_parallel,
+    ))  # fmt: skip
+    given = None if out is None and workspace is None else given_outputs(out, workspace)
+    o, state, h = run(args, given)
     final = state if output_final_state else None
     return (o, final, h) if return_intermediate_states else (o, final)
 
@@ -200,11 +201,11 @@ def fused_recurrent_kda(
         raise unknown_keyword(fused_recurrent_kda, unknown, chunk_kda)
     if transpose_state_layout is not None:
         state_v_first = renamed_layout(state_v_first, transpose_state_layout)
-    args = Arguments(
+    args = Arguments._make((
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None, scale, output_final_state,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        lower_bound=lower_bound, state_v_first=state_v_first, recurrent=True, backend=backend, context_parallel="off",
-    )  # fmt: skip
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False,
+        lower_bound, False, False, state_v_first, False, None, 64, False, False, True, backend, "off",
+    ))  # fmt: skip
     o, state, _ = run(args)
     return o, state if output_final_state else None
 
