@@ -34,7 +34,6 @@ THIRD_PARTY = (
     "pytest",
     "nvidia-cutlass-dsl[cu13]",
     "apache-tvm-ffi",
-    "cuda-python",
     "llvmlite",
     "numpy",
 )

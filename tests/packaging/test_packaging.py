@@ -148,7 +148,7 @@ def test_the_core_alone_does_the_main_job(clean_environment):
     }
     assert environment.run("-c", PREFILL).strip() == "['reference']"
     listed = environment.run("-m", "kda_core", "backends")
-    assert "pip install ./packages/kda-core ./packages/kda-sm90," in listed
+    assert "pip install ./packages/kda-core ./packages/kda-cute ./packages/kda-sm90," in listed
     assert environment.run_command("kda-core", "backends") == listed
 
 
