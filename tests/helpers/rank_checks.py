@@ -316,7 +316,7 @@ def cut_checks(rank, ranks, folder):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: segmented\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[kda_core.backends]\nsegmented = segmented_backend:SPEC\nmerging = segmented_backend:MERGING\n"
+        "[kda_core.backends]\nsegmented = helpers.segmented_backend:SPEC\nmerging = helpers.segmented_backend:MERGING\n"
     )
     sys.path.insert(0, str(folder))
     dist.barrier()
