@@ -31,7 +31,7 @@ PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
     "sm100-intra-chunk": {
         "PrepareKernel": [
             *((f"C = {C}, bounded gate", PrepareConfig(C)) for C in CHUNKS),
-            *((f"C = {C}, bounded gate, columns vote", PrepareConfig(C, vote=True)) for C in CHUNKS),
+            *((f"C = {C}, bounded gate, columns vote", PrepareConfig(C, unbounded=True)) for C in CHUNKS),
         ]
     },
     "sm100-chain": {"ChainKernel": [(f"C = {C}", ChainConfig(C)) for C in CHUNKS]},
