@@ -36,7 +36,7 @@ PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
     "sm100-intra-chunk": {
         "IntraChunkKernel": [
             *((f"C = {C}, bounded", IntraChunkConfig(C)) for C in CHUNKS),
-            *((f"C = {C}, unbounded", IntraChunkConfig(C, vote=True)) for C in CHUNKS),
+            *((f"C = {C}, unbounded", IntraChunkConfig(C, unbounded=True)) for C in CHUNKS),
         ]
     },
     "sm100-chain": {"ChainKernel": [(f"C = {C}", ChainConfig(C)) for C in CHUNKS]},

@@ -22,7 +22,7 @@ def test_unsupported_shapes_are_refused_with_a_reason(change, reason):
 
 
 def test_the_gate_decides_whether_the_kernel_votes():
-    unbounded = lambda **change: launch_config(shape(**change)).intra_chunk.vote
+    unbounded = lambda **change: launch_config(shape(**change)).intra_chunk.unbounded
     assert not unbounded() and unbounded(lower_bound=-8.0) and unbounded(lower_bound=None)
     assert launch_config(shape(lower_bound=None)).intra_chunk.gate == "softplus"
     assert unbounded(**FREE) and not unbounded(**FREE, safe_gate=True)
@@ -73,7 +73,7 @@ def test_precompile_builds_each_variant_once():
     ("kind", "wrong", "named"),
     [
         (IntraChunkConfig, {"chunk": 16}, "chunk"),
-        (IntraChunkConfig, {"gate": "softplus"}, "vote"),
+        (IntraChunkConfig, {"gate": "softplus"}, "unbounded"),
         (ChainConfig, {"chunk": 128}, "chunk"),
         (SummaryConfig, {"chunk": 16}, "chunk"),
     ],

@@ -40,7 +40,7 @@ class IntraChunkConfig:
     Attributes:
         chunk: tokens per chunk, one of `CHUNKS`.
         gate: form of the gate.
-        vote: True if log decays may lie below -5, so that the warps vote on split factors. False is the caller's
+        unbounded: True if log decays may lie below -5, so that the warps vote on split factors. False is the caller's
             promise that they do not.
         gate_dtype: dtype of g.
 
@@ -50,13 +50,13 @@ class IntraChunkConfig:
 
     chunk: int = 64
     gate: Gate = "bounded"
-    vote: bool = False
+    unbounded: bool = False
     gate_dtype: GateDtype = "bfloat16"
 
     def __post_init__(self) -> None:
         _check_chunk(self.chunk)
-        if self.gate == "softplus" and not self.vote:
-            raise ValueError("vote: expected True, because softplus gates are unbounded, got False")
+        if self.gate == "softplus" and not self.unbounded:
+            raise ValueError("unbounded: expected True, because softplus gates are unbounded, got False")
 
 
 @dataclass(frozen=True)

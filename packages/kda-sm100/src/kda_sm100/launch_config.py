@@ -59,7 +59,7 @@ def launch_config(shape: ProblemShape) -> LaunchConfig:
     # Take the longest chunk. A chunk costs four round trips between tensor memory and registers whatever its length.
     chunk = next(C for C in CHUNKS if states % C == 0)
     intra_chunk = IntraChunkConfig(
-        chunk, gate_of(shape), vote=not options.bounded_gate, gate_dtype=DTYPES[shape.g_dtype]
+        chunk, gate_of(shape), unbounded=not options.bounded_gate, gate_dtype=DTYPES[shape.g_dtype]
     )
     slots = layouts.slot_count(shape.B, shape.T, chunk, shape.N if shape.varlen else None)
     return LaunchConfig(intra_chunk, ChainConfig(chunk, states > 0), slots * shape.HV)
