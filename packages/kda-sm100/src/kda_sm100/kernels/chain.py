@@ -135,7 +135,7 @@ def shared_memory(chunk: int, early: int, late: int, outputs: bool) -> type:
         "kg": image(HEAD_DIM, late),
         "aqk": image(chunk, late * outputs),
         "o": image(HEAD_DIM, int(outputs)),
-        "a": MemRange[Float32, HEAD_DIM * early],
+        "a": Align[MemRange[Float32, HEAD_DIM * early], 128],  # `decay_units` relies on it
         **{name: MemRange[Int64, group.count] for name, group in mbarriers(early, late).items()},
         "tensor_memory": Int32,  # address of the allocated columns
     }

@@ -13,7 +13,7 @@ The encodings follow the tables "Instruction descriptor" and "Shared memory desc
 the encodings of the DSL.
 
 Inline PTX remains where the DSL has no equivalent in all supported versions: ``tcgen05.mma`` with A at an address of tensor memory,
-the fences, and loads and stores of tiles that register arrays of the DSL would copy.
+the fences, and tiles, whose loads must be one text with their wait (`load`).
 """
 
 from cutlass import Float32, Int32, cute
