@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import accumulate
 
 import torch
-from helpers.sm100_launch import Workspace, chunks_of
 from torch import Tensor
 
+from helpers.sm100_launch import Workspace, chunks_of
 from kda_sm100.config import HEAD_DIM
 
 NAN = float("nan")
@@ -60,7 +60,12 @@ def laid_out(
 
 
 def recurrence(
-    records: dict[str, Tensor], chunks: Chunks, HV: int, shape: tuple[int, ...], initial: Tensor, dtype: torch.dtype
+    records: dict[str, Tensor],
+    chunks: Chunks,
+    HV: int,
+    shape: tuple[int, ...],
+    initial: Tensor,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns o, the final states, and the state before every chunk, sequence by sequence.
 

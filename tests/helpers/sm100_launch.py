@@ -15,7 +15,14 @@ from kda_sm100.config import HEAD_DIM
 
 
 def launch(
-    kernel: type, config: object, tensor: torch.Tensor, struct: type[tuple], *, arch: str, seed: int = 0, **given: Any
+    kernel: type,
+    config: object,
+    tensor: torch.Tensor,
+    struct: type[tuple],
+    *,
+    arch: str,
+    seed: int = 0,
+    **given: Any,
 ) -> None:
     """Launches a kernel and waits for its end.
 

@@ -91,7 +91,13 @@ WARPGROUP = 128  # threads
 STATE_REGISTERS, OTHER_REGISTERS = 208, 128
 
 SHARED_BYTES = 227 * 1024  # what a CTA may use
-RINGS = ((6, 6), (4, 4), (3, 3), (3, 2), (2, 2))  # candidate depths of the early and the late ring, best first
+RINGS = (
+    (6, 6),
+    (4, 4),
+    (3, 3),
+    (3, 2),
+    (2, 2),
+)  # candidate depths of the early and the late ring, best first
 STATE_BYTES = 4 * HEAD_DIM * HEAD_DIM  # an fp32 state in global memory
 
 

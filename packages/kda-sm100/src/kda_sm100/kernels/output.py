@@ -138,8 +138,8 @@ class OutputKernel:
         for start in range(0, self.chunk, self.threads // 16):
             r, unit = start + thread // 16, thread % 16
             q = base + self.layout.qd + image_offset(r, unit * 8, self.chunk, HEAD_DIM) * 2
-            place = lambda i: base + self.layout.g + r * (4 * HEAD_DIM) + (2 * unit + i) * UNIT
-            g = [x for i in range(2) for x in ptx.load_shared_x4(place(i), Float32)]
+            g_row = base + self.layout.g + r * (4 * HEAD_DIM)
+            g = [x for i in range(2) for x in ptx.load_shared_x4(g_row + (2 * unit + i) * UNIT, Float32)]
             values = [x for pair in ptx.load_shared_x4(q, Int32) for x in ptx.unpack_bf16x2(pair)]
             values = [x * scale * ptx.ex2(y * Float32(LOG2E)) for x, y in zip(values, g, strict=True)]
             ptx.store_shared_x4(q, [ptx.pack_bf16x2(values[i], values[i + 1]) for i in range(0, 8, 2)])
