@@ -227,7 +227,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typecheck(session: nox.Session) -> None:
-    """mypy over the packages, the example, the benchmarks and this file, as Python 3.10 sees them."""
+    """mypy over the packages, the example, the benchmarks, the tools and this file, as Python 3.10 sees them."""
     session.install("-c", str(CONSTRAINTS), "mypy", "pytest", "nox", "numpy", "-e", "packages/kda-core")
     session.run("mypy", *(session.posargs or SOURCES))
 
