@@ -28,7 +28,7 @@ def _class_with_data() -> type | None:
 
 
 #: Checked once, at import. If it is None, `Variable.given` uses the public interface, which is slower.
-_CLASS_WITH_DATA = _class_with_data()
+_CLASS_WITH_DATA: Any = _class_with_data()
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ KDA_CHECK = Variable(
     "1 checks the values of the inputs before every call, for debugging. The check waits for the GPU.",
 )
 KDA_REQUIRE_ARCH = Variable(
-    "KDA_REQUIRE_ARCH", "0", "1 makes tests that need a GPU fail on a machine without it, instead of being skipped."
+    "KDA_REQUIRE_ARCH",
+    "0",
+    "1 makes tests that need a GPU fail on a machine without it, instead of being skipped.",
 )
 
 VARIABLES = (KDA_BACKEND, KDA_CP, KDA_CACHE_DIR, KDA_DISABLE_JIT, KDA_CHECK, KDA_REQUIRE_ARCH)
