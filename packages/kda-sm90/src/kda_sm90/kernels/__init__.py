@@ -1,1 +1,1 @@
-"""The kernel (`prefill`), its chains (`chain`, `summary`) and their schedule. These modules import the CuTe DSL."""
+"""The kernel (`prefill`), its chains (`chain`, `summary`, with `fragments`) and their `schedule`. All import the CuTe DSL."""
