@@ -16,12 +16,12 @@ The launch is cooperative: all CTAs are co-resident, so any CTA may wait for any
 """
 
 import functools
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
+from kda_cute import arguments
 from kda_cute.device import ptx
 from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
 from kda_sm90.arguments import ARGUMENTS, Address, Ticket
@@ -33,8 +33,9 @@ from kda_sm90.layouts import CARRY_BYTES, record_bytes
 
 SHARED_BYTES = 227 * 1024  # largest shared memory of a CTA on sm_90
 
-#: DSL types of the arguments.
+#: `ARGUMENTS` with the types of the DSL.
 TYPES = {Address: Int64, Ticket: Int64, int: Int32, float: Float32}
+Arguments = NamedTuple("Arguments", [(name, TYPES[kind]) for name, kind in ARGUMENTS.items()])
 
 #: Buffers for the claimed items of a group, and their bytes. An item is in use for three turns: published, computed, claimed.
 ITEMS, ITEM_BYTES = 4, 32
@@ -65,17 +66,12 @@ class PrefillKernel:
         self.shared_bytes = self.table + schedule.TABLE_BYTES
 
     def fake_args(self) -> tuple:
-        """Returns the arguments to compile with."""
-        o = make_fake_compact_tensor(
-            BFloat16, tuple(cute.sym_int() for _ in range(4)), stride_order=(3, 2, 1, 0), assumed_align=16
-        )
-        values = [TYPES[kind](0) for kind in ARGUMENTS.values()]
-        return (o, *values, make_fake_stream(use_tvm_ffi_env_stream=True))
+        return arguments.fake_args(Arguments, BFloat16)
 
     @cute.jit
     def __call__(self, o: cute.Tensor, *values_and_stream):
         *values, stream = values_and_stream
-        x = self.named(values)
+        x = Arguments(*values)
         self.kernel(tuple(values)).launch(
             grid=(x.intra_chunk_ctas + x.queues * self.chain_ctas, 1, 1),
             block=(THREADS, 1, 1),
@@ -86,13 +82,9 @@ class PrefillKernel:
             preferred_smem_carveout=100,  # percent; otherwise the DSL asks a device, at compile time
         )
 
-    def named(self, values):
-        """Returns the arguments by name."""
-        return SimpleNamespace(**dict(zip(ARGUMENTS, values, strict=True)))
-
     @cute.kernel
     def kernel(self, values: tuple):
-        x = self.named(values)
+        x = Arguments(*values)
         index, _, _ = cute.arch.block_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
         chains = x.queues * self.chain_ctas
