@@ -250,7 +250,7 @@ def test_one_piece_length_for_all_sequences_and_certified_decay_are_measured(reg
         and "best_fixed_ms" not in serial
     )
     assert certified["error_o"] <= 1.2 * serial["error_o"]
-    assert run._fixed((3072, 1100, 0), 1024).pieces == ((1024, 1024, 1024), (1024, 76), (0,))
+    assert run._fixed((3072, 1100, 0), 1024).segments == ((1024, 1024, 1024), (1024, 76), (0,))
     assert not run._fixed((3072, 1100, 0), 3072).is_split
 
 
@@ -408,73 +408,3 @@ def test_with_matplotlib_a_plot_is_made(registry, tmp_path):
     assert report.plot(rows, tmp_path / "x.svg", "a GPU", labelled=True) == "x.svg"
     drawn = (tmp_path / "x.svg").read_text()
     assert ">2.50x<" in drawn and ">a GPU, gates: bounded below by -5, slow decay<" in drawn
-
-
-@pytest.mark.parametrize("copied", (48, 64, 128))
-def test_the_model_of_the_chain_is_near_what_was_measured(copied, monkeypatch):
-    """Whatever is assumed of the L2."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import model_sm100 as model
-
-    monkeypatch.setattr(model, "COPIED", copied)
-    for (chunk, warpgroups), times in model.MEASURED.items():
-        for whole, measured in zip((False, True), times, strict=True):
-            ns = model.hopper(chunk, warpgroups, whole).clocks() / model.HOPPER_GHZ / chunk
-            assert abs(ns / measured - 1) < 0.15, (chunk, warpgroups, whole, ns, measured)
-
-
-def test_the_page_of_the_chain_has_the_predictions_of_the_model(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import model_sm100 as model
-
-    page = (BENCHMARKS.parent / "docs" / "kernels" / "sm100-chain.md").read_text()
-    assert model.table() in page
-    assert model.PUBLISHED.keys() <= {case.name for case in model.public()}
-
-
-SASS = """
-        .target sm_100a
-        /*0000*/                   LDC R1, c[0x0][0x37c] ;
-.L_x_0:
-        /*0010*/                   LDSM.16.M88.4 R4, [R2] ;
-{products}
-        /*0140*/               @P0 BRA `(.L_x_0) ;
-        /*0150*/              @!P1 EXIT ;
-        /*0160*/                   EXIT ;
-.L_x_1:
-        /*0170*/                   BRA `(.L_x_1);
-"""
-
-
-def test_loops_of_a_kernel_are_found_by_what_they_consist_of(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import kernels_sm100 as tables
-
-    products = "\n".join(
-        f"        /*{i:04x}*/   @!UP0 HMMA.16816.F32.BF16 R8, R4, R2, R8 ;" for i in range(20)
-    )
-    code = tables.parse(SASS.format(products=products))
-    assert len(code.instructions) == 25 and code.mix()["HMMA"] == 20
-    assert list(code.named_loops()) == [("products with a block of 16 columns", 1, 22)]
-    assert tables.shown(code.mix(*code.loops[0])) == "20 HMMA, 1 LDSM"
-    assert tables.shared_clocks("LDSM.16.M88.4") == tables.shared_clocks("LDS.128") == 4
-    assert tables.turns(code, 64)[:2] == [4, 10]
-
-    merge = SASS.format(products=products.replace("HMMA.16816.F32.BF16", "HMMA.1688.F32.TF32"))
-    assert list(tables.parse(merge).named_loops()) == [("a segment", 1, 22)]
-    assert tables.shared_clocks("LDG.E.128") == 4 and tables.shared_clocks("LDGDEPBAR") == 0
-
-
-def test_each_kernel_of_sm100_has_a_page_that_names_its_tables(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the kernel classes import it")
-    import kernels_sm100 as tables
-
-    from kda_sm100.variants import kernels
-
-    shown = {name for variants in tables.PAGES.values() for name in variants}
-    assert {kernel.__name__ for kernel, _ in kernels()} == shown
-    for page, variants in tables.PAGES.items():
-        text = (BENCHMARKS.parent / "docs" / "kernels" / f"{page}.md").read_text()
-        assert f"python benchmarks/kernels_sm100.py {page}" in text and "\n## Derived\n" in text
-        assert all(f"| `{name}` |" in text for name in variants)
