@@ -64,10 +64,10 @@ from types import SimpleNamespace
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.pipeline import PipelineUserType, make_pipeline_state
 from cutlass.utils import hopper_helpers
 
 from kda_cute.device import ptx
+from kda_cute.device.ring import Ring
 from kda_cute.records import decay_start
 from kda_sm90.config import HEAD_DIM, PrefillConfig
 from kda_sm90.kernels import fragments, schedule
@@ -121,7 +121,9 @@ def shared_storage(config: PrefillConfig, operands, early, late, stores):
         v: image(early * wgs * C * HALF)
         o: image(wgs * C * HALF if stores else 0)
         state: image(wgs * HALF * HEAD_DIM if config.states else 0)
-        a: cute.struct.MemRange[Float32, early * HEAD_DIM]
+        a: cute.struct.Align[
+            cute.struct.MemRange[Float32, early * HEAD_DIM], 128
+        ]  # `decay_units` relies on it
         o_free: barriers(wgs)
         early_full: barriers(early)
         early_empty: barriers(early)
@@ -152,9 +154,9 @@ class Chain:
         self.v_bytes = 2 * self.chunk * HALF * config.warpgroups  # of an early stage
         self.o_bytes = 2 * self.chunk * HALF  # of a half
         self.state_bytes = 2 * HALF * HEAD_DIM  # of a half
-        for self.early, self.late in STAGES:
+        for self.early_depth, self.late_depth in STAGES:
             operands = (*self.EARLY, *self.LATE)
-            self.storage = shared_storage(config, operands, self.early, self.late, self.STORES)
+            self.storage = shared_storage(config, operands, self.early_depth, self.late_depth, self.STORES)
             self.shared_bytes = self.storage.size_in_bytes()
             if self.shared_bytes <= room:
                 break
@@ -206,10 +208,10 @@ class Chain:
         """Initialises the mbarriers; see the table of the module."""
         chain_warps = 4 * self.warpgroups
         for barrier, count, arrivals in (
-            (p.early_full, self.early, 1 + 32),
-            (p.early_empty, self.early, chain_warps),
-            (p.late_full, self.late, 1),
-            (p.late_empty, self.late, chain_warps),
+            (p.early_full, self.early_depth, 1 + 32),
+            (p.early_empty, self.early_depth, chain_warps),
+            (p.late_full, self.late_depth, 1),
+            (p.late_empty, self.late_depth, chain_warps),
             (p.o_free, self.warpgroups, 1),
         ):
             for i in range(count):
@@ -219,16 +221,12 @@ class Chain:
         """Returns the tensors (N, K, stages) of the B operands in shared memory, by name."""
         layouts = {"kd": operand_layout, "qd": operand_layout, "kg": kg_layout}
         layouts |= {"aqk": square_layout, "t": square_layout}
-        stages = dict.fromkeys(self.EARLY, self.early) | dict.fromkeys(self.LATE, self.late)
+        stages = dict.fromkeys(self.EARLY, self.early_depth) | dict.fromkeys(self.LATE, self.late_depth)
         tiles = {}
         for name in stages.keys() & layouts.keys():
             layout = layouts[name](self.chunk, stages[name])
             tiles[name] = getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
         return tiles
-
-    def rings(self, user):
-        """Returns the state of the early and of the late ring at their start, for producers or for the consumer."""
-        return make_pipeline_state(user, self.early), make_pipeline_state(user, self.late)
 
     # ---- producer: one warp
 
@@ -237,7 +235,7 @@ class Chain:
         """Fills both rings with the records of the queue, and publishes which ones have been read."""
         lane = cute.arch.lane_idx()
         ring = schedule.ring(order, queue)
-        early, late = self.rings(PipelineUserType.Producer)
+        early, late = Ring(Int32(0), Int32(1)), Ring(Int32(0), Int32(1))
         head, n, high, low = schedule.first_task(order, queue)
         end = high
         while end > low:
@@ -251,8 +249,7 @@ class Chain:
                 if lane == 0:
                     record = schedule.record(ring, s.number + c)
                     self.load_record(p, records, record, early, late)
-                early.advance()
-                late.advance()
+                early, late = early.next(self.early_depth), late.next(self.late_depth)
                 if lane == 0 and c >= IN_FLIGHT:
                     self.wait_for_load(p, IN_FLIGHT + 1, early, late)
                     schedule.publish_read(ring, half, s.number + c - IN_FLIGHT + 1)
@@ -260,9 +257,9 @@ class Chain:
                 for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
                     if s.chunks >= back:
                         self.wait_for_load(p, back, early, late)
-                cute.arch.mbarrier_wait(p.early_empty + early.index, early.phase)
-                cute.arch.mbarrier_arrive(p.early_full + early.index)  # the stage without bytes
-            early.advance()
+                cute.arch.mbarrier_wait(p.early_empty + early.stage, early.phase)
+                cute.arch.mbarrier_arrive(p.early_full + early.stage)  # the stage without bytes
+            early = early.next(self.early_depth)
             end = s.begin
             head, n = schedule.next_task(order, head, n)
         if lane == 0:
@@ -282,24 +279,27 @@ class Chain:
             (self.EARLY, early, p.early_full, p.early_empty),
             (self.LATE, late, p.late_full, p.late_empty),
         ):
-            cute.arch.mbarrier_wait(empty + ring.index, ring.phase)
-            barrier = full + ring.index
+            cute.arch.mbarrier_wait(empty + ring.stage, ring.phase)
+            barrier = full + ring.stage
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(self.bytes[name] for name in names))
             for name in names:
                 size = self.bytes[name]
-                stage = getattr(p, name) + ring.index * size
+                stage = getattr(p, name) + ring.stage * size
                 ptx.bulk_load(stage, records(name, record), Int32(size), Int32(barrier.toint()))
 
     def wait_for_load(self, p, back, early, late):
         """Waits until the load that is ``back`` loads before the next one has arrived. ``early``, ``late``: the stages of the next
         load. A load whose stage was reused since has arrived."""
-        for full, ring in ((p.early_full, early), (p.late_full, late)):
-            if back > ring.stages:
+        for full, depth, ring in (
+            (p.early_full, self.early_depth, early),
+            (p.late_full, self.late_depth, late),
+        ):
+            if back > depth:
                 continue
-            before = ring.index - back
+            before = ring.stage - back
             wrapped = before < 0
-            index = ptx.select(wrapped, before + ring.stages, before)
-            cute.arch.mbarrier_wait(full + index, ptx.select(wrapped, ring.phase, ring.phase ^ 1))
+            stage = ptx.select(wrapped, before + depth, before)
+            cute.arch.mbarrier_wait(full + stage, ptx.select(wrapped, ring.phase, ring.phase ^ 1))
 
     # ---- values: one warp
 
@@ -311,7 +311,7 @@ class Chain:
         step = 32 // units  # rows per access of the warp
         unit, first = lane % units, lane // units
         pitch = Int64(x.HV) * (2 * HEAD_DIM)
-        early, _ = self.rings(PipelineUserType.Producer)
+        early = Ring(Int32(0), Int32(1))
         head, n, high, low = schedule.first_task(order, queue)
         end = high
         while end > low:
@@ -319,18 +319,18 @@ class Chain:
             source = x.v + (s.token * x.HV + s.head) * (2 * HEAD_DIM) + half * (2 * HALF) + unit * 16
             source += pitch * (s.first * self.chunk)
             for c in cutlass.range(s.chunks + 1, unroll=1):
-                cute.arch.mbarrier_wait(p.early_empty + early.index, early.phase)
+                cute.arch.mbarrier_wait(p.early_empty + early.stage, early.phase)
                 valid = self.valid_rows(s.length - (s.first + c) * self.chunk, half)
                 if c == s.chunks:  # the stage without bytes
                     valid = Int32(0)
-                place = p.v + early.index * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
+                place = p.v + early.stage * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
                 for start in range(0, self.chunk, step):
                     row = start + first
                     to = place + row * (2 * HALF) + (unit % 8 ^ row % 8) * 16
                     ptx.cp_async_x4(to, source + pitch * row, row < valid)
                 source += pitch * self.chunk
-                ptx.cp_async_arrive(Int32((p.early_full + early.index).toint()))
-                early.advance()
+                ptx.cp_async_arrive(Int32((p.early_full + early.stage).toint()))
+                early = early.next(self.early_depth)
             end = s.begin
             head, n = schedule.next_task(order, head, n)
 
@@ -344,7 +344,7 @@ class Chain:
     def chain(self, p, order, queue: Int32, tiles, x, carry: Int64, half: Int32):
         """Runs the recurrence over every part of the queue."""
         w = self.warpgroup_of_thread(p, tiles, half)
-        early, late = self.rings(PipelineUserType.Consumer)
+        early, late = Ring(Int32(0), Int32(0)), Ring(Int32(0), Int32(0))
         o_phase = Int32(0)
         # Always true: a branch on a runtime argument that ptxas cannot decide holds instructions in their place.
         opaque_true = x.depth > 0
@@ -355,8 +355,8 @@ class Chain:
             self.load_state(order, queue, x, carry, s, w)
             fragments.round_to_bf16(w.accS, w.tCrS)
             fragments.fill_zero(w.accO)
-            cute.arch.mbarrier_wait(p.early_full + early.index, early.phase)
-            fragments.load_v(w.v + early.index * self.v_bytes, w.thread, self.chunk, w.accX)
+            cute.arch.mbarrier_wait(p.early_full + early.stage, early.phase)
+            fragments.load_v(w.v + early.stage * self.v_bytes, w.thread, self.chunk, w.accX)
             if const_expr(self.chunk == 64):  # for the first O; chunk_64 waits for the others one chunk ahead
                 cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
             for c in cutlass.range(s.chunks, unroll=1):
@@ -369,13 +369,13 @@ class Chain:
                     early, late, o_phase = self.chunk_64(p, w, early, late, o_phase, opaque_true)
                 else:
                     early, late, o_phase = self.chunk_32(p, w, early, late, o_phase)
-            self.release(p.early_empty + early.index)  # the stage without bytes
+            self.release(p.early_empty + early.stage)  # the stage without bytes
             fragments.round_to_bf16(w.accO, w.rO)
             if const_expr(self.chunk == 32):
                 cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
             self.publish_o(p, w)
             o_phase = o_phase ^ 1
-            early.advance()
+            early = early.next(self.early_depth)
             self.store_state(order, queue, x, carry, s, w)
             end = s.begin
             head, n = schedule.next_task(order, head, n)
@@ -428,7 +428,7 @@ class Chain:
         late_full = self.test(p.late_full, late)
         self.gemm(w.mma_tokens, w.accX, w.tCrS, w.tCsKd, early, range(HEAD_DIM // 16))
         self.wait(p.late_full, late, late_full)
-        decays = fragments.load_decays(w.a + early.index * (4 * HEAD_DIM))
+        decays = fragments.load_decays(w.a + early.stage * (4 * HEAD_DIM))
         if opaque_true:
             fragments.round_to_bf16(w.accO, w.rO)
             self.publish_o(p, w)
@@ -440,8 +440,7 @@ class Chain:
         self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[1])
         if opaque_true:
             fragments.multiply_columns(w.accS, decays)
-        following = early.clone()
-        following.advance()
+        following = early.next(self.early_depth)
         early_full = self.test(p.early_full, following)
         warpgroup.wait_group(1)  # R
         fragments.round_to_bf16(w.accX, w.tCrX)
@@ -449,18 +448,17 @@ class Chain:
         self.wait(p.early_full, following, early_full)
         o_free = cute.arch.mbarrier_try_wait(p.o_free + w.wg, o_phase)
         if opaque_true:
-            fragments.load_v(w.v + following.index * self.v_bytes, w.thread, self.chunk, w.accX)
+            fragments.load_v(w.v + following.stage * self.v_bytes, w.thread, self.chunk, w.accX)
         self.gemm(w.mma_tokens, w.accO, w.tCrX, w.tCsAqk, late, steps)
         if not o_free:
             cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
         warpgroup.wait_group(1)  # S
-        self.release(p.early_empty + early.index)
+        self.release(p.early_empty + early.stage)
         if opaque_true:
             fragments.round_to_bf16(w.accS, w.tCrS)
         warpgroup.wait_group(0)
-        self.release(p.late_empty + late.index)
-        late.advance()
-        return following, late, o_phase
+        self.release(p.late_empty + late.stage)
+        return following, late.next(self.late_depth), o_phase
 
     @cute.jit
     def chunk_32(self, p, w, early, late, o_phase: Int32):
@@ -475,8 +473,8 @@ class Chain:
         o_phase = o_phase ^ 1
         warpgroup.wait_group(1)  # X
         fragments.round_to_bf16(w.accX, w.tCrX)
-        cute.arch.mbarrier_wait(p.late_full + late.index, late.phase)
-        decays = fragments.load_decays(w.a + early.index * (4 * HEAD_DIM))
+        cute.arch.mbarrier_wait(p.late_full + late.stage, late.phase)
+        decays = fragments.load_decays(w.a + early.stage * (4 * HEAD_DIM))
         self.gemm(w.mma_tokens, w.accX, w.tCrX, w.tCsT, late, steps, zero=True)
         self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[1])
         fragments.multiply_columns(w.accS, decays)
@@ -484,17 +482,15 @@ class Chain:
         fragments.round_to_bf16(w.accX, w.tCrX)
         self.gemm(w.mma_state, w.accS, w.tCrX, w.tCsKg, late, steps)
         self.gemm(w.mma_tokens, w.accO, w.tCrX, w.tCsAqk, late, steps)
-        following = early.clone()
-        following.advance()
-        cute.arch.mbarrier_wait(p.early_full + following.index, following.phase)
-        fragments.load_v(w.v + following.index * self.v_bytes, w.thread, self.chunk, w.accX)
+        following = early.next(self.early_depth)
+        cute.arch.mbarrier_wait(p.early_full + following.stage, following.phase)
+        fragments.load_v(w.v + following.stage * self.v_bytes, w.thread, self.chunk, w.accX)
         warpgroup.wait_group(1)  # S
-        self.release(p.early_empty + early.index)
+        self.release(p.early_empty + early.stage)
         fragments.round_to_bf16(w.accS, w.tCrS)
         warpgroup.wait_group(0)
-        self.release(p.late_empty + late.index)
-        late.advance()
-        return following, late, o_phase
+        self.release(p.late_empty + late.stage)
+        return following, late.next(self.late_depth), o_phase
 
     def gemm(self, mma, acc, tCrA, tCsB, ring, steps, zero=False):
         """Issues ``acc (+)= A B`` over the given steps of 16 of K, one group of wgmmas; B is in the stage of ``ring``."""
@@ -502,19 +498,19 @@ class Chain:
         atom.set(warpgroup.Field.ACCUMULATE, not zero)
         warpgroup.fence()
         for k in steps:
-            cute.gemm(atom, acc, tCrA[None, None, k], tCsB[None, None, k, ring.index], acc)
+            cute.gemm(atom, acc, tCrA[None, None, k], tCsB[None, None, k, ring.stage], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
     def test(self, barriers, ring):
         """Returns whether a stage's barrier has completed its phase. The answer is for `wait`; other work hides its latency."""
-        return cute.arch.mbarrier_try_wait(barriers + ring.index, ring.phase)
+        return cute.arch.mbarrier_try_wait(barriers + ring.stage, ring.phase)
 
     @cute.jit
     def wait(self, barriers, ring, done):
         """Waits for a stage's barrier unless an earlier `test` found it done."""
         if not done:
-            cute.arch.mbarrier_wait(barriers + ring.index, ring.phase)
+            cute.arch.mbarrier_wait(barriers + ring.stage, ring.phase)
 
     def release(self, barrier):
         """Arrives at an mbarrier once for the warp, without a branch. ``elect.sync`` chooses the lane: a comparison of the lane's

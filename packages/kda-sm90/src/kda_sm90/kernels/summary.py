@@ -12,8 +12,8 @@ so Qd and Aqk are not loaded. The records stay in the workspace for the launch t
 import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.pipeline import PipelineUserType
 
+from kda_cute.device.ring import Ring
 from kda_sm90.config import HEAD_DIM
 from kda_sm90.kernels import fragments, schedule
 from kda_sm90.kernels.chain import Chain
@@ -36,7 +36,7 @@ class SummaryChain(Chain):
     def chain(self, p, order, queue: Int32, tiles, x, carry: Int64, half: Int32):
         """Runs the recurrence over every part of the queue."""
         w = self.warpgroup_of_thread(p, tiles, half)
-        early, late = self.rings(PipelineUserType.Consumer)
+        early, late = Ring(Int32(0), Int32(0)), Ring(Int32(0), Int32(0))
         opaque_true = x.depth > 0  # as in `Chain.chain`; it changes nothing for chunks of 32
         head, n, high, low = schedule.first_task(order, queue)
         end = high
@@ -44,13 +44,13 @@ class SummaryChain(Chain):
             s = schedule.part(order, head, n, end, low, high)
             self.load_state(order, queue, x, carry, s, w)
             fragments.round_to_bf16(w.accS, w.tCrS)
-            cute.arch.mbarrier_wait(p.early_full + early.index, early.phase)
-            fragments.load_v(w.v + early.index * self.v_bytes, w.thread, self.chunk, w.accX)
+            cute.arch.mbarrier_wait(p.early_full + early.stage, early.phase)
+            fragments.load_v(w.v + early.stage * self.v_bytes, w.thread, self.chunk, w.accX)
             for _ in cutlass.range(s.chunks, unroll=1):
                 warpgroup.wait_group(0)  # as in `Chain.chain`
                 early, late = self.chunk_of_summary(p, w, early, late, opaque_true)
-            self.release(p.early_empty + early.index)  # the stage without bytes
-            early.advance()
+            self.release(p.early_empty + early.stage)  # the stage without bytes
+            early = early.next(self.early_depth)
             self.store_state(order, queue, x, carry, s, w)
             end = s.begin
             head, n = schedule.next_task(order, head, n)
@@ -66,23 +66,22 @@ class SummaryChain(Chain):
         self.gemm(w.mma_tokens, w.accX, w.tCrS, w.tCsKd, early, range(HEAD_DIM // 16))
         self.wait(p.late_full, late, late_full)
         if opaque_true:
-            fragments.multiply_columns(w.accS, fragments.load_decays(w.a + early.index * (4 * HEAD_DIM)))
+            fragments.multiply_columns(w.accS, fragments.load_decays(w.a + early.stage * (4 * HEAD_DIM)))
         warpgroup.wait_group(0)
         fragments.round_to_bf16(w.accX, w.tCrX)
         self.gemm(w.mma_tokens, w.accX, w.tCrX, w.tCsT, late, steps, zero=True)
         warpgroup.wait_group(0)
         fragments.round_to_bf16(w.accX, w.tCrX)
         self.gemm(w.mma_state, w.accS, w.tCrX, w.tCsKg, late, steps)
-        self.release(p.early_empty + early.index)
-        early.advance()
-        cute.arch.mbarrier_wait(p.early_full + early.index, early.phase)
+        self.release(p.early_empty + early.stage)
+        early = early.next(self.early_depth)
+        cute.arch.mbarrier_wait(p.early_full + early.stage, early.phase)
         if opaque_true:
-            fragments.load_v(w.v + early.index * self.v_bytes, w.thread, self.chunk, w.accX)
+            fragments.load_v(w.v + early.stage * self.v_bytes, w.thread, self.chunk, w.accX)
         warpgroup.wait_group(0)
-        self.release(p.late_empty + late.index)
+        self.release(p.late_empty + late.stage)
         fragments.round_to_bf16(w.accS, w.tCrS)
-        late.advance()
-        return early, late
+        return early, late.next(self.late_depth)
 
     @cute.jit
     def load_initial_state(self, x, s, w):
