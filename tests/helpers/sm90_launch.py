@@ -28,8 +28,8 @@ def launch(config: PrefillConfig, o: torch.Tensor, **named: Any) -> None:
 
 
 def record_places(firsts: list[int], slots: int, heads: int, queues: int) -> tuple[torch.Tensor, int]:
-    """Returns the record index of each slot, [heads, slots], if every ring holds all records of its queue, and the ring depth for
-    that. It restates the order of ``kernels/schedule.py`` independently.
+    """Returns the record index of each slot, [heads, slots], if every ring holds all records of its queue, and the
+    ring depth for that. It restates the order of ``kernels/schedule.py`` independently.
 
     Args:
         firsts: first slot of every sequence of a head.

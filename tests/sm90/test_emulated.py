@@ -15,8 +15,8 @@ from kda_sm90.config import ARCH
 
 class TestSm90(EmulatedCases):
     backend, arch = "sm90", ARCH
-    # The producer of a record learns from a relaxed counter that it may reuse the ring; the check for races in global memory would
-    # report that as a race.
+    # The producer of a record learns from a relaxed counter that it may reuse the ring; the check for races in global
+    # memory would report that as a race.
     options: ClassVar = {"races": ("shared",)}
 
     @pytest.mark.parametrize("bounds", BOUNDS, ids=str)

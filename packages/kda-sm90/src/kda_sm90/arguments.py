@@ -1,7 +1,7 @@
 """Arguments of the kernel, in order: one definition for the compiler, the device code and the host.
 
-On the device an ``Address`` and a ``Ticket`` are 64-bit integers, an ``int`` has 32 bits and a ``float`` is an fp32. The kernel
-trusts all values: the caller has checked shapes, dtypes, contiguity and alignment to 16 bytes.
+On the device an ``Address`` and a ``Ticket`` are 64-bit integers, an ``int`` has 32 bits and a ``float`` is an fp32.
+The kernel trusts all values: the caller has checked shapes, dtypes, contiguity and alignment to 16 bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class InputArguments(NamedTuple):
     beta: Address  # [B, T, HV], elements of beta_bytes
     a_log: Address  # [HV] fp32
     dt_bias: Address  # [HV, 128] fp32
-    offsets: Address  # [N + 1], elements of offset_bytes: bounds of the packed sequences, which the kernel clamps to [0, T]
+    offsets: Address  # [N + 1], elements of offset_bytes: bounds of packed sequences, clamped to [0, T]
     initial_state: Address  # [N, HV, 128, 128] fp32
 
 

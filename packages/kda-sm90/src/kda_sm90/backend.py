@@ -108,13 +108,13 @@ _tickets = itertools.count(1 + secrets.randbits(62))
 
 @functools.lru_cache(maxsize=1024)
 def launch_of(shape: ProblemShape, longest: int | None = None) -> Launch:
-    """Returns the launch for a shape; ``longest`` as in `launch_config`. Compiles its kernel on first use. Caches the last
-    1024 results."""
+    """Returns the launch for a shape; ``longest`` as in `launch_config`. Compiles its kernel on first use. Caches the
+    last 1024 results."""
     return _launch(shape, launch_config(shape, sm_count(), longest))
 
 
-#: The length of the longest packed sequence is rounded up to multiples of T / LENGTH_STEPS, so that calls of one shape share few
-#: launches.
+#: The length of the longest packed sequence is rounded up to multiples of T / LENGTH_STEPS, so that calls of one
+#: shape share few launches.
 LENGTH_STEPS = 32
 
 
@@ -124,8 +124,8 @@ def length_step(shape: ProblemShape) -> int:
 
 
 def longest_of(inputs: KdaInputs) -> int | None:
-    """Returns the tokens of the longest packed sequence, rounded up to a multiple of `length_step`. Returns None for fixed
-    lengths, and where the host does not know the lengths."""
+    """Returns the tokens of the longest packed sequence, rounded up to a multiple of `length_step`. Returns None for
+    fixed lengths, and where the host does not know the lengths."""
     if inputs.cu_seqlens is None or (lengths := inputs.sequence_lengths()) is None:
         return None
     step = length_step(inputs.shape)
@@ -163,8 +163,8 @@ def _launch(shape: ProblemShape, launch: LaunchConfig) -> Launch:
 
 @functools.cache
 def sm_count() -> int:
-    """Returns the SMs of the smallest visible Hopper GPU, or those of an H100 where there is none. One number for all devices
-    gives one launch configuration and one workspace size per shape."""
+    """Returns the SMs of the smallest visible Hopper GPU, or those of an H100 where there is none. One number for all
+    devices gives one launch configuration and one workspace size per shape."""
     devices = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
     return min((d.multi_processor_count for d in devices if d.major == 9), default=SMS)
 

@@ -1,7 +1,7 @@
 """Compile-time configuration of the kernel: everything that changes machine code, and nothing else.
 
-Shapes (B, T, N, H, HV) are dynamic and are not part of it. All fields are plain literals, because a configuration is the key
-of a cache on disk.
+Shapes (B, T, N, H, HV) are dynamic and are not part of it. All fields are plain literals, because a configuration is
+the key of a cache on disk.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ARCH = "sm_90a"
 #: Threads of a CTA: three warpgroups, or 384 / (2 * chunk) intra-chunk groups.
 THREADS = 384
 
-#: What a launch does. ``whole``: a complete call. A call in segments has two launches. ``summarize``: runs the intra-chunk
-#: stage on all chunks, keeps their records, and computes the summary of every segment. ``execute``: runs the chains over
-#: these records from the initial states of the segments.
+#: What a launch does. ``whole``: a complete call. A call in segments has two launches. ``summarize``: runs the
+#: intra-chunk stage on all chunks, keeps their records, and computes the summary of every segment. ``execute``: runs
+#: the chains over these records from the initial states of the segments.
 Mode = Literal["whole", "summarize", "execute"]
 
 #: Halves (64 columns of the state) that the chains of a mode compute: those of V, and in ``summarize`` those of the
@@ -44,16 +44,16 @@ class PrefillConfig:
 
     Attributes:
         chunk: tokens per chunk, 32 or 64.
-        warpgroups: halves of V per chain CTA. 1 gives each half its own CTA, which is faster for few sequences and heads; 2
-            shares the loads of records between both halves.
+        warpgroups: halves of V per chain CTA. 1 gives each half its own CTA, which is faster for few sequences and
+            heads; 2 shares the loads of records between both halves.
         gate: form of the gate.
-        unbounded: the log decays may lie below -5, so the columns of a block vote on split factors. False promises that no
-            log decay lies below -5.
+        unbounded: the log decays may lie below -5, so the columns of a block vote on split factors. False promises
+            that no log decay lies below -5.
         gate_dtype: dtype of g.
         states: the kernel writes bf16 states at the start of chunks.
         mode: see `Mode`. ``execute`` has no gate; ``summarize`` writes no intermediate states.
-        padded: T may be larger than the end of the last packed sequence (``use_graph``), and the padding costs no time. Without
-            ``use_graph`` the option would cost time (docs/kernels/prefill.md, "What was tried").
+        padded: T may be larger than the end of the last packed sequence (``use_graph``), and the padding costs no
+            time. Without ``use_graph`` the option would cost time (docs/kernels/prefill.md, "What was tried").
 
     Raises:
         ValueError: the kernel has no such variant.

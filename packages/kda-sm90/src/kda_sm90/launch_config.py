@@ -25,15 +25,16 @@ from kda_sm90.config import HALVES, THREADS, Mode, PrefillConfig
 #: SMs of an H100 SXM and of an H200. A launch puts one CTA on each.
 SMS = 132
 
-#: ns per chunk of an intra-chunk group, by (chunk size, unbounded gate). The values for unbounded gates lie between those of
-#: slow gates and those of steep gates.
+#: ns per chunk of an intra-chunk group, by (chunk size, unbounded gate). The values for unbounded gates lie between
+#: those of slow gates and those of steep gates.
 ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True): 11300}
 
-#: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain alone, or in a long call
-#: where its start does not count, is up to 15% faster.
+#: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain alone, or in a
+#: long call where its start does not count, is up to 15% faster.
 CHAIN_NS = {(64, 1): 17.0, (64, 2): 27.5, (32, 1): 25.0, (32, 2): 29.3}
 
-#: ns per token of the chains of the modes ``summarize`` and ``execute``. In ``execute`` no intra-chunk CTA runs beside them.
+#: ns per token of the chains of the modes ``summarize`` and ``execute``. In ``execute`` no intra-chunk CTA runs
+#: beside them.
 SUMMARIZE_NS = {(64, 1): 12.7, (64, 2): 20.0, (32, 1): 20.0, (32, 2): 25.8}
 EXECUTE_NS = {(64, 1): 15.7, (64, 2): 28.2, (32, 1): 19.6, (32, 2): 29.5}
 
@@ -46,9 +47,9 @@ KEPT = 0.93
 #: ns of a launch before its first item starts and after its last one ends.
 START_NS = 15000
 
-#: Records in all rings per intra-chunk group, by unbounded gate: those that the group writes, those it has claimed, and those
-#: that wait for their chain. Unbounded gates need more because their items differ in time. With fewer records groups wait for
-#: room; with more, records leave the L2 before they are read.
+#: Records in all rings per intra-chunk group, by unbounded gate: those that the group writes, those it has claimed,
+#: and those that wait for their chain. Unbounded gates need more because their items differ in time. With fewer
+#: records groups wait for room; with more, records leave the L2 before they are read.
 RECORDS_PER_GROUP = {False: 2.05, True: 2.2}
 
 #: Records of one ring, at least. The chain publishes that it has read record n only after it has requested record n + 2
@@ -99,9 +100,9 @@ def launch_config(shape: ProblemShape, sms: int = SMS, longest: int | None = Non
     Args:
         shape: a shape that the backend serves.
         sms: SMs of the device, at least 2.
-        longest: tokens of the longest packed sequence, where the host knows them. Otherwise, and for fixed lengths, all
-            sequences count as equally long. It changes the time of a call, never its result: every launch of a shape serves
-            all lengths within `workspace_bytes`.
+        longest: tokens of the longest packed sequence, where the host knows them. Otherwise, and for fixed lengths,
+            all sequences count as equally long. It changes the time of a call, and without ``pin`` the last bits of its
+            result. Every launch of a shape serves all lengths, within `workspace_bytes`.
     """
     chunks = _chunks(shape)
     if shape.options.pin and PINNED_CHUNK in chunks:
@@ -199,8 +200,8 @@ class _Model:
 
     Attributes:
         chunk, warpgroups, mode: the kind of launch.
-        most: the largest number of queues: one more would leave no SM to the intra-chunk stage, or have no sequence. 0 where
-            one chain needs more CTAs than the device has.
+        most: the largest number of queues: one more would leave no SM to the intra-chunk stage, or have no sequence.
+            0 where one chain needs more CTAs than the device has.
         items: slots of all value heads.
         longest: chunks of the longest sequence.
         sms: SMs of the device.
@@ -248,8 +249,9 @@ class _Model:
     def best(self) -> int:
         """Returns the number of queues with the smallest time.
 
-        Of equal times it takes the fewest queues, which leaves most SMs to the intra-chunk stage; in the mode ``execute`` it
-        takes as many as fit. The time of one role rises and the other falls, so their maximum is smallest where they cross.
+        Of equal times it takes the fewest queues, which leaves most SMs to the intra-chunk stage; in the mode
+        ``execute`` it takes as many as fit. The time of one role rises and the other falls, so their maximum is
+        smallest where they cross.
         """
         if not self.item_ns:
             return self.most

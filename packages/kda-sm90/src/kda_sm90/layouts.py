@@ -1,8 +1,8 @@
 """Workspace of a launch: six arrays of chunk records, the states that chains pass on, and counters.
 
-A chunk record holds the operands of one chunk of one value head. `kernels.schedule` defines which chunk uses which record:
-each queue has a ring of records, or each slot has a record of its own. Records are byte images of shared memory, so the
-chain loads each array with one bulk copy and needs no tensor map.
+A chunk record holds the operands of one chunk of one value head. `kernels.schedule` defines which chunk uses which
+record: each queue has a ring of records, or each slot has a record of its own. Records are byte images of shared
+memory, so the chain loads each array with one bulk copy and needs no tensor map.
 
 ====  ===============  =======================================================================================
 kd    ``-Kd`` [C, K]    bf16, K-major image of a wgmma B operand with N = C. Negated: the chain adds it to v.
@@ -76,8 +76,8 @@ class Workspace(NamedTuple):
 def slot_count(B: int, T: int, C: int, N: int | None = None) -> int:
     """Returns the slots of a head: ``B * ceil(T/C)``, or ``T//C + N`` where N sequences are packed along T.
 
-    Packed sequence n, which starts at token s, has its first slot at ``s//C + n``. The slots of two sequences never overlap,
-    because ``ceil(len/C) <= end//C - s//C + 1``. So kernels need no prefix sum, and some slots stay unused.
+    Packed sequence n, which starts at token s, has its first slot at ``s//C + n``. The slots of two sequences never
+    overlap, because ``ceil(len/C) <= end//C - s//C + 1``. So kernels need no prefix sum, and some slots stay unused.
     """
     return B * -(-T // C) if N is None else T // C + N
 
@@ -180,8 +180,8 @@ def square_layout(C: int, stages: int) -> Any:
 
 
 def _b_layout(kind: str, n: int, k: int, stages: int) -> Any:
-    """Returns the layout (n, k, stages) of swizzle atoms with rows of 64 or 128 bytes, repeated along the strided mode first
-    and along the contiguous mode last."""
+    """Returns the layout (n, k, stages) of swizzle atoms with rows of 64 or 128 bytes, repeated along the strided
+    mode first and along the contiguous mode last."""
     from cutlass import BFloat16, cute
     from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind, make_smem_layout_atom
 

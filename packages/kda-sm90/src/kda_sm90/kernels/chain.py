@@ -1,12 +1,14 @@
 """The chain: a CTA that runs the recurrence over the chunks of its queue, with the state in registers.
 
-**Recurrence.** Per chunk, with v and the chunk record (Kd, Qd, Kg, Aqk, T, a) of the intra-chunk stage, in transposed form:
+**Recurrence.** Per chunk, with v and the chunk record (Kd, Qd, Kg, Aqk, T, a) of the intra-chunk stage, in transposed
+form:
 
     X^T = v^T + S^T (-Kd)^T      R^T = X^T T^T      O^T = S^T Qd^T + R^T Aqk^T      S^T <- S^T diag(a) + R^T Kg
 
-A warpgroup owns 64 rows of V, one *half*. It keeps S^T [64, K] in fp32 accumulators for a whole sequence. A wgmma accumulator has
-the layout of a register operand, so S, X and R never pass through shared memory; they are rounded to bf16 only as operands. The
-halves of V are independent. ``PrefillConfig.warpgroups`` decides whether they share a CTA, and with it the loads of records.
+A warpgroup owns 64 rows of V, one *half*. It keeps S^T [64, K] in fp32 accumulators for a whole sequence. A wgmma
+accumulator has the layout of a register operand, so S, X and R never pass through shared memory; they are rounded to
+bf16 only as operands. The halves of V are independent. ``PrefillConfig.warpgroups`` decides whether they share a CTA,
+and with it the loads of records.
 
 **Warp roles.**
 
@@ -22,23 +24,24 @@ store      1 per half     copies O and intermediate states from shared to global
 
 Every role iterates over the parts of the queue (``schedule``) by itself. The rings continue from one part to the next.
 
-**Shared memory** (`shared_storage`). The *early* ring has the operands that a chunk needs first (Kd, Qd, a, v), the *late* ring the
-others (Kg, Aqk, T). O has one buffer per half, and so have intermediate states.
+**Shared memory** (`shared_storage`). The *early* ring has the operands that a chunk needs first (Kd, Qd, a, v), the
+*late* ring the others (Kg, Aqk, T). O has one buffer per half, and so have intermediate states.
 
-=================== ========================== ====================== ======================================================
-barrier             arrivals per phase         waited for by          condition
-=================== ========================== ====================== ======================================================
-early_full[stage]   producer 1, values 32      chain                  the stage holds Kd, Qd, a and v of a chunk
-early_empty[stage]  1 per chain warp           producer, values       the chain has read the stage
-late_full[stage]    producer 1                 chain                  the stage holds Kg, Aqk and T of a chunk
-late_empty[stage]   1 per chain warp           producer               the chain has read the stage
-o_free[half]        store warp 1               chain                  the store warp has read O
-`NamedBarrier`      chain 128, store 32        either                 see there
-=================== ========================== ====================== ======================================================
+=================== ====================== ================== ==================================================
+mbarrier            arrivals per phase     waited for by      condition
+=================== ====================== ================== ==================================================
+early_full[stage]   producer 1, values 32  chain              the stage holds Kd, Qd, a and v of a chunk
+early_empty[stage]  1 per chain warp       producer, values   the chain has read the stage
+late_full[stage]    producer 1             chain              the stage holds Kg, Aqk and T of a chunk
+late_empty[stage]   1 per chain warp       producer           the chain has read the stage
+o_free[half]        store warp 1           chain              the store warp has read O
+=================== ====================== ================== ==================================================
 
-The producer's transactions count as arrivals of early_full and late_full, too.
+early_full and late_full also wait for the bytes of the producer's copies. The chain and store warps publish O and states
+to one another at named barriers (`barriers.NamedBarrier`).
 
-**Issue order of a chunk of 64 tokens** (`Chain.chunk_64`). The ALU work on the right overlaps with the wgmmas on the left:
+**Issue order of a chunk of 64 tokens** (`Chain.chunk_64`). The ALU work on the right overlaps with the wgmmas on the
+left:
 
     tensor core                       ALU of the warpgroup
     X += S Kd                         load decays; round O of the previous chunk, publish it to the store warp
@@ -48,17 +51,17 @@ The producer's transactions count as arrivals of early_full and late_full, too.
     S += R Kg                         load v of the next chunk into X
     O += R Aqk                        wait for S, release the early stage, round S; wait for all, release the late stage
 
-ptxas would move much of the ALU work to places where no wgmma is in flight, or between the wgmmas of one product. Branches that it
-cannot decide (`opaque_true`) keep the order. Barriers are tested ahead of the wait (``try_wait``), because the answer takes 40 to 90
-clocks. Products of chunks of 32 are too short to hide the ALU work; there ptxas's own order is faster (`Chain.chunk_32`).
-docs/kernels/chain.md has measurements, and the argument why no role waits forever.
+ptxas would move much of the ALU work to places where no wgmma is in flight, or between the wgmmas of one product.
+Branches that it cannot decide (`opaque_true`) keep the order. Barriers are tested ahead of the wait (``try_wait``),
+because the answer takes 40 to 90 clocks. Products of chunks of 32 are too short to hide the ALU work; there ptxas's
+own order is faster (`Chain.chunk_32`). docs/kernels/chain.md has measurements, and the argument why no role waits
+forever.
 
-**No special first or last chunk.** After the last chunk of a part the producer completes one more early stage, without bytes, so the
-prefetch of v needs no branch. Every chunk publishes O of the previous chunk, and the store warp skips the first O of a part, which
-is empty.
+**No special first or last chunk.** After the last chunk of a part the producer completes one more early stage,
+without bytes, so the prefetch of v needs no branch. Every chunk publishes O of the previous chunk, and the store warp
+skips the first O of a part, which is empty.
 """
 
-from enum import IntEnum
 from types import SimpleNamespace
 
 import cutlass
@@ -70,8 +73,10 @@ from kda_cute.device import ptx
 from kda_cute.device.ring import Ring
 from kda_cute.records import decay_start
 from kda_sm90.config import HEAD_DIM, PrefillConfig
-from kda_sm90.kernels import fragments, schedule
-from kda_sm90.kernels.fragments import HALF, WARPGROUP
+from kda_sm90.kernels import barriers, fragments, schedule
+from kda_sm90.kernels.barriers import WARPGROUP, NamedBarrier
+from kda_sm90.kernels.fragments import HALF
+from kda_sm90.kernels.store import StoreWarp
 from kda_sm90.layouts import kg_layout, operand_layout, record_bytes, square_layout
 
 #: Stages of the early and of the late ring, best first. The first pair that fits into shared memory is used.
@@ -80,22 +85,9 @@ STAGES = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
 #: Records that the producer has requested after record n when it waits for the arrival of n, to publish that n was read.
 IN_FLIGHT = 2
 
-#: Registers per thread of the chain warps and of the other warps. Two chain warpgroups need more than a third of 65536 each.
+#: Registers per thread of the chain warps and of the other warps. Two chain warpgroups need more than a third of
+#: 65536 each.
 CHAIN_REGISTERS, OTHER_REGISTERS = 224, 56
-
-
-class NamedBarrier(IntEnum):
-    """Named barriers of the first half of a CTA; those of the second half follow (`named_barrier`). 0 is ``sync_threads``."""
-
-    O_READY = 1  # chain -> store: the buffer holds O of the previous chunk
-    STATE_FREE = 2  # store -> chain: the buffer of intermediate states may be written
-    STATE_READY = 3  # chain -> store: the buffer holds an intermediate state
-    CARRY_STORED = 4  # chain warps only: all threads have stored their share of a state for the next queue
-
-
-def named_barrier(name: NamedBarrier, wg):
-    """Returns the number of a named barrier of the warpgroup ``wg`` of a CTA, 0 or 1."""
-    return name + len(NamedBarrier) * wg
 
 
 def shared_storage(config: PrefillConfig, operands, early, late, stores):
@@ -109,7 +101,7 @@ def shared_storage(config: PrefillConfig, operands, early, late, stores):
     C, wgs = config.chunk, config.warpgroups
     image = lambda count: cute.struct.Align[cute.struct.MemRange[BFloat16, count], 1024]
     operand = lambda name, count: image(count if name in operands else 0)
-    barriers = lambda count: cute.struct.MemRange[Int64, count]
+    mbarriers = lambda count: cute.struct.MemRange[Int64, count]
 
     @cute.struct
     class SharedStorage:
@@ -124,11 +116,11 @@ def shared_storage(config: PrefillConfig, operands, early, late, stores):
         a: cute.struct.Align[
             cute.struct.MemRange[Float32, early * HEAD_DIM], 128
         ]  # `decay_units` relies on it
-        o_free: barriers(wgs)
-        early_full: barriers(early)
-        early_empty: barriers(early)
-        late_full: barriers(late)
-        late_empty: barriers(late)
+        o_free: mbarriers(wgs)
+        early_full: mbarriers(early)
+        early_empty: mbarriers(early)
+        late_full: mbarriers(late)
+        late_empty: mbarriers(late)
 
     return SharedStorage
 
@@ -154,6 +146,7 @@ class Chain:
         self.v_bytes = 2 * self.chunk * HALF * config.warpgroups  # of an early stage
         self.o_bytes = 2 * self.chunk * HALF  # of a half
         self.state_bytes = 2 * HALF * HEAD_DIM  # of a half
+        self.store_warp = StoreWarp(config)
         for self.early_depth, self.late_depth in STAGES:
             operands = (*self.EARLY, *self.LATE)
             self.storage = shared_storage(config, operands, self.early_depth, self.late_depth, self.STORES)
@@ -162,7 +155,7 @@ class Chain:
                 break
 
     @cute.jit
-    def run(self, shared: cute.Pointer, x, records, carry, s, queue: Int32, half: Int32):
+    def run(self, shared: cute.Pointer, x, records, carry, order, queue: Int32, half: Int32):
         """Runs the role of the calling warp.
 
         Args:
@@ -170,8 +163,8 @@ class Chain:
             x: the arguments of the launch (``arguments``).
             records: returns the address of a record in an array of the workspace, by array name and index.
             carry: address of the states that queues pass on.
-            s: the schedule.
-            half: first half of the CTA.
+            order: the schedule.
+            half: the CTA's first half.
         """
         storage = self.storage(shared)
         thread, _, _ = cute.arch.thread_idx()
@@ -185,22 +178,22 @@ class Chain:
         if warp >= 4 * self.warpgroups:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == 4 * self.warpgroups:
-                self.produce_records(p, records, s, queue, half)
+                self.produce_records(p, records, order, queue, half)
             if warp == 4 * self.warpgroups + 1:
-                self.produce_values(p, s, queue, x, half)
+                self.produce_values(p, order, queue, x, half)
             if const_expr(self.STORES):  # noqa: SIM102 - decided at compile time
                 if warp >= 4 * self.warpgroups + 2 and warp < 5 * self.warpgroups + 2:
-                    self.store(p, s, queue, x, half)
+                    self.store_warp.run(p, order, queue, x, half)
         else:
             cute.arch.setmaxregister_increase(CHAIN_REGISTERS)
-            self.chain(p, s, queue, self.tiles(storage), x, carry, half)
+            self.chain(p, order, queue, self.tiles(storage), x, carry, half)
 
     def pointers(self, storage):
         """Returns the pointers to barriers, and the 32-bit addresses of everything else."""
         address = lambda name: Int32(getattr(storage, name).data_ptr().toint())
-        barriers = ("early_full", "early_empty", "late_full", "late_empty", "o_free")
+        names = ("early_full", "early_empty", "late_full", "late_empty", "o_free")
         return SimpleNamespace(
-            **{name: getattr(storage, name).data_ptr() for name in barriers},
+            **{name: getattr(storage, name).data_ptr() for name in names},
             **{name: address(name) for name in (*self.EARLY, *self.LATE, "v", "o", "state")},
         )
 
@@ -223,7 +216,7 @@ class Chain:
         layouts |= {"aqk": square_layout, "t": square_layout}
         stages = dict.fromkeys(self.EARLY, self.early_depth) | dict.fromkeys(self.LATE, self.late_depth)
         tiles = {}
-        for name in stages.keys() & layouts.keys():
+        for name in (name for name in stages if name in layouts):
             layout = layouts[name](self.chunk, stages[name])
             tiles[name] = getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
         return tiles
@@ -239,38 +232,38 @@ class Chain:
         head, n, high, low = schedule.first_task(order, queue)
         end = high
         while end > low:
-            s = schedule.part(order, head, n, end, low, high)
+            part = schedule.part(order, head, n, end, low, high)
             if lane == 0:  # numbers may be skipped where offsets are not ordered
-                schedule.publish_read(ring, half, s.number)
+                schedule.publish_read(ring, half, part.number)
             ready = Int32(0)
-            for c in cutlass.range(s.chunks, unroll=1):
+            for c in cutlass.range(part.chunks, unroll=1):
                 while ready <= c:
-                    ready = self.chunks_ready(ring, s, c)
+                    ready = self.chunks_ready(ring, part, c)
                 if lane == 0:
-                    record = schedule.record(ring, s.number + c)
+                    record = schedule.record(ring, part.number + c)
                     self.load_record(p, records, record, early, late)
                 early, late = early.next(self.early_depth), late.next(self.late_depth)
                 if lane == 0 and c >= IN_FLIGHT:
                     self.wait_for_load(p, IN_FLIGHT + 1, early, late)
-                    schedule.publish_read(ring, half, s.number + c - IN_FLIGHT + 1)
+                    schedule.publish_read(ring, half, part.number + c - IN_FLIGHT + 1)
             if lane == 0:
                 for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
-                    if s.chunks >= back:
+                    if part.chunks >= back:
                         self.wait_for_load(p, back, early, late)
-                cute.arch.mbarrier_wait(p.early_empty + early.stage, early.phase)
+                barriers.wait(p.early_empty, early)
                 cute.arch.mbarrier_arrive(p.early_full + early.stage)  # the stage without bytes
             early = early.next(self.early_depth)
-            end = s.begin
+            end = part.begin
             head, n = schedule.next_task(order, head, n)
         if lane == 0:
             schedule.publish_read(ring, half, Int32(schedule.ALL_READ))
 
-    def chunks_ready(self, ring, s, c):
-        """Returns a number of chunks of the part, from its first one, whose records are ready. It is above c only if the record of c
-        is ready."""
+    def chunks_ready(self, ring, part, c):
+        """Returns a number of chunks of the part, from its first one, whose records are ready. It is above c only if
+        the record of c is ready."""
         if self.config.mode == "execute":  # an earlier launch has written all records
-            return s.chunks
-        return c + schedule.count_ready(ring, s.number + c, cutlass.min(s.chunks - c, 32))
+            return part.chunks
+        return c + schedule.count_ready(ring, part.number + c, cutlass.min(part.chunks - c, 32))
 
     def load_record(self, p, records, record, early, late):
         """Waits for a free stage of each ring, and requests one record into them."""
@@ -279,7 +272,7 @@ class Chain:
             (self.EARLY, early, p.early_full, p.early_empty),
             (self.LATE, late, p.late_full, p.late_empty),
         ):
-            cute.arch.mbarrier_wait(empty + ring.stage, ring.phase)
+            barriers.wait(empty, ring)
             barrier = full + ring.stage
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(self.bytes[name] for name in names))
             for name in names:
@@ -288,8 +281,8 @@ class Chain:
                 ptx.bulk_load(stage, records(name, record), Int32(size), Int32(barrier.toint()))
 
     def wait_for_load(self, p, back, early, late):
-        """Waits until the load that is ``back`` loads before the next one has arrived. ``early``, ``late``: the stages of the next
-        load. A load whose stage was reused since has arrived."""
+        """Waits until the load that is ``back`` loads before the next one has arrived. ``early``, ``late``: the
+        stages of the next load. A load whose stage was reused since has arrived."""
         for full, depth, ring in (
             (p.early_full, self.early_depth, early),
             (p.late_full, self.late_depth, late),
@@ -315,13 +308,13 @@ class Chain:
         head, n, high, low = schedule.first_task(order, queue)
         end = high
         while end > low:
-            s = schedule.part(order, head, n, end, low, high)
-            source = x.v + (s.token * x.HV + s.head) * (2 * HEAD_DIM) + half * (2 * HALF) + unit * 16
-            source += pitch * (s.first * self.chunk)
-            for c in cutlass.range(s.chunks + 1, unroll=1):
-                cute.arch.mbarrier_wait(p.early_empty + early.stage, early.phase)
-                valid = self.valid_rows(s.length - (s.first + c) * self.chunk, half)
-                if c == s.chunks:  # the stage without bytes
+            part = schedule.part(order, head, n, end, low, high)
+            source = x.v + (part.token * x.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF) + unit * 16
+            source += pitch * (part.first * self.chunk)
+            for c in cutlass.range(part.chunks + 1, unroll=1):
+                barriers.wait(p.early_empty, early)
+                valid = self.valid_rows(part.length - (part.first + c) * self.chunk, half)
+                if c == part.chunks:  # the stage without bytes
                     valid = Int32(0)
                 place = p.v + early.stage * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
                 for start in range(0, self.chunk, step):
@@ -331,7 +324,7 @@ class Chain:
                 source += pitch * self.chunk
                 ptx.cp_async_arrive(Int32((p.early_full + early.stage).toint()))
                 early = early.next(self.early_depth)
-            end = s.begin
+            end = part.begin
             head, n = schedule.next_task(order, head, n)
 
     def valid_rows(self, valid, half):
@@ -351,45 +344,45 @@ class Chain:
         head, n, high, low = schedule.first_task(order, queue)
         end = high
         while end > low:
-            s = schedule.part(order, head, n, end, low, high)
-            self.load_state(order, queue, x, carry, s, w)
+            part = schedule.part(order, head, n, end, low, high)
+            self.load_state(order, queue, x, carry, part, w)
             fragments.round_to_bf16(w.accS, w.tCrS)
             fragments.fill_zero(w.accO)
-            cute.arch.mbarrier_wait(p.early_full + early.stage, early.phase)
+            barriers.wait(p.early_full, early)
             fragments.load_v(w.v + early.stage * self.v_bytes, w.thread, self.chunk, w.accX)
             if const_expr(self.chunk == 64):  # for the first O; chunk_64 waits for the others one chunk ahead
                 cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
-            for c in cutlass.range(s.chunks, unroll=1):
+            for c in cutlass.range(part.chunks, unroll=1):
                 # No wgmma is in flight over the back edge. ptxas sees that only if a wait follows the loop's start.
                 warpgroup.wait_group(0)
                 if const_expr(self.config.states):  # noqa: SIM102 - decided at compile time
-                    if (s.first + c) % x.every == 0:
+                    if (part.first + c) % x.every == 0:
                         self.publish_state(p, x.v_first, w)
                 if const_expr(self.chunk == 64):
                     early, late, o_phase = self.chunk_64(p, w, early, late, o_phase, opaque_true)
                 else:
                     early, late, o_phase = self.chunk_32(p, w, early, late, o_phase)
-            self.release(p.early_empty + early.stage)  # the stage without bytes
+            barriers.release(p.early_empty + early.stage)  # the stage without bytes
             fragments.round_to_bf16(w.accO, w.rO)
             if const_expr(self.chunk == 32):
                 cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
             self.publish_o(p, w)
             o_phase = o_phase ^ 1
             early = early.next(self.early_depth)
-            self.store_state(order, queue, x, carry, s, w)
-            end = s.begin
+            self.store_state(order, queue, x, carry, part, w)
+            end = part.begin
             head, n = schedule.next_task(order, head, n)
 
     def warpgroup_of_thread(self, p, tiles, half):
-        """Returns the calling thread's place in its warpgroup, its fragments, and the addresses that it reads of a stage 0."""
+        """Returns the calling thread's place, its fragments, and its addresses of v and of the decays in stage 0."""
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
         mma_tokens = self.tiled_mma(OperandMajorMode.K, self.chunk)
         mma_state = self.tiled_mma(OperandMajorMode.MN, HEAD_DIM)
         tokens, channels = mma_tokens.get_slice(thread), mma_state.get_slice(thread)
-        fragments_of = lambda mma, name: mma.make_fragment_B(mma.partition_B(tiles[name]))
-        operand = lambda mma, name: fragments_of(mma, name) if name in tiles else None
+        make = lambda mma, tile: mma.make_fragment_B(mma.partition_B(tile))
+        operand = lambda mma, name: make(mma, tiles[name]) if name in tiles else None
         shape = mma_tokens.partition_shape_C((HALF, self.chunk))
         return SimpleNamespace(
             wg=wg,
@@ -421,13 +414,13 @@ class Chain:
 
     @cute.jit
     def chunk_64(self, p, w, early, late, o_phase: Int32, opaque_true):
-        """Runs one chunk of 64 tokens in the issue order of the module's docstring. Returns both rings and the phase of O for the
-        next chunk, whose v it has loaded."""
+        """Runs one chunk of 64 tokens in the issue order of the module's docstring. Returns both rings and the phase
+        of O for the next chunk, whose v it has loaded."""
         halves_of_k = range(HEAD_DIM // 32), range(HEAD_DIM // 32, HEAD_DIM // 16)
         steps = range(self.chunk // 16)
-        late_full = self.test(p.late_full, late)
+        late_full = barriers.test(p.late_full, late)
         self.gemm(w.mma_tokens, w.accX, w.tCrS, w.tCsKd, early, range(HEAD_DIM // 16))
-        self.wait(p.late_full, late, late_full)
+        barriers.wait_unless(late_full, p.late_full, late)
         decays = fragments.load_decays(w.a + early.stage * (4 * HEAD_DIM))
         if opaque_true:
             fragments.round_to_bf16(w.accO, w.rO)
@@ -441,11 +434,11 @@ class Chain:
         if opaque_true:
             fragments.multiply_columns(w.accS, decays)
         following = early.next(self.early_depth)
-        early_full = self.test(p.early_full, following)
+        early_full = barriers.test(p.early_full, following)
         warpgroup.wait_group(1)  # R
         fragments.round_to_bf16(w.accX, w.tCrX)
         self.gemm(w.mma_state, w.accS, w.tCrX, w.tCsKg, late, steps)
-        self.wait(p.early_full, following, early_full)
+        barriers.wait_unless(early_full, p.early_full, following)
         o_free = cute.arch.mbarrier_try_wait(p.o_free + w.wg, o_phase)
         if opaque_true:
             fragments.load_v(w.v + following.stage * self.v_bytes, w.thread, self.chunk, w.accX)
@@ -453,11 +446,11 @@ class Chain:
         if not o_free:
             cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
         warpgroup.wait_group(1)  # S
-        self.release(p.early_empty + early.stage)
+        barriers.release(p.early_empty + early.stage)
         if opaque_true:
             fragments.round_to_bf16(w.accS, w.tCrS)
         warpgroup.wait_group(0)
-        self.release(p.late_empty + late.stage)
+        barriers.release(p.late_empty + late.stage)
         return following, late.next(self.late_depth), o_phase
 
     @cute.jit
@@ -473,7 +466,7 @@ class Chain:
         o_phase = o_phase ^ 1
         warpgroup.wait_group(1)  # X
         fragments.round_to_bf16(w.accX, w.tCrX)
-        cute.arch.mbarrier_wait(p.late_full + late.stage, late.phase)
+        barriers.wait(p.late_full, late)
         decays = fragments.load_decays(w.a + early.stage * (4 * HEAD_DIM))
         self.gemm(w.mma_tokens, w.accX, w.tCrX, w.tCsT, late, steps, zero=True)
         self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[1])
@@ -483,13 +476,13 @@ class Chain:
         self.gemm(w.mma_state, w.accS, w.tCrX, w.tCsKg, late, steps)
         self.gemm(w.mma_tokens, w.accO, w.tCrX, w.tCsAqk, late, steps)
         following = early.next(self.early_depth)
-        cute.arch.mbarrier_wait(p.early_full + following.stage, following.phase)
+        barriers.wait(p.early_full, following)
         fragments.load_v(w.v + following.stage * self.v_bytes, w.thread, self.chunk, w.accX)
         warpgroup.wait_group(1)  # S
-        self.release(p.early_empty + early.stage)
+        barriers.release(p.early_empty + early.stage)
         fragments.round_to_bf16(w.accS, w.tCrS)
         warpgroup.wait_group(0)
-        self.release(p.late_empty + late.stage)
+        barriers.release(p.late_empty + late.stage)
         return following, late.next(self.late_depth), o_phase
 
     def gemm(self, mma, acc, tCrA, tCsB, ring, steps, zero=False):
@@ -502,71 +495,44 @@ class Chain:
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
-    def test(self, barriers, ring):
-        """Returns whether a stage's barrier has completed its phase. The answer is for `wait`; other work hides its latency."""
-        return cute.arch.mbarrier_try_wait(barriers + ring.stage, ring.phase)
-
-    @cute.jit
-    def wait(self, barriers, ring, done):
-        """Waits for a stage's barrier unless an earlier `test` found it done."""
-        if not done:
-            cute.arch.mbarrier_wait(barriers + ring.stage, ring.phase)
-
-    def release(self, barrier):
-        """Arrives at an mbarrier once for the warp, without a branch. ``elect.sync`` chooses the lane: a comparison of the lane's
-        index would read that index again each time, which takes longer."""
-        cute.arch.inline_ptx(
-            "{ .reg .pred first; elect.sync _|first, 0xffffffff; "
-            "@first mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}]; }",
-            read_only_args=[Int32(barrier.toint())],
-        )
-
     def publish_o(self, p, w):
-        """Stores O^T as an image of O [C, 64] and publishes it to the store warp. The caller has waited for ``o_free``, an mbarrier
-        instead of a named barrier, which would make the warps wait for one another."""
+        """Stores O^T as an image of O [C, 64] and publishes it to the store warp. The caller has waited for
+        ``o_free``, an mbarrier instead of a named barrier, which would make the warps wait for one another."""
         fragments.store_transposed(p.o + w.wg * self.o_bytes, w.thread, w.rO, self.chunk)
-        self.arrive(NamedBarrier.O_READY, w.wg)
+        barriers.arrive(NamedBarrier.O_READY, w.wg)
 
     @cute.jit
     def publish_state(self, p, v_first: Int32, w):
-        """Stores S, rounded as for wgmma, as an image of its half of a matrix in global memory, and publishes it to the store
-        warp."""
+        """Stores S, rounded as for wgmma, as an image of its half of a matrix in global memory, and publishes it to
+        the store warp."""
         words = cute.make_tensor(
             cute.recast_ptr(w.tCrS.iterator, dtype=Int32), cute.make_layout(HEAD_DIM // 2 // 2)
         )
         shared = p.state + w.wg * self.state_bytes
-        self.sync(NamedBarrier.STATE_FREE, w.wg)
+        barriers.sync(NamedBarrier.STATE_FREE, w.wg)
         if v_first > 0:
             fragments.store_rows(shared, w.thread, words)
         else:
             fragments.store_transposed(shared, w.thread, words, HEAD_DIM)
-        self.arrive(NamedBarrier.STATE_READY, w.wg)
-
-    def sync(self, name: NamedBarrier, wg):
-        """Waits at a named barrier of a chain warpgroup and its store warp."""
-        cute.arch.barrier(barrier_id=named_barrier(name, wg), number_of_threads=WARPGROUP + 32)
-
-    def arrive(self, name: NamedBarrier, wg):
-        """Arrives at a named barrier of a chain warpgroup and its store warp."""
-        cute.arch.barrier_arrive(barrier_id=named_barrier(name, wg), number_of_threads=WARPGROUP + 32)
+        barriers.arrive(NamedBarrier.STATE_READY, w.wg)
 
     # ---- chain: states at the start and at the end of a part
 
     @cute.jit
-    def load_state(self, order, queue: Int32, x, carry: Int64, s, w):
+    def load_state(self, order, queue: Int32, x, carry: Int64, part, w):
         """Loads the state at the start of a part: that of the previous queue, the initial state, or zeros."""
-        if s.first > 0:
+        if part.first > 0:
             self.acquire_carry(order, queue - 1, carry, w)
         else:
-            self.load_initial_state(x, s, w)
+            self.load_initial_state(x, part, w)
 
     @cute.jit
-    def store_state(self, order, queue: Int32, x, carry: Int64, s, w):
+    def store_state(self, order, queue: Int32, x, carry: Int64, part, w):
         """Stores the state at the end of a part: for the next queue, or as final state."""
-        if s.cut:
+        if part.cut:
             self.publish_carry(order, queue, carry, w)
         else:
-            self.store_matrix(x.final_state, x, s, w.half, w)
+            self.store_matrix(x.final_state, x, part, w.half, w)
 
     @cute.jit
     def acquire_carry(self, order, queue: Int32, carry: Int64, w):
@@ -580,131 +546,35 @@ class Chain:
         """Stores the state for the queue that continues the sequence, and publishes it."""
         place = fragments.carry_address(carry, queue, self.config.halves, w.half, w.thread)
         fragments.store_carry(place, w.accS)
-        cute.arch.barrier(
-            barrier_id=named_barrier(NamedBarrier.CARRY_STORED, w.wg), number_of_threads=WARPGROUP
-        )
+        barriers.sync(NamedBarrier.CARRY_STORED, w.wg, threads=WARPGROUP)
         if w.thread == 0:
             schedule.publish_state(schedule.ring(order, queue), w.half)
 
     @cute.jit
-    def load_initial_state(self, x, s, w):
+    def load_initial_state(self, x, part, w):
         """Loads the initial state of a sequence, or zeros if there is none."""
         if x.initial_state == Int64(0):
             fragments.fill_zero(w.accS)
         elif x.v_first > 0:
-            cute.autovec_copy(self.state_fragment(x.initial_state, x, s, w.half, w, (HEAD_DIM, 1)), w.accS)
+            cute.autovec_copy(self.state_fragment(x.initial_state, x, part, w.half, w, (HEAD_DIM, 1)), w.accS)
         else:
-            cute.autovec_copy(self.state_fragment(x.initial_state, x, s, w.half, w, (1, HEAD_DIM)), w.accS)
+            cute.autovec_copy(self.state_fragment(x.initial_state, x, part, w.half, w, (1, HEAD_DIM)), w.accS)
 
     @cute.jit
-    def store_matrix(self, states: Int64, x, s, half: Int32, w):
-        """Stores S as a half of the matrix of a sequence and head in ``states`` [N, HV, 128, 128] fp32, if there is such an array."""
+    def store_matrix(self, states: Int64, x, part, half: Int32, w):
+        """Stores S as a half of the matrix of a sequence and head in ``states`` [N, HV, 128, 128] fp32, if there is
+        such an array."""
         if states != Int64(0):
             if x.v_first > 0:
-                cute.autovec_copy(w.accS, self.state_fragment(states, x, s, half, w, (HEAD_DIM, 1)))
+                cute.autovec_copy(w.accS, self.state_fragment(states, x, part, half, w, (HEAD_DIM, 1)))
             else:
-                cute.autovec_copy(w.accS, self.state_fragment(states, x, s, half, w, (1, HEAD_DIM)))
+                cute.autovec_copy(w.accS, self.state_fragment(states, x, part, half, w, (1, HEAD_DIM)))
 
-    def state_fragment(self, states, x, s, half, w, stride):
-        """Returns the thread's elements of a half of a matrix in ``states``, a tensor in global memory of the shape of accS.
+    def state_fragment(self, states, x, part, half, w, stride):
+        """Returns the thread's elements of a half of a matrix in ``states``, a tensor in global memory of the shape
+        of accS.
         ``stride``: elements from a row of S^T to the next, and from a column to the next."""
-        matrix = Int64(s.sequence * x.HV + s.head) * (HEAD_DIM * HEAD_DIM) + half * (HALF * stride[0])
+        matrix = Int64(part.sequence * x.HV + part.head) * (HEAD_DIM * HEAD_DIM) + half * (HALF * stride[0])
         pointer = cute.make_ptr(Float32, states + matrix * 4, cute.AddressSpace.gmem, assumed_align=16)
         tile = cute.make_tensor(pointer, cute.make_layout((HALF, HEAD_DIM), stride=stride))
         return w.mma_state.get_slice(w.thread).partition_C(tile)
-
-    # ---- store: one warp per half
-
-    @cute.jit
-    def store(self, p, order, queue: Int32, x, half: Int32):
-        """Copies O and the intermediate states of every part from shared to global memory."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        wg = warp - 4 * self.warpgroups - 2
-        self.release_o(p, wg)
-        head, n, high, low = schedule.first_task(order, queue)
-        end = high
-        while end > low:
-            s = schedule.part(order, head, n, end, low, high)
-            self.store_part(p, order, s, x, half + wg, wg)
-            end = s.begin
-            head, n = schedule.next_task(order, head, n)
-
-    @cute.jit
-    def store_part(self, p, order, s, x, half, wg):
-        """Copies the chunks of a part. Iteration c stores the state before chunk c, and O of chunk c - 1."""
-        o_row = Int64(x.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
-        o_chunk = x.o + (s.token * x.HV + s.head) * (2 * HEAD_DIM) + half * (2 * HALF)
-        o_chunk += o_row * (s.first * self.chunk)
-        number, left = Int32(0), Int32(0)  # index in x.states of the next state; states left in this part
-        if const_expr(self.config.states):
-            left = self.states_in(s, x.every)
-            number = self.states_before(order, s.sequence, x.every * self.chunk)
-            number += cute.ceil_div(s.first, x.every)
-            if left > 0:
-                self.arrive(NamedBarrier.STATE_FREE, wg)
-        for c in cutlass.range(s.chunks + 1, unroll=1):
-            if const_expr(self.config.states):  # noqa: SIM102 - decided at compile time
-                if c < s.chunks and (s.first + c) % x.every == 0:
-                    self.sync(NamedBarrier.STATE_READY, wg)
-                    self.store_intermediate(p.state + wg * self.state_bytes, x, number, s.head, half)
-                    number += 1
-                    left -= 1
-                    if left > 0:
-                        self.arrive(NamedBarrier.STATE_FREE, wg)
-            self.sync(NamedBarrier.O_READY, wg)
-            valid = s.length - (s.first + c - 1) * self.chunk
-            if c == 0:  # the first O of a part is empty
-                valid = Int32(0)
-            self.copy_rows(
-                p.o + wg * self.o_bytes, self.chunk, 2 * HALF, o_chunk - o_row * self.chunk, o_row, valid
-            )
-            o_chunk += o_row * self.chunk
-            self.release_o(p, wg)
-
-    def release_o(self, p, wg):
-        """Releases the buffer of O to the chain, after all lanes have read it."""
-        cute.arch.sync_warp()
-        self.release(p.o_free + wg)
-
-    @cute.jit
-    def store_intermediate(self, shared: Int32, x, number: Int32, head: Int32, half: Int32):
-        """Copies half of a state, as image, to index ``number`` of the bf16 states, unless it is beyond their end."""
-        matrix = x.states + (Int64(number) * x.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
-        exists = number < x.state_count
-        row = Int64(2 * HEAD_DIM)
-        if x.v_first > 0:
-            rows = ptx.select(exists, Int32(HALF), Int32(0))
-            self.copy_rows(shared, HALF, 2 * HEAD_DIM, matrix + half * (2 * HALF * HEAD_DIM), row, rows)
-        else:
-            rows = ptx.select(exists, Int32(HEAD_DIM), Int32(0))
-            self.copy_rows(shared, HEAD_DIM, 2 * HALF, matrix + half * (2 * HALF), row, rows)
-
-    def states_in(self, s, every):
-        """Returns the intermediate states of a part: one before each of its chunks whose index ``every`` divides."""
-        return cute.ceil_div(s.first + s.chunks, every) - cute.ceil_div(s.first, every)
-
-    @cute.jit
-    def states_before(self, order, sequence: Int32, every: Int32) -> Int32:
-        """Returns the intermediate states of all earlier sequences, one per started ``every`` tokens; a whole warp calls it."""
-        count = sequence * cute.ceil_div(order.T, every)
-        if order.offset_bytes > 0:
-            count = Int32(0)
-            for n in cutlass.range(cute.arch.lane_idx(), sequence, 32, unroll=1):
-                _, length, _, _ = schedule.extent(order, n)
-                count += cute.ceil_div(length, every)
-            for i in cutlass.range_constexpr(5):
-                count += cute.arch.shuffle_sync_bfly(count, 1 << i)
-        return count
-
-    def copy_rows(self, shared, rows, pitch, address, stride, valid):
-        """Copies the first ``valid`` rows of a swizzled image of ``rows`` rows of ``pitch`` bytes to global rows ``stride`` bytes
-        apart; a whole warp calls it."""
-        lane = cute.arch.lane_idx()
-        units = pitch // 16
-        row, unit = lane // units, lane % units
-        step = 32 // units  # rows per access of the warp
-        for start in range(0, rows, 4 * step):
-            batch = [start + i * step + row for i in range(4)]
-            values = [ptx.load_shared_x4(shared + r * pitch + ((unit ^ (r % 8)) * 16), Int32) for r in batch]
-            for r, value in zip(batch, values, strict=True):
-                ptx.store_global_evict_first_x4(address + stride * r + unit * 16, value, r < valid)

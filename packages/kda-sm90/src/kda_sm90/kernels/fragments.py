@@ -5,8 +5,8 @@ elements (e, r, j), e < 2, r < 2, j < N/8, in this order, e fastest:
 
     row 16w + 8r + lane // 4, column 8j + 2 * (lane % 4) + e
 
-A bf16 register operand [64, K] has the same order, two elements in each 32-bit register. So an accumulator that is rounded in
-place is an operand of the next product.
+A bf16 register operand [64, K] has the same order, two elements in each 32-bit register. So an accumulator that is
+rounded in place is an operand of the next product.
 
 The PTX here is volatile: LLVM would move pure operations past the next wait.
 """
@@ -16,17 +16,18 @@ from cutlass import Float32, Int32, Int64, cute
 from kda_cute.device import ptx
 from kda_cute.records import decay_units
 from kda_sm90.config import HEAD_DIM
+from kda_sm90.kernels.barriers import WARPGROUP
 from kda_sm90.layouts import CARRY_BYTES
 
 HALF = HEAD_DIM // 2  # rows of V per warpgroup
-WARPGROUP = 128  # threads
 
 
 # ---- arithmetic
 
 
 def round_to_bf16(acc, bf16):
-    """Rounds an accumulator to bf16 pairs. ``bf16``: a register tensor of as many elements, or of half as many 32-bit words."""
+    """Rounds an accumulator to bf16 pairs. ``bf16``: a register tensor of as many elements, or of half as many 32-bit
+    words."""
     pairs = cute.size(acc) // 2
     words = cute.make_tensor(cute.recast_ptr(bf16.iterator, dtype=Int32), cute.make_layout(pairs))
     for i in range(pairs):
@@ -49,8 +50,8 @@ def multiply_columns(acc, factors):
 
 
 def fill_zero(acc):
-    """Sets an accumulator to zero. A function, because the DSL would carry a namespace whose member's method is called through
-    every branch."""
+    """Sets an accumulator to zero. A function, because the DSL would carry a namespace whose member's method is
+    called through every branch."""
     acc.fill(0.0)
 
 
@@ -67,8 +68,8 @@ def fill_identity(half, thread, acc):
 
 
 def load_v(shared, thread, chunk, acc):
-    """Loads an accumulator [64, chunk] from the transpose of the image [chunk, 64] of v: for each 16 tokens four 8x8 matrices, two
-    of the upper and two of the lower 8 tokens."""
+    """Loads an accumulator [64, chunk] from the transpose of the image [chunk, 64] of v: for each 16 tokens four 8x8
+    matrices, two of the upper and two of the lower 8 tokens."""
     warp, lane = thread // 32, thread % 32
     matrix, token = lane // 8, lane % 8
     place = shared + (8 * (matrix // 2) + token) * (2 * HALF) + ((2 * warp + matrix % 2) ^ token) * 16
@@ -82,7 +83,8 @@ def load_v(shared, thread, chunk, acc):
 
 
 def load_decays(address):
-    """Loads the decays of the thread's columns, by j, then e. ``address``: of the thread's first decays (``decay_start``)."""
+    """Loads the decays of the thread's columns, by j, then e. ``address``: of the thread's first decays
+    (``decay_start``)."""
     return [x for place in decay_units(address) for x in ptx.load_shared_x4(place, Float32)]
 
 
@@ -109,8 +111,8 @@ def store_transposed(shared, thread, words, rows):
 
 
 def carry_address(carry, queue, halves, half, thread):
-    """Returns where a thread's share of a state begins that a queue passes to the next one: 16 bytes of each thread side by
-    side."""
+    """Returns where a thread's share of a state begins that a queue passes to the next one: 16 bytes of each thread
+    side by side."""
     return carry + (Int64(queue) * halves + half) * CARRY_BYTES + thread * 16
 
 

@@ -9,8 +9,8 @@ A CTA has 384 threads and an SM of its own::
               |     ring of chunk records per queue,           |
               +----- in global memory, stays in L2 <-----------+
 
-A group of the intra-chunk stage computes the records of one chunk after the other, in the order of `schedule`, and writes them
-to the ring of the chunk's queue. The chain of the queue reads them.
+A group of the intra-chunk stage computes the records of one chunk after the other, in the order of `schedule`, and
+writes them to the ring of the chunk's queue. The chain of the queue reads them.
 
 The launch is cooperative: all CTAs are co-resident, so any CTA may wait for any other.
 """
@@ -37,7 +37,8 @@ SHARED_BYTES = 227 * 1024  # largest shared memory of a CTA on sm_90
 TYPES = {Address: Int64, Ticket: Int64, int: Int32, float: Float32}
 Arguments = NamedTuple("Arguments", [(name, TYPES[kind]) for name, kind in ARGUMENTS.items()])
 
-#: Buffers for the claimed items of a group, and their bytes. An item is in use for three turns: published, computed, claimed.
+#: Buffers for the claimed items of a group, and their bytes. An item is in use for three turns: published, computed,
+#: claimed.
 ITEMS, ITEM_BYTES = 4, 32
 
 #: Named barrier of the first group of an intra-chunk CTA. 0 is ``sync_threads``.
@@ -50,8 +51,9 @@ class PrefillKernel:
     Sequences are rows of B (N = B), or with offsets they are packed along T (B = 1).
     """
 
-    #: Twelve warps per SM leave 168 registers per thread. Some variants spill values that the schedule computes once and reloads
-    #: them for each item and each part of a queue. The allowance in bytes counts these places in the code.
+    #: Twelve warps per SM leave 168 registers per thread. Some variants spill values that the schedule computes once
+    #: and reloads them for each item and each part of a queue. The allowance in bytes counts these places in the
+    #: code.
     spill_allowance = 256
 
     def __init__(self, config: PrefillConfig):
@@ -112,8 +114,8 @@ class PrefillKernel:
             self.compute_records(s, x, records, shared, index - chains, waiters)
 
     def workspace(self, x):
-        """Returns (records, carry, counters) of the workspace: a function from array name and index to the address of a record, and
-        the addresses of the carried states and of the counters."""
+        """Returns (records, carry, counters) of the workspace: a function from array name and index to the address of
+        a record, and the addresses of the carried states and of the counters."""
         sizes, starts, end = record_bytes(self.config.chunk), {}, x.workspace
         count = Int64(x.depth) if self.config.keeps_records else Int64(x.queues) * x.depth
         for name, size in sizes.items():
@@ -126,7 +128,7 @@ class PrefillKernel:
 
     @cute.jit
     def compute_records(self, s, x, records, shared, index: Int32, waiters: Int32):
-        """Claims items and computes their records, one group of threads at a time; a turn is one item.
+        """Claims items and computes their records. Each group of threads does so by itself; a turn is one item.
 
         A turn has this order; stages are those of `IntraChunk`:
 
@@ -135,10 +137,11 @@ class PrefillKernel:
         - request the inputs of the next turn
         - stage 4
 
-        The first item of a group is its index, groups of different CTAs first. So its inputs are under way while the counters are
-        cleared, and its record is published at once, because its chain has nothing else to do. Later items are claimed no earlier
-        than one turn ahead: a claimed item occupies room in its ring, and its chain waits for it. Their records are published one
-        turn later, after stage 1, when their stores have left the SM and the fence has little to wait for.
+        The first item of a group is its index, groups of different CTAs first. So its inputs are under way while the
+        counters are cleared, and its record is published at once, because its chain has nothing else to do. Later
+        items are claimed no earlier than one turn ahead: a claimed item occupies room in its ring, and its chain
+        waits for it. Their records are published one turn later, after stage 1, when their stores have left the SM
+        and the fence has little to wait for.
 
         Args:
             index: of the CTA among those of the intra-chunk stage.
@@ -193,8 +196,8 @@ class PrefillKernel:
         """Returns the address of a record in the array ``name``."""
         return records(name, index)
 
-    # Buffer of an item, 32-bit words: value head, first token in B*T, its row of q and k, tokens (a `Chunk`); queue, number (-1:
-    # no item), tokens, unused.
+    # Buffer of an item, 32-bit words: value head, first token in B*T, its row of q and k, tokens (a `Chunk`); queue,
+    # number (-1: no item), tokens, unused.
 
     def item_address(self, base, turn):
         """Returns the shared address of the buffer with the item of a turn."""
@@ -229,7 +232,8 @@ class PrefillKernel:
 
     @cute.jit
     def prefetch_read(self, ring, thread: Int32):
-        """Returns, in thread 0, the number below which the chain has read all records. `acquire_record` uses it about 1 us later."""
+        """Returns, in thread 0, the number below which the chain has read all records. `acquire_record` uses it about
+        1 us later."""
         read = Int32(0)
         if thread == 0:
             read = schedule.numbers_read(ring, self.chain_ctas)
@@ -237,8 +241,8 @@ class PrefillKernel:
 
     @cute.jit
     def acquire_record(self, s, thread: Int32, base: Int32, turn: Int32, read: Int32):
-        """Publishes the record of the previous turn, except the first, and waits for room in the ring unless there was some when
-        the turn began. Nothing is written to the record before."""
+        """Publishes the record of the previous turn, except the first, and waits for room in the ring unless there
+        was some when the turn began. Nothing is written to the record before."""
         if thread == 0:
             if turn > 1:
                 self.publish(s, base, turn - 1)
@@ -248,8 +252,8 @@ class PrefillKernel:
 
     @cute.jit
     def claim_next(self, s, x, thread: Int32, turn: Int32):
-        """Claims the next item. Returns its index in lane 0 of the warp with the least work; `store_claim` uses it about 1 us
-        later."""
+        """Claims the next item. Returns its index in lane 0 of the warp with the least work; `store_claim` uses it
+        about 1 us later."""
         index = Int32(0)
         if self.intra_chunk.has_least_work(thread, turn) and thread % 32 == 0:
             index = schedule.claim(s) + x.intra_chunk_ctas * self.groups

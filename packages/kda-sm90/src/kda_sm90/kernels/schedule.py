@@ -1,21 +1,22 @@
 """Assigns chunks to CTAs, orders them, and synchronises the CTAs.
 
-**Slots, tasks, queues.** All chunks of a launch form one line: value head by value head, and in each head the sequences in
-order, each with its *slots* (``layouts.slot_count``; a slot may have no chunk; in a ``padded`` launch T ends with the last
-sequence). A *task* is one sequence of one head: its slots up to those of the next sequence. The line is cut into ``queues``
-ranges of ``width`` slots, one *queue* per chain, regardless of task boundaries::
+**Slots, tasks, queues.** All chunks of a launch form one line: value head by value head, and in each head the
+sequences in order, each with its *slots* (``layouts.slot_count``; a slot may have no chunk; in a ``padded`` launch T
+ends with the last sequence). A *task* is one sequence of one head: its slots up to those of the next sequence. The
+line is cut into ``queues`` ranges of ``width`` slots, one *queue* per chain, regardless of task boundaries::
 
     line     | head 0              | head 1              | head 2              |
     queues   |        queue 0            |          queue 1                 |
 
-**Order of a chain.** A chain executes the tasks of its queue from the last to the first. So if a task is cut, its first part is
-the first work of one chain, and the rest is the last work of the next chain. ``width`` is at least the longest task, so the
-first part ends before the rest begins, and the state passes through global memory. This is McNaughton's wrap-around rule:
-all chains have the same amount of work, and none waits for another. The *number* of a slot counts the slots of its queue in
-this order: slot x of the part [begin, end) in a queue that ends at slot ``high`` has number ``high - end + x - begin``.
+**Order of a chain.** A chain executes the tasks of its queue from the last to the first. So if a task is cut, its
+first part is the first work of one chain, and the rest is the last work of the next chain. ``width`` is at least the
+longest task, so the first part ends before the rest begins, and the state passes through global memory. This is
+McNaughton's wrap-around rule: all chains have the same amount of work, and none waits for another. The *number* of a
+slot counts the slots of its queue in this order: slot x of the part [begin, end) in a queue that ends at slot
+``high`` has number ``high - end + x - begin``.
 
-**Order of the intra-chunk stage.** Intra-chunk groups take the slots of all queues in turn, number by number: item i is number
-``i // queues`` of queue ``i % queues``. A group claims its next item while it computes the current one.
+**Order of the intra-chunk stage.** Intra-chunk groups take the slots of all queues in turn, number by number: item i
+is number ``i // queues`` of queue ``i % queues``. A group claims its next item while it computes the current one.
 
 **Counters.** CTAs wait for one another only through counters in global memory:
 
@@ -33,14 +34,14 @@ state_ready    queue and  1 when the next queue may read the state at the end of
 =============  =========  ==========================================================================================
 
 A group writes number n to place ``n % depth`` of the ring once the chain has read number ``n - depth``. In the modes
-that keep records (``keeps_records``), numbers are slots of the line, ``depth`` is the number of records, and no group waits for
-room.
+that keep records (``keeps_records``), numbers are slots of the line, ``depth`` is the number of records, and no group
+waits for room.
 
-**No deadlock.** All CTAs are co-resident. The lowest unpublished item is always first in its group's work, so its group computes
-it or waits for room. The records that must be read before there is room have lower numbers, so they are published, and so are
-the records of the part that produces a state that the chain waits for. A ring that does not hold all of its queue has more
-records than a chain requests before it publishes that it has read the first one: 3 at least (``chain.IN_FLIGHT``).
-docs/kernels/prefill.md has the full argument.
+**No deadlock.** All CTAs are co-resident. The lowest unpublished item is always first in its group's work, so its
+group computes it or waits for room. The records that must be read before there is room have lower numbers, so they
+are published, and so are the records of the part that produces a state that the chain waits for. A ring that does not
+hold all of its queue has more records than a chain requests before it publishes that it has read the first one: 3 at
+least (``chain.IN_FLIGHT``). docs/kernels/prefill.md has the full argument.
 """
 
 from types import SimpleNamespace
@@ -57,8 +58,8 @@ POLL_NS = 100  # time between two reads of a counter that is too low
 ALL_READ = 0x7FFFFFFF  # value of the read counters of a chain that has ended
 
 
-# Schedules, queues and rings are namespaces, and these are functions instead of methods: the DSL carries an object whose method
-# is called through every branch, which it can do only with values.
+# Schedules, queues and rings are namespaces, and these are functions instead of methods: the DSL carries an object
+# whose method is called through every branch, which it can do only with values.
 
 
 def schedule(config, offsets, offset_bytes, N, T, HV, queues, depth, counters):
@@ -66,8 +67,8 @@ def schedule(config, offsets, offset_bytes, N, T, HV, queues, depth, counters):
 
     Args:
         config: the kernel's configuration.
-        offsets: address of N + 1 integers of ``offset_bytes``, the bounds of sequences packed along T. ``offset_bytes`` is 0
-            for N sequences of T tokens each.
+        offsets: address of N + 1 integers of ``offset_bytes``, the bounds of sequences packed along T.
+            ``offset_bytes`` is 0 for N sequences of T tokens each.
         depth: records in the ring of a queue; where records are kept, records in all.
         counters: address of the counters (``layouts``).
     """
@@ -81,16 +82,16 @@ def schedule(config, offsets, offset_bytes, N, T, HV, queues, depth, counters):
 
 
 def task(s, n):
-    """Returns (first token in B*T, length, first slot, end slot) of sequence n in a head. The first sequence starts at slot 0,
-    wherever its first token is, so that every slot belongs to a task."""
+    """Returns (first token in B*T, length, first slot, end slot) of sequence n in a head. The first sequence starts
+    at slot 0, wherever its first token is, so that every slot belongs to a task."""
     token, length, slot, after = extent(s, n)
     return token, length, ptx.select(n == 0, Int32(0), slot), after
 
 
 @cute.jit
 def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
-    """Stores the longest task that each warp finds to ``table`` (shared address, `TABLE_BYTES`). All ``warps`` of the CTA call
-    it; the caller synchronises.
+    """Stores the longest task that each warp finds to ``table`` (shared address, `TABLE_BYTES`). All ``warps`` of the
+    CTA call it; the caller synchronises.
 
     If offsets fall, the longest task is the whole line, so that one chain executes all of it. The tasks then overlap, and
     several chains would wait for states that no chain produces.
@@ -120,8 +121,8 @@ def with_width(s, table, warps):
 def range_of(s, queue):
     """Returns the range [low, high) of a queue in the line.
 
-    The last queue ends where the line ends. So only the first queues may have fewer than ``width`` slots, and those continue no
-    task of an earlier queue: the numbers of all others count alike.
+    The last queue ends where the line ends. So only the first queues may have fewer than ``width`` slots, and those
+    continue no task of an earlier queue: the numbers of all others count alike.
     """
     high = cutlass.max(Int64(s.total) - Int64(s.queues - 1 - queue) * s.width, Int64(0))
     return Int32(cutlass.max(high - s.width, Int64(0))), Int32(high)
@@ -139,8 +140,8 @@ def _launch_line(s):
 def clear(s, ticket: Int64, threads: cutlass.Constexpr[int]):
     """Clears all counters and publishes the ticket. One CTA calls it.
 
-    The workspace may hold anything, so the other CTAs wait for the ticket. The probability that the workspace already held this
-    ticket is 2^-64.
+    The workspace may hold anything, so the other CTAs wait for the ticket. The probability that the workspace already
+    held this ticket is 2^-64.
     """
     thread, _, _ = cute.arch.thread_idx()
     launch = _launch_line(s)
@@ -155,8 +156,9 @@ def clear(s, ticket: Int64, threads: cutlass.Constexpr[int]):
 
 @cute.jit
 def wait_for_clear(s, ticket: Int64, waiters: Int32):
-    """Waits until the counters are cleared. One thread calls it for all threads that it synchronises with, ``waiters`` times per
-    launch. The last waiter removes the ticket, because a replayed CUDA graph uses the same ticket again."""
+    """Waits until the counters are cleared. One thread calls it for all threads that it synchronises with,
+    ``waiters`` times per launch. The last waiter removes the ticket, because a replayed CUDA graph uses the same
+    ticket again."""
     launch = _launch_line(s)
     while ptx.load_acquire_i64(launch + LaunchCounter.TICKET * 4) != ticket:
         pass
@@ -196,8 +198,8 @@ def claim(s) -> Int32:
 
 @cute.jit
 def item(s, i: Int32):
-    """Returns (queue, number, head, first token in B*T, tokens) of item i; a whole warp calls it. The number is -1 if there are
-    no more items. The tokens are 0 if the slot has no chunk."""
+    """Returns (queue, number, head, first token in B*T, tokens) of item i; a whole warp calls it. The number is -1 if
+    there are no more items. The tokens are 0 if the slot has no chunk."""
     number, queue = i // s.queues, i % s.queues
     head, token, valid = Int32(0), Int32(0), Int32(0)
     own = s.depth - 1  # slot of the line; items without a slot share the last record
@@ -225,8 +227,8 @@ def item(s, i: Int32):
 
 
 def numbers_read(r, halves):
-    """Returns the number below which all chains of a queue have read all records. A relaxed load suffices: the records are in
-    shared memory, so a later write cannot reach what was read."""
+    """Returns the number below which all chains of a queue have read all records. A relaxed load suffices: the
+    records are in shared memory, so a later write cannot reach what was read."""
     read = [ptx.load_relaxed(r.read + half * 4) for half in range(halves)]
     return read[0] if halves == 1 else cutlass.min(*read)
 
@@ -253,8 +255,8 @@ def publish_record(r, number):
 
 @cute.jit
 def first_task(s, queue: Int32):
-    """Returns (head, sequence, high, low): the first task of a queue, and the queue's range [low, high) in the line. A whole warp
-    calls it."""
+    """Returns (head, sequence, high, low): the first task of a queue, and the queue's range [low, high) in the line.
+    A whole warp calls it."""
     low, high = range_of(s, queue)
     last = cutlass.max(high - 1, 0)
     head = last // s.span
@@ -308,8 +310,8 @@ def part(s, head, n, end, low, high):
 
 
 def count_ready(r, number, count):
-    """Returns how many records from ``number`` on are ready, up to ``count`` <= 32 and at most 31. A whole warp calls it and
-    acquires them."""
+    """Returns how many records from ``number`` on are ready, up to ``count`` <= 32 and at most 31. A whole warp calls
+    it and acquires them."""
     lane = cute.arch.lane_idx()
     wanted = number + lane
     seen = ptx.load_acquire(r.ready + Int64(wanted % r.depth) * 4, lane < cutlass.min(count, r.depth))
@@ -324,8 +326,8 @@ def publish_read(r, half, number):
 
 
 def publish_state(r, half):
-    """Publishes a half of the state at the end of the first part. The calling thread has synchronised with the threads that wrote
-    it."""
+    """Publishes a half of the state at the end of the first part. The calling thread has synchronised with the
+    threads that wrote it."""
     ptx.store_release(r.state_ready + half * 4, Int32(1))
 
 

@@ -1,12 +1,14 @@
 """The chain of the mode ``summarize``: computes the summary of every segment, ``S_out = M S_in + B``.
 
-B is the exit state: the final state from a given initial state, which is zero except for the first segment of a sequence. M is
-the transition: the final state from the identity, without values. The recurrence treats the columns of S independently,
+B is the exit state: the final state from a given initial state, which is zero except for the first segment of a
+sequence. M is the transition: the final state from the identity, without values. The recurrence treats the columns of
+S independently,
 
     X^T = v^T + S^T (-Kd)^T      R^T = X^T T^T      S^T <- S^T diag(a) + R^T Kg
 
-so M is 128 more columns, with v = 0. There are four halves of 64 rows of S^T: 0 and 1 belong to B, 2 and 3 to M. There is no O,
-so Qd and Aqk are not loaded. The records stay in the workspace for the launch that executes the segments.
+so M is 128 more columns, with v = 0. There are four halves of 64 rows of S^T: 0 and 1 belong to B, 2 and 3 to M.
+There is no O, so Qd and Aqk are not loaded. The records stay in the workspace for the launch that executes the
+segments.
 """
 
 import cutlass
@@ -15,7 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kda_cute.device.ring import Ring
 from kda_sm90.config import HEAD_DIM
-from kda_sm90.kernels import fragments, schedule
+from kda_sm90.kernels import barriers, fragments, schedule
 from kda_sm90.kernels.chain import Chain
 
 
@@ -41,30 +43,31 @@ class SummaryChain(Chain):
         head, n, high, low = schedule.first_task(order, queue)
         end = high
         while end > low:
-            s = schedule.part(order, head, n, end, low, high)
-            self.load_state(order, queue, x, carry, s, w)
+            part = schedule.part(order, head, n, end, low, high)
+            self.load_state(order, queue, x, carry, part, w)
             fragments.round_to_bf16(w.accS, w.tCrS)
-            cute.arch.mbarrier_wait(p.early_full + early.stage, early.phase)
+            barriers.wait(p.early_full, early)
             fragments.load_v(w.v + early.stage * self.v_bytes, w.thread, self.chunk, w.accX)
-            for _ in cutlass.range(s.chunks, unroll=1):
+            for _ in cutlass.range(part.chunks, unroll=1):
                 warpgroup.wait_group(0)  # as in `Chain.chain`
                 early, late = self.chunk_of_summary(p, w, early, late, opaque_true)
-            self.release(p.early_empty + early.stage)  # the stage without bytes
+            barriers.release(p.early_empty + early.stage)  # the stage without bytes
             early = early.next(self.early_depth)
-            self.store_state(order, queue, x, carry, s, w)
-            end = s.begin
+            self.store_state(order, queue, x, carry, part, w)
+            end = part.begin
             head, n = schedule.next_task(order, head, n)
 
     @cute.jit
     def chunk_of_summary(self, p, w, early, late, opaque_true):
         """Runs one chunk. Returns both rings for the next chunk, whose v it has loaded.
 
-        Issue order: X | decay S | wait for X, round it | R | wait for R, round it | S | v of the next chunk | wait for S, round it.
+        Issue order: X | decay S | wait for X, round it | R | wait for R, round it | S | v of the next chunk | wait
+        for S, round it.
         """
         steps = range(self.chunk // 16)
-        late_full = self.test(p.late_full, late)
+        late_full = barriers.test(p.late_full, late)
         self.gemm(w.mma_tokens, w.accX, w.tCrS, w.tCsKd, early, range(HEAD_DIM // 16))
-        self.wait(p.late_full, late, late_full)
+        barriers.wait_unless(late_full, p.late_full, late)
         if opaque_true:
             fragments.multiply_columns(w.accS, fragments.load_decays(w.a + early.stage * (4 * HEAD_DIM)))
         warpgroup.wait_group(0)
@@ -73,30 +76,30 @@ class SummaryChain(Chain):
         warpgroup.wait_group(0)
         fragments.round_to_bf16(w.accX, w.tCrX)
         self.gemm(w.mma_state, w.accS, w.tCrX, w.tCsKg, late, steps)
-        self.release(p.early_empty + early.stage)
+        barriers.release(p.early_empty + early.stage)
         early = early.next(self.early_depth)
-        cute.arch.mbarrier_wait(p.early_full + early.stage, early.phase)
+        barriers.wait(p.early_full, early)
         if opaque_true:
             fragments.load_v(w.v + early.stage * self.v_bytes, w.thread, self.chunk, w.accX)
         warpgroup.wait_group(0)
-        self.release(p.late_empty + late.stage)
+        barriers.release(p.late_empty + late.stage)
         fragments.round_to_bf16(w.accS, w.tCrS)
         return early, late.next(self.late_depth)
 
     @cute.jit
-    def load_initial_state(self, x, s, w):
+    def load_initial_state(self, x, part, w):
         """Loads the initial state for the halves of B, and the identity for those of M."""
         if w.half >= 2:
             fragments.fill_identity(w.half - 2, w.thread, w.accS)
         else:
-            Chain.load_initial_state(self, x, s, w)
+            Chain.load_initial_state(self, x, part, w)
 
     @cute.jit
-    def store_state(self, order, queue: Int32, x, carry: Int64, s, w):
+    def store_state(self, order, queue: Int32, x, carry: Int64, part, w):
         """Stores the state at the end of a part: for the next queue, as transition, or as exit state."""
-        if s.cut:
+        if part.cut:
             self.publish_carry(order, queue, carry, w)
         elif w.half >= 2:
-            self.store_matrix(x.transitions, x, s, w.half - 2, w)
+            self.store_matrix(x.transitions, x, part, w.half - 2, w)
         else:
-            self.store_matrix(x.final_state, x, s, w.half, w)
+            self.store_matrix(x.final_state, x, part, w.half, w)
