@@ -144,8 +144,6 @@ class Chain:
         self.warpgroups = config.warpgroups
         self.bytes = record_bytes(self.chunk)
         self.v_bytes = 2 * self.chunk * HALF * config.warpgroups  # of an early stage
-        self.o_bytes = 2 * self.chunk * HALF  # of a half
-        self.state_bytes = 2 * HALF * HEAD_DIM  # of a half
         self.store_warp = StoreWarp(config)
         for self.early_depth, self.late_depth in STAGES:
             operands = (*self.EARLY, *self.LATE)
@@ -498,7 +496,7 @@ class Chain:
     def publish_o(self, p, w):
         """Stores O^T as an image of O [C, 64] and publishes it to the store warp. The caller has waited for
         ``o_free``, an mbarrier instead of a named barrier, which would make the warps wait for one another."""
-        fragments.store_transposed(p.o + w.wg * self.o_bytes, w.thread, w.rO, self.chunk)
+        fragments.store_transposed(p.o + w.wg * self.store_warp.o_bytes, w.thread, w.rO, self.chunk)
         barriers.arrive(NamedBarrier.O_READY, w.wg)
 
     @cute.jit
@@ -508,7 +506,7 @@ class Chain:
         words = cute.make_tensor(
             cute.recast_ptr(w.tCrS.iterator, dtype=Int32), cute.make_layout(HEAD_DIM // 2 // 2)
         )
-        shared = p.state + w.wg * self.state_bytes
+        shared = p.state + w.wg * self.store_warp.state_bytes
         barriers.sync(NamedBarrier.STATE_FREE, w.wg)
         if v_first > 0:
             fragments.store_rows(shared, w.thread, words)

@@ -8,7 +8,7 @@ elements (e, r, j), e < 2, r < 2, j < N/8, in this order, e fastest:
 A bf16 register operand [64, K] has the same order, two elements in each 32-bit register. So an accumulator that is
 rounded in place is an operand of the next product.
 
-The PTX here is volatile: LLVM would move pure operations past the next wait.
+All inline PTX here is volatile, because LLVM would move pure operations past the next wait.
 """
 
 from cutlass import Float32, Int32, Int64, cute

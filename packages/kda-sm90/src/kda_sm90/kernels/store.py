@@ -17,8 +17,8 @@ class StoreWarp:
         self.chunk = config.chunk
         self.warpgroups = config.warpgroups
         self.states = config.states
-        self.o_bytes = 2 * self.chunk * HALF
-        self.state_bytes = 2 * HALF * HEAD_DIM
+        self.o_bytes = 2 * self.chunk * HALF  # of the buffer of a half
+        self.state_bytes = 2 * HALF * HEAD_DIM  # of the buffer of a half
 
     @cute.jit
     def run(self, p, order, queue: Int32, x, half: Int32):
