@@ -40,10 +40,10 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
+from cutlass.pipeline import PipelineUserType, make_pipeline_state
 
 from kda_cute import arguments
 from kda_cute.device import ptx, varlen
-from kda_cute.device.ring import Ring
 from kda_cute.records import HEAD_DIM, decay_start, decay_units, image_offset
 from kda_sm100.config import ChainConfig
 from kda_sm100.kernels import tensor, workspace
@@ -255,6 +255,10 @@ class ChainKernel:
 
     # ---- synchronisation
 
+    def rings(self, user):
+        """Returns the states of the early and the late ring. ``user``: whether the role fills or empties them."""
+        return make_pipeline_state(user, self.early_depth), make_pipeline_state(user, self.late_depth)
+
     def wait(self, mbarriers, phase, stage=0):
         """Waits for an mbarrier after which this thread accesses tensor memory."""
         cute.arch.mbarrier_wait(mbarriers.data_ptr() + stage, phase)
@@ -262,7 +266,7 @@ class ChainKernel:
 
     def acquire(self, mbarriers, ring):
         """Waits until a stage of a ring in shared memory is full, or empty."""
-        cute.arch.mbarrier_wait(mbarriers.data_ptr() + ring.stage, ring.phase)
+        cute.arch.mbarrier_wait(mbarriers.data_ptr() + ring.index, ring.phase)
 
     def publish(self, mbarriers, stage=0):
         """Arrives once per warp after accesses to tensor memory that the warp has waited for."""
@@ -286,17 +290,17 @@ class ChainKernel:
         """Copies the records of the task into both rings."""
         x, s, task = self.task(values, index)
         address = workspace.record_addresses(x, s)
-        early, late = Ring(Int32(0), Int32(1)), Ring(Int32(0), Int32(1))
+        early, late = self.rings(PipelineUserType.Producer)
         for c in cutlass.range(task.chunks, unroll=1):
             record = task.record + c * x.HV
             self.acquire(p.early_empty, early)
             with cute.arch.elect_one():
-                self.load_early(p, address, record, early.stage, task)
-            early = early.next(self.early_depth)
+                self.load_early(p, address, record, early.index, task)
+            early.advance()
             self.acquire(p.late_empty, late)
             with cute.arch.elect_one():
-                self.load(p, address, record, p.late_full, late.stage, self.LATE)
-            late = late.next(self.late_depth)
+                self.load(p, address, record, p.late_full, late.index, self.LATE)
+            late.advance()
 
     def load_early(self, p, address, record, stage, task):
         """Copies the early arrays of a record."""
@@ -316,7 +320,7 @@ class ChainKernel:
     def multiply(self, p, values: tuple, index: Int32):
         """Issues all products. This is the only issue order of the kernel."""
         _, _, task = self.task(values, index)
-        early, late = Ring(Int32(0), Int32(0)), Ring(Int32(0), Int32(0))
+        early, late = self.rings(PipelineUserType.Consumer)
         at, base = self.tensor_columns, self.columns(p, 0)
         s, s_bf16, r, r_bf16 = base + at.s, base + at.s_bf16, base + at.r, base + at.r_bf16
         for c in cutlass.range(task.chunks, unroll=1):
@@ -325,22 +329,23 @@ class ChainKernel:
             self.acquire(p.early_full, early)
             self.wait(p.s_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(r, s_bf16, self.w, self.stage(p, "w", early.stage), add=False)
+                tensor.product(r, s_bf16, self.w, self.stage(p, "w", early.index), add=False)
                 self.commit(p.r_full)
             self.wait(p.o_empty, phase ^ 1, accumulator)
             with cute.arch.elect_one():
-                tensor.product(o, s_bf16, self.w, self.stage(p, "qd", early.stage), add=False)
-                self.commit(p.early_empty, early.stage)
+                tensor.product(o, s_bf16, self.w, self.stage(p, "qd", early.index), add=False)
+                self.commit(p.early_empty, early.index)
             self.acquire(p.late_full, late)
             self.wait(p.r_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(s, r_bf16, self.kg, self.stage(p, "kg", late.stage), add=True)
+                tensor.product(s, r_bf16, self.kg, self.stage(p, "kg", late.index), add=True)
                 self.commit(p.s_full)
-                tensor.product(o, r_bf16, self.aqk, self.stage(p, "aqk", late.stage), add=True)
-                self.commit(p.late_empty, late.stage)
+                tensor.product(o, r_bf16, self.aqk, self.stage(p, "aqk", late.index), add=True)
+                self.commit(p.late_empty, late.index)
                 # The last commit. When the output warps have seen it, no product is in flight.
                 self.commit(p.o_full, accumulator)
-            early, late = early.next(self.early_depth), late.next(self.late_depth)
+            early.advance()
+            late.advance()
 
     # ---- state, four warps
 
@@ -353,7 +358,7 @@ class ChainKernel:
         at, base = self.tensor_columns, self.columns(p, row)
         S = cute.make_rmem_tensor((HEAD_DIM,), Float32)  # a tile [32, K]
         self.load_initial(x, task, row, S)
-        early = Ring(Int32(0), Int32(0))
+        early, _ = self.rings(PipelineUserType.Consumer)
         number = Int32(0)
         if const_expr(self.config.states):
             number = self.states_before(s, task.sequence, x.every * self.chunk)
@@ -365,10 +370,10 @@ class ChainKernel:
                 if c % x.every == 0:
                     self.store_bf16(x, number + c // x.every, task.head, row, S)
             self.acquire(p.early_full, early)
-            decay = self.load_decay(self.stage(p, "a", early.stage))
+            decay = self.load_decay(self.stage(p, "a", early.index))
             tensor.store(base + at.s, [S[i] * decay[i % 64 // 4 * 2 + i % 2] for i in range(HEAD_DIM)])
-            u = self.load_u(self.stage(p, "u", early.stage), row)
-            self.release(p.early_empty, early.stage)
+            u = self.load_u(self.stage(p, "u", early.index), row)
+            self.release(p.early_empty, early.index)
             self.wait(p.r_full, c % 2)
             R = tensor.load(base + at.r, self.chunk)
             tensor.store(base + at.r_bf16, self.round([r + y for r, y in zip(R, u, strict=True)]))
@@ -377,7 +382,7 @@ class ChainKernel:
             self.wait(p.s_full, c % 2)
             for i, value in enumerate(tensor.load(base + at.s, HEAD_DIM)):
                 S[i] = value
-            early = early.next(self.early_depth)
+            early.advance()
         self.store_final(x, task, row, S)
 
     def load_initial(self, x, task, row, S):
