@@ -98,6 +98,7 @@ RINGS = (
     (3, 2),
     (2, 2),
 )  # candidate depths of the early and the late ring, best first
+ACCUMULATORS = 2  # of O
 STATE_BYTES = 4 * HEAD_DIM * HEAD_DIM  # an fp32 state in global memory
 
 
@@ -122,8 +123,8 @@ def mbarriers(early: int, late: int) -> dict[str, Mbarriers]:
         "r_full": Mbarriers(1, 1),
         "r_bf16_full": Mbarriers(1, 4),
         "s_full": Mbarriers(1, 1),
-        "o_full": Mbarriers(2, 1),
-        "o_empty": Mbarriers(2, 4),
+        "o_full": Mbarriers(ACCUMULATORS, 1),
+        "o_empty": Mbarriers(ACCUMULATORS, 4),
     }
 
 
@@ -322,16 +323,16 @@ class ChainKernel:
         _, _, task = self.task(values, index)
         early, late = self.rings(PipelineUserType.Consumer)
         at, base = self.tensor_columns, self.columns(p, 0)
+        output = make_pipeline_state(PipelineUserType.Producer, ACCUMULATORS)
         s, s_bf16, r, r_bf16 = base + at.s, base + at.s_bf16, base + at.r, base + at.r_bf16
         for c in cutlass.range(task.chunks, unroll=1):
-            accumulator, phase = c % 2, c // 2 % 2
-            o = base + at.o + accumulator * self.chunk
+            o = base + at.o + output.index * self.chunk
             self.acquire(p.early_full, early)
             self.wait(p.s_bf16_full, c % 2)
             with cute.arch.elect_one():
                 tensor.product(r, s_bf16, self.w, self.stage(p, "w", early.index), add=False)
                 self.commit(p.r_full)
-            self.wait(p.o_empty, phase ^ 1, accumulator)
+            self.wait(p.o_empty, output.phase, output.index)
             with cute.arch.elect_one():
                 tensor.product(o, s_bf16, self.w, self.stage(p, "qd", early.index), add=False)
                 self.commit(p.early_empty, early.index)
@@ -343,9 +344,10 @@ class ChainKernel:
                 tensor.product(o, r_bf16, self.aqk, self.stage(p, "aqk", late.index), add=True)
                 self.commit(p.late_empty, late.index)
                 # The last commit. When the output warps have seen it, no product is in flight.
-                self.commit(p.o_full, accumulator)
+                self.commit(p.o_full, output.index)
             early.advance()
             late.advance()
+            output.advance()
 
     # ---- state, four warps
 
@@ -518,13 +520,14 @@ class ChainKernel:
         row = thread // 32 * tensor.ROWS
         base = self.columns(p, row) + self.tensor_columns.o
         image = Int32(p.o.data_ptr().toint())
+        output = make_pipeline_state(PipelineUserType.Consumer, ACCUMULATORS)
         pitch = Int64(x.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
         address = x.o + (task.token * x.HV + task.head) * (2 * HEAD_DIM)
         for c in cutlass.range(task.chunks, unroll=1):
-            accumulator = c % 2
-            self.wait(p.o_full, c // 2 % 2, accumulator)
-            words = self.round(tensor.load(base + accumulator * self.chunk, self.chunk))
-            self.publish(p.o_empty, accumulator)
+            self.wait(p.o_full, output.phase, output.index)
+            words = self.round(tensor.load(base + output.index * self.chunk, self.chunk))
+            self.publish(p.o_empty, output.index)
+            output.advance()
             self.sync_output_warps()  # the copy of the chunk before has read the image
             for i in cutlass.range_constexpr(self.chunk // 8):
                 half, token = i // (self.chunk // 16), i % (self.chunk // 16) * 16
