@@ -243,7 +243,7 @@ def _planned(name: str, call: dict[str, Any]) -> dict[str, Any]:
     said = plan.prediction
     in_ms = lambda t: t / 1e3 if t is not None and said is not None and said.unit == "us" else None
     return {
-        "plan": str(plan), "pieces": max(map(len, plan.pieces)),
+        "plan": str(plan), "pieces": max(map(len, plan.segments)),
         "predicted_ms": in_ms(said and said.planned), "predicted_serial_ms": in_ms(said and said.serial),
     }  # fmt: skip
 

@@ -250,7 +250,7 @@ def test_one_piece_length_for_all_sequences_and_certified_decay_are_measured(reg
         and "best_fixed_ms" not in serial
     )
     assert certified["error_o"] <= 1.2 * serial["error_o"]
-    assert run._fixed((3072, 1100, 0), 1024).pieces == ((1024, 1024, 1024), (1024, 76), (0,))
+    assert run._fixed((3072, 1100, 0), 1024).segments == ((1024, 1024, 1024), (1024, 76), (0,))
     assert not run._fixed((3072, 1100, 0), 3072).is_split
 
 
