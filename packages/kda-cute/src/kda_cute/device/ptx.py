@@ -60,12 +60,6 @@ def ex2(x: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
-def lg2(x: Float32, *, loc=None, ip=None) -> Float32:
-    """log2(x), absolute error 2^-22 between 1/2 and 2, relative error 2^-22 elsewhere."""
-    return inline_ptx("lg2.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
-
-
-@dsl_user_op
 def rcp(x: Float32, *, loc=None, ip=None) -> Float32:
     """1/x, error 1 ulp; 1/inf is 0."""
     return inline_ptx("rcp.approx.ftz.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
@@ -105,27 +99,6 @@ def minimum(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
 def absolute(x: Float32, *, loc=None, ip=None) -> Float32:
     """|x|, usually free: a modifier of the operand, which abs.ftz is not."""
     return inline_ptx("abs.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
-
-
-def sigmoid(x: Float32) -> Float32:
-    """1/(1 + e^-x), right at both ends: e^-x may overflow."""
-    return rcp(ex2(x * Float32(-LOG2E)) + Float32(1.0))
-
-
-def scaled_softplus2(x: Float32, bias: Float32, share: Float32) -> Float32:
-    """softplus(x + bias) of natural logarithms, in base 2, times ``share``, at most 1. Relative error about 2^-16 or
-    better wherever it is.
-
-    With y = (x + bias) log2(e) it is max(y, 0) + log2(1 + t), t = 2^-|y| in (0, 1], and log2(1 + t) / t a polynomial of
-    the smallest relative error (2^-16.9): a logarithm of a sum near 1 would lose the small gates of channels that hardly
-    decay. Saturation is the larger of y and 0, and the limit, for nothing.
-    """
-    t = ex2(-absolute(fma(x, Float32(LOG2E), bias * Float32(LOG2E))))
-    series = share * Float32(-0.023869155 * LOG2E)
-    for coefficient in (0.101222299, -0.210048705, 0.325206697, -0.499361366, 0.999991596):
-        series = fma(series, t, share * Float32(coefficient * LOG2E))
-    scale = share * Float32(LOG2E)
-    return fma_saturated(t, series, fma_saturated(x, scale, bias * scale))
 
 
 def select(condition, x, y):
