@@ -459,55 +459,46 @@ class ChainKernel:
                         at = (k + lane // 4) * HEAD_DIM + v + 2 * (lane % 4)
                     ptx.store_global(matrix + at * 2, pair)
 
-    def tile_address(self, start, matrix, row, v_step, k_step):
-        """Returns the address of the first element of the thread's tile in matrix number ``matrix`` of [N, HV].
+    def matrix(self, start, number, strides):
+        """Returns matrix ``number`` of the fp32 states at ``start`` as a tensor [V, K]."""
+        address = start + Int64(number) * STATE_BYTES
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout((HEAD_DIM, HEAD_DIM), stride=strides))
 
-        ``v_step``, ``k_step``: bytes from a row of V, or a column of K, to the next.
-        """
+    def coordinates(self, row):
+        """Returns (row of V, column of K) of each element of the thread's tile. ``row``: the warp's first row."""
         lane = cute.arch.lane_idx()
-        first = (row + lane // 4) * v_step + 2 * (lane % 4) * k_step
-        return start + Int64(matrix) * STATE_BYTES + first
-
-    def pair_offsets(self, v_step, k_step):
-        """Returns the distance in bytes of each pair of elements of a tile from its first element."""
-        return [
-            (16 * (i // 32) + 8 * (i % 2)) * v_step + i % 32 // 2 * 8 * k_step for i in range(HEAD_DIM // 2)
-        ]
+        v, k = row + lane // 4, 2 * (lane % 4)
+        return [(v + 16 * (i // 64) + 8 * (i // 2 % 2), k + i % 64 // 4 * 8 + i % 2) for i in range(HEAD_DIM)]
 
     @cute.jit
     def load_state(self, x, matrix: Int32, row: Int32, S: cute.Tensor):
         """Loads a matrix of the initial state; zeros if there is none."""
-        step, exists = 4 * HEAD_DIM, x.initial_state != Int64(0)
-        if x.v_first > 0:
-            first = self.tile_address(x.initial_state, matrix, row, step, 4)
-            self.assign(S, [ptx.load_global_f32_x2(first + at, exists) for at in self.pair_offsets(step, 4)])
-        else:
-            first = self.tile_address(x.initial_state, matrix, row, 4, step)
-            load = lambda at: ptx.load_global_f32(first + at, exists)
-            self.assign(S, [(load(at), load(at + step)) for at in self.pair_offsets(4, step)])
+        S.fill(0.0)
+        if x.initial_state != Int64(0):
+            if x.v_first > 0:
+                self.load_tile(self.matrix(x.initial_state, matrix, (HEAD_DIM, 1)), row, S)
+            else:
+                self.load_tile(self.matrix(x.initial_state, matrix, (1, HEAD_DIM)), row, S)
 
-    def assign(self, S, pairs):
-        for i, pair in enumerate(pairs):
-            S[2 * i], S[2 * i + 1] = pair
+    def load_tile(self, source, row, S):
+        """Loads the thread's tile of a matrix [V, K]."""
+        for i, (v, k) in enumerate(self.coordinates(row)):
+            S[i] = source[v, k]
 
     @cute.jit
     def store_state(self, x, target: Int64, matrix: Int32, row: Int32, S: cute.Tensor):
         """Stores S as a matrix of the fp32 states at ``target``; does nothing if that is 0."""
-        step = 4 * HEAD_DIM
         if target != Int64(0):
             if x.v_first > 0:
-                self.store_tile(self.tile_address(target, matrix, row, step, 4), step, 4, S)
+                self.store_tile(self.matrix(target, matrix, (HEAD_DIM, 1)), row, S)
             else:
-                self.store_tile(self.tile_address(target, matrix, row, 4, step), 4, step, S)
+                self.store_tile(self.matrix(target, matrix, (1, HEAD_DIM)), row, S)
 
-    def store_tile(self, first, v_step, k_step, S):
-        """Stores the thread's tile. Pairs are contiguous only where ``k_step`` is the size of an element."""
-        for i, at in enumerate(self.pair_offsets(v_step, k_step)):
-            if k_step == 4:
-                ptx.store_global_x2(first + at, [S[2 * i], S[2 * i + 1]])
-            else:
-                ptx.store_global(first + at, S[2 * i])
-                ptx.store_global(first + (at + k_step), S[2 * i + 1])
+    def store_tile(self, target, row, S):
+        """Stores the thread's tile to a matrix [V, K]."""
+        for i, (v, k) in enumerate(self.coordinates(row)):
+            target[v, k] = S[i]
 
     # ---- output, four warps
 
