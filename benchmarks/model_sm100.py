@@ -19,7 +19,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from registry import Case, public
+from benchmarks.cases import Case, public
 
 K = 128
 CHUNKS = 60  # played; the first half fills the pipeline
