@@ -61,7 +61,7 @@ def plan(name: str, x: dict[str, Any]) -> Plan:
     if name.endswith(CP):
         return decided
     from kda_cp import make_plan
-    from kda_cp.planner import machine
+    from kda_cp.machine import machine
 
     known, source, SMs = machine(inputs, choice.spec)
     return make_plan(

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_sm100 import BANDWIDTH, BLACKWELL_GHZ, COPIED, SMS, K
-
+from benchmarks.model_sm100 import BANDWIDTH, BLACKWELL_GHZ, COPIED, SMS, K
 from kda_cute.jit import ptxas
 from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, OutputConfig, PrepareConfig, SummaryConfig
 from kda_sm100.layouts import record_bytes
@@ -31,7 +30,7 @@ PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
     "sm100-intra-chunk": {
         "PrepareKernel": [
             *((f"C = {C}, bounded gate", PrepareConfig(C)) for C in CHUNKS),
-            *((f"C = {C}, bounded gate, columns vote", PrepareConfig(C, vote=True)) for C in CHUNKS),
+            *((f"C = {C}, bounded gate, columns vote", PrepareConfig(C, unbounded=True)) for C in CHUNKS),
         ]
     },
     "sm100-chain": {"ChainKernel": [(f"C = {C}", ChainConfig(C)) for C in CHUNKS]},

@@ -107,7 +107,7 @@ def plan_fields(name: str, call: dict[str, Any]) -> dict[str, Any]:
     predicted = plan.prediction
     in_ms = lambda t: t / 1e3 if t is not None and predicted is not None and predicted.unit == "us" else None
     return {
-        "plan": str(plan), "pieces": max(map(len, plan.pieces)),
+        "plan": str(plan), "pieces": max(map(len, plan.segments)),
         "predicted_ms": in_ms(predicted and predicted.planned),
         "predicted_serial_ms": in_ms(predicted and predicted.serial),
     }  # fmt: skip

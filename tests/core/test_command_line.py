@@ -61,18 +61,6 @@ def test_explain_reads_every_way_to_write_an_architecture(capsys, arch, where):
     assert where in out_of(capsys, "explain", "--arch", arch, "--backend", "reference")
 
 
-@pytest.mark.parametrize("arch", ["9.0", "sm_90", "sm_90a"])
-def test_precompile_reads_the_same_forms(capsys, arch):
-    said = out_of(capsys, "precompile", "--arch", arch, "--backend", "reference", "--list", status=1)
-    assert said.startswith("kernels for sm_90a, in ")
-
-
-@pytest.mark.parametrize("arch", ["cpu", "7.5", "sm_120a", "ninety"])
-def test_precompile_names_the_architectures_that_kernels_are_for(capsys, arch):
-    said = refused(capsys, "precompile", "--arch", arch, "--list")
-    assert "argument --arch: expected" in said and said.rstrip().endswith(f"got {arch}")
-
-
 @pytest.mark.parametrize(
     ("options", "needs"),
     [

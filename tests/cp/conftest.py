@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import segmented_backend
 
 import kda_core
 from kda_cp import constants
@@ -55,10 +56,7 @@ def distribution(tmp_path, monkeypatch):
 
     yield add
     for module in set(sys.modules) - before:
-        if (
-            module.partition(".")[0] in ("kda_watched", "kda_tokenwise")
-            or module == "helpers.segmented_backend"
-        ):
+        if module.partition(".")[0] in ("kda_watched", "kda_tokenwise"):
             del sys.modules[module]
     monkeypatch.undo()
     kda_core.backends(refresh=True)
@@ -89,7 +87,8 @@ def watched(distribution, tmp_path):
 def segmented(request, distribution):
     """Installs a backend that summarises segments, "segmented"; gives the list of (method, lengths) of its calls."""
     distribution("segmented", f"helpers.segmented_backend:{request.param}")
-    return importlib.import_module("helpers.segmented_backend").calls
+    segmented_backend.calls.clear()
+    return segmented_backend.calls
 
 
 @pytest.fixture

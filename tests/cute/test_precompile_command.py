@@ -171,7 +171,9 @@ def test_an_interrupt_ends_with_one_line_and_stops_the_workers(demo, cache_dir, 
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     assert process.returncode == 130
-    assert err == "interrupted: what was compiled is on disk; the same command compiles the rest\n"
+    assert (
+        err == "interrupted: the variants compiled so far are on disk; the same command compiles the rest\n"
+    )
     assert "64/64" not in out and 1 <= len(objects(cache_dir)) < 64
 
 
@@ -187,13 +189,68 @@ def test_a_folder_that_cannot_be_used_is_an_error_here(demo, cache_dir, capsys):
     assert not list(cache_dir.iterdir())
 
 
-def test_unknown_names_are_errors(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["precompile", "--arch", "sm_80"])
-    assert stopped.value.code == 2
-    assert "--arch: expected one of sm_90a" in capsys.readouterr().err
+def test_a_backend_that_is_not_installed_is_an_error(capsys):
     assert main(["precompile", "--arch", ARCH, "--backend", "absent"]) == 1
     assert "backend 'absent' is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arch", ["9.0", "sm_90", "sm_90a"])
+def test_every_form_of_an_architecture_is_read(demo, capsys, arch):
+    demo()
+    assert main(["precompile", "--arch", arch, "--backend", "demo", "--list"]) == 0
+    assert capsys.readouterr().out.startswith("kernels for sm_90a, in ")
+
+
+def usage_error(capsys, *options):
+    with pytest.raises(SystemExit) as stopped:
+        main(["precompile", *options])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arch", ["cpu", "ninety", "9", "sm_90b", "90"])
+def test_what_names_no_architecture_is_a_usage_error(capsys, arch):
+    said = usage_error(capsys, "--arch", arch)
+    assert said.endswith(
+        f"argument --arch: expected a compute capability such as 9.0, sm_90 or sm_90a, got {arch}\n"
+    )
+
+
+@pytest.mark.parametrize("arch", ["7.5", "sm_75", "sm_200a"])
+def test_an_architecture_of_no_installed_backend_is_an_error_that_lists_theirs(demo, capsys, arch):
+    demo()
+    said = usage_error(capsys, "--arch", arch)
+    assert "expected an architecture of an installed backend: " in said and "sm_90a (demo" in said
+    assert said.rstrip().endswith("got sm_200a" if arch == "sm_200a" else "got sm_75")
+
+
+#: A backend as a third party would write it, for an architecture that no package of this project names.
+FOREIGN_SPEC = """
+from kda_core.backend import BackendSpec
+SPEC = BackendSpec(
+    name="sm120", abi=(2, 0), archs=frozenset({(12, 0)}), features=frozenset(), target="foreign_kernels:Backend",
+    install="pip install foreign", variants="foreign_kernels:variants",
+)
+"""
+
+
+def test_a_backend_for_an_architecture_of_its_own_needs_no_change_here(
+    install, kernels, cache_dir, tmp_path, capsys, python
+):
+    source = Path(kernels.__file__).read_text()
+    (tmp_path / "foreign_kernels.py").write_text(f"{source}\n\ndef variants(arch):\n    return sound()[:1]\n")
+    install("sm120", source=FOREIGN_SPEC)
+    assert main(["precompile", "--arch", "sm_120a", "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\[1/1\] .*compiled +RmsNorm\(dim=64, weighted=True\) for sm_120a", out)
+    assert len(objects(cache_dir)) == 1
+    code = (
+        "import foreign_kernels as kernels\n"
+        "from kda_cute import arch_of_capability, cache_info, get_kernel\n"
+        "get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=64), arch_of_capability((12, 0)))\n"
+        "print(cache_info().loaded, cache_info().compiled)\n"
+    )
+    assert python(code, KDA_DISABLE_JIT="1").split() == ["1", "0"]
 
 
 def test_disable_jit_names_the_command_that_compiles_the_variant(

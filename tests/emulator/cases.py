@@ -892,13 +892,13 @@ add("memory", "cp.async.bulk.tensor.multicast::cluster", multicast)
 
 
 def kda(
-    family: str, T: int, chunk: int, warpgroups: int, *, vote: bool | None = None, **options: object
+    family: str, T: int, chunk: int, warpgroups: int, *, unbounded: bool | None = None, **options: object
 ) -> Outputs:
     """A launch of a variant: o and the states. ``options``: of `make_inputs`, of the schedule, and of the call."""
     schedule = {n: options.pop(n) for n in ("streams", "depth", "preparers") if n in options}
     call = {n: options.pop(n) for n in ("return_intermediate_states",) if n in options}
     x = make_inputs(family, T, **options).arguments | call
-    found = prefill.prefill(x, prefill.config_of(x, chunk, warpgroups, vote), **schedule)
+    found = prefill.prefill(x, prefill.config_of(x, chunk, warpgroups, unbounded), **schedule)
     return dict(zip(("o", "final_state", "states"), found))
 
 
@@ -911,7 +911,7 @@ for name, arguments, options in (
     ("bounded, GVA", ("slow", 72, 64, 2), {"H": 1, "HV": 2}),
     ("bounded", ("slow", 100, 32, 1), {"H": 1}),
     ("bounded, GVA, initial state", ("slow", 72, 32, 2), {"H": 1, "HV": 2, "initial_state": True}),
-    ("bounded, steep, vote", ("steep", 72, 64, 1), {"H": 1, "vote": True}),
+    ("bounded, steep, vote", ("steep", 72, 64, 1), {"H": 1, "unbounded": True}),
     ("bounded, saturated", ("saturated", 72, 32, 1), {"H": 1}),
     ("softplus, initial state", ("mixed", 100, 64, 1), {"H": 1, "initial_state": True}),
     ("softplus", ("mixed", 100, 32, 2), {"H": 1}),

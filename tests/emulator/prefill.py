@@ -59,7 +59,7 @@ def launch(
     )
 
 
-def config_of(x: dict[str, Any], chunk: int, warpgroups: int, vote: bool | None = None) -> PrefillConfig:
+def config_of(x: dict[str, Any], chunk: int, warpgroups: int, unbounded: bool | None = None) -> PrefillConfig:
     """The variant that serves the arguments of a call."""
     bounded = x.get("lower_bound") is not None
     gate: Any = "precomputed" if not x.get("use_gate_in_kernel") else "bounded" if bounded else "softplus"
@@ -68,7 +68,7 @@ def config_of(x: dict[str, Any], chunk: int, warpgroups: int, vote: bool | None 
         chunk,
         warpgroups,
         gate,
-        gate != "bounded" if vote is None else vote,
+        gate != "bounded" if unbounded is None else unbounded,
         dtype,
         x.get("return_intermediate_states", False),
     )

@@ -13,11 +13,11 @@ from kda_core.testing.oracle import log_decay
 VARIANTS = [(64, 1), (64, 2), (32, 1), (32, 2)]
 
 
-def check(x, chunk, warpgroups, *, vote=None, **schedule):
+def check(x, chunk, warpgroups, *, unbounded=None, **schedule):
     """o, final and intermediate states within the tolerance of the data; returns what was found."""
     arguments = x.arguments | {"output_final_state": True}
     want = token_oracle(**arguments)
-    found = prefill(arguments, config_of(arguments, chunk, warpgroups, vote), **schedule)
+    found = prefill(arguments, config_of(arguments, chunk, warpgroups, unbounded), **schedule)
     limits = tolerance(arguments, chunk, oracle=want)
     assert len(found) == len(limits)
     assert error(found[0], want[0], lengths=x.lengths) <= limits[0]
@@ -48,7 +48,7 @@ def test_precomputed_gates_with_masks(chunk, warpgroups):
 
 @pytest.mark.parametrize("family", ("slow", "steep", "saturated"))
 def test_a_bounded_gate_that_votes_all_the_same(family):
-    check(make_inputs(family, 72, H=1), 64, 1, vote=True)
+    check(make_inputs(family, 72, H=1), 64, 1, unbounded=True)
 
 
 @pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 2), (32, 1)])

@@ -3,7 +3,6 @@ compile."""
 
 from dataclasses import dataclass
 
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
@@ -50,7 +49,7 @@ class RmsNorm:
         w: cute.Tensor | None,
         y: cute.Tensor,
         eps: cutlass.Float32,
-        stream: cuda.CUstream,
+        stream,
     ):
         grid = [cute.ceil_div(x.shape[0], self.rows), 1, 1]
         self.kernel(x, w, y, eps).launch(grid=grid, block=[WARP * self.rows, 1, 1], stream=stream)
@@ -96,7 +95,7 @@ class Spill:
         return x, y, make_fake_stream(use_tvm_ffi_env_stream=True)
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream):
         self.kernel(x, y).launch(grid=[1, 1, 1], block=[256, 1, 1], stream=stream)
 
     @cute.kernel

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kda_cp.part import planned
 from torch.distributed.device_mesh import DeviceMesh
 
 import kda_core
@@ -22,7 +23,6 @@ from kda_core.registry import record_calls
 from kda_core.testing import error, make_inputs, token_oracle
 from kda_cp import Constants, Pass, constants
 from kda_cp.distributed import ContextParallel, Fragment, FragmentTable
-from kda_cp.part import planned
 
 TOKENS = ("q", "k", "v", "g", "beta")
 # torch 2.13 has another name for all_gather_into_tensor.
@@ -316,7 +316,7 @@ def cut_checks(rank, ranks, folder):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: segmented\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[kda_core.backends]\nsegmented = segmented_backend:SPEC\nmerging = segmented_backend:MERGING\n"
+        "[kda_core.backends]\nsegmented = helpers.segmented_backend:SPEC\nmerging = helpers.segmented_backend:MERGING\n"
     )
     sys.path.insert(0, str(folder))
     dist.barrier()

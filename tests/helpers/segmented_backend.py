@@ -17,11 +17,11 @@ SPEC = BackendSpec(
     abi=kda_core.BACKEND_ABI,
     archs=frozenset({"cpu"}),
     features=frozenset(f.value for f in Feature),
-    target="segmented_backend:Segmented",
+    target="helpers.segmented_backend:Segmented",
     install="pip install segmented",
     priority=-150,
 )
-MERGES = replace(SPEC, target="segmented_backend:Merging")
+MERGES = replace(SPEC, target="helpers.segmented_backend:Merging")
 MERGING = replace(MERGES, name="merging")
 
 calls = []  # (method, lengths)

@@ -36,7 +36,6 @@ THIRD_PARTY = (
     "pytest",
     "nvidia-cutlass-dsl[cu13]",
     "apache-tvm-ffi",
-    "cuda-python",
     "llvmlite",
     "numpy",
     "hatchling",  # builds folders that pip installs without build isolation

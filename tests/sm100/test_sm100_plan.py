@@ -22,10 +22,10 @@ def test_what_is_not_built_is_refused_with_the_reason(change, reason):
 
 
 def test_the_gate_decides_whether_rows_vote():
-    assert not plan(shape()).prepare.vote
-    assert plan(shape(lower_bound=-8.0)).prepare.vote
+    assert not plan(shape()).prepare.unbounded
+    assert plan(shape(lower_bound=-8.0)).prepare.unbounded
     assert plan(shape(lower_bound=None)).prepare.gate == "softplus"
-    assert plan(shape(**FREE)).prepare.vote and not plan(shape(**FREE, safe_gate=True)).prepare.vote
+    assert plan(shape(**FREE)).prepare.unbounded and not plan(shape(**FREE, safe_gate=True)).prepare.unbounded
 
 
 def test_chunks_are_as_long_as_intermediate_states_allow():
@@ -70,7 +70,7 @@ def test_every_variant_is_offered_once():
     ("kind", "wrong", "named"),
     [
         (PrepareConfig, {"chunk": 16}, "chunk"),
-        (PrepareConfig, {"gate": "softplus"}, "vote"),
+        (PrepareConfig, {"gate": "softplus"}, "unbounded"),
         (ChainConfig, {"chunk": 128}, "chunk"),
         (SummaryConfig, {"chunk": 16}, "chunk"),
     ],

@@ -114,7 +114,7 @@ def test_it_compiles_without_a_gpu(config, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("wrong", "named"),
-    [({"chunk": 16}, "chunk"), ({"warpgroups": 3}, "warpgroups"), ({"gate": "softplus"}, "vote")],
+    [({"chunk": 16}, "chunk"), ({"warpgroups": 3}, "warpgroups"), ({"gate": "softplus"}, "unbounded")],
 )
 def test_a_variant_that_does_not_exist_is_refused(wrong, named):
     with pytest.raises(ValueError, match=f"^{named}: "):

@@ -24,13 +24,14 @@ def test_what_is_not_built_is_refused_with_the_reason(change, reason):
 
 
 def test_the_gate_decides_whether_rows_vote():
-    assert not plan(shape()).config.vote
-    assert plan(shape(lower_bound=-8.0)).config.vote
+    assert not plan(shape()).config.unbounded
+    assert plan(shape(lower_bound=-8.0)).config.unbounded
     assert (
-        plan(shape(lower_bound=None)).config.gate == "softplus" and plan(shape(lower_bound=None)).config.vote
+        plan(shape(lower_bound=None)).config.gate == "softplus"
+        and plan(shape(lower_bound=None)).config.unbounded
     )
-    assert plan(shape(**FREE)).config.gate == "precomputed" and plan(shape(**FREE)).config.vote
-    assert not plan(shape(**FREE, safe_gate=True)).config.vote
+    assert plan(shape(**FREE)).config.gate == "precomputed" and plan(shape(**FREE)).config.unbounded
+    assert not plan(shape(**FREE, safe_gate=True)).config.unbounded
 
 
 def test_intermediate_states_choose_a_chunk_that_divides_their_spacing():

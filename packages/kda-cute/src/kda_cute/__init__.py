@@ -28,11 +28,10 @@ from __future__ import annotations
 
 from kda_cute.jit.compile import CacheInfo, cache_info, clear_memory, get_kernel, kernels_made_by
 from kda_cute.jit.precompile import Built, precompile
-from kda_cute.jit.target import ARCHITECTURES, arch_of_capability, arch_of_device
+from kda_cute.jit.target import arch_of_capability, arch_of_device
 from kda_cute.jit.versions import DslWheels, dsl_wheels
 
 __all__ = [
-    "ARCHITECTURES",
     "Built",
     "CacheInfo",
     "DslWheels",

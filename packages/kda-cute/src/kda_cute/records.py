@@ -12,6 +12,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
+#: Version of the record layout. It rises with every change of an image, of ``decay_offset`` or of what an operand holds, so
+#: that a kernel never reads records of another layout.
+RECORDS = 1
+
 #: Channels of a query or key head, and of a value head. The kernels are written for these.
 HEAD_DIM = 128
 
@@ -27,10 +31,19 @@ Gate = Literal["precomputed", "bounded", "softplus"]
 GateDtype = Literal["bfloat16", "float32"]
 
 
+def require(version: int, package: str) -> None:
+    """Raises ImportError unless `RECORDS` is ``version``, the layout that ``package`` was written for."""
+    if version != RECORDS:
+        raise ImportError(
+            f"{package} needs version {version} of the record layout; the installed kda-cute has version {RECORDS}; "
+            f"install {package} and kda-cute at the same version"
+        )
+
+
 class IntraChunkConfig(Protocol):
     """What the code of `preparation.IntraChunk` depends on: a part of a kernel's configuration.
 
-    ``chunk``: tokens a chunk, 32 or 64. ``gate``: the form of the gate. ``vote``: the log decays may lie below -5, so
+    ``chunk``: tokens a chunk, 32 or 64. ``gate``: the form of the gate. ``unbounded``: the log decays may lie below -5, so
     that columns of a block have to vote on split factors; False is the promise that they do not. ``gate_dtype``: of g.
     """
 
@@ -39,7 +52,7 @@ class IntraChunkConfig(Protocol):
     @property
     def gate(self) -> Gate: ...
     @property
-    def vote(self) -> bool: ...
+    def unbounded(self) -> bool: ...
     @property
     def gate_dtype(self) -> GateDtype: ...
 
@@ -62,3 +75,19 @@ def decay_offset(channel: Any) -> Any:
     by side for each quad, in 16-byte units that differ in their banks from those of the other quads."""
     quad, unit = channel % 8 // 2, channel // 16
     return quad * 32 + (unit ^ quad) * 4 + channel // 8 % 2 * 2 + channel % 2
+
+
+def decay_start(quad: Any) -> Any:
+    """Byte offset of the first of the eight units of `decay_units`. ``quad``: lane % 4."""
+    return quad * (4 * 32 + 16)
+
+
+def decay_units(start: Any) -> list[Any]:
+    """Byte addresses of the eight 16-byte units that hold the decays of one thread: the inverse of `decay_offset`.
+
+    Unit u holds channels ``16u + 2*quad + {0, 1, 8, 9}``, in this order. ``start``: `decay_start` plus the address of the
+    record's decays, a multiple of 128.
+    """
+    swizzled = [start ^ (unit * 16) for unit in range(4)]
+    # The sum, and not an exclusive or with 64: a load takes it as its immediate offset.
+    return [swizzled[unit % 4] + unit // 4 * 64 for unit in range(8)]

@@ -37,20 +37,20 @@ CHUNKS = (64, 32)
 class PrepareConfig:
     """Variant of the preparation.
 
-    ``chunk``: tokens a chunk. ``gate``: the form of the gate. ``vote``: the log decays may lie below -5, so that rows of
+    ``chunk``: tokens a chunk. ``gate``: the form of the gate. ``unbounded``: the log decays may lie below -5, so that rows of
     a block have to vote on split factors; False is the promise that they do not. ``gate_dtype``: of g. Raises ValueError
     on a variant that does not exist.
     """
 
     chunk: int = 64
     gate: Gate = "bounded"
-    vote: bool = False
+    unbounded: bool = False
     gate_dtype: GateDtype = "bfloat16"
 
     def __post_init__(self) -> None:
         _check_chunk(self.chunk)
-        if self.gate == "softplus" and not self.vote:
-            raise ValueError("vote: a softplus gate has no bound, so that columns have to vote")
+        if self.gate == "softplus" and not self.unbounded:
+            raise ValueError("unbounded: a softplus gate has no lower bound; expected True, got False")
 
 
 @dataclass(frozen=True)

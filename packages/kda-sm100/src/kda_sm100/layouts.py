@@ -20,7 +20,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kda_cute.records import HEAD_DIM
+from kda_cute.records import HEAD_DIM, require
+
+require(1, "kda-sm100")  # the record layout that the chain reads
 
 
 def slot_count(B: int, T: int, C: int, N: int | None = None) -> int:

@@ -10,10 +10,10 @@ from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, OutputConfig, PrepareCo
 
 GATES: tuple[dict[str, Any], ...] = (
     {"gate": "bounded"},
-    {"gate": "bounded", "vote": True},
-    {"gate": "softplus", "vote": True},
+    {"gate": "bounded", "unbounded": True},
+    {"gate": "softplus", "unbounded": True},
     {"gate": "precomputed"},
-    {"gate": "precomputed", "vote": True},
+    {"gate": "precomputed", "unbounded": True},
 )
 
 PREPARE = tuple(

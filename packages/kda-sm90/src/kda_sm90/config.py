@@ -43,7 +43,7 @@ class PrefillConfig:
 
     ``chunk``: tokens a chunk, 32 or 64. ``warpgroups`` of a chain: 1, a CTA for each half of V, is faster where
     sequences and heads are few; 2, both halves in one CTA, shares the loads. ``gate``: the form of the gate.
-    ``vote``: the log decays may lie below -5, so that columns of a block have to vote on split factors; False is the
+    ``unbounded``: the log decays may lie below -5, so that columns of a block have to vote on split factors; False is the
     promise that they do not. ``gate_dtype``: of g. ``states``: bf16 states at the start of chunks are written.
     ``mode``: see `Mode`; ``run`` has no gate, ``summarize`` no states. ``padded``: sequences are packed, and what may follow
     the last one in T (``use_graph``) takes no time; elsewhere it would cost time (docs/kernels/prefill.md, Tried).
@@ -53,7 +53,7 @@ class PrefillConfig:
     chunk: int = 64
     warpgroups: int = 1
     gate: Gate = "bounded"
-    vote: bool = False
+    unbounded: bool = False
     gate_dtype: GateDtype = "bfloat16"
     states: bool = False
     mode: Mode = "whole"
@@ -64,10 +64,14 @@ class PrefillConfig:
             raise ValueError(f"chunk: expected 32 or 64, got {self.chunk}")
         if self.warpgroups not in (1, 2):
             raise ValueError(f"warpgroups: expected 1 or 2, got {self.warpgroups}")
-        if self.gate == "softplus" and not self.vote:
-            raise ValueError("vote: a softplus gate has no bound, so that columns have to vote")
-        if self.mode == "run" and (self.gate, self.vote, self.gate_dtype) != ("bounded", False, "bfloat16"):
-            raise ValueError("mode: run has no gate; leave gate, vote and gate_dtype as they are")
+        if self.gate == "softplus" and not self.unbounded:
+            raise ValueError("unbounded: a softplus gate has no lower bound; expected True, got False")
+        if self.mode == "run" and (self.gate, self.unbounded, self.gate_dtype) != (
+            "bounded",
+            False,
+            "bfloat16",
+        ):
+            raise ValueError("mode: run has no gate; leave gate, unbounded and gate_dtype as they are")
         if self.mode == "summarize" and self.states:
             raise ValueError("mode: summarize writes no intermediate states")
         if self.mode != "whole" and self.padded:

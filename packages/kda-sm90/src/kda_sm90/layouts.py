@@ -28,8 +28,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kda_cute.records import decay_offset, image_offset
+from kda_cute.records import decay_offset, image_offset, require
 from kda_sm90.config import HEAD_DIM
+
+require(1, "kda-sm90")  # the record layout that the chain reads
 
 LINE = 32  # counters in 128 bytes: those that different CTAs write lie in different lines of the L2
 HANDED = 4  # the first of a stream's line that tells of states, behind those of what was read

@@ -104,7 +104,7 @@ def plan(shape: ProblemShape, sms: int = SMS, longest: int | None = None) -> Pla
         **_gate(shape),
     )
     preparers = model.preparers(streams)
-    wanted = math.ceil(RECORDS_A_GROUP[config.vote] * preparers * groups_of(model.chunk) / streams)
+    wanted = math.ceil(RECORDS_A_GROUP[config.unbounded] * preparers * groups_of(model.chunk) / streams)
     depth = max(1, min(max(wanted, LEAST_DEPTH), _most_depth(shape, model, streams)))
     return Plan(config, preparers, streams, depth)
 
@@ -291,7 +291,7 @@ def _gate(shape: ProblemShape) -> dict[str, Any]:
     """The fields of `PrefillConfig` that say how g becomes a log decay."""
     return {
         "gate": gate_of(shape),
-        "vote": not shape.options.bounded_gate,
+        "unbounded": not shape.options.bounded_gate,
         "gate_dtype": DTYPES[shape.g_dtype],
     }
 

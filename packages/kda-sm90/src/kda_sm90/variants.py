@@ -10,10 +10,10 @@ from kda_sm90.config import ARCH, GateDtype, PrefillConfig
 
 GATES: tuple[dict[str, Any], ...] = (
     {"gate": "bounded"},
-    {"gate": "bounded", "vote": True},
-    {"gate": "softplus", "vote": True},
+    {"gate": "bounded", "unbounded": True},
+    {"gate": "softplus", "unbounded": True},
     {"gate": "precomputed"},
-    {"gate": "precomputed", "vote": True},
+    {"gate": "precomputed", "unbounded": True},
 )
 
 CHAINS = tuple(product((64, 32), (1, 2)))  # chunk, warpgroups

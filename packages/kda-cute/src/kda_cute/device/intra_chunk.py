@@ -31,7 +31,10 @@ permutation of the channels that both operands share.
 Only mma.sync, ldmatrix, stmatrix and cp.async: nothing here is particular to sm_90, and every GPU backend calls it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -51,11 +54,71 @@ GROUP = 2048  # fp32 exponents [16][32 channels]; then 1024 of k rows and 1024 o
 TILE = 1024  # bytes of a 16x16 matrix in fp32, or of its two bf16 parts in fragment order
 
 
+class Chunk(NamedTuple):
+    """One chunk of one sequence and value head.
+
+    ``head``: value head. ``token``: first token in B*T. ``key_row``: row of that token and its key head in q and k,
+    ``token * H + key head``. ``valid``: tokens of the chunk, 1 to C.
+    """
+
+    head: Any
+    token: Any
+    key_row: Any
+    valid: Any
+
+
+class Worker(NamedTuple):
+    """The calling thread's place.
+
+    ``thread``: index in its group. ``base``: shared address of the group's memory, a multiple of 1024. ``turn``: a number
+    that differs from one chunk of the group to the next.
+    """
+
+    thread: Any
+    base: Any
+    turn: Any
+
+
+class Hooks(NamedTuple):
+    """What a kernel does between the stages of a chunk.
+
+    ``sync``: barrier of the group. ``acquire_record``: waits until the record may be written. ``claim_next``: claims the
+    group's next chunk, and returns a value that only `store_claim` uses. ``store_claim``: stores that claim.
+    """
+
+    sync: Callable[[], None]
+    acquire_record: Callable[[], None]
+    claim_next: Callable[[], Any]
+    store_claim: Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Byte offsets of the regions of a group's shared memory, and their size."""
+
+    exponents: int
+    k: int
+    q: int
+    first: int
+    last: int
+    anchor: int
+    hop: int
+    fall: int
+    beta: int
+    live: int
+    bytes: int
+
+    @property
+    def tables(self) -> int:
+        """Start of the tables of decays, which the blocks of L replace after stage 2."""
+        return self.first
+
+
 class IntraChunk:
     """What one group of ``threads`` threads does with one chunk and value head.
 
     Gates are <= 0 (a precomputed g is trusted to be). Rows of a chunk beyond its sequence count as zero in q, k, g and
-    beta. ``shared_bytes``: shared memory of a group.
+    beta. ``layout``: shared memory of a group.
     """
 
     def __init__(self, config: IntraChunkConfig):
@@ -67,7 +130,7 @@ class IntraChunk:
         rows = self.chunk * HEAD_DIM * 2
         table = HEAD_DIM * 4 * self.blocks
         sizes = {
-            "rows": ROWS * self.blocks,
+            "exponents": ROWS * self.blocks,
             # k in fragment order, a block's rows in its 4096 bytes. After stage 2 k and q hold the columns; after
             # stage 3 this the diagonal block of (I + L)^-1 (TILE), and the scratch of its warp.
             "k": rows,
@@ -76,46 +139,41 @@ class IntraChunk:
             "last": table,  # exponent G - A_b of its last row
             "anchor": table,  # 2^{A_b}
             "hop": table,  # 2^{A_{b+1} - A_b}
-            "fall": table if config.vote else 0,  # A_{b+1} - A_b
+            "fall": table if config.unbounded else 0,  # A_{b+1} - A_b
             "beta": self.chunk * 4,
             "live": self.chunk * 4,  # what the gate of a row is multiplied with: 0 beyond the sequence
         }
-        self.at, end = {}, 0
+        at, end = {}, 0
         for name, size in sizes.items():
-            self.at[name] = end
+            at[name] = end
             end += size
-        # After stage 2: blocks of L below the diagonal, (i, j) at i(i-1)/2 + j, in place of three tables.
-        self.at["l"] = self.at["first"]
-        self.shared_bytes = end
+        self.layout = Layout(**at, bytes=end)
 
     # ---- one chunk
 
-    def request(self, x, thread, base, head, token, key_row, valid, turn):
+    def request(self, x, worker: Worker, chunk: Chunk):
         """Ask for g and q of a chunk, whose room is free as soon as the chunk before is in its last stage; what is asked
         for into registers: beta of a row, as bf16 and as fp32, A_log, and dt_bias of four channels. ``x``: the call
         (addresses q, k, g, beta, a_log, dt_bias; numbers H, HV, beta_bytes, scale, l2norm, lower_bound, beta_factor).
-        ``thread`` of the group, its shared memory from ``base`` on. ``token``: the first one in B*T; ``key_row``: its row of
-        q and k; ``valid``: rows that exist, 1 to C. ``turn``: any number that changes from one chunk to the next. Rows of g are counted in 32 bits:
-        2^31 of them are 512 GiB."""
-        p = self.positions(thread, turn, base)
-        p.valid = valid
-        value_row = token * x.HV + head
-        rate, biases = self.load_gate_parameters(p, x, head)
+        Rows of g are counted in 32 bits: 2^31 of them are 512 GiB."""
+        p = self.positions(worker)
+        p.valid = chunk.valid
+        value_row = chunk.token * x.HV + chunk.head
+        rate, biases = self.load_gate_parameters(p, x, chunk.head)
         beta = self.load_beta(p, x, value_row)
         self.copy_gates(p, x.g, value_row, x.HV)
-        self.copy_rows(p, x.q, key_row, x.H, p.q)
+        self.copy_rows(p, x.q, chunk.key_row, x.H, p.q)
         cute.arch.cp_async_commit_group()
         return *beta, rate, *biases
 
-    def prepare(self, x, records, thread, base, sync, key_row, valid, turn, begun, claim, noted, loaded):
-        """Stages 1 to 3 of a chunk that was requested. ``records``: addresses in the arrays of the workspace;
-        ``sync``: the group's barrier; ``begun`` is called before anything is written to the record, ``noted`` in
-        stage 3, with what ``claim`` returned before. ``loaded``: what the request returned."""
-        p = self.positions(thread, turn, base)
-        p.valid, p.scale, p.l2norm = valid, x.scale, x.l2norm > 0
+    def compute(self, x, worker: Worker, chunk: Chunk, loaded, record, hooks: Hooks):
+        """Stages 1 to 3 of a chunk that was requested. ``loaded``: what `request` returned. ``record``: gives the address of
+        the chunk's record in an array, by name."""
+        p = self.positions(worker)
+        p.valid, p.scale, p.l2norm = chunk.valid, x.scale, x.l2norm > 0
         narrow, wide, a_log, *biases = loaded
         rate = ptx.minimum(ptx.ex2(a_log * Float32(LOG2E)), Float32(MOST_RATE))
-        self.copy_rows(p, x.k, key_row, x.H, p.k)
+        self.copy_rows(p, x.k, chunk.key_row, x.H, p.k)
         cute.arch.cp_async_commit_group()
 
         factor = self.gate_factor(x, rate)
@@ -124,43 +182,43 @@ class IntraChunk:
         cute.arch.sync_warp()
         self.decay(p, rate, biases, factor)
         self.store_beta(p, x, narrow, wide)
-        begun()
-        sync()
-        steep = self.anchors(p, records("a"))
+        hooks.acquire_record()
+        hooks.sync()
+        steep = self.anchors(p, record("a"))
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
 
-        l_acc, a_acc = self.rows(p, steep, records("kd"), records("qd"))
-        sync()
+        l_acc, a_acc = self.rows(p, steep, record("kd"), record("qd"))
+        hooks.sync()
 
-        claimed = claim()
-        self.columns(p.block, p.lane, base, records("kg"), records("aqk"))
-        self.store_block(self.pack(a_acc[0] + a_acc[1]), p.block, p.block, p.lane, base, records("aqk"))
-        self.substitute(p, l_acc, base, records("t"))
-        noted(claimed)
-        sync()
+        claimed = hooks.claim_next()
+        self.columns(p.block, p.lane, worker.base, record("kg"), record("aqk"))
+        self.store_block(self.pack(a_acc[0] + a_acc[1]), p.block, p.block, p.lane, worker.base, record("aqk"))
+        self.substitute(p, l_acc, worker.base, record("t"))
+        hooks.store_claim(claimed)
+        hooks.sync()
 
-    def finish(self, records, thread, base, turn):
+    def finish(self, worker: Worker, record):
         """Stage 4."""
-        p = self.positions(thread, turn, base)
-        parts = self.diagonal(p, base)
-        self.merge(parts, p.block, p.lane, base, records("t"))
+        p = self.positions(worker)
+        parts = self.diagonal(p, worker.base)
+        self.merge(parts, p.block, p.lane, worker.base, record("t"))
 
-    def idle(self, thread, turn):
-        """Whether a thread's warp has nothing to do in stage 4, and the least of all in stage 3."""
+    def has_least_work(self, thread, turn):
+        """Whether the thread's warp has nothing to do in stage 4, and the least of all in stage 3."""
         return self.block_of(thread, turn) == self.blocks - 1
 
-    def positions(self, thread, turn, base):
+    def positions(self, worker: Worker):
         """Where a thread is, and where in shared memory everything begins. Warps get another block in each turn, because
         blocks differ in work, and a warp's number chooses its scheduler."""
-        return self.placed(thread, self.block_of(thread, turn), base)
+        return self.placed(worker.thread, self.block_of(worker.thread, worker.turn), worker.base)
 
     def block_of(self, thread, turn):
         return thread // 32 + turn & self.blocks - 1
 
     def placed(self, thread, block, base):
         lane = thread % 32
-        places = {name: base + offset for name, offset in self.at.items()}
+        places = {field.name: base + getattr(self.layout, field.name) for field in fields(self.layout)}
         return SimpleNamespace(
             thread=thread, warp=thread // 32, lane=lane, row=lane // 4, quad=lane % 4, block=block, **places
         )
@@ -177,7 +235,7 @@ class IntraChunk:
         size = self.gate_bytes
         units = HEAD_DIM * size // 16  # to a row
         unit, first = p.lane % units, p.lane // units
-        place = p.rows + p.block * ROWS
+        place = p.exponents + p.block * ROWS
         start = p.block * BLOCK
         for at in range(0, BLOCK, 32 // units):
             row = at + first
@@ -246,7 +304,7 @@ class IntraChunk:
         """Exponents G_i - A of the warp's block, and what its anchors are made of: channels 2*lane, 2*lane + 1, and
         these plus 64."""
         share = factor * Float32(1.0 / G_FLOOR)
-        place = p.rows + p.block * ROWS
+        place = p.exponents + p.block * ROWS
         unit, inner = p.lane % 16 // 2, p.lane % 2 * 8
         parity = [place + p.lane // 16 * GROUP + (unit ^ odd) * 16 + inner for odd in range(2)]
         if self.gate_bytes == 2:
@@ -299,7 +357,7 @@ class IntraChunk:
         own = p.block * (HEAD_DIM * 4) + cell
         ptx.store_shared_x4(p.anchor + own, [ptx.ex2(x) for x in anchor])
         ptx.store_shared_x4(p.hop + own, [ptx.ex2(x) for x in hop])
-        if self.config.vote:
+        if self.config.unbounded:
             ptx.store_shared_x4(p.fall + own, hop)
         for share in range(4 // self.blocks):
             channel = (p.warp + self.blocks * share) * 32 + p.lane
@@ -309,16 +367,16 @@ class IntraChunk:
                     end = end + ptx.load_shared(table + block * (HEAD_DIM * 4) + channel * 4, Float32)
             ptx.store_global(address + decay_offset(channel) * 4, ptx.ex2(end))
         fall = ptx.minimum(ptx.minimum(hop[0], hop[1]), ptx.minimum(hop[2], hop[3]))
-        return cute.arch.vote_any_sync(fall <= Float32(-VOTE_LIMIT)) if self.config.vote else None
+        return cute.arch.vote_any_sync(fall <= Float32(-VOTE_LIMIT)) if self.config.unbounded else None
 
     def gate(self, x, rate, bias, share):
         """The log decay of one raw gate, but for the factor of its row; at least 0. With votes, down to G_FLOOR, in which
         it is then counted if it was raw: ``share`` is the gate's factor in these units."""
-        vote = self.config.vote
+        vote = self.config.unbounded
         if self.config.gate == "precomputed":
             return ptx.minimum(-x, Float32(G_FLOOR / -LOG2E)) if vote else -x
         if self.config.gate == "softplus":
-            return ptx.softplus2_share(x, bias, share)
+            return ptx.scaled_softplus2(x, bias, share)
         steepness = rate * Float32(-LOG2E)
         gate = ptx.rcp(ptx.ex2(ptx.fma(x, steepness, bias * steepness)) + Float32(1.0))
         return ptx.fma_saturated(gate, share, Float32(0.0)) if vote else gate
@@ -335,7 +393,7 @@ class IntraChunk:
         if self.config.gate == "precomputed":
             return
         row = p.block * BLOCK + p.lane % BLOCK
-        unit = Float32(G_FLOOR) if self.config.vote else factor
+        unit = Float32(G_FLOOR) if self.config.unbounded else factor
         ptx.store_shared(p.live + row * 4, ptx.select(row < p.valid, unit, Float32(0.0)))
 
     def load_live(self, p):
@@ -351,18 +409,18 @@ class IntraChunk:
         columns at the next block's anchor replace k and q, for the same thread: 4 channels of a group of 8 each.
         ``steep``: some column may have to leave split factors."""
         refined = votes = None
-        if self.config.vote:
+        if self.config.unbounded:
             products, reach = (cute.make_rmem_tensor((n,), Float32) for n in (16, 2))
             products.fill(0.0)
             reach.fill(0.0)
-            self.vote(steep, products, reach, p.thread, p.block, p.rows - self.at["rows"])
+            self.vote(steep, products, reach, p.thread, p.block, p.exponents - self.layout.exponents)
             votes = [reach[half] < VOTE_LIMIT for half in range(2)]
         norms = (
             [ptx.select(p.l2norm, x, Float32(1.0)) for x in self.inverse_norms(p, y)] for y in (p.k, p.q)
         )
         p.k_factors, q_norms = norms
         p.q_factors = [x * p.scale for x in q_norms]
-        if self.config.vote:
+        if self.config.unbounded:
             refined = self.normalised(p, products, votes)
         products = self.split_rows(p, kd_address, qd_address, refined, votes)
         l_acc, a_acc = products[:2], products[2:]
@@ -384,7 +442,7 @@ class IntraChunk:
         for m in range(4):
             since, k_pairs, q_pairs = following
             cute.arch.sync_warp()  # the rows of the factors go where the exponents were
-            place = p.rows + p.block * ROWS + m * GROUP + p.lane * 16
+            place = p.exponents + p.block * ROWS + m * GROUP + p.lane * 16
             kd, qd = ([[], []] for _ in range(2))
             for step in range(2):
                 columns = [[], []]
@@ -467,7 +525,7 @@ class IntraChunk:
 
     def load_exponents(self, p, m, half):
         """G_i - A of a row of the thread's block, its 8 channels of group m."""
-        row = p.rows + p.block * ROWS + m * GROUP + (p.row + 8 * half) * 128
+        row = p.exponents + p.block * ROWS + m * GROUP + (p.row + 8 * half) * 128
         parts = [row + ((2 * p.quad + part) ^ (p.row % 2)) * 16 for part in range(2)]
         return [x for part in parts for x in ptx.load_shared_x4(part, Float32)]
 
@@ -573,7 +631,9 @@ class IntraChunk:
 
     def load_anchor(self, p, m, row):
         """Exponents of another row of the block."""
-        return self.load_exponents(SimpleNamespace(rows=p.rows, block=p.block, row=row, quad=p.quad), m, 0)
+        return self.load_exponents(
+            SimpleNamespace(exponents=p.exponents, block=p.block, row=row, quad=p.quad), m, 0
+        )
 
     def refined(self, p, acc, products):
         """Each pair of rows from the size at which they part."""
@@ -600,12 +660,12 @@ class IntraChunk:
         ``kg``, ``aqk``: addresses of the images."""
         p = SimpleNamespace(block=block, lane=lane, row=lane // 4, quad=lane % 4)
         columns = cute.make_rmem_tensor((64,), Float32)  # [4 groups m][2 rows][8 channels]
-        first = base + self.at["beta"] + (block * BLOCK + p.row) * 4
+        first = base + self.layout.beta + (block * BLOCK + p.row) * 4
         beta = [ptx.load_shared(first + 32 * half, Float32) for half in range(2)]
         for m in cutlass.range_constexpr(4):
             for half in cutlass.range_constexpr(2):
                 for i, name in enumerate(("k", "q")):
-                    place = self.row_place(p, base + self.at[name], half, m)
+                    place = self.row_place(p, base + getattr(self.layout, name), half, m)
                     for j, x in enumerate(ptx.load_shared_x4(place, Float32)):
                         columns[16 * m + 8 * half + 4 * i + j] = x * beta[half]
         for step in cutlass.range_constexpr(1, self.blocks):
@@ -625,14 +685,14 @@ class IntraChunk:
         target = block + step
         l_acc, a_acc = ([[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2))
         for m in range(4):
-            place = base + self.at["rows"] + target * ROWS + m * GROUP + lane * 16
+            place = base + self.layout.exponents + target * ROWS + m * GROUP + lane * 16
             for s in range(2):
                 rows = [ptx.ldmatrix_x4(place + s * 512 + kind * TILE) for kind in range(2)]
                 for half in range(2):
                     b = self.pack([columns[16 * m + 8 * half + 4 * s + i] for i in range(4)])
                     l_acc[half] = ptx.mma_m16n8k16(rows[0], b, l_acc[half])
                     a_acc[half] = ptx.mma_m16n8k16(rows[1], b, a_acc[half])
-            hop = self.load_channels(base + self.at["hop"], target, m, lane % 4)
+            hop = self.load_channels(base + self.layout.hop, target, m, lane % 4)
             for half in range(2):
                 for c in range(8):
                     columns[16 * m + 8 * half + c] = columns[16 * m + 8 * half + c] * hop[c]
@@ -664,10 +724,10 @@ class IntraChunk:
 
     def x_place(self, base, block):
         """Where the diagonal block of (I + L)^-1 lies: in fp32 while it is computed, then in parts."""
-        return base + self.at["k"] + block * 4096
+        return base + self.layout.k + block * 4096
 
     def l_place(self, base, i, j):
-        return base + self.at["l"] + (i * (i - 1) // 2 + j) * TILE
+        return base + self.layout.tables + (i * (i - 1) // 2 + j) * TILE
 
     def split(self, tiles):
         """Two accumulator tiles as the A fragment of their [16, 16], in two bf16 parts."""
@@ -687,7 +747,7 @@ class IntraChunk:
     def substitute(self, p, l_acc, base, t):
         """The inverse of the block's I + L in fp32, [16][16] in shared memory: forward substitution, a lane a
         column (the two halves of the warp do the same). And the diagonal block of T to the image at ``t``."""
-        place = self.x_place(p.k - self.at["k"], p.block)
+        place = self.x_place(p.k - self.layout.k, p.block)
         for half in range(2):
             row = p.row + 8 * half
             for tile in range(2):

@@ -112,7 +112,7 @@ def sigmoid(x: Float32) -> Float32:
     return rcp(ex2(x * Float32(-LOG2E)) + Float32(1.0))
 
 
-def softplus2_share(x: Float32, bias: Float32, share: Float32) -> Float32:
+def scaled_softplus2(x: Float32, bias: Float32, share: Float32) -> Float32:
     """softplus(x + bias) of natural logarithms, in base 2, times ``share``, at most 1. Relative error about 2^-16 or
     better wherever it is.
 
@@ -171,7 +171,7 @@ def split_tf32(x: Float32, *, loc=None, ip=None) -> list[Int32]:
 
 
 @dsl_user_op
-def pinned(x: Int32, *, loc=None, ip=None) -> Int32:
+def opaque(x: Int32, *, loc=None, ip=None) -> Int32:
     """x. What is computed from it stays here: it is not hoisted out of a loop, to occupy registers there."""
     return inline_ptx("mov.b32 $0, $1;", [Int32], [x], True, loc, ip)[0]
 
@@ -456,7 +456,7 @@ def bulk_load(shared: Int32, address: Int64, size: Int32, barrier: Int32, *, loc
 
 
 @dsl_user_op
-def store_global_stream_x4(address: Int64, values, valid, *, loc=None, ip=None) -> None:
+def store_global_evict_first_x4(address: Int64, values, valid, *, loc=None, ip=None) -> None:
     """16 aligned bytes that are not needed again soon; no access unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.cs.v4.b32 [$0], {$1, $2, $3, $4}; }"
     inline_ptx(text, [], [address, *values, Int32(valid)], True, loc, ip)

@@ -10,7 +10,7 @@ from kda_core.discovery import FAILURES
 from kda_core.plugin_checks import show_error
 from kda_core.registry import REGISTRY, arch_matches, show_archs
 from kda_cute.jit.key import Variant, canonical
-from kda_cute.jit.target import ARCHITECTURES, check_arch
+from kda_cute.jit.target import capability_of_arch
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ def offers(arch: str, backend: str | None = None) -> list[Offer]:
 
     Raises ``ArgumentError`` for an unknown architecture and ``BackendNotFoundError`` for an unknown backend.
     """
-    check_arch(arch)
+    capability = capability_of_arch(arch)
     candidates = REGISTRY.backends() if backend is None else [REGISTRY.find(backend)]
-    return [_offer(candidate, arch) for candidate in candidates]
+    return [_offer(candidate, arch, capability) for candidate in candidates]
 
 
 def offering_backend(variant: Variant) -> str | None:
@@ -47,9 +47,8 @@ def offering_backend(variant: Variant) -> str | None:
     return None
 
 
-def _offer(candidate: Any, arch: str) -> Offer:
+def _offer(candidate: Any, arch: str, capability: tuple[int, int]) -> Offer:
     name, spec = candidate.name, candidate.spec
-    (capability,) = (c for c, a in ARCHITECTURES.items() if a == arch)
     if spec is not None and not arch_matches(spec, capability):
         return Offer(name, reason=f"runs on {show_archs(spec.archs)}")
     if candidate.status != "ok":

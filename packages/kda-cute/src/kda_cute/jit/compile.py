@@ -258,6 +258,10 @@ def trace(variant: Variant, options: str = "") -> Any:
                 instance, *instance.fake_args(), options=f"{variant.options} {options}".strip()
             )
         except Exception as error:
+            if isinstance(error, KeyError) and error.args == (variant.arch,):  # its table of architectures
+                raise CompileError(
+                    f"{variant}: the installed CuTe DSL does not support {variant.arch}"
+                ) from error
             message = _COLOR.sub("", str(error)).strip()
             raise CompileError(f"{variant} did not compile: {type(error).__name__}: {message}") from error
     logger.info("compiled %s in %.2f s", variant, time.perf_counter() - start)

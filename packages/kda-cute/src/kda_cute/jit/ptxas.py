@@ -30,7 +30,7 @@ from kda_core.errors import ArgumentError, CompileError, KdaError
 from kda_cute.jit.compile import with_ptx
 from kda_cute.jit.cpus import usable_cpus
 from kda_cute.jit.key import Variant
-from kda_cute.jit.target import ARCHITECTURES
+from kda_cute.jit.target import check_arch
 
 PACKAGE = "nvidia-cuda-nvcc"
 
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m kda_cute.jit.ptxas", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("kernels", metavar="package.module:KERNELS", nargs="+")
-    parser.add_argument("--arch", action="append", choices=list(ARCHITECTURES.values()), required=True)
+    parser.add_argument("--arch", action="append", type=check_arch, required=True)
     parser.add_argument("--jobs", type=int, help="worker processes (default: CPUs that may be used)")
     options = parser.parse_args(argv)
     try:

@@ -37,7 +37,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from kda_cute.device import ptx, varlen
-from kda_cute.records import HEAD_DIM, image_offset
+from kda_cute.records import HEAD_DIM, decay_start, decay_units, image_offset
 from kda_sm100.config import ChainConfig
 from kda_sm100.kernels import interface, tensor
 from kda_sm100.kernels.tensor import Operand
@@ -351,13 +351,9 @@ class ChainKernel:
         return image_offset(token, row, self.chunk, HEAD_DIM) * 2
 
     def load_decay(self, shared):
-        """The decays of a thread's columns 8j + 2*(lane%4) + 0..1, j < 16, from where ``decay_offset`` puts those of its
-        first unit."""
-        shared = shared + cute.arch.lane_idx() % 4 * (HEAD_DIM + 16)
-        places = [shared ^ (unit * 16) for unit in range(4)]
-        return [
-            x for unit in range(8) for x in ptx.load_shared_x4(places[unit % 4] + unit // 4 * 64, Float32)
-        ]
+        """The decays of a thread's columns 8j + 2*(lane%4) + 0..1, j < 16. ``shared``: the address of a record's decays."""
+        start = shared + decay_start(cute.arch.lane_idx() % 4)
+        return [x for place in decay_units(start) for x in ptx.load_shared_x4(place, Float32)]
 
     # ---- states in global memory
 
@@ -469,7 +465,7 @@ class ChainKernel:
         for start in range(0, self.chunk, WARPGROUP // 16):
             row = start + first
             values = ptx.load_shared_x4(shared + image_offset(row, unit * 8, self.chunk, HEAD_DIM) * 2, Int32)
-            ptx.store_global_stream_x4(address + pitch * row + unit * 16, values, row < valid)
+            ptx.store_global_evict_first_x4(address + pitch * row + unit * 16, values, row < valid)
 
     def sync(self):
         cute.arch.barrier(barrier_id=COPIED, number_of_threads=WARPGROUP)

@@ -17,7 +17,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from kda_cute.device import ptx, varlen
-from kda_cute.device.intra_chunk import IntraChunk
+from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
 from kda_cute.records import BLOCK, HEAD_DIM, image_offset
 from kda_sm100.config import PrepareConfig
 from kda_sm100.kernels import interface, rows
@@ -46,12 +46,12 @@ class PrepareKernel:
     def __init__(self, config: PrepareConfig):
         self.config = config
         self.chunk = config.chunk
-        self.preparation = IntraChunk(config)
-        self.threads = self.preparation.threads
-        at, wide = self.preparation.at, 2 * self.chunk * HEAD_DIM
+        self.intra_chunk = IntraChunk(config)
+        self.threads = self.intra_chunk.threads
+        at, wide = self.intra_chunk.layout, 2 * self.chunk * HEAD_DIM
         # Stage 5: Kd and v lie where rows of factors lay, T where the tables did, and the products where q and k did.
-        self.at = {"kd": at["rows"], "v": at["rows"] + wide, "t": at["first"], "w": at["k"], "u": at["q"]}
-        self.shared_bytes = self.preparation.shared_bytes
+        self.at = {"kd": at.exponents, "v": at.exponents + wide, "t": at.tables, "w": at.k, "u": at.q}
+        self.shared_bytes = self.intra_chunk.layout.bytes
 
     def fake_args(self) -> tuple:
         return interface.fake_args(ARGUMENTS)
@@ -99,15 +99,14 @@ class PrepareKernel:
         """One chunk. ``records``: its addresses by array."""
         thread, _, _ = cute.arch.thread_idx()
         lane, sync, nothing = thread % 32, cute.arch.sync_threads, lambda *_: None
-        stages = self.preparation
-        key_row = token * x.H + head // (x.HV // x.H)
-        loaded = stages.request(x, thread, base, head, token, key_row, valid, turn)
-        stages.prepare(
-            x, records, thread, base, sync, key_row, valid, turn, nothing, nothing, nothing, loaded
-        )
+        stages = self.intra_chunk
+        worker = Worker(thread, base, turn)
+        chunk = Chunk(head, token, token * x.H + head // (x.HV // x.H), valid)
+        loaded = stages.request(x, worker, chunk)
+        stages.compute(x, worker, chunk, loaded, records, Hooks(sync, nothing, nothing, nothing))
         self.copy(records("kd"), base + self.at["kd"], 2 * self.chunk * HEAD_DIM, thread)
         self.copy_values(x, token * x.HV + head, base + self.at["v"], valid, thread)
-        stages.finish(records, thread, base, turn)
+        stages.finish(worker, records)
         sync()
         self.copy(records("t"), base + self.at["t"], 2 * self.chunk * self.chunk, thread)
         cute.arch.cp_async_wait_group(0)

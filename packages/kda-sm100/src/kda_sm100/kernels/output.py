@@ -150,4 +150,4 @@ class OutputKernel:
         for start in range(0, self.chunk, self.threads // 16):
             r, unit = start + thread // 16, thread % 16
             values = ptx.load_shared_x4(shared + image_offset(r, unit * 8, self.chunk, HEAD_DIM) * 2, Int32)
-            ptx.store_global_stream_x4(address + pitch * r + unit * UNIT, values, r < valid)
+            ptx.store_global_evict_first_x4(address + pitch * r + unit * UNIT, values, r < valid)

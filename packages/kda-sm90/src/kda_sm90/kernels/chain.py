@@ -44,6 +44,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from kda_cute.device import ptx
+from kda_cute.records import decay_start, decay_units
 from kda_sm90.config import HEAD_DIM, PrefillConfig
 from kda_sm90.kernels import schedule
 from kda_sm90.layouts import CARRY_BYTES, kg_layout, operand_layout, record_bytes, square_layout
@@ -415,7 +416,7 @@ class Chain:
         rO = cute.make_rmem_tensor(cute.size(shape) // 2, Int32)
 
         v = p.v + wg * (self.chunk * HALF * 2)
-        a = self.decays_of(p, lane)
+        a = p.a + decay_start(lane % 4)
         early, late = Int32(0), Int32(0)
         early_phase, late_phase, o_phase = Int32(0), Int32(0), Int32(0)
         half_k = HEAD_DIM // 32
@@ -568,17 +569,9 @@ class Chain:
                     read_only_args=[pair],
                 )
 
-    def decays_of(self, p, lane):
-        """Where a thread's decays begin: a quarter of them, in bytes, and a unit; see `load_decay`."""
-        return p.a + lane % 4 * (HEAD_DIM + 16)
-
     def load_decay(self, shared):
-        """The decays of a thread's columns 8j + 2*(lane%4) + 0..1, j < 16, from where ``decay_offset`` puts those of its
-        first unit."""
-        places = [shared ^ (unit * 16) for unit in range(4)]
-        return [
-            x for unit in range(8) for x in ptx.load_shared_x4(places[unit % 4] + unit // 4 * 64, Float32)
-        ]
+        """The decays of a thread's columns 8j + 2*(lane%4) + 0..1, j < 16. ``shared``: the address of the first unit."""
+        return [x for place in decay_units(shared) for x in ptx.load_shared_x4(place, Float32)]
 
     def decay(self, factors, acc):
         """S^T diag(a): element (e, r, j) of the accumulator is in column 8j + 2*(lane%4) + e."""

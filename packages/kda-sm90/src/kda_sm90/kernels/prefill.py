@@ -16,7 +16,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from kda_cute.device import ptx
-from kda_cute.device.intra_chunk import IntraChunk
+from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
 from kda_sm90.config import THREADS, PrefillConfig
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
@@ -62,11 +62,11 @@ class PrefillKernel:
 
     def __init__(self, config: PrefillConfig):
         self.config = config
-        self.preparation = IntraChunk(config)
+        self.intra_chunk = IntraChunk(config)
         chain = SummaryChain if config.mode == "summarize" else Chain
         self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
-        self.groups = THREADS // self.preparation.threads
-        self.group_bytes = self.preparation.shared_bytes + NOTES * NOTE_BYTES
+        self.groups = THREADS // self.intra_chunk.threads
+        self.group_bytes = self.intra_chunk.layout.bytes + NOTES * NOTE_BYTES
         self.halves = config.halves // config.warpgroups  # CTAs of a stream
         self.table = max(self.groups * self.group_bytes, self.chain.shared_bytes)
         self.shared_bytes = self.table + schedule.TABLE_BYTES
@@ -149,7 +149,7 @@ class PrefillKernel:
         the next turn, behind the first stage, when its stores have left the SM, so that the fence has little to wait for;
         but the first at once, for its chain has nothing else to do."""
         thread, _, _ = cute.arch.thread_idx()
-        size = self.preparation.threads
+        size = self.intra_chunk.threads
         group, thread = cute.arch.make_warp_uniform(thread // size), thread % size
         base = Int32(shared.toint()) + group * self.group_bytes
         sync = lambda: cute.arch.barrier(barrier_id=1 + group, number_of_threads=size)
@@ -164,7 +164,7 @@ class PrefillKernel:
         while number >= 0:
             # What follows from these is computed in each turn, not held in registers, which are scarce.
             # The mask tells the compiler that a thread's number is none below 0, which makes divisions cheap.
-            thread, base = ptx.pinned(thread) & size - 1, ptx.pinned(base)
+            thread, base = ptx.opaque(thread) & size - 1, ptx.opaque(base)
             ring = schedule.ring(s, stream)
             read = self.look_ahead(ring, thread)
             record = schedule.record(ring, number)
@@ -174,10 +174,9 @@ class PrefillKernel:
             noted = functools.partial(self.note_next, s, x, thread, base, turn)
             exists = valid > 0
             if exists:
-                _, _, key_row, valid = ptx.load_shared_x4(self.note(base, turn), Int32)
-                self.preparation.prepare(
-                    x, mine, thread, base, sync, key_row, valid, turn, begun, claim, noted, loaded
-                )
+                chunk = Chunk(*ptx.load_shared_x4(self.note(base, turn), Int32))
+                hooks = Hooks(sync, begun, claim, noted)
+                self.intra_chunk.compute(x, Worker(thread, base, turn), chunk, loaded, mine, hooks)
             else:
                 begun()
                 sync()
@@ -185,7 +184,7 @@ class PrefillKernel:
                 sync()
             loaded = self.request(x, thread, base, turn + 1)
             if exists:
-                self.preparation.finish(mine, thread, base, turn)
+                self.intra_chunk.finish(Worker(thread, base, turn), mine)
             sync()
             if thread == 0 and turn == 0:
                 self.publish(s, base, turn)
@@ -201,7 +200,7 @@ class PrefillKernel:
 
     def note(self, base, turn):
         """Where the item of a turn is noted."""
-        return base + self.preparation.shared_bytes + (turn & NOTES - 1) * NOTE_BYTES
+        return base + self.intra_chunk.layout.bytes + (turn & NOTES - 1) * NOTE_BYTES
 
     def claimed(self, base, turn):
         """Stream, number and tokens of a turn's item."""
@@ -220,14 +219,14 @@ class PrefillKernel:
     def claim(self, s, x, thread: Int32, turn: Int32):
         """The next item, for one thread of the warp that has the least to do; it is used about 1 us later."""
         index = Int32(0)
-        if self.preparation.idle(thread, turn) and thread % 32 == 0:
+        if self.intra_chunk.has_least_work(thread, turn) and thread % 32 == 0:
             index = schedule.claim(s) + x.preparers * self.groups
         return index
 
     @cute.jit
     def note_next(self, s, x, thread: Int32, base: Int32, turn: Int32, index: Int32):
         """The next item to its note, by the warp that claimed it."""
-        if self.preparation.idle(thread, turn):
+        if self.intra_chunk.has_least_work(thread, turn):
             self.write_note(s, x, self.note(base, turn + 1), index, thread % 32)
 
     @cute.jit
@@ -243,9 +242,9 @@ class PrefillKernel:
     def request(self, x, thread: Int32, base: Int32, turn: Int32):
         """What has to be there when the item of a turn is prepared, if there is one."""
         loaded = Int32(0), *(Float32(0.0) for _ in range(6))
-        head, token, key_row, valid = ptx.load_shared_x4(self.note(base, turn), Int32)
-        if valid > 0:
-            loaded = self.preparation.request(x, thread, base, head, token, key_row, valid, turn)
+        chunk = Chunk(*ptx.load_shared_x4(self.note(base, turn), Int32))
+        if chunk.valid > 0:
+            loaded = self.intra_chunk.request(x, Worker(thread, base, turn), chunk)
         return loaded
 
     @cute.jit

@@ -14,6 +14,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from kda_cute.device import ptx
+from kda_cute.records import decay_start
 from kda_sm90.config import HEAD_DIM
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import HALF, WARPGROUP, Chain
@@ -54,7 +55,7 @@ class SummaryChain(Chain):
         tCrX = cute.make_rmem_tensor(mma_state.partition_shape_A((HALF, self.chunk)), BFloat16)  # and then R
 
         v = p.v + wg * (self.chunk * HALF * 2)
-        a = self.decays_of(p, lane)
+        a = p.a + decay_start(lane % 4)
         early, late = Int32(0), Int32(0)
         early_phase, late_phase = Int32(0), Int32(0)
         steps = self.chunk // 16
