@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("kda-core", "kda-cute", "kda-sm90", "kda-sm100", "kda-cp", "ptx-emulator")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")  # nox skips those that the machine lacks
-SOURCES = ("packages", "examples", "benchmarks", "noxfile.py")
+SOURCES = ("packages", "examples", "benchmarks", "tools", "noxfile.py")
 
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "build", "hatchling", "nvidia-cuda-nvcc")
 
@@ -227,9 +227,18 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typecheck(session: nox.Session) -> None:
-    """mypy over the packages, the example, the benchmarks and this file, as Python 3.10 sees them."""
+    """mypy over the packages, the example, the benchmarks, the tools and this file, as Python 3.10 sees them."""
     session.install("-c", str(CONSTRAINTS), "mypy", "pytest", "nox", "numpy", "-e", "packages/kda-core")
     session.run("mypy", *(session.posargs or SOURCES))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the documentation into ``site/``; every warning is an error. ``python -m nox -s docs -- serve`` shows it in a browser
+    and rebuilds a page when its file changes."""
+    session.install("-c", str(CONSTRAINTS), "mkdocs-material", "mkdocstrings[python]", "ruff")
+    command = session.posargs or ("build", "--strict")
+    session.run("mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 # ---- the main job

@@ -14,9 +14,6 @@ import pytest
 
 from kda_cute import clear_memory
 
-# The demonstration kernels are a module beside the tests; worker processes get this process's path.
-sys.path.insert(0, str(Path(__file__).parent))
-
 
 @pytest.fixture
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

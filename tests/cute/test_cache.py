@@ -93,7 +93,8 @@ def test_folders_are_private_and_files_readable_whatever_the_umask(tmp_path, uma
     finally:
         os.umask(before)
     modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
-    assert modes == {".o": 0o644, ".json": 0o644, ".lock": 0o600}
+    assert modes.pop(".lock", 0o600) == 0o600  # some versions of filelock remove the file
+    assert modes == {".o": 0o644, ".json": 0o644}
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
@@ -139,7 +140,7 @@ def test_a_file_that_others_may_write_is_no_entry(entry, caplog, which, mode):
     assert entry.read() is None
     assert entry.read() is None
     (record,) = caplog.records
-    assert record.name == "kda_core" and f"mode {mode:04o}" in record.getMessage()
+    assert record.name == "kda_cute" and f"mode {mode:04o}" in record.getMessage()
     assert f"chmod go-w {path}" in record.getMessage()
     path.chmod(mode & ~0o022)
     assert entry.read() == CONTENT
@@ -153,8 +154,8 @@ def test_files_that_are_too_large_are_not_read(entry, monkeypatch, caplog):
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null")])
 def test_the_lock_is_a_regular_file_of_the_folder(entry, make):
-    (lock,) = entry.folder.glob("*.lock")
-    lock.unlink()
+    lock = entry.object.with_suffix(".lock")
+    lock.unlink(missing_ok=True)
     make(lock)
     with pytest.raises(OSError, match=r"\.lock"), entry.locked():
         pytest.fail("locked something else")

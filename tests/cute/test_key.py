@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kda_core.errors import ArgumentError
-from kda_cute.jit import key, sources
+from kda_cute.jit import imports, key, sources
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,18 @@ def test_key_changes_with_the_sources_of_this_package(
     assert digest(Kernel) != before
 
 
+def test_key_covers_the_device_functions_of_this_package(kernels, package, fresh_toolchain):
+    from demo_package.kernels.one import Kernel
+
+    snapshots = map(sources.snapshot_of, key.kernel_sources(Kernel, Config).roots)
+    names = {
+        path.relative_to(snapshot.root.parent).as_posix()
+        for snapshot in snapshots
+        for path in snapshot.content
+    }
+    assert {"kda_cute/jit/key.py", "kda_cute/device/intra_chunk.py"} <= names
+
+
 @pytest.mark.parametrize(
     "ingredient", ["wheels", "cuda", "python", "platform", "cpu", "environment", "format"]
 )
@@ -307,7 +319,7 @@ def test_installed_helpers_enter_by_their_version(kernels, package, fresh_toolch
     before = digest(Kernel)
     monkeypatch.setattr("numpy.__version__", "0")  # whatever the package says of itself
     assert digest(Kernel) == before
-    monkeypatch.setattr(sources, "_release", lambda top: f"{top} 99")
+    monkeypatch.setattr(imports, "_release", lambda top: f"{top} 99")
     assert digest(Kernel) != before
 
 

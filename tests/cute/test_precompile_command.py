@@ -165,7 +165,7 @@ def test_an_interrupt_ends_with_one_line_and_stops_the_workers(demo, cache_dir, 
             if line.startswith("[ 1/64]"):
                 break
         os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
-        out, err = process.communicate(timeout=120)  # until the last worker has closed them too
+        out, err = process.communicate()  # until the last worker has closed its copies too
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

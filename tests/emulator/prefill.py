@@ -12,7 +12,7 @@ from typing import Any
 import ptx
 import torch
 
-from kda_cute.jit.compile import trace
+from kda_cute.jit.dsl import trace
 from kda_cute.jit.key import Variant
 from kda_cute.jit.ptxas import keep_ptx
 from kda_sm90 import layouts

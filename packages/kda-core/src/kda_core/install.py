@@ -15,7 +15,7 @@ SIBLINGS: dict[str, tuple[str, ...]] = {"kda-sm90": ("kda-cute",), "kda-sm100": 
 GPUS: dict[tuple[int, int], str] = {(9, 0): "kda-sm90", (10, 0): "kda-sm100", (10, 3): "kda-sm100"}
 """The package of this project that drives a compute capability."""
 
-COMMANDS: dict[str, str] = {"precompile": "kda-cute"}
+COMMANDS: dict[str, str] = {"cache": "kda-cute", "precompile": "kda-cute"}
 """Subcommands of ``python -m kda_core`` that another package of this project brings."""
 
 

@@ -175,7 +175,7 @@ def device_us(call: Callable[[], Any], device: torch.device) -> float:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            call()  # compiles, and brings to the device what a capture may not
+            call()  # compiles kernels and uploads integers, which a capture should not contain
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):

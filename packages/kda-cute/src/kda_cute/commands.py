@@ -10,12 +10,14 @@ import argparse
 import re
 import sys
 import time
+from pathlib import Path
 
 from kda_core import env
 from kda_core.cli import positive
 from kda_core.errors import ArgumentError, CompileError
 from kda_core.extensions import Command
 from kda_core.registry import REGISTRY
+from kda_cute.jit import housekeeping
 from kda_cute.jit.ahead_of_time import Offer, offers
 from kda_cute.jit.key import Variant
 from kda_cute.jit.precompile import Built, precompile
@@ -168,4 +170,89 @@ PRECOMPILE = Command(
     "compiles when a call first needs it. Run the command on a CPU of the model that will use the kernels.",
     add_arguments=_add_precompile_arguments,
     run=_precompile,
+)
+
+
+# ---- cache
+
+
+def _add_cache_arguments(p: argparse.ArgumentParser) -> None:
+    actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="print the compiled kernels: size, days since the last use, state, name")
+    prune = actions.add_parser("prune", help="remove the kernels that this installation cannot use")
+    prune.add_argument(
+        "--unused-for",
+        type=positive,
+        metavar="DAYS",
+        help="also remove kernels that were not used for DAYS days",
+    )
+    clear = actions.add_parser("clear", help="remove all compiled kernels")
+    for action in (prune, clear):
+        action.add_argument(
+            "--dry-run", action="store_true", help="print what would be removed and remove nothing"
+        )
+
+
+def _cache(args: argparse.Namespace) -> int:
+    """Runs ``cache``. Returns 0; 1 if the folder cannot be used or a kernel could not be removed."""
+    if problem := env.cache_dir_problem():
+        print(problem, file=sys.stderr)
+        return 1
+    folder = env.cache_dir()
+    try:
+        found = housekeeping.entries(folder)
+        if args.action == "list":
+            return _list(folder, found)
+        if args.action == "clear":
+            chosen = found
+        else:
+            chosen = [e for e in found if e.stale or (args.unused_for and e.unused_days >= args.unused_for)]
+        return _remove(folder, chosen, len(found), args.dry_run)
+    except OSError as error:
+        print(f"the cache folder {folder} cannot be used: {error}", file=sys.stderr)
+        return 1
+
+
+def _list(folder: Path, found: list[housekeeping.Stored]) -> int:
+    _say(f"{len(found)} compiled kernels, {_megabytes(found)} MB, in {folder}")
+    for entry in found:
+        _say(_line(entry))
+    return 0
+
+
+def _line(entry: housekeeping.Stored) -> str:
+    state = "usable" if entry.stale is None else f"stale ({entry.stale})"
+    return f"{entry.bytes / 1e6:8.2f} MB  {entry.unused_days:4.0f} days  {state}  {entry.variant}"
+
+
+def _remove(folder: Path, chosen: list[housekeeping.Stored], total: int, dry_run: bool) -> int:
+    if dry_run:
+        _say(
+            f"would remove {len(chosen)} of {total} compiled kernels, {_megabytes(chosen)} MB, from {folder}"
+        )
+        for entry in chosen:
+            _say(_line(entry))
+        return 0
+    removed, kept = housekeeping.remove(folder, chosen)
+    _say(f"removed {len(removed)} of {total} compiled kernels, {_megabytes(removed)} MB, from {folder}")
+    for entry in kept:
+        print(
+            f"not removed, because it is locked or the folder cannot be written: {entry.variant}",
+            file=sys.stderr,
+        )
+    return 1 if kept else 0
+
+
+def _megabytes(entries: list[housekeeping.Stored]) -> str:
+    return f"{sum(entry.bytes for entry in entries) / 1e6:.1f}"
+
+
+CACHE = Command(
+    help="list the compiled kernels of the cache folder, or remove them",
+    description="Lists or removes the compiled kernels of the folder KDA_CACHE_DIR. A kernel is stale if this installation cannot "
+    "use it: its sources, the versions of Python, of the packages or of the CuTe DSL, or the CPU have changed. If several "
+    "environments or machines share the folder, the kernels of the others are stale here: `prune --dry-run` prints what prune "
+    "would remove. A kernel that is removed compiles again when a call needs it. Calibrations of kda-cp stay.",
+    add_arguments=_add_cache_arguments,
+    run=_cache,
 )

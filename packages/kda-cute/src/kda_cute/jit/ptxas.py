@@ -27,8 +27,8 @@ from importlib import metadata
 from pathlib import Path
 
 from kda_core.errors import ArgumentError, CompileError, KdaError
-from kda_cute.jit.compile import with_ptx
 from kda_cute.jit.cpus import usable_cpus
+from kda_cute.jit.dsl import with_ptx
 from kda_cute.jit.key import Variant
 from kda_cute.jit.target import check_arch
 

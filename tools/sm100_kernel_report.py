@@ -1,10 +1,15 @@
-"""What the kernels of kda-sm100 need and consist of: ``python benchmarks/kernels_sm100.py [page ...]``. Needs no GPU.
+"""Reports what the kernels of kda-sm100 need and consist of. Needs no GPU.
 
-Compiles them and prints the tables of docs/kernels/sm100-*.md: registers and spills by ptxas, for both architectures,
-shared memory, columns of tensor memory; the instructions of a kernel and of its loops by nvdisasm; and, where a CTA has
-one chunk, or for a segment of the merge, what that takes of each unit of an SM, from these instructions and the assumptions
-below. (For the chains ``model_sm100.py`` does that.) ptxas and nvdisasm come from PyPI's ``nvidia-cuda-nvcc`` and
-``nvidia-cuda-nvdisasm``.
+    python tools/sm100_kernel_report.py [page ...]
+
+The program compiles the kernels and prints the tables of docs/kernels/sm100-*.md:
+
+- registers and spills by ptxas for both architectures, shared memory, columns of tensor memory;
+- the instructions of a kernel and of its loops, by nvdisasm;
+- the clocks that a chunk, or a segment of the merge, occupies each unit of an SM. These follow from the instruction counts and
+  the assumptions below. For the chains, ``sm100_chain_model.py`` predicts times instead.
+
+ptxas and nvdisasm come from PyPI's ``nvidia-cuda-nvcc`` and ``nvidia-cuda-nvdisasm``.
 """
 
 from __future__ import annotations
@@ -19,18 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model_sm100 import BANDWIDTH, BLACKWELL_GHZ, COPIED, SMS, K
+from sm100_chain_model import BANDWIDTH, BLACKWELL_GHZ, COPIED, SMS, K
+
 from kda_cute.jit import ptxas
-from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, OutputConfig, PrepareConfig, SummaryConfig
+from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, IntraChunkConfig, OutputConfig, SummaryConfig
 from kda_sm100.layouts import record_bytes
 
-#: Pages and their kernels, each with the variants whose instructions are shown: (name, configuration). Of the merge, whose
-#: configuration cannot be imported without the DSL, the columns.
+#: The kernels of each page, with the variants whose instructions it shows: (name, configuration). For the merge, whose
+#: configuration cannot be imported without the DSL, the number of columns stands for the configuration.
 PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
     "sm100-intra-chunk": {
-        "PrepareKernel": [
-            *((f"C = {C}, bounded gate", PrepareConfig(C)) for C in CHUNKS),
-            *((f"C = {C}, bounded gate, columns vote", PrepareConfig(C, unbounded=True)) for C in CHUNKS),
+        "IntraChunkKernel": [
+            *((f"C = {C}, bounded", IntraChunkConfig(C)) for C in CHUNKS),
+            *((f"C = {C}, unbounded", IntraChunkConfig(C, unbounded=True)) for C in CHUNKS),
         ]
     },
     "sm100-chain": {"ChainKernel": [(f"C = {C}", ChainConfig(C)) for C in CHUNKS]},
@@ -41,40 +47,46 @@ PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
     "sm100-output": {"OutputKernel": [(f"C = {C}", OutputConfig(C)) for C in CHUNKS]},
 }
 
-#: Loops by how an instruction begins that those above have not.
+#: Names of loops, by the prefix of an instruction that a loop contains. The first entry that matches counts.
 LOOPS = {
-    "UTCHMMA": "multiplier, a chunk",
-    "UBLKCP": "producer, a chunk",
-    "STTM": "state, a chunk",
-    "LDTM": "output, a chunk",
-    "HMMA.1688.F32.TF32": "a segment",
+    "UTCHMMA": "MMA warp, per chunk",
+    "UBLKCP": "producer warp, per chunk",
+    "STTM": "state warps, per chunk",
+    "LDTM": "output warps, per chunk",
+    "HMMA.1688.F32.TF32": "per segment",
     "HMMA": "products with a block of 16 columns",
 }
-LEAST = 20  # instructions of a loop that does more than wait
+LEAST = 20  # instructions; a shorter loop only waits
 
-BLOCK = 16  # rows of a warp
+BLOCK = 16  # rows per warp
 MERGE_WARPS = 8
 
-# ---- assumptions: clocks of an SM that an instruction of a warp takes. CUDA C++ programming guide, throughput of arithmetic
-# instructions, 10.0: 64 conversions and 16 transcendentals a clock, an instruction a clock of each of four schedulers; 128
-# bytes of shared memory a clock, and of the L1, which is the same memory. mma.sync, whose pace on Blackwell is not published:
-# 1024 FMAs of bf16 a clock, an A100's, and half as many of TF32.
+# ---- assumptions: clocks of an SM per warp instruction. Source: CUDA C++ programming guide, throughput of arithmetic instructions,
+# 10.0. Per clock, an SM issues four instructions, converts 64 values and evaluates 16 transcendentals; shared memory and the L1,
+# which are the same memory, move 128 bytes. The rate of mma.sync on Blackwell is not published. Assumed is an A100's: 1024 bf16
+# FMAs per clock, and half as many in TF32.
 ISSUE, CONVERSION, TRANSCENDENTAL, SHARED = 1 / 4, 32 / 64, 32 / 16, 128
 PRODUCT = 16 * 8 * 16 / 1024  # m16n8k16 of bf16, m16n8k8 of TF32
 
 
 @dataclass(frozen=True)
 class Code:
-    """Instructions, with their modifiers, and loops, (first, last) instruction."""
+    """The machine code of a kernel.
+
+    Attributes:
+        instructions: names with modifiers.
+        loops: (first, last) index of the instructions of each loop.
+    """
 
     instructions: list[str]
     loops: list[tuple[int, int]]
 
     def mix(self, first: int = 0, last: int = -2) -> Counter:
+        """Returns the number of instructions from ``first`` to ``last`` by name, without modifiers."""
         return Counter(name.partition(".")[0] for name in self.instructions[first : last + 1 or None])
 
     def named_loops(self) -> Iterator[tuple[str, int, int]]:
-        """(name, first, last) of the loops that have one."""
+        """Yields (name, first, last) of the loops that `LOOPS` names."""
         for first, last in self.loops:
             inside = self.instructions[first : last + 1]
             has = lambda marker, inside=inside: any(name.startswith(marker) for name in inside)
@@ -84,7 +96,7 @@ class Code:
 
 
 def parse(text: str) -> Code:
-    """What nvdisasm prints of a kernel, up to its last EXIT: behind it are waits and traps."""
+    """Returns the code that nvdisasm printed, up to the last EXIT. The waits and traps after it are left out."""
     found: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -103,6 +115,7 @@ def parse(text: str) -> Code:
 
 
 def code_of(kernel: type, config: Any) -> Code:
+    """Compiles a kernel for the first architecture and returns its code."""
     tool = ptxas.tool_path("nvdisasm", "nvidia-cuda-nvdisasm")
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -112,15 +125,16 @@ def code_of(kernel: type, config: Any) -> Code:
 
 
 def markdown(head: list[str], rows: list[list[Any]]) -> str:
+    """Returns a Markdown table."""
     line = lambda cells: f"| {' | '.join(map(str, cells))} |"
     return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows)])
 
 
-# ---- what ptxas says
+# ---- resources, by ptxas
 
 
 def resources(kernels: list[tuple[type, Any]]) -> str:
-    """All variants of a kernel, a line for each chunk size."""
+    """Returns the table of resources: a line per kernel and chunk size, over all its variants."""
     groups: dict[tuple[str, Any], list[tuple[type, Any]]] = {}
     for kernel, config in kernels:
         groups.setdefault((kernel.__name__, getattr(config, "chunk", "")), []).append((kernel, config))
@@ -138,23 +152,22 @@ def resources(kernels: list[tuple[type, Any]]) -> str:
             [f"`{name}`", chunk, len(variants), *map(extent, registers), spilled, sum(len(r.complaints) for r in every),
              extent([x.shared_bytes / 1024 for x in made]), columns(made[0])]
         )  # fmt: skip
-    head = ["kernel", "C", "variants", *(f"registers, {arch}" for arch in ARCHS), "bytes spilled", "complaints of ptxas",
+    head = ["kernel", "C", "variants", *(f"registers, {arch}" for arch in ARCHS), "bytes spilled", "ptxas advisories",
             "shared memory, KiB", "columns of tensor memory"]  # fmt: skip
     return markdown(head, rows)
 
 
 def columns(kernel: Any) -> int:
-    """Of tensor memory, that a kernel's tiles take; `kernel.columns` says where they begin. (The merge's are of a state.)"""
-    if not hasattr(kernel, "IMAGES"):
-        return 0
-    C = kernel.chunk
-    return K + K // 2 + C + C // 2 + ("o" in kernel.IMAGES) * 2 * C  # S, S in bf16, R, R in bf16, O
+    """Returns the columns of tensor memory that the matrices of a kernel occupy."""
+    layout = getattr(kernel, "tensor_columns", None)
+    return layout.used if layout else 0
 
 
-# ---- what nvdisasm says
+# ---- instructions, by nvdisasm
 
 
 def mixes(codes: dict[str, Code]) -> str:
+    """Returns the table of instruction counts, for each variant of the whole kernel and of its loops."""
     rows = []
     for variant, code in codes.items():
         parts = [("all", 0, len(code.instructions) - 1), *code.named_loops()]
@@ -166,17 +179,17 @@ def mixes(codes: dict[str, Code]) -> str:
 
 
 def shown(mix: Counter) -> str:
-    """The most frequent instructions, and those that multiply, or move data, of whatever number."""
+    """Returns the counts of the frequent instructions (32 or more) and of all that multiply or move data."""
     always = re.compile(r"LD[SGT]|ST[SGT]|[A-Z]*MMA|UBLKCP|MUFU")
     chosen = sorted(((n, name) for name, n in mix.items() if n >= 32 or always.match(name)), reverse=True)
     return ", ".join(f"{n} {name}" for n, name in chosen if name != "LDGDEPBAR")
 
 
-# ---- what a chunk takes, or a segment of the merge
+# ---- clocks per chunk, or per segment of the merge
 
 
 def times(kernel: str, codes: dict[str, tuple[Any, Code]]) -> str:
-    """Clocks of each unit of an SM; and HBM's part of its time."""
+    """Returns the table of the clocks of each unit of an SM, and of the time of HBM."""
     rows, units = [], {}
     for variant, (config, code) in codes.items():
         units = clocks(kernel, config, code)
@@ -186,14 +199,14 @@ def times(kernel: str, codes: dict[str, tuple[Any, Code]]) -> str:
             [variant, *(f"{x:.0f}" for x in units.values()), f"{max(units.values()) / BLACKWELL_GHZ / 1e3:.2f}",
              f"{size / 1024:.1f}", f"{min(ns) / 1e3:.2f} to {max(ns) / 1e3:.2f}"]
         )  # fmt: skip
-    return markdown(["variant", *units, "the most, us", "KiB of HBM", "HBM, us"], rows)
+    return markdown(["variant", *units, "largest, us", "KiB of HBM", "HBM, us"], rows)
 
 
 def clocks(kernel: str, config: Any, code: Code) -> dict[str, float]:
-    """At most, but for conflicts of banks: every warp takes all branches."""
+    """Returns the clocks that each unit is busy: an upper bound, except for bank conflicts. Every warp takes all branches."""
     counted = list(zip(code.instructions, turns(code, getattr(config, "chunk", 0)), strict=True))
     of = lambda prefix: sum(n for name, n in counted if name.startswith(prefix))
-    bulk = 2 * record_bytes(config.chunk)["w"] if kernel == "PrepareKernel" else 0
+    bulk = 2 * record_bytes(config.chunk)["w"] if kernel == "IntraChunkKernel" else 0
     loaded = sum(n * lane_bytes(name) * 32 for name, n in counted if re.match(r"LDG(STS)?\b", name))
     return {
         "issue": ISSUE * sum(n for _, n in counted),
@@ -206,8 +219,11 @@ def clocks(kernel: str, config: Any, code: Code) -> dict[str, float]:
 
 
 def turns(code: Code, C: int) -> list[int]:
-    """Of each instruction over all warps: a warp takes products with the blocks up to its own, no loop that searches a
-    sequence, and all else once. Of the merge, for which C is 0, the loop over segments."""
+    """Returns how often all warps together execute each instruction.
+
+    A warp executes the products with the blocks up to its own, skips the search for the sequence, and executes the rest once.
+    For the merge, C is 0 and the count is that of one turn of the loop over segments.
+    """
     blocks = C // BLOCK
     found = [blocks] * len(code.instructions)
     loops = {(first, last): 0 for first, last in code.loops}
@@ -219,13 +235,15 @@ def turns(code: Code, C: int) -> list[int]:
 
 
 def products(kernel: str, config: Any) -> float:
-    """mma.sync, counted as m16n8k16 of bf16; l2norm included, gates bounded. Of a segment of the merge m16n8k8 of TF32, which
-    take as long, three for parts."""
+    """Returns the number of mma.sync, in units of bf16 m16n8k16: with l2norm, for bounded gates.
+
+    For the merge, the number per segment of TF32 m16n8k8, which takes as long; three per product, because factors are in parts.
+    """
     if kernel == "MergeKernel":
         return 3 * (K // 16) * (K // 8) * (config.columns // 8)
     blocks, steps, tiles = config.chunk // BLOCK, K // BLOCK, K // 8
     below, pairs = blocks * (blocks - 1) // 2, blocks * (blocks + 1) // 2
-    if kernel != "PrepareKernel":
+    if kernel != "IntraChunkKernel":
         return (blocks * steps + pairs) * tiles  # S, v_new
     norms = blocks * 64 / 2  # m16n8k8
     inverse = sum((blocks - step) * 6 * (step + 1) for step in range(1, blocks))
@@ -233,7 +251,7 @@ def products(kernel: str, config: Any) -> float:
 
 
 def shared_clocks(name: str) -> float:
-    """Of what moves data to or from shared memory, or by way of the L1 to registers."""
+    """Returns the clocks of shared memory or the L1 for one instruction of a warp; 0 if it accesses neither."""
     if name.startswith(("LDSM", "STSM")):
         return 128 * int(name.rpartition(".")[2]) / SHARED
     if re.match(r"(LDS|STS|LDG|LDGSTS)\b", name):
@@ -242,23 +260,27 @@ def shared_clocks(name: str) -> float:
 
 
 def lane_bytes(name: str) -> int:
-    """What a load or a store moves for each lane; 4 if it is less."""
+    """Returns the bytes that a load or a store moves per lane; accesses of less than 4 bytes count as 4."""
     return next((int(x) for x in name.split(".") if x in ("64", "128")), 32) // 8
 
 
 def moved(kernel: str, config: Any) -> int:
-    """Bytes of HBM: as many heads of q and k as of v, g in bf16, but of the output stage in fp32. Of the merge M, and
-    its columns of B and S; what CTAs share is counted once."""
+    """Returns the bytes of HBM traffic per CTA.
+
+    q and k have as many heads as v; g is in bf16, for the output kernel in fp32. The merge moves M and its columns of B and S.
+    Bytes that several CTAs share count once.
+    """
     state = 2 * K * K
     if kernel == "MergeKernel":
         return (2 + 2 * 2) * state // (K // config.columns)  # of 16 or 8 CTAs
     C, wide = config.chunk, 2 * config.chunk * K
     if kernel == "OutputKernel":
         return 5 * wide + 2 * C * C + state  # q, v_new, g, o; A; S
-    return 4 * wide + 2 * C + sum(record_bytes(C).values())  # q, k, v, g; beta
+    return 4 * wide + 2 * C + sum(record_bytes(C).values())  # q, k, v, g; beta; the record
 
 
 def main(names: list[str]) -> None:
+    """Prints the tables of the pages with these names; of all pages if there are none."""
     from kda_cute.device.merge_states import MergeConfig
     from kda_sm100.variants import kernels
 
@@ -272,7 +294,7 @@ def main(names: list[str]) -> None:
             codes = {variant: (config, code_of(kernel, config)) for variant, config in configs.items()}
             print(mixes({variant: code for variant, (_, code) in codes.items()}), end="\n\n")
             if name not in ("ChainKernel", "SummaryKernel"):
-                print(times(name, {v: c for v, c in codes.items() if "vote" not in v}), end="\n\n")
+                print(times(name, {v: c for v, c in codes.items() if "unbounded" not in v}), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""A model of the chain's time, from what single instructions take: ``python benchmarks/model_sm100.py``.
+"""A timing model of the chain, built from the throughput of single instructions.
 
-A loop over chunks is a list of steps of some roles. A step takes clocks of a resource that it holds (the
-tensor core, shared memory, the role's own issue slots) and then, maybe, latency that holds nothing; roles
-wait for each other's steps, and for a resource in the order in which they come. The model plays many chunks
-and tells the clocks from one to the next. Nothing is fitted to a chain: constants are those of instructions,
-of the CUDA guide or of microbenchmarks, and for Blackwell, of which none is at hand, assumptions.
+    python tools/sm100_chain_model.py
 
-It prints the model beside what was measured of kda-sm90's chain on an H200 (docs/kernels/chain.md), and then
-what it predicts of kda-sm100's chain, and with it of whole calls on a B200, beside published times of others.
-The latter two are predictions: no Blackwell GPU has run those kernels.
+The model has roles. A role executes a list of steps per chunk, in order. A step occupies a resource for some clocks (the tensor
+core, shared memory, or the role's own issue slots) and may then have a latency that occupies nothing. Roles wait for each
+other's steps; a resource serves the steps in the order in which they become ready. The model runs many chunks and reports the
+clocks from one chunk to the next. No constant is fitted to a chain: constants come from the CUDA guide and from
+microbenchmarks of instructions. For Blackwell no microbenchmark exists yet, so its constants are assumptions.
+
+The program prints three tables: the model beside the measured times of kda-sm90's chain on an H200 (docs/kernels/chain.md); the
+predicted times of kda-sm100's chain; and the predicted times of whole calls on a B200, beside times that others publish. The
+last two are predictions: no Blackwell GPU has run these kernels.
 """
 
 from __future__ import annotations
@@ -16,19 +18,31 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.cases import Case, public
 
 K = 128
-CHUNKS = 60  # played; the first half fills the pipeline
+CHUNKS = 60  # chunks that the model runs; the first half fills the pipeline
 
 
 class Step(NamedTuple):
-    """``clocks`` of a ``resource`` ("" for the role's own), then ``latency``; after ``after``, steps of the
-    same chunk by name, or of the one before with a leading "-". Of shared memory it takes ``reads`` clocks
-    meanwhile. A role takes its steps in order and waits for their ends only where they say ``blocks``."""
+    """One step of a role.
+
+    Attributes:
+        name: name of the step; unique within the loop.
+        resource: what the step occupies; "" is the role's own issue slots.
+        clocks: how long the step occupies the resource.
+        latency: clocks from then to the end of the step.
+        after: steps that must have ended: of the same chunk, or with a leading "-" of the chunk before.
+        blocks: whether the role waits for the end of the step before its next one.
+        reads: clocks for which the step also occupies shared memory.
+    """
 
     name: str
     resource: str
@@ -41,17 +55,17 @@ class Step(NamedTuple):
 
 @dataclass
 class Loop:
-    """Roles by name, each with its steps of a chunk."""
+    """The steps per chunk of each role."""
 
     roles: dict[str, list[Step]] = field(default_factory=dict)
 
     def clocks(self) -> float:
-        """From one chunk to the next, once the pipeline is full."""
+        """Returns the clocks from one chunk to the next once the pipeline is full."""
         free: dict[str, float] = {}
         done: dict[tuple[str, int], float] = {}
         clock, position = dict.fromkeys(self.roles, 0.0), dict.fromkeys(self.roles, 0)
         while True:
-            # The role whose next step can begin first; of equals, the one that has waited longest.
+            # Choose the role whose next step can begin first. Of equals, choose the one that has waited longest.
             best: tuple[float, float, str, Step, int] | None = None
             for role, steps in self.roles.items():
                 chunk, index = divmod(position[role], len(steps))
@@ -82,27 +96,28 @@ class Loop:
         return (ends[1] - ends[0]) / (CHUNKS - CHUNKS // 2)
 
 
-# ---- instructions. A warp issues one a clock; conversions take two (CUDA C++ programming guide, throughput of arithmetic
-# instructions, 9.0 and 10.0: 64 a clock and SM). Shared memory moves 128 bytes a clock; 16 bytes a thread of four warps take 16.
+# ---- instructions. A warp issues one instruction per clock. A conversion takes two clocks (CUDA C++ programming guide, throughput
+# of arithmetic instructions, 9.0 and 10.0: 64 per clock and SM). Shared memory moves 128 bytes per clock, so that an access of 16
+# bytes per thread by four warps takes 16 clocks.
 
 CONVERT, ISSUE, SHARED = 2, 1, 16
-COPIED = 64  # bytes a clock that come to an SM from the L2
+COPIED = 64  # bytes per clock from the L2 to an SM
 
 
 def product(name: str, n: int, k: int, latency: float = 0.0, **more: Any) -> list[Step]:
-    """Instructions of N = ``n`` and 16 of K: n / 2 clocks each, in which one reads n rows of 32 bytes from
-    shared memory."""
+    """Returns the instructions of a product. Each covers N = ``n`` and 16 of K, takes n / 2 clocks, and reads n rows of 32
+    bytes from shared memory."""
     parts = [Step(f"{name}, {i}", "tensor", n / 2, reads=n / 4, **more) for i in range(k // 16)]
     return [*parts[:-1], parts[-1]._replace(name=name, latency=latency)]
 
 
 def accesses(name: str, count: int, **more: Any) -> list[Step]:
-    """Of shared memory, by four warps, 16 bytes a thread each."""
+    """Returns ``count`` accesses of four warps to shared memory, 16 bytes per thread each."""
     return [Step(f"{name}, {i}", "shared", SHARED, **more) for i in range(count)]
 
 
 def copies(size: int, *after: str) -> list[Step]:
-    """``size`` bytes to shared memory, for the next chunk, when a stage is free: 1 KiB at a time."""
+    """Returns the copies of the next chunk's ``size`` bytes to shared memory, 1 KiB each, after the steps ``after``."""
     clocks = 1024 / 128
     parts = [Step(f"copy {i}", "shared", clocks, 1024 / COPIED - clocks) for i in range(size // 1024)]
     return [parts[0]._replace(after=after), *parts[1:-1], parts[-1]._replace(name="copied")]
@@ -110,16 +125,18 @@ def copies(size: int, *after: str) -> list[Step]:
 
 # ---- Hopper
 
-HOPPER_GHZ = 1.755  # of an H200 under tensor load
-WGMMA_WAIT = 60  # of a batch, from its end to the next instruction (microbenchmark, H200)
+HOPPER_GHZ = 1.755  # clock of an H200 under tensor load
+WGMMA_WAIT = 60  # clocks from the end of a wgmma batch to the next instruction (microbenchmark, H200)
 
 
 def hopper(chunk: int, warpgroups: int, whole: bool) -> Loop:
-    """The chain of kda-sm90. wgmma m64nNk16 takes N / 2 clocks, and whoever issues it waits (microbenchmarks,
-    H200). ``whole``: with copies of records and of v to shared memory, and with v and O on their ways through
-    it."""
+    """Returns the loop of kda-sm90's chain.
+
+    wgmma m64nNk16 takes N / 2 clocks, and the issuing warpgroup waits for it (microbenchmarks, H200). ``whole``: include the
+    copies of records and v to shared memory, the reads of v and the way of O through shared memory.
+    """
     loop = Loop()
-    tile, state = chunk // 2, K // 2  # values of a thread
+    tile, state = chunk // 2, K // 2  # values per thread
     for wg in range(warpgroups):
         own = lambda name, clocks, wg=wg: [Step(f"{name} {wg}", "", clocks)]
         steps = [
@@ -151,38 +168,40 @@ def hopper(chunk: int, warpgroups: int, whole: bool) -> Loop:
     return loop
 
 
-#: ns a token of the chain alone, records in L2, one H200: docs/kernels/chain.md, "As a role of the launch", without and
-#: with bulk loads, v and O.
+#: ns per token of the chain alone with records in the L2, one H200, without and with bulk loads, v and O. Source:
+#: docs/kernels/chain.md, "As a role of the launch".
 MEASURED = {(64, 1): (13.8, 16.5), (64, 2): (21.4, 27.6), (32, 1): (17.0, 20.1), (32, 2): (24.0, 28.6)}
 
 # ---- Blackwell: assumptions
 
 BLACKWELL_GHZ = 1.85
-#: ns of one way between products and a warp's registers, half of it each: a commit seen and a tile loaded, or
-#: a tile stored and an mbarrier seen. A chunk waits for four.
+#: ns of one hop between the tensor core and a warp's registers: a commit arrives and the warp loads a tile, or the warp stores
+#: a tile and its arrival reaches the tensor core's warp. Each part takes half of it. A chunk waits for four hops.
 HOP_NS = (80, 120, 160)
 
 
 @functools.cache
 def blackwell(chunk: int, hop: float, outputs: bool = True) -> float:
-    """Clocks a chunk of kda-sm100's chain, or without ``outputs`` of that of summaries. tcgen05.mma of M =
-    128 and 16 of K takes N / 2 clocks (8192 FLOP a clock and SM), in which it reads B."""
-    tile, state, half = chunk, K, hop / 2  # values of a thread
+    """Returns the clocks per chunk of kda-sm100's chain, or of the summary kernel if ``outputs`` is False.
+
+    A tcgen05.mma of M = 128 and 16 of K takes N / 2 clocks (8192 FLOP per clock and SM) and reads B meanwhile. ``hop``: clocks.
+    """
+    tile, state, half = chunk, K, hop / 2  # values per thread
     issued: dict[str, Any] = {"latency": half, "blocks": False}
-    told = lambda name: [Step(f"{name} stored", "", 0, half), Step(name, "", 0, half, blocks=False)]
+    published = lambda name: [Step(f"{name} stored", "", 0, half), Step(name, "", 0, half, blocks=False)]
     loop = Loop(
         {
             "state": [
                 Step("S loaded", "", 0, half, ("-S",)),
                 Step("S in bf16", "", state / 2 * CONVERT),
-                *told("S rounded"),
+                *published("S rounded"),
                 *accesses("decays", 8),
                 Step("S decayed", "", state * ISSUE),
                 *accesses("u", chunk // 8),
                 Step("u unpacked", "", tile * ISSUE),
                 Step("R loaded", "", 0, half, ("R",)),
                 Step("R in bf16", "", tile * ISSUE + tile / 2 * CONVERT),
-                *told("R rounded"),
+                *published("R rounded"),
             ],
             "multiplier": [
                 *product("R", chunk, K, after=("S rounded", "-copied"), **issued),
@@ -205,42 +224,42 @@ def blackwell(chunk: int, hop: float, outputs: bool = True) -> float:
     return loop.clocks()
 
 
-# ---- calls of kda-sm100 on a B200, predicted: the preparation of all chunks of 64, then the chains over
-# them. Launches themselves are left out, and what the chains find in the L2.
+# ---- calls of kda-sm100 on a B200, predicted: the intra-chunk kernel over all chunks of 64, then the chains. The prediction leaves
+# out launch overhead and hits in the L2.
 
 SMS = 148
-BANDWIDTH = (7000, 6650, 6300)  # bytes a ns that a B200 reaches, by others' account; one for each of `HOP_NS`
-#: ns a chunk, of which an SM has three at a time: kda-sm90's preparation, measured on an H200
-#: (docs/kernels/prefill.md, the role alone). Assumed: as many clocks on a B200. The products w and u, which are more here,
-#: are left out.
-PREPARE_NS = 14100 * HOPPER_GHZ / BLACKWELL_GHZ
-RECORD = 1160  # bytes a token and value head, written once and read once
+BANDWIDTH = (7000, 6650, 6300)  # bytes per ns that others report for a B200; one for each of `HOP_NS`
+#: ns per chunk of the intra-chunk stage with three chunks at a time on an SM, as kda-sm90 takes on an H200
+#: (docs/kernels/prefill.md, the role alone). Assumption: a B200 takes as many clocks. The products w and u, which only kda-sm100
+#: computes, are left out.
+INTRA_CHUNK_NS = 14100 * HOPPER_GHZ / BLACKWELL_GHZ
+RECORD = 1160  # bytes per token and value head, written once and read once
 
-#: ms on Blackwell that others publish, by case.
+#: Times on Blackwell that others publish, in ms, by case.
 PUBLISHED = {
     "B1-T8192-H64": "FlashInfer 0.328 (CUDA), 0.39 to 0.46 (CuTe DSL); FlashKDA 0.92 to 1.00; cuLA 0.984"
 }
 
 
 def call_ms(case: Case, hop: int, bandwidth: int) -> tuple[float, float]:
-    """The preparation and the chains of a call that is not cut into segments, bounded gates in bf16."""
+    """Returns the ms of the intra-chunk kernel and of the chains, for a call without segments, bounded gates in bf16."""
     chunks = [-(-length // 64) for length in case.lengths or (case.T,) * case.B]
     items = sum(chunks) * case.HV
-    moved = lambda each: items * 64 * each / bandwidth  # bytes a token and value head
+    moved = lambda each: items * 64 * each / bandwidth  # ns for ``each`` bytes per token and value head
     inputs = 2 * K * (2 + 2 * case.H / case.HV)  # v, g; q, k
-    prepare = max(max(1, items / (3 * SMS)) * PREPARE_NS, moved(inputs + RECORD))
+    intra_chunk = max(max(1, items / (3 * SMS)) * INTRA_CHUNK_NS, moved(inputs + RECORD))
     chunk = blackwell(64, hop * BLACKWELL_GHZ) / BLACKWELL_GHZ
-    busy = [0.0] * SMS  # until when; a CTA a sequence and value head, in order
+    busy = [0.0] * SMS  # ns until each SM is free; one CTA per sequence and value head, in order
     for n in chunks:
         for _ in range(case.HV):
             heapq.heapreplace(busy, busy[0] + n * chunk)
-    return prepare / 1e6, max(*busy, moved(RECORD + 2 * K)) / 1e6
+    return intra_chunk / 1e6, max(*busy, moved(RECORD + 2 * K)) / 1e6
 
 
 def table() -> str:
-    """The predictions for published shapes, as it stands on docs/kernels/sm100-chain.md."""
+    """Returns the predictions for published shapes as a Markdown table, the one of docs/kernels/sm100-chain.md."""
     lines = [
-        "| shape | preparation | chains | together | published by others |",
+        "| shape | intra-chunk | chains | together | published by others |",
         "| --- | --- | --- | --- | --- |",
     ]
     for case in public():
@@ -252,7 +271,7 @@ def table() -> str:
 
 
 def main() -> None:
-    print("kda-sm90's chain, one H200, ns a token              model  measured    off")
+    print("kda-sm90's chain, one H200, ns per token            model  measured    off")
     for (chunk, warpgroups), times in MEASURED.items():
         for whole, measured in zip((False, True), times):
             ns = hopper(chunk, warpgroups, whole).clocks() / HOPPER_GHZ / chunk
@@ -260,11 +279,11 @@ def main() -> None:
             print(
                 f"  C = {chunk}, {warpgroups} warpgroup(s), {what:20} {ns:14.1f} {measured:9.1f} {ns / measured - 1:+6.0%}"
             )
-    print("\nkda-sm100's chain, predicted from assumptions     clocks a chunk   us a chunk   ns a token")
+    print("\nkda-sm100's chain, predicted from assumptions   clocks per chunk  us per chunk  ns per token")
     for outputs, chunk, hop in itertools.product((True, False), (64, 32), HOP_NS):
         clocks = blackwell(chunk, hop * BLACKWELL_GHZ, outputs)
         us = clocks / BLACKWELL_GHZ / 1000
-        what = f"C = {chunk}, {hop:3} ns a way{'' if outputs else ', of summaries'}"
+        what = f"C = {chunk}, {hop:3} ns per hop{'' if outputs else ', summary'}"
         print(f"  {what:38} {clocks:22.0f} {us:12.2f} {us * 1000 / chunk:12.1f}")
     print("\ncalls of kda-sm100 on a B200, predicted from assumptions, not measured, ms\n")
     print(table())
