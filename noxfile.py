@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("kda-core", "kda-cute", "kda-sm90", "kda-sm100", "kda-cp", "ptx-emulator")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")  # nox skips those that the machine lacks
-SOURCES = ("packages", "examples", "benchmarks", "noxfile.py")
+SOURCES = ("packages", "examples", "benchmarks", "tools", "noxfile.py")
 
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "build", "hatchling", "nvidia-cuda-nvcc")
 
@@ -189,9 +190,21 @@ def test_torch(session: nox.Session, torch: str) -> None:
 
 @nox.session(name="test-packaging")
 def test_packaging(session: nox.Session) -> None:
-    """Wheels: what is in them, and how they install, alone and together, in clean environments."""
+    """Wheels: their contents, and how they install in clean environments, from wheels and from a checkout."""
     install_all(session)
     pytest(session, "tests/packaging")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Source archives and wheels of all packages into dist/, as a release has them, checked by twine."""
+    session.install("-c", str(CONSTRAINTS), "build", "hatchling", "twine")
+    folder = ROOT / "dist"
+    shutil.rmtree(folder, ignore_errors=True)
+    for package in PACKAGES:  # each wheel is built from its source archive, outside the checkout
+        source = f"packages/{package}"
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(folder), source)
+    session.run("twine", "check", "--strict", *map(str, sorted(folder.iterdir())))
 
 
 @nox.session
@@ -214,9 +227,18 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typecheck(session: nox.Session) -> None:
-    """mypy over the packages, the example, the benchmarks and this file, as Python 3.10 sees them."""
+    """mypy over the packages, the example, the benchmarks, the tools and this file, as Python 3.10 sees them."""
     session.install("-c", str(CONSTRAINTS), "mypy", "pytest", "nox", "numpy", "-e", "packages/kda-core")
     session.run("mypy", *(session.posargs or SOURCES))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the documentation into ``site/``; every warning is an error. ``python -m nox -s docs -- serve`` shows it in a browser
+    and rebuilds a page when its file changes."""
+    session.install("-c", str(CONSTRAINTS), "mkdocs-material", "mkdocstrings[python]", "ruff")
+    command = session.posargs or ("build", "--strict")
+    session.run("mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 # ---- the main job

@@ -1,4 +1,6 @@
-"""A long sequence over the ranks of a torchrun group, packed with a short one; prints how far each rank is from one process:
+"""Distributes a long and a short sequence over the ranks of a torchrun group.
+
+Each rank prints the relative difference between its results and those of a single process.
 
 torchrun --standalone --nproc-per-node 4 examples/context_parallel.py          # CPUs, gloo
 torchrun --standalone --nproc-per-node 2 examples/context_parallel.py --cuda   # 2 GPUs, NCCL
@@ -16,8 +18,14 @@ from kda_core import chunk_kda
 from kda_cp.distributed import ContextParallel, FragmentTable
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--cuda", action="store_true", help="a GPU for each rank")
-parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 123], help="of each sequence")
+parser.add_argument("--cuda", action="store_true", help="use one GPU per rank")
+parser.add_argument(
+    "--tokens",
+    type=int,
+    nargs="+",
+    default=[1000, 123],
+    help="tokens of each sequence (default: %(default)s)",
+)
 args = parser.parse_args()
 
 if args.cuda:
@@ -27,7 +35,7 @@ else:
     device = torch.device("cpu")
 dist.init_process_group("cpu:gloo,cuda:nccl" if args.cuda else "gloo")
 
-# Inputs of the whole batch, the same on all ranks; a training or serving job loads only what its rank holds.
+# The inputs of the whole batch are equal on all ranks. A real program loads only the tokens of its rank.
 H, D = 4, 128
 T, N = sum(args.tokens), len(args.tokens)
 generator = torch.Generator().manual_seed(0)
@@ -39,7 +47,7 @@ options: dict[str, Any] = {
     "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
 }  # fmt: skip
 
-# Who holds what: contiguous blocks. Every rank builds the same table, shards by it, and calls.
+# Distribute the tokens in contiguous blocks. Every rank makes the same table, selects its tokens, and calls.
 cp = ContextParallel(None, FragmentTable.contiguous(args.tokens, dist.get_world_size()), final_state_on="all")
 own_q, own_k, own_v, own_g, own_beta = (cp.table.shard(x, cp.rank) for x in (q, k, v, g, beta))
 o, final = cp.chunk_kda(
@@ -52,14 +60,14 @@ want, want_final = chunk_kda(
     q, k, v, g, beta, initial_state=state, output_final_state=True, cu_seqlens=offsets.to(device),
     context_parallel="off", **options,
 )  # fmt: skip
-far = lambda a, b: ((a.float() - b.float()).norm() / b.float().norm()).item()
+difference = lambda a, b: ((a.float() - b.float()).norm() / b.float().norm()).item()
 held = ", ".join(f"{f.start}:{f.stop} of sequence {f.sequence}" for f in cp.table.of_rank(cp.rank))
-said = (
+line = (
     f"rank {cp.rank} of {cp.ranks} on {device}: tokens {held}; relative difference of o "
-    f"{far(o, cp.table.shard(want, cp.rank)):.1e}, of the final states {far(final, want_final):.1e}"
+    f"{difference(o, cp.table.shard(want, cp.rank)):.1e}, of the final states {difference(final, want_final):.1e}"
 )
 lines = [""] * cp.ranks
-dist.all_gather_object(lines, said)
+dist.all_gather_object(lines, line)
 if cp.rank == 0:
     print("\n".join(lines))
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What the documents say about the code, held against the code."""
+"""The documents agree with the code and with each other."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import ast
 import re
 import subprocess
 import sys
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
-from kda_core import BACKEND_ABI, errors
+from kda_core import BACKEND_ABI, chunk_kda, errors, explain
 from kda_core.contract import Feature
+from kda_cp import Plan
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (".", "docs", "packages/*", "examples/*")
+FOLDERS = (".", "docs/**", "packages/*", "examples/*")
 DOCUMENTS = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md"))
 
 
@@ -43,10 +49,56 @@ def test_the_abi_page_and_the_changelog_are_at_the_current_abi():
     assert f"\n### {version}\n" in (ROOT / "CHANGELOG.md").read_text().partition("\n## Backend ABI\n")[2]
 
 
+def prose(text: str) -> str:
+    """`text` without its code blocks."""
+    return re.sub(r"^(```+).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, made as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", prose(document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\((?!https?:)([^)#]*)#?[^)]*\)", document.read_text()):
-        assert (document.parent / target).exists(), f"{document.name}: {target}"
+def test_links_reach_a_file_and_a_heading(document):
+    text = re.sub(r"`+[^`\n]+`+", "", prose(document.read_text()))
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
+        path = document.parent / target if target else document
+        assert path.exists(), f"{document.name}: {target}"
+        assert not anchor or anchor in anchors(path), f"{document.name}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_external_links_are_well_formed(document):
+    for url in re.findall(r"\]\((https?:[^)]*)\)", prose(document.read_text())):
+        parts = urllib.parse.urlsplit(url)
+        assert parts.scheme == "https" and "." in parts.netloc and not set(url) & set(" <>\"'"), url
+
+
+def test_the_navigation_of_the_site_lists_every_page():
+    text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r": (\S+\.md)$", text, re.MULTILINE)
+    assert len(listed) == len(set(listed)), "a page is listed twice"
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= set(listed)
+
+
+def test_each_change_in_the_changelog_takes_one_line():
+    text = (ROOT / "CHANGELOG.md").read_text().partition("\n## [Unreleased]\n")[2].partition("\n## ")[0]
+    entry = re.compile(r"- [\w-]+( packages)?(, [\w-]+)*: [a-z]")
+    lines = [line for line in text.splitlines() if line and not line.startswith("### ")]
+    assert len(lines) > 50
+    assert not [line for line in lines if not entry.match(line)]
+    assert len(lines) == len(set(lines)), "a change is listed twice"
+
+
+def test_versions_are_the_same_everywhere():
+    ruff = re.search(r"^ruff==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"ruff-pre-commit\n    rev: v{ruff[1]}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
+    core = (ROOT / "packages" / "kda-core" / "pyproject.toml").read_text()
+    version = re.search(r'^version = "(.*)"$', core, re.MULTILINE)
+    assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_sessions_that_documents_name_exist():
@@ -81,24 +133,125 @@ def requirements(package: str) -> list[str]:
 
 
 def test_the_readme_has_the_versions_that_are_accepted_and_tested():
-    table = section("README.md", "What it has run on")
+    table = section("README.md", "Support")
     pins = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1].islower()
     )
-    for text in {*requirements("kda-core"), *requirements("kda-sm90"), *requirements("kda-sm100")}:
+    required = {
+        text
+        for package in ("kda-core", "kda-cute", "kda-sm90", "kda-sm100")
+        for text in requirements(package)
+    }
+    for text in required:
         (row,) = (line for line in table.splitlines() if f"`{text}`" in line)
         assert pins[Requirement(text).name].partition(" ")[0] in row.split("|")[3], row
+    assert set(re.findall(r"\| `([^`]*[<>=][^`]*)` \|", table)) == required
     pythons = re.search(r"^PYTHONS = (\(.*?\))", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
     first, *_, last = ast.literal_eval(pythons[1])
     assert f"| Python | {first} or newer | {first} to {last} |" in table
 
 
-def test_the_quickstart_of_the_readme_runs():
-    (program,) = code(section("README.md", "Quickstart"), "python")
+def executed(program: str) -> str:
+    """What a program prints in a Python process of its own."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "torch.Size([1, 1024, 8, 128]) torch.Size([1, 8, 128, 128])" in done.stdout
-    assert "\nbackend   " in done.stdout
+    return done.stdout
+
+
+def test_the_program_of_the_readme_runs():
+    (program,) = code(section("README.md", "Use"), "python")
+    printed = executed(program)
+    assert "torch.Size([1, 1024, 8, 128]) torch.Size([1, 8, 128, 128])" in printed
+    assert "\nbackend   " in printed
+    assert len(program.splitlines()) <= 12
+
+
+def test_the_programs_of_the_quick_start_run_in_order():
+    programs = code((ROOT / "docs" / "quick-start.md").read_text(), "python")
+    printed = executed("\n".join(programs))
+    shown = re.findall(r"# (torch\.Size\(.*?\))", "".join(programs))
+    assert len(programs) >= 4 and len(shown) == 3 and all(size in printed for size in shown)
+
+
+def call(**changed: Any) -> Any:
+    """A call of `chunk_kda` with 64 tokens, 2 heads, K = V = 128 in bf16 on the CPU, with some arguments replaced."""
+    q, k, v = torch.randn(3, 1, 64, 2, 128).bfloat16()
+    known = {"q": q, "k": k, "v": v, "g": -torch.rand(1, 64, 2, 128), "beta": torch.rand(1, 64, 2)}
+    return chunk_kda(**(known | changed))
+
+
+def error_on_a_gpu(name: str | None = None) -> None:
+    """Raises what a call in fp64 would raise on an H200."""
+    q = torch.randn(1, 64, 2, 128)
+    shape = replace(
+        explain(q, q, q, q, q[..., 0]).shape, device_type="cuda", arch=(9, 0), dtype=torch.float64
+    )
+    error = explain(shape, backend=name).error
+    assert error is not None
+    raise errors.BackendError(re.sub(r"^\w+Error: ", "", error))
+
+
+RAISED: dict[str, Callable[[], Any]] = {
+    "backend ... is not installed": lambda: call(backend="nothing"),
+    "no backend serves": error_on_a_gpu,
+    "backend ... cannot serve": lambda: error_on_a_gpu("sm90"),
+    "chunk_kda()": lambda: call(head_first=True),
+    "q: expected": lambda: call(q=torch.zeros(1, 2, 64, 128).bfloat16()),
+    "cu_seqlens: expected a first": lambda: call(cu_seqlens=torch.tensor([30, 34])),
+    "cu_seqlens: expected a last": lambda: call(cu_seqlens=torch.tensor([0, 34])),
+    "A_log: expected": lambda: call(use_gate_in_kernel=True),
+    "lower_bound: expected": lambda: call(lower_bound=-5.0),
+    "initial_state: expected": lambda: call(initial_state=torch.zeros(1, 2, 128, 128).bfloat16()),
+    "scale: expected": lambda: call(scale=torch.tensor(1.0)),
+    "cp_context: expected": lambda: call(cp_context=object()),
+    "context_parallel: cp cannot": lambda: call(context_parallel=Plan.uniform((65,), 2)),
+    "out: expected": lambda: call(
+        beta=torch.rand(1, 64, 2).requires_grad_(), out=torch.empty(1, 64, 2, 128).bfloat16()
+    ),
+}
+"""Calls whose message is quoted, by how the heading of the quotation begins."""
+
+
+def quoted() -> list[str]:
+    """The messages that docs/troubleshooting.md quotes, but those of pip."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    return [m for m in re.findall(r"^### `(.*)`$", text, re.MULTILINE) if not m.startswith("ERROR: ")]
+
+
+@pytest.fixture(scope="module")
+def texts_of_the_sources() -> str:
+    """All string literals of the packages, a line each; what an f-string inserts is a NUL."""
+    found = []
+    for path in (ROOT / "packages").glob("*/src/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (x.value if isinstance(x, ast.Constant) else "\0" for x in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(text.replace("\n", " ") for text in found)
+
+
+def wildcards(message: str) -> str:
+    """A regular expression for a quoted message; names of variables may be inserted, as what "..." stands for."""
+    return ".*".join(re.escape(part) for part in re.split(r"\.\.\.|KDA_\w+", message))
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_a_quoted_message_is_one_that_the_code_has(message, texts_of_the_sources):
+    raisers = [raiser for begin, raiser in RAISED.items() if message.startswith(begin)]
+    if raisers:
+        with pytest.raises(errors.KdaError) as caught:
+            raisers[0]()
+        assert re.match(wildcards(message), str(caught.value), re.DOTALL), caught.value
+        return
+    for part in re.split(r", got ", message.partition(": expected ")[2] or message):
+        if len(part.replace("...", "")) > 5:
+            assert re.search(wildcards(part), texts_of_the_sources), part
+
+
+def test_every_quoted_call_is_on_the_page():
+    assert not [begin for begin in RAISED if not any(message.startswith(begin) for message in quoted())]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -143,19 +296,19 @@ def test_the_list_for_a_backend_names_what_exists(places, names):
 
 
 def test_the_list_for_a_backend_is_complete():
-    """Whatever names kda-sm100 outside its own package, tests and tables is in the list."""
+    """The list has every file that names kda-sm100, except for files of kda-sm100 and tests that use it as an example."""
     listed = {name for row in BACKEND_LIST for cell in row for name in cell}
     files = [ROOT / "noxfile.py", ROOT / "pyproject.toml", *(ROOT / "packages").glob("*/pyproject.toml")]
-    for folder in ("packages/*/src", "benchmarks", "tests"):
+    for folder in ("packages/*/src", "benchmarks", "tools", "tests"):
         files += [path for top in ROOT.glob(folder) for path in top.rglob("*.py")]
     naming = re.compile(r"kda[-_]sm100\b|\"sm100\"")
     found = {p.relative_to(ROOT).as_posix() for p in files if naming.search(p.read_text())}
-    own = {p for p in found if p.startswith(("packages/kda-sm100/", "tests/sm100/")) or "_sm100.py" in p}
+    own = {path for path in found if "sm100" in path}
     examples = {"tests/cp/test_cp_plan.py", "tests/test_benchmarks.py", "tests/test_docs.py"}
     assert own and not found - own - listed - examples
 
 
-def test_the_quickstart_runs():
+def test_the_example_of_the_quick_start_runs():
     command = [sys.executable, str(ROOT / "examples" / "quickstart.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

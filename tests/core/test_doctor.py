@@ -1,4 +1,4 @@
-"""`doctor` finds what would fail, and nothing that is broken ends it."""
+"""`doctor` finds what would fail, and no failure ends it."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from kda_core.errors import KdaError
 from kda_core.registry import REGISTRY
 
 KEYS = [
-    "python", "platform", "abi", "versions", "requirements", "cuda", "gpus", "dsl_wheels", "cache", "environment",
-    "backends", "planners", "calls", "problems", "unchecked",
+    "python", "platform", "abi", "versions", "requirements", "cuda", "gpus", "diagnostics", "cache", "environment",
+    "backends", "planners", "commands", "calls", "problems", "unchecked",
 ]  # fmt: skip
 
 PLANNER = f"""
@@ -40,7 +40,7 @@ class Plans:
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch, tmp_path):
-    """An environment without variables of this project but a cache folder of the test's own."""
+    """Removes this project's variables from the environment and sets a cache folder of the test's own."""
     for name in [name for name in os.environ if name.startswith("KDA_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path / "cache"))
@@ -113,7 +113,7 @@ def test_variables_that_make_calls_fail_are_problems(install, monkeypatch, name,
     assert main(["doctor"]) == 1
 
 
-def test_a_backend_of_the_environment_that_serves_no_call_here_is_a_problem(install, monkeypatch):
+def test_a_backend_named_by_the_environment_that_serves_no_call_is_a_problem(install, monkeypatch):
     install("far", archs={(7, 5)})
     monkeypatch.setenv("KDA_BACKEND", "far")
     (problem,) = [p for p in problems() if "standard call on cpu" in p]
@@ -123,14 +123,14 @@ def test_a_backend_of_the_environment_that_serves_no_call_here_is_a_problem(inst
 # ---- devices
 
 
-def test_a_gpu_that_no_backend_is_for_is_no_problem(gpu):
+def test_a_gpu_without_a_backend_is_no_problem(gpu):
     before = problems()
     gpu(7, 5)
     report = doctor.examine()
     assert report["problems"] == before
     (call,) = [c for c in report["calls"] if c["device"] == "sm_75"]
     assert call["backend"] is None and "no backend serves this call on cuda (sm_75)" in call["error"]
-    assert "call        on sm_75: nobody (choice: automatic), none" in doctor.show(report)
+    assert "call        on sm_75: no backend (choice: automatic), none" in doctor.show(report)
 
 
 def test_a_gpu_whose_backend_refuses_the_call_is_a_problem(install, gpu):
@@ -140,7 +140,7 @@ def test_a_gpu_whose_backend_refuses_the_call_is_a_problem(install, gpu):
     assert problem.startswith("a standard call on sm_75 fails: ") and "unsupported: not today" in problem
 
 
-def test_a_device_that_the_environment_leaves_out_is_no_problem(install, gpu, monkeypatch):
+def test_a_device_that_the_environment_excludes_is_no_problem(install, gpu, monkeypatch):
     install("far", archs={(7, 5)})
     gpu(7, 5)
     monkeypatch.setenv("KDA_BACKEND", "far")
@@ -158,24 +158,14 @@ def test_a_driver_that_torch_cannot_use_is_a_problem(monkeypatch):
     assert "CUDA: CUDA initialization: The NVIDIA driver on your system is too old" in problems()
 
 
-@pytest.mark.parametrize(
-    ("driver", "compilers", "problem"),
-    [
-        ("580.65.06", (13,), False),
-        ("575.51.03", (13,), True),
-        ("575.51.03", (12, 13), False),  # the compiler for CUDA 12 serves
-        ("575.51.02", (12, 13), True),
-        ("535.104.05", (12,), True),
-        ("590.1", (12,), False),
-        ("535.104.05", (), False),  # no compiler, nothing to need a driver
-        ("535.104.05", (12, 14), False),  # nobody knows what CUDA 14 will need
-    ],
-)
-def test_the_driver_is_compared_with_what_the_compilers_need(driver, compilers, problem):
-    said = doctor.driver_problem(driver, compilers)
-    assert (said is not None) is problem
-    if said:
-        assert driver in said and "CUDA 12 needs 575.51.03" in said or "CUDA 13 needs 580" in said
+def test_a_torch_for_the_cpu_beside_a_gpu_backend_is_a_problem(install, monkeypatch):
+    monkeypatch.setattr(doctor, "nvidia_driver", lambda: "580.65.06")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    install("far", archs={(7, 5)})
+    (problem,) = [p for p in problems() if "built for the CPU alone" in p]
+    assert "NVIDIA driver (580.65.06)" in problem
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert not any("built for the CPU alone" in p for p in problems())
 
 
 # ---- the cache
@@ -198,7 +188,7 @@ def test_a_cache_that_others_may_write_is_a_problem(monkeypatch, tmp_path):
     assert "written by others" in problem and "0777" in problem
 
 
-def test_no_home_is_a_line_of_the_report(monkeypatch):
+def test_a_missing_home_directory_is_a_problem(monkeypatch):
     def home():
         raise RuntimeError("Could not determine home directory.")
 
@@ -213,7 +203,7 @@ def test_no_home_is_a_line_of_the_report(monkeypatch):
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """Made-up distributions alone. ``add(name, version, *lines of METADATA)`` writes one."""
+    """Replaces the installed distributions by fake ones. ``add(name, version, *lines of METADATA)`` writes one."""
 
     def add(name, version, *lines, entry_points=""):
         info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -234,24 +224,24 @@ def version_problems():
     return [p for p in problems() if " needs " in p or "requirement" in p]
 
 
-def test_versions_out_of_the_ranges_of_the_packages_are_problems(site):
+def test_versions_outside_required_ranges_are_problems(site):
     site("kda-core", "0.1.0", "Requires-Dist: torch>=2.11,<3")
     site(
         "kda-fast", "0.1.0", "Requires-Python: >=3.10", "Requires-Dist: kda-core>=0.1,<0.2",
-        "Requires-Dist: nvidia-cutlass-dsl[cu13]>=4.6,<4.9", "Requires-Dist: absent>=1",
+        "Requires-Dist: some-compiler[fast]>=4.6,<4.9", "Requires-Dist: absent>=1",
         'Requires-Dist: for-tests>=8; extra == "testing"', 'Requires-Dist: for-snakes; python_version < "3"',
     )  # fmt: skip
     site(
-        "nvidia-cutlass-dsl",
+        "some-compiler",
         "5.1.0",
-        'Requires-Dist: libs-cu13==5.1.0; extra == "cu13"',
+        'Requires-Dist: fast-parts==5.1.0; extra == "fast"',
         "Requires-Dist: odd",
     )
-    site("libs-cu13", "5.0.0")
+    site("fast-parts", "5.0.0")
     site("odd", "1")
     assert version_problems() == [
-        "kda-fast 0.1.0 needs nvidia-cutlass-dsl<4.9,>=4.6, but 5.1.0 is installed",
-        "nvidia-cutlass-dsl 5.1.0 needs libs-cu13==5.1.0, but 5.0.0 is installed",
+        "kda-fast 0.1.0 needs some-compiler<4.9,>=4.6, but 5.1.0 is installed",
+        "some-compiler 5.1.0 needs fast-parts==5.1.0, but 5.0.0 is installed",
         "kda-fast 0.1.0 needs absent>=1, which is not installed",
     ]
     assert doctor.examine()["requirements"] == ["kda-core", "kda-fast"]
@@ -261,7 +251,7 @@ def test_a_release_candidate_is_outside_a_range_that_excludes_its_version(site):
     site("kda-core", "0.1.0", "Requires-Dist: torch>=2.11,<3")
     site("kda-fast", "0.1.5", "Requires-Dist: kda_core (>=0.1,<0.2)", "Requires-Dist: dsl>=4.6,<4.9")
     site("DSL", "4.9.0rc1")
-    site("unrelated", "1", "Requires-Dist: missing")  # which is nothing of ours
+    site("unrelated", "1", "Requires-Dist: missing")  # not a package of this project
     assert version_problems() == ["kda-fast 0.1.5 needs dsl<4.9,>=4.6, but 4.9.0rc1 is installed"]
 
 
@@ -278,31 +268,28 @@ def test_third_party_backends_and_other_pythons_are_compared_too(site):
     assert any("has a requirement that cannot be read, 'not a requirement'" in p for p in found)
 
 
-def test_the_compiler_is_missed_where_a_package_requires_it(site):
-    site("kda-core", "0.1.0")
-    assert not any("nvidia-cutlass-dsl" in p for p in problems())
+def test_the_versions_of_what_the_packages_require_are_shown(site):
+    site("kda-core", "0.1.0", "Requires-Dist: torch>=2.11,<3")
     site(
-        "fancy",
-        "2",
-        "Requires-Dist: NVIDIA_Cutlass.DSL[cu13]>=4",
+        "fancy", "2", "Requires-Dist: Some_Compiler[fast]>=4", "Requires-Dist: absent",
+        'Requires-Dist: for-tests>=8; extra == "testing"',
         entry_points="[kda_core.backends]\nfancy = fancy:SPEC\n",
-    )
-    assert any(p.startswith("nvidia-cutlass-dsl is not installed") for p in problems())
-    assert doctor.examine()["versions"] == {
-        "kda-core": "0.1.0",
-        "fancy": "2",
-        "torch": str(torch.__version__),
-    }
+    )  # fmt: skip
+    site("some-compiler", "5.1")
+    site("for-tests", "8")
+    site("fla-core", "0.3")
+    expected = {"kda-core": "0.1.0", "fancy": "2", "some-compiler": "5.1", "fla-core": "0.3"}
+    assert doctor.examine()["versions"] == expected | {"torch": str(torch.__version__)}
 
 
-def test_the_torch_that_runs_counts(site, monkeypatch):
+def test_the_imported_torch_counts(site, monkeypatch):
     site("kda-core", "0.1.0", "Requires-Dist: torch>=2.11,<3")  # no metadata of torch, as in a source build
     assert version_problems() == []
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
     assert version_problems() == ["kda-core 0.1.0 needs torch<3,>=2.11, but 2.9.1+cu128 is installed"]
 
 
-def test_what_was_not_compared_is_said(monkeypatch, capsys):
+def test_a_comparison_that_was_not_made_is_reported(monkeypatch, capsys):
     for name in ("packaging", "packaging.requirements"):
         monkeypatch.setitem(sys.modules, name, None)
     report = doctor.examine()
@@ -312,7 +299,7 @@ def test_what_was_not_compared_is_said(monkeypatch, capsys):
     assert f"UNCHECKED   {unchecked}" in text and text.endswith("in what was checked")
 
 
-def test_a_source_tree_that_is_not_installed_is_said(site):
+def test_a_source_tree_that_is_not_installed_is_reported(site):
     report = doctor.examine()
     assert any("kda-core runs from a source tree" in line for line in report["unchecked"])
 
@@ -330,10 +317,55 @@ def test_broken_backends_and_planners_are_problems(install, monkeypatch):
     assert not any("planner" in p for p in problems())
 
 
-def test_a_planner_says_what_is_wrong_with_its_files(install):
+def test_problems_of_a_planner_are_reported(install):
     said = "    def problems(self):\n        return ['its crystal ball is damaged; polish it']\n"
     install("plans", group="kda_core.planners", source=PLANNER, backend=PLANS + said)
     assert "planner plans: its crystal ball is damaged; polish it" in problems()
+
+
+# ---- extensions
+
+
+DIAGNOSTIC = """
+from kda_core.extensions import Diagnosis
+def SPEC():
+    {body}
+"""
+
+
+def test_facts_and_problems_of_other_packages_are_shown(install, capsys):
+    body = "return Diagnosis({'part': {'wheel': '1.5'}}, ['the wheel squeaks: oil it'])"
+    install("cart", group="kda_core.diagnostics", source=DIAGNOSTIC.format(body=body))
+    report = doctor.examine()
+    assert report["diagnostics"]["cart"] == {"part": {"wheel": "1.5"}}
+    assert "the wheel squeaks: oil it" in report["problems"]
+    assert "\npart        wheel 1.5\n" in doctor.show(report)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise ImportError('half an installation')", "is broken: ImportError: half an installation"),
+        ("SPEC = 3", "is broken: expected a function, got an object of type int"),
+        (DIAGNOSTIC.format(body="raise SystemExit('enough')"), "failed: SystemExit: enough"),
+        (DIAGNOSTIC.format(body="return 'fine'"), "expected a Diagnosis, got an object of type str"),
+    ],
+)
+def test_a_broken_diagnostic_is_a_problem_and_affects_no_other(install, source, reason):
+    install("broken", group="kda_core.diagnostics", source=source)
+    install("cart", group="kda_core.diagnostics", source=DIAGNOSTIC.format(body="return Diagnosis({})"))
+    report = doctor.examine()
+    (problem,) = [p for p in report["problems"] if p.startswith("diagnostics broken")]
+    assert reason in problem and "fake-broken 1.0" in problem
+    assert report["diagnostics"]["cart"] == {}
+
+
+def test_a_command_that_cannot_be_imported_is_a_problem(install):
+    install("explode", group="kda_core.commands", source="raise ImportError('half an installation')")
+    report = doctor.examine()
+    assert {"name": "explode", "distribution": "fake-explode 1.0", "status": "broken"} in report["commands"]
+    (problem,) = [p for p in report["problems"] if p.startswith("command explode")]
+    assert "half an installation" in problem
 
 
 # ---- whatever is broken
@@ -342,7 +374,7 @@ def test_a_planner_says_what_is_wrong_with_its_files(install):
 @pytest.mark.parametrize(
     "error", [RuntimeError("broken to bits"), SystemExit("gone"), OSError(5, "I/O error")]
 )
-def test_it_never_raises(monkeypatch, error, capsys):
+def test_the_examination_never_raises(monkeypatch, error, capsys):
     def fail(*_, **__):
         raise error
 
@@ -363,7 +395,7 @@ def test_it_never_raises(monkeypatch, error, capsys):
     assert "PROBLEM     cuda cannot be examined" in capsys.readouterr().out
 
 
-def test_one_broken_part_leaves_the_others(monkeypatch):
+def test_a_part_that_fails_does_not_affect_the_others(monkeypatch):
     whole = doctor.examine()
     monkeypatch.setattr(REGISTRY, "info", lambda: 1 / 0)
     report = doctor.examine()
@@ -374,7 +406,7 @@ def test_one_broken_part_leaves_the_others(monkeypatch):
     assert report["calls"] == whole["calls"] and report["versions"] == whole["versions"]
 
 
-def test_names_that_are_no_text_are_shown(monkeypatch, capsys):
+def test_undecodable_names_are_shown(monkeypatch, capsys):
     monkeypatch.setitem(os.environ, "KDA_BACKEND", os.fsdecode(b"r\xe9f"))
     assert main(["doctor"]) == 1
     assert "KDA_BACKEND: backend " in capsys.readouterr().out

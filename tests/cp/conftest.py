@@ -1,10 +1,11 @@
-"""Backends for the tests of the planner: the third-party example, and one that writes down what it is called with."""
+"""Backends for the tests of the planner: the third-party example, and backends that record their calls."""
 
 import importlib
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import segmented_backend
 
 import kda_core
 from kda_cp import constants
@@ -41,7 +42,7 @@ class Backend(ReferenceBackend):
 
 @pytest.fixture
 def distribution(tmp_path, monkeypatch):
-    """Makes a backend known as an installed distribution would: metadata in a folder on sys.path."""
+    """Returns a function that installs a backend: it writes the metadata of a distribution to a folder on sys.path."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
 
@@ -55,10 +56,7 @@ def distribution(tmp_path, monkeypatch):
 
     yield add
     for module in set(sys.modules) - before:
-        if (
-            module.partition(".")[0] in ("kda_watched", "kda_tokenwise")
-            or module == "helpers.segmented_backend"
-        ):
+        if module.partition(".")[0] in ("kda_watched", "kda_tokenwise"):
             del sys.modules[module]
     monkeypatch.undo()
     kda_core.backends(refresh=True)
@@ -66,7 +64,7 @@ def distribution(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tokenwise(distribution, monkeypatch):
-    """The backend of examples/third-party-backend, by name."""
+    """Installs the backend of examples/third-party-backend; returns its name."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     distribution("tokenwise-example", "kda_tokenwise.plugin:SPEC")
     return "tokenwise"
@@ -74,7 +72,7 @@ def tokenwise(distribution, monkeypatch):
 
 @pytest.fixture
 def watched(distribution, tmp_path):
-    """Installs `WATCHED`; gives the list of (shape, lengths) that its calls append to."""
+    """Returns a function that installs `WATCHED` and returns the list of (shape, lengths) of its calls."""
 
     def install(missing=(), priority=-150, refuses=None):
         source = WATCHED.format(missing=set(missing), priority=priority, refuses=refuses)
@@ -87,14 +85,15 @@ def watched(distribution, tmp_path):
 
 @pytest.fixture(params=["SPEC", "MERGES"])
 def segmented(request, distribution):
-    """Installs a backend that summarises segments, "segmented"; gives the list of (method, lengths) of its calls."""
+    """Installs a backend that summarises segments, "segmented"; returns the list of (method, lengths) of its calls."""
     distribution("segmented", f"helpers.segmented_backend:{request.param}")
-    return importlib.import_module("helpers.segmented_backend").calls
+    segmented_backend.calls.clear()
+    return segmented_backend.calls
 
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
-    """`kda_cp.constants.store` into a folder of this test."""
+    """Returns `kda_cp.constants.store`, which writes to a folder of this test."""
     monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path / "cache"))
     constants.refresh()
     yield constants.store

@@ -1,4 +1,4 @@
-"""The planner behind `chunk_kda`: where it engages by itself, where it stays out of the way, and what `explain` says."""
+"""The planner behind `chunk_kda`: which calls it splits, which it leaves alone, and what `explain` reports."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from kda_core.testing import error, token_oracle
 from kda_core.testing import make_inputs as draw
 from kda_core.validate import problem_shape
 from kda_cp import Constants, Pass, Plan
-from kda_cp.planner import NO_LENGTHS, ContextParallelPlanner
+from kda_cp.planner import UNKNOWN_LENGTHS, ContextParallelPlanner
 
 LANES = Constants(Pass(((64, 100.0),), 0.01, 0.01, 1.0), 0.1, 0.01)  # many idle lanes: long sequences gain
 ON_CPU = ("cpu", "reference", "bfloat16")
@@ -27,13 +27,13 @@ ON_CPU = ("cpu", "reference", "bfloat16")
 
 @pytest.fixture
 def idle(stored):
-    """Constants under which calls of `reference` on the CPU gain by being split."""
+    """Stores constants by which long calls of `reference` on the CPU gain from a split."""
     stored(ON_CPU, LANES)
     REGISTRY.refresh()
 
 
-def ran(x, **more):
-    """(planner that ran, outputs) of a call on `reference`."""
+def run(x, **more):
+    """Returns the planner that executed a call on `reference`, and the outputs."""
     with record_calls() as calls:
         result = chunk_kda(**x, **more)
     (call,) = calls
@@ -49,59 +49,59 @@ def long_call(**more):
     return draw("memory", 1400, H=1, K=16, V=16, lengths=(1100, 300), **more).arguments
 
 
-def test_it_engages_where_it_predicts_a_gain(idle):
+def test_a_call_with_a_predicted_gain_is_split(idle):
     x = long_call()
-    planner, (o, state) = ran(x, output_final_state=True)
+    planner, (o, state) = run(x, output_final_state=True)
     assert planner == "cp"
     want = token_oracle(**x)
     assert error(o, want[0], lengths=(1100, 300)) < 5e-3 and error(state, want[1], state=True) < 1e-5
-    said = explain(**x).plan
-    assert said.startswith("cp: exact (1100 in ") and "calibrated constants" in said
-    planned, serial = (int(said.split(word)[1].split()[0]) for word in ("predicted ", "serial "))
+    text = explain(**x).plan
+    assert text.startswith("cp: exact (1100 in ") and "calibrated constants" in text
+    planned, serial = (int(text.split(word)[1].split()[0]) for word in ("predicted ", "serial "))
     assert planned < serial
 
 
-def test_off_and_bypassed_calls_are_direct_calls_bit_for_bit(idle, monkeypatch):
+def test_calls_that_are_off_or_not_split_equal_direct_calls_bit_for_bit(idle, monkeypatch):
     x = long_call()
-    _, direct = ran(x, output_final_state=True, context_parallel="off")
+    _, direct = run(x, output_final_state=True, context_parallel="off")
     assert explain(**x, context_parallel="off").plan == "direct"
     monkeypatch.setenv("KDA_CP", "0")
-    planner, off = ran(x, output_final_state=True)
+    planner, off = run(x, output_final_state=True)
     assert planner is None and same(off, direct)
     assert explain(**x).plan == "direct"
-    with pytest.raises(PlannerError, match="no planner is active"):
+    with pytest.raises(PlannerError, match="no planner is"):
         chunk_kda(**x, context_parallel=Plan(((1100,), (300,))))
     monkeypatch.delenv("KDA_CP")
-    assert ran(x)[0] == "cp"
+    assert run(x)[0] == "cp"
 
     short = draw("memory", 90, H=1, K=16, V=16).arguments
-    planner, auto = ran(short, output_final_state=True)
+    planner, auto = run(short, output_final_state=True)
     assert planner is None
-    assert same(auto, ran(short, output_final_state=True, context_parallel="off")[1])
+    assert same(auto, run(short, output_final_state=True, context_parallel="off")[1])
     assert explain(**short).plan.startswith("direct (cp: serial (1 sequences); predicted")
 
 
-def test_calls_that_are_not_its_business(idle):
+def test_pinned_calls_and_calls_that_require_grad_are_not_split(idle):
     x = long_call()
-    assert ran(x, pin=True)[0] is None
+    assert run(x, pin=True)[0] is None
     x["v"].requires_grad_()
     with record_calls() as calls:
         chunk_kda(**x)[0].float().sum().backward()
     assert [(c.entry, c.planner) for c in calls] == [("chunk_fwd", None), ("chunk_bwd", None)]
     with torch.no_grad():
-        assert ran(x)[0] == "cp"
+        assert run(x)[0] == "cp"
 
 
-def test_without_constants_a_cpu_runs_serially(stored):
+def test_a_cpu_without_constants_runs_serially(stored):
     x = long_call()
-    planner, auto = ran(x)
-    assert planner is None and same(auto, ran(x, context_parallel="off")[1])
+    planner, auto = run(x)
+    assert planner is None and same(auto, run(x, context_parallel="off")[1])
     assert (
         explain(**x).plan == "direct (cp: serial (2 sequences); a CPU without stored constants runs serially)"
     )
 
 
-def test_constants_are_those_of_device_backend_and_dtype(stored):
+def test_constants_are_looked_up_by_device_backend_and_dtype(stored):
     x = long_call()
     for key in (
         ("cpu", "reference", "float32"),
@@ -109,14 +109,14 @@ def test_constants_are_those_of_device_backend_and_dtype(stored):
         ("cuda", "reference", "bfloat16"),
     ):
         stored(key, LANES)
-    assert ran(x)[0] is None
+    assert run(x)[0] is None
     stored(ON_CPU, LANES)
-    assert ran(x)[0] == "cp"  # at once: plans are kept by content, constants included
+    assert run(x)[0] == "cp"  # immediately: the cache key of plans contains the constants
     stored(ON_CPU, replace(LANES, merge_us=1e6))
-    assert ran(x)[0] is None
+    assert run(x)[0] is None
 
 
-def test_over_the_third_party_example(stored, tokenwise):
+def test_the_third_party_example_backend_is_split(stored, tokenwise):
     stored(("cpu", tokenwise, "bfloat16"), LANES)
     x = draw("memory", 700, H=1, K=8, V=8).arguments
     with record_calls() as calls:
@@ -125,7 +125,7 @@ def test_over_the_third_party_example(stored, tokenwise):
     assert error(o, token_oracle(**x)[0]) < 5e-3
 
 
-def test_what_the_backend_cannot_do_in_pieces_runs_serially(stored, watched):
+def test_a_call_that_the_backend_cannot_serve_in_segments_runs_serially(stored, watched):
     stored(("cpu", "watched", "bfloat16"), LANES)
     watched(missing={"varlen"})
     x = draw("slow", 1100, H=1, K=16, V=16).arguments
@@ -137,25 +137,25 @@ def test_what_the_backend_cannot_do_in_pieces_runs_serially(stored, watched):
     )
 
 
-def test_lengths_are_read_anew_at_every_call(idle):
+def test_changed_lengths_are_read_at_every_call(idle):
     x = long_call()
-    assert ran(x)[0] == "cp"
+    assert run(x)[0] == "cp"
     x["cu_seqlens"].copy_(torch.tensor([0, 700, 1400]))
-    planner, (o, state) = ran(x, output_final_state=True)
+    planner, (o, state) = run(x, output_final_state=True)
     assert planner == "cp" and "2x 700 in" in explain(**x).plan
     want = token_oracle(**x)
     assert error(o, want[0], lengths=(700, 700)) < 5e-3 and error(state, want[1], state=True) < 1e-5
 
 
-def test_intermediate_states_are_cut_at_chunks(idle):
+def test_calls_with_intermediate_states_are_cut_at_chunk_boundaries(idle):
     x = long_call() | {"return_intermediate_states": True, "chunk_size": 32}
-    planner, (_, _, h) = ran(x)
+    planner, (_, _, h) = run(x)
     assert planner == "cp"
     assert error(h, chunk_kda(**x, context_parallel="off")[2], state=True) < 0.01
 
 
-def test_lengths_that_only_the_device_knows_are_not_waited_for(idle, caplog):
-    """A tensor on "meta" has no contents: reading them would raise."""
+def test_the_planner_does_not_wait_for_lengths_that_only_the_device_has(idle, caplog):
+    """A tensor on the meta device has no contents, so reading it raises an error."""
     x = long_call()
     tensors = [
         x.get(n) for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
@@ -169,15 +169,15 @@ def test_lengths_that_only_the_device_knows_are_not_waited_for(idle, caplog):
     with caplog.at_level(logging.INFO, "kda_cp"):
         for _ in range(3):
             assert planner.plan(unknown, REFERENCE, backend) is None
-    assert len(caplog.records) <= 1  # once a process
-    assert planner.explain(None, unknown, REFERENCE, backend) == NO_LENGTHS
+    assert len(caplog.records) <= 1  # once per process
+    assert planner.explain(None, unknown, REFERENCE, backend) == UNKNOWN_LENGTHS
     told = replace(unknown, cu_seqlens_cpu=x["cu_seqlens"])
     assert planner.plan(told, REFERENCE, backend) is not None
     why = planner.refusal(Plan.uniform((1100, 300), 2), unknown, REFERENCE, backend)
-    assert why is not None and "known to the device alone" in why
+    assert why is not None and "the host does not know the lengths" in why
 
 
-def test_a_forced_plan_is_explained(stored):
+def test_explain_reports_a_forced_plan(stored):
     x = long_call()
     plan = Plan(((500, 600), (300,)))
     assert explain(**x, context_parallel=plan).plan == "cp: exact (1100 in 2, 1 whole); given by the caller"
@@ -187,7 +187,7 @@ def test_a_forced_plan_is_explained(stored):
     assert wrong.plan == "none" and "for sequences of [1200, 300] tokens" in wrong.error
 
 
-def test_what_is_no_plan_is_refused():
+def test_context_parallel_rejects_values_that_are_not_plans():
     x = draw("slow", 90, H=1, K=16, V=16).arguments
     with pytest.raises(ArgumentError, match="context_parallel: expected 'auto', 'off' or a plan"):
         chunk_kda(**x, context_parallel="always")
@@ -202,7 +202,7 @@ def test_what_is_no_plan_is_refused():
         chunk_kda(**x, context_parallel=Foreign())
 
 
-def test_under_torch_compile(idle):
+def test_split_calls_work_under_torch_compile(idle):
     x = long_call()
     call = torch.compile(lambda: chunk_kda(**x, output_final_state=True), fullgraph=True, backend="eager")
     with record_calls() as calls:
@@ -217,7 +217,7 @@ def test_under_torch_compile(idle):
     assert same(got, chunk_kda(**x, context_parallel=plan))
 
 
-def test_plans_of_calls_with_many_new_lengths_take_little_memory(stored):
+def test_cached_plans_of_many_different_lengths_use_little_memory(stored):
     planner, spec, backend = ContextParallelPlanner(), REFERENCE, ReferenceBackend()
     x = torch.empty(1, 50_000, 1, 16, dtype=torch.bfloat16, device="meta")
     tracemalloc.start()

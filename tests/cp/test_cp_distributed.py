@@ -1,4 +1,4 @@
-"""Fragments over ranks, and calls over 2 to 4 gloo processes on the CPU against the fp64 oracle."""
+"""Fragment tables, and calls over 2 to 4 gloo processes on the CPU against the fp64 oracle."""
 
 import os
 import re
@@ -31,22 +31,22 @@ sizes = st.lists(st.integers(0, 40), min_size=1, max_size=6).map(tuple)
     st.integers(1, 5),
     st.sampled_from([FragmentTable.contiguous, FragmentTable.zigzag, FragmentTable.document_aligned]),
 )
-def test_a_table_holds_every_token_once(lengths, ranks, make):
+def test_a_table_contains_every_token_once(lengths, ranks, make):
     table = make(lengths, ranks)
     x = torch.arange(sum(lengths)).view(1, -1)
-    parts = [table.shard(x, r) for r in range(ranks)]
-    assert torch.equal(torch.cat(parts, 1).sort().values, x) and torch.equal(table.unshard(parts), x)
+    shards = [table.shard(x, r) for r in range(ranks)]
+    assert torch.equal(torch.cat(shards, 1).sort().values, x) and torch.equal(table.unshard(shards), x)
     assert sorted(n for r in range(ranks) for n in table.owned(r)) == list(range(len(lengths)))
     if make == FragmentTable.document_aligned or ranks == 1:
         assert not table.crosses
     else:
-        held = [p.shape[1] for p in parts]
+        held = [p.shape[1] for p in shards]
         assert max(held) - min(held) <= 2
     if make == FragmentTable.contiguous:
-        assert torch.equal(torch.cat(parts, 1), x)
+        assert torch.equal(torch.cat(shards, 1), x)
 
 
-def test_zigzag_pairs_early_and_late_blocks():
+def test_a_zigzag_table_pairs_early_and_late_blocks():
     table = FragmentTable.zigzag((80,), 2)
     assert [(f.rank, f.start, f.stop) for f in table.of_sequence(0)] == [(0, 0, 20), (1, 20, 60), (0, 60, 80)]
 
@@ -61,10 +61,10 @@ def test_zigzag_pairs_early_and_late_blocks():
         (2, [], "each of the 10 tokens"),
         (2, [(2, 0, 0, 10)], "ranks below 2"),
         (2, [(0, 1, 0, 10)], "sequences below 1"),
-        (0, [], "ranks: expected a whole number of at least 1"),
+        (0, [], "ranks: expected an integer of at least 1"),
     ],
 )
-def test_what_is_no_table_is_refused(ranks, fragments, words):
+def test_an_invalid_table_raises(ranks, fragments, words):
     with pytest.raises(ArgumentError, match=words):
         FragmentTable((10,), ranks, tuple(Fragment(*f) for f in fragments))
 
@@ -76,48 +76,38 @@ def test_what_is_no_table_is_refused(ranks, fragments, words):
     ("lengths", "ranks", "words"),
     [((-5, 10), 2, "lengths: expected"), ((2.5,), 2, "lengths: expected"), ((10,), 0, "ranks: expected"), ((10,), 1.5, "ranks: expected")],
 )  # fmt: skip
-def test_what_no_table_can_be_made_of_is_refused(make, lengths, ranks, words):
+def test_invalid_lengths_and_ranks_raise(make, lengths, ranks, words):
     with pytest.raises(ArgumentError, match=words):
         make(lengths, ranks)
 
 
-def test_equal_tables_have_equal_digests_whatever_their_numbers_are_of():
+def test_equal_tables_have_equal_digests_whatever_their_integer_types():
     fragments = [Fragment(np.int64(0), 0, 0, torch.tensor(10))]
     other = FragmentTable([np.int32(10)], 1, fragments)
     assert other == FragmentTable.contiguous((10,), 1)
     assert other.digest() == FragmentTable.contiguous((10,), 1).digest()
 
 
-def test_shards_are_of_a_rank_and_parts_of_every_rank():
+def test_shard_checks_the_rank_and_unshard_the_shards():
     table, x = FragmentTable.contiguous((10,), 2), torch.arange(10).view(1, 10)
     for rank in (-1, 2):
-        with pytest.raises(ArgumentError, match="rank: expected one of 2"):
+        with pytest.raises(ArgumentError, match="rank: expected an integer from 0 to 1"):
             table.shard(x, rank)
-    parts = [table.shard(x, r) for r in range(2)]
-    for wrong in (parts[:1], [*parts, parts[0]], [parts[0], parts[1][:, :3]], [p[0] for p in parts]):
-        with pytest.raises(ArgumentError, match="parts: expected"):
+    shards = [table.shard(x, r) for r in range(2)]
+    for wrong in (shards[:1], [*shards, shards[0]], [shards[0], shards[1][:, :3]], [p[0] for p in shards]):
+        with pytest.raises(ArgumentError, match="shards: expected"):
             table.unshard(wrong)
 
 
 # ---- ranks
 
 
-def spawned(work, ranks, folder):
-    """Runs `work` in a process for each rank, to its end."""
-    context = mp.spawn(work, (ranks, str(folder)), nprocs=ranks, join=False)
-    try:  # each join ends with the first process that ends, or none does for so long
-        assert any(context.join(timeout=150) for _ in range(ranks)), "the ranks hang"
-    finally:
-        for process in context.processes:
-            process.kill()
-
-
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def results(request, tmp_path_factory):
-    """What each rank's checks returned, for a group of this size."""
+    """Returns the results of the checks of each rank, for a group of this size."""
     ranks = request.param
     folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-    spawned(rank_checks.work, ranks, folder)
+    mp.spawn(rank_checks.work, (ranks, str(folder)), nprocs=ranks)
     found = [torch.load(folder / f"{r}.pt") for r in range(ranks)]
     crashes = [r["crashed"] for r in found if "crashed" in r]
     assert not crashes, crashes[0]
@@ -138,14 +128,15 @@ def test_every_table_agrees_with_the_oracle(results):
             holds = table is None or table.of_rank(rank)
             assert ran == ([("reference", "cp.distributed")] if holds else []), (rank, name)
             if table is not None:
-                on_all = 2 if name.endswith(" all") else 0  # word that all ran, and the states
+                # With " all", also the agreement that all ranks completed, and the gather of the states.
+                on_all = 2 if name.endswith(" all") else 0
                 assert count == (2 if table.crosses else on_all // 2) + on_all, (rank, name)
             compared += 1
     assert compared == ranks * 41
 
 
-def test_ranks_cut_their_fragments_further(results):
-    engaged = {"reference": 0, "segmented": 0, "merging": 0}
+def test_ranks_cut_their_fragments_into_segments(results):
+    cut_further = {"reference": 0, "segmented": 0, "merging": 0}
     for rank, found in enumerate(results):
         cut = {tuple(name.split()[1:]): x for name, x in found.items() if name.startswith("cut ")}
         assert len(cut) == 27
@@ -157,23 +148,22 @@ def test_ranks_cut_their_fragments_further(results):
                 assert done.count("summarize") == done.count("execute_segments")
             merges = "summarize" in done and backend == "merging"
             assert ("merge_segments" in done) == merges, (rank, table, backend)
-            if (
-                table == "apart" and rank < 2
-            ):  # own sequences run while rows are on their way, then the others
+            # A rank computes its own sequences while summaries arrive, and the others afterwards.
+            if table == "separate" and rank < 2:
                 methods = [method for method, _ in seen]
                 after = methods[methods.index("gather") + 1 : -1]
                 assert methods[0] != "gather" and methods[-1] == "gather" and len(after) >= 2
-            engaged[backend] += max((n for _, n in seen), default=0) > 4
-    assert all(n >= 2 for n in engaged.values()), engaged
+            cut_further[backend] += max((n for _, n in seen), default=0) > 4
+    assert all(n >= 2 for n in cut_further.values()), cut_further
 
 
-def test_a_rank_plans_once_until_answers_change(results):
+def test_a_rank_plans_again_only_after_a_refresh(results):
     for found in results:
         first, again, refreshed = found["plans"]
         assert first >= 1 and again == first and refreshed == 2 * first
 
 
-def test_the_same_bits_on_every_run_and_for_zeros(results):
+def test_repeated_calls_and_zero_initial_states_give_the_same_bits(results):
     assert all(r["same bits"] is True and r["none is zeros"] is True for r in results)
 
 
@@ -183,7 +173,7 @@ def test_the_same_bits_on_every_run_and_for_zeros(results):
         ("bad shape", 1, "ShapeError", "g: expected", "rank 1 failed: ShapeError: g: expected"),
         ("training", None, "ArgumentError", "forward only", None),
         (
-            "a rank finds no memory for its run",
+            "a rank cannot allocate its memory",
             -1,
             "MemoryError",
             "no memory",
@@ -191,7 +181,7 @@ def test_the_same_bits_on_every_run_and_for_zeros(results):
         ),
         ("a rank runs out of memory", -1, "MemoryError", "no memory", "failed: MemoryError: no memory"),
         (
-            "no word for where states go",
+            "invalid final_state_on",
             -1,
             "ArgumentError",
             "'owner' or 'all'",
@@ -199,10 +189,10 @@ def test_the_same_bits_on_every_run_and_for_zeros(results):
         ),
         ("no tensor", -1, "DtypeError", "beta: expected a torch.Tensor", "failed: DtypeError: beta"),
         ("no table", -1, "ArgumentError", "table: expected a FragmentTable", "failed: ArgumentError: table"),
-        ("no tag", 1, "ArgumentError", "tag: expected a text or None", "rank 1 failed: ArgumentError: tag"),
+        ("no tag", 1, "ArgumentError", "tag: expected a str or None", "rank 1 failed: ArgumentError: tag"),
     ],
 )
-def test_a_failing_rank_is_an_error_everywhere(results, check, guilty, kind, own, others):
+def test_an_error_on_one_rank_raises_on_all_ranks(results, check, guilty, kind, own, others):
     for rank, found in enumerate(results):
         name, message = found[check]
         if guilty is None or rank == guilty % len(results):
@@ -212,27 +202,27 @@ def test_a_failing_rank_is_an_error_everywhere(results, check, guilty, kind, own
 
 
 def listed(ranks):
-    """Ranks but the first or the last, as messages list them."""
+    """Returns a range of ranks as error messages list it."""
     first, last = ranks[0], ranks[-1]
     if first == last:
         return f"rank {first}"
     return f"ranks {first} {'and' if last == first + 1 else 'to'} {last}"
 
 
-def test_ranks_that_disagree_all_raise(results):
+def test_a_disagreement_raises_on_all_ranks(results):
     others, last = listed(range(1, len(results))), len(results) - 1
     for found in results:
         name, message = found["other option"]
         assert name == "RankError"
         differing = f": ranks disagree: scale is 2.0 on rank 0 but 0.25 on {others}"
-        assert message.endswith(differing), message  # and nothing that is equal
+        assert message.endswith(differing), message  # no field that is equal
         name, message = found["other table"]
         assert name == "RankError" and re.search(
             "disagree: table is sequences=1 tokens=211 fragments=", message
         )
         name, message = found["table for more"]
-        assert name == "ArgumentError" and f"one for {len(results)} ranks" in message
-        name, message = found["another word for where states go"]
+        assert name == "ArgumentError" and f"a table for {len(results)} ranks" in message
+        name, message = found["other final_state_on"]
         assert name == "RankError"
         assert message.endswith(
             f"disagree: final_state_on is 'owner' on {listed(range(last))} but 'all' on rank {last}"
@@ -244,16 +234,16 @@ def test_ranks_that_disagree_all_raise(results):
         )
 
 
-@pytest.mark.parametrize("tables", ["same rows", "other rows", "same table"])
-def test_ranks_that_call_instances_in_another_order_all_raise(results, tables):
+@pytest.mark.parametrize("tables", ["same summaries", "other summaries", "same table"])
+def test_a_different_order_of_calls_raises_on_all_ranks(results, tables):
     for found in results:
         for name, message in found[f"order: {tables}"]:
             assert name == "RankError" and "disagree: ContextParallel is " in message, message
-            assert message.endswith("make and call the same ContextParallels in the same order")
+            assert message.endswith("construct and call the same ContextParallels in the same order")
             assert ("; table is " in message) == (tables != "same table") and "scale" not in message
 
 
-def test_tags_tell_instances_apart(results):
+def test_tags_identify_instances(results):
     others = listed(range(1, len(results)))
     for rank, found in enumerate(results):
         before, o = found["order: tagged"]
@@ -261,23 +251,23 @@ def test_tags_tell_instances_apart(results):
         assert f"tag is 'layer 1' on rank 0 but 'layer 0' on {others}" in before[0][1]
         mine = "layer 1" if rank == 0 else "layer 0"
         assert re.match(rf"call 1 of ContextParallel \d+ tagged '{mine}': ", before[0][1])
-        assert o < 5e-3  # in the same order they work
-        for (name, message), tags in zip(found["order: made"], ("ab", "ba")):
+        assert o < 5e-3  # in the same order the calls succeed
+        for (name, message), tags in zip(found["order: constructed"], ("ab", "ba")):
             assert name == "RankError"
             assert f"disagree: tag is '{tags[0]}' on rank 0 but '{tags[1]}' on {others}." in message
 
 
-def test_a_rank_that_makes_an_instance_while_others_call_one(results):
+def test_constructing_an_instance_while_others_call_one_raises(results):
     others = listed(range(1, len(results)))
     for found in results:
-        (name, message), (name2, message2) = found["order: made and called"]
+        (name, message), (name2, message2) = found["order: constructed and called"]
         assert name == name2 == "RankError"
-        differing, made = "ranks disagree: step is ", "making a ContextParallel"
-        assert f"{differing}calling chunk_kda on rank 0 but {made} on {others}. All" in message
-        assert f"{differing}{made} on rank 0 but calling chunk_kda on {others}. All" in message2
+        differing, constructs = "ranks disagree: step is ", "constructing a ContextParallel"
+        assert f"{differing}calling chunk_kda on rank 0 but {constructs} on {others}. All" in message
+        assert f"{differing}{constructs} on rank 0 but calling chunk_kda on {others}. All" in message2
 
 
-def test_a_rank_that_failed_alone_does_not_meet_the_next_call_of_the_others(results):
+def test_a_rank_that_failed_alone_disagrees_with_the_next_call_of_the_others(results):
     others, last = listed(range(len(results) - 1)), len(results) - 1
     for rank, found in enumerate(results):
         first, second = found["out of step"]
@@ -287,16 +277,17 @@ def test_a_rank_that_failed_alone_does_not_meet_the_next_call_of_the_others(resu
         )
 
 
-def test_a_dead_rank_is_a_rank_error(tmp_path):
-    spawned(rank_checks.deaths, 5, tmp_path)
+def test_a_dead_rank_causes_a_rank_error(tmp_path):
+    mp.spawn(rank_checks.deaths, (5, str(tmp_path)), nprocs=5)
     found = torch.load(tmp_path / "0.pt")
     where = {1: "ContextParallel tagged 'layer 7'", 2: r"call 1 of ContextParallel \d+ tagged 'layer 7'"}
     name, message = found.pop(4)
-    assert name == "DtypeError" and "beta: expected a torch.Tensor" in message  # of this rank's own mistake
+    # The error of this rank itself.
+    assert name == "DtypeError" and "beta: expected a torch.Tensor" in message
     for dead, (name, message) in found.items():
         assert name == "RankError"
         assert re.match(f"{where[min(dead, 2)]}: rank 0 cannot reach rank 1, which died", message), message
-        assert "start all ranks anew" in message and "init_process_group a longer timeout" in message
+        assert "restart all ranks" in message and "pass a longer timeout to init_process_group" in message
 
 
 # ---- the example

@@ -1,4 +1,4 @@
-"""`explain` says the plan and the workspace of the real call, and so do the two command lines."""
+"""`explain` and the two command lines report the plan and the workspace of the actual call."""
 
 import re
 
@@ -10,7 +10,7 @@ import kda_cp.__main__
 from kda_core import chunk_kda, explain
 from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing import make_inputs
-from kda_cp import Constants, Pass, planner
+from kda_cp import Constants, Pass, machine
 from kda_cp.planner import ContextParallelPlanner
 
 LANES = Pass(((64, 100.0),), 0.01, 0.01, 1.0)  # many idle lanes: long sequences gain
@@ -18,7 +18,7 @@ STORED = {"reference": Constants(LANES, 0.1, 0.01), "segmented": Constants(LANES
 
 
 def decided(text):
-    """Strategy, pieces and predicted times in a line of text."""
+    """Returns strategy, segments and predicted times from a line of text."""
     return re.search(r"(?:exact|serial) \(.*?\); predicted \d+ us, serial \d+ us", text)[0]
 
 
@@ -26,7 +26,7 @@ def decided(text):
     "lengths", [(65536,), (262144,), (8192,), (512,), (50000, 100, 4096), (30000, 30000)]
 )
 @pytest.mark.parametrize("HV", [4, 32])
-def test_both_command_lines_give_one_plan(lengths, HV, capsys):
+def test_both_command_lines_print_the_same_plan(lengths, HV, capsys):
     assert kda_cp.__main__.main(["plan", *map(str, lengths), "--HV", str(HV)]) == 0
     planned = decided(capsys.readouterr().out)
     shape = ["--T", str(*lengths)] if len(lengths) == 1 else ["--lengths", ",".join(map(str, lengths))]
@@ -38,7 +38,7 @@ def test_both_command_lines_give_one_plan(lengths, HV, capsys):
 @pytest.mark.parametrize("backend", ["reference", "segmented"])
 @pytest.mark.parametrize("lengths", [None, (1100, 300), (90, 1310), (140,) * 10])
 @pytest.mark.parametrize("mode", ["auto", "off"])
-def test_the_call_has_the_plan_and_the_workspace_that_were_explained(
+def test_a_call_uses_the_plan_and_the_workspace_that_explain_reports(
     segmented, stored, monkeypatch, backend, lengths, mode
 ):
     for name, constants in STORED.items():
@@ -69,15 +69,15 @@ def test_the_call_has_the_plan_and_the_workspace_that_were_explained(
         assert plan is not None and plan.is_split
 
     chunk_kda(**x, workspace=torch.empty(found.workspace_bytes, dtype=torch.uint8))
-    assert len(ran) in (0, 2) and len(set(ran)) <= 1  # such a workspace changes nothing
+    assert len(ran) in (0, 2) and len(set(ran)) <= 1  # a workspace of the reported size gives the same plan
 
 
 @pytest.fixture
 def plan(capsys):
-    """What the command line says of the plan of a long call with four heads on an architecture."""
+    """Returns a function that explains a long call with four heads on an architecture by the command line."""
 
     def explained(arch):
-        REGISTRY.refresh()  # the planner keeps what it answered
+        REGISTRY.refresh()  # drops cached plans
         kda_core.cli.main(["explain", "--arch", arch, "--T", "262144", "--H", "4"])
         return re.search("(?m)^plan +(.*)$", capsys.readouterr().out)[1]
 
@@ -85,16 +85,16 @@ def plan(capsys):
     REGISTRY.refresh()
 
 
-def test_a_gpu_that_is_not_here_is_a_typical_one_of_its_architecture(plan):
+def test_an_absent_gpu_is_explained_as_a_typical_gpu_of_its_architecture(plan):
     assert "NVIDIA H200's shipped constants" in plan("9.0") and plan("9.0").startswith("cp: exact (")
     assert "ratio rule for 148 SMs" in plan("10.0") and plan("10.0").startswith("cp: exact (")
-    assert plan("10.3") == "direct (cp: serial (1 sequences); nobody knows the SMs of sm_103)"
+    assert plan("10.3") == "direct (cp: serial (1 sequences); the number of SMs of sm_103 is not known)"
 
 
-def test_a_gpu_that_is_here_answers_for_its_architecture(plan, monkeypatch):
-    """Two GPUs, of which the second has the architecture that is asked for."""
+def test_a_present_gpu_is_used_for_its_architecture(plan, monkeypatch):
+    """There are two GPUs, and the second has the architecture of the call."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: [(9, 0), (10, 0)][i])
-    monkeypatch.setattr(planner, "_device", lambda i: [("NVIDIA H200", 132), ("A small B", 20)][i])
+    monkeypatch.setattr(machine, "gpu", lambda i: [("NVIDIA H200", 132), ("A small B", 20)][i])
     assert "ratio rule for 20 SMs" in plan("10.0")

@@ -1,4 +1,4 @@
-"""A process may fork at any moment: locks of the planner that a thread of the parent holds are free in the child."""
+"""A process may fork at any time: locks of the planner that another thread holds are free in the child."""
 
 from helpers.support import said_by_a_fork
 
@@ -14,9 +14,9 @@ class Slow(tuple):
 """
 
 
-def test_a_cache_is_free_in_a_child():
+def test_a_cache_that_is_locked_at_a_fork_is_empty_in_the_child():
     code = f"""{SLOW}
-from kda_cp.plan import Cache
+from kda_cp.cache import Cache
 cache = Cache(4)
 cache.get("old", lambda: 1)
 
@@ -26,12 +26,12 @@ def busy():
 def child():
     return cache.get("old", lambda: 3), cache.get("new", lambda: 4), len(cache)
 """
-    assert said_by_a_fork(code) == "(3, 4, 2)"  # emptied: the thread was at work on it
+    assert said_by_a_fork(code) == "(3, 4, 2)"  # cleared, because a thread held its lock
 
 
-def test_a_cache_that_nobody_works_on_keeps_its_values_in_a_child():
+def test_an_unlocked_cache_keeps_its_values_in_a_child():
     code = """
-from kda_cp.plan import Cache
+from kda_cp.cache import Cache
 cache = Cache(4)
 cache.get("old", lambda: 1)
 
@@ -44,7 +44,7 @@ def child():
     assert said_by_a_fork(code) == "1"
 
 
-def test_constants_can_be_read_in_a_child_while_the_parent_stores_some(tmp_path):
+def test_a_child_reads_constants_while_the_parent_stores_some(tmp_path):
     code = f"""{SLOW}
 os.environ["KDA_CACHE_DIR"] = {str(tmp_path)!r}
 from kda_cp import constants

@@ -1,4 +1,4 @@
-"""Plans over kda-sm90 on a Hopper GPU: accuracy, no synchronisation, CUDA graphs, streams, repeats; several GPUs."""
+"""Plans over kda-sm90 on a Hopper GPU: accuracy, no synchronisation, CUDA graphs, streams, repeats, several GPUs."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ def call(family="slow"):
 
 @STRATEGIES
 @pytest.mark.parametrize("family", FAMILIES)
-def test_errors_are_those_of_a_direct_call(family, strategy):
+def test_the_errors_of_a_plan_are_close_to_those_of_a_direct_call(family, strategy):
     x = call(family)
     want = token_oracle(**{n: v for n, v in x.items() if n != "backend"})
     direct = chunk_kda(**x, context_parallel="off")
@@ -43,8 +43,8 @@ def test_errors_are_those_of_a_direct_call(family, strategy):
 
 
 @STRATEGIES
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # a prototype, says torch
-def test_nothing_waits_for_the_device(strategy):
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns that the mode is a prototype
+def test_a_plan_does_not_synchronise_with_the_device(strategy):
     x, plan = call(), Plan(PLAN, strategy)
     chunk_kda(**x, context_parallel=plan)  # compiles
     torch.cuda.synchronize()
@@ -57,7 +57,7 @@ def test_nothing_waits_for_the_device(strategy):
 
 
 @STRATEGIES
-def test_a_captured_graph_serves_new_data(strategy):
+def test_a_captured_graph_computes_new_data(strategy):
     x, plan = call(), Plan(PLAN, strategy)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -81,7 +81,7 @@ def test_a_captured_graph_serves_new_data(strategy):
 
 
 @STRATEGIES
-def test_streams_and_repeats_give_the_same_bits(strategy):
+def test_calls_on_several_streams_and_repeats_give_the_same_bits(strategy):
     x, plan = call(), Plan(PLAN, strategy)
     want = chunk_kda(**x, context_parallel=plan)
     torch.cuda.synchronize()
@@ -95,25 +95,25 @@ def test_streams_and_repeats_give_the_same_bits(strategy):
 
 
 def need(ranks):
-    """Skips by name on a machine with fewer GPUs; ``KDA_REQUIRE_ARCH`` asks for a kind of GPU, not for several."""
+    """Skips the test on a machine with fewer GPUs. ``KDA_REQUIRE_ARCH`` requires an architecture, not a number of GPUs."""
     if torch.cuda.device_count() < ranks:
-        pytest.skip(f"not run: needs {ranks} GPUs; this machine has {torch.cuda.device_count()}")
+        pytest.skip(f"requires {ranks} GPUs, this machine has {torch.cuda.device_count()}")
 
 
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_over_nccl_the_host_waits_for_no_gpu_where_gloo_serves_it(ranks, backend, tmp_path):
+def test_the_host_does_not_wait_for_a_gpu_if_hosts_agree_through_gloo(ranks, backend, tmp_path):
     need(ranks)
     mp.spawn(rank_checks.behind_a_busy_gpu, (ranks, str(tmp_path), backend), nprocs=ranks)
     for rank in range(ranks):
         o, state, ran, busy = torch.load(tmp_path / f"{rank}.pt")
         assert o < 5e-3 and state < 5e-3 and ran == [("sm90", "cp.distributed")]
-        assert busy or backend == "nccl", "the call came back when the GPU had finished"
+        assert busy or backend == "nccl", "the call returned after the GPU had finished"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_sequences_over_several_gpus(ranks):
-    """The example, over NCCL."""
+def test_the_example_runs_on_several_gpus(ranks):
+    """Over NCCL."""
     need(ranks)
     example = Path(__file__).parents[2] / "examples" / "context_parallel.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -1,4 +1,4 @@
-"""Plans over a backend that summarises segments itself: what it is called for, and every result against the oracle."""
+"""Plans over a backend that summarises segments itself: its calls, and every result against the oracle."""
 
 from dataclasses import fields, replace
 from functools import partial
@@ -21,17 +21,21 @@ from kda_core.testing.runner import Runner
 from kda_core.validate import problem_shape
 from kda_cp import Constants, Pass, Plan, native
 from kda_cp.calibrate import merge_call, segment_calls
-from kda_cp.plan import GRANULE, windows
+from kda_cp.cuts import GRANULE, windows
 from kda_cp.planner import ContextParallelPlanner
 
 FP32 = 3e-5  # relative error of fp32 arithmetic over these lengths; masks cost a digit
 LENGTHS = (300, 0, 170, 5, 128, 0)
-PLAN = ((100, 37, 1, 62, 100), (0,), (90, 80), (5,), (32, 32, 32, 32), (0,))  # cuts off chunks, and on them
+# Cuts inside chunks and at chunk boundaries.
+PLAN = ((100, 37, 1, 62, 100), (0,), (90, 80), (5,), (32, 32, 32, 32), (0,))
 
 
 def check(calls, x, plan, windowed=False, **more):
-    """Runs a plan natively and holds it against the oracle; every token was prepared once. Gives the result. A window
-    without a split sequence is a direct call."""
+    """Compares a native execution with the oracle, and asserts that every token passed the intra-chunk stage once.
+
+    Returns o, the final states, the intermediate states and the calls of the backend. With `windowed` the call may go in
+    windows; a window without a split sequence is a direct call.
+    """
     calls.clear()
     want = token_oracle(**x)
     with record_calls() as ran:
@@ -54,7 +58,7 @@ def check(calls, x, plan, windowed=False, **more):
 
 @pytest.mark.parametrize("family", ["steep", "slow", "memory", "mixed"])
 @pytest.mark.parametrize("v_first", [False, True])
-def test_split_sequences_of_one_batch(family, v_first, segmented):
+def test_a_batch_of_split_and_whole_sequences_agrees_with_the_oracle(family, v_first, segmented):
     x = make_inputs(
         family,
         sum(LENGTHS),
@@ -67,15 +71,15 @@ def test_split_sequences_of_one_batch(family, v_first, segmented):
         state_v_first=v_first,
     ).arguments
     *_, made = check(segmented, x, Plan(PLAN))
-    pieces = tuple(p for s in PLAN for p in s)
+    segments = tuple(p for s in PLAN for p in s)
     own_merge = [("merge_segments", (0, 5, 6, 8, 9, 13, 14))]
     merged = own_merge if len(made) == 3 else []
-    assert made == [("summarize", pieces), *merged, ("execute_segments", pieces)]
+    assert made == [("summarize", segments), *merged, ("execute_segments", segments)]
 
 
 @pytest.mark.parametrize("tokens", [64, 128, 256])
 @pytest.mark.parametrize("family", ["slow", "memory"])
-def test_long_calls_go_in_windows(family, tokens, segmented, monkeypatch):
+def test_long_calls_are_executed_in_windows(family, tokens, segmented, monkeypatch):
     x = make_inputs(
         family, sum(LENGTHS), H=1, HV=2, K=16, V=24, lengths=LENGTHS, initial_state=True
     ).arguments
@@ -89,7 +93,7 @@ def test_long_calls_go_in_windows(family, tokens, segmented, monkeypatch):
     check(segmented, x, Plan(((150, 350, 500), (1000,))), windowed=True)
 
 
-def test_windows_of_odd_sizes_start_off_alignment(segmented, monkeypatch):
+def test_windows_may_start_at_unaligned_tokens(segmented, monkeypatch):
     x = make_inputs("slow", 400, H=1, K=8, V=4, lengths=(101, 299), initial_state=True).arguments
     monkeypatch.setattr(native, "WORKSPACE_BYTES", 128 * 4 * (2 * 8 + 8 + 4 + 1))
     *_, made = check(segmented, x, Plan(((33, 35, 33), (61, 100, 138))), windowed=True)
@@ -97,7 +101,7 @@ def test_windows_of_odd_sizes_start_off_alignment(segmented, monkeypatch):
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-def test_intermediate_states(v_first, segmented, monkeypatch):
+def test_intermediate_states_equal_those_of_a_direct_call(v_first, segmented, monkeypatch):
     x = make_inputs("memory", 700, H=2, K=16, V=16, lengths=(500, 0, 200), state_v_first=v_first).arguments
     x |= {"return_intermediate_states": True, "chunk_size": 32}
     plan = Plan(((128, 64, 308), (0,), (96, 104)))
@@ -110,7 +114,7 @@ def test_intermediate_states(v_first, segmented, monkeypatch):
         assert error(h, want, state=True) < 0.01
 
 
-def test_no_initial_state_equals_zeros_and_the_caller_s_is_left_alone(segmented):
+def test_a_missing_initial_state_equals_zeros_and_a_given_one_is_not_modified(segmented):
     x = make_inputs("memory", 300, H=2, K=16, V=16).arguments
     before = x["initial_state"].clone()
     plan = Plan.uniform((300,), 5)
@@ -122,7 +126,7 @@ def test_no_initial_state_equals_zeros_and_the_caller_s_is_left_alone(segmented)
 
 
 def workspace_of(x, plan=None, backend="segmented"):
-    """What `kda_cp` says that a plan needs, by default its own plan of the call."""
+    """Returns the workspace bytes that `kda_cp` reports for a plan, by default its own plan of the call."""
     spec, made, planner = (
         REGISTRY.find(backend).spec,
         REGISTRY.load(REGISTRY.find(backend).spec),
@@ -136,7 +140,7 @@ def workspace_of(x, plan=None, backend="segmented"):
     return planner.workspace_bytes(plan, inputs, spec, made)
 
 
-def test_a_forced_plan_takes_a_workspace_that_is_large_enough_and_no_other(segmented):
+def test_a_forced_plan_raises_if_the_workspace_is_too_small(segmented):
     x = make_inputs("slow", 200, H=1, K=16, V=16).arguments
     for plan in (Plan.uniform((200,), 4), Plan(((200,),), "serial")):
         call = partial(chunk_kda, **x, backend="segmented", context_parallel=plan)
@@ -155,7 +159,7 @@ def test_a_forced_plan_takes_a_workspace_that_is_large_enough_and_no_other(segme
         assert not segmented
 
 
-def test_a_workspace_that_is_too_small_for_the_planner_s_plan_leads_to_a_direct_call(segmented, stored):
+def test_an_automatic_plan_gives_way_to_a_direct_call_if_the_workspace_is_too_small(segmented, stored):
     lanes = Pass(((64, 100.0),), 0.01, 0.01, 1.0)
     stored(("cpu", "segmented", "bfloat16"), Constants(lanes, 0.1, 0.01, lanes, lanes))
     x = make_inputs("memory", 1400, H=1, K=16, V=16, lengths=(1100, 300)).arguments
@@ -169,7 +173,7 @@ def test_a_workspace_that_is_too_small_for_the_planner_s_plan_leads_to_a_direct_
         assert all(map(torch.equal, got, want))
 
 
-def test_the_workspace_of_a_call_in_windows_is_that_of_the_largest(segmented, monkeypatch):
+def test_the_workspace_of_a_call_is_that_of_its_largest_window(segmented, monkeypatch):
     x, a_token = make_inputs("slow", 1000, H=1, K=16, V=16).arguments, 4 * (4 * 16 + 1)
     plan = Plan.uniform((1000,), 10)
     assert workspace_of(x, plan) == 1000 * a_token
@@ -189,7 +193,7 @@ def test_certified_plans_take_the_generic_path(segmented):
 
 
 @pytest.mark.parametrize("family", ["steep", "slow", "memory"])
-def test_the_backend_passes_the_kit(family, segmented):
+def test_the_test_backend_passes_the_conformance_kit(family, segmented):
     BackendConformance().test_segments(Runner("segmented", "cpu", 16, True), family)
 
 
@@ -198,13 +202,13 @@ def test_the_backend_passes_the_kit(family, segmented):
     st.lists(st.lists(st.integers(0, 700), min_size=1, max_size=5).map(tuple), min_size=1, max_size=6),
     st.integers(0, 12),
 )
-def test_windows_hold_every_token_once_in_order(pieces, granules):
-    pieces = [tuple(p for p in s if p > 0) or (0,) for s in pieces]
+def test_windows_contain_every_token_once_in_order(segments, granules):
+    segments = [tuple(p for p in s if p > 0) or (0,) for s in segments]
     tokens = granules * GRANULE
-    found = windows(pieces, tokens)
+    found = windows(segments, tokens)
     flat = [part for w in found for part in w]
     assert [n for n, _ in flat] == sorted(n for n, _ in flat)
-    for n, s in enumerate(pieces):
+    for n, s in enumerate(segments):
         ends, parts = {sum(s[: i + 1]) for i in range(len(s))}, [p for m, p in flat if m == n]
         assert sum(parts) == sum(s)
         assert ends <= {sum(parts[: i + 1]) for i in range(len(parts))}
@@ -220,10 +224,10 @@ def test_windows_hold_every_token_once_in_order(pieces, granules):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.data())
-def test_any_plan(segmented, data):
+def test_random_plans_agree_with_the_oracle(segmented, data):
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
     lengths[0] += 1
-    pieces = []
+    segments = []
     for n, length in enumerate(lengths):
         cuts = (
             data.draw(st.sets(st.integers(1, max(1, length - 1)), min_size=n == 0, max_size=5))
@@ -231,26 +235,26 @@ def test_any_plan(segmented, data):
             else ()
         )
         ends = [0, *sorted(cuts), length]
-        pieces.append(tuple(b - a for a, b in pairwise(ends)))
+        segments.append(tuple(b - a for a, b in pairwise(ends)))
     x = make_inputs(
         data.draw(st.sampled_from(["slow", "memory", "masked"])), sum(lengths), H=1, HV=2, K=8, V=8,
         lengths=tuple(lengths), initial_state=data.draw(st.booleans()), state_v_first=data.draw(st.booleans()),
     ).arguments  # fmt: skip
-    check(segmented, x, Plan(tuple(pieces)))
+    check(segmented, x, Plan(tuple(segments)))
 
 
-def test_calibration_times_the_two_calls_and_the_merge(segmented):
+def test_calibration_times_both_calls_and_the_merge(segmented):
     cpu = torch.device("cpu")
-    backend, summarize, run = segment_calls(2, 50, cpu, torch.bfloat16, "segmented")
+    timed = segment_calls(2, 50, cpu, torch.bfloat16, "segmented")
     segmented.clear()
-    summarize()
-    run()
-    merge_call(backend, 2, 3, cpu)()
+    timed.summarize()
+    timed.execute()
+    merge_call(timed.backend, 2, 3, cpu)()
     done = [what for what, _ in segmented]
     assert done[:2] == ["summarize", "execute_segments"] and set(done[2:]) <= {"merge_segments"}
 
 
-def test_the_planner_uses_it_where_it_predicts_a_gain(segmented, stored, monkeypatch):
+def test_calls_with_a_predicted_gain_take_the_native_path(segmented, stored, monkeypatch):
     lanes = Pass(((64, 100.0),), 0.01, 0.01, 1.0)
     stored(("cpu", "segmented", "bfloat16"), Constants(lanes, 0.1, 0.01, lanes, lanes))
     x = make_inputs("memory", 1400, H=1, K=16, V=16, lengths=(1100, 300)).arguments
@@ -264,7 +268,7 @@ def test_the_planner_uses_it_where_it_predicts_a_gain(segmented, stored, monkeyp
     assert "predicted" in forced and "given by the caller; calibrated constants" in forced
 
 
-def test_a_window_has_as_many_tokens_as_fit_and_the_backend_is_asked_for_few_sizes(segmented, monkeypatch):
+def test_a_window_has_as_many_tokens_as_fit_and_few_sizes_are_queried(segmented, monkeypatch):
     backend = REGISTRY.load(REGISTRY.find("segmented").spec)
     asked = set()
     exactly = type(backend).segment_workspace_bytes

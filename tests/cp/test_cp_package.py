@@ -1,4 +1,4 @@
-"""The package: how kda-core finds it, and what it brings along."""
+"""The package: its discovery by kda-core, its dependencies and its diagnosis."""
 
 import pickle
 from importlib import metadata
@@ -16,13 +16,13 @@ from kda_cp.distributed import RankError
 from kda_cp.plugin import SPEC
 
 
-def test_the_doctor_lists_it(capsys):
+def test_the_doctor_lists_the_planner(capsys):
     main(["doctor"])
     assert "planner     cp: ok" in capsys.readouterr().out
     assert compatible(SPEC.abi) and SPEC.abi <= BACKEND_ABI
 
 
-def test_it_is_asked_about_every_call(stored):
+def test_a_call_without_a_gain_is_explained_as_serial(stored):
     x = prefill()
     with record_calls() as calls:
         o, _ = chunk_kda(**x)
@@ -33,8 +33,9 @@ def test_it_is_asked_about_every_call(stored):
     assert explain(**x, context_parallel="off").plan == "direct"
 
 
-def test_it_brings_nothing_but_the_core():
-    assert [Requirement(r).name for r in metadata.requires("kda-cp") or ()] == ["kda-core"]
+def test_the_package_requires_kda_core_and_filelock_only():
+    requirements = [Requirement(r).name for r in metadata.requires("kda-cp") or ()]
+    assert sorted(requirements) == ["filelock", "kda-core"]
     imported = modules_after(
         "import kda_core.registry as r; assert r.REGISTRY.planner()[0] == 'cp'; import kda_cp.execute"
     )
@@ -42,33 +43,33 @@ def test_it_brings_nothing_but_the_core():
     assert not imported & {"cutlass", "tvm_ffi", "triton"}
 
 
-def test_listing_it_imports_the_spec_alone():
+def test_listing_planners_imports_only_the_spec():
     modules_after(
         "import sys, kda_core.registry as r; assert [c.name for c in r.REGISTRY.planners()] == ['cp']\n"
         "assert 'kda_cp.plugin' in sys.modules and 'kda_cp.execute' not in sys.modules"
     )
 
 
-def test_errors_survive_pickling():
+def test_errors_can_be_pickled():
     for error in (RankError("rank 1 failed"), RankError("ranks disagree", 1)):
         got = pickle.loads(pickle.dumps(error))
         assert type(got) is RankError and got.args == error.args
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "words"),
     [
         ('[{"key": ["cpu", "reference", "bfl', "JSONDecodeError"),
-        ('{"version": 2}', "a dict instead of a list"),
+        ('{"version": 2}', "expected a list, got a dict"),
         ('[{"key": ["cpu", "reference", "bfloat16"]}]', "KeyError"),
     ],
 )
-def test_the_doctor_finds_a_damaged_calibration(content, said, tmp_path, monkeypatch):
+def test_the_doctor_reports_a_damaged_calibration_file(content, words, tmp_path, monkeypatch):
     monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path))
     assert not any("calibration" in p for p in doctor.examine()["problems"])
     file = tmp_path / "cp" / "constants.json"
     file.parent.mkdir()
     file.write_text(content)
-    for _ in range(2):  # it is no warning, which is given once
+    for _ in range(2):  # a problem is reported each time, unlike a warning
         (problem,) = [p for p in doctor.examine()["problems"] if "calibration" in p]
-        assert problem.startswith(f"planner cp: calibrations in {file} are not used") and said in problem
+        assert problem.startswith(f"planner cp: calibrations in {file} are ignored") and words in problem

@@ -1,4 +1,4 @@
-"""The search for a plan finds what trying every cut finds, with a bounded amount of work."""
+"""The search for a plan finds the same plan as an exhaustive search, with a bounded amount of work."""
 
 import heapq
 import random
@@ -9,28 +9,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kda_cp import Constants, Pass, Plan, constants, make_plan, predict
-from kda_cp.plan import COUNTS, GRANULE, MARGIN, MAX_PIECES, RATIO_MARGIN, RATIO_PIECE, WHOLE, longest_lane
+from kda_cp.choose import MARGIN, RATIO_MARGIN, RATIO_SEGMENT
+from kda_cp.cost import busiest_lane
+from kda_cp.cuts import COUNTS, GRANULE, MAX_SEGMENTS, WHOLE
 
 H200 = constants.SHIPPED["NVIDIA H200", "sm90", "bfloat16"]
-CHEAP = Constants(Pass(((32, 20.0),), 0.05, 0.01, 5.0), 2.0, 0.05)  # a device where splitting pays early
+CHEAP = Constants(Pass(((32, 20.0),), 0.05, 0.01, 5.0), 2.0, 0.05)  # a device on which short splits gain
 LANES = Pass(((20, 20.0), (66, 31.0)), 0.05, 0.01, 5.0)  # lanes by list scheduling
 LISTED = Constants(LANES, 2.0, 0.05, LANES, Pass(((33, 22.0),), 0.0, 0.02, 5.0))
 EACH = Pass(((132, 1e3),), 0.0, 0.0, 0.0)
-TOKENS = Constants(EACH, 0.0, 0.0, EACH, EACH)  # of the ratio rule
+TOKENS = Constants(EACH, 0.0, 0.0, EACH, EACH)  # the constants of the ratio rule
 
 
-def cut(length, pieces):
-    """Whole granules, as evenly as they go, in at most so many pieces."""
+def cut(length, segments):
+    """Cuts at granules, as evenly as possible, into at most this many segments."""
     units = -(-length // GRANULE)
-    count = max(1, min(pieces, units))
+    count = max(1, min(segments, units))
     ends = [min(length, units * i // count * GRANULE) for i in range(1, count)]
     return tuple(b - a for a, b in zip([0, *ends], [*ends, length]))
 
 
 def every_cut(lengths, HV, known, shortest, windows):
-    """All that `make_plan` says it tries, in order."""
-    passes = [p for p in (known.forward, known.summarize, known.run) if p is not None]
-    fits = {min(max(lanes // HV, 2), MAX_PIECES) for p in passes for lanes, _ in p.chain}
+    """Yields the candidates that `kda_cp.cuts.candidates` documents, in order."""
+    passes = [p for p in (known.forward, known.summarize, known.execute) if p is not None]
+    fits = {min(max(lanes // HV, 2), MAX_SEGMENTS) for p in passes for lanes, _ in p.chain}
     counts = {*COUNTS, *fits}
     counts = sorted(counts | {n * windows for n in counts})
     for count in counts:
@@ -42,20 +44,20 @@ def every_cut(lengths, HV, known, shortest, windows):
             yield tuple(cut(n, min(count, n // shortest)) for n in lengths)
 
 
-def tried(lengths, HV, known, strategy, native, window):
-    """Pieces and predicted time of the fastest, the first of equally fast ones; None where the call is not split."""
-    by = {"HV": HV, "native": native, "window": window} | (
+def exhaustive(lengths, HV, known, strategy, native, window):
+    """Returns the segments and the predicted time of the fastest candidate, the first of equally fast ones; None without a split."""
+    options = {"HV": HV, "native": native, "window": window} | (
         {"SMs": 132} if known is None else {"constants": known}
     )
-    margin, shortest = (RATIO_MARGIN, RATIO_PIECE) if known is None else (MARGIN, GRANULE)
+    margin, shortest = (RATIO_MARGIN, RATIO_SEGMENT) if known is None else (MARGIN, GRANULE)
     windows = max(1, -(-sum(lengths) // window)) if native and window else 1
-    serial = predict(Plan(tuple((n,) for n in lengths)), **by).planned
+    serial = predict(Plan(tuple((n,) for n in lengths)), **options).planned
     best, found = serial / margin if strategy == "auto" else float("inf"), None
-    for pieces in every_cut(lengths, HV, known or TOKENS, shortest, windows):
-        if any(len(s) > 1 for s in pieces):
-            time = predict(Plan(pieces), **by).planned
+    for segments in every_cut(lengths, HV, known or TOKENS, shortest, windows):
+        if any(len(s) > 1 for s in segments):
+            time = predict(Plan(segments), **options).planned
             if time < best:
-                best, found = time, pieces
+                best, found = time, segments
     return found, best
 
 
@@ -75,13 +77,13 @@ lengths = st.lists(
     st.booleans(),
     st.sampled_from([0, 0, 64, 4096, 65536]),
 )
-def test_the_search_finds_what_trying_every_cut_finds(lengths, HV, known, strategy, native, window):
+def test_the_search_finds_the_same_plan_as_an_exhaustive_search(lengths, HV, known, strategy, native, window):
     plan = make_plan(
         lengths, HV=HV, constants=known, SMs=132, strategy=strategy, native=native, window=window
     )
-    pieces, time = tried(lengths, HV, known, strategy, native, window)
-    assert plan.pieces == (pieces or tuple((n,) for n in lengths))
-    if pieces is not None:
+    segments, time = exhaustive(lengths, HV, known, strategy, native, window)
+    assert plan.segments == (segments or tuple((n,) for n in lengths))
+    if segments is not None:
         assert plan.prediction.planned == time
 
 
@@ -91,15 +93,15 @@ def test_the_search_finds_what_trying_every_cut_finds(lengths, HV, known, strate
     st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),
     st.sampled_from([1, 2, 4, 12, 33, 66, 132]),
 )
-def test_lanes_are_those_of_list_scheduling_stream_by_stream(lengths, heads, lanes):
+def test_the_busiest_lane_is_that_of_list_scheduling_task_by_task(lengths, heads, lanes):
     loads = [0] * lanes
     for n in sorted(lengths * heads, reverse=True):
         heapq.heapreplace(loads, loads[0] + n)
-    assert longest_lane(lengths, heads, lanes) == max(loads)
+    assert busiest_lane(lengths, heads, lanes) == max(loads)
 
 
-def work(lengths, **more):
-    """Calls of functions, of Python's own too, that planning makes."""
+def function_calls(lengths, **more):
+    """Returns the number of function calls, built-in ones included, that planning makes."""
     count = 0
 
     def counted(frame, event, argument):
@@ -129,5 +131,5 @@ SHORT = random.Random(0)
         ((1 << 20,), 8, {"native": True, "constants": H200, "window": 520_064}, 25_000),
     ],
 )
-def test_planning_takes_little_work(lengths, HV, known, most):
-    assert work(lengths, HV=HV, **known) < most
+def test_planning_makes_few_function_calls(lengths, HV, known, most):
+    assert function_calls(lengths, HV=HV, **known) < most

@@ -1,5 +1,4 @@
-"""``get_kernel``: compiled once per configuration and architecture, among threads, processes and damaged
-files."""
+"""``get_kernel`` compiles once for each configuration and architecture, with threads, processes and damaged files."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ except TypeError as error:
 print(cache_info().loaded, cache_info().compiled)
 """
 
-#: Waits after the imports until all are there, so that the compilations would overlap.
+#: Waits after the imports for all processes, so that their compilations would overlap.
 RACE = """
 import pathlib, sys, time
 from helpers import demo_kernels as kernels
@@ -43,9 +42,7 @@ from kda_cute.jit.key import toolchain
 toolchain()
 folder = pathlib.Path({folder!r})
 (folder / "ready{number}").touch()
-deadline = time.monotonic() + 60
 while len(list(folder.glob("ready*"))) < {count}:
-    assert time.monotonic() < deadline
     time.sleep(0.005)
 function = get_kernel(kernels.Spill, kernels.SpillConfig(values=256), "sm_90a")
 try:
@@ -76,7 +73,7 @@ def test_the_code_is_for_the_architecture(kernels, arch):
     assert f".target {arch}" in keep_ptx(kernels.RmsNorm, kernels.RmsConfig(), arch)
 
 
-def test_kernels_can_be_made_for_elsewhere(cache_dir, kernels):
+def test_kernels_can_be_made_for_an_instrument_instead_of_a_gpu(cache_dir, kernels):
     make = lambda compiled: [compiled.__ptx__]
     wanted = (kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
     with compiling.kernels_made_by(make):
@@ -87,7 +84,7 @@ def test_kernels_can_be_made_for_elsewhere(cache_dir, kernels):
     assert callable(get_kernel(*wanted))
 
 
-def test_the_kernel_is_compiled_once_per_variant(cache_dir, kernels):
+def test_each_variant_is_compiled_once(cache_dir, kernels):
     variants = [
         (kernels.RmsConfig(), "sm_90a"),
         (kernels.RmsConfig(dim=64), "sm_90a"),
@@ -107,9 +104,14 @@ def test_the_kernel_is_compiled_once_per_variant(cache_dir, kernels):
 def test_invalid_variants_are_refused_before_compiling(cache_dir, kernels):
     with pytest.raises(ArgumentError, match=r"config\.dim"):
         get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=[128]), "sm_90a")
-    with pytest.raises(ArgumentError, match="one of sm_90a"):
-        get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90")
+    with pytest.raises(ArgumentError, match="expected sm_<number>"):
+        get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "hopper")
     assert cache_info() == CacheInfo()
+
+
+def test_an_architecture_that_the_dsl_lacks_is_a_clear_error(cache_dir, kernels):
+    with pytest.raises(CompileError, match="the installed CuTe DSL does not support sm_130a"):
+        get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_130a")
 
 
 def test_another_process_loads_without_compiling(cache_dir, kernels, python):
@@ -149,7 +151,7 @@ def test_racing_threads_compile_once(cache_dir, kernels):
 
 
 def test_threads_may_compile_different_kernels(cache_dir, kernels):
-    """The DSL's compiler is not thread-safe, so they take turns."""
+    """They compile one after the other, because the DSL's compiler is not thread-safe."""
     start, found = threading.Barrier(4), {}
 
     def get(dim):
@@ -209,7 +211,7 @@ from kda_cute import cache_info, get_kernel
 header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None, use_errno=True).capset(header, nothing) == 0
 logged = queue.Queue()
-logging.getLogger("kda_core").addHandler(logging.handlers.QueueHandler(logged))
+logging.getLogger("kda_cute").addHandler(logging.handlers.QueueHandler(logged))
 for dim in (128, 64, 32):
     function = get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=dim), "sm_90a")
     try:
@@ -222,7 +224,7 @@ print(cache_info().loaded, cache_info().compiled, [record.getMessage() for recor
 
 @pytest.mark.parametrize("filled", [True, False])
 def test_read_only_folder(cache_dir, kernels, python, filled):
-    """What is there is used, the rest is compiled in memory, and one warning says so."""
+    """Cached kernels load, other kernels compile in memory, with one warning."""
     if filled:
         get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=128), "sm_90a")
     cache_dir.mkdir(exist_ok=True)
@@ -238,7 +240,7 @@ def test_read_only_folder(cache_dir, kernels, python, filled):
     assert sorted(cache_dir.iterdir()) == files
 
 
-#: Compiles one kernel, or none, then its sources change on disk, then compiles another.
+#: Compiles one kernel or none; then its sources change on disk; then compiles another one.
 UPGRADE = """
 import pathlib, sys, time
 import upgraded_kernels as kernels
@@ -265,9 +267,9 @@ def test_an_upgrade_under_a_process_does_not_poison_the_cache(cache_dir, kernels
     module.write_text(Path(kernels.__file__).read_text())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     command = [sys.executable, "-c", UPGRADE, "late"]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
     assert done.stdout.split() == ["0", "2"], done.stderr
-    assert f"{module} changed while this process ran" in done.stderr and "restart it" in done.stderr
+    assert f"{module} changed while this process ran" in done.stderr and "Restart this process" in done.stderr
     assert len(list(cache_dir.glob("*.o"))) == 1
 
 
@@ -277,7 +279,7 @@ def test_an_upgrade_before_the_first_kernel_does_not_poison_the_cache(cache_dir,
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     code = UPGRADE.replace("no_such_name // WARP", "tidx // 16").replace('"# a new version\\n\\n" + ', "")
     command = [sys.executable, "-c", code, "early"]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
     assert done.stdout.split() == ["0", "1"], done.stderr
     assert f"{module} changed after this process began to import kernels" in done.stderr
     assert not list(cache_dir.glob("*.o"))
@@ -285,7 +287,7 @@ def test_an_upgrade_before_the_first_kernel_does_not_poison_the_cache(cache_dir,
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """The system's temporary folder, for this test alone."""
+    """A temporary folder of the system for this test alone."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -305,7 +307,7 @@ def test_a_folder_that_cannot_be_made_is_replaced_by_a_private_one(cache_dir, ke
 
 
 @pytest.mark.parametrize("how", ["mode", "owner"])
-def test_nothing_is_run_from_a_folder_that_others_may_write(
+def test_no_kernel_is_loaded_from_a_folder_that_others_may_write(
     cache_dir, kernels, temporary, caplog, monkeypatch, how
 ):
     get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
@@ -330,7 +332,7 @@ def test_nothing_is_run_from_a_folder_that_others_may_write(
 
 
 def test_a_full_disk_costs_one_compilation(cache_dir, kernels, monkeypatch, caplog):
-    """No file can be finished anywhere, and the call is served."""
+    """No file can be written anywhere, and the call still works."""
     cache_dir.mkdir(mode=0o700)
 
     def full(*args, **kwargs):
@@ -343,60 +345,53 @@ def test_a_full_disk_costs_one_compilation(cache_dir, kernels, monkeypatch, capl
             get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=dim), "sm_90a")()
     assert cache_info() == CacheInfo(compiled=2)
     assert caplog.text.count("No space left") == 1
-    assert {path.suffix for path in cache_dir.iterdir()} == {".lock"}
+    assert {path.suffix for path in cache_dir.iterdir()} <= {".lock"}
 
 
-def test_a_lock_that_is_never_let_go_costs_one_compilation(cache_dir, kernels, monkeypatch, caplog):
-    now = 0.0
-
-    def sleep(seconds):
-        nonlocal now
-        now += seconds
-
-    patience = storage.Patience(clock=lambda: now, sleep=sleep)
+def test_a_lock_that_is_never_released_costs_one_compilation(cache_dir, kernels, monkeypatch, caplog):
+    short = storage.Patience(notice_s=0.01, limit_s=0.02)
     entry = compiling.entry_of(compiling.Variant(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a"))
     with entry.locked():
-        monkeypatch.setattr(storage, "Patience", lambda: patience)
+        monkeypatch.setattr(storage, "Patience", lambda: short)
         with pytest.raises(TypeError, match="bfloat16"):
             get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")()
-    assert 300 <= now < 301
     assert cache_info() == CacheInfo(compiled=1) and entry.read() is None
     assert f"waiting for process {os.getpid()}, which holds the lock" in caplog.text
-    assert "for more than 300 s" in caplog.text
+    assert "has held the lock" in caplog.text
 
 
 def test_the_first_compilation_is_announced_once(cache_dir, kernels, caplog):
-    caplog.set_level("INFO", logger="kda_core")
+    caplog.set_level("INFO", logger="kda_cute")
     for dim in (128, 64):
         get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=dim), "sm_90a")
     warning, _, info, _ = caplog.records
-    assert (warning.levelname, warning.name) == ("WARNING", "kda_core")
-    for word in (f"compiling RmsNorm(dim=128, weighted=True) for sm_90a, which takes seconds, into {cache_dir}",
+    assert (warning.levelname, warning.name) == ("WARNING", "kda_cute")
+    for word in (f"compiling RmsNorm(dim=128, weighted=True) for sm_90a into {cache_dir}, which takes seconds",
                  f"KDA_CACHE_DIR={cache_dir} python -m kda_core precompile --arch sm_90a"):  # fmt: skip
         assert word in warning.getMessage()
     assert info.levelname == "INFO" and "compiling RmsNorm(dim=64" in info.getMessage()
     clear_memory()
     caplog.clear()
     get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
-    assert not caplog.records  # loading takes no time
+    assert not caplog.records  # a load is not announced
 
 
-def test_what_is_on_disk_loads_while_another_kernel_compiles(cache_dir, kernels, monkeypatch):
+def test_a_cached_kernel_loads_while_another_one_compiles(cache_dir, kernels, monkeypatch):
     get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
     clear_memory()
     compiling_now, go_on = threading.Event(), threading.Event()
     fake_args = kernels.RmsNorm.fake_args
 
-    def wait(kernel):  # in the middle of `cute.compile`'s arguments, the compiler's lock held
+    def wait(kernel):  # called by `trace`, which holds the compiler's lock
         compiling_now.set()
-        assert go_on.wait(60)
+        go_on.wait()
         return fake_args(kernel)
 
     monkeypatch.setattr(kernels.RmsNorm, "fake_args", wait)
     slow = threading.Thread(target=get_kernel, args=(kernels.RmsNorm, kernels.RmsConfig(dim=64), "sm_90a"))
     slow.start()
     try:
-        assert compiling_now.wait(60)
+        compiling_now.wait()
         get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
         assert cache_info() == CacheInfo(loaded=1) and slow.is_alive()
     finally:
@@ -406,7 +401,7 @@ def test_what_is_on_disk_loads_while_another_kernel_compiles(cache_dir, kernels,
 
 
 def test_loading_and_compiling_at_once(cache_dir, kernels):
-    """The DSL's loader beside its compiler: sound functions come out."""
+    """The DSL's loader and its compiler run concurrently, and the functions work."""
     dims = (32, 64, 96, 128)
     for dim in dims:
         get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=dim), "sm_90a")
@@ -438,12 +433,12 @@ fake_args = kernels.RmsNorm.fake_args
 def wait(kernel):
     inside.set()
     if os.getpid() == parent:
-        assert go_on.wait(100)
+        go_on.wait()
     return fake_args(kernel)
 kernels.RmsNorm.fake_args = wait
 thread = threading.Thread(target=get_kernel, args=(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a"))
 thread.start()
-assert inside.wait(100)
+inside.wait()
 child = os.fork()
 for dim in () if child else (64, 128):  # another variant, and the one whose file lock the parent holds
     if dim == 128:
@@ -458,7 +453,7 @@ print(status, cache_info().compiled)
 """
 
 
-def test_a_child_forked_while_a_thread_compiles_compiles_too(cache_dir, kernels, python):
+def test_a_child_forked_during_a_compilation_can_compile(cache_dir, kernels, python):
     assert python(FORK).split() == ["2", "1"]
 
 
@@ -472,7 +467,7 @@ def test_disable_jit(cache_dir, kernels, monkeypatch):
     assert not cache_dir.exists()
 
 
-def test_disable_jit_tells_what_a_cached_kernel_differs_in(cache_dir, kernels, monkeypatch):
+def test_disable_jit_names_the_ingredients_that_differ(cache_dir, kernels, monkeypatch):
     get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
     clear_memory()
     (path,) = cache_dir.glob("*.json")
@@ -486,7 +481,7 @@ def test_disable_jit_tells_what_a_cached_kernel_differs_in(cache_dir, kernels, m
 
 
 def test_a_kernel_that_does_not_compile(cache_dir, kernels):
-    for _ in range(2):  # a failure is not remembered, and does not stand in the way of the next kernel
+    for _ in range(2):  # a failure is not cached and does not affect the next kernel
         with pytest.raises(CompileError, match=r"Broken\(values=512\) for sm_90a did not compile") as caught:
             get_kernel(kernels.Broken, kernels.SpillConfig(), "sm_90a")
     assert "no_such_name" in str(caught.value)
@@ -499,11 +494,11 @@ def test_a_kernel_that_does_not_compile(cache_dir, kernels):
 
 @dataclass(frozen=True)
 class Unbuilt:
-    """A configuration, and a class that no compiler will see."""
+    """A configuration, and a class that is never compiled."""
 
 
 @pytest.mark.parametrize("module", ["cutlass.cute", "tvm_ffi"])
-def test_without_the_dsl(cache_dir, monkeypatch, module):
+def test_a_missing_dsl_is_an_error_with_the_command_that_installs_it(cache_dir, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(CompileError, match=r"pip install 'nvidia-cutlass-dsl\[cu13\]' apache-tvm-ffi"):
         get_kernel(Unbuilt, Unbuilt(), "sm_90a")
@@ -548,7 +543,7 @@ def test_precompile_into_a_folder_that_cannot_be_made(cache_dir, kernels):
         precompile([(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")])
 
 
-def test_an_interrupted_precompile_leaves_the_rest(cache_dir, kernels):
+def test_an_interrupted_precompile_keeps_finished_kernels(cache_dir, kernels):
     def interrupt(built):
         raise KeyboardInterrupt
 
@@ -564,14 +559,14 @@ def test_precompile_of_nothing(cache_dir):
 
 def gpu_arch() -> str | None:
     """The architecture of the current GPU, None if there is no GPU that these kernels are compiled for."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() not in {(9, 0), (10, 0), (10, 3)}:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
         return None
     return arch_of_capability(torch.cuda.get_device_capability())
 
 
 on_gpu = pytest.mark.skipif(
     gpu_arch() is None and not env.require_arch(),
-    reason="needs a GPU of sm_90a, sm_100a or sm_103a: RmsNorm was compiled and loaded, but never run",
+    reason="needs a GPU of compute capability 9.0 or later: RmsNorm was compiled and loaded, but never run",
 )
 
 

@@ -1,9 +1,7 @@
-"""Small kernels for the tests of ``kda_cute``: one that is sound, one that spills, one that does not
-compile."""
+"""Small kernels for the tests of ``kda_cute``: one without problems, one that spills, one that does not compile."""
 
 from dataclasses import dataclass
 
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
@@ -13,7 +11,7 @@ WARP = 32
 
 @dataclass(frozen=True)
 class RmsConfig:
-    """``dim``: K, a multiple of 32. ``weighted``: whether there is a weight."""
+    """``dim``: K, a multiple of 32. ``weighted``: whether the kernel has a weight."""
 
     dim: int = 128
     weighted: bool = True
@@ -50,7 +48,7 @@ class RmsNorm:
         w: cute.Tensor | None,
         y: cute.Tensor,
         eps: cutlass.Float32,
-        stream: cuda.CUstream,
+        stream,
     ):
         grid = [cute.ceil_div(x.shape[0], self.rows), 1, 1]
         self.kernel(x, w, y, eps).launch(grid=grid, block=[WARP * self.rows, 1, 1], stream=stream)
@@ -79,14 +77,13 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class SpillConfig:
-    """``values``: how many numbers a thread keeps. More than 255 registers do not exist."""
+    """``values``: numbers that a thread keeps. A thread has at most 255 registers."""
 
     values: int = 512
 
 
 class Spill:
-    """Each thread reads many numbers, synchronises, and stores them in another order: they cannot all be
-    kept."""
+    """Each thread reads many numbers, synchronises, and stores them in another order, so that not all fit into registers."""
 
     def __init__(self, config: SpillConfig):
         self.config = config
@@ -96,7 +93,7 @@ class Spill:
         return x, y, make_fake_stream(use_tvm_ffi_env_stream=True)
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream):
         self.kernel(x, y).launch(grid=[1, 1, 1], block=[256, 1, 1], stream=stream)
 
     @cute.kernel
@@ -112,7 +109,7 @@ class Spill:
 
 
 class Broken(Spill):
-    """Does not compile: the kernel asks for a name that does not exist."""
+    """Does not compile: the kernel uses a name that does not exist."""
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, y: cute.Tensor):
@@ -130,7 +127,7 @@ def spilling():
 
 
 def offered(arch):
-    """What a backend of these kernels would compile ahead of time; one of them twice."""
+    """The variants of a backend of these kernels, one of them twice."""
     return [*sound(), sound()[0]]
 
 
@@ -139,5 +136,5 @@ def offered_and_broken(arch):
 
 
 def many(arch):
-    """More than can be compiled before somebody interrupts it."""
+    """More variants than compile before the test interrupts."""
     return [(RmsNorm, RmsConfig(dim=32 * n)) for n in range(1, 65)]

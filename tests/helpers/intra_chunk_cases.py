@@ -17,7 +17,7 @@ def variant(x: dict[str, Any]) -> dict[str, Any]:
     """The gate's part of the configuration that serves a call."""
     bounded = x.get("lower_bound") is not None
     gate = "precomputed" if not x.get("use_gate_in_kernel") else "bounded" if bounded else "softplus"
-    return {"gate": gate, "vote": gate != "bounded", "gate_dtype": str(x["g"].dtype)[6:]}
+    return {"gate": gate, "unbounded": gate != "bounded", "gate_dtype": str(x["g"].dtype)[6:]}
 
 
 def specified(x: dict[str, Any], C: int, lengths: tuple[int, ...] | None) -> list[tuple[Any, Tensor]]:

@@ -1,5 +1,7 @@
-"""What each rank of a group runs for tests/cp/test_cp_distributed.py and test_cp_gpu.py. A check returns what the test asserts
-on."""
+"""What each rank of a group executes for tests/cp/test_cp_distributed.py and test_cp_gpu.py.
+
+A check returns the values that the test asserts.
+"""
 
 import datetime
 import os
@@ -22,16 +24,16 @@ from kda_core.registry import record_calls
 from kda_core.testing import error, make_inputs, token_oracle
 from kda_cp import Constants, Pass, constants
 from kda_cp.distributed import ContextParallel, Fragment, FragmentTable
-from kda_cp.part import planned
+from kda_cp.local_fragments import plan_fragments
 
 TOKENS = ("q", "k", "v", "g", "beta")
-# torch 2.13 has another name for all_gather_into_tensor.
+# torch 2.13 renamed all_gather_into_tensor.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 COLLECTIVES = ("all_gather", "all_gather_object", "all_reduce", "broadcast", GATHER)
 
 
 def call(family, lengths, **more):
-    """Arguments without cu_seqlens, which is the table's matter, and the oracle's o and states."""
+    """Returns arguments without cu_seqlens, which the table replaces, and the oracle's o and states."""
     x = make_inputs(
         family, sum(lengths), lengths=lengths, **({"H": 1, "HV": 2, "K": 16, "V": 16} | more)
     ).arguments
@@ -41,7 +43,7 @@ def call(family, lengths, **more):
 
 
 def run(group, table, x, on="owner", **more):
-    """This rank's o and final states; which backends ran, and how often a collective was called."""
+    """Returns this rank's o and final states, the backends that were called, and the number of collectives."""
     cp = ContextParallel(group, table, final_state_on=on)
     mine = x | {n: table.shard(x[n], cp.rank) for n in TOKENS}
     count = 0
@@ -63,7 +65,10 @@ def run(group, table, x, on="owner", **more):
 
 
 def compare(group, table, x, want, on="owner", **more):
-    """(error of this rank's o, of its states, backends, collectives); o is measured token range by token range."""
+    """Returns the errors of this rank's o and states, the backends and the number of collectives.
+
+    The error of o is measured for each token range.
+    """
     rank = dist.get_rank()
     o, state, ran, count = run(group, table, x, on, **more)
     lengths = [f.stop - f.start for f in table.of_rank(rank)]
@@ -81,6 +86,7 @@ LENGTHS = (70, 0, 130, 3, 55)
 
 
 def tables(ranks):
+    """Returns fragment tables over sequences of `LENGTHS` tokens, by name."""
     fragments = []  # uneven, out of order, more than one of a sequence on a rank
     for n, length in enumerate(LENGTHS):
         cuts = [0, *range(7 + n, length, 29), length]
@@ -110,16 +116,16 @@ def tables(ranks):
 
 
 def fails(work):
-    """The type and message of what `work` raises, or None."""
+    """Returns the type and the message of the exception that `work` raises, or None."""
     try:
         work()
-    except Exception as raised:  # noqa: BLE001 - the test looks at it
+    except Exception as raised:  # noqa: BLE001 - the test asserts the type
         return type(raised).__name__, str(raised)
     return None
 
 
 def checks(rank, ranks):
-    """(name, check) in the same order on every rank."""
+    """Yields (name, check) in the same order on every rank."""
     for family in ("steep", "slow", "memory"):
         x, want = call(family, LENGTHS, initial_state=True)
         for name, table in tables(ranks).items():
@@ -139,10 +145,10 @@ def checks(rank, ranks):
     yield "same bits", twice
 
     def plans():
-        """How often this rank plans: in a first call, in one like it, and in one after other answers were called for."""
+        """Returns how often this rank has planned after a first call, an equal call, and a call after a refresh."""
         cp = ContextParallel(None, table)
         mine = x | {n: table.shard(x[n], rank) for n in TOKENS}
-        with mock.patch("kda_cp.distributed.planned", side_effect=planned) as counted:
+        with mock.patch("kda_cp.distributed.plan_fragments", side_effect=plan_fragments) as counted:
             counts = []
             for refresh in (False, False, True):
                 kda_core.backends(refresh=refresh)
@@ -182,11 +188,13 @@ def checks(rank, ranks):
     )
 
     def short_of_memory():
-        with mock.patch("kda_cp.part.Part.reserve", side_effect=MemoryError("no memory")):
+        with mock.patch(
+            "kda_cp.local_fragments.LocalFragments.reserve", side_effect=MemoryError("no memory")
+        ):
             return fails(lambda: run(None, table, x))
 
     yield (
-        "a rank finds no memory for its run",
+        "a rank cannot allocate its memory",
         short_of_memory if rank == ranks - 1 else lambda: fails(lambda: run(None, table, x)),
     )
     yield "and the group still works", lambda: compare(None, table, x, want)
@@ -197,12 +205,12 @@ def checks(rank, ranks):
     held = x | {n: apart.shard(x[n], rank) for n in TOKENS}
 
     def differs(cp, mine, **mistake):
-        """What a call raises in which the last rank makes a mistake."""
+        """Returns the error of a call in which the last rank passes a wrong argument."""
         return fails(lambda: cp.chunk_kda(**mine | (mistake if last else {})))
 
     yield "no tensor", lambda: differs(ContextParallel(None, table), shards, beta=0.5)
     yield "no table", lambda: fails(lambda: ContextParallel(None, None if last else table))
-    for name, on in (("no word for where states go", "every"), ("another word for where states go", "all")):
+    for name, on in (("invalid final_state_on", "every"), ("other final_state_on", "all")):
         on = on if last else "owner"
         yield name, lambda on=on: fails(lambda: ContextParallel(None, apart, final_state_on=on))
     wanted = held | {"output_final_state": True}
@@ -210,10 +218,10 @@ def checks(rank, ranks):
     yield "no final states", lambda: differs(everywhere(), wanted, output_final_state=False)
 
     def out_of_step():
-        """A rank fails where the others have all that they need; then all call again."""
+        """One rank fails after the others have received everything; then all ranks call again."""
         cp = ContextParallel(None, table)
         with (
-            mock.patch("kda_cp.part.Part.run", side_effect=MemoryError("no memory"))
+            mock.patch("kda_cp.local_fragments.LocalFragments.execute", side_effect=MemoryError("no memory"))
             if last
             else nullcontext()
         ):
@@ -221,18 +229,18 @@ def checks(rank, ranks):
         return first, fails(lambda: cp.chunk_kda(**shards))
 
     yield "out of step", out_of_step
-    yield "another one brings them together", lambda: compare(None, table, x, want)
+    yield "a new instance works", lambda: compare(None, table, x, want)
 
 
 def order_checks(rank, ranks):
-    """Ranks that do the same things in different order. Each check returns what this rank raised first and second."""
+    """Ranks that do the same in different order. Each check returns the errors of this rank in its order of calls."""
     lengths = (60 * ranks,)
     x, want = call("memory", lengths)
     one = FragmentTable.contiguous(lengths, ranks)
     turned = tuple(Fragment((f.rank + 1) % ranks, f.sequence, f.start, f.stop) for f in one.fragments)
     tables = {
-        "same rows": FragmentTable(lengths, ranks, turned),
-        "other rows": FragmentTable.zigzag(lengths, ranks),
+        "same summaries": FragmentTable(lengths, ranks, turned),
+        "other summaries": FragmentTable.zigzag(lengths, ranks),
         "same table": one,
     }
     shards = {n: one.shard(x[n], rank) for n in TOKENS}
@@ -256,25 +264,28 @@ def order_checks(rank, ranks):
 
     yield "order: tagged", tagged
     tags = ("a", "b") if rank == 0 else ("b", "a")
-    yield "order: made", lambda: [fails(lambda t=t: ContextParallel(None, one, tag=t)) for t in tags]
+    yield "order: constructed", lambda: [fails(lambda t=t: ContextParallel(None, one, tag=t)) for t in tags]
 
-    def made_and_called():
+    def constructed_and_called():
         cp = ContextParallel(None, one)
         work = [lambda: cp.chunk_kda(**x | shards), lambda: ContextParallel(None, one)]
         return [fails(w) for w in (work if rank == 0 else work[::-1])]
 
-    yield "order: made and called", made_and_called
+    yield "order: constructed and called", constructed_and_called
     tag = 3 if rank == 1 else "a"
     yield "no tag", lambda: fails(lambda: ContextParallel(None, one, tag=tag))
     yield "options of training", lambda: compare(None, one, x, want, disable_recompute=True)
 
 
 def deaths(rank, ranks, folder):
-    """Entry of 5 processes: all but 0 die, in a group with 0, at another moment each, and 4 where 0 fails too. 0 returns what it
-    raises."""
+    """Entry of 5 processes. All but 0 die, each in a group with 0, and each at another moment.
+
+    4 dies where 0 fails as well. 0 stores the errors that it raises.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
+    # Gloo reports a dead rank at once. Without that, the test ends after this time.
+    limit = datetime.timedelta(minutes=5)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=limit
     )
@@ -290,7 +301,8 @@ def deaths(rank, ranks, folder):
         if dies in (2, 4):
             os._exit(0)
         if dies == 3:
-            mock.patch.object(cp, "_exchange", side_effect=lambda *_: os._exit(0)).start()
+            with dying_in_exchange():
+                cp.chunk_kda(**mine)
         cp.chunk_kda(**mine | mistake)
 
     if rank:
@@ -299,16 +311,30 @@ def deaths(rank, ranks, folder):
         mistakes = {4: {"beta": 0.5}}
         found = {r: fails(lambda r=r: use(groups[r], **mistakes.get(r, {}))) for r in groups}
         torch.save(found, f"{folder}/0.pt")
-        os._exit(0)  # groups of the dead cannot be taken apart
+        os._exit(0)  # groups with dead ranks cannot be destroyed
 
 
-LANES = Pass(((64, 100.0),), 0.01, 0.01, 1.0)  # many idle lanes: ranks cut their fragments
+def dying_in_exchange():
+    """Ends this process when it begins to gather summaries, after the ranks have agreed."""
+    gather = getattr(dist, GATHER)
+
+    def die(*args, async_op=False, **kwargs):
+        if async_op:
+            os._exit(0)
+        return gather(*args, **kwargs)
+
+    return mock.patch.object(dist, GATHER, die)
+
+
+LANES = Pass(((64, 100.0),), 0.01, 0.01, 1.0)  # many idle lanes, so that ranks cut their fragments
 LONG = (640, 0, 1500, 64)
 
 
 def cut_checks(rank, ranks, folder):
-    """Checks in which each rank cuts its fragments further: over the reference, and over backends that summarise segments,
-    one of which merges them as well."""
+    """Checks in which each rank cuts its fragments into segments.
+
+    The backends are the reference, one that summarises segments, and one with a merge kernel as well.
+    """
     backends = ("reference", "segmented", "merging")
     for backend in backends:
         constants.store(("cpu", backend, "bfloat16"), Constants(LANES, 0.1, 0.01, LANES, LANES))
@@ -316,7 +342,7 @@ def cut_checks(rank, ranks, folder):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: segmented\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[kda_core.backends]\nsegmented = segmented_backend:SPEC\nmerging = segmented_backend:MERGING\n"
+        "[kda_core.backends]\nsegmented = helpers.segmented_backend:SPEC\nmerging = helpers.segmented_backend:MERGING\n"
     )
     sys.path.insert(0, str(folder))
     dist.barrier()
@@ -330,18 +356,18 @@ def cut_checks(rank, ranks, folder):
             Fragment(0, 0, 0, 640),
             Fragment(1, 3, 0, 64),
         )
-        apart = FragmentTable(LONG, ranks, (*fragments, Fragment(0, 1, 0, 0)))
+        separate = FragmentTable(LONG, ranks, (*fragments, Fragment(0, 1, 0, 0)))
         for name, table in (
             ("contiguous", FragmentTable.contiguous(LONG, ranks)),
             ("zigzag", FragmentTable.zigzag(LONG, ranks)),
-            ("apart", apart),
+            ("separate", separate),
         ):
             for backend in backends:
                 yield f"cut {family} {name} {backend}", partial(cut, table, x, want, backend)
 
 
 def cut(table, x, want, backend):
-    """As `compare`, with the numbers of sequences of all calls of the backend by method."""
+    """Returns the results of `compare`, and (method, sequences) of each call of the backend."""
     seen = []
 
     def watched(method, function):
@@ -380,29 +406,23 @@ def cut(table, x, want, backend):
 
 
 def work(rank, ranks, folder):
-    """Entry of a spawned process: runs all checks, leaves their results in the folder."""
+    """Entry of a spawned process: executes all checks and stores their results in the folder."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["KDA_CACHE_DIR"] = f"{folder}/cache{rank}"
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-        timeout=datetime.timedelta(seconds=60),
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     results = {}
     try:
         for name, check in chain(checks(rank, ranks), cut_checks(rank, ranks, Path(folder))):
             results[name] = check()
-    except Exception:  # noqa: BLE001 - the test shows it
+    except Exception:  # noqa: BLE001 - the test prints it
         results["crashed"] = traceback.format_exc()
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def behind_a_busy_gpu(rank, ranks, folder, backend):
-    """Entry of a process with a GPU of its own: a call while the GPU has a second's work ahead."""
+    """Entry of a process with its own GPU: makes a call while about one second of work is queued on the GPU."""
     torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     lengths = (5000, 300)
@@ -411,8 +431,8 @@ def behind_a_busy_gpu(rank, ranks, folder, backend):
     cp = ContextParallel(None, table)
     mine = x | {n: table.shard(x[n], rank) for n in TOKENS}
     run = partial(cp.chunk_kda, **mine, output_final_state=True, backend="sm90")
-    run()  # compiles, and connects the ranks
-    dist.barrier()  # the other host must not compile while this one waits for its word
+    run()  # compiles the kernels and connects the ranks
+    dist.barrier()  # no host may compile while another waits for its message
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     slept = torch.cuda.Event()

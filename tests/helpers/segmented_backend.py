@@ -1,4 +1,4 @@
-"""Backends for tests/cp/test_cp_native.py that summarise segments themselves, on top of the reference; one merges too."""
+"""Backends for the tests of kda-cp that summarise segments themselves, on top of the reference. One has a merge kernel."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -17,18 +17,19 @@ SPEC = BackendSpec(
     abi=kda_core.BACKEND_ABI,
     archs=frozenset({"cpu"}),
     features=frozenset(f.value for f in Feature),
-    target="segmented_backend:Segmented",
+    target="helpers.segmented_backend:Segmented",
     install="pip install segmented",
     priority=-150,
 )
-MERGES = replace(SPEC, target="segmented_backend:Merging")
+MERGES = replace(SPEC, target="helpers.segmented_backend:Merging")
 MERGING = replace(MERGES, name="merging")
 
-calls = []  # (method, lengths)
+#: (method, lengths) of every call, in order. Tests clear the list before they use it.
+calls = []
 
 
 class Segmented(ReferenceBackend):
-    """Prepares tokens (normalisation, gate, beta) into the workspace; the run has them from there alone."""
+    """Normalises tokens and evaluates gates in `summarize`. `execute_segments` reads the results from the workspace only."""
 
     def chunk_fwd(self, inputs, outputs):
         calls.append(("chunk_fwd", inputs.sequence_lengths()))
@@ -53,7 +54,7 @@ class Segmented(ReferenceBackend):
             beta = torch.sigmoid(beta) * (2 if o.allow_neg_eigval else 1)
         for place, x in zip(_places(s, workspace), (q, k, v, g, beta)):
             place.copy_(x)
-        x = _prepared(inputs, workspace)
+        x = _from_workspace(inputs, workspace)
         super().chunk_fwd(x, KdaOutputs(torch.empty_like(x.v), exits))
         eye = torch.eye(s.K).expand_as(transitions).contiguous()
         zeros = torch.zeros(1, s.T, s.HV, s.K)
@@ -62,15 +63,17 @@ class Segmented(ReferenceBackend):
 
     def execute_segments(self, inputs, outputs):
         calls.append(("execute_segments", inputs.sequence_lengths()))
-        x = _prepared(inputs, outputs.workspace)
+        x = _from_workspace(inputs, outputs.workspace)
         o = torch.empty_like(x.v)
         super().chunk_fwd(x, replace(outputs, o=o))
         outputs.o.copy_(o)
-        outputs.workspace.fill_(255)  # NaN: it serves one run
+        outputs.workspace.fill_(255)  # NaN: the contents are valid for one execution
         return outputs
 
 
 class Merging(Segmented):
+    """Has `merge_segments` as well."""
+
     def merge_segments(self, initial, exits, transitions, bounds):
         calls.append(("merge_segments", tuple(bounds.tolist())))
         for first, end in pairwise(bounds.tolist()):
@@ -80,20 +83,21 @@ class Merging(Segmented):
 
 
 def _sizes(s):
+    """Returns the shapes of q, k, v, g, beta in the workspace."""
     heads = ((s.H, s.K), (s.H, s.K), (s.HV, s.V), (s.HV, s.K), (s.HV,))
     return [torch.Size((1, s.T, *x)) for x in heads]
 
 
 def _places(s, workspace):
-    """q, k, v, g, beta in the workspace, fp32."""
+    """Returns q, k, v, g, beta in the workspace, fp32."""
     sizes = _sizes(s)
     numbers = [size.numel() for size in sizes]
     flat = workspace[: 4 * sum(numbers)].view(torch.float32).split(numbers)
     return [x.view(size) for x, size in zip(flat, sizes)]
 
 
-def _prepared(inputs, workspace):
-    """The call over what was prepared."""
+def _from_workspace(inputs, workspace):
+    """Returns the inputs of a call over the tokens in the workspace."""
     s = inputs.shape
     options = replace(
         s.options, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, lower_bound=None,

@@ -1,4 +1,4 @@
-"""The kernels of kda-sm100 without the API above them: emulated for CPU tensors, else on the tensors' GPU."""
+"""Launches kernels of kda-sm100 without the API above them: emulated for CPU tensors, else on the GPU of the tensors."""
 
 from __future__ import annotations
 
@@ -8,40 +8,53 @@ import torch
 
 import ptx_emulator
 from kda_cute import get_kernel, kernels_made_by
+from kda_cute.arguments import pack
 from kda_cute.records import decay_offset, image_offset
 from kda_sm100 import layouts
 from kda_sm100.config import HEAD_DIM
 
 
 def launch(
-    kernel: Any, arguments: Any, config: Any, arch: str, tensor: torch.Tensor, seed: int, **given: Any
+    kernel: type,
+    config: object,
+    tensor: torch.Tensor,
+    struct: type[tuple],
+    *,
+    arch: str,
+    seed: int = 0,
+    **given: Any,
 ) -> None:
-    """One launch with the arguments of these names; tensors stand for their addresses, and what is not named is 0.
-    Waits for its end."""
-    names = [name for group in arguments.values() for name in group]
-    assert given.keys() <= set(names), given.keys() - set(names)
-    values = [given.get(name) for name in names]
-    addresses = [x.data_ptr() if torch.is_tensor(x) else x or 0 for x in values]
+    """Launches a kernel and waits for its end.
+
+    Args:
+        kernel, config: kernel class and variant.
+        tensor: the leading tensor of the kernel; it selects the device.
+        struct: argument struct of the kernel.
+        arch: target of the compiler.
+        seed: schedule of the emulator.
+        given: values of the struct, as for `kda_cute.arguments.pack`. An emulated kernel may access these tensors only.
+    """
+    arguments = pack(struct, **given)
     if tensor.is_cuda:
-        get_kernel(kernel, config, arch)(tensor, *addresses)
+        get_kernel(kernel, config, arch)(tensor, *arguments)
         torch.cuda.synchronize()
         return
-    tensors = [x for x in values if torch.is_tensor(x)]
+    tensors = [x for x in given.values() if torch.is_tensor(x)]
     with kernels_made_by(ptx_emulator.load), ptx_emulator.device(arch, seed=seed, tensors=tensors):
-        get_kernel(kernel, config, arch)(tensor, *addresses)
+        get_kernel(kernel, config, arch)(tensor, *arguments)
 
 
 class Workspace:
-    """A workspace, filled with ones, and its records: logical [records, rows, columns] by name."""
+    """A workspace, initially all ones in binary (NaN), whose arrays read and write as [records, rows, columns] by name."""
 
     def __init__(self, records: int, C: int, device: str) -> None:
         size = layouts.workspace_bytes(records, C)
-        room = torch.full((size + 128,), 0xFF, dtype=torch.uint8, device=device)
-        self.bytes, self.C = room[-room.data_ptr() % 128 :][:size], C
+        memory = torch.full((size + 128,), 0xFF, dtype=torch.uint8, device=device)
+        self.bytes, self.C = memory[-memory.data_ptr() % 128 :][:size], C
         self.start, self.records = layouts.addresses(0, records, C), records
 
     def _view(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The records of an array, [records, elements], and where their elements are."""
+        """Returns the records of an array, [records, elements], and the index of each matrix element in a record."""
         size = self.records * layouts.record_bytes(self.C)[name]
         flat = self.bytes[self.start[name] :][:size]
         flat = flat.view(torch.float32 if name == "a" else torch.bfloat16).view(self.records, -1)
@@ -63,7 +76,7 @@ class Workspace:
 def chunks_of(
     B: int, T: int, C: int, lengths: tuple[int, ...] | None
 ) -> tuple[list[tuple[int, int, int, int]], int]:
-    """(row of B, first token, tokens, slot) of every chunk, and the number of slots."""
+    """Returns (row of B, first token, tokens, slot) of every chunk, and the number of slots per head."""
     if lengths is None:
         each = -(-T // C)
         found = [(b, c * C, min(C, T - c * C), b * each + c) for b in range(B) for c in range(each)]

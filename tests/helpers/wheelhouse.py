@@ -1,7 +1,8 @@
-"""Wheels of every project of the repository, and clean environments to install them into, without a download.
+"""Builds every project of the repository and installs it into clean environments, without a download.
 
-A clean environment sees torch and the other third-party distributions of the test environment (links to them, and to
-nothing else), so that pip resolves real requirements and finds this repository's packages in the built wheels alone.
+A clean environment sees torch and the other third-party distributions of the test environment through links, and
+nothing else. pip therefore resolves real requirements, and finds this repository's packages only in the wheels or
+folders that a test names.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 SOURCES = {
     "kda-core": ROOT / "packages" / "kda-core",
+    "kda-cute": ROOT / "packages" / "kda-cute",
     "kda-sm90": ROOT / "packages" / "kda-sm90",
     "kda-sm100": ROOT / "packages" / "kda-sm100",
     "kda-cp": ROOT / "packages" / "kda-cp",
@@ -34,39 +36,47 @@ THIRD_PARTY = (
     "pytest",
     "nvidia-cutlass-dsl[cu13]",
     "apache-tvm-ffi",
-    "cuda-python",
     "llvmlite",
     "numpy",
+    "hatchling",  # builds folders that pip installs without build isolation
 )
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
-    """Builds the wheel of the project in `source` into `folder` with the build backend of this environment."""
+    """Builds the wheel of the project in `source` into `folder` and returns its path.
+
+    The build backend comes from the test environment, so nothing is downloaded.
+    """
     return _build(source, folder, "--wheel")
 
 
 def build_sdist(source: Path, folder: Path) -> Path:
-    """Builds the source archive of the project in `source` into `folder`, as `build_wheel` builds the wheel."""
+    """Builds the source archive of the project in `source` into `folder` and returns its path."""
     return _build(source, folder, "--sdist")
 
 
 def _build(source: Path, folder: Path, what: str) -> Path:
     command = [sys.executable, "-m", "build", what, "--no-isolation", "--outdir", str(folder), str(source)]
+    # Builds must be reproducible without this variable, so a value of the caller's must not help.
+    environment = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
     before = set(folder.iterdir())
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = set(folder.iterdir()) - before
     return built
 
 
 def copy_project(source: Path, target: Path) -> Path:
-    """Copies a project out of the repository without what tools left in it; links stay links."""
+    """Copies a project to `target` without the files that tools leave behind, and returns `target`.
+
+    Symbolic links stay links, so a link that points out of the project breaks.
+    """
     unwanted = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", ".*")
     return Path(shutil.copytree(source, target, ignore=unwanted, symlinks=True))
 
 
 def closure(names: Iterable[str]) -> list[metadata.Distribution]:
-    """The installed distributions behind some requirements and, recursively, behind what those require."""
+    """Returns the installed distributions that satisfy the requirements `names`, with all their dependencies."""
     found: dict[tuple[str, frozenset[str]], metadata.Distribution] = {}
     todo = [Requirement(name) for name in names]
     while todo:
@@ -85,7 +95,7 @@ def closure(names: Iterable[str]) -> list[metadata.Distribution]:
 
 @dataclass(frozen=True)
 class CleanEnvironment:
-    """A virtual environment without pip, and the wheels that can be installed into it."""
+    """A virtual environment without pip, and the folder of wheels that `install` may use."""
 
     folder: Path
     wheels: Path
@@ -95,24 +105,31 @@ class CleanEnvironment:
         return str(self.folder / "bin" / "python")
 
     def install(self, *requirements: str) -> None:
-        """Installs from the wheels and from what is there; nothing is downloaded."""
-        pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet", "--no-index"]
-        self._run([*pip, "--find-links", str(self.wheels), *requirements])
+        """Installs `requirements` from `wheels`, from folders, and from what is there; downloads nothing."""
+        pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet"]
+        offline = ["--no-index", "--no-build-isolation", "--find-links", str(self.wheels)]
+        self._run([*pip, *offline, *requirements])
 
     def run(self, *arguments: str, cwd: Path | None = None, status: int = 0) -> str:
-        """Runs Python with some arguments, away from the repository; what it printed."""
+        """Runs Python with `arguments` outside the repository and returns its standard output."""
         return self._run([self.python, *arguments], cwd=cwd or self.folder, status=status)
 
     def run_command(self, name: str, *arguments: str) -> str:
-        """Runs a command that a wheel installed; what it printed."""
+        """Runs the console script `name` of an installed wheel and returns its standard output."""
         return self._run([str(self.folder / "bin" / name), *arguments], cwd=self.folder)
 
     def ask(self, expression: str) -> Any:
-        """The value of a Python expression, which sees `kda_core`, by way of JSON."""
+        """Returns the value of a Python expression that may use `kda_core`; the value passes through JSON."""
         return json.loads(self.run("-c", f"import json, kda_core\nprint(json.dumps({expression}))"))
 
+    def requirements(self, name: str) -> list[str]:
+        """Returns the requirements that the installed distribution `name` states, without those of its extras."""
+        stated = f"__import__('importlib.metadata').metadata.requires({name!r})"
+        found = json.loads(self.run("-c", f"import json\nprint(json.dumps({stated}))"))
+        return sorted(text for text in found if "extra ==" not in text)
+
     def ours(self) -> dict[str, str]:
-        """The installed distributions of this repository, and any other that is called kda-something."""
+        """Returns name -> version of each installed distribution of this repository or called kda-something."""
         listed = "{d.name: d.version for d in __import__('importlib.metadata').metadata.distributions()}"
         found = json.loads(self.run("-c", f"import json\nprint(json.dumps({listed}))"))
         return {
@@ -120,7 +137,7 @@ class CleanEnvironment:
         }
 
     def statuses(self) -> dict[str, list[str]]:
-        """name -> [status, reason, distribution] of every backend that `kda_core.backends` lists."""
+        """Returns name -> [status, reason, distribution] of each backend that `kda_core.backends` lists."""
         return self.ask("{i.name: [i.status, i.reason, i.distribution] for i in kda_core.backends()}")
 
     def _run(self, command: list[str], cwd: Path | None = None, status: int = 0) -> str:
@@ -137,6 +154,6 @@ class CleanEnvironment:
         hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_", "KDA_", "PYTEST_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         return kept | {
-            "CUDA_VISIBLE_DEVICES": "",  # a backend's status shall not depend on the machine
-            "OMP_NUM_THREADS": "1",  # these tensors are small: threads would only wait for each other
+            "CUDA_VISIBLE_DEVICES": "",  # so that a backend's status does not depend on the machine
+            "OMP_NUM_THREADS": "1",  # the tensors are too small for threads to pay off
         }

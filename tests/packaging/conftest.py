@@ -1,4 +1,4 @@
-"""Fixtures of the packaging tests: the wheels, what they may require, and environments to install them into."""
+"""Fixtures of the packaging tests: wheels, third-party distributions, clean environments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.wheelhouse import SOURCES, THIRD_PARTY, CleanEnvironment, build_whe
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheel of each project, all in one folder; built from copies outside the repository."""
+    """The wheel of each project, built into one folder from copies outside the repository."""
     folder = tmp_path_factory.mktemp("wheels")
     copies = tmp_path_factory.mktemp("sources")
     return {
@@ -23,7 +23,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def third_party(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of links to the installed `THIRD_PARTY` distributions and all that they require."""
+    """A folder of links to the installed `THIRD_PARTY` distributions and all their dependencies."""
     folder = tmp_path_factory.mktemp("third-party")
     site = Path(sysconfig.get_path("purelib"))
     for distribution in closure(THIRD_PARTY):
@@ -34,18 +34,29 @@ def third_party(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def bare_environment(tmp_path: Path, third_party: Path) -> CleanEnvironment:
+    """A clean environment with nothing of this repository in it, and no wheels to install from."""
+    (tmp_path / "no-wheels").mkdir()
+    return new_environment(tmp_path / "bare", tmp_path / "no-wheels", third_party)
+
+
+@pytest.fixture
 def clean_environment(
     tmp_path: Path, wheels: dict[str, Path], third_party: Path
 ) -> Callable[..., CleanEnvironment]:
-    """A function that makes a clean environment and installs some requirements into it."""
+    """A function that creates a clean environment and installs some requirements into it from the wheels."""
 
     def make(*requirements: str) -> CleanEnvironment:
-        folder = tmp_path / "environment"
-        venv.EnvBuilder(symlinks=True).create(folder)
-        (site,) = (folder / "lib").glob("python3*/site-packages")
-        (site / "third_party.pth").write_text(f"import site; site.addsitedir({str(third_party)!r})\n")
-        environment = CleanEnvironment(folder, wheels["kda-core"].parent)
+        environment = new_environment(tmp_path / "environment", wheels["kda-core"].parent, third_party)
         environment.install(*requirements)
         return environment
 
     return make
+
+
+def new_environment(folder: Path, wheels: Path, third_party: Path) -> CleanEnvironment:
+    """Creates a virtual environment in `folder` that also sees the distributions in `third_party`."""
+    venv.EnvBuilder(symlinks=True).create(folder)
+    (site,) = (folder / "lib").glob("python3*/site-packages")
+    (site / "third_party.pth").write_text(f"import site; site.addsitedir({str(third_party)!r})\n")
+    return CleanEnvironment(folder, wheels)

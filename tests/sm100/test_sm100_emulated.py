@@ -1,5 +1,5 @@
-"""The reduced conformance set on ptx-emulator (`emulated_cases`). No Blackwell GPU has run the kernels; `test_conformance` is
-for the first one."""
+"""The reduced conformance set (`emulated_cases`) on ptx-emulator. No Blackwell GPU has run the kernels yet; the first one runs
+`test_sm100_conformance`."""
 
 from helpers.emulated_cases import KIT, EmulatedCases
 
@@ -12,14 +12,14 @@ from kda_sm100.config import ARCHS
 class TestSm100(EmulatedCases):
     backend, arch = "sm100", ARCHS[0]
 
-    def test_rings_that_are_used_again(self, kda):
+    def test_long_sequences_reuse_the_rings(self, kda):
         kda.agrees(kda.case("slow", 300, H=1, initial_state=True))
 
     def test_intermediate_states_of_packed_sequences(self, kda):
         KIT.test_intermediate_states(kda, (0, 17, 17, 64, 130), False, 64)
 
 
-def test_no_schedule_changes_a_bit():
+def test_every_schedule_gives_the_same_bits():
     runner = Runner("sm100", "cpu", 128, quick=True)
     found = []
     for seed in range(4):

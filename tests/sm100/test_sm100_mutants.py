@@ -1,5 +1,7 @@
-"""Broken copies of the chain, and of that of summaries, are noticed on the emulator: by an error, or because
-the result is wrong. Each wait counts."""
+"""Mutants of the chain and of the summary kernel: the PTX without one wait, commit or arrival.
+
+The emulator must detect each mutant, by an error or by another result. This shows that the kernel needs each of them.
+"""
 
 import functools
 import re
@@ -9,13 +11,14 @@ import torch
 from helpers.sm100_launch import Workspace
 
 import ptx_emulator
+from kda_cute.arguments import pack
 from kda_cute.jit.ptxas import keep_ptx
 from kda_sm100.config import ARCHS, HEAD_DIM, ChainConfig, SummaryConfig
 
-C, CHUNKS = 32, 9  # stages of both rings, which are alike, and both accumulators of O are used again
+C, CHUNKS = 32, 9  # enough chunks to reuse every stage of both rings and both accumulators of O
 CONFIGS = {"chain": ChainConfig(C), "summary": SummaryConfig(C)}
 
-#: What is taken out, one place at a time, wherever it is.
+#: The instructions that mutants lack, one occurrence at a time.
 PARTS = {
     "wait for an mbarrier": r"mbarrier\.try_wait[^;]*;\s*@P1 bra\.uni DONE;\s*bra\.uni\s+LAB_WAIT;",
     "wait for stores": r"tcgen05\.wait::st\.sync\.aligned;",
@@ -23,7 +26,7 @@ PARTS = {
     "commit": r"tcgen05\.commit[^;]*;",
     "arrival": r"mbarrier\.arrive\.shared\.b64[^;]*;",
 }
-SHARES = 3  # tests that share the places of one kind
+SHARES = 3  # tests that share the occurrences of one kind
 
 
 @functools.cache
@@ -36,8 +39,8 @@ def compiled(which):
 
 
 def run(which, ptx):
-    """o, the final state and the transition over random records; zeros where the kernel writes none."""
-    from kda_sm100.kernels.chain import ARGUMENTS
+    """Returns o, the final state and the transition over random records; zeros if the kernel writes none."""
+    from kda_sm100.kernels.chain import ChainArguments
 
     rng = torch.Generator().manual_seed(0)
     workspace = Workspace(CHUNKS, C, "cpu")
@@ -46,19 +49,12 @@ def run(which, ptx):
     workspace["a"] = torch.rand(CHUNKS, HEAD_DIM, generator=rng)
     o = torch.zeros(1, CHUNKS * C, 1, HEAD_DIM).bfloat16()
     final, transition = torch.zeros(2, 1, 1, HEAD_DIM, HEAD_DIM).unbind()
-    given = {
-        "o": o,
-        "final_state": final,
-        "transitions": transition,
-        "workspace": workspace.bytes,
-        "N": 1,
-        "T": CHUNKS * C,
-        "HV": 1,
-        "every": 1,
-    }
-    values = [given.get(name, 0) for names in ARGUMENTS.values() for name in names]
+    values = pack(
+        ChainArguments, o=o, final_state=final, transitions=transition, workspace=workspace.bytes, state_count=0, N=1,
+        T=CHUNKS * C, HV=1, offset_bytes=0, v_first=0, every=1,
+    )  # fmt: skip
     _, shared, threads = compiled(which)
-    ptx_emulator.run(ptx, (2 if which == "summary" else 1,), (threads,), shared, values)
+    ptx_emulator.run(ptx, (2 if which == "summary" else 1,), (threads,), shared, list(values))
     return o, final, transition
 
 
@@ -67,10 +63,10 @@ def expected(which):
     return run(which, compiled(which)[0])
 
 
-def is_noticed(which, broken):
-    """Whether the broken PTX ends in an error or in another result."""
+def is_detected(which, mutant):
+    """Returns whether the mutant ends in an error or in another result."""
     try:
-        found = run(which, broken)
+        found = run(which, mutant)
     except ptx_emulator.ExecutionError as error:
         print(error)
         return True
@@ -80,10 +76,10 @@ def is_noticed(which, broken):
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("what", PARTS)
 @pytest.mark.parametrize("which", CONFIGS)
-def test_nothing_is_there_in_vain(which, what, share):
+def test_every_mutant_is_detected(which, what, share):
     ptx = compiled(which)[0]
     places = list(re.finditer(PARTS[what], ptx))
-    assert places, "the PTX has none: the pattern is out of date"
+    assert places, "the pattern is out of date: the PTX has no match"
     for match in places[share::SHARES]:
-        broken = ptx[: match.start()] + ptx[match.end() :]
-        assert is_noticed(which, broken), f"place {places.index(match)} of {len(places)} is there in vain"
+        mutant = ptx[: match.start()] + ptx[match.end() :]
+        assert is_detected(which, mutant), f"not needed: occurrence {places.index(match)} of {len(places)}"

@@ -1,12 +1,14 @@
-"""Calls whose sequences are cut into segments: summaries by themselves, and a plan of kda-cp, emulated. The
-kit's test of segments is in `test_sm100_emulated`."""
+"""Calls whose sequences are cut into segments: the summary kernel alone, and a plan of kda-cp, emulated.
+
+The conformance kit's test of segments runs in `test_sm100_emulated`.
+"""
 
 from itertools import accumulate
 
 import pytest
 import torch
+from helpers.sm100_chain_cases import NAN, laid_out, recurrence
 from helpers.sm100_launch import launch
-from test_sm100_chain import NAN, laid_out, recurrence
 
 from kda_core import chunk_kda
 from kda_core.registry import record_calls
@@ -17,11 +19,11 @@ from kda_sm100.config import ARCHS, HEAD_DIM, SummaryConfig
 
 @pytest.mark.parametrize(
     ("arch", "C", "lengths"),
-    [("sm_100a", 64, (130, 0, 1, 320)), ("sm_103a", 32, (0, 31, 0, 225))],  # rings are used again
+    [("sm_100a", 64, (130, 0, 1, 320)), ("sm_103a", 32, (0, 31, 0, 225))],  # long enough to reuse the rings
     ids=str,
 )
-def test_summaries_are_the_recurrence_without_outputs_under_any_schedule(arch, C, lengths):
-    from kda_sm100.kernels.chain import ARGUMENTS
+def test_summaries_match_the_recurrence_under_every_schedule(arch, C, lengths):
+    from kda_sm100.kernels.chain import ChainArguments
     from kda_sm100.kernels.summary import SummaryKernel
 
     HV, N, T = 1, len(lengths), sum(lengths)
@@ -42,9 +44,9 @@ def test_summaries_are_the_recurrence_without_outputs_under_any_schedule(arch, C
     for seed in range(3):
         exits, transitions = (torch.full(shape, NAN) for _ in range(2))
         launch(
-            SummaryKernel, ARGUMENTS, SummaryConfig(C), arch, v, seed, offsets=offsets, initial_state=initial,
-            final_state=exits, transitions=transitions, workspace=workspace.bytes, N=N, T=T, HV=HV,
-            offset_bytes=4,
+            SummaryKernel, SummaryConfig(C), v, ChainArguments, arch=arch, seed=seed, offsets=offsets,
+            initial_state=initial, final_state=exits, transitions=transitions, workspace=workspace.bytes,
+            state_count=0, N=N, T=T, HV=HV, offset_bytes=4, v_first=0, every=1,
         )  # fmt: skip
         found.append((exits, transitions))
         assert all(torch.equal(x, y) for x, y in zip(found[0], found[-1], strict=True))
@@ -55,8 +57,8 @@ def test_summaries_are_the_recurrence_without_outputs_under_any_schedule(arch, C
             assert torch.equal(found[0][0][n], initial[n]) and torch.equal(found[0][1][n], identity[n])
 
 
-def test_a_plan_of_kda_cp():
-    """One sequence in three pieces, one of them no whole chunk, beside one that is left whole."""
+def test_a_plan_of_kda_cp_matches_the_oracle():
+    """One sequence is cut into three segments, one of which is no multiple of a chunk. Another sequence stays whole."""
     Plan = pytest.importorskip("kda_cp").Plan
     lengths = (150, 20)
     x = make_inputs("memory", 170, H=1, lengths=lengths, initial_state=True).arguments

@@ -1,5 +1,6 @@
-"""Stages of their own, emulated, against the same in fp64."""
+"""The functions of `kda_sm100.stages`, emulated, against the same formulas in fp64."""
 
+import functools
 from itertools import accumulate, pairwise
 
 import pytest
@@ -16,14 +17,11 @@ CASES = [(64, None, True, False), (32, (0, 40, 0, 33), True, True), (64, (70, 0,
 
 @pytest.fixture
 def emulated(monkeypatch):
-    run = lambda kernel, arguments, config, tensor, **given: launch(
-        kernel, arguments, config, "sm_100a", tensor, 0, **given
-    )
-    monkeypatch.setattr(stages, "run", run)
+    monkeypatch.setattr(stages, "launch", functools.partial(launch, arch="sm_100a"))
 
 
 def arguments(B, T, HV, C, lengths, gates, v_first):
-    """Tokens of an exact preparation, rounded as operands are."""
+    """Returns arguments of the recurrence from an exact intra-chunk stage, rounded as operands are."""
     rng = torch.Generator().manual_seed(0)
     new = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)
     k, v = torch.nn.functional.normalize(new(B, T, HV, HEAD_DIM), dim=-1), new(B, T, HV, HEAD_DIM)
@@ -52,7 +50,7 @@ def arguments(B, T, HV, C, lengths, gates, v_first):
 
 
 def recurrence(x, lengths):
-    """h [chunks, HV, K, V], v_new and the final states in fp64."""
+    """Returns h [chunks, HV, K, V], v_new and the final states in fp64."""
     C, rows = x["chunk_size"], {n: x[n].double() for n in ("k", "w", "u")}
     (B, T, *_), turn = x["k"].shape, (lambda s: s.mT if x["state_v_first"] else s)
     S = turn(x["initial_state"]).double()
@@ -75,7 +73,7 @@ def recurrence(x, lengths):
 
 
 @pytest.mark.parametrize(("C", "lengths", "gates", "v_first"), CASES, ids=str)
-def test_it_is_the_recurrence(emulated, C, lengths, gates, v_first):
+def test_recurrence_matches_fp64(emulated, C, lengths, gates, v_first):
     B, T = (2, 100) if lengths is None else (1, sum(lengths))
     x = arguments(B, T, 2, C, lengths, gates, v_first)
     h, v_new, final = stages.chunk_gated_delta_rule_fwd_h(**x, output_final_state=True)
@@ -88,7 +86,7 @@ def test_it_is_the_recurrence(emulated, C, lengths, gates, v_first):
         assert (found.double() - want).norm() <= 6e-3 * want.norm()
 
 
-def test_no_state_and_none_wanted(emulated):
+def test_recurrence_without_states(emulated):
     x = arguments(1, 20, 1, 32, None, True, False) | {"initial_state": None}
     h, v_new, final = stages.chunk_gated_delta_rule_fwd_h(**x)
     assert final is None and not h.any() and torch.equal(v_new, x["u"])
@@ -103,17 +101,17 @@ def test_no_state_and_none_wanted(emulated):
         ({"gk": torch.zeros(1, 20, 1, 128).double()}, "gk: expected .*float32"),
         ({"initial_state": torch.zeros(2, 1, 128, 128)}, "initial_state: expected"),
         ({"cu_seqlens": torch.tensor([0.0, 20.0])}, "cu_seqlens: expected"),
-        ({"cu_seqlens": torch.tensor([0, 21])}, "cu_seqlens: expected offsets in order, from 0 to T = 20"),
+        ({"cu_seqlens": torch.tensor([0, 21])}, "cu_seqlens: expected ascending offsets in .0, T = 20."),
     ],
 )
-def test_what_is_wrong_is_said(change, named):
+def test_recurrence_names_invalid_arguments(change, named):
     x = arguments(1, 20, 1, 32, None, True, False)
     with pytest.raises(ArgumentError, match=f"^{named}"):
         stages.chunk_gated_delta_rule_fwd_h(**x | change)
 
 
 @pytest.mark.parametrize(("C", "lengths"), [(64, None), (32, (0, 40, 0, 33)), (64, (70, 0, 1))], ids=str)
-def test_outputs(emulated, C, lengths):
+def test_outputs_match_fp64(emulated, C, lengths):
     (B, T), H, HV = (2, 100) if lengths is None else (1, sum(lengths)), 1, 2
     rng = torch.Generator().manual_seed(0)
     new = lambda *shape: torch.randn(*shape, generator=rng)
@@ -143,7 +141,7 @@ def test_outputs(emulated, C, lengths):
         ({"g": torch.zeros(1, 128, 2, 20).mT}, "g: expected .1, 20, 2, 128"),
     ],
 )
-def test_what_is_wrong_with_outputs_is_said(change, named):
+def test_outputs_name_invalid_arguments(change, named):
     zeros = lambda *shape: torch.zeros(shape)
     x = {
         "q": zeros(1, 20, 1, 128).bfloat16(),
@@ -155,6 +153,6 @@ def test_what_is_wrong_with_outputs_is_said(change, named):
         stages.chunk_gla_fwd_o_gk(**x | change)
 
 
-def test_it_wants_a_gpu():
+def test_cpu_tensors_are_refused():
     with pytest.raises(DeviceError, match="device: expected a CUDA device, got cpu"):
         stages.chunk_gated_delta_rule_fwd_h(**arguments(1, 20, 1, 32, None, True, False))

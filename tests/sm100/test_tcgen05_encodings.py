@@ -1,4 +1,4 @@
-"""The encodings of tcgen05 that `kda_sm100.kernels.tensor` writes, against those of the DSL, product by product."""
+"""The tcgen05 descriptors of `kda_sm100.kernels.tensor` against those that the DSL encodes, product by product."""
 
 import importlib.util
 from pathlib import Path
@@ -23,7 +23,7 @@ def gemm_of_the_dsl(n, k, majors):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("C", (64, 32))
 @pytest.mark.parametrize("name", ("w", "kg", "aqk"))
-def test_descriptors_are_those_of_the_dsl(name, C, monkeypatch):
+def test_descriptors_equal_those_of_the_dsl(name, C, monkeypatch):
     from kda_sm100.config import HEAD_DIM
     from kda_sm100.kernels.tensor import Operand
 
@@ -39,7 +39,7 @@ def test_descriptors_are_those_of_the_dsl(name, C, monkeypatch):
     x, y, z = torch.zeros(128, k).bfloat16(), torch.zeros(n, k).bfloat16(), torch.zeros(128, n)
     with ptx_emulator.device("sm_100a"):
         ptx_emulator.load(gemm_of_the_dsl(n, k, majors))(x, y, z)
-    found = operands[::2]  # B is looked at before A
+    found = operands[::2]  # the emulator decodes B before A
     assert set(shapes) == {operand.instruction} and len(found) == operand.steps
     address = 0x3FFF
     assert {d & ~address for d in found} == {operand.bits}
@@ -48,10 +48,10 @@ def test_descriptors_are_those_of_the_dsl(name, C, monkeypatch):
 
 
 @pytest.mark.parametrize("C", (64, 32))
-def test_shared_memory_of_the_chain_is_aligned(C):
-    from kda_sm100.kernels.chain import SHARED_BYTES, ChainConfig, ChainKernel
+def test_shared_memory_fits_on_an_sm(C):
+    from kda_sm100.config import ChainConfig, SummaryConfig
+    from kda_sm100.kernels.chain import SHARED_BYTES, ChainKernel
+    from kda_sm100.kernels.summary import SummaryKernel
 
-    kernel = ChainKernel(ChainConfig(C))
-    assert not any(kernel.at[name] % 1024 for name in ("w", "u", "qd", "kg", "aqk", "o")), "swizzle atoms"
-    assert not kernel.at["a"] % 512 and not any(kernel.at[name] % 8 for name in kernel.barriers)
-    assert kernel.shared_bytes <= SHARED_BYTES
+    assert ChainKernel(ChainConfig(C)).shared_bytes <= SHARED_BYTES
+    assert SummaryKernel(SummaryConfig(C)).shared_bytes <= SHARED_BYTES

@@ -36,7 +36,7 @@ class BackendSpec:
         install: the command that installs it, for messages.
         unavailable: why no call can be served although the package is installed; None where calls are served.
         variants: ``"package.module:callable"``, imported when kernels are compiled ahead of time; called with an
-            architecture such as "sm_90a", it gives (kernel class, configuration) pairs in the form of `kda_cute`.
+            architecture such as "sm_90a", it gives (kernel class, configuration) pairs.
             None: nothing to compile.
         note: what whoever relies on the backend should know, such as where it has been run; shown where
             backends are listed. None: nothing.

@@ -1,4 +1,7 @@
-"""``python -m kda_core``: demo, backends, explain, precompile, doctor, conformance. Plain text; colour only with ``rich``."""
+"""``python -m kda_core``: demo, backends, explain, doctor, conformance, and what other packages add (`kda_core.extensions`).
+
+The output is plain text; a terminal gets colours if ``rich`` is installed.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,22 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from kda_core import contract, explanation, validate
+from kda_core import contract, explanation, extensions, install, validate
 from kda_core.errors import ArgumentError, DeviceError, KdaError
-from kda_cute import ARCHITECTURES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status: 0 for success, 1 for a finding, 2 for wrong usage."""
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    if rest and args.command != "conformance":
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(words)
+    args, rest = parser.parse_known_args(words)
+    if rest and not getattr(args, "takes_rest", False):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return args.run(args, rest)
@@ -32,98 +36,122 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, DeviceError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130  # as a shell reports SIGINT
-    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to be flushed
-        return 141  # as a shell reports SIGPIPE
+        return 130  # 128 + SIGINT, as shells report it
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still to be flushed
+        return 141  # 128 + SIGPIPE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of a command line of these words. Other packages' subcommands are looked up only if the first word is no
+    subcommand of kda-core."""
     parser = argparse.ArgumentParser("python -m kda_core", description="Kimi Delta Attention behind one API")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_own(commands)
+    if not words or words[0] not in commands.choices:
+        _add_extensions(commands, words[0] if words else "")
+    return parser
 
+
+def _add_extensions(commands: Any, wanted: str) -> None:
+    """Adds the subcommands of other packages. Only the one that is wanted is imported, or all of them for the help."""
+    found = extensions.find(extensions.COMMAND_GROUP)
+    known = {*found, *install.COMMANDS}
+    for name in sorted(known - set(commands.choices)):
+        if wanted in known and wanted != name:
+            commands.add_parser(name)
+        elif name in found:
+            _add_extension(commands, found[name])
+        else:
+            package = install.COMMANDS[name]
+            remedy = f"{name} is a command of {package}, which is not installed: {install.command(package)}"
+            _add_unusable(commands, name, f"not installed (a command of {package})", remedy)
+
+
+def _add_extension(commands: Any, extension: extensions.Extension) -> None:
+    try:
+        command = extension.command()
+    except extensions.ExtensionError as error:
+        _add_unusable(commands, extension.name, "broken", str(error))
+        return
+    p = commands.add_parser(extension.name, help=command.help, description=command.description)
+    command.add_arguments(p)
+    p.set_defaults(run=lambda args, rest: command.run(args), usage_error=p.error)
+
+
+def _add_unusable(commands: Any, name: str, help: str, reason: str) -> None:
+    """Adds a subcommand that only says why it cannot run. It accepts any arguments, so that this is the error shown."""
+
+    def fail(args: argparse.Namespace, rest: list[str]) -> int:
+        print(reason, file=sys.stderr)
+        return 1
+
+    p = commands.add_parser(name, help=help, description=reason)
+    p.set_defaults(run=fail, takes_rest=True)
+
+
+def _add_own(commands: Any) -> None:
     p = commands.add_parser(
-        "demo", help="KDA prefill of a real text, in one piece and in two, against the fp64 oracle"
+        "demo", help="KDA prefill of a real text in one call and in two, checked against the fp64 oracle"
     )
-    p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     p.add_argument(
-        "--tokens", type=_positive, help="length of the prefill (default: 65536 on a GPU, 4096 on a CPU)"
+        "--tokens", type=positive, help="length of the prefill (default: 65536 on a GPU, 4096 on a CPU)"
     )
-    p.add_argument("--backend", help="insist on this backend")
+    p.add_argument("--backend", help="the backend to use; no other one is asked")
     p.set_defaults(run=_demo)
 
-    p = commands.add_parser("backends", help="every known backend and its status")
+    p = commands.add_parser("backends", help="all known backends with their status")
     p.set_defaults(run=_backends)
 
     p = commands.add_parser(
         "explain",
-        help="which backend would serve a call of a given shape, by what plan, and who refuses it",
-        description="What `kda_core.explain` says of a call with q and k [B, T, H, K] and v [B, T, HV, V], whose GPU need not "
-        "be here. Exit status: 0 if the call would be served, 1 if it would fail, 2 for arguments that no call can have.",
+        help="the backend that would serve a call of a given shape, its plan, and why other backends refuse",
+        description="Prints `kda_core.explain` for a call with q and k [B, T, H, K] and v [B, T, HV, V]. The machine need not "
+        "have the GPU. Exit status: 0 if the call would be served, 1 if it would fail, 2 for invalid arguments.",
     )
-    p.add_argument("--B", type=_positive, help="batch size (default: 1)")
-    p.add_argument("--T", type=_natural, help="tokens a batch row, packed of all sequences (default: 8192)")
-    p.add_argument("--H", type=_positive, default=32, help="query/key heads (default: %(default)s)")
-    p.add_argument("--HV", type=_positive, help="value heads (default: H)")
+    p.add_argument("--B", type=positive, help="batch size (default: 1)")
     p.add_argument(
-        "--K", type=_positive, default=128, help="head dimension of q and k (default: %(default)s)"
+        "--T",
+        type=_natural,
+        help="tokens of a batch row; of a packed call, the total of all sequences (default: 8192)",
     )
-    p.add_argument("--V", type=_positive, default=128, help="head dimension of v (default: %(default)s)")
+    p.add_argument("--H", type=positive, default=32, help="query/key heads (default: %(default)s)")
+    p.add_argument("--HV", type=positive, help="value heads (default: H)")
+    p.add_argument("--K", type=positive, default=128, help="head dimension of q and k (default: %(default)s)")
+    p.add_argument("--V", type=positive, default=128, help="head dimension of v (default: %(default)s)")
     p.add_argument(
         "--lengths", type=_lengths, metavar="L,..", help="a packed call of sequences of these lengths"
     )
-    p.add_argument(
-        "--N", type=_positive, help="a packed call of N sequences; its plan is known by --lengths alone"
-    )
+    p.add_argument("--N", type=positive, help="a packed call of N sequences; the plan also needs --lengths")
     p.add_argument(
         "--dtype", choices=DTYPES, default="bf16", help="of q, k, v, g and beta (default: %(default)s)"
     )
     p.add_argument("--arch", type=_arch, help=f"{_ARCH_FORMS} (default: this machine's)")
-    p.add_argument("--initial-state", action="store_true", help="with an initial state")
-    p.add_argument("--final-state", action="store_true", help="that asks for the final state")
+    p.add_argument("--initial-state", action="store_true", help="the call has an initial state")
+    p.add_argument("--final-state", action="store_true", help="the call returns the final state")
     p.add_argument("--state-v-first", action="store_true", help="states are [V, K]")
     p.add_argument(
         "--gate",
         choices=("precomputed", "safe", "bounded", "softplus"),
         default="bounded",
-        help="g is the decay, or the decay in [-5, 0] (safe_gate), or the kernel computes it in [-5, 0] or without a bound "
-        "(default: %(default)s)",
+        help="precomputed: g is the log decay; safe: g is the log decay in [-5, 0] (safe_gate); bounded: the kernel computes it "
+        "in [-5, 0]; softplus: the kernel computes it without a bound (default: %(default)s)",
     )
-    p.add_argument("--no-l2norm", action="store_true", help="q and k are normalised already")
-    p.add_argument("--no-beta-sigmoid", action="store_true", help="beta is no logit")
-    p.add_argument("--pin", action="store_true")
-    p.add_argument("--backward", action="store_true", help="a call whose inputs require grad")
-    p.add_argument("--backend", help="insist on this backend")
+    p.add_argument("--no-l2norm", action="store_true", help="q and k are normalised before the call")
+    p.add_argument("--no-beta-sigmoid", action="store_true", help="beta is given in (0, 1), not as a logit")
+    p.add_argument("--pin", action="store_true", help="the call is made with pin=True")
+    p.add_argument("--backward", action="store_true", help="the inputs require grad")
+    p.add_argument("--backend", help="the backend to use; no other one is asked")
     p.add_argument(
         "--context-parallel",
         choices=("auto", "off"),
         default="auto",
-        help="whether a planner may split it (default: %(default)s)",
+        help="whether a planner may split the call (default: %(default)s)",
     )
     p.set_defaults(run=_explain, usage_error=p.error)
 
-    p = commands.add_parser(
-        "precompile",
-        help="compile the kernels of the installed backends into the cache folder, ahead of time",
-        description="Compiles what the installed backends list for an architecture, in worker processes and without a "
-        "GPU. The folder is that of KDA_CACHE_DIR; what is in it already is left alone. Kernels that are not listed "
-        "compile when a call first needs them. Run it on a CPU like that of the machine that will use the kernels.",
-    )
-    p.add_argument(
-        "--arch",
-        type=_compiled_arch,
-        required=True,
-        help=f"the GPU architecture: {', '.join(ARCHITECTURES.values())}; 9.0 and sm_90 name sm_90a too",
-    )
-    p.add_argument("--backend", help="only what this backend lists")
-    p.add_argument(
-        "--only", metavar="TEXT", help="only variants whose name, as --list prints it, contains TEXT"
-    )
-    p.add_argument("--jobs", type=_positive, metavar="N", help="worker processes (default: the usable CPUs)")
-    p.add_argument("--list", action="store_true", help="print the variants' names, compile nothing")
-    p.set_defaults(run=_precompile)
-
-    p = commands.add_parser("doctor", help="versions, GPUs, cache and backends, with what should be mended")
+    p = commands.add_parser("doctor", help="versions, GPUs, cache and backends, with the problems to fix")
     p.add_argument("--json", action="store_true", help="machine-readable")
     p.set_defaults(run=_doctor)
 
@@ -131,11 +159,11 @@ def _parser() -> argparse.ArgumentParser:
         "conformance", help="run the conformance kit on a backend; further arguments go to pytest"
     )
     p.add_argument("name", metavar="NAME", help="the backend")
-    p.set_defaults(run=_conformance)
-    return parser
+    p.set_defaults(run=_conformance, takes_rest=True)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """The type of an option that is a whole number of at least 1."""
     if (value := _natural(text)) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
     return value
@@ -155,22 +183,13 @@ _ARCH_FORMS = "cpu, or a compute capability as 9.0, sm_90 or sm_90a"
 
 
 def _arch(text: str) -> tuple[int, int] | str:
-    """ "cpu" or a compute capability, from all the ways in which people write one."""
+    """The type of an option that is "cpu" or a compute capability in one of `_ARCH_FORMS`."""
     if text == "cpu":
         return text
     found = re.fullmatch(r"(\d+)\.(\d)", text) or re.fullmatch(r"sm_(\d+)(\d)[a-z]?", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"expected {_ARCH_FORMS}, got {text}")
     return int(found[1]), int(found[2])
-
-
-def _compiled_arch(text: str) -> str:
-    """The name of an architecture that kernels are compiled for."""
-    arch = _arch(text)
-    if isinstance(arch, str) or arch not in ARCHITECTURES:
-        known = ", ".join(f"{name} ({a}.{b})" for (a, b), name in ARCHITECTURES.items())
-        raise argparse.ArgumentTypeError(f"expected one of {known}, got {text}")
-    return ARCHITECTURES[arch]
 
 
 def _demo(args: argparse.Namespace, rest: list[str]) -> int:
@@ -189,7 +208,7 @@ def _explain(args: argparse.Namespace, rest: list[str]) -> int:
     try:
         shape = _shape(args)
     except ArgumentError as error:
-        return args.usage_error(str(error))  # which exits
+        return args.usage_error(str(error))  # exits
     found = explanation.explain(
         shape, backend=args.backend, context_parallel=args.context_parallel, lengths=args.lengths
     )
@@ -198,11 +217,11 @@ def _explain(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _shape(args: argparse.Namespace) -> contract.ProblemShape:
-    """The shape of a call, checked as the call itself would be, on tensors without memory. The device is put in
-    afterwards, so that one machine can ask about another's GPU.
+    """The shape of the call that the options describe. Tensors of the meta device go through the checks of a real call; the
+    requested device replaces theirs afterwards, so that the GPU need not be present.
 
     Raises:
-        ArgumentError: options that no call can have.
+        ArgumentError: the options describe no valid call.
     """
     H, HV, K, V, lengths, N = args.H, args.HV or args.H, args.K, args.V, args.lengths, args.N
     packed = "--lengths" if lengths is not None else "--N" if N is not None else None
@@ -252,12 +271,6 @@ def _shape(args: argparse.Namespace) -> contract.ProblemShape:
     return replace(shape, device_type="cuda", arch=arch)
 
 
-def _precompile(args: argparse.Namespace, rest: list[str]) -> int:
-    from kda_cute.jit import precompile_command as precompile
-
-    return precompile.run(args.arch, args.backend, args.only, args.jobs, args.list)
-
-
 def _doctor(args: argparse.Namespace, rest: list[str]) -> int:
     from kda_core import doctor
 
@@ -276,8 +289,8 @@ def _conformance(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _print(text: str) -> None:
-    """Through rich where it is installed and a terminal is there to show it, else as it is. What the terminal's encoding
-    lacks, such as bytes of a file name, is escaped."""
+    """Prints a text, with rich's colours if rich is installed and the output is a terminal. Escapes characters that the
+    output's encoding lacks, such as undecodable bytes of a file name."""
     encoding = sys.stdout.encoding or "utf-8"
     text = text.encode(encoding, "backslashreplace").decode(encoding)
     if sys.stdout.isatty():

@@ -1,7 +1,8 @@
-"""What this installation looks like and what should be mended in it: versions, GPUs, the compiler's wheels, the cache, the
-environment, the backends, and whether a standard call would be served.
+"""The state of an installation and its problems: versions, GPUs, cache, environment, backends, and whether a standard call
+would be served. Other packages add facts and problems through the entry-point group ``kda_core.diagnostics``
+(`kda_core.extensions`).
 
-Nothing that is broken ends the examination: a part that fails is a problem of its own, and the others are still reported.
+`examine` never raises. A part that fails is reported as a problem, and the other parts are still examined.
 """
 
 from __future__ import annotations
@@ -18,24 +19,16 @@ from typing import Any
 
 import torch
 
-from kda_core import env, requirements
+from kda_core import env, extensions, install, requirements
 from kda_core.abi import BACKEND_ABI
 from kda_core.contract import KdaOptions, ProblemShape
 from kda_core.discovery import published_backends
 from kda_core.errors import ArgumentError, BackendNotFoundError
 from kda_core.explanation import explain
 from kda_core.registry import REGISTRY, arch_matches, show_archs
-from kda_cute import ARCHITECTURES
-from kda_cute.jit.versions import DSL, DslWheels, dsl_wheels
 
-DISTRIBUTIONS = (
-    "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "flash-linear-attention", "fla-core",
-)  # fmt: skip
-"""Third parties whose versions are shown, beside kda-core, its siblings and all that brings a backend or a planner."""
-
-DSL_DRIVERS = {12: "575.51.03", 13: "580"}
-"""The NVIDIA driver that a compiler of the CuTe DSL needs at least, by its CUDA major version: that of CUDA 12.9, and of any
-13.x (NVIDIA's quick start of the CuTe DSL, and its table of minor-version compatibility)."""
+PEERS = ("triton", "flash-linear-attention", "fla-core")
+"""Distributions whose versions are shown although nothing of this project requires them."""
 
 STANDARD = ProblemShape(
     B=1, T=4096, H=16, HV=16, K=128, V=128, N=1,
@@ -46,16 +39,16 @@ STANDARD = ProblemShape(
         use_beta_sigmoid_in_kernel=True,
     ),
 )  # fmt: skip
-"""The call that is tried: a prefill of Kimi Linear."""
+"""The standard call: a prefill of Kimi Linear."""
 
 
 @dataclass
 class _Found:
-    """What the parts of an examination have found so far.
+    """Findings of the parts examined so far.
 
     Attributes:
-        problems: what should be mended.
-        unchecked: what could not be looked at, and why.
+        problems: what the user should fix.
+        unchecked: what could not be examined, and why.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -63,19 +56,18 @@ class _Found:
 
 
 def examine() -> dict[str, Any]:
-    """All findings as plain data, which JSON can hold. It never raises.
+    """Returns all findings as plain data that JSON can hold. Never raises.
 
     Returns:
-        "python", "platform", "abi", "versions", "requirements", "cuda", "gpus", "dsl_wheels", "cache", "environment", "backends",
-        "planners" and "calls", each empty where it could not be examined; "problems", a text for each thing that should be
-        mended; "unchecked", a text for each that could not be looked at.
+        The keys of `_PARTS`, each empty if its part could not be examined; "problems", a text for each thing that the user
+        should fix; "unchecked", a text for each thing that could not be examined.
     """
     found = _Found()
     report: dict[str, Any] = {}
     for name, (look, empty) in _PARTS.items():
         try:
             report[name] = look(found)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever is broken, the rest is still reported
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the other parts are still examined
             report[name] = copy.deepcopy(empty)
             found.problems.append(f"{name} cannot be examined: {type(error).__name__}: {error}")
     report["problems"] = list(dict.fromkeys(found.problems))
@@ -84,7 +76,7 @@ def examine() -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> str:
-    """The findings as text."""
+    """Returns the report of `examine` as text."""
     cuda, cache = report["cuda"], report["cache"]
     torch_cuda = f"CUDA {cuda['torch']}" if cuda["torch"] else "the CPU alone"
     lines = [
@@ -97,7 +89,12 @@ def show(report: dict[str, Any]) -> str:
             for g in report["gpus"]
         ),
         *([] if report["gpus"] else ["gpu         none visible"]),
-        *(f"dsl wheel   {name} {v}" for name, v in report["dsl_wheels"].items()),
+        *(
+            f"{label:<11} {name} {value}"
+            for facts in report["diagnostics"].values()
+            for label, values in facts.items()
+            for name, value in values.items()
+        ),
         f"cache       {cache['folder']} ({cache['files']} files, {cache['bytes']} bytes)",
         *(f"environment {name}={value}" for name, value in report["environment"].items()),
         *(
@@ -107,7 +104,7 @@ def show(report: dict[str, Any]) -> str:
         *(f"note        {b['name']}: {b['note']}" for b in report["backends"] if b["note"]),
         *(f"planner     {p['name']}: {p['status']}" for p in report["planners"]),
         *(
-            f"call        on {c['device']}: {c['backend'] or 'nobody'} (choice: {c['rule']}), {c['plan']}"
+            f"call        on {c['device']}: {c['backend'] or 'no backend'} (choice: {c['rule']}), {c['plan']}"
             for c in report["calls"]
         ),
         *(f"UNCHECKED   {u}" for u in report["unchecked"]),
@@ -125,24 +122,25 @@ def show(report: dict[str, Any]) -> str:
 
 def _versions(found: _Found) -> dict[str, str]:
     installed = requirements.installed()
-    names = (*requirements.ours(installed), *DISTRIBUTIONS)
+    ours = requirements.ours(installed)
+    names = (*ours, *sorted(requirements.required(ours, installed)), *PEERS)
     versions = {name: installed[name].version for name in names if name in installed}
-    return versions | {"torch": str(torch.__version__)}  # what runs, whatever metadata says
+    return versions | {"torch": str(torch.__version__)}  # the imported version, which metadata may contradict
 
 
 def _requirements(found: _Found) -> list[str]:
-    """The distributions whose requirements were compared with what is installed."""
+    """Returns the distributions whose requirements were compared with the installed versions."""
     installed = requirements.installed()
     names = requirements.ours(installed)
     if "kda-core" not in names:
         found.unchecked.append(
-            "versions: kda-core runs from a source tree that is not installed, so nothing says what it requires"
+            "versions: kda-core runs from a source tree that is not installed, so its requirements are unknown"
         )
     try:
         found.problems += requirements.unmet(names, installed, {"torch": str(torch.__version__)})
     except ImportError:
         found.unchecked.append(
-            "versions: what the packages require is not compared with what is installed, for the Python package "
+            "versions: the packages' requirements were not compared with the installed versions, because the Python package "
             "`packaging` is missing (pip install packaging)"
         )
         return []
@@ -153,25 +151,21 @@ def _requirements(found: _Found) -> list[str]:
 
 
 def _cuda(found: _Found) -> dict[str, Any]:
-    with warnings.catch_warnings(record=True) as said:  # torch warns of a driver that it cannot use
+    with warnings.catch_warnings(record=True) as caught:  # torch warns of a driver that it cannot use
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
-    found.problems += [f"CUDA: {w.message}" for w in said]
-    driver = _driver()
-    if driver is not None:
-        wheels = dsl_wheels()
-        if (problem := driver_problem(driver, wheels.cuda)) is not None:
-            found.problems.append(problem)
-        if torch.version.cuda is None and _wants_dsl(wheels):
-            found.problems.append(
-                f"this machine has an NVIDIA driver ({driver}) and a backend for GPUs, but torch is built for the CPU "
-                "alone: install a torch with CUDA"
-            )
+    found.problems += [f"CUDA: {w.message}" for w in caught]
+    driver = nvidia_driver()
+    if driver is not None and torch.version.cuda is None and _has_gpu_backend():
+        found.problems.append(
+            f"this machine has an NVIDIA driver ({driver}) and a backend for GPUs, but torch is built for the CPU "
+            "alone: install a torch with CUDA"
+        )
     return {"torch": torch.version.cuda, "available": available, "driver": driver}
 
 
-def _driver() -> str | None:
-    """The NVIDIA driver's version as the kernel module tells it."""
+def nvidia_driver() -> str | None:
+    """Returns the version of the loaded NVIDIA kernel driver, such as "580.65.06"; None if there is none."""
     try:
         with open("/proc/driver/nvidia/version") as f:
             words = f.readline().split()
@@ -180,26 +174,9 @@ def _driver() -> str | None:
     return next((w for w in words if w.count(".") >= 1 and w.replace(".", "").isdigit()), None)
 
 
-def driver_problem(driver: str, compilers: tuple[int, ...]) -> str | None:
-    """What is wrong with a driver for compilers of the CuTe DSL, of which the newest that it supports is used; None if one is
-    supported, or nobody knows what they need.
-
-    Args:
-        compilers: their CUDA major versions.
-    """
-    needs = {cuda: DSL_DRIVERS.get(cuda) for cuda in compilers}
-    if not needs or any(
-        at_least is None or _number(driver) >= _number(at_least) for at_least in needs.values()
-    ):
-        return None
-    wanted = ", ".join(f"CUDA {cuda} needs {at_least}" for cuda, at_least in needs.items())
-    return (
-        f"NVIDIA's driver {driver} is too old for the installed compilers of the CuTe DSL: {wanted} or newer"
-    )
-
-
-def _number(driver: str) -> tuple[int, ...]:
-    return tuple(map(int, driver.split(".")))
+def _has_gpu_backend() -> bool:
+    specs = (c.spec for c in REGISTRY.backends() if c.status == "ok")
+    return any(isinstance(arch, tuple) for spec in specs for arch in spec.archs)
 
 
 def _gpus(found: _Found) -> list[dict[str, Any]]:
@@ -216,18 +193,6 @@ def _gpu(index: int) -> dict[str, Any]:
     }
 
 
-def _dsl_wheels(found: _Found) -> dict[str, str]:
-    wheels = dsl_wheels()
-    if _wants_dsl(wheels):
-        found.problems += wheels.problems
-    return dict(wheels.versions)
-
-
-def _wants_dsl(wheels: DslWheels) -> bool:
-    installed = requirements.installed()
-    return bool(wheels.versions) or requirements.requires(requirements.ours(installed), installed, DSL)
-
-
 # ---- folders and variables
 
 
@@ -240,7 +205,7 @@ def _cache(found: _Found) -> dict[str, Any]:
         for name in names:
             try:
                 size += os.stat(Path(parent, name), follow_symlinks=False).st_size
-            except OSError:  # another process has removed it
+            except OSError:  # another process removed it
                 continue
             count += 1
     nearest = folder
@@ -248,7 +213,9 @@ def _cache(found: _Found) -> dict[str, Any]:
         nearest = nearest.parent
     writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
     if not writable:
-        found.problems.append(f"the kernel cache {folder} cannot be written: every process compiles anew")
+        found.problems.append(
+            f"the kernel cache {folder} cannot be written: every process compiles its kernels again"
+        )
     return {"folder": str(folder), "files": count, "bytes": size, "writable": writable}
 
 
@@ -269,9 +236,7 @@ def _environment(found: _Found) -> dict[str, str]:
             found.problems.append(f"{name} is set, but no such variable exists; {near[0]} does")
     for name in env.backend_order():
         try:
-            if (
-                name not in published_backends()
-            ):  # one of those may be for other machines with the same settings
+            if name not in published_backends():  # these may be for other machines that share the settings
                 REGISTRY.find(name)
         except BackendNotFoundError as error:
             found.problems.append(f"{env.KDA_BACKEND.name}: {error}")
@@ -317,13 +282,13 @@ def _planner_status(c: Any, found: _Found) -> str:
 def _planners_are_asked() -> bool:
     try:
         return env.context_parallel()
-    except ArgumentError:  # which is a problem of the environment
+    except ArgumentError:  # reported as a problem of the environment
         return True
 
 
 def _calls(found: _Found) -> list[dict[str, Any]]:
-    """Whether a standard call on the CPU and on each architecture here would be served. No problem is a GPU that no backend
-    is for, or a device that ``KDA_BACKEND`` leaves out while another one is served."""
+    """Explains the standard call on the CPU and on each visible GPU architecture. A call that would fail is a problem, except
+    on a GPU that no backend is made for, and on a device that ``KDA_BACKEND`` excludes while it serves another one."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     archs = dict.fromkeys(torch.cuda.get_device_capability(i) for i in range(count))
     shapes = [STANDARD, *(replace(STANDARD, device_type="cuda", arch=arch) for arch in archs)]
@@ -332,8 +297,8 @@ def _calls(found: _Found) -> list[dict[str, Any]]:
     calls = []
     for shape, e in zip(shapes, explained):
         device = "cpu" if shape.arch is None else show_archs([shape.arch])
-        chosen_away = e.rule == "KDA_BACKEND" and e.backend is None and served
-        if e.error is not None and not chosen_away and _has_backend(shape.arch):
+        excluded = e.rule == "KDA_BACKEND" and e.backend is None and served
+        if e.error is not None and not excluded and _has_backend(shape.arch):
             found.problems.append(f"a standard call on {device} fails: {e.error}")
         calls.append(
             {"device": device, "backend": e.backend, "rule": e.rule, "plan": e.plan, "error": e.error}
@@ -342,15 +307,47 @@ def _calls(found: _Found) -> list[dict[str, Any]]:
 
 
 def _has_backend(arch: tuple[int, int] | None) -> bool:
-    """Whether a backend is for this architecture, installed or one of this project."""
-    if arch is None or arch in ARCHITECTURES:
+    """Whether a backend is made for this architecture: an installed one, or one of this project."""
+    if arch is None or arch in install.GPUS:
         return True
     specs = (c.spec for c in REGISTRY.backends() if c.status == "ok")
     return any("any" not in spec.archs and arch_matches(spec, arch) for spec in specs)
 
 
+# ---- what other packages add
+
+
+def _commands(found: _Found) -> list[dict[str, str]]:
+    """The subcommands of other packages. One that cannot be imported is a problem."""
+    return [_command(e, found) for e in extensions.find(extensions.COMMAND_GROUP).values()]
+
+
+def _command(extension: extensions.Extension, found: _Found) -> dict[str, str]:
+    status = "ok"
+    try:
+        extension.command()
+    except extensions.ExtensionError as error:
+        status = "broken"
+        found.problems.append(f"command {error}")
+    return {"name": extension.name, "distribution": extension.distribution, "status": status}
+
+
+def _diagnostics(found: _Found) -> dict[str, dict[str, dict[str, str]]]:
+    """Name of the diagnostic -> its facts."""
+    report = {}
+    for extension in extensions.find(extensions.DIAGNOSTIC_GROUP).values():
+        try:
+            diagnosis = extension.diagnosis()
+        except extensions.ExtensionError as error:
+            found.problems.append(f"diagnostics {error}")
+            continue
+        found.problems += diagnosis.problems
+        report[extension.name] = {label: dict(values) for label, values in diagnosis.facts.items()}
+    return report
+
+
 _Part = tuple[Callable[[_Found], Any], Any]
-# what is examined, in order, with what stands there where that fails
+#: What is examined, in this order: key of the report -> (function, value of the key if the function fails).
 _PARTS: dict[str, _Part] = {
     "python": (lambda found: platform.python_version(), ""),
     "platform": (lambda found: platform.platform(), ""),
@@ -359,10 +356,11 @@ _PARTS: dict[str, _Part] = {
     "requirements": (_requirements, []),
     "cuda": (_cuda, {"torch": None, "available": False, "driver": None}),
     "gpus": (_gpus, []),
-    "dsl_wheels": (_dsl_wheels, {}),
+    "diagnostics": (_diagnostics, {}),
     "cache": (_cache, {"folder": "", "files": 0, "bytes": 0, "writable": False}),
     "environment": (_environment, {}),
     "backends": (_backends, []),
     "planners": (_planners, []),
+    "commands": (_commands, []),
     "calls": (_calls, []),
 }

@@ -1,7 +1,7 @@
-"""What the installed distributions of this project and of its plugins require, and what of that is not met.
+"""Requirements of the installed distributions of this project and of its plugins, and which of them are not met.
 
-Metadata only: nothing is imported but ``packaging``, which understands versions and markers. kda-core does not require it
-(pip and pytest bring it along); whoever asks without it gets an ImportError.
+Reads metadata alone. ``packaging`` compares versions and evaluates markers; kda-core does not require it (pip and pytest bring
+it along), so `unmet` raises an ImportError without it.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 
 from kda_core.backend import BACKEND_GROUP, PLANNER_GROUP
+from kda_core.extensions import COMMAND_GROUP, DIAGNOSTIC_GROUP
 
 
 def normalized(name: str) -> str:
-    """A distribution's name as indexes compare it."""
+    """Returns a distribution's name in the form in which package indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def installed() -> dict[str, metadata.Distribution]:
-    """Every installed distribution by its `normalized` name; of several, the one that imports find first."""
+    """Returns the installed distributions by `normalized` name. If a name is installed twice, the first one on the path counts,
+    as for imports."""
     found: dict[str, metadata.Distribution] = {}
     for distribution in metadata.distributions():
-        # pip leaves folders without a METADATA file behind when it is interrupted: they have no name
+        # an interrupted pip leaves folders without a METADATA file, hence without a name
         if name := str(distribution.metadata.json.get("name", "")):
             found.setdefault(normalized(name), distribution)
     return found
 
 
 def ours(found: Mapping[str, metadata.Distribution]) -> list[str]:
-    """The names of kda-core, its siblings (kda-*) and whatever else brings a backend or a planner."""
-    groups = {BACKEND_GROUP, PLANNER_GROUP}
+    """Returns the names of kda-core, its siblings (kda-*) and every distribution that brings a plugin or an extension."""
+    groups = {BACKEND_GROUP, PLANNER_GROUP, COMMAND_GROUP, DIAGNOSTIC_GROUP}
     return sorted(
         name
         for name, d in found.items()
@@ -39,27 +41,26 @@ def ours(found: Mapping[str, metadata.Distribution]) -> list[str]:
     )
 
 
-def requires(names: Iterable[str], found: Mapping[str, metadata.Distribution], wanted: str) -> bool:
-    """Whether one of the distributions `names` requires `wanted`, or an extra of it does. Needs no ``packaging``."""
-    texts = (text for name in names for text in found[name].requires or ())
+def required(names: Iterable[str], found: Mapping[str, metadata.Distribution]) -> set[str]:
+    """Returns the distributions that the distributions `names` require, extras left out. Needs no ``packaging``."""
+    texts = [text for name in names for text in found[name].requires or () if "extra ==" not in text]
     starts = (re.match(r"[A-Za-z0-9._-]+", text) for text in texts)
-    return any(start is not None and normalized(start[0]) == wanted for start in starts)
+    return {normalized(start[0]) for start in starts if start is not None}
 
 
 def unmet(
     names: Iterable[str], found: Mapping[str, metadata.Distribution], running: Mapping[str, str] | None = None
 ) -> list[str]:
-    """One line for each requirement of the distributions `names` that is not met, extras left out but for those that a
-    requirement asks for.
+    """Returns one line for each unmet requirement of the distributions `names`. An extra counts only if a requirement names it.
 
     Args:
-        found: as `installed` gives it.
-        running: versions of modules that are imported, by distribution; they count for more than metadata.
+        found: the result of `installed`.
+        running: versions of imported modules by distribution; they override metadata.
 
     Raises:
         ImportError: ``packaging`` is not installed.
     """
-    import packaging.requirements  # noqa: F401 - here, lest it be found missing only where there is something to compare
+    import packaging.requirements  # noqa: F401 - fails early, even if nothing is to be compared
 
     versions = {name: d.version for name, d in found.items()} | dict(running or {})
     problems = []
@@ -77,7 +78,7 @@ def _python(d: metadata.Distribution) -> list[str]:
         if SpecifierSet(wanted).contains(platform.python_version(), prereleases=True):
             return []
     except InvalidSpecifier:
-        return [f"{_show(d)} needs Python {wanted!r}, which is no range of versions"]
+        return [f"{_show(d)} needs Python {wanted!r}, which is not a version range"]
     return [f"{_show(d)} needs Python {wanted}, but {platform.python_version()} runs"]
 
 
@@ -87,7 +88,7 @@ def _unmet(
     found: Mapping[str, metadata.Distribution],
     versions: Mapping[str, str],
 ) -> list[str]:
-    """Of the requirements of `d`, or of those behind an extra of it alone."""
+    """The unmet requirements of `d`; with an `extra`, only those of the extra."""
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.version import InvalidVersion
 
@@ -113,7 +114,7 @@ def _unmet(
             if not wanted.specifier.contains(version, prereleases=True):
                 problems.append(f"{needs}, but {version} is installed")
         except InvalidVersion:
-            problems.append(f"{needs}, but {version!r} is installed, which is no version")
+            problems.append(f"{needs}, but {version!r} is installed, which is not a version")
         if name in found:
             for behind in sorted(wanted.extras):
                 problems += _unmet(found[name], behind, found, versions)

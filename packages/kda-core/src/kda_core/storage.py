@@ -1,10 +1,9 @@
-"""Files that other processes, other users and crashes share: what is trusted, whole-file writes, locks that end with
-their owner.
+"""Files that processes and users share: which folders and files are trusted, whole-file writes, locks.
 
-Compiled kernels are native code, so their folder deserves the trust of a folder of Python packages: nothing is read from
-a folder or a file that belongs to somebody else than this process's user or root, or that others may write. Each is
-checked when it is opened, on the open descriptor, and files are opened relative to their folder's descriptor: whoever
-swaps a path between the check and the use gains nothing.
+Compiled kernels are native code, so their folder needs the same trust as a folder of Python packages. A folder or file is read
+only if it belongs to this process's user or to root and nobody else may write it. Each is checked after it is opened, on the
+descriptor, and files are opened relative to their folder's descriptor. So replacing a path between check and use has no
+effect.
 """
 
 from __future__ import annotations
@@ -19,37 +18,44 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import filelock
 
 logger = logging.getLogger("kda_core")
 
-#: Elsewhere there are no owners and modes of this kind: nothing is checked, and nothing is read or written here.
+#: Other systems have no owners and modes of this kind. There, nothing is checked, and nothing is read or written.
 _POSIX = os.name == "posix"
 if _POSIX:
-    _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO in place of a file must not hang its reader
+    _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO must not block
 _warned: dict[object, object] = {}
+
+#: How long a use of a file is not recorded again: `Folder.read` with ``mark_used`` has the resolution of a day.
+_DAY_S = 86400.0
 
 
 class UntrustedError(PermissionError):
-    """A folder or file that may hold what somebody else wrote; the message says why and how to mend it."""
+    """A folder or file that another user may have written. The message gives the reason and the remedy."""
 
 
-def warn_once(key: object, message: str, *args: object) -> None:
-    """Log a warning by the logger ``kda_core``, once a process for each key."""
+def warn_once(key: object, message: str, *args: object, log: logging.Logger = logger) -> None:
+    """Logs a warning, once a process for each key."""
     mine = object()
-    if _warned.setdefault(key, mine) is mine:  # of several threads one
-        logger.warning(message, *args)
+    if _warned.setdefault(key, mine) is mine:  # true in one of several threads
+        log.warning(message, *args)
 
 
 def is_warned(key: object) -> bool:
-    """Whether `warn_once` has said this."""
+    """Returns whether `warn_once` has logged this key."""
     return key in _warned
 
 
 def forget_warnings() -> None:
-    """Let `warn_once` say everything again."""
+    """Makes `warn_once` log every key again."""
     _warned.clear()
 
 
@@ -57,31 +63,56 @@ def forget_warnings() -> None:
 
 
 def _foreign(status: os.stat_result, path: object) -> str | None:
-    """Why something may hold what somebody else wrote; None if only this process's user or root can have."""
+    """Why another user may have written a file or folder, with the remedy; None if only this process's user or root can
+    have."""
     if status.st_uid not in (0, os.geteuid()):
         return (
-            f"{path} belongs to uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}, and only what belongs to this "
-            f"process's user (uid {os.geteuid()}) or to root is trusted: name another folder, or change the owner"
+            f"{path} belongs to uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}, and only files of this process's "
+            f"user (uid {os.geteuid()}) or of root are trusted: name another folder, or change the owner"
         )
     if status.st_mode & 0o022:
         return (
             f"{path} can be written by others: owner uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}; "
-            f"mend it with `chmod go-w {path}` if nobody else has written there"
+            f"if nobody else has written there, run `chmod go-w {path}`"
         )
     return None
 
 
 @dataclass(frozen=True)
+class Patience:
+    """How long `Folder.locked` waits.
+
+    Attributes:
+        notice_s: seconds after which a warning names the holder.
+        limit_s: seconds after which `Folder.locked` raises ``TimeoutError``.
+    """
+
+    notice_s: float = 10.0
+    limit_s: float = 300.0
+
+
+@dataclass(frozen=True)
 class Folder:
-    """A trusted folder, opened; its files are reached through the ``descriptor`` and named by the ``path``."""
+    """A trusted folder that is open.
+
+    Attributes:
+        path: its path, for messages.
+        descriptor: its file descriptor, through which its files are opened.
+    """
 
     path: Path
     descriptor: int
 
-    def read(self, name: str, limit: int) -> bytes:
-        """The content of a regular, trusted file of at most ``limit`` bytes.
+    def read(self, name: str, limit: int, mark_used: bool = False) -> bytes:
+        """Returns the content of a regular, trusted file of at most `limit` bytes.
 
-        Raises ``UntrustedError``; ``OSError`` if it is absent or cannot be read.
+        Args:
+            mark_used: set the file's access time to now, if it is older than a day and this user may. (File systems are
+                often mounted so that reading does not.)
+
+        Raises:
+            UntrustedError: the file is not trusted, not a regular file, or larger.
+            OSError: it does not exist or cannot be read.
         """
         path = self.path / name
         try:
@@ -99,11 +130,17 @@ class Folder:
             content = file.read(limit + 1)
             if len(content) > limit:
                 raise UntrustedError(f"{path} is larger than {limit} bytes: remove it")
+            if mark_used and time.time() - status.st_atime > _DAY_S:
+                with contextlib.suppress(OSError):
+                    os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
             return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a whole file or nothing: under a name that nobody can guess, then renamed. Its writer alone may write it,
-        and whoever may enter the folder may read it, whatever the umask: a folder may serve many users."""
+        """Writes a file completely or not at all: under an unpredictable name, then renamed.
+
+        Whatever the umask, only its owner may write the file, and all users who may enter the folder may read it, because
+        one folder may serve many users.
+        """
         temporary = f"{name}.{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
         descriptor = os.open(temporary, flags, 0o600, dir_fd=self.descriptor)
@@ -112,54 +149,105 @@ class Folder:
                 file.write(content)
                 file.flush()
                 os.fchmod(descriptor, 0o644)
-                os.fsync(descriptor)  # or a crash may keep the rename and lose the bytes
+                os.fsync(descriptor)  # otherwise a crash may keep the rename and lose the content
             os.replace(temporary, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=self.descriptor)
+            self.remove(temporary)
             raise
 
+    def remove(self, name: str) -> bool:
+        """Removes a file. Returns whether it is gone now and existed before; never raises ``OSError``."""
+        try:
+            os.unlink(name, dir_fd=self.descriptor)
+        except OSError:
+            return False
+        return True
+
     def sweep(self, name: str) -> None:
-        """Remove what killed writers of a file left behind. Call it with the lock that its writers hold."""
+        """Removes what killed writers of a file left behind. The caller holds the lock of the writers."""
         for left in os.listdir(self.descriptor):
             if left.startswith(f"{name}.") and left.endswith(".tmp"):
-                with contextlib.suppress(OSError):
-                    os.unlink(left, dir_fd=self.descriptor)
+                self.remove(left)
 
     @contextlib.contextmanager
     def locked(self, name: str, patience: Patience | None = None) -> Iterator[None]:
-        """Hold an advisory lock on a file of the folder, among all processes and threads. The kernel drops it when its
-        holder dies. The file holds the holder's process id.
+        """Holds an advisory lock on a file of the folder, exclusive among all processes and threads.
 
-        Raises ``TimeoutError`` when ``patience`` ends, and other ``OSError`` where no lock can be had.
+        The lock is ``filelock``'s. It ends when its holder dies, even if a child that the holder forked lives on. The file
+        contains the holder's process id, for messages. Packages that call this require ``filelock>=3.32.7``: in older versions
+        a forked child keeps the lock, or ends it.
+
+        Raises:
+            TimeoutError: another holder kept the lock longer than `patience` allows.
+            OSError: no lock can be had.
         """
-        import fcntl  # POSIX only, as is whatever needs a lock here
+        import filelock
 
-        path = self.path / name
-        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=self.descriptor)
-        _locks.add(descriptor)
+        self._check_lock_file(name)
+        lock = filelock.FileLock(self.path / name, mode=0o600, thread_local=False, fallback_to_soft=False)
+        self._acquire(lock, name, patience or Patience())
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise UntrustedError(f"{path} is not a regular file: remove it")
-            _wait(descriptor, path, patience or Patience())
-            with contextlib.suppress(OSError):  # on a full disk nobody learns who holds it
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            with contextlib.suppress(OSError):  # on a full disk the holder stays unknown
+                self._write_holder(name)
             yield
         finally:
-            if (
-                descriptor in _locks
-            ):  # else this is a child, which has closed it and must not end its parent's lock
-                _locks.discard(descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it to the copies of children
+            lock.release()  # does nothing in a child that was forked within the block
+
+    def _check_lock_file(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
+                raise UntrustedError(f"{self.path / name} is not a regular file: remove it")
+
+    def _acquire(self, lock: filelock.BaseFileLock, name: str, patience: Patience) -> None:
+        import filelock
+
+        path = self.path / name
+        with contextlib.suppress(filelock.Timeout):
+            lock.acquire(timeout=min(patience.notice_s, patience.limit_s))
+            return
+        if patience.notice_s < patience.limit_s:
+            logger.warning(
+                "waiting for process %s, which holds the lock %s and probably compiles the same kernel; "
+                "this process goes on without the lock after %.0f s",
+                self._holder(name), path, patience.limit_s,
+            )  # fmt: skip
+            with contextlib.suppress(filelock.Timeout):
+                lock.acquire(timeout=patience.limit_s - patience.notice_s)
+                return
+        raise TimeoutError(
+            errno.ETIMEDOUT,
+            f"process {self._holder(name)} has held the lock {path} for more than {patience.limit_s:.0f} s",
+        )
+
+    def _write_holder(self, name: str) -> None:
+        descriptor = os.open(name, os.O_WRONLY | _OPEN, dir_fd=self.descriptor)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+        finally:
+            os.close(descriptor)
+
+    def _holder(self, name: str) -> str:
+        """The process id that a lock file contains, "unknown" if there is none."""
+        try:
+            descriptor = os.open(name, os.O_RDONLY | _OPEN, dir_fd=self.descriptor)
+            try:
+                text = os.read(descriptor, 32).decode("ascii", "replace").strip()
+            finally:
                 os.close(descriptor)
+        except OSError:
+            return "unknown"
+        return text if text.isdigit() else "unknown"
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Folder]:
-    """A trusted folder for a block.
+    """Opens a trusted folder for a block.
 
-    Raises ``UntrustedError``; ``OSError`` if there is no folder or it cannot be read.
+    Raises:
+        UntrustedError: another user may have written the folder.
+        OSError: it does not exist or cannot be opened.
     """
     link = os.lstat(path)
     if not _POSIX:
@@ -176,8 +264,8 @@ def opened(path: Path) -> Iterator[Folder]:
 
 
 def folder_problem(path: Path) -> str | None:
-    """Why a folder is not used for compiled kernels and calibrations, and how to mend it; None if it is sound, or if it
-    does not exist and can be made. Never raises, changes nothing, takes a few system calls."""
+    """Returns why a folder cannot be used for compiled kernels and calibrations, with the remedy; None if it can, or if it does
+    not exist and can be made. Never raises and changes nothing."""
     if not _POSIX:
         return None
     try:
@@ -193,19 +281,19 @@ def folder_problem(path: Path) -> str | None:
 
 def _making_problem(path: Path) -> str | None:
     if os.path.lexists(path):
-        return f"{path} is a symbolic link to nowhere"
+        return f"{path} is a symbolic link whose target does not exist"
     nearest = path.absolute().parent
     while not os.path.lexists(nearest):
         nearest = nearest.parent
     if not nearest.is_dir():
-        return f"{path} cannot be made: {nearest} is no folder"
+        return f"{path} cannot be made: {nearest} is not a folder"
     if not os.access(nearest, os.W_OK | os.X_OK):
         return f"{path} cannot be made: uid {os.geteuid()} may not write {nearest}"
     return None
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, for this user alone whatever the umask."""
+    """Makes a folder and its missing parents with mode 0700, whatever the umask."""
     try:
         os.mkdir(path, 0o700)
     except FileNotFoundError:
@@ -220,8 +308,8 @@ _own: dict[tuple[int, str], Path] = {}
 
 
 def private_folder() -> Path | None:
-    """A folder of this user alone below the system's temporary one: ``kda-core-<uid>``, or where somebody else holds that
-    name, one that is removed when this process ends. None if nothing can be written anywhere."""
+    """Returns a folder that only this user may enter, below the system's temporary folder: ``kda-core-<uid>``, or if another
+    user owns that name, a new one that is removed when this process ends. None if no temporary folder can be written."""
     try:
         base = tempfile.gettempdir()
         folder = Path(base) / f"kda-core-{os.geteuid()}"
@@ -240,71 +328,5 @@ def private_folder() -> Path | None:
 
 
 def _remove(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # and not a child that was forked later
+    if os.getpid() == owner:  # not in a child that was forked later
         shutil.rmtree(folder, ignore_errors=True)
-
-
-# ---- locks
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long `Folder.locked` waits: a warning after ``notice_s`` seconds, ``TimeoutError`` after ``limit_s``. ``clock`` and
-    ``sleep`` are there for tests."""
-
-    notice_s: float = 10.0
-    limit_s: float = 300.0
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-
-
-#: Descriptors of locks. A child of `os.fork` closes its copies: the kernel drops a lock when the last copy is closed, so
-#: a child would keep the lock of a parent that was killed.
-_locks: set[int] = set()
-
-
-def _wait(descriptor: int, path: Path, patience: Patience) -> None:
-    import fcntl
-
-    start, told, pause = patience.clock(), False, 0.01
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            waited = patience.clock() - start
-        if waited >= patience.limit_s:
-            raise TimeoutError(
-                errno.ETIMEDOUT,
-                f"process {_holder(descriptor)} has held the lock {path} for more than {patience.limit_s:.0f} s",
-            )
-        if waited >= patience.notice_s and not told:
-            told = True
-            logger.warning(
-                "waiting for process %s, which holds the lock %s (it compiles the same kernel, as a rule); "
-                "after %.0f s this process goes on without it",
-                _holder(descriptor),
-                path,
-                patience.limit_s,
-            )
-        patience.sleep(pause)
-        pause = min(2 * pause, 0.5)
-
-
-def _holder(descriptor: int) -> str:
-    try:
-        text = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-    except OSError:
-        return "unknown"
-    return text if text.isdigit() else "unknown"
-
-
-def _close_locks() -> None:
-    for descriptor in _locks:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _locks.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_locks)

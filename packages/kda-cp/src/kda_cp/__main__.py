@@ -1,4 +1,4 @@
-"""``python -m kda_cp``: calibrate, constants, plan."""
+"""The command line, ``python -m kda_cp``: calibrate, constants, plan."""
 
 from __future__ import annotations
 
@@ -11,36 +11,42 @@ from kda_core.contract import KdaOptions
 from kda_core.errors import KdaError
 from kda_core.registry import REGISTRY
 from kda_cp import constants
-from kda_cp.numbers import whole_number, whole_numbers
-from kda_cp.plan import make_plan
+from kda_cp.arguments import non_negative_ints, positive_int
+from kda_cp.choose import make_plan
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; exit status 0, or 1 with a message where it failed."""
-    parser = argparse.ArgumentParser("python -m kda_cp", description="Context parallelism of KDA")
+    """Runs a command. Returns the exit status: 0, or 1 after an error message."""
+    parser = argparse.ArgumentParser("python -m kda_cp", description="Context parallelism for KDA")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    p = commands.add_parser("calibrate", help="time a backend on the GPU at hand, and store its constants")
-    p.add_argument("--backend", required=True, help="the backend to time")
-    p.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of q, k, v")
-    p.add_argument("--device", type=int, default=0, help="index of the CUDA device")
-    p.set_defaults(run=_calibrate)
-    p = commands.add_parser("constants", help="the stored and the shipped constants")
-    p.set_defaults(run=_constants)
+    p = commands.add_parser("calibrate", help="time a backend on a GPU of this host and store its constants")
+    p.add_argument("--backend", required=True, help="backend to time")
+    p.add_argument(
+        "--dtype", default="bfloat16", choices=DTYPES, help="dtype of q, k, v (default: %(default)s)"
+    )
+    p.add_argument("--device", type=int, default=0, help="index of the CUDA device (default: %(default)s)")
+    p.set_defaults(handler=_calibrate)
+    p = commands.add_parser("constants", help="print the stored and the shipped constants")
+    p.set_defaults(handler=_constants)
     p = commands.add_parser(
-        "plan", help="what a call would be cut into, by stored or shipped constants; no GPU needed"
+        "plan", help="print the plan of a call, from stored or shipped constants; needs no GPU"
     )
     p.add_argument("lengths", type=int, nargs="+", help="tokens of each sequence")
-    p.add_argument("--HV", type=int, required=True, help="value heads")
-    p.add_argument("--device", default="NVIDIA H200", help="name of the device (default: %(default)s)")
-    p.add_argument("--backend", default="sm90", help="an installed one (default: %(default)s)")
-    p.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of q, k, v (default: %(default)s)")
-    p.add_argument("--SMs", type=int, default=132, help="of the device, where nobody has its constants")
-    p.set_defaults(run=_plan)
+    p.add_argument("--HV", type=int, required=True, help="number of value heads")
+    p.add_argument("--device", default="NVIDIA H200", help="name of the GPU (default: %(default)s)")
+    p.add_argument("--backend", default="sm90", help="an installed backend (default: %(default)s)")
+    p.add_argument(
+        "--dtype", default="bfloat16", choices=DTYPES, help="dtype of q, k, v (default: %(default)s)"
+    )
+    p.add_argument(
+        "--SMs", type=int, default=132, help="SMs of a GPU without constants (default: %(default)s)"
+    )
+    p.set_defaults(handler=_plan)
     args = parser.parse_args(argv)
     try:
-        args.run(args)
+        args.handler(args)
     except KdaError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -69,7 +75,7 @@ def _plan(args: argparse.Namespace) -> None:
 
     from kda_cp.planner import window
 
-    HV, lengths = whole_number("HV", args.HV), whole_numbers("lengths", args.lengths)
+    HV, lengths = positive_int("HV", args.HV), non_negative_ints("lengths", args.lengths)
     x = torch.empty(1, sum(lengths), HV, 128, dtype=getattr(torch, args.dtype), device="meta")
     shape = validate.problem_shape(x, x, x, x, x[..., 0], options=KdaOptions())
     tokens = window(shape, REGISTRY.load(REGISTRY.find(args.backend).spec))

@@ -1,18 +1,19 @@
-"""How the ranks of a group agree on a call before they exchange data (`kda_cp.distributed`).
+"""Agreement of the ranks of a group on a call, before they exchange data (`kda_cp.distributed`).
 
-Each rank says a word of five integers, always of the same size, so that ranks that do different things still hear each other:
-whether it failed, what it is about to do, in which `ContextParallel` and call, and a digest of all that must be equal. One
-all-gather carries the words. A second one follows only where they differ, with the texts for the error messages.
+Each rank sends a message of five integers: whether it failed, its step, its `ContextParallel` and its call, and a digest of all
+that must be equal. The size is always the same, so ranks in different steps still understand each other. One all-gather carries
+the messages. Only if they differ, a second one carries the texts for the errors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,77 +21,104 @@ from torch import Tensor
 
 from kda_core.errors import KdaError
 
-MAKES, CALLS, RAN = range(3)
-_STEPS = ("making a ContextParallel", "calling chunk_kda", "after chunk_kda")
+
+class Step(enum.IntEnum):
+    """What a rank is doing."""
+
+    CONSTRUCT = 0
+    CALL = 1
+    COMPLETE = 2
+
+    def __str__(self) -> str:
+        return ("constructing a ContextParallel", "calling chunk_kda", "completing chunk_kda")[self]
 
 
 class RankError(KdaError, RuntimeError):
-    """Another rank failed, died or did not answer, or ranks disagree; the message says which and how. Raised on every rank that
-    can still be told."""
+    """Another rank failed, died or did not answer, or ranks disagree. The message says which rank and how.
+
+    Raised on every rank that can be reached.
+    """
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What must be equal on all ranks, by name, in words."""
+    """What must be equal on all ranks, as names and texts."""
 
     fields: Mapping[str, str]
 
     @cached_property
     def digest(self) -> int:
-        words = repr(sorted(self.fields.items()))
-        return int.from_bytes(hashlib.sha256(words.encode()).digest()[:7], "big")
+        """A hash of the fields, 56 bits."""
+        text = repr(sorted(self.fields.items()))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Where a rank is: in which step, of which instance of `ContextParallel`, in which call of it."""
+class Position:
+    """How far a rank is.
 
-    step: int
+    Attributes:
+        step: what the rank is doing.
+        instance: number of the `ContextParallel`.
+        call: number of the call of this instance, from 1.
+        tag: of the instance.
+    """
+
+    step: Step
     instance: int
     call: int = 0
     tag: str | None = None
 
     def __str__(self) -> str:
         tagged = "" if self.tag is None else f" tagged {self.tag!r}"
-        if self.step == MAKES:
+        if self.step == Step.CONSTRUCT:
             return f"ContextParallel{tagged}"
         return f"call {self.call} of ContextParallel {self.instance}{tagged}"
 
     @property
     def fields(self) -> dict[str, str]:
-        """What differs between two moments, for an error message."""
-        found = {"step": _STEPS[self.step], "tag": repr(self.tag)}
-        if self.step != MAKES:
+        """What error messages compare between ranks."""
+        found = {"step": str(self.step), "tag": repr(self.tag)}
+        if self.step != Step.CONSTRUCT:
             found |= {"ContextParallel": str(self.instance), "call": str(self.call)}
         return found
 
 
+class _Report(NamedTuple):
+    """What a rank sends for the error messages of all ranks."""
+
+    error: str | None
+    position: str
+    fields: dict[str, str]
+
+
 class Ranks:
-    """The ranks of a group, and the collectives among them.
+    """The ranks of a group, and collectives among them.
 
     Attributes:
-        group: a ProcessGroup, or None for the default one.
-        rank, size: this rank in the group, and how many there are.
+        group: a ProcessGroup, or None for the default group.
+        rank, size: this rank in the group, and the number of ranks.
         device: of tensors that are exchanged.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        host, nccl = torch.device("cpu"), served.get("cuda") == "nccl"
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        host, nccl = torch.device("cpu"), backends.get("cuda") == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else host
-        # Where ranks agree: on the host if the group can, else at least beside what is under way on the caller's stream.
-        self._words = host if "cpu" in served else self.device
-        self._aside = None if self._words == host else torch.cuda.Stream(self.device)
+        # Ranks agree through host memory if the group can. Otherwise they use a CUDA stream of their own, so that messages
+        # do not wait for the work on the caller's stream.
+        self._message_device = host if "cpu" in backends else self.device
+        self._stream = None if self._message_device == host else torch.cuda.Stream(self.device)
 
-    def agree(self, moment: Moment, terms: Terms | None, error: Exception | None = None) -> int:
-        """Raises on every rank where one has failed, is at another moment, or has other terms.
+    def agree(self, position: Position, terms: Terms | None, error: Exception | None = None) -> int:
+        """Raises on every rank if a rank has failed, is at another position, or has other terms.
 
         Args:
-            moment: where this rank is. With `MAKES` the instance is a number that this process has not used.
+            position: of this rank. With `Step.CONSTRUCT` the instance is a number that this process has not used.
             terms: of this rank; None with `error`.
-            error: with which this rank failed; it is raised here, also where other ranks cannot be told.
+            error: by which this rank failed. It is raised here even if other ranks cannot be reached.
 
         Returns:
             The instance of the first rank.
@@ -99,71 +127,75 @@ class Ranks:
             RankError: as above, or a rank cannot be reached.
         """
         try:
-            return self._agree(moment, terms, error)
+            return self._agree(position, terms, error)
         except RankError:
             if error is not None:
                 raise error  # the RankError is its context
             raise
 
-    def _agree(self, moment: Moment, terms: Terms | None, error: Exception | None) -> int:
+    def _agree(self, position: Position, terms: Terms | None, error: Exception | None) -> int:
         digest = 0 if terms is None else terms.digest
-        with contextlib.nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
-            word = [error is not None, moment.step, moment.instance, moment.call, digest]
-            mine = torch.tensor(word, dtype=torch.int64, device=self._words)
-            found = mine.new_empty(len(word) * self.size)
-            with self.reached(moment):
-                _all_gather_single(found, mine, group=self.group)
-                told = found.view(self.size, -1).tolist()
-        instance = told[0][2]
-        if moment.step == MAKES:  # each rank proposes a number: that of the first is taken
-            told = [[*word[:2], 0, *word[3:]] for word in told]
-        if not any(failed for failed, *_ in told) and all(word == told[0] for word in told):
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            message = [error is not None, int(position.step), position.instance, position.call, digest]
+            sent = torch.tensor(message, dtype=torch.int64, device=self._message_device)
+            gathered = sent.new_empty(len(message) * self.size)
+            with self.rank_errors(position):
+                _all_gather_single(gathered, sent, group=self.group)
+                messages = gathered.view(self.size, -1).tolist()
+        instance = messages[0][2]
+        if position.step == Step.CONSTRUCT:  # each rank proposes an instance, and the first rank's is used
+            messages = [[*m[:2], 0, *m[3:]] for m in messages]
+        if not any(failed for failed, *_ in messages) and all(m == messages[0] for m in messages):
             return instance
-        # every rank has seen the same words, so every rank is here
-        said: list[Any] = [None] * self.size
+        # Every rank has the same messages, so every rank takes this path.
         text = None if error is None else f"{type(error).__name__}: {error}"
-        fields = moment.fields | dict(() if terms is None else terms.fields)
-        with self.reached(moment):
-            dist.all_gather_object(said, (text, str(moment), fields), group=self.group)
+        fields = position.fields | dict(() if terms is None else terms.fields)
+        reports: list[Any] = [None] * self.size
+        with self.rank_errors(position):
+            dist.all_gather_object(reports, _Report(text, str(position), fields), group=self.group)
         if error is not None:
             raise error
-        if failed := [(r, text, at) for r, (text, at, _) in enumerate(said) if text is not None]:
-            words = [
-                f"rank {r} failed: {text}{'' if at == str(moment) else f' (in {at})'}"
-                for r, text, at in failed
-            ]
-            raise RankError(f"{moment}: {'; '.join(words)}")
-        raise RankError(_disagreement(moment, [fields for _, _, fields in said]))
+        failures = [
+            f"rank {r} failed: {report.error}"
+            + ("" if report.position == str(position) else f" (in {report.position})")
+            for r, report in enumerate(reports)
+            if report.error is not None
+        ]
+        if failures:
+            raise RankError(f"{position}: {'; '.join(failures)}")
+        raise RankError(_disagreement(position, [report.fields for report in reports]))
 
-    def begin_gather(self, found: Tensor, sent: Tensor, moment: Moment) -> Callable[[], None]:
-        """Begins to gather `sent` of all ranks into `found`, and gives what waits for it: on a GPU the stream does, not the
-        host."""
-        with self.reached(moment):
-            work = _all_gather_single(found, sent, group=self.group, async_op=True)
+    def begin_gather(self, gathered: Tensor, sent: Tensor, position: Position) -> Callable[[], None]:
+        """Begins to gather `sent` of all ranks into `gathered`. Returns a function that waits for the result.
+
+        On a GPU the CUDA stream waits, not the host.
+        """
+        with self.rank_errors(position):
+            work = _all_gather_single(gathered, sent, group=self.group, async_op=True)
 
         def wait() -> None:
-            with self.reached(moment):
+            with self.rank_errors(position):
                 work.wait()
 
         return wait
 
     @contextlib.contextmanager
-    def reached(self, moment: Moment) -> Iterator[None]:
-        """Around a collective: what the group raises where a rank is gone becomes a RankError."""
+    def rank_errors(self, position: Position) -> Iterator[None]:
+        """Converts the error of a collective in which a rank is missing to a RankError."""
         try:
             yield
-        except RuntimeError as error:  # gloo raises just this, NCCL a class below it
+        except RuntimeError as error:  # gloo raises this class, NCCL a subclass
             others = [r for r in range(self.size) if r != self.rank]
-            who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}"
+            missing = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}"
             raise RankError(
-                f"{moment}: rank {self.rank} cannot reach {who}, which died, left, or took longer than the timeout of the "
-                "group. The group cannot be used again: start all ranks anew. If a rank is only slow, give "
-                f"init_process_group a longer timeout. The group said: {error}"
+                f"{position}: rank {self.rank} cannot reach {missing}, which died, left the group, or exceeded the timeout "
+                "of the group. The group cannot be used again: restart all ranks. If a rank is only slow, pass a longer "
+                f"timeout to init_process_group. Error of the group: {error}"
             ) from error
 
 
-def _disagreement(moment: Moment, fields: list[dict[str, str]]) -> str:
-    """The fields that differ, with the ranks of each value. Ranks in different steps have nothing else to compare."""
+def _disagreement(position: Position, fields: list[dict[str, str]]) -> str:
+    """Returns the fields that differ, with the ranks of each value. Ranks in different steps compare step and tag only."""
     differing = []
     names = dict.fromkeys(name for f in fields for name in f)
     for name in names if len({f["step"] for f in fields}) == 1 else ("step", "tag"):
@@ -171,35 +203,35 @@ def _disagreement(moment: Moment, fields: list[dict[str, str]]) -> str:
         for r, f in enumerate(fields):
             ranks.setdefault(f.get(name, "none"), []).append(r)
         if len(ranks) > 1:
-            values = (f"{value} on {_listed(r)}" for value, r in ranks.items())
+            values = (f"{value} on {_rank_list(r)}" for value, r in ranks.items())
             differing.append((name, f"{name} is {' but '.join(values)}"))
     found = {name for name, _ in differing}
     advice = ""
     if found & {"step", "ContextParallel", "tag"}:
-        advice = ". All ranks must make and call the same ContextParallels in the same order"
+        advice = ". All ranks must construct and call the same ContextParallels in the same order"
     elif "call" in found:
-        advice = ". A rank failed or skipped a call that the others finished: make a new ContextParallel on all ranks"
-    return f"{moment}: ranks disagree: {'; '.join(text for _, text in differing)}{advice}"
+        advice = ". A rank failed in or skipped a call that the others completed: construct a new ContextParallel on all ranks"
+    return f"{position}: ranks disagree: {'; '.join(text for _, text in differing)}{advice}"
 
 
-def _listed(ranks: list[int]) -> str:
-    """``rank 0``, ``ranks 0, 2 and 4 to 6``."""
-    runs: list[list[int]] = []
+def _rank_list(ranks: list[int]) -> str:
+    """Returns ``rank 0``, or ``ranks 0, 2 and 4 to 6``."""
+    ranges: list[list[int]] = []
     for r in ranks:
-        if runs and r == runs[-1][1] + 1:
-            runs[-1][1] = r
+        if ranges and r == ranges[-1][1] + 1:
+            ranges[-1][1] = r
         else:
-            runs.append([r, r])
-    parts: list[str] = []
-    for a, b in runs:
-        parts += [f"{a} to {b}"] if b > a + 1 else [str(r) for r in range(a, b + 1)]
-    *others, last = parts
+            ranges.append([r, r])
+    texts: list[str] = []
+    for a, b in ranges:
+        texts += [f"{a} to {b}"] if b > a + 1 else [str(r) for r in range(a, b + 1)]
+    *others, last = texts
     if len(ranks) == 1:
         return f"rank {last}"
     return f"ranks {', '.join(others)} and {last}" if others else f"ranks {last}"
 
 
 def _all_gather_single(output: Tensor, x: Tensor, **options: Any) -> Any:
-    """The collective by its name since torch 2.13, or by the one before, which warns since then."""
+    """Calls the collective by its name since torch 2.13, or by its earlier name, which warns since then."""
     single = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     return getattr(dist, single)(output, x, **options)

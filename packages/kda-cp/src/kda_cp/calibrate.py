@@ -1,18 +1,19 @@
-"""Measures `Constants` on the GPU at hand, in a few seconds: ``python -m kda_cp calibrate``.
+"""Measures `Constants` on a GPU within seconds: ``python -m kda_cp calibrate``.
 
-Calls of n streams of T tokens are timed, for n = 1, `FEW`, half and all of the SMs. By the model of `kda_cp.constants.Pass` the
-slope in T is ``prepare_ns * n + max(ns(n), work_ns * n)``, for the device runs all n streams at once, in one way up to half
-the SMs and in another beyond; and the rest of the time is ``call_us``. Few streams are never bound by the work, so::
+Calls of n tasks of T tokens are timed, for n = 1, `FEW`, half of the SMs and all SMs. All n tasks run at once, in one way up
+to half of the SMs and in another way beyond. So by the model of `kda_cp.constants.Pass` the slope of the time in T is
+``intra_chunk_ns * n + max(ns(n), work_ns * n)``, and the rest of the time is ``call_us``. Few tasks are never limited by the
+work, hence::
 
-    prepare_ns = (slope(FEW) - slope(1)) / (FEW - 1)
-    chain = (half, slope(1) - prepare_ns), (SMs, slope(SMs) - prepare_ns * SMs)
-    work_ns = slope(half) / half - prepare_ns       where that is above what latency explains, else 0
+    intra_chunk_ns = (slope(FEW) - slope(1)) / (FEW - 1)
+    chain = (half, slope(1) - intra_chunk_ns), (SMs, slope(SMs) - intra_chunk_ns * SMs)
+    work_ns = slope(half) / half - intra_chunk_ns       if that is above what latency explains, else 0
 
-A forward call has a sequence of n value heads; of a backend that summarises segments itself, its two calls are timed as well,
-over one segment of n heads.
+A forward call has one sequence of n value heads. For a backend that summarises segments itself, `summarize` and
+`execute_segments` are timed as well, over one segment of n value heads.
 
-Of a backend with shipped constants, which tell more ways of running than these few calls can, those are kept, and scaled to the
-times found here (`scaled`).
+Shipped constants of the backend contain more ways of execution than these few calls can find. If there are any, they are
+kept and scaled to the measured times (`scaled`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,49 +31,52 @@ from kda_core.contract import KdaOptions
 from kda_core.errors import DeviceError
 from kda_core.registry import REGISTRY
 from kda_cp.constants import SHIPPED_SMS, Constants, Pass, shipped
+from kda_cp.cost import call_us
 from kda_cp.merge import merge
-from kda_cp.plan import pass_us
 
 SHORT, LONG = 2048, 8192  # tokens
 FEW = 8
 D = 128  # K and V
 REPEATS = 20
 FLUSH_BYTES = 256 << 20  # several times the L2
-BOUND_BY_WORK = 1.05  # a slope this much above what latency explains
-LEAST_NS = 1e-3  # where noise leaves no latency at all
+BOUND_BY_WORK = 1.05  # a slope is limited by work if it exceeds the latency by this factor
+LEAST_NS = 1e-3  # lower limit of a latency, in case noise exceeds it
 
 
-def fit(call_us: Callable[[int, int], float], SMs: int) -> Pass:
-    """The constants that explain device times.
+def fit(measured_us: Callable[[int, int], float], SMs: int) -> Pass:
+    """Returns the constants that explain device times.
 
     Args:
-        call_us: device time of a call with n streams of T tokens.
+        measured_us: device time of a call with n tasks of T tokens, in us.
         SMs: of the GPU, more than 2 * `FEW`.
     """
     half = SMs // 2
-    times = {n: (call_us(n, SHORT), call_us(n, LONG)) for n in (1, FEW, half, SMs)}
-    slope = {n: 1e3 * (long - short) / (LONG - SHORT) for n, (short, long) in times.items()}  # ns a token
-    prepare = max(0.0, (slope[FEW] - slope[1]) / (FEW - 1))
-    latency = max(LEAST_NS, slope[1] - prepare)
-    bound = slope[half] - prepare * half
+    times = {n: (measured_us(n, SHORT), measured_us(n, LONG)) for n in (1, FEW, half, SMs)}
+    slope = {n: 1e3 * (long - short) / (LONG - SHORT) for n, (short, long) in times.items()}  # ns per token
+    intra_chunk = max(0.0, (slope[FEW] - slope[1]) / (FEW - 1))
+    latency = max(LEAST_NS, slope[1] - intra_chunk)
+    bound = slope[half] - intra_chunk * half
     return Pass(
-        chain=((half, latency), (SMs, max(latency, slope[SMs] - prepare * SMs))),
-        prepare_ns=prepare,
+        chain=((half, latency), (SMs, max(latency, slope[SMs] - intra_chunk * SMs))),
+        intra_chunk_ns=intra_chunk,
         work_ns=bound / half if bound > BOUND_BY_WORK * latency else 0.0,
         call_us=max(0.0, times[1][0] - slope[1] * SHORT / 1e3),
     )
 
 
-def scaled(known: Pass, call_us: Callable[[int, int], float], SMs: int) -> Pass:
-    """`known`, of a GPU of `SHIPPED_SMS`, for one on which calls take so long; arguments as in `fit`. All its times change by
-    one factor, the median over calls of 1, `FEW`, half and all of the SMs' streams, and its lanes with the SMs."""
+def scaled(known: Pass, measured_us: Callable[[int, int], float], SMs: int) -> Pass:
+    """Returns `known`, the constants of a GPU with `SHIPPED_SMS`, adapted to another GPU; arguments as in `fit`.
+
+    Lanes are scaled by the number of SMs. Times are scaled by one factor: the median over calls of 1, `FEW`, half of the
+    SMs and all SMs tasks.
+    """
     lanes = tuple((max(1, n * SMs // SHIPPED_SMS), ns) for n, ns in known.chain)
     known = replace(known, chain=lanes)
-    streams = (1, FEW, SMs // 2, SMs)
-    factor = statistics.median(call_us(n, LONG) / pass_us(known, [LONG], n) for n in streams)
+    tasks = (1, FEW, SMs // 2, SMs)
+    factor = statistics.median(measured_us(n, LONG) / call_us(known, [LONG], n) for n in tasks)
     return Pass(
         chain=tuple((n, ns * factor) for n, ns in lanes),
-        prepare_ns=known.prepare_ns * factor,
+        intra_chunk_ns=known.intra_chunk_ns * factor,
         work_ns=known.work_ns * factor,
         call_us=known.call_us * factor,
         even=known.even,
@@ -80,10 +84,10 @@ def scaled(known: Pass, call_us: Callable[[int, int], float], SMs: int) -> Pass:
 
 
 def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants:
-    """The constants of a backend on a CUDA device, K = V = 128, gates in the kernel.
+    """Returns the constants of a backend on a CUDA device, for K = V = 128 and gates in the kernel.
 
     Raises:
-        DeviceError: `device` is no CUDA device.
+        DeviceError: `device` is not a CUDA device.
         BackendError: the backend does not serve such calls.
     """
     if device.type != "cuda":
@@ -94,7 +98,7 @@ def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants
         return device_us(lambda: chunk_kda(**x, backend=backend, context_parallel="off"), device)
 
     heads, steps = 8, 16
-    chosen = segment_calls(1, SHORT, device, dtype, backend)[0]
+    chosen = segment_calls(1, SHORT, device, dtype, backend).backend
     merge_us = device_us(merge_call(chosen, heads, steps, device), device) / steps
     x = _arguments(heads, LONG, device, dtype)
     copied = [x[name] for name in ("k", "v", "g", "beta")]
@@ -102,29 +106,41 @@ def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants
     SMs = torch.cuda.get_device_properties(device).multi_processor_count
     known, _ = shipped((torch.cuda.get_device_name(device), backend, str(dtype)[6:]))
 
-    def fitted(name: str, call_us: Callable[[int, int], float]) -> Pass:
-        of_known = None if known is None else getattr(known, name)
-        return fit(call_us, SMs) if of_known is None else scaled(of_known, call_us, SMs)
+    def fitted(name: str, measured_us: Callable[[int, int], float]) -> Pass:
+        own = None if known is None else getattr(known, name)
+        return fit(measured_us, SMs) if own is None else scaled(own, measured_us, SMs)
 
     found = Constants(fitted("forward", forward_us), merge_us, gather_us * 1e3 / (LONG * heads))
     if not isinstance(chosen, SupportsSegments):
         return found
 
     def summarize_us(n: int, T: int) -> float:
-        return device_us(segment_calls(n, T, device, dtype, backend)[1], device)
+        return device_us(segment_calls(n, T, device, dtype, backend).summarize, device)
 
-    def run_us(n: int, T: int) -> float:
-        _, summarize, run = segment_calls(n, T, device, dtype, backend)
-        summarize()
-        return device_us(run, device)
+    def execute_us(n: int, T: int) -> float:
+        calls = segment_calls(n, T, device, dtype, backend)
+        calls.summarize()
+        return device_us(calls.execute, device)
 
-    return replace(found, summarize=fitted("summarize", summarize_us), run=fitted("run", run_us))
+    return replace(found, summarize=fitted("summarize", summarize_us), execute=fitted("execute", execute_us))
 
 
-def segment_calls(
-    n: int, T: int, device: torch.device, dtype: torch.dtype, name: str
-) -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
-    """The backend, and its `summarize` and `execute_segments` of one segment with n value heads."""
+class SegmentCalls(NamedTuple):
+    """A backend and its two calls over one segment.
+
+    Attributes:
+        backend: the backend.
+        summarize: calls `summarize`.
+        execute: calls `execute_segments`. `summarize` has to be called before.
+    """
+
+    backend: Any
+    summarize: Callable[[], Any]
+    execute: Callable[[], Any]
+
+
+def segment_calls(n: int, T: int, device: torch.device, dtype: torch.dtype, name: str) -> SegmentCalls:
+    """Returns the calls of the backend `name` over one segment of T tokens with n value heads."""
     x = _arguments(n, T, device, dtype)
     offsets = torch.tensor([0, T], dtype=torch.int32)
     tensors = [x.pop(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
@@ -135,7 +151,7 @@ def segment_calls(
     exits, M = torch.empty(2, 1, n, D, D, device=device)
     size = backend.segment_workspace_bytes(shape) if isinstance(backend, SupportsSegments) else 0
     outputs = buffers.allocate_outputs(inputs, size)
-    return (
+    return SegmentCalls(
         backend,
         lambda: backend.summarize(inputs, exits, M, outputs.workspace),
         lambda: backend.execute_segments(inputs, outputs),
@@ -143,7 +159,7 @@ def segment_calls(
 
 
 def merge_call(backend: Any, heads: int, steps: int, device: torch.device) -> Callable[[], Any]:
-    """A merge of `steps` pieces of one sequence, as a plan over this backend makes it."""
+    """Returns a call that merges `steps` segments of one sequence, as a plan over this backend does."""
     S = torch.randn(heads, D, D, device=device)
     M = torch.randn(heads, D, D, device=device) / D
     if not isinstance(backend, SupportsMerge):
@@ -154,12 +170,12 @@ def merge_call(backend: Any, heads: int, steps: int, device: torch.device) -> Ca
 
 
 def device_us(call: Callable[[], Any], device: torch.device) -> float:
-    """Median device time of replays of a captured call, in us, the L2 flushed before each."""
+    """Returns the median device time of replays of a captured call, in us. The L2 is flushed before each replay."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            call()  # compiles, and brings to the device what a capture may not
+            call()  # compiles kernels and uploads integers, which a capture should not contain
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -176,7 +192,7 @@ def device_us(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _arguments(n: int, T: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """A call with n value heads. Gates and values do not change its time."""
+    """Returns the arguments of a call with n value heads. The time does not depend on gates and values."""
     q, k, v, g = torch.randn(4, 1, T, n, D, device=device, dtype=dtype).unbind()
     return {
         "q": q, "k": k, "v": v, "g": g, "beta": torch.randn(1, T, n, device=device, dtype=dtype),

@@ -1,7 +1,12 @@
-"""What calls cost: the constants by which the planner predicts, one set per (device, backend, dtype).
+"""Measured constants of the cost model, one set per (device, backend, dtype).
 
-Looked up in this order: the calibration file, which `store` writes; `SHIPPED`; what is shipped for the backend on another GPU;
-nothing, and then the planner goes by the ratio rule of `kda_cp.plan`. The file is ``cp/constants.json`` in the folder of ``KDA_CACHE_DIR``.
+`lookup` searches in this order:
+
+1. the calibration file ``cp/constants.json`` in the folder of ``KDA_CACHE_DIR``, which `store` writes;
+2. `SHIPPED`;
+3. shipped constants of the same backend on another GPU.
+
+Without constants the planner uses the ratio rule of `kda_cp.choose`.
 """
 
 from __future__ import annotations
@@ -23,25 +28,27 @@ Ways = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Pass:
-    """Device time of one kind of call of a backend, over streams (sequence, value head)::
+    """Device time of one kind of call of a backend, over tasks (sequence, value head)::
 
-        call_us + prepare_ns * tokens * HV + max(lane * ns, work_ns * tokens * HV)
+        call_us + intra_chunk_ns * tokens * HV + max(lane * ns, work_ns * tokens * HV)
+
+    ``lane`` is the number of tokens of the busiest lane.
 
     Attributes:
-        chain: ways in which the backend runs streams, each (lanes, ns a token of a stream): so many streams go at once, each
-            at this pace. A call takes the fastest way.
-        prepare_ns: of the part that is parallel over tokens and done before, a token and value head.
-        work_ns: of all that is done beside the chains, or binds them, as memory does: a token and value head.
-        call_us: fixed.
-        even: whether the backend cuts streams where it likes, so that lanes have the same to do. Else a lane is what
-            longest-first list scheduling gives.
+        chain: the ways in which the backend can execute tasks, as pairs (lanes, ns per token of a task): how many
+            tasks are in progress at once, and how long each takes per token. A call takes the fastest way.
+        intra_chunk_ns: time per token and value head of an intra-chunk stage that runs before the chains.
+        work_ns: time per token and value head of what runs beside the chains, or limits them, such as memory traffic.
+        call_us: fixed time of a call.
+        even: whether the backend divides tasks among its lanes evenly. Otherwise tasks are indivisible, and the
+            busiest lane is that of longest-first list scheduling.
 
     Raises:
-        ArgumentError: no ways, or a number that is negative or not finite.
+        ArgumentError: `chain` is empty, or a number is negative or not finite.
     """
 
     chain: Ways
-    prepare_ns: float
+    intra_chunk_ns: float
     work_ns: float
     call_us: float
     even: bool = False
@@ -49,7 +56,7 @@ class Pass:
     def __post_init__(self) -> None:
         if not self.chain or any(lanes < 1 or not 0 < ns < float("inf") for lanes, ns in self.chain):
             raise ArgumentError("chain", "pairs (lanes of at least 1, ns above 0)", repr(self.chain))
-        for name in ("prepare_ns", "work_ns", "call_us"):
+        for name in ("intra_chunk_ns", "work_ns", "call_us"):
             _check(name, getattr(self, name))
 
 
@@ -58,27 +65,29 @@ class Constants:
     """Times of one backend on one device for one dtype of q, k, v.
 
     Attributes:
-        forward: of a forward call.
-        merge_us: one step of the merge: the states of all sequences pass one piece.
-        gather_ns: copying the inputs of a summary where its pieces are not neighbours in memory, a token and value head.
-        summarize, run: of the two calls of a backend that summarises segments itself, over all segments; None where it
-            does not, or nobody has measured them.
+        forward: time of a forward call.
+        merge_us: time of one step of the merge, in which the states of all sequences pass one segment.
+        gather_ns: time per token and value head to copy the inputs of summaries whose segments are not neighbours in
+            memory.
+        summarize, execute: times of `summarize` and `execute_segments` over all segments, of a backend that
+            summarises segments itself. None if it does not, or if they were not measured.
 
     Raises:
-        ArgumentError: a number that is negative or not finite, or one of `summarize` and `run` without the other.
+        ArgumentError: a number is negative or not finite, or only one of `summarize` and `execute` is given.
     """
 
     forward: Pass
     merge_us: float
     gather_ns: float
     summarize: Pass | None = None
-    run: Pass | None = None
+    execute: Pass | None = None
 
     def __post_init__(self) -> None:
         _check("merge_us", self.merge_us)
         _check("gather_ns", self.gather_ns)
-        if (self.summarize is None) != (self.run is None):
-            raise ArgumentError("summarize, run", "both or neither", "one")
+        if (self.summarize is None) != (self.execute is None):
+            given = "summarize" if self.execute is None else "execute"
+            raise ArgumentError("summarize, execute", "both or neither", f"{given} alone")
 
 
 def _check(name: str, value: float) -> None:
@@ -87,27 +96,31 @@ def _check(name: str, value: float) -> None:
 
 
 Key = tuple[str, str, str]
-"""(device name as torch gives it, or "cpu"; backend; dtype such as "bfloat16")."""
+"""(device name as torch reports it, or "cpu"; backend; dtype such as "bfloat16")."""
 
-# kda-sm90 on the 132 SMs of an H200: the paces of chains in long calls. With s streams the preparation keeps up with the
-# chains while s * (CTAs of a chain + SM ns of preparing a token / pace) <= 132. Preparing takes 73 SM ns a token in chunks
-# of 64, 59 in chunks of 32, measured alone. `summarize` and `run` were measured over 4 and 8 heads of
-# 65536 tokens: chains of four halves (B, M), and what the preparation takes where it binds; chains without preparation,
-# and the bandwidth of HBM.
+# kda-sm90 on an H200 with 132 SMs.
+#
+# forward: pace of the chains in long calls. With t tasks the intra-chunk stage keeps up with the chains while
+# t * (CTAs of a chain + SM ns of the stage per token / pace) <= 132. The stage alone takes 73 SM ns per token in chunks
+# of 64 tokens, and 59 in chunks of 32.
+#
+# summarize, execute: measured over 65536 tokens of 4 and of 8 heads. In `summarize` a chain has four halves, two of B and
+# two of M; work_ns is the intra-chunk stage where it is the limit. In `execute` no intra-chunk stage runs beside the
+# chains; work_ns is the bandwidth of HBM.
 _SM90 = Constants(
     forward=Pass(((20, 15.9), (28, 21.8), (46, 31.1)), 0.0, 0.0, 30.0, even=True),
     merge_us=1.2,
     gather_ns=0.62,
     summarize=Pass(((14, 12.7), (24, 20.0), (32, 25.8)), 0.0, 0.83, 28.0, even=True),
-    run=Pass(((32, 15.7), (66, 19.6), (132, 29.5)), 0.0, 0.37, 15.0, even=True),
+    execute=Pass(((32, 15.7), (66, 19.6), (132, 29.5)), 0.0, 0.37, 15.0, even=True),
 )
 
-#: Shipped constants, of devices with so many SMs.
+#: SMs of the devices of `SHIPPED`.
 SHIPPED_SMS = 132
 SHIPPED: dict[Key, Constants] = {("NVIDIA H200", "sm90", "bfloat16"): _SM90}
 
 FILE = "constants.json"
-#: A larger file is none of ours.
+#: Larger files are not read: `store` does not write them.
 FILE_BYTES = 4 << 20
 
 _lock = threading.RLock()
@@ -115,55 +128,62 @@ _stored: dict[Key, Constants] | None = None
 _version = 0
 
 
-def _after_fork() -> None:
-    """In a child: the thread that held the lock is not there."""
+def _after_fork_in_child() -> None:
+    """Replaces the lock: the thread that held it at the fork does not exist in the child."""
     global _lock
     _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def path() -> Path:
-    """The calibration file, which need not exist."""
+    """Returns the path of the calibration file. The file need not exist."""
     return env.cache_dir() / "cp" / FILE
 
 
 def lookup(key: Key) -> tuple[Constants | None, str]:
-    """The constants of a (device, backend, dtype) and where they come from; None if nobody has any.
+    """Returns the constants of a (device, backend, dtype), or None, and their source in words.
 
-    The file is read once a process, until `store` or `refresh`; after a change of ``KDA_CACHE_DIR`` call `refresh`. A file
-    that cannot be read, trusted or understood is warned of once, by the logger ``kda_core``, and counts as absent.
+    The file is read once per process, and again after `store` or `refresh`. Call `refresh` after a change of
+    ``KDA_CACHE_DIR``. If the file is unreadable, untrusted or malformed, the logger ``kda_core`` warns once and the
+    file counts as absent.
     """
-    if (found := _read().get(key)) is not None:
+    if (found := _stored_sets().get(key)) is not None:
         return found, "calibrated"
     return shipped(key)
 
 
 def shipped(key: Key) -> tuple[Constants | None, str]:
-    """As `lookup`, whatever is stored."""
+    """Returns what `lookup` would return without a calibration file."""
     if key in SHIPPED:
         return SHIPPED[key], "shipped"
     device, *rest = key
     for (other, *same), found in SHIPPED.items():
-        # a backend is for GPUs of one kind, whose chains take the same clocks: nearer than the ratio rule
+        # A backend serves one GPU architecture, where chains take about the same clocks: closer than the ratio rule.
         if same == rest and device != "cpu":
             return found, f"{other}'s shipped"
     return None, "none"
 
 
 def stored() -> dict[Key, Constants]:
-    """What the calibration file holds, as `lookup` reads it."""
-    return dict(_read())
+    """Returns the contents of the calibration file as `lookup` reads it."""
+    return dict(_stored_sets())
 
 
 def store(key: Key, constants: Constants, patience: storage.Patience | None = None) -> Path:
-    """Adds or replaces one set in the calibration file; returns its path. What other processes stored stays, and so do
-    fields of other versions. ``patience``: with whoever holds the file's lock.
+    """Adds or replaces one set in the calibration file and returns the path of the file.
+
+    Sets of other processes and fields of other versions are kept.
+
+    Args:
+        key: (device, backend, dtype).
+        constants: the set.
+        patience: how long to wait for the lock of the file.
 
     Raises:
-        ArgumentError: the file holds something else, which would be lost; or it cannot be written.
+        ArgumentError: the file has other contents, which would be lost, or it cannot be written.
     """
     global _stored
     file = path()
@@ -171,11 +191,11 @@ def store(key: Key, constants: Constants, patience: storage.Patience | None = No
         try:
             storage.make_folder(file.parent)
             with storage.opened(file.parent) as folder, folder.locked(f"{FILE}.lock", patience):
-                rows = [row for row in _rows(folder) if _key(row) != key]
-                rows.append({"key": list(key), **asdict(constants)})
-                rows.sort(key=lambda row: _key(row) or ())
+                entries = [entry for entry in _entries(folder) if _key(entry) != key]
+                entries.append({"key": list(key), **asdict(constants)})
+                entries.sort(key=lambda entry: _key(entry) or ())
                 folder.sweep(FILE)
-                folder.write(FILE, (json.dumps(rows, indent=2) + "\n").encode())
+                folder.write(FILE, (json.dumps(entries, indent=2) + "\n").encode())
         except OSError as error:
             raise ArgumentError(
                 env.KDA_CACHE_DIR.name, "a folder in which calibrations can be stored", str(error)
@@ -189,14 +209,14 @@ def store(key: Key, constants: Constants, patience: storage.Patience | None = No
 
 
 def problems() -> list[str]:
-    """What in the calibration file is not used, why, and how to mend it. The file is read anew."""
+    """Reads the calibration file again and returns a line for each part that is unusable: what, why, and a remedy."""
     found: list[str] = []
     _load(path(), lambda file, problem: found.append(_UNUSED % (file, problem)))
     return found
 
 
 def refresh() -> None:
-    """Forgets what was read of the calibration file, and all plans that were made by it."""
+    """Drops the contents of the calibration file from memory, and all plans that depend on them."""
     global _stored
     with _lock:
         _stored = None
@@ -204,7 +224,7 @@ def refresh() -> None:
 
 
 def version() -> int:
-    """A number that changes whenever what `lookup` finds may have changed: by `store`, or by `refresh`."""
+    """Returns a number that increases when the results of `lookup` may change: by `store` and by `refresh`."""
     return _version
 
 
@@ -214,7 +234,7 @@ def _advance() -> None:
     REGISTRY.forget_plans()
 
 
-def _read() -> dict[Key, Constants]:
+def _stored_sets() -> dict[Key, Constants]:
     global _stored
     with _lock:
         if _stored is None:
@@ -222,76 +242,82 @@ def _read() -> dict[Key, Constants]:
         return _stored
 
 
-def _load(file: Path, say: Callable[[Path, str], None]) -> dict[Key, Constants]:
-    """What of the file can be used; `say` gets the rest."""
+def _load(file: Path, report: Callable[[Path, str], None]) -> dict[Key, Constants]:
+    """Returns the usable sets of the file. Calls `report` for each part that is unusable."""
     try:
         with storage.opened(file.parent) as folder:
-            rows = _rows(folder)
+            entries = _entries(folder)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except storage.UntrustedError as error:
-        say(file, str(error))
+        report(file, str(error))
         return {}
     except (OSError, ValueError, TypeError) as error:
-        say(file, f"{type(error).__name__}: {error}. {_REMEDY}")
+        report(file, f"{type(error).__name__}: {error}. {_REMEDY}")
         return {}
     found: dict[Key, Constants] = {}
-    for row in rows:
-        key = _key(row)
+    for entry in entries:
+        key = _key(entry)
         try:
             if key is None:
                 raise ValueError("no key of device, backend and dtype")
-            found[key] = _read_row(row)
+            found[key] = _constants(entry)
         except (ValueError, TypeError, KeyError, OverflowError) as error:
-            say(file, f"row {key}: {type(error).__name__}: {error}. {_REMEDY}")
+            report(file, f"entry {key}: {type(error).__name__}: {error}. {_REMEDY}")
     return found
 
 
-_REMEDY = "Remove the file; `python -m kda_cp calibrate` measures anew."
+_REMEDY = "Remove the file and run `python -m kda_cp calibrate` again."
 
 
-_UNUSED = "calibrations in %s are not used, shipped constants are: %s"
+_UNUSED = "calibrations in %s are ignored and shipped constants are used: %s"
 
 
 def _warn(file: Path, problem: str) -> None:
     storage.warn_once(("calibration", file), _UNUSED, file, problem)
 
 
-def _rows(folder: storage.Folder) -> list[Any]:
-    """The rows of the calibration file, empty if there is none. Raises ``OSError``, ``ValueError`` and ``TypeError``."""
+def _entries(folder: storage.Folder) -> list[Any]:
+    """Returns the entries of the calibration file, [] without a file.
+
+    Raises:
+        OSError, ValueError, TypeError: the file is unreadable or malformed.
+    """
     try:
         content = folder.read(FILE, FILE_BYTES)
     except FileNotFoundError:
         return []
     try:
-        rows = json.loads(content)
+        entries = json.loads(content)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    if not isinstance(rows, list):
-        raise TypeError(f"a {type(rows).__name__} instead of a list, as another version may write it")
-    return rows
+    if not isinstance(entries, list):
+        raise TypeError(
+            f"expected a list, got a {type(entries).__name__}; another version may have written it"
+        )
+    return entries
 
 
-def _key(row: Any) -> Key | None:
-    key = row.get("key") if isinstance(row, dict) else None
+def _key(entry: Any) -> Key | None:
+    key = entry.get("key") if isinstance(entry, dict) else None
     if isinstance(key, list) and len(key) == 3 and all(isinstance(word, str) for word in key):
         return key[0], key[1], key[2]
     return None
 
 
-def _read_row(row: dict[str, Any]) -> Constants:
-    """Fields that this version does not know are left out."""
+def _constants(entry: dict[str, Any]) -> Constants:
+    """Returns the constants of an entry. Fields that this version does not have are ignored."""
 
-    def one(x: dict[str, Any]) -> Pass:
-        known = _known(Pass, x)
+    def one_pass(data: dict[str, Any]) -> Pass:
+        known = _known_fields(Pass, data)
         return Pass(**known | {"chain": tuple((int(n), float(ns)) for n, ns in known["chain"])})
 
-    known = _known(Constants, row)
-    for name in ("forward", "summarize", "run"):
+    known = _known_fields(Constants, entry)
+    for name in ("forward", "summarize", "execute"):
         if name == "forward" or known.get(name) is not None:
-            known[name] = one(known[name])
+            known[name] = one_pass(known[name])
     return Constants(**known)
 
 
-def _known(cls: type, row: dict[str, Any]) -> dict[str, Any]:
-    return {f.name: row[f.name] for f in fields(cls) if f.name in row}
+def _known_fields(cls: type, data: dict[str, Any]) -> dict[str, Any]:
+    return {f.name: data[f.name] for f in fields(cls) if f.name in data}

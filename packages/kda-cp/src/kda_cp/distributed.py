@@ -1,24 +1,26 @@
-"""Context parallelism across GPUs or processes, on torch.distributed: NCCL, gloo, or whatever group it is given.
+"""Context parallelism across GPUs or processes, over a torch.distributed group (NCCL, gloo or another backend).
 
-Each rank computes what its fragments of a sequence do to the state (`kda_cp.summary`), the ranks exchange that, K x (K + V)
-numbers a fragment and value head whatever its length, each merges it (`kda_cp.merge`) and runs its fragments from their
-true initial states::
+1. Each rank summarises its fragments (`kda_cp.summary`).
+2. The ranks exchange the summaries: K x (K + V) numbers per fragment and value head, whatever the length.
+3. Each rank merges the summaries (`kda_cp.merge`) and executes its fragments from their true initial states.
+
+Example::
 
     table = FragmentTable.contiguous(lengths, ranks=4)
     cp = ContextParallel(group, table)
-    q, k, v, g, beta = (table.shard(x, cp.rank) for x in (q, k, v, g, beta))  # or as they were loaded
+    q, k, v, g, beta = (table.shard(x, cp.rank) for x in (q, k, v, g, beta))  # or load only these tokens
     o, state = cp.chunk_kda(q, k, v, g, beta, output_final_state=True)
 
-Where no sequence crosses ranks, nothing is exchanged. Forward only.
+If no sequence crosses ranks, nothing is exchanged. Forward only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count, pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,89 +31,109 @@ from kda_core import buffers, registry, validate
 from kda_core.arguments import Arguments, checked
 from kda_core.contract import OPTION_NAMES, KdaInputs, KdaOptions, ProblemShape
 from kda_core.errors import ArgumentError, DtypeError, ShapeError, describe
-from kda_cp.agreement import CALLS, MAKES, RAN, Moment, RankError, Ranks, Terms
+from kda_cp.agreement import Position, RankError, Ranks, Step, Terms
+from kda_cp.cache import Cache
 from kda_cp.fragments import Fragment, FragmentTable
-from kda_cp.merge import merge_pieces
-from kda_cp.part import Part, planned
-from kda_cp.pieces import Piece, run_shape
-from kda_cp.plan import Cache
+from kda_cp.local_fragments import LocalFragments, plan_fragments
+from kda_cp.merge import merge_segments
+from kda_cp.segments import Segment, execution_shape
 
 __all__ = ["ContextParallel", "Fragment", "FragmentTable", "RankError"]
 
 Value = TypeVar("Value")
 
 
-_numbers = count(1)  # of instances, in this process
-
-
-@dataclass(frozen=True)
-class _Local:
-    """What one rank has prepared of a call.
-
-    Attributes:
-        inputs: of this rank's tokens.
-        name: of the backend.
-        o: that it will write.
-        parts: of its fragments, those that cross ranks, then the others where they lie in memory of their own.
-        rows: [fragments of `_summarised`, HV, K, V + K], (B | M), to exchange.
-        finals: [sequences that it owns, HV, ...], to exchange; without rows where nobody else asks for them.
-    """
-
-    inputs: KdaInputs
-    name: str
-    o: Tensor
-    parts: list[Part]
-    rows: _Gather
-    finals: _Gather
+_instances = count(1)  # numbers of instances in this process
 
 
 class _Gather:
-    """Each rank's rows, to be gathered by all. Its memory is there before the ranks agree, so that none fails alone later.
+    """A gather of tensors of equal shape from all ranks.
+
+    Its memory is allocated before the ranks agree on a call, so that no rank runs out of memory alone later.
 
     Args:
-        counts: rows of each rank; on the way they are padded to the most.
+        counts: number of tensors of each rank. For the exchange they are padded to the largest number.
         ranks: of the group.
-        like: [...], a row's shape, its dtype, and the device of `mine` and of the result.
+        like: [...], with the shape and dtype of one tensor, and the device of the results.
     """
 
     def __init__(self, counts: list[int], ranks: Ranks, like: Tensor) -> None:
         self._counts, self._ranks, self._device = counts, ranks, like.device
         most = max(counts)
         self._sent = like.new_zeros((most, *like.shape), device=ranks.device)
-        self._found = self._sent.new_empty((len(counts) * most, *like.shape))
-        self.mine = self._sent[: counts[ranks.rank]]
+        self._gathered = self._sent.new_empty((len(counts) * most, *like.shape))
+        self.own = self._sent[: counts[ranks.rank]]
 
-    def begin(self, moment: Moment) -> Callable[[], list[Tensor]]:
-        """Sends `mine`, and gives what waits for the rows of each rank: on a GPU the stream does, not the host."""
-        arrived = self._ranks.begin_gather(self._found, self._sent, moment)
+    def begin(self, position: Position) -> Callable[[], list[Tensor]]:
+        """Sends `own`. Returns a function that waits for the tensors of each rank, [count, ...].
+
+        On a GPU the CUDA stream waits, not the host.
+        """
+        wait_for_group = self._ranks.begin_gather(self._gathered, self._sent, position)
 
         def wait() -> list[Tensor]:
-            arrived()
-            parts = self._found.unflatten(0, (len(self._counts), -1))
-            return [part[:n].to(self._device) for part, n in zip(parts, self._counts)]
+            wait_for_group()
+            by_rank = self._gathered.unflatten(0, (len(self._counts), -1))
+            return [x[:n].to(self._device) for x, n in zip(by_rank, self._counts)]
 
         return wait
 
 
+@dataclass(frozen=True)
+class _Local:
+    """The state of a call on one rank after its summaries.
+
+    Attributes:
+        inputs: of the rank's tokens.
+        backend: name of the backend.
+        o: the output of the rank.
+        groups: fragments that are computed together: those that cross ranks, then the others, or all in one group.
+        summaries: (B | M), [summarised fragments, HV, K, V + K], to exchange.
+        finals: final states [owned sequences, HV, ...], to exchange; empty if only owners get them.
+    """
+
+    inputs: KdaInputs
+    backend: str
+    o: Tensor
+    groups: list[LocalFragments]
+    summaries: _Gather
+    finals: _Gather
+
+
+class _Result(NamedTuple):
+    """The results of a call on one rank.
+
+    Attributes:
+        o: [1, T_rank, HV, V].
+        final: [owned sequences, HV, ...]; None if the call does not return final states.
+    """
+
+    o: Tensor
+    final: Tensor | None
+
+
 class ContextParallel:
-    """Calls of KDA on packed sequences that are spread over the ranks of a group.
+    """Calls KDA on packed sequences that are distributed over the ranks of a group.
+
+    All ranks of the group construct their instances in the same order, and call them in the same order. They compare
+    `table`, `final_state_on` and `tag` here. Before each call that exchanges data, they check that all are in the same call
+    of the same instance.
 
     Args:
-        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group. On GPUs best one of
-            ``init_process_group("cpu:gloo,cuda:nccl")``: hosts then agree through gloo. Through NCCL alone they wait for room on
-            their devices.
-        table: who holds what.
+        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group. For GPUs prefer a group of
+            ``init_process_group("cpu:gloo,cuda:nccl")``: hosts then agree through gloo. Through NCCL alone they wait until
+            their devices have room for its kernels.
+        table: the distribution of the tokens.
         final_state_on: "owner" gives each rank the states of the sequences whose last token it holds
-            (``table.owned(rank)``, in that order), "all" every rank all of them.
-        tag: a name for messages, such as that of the layer. Give one where a program makes several.
-
-    All ranks of the group make their instances in the same order and call them in the same order. They compare table,
-    `final_state_on` and `tag` here, and before each call that exchanges data that they are in the same call of the same instance.
+            (``table.owned(rank)``, in that order). "all" gives every rank all of them.
+        tag: a name for error messages, such as that of a layer. Recommended if a program constructs several instances.
 
     Raises:
-        RankError: the ranks gave different ones, make different instances, or another rank failed or cannot be reached.
-        ArgumentError: what is no table or one for another number of ranks, another `final_state_on`, a `tag` that is no text;
-            then the other ranks get a RankError. A mesh of several dimensions: it has no one group, so nobody tells the others.
+        RankError: the ranks have different arguments or construct different instances, or another rank failed or cannot be
+            reached.
+        ArgumentError: `table` is not a FragmentTable or is for another number of ranks, `final_state_on` is unknown, or
+            `tag` is not a str; the other ranks then get a RankError. Or `group` is a mesh of several dimensions; it has no
+            single group, so the other ranks are not informed.
     """
 
     def __init__(
@@ -129,26 +151,28 @@ class ContextParallel:
         self._ranks = Ranks(group)
         self.group, self.rank, self.ranks = group, self._ranks.rank, self._ranks.size
         self.table, self.final_state_on, self.tag = table, final_state_on, tag
-        self._plans: tuple[Any, dict[Any, tuple[list[Part], str]]] = None, {}
-        self._completed = 0  # calls that ranks agreed on. One that failed later on a rank would meet the next one of the others
-        self._known_terms = Cache(64)
-        words, error = _attempt(self._checked_terms)
-        proposed = Moment(MAKES, next(_numbers), tag=tag if isinstance(tag, str) else None)
-        self._instance = self._ranks.agree(proposed, None if words is None else Terms(words), error)
-        assert words is not None  # else `agree` has raised
-        self._own_terms = words
+        self._planned: tuple[Any, dict[Any, tuple[list[LocalFragments], str]]] = None, {}
+        # Counts the calls that all ranks agreed on. A rank that fails later must not meet the next call of the others.
+        self._completed = 0
+        self._call_terms = Cache(64)
+        fields, error = _attempt(self._instance_terms)
+        tag = tag if isinstance(tag, str) else None
+        proposed = Position(Step.CONSTRUCT, next(_instances), tag=tag)
+        self._instance = self._ranks.agree(proposed, None if fields is None else Terms(fields), error)
+        assert fields is not None  # else `agree` has raised
+        self._own_terms = fields
 
-    def _checked_terms(self) -> dict[str, str]:
-        """What must be the same on all ranks in every call, in words."""
+    def _instance_terms(self) -> dict[str, str]:
+        """Checks the arguments. Returns what must be equal on all ranks in every call."""
         if not isinstance(self.table, FragmentTable):
             raise ArgumentError("table", "a FragmentTable", describe(self.table))
         if self.final_state_on not in ("owner", "all"):
             raise ArgumentError("final_state_on", "'owner' or 'all'", repr(self.final_state_on))
         if not (self.tag is None or isinstance(self.tag, str)):
-            raise ArgumentError("tag", "a text or None", describe(self.tag))
+            raise ArgumentError("tag", "a str or None", describe(self.tag))
         if self.table.ranks != self.ranks:
             raise ArgumentError(
-                "table", f"one for {self.ranks} ranks, the size of the group", f"{self.table.ranks} ranks"
+                "table", f"a table for {self.ranks} ranks, the size of the group", f"{self.table.ranks} ranks"
             )
         return {
             "table": f"sequences={len(self.table.lengths)} tokens={sum(self.table.lengths)} "
@@ -180,223 +204,235 @@ class ContextParallel:
         dt_bias: Tensor | None = None,
         backend: str | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """``kda_core.chunk_kda`` over the sequences of the table; all ranks call it, with the same options.
+        """Calls ``kda_core.chunk_kda`` over the sequences of the table. All ranks call it, with the same options.
 
-        The host waits for the hosts of the other ranks where something is exchanged, for ranks first tell each other that all
-        is well. With gloo for the hosts and NCCL for the GPUs it waits for no device.
+        If data are exchanged, the host waits for the hosts of the other ranks, which first confirm that none has failed.
+        With gloo for the hosts and NCCL for the GPUs, the host does not wait for a device.
 
         Args:
-            q, k, v, g, beta: the tokens of this rank, [1, T_rank, ...], in the order of its fragments; else as in
-                `kda_core.chunk_kda`, and so the options.
+            q, k, v, g, beta: the tokens of this rank, [1, T_rank, ...], in the order of its fragments. Otherwise these
+                arguments and the options are those of `kda_core.chunk_kda`.
             initial_state: [N, HV, K, V] for the N sequences of the table, or [N, HV, V, K] with `state_v_first`, on
-                every rank or on none. A row is read by the rank that holds the first token of its sequence.
+                every rank or on none. The rank with the first token of a sequence reads the state of that sequence.
             backend: may differ between ranks.
 
         Returns:
-            o [1, T_rank, HV, V]; the final states, [len(table.owned(rank)), HV, K, V] or, where they are on all ranks,
-            [N, HV, K, V], fp32 (fp64 for fp64 inputs), or None. With `state_v_first` the last two dimensions are [V, K].
+            o [1, T_rank, HV, V], and the final states or None. The states are [len(table.owned(rank)), HV, K, V], or
+            [N, HV, K, V] with ``final_state_on="all"``, in fp32 (fp64 for fp64 inputs). With `state_v_first` the last two
+            dimensions are [V, K].
 
         Raises:
-            RankError: another rank failed, called with other shapes or options, called another `ContextParallel`, or cannot be
-                reached; or it failed in an earlier call after the ranks agreed on that: then only a new `ContextParallel`
-                brings them together. No states have been exchanged, unless a rank is lost during the exchange.
-            Otherwise as `kda_core.chunk_kda`; then the other ranks get a RankError.
+            RankError: another rank failed, called with other shapes or options, called another `ContextParallel`, or cannot
+                be reached; no states have been exchanged, unless a rank was lost during the exchange. Or another rank
+                failed in an earlier call after the ranks had agreed on it; then only a new `ContextParallel` works.
+            KdaError: the errors of `kda_core.chunk_kda` on this rank; the other ranks then get a RankError.
         """
         given = {n: x for n, x in locals().items() if n != "self"}
         everywhere = self.ranks > 1 and self.final_state_on == "all"
         agrees = self.table.crosses or everywhere
-        here = Moment(CALLS, self._instance, self._completed + 1, self.tag)
-        local, error = _attempt(lambda: self._prepare(given))
+        position = Position(Step.CALL, self._instance, self._completed + 1, self.tag)
+        local, error = _attempt(lambda: self._summarize(given))
         with torch.no_grad():
             if agrees:
-                self._ranks.agree(here, None if local is None else self._terms(local.inputs.shape), error)
+                terms = None if local is None else self._terms(local.inputs.shape)
+                self._ranks.agree(position, terms, error)
             if local is None:
                 assert error is not None
                 raise error
-            gathered = self._exchange(local, here)
-            run, error = _attempt(lambda: self._run(local, gathered))
+            wait = self._begin_exchange(local, position)
+            result, error = _attempt(lambda: self._execute(local, wait))
             gathers = everywhere and output_final_state
-            if gathers and not isinstance(error, RankError):  # after that no word reaches anybody
-                terms = None if run is None else self._terms(local.inputs.shape)
-                self._ranks.agree(replace(here, step=RAN), terms, error)
-            if run is None:
+            if gathers and not isinstance(error, RankError):  # after a RankError no rank can be reached
+                terms = None if result is None else self._terms(local.inputs.shape)
+                self._ranks.agree(replace(position, step=Step.COMPLETE), terms, error)
+            if result is None:
                 assert error is not None
                 raise error
-            o, final = run
+            o, final = result
             if gathers:
-                final = self._all_final(local, final, here)
-            if local.parts:
-                registry.notify(local.name, "chunk_fwd", o.device.type, "cp.distributed")
+                assert final is not None
+                final = self._gather_finals(local, final, position)
+            if local.groups:
+                registry.notify(local.backend, "chunk_fwd", o.device.type, "cp.distributed")
             self._completed += agrees
-            return o, final if output_final_state else None
+            return o, final
 
-    # ---- the parts of a call
+    # ---- summaries
 
-    def _prepare(self, given: dict[str, Any]) -> _Local:
-        """Validates this rank's part and computes its summaries."""
-        args = checked(
-            Arguments(**given, context_parallel="off")
-        )  # without cu_seqlens, which the table replaces
+    def _summarize(self, given: dict[str, Any]) -> _Local:
+        """Checks the arguments of this rank and computes its summaries."""
+        args = checked(Arguments(**given, context_parallel="off"))  # no cu_seqlens: the table replaces it
         options = args.options
         if options.needs_backward:
-            raise ArgumentError("q", "inputs that do not require grad: this is forward only", "one that does")
+            raise ArgumentError("q", "inputs that do not require grad (forward only)", "one that does")
         with torch.no_grad():
-            return self._prepared(args.tensors, options, args.backend)
+            return self._summarize_fragments(self._inputs(args, options), args.backend)
 
-    def _prepared(self, tensors: Sequence[Any], options: KdaOptions, backend: str | None) -> _Local:
+    def _inputs(self, args: Arguments, options: KdaOptions) -> KdaInputs:
         own = self.table.of_rank(self.rank)
         lengths = [f.stop - f.start for f in own]
-        state = tensors[7]
-        ordered = [*tensors[:7], None, None, None]
-        s = validate.problem_shape(*ordered, options=options)
+        state = args.initial_state  # of all sequences of the table, so it is checked below
+        tensors = args._replace(initial_state=None).tensors
+        s = validate.problem_shape(*tensors, options=options)  # type: ignore[arg-type]
         if (s.B, s.T) != (1, sum(lengths)):
             raise ShapeError(
                 "q", f"[1, {sum(lengths)}, H, K], the tokens of rank {self.rank}", f"B={s.B}, T={s.T}"
             )
         if state is not None:
             wanted = (len(self.table.lengths), s.HV, *s.state_matrix)
-            if tuple(state.shape) != wanted or state.device != tensors[0].device:
+            if tuple(state.shape) != wanted or state.device != args.q.device:
                 raise ShapeError(
                     "initial_state",
-                    f"{list(wanted)} on {tensors[0].device}",
+                    f"{list(wanted)} on {args.q.device}",
                     f"{list(state.shape)} on {state.device}",
                 )
             if state.dtype != s.state_dtype:
                 raise DtypeError("initial_state", str(s.state_dtype), str(state.dtype))
-            s = replace(s, has_initial_state=True)
-            ordered[7] = state
-        checked = buffers.make_inputs(ordered, s)
+            s, tensors = replace(s, has_initial_state=True), args.tensors
+        return buffers.make_inputs(tensors, s)
 
-        o = checked.q.new_empty((1, s.T, s.HV, s.V))
+    def _summarize_fragments(self, inputs: KdaInputs, backend: str | None) -> _Local:
+        own, s = self.table.of_rank(self.rank), inputs.shape
+        o = inputs.q.new_empty((1, s.T, s.HV, s.V))
         summarised = self._summarised(self.rank)
-        rows = self._gather(
-            [len(self._summarised(r)) for r in range(self.ranks)], o, (s.HV, s.K, s.V + s.K), s
-        )
-        everywhere = self.final_state_on == "all" and options.output_final_state
+        counts = [len(self._summarised(r)) for r in range(self.ranks)]
+        summaries = self._gather(counts, o, (s.HV, s.K, s.V + s.K), s)
+        everywhere = self.final_state_on == "all" and s.options.output_final_state
         owned = [len(self.table.owned(r)) if everywhere else 0 for r in range(self.ranks)]
         finals = self._gather(owned, o, (s.HV, *s.state_matrix), s)
-        known, name = self._planned(checked, backend) if own else ([], backend or "")
-        parts = [part.fresh() for part in known]
-        for part in parts:
-            part.reserve(checked)
-            if not part.crossing:
-                continue  # its turn comes while the others' rows are on their way
-            first = [self._initial(checked, own[i]) for i in part.fragments]
-            part.summarize(checked, first, o)
-            for i, row in part.rows().items():
-                rows.mine[summarised.index(own[i])] = row
-        return _Local(checked, name, o, parts, rows, finals)
+        planned, name = self._groups(inputs, backend) if own else ([], backend or "")
+        groups = [group.for_new_call() for group in planned]
+        for group in groups:
+            group.reserve(inputs)
+            if not group.crossing:
+                continue  # computed while the summaries of other ranks arrive
+            first = [self._initial(inputs, own[i]) for i in group.numbers]
+            group.summarize(inputs, first, o)
+            for i, summary in group.summaries().items():
+                summaries.own[summarised.index(own[i])] = summary
+        return _Local(inputs, name, o, groups, summaries, finals)
 
     def _gather(self, counts: list[int], o: Tensor, shape: tuple[int, ...], s: ProblemShape) -> _Gather:
         like = o.new_empty((), dtype=s.state_dtype).expand(shape)
         return _Gather(counts, self._ranks, like)
 
-    def _planned(self, inputs: KdaInputs, backend: str | None) -> tuple[list[Part], str]:
-        """This rank's fragments, planned, and the name of the backend; kept from call to call as core keeps what it finds out
-        about calls, for devices wait while a host plans."""
+    def _groups(self, inputs: KdaInputs, backend: str | None) -> tuple[list[LocalFragments], str]:
+        """Returns the planned fragments of this rank and the name of the backend.
+
+        Results are cached as kda-core caches those about calls: while a host plans, its device waits.
+        """
         current = registry.REGISTRY.generation
-        made_with, known = self._plans
-        if made_with is not current:
+        planned_with, known = self._planned
+        if planned_with != current:
             known = {}
-            self._plans = current, known
+            self._planned = current, known
         key = (inputs.shape, inputs.q.device, backend, registry.REGISTRY.rules(backend))
         if key not in known:
-            known[key] = self._parts(inputs, backend)
+            known[key] = self._plan_groups(inputs, backend)
         return known[key]
 
-    def _parts(self, inputs: KdaInputs, backend: str | None) -> tuple[list[Part], str]:
+    def _plan_groups(self, inputs: KdaInputs, backend: str | None) -> tuple[list[LocalFragments], str]:
         own, s = self.table.of_rank(self.rank), inputs.shape
         crossing = [f.stop - f.start < self.table.lengths[f.sequence] for f in own]
-        # two parts need two ranges of tokens: copies would cost more than what is gained by overlap
-        apart = any(crossing) and sum(a != b for a, b in pairwise(crossing)) == 1
-        groups = [[i for i, c in enumerate(crossing) if c is want] for want in (True, False)]
-        if not apart:
-            groups = [list(range(len(own)))]
-        cuts = list(accumulate((f.stop - f.start for f in own), initial=0))
-        whole = [[Piece(i, 0, a, b - a)] for i, (a, b) in enumerate(pairwise(cuts))]
-        choice = registry.REGISTRY.resolve(run_shape(s, whole), backend)
-        parts = []
-        for group in groups:
+        # Two groups require two ranges of tokens: copies would cost more than the overlap gains.
+        separate = any(crossing) and sum(a != b for a, b in pairwise(crossing)) == 1
+        numbers = [[i for i, c in enumerate(crossing) if c is want] for want in (True, False)]
+        if not separate:
+            numbers = [list(range(len(own)))]
+        starts = list(accumulate((f.stop - f.start for f in own), initial=0))
+        whole = [[Segment(i, 0, a, b - a)] for i, (a, b) in enumerate(pairwise(starts))]
+        choice = registry.REGISTRY.resolve(execution_shape(s, whole), backend)
+        groups = []
+        for group in numbers:
             begins = [own[i].start == 0 for i in group]
             ends = [own[i].stop == self.table.lengths[own[i].sequence] for i in group]
-            part = planned([whole[i][0] for i in group], begins, ends, inputs, choice)
-            for shape in part.shapes(s):
+            planned = plan_fragments([whole[i][0] for i in group], begins, ends, inputs, choice)
+            for shape in planned.shapes(s):
                 registry.REGISTRY.resolve(shape, choice.spec.name)
-            parts.append(part)
-        return parts, choice.spec.name
+            groups.append(planned)
+        return groups, choice.spec.name
 
     def _initial(self, inputs: KdaInputs, f: Fragment) -> Tensor | None:
-        """The state [HV, K, V] before a fragment, where it is known without the other ranks: None for zeros."""
+        """Returns the state [HV, K, V] before a fragment if this rank knows it without the others; None for zeros."""
         if f.start > 0 or inputs.initial_state is None:
             return None
         state = inputs.initial_state[f.sequence]
         return state.mT if inputs.options.state_v_first else state
 
     def _summarised(self, rank: int) -> list[Fragment]:
-        """Fragments of a rank that others follow."""
+        """Returns the fragments of a rank that do not end their sequences."""
         return [f for f in self.table.of_rank(rank) if f.stop < self.table.lengths[f.sequence]]
 
-    def _exchange(self, local: _Local, here: Moment) -> Callable[[], dict[Fragment, Tensor]]:
-        """Begins to gather the rows (B | M) [HV, K, V + K] of all fragments that others follow, and gives what waits for them."""
+    # ---- exchange and execution
+
+    def _begin_exchange(self, local: _Local, position: Position) -> Callable[[], dict[Fragment, Tensor]]:
+        """Begins to gather the summaries (B | M) [HV, K, V + K]. Returns a function that waits for them.
+
+        The function returns the summary of each fragment that does not end its sequence.
+        """
         if not self.table.crosses:
-            return lambda: dict(zip(self._summarised(self.rank), local.rows.mine.to(local.o.device)))
-        gathered = local.rows.begin(here)
+            return lambda: dict(zip(self._summarised(self.rank), local.summaries.own.to(local.o.device)))
+        wait = local.summaries.begin(position)
         return lambda: {
-            f: row for r, part in enumerate(gathered()) for f, row in zip(self._summarised(r), part)
+            f: summary for r, by_rank in enumerate(wait()) for f, summary in zip(self._summarised(r), by_rank)
         }
 
-    def _run(self, local: _Local, gathered: Callable[[], dict[Fragment, Tensor]]) -> tuple[Tensor, Tensor]:
-        """o of this rank, and the final states of the sequences that it owns. What needs no other rank goes first."""
+    def _execute(self, local: _Local, wait: Callable[[], dict[Fragment, Tensor]]) -> _Result:
+        """Executes the fragments of this rank. Those that need no other rank are executed first."""
         inputs, s = local.inputs, local.inputs.shape
         own = self.table.of_rank(self.rank)
         finals: dict[int, Tensor] = {}
-        for part in (p for p in local.parts if not p.crossing):
-            first = [self._initial(inputs, own[i]) for i in part.fragments]
-            part.summarize(inputs, first, local.o)
-            finals |= part.run(inputs, [self._zeros(s, local.o) if x is None else x for x in first], local.o)
-        rows = gathered()  # also where this rank needs none of them: the others do
-        for part in (p for p in local.parts if p.crossing):
-            finals |= part.run(inputs, self._starts(local, part, rows), local.o)
+        for group in (p for p in local.groups if not p.crossing):
+            first = [self._initial(inputs, own[i]) for i in group.numbers]
+            group.summarize(inputs, first, local.o)
+            starts = [self._zeros(s, local.o) if x is None else x for x in first]
+            finals |= group.execute(inputs, starts, local.o)
+        summaries = wait()  # even if this rank needs none of them, because the others do
+        for group in (p for p in local.groups if p.crossing):
+            finals |= group.execute(inputs, self._starts(local, group, summaries), local.o)
         if not s.options.output_final_state:
-            return local.o, local.o
+            return _Result(local.o, None)
         last = [finals[i] for i, f in enumerate(own) if f.stop == self.table.lengths[f.sequence]]
         empty = local.o.new_empty((0, s.HV, *s.state_matrix), dtype=s.state_dtype)
-        return local.o, torch.stack(last) if last else empty
+        return _Result(local.o, torch.stack(last) if last else empty)
 
-    def _starts(self, local: _Local, part: Part, rows: dict[Fragment, Tensor]) -> list[Tensor]:
-        """The true states [HV, K, V] at the starts of a part's fragments."""
+    def _starts(
+        self, local: _Local, group: LocalFragments, summaries: dict[Fragment, Tensor]
+    ) -> list[Tensor]:
+        """Returns the true states [HV, K, V] at the starts of the fragments of a group."""
         s, own = local.inputs.shape, self.table.of_rank(self.rank)
-        here = sorted({own[i].sequence for i in part.fragments})
-        chains = [self.table.of_sequence(n) for n in here]
-        fragments = [f for chain in chains for f in chain]
-        bounds = [*accumulate(map(len, chains), initial=0)]
+        sequences = sorted({own[i].sequence for i in group.numbers})
+        by_sequence = [self.table.of_sequence(n) for n in sequences]
+        fragments = [f for sequence in by_sequence for f in sequence]
+        bounds = [*accumulate(map(len, by_sequence), initial=0)]
         new = partial(local.o.new_zeros, dtype=s.state_dtype)
-        none = new((s.HV, s.K, s.V + s.K))  # of the last ones, and nothing depends on it
-        known = [rows[f] if f.stop < self.table.lengths[f.sequence] else none for f in fragments]
+        unused = new((s.HV, s.K, s.V + s.K))  # the summary of a last fragment; no state depends on it
+        known = [summaries[f] if f.stop < self.table.lengths[f.sequence] else unused for f in fragments]
         exits, M = torch.stack(known).split((s.V, s.K), -1)
         states = new((len(fragments), s.HV, s.K, s.V))
-        for chain, at in zip(chains, bounds):
-            if (first := self._initial(local.inputs, chain[0])) is not None:
+        for sequence, at in zip(by_sequence, bounds):
+            if (first := self._initial(local.inputs, sequence[0])) is not None:
                 states[at].copy_(first)
-        merge_pieces(part.kernel, bounds, states, exits.contiguous(), M.contiguous())
+        merge_segments(group.kernel, bounds, states, exits.contiguous(), M.contiguous())
         found = dict(zip(fragments, states.unbind()))
-        return [found[own[i]] for i in part.fragments]
+        return [found[own[i]] for i in group.numbers]
 
     @staticmethod
     def _zeros(s: ProblemShape, like: Tensor) -> Tensor:
         return like.new_zeros((s.HV, s.K, s.V), dtype=s.state_dtype)
 
-    def _all_final(self, local: _Local, final: Tensor, here: Moment) -> Tensor:
+    def _gather_finals(self, local: _Local, final: Tensor, position: Position) -> Tensor:
+        """Returns the final states of all sequences on every rank."""
         owned = [self.table.owned(r) for r in range(self.ranks)]
-        local.finals.mine.copy_(final)
-        parts = local.finals.begin(here)()
-        by_sequence = {n: row for part, ns in zip(parts, owned) for n, row in zip(ns, part)}
+        local.finals.own.copy_(final)
+        by_rank = local.finals.begin(position)()
+        by_sequence = {n: state for states, ns in zip(by_rank, owned) for n, state in zip(ns, states)}
         return torch.stack([by_sequence[n] for n in range(len(self.table.lengths))])
 
     def _terms(self, shape: ProblemShape) -> Terms:
-        """What must be the same on all ranks in this call. Ranks agree at every call, so it is kept by what it is made from."""
+        """Returns what must be equal on all ranks in this call. It is cached, because ranks agree at every call."""
         s = replace(shape, T=0, g_dtype=shape.dtype, beta_dtype=shape.dtype)
-        return self._known_terms.get(
+        return self._call_terms.get(
             s,
             lambda: Terms(
                 {
@@ -412,8 +448,8 @@ class ContextParallel:
 
 
 def _attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
-    """The result, or the exception that the other ranks must hear of before it is raised."""
+    """Returns the result of `work`, or the exception that the other ranks have to learn of before it is raised."""
     try:
         return work(), None
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for word
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for a message, whatever the error
         return None, error

@@ -1,5 +1,7 @@
-"""One call by a plan: summaries of the pieces, their merge, and one packed run of all pieces. Over backends that summarise
-pieces themselves, `kda_cp.native`."""
+"""Executes one call by a plan: summaries of the segments, their merge, and one packed call over all segments.
+
+Backends that summarise segments themselves take the native path, `kda_cp.native`.
+"""
 
 from __future__ import annotations
 
@@ -16,44 +18,61 @@ from kda_core.backend import Backend, BackendSpec
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import ShapeError
 from kda_cp import certificate, native
+from kda_cp.cache import Cache
 from kda_cp.merge import merge
-from kda_cp.pieces import Caller, Piece, exits, layout, middles, piece_inputs, run_shape, summary_shape
-from kda_cp.plan import Cache, Plan
+from kda_cp.plan import Plan
+from kda_cp.segments import (
+    Caller,
+    Segment,
+    execution_shape,
+    layout,
+    segment_inputs,
+    summary_shape,
+    with_exit,
+    with_transition,
+)
 from kda_cp.summary import exit_states, transitions
 
 
-def run(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) -> KdaOutputs:
-    """Executes a call by a plan that `refusal` has nothing against; returns `outputs`. Does not wait for a GPU.
+def execute(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) -> KdaOutputs:
+    """Executes a call by a plan for which `refusal` returned None; returns `outputs`. Does not wait for a GPU.
 
     Raises:
         ShapeError: `outputs.workspace` has fewer than `workspace_bytes`.
     """
-    route, found = _route(plan, inputs.shape, backend), outputs.workspace
-    if route.workspace_bytes > (size := 0 if found is None else found.numel()):
+    route, workspace = _route(plan, inputs.shape, backend), outputs.workspace
+    if route.workspace_bytes > (size := 0 if workspace is None else workspace.numel()):
         raise ShapeError("workspace", f"at least {route.workspace_bytes} bytes", f"{size} bytes")
     if not route.is_split:
         return backend.chunk_fwd(inputs, outputs)
-    with _undisturbed(inputs.q.device.type):
-        if route.natively is not None:
-            native.run(route.natively, inputs, outputs)
+    with _plain_mode(inputs.q.device.type):
+        if route.native_execution is not None:
+            native.execute(route.native_execution, inputs, outputs)
         else:
-            call = Caller(backend, found)
+            call = Caller(backend, workspace)
             starts = _initial_states(plan, layout(plan), inputs, outputs.o, call)
-            _run_pieces(layout(plan), inputs, outputs, starts, call)
+            _execute_segments(layout(plan), inputs, outputs, starts, call)
     return outputs
 
 
 def workspace_bytes(plan: Plan, shape: ProblemShape, backend: Backend) -> int:
-    """Bytes of scratch memory that `run` needs, as the backend counts them."""
+    """Returns the bytes of scratch memory that `execute` needs."""
     return _route(plan, shape, backend).workspace_bytes
 
 
 class _Route(NamedTuple):
-    """How a plan is executed: over a backend that summarises segments itself, or else by its forward calls."""
+    """How a plan is executed.
+
+    Attributes:
+        backend: kept alive so that no other object gets its id.
+        is_split: whether the plan splits a sequence.
+        native_execution: of the native path; None for forward calls.
+        workspace_bytes: of the largest call.
+    """
 
     backend: Backend
     is_split: bool
-    natively: native.Execution | None
+    native_execution: native.Execution | None
     workspace_bytes: int
 
 
@@ -61,7 +80,7 @@ _routes = Cache(256)
 
 
 def _route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
-    """It is kept, for every call by a plan asks twice. So is the backend, so that its id stays its own."""
+    """Returns the route of a plan. Routes are cached: every call by a plan needs its route twice."""
     return _routes.get(
         (plan, shape, id(backend), native.WORKSPACE_BYTES), partial(_find_route, plan, shape, backend)
     )
@@ -70,13 +89,13 @@ def _route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
 def _find_route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
     if not plan.is_split:
         return _Route(backend, False, None, backend.workspace_bytes(shape))
-    if plan.strategy == "exact" and (how := native.execution(plan, shape, backend)) is not None:
-        return _Route(backend, True, how, how.workspace_bytes)
+    if plan.strategy == "exact" and (found := native.execution(plan, shape, backend)) is not None:
+        return _Route(backend, True, found, found.workspace_bytes)
     return _Route(backend, True, None, max(map(backend.workspace_bytes, shapes(plan, shape, backend))))
 
 
-def _undisturbed(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """No gradients, no autocast. To turn off what is off takes longer than to ask."""
+def _plain_mode(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Turns gradients and autocast off if they are on. The check takes less time than turning them off again."""
     stack = contextlib.ExitStack()
     if torch.is_grad_enabled():
         stack.enter_context(torch.no_grad())
@@ -86,44 +105,47 @@ def _undisturbed(device_type: str) -> contextlib.AbstractContextManager[object]:
 
 
 def shapes(plan: Plan, shape: ProblemShape, backend: Backend) -> list[ProblemShape]:
-    """All calls of the backend that a split plan makes."""
-    if plan.strategy == "exact" and (how := native.execution(plan, shape, backend)) is not None:
-        return [w.run for w in how.windows]
-    pieces = layout(plan)
-    found = [run_shape(shape, pieces), summary_shape(shape, exits(pieces))]
-    if inner := middles(pieces):
+    """Returns the shapes of all backend calls that a split plan makes."""
+    if plan.strategy == "exact" and (found := native.execution(plan, shape, backend)) is not None:
+        return [w.execution_shape for w in found.windows]
+    segments = layout(plan)
+    calls = [execution_shape(shape, segments), summary_shape(shape, with_exit(segments))]
+    if inner := with_transition(segments):
         certified = plan.strategy == "certified"
-        found.append(certificate.stream_shape(shape, inner) if certified else summary_shape(shape, inner))
-    return found
+        calls.append(certificate.per_head_shape(shape, inner) if certified else summary_shape(shape, inner))
+    return calls
 
 
 def refusal(plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str | None:
-    """None, or why this call cannot be run by this plan on this backend."""
+    """Returns None, or why this plan cannot execute this call on this backend."""
     shape, options, lengths = inputs.shape, inputs.options, inputs.sequence_lengths()
     if options.pin:
-        return "pin=True asks for bits that depend on no plan"
+        return "pin=True requires results that do not depend on a plan"
     if lengths is None:
-        return "the lengths are known to the device alone (cu_seqlens_cpu is missing, or use_graph is set)"
+        return "the host does not know the lengths (cu_seqlens_cpu is missing, or use_graph is set)"
     if plan.lengths != lengths:
         return f"it is for sequences of {_brief(plan.lengths)} tokens, the call has {_brief(lengths)}"
     if not plan.is_split:
         return None
     if options.return_intermediate_states:
-        for n, s in enumerate(plan.pieces):
-            if any(cut % options.chunk_size for cut in list(accumulate(s))[:-1]):
-                return f"intermediate states need cuts at multiples of chunk_size={options.chunk_size}; sequence {n} has {s}"
+        for n, s in enumerate(plan.segments):
+            if any(end % options.chunk_size for end in list(accumulate(s))[:-1]):
+                return (
+                    f"intermediate states require cuts at multiples of chunk_size={options.chunk_size}; "
+                    f"sequence {n} has segments {s}"
+                )
     for needed in shapes(plan, shape, backend):
         if missing := sorted(f.value for f in needed.features if f.value not in spec.features):
             return f"backend {spec.name!r} does not declare {', '.join(missing)}"
         if (why := backend.can_run(needed)) is not None:
-            return f"backend {spec.name!r} refuses a part of it: {why}"
+            return f"backend {spec.name!r} refuses a call that the plan needs: {why}"
     return None
 
 
 def _initial_states(
-    plan: Plan, pieces: list[list[Piece]], inputs: KdaInputs, o: Tensor, call: Caller
+    plan: Plan, segments: list[list[Segment]], inputs: KdaInputs, o: Tensor, call: Caller
 ) -> Tensor:
-    """The true initial states of all pieces, [P, HV, K, V] or with `state_v_first` [P, HV, V, K]."""
+    """Returns the true initial states of all segments, [P, HV, K, V], or [P, HV, V, K] with `state_v_first`."""
     shape = inputs.shape
     given = inputs.initial_state
     if given is not None and shape.options.state_v_first:
@@ -131,11 +153,11 @@ def _initial_states(
     zeros = inputs.q.new_zeros((shape.HV, shape.K, shape.V), dtype=shape.state_dtype)
     initial = [zeros if given is None else given[n] for n in range(shape.N)]
 
-    ends = exits(pieces)
-    first = [initial[p.sequence] if p.index == 0 else None for p in ends]
-    B = _by_sequence(ends, exit_states(inputs, ends, first, o, call), shape.N)
+    outer = with_exit(segments)
+    first = [initial[p.sequence] if p.index == 0 else None for p in outer]
+    B = _by_sequence(outer, exit_states(inputs, outer, first, o, call), shape.N)
     M: list[list[Tensor]] = [[] for _ in range(shape.N)]
-    if inner := middles(pieces):
+    if inner := with_transition(segments):
         if plan.strategy == "certified":
             values = certificate.transitions(inputs, inner, B, o, call)
         else:
@@ -146,38 +168,38 @@ def _initial_states(
     return states.to(shape.state_dtype).contiguous()
 
 
-def _by_sequence(pieces: list[Piece], values: Tensor, N: int) -> list[list[Tensor]]:
-    """Values [n, ...] of n pieces, sorted into their sequences, in the order of their index."""
+def _by_sequence(segments: list[Segment], values: Tensor, N: int) -> list[list[Tensor]]:
+    """Returns the values [n, ...] of n segments by sequence, in the order of the segments."""
     found: list[list[Tensor]] = [[] for _ in range(N)]
-    for p, value in sorted(zip(pieces, values), key=lambda pair: pair[0].start):
+    for p, value in sorted(zip(segments, values), key=lambda pair: pair[0].start):
         found[p.sequence].append(value)
     return found
 
 
-def _run_pieces(
-    pieces: list[list[Piece]],
+def _execute_segments(
+    segments: list[list[Segment]],
     inputs: KdaInputs,
     outputs: KdaOutputs,
     starts: Tensor,
     call: Caller,
 ) -> None:
-    shape, everything = run_shape(inputs.shape, pieces), [p for s in pieces for p in s]
+    """Calls the backend over all segments from their true initial states `starts`."""
+    shape, flat = execution_shape(inputs.shape, segments), [p for s in segments for p in s]
     final, h = None, outputs.intermediate_states
     if outputs.final_state is not None:
         final = starts.new_empty(shape.state_shape)
-    if h is not None:  # cuts are multiples of chunk_size: the chunks of the pieces are those of the sequences
-        lengths = tuple(p.length for p in everything)
+    if h is not None:
+        # Cuts are multiples of chunk_size, so the chunks of the segments are those of the sequences.
+        lengths = tuple(p.length for p in flat)
         h = h.flatten(0, 1)[None, : contract.num_chunks(lengths, shape.options.chunk_size)]
-    x = piece_inputs(inputs, everything, shape, starts)
+    x = segment_inputs(inputs, flat, shape, starts)
     call(x, outputs.o.flatten(0, 1)[None, : shape.T], final, h)
     if final is not None:
-        last = list(accumulate(len(s) for s in pieces))
-        torch.stack([final[end - 1] for end in last], out=outputs.final_state)
+        ends = list(accumulate(len(s) for s in segments))
+        torch.stack([final[end - 1] for end in ends], out=outputs.final_state)
 
 
 def _brief(lengths: tuple[int, ...]) -> str:
-    return (
-        str(list(lengths))
-        if len(lengths) <= 8
-        else f"[{', '.join(map(str, lengths[:8]))}, ...] ({len(lengths)})"
-    )
+    if len(lengths) <= 8:
+        return str(list(lengths))
+    return f"[{', '.join(map(str, lengths[:8]))}, ...] ({len(lengths)})"

@@ -1,4 +1,4 @@
-"""Which rank holds which tokens of which sequence. Pure Python but for `FragmentTable.shard`."""
+"""The distribution of sequences over ranks: which rank holds which tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 
 from kda_core.errors import ArgumentError
-from kda_cp.numbers import whole_number, whole_numbers
+from kda_cp.arguments import non_negative_ints, positive_int
 
 
 @dataclass(frozen=True, order=True)
 class Fragment:
-    """Tokens [start, stop) of a sequence, counted from its first token, held by `rank`."""
+    """Tokens [start, stop) of one sequence on one rank.
+
+    Attributes:
+        rank: that holds the tokens.
+        sequence: number of the sequence.
+        start, stop: in tokens, counted from the first token of the sequence.
+    """
 
     rank: int
     sequence: int
@@ -27,16 +33,17 @@ class Fragment:
 
 @dataclass(frozen=True)
 class FragmentTable:
-    """The fragments of packed sequences over ranks. A rank holds its fragments one after the other, in the table's order.
+    """The fragments of packed sequences on the ranks of a group. A rank holds its fragments in the order of the table.
 
     Attributes:
         lengths: tokens of each sequence.
         ranks: size of the group.
-        fragments: for each sequence they cover every token once; an empty sequence has one empty fragment, for its state.
+        fragments: for each sequence they contain every token exactly once. An empty sequence has one empty fragment, for
+            its state.
 
     Raises:
-        ArgumentError: what is no whole number or below 0, a rank outside the group, tokens missing or held twice, an empty
-            fragment of a sequence with tokens.
+        ArgumentError: a number is not an integer or is negative; a rank is outside the group; a token is missing or held
+            twice; or a sequence with tokens has an empty fragment.
     """
 
     lengths: tuple[int, ...]
@@ -44,12 +51,14 @@ class FragmentTable:
     fragments: tuple[Fragment, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", whole_numbers("lengths", self.lengths))
-        object.__setattr__(self, "ranks", whole_number("ranks", self.ranks))
+        object.__setattr__(self, "lengths", non_negative_ints("lengths", self.lengths))
+        object.__setattr__(self, "ranks", positive_int("ranks", self.ranks))
         try:
             fragments = tuple(Fragment(*map(operator.index, astuple(f))) for f in self.fragments)
         except TypeError:
-            raise ArgumentError("fragments", "Fragments of whole numbers", repr(self.fragments)) from None
+            raise ArgumentError(
+                "fragments", "a sequence of Fragments with integer fields", repr(self.fragments)
+            ) from None
         object.__setattr__(self, "fragments", fragments)
         for f in self.fragments:
             if not (0 <= f.rank < self.ranks and 0 <= f.sequence < len(self.lengths)):
@@ -69,18 +78,27 @@ class FragmentTable:
 
     @classmethod
     def contiguous(cls, lengths: Sequence[int], ranks: int) -> FragmentTable:
-        """All sequences packed, in `ranks` blocks in the order of ranks; block sizes differ by one token at most."""
-        return cls._blocks(lengths, ranks, range(whole_number("ranks", ranks)))
+        """Returns a table that cuts the packed sequences into one block per rank, in the order of ranks.
+
+        Block sizes differ by at most one token.
+        """
+        return cls._blocks(lengths, ranks, range(positive_int("ranks", ranks)))
 
     @classmethod
     def zigzag(cls, lengths: Sequence[int], ranks: int) -> FragmentTable:
-        """All sequences packed, in twice as many blocks as ranks; rank r holds blocks r and 2*ranks - 1 - r."""
-        return cls._blocks(lengths, ranks, [*range(whole_number("ranks", ranks)), *reversed(range(ranks))])
+        """Returns a table that cuts the packed sequences into 2 * ranks blocks.
+
+        Rank r holds the blocks r and 2 * ranks - 1 - r.
+        """
+        return cls._blocks(lengths, ranks, [*range(positive_int("ranks", ranks)), *reversed(range(ranks))])
 
     @classmethod
     def document_aligned(cls, lengths: Sequence[int], ranks: int) -> FragmentTable:
-        """Whole sequences, longest first, each to the rank that has least: nothing crosses ranks."""
-        lengths, ranks = whole_numbers("lengths", lengths), whole_number("ranks", ranks)
+        """Returns a table of whole sequences, so that nothing crosses ranks.
+
+        Sequences go, longest first, to the rank with the fewest tokens.
+        """
+        lengths, ranks = non_negative_ints("lengths", lengths), positive_int("ranks", ranks)
         loads, owner = [0] * ranks, [0] * len(lengths)
         for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
             owner[n] = loads.index(min(loads))
@@ -91,7 +109,7 @@ class FragmentTable:
 
     @classmethod
     def _blocks(cls, lengths: Sequence[int], ranks: int, owners: Iterable[int]) -> FragmentTable:
-        lengths = whole_numbers("lengths", lengths)
+        lengths = non_negative_ints("lengths", lengths)
         owners, total = list(owners), sum(lengths)
         cuts = [total * i // len(owners) for i in range(len(owners) + 1)]
         joints = {cut for cut, a, b in zip(cuts[1:], owners, owners[1:]) if a != b}
@@ -103,20 +121,20 @@ class FragmentTable:
                 found.append(Fragment(owners[block], n, a - first, b - first))
         return cls(lengths, ranks, tuple(found))
 
-    # ---- what it says
+    # ---- queries
 
     def of_rank(self, rank: int) -> tuple[Fragment, ...]:
-        """In the order in which the rank holds them."""
+        """Returns the fragments of a rank, in the order in which the rank holds them."""
         return tuple(f for f in self.fragments if f.rank == rank)
 
     def of_sequence(self, sequence: int) -> tuple[Fragment, ...]:
-        """In the order of their tokens."""
+        """Returns the fragments of a sequence, in the order of their tokens."""
         return tuple(
             sorted((f for f in self.fragments if f.sequence == sequence), key=lambda f: (f.start, f.stop))
         )
 
     def owned(self, rank: int) -> tuple[int, ...]:
-        """Sequences whose last token the rank holds, in the order of its fragments."""
+        """Returns the sequences whose last token the rank holds, in the order of its fragments."""
         return tuple(f.sequence for f in self.of_rank(rank) if f.stop == self.lengths[f.sequence])
 
     @property
@@ -125,36 +143,36 @@ class FragmentTable:
         return len({(f.sequence, f.rank) for f in self.fragments}) > len(self.lengths)
 
     def digest(self) -> str:
-        """A text that is equal for equal tables."""
+        """Returns a hash that is equal for equal tables, on every rank."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
     # ---- tensors
 
     def shard(self, x: Tensor, rank: int) -> Tensor:
-        """The tokens of a rank, [1, T_rank, ...], of x [1, T, ...] in which all sequences are packed.
+        """Returns the tokens of a rank, [1, T_rank, ...], from x [1, T, ...] with all sequences packed.
 
         Raises:
-            ArgumentError: `x` has other tokens than the sequences, or there is no such rank.
+            ArgumentError: the number of tokens of `x` is wrong, or `rank` is outside the group.
         """
         if not 0 <= rank < self.ranks:
-            raise ArgumentError("rank", f"one of {self.ranks}, counted from 0", repr(rank))
+            raise ArgumentError("rank", f"an integer from 0 to {self.ranks - 1}", repr(rank))
         first = list(accumulate(self.lengths, initial=0))
         if x.dim() < 2 or x.shape[:2] != (1, first[-1]):
             raise ArgumentError("x", f"[1, {first[-1]}, ...]", str(list(x.shape)))
         own = [x[:, first[f.sequence] + f.start : first[f.sequence] + f.stop] for f in self.of_rank(rank)]
         return torch.cat(own, 1) if own else x[:, :0]
 
-    def unshard(self, parts: Sequence[Tensor]) -> Tensor:
-        """x [1, T, ...] from what `shard` gave for each rank.
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """Returns x [1, T, ...] from the results of `shard` for all ranks.
 
         Raises:
-            ArgumentError: not one part for each rank, with its tokens.
+            ArgumentError: `shards` does not contain one tensor per rank, with the tokens of that rank.
         """
         tokens = [sum(f.stop - f.start for f in self.of_rank(r)) for r in range(self.ranks)]
-        if [p.shape[1] if p.dim() > 1 else None for p in parts] != tokens:
-            given = str([list(p.shape) for p in parts])
-            raise ArgumentError("parts", f"[1, T_rank, ...] with T_rank of {tokens}", given)
-        held = [iter(p.split([f.stop - f.start for f in self.of_rank(r)], 1)) for r, p in enumerate(parts)]
+        if [p.shape[1] if p.dim() > 1 else None for p in shards] != tokens:
+            given = str([list(p.shape) for p in shards])
+            raise ArgumentError("shards", f"[1, T_rank, ...] with T_rank of {tokens}", given)
+        held = [iter(p.split([f.stop - f.start for f in self.of_rank(r)], 1)) for r, p in enumerate(shards)]
         by_fragment = {f: next(held[f.rank]) for f in self.fragments}
         ordered = [by_fragment[f] for n in range(len(self.lengths)) for f in self.of_sequence(n)]
         return torch.cat(ordered, 1)

@@ -1,8 +1,10 @@
-"""The merge: from what each piece does to a state, the state at the start of every piece.
+"""The merge: computes the state at the start of every segment from the summaries of the segments.
 
-A piece acts on the state as an affine map, ``S_out = M S_in + B``, for every factor of the recurrence does (the associative
-scan of linear recurrences, Blelloch 1990, Martin and Cundy 2018). In torch the scan is carried out in fp64: its cost is
-small beside the summaries, and neither TF32 settings nor autocast reach fp64 products. A backend may bring a kernel for it.
+A segment acts on the state as an affine map, ``S_out = M S_in + B``, because every factor of the recurrence does (the
+associative scan of linear recurrences, Blelloch 1990, Martin and Cundy 2018).
+
+In torch the scan is computed in fp64. Its cost is small beside the summaries, and neither TF32 settings nor autocast apply
+to fp64 products. A backend may provide a kernel for the scan.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ import torch
 from torch import Tensor
 
 from kda_core.backend import SupportsMerge
-from kda_cp.pieces import upload
+from kda_cp.upload import upload
 
 
 def merge(
     initial: Sequence[Tensor], exits: Sequence[Sequence[Tensor]], transitions: Sequence[Sequence[Tensor]]
 ) -> list[list[Tensor]]:
-    """The state at the start of every piece of every sequence. Nothing is read by the host.
+    """Returns the state at the start of every segment of every sequence. The host reads no tensor.
 
     Args:
-        initial: for each sequence, the state before its first piece, [HV, K, V].
-        exits: for each sequence of P pieces, P - 1 states [HV, K, V]: that after the first piece, started from `initial`,
-            then those after the others but the last, started from zero (B).
-        transitions: for each sequence, the P - 2 transitions M [HV, K, K] of the pieces between the first and the last;
-            none for P < 3.
+        initial: for each sequence, the state before its first segment, [HV, K, V].
+        exits: for each sequence of P segments, P - 1 exit states [HV, K, V]. The first is that of the first segment,
+            started from `initial`. The others (B) are those of the following segments but the last, started from zero.
+        transitions: for each sequence, the P - 2 transitions M [HV, K, K] of the segments between the first and the
+            last; none for P < 3.
 
     Returns:
         For each sequence P states [HV, K, V], fp64.
@@ -38,8 +40,8 @@ def merge(
     ]
     for step in range(1, max(map(len, exits), default=0)):
         live = [n for n, ends in enumerate(exits) if len(ends) > step]
-        S, B = _join([states[n][step] for n in live]), _join([exits[n][step] for n in live])
-        M = _join([transitions[n][step - 1] for n in live])
+        S, B = _stack([states[n][step] for n in live]), _stack([exits[n][step] for n in live])
+        M = _stack([transitions[n][step - 1] for n in live])
         after = torch.baddbmm(B.flatten(0, 1), M.flatten(0, 1), S.flatten(0, 1)).view_as(S)
         for n, state in zip(live, after.unbind()):
             states[n].append(state)
@@ -50,33 +52,36 @@ MergeKernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """`kda_core.backend.SupportsMerge.merge_segments`."""
 
 
-def kernel_of(backend: Any) -> MergeKernel | None:
-    """The kernel that a backend brings, if it does. To ask takes longer than a launch: keep the answer."""
+def merge_kernel(backend: Any) -> MergeKernel | None:
+    """Returns the merge kernel of a backend, or None.
+
+    The check takes the host longer than a launch, so callers keep the result.
+    """
     return backend.merge_segments if isinstance(backend, SupportsMerge) else None
 
 
-def merge_pieces(
+def merge_segments(
     kernel: MergeKernel | None,
     bounds: Sequence[int],
     states: Tensor,
     exits: Tensor,
     transitions: Tensor,
-    placed: Tensor | None = None,
+    device_bounds: Tensor | None = None,
 ) -> None:
-    """As `merge`, of pieces that lie one after the other; by a kernel where there is one and states are fp32.
+    """Computes what `merge` does for adjacent segments, in place; by the kernel if there is one and states are fp32.
 
     Args:
-        kernel: `kernel_of` the backend.
-        bounds: where the pieces of each sequence begin, and the number P of all.
-        states: [P, HV, K, V]; those at the first pieces are given, the others overwritten.
-        exits: [P, HV, K, V], from the given state of first pieces, else from zeros.
+        kernel: the `merge_kernel` of the backend.
+        bounds: the number of the first segment of each sequence, and the number P of all segments.
+        states: [P, HV, K, V]. Those of first segments are inputs, the others are overwritten.
+        exits: [P, HV, K, V], from the given state for first segments, else from zeros.
         transitions: [P, HV, K, K].
-        placed: `bounds`, int32 on the device, if they are there.
+        device_bounds: `bounds`, int32 on the device, if the caller has them.
     """
     if kernel is not None and states.dtype == torch.float32:
-        if placed is None:
-            placed = upload(bounds, torch.int32, states.device)[0]
-        kernel(states, exits, transitions, placed)
+        if device_bounds is None:
+            device_bounds = upload(bounds, torch.int32, states.device).device
+        kernel(states, exits, transitions, device_bounds)
         return
     spans = [slice(a, b) for a, b in pairwise(bounds)]
     merged = merge(
@@ -88,10 +93,10 @@ def merge_pieces(
 
 
 def affine(M: Tensor, S: Tensor, B: Tensor) -> Tensor:
-    """M S + B of [HV, K, K] and [HV, K, ...], computed as in `merge`; in the dtype of B."""
+    """Returns M S + B for [HV, K, K] and [HV, K, ...], computed as in `merge`, in the dtype of B."""
     return torch.baddbmm(B.to(torch.float64), M.to(torch.float64), S.to(torch.float64)).to(B.dtype)
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    """[n, HV, ...] in fp64."""
-    return (parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)).to(torch.float64)
+def _stack(tensors: list[Tensor]) -> Tensor:
+    """Returns [n, HV, ...] in fp64."""
+    return (tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)).to(torch.float64)

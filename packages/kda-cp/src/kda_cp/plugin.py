@@ -1,11 +1,11 @@
-"""What kda-core reads to list this planner. Importing it needs no GPU and no process group."""
+"""The spec by which kda-core lists this planner. Its import needs no GPU and no process group."""
 
 from kda_core import install
 from kda_core.backend import PlannerSpec
 
 SPEC = PlannerSpec(
     name="cp",
-    abi=(2, 0),  # what this package was written for, not what kda-core happens to have
+    abi=(2, 0),  # the ABI that this package was written for, whatever the installed kda-core has
     target="kda_cp.planner:ContextParallelPlanner",
     install=install.command("kda-cp"),
 )

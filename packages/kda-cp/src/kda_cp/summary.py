@@ -1,12 +1,12 @@
-"""Summaries of pieces over any backend that takes an initial state and returns a final one.
+"""Summaries of segments over any backend that accepts an initial state and returns a final one.
 
-A piece maps a state S to ``M S + B``, M [K,K] = prod (I - beta k k^T) Diag(e^g), per value head. From a forward pass that
-returns final states::
+A segment maps a state S to ``M S + B``, with the transition ``M = prod (I - beta k k^T) Diag(e^g)``, [K, K] per value head.
+Forward calls that return final states give both::
 
     B = final(v, S=0),   M = final(v=0, S=I)
 
-V columns of M a pass: one for V = K, one with the identity padded by zero columns for V > K, ceil(K/V) for V < K. Never
-``final(v, S=I) - B``, which cancels. Both are as exact as the backend's own final states.
+One call gives V columns of M: one call for V = K, one with the identity padded by zero columns for V > K, ceil(K/V) calls
+for V < K. ``final(v, S=I) - B`` is not used because it cancels. Both results are as exact as the backend's final states.
 """
 
 from __future__ import annotations
@@ -17,47 +17,58 @@ import torch
 from torch import Tensor
 
 from kda_core.contract import KdaInputs
-from kda_cp.pieces import Caller, Piece, piece_inputs, rows, summary_shape
+from kda_cp.segments import Caller, Segment, segment_inputs, summary_shape, tokens_of
 
 
 def exit_states(
-    inputs: KdaInputs, pieces: Sequence[Piece], initial: Sequence[Tensor | None], o: Tensor, call: Caller
+    inputs: KdaInputs, segments: Sequence[Segment], initial: Sequence[Tensor | None], o: Tensor, call: Caller
 ) -> Tensor:
-    """Final states [n, HV, K, V] of n pieces, each started from its state in `initial`, [HV, K, V] or None for zeros.
+    """Returns the exit states [n, HV, K, V] of n segments.
 
-    `o` [B, T, HV, V] is scratch memory: its first rows are overwritten.
+    Args:
+        inputs: of the whole call.
+        segments: the segments.
+        initial: the state at the start of each segment, [HV, K, V], or None for zeros.
+        o: [B, T, HV, V], scratch memory. The first tokens are overwritten.
+        call: calls the backend.
     """
-    shape = summary_shape(inputs.shape, pieces)
+    shape = summary_shape(inputs.shape, segments)
     start = inputs.q.new_zeros(shape.state_shape, dtype=shape.state_dtype)
-    for row, state in zip(start, initial):
+    for own, state in zip(start, initial):
         if state is not None:
-            row.copy_(state)
+            own.copy_(state)
     final = torch.empty_like(start)
-    k = rows(inputs.k, pieces)  # also in place of q: nobody reads the outputs
-    call(piece_inputs(inputs, pieces, shape, start, q=k, k=k), o.flatten(0, 1)[None, : shape.T], final)
+    k = tokens_of(inputs.k, segments)  # also in place of q: the outputs are not used
+    call(segment_inputs(inputs, segments, shape, start, q=k, k=k), o.flatten(0, 1)[None, : shape.T], final)
     return final
 
 
-def transitions(inputs: KdaInputs, pieces: Sequence[Piece], o: Tensor, call: Caller) -> Tensor:
-    """The transitions M [n, HV, K, K] of n pieces; `o` as in `exit_states`."""
-    shape = summary_shape(inputs.shape, pieces)
-    k, g, beta = (rows(x, pieces) for x in (inputs.k, inputs.g, inputs.beta))
+def transitions(inputs: KdaInputs, segments: Sequence[Segment], o: Tensor, call: Caller) -> Tensor:
+    """Returns the transitions M [n, HV, K, K] of n segments; arguments as in `exit_states`."""
+    shape = summary_shape(inputs.shape, segments)
+    k, g, beta = (tokens_of(x, segments) for x in (inputs.k, inputs.g, inputs.beta))
     v = inputs.v.new_zeros((1, shape.T, shape.HV, shape.V))
 
     def final_states(start: Tensor) -> Tensor:
         final = torch.empty_like(start)
-        x = piece_inputs(inputs, pieces, shape, start, q=k, k=k, v=v, g=g, beta=beta)
+        x = segment_inputs(inputs, segments, shape, start, q=k, k=k, v=v, g=g, beta=beta)
         call(x, o.flatten(0, 1)[None, : shape.T], final)
         return final
 
     like = inputs.q.new_empty(0, dtype=shape.state_dtype)
-    return identity_pass(final_states, like, len(pieces), shape.HV, shape.K, shape.V)
+    return transitions_from(final_states, like, len(segments), shape.HV, shape.K, shape.V)
 
 
-def identity_pass(
+def transitions_from(
     final_states: Callable[[Tensor], Tensor], like: Tensor, n: int, HV: int, K: int, V: int
 ) -> Tensor:
-    """M [n, HV, K, K] from a function that maps initial states [n, HV, K, V] to final ones with v = 0."""
+    """Returns M [n, HV, K, K] by calls of `final_states` on the columns of the identity.
+
+    Args:
+        final_states: maps initial states [n, HV, K, V] to final ones, with v = 0.
+        like: a tensor with the dtype and the device of states.
+        n, HV, K, V: number of segments, value heads and head dimensions.
+    """
     columns = torch.eye(K, -(-K // V) * V, dtype=like.dtype, device=like.device)
     slabs = [final_states(c.expand(n, HV, K, V).contiguous()) for c in columns.split(V, dim=1)]
     return (slabs[0] if len(slabs) == 1 else torch.cat(slabs, dim=-1))[..., :K]

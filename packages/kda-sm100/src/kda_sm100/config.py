@@ -1,7 +1,7 @@
-"""The compile-time configuration of each kernel: whatever changes machine code, and nothing else.
+"""The compile-time configuration of each kernel: everything that changes machine code, and nothing else.
 
-Shapes (B, T, N, H, HV) are dynamic and appear nowhere here. Every field is a plain literal, so that a
-configuration can be the key of a cache on disk.
+Shapes (B, T, N, H, HV) are dynamic and do not appear here. Every field is a plain literal, because a configuration is part of
+the key of a cache on disk.
 """
 
 from __future__ import annotations
@@ -18,45 +18,58 @@ __all__ = [
     "ChainConfig",
     "Gate",
     "GateDtype",
+    "IntraChunkConfig",
     "OutputConfig",
-    "PrepareConfig",
     "SummaryConfig",
 ]
 
-#: What the kernels are compiled for. The preparation compiles for sm_90a as well, and runs there in the tests.
+#: Targets of the kernels. The intra-chunk kernel also compiles for sm_90a; the tests run it there.
 ARCHS = ("sm_100a", "sm_103a")
 
 #: SMs of a B200.
 SMS = 148
 
-#: Tokens of a chunk.
+#: Chunk sizes, in tokens.
 CHUNKS = (64, 32)
 
 
 @dataclass(frozen=True)
-class PrepareConfig:
-    """Variant of the preparation.
+class IntraChunkConfig:
+    """Variant of the intra-chunk kernel; satisfies `kda_cute.records.IntraChunkConfig`.
 
-    ``chunk``: tokens a chunk. ``gate``: the form of the gate. ``vote``: the log decays may lie below -5, so that rows of
-    a block have to vote on split factors; False is the promise that they do not. ``gate_dtype``: of g. Raises ValueError
-    on a variant that does not exist.
+    Attributes:
+        chunk: tokens per chunk, one of `CHUNKS`.
+        gate: form of the gate.
+        unbounded: True if log decays may lie below -5, so that the warps vote on split factors. False is the caller's
+            promise that they do not.
+        gate_dtype: dtype of g.
+
+    Raises:
+        ValueError: the variant does not exist.
     """
 
     chunk: int = 64
     gate: Gate = "bounded"
-    vote: bool = False
+    unbounded: bool = False
     gate_dtype: GateDtype = "bfloat16"
 
     def __post_init__(self) -> None:
         _check_chunk(self.chunk)
-        if self.gate == "softplus" and not self.vote:
-            raise ValueError("vote: a softplus gate has no bound, so that columns have to vote")
+        if self.gate == "softplus" and not self.unbounded:
+            raise ValueError("unbounded: expected True, because softplus gates are unbounded, got False")
 
 
 @dataclass(frozen=True)
 class ChainConfig:
-    """Variant of the chain. ``chunk``: as the preparation's. ``states``: bf16 states at the start of chunks are written.
-    Raises ValueError on a variant that does not exist."""
+    """Variant of the chain.
+
+    Attributes:
+        chunk: tokens per chunk, one of `CHUNKS`; the records must have the same chunk size.
+        states: whether the kernel writes the bf16 states at the start of chunks.
+
+    Raises:
+        ValueError: the variant does not exist.
+    """
 
     chunk: int = 64
     states: bool = False
@@ -67,8 +80,14 @@ class ChainConfig:
 
 @dataclass(frozen=True)
 class SummaryConfig:
-    """Variant of the summaries of segments. ``chunk``: as the preparation's. Raises ValueError on one that
-    does not exist."""
+    """Variant of the summary kernel.
+
+    Attributes:
+        chunk: tokens per chunk, one of `CHUNKS`; the records must have the same chunk size.
+
+    Raises:
+        ValueError: the variant does not exist.
+    """
 
     chunk: int = 64
 
@@ -78,7 +97,14 @@ class SummaryConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Variant of the output stage. ``chunk``: tokens a chunk. Raises ValueError on one that does not exist."""
+    """Variant of the output kernel.
+
+    Attributes:
+        chunk: tokens per chunk, one of `CHUNKS`.
+
+    Raises:
+        ValueError: the variant does not exist.
+    """
 
     chunk: int = 64
 

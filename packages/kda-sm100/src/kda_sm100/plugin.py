@@ -1,11 +1,11 @@
-"""What kda-core reads to list this backend. Importing it needs neither a GPU nor the CuTe DSL."""
+"""The spec by which kda-core lists this backend. Importing the module needs neither a GPU nor the CuTe DSL."""
 
 from kda_core import install
 from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm100",
-    abi=(2, 0),  # what this package was written for, not what kda-core happens to have
+    abi=(2, 0),  # the version that this package was written for, whatever kda-core has
     archs=frozenset({(10, 0), (10, 3)}),
     features=frozenset(
         {
@@ -28,7 +28,7 @@ SPEC = BackendSpec(
     target="kda_sm100.backend:Sm100Backend",
     install=install.command("kda-sm100"),
     variants="kda_sm100.variants:ahead_of_time",
-    note="compiled for its GPUs and run on ptx-emulator, on no GPU yet; "
+    note="compiled for its GPUs and executed on ptx-emulator, on no GPU yet; "
     "`python -m kda_core conformance sm100` tests it on one",
     dtypes=frozenset({"bfloat16"}),
     head_dims=frozenset({(128, 128)}),

@@ -1,8 +1,8 @@
-"""Stages of prefill on their own, for those who prepare chunks themselves: the recurrence over them, and the outputs.
+"""The recurrence over chunks and the output stage as functions, for callers that have their own intra-chunk stage.
 
-The recurrence is the chain of `chunk_kda`. It takes records, which are packed here from tensors by token, in torch: several
-passes over memory that `chunk_kda` does not make. Where ``cu_seqlens`` is given it is read on the host, because it says how
-many chunks there are.
+The recurrence is the chain of `chunk_kda`. The chain reads chunk records. This module packs them from tensors by token in torch,
+which takes several passes over memory that `chunk_kda` does not make. Both functions copy ``cu_seqlens`` to the host, because
+the number of chunks depends on its values.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kda_core.errors import ArgumentError, DeviceError
 from kda_cute import arch_of_device, get_kernel
+from kda_cute.arguments import pack
 from kda_cute.records import decay_offset, image_offset
 from kda_sm100 import layouts
 from kda_sm100.config import ARCHS, CHUNKS, HEAD_DIM, ChainConfig, OutputConfig
@@ -33,25 +34,27 @@ def chunk_gated_delta_rule_fwd_h(
     *,
     state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``v_new = u - w S`` and ``S <- diag(e^gk_end) S + k^T v_new``, chunk by chunk.
+    """Runs the recurrence ``v_new = u - w S``, ``S <- diag(e^gk_end) S + k^T v_new`` over the chunks of each sequence.
+
+    The name and the order of the arguments are FLA's.
 
     Args:
-        k: [B, T, HV, 128] bf16, keys, decayed to the end of their chunk where there is ``gk``.
+        k: [B, T, HV, 128] bf16, keys; if ``gk`` is given, decayed to the end of their chunk.
         w, u: [B, T, HV, 128] bf16.
-        gk: [B, T, HV, 128] fp32, log decays (base e), summed from the start of their chunk; None: no decay.
-        initial_state: [N, HV, K, V] fp32, or [N, HV, V, K] with ``state_v_first``; None: zeros.
-        output_final_state: whether the states at the end are wanted.
-        chunk_size: tokens of a chunk, 64 or 32.
-        cu_seqlens: [N + 1] int32 or int64, bounds of sequences that are packed along T (B = 1); None: N = B.
-        state_v_first: states are [V, K].
+        gk: [B, T, HV, 128] fp32, log decays (base e), summed from the start of their chunk. None: no decay.
+        initial_state: [N, HV, K, V] fp32, or [N, HV, V, K] with ``state_v_first``. None: zeros.
+        output_final_state: whether to return the final states.
+        chunk_size: tokens per chunk, 64 or 32.
+        cu_seqlens: [N + 1] int32 or int64, bounds of sequences that are packed along T (B = 1). None: N = B.
+        state_v_first: whether states are [V, K].
 
     Returns:
         h [B, NT, HV, K, V] bf16 (or [.., V, K]), the state at the start of each of the NT chunks, sequence by sequence;
-        v_new [B, T, HV, 128] bf16; the final states fp32, or None.
+        v_new [B, T, HV, 128] bf16; the final states in fp32, or None.
 
     Raises:
-        ArgumentError: an argument that is not as said above.
-        DeviceError: on a GPU that is no Blackwell.
+        ArgumentError: an argument differs from this description.
+        DeviceError: the tensors are not on a Blackwell GPU.
     """
     lengths = _lengths("k", k, chunk_size, cu_seqlens)
     (B, T, HV, D), C, device = k.shape, chunk_size, k.device
@@ -64,14 +67,27 @@ def chunk_gated_delta_rule_fwd_h(
     final = torch.empty(N, HV, D, D, dtype=torch.float32, device=device) if output_final_state else None
     slots = _slots(B, T, C, cu_seqlens, device)
 
-    from kda_sm100.kernels.chain import ARGUMENTS, ChainKernel
+    from kda_sm100.kernels.chain import ChainArguments, ChainKernel
 
-    run(
-        ChainKernel, ARGUMENTS, ChainConfig(C, states=True), v_new, initial_state=initial_state, o=v_new,
-        final_state=final, states=h, offsets=cu_seqlens, workspace=_records(slots, k, w, u, gk, C), state_count=NT, N=N,
-        T=T, HV=HV, offset_bytes=0 if cu_seqlens is None else cu_seqlens.element_size(), v_first=int(state_v_first),
+    launch(
+        ChainKernel,
+        ChainConfig(C, states=True),
+        v_new,
+        ChainArguments,
+        offsets=cu_seqlens,
+        initial_state=initial_state,
+        o=v_new,
+        final_state=final,
+        states=h,
+        workspace=_records(slots, k, w, u, gk, C),
+        state_count=NT,
+        N=N,
+        T=T,
+        HV=HV,
+        offset_bytes=0 if cu_seqlens is None else cu_seqlens.element_size(),
+        v_first=int(state_v_first),
         every=1,
-    )  # fmt: skip
+    )
     return h, v_new, final
 
 
@@ -85,23 +101,25 @@ def chunk_gla_fwd_o_gk(
     chunk_size: int = 64,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """``o = scale (q e^g) S + tril(A) v``, S the state before the chunk.
+    """Computes ``o = scale (q e^g) S + tril(A) v``, where S is the state before the chunk.
+
+    The name and the order of the arguments are FLA's.
 
     Args:
-        q: [B, T, H, 128] bf16; head i of the others uses head ``i // (HV // H)``.
+        q: [B, T, H, 128] bf16. Value head i uses head ``i // (HV // H)``.
         v: [B, T, HV, 128] bf16, v_new.
         g: [B, T, HV, 128] fp32, log decays (base e), summed from the start of their chunk.
         A: [B, T, HV, chunk_size] bf16, products of queries and keys of the same chunk, decayed and scaled.
         h: [B, NT, HV, K, V] bf16, the state before each chunk, sequence by sequence.
-        scale: None: ``128**-0.5``.
-        chunk_size, cu_seqlens: as of `chunk_gated_delta_rule_fwd_h`.
+        scale: factor of the queries. None: ``128**-0.5``.
+        chunk_size, cu_seqlens: as for `chunk_gated_delta_rule_fwd_h`.
 
     Returns:
-        o [B, T, HV, 128] bf16; 0 where no sequence is.
+        o [B, T, HV, 128] bf16; rows outside sequences are 0.
 
     Raises:
-        ArgumentError: an argument that is not as said above.
-        DeviceError: on a GPU that is no Blackwell.
+        ArgumentError: an argument differs from this description.
+        DeviceError: the tensors are not on a Blackwell GPU.
     """
     lengths = _lengths("v", v, chunk_size, cu_seqlens)
     (B, T, HV, D), C, H = v.shape, chunk_size, q.shape[2] if q.dim() == 4 else 0
@@ -115,32 +133,50 @@ def chunk_gla_fwd_o_gk(
     slots = _slots(B, T, C, cu_seqlens, v.device)
     tokens = slots.exist.sum(1)
     number = (tokens > 0).cumsum(0) - 1
-    chunks = torch.stack([slots.tokens[:, 0], tokens, number, torch.zeros_like(number)], 1).int()
+    chunks = torch.stack([slots.tokens[:, 0], tokens, number, torch.zeros_like(number)], 1).int().contiguous()
 
-    from kda_sm100.kernels.output import ARGUMENTS, OutputKernel
+    from kda_sm100.kernels.output import OutputArguments, OutputKernel
 
-    run(
-        OutputKernel, ARGUMENTS, OutputConfig(C), o, q=q, v_new=v, g=g, a=A, h=h, o=o, chunks=chunks.contiguous(),
-        count=len(chunks), H=H, HV=HV, scale=D**-0.5 if scale is None else scale,
-    )  # fmt: skip
+    launch(
+        OutputKernel,
+        OutputConfig(C),
+        o,
+        OutputArguments,
+        q=q,
+        v_new=v,
+        g=g,
+        a=A,
+        h=h,
+        o=o,
+        chunks=chunks,
+        count=len(chunks),
+        H=H,
+        HV=HV,
+        scale=D**-0.5 if scale is None else scale,
+    )
     return o
 
 
-def run(kernel: Any, arguments: Any, config: Any, tensor: Tensor, **given: Any) -> None:
-    """One launch on the device of ``tensor`` with the arguments of these names; what is not named is 0."""
+def launch(kernel: type, config: object, tensor: Tensor, struct: type[tuple], **given: Any) -> None:
+    """Launches a kernel on the device of ``tensor`` and on torch's current stream.
+
+    ``struct`` and ``given``: the kernel's argument struct and its values, as for `kda_cute.arguments.pack`.
+    """
     arch = arch_of_device(tensor.device)
     if arch not in ARCHS:
         raise DeviceError("device", f"a GPU of {' or '.join(ARCHS)}", f"one of {arch}")
-    values = [given.pop(name, None) for names in arguments.values() for name in names]
-    assert not given, given.keys()
     with torch.cuda.device(tensor.device):
-        get_kernel(kernel, config, arch)(
-            tensor, *(x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in values)
-        )
+        get_kernel(kernel, config, arch)(tensor, *pack(struct, **given))
 
 
 class _Slots(NamedTuple):
-    """Of each slot of a head its tokens [slots, C] in B*T, which of them exist, and the last one [slots] (or 0)."""
+    """The slots of a head.
+
+    Attributes:
+        tokens: [slots, C], index in B*T of each token; 0 if it does not exist.
+        exist: [slots, C], whether the token exists.
+        last: [slots], index in B*T of the slot's last token; 0 for an empty slot.
+    """
 
     tokens: Tensor
     exist: Tensor
@@ -164,7 +200,10 @@ def _slots(B: int, T: int, C: int, cu_seqlens: Tensor | None, device: torch.devi
 
 
 def _records(slots: _Slots, k: Tensor, w: Tensor, u: Tensor, gk: Tensor | None, C: int) -> Tensor:
-    """A workspace for the chain. Its o is Qd S + Aqk v_new, so that with Qd = 0 and Aqk = 1 it is v_new."""
+    """Returns a workspace for the chain.
+
+    The chain computes o = Qd S + Aqk v_new. The records have Qd = 0 and Aqk = 1, so that o is v_new.
+    """
     count, device = len(slots.tokens) * k.shape[2], k.device
 
     def images(x: Tensor) -> Tensor:
@@ -192,7 +231,7 @@ def _records(slots: _Slots, k: Tensor, w: Tensor, u: Tensor, gk: Tensor | None, 
 
 @functools.lru_cache(maxsize=8)
 def _order(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Which element of a matrix [rows, columns] lies where in its image."""
+    """Returns, for each element of an image, the index of its matrix element in [rows, columns], row by row."""
     row, column = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
     order = torch.empty(rows * columns, dtype=torch.long, device=device)
     order[image_offset(row, column, rows, columns).flatten()] = torch.arange(rows * columns, device=device)
@@ -200,9 +239,9 @@ def _order(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def _lengths(name: str, x: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> list[int]:
-    """Tokens of each sequence of a tensor by token, which has to be as it should, as have its chunks and bounds."""
+    """Returns the tokens of each sequence. Checks the tensor ``x`` called ``name``, the chunk size and the bounds."""
     if x.dim() != 4 or x.shape[-1] != HEAD_DIM or 0 in x.shape:
-        raise ArgumentError(name, f"[B, T, HV, {HEAD_DIM}], none of them 0", str(tuple(x.shape)))
+        raise ArgumentError(name, f"[B, T, HV, {HEAD_DIM}] without an extent of 0", str(tuple(x.shape)))
     _check(x, torch.bfloat16, x.shape, **{name: x})
     if chunk_size not in CHUNKS:
         raise ArgumentError("chunk_size", f"one of {', '.join(map(str, CHUNKS))}", str(chunk_size))
@@ -216,12 +255,12 @@ def _lengths(name: str, x: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -
         raise ArgumentError("cu_seqlens", f"B = 1, and bounds on {x.device}", f"B = {B}, {cu_seqlens.device}")
     bounds = cu_seqlens.tolist()
     if sorted(bounds) != bounds or bounds[0] < 0 or bounds[-1] > T:
-        raise ArgumentError("cu_seqlens", f"offsets in order, from 0 to T = {T}", str(bounds))
+        raise ArgumentError("cu_seqlens", f"ascending offsets in [0, T = {T}]", str(bounds))
     return [end - start for start, end in pairwise(bounds)]
 
 
 def _check(like: Tensor, dtype: torch.dtype, shape: tuple[int, ...], **named: Tensor | None) -> None:
-    """Tensors, by name, that are there: their dtype and shape, on the device of another."""
+    """Checks the dtype, shape, device and memory of the given tensors; the device is that of ``like``. Skips None."""
     for name, x in named.items():
         if x is None:
             continue
@@ -230,5 +269,7 @@ def _check(like: Tensor, dtype: torch.dtype, shape: tuple[int, ...], **named: Te
             raise ArgumentError(name, expected, f"{tuple(x.shape)} of {x.dtype} on {x.device}")
         if not x.is_contiguous() or x.data_ptr() % 16:
             raise ArgumentError(
-                name, "a contiguous tensor that starts at a multiple of 16 bytes", f"strides {x.stride()}"
+                name,
+                "a contiguous tensor whose address is a multiple of 16",
+                f"strides {x.stride()}, address {x.data_ptr():#x}",
             )

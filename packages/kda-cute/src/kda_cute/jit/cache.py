@@ -1,14 +1,16 @@
-"""The folder of compiled kernels: whole-file writes, one compiler at a time per kernel, no trust in what it
-finds.
+"""Entries of the cache folder: whole-file writes, a lock for each kernel, checks of everything that is read.
 
-An entry is two files. ``<kernel>.<arch>.<digest>.o`` is the exported object. ``....json`` holds its length,
-its sha256 and the ingredients of the key; it is written last and commits the entry: an object without it, or
-one that differs from it, counts as absent. Both are written under another name and renamed. ``....lock``
-carries the advisory lock and the process id of its holder. Reading needs no lock.
+| file | content |
+| --- | --- |
+| ``<kernel>.<arch>.<digest>.o`` | the exported object |
+| ``<kernel>.<arch>.<digest>.json`` | the object's length and sha256, and the ingredients of the key |
+| ``<kernel>.<arch>.<digest>.lock`` | the advisory lock of the compiling process, and its process id |
 
-The objects are native code: the folder deserves the trust of a folder of Python packages. `kda_core.storage`
-says which folders and files are trusted; `folder_problem` is its answer for one folder. What was read and
-checked is what is run: `kda_cute.jit.compile` links the bytes, not the path.
+The ``.json`` file is written last and commits the entry. An object without it, or one that differs from it, counts as absent.
+Reading needs no lock.
+
+Objects are native code. `kda_core.storage` defines which folders and files are trusted. `kda_cute.jit.dsl.load` links the bytes
+that were read and checked, not the file.
 """
 
 from __future__ import annotations
@@ -16,24 +18,30 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kda_core import env, storage
-from kda_core.storage import Patience, folder_problem
 from kda_cute.jit.key import Variant, digest
 
-__all__ = ["Entry", "Patience", "entry_of", "folder_problem"]
+logger = logging.getLogger("kda_cute")
 
-#: Larger files are none of ours: objects have up to a few MB, metadata a few kB.
+#: The largest files that are read. Objects have up to a few MB, metadata a few kB.
 OBJECT_BYTES = 256 << 20
 METADATA_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One variant's place in a cache folder."""
+    """The place of a variant in a cache folder.
+
+    Attributes:
+        folder: the cache folder.
+        stem: `Variant.stem`.
+        ingredients: `Variant.ingredients`.
+    """
 
     folder: Path
     stem: str
@@ -51,21 +59,22 @@ class Entry:
         return self._path(".json")
 
     def exists(self) -> bool:
-        """Whether there is a commit marker, be the entry sound or not."""
+        """Returns whether the entry was committed. It may be damaged."""
         try:
             return self.metadata.exists()
         except OSError:
             return False
 
     def read(self) -> bytes | None:
-        """The object if the entry is committed, undamaged and to be trusted, else None. What is there and not trusted is
-        warned of once."""
+        """Returns the object if the entry is committed, undamaged and trusted, else None. Warns once of an untrusted file."""
         try:
             with storage.opened(self.folder) as folder:
                 metadata = json.loads(folder.read(self.metadata.name, METADATA_BYTES))
-                content = folder.read(self.object.name, OBJECT_BYTES)
+                content = folder.read(self.object.name, OBJECT_BYTES, mark_used=True)
         except storage.UntrustedError as error:
-            storage.warn_once(("untrusted", str(error)), "a compiled kernel is not used: %s", error)
+            storage.warn_once(
+                ("untrusted", str(error)), "a compiled kernel is not used: %s", error, log=logger
+            )
             return None
         except (OSError, ValueError, RecursionError):
             return None
@@ -73,7 +82,11 @@ class Entry:
         return content if metadata == expected else None
 
     def commit(self, content: bytes) -> None:
-        """Store an object. Call it with the lock held. Raises ``OSError``."""
+        """Stores an object. The caller holds the lock.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
         metadata = {**_summary(content), "ingredients": self.ingredients}
         with storage.opened(self.folder) as folder:
             for name, whole in (
@@ -84,19 +97,19 @@ class Entry:
                 folder.write(name, whole)
 
     @contextlib.contextmanager
-    def locked(self, patience: Patience | None = None) -> Iterator[None]:
-        """Hold this entry's lock among all processes and threads; makes the folder if need be.
+    def locked(self, patience: storage.Patience | None = None) -> Iterator[None]:
+        """Holds the entry's lock, exclusive among all processes and threads. Makes the folder if it does not exist.
 
-        Raises ``TimeoutError`` where another holds it for longer than `Patience` allows, and other ``OSError`` where the
-        folder cannot be used.
+        Raises:
+            TimeoutError: another holder kept the lock longer than `patience` allows.
+            OSError: the folder cannot be used.
         """
         storage.make_folder(self.folder)
         with storage.opened(self.folder) as folder, folder.locked(self._path(".lock").name, patience):
             yield
 
     def differences(self) -> list[str]:
-        """For each entry of the same kernel, configuration and architecture: what keeps it from being this
-        one."""
+        """Returns a line for each entry of the same kernel, configuration and architecture: the ingredients that differ."""
         found = []
         with contextlib.suppress(OSError):
             for path in sorted(self.folder.glob(f"{self.stem}.*.json")):
@@ -122,5 +135,5 @@ def _summary(content: bytes) -> dict[str, object]:
 
 
 def entry_of(variant: Variant) -> Entry:
-    """The place of a variant in the folder of `env.cache_dir`. Imports the DSL."""
+    """Returns the place of a variant in the folder `env.cache_dir`. Imports the DSL."""
     return Entry(env.cache_dir(), variant.stem, variant.ingredients())

@@ -1,8 +1,8 @@
-"""What makes a compiled kernel the one that is wanted: every ingredient of its machine code, as text.
+"""The key of a compiled kernel: every ingredient of its machine code, as text.
 
-The exported object holds device code (a cubin) and host code (the argument checks and the launch). The DSL
-generates the host code for the very CPU that it runs on, AVX-512 included, hence the CPU's features are an
-ingredient: a cache in a shared home directory must not serve them to an older CPU.
+The exported object contains device code (a cubin) and host code (the argument checks and the launch). The DSL generates the host
+code for the CPU on which it runs, including AVX-512. So the CPU's features are an ingredient: a cache in a shared home directory
+must not serve host code to an older CPU.
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ import sys
 from pathlib import Path
 
 from kda_core.errors import ArgumentError
-from kda_cute.jit.sources import Sources, sources_of, text_of
+from kda_cute.jit.sources import Sources, snapshot_of, sources_of
 from kda_cute.jit.target import check_arch
 from kda_cute.jit.versions import dsl_wheels
 
-#: Raised when the layout of the cache, or the way that objects are exported, changes.
+#: Increment it when the layout of the cache changes, or the way in which objects are exported.
 FORMAT = "2"
 _CPUINFO = Path("/proc/cpuinfo")
-_HERE = Path(__file__).parent
-text_of(_HERE)  # as it is while it is imported
+_HERE = Path(__file__).parents[1]  # the whole package: device functions are part of the kernels
+snapshot_of(_HERE)  # taken at import: see `kda_cute.jit.sources`
 _LITERALS = (type(None), bool, int, float, str)
 
 
 def canonical(value: object, where: str = "config") -> str:
-    """One text for a configuration, equal if and only if the configurations are the same.
+    """Returns a text of a configuration. Two texts are equal if and only if the configurations are the same.
 
-    ``value`` is a frozen dataclass whose fields are None, bool, int, float, str, or tuples and frozen
-    dataclasses of these. Raises ``ArgumentError`` for everything else, ``where`` naming the field: the text
-    of other objects may hide what matters (an array) or show what does not (an address).
+    Args:
+        value: a frozen dataclass whose fields are None, bool, int, float, str, or tuples and frozen dataclasses of these.
+        where: the name of the value in an error.
+
+    Raises:
+        ArgumentError: `value` contains anything else. The text of other objects may omit what matters (an array) or contain
+            what does not (an address).
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls = type(value)
@@ -59,8 +63,8 @@ def _literal(value: object, where: str) -> str:
     raise ArgumentError(where, expected, f"{value!r} of type {type(value).__qualname__}")
 
 
-#: Instruction sets that a compiler of host code may use, as the start of their names in /proc/cpuinfo. The other flags there
-#: say what the kernel mitigates, virtualises or counts: they come and go with microcode and kernels.
+#: Instruction sets that a compiler of host code may use, as prefixes of their names in /proc/cpuinfo. Other flags there describe
+#: mitigations, virtualisation and counters, and change with microcode and operating systems.
 _INSTRUCTIONS = (
     "3dnow", "abm", "adx", "aes", "amx", "apx", "avx", "bmi", "cmov", "cx8", "cx16", "f16c", "fma", "fxsr", "gfni", "lahf",
     "lm", "lzcnt", "mmx", "movbe", "movdir", "pclmul", "popcnt", "prefetch", "rdpid", "rdrand", "rdseed", "sha", "sm3",
@@ -72,16 +76,16 @@ _MODEL = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU architectu
 
 
 def _cpu() -> str:
-    """Architecture, model and a digest of the instruction sets of this CPU, e.g. ``x86_64 GenuineIntel 6 143 3f2c...``.
+    """Architecture, model and a digest of the instruction sets of this CPU, such as ``x86_64 GenuineIntel 6 143 3f2c...``.
 
-    This is what the host code of an object depends on. Microcode, clocks, steppings and the flags of mitigations do not
-    enter: they change under a machine, and between machines of a fleet that one cache serves.
+    The host code of an object depends on these. Microcode, clocks, steppings and flags of mitigations are left out: they
+    change on one machine, and differ between the machines that share a cache.
     """
     try:
         lines = _CPUINFO.read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    fields: dict[str, set[str]] = {}  # cores may differ
+    fields: dict[str, set[str]] = {}  # sets, because cores may differ
     for line in lines:
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), set()).add(value.strip())
@@ -99,20 +103,18 @@ def _wheels() -> str:
 
 @functools.cache
 def toolchain() -> dict[str, str]:
-    """The ingredients that all kernels of a process share. Imports the DSL, which chooses its CUDA version
-    then."""
+    """Returns the ingredients that all kernels of a process share. Imports the DSL, which then chooses its CUDA version."""
     import cutlass
 
     return {
         "format": FORMAT,
         "wheels": _wheels(),
         "cuda": str(cutlass.CUDA_VERSION),
-        # The DSL turns Python's syntax tree into IR, and the tree changes between Python versions.
+        # The DSL translates Python's syntax tree, which differs between Python versions.
         "python": f"{sys.implementation.name} {sys.version_info[0]}.{sys.version_info[1]}",
         "platform": sys.platform,
         "cpu": _cpu(),
-        # CUTE_DSL_COMPILER_OPT, CUTE_DSL_LINEINFO and others change the code; which ones do differs by
-        # version.
+        # CUTE_DSL_COMPILER_OPT, CUTE_DSL_LINEINFO and others change the code; the list depends on the version.
         "environment": " ".join(
             f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("CUTE_DSL_")
         ),
@@ -121,10 +123,11 @@ def toolchain() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One piece of machine code: a kernel class, its configuration and an architecture.
+    """A kernel class, its configuration and an architecture: what one object file contains.
 
-    Raises ``ArgumentError`` for a configuration that is not made of literals, for an unknown architecture and
-    for a class that is local to a function (its closure would not be part of the key).
+    Raises:
+        ArgumentError: the configuration is not made of literals, `arch` is not the name of an architecture, or the class is
+            local to a function (its closure would not be part of the key).
     """
 
     kernel: type
@@ -144,18 +147,16 @@ class Variant:
 
     @property
     def stem(self) -> str:
-        """The readable start of the names of this variant's files; it is the same for all configurations."""
+        """The readable prefix of the names of this variant's files. All configurations share it."""
         return f"{self.kernel.__qualname__}.{self.arch}"
 
     @property
     def options(self) -> str:
-        """The options of ``cute.compile``. The architecture is always named: without it the DSL asks the
-        driver."""
-        extra = getattr(self.kernel, "compile_options", "")
-        return f"--enable-tvm-ffi --gpu-arch {self.arch} {extra}".strip()
+        """The options of ``cute.compile``."""
+        return compile_options(self.kernel, self.arch)
 
     def ingredients(self) -> dict[str, str]:
-        """Everything that changes the machine code, as name -> text."""
+        """Returns everything that changes the machine code, as name -> text."""
         return {
             "kernel": f"{self.kernel.__module__}:{self.kernel.__qualname__}",
             "config": canonical(self.config),
@@ -166,21 +167,37 @@ class Variant:
         }
 
     def outdated(self, thorough: bool = False) -> str | None:
-        """Why this process may not load or store the variant: it runs other versions than are installed by now
-        (`kda_cute.jit.sources`). None if it may. ``thorough``: the DSL's wheels are looked at too, which takes longer."""
+        """Returns why this process may not load or store the variant: it runs other versions than are installed now
+        (`kda_cute.jit.sources`). None if it may.
+
+        Args:
+            thorough: also compare the versions of the DSL's wheels, which takes longer.
+        """
         if thorough and (found := _wheels()) != toolchain()["wheels"]:
             return f"{found} were installed while this process ran with {toolchain()['wheels']}"
         return self._sources().outdated()
 
     def pin_sources(self) -> None:
-        """Have the DSL trace the sources that this process imported, whatever is on disk by now."""
+        """Makes the DSL trace the sources that this process imported, even if the files on disk have changed."""
         self._sources().pin()
 
     def _sources(self) -> Sources:
-        # The classes' bases and the configuration's methods take part in tracing, hence their packages count.
-        return sources_of([*self.kernel.__mro__, *type(self.config).__mro__], _HERE)
+        return kernel_sources(self.kernel, type(self.config))
+
+
+def compile_options(kernel: type, arch: str) -> str:
+    """Returns the options of ``cute.compile`` for a kernel class. They always name the architecture: otherwise the DSL queries
+    the driver."""
+    extra = getattr(kernel, "compile_options", "")
+    return f"--enable-tvm-ffi --gpu-arch {arch} {extra}".strip()
+
+
+def kernel_sources(kernel: type, config: type) -> Sources:
+    """Returns the sources of a kernel class and its configuration's class. Their bases take part in tracing, so their packages
+    are included."""
+    return sources_of([*kernel.__mro__, *config.__mro__], _HERE)
 
 
 def digest(ingredients: dict[str, str]) -> str:
-    """sha256 (hexadecimal) of the ingredients, independent of their order."""
+    """Returns the sha256 (hexadecimal) of the ingredients, independent of their order."""
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()

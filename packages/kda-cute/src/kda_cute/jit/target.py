@@ -1,10 +1,12 @@
-"""Target architectures: from a compute capability or a device to the name that ``--gpu-arch`` takes.
+"""Target architectures: the names that the DSL's option ``--gpu-arch`` takes, such as ``sm_90a``.
 
-Nothing here looks at a GPU unless it is handed one: kernels are compiled on machines without any.
+A name follows from a compute capability by a rule, so that a backend may be made for a GPU that this package does not know.
+The compiler decides what it supports. Kernels compile on machines without a GPU: only `arch_of_device` queries one.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from kda_core.errors import ArgumentError, DeviceError
@@ -12,27 +14,33 @@ from kda_core.errors import ArgumentError, DeviceError
 if TYPE_CHECKING:
     import torch
 
-#: Compute capability -> architecture. The suffix ``a`` unlocks wgmma (9.0) and tcgen05 (10.x), and makes the
-#: code run on exactly that capability.
-ARCHITECTURES: dict[tuple[int, int], str] = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+_NAME = re.compile(r"sm_([1-9]\d*)(\d)([af]?)")
 
 
 def arch_of_capability(capability: tuple[int, int]) -> str:
-    """The architecture of a compute capability, e.g. ``(9, 0) -> "sm_90a"``.
+    """Returns the architecture of a compute capability: (8, 9) -> "sm_89", (9, 0) -> "sm_90a", (12, 0) -> "sm_120a".
 
-    Raises ``DeviceError`` for a capability that no kernel here is written for.
+    From 9.0 on it has the suffix ``a``, which unlocks wgmma and tcgen05. The code then runs on exactly that capability.
     """
-    arch = ARCHITECTURES.get(capability)
-    if arch is None:
-        known = ", ".join(f"{major}.{minor} ({name})" for (major, minor), name in ARCHITECTURES.items())
-        raise DeviceError("compute capability", f"one of {known}", ".".join(map(str, capability)))
-    return arch
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def capability_of_arch(arch: str) -> tuple[int, int]:
+    """Returns the compute capability of an architecture: "sm_103a" -> (10, 3).
+
+    Raises:
+        ArgumentError: `arch` is not the name of an architecture.
+    """
+    match = _match(arch)
+    return int(match[1]), int(match[2])
 
 
 def arch_of_device(device: torch.device) -> str:
-    """The architecture of a CUDA device. ``torch.device("cuda")`` is torch's current device.
+    """Returns the architecture of a CUDA device. ``torch.device("cuda")`` is torch's current device.
 
-    Raises ``DeviceError`` for a device of another type or of another capability.
+    Raises:
+        DeviceError: the device is not a CUDA device.
     """
     if device.type != "cuda":
         raise DeviceError("device", "a CUDA device", str(device))
@@ -42,7 +50,21 @@ def arch_of_device(device: torch.device) -> str:
 
 
 def check_arch(arch: str) -> str:
-    """``arch`` itself, if it is one of ``ARCHITECTURES``; ``ArgumentError`` otherwise."""
-    if arch not in ARCHITECTURES.values():
-        raise ArgumentError("arch", "one of " + ", ".join(ARCHITECTURES.values()), repr(arch))
+    """Returns `arch` if it is the name of an architecture: ``sm_``, the digits of the capability, and no suffix, ``a`` or ``f``.
+
+    Whether the compiler supports the architecture shows when a kernel is compiled.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    _match(arch)
     return arch
+
+
+def _match(arch: str) -> re.Match[str]:
+    match = _NAME.fullmatch(arch)
+    if match is None:
+        raise ArgumentError(
+            "arch", "sm_<number>, optionally with the suffix a or f, such as sm_90a", repr(arch)
+        )
+    return match

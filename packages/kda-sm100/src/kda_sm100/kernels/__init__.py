@@ -1,2 +1,1 @@
-"""The kernels (`prepare`, `chain`, `summary`, `output`) and what they share (`interface`, `rows`, `tensor`). These modules
-import the CuTe DSL."""
+"""The kernels. Importing these modules imports the CuTe DSL."""

@@ -1,369 +1,437 @@
-"""The chain: the chunks of one sequence and value head in order, the state in tensor memory.
+"""The chain: one CTA runs the recurrence over the chunks of one sequence and value head, the state in tensor memory.
 
-With the records of the preparation (w = -T Kd, u = T V, Qd, Kg, Aqk, a), per chunk and in transposed form:
+The chain reads the chunk records of the intra-chunk kernel (w = -T Kd, u = T V, Qd, Kg, Aqk, a). Per chunk it computes, in
+transposed form:
 
     R^T = u^T + S^T w^T      O^T = S^T Qd^T + R^T Aqk^T      S^T <- S^T diag(a) + R^T Kg
 
-A CTA owns all 128 rows of V, which are the lanes of tensor memory. S^T [V, K] lies there in fp32 for the whole sequence; it
-and R^T are rounded to bf16 as operands only, which lie there too, so that what is multiplied by a record, itself in shared
-memory, never passes through shared memory.
+The CTA owns all 128 rows of V, which are the lanes of tensor memory. S^T [V, K] stays there in fp32 for the whole sequence. S
+and R are rounded to bf16 as operands only. These operands lie in tensor memory too; the operands that they are multiplied with
+lie in shared memory, as the bulk copies wrote them.
 
 ============ ====== ====================================================================================================
 role         warps  work
 ============ ====== ====================================================================================================
-state        4      S to registers, rounded as operand, decayed and back; R to registers, u added, rounded as operand
-output       4      O to registers, rounded, by way of shared memory to global memory, the rows that exist
-producer     1      bulk copies of records, as two rings: *early* (w, u, Qd, a) and *late* (Kg, Aqk)
-multiplier   1      all products
+state        4      loads S, writes its bf16 operand, decays S and writes it back; loads R, adds u, writes its bf16 operand
+output       4      loads O, rounds it, and copies the rows that exist through shared memory to global memory
+producer     1      copies records into two ring buffers: *early* (w, u, Qd, a) and *late* (Kg, Aqk)
+MMA          1      issues all products
 ============ ====== ====================================================================================================
 
-Order of one chunk; a column waits for what stands in the lines before, but for what the other two give it:
+Order of one chunk. An arrow is an mbarrier; time runs downwards:
 
-    state                        multiplier                     output
-    S: round, store         ->   R = S w
-    S: decay, store              O = S Qd
-    R: add u, round, store  <-
+    state warps                  MMA warp                       output warps
+    round S, store it       ->   R = S w
+    decay S, store it            O = S Qd
+    R + u, round, store it  <-
                             ->   S += R Kg
-    S: load                 <-   O += R Aqk                ->   O: load, copy out
+    load S                  <-   O += R Aqk                ->   load O, copy it out
 
-``commit`` waits for all products before it: that S is updated tells that O's first half has read the old one, and that R
-of the next chunk is there, that O's second half has read R. There are two accumulators of O, so that its way out may take
-a chunk's time.
+``tcgen05.commit`` waits for all earlier products of the thread. The commit that publishes S therefore also shows that the first
+half of O has read the old bf16 S, and the commit that publishes the next R shows that the second half of O has read the bf16 R.
+O has two accumulators, so that the output warps may take as long as a chunk.
+
+docs/kernels/sm100-chain.md has the correctness argument.
 """
 
+from enum import IntEnum
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
+from cutlass.pipeline import PipelineUserType, make_pipeline_state
 
+from kda_cute import arguments
 from kda_cute.device import ptx, varlen
-from kda_cute.records import HEAD_DIM, image_offset
+from kda_cute.records import HEAD_DIM, decay_start, decay_units, image_offset
 from kda_sm100.config import ChainConfig
-from kda_sm100.kernels import interface, tensor
-from kda_sm100.kernels.tensor import Operand
+from kda_sm100.kernels import tensor, workspace
+from kda_sm100.kernels.tensor import Operand, TensorColumns
 from kda_sm100.layouts import record_bytes
 
-#: ``Int64`` offsets [N+1], initial_state [N,HV,128,128] fp32, o [B,T,HV,128] bf16, final_state [N,HV,128,128]
-#: fp32, states [state_count,HV,128,128] bf16, transitions [N,HV,128,128] fp32 (of summaries), workspace
-#: (``layouts``). ``Int32``: N sequences, of T tokens each or, with offsets of ``offset_bytes`` (4, 8; 0: none)
-#: packed into T; ``v_first`` (0, 1): states are [V, K]; ``every``: chunks from a state to the next.
-ARGUMENTS = {
-    Int64: ("offsets", "initial_state", "o", "final_state", "states", "transitions", "workspace"),
-    Int32: ("state_count", "N", "T", "HV", "offset_bytes", "v_first", "every"),
-}
 
-SHARED_BYTES = 227 * 1024  # what a CTA may have
-RINGS = ((6, 6), (4, 4), (3, 3), (3, 2), (2, 2))  # stages of the early and the late ring, best first
+class ChainArguments(NamedTuple):
+    """Arguments of the chain and of the summary kernel beside the leading tensor. The caller has checked them."""
+
+    offsets: Int64  # [N + 1], integers of offset_bytes bytes
+    initial_state: Int64  # [N, HV, 128, 128] fp32
+    o: Int64  # [B, T, HV, 128] bf16
+    final_state: Int64  # [N, HV, 128, 128] fp32
+    states: Int64  # [state_count, HV, 128, 128] bf16
+    transitions: Int64  # [N, HV, 128, 128] fp32; summary kernel only
+    workspace: Int64  # records, as `kda_sm100.layouts` describes
+    state_count: Int32
+    N: Int32  # sequences
+    T: Int32  # tokens per sequence; with offsets, tokens of all sequences
+    HV: Int32  # value heads
+    offset_bytes: Int32  # 4 or 8; 0: sequences are rows of B, not packed
+    v_first: Int32  # 1: fp32 and bf16 states are [V, K]; 0: [K, V]
+    every: Int32  # chunks from one bf16 state to the next
+
+
+class FirstWarp(IntEnum):
+    """The first warp of each role. Warps 10 and 11 are idle: setmaxnreg works on whole warpgroups."""
+
+    STATE = 0
+    OUTPUT = 4
+    PRODUCER = 8
+    MMA = 9
+
+
+class NamedBarrier(IntEnum):
+    """Hardware barriers; 0 belongs to ``sync_threads``."""
+
+    OUTPUT_WARPS = 1
+
 
 WARPS = 12
-OUTPUT, PRODUCER, MULTIPLIER = 4, 8, 9  # first warps of roles; the state's are 0 to 3, two are idle
-WARPGROUP = 128
-# Registers of the state's threads and of the last four warps'; the output's keep the third of 504 that all begin with.
+WARPGROUP = 128  # threads
+#: Registers per thread. All threads start with 168. The output warps keep these.
 STATE_REGISTERS, OTHER_REGISTERS = 208, 128
 
-COPIED = 1  # the named barrier of the output warps
+SHARED_BYTES = 227 * 1024  # what a CTA may use
+RINGS = (
+    (6, 6),
+    (4, 4),
+    (3, 3),
+    (3, 2),
+    (2, 2),
+)  # candidate depths of the early and the late ring, best first
+ACCUMULATORS = 2  # of O
+STATE_BYTES = 4 * HEAD_DIM * HEAD_DIM  # an fp32 state in global memory
+
+
+class Mbarriers(NamedTuple):
+    """A group of mbarriers: their number, and the arrivals that complete a phase of one.
+
+    A commit of products, a bulk copy, and each warp of a role arrive once.
+    """
+
+    count: int
+    arrivals: int
+
+
+def mbarriers(early: int, late: int) -> dict[str, Mbarriers]:
+    """Returns the mbarriers of a CTA by name. ``early`` and ``late``: stages of the rings."""
+    return {
+        "early_full": Mbarriers(early, 1),
+        "early_empty": Mbarriers(early, 1 + 4),  # MMA warp, state warps
+        "late_full": Mbarriers(late, 1),
+        "late_empty": Mbarriers(late, 1),
+        "s_bf16_full": Mbarriers(1, 4),
+        "r_full": Mbarriers(1, 1),
+        "r_bf16_full": Mbarriers(1, 4),
+        "s_full": Mbarriers(1, 1),
+        "o_full": Mbarriers(ACCUMULATORS, 1),
+        "o_empty": Mbarriers(ACCUMULATORS, 4),
+    }
+
+
+def shared_memory(chunk: int, early: int, late: int, outputs: bool) -> type:
+    """Returns the ``cute.struct`` of a CTA's shared memory.
+
+    ``outputs``: whether the kernel has Qd, Aqk and O. Images start at multiples of 1024 bytes, as the swizzle requires.
+    """
+    MemRange, Align = cute.struct.MemRange, cute.struct.Align
+    image = lambda columns, stages: Align[MemRange[BFloat16, chunk * columns * stages], 1024]
+    fields = {
+        "w": image(HEAD_DIM, early),
+        "u": image(HEAD_DIM, early),
+        "qd": image(HEAD_DIM, early * outputs),
+        "kg": image(HEAD_DIM, late),
+        "aqk": image(chunk, late * outputs),
+        "o": image(HEAD_DIM, int(outputs)),
+        "a": Align[MemRange[Float32, HEAD_DIM * early], 128],  # `decay_units` relies on it
+        **{name: MemRange[Int64, group.count] for name, group in mbarriers(early, late).items()},
+        "tensor_memory": Int32,  # address of the allocated columns
+    }
+    return cute.struct(type("SharedMemory", (), {"__annotations__": fields}))
 
 
 class ChainKernel:
-    """Takes o, and `ARGUMENTS` (`interface`).
+    """Takes o and `ChainArguments`.
 
-    A sequence of no tokens passes its state on. Rows of o outside of sequences are not written.
+    A sequence without tokens passes its state on. The kernel does not write rows of o outside sequences.
     """
 
-    EARLY, LATE = ("w", "a", "u", "qd"), ("kg", "aqk")  # arrays of the rings
-    IMAGES = ("o",)  # that have room besides
-    CTAS = 1  # of a sequence and value head
+    EARLY, LATE = ("w", "a", "u", "qd"), ("kg", "aqk")  # arrays of each ring
+    OUTPUTS = True  # the kernel computes O
+    CTAS = 1  # per sequence and value head
 
     def __init__(self, config: ChainConfig):
         self.config = config
         C = self.chunk = config.chunk
-        self.bytes = record_bytes(C) | {"o": 2 * C * HEAD_DIM}
-        # B of each product: w and Qd alike.
-        self.rows = Operand(C, HEAD_DIM)
+        self.bytes = record_bytes(C)
+        # Operands B of the products. Qd has the layout of w.
+        self.w = Operand(C, HEAD_DIM)
         self.kg = Operand(C, HEAD_DIM, mn_major=True)
         self.aqk = Operand(C, C)
-        self.columns = tensor.columns_of(C)
-        for self.early, self.late in RINGS:
-            stages = dict.fromkeys(self.EARLY, self.early) | dict.fromkeys(self.LATE, self.late)
-            stages |= dict.fromkeys(self.IMAGES, 1)
-            names = sorted(
-                stages, key=lambda name: name == "a"
-            )  # the last: images begin at multiples of 1024
-            sizes = {name: stages[name] * self.bytes[name] for name in names}
-            barriers = {  # mbarriers of each name, and arrivals: of a commit, of a copy, or one a warp
-                "early_full": (self.early, 1),
-                "early_empty": (self.early, 1 + 4),
-                "late_full": (self.late, 1),
-                "late_empty": (self.late, 1),
-                "s_rounded": (1, 4),
-                "r_made": (1, 1),
-                "r_rounded": (1, 4),
-                "s_made": (1, 1),
-                "o_made": (2, 1),
-                "o_read": (2, 4),
-            }
-            sizes |= {name: 8 * count for name, (count, _) in barriers.items()} | {"memory": 16}
-            self.shared_bytes = sum(sizes.values())
+        self.tensor_columns = TensorColumns(C, self.OUTPUTS)
+        for self.early_depth, self.late_depth in RINGS:
+            self.SharedMemory = shared_memory(C, self.early_depth, self.late_depth, self.OUTPUTS)
+            self.shared_bytes = self.SharedMemory.size_in_bytes()
             if self.shared_bytes <= SHARED_BYTES:
                 break
-        self.barriers = barriers
-        self.at, end = {}, 0
-        for name, size in sizes.items():
-            self.at[name] = end
-            end += size
 
     def fake_args(self) -> tuple:
-        return interface.fake_args(ARGUMENTS)
+        return arguments.fake_args(ChainArguments, BFloat16)
 
     @cute.jit
-    def __call__(self, o: cute.Tensor, *arguments):
-        *arguments, stream = arguments
-        x = interface.named(ARGUMENTS, arguments)
-        self.kernel(tuple(arguments)).launch(
+    def __call__(self, o: cute.Tensor, *values):
+        *values, stream = values
+        x = ChainArguments(*values)
+        self.kernel(tuple(values)).launch(
             grid=(x.N * x.HV * self.CTAS, 1, 1),
             block=(32 * WARPS, 1, 1),
             smem=self.shared_bytes,
             stream=stream,
             min_blocks_per_mp=1,
-            preferred_smem_carveout=100,  # percent; otherwise the DSL asks a device, at compile time
+            preferred_smem_carveout=100,  # percent; without it the DSL queries a device at compile time
         )
 
     @cute.kernel
-    def kernel(self, arguments: tuple):
+    def kernel(self, values: tuple):
         index, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
-        p = SimpleNamespace(**{name: Int32(shared.toint()) + at for name, at in self.at.items()})
-        for name in self.barriers:
-            setattr(p, name, cute.recast_ptr(shared + self.at[name], dtype=Int64))
+        p = self.SharedMemory(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024))
         if thread == 0:
-            for name, (count, arrivals) in self.barriers.items():
-                for i in cutlass.range_constexpr(count):
-                    cute.arch.mbarrier_init(getattr(p, name) + i, arrivals)
+            for name, group in mbarriers(self.early_depth, self.late_depth).items():
+                for i in cutlass.range_constexpr(group.count):
+                    cute.arch.mbarrier_init(getattr(p, name).data_ptr() + i, group.arrivals)
         cute.arch.mbarrier_init_fence()
-        self.begin(p, index)
+        self.initialize(p, index)
         if warp == 0:
-            tensor.allocate(p.memory)
+            tensor.allocate(p.tensor_memory.ptr)
             tensor.fence_before()
         cute.arch.sync_threads()
         tensor.fence_after()
 
-        if warp < OUTPUT:
+        if warp < FirstWarp.OUTPUT:
             cute.arch.setmaxregister_increase(STATE_REGISTERS)
-            self.carry_state(p, arguments, index)
-        elif warp < PRODUCER:
-            self.write_outputs(p, arguments, index)
+            self.carry_state(p, values, index)
+        elif warp < FirstWarp.PRODUCER:
+            self.write_outputs(p, values, index)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            if warp == PRODUCER:
-                self.produce(p, arguments, index)
-            if warp == MULTIPLIER:
-                self.multiply(p, arguments, index)
+            if warp == FirstWarp.PRODUCER:
+                self.produce(p, values, index)
+            if warp == FirstWarp.MMA:
+                self.multiply(p, values, index)
         tensor.fence_before()
         cute.arch.sync_threads()
         if warp == 0:
             tensor.fence_after()
-            tensor.free(self.memory(p))
+            tensor.free(p.tensor_memory.ptr)
 
-    def begin(self, p, index):
-        """What all threads do before their roles: nothing."""
+    def initialize(self, p, index):
+        """Initializes shared memory before the roles start. The chain needs nothing besides its mbarriers."""
 
-    def part(self, arguments, index):
-        """For one role: the call, its sequences, and the CTA's share: sequence, head, first token in B*T, length, chunks,
-        first record and the place of its matrix among [N, HV]. Not passed from role to role: DSL 4.6 puts what a branch
-        makes of a namespace into it, and would use it in the next branch."""
-        x = interface.named(ARGUMENTS, arguments)
-        s = interface.sequences_of(x, self.chunk)
+    def task(self, values, index):
+        """Returns the arguments, the packing of sequences, and the task of the CTA.
+
+        A task has: sequence, head, first token in B*T, length, chunks, number of the first record, and number of its
+        matrix in [N, HV]. Each role calls this for itself: DSL 4.6 would carry a namespace that one branch changes into the
+        next branch.
+        """
+        x = ChainArguments(*values)
+        s = workspace.sequences(x, self.chunk)
         n, head = index // x.HV, index % x.HV
         token, length, slot, _ = varlen.extent(s, n)
-        # Offsets that are not in order lead anywhere, but not out of the workspace.
+        # If device offsets decrease, the task may be any, but must stay within the workspace.
         chunks = cutlass.max(cutlass.min(cute.ceil_div(length, self.chunk), s.span - slot), 0)
-        part = SimpleNamespace(
+        task = SimpleNamespace(
             sequence=n, head=head, token=token, length=length, chunks=chunks, record=slot * x.HV + head, matrix=index
         )  # fmt: skip
-        return x, s, part
+        return x, s, task
 
-    def memory(self, p):
-        """The address of the CTA's columns."""
-        return ptx.load_shared(p.memory, Int32)
+    def columns(self, p, row):
+        """Returns the address of the CTA's columns in tensor memory, at this lane."""
+        return ptx.load_shared(Int32(p.tensor_memory.ptr.toint()), Int32) + (row << 16)
+
+    def stage(self, p, name, stage):
+        """Returns the shared address of a stage of an array."""
+        return Int32(getattr(p, name).data_ptr().toint()) + stage * self.bytes[name]
+
+    # ---- synchronisation
+
+    def rings(self, user):
+        """Returns the states of the early and the late ring. ``user``: whether the role fills or empties them."""
+        return make_pipeline_state(user, self.early_depth), make_pipeline_state(user, self.late_depth)
+
+    def wait(self, mbarriers, phase, stage=0):
+        """Waits for an mbarrier after which this thread accesses tensor memory."""
+        cute.arch.mbarrier_wait(mbarriers.data_ptr() + stage, phase)
+        tensor.fence_after()
+
+    def acquire(self, mbarriers, ring):
+        """Waits until a stage of a ring in shared memory is full, or empty."""
+        cute.arch.mbarrier_wait(mbarriers.data_ptr() + ring.index, ring.phase)
+
+    def publish(self, mbarriers, stage=0):
+        """Arrives once per warp after accesses to tensor memory that the warp has waited for."""
+        tensor.fence_before()
+        self.release(mbarriers, stage)
+
+    def release(self, mbarriers, stage=0):
+        """Arrives once per warp."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(mbarriers.data_ptr() + stage)
+
+    def commit(self, mbarriers, stage=0):
+        """Arrives once when all products that this thread has issued are done."""
+        tensor.commit(mbarriers.data_ptr() + stage)
 
     # ---- producer, one warp
 
     @cute.jit
-    def produce(self, p, arguments: tuple, index: Int32):
-        """Fill both rings, chunk by chunk."""
-        x, s, part = self.part(arguments, index)
-        records = interface.records_of(x, s)
-        early, late = Int32(0), Int32(0)
-        early_phase, late_phase = Int32(1), Int32(1)
-        for c in cutlass.range(part.chunks, unroll=1):
-            record = part.record + c * x.HV
-            cute.arch.mbarrier_wait(p.early_empty + early, early_phase)
+    def produce(self, p, values: tuple, index: Int32):
+        """Copies the records of the task into both rings."""
+        x, s, task = self.task(values, index)
+        address = workspace.record_addresses(x, s)
+        early, late = self.rings(PipelineUserType.Producer)
+        for c in cutlass.range(task.chunks, unroll=1):
+            record = task.record + c * x.HV
+            self.acquire(p.early_empty, early)
             with cute.arch.elect_one():
-                self.load_early(p, records, record, early, part)
-            early, early_phase = self.following(early, early_phase, self.early)
-            cute.arch.mbarrier_wait(p.late_empty + late, late_phase)
+                self.load_early(p, address, record, early.index, task)
+            early.advance()
+            self.acquire(p.late_empty, late)
             with cute.arch.elect_one():
-                self.load(p, records, record, p.late_full + late, late, self.LATE)
-            late, late_phase = self.following(late, late_phase, self.late)
+                self.load(p, address, record, p.late_full, late.index, self.LATE)
+            late.advance()
 
-    def load_early(self, p, records, record, stage, part):
-        self.load(p, records, record, p.early_full + stage, stage, self.EARLY)
+    def load_early(self, p, address, record, stage, task):
+        """Copies the early arrays of a record."""
+        self.load(p, address, record, p.early_full, stage, self.EARLY)
 
-    def load(self, p, records, record, full, stage, names):
-        """What a record has in some arrays, to a stage of a ring."""
+    def load(self, p, address, record, full, stage, names):
+        """Copies the arrays ``names`` of a record to a stage. The stage's mbarrier in ``full`` counts the bytes."""
+        full = full.data_ptr() + stage
         cute.arch.mbarrier_arrive_and_expect_tx(full, sum(self.bytes[name] for name in names))
         for name in names:
-            size = self.bytes[name]
-            ptx.bulk_load(self.place(p, name, stage), records(name, record), Int32(size), Int32(full.toint()))
+            size = Int32(self.bytes[name])
+            ptx.bulk_load(self.stage(p, name, stage), address(name, record), size, Int32(full.toint()))
 
-    def place(self, p, name, stage):
-        """Where an array's stage lies in shared memory."""
-        return getattr(p, name) + stage * self.bytes[name]
-
-    def following(self, stage, phase, depth):
-        """The next stage of a ring, and its phase."""
-        last = stage == depth - 1
-        return ptx.select(last, Int32(0), stage + 1), ptx.select(last, phase ^ 1, phase)
-
-    # ---- multiplier, one warp
+    # ---- MMA, one warp
 
     @cute.jit
-    def multiply(self, p, arguments: tuple, index: Int32):
-        """All products, chunk by chunk."""
-        _, _, part = self.part(arguments, index)
-        early, late = Int32(0), Int32(0)
-        early_phase, late_phase = Int32(0), Int32(0)
-        memory = self.memory(p)
-        s, s16, r, r16 = (memory + self.columns[name] for name in ("s", "s16", "r", "r16"))
-        for c in cutlass.range(part.chunks, unroll=1):
-            o, turn = memory + self.columns["o"] + c % 2 * self.chunk, c // 2 % 2
-            cute.arch.mbarrier_wait(p.early_full + early, early_phase)
-            self.wait(p.s_rounded, c % 2)
+    def multiply(self, p, values: tuple, index: Int32):
+        """Issues all products. This is the only issue order of the kernel."""
+        _, _, task = self.task(values, index)
+        early, late = self.rings(PipelineUserType.Consumer)
+        at, base = self.tensor_columns, self.columns(p, 0)
+        output = make_pipeline_state(PipelineUserType.Producer, ACCUMULATORS)
+        s, s_bf16, r, r_bf16 = base + at.s, base + at.s_bf16, base + at.r, base + at.r_bf16
+        for c in cutlass.range(task.chunks, unroll=1):
+            o = base + at.o + output.index * self.chunk
+            self.acquire(p.early_full, early)
+            self.wait(p.s_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(r, s16, self.rows, self.place(p, "w", early), add=False)
-                self.commit(p.r_made)
-            self.wait(p.o_read + c % 2, turn ^ 1)
+                tensor.product(r, s_bf16, self.w, self.stage(p, "w", early.index), add=False)
+                self.commit(p.r_full)
+            self.wait(p.o_empty, output.phase, output.index)
             with cute.arch.elect_one():
-                tensor.product(o, s16, self.rows, self.place(p, "qd", early), add=False)
-                self.commit(p.early_empty + early)
-            cute.arch.mbarrier_wait(p.late_full + late, late_phase)
-            self.wait(p.r_rounded, c % 2)
+                tensor.product(o, s_bf16, self.w, self.stage(p, "qd", early.index), add=False)
+                self.commit(p.early_empty, early.index)
+            self.acquire(p.late_full, late)
+            self.wait(p.r_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(s, r16, self.kg, self.place(p, "kg", late), add=True)
-                self.commit(p.s_made)
-                tensor.product(o, r16, self.aqk, self.place(p, "aqk", late), add=True)
-                self.commit(p.late_empty + late)
-                self.commit(
-                    p.o_made + c % 2
-                )  # the last one: when it has come, nothing is on its way any more
-            early, early_phase = self.following(early, early_phase, self.early)
-            late, late_phase = self.following(late, late_phase, self.late)
-
-    def commit(self, barrier):
-        tensor.commit(Int32(barrier.toint()))
-
-    def wait(self, barrier, phase):
-        """For what others did in tensor memory."""
-        cute.arch.mbarrier_wait(barrier, phase)
-        tensor.fence_after()
-
-    def tell(self, barrier):
-        """What this warp did in tensor memory is done: its loads and stores have been waited for."""
-        tensor.fence_before()
-        self.release(barrier)
-
-    def release(self, barrier):
-        """One arrival of the warp."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
+                tensor.product(s, r_bf16, self.kg, self.stage(p, "kg", late.index), add=True)
+                self.commit(p.s_full)
+                tensor.product(o, r_bf16, self.aqk, self.stage(p, "aqk", late.index), add=True)
+                self.commit(p.late_empty, late.index)
+                # The last commit. When the output warps have seen it, no product is in flight.
+                self.commit(p.o_full, output.index)
+            early.advance()
+            late.advance()
+            output.advance()
 
     # ---- state, four warps
 
     @cute.jit
-    def carry_state(self, p, arguments: tuple, index: Int32):
-        """The state from chunk to chunk, and R."""
-        x, s, part = self.part(arguments, index)
+    def carry_state(self, p, values: tuple, index: Int32):
+        """Carries S from chunk to chunk, and turns R into an operand."""
+        x, s, task = self.task(values, index)
         thread, _, _ = cute.arch.thread_idx()
-        row = thread // 32 * tensor.ROWS  # of V, the warp's first
-        memory = self.memory(p) + (row << 16)
+        row = thread // 32 * tensor.ROWS  # the warp's first row of V
+        at, base = self.tensor_columns, self.columns(p, row)
         S = cute.make_rmem_tensor((HEAD_DIM,), Float32)  # a tile [32, K]
-        self.enter(x, part, row, S)
-        early, phase = Int32(0), Int32(0)
+        self.load_initial(x, task, row, S)
+        early, _ = self.rings(PipelineUserType.Consumer)
         number = Int32(0)
         if const_expr(self.config.states):
-            number = self.states_before(s, part.sequence, x.every * self.chunk)
-        for c in cutlass.range(part.chunks, unroll=1):
-            words = self.round([S[i] for i in range(HEAD_DIM)])
-            tensor.store(memory + self.columns["s16"], words)
+            number = self.states_before(s, task.sequence, x.every * self.chunk)
+        for c in cutlass.range(task.chunks, unroll=1):
+            tensor.store(base + at.s_bf16, self.round([S[i] for i in range(HEAD_DIM)]))
             tensor.wait_stores()
-            self.tell(p.s_rounded)
-            if const_expr(self.config.states):  # noqa: SIM102 - the outer one is decided while tracing
+            self.publish(p.s_bf16_full)
+            if const_expr(self.config.states):  # noqa: SIM102 - the outer condition is decided while tracing
                 if c % x.every == 0:
-                    self.store_bf16(x, number + c // x.every, part.head, row, S)
-            cute.arch.mbarrier_wait(p.early_full + early, phase)
-            factors = self.load_decay(self.place(p, "a", early))
-            decayed = [S[i] * factors[i % 64 // 4 * 2 + i % 2] for i in range(HEAD_DIM)]
-            tensor.store(memory + self.columns["s"], decayed)
-            u = self.load_u(self.place(p, "u", early), row)
-            self.release(p.early_empty + early)
-            self.wait(p.r_made, c % 2)
-            R = tensor.load(memory + self.columns["r"], self.chunk)
-            tensor.store(memory + self.columns["r16"], self.round([x + y for x, y in zip(R, u, strict=True)]))
+                    self.store_bf16(x, number + c // x.every, task.head, row, S)
+            self.acquire(p.early_full, early)
+            decay = self.load_decay(self.stage(p, "a", early.index))
+            tensor.store(base + at.s, [S[i] * decay[i % 64 // 4 * 2 + i % 2] for i in range(HEAD_DIM)])
+            u = self.load_u(self.stage(p, "u", early.index), row)
+            self.release(p.early_empty, early.index)
+            self.wait(p.r_full, c % 2)
+            R = tensor.load(base + at.r, self.chunk)
+            tensor.store(base + at.r_bf16, self.round([r + y for r, y in zip(R, u, strict=True)]))
             tensor.wait_stores()
-            self.tell(p.r_rounded)
-            self.wait(p.s_made, c % 2)
-            for i, value in enumerate(tensor.load(memory + self.columns["s"], HEAD_DIM)):
+            self.publish(p.r_bf16_full)
+            self.wait(p.s_full, c % 2)
+            for i, value in enumerate(tensor.load(base + at.s, HEAD_DIM)):
                 S[i] = value
-            early, phase = self.following(early, phase, self.early)
-        self.leave(x, part, row, S)
+            early.advance()
+        self.store_final(x, task, row, S)
 
-    def enter(self, x, part, row, S):
-        """The state at the start."""
-        self.load_state(x, part.matrix, row, S)
+    def load_initial(self, x, task, row, S):
+        """Loads the state before the first chunk."""
+        self.load_state(x, task.matrix, row, S)
 
-    def leave(self, x, part, row, S):
-        """The state at the end, if it is wanted."""
-        self.store_state(x, x.final_state, part.matrix, row, S)
+    def store_final(self, x, task, row, S):
+        """Stores the state after the last chunk, if the caller wants it."""
+        self.store_state(x, x.final_state, task.matrix, row, S)
 
     def round(self, values):
-        """fp32 values to bf16x2, in pairs."""
+        """Returns fp32 values as bf16x2, in pairs."""
         return [ptx.pack_bf16x2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
     def load_u(self, shared, row):
-        """The tile of u^T from the image of u [C, V]: 8x8 matrices, transposed."""
+        """Returns the tile of u^T from the image of u [C, V], as transposed 8x8 matrices."""
         values = []
         for half in range(2):
             for i in range(self.chunk // 16):
-                place = shared + self.transposed(row + 16 * half, 16 * i)
-                for pair in ptx.ldmatrix_x4(place, transpose=True):
+                address = shared + self.transposed(row + 16 * half, 16 * i)
+                for pair in ptx.ldmatrix_x4(address, transpose=True):
                     values += ptx.unpack_bf16x2(pair)
         return values
 
     def transposed(self, row, token):
-        """Where in an image [C, V] a lane's row of 16 bytes is, of four 8x8 matrices: 8 rows of V from ``row`` on and 8
-        more, times 8 tokens from ``token`` on and 8 more."""
+        """Returns the byte offset of the lane's 16 bytes of four 8x8 matrices in an image [C, V].
+
+        The matrices cover 16 rows of V from ``row`` on and 16 tokens from ``token`` on.
+        """
         lane = cute.arch.lane_idx()
         matrix = lane // 8
         token, row = token + 8 * (matrix // 2) + lane % 8, row + 8 * (matrix % 2)
         return image_offset(token, row, self.chunk, HEAD_DIM) * 2
 
     def load_decay(self, shared):
-        """The decays of a thread's columns 8j + 2*(lane%4) + 0..1, j < 16, from where ``decay_offset`` puts those of its
-        first unit."""
-        shared = shared + cute.arch.lane_idx() % 4 * (HEAD_DIM + 16)
-        places = [shared ^ (unit * 16) for unit in range(4)]
-        return [
-            x for unit in range(8) for x in ptx.load_shared_x4(places[unit % 4] + unit // 4 * 64, Float32)
-        ]
+        """Returns the decays of the thread's columns 8j + 2*(lane%4) + 0..1, j < 16, of a record's decays at ``shared``."""
+        start = shared + decay_start(cute.arch.lane_idx() % 4)
+        return [x for address in decay_units(start) for x in ptx.load_shared_x4(address, Float32)]
 
     # ---- states in global memory
 
     @cute.jit
     def states_before(self, s, sequence: Int32, every: Int32) -> Int32:
-        """How many states, one for ``every`` tokens begun, the sequences before this one have, counted by a warp."""
+        """Returns the number of bf16 states of the sequences before this one. Executed by a warp.
+
+        A sequence has one state per ``every`` tokens begun.
+        """
         count = sequence * cute.ceil_div(s.T, every)
         if s.offset_bytes > 0:
             count = Int32(0)
@@ -376,13 +444,13 @@ class ChainKernel:
 
     @cute.jit
     def store_bf16(self, x, number: Int32, head: Int32, row: Int32, S: cute.Tensor):
-        """A state, rounded, to number ``number`` of the bf16 states, if it is there."""
+        """Stores S in bf16 as state ``number``. Skips numbers outside the array, which decreasing offsets may cause."""
         if number < x.state_count:
             matrix = x.states + (Int64(number) * x.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
             lane = cute.arch.lane_idx()
             for i in cutlass.range_constexpr(HEAD_DIM // 4):
                 for j in cutlass.range_constexpr(2):
-                    # An 8x8 matrix of S^T: its first row of V and column of K.
+                    # First row of V and column of K of an 8x8 matrix of S^T.
                     v, k = row + 16 * (i // 16) + 8 * j, i % 16 * 8
                     pair = ptx.pack_bf16x2(S[4 * i + 2 * j], S[4 * i + 2 * j + 1])
                     at = (v + lane // 4) * HEAD_DIM + k + 2 * (lane % 4)
@@ -391,85 +459,82 @@ class ChainKernel:
                         at = (k + lane // 4) * HEAD_DIM + v + 2 * (lane % 4)
                     ptx.store_global(matrix + at * 2, pair)
 
-    def element(self, start, matrix, row, v_step, k_step):
-        """The address, in a matrix of [N, HV], of the first element of a thread's tile; bytes from a row of S^T to the next,
-        and from a column to the next, are given."""
-        lane = cute.arch.lane_idx()
-        first = (row + lane // 4) * v_step + 2 * (lane % 4) * k_step
-        return start + Int64(matrix) * (4 * HEAD_DIM * HEAD_DIM) + first
+    def matrix(self, start, number, strides):
+        """Returns matrix ``number`` of the fp32 states at ``start`` as a tensor [V, K]."""
+        address = start + Int64(number) * STATE_BYTES
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout((HEAD_DIM, HEAD_DIM), stride=strides))
 
-    def pairs(self, v_step, k_step):
-        """Of each two elements of a thread's tile that are neighbours in a row of S^T, how far they are from its first."""
-        return [
-            (16 * (i // 32) + 8 * (i % 2)) * v_step + i % 32 // 2 * 8 * k_step for i in range(HEAD_DIM // 2)
-        ]
+    def coordinates(self, row):
+        """Returns (row of V, column of K) of each element of the thread's tile. ``row``: the warp's first row."""
+        lane = cute.arch.lane_idx()
+        v, k = row + lane // 4, 2 * (lane % 4)
+        return [(v + 16 * (i // 64) + 8 * (i // 2 % 2), k + i % 64 // 4 * 8 + i % 2) for i in range(HEAD_DIM)]
 
     @cute.jit
     def load_state(self, x, matrix: Int32, row: Int32, S: cute.Tensor):
-        """The initial state; zeros where there is none."""
-        step, exists = 4 * HEAD_DIM, x.initial_state != Int64(0)
-        if x.v_first > 0:
-            first = self.element(x.initial_state, matrix, row, step, 4)
-            self.keep(S, [ptx.load_global_f32_x2(first + at, exists) for at in self.pairs(step, 4)])
-        else:
-            first = self.element(x.initial_state, matrix, row, 4, step)
-            load = lambda at: ptx.load_global_f32(first + at, exists)
-            self.keep(S, [(load(at), load(at + step)) for at in self.pairs(4, step)])
+        """Loads a matrix of the initial state; zeros if there is none."""
+        S.fill(0.0)
+        if x.initial_state != Int64(0):
+            if x.v_first > 0:
+                self.load_tile(self.matrix(x.initial_state, matrix, (HEAD_DIM, 1)), row, S)
+            else:
+                self.load_tile(self.matrix(x.initial_state, matrix, (1, HEAD_DIM)), row, S)
 
-    def keep(self, S, pairs):
-        for i, pair in enumerate(pairs):
-            S[2 * i], S[2 * i + 1] = pair
+    def load_tile(self, source, row, S):
+        """Loads the thread's tile of a matrix [V, K]."""
+        for i, (v, k) in enumerate(self.coordinates(row)):
+            S[i] = source[v, k]
 
     @cute.jit
     def store_state(self, x, target: Int64, matrix: Int32, row: Int32, S: cute.Tensor):
-        """To a matrix of [N, HV] at ``target``, if that is there."""
-        step = 4 * HEAD_DIM
+        """Stores S as a matrix of the fp32 states at ``target``; does nothing if that is 0."""
         if target != Int64(0):
             if x.v_first > 0:
-                self.put(self.element(target, matrix, row, step, 4), step, 4, S)
+                self.store_tile(self.matrix(target, matrix, (HEAD_DIM, 1)), row, S)
             else:
-                self.put(self.element(target, matrix, row, 4, step), 4, step, S)
+                self.store_tile(self.matrix(target, matrix, (1, HEAD_DIM)), row, S)
 
-    def put(self, first, v_step, k_step, S):
-        for i, at in enumerate(self.pairs(v_step, k_step)):
-            if k_step == 4:
-                ptx.store_global_x2(first + at, [S[2 * i], S[2 * i + 1]])
-            else:
-                ptx.store_global(first + at, S[2 * i])
-                ptx.store_global(first + (at + k_step), S[2 * i + 1])
+    def store_tile(self, target, row, S):
+        """Stores the thread's tile to a matrix [V, K]."""
+        for i, (v, k) in enumerate(self.coordinates(row)):
+            target[v, k] = S[i]
 
     # ---- output, four warps
 
     @cute.jit
-    def write_outputs(self, p, arguments: tuple, index: Int32):
-        """O of each chunk, the rows that exist."""
-        x, _, part = self.part(arguments, index)
+    def write_outputs(self, p, values: tuple, index: Int32):
+        """Copies the rows of O that exist to global memory."""
+        x, _, task = self.task(values, index)
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
         row = thread // 32 * tensor.ROWS
-        memory = self.memory(p) + (row << 16) + self.columns["o"]
+        base = self.columns(p, row) + self.tensor_columns.o
+        image = Int32(p.o.data_ptr().toint())
+        output = make_pipeline_state(PipelineUserType.Consumer, ACCUMULATORS)
         pitch = Int64(x.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
-        address = x.o + (part.token * x.HV + part.head) * (2 * HEAD_DIM)
-        for c in cutlass.range(part.chunks, unroll=1):
-            self.wait(p.o_made + c % 2, c // 2 % 2)
-            words = self.round(tensor.load(memory + c % 2 * self.chunk, self.chunk))
-            self.tell(p.o_read + c % 2)
-            self.sync()  # the image has been copied
+        address = x.o + (task.token * x.HV + task.head) * (2 * HEAD_DIM)
+        for c in cutlass.range(task.chunks, unroll=1):
+            self.wait(p.o_full, output.phase, output.index)
+            words = self.round(tensor.load(base + output.index * self.chunk, self.chunk))
+            self.publish(p.o_empty, output.index)
+            output.advance()
+            self.sync_output_warps()  # the copy of the chunk before has read the image
             for i in cutlass.range_constexpr(self.chunk // 8):
                 half, token = i // (self.chunk // 16), i % (self.chunk // 16) * 16
-                place = p.o + self.transposed(row + 16 * half, token)
-                ptx.stmatrix_x4(place, words[4 * i : 4 * i + 4], transpose=True)
-            self.sync()
-            self.copy_out(p.o, address, pitch, thread, part.length - c * self.chunk)
+                tile = image + self.transposed(row + 16 * half, token)
+                ptx.stmatrix_x4(tile, words[4 * i : 4 * i + 4], transpose=True)
+            self.sync_output_warps()
+            self.copy_out(image, address, pitch, thread, task.length - c * self.chunk)
             address += pitch * self.chunk
 
-    def copy_out(self, shared, address, pitch, thread, valid):
-        """The image of O to rows ``pitch`` bytes apart, the first ``valid`` ones; by the output warps."""
+    def copy_out(self, image, address, pitch, thread, valid):
+        """Copies the first ``valid`` rows of the image of O to rows that lie ``pitch`` bytes apart."""
         unit, first = thread % 16, thread // 16
         for start in range(0, self.chunk, WARPGROUP // 16):
             row = start + first
-            values = ptx.load_shared_x4(shared + image_offset(row, unit * 8, self.chunk, HEAD_DIM) * 2, Int32)
-            ptx.store_global_stream_x4(address + pitch * row + unit * 16, values, row < valid)
+            values = ptx.load_shared_x4(image + image_offset(row, unit * 8, self.chunk, HEAD_DIM) * 2, Int32)
+            ptx.store_global_evict_first_x4(address + pitch * row + unit * 16, values, row < valid)
 
-    def sync(self):
-        cute.arch.barrier(barrier_id=COPIED, number_of_threads=WARPGROUP)
+    def sync_output_warps(self):
+        cute.arch.barrier(barrier_id=NamedBarrier.OUTPUT_WARPS, number_of_threads=WARPGROUP)

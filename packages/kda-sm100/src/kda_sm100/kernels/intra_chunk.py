@@ -1,137 +1,163 @@
-"""The preparation as a launch of its own: a CTA makes the record of one slot and value head.
+"""The intra-chunk kernel: one CTA computes the record of one slot and value head.
 
-Four stages are `kda_cute.device.intra_chunk`, which kda-sm90 runs as well; it leaves -Kd where w belongs and T where u
-belongs. A fifth, *products*, takes them from there with v and multiplies, a warp a block of 16 rows:
+Stages 1 to 4 are `kda_cute.device.intra_chunk`, which kda-sm90 runs as well. They leave -Kd where w belongs and T where u belongs.
+Stage 5, *products*, reads these and v, and multiplies. A warp computes a block of 16 rows:
 
     w = T (-Kd)      u = T v
 
-Here, and not in the chain, because there it would be one more product and one more way through tensor memory that the
-next chunk waits for. v and Kd arrive during the fourth stage, where rows of factors lay before.
+The chain does not compute these products, because each of them would add one more round trip through tensor memory to the time
+of a chunk. v and Kd arrive during stage 4 in shared memory that held row factors before.
 
-Only mma.sync, ldmatrix, stmatrix, cp.async and bulk stores: compiled for sm_90a this runs on a Hopper GPU.
+The kernel uses mma.sync, ldmatrix, stmatrix, cp.async and bulk stores only. Compiled for sm_90a it runs on a Hopper GPU.
 """
 
-import functools
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import BFloat16, Float32, Int32, Int64, cute
 
+from kda_cute import arguments
 from kda_cute.device import ptx, varlen
-from kda_cute.device.intra_chunk import IntraChunk
+from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
 from kda_cute.records import BLOCK, HEAD_DIM, image_offset
-from kda_sm100.config import PrepareConfig
-from kda_sm100.kernels import interface, rows
-
-#: ``Int64`` q, k [B,T,H,128] bf16, v [B,T,HV,128] bf16, g [B,T,HV,128], beta [B,T,HV], a_log [HV] fp32, dt_bias [HV,128]
-#: fp32, offsets [N+1], workspace (``layouts``). ``Int32``: N sequences, of T tokens each or, with offsets of
-#: ``offset_bytes`` (4, 8; 0: none) packed into T; ``beta_bytes`` (2: bf16, 4: fp32); ``l2norm`` (0, 1): normalise q and
-#: k. ``Float32``: scale, lower_bound (of the bounded gate), beta_factor (of the sigmoid; 0: beta as it is).
-ARGUMENTS = {
-    Int64: ("q", "k", "v", "g", "beta", "a_log", "dt_bias", "offsets", "workspace"),
-    Int32: ("N", "T", "H", "HV", "offset_bytes", "beta_bytes", "l2norm"),
-    Float32: ("scale", "lower_bound", "beta_factor"),
-}
-
-#: Where the shared stages write what only the fifth reads.
-LENT = {"kd": "w", "t": "u"}
+from kda_sm100.config import IntraChunkConfig
+from kda_sm100.kernels import warp_mma, workspace
 
 
-class PrepareKernel:
-    """Takes o or any tensor of the device, and `ARGUMENTS` (`interface`).
+class IntraChunkArguments(NamedTuple):
+    """Arguments of the intra-chunk kernel beside the leading tensor. The caller has checked them."""
 
-    Sequences are rows of B (N = B), or with offsets are packed along T (B = 1), the offsets clamped to [0, T]. Slots
-    without a chunk are not written.
+    q: Int64  # [B, T, H, 128] bf16
+    k: Int64  # [B, T, H, 128] bf16
+    v: Int64  # [B, T, HV, 128] bf16
+    g: Int64  # [B, T, HV, 128], dtype of the configuration
+    beta: Int64  # [B, T, HV]
+    a_log: Int64  # [HV] fp32
+    dt_bias: Int64  # [HV, 128] fp32
+    offsets: Int64  # [N + 1], integers of offset_bytes bytes
+    workspace: Int64  # records, as `kda_sm100.layouts` describes
+    N: Int32  # sequences
+    T: Int32  # tokens per sequence; with offsets, tokens of all sequences
+    H: Int32  # query and key heads
+    HV: Int32  # value heads, a multiple of H
+    offset_bytes: Int32  # 4 or 8; 0: sequences are rows of B, not packed
+    beta_bytes: Int32  # 2: bf16; 4: fp32
+    l2norm: Int32  # 1: normalise q and k
+    scale: Float32  # factor of q
+    lower_bound: Float32  # of the bounded gate
+    beta_factor: Float32  # factor of sigmoid(beta); 0: beta is used as it is
+
+
+#: Arrays that hold an intermediate operand until stage 5 has read it.
+HOLDS = {"kd": "w", "t": "u"}
+
+WARPS_PER_SM = 12  # what the register budget allows; see docs/kernels/sm100-intra-chunk.md
+
+
+@dataclass(frozen=True)
+class ProductsLayout:
+    """Byte offsets of the matrices of stage 5 in shared memory. They replace regions of stages 1 to 4."""
+
+    kd: int  # row factors
+    v: int  # row factors
+    t: int  # tables of decays
+    w: int  # k
+    u: int  # q
+
+
+class IntraChunkKernel:
+    """Takes o, or any tensor of the device, and `IntraChunkArguments`.
+
+    Sequences are rows of B (N = B), or with offsets are packed along T (B = 1). The kernel clamps offsets to [0, T]. It does not
+    write slots without a chunk.
     """
 
-    def __init__(self, config: PrepareConfig):
+    def __init__(self, config: IntraChunkConfig):
         self.config = config
         self.chunk = config.chunk
-        self.preparation = IntraChunk(config)
-        self.threads = self.preparation.threads
-        at, wide = self.preparation.at, 2 * self.chunk * HEAD_DIM
-        # Stage 5: Kd and v lie where rows of factors lay, T where the tables did, and the products where q and k did.
-        self.at = {"kd": at["rows"], "v": at["rows"] + wide, "t": at["first"], "w": at["k"], "u": at["q"]}
-        self.shared_bytes = self.preparation.shared_bytes
+        self.stages = IntraChunk(config)
+        self.threads = self.stages.threads
+        at, image = self.stages.layout, 2 * self.chunk * HEAD_DIM
+        self.layout = ProductsLayout(kd=at.exponents, v=at.exponents + image, t=at.tables, w=at.k, u=at.q)
+        self.shared_bytes = at.bytes
 
     def fake_args(self) -> tuple:
-        return interface.fake_args(ARGUMENTS)
+        return arguments.fake_args(IntraChunkArguments, BFloat16)
 
     @cute.jit
-    def __call__(self, tensor: cute.Tensor, *arguments):
-        *arguments, stream = arguments
-        x = interface.named(ARGUMENTS, arguments)
-        s = interface.sequences_of(x, self.chunk)
-        self.kernel(tuple(arguments)).launch(
+    def __call__(self, tensor: cute.Tensor, *values):
+        *values, stream = values
+        x = IntraChunkArguments(*values)
+        s = workspace.sequences(x, self.chunk)
+        self.kernel(tuple(values)).launch(
             grid=(s.span * x.HV, 1, 1),
             block=(self.threads, 1, 1),
             smem=self.shared_bytes,
             stream=stream,
-            min_blocks_per_mp=384 // self.threads,
-            preferred_smem_carveout=100,  # percent; otherwise the DSL asks a device, at compile time
+            min_blocks_per_mp=32 * WARPS_PER_SM // self.threads,
+            preferred_smem_carveout=100,  # percent; without it the DSL queries a device at compile time
         )
 
     @cute.kernel
-    def kernel(self, arguments: tuple):
-        x = interface.named(ARGUMENTS, arguments)
+    def kernel(self, values: tuple):
+        x = IntraChunkArguments(*values)
         index, _, _ = cute.arch.block_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
-        s = interface.sequences_of(x, self.chunk)
+        s = workspace.sequences(x, self.chunk)
         token, valid = self.locate(s, index // x.HV)
         if valid > 0:
-            records = functools.partial(self.record, interface.records_of(x, s), index)
-            self.prepare(x, records, Int32(shared.toint()), index % x.HV, token, valid, index)
-
-    def record(self, records, number, name):
-        return records(LENT.get(name, name), number)
+            address = workspace.record_addresses(x, s)
+            record = lambda name: address(HOLDS.get(name, name), index)
+            self.compute(x, record, Int32(shared.toint()), index % x.HV, token, valid, index)
 
     @cute.jit
     def locate(self, s, slot: Int32):
-        """First token, in B*T, and number of tokens (0: none) of a slot; by whole warps."""
+        """Returns the first token of a slot, in B*T, and its number of tokens; 0 for an empty slot. Executed by whole warps."""
         n = slot // cute.ceil_div(s.T, s.chunk)
         if s.offset_bytes > 0:
             n = varlen.owner(s, slot)
         start, length, first, _ = varlen.extent(s, n)
-        # Offsets that are not in order lead anywhere, but not out of the tensors.
+        # If device offsets decrease, the tokens may be any, but must stay within the tensors.
         done = cutlass.max(slot - first, 0) * s.chunk
         return Int32(start) + done, cutlass.max(cutlass.min(length - done, s.chunk), 0)
 
-    def prepare(self, x, records, base, head, token, valid, turn):
-        """One chunk. ``records``: its addresses by array."""
+    def compute(self, x, record, base, head, token, valid, turn):
+        """Computes one record. ``record``: returns its address in an array, by name. ``base``: shared memory of the CTA."""
         thread, _, _ = cute.arch.thread_idx()
         lane, sync, nothing = thread % 32, cute.arch.sync_threads, lambda *_: None
-        stages = self.preparation
-        key_row = token * x.H + head // (x.HV // x.H)
-        loaded = stages.request(x, thread, base, head, token, key_row, valid, turn)
-        stages.prepare(
-            x, records, thread, base, sync, key_row, valid, turn, nothing, nothing, nothing, loaded
-        )
-        self.copy(records("kd"), base + self.at["kd"], 2 * self.chunk * HEAD_DIM, thread)
-        self.copy_values(x, token * x.HV + head, base + self.at["v"], valid, thread)
-        stages.finish(records, thread, base, turn)
+        stages, at = self.stages, self.layout
+        worker = Worker(thread, base, turn)
+        chunk = Chunk(head, token, token * x.H + head // (x.HV // x.H), valid)
+        loaded = stages.request(x, worker, chunk)
+        stages.compute(x, worker, chunk, loaded, record, Hooks(sync, nothing, nothing, nothing))
+        self.copy(record("kd"), base + at.kd, 2 * self.chunk * HEAD_DIM, thread)
+        self.copy_values(x, token * x.HV + head, base + at.v, valid, thread)
+        stages.finish(worker, record)
         sync()
-        self.copy(records("t"), base + self.at["t"], 2 * self.chunk * self.chunk, thread)
+        self.copy(record("t"), base + at.t, 2 * self.chunk * self.chunk, thread)
         cute.arch.cp_async_wait_group(0)
         sync()
         block = thread // 32
-        for source, target in (("kd", "w"), ("v", "u")):
-            self.product(block, lane, base + self.at["t"], base + self.at[source], base + self.at[target])
-        ptx.fence_proxy_async()  # Kd and T were written there
+        self.product(block, lane, base + at.t, base + at.kd, base + at.w)
+        self.product(block, lane, base + at.t, base + at.v, base + at.u)
+        ptx.fence_proxy_async()  # the bulk stores overwrite Kd and T, which generic stores wrote
         cute.arch.fence_view_async_shared()
         sync()
-        self.send(records, base, thread)
+        self.store(record, base, thread)
 
     # ---- stage 5: products
 
     def copy(self, address, shared, size, thread):
-        """What this CTA has written to global memory to shared memory, asynchronously."""
+        """Copies what this CTA has written to global memory to shared memory, asynchronously."""
         for at in range(0, size, 16 * self.threads):
             place = at + thread * 16
             ptx.cp_async_x4(shared + place, address + place, True)
         cute.arch.cp_async_commit_group()
 
     def copy_values(self, x, value_row, shared, valid, thread):
-        """v of the chunk as an image, rows that do not exist as zeros."""
-        units = HEAD_DIM * 2 // 16  # to a row
+        """Copies v of the chunk to an image, asynchronously. Rows that do not exist are zeros."""
+        units = HEAD_DIM * 2 // 16  # per row
         unit, first = thread % units, thread // units
         for start in range(0, self.chunk, self.threads // units):
             row = start + first
@@ -142,17 +168,18 @@ class PrepareKernel:
 
     @cute.jit
     def product(self, block: Int32, lane: Int32, t: Int32, source: Int32, target: Int32):
-        """The rows of one block of T times the image at ``source``, to the image at ``target``."""
-        C, acc = self.chunk, rows.zeros()
+        """Multiplies the rows of one block of T with the image at ``source``, into the image at ``target``."""
+        C, acc = self.chunk, warp_mma.zeros()
         for j in cutlass.range(block + 1, unroll=1):
-            a = ptx.ldmatrix_x4(rows.place(t, block * BLOCK, j * BLOCK, C, C, lane))
-            rows.add(acc, a, source, j * BLOCK, C, lane)
-        rows.store(acc, target, block * BLOCK, C, lane)
+            a = ptx.ldmatrix_x4(warp_mma.lane_address(t, block * BLOCK, j * BLOCK, C, C, lane))
+            warp_mma.multiply_add(acc, a, source, j * BLOCK, C, lane)
+        warp_mma.store(acc, target, block * BLOCK, C, lane)
 
     @cute.jit
-    def send(self, records, base: Int32, thread: Int32):
-        """w and u from shared to global memory."""
+    def store(self, record, base: Int32, thread: Int32):
+        """Stores w and u to global memory by bulk copies."""
         if thread == 0:
-            for name in ("w", "u"):
-                ptx.bulk_store(records(name), base + self.at[name], Int32(2 * self.chunk * HEAD_DIM))
+            size = Int32(2 * self.chunk * HEAD_DIM)
+            ptx.bulk_store(record("w"), base + self.layout.w, size)
+            ptx.bulk_store(record("u"), base + self.layout.u, size)
             cute.arch.cp_async_bulk_wait_group(0)

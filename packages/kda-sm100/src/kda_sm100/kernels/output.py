@@ -1,142 +1,165 @@
-"""The outputs of chunks from the states before them, for those who keep both: a CTA a chunk and value head.
+"""The output kernel: one CTA computes o of one chunk and value head from the state before the chunk.
 
     O = scale (q e^g) S + tril(A) v_new
 
-A warp takes 16 rows, products by mma.sync. `chunk_kda` does not come here: its chain makes O while it has S.
+A warp computes 16 rows by mma.sync. `chunk_kda` does not need this kernel: its chain computes O while it holds S.
 """
 
-from types import SimpleNamespace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import BFloat16, Float32, Int32, Int64, cute
 
+from kda_cute import arguments
 from kda_cute.device import ptx
 from kda_cute.device.ptx import LOG2E
 from kda_cute.records import BLOCK, HEAD_DIM, image_offset
 from kda_sm100.config import OutputConfig
-from kda_sm100.kernels import interface, rows
+from kda_sm100.kernels import warp_mma
 
-#: ``Int64`` q [B,T,H,128] bf16, v_new [B,T,HV,128] bf16, g [B,T,HV,128] fp32, log decays (base e) summed from the start of the
-#: chunk, a [B,T,HV,C] bf16, h [states,HV,128,128] bf16, o [B,T,HV,128] bf16, chunks [count,4] int32: first token in B*T,
-#: tokens (0: no chunk), number of the state, 0.
-ARGUMENTS = {
-    Int64: ("q", "v_new", "g", "a", "h", "o", "chunks"),
-    Int32: ("count", "H", "HV"),
-    Float32: ("scale",),
-}
 
-UNIT = 16  # bytes that a thread moves at once
+class OutputArguments(NamedTuple):
+    """Arguments of the output kernel beside the leading tensor. The caller has checked them."""
+
+    q: Int64  # [B, T, H, 128] bf16
+    v_new: Int64  # [B, T, HV, 128] bf16
+    g: Int64  # [B, T, HV, 128] fp32, log decays (base e), summed from the start of the chunk
+    a: Int64  # [B, T, HV, C] bf16
+    h: Int64  # [states, HV, 128, 128] bf16
+    o: Int64  # [B, T, HV, 128] bf16
+    chunks: Int64  # [count, 4] int32: first token in B*T, tokens (0: empty slot), number of the state, 0
+    count: Int32  # chunks
+    H: Int32  # query heads
+    HV: Int32  # value heads, a multiple of H
+    scale: Float32  # factor of q
+
+
+UNIT = 16  # bytes per access of a thread
+WIDE = 2 * HEAD_DIM  # bytes of a row of 128 bf16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Byte offsets of the matrices in shared memory, and their total size. All but g are images; O replaces Qd."""
+
+    qd: int
+    h: int
+    v_new: int
+    a: int
+    g: int
+    bytes: int
+
+    @classmethod
+    def of(cls, chunk):
+        """Returns the layout for this number of tokens per chunk."""
+        h = chunk * WIDE
+        v_new = h + HEAD_DIM * WIDE
+        a = v_new + chunk * WIDE
+        g = a + 2 * chunk * chunk
+        return cls(0, h, v_new, a, g, g + 2 * chunk * WIDE)
 
 
 class OutputKernel:
-    """Takes o, and `ARGUMENTS` (`interface`)."""
+    """Takes o and `OutputArguments`."""
 
     def __init__(self, config: OutputConfig):
         self.config = config
-        C = self.chunk = config.chunk
-        self.threads = 32 * (C // BLOCK)
-        sizes = {  # images, but for g: rows of 512 bytes. O goes where Qd was.
-            "qd": 2 * C * HEAD_DIM,
-            "h": 2 * HEAD_DIM * HEAD_DIM,
-            "v_new": 2 * C * HEAD_DIM,
-            "a": 2 * C * C,
-            "g": 4 * C * HEAD_DIM,
-        }
-        self.at, end = {}, 0
-        for name, size in sizes.items():
-            self.at[name] = end
-            end += size
-        self.shared_bytes = end
+        self.chunk = config.chunk
+        self.threads = 32 * (self.chunk // BLOCK)
+        self.layout = Layout.of(self.chunk)
+        self.shared_bytes = self.layout.bytes
 
     def fake_args(self) -> tuple:
-        return interface.fake_args(ARGUMENTS)
+        return arguments.fake_args(OutputArguments, BFloat16)
 
     @cute.jit
-    def __call__(self, o: cute.Tensor, *arguments):
-        *arguments, stream = arguments
-        x = interface.named(ARGUMENTS, arguments)
-        self.kernel(tuple(arguments)).launch(
+    def __call__(self, o: cute.Tensor, *values):
+        *values, stream = values
+        x = OutputArguments(*values)
+        self.kernel(tuple(values)).launch(
             grid=(x.count * x.HV, 1, 1),
             block=(self.threads, 1, 1),
             smem=self.shared_bytes,
             stream=stream,
             min_blocks_per_mp=2 * 4 * BLOCK // self.chunk,
-            preferred_smem_carveout=100,  # percent; otherwise the DSL asks a device, at compile time
+            preferred_smem_carveout=100,  # percent; without it the DSL queries a device at compile time
         )
 
     @cute.kernel
-    def kernel(self, arguments: tuple):
-        x = interface.named(ARGUMENTS, arguments)
+    def kernel(self, values: tuple):
+        x = OutputArguments(*values)
         index, _, _ = cute.arch.block_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
         chunk = x.chunks + Int64(index // x.HV) * 16
-        token, valid, number = (ptx.load_global_i32(chunk + 4 * i, True) for i in range(3))
+        token, valid, state = (ptx.load_global_i32(chunk + 4 * i, True) for i in range(3))
         if valid > 0:
-            self.compute(x, Int32(shared.toint()), index % x.HV, token, valid, number)
+            self.compute(x, Int32(shared.toint()), index % x.HV, token, valid, state)
 
-    def compute(self, x, base, head, token, valid, number):
-        """One chunk."""
+    def compute(self, x, base, head, token, valid, state):
+        """Computes one chunk."""
         thread, _, _ = cute.arch.thread_idx()
-        C, lane, block = self.chunk, thread % 32, thread // 32
-        p = SimpleNamespace(**{name: base + at for name, at in self.at.items()})
+        C, lane, block, at = self.chunk, thread % 32, thread // 32, self.layout
         row, key = token * x.HV + head, token * x.H + head // (x.HV // x.H)
-        state = x.h + (Int64(number) * x.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
+        h = x.h + (Int64(state) * x.HV + head) * (HEAD_DIM * WIDE)
         image = lambda rows, columns: lambda r, unit: image_offset(r, unit * 8, rows, columns) * 2
-        wide = 2 * HEAD_DIM
-        self.copy(p.qd, image(C, HEAD_DIM), x.q + Int64(key) * wide, x.H * wide, C, wide, valid, thread)
+        plain = lambda r, unit: r * (2 * WIDE) + unit * UNIT
+        wide = image(C, HEAD_DIM)
+        self.copy(base + at.qd, wide, x.q + Int64(key) * WIDE, x.H * WIDE, C, WIDE, valid, thread)
+        self.copy(base + at.v_new, wide, x.v_new + Int64(row) * WIDE, x.HV * WIDE, C, WIDE, valid, thread)
         self.copy(
-            p.v_new, image(C, HEAD_DIM), x.v_new + Int64(row) * wide, x.HV * wide, C, wide, valid, thread
+            base + at.a, image(C, C), x.a + Int64(row) * (2 * C), x.HV * (2 * C), C, 2 * C, valid, thread
         )
-        self.copy(p.a, image(C, C), x.a + Int64(row) * (2 * C), x.HV * (2 * C), C, 2 * C, valid, thread)
-        self.copy(p.h, image(HEAD_DIM, HEAD_DIM), state, wide, HEAD_DIM, wide, HEAD_DIM, thread)
-        plain = lambda r, unit: r * (2 * wide) + unit * UNIT
-        self.copy(p.g, plain, x.g + Int64(row) * (2 * wide), x.HV * (2 * wide), C, 2 * wide, valid, thread)
+        self.copy(base + at.h, image(HEAD_DIM, HEAD_DIM), h, WIDE, HEAD_DIM, WIDE, HEAD_DIM, thread)
+        self.copy(
+            base + at.g, plain, x.g + Int64(row) * (2 * WIDE), x.HV * (2 * WIDE), C, 2 * WIDE, valid, thread
+        )
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        self.decay(p, x.scale, thread)
+        self.decay(base, x.scale, thread)
         cute.arch.sync_threads()
-        self.products(p.qd, p.h, p.a, p.v_new, block, lane)
+        self.products(base + at.qd, base + at.h, base + at.a, base + at.v_new, block, lane)
         cute.arch.sync_threads()
-        self.copy_out(p.qd, x.o + Int64(row) * wide, Int64(x.HV) * wide, valid, thread)
+        self.copy_out(base + at.qd, x.o + Int64(row) * WIDE, Int64(x.HV) * WIDE, valid, thread)
 
-    def copy(self, shared, place, address, pitch, count, size, valid, thread):
-        """``count`` rows of ``size`` bytes, ``pitch`` bytes apart, to where ``place`` says, asynchronously; those from ``valid``
-        on as zeros."""
+    def copy(self, shared, offset, address, pitch, count, size, valid, thread):
+        """Copies ``count`` rows of ``size`` bytes, ``pitch`` bytes apart, to shared memory, asynchronously.
+
+        ``offset(row, unit)``: byte offset of 16 bytes in shared memory. Rows from ``valid`` on become zeros.
+        """
         units = size // UNIT
         for start in range(0, count, self.threads // units):
             r, unit = start + thread // units, thread % units
-            ptx.cp_async_x4(shared + place(r, unit), address + Int64(pitch) * r + unit * UNIT, r < valid)
+            ptx.cp_async_x4(shared + offset(r, unit), address + Int64(pitch) * r + unit * UNIT, r < valid)
 
-    def decay(self, p, scale, thread):
-        """q to scale q e^g, each thread 8 channels at a time."""
+    def decay(self, base, scale, thread):
+        """Replaces q by scale q e^g. A thread processes 8 channels at a time."""
         for start in range(0, self.chunk, self.threads // 16):
             r, unit = start + thread // 16, thread % 16
-            q = p.qd + image_offset(r, unit * 8, self.chunk, HEAD_DIM) * 2
-            g = [
-                x
-                for i in range(2)
-                for x in ptx.load_shared_x4(p.g + r * (4 * HEAD_DIM) + (2 * unit + i) * UNIT, Float32)
-            ]
+            q = base + self.layout.qd + image_offset(r, unit * 8, self.chunk, HEAD_DIM) * 2
+            g_row = base + self.layout.g + r * (4 * HEAD_DIM)
+            g = [x for i in range(2) for x in ptx.load_shared_x4(g_row + (2 * unit + i) * UNIT, Float32)]
             values = [x for pair in ptx.load_shared_x4(q, Int32) for x in ptx.unpack_bf16x2(pair)]
             values = [x * scale * ptx.ex2(y * Float32(LOG2E)) for x, y in zip(values, g, strict=True)]
             ptx.store_shared_x4(q, [ptx.pack_bf16x2(values[i], values[i + 1]) for i in range(0, 8, 2)])
 
     @cute.jit
     def products(self, qd: Int32, h: Int32, a: Int32, v_new: Int32, block: Int32, lane: Int32):
-        """The rows of one block of O, to where they were in Qd."""
-        C, acc = self.chunk, rows.zeros()
+        """Computes the rows of one block of O and stores them where the same rows of Qd were."""
+        C, acc = self.chunk, warp_mma.zeros()
         for j in cutlass.range_constexpr(HEAD_DIM // BLOCK):
-            fragment = ptx.ldmatrix_x4(rows.place(qd, block * BLOCK, j * BLOCK, C, HEAD_DIM, lane))
-            rows.add(acc, fragment, h, j * BLOCK, HEAD_DIM, lane)
+            address = warp_mma.lane_address(qd, block * BLOCK, j * BLOCK, C, HEAD_DIM, lane)
+            warp_mma.multiply_add(acc, ptx.ldmatrix_x4(address), h, j * BLOCK, HEAD_DIM, lane)
         for j in cutlass.range(block + 1, unroll=1):
-            fragment = ptx.ldmatrix_x4(rows.place(a, block * BLOCK, j * BLOCK, C, C, lane))
-            rows.add(acc, self.lower(fragment, j < block, lane), v_new, j * BLOCK, C, lane)
-        cute.arch.sync_warp()  # its rows of Qd have been read
-        rows.store(acc, qd, block * BLOCK, C, lane)
+            fragment = ptx.ldmatrix_x4(warp_mma.lane_address(a, block * BLOCK, j * BLOCK, C, C, lane))
+            lower = self.lower(fragment, j < block, lane)
+            warp_mma.multiply_add(acc, lower, v_new, j * BLOCK, C, lane)
+        cute.arch.sync_warp()  # the warp has read its rows of Qd
+        warp_mma.store(acc, qd, block * BLOCK, C, lane)
 
     def lower(self, fragment, whole, lane):
-        """An A fragment [16, 16], of the diagonal block what is not above the diagonal; ``whole``: it is another block."""
+        """Returns an A fragment [16, 16] without the elements above the diagonal; all of it if ``whole``."""
         kept = []
         for i, pair in enumerate(fragment):
             row, column = lane // 4 + 8 * (i % 2), 2 * (lane % 4) + 8 * (i // 2)
@@ -146,8 +169,8 @@ class OutputKernel:
         return kept
 
     def copy_out(self, shared, address, pitch, valid, thread):
-        """The image of O to rows ``pitch`` bytes apart, the first ``valid`` ones."""
+        """Copies the first ``valid`` rows of the image of O to rows that lie ``pitch`` bytes apart."""
         for start in range(0, self.chunk, self.threads // 16):
             r, unit = start + thread // 16, thread % 16
             values = ptx.load_shared_x4(shared + image_offset(r, unit * 8, self.chunk, HEAD_DIM) * 2, Int32)
-            ptx.store_global_stream_x4(address + pitch * r + unit * UNIT, values, r < valid)
+            ptx.store_global_evict_first_x4(address + pitch * r + unit * UNIT, values, r < valid)

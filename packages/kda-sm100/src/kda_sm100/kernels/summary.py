@@ -1,16 +1,17 @@
-"""Summaries: how a sequence, which is a segment of another one, acts on a state, ``S_out = M S_in + B``.
+"""The summary kernel: how a sequence, which is a segment of a longer one, acts on a state: ``S_out = M S_in + B``.
 
-Each column of S goes through the recurrence by itself. So B is the final state of the chain, from the initial
-one, and M that of another chain, which begins with the identity and has no u:
+The recurrence treats each column of S by itself. B is therefore the chain's final state from the given initial one. M is the final
+state of another chain, which starts from the identity and has u = 0:
 
     R^T = u^T + S^T w^T      S^T <- S^T diag(a) + R^T Kg
 
-A CTA has B of one sequence and value head, the next one M. They are those of `ChainKernel` without Qd, Aqk
-and O: its output warps are idle. M's u is zeros in shared memory.
+One CTA computes B of a sequence and value head, and the next CTA computes M. Both run `ChainKernel` without Qd, Aqk and O, so that
+their output warps are idle. The CTA of M holds zeros in the shared memory of u.
 """
 
 import cutlass
 from cutlass import Float32, Int32, cute
+from cutlass.pipeline import PipelineUserType
 
 from kda_cute.device import ptx
 from kda_sm100.config import ChainConfig, SummaryConfig
@@ -19,22 +20,22 @@ from kda_sm100.kernels.chain import WARPS, ChainKernel
 
 
 class SummaryKernel(ChainKernel):
-    """Takes v, which tells the device, and ``chain.ARGUMENTS``: B goes to final_state, M to transitions."""
+    """Takes v, or any tensor of the device, and `ChainArguments`. Writes B to final_state and M to transitions."""
 
     EARLY, LATE = ("w", "a", "u"), ("kg",)
-    IMAGES = ()
+    OUTPUTS = False
     CTAS = 2
 
     def __init__(self, config: SummaryConfig):
         super().__init__(ChainConfig(config.chunk))
 
     @cute.jit
-    def begin(self, p, index: Int32):
+    def initialize(self, p, index: Int32):
         if index % 2 > 0:
-            self.clear(p.u, self.early * self.bytes["u"])
+            self.clear(self.stage(p, "u", 0), self.early_depth * self.bytes["u"])
 
     def clear(self, shared, size):
-        """Zeros to shared memory, by all threads."""
+        """Stores zeros to ``size`` bytes of shared memory. Executed by all threads."""
         thread, _, _ = cute.arch.thread_idx()
         step = 16 * 32 * WARPS
         for start in range(0, size, step):
@@ -46,59 +47,56 @@ class SummaryKernel(ChainKernel):
         if exists:
             ptx.store_shared_x4(shared, [Int32(0)] * 4)
 
-    def part(self, arguments, index):
-        x, s, part = super().part(arguments, index // 2)
-        part.transition = index % 2
-        return x, s, part
+    def task(self, values, index):
+        """Returns the same as the chain's method, with ``transition``: 1 if the CTA computes M."""
+        x, s, task = super().task(values, index // 2)
+        task.transition = index % 2
+        return x, s, task
 
     @cute.jit
-    def load_early(self, p, records, record: Int32, stage: Int32, part):
-        full = p.early_full + stage
-        if part.transition > 0:
-            self.load(p, records, record, full, stage, ("w", "a"))
+    def load_early(self, p, address, record: Int32, stage: Int32, task):
+        if task.transition > 0:
+            self.load(p, address, record, p.early_full, stage, ("w", "a"))
         else:
-            self.load(p, records, record, full, stage, self.EARLY)
+            self.load(p, address, record, p.early_full, stage, self.EARLY)
 
     @cute.jit
-    def multiply(self, p, arguments: tuple, index: Int32):
-        _, _, part = self.part(arguments, index)
-        early, late = Int32(0), Int32(0)
-        early_phase, late_phase = Int32(0), Int32(0)
-        memory = self.memory(p)
-        s, s16, r, r16 = (memory + self.columns[name] for name in ("s", "s16", "r", "r16"))
-        for c in cutlass.range(part.chunks, unroll=1):
-            cute.arch.mbarrier_wait(p.early_full + early, early_phase)
-            self.wait(p.s_rounded, c % 2)
+    def multiply(self, p, values: tuple, index: Int32):
+        _, _, task = self.task(values, index)
+        early, late = self.rings(PipelineUserType.Consumer)
+        at, base = self.tensor_columns, self.columns(p, 0)
+        s, s_bf16, r, r_bf16 = base + at.s, base + at.s_bf16, base + at.r, base + at.r_bf16
+        for c in cutlass.range(task.chunks, unroll=1):
+            self.acquire(p.early_full, early)
+            self.wait(p.s_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(r, s16, self.rows, self.place(p, "w", early), add=False)
-                self.commit(p.early_empty + early)
-                self.commit(p.r_made)
-            cute.arch.mbarrier_wait(p.late_full + late, late_phase)
-            self.wait(p.r_rounded, c % 2)
+                tensor.product(r, s_bf16, self.w, self.stage(p, "w", early.index), add=False)
+                self.commit(p.early_empty, early.index)
+                self.commit(p.r_full)
+            self.acquire(p.late_full, late)
+            self.wait(p.r_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(s, r16, self.kg, self.place(p, "kg", late), add=True)
-                self.commit(p.late_empty + late)
-                self.commit(p.s_made)  # the last one, as in `ChainKernel`
-            early, early_phase = self.following(early, early_phase, self.early)
-            late, late_phase = self.following(late, late_phase, self.late)
+                tensor.product(s, r_bf16, self.kg, self.stage(p, "kg", late.index), add=True)
+                self.commit(p.late_empty, late.index)
+                self.commit(p.s_full)  # the last commit: after it, no product is in flight
+            early.advance()
+            late.advance()
 
-    def write_outputs(self, p, arguments, index):
-        """There are none."""
+    def write_outputs(self, p, values, index):
+        """Does nothing: a summary has no outputs."""
 
     @cute.jit
-    def enter(self, x, part, row: Int32, S: cute.Tensor):
-        if part.transition > 0:
+    def load_initial(self, x, task, row: Int32, S: cute.Tensor):
+        if task.transition > 0:
             self.load_identity(row, S)
         else:
-            self.load_state(x, part.matrix, row, S)
+            self.load_state(x, task.matrix, row, S)
 
     def load_identity(self, row, S):
-        lane = cute.arch.lane_idx()
-        below = row + lane // 4 - 2 * (lane % 4)  # the diagonal, the tile's first element is
-        for i, at in enumerate(self.pairs(1, -1)):
-            for e in range(2):
-                S[2 * i + e] = ptx.select(below + at == e, Float32(1.0), Float32(0.0))
+        """Sets S to the identity."""
+        for i, (v, k) in enumerate(self.coordinates(row)):
+            S[i] = ptx.select(v == k, Float32(1.0), Float32(0.0))
 
-    def leave(self, x, part, row, S):
-        target = ptx.select(part.transition > 0, x.transitions, x.final_state)
-        self.store_state(x, target, part.matrix, row, S)
+    def store_final(self, x, task, row, S):
+        target = ptx.select(task.transition > 0, x.transitions, x.final_state)
+        self.store_state(x, target, task.matrix, row, S)

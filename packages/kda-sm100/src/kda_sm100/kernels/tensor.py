@@ -1,46 +1,76 @@
-"""tcgen05 and tensor memory behind names, one CTA at a time, operands in bf16, sums in fp32.
+"""tcgen05 and tensor memory for one CTA: operands in bf16, sums in fp32.
 
-Tensor memory has 128 lanes, the rows of D and A, and 512 columns of 4 bytes; an address is lane << 16 | column. A product
-has M = 128: row i of D is lane i, its column j a column. A in tensor memory holds two neighbours of a row in a column. B
-is an image in shared memory (`kda_cute.records`), K-major [N, K], or MN-major [K, N].
+Tensor memory has 128 lanes, which are the rows of D and A, and 512 columns of 4 bytes. An address is lane << 16 | column. A
+product has M = 128. Row i of D is lane i, and column j of D is a column. A column of A in tensor memory holds two neighbours of a
+row. B is an image in shared memory (`kda_cute.records`): K-major [N, K], or MN-major [K, N].
 
-A *tile* is what a warp has of a matrix in registers, in the layout of an accumulator of ``mma.sync``: of its 32 rows
-two halves of 16, of each, for every 8 columns, rows lane // 4 and that plus 8, columns 2 * (lane % 4) and its right
-neighbour. In fp32 element (row, column) is register ``4 * (column // 8) + 2 * (row // 8) + column % 2`` of a half; in bf16x2
-two of them are one register.
+A *tile* is a warp's part of a matrix in registers, in the layout of an accumulator of ``mma.sync``. Its 32 rows are two halves of
+16. Of each half and every 8 columns a thread has rows lane // 4 and lane // 4 + 8, columns 2 * (lane % 4) and its right
+neighbour. In fp32, element (row, column) is register ``4 * (column // 8) + 2 * (row // 8) + column % 2`` of a half; in bf16x2 a
+register holds two of them.
 
-Encodings are those of the PTX ISA's tables "Instruction descriptor" and "Shared memory descriptor"; the tests hold them
-against what the DSL encodes.
+The encodings follow the tables "Instruction descriptor" and "Shared memory descriptor" of the PTX ISA. The tests compare them with
+the encodings of the DSL.
+
+Inline PTX remains where the DSL has no equivalent in all supported versions: ``tcgen05.mma`` with A at an address of tensor memory,
+the fences, and tiles, whose loads must be one text with their wait (`load`).
 """
 
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
 
 from kda_cute.device.ptx import inline_ptx
 from kda_cute.records import HEAD_DIM
 
-ROWS = 32  # of a warp; those of warp w of a warpgroup are from 32 w on
-COLUMNS = 512
+ROWS = 32  # lanes per warp; warp w of a warpgroup accesses those from 32 w on
+COLUMNS = 512  # all that an SM has
 
-# Layouts of an image, as a descriptor names them, by the bytes of a row.
+# Swizzle of an image in a descriptor, by the bytes of a row.
 _SWIZZLE = {128: 2, 64: 4}
 
 
+class TensorColumns:
+    """First column of each matrix in tensor memory, and the number of columns used.
+
+    Attributes:
+        s: S^T, fp32.
+        o: two accumulators of O^T, fp32, `chunk` columns each.
+        s_bf16: S^T as an operand.
+        r: R^T, fp32.
+        r_bf16: R^T as an operand.
+        used: columns of all matrices. A kernel without outputs does not use those of O.
+    """
+
+    def __init__(self, chunk, outputs):
+        self.s = 0
+        self.o = self.s + HEAD_DIM
+        self.s_bf16 = self.o + 2 * chunk
+        self.r = self.s_bf16 + HEAD_DIM // 2
+        self.r_bf16 = self.r + chunk
+        end = self.r_bf16 + chunk // 2
+        assert end <= COLUMNS
+        self.used = end if outputs else end - 2 * chunk
+
+
 def instruction(n, mn_major=False):
-    """The descriptor of a product of M = 128 and N = ``n``; B is ``mn_major`` or K-major."""
+    """Returns the descriptor of a product of M = 128 and N = ``n``. B is MN-major or K-major."""
     fp32, bf16 = 1, 1
     return fp32 << 4 | bf16 << 7 | bf16 << 10 | int(mn_major) << 16 | n // 8 << 17 | 128 // 16 << 24
 
 
 def operand(leading, stride, row_bytes):
-    """The descriptor of B, but for its address. K-major: ``stride`` bytes from 8 rows to the next, ``leading`` unused.
-    MN-major: ``stride`` from 8 rows of K to the next, ``leading`` from a panel of N to the next."""
+    """Returns the descriptor of B without its address.
+
+    K-major: ``stride`` bytes from 8 rows to the next 8; ``leading`` is unused. MN-major: ``stride`` bytes from 8 rows of K to the
+    next 8, ``leading`` bytes from a panel of N to the next.
+    """
     version = 1
     return leading >> 4 << 16 | stride >> 4 << 32 | version << 46 | _SWIZZLE[row_bytes] << 61
 
 
 class Operand:
-    """B, as its products take it, 16 of K at a time. ``rows``: of the image of ``columns``."""
+    """Operand B of a product, which is executed in steps of 16 of K. ``rows``, ``columns``: extents of the image."""
 
     def __init__(self, rows, columns, mn_major=False):
         self.row_bytes = min(columns * 2, 128)
@@ -52,30 +82,35 @@ class Operand:
         self.bits = operand(self.panel if mn_major else 16, 8 * self.row_bytes, self.row_bytes)
 
     def offset(self, step):
-        """Bytes from the beginning of the image to what step ``step`` takes."""
+        """Returns the bytes from the start of the image to the operand of step ``step``."""
         if self.mn_major:
             return step * 16 * self.row_bytes
-        each = self.row_bytes // 32  # steps to a panel
+        each = self.row_bytes // 32  # steps per panel
         return step // each * self.panel + step % each * 32
 
     def words(self, shared):
-        """The descriptor of the first step, of the image at a shared address, in two words; those of others differ in the
-        lower one, by their offset in units of 16 bytes."""
+        """Returns the two words of the first step's descriptor for the image at a shared address.
+
+        The lower word of another step is larger by the step's offset in units of 16 bytes.
+        """
         return (shared >> 4) + signed(self.bits & 0xFFFFFFFF), Int32(signed(self.bits >> 32))
 
 
 def signed(bits):
-    """The 32-bit integer of these bits."""
+    """Returns the signed 32-bit integer with these bits."""
     return bits - (1 << 32) if bits >> 31 else bits
 
 
-# ---- products, by one thread
+# ---- products, issued by one thread
 
 
 @dsl_user_op
 def mma(d: Int32, a: Int32, b, instruction: Int32, add: Int32, *, loc=None, ip=None) -> None:
-    """D (+)= A B, 16 of K: D and A at addresses of tensor memory, B by the words of its descriptor. Those of one
-    accumulator are executed in their order."""
+    """Issues D = A B, or D += A B if ``add``, over 16 of K.
+
+    D and A are addresses of tensor memory, ``b`` the two words of B's descriptor. The hardware executes the products of one
+    accumulator in the order of issue.
+    """
     text = (
         "{ .reg .pred add; .reg .b64 b; setp.ne.b32 add, $5, 0; mov.b64 b, {$2, $3}; "
         "tcgen05.mma.cta_group::1.kind::f16 [$0], [$1], b, $4, add; }"
@@ -84,18 +119,16 @@ def mma(d: Int32, a: Int32, b, instruction: Int32, add: Int32, *, loc=None, ip=N
 
 
 def product(d, a, operand, shared, add):
-    """D (+)= A B over all of K. ``shared``: where the image of B lies."""
+    """Issues D = A B, or D += A B if ``add``, over all of K. ``shared``: address of the image of B."""
     low, high = operand.words(shared)
     for step in range(operand.steps):
         b = low + operand.offset(step) // 16, high
         mma(d, a + 8 * step, b, Int32(operand.instruction), Int32(add or step > 0))
 
 
-@dsl_user_op
-def commit(barrier: Int32, *, loc=None, ip=None) -> None:
-    """One arrival at an mbarrier when all products that this thread has issued are done."""
-    text = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [$0];"
-    inline_ptx(text, [], [barrier], True, loc, ip)
+def commit(barrier):
+    """Arrives once at an mbarrier when all products that this thread has issued are done."""
+    tcgen05.commit(barrier)
 
 
 # ---- order
@@ -103,29 +136,31 @@ def commit(barrier: Int32, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def fence_before(*, loc=None, ip=None) -> None:
-    """Before this thread tells others: what it did in tensor memory comes first."""
+    """Orders this thread's accesses to tensor memory before the synchronisation that follows."""
     inline_ptx("tcgen05.fence::before_thread_sync;", [], [], True, loc, ip)
 
 
 @dsl_user_op
 def fence_after(*, loc=None, ip=None) -> None:
-    """After this thread was told: what it does in tensor memory comes later."""
+    """Orders this thread's accesses to tensor memory after the synchronisation that precedes."""
     inline_ptx("tcgen05.fence::after_thread_sync;", [], [], True, loc, ip)
 
 
-@dsl_user_op
-def wait_stores(*, loc=None, ip=None) -> None:
-    """Until the warp's stores are done."""
-    inline_ptx("tcgen05.wait::st.sync.aligned;", [], [], True, loc, ip)
+def wait_stores():
+    """Waits until the warp's stores to tensor memory are done."""
+    cute.arch.fence_view_async_tmem_store()
 
 
-# ---- tiles, by a warp
+# ---- tiles, accessed by a warp
 
 
 @dsl_user_op
 def load(address: Int32, columns: int, *, loc=None, ip=None) -> list[Float32]:
-    """The fp32 tile of the warp's rows and ``columns`` columns: half by half. ``address``: of the warp's first row. Waits
-    for it: in one piece with the loads, for nothing else would keep their registers untouched until then."""
+    """Returns the fp32 tile of the warp's lanes and ``columns`` columns, half by half, after waiting for it.
+
+    ``address``: of the warp's first lane. The wait is part of the same assembly text as the loads, because otherwise the compiler
+    may use their registers before the data has arrived.
+    """
     count = columns // 2  # registers of a half
     registers = lambda half: ", ".join(f"${half * count + i}" for i in range(count))
     kind = f"tcgen05.ld.sync.aligned.16x256b.x{columns // 8}.b32"
@@ -136,9 +171,9 @@ def load(address: Int32, columns: int, *, loc=None, ip=None) -> list[Float32]:
 
 @dsl_user_op
 def store(address: Int32, tile, *, loc=None, ip=None) -> None:
-    """A tile, fp32 or bf16x2, half by half, to the warp's rows; ``wait_stores`` waits for it."""
-    count = len(tile) // 2
-    # Registers of a half, and columns of the two, for 8 elements of a row.
+    """Stores a tile, fp32 or bf16x2, to the warp's lanes, half by half. `wait_stores` waits for it."""
+    count = len(tile) // 2  # registers of a half
+    # The shape of the access, and its registers per 8 elements of a row.
     shape, each = ("16x256b", 4) if isinstance(tile[0], Float32) else ("16x128b", 2)
     registers = ", ".join(f"${1 + i}" for i in range(count))
     text = f"tcgen05.st.sync.aligned.{shape}.x{count // each}.b32 [$0], {{{registers}}};"
@@ -149,27 +184,12 @@ def store(address: Int32, tile, *, loc=None, ip=None) -> None:
 # ---- allocation, by a warp
 
 
-@dsl_user_op
-def allocate(shared: Int32, *, loc=None, ip=None) -> None:
-    """All columns; their address to shared memory."""
-    text = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [$0], $1;"
-    inline_ptx(text, [], [shared, Int32(COLUMNS)], True, loc, ip)
-    inline_ptx("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;", [], [], True, loc, ip)
+def allocate(holder):
+    """Allocates all columns and stores their address to shared memory. ``holder``: pointer to an ``Int32``."""
+    cute.arch.alloc_tmem(COLUMNS, holder)
+    cute.arch.relinquish_tmem_alloc_permit()
 
 
-@dsl_user_op
-def free(address: Int32, *, loc=None, ip=None) -> None:
-    """All columns."""
-    text = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 $0, $1;"
-    inline_ptx(text, [], [address, Int32(COLUMNS)], True, loc, ip)
-
-
-def columns_of(chunk):
-    """Where everything begins in tensor memory, at multiples of 32: S, two of O, S in bf16, R, R in bf16."""
-    sizes = {"s": HEAD_DIM, "o": 2 * chunk, "s16": HEAD_DIM // 2, "r": chunk, "r16": chunk // 2}
-    places, end = {}, 0
-    for name, size in sizes.items():
-        places[name] = end
-        end += size
-    assert end <= COLUMNS
-    return places
+def free(holder):
+    """Frees all columns. ``holder``: pointer to the address that `allocate` stored."""
+    cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, holder), COLUMNS)

@@ -1,0 +1,258 @@
+"""The subcommands that this package adds to ``python -m kda_core``: ``precompile`` and ``cache``.
+
+This module parses options and prints. `kda_cute.jit.precompile` and `kda_cute.jit.housekeeping` do the work. The entry points
+of the group ``kda_core.commands`` name `PRECOMPILE` and `CACHE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+
+from kda_core import env
+from kda_core.cli import positive
+from kda_core.errors import ArgumentError, CompileError
+from kda_core.extensions import Command
+from kda_core.registry import REGISTRY
+from kda_cute.jit import housekeeping
+from kda_cute.jit.ahead_of_time import Offer, offers
+from kda_cute.jit.key import Variant
+from kda_cute.jit.precompile import Built, precompile
+from kda_cute.jit.target import arch_of_capability, capability_of_arch, check_arch
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+# ---- precompile
+
+
+def _add_precompile_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--arch",
+        type=_architecture,
+        required=True,
+        help="the GPU architecture, such as sm_90a; 9.0 and sm_90 mean sm_90a too",
+    )
+    p.add_argument("--backend", help="compile only what this backend lists")
+    p.add_argument(
+        "--only", metavar="TEXT", help="compile only variants whose name, as printed by --list, contains TEXT"
+    )
+    p.add_argument("--jobs", type=positive, metavar="N", help="worker processes (default: the usable CPUs)")
+    p.add_argument("--list", action="store_true", help="print the names of the variants and compile nothing")
+
+
+def _architecture(text: str) -> str:
+    """The type of ``--arch``: an architecture from its name or from a compute capability. Without a suffix it is that of
+    `arch_of_capability`."""
+    if found := re.fullmatch(r"(\d+)\.(\d)", text):
+        return arch_of_capability((int(found[1]), int(found[2])))
+    try:
+        return check_arch(text) if text[-1:] in ("a", "f") else arch_of_capability(capability_of_arch(text))
+    except ArgumentError:
+        raise argparse.ArgumentTypeError(
+            f"expected a compute capability such as 9.0, sm_90 or sm_90a, got {text}"
+        ) from None
+
+
+def _precompile(args: argparse.Namespace) -> int:
+    """Runs ``precompile``. Returns 0 if every selected variant is on disk (or listed); 1 if a variant failed, a backend is
+    broken, or there is nothing to compile; 130 after Ctrl-C.
+
+    Raises:
+        ArgumentError: no variant's name contains the text of ``--only``.
+        BackendNotFoundError: the backend of ``--backend`` is not installed.
+    """
+    if args.backend is not None:
+        REGISTRY.find(args.backend)
+    known = _architectures()
+    if args.arch not in known and capability_of_arch(args.arch) not in map(capability_of_arch, known):
+        expected = (
+            ", ".join(f"{arch} ({name})" for arch, name in known.items())
+            or "none: no GPU backend is installed"
+        )
+        args.usage_error(
+            f"argument --arch: expected an architecture of an installed backend: {expected}; got {args.arch}"
+        )
+    try:
+        return _run_precompile(args.arch, args.backend, args.only, args.jobs, args.list)
+    except KeyboardInterrupt:
+        print(
+            "interrupted: the variants compiled so far are on disk; the same command compiles the rest",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+
+
+def _architectures() -> dict[str, str]:
+    """The architectures that the installed backends name -> the backends."""
+    found: dict[str, list[str]] = {}
+    for candidate in REGISTRY.backends():
+        archs = () if candidate.spec is None else candidate.spec.archs
+        for capability in sorted(arch for arch in archs if isinstance(arch, tuple)):
+            found.setdefault(arch_of_capability(capability), []).append(candidate.name)
+    return {arch: ", ".join(names) for arch, names in found.items()}
+
+
+def _run_precompile(
+    arch: str, backend: str | None, only: str | None, jobs: int | None, list_only: bool
+) -> int:
+    found = offers(arch, backend)
+    chosen = {offer.backend: _select(offer, only) for offer in found}
+    variants = [variant for selected in chosen.values() for variant in selected]
+    total = sum(len(offer.variants) for offer in found)
+    if total and only is not None and not variants:
+        expected = f"a part of the name of one of {total} variants (--list prints them)"
+        raise ArgumentError("--only", expected, repr(only))
+
+    _say(f"kernels for {arch}, in {env.cache_dir()}")
+    width = max(len(offer.backend) for offer in found)
+    for offer in found:
+        _say(f"  {offer.backend:<{width}}  {_count(offer, chosen[offer.backend])}")
+    if list_only:
+        for variant in variants:
+            _say(str(variant))
+    broken = [offer for offer in found if offer.broken]
+    for offer in broken:
+        print(f"backend {offer.backend} is {offer.reason}", file=sys.stderr)
+    if not variants:
+        print(f"nothing to compile for {arch}", file=sys.stderr)
+        return 1
+    done = list_only or _compile(variants, jobs)
+    return 0 if done and not broken else 1
+
+
+def _select(offer: Offer, only: str | None) -> list[Variant]:
+    return [variant for variant in offer.variants if only is None or only in str(variant)]
+
+
+def _count(offer: Offer, selected: list[Variant]) -> str:
+    if not offer.variants:
+        return offer.reason
+    some = "" if len(selected) == len(offer.variants) else f"{len(selected)} of "
+    return f"{some}{len(offer.variants)} variants; others compile when a call first needs them"
+
+
+def _compile(variants: list[Variant], jobs: int | None) -> bool:
+    """Compiles the variants and prints a line for each and a summary. Returns whether all of them are on disk."""
+    done: list[Built] = []
+
+    def progress(built: Built) -> None:
+        done.append(built)
+        count = f"{len(done):>{len(str(len(variants)))}}/{len(variants)}"
+        outcome = "FAILED" if built.error else "compiled" if built.compiled else "already on disk"
+        _say(f"[{count}] {built.seconds:5.1f} s  {outcome:<15}  {built.name}")
+
+    start, failure = time.perf_counter(), None
+    try:
+        precompile([(v.kernel, v.config, v.arch) for v in variants], workers=jobs, progress=progress)
+    except CompileError as error:
+        failure = error
+    failed, compiled = sum(bool(one.error) for one in done), sum(one.compiled for one in done)
+    _say(
+        f"{len(done)} variants in {time.perf_counter() - start:.1f} s: {compiled} compiled, "
+        f"{len(done) - compiled - failed} already on disk, {failed} failed"
+    )
+    if failure is not None:
+        print(failure, file=sys.stderr)
+    return failure is None
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # at once, also into a log file
+
+
+PRECOMPILE = Command(
+    help="compile the kernels of the installed backends into the cache folder, ahead of time",
+    description="Compiles the variants that the installed backends list for an architecture, in worker processes and without a "
+    "GPU, into the folder KDA_CACHE_DIR. Variants that are in the folder are not compiled again. A variant that no backend lists "
+    "compiles when a call first needs it. Run the command on a CPU of the model that will use the kernels.",
+    add_arguments=_add_precompile_arguments,
+    run=_precompile,
+)
+
+
+# ---- cache
+
+
+def _add_cache_arguments(p: argparse.ArgumentParser) -> None:
+    actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="print the compiled kernels: size, days since the last use, state, name")
+    prune = actions.add_parser("prune", help="remove the kernels that this installation cannot use")
+    prune.add_argument(
+        "--unused-for",
+        type=positive,
+        metavar="DAYS",
+        help="also remove kernels that were not used for DAYS days",
+    )
+    clear = actions.add_parser("clear", help="remove all compiled kernels")
+    for action in (prune, clear):
+        action.add_argument(
+            "--dry-run", action="store_true", help="print what would be removed and remove nothing"
+        )
+
+
+def _cache(args: argparse.Namespace) -> int:
+    """Runs ``cache``. Returns 0; 1 if the folder cannot be used or a kernel could not be removed."""
+    if problem := env.cache_dir_problem():
+        print(problem, file=sys.stderr)
+        return 1
+    folder = env.cache_dir()
+    try:
+        found = housekeeping.entries(folder)
+        if args.action == "list":
+            return _list(folder, found)
+        if args.action == "clear":
+            chosen = found
+        else:
+            chosen = [e for e in found if e.stale or (args.unused_for and e.unused_days >= args.unused_for)]
+        return _remove(folder, chosen, len(found), args.dry_run)
+    except OSError as error:
+        print(f"the cache folder {folder} cannot be used: {error}", file=sys.stderr)
+        return 1
+
+
+def _list(folder: Path, found: list[housekeeping.Stored]) -> int:
+    _say(f"{len(found)} compiled kernels, {_megabytes(found)} MB, in {folder}")
+    for entry in found:
+        _say(_line(entry))
+    return 0
+
+
+def _line(entry: housekeeping.Stored) -> str:
+    state = "usable" if entry.stale is None else f"stale ({entry.stale})"
+    return f"{entry.bytes / 1e6:8.2f} MB  {entry.unused_days:4.0f} days  {state}  {entry.variant}"
+
+
+def _remove(folder: Path, chosen: list[housekeeping.Stored], total: int, dry_run: bool) -> int:
+    if dry_run:
+        _say(
+            f"would remove {len(chosen)} of {total} compiled kernels, {_megabytes(chosen)} MB, from {folder}"
+        )
+        for entry in chosen:
+            _say(_line(entry))
+        return 0
+    removed, kept = housekeeping.remove(folder, chosen)
+    _say(f"removed {len(removed)} of {total} compiled kernels, {_megabytes(removed)} MB, from {folder}")
+    for entry in kept:
+        print(
+            f"not removed, because it is locked or the folder cannot be written: {entry.variant}",
+            file=sys.stderr,
+        )
+    return 1 if kept else 0
+
+
+def _megabytes(entries: list[housekeeping.Stored]) -> str:
+    return f"{sum(entry.bytes for entry in entries) / 1e6:.1f}"
+
+
+CACHE = Command(
+    help="list the compiled kernels of the cache folder, or remove them",
+    description="Lists or removes the compiled kernels of the folder KDA_CACHE_DIR. A kernel is stale if this installation cannot "
+    "use it: its sources, the versions of Python, of the packages or of the CuTe DSL, or the CPU have changed. If several "
+    "environments or machines share the folder, the kernels of the others are stale here: `prune --dry-run` prints what prune "
+    "would remove. A kernel that is removed compiles again when a call needs it. Calibrations of kda-cp stay.",
+    add_arguments=_add_cache_arguments,
+    run=_cache,
+)

@@ -1,0 +1,65 @@
+"""The launch configuration of a call: kernel variants and workspace, derived from a `ProblemShape`.
+
+This is arithmetic on metadata. Importing the module needs neither a GPU nor the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kda_core.contract import ProblemShape
+from kda_cute.host import DTYPES, gate_of
+from kda_sm100 import layouts
+from kda_sm100.config import CHUNKS, ChainConfig, IntraChunkConfig, SummaryConfig
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """The kernel variants of one call, and the size of its workspace.
+
+    Calls whose sequences are segments of longer ones use the same configuration, with `summary` besides: the workspace
+    keeps every record in any case.
+
+    Attributes:
+        intra_chunk: variant of the intra-chunk kernel.
+        chain: variant of the chain.
+        records: number of chunk records in the workspace.
+    """
+
+    intra_chunk: IntraChunkConfig
+    chain: ChainConfig
+    records: int
+
+    @property
+    def chunk(self) -> int:
+        """Tokens per chunk."""
+        return self.chain.chunk
+
+    @property
+    def summary(self) -> SummaryConfig:
+        """Variant of the summary kernel."""
+        return SummaryConfig(self.chunk)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Size of the workspace in bytes."""
+        return layouts.workspace_bytes(self.records, self.chunk)
+
+
+@lru_cache(maxsize=1024)
+def launch_config(shape: ProblemShape) -> LaunchConfig:
+    """Returns the launch configuration of a shape that `kda_cute.host.refusal` accepts.
+
+    The batch size does not influence the variants. A pinned call therefore needs no configuration of its own. The cache
+    holds the last 1024 shapes.
+    """
+    options = shape.options
+    states = options.chunk_size if options.return_intermediate_states else 0
+    # Take the longest chunk. A chunk costs four round trips between tensor memory and registers whatever its length.
+    chunk = next(C for C in CHUNKS if states % C == 0)
+    intra_chunk = IntraChunkConfig(
+        chunk, gate_of(shape), unbounded=not options.bounded_gate, gate_dtype=DTYPES[shape.g_dtype]
+    )
+    slots = layouts.slot_count(shape.B, shape.T, chunk, shape.N if shape.varlen else None)
+    return LaunchConfig(intra_chunk, ChainConfig(chunk, states > 0), slots * shape.HV)

@@ -1,0 +1,83 @@
+"""The launch configuration of a shape, and the variants that ``python -m kda_core precompile`` compiles."""
+
+import functools
+
+import pytest
+import torch
+from helpers.support import FREE, NOT_BUILT, problem_shape, refused
+
+from kda_cute.jit.key import Variant
+from kda_sm100 import layouts
+from kda_sm100.config import ARCHS, ChainConfig, IntraChunkConfig, SummaryConfig
+from kda_sm100.launch_config import launch_config
+from kda_sm100.variants import CHAIN, INTRA_CHUNK, SAMPLE, SUMMARY
+
+shape = functools.partial(problem_shape, (10, 0))
+
+
+@pytest.mark.parametrize(("change", "reason"), NOT_BUILT)
+def test_unsupported_shapes_are_refused_with_a_reason(change, reason):
+    assert refused("sm100", shape()) is None
+    assert reason in refused("sm100", shape(**change))
+
+
+def test_the_gate_decides_whether_the_kernel_votes():
+    unbounded = lambda **change: launch_config(shape(**change)).intra_chunk.unbounded
+    assert not unbounded() and unbounded(lower_bound=-8.0) and unbounded(lower_bound=None)
+    assert launch_config(shape(lower_bound=None)).intra_chunk.gate == "softplus"
+    assert unbounded(**FREE) and not unbounded(**FREE, safe_gate=True)
+
+
+def test_chunks_are_the_longest_that_intermediate_states_allow():
+    chunk = lambda **change: launch_config(shape(**change)).chunk
+    assert chunk() == chunk(chunk_size=32) == 64
+    assert chunk(return_intermediate_states=True) == 64
+    assert chunk(return_intermediate_states=True, chunk_size=32) == 32
+
+
+def test_the_workspace_has_a_record_per_slot_and_value_head():
+    assert launch_config(shape(B=2, T=65, HV=8)).records == 2 * 2 * 8
+    packed = launch_config(shape(T=65, HV=8, N=5, index=torch.int32))
+    assert packed.records == (65 // 64 + 5) * 8
+    assert packed.workspace_bytes == packed.records * (4 * 2 * 64 * 128 + 2 * 64 * 64 + 4 * 128)
+    assert layouts.slot_count(1, 65, 64, 5) == 6
+
+
+@pytest.mark.parametrize(
+    "gate", [{}, {"lower_bound": -8.0}, {"lower_bound": None}, FREE, FREE | {"safe_gate": True}]
+)
+def test_precompiled_variants_serve_every_call(gate):
+    for dtype in (torch.bfloat16, torch.float32):
+        for states in (
+            {},
+            {"return_intermediate_states": True},
+            {"return_intermediate_states": True, "chunk_size": 32},
+        ):
+            chosen = launch_config(shape(g=dtype, **gate, **states))
+            assert chosen.intra_chunk in INTRA_CHUNK and chosen.chain in CHAIN and chosen.summary in SUMMARY
+
+
+def test_precompile_builds_each_variant_once():
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the kernel classes import it")
+    from kda_cute.device.merge_states import MERGES
+    from kda_sm100.variants import ahead_of_time
+
+    for arch in ARCHS:
+        variants = [Variant(kernel, config, arch) for kernel, config in ahead_of_time(arch)]
+        assert len(set(variants)) == len(variants)
+        assert {v.config for v in variants} == {*INTRA_CHUNK, *CHAIN, *SUMMARY, *MERGES}
+    assert set(SAMPLE) <= set(INTRA_CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "named"),
+    [
+        (IntraChunkConfig, {"chunk": 16}, "chunk"),
+        (IntraChunkConfig, {"gate": "softplus"}, "unbounded"),
+        (ChainConfig, {"chunk": 128}, "chunk"),
+        (SummaryConfig, {"chunk": 16}, "chunk"),
+    ],
+)
+def test_invalid_variants_are_refused(kind, wrong, named):
+    with pytest.raises(ValueError, match=f"^{named}: "):
+        kind(**wrong)

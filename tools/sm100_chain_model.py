@@ -1,0 +1,293 @@
+"""A timing model of the chain, built from the throughput of single instructions.
+
+    python tools/sm100_chain_model.py
+
+The model has roles. A role executes a list of steps per chunk, in order. A step occupies a resource for some clocks (the tensor
+core, shared memory, or the role's own issue slots) and may then have a latency that occupies nothing. Roles wait for each
+other's steps; a resource serves the steps in the order in which they become ready. The model runs many chunks and reports the
+clocks from one chunk to the next. No constant is fitted to a chain: constants come from the CUDA guide and from
+microbenchmarks of instructions. For Blackwell no microbenchmark exists yet, so its constants are assumptions.
+
+The program prints three tables: the model beside the measured times of kda-sm90's chain on an H200 (docs/kernels/chain.md); the
+predicted times of kda-sm100's chain; and the predicted times of whole calls on a B200, beside times that others publish. The
+last two are predictions: no Blackwell GPU has run these kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks.cases import Case, public
+
+K = 128
+CHUNKS = 60  # chunks that the model runs; the first half fills the pipeline
+
+
+class Step(NamedTuple):
+    """One step of a role.
+
+    Attributes:
+        name: name of the step; unique within the loop.
+        resource: what the step occupies; "" is the role's own issue slots.
+        clocks: how long the step occupies the resource.
+        latency: clocks from then to the end of the step.
+        after: steps that must have ended: of the same chunk, or with a leading "-" of the chunk before.
+        blocks: whether the role waits for the end of the step before its next one.
+        reads: clocks for which the step also occupies shared memory.
+    """
+
+    name: str
+    resource: str
+    clocks: float
+    latency: float = 0.0
+    after: tuple[str, ...] = ()
+    blocks: bool = True
+    reads: float = 0.0
+
+
+@dataclass
+class Loop:
+    """The steps per chunk of each role."""
+
+    roles: dict[str, list[Step]] = field(default_factory=dict)
+
+    def clocks(self) -> float:
+        """Returns the clocks from one chunk to the next once the pipeline is full."""
+        free: dict[str, float] = {}
+        done: dict[tuple[str, int], float] = {}
+        clock, position = dict.fromkeys(self.roles, 0.0), dict.fromkeys(self.roles, 0)
+        while True:
+            # Choose the role whose next step can begin first. Of equals, choose the one that has waited longest.
+            best: tuple[float, float, str, Step, int] | None = None
+            for role, steps in self.roles.items():
+                chunk, index = divmod(position[role], len(steps))
+                step = steps[index]
+                needed = [(name.removeprefix("-"), chunk - name.startswith("-")) for name in step.after]
+                if chunk == CHUNKS or any(n >= 0 and (name, n) not in done for name, n in needed):
+                    continue
+                ready = max([clock[role], *(done.get(key, 0.0) for key in needed)])
+                held = [step.resource, *["shared"] * (step.reads > 0)]
+                begin = max([ready, *(free.get(resource, 0.0) for resource in held)])
+                if best is None or (begin, ready) < best[:2]:
+                    best = begin, ready, role, step, chunk
+            if best is None:
+                break
+            begin, _, role, step, chunk = best
+            end = begin + step.clocks
+            if step.resource:
+                free[step.resource] = end
+            if step.reads:
+                free["shared"] = begin + step.reads
+            done[step.name, chunk] = end + step.latency
+            clock[role] = end + step.latency if step.blocks else begin
+            position[role] += 1
+        ends = [
+            max(time for (_, n), time in done.items() if n == chunk)
+            for chunk in (CHUNKS // 2 - 1, CHUNKS - 1)
+        ]
+        return (ends[1] - ends[0]) / (CHUNKS - CHUNKS // 2)
+
+
+# ---- instructions. A warp issues one instruction per clock. A conversion takes two clocks (CUDA C++ programming guide, throughput
+# of arithmetic instructions, 9.0 and 10.0: 64 per clock and SM). Shared memory moves 128 bytes per clock, so that an access of 16
+# bytes per thread by four warps takes 16 clocks.
+
+CONVERT, ISSUE, SHARED = 2, 1, 16
+COPIED = 64  # bytes per clock from the L2 to an SM
+
+
+def product(name: str, n: int, k: int, latency: float = 0.0, **more: Any) -> list[Step]:
+    """Returns the instructions of a product. Each covers N = ``n`` and 16 of K, takes n / 2 clocks, and reads n rows of 32
+    bytes from shared memory."""
+    parts = [Step(f"{name}, {i}", "tensor", n / 2, reads=n / 4, **more) for i in range(k // 16)]
+    return [*parts[:-1], parts[-1]._replace(name=name, latency=latency)]
+
+
+def accesses(name: str, count: int, **more: Any) -> list[Step]:
+    """Returns ``count`` accesses of four warps to shared memory, 16 bytes per thread each."""
+    return [Step(f"{name}, {i}", "shared", SHARED, **more) for i in range(count)]
+
+
+def copies(size: int, *after: str) -> list[Step]:
+    """Returns the copies of the next chunk's ``size`` bytes to shared memory, 1 KiB each, after the steps ``after``."""
+    clocks = 1024 / 128
+    parts = [Step(f"copy {i}", "shared", clocks, 1024 / COPIED - clocks) for i in range(size // 1024)]
+    return [parts[0]._replace(after=after), *parts[1:-1], parts[-1]._replace(name="copied")]
+
+
+# ---- Hopper
+
+HOPPER_GHZ = 1.755  # clock of an H200 under tensor load
+WGMMA_WAIT = 60  # clocks from the end of a wgmma batch to the next instruction (microbenchmark, H200)
+
+
+def hopper(chunk: int, warpgroups: int, whole: bool) -> Loop:
+    """Returns the loop of kda-sm90's chain.
+
+    wgmma m64nNk16 takes N / 2 clocks, and the issuing warpgroup waits for it (microbenchmarks, H200). ``whole``: include the
+    copies of records and v to shared memory, the reads of v and the way of O through shared memory.
+    """
+    loop = Loop()
+    tile, state = chunk // 2, K // 2  # values per thread
+    for wg in range(warpgroups):
+        own = lambda name, clocks, wg=wg: [Step(f"{name} {wg}", "", clocks)]
+        steps = [
+            *product(f"X {wg}", chunk, K, after=("-copied",) * whole),
+            *own("round O", tile / 2 * CONVERT),
+            *product(f"half of O {wg}", chunk, K // 2, WGMMA_WAIT),
+            *own("round X", tile / 2 * CONVERT),
+            *product(f"R {wg}", chunk, chunk),
+            *product(f"other half of O {wg}", chunk, K // 2),
+            *accesses(f"decays {wg}", 8),
+            *own("decay", state * ISSUE + WGMMA_WAIT),
+            *own("round R", tile / 2 * CONVERT),
+            *product(f"S {wg}", K, chunk),
+            *product(f"O {wg}", chunk, chunk, WGMMA_WAIT),
+            *own("round S", state / 2 * CONVERT + WGMMA_WAIT),
+        ]
+        if whole:
+            steps += accesses(f"O out {wg}", chunk // 16)
+            steps += own("O given", 0)
+            steps += accesses(f"v {wg}", chunk // 16)
+            steps += own("unpack v", tile * ISSUE)
+            loop.roles[f"store {wg}"] = accesses(f"O stored {wg}", chunk // 16, after=(f"O given {wg}",))
+        loop.roles[f"warpgroup {wg}"] = [*steps, *own("end", 0)]
+    if whole:
+        size = (
+            3 * 2 * chunk * K + 2 * 2 * chunk * chunk + 4 * K + warpgroups * chunk * K
+        )  # Kd, Qd, Kg; Aqk, T; a; v
+        loop.roles["producer"] = copies(size, *(f"-end {wg}" for wg in range(warpgroups)))
+    return loop
+
+
+#: ns per token of the chain alone with records in the L2, one H200, without and with bulk loads, v and O. Source:
+#: docs/kernels/chain.md, "As a role of the launch".
+MEASURED = {(64, 1): (13.8, 16.5), (64, 2): (21.4, 27.6), (32, 1): (17.0, 20.1), (32, 2): (24.0, 28.6)}
+
+# ---- Blackwell: assumptions
+
+BLACKWELL_GHZ = 1.85
+#: ns of one hop between the tensor core and a warp's registers: a commit arrives and the warp loads a tile, or the warp stores
+#: a tile and its arrival reaches the tensor core's warp. Each part takes half of it. A chunk waits for four hops.
+HOP_NS = (80, 120, 160)
+
+
+@functools.cache
+def blackwell(chunk: int, hop: float, outputs: bool = True) -> float:
+    """Returns the clocks per chunk of kda-sm100's chain, or of the summary kernel if ``outputs`` is False.
+
+    A tcgen05.mma of M = 128 and 16 of K takes N / 2 clocks (8192 FLOP per clock and SM) and reads B meanwhile. ``hop``: clocks.
+    """
+    tile, state, half = chunk, K, hop / 2  # values per thread
+    issued: dict[str, Any] = {"latency": half, "blocks": False}
+    published = lambda name: [Step(f"{name} stored", "", 0, half), Step(name, "", 0, half, blocks=False)]
+    loop = Loop(
+        {
+            "state": [
+                Step("S loaded", "", 0, half, ("-S",)),
+                Step("S in bf16", "", state / 2 * CONVERT),
+                *published("S rounded"),
+                *accesses("decays", 8),
+                Step("S decayed", "", state * ISSUE),
+                *accesses("u", chunk // 8),
+                Step("u unpacked", "", tile * ISSUE),
+                Step("R loaded", "", 0, half, ("R",)),
+                Step("R in bf16", "", tile * ISSUE + tile / 2 * CONVERT),
+                *published("R rounded"),
+            ],
+            "multiplier": [
+                *product("R", chunk, K, after=("S rounded", "-copied"), **issued),
+                *product("half of O", chunk, K, after=("S rounded", "-O loaded"), **issued),
+                *product("S", K, chunk, after=("R rounded",), **issued),
+                *product("O", chunk, chunk, after=("R rounded",), **issued),
+            ],
+            "output": [
+                Step("O loaded", "", 0, half, ("O",)),
+                Step("O rounded", "", tile / 2 * CONVERT),
+                *accesses("O out", 2 * chunk // 8),
+            ],
+            "producer": copies(4 * 2 * chunk * K + 2 * chunk * chunk + 4 * K, "-O"),  # w, u, Qd, Kg; Aqk; a
+        }
+    )
+    if not outputs:
+        del loop.roles["output"]
+        loop.roles["multiplier"] = [x for x in loop.roles["multiplier"] if "O" not in x.name]
+        loop.roles["producer"] = copies(3 * 2 * chunk * K + 4 * K, "-S")  # w, u; Kg; a
+    return loop.clocks()
+
+
+# ---- calls of kda-sm100 on a B200, predicted: the intra-chunk kernel over all chunks of 64, then the chains. The prediction leaves
+# out launch overhead and hits in the L2.
+
+SMS = 148
+BANDWIDTH = (7000, 6650, 6300)  # bytes per ns that others report for a B200; one for each of `HOP_NS`
+#: ns per chunk of the intra-chunk stage with three chunks at a time on an SM, as kda-sm90 takes on an H200
+#: (docs/kernels/prefill.md, the role alone). Assumption: a B200 takes as many clocks. The products w and u, which only kda-sm100
+#: computes, are left out.
+INTRA_CHUNK_NS = 14100 * HOPPER_GHZ / BLACKWELL_GHZ
+RECORD = 1160  # bytes per token and value head, written once and read once
+
+#: Times on Blackwell that others publish, in ms, by case.
+PUBLISHED = {
+    "B1-T8192-H64": "FlashInfer 0.328 (CUDA), 0.39 to 0.46 (CuTe DSL); FlashKDA 0.92 to 1.00; cuLA 0.984"
+}
+
+
+def call_ms(case: Case, hop: int, bandwidth: int) -> tuple[float, float]:
+    """Returns the ms of the intra-chunk kernel and of the chains, for a call without segments, bounded gates in bf16."""
+    chunks = [-(-length // 64) for length in case.lengths or (case.T,) * case.B]
+    items = sum(chunks) * case.HV
+    moved = lambda each: items * 64 * each / bandwidth  # ns for ``each`` bytes per token and value head
+    inputs = 2 * K * (2 + 2 * case.H / case.HV)  # v, g; q, k
+    intra_chunk = max(max(1, items / (3 * SMS)) * INTRA_CHUNK_NS, moved(inputs + RECORD))
+    chunk = blackwell(64, hop * BLACKWELL_GHZ) / BLACKWELL_GHZ
+    busy = [0.0] * SMS  # ns until each SM is free; one CTA per sequence and value head, in order
+    for n in chunks:
+        for _ in range(case.HV):
+            heapq.heapreplace(busy, busy[0] + n * chunk)
+    return intra_chunk / 1e6, max(*busy, moved(RECORD + 2 * K)) / 1e6
+
+
+def table() -> str:
+    """Returns the predictions for published shapes as a Markdown table, the one of docs/kernels/sm100-chain.md."""
+    lines = [
+        "| shape | intra-chunk | chains | together | published by others |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for case in public():
+        found = [call_ms(case, *assumed) for assumed in zip(HOP_NS, BANDWIDTH)]
+        columns = (*zip(*found), [sum(times) for times in found])
+        ranges = [" to ".join(sorted({f"{x[0]:.2f}", f"{x[-1]:.2f}"})) for x in columns]
+        lines.append(f"| {case.name} | {' | '.join(ranges)} | {PUBLISHED.get(case.name, '')} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    print("kda-sm90's chain, one H200, ns per token            model  measured    off")
+    for (chunk, warpgroups), times in MEASURED.items():
+        for whole, measured in zip((False, True), times):
+            ns = hopper(chunk, warpgroups, whole).clocks() / HOPPER_GHZ / chunk
+            what = "with loads, v and O" if whole else "without"
+            print(
+                f"  C = {chunk}, {warpgroups} warpgroup(s), {what:20} {ns:14.1f} {measured:9.1f} {ns / measured - 1:+6.0%}"
+            )
+    print("\nkda-sm100's chain, predicted from assumptions   clocks per chunk  us per chunk  ns per token")
+    for outputs, chunk, hop in itertools.product((True, False), (64, 32), HOP_NS):
+        clocks = blackwell(chunk, hop * BLACKWELL_GHZ, outputs)
+        us = clocks / BLACKWELL_GHZ / 1000
+        what = f"C = {chunk}, {hop:3} ns per hop{'' if outputs else ', summary'}"
+        print(f"  {what:38} {clocks:22.0f} {us:12.2f} {us * 1000 / chunk:12.1f}")
+    print("\ncalls of kda-sm100 on a B200, predicted from assumptions, not measured, ms\n")
+    print(table())
+
+
+if __name__ == "__main__":
+    main()
