@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from kda_core import chunk_kda, explain
-from kda_core.contract import KdaOptions, make_inputs, problem_shape
+from kda_core.buffers import make_inputs
+from kda_core.contract import KdaOptions
 from kda_core.errors import ArgumentError, DtypeError, PlannerError
 from kda_core.reference import SPEC as REFERENCE
 from kda_core.reference import ReferenceBackend
 from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing import error, token_oracle
 from kda_core.testing import make_inputs as draw
+from kda_core.validate import problem_shape
 from kda_cp import Constants, Pass, Plan
 from kda_cp.planner import UNKNOWN_LENGTHS, ContextParallelPlanner
 
