@@ -143,7 +143,7 @@ def test_public_functions_pass_arguments_in_the_order_of_the_fields():
     made = [
         node.args[0]
         for node in ast.walk(ast.parse(Path(api.__file__).read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Arguments._make"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_pack"
     ]
     assert len(made) == 2
     fixed = (

@@ -284,7 +284,7 @@ REFUSED = {
         chunk_kda, {"cu_seqlens": cu(0, 15, 40), "cu_seqlens_cpu": cu(0, 16, 40)}, ArgumentError, "15 at 1, got 16",
     ),
     "`chunk_size`": (chunk_kda, {"chunk_size": 16}, ValueError, "`chunk_size` must be either 32 or 64"),
-    "Padding when gradients are wanted": (
+    "Padding with gradients": (
         fused_recurrent_kda, {"cu_seqlens": cu(0, 15, 39), "v": READY["v"].clone().requires_grad_()},
         ArgumentError, "a last value of T=40",
     ),

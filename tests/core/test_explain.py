@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_core import BACKEND_ABI, chunk_kda, explain, use_backend
 from kda_core.contract import KdaInputs
-from kda_core.errors import ArgumentError, DtypeError, NoEligibleBackendError
+from kda_core.errors import ArgumentError, BackendUnsupportedError, DtypeError, NoEligibleBackendError
 from kda_core.registry import record_calls
 
 X = call(T=20)
@@ -248,3 +248,16 @@ def test_no_backend_runs_on_the_meta_device():
     with record_calls() as calls:
         o, _ = chunk_kda(**meta)
     assert o.is_meta and not calls
+
+
+def test_explain_names_the_inputs_that_require_grad_as_the_call_does(install):
+    install("forward", features={"unbounded_gate"}, priority=1)
+    x = X | {"v": X["v"].clone().requires_grad_()}
+    with pytest.raises(BackendUnsupportedError) as caught:
+        chunk_kda(**x, backend="forward")
+    hint = "v requires grad; without gradients (torch.no_grad(), detach()) forward serves this call"
+    assert hint in str(caught.value)
+    found = explain(**x, backend="forward")
+    assert found.error == f"BackendUnsupportedError: {caught.value}"
+    shape = explain(found.shape, backend="forward")
+    assert "an input requires grad; without gradients" in shape.error
