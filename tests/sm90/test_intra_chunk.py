@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.intra_chunk_cases import LENGTHS, assert_close, specified, variant
-from helpers.sm90_launch import launch, places
+from helpers.sm90_launch import launch, record_places
 
 from kda_core.testing import FAMILIES, make_inputs
 from kda_cute import get_kernel
@@ -26,19 +26,19 @@ def test_images_hold_every_element_once(name, C):
 
 @pytest.mark.parametrize("C", (32, 64))
 def test_the_workspace_is_split_without_overlap(C):
-    streams, depth = 2, 3
-    size = layouts.workspace_bytes(streams * depth, streams, C)
+    queues, depth = 2, 3
+    size = layouts.workspace_bytes(queues * depth, queues, C)
     buffer = torch.zeros(size + 128, dtype=torch.uint8)
     buffer = buffer[-buffer.data_ptr() % 128 :]
-    views = layouts.split_workspace(buffer, streams * depth, streams, C)
+    views = layouts.split_workspace(buffer, queues * depth, queues, C)
     for n, view in enumerate(views):
         assert view.data_ptr() % 128 == 0
         assert not view.any(), n
         view.fill_(1)
-    assert all(view.shape[0] == streams * depth for view in views[:-2]) and views.carry.shape[0] == streams
+    assert all(view.shape[0] == queues * depth for view in views[:-2]) and views.carry.shape[0] == queues
     assert views.counters.shape == (3 * layouts.LINE + layouts.LINE,)
     with pytest.raises(ValueError, match="expected at least"):
-        layouts.split_workspace(buffer[: size - 1], streams * depth, streams, C)
+        layouts.split_workspace(buffer[: size - 1], queues * depth, queues, C)
 
 
 def computed(x, C, lengths):
@@ -49,12 +49,12 @@ def computed(x, C, lengths):
     slots = layouts.slot_count(B, T, C, N)
     starts = [sum(lengths[:n]) for n in range(N)] if lengths is not None else []
     firsts = [s // C + n for n, s in enumerate(starts)] or list(range(0, slots, slots // B))
-    streams = max(1, 2 * HV - 1)  # most queues cut a sequence
-    place, depth = places(firsts, slots, HV, streams)
+    queues = max(1, 2 * HV - 1)  # most queues cut a sequence
+    place, depth = record_places(firsts, slots, HV, queues)
     buffer = torch.full(
-        (layouts.workspace_bytes(streams * depth, streams, C),), 0xFF, dtype=torch.uint8, device="cuda"
+        (layouts.workspace_bytes(queues * depth, queues, C),), 0xFF, dtype=torch.uint8, device="cuda"
     )
-    workspace = layouts.split_workspace(buffer, streams * depth, streams, C)
+    workspace = layouts.split_workspace(buffer, queues * depth, queues, C)
     workspace.counters.zero_()
     config = PrefillConfig(C, **variant(x))
     inputs = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
@@ -65,7 +65,7 @@ def computed(x, C, lengths):
     launch(
         config, torch.empty_like(x["v"]), **inputs, workspace=buffer, N=N or B, T=T, H=H, HV=HV,
         beta_bytes=x["beta"].element_size(), l2norm=int(x["use_qk_l2norm_in_kernel"]), every=1,
-        beta_factor=float(x["use_beta_sigmoid_in_kernel"]), preparers=3, streams=streams, depth=depth,
+        beta_factor=float(x["use_beta_sigmoid_in_kernel"]), intra_chunk_ctas=3, queues=queues, depth=depth,
         scale=K**-0.5, lower_bound=float(x.get("lower_bound") or 0.0),
     )  # fmt: skip
     if lengths is None:
