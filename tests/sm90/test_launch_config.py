@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.support import FREE, NOT_BUILT, problem_shape, refused
 
-from kda_core import contract
+from kda_core import buffers, validate
 from kda_core.contract import KdaOptions
 from kda_core.testing import make_inputs
 from kda_sm90 import layouts
@@ -137,7 +137,7 @@ def test_known_lengths_are_rounded_up_to_steps():
     packed = [*tensors, None]
     fixed = [*tensors[:-1], None, None]
     longest = [
-        longest_of(contract.make_inputs(t, contract.problem_shape(*t, options=options)))
+        longest_of(buffers.make_inputs(t, validate.problem_shape(*t, options=options)))
         for t in (packed, fixed)
     ]
     assert longest == [64, None]  # steps of 4 tokens

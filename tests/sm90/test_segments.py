@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.support import problem_shape
 
-from kda_core import contract
+from kda_core import buffers, validate
 from kda_core.contract import KdaOptions, KdaOutputs
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_sm90 import layouts
@@ -53,8 +53,8 @@ def in_segments(x, cuts, initial, v_first):
             offsets,
             None,
         ]
-        s = contract.problem_shape(*tensors, options=KdaOptions(**known | {"state_v_first": v_first}))
-        return contract.make_inputs(tensors, s)
+        s = validate.problem_shape(*tensors, options=KdaOptions(**known | {"state_v_first": v_first}))
+        return buffers.make_inputs(tensors, s)
 
     summary = inputs(starts, False)
     size = backend.segment_workspace_bytes(summary.shape)

@@ -68,9 +68,9 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
+from kda_cute.device.ring import Ring
 
 from kda_cute.device import ptx
-from kda_cute.device.ring import Ring
 from kda_cute.records import decay_start
 from kda_sm90.config import HEAD_DIM, PrefillConfig
 from kda_sm90.kernels import barriers, fragments, schedule

@@ -14,8 +14,8 @@ segments.
 import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
-
 from kda_cute.device.ring import Ring
+
 from kda_sm90.config import HEAD_DIM
 from kda_sm90.kernels import barriers, fragments, schedule
 from kda_sm90.kernels.chain import Chain
