@@ -581,4 +581,6 @@ class Chain:
         matrix = Int64(part.sequence * x.HV + part.head) * (HEAD_DIM * HEAD_DIM) + half * (HALF * stride[0])
         pointer = cute.make_ptr(Float32, states + matrix * 4, cute.AddressSpace.gmem, assumed_align=16)
         tile = cute.make_tensor(pointer, cute.make_layout((HALF, HEAD_DIM), stride=stride))
-        return w.mma_state.get_slice(w.thread).partition_C(tile)
+        # Computed anew for each state: offsets that are held over the loop of chunks would be spilled.
+        thread = ptx.opaque(w.thread) & (WARPGROUP - 1)
+        return w.mma_state.get_slice(thread).partition_C(tile)
