@@ -474,17 +474,20 @@ class ChainKernel:
     @cute.jit
     def load_state(self, x, matrix: Int32, row: Int32, S: cute.Tensor):
         """Loads a matrix of the initial state; zeros if there is none."""
-        S.fill(0.0)
-        if x.initial_state != Int64(0):
-            if x.v_first > 0:
-                self.load_tile(self.matrix(x.initial_state, matrix, (HEAD_DIM, 1)), row, S)
-            else:
-                self.load_tile(self.matrix(x.initial_state, matrix, (1, HEAD_DIM)), row, S)
+        # Predicated loads. A branch around plain loads makes the compiler compute addresses anew in the loop over chunks.
+        exists = x.initial_state != Int64(0)
+        if x.v_first > 0:
+            source = self.matrix(x.initial_state, matrix, (HEAD_DIM, 1))
+            for i, at in enumerate(self.coordinates(row)[::2]):
+                S[2 * i], S[2 * i + 1] = ptx.load_global_f32_x2(self.address(source, at), exists)
+        else:
+            source = self.matrix(x.initial_state, matrix, (1, HEAD_DIM))
+            for i, at in enumerate(self.coordinates(row)):
+                S[i] = ptx.load_global_f32(self.address(source, at), exists)
 
-    def load_tile(self, source, row, S):
-        """Loads the thread's tile of a matrix [V, K]."""
-        for i, (v, k) in enumerate(self.coordinates(row)):
-            S[i] = source[v, k]
+    def address(self, source, coordinates):
+        """Returns the address of an element of a tensor in global memory."""
+        return Int64((source.iterator + cute.crd2idx(coordinates, source.layout)).toint())
 
     @cute.jit
     def store_state(self, x, target: Int64, matrix: Int32, row: Int32, S: cute.Tensor):
