@@ -91,13 +91,8 @@ WARPGROUP = 128  # threads
 STATE_REGISTERS, OTHER_REGISTERS = 208, 128
 
 SHARED_BYTES = 227 * 1024  # what a CTA may use
-RINGS = (
-    (6, 6),
-    (4, 4),
-    (3, 3),
-    (3, 2),
-    (2, 2),
-)  # candidate depths of the early and the late ring, best first
+#: Candidate depths of the early and the late ring, best first.
+RINGS = ((6, 6), (4, 4), (3, 3), (3, 2), (2, 2))
 ACCUMULATORS = 2  # of O
 STATE_BYTES = 4 * HEAD_DIM * HEAD_DIM  # an fp32 state in global memory
 
@@ -247,11 +242,11 @@ class ChainKernel:
         return x, s, task
 
     def columns(self, p, row):
-        """Returns the address of the CTA's columns in tensor memory, at this lane."""
+        """Returns the address of the CTA's columns in tensor memory, at lane ``row``."""
         return ptx.load_shared(Int32(p.tensor_memory.ptr.toint()), Int32) + (row << 16)
 
     def stage(self, p, name, stage):
-        """Returns the shared address of a stage of an array."""
+        """Returns the shared address of stage number ``stage`` of the array ``name``. ``p``: the `shared_memory` of the CTA."""
         return Int32(getattr(p, name).data_ptr().toint()) + stage * self.bytes[name]
 
     # ---- synchronisation
