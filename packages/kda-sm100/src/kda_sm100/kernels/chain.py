@@ -20,12 +20,12 @@ MMA          1      issues all products
 
 Order of one chunk. An arrow is an mbarrier; time runs downwards:
 
-    state warps                  MMA warp                       output warps
+    state warps                  MMA warp                    output warps
     round S, store it       ->   R = S w
-    decay S, store it            O = S Qd
-    R + u, round, store it  <-
-                            ->   S += R Kg
-    load S                  <-   O += R Aqk                ->   load O, copy it out
+    decay S, store it            O = S Qd               <-   loaded O of two chunks before
+    load R                  <-   (R is done)
+    add u, round, store it  ->   S += R Kg
+    load S                  <-   O += R Aqk             ->   load O, copy it out
 
 ``tcgen05.commit`` waits for all earlier products of the thread. The commit that publishes S therefore also shows that the first
 half of O has read the old bf16 S, and the commit that publishes the next R shows that the second half of O has read the bf16 R.
