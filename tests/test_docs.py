@@ -134,9 +134,8 @@ def requirements(package: str) -> list[str]:
 
 def test_the_readme_has_the_versions_that_are_accepted_and_tested():
     table = section("README.md", "Support")
-    pins = dict(
-        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1].islower()
-    )
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line.partition(";")[0].split("==") for line in lines if line[:1].islower()]
     required = {
         text
         for package in ("kda-core", "kda-cute", "kda-sm90", "kda-sm100")
@@ -144,7 +143,8 @@ def test_the_readme_has_the_versions_that_are_accepted_and_tested():
     }
     for text in required:
         (row,) = (line for line in table.splitlines() if f"`{text}`" in line)
-        assert pins[Requirement(text).name].partition(" ")[0] in row.split("|")[3], row
+        pinned = [version.split()[0] for name, version in pins if name == Requirement(text).name]
+        assert any(version in row.split("|")[3] for version in pinned), row
     assert set(re.findall(r"\| `([^`]*[<>=][^`]*)` \|", table)) == required
     pythons = re.search(r"^PYTHONS = (\(.*?\))", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
     first, *_, last = ast.literal_eval(pythons[1])
@@ -254,7 +254,11 @@ def test_every_quoted_call_is_on_the_page():
     assert not [begin for begin in RAISED if not any(message.startswith(begin) for message in quoted())]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "document",
+    [path for path in DOCUMENTS if ROOT / "packages" not in path.parents],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
 def test_commands_install_nox_and_the_packages_into_a_virtual_environment(document):
     """Many systems refuse to install anything elsewhere."""
     for block in code(document.read_text()):
