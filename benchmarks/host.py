@@ -1,16 +1,18 @@
-"""Measures what the host does in an eager call: wall time of asynchronous calls, whose kernels nobody waits for.
+"""Measures the host time of eager calls: the calls are asynchronous, and nothing waits for their kernels.
 
     python benchmarks/host.py                      # the backends that run here, and `nothing`
     python benchmarks/host.py --backend sm90 --T 64 --H 1
-    python benchmarks/host.py --context-parallel auto off   # what asking the planner about a call costs: the difference
+    python benchmarks/host.py --context-parallel auto off   # the difference is the cost of asking the planner
 
-The backend `nothing`, which this script registers, launches nothing: its row is the time of kda-core itself, with the
-allocation of o and of a workspace. Each figure is the median over rounds of (time of all calls) / calls, in
-microseconds; the GPU has finished before a round begins, and the columns take turns, so that what slows a host slows all of
-them. A case whose kernels take longer than the host's work measures the GPU, once its queue is full. The last row is of
-first calls: each has another length, so that nothing is known about it.
+This script registers a backend `nothing`, which launches no kernel. Its time is that of kda-core alone, with the allocation
+of o and of a workspace.
 
-Rows go to ``benchmarks/results/<gpu>/host.json``: case, T, H, backend, context_parallel, us, and run.
+Each figure is a median over rounds: the time of all calls of a round, divided by their number, in microseconds. The GPU is
+idle when a round begins. Columns alternate, so that a slow phase of the host affects all of them. If the kernels of a case
+take longer than the host's work, the queue of the GPU fills up and the figure is the GPU's time. The last row measures first
+calls: each has a new length, so no cache knows its shape.
+
+Rows go to ``benchmarks/results/<gpu>/host.json``: case, T, H, backend, context_parallel, us, run.
 """
 
 from __future__ import annotations
@@ -25,10 +27,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import run as runs
 import torch
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
+
 import kda_core
+from benchmarks import records
 from kda_core.backend import BackendSpec
 from kda_core.contract import Feature, KdaInputs, KdaOutputs, ProblemShape
 from kda_core.registry import record_calls
@@ -39,7 +44,7 @@ KEY = ("case", "T", "H", "backend", "context_parallel")
 
 
 class Nothing:
-    """Satisfies `kda_core.backend.Backend` and leaves the outputs as they are."""
+    """A `kda_core.backend.Backend` that leaves its outputs uninitialised."""
 
     def can_run(self, shape: ProblemShape) -> str | None:
         return None
@@ -59,20 +64,23 @@ SPEC = BackendSpec(
     abi=(2, 0),
     archs=frozenset({"any"}),
     features=frozenset({f.value for f in Feature} - {"backward", "recurrent"}),
-    target="host:Nothing",
+    target="benchmarks.host:Nothing",
     install="",
     priority=-1000,
 )
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Measures the selection, prints a table and writes the rows."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--backend", nargs="+", help="by name (default: nothing, and on a GPU all that run there)")
-    p.add_argument("--T", type=int, default=64)
-    p.add_argument("--H", type=int, default=1)
+    p.add_argument(
+        "--backend", nargs="+", help="backends by name (default: nothing, and on a GPU all that run there)"
+    )
+    p.add_argument("--T", type=int, default=64, help="tokens of a call (default: 64)")
+    p.add_argument("--H", type=int, default=1, help="heads (default: 1)")
     p.add_argument("--context-parallel", nargs="+", choices=("auto", "off"), default=["auto"])
-    p.add_argument("--calls", type=int, default=1000, help="calls a round")
-    p.add_argument("--rounds", type=int, default=9)
+    p.add_argument("--calls", type=int, default=1000, help="calls a round (default: 1000)")
+    p.add_argument("--rounds", type=int, default=9, help="rounds (default: 9)")
     p.add_argument("--out", type=Path, help="the JSON file")
     args = p.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,15 +105,15 @@ def main(argv: list[str] | None = None) -> int:
         for case, row in found.items():
             for (backend, mode), us in zip(columns, row, strict=True):
                 rows.append(dict(zip(KEY, (case, args.T, args.H, backend, mode), strict=True)) | {"us": us})
-    run = runs.describe(device, argv, "benchmarks/host.py")
-    path = args.out or runs.RESULTS / run["device"] / "host.json"
-    runs.save(path, run, [row | {"run": run["id"]} for row in rows], KEY)
+    run = records.describe(device, argv, "benchmarks/host.py")
+    path = args.out or records.RESULTS / run["device"] / "host.json"
+    records.save(path, run, [row | {"run": run["id"]} for row in rows], KEY)
     print(path)
     return 0
 
 
 def cases(T: int, H: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Arguments of ``chunk_kda`` by the name of the case."""
+    """Returns the arguments of ``chunk_kda`` for each case, by its name."""
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device).to(torch.bfloat16)
@@ -132,7 +140,7 @@ def cases(T: int, H: int, device: torch.device) -> dict[str, dict[str, Any]]:
 
 
 def microseconds(kinds: list[dict[str, Any]], calls: int, rounds: int) -> list[float]:
-    """Host time of one call of each kind, of `rounds` times `calls`; asserts that its `backend` serves it."""
+    """Returns the host time of one call of each kind in microseconds, and asserts that its `backend` serves it."""
     synchronize: Callable[[], object] = (
         torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     )
@@ -154,8 +162,11 @@ def microseconds(kinds: list[dict[str, Any]], calls: int, rounds: int) -> list[f
 def first_calls(
     columns: list[tuple[str, str]], T: int, H: int, device: torch.device, rounds: int
 ) -> list[float]:
-    """Host time of the first call of a shape, whose metadata is checked and whose backend is chosen: the median over 40 times
-    `rounds` lengths above T, whatever was kept of which is forgotten before each column."""
+    """Returns the host time of the first call of a shape in microseconds, for each column.
+
+    Such a call checks its metadata and chooses its backend. The figure is the median over 40 * `rounds` lengths above T; the
+    caches are cleared before each column.
+    """
     lengths = range(T + 1, T + 1 + 40 * rounds)
     whole = cases(lengths[-1], H, device)["gate in kernel"]
     times: list[list[float]] = [[] for _ in columns]
@@ -171,18 +182,18 @@ def first_calls(
 
 
 def _register(folder: Path) -> None:
-    """Makes `SPEC` an installed backend of this process: a distribution is a folder on ``sys.path``."""
+    """Registers `SPEC` as an installed backend of this process, through a distribution in a folder on ``sys.path``."""
     info = folder / "kda_nothing-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kda-nothing\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[kda_core.backends]\nnothing = host:SPEC\n")
+    (info / "entry_points.txt").write_text("[kda_core.backends]\nnothing = benchmarks.host:SPEC\n")
     sys.path.insert(0, str(folder))
     kda_core.backends(refresh=True)
 
 
 def _backends(device: torch.device) -> list[str]:
     if device.type == "cpu":
-        return ["nothing"]  # the reference computes on the host
+        return ["nothing"]  # the time of the reference is that of its computation
     return ["nothing", *(i.name for i in kda_core.backends() if i.status == "ok" and i.name not in ("nothing", "reference"))]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Timing and error of one call, on a CUDA device or on the CPU."""
+"""Device time and host time of a call, and the difference of two outputs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU here
+FLUSH_BYTES = 512 << 20  # several times the L2 of any supported GPU
 
 
 def device_time(call: Callable[[], Any], repeats: int = 20) -> float:
-    """Median milliseconds of `call` on the device: replays of a CUDA graph, the L2 flushed before each.
+    """Returns the median milliseconds of `call` on the device, from replays of a CUDA graph with the L2 flushed before each.
 
-    The flush keeps the GPU busy while the host enqueues the replay, so that launch latency is hidden.
+    The flush keeps the GPU busy while the host enqueues the replay, which hides the launch latency.
     """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -41,7 +41,7 @@ def device_time(call: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def eager_time(call: Callable[[], Any], repeats: int = 20) -> float:
-    """Median milliseconds of one call as a user makes it: host and device work, up to the last kernel's end."""
+    """Returns the median milliseconds of one eager call: host and device work, up to the end of the last kernel."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     call()
     times = []
@@ -55,7 +55,10 @@ def eager_time(call: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def difference(x: Tensor, peer: Tensor) -> dict[str, float]:
-    """Elementwise comparison with a peer's output: rmse, rel_max = max|x-peer| / max|peer|, mean_diff = mean|x-peer|."""
+    """Returns the elementwise difference from a peer's output of the same shape.
+
+    Keys: ``rmse``, ``rel_max`` = max|x - peer| / max|peer|, ``mean_diff`` = mean|x - peer|.
+    """
     a, b = x.float(), peer.float()
     delta = a - b
     return {

@@ -1,16 +1,21 @@
-"""Measures one long sequence over the GPUs of a torchrun group against the best that one GPU does with it:
+"""Measures one long sequence over the GPUs of a torchrun group, against the best plan of one GPU.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py
     torchrun --standalone --nproc-per-node 4 benchmarks/multi_gpu.py
     torchrun --standalone --nproc-per-node 2 benchmarks/multi_gpu.py --T 2048 --H 2 --repeats 1   # on CPUs
 
-Every rank draws the whole inputs from one seed, runs its fragments, and compares them with a run of its own GPU alone. Times
-are those of the slowest rank. Rows go to ``benchmarks/results/<gpu>/cp_multi_gpu.json``: T, H, gates, ranks, fragments (the
-form of the table); median_ms, the devices' time from the moment that all of them come to the call, with the L2 flushed and the
-call already enqueued, as in a loop of calls (null on CPUs); eager_ms, from a barrier of the hosts to the end of the last rank,
-the hosts' work included; single_ms and single_eager_ms, the same of the best that one GPU does: serial, the planner's choice,
-uniform plans of 2 to 64 pieces; single_plan, which one; difference (relative, of o to one GPU's, the largest over ranks);
-and run.
+Every rank draws the whole inputs from one seed, computes its fragments, and compares them with a call on its own GPU alone.
+Times are those of the slowest rank. Rows go to ``benchmarks/results/<gpu>/cp_multi_gpu.json``:
+
+  T, H, gates, ranks    what was measured
+  fragments             how the sequence is distributed: contiguous or zigzag
+  median_ms             device time from the moment when all devices reach the call; the L2 is flushed and the call already
+                        enqueued, as in a loop of calls; null on CPUs
+  eager_ms              from a barrier of the hosts to the end of the last rank, with the hosts' work
+  single_ms, single_eager_ms, single_plan    the best of one GPU: serial, the planner's choice, or a uniform plan of 2 to 64
+                        segments
+  difference            relative Frobenius norm of the difference of o from one GPU's, the largest over ranks
+  run                   the id of the run
 """
 
 from __future__ import annotations
@@ -24,12 +29,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import run as runs
 import torch
 import torch.distributed as dist
-from measure import FLUSH_BYTES
 from torch import Tensor
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
+
+from benchmarks import records
+from benchmarks.measure import FLUSH_BYTES
 from kda_core import chunk_kda
 from kda_core.testing import make_inputs
 from kda_cp import Plan
@@ -37,19 +45,19 @@ from kda_cp.distributed import ContextParallel, FragmentTable
 
 UNIFORM = (2, 4, 8, 12, 16, 24, 32, 48, 64)
 TABLES = {"contiguous": FragmentTable.contiguous, "zigzag": FragmentTable.zigzag}
-BUSY = 120  # flushes before a call: some 20 ms, in which hosts enqueue it
+BUSY = 120  # flushes before a call: they take about 20 ms, during which the hosts enqueue the call
 KEY = ("T", "H", "gates", "ranks", "fragments")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs on every rank of torchrun; rank 0 writes the row."""
+    """Measures on every rank of torchrun; rank 0 writes the rows."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--T", type=int, default=1 << 20)
-    p.add_argument("--H", type=int, default=8)
-    p.add_argument("--gates", default="slow")
-    p.add_argument("--fragments", nargs="+", choices=TABLES, default=[*TABLES])
-    p.add_argument("--backend", help="of kda-core (default: the best one)")
-    p.add_argument("--repeats", type=int, default=20)
+    p.add_argument("--T", type=int, default=1 << 20, help="tokens (default: 1048576)")
+    p.add_argument("--H", type=int, default=8, help="heads (default: 8)")
+    p.add_argument("--gates", default="slow", help="gate family (default: slow)")
+    p.add_argument("--fragments", nargs="+", choices=TABLES, default=[*TABLES], help="distributions")
+    p.add_argument("--backend", help="backend of kda-core (default: automatic choice)")
+    p.add_argument("--repeats", type=int, default=20, help="timed repetitions (default: 20)")
     p.add_argument("--out", type=Path, help="the JSON file")
     args = p.parse_args(argv)
 
@@ -65,9 +73,9 @@ def main(argv: list[str] | None = None) -> int:
         dist.destroy_process_group()
     if rank == 0:
         script = f"torchrun --standalone --nproc-per-node {rows[0]['ranks']} benchmarks/multi_gpu.py"
-        about = runs.describe(device, argv, script)
-        path = args.out or runs.RESULTS / about["device"] / "cp_multi_gpu.json"
-        runs.save(path, about, [row | {"run": about["id"]} for row in rows], KEY)
+        about = records.describe(device, argv, script)
+        path = args.out or records.RESULTS / about["device"] / "cp_multi_gpu.json"
+        records.save(path, about, [row | {"run": about["id"]} for row in rows], KEY)
         for row in rows:
             print(
                 f"{row['ranks']} ranks, {row['fragments']}: {_show(row, '')}; one, {row['single_plan']}: {_show(row, 'single_')}"
@@ -77,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each table."""
+    """Returns a row for each table of fragments."""
     x = dict(make_inputs(args.gates, args.T, H=args.H, device=device, seed=0).arguments)
     single, whole = _best_single(x, args, device)
     rows = []
@@ -101,7 +109,7 @@ def _measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, A
 def _best_single(
     x: dict[str, Any], args: argparse.Namespace, device: torch.device
 ) -> tuple[dict[str, Any], Tensor]:
-    """The fields of a row on the best plan of one GPU, on the slowest rank; and its o, of the serial call."""
+    """Returns the fields of a row on the best plan of one GPU, with times of the slowest rank, and o of the serial call."""
     plans: dict[str, Any] = {"serial": "off", "auto": "auto"}
     plans |= {f"uniform {n}": Plan.uniform((args.T,), n) for n in UNIFORM}
     times = {}
@@ -118,7 +126,7 @@ def _best_single(
 
 
 def _times(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float | None, float]:
-    """Medians of `_device_ms`, None on a CPU, and of `_eager_ms`."""
+    """Returns the medians of `_device_ms`, which is None on a CPU, and of `_eager_ms`."""
     eager = statistics.median(_eager_ms(call, device) for _ in range(repeats))
     if device.type == "cpu":
         return None, eager
@@ -127,7 +135,7 @@ def _times(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple
 
 
 def _device_ms(call: Callable[[], Any], flush: Tensor) -> float:
-    """Milliseconds of one call on the slowest device, from the moment that all of them come to it."""
+    """Returns the milliseconds of one call on the slowest device, from the moment when all devices reach the call."""
     for _ in range(BUSY):
         flush.zero_()
     dist.all_reduce(flush[:1], op=dist.ReduceOp.MAX)
@@ -140,12 +148,14 @@ def _device_ms(call: Callable[[], Any], flush: Tensor) -> float:
     took = torch.tensor([start.elapsed_time(end), waited], dtype=torch.float64, device=flush.device)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
     if took[1]:
-        raise RuntimeError("a device came to the call before its host had enqueued it; raise BUSY")
+        raise RuntimeError(
+            f"a device reached the call before its host had enqueued it; raise BUSY in multi_gpu.py above {BUSY}"
+        )
     return took[0].item()
 
 
 def _eager_ms(call: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds of one call of all ranks, from a barrier to the end of the slowest."""
+    """Returns the milliseconds of one call of all ranks, from a barrier to the end of the slowest rank."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     dist.barrier()
     synchronize()

@@ -1,20 +1,25 @@
-"""Measures errors where the chunked algorithm is at its limit: one key over and over, without decay.
+"""Measures errors at the numerical limit of the chunked algorithm: all keys of a head are equal, and nothing decays.
 
     python benchmarks/repeated_keys.py                           # the reference, on any machine
     python benchmarks/repeated_keys.py --impl sm90 fla reference # on a Hopper GPU, with FLA installed
 
-Prints a table: for each length and beta the largest relative Frobenius error of o and of the final state over heads,
-against the fp64 token loop. "random" is sigmoid(N(0,1)). docs/contract.md has a table of it.
+Prints, for each length and beta, the largest relative Frobenius error over heads of o and of the final state, against the
+fp64 token loop. "random" is sigmoid(N(0,1)). docs/contract.md shows such a table.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
-import implementations
 import torch
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
+
+from benchmarks import implementations
 from kda_core.testing import error, token_oracle
 
 BETAS = (None, 1.0, 1.5, 1.9, 2.0)
@@ -22,10 +27,13 @@ D = 128
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Measures the selection and prints the table."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--impl", nargs="+", default=["reference"], help='backends by name, and "fla"')
-    p.add_argument("--T", type=int, nargs="+", default=[64, 2048], help="lengths")
-    p.add_argument("--H", type=int, default=4, help="heads")
+    p.add_argument(
+        "--impl", nargs="+", default=["reference"], help='backends by name, or "fla" (default: reference)'
+    )
+    p.add_argument("--T", type=int, nargs="+", default=[64, 2048], help="lengths (default: 64 2048)")
+    p.add_argument("--H", type=int, default=4, help="heads (default: 4)")
     args = p.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = [f"{name} {what}" for name in args.impl for what in ("o", "state")]
@@ -46,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def arguments(T: int, H: int, beta: float | None, device: torch.device) -> dict[str, Any]:
-    """A call of ``chunk_kda`` with one key a head, g = 0, and `beta`, or sigmoid(N(0,1)) for None."""
+    """Returns the arguments of a call with one key a head, g = 0, and `beta`; None stands for sigmoid(N(0,1))."""
     rng = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -66,4 +74,4 @@ def arguments(T: int, H: int, beta: float | None, device: torch.device) -> dict[
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

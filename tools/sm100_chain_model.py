@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1]))
 
-from registry import Case, public
+from benchmarks.cases import Case, public
 
 K = 128
 CHUNKS = 60  # chunks that the model runs; the first half fills the pipeline

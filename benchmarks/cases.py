@@ -1,7 +1,7 @@
-"""The benchmark cases: shapes and the tables that they belong to. Nothing here touches a GPU.
+"""The benchmark cases: shapes, and the tables that they belong to. This module needs no GPU.
 
-Every case runs with each family of gates (`kda_core.testing`): steep, slow, memory; and, where a run asks for them, with
-`UNBOUNDED` ones. Packed cases name their lengths.
+Each case is measured with the gate families `GATES` of `kda_core.testing` (steep, slow, memory), and on request with the
+families `UNBOUNDED`. The names of packed cases say how the lengths were chosen.
 """
 
 from __future__ import annotations
@@ -11,20 +11,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 GATES = ("steep", "slow", "memory")
-#: The inputs of a family without its lower bound: gates in the softplus form, which may lie below -5.
+#: Gate families without the lower bound, and the family whose inputs they use. Their gate is in softplus form and may lie
+#: below -5.
 UNBOUNDED = {f"{family}-unbounded": family for family in ("steep", "slow")}
-# Tables. Those of prefill are measured on every architecture, "blackwell" on that one; a case that several have is of the first.
-PREFILL, CONTEXT_PARALLEL = ("public", "gva", "varlen", "padded", "blackwell"), ("cp", "cp-h16", "cp-1m")
+#: Tables of prefill. "blackwell" is measured on Blackwell only, the others on every architecture. A case that several tables
+#: contain belongs to the first of them.
+PREFILL = ("public", "gva", "varlen", "padded", "blackwell")
+CONTEXT_PARALLEL = ("cp", "cp-h16", "cp-1m")
 
-#: Behind the name of an implementation: split where kda-cp says so, or by its best plan of certified decay.
+#: Suffixes of the name of an implementation: kda-cp decides whether to split (CP), or takes its best plan of certified decay
+#: (CERTIFIED).
 CP, CERTIFIED = PLANNED = "+cp", "+certified"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape. `lengths` are those of the sequences packed along T (then B = 1), empty for fixed length.
-    `table` names the group of rows that a report shows together. With `use_graph` the call says so, and its lengths may
-    sum to less than T."""
+    """One shape.
+
+    Attributes:
+        name: unique name, used in results files.
+        table: the table that reports show the case in.
+        B, T, H, HV: batch size, tokens, heads of q and k, heads of v.
+        lengths: token counts of the sequences packed along T (then B = 1); empty for sequences of T tokens.
+        use_graph: whether the call sets ``use_graph``; the lengths may then sum to less than T.
+    """
 
     name: str
     table: str
@@ -36,53 +46,68 @@ class Case:
     use_graph: bool = False
 
     @property
-    def behind(self) -> int:
-        """Tokens that belong to no sequence."""
+    def padding(self) -> int:
+        """Number of tokens after the last sequence, which belong to no sequence."""
         return self.T - sum(self.lengths) if self.lengths else 0
 
 
 def fixed(table: str, B: int, T: int, H: int, HV: int | None = None) -> Case:
+    """Returns a case of B sequences of T tokens."""
     HV = HV or H
     heads = f"H{H}" if HV == H else f"H{H}-HV{HV}"
     return Case(f"B{B}-T{T}-{heads}", table, B, T, H, HV)
 
 
 def packed(table: str, label: str, lengths: tuple[int, ...], H: int, HV: int | None = None) -> Case:
+    """Returns a case of packed sequences; `label` describes the lengths in the case's name."""
     HV = HV or H
     heads = f"H{H}" if HV == H else f"H{H}-HV{HV}"
     return Case(f"varlen-{label}-{heads}", table, 1, sum(lengths), H, HV, lengths)
 
 
+# ---- lengths of packed sequences
+
+
 def uniform(T: int, n: int) -> tuple[int, ...]:
-    """n sequences of T // n tokens, the first T % n of them one longer."""
+    """Returns n lengths of T // n tokens; the first T % n of them are one token longer."""
     return tuple(T // n + (i < T % n) for i in range(n))
 
 
 def drawn(T: int, n: int, seed: int) -> tuple[int, ...]:
-    """n sequences of at least `SHORTEST` tokens: the tokens above that many are shared out between n - 1 distinct cuts
-    of their number, drawn without replacement by ``random.Random(seed)``."""
+    """Returns n random lengths of at least `SHORTEST` tokens.
+
+    ``random.Random(seed)`` draws n - 1 distinct cuts of the T - n * `SHORTEST` remaining tokens without replacement.
+    """
     spare = T - SHORTEST * n
     cuts = sorted(random.Random(seed).sample(range(1, spare), n - 1))
     return tuple(SHORTEST + b - a for a, b in zip([0, *cuts], [*cuts, spare]))
 
 
 def skewed(T: int, n: int) -> tuple[int, ...]:
-    """One sequence of T // 2 tokens, then n - 1 that share the rest evenly, longer ones first."""
+    """Returns one length of T // 2 tokens, then n - 1 lengths that share the rest evenly, longer ones first."""
     return (T // 2, *uniform(T - T // 2, n - 1))
 
 
 def _tokens(part: str) -> tuple[int, ...]:
-    """The lengths that "2x1K" stands for."""
+    """Returns the lengths that a part of a label names: "2x1K" is (1024, 1024)."""
     count, _, length = part.rpartition("x")
     number = int(length.removesuffix("K")) * (1024 if length.endswith("K") else 1)
     return (number,) * int(count or 1)
 
 
-#: The outputs of a sequence of one or two tokens may cancel to almost nothing in one head of many. The largest relative
-#: error over heads then compares the luck of implementations that round alike (conformance tests such sequences).
+#: Fewest tokens of a random length. In sequences of one or two tokens the output of one head in many may cancel to almost
+#: nothing. The largest relative error over heads then compares chance, not implementations. The conformance kit tests such
+#: sequences.
 SHORTEST = 16
 
-MIXED = (1300, 547, 2048, 963, 271, 3063)  # lengths that published benchmarks of KDA kernels use, 8192 in all
+MIXED = (
+    1300,
+    547,
+    2048,
+    963,
+    271,
+    3063,
+)  # lengths in published benchmarks of KDA kernels, 8192 tokens in all
 
 
 RAGGED = {
@@ -94,8 +119,11 @@ RAGGED = {
 }  # fmt: skip
 
 
+# ---- tables
+
+
 def public() -> list[Case]:
-    """The shapes of published benchmarks of KDA prefill."""
+    """Returns the shapes of published benchmarks of KDA prefill."""
     cases = [fixed("public", B, T, H, HV) for B, T, H, HV in (
         (1, 2048, 12, 12), (1, 8192, 32, 32), (1, 8192, 64, 64), (1, 8192, 96, 96), (2, 8192, 64, 64),
         (1, 16384, 16, 16), (1, 65536, 8, 8), (1, 65536, 4, 4), (1, 8192, 16, 64), (1, 1024, 64, 64), (2, 16384, 64, 64),
@@ -104,25 +132,25 @@ def public() -> list[Case]:
 
 
 def gva() -> list[Case]:
-    """Fixed lengths with grouped value heads."""
+    """Returns sequences of one length with grouped value heads."""
     lengths = ((1, 1024), (1, 4096), (1, 8192), (1, 16384), (2, 4096), (2, 8192))
     return [fixed("gva", B, T, H, 64) for B, T in lengths for H in (64, 32, 16, 8)]
 
 
 def varlen() -> list[Case]:
-    """Packed sequences, lengths by the rules above; the seed of a drawn case is its number of sequences."""
+    """Returns packed sequences. The seed of a case with random lengths is its number of sequences."""
     cases = [case for T in (4096, 8192) for n in (10, 20) for case in kinds("varlen", T, n, 64)]
     return cases + [packed("varlen", f"random-{n}x-T8192", drawn(8192, n, n), 32) for n in range(15, 19)]
 
 
 def kinds(table: str, T: int, n: int, H: int, HV: int | None = None) -> list[Case]:
-    """T tokens in n sequences by each rule."""
+    """Returns three cases of T tokens in n sequences: uniform, random and skewed lengths."""
     lengths = {"uniform": uniform(T, n), "random": drawn(T, n, n), "skewed": skewed(T, n)}
     return [packed(table, f"{kind}-{n}x-T{T}", x, H, HV) for kind, x in lengths.items()]
 
 
 def padded() -> list[Case]:
-    """Packed calls with `use_graph`, as a serving engine captures them: room for T tokens, of which some are in use."""
+    """Returns packed calls with ``use_graph``, as a serving engine captures them: sequences that use a part of T tokens."""
     shapes = [(T, (256,) * 16, H) for H in (32, 4) for T in (4096, 8192, 65536)] + [(8192, (256,) * 32, 32)]
     return [
         Case(f"padded-{len(x)}x{x[0]}-T{T}-H{H}", "padded", 1, T, H, H, x, use_graph=True)
@@ -131,8 +159,10 @@ def padded() -> list[Case]:
 
 
 def blackwell() -> list[Case]:
-    """The shapes of published benchmarks of KDA prefill on Blackwell, with as many heads of q and k as of v and with a
-    quarter of them. Those of context parallelism are in `context_parallel`."""
+    """Returns the shapes of published benchmarks of KDA prefill on Blackwell, with HV = H and with HV = 4 * H.
+
+    Their shapes of context parallelism are in `context_parallel`.
+    """
     found = []
     for H in (64, 16):
         found += [fixed("blackwell", B, T, H, 64) for B in (1, 2) for T in (512, 1024, 4096, 8192, 16384)]
@@ -142,8 +172,10 @@ def blackwell() -> list[Case]:
 
 
 def context_parallel() -> list[Case]:
-    """The shapes of published benchmarks of context parallelism within one GPU, and longer ones. They are the same on every
-    architecture: rows of Blackwell are those of the implementations ``kda-sm100`` and ``kda-sm100+cp``."""
+    """Returns the shapes of published benchmarks of context parallelism within one GPU, and longer ones.
+
+    The shapes are the same on every architecture.
+    """
     found = []
     for H in (4, 8):
         found += [fixed("cp", 1, kilo * 1024, H) for kilo in (4, 8, 32, 64, 128)]
@@ -154,11 +186,11 @@ def context_parallel() -> list[Case]:
     return found + [fixed("cp-1m", 1, 1 << 20, H) for H in (4, 8)]
 
 
-def cases(hv: int | None = None) -> tuple[Case, ...]:
-    """All cases of the `PREFILL` tables, by name; `hv` replaces the number of value heads of the GVA table.
+def prefill(hv: int | None = None) -> tuple[Case, ...]:
+    """Returns all cases of the `PREFILL` tables, each name once; `hv` replaces the number of value heads of table gva.
 
     Raises:
-        ValueError: `hv` is no multiple of a row's H.
+        ValueError: `hv` is not a multiple of a case's H.
     """
     found = [*public(), *varlen()]
     for c in gva():
@@ -172,7 +204,7 @@ def cases(hv: int | None = None) -> tuple[Case, ...]:
 
 
 def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a results file in the order of the cases here, whichever was measured first; unknown ones last."""
-    names = [c.name for c in (*context_parallel(), *cases())]
-    place = {name: i for i, name in reversed([*enumerate(names)])}
-    return sorted(rows, key=lambda r: place.get(r["case"], len(names)))
+    """Returns rows of a results file in the order of the cases here; rows of unknown cases are last."""
+    known = [(c.table, c.name) for c in (*prefill(), *context_parallel())]
+    place = {name: i for i, name in enumerate(known)}
+    return sorted(rows, key=lambda r: place.get((r["table"], r["case"]), len(known)))

@@ -1,0 +1,257 @@
+"""The page of prefill: speed-ups by gate family and shape, then every measured row."""
+
+from __future__ import annotations
+
+from benchmarks import cases
+from benchmarks.pages import (
+    ERROR_RATIO,
+    ERRORS,
+    GENERATED,
+    PEER,
+    Data,
+    Row,
+    geometric_mean,
+    named,
+    number,
+    peer_name,
+    run_number,
+    runs,
+    table,
+)
+from benchmarks.plots import Picture
+
+#: Gate families by description, in the order of the pages: the gates of models first.
+FAMILIES = {
+    "slow-unbounded": "softplus, slow decay (Kimi Linear's gate)",
+    "steep-unbounded": "softplus, steep decay",
+    "slow": "bounded below by -5, slow decay",
+    "steep": "bounded below by -5, steep decay",
+    "memory": "computed before the call, hardly any decay",
+}
+MODEL = "slow-unbounded"  # the gate family of the pictures by shape
+COMMON = "public"  # the table that was measured with every family
+TABLES = {
+    "public": "The shapes of published benchmarks of KDA kernels.",
+    "varlen": "Sequences of different lengths, packed along T.",
+    "gva": "Sequences of one length, with more heads of v (HV) than of q and k (H).",
+    "padded": "Calls with `use_graph`: the sequences use a part of the T tokens, the rest is padding. FLA has no such call.",
+    "blackwell": "The shapes of published benchmarks of KDA kernels on Blackwell.",
+}
+BANDWIDTH = {"h200": 4.27e12}  # bytes/s of a device-to-device copy, reads plus writes
+
+
+# ---- comparison with the peer
+
+
+def peer_row(r: Row, rows: list[Row]) -> Row | None:
+    """Returns the peer's row of the same call; None if there is none, or if `r` is the peer's."""
+    same = (p for p in rows if (p["case"], p["gates"], p["impl"]) == (r["case"], r["gates"], PEER))
+    return None if r["impl"] == PEER else next(same, None)
+
+
+def speedup(r: Row, rows: list[Row]) -> float | None:
+    """Returns the peer's device time over this row's; None if the row is wrong or the peer has no row."""
+    peer = peer_row(r, rows)
+    if peer is None or any(not r[e] <= ERROR_RATIO * peer[e] for e in ERRORS):
+        return None
+    return peer["median_ms"] / r["median_ms"]
+
+
+def compared(rows: list[Row]) -> list[Row]:
+    """Returns the rows with a device time and a row of the peer."""
+    return [r for r in rows if r["median_ms"] is not None and peer_row(r, rows) is not None]
+
+
+def floor_ms(row: Row, device: str) -> float | None:
+    """Returns the milliseconds that a device copy needs to read q, k, v, g (bf16) and beta, and to write o, once."""
+    if device not in BANDWIDTH:
+        return None
+    tokens, D = sum(row["lengths"]) or row["B"] * row["T"], 128
+    values = tokens * (2 * row["H"] * D + 3 * row["HV"] * D + row["HV"])
+    return 2 * values / BANDWIDTH[device] * 1e3
+
+
+# ---- page
+
+
+def page(data: Data, device: str) -> str:
+    """Returns the Markdown page of a results file."""
+    gpu, rows = data["runs"][-1]["device_name"], data["rows"]
+    shown = pictures(data)
+    own = " and ".join(dict.fromkeys(named(r["impl"], data) for r in compared(rows))) or "the backends"
+    lines = [f"# Prefill on {gpu}", "", GENERATED, ""]
+    lines += [
+        f"How fast and how exact is prefill with {own} on one {gpu}, compared with {peer_name(data)}?",
+        "",
+    ]
+    lines += ["## Speed-up over FLA", "", *summary(data)]
+    for name, picture in shown.items():
+        lines += [
+            "",
+            f"### {picture.question}",
+            "",
+            f"![{picture.title}; {picture.subtitle}]({device}-{name}.svg)",
+        ]
+    lines += ["", "## How it was measured", "", *_method(data, device), "", "## Measurements"]
+    for name in (t for t in TABLES if any(r["table"] == t for r in rows)):
+        lines += ["", f"### {name}", "", TABLES[name], "", *_measurements(data, name, device)]
+    return "\n".join(lines) + "\n"
+
+
+def summary(data: Data) -> list[str]:
+    """Returns the table of speed-ups by gate family, unbounded gates first, and the explanation of its cells."""
+    rows = data["rows"]
+    own = compared(rows)
+    families = [gates for gates in FAMILIES if any(r["gates"] == gates for r in own)]
+    if not families:
+        return ["The results have no row of FLA to compare with."]
+    lines = []
+    for gates in families:
+        for impl in dict.fromkeys(r["impl"] for r in own):
+            of_family = [r for r in own if (r["gates"], r["impl"]) == (gates, impl)]
+            common = [r for r in of_family if r["table"] == COMMON]
+            cells = [_mean(common, rows), "" if common == of_family else _mean(of_family, rows)]
+            lines.append([FAMILIES[gates], impl, *cells])
+    columns = ("gates", "impl", "published shapes", "all shapes")
+    ratios = [r[e] / peer_row(r, rows)[e] for r in own for e in ERRORS]  # type: ignore[index]
+    return [
+        *table(columns, lines, columns),
+        "",
+        f"- A figure is the geometric mean of {peer_name(data)}'s device time divided by the implementation's. Brackets: lowest and",
+        "  highest speed-up; number of shapes.",
+        f"- Published shapes are those of table `{COMMON}`. All shapes also include `gva` and `varlen`. An empty cell means that only",
+        "  published shapes were measured.",
+        "- Slow gates have the initial `dt_bias` of the public layer. Steep gates decay within a few tokens.",
+        f"- The errors of these rows are {min(ratios):.2f} to {max(ratios):.2f} times FLA's.",
+    ]  # fmt: skip
+
+
+def _mean(found: list[Row], rows: list[Row]) -> str:
+    """Returns the geometric mean of the speed-ups of correct rows, their range, and how many rows are wrong."""
+    gains = [gain for r in found if (gain := speedup(r, rows)) is not None]
+    if not gains:
+        return f"wrong in all {len(found)}"
+    count = str(len(gains)) if len(gains) == len(found) else f"{len(gains)}, {len(found) - len(gains)} wrong"
+    return f"**{geometric_mean(gains):.2f}x** ({min(gains):.2f} to {max(gains):.2f}; {count})"
+
+
+def _method(data: Data, device: str) -> list[str]:
+    columns = {
+        "device ms": "Device time: median over replays of a CUDA graph, with the L2 flushed before each.",
+        "x floor": "Device time over the time that a device copy needs to read q, k, v, g and beta and to write o once"
+        + (f", at {BANDWIDTH[device] / 1e12:g} TB/s." if device in BANDWIDTH else "."),
+        "vs FLA": f"FLA's device time over this row's. \"wrong\": an error above {ERROR_RATIO} times FLA's.",
+        "eager ms": "An eager call from its start to the end of its last kernel, with the host's work.",
+        "error o, error state": "Largest relative Frobenius error over sequences and heads, against the fp64 token loop.",
+        "run": "Number of the run in the list below.",
+    }  # fmt: skip
+    measured = {r["gates"] for r in data["rows"]}
+    families = [(f"`{name}`", text) for name, text in FAMILIES.items() if name in measured]
+    return [
+        *table(("column", "meaning"), columns.items(), ("column", "meaning")), "",
+        *table(("gates", "meaning"), families, ("gates", "meaning")), "",
+        "Runs:", "", *runs(data),
+    ]  # fmt: skip
+
+
+def _measurements(data: Data, name: str, device: str) -> list[str]:
+    """Returns the rows of one table, by case, gate family (unbounded first) and implementation (peer last)."""
+    columns = (
+        "case",
+        "gates",
+        "impl",
+        "device ms",
+        "x floor",
+        "vs FLA",
+        "eager ms",
+        "error o",
+        "error state",
+        "run",
+    )
+    order = list(FAMILIES)
+    found = cases.ordered([r for r in data["rows"] if r["table"] == name])
+    places = {case: i for i, case in enumerate(dict.fromkeys(r["case"] for r in found))}
+    found.sort(key=lambda r: (places[r["case"]], order.index(r["gates"]), r["impl"] == PEER))
+    return table(columns, (_cells(r, data, device) for r in found), ("case", "gates", "impl"))
+
+
+def _cells(r: Row, data: Data, device: str) -> list[str]:
+    floor, ms = floor_ms(r, device), r["median_ms"]
+    ratio = None if floor is None or ms is None else ms / floor
+    return [
+        r["case"], r["gates"], r["impl"], number(ms, ".3f"), number(ratio, ".1f"), _gain(r, data["rows"]),
+        number(r["eager_ms"], ".3f"), number(r["error_o"], ".2e"), number(r["error_state"], ".2e"), run_number(r, data),
+    ]  # fmt: skip
+
+
+def _gain(r: Row, rows: list[Row]) -> str:
+    if r["median_ms"] is None or peer_row(r, rows) is None:
+        return ""
+    gain = speedup(r, rows)
+    return "wrong" if gain is None else f"{gain:.2f}x"
+
+
+# ---- pictures
+
+
+def pictures(data: Data) -> dict[str, Picture]:
+    """Returns the pictures of the page by the end of their file names. A picture without measured rows is left out."""
+    rows = data["rows"]
+    own = compared(rows)
+    if not own:
+        return {}
+    impl = own[0]["impl"]
+    gains = [
+        (r, gain)
+        for r in cases.ordered([r for r in own if r["impl"] == impl])
+        if (gain := speedup(r, rows)) is not None
+    ]
+    gpu, mine, peer = data["runs"][-1]["device_name"], named(impl, data), peer_name(data)
+    title = f"Prefill on {gpu}: {mine} compared with {peer}"
+    xlabel = f"speed-up (device time of {peer} / {impl})"
+    found = {}
+    if of_model := [(r, gain) for r, gain in gains if (r["table"], r["gates"]) == (COMMON, MODEL)]:
+        mean = geometric_mean([gain for _, gain in of_model])
+        found["speedup"] = Picture(
+            "How much faster is each published shape with Kimi Linear's gate?",
+            title,
+            f"gate: {FAMILIES[MODEL]}; geometric mean {mean:.2f}x",
+            f"{xlabel}; labels: speed-up, device time of {impl}",
+            {impl: {label(r): gain for r, gain in of_model}},
+            texts={label(r): f"{gain:.2f}x, {r['median_ms']:.3f} ms" for r, gain in of_model},
+            reference=1,
+        )
+    families: dict[str, list[float]] = {}
+    for gates, text in FAMILIES.items():
+        if of_family := [gain for r, gain in gains if (r["table"], r["gates"]) == (COMMON, gates)]:
+            families[text] = of_family
+    if len(families) > 1:
+        found["gates"] = Picture(
+            "How does the speed-up depend on the gate?",
+            title,
+            "published shapes; bar: geometric mean, line: lowest to highest",
+            xlabel,
+            {impl: {text: geometric_mean(of_family) for text, of_family in families.items()}},
+            texts={text: f"{geometric_mean(of_family):.2f}x" for text, of_family in families.items()},
+            ranges={text: (min(of_family), max(of_family)) for text, of_family in families.items()},
+            reference=1,
+        )
+    for name, question in (
+        ("gva", "Does the speed-up hold with grouped value heads?"),
+        ("varlen", "Does the speed-up hold with packed sequences?"),
+    ):
+        series: dict[str, dict[str, float]] = {}
+        for gates, text in FAMILIES.items():
+            if of_table := {label(r): gain for r, gain in gains if (r["table"], r["gates"]) == (name, gates)}:
+                series[text] = of_table
+        if series:
+            found[name] = Picture(question, title, TABLES[name], xlabel, series, reference=1)
+    return found
+
+
+def label(r: Row) -> str:
+    """Returns a case as the label of a picture's row."""
+    heads = f"H={r['H']}" + (f", HV={r['HV']}" if r["HV"] != r["H"] else "")
+    if not r["lengths"]:
+        return f"B={r['B']}, T={r['T']}, {heads}"
+    return f"{len(r['lengths'])} {r['case'].split('-')[1]} sequences, T={r['T']}, {heads}"
