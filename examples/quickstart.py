@@ -1,8 +1,8 @@
-"""Prefill in two pieces with kda-core: which backend runs, and that the pieces give what one piece gives.
+"""Prefill in one call and in two calls with kda-core. Prints which backend runs, and compares the results.
 
     python examples/quickstart.py
 
-Runs on the CPU of any machine; on a GPU nothing changes but the tensors' device.
+Runs on the CPU of any machine. On a GPU only the device of the tensors changes.
 """
 
 from typing import Any

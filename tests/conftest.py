@@ -1,5 +1,5 @@
-"""What all test folders share: the marker `arch`, and closing lines about what was emulated and what wanted a GPU that is
-not here."""
+"""Shared by all test folders: the marker `arch`, the fixture `install`, and summary lines about emulated tests and tests that
+need a missing GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from helpers.fake_plugins import install_into
 from hypothesis import HealthCheck, settings
 
-# A busy machine is slow to draw examples; that says nothing about the code under test.
+# Generating examples may be slow on a busy machine, which is not a defect of the code under test.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -70,7 +70,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """`helpers.fake_plugins.install_into` a folder on sys.path; cached discovery is forgotten, before and after."""
+    """Returns a function that installs a fake distribution into a folder on sys.path (`helpers.fake_plugins.install_into`).
+    Discovery runs again after each installation and after the test."""
     import kda_core
 
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -76,7 +76,7 @@ def test_a_child_does_not_wait_for_a_thread_that_reads_lengths():
     code = """
 import torch
 from dataclasses import replace
-from kda_core import contract
+from kda_core import buffers, contract, validate
 
 class Slow:
     device = torch.device("cpu")

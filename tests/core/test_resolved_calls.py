@@ -1,4 +1,4 @@
-"""What is remembered about calls, and which calls pass the dispatcher by: neither changes a result or an error."""
+"""Cached calls, and calls that skip the dispatcher: neither changes a result or an error."""
 
 import gc
 import random
@@ -26,7 +26,7 @@ OPERATORS = {"kda_core.chunk_fwd.default", "kda_core.chunk_fwd_out.default"}
 
 
 class Seen(TorchDispatchMode):
-    """Collects the names of the operators of this project that are dispatched."""
+    """Collects the names of this project's operators that torch dispatches."""
 
     def __init__(self):
         super().__init__()
@@ -39,13 +39,13 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_known():
+def _empty_caches():
     kda_core.backends(refresh=True)
 
 
 @pytest.fixture
 def made(monkeypatch):
-    """The shapes for which plans were made."""
+    """The shapes of the calls that were resolved."""
     shapes = []
     original = kda_core.call.of_shape
     monkeypatch.setattr(
@@ -72,7 +72,7 @@ def same(a, b):
     return len(a) == len(b) and all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
 
 
-# ---- a call that is known is the same call
+# ---- a cached call is the same call
 
 
 @pytest.mark.parametrize(
@@ -86,22 +86,22 @@ def same(a, b):
     ],
     ids=["plain", "outputs", "state", "packed", "gate"],
 )
-def test_known_calls_give_the_operators_results(more, made):
+def test_cached_calls_return_the_results_of_the_operator(more, made):
     with torch.no_grad():
         want = through_the_operator(chunk_kda, **X, **more)
         for _ in range(3):
             got = chunk_kda(**X, **more)
             assert same(got, want) and not any(t is not None and t.requires_grad for t in got)
-    assert len(made) == 1, "the operator's kernel and the direct call share their plans"
+    assert len(made) == 1, "the operator's kernel and the direct call share the cache"
 
 
-def test_calls_of_one_shape_have_one_shape_object(made):
+def test_calls_of_equal_shape_share_one_shape_object(made):
     for more in ({}, {"context_parallel": "off"}, {"backend": "reference"}, {"scale": 8**-0.5}):
         chunk_kda(**X, **more)
     assert len(made) == 4 and len(set(map(id, made))) == 1
 
 
-def test_recurrent_calls_are_known_too(made):
+def test_recurrent_calls_are_cached(made):
     want = through_the_operator(fused_recurrent_kda, **X, output_final_state=True)
     assert same(fused_recurrent_kda(**X, output_final_state=True), want)
     assert same(fused_recurrent_kda(**X, output_final_state=True), want)
@@ -125,7 +125,7 @@ def test_bad_input_is_refused_after_good_input_each_time(changes, kind, argument
         assert str(caught.value).startswith(f"{argument}: expected ") and words in str(caught.value)
 
 
-def test_values_that_are_equal_but_of_another_type_are_no_known_options():
+def test_equal_values_of_another_type_miss_the_cache():
     chunk_kda(**X, output_final_state=True, chunk_size=64)
     for bad in ({"output_final_state": 1}, {"output_final_state": True, "chunk_size": 64.0}, {"scale": True}):
         with pytest.raises(KdaError):
@@ -133,7 +133,7 @@ def test_values_that_are_equal_but_of_another_type_are_no_known_options():
     assert same(chunk_kda(**X, scale=1), chunk_kda(**X, scale=1.0))
 
 
-def test_contents_are_looked_at_in_every_call():
+def test_contents_are_checked_in_every_call():
     cu = torch.tensor([0, 5, 20])
     for bounds, chunks in ((cu, 2), (torch.tensor([0, 10, 20]), 2)):
         h = chunk_kda(**X, cu_seqlens=bounds, return_intermediate_states=True)[2]
@@ -149,7 +149,7 @@ def test_contents_are_looked_at_in_every_call():
         chunk_kda(**X, cu_seqlens=torch.tensor([0, 5, 20]), cu_seqlens_cpu=cu)
 
 
-def test_addresses_and_strides_are_looked_at_in_every_call(made):
+def test_addresses_and_strides_are_checked_in_every_call(made):
     want = chunk_kda(**X)[0]
     shifted = torch.empty(X["q"].numel() + 1)[1:].view_as(X["q"]).copy_(X["q"])
     strided = torch.empty(*X["q"].shape, 2)[..., 0].copy_(X["q"])
@@ -157,7 +157,7 @@ def test_addresses_and_strides_are_looked_at_in_every_call(made):
     assert shifted.data_ptr() % 16 and not strided.is_contiguous() and negative.is_neg()
     for q in (shifted, strided, negative):
         assert torch.equal(chunk_kda(**replaced(X, q=q))[0], want)
-    zeros = torch._efficientzerotensor(X["v"].shape)  # tangents may be such: no memory until they are read
+    zeros = torch._efficientzerotensor(X["v"].shape)  # as some tangents: without memory until they are read
     assert not chunk_kda(**replaced(X, v=zeros))[0].any()
     out = torch.empty_like(want)
     assert chunk_kda(**X, out=out)[0] is out and torch.equal(out, want)
@@ -171,7 +171,7 @@ def test_addresses_and_strides_are_looked_at_in_every_call(made):
     assert len(made) == 1
 
 
-def test_one_half_of_a_pair_of_outputs_may_be_given():
+def test_one_of_two_outputs_may_be_given():
     want = chunk_kda(**X, output_final_state=True)
     state = torch.empty_like(want[1])
     o, got = chunk_kda(**X, output_final_state=True, out=(None, state))
@@ -180,10 +180,10 @@ def test_one_half_of_a_pair_of_outputs_may_be_given():
         chunk_kda(**X, initial_state=state, output_final_state=True, out=(None, state))
 
 
-# ---- what decides about the backend decides anew
+# ---- another rule of choice is another call
 
 
-def test_another_choice_is_another_call(install, monkeypatch):
+def test_another_rule_of_choice_misses_the_cache(install, monkeypatch):
     install("alpha", priority=1)
     install("beta", priority=0)
     for _ in range(2):
@@ -205,7 +205,7 @@ def test_another_choice_is_another_call(install, monkeypatch):
         monkeypatch.delenv("KDA_CP")
 
 
-def test_a_new_plugin_serves_calls_that_were_known(install):
+def test_a_new_plugin_serves_calls_that_were_cached(install):
     assert ran() == "reference"
     install("better", priority=1)
     assert ran() == "better"
@@ -213,7 +213,7 @@ def test_a_new_plugin_serves_calls_that_were_known(install):
     assert ran() == "best"
 
 
-def test_a_plan_that_was_begun_before_a_refresh_is_not_kept(install, monkeypatch):
+def test_a_call_that_began_before_a_refresh_is_not_cached(install, monkeypatch):
     original = kda_core.call.of_shape
 
     def slow(*args):
@@ -227,7 +227,7 @@ def test_a_plan_that_was_begun_before_a_refresh_is_not_kept(install, monkeypatch
     assert ran() == "late"
 
 
-def test_a_plan_is_not_kept_if_the_environment_changed_meanwhile(install, monkeypatch):
+def test_a_call_is_not_cached_if_the_environment_changed_meanwhile(install, monkeypatch):
     install("alpha")
     original = REGISTRY.resolve
 
@@ -242,7 +242,7 @@ def test_a_plan_is_not_kept_if_the_environment_changed_meanwhile(install, monkey
     assert ran() == "alpha"
 
 
-def test_failures_are_not_kept(install, monkeypatch):
+def test_failures_are_not_cached(install, monkeypatch):
     monkeypatch.setenv("KDA_BACKEND", "moody")
     install(
         "moody",
@@ -258,10 +258,10 @@ def test_failures_are_not_kept(install, monkeypatch):
     assert ran() == "moody"
 
 
-# ---- the store
+# ---- the cache
 
 
-def test_it_is_bounded_and_holds_no_tensor(monkeypatch):
+def test_the_cache_is_bounded_and_holds_no_tensor(monkeypatch):
     monkeypatch.setattr(kda_core.call, "CALLS", Recent(4))
     for T in range(1, 12):
         x = call(T=T)
@@ -273,21 +273,21 @@ def test_it_is_bounded_and_holds_no_tensor(monkeypatch):
     assert not any(ref() is not None for ref in alive)
 
 
-def test_what_is_called_often_is_not_forgotten(monkeypatch, made):
+def test_frequent_calls_stay_in_the_cache(monkeypatch, made):
     monkeypatch.setattr(kda_core.call, "CALLS", Recent(4))
     for T in range(1, 20):
         chunk_kda(**X)
         chunk_kda(**call(T=T + 100))
-    assert len(made) == 20, "one plan for each shape"
+    assert len(made) == 20, "one entry for each shape"
 
 
-def test_new_lengths_in_every_call_take_a_bounded_memory(install, monkeypatch):
+def test_new_lengths_in_every_call_take_bounded_memory(install, monkeypatch):
     install_planner(install)
     from fake_halves_backend import Halves
 
     monkeypatch.setattr(Halves, "plan", lambda self, inputs, spec, backend: None)
 
-    monkeypatch.setattr(kda_core.call.ANSWERS, "limit", 2 << 20)  # of 16 MiB: for the sake of time
+    monkeypatch.setattr(kda_core.call.ANSWERS, "limit", 2 << 20)  # not 16 MiB, to save time
     install(
         "idle",
         priority=1,
@@ -308,10 +308,10 @@ def test_new_lengths_in_every_call_take_a_bounded_memory(install, monkeypatch):
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert held < 4 << 20  # where all were kept: 7 MiB
+    assert held < 4 << 20  # all of them would take 7 MiB
 
 
-def test_a_cache_keeps_what_was_used_last_within_its_limit():
+def test_a_cache_keeps_the_last_used_entries_within_its_limit():
     cache = Recent(10, weigh=lambda key, value: value)
     for key in range(100):
         cache.put(key, 1)
@@ -325,7 +325,7 @@ def test_a_cache_keeps_what_was_used_last_within_its_limit():
         cache.get([])
 
 
-def test_threads_share_it(install):
+def test_threads_share_the_cache(install):
     install("alpha", priority=1)
     names, wrong = ("alpha", "reference"), []
     inputs = [call(T=T) for T in range(1, 7)]
@@ -348,12 +348,12 @@ def test_threads_share_it(install):
     assert sorted(c.backend for c in calls) == ["alpha"] * 360 + ["reference"] * 360
 
 
-# ---- who needs the operator gets it
+# ---- calls that need the operator use it
 
 
 @pytest.fixture
 def direct(monkeypatch):
-    """Counts the calls that pass the dispatcher by."""
+    """Counts the calls that skip the dispatcher."""
     calls = []
     original = ops.run_directly
     monkeypatch.setattr(ops, "run_directly", lambda *a: calls.append(1) or original(*a))
@@ -438,7 +438,7 @@ def test_transforms_get_the_operator(direct):
     assert torch.equal(o, torch.stack([chunk_kda(**X)[0], chunk_kda(**other)[0]]))
 
 
-def test_explain_says_the_same_of_a_known_call():
+def test_explain_does_not_depend_on_the_cache():
     before = explain(**X, output_final_state=True)
     chunk_kda(**X, output_final_state=True)
     chunk_kda(**X, output_final_state=True)

@@ -17,20 +17,22 @@ from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 
 
 class TokenwiseBackend:
-    """Satisfies `kda_core.backend.Backend`. It has no state, so that threads may share it."""
+    """Satisfies `kda_core.backend.Backend`. It has no mutable state, so it is thread-safe."""
 
     def can_run(self, shape: ProblemShape) -> str | None:
-        return None  # whatever the spec declares is served in every shape
+        """Returns None: every shape is served."""
+        return None
 
     def workspace_bytes(self, shape: ProblemShape) -> int:
+        """Returns 0: torch allocates the temporaries."""
         return 0
 
     def compile(self, shape: ProblemShape) -> None:
-        """Nothing to compile."""
+        """Does nothing: there is nothing to compile."""
 
     @torch.no_grad()
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-        """Writes o [B,T,HV,V] and, where it was asked for, the final states; returns `outputs`."""
+        """Writes o [B,T,HV,V], and the final states if the call asks for them. Returns `outputs`."""
         s = inputs.shape
         q, k, v, g, beta = _activate(inputs)
         states = _initial_states(inputs)
@@ -49,12 +51,12 @@ class TokenwiseBackend:
         return outputs
 
     def recurrent_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-        """The decode entry: `chunk_fwd` is a recurrence already."""
+        """The decode entry, the same computation."""
         return self.chunk_fwd(inputs, outputs)
 
 
 def _activate(inputs: KdaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q (times scale) and k [B,T,HV,K], v [B,T,HV,V], log decay g [B,T,HV,K], beta [B,T,HV], all fp32."""
+    """Returns q (times scale) and k [B,T,HV,K], v [B,T,HV,V], log decay g [B,T,HV,K] and beta [B,T,HV], all fp32."""
     s, options = inputs.shape, inputs.options
     q, k, v, g, beta = (x.float() for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta))
     if options.use_qk_l2norm_in_kernel:
@@ -75,16 +77,16 @@ def _activate(inputs: KdaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
 
 
 def _initial_states(inputs: KdaInputs) -> Tensor:
-    """[N,HV,K,V] fp32, the caller's memory untouched."""
+    """Returns the initial states [N,HV,K,V] in fp32 and in new memory."""
     s = inputs.shape
     if inputs.initial_state is None:
         return torch.zeros(s.N, s.HV, s.K, s.V)
     state = inputs.initial_state.mT if s.options.state_v_first else inputs.initial_state
-    return state.clone(memory_format=torch.contiguous_format)  # strides decide how products round
+    return state.clone(memory_format=torch.contiguous_format)  # the rounding of products depends on strides
 
 
 def _sequences(inputs: KdaInputs) -> list[tuple[slice, slice, range]]:
-    """(sequences, batch rows, tokens) of what runs together: all rows at once, or packed sequences one by one."""
+    """Returns (sequences, batch rows, tokens) of each step: all rows together, or packed sequences one by one."""
     s = inputs.shape
     if not s.varlen:
         return [(slice(0, s.N), slice(0, s.B), range(s.T))]

@@ -1,4 +1,4 @@
-"""What kda-core reads to list the backend; literals only, so that listing backends stays cheap."""
+"""The spec that kda-core reads to list the backend. It has only literals, so that listing backends is cheap."""
 
 from kda_core.backend import BackendSpec
 
@@ -6,8 +6,8 @@ SPEC = BackendSpec(
     name="tokenwise",
     abi=(2, 0),  # the ABI that this package was written for
     archs=frozenset({"cpu"}),
-    # Left out because `TokenwiseBackend` does not serve them: intermediate_states, graph, pin, backward. A call that
-    # needs one of them goes to another backend, or is refused where the user named this one.
+    # Not served: intermediate_states, graph, pin, backward. A call that needs one of them goes to another backend, or is
+    # refused if the user named this one.
     features=frozenset(
         {
             "varlen",
@@ -25,7 +25,7 @@ SPEC = BackendSpec(
     ),
     target="kda_tokenwise.backend:TokenwiseBackend",
     install="pip install ./examples/third-party-backend, from a checkout of the repository",
-    priority=-200,  # below `reference` (-100), which is faster: it runs when it is named
-    # float64 is left out because the state is kept in fp32. Any K and V are served, so there are no `head_dims`.
+    priority=-200,  # below `reference` (-100), which is faster: this backend runs only when it is named
+    # Not float64, because the state is in fp32. No `head_dims`, because any K and V are served.
     dtypes=frozenset({"bfloat16", "float16", "float32"}),
 )

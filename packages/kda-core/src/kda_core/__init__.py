@@ -1,7 +1,7 @@
 """Kimi Delta Attention behind one API: ``from kda_core import chunk_kda``.
 
-`chunk_kda` and `fused_recurrent_kda` take FLA's arguments; `backends` lists what could serve them, `explain` says what
-would, and `use_backend` insists on one.
+`chunk_kda` and `fused_recurrent_kda` take FLA's arguments. `backends` lists the backends, `explain` says which one would serve a
+call, and `use_backend` chooses one.
 """
 
 from importlib.metadata import PackageNotFoundError, version

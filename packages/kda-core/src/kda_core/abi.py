@@ -1,7 +1,7 @@
-"""The version of the contract between core and backends, and the rule that compares two of them.
+"""The version of the interface between core and plugins, and the rule of compatibility.
 
-Same major, and the plugin's minor not above core's: a new feature, optional method or field with a default
-raises the minor; a changed meaning, layout or required method raises the major. ``docs/abi.md`` has the history.
+A plugin is compatible if its major equals core's and its minor is not above core's. A new feature, optional method or field with a
+default raises the minor. A changed meaning, layout or required method raises the major. ``docs/abi.md`` has the history.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ BACKEND_ABI: tuple[int, int] = (2, 0)
 
 
 def compatible(plugin: tuple[int, int], core: tuple[int, int] = BACKEND_ABI) -> bool:
-    """Whether a plugin built for ABI `plugin` = (major, minor) runs under a core of ABI `core`."""
+    """Returns whether a plugin for ABI `plugin` = (major, minor) runs under a core of ABI `core`."""
     return plugin[0] == core[0] and plugin[1] <= core[1]

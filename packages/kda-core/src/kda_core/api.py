@@ -75,60 +75,60 @@ def chunk_kda(
 
         S *= exp(g_t)[:, None];  S += (beta_t k_t) (v_t - k_t^T S);  o_t = scale * q_t^T S
 
-    The same call gives the same bits on every run. Strided inputs are copied. Gradients flow to every floating-point
-    input where the chosen backend has a backward, which then runs on the same backend; otherwise inputs that require grad are
-    refused. So are forward-mode AD and second derivatives (`DerivativeError`).
+    The same call returns the same bits on every run. Inputs that are not contiguous are copied. If the chosen backend has a backward,
+    every floating-point input has a gradient, and the backward runs on the same backend; otherwise inputs that require grad are
+    refused. Forward-mode AD and second derivatives raise a `DerivativeError`.
 
     Args:
         q, k: [B, T, H, K], bf16, fp16, fp32 or fp64 (a backend may take fewer). Query/key head of value head i:
             ``i // (HV // H)``.
         v: [B, T, HV, V], q's dtype; HV a multiple of H.
-        g: [B, T, HV, K], fp32, bf16 or q's dtype: natural log of the decay, at most 0, or with `use_gate_in_kernel`
-            what the gate is computed from.
+        g: [B, T, HV, K], fp32, bf16 or q's dtype: natural log of the decay, at most 0; with `use_gate_in_kernel` the input of
+            the gate.
         beta: [B, T, HV], fp32, bf16 or q's dtype, in [0, 1] (or its logits with `use_beta_sigmoid_in_kernel`).
         scale: factor of the output, ``K**-0.5`` by default.
         initial_state: [N, HV, K, V] fp32 (fp64 for fp64 inputs), or [N, HV, V, K] with `state_v_first`. N is B, or
-            ``len(cu_seqlens) - 1``. None equals zeros, bit for bit.
-        output_final_state: return the state after the last token of each sequence; a sequence of length zero passes
-            its initial state through.
+            ``len(cu_seqlens) - 1``. None gives the same bits as zeros.
+        output_final_state: return the state after the last token of each sequence; for a sequence of length zero its initial
+            state.
         use_qk_l2norm_in_kernel: q and k are divided by ``sqrt(sum(x**2) + 1e-6)`` over K.
         use_gate_in_kernel: with `lower_bound`, the decay is ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``
             (factor 1 without A_log); without it, ``-exp(A_log) * softplus(g + dt_bias)``.
         use_beta_sigmoid_in_kernel: beta is ``sigmoid(beta)``.
         allow_neg_eigval: beta is ``2 * sigmoid(beta)``; needs `use_beta_sigmoid_in_kernel`.
-        safe_gate: the caller's promise that every decay g lies in [-5, 0]; a broken promise gives NaN, which
-            ``KDA_CHECK=1`` finds. With `use_gate_in_kernel` it requires `lower_bound` in [-5, 0), which makes it true.
-        lower_bound: a number below 0, see `use_gate_in_kernel`. Beside a g that is the decay itself it needs `safe_gate`
-            and is part of that promise: every g lies in [lower_bound, 0], so one below -5 promises too little to help.
-        disable_recompute: FLA's request to keep intermediates for the backward. It never changes results; a backend
-            without a stored-intermediates backward (all of them at present) recomputes.
+        safe_gate: the caller's promise that every precomputed g lies in [-5, 0]. If g breaks it, outputs may be NaN, which
+            ``KDA_CHECK=1`` detects. With `use_gate_in_kernel` it requires `lower_bound` in [-5, 0), which guarantees it.
+        lower_bound: a number below 0, see `use_gate_in_kernel`. With a precomputed g it needs `safe_gate` and is part of that
+            promise: every g lies in [lower_bound, 0]. A value below -5 is too weak a promise and has no effect.
+        disable_recompute: FLA's request to keep intermediates for the backward. It never changes results. At present every
+            backend recomputes.
         return_intermediate_states: also return h, the states at the start of every chunk of `chunk_size` tokens; not
-            differentiable. A packed call needs `cu_seqlens_cpu` (or CPU cu_seqlens, or `use_graph`), for the number of
-            chunks is the shape of h.
+            differentiable. A packed call needs `cu_seqlens_cpu` (or CPU cu_seqlens, or `use_graph`), because the shape of h
+            contains the number of chunks.
         state_v_first: states are [V, K] instead of [K, V].
         cu_seqlens: [N+1] int32 or int64 on q's device, cumulative lengths of the sequences packed along T (B = 1).
-            Values are read on the device, where they are clamped to [0, T].
-        cu_seqlens_cpu: the same values in host memory; they are checked, and let a planner and the backend choose by the
-            lengths without synchronisation, which changes no bit with `pin`.
-        cp_context: FLA's context-parallel context; refused, no installed planner serves it yet.
-        use_graph: the contents of `cu_seqlens`, which it needs, may change between CUDA-graph replays: nothing is derived
-            from host copies, and ``cu_seqlens[-1]`` may be below T (rows of no sequence are not written).
+            Values are read on the device, which clamps them to [0, T].
+        cu_seqlens_cpu: the same values in host memory. They are checked, and allow a planner and the backend to choose by the
+            lengths without synchronisation. With `pin` that changes no bit.
+        cp_context: FLA's context-parallel context; refused, because no planner serves it.
+        use_graph: the contents of `cu_seqlens`, which it requires, may change between CUDA-graph replays. Nothing is derived
+            from host copies, and ``cu_seqlens[-1]`` may be below T (tokens after it are not written).
         max_num_seqs: with `use_graph`, the number of sequences N to which cu_seqlens is padded by empty ones.
-        A_log: [HV], or HV elements in another shape ([1, 1, HV, 1]); fp32, bf16 or fp16, computed with in fp32; with
+        A_log: [HV], or HV elements in another shape ([1, 1, HV, 1]); fp32, bf16 or fp16, converted to fp32; requires
             `use_gate_in_kernel`. Its gradient has its shape and dtype.
         dt_bias: [HV*K] or [HV, K], as A_log.
-        chunk_size: 64 or 32, the spacing of `h`; not the chunk that a kernel computes in.
+        chunk_size: 64 or 32, the spacing of h. Kernels choose their own chunk.
         transpose_state_layout: deprecated name of `state_v_first`.
-        backend: name of the backend that must serve the call; there is no fallback. None: `use_backend`, then
+        backend: name of the backend that must serve the call, without fallback. None: the one of `use_backend`, then of
             ``KDA_BACKEND``, then the best eligible one.
-        context_parallel: "auto" (a planner may split long sequences), "off", or a plan made by a planner.
-        out: tensors to write: o, or (o, final_state) or (o, final_state, h) with None where not asked for; contiguous,
-            not overlapping the inputs. Not differentiable.
-        workspace: 1-D uint8 scratch memory of at least ``explain(...).workspace_bytes``. A planner's own plan that needs more
-            gives way to a direct call; where that needs more too, or `context_parallel` is a plan, the call raises. Calls that
-            may overlap, on several streams or threads, must not share one.
-        pin: fix kernel, chunk and plan, so that outputs depend on their own sequence up to their own token alone, bit
-            for bit, whatever else the batch holds and whatever follows.
+        context_parallel: "auto" (a planner may split long sequences), "off", or a plan of a planner.
+        out: tensors to write: o, (o, final_state) or (o, final_state, h), with None for outputs that the call does not ask for;
+            contiguous, not overlapping the inputs. Not differentiable.
+        workspace: 1-D uint8 scratch memory of at least ``explain(...).workspace_bytes``. If a planner's own plan needs more, the
+            call is direct; if a direct call needs more too, or `context_parallel` is a plan, the call raises. Calls that may
+            overlap, on several streams or threads, must not share one.
+        pin: fix kernel, chunk and plan, so that the bits of an output depend only on its own sequence up to its own token, not on
+            the rest of the batch or on later tokens.
 
     Returns:
         o [B, T, HV, V] in q's dtype; the final states, fp32, shaped as `initial_state`, or None; and with
@@ -137,9 +137,9 @@ def chunk_kda(
 
     Raises:
         UnknownArgumentError: an unknown keyword (a TypeError).
-        ArgumentError, ShapeError, DtypeError, DeviceError, StrideError: bad input (ValueErrors; DtypeError also is a
-            TypeError). Each names the argument, what was expected and what came.
-        BackendError: nobody serves the call, or the named backend does not; the message says who refused and why.
+        ArgumentError, ShapeError, DtypeError, DeviceError, StrideError: invalid input (ValueErrors; DtypeError also is a
+            TypeError). The message names the argument, what was expected and what came.
+        BackendError: no backend serves the call, or the named one does not; the message gives the reasons.
     """
     if unknown:
         raise unknown_keyword(chunk_kda, unknown, chunk_kda)
@@ -147,14 +147,15 @@ def chunk_kda(
         state_v_first = renamed_layout(state_v_first, transpose_state_layout)
     if cp_context is not None:
         raise cp_context_error(cp_context)
-    # positional, because 27 keywords would take 2 us; a test compares the names with the fields
-    args = Arguments(
+    # `_make`, because 29 keywords would take 2 us. A test compares the order with the fields of `Arguments`.
+    args = Arguments._make((
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, scale, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
         lower_bound, disable_recompute, return_intermediate_states, state_v_first, use_graph, max_num_seqs, chunk_size,
-        pin, backend=backend, context_parallel=context_parallel,
-    )  # fmt: skip
-    o, state, h = run(args, given_outputs(out, workspace))
+        pin, False, False, backend, context_parallel,
+    ))  # fmt: skip
+    given = None if out is None and workspace is None else given_outputs(out, workspace)
+    o, state, h = run(args, given)
     final = state if output_final_state else None
     return (o, final, h) if return_intermediate_states else (o, final)
 
@@ -185,13 +186,13 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention token by token (decoding), with the arguments of FLA's ``fused_recurrent_kda``.
 
-    The formula, the arguments and the errors are those of `chunk_kda`. Where an input requires grad and grad mode is on,
-    the call is one of `chunk_kda`, so that it has gradients; it then needs a backend with a backward.
+    The formula, the arguments and the errors are those of `chunk_kda`. If an input requires grad and grad mode is on, the call
+    becomes one of `chunk_kda`, so that it has gradients; it then needs a backend with a backward.
 
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V]. g: [B, T, HV, K]. beta: [B, T, HV]. A_log: [HV]. dt_bias: [HV*K] or
             [HV, K]. initial_state: [N, HV, K, V] or [N, HV, V, K]. cu_seqlens: [N+1]; without gradients its last value
-            may be below T, and o is zeros behind it.
+            may be below T, and o is zero after it.
 
     Returns:
         o [B, T, HV, V] in q's dtype; the final states or None.
@@ -200,11 +201,11 @@ def fused_recurrent_kda(
         raise unknown_keyword(fused_recurrent_kda, unknown, chunk_kda)
     if transpose_state_layout is not None:
         state_v_first = renamed_layout(state_v_first, transpose_state_layout)
-    args = Arguments(
+    args = Arguments._make((
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None, scale, output_final_state,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        lower_bound=lower_bound, state_v_first=state_v_first, recurrent=True, backend=backend, context_parallel="off",
-    )  # fmt: skip
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False,
+        lower_bound, False, False, state_v_first, False, None, 64, False, False, True, backend, "off",
+    ))  # fmt: skip
     o, state, _ = run(args)
     return o, state if output_final_state else None
 

@@ -182,23 +182,23 @@ def _is_numpy_bool(value: Any) -> bool:
     return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
 
 
-def given_outputs(out: Any, workspace: Any) -> GivenOutputs | None:
-    """Returns the tensors of the arguments `out` and `workspace` with their types checked, None if the caller passed neither.
+def given_outputs(out: Any, workspace: Any) -> GivenOutputs:
+    """Returns the tensors of the arguments `out` and `workspace`, with their types checked.
 
     Raises:
         DtypeError, ArgumentError: not a dense tensor, or not a tuple of up to three.
     """
-    if out is None and workspace is None:
-        return None
     if workspace is not None and not isinstance(workspace, Tensor):
         raise DtypeError("workspace", "a torch.Tensor or None", describe(workspace))
-    tensors = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    if len(tensors) > 3 or not all(x is None or isinstance(x, Tensor) for x in tensors):
-        expected = "a tensor, or a tuple of up to 3 tensors or None: (o, final_state, h)"
-        raise DtypeError("out", expected, describe(out))
-    o, state, h = (*tensors, None, None, None)[:3]
-    given = GivenOutputs(o, state, h, workspace)
-    for name, x in zip(OUTPUT_ARGUMENTS.values(), given):
+    if out is None or isinstance(out, Tensor):
+        given = GivenOutputs(out, workspace=workspace)
+    else:
+        tensors = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        if len(tensors) > 3 or not all(x is None or isinstance(x, Tensor) for x in tensors):
+            expected = "a tensor, or a tuple of up to 3 tensors or None: (o, final_state, h)"
+            raise DtypeError("out", expected, describe(out))
+        given = GivenOutputs(*tensors, workspace=workspace)  # type: ignore[misc]
+    for name, x in zip(OUTPUT_ARGUMENTS, given):
         if x is not None:
             check_layout(name, x)
     return given

@@ -1,7 +1,7 @@
-"""What a plugin is: a cheap spec, found through an entry point, and the class that the spec names.
+"""The interfaces of plugins: a cheap spec, which core discovers through an entry point, and the class that the spec names.
 
 A backend package registers ``name = "package.plugin:SPEC"`` in the entry-point group ``kda_core.backends``. Importing
-that module must be cheap (no compiler, no CUDA); `BackendSpec.target` is imported when the backend is first needed.
+that module must be cheap (no compiler, no CUDA). Core imports `BackendSpec.target` when it first needs the backend.
 A planner (context parallelism) does the same in ``kda_core.planners``. ``docs/writing-a-backend.md`` is the guide.
 """
 
@@ -27,19 +27,18 @@ class BackendSpec:
     """A backend, described by literals.
 
     Attributes:
-        name: what users write in ``backend=``; lower case, unique.
+        name: what users pass as ``backend=``; lower case, unique.
         abi: the (major, minor) of `kda_core.abi.BACKEND_ABI` that the plugin was written for.
         archs: where it runs, see `Arch`.
-        features: values of `kda_core.contract.Feature` that it serves; a call that needs another one goes elsewhere.
-        priority: among eligible backends the highest wins, then the name that sorts first.
+        features: values of `kda_core.contract.Feature` that it serves. It never receives a call that needs another one.
+        priority: the automatic choice takes the eligible backend with the highest priority, then the one whose name sorts first.
         target: ``"package.module:Class"``; the class takes no arguments and satisfies `Backend`.
         install: the command that installs it, for messages.
-        unavailable: why no call can be served although the package is installed; None where calls are served.
+        unavailable: why the installed package cannot serve any call; None if it serves calls.
         variants: ``"package.module:callable"``, imported when kernels are compiled ahead of time; called with an
-            architecture such as "sm_90a", it gives (kernel class, configuration) pairs.
+            architecture such as "sm_90a", it returns (kernel class, configuration) pairs.
             None: nothing to compile.
-        note: what whoever relies on the backend should know, such as where it has been run; shown where
-            backends are listed. None: nothing.
+        note: a remark for users in the list of backends, such as where it has been run. None: no remark.
         dtypes: torch's names of the dtypes of q, k and v that it serves, such as ``{"bfloat16", "float16"}``. Core refuses
             all others. None: `Backend.can_run` decides.
         head_dims: the pairs (K, V) that it serves, such as ``{(128, 128)}``. Core refuses all others. None:
@@ -60,7 +59,7 @@ class BackendSpec:
     head_dims: frozenset[tuple[int, int]] | None = None
 
     def undeclared(self, shape: ProblemShape) -> str | None:
-        """None, or what `shape` needs that this spec does not declare."""
+        """Returns what `shape` needs and this spec does not declare, or None."""
         if missing := sorted(f.value for f in shape.features if f.value not in self.features):
             return ", ".join(missing)
         if self.dtypes is not None and (name := dtype_name(shape.dtype)) not in self.dtypes:
@@ -73,95 +72,96 @@ class BackendSpec:
 
 @runtime_checkable
 class Backend(Protocol):
-    """The methods that every backend has. All launches go to the current stream of the inputs' device, and no method
-    but `compile` may synchronise with a GPU. Methods may be called from several threads at once. Answers of `can_run` and
-    `workspace_bytes` depend on the shape alone: core keeps them until the registry is refreshed."""
+    """The methods that every backend has.
+
+    Methods are called from several threads at once. All launches go to the current stream of the inputs' device, and only `compile`
+    may synchronise with a GPU. The results of `can_run` and `workspace_bytes` depend only on the shape, because core caches
+    them.
+    """
 
     def can_run(self, shape: ProblemShape) -> str | None:
-        """None, or why this shape is not served ("T=70; a multiple of 64 is needed"). What the spec declares was
-        checked before: features, dtypes and head dimensions."""
+        """Returns None, or why this shape is not served ("T=70; a multiple of 64 is needed"). Core has already checked the
+        features, dtypes and head dimensions of the spec."""
         ...
 
     def workspace_bytes(self, shape: ProblemShape) -> int:
-        """Bytes of scratch memory that `chunk_fwd` needs for this shape, 0 for none."""
+        """Returns the bytes of scratch memory that `chunk_fwd` needs for this shape, 0 for none."""
         ...
 
     def compile(self, shape: ProblemShape) -> None:
-        """Compiles or loads all that `chunk_fwd` needs for this shape, without a launch."""
+        """Compiles or loads every kernel that `chunk_fwd` needs for this shape, without a launch."""
         ...
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-        """Writes every row of o that belongs to a sequence, the final states and intermediate states asked for.
-        Returns `outputs`. A sequence of length zero passes its initial state (or zeros) through."""
+        """Writes o for every token that belongs to a sequence, and the states that the call asks for. Returns `outputs`. The
+        final state of a sequence of length zero is its initial state, or zeros."""
         ...
 
 
 class SupportsBackward(Protocol):
-    """Optional, behind `Feature.BACKWARD`."""
+    """Optional; requires `Feature.BACKWARD`."""
 
     def chunk_bwd(self, inputs: KdaInputs, grad_o: Tensor, grad_final_state: Tensor | None) -> KdaGradients:
-        """Gradients of sum(o * grad_o) + sum(final_state * grad_final_state) in every floating-point input."""
+        """Returns the gradients of sum(o * grad_o) + sum(final_state * grad_final_state) in every floating-point input."""
         ...
 
 
 class SupportsRecurrent(Protocol):
-    """Optional, behind `Feature.RECURRENT`."""
+    """Optional; requires `Feature.RECURRENT`."""
 
     def recurrent_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-        """As `Backend.chunk_fwd`, for a few tokens a sequence (decoding). ``cu_seqlens[-1]`` may be below T: rows of o
-        behind it are zeros already and stay so."""
+        """`Backend.chunk_fwd` for a few tokens of each sequence (decoding). ``cu_seqlens[-1]`` may be below T; o after it is
+        zero already and must stay zero."""
         ...
 
 
 @runtime_checkable
 class SupportsSegments(Protocol):
-    """Optional, behind `Feature.SEGMENT_SUMMARY`: for planners that cut sequences into segments.
+    """Optional; requires `Feature.SEGMENT_SUMMARY`. For planners that cut sequences into segments.
 
-    A planner asks for the summaries of all segments, finds from them the state at the start of each, and has them run from
-    there. `inputs` are those of a packed call (B = 1) whose N sequences are the segments; both times the same tokens, and
-    shapes that differ in `state_v_first` alone, which is False in `summarize`; final and intermediate states that they ask
-    for are the run's matter. `Backend.can_run` has said yes to the run's shape. The rules of `Backend` hold.
+    A planner computes the summaries of all segments, derives the state at the start of each, and executes the segments from
+    there. `inputs` are those of a packed call (B = 1) whose N sequences are the segments. Both calls have the same tokens. Their
+    shapes differ only in `state_v_first`, which is False in `summarize`. `summarize` ignores whether final and intermediate states
+    are asked for. `Backend.can_run` has accepted the shape of `execute_segments`. The rules of `Backend` hold.
     """
 
     def segment_workspace_bytes(self, shape: ProblemShape) -> int:
-        """Bytes of scratch memory of both calls; the same for both shapes."""
+        """Returns the bytes of scratch memory of both calls, the same for both shapes."""
         ...
 
     def summarize(self, inputs: KdaInputs, exits: Tensor, transitions: Tensor, workspace: Tensor) -> None:
-        """How each segment acts on a state, ``S_out = M S_in + B`` with fp32 accumulators.
+        """Computes how each segment acts on a state, ``S_out = M S_in + B``, with fp32 accumulators.
 
         Args:
             inputs: `initial_state` [N, HV, K, V] or None for zeros.
             exits: [N, HV, K, V], written: the final states from those initial states.
-            transitions: [N, HV, K, K], written: M, prod (I - beta k k^T) Diag(e^g). Both fp32 (fp64 for fp64 inputs). A
-                segment of length zero has the identity.
-            workspace: [`segment_workspace_bytes`] uint8. What `execute_segments` can use is left in it: all that depends
-                on the tokens alone is computed once.
+            transitions: [N, HV, K, K], written: M, prod (I - beta k k^T) Diag(e^g); the identity for a segment of length zero.
+                Both are fp32 (fp64 for fp64 inputs).
+            workspace: [`segment_workspace_bytes`] uint8, written: what `execute_segments` can use, so that work that depends only
+                on tokens is done once.
         """
         ...
 
     def execute_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-        """As `Backend.chunk_fwd`, with `outputs.workspace` as the last `summarize` left it, which was of these segments.
-        `inputs.initial_state` are the true states at the segments' starts. Returns `outputs`."""
+        """`Backend.chunk_fwd` with `outputs.workspace` as the last `summarize` of these segments left it.
+        `inputs.initial_state` are the true states at the starts of the segments. Returns `outputs`."""
         ...
 
 
 @runtime_checkable
 class SupportsMerge(Protocol):
-    """Optional beside `SupportsSegments`. Without it the planner merges in torch."""
+    """Optional in addition to `SupportsSegments`. Without it the planner merges in torch."""
 
     def merge_segments(self, initial: Tensor, exits: Tensor, transitions: Tensor, bounds: Tensor) -> None:
-        """The state at the start of every segment, accurate to fp32 and found on the device.
+        """Computes the state at the start of every segment on the device, accurate to fp32.
 
         Args:
-            initial: [N, HV, K, V] fp32, as `summarize` had it: at the first segment of a sequence its true state, elsewhere
-                zeros, which are overwritten. After the first segment the state is its exit, after every further one M S
-                + exit.
-            exits, transitions: [N, HV, K, V] and [N, HV, K, K] fp32, as `summarize` wrote them, or others of the kind:
-                those of whole groups of segments, zeros, and where K = V transitions in place of exits, to multiply
-                transitions.
-            bounds: int32 on the device, one more than there are sequences: segments bounds[n] to bounds[n+1] - 1 are the
-                parts of sequence n, in order.
+            initial: [N, HV, K, V] fp32, as in `summarize`: the true state for the first segment of a sequence, and zeros for the
+                others, which are overwritten. The state after the first segment is its exit, after every further one M S + exit.
+            exits, transitions: [N, HV, K, V] and [N, HV, K, K] fp32, as `summarize` wrote them. They may also be those of groups
+                of segments, or zeros; and if K = V, exits may be transitions, to multiply transitions.
+            bounds: [sequences + 1] int32 on the device: segments bounds[n] to bounds[n+1] - 1 are those of sequence n, in
+                order.
         """
         ...
 
@@ -178,32 +178,32 @@ class PlannerSpec:
 
 
 class Plan(Protocol):
-    """How one call is executed, made by a planner. Immutable."""
+    """A planner's decision how to execute one call. Immutable."""
 
     def to_json(self) -> str:
-        """A text from which the same planner's `plan_from_json` makes an equal plan."""
+        """Returns a text from which `plan_from_json` of the same planner creates an equal plan."""
         ...
 
 
 class Planner(Protocol):
-    """Splits calls into pieces over any backend."""
+    """Splits calls into segments, over any backend."""
 
     def plan(self, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan | None:
-        """A plan that is predicted to be faster than a direct call, or None. Must not synchronise. The answer depends on
-        metadata and on the lengths that the host knows (`KdaInputs.sequence_lengths`) alone: core keeps it until the
+        """Returns a plan that is predicted to be faster than a direct call, or None. Must not synchronise. The result depends only
+        on metadata and on the lengths that the host knows (`KdaInputs.sequence_lengths`), because core caches it until the
         registry is refreshed or the planner calls ``kda_core.registry.REGISTRY.forget_plans()``."""
         ...
 
     def plan_from_json(self, text: str) -> Plan:
-        """The plan that `Plan.to_json` wrote.
+        """Returns the plan that `Plan.to_json` wrote.
 
         Raises:
-            PlannerError: `text` is no plan of this planner.
+            PlannerError: `text` is not a plan of this planner.
         """
         ...
 
     def execute(self, plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) -> KdaOutputs:
-        """Executes the call by the plan; the outputs are those of `Backend.chunk_fwd` within tolerance.
+        """Executes the call by the plan and returns `outputs`, which equal those of `Backend.chunk_fwd` within tolerance.
 
         Raises:
             PlannerError: the plan does not fit the call.
@@ -212,12 +212,12 @@ class Planner(Protocol):
 
 
 class SupportsRefusal(Protocol):
-    """Optional for a planner. A planner without it is given every plan that a caller forces."""
+    """Optional for a planner. A planner without it receives every plan that a caller passes."""
 
     def refusal(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str | None:
-        """None, or why this plan, which a caller gave, cannot run this call on this backend: core raises it as a
-        `PlannerError` before anything is launched. Must not synchronise. It depends on what `Planner.plan` does; core keeps
-        None as it keeps a plan."""
+        """Returns None, or why this plan of a caller cannot execute this call on this backend, which core raises as a
+        `PlannerError` before anything is launched. Must not synchronise. The result depends on what that of `Planner.plan` depends
+        on, because core caches None."""
         ...
 
 
@@ -225,17 +225,17 @@ class SupportsExplanation(Protocol):
     """Optional for a planner."""
 
     def explain(self, plan: Plan | None, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str:
-        """For `kda_core.explain`: the plan with its prediction and the rule that decided, or with None, which is what
-        `Planner.plan` returned, why the call goes directly to the backend."""
+        """Returns text for `kda_core.explain`: the plan, its prediction and the rule that decided; or, if `Planner.plan` returned
+        None, why the call is direct."""
         ...
 
 
 class SupportsWorkspace(Protocol):
-    """Optional for a planner. Calls by the plans of a planner without it get the workspace of a direct call."""
+    """Optional for a planner. Without it, `Planner.execute` receives the workspace of a direct call."""
 
     def workspace_bytes(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> int:
-        """Bytes of scratch memory that `Planner.execute` needs for this plan, 0 for none; `KdaOutputs.workspace` then has as
-        many. Must not synchronise. It depends on what `Planner.plan` does."""
+        """Returns the bytes of scratch memory that `Planner.execute` needs for this plan, 0 for none; `KdaOutputs.workspace` then
+        has that size. Must not synchronise. The result depends on what that of `Planner.plan` depends on."""
         ...
 
 
@@ -243,6 +243,6 @@ class SupportsDiagnosis(Protocol):
     """Optional for a planner."""
 
     def problems(self) -> Sequence[str]:
-        """For ``python -m kda_core doctor``: a line for everything that the planner reads and cannot use, such as a damaged
-        file, and how to mend it; empty where all is well."""
+        """Returns a line for ``python -m kda_core doctor`` for each thing that the planner reads and cannot use, such as a damaged
+        file, with the way to fix it; empty if there is no problem."""
         ...

@@ -92,7 +92,7 @@ def look_up(args: Arguments) -> tuple[Key | None, ResolvedCall | None]:
     """Returns the key of a call, and the cached result or None. The types of the arguments need not have been checked: a wrong
     one gives the key None, or a key for which nothing is cached."""
     try:
-        tensors = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in args.tensors])
+        tensors = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in args[:N_TENSORS]])  # type: ignore[union-attr]
     except RuntimeError:  # a nested tensor has no shape
         return None, None
     values = args[N_TENSORS:]

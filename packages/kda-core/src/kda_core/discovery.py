@@ -14,7 +14,6 @@ from importlib.metadata import (
     EntryPoint,
     PackageNotFoundError,
     distributions,
-    metadata,
     version,
 )
 from typing import Any
@@ -41,17 +40,8 @@ def reserved_owner(group: str, name: str) -> str | None:
 
 
 def published_backends() -> dict[str, str]:
-    """Returns the backends that this project publishes, with their distributions, so that messages can name a missing one.
-
-    They are the extras of kda-core that have the name of a backend; none if kda-core runs from a source tree that was never
-    installed.
-    """
-    try:
-        extras = metadata("kda-core").get_all("Provides-Extra") or ()
-    except PackageNotFoundError:
-        return {}
-    owners = {name: reserved_owner(BACKEND_GROUP, name) for name in extras}
-    return {name: owner for name, owner in owners.items() if owner is not None}
+    """Returns the backends that this project publishes, with their distributions, so that messages can name a missing one."""
+    return {name.removeprefix("kda-"): name for name in install.GPUS.values()}
 
 
 @dataclass(frozen=True)

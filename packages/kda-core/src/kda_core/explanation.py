@@ -135,8 +135,8 @@ def _parsed(*args: Any, **kwargs: Any) -> tuple[Arguments, Tensor | None]:
         a["state_v_first"] = renamed_layout(a["state_v_first"], transposed)
     if (cp_context := a.pop("cp_context")) is not None:
         raise cp_context_error(cp_context)
-    given = given_outputs(a.pop("out"), a.pop("workspace"))
-    return checked(Arguments(**a)), None if given is None else given.workspace
+    workspace = given_outputs(a.pop("out"), a.pop("workspace")).workspace
+    return checked(Arguments(**a)), workspace
 
 
 def _explain_shape(

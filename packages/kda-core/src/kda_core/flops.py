@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kda_core.torch_private import dispatch_modes
+from kda_core.torch_private import active_dispatch_modes
 
 
 def register() -> None:
@@ -27,7 +27,7 @@ def register() -> None:
     if operators.chunk_fwd not in counters.flop_registry:
         counters.register_flop_formula([operators.chunk_fwd, operators.chunk_fwd_out])(_forward)
         counters.register_flop_formula(operators.chunk_bwd)(_backward)
-    for mode in dispatch_modes():
+    for mode in active_dispatch_modes():
         counter = getattr(mode, "counter", None)
         if isinstance(counter, counters.FlopCounterMode):  # its constructor copied the registry
             for operator in (operators.chunk_fwd, operators.chunk_fwd_out, operators.chunk_bwd):

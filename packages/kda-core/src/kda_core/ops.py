@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kda_core import flops, gradients, registry
-from kda_core.arguments import KINDS, Arguments, checked
+from kda_core.arguments import KINDS, N_TENSORS, Arguments, checked
 from kda_core.backend import SupportsBackward
 from kda_core.buffers import GivenOutputs, allocate_outputs, make_inputs
 from kda_core.call import ResolvedCall, execute, look_up, resolve
@@ -28,7 +28,7 @@ from kda_core.contract import (
     intermediate_states_shape,
 )
 from kda_core.errors import ArgumentError
-from kda_core.torch_private import STATE, below_autograd, forward_level
+from kda_core.torch_private import below_autograd, is_dispatcher_idle
 from kda_core.validate import check_outputs, problem_shape
 
 _N_ARGUMENTS = len(Arguments._fields)
@@ -71,11 +71,14 @@ def run(args: Arguments, given: GivenOutputs | None = None) -> tuple[Tensor, Any
     if torch.compiler.is_compiling():
         return _dispatch(checked(args), given)
     # the key of a call cannot hold a planner's plan, which may be any object: `checked` makes it a text
-    if type(args.context_parallel) is str and is_dispatcher_idle(args, given):
+    tensors: Sequence[Any] = args[:N_TENSORS]
+    if type(args.context_parallel) is str and can_skip_dispatcher(
+        tensors if given is None else (*tensors, *given)
+    ):
         key, call = look_up(args)
         if call is None:
             call = resolve(checked(args), key)
-        found = run_directly(call, args.tensors, given)
+        found = run_directly(call, tensors, given)
         return found.o, found.final_state, found.intermediate_states
     args = checked(args)
     flops.register()
@@ -103,38 +106,28 @@ def _dispatch(args: Arguments, given: GivenOutputs | None) -> tuple[Tensor, Any,
     return o, state, h
 
 
-_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def is_dispatcher_idle(args: Arguments, given: GivenOutputs | None) -> bool:
-    """Returns whether torch's dispatcher would go straight to the operator's kernel: no gradients, transforms, tracers or
-    modes are active, and all tensors are ordinary. Must not be called while `torch.compiler.is_compiling`."""
-    tensors: Sequence[Tensor | None] = args.tensors if given is None else (*args.tensors, *given)
-    torch_state = STATE
-    if (
-        torch_state is None
-        or torch_state.dispatch_modes()
-        or torch_state.function_modes()
-        or torch_state.transform() is not None
-        or torch_state.tracer() is not None
-        or forward_level() >= 0
-        or not _PLAIN_TYPES.issuperset(map(type, tensors))
-        or (q := tensors[0]) is None
-        or q.is_meta
-    ):
+def can_skip_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
+    """Returns whether torch's dispatcher would go straight to the operator's kernel, without gradients: nothing observes
+    operators, and all tensors are ordinary. The first one is q. Must not be called while `torch.compiler.is_compiling`."""
+    if not is_dispatcher_idle():
         return False
-    grad = torch.is_grad_enabled()
+    grad, q = torch.is_grad_enabled(), tensors[0]
     for x in tensors:
+        if x is None:
+            continue
         # ``x.conj().imag`` is a view with a flag; the dispatcher negates it on reading
-        if x is not None and ((grad and x.requires_grad) or x.is_neg()):
+        if type(x) not in _PLAIN_TYPES or (grad and x.requires_grad) or x.is_neg():
             return False
-    return True
+    return q is not None and not q.is_meta
 
 
 def run_directly(
     call: ResolvedCall, tensors: Sequence[Tensor | None], given: GivenOutputs | None
 ) -> KdaOutputs:
-    """Executes a call without the dispatcher. Requires `is_dispatcher_idle`."""
+    """Executes a call without the dispatcher. Requires `can_skip_dispatcher`."""
     if not torch.is_grad_enabled():
         return execute(call, tensors, given)
     with below_autograd():  # as in an operator's kernel: torch tracks no versions and no tangents

@@ -1,6 +1,7 @@
-"""What core checks of a plugin before anything uses it: the fields of its spec, and the methods of the object behind it.
+"""Checks of a plugin before its use: the fields of its spec, and the methods of its object.
 
-A plugin may be wrong in any way: nothing here lets an exception of its code out, and every message says what came.
+A plugin may be defective in any way. No function here propagates an exception of its code, and every message contains the actual
+value.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from kda_core.contract import INPUT_DTYPES, Feature, dtype_name
 
 
 def plain_spec(loaded: object, kind: type) -> Any:
-    """The spec that an entry point gave, with every field read once and its values of built-in types. A subclass
-    cannot change what a spec means: a plain one takes its place.
+    """Returns the spec of an entry point with every field read once and with values of built-in types. A spec of a subclass is
+    replaced by a plain one, so that a subclass cannot change the meaning of a spec.
 
     Raises:
         AttributeError: a field is missing, or a property of a subclass raises.
@@ -36,7 +37,7 @@ def plain_spec(loaded: object, kind: type) -> Any:
 
 
 def spec_problem(spec: Any, names: Collection[str] | None = None) -> str | None:
-    """What is wrong with a spec from `plain_spec`, or None. `names`: of the fields to look at, all by default."""
+    """Returns the defect of a spec from `plain_spec`, or None. `names`: the fields to check, all by default."""
     for f in fields(spec):
         check, expected = _CHECKS[f.name]
         value = getattr(spec, f.name)
@@ -46,7 +47,7 @@ def spec_problem(spec: Any, names: Collection[str] | None = None) -> str | None:
 
 
 def target_problem(spec: BackendSpec | PlannerSpec, made: object) -> str | None:
-    """Which methods the object behind `spec.target` lacks, or None. Optional ones are needed where the spec declares
+    """Returns which methods the object of `spec.target` lacks, or None. Optional methods are required if the spec declares
     their feature."""
     if isinstance(spec, PlannerSpec):
         needed = ["plan", "plan_from_json", "execute"]
@@ -58,19 +59,19 @@ def target_problem(spec: BackendSpec | PlannerSpec, made: object) -> str | None:
 
 
 def shown(value: object) -> str:
-    """A value of any kind for a message, in at most 200 characters."""
+    """Returns any value as text of at most 200 characters, for a message."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - of a plugin, which may fail in any way
+    except Exception:  # noqa: BLE001 - a plugin may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def show_error(error: BaseException) -> str:
-    """The type and the message of an error, for a message."""
+    """Returns the type and the text of an error, for a message."""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 - of a plugin, which may fail in any way
+    except Exception:  # noqa: BLE001 - a plugin may raise anything
         text = "an error without a text"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -80,9 +81,9 @@ _METHODS = {Feature.BACKWARD.value: "chunk_bwd", Feature.RECURRENT.value: "recur
 
 
 def _plain(value: Any) -> Any:
-    """`value` with strings, tuples and sets of subclasses replaced by those of the built-in types."""
+    """Returns `value` with instances of subclasses of str, tuple and set replaced by instances of the built-in types."""
     if isinstance(value, str):
-        return str.__str__(value)  # an exact str is returned as it is
+        return str.__str__(value)  # returns an exact str unchanged
     if not isinstance(value, (tuple, frozenset, set)):
         return value
     built_in = tuple if isinstance(value, tuple) else frozenset
@@ -93,7 +94,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_integer(x: object) -> bool:
-    return type(x) is int  # which a bool is not
+    return type(x) is int  # excludes bool
 
 
 def _is_pair(x: object) -> bool:
@@ -107,7 +108,7 @@ def _is_name(x: object) -> bool:
 def _is_arch(x: object) -> bool:
     if type(x) is not str:
         return _is_pair(x)
-    if x in ("any", "cuda"):  # a GPU is told by its compute capability
+    if x in ("any", "cuda"):  # a GPU is named by its compute capability
         return x == "any"
     try:
         return torch.device(x).type == x
@@ -142,8 +143,7 @@ def _set_of(check: Callable[[object], bool], least: int) -> Callable[[object], b
     return lambda x: type(x) is frozenset and len(x) >= least and all(map(check, x))
 
 
-# field: (what holds of it, how a message says that)
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {  # field: (check, expected value for a message)
     "name": (_is_name, "a lower-case name of letters, digits, '.', '_' and '-'"),
     "abi": (_is_pair, "(major, minor)"),
     "archs": (_set_of(_is_arch, 1), "a frozenset of compute capabilities such as (9, 0), 'cpu' or 'any'"),

@@ -1,4 +1,4 @@
-"""A cache of what was used recently."""
+"""A cache of recently used entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 _Value = TypeVar("_Value")
-_lock = threading.Lock()  # of all caches; it is held for a few dict operations
+_lock = threading.Lock()  # of all caches; held for a few dict operations
 
 
 def _after_fork() -> None:
@@ -21,11 +21,15 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where no process forks
 
 
 class Recent(Generic[_Value]):
-    """A mapping that keeps entries of a total weight of at most `limit`, those used last. Thread-safe.
+    """A mapping that keeps the most recently used entries, up to a total weight of `limit`. Thread-safe.
 
-    There are two dicts, of half the limit each: when the newer one is full it becomes the older one, whose entries are
-    forgotten. What is found in the older one moves to the newer. So a look-up costs that of a dict, without a lock or a
-    second hash of the key, which an exact order would take.
+    Entries are in two dicts of half the limit each. When the newer dict is full, it replaces the older one, whose entries are
+    dropped. A hit in the older dict moves the entry to the newer one. A look-up therefore takes no lock and hashes the key
+    once, which an exact order of use would not allow.
+
+    Args:
+        limit: upper bound of the total weight.
+        weigh: returns the weight of (key, value); 1 by default.
     """
 
     def __init__(self, limit: int, weigh: Callable[[Any, _Value], int] = lambda key, value: 1) -> None:
@@ -40,7 +44,7 @@ class Recent(Generic[_Value]):
             return len(self._newer.keys() | self._older.keys())
 
     def get(self, key: Hashable) -> _Value | None:
-        """What `put` was given for this key, or None.
+        """Returns the value of this key, or None.
 
         Raises:
             TypeError: the key cannot be hashed.
@@ -51,7 +55,7 @@ class Recent(Generic[_Value]):
         return found
 
     def put(self, key: Hashable, value: _Value) -> None:
-        """Keeps a value, unless it alone weighs more than half of the limit."""
+        """Stores a value, unless it alone weighs more than half of the limit."""
         weight = self._weigh(key, value)
         if 2 * weight > self.limit:
             return

@@ -443,6 +443,8 @@ _observers: list[Callable[[Call], None]] = []
 
 def notify(backend: str, entry: str, device_type: str, planner: str | None = None) -> None:
     """Passes a `Call` with these fields to all observers."""
+    if not _observers:
+        return
     for observer in tuple(_observers):
         observer(Call(backend, entry, device_type, planner))
 

@@ -18,7 +18,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_dispatch_modes
 
 below_autograd = (
     torch._C._AutoDispatchBelowAutograd
@@ -31,11 +31,12 @@ __all__ = [
     "DispatcherState",
     "FakeTensor",
     "SingleLevelFunction",
+    "active_dispatch_modes",
     "below_autograd",
     "compiled_autograd_key",
-    "dispatch_modes",
     "enable_single_level_autograd_function",
     "forward_level",
+    "is_dispatcher_idle",
     "is_intercepted",
     "is_transformed",
     "probe",
@@ -81,6 +82,21 @@ def forward_level() -> int:
 
 
 forward_level()  # fails at import, not in the first call, if torch renamed the variable
+
+
+def is_dispatcher_idle() -> bool:
+    """Returns whether no mode, transform, tracer or level of forward-mode AD is active; False if torch lacks a function that
+    says so."""
+    if STATE is None:
+        return False
+    dispatch_modes, function_modes, transform, tracer = STATE
+    return (
+        not dispatch_modes()
+        and not function_modes()
+        and transform() is None
+        and tracer() is None
+        and forward_ad._current_level < 0
+    )
 
 
 def is_transformed() -> bool:

@@ -208,13 +208,10 @@ def _check(
 
 # ---- outputs
 
-OUTPUT_ARGUMENTS = {
-    "o": "out[0] (o)",
-    "final_state": "out[1] (final_state)",
-    "intermediate_states": "out[2] (h)",
-    "workspace": "workspace",
-}
-"""The fields of `KdaOutputs`, and how a caller knows them."""
+OUTPUT_ARGUMENTS = ("out[0] (o)", "out[1] (final_state)", "out[2] (h)", "workspace")
+"""The fields of `KdaOutputs`, in order, as a caller knows them."""
+
+_O, _FINAL_STATE, _H, _WORKSPACE = OUTPUT_ARGUMENTS
 
 
 def check_outputs(inputs: KdaInputs, outputs: KdaOutputs, workspace_bytes: int = 0) -> None:
@@ -224,31 +221,36 @@ def check_outputs(inputs: KdaInputs, outputs: KdaOutputs, workspace_bytes: int =
         ShapeError, DtypeError, DeviceError, StrideError, ArgumentError: the message names the tensor.
     """
     s, device = inputs.shape, inputs.q.device
-    state = "HV, V, K]" if s.options.state_v_first else "HV, K, V]"
-    wanted: list[tuple[str, bool, Any, torch.dtype, str]] = [
-        ("o", True, (s.B, s.T, s.HV, s.V), s.dtype, "[B, T, HV, V]"),
-        ("final_state", s.options.output_final_state, s.state_shape, s.state_dtype, f"[N, {state}"),
-    ]
-    if s.options.return_intermediate_states or outputs.intermediate_states is not None:
-        h_shape = intermediate_states_shape(s, intermediate_states_count(inputs))
-        asked = s.options.return_intermediate_states
-        wanted.append(("intermediate_states", asked, h_shape, torch.bfloat16, f"[B, NT, {state}"))
-    for field, needed, shape, dtype, symbols in wanted:
-        name, x = OUTPUT_ARGUMENTS[field], getattr(outputs, field)
-        if not needed and x is not None:
-            raise ArgumentError(name, "None, because this call does not ask for it", describe(x))
-        if needed:
-            _check(name, _tensor(name, x), shape, symbols, (dtype,), device)
-            if not x.is_contiguous():
-                raise StrideError(name, "a contiguous tensor", f"strides {list(x.stride())}")
+    options, state, h = s.options, outputs.final_state, outputs.intermediate_states
+    _check_output(_O, outputs.o, (s.B, s.T, s.HV, s.V), "[B, T, HV, V]", s.dtype, device)
+    if options.output_final_state:
+        symbols = "[N, HV, V, K]" if options.state_v_first else "[N, HV, K, V]"
+        _check_output(_FINAL_STATE, state, s.state_shape, symbols, s.state_dtype, device)
+    elif state is not None:
+        raise ArgumentError(_FINAL_STATE, "None, because this call does not ask for it", describe(state))
+    if options.return_intermediate_states:
+        symbols = "[B, NT, HV, V, K]" if options.state_v_first else "[B, NT, HV, K, V]"
+        wanted = intermediate_states_shape(s, intermediate_states_count(inputs))
+        _check_output(_H, h, wanted, symbols, torch.bfloat16, device)
+    elif h is not None:
+        raise ArgumentError(_H, "None, because this call does not ask for it", describe(h))
     if (w := outputs.workspace) is not None:
         if w.dtype != torch.uint8 or w.dim() != 1 or not w.is_contiguous():
             came = f"{describe(w)}, strides {list(w.stride())}"
-            raise ArgumentError("workspace", "a contiguous 1-D uint8 tensor", came)
+            raise ArgumentError(_WORKSPACE, "a contiguous 1-D uint8 tensor", came)
         if w.device != device:
-            raise DeviceError("workspace", f"device {device} (that of q)", str(w.device))
+            raise DeviceError(_WORKSPACE, f"device {device} (that of q)", str(w.device))
         if w.numel() < workspace_bytes:
-            raise ShapeError("workspace", f"at least {workspace_bytes} bytes", f"{w.numel()} bytes")
+            raise ShapeError(_WORKSPACE, f"at least {workspace_bytes} bytes", f"{w.numel()} bytes")
+
+
+def _check_output(
+    name: str, x: object, shape: tuple[Any, ...], symbols: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = _tensor(name, x)
+    _check(name, x, shape, symbols, (dtype,), device)
+    if not x.is_contiguous():
+        raise StrideError(name, "a contiguous tensor", f"strides {list(x.stride())}")
 
 
 def check_memory(inputs: KdaInputs, outputs: KdaOutputs) -> None:
@@ -258,12 +260,16 @@ def check_memory(inputs: KdaInputs, outputs: KdaOutputs) -> None:
     Raises:
         ArgumentError: the message names the tensor, and the tensor with which it shares memory.
     """
-    workspace_alignment = ALIGNMENT if inputs.shape.device_type == "cpu" else WORKSPACE_ALIGNMENT
+    wide = ALIGNMENT if inputs.shape.device_type == "cpu" else WORKSPACE_ALIGNMENT
     written = []  # (first byte, end, name)
-    for field, name in OUTPUT_ARGUMENTS.items():
-        x = getattr(outputs, field)
+    for name, x, wanted in (
+        (_O, outputs.o, ALIGNMENT),
+        (_FINAL_STATE, outputs.final_state, ALIGNMENT),
+        (_H, outputs.intermediate_states, ALIGNMENT),
+        (_WORKSPACE, outputs.workspace, wide),
+    ):
         if x is not None and (size := x.nbytes):
-            first, wanted = x.data_ptr(), workspace_alignment if field == "workspace" else ALIGNMENT
+            first = x.data_ptr()
             if past := first % wanted:
                 expected = f"memory that starts at a multiple of {wanted} bytes"
                 raise ArgumentError(name, expected, f"{past} bytes past one")

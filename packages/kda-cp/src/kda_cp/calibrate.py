@@ -27,7 +27,7 @@ import torch
 
 from kda_core import buffers, chunk_kda, validate
 from kda_core.backend import SupportsMerge, SupportsSegments
-from kda_core.contract import KdaOptions
+from kda_core.contract import KdaOptions, Tensors
 from kda_core.errors import DeviceError
 from kda_core.registry import REGISTRY
 from kda_cp.constants import SHIPPED_SMS, Constants, Pass, shipped
@@ -143,8 +143,12 @@ def segment_calls(n: int, T: int, device: torch.device, dtype: torch.dtype, name
     """Returns the calls of the backend `name` over one segment of T tokens with n value heads."""
     x = _arguments(n, T, device, dtype)
     offsets = torch.tensor([0, T], dtype=torch.int32)
-    tensors = [x.pop(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
-    tensors += [torch.zeros(1, n, D, D, device=device), offsets.to(device), offsets]
+    tensors = Tensors(
+        **{name: x.pop(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")},
+        initial_state=torch.zeros(1, n, D, D, device=device),
+        cu_seqlens=offsets.to(device),
+        cu_seqlens_cpu=offsets,
+    )
     shape = validate.problem_shape(*tensors, options=KdaOptions(**x))
     backend: Any = REGISTRY.resolve(shape, name).backend
     inputs = buffers.make_inputs(tensors, shape)

@@ -16,7 +16,7 @@ If no sequence crosses ranks, nothing is exchanged. Forward only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count, pairwise
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from kda_core import buffers, registry, validate
 from kda_core.arguments import Arguments, checked
-from kda_core.contract import OPTION_NAMES, KdaInputs, KdaOptions, ProblemShape
+from kda_core.contract import OPTION_NAMES, KdaInputs, KdaOptions, ProblemShape, Tensors
 from kda_core.errors import ArgumentError, DtypeError, ShapeError, describe
 from kda_cp.agreement import Position, RankError, Ranks, Step, Terms
 from kda_cp.cache import Cache
@@ -151,7 +151,7 @@ class ContextParallel:
         self._ranks = Ranks(group)
         self.group, self.rank, self.ranks = group, self._ranks.rank, self._ranks.size
         self.table, self.final_state_on, self.tag = table, final_state_on, tag
-        self._planned: tuple[Any, dict[Any, tuple[list[LocalFragments], str]]] = None, {}
+        self._planned: tuple[int, dict[Any, tuple[list[LocalFragments], str]]] = -1, {}
         # Counts the calls that all ranks agreed on. A rank that fails later must not meet the next call of the others.
         self._completed = 0
         self._call_terms = Cache(64)
@@ -261,36 +261,37 @@ class ContextParallel:
 
     def _summarize(self, given: dict[str, Any]) -> _Local:
         """Checks the arguments of this rank and computes its summaries."""
-        args = checked(Arguments(**given, context_parallel="off"))  # the table replaces cu_seqlens
+        # The table replaces cu_seqlens.
+        args = checked(Arguments(**given, context_parallel="off"))
         options = args.options
+        tensors = Tensors(**{name: getattr(args, name) for name in Tensors._fields})
         if options.needs_backward:
             raise ArgumentError("q", "inputs that do not require grad (forward only)", "one that does")
         with torch.no_grad():
-            return self._summarize_fragments(self._inputs(args.tensors, options), args.backend)
+            return self._summarize_fragments(self._inputs(tensors, options), args.backend)
 
-    def _inputs(self, tensors: Sequence[Any], options: KdaOptions) -> KdaInputs:
+    def _inputs(self, tensors: Tensors, options: KdaOptions) -> KdaInputs:
         own = self.table.of_rank(self.rank)
         lengths = [f.stop - f.start for f in own]
-        state = tensors[7]
-        ordered = [*tensors[:7], None, None, None]
-        s = validate.problem_shape(*ordered, options=options)
+        state = tensors.initial_state
+        # The initial states are those of all sequences, so they do not match the tokens of this rank.
+        s = validate.problem_shape(*tensors._replace(initial_state=None), options=options)
         if (s.B, s.T) != (1, sum(lengths)):
             raise ShapeError(
                 "q", f"[1, {sum(lengths)}, H, K], the tokens of rank {self.rank}", f"B={s.B}, T={s.T}"
             )
         if state is not None:
             wanted = (len(self.table.lengths), s.HV, *s.state_matrix)
-            if tuple(state.shape) != wanted or state.device != tensors[0].device:
+            if tuple(state.shape) != wanted or state.device != tensors.q.device:
                 raise ShapeError(
                     "initial_state",
-                    f"{list(wanted)} on {tensors[0].device}",
+                    f"{list(wanted)} on {tensors.q.device}",
                     f"{list(state.shape)} on {state.device}",
                 )
             if state.dtype != s.state_dtype:
                 raise DtypeError("initial_state", str(s.state_dtype), str(state.dtype))
             s = replace(s, has_initial_state=True)
-            ordered[7] = state
-        return buffers.make_inputs(ordered, s)
+        return buffers.make_inputs(tensors, s)
 
     def _summarize_fragments(self, inputs: KdaInputs, backend: str | None) -> _Local:
         own, s = self.table.of_rank(self.rank), inputs.shape
@@ -322,7 +323,7 @@ class ContextParallel:
 
         Results are cached as kda-core caches those about calls: while a host plans, its device waits.
         """
-        current = registry.REGISTRY.generation
+        current = registry.REGISTRY.generation  # changes whenever answers may have changed
         planned_with, known = self._planned
         if planned_with != current:
             known = {}

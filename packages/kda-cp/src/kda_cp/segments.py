@@ -6,7 +6,7 @@ A call of B rows of T tokens is treated as one packed row, [1, B*T, ...], in the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kda_core import buffers, contract
 from kda_core.backend import Backend
-from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape, Tensors
 from kda_core.errors import BackendContractError
 from kda_cp.plan import Plan
 from kda_cp.upload import Integers, Uploaded, upload
@@ -179,8 +179,8 @@ def offsets_of(segments: Sequence[Segment]) -> Integers:
 
 def replaced(inputs: KdaInputs, *, shape: ProblemShape, **tensors: Tensor | None) -> KdaInputs:
     """Returns `inputs` with another shape and other tensors, made contiguous and aligned as backends expect them."""
-    values = [tensors[f.name] if f.name in tensors else getattr(inputs, f.name) for f in fields(inputs)]
-    return buffers.make_inputs(values[:-1], shape)  # the last field is the shape
+    own = (tensors[name] if name in tensors else getattr(inputs, name) for name in Tensors._fields)
+    return buffers.make_inputs(Tensors._make(own), shape)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""The conformance kit: what any backend must pass, and the parts that it is made of.
+"""The conformance kit, which every backend must pass, and its parts.
 
-`token_oracle` is the truth, `specification` the arithmetic with every rounding point, `error` and `tolerance` the
-measure, `make_inputs` the inputs. `kda_core.testing.conformance` (which needs pytest) holds the tests: subclass
-`BackendConformance`, or run ``python -m kda_core conformance NAME``.
+`token_oracle` computes the exact results, `specification` the arithmetic with every rounding, `error` and `tolerance` compare, and
+`make_inputs` draws inputs. `kda_core.testing.conformance` (which needs pytest) contains the tests: subclass `BackendConformance`,
+or run ``python -m kda_core conformance NAME``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "BackendConformance":  # needs pytest, which users of the other names need not have
+    if name == "BackendConformance":  # needs pytest, unlike the other names
         from kda_core.testing.conformance import BackendConformance
 
         return BackendConformance

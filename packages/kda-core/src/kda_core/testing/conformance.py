@@ -53,7 +53,7 @@ PACKED = (0, 17, 17, 64, 130)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether all tensors of two results are equal bit for bit."""
+    """Returns whether all tensors of two results are equal bit for bit."""
     return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
 
 
@@ -85,27 +85,27 @@ class BackendConformance(DeclaredConformance):
 
     @pytest.mark.parametrize("T", LENGTHS)
     def test_length(self, kda: Runner, T: int) -> None:
-        """Lengths around every block boundary, with states in and out."""
+        """Lengths around every block boundary, with initial and final states, agree with the oracle."""
         kda.full_only(T > 200)
         kda.agrees(kda.case("slow", T, HV=4, initial_state=True))
 
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("T", (130, 1000))
     def test_gates(self, kda: Runner, family: str, T: int) -> None:
-        """Every family of gates: bounded and not, in the kernel and precomputed, saturated, masked, mixed."""
+        """Every family of gates agrees with the oracle: bounded and unbounded, in the kernel and precomputed, saturated, masked, mixed."""
         kda.full_only(T > 200)
         kda.agrees(kda.case(family, T, B=2, H=1, HV=2))
 
     @pytest.mark.parametrize("heads", HEADS, ids=str)
     def test_heads(self, kda: Runner, heads: tuple[int, int]) -> None:
-        """Equal and grouped heads."""
+        """Equal and grouped heads agree with the oracle."""
         kda.full_only(heads == (16, 64))
         kda.agrees(kda.case("steep", 70, H=heads[0], HV=heads[1], initial_state=True))
 
     @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
     @pytest.mark.parametrize("bounds", BOUNDS, ids=lambda b: "-".join(map(str, b)))
     def test_packed(self, kda: Runner, bounds: tuple[int, ...], family: str) -> None:
-        """Packed sequences, empty ones at every place; those pass their state through, bit for bit."""
+        """Packed sequences agree with the oracle; empty ones at every place pass their state through, bit for bit."""
         kda.full_only(bounds[-1] > 200)
         lengths = lengths_of(bounds)
         case = kda.case(family, bounds[-1], H=1, HV=2, lengths=lengths, initial_state=True)
@@ -114,7 +114,7 @@ class BackendConformance(DeclaredConformance):
         assert all(torch.equal(state[n], given[n]) for n, size in enumerate(lengths) if size == 0)
 
     def test_packed_without_state(self, kda: Runner) -> None:
-        """An empty sequence without an initial state ends in zeros; int64 bounds are int32 bounds."""
+        """The final state of an empty sequence without an initial state is zeros; int64 offsets act as int32 offsets."""
         case = kda.case("slow", 130, lengths=lengths_of(PACKED))
         o, state = kda.agrees(case)
         assert not state[1].any()
@@ -122,7 +122,7 @@ class BackendConformance(DeclaredConformance):
         assert same(kda(case.arguments, output_final_state=True, **wide), (o, state))
 
     def test_host_copy_of_bounds(self, kda: Runner) -> None:
-        """A host copy of the bounds changes no bit of a call as small as this, in which lengths leave nothing to choose."""
+        """A host copy of the offsets changes no bit of a call this small, in which lengths allow no choice."""
         x = kda.inputs("slow", 130, lengths=lengths_of(PACKED))
         host = x["cu_seqlens"].cpu()
         assert same(
@@ -130,7 +130,7 @@ class BackendConformance(DeclaredConformance):
         )
 
     def test_host_copy_of_bounds_of_a_pinned_call(self, kda: Runner) -> None:
-        """It changes none however unlike the lengths are: a backend may plan by them, but not the bits of a pinned call."""
+        """With `pin` a host copy changes no bit for any lengths: a backend may choose by them, but must keep the bits."""
         kda.require(Feature.PIN)
         x = kda.inputs("slow", 1800, lengths=(1000, *(20,) * 40))
         host = x["cu_seqlens"].cpu()
@@ -143,7 +143,7 @@ class BackendConformance(DeclaredConformance):
         "n", range(len(FLA_CASES)), ids=lambda n: "B{}-T{}-H{}-HV{}-norm{}-mask{}".format(*FLA_CASES[n])
     )
     def test_normalised_gates(self, kda: Runner, n: int) -> None:
-        """logsigmoid gates with normalisers and masks over shapes, the family of FLA's tests."""
+        """logsigmoid gates with normalisers and masks, as in FLA's tests, agree with the oracle."""
         B, T, H, HV, normaliser, mask = FLA_CASES[n]
         kda.full_only(n % 9 != 0)
         x = make_normalised(T, B=B, H=H, HV=HV, normaliser=normaliser, mask=mask, seed=n, **kda.common)
@@ -154,7 +154,7 @@ class BackendConformance(DeclaredConformance):
         "bf16 beta", "fp32 beta", "fp32 raw g", "safe precomputed", "negative eigenvalues", "no l2norm", "scale",
     ))  # fmt: skip
     def test_form(self, kda: Runner, form: str) -> None:
-        """Each form of gate, beta, normalisation and scale that the contract has."""
+        """Each form of gate, beta, normalisation and scale agrees with the oracle."""
         kda.agrees(Case(_form(kda, form)))
 
     @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
@@ -170,7 +170,7 @@ class BackendConformance(DeclaredConformance):
     @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
     @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
     def test_intermediate_states(self, kda: Runner, bounds: Any, v_first: bool, size: int) -> None:
-        """The state at the start of every chunk of every sequence, bf16."""
+        """The states at the start of every chunk agree with the oracle, in bf16."""
         kda.require(Feature.INTERMEDIATE_STATES)
         lengths = None if bounds is None else lengths_of(bounds)
         case = kda.case(
@@ -188,12 +188,12 @@ class BackendConformance(DeclaredConformance):
         kda.agrees(Case(case.inputs.replace(return_intermediate_states=True, chunk_size=size, **host)))
 
     def test_one_key_over_and_over(self, kda: Runner) -> None:
-        """Identical keys, beta near 1, gates near 0, 16k tokens: the inverse stays finite and right."""
+        """With identical keys, beta near 1, gates near 0 and 16k tokens, the inverse stays finite and accurate."""
         kda.full_only()
         kda.agrees(Case(one_key(16384, **kda.common)))
 
     def test_zero_keys(self, kda: Runner) -> None:
-        """Keys of zeros leave the state to decay."""
+        """With zero keys the state only decays."""
         x = one_key(200, zero=True, **kda.common)
         kda.agrees(Case(x.replace(initial_state=kda.states(1, HV=1, value=1.0))))
 
@@ -213,7 +213,7 @@ class BackendConformance(DeclaredConformance):
             assert same(kda(x), first)
 
     def test_no_final_state_is_none(self, kda: Runner) -> None:
-        """Without output_final_state there is none, and o is the same."""
+        """Without output_final_state no state is returned, and o is unchanged."""
         x = kda.inputs("slow", 130)
         o, state = kda(x)
         assert state is None and torch.equal(o, kda(x, output_final_state=True)[0])
@@ -260,7 +260,7 @@ class BackendConformance(DeclaredConformance):
     @pytest.mark.parametrize("family", ("slow", "memory", "mixed"))
     @pytest.mark.parametrize("cut", (1, 37, 64, 100, 299))
     def test_split(self, kda: Runner, family: str, cut: int) -> None:
-        """A sequence in two calls, the state passed on, is the sequence in one."""
+        """Two calls that pass the state on agree with one call."""
         case = kda.case(family, 300)
         first, second = case.inputs.tokens(0, cut), case.inputs.tokens(cut)
         o1, state = kda(first, output_final_state=True)
@@ -270,7 +270,7 @@ class BackendConformance(DeclaredConformance):
     # ---- memory
 
     def test_poisoned_outputs_and_workspace(self, kda: Runner) -> None:
-        """Nothing is read from outputs or workspace before it is written, and every output row is written."""
+        """Outputs and workspace are not read before they are written, and every token of o is written."""
         x = kda.served("mixed", 130, initial_state=True)
         case = Case(Inputs(x))
         kda.may_run(x)
@@ -286,7 +286,7 @@ class BackendConformance(DeclaredConformance):
         kda.check(case, *results[0])
 
     def test_poisoned_padding(self, kda: Runner) -> None:
-        """Strided inputs among NaNs are read rightly."""
+        """Strided inputs between NaNs are read correctly."""
         x = kda.served("slow", 65)
         case = Case(Inputs(dict(x)))
         for n in ("q", "k", "v", "g", "beta"):
@@ -299,7 +299,7 @@ class BackendConformance(DeclaredConformance):
 
     @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
     def test_poisoned_surroundings(self, kda: Runner, bounds: Any) -> None:
-        """Inputs amid NaNs, which the last tile of a sequence may load but must not use, give the same bits."""
+        """NaNs next to the inputs, which the last tile of a sequence may load but must not use, change no bit."""
         lengths = _served_lengths(kda, bounds)
         x = kda.served("mixed", 130, lengths=lengths, initial_state=True)
         amid = {n: _amid(t) if isinstance(t, Tensor) else t for n, t in x.items()}
@@ -309,7 +309,7 @@ class BackendConformance(DeclaredConformance):
 
     @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
     def test_unaligned_memory(self, kda: Runner, bounds: Any) -> None:
-        """Inputs that start one element past an aligned address give the same bits; such outputs are refused."""
+        """Inputs that start one element past an aligned address return the same bits; such outputs are refused."""
         x = kda.served("mixed", 130, lengths=_served_lengths(kda, bounds), initial_state=True)
         moved = {n: _amid(t, 4097) if isinstance(t, Tensor) else t for n, t in x.items()}
         found = kda(moved)
@@ -322,7 +322,7 @@ class BackendConformance(DeclaredConformance):
                     kda(x, out=tuple(out))
 
     def test_poisoned_neighbours(self, kda: Runner) -> None:
-        """NaNs in one packed sequence, or in its state, stay there."""
+        """NaNs in one packed sequence, or in its state, reach no other sequence."""
         lengths = lengths_of(PACKED)
         case = kda.case("mixed", PACKED[-1], lengths=lengths, initial_state=True)
         for n, (start, end) in enumerate(itertools.pairwise(PACKED)):
@@ -342,7 +342,7 @@ class BackendConformance(DeclaredConformance):
 
     @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
     def test_untouched_memory(self, kda: Runner, bounds: Any) -> None:
-        """Inputs keep their bits, and so does the memory before and behind each output."""
+        """Inputs and the memory before and after each output keep their bits."""
         lengths = _served_lengths(kda, bounds)
         x = kda.served("slow", 130, lengths=lengths, initial_state=True)
         before = {n: t.clone() for n, t in x.items() if isinstance(t, Tensor)}
@@ -358,7 +358,7 @@ class BackendConformance(DeclaredConformance):
 
     @pytest.mark.parametrize("size", (32, 64))
     def test_untouched_memory_around_intermediate_states(self, kda: Runner, size: int) -> None:
-        """The memory before and behind the intermediate states keeps its bits."""
+        """The memory before and after the intermediate states keeps its bits."""
         kda.require(Feature.INTERMEDIATE_STATES)
         x, chunks = kda.inputs("slow", 130, B=2), -(-130 // size)
         h, guard = _guarded((2, chunks, 2, kda.K, kda.V), torch.bfloat16, kda.device)
@@ -366,7 +366,7 @@ class BackendConformance(DeclaredConformance):
         assert (guard() == 7).all() and not (h == 7).all()
 
     def test_rows_of_no_sequence(self, kda: Runner) -> None:
-        """With use_graph, tokens behind the last sequence are neither read nor written."""
+        """With use_graph, tokens after the last sequence are neither read nor written."""
         kda.require(Feature.GRAPH)
         x = kda.inputs("slow", 130)
         for n in ("q", "k", "v", "g", "beta"):
@@ -378,7 +378,7 @@ class BackendConformance(DeclaredConformance):
 
     @pytest.mark.parametrize("graph", (False, True))
     def test_wrong_device_bounds_touch_nothing_foreign(self, kda: Runner, graph: bool) -> None:
-        """Device bounds outside [0, T], that begin late, or fall: the call ends and guards keep their bits."""
+        """With device offsets outside of [0, T], that begin above 0 or decrease, the call ends, and guards keep their bits."""
         kda.needs_gpu("bounds in host memory are checked instead")
         kda.require(Feature.VARLEN, Feature.FINAL_STATE, *([Feature.GRAPH] if graph else []))
         beyond, late = ((0, 70, 10**9), (-(10**9), 40, 130)), ((70, 130), (65, 100, 100))
@@ -394,7 +394,7 @@ class BackendConformance(DeclaredConformance):
             assert (o_guard() == 7).all() and (state_guard() == 7).all()
 
     def test_no_state_is_allocated_unasked(self, kda: Runner) -> None:
-        """Without output_final_state, peak memory is lower by the final states."""
+        """Without output_final_state, peak memory is lower by the size of the final states."""
         kda.needs_gpu("peak memory is measured by CUDA's allocator")
         N = 64
         x = kda.inputs("slow", 16 * N, lengths=(16,) * N)
@@ -432,7 +432,7 @@ class BackendConformance(DeclaredConformance):
     # ---- execution
 
     def test_no_synchronisation(self, kda: Runner) -> None:
-        """The call path never waits for the GPU."""
+        """A call never waits for the GPU."""
         kda.needs_gpu("a CPU call is synchronous")
         kda.require(Feature.GRAPH)
         for more in ({}, {"lengths": lengths_of(PACKED)}):
@@ -444,7 +444,7 @@ class BackendConformance(DeclaredConformance):
 
     @pytest.mark.parametrize("packed", (False, True), ids=("fixed", "packed"))
     def test_graph_capture(self, kda: Runner, packed: bool) -> None:
-        """A captured call, replayed after all inputs changed in place, bounds included, gives the new call's bits."""
+        """A replay of a captured call returns the bits of the new inputs and offsets."""
         kda.needs_gpu("CUDA graphs")
         kda.require(Feature.GRAPH)
         lengths = lengths_of(PACKED) if packed else None
@@ -468,7 +468,7 @@ class BackendConformance(DeclaredConformance):
         assert same(got, want[1])
 
     def test_two_streams(self, kda: Runner) -> None:
-        """Calls on two streams at once do not disturb each other."""
+        """Concurrent calls on two streams return the right results."""
         kda.needs_gpu("CUDA streams")
         xs = [kda.served("slow", 1000, HV=4, seed=s, initial_state=True) for s in (1, 2)]
         want = [kda(x) for x in xs]
@@ -483,7 +483,7 @@ class BackendConformance(DeclaredConformance):
         assert same(got[0], want[0]) and same(got[1], want[1])
 
     def test_two_threads(self, kda: Runner) -> None:
-        """Calls from two threads at once do not disturb each other."""
+        """Concurrent calls from two threads return the right results."""
         xs = [kda.served("slow", 300, HV=4, seed=s, initial_state=True) for s in (1, 2)]
         want = [kda(x) for x in xs]
         wrong: list[Any] = []
@@ -503,9 +503,9 @@ class BackendConformance(DeclaredConformance):
             t.join()
         assert not wrong
 
-    @pytest.mark.filterwarnings("ignore")  # torch warns of itself while it traces
+    @pytest.mark.filterwarnings("ignore")  # warnings of torch's own code while it traces
     def test_opcheck(self, kda: Runner) -> None:
-        """The operator's schema and fake kernel tell the truth about this backend."""
+        """The operator's schema and fake kernel are correct for this backend."""
         x = kda.served("slow", 20, lengths=(7, 13))
         kda(x)
         args = arguments.checked(arguments.Arguments(**x, backend=kda.backend, context_parallel="off"))
@@ -516,7 +516,7 @@ class BackendConformance(DeclaredConformance):
 
     @pytest.mark.filterwarnings("ignore")  # as above
     def test_compile(self, kda: Runner) -> None:
-        """torch.compile(fullgraph=True) gives the eager bits."""
+        """torch.compile(fullgraph=True) returns the bits of eager mode."""
         x = kda.served("slow", 130, initial_state=True)
         want = kda(x)
         torch._dynamo.reset()
@@ -531,7 +531,7 @@ class BackendConformance(DeclaredConformance):
     @pytest.mark.parametrize("bounds", (None, (0, 20, 20, 45)), ids=("fixed", "packed"))
     @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
     def test_backward(self, kda: Runner, family: str, bounds: Any) -> None:
-        """Gradients of every input against autograd through a token loop in fp64."""
+        """Gradients of every input agree with autograd through an fp64 token loop."""
         kda.require(Feature.BACKWARD)
         lengths = None if bounds is None else lengths_of(bounds)
         x = kda.case(family, 45, H=1, HV=2, lengths=lengths, initial_state=True).inputs
@@ -540,7 +540,7 @@ class BackendConformance(DeclaredConformance):
     @pytest.mark.parametrize("T", (1, 3, 20))
     @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
     def test_recurrent(self, kda: Runner, T: int, v_first: bool) -> None:
-        """The decode entry, a few tokens from a state."""
+        """The decode entry agrees with the oracle for a few tokens."""
         kda.require(Feature.RECURRENT)
         case = kda.case("mixed", T, B=3, HV=4, initial_state=True, state_v_first=v_first)
         kda.check(case, *kda.recurrent(case.arguments, output_final_state=True))
@@ -554,7 +554,7 @@ class BackendConformance(DeclaredConformance):
 
     @pytest.mark.parametrize("family", [PLAIN, "steep", "slow", "memory"])
     def test_segments(self, kda: Runner, family: str) -> None:
-        """Summaries of segments, merged by hand, and the run from the states found give what the whole sequence gives."""
+        """Segments that are executed from merged summaries agree with the whole sequence."""
         kda.require(Feature.SEGMENT_SUMMARY, Feature.VARLEN, Feature.INITIAL_STATE, Feature.FINAL_STATE)
         backend: Any = REGISTRY.load(REGISTRY.find(kda.backend).spec)
         assert isinstance(backend, SupportsSegments)
@@ -601,7 +601,7 @@ class TestBackend(BackendConformance):
 
 
 def _default_device(backend: str) -> str:
-    """The GPU where the backend runs on one that is visible, else the CPU."""
+    """Returns "cuda" if the backend runs on a visible GPU, else "cpu"."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_capability(i) for i in range(count)]
     return "cuda" if any(arch in gpus for arch in spec_of(backend).archs) else "cpu"
@@ -620,7 +620,7 @@ def _no_synchronisation() -> Iterator[None]:
 
 
 def _served_lengths(kda: Runner, bounds: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Of packed sequences; None for fixed lengths. Skips packed ones that the backend does not declare."""
+    """Returns the lengths of packed sequences, None for fixed lengths. Skips packed ones that the backend does not declare."""
     if bounds is None:
         return None
     kda.require(Feature.VARLEN)
@@ -630,7 +630,7 @@ def _served_lengths(kda: Runner, bounds: tuple[int, ...] | None) -> tuple[int, .
 def _guarded(
     shape: tuple[int, ...], dtype: torch.dtype, device: str, guard: int = 4096
 ) -> tuple[Tensor, Any]:
-    """A tensor amid elements of 7, and a function that returns those."""
+    """Returns a tensor between elements of 7, and a function that returns those."""
     size = 1
     for n in shape:
         size *= n
@@ -639,14 +639,14 @@ def _guarded(
 
 
 def _amid(x: Tensor, guard: int = 4096) -> Tensor:
-    """A copy of x amid NaNs, or amid large numbers where x holds integers."""
+    """Returns a copy of x between NaNs, or between large numbers if x has integers."""
     fill = float("nan") if x.is_floating_point() else 2**30
     whole = torch.full((x.numel() + 2 * guard,), fill, dtype=x.dtype, device=x.device)
     return whole[guard : guard + x.numel()].view(x.shape).copy_(x)
 
 
 def _form(kda: Runner, form: str) -> Inputs:
-    """Inputs of one form of the contract that the gate families leave out."""
+    """Returns inputs of a form of the contract that the gate families do not cover."""
     base = kda.case("slow", 130, HV=4, initial_state=True).inputs
     masked = kda.case("masked", 130, HV=4, initial_state=True).inputs
     x = base.arguments

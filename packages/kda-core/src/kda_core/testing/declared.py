@@ -1,5 +1,5 @@
-"""The conformance tests of what a spec declares: a base case that needs no feature, and from there one step at a time, each
-held against the fp64 oracle: every declared feature, dtype and pair of head dimensions, heads, lengths, another device.
+"""The conformance tests of what a spec declares: a base case that needs no feature, then one change at a time, each compared with
+the fp64 oracle: every declared feature, dtype and pair of head dimensions, heads, lengths, another device.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class DeclaredConformance:
     backend: str | None = None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Dtypes and head dimensions are those that the backend declares; where it leaves them to `can_run`, those of the
-        contract and a choice."""
+        """Parametrises by the dtypes and head dimensions that the backend declares; if it declares none, by those of the
+        contract and by `HEAD_DIMS`."""
         spec = _spec(self.backend or metafunc.config.getoption("kda_backend", None))
         if "dtype" in metafunc.fixturenames:
             every = [dtype_name(dtype) for dtype in INPUT_DTYPES]
@@ -48,26 +48,26 @@ class DeclaredConformance:
             pairs = HEAD_DIMS if spec is None or spec.head_dims is None else sorted(spec.head_dims)
             metafunc.parametrize("head_dims", pairs, ids=lambda pair: f"K{pair[0]}-V{pair[1]}")
 
-    # ---- the base case: bounded precomputed gates, unit keys, beta ready, H = HV, no states
+    # ---- the base case: bounded precomputed gates, unit keys, precomputed beta, H = HV, no states
 
     @pytest.mark.parametrize("T", LENGTHS)
     def test_base(self, kda: Runner, T: int) -> None:
-        """A call that needs no feature, over lengths."""
+        """A call that needs no feature agrees with the oracle for all lengths."""
         kda.full_only(T > 200)
         kda.compare(kda.case(PLAIN, T))
 
     @pytest.mark.parametrize("H", HEADS)
     def test_base_heads(self, kda: Runner, H: int) -> None:
-        """The same over numbers of heads, in a batch where they are few."""
+        """The same for numbers of heads, in a batch if they are few."""
         kda.full_only(H in COSTLY_HEADS)
         kda.compare(kda.case(PLAIN, 70, B=1 if H > 7 else 3, H=H))
 
-    # ---- what is declared agrees with the oracle; what is not declared is refused
+    # ---- declared calls agree with the oracle; undeclared ones are refused
 
     @pytest.mark.parametrize("feature", sorted({*Feature} - {Feature.SEGMENT_SUMMARY}), ids=lambda f: f.value)
     def test_feature(self, kda: Runner, feature: Feature) -> None:
-        """A call that needs a declared feature, and little else, agrees with the oracle; one that needs an undeclared
-        feature is refused, and nothing runs. No call needs `segment_summary`, which has a test of its own."""
+        """A call that needs a declared feature, and little else, agrees with the oracle. A call that needs an undeclared
+        feature is refused, and nothing runs. No call needs `segment_summary`, which has a separate test."""
         inputs = needing(kda, feature)
         x = inputs.arguments
         recurrent = feature is Feature.RECURRENT
@@ -85,7 +85,7 @@ class DeclaredConformance:
 
     @pytest.mark.parametrize("form", FORMS)
     def test_dtypes(self, kda: Runner, dtype: str, form: str) -> None:
-        """Every dtype of q, k and v that the backend declares."""
+        """Every declared dtype of q, k and v agrees with the oracle."""
         found = {"dtype": getattr(torch, dtype)}
         if form == "states":
             kda.agrees(kda.case(PLAIN, 130, **found, initial_state=True))
@@ -100,7 +100,7 @@ class DeclaredConformance:
 
     @pytest.mark.parametrize("states", (False, True), ids=("stateless", "states"))
     def test_head_dims(self, kda: Runner, head_dims: tuple[int, int], states: bool) -> None:
-        """Every pair of head dimensions that the backend declares, K = V or not."""
+        """Every declared pair of head dimensions agrees with the oracle, also K != V."""
         K, V = head_dims
         case = kda.case(PLAIN, 130, K=K, V=V, initial_state=states)
         kda.compare(case, **({"output_final_state": True} if states else {}))
@@ -127,7 +127,7 @@ class DeclaredConformance:
 
     @pytest.mark.parametrize("states", (False, True), ids=("stateless", "states"))
     def test_device_index(self, kda: Runner, states: bool) -> None:
-        """Tensors on a device that is not the current one and has an index other than 0."""
+        """Tensors on a device that is not the current one, with an index other than 0, agree with the oracle."""
         device, current = kda.other_device(), torch.cuda.current_device()
         case = kda.case(PLAIN, 130, device=device, initial_state=states)
         found = kda.compare(case, **({"output_final_state": True} if states else {}))
@@ -136,7 +136,7 @@ class DeclaredConformance:
 
 
 def needing(kda: Runner, feature: Feature, dtype: torch.dtype | None = None) -> Inputs:
-    """A call that needs `feature`, with as little else as can be."""
+    """Returns the smallest call that needs `feature`."""
     T = {Feature.BACKWARD: 45, Feature.RECURRENT: 20}.get(feature, 130)
     declared, common = kda.declared(), {} if dtype is None else {"dtype": dtype}
     plain = lambda **recipe: kda.case(PLAIN, T, **common, **recipe).inputs
@@ -149,11 +149,11 @@ def needing(kda: Runner, feature: Feature, dtype: torch.dtype | None = None) -> 
         return plain(H=1, HV=3)
     if feature is Feature.INITIAL_STATE:
         return plain(initial_state=True)
-    if feature is Feature.STATE_V_FIRST:  # a layout is seen in the states that the backend serves
+    if feature is Feature.STATE_V_FIRST:  # only states that the backend serves show a layout
         initial = Feature.INITIAL_STATE.value in declared
         final = Feature.FINAL_STATE.value in declared or not initial
         return plain(initial_state=initial, state_v_first=True).replace(output_final_state=final)
-    if feature is Feature.RECURRENT:  # this entry takes no promise of bounded gates
+    if feature is Feature.RECURRENT:  # this entry has no promise of bounded gates
         bounded = Feature.UNBOUNDED_GATE.value not in declared and Feature.GATE_IN_KERNEL.value in declared
         return plain().replace(safe_gate=None, **(taken("slow", *in_kernel) if bounded else {}))
     changes: dict[Feature, dict[str, Any]] = {
@@ -165,7 +165,7 @@ def needing(kda: Runner, feature: Feature, dtype: torch.dtype | None = None) -> 
         Feature.QK_L2NORM: taken("slow", "q", "k", "use_qk_l2norm_in_kernel"),
         Feature.INTERMEDIATE_STATES: {"return_intermediate_states": True},
         Feature.PIN: {"pin": True},
-        Feature.BACKWARD: {},  # gradients are asked for by the tests
+        Feature.BACKWARD: {},  # the tests ask for gradients
     }
     return plain().replace(**changes[feature])
 
@@ -174,7 +174,7 @@ def needing(kda: Runner, feature: Feature, dtype: torch.dtype | None = None) -> 
 
 
 def _spec(backend: str | None) -> BackendSpec | None:
-    """What an installed backend declares, if it can be read; tests fail by their fixture where not."""
+    """Returns the spec of an installed backend, None if it cannot be read; then the fixture of the tests fails."""
     return next((c.spec for c in REGISTRY.backends() if c.name == backend), None)
 
 
@@ -183,7 +183,7 @@ def _grad(x: dict[str, Any], feature: Feature) -> dict[str, Any]:
 
 
 def _is_refused(kda: Runner, entry: Any, x: dict[str, Any], words: str) -> None:
-    """A call is refused with these words, and nothing runs."""
+    """Asserts that a call is refused with these words, and that nothing runs."""
     with record_calls() as calls, pytest.raises(BackendUnsupportedError, match=words):
         entry(**x, backend=kda.backend)
     assert not calls, f"a call that was refused ran: {calls}"

@@ -1,20 +1,19 @@
-"""Inputs with a written recipe: the same bits on every machine, for they are drawn on the CPU.
+"""Inputs from documented recipes. They have the same bits on every machine, because they are drawn on the CPU.
 
-Gate families. Common to all: q, k, v ~ N(0,1) in bf16, normalised in the kernel; beta logits ~ N(0,1) in bf16, sigmoid in
+All gate families share: q, k, v ~ N(0,1) in bf16, normalised in the kernel; beta logits ~ N(0,1) in bf16, sigmoid in
 the kernel; A_log = log U(1,16) and dt_bias in fp32. A generator seeded with `seed` draws, in this order: q, k, v, beta,
-A_log, then what the family names, in the order in which it names it. What is in bf16 here is in `dtype` where another one
-is asked for.
+A_log, then the tensors of the family, in the order of its description. A `dtype` other than bf16 replaces bf16.
 
 =========  =============================================================================================================
 steep      raw g ~ N(0,1) bf16, dt_bias ~ N(0,1), lower_bound -5
 slow       raw g ~ N(0,1) bf16, dt_bias = softplus^-1(exp U(log 0.001, log 0.1)), lower_bound -5: the public layer's
 memory     precomputed fp32 g: 0 on channels below K/2, -0.3 on the others; beta = min(0.05, 128/T), fp32, post-sigmoid;
-           initial state ~ N(0,1), fp32: the state hardly forgets
+           initial state ~ N(0,1), fp32: the state decays slowly
 saturated  raw g = 32 bf16, no dt_bias, lower_bound -5: every gate is -5
 masked     precomputed fp32 g = -U(0, 0.1); then -1000 where U(0,1) < 1/2000 per (token, head, channel), where
            U(0,1) < 1/50 per (token, head), and, on odd heads, where U(0,1) < 1/8 per (head, channel)
 mixed      raw g ~ N(0,1) bf16, softplus form (unbounded); dt_bias by channel mod 4: -20 (open), as slow, -2, 1
-plain      needs no feature of a backend: q and k come normalised, beta as the fp32 sigmoid of the logits, and fp32 g =
+plain      needs no feature of a backend: q and k are normalised, beta is the fp32 sigmoid of the logits, and fp32 g =
            -exp U(log 0.0001, log 5) per (head, channel) * U(0,1) per element, with the promise `safe_gate`
 =========  =============================================================================================================
 """
@@ -35,18 +34,18 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of one call of `kda_core.chunk_kda`, and the lengths of its packed sequences (None: fixed)."""
+    """The arguments of one call of `kda_core.chunk_kda`, and the lengths of its packed sequences (None for fixed length)."""
 
     arguments: dict[str, Any]
     lengths: tuple[int, ...] | None = None
 
     def replace(self, **changes: Any) -> Inputs:
-        """The same call with other arguments; None removes one."""
+        """Returns the call with changed arguments; None removes an argument."""
         kept = {n: x for n, x in (self.arguments | changes).items() if x is not None}
         return Inputs(kept, self.lengths)
 
     def tokens(self, start: int, end: int | None = None) -> dict[str, Any]:
-        """The arguments for tokens start to end of a call of fixed length."""
+        """Returns the arguments for tokens start to end of a call of fixed length."""
         return self.arguments | {n: self.arguments[n][:, start:end] for n in ("q", "k", "v", "g", "beta")}
 
 
@@ -67,11 +66,13 @@ def make_inputs(
     state_v_first: bool = False,
     device: torch.device | str = "cpu",
 ) -> Inputs:
-    """A call of one family: q,k [B,T,H,K], v [B,T,HV,V], g [B,T,HV,K], beta [B,T,HV], A_log [HV], dt_bias [HV,K].
+    """Returns a call of one family: q,k [B,T,H,K], v [B,T,HV,V], g [B,T,HV,K], beta [B,T,HV], A_log [HV], dt_bias [HV,K].
 
-    `dtype` is that of q, k, v, of a raw g and, unless `beta_dtype` says otherwise, of beta's logits. `initial_state` adds
-    one ~ N(0,1), fp32 or for fp64 inputs fp64 (the memory family has one anyway); with `lengths` (sum T, B = 1) the
-    sequences are packed and cu_seqlens is int32.
+    Args:
+        lengths: of packed sequences (sum T, B = 1), with int32 cu_seqlens; None for fixed length.
+        dtype: of q, k, v, of a raw g and, by default, of beta's logits.
+        beta_dtype: of beta's logits.
+        initial_state: whether to add one ~ N(0,1), fp32 (fp64 for fp64 inputs). The memory family always has one.
     """
     if family not in (*FAMILIES, PLAIN):
         raise ValueError(f"family: expected one of {(*FAMILIES, PLAIN)}, got {family!r}")
@@ -146,7 +147,7 @@ def _raw_gate(family: str, shape: tuple[int, ...], normal: Any, uniform: Any) ->
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the states of a call whose q is in `dtype`."""
+    """Returns the dtype of the states of a call whose q has `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -164,7 +165,7 @@ def make_normalised(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Inputs:
-    """A call with precomputed gates g = logsigmoid(N(0,1)) / `normaliser`, set to 0 on a fraction `mask` of the elements,
+    """Returns a call with precomputed gates g = logsigmoid(N(0,1)) / `normaliser`, set to 0 on a fraction `mask` of the elements,
     q, k, v ~ U(0,1) and beta = sigmoid(N(0,1)) in `dtype`, initial state ~ N(0,1): FLA's family of tests."""
     HV = H if HV is None else HV
     rng = torch.Generator().manual_seed(seed)
@@ -188,8 +189,8 @@ def one_key(
     dtype: torch.dtype = BF16,
     device: torch.device | str = "cpu",
 ) -> Inputs:
-    """One key over and over with beta = sigmoid(8) and g = -1e-4, H = HV = 1: inverses by a truncated series or in fp16
-    overflow here. `zero`: all keys are zero instead."""
+    """Returns a call with one repeated key, beta = sigmoid(8), g = -1e-4 and H = HV = 1, for which inverses by a truncated series
+    or in fp16 overflow. `zero`: all keys are zero instead."""
     x = make_inputs("masked", T, H=1, K=K, V=V, dtype=dtype).arguments
     k = x["k"][:, :1].expand(1, T, 1, K).contiguous()
     x |= {

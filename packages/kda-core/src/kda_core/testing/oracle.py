@@ -19,7 +19,7 @@ F64 = torch.float64
 def log_decay(
     g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None
 ) -> Tensor:
-    """The log decay that `use_gate_in_kernel` asks for, in fp64.
+    """Returns the log decay of `use_gate_in_kernel`, in fp64.
 
     With `lower_bound` ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, factor 1 without A_log; without it
     ``-exp(A_log) * softplus(g + dt_bias)``, softplus linear above 20.
@@ -43,8 +43,8 @@ def log_decay(
 def sequence_bounds(
     q: Tensor, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None
 ) -> list[tuple[int, int]]:
-    """First token and end of each of the N sequences, as indices into the B*T tokens of q [B, T, H, K]. Reads the
-    contents of cu_seqlens, and so waits for a GPU."""
+    """Returns first token and end of each of the N sequences, as indices into the B*T tokens of q [B, T, H, K]. Reads the
+    contents of cu_seqlens and therefore waits for a GPU."""
     B, T = q.shape[:2]
     if cu_seqlens is None:
         return [(b * T, b * T + T) for b in range(B)]
@@ -78,13 +78,13 @@ def token_oracle(
     chunk_size: int = 64,
     pin: bool = False,
 ) -> tuple[Any, ...]:
-    """``chunk_kda(...)`` in fp64 on the device of its inputs, one token of every sequence at a time.
+    """Computes ``chunk_kda(...)`` in fp64 on the device of its inputs, one token of every sequence at a time.
 
     Arguments are those of `kda_core.chunk_kda`. `output_final_state`, `safe_gate`, `use_graph`, `max_num_seqs` and
-    `pin` are accepted because a call may have them; they change no value. Differentiable in every tensor.
+    `pin` are accepted because a call may pass them; they change no value. Differentiable in every tensor.
 
     Returns:
-        o [B, T, HV, V], zero where a token belongs to no sequence; the final states [N, HV, K, V], or [N, HV, V, K]
+        o [B, T, HV, V], zero for tokens outside of every sequence; the final states [N, HV, K, V], or [N, HV, V, K]
         with `state_v_first`; with `return_intermediate_states` also the states at the start of every chunk of
         `chunk_size` tokens [B, NT, HV, K, V] (or [.., V, K]), packed sequences one after the other. All fp64.
 
@@ -105,7 +105,7 @@ def token_oracle(
     q = q * (K**-0.5 if scale is None else scale)
     decay, head = g.exp(), torch.arange(HV, device=device) // (HV // H)
 
-    # Longest sequence first: those that still have a token t are then the first `live` lanes of the state.
+    # Longest sequence first, so that the sequences with a token t are the first `live` rows of the state.
     lengths = [end - first for first, end in bounds]
     order = sorted(range(len(bounds)), key=lambda n: -lengths[n])
     first = torch.tensor([bounds[n][0] for n in order], device=device)

@@ -1,10 +1,10 @@
-"""The pytest plugin of the kit: options, and a closing summary in which nothing that did not run counts as passed. A run
-that held no output against the oracle fails.
+"""The pytest plugin of the kit: options, and a closing summary. Tests that did not run never count as passed, and a run that
+compared no output with the oracle fails.
 
-The summary calls a backend emulated where its class has a true attribute `emulated`: it then executes another
-device's code, and says nothing about that device's own arithmetic or memory.
+The summary calls a backend emulated if its class has a true attribute `emulated`: it executes another device's code, so the run
+is no evidence about that device's own arithmetic or memory.
 
-PYTEST_DONT_REWRITE: nothing is asserted here, and `run` imports this before pytest does.
+PYTEST_DONT_REWRITE: this module has no assertions, and `run` imports it before pytest does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kda", "Kimi Delta Attention conformance")
     group.addoption("--kda-backend", metavar="NAME", help="the backend under test")
     group.addoption(
-        "--kda-device", choices=("cpu", "cuda"), help="default: cuda where the backend runs there, else cpu"
+        "--kda-device", choices=("cpu", "cuda"), help="default: cuda if the backend runs there, else cpu"
     )
     group.addoption(
         "--kda-quick", action="store_true", help="leave out long sequences and eight of nine FLA cases"
@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One line about a backend that cannot be tested, instead of one for each test."""
+    """Reports a backend that cannot be tested in one line, instead of one for each test."""
     name = config.getoption("kda_backend")
     if name is not None and (why := unusable(name)) is not None:
         raise pytest.UsageError(f"--kda-backend: {why}")
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _tested(item: pytest.Item, config: pytest.Config) -> str | None:
-    """The backend that a test of the kit is for; None for any other test."""
+    """Returns the backend that a test of the kit tests; None for any other test."""
     from kda_core.testing.conformance import BackendConformance
 
     cls = getattr(item, "cls", None)
@@ -97,15 +97,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 @dataclass
 class _Results:
-    """What the tests of one (backend, device, how it executes there) came to."""
+    """The results of the tests of one (backend, device, execution)."""
 
-    outcomes: list[tuple[str, str]] = field(default_factory=list)  # (outcome, why it was skipped)
-    compared: int = 0  # outputs held against the oracle
+    outcomes: list[tuple[str, str]] = field(default_factory=list)  # (outcome, reason of a skip)
+    compared: int = 0  # outputs compared with the oracle
     whole: bool = False  # the base case was among the tests
 
 
 def _results(config: pytest.Config) -> dict[tuple[str, str, str], _Results]:
-    """Of the tests of the kit that have been reported so far."""
+    """Returns the results of the tests of the kit so far."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")  # a worker of pytest-xdist has none
     found: dict[tuple[str, str, str], _Results] = {}
     for outcome in ("passed", "failed", "error", "skipped"):
@@ -121,13 +121,13 @@ def _results(config: pytest.Config) -> dict[tuple[str, str, str], _Results]:
 
 
 def _narrowed(config: pytest.Config) -> bool:
-    """Whether the command line selects tests."""
+    """Returns whether the command line selects tests."""
     chosen = (config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf"))
     return any(chosen) or any("::" in arg for arg in config.args)
 
 
 def _proves_nothing(results: _Results, config: pytest.Config) -> bool:
-    """Nothing was compared, in a run that has the base case, or that was meant to have everything."""
+    """Returns whether a run that includes the base case, or selects no tests, compared nothing."""
     return not results.compared and (results.whole or not _narrowed(config))
 
 
@@ -176,12 +176,12 @@ def _summary(name: str, device: str, how: str, results: _Results) -> list[str]:
 
 
 def run(backend: str, argv: Sequence[str] = ()) -> int:
-    """The kit on one backend, in this process; further arguments go to pytest. Returns pytest's exit status, or 2 where
+    """Runs the kit on one backend in this process; further arguments go to pytest. Returns pytest's exit status, or 2 if
     the backend cannot be tested."""
     if (why := unusable(backend)) is not None:
         print(why, file=sys.stderr)
         return 2
-    # not the configuration of the folder that it runs in
+    # ignores the configuration of the current folder
     alone = ("-c", os.devnull, "-p", "no:cacheprovider")
     own = ("-p", __name__, "--pyargs", "kda_core.testing.conformance", "--kda-backend", backend, "-q")
     return int(pytest.main([*alone, *own, *argv]))

@@ -1,4 +1,4 @@
-"""What the conformance tests call the backend through: it insists that this backend ran, and knows the truth."""
+"""Calls of the conformance tests: asserts which backend ran, and compares with the oracle."""
 
 from __future__ import annotations
 
@@ -19,31 +19,29 @@ from kda_core.testing.limits import SHARES, limits
 from kda_core.testing.oracle import token_oracle
 from kda_core.testing.tolerance import BAND, error
 
-# How a test that did not run says why; the plugin counts these, and none of them counts as passed.
+# Prefixes of the reasons of skipped tests, which the plugin counts.
 NOT_DECLARED, REFUSED, NEEDS_GPU, LEFT_OUT = (
     "not declared: ",
     "refused: ",
     "needs a GPU: ",
     "left out by --kda-quick",
 )
-TESTED = "kda_tested"  # the user property of a test that names (backend, device type, how it executes there)
-COMPARED = (
-    "kda_compared"  # a test has this user property once for each output that it held against the oracle
-)
-BASE = "test_base"  # how the names of tests of the base case begin
+TESTED = "kda_tested"  # user property of a test: (backend, device type, execution)
+COMPARED = "kda_compared"  # user property of a test, once for each output that it compared with the oracle
+BASE = "test_base"  # prefix of the names of tests of the base case
 EMULATED, EXECUTED = "emulated", "executed by the device itself"
 
 
 def copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same call in other memory."""
+    """Returns the same call with copied tensors."""
     return {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
 
 
 class Case:
-    """An input with its oracle (o, final states, and where the call asks for them intermediate states) and tolerances.
+    """Inputs with their oracle (o, final states, and intermediate states if the call asks for them) and tolerances.
 
-    They are computed when they are first asked for, so that a case that does not run costs nothing, and from a copy of
-    the input, so that a backend that writes to its inputs does not change them.
+    Both are computed at first use, so that a skipped case costs nothing, and from a copy of the inputs, so that a backend that
+    writes to its inputs does not change them.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -57,22 +55,23 @@ class Case:
 
     @cached_property
     def oracle(self) -> tuple[Tensor, ...]:
+        """The exact results, see `token_oracle`."""
         return token_oracle(**self._kept)
 
     @cached_property
     def limits(self) -> tuple[float, ...]:
-        """The largest errors admitted, in the order of `oracle`."""
+        """The largest admissible errors, in the order of `oracle`."""
         return limits(self._kept, self.oracle)
 
 
 @lru_cache(maxsize=24)
 def make_case(family: str, T: int, recipe: tuple[tuple[str, Any], ...] = ()) -> Case:
-    """A case by its recipe, kept for the tests that use the same one."""
+    """Returns the case of a recipe, cached for tests that share it."""
     return Case(make_inputs(family, T, **dict(recipe)))
 
 
 def unusable(backend: str) -> str | None:
-    """Why the kit cannot test a backend here, or None."""
+    """Returns why the kit cannot test a backend on this machine, or None."""
     known = kda_core.backends()
     info = next((i for i in known if i.name == backend), None)
     if info is not None and info.status == "ok":
@@ -83,7 +82,7 @@ def unusable(backend: str) -> str | None:
 
 
 def spec_of(backend: str) -> BackendSpec:
-    """What an installed backend declares."""
+    """Returns the spec of an installed backend."""
     return REGISTRY.find(backend).spec
 
 
@@ -91,8 +90,8 @@ class Runner:
     """One backend on one device.
 
     Attributes:
-        K, V, dtype: of all inputs whose recipe does not say otherwise: K = V = `head_dim` in bf16 where the backend serves
-            that, else the smallest pair and the first dtype that it declares.
+        K, V, dtype: defaults of all inputs: K = V = `head_dim` in bf16 if the backend serves that, else the smallest pair and
+            the first dtype that it declares.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Runner:
         quick: bool,
         record: Callable[[str, object], None] = lambda name, value: None,
     ) -> None:
-        """`record` keeps a property of the test that uses this object, as the fixture `record_property` of pytest does."""
+        """`record` stores a property of the current test, as the fixture `record_property` of pytest does."""
         self.backend, self.device, self.quick, self.record = backend, device, quick, record
         spec = spec_of(backend)
         pairs = spec.head_dims
@@ -111,7 +110,7 @@ class Runner:
         self.dtype = next(d for d in INPUT_DTYPES if spec.dtypes is None or dtype_name(d) in spec.dtypes)
 
     def tested(self) -> tuple[str, str, str]:
-        """The value of `TESTED`."""
+        """Returns the value of `TESTED`."""
         backend = REGISTRY.load(spec_of(self.backend))
         return self.backend, self.device, EMULATED if getattr(backend, "emulated", False) else EXECUTED
 
@@ -119,24 +118,25 @@ class Runner:
 
     @property
     def state_dtype(self) -> torch.dtype:
+        """The dtype of states."""
         return state_dtype(self.dtype)
 
     @property
     def common(self) -> dict[str, Any]:
-        """What all recipes of inputs have."""
+        """The common part of all recipes."""
         return {"K": self.K, "V": self.V, "dtype": self.dtype, "device": self.device}
 
     def case(self, family: str, T: int, **recipe: Any) -> Case:
-        """A case of a gate family."""
+        """Returns a case of a gate family."""
         return make_case(family, T, tuple(sorted((self.common | recipe).items())))
 
     def inputs(self, family: str, T: int, **recipe: Any) -> dict[str, Any]:
-        """The arguments of such a case; fresh tensors each time."""
+        """Returns the arguments of such a case, with new tensors."""
         return make_inputs(family, T, **(self.common | recipe)).arguments
 
     def served(self, family: str, T: int, **recipe: Any) -> dict[str, Any]:
-        """As `inputs`, and asks for final states, but without what the backend does not declare: for tests that any call
-        serves. A family that needs undeclared features gives way to `PLAIN`."""
+        """Returns `inputs` with final states, without what the backend does not declare, for tests that work with any call. A
+        family that needs undeclared features is replaced by `PLAIN`."""
         declared = self.declared()
         if "initial_state" not in declared:
             recipe.pop("initial_state", None)
@@ -151,24 +151,24 @@ class Runner:
         return self.inputs(PLAIN, T, **recipe) | more
 
     def states(self, N: int, HV: int = 2, value: float = 0.0) -> Tensor:
-        """States [N, HV, K, V] that hold one value."""
+        """Returns states [N, HV, K, V] filled with one value."""
         return torch.full((N, HV, self.K, self.V), value, dtype=self.state_dtype, device=self.device)
 
     def full_only(self, wanted: bool = True) -> None:
-        """Leaves a costly test out of a quick run."""
+        """Skips a costly test in a quick run."""
         if self.quick and wanted:
             pytest.skip(LEFT_OUT)
 
     def needs_gpu(self, why: str) -> None:
-        """Skips a test that a GPU alone can run."""
+        """Skips a test that needs a GPU."""
         if all(arch == "cpu" for arch in spec_of(self.backend).archs):
             pytest.skip(f"{NOT_DECLARED}a GPU ({why})")
         if self.device != "cuda":
             pytest.skip(f"{NEEDS_GPU}{why}")
 
     def other_device(self) -> str:
-        """A GPU that is not the current one and has an index other than 0; skips where there is none that the backend
-        drives."""
+        """Returns a GPU that is not the current one and has an index other than 0; skips the test if the backend runs on no such
+        GPU."""
         self.needs_gpu("a device whose index is not 0")
         for i in range(1, torch.cuda.device_count()):
             here = torch.cuda.get_device_capability(i)
@@ -179,7 +179,7 @@ class Runner:
     # ---- calls
 
     def declared(self) -> frozenset[str]:
-        """The features that the backend declares."""
+        """Returns the features that the backend declares."""
         return spec_of(self.backend).features
 
     def require(self, *features: Feature) -> None:
@@ -189,12 +189,12 @@ class Runner:
             pytest.skip(f"{NOT_DECLARED}{', '.join(missing)}")
 
     def shape(self, arguments: dict[str, Any]) -> ProblemShape:
-        """What the metadata of a call says."""
+        """Returns the metadata of a call."""
         return kda_core.explain(**{n: x for n, x in arguments.items() if n not in ("out", "workspace")}).shape
 
     def may_run(self, arguments: dict[str, Any]) -> None:
-        """Skips where the backend does not declare what the call needs, or refuses its shape; fails where the call
-        is wrong in itself."""
+        """Skips the test if the backend does not declare what the call needs, or refuses its shape. Fails if the call itself is
+        invalid."""
         shape = self.shape(arguments)
         if (missing := spec_of(self.backend).undeclared(shape)) is not None:
             pytest.skip(f"{NOT_DECLARED}{missing}")
@@ -225,7 +225,7 @@ class Runner:
         return result
 
     def assert_ran(self, calls: list[Any], *entries: str) -> None:
-        """Exactly these entries of this backend ran, on this device, through no planner."""
+        """Asserts that exactly these entries of this backend ran, on this device, without a planner."""
         wanted = [(self.backend, entry, self.device, None) for entry in entries]
         ran = [(c.backend, c.entry, c.device_type, c.planner) for c in calls]
         assert ran == wanted, f"ran (backend, entry, device, planner): {ran}, expected {wanted}"
@@ -246,7 +246,7 @@ class Runner:
             self.within(error(state, case.oracle[1], state=True), case.limits[1], f"the final state{what}")
 
     def compare(self, case: Case, **more: Any) -> tuple[Any, ...]:
-        """Runs a case as it is, or with `more` that changes no value, and holds all that it returns against the oracle."""
+        """Runs a case, with arguments `more` that change no value, and compares all outputs with the oracle."""
         o, state, *h = self(case.arguments, **more)
         self.check(case, o, state)
         wide = state_dtype(o.dtype)
@@ -265,8 +265,8 @@ class Runner:
         return self.compare(case, output_final_state=True)
 
     def gradients_agree(self, inputs: Inputs, **more: Any) -> None:
-        """Runs a call with gradients of every input, and holds these against autograd through a token loop in fp64, within 8
-        bf16 roundings times the dtype's share of the tolerance (`SHARES`), or within one rounding of their own."""
+        """Runs a call with gradients of every input, and compares these with autograd through an fp64 token loop. The tolerance is 8
+        bf16 roundings times the share of the dtype (`SHARES`), but at least one rounding of the gradient's dtype."""
         given = inputs.arguments
         kept = copied(given)
         floats = [n for n, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()]

@@ -1,19 +1,19 @@
 """The rounding-exact specification of a chunked KDA prefill, from which tolerances are derived. Plain torch, any device.
 
-`prepare_chunk` (K1) turns chunks of C tokens into operands, `run_chunk` (K2) is the chain over them; kernels are held
-against both, intermediate by intermediate::
+`prepare_chunk` (K1) is the intra-chunk stage for chunks of C tokens, `run_chunk` (K2) one step of the chain. Tests compare kernels with
+the intermediate values of both::
 
     G = inclusive cumsum of g, a = e^{G_end}, Kd = k e^G, Qd = scale q e^G, Kg = beta k e^{G_end - G}
     L_ij = k_i . (e^{G_i-G_j} beta_j k_j) (j < i),  Aqk_ij = scale q_i . (e^{G_i-G_j} beta_j k_j) (j <= i)
     T = (I + L)^-1
     R = T (v - Kd S),  O = Qd S + Aqk R,  S <- a S + Kg^T R
 
-beta goes with the columns k_j, so that the diagonal of T is exactly 1: rounded to bf16 in T, as (I + L)^-1 diag(beta)
-with L_ij = beta_i k_i . k_j would have it, beta scales all of a token's row by one wrong factor.
+beta scales the columns k_j, so that the diagonal of T is exactly 1. With (I + L)^-1 diag(beta) and L_ij = beta_i k_i . k_j, the rounding of
+beta to bf16 in T would scale a whole row by one wrong factor.
 
-"bf16" and "fp32" below are value sets: tensors stay fp32 and hold rounded values. A kernel may sum in another order and
-use other instructions; it must round no earlier and no coarser than this program, and must not let row i see anything
-after row i. On a GPU the fp32 products here need torch's default precision (no TF32).
+"bf16" and "fp32" below are value sets: tensors are fp32 with rounded values. A kernel may sum in another order and
+use other instructions. It must round no earlier and no coarser than this program, and row i must not depend on rows
+after i. On a GPU the fp32 products here need torch's default precision (no TF32).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOG2E = 1.4426950408889634
 BLOCK = 16  # rows of a diagonal block
 G_FLOOR = (
     -104.0
-)  # e^-104 rounds to 0 in fp32: clamping there changes nothing and keeps -1000 out of the cumsum
+)  # e^-104 rounds to 0 in fp32, so clamping changes no result and keeps -1000 out of the cumsum
 VOTE_LIMIT = (
     60.0  # two-sided factors serve column j while max over channels of G_first - G_j stays below this
 )
@@ -46,7 +46,7 @@ SLAB_BYTES = 128 << 20  # bound for the largest temporary, the pairwise decays o
 
 
 def flush(x: Tensor) -> Tensor:
-    """fp32 subnormals to zero, any shape, as kernels may. Only a row factor is ever scaled up again: by less than 2^87 with
+    """Flushes fp32 subnormals to zero, any shape, as kernels may. Only a row factor is ever scaled up again: by less than 2^87 with
     a vote, so that a product loses less than 2^-39; by e^75 at the bound of -5, so that a row loses elements of k and
     scale*q below 2^-18."""
     return torch.where(x.abs() < torch.finfo(F32).tiny, torch.zeros_like(x), x)
@@ -76,17 +76,18 @@ def dithered(seed: int) -> Iterator[None]:
 
 
 def ex2(x: Tensor) -> Tensor:
-    """2**x in fp32 with subnormal results flushed, any shape."""
+    """Returns 2**x in fp32 with subnormal results flushed, any shape."""
     return flush(torch.exp2(x))
 
 
 def mma(a: Tensor, b: Tensor) -> Tensor:
-    """[..., m, k] @ [..., k, n] as a tensor core does it: bf16 operands, exact products, fp32 accumulators."""
+    """Multiplies [..., m, k] @ [..., k, n] as a tensor core does: bf16 operands, exact products, fp32 accumulators."""
     return bf16(a) @ bf16(b)
 
 
 def cumsum(g: Tensor) -> Tensor:
-    """Inclusive fp32 running sum over rows [..., C, K], one addition a row: G_i must depend on rows <= i alone."""
+    """Returns the inclusive fp32 running sum over rows [..., C, K], one addition for each row, so that G_i depends only on rows
+    <= i."""
     rows = [g[..., 0, :]]
     for i in range(1, g.shape[-2]):
         rows.append(rows[-1] + g[..., i, :])
@@ -97,7 +98,7 @@ def cumsum(g: Tensor) -> Tensor:
 
 
 class Prepared(NamedTuple):
-    """What K1 hands to K2 for chunks [..., HV]: Kd, Qd, Kg [..., C, K], v [..., C, V] as it came, T, Aqk [..., C, C], all
+    """The records of chunks [..., HV] that K1 writes and K2 reads: Kd, Qd, Kg [..., C, K], v [..., C, V] unchanged, T, Aqk [..., C, C], all
     bf16 values; a [..., K] fp32."""
 
     Kd: Tensor
@@ -125,7 +126,7 @@ def activate(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, bool]:
-    """The elementwise stage, in fp32, on the tensors of a call of `kda_core.chunk_kda`.
+    """Computes the elementwise stage in fp32 on the tensors of a call of `kda_core.chunk_kda`.
 
     Returns:
         q, k [B, T, HV, K] and v [B, T, HV, V] in bf16, g [B, T, HV, K] in base 2 and at least G_FLOOR*LOG2E, beta
@@ -150,7 +151,7 @@ def activate(
 
 
 def pairs(x: Tensor, k: Tensor, G: Tensor) -> Tensor:
-    """sum_c x_ic k_jc 2^{G_ic - G_jc} for j <= i, pair by pair in fp32: [..., n, K] -> [..., n, n]. No exponent exceeds
+    """Returns sum_c x_ic k_jc 2^{G_ic - G_jc} for j <= i, pair by pair in fp32: [..., n, K] -> [..., n, n]. No exponent exceeds
     0."""
     decay = ex2((G.unsqueeze(-2) - G.unsqueeze(-3)).clamp(max=0))
     return (x.unsqueeze(-2) * k.unsqueeze(-3) * decay).sum(-1)
@@ -229,7 +230,7 @@ def prepare_chunk(
 
 
 def run_chunk(S: Tensor, p: Prepared) -> tuple[Tensor, Tensor]:
-    """One step of the chain: S [..., HV, K, V] fp32 -> o [..., HV, C, V] bf16 and the next S. S, v - Kd S and R are
+    """Computes one step of the chain: S [..., HV, K, V] fp32 -> o [..., HV, C, V] bf16 and the next S. S, v - Kd S and R are
     rounded only as MMA operands; S itself stays fp32, and O's two products share one accumulator."""
     R = mma(p.T, p.v - mma(p.Kd, S))
     o = mma(p.Qd, S) + mma(p.Aqk, R)
@@ -257,7 +258,7 @@ def forward(
     pin: bool = False,
     **gates: Any,
 ) -> tuple[Tensor, ...]:
-    """``chunk_kda(...)`` with chunks of C = 16, 32 or 64 tokens and the rounding points of this module.
+    """Computes ``chunk_kda(...)`` with chunks of C = 16, 32 or 64 tokens and the rounding points of this module.
 
     Arguments are those of `kda_core.testing.token_oracle`; `gates` are the options of `activate`. With
     `return_intermediate_states` C divides `chunk_size`.

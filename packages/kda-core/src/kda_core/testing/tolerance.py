@@ -1,4 +1,4 @@
-"""The project's error, and the largest error that a backend may have, derived from the data."""
+"""The error measure of the project, and the largest admissible error, derived from the inputs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kda_core.testing.oracle import token_oracle
 from kda_core.testing.specification import BLOCK, CHUNKS, dithered, forward
 
 BAND = 2.0**-9  # the largest relative Frobenius error that one rounding to bf16 can cause
-SHORT = BLOCK  # tokens: sequences up to this length are judged by several roundings of the specification
-DITHERS = 16  # how many
+SHORT = BLOCK  # tokens; shorter sequences are compared with several roundings of the specification
+DITHERS = 16  # number of these roundings
 
 
 def error(x: Tensor, ref: Tensor, *, lengths: Sequence[int] | None = None, state: bool = False) -> float:
-    """The largest relative Frobenius norm ||x - ref|| / ||ref|| over (sequence, value head), so that one broken head
-    cannot hide.
+    """Returns the largest relative Frobenius norm ||x - ref|| / ||ref|| over (sequence, value head), so that one wrong head is
+    visible.
 
-    Empty sequences do not count; where ref is zero x must be zero, else the error is infinite, as it is where x holds
-    anything that is not finite. Rows of o that belong to no sequence (``sum(lengths) < T``) are not looked at.
+    Empty sequences do not count. The error is infinite if ref is zero and x is not, and if x has a value that is not finite.
+    Tokens of o outside of every sequence (``sum(lengths) < T``) are ignored.
 
     Args:
         x, ref: o [B, T, HV, V], or with `state` final states [N, HV, K, V] (either layout), or intermediate states
-            [B, NT, HV, K, V], where every chunk counts for itself. ref is usually fp64.
+            [B, NT, HV, K, V], where every chunk counts separately. ref is usually fp64.
         lengths: of the sequences packed along T.
     """
     if x.shape != ref.shape:
@@ -56,18 +56,18 @@ def error(x: Tensor, ref: Tensor, *, lengths: Sequence[int] | None = None, state
 def tolerance(
     x: dict[str, Any], C: int | None = None, oracle: tuple[Tensor, ...] | None = None
 ) -> tuple[float, ...]:
-    """The largest admissible `error` against the oracle: 2 * (e + BAND), e the error of the specification on the same
-    inputs.
+    """Returns the largest admissible `error` against the oracle: 2 * (e + BAND), where e is the error of the specification on the
+    same inputs.
 
-    Sequences of at most `SHORT` tokens count with the largest error of `DITHERS` further roundings of the specification.
-    Where the output of such a sequence cancels, its error is that of a few roundings, such as that of one product
-    q . k: one sample may be near zero by luck, and says nothing about the next.
+    For sequences of at most `SHORT` tokens, e is the largest error of `DITHERS` further roundings of the specification. If the
+    output of such a sequence cancels, its error comes from a few roundings, such as that of one product q . k. A single sample may
+    be near zero by chance.
 
     Args:
         x: arguments of `kda_core.chunk_kda`.
         C: the chunk that a kernel computes in; None for the largest error over C = 16, 32 and 64 (with
             `return_intermediate_states` those that divide `chunk_size`).
-        oracle: what `token_oracle(**x)` returns, where it is known.
+        oracle: what `token_oracle(**x)` returns, if known.
 
     Returns:
         (for o, for the final state), and with `return_intermediate_states` (.., for the intermediate states).
@@ -94,8 +94,7 @@ def tolerance(
 def _short_sequences(
     x: dict[str, Any], want: tuple[Tensor, ...]
 ) -> tuple[dict[str, Any], tuple[Tensor, ...]] | None:
-    """The sequences of 1 to `SHORT` tokens as a call of their own, and its o and final states; None where there are
-    none."""
+    """Returns a call of the sequences of 1 to `SHORT` tokens, with its o and final states, or None if there are none."""
     x = {n: t for n, t in x.items() if n not in ("return_intermediate_states", "cu_seqlens_cpu")}
     lengths, T = _lengths(x), x["q"].shape[1]
     if lengths is None:

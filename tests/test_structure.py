@@ -1,0 +1,169 @@
+"""The structure of the packages: import graphs without cycles, the layers of kda-core, and its dependencies."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from kda_core import api, call, ops
+from kda_core.arguments import KINDS, Arguments
+from kda_core.contract import KdaInputs, KdaOptions, Tensors
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {
+    ".".join(path.relative_to(src).with_suffix("").parts).removesuffix(".__init__"): path
+    for src in sorted(ROOT.glob("packages/*/src"))
+    for path in sorted(src.rglob("*.py"))
+}
+CORE = {name: path for name, path in SOURCES.items() if name.partition(".")[0] == "kda_core"}
+
+LAYERS = ("api", "ops", "call", "arguments", "buffers", "validate", "contract", "offsets", "errors")
+"""The way of a call through kda-core: a module imports only modules to its right."""
+
+
+def _at_import(nodes):
+    """Yields the statements that run when a module is imported; blocks of ``if TYPE_CHECKING`` do not."""
+    for node in nodes:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from _at_import(node.orelse)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for part in ("body", "orelse", "handlers", "finalbody"):
+                yield from _at_import(getattr(node, part, ()))
+
+
+def imported_names(name):
+    """Returns the dotted names that a module imports when it is imported itself."""
+    path = SOURCES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in _at_import(ast.parse(path.read_text()).body):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join(filter(None, [*parts, node.module]))
+            found.update(f"{origin}.{alias.name}" for alias in node.names)
+    return found
+
+
+def imported_modules(name):
+    """Returns the modules of this repository that a module imports, without the packages that contain them."""
+    found = set()
+    for dotted in imported_names(name):
+        module = dotted if dotted in SOURCES else dotted.rpartition(".")[0]
+        if module in SOURCES:
+            found.add(module)
+    return found - {name}
+
+
+def cycle(graph):
+    """Returns the nodes of a cycle, or None."""
+    done, path = set(), []
+
+    def visit(node):
+        if node in path:
+            return path[path.index(node) :] + [node]
+        if node in done:
+            return None
+        path.append(node)
+        for follower in sorted(graph[node]):
+            if (found := visit(follower)) is not None:
+                return found
+        done.add(path.pop())
+        return None
+
+    return next((found for node in sorted(graph) if (found := visit(node)) is not None), None)
+
+
+def test_no_module_imports_itself_through_others():
+    assert len(SOURCES) > 100
+    graph = {name: imported_modules(name) for name in SOURCES}
+    assert graph["kda_core.api"] >= {"kda_core.arguments", "kda_core.ops"}
+    found = cycle(graph)
+    assert found is None, " -> ".join(found)
+
+
+def test_a_cycle_would_be_found():
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_call_passes_through_kda_core_in_one_direction(name):
+    upper = {f"kda_core.{layer}" for layer in LAYERS[: LAYERS.index(name)]}
+    assert not upper & imported_modules(f"kda_core.{name}")
+
+
+def test_kda_core_imports_torch_and_the_standard_library_only():
+    """pytest is an exception for the conformance kit, which is an extra."""
+    allowed = {*sys.stdlib_module_names, "torch", "kda_core"}
+    for name in CORE:
+        found = {dotted.partition(".")[0] for dotted in imported_names(name)}
+        kit = {"pytest"} if name.startswith("kda_core.testing.") else set()
+        assert found <= allowed | kit, name
+
+
+def test_kda_core_contains_no_word_of_the_kernel_language():
+    words = re.compile(r"(?<!kda-)\b(cute|cutlass|DSL|ptxas)\b|CuTe")  # messages name the package kda-cute
+    for path in CORE.values():
+        found = [m[0] for m in words.finditer(path.read_text())]
+        assert not found, f"{path.relative_to(ROOT)}: {found}"
+
+
+def test_only_one_module_uses_private_names_of_torch():
+    private = re.compile(
+        r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*|\bforward_ad\._\w+|from torch[\w.]* import [^\n]*\b_\w+"
+    )
+    for name, path in CORE.items():
+        if name not in ("kda_core.torch_private", "kda_core.testing.conformance"):
+            assert not private.findall(path.read_text()), name
+
+
+# ---- one list of arguments
+
+
+def test_arguments_are_the_tensors_the_options_and_the_choice():
+    options = {f: KdaOptions.__dataclass_fields__[f].default for f in KdaOptions.__dataclass_fields__}
+    assert Arguments._fields == (*Tensors._fields, *options, "backend", "context_parallel")
+    defaults = Tensors._field_defaults | options | {"backend": None, "context_parallel": "auto"}
+    assert Arguments._field_defaults == defaults
+    assert (*Tensors._fields, "shape") == tuple(KdaInputs.__dataclass_fields__)
+    types = {name: str(field.type) for name, field in KdaOptions.__dataclass_fields__.items()}
+    for name, text in types.items():
+        assert text == KINDS[name].type.__name__ + (" | None" if KINDS[name].optional else ""), name
+
+
+def test_public_functions_pass_arguments_in_the_order_of_the_fields():
+    """`chunk_kda` passes a tuple instead of keywords, because that takes less time."""
+    made = [
+        node.args[0]
+        for node in ast.walk(ast.parse(Path(api.__file__).read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Arguments._make"
+    ]
+    assert len(made) == 2
+    fixed = (
+        {"needs_backward": False, "recurrent": False},
+        {
+            "cu_seqlens_cpu": None, "safe_gate": False, "disable_recompute": False,
+            "return_intermediate_states": False, "use_graph": False, "max_num_seqs": None, "chunk_size": 64,
+            "pin": False, "needs_backward": False, "recurrent": True, "context_parallel": "off",
+        },
+    )  # fmt: skip
+    for values, constants in zip(made, fixed, strict=True):
+        assert isinstance(values, ast.Tuple) and len(values.elts) == len(Arguments._fields)
+        for name, value in zip(Arguments._fields, values.elts, strict=True):
+            if name in constants:
+                assert isinstance(value, ast.Constant) and value.value == constants[name], name
+            else:
+                assert isinstance(value, ast.Name) and value.id == name, name
+
+
+def test_the_schema_of_the_operators_has_every_argument():
+    schema = ops.torch.ops.kda_core.chunk_fwd.default._schema
+    assert tuple(a.name for a in schema.arguments) == Arguments._fields
+    assert call.N_TENSORS == len(Tensors._fields)
