@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import kda_core
 from benchmarks.cases import CERTIFIED, CP
-from kda_core import contract
+from kda_core import buffers
 from kda_core.registry import REGISTRY, record_calls
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def plan(name: str, x: dict[str, Any]) -> Plan:
     found, shape = REGISTRY.planner(), kda_core.explain(**x, backend=backend_name).shape
     if found is None:
         raise ValueError(f"impl: {name!r} needs a planner; install kda-cp and unset KDA_CP=0")
-    inputs = contract.make_inputs([x.get(n) for n in TENSORS], shape)
+    inputs = buffers.make_inputs([x.get(n) for n in TENSORS], shape)
     choice = REGISTRY.resolve(shape, backend_name)
     planner: Any = found[1]
     decided = planner.decide(inputs, choice.spec, choice.backend)

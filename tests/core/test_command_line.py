@@ -1,4 +1,4 @@
-"""The command line: what it accepts, what it refuses and by which exit status."""
+"""The command line: accepted and refused options, exit statuses."""
 
 import os
 import subprocess
@@ -12,13 +12,13 @@ from kda_core.cli import main
 
 
 def out_of(capsys, *argv, status=0):
-    """What a command prints, and that it exits with this status."""
+    """Returns what a command prints. Fails if the exit status is another one."""
     assert main(argv) == status
     return capsys.readouterr().out
 
 
 def refused(capsys, *argv):
-    """The message of a command that argparse refuses."""
+    """Returns the message of a command line that argparse refuses."""
     with pytest.raises(SystemExit) as exit:
         main(argv)
     assert exit.value.code == 2
@@ -46,7 +46,7 @@ def refused(capsys, *argv):
         (["--nonsense"], "unrecognized arguments: --nonsense"),
     ],
 )  # fmt: skip
-def test_explain_refuses_what_no_call_can_have(capsys, options, said):
+def test_explain_refuses_invalid_options(capsys, options, said):
     assert said in refused(capsys, "explain", *options)
 
 
@@ -57,7 +57,7 @@ def test_explain_refuses_what_no_call_can_have(capsys, options, said):
         ("sm_103a", "on cuda sm_103"), ("12.0", "on cuda sm_120"), ("sm_75", "on cuda sm_75"),
     ],
 )  # fmt: skip
-def test_explain_reads_every_way_to_write_an_architecture(capsys, arch, where):
+def test_explain_accepts_every_form_of_an_architecture(capsys, arch, where):
     assert where in out_of(capsys, "explain", "--arch", arch, "--backend", "reference")
 
 
@@ -75,7 +75,7 @@ def test_explain_reads_every_way_to_write_an_architecture(capsys, arch, where):
         ),
     ],
 )
-def test_explain_asks_for_what_its_options_say(capsys, options, needs):
+def test_the_options_of_explain_become_features(capsys, options, needs):
     said = out_of(capsys, "explain", "--arch", "cpu", *options)
     assert f"\nneeds     {needs}\n" in said and "backend   reference (choice: automatic)" in said
 
@@ -103,7 +103,7 @@ def test_unknown_commands_are_refused(capsys):
     assert "COMMAND" in refused(capsys)
 
 
-def test_an_interrupt_is_no_traceback(capsys, monkeypatch):
+def test_an_interrupt_prints_no_traceback(capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -112,7 +112,7 @@ def test_an_interrupt_is_no_traceback(capsys, monkeypatch):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_a_reader_that_has_gone_is_no_traceback():
+def test_a_closed_pipe_prints_no_traceback():
     end, pipe = os.pipe()
     os.close(end)
     done = subprocess.run(
@@ -126,6 +126,6 @@ def test_a_reader_that_has_gone_is_no_traceback():
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_the_command_on_the_path_is_this_one():
+def test_the_console_script_is_main():
     (script,) = entry_points(group="console_scripts", name="kda-core")
     assert script.load() is cli.main

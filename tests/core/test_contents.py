@@ -6,9 +6,11 @@ from helpers.inputs import call, replaced
 
 import kda_core
 from kda_core import chunk_kda, contents, fused_recurrent_kda
-from kda_core.contract import KdaOptions, make_inputs, problem_shape
+from kda_core.buffers import make_inputs
+from kda_core.contract import KdaOptions
 from kda_core.errors import ArgumentError
 from kda_core.registry import record_calls
+from kda_core.validate import problem_shape
 
 X = call(T=20)
 NAN, INF = float("nan"), float("inf")

@@ -1,4 +1,4 @@
-"""`doctor` finds what would fail, and nothing that is broken ends it."""
+"""`doctor` finds what would fail, and no failure ends it."""
 
 import json
 import os
@@ -40,7 +40,7 @@ class Plans:
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch, tmp_path):
-    """An environment without variables of this project but a cache folder of the test's own."""
+    """Removes this project's variables from the environment and sets a cache folder of the test's own."""
     for name in [name for name in os.environ if name.startswith("KDA_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path / "cache"))
@@ -113,7 +113,7 @@ def test_variables_that_make_calls_fail_are_problems(install, monkeypatch, name,
     assert main(["doctor"]) == 1
 
 
-def test_a_backend_of_the_environment_that_serves_no_call_here_is_a_problem(install, monkeypatch):
+def test_a_backend_named_by_the_environment_that_serves_no_call_is_a_problem(install, monkeypatch):
     install("far", archs={(7, 5)})
     monkeypatch.setenv("KDA_BACKEND", "far")
     (problem,) = [p for p in problems() if "standard call on cpu" in p]
@@ -123,7 +123,7 @@ def test_a_backend_of_the_environment_that_serves_no_call_here_is_a_problem(inst
 # ---- devices
 
 
-def test_a_gpu_that_no_backend_is_for_is_no_problem(gpu):
+def test_a_gpu_without_a_backend_is_no_problem(gpu):
     before = problems()
     gpu(7, 5)
     report = doctor.examine()
@@ -140,7 +140,7 @@ def test_a_gpu_whose_backend_refuses_the_call_is_a_problem(install, gpu):
     assert problem.startswith("a standard call on sm_75 fails: ") and "unsupported: not today" in problem
 
 
-def test_a_device_that_the_environment_leaves_out_is_no_problem(install, gpu, monkeypatch):
+def test_a_device_that_the_environment_excludes_is_no_problem(install, gpu, monkeypatch):
     install("far", archs={(7, 5)})
     gpu(7, 5)
     monkeypatch.setenv("KDA_BACKEND", "far")
@@ -188,7 +188,7 @@ def test_a_cache_that_others_may_write_is_a_problem(monkeypatch, tmp_path):
     assert "written by others" in problem and "0777" in problem
 
 
-def test_no_home_is_a_line_of_the_report(monkeypatch):
+def test_a_missing_home_directory_is_a_problem(monkeypatch):
     def home():
         raise RuntimeError("Could not determine home directory.")
 
@@ -203,7 +203,7 @@ def test_no_home_is_a_line_of_the_report(monkeypatch):
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """Made-up distributions alone. ``add(name, version, *lines of METADATA)`` writes one."""
+    """Replaces the installed distributions by fake ones. ``add(name, version, *lines of METADATA)`` writes one."""
 
     def add(name, version, *lines, entry_points=""):
         info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -224,7 +224,7 @@ def version_problems():
     return [p for p in problems() if " needs " in p or "requirement" in p]
 
 
-def test_versions_out_of_the_ranges_of_the_packages_are_problems(site):
+def test_versions_outside_required_ranges_are_problems(site):
     site("kda-core", "0.1.0", "Requires-Dist: torch>=2.11,<3")
     site(
         "kda-fast", "0.1.0", "Requires-Python: >=3.10", "Requires-Dist: kda-core>=0.1,<0.2",
@@ -251,7 +251,7 @@ def test_a_release_candidate_is_outside_a_range_that_excludes_its_version(site):
     site("kda-core", "0.1.0", "Requires-Dist: torch>=2.11,<3")
     site("kda-fast", "0.1.5", "Requires-Dist: kda_core (>=0.1,<0.2)", "Requires-Dist: dsl>=4.6,<4.9")
     site("DSL", "4.9.0rc1")
-    site("unrelated", "1", "Requires-Dist: missing")  # which is nothing of ours
+    site("unrelated", "1", "Requires-Dist: missing")  # not a package of this project
     assert version_problems() == ["kda-fast 0.1.5 needs dsl<4.9,>=4.6, but 4.9.0rc1 is installed"]
 
 
@@ -282,14 +282,14 @@ def test_the_versions_of_what_the_packages_require_are_shown(site):
     assert doctor.examine()["versions"] == expected | {"torch": str(torch.__version__)}
 
 
-def test_the_torch_that_runs_counts(site, monkeypatch):
+def test_the_imported_torch_counts(site, monkeypatch):
     site("kda-core", "0.1.0", "Requires-Dist: torch>=2.11,<3")  # no metadata of torch, as in a source build
     assert version_problems() == []
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
     assert version_problems() == ["kda-core 0.1.0 needs torch<3,>=2.11, but 2.9.1+cu128 is installed"]
 
 
-def test_what_was_not_compared_is_said(monkeypatch, capsys):
+def test_a_comparison_that_was_not_made_is_reported(monkeypatch, capsys):
     for name in ("packaging", "packaging.requirements"):
         monkeypatch.setitem(sys.modules, name, None)
     report = doctor.examine()
@@ -299,7 +299,7 @@ def test_what_was_not_compared_is_said(monkeypatch, capsys):
     assert f"UNCHECKED   {unchecked}" in text and text.endswith("in what was checked")
 
 
-def test_a_source_tree_that_is_not_installed_is_said(site):
+def test_a_source_tree_that_is_not_installed_is_reported(site):
     report = doctor.examine()
     assert any("kda-core runs from a source tree" in line for line in report["unchecked"])
 
@@ -317,7 +317,7 @@ def test_broken_backends_and_planners_are_problems(install, monkeypatch):
     assert not any("planner" in p for p in problems())
 
 
-def test_a_planner_says_what_is_wrong_with_its_files(install):
+def test_problems_of_a_planner_are_reported(install):
     said = "    def problems(self):\n        return ['its crystal ball is damaged; polish it']\n"
     install("plans", group="kda_core.planners", source=PLANNER, backend=PLANS + said)
     assert "planner plans: its crystal ball is damaged; polish it" in problems()
@@ -374,7 +374,7 @@ def test_a_command_that_cannot_be_imported_is_a_problem(install):
 @pytest.mark.parametrize(
     "error", [RuntimeError("broken to bits"), SystemExit("gone"), OSError(5, "I/O error")]
 )
-def test_it_never_raises(monkeypatch, error, capsys):
+def test_the_examination_never_raises(monkeypatch, error, capsys):
     def fail(*_, **__):
         raise error
 
@@ -395,7 +395,7 @@ def test_it_never_raises(monkeypatch, error, capsys):
     assert "PROBLEM     cuda cannot be examined" in capsys.readouterr().out
 
 
-def test_one_broken_part_leaves_the_others(monkeypatch):
+def test_a_part_that_fails_does_not_affect_the_others(monkeypatch):
     whole = doctor.examine()
     monkeypatch.setattr(REGISTRY, "info", lambda: 1 / 0)
     report = doctor.examine()
@@ -406,7 +406,7 @@ def test_one_broken_part_leaves_the_others(monkeypatch):
     assert report["calls"] == whole["calls"] and report["versions"] == whole["versions"]
 
 
-def test_names_that_are_no_text_are_shown(monkeypatch, capsys):
+def test_undecodable_names_are_shown(monkeypatch, capsys):
     monkeypatch.setitem(os.environ, "KDA_BACKEND", os.fsdecode(b"r\xe9f"))
     assert main(["doctor"]) == 1
     assert "KDA_BACKEND: backend " in capsys.readouterr().out

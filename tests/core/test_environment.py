@@ -26,7 +26,7 @@ def test_flags(monkeypatch, text, value):
     assert env.context_parallel() is value
 
 
-def test_a_flag_that_is_neither_is_an_error(monkeypatch):
+def test_another_value_of_a_flag_is_an_error(monkeypatch):
     monkeypatch.setenv("KDA_DISABLE_JIT", "maybe")
     with pytest.raises(ArgumentError, match="KDA_DISABLE_JIT: expected .* got 'maybe'"):
         env.disable_jit()
@@ -46,7 +46,7 @@ def test_the_documentation_has_every_variable():
 
 def test_the_import_brings_no_compiler():
     script = (
-        "import sys, torch\n"  # which brings what it likes, cuda.bindings among it
+        "import sys, torch\n"  # torch imports cuda.bindings, among others
         "before = set(sys.modules)\n"
         "import kda_core, kda_core.testing\n"
         "kda_core.backends()\n"
@@ -96,7 +96,7 @@ def test_unknown_arguments_are_refused(capsys):
 
 
 @pytest.mark.parametrize("given", [{}, {"KDA_BACKEND": "reference"}, dict(os.environ)])
-def test_calls_work_while_a_plain_dict_stands_for_the_environment(given):
+def test_calls_work_while_a_dict_replaces_the_environment(given):
     with mock.patch("os.environ", given), record_calls() as calls:
         chunk_kda(**call())
         given["KDA_BACKEND"] = "refrence"
@@ -108,7 +108,7 @@ def test_calls_work_while_a_plain_dict_stands_for_the_environment(given):
 
 
 def test_a_changed_environment_is_seen(monkeypatch):
-    """Whichever way the value of a variable is read to be compared."""
+    """`Variable.given` works with and without the private dict of ``os.environ``."""
 
     class Other(dict):
         encodekey = staticmethod(str)
@@ -123,7 +123,7 @@ def test_a_changed_environment_is_seen(monkeypatch):
             assert seen[0] == seen[2] != seen[1]
 
 
-def test_importing_while_a_dict_stands_for_the_environment():
+def test_the_import_works_while_a_dict_replaces_the_environment():
     script = (
         "import os\nfrom unittest import mock\nimport torch\n"
         "with mock.patch('os.environ', dict(os.environ)):\n    from kda_core import env\n"

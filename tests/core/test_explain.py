@@ -136,7 +136,7 @@ def test_lengths_that_are_none_of_the_shape_are_refused(lengths):
 
 def test_arguments_beside_a_shape_are_checked():
     shape = explain(**X).shape
-    with pytest.raises(ArgumentError, match="lengths: expected None for a call that is not packed"):
+    with pytest.raises(ArgumentError, match="lengths: expected None for a call of fixed length"):
         explain(shape, lengths=(20,))
     with pytest.raises(
         ArgumentError, match="context_parallel: expected 'auto', 'off' or a plan, got 'always'"

@@ -5,7 +5,7 @@ from helpers.support import said_by_a_fork
 
 CALL = """
 import torch
-from kda_core import chunk_kda, registry
+from kda_core import buffers, chunk_kda, contract, registry, validate
 
 x = {n: torch.randn(1, 20, 1, 8) for n in "qkv"} | {"g": -torch.rand(1, 20, 1, 8), "beta": torch.rand(1, 20, 1)}
 
@@ -85,8 +85,8 @@ class Slow:
         return [0, 20]
 
 tensors = [torch.randn(1, 20, 1, 8) for _ in range(4)] + [torch.rand(1, 20, 1)] + [None] * 5
-shape = contract.problem_shape(*tensors, options=contract.KdaOptions())
-inputs = contract.make_inputs(tensors, shape)
+shape = validate.problem_shape(*tensors, options=contract.KdaOptions())
+inputs = buffers.make_inputs(tensors, shape)
 
 def busy():
     replace(inputs, cu_seqlens=Slow()).sequence_lengths()

@@ -6,7 +6,7 @@ from helpers.inputs import call
 
 import kda_core
 from kda_core import chunk_kda, fused_recurrent_kda
-from kda_core.api import operator_args
+from kda_core.arguments import Arguments, checked
 from kda_core.errors import KdaError
 from kda_core.registry import record_calls
 
@@ -96,24 +96,13 @@ def test_errors_in_a_trace_name_the_argument():
 def test_opcheck(grad, packed):
     x = {n: t.requires_grad_(grad) for n, t in call().items()}
     cu = torch.tensor([0, 3, 20]) if packed else None
-    args = operator_args(
-        *x.values(),
-        None,
-        None,
-        None,
-        cu,
-        None,
-        backend=None,
-        context_parallel="off",
-        recurrent=False,
-        output_final_state=True,
-    )
-    results = torch.library.opcheck(torch.ops.kda_core.chunk_fwd.default, args)
+    args = checked(Arguments(**x, cu_seqlens=cu, output_final_state=True, context_parallel="off"))
+    results = torch.library.opcheck(torch.ops.kda_core.chunk_fwd.default, tuple(args))
     assert set(results.values()) == {"SUCCESS"}
 
 
 def test_opcheck_of_the_variant_that_writes():
-    args = operator_args(*call().values(), *[None] * 5, backend=None, context_parallel="off", recurrent=False)
+    args = checked(Arguments(**call(), context_parallel="off"))
     out = (torch.zeros(1, 20, 2, 8), None, None, None)
     results = torch.library.opcheck(torch.ops.kda_core.chunk_fwd_out.default, (*args, *out))
     assert set(results.values()) == {"SUCCESS"}

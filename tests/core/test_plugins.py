@@ -426,7 +426,7 @@ def test_two_third_parties_with_one_name(install):
     install("twin-a", source=spec_module("twin", "fake_twin_a_backend:Backend", priority=1))
     install("twin-b", source=spec_module("twin", "fake_twin_b_backend:Backend", priority=2))
     assert listed("twin", "fake-twin-a") == ("ok", "")
-    reason = "fake-twin-b uses the name twin, which fake-twin-a has"
+    reason = "fake-twin-b uses the name twin, which belongs to fake-twin-a"
     assert listed("twin", "fake-twin-b") == ("broken", reason)
     assert ran() == ran(backend="twin") == "twin"
     assert type(REGISTRY.load(REGISTRY.find("twin").spec)).__module__ == "fake_twin_a_backend"

@@ -5,7 +5,7 @@ import torch
 from helpers.inputs import call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kda_core import chunk_kda, contract, reference
+from kda_core import buffers, chunk_kda, contract, reference, validate
 
 
 def recurrence(x, scale, lengths=None):
@@ -52,8 +52,8 @@ def test_few_exponentials_are_taken():
 
     x = call(T=256, H=2, HV=2, K=8, V=8)
     tensors = (*x.values(), *[None] * 5)
-    inputs = contract.make_inputs(tensors, contract.problem_shape(*tensors, options=contract.KdaOptions()))
-    outputs = contract.allocate_outputs(inputs)
+    inputs = buffers.make_inputs(tensors, validate.problem_shape(*tensors, options=contract.KdaOptions()))
+    outputs = buffers.allocate_outputs(inputs)
     with Exponentials() as exponentials:
         reference.ReferenceBackend().chunk_fwd(inputs, outputs)
     assert torch.equal(outputs.o, chunk_kda(**x)[0])

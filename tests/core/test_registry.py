@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.fake_plugins import HALVES, install_planner
 from helpers.inputs import call
 
-import kda_core
-from kda_core import BACKEND_ABI, chunk_kda, explain, ops, registry, use_backend
+import kda_core.call
+from kda_core import BACKEND_ABI, chunk_kda, explain, registry, use_backend
 from kda_core.abi import compatible
 from kda_core.errors import (
     ArgumentError,
@@ -115,7 +116,7 @@ def test_a_name_is_served_once(install):
     install("reference", priority=1000)
     duplicates = [i for i in kda_core.backends() if i.name == "reference"]
     assert [i.status for i in duplicates] == ["ok", "broken"]
-    assert duplicates[1].reason == "the name reference is reserved for kda-core"
+    assert duplicates[1].reason == "fake-reference uses the name reference, which belongs to kda-core"
     assert ran() == "reference"
 
 
@@ -330,55 +331,6 @@ def test_no_backend_for_a_gpu_is_a_table_of_reasons():
     assert (named.backend, named.rule) == ("reference", "backend=")
 
 
-PLANNER = """
-from kda_core.backend import PlannerSpec
-SPEC = PlannerSpec(name="halves", abi={abi!r}, target="fake_halves_backend:Halves", install="pip install halves", unavailable={unavailable!r})
-"""
-
-HALVES = """
-import json
-from dataclasses import dataclass, replace
-import torch
-from kda_core.contract import KdaInputs, KdaOutputs
-from kda_core.errors import PlannerError
-
-@dataclass(frozen=True)
-class Plan:
-    cut: int
-    def to_json(self):
-        return json.dumps({"cut": self.cut})
-
-class Halves:
-    def plan(self, inputs, spec, backend):
-        return Plan(inputs.shape.T // 2) if inputs.shape.T >= 16 and not inputs.shape.varlen else None
-
-    def plan_from_json(self, text):
-        return Plan(json.loads(text)["cut"])
-
-    def execute(self, plan, inputs, outputs, backend):
-        if not 0 < plan.cut < inputs.shape.T:
-            raise PlannerError(f"cut {plan.cut} outside the sequence")
-        state = None
-        for a, b in ((0, plan.cut), (plan.cut, inputs.shape.T)):
-            s = replace(inputs.shape, T=b - a, has_initial_state=state is not None,
-                        options=replace(inputs.options, output_final_state=True))
-            piece = {n: getattr(inputs, n)[:, a:b].contiguous() for n in ("q", "k", "v", "g", "beta")}
-            part = replace(inputs, **piece, initial_state=state, shape=s)
-            out = KdaOutputs(torch.empty_like(piece["v"]), inputs.q.new_empty(s.state_shape))
-            backend.chunk_fwd(part, out)
-            outputs.o[:, a:b] = out.o
-            state = out.final_state
-        if outputs.final_state is not None:
-            outputs.final_state.copy_(state)
-        return outputs
-"""
-
-
-def install_planner(install, abi=BACKEND_ABI, unavailable=None, backend=HALVES):
-    source = PLANNER.format(abi=abi, unavailable=unavailable)
-    install("halves", group="kda_core.planners", source=source, backend=backend)
-
-
 def test_a_planner_is_asked_and_can_be_turned_off(install, monkeypatch):
     install_planner(install)
     direct = chunk_kda(**X, output_final_state=True, context_parallel="off")
@@ -414,7 +366,7 @@ def test_answers_of_a_planner_are_kept_until_it_has_others(install, monkeypatch)
     chunk_kda(**X)
     assert asked[3:] == [(20,)]
 
-    monkeypatch.setattr(ops._ANSWERS, "limit", 1)
+    monkeypatch.setattr(kda_core.call.ANSWERS, "limit", 1)
     REGISTRY.forget_plans()
     for _ in range(2):
         for x in packed:
@@ -497,5 +449,5 @@ def test_a_planner_without_plans_is_passed_over(install):
         def to_json(self):
             return "{}"
 
-    with pytest.raises(PlannerError, match="no planner is installed"):
+    with pytest.raises(PlannerError, match="no planner is active"):
         chunk_kda(**X, context_parallel=Plan())

@@ -1,5 +1,4 @@
-"""Where files go and which are trusted: the cache folder in every state, files that may be somebody else's, locks over
-forks and kills."""
+"""The cache folder in every state, trust in files and folders, locks with forks and kills."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ NOBODY = 65534
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):
-    """A temporary folder and a home of this test alone, and warnings that nobody has given yet."""
+    """A temporary folder and a home directory of this test alone; `warn_once` has logged nothing."""
     folder, home = tmp_path / "tmp", tmp_path / "home"
     folder.mkdir()
     home.mkdir()
@@ -37,7 +36,7 @@ def temporary(tmp_path, monkeypatch):
 
 
 def give_away(path: Path, monkeypatch) -> None:
-    """Let a path belong to somebody else than this process's user."""
+    """Makes a path belong to another user."""
     if os.geteuid() == 0:
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
     else:
@@ -52,7 +51,7 @@ def private(path: Path) -> bool:
 # ---- the cache folder
 
 
-def test_a_sound_folder_is_used_as_it_is(tmp_path, monkeypatch, caplog):
+def test_a_trusted_folder_is_used(tmp_path, monkeypatch, caplog):
     assert env.cache_dir() == tmp_path / "home" / ".cache" / "kda-core"
     monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path / "new" / "folder"))
     assert env.cache_dir() == tmp_path / "new" / "folder"
@@ -63,7 +62,7 @@ def test_a_sound_folder_is_used_as_it_is(tmp_path, monkeypatch, caplog):
     assert env.cache_dir_problem() is None and not caplog.records
 
 
-def test_without_a_home_the_folder_is_a_private_one(temporary, monkeypatch, caplog):
+def test_without_a_home_directory_the_folder_is_private(temporary, monkeypatch, caplog):
     def unknown(uid):
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
@@ -91,7 +90,7 @@ print(constants.lookup(("NVIDIA H200", "sm90", "bfloat16"))[1])
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o500])
-def test_a_home_that_may_not_be_used(tmp_path, temporary, mode):
+def test_a_home_directory_without_permission_is_replaced(tmp_path, temporary, mode):
     pytest.importorskip("kda_cp")
     home = tmp_path / "home"
     home.chmod(mode)
@@ -106,11 +105,11 @@ def test_a_home_that_may_not_be_used(tmp_path, temporary, mode):
     finally:
         home.chmod(0o700)
     assert done.stdout.split() == [str(temporary / f"kda-core-{os.geteuid()}"), "shipped"]
-    assert done.stderr.count("The default cache folder is not used") == 1  # where nobody configures logging
+    assert done.stderr.count("The default cache folder is not used") == 1  # without a logging configuration
 
 
 def bad_folder(kind: str, path: Path, monkeypatch) -> str:
-    """Makes `path` what no cache folder may be; a word of the warning."""
+    """Makes `path` a folder that cannot be used. Returns a word of the warning."""
     if kind == "file":
         path.write_text("a file")
         return "Not a directory"
@@ -139,7 +138,7 @@ def bad_folder(kind: str, path: Path, monkeypatch) -> str:
     "kind",
     ["file", "below a file", "unknown user", "link to nowhere", "loop", "foreign", "0777", "0775", "1777"],
 )
-def test_a_named_folder_that_cannot_be_used_or_trusted(tmp_path, temporary, monkeypatch, caplog, kind):
+def test_a_named_folder_that_cannot_be_trusted_is_replaced(tmp_path, temporary, monkeypatch, caplog, kind):
     path = tmp_path / "cache"
     monkeypatch.setenv("KDA_CACHE_DIR", str(path))
     before = os.umask(0o022)
@@ -154,7 +153,7 @@ def test_a_named_folder_that_cannot_be_used_or_trusted(tmp_path, temporary, monk
     assert record.getMessage().startswith(env.cache_dir_problem())
 
 
-def test_a_link_that_somebody_else_made_is_not_followed(tmp_path, monkeypatch):
+def test_a_link_of_another_user_is_not_followed(tmp_path, monkeypatch):
     if os.geteuid() != 0:
         pytest.skip("only root can give a link away")
     (tmp_path / "mine").mkdir(mode=0o700)
@@ -165,7 +164,7 @@ def test_a_link_that_somebody_else_made_is_not_followed(tmp_path, monkeypatch):
     assert "symbolic link that uid 65534 made" in storage.folder_problem(link)
 
 
-def test_a_folder_of_root_serves_everybody(tmp_path, monkeypatch):
+def test_a_folder_of_root_serves_all_users(tmp_path, monkeypatch):
     folder = tmp_path / "fleet"
     folder.mkdir(mode=0o755)
     if os.geteuid() == 0:
@@ -176,7 +175,7 @@ def test_a_folder_of_root_serves_everybody(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["wide", "foreign", "link", "file"])
-def test_somebody_else_may_hold_the_name_of_the_private_folder(tmp_path, temporary, monkeypatch, how):
+def test_another_user_may_own_the_name_of_the_private_folder(tmp_path, temporary, monkeypatch, how):
     name = temporary / f"kda-core-{os.geteuid()}"
     if how == "file":
         name.touch()
@@ -194,7 +193,7 @@ def test_somebody_else_may_hold_the_name_of_the_private_folder(tmp_path, tempora
     assert storage.private_folder() == folder
 
 
-def test_where_nothing_can_be_written_nothing_raises(monkeypatch):
+def test_without_a_writable_folder_nothing_raises(monkeypatch):
     def none():
         raise FileNotFoundError(2, "No usable temporary directory found")
 
@@ -204,7 +203,7 @@ def test_where_nothing_can_be_written_nothing_raises(monkeypatch):
     assert storage.private_folder() is None
 
 
-def test_systems_without_owners_and_modes_are_not_asked_for_them(tmp_path, monkeypatch, caplog):
+def test_systems_without_owners_and_modes_are_not_checked(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(storage, "_POSIX", False)
     assert env.cache_dir() == tmp_path / "home" / ".cache" / "kda-core"
     assert env.cache_dir_problem() is None and not caplog.records
@@ -212,7 +211,7 @@ def test_systems_without_owners_and_modes_are_not_asked_for_them(tmp_path, monke
         pass
 
 
-def test_one_of_many_threads_warns(caplog):
+def test_only_one_of_many_threads_warns(caplog):
     start = threading.Barrier(8)
 
     def warn():
@@ -230,13 +229,13 @@ def test_one_of_many_threads_warns(caplog):
 # ---- files
 
 
-def test_a_disk_that_is_full_leaves_no_part_of_a_file(tmp_path):
+def test_a_full_disk_leaves_no_partial_file(tmp_path):
     import resource
 
     with storage.opened(tmp_path / "home") as folder:
         folder.write("file", b"before")
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a write beyond fails, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a longer write fails, as on a full disk
         try:
             with pytest.raises(OSError, match="too large"):
                 folder.write("file", bytes(100_000))
@@ -246,7 +245,7 @@ def test_a_disk_that_is_full_leaves_no_part_of_a_file(tmp_path):
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["file"]
 
 
-def test_writing_replaces_a_link_and_does_not_follow_it(tmp_path):
+def test_writing_replaces_a_link_instead_of_following_it(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / "home" / "file").symlink_to(victim)
@@ -317,7 +316,7 @@ def test_an_untrusted_lock_file_is_an_error(tmp_path):
         pytest.fail("locked something else")
 
 
-#: Takes the lock, forks a child that lives on, and ends in one of two ways.
+#: Acquires the lock, forks a child that lives on, and is killed or releases the lock.
 HOLDER = """
 import os, signal, sys
 from pathlib import Path
@@ -338,7 +337,7 @@ with storage.opened(Path(sys.argv[1])) as folder:
 
 
 @pytest.mark.parametrize("end", ["killed", "released"])
-def test_a_lock_ends_with_its_holder_though_a_child_lives_on(tmp_path, end):
+def test_a_lock_ends_with_its_holder_even_if_a_child_lives_on(tmp_path, end):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "home"), end]
     holder = subprocess.Popen(

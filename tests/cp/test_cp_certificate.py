@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kda_core
-from kda_core import contract
+from kda_core import buffers
 from kda_core.contract import KdaInputs
 from kda_core.testing import make_inputs
 from kda_core.testing.oracle import log_decay
@@ -40,7 +40,7 @@ def call(gate, HV, K=32):
     if gate == "-inf":
         x["g"][:, SEGMENTS[0].start + TAIL - 5, :, : K // 2] = float("-inf")
     shape = kda_core.explain(**x, backend="reference").shape
-    return contract.make_inputs([x.get(f.name) for f in fields(KdaInputs)][:-1], shape)
+    return buffers.make_inputs([x.get(f.name) for f in fields(KdaInputs)][:-1], shape)
 
 
 def tail(inputs, segment, head):

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 import kda_core
 from kda_core import chunk_kda, explain
-from kda_core.contract import KdaInputs, KdaOptions, problem_shape
-from kda_core.contract import make_inputs as make_kda_inputs
+from kda_core.buffers import make_inputs as make_kda_inputs
+from kda_core.contract import KdaInputs, KdaOptions
 from kda_core.errors import ShapeError
 from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing import error, make_inputs, token_oracle
 from kda_core.testing.conformance import BackendConformance
 from kda_core.testing.runner import Runner
+from kda_core.validate import problem_shape
 from kda_cp import Constants, Pass, Plan, native
 from kda_cp.calibrate import merge_call, segment_calls
 from kda_cp.cuts import GRANULE, windows

@@ -33,8 +33,9 @@ def test_a_call_without_a_gain_is_explained_as_serial(stored):
     assert explain(**x, context_parallel="off").plan == "direct"
 
 
-def test_the_package_requires_and_imports_nothing_but_kda_core():
-    assert [Requirement(r).name for r in metadata.requires("kda-cp") or ()] == ["kda-core"]
+def test_the_package_requires_kda_core_and_filelock_only():
+    requirements = [Requirement(r).name for r in metadata.requires("kda-cp") or ()]
+    assert sorted(requirements) == ["filelock", "kda-core"]
     imported = modules_after(
         "import kda_core.registry as r; assert r.REGISTRY.planner()[0] == 'cp'; import kda_cp.execute"
     )

@@ -1,5 +1,4 @@
-"""Fixtures of the compile cache's tests: an empty cache folder, the demonstration kernels, other Python
-processes."""
+"""Fixtures: an empty cache folder, the demonstration kernels, other Python processes."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def kernels() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def start_python() -> Callable[..., subprocess.Popen[str]]:
-    """Start a fresh interpreter on some code, with this one's import path and environment."""
+    """Starts an interpreter on some code, with this process's import path and environment."""
 
     def start(code: str, **environment: str) -> subprocess.Popen[str]:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
@@ -50,7 +49,7 @@ def start_python() -> Callable[..., subprocess.Popen[str]]:
 
 @pytest.fixture(scope="session")
 def python(start_python: Callable[..., subprocess.Popen[str]]) -> Callable[..., str]:
-    """Run code in a fresh interpreter; what it printed. The test fails if the code does."""
+    """Runs code in a new interpreter and returns what it printed. The test fails if the code fails."""
 
     def run(code: str, **environment: str) -> str:
         process = start_python(code, **environment)

@@ -1,5 +1,4 @@
-"""The cache folder by itself, without the DSL: what counts as an entry, and what a failed write leaves
-behind."""
+"""Entries of the cache folder, without the DSL: which files are an entry, and what a failed write leaves behind."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def test_commit_then_read(entry):
 
 @pytest.mark.parametrize("kept", [0, 1, 100, len(CONTENT) - 1])
 @pytest.mark.parametrize("suffix", ["object", "metadata"])
-def test_torn_files_are_no_entry(entry, suffix, kept):
+def test_truncated_files_count_as_absent(entry, suffix, kept):
     path = getattr(entry, suffix)
     path.write_bytes(path.read_bytes()[: min(kept, path.stat().st_size - 1)])
     assert entry.read() is None
@@ -40,18 +39,18 @@ def test_torn_files_are_no_entry(entry, suffix, kept):
     assert entry.read() == CONTENT
 
 
-def test_a_changed_byte_is_noticed(entry):
+def test_a_changed_byte_makes_an_entry_invalid(entry):
     entry.object.write_bytes(CONTENT[:-1] + b"\0")
     assert entry.read() is None
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '{"bytes": 2560}', "\xff"])
-def test_foreign_metadata_is_no_entry(entry, text):
+def test_metadata_of_another_form_counts_as_absent(entry, text):
     entry.metadata.write_text(text, encoding="latin-1")
     assert entry.read() is None
 
 
-def test_metadata_of_another_key_is_no_entry(entry):
+def test_metadata_of_another_key_counts_as_absent(entry):
     other = Entry(entry.folder, entry.stem, {**INGREDIENTS, "sources": "2"})
     entry.metadata.rename(other.metadata)
     entry.object.rename(other.object)
@@ -77,7 +76,7 @@ def test_an_object_is_not_committed_before_its_metadata(entry, monkeypatch):
     assert not list(entry.folder.glob("*.tmp"))
 
 
-def test_reading_takes_no_lock_and_makes_nothing(cache_dir):
+def test_reading_takes_no_lock_and_creates_nothing(cache_dir):
     assert Entry(cache_dir, "Kernel.sm_90a", INGREDIENTS).read() is None
     assert not cache_dir.exists()
 
@@ -120,13 +119,13 @@ def test_the_lock_is_exclusive_and_per_entry(entry):
 
 
 @pytest.mark.parametrize("which", ["object", "metadata"])
-def test_what_is_no_regular_file_is_no_entry_and_is_replaced(entry, caplog, tmp_path, which):
+def test_a_file_that_is_not_regular_counts_as_absent_and_is_replaced(entry, caplog, tmp_path, which):
     path = getattr(entry, which)
     for make in (os.mkfifo, lambda path: path.symlink_to(tmp_path / "elsewhere")):
         (tmp_path / "elsewhere").write_bytes(path.read_bytes())
         path.unlink()
         make(path)
-        assert entry.read() is None  # at once: nobody writes into the FIFO
+        assert entry.read() is None  # without blocking on the FIFO
         assert str(path) in caplog.text
         entry.commit(CONTENT)
         assert entry.read() == CONTENT and not path.is_symlink()
@@ -134,7 +133,7 @@ def test_what_is_no_regular_file_is_no_entry_and_is_replaced(entry, caplog, tmp_
 
 @pytest.mark.parametrize("which", ["object", "metadata"])
 @pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
-def test_a_file_that_others_may_write_is_no_entry(entry, caplog, which, mode):
+def test_a_file_that_others_may_write_counts_as_absent(entry, caplog, which, mode):
     path = getattr(entry, which)
     path.chmod(mode)
     assert entry.read() is None
@@ -161,7 +160,7 @@ def test_the_lock_is_a_regular_file_of_the_folder(entry, make):
         pytest.fail("locked something else")
 
 
-def test_what_killed_writers_left_is_removed(entry):
+def test_files_of_killed_writers_are_removed(entry):
     left = entry.object.with_name(f"{entry.object.name}.0123456789abcdef.tmp")
     other = entry.folder / "Other.sm_90a.o.0123.tmp"
     left.touch()
@@ -171,7 +170,7 @@ def test_what_killed_writers_left_is_removed(entry):
     assert not left.exists() and other.exists()
 
 
-def test_differences_name_what_changed(entry):
+def test_differences_name_the_ingredients_that_changed(entry):
     other = Entry(entry.folder, entry.stem, {**INGREDIENTS, "sources": "2", "cpu": "x"})
     assert other.differences() == [f"{entry.metadata.name} differs in sources, cpu"]
     assert Entry(entry.folder, entry.stem, {**INGREDIENTS, "config": "Config(1)"}).differences() == []

@@ -1,5 +1,4 @@
-"""``get_kernel``: compiled once per configuration and architecture, among threads, processes and damaged
-files."""
+"""``get_kernel`` compiles once for each configuration and architecture, with threads, processes and damaged files."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ except TypeError as error:
 print(cache_info().loaded, cache_info().compiled)
 """
 
-#: Waits after the imports until all are there, so that the compilations would overlap.
+#: Waits after the imports for all processes, so that their compilations would overlap.
 RACE = """
 import pathlib, sys, time
 from helpers import demo_kernels as kernels
@@ -74,7 +73,7 @@ def test_the_code_is_for_the_architecture(kernels, arch):
     assert f".target {arch}" in keep_ptx(kernels.RmsNorm, kernels.RmsConfig(), arch)
 
 
-def test_kernels_can_be_made_for_elsewhere(cache_dir, kernels):
+def test_kernels_can_be_made_for_an_instrument_instead_of_a_gpu(cache_dir, kernels):
     make = lambda compiled: [compiled.__ptx__]
     wanted = (kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
     with compiling.kernels_made_by(make):
@@ -85,7 +84,7 @@ def test_kernels_can_be_made_for_elsewhere(cache_dir, kernels):
     assert callable(get_kernel(*wanted))
 
 
-def test_the_kernel_is_compiled_once_per_variant(cache_dir, kernels):
+def test_each_variant_is_compiled_once(cache_dir, kernels):
     variants = [
         (kernels.RmsConfig(), "sm_90a"),
         (kernels.RmsConfig(dim=64), "sm_90a"),
@@ -152,7 +151,7 @@ def test_racing_threads_compile_once(cache_dir, kernels):
 
 
 def test_threads_may_compile_different_kernels(cache_dir, kernels):
-    """The DSL's compiler is not thread-safe, so they take turns."""
+    """They compile one after the other, because the DSL's compiler is not thread-safe."""
     start, found = threading.Barrier(4), {}
 
     def get(dim):
@@ -225,7 +224,7 @@ print(cache_info().loaded, cache_info().compiled, [record.getMessage() for recor
 
 @pytest.mark.parametrize("filled", [True, False])
 def test_read_only_folder(cache_dir, kernels, python, filled):
-    """What is there is used, the rest is compiled in memory, and one warning says so."""
+    """Cached kernels load, other kernels compile in memory, with one warning."""
     if filled:
         get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=128), "sm_90a")
     cache_dir.mkdir(exist_ok=True)
@@ -241,7 +240,7 @@ def test_read_only_folder(cache_dir, kernels, python, filled):
     assert sorted(cache_dir.iterdir()) == files
 
 
-#: Compiles one kernel, or none, then its sources change on disk, then compiles another.
+#: Compiles one kernel or none; then its sources change on disk; then compiles another one.
 UPGRADE = """
 import pathlib, sys, time
 import upgraded_kernels as kernels
@@ -288,7 +287,7 @@ def test_an_upgrade_before_the_first_kernel_does_not_poison_the_cache(cache_dir,
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """The system's temporary folder, for this test alone."""
+    """A temporary folder of the system for this test alone."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -308,7 +307,7 @@ def test_a_folder_that_cannot_be_made_is_replaced_by_a_private_one(cache_dir, ke
 
 
 @pytest.mark.parametrize("how", ["mode", "owner"])
-def test_nothing_is_run_from_a_folder_that_others_may_write(
+def test_no_kernel_is_loaded_from_a_folder_that_others_may_write(
     cache_dir, kernels, temporary, caplog, monkeypatch, how
 ):
     get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
@@ -333,7 +332,7 @@ def test_nothing_is_run_from_a_folder_that_others_may_write(
 
 
 def test_a_full_disk_costs_one_compilation(cache_dir, kernels, monkeypatch, caplog):
-    """No file can be finished anywhere, and the call is served."""
+    """No file can be written anywhere, and the call still works."""
     cache_dir.mkdir(mode=0o700)
 
     def full(*args, **kwargs):
@@ -374,16 +373,16 @@ def test_the_first_compilation_is_announced_once(cache_dir, kernels, caplog):
     clear_memory()
     caplog.clear()
     get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
-    assert not caplog.records  # loading takes no time
+    assert not caplog.records  # a load is not announced
 
 
-def test_what_is_on_disk_loads_while_another_kernel_compiles(cache_dir, kernels, monkeypatch):
+def test_a_cached_kernel_loads_while_another_one_compiles(cache_dir, kernels, monkeypatch):
     get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
     clear_memory()
     compiling_now, go_on = threading.Event(), threading.Event()
     fake_args = kernels.RmsNorm.fake_args
 
-    def wait(kernel):  # in the middle of `cute.compile`'s arguments, the compiler's lock held
+    def wait(kernel):  # called by `trace`, which holds the compiler's lock
         compiling_now.set()
         go_on.wait()
         return fake_args(kernel)
@@ -402,7 +401,7 @@ def test_what_is_on_disk_loads_while_another_kernel_compiles(cache_dir, kernels,
 
 
 def test_loading_and_compiling_at_once(cache_dir, kernels):
-    """The DSL's loader beside its compiler: sound functions come out."""
+    """The DSL's loader and its compiler run concurrently, and the functions work."""
     dims = (32, 64, 96, 128)
     for dim in dims:
         get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=dim), "sm_90a")
@@ -454,7 +453,7 @@ print(status, cache_info().compiled)
 """
 
 
-def test_a_child_forked_while_a_thread_compiles_compiles_too(cache_dir, kernels, python):
+def test_a_child_forked_during_a_compilation_can_compile(cache_dir, kernels, python):
     assert python(FORK).split() == ["2", "1"]
 
 
@@ -468,7 +467,7 @@ def test_disable_jit(cache_dir, kernels, monkeypatch):
     assert not cache_dir.exists()
 
 
-def test_disable_jit_tells_what_a_cached_kernel_differs_in(cache_dir, kernels, monkeypatch):
+def test_disable_jit_names_the_ingredients_that_differ(cache_dir, kernels, monkeypatch):
     get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
     clear_memory()
     (path,) = cache_dir.glob("*.json")
@@ -482,7 +481,7 @@ def test_disable_jit_tells_what_a_cached_kernel_differs_in(cache_dir, kernels, m
 
 
 def test_a_kernel_that_does_not_compile(cache_dir, kernels):
-    for _ in range(2):  # a failure is not remembered, and does not stand in the way of the next kernel
+    for _ in range(2):  # a failure is not cached and does not affect the next kernel
         with pytest.raises(CompileError, match=r"Broken\(values=512\) for sm_90a did not compile") as caught:
             get_kernel(kernels.Broken, kernels.SpillConfig(), "sm_90a")
     assert "no_such_name" in str(caught.value)
@@ -495,11 +494,11 @@ def test_a_kernel_that_does_not_compile(cache_dir, kernels):
 
 @dataclass(frozen=True)
 class Unbuilt:
-    """A configuration, and a class that no compiler will see."""
+    """A configuration, and a class that is never compiled."""
 
 
 @pytest.mark.parametrize("module", ["cutlass.cute", "tvm_ffi"])
-def test_without_the_dsl(cache_dir, monkeypatch, module):
+def test_a_missing_dsl_is_an_error_with_the_command_that_installs_it(cache_dir, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(CompileError, match=r"pip install 'nvidia-cutlass-dsl\[cu13\]' apache-tvm-ffi"):
         get_kernel(Unbuilt, Unbuilt(), "sm_90a")
@@ -544,7 +543,7 @@ def test_precompile_into_a_folder_that_cannot_be_made(cache_dir, kernels):
         precompile([(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")])
 
 
-def test_an_interrupted_precompile_leaves_the_rest(cache_dir, kernels):
+def test_an_interrupted_precompile_keeps_finished_kernels(cache_dir, kernels):
     def interrupt(built):
         raise KeyboardInterrupt
 

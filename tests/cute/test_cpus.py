@@ -1,4 +1,4 @@
-"""How many workers a machine or a container gets: affinity, and the quotas of cgroups."""
+"""The number of workers on a machine or in a container: affinity, and the quotas of cgroups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kda_cute.jit.cpus import usable_cpus
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine of 16 CPUs, whose files are given by path."""
+    """A machine with 16 CPUs and the given files (path -> text)."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
 
     def make(**files):
@@ -54,7 +54,7 @@ V1_FOLDER = "sys/fs/cgroup/cpu,cpuacct"
             },
             5,
         ),
-        (  # inside the container the mount is the group itself
+        (  # inside the container the mount is the container's group
             {
                 "proc/self/cgroup": V1,
                 f"{V1_FOLDER}/cpu.cfs_quota_us": "500000\n",

@@ -1,4 +1,4 @@
-"""The cache key: it changes with everything that changes machine code, and with nothing else."""
+"""The cache key changes with everything that changes machine code, and with nothing else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LITERALS = st.recursive(
 
 
 def typed(value):
-    """The value with its types spelled out: 1, True and 1.0 are equal to Python, 0.0 and -0.0 too."""
+    """The value with its types: Python considers 1, True and 1.0 equal, and 0.0 and -0.0."""
     if isinstance(value, tuple):
         return tuple(map(typed, value))
     return type(value).__name__, repr(value)
@@ -64,7 +64,7 @@ def test_canonical_text_is_equal_only_for_the_same_literals(one, other):
     assert (key.canonical(Config(one)) == key.canonical(Config(other))) == (typed(one) == typed(other))
 
 
-def test_canonical_text_knows_the_class_and_nested_fields():
+def test_canonical_text_contains_the_class_and_nested_fields():
     texts = {
         key.canonical(config)
         for config in (Config(), Other(), Config(inner=Inner(flag=False)), Config(Inner()))
@@ -167,7 +167,7 @@ def test_key_changes_with_the_sources(kernels, package, fresh_toolchain):
     assert digest(Kernel) == digests[-1]
 
 
-def test_key_knows_the_sources_of_bases_and_of_the_configuration(kernels, package, fresh_toolchain):
+def test_key_covers_the_sources_of_bases_and_of_the_configuration(kernels, package, fresh_toolchain):
     from demo_package.kernels.one import Kernel
 
     local = make_dataclass("PackageConfig", [], frozen=True)
@@ -265,7 +265,7 @@ CPU = {
     ],
     ids=lambda x: str(x)[:40],
 )
-def test_the_cpu_is_what_host_code_depends_on(tmp_path, monkeypatch, change, same):
+def test_the_cpu_ingredient_covers_what_host_code_depends_on(tmp_path, monkeypatch, change, same):
     monkeypatch.setattr(key, "_CPUINFO", tmp_path / "cpuinfo")
     found = []
     for cpu in (CPU, {**CPU, **change}):
@@ -292,7 +292,9 @@ def test_the_cpu_is_what_host_code_depends_on(tmp_path, monkeypatch, change, sam
         ("try:\n    import nothing.such\nexcept ImportError:\n    import outside", "outside.py"),
     ],
 )
-def test_key_knows_modules_outside_the_package(kernels, package, fresh_toolchain, statement, helper):
+def test_key_covers_imported_modules_outside_the_package(
+    kernels, package, fresh_toolchain, statement, helper
+):
     path = package.parent / helper
     path.parent.mkdir(exist_ok=True)
     if path.parent.name == "outside":
@@ -312,19 +314,19 @@ def test_key_knows_modules_outside_the_package(kernels, package, fresh_toolchain
     assert digest(Kernel) == before
 
 
-def test_installed_helpers_enter_by_their_version(kernels, package, fresh_toolchain, monkeypatch):
+def test_installed_packages_enter_the_key_by_their_version(kernels, package, fresh_toolchain, monkeypatch):
     (package / "kernels" / "one.py").write_text("import numpy\nclass Kernel:\n    pass\n")
     from demo_package.kernels.one import Kernel
 
     before = digest(Kernel)
-    monkeypatch.setattr("numpy.__version__", "0")  # whatever the package says of itself
+    monkeypatch.setattr("numpy.__version__", "0")  # an attribute of the module does not count
     assert digest(Kernel) == before
     monkeypatch.setattr(imports, "_release", lambda top: f"{top} 99")
     assert digest(Kernel) != before
 
 
 def rewrite(path, text):
-    """Writes a file later than anything so far by the file system's clock, which may tick every 10 ms."""
+    """Writes a file with a later time of change than all files so far. The file system's clock may tick every 10 ms."""
     now, probe = time.time_ns(), path.with_name("probe")
     probe.touch()
     while probe.stat().st_ctime_ns <= now:
@@ -336,13 +338,13 @@ def test_an_upgrade_makes_a_running_process_outdated(kernels, package, fresh_too
     from demo_package.kernels.one import Kernel
 
     variant = key.Variant(Kernel, Config(), "sm_90a")
-    sources.forget()  # written before this process began, as far as it knows
+    sources.forget()  # the files count as written before this process began
     before = variant.ingredients()["sources"]
     assert variant.outdated() is None
     text = (package / "helper.py").read_text()
     rewrite(package / "helper.py", "CHUNK = 32\n")
     assert variant.outdated() == f"{package / 'helper.py'} changed while this process ran"
-    assert variant.ingredients()["sources"] == before  # what runs is what was imported
+    assert variant.ingredients()["sources"] == before  # the text that was imported
     rewrite(package / "helper.py", text)
     assert variant.outdated() is None  # the same content again, under another stamp
     (package / ".#helper.py").symlink_to("user@host.1234:5678")  # an editor's lock
@@ -354,8 +356,10 @@ def test_an_upgrade_makes_a_running_process_outdated(kernels, package, fresh_too
     assert variant.outdated() == f"{package / 'helper.py'} changed while this process ran"
 
 
-def test_an_upgrade_between_the_import_and_the_first_kernel(kernels, package, fresh_toolchain):
-    """Nobody can tell which text was imported, so neither is used."""
+def test_an_upgrade_between_the_import_and_the_first_kernel_makes_a_process_outdated(
+    kernels, package, fresh_toolchain
+):
+    """Which text was imported is unknown, so neither is used."""
     from demo_package.kernels.one import Kernel
 
     variant = key.Variant(Kernel, Config(), "sm_90a")

@@ -1,5 +1,4 @@
-"""``python -m kda_core precompile``: what installed backends offer, into the cache folder; and the error that names
-the command."""
+"""``python -m kda_core precompile`` compiles the variants of installed backends, and an error that names the command."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ COMMAND = ["precompile", "--arch", ARCH, "--backend", "demo"]
 
 @pytest.fixture
 def demo(install, kernels, cache_dir):
-    """Installs a backend of the demonstration kernels that offers what a function of their module gives."""
+    """Installs a backend whose variants a function of the demonstration kernels' module returns."""
 
     def install_demo(function="offered", name="demo", **spec):
         install(name, archs={(9, 0), (10, 0)}, variants=f"{kernels.__name__}:{function}", **spec)
@@ -80,7 +79,7 @@ def test_list_compiles_nothing(demo, cache_dir, capsys):
     assert not cache_dir.exists()
 
 
-def test_only_narrows_by_name(demo, capsys):
+def test_only_selects_by_a_part_of_the_name(demo, capsys):
     demo()
     assert main([*COMMAND, "--list", "--only", "dim=64"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -89,12 +88,12 @@ def test_only_narrows_by_name(demo, capsys):
     assert "--only: expected a part of the name of one of 4 variants" in capsys.readouterr().err
 
 
-def test_all_backends_of_the_architecture_are_asked_and_the_others_listed(demo, install, capsys):
+def test_every_backend_is_listed_with_its_variants_or_the_reason_for_none(demo, install, capsys):
     demo()
     demo(name="second", function="offered_and_broken")
     install("elsewhere", archs={(10, 3)}, variants="a_module_that_is_not_there:kernels")
     install("empty", archs={(9, 0)}, unavailable="no kernel yet")
-    install("first", abi=(2, 0))  # written before the field `variants` was there
+    install("first", abi=(2, 0))  # the field `variants` did not exist yet
     main(["precompile", "--arch", ARCH, "--list", "--only", "RmsNorm"])
     out = capsys.readouterr().out
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
@@ -124,7 +123,7 @@ def test_all_backends_of_the_architecture_are_asked_and_the_others_listed(demo, 
         ),
     ],
 )
-def test_a_broken_backend_is_an_error_and_hides_no_other(demo, install, capsys, spec, reason):
+def test_a_broken_backend_is_an_error_and_affects_no_other(demo, install, capsys, spec, reason):
     demo()
     install("bad", archs={(9, 0)}, **spec)
     assert main(["precompile", "--arch", ARCH, "--list"]) == 1
@@ -177,7 +176,7 @@ def test_an_interrupt_ends_with_one_line_and_stops_the_workers(demo, cache_dir, 
     assert "64/64" not in out and 1 <= len(objects(cache_dir)) < 64
 
 
-def test_a_folder_that_cannot_be_used_is_an_error_here(demo, cache_dir, capsys):
+def test_an_untrusted_folder_is_an_error(demo, cache_dir, capsys):
     demo()
     cache_dir.mkdir()
     cache_dir.chmod(0o777)
@@ -209,7 +208,7 @@ def usage_error(capsys, *options):
 
 
 @pytest.mark.parametrize("arch", ["cpu", "ninety", "9", "sm_90b", "90"])
-def test_what_names_no_architecture_is_a_usage_error(capsys, arch):
+def test_a_text_that_names_no_architecture_is_a_usage_error(capsys, arch):
     said = usage_error(capsys, "--arch", arch)
     assert said.endswith(
         f"argument --arch: expected a compute capability such as 9.0, sm_90 or sm_90a, got {arch}\n"
@@ -224,7 +223,7 @@ def test_an_architecture_of_no_installed_backend_is_an_error_that_lists_theirs(d
     assert said.rstrip().endswith("got sm_200a" if arch == "sm_200a" else "got sm_75")
 
 
-#: A backend as a third party would write it, for an architecture that no package of this project names.
+#: A third party's backend for an architecture that no package of this project names.
 FOREIGN_SPEC = """
 from kda_core.backend import BackendSpec
 SPEC = BackendSpec(
@@ -234,7 +233,7 @@ SPEC = BackendSpec(
 """
 
 
-def test_a_backend_for_an_architecture_of_its_own_needs_no_change_here(
+def test_a_third_party_backend_for_another_architecture_compiles(
     install, kernels, cache_dir, tmp_path, capsys, python
 ):
     source = Path(kernels.__file__).read_text()
@@ -264,7 +263,7 @@ def test_disable_jit_names_the_command_that_compiles_the_variant(
     wanted = f"KDA_CACHE_DIR={cache_dir} python -m kda_core precompile --arch {ARCH} --backend demo"
     assert command == wanted
 
-    # As a user would paste it, into a shell that knows nothing of this process's variables.
+    # As a user would paste it into a shell without this process's variables.
     environment = {
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "PYTHONPATH": ":".join(filter(None, sys.path)),
@@ -278,7 +277,7 @@ def test_disable_jit_names_the_command_that_compiles_the_variant(
     assert cache_info().loaded == 1
 
 
-def test_disable_jit_says_so_where_no_backend_offers_the_variant(demo, kernels, monkeypatch):
+def test_disable_jit_reports_a_variant_that_no_backend_lists(demo, kernels, monkeypatch):
     demo()
     monkeypatch.setenv("KDA_DISABLE_JIT", "1")
     with pytest.raises(JitDisabledError, match="run the call once without KDA_DISABLE_JIT") as caught:

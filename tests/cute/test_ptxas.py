@@ -1,5 +1,4 @@
-"""The ptxas report: real spills and real complaints, from kernels and from PTX that is written to provoke
-them."""
+"""The ptxas report, with real spills and complaints of kernels and of PTX that provokes them."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def assembler():
 
 
 def wgmma_ptx(*, touch: bool = False, directives: str = "", version: str = "8.0") -> str:
-    """Two wgmmas on one accumulator; ``touch`` changes it in between, while the first is in flight."""
+    """Two wgmmas on one accumulator. With ``touch``, the code changes it while the first one is in flight."""
     mma = (
         f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{{ACCUMULATORS}}}, %rd1, %rd2, 1, 1, 1, 0, 0;"
     )
@@ -83,7 +82,7 @@ def test_fewer_values_do_not_spill(kernels, assembler):
     assert ptxas.report(kernels.Spill, kernels.SpillConfig(values=32), "sm_90a").problems() == ()
 
 
-def test_wgmma_that_is_left_alone(assembler):
+def test_wgmma_without_a_hazard_has_no_problems(assembler):
     assert ptxas.assemble("two wgmmas", wgmma_ptx(), "sm_90a").problems() == ()
 
 
@@ -149,12 +148,12 @@ def test_complaints_are_problems(line):
 
 
 @pytest.mark.parametrize("kept", [0, 2, 3, 4])
-def test_output_that_is_not_understood_is_an_error(kept):
-    with pytest.raises(CompileError, match="something else than expected"):
+def test_output_that_cannot_be_parsed_is_an_error(kept):
+    with pytest.raises(CompileError, match="the output of ptxas cannot be parsed"):
         ptxas.parse("k", "\n".join(VERBOSE[:kept]))
 
 
-def test_missing_wheel_is_named(monkeypatch):
+def test_a_missing_wheel_is_named(monkeypatch):
     def none(name):
         raise metadata.PackageNotFoundError(name)
 
@@ -171,7 +170,7 @@ def test_command_line(kernels, assembler, capsys):
 
 
 def test_command_line_fails_on_a_spill(kernels, assembler, start_python):
-    """The command itself, so that its exit status is the real one."""
+    """Runs the command in a process, to get its real exit status."""
     arguments = ["kda_cute.jit.ptxas", "helpers.demo_kernels:spilling", "--arch", "sm_90a"]
     run = f"runpy.run_module({arguments[0]!r}, run_name='__main__', alter_sys=True)"
     process = start_python(f"import runpy, sys; sys.argv[1:] = {arguments[1:]!r}; {run}")

@@ -1,4 +1,4 @@
-"""Architectures, and what importing ``kda_cute`` brings with it."""
+"""Names of architectures, and the modules that importing ``kda_cute`` imports."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def test_names_of_no_architecture_are_refused(arch):
             function(arch)
 
 
-def test_device_is_asked_for_its_own_capability(monkeypatch):
+def test_the_architecture_of_a_device_is_that_of_its_capability(monkeypatch):
     capabilities = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (10, 3)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     assert [arch_of_device(device) for device in capabilities] == ["sm_90a", "sm_103a"]
 
 
-def test_device_without_an_architecture():
+def test_a_cpu_has_no_architecture():
     with pytest.raises(DeviceError, match="expected a CUDA device, got cpu"):
         arch_of_device(torch.device("cpu"))
 
 
-def test_import_leaves_the_dsl_alone(python):
+def test_the_import_does_not_import_the_dsl(python):
     code = """
 import sys
 import kda_core

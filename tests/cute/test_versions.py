@@ -1,5 +1,4 @@
-"""``dsl_wheels``: every way in which an installation of the DSL is known to be broken, from metadata
-alone."""
+"""``dsl_wheels`` finds all known ways in which an installation of the DSL can be broken, from metadata alone."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ LAYOUT = {  # the requirements of 4.8
 
 
 class Site:
-    """A folder of made-up distributions that ``importlib.metadata`` takes for the installation."""
+    """A folder of fake distributions, which replaces the installation for ``importlib.metadata``."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -51,7 +50,7 @@ def site(tmp_path, monkeypatch):
     return Site(tmp_path)
 
 
-def test_sound(site):
+def test_a_complete_installation_has_no_problems(site):
     site.install_all()
     wheels = dsl_wheels()
     assert wheels.problems == ()
@@ -67,7 +66,7 @@ def test_an_extra_that_is_not_installed_is_no_problem(site):
 
 
 @pytest.mark.parametrize("part", ["base", "core", "cu12", "cu13"])
-def test_parts_of_another_version(site, part):
+def test_parts_of_another_version_are_a_problem(site, part):
     site.install_all(**{part: "4.7.0"})
     problems = dsl_wheels().problems
     assert any(f"{DSL}-libs-{part}==4.8.1, but 4.7.0 is installed" in problem for problem in problems), (
@@ -76,7 +75,7 @@ def test_parts_of_another_version(site, part):
 
 
 @pytest.mark.parametrize("part", ["base", "core", "cu12"])
-def test_missing_parts(site, part):
+def test_missing_parts_are_a_problem(site, part):
     for name in LAYOUT.keys() - {f"{DSL}-libs-{part}"}:
         site.install(name)
     problems = dsl_wheels().problems
@@ -85,28 +84,27 @@ def test_missing_parts(site, part):
     )
 
 
-def test_leftover_parts(site):
+def test_leftover_parts_are_a_problem(site):
     for name in LAYOUT.keys() - {DSL}:
         site.install(name)
     assert dsl_wheels().problems[0].startswith(f"{DSL} is not installed")
     assert f"{DSL}-libs-cu13" in dsl_wheels().problems[1]
 
 
-def test_a_folder_without_metadata_is_passed_over(site):
+def test_a_folder_without_metadata_is_skipped(site):
     site.install_all()
     (site.folder / "~vidia_cutlass_dsl-4.7.0.dist-info").mkdir()
     assert dsl_wheels().problems == ()
 
 
-def test_nothing_installed(site):
+def test_an_empty_installation_misses_both_packages(site):
     wheels = dsl_wheels()
     assert (wheels.versions, wheels.cuda) == ((), ())
     assert [problem.partition(" is ")[0] for problem in wheels.problems] == [DSL, "apache-tvm-ffi"]
 
 
-def test_wheels_that_overwrite_each_other(site):
-    """The layout before 4.6: the base wheel and the CUDA 13 wheel bring the same paths with other
-    contents."""
+def test_wheels_that_overwrite_each_other_are_a_problem(site):
+    """The layout before 4.6: the base wheel and the CUDA 13 wheel contain different files of one path."""
     same, other = ("cutlass/__init__.py", "aaaa"), ("cutlass/cute/core.py", "bbbb")
     site.install(DSL, "4.5.0", ["{0}-libs-base=={1}", '{0}-libs-cu13=={1}; extra == "cu13"'])
     site.install(f"{DSL}-libs-base", "4.5.0", [], [same, other])
@@ -118,6 +116,6 @@ def test_wheels_that_overwrite_each_other(site):
     assert "overwrite each other: 1 files, such as cutlass/cute/core.py" in problem
 
 
-def test_this_installation(kernels):
-    """The DSL that the other tests compile with is sound."""
+def test_this_installation_has_no_problems(kernels):
+    """The other tests compile with this installation."""
     assert dsl_wheels().problems == ()

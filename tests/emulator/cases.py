@@ -895,7 +895,7 @@ def kda(
     family: str, T: int, chunk: int, warpgroups: int, *, unbounded: bool | None = None, **options: object
 ) -> Outputs:
     """A launch of a variant: o and the states. ``options``: of `make_inputs`, of the schedule, and of the call."""
-    schedule = {n: options.pop(n) for n in ("streams", "depth", "preparers") if n in options}
+    schedule = {n: options.pop(n) for n in ("queues", "depth", "intra_chunk_ctas") if n in options}
     call = {n: options.pop(n) for n in ("return_intermediate_states",) if n in options}
     x = make_inputs(family, T, **options).arguments | call
     found = prefill.prefill(x, prefill.config_of(x, chunk, warpgroups, unbounded), **schedule)
@@ -905,7 +905,7 @@ def kda(
 #: Outputs of bf16, and sums of products that were rounded to bf16 on the way.
 PREFILL = Norm(2.0**-10)
 
-PACKED = {"lengths": (0, 33, 1, 66), "initial_state": True, "streams": 3, "depth": 5, "preparers": 2}
+PACKED = {"lengths": (0, 33, 1, 66), "initial_state": True, "queues": 3, "depth": 5, "intra_chunk_ctas": 2}
 for name, arguments, options in (
     ("bounded", ("slow", 100, 64, 1), {"H": 1}),
     ("bounded, GVA", ("slow", 72, 64, 2), {"H": 1, "HV": 2}),
@@ -915,7 +915,7 @@ for name, arguments, options in (
     ("bounded, saturated", ("saturated", 72, 32, 1), {"H": 1}),
     ("softplus, initial state", ("mixed", 100, 64, 1), {"H": 1, "initial_state": True}),
     ("softplus", ("mixed", 100, 32, 2), {"H": 1}),
-    ("precomputed, masked, GVA", ("masked", 100, 64, 1), {"H": 1, "HV": 2, "preparers": 2, "streams": 2}),
+    ("precomputed, masked, GVA", ("masked", 100, 64, 1), {"H": 1, "HV": 2, "intra_chunk_ctas": 2, "queues": 2}),
     ("precomputed, masked", ("masked", 100, 32, 2), {"H": 1}),
     ("precomputed, slow memory", ("memory", 72, 64, 2), {"H": 1}),
     ("packed, V-first states", ("slow", 100, 64, 2), {"H": 1, "state_v_first": True, "return_intermediate_states": True, **PACKED}),
@@ -929,7 +929,7 @@ for name, arguments, options in (
 def segments(chunk: int, v_first: bool) -> Outputs:
     """A sequence that two launches cut into segments: one summarises them, one runs them."""
     x = make_inputs("slow", 160, H=1, HV=2, initial_state=True, state_v_first=v_first).arguments
-    found = prefill.in_segments(x, (70, 0, 90), chunk, streams=(3, 5), preparers=2)
+    found = prefill.in_segments(x, (70, 0, 90), chunk, queues=(3, 5), intra_chunk_ctas=2)
     return dict(zip(("o", "final_state"), found))
 
 

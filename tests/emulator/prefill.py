@@ -16,6 +16,7 @@ from kda_cute.jit.dsl import trace
 from kda_cute.jit.key import Variant
 from kda_cute.jit.ptxas import keep_ptx
 from kda_sm90 import layouts
+from kda_sm90.arguments import ARGUMENTS
 from kda_sm90.config import ARCH, THREADS, PrefillConfig
 
 
@@ -45,15 +46,12 @@ def launch(
     races: tuple[str, ...] = ("shared", "global"),
     **named: Any,
 ) -> int:
-    """One launch with the arguments that ``kernels.prefill.ARGUMENTS`` names, CPU tensors among them; what is
-    not named is 0. The number of instructions."""
-    from kda_sm90.kernels.prefill import ARGUMENTS
-
-    names = [name for group in ARGUMENTS.values() for name in group]
-    assert named.keys() <= set(names), named.keys() - set(names)
-    values = [0 if named.get(name) is None else named[name] for name in names]
+    """One launch with arguments of `kda_sm90.arguments.ARGUMENTS`, CPU tensors among them; absent ones are 0. Returns the
+    number of instructions."""
+    assert named.keys() <= ARGUMENTS.keys(), named.keys() - ARGUMENTS.keys()
+    values = [0 if named.get(name) is None else named[name] for name in ARGUMENTS]
     text, shared = compiled(config)
-    grid = (named["preparers"] + named["streams"] * (config.halves // config.warpgroups),)
+    grid = (named["intra_chunk_ctas"] + named["queues"] * (config.halves // config.warpgroups),)
     return ptx.execute(
         text, grid, (THREADS,), shared, values, tensors, scratch=scratch, seed=seed, races=races
     )
@@ -97,18 +95,18 @@ def empty_workspace(size: int) -> torch.Tensor:
 def prefill(
     x: dict[str, Any],
     config: PrefillConfig,
-    streams: int = 1,
+    queues: int = 1,
     depth: int = 8,
-    preparers: int = 1,
+    intra_chunk_ctas: int = 1,
     seed: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """o, the final states, and with ``config.states`` those every 64 tokens, of the arguments of a call."""
     call = described(x, config)
     (B, T, _, K), HV, N, offsets = x["q"].shape, call["HV"], call["N"], call["offsets"]
     lengths = [T] * B if offsets is None else offsets.diff().tolist()
-    size = layouts.workspace_bytes(streams * depth, streams, config.chunk)
+    size = layouts.workspace_bytes(queues * depth, queues, config.chunk)
     workspace = empty_workspace(size)
-    views = layouts.split_workspace(workspace, streams * depth, streams, config.chunk)
+    views = layouts.split_workspace(workspace, queues * depth, queues, config.chunk)
     counters = slice(size - views.counters.numel() * 4, size)
     outputs = {
         "o": torch.zeros_like(x["v"]),
@@ -126,34 +124,38 @@ def prefill(
     launch(
         config, seed, (workspace[counters],), tuple(unwritten), races,
         **call, **outputs, initial_state=x.get("initial_state"), state_count=count if config.states else 0,
-        workspace=workspace.data_ptr(), ticket=0x1234567890ABCDEF, preparers=preparers, streams=streams, depth=depth,
+        workspace=workspace.data_ptr(), ticket=0x1234567890ABCDEF, intra_chunk_ctas=intra_chunk_ctas, queues=queues, depth=depth,
     )  # fmt: skip
     return tuple(outputs.values())
 
 
 def in_segments(
-    x: dict[str, Any], lengths: tuple[int, ...], chunk: int, streams: tuple[int, int], preparers: int = 1
+    x: dict[str, Any],
+    lengths: tuple[int, ...],
+    chunk: int,
+    queues: tuple[int, int],
+    intra_chunk_ctas: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and the final state of a call with one sequence that is cut into segments of the given lengths: a launch with
     chains of two warpgroups that summarises them, and one with chains of one that runs them, whose states are merged here.
-    ``streams``: of each."""
+    ``queues``: of each."""
     packed = x | {"cu_seqlens": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)}
     HV, K, v_first = x["v"].shape[2], x["q"].shape[3], x.get("state_v_first", False)
     summarize = replace(config_of(packed, chunk, 2), mode="summarize")
-    run = PrefillConfig(chunk, 1, mode="run")
+    run = PrefillConfig(chunk, 1, mode="execute")
     starts, final = torch.zeros(2, len(lengths), HV, K, K).unbind()
     starts[0] = x["initial_state"][0].mT if v_first else x["initial_state"][0]
     exits, transitions = torch.empty(2, len(lengths), HV, K, K).unbind()
     records = layouts.slot_count(1, sum(lengths), chunk, len(lengths)) * HV + 1
-    sizes = [layouts.workspace_bytes(records, n, chunk, c.halves) for n, c in zip(streams, (summarize, run))]
+    sizes = [layouts.workspace_bytes(records, n, chunk, c.halves) for n, c in zip(queues, (summarize, run))]
     workspace = empty_workspace(max(sizes))
     kept = records * sum(layouts.record_bytes(chunk).values())
-    counters = kept + streams[0] * summarize.halves * layouts.CARRY_BYTES
+    counters = kept + queues[0] * summarize.halves * layouts.CARRY_BYTES
     common = {"workspace": workspace.data_ptr(), "depth": records}
     launch(
         summarize, 0, (workspace[counters:],), (workspace[:counters], exits, transitions),
         **described(packed | {"state_v_first": False}, summarize), **common, initial_state=starts, final_state=exits,
-        transitions=transitions, ticket=0x1234567890ABCDEF, preparers=preparers, streams=streams[0],
+        transitions=transitions, ticket=0x1234567890ABCDEF, intra_chunk_ctas=intra_chunk_ctas, queues=queues[0],
     )  # fmt: skip
     state = exits[0].double()
     for n in range(1, len(lengths)):
@@ -162,8 +164,8 @@ def in_segments(
     o = torch.zeros_like(x["v"])
     launch(
         run, 0, (workspace,), **described(packed, run), **common, o=o, final_state=final,
-        initial_state=starts.mT.contiguous() if v_first else starts, ticket=0x1234567890ABCDF0, preparers=0,
-        streams=streams[1],
+        initial_state=starts.mT.contiguous() if v_first else starts, ticket=0x1234567890ABCDF0, intra_chunk_ctas=0,
+        queues=queues[1],
     )  # fmt: skip
     return o, final[-1:]
 

@@ -43,7 +43,7 @@ def test_softplus_gate_so_steep_that_rows_are_refined(chunk, warpgroups):
 
 @pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 1), (32, 2)])
 def test_precomputed_gates_with_masks(chunk, warpgroups):
-    check(make_inputs("masked", 100, H=1, HV=2), chunk, warpgroups, preparers=2, streams=2)
+    check(make_inputs("masked", 100, H=1, HV=2), chunk, warpgroups, intra_chunk_ctas=2, queues=2)
 
 
 @pytest.mark.parametrize("family", ("slow", "steep", "saturated"))
@@ -59,7 +59,7 @@ def test_packed_sequences_states_and_streams_that_cut_them(chunk, warpgroups, v_
         "slow", sum(lengths), H=1, HV=2, lengths=lengths, initial_state=True, state_v_first=v_first
     )
     x = x.replace(return_intermediate_states=True)
-    check(x, chunk, warpgroups, streams=3, depth=5, preparers=2)
+    check(x, chunk, warpgroups, queues=3, depth=5, intra_chunk_ctas=2)
 
 
 @pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 1), (32, 2)])
@@ -71,7 +71,7 @@ def test_bounds_on_the_device_that_begin_late(chunk, warpgroups, padded):
         "cu_seqlens": torch.tensor([70, 70, 150], dtype=torch.int32), "initial_state": initial,
     }  # fmt: skip
     config = replace(config_of(x, chunk, warpgroups), padded=padded)
-    o, state = prefill(x, config, streams=3, preparers=2)
+    o, state = prefill(x, config, queues=3, intra_chunk_ctas=2)
     alone = given.tokens(70, 150) | {"initial_state": initial[1:], "output_final_state": True}
     want = token_oracle(**alone)
     limits = tolerance(alone, chunk, oracle=want)
@@ -85,19 +85,19 @@ def test_bounds_on_the_device_that_fall_lead_nowhere(bounds, padded):
     """Chains that would wait for one another, were the tasks shared among them, end; nothing outside is touched."""
     x = make_inputs("slow", 130, H=1, HV=2).arguments
     x |= {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
-    prefill(x, replace(config_of(x, 64, 1), padded=padded), streams=3, preparers=2)
+    prefill(x, replace(config_of(x, 64, 1), padded=padded), queues=3, intra_chunk_ctas=2)
 
 
 def test_no_schedule_and_no_order_changes_a_bit():
     x = make_inputs("slow", 300, H=1, initial_state=True).arguments
     config = config_of(x, 32, 2)
-    want = prefill(x, config, streams=1, depth=40, preparers=1)
-    for seed, (streams, depth, preparers) in enumerate([(1, 5, 1), (2, 5, 2), (3, 8, 1), (12, 5, 1)]):
-        found = prefill(x, config, streams=streams, depth=depth, preparers=preparers, seed=seed)
+    want = prefill(x, config, queues=1, depth=40, intra_chunk_ctas=1)
+    for seed, (queues, depth, intra_chunk_ctas) in enumerate([(1, 5, 1), (2, 5, 2), (3, 8, 1), (12, 5, 1)]):
+        found = prefill(x, config, queues=queues, depth=depth, intra_chunk_ctas=intra_chunk_ctas, seed=seed)
         assert all(torch.equal(y, z) for y, z in zip(found, want, strict=True)), (
-            streams,
+            queues,
             depth,
-            preparers,
+            intra_chunk_ctas,
             seed,
         )
 
@@ -107,7 +107,7 @@ def test_segments_and_streams_that_cut_them(family, chunk, v_first):
     lengths = (70, 0, 90)
     x = make_inputs(family, sum(lengths), H=1, HV=2, initial_state=True, state_v_first=v_first).arguments
     want = token_oracle(**x, output_final_state=True)
-    o, state = in_segments(x, lengths, chunk, streams=(3, 5), preparers=2)
+    o, state = in_segments(x, lengths, chunk, queues=(3, 5), intra_chunk_ctas=2)
     limits = tolerance(x, chunk, oracle=want)
     assert error(o, want[0]) <= limits[0]
     assert error(state, want[1], state=True) <= limits[1]

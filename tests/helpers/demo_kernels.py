@@ -1,5 +1,4 @@
-"""Small kernels for the tests of ``kda_cute``: one that is sound, one that spills, one that does not
-compile."""
+"""Small kernels for the tests of ``kda_cute``: one without problems, one that spills, one that does not compile."""
 
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ WARP = 32
 
 @dataclass(frozen=True)
 class RmsConfig:
-    """``dim``: K, a multiple of 32. ``weighted``: whether there is a weight."""
+    """``dim``: K, a multiple of 32. ``weighted``: whether the kernel has a weight."""
 
     dim: int = 128
     weighted: bool = True
@@ -78,14 +77,13 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class SpillConfig:
-    """``values``: how many numbers a thread keeps. More than 255 registers do not exist."""
+    """``values``: numbers that a thread keeps. A thread has at most 255 registers."""
 
     values: int = 512
 
 
 class Spill:
-    """Each thread reads many numbers, synchronises, and stores them in another order: they cannot all be
-    kept."""
+    """Each thread reads many numbers, synchronises, and stores them in another order, so that not all fit into registers."""
 
     def __init__(self, config: SpillConfig):
         self.config = config
@@ -111,7 +109,7 @@ class Spill:
 
 
 class Broken(Spill):
-    """Does not compile: the kernel asks for a name that does not exist."""
+    """Does not compile: the kernel uses a name that does not exist."""
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, y: cute.Tensor):
@@ -129,7 +127,7 @@ def spilling():
 
 
 def offered(arch):
-    """What a backend of these kernels would compile ahead of time; one of them twice."""
+    """The variants of a backend of these kernels, one of them twice."""
     return [*sound(), sound()[0]]
 
 
@@ -138,5 +136,5 @@ def offered_and_broken(arch):
 
 
 def many(arch):
-    """More than can be compiled before somebody interrupts it."""
+    """More variants than compile before the test interrupts."""
     return [(RmsNorm, RmsConfig(dim=32 * n)) for n in range(1, 65)]

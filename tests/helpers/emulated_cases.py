@@ -1,6 +1,7 @@
-"""A reduced conformance set on ptx-emulator, for the GPU backends: on any machine, with small shapes, every kind of call.
+"""A reduced conformance set on ptx-emulator, for the GPU backends: every kind of call with small shapes, on any machine.
 
-It shows that kernels do what they say, not how fast or with which last bits a GPU does; `test_conformance` does.
+It tests what the kernels compute. It tests neither their speed nor the last bits of a GPU's results;
+`test_conformance` does.
 """
 
 from __future__ import annotations
@@ -16,12 +17,18 @@ from kda_core.testing.inputs import PLAIN
 from kda_core.testing.runner import EMULATED, TESTED, Runner
 from kda_cute.testing.emulation import emulated
 
-KIT = BackendConformance()  # for its tests, called one by one
+KIT = BackendConformance()  # its tests are called one by one
 BOUNDS = ((0, 15, 15, 79, 80), (0, 0, 70), (0, 65, 130, 130))
 
 
 class EmulatedCases:
-    """A subclass names the backend, what its kernels are compiled for, and options of `ptx_emulator.device`."""
+    """Base of a test class for one backend.
+
+    Attributes:
+        backend: name of the backend.
+        arch: architecture that its kernels are compiled for.
+        options: options of `ptx_emulator.device`.
+    """
 
     backend: str
     arch: str

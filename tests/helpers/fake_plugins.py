@@ -21,6 +21,50 @@ class Backend(ReferenceBackend):
 """
 
 
+PLANNER = """
+from kda_core.backend import PlannerSpec
+SPEC = PlannerSpec(name="halves", abi={abi!r}, target="fake_halves_backend:Halves", install="pip install halves", unavailable={unavailable!r})
+"""
+
+HALVES = """
+import json
+from dataclasses import dataclass, replace
+import torch
+from kda_core.contract import KdaInputs, KdaOutputs
+from kda_core.errors import PlannerError
+
+@dataclass(frozen=True)
+class Plan:
+    cut: int
+    def to_json(self):
+        return json.dumps({"cut": self.cut})
+
+class Halves:
+    def plan(self, inputs, spec, backend):
+        return Plan(inputs.shape.T // 2) if inputs.shape.T >= 16 and not inputs.shape.varlen else None
+
+    def plan_from_json(self, text):
+        return Plan(json.loads(text)["cut"])
+
+    def execute(self, plan, inputs, outputs, backend):
+        if not 0 < plan.cut < inputs.shape.T:
+            raise PlannerError(f"cut {plan.cut} outside the sequence")
+        state = None
+        for a, b in ((0, plan.cut), (plan.cut, inputs.shape.T)):
+            s = replace(inputs.shape, T=b - a, has_initial_state=state is not None,
+                        options=replace(inputs.options, output_final_state=True))
+            piece = {n: getattr(inputs, n)[:, a:b].contiguous() for n in ("q", "k", "v", "g", "beta")}
+            part = replace(inputs, **piece, initial_state=state, shape=s)
+            out = KdaOutputs(torch.empty_like(piece["v"]), inputs.q.new_empty(s.state_shape))
+            backend.chunk_fwd(part, out)
+            outputs.o[:, a:b] = out.o
+            state = out.final_state
+        if outputs.final_state is not None:
+            outputs.final_state.copy_(state)
+        return outputs
+"""
+
+
 def install_into(
     folder, name, *, source=None, backend=None, group="kda_core.backends", version="1.0", refuses=None, **spec
 ):
@@ -50,3 +94,8 @@ def install_into(
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fake-{name}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}:SPEC\n")
     return [module, f"{module}_backend"]
+
+
+def install_planner(install, abi=kda_core.BACKEND_ABI, unavailable=None, backend=HALVES):
+    source = PLANNER.format(abi=abi, unavailable=unavailable)
+    install("halves", group="kda_core.planners", source=source, backend=backend)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import kda_core
-from kda_core import contract
+from kda_core import buffers
 from kda_core.backend import BackendSpec
 from kda_core.contract import Feature, KdaOutputs
 from kda_core.reference import ReferenceBackend
@@ -108,4 +108,4 @@ def _from_workspace(inputs, workspace):
         has_A_log=False, has_dt_bias=False,
     )  # fmt: skip
     rest = [None, None, inputs.initial_state, inputs.cu_seqlens, inputs.cu_seqlens_cpu]
-    return contract.make_inputs([*_places(s, workspace), *rest], shape)
+    return buffers.make_inputs([*_places(s, workspace), *rest], shape)

@@ -52,9 +52,9 @@ NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"K": 64}, "K=64, V=128; serves K=128, V=128"),
     ({"V": 256}, "K=128, V=256; serves K=128, V=128"),
     ({"dtype": torch.float16}, "dtype float16; serves bfloat16"),
-    ({"g": torch.float16}, "g in torch.float16"),
-    ({"beta": torch.float64}, "beta in torch.float64"),
-    ({"B": 2**20, "T": 2**20}, "2^31 or more"),
+    ({"g": torch.float16}, "g: expected torch.bfloat16 or torch.float32, got torch.float16"),
+    ({"beta": torch.float64}, "beta: expected torch.bfloat16 or torch.float32, got torch.float64"),
+    ({"B": 2**20, "T": 2**20}, "below 2^31"),
 )
 
 #: Of `problem_shape`: log decays come as they are, without a bound.

@@ -1,10 +1,10 @@
-"""The chain by itself: its recurrence over given records, against the same in fp64."""
+"""The chain alone: its recurrence over given records, compared with the same recurrence in fp64."""
 
 from itertools import accumulate
 
 import pytest
 import torch
-from helpers.sm90_launch import launch, places
+from helpers.sm90_launch import launch, record_places
 
 from kda_core.testing import error
 from kda_sm90 import layouts
@@ -15,8 +15,8 @@ NAN = float("nan")
 
 
 def make_records(n, C):
-    """n logical records of random tokens, gates that decay by up to 6% a token, rounded as the preparation does; with
-    their v."""
+    """Returns n records of random tokens with decays of up to 6% per token, as matrices rounded like those of the
+    intra-chunk stage, and their v."""
     rng = torch.Generator("cuda").manual_seed(0)
     new = lambda *shape: torch.randn(*shape, generator=rng, device="cuda", dtype=torch.float64)
     q, k = (torch.nn.functional.normalize(new(n, C, HEAD_DIM), dim=-1) for _ in range(2))
@@ -39,7 +39,7 @@ def make_records(n, C):
 
 
 def sequences(B, T, C, lengths):
-    """(batch row, first token, length, first slot) of each sequence, and the number of slots."""
+    """Returns (row of B, first token, length, first slot) of each sequence, and the number of slots."""
     if lengths is None:
         return [(b, 0, T, b * -(-T // C)) for b in range(B)], layouts.slot_count(B, T, C)
     starts = [0, *accumulate(lengths)]
@@ -48,7 +48,8 @@ def sequences(B, T, C, lengths):
 
 
 def recurrence(records, each, C, HV, shape, initial, dtype):
-    """o, final states and the state before every chunk; with fp32 also the roundings of operands to bf16."""
+    """Returns o, the final states, and the state before every chunk. With fp32 it rounds operands to bf16 as the
+    kernel does."""
     rounded = (lambda x: x.bfloat16().to(dtype)) if dtype is torch.float32 else lambda x: x
     o = torch.full(shape, NAN, device="cuda", dtype=torch.float64)
     final, before = [], []
@@ -71,16 +72,16 @@ def recurrence(records, each, C, HV, shape, initial, dtype):
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
 @pytest.mark.parametrize("packed", (False, True), ids=("fixed", "packed"))
-@pytest.mark.parametrize("streams", (1, 3), ids=("one", "cut"))
+@pytest.mark.parametrize("queues", (1, 3), ids=("one queue", "queues that cut sequences"))
 @pytest.mark.parametrize("warpgroups", (1, 2))
 @pytest.mark.parametrize("C", (32, 64))
-def test_it_is_the_recurrence(C, warpgroups, streams, packed, v_first):
+def test_chain_computes_the_recurrence(C, warpgroups, queues, packed, v_first):
     HV, lengths = 2, LENGTHS if packed else None
     B, T = (1, sum(LENGTHS)) if packed else (2, 200)
     each, slots = sequences(B, T, C, lengths)
     records = make_records(slots * HV, C)
     owned = torch.zeros(slots, dtype=torch.bool)
-    for _, _, length, slot in each:  # rows beyond a sequence are zeros, slots without a chunk hold anything
+    for _, _, length, slot in each:  # rows after a sequence are zeros; slots without a chunk hold NaN
         owned[slot : slot + -(-length // C)] = True
         if rest := length % C:
             last = slice((slot + length // C) * HV, (slot + length // C + 1) * HV)
@@ -88,13 +89,13 @@ def test_it_is_the_recurrence(C, warpgroups, streams, packed, v_first):
                 records[name][last, rest:] = 0
             for name in ("aqk", "t"):
                 records[name][last, :, rest:] = 0
-    # Rings of all slots of their streams, the records ready from the start, states not.
-    place, depth = places([first for *_, first in each], slots, HV, streams)
-    size = layouts.workspace_bytes(streams * depth, streams, C)
+    # Every ring holds all records of its queue. The records are ready from the start, the states are not.
+    place, depth = record_places([first for *_, first in each], slots, HV, queues)
+    size = layouts.workspace_bytes(queues * depth, queues, C)
     buffer = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
-    workspace = layouts.split_workspace(buffer, streams * depth, streams, C)
+    workspace = layouts.split_workspace(buffer, queues * depth, queues, C)
     workspace.counters.zero_()
-    workspace.counters[(streams + 1) * layouts.LINE :] = 2**31 - 1
+    workspace.counters[(queues + 1) * layouts.LINE :] = 2**31 - 1
     for name, records_of in records.items():
         if name != "v":
             packed_records = layouts.pack(name, records_of, C).view(slots, HV, -1)
@@ -120,7 +121,7 @@ def test_it_is_the_recurrence(C, warpgroups, streams, packed, v_first):
     launch(
         PrefillConfig(C, warpgroups, states=True), o, v=v, initial_state=start, final_state=final, states=states,
         offsets=offsets, offset_bytes=4 if packed else 0, workspace=buffer, N=N, T=T, H=HV, HV=HV, beta_bytes=2,
-        v_first=int(v_first), every=every // C, state_count=B * NT, preparers=0, streams=streams, depth=depth,
+        v_first=int(v_first), every=every // C, state_count=B * NT, intra_chunk_ctas=0, queues=queues, depth=depth,
     )  # fmt: skip
 
     limits = [error(best_o.bfloat16(), want_o), error(best_s, want_s, state=True)]
@@ -128,7 +129,7 @@ def test_it_is_the_recurrence(C, warpgroups, streams, packed, v_first):
     assert error(layout(final), want_s, state=True) <= 1.2 * limits[1] + 1e-6
     for i, (_, _, length, _) in enumerate(each):
         if length == 0:
-            assert torch.equal(layout(final)[i], initial[i]), "a sequence without tokens passes its state on"
+            assert torch.equal(layout(final)[i], initial[i]), "a sequence without tokens changed its state"
     saved = [S for chunks in before for S in chunks[:: every // C]]
     found = layout(states).flatten(0, 1)
     assert len(saved) == len(found)

@@ -1,4 +1,4 @@
-"""The reduced conformance set on ptx-emulator (`emulated_cases`)."""
+"""The reduced conformance set on ptx-emulator (`helpers.emulated_cases`)."""
 
 from typing import ClassVar
 
@@ -15,7 +15,8 @@ from kda_sm90.config import ARCH
 
 class TestSm90(EmulatedCases):
     backend, arch = "sm90", ARCH
-    # Rings are used again when relaxed counters say so, which the check of global memory takes for races.
+    # The producer of a record learns from a relaxed counter that it may reuse the ring; the check for races in global
+    # memory would report that as a race.
     options: ClassVar = {"races": ("shared",)}
 
     @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
@@ -24,7 +25,7 @@ class TestSm90(EmulatedCases):
         super().test_packed(kda, bounds, family)
 
 
-def test_nothing_is_emulated_unasked():
+def test_calls_without_a_backend_name_are_not_emulated():
     x = make_inputs("slow", 20, H=1).arguments
     with emulated("sm90", ARCH), record_calls() as calls:
         assert listed("sm90").reason == "emulated sm_90a, on the CPU"
@@ -34,5 +35,5 @@ def test_nothing_is_emulated_unasked():
         chunk_kda(**x, backend="sm90")
 
 
-def test_the_emulator_is_imported_when_it_is_used():
+def test_the_emulator_is_imported_on_first_use():
     assert "ptx_emulator" not in modules_after("import kda_cute.testing.emulation, kda_sm90.backend")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.intra_chunk_cases import LENGTHS, assert_close, specified, variant
-from helpers.sm90_launch import launch, places
+from helpers.sm90_launch import launch, record_places
 
 from kda_core.testing import FAMILIES, make_inputs
 from kda_cute import get_kernel
@@ -50,7 +50,7 @@ def prepare(x, C, lengths):
     starts = [sum(lengths[:n]) for n in range(N)] if lengths is not None else []
     firsts = [s // C + n for n, s in enumerate(starts)] or list(range(0, slots, slots // B))
     streams = max(1, 2 * HV - 1)  # most of them cut a sequence
-    place, depth = places(firsts, slots, HV, streams)
+    place, depth = record_places(firsts, slots, HV, streams)
     buffer = torch.full(
         (layouts.workspace_bytes(streams * depth, streams, C),), 0xFF, dtype=torch.uint8, device="cuda"
     )
@@ -65,7 +65,7 @@ def prepare(x, C, lengths):
     launch(
         config, torch.empty_like(x["v"]), **inputs, workspace=buffer, N=N or B, T=T, H=H, HV=HV,
         beta_bytes=x["beta"].element_size(), l2norm=int(x["use_qk_l2norm_in_kernel"]), every=1,
-        beta_factor=float(x["use_beta_sigmoid_in_kernel"]), preparers=3, streams=streams, depth=depth,
+        beta_factor=float(x["use_beta_sigmoid_in_kernel"]), intra_chunk_ctas=3, queues=streams, depth=depth,
         scale=K**-0.5, lower_bound=float(x.get("lower_bound") or 0.0),
     )  # fmt: skip
     if lengths is None:

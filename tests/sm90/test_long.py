@@ -1,4 +1,4 @@
-"""Lengths that the kit's oracle would take minutes for, held against the same call in pieces."""
+"""Long calls, for which the kit's oracle would take minutes, compared with the same call in several parts."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import kda_core
 from kda_core.registry import record_calls
 from kda_core.testing import make_inputs
-from kda_sm90.plan import plan
+from kda_sm90.launch_config import launch_config
 
 T = 1 << 20
 
@@ -22,24 +22,24 @@ def run(x, **more):
 
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("family", ("slow", "memory"))
-def test_a_million_tokens_are_the_same_in_pieces(family):
+def test_a_million_tokens_equal_four_consecutive_calls(family):
     x = make_inputs(family, T, H=4, device="cuda").arguments
     x.pop("output_final_state", None)
     whole, final = run(x)
-    state, piece = x.pop("initial_state", None), T // 4
-    for start in range(0, T, piece):
+    state, size = x.pop("initial_state", None), T // 4
+    for start in range(0, T, size):
         part = {
-            n: t[:, start : start + piece] if n in ("q", "k", "v", "g", "beta") else t for n, t in x.items()
+            n: t[:, start : start + size] if n in ("q", "k", "v", "g", "beta") else t for n, t in x.items()
         }
         o, state = run(part, initial_state=state)
-        assert torch.equal(o, whole[:, start : start + piece]), f"tokens from {start} on differ"
+        assert torch.equal(o, whole[:, start : start + size]), f"outputs differ from token {start} on"
     assert torch.equal(state, final)
     assert torch.isfinite(final).all() and torch.isfinite(whole).all()
 
 
 @pytest.mark.arch((9, 0))
-def test_one_long_sequence_among_many_without_tokens():
-    """Its records pass through rings that were planned for sequences of the mean length."""
+def test_one_long_sequence_among_empty_ones():
+    """The rings are sized for sequences of the mean length."""
     lengths = (*(0,) * 60, 3000, *(0,) * 60)
     x = make_inputs("slow", 3000, H=3, lengths=lengths, device="cuda").arguments
     x.pop("output_final_state", None)
@@ -51,12 +51,12 @@ def test_one_long_sequence_among_many_without_tokens():
 
 
 @pytest.mark.arch((9, 0))
-def test_lengths_that_the_host_knows_change_the_plan_and_no_bit_of_a_pinned_call():
+def test_known_lengths_change_the_launch_but_no_bit_of_a_pinned_call():
     lengths = (4000, *(64,) * 31)
     x = make_inputs("slow", sum(lengths), H=3, lengths=lengths, device="cuda").arguments
     x.pop("output_final_state", None)
     shape = kda_core.explain(**x, backend="sm90", pin=True).shape
-    assert plan(shape) != plan(shape, longest=max(lengths))
+    assert launch_config(shape) != launch_config(shape, longest=max(lengths))
     o, state = run(x, pin=True)
     known, final = run(x | {"cu_seqlens_cpu": x["cu_seqlens"].cpu()}, pin=True)
     assert torch.equal(o, known) and torch.equal(state, final)

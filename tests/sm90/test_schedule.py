@@ -1,11 +1,11 @@
-"""The order in which chains and preparing groups go through chunks."""
+"""The order in which chains and intra-chunk groups process chunks."""
 
 import random
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from helpers.sm90_launch import launch, places
+from helpers.sm90_launch import launch, record_places
 
 from kda_core.testing import make_inputs
 from kda_sm90 import layouts
@@ -15,14 +15,14 @@ TOKENS = ("q", "k", "v", "g", "beta")
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_a_sequence_that_is_cut_goes_on_after_its_first_part(seed):
+def test_a_cut_sequence_continues_after_its_first_part(seed):
     rng = random.Random(seed)
-    heads, streams = rng.randint(1, 9), rng.randint(1, 12)
+    heads, queues = rng.randint(1, 9), rng.randint(1, 12)
     firsts = [0, *accumulate(rng.randint(1, 9) for _ in range(rng.randint(0, 6)))]
     slots = firsts[-1] + rng.randint(1, 9)
-    place, width = places(firsts, slots, heads, streams)
+    place, width = record_places(firsts, slots, heads, queues)
     assert sorted(place.flatten().tolist()) == sorted(set(place.flatten().tolist()))
-    assert place.min() >= 0 and place.max() < streams * width
+    assert place.min() >= 0 and place.max() < queues * width
     for head in place.tolist():
         for begin, end in pairwise([*firsts, slots]):
             parts: dict[int, list[int]] = {}
@@ -35,12 +35,12 @@ def test_a_sequence_that_is_cut_goes_on_after_its_first_part(seed):
             assert not rest or first[0] == 0 and first[-1] < rest[0][0]
 
 
-def run(x, config, streams, depth, preparers):
-    """o, final and intermediate states of a call by a given schedule."""
+def run(x, config, queues, depth, intra_chunk_ctas):
+    """Returns o, final states and intermediate states of a call with a given schedule."""
     (B, T, H, K), HV, offsets = x["q"].shape, x["v"].shape[2], x.get("cu_seqlens")
     N = B if offsets is None else len(offsets) - 1
     initial = x["initial_state"]
-    size = layouts.workspace_bytes(streams * depth, streams, config.chunk)
+    size = layouts.workspace_bytes(queues * depth, queues, config.chunk)
     buffer = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
     o, final = torch.zeros_like(x["v"]), torch.zeros_like(initial)
     states = torch.zeros(B * (T // 64 + N), HV, K, K, dtype=torch.bfloat16, device="cuda")
@@ -48,8 +48,8 @@ def run(x, config, streams, depth, preparers):
         config, o, **{name: x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")},
         a_log=x["A_log"], dt_bias=x["dt_bias"], offsets=offsets, final_state=final, states=states, workspace=buffer,
         ticket=0x123456789, state_count=len(states), N=N, T=T, H=H, HV=HV, offset_bytes=0 if offsets is None else 4,
-        beta_bytes=x["beta"].element_size(), l2norm=1, every=64 // config.chunk, preparers=preparers, streams=streams,
-        depth=depth, scale=K**-0.5, lower_bound=-5.0, beta_factor=1.0,
+        beta_bytes=x["beta"].element_size(), l2norm=1, every=64 // config.chunk, intra_chunk_ctas=intra_chunk_ctas,
+        queues=queues, depth=depth, scale=K**-0.5, lower_bound=-5.0, beta_factor=1.0,
     )  # fmt: skip
     return o, final, states
 
@@ -58,35 +58,35 @@ def run(x, config, streams, depth, preparers):
 @pytest.mark.parametrize("lengths", (None, (0, 700, 1, 0, 64, 300, 7, 0)), ids=("fixed", "packed"))
 @pytest.mark.parametrize("warpgroups", (1, 2))
 @pytest.mark.parametrize("C", (32, 64))
-def test_any_schedule_gives_the_same_bits(C, warpgroups, lengths):
-    """Shallow rings, few and many preparing CTAs, streams that cut heads anywhere and streams without a chunk."""
+def test_every_schedule_gives_the_same_bits(C, warpgroups, lengths):
+    """Shallow rings, few and many intra-chunk CTAs, queues that cut heads anywhere, and queues without a chunk."""
     x = make_inputs(
         "slow", 1072 if lengths else 500, B=1 if lengths else 2, H=1, HV=3, lengths=lengths, device="cuda"
     )
     config = PrefillConfig(C, warpgroups, states=True)
     N = len(lengths) if lengths else 2
     arguments = x.arguments | {"initial_state": torch.randn(N, 3, 128, 128, device="cuda")}
-    want = run(arguments, config, streams=1, depth=200, preparers=1)
+    want = run(arguments, config, queues=1, depth=200, intra_chunk_ctas=1)
     assert want[0].abs().max() > 0
-    for streams in (2, 3, 4, 5, 7, 11, 30):
-        for depth, preparers in ((5, 1), (5, 40), (8, 3), (40, 40)):
-            got = run(arguments, config, streams, depth, preparers)
+    for queues in (2, 3, 4, 5, 7, 11, 30):
+        for depth, intra_chunk_ctas in ((5, 1), (5, 40), (8, 3), (40, 40)):
+            got = run(arguments, config, queues, depth, intra_chunk_ctas)
             for name, y, z in zip(("o", "final", "states"), got, want, strict=True):
-                assert torch.equal(y, z), (name, streams, depth, preparers)
+                assert torch.equal(y, z), (name, queues, depth, intra_chunk_ctas)
 
 
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("C", (32, 64))
-def test_what_is_behind_the_last_sequence_changes_no_bit(C):
-    """Neither tokens there nor how many: a captured call has memory for more than it gets."""
+def test_padding_after_the_last_sequence_changes_no_bit(C):
+    """A captured call has memory for more tokens than a replay may use."""
     lengths = (300, 0, 129, 71)
     x = make_inputs("slow", 500, H=1, HV=3, lengths=lengths, device="cuda").arguments
     x |= {"initial_state": torch.randn(len(lengths), 3, 128, 128, device="cuda")}
-    want = run(x, PrefillConfig(C, 1), streams=4, depth=8, preparers=3)
+    want = run(x, PrefillConfig(C, 1), queues=4, depth=8, intra_chunk_ctas=3)
     assert want[0].abs().max() > 0
     for more in (1, 64, 5000):
         tail = {n: torch.full_like(x[n][:, :1], float("nan")).repeat_interleave(more, 1) for n in TOKENS}
         longer = x | {n: torch.cat([x[n], tail[n]], 1) for n in TOKENS}
-        o, final, _ = run(longer, PrefillConfig(C, 1, padded=True), streams=4, depth=8, preparers=3)
+        o, final, _ = run(longer, PrefillConfig(C, 1, padded=True), queues=4, depth=8, intra_chunk_ctas=3)
         assert torch.equal(o[:, :500], want[0]) and not o[:, 500:].any()
         assert torch.equal(final, want[1])

@@ -1,36 +1,41 @@
-"""Calls whose sequences are cut into segments: summaries, their merge, and the run over the records that were kept."""
+"""Calls in segments: the launch that summarises them, the merge, and the launch that executes them from the kept
+records."""
+
+import functools
 
 import pytest
 import torch
-from test_plan import shape
+from helpers.support import problem_shape
 
-from kda_core import contract
+from kda_core import buffers, validate
 from kda_core.contract import KdaOptions, KdaOutputs
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_sm90 import layouts
 from kda_sm90.backend import Sm90Backend
-from kda_sm90.plan import segment_plan
+from kda_sm90.launch_config import segment_launch_configs
+
+shape = functools.partial(problem_shape, (9, 0))
 
 
 @pytest.mark.parametrize("sms", (4, 20, 132))
 @pytest.mark.parametrize(
     ("T", "N", "HV"), [(1, 1, 1), (8192, 8, 4), (65536, 16, 4), (10**6, 64, 8), (300, 7, 96)]
 )
-def test_both_launches_fit_on_the_device_and_share_their_records(T, N, HV, sms):
+def test_both_launches_fit_on_the_device_and_share_records(T, N, HV, sms):
     s = shape(T=T, N=N, H=HV, HV=HV, index=torch.int32)
-    chosen = segment_plan(s, sms)
-    summarize, run = chosen.summarize, chosen.run
-    assert summarize.chunk == run.chunk and summarize.depth == run.depth
-    assert summarize.records > layouts.slot_count(1, T, run.chunk, N) * HV
-    assert summarize.preparers >= 1 and run.preparers == 0
-    assert summarize.preparers + summarize.streams * (4 // summarize.config.warpgroups) <= sms
-    assert 1 <= run.streams * (2 // run.config.warpgroups) <= sms
+    chosen = segment_launch_configs(s, sms)
+    summarize, execute = chosen.summarize, chosen.execute
+    assert summarize.chunk == execute.chunk and summarize.depth == execute.depth
+    assert summarize.records > layouts.slot_count(1, T, execute.chunk, N) * HV
+    assert summarize.intra_chunk_ctas >= 1 and execute.intra_chunk_ctas == 0
+    assert summarize.intra_chunk_ctas + summarize.queues * (4 // summarize.config.warpgroups) <= sms
+    assert 1 <= execute.queues * (2 // execute.config.warpgroups) <= sms
     assert chosen.workspace_bytes >= summarize.workspace_bytes
     assert Sm90Backend().segment_workspace_bytes(s) > 0
 
 
 def in_segments(x, cuts, initial, v_first):
-    """o, final states and transitions of one packed sequence that is cut: segments of the given lengths."""
+    """Returns o, final states and transitions of one sequence in segments of the given lengths."""
     HV, K, lengths = x["v"].shape[2], x["q"].shape[3], torch.tensor(cuts)
     bounds = torch.tensor([0, len(cuts)], dtype=torch.int32, device="cuda")
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32).cuda()
@@ -48,8 +53,8 @@ def in_segments(x, cuts, initial, v_first):
             offsets,
             None,
         ]
-        s = contract.problem_shape(*tensors, options=KdaOptions(**known | {"state_v_first": v_first}))
-        return contract.make_inputs(tensors, s)
+        s = validate.problem_shape(*tensors, options=KdaOptions(**known | {"state_v_first": v_first}))
+        return buffers.make_inputs(tensors, s)
 
     summary = inputs(starts, False)
     size = backend.segment_workspace_bytes(summary.shape)
@@ -67,7 +72,7 @@ def in_segments(x, cuts, initial, v_first):
 @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
 @pytest.mark.parametrize("family", ("steep", "slow", "memory", "mixed"))
 @pytest.mark.parametrize("cuts", [(256, 256, 512, 476), (700, 0, 1, 799), (1500,)], ids=str)
-def test_they_are_the_sequence(cuts, family, v_first):
+def test_segments_equal_the_whole_sequence(cuts, family, v_first):
     x = make_inputs(family, sum(cuts), H=1, HV=3, device="cuda").arguments
     x.pop("output_final_state", None)
     initial = x.pop("initial_state", None)
@@ -82,8 +87,8 @@ def test_they_are_the_sequence(cuts, family, v_first):
 
 
 @pytest.mark.arch((9, 0))
-def test_transitions_map_any_state():
-    """On gates that hardly forget: M S of a random S against the oracle without values."""
+def test_transitions_map_every_state():
+    """For slowly decaying gates: M S of a random S, compared with the oracle without values."""
     cuts, HV = (320, 192, 400), 2
     x = make_inputs("memory", sum(cuts), H=HV, device="cuda").arguments
     x.pop("output_final_state", None)

@@ -1,4 +1,4 @@
-"""kda-sm90 as a package: listed and refused by name where there is no Hopper GPU, chosen where there is one."""
+"""kda-sm90 as a package: without a Hopper GPU it is listed and refuses calls; with one it is the automatic choice."""
 
 from importlib import metadata
 
@@ -16,44 +16,44 @@ from kda_sm90.plugin import SPEC
 HOPPER = (9, 0)
 
 
-def test_it_is_listed_on_every_machine():
+def test_backend_is_listed_on_every_machine():
     info = listed("sm90")
     assert info.status == ("ok" if HOPPER in visible_archs() else "wrong-arch")
     assert (info.distribution, info.version) == ("kda-sm90", metadata.version("kda-sm90"))
     assert info.spec is SPEC
 
 
-def test_it_declares_the_whole_contract_of_prefill():
+def test_spec_declares_every_feature_of_prefill():
     assert SPEC.archs == {HOPPER}
     assert SPEC.unavailable is None
     assert SPEC.features == {f.value for f in Feature} - {"backward", "recurrent"}
     assert SPEC.dtypes == {"bfloat16"} and SPEC.head_dims == {(HEAD_DIM, HEAD_DIM)}
 
 
-def test_a_call_on_cpu_tensors_that_names_it_is_refused():
+def test_cpu_tensors_are_refused_with_the_reason():
     with pytest.raises(BackendUnavailableError, match="'sm90'.*wrong-arch: runs on sm_90.*on cpu.*reference"):
         chunk_kda(**prefill(), backend="sm90")
 
 
-def test_listing_it_imports_no_compiler():
+def test_listing_backends_does_not_import_the_dsl():
     imported = modules_after("import kda_core; assert 'sm90' in str(kda_core.backends())")
     assert "kda_sm90" in imported
     assert not imported & {"cutlass", "tvm_ffi", "triton"}
 
 
-def test_it_asks_for_the_cuda_13_libraries_of_the_dsl():
-    assert any(r.startswith("nvidia-cutlass-dsl[cu13]") for r in metadata.requires("kda-sm90") or ())
+def test_kda_cute_is_required_at_the_same_version():
+    assert f"kda-cute=={metadata.version('kda-sm90')}" in (metadata.requires("kda-sm90") or ())
 
 
 @pytest.mark.arch(HOPPER)
-def test_on_a_hopper_gpu_it_is_the_automatic_choice():
+def test_backend_is_the_automatic_choice_on_a_hopper_gpu():
     with record_calls() as calls:
         chunk_kda(**prefill("cuda"), context_parallel="off")
     assert [(c.backend, c.device_type) for c in calls] == [("sm90", "cuda")]
 
 
 @pytest.mark.arch(HOPPER)
-def test_what_is_not_built_is_refused_by_name():
+def test_unsupported_calls_are_refused_with_the_reason():
     x = prefill("cuda")
     narrow = x | {n: x[n][..., :64].contiguous() for n in ("q", "k", "g")}
     with pytest.raises(BackendUnsupportedError, match="K=64, V=128; serves K=128, V=128"):
@@ -66,7 +66,7 @@ def test_what_is_not_built_is_refused_by_name():
 
 
 @pytest.mark.arch(HOPPER)
-def test_a_workspace_that_does_not_fit_is_refused():
+def test_a_workspace_of_wrong_size_or_alignment_is_refused():
     x = prefill("cuda")
     needed = explain(**x, backend="sm90").workspace_bytes
     whole = torch.empty(needed + 256, dtype=torch.uint8, device="cuda")

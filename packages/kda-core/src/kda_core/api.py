@@ -1,35 +1,30 @@
-"""The user's functions: FLA's arguments in, one operator call out."""
+"""The public functions `chunk_kda` and `fused_recurrent_kda`."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import numbers
-import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-import torch
 from torch import Tensor
 
-from kda_core import contract, flops, ops
-from kda_core.contract import OPTION_FIELDS, KdaOptions, describe
-from kda_core.errors import ArgumentError, DtypeError, UnknownArgumentError
+from kda_core.arguments import Arguments, given_outputs, unknown_keyword
+from kda_core.errors import ArgumentError
+from kda_core.ops import run
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_N_TENSORS = 10
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _NoKeywords(TypedDict):
-    """What type checkers allow beside the named parameters: nothing."""
+    """Further keywords that type checkers accept: none."""
 
 
 def _names_its_keywords(function: _Function) -> _Function:
-    """Hides the parameter `unknown`, which is there for a better message, from ``help`` and ``inspect.signature``."""
+    """Hides the parameter `unknown` from ``help`` and ``inspect.signature``. It exists only for a better error message."""
     found = inspect.signature(function)
     named = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
     function.__signature__ = found.replace(parameters=named)  # type: ignore[attr-defined]
@@ -147,17 +142,19 @@ def chunk_kda(
         BackendError: nobody serves the call, or the named backend does not; the message says who refused and why.
     """
     if unknown:
-        raise _unknown_keyword(chunk_kda, unknown)
-    o, state, h = _run(
-        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
-        (
-            scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval, safe_gate, lower_bound, disable_recompute, return_intermediate_states,
-            state_v_first if transpose_state_layout is None else _v_first(state_v_first, transpose_state_layout),
-            use_graph, max_num_seqs, chunk_size, pin, False, False, backend, context_parallel,
-        ),
-        cp_context, out, workspace,
+        raise unknown_keyword(chunk_kda, unknown, chunk_kda)
+    if transpose_state_layout is not None:
+        state_v_first = renamed_layout(state_v_first, transpose_state_layout)
+    if cp_context is not None:
+        raise cp_context_error(cp_context)
+    # positional, because 27 keywords would take 2 us; a test compares the names with the fields
+    args = Arguments(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, scale, output_final_state,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+        lower_bound, disable_recompute, return_intermediate_states, state_v_first, use_graph, max_num_seqs, chunk_size,
+        pin, backend=backend, context_parallel=context_parallel,
     )  # fmt: skip
+    o, state, h = run(args, given_outputs(out, workspace))
     final = state if output_final_state else None
     return (o, final, h) if return_intermediate_states else (o, final)
 
@@ -200,241 +197,28 @@ def fused_recurrent_kda(
         o [B, T, HV, V] in q's dtype; the final states or None.
     """
     if unknown:
-        raise _unknown_keyword(fused_recurrent_kda, unknown)
-    o, state, _ = _run(
-        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None),
-        (
-            scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval, False, lower_bound, False, False,
-            state_v_first if transpose_state_layout is None else _v_first(state_v_first, transpose_state_layout),
-            False, None, 64, False, False, True, backend, "off",
-        ),
+        raise unknown_keyword(fused_recurrent_kda, unknown, chunk_kda)
+    if transpose_state_layout is not None:
+        state_v_first = renamed_layout(state_v_first, transpose_state_layout)
+    args = Arguments(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None, scale, output_final_state,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        lower_bound=lower_bound, state_v_first=state_v_first, recurrent=True, backend=backend, context_parallel="off",
     )  # fmt: skip
+    o, state, _ = run(args)
     return o, state if output_final_state else None
 
 
-# ---- helpers
+def cp_context_error(cp_context: object) -> ArgumentError:
+    """Returns the error for FLA's context-parallel context, which no planner serves."""
+    came = type(cp_context).__name__
+    return ArgumentError("cp_context", "None (no installed planner serves FLA's contexts)", came)
 
 
-_KEYWORDS_ELSEWHERE = {
-    "head_first": "Tensors are [B, T, H, ...]: where heads come first, pass x.transpose(1, 2)",
-    "offsets": "Did you mean 'cu_seqlens'?",
-    "chunk_indices": "Leave it out: it is found from cu_seqlens",
-    "g_bias": "Did you mean 'dt_bias'?",
-    "sigmoid_beta": "Did you mean 'use_beta_sigmoid_in_kernel'?",
-    "compute_gate": "Did you mean 'use_gate_in_kernel'?",
-    "state_layout": "Did you mean 'state_v_first'?",
-} | dict.fromkeys(
-    ("initial_state_indices", "ssm_state_indices", "num_accepted_tokens", "inplace_final_state"),
-    "States are not updated in place: pass initial_state=pool[indices], and write the final states back",
-)
-"""What to do about keywords of FLA's predecessors and of its copies in serving engines."""
-
-
-def _unknown_keyword(function: Callable[..., Any], unknown: Mapping[str, object]) -> UnknownArgumentError:
-    """The exception for the first of the keywords that `function` does not have."""
-    name, names = next(iter(unknown)), inspect.signature(function).parameters
-    hint = _KEYWORDS_ELSEWHERE.get(name, "")
-    if not hint and name in inspect.signature(chunk_kda).parameters:
-        hint = "Only chunk_kda has it"
-    if not hint and (close := difflib.get_close_matches(name, names, n=1)):
-        hint = f"Did you mean {close[0]!r}?"
-    message = f"{function.__name__}() got an unexpected keyword argument {name!r}"
-    return UnknownArgumentError(f"{message}. {hint}" if hint else message)
-
-
-_TENSOR_NAMES = (
-    "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu",
-)  # fmt: skip
-_N_REQUIRED = 5
-_OPTION_NAMES = [name for name, _, _ in OPTION_FIELDS]
-_NEEDS_BACKWARD, _RECURRENT = _OPTION_NAMES.index("needs_backward"), _OPTION_NAMES.index("recurrent")
-
-
-def _run(
-    tensors: tuple[Any, ...],
-    rest: tuple[Any, ...],
-    cp_context: Any = None,
-    out: Any = None,
-    workspace: Any = None,
-) -> tuple[Any, Any, Any]:
-    """o, final state and h of a call, the last two arbitrary where they were not asked for. `tensors`: those of
-    `_TENSOR_NAMES`. `rest`: as the user gave them, the options in the order of `OPTION_FIELDS` (needs_backward is found
-    here), backend and context_parallel."""
-    written = None if out is None and workspace is None else _written(out, workspace)
-    if (
-        not torch.compiler.is_compiling()
-        and cp_context is None
-        and type(rest[-1]) is str  # a planner's plan would be part of a key, and may be anything
-        and ops.dispatcher_is_idle(tensors if written is None else (*tensors, *written))
-    ):
-        found = ops.execute_directly(ops.call_plan(tensors, rest, _checked), tensors, written)
-        return found.o, found.final_state, found.intermediate_states
-    args = _checked(tensors, rest, cp_context)
-    if not torch.compiler.is_compiling():
-        flops.offer()
-    if written is None:
-        return torch.ops.kda_core.chunk_fwd(*args)
-    options = KdaOptions(*args[_N_TENSORS : _N_TENSORS + len(OPTION_FIELDS)])
-    if options.needs_backward:
-        raise ArgumentError(
-            "out" if out is not None else "workspace", "None for inputs that require grad", "a tensor"
-        )
-    o, state, h, workspace = written
-    if (
-        o is None
-        or (state is None and options.output_final_state)
-        or (h is None and options.return_intermediate_states)
-    ):  # the operator writes what it is given
-        inputs = contract.make_inputs(tensors, contract.problem_shape(*tensors, options=options), align=False)
-        fresh = contract.allocate_outputs(inputs, 0, written)
-        o, state, h = fresh.o, fresh.final_state, fresh.intermediate_states
-    torch.ops.kda_core.chunk_fwd_out(*args, o, state, h, workspace)
-    return o, state, h
-
-
-def operator_args(
-    *tensors: Tensor | None,
-    backend: str | None,
-    context_parallel: Any,
-    recurrent: bool,
-    cp_context: Any = None,
-    **options: Any,
-) -> tuple[Any, ...]:
-    """The arguments of the operators from those of a call, with their types checked: the ten tensors, the options in the order
-    of `OPTION_FIELDS`, which are given by name, backend and context_parallel.
-
-    Raises:
-        ArgumentError, DtypeError: an argument of another type.
-    """
-    options["recurrent"] = recurrent
-    values = [options.get(name, default) for name, _, default in OPTION_FIELDS]
-    return _checked(tensors, (*values, backend, context_parallel), cp_context)
-
-
-def _checked(tensors: tuple[Any, ...], rest: tuple[Any, ...], cp_context: Any = None) -> tuple[Any, ...]:
-    """The arguments of the operators in `kda_core.ops` from those of `_run`, with their types checked: an operator's
-    schema would refuse a wrong type too, but would not name the argument as the user knows it."""
-    options, (backend, mode) = list(rest[:-2]), rest[-2:]  # a list also where torch.compile traces
-    for name, x in zip(_TENSOR_NAMES, tensors):
-        optional = name not in _TENSOR_NAMES[:_N_REQUIRED]
-        if not isinstance(x, Tensor) and not (x is None and optional):
-            raise DtypeError(name, "a torch.Tensor or None" if optional else "a torch.Tensor", describe(x))
-        if x is not None:
-            contract.check_layout(name, x)
-            if x.requires_grad and torch.is_grad_enabled():
-                # token by token there are no gradients; chunks compute the same
-                options[_NEEDS_BACKWARD], options[_RECURRENT] = True, False
-    if cp_context is not None:
-        raise ArgumentError(
-            "cp_context", "None (no installed planner serves FLA's contexts)", type(cp_context).__name__
-        )
-    backend, mode = choice_args(backend, mode)
-    values = [_option(name, kind, x) for (name, kind, _), x in zip(OPTION_FIELDS, options)]
-    return (*tensors, *values, backend, mode)
-
-
-def choice_args(backend: Any, mode: Any) -> tuple[str | None, str]:
-    """The arguments `backend` and `context_parallel` of a call as the operators take them.
-
-    Raises:
-        ArgumentError, DtypeError: an argument of another type, or an unknown mode.
-    """
-    if backend is not None and not isinstance(backend, str):
-        raise DtypeError("backend", "the name of a backend or None", describe(backend))
-    if not isinstance(mode, str):
-        if not hasattr(mode, "to_json"):
-            raise DtypeError("context_parallel", "'auto', 'off' or a plan", describe(mode))
-        mode = _plan_text(mode)
-    elif mode not in ("auto", "off"):
-        raise ArgumentError("context_parallel", "'auto', 'off' or a plan", repr(mode))
-    return backend, mode
-
-
-def parsed_call(
-    *args: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], KdaOptions, str | None, str, Tensor | None]:
-    """What ``chunk_kda(*args, **kwargs)`` asks for, with the types checked: its tensors in the order of the operators'
-    arguments, options, backend, mode of context parallelism and workspace.
-
-    Raises:
-        TypeError, ArgumentError, DtypeError: as `chunk_kda`.
-    """
-    signature = inspect.signature(chunk_kda)
-    if unknown := {name: x for name, x in kwargs.items() if name not in signature.parameters}:
-        raise _unknown_keyword(chunk_kda, unknown)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    a = dict(bound.arguments)
-    a["state_v_first"] = _v_first(a["state_v_first"], a.pop("transpose_state_layout"))
-    workspace = _written(a.pop("out"), a.pop("workspace"))[-1]
-    tensors = tuple(a.pop(name) for name in _TENSOR_NAMES)
-    *call, backend, mode = operator_args(*tensors, recurrent=False, **a)
-    return tensors, KdaOptions(*call[_N_TENSORS:]), backend, mode, workspace
-
-
-def _option(name: str, kind: str, value: Any) -> Any:
-    """One option with its type checked; scalars of numpy become Python's. None stands for False, as FLA's callers use it
-    (``use_cache=None``)."""
-    if value is None and kind != "int":
-        return False if kind == "bool" else None
-    if kind == "bool":
-        if isinstance(value, bool):
-            return value
-        if _is_numpy_bool(value):
-            return bool(value)
-        expected = "a bool"
-    elif kind == "float | None":
-        if isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool):
-            try:
-                return float(value) + 0.0  # -0.0 is 0.0, which caches cannot tell from it
-            except OverflowError:
-                raise ArgumentError(name, "a number that fp64 can hold", describe(value)) from None
-        expected = "a number or None"
-    else:
-        if isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool):
-            value = operator.index(value)
-            if not -(2**63) <= value < 2**63:
-                raise ArgumentError(name, "an int of 64 bits", describe(value))
-            return value
-        expected = "an int"
-    # a tensor would have to be read, for which the host waits
-    hint = f"Pass {name}.item()" if getattr(value, "shape", None) == () else ""
-    raise DtypeError(name, expected, describe(value), hint)
-
-
-def _is_numpy_bool(value: Any) -> bool:
-    """Told by its name, for core imports torch alone; numpy registers its other scalars with `numbers`."""
-    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
-
-
-def _plan_text(plan: Any) -> str:
-    text = plan.to_json()
-    if not isinstance(text, str):
-        raise DtypeError("context_parallel", "a plan whose to_json() gives a str", describe(text))
-    return text
-
-
-def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    if transpose_state_layout is None:
-        return state_v_first
+def renamed_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
+    """Returns `state_v_first` from its deprecated name, with a warning."""
     warnings.warn("transpose_state_layout is now state_v_first", DeprecationWarning, stacklevel=3)
     if state_v_first:
-        raise ArgumentError("transpose_state_layout", "None with state_v_first (it is the old name)", "both")
+        expected = "None with state_v_first (transpose_state_layout is its old name)"
+        raise ArgumentError("transpose_state_layout", expected, "both")
     return transpose_state_layout
-
-
-def _written(out: Any, workspace: Any) -> tuple[Tensor | None, ...]:
-    """o, final_state, h and workspace as the caller gave them, with their types checked."""
-    if workspace is not None and not isinstance(workspace, Tensor):
-        raise DtypeError("workspace", "a torch.Tensor or None", describe(workspace))
-    given = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    if len(given) > 3 or not all(x is None or isinstance(x, Tensor) for x in given):
-        raise DtypeError(
-            "out", "a tensor, or a tuple of up to 3 tensors or None: (o, final_state, h)", describe(out)
-        )
-    written = (*(*given, None, None, None)[:3], workspace)
-    for name, x in zip(("out[0] (o)", "out[1] (final_state)", "out[2] (h)", "workspace"), written):
-        if x is not None:
-            contract.check_layout(name, x)
-    return written

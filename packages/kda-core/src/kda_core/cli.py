@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kda_core import contract, explanation, extensions, install
+from kda_core import contract, explanation, extensions, install, validate
 from kda_core.errors import ArgumentError, DeviceError, KdaError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -244,7 +244,7 @@ def _shape(args: argparse.Namespace) -> contract.ProblemShape:
         return torch.empty(size, dtype=dtype, device="meta")
 
     state = (N or B, HV, V, K) if args.state_v_first else (N or B, HV, K, V)
-    shape = contract.problem_shape(
+    shape = validate.problem_shape(
         empty(B, T, H, K), empty(B, T, H, K), empty(B, T, HV, V), empty(B, T, HV, K), empty(B, T, HV),
         empty(HV, dtype=wide) if gate else None,
         empty(HV, K, dtype=wide) if gate else None,

@@ -1,6 +1,6 @@
-"""The values of a call's inputs against the contract, for debugging: ``KDA_CHECK=1``.
+"""Checks of the values of a call's inputs, for debugging: ``KDA_CHECK=1``.
 
-Everything else that core checks is metadata, or in host memory. These checks read tensors on a GPU and wait for it.
+All other checks of kda-core read metadata or host memory. These read tensors on the GPU and wait for it.
 """
 
 from __future__ import annotations
@@ -8,20 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_core.contract import SAFE_GATE_BOUND, KdaInputs, check_copy, lengths_of
+from kda_core.contract import SAFE_GATE_BOUND, KdaInputs
 from kda_core.errors import ArgumentError
+from kda_core.offsets import check_copy, lengths_of
 
-BETA_BOUND = 2.0  # a state's factor along k is 1 - beta: beyond 2 it grows with every token
+BETA_BOUND = 2.0
+"""The largest beta. A token scales the state along k by 1 - beta, so that a larger beta makes the state grow."""
 
 
 def check_contents(inputs: KdaInputs) -> None:
-    """Checks the offsets in cu_seqlens, that inputs are finite, and that decays and beta are in range. A decay may be
-    -inf, which resets its channel, and rows of no sequence may hold anything.
+    """Checks the offsets in cu_seqlens, that inputs are finite, and that decays and beta are in range.
 
-    Nothing is checked while a CUDA graph is captured, for the host cannot wait for a captured stream.
+    A decay may be -inf, which resets its channel. Tokens outside of every sequence are not checked. During the capture of a
+    CUDA graph nothing is checked, because the host cannot wait for a captured stream.
 
     Raises:
-        ArgumentError: names the argument, what was expected, the first value that is not so, and where it is.
+        ArgumentError: the message names the argument, what was expected, and value and index of the first violation.
     """
     if inputs.q.is_cuda and torch.cuda.is_current_stream_capturing():
         return
@@ -44,17 +46,20 @@ def check_contents(inputs: KdaInputs) -> None:
 
 
 def _tokens_used(inputs: KdaInputs) -> int:
-    """Tokens of a batch row that belong to a sequence, by offsets that are checked wherever they are."""
+    """Returns how many tokens of a batch row belong to a sequence, and checks cu_seqlens on any device."""
     if inputs.cu_seqlens is None:
         return inputs.shape.T
-    ends = inputs.cu_seqlens.tolist()
-    lengths_of("cu_seqlens", ends, inputs.shape)
-    if inputs.cu_seqlens_cpu is not None and not inputs.options.use_graph:  # replays leave the copy behind
-        check_copy(ends, inputs.cu_seqlens_cpu.tolist())
-    return ends[-1]
+    offsets, s = inputs.cu_seqlens.tolist(), inputs.shape
+    lengths_of("cu_seqlens", offsets, s.T, may_end_early=s.may_end_early)
+    if (
+        inputs.cu_seqlens_cpu is not None and not inputs.options.use_graph
+    ):  # replays change only the device's values
+        check_copy(offsets, inputs.cu_seqlens_cpu.tolist())
+    return offsets[-1]
 
 
 def _expect(name: str, expected: str, x: Tensor, good: Tensor) -> None:
+    """Raises an error for the first element of `x` that is not `good`."""
     if not good.all():
         at = (~good).nonzero()[0].tolist()
         others = int((~good).sum()) - 1

@@ -1,14 +1,22 @@
-"""From entry points to candidates: every plugin is imported and checked, and none can keep another from being found.
+"""Discovery of plugins: imports and checks every entry point. A broken plugin is listed with its reason and never prevents the
+discovery of another.
 
-What a plugin raises becomes the reason for which it is listed as broken. `KeyboardInterrupt` alone passes through.
+Any exception of a plugin but `KeyboardInterrupt` becomes its reason.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions, version
+from importlib.metadata import (
+    Distribution,
+    EntryPoint,
+    PackageNotFoundError,
+    distributions,
+    metadata,
+    version,
+)
 from typing import Any
 
 from kda_core import install
@@ -17,19 +25,48 @@ from kda_core.backend import BACKEND_GROUP, PLANNER_GROUP
 from kda_core.plugin_checks import plain_spec, show_error, shown, spec_problem
 
 FAILURES = (Exception, SystemExit, GeneratorExit)
-"""What is caught of a plugin's code."""
+"""The exceptions of plugins that core catches."""
 
-OWNERS: dict[str, dict[str, str]] = {
-    BACKEND_GROUP: {"reference": "kda-core", "sm90": "kda-sm90", "sm100": "kda-sm100"},
-    PLANNER_GROUP: {"cp": "kda-cp"},
-}
-"""Reserved names, and the distributions that may use them: what this project publishes."""
+_RESERVED = {BACKEND_GROUP: r"sm[0-9]+[a-z]?", PLANNER_GROUP: r"cp"}
+"""Names that only the distribution ``kda-<name>`` may use, as regular expressions."""
+
+
+def reserved_owner(group: str, name: str) -> str | None:
+    """Returns the only distribution that may use a name, or None if any may.
+
+    This project names a backend for an architecture ``sm<number>`` and publishes it as ``kda-sm<number>``. The reservation
+    keeps another distribution from serving calls that name a backend of this project.
+    """
+    return f"kda-{name}" if re.fullmatch(_RESERVED[group], name) else None
+
+
+def published_backends() -> dict[str, str]:
+    """Returns the backends that this project publishes, with their distributions, so that messages can name a missing one.
+
+    They are the extras of kda-core that have the name of a backend; none if kda-core runs from a source tree that was never
+    installed.
+    """
+    try:
+        extras = metadata("kda-core").get_all("Provides-Extra") or ()
+    except PackageNotFoundError:
+        return {}
+    owners = {name: reserved_owner(BACKEND_GROUP, name) for name in extras}
+    return {name: owner for name, owner in owners.items() if owner is not None}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An entry point after it was imported: a spec, or a final status. Of several candidates with one name, users reach
-    the `owner` by it; the others are listed as broken."""
+    """An entry point after its import.
+
+    Attributes:
+        name: of the plugin.
+        distribution, version: of the package that has the entry point.
+        spec: None if it cannot be used.
+        status: "ok", "broken" or "abi-mismatch".
+        reason: explains the status.
+        owner: whether users reach this candidate by its name. Of several candidates with one name only one is the owner; the
+            others are broken.
+    """
 
     name: str
     distribution: str
@@ -43,11 +80,18 @@ class Candidate:
 def discover(
     group: str, kind: type, read: Callable[..., Iterable[EntryPoint]], own: tuple[Candidate, ...] = ()
 ) -> tuple[Candidate, ...]:
-    """`own` and the candidates of an entry-point group, in an order that does not depend on the file system: by the
-    name of the entry point, its value, the distribution. `read` is `importlib.metadata.entry_points`."""
+    """Returns `own` and the candidates of an entry-point group, sorted by the name of the entry point, its value and the
+    distribution, so that the order does not depend on the file system.
+
+    Args:
+        group: name of the entry-point group.
+        kind: the class of a valid spec.
+        read: `importlib.metadata.entry_points`.
+        own: candidates of kda-core itself.
+    """
     points, unreadable = _points(group, read)
-    found = [_candidate(p, kind) for p in sorted(points, key=_order)]
-    return (*own, *unreadable, *_one_owner_a_name(found, own, OWNERS[group]))
+    found = [_candidate(p, kind, group) for p in sorted(points, key=_order)]
+    return (*own, *unreadable, *_with_owners(found, own, group))
 
 
 def _order(point: EntryPoint) -> tuple[str, ...]:
@@ -55,7 +99,7 @@ def _order(point: EntryPoint) -> tuple[str, ...]:
 
 
 def installed_version(distribution: str) -> str:
-    """The version of an installed distribution, in words where there is none."""
+    """Returns the version of a distribution, or words that say why there is none."""
     try:
         return version(distribution) or "unknown"
     except PackageNotFoundError:
@@ -65,15 +109,15 @@ def installed_version(distribution: str) -> str:
 def _points(
     group: str, read: Callable[..., Iterable[EntryPoint]]
 ) -> tuple[list[EntryPoint], list[Candidate]]:
-    """The entry points of a group, and the distributions that have some which cannot be read."""
+    """Returns the entry points of a group, and candidates for distributions whose entry points cannot be read."""
     try:
         return list(read(group=group)), []
-    except Exception:  # noqa: BLE001 - damaged metadata of one distribution, whose name the error does not tell
+    except Exception:  # noqa: BLE001 - the metadata of one distribution is damaged; the error does not name it
         return _points_one_by_one(group)
 
 
 def _points_one_by_one(group: str) -> tuple[list[EntryPoint], list[Candidate]]:
-    """As `_points`, passing over distributions whose metadata is damaged; those that mention the group are listed."""
+    """`_points` that skips distributions with damaged metadata; those that mention the group become candidates."""
     points: list[EntryPoint] = []
     unreadable: list[Candidate] = []
     seen: set[str] = set()
@@ -92,13 +136,15 @@ def _points_one_by_one(group: str) -> tuple[list[EntryPoint], list[Candidate]]:
 
 
 def _mentions(dist: Distribution, group: str) -> bool:
+    """Returns whether a distribution's entry points contain the name of the group."""
     try:
         return group in (dist.read_text("entry_points.txt") or "")
     except Exception:  # noqa: BLE001 - the metadata may be damaged in any way
         return False
 
 
-def _candidate(point: EntryPoint, kind: type) -> Candidate:
+def _candidate(point: EntryPoint, kind: type, group: str) -> Candidate:
+    """Imports and checks one entry point."""
     distribution, number = _distribution(point.dist)
 
     def broken(reason: str) -> Candidate:
@@ -114,64 +160,62 @@ def _candidate(point: EntryPoint, kind: type) -> Candidate:
     except FAILURES as error:
         return broken(show_error(error))
     if problem is None and not compatible(spec.abi):
-        # a spec for another ABI may have fields of a form that this core does not know
-        reason, usable = _mismatch(spec, distribution, number), None if unreadable else spec
+        # a spec for another ABI may have fields that this core cannot interpret
+        reason, usable = _mismatch(spec, distribution, number, group), None if unreadable else spec
         return Candidate(spec.name, distribution, number, usable, "abi-mismatch", reason)
     return Candidate(spec.name, distribution, number, spec) if unreadable is None else broken(unreadable)
 
 
-def _mismatch(spec: Any, distribution: str, number: str) -> str:
+def _mismatch(spec: Any, distribution: str, number: str, group: str) -> str:
+    """Returns the reason of the status "abi-mismatch"."""
     plugin, core = (".".join(map(str, v)) for v in (spec.abi, BACKEND_ABI))
-    ours = {name for owners in OWNERS.values() for name in owners.values()}
     if spec.abi > BACKEND_ABI:
         remedy = f"install a newer kda-core: {install.command()}"
-    elif _normal(distribution) in ours:
+    elif reserved_owner(group, spec.name) == _normal(distribution):
         remedy = f"install a newer {distribution}: {install.command(_normal(distribution))}"
     else:
         remedy = f"install a newer {distribution}: {spec.install}"
     return f"{distribution} {number} was written for ABI {plugin}, kda-core has {core}; {remedy}"
 
 
-def _one_owner_a_name(
-    found: list[Candidate], own: tuple[Candidate, ...], reserved: Mapping[str, str]
-) -> list[Candidate]:
-    """The candidates, of which no two own one name. A reserved name belongs to its distribution, any other to the first
-    candidate that is sound, else to the first. The others are listed as broken."""
+def _with_owners(found: list[Candidate], own: tuple[Candidate, ...], group: str) -> list[Candidate]:
+    """Returns the candidates with one owner for each name; the others are broken. A reserved name belongs to its distribution.
+    Any other name belongs to the first candidate that works, or to the first if none does."""
 
-    def entitled(c: Candidate) -> bool:
-        return reserved.get(c.name) in (None, _normal(c.distribution))
+    def may_own(c: Candidate) -> bool:
+        return reserved_owner(group, c.name) in (None, _normal(c.distribution))
 
     owners = {c.name: c for c in own}
-    for c in sorted(found, key=lambda c: c.status != "ok"):  # which keeps the order otherwise
-        if entitled(c):
+    for c in sorted(found, key=lambda c: c.status != "ok"):  # a stable sort
+        if may_own(c):
             owners.setdefault(c.name, c)
     listed = []
     for c in found:
         if owners.get(c.name) is c:
             listed.append(c)
             continue
-        if entitled(c):
-            why = f"{c.distribution} uses the name {c.name}, which {owners[c.name].distribution} has"
+        if may_own(c):
+            why = f"{c.distribution} uses the name {c.name}, which belongs to {owners[c.name].distribution}"
         else:
-            why = f"the name {c.name} is reserved for {reserved[c.name]}"
+            why = f"the name {c.name} is reserved for {reserved_owner(group, c.name)}"
         reason = f"{c.reason}; {why}" if c.reason else why
         listed.append(replace(c, spec=None, status="broken", reason=reason, owner=False))
     return listed
 
 
 def _distribution(dist: Distribution | None) -> tuple[str, str]:
-    """The name and the version that an installed distribution's metadata tell; a damaged file may lack them."""
+    """Returns name and version from a distribution's metadata, which a damaged file may lack."""
 
-    def told(attribute: str) -> Any:
+    def read(attribute: str) -> Any:
         try:
             return getattr(dist, attribute)
         except Exception:  # noqa: BLE001 - the metadata may be damaged in any way
             return None
 
-    name, number = told("name"), told("version")
+    name, number = read("name"), read("version")
     return (name if isinstance(name, str) else "unknown", number if isinstance(number, str) else "")
 
 
 def _normal(distribution: str) -> str:
-    """The name by which an index compares distributions."""
+    """Returns the normalised name of a distribution, as package indexes compare it."""
     return re.sub(r"[-_.]+", "-", distribution).lower()

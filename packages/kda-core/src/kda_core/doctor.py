@@ -22,9 +22,10 @@ import torch
 from kda_core import env, extensions, install, requirements
 from kda_core.abi import BACKEND_ABI
 from kda_core.contract import KdaOptions, ProblemShape
+from kda_core.discovery import published_backends
 from kda_core.errors import ArgumentError, BackendNotFoundError
 from kda_core.explanation import explain
-from kda_core.registry import PUBLISHED, REGISTRY, arch_matches, show_archs
+from kda_core.registry import REGISTRY, arch_matches, show_archs
 
 PEERS = ("triton", "flash-linear-attention", "fla-core")
 """Distributions whose versions are shown although nothing of this project requires them."""
@@ -235,7 +236,7 @@ def _environment(found: _Found) -> dict[str, str]:
             found.problems.append(f"{name} is set, but no such variable exists; {near[0]} does")
     for name in env.backend_order():
         try:
-            if name not in PUBLISHED:  # these may be for other machines that share the settings
+            if name not in published_backends():  # these may be for other machines that share the settings
                 REGISTRY.find(name)
         except BackendNotFoundError as error:
             found.problems.append(f"{env.KDA_BACKEND.name}: {error}")

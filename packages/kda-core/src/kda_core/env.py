@@ -1,7 +1,7 @@
-"""Every environment variable, parsed in one place. ``docs/env.md`` is this table.
+"""All environment variables and their parsing. `markdown` returns the table of ``docs/env.md``.
 
-Variables are read when they are needed, never at import, so that a test or a notebook may change them.
-A flag accepts 1/true/yes/on and 0/false/no/off in any case; anything else is an error that names the variable.
+A variable is read when it is needed, never at import, so that a test or a notebook may change it. A flag accepts 1/true/yes/on
+and 0/false/no/off in any case; any other value is an error that names the variable.
 """
 
 from __future__ import annotations
@@ -17,40 +17,55 @@ from kda_core.errors import ArgumentError
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
 
 
-def _direct() -> Any:
-    """The class of ``os.environ`` if its private mapping holds what it shows, else None."""
+def _class_with_data() -> type | None:
+    """Returns the class of ``os.environ`` if its private dict ``_data`` holds the encoded environment, else None."""
     environ: Any = os.environ
     try:
         data = {environ.encodekey(name): environ.encodevalue(value) for name, value in environ.items()}
         return type(environ) if type(environ._data) is dict and environ._data == data else None
-    except AttributeError:
+    except AttributeError:  # another Python, or a test's mapping in place of os.environ
         return None
 
 
-_DIRECT = _direct()
+#: Checked once, at import. If it is None, `Variable.given` uses the public interface, which is slower.
+_CLASS_WITH_DATA: Any = _class_with_data()
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: its name, its default as a user would write it, and what it does."""
+    """An environment variable.
+
+    Attributes:
+        name: its name.
+        default: its default, as a user would write it.
+        help: its meaning, for the documentation.
+    """
 
     name: str
     default: str
     help: str
 
     def given(self) -> Any:
-        """What the environment holds, to be compared only. Every call asks, and ``os.environ.get`` takes 0.7 us where a
-        variable is not set: it raises and catches a KeyError. ``os.environ`` may be another mapping, which a test
-        put there."""
+        """Returns the value in the environment, in a form that may only be compared with earlier results.
+
+        Every call of an operator uses it. For a variable that is not set, ``os.environ.get`` takes 0.7 us, because it raises
+        and catches a KeyError; the private dict avoids that. A test may have replaced ``os.environ`` by another mapping.
+        """
         environ: Any = os.environ
-        if type(environ) is _DIRECT:
+        if type(environ) is _CLASS_WITH_DATA:
             return environ._data.get(environ.encodekey(self.name))
         return environ.get(self.name)
 
     def raw(self) -> str:
+        """Returns the value without surrounding space, or the default."""
         return os.environ.get(self.name, self.default).strip()
 
     def flag(self) -> bool:
+        """Returns the value of a flag.
+
+        Raises:
+            ArgumentError: the value is not one of a flag.
+        """
         value = self.raw().lower()
         if value in _TRUE:
             return True
@@ -62,10 +77,10 @@ class Variable:
 KDA_BACKEND = Variable(
     "KDA_BACKEND",
     "",
-    "Comma-separated backends that may serve calls, in order of preference: the first that is installed and takes a "
+    "Comma-separated backends that may serve calls, in order of preference. The first one that is installed and accepts a "
     "call serves it. Empty: automatic choice.",
 )
-KDA_CP = Variable("KDA_CP", "1", "0 turns automatic context parallelism (the planners) off.")
+KDA_CP = Variable("KDA_CP", "1", "0 turns off automatic context parallelism (the planners).")
 KDA_CACHE_DIR = Variable(
     "KDA_CACHE_DIR",
     "",
@@ -74,38 +89,40 @@ KDA_CACHE_DIR = Variable(
 KDA_DISABLE_JIT = Variable(
     "KDA_DISABLE_JIT",
     "0",
-    "1 turns the need to compile a kernel into an error that names the command to compile it: only cached kernels run.",
+    "1 forbids compilation: only cached kernels run. A kernel that is not cached is an error with the command that compiles it.",
 )
 KDA_CHECK = Variable(
     "KDA_CHECK",
     "0",
-    "1 checks the values of every call's inputs before it runs, for debugging: it waits for the GPU.",
+    "1 checks the values of the inputs before every call, for debugging. The check waits for the GPU.",
 )
 KDA_REQUIRE_ARCH = Variable(
-    "KDA_REQUIRE_ARCH", "0", "1 makes a test session fail where the GPU that its kernels need is absent."
+    "KDA_REQUIRE_ARCH",
+    "0",
+    "1 makes tests that need a GPU fail on a machine without it, instead of being skipped.",
 )
 
 VARIABLES = (KDA_BACKEND, KDA_CP, KDA_CACHE_DIR, KDA_DISABLE_JIT, KDA_CHECK, KDA_REQUIRE_ARCH)
 
 
 def backend_order() -> tuple[str, ...]:
-    """The names in ``KDA_BACKEND``, in order; empty means automatic."""
+    """Returns the names in ``KDA_BACKEND``, in order. Empty: automatic choice."""
     return tuple(dict.fromkeys(name.strip() for name in KDA_BACKEND.raw().split(",") if name.strip()))
 
 
 def context_parallel() -> bool:
-    """Whether planners may be asked (``KDA_CP``)."""
+    """Returns whether planners may split calls (``KDA_CP``)."""
     return KDA_CP.flag()
 
 
 def cache_dir() -> Path:
-    """The folder of compiled kernels and calibrations (``KDA_CACHE_DIR``). It need not exist yet. Never raises: where the
-    folder cannot be used or trusted it is `storage.private_folder`, and a warning says why, once a process."""
+    """Returns the folder of compiled kernels and calibrations (``KDA_CACHE_DIR``), which may not exist yet. Never raises: if the
+    folder cannot be used or trusted, returns `storage.private_folder` and warns once a process."""
     wanted, problem = _wanted_cache_dir()
     if problem is None and wanted is not None:
         return wanted
     folder = storage.private_folder()
-    if folder is None:  # nothing can be written anywhere: reads find nothing there, writes fail
+    if folder is None:  # no folder can be written: reads find nothing, writes fail
         return wanted or Path(os.devnull) / "kda-core"
     storage.warn_once(
         ("cache_dir", problem), "%s Compiled kernels and calibrations go to %s.", _unused(problem), folder
@@ -114,7 +131,7 @@ def cache_dir() -> Path:
 
 
 def cache_dir_problem() -> str | None:
-    """Why `cache_dir` is not the folder that the environment names, and how to mend that; None where it is."""
+    """Returns why `cache_dir` is not the folder that the environment names, with the remedy; None if it is."""
     _, problem = _wanted_cache_dir()
     return None if problem is None else _unused(problem)
 
@@ -128,36 +145,37 @@ def _unused(problem: str | None) -> str:
 
 
 def _wanted_cache_dir() -> tuple[Path | None, str | None]:
-    """The folder that the environment names, None if that cannot be found out; and why it is not used, None if it is."""
+    """The folder that the environment names (None if there is no home directory), and why it is not used (None if it is).
+
+    The default is that of ``platformdirs`` on Linux. kda-core depends on torch alone and does not import ``platformdirs``.
+    """
     try:
         if value := KDA_CACHE_DIR.raw():
             folder = Path(value).expanduser()
         else:
             base = os.environ.get("XDG_CACHE_HOME", "").strip()
             folder = (Path(base) if base else Path.home() / ".cache") / "kda-core"
-    except (
-        RuntimeError
-    ) as error:  # HOME is not set and the user is in no list, as in `docker run --user 1234`
+    except RuntimeError as error:  # no HOME and an unknown user, as in `docker run --user 1234`
         return None, str(error).rstrip(".")
     return folder, storage.folder_problem(folder)
 
 
 def disable_jit() -> bool:
-    """Whether compiling is forbidden (``KDA_DISABLE_JIT``)."""
+    """Returns whether compilation is forbidden (``KDA_DISABLE_JIT``)."""
     return KDA_DISABLE_JIT.flag()
 
 
 def check() -> bool:
-    """Whether the values of inputs are checked (``KDA_CHECK``)."""
+    """Returns whether the values of inputs are checked (``KDA_CHECK``)."""
     return KDA_CHECK.flag()
 
 
 def require_arch() -> bool:
-    """Whether a test session without its GPU is a failure (``KDA_REQUIRE_ARCH``)."""
+    """Returns whether a test fails if its GPU is missing (``KDA_REQUIRE_ARCH``)."""
     return KDA_REQUIRE_ARCH.flag()
 
 
 def markdown() -> str:
-    """The table of ``docs/env.md``."""
+    """Returns the table of ``docs/env.md``."""
     rows = [f"| `{v.name}` | `{v.default}` | {v.help} |" for v in VARIABLES]
     return "\n".join(["| variable | default | meaning |", "| --- | --- | --- |", *rows])

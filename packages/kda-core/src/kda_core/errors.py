@@ -1,24 +1,36 @@
-"""Every way to fail has one class here. All are also the built-in exception that a caller would catch anyway."""
+"""The exceptions of the project, one class for each kind of failure. Each class also derives from the built-in exception
+that a caller would catch anyway."""
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
+
+from torch import Tensor
 
 
 class KdaError(Exception):
     """Base of every exception that this project raises on purpose."""
 
 
+def describe(x: object) -> str:
+    """Returns a short description of any value for an error message."""
+    if isinstance(x, Tensor):
+        return f"a tensor {list(x.shape)} of {x.dtype}"
+    return f"{type(x).__name__} {reprlib.repr(x)}"
+
+
 # ---- arguments: the message names the argument, what was expected and what came
 
 
 class ArgumentError(KdaError, ValueError):
-    """An option has a value, or stands in a combination, that the contract does not allow.
+    """An option has a value, or a combination of options occurs, that the contract does not allow.
 
     Attributes:
-        argument: its name, as the caller knows it.
-        expected, actual: what the contract wants, and what came.
-        hint: what the caller may have meant, a sentence; empty where there is no guess.
+        argument: name of the argument, as the caller knows it.
+        expected: what the contract requires.
+        actual: what the caller passed.
+        hint: a sentence that says what the caller may have meant; empty if there is no guess.
     """
 
     def __init__(self, argument: str, expected: str, actual: str, hint: str = "") -> None:
@@ -26,7 +38,7 @@ class ArgumentError(KdaError, ValueError):
         self.argument, self.expected, self.actual, self.hint = argument, expected, actual, hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Exceptions are copied and pickled by calling the class with `args`, which holds the message alone."""
+        """Copies and pickles with all constructor arguments; the default uses `args`, which holds only the message."""
         return type(self), (self.argument, self.expected, self.actual, self.hint), self.__dict__
 
 
@@ -35,7 +47,7 @@ class ShapeError(ArgumentError):
 
 
 class StrideError(ArgumentError):
-    """A tensor that is written in place has a layout that cannot be served."""
+    """A tensor that is written in place is not contiguous."""
 
 
 class DeviceError(ArgumentError):
@@ -43,22 +55,22 @@ class DeviceError(ArgumentError):
 
 
 class DtypeError(ArgumentError, TypeError):
-    """A tensor, or an option, has the wrong type."""
+    """A tensor or an option has the wrong type."""
 
 
 class UnknownArgumentError(KdaError, TypeError):
-    """A function has no such keyword; the message says which it may have been."""
+    """A function has no such keyword; the message suggests the right one."""
 
 
 class DerivativeError(KdaError, NotImplementedError):
-    """A derivative that does not exist here: forward-mode AD, or a second derivative. Also a RuntimeError."""
+    """The requested derivative is not implemented: forward-mode AD or a second derivative. Also a RuntimeError."""
 
 
 # ---- backends
 
 
 class BackendError(KdaError, RuntimeError):
-    """Base of what can go wrong with backends."""
+    """Base of the errors that concern backends."""
 
 
 class BackendNotFoundError(BackendError):
@@ -66,20 +78,20 @@ class BackendNotFoundError(BackendError):
 
 
 class BackendUnavailableError(BackendError):
-    """The named backend is installed, but cannot be used here (broken, wrong ABI, wrong architecture)."""
+    """The named backend is installed, but cannot run here: broken, wrong ABI or wrong architecture."""
 
 
 class BackendUnsupportedError(BackendError):
-    """The named backend is there, but does not serve this call."""
+    """The named backend can run here, but does not serve this call."""
 
 
 class NoEligibleBackendError(BackendError):
-    """The automatic choice found no backend for a call; the message is a table of who refused and why."""
+    """No backend serves the call; the message lists every backend with its reason."""
 
 
 class BackendContractError(BackendError):
-    """A backend broke the ABI: it returned something else than the outputs that it was given, or asks for a workspace
-    that is no number of bytes."""
+    """A backend violated the ABI: it returned other outputs than the ones that it was given, or its workspace size is not
+    a number of bytes."""
 
 
 class PlannerError(BackendError):
@@ -90,8 +102,8 @@ class PlannerError(BackendError):
 
 
 class CompileError(KdaError, RuntimeError):
-    """A kernel did not compile, or its compiler is not installed."""
+    """A kernel failed to compile, or its compiler is not installed."""
 
 
 class JitDisabledError(CompileError):
-    """A kernel variant is not in the cache and ``KDA_DISABLE_JIT=1`` forbids to compile it."""
+    """A kernel variant is not in the cache, and ``KDA_DISABLE_JIT=1`` forbids compiling it."""

@@ -1,28 +1,32 @@
-"""What is known, and what would run: `backends` and `explain`. Nothing here launches, copies or allocates tensors of a call."""
+"""`backends` lists what is installed, `explain` says what a call would do. Neither launches, copies or allocates tensors of a
+call."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from kda_core import contract, ops
-from kda_core.api import choice_args, parsed_call
-from kda_core.contract import KdaInputs, ProblemShape
+from kda_core import call as calls
+from kda_core.api import chunk_kda, cp_context_error, renamed_layout
+from kda_core.arguments import Arguments, checked, checked_choice, given_outputs, unknown_keyword
+from kda_core.contract import KdaInputs, ProblemShape, Tensors, intermediate_states_count
 from kda_core.errors import ArgumentError, ShapeError
 from kda_core.registry import REGISTRY, Refusal, show_archs
+from kda_core.torch_private import FakeTensor
+from kda_core.validate import problem_shape
 
 NO_LENGTHS = "unknown: it depends on the lengths of the packed sequences, which are not given"
 NO_CONTENTS = "none: no backend runs on tensors of the meta device"
 
 
 class BackendTable(tuple):  # of BackendInfo
-    """The backends that are known, each a `BackendInfo`; prints as a table."""
+    """The known backends, each a `BackendInfo`; prints as a table."""
 
     def __str__(self) -> str:
         rows = [
@@ -39,19 +43,19 @@ class BackendTable(tuple):  # of BackendInfo
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would do, found without running it; prints as text.
+    """What a call would do; prints as text.
 
     Attributes:
-        shape: what the metadata of the call says.
+        shape: the metadata of the call.
         backend: name of the backend that would serve it, or None.
-        rule: what decided: "backend=", "use_backend", "KDA_BACKEND" or "automatic".
-        refusals: who would not serve it, and why.
-        workspace_bytes: scratch memory of the call by its plan: what the call allocates, and what `workspace` has to hold
-            for the call to use it. Of a direct call where the plan is unknown; 0 where the call would fail.
-        plan: how a planner would split it, and why. It begins with "direct" for one call of the backend, with "none" where
-            nothing would run, and with "unknown" where a planner goes by lengths that were not given.
-        error: the message of the exception that the call would raise, or None. `out`, the contents of tensors on a device and
-            the compilation of kernels are not looked at.
+        rule: what chose the backend: "backend=", "use_backend", "KDA_BACKEND" or "automatic".
+        refusals: the backends that would not serve the call, with their reasons.
+        workspace_bytes: scratch memory in bytes that the call with its plan allocates, and that `workspace` must have. If the
+            plan is unknown, that of a direct call; 0 if the call would fail.
+        plan: how a planner would split the call, and why. Begins with "direct" for one call of the backend, with "none" if
+            nothing would run, and with "unknown" if the plan depends on lengths that were not given.
+        error: the message of the exception that the call would raise, or None. `out`, values of tensors on a device and the
+            compilation of kernels are not checked.
     """
 
     shape: ProblemShape
@@ -72,13 +76,13 @@ class Explanation:
             f"plan      {self.plan}",
             f"workspace {self.workspace_bytes} bytes",
         ]
-        if self.error is not None:  # it holds the refusals
+        if self.error is not None:  # it contains the refusals
             return "\n".join([*lines, f"error     {self.error}"])
         return "\n".join([*lines, *(f"refused   {r.name}: {r.reason}" for r in self.refusals)])
 
 
 def backends(refresh: bool = False) -> BackendTable:
-    """Every known backend with its status: ok, not-installed, broken, abi-mismatch, wrong-arch, or unsupported.
+    """Returns every known backend with its status: ok, not-installed, broken, abi-mismatch, wrong-arch, or unsupported.
 
     Args:
         refresh: read the installed packages again, and forget failures.
@@ -89,28 +93,50 @@ def backends(refresh: bool = False) -> BackendTable:
 
 
 def explain(*args: Any, **kwargs: Any) -> Explanation:
-    """Which backend would serve ``chunk_kda(*args, **kwargs)``, who refused and why, what plan and workspace it would have.
+    """Returns what ``chunk_kda(*args, **kwargs)`` would do: its backend, plan and workspace, and which backends refuse it.
 
-    Nothing is launched, and no tensor is copied. Fake tensors will do: they stand for tensors of their device.
+    Nothing is launched, and no tensor is copied. Fake tensors are accepted; they represent tensors of their device.
 
-    ``explain(shape, backend=None, context_parallel="auto", lengths=None)`` says the same of a `ProblemShape`, of a GPU that
-    need not be here. `lengths` are those of the sequences of a packed call, as `cu_seqlens_cpu` would tell them.
+    ``explain(shape, backend=None, context_parallel="auto", lengths=None)`` does the same for a `ProblemShape`, also for a GPU
+    that this machine does not have. `lengths` are those of the sequences of a packed call, as `cu_seqlens_cpu` would give
+    them.
 
     Raises:
-        TypeError, ArgumentError, ShapeError, DtypeError, DeviceError: as `chunk_kda`. Whatever else the call would raise is
+        TypeError, ArgumentError, ShapeError, DtypeError, DeviceError: as `chunk_kda`. Any other error of the call is in
             `Explanation.error`.
     """
     if args and isinstance(args[0], ProblemShape):
         return _explain_shape(*args, **kwargs)
-    tensors, options, backend, mode, workspace = parsed_call(*args, **kwargs)
-    shape = contract.problem_shape(*tensors, options=options)
-    *others, cu_seqlens, host = tensors
-    known = not (isinstance(cu_seqlens, FakeTensor) or isinstance(host, FakeTensor))
-    if not known:  # it has no contents to be read
-        cu_seqlens, host = torch.empty(shape.N + 1, dtype=shape.index_dtype, device="meta"), None
-    inputs = _inputs((*others, cu_seqlens, host), shape)
+    call, workspace = _parsed(*args, **kwargs)
+    shape = problem_shape(*call.tensors, options=call.options)  # type: ignore[arg-type]
+    known = not (isinstance(call.cu_seqlens, FakeTensor) or isinstance(call.cu_seqlens_cpu, FakeTensor))
+    if not known:  # a fake tensor has no contents
+        offsets = torch.empty(shape.N + 1, dtype=shape.index_dtype, device="meta")
+        call = call._replace(cu_seqlens=offsets, cu_seqlens_cpu=None)
+    inputs = _inputs(call, shape)
     inputs.sequence_lengths()
-    return _explain(shape, backend, mode, inputs, known, workspace)
+    requiring = [n for n, x in zip(Tensors._fields, call.tensors) if x is not None and x.requires_grad]
+    return _explain(shape, call.backend, call.context_parallel, inputs, known, workspace, requiring)
+
+
+def _parsed(*args: Any, **kwargs: Any) -> tuple[Arguments, Tensor | None]:
+    """Returns the arguments of ``chunk_kda(*args, **kwargs)`` with their types checked, and its workspace.
+
+    Raises:
+        TypeError, ArgumentError, DtypeError: as `chunk_kda`.
+    """
+    signature = inspect.signature(chunk_kda)
+    if unknown := {name: x for name, x in kwargs.items() if name not in signature.parameters}:
+        raise unknown_keyword(chunk_kda, unknown, chunk_kda)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = dict(bound.arguments)
+    if (transposed := a.pop("transpose_state_layout")) is not None:
+        a["state_v_first"] = renamed_layout(a["state_v_first"], transposed)
+    if (cp_context := a.pop("cp_context")) is not None:
+        raise cp_context_error(cp_context)
+    given = given_outputs(a.pop("out"), a.pop("workspace"))
+    return checked(Arguments(**a)), None if given is None else given.workspace
 
 
 def _explain_shape(
@@ -119,8 +145,8 @@ def _explain_shape(
     context_parallel: Any = "auto",
     lengths: Sequence[int] | None = None,
 ) -> Explanation:
-    """`explain` of a call that no tensors stand behind."""
-    backend, mode = choice_args(backend, context_parallel)
+    """`explain` of a shape without tensors."""
+    backend, mode = checked_choice(backend, context_parallel)
     inputs = _inputs_of_shape(shape, lengths)
     return _explain(shape, backend, mode, inputs, lengths is not None or not shape.varlen)
 
@@ -132,6 +158,7 @@ def _explain(
     inputs: KdaInputs,
     lengths_known: bool,
     workspace: Tensor | None = None,
+    requiring: Sequence[str] = (),
 ) -> Explanation:
     found = Explanation(
         shape, None, REGISTRY.rule(backend)[0], REGISTRY.refusals(shape, backend), 0, "none", None
@@ -139,19 +166,19 @@ def _explain(
     if shape.device_type == "meta":
         return replace(found, plan=NO_CONTENTS)
     try:
-        choice = REGISTRY.resolve(shape, backend)
+        choice = calls.choose(shape, backend, requiring)
         found = replace(found, backend=choice.spec.name)
-        call = ops.make_plan(shape, choice, mode)
+        call = calls.of_shape(shape, choice, mode)
         if call.planner is not None and not lengths_known:
             return replace(found, plan=NO_LENGTHS, workspace_bytes=call.workspace_bytes)
         if shape.options.return_intermediate_states and lengths_known:
-            contract.intermediate_states_count(inputs)  # which raises where nobody knows the shape of h
-        asked = ops.ask_planner(call, inputs, inputs.sequence_lengths())
-        wanted = ops.needed_workspace(call, asked, inputs)
-        plan, needed = ops.fitting(call, asked, wanted, workspace)
+            intermediate_states_count(inputs)  # raises if the shape of h is unknown
+        asked = calls.ask_planner(call, inputs, inputs.sequence_lengths())
+        wanted = calls.needed_workspace(call, asked, inputs)
+        plan, needed = calls.fitting(call, asked, wanted, workspace)
         if workspace is not None and workspace.numel() < needed:
             raise ShapeError("workspace", f"at least {needed} bytes", f"{workspace.numel()} bytes")
-    except Exception as error:  # noqa: BLE001 - the answer to "what would happen" is the exception's message
+    except Exception as error:  # noqa: BLE001 - the explanation of the call is the message of its exception
         return replace(found, error=f"{type(error).__name__}: {error}")
     said = _words(call, asked, inputs)
     if plan is not asked:
@@ -159,8 +186,8 @@ def _explain(
     return replace(found, plan=said, workspace_bytes=needed)
 
 
-def _words(call: ops.CallPlan, plan: Any, inputs: KdaInputs) -> str:
-    """A planner's decision, in its own words where it has them."""
+def _words(call: calls.ResolvedCall, plan: Any, inputs: KdaInputs) -> str:
+    """Returns a planner's decision as text, in the planner's own words if it can explain itself."""
     if call.planner is None:
         return "direct"
     name, planner = call.planner
@@ -169,30 +196,26 @@ def _words(call: ops.CallPlan, plan: Any, inputs: KdaInputs) -> str:
         return "direct" if plan is None else f"{name}: {plan}"
     try:
         said = words(plan, inputs, call.choice.spec, call.choice.backend)
-    except Exception as error:  # noqa: BLE001 - a call does not ask for words, so it would not fail
+    except Exception as error:  # noqa: BLE001 - a call needs no explanation, so it would not fail
         said = f"{plan}; the planner cannot explain it: {type(error).__name__}: {error}"
     return f"direct ({name}: {said})" if plan is None else f"{name}: {said}"
 
 
-# ---- inputs for planners, which look at metadata and at lengths in host memory alone
+# ---- inputs for planners, which read only metadata and lengths in host memory
 
 
-_NAMES = [f.name for f in fields(KdaInputs) if f.name != "shape"]
-
-
-def _inputs(tensors: Sequence[Tensor | None], shape: ProblemShape) -> KdaInputs:
-    """The tensors of a call without the copies that a backend needs of strided ones."""
-    given: dict[str, Any] = dict(zip(_NAMES, tensors))
-    if (bias := given["dt_bias"]) is not None and bias.dim() == 1:
-        given["dt_bias"] = bias.view(shape.HV, shape.K)  # one dimension divides whatever its stride is
-    return KdaInputs(**given, shape=shape)
+def _inputs(args: Arguments, shape: ProblemShape) -> KdaInputs:
+    """Returns the inputs of a call without copying tensors that are not contiguous."""
+    if args.dt_bias is not None and args.dt_bias.dim() == 1:
+        args = args._replace(dt_bias=args.dt_bias.view(shape.HV, shape.K))  # possible for any stride
+    return KdaInputs(*args.tensors, shape)  # type: ignore[arg-type, call-arg]
 
 
 def _inputs_of_shape(s: ProblemShape, lengths: Sequence[int] | None) -> KdaInputs:
-    """Inputs of this shape on the meta device, with the lengths in host memory where they are given.
+    """Returns inputs of this shape on the meta device, with the given lengths in host memory.
 
     Raises:
-        ArgumentError: `lengths` are none of the shape.
+        ArgumentError: `lengths` do not fit the shape.
     """
 
     def empty(*size: int, dtype: torch.dtype) -> Tensor:
@@ -223,8 +246,9 @@ def _inputs_of_shape(s: ProblemShape, lengths: Sequence[int] | None) -> KdaInput
 
 
 def _check_lengths(s: ProblemShape, lengths: Sequence[int]) -> None:
+    """Checks that `lengths` are those of a packed call of this shape."""
     if not s.varlen:
-        raise ArgumentError("lengths", "None for a call that is not packed", repr(lengths))
+        raise ArgumentError("lengths", "None for a call of fixed length", repr(lengths))
     total, exact = sum(lengths), not s.options.use_graph
     if len(lengths) != s.N or min(lengths) < 0 or total > s.T or (exact and total != s.T):
         wanted = f"{s.N} whole numbers of at least 0 with the sum {'' if exact else 'of at most '}T={s.T}"
@@ -232,5 +256,6 @@ def _check_lengths(s: ProblemShape, lengths: Sequence[int]) -> None:
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Returns lines with aligned columns."""
     widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in [head, *rows])

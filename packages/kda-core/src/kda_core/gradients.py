@@ -1,122 +1,121 @@
-"""What autograd and ``torch.func`` get of the operators in `kda_core.ops`.
+"""Autograd and ``torch.func`` for the operators in `kda_core.ops`.
 
-Gradients in reverse mode exist where the backend has a backward. Forward-mode AD and second derivatives do not, and raise
-`DerivativeError`: torch by itself would drop a tangent and take a second derivative as 0.
+Reverse-mode gradients exist if the backend has a backward. Forward-mode AD and second derivatives raise `DerivativeError`:
+torch itself would ignore a tangent, and would return 0 for a second derivative.
 
 `chunk_fwd`, `chunk_fwd_out` and `chunk_bwd` are the operators' kernels for the dispatch key Autograd. The dispatcher calls
-them once for each level of ``torch.func``, with the tensors of that level, so they see all that is differentiated, in
-eager mode and while ``torch.compile`` traces.
+them once for each level of ``torch.func``, with the tensors of that level. They therefore see everything that is
+differentiated, in eager mode and while ``torch.compile`` traces.
 
 The backward runs on the backend of its forward. It may run in another thread, outside of a `use_backend` block, or in a
-compiled graph, so the forward returns the backend that served it, as a number in a tensor.
+compiled graph, so the forward returns its backend as a number in a tensor.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import _C, Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
+from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
-from kda_core import flops
-from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions
+from kda_core import flops, torch_private
+from kda_core.arguments import Arguments
+from kda_core.contract import FLOAT_TENSORS, Tensors
 from kda_core.errors import ArgumentError, BackendError, DerivativeError
 
-TENSOR_NAMES = tuple(f.name for f in fields(KdaInputs) if f.name != "shape")
-_N_TENSORS = len(TENSOR_NAMES)
-_N_FLOATS = TENSOR_NAMES.index("cu_seqlens")  # the tensors before it have gradients
-_NEEDS_BACKWARD = _N_TENSORS + [name for name, _, _ in OPTION_FIELDS].index("needs_backward")
-_BWD_NAMES = ("grad_o", "grad_final_state", "served", *TENSOR_NAMES)
+_N_ARGUMENTS = len(Arguments._fields)
+_BWD_NAMES = ("grad_o", "grad_final_state", "served", *Tensors._fields)
 
 
 # ---- kernels for the dispatch key Autograd
 
 
-def chunk_fwd(*args: Any) -> Any:
-    """The operator ``chunk_fwd``."""
-    _refuse_tangents(TENSOR_NAMES, args)
-    if not _requires_grad(args):
-        return _below_autograd(torch.ops.kda_core.chunk_fwd.default, args)
-    # `chunk_kda` cannot see inside torch.func.vmap that an outer level differentiates
-    args = (*args[:_NEEDS_BACKWARD], True, *args[_NEEDS_BACKWARD + 1 :])
-    return ChunkKda.record(*args)
+def chunk_fwd(*values: Any) -> Any:
+    """The Autograd kernel of the operator ``chunk_fwd``."""
+    _refuse_tangents(Arguments._fields, values)
+    if not _requires_grad(values):
+        return _below_autograd(torch.ops.kda_core.chunk_fwd.default, values)
+    # `chunk_kda` does not see requires_grad of an outer level of torch.func inside vmap
+    return ChunkKda.record(*Arguments(*values)._replace(needs_backward=True))
 
 
-def chunk_fwd_out(*args: Any) -> None:
-    """The operator ``chunk_fwd_out``."""
-    _refuse_tangents(TENSOR_NAMES, args)
-    if _requires_grad(args[-4:]):
+def chunk_fwd_out(*values: Any) -> None:
+    """The Autograd kernel of the operator ``chunk_fwd_out``."""
+    _refuse_tangents(Arguments._fields, values)
+    if _requires_grad(values[_N_ARGUMENTS:]):
         raise ArgumentError("out", "tensors that require no grad", "requires_grad=True")
-    if _requires_grad(args):
+    if _requires_grad(values):
         raise ArgumentError("out", "None for inputs that require grad", "tensors")
-    _below_autograd(torch.ops.kda_core.chunk_fwd_out.default, args)
+    _below_autograd(torch.ops.kda_core.chunk_fwd_out.default, values)
 
 
-def chunk_bwd(*args: Any) -> Any:
-    """The operator ``chunk_bwd``."""
-    flops.offer()
-    _refuse_tangents(_BWD_NAMES, args)
-    if not _requires_grad(args):
-        return _below_autograd(torch.ops.kda_core.chunk_bwd.default, args)
-    return ChunkKdaGradients.record(*args)
+def chunk_bwd(*values: Any) -> Any:
+    """The Autograd kernel of the operator ``chunk_bwd``."""
+    flops.register()
+    _refuse_tangents(_BWD_NAMES, values)
+    if not _requires_grad(values):
+        return _below_autograd(torch.ops.kda_core.chunk_bwd.default, values)
+    return ChunkKdaGradients.record(*values)
 
 
-def _below_autograd(operator: Any, args: tuple[Any, ...]) -> Any:
-    """What the dispatcher calls after autograd: the next level of torch.func, or in the end the implementation."""
-    with _C._AutoDispatchBelowAutograd():
-        return operator(*args)
+def _below_autograd(operator: Any, values: tuple[Any, ...]) -> Any:
+    """Calls what the dispatcher calls after autograd: the next level of torch.func, or the implementation."""
+    with torch_private.below_autograd():
+        return operator(*values)
 
 
-def _inside_a_node(operator: Any, args: tuple[Any, ...]) -> Any:
-    """`_below_autograd` from a node's forward, where torch has turned gradients off, at the outer levels too."""
-    if _C._functorch.peek_interpreter_stack() is None:
-        return _below_autograd(operator, args)
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-        return _below_autograd(operator, args)
+def _inside_a_node(operator: Any, values: tuple[Any, ...]) -> Any:
+    """`_below_autograd` from a node's forward. torch turns gradients off there, also for the outer levels of torch.func."""
+    if not torch_private.is_transformed():
+        return _below_autograd(operator, values)
+    with torch.enable_grad(), torch_private.set_forward_gradients(True):
+        return _below_autograd(operator, values)
 
 
-def _requires_grad(args: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+def _requires_grad(values: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
-def _refuse_tangents(names: Sequence[str], args: Sequence[Any]) -> None:
-    if forward_ad._current_level < 0:
+def _refuse_tangents(names: Sequence[str], values: Sequence[Any]) -> None:
+    if torch_private.forward_level() < 0:
         return
-    for name, x in zip(names, args):
+    for name, x in zip(names, values):
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise DerivativeError(
                 f"forward-mode AD is not supported: {name} has a tangent (torch.func.jvp, jacfwd, hessian, or "
-                "torch.autograd.forward_ad); gradients in reverse mode are (torch.func.grad, vjp, jacrev)"
+                "torch.autograd.forward_ad); reverse-mode gradients are (torch.func.grad, vjp, jacrev)"
             )
 
 
-class _Node(_SingleLevelFunction):
-    """A node in the graph of one level of autograd: `torch.autograd.Function` walks through the levels of torch.func, as
-    the dispatcher has done here."""
+class _Node(torch_private.SingleLevelFunction):
+    """A node in the graph of one level of autograd. `torch.autograd.Function` would iterate over the levels of torch.func,
+    which the dispatcher already does here."""
 
-    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+    _compiled_autograd_key = staticmethod(torch_private.compiled_autograd_key)
 
     @classmethod
-    def record(cls, *args: Any) -> Any:
-        with enable_single_level_autograd_function():
-            return cls.apply(*args)  # type: ignore[attr-defined]
+    def record(cls, *values: Any) -> Any:
+        """Runs the forward and records the node."""
+        with torch_private.enable_single_level_autograd_function():
+            return cls.apply(*values)  # type: ignore[attr-defined]
 
 
 class ChunkKda(_Node):  # torch shows the name
-    """``chunk_fwd``."""
+    """The node of ``chunk_fwd``."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        outputs = _inside_a_node(torch.ops.kda_core.chunk_fwd.default, args)
+    def forward(ctx: Any, *values: Any) -> Any:
+        outputs = _inside_a_node(torch.ops.kda_core.chunk_fwd.default, values)
         served = outputs[2]
-        ctx.save_for_backward(*args[:_N_TENSORS], served)
-        ctx.rest, ctx.served = args[_N_TENSORS:], _number(served)
+        args = Arguments(*values)
+        ctx.save_for_backward(*args.tensors, served)
+        # the context itself must not hold what the node saves
+        no_tensors: dict[str, Any] = dict.fromkeys(Tensors._fields)
+        ctx.args = args._replace(**no_tensors)
+        ctx.served = _number(served)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(served)
         return outputs
@@ -124,33 +123,30 @@ class ChunkKda(_Node):  # torch shows the name
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_o, grad_final_state, _ = grads
-        *tensors, served = ctx.saved_tensors
-        *options, backend, _ = ctx.rest
-        again = _number(
-            served
-        )  # under torch.utils.checkpoint the saved tensors are those of a second forward
+        *saved, served = ctx.saved_tensors
+        args: Arguments = ctx.args._replace(**dict(zip(Tensors._fields, saved)))
+        # torch.utils.checkpoint runs the forward again, and its saved tensors are of that second run
+        again = _number(served)
         if again is not None and ctx.served is not None and again != ctx.served:
             raise BackendError(
-                f"the forward ran on backend {_names[ctx.served]!r}, but its recomputation (torch.utils.checkpoint) on "
-                f"{_names[again]!r}: name it with backend=, or put the backward into the same use_backend block"
+                f"the forward ran on backend {_names[ctx.served]!r}, but its recomputation (torch.utils.checkpoint) ran on "
+                f"{_names[again]!r}: pass backend=, or run the backward inside the same use_backend block"
             )
         if grad_o is None:
-            grad_o = torch.zeros_like(tensors[2])
-        if not KdaOptions(*options).output_final_state:
+            grad_o = torch.zeros_like(args.v)
+        if not args.output_final_state:
             grad_final_state = None
-        found = torch.ops.kda_core.chunk_bwd(grad_o, grad_final_state, served, *tensors, *options, backend)
-        return (
-            *(None if x is None else d for x, d in zip(tensors[:_N_FLOATS], found)),
-            *([None] * (len(tensors) - _N_FLOATS + len(ctx.rest))),
-        )
+        found = torch.ops.kda_core.chunk_bwd(grad_o, grad_final_state, served, *args)
+        floats = [None if getattr(args, name) is None else d for name, d in zip(FLOAT_TENSORS, found)]
+        return (*floats, *([None] * (_N_ARGUMENTS - len(floats))))
 
 
 class ChunkKdaGradients(_Node):
-    """``chunk_bwd``, which cannot be differentiated."""
+    """The node of ``chunk_bwd``, which has no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        return _inside_a_node(torch.ops.kda_core.chunk_bwd.default, args)
+    def forward(ctx: Any, *values: Any) -> Any:
+        return _inside_a_node(torch.ops.kda_core.chunk_bwd.default, values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -168,7 +164,7 @@ _lock = threading.Lock()
 
 
 def served_by(name: str) -> Tensor:
-    """What the forward returns for `backend_of` to read: a number in host memory."""
+    """Returns a number in host memory that stands for a backend's name; `backend_of` inverts it."""
     if name not in _names:
         with _lock:
             if name not in _names:
@@ -177,18 +173,18 @@ def served_by(name: str) -> Tensor:
 
 
 def backend_of(served: Tensor) -> str:
-    """The name that `served_by` was given."""
+    """Returns the name that `served_by` was given."""
     return _names[int(served)]
 
 
 def _number(served: Tensor) -> int | None:
-    """What a tensor of `served_by` holds; None where a trace or a transform hides that, and where the call itself names
-    its backend."""
+    """Returns the number in a tensor of `served_by`. Returns None if a trace or a transform hides it, and if the call names its
+    backend, so that the tensor is empty."""
     readable = (
         type(served) is Tensor
         and served.numel() == 1
-        and not _C._len_torch_dispatch_stack()
-        and _C._functorch.peek_interpreter_stack() is None
+        and not torch_private.is_intercepted()
+        and not torch_private.is_transformed()
     )
     return int(served) if readable else None
 
@@ -197,11 +193,12 @@ def _number(served: Tensor) -> int | None:
 
 
 def batching_rule(operator: Any) -> Callable[..., Any]:
-    """Calls an operator, all of whose outputs are tensors, for each element of a batch, one after the other."""
+    """Returns the vmap rule of an operator that returns only tensors: it runs the elements of the batch one after the
+    other."""
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    def rule(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
         calls = [
-            operator(*(x if at is None else x.select(at, i) for x, at in zip(args, in_dims)))
+            operator(*(x if at is None else x.select(at, i) for x, at in zip(values, in_dims)))
             for i in range(info.batch_size)
         ]
         stacked = tuple(torch.stack(outputs) for outputs in zip(*calls))

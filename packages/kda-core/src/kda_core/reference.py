@@ -10,11 +10,11 @@ Over a block of rows i with G the inclusive cumulative sum of g inside the block
     [w u] = (I + L)^-1 diag(beta) [k e^G, v]
     R = u - w S,   o = (scale q e^G) S + Aqk R,   S <- e^{G_end} S + (k e^{G_end - G})^T R
 
-No exponent is above 0, whatever the gates are (`_pair_products`), and row i sees rows up to i alone. Blocks have 16 rows;
-blocks of one row are the recurrence itself (decoding).
+No exponent is above 0, for any gates (`_pair_products`). Row i depends only on rows up to i. Blocks have 16 rows; blocks of
+one row are the recurrence itself (decoding).
 
-Accuracy is that of fp32, so it is no stand-in for the fp64 oracle (`kda_core.testing.token_oracle`), with which it
-shares no code. TF32 products, if the process allows them, lower it to about 1e-3.
+Accuracy is that of fp32, so this backend cannot replace the fp64 oracle (`kda_core.testing.token_oracle`), with which it
+shares no code. If the process allows TF32 products, errors rise to about 1e-3.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ from kda_core import install
 from kda_core.abi import BACKEND_ABI
 from kda_core.backend import BackendSpec
 from kda_core.contract import (
+    FLOAT_TENSORS,
     INPUT_DTYPES,
     Feature,
     KdaGradients,
     KdaInputs,
-    KdaOptions,
     KdaOutputs,
     ProblemShape,
     dtype_name,
     num_chunks,
 )
+from kda_core.gates import l2_normalised, log_decay, step_size
 
-BLOCK = 16  # rows of a block; divides every chunk_size
-ROWS_BYTES = 16 << 20  # upper bound for the rows of q and k of a slab, the largest temporary
-_FLOATS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")  # the inputs that have gradients
+BLOCK = 16
+"""Rows of a block; divides every chunk_size."""
+ROWS_BYTES = 16 << 20
+"""Upper bound for the rows of q and k of a slab, the largest temporary, in bytes."""
 
 SPEC = BackendSpec(
     name="reference",
@@ -59,89 +61,104 @@ SPEC = BackendSpec(
 
 
 class ReferenceBackend:
-    """See the module's docstring. Stateless, hence thread-safe."""
+    """The backend; see the module's docstring. Stateless, hence thread-safe."""
 
     def can_run(self, shape: ProblemShape) -> str | None:
+        """Returns None: every call is served."""
         return None
 
     def workspace_bytes(self, shape: ProblemShape) -> int:
-        return 0  # torch allocates its temporaries
+        """Returns 0: torch allocates the temporaries."""
+        return 0
 
     def compile(self, shape: ProblemShape) -> None:
-        """Nothing to compile."""
+        """Does nothing: there is nothing to compile."""
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        """Computes in blocks of 16 tokens."""
         return self._forward(inputs, outputs, BLOCK)
 
     def recurrent_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        """Computes token by token."""
         return self._forward(inputs, outputs, 1)
 
     def _forward(self, inputs: KdaInputs, outputs: KdaOutputs, block: int) -> KdaOutputs:
         with torch.no_grad(), torch.autocast(inputs.q.device.type, enabled=False):
-            for part in _parts(inputs):
-                part.run(inputs, outputs, block)
+            for group in _groups(inputs):
+                group.execute(inputs, outputs, block)
         return outputs
 
     def chunk_bwd(self, inputs: KdaInputs, grad_o: Tensor, grad_final_state: Tensor | None) -> KdaGradients:
-        """Recomputes the forward pass under autograd, slab by slab, so that memory stays bounded."""
+        """Recomputes the forward under autograd, slab by slab, so that memory stays bounded."""
         with torch.enable_grad(), torch.autocast(inputs.q.device.type, enabled=False):
             x, leaves = _as_leaves(inputs)
-            (part,) = _parts(x, pinned=False)
-            o, state = part.differentiable(x, BLOCK)
+            (group,) = _groups(x, pinned=False)
+            o, state = group.differentiable(x, BLOCK)
             total = (o * grad_o.to(o.dtype)).sum()
             if grad_final_state is not None:
                 total = total + (state * grad_final_state.to(state.dtype)).sum()
             grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         found = {n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), grads)}
-        gradients: dict[str, Any] = {n: found.get(n) for n in _FLOATS}
+        gradients: dict[str, Any] = {n: found.get(n) for n in FLOAT_TENSORS}
         return KdaGradients(**gradients)
 
 
-# ---- the schedule: which block of tokens comes when
+# ---- the schedule: the order of the blocks
 
 
 @dataclass(frozen=True)
 class _Schedule:
-    """The blocks of a call in the order in which the chain meets them.
+    """The blocks of a call in the order in which the recurrence processes them.
 
-    A lane is a run of blocks that share a state. Step s of the chain takes the next `widths[s]` blocks, one for each of
-    the first `widths[s]` lanes; widths never grow. Without an order, one lane passes through all sequences.
+    Step s processes the next `widths[s]` blocks, one of each of the first `widths[s]` sequences in `order`; widths never grow.
+    If `order` is None, every step processes one block, and the sequences follow one another.
+
+    Attributes:
+        tokens: [NB, block], flat token index b*T+t.
+        valid: [NB, block], whether the token belongs to the block's sequence.
+        sequence: [NB], the sequence of the block.
+        index: [NB], number of the block in its sequence.
+        widths: blocks of each step.
+        order: [N], the sequences, longest first, or None.
     """
 
-    tokens: Tensor  # [NB, block] flat token index b*T+t
-    valid: Tensor  # [NB, block] whether the token belongs to the block's sequence
-    sequence: Tensor  # [NB] which sequence the block belongs to
-    index: Tensor  # [NB] number of the block inside its sequence
+    tokens: Tensor
+    valid: Tensor
+    sequence: Tensor
+    index: Tensor
     widths: list[int]
-    order: Tensor | None  # [N] sequence of each lane; None for the one lane
+    order: Tensor | None
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A set of sequences that is computed together: flat tokens [first, first + length) each.
+class _Group:
+    """Sequences that are computed together.
 
-    `starts`, `ends` [n] are host tensors where the host knows them, else tensors on the device of the inputs.
-    `select` is the slice of the call's sequences. `slab` bounds how many blocks are prepared at a time.
+    Attributes:
+        starts, ends: [n], first flat token and end of each sequence; in host memory if the host knows them, else on the device
+            of the inputs.
+        select: slice of the call's sequences.
+        on_device: whether only the device knows starts and ends.
+        slab: upper bound for the blocks of one slab; None for as many as fit `ROWS_BYTES`.
     """
 
     starts: Tensor
     ends: Tensor
     select: slice
     on_device: bool
-    slab: int | None  # None: as many as fit ROWS_BYTES
+    slab: int | None
 
     def schedule(self, inputs: KdaInputs, block: int) -> _Schedule:
+        """Returns the schedule in blocks of `block` tokens."""
         device = inputs.q.device
         row = torch.arange(block, device=device)
         n, T, order = self.starts.numel(), inputs.shape.T, None
-        if (
-            self.on_device
-        ):  # lengths are known to the device alone: slot start//block + i is the first of sequence i
+        if self.on_device:  # the first block of sequence i has the slot start//block + i
             first = self.starts // block + torch.arange(n, device=device)
             slots = torch.arange(T // block + n if T else 0, device=device)
             sequence = (torch.searchsorted(first, slots, right=True) - 1).clamp(min=0)
             index, widths = slots - first[sequence], [1] * len(slots)
-        elif not inputs.shape.varlen:  # equal lengths, all lanes run to the end
+        elif not inputs.shape.varlen:  # equal lengths
             steps = -(-T // block)
             sequence = torch.arange(n, device=device).repeat(steps)
             index, widths = torch.arange(steps, device=device).repeat_interleave(n), [n] * steps
@@ -150,14 +167,14 @@ class _Part:
             counts = -(-(self.ends - self.starts) // block)
             order = torch.argsort(counts, descending=True, stable=True)
             live = torch.arange(int(counts.max())).unsqueeze(1) < counts[order]
-            index, lane = live.nonzero().unbind(1)
-            sequence, widths = order[lane], live.sum(1).tolist()
+            index, place = live.nonzero().unbind(1)
+            sequence, widths = order[place], live.sum(1).tolist()
         starts, ends = self.starts[sequence], self.ends[sequence]
         tokens = (starts + index * block).unsqueeze(1) + row
         return _Schedule(tokens, tokens < ends.unsqueeze(1), sequence, index, widths, order)
 
     def initial(self, inputs: KdaInputs) -> Tensor:
-        """[n, HV, K, V] in the working dtype."""
+        """Returns the initial states [n, HV, K, V] in the working dtype."""
         s = inputs.shape
         n = self.starts.numel()
         if inputs.initial_state is None:
@@ -165,8 +182,8 @@ class _Part:
         state = inputs.initial_state[self.select].to(s.state_dtype)
         return state.mT.contiguous() if s.options.state_v_first else state
 
-    def run(self, inputs: KdaInputs, outputs: KdaOutputs, block: int) -> None:
-        """Computes these sequences into `outputs`; rows of other sequences stay as they are."""
+    def execute(self, inputs: KdaInputs, outputs: KdaOutputs, block: int) -> None:
+        """Computes these sequences into `outputs`, and leaves rows of other sequences unchanged."""
         s, schedule = inputs.shape, self.schedule(inputs, block)
         save = (
             None
@@ -183,10 +200,10 @@ class _Part:
             outputs.final_state[self.select] = state.mT if s.options.state_v_first else state
 
     def differentiable(self, inputs: KdaInputs, block: int) -> tuple[Tensor, Tensor]:
-        """o [B,T,HV,V] and the final states, both in the working dtype and part of the autograd graph."""
+        """Returns o [B,T,HV,V] and the final states, in the working dtype and as part of the autograd graph."""
         s, schedule = inputs.shape, self.schedule(inputs, block)
         rows, state = _chain(
-            inputs, schedule, self.initial(inputs), self._slab(s, block), None, prepare=_prepare_twice
+            inputs, schedule, self.initial(inputs), self._slab(s, block), None, intra_chunk=_intra_chunk_twice
         )
         if s.T and schedule.widths:
             owner = _owner(schedule, s.B * s.T)
@@ -196,12 +213,13 @@ class _Part:
         return o.view(s.B, s.T, s.HV, s.V), state.mT if s.options.state_v_first else state
 
     def _slab(self, s: ProblemShape, block: int) -> int:
+        """Returns the number of blocks in a slab."""
         return self.slab or max(1, ROWS_BYTES // (2 * s.HV * block * s.K * s.state_dtype.itemsize))
 
     def _saver(
         self, inputs: KdaInputs, h: Tensor, schedule: _Schedule, block: int
     ) -> Callable[[int, int, Tensor], None]:
-        """A function (first block, width, states) that stores the states which stand at the start of a chunk."""
+        """Returns a function (first block, width, states) that stores those of the states that are at the start of a chunk."""
         s, size = inputs.shape, inputs.options.chunk_size
         chunks = -(-(self.ends - self.starts) // size)
         base = (torch.cumsum(chunks, 0) - chunks).to(h.device)
@@ -216,12 +234,10 @@ class _Part:
         def save(first: int, width: int, state: Tensor) -> None:
             state = (state.mT if s.options.state_v_first else state).to(h.dtype)
             here, wanted = rows[first : first + width], at_start[first : first + width]
-            if self.on_device:  # one lane; a row that is not at a chunk's start keeps what is there
+            if self.on_device:  # width 1; a row that is not at the start of a chunk keeps its value
                 row = here.clamp(0, flat.shape[0] - 1)
                 flat.index_copy_(0, row, torch.where(wanted.view(-1, 1, 1, 1), state, flat[row]))
-            elif (
-                int(schedule.index[first]) * block % size == 0
-            ):  # all lanes of a step stand at the same index
+            elif int(schedule.index[first]) * block % size == 0:  # all blocks of a step have the same index
                 flat.index_copy_(0, here, state)
 
         return save
@@ -229,13 +245,13 @@ class _Part:
 
 def _host_lengths(inputs: KdaInputs) -> tuple[int, ...]:
     lengths = inputs.sequence_lengths()
-    assert lengths is not None  # only asked for where cu_seqlens lies in host memory
+    assert lengths is not None  # the callers have a cu_seqlens in host memory
     return lengths
 
 
-def _parts(inputs: KdaInputs, pinned: bool | None = None) -> list[_Part]:
-    """One part, or with `pin` one a sequence, whose blocks are prepared one by one: every operation then has the same
-    shape whatever else the batch holds, and so the same rounding."""
+def _groups(inputs: KdaInputs, pinned: bool | None = None) -> list[_Group]:
+    """Returns one group of all sequences, or with `pin` one for each sequence, with slabs of one block. Every operation then
+    has the same shape for every batch, and so the same rounding."""
     s = inputs.shape
     pinned = inputs.options.pin if pinned is None else pinned
     device = inputs.q.device
@@ -250,16 +266,14 @@ def _parts(inputs: KdaInputs, pinned: bool | None = None) -> list[_Part]:
         starts = torch.arange(s.B, device=device) * s.T
         ends = starts + s.T
     if on_device or not pinned:
-        return [_Part(starts, ends, slice(0, s.N), on_device, slab)]
-    return [_Part(starts[n : n + 1], ends[n : n + 1], slice(n, n + 1), False, slab) for n in range(s.N)]
+        return [_Group(starts, ends, slice(0, s.N), on_device, slab)]
+    return [_Group(starts[n : n + 1], ends[n : n + 1], slice(n, n + 1), False, slab) for n in range(s.N)]
 
 
 def _owner(schedule: _Schedule, tokens: int) -> Tensor:
-    """[tokens]: the row of the blocks' outputs that holds each token, -1 for a token of no sequence."""
+    """Returns [tokens]: the row of the blocks' outputs that holds each token, -1 for a token outside of every sequence."""
     row = torch.arange(schedule.tokens.numel(), device=schedule.tokens.device)
-    target = torch.where(
-        schedule.valid, schedule.tokens, tokens
-    ).flatten()  # padding goes to a row of its own
+    target = torch.where(schedule.valid, schedule.tokens, tokens).flatten()  # padding goes to an extra row
     return row.new_full((tokens + 1,), -1).index_copy_(0, target, row)[:-1]
 
 
@@ -272,11 +286,11 @@ def _chain(
     initial: Tensor,
     slab: int,
     save: Callable[[int, int, Tensor], None] | None,
-    prepare: Callable[[KdaInputs, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
+    intra_chunk: Callable[[KdaInputs, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """All blocks: their rows of o [NB*block, HV, V], and the final states [n, HV, K, V], in the working dtype.
+    """Computes all blocks. Returns their rows of o [NB*block, HV, V] and the final states [n, HV, K, V], in the working dtype.
 
-    Blocks are prepared in slabs of whole steps, at most `slab` blocks where a step allows it.
+    The intra-chunk stage runs on slabs of whole steps, at most `slab` blocks unless a single step has more.
     """
     order = schedule.order
     state = initial[:1] if order is None else initial[order]
@@ -290,10 +304,10 @@ def _chain(
         ):
             widths.append(schedule.widths[step + len(widths)])
         blocks = slice(first, first + sum(widths))
-        prepared = (prepare or _prepare)(inputs, schedule.tokens[blocks], schedule.valid[blocks])
+        records = (intra_chunk or _intra_chunk)(inputs, schedule.tokens[blocks], schedule.valid[blocks])
         at = 0
         for width in widths:
-            if width < len(state):  # the shortest lanes are through
+            if width < len(state):  # the shortest sequences have ended
                 finished.append(state[width:])
                 state = state[:width]
             if order is None:
@@ -302,7 +316,7 @@ def _chain(
                 state = torch.where(fresh, initial[sequence], state)
             if save is not None:
                 save(first + at, width, state)
-            w, u, Qd, Kg, Aqk, decay = (x[at : at + width] for x in prepared)
+            w, u, Qd, Kg, Aqk, decay = (x[at : at + width] for x in records)
             R = u - w @ state
             rows.append(Qd @ state + Aqk @ R)
             state = decay.unsqueeze(-1) * state + Kg.mT @ R
@@ -318,45 +332,46 @@ def _chain(
 
 
 def _as_leaves(inputs: KdaInputs) -> tuple[KdaInputs, dict[str, Tensor]]:
-    """The inputs as leaves of a graph of their own, and these leaves by name."""
-    leaves = {n: x.detach().requires_grad_() for n in _FLOATS if (x := getattr(inputs, n)) is not None}
+    """Returns the inputs as leaves of a separate graph, and these leaves by name."""
+    leaves = {n: x.detach().requires_grad_() for n in FLOAT_TENSORS if (x := getattr(inputs, n)) is not None}
     return replace(inputs, **leaves), leaves
 
 
-def _prepare_twice(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-    """`_prepare`, in the backward pass again, so that autograd keeps no temporary of it."""
-    leaves = [x for n in _FLOATS if (x := getattr(inputs, n)) is not None]
-    return _PrepareTwice.apply(inputs, tokens, valid, *leaves)
+def _intra_chunk_twice(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+    """`_intra_chunk`, which the backward pass repeats, so that autograd keeps none of its temporaries."""
+    leaves = [x for n in FLOAT_TENSORS if (x := getattr(inputs, n)) is not None]
+    return _IntraChunkTwice.apply(inputs, tokens, valid, *leaves)
 
 
-class _PrepareTwice(torch.autograd.Function):
-    """`_prepare_twice` for autograd. ``torch.utils.checkpoint`` does the same with hooks, which torch.func forbids."""
+class _IntraChunkTwice(torch.autograd.Function):
+    """The autograd function of `_intra_chunk_twice`. ``torch.utils.checkpoint`` does the same with hooks, which torch.func
+    forbids."""
 
     @staticmethod
     def forward(
         ctx: Any, inputs: KdaInputs, tokens: Tensor, valid: Tensor, *leaves: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.arguments = inputs, tokens, valid
-        return _prepare(inputs, tokens, valid)
+        return _intra_chunk(inputs, tokens, valid)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs, tokens, valid = ctx.arguments
         with torch.enable_grad(), torch.autocast(inputs.q.device.type, enabled=False):
             again, leaves = _as_leaves(inputs)
-            prepared = _prepare(again, tokens, valid)
-        found = torch.autograd.grad(prepared, list(leaves.values()), grads, allow_unused=True)
+            records = _intra_chunk(again, tokens, valid)
+        found = torch.autograd.grad(records, list(leaves.values()), grads, allow_unused=True)
         return (None, None, None, *found)
 
 
-def _prepare(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-    """What the chain needs of some blocks [n, block]: w, Qd, Kg [n,HV,block,K], u [n,HV,block,V], Aqk
-    [n,HV,block,block], decay [n,HV,K]. Rows that are not valid have k = v = 0, g = 0, beta = 0."""
+def _intra_chunk(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+    """Returns the records of blocks [n, block], which the chain reads: w [n,HV,block,K], u [n,HV,block,V], Qd, Kg
+    [n,HV,block,K], Aqk [n,HV,block,block], decay [n,HV,K]. Rows that are not valid have k = v = 0, g = 0, beta = 0."""
     s, options = inputs.shape, inputs.options
     at = torch.where(valid, tokens, 0)
 
     def rows(x: Tensor) -> Tensor:
-        """[B,T,heads,...] -> [n, heads, block, ...] in the working dtype."""
+        """Returns the blocks' rows of x [B,T,heads,...] as [n, heads, block, ...] in the working dtype."""
         picked = x.flatten(0, 1)[at].to(s.state_dtype)
         return picked.transpose(1, 2)
 
@@ -364,7 +379,7 @@ def _prepare(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, 
     zero = torch.zeros((), dtype=s.state_dtype, device=valid.device)
     q, k, v = (torch.where(keep, rows(x), zero) for x in (inputs.q, inputs.k, inputs.v))
     if options.use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = l2_normalised(q), l2_normalised(k)
     q, k = (x.repeat_interleave(s.HV // s.H, dim=1) for x in (q, k))
     g = torch.where(keep, _decay(rows(inputs.g), inputs), zero)
     beta = torch.where(keep, step_size(rows(inputs.beta.unsqueeze(-1)), options), zero)
@@ -382,14 +397,17 @@ def _prepare(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tensor, 
 
 
 def _pair_products(rows: Tensor, k: Tensor, G: Tensor) -> Tensor:
-    """``sum_c rows_irc k_jc e^{G_ic - G_jc}`` for j <= i, 0 elsewhere: [..., n, r, n] from rows [..., n, r, K], k and G
-    [..., n, K]; n a power of 2.
+    """Returns ``sum_c rows_irc k_jc e^{G_ic - G_jc}`` for j <= i and 0 elsewhere, [..., n, r, n].
 
-    Built from runs of one row, whose exponent is 0, by joining neighbours. Between the rows of the later run and those of
-    the earlier one the exponent is split at the earlier run's last row, so neither part is above 0.
+    The result is assembled from groups of one row, whose exponent is 0, by joining neighbours. The exponent between the rows
+    of two neighbours is split at the last row of the earlier one, so neither part is above 0.
+
+    Args:
+        rows: [..., n, r, K], n a power of 2.
+        k, G: [..., n, K].
     """
     n, r = rows.shape[-3:-1]
-    found = (rows * k.unsqueeze(-2)).sum(-1).view(*rows.shape[:-3], n, 1, r, 1)  # [..., run, i, r, j]
+    found = (rows * k.unsqueeze(-2)).sum(-1).view(*rows.shape[:-3], n, 1, r, 1)  # [..., group, i, r, j]
     size = 1
     while size < n:
         pairs = (n // (2 * size), 2, size)
@@ -405,8 +423,8 @@ def _pair_products(rows: Tensor, k: Tensor, G: Tensor) -> Tensor:
 
 
 def _decay(g: Tensor, inputs: KdaInputs) -> Tensor:
-    """Log decay [n, HV, block, K] from g as it was given; bounded below where its exponential is 0 anyway, so that
-    masks of -1000 or -inf do not spoil the cumulative sum of their neighbours."""
+    """Returns the log decay [n, HV, block, K]. It is clamped at a value whose exponential is 0, so that masks of -1000 or -inf
+    do not spoil the cumulative sum of their neighbours."""
     A_log, dt_bias, HV = inputs.A_log, inputs.dt_bias, inputs.shape.HV
     g = log_decay(
         g,
@@ -415,22 +433,3 @@ def _decay(g: Tensor, inputs: KdaInputs) -> Tensor:
         inputs.options,
     )
     return g.clamp(min=-746.0 if g.dtype == torch.float64 else -104.0)
-
-
-def log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, options: KdaOptions) -> Tensor:
-    """The log decay from g as a call gives it, in its dtype; A_log and dt_bias broadcast to g."""
-    if not options.use_gate_in_kernel:
-        return g
-    if dt_bias is not None:
-        g = g + dt_bias.to(g.dtype)
-    rate = 1.0 if A_log is None else A_log.to(g.dtype).exp()
-    if options.lower_bound is not None:
-        return options.lower_bound * torch.sigmoid(rate * g)
-    return -rate * F.softplus(g)  # torch's softplus is linear above 20, as FLA's
-
-
-def step_size(beta: Tensor, options: KdaOptions) -> Tensor:
-    """beta of the recurrence from beta as a call gives it, in its dtype."""
-    if not options.use_beta_sigmoid_in_kernel:
-        return beta
-    return torch.sigmoid(beta) * (2.0 if options.allow_neg_eigval else 1.0)

@@ -1,7 +1,7 @@
-"""Which backends and planners exist, in what state, and which one serves a call.
+"""The backend registry: which backends and planners exist, their status, and which backend serves a call.
 
-Discovery reads entry points once and keeps the result until `refresh`. A plugin that cannot be imported, was written
-for another ABI, or drives another GPU is listed with its reason and never hides the others.
+Discovery reads entry points once and keeps the result until `Registry.refresh`. A plugin that cannot be imported, was written
+for another ABI or runs on another GPU is listed with its reason and never affects the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kda_core.backend import (
     PlannerSpec,
 )
 from kda_core.contract import ProblemShape
-from kda_core.discovery import FAILURES, OWNERS, Candidate, discover, installed_version
+from kda_core.discovery import FAILURES, Candidate, discover, installed_version, published_backends
 from kda_core.errors import (
     ArgumentError,
     BackendNotFoundError,
@@ -39,24 +39,25 @@ from kda_core.errors import (
     PlannerError,
 )
 from kda_core.plugin_checks import show_error, shown, target_problem
-from kda_core.recent import Recent
 from kda_core.reference import SPEC as REFERENCE_SPEC
-
-MAX_PLANS = 1024  # calls of which is remembered what was found out about them
 
 STATUSES = ("ok", "not-installed", "broken", "abi-mismatch", "wrong-arch", "unsupported")
 
-PUBLISHED = OWNERS[BACKEND_GROUP]
-"""Backends of this project with their distributions, so that a missing one can be named together with its remedy."""
-
 FORK_WAIT_S = 10.0
-"""How long a fork waits for another thread that loads plugins."""
+"""Seconds that a fork waits for another thread that loads plugins."""
 
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """One backend as `kda_core.backends` lists it. `status` is one of `STATUSES`; `reason` explains all but "ok", and
-    who stands for a backend that was `replaced`."""
+    """One backend as `kda_core.backends` lists it.
+
+    Attributes:
+        name: what users pass as ``backend=``.
+        status: one of `STATUSES`.
+        reason: explains every status but "ok", and says what replaced a backend (`Registry.replaced`).
+        distribution, version: of the package; empty strings if unknown.
+        spec: None if it cannot be read.
+    """
 
     name: str
     status: str
@@ -67,7 +68,7 @@ class BackendInfo:
 
     @property
     def note(self) -> str:
-        """The one of the spec, or nothing."""
+        """The note of the spec, or an empty string."""
         return "" if self.spec is None else self.spec.note or ""
 
 
@@ -90,7 +91,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why there is no object behind a spec's target, in place of the object."""
+    """Takes the place of the object of a spec's target that failed to load."""
 
     reason: str
     cause: BaseException | None
@@ -100,32 +101,37 @@ _override: ContextVar[str | None] = ContextVar("kda_core_backend", default=None)
 
 
 class Registry:
-    """Candidates and loaded targets, behind one lock."""
+    """Candidates and loaded targets, guarded by one lock.
+
+    Attributes:
+        generation: a number that changes whenever answers of the registry, of backends or of planners may have changed. What
+            is computed from them is cached together with it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._backends: tuple[Candidate, ...] | None = None
         self._planners: tuple[Candidate, ...] | None = None
         self._targets: dict[BackendSpec | PlannerSpec, Any] = {}
-        self.plans: Recent[Any] = Recent(MAX_PLANS)
-        """What `kda_core.ops` found out about calls. It depends on the candidates, hence its place: `refresh` and
-        `forget_plans` put a new one here, and what a call that began before stores later lands in the old one."""
+        self.generation = 0
 
     def refresh(self) -> None:
-        """Forgets everything; entry points and targets are read again when they are next needed."""
+        """Forgets everything; entry points and targets are read again at their next use."""
         with self._lock:
             importlib.invalidate_caches()
             self._backends = self._planners = None
             self._targets.clear()
-            self.plans = Recent(MAX_PLANS)
+            self.generation += 1
 
     @contextmanager
     def replaced(self, spec: BackendSpec, backend: Backend, reason: str) -> Iterator[None]:
-        """Within the block, for all threads, another spec and object stand for the installed backend of that name; where
-        backends are listed, `reason` says so.
+        """Within the block, another spec and object replace the installed backend of the same name, for all threads.
+
+        Args:
+            reason: shown in the list of backends.
 
         Raises:
-            BackendNotFoundError: there is none.
+            BackendNotFoundError: no backend of this name is installed.
         """
         found = self.find(spec.name)
         with self._lock:
@@ -135,36 +141,40 @@ class Registry:
                 for c in self.backends()
             )
             self._targets = self._targets | {spec: backend}
-            self.plans = Recent(MAX_PLANS)
+            self.generation += 1
         try:
             yield
         finally:
             with self._lock:
                 self._backends, self._targets = before
-                self.plans = Recent(MAX_PLANS)
+                self.generation += 1
 
     def forget_plans(self) -> None:
-        """For a planner: what it would answer has changed, so that no answer may be kept."""
-        self.plans = Recent(MAX_PLANS)
+        """Discards all cached plans. A planner calls this when its answers have changed."""
+        with self._lock:
+            self.generation += 1
 
-    # ---- forks: what another thread was about to do when a process forks is never finished in the child
+    # ---- forks: a child has only the forking thread, so work of other threads never finishes there
 
     def before_fork(self) -> None:
-        """Lets a thread that imports plugins finish: in the child their modules would never be imported to the end. One
-        that takes longer than `FORK_WAIT_S` may be waiting for this fork."""
+        """Waits for a thread that imports plugins, because the child would inherit half-imported modules. The wait ends after
+        `FORK_WAIT_S`: that thread may itself be waiting for this fork."""
         self._lock.acquire(timeout=FORK_WAIT_S)
 
     def after_fork_in_parent(self) -> None:
+        """Releases the lock that `before_fork` acquired."""
         with suppress(RuntimeError):  # not acquired in time
             self._lock.release()
 
     def after_fork_in_child(self) -> None:
-        """Whoever holds the lock may be a thread that the child has not. What it guards changes in one assignment."""
+        """Replaces the lock, because its owner may be a thread that the child does not have. The guarded attributes are
+        consistent at any time: each changes in one assignment."""
         self._lock = threading.RLock()
 
     # ---- discovery
 
     def backends(self) -> tuple[Candidate, ...]:
+        """Returns all installed backends, with any status."""
         with self._lock:
             if self._backends is None:
                 version = installed_version("kda-core")
@@ -173,20 +183,21 @@ class Registry:
             return self._backends
 
     def planners(self) -> tuple[Candidate, ...]:
+        """Returns all installed planners, with any status."""
         with self._lock:
             if self._planners is None:
                 self._planners = discover(PLANNER_GROUP, PlannerSpec, entry_points)
             return self._planners
 
     def load(self, spec: BackendSpec | PlannerSpec) -> Any:
-        """The object behind `spec.target`, made once. A failure is remembered and raised again until `refresh`.
+        """Returns the object of `spec.target`, created once. A failure is kept too, and raised again until `refresh`.
 
         Raises:
             BackendUnavailableError: the module, the class or its constructor failed, or methods are missing.
         """
         with self._lock:
             if (loaded := self._targets.get(spec)) is None:
-                loaded = self._targets[spec] = _made(spec)
+                loaded = self._targets[spec] = _create(spec)
         if isinstance(loaded, _Failure):
             raise BackendUnavailableError(
                 f"{spec.name}: {spec.target} failed to load: {loaded.reason}"
@@ -196,8 +207,7 @@ class Registry:
     # ---- choice
 
     def rules(self, backend: str | None) -> tuple[str | None, ...]:
-        """All outside a call that decides which of the known backends serves it; `resolve` gives equal answers where
-        these are equal."""
+        """Returns everything besides a call's metadata and the `generation` that decides which backend serves it."""
         if backend is not None:
             return (backend,)
         if (name := _override.get()) is not None:
@@ -205,8 +215,8 @@ class Registry:
         return (None, None, env.KDA_BACKEND.given())
 
     def rule(self, backend: str | None) -> tuple[str, tuple[str, ...]]:
-        """What decides who serves a call: "backend=", "use_backend", "KDA_BACKEND" or "automatic"; and the names that it
-        gives, in order of preference."""
+        """Returns the rule that chooses the backend ("backend=", "use_backend", "KDA_BACKEND" or "automatic"), and the names
+        that it gives, in order of preference."""
         for name, rule in ((backend, "backend="), (_override.get(), "use_backend")):
             if name is not None:
                 return rule, (name,)
@@ -214,17 +224,17 @@ class Registry:
         return ("KDA_BACKEND" if order else "automatic"), order
 
     def info(self) -> tuple[BackendInfo, ...]:
-        """Every known backend, installed ones first, in the order of discovery."""
+        """Returns every known backend, installed ones first, in the order of discovery."""
         missing = [
-            BackendInfo(n, "not-installed", install.command(PUBLISHED[n]), PUBLISHED[n], "", None)
-            for n in self._missing()
+            BackendInfo(name, "not-installed", install.command(distribution), distribution, "", None)
+            for name, distribution in self._missing().items()
         ]
         return (*map(self._info, self.backends()), *missing)
 
-    def _missing(self) -> list[str]:
-        """The backends of this project that are not installed."""
+    def _missing(self) -> dict[str, str]:
+        """Returns the backends of this project that are not installed, with their distributions."""
         known = {c.name for c in self.backends() if c.owner}
-        return [name for name in PUBLISHED if name not in known]
+        return {name: owner for name, owner in published_backends().items() if name not in known}
 
     def _info(self, c: Candidate) -> BackendInfo:
         status, reason = c.status, c.reason
@@ -247,7 +257,7 @@ class Registry:
         return "ok", ""
 
     def refusal(self, c: Candidate, shape: ProblemShape, named: bool) -> str | None:
-        """Why candidate `c` does not serve `shape`, or None if it does. `named`: the user asked for it by name."""
+        """Returns why candidate `c` does not serve `shape`, or None if it does. `named`: the user named this backend."""
         if c.status != "ok":
             return f"{c.status}: {c.reason}"
         spec: BackendSpec = c.spec
@@ -257,8 +267,8 @@ class Registry:
             return f"wrong-arch: runs on {show_archs(spec.archs)}, the inputs are on {_where(shape)}"
         if spec.name == REFERENCE_SPEC.name and shape.device_type != "cpu" and not named:
             return "serves GPU tensors only when named: backend='reference'"
-        if (missing := spec.undeclared(shape)) is not None:
-            return f"unsupported: {missing}"
+        if (undeclared := spec.undeclared(shape)) is not None:
+            return f"unsupported: {undeclared}"
         try:
             backend = self.load(spec)
         except BackendUnavailableError as error:
@@ -272,11 +282,11 @@ class Registry:
         return None if reason is None else f"unsupported: {str.__str__(reason)}"
 
     def resolve(self, shape: ProblemShape, backend: str | None = None) -> Choice:
-        """The backend for a call: `backend`, else `use_backend`, else ``KDA_BACKEND``, else automatic.
+        """Returns the backend for a call: `backend`, else `use_backend`, else ``KDA_BACKEND``, else the best eligible one.
 
         Raises:
-            BackendNotFoundError, BackendUnavailableError, BackendUnsupportedError: a named backend cannot serve it.
-            NoEligibleBackendError: nobody can; the message is the table of refusals.
+            BackendNotFoundError, BackendUnavailableError, BackendUnsupportedError: the named backend cannot serve the call.
+            NoEligibleBackendError: no backend can; the message lists every backend with its reason.
         """
         for name, rule in ((backend, "backend="), (_override.get(), "use_backend")):
             if name is not None:
@@ -291,27 +301,28 @@ class Registry:
             else:
                 refusals.append(Refusal(c.name, reason))
         if not eligible:
-            refusals += [Refusal(name, _not_installed(name)) for name in self._missing()]
+            refusals += [Refusal(name, _not_installed(owner)) for name, owner in self._missing().items()]
             raise NoEligibleBackendError(_no_backend(shape, "automatic", refusals))
         best = min(eligible, key=lambda c: (-c.spec.priority, c.name))
         return Choice(best.spec, self.load(best.spec), "automatic")
 
     def _first(self, order: tuple[str, ...], shape: ProblemShape) -> Choice:
-        """The first backend of ``KDA_BACKEND`` that serves the call."""
+        """Returns the first backend of ``KDA_BACKEND`` that serves the call."""
         rule = f"KDA_BACKEND={','.join(order)!r}"
         missing = self._missing()
-        # before any of them is asked, so that a misspelled name is an error wherever it stands
+        # all names are looked up before any backend is asked, so that a misspelled name is an error in any position
         candidates = [None if name in missing else self.find(name, rule) for name in order]
         refusals = []
         for name, c in zip(order, candidates):
-            reason = _not_installed(name) if c is None else self.refusal(c, shape, named=True)
+            reason = _not_installed(missing[name]) if c is None else self.refusal(c, shape, named=True)
             if c is not None and reason is None:
                 return Choice(c.spec, self.load(c.spec), "KDA_BACKEND")
             refusals.append(Refusal(name, str(reason)))
         raise NoEligibleBackendError(_no_backend(shape, rule, refusals))
 
     def refusals(self, shape: ProblemShape, backend: str | None = None) -> tuple[Refusal, ...]:
-        """Every backend that would not serve `shape`, with its reason; for `kda_core.explain`. `backend`: as in `resolve`."""
+        """Returns every backend that would not serve `shape`, with its reason, for `kda_core.explain`. `backend`: as in
+        `resolve`."""
         names = self.rule(backend)[1]
         found = [(c.name, self.refusal(c, shape, named=c.name in names)) for c in self.backends()]
         return tuple(Refusal(name, reason) for name, reason in found if reason is not None)
@@ -329,7 +340,7 @@ class Registry:
         raise kind(f"backend {name!r} (chosen by {rule}) cannot serve this call: {reason}{hint}")
 
     def find(self, name: str, rule: str | None = None) -> Candidate:
-        """The installed backend of this name, whatever its status. `rule`: who chose the name, for the message.
+        """Returns the installed backend of this name, with any status. `rule`: where the name comes from, for the message.
 
         Raises:
             BackendNotFoundError: no such backend is installed.
@@ -339,20 +350,20 @@ class Registry:
                 return c
         who = f"backend {name!r}" if rule is None else f"backend {name!r} (chosen by {rule})"
         installed = [c.name for c in self.backends() if c.owner]
-        if name in PUBLISHED:
-            remedy = f"install it with: {install.command(PUBLISHED[name])}; installed"
+        if (owner := (missing := self._missing()).get(name)) is not None:
+            remedy = f"install it with: {install.command(owner)}; installed"
         else:
-            near = difflib.get_close_matches(name.lower(), [*installed, *self._missing()], n=1)
+            near = difflib.get_close_matches(name.lower(), [*installed, *missing], n=1)
             remedy = f"did you mean {near[0]!r}? Installed" if near else "installed"
         raise BackendNotFoundError(f"{who} is not installed; {remedy}: {', '.join(installed)}")
 
     # ---- planners
 
     def planner(self) -> tuple[str, Planner] | None:
-        """The name and the object of the planner that is asked, or None. ``KDA_CP=0`` turns it off.
+        """Returns name and object of the active planner, or None if none is installed or ``KDA_CP=0``.
 
         Raises:
-            PlannerError: every planner that could be asked is broken or of another ABI; None would hide that.
+            PlannerError: planners are installed, but all are broken or of another ABI.
         """
         if not env.context_parallel():
             return None
@@ -372,7 +383,7 @@ class Registry:
         return None
 
     def planner_error(self, name: str, what: str) -> PlannerError:
-        """The error that says `what` the planner called `name` did wrong, whose it is, and how to go without it."""
+        """Returns the error that says `what` the planner `name` did wrong, its distribution, and how to turn it off."""
         owners = {c.name: c.distribution for c in self.planners() if c.owner}
         return _planner_error(name, owners.get(name, "no longer installed"), what)
 
@@ -388,12 +399,13 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where no process forks
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the block, calls of this thread or asyncio task run on backend `name`, or fail: there is no fallback.
-    An explicit ``backend=`` argument goes first. The backward runs on the backend of its forward, wherever it is called; a
-    forward that activation checkpointing repeats outside of the block chooses anew.
+    """Within the block, calls of this thread or asyncio task run on backend `name` or fail; there is no fallback.
+
+    An explicit ``backend=`` argument takes precedence. A backward runs on the backend of its forward, also outside of the block.
+    A forward that activation checkpointing repeats outside of the block chooses its backend again.
 
     Raises:
-        ArgumentError: `name` is no string.
+        ArgumentError: `name` is not a string.
         BackendNotFoundError: `name` is not installed.
     """
     if not isinstance(name, str):
@@ -406,13 +418,19 @@ def use_backend(name: str) -> Iterator[None]:
         _override.reset(token)
 
 
-# ---- observers: how tests and tools learn which backend ran
+# ---- observers: tests and tools record which backend ran
 
 
 @dataclass(frozen=True)
 class Call:
-    """One executed call: the backend's name, the entry ("chunk_fwd", "chunk_bwd", "recurrent_fwd"), the device type,
-    and the planner's name where one executed it."""
+    """One executed call.
+
+    Attributes:
+        backend: name of the backend.
+        entry: "chunk_fwd", "chunk_bwd" or "recurrent_fwd".
+        device_type: such as "cuda".
+        planner: name of the planner that executed the call, or None for a direct call.
+    """
 
     backend: str
     entry: str
@@ -424,14 +442,14 @@ _observers: list[Callable[[Call], None]] = []
 
 
 def notify(backend: str, entry: str, device_type: str, planner: str | None = None) -> None:
-    """Tells the observers of an executed call; the arguments are the fields of `Call`."""
+    """Passes a `Call` with these fields to all observers."""
     for observer in tuple(_observers):
         observer(Call(backend, entry, device_type, planner))
 
 
 @contextmanager
 def record_calls() -> Iterator[list[Call]]:
-    """Within the block, every executed call of the process is appended to the list that it yields."""
+    """Yields a list, to which every call of the process is appended within the block."""
     calls: list[Call] = []
     _observers.append(calls.append)
     try:
@@ -444,19 +462,19 @@ def record_calls() -> Iterator[list[Call]]:
 
 
 def visible_archs() -> tuple[Any, ...]:
-    """ "cpu" and the compute capability of each visible CUDA device."""
+    """Returns "cpu" and the compute capability of each visible CUDA device."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple(dict.fromkeys(["cpu", *(torch.cuda.get_device_capability(i) for i in range(count))]))
 
 
 def show_archs(archs: Any) -> str:
-    """Architectures for a message: "sm_90", "sm_100, sm_103", "cpu"."""
+    """Returns architectures as text: "sm_90", "sm_100, sm_103", "cpu"."""
     names = [a if isinstance(a, str) else f"sm_{a[0]}{a[1]}" for a in archs]
     return ", ".join(sorted(names, key=lambda n: (len(n), n)))
 
 
 def arch_matches(spec: BackendSpec, arch: Any) -> bool:
-    """Whether a backend runs on `arch`, a compute capability or a device type."""
+    """Returns whether a backend runs on `arch`, a compute capability or a device type."""
     return "any" in spec.archs or arch in spec.archs
 
 
@@ -473,12 +491,12 @@ def _no_backend(shape: ProblemShape, rule: str, refusals: list[Refusal]) -> str:
     return "\n".join(lines)
 
 
-def _not_installed(name: str) -> str:
-    return f"not-installed: {install.command(PUBLISHED[name])}"
+def _not_installed(distribution: str) -> str:
+    return f"not-installed: {install.command(distribution)}"
 
 
-def _made(spec: BackendSpec | PlannerSpec) -> Any:
-    """The object behind `spec.target`, or a `_Failure`."""
+def _create(spec: BackendSpec | PlannerSpec) -> Any:
+    """Returns a new object of `spec.target`, or a `_Failure`."""
     module, _, attribute = spec.target.partition(":")
     try:
         made = getattr(importlib.import_module(module), attribute)()

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kda_core import contract
+from kda_core import validate
 from kda_core.contract import KdaOptions
 from kda_core.errors import KdaError
 from kda_core.registry import REGISTRY
@@ -77,7 +77,7 @@ def _plan(args: argparse.Namespace) -> None:
 
     HV, lengths = positive_int("HV", args.HV), non_negative_ints("lengths", args.lengths)
     x = torch.empty(1, sum(lengths), HV, 128, dtype=getattr(torch, args.dtype), device="meta")
-    shape = contract.problem_shape(x, x, x, x, x[..., 0], *[None] * 5, options=KdaOptions())
+    shape = validate.problem_shape(x, x, x, x, x[..., 0], options=KdaOptions())
     tokens = window(shape, REGISTRY.load(REGISTRY.find(args.backend).spec))
     found, source = constants.lookup((args.device, args.backend, args.dtype))
     print(

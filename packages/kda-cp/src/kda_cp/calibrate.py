@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kda_core import chunk_kda, contract
+from kda_core import buffers, chunk_kda, validate
 from kda_core.backend import SupportsMerge, SupportsSegments
 from kda_core.contract import KdaOptions
 from kda_core.errors import DeviceError
@@ -145,12 +145,12 @@ def segment_calls(n: int, T: int, device: torch.device, dtype: torch.dtype, name
     offsets = torch.tensor([0, T], dtype=torch.int32)
     tensors = [x.pop(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
     tensors += [torch.zeros(1, n, D, D, device=device), offsets.to(device), offsets]
-    shape = contract.problem_shape(*tensors, options=KdaOptions(**x))
+    shape = validate.problem_shape(*tensors, options=KdaOptions(**x))
     backend: Any = REGISTRY.resolve(shape, name).backend
-    inputs = contract.make_inputs(tensors, shape)
+    inputs = buffers.make_inputs(tensors, shape)
     exits, M = torch.empty(2, 1, n, D, D, device=device)
     size = backend.segment_workspace_bytes(shape) if isinstance(backend, SupportsSegments) else 0
-    outputs = contract.allocate_outputs(inputs, size)
+    outputs = buffers.allocate_outputs(inputs, size)
     return SegmentCalls(
         backend,
         lambda: backend.summarize(inputs, exits, M, outputs.workspace),

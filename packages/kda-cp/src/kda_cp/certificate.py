@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kda_core.contract import KdaInputs, ProblemShape
-from kda_core.reference import log_decay, step_size
+from kda_core.gates import log_decay, step_size
 from kda_cp.segments import Caller, Segment, index_dtype
 from kda_cp.summary import transitions_from
 from kda_cp.upload import upload

@@ -20,7 +20,7 @@ COUNTS = (*range(2, 13), 14, 16, 18, 21, 24, 28, 32, 37, 42, 48, 56, 64)
 MAX_SEGMENTS = COUNTS[-1]
 
 WHOLE = (1, 2, 4)
-"""The planner leaves sequences whole up to each of these multiples of the segment length."""
+"""Multiples of the segment length. For each of them, the planner tries to leave shorter sequences whole."""
 
 
 def cut(length: int, segments: int, granule: int) -> tuple[int, ...]:
@@ -87,9 +87,10 @@ def candidates(ordered: Sequence[int], shortest: int, lanes: Iterable[int], wind
 
     There are two kinds:
 
-    - a segment length: it divides the longest sequence into one of `COUNTS`. Longer sequences than a limit from
-      `WHOLE` are cut into the fewest segments of at most this length;
-    - a number of segments: the same for every sequence.
+    - By length. The segment length divides the longest sequence into one of `COUNTS` segments. Sequences of at most
+      one, two or four (`WHOLE`) segment lengths stay whole. The others are cut into the fewest segments of at most
+      this length.
+    - By number. Every sequence gets the same number of segments, if it is long enough.
 
     Args:
         ordered: lengths of the sequences, ascending.

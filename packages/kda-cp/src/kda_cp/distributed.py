@@ -16,7 +16,7 @@ If no sequence crosses ranks, nothing is exchanged. Forward only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count, pairwise
@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from kda_core import contract, registry
-from kda_core.api import operator_args
-from kda_core.contract import OPTION_FIELDS, KdaInputs, KdaOptions, ProblemShape
-from kda_core.errors import ArgumentError, DtypeError, ShapeError
+from kda_core import buffers, registry, validate
+from kda_core.arguments import Arguments, checked
+from kda_core.contract import OPTION_NAMES, KdaInputs, KdaOptions, ProblemShape
+from kda_core.errors import ArgumentError, DtypeError, ShapeError, describe
 from kda_cp.agreement import Position, RankError, Ranks, Step, Terms
 from kda_cp.cache import Cache
 from kda_cp.fragments import Fragment, FragmentTable
@@ -165,11 +165,11 @@ class ContextParallel:
     def _instance_terms(self) -> dict[str, str]:
         """Checks the arguments. Returns what must be equal on all ranks in every call."""
         if not isinstance(self.table, FragmentTable):
-            raise ArgumentError("table", "a FragmentTable", contract.describe(self.table))
+            raise ArgumentError("table", "a FragmentTable", describe(self.table))
         if self.final_state_on not in ("owner", "all"):
             raise ArgumentError("final_state_on", "'owner' or 'all'", repr(self.final_state_on))
         if not (self.tag is None or isinstance(self.tag, str)):
-            raise ArgumentError("tag", "a str or None", contract.describe(self.tag))
+            raise ArgumentError("tag", "a str or None", describe(self.tag))
         if self.table.ranks != self.ranks:
             raise ArgumentError(
                 "table", f"a table for {self.ranks} ranks, the size of the group", f"{self.table.ranks} ranks"
@@ -261,22 +261,19 @@ class ContextParallel:
 
     def _summarize(self, given: dict[str, Any]) -> _Local:
         """Checks the arguments of this rank and computes its summaries."""
-        names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-        rest = {n: x for n, x in given.items() if n not in names}
-        tensors = [given[n] for n in names] + [None] * 2  # the table replaces cu_seqlens
-        args = operator_args(*tensors, context_parallel="off", recurrent=False, **rest)
-        options = KdaOptions(*args[len(tensors) : len(tensors) + len(OPTION_FIELDS)])
+        args = checked(Arguments(**given, context_parallel="off"))  # the table replaces cu_seqlens
+        options = args.options
         if options.needs_backward:
             raise ArgumentError("q", "inputs that do not require grad (forward only)", "one that does")
         with torch.no_grad():
-            return self._summarize_fragments(self._inputs(tensors, options), given["backend"])
+            return self._summarize_fragments(self._inputs(args.tensors, options), args.backend)
 
-    def _inputs(self, tensors: list[Any], options: KdaOptions) -> KdaInputs:
+    def _inputs(self, tensors: Sequence[Any], options: KdaOptions) -> KdaInputs:
         own = self.table.of_rank(self.rank)
         lengths = [f.stop - f.start for f in own]
         state = tensors[7]
         ordered = [*tensors[:7], None, None, None]
-        s = contract.problem_shape(*ordered, options=options)
+        s = validate.problem_shape(*ordered, options=options)
         if (s.B, s.T) != (1, sum(lengths)):
             raise ShapeError(
                 "q", f"[1, {sum(lengths)}, H, K], the tokens of rank {self.rank}", f"B={s.B}, T={s.T}"
@@ -293,7 +290,7 @@ class ContextParallel:
                 raise DtypeError("initial_state", str(s.state_dtype), str(state.dtype))
             s = replace(s, has_initial_state=True)
             ordered[7] = state
-        return contract.make_inputs(ordered, s)
+        return buffers.make_inputs(ordered, s)
 
     def _summarize_fragments(self, inputs: KdaInputs, backend: str | None) -> _Local:
         own, s = self.table.of_rank(self.rank), inputs.shape
@@ -325,9 +322,9 @@ class ContextParallel:
 
         Results are cached as kda-core caches those about calls: while a host plans, its device waits.
         """
-        current = registry.REGISTRY.plans  # a new object whenever answers may have changed
+        current = registry.REGISTRY.generation
         planned_with, known = self._planned
-        if planned_with is not current:
+        if planned_with != current:
             known = {}
             self._planned = current, known
         key = (inputs.shape, inputs.q.device, backend, registry.REGISTRY.rules(backend))
@@ -445,7 +442,7 @@ class ContextParallel:
                     **{
                         name: str(getattr(s, f"has_{name}")) for name in ("initial_state", "A_log", "dt_bias")
                     },
-                    **{name: repr(getattr(s.options, name)) for name, _, _ in OPTION_FIELDS},
+                    **{name: repr(getattr(s.options, name)) for name in OPTION_NAMES},
                 }
             ),
         )

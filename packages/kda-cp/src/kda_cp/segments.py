@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core import contract
+from kda_core import buffers, contract
 from kda_core.backend import Backend
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import BackendContractError
@@ -180,7 +180,7 @@ def offsets_of(segments: Sequence[Segment]) -> Integers:
 def replaced(inputs: KdaInputs, *, shape: ProblemShape, **tensors: Tensor | None) -> KdaInputs:
     """Returns `inputs` with another shape and other tensors, made contiguous and aligned as backends expect them."""
     values = [tensors[f.name] if f.name in tensors else getattr(inputs, f.name) for f in fields(inputs)]
-    return contract.make_inputs(values[:-1], shape)  # the last field is the shape
+    return buffers.make_inputs(values[:-1], shape)  # the last field is the shape
 
 
 def aligned(x: Tensor) -> Tensor:

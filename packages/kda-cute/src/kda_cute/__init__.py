@@ -1,7 +1,6 @@
-"""What both GPU backends share: architectures, the compile cache, the register report.
+"""What the CuTe DSL backends of kda-core share: compile cache, ptxas report, device functions, intra-chunk stage.
 
-``import kda_cute`` does not import the CuTe DSL; the functions do when they first need it. A kernel is a
-class:
+``import kda_cute`` does not import the CuTe DSL; the functions import it when they first need it. A kernel is a class:
 
 .. code-block:: python
 
@@ -10,7 +9,7 @@ class:
 
     class SomeKernel:
         compile_options = ""                # optional: more options of `cute.compile`
-        spill_allowance = 0                 # optional: bytes a thread that `kda_cute.jit.ptxas` accepts as spilled
+        spill_allowance = 0                 # optional: spilled bytes for each thread that `kda_cute.jit.ptxas` accepts
 
         def __init__(self, config: Config): ...
         def fake_args(self) -> tuple: ...   # fake tensors, scalars, fake stream: the arguments of __call__
@@ -19,9 +18,9 @@ class:
         @cute.kernel
         def kernel(self, ...): ...
 
-``get_kernel(SomeKernel, config, arch)`` compiles it once per configuration and architecture, and returns a callable
-that takes torch tensors and runs on torch's current stream. Extents that ``fake_args`` leaves dynamic cost no
-compilation; a backend that chooses its configuration by shape compiles each when a call first needs it.
+``get_kernel(SomeKernel, config, arch)`` compiles it once for each configuration and architecture, and returns a callable that
+takes torch tensors and runs on torch's current stream. A new value of an extent that ``fake_args`` leaves dynamic needs no
+compilation. A backend that chooses its configuration by shape compiles each one when a call first needs it.
 """
 
 from __future__ import annotations

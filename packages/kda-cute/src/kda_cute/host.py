@@ -1,5 +1,7 @@
-"""What a call is to the GPU backends that share `preparation`: which ones they serve, in which variant, and calls without
-tokens. Importing this needs torch, but not the DSL."""
+"""Host functions of the GPU backends: which calls they serve, the form of the gate, and calls that need few kernels.
+
+Importing this needs torch, but not the DSL.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,30 @@ from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
 from kda_cute.records import Gate, GateDtype
 
-#: What g and beta may be in.
+#: dtypes of g and beta, and their names in a kernel's configuration.
 DTYPES: dict[torch.dtype, GateDtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 def refusal(shape: ProblemShape) -> str | None:
-    """None, or why no kernel serves this shape, whose dtype and head dimensions the backend declares."""
+    """Returns why no kernel serves this shape, or None if one does. dtype and head dimensions are declared in the backend's
+    spec, so that kda-core checks them."""
     for name, dtype in (("g", shape.g_dtype), ("beta", shape.beta_dtype)):
         if dtype not in DTYPES:
-            return f"{name} in {dtype}; only torch.bfloat16 and torch.float32 are built"
-    if (shape.B * shape.T + 64 * shape.N) * shape.HV >= 2**31:
-        return "2^31 or more tokens, sequences counted as 64, times value heads"
+            return f"{name}: expected torch.bfloat16 or torch.float32, got {dtype}"
+    if (items := (shape.B * shape.T + 64 * shape.N) * shape.HV) >= 2**31:
+        return f"too large: (B*T + 64*N)*HV must be below 2^31, got {items}"
     return None
 
 
 def gate_of(shape: ProblemShape) -> Gate:
-    """The form of a call's gate."""
+    """Returns the form of a call's gate."""
     if not shape.options.use_gate_in_kernel:
         return "precomputed"
     return "softplus" if shape.options.lower_bound is None else "bounded"
 
 
 def pass_states(inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-    """A call without tokens: final states are the initial ones."""
+    """Serves a call without tokens: writes the initial states to the final ones, zeros where there are none."""
     if outputs.final_state is not None:
         if inputs.initial_state is None:
             outputs.final_state.zero_()
@@ -48,7 +51,12 @@ def pass_states(inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
 def merge_segments(
     initial: Tensor, exits: Tensor, transitions: Tensor, bounds: Tensor, *, sms: int, arch: str
 ) -> None:
-    """`kda_core.backend.SupportsMerge.merge_segments` on the current device, which has `sms` SMs."""
+    """Implements `kda_core.backend.SupportsMerge.merge_segments` on the current device.
+
+    ``initial``, ``exits``, ``transitions``: fp32 [segments, HV, 128, 128]; the kernel fills ``initial`` but for the first
+    segment of each sequence. ``bounds``: int32 [N+1]; sequence n has segments bounds[n] to bounds[n+1] - 1. ``sms``: SMs of
+    the device.
+    """
     N, HV = bounds.shape[0] - 1, initial.shape[1]
     kernel = _merge_kernel(N * HV, sms, arch, initial.device.type)
     kernel(initial, *(x.data_ptr() for x in (initial, exits, transitions, bounds)), N, HV)
@@ -56,7 +64,7 @@ def merge_segments(
 
 @functools.lru_cache(maxsize=256)
 def _merge_kernel(states: int, sms: int, arch: str, device_type: str) -> Callable[..., Any]:
-    """By the device type too, for on a CPU kernels are emulated."""
+    """Returns the merge kernel. ``device_type`` is part of the key, because kernels for a CPU are emulated."""
     from kda_cute.device.merge_states import MergeKernel, merge_config
 
     return get_kernel(MergeKernel, merge_config(states, sms), arch)

@@ -1,9 +1,9 @@
-"""What `preparation` makes of a chunk's tokens, and the chains of both GPU backends take: kinds of gates, sizes, and the
-byte images of matrices.
+"""Chunk records: the layout of what the intra-chunk stage writes and the chains of both GPU backends read.
 
-An image swizzles rows of 128 bytes: 16-byte column index XOR row mod 8 (byte address bits 4-6 with bits 7-9). Rows of
-64 bytes, which occur where a chunk has 32 tokens, swizzle bits 4-5 with bits 7-8. Wider rows are cut into panels of 64
-columns, one after the other. wgmma and tcgen05 take such images as operands, K-major, or MN-major as their transposes.
+A record is the byte image of operands in shared memory, so that a chain loads each operand with one bulk copy. An image
+swizzles rows of 128 bytes: 16-byte column index XOR row mod 8 (byte address bits 4-6 with bits 7-9). Rows of 64 bytes, which
+occur in chunks of 32 tokens, swizzle bits 4-5 with bits 7-8. Wider rows are cut into panels of 64 columns, one after the
+other. wgmma and tcgen05 accept such images as operands, K-major, or MN-major as their transposes.
 
 Importing this needs neither torch nor the DSL.
 """
@@ -12,20 +12,20 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-#: Version of the record layout. It rises with every change of an image, of ``decay_offset`` or of what an operand holds, so
-#: that a kernel never reads records of another layout.
+#: Version of the record layout. It rises with every change of `image_offset`, of `decay_offset`, or of what an operand holds.
+#: A backend calls `require` at import, so that its chain never reads records of another layout.
 RECORDS = 1
 
 #: Channels of a query or key head, and of a value head. The kernels are written for these.
 HEAD_DIM = 128
 
-#: Rows of a diagonal block: the span in which decay may be split into a row and a column factor.
+#: Rows of a diagonal block. Within a block decay may be split into a row factor and a column factor.
 BLOCK = 16
 
-#: Columns of an image's panel: 128 bytes of bf16.
+#: Columns of a panel of an image: 128 bytes of bf16.
 PANEL = 64
 
-#: How g becomes a log decay. ``precomputed``: it is one. ``bounded``: ``lower_bound * sigmoid(exp(A_log) *
+#: How a log decay follows from g. ``precomputed``: g is the log decay. ``bounded``: ``lower_bound * sigmoid(exp(A_log) *
 #: (g + dt_bias))``. ``softplus``: ``-exp(A_log) * softplus(g + dt_bias)``, linear above 20.
 Gate = Literal["precomputed", "bounded", "softplus"]
 GateDtype = Literal["bfloat16", "float32"]
@@ -41,10 +41,10 @@ def require(version: int, package: str) -> None:
 
 
 class IntraChunkConfig(Protocol):
-    """What the code of `preparation.IntraChunk` depends on: a part of a kernel's configuration.
+    """The part of a kernel's configuration that `kda_cute.device.intra_chunk.IntraChunk` reads.
 
-    ``chunk``: tokens a chunk, 32 or 64. ``gate``: the form of the gate. ``unbounded``: the log decays may lie below -5, so
-    that columns of a block have to vote on split factors; False is the promise that they do not. ``gate_dtype``: of g.
+    ``chunk``: tokens of a chunk, 32 or 64. ``gate``: the form of the gate. ``unbounded``: log decays may lie below -5, so that
+    columns of a block need a vote on split factors; False promises that none does. ``gate_dtype``: dtype of g.
     """
 
     @property
@@ -58,10 +58,10 @@ class IntraChunkConfig(Protocol):
 
 
 def image_offset(row: Any, column: Any, rows: int, columns: int) -> Any:
-    """Element offset of [row, column] in the image of a bf16 [rows, columns].
+    """Returns the element offset of [row, column] in the image of a bf16 [rows, columns] matrix.
 
-    ``rows`` and ``columns`` are ints; ``row`` and ``column`` ints, torch integer tensors or DSL integers: it is
-    arithmetic alone, so that tests and kernels share it. Columns: 32 or a multiple of 64.
+    ``rows``, ``columns``: ints; 32 columns or a multiple of 64. ``row``, ``column``: ints, torch integer tensors or integers
+    of the DSL, because tests and kernels share this arithmetic.
     """
     if columns == 32:
         # two rows share 128 bytes: bits 4-5 XOR bits 7-8
@@ -71,19 +71,22 @@ def image_offset(row: Any, column: Any, rows: int, columns: int) -> Any:
 
 
 def decay_offset(channel: Any) -> Any:
-    """Where the decay of a channel is. A thread of a chain needs those of channels 8j + 2*quad + 0..1: they lie side
-    by side for each quad, in 16-byte units that differ in their banks from those of the other quads."""
+    """Returns the position of a channel's decay in the record's array ``a`` (fp32, in elements).
+
+    A thread of a chain reads channels 8j + 2*quad + {0, 1}. They are contiguous for each quad, in 16-byte units that fall on
+    other banks than the units that the other quads read at the same time.
+    """
     quad, unit = channel % 8 // 2, channel // 16
     return quad * 32 + (unit ^ quad) * 4 + channel // 8 % 2 * 2 + channel % 2
 
 
 def decay_start(quad: Any) -> Any:
-    """Byte offset of the first of the eight units of `decay_units`. ``quad``: lane % 4."""
+    """Returns the byte offset of a thread's first unit; see `decay_units`. ``quad``: lane % 4."""
     return quad * (4 * 32 + 16)
 
 
 def decay_units(start: Any) -> list[Any]:
-    """Byte addresses of the eight 16-byte units that hold the decays of one thread: the inverse of `decay_offset`.
+    """Returns the byte addresses of the eight 16-byte units that hold a thread's decays: the inverse of `decay_offset`.
 
     Unit u holds channels ``16u + 2*quad + {0, 1, 8, 9}``, in this order. ``start``: `decay_start` plus the address of the
     record's decays, a multiple of 128.

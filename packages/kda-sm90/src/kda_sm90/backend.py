@@ -1,5 +1,4 @@
-"""The backend object: one launch, in which some CTAs prepare chunks and others are chains over them; or, where sequences
-are cut into segments, one of summaries, the merge, and one of chains over the records that the first left."""
+"""The backend object. A call is one launch; a call in segments is two launches with a merge of states in between."""
 
 from __future__ import annotations
 
@@ -14,12 +13,19 @@ import torch
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
 from kda_cute.host import merge_segments, pass_states, refusal
+from kda_sm90.arguments import ShapeArguments, addresses
 from kda_sm90.config import ARCH, PrefillConfig
-from kda_sm90.plan import SMS, Plan, plan, segment_plan, workspace_bytes
+from kda_sm90.launch_config import (
+    SMS,
+    LaunchConfig,
+    launch_config,
+    segment_launch_configs,
+    workspace_bytes,
+)
 
 
 class Sm90Backend:
-    """Satisfies `kda_core.backend.Backend`. It has no state of its own; compiled kernels are shared by the process."""
+    """Implements `kda_core.backend.Backend`. It has no state of its own: the process shares the compiled kernels."""
 
     def can_run(self, shape: ProblemShape) -> str | None:
         return refusal(shape)
@@ -28,9 +34,9 @@ class Sm90Backend:
         return workspace_bytes(shape, sm_count())
 
     def compile(self, shape: ProblemShape) -> None:
-        told = shape.varlen and not shape.options.use_graph
-        lengths = (n * length_step(shape) for n in range(LENGTH_STEPS + 1)) if told else ()
-        for config in {plan(shape, sm_count(), longest).config for longest in (None, *lengths)}:
+        lengths_known = shape.varlen and not shape.options.use_graph
+        steps = (n * length_step(shape) for n in range(LENGTH_STEPS + 1)) if lengths_known else ()
+        for config in {launch_config(shape, sm_count(), longest).config for longest in (None, *steps)}:
             compiled(config)
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
@@ -39,15 +45,15 @@ class Sm90Backend:
         on_device_of(inputs.q, launch_of(inputs.shape, longest_of(inputs)), inputs, outputs)
         return outputs
 
-    # ---- sequences that are cut into segments (SEGMENT_SUMMARY)
+    # ---- calls in segments (the feature SEGMENT_SUMMARY)
 
     def segment_workspace_bytes(self, shape: ProblemShape) -> int:
-        return segment_plan(shape, sm_count()).workspace_bytes
+        return segment_launch_configs(shape, sm_count()).workspace_bytes
 
     def summarize(
         self, inputs: KdaInputs, exits: torch.Tensor, transitions: torch.Tensor, workspace: torch.Tensor
     ) -> None:
-        outputs = KdaOutputs(inputs.v, exits, None, workspace)  # no o is written
+        outputs = KdaOutputs(inputs.v, exits, None, workspace)  # this mode writes no o
         on_device_of(inputs.q, segment_launches(inputs.shape)[0], inputs, outputs, transitions)
 
     def merge_segments(
@@ -66,8 +72,10 @@ class Sm90Backend:
 
 
 def on_device_of(x: torch.Tensor, launch: Any, *arguments: Any) -> None:
-    """Calls a launch while the device of a tensor is the current one. A CPU (-1) emulates. To enter the context of the
-    current device takes longer than to ask for it."""
+    """Calls ``launch(*arguments)`` with the device of x as the current device. On a CPU device the launch is emulated.
+
+    It asks for the current device first, because entering the context of the current device again takes longer.
+    """
     device = x.get_device()
     if device < 0 or device == torch.cuda.current_device():
         launch(*arguments)
@@ -77,48 +85,47 @@ def on_device_of(x: torch.Tensor, launch: Any, *arguments: Any) -> None:
 
 
 class Launch(NamedTuple):
-    """All of a launch that the shape decides: the kernel, and numbers in the order of ``kernels.prefill.ARGUMENTS``."""
+    """A launch of a shape: the compiled kernel and the arguments that are the same in every call."""
 
     kernel: Callable[..., Any]
-    integers: tuple[int, ...]
-    factors: tuple[float, ...]
+    shape_arguments: ShapeArguments
 
     def __call__(
         self, inputs: KdaInputs, outputs: KdaOutputs, transitions: torch.Tensor | None = None
     ) -> None:
-        """On the current device and stream."""
+        """Launches on the current device and stream."""
         states = outputs.intermediate_states
-        tensors = (
-            inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.cu_seqlens,
-            inputs.initial_state, outputs.o, outputs.final_state, states, outputs.workspace,
-        )  # fmt: skip
-        addresses = [0 if x is None else x.data_ptr() for x in tensors]
         count = 0 if states is None else states.shape[0] * states.shape[1]
         m = 0 if transitions is None else transitions.data_ptr()
-        self.kernel(outputs.o, *addresses, next(_tickets), m, count, *self.integers, *self.factors)
+        # A tuple in the order of `LaunchArguments`: to construct the named one takes 0.5 us.
+        launch_arguments = (next(_tickets), m, count)
+        self.kernel(outputs.o, *addresses(inputs, outputs), *launch_arguments, *self.shape_arguments)
 
 
-#: What tells a launch from all others that have used its workspace, of other processes too: see ``schedule.clear``.
+#: Tickets that no other launch on the same workspace has had, in any process. See ``schedule.clear``.
 _tickets = itertools.count(1 + secrets.randbits(62))
 
 
 @functools.lru_cache(maxsize=1024)
 def launch_of(shape: ProblemShape, longest: int | None = None) -> Launch:
-    """The launch that serves a shape, ``longest`` as in `plan`; compiles its kernel if no call has needed it before. The last
-    1024 are held."""
-    return _launch(shape, plan(shape, sm_count(), longest))
+    """Returns the launch for a shape; ``longest`` as in `launch_config`. Compiles its kernel on first use. Caches the
+    last 1024 results."""
+    return _launch(shape, launch_config(shape, sm_count(), longest))
 
 
-#: Of packed sequences, the longest is told in steps of T / LENGTH_STEPS, so that calls of one shape have few plans.
+#: The length of the longest packed sequence is rounded up to multiples of T / LENGTH_STEPS, so that calls of one
+#: shape share few launches.
 LENGTH_STEPS = 32
 
 
 def length_step(shape: ProblemShape) -> int:
+    """Returns the tokens to whose multiples the longest length is rounded up."""
     return -(-shape.T // LENGTH_STEPS)
 
 
 def longest_of(inputs: KdaInputs) -> int | None:
-    """Tokens of the longest packed sequence, rounded up to steps, where the host knows them; None for fixed lengths."""
+    """Returns the tokens of the longest packed sequence, rounded up to a multiple of `length_step`. Returns None for
+    fixed lengths, and where the host does not know the lengths."""
     if inputs.cu_seqlens is None or (lengths := inputs.sequence_lengths()) is None:
         return None
     step = length_step(inputs.shape)
@@ -127,37 +134,43 @@ def longest_of(inputs: KdaInputs) -> int | None:
 
 @functools.lru_cache(maxsize=1024)
 def segment_launches(shape: ProblemShape) -> tuple[Launch, Launch]:
-    """The two launches of segments packed along T: summaries, and the run."""
-    chosen = segment_plan(shape, sm_count())
-    return _launch(shape, chosen.summarize), _launch(shape, chosen.run)
+    """Returns the launches (summarize, execute) of segments packed along T."""
+    configs = segment_launch_configs(shape, sm_count())
+    return _launch(shape, configs.summarize), _launch(shape, configs.execute)
 
 
-def _launch(shape: ProblemShape, chosen: Plan) -> Launch:
-    options, config = shape.options, chosen.config
-    integers = (
-        shape.N, shape.T, shape.H, shape.HV,
-        0 if shape.index_dtype is None else shape.index_dtype.itemsize,
-        shape.beta_dtype.itemsize,
-        int(options.use_qk_l2norm_in_kernel),
-        int(options.state_v_first),
-        max(1, options.chunk_size // config.chunk),
-        chosen.preparers, chosen.streams, chosen.depth,
-    )  # fmt: skip
-    beta_factor = (2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid_in_kernel else 0.0
-    factors = (shape.scale, options.lower_bound or 0.0, beta_factor)
-    return Launch(compiled(config), integers, factors)
+def _launch(shape: ProblemShape, launch: LaunchConfig) -> Launch:
+    options, config = shape.options, launch.config
+    arguments = ShapeArguments(
+        N=shape.N,
+        T=shape.T,
+        H=shape.H,
+        HV=shape.HV,
+        offset_bytes=0 if shape.index_dtype is None else shape.index_dtype.itemsize,
+        beta_bytes=shape.beta_dtype.itemsize,
+        l2norm=int(options.use_qk_l2norm_in_kernel),
+        v_first=int(options.state_v_first),
+        every=max(1, options.chunk_size // config.chunk),
+        intra_chunk_ctas=launch.intra_chunk_ctas,
+        queues=launch.queues,
+        depth=launch.depth,
+        scale=shape.scale,
+        lower_bound=options.lower_bound or 0.0,
+        beta_factor=(2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid_in_kernel else 0.0,
+    )
+    return Launch(compiled(config), arguments)
 
 
 @functools.cache
 def sm_count() -> int:
-    """SMs of the smallest visible Hopper GPU, for one plan, and with it one workspace, whatever the device; where
-    there is none, those of an H100."""
+    """Returns the SMs of the smallest visible Hopper GPU, or those of an H100 where there is none. One number for all
+    devices gives one launch configuration and one workspace size per shape."""
     devices = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
     return min((d.multi_processor_count for d in devices if d.major == 9), default=SMS)
 
 
 def compiled(config: PrefillConfig) -> Callable[..., Any]:
-    """The kernel of a variant."""
+    """Returns the compiled kernel of a variant."""
     from kda_sm90.kernels.prefill import PrefillKernel
 
     return get_kernel(PrefillKernel, config, ARCH)

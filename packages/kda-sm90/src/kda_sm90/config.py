@@ -1,7 +1,7 @@
-"""The compile-time configuration of each kernel: whatever changes machine code, and nothing else.
+"""Compile-time configuration of the kernel: everything that changes machine code, and nothing else.
 
-Shapes (B, T, N, H, HV) are dynamic and appear nowhere here. Every field is a plain literal, so that a
-configuration can be the key of a cache on disk.
+Shapes (B, T, N, H, HV) are dynamic and are not part of it. All fields are plain literals, because a configuration is
+the key of a cache on disk.
 """
 
 from __future__ import annotations
@@ -22,32 +22,41 @@ __all__ = [
     "PrefillConfig",
 ]
 
-#: What the kernel is compiled for.
+#: The architecture that the kernel is compiled for.
 ARCH = "sm_90a"
 
-#: Threads of a CTA: three warpgroups, or groups of 2 * chunk threads that prepare.
+#: Threads of a CTA: three warpgroups, or 384 / (2 * chunk) intra-chunk groups.
 THREADS = 384
 
-#: What a launch does. ``whole``: a call. A call whose sequences are cut into segments is two launches: ``summarize``
-#: prepares all chunks, keeps their records, and finds how each segment acts on a state; ``run`` is the chains over what
-#: was kept, from the segments' initial states.
-Mode = Literal["whole", "summarize", "run"]
+#: What a launch does. ``whole``: a complete call. A call in segments has two launches. ``summarize``: runs the
+#: intra-chunk stage on all chunks, keeps their records, and computes the summary of every segment. ``execute``: runs
+#: the chains over these records from the initial states of the segments.
+Mode = Literal["whole", "summarize", "execute"]
 
-#: Halves of columns that chains of a mode have, of 64 each: of V, and of M as well.
-HALVES: dict[Mode, int] = {"whole": 2, "summarize": 4, "run": 2}
+#: Halves (64 columns of the state) that the chains of a mode compute: those of V, and in ``summarize`` those of the
+#: transition M as well.
+HALVES: dict[Mode, int] = {"whole": 2, "summarize": 4, "execute": 2}
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Variant of the kernel; all else that a call may ask for is decided while it runs.
+    """Variant of the kernel. All other options of a call are runtime arguments.
 
-    ``chunk``: tokens a chunk, 32 or 64. ``warpgroups`` of a chain: 1, a CTA for each half of V, is faster where
-    sequences and heads are few; 2, both halves in one CTA, shares the loads. ``gate``: the form of the gate.
-    ``unbounded``: the log decays may lie below -5, so that columns of a block have to vote on split factors; False is the
-    promise that they do not. ``gate_dtype``: of g. ``states``: bf16 states at the start of chunks are written.
-    ``mode``: see `Mode`; ``run`` has no gate, ``summarize`` no states. ``padded``: sequences are packed, and what may follow
-    the last one in T (``use_graph``) takes no time; elsewhere it would cost time (docs/kernels/prefill.md, Tried).
-    Raises ValueError on a variant that does not exist.
+    Attributes:
+        chunk: tokens per chunk, 32 or 64.
+        warpgroups: halves of V per chain CTA. 1 gives each half its own CTA, which is faster for few sequences and
+            heads; 2 shares the loads of records between both halves.
+        gate: form of the gate.
+        unbounded: the log decays may lie below -5, so the columns of a block vote on split factors. False promises
+            that no log decay lies below -5.
+        gate_dtype: dtype of g.
+        states: the kernel writes bf16 states at the start of chunks.
+        mode: see `Mode`. ``execute`` has no gate; ``summarize`` writes no intermediate states.
+        padded: T may be larger than the end of the last packed sequence (``use_graph``), and the padding costs no
+            time. Without ``use_graph`` the option would cost time (docs/kernels/prefill.md, "What was tried").
+
+    Raises:
+        ValueError: the kernel has no such variant.
     """
 
     chunk: int = 64
@@ -65,24 +74,28 @@ class PrefillConfig:
         if self.warpgroups not in (1, 2):
             raise ValueError(f"warpgroups: expected 1 or 2, got {self.warpgroups}")
         if self.gate == "softplus" and not self.unbounded:
-            raise ValueError("unbounded: a softplus gate has no lower bound; expected True, got False")
-        if self.mode == "run" and (self.gate, self.unbounded, self.gate_dtype) != (
-            "bounded",
-            False,
-            "bfloat16",
-        ):
-            raise ValueError("mode: run has no gate; leave gate, unbounded and gate_dtype as they are")
+            raise ValueError("unbounded: softplus gates are unbounded; set unbounded=True, got False")
+        gate = self.gate, self.unbounded, self.gate_dtype
+        if self.mode == "execute" and gate != ("bounded", False, "bfloat16"):
+            raise ValueError(
+                "mode: 'execute' has no gate; leave gate, unbounded and gate_dtype at their defaults, "
+                f"got {self.gate!r}, {self.unbounded} and {self.gate_dtype!r}"
+            )
         if self.mode == "summarize" and self.states:
-            raise ValueError("mode: summarize writes no intermediate states")
+            raise ValueError(
+                "states: mode 'summarize' writes no intermediate states; expected False, got True"
+            )
         if self.mode != "whole" and self.padded:
-            raise ValueError("padded: the host knows the lengths of segments")
+            raise ValueError(
+                f"padded: expected False in mode {self.mode!r}, whose lengths the host knows, got True"
+            )
 
     @property
-    def keeps(self) -> bool:
-        """Whether every record has a place of its own, by its slot, instead of one in a ring."""
+    def keeps_records(self) -> bool:
+        """Whether every slot has a record of its own. Otherwise each queue has a ring of records."""
         return self.mode != "whole"
 
     @property
     def halves(self) -> int:
-        """See `HALVES`."""
+        """Halves of state columns that the chains compute (`HALVES`)."""
         return HALVES[self.mode]

@@ -1,8 +1,8 @@
-"""The workspace between the preparation and the chain: six arrays of chunk records, states on the way, and counters.
+"""Workspace of a launch: six arrays of chunk records, the states that chains pass on, and counters.
 
-A record is one chunk of a sequence and value head. ``kernels/schedule.py`` says which one is where when: each stream of
-a launch has a ring of them, or each slot its own; and what is counted. Records are byte images of
-shared memory, so that the chain loads each with one bulk copy and no tensor map.
+A chunk record holds the operands of one chunk of one value head. `kernels.schedule` defines which chunk uses which
+record: each queue has a ring of records, or each slot has a record of its own. Records are byte images of shared
+memory, so the chain loads each array with one bulk copy and needs no tensor map.
 
 ====  ===============  =======================================================================================
 kd    ``-Kd`` [C, K]    bf16, K-major image of a wgmma B operand with N = C. Negated: the chain adds it to v.
@@ -14,16 +14,17 @@ t     ``T`` [C, C]      bf16, the same image.
 a     ``a`` [K]         fp32, decay of the whole chunk, ``2^G_end``, in the order of ``decay_offset``.
 ====  ===============  =======================================================================================
 
-*carry* [streams, halves, 64*128] fp32 are states that one chain hands over to another, as its registers hold them.
+*carry* [queues, halves, 64*128] fp32 holds the states that one chain passes to the next, in the order of its registers.
 
 `kda_cute.records` defines the images.
 
-Importing this module needs torch alone; what returns CuTe layouts imports the DSL when it is called.
+Importing this module needs only torch. The functions that return CuTe layouts import the DSL when they are called.
 """
 
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -31,19 +32,35 @@ import torch
 from kda_cute.records import decay_offset, image_offset, require
 from kda_sm90.config import HEAD_DIM
 
-require(1, "kda-sm90")  # the record layout that the chain reads
+require(1, "kda-sm90")  # the version of the record layout that the chain reads
 
-LINE = 32  # counters in 128 bytes: those that different CTAs write lie in different lines of the L2
-HANDED = 4  # the first of a stream's line that tells of states, behind those of what was read
-BEGUN, TICKET = 1, 2  # in the last line, behind the number of items that were claimed; the ticket is two wide
-CARRY_BYTES = 2 * HEAD_DIM * HEAD_DIM  # of a half: 64 rows of S^T in fp32
+#: Counters per line of 128 bytes. Counters that different CTAs write lie in different lines of the L2.
+LINE = 32
+
+#: Bytes of one half of a state: 64 rows of S^T in fp32.
+CARRY_BYTES = 2 * HEAD_DIM * HEAD_DIM
+
+
+class QueueCounter(IntEnum):
+    """First counter of each kind in the line of a queue. Each kind has one counter per half (`config.HALVES`)."""
+
+    READ = 0
+    STATE_READY = 4
+
+
+class LaunchCounter(IntEnum):
+    """Counters in the line of the launch. The ticket takes two of them."""
+
+    CLAIMED = 0
+    CLEAR_SEEN = 1
+    TICKET = 2
 
 
 class Workspace(NamedTuple):
-    """Views of one workspace, in the order in which they lie.
+    """Views of a workspace, in memory order.
 
-    kd, qd, kg [records, C*128] bf16; aqk, t [.., C*C] bf16; a [.., 128] fp32; carry [streams, halves, 64*128] fp32;
-    counters int32 [streams*LINE + LINE + records, in whole lines].
+    Shapes: kd, qd, kg [records, C*128] bf16; aqk, t [records, C*C] bf16; a [records, 128] fp32;
+    carry [queues, halves, 64*128] fp32; counters int32 [(queues + 1)*LINE + records, rounded up to whole lines].
     """
 
     kd: torch.Tensor
@@ -57,69 +74,73 @@ class Workspace(NamedTuple):
 
 
 def slot_count(B: int, T: int, C: int, N: int | None = None) -> int:
-    """Slots of a call: ``B * ceil(T/C)``, or ``T//C + N`` where N sequences are packed along T.
+    """Returns the slots of a head: ``B * ceil(T/C)``, or ``T//C + N`` where N sequences are packed along T.
 
-    A packed sequence that starts at token s is number n, and its first slot is ``s//C + n``; ranges never
-    overlap, because ``ceil(len/C) <= end//C - s//C + 1``. So no kernel needs a prefix sum, and a slot may
-    stay unused.
+    Packed sequence n, which starts at token s, has its first slot at ``s//C + n``. The slots of two sequences never
+    overlap, because ``ceil(len/C) <= end//C - s//C + 1``. So kernels need no prefix sum, and some slots stay unused.
     """
     return B * -(-T // C) if N is None else T // C + N
 
 
 def record_bytes(C: int) -> dict[str, int]:
-    """Bytes of a record in each array, in their order in the workspace."""
+    """Returns the bytes of a record in each array, in memory order."""
     wide, square = 2 * C * HEAD_DIM, 2 * C * C
     return {"kd": wide, "qd": wide, "kg": wide, "aqk": square, "t": square, "a": 4 * HEAD_DIM}
 
 
-def _counters(records: int, streams: int) -> int:
-    """A line of what its chains have done for each stream, a line of those that are no stream's, and one a record."""
-    return (streams + 1 + -(-records // LINE)) * LINE
+def _counters(records: int, queues: int) -> int:
+    """Returns the number of counters: one line per queue, one line for the launch, and one counter per record."""
+    return (queues + 1 + -(-records // LINE)) * LINE
 
 
-def _arrays(
-    records: int, streams: int, C: int, halves: int
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """dtype and shape of every array."""
+def _arrays(records: int, queues: int, C: int, halves: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Returns the dtype and shape of every array, in memory order."""
     arrays: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, size in record_bytes(C).items():
         dtype = torch.float32 if name == "a" else torch.bfloat16
         arrays[name] = (dtype, (records, size // dtype.itemsize))
-    arrays["carry"] = (torch.float32, (streams, halves, CARRY_BYTES // 4))
-    return arrays | {"counters": (torch.int32, (_counters(records, streams),))}
+    arrays["carry"] = (torch.float32, (queues, halves, CARRY_BYTES // 4))
+    return arrays | {"counters": (torch.int32, (_counters(records, queues),))}
 
 
-def workspace_bytes(records: int, streams: int, C: int, halves: int = 2) -> int:
-    """Bytes of a workspace; every array is a multiple of 128."""
-    arrays = _arrays(records, streams, C, halves).values()
+def workspace_bytes(records: int, queues: int, C: int, halves: int = 2) -> int:
+    """Returns the bytes of a workspace. The size of every array is a multiple of 128."""
+    arrays = _arrays(records, queues, C, halves).values()
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in arrays)
 
 
-def split_workspace(buffer: torch.Tensor, records: int, streams: int, C: int, halves: int = 2) -> Workspace:
-    """The arrays in one uint8 buffer of at least ``workspace_bytes``, aligned to 128 bytes.
+def split_workspace(buffer: torch.Tensor, records: int, queues: int, C: int, halves: int = 2) -> Workspace:
+    """Returns the arrays in a buffer.
 
-    Raises ValueError on another dtype, on a buffer that is too short, and on one that is not aligned.
+    Args:
+        buffer: uint8 [at least ``workspace_bytes``], aligned to 128 bytes.
+
+    Raises:
+        ValueError: the buffer has another dtype or rank, is too short, or is not aligned.
     """
-    need = workspace_bytes(records, streams, C, halves)
+    need = workspace_bytes(records, queues, C, halves)
     if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or buffer.numel() < need:
         raise ValueError(
             f"workspace: expected at least {need} bytes of uint8 in one dimension, "
             f"got {tuple(buffer.shape)} of {buffer.dtype}"
         )
-    if buffer.data_ptr() % 128:
-        raise ValueError("workspace: expected an address that is a multiple of 128")
+    if misaligned := buffer.data_ptr() % 128:
+        raise ValueError(
+            f"workspace: expected an address that is a multiple of 128, got {misaligned} above one"
+        )
     views, start = [], 0
-    for dtype, shape in _arrays(records, streams, C, halves).values():
+    for dtype, shape in _arrays(records, queues, C, halves).values():
         end = start + math.prod(shape) * dtype.itemsize
         views.append(buffer[start:end].view(dtype).view(shape))
         start = end
     return Workspace(*views)
 
 
-# ---- logical matrices
+# ---- images and the matrices that they hold
 
 
 def _offsets(name: str, C: int) -> torch.Tensor:
+    """Returns the offset in the image, in elements, of each element of the matrix."""
     if name == "a":
         return decay_offset(torch.arange(HEAD_DIM))
     columns = C if name in ("aqk", "t") else HEAD_DIM
@@ -128,38 +149,39 @@ def _offsets(name: str, C: int) -> torch.Tensor:
 
 
 def unpack(name: str, records: torch.Tensor, C: int) -> torch.Tensor:
-    """Logical [..., C, columns] of the records [..., C*columns] of the array ``name``. Signs stay: kd is -Kd."""
+    """Returns the matrices [..., C, columns] in records [..., C*columns] of the array ``name``. kd stays negated."""
     return records[..., _offsets(name, C).to(records.device)]
 
 
 def pack(name: str, logical: torch.Tensor, C: int) -> torch.Tensor:
-    """The inverse of ``unpack``: records [..., C*columns] of a logical [..., C, columns]."""
+    """Returns the records [..., C*columns] of matrices [..., C, columns]: the inverse of ``unpack``."""
     flat = logical if name == "a" else logical.flatten(-2)
     records = torch.empty_like(flat)
     records[..., _offsets(name, C).to(logical.device).flatten()] = flat
     return records
 
 
-# ---- the same as CuTe layouts
+# ---- images as CuTe layouts
 
 
 def operand_layout(C: int, stages: int) -> Any:
-    """CuTe layout (C, K, stages) of kd and qd: a K-major B operand with N = C."""
+    """Returns the CuTe layout (C, K, stages) of kd and qd: a K-major B operand with N = C."""
     return _b_layout("K_SW128", C, HEAD_DIM, stages)
 
 
 def kg_layout(C: int, stages: int) -> Any:
-    """CuTe layout (K, C, stages) of kg: an MN-major B operand with N = K, reduced over tokens."""
+    """Returns the CuTe layout (K, C, stages) of kg: an MN-major B operand with N = K, reduced over tokens."""
     return _b_layout("MN_SW128", HEAD_DIM, C, stages)
 
 
 def square_layout(C: int, stages: int) -> Any:
-    """CuTe layout (C, C, stages) of aqk and t: a K-major B operand."""
+    """Returns the CuTe layout (C, C, stages) of aqk and t: a K-major B operand."""
     return _b_layout("K_SW64" if C == 32 else "K_SW128", C, C, stages)
 
 
 def _b_layout(kind: str, n: int, k: int, stages: int) -> Any:
-    """Swizzle atoms, rows of 64 or 128 bytes, side by side along the contiguous mode last."""
+    """Returns the layout (n, k, stages) of swizzle atoms with rows of 64 or 128 bytes, repeated along the strided
+    mode first and along the contiguous mode last."""
     from cutlass import BFloat16, cute
     from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind, make_smem_layout_atom
 

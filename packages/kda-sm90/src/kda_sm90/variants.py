@@ -1,5 +1,8 @@
-"""The variants of the kernel: all of them, and those that are compiled without a GPU in the tests and by ``nox -s
-compile``: each form of the gate at each chunk size and number of warpgroups, g and states in turns."""
+"""Variants of the kernel: `ALL` for ahead-of-time compilation, and a `SAMPLE` for tests and ``nox -s compile``.
+
+The sample has each form of the gate at each chunk size and number of warpgroups. It alternates the dtype of g and the
+intermediate states.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ GATES: tuple[dict[str, Any], ...] = (
     {"gate": "precomputed", "unbounded": True},
 )
 
-CHAINS = tuple(product((64, 32), (1, 2)))  # chunk, warpgroups
+CHAINS = tuple(product((64, 32), (1, 2)))  # (chunk, warpgroups)
 DTYPES: tuple[GateDtype, ...] = ("bfloat16", "float32")
 
 WHOLE = tuple(
@@ -25,15 +28,16 @@ WHOLE = tuple(
         (False, True), CHAINS, GATES, DTYPES, (False, True)
     )
 )
-#: Of calls whose sequences are cut into segments.
-SUMMARIES = tuple(
+#: The first launch of calls in segments.
+SUMMARIZE = tuple(
     PrefillConfig(chunk, warpgroups, gate_dtype=dtype, mode="summarize", **gate)
     for (chunk, warpgroups), gate, dtype in product(CHAINS, GATES, DTYPES)
 )
-RUNS = tuple(
-    PrefillConfig(*chain, states=states, mode="run") for chain, states in product(CHAINS, (False, True))
+#: The second launch of calls in segments.
+EXECUTE = tuple(
+    PrefillConfig(*chain, states=states, mode="execute") for chain, states in product(CHAINS, (False, True))
 )
-ALL = WHOLE + SUMMARIES + RUNS
+ALL = WHOLE + SUMMARIZE + EXECUTE
 
 SAMPLE = (
     *(
@@ -41,23 +45,23 @@ SAMPLE = (
         for i, ((chunk, warpgroups), gate) in enumerate(product(CHAINS, GATES))
     ),
     *(PrefillConfig(*chain, padded=True) for chain in CHAINS),
-    *SUMMARIES[:: len(GATES) * 2],
-    *RUNS[::2],
+    *SUMMARIZE[:: len(GATES) * 2],
+    *EXECUTE[::2],
 )
 
 
 def kernels() -> list[tuple[type, object]]:
-    """(kernel class, configuration) of the sample; imports the DSL."""
-    return _of(SAMPLE)
+    """Returns (kernel class, configuration) of the sample. Imports the DSL."""
+    return _pairs(SAMPLE)
 
 
 def ahead_of_time(arch: str) -> list[tuple[type, object]]:
-    """(kernel class, configuration) of all variants, for ``python -m kda_core precompile``; imports the DSL."""
-    assert arch == ARCH, arch  # that of the spec
-    return _of(ALL)
+    """Returns (kernel class, configuration) of all variants, for ``python -m kda_core precompile``. Imports the DSL."""
+    assert arch == ARCH, arch  # the only architecture of the backend's spec
+    return _pairs(ALL)
 
 
-def _of(configs: tuple[PrefillConfig, ...]) -> list[tuple[type, object]]:
+def _pairs(configs: tuple[PrefillConfig, ...]) -> list[tuple[type, object]]:
     from kda_cute.device.merge_states import MERGES, MergeKernel
     from kda_sm90.kernels.prefill import PrefillKernel
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import kda_core
-from kda_core import contract
+from kda_core import arguments, buffers, contract, validate
 from kda_core.backend import SupportsMerge, SupportsSegments
 from kda_core.contract import Feature
 from kda_core.errors import ArgumentError
@@ -506,32 +506,11 @@ class BackendConformance(DeclaredConformance):
     @pytest.mark.filterwarnings("ignore")  # torch warns of itself while it traces
     def test_opcheck(self, kda: Runner) -> None:
         """The operator's schema and fake kernel tell the truth about this backend."""
-        from kda_core.api import operator_args
-
         x = kda.served("slow", 20, lengths=(7, 13))
         kda(x)
-        order = (
-            "q",
-            "k",
-            "v",
-            "g",
-            "beta",
-            "A_log",
-            "dt_bias",
-            "initial_state",
-            "cu_seqlens",
-            "cu_seqlens_cpu",
-        )
-        tensors = [x.pop(n, None) for n in order]
-        args = operator_args(
-            *tensors,
-            backend=kda.backend,
-            context_parallel="off",
-            recurrent=False,
-            **x,
-        )
+        args = arguments.checked(arguments.Arguments(**x, backend=kda.backend, context_parallel="off"))
         results = torch.library.opcheck(
-            torch.ops.kda_core.chunk_fwd.default, args, test_utils=("test_schema", "test_faketensor")
+            torch.ops.kda_core.chunk_fwd.default, tuple(args), test_utils=("test_schema", "test_faketensor")
         )
         assert set(results.values()) == {"SUCCESS"}
 
@@ -587,9 +566,9 @@ class BackendConformance(DeclaredConformance):
         starts[0] = x["initial_state"][0]
         cu_seqlens = torch.tensor([0, 100, 100, 167, 230], dtype=torch.int32, device=kda.device)
         tensors = [*(x.get(n) for n in names), starts, cu_seqlens, cu_seqlens.cpu()]
-        options = {n: x[n] for n, _, _ in contract.OPTION_FIELDS if n in x} | {"output_final_state": True}
-        shape = contract.problem_shape(*tensors, options=contract.KdaOptions(**options))
-        inputs = contract.make_inputs(tensors, shape)
+        options = {n: x[n] for n in contract.OPTION_NAMES if n in x} | {"output_final_state": True}
+        shape = validate.problem_shape(*tensors, options=contract.KdaOptions(**options))
+        inputs = buffers.make_inputs(tensors, shape)
         exits = torch.full_like(starts, torch.nan)
         transitions = starts.new_full((4, 2, shape.K, shape.K), torch.nan)
         size = backend.segment_workspace_bytes(shape)
@@ -606,7 +585,7 @@ class BackendConformance(DeclaredConformance):
             backend.merge_segments(merged, exits, transitions, bounds)
             torch.testing.assert_close(merged.double(), true, rtol=1e-5, atol=1e-5 * true.abs().max().item())
         inputs = replace(inputs, initial_state=true.to(starts.dtype))
-        outputs = contract.allocate_outputs(inputs, 0, (None, None, None, workspace))
+        outputs = buffers.allocate_outputs(inputs, 0, buffers.GivenOutputs(workspace=workspace))
         assert backend.execute_segments(inputs, outputs) is outputs
         assert outputs.final_state is not None
         kda.check(case, outputs.o, outputs.final_state[3:])

@@ -1,17 +1,17 @@
-"""The merge: the state before every segment of a sequence, from what each segment does to a state.
+"""The merge of states: the state before every segment of a sequence, from the segments' summaries.
 
     S_1 = exit of segment 0,    S_{j+1} = M_j S_j + B_j
 
-A CTA has 8 or 16 columns of the states of one sequence and value head, and goes from segment to segment: columns of S do
-not meet. A warp has 16 rows. It alone needs these rows of M, which come right into its registers: each block as soon as
-the same one of the M before is split, so that it has most of a step to arrive, and copies spread over the step. All
-warps need all of S, from shared memory.
+A CTA owns 8 or 16 columns of the states of one sequence and value head, and works through the segments in order; columns of
+S are independent. A warp owns 16 rows. No other warp needs these rows of M, so they are loaded straight into its registers:
+each block is requested as soon as the same block of the previous M has been split. Loads then have most of a step to arrive,
+and spread over the step. All warps need the whole of S, which is in shared memory.
 
-Products are those of two TF32 parts of each factor, three of four (the last is below 2^-22), summed in fp32: nothing is
-rounded to less than the segments' own launch keeps. Tensor cores do not round their sums but cut them off: so sums are
-short, and the last ones are added outside.
+A product sums three of the four products of two TF32 parts of each factor in fp32; the fourth is below 2^-22. Nothing is
+rounded to less than the segments' own launch keeps. Tensor cores truncate their sums, so sums of MMAs are short, and the
+last additions are ordinary ones.
 
-Backends share it: it has nothing that is particular to an architecture.
+Backends share this kernel: it uses nothing that is particular to an architecture.
 """
 
 from dataclasses import dataclass
@@ -25,19 +25,19 @@ from kda_cute.device import ptx
 from kda_cute.records import HEAD_DIM
 
 THREADS = 32 * HEAD_DIM // 16
-BLOCKS = HEAD_DIM // 16  # of k, of which the four lanes of a row have four each: 16 bytes of M. Two MMAs
-SUMS = 4  # of the products of the greater parts
+BLOCKS = HEAD_DIM // 16  # of k. Each of a row's four lanes has four k of a block: 16 bytes of M, two MMAs
+SUMS = 4  # accumulators of the products of the greater parts
 ROW = 4 * HEAD_DIM  # bytes
 MATRIX = HEAD_DIM * ROW
 
-#: The arguments, in order, by type. Addresses: starts, exits and transitions, [P,HV,128,128] fp32, and bounds [N+1] int32:
-#: segments bounds[n] to bounds[n+1] - 1 are those of sequence n. N and HV.
+#: The arguments by type, in order. Addresses: starts, exits and transitions [P,HV,128,128] fp32, and bounds [N+1] int32;
+#: sequence n has segments bounds[n] to bounds[n+1] - 1.
 ARGUMENTS = {Int64: ("starts", "exits", "transitions", "bounds"), Int32: ("N", "HV")}
 
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """Variant of the merge: the ``columns`` of a CTA, 8 or 16. Raises ValueError on others."""
+    """Variant of the merge. ``columns``: of a CTA, 8 or 16. Raises ValueError on others."""
 
     columns: int = 8
 
@@ -51,13 +51,14 @@ MERGES = MergeConfig(8), MergeConfig(16)
 
 
 def merge_config(states: int, sms: int) -> MergeConfig:
-    """The variant for a number of states (sequences times value heads) on a device of ``sms`` SMs: fewer columns while every
-    CTA finds an SM of its own; then more, for each CTA reads all of M."""
+    """Returns the variant for a number of states (sequences times value heads) on a device of ``sms`` SMs: 8 columns while
+    every CTA has an SM of its own, else 16, because each CTA reads the whole of M."""
     return MergeConfig(8 if states * (HEAD_DIM // 8) <= sms else 16)
 
 
 class MergeKernel:
-    """Takes starts, which tells the device, and `ARGUMENTS`; writes the starts of all segments but the first ones."""
+    """Arguments: the tensor starts, which determines the device, and `ARGUMENTS`. Writes the starts of all segments but the
+    first of each sequence."""
 
     spill_allowance = 0
 
@@ -83,7 +84,7 @@ class MergeKernel:
             smem=self.shared_bytes,
             stream=stream,
             min_blocks_per_mp=1,
-            preferred_smem_carveout=15,  # percent: of one CTA. The rest is the L1's, through which M comes
+            preferred_smem_carveout=15,  # percent: one CTA's. The rest is L1, which M passes through
         )
 
     @cute.kernel
@@ -97,71 +98,73 @@ class MergeKernel:
         last = ptx.load_global_i32(x.bounds + Int64(n) * 4 + 4, n < x.N) - 1
         if first < last:
             place = lambda segment: (Int64(segment) * x.HV + head) * MATRIX
-            # Rows r and r + 8 of an MMA are 2r and 2r + 1 of the warp's, so that a thread has pairs of rows of S: of k.
+            # Rows r and r + 8 of an MMA are the warp's rows 2r and 2r + 1, so that a thread has pairs of rows of S, which are k.
             lane = thread % 32
             row = thread // 32 * 16 + lane // 4 * 2
             left = row * ROW + lane % 4 * 16
             own = row * ROW + block * (self.columns * 4) + lane % 4 * 8
-            matrix = [y for k in range(BLOCKS) for y in self.load(x.transitions + place(first + 1) + left, k)]
+            matrix = [
+                y for k in range(BLOCKS) for y in self.load_rows(x.transitions + place(first + 1) + left, k)
+            ]
             state = self.load_state(x.exits + place(first) + own)
-            self.put(shared, thread, first + 1, state, x.starts + place(first + 1) + own)
+            self.store_state(shared, thread, first + 1, state, x.starts + place(first + 1) + own)
             for segment in cutlass.range(first + 1, last, unroll=1):
-                cute.arch.sync_threads()  # S is there, and the room of the one before is free
+                cute.arch.sync_threads()  # S is complete, and nobody reads the previous one
                 added = self.load_state(x.exits + place(segment) + own)
-                following = x.transitions + place(segment + 1) + left  # there is an M of the last segment too
+                following = x.transitions + place(segment + 1) + left  # the last segment has an M too
                 product, matrix = self.product(shared, lane, segment, matrix, following)
                 state = [y + z for y, z in zip(product, added, strict=True)]
-                self.put(shared, thread, segment + 1, state, x.starts + place(segment + 1) + own)
+                self.store_state(shared, thread, segment + 1, state, x.starts + place(segment + 1) + own)
 
-    def load(self, address, block):
-        """The thread's part of a block of M: four k of two rows."""
+    def load_rows(self, address, block):
+        """Loads the thread's part of a block of M: four k of two rows."""
         at = address + block * 64
         return ptx.load_global_f32_x4(at) + ptx.load_global_f32_x4(at + ROW)
 
     def load_state(self, address):
-        """The thread's values of B: for each tile two columns of two rows, as accumulators are."""
+        """Loads the thread's values of B in the order of accumulators: for each tile two columns of two rows."""
         places = [address + tile * 32 + row * ROW for tile in range(self.tiles) for row in range(2)]
         return [y for at in places for y in ptx.load_global_f32_x2(at, Boolean(True))]
 
     def parts(self, shared, segment, block, tile):
-        """Where shared memory has a tile of 16 rows of S in two parts, 512 bytes each."""
+        """Returns the shared address of a tile of 16 rows of S, in two parts of 512 bytes each."""
         return shared + segment % 2 * self.parts_bytes + block * (self.tiles * 1024) + tile * 1024
 
-    def slot(self, column, group):
-        """Where a part has the four k of a group of a column: 16 bytes, so placed that neither the threads of ``put`` nor
-        those of ``right`` meet at a bank."""
+    def unit(self, column, group):
+        """Returns the offset, in a part, of the 16 bytes of a column's four k of a group. Neither the stores of
+        `store_state` nor the loads of `load_columns` have bank conflicts."""
         return (group * 8 + (column ^ (group * 2 + group % 2))) * 16
 
-    def put(self, shared, thread, segment, state, address):
-        """The thread's values of the state before a segment: to global memory, and in two parts to shared memory."""
+    def store_state(self, shared, thread, segment, state, address):
+        """Stores the thread's values of the state before a segment to global memory, and in two parts to shared memory."""
         lane = thread % 32
         for tile in range(self.tiles):
             values = state[4 * tile : 4 * tile + 4]
             for row in range(2):
                 ptx.store_global_x2(address + tile * 32 + row * ROW, values[2 * row : 2 * row + 2])
-            room = self.parts(shared, segment, thread // 32, tile) + lane // 4 % 2 * 8
+            start = self.parts(shared, segment, thread // 32, tile) + lane // 4 % 2 * 8
             for column in range(2):
                 pairs = zip(*(ptx.split_tf32(values[2 * row + column]) for row in range(2)), strict=True)
                 for part, pair in enumerate(pairs):
-                    slot = self.slot(lane % 4 * 2 + column, lane // 8)
-                    ptx.store_shared_x2(room + part * 512 + slot, pair)
+                    unit = self.unit(lane % 4 * 2 + column, lane // 8)
+                    ptx.store_shared_x2(start + part * 512 + unit, pair)
 
-    def right(self, shared, segment, block, slot):
-        """The thread's part of a block of S: for each tile and part four k of a column."""
-        rooms = [self.parts(shared, segment, block, tile) + slot for tile in range(self.tiles)]
-        return [[ptx.load_shared_x4(room + part * 512, Int32) for part in range(2)] for room in rooms]
+    def load_columns(self, shared, segment, block, unit):
+        """Loads the thread's part of a block of S: for each tile and part four k of a column."""
+        addresses = [self.parts(shared, segment, block, tile) + unit for tile in range(self.tiles)]
+        return [[ptx.load_shared_x4(start + part * 512, Int32) for part in range(2)] for start in addresses]
 
     def product(self, shared, lane, segment, matrix, address):
-        """The thread's values of M S, and its part of the next M, which is at an address."""
+        """Returns the thread's values of M S, and its part of the next M, at ``address``."""
         acc = [[[Float32(0.0)] * 4 for _ in range(2 + SUMS)] for _ in range(self.tiles)]
-        slot = self.slot(lane // 4, lane % 4)
-        following, right = [], self.right(shared, segment, 0, slot)
+        unit = self.unit(lane // 4, lane % 4)
+        following, right = [], self.load_columns(shared, segment, 0, unit)
         for block in range(BLOCKS):
             left = [ptx.split_tf32(y) for y in matrix[8 * block : 8 * block + 8]]
-            following += self.load(address, block)
+            following += self.load_rows(address, block)
             present = right
             if block + 1 < BLOCKS:
-                right = self.right(shared, segment, block + 1, slot)
+                right = self.load_columns(shared, segment, block + 1, unit)
             for b, sums in zip(present, acc, strict=True):
                 for k in (0, 2):
                     high, low = ([left[at][part] for at in (k, k + 4, k + 1, k + 5)] for part in range(2))
@@ -170,6 +173,6 @@ class MergeKernel:
                     sums[0] = ptx.mma_m16n8k8_tf32(low, b_high, sums[0])
                     sums[1] = ptx.mma_m16n8k8_tf32(high, b_low, sums[1])
                     sums[main] = ptx.mma_m16n8k8_tf32(high, b_high, sums[main])
-            cute.arch.sync_warp()  # the assembler would gather the loads of all blocks at one place
+            cute.arch.sync_warp()  # otherwise ptxas moves the loads of all blocks to one place
         tree = lambda x, y, *main: (x + y) + ((main[0] + main[1]) + (main[2] + main[3]))
         return [tree(*values) for sums in acc for values in zip(*sums, strict=True)], following

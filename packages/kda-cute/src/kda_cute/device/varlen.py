@@ -1,8 +1,8 @@
-"""Which tokens a slot of a value head holds: sequences as rows of B, or packed along T by offsets on the device.
+"""Slots: which tokens of a value head each slot holds, for sequences as rows of B or packed along T by device offsets.
 
-A sequence of L tokens takes ceil(L / chunk) *slots*, one a chunk. Packed sequence n, which starts at token s, takes them
-from slot ``s // chunk + n`` on: ranges never overlap, because ``ceil(L / chunk) <= end // chunk - s // chunk + 1``, so that
-no kernel needs a prefix sum, and slots may stay unused.
+A sequence of L tokens has ceil(L / chunk) *slots*, one for each chunk. Packed sequence n, which starts at token s, has those
+from slot ``s // chunk + n`` on. Ranges never overlap, because ``ceil(L / chunk) <= end // chunk - s // chunk + 1``, so that
+no kernel needs a prefix sum; some slots stay unused.
 
 Functions take a namespace ``s``: ``chunk``; N sequences of T tokens each, or packed along T by ``offsets``, the address
 of N + 1 integers of ``offset_bytes`` (4, 8; 0: not packed); ``span``, the slots of a head.
@@ -16,7 +16,7 @@ from kda_cute.device import ptx
 
 @cute.jit
 def slots(chunk: cutlass.Constexpr[int], offset_bytes: Int32, N: Int32, T: Int32) -> Int32:
-    """Slots of a head."""
+    """Returns the number of slots of a head."""
     count = N * cute.ceil_div(T, chunk)
     if offset_bytes > 0:
         count = T // chunk + N
@@ -24,13 +24,13 @@ def slots(chunk: cutlass.Constexpr[int], offset_bytes: Int32, N: Int32, T: Int32
 
 
 def end_of_last(s):
-    """Where the last packed sequence ends, 1 at least. In place of T, which is 1 or more, it leaves out what is behind: slots,
-    and bounds that lead there."""
+    """Returns the end of the last packed sequence, at least 1. Used in place of T (which is at least 1), it excludes the slots
+    of padding behind the last sequence, and offsets that point there."""
     return clamped(s, s.N, Int32(1))
 
 
 def clamped(s, n, low):
-    """Offset n in [low, T]: what the device holds is not trusted."""
+    """Returns offset n clamped to [low, T], because offsets on the device are not trusted."""
     wide = s.offset_bytes == 8
     address = s.offsets + Int64(n) * s.offset_bytes
     value = ptx.load_global_i64(address, wide) + Int64(ptx.load_global_i32(address, s.offset_bytes == 4))
@@ -39,8 +39,8 @@ def clamped(s, n, low):
 
 @cute.jit
 def owner(s, slot: Int32) -> Int32:
-    """The last sequence n whose first slot ``start // chunk + n`` is not behind ``slot``: a search by a warp, in 32
-    places at a time."""
+    """Returns the last sequence n whose first slot ``start // chunk + n`` is at most ``slot``. A whole warp searches, 32
+    probes at a time."""
     lane = cute.arch.lane_idx()
     low, span = Int32(0), Int32(s.N)
     while span > 1:
@@ -58,7 +58,7 @@ def owner(s, slot: Int32) -> Int32:
 
 @cute.jit
 def extent(s, n: Int32):
-    """First token in B*T, length, first slot, and first slot of the next sequence."""
+    """Returns a sequence's first token in B*T, length and first slot, and the first slot of the next sequence."""
     each = cute.ceil_div(s.T, s.chunk)
     start, length, slot, after = Int64(n) * s.T, Int32(s.T), n * each, (n + 1) * each
     if s.offset_bytes > 0:

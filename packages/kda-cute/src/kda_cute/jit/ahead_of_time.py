@@ -1,4 +1,4 @@
-"""What the installed backends compile ahead of time: the `variants` of their specs, imported and called."""
+"""The variants that installed backends list for ahead-of-time compilation, in `BackendSpec.variants`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from kda_cute.jit.target import capability_of_arch
 
 @dataclass(frozen=True)
 class Offer:
-    """What one backend compiles ahead of time for an architecture: its ``variants``, each once.
+    """What one backend lists for an architecture.
 
-    Without any, ``reason`` says why. ``broken``: what it has could not be found out, which is not the same as having
-    nothing to compile.
+    Attributes:
+        backend: its name.
+        variants: the variants, each once.
+        reason: why there are none; else empty.
+        broken: whether the list could not be read, in contrast to an empty list.
     """
 
     backend: str
@@ -28,10 +31,12 @@ class Offer:
 
 
 def offers(arch: str, backend: str | None = None) -> list[Offer]:
-    """One offer for each installed backend, or that of ``backend`` alone. Imports the modules that hold the kernels,
-    hence the DSL; whatever a backend raises is its ``reason``.
+    """Returns an offer for each installed backend, or for `backend` alone. Imports the modules of the kernels and the DSL. An
+    exception of a backend becomes its `Offer.reason`.
 
-    Raises ``ArgumentError`` for an unknown architecture and ``BackendNotFoundError`` for an unknown backend.
+    Raises:
+        ArgumentError: `arch` is not the name of an architecture.
+        BackendNotFoundError: `backend` is not installed.
     """
     capability = capability_of_arch(arch)
     candidates = REGISTRY.backends() if backend is None else [REGISTRY.find(backend)]
@@ -39,7 +44,7 @@ def offers(arch: str, backend: str | None = None) -> list[Offer]:
 
 
 def offering_backend(variant: Variant) -> str | None:
-    """The name of the installed backend that compiles ``variant`` ahead of time; None if none does."""
+    """Returns the name of the installed backend that lists a variant; None if none does."""
     wanted = _identity(variant)
     for offer in offers(variant.arch):
         if any(_identity(offered) == wanted for offered in offer.variants):

@@ -1,4 +1,4 @@
-"""How many CPUs this process may use: its affinity, and the quota of its cgroups, as containers set it."""
+"""The number of CPUs that this process may use: its affinity, and the quotas of its cgroups, which containers set."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from pathlib import Path
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """The CPUs that this process may run on, at most as many as its cgroups give it time for; at least 1. ``root`` is
-    where the file systems ``proc`` and ``sys`` are."""
+    """Returns the number of CPUs in the process's affinity, limited by the quotas of its cgroups; at least 1.
+
+    Args:
+        root: the folder of the file systems ``proc`` and ``sys``.
+    """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([affinity, *(math.ceil(quota) for quota in _quotas(root))]))
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """CPUs that each cgroup of this process grants: those of version 2 and of version 1, and their parents'."""
+    """The quotas, in CPUs, of this process's cgroups (versions 1 and 2) and of their parents."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         if not controllers:
@@ -26,7 +29,9 @@ def _quotas(root: Path) -> Iterator[float]:
         else:
             continue
         below = Path(path.lstrip("/"))
-        for mount in mounts:  # in a container the path may be the host's, and the mount its own group
+        for (
+            mount
+        ) in mounts:  # in a container the path may be the host's, while the mount is the container's group
             for folder in dict.fromkeys(mount / part for part in (below, *below.parents)):
                 yield from _quota(folder)
 

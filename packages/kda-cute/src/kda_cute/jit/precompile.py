@@ -1,4 +1,4 @@
-"""Compile many variants ahead of time, in worker processes that share the cache folder."""
+"""Ahead-of-time compilation of many variants, in worker processes that share the cache folder."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ from kda_cute.jit.key import Variant, canonical
 
 @dataclass(frozen=True)
 class Built:
-    """What became of one variant: its ``name``, ``seconds`` of wall time, and whether it was ``compiled``
-    (False: it was on disk). ``error`` is the message of a failure, empty if there was none."""
+    """The result of one variant.
+
+    Attributes:
+        name: `str(Variant)`.
+        seconds: wall time.
+        compiled: whether it was compiled; False if it was on disk or failed.
+        error: the message of a failure, else empty.
+    """
 
     name: str
     seconds: float
@@ -31,13 +37,13 @@ class Built:
 
 
 def _build(name: str, pickled: bytes) -> Built:
-    """In a worker: build one variant. It comes as bytes, as the pool would die of one that cannot be
-    imported."""
+    """Builds one variant in a worker process. The variant comes pickled, because one that cannot be imported would break the
+    pool."""
     start = time.perf_counter()
     compiled, error = False, ""
     try:
         compiled = ensure_on_disk(pickle.loads(pickled))
-    except Exception as problem:  # noqa: BLE001 - whatever it is, it belongs to this variant alone
+    except Exception as problem:  # noqa: BLE001 - a failure concerns this variant alone
         named = isinstance(problem, CompileError)
         error = str(problem) if named else f"{name}: {type(problem).__name__}: {problem}"
     return Built(name, time.perf_counter() - start, compiled, error)
@@ -45,8 +51,8 @@ def _build(name: str, pickled: bytes) -> Built:
 
 @contextlib.contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """Processes that are started within do not see Ctrl-C, which a terminal sends to all of them: each would print a
-    traceback. Their parent stops them."""
+    """Processes that are started within the block ignore Ctrl-C, which a terminal sends to all processes. Otherwise each of them
+    would print a traceback. The parent stops them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -60,23 +66,27 @@ def precompile(
     workers: int | None = None,
     progress: Callable[[Built], None] | None = None,
 ) -> list[Built]:
-    """Put (kernel class, configuration, architecture) variants into the cache folder; one ``Built`` for each.
+    """Compiles variants into the cache folder, unless they are there. Returns a `Built` for each.
 
-    Each of ``workers`` processes (default: `usable_cpus`) imports the DSL once. They are spawned, so a script that
-    calls this needs the usual ``if __name__ == "__main__"``. ``progress`` is called in this process after each
-    variant. If it raises, and on Ctrl-C, the workers are stopped; what they have built stays. Variants that are given
-    twice are built once.
+    The worker processes are spawned, so a script that calls this function needs the usual ``if __name__ == "__main__"``. On
+    Ctrl-C, and if `progress` raises, the workers are stopped; finished kernels stay in the folder.
 
-    Raises ``ArgumentError`` before any work if a variant is not valid, ``CompileError`` before any work if the folder
-    that the environment names cannot be used, and at the end if some variants failed, with all their messages; the
-    others are in the folder then.
+    Args:
+        variants: (kernel class, configuration, architecture). Duplicates are built once.
+        workers: the number of worker processes, each of which imports the DSL once. Default: `usable_cpus`.
+        progress: called in this process after each variant.
+
+    Raises:
+        ArgumentError: before any work, if a variant is not valid.
+        CompileError: before any work, if the folder that the environment names cannot be used; at the end, if variants
+            failed. It then contains all their messages, and the other variants are in the folder.
     """
     unique = {
         (kernel, canonical(config), arch): Variant(kernel, config, arch) for kernel, config, arch in variants
     }
     if not unique:
         return []
-    if problem := env.cache_dir_problem():  # another folder than the one that was asked for is of no use here
+    if problem := env.cache_dir_problem():  # a fallback folder would not serve the user
         raise CompileError(f"nothing was compiled: {problem}")
     workers = min(len(unique), workers or usable_cpus())
     done: list[Built] = []
@@ -85,7 +95,7 @@ def precompile(
         try:
             with _sigint_blocked():
                 futures = {pool.submit(_build, str(v), pickle.dumps(v)): str(v) for v in unique.values()}
-                processes += pool._processes.values()  # spawned by `submit`, all of them
+                processes += pool._processes.values()  # `submit` has spawned all of them
             for future in as_completed(futures):
                 try:
                     built = future.result()
@@ -96,7 +106,9 @@ def precompile(
                 done.append(built)
                 if progress is not None:
                     progress(built)
-        except BaseException:  # Ctrl-C, as a rule: leaving the block would build all the rest first
+        except (
+            BaseException
+        ):  # usually Ctrl-C; without this, the end of the block would wait for all variants
             pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:
                 process.terminate()

@@ -1,13 +1,12 @@
-"""Registers, spills and the assembler's complaints of a kernel, found without a GPU.
+"""The ptxas report of a kernel: registers, spills and advisories. Needs no GPU.
 
-The DSL has ptxas inside and prints none of its messages. So the kernel is compiled once more, its PTX kept
-and given to ``ptxas -v`` from PyPI's ``nvidia-cuda-nvcc``. That wheel must be as new as the DSL's own
-compiler (CUDA 13.4 for 4.8), or it refuses the PTX; at the same version the machine code is the same.
+The DSL contains ptxas but prints none of its messages. So the kernel is compiled again, and its PTX is passed to ``ptxas -v`` of
+PyPI's ``nvidia-cuda-nvcc``. That wheel must be at least as new as the DSL's own compiler (CUDA 13.4 for 4.8), or it refuses the
+PTX. At the same version the machine code is the same.
 
     python -m kda_cute.jit.ptxas package.module:KERNELS --arch sm_90a
 
-prints a table and exits with 1 if a kernel has problems. ``KERNELS()`` gives (kernel class, configuration)
-pairs.
+prints a table and exits with 1 if a kernel has problems. ``KERNELS()`` returns (kernel class, configuration) pairs.
 """
 
 from __future__ import annotations
@@ -39,18 +38,20 @@ _PROPERTIES = re.compile(r"Function properties for (\S+)")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SMEM = re.compile(r"(\d+) bytes smem")
-#: Advisories that ptxas numbers, as C7510 (wgmma serialized), C7512, C7517 and C7518 (a wait was inserted),
-#: and what it calls a warning: a .minnctapersm that it cannot honour, a setmaxnreg that it ignores.
+#: Numbered advisories of ptxas, such as C7510 (wgmma serialized), C7512, C7517 and C7518 (a wait was inserted), and its
+#: warnings, such as a .minnctapersm or a setmaxnreg that it ignores.
 _COMPLAINT = re.compile(r"\(C\d+\)|\bwarning\s*:|performance loss", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one entry point, or one function that was not inlined, needs.
+    """The resources of an entry point, or of a function that was not inlined.
 
-    ``registers`` a thread (0 for a function that is not an entry point), ``smem``: static shared memory in
-    bytes (what a launch asks for dynamically is not in it), ``stack``, ``spill_stores``, ``spill_loads``:
-    bytes of local memory a thread.
+    Attributes:
+        name: of the function, shortened.
+        registers: for each thread; 0 for a function that is not an entry point.
+        smem: static shared memory in bytes, without the dynamic part of a launch.
+        stack, spill_stores, spill_loads: local memory in bytes for each thread.
     """
 
     name: str
@@ -63,8 +64,14 @@ class Usage:
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas says about one variant: its ``name``, the ``usage`` of each function, the ``complaints``, and the
-    bytes of spills a thread that its kernel class puts up with (``spill_allowance``)."""
+    """The report of ptxas on a variant.
+
+    Attributes:
+        name: of the variant.
+        usage: of each function.
+        complaints: advisories and warnings.
+        spill_allowance: the spills that the kernel class accepts, in bytes for each thread.
+    """
 
     name: str
     usage: tuple[Usage, ...]
@@ -72,8 +79,8 @@ class Report:
     spill_allowance: int = 0
 
     def problems(self) -> tuple[str, ...]:
-        """What fails a build: local memory (spills beyond the allowance, or arrays that are indexed dynamically) and
-        every complaint."""
+        """Returns what must fail a build: spills beyond the allowance, a stack without spills (from arrays that are indexed
+        dynamically), and every complaint."""
         found = []
         for use in self.usage:
             if max(use.spill_stores, use.spill_loads) > self.spill_allowance:
@@ -82,19 +89,25 @@ class Report:
                     f"allowed {self.spill_allowance}"
                 )
             elif use.stack and not use.spill_stores:
-                found.append(f"{use.name}: {use.stack} bytes of stack, though nothing is spilled")
+                found.append(f"{use.name}: {use.stack} bytes of stack without spills")
         return (*found, *self.complaints)
 
 
 def ptxas_path() -> Path:
-    """The ptxas of PyPI's ``nvidia-cuda-nvcc``, as `tool_path`."""
+    """Returns the path of ptxas in PyPI's ``nvidia-cuda-nvcc``.
+
+    Raises:
+        CompileError: as `tool_path`.
+    """
     return tool_path("ptxas", PACKAGE)
 
 
 def tool_path(tool: str, package: str) -> Path:
-    """A tool of CUDA from one of its packages on PyPI. One on ``PATH`` is not used: its version is anyone's guess.
+    """Returns the path of a CUDA tool in one of CUDA's packages on PyPI. A tool on ``PATH`` is not used, because its version is
+    unknown.
 
-    Raises ``CompileError`` that says how to install it.
+    Raises:
+        CompileError: the package is not installed or lacks the tool. The message contains the command that installs it.
     """
     try:
         files = metadata.distribution(package).files or ()
@@ -109,10 +122,11 @@ def tool_path(tool: str, package: str) -> Path:
 
 
 def parse(name: str, output: str) -> Report:
-    """A ``Report`` from the text that ``ptxas -v`` prints.
+    """Parses the text that ``ptxas -v`` prints.
 
-    Raises ``CompileError`` if the text has no entry point: a format that is not understood is not a clean
-    kernel.
+    Raises:
+        CompileError: the text has no entry point, or lacks its resources. A text that cannot be parsed must not pass for a
+            kernel without problems.
     """
     usage: dict[str, dict[str, int]] = {}
     entry = current = ""
@@ -129,7 +143,7 @@ def parse(name: str, output: str) -> Report:
             smem = _SMEM.search(line)
             usage.setdefault(entry, {}).update(registers=int(match[1]), smem=int(smem[1]) if smem else 0)
     if not entry or any("stack" not in found for found in usage.values()) or "registers" not in usage[entry]:
-        raise CompileError(f"{name}: ptxas printed something else than expected:\n{output}")
+        raise CompileError(f"{name}: the output of ptxas cannot be parsed:\n{output}")
     complaints = [
         re.sub(r"^ptxas\s+", "", _shorten(line.strip()))
         for line in output.splitlines()
@@ -139,15 +153,23 @@ def parse(name: str, output: str) -> Report:
 
 
 def _shorten(text: str) -> str:
-    """Leave out the mangled argument types of the DSL's names (hundreds of characters)."""
+    """Removes the mangled argument types from the DSL's names (hundreds of characters)."""
     return re.sub(r"(kernel_cutlass_\w+?)_object_at_\w*", r"\1", text)
 
 
 def assemble(
     name: str, ptx: str, arch: str, options: Sequence[str] = (), cubin: Path | None = None
 ) -> Report:
-    """Run ``ptxas -v`` on a text of PTX; the machine code to ``cubin`` if that is given. Raises ``CompileError`` with ptxas's
-    words if it refuses."""
+    """Runs ``ptxas -v`` on PTX and returns the report.
+
+    Args:
+        name: for messages.
+        options: further options of ptxas.
+        cubin: the file for the machine code; None to discard it.
+
+    Raises:
+        CompileError: ptxas fails; with its message.
+    """
     ptxas = ptxas_path()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
@@ -173,8 +195,12 @@ def assemble(
 
 
 def keep_ptx(kernel: type, config: object, arch: str) -> str:
-    """The PTX of a variant. Compiles, and leaves the cache alone. Raises ``CompileError`` and
-    ``ArgumentError``."""
+    """Compiles a variant and returns its PTX. Does not use the cache.
+
+    Raises:
+        CompileError: the kernel does not compile.
+        ArgumentError: as `Variant`.
+    """
     variant = Variant(kernel, config, arch)
     ptx = with_ptx(variant, lambda compiled: compiled.__ptx__)
     if not ptx:
@@ -183,12 +209,19 @@ def keep_ptx(kernel: type, config: object, arch: str) -> str:
 
 
 def report(kernel: type, config: object, arch: str, cubin: Path | None = None) -> Report:
-    """What ptxas says about a variant; its machine code to ``cubin`` if that is given. Raises ``CompileError`` (the
-    compiler, ptxas) and ``ArgumentError``."""
+    """Compiles a variant and returns the report of ptxas.
+
+    Args:
+        cubin: the file for the machine code; None to discard it.
+
+    Raises:
+        CompileError: the compiler or ptxas fails.
+        ArgumentError: as `Variant`.
+    """
     variant = Variant(kernel, config, arch)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--ptxas-options", default="")
-    # argparse takes a value that starts with a dash for an option, unless it is joined to its own.
+    # argparse parses a value that starts with a dash as an option, unless it is joined to its option by "="
     joined = re.sub(r"--ptxas-options\s+", "--ptxas-options=", variant.options)
     known, _ = parser.parse_known_args(shlex.split(joined))
     ptx, words = keep_ptx(kernel, config, arch), shlex.split(known.ptxas_options)
@@ -197,7 +230,7 @@ def report(kernel: type, config: object, arch: str, cubin: Path | None = None) -
 
 
 def table(reports: Iterable[Report]) -> str:
-    """One line for each function, problems under their kernel."""
+    """Returns a text with one line for each function, and the problems below their kernel."""
     lines = [f"{'regs':>5} {'smem':>7} {'stack':>6} {'spill st/ld':>12}  kernel"]
     for item in reports:
         for use in item.usage:
@@ -222,7 +255,7 @@ def _kernels(name: str) -> list[tuple[type, object]]:
 
 
 def _tried(task: tuple[type, object, str]) -> Report | str:
-    """A report, or why there is none."""
+    """A report, or the message of the error."""
     try:
         return report(*task)
     except KdaError as error:
@@ -230,13 +263,13 @@ def _tried(task: tuple[type, object, str]) -> Report | str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. 0: no problem; 1: problems, or a kernel that does not compile; 2: usage."""
+    """Runs the command line. Returns 0; 1 if there are problems or a kernel does not compile; 2 for wrong usage."""
     parser = argparse.ArgumentParser(
         prog="python -m kda_cute.jit.ptxas", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("kernels", metavar="package.module:KERNELS", nargs="+")
     parser.add_argument("--arch", action="append", type=check_arch, required=True)
-    parser.add_argument("--jobs", type=int, help="worker processes (default: CPUs that may be used)")
+    parser.add_argument("--jobs", type=int, help="worker processes (default: the usable CPUs)")
     options = parser.parse_args(argv)
     try:
         kernels = [pair for name in options.kernels for pair in _kernels(name)]
@@ -260,6 +293,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from kda_cute.jit import ptxas  # noqa: PLW0406 - worker processes must find it under this name
+    from kda_cute.jit import ptxas  # noqa: PLW0406 - worker processes import its functions by this name
 
     sys.exit(ptxas.main())

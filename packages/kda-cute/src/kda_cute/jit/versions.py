@@ -1,10 +1,9 @@
-"""Which wheels of the CuTe DSL are installed, and whether they fit together. Metadata only: nothing is
-imported.
+"""The installed wheels of the CuTe DSL, and whether they fit together. Reads metadata and imports nothing.
 
-``nvidia-cutlass-dsl`` itself is empty. Its requirements bring the Python sources and one compiler per CUDA
-major version (``nvidia-cutlass-dsl-libs-*``), all pinned to one version, all unpacked into one folder. pip
-does not undo a half-finished upgrade, and wheels before 4.6 overwrite each other's files, so that the order
-of installation decided what ran.
+``nvidia-cutlass-dsl`` itself is empty. Its requirements, ``nvidia-cutlass-dsl-libs-*``, contain the Python sources and one compiler
+for each CUDA major version. All are pinned to one version and unpacked into one folder. Two things can go wrong: pip does not
+undo a half-finished upgrade, and wheels before 4.6 overwrite each other's files, so that the order of installation decides what
+runs.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ _PIN = re.compile(r"^([A-Za-z0-9._-]+)\s*\(?==\s*([^;)\s]+)\)?\s*(?:;(.*))?$")
 class DslWheels:
     """The installed parts of the DSL.
 
-    ``versions``: (distribution, version) of the DSL's wheels and of ``apache-tvm-ffi``, sorted by name.
-    ``cuda``: the CUDA major versions whose compiler is installed; the DSL picks the newest that the driver
-    supports. ``problems``: one line for each thing that is broken; empty means sound.
+    Attributes:
+        versions: (distribution, version) of the DSL's wheels and of ``apache-tvm-ffi``, sorted by name.
+        cuda: the CUDA major versions whose compiler is installed. The DSL uses the newest one that the driver supports.
+        problems: one line for each problem.
     """
 
     versions: tuple[tuple[str, str], ...]
@@ -34,11 +34,10 @@ class DslWheels:
 
 
 def _parts() -> dict[str, metadata.Distribution]:
-    """Name -> distribution of everything that belongs to the DSL (the first on ``sys.path`` wins, as for
-    imports)."""
+    """The distributions of the DSL by name. The first on ``sys.path`` counts, as for imports."""
     parts: dict[str, metadata.Distribution] = {}
     for distribution in metadata.distributions():
-        # pip leaves folders without a METADATA file behind when it is interrupted: they have no name.
+        # an interrupted pip leaves folders without a METADATA file, hence without a name
         name = str(distribution.metadata.json.get("name", "")).lower().replace("_", "-")
         if name == DSL or name.startswith(DSL + "-libs-") or name == TVM_FFI:
             parts.setdefault(name, distribution)
@@ -46,8 +45,7 @@ def _parts() -> dict[str, metadata.Distribution]:
 
 
 def _pin_problems(parts: dict[str, metadata.Distribution]) -> list[str]:
-    """Pins between the DSL's own wheels that are not met. Behind an extra, only an installed wheel is
-    checked."""
+    """The unmet pins between the DSL's own wheels. A pin of an extra is checked only if its wheel is installed."""
     problems = []
     for name, distribution in parts.items():
         for requirement in distribution.requires or ():
@@ -68,8 +66,7 @@ def _pin_problems(parts: dict[str, metadata.Distribution]) -> list[str]:
 
 
 def _overlap_problems(parts: dict[str, metadata.Distribution]) -> list[str]:
-    """Wheels that bring different contents for one path: what is on disk depends on the order of
-    installation."""
+    """The pairs of wheels that contain different files of one path. The order of installation decides which one is on disk."""
     files = {
         name: {str(file): file.hash.value for file in distribution.files or () if file.hash}
         for name, distribution in parts.items()
@@ -88,7 +85,7 @@ def _overlap_problems(parts: dict[str, metadata.Distribution]) -> list[str]:
 
 
 def dsl_wheels() -> DslWheels:
-    """What is installed of the DSL and what is wrong with it. Never raises for a broken installation."""
+    """Returns the installed wheels of the DSL and their problems. Does not raise for a broken installation."""
     parts = _parts()
     cuda = tuple(sorted(int(m[1]) for name in parts if (m := re.fullmatch(DSL + r"-libs-cu(\d+)", name))))
     problems = []
@@ -96,7 +93,8 @@ def dsl_wheels() -> DslWheels:
         problems.append(f"{DSL} is not installed: pip install '{DSL}[cu13]'")
         if any(name.startswith(DSL) for name in parts):
             problems.append(
-                "parts of it are: " + ", ".join(sorted(name for name in parts if name != TVM_FFI))
+                "only these parts of it are installed: "
+                + ", ".join(sorted(name for name in parts if name != TVM_FFI))
             )
     if TVM_FFI not in parts:
         problems.append(f"{TVM_FFI} is not installed (the DSL does not require it): pip install {TVM_FFI}")

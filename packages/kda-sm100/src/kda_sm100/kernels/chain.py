@@ -40,10 +40,10 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
+from cutlass.pipeline import PipelineUserType, make_pipeline_state
 
 from kda_cute import arguments
 from kda_cute.device import ptx, varlen
-from kda_cute.device.ring import Ring
 from kda_cute.records import HEAD_DIM, decay_start, decay_units, image_offset
 from kda_sm100.config import ChainConfig
 from kda_sm100.kernels import tensor, workspace
@@ -98,6 +98,7 @@ RINGS = (
     (3, 2),
     (2, 2),
 )  # candidate depths of the early and the late ring, best first
+ACCUMULATORS = 2  # of O
 STATE_BYTES = 4 * HEAD_DIM * HEAD_DIM  # an fp32 state in global memory
 
 
@@ -122,8 +123,8 @@ def mbarriers(early: int, late: int) -> dict[str, Mbarriers]:
         "r_full": Mbarriers(1, 1),
         "r_bf16_full": Mbarriers(1, 4),
         "s_full": Mbarriers(1, 1),
-        "o_full": Mbarriers(2, 1),
-        "o_empty": Mbarriers(2, 4),
+        "o_full": Mbarriers(ACCUMULATORS, 1),
+        "o_empty": Mbarriers(ACCUMULATORS, 4),
     }
 
 
@@ -255,6 +256,10 @@ class ChainKernel:
 
     # ---- synchronisation
 
+    def rings(self, user):
+        """Returns the states of the early and the late ring. ``user``: whether the role fills or empties them."""
+        return make_pipeline_state(user, self.early_depth), make_pipeline_state(user, self.late_depth)
+
     def wait(self, mbarriers, phase, stage=0):
         """Waits for an mbarrier after which this thread accesses tensor memory."""
         cute.arch.mbarrier_wait(mbarriers.data_ptr() + stage, phase)
@@ -262,7 +267,7 @@ class ChainKernel:
 
     def acquire(self, mbarriers, ring):
         """Waits until a stage of a ring in shared memory is full, or empty."""
-        cute.arch.mbarrier_wait(mbarriers.data_ptr() + ring.stage, ring.phase)
+        cute.arch.mbarrier_wait(mbarriers.data_ptr() + ring.index, ring.phase)
 
     def publish(self, mbarriers, stage=0):
         """Arrives once per warp after accesses to tensor memory that the warp has waited for."""
@@ -286,17 +291,17 @@ class ChainKernel:
         """Copies the records of the task into both rings."""
         x, s, task = self.task(values, index)
         address = workspace.record_addresses(x, s)
-        early, late = Ring(Int32(0), Int32(1)), Ring(Int32(0), Int32(1))
+        early, late = self.rings(PipelineUserType.Producer)
         for c in cutlass.range(task.chunks, unroll=1):
             record = task.record + c * x.HV
             self.acquire(p.early_empty, early)
             with cute.arch.elect_one():
-                self.load_early(p, address, record, early.stage, task)
-            early = early.next(self.early_depth)
+                self.load_early(p, address, record, early.index, task)
+            early.advance()
             self.acquire(p.late_empty, late)
             with cute.arch.elect_one():
-                self.load(p, address, record, p.late_full, late.stage, self.LATE)
-            late = late.next(self.late_depth)
+                self.load(p, address, record, p.late_full, late.index, self.LATE)
+            late.advance()
 
     def load_early(self, p, address, record, stage, task):
         """Copies the early arrays of a record."""
@@ -316,31 +321,33 @@ class ChainKernel:
     def multiply(self, p, values: tuple, index: Int32):
         """Issues all products. This is the only issue order of the kernel."""
         _, _, task = self.task(values, index)
-        early, late = Ring(Int32(0), Int32(0)), Ring(Int32(0), Int32(0))
+        early, late = self.rings(PipelineUserType.Consumer)
         at, base = self.tensor_columns, self.columns(p, 0)
+        output = make_pipeline_state(PipelineUserType.Producer, ACCUMULATORS)
         s, s_bf16, r, r_bf16 = base + at.s, base + at.s_bf16, base + at.r, base + at.r_bf16
         for c in cutlass.range(task.chunks, unroll=1):
-            accumulator, phase = c % 2, c // 2 % 2
-            o = base + at.o + accumulator * self.chunk
+            o = base + at.o + output.index * self.chunk
             self.acquire(p.early_full, early)
             self.wait(p.s_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(r, s_bf16, self.w, self.stage(p, "w", early.stage), add=False)
+                tensor.product(r, s_bf16, self.w, self.stage(p, "w", early.index), add=False)
                 self.commit(p.r_full)
-            self.wait(p.o_empty, phase ^ 1, accumulator)
+            self.wait(p.o_empty, output.phase, output.index)
             with cute.arch.elect_one():
-                tensor.product(o, s_bf16, self.w, self.stage(p, "qd", early.stage), add=False)
-                self.commit(p.early_empty, early.stage)
+                tensor.product(o, s_bf16, self.w, self.stage(p, "qd", early.index), add=False)
+                self.commit(p.early_empty, early.index)
             self.acquire(p.late_full, late)
             self.wait(p.r_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(s, r_bf16, self.kg, self.stage(p, "kg", late.stage), add=True)
+                tensor.product(s, r_bf16, self.kg, self.stage(p, "kg", late.index), add=True)
                 self.commit(p.s_full)
-                tensor.product(o, r_bf16, self.aqk, self.stage(p, "aqk", late.stage), add=True)
-                self.commit(p.late_empty, late.stage)
+                tensor.product(o, r_bf16, self.aqk, self.stage(p, "aqk", late.index), add=True)
+                self.commit(p.late_empty, late.index)
                 # The last commit. When the output warps have seen it, no product is in flight.
-                self.commit(p.o_full, accumulator)
-            early, late = early.next(self.early_depth), late.next(self.late_depth)
+                self.commit(p.o_full, output.index)
+            early.advance()
+            late.advance()
+            output.advance()
 
     # ---- state, four warps
 
@@ -353,7 +360,7 @@ class ChainKernel:
         at, base = self.tensor_columns, self.columns(p, row)
         S = cute.make_rmem_tensor((HEAD_DIM,), Float32)  # a tile [32, K]
         self.load_initial(x, task, row, S)
-        early = Ring(Int32(0), Int32(0))
+        early, _ = self.rings(PipelineUserType.Consumer)
         number = Int32(0)
         if const_expr(self.config.states):
             number = self.states_before(s, task.sequence, x.every * self.chunk)
@@ -365,10 +372,10 @@ class ChainKernel:
                 if c % x.every == 0:
                     self.store_bf16(x, number + c // x.every, task.head, row, S)
             self.acquire(p.early_full, early)
-            decay = self.load_decay(self.stage(p, "a", early.stage))
+            decay = self.load_decay(self.stage(p, "a", early.index))
             tensor.store(base + at.s, [S[i] * decay[i % 64 // 4 * 2 + i % 2] for i in range(HEAD_DIM)])
-            u = self.load_u(self.stage(p, "u", early.stage), row)
-            self.release(p.early_empty, early.stage)
+            u = self.load_u(self.stage(p, "u", early.index), row)
+            self.release(p.early_empty, early.index)
             self.wait(p.r_full, c % 2)
             R = tensor.load(base + at.r, self.chunk)
             tensor.store(base + at.r_bf16, self.round([r + y for r, y in zip(R, u, strict=True)]))
@@ -377,7 +384,7 @@ class ChainKernel:
             self.wait(p.s_full, c % 2)
             for i, value in enumerate(tensor.load(base + at.s, HEAD_DIM)):
                 S[i] = value
-            early = early.next(self.early_depth)
+            early.advance()
         self.store_final(x, task, row, S)
 
     def load_initial(self, x, task, row, S):
@@ -452,55 +459,46 @@ class ChainKernel:
                         at = (k + lane // 4) * HEAD_DIM + v + 2 * (lane % 4)
                     ptx.store_global(matrix + at * 2, pair)
 
-    def tile_address(self, start, matrix, row, v_step, k_step):
-        """Returns the address of the first element of the thread's tile in matrix number ``matrix`` of [N, HV].
+    def matrix(self, start, number, strides):
+        """Returns matrix ``number`` of the fp32 states at ``start`` as a tensor [V, K]."""
+        address = start + Int64(number) * STATE_BYTES
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout((HEAD_DIM, HEAD_DIM), stride=strides))
 
-        ``v_step``, ``k_step``: bytes from a row of V, or a column of K, to the next.
-        """
+    def coordinates(self, row):
+        """Returns (row of V, column of K) of each element of the thread's tile. ``row``: the warp's first row."""
         lane = cute.arch.lane_idx()
-        first = (row + lane // 4) * v_step + 2 * (lane % 4) * k_step
-        return start + Int64(matrix) * STATE_BYTES + first
-
-    def pair_offsets(self, v_step, k_step):
-        """Returns the distance in bytes of each pair of elements of a tile from its first element."""
-        return [
-            (16 * (i // 32) + 8 * (i % 2)) * v_step + i % 32 // 2 * 8 * k_step for i in range(HEAD_DIM // 2)
-        ]
+        v, k = row + lane // 4, 2 * (lane % 4)
+        return [(v + 16 * (i // 64) + 8 * (i // 2 % 2), k + i % 64 // 4 * 8 + i % 2) for i in range(HEAD_DIM)]
 
     @cute.jit
     def load_state(self, x, matrix: Int32, row: Int32, S: cute.Tensor):
         """Loads a matrix of the initial state; zeros if there is none."""
-        step, exists = 4 * HEAD_DIM, x.initial_state != Int64(0)
-        if x.v_first > 0:
-            first = self.tile_address(x.initial_state, matrix, row, step, 4)
-            self.assign(S, [ptx.load_global_f32_x2(first + at, exists) for at in self.pair_offsets(step, 4)])
-        else:
-            first = self.tile_address(x.initial_state, matrix, row, 4, step)
-            load = lambda at: ptx.load_global_f32(first + at, exists)
-            self.assign(S, [(load(at), load(at + step)) for at in self.pair_offsets(4, step)])
+        S.fill(0.0)
+        if x.initial_state != Int64(0):
+            if x.v_first > 0:
+                self.load_tile(self.matrix(x.initial_state, matrix, (HEAD_DIM, 1)), row, S)
+            else:
+                self.load_tile(self.matrix(x.initial_state, matrix, (1, HEAD_DIM)), row, S)
 
-    def assign(self, S, pairs):
-        for i, pair in enumerate(pairs):
-            S[2 * i], S[2 * i + 1] = pair
+    def load_tile(self, source, row, S):
+        """Loads the thread's tile of a matrix [V, K]."""
+        for i, (v, k) in enumerate(self.coordinates(row)):
+            S[i] = source[v, k]
 
     @cute.jit
     def store_state(self, x, target: Int64, matrix: Int32, row: Int32, S: cute.Tensor):
         """Stores S as a matrix of the fp32 states at ``target``; does nothing if that is 0."""
-        step = 4 * HEAD_DIM
         if target != Int64(0):
             if x.v_first > 0:
-                self.store_tile(self.tile_address(target, matrix, row, step, 4), step, 4, S)
+                self.store_tile(self.matrix(target, matrix, (HEAD_DIM, 1)), row, S)
             else:
-                self.store_tile(self.tile_address(target, matrix, row, 4, step), 4, step, S)
+                self.store_tile(self.matrix(target, matrix, (1, HEAD_DIM)), row, S)
 
-    def store_tile(self, first, v_step, k_step, S):
-        """Stores the thread's tile. Pairs are contiguous only where ``k_step`` is the size of an element."""
-        for i, at in enumerate(self.pair_offsets(v_step, k_step)):
-            if k_step == 4:
-                ptx.store_global_x2(first + at, [S[2 * i], S[2 * i + 1]])
-            else:
-                ptx.store_global(first + at, S[2 * i])
-                ptx.store_global(first + (at + k_step), S[2 * i + 1])
+    def store_tile(self, target, row, S):
+        """Stores the thread's tile to a matrix [V, K]."""
+        for i, (v, k) in enumerate(self.coordinates(row)):
+            target[v, k] = S[i]
 
     # ---- output, four warps
 
@@ -513,13 +511,14 @@ class ChainKernel:
         row = thread // 32 * tensor.ROWS
         base = self.columns(p, row) + self.tensor_columns.o
         image = Int32(p.o.data_ptr().toint())
+        output = make_pipeline_state(PipelineUserType.Consumer, ACCUMULATORS)
         pitch = Int64(x.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
         address = x.o + (task.token * x.HV + task.head) * (2 * HEAD_DIM)
         for c in cutlass.range(task.chunks, unroll=1):
-            accumulator = c % 2
-            self.wait(p.o_full, c // 2 % 2, accumulator)
-            words = self.round(tensor.load(base + accumulator * self.chunk, self.chunk))
-            self.publish(p.o_empty, accumulator)
+            self.wait(p.o_full, output.phase, output.index)
+            words = self.round(tensor.load(base + output.index * self.chunk, self.chunk))
+            self.publish(p.o_empty, output.index)
+            output.advance()
             self.sync_output_warps()  # the copy of the chunk before has read the image
             for i in cutlass.range_constexpr(self.chunk // 8):
                 half, token = i // (self.chunk // 16), i % (self.chunk // 16) * 16

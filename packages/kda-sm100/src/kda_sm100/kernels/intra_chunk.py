@@ -109,9 +109,7 @@ class IntraChunkKernel:
         if valid > 0:
             address = workspace.record_addresses(x, s)
             record = lambda name: address(HOLDS.get(name, name), index)
-            head = index % x.HV
-            chunk = Chunk(head, token, token * x.H + head // (x.HV // x.H), valid)
-            self.compute(x, record, Int32(shared.toint()), chunk, index)
+            self.compute(x, record, Int32(shared.toint()), index % x.HV, token, valid, index)
 
     @cute.jit
     def locate(self, s, slot: Int32):
@@ -124,16 +122,17 @@ class IntraChunkKernel:
         done = cutlass.max(slot - first, 0) * s.chunk
         return Int32(start) + done, cutlass.max(cutlass.min(length - done, s.chunk), 0)
 
-    def compute(self, x, record, base, chunk, turn):
+    def compute(self, x, record, base, head, token, valid, turn):
         """Computes one record. ``record``: returns its address in an array, by name. ``base``: shared memory of the CTA."""
         thread, _, _ = cute.arch.thread_idx()
         lane, sync, nothing = thread % 32, cute.arch.sync_threads, lambda *_: None
         stages, at = self.stages, self.layout
         worker = Worker(thread, base, turn)
+        chunk = Chunk(head, token, token * x.H + head // (x.HV // x.H), valid)
         loaded = stages.request(x, worker, chunk)
         stages.compute(x, worker, chunk, loaded, record, Hooks(sync, nothing, nothing, nothing))
         self.copy(record("kd"), base + at.kd, 2 * self.chunk * HEAD_DIM, thread)
-        self.copy_values(x, chunk.token * x.HV + chunk.head, base + at.v, chunk.valid, thread)
+        self.copy_values(x, token * x.HV + head, base + at.v, valid, thread)
         stages.finish(worker, record)
         sync()
         self.copy(record("t"), base + at.t, 2 * self.chunk * self.chunk, thread)

@@ -11,9 +11,9 @@ their output warps are idle. The CTA of M holds zeros in the shared memory of u.
 
 import cutlass
 from cutlass import Float32, Int32, cute
+from cutlass.pipeline import PipelineUserType
 
 from kda_cute.device import ptx
-from kda_cute.device.ring import Ring
 from kda_sm100.config import ChainConfig, SummaryConfig
 from kda_sm100.kernels import tensor
 from kda_sm100.kernels.chain import WARPS, ChainKernel
@@ -63,23 +63,24 @@ class SummaryKernel(ChainKernel):
     @cute.jit
     def multiply(self, p, values: tuple, index: Int32):
         _, _, task = self.task(values, index)
-        early, late = Ring(Int32(0), Int32(0)), Ring(Int32(0), Int32(0))
+        early, late = self.rings(PipelineUserType.Consumer)
         at, base = self.tensor_columns, self.columns(p, 0)
         s, s_bf16, r, r_bf16 = base + at.s, base + at.s_bf16, base + at.r, base + at.r_bf16
         for c in cutlass.range(task.chunks, unroll=1):
             self.acquire(p.early_full, early)
             self.wait(p.s_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(r, s_bf16, self.w, self.stage(p, "w", early.stage), add=False)
-                self.commit(p.early_empty, early.stage)
+                tensor.product(r, s_bf16, self.w, self.stage(p, "w", early.index), add=False)
+                self.commit(p.early_empty, early.index)
                 self.commit(p.r_full)
             self.acquire(p.late_full, late)
             self.wait(p.r_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(s, r_bf16, self.kg, self.stage(p, "kg", late.stage), add=True)
-                self.commit(p.late_empty, late.stage)
+                tensor.product(s, r_bf16, self.kg, self.stage(p, "kg", late.index), add=True)
+                self.commit(p.late_empty, late.index)
                 self.commit(p.s_full)  # the last commit: after it, no product is in flight
-            early, late = early.next(self.early_depth), late.next(self.late_depth)
+            early.advance()
+            late.advance()
 
     def write_outputs(self, p, values, index):
         """Does nothing: a summary has no outputs."""
@@ -93,11 +94,8 @@ class SummaryKernel(ChainKernel):
 
     def load_identity(self, row, S):
         """Sets S to the identity."""
-        lane = cute.arch.lane_idx()
-        below = row + lane // 4 - 2 * (lane % 4)  # distance of the tile's first element from the diagonal
-        for i, at in enumerate(self.pair_offsets(1, -1)):
-            for e in range(2):
-                S[2 * i + e] = ptx.select(below + at == e, Float32(1.0), Float32(0.0))
+        for i, (v, k) in enumerate(self.coordinates(row)):
+            S[i] = ptx.select(v == k, Float32(1.0), Float32(0.0))
 
     def store_final(self, x, task, row, S):
         target = ptx.select(task.transition > 0, x.transitions, x.final_state)

@@ -1,1 +1,2 @@
-"""The kernel (`prefill`), its chains (`chain`, `summary`) and their schedule. These modules import the CuTe DSL."""
+"""The kernel (`prefill`), its chains (`chain`, `summary`; parts of them: `store`, `fragments`, `barriers`), and their
+`schedule`. These modules import the CuTe DSL."""

@@ -1,63 +1,59 @@
-"""Prefill in one launch: some CTAs prepare chunks, the others are chains that take them up.
+"""The kernel: prefill in one launch. Some CTAs run the intra-chunk stage, the others are chains.
 
-A CTA has 384 threads and an SM of its own. The first ``streams * (2 // warpgroups)`` CTAs are chains (``chain``), one
-a stream, or one a half of V of it. In the others every group of 128 (chunks of 64 tokens) or 64 threads (of 32)
-prepares chunks (``prepare``), one after the other in the order of ``schedule``. Records go from one to the other
-through rings in global memory that stay in L2.
+A CTA has 384 threads and an SM of its own::
 
-The launch is cooperative: all CTAs are on the device at once, so that each may wait for any other.
+    CTAs 0 .. queues * (halves / warpgroups) - 1     the others (``intra_chunk_ctas``)
+    chains: one per queue, or per half of V of it    intra-chunk stage: 3 groups of 128 threads (chunks of 64), or
+    (`chain`, `summary`)                             6 groups of 64 threads (chunks of 32)
+              ^                                                |
+              |     ring of chunk records per queue,           |
+              +----- in global memory, stays in L2 <-----------+
+
+A group of the intra-chunk stage computes the records of one chunk after the other, in the order of `schedule`, and
+writes them to the ring of the chunk's queue. The chain of the queue reads them.
+
+The launch is cooperative: all CTAs are co-resident, so any CTA may wait for any other.
 """
 
 import functools
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
+from kda_cute import arguments
 from kda_cute.device import ptx
 from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
+from kda_sm90.arguments import ARGUMENTS, Address, Ticket
 from kda_sm90.config import THREADS, PrefillConfig
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
 from kda_sm90.kernels.summary import SummaryChain
 from kda_sm90.layouts import CARRY_BYTES, record_bytes
 
-SHARED_BYTES = 227 * 1024  # what a CTA of sm_90 may have
+SHARED_BYTES = 227 * 1024  # largest shared memory of a CTA on sm_90
 
-NOTES, NOTE_BYTES = 4, 32  # of a group: items that it has claimed; three of them are in use
+#: `ARGUMENTS` with the types of the DSL.
+TYPES = {Address: Int64, Ticket: Int64, int: Int32, float: Float32}
+Arguments = NamedTuple("Arguments", [(name, TYPES[kind]) for name, kind in ARGUMENTS.items()])
 
-#: The arguments, in order, by type: addresses (0 for what is not there), integers, factors. ``Int64`` q, k [B,T,H,128]
-#: bf16, v [B,T,HV,128] bf16, g [B,T,HV,128], beta [B,T,HV], a_log [HV] fp32, dt_bias [HV,128] fp32, offsets [N+1],
-#: initial_state [N,HV,128,128] fp32, o [B,T,HV,128] bf16, final_state [N,HV,128,128] fp32, states
-#: [state_count,HV,128,128] bf16, workspace (``layouts``); ticket, which no launch before had (0: the counters in the
-#: workspace are set); transitions [N,HV,128,128] fp32 (of ``summarize``). ``Int32``: N sequences, of T tokens each or,
-#: with offsets of ``offset_bytes`` (4, 8; 0: none) packed into T; ``beta_bytes`` (2: bf16, 4: fp32); ``l2norm`` (0, 1):
-#: normalise q and k; ``v_first`` (0, 1): states are [V, K]; ``every``: chunks from a state to the next; CTAs that prepare,
-#: streams, depth of a ring, or records in all. ``Float32``: scale, lower_bound (of the bounded gate), beta_factor (of the
-#: sigmoid; 0: beta as it is).
-ARGUMENTS = {
-    Int64: (
-        "q", "k", "v", "g", "beta", "a_log", "dt_bias", "offsets", "initial_state", "o", "final_state", "states",
-        "workspace", "ticket", "transitions",
-    ),
-    Int32: (
-        "state_count", "N", "T", "H", "HV", "offset_bytes", "beta_bytes", "l2norm", "v_first", "every", "preparers",
-        "streams", "depth",
-    ),
-    Float32: ("scale", "lower_bound", "beta_factor"),
-}  # fmt: skip
+#: Buffers for the claimed items of a group, and their bytes. An item is in use for three turns: published, computed,
+#: claimed.
+ITEMS, ITEM_BYTES = 4, 32
+
+#: Named barrier of the first group of an intra-chunk CTA. 0 is ``sync_threads``.
+FIRST_GROUP = 1
 
 
 class PrefillKernel:
-    """Takes o, which tells the device, and `ARGUMENTS`, which are trusted: the caller has checked shapes, dtypes,
-    contiguity and alignment to 16 bytes.
+    """Takes o as a tensor, which determines the device and the stream, and the values of `ARGUMENTS`.
 
-    Sequences are rows of B (N = B), or with offsets are packed along T (B = 1), the offsets clamped to [0, T].
+    Sequences are rows of B (N = B), or with offsets they are packed along T (B = 1).
     """
 
-    #: Twelve warps an SM leave 168 registers. Some variants put aside what the schedule computes once, and load it again
-    #: for each item and each part of a stream; the figure counts these places in the code.
+    #: Twelve warps per SM leave 168 registers per thread. Some variants spill values that the schedule computes once
+    #: and reloads them for each item and each part of a queue. The allowance in bytes counts these places in the
+    #: code.
     spill_allowance = 256
 
     def __init__(self, config: PrefillConfig):
@@ -66,25 +62,20 @@ class PrefillKernel:
         chain = SummaryChain if config.mode == "summarize" else Chain
         self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
         self.groups = THREADS // self.intra_chunk.threads
-        self.group_bytes = self.intra_chunk.layout.bytes + NOTES * NOTE_BYTES
-        self.halves = config.halves // config.warpgroups  # CTAs of a stream
+        self.group_bytes = self.intra_chunk.layout.bytes + ITEMS * ITEM_BYTES
+        self.chain_ctas = config.halves // config.warpgroups  # per queue
         self.table = max(self.groups * self.group_bytes, self.chain.shared_bytes)
         self.shared_bytes = self.table + schedule.TABLE_BYTES
 
     def fake_args(self) -> tuple:
-        # A tensor, because it tells the device, and with it torch's current stream.
-        o = make_fake_compact_tensor(
-            BFloat16, tuple(cute.sym_int() for _ in range(4)), stride_order=(3, 2, 1, 0), assumed_align=16
-        )
-        values = [kind(0) for kind, names in ARGUMENTS.items() for _ in names]
-        return (o, *values, make_fake_stream(use_tvm_ffi_env_stream=True))
+        return arguments.fake_args(Arguments, BFloat16)
 
     @cute.jit
-    def __call__(self, o: cute.Tensor, *arguments):
-        *arguments, stream = arguments
-        x = self.named(arguments)
-        self.kernel(tuple(arguments)).launch(
-            grid=(x.preparers + x.streams * self.halves, 1, 1),
+    def __call__(self, o: cute.Tensor, *values_and_stream):
+        *values, stream = values_and_stream
+        x = Arguments(*values)
+        self.kernel(tuple(values)).launch(
+            grid=(x.intra_chunk_ctas + x.queues * self.chain_ctas, 1, 1),
             block=(THREADS, 1, 1),
             smem=self.shared_bytes,
             stream=stream,
@@ -93,173 +84,189 @@ class PrefillKernel:
             preferred_smem_carveout=100,  # percent; otherwise the DSL asks a device, at compile time
         )
 
-    def named(self, arguments):
-        """`ARGUMENTS` by name."""
-        names = [name for group in ARGUMENTS.values() for name in group]
-        return SimpleNamespace(**dict(zip(names, arguments, strict=True)))
-
     @cute.kernel
-    def kernel(self, arguments: tuple):
-        x = self.named(arguments)
+    def kernel(self, values: tuple):
+        x = Arguments(*values)
         index, _, _ = cute.arch.block_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
-        chains = x.streams * self.halves
-        records, carry, counters = self.arrays(x.workspace, x.streams, x.depth)
+        chains = x.queues * self.chain_ctas
+        records, carry, counters = self.workspace(x)
         s = schedule.schedule(
-            self.config, x.offsets, x.offset_bytes, x.N, x.T, x.HV, x.streams, x.depth, counters
+            self.config, x.offsets, x.offset_bytes, x.N, x.T, x.HV, x.queues, x.depth, counters
         )
-        waiting = chains - 1 + x.preparers * self.groups
+        waiters = chains - 1 + x.intra_chunk_ctas * self.groups  # for the counters to be cleared
         if x.ticket != Int64(0):
             thread, _, _ = cute.arch.thread_idx()
             if index == 0:
                 schedule.clear(s, x.ticket, THREADS)
             elif index < chains and thread == 0:
-                schedule.wait_for_clear(s, x.ticket, waiting)
+                schedule.wait_for_clear(s, x.ticket, waiters)
         table = Int32(shared.toint()) + self.table
         schedule.fill_table(s, table, THREADS // 32)
         cute.arch.sync_threads()
         s = schedule.with_width(s, table, THREADS // 32)
-        stream, half = index // self.halves, index % self.halves * self.config.warpgroups
-        if const_expr(self.config.mode == "run"):  # noqa: SIM114 - decided while tracing
-            self.chain.run(shared, x, records, carry, s, stream, half)
+        queue, half = index // self.chain_ctas, index % self.chain_ctas * self.config.warpgroups
+        if const_expr(self.config.mode == "execute"):  # noqa: SIM114 - decided at compile time
+            self.chain.run(shared, x, records, carry, s, queue, half)
         elif index < chains:
-            self.chain.run(shared, x, records, carry, s, stream, half)
+            self.chain.run(shared, x, records, carry, s, queue, half)
         else:
-            self.prepare(s, x, records, shared, index - chains, waiting)
+            self.compute_records(s, x, records, shared, index - chains, waiters)
 
-    def arrays(self, workspace, streams, depth):
-        """What gives the address of a record in an array by name and number, and the addresses of the states that chains
-        hand over and of the counters."""
-        sizes, starts = record_bytes(self.config.chunk), {}
-        records = Int64(depth) if self.config.keeps else Int64(streams) * depth
+    def workspace(self, x):
+        """Returns (records, carry, counters) of the workspace: a function from array name and index to the address of
+        a record, and the addresses of the carried states and of the counters."""
+        sizes, starts, end = record_bytes(self.config.chunk), {}, x.workspace
+        count = Int64(x.depth) if self.config.keeps_records else Int64(x.queues) * x.depth
         for name, size in sizes.items():
-            starts[name] = workspace
-            workspace = workspace + records * size
-        record = lambda name, number: starts[name] + Int64(number) * sizes[name]
-        return record, workspace, workspace + Int64(streams) * (self.config.halves * CARRY_BYTES)
+            starts[name] = end
+            end = end + count * size
+        record = lambda name, index: starts[name] + Int64(index) * sizes[name]
+        return record, end, end + Int64(x.queues) * (self.config.halves * CARRY_BYTES)
+
+    # ---- the intra-chunk stage
 
     @cute.jit
-    def prepare(self, s, x, records, shared, index: Int32, waiting: Int32):
-        """What a group of threads does, item by item as it claims them. ``index``: of the CTA among those that prepare;
-        ``waiting``: how often it is waited for the counters to be cleared.
+    def compute_records(self, s, x, records, shared, index: Int32, waiters: Int32):
+        """Claims items and computes their records. Each group of threads does so by itself; a turn is one item.
 
-        The first item of a group is known, those of groups of different CTAs first, so that its inputs are under way when
-        the counters are. Notes tell a group's warps about the items of this turn and of the next. No item is claimed
-        earlier than that: what is claimed takes room in the rings, and its chain waits for it. A record is published in
-        the next turn, behind the first stage, when its stores have left the SM, so that the fence has little to wait for;
-        but the first at once, for its chain has nothing else to do."""
+        A turn has this order; stages are those of `IntraChunk`:
+
+        - stage 1; publish the record of the previous turn; wait for room in the ring
+        - stages 2 and 3; claim the item of the next turn
+        - request the inputs of the next turn
+        - stage 4
+
+        The first item of a group is its index, groups of different CTAs first. So its inputs are under way while the
+        counters are cleared, and its record is published at once, because its chain has nothing else to do. Later
+        items are claimed no earlier than one turn ahead: a claimed item occupies room in its ring, and its chain
+        waits for it. Their records are published one turn later, after stage 1, when their stores have left the SM
+        and the fence has little to wait for.
+
+        Args:
+            index: of the CTA among those of the intra-chunk stage.
+            waiters: see `schedule.wait_for_clear`.
+        """
         thread, _, _ = cute.arch.thread_idx()
         size = self.intra_chunk.threads
         group, thread = cute.arch.make_warp_uniform(thread // size), thread % size
         base = Int32(shared.toint()) + group * self.group_bytes
-        sync = lambda: cute.arch.barrier(barrier_id=1 + group, number_of_threads=size)
+        sync = lambda: cute.arch.barrier(barrier_id=FIRST_GROUP + group, number_of_threads=size)
         turn = Int32(0)
         if thread < 32:
-            self.write_note(s, x, self.note(base, turn), group * x.preparers + index, thread)
+            self.store_item(s, x, self.item_address(base, turn), group * x.intra_chunk_ctas + index, thread)
         sync()
-        loaded = self.request(x, thread, base, turn)
+        loaded = self.request_inputs(x, thread, base, turn)
         if thread == 0 and x.ticket != Int64(0):
-            schedule.wait_for_clear(s, x.ticket, waiting)
-        stream, number, valid = self.claimed(base, turn)
+            schedule.wait_for_clear(s, x.ticket, waiters)
+        queue, number, valid = self.load_item(base, turn)
         while number >= 0:
-            # What follows from these is computed in each turn, not held in registers, which are scarce.
-            # The mask tells the compiler that a thread's number is none below 0, which makes divisions cheap.
+            # Everything derived from these is computed in each turn, because registers are scarce.
+            # The mask tells the compiler that the thread index is not negative, which makes divisions cheap.
             thread, base = ptx.opaque(thread) & size - 1, ptx.opaque(base)
-            ring = schedule.ring(s, stream)
-            read = self.look_ahead(ring, thread)
-            record = schedule.record(ring, number)
-            mine = functools.partial(self.at, records, record)
-            begun = functools.partial(self.begin, s, thread, base, turn, read)
-            claim = functools.partial(self.claim, s, x, thread, turn)
-            noted = functools.partial(self.note_next, s, x, thread, base, turn)
+            ring = schedule.ring(s, queue)
+            read = self.prefetch_read(ring, thread)
+            index_of_record = schedule.record(ring, number)
+            record = functools.partial(self.record_address, records, index_of_record)
+            acquire_record = functools.partial(self.acquire_record, s, thread, base, turn, read)
+            claim_next = functools.partial(self.claim_next, s, x, thread, turn)
+            store_claim = functools.partial(self.store_claim, s, x, thread, base, turn)
             exists = valid > 0
             if exists:
-                chunk = Chunk(*ptx.load_shared_x4(self.note(base, turn), Int32))
-                hooks = Hooks(sync, begun, claim, noted)
-                self.intra_chunk.compute(x, Worker(thread, base, turn), chunk, loaded, mine, hooks)
+                chunk = self.load_chunk(base, turn)
+                hooks = Hooks(sync, acquire_record, claim_next, store_claim)
+                self.intra_chunk.compute(x, Worker(thread, base, turn), chunk, loaded, record, hooks)
             else:
-                begun()
+                acquire_record()
                 sync()
-                noted(claim())
+                store_claim(claim_next())
                 sync()
-            loaded = self.request(x, thread, base, turn + 1)
+            loaded = self.request_inputs(x, thread, base, turn + 1)
             if exists:
-                self.intra_chunk.finish(Worker(thread, base, turn), mine)
+                self.intra_chunk.finish(Worker(thread, base, turn), record)
             sync()
             if thread == 0 and turn == 0:
                 self.publish(s, base, turn)
             turn += 1
-            stream, number, valid = self.claimed(base, turn)
+            queue, number, valid = self.load_item(base, turn)
         if thread == 0 and turn > 1:
             self.publish(s, base, turn - 1)
 
-    def at(self, records, record, name):
-        return records(name, record)
+    def record_address(self, records, index, name):
+        """Returns the address of a record in the array ``name``."""
+        return records(name, index)
 
-    # A note: head, first token in B*T, its row of q and k, tokens; stream, number (-1: no item), tokens.
+    # Buffer of an item, 32-bit words: value head, first token in B*T, its row of q and k, tokens (a `Chunk`); queue,
+    # number (-1: no item), tokens, unused.
 
-    def note(self, base, turn):
-        """Where the item of a turn is noted."""
-        return base + self.intra_chunk.layout.bytes + (turn & NOTES - 1) * NOTE_BYTES
+    def item_address(self, base, turn):
+        """Returns the shared address of the buffer with the item of a turn."""
+        return base + self.intra_chunk.layout.bytes + (turn & ITEMS - 1) * ITEM_BYTES
 
-    def claimed(self, base, turn):
-        """Stream, number and tokens of a turn's item."""
-        stream, number, valid, _ = ptx.load_shared_x4(self.note(base, turn) + 16, Int32)
-        return stream, number, valid
+    def load_item(self, base, turn):
+        """Returns (queue, number, tokens) of the item of a turn."""
+        queue, number, valid, _ = ptx.load_shared_x4(self.item_address(base, turn) + 16, Int32)
+        return queue, number, valid
 
-    @cute.jit
-    def look_ahead(self, ring, thread: Int32):
-        """How far the chain of an item's stream has read, for one thread; it is used about 1 us later."""
-        read = Int32(0)
-        if thread == 0:
-            read = schedule.read(ring, self.halves)
-        return read
+    def load_chunk(self, base, turn):
+        """Returns the chunk of the item of a turn."""
+        return Chunk(*ptx.load_shared_x4(self.item_address(base, turn), Int32))
 
     @cute.jit
-    def claim(self, s, x, thread: Int32, turn: Int32):
-        """The next item, for one thread of the warp that has the least to do; it is used about 1 us later."""
-        index = Int32(0)
-        if self.intra_chunk.has_least_work(thread, turn) and thread % 32 == 0:
-            index = schedule.claim(s) + x.preparers * self.groups
-        return index
-
-    @cute.jit
-    def note_next(self, s, x, thread: Int32, base: Int32, turn: Int32, index: Int32):
-        """The next item to its note, by the warp that claimed it."""
-        if self.intra_chunk.has_least_work(thread, turn):
-            self.write_note(s, x, self.note(base, turn + 1), index, thread % 32)
-
-    @cute.jit
-    def write_note(self, s, x, note: Int32, index: Int32, lane: Int32):
-        """An item, which the first lane knows, to its note; by a whole warp."""
-        stream, number, head, token, valid = schedule.item(s, cute.arch.shuffle_sync(index, 0))
+    def store_item(self, s, x, address: Int32, index: Int32, lane: Int32):
+        """Stores an item to its buffer; a whole warp calls it. ``index``: of the item, in lane 0."""
+        queue, number, head, token, valid = schedule.item(s, cute.arch.shuffle_sync(index, 0))
         if lane == 0:
             key_row = token * x.H + head // (x.HV // x.H)
-            ptx.store_shared_x4(note, [head, token, key_row, valid])
-            ptx.store_shared_x4(note + 16, [stream, number, valid, Int32(0)])
+            ptx.store_shared_x4(address, [head, token, key_row, valid])
+            ptx.store_shared_x4(address + 16, [queue, number, valid, Int32(0)])
 
     @cute.jit
-    def request(self, x, thread: Int32, base: Int32, turn: Int32):
-        """What has to be there when the item of a turn is prepared, if there is one."""
+    def request_inputs(self, x, thread: Int32, base: Int32, turn: Int32):
+        """Requests the first inputs of a turn's chunk, if it has one. Returns those that go to registers."""
         loaded = Int32(0), *(Float32(0.0) for _ in range(6))
-        chunk = Chunk(*ptx.load_shared_x4(self.note(base, turn), Int32))
+        chunk = self.load_chunk(base, turn)
         if chunk.valid > 0:
             loaded = self.intra_chunk.request(x, Worker(thread, base, turn), chunk)
         return loaded
 
     @cute.jit
-    def begin(self, s, thread: Int32, base: Int32, turn: Int32, read: Int32):
-        """Before anything is written to a record: publish the one before, unless it was the first, and wait for room, unless
-        there was some when the turn began."""
+    def prefetch_read(self, ring, thread: Int32):
+        """Returns, in thread 0, the number below which the chain has read all records. `acquire_record` uses it about
+        1 us later."""
+        read = Int32(0)
+        if thread == 0:
+            read = schedule.numbers_read(ring, self.chain_ctas)
+        return read
+
+    @cute.jit
+    def acquire_record(self, s, thread: Int32, base: Int32, turn: Int32, read: Int32):
+        """Publishes the record of the previous turn, except the first, and waits for room in the ring unless there
+        was some when the turn began. Nothing is written to the record before."""
         if thread == 0:
             if turn > 1:
                 self.publish(s, base, turn - 1)
-            stream, number, _ = self.claimed(base, turn)
+            queue, number, _ = self.load_item(base, turn)
             if not schedule.has_room(s, number, read):
-                schedule.wait_for_room(schedule.ring(s, stream), number, self.halves)
+                schedule.wait_for_room(schedule.ring(s, queue), number, self.chain_ctas)
+
+    @cute.jit
+    def claim_next(self, s, x, thread: Int32, turn: Int32):
+        """Claims the next item. Returns its index in lane 0 of the warp with the least work; `store_claim` uses it
+        about 1 us later."""
+        index = Int32(0)
+        if self.intra_chunk.has_least_work(thread, turn) and thread % 32 == 0:
+            index = schedule.claim(s) + x.intra_chunk_ctas * self.groups
+        return index
+
+    @cute.jit
+    def store_claim(self, s, x, thread: Int32, base: Int32, turn: Int32, index: Int32):
+        """Stores the next item to its buffer, in the warp that claimed it."""
+        if self.intra_chunk.has_least_work(thread, turn):
+            self.store_item(s, x, self.item_address(base, turn + 1), index, thread % 32)
 
     def publish(self, s, base: Int32, turn: Int32):
-        """The item of a turn has been written."""
-        stream, number, _ = self.claimed(base, turn)
-        ptx.fence_proxy_async()  # records are read through the async proxy
-        schedule.publish(schedule.ring(s, stream), number)
+        """Publishes the record of a turn."""
+        queue, number, _ = self.load_item(base, turn)
+        ptx.fence_proxy_async()  # chains read records through the async proxy
+        schedule.publish_record(schedule.ring(s, queue), number)

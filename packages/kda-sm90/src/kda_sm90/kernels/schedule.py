@@ -1,34 +1,47 @@
-"""Which CTA computes what, in which order, and where records lie in between.
+"""Assigns chunks to CTAs, orders them, and synchronises the CTAs.
 
-All chunks of a launch stand in one line: value head by value head, in each the sequences in order, each with its *slots*
-(``layouts.slot_count``; a slot may be without a chunk; in a ``padded`` launch T ends with the last sequence). A *task* is
-one sequence of one head: its slots up to those of the next sequence. The line is cut into ``streams`` ranges of ``width``
-slots, one for each chain, wherever that falls.
+**Slots, tasks, queues.** All chunks of a launch form one line: value head by value head, and in each head the
+sequences in order, each with its *slots* (``layouts.slot_count``; a slot may have no chunk; in a ``padded`` launch T
+ends with the last sequence). A *task* is one sequence of one head: its slots up to those of the next sequence. The
+line is cut into ``queues`` ranges of ``width`` slots, one *queue* per chain, regardless of task boundaries::
 
-A chain takes the tasks of its range from the last to the first. So of a task that is cut, its first part is what one
-chain does first, and the rest is what the next chain does last; as ``width`` is at least the longest task, the former
-ends before the latter begins, and hands its state over through global memory (McNaughton's wrap-around rule: no chain
-has more to do than another, and none waits). *Numbers* count the slots of a stream in this order, so that slot x of a
-part [begin, end) of a range up to high has number ``high - end + x - begin``.
+    line     | head 0              | head 1              | head 2              |
+    queues   |        queue 0            |          queue 1                 |
 
-Preparing groups take the slots of all streams in turns, number by number: item i is number ``i // streams`` of
-stream ``i % streams``; a group claims the next item while it is at work on one. CTAs never wait for one another but
-through counters in global memory:
+**Order of a chain.** A chain executes the tasks of its queue from the last to the first. So if a task is cut, its
+first part is the first work of one chain, and the rest is the last work of the next chain. ``width`` is at least the
+longest task, so the first part ends before the rest begins, and the state passes through global memory. This is
+McNaughton's wrap-around rule: all chains have the same amount of work, and none waits for another. The *number* of a
+slot counts the slots of its queue in this order: slot x of the part [begin, end) in a queue that ends at slot
+``high`` has number ``high - end + x - begin``.
 
-*claimed*   how many items are, but for the first one of each group, which is the group's own number.
-*begun*     how many know that the counters are 0; and the *ticket* that tells them (`clear`, `wait_for_clear`).
-*ready*     of each place of a stream's ring of ``depth`` records: 1 + the number of the record that it holds.
-*read*      of each stream and half of V: all records of lower numbers have been read.
-*handed*    of each stream and half of V: 1 when the state of its first part is there for the next stream.
+**Order of the intra-chunk stage.** Intra-chunk groups take the slots of all queues in turn, number by number: item i
+is number ``i // queues`` of queue ``i % queues``. A group claims its next item while it computes the current one.
 
-Where every record is kept (``keeps``), numbers of parts and items are slots of the line, `depth` is the number of records,
-and nobody waits for room.
+**Counters.** CTAs wait for one another only through counters in global memory:
 
-A preparing group writes number n to place ``n % depth`` when number ``n - depth`` has been read. Nothing waits in a
-circle: of the items that are not published, that of the lowest index is never behind another in its group, and what has
-to be read before there is room for it has lower numbers, as has what the chain of its stream needs from another one. A ring
-that does not hold all of its stream has more records than a chain asks for before it tells that the first was read
-(``chain.IN_FLIGHT``): 3 at least.
+=============  =========  ==========================================================================================
+counter        one per    value
+=============  =========  ==========================================================================================
+claimed        launch     items claimed so far. The first item of each group is not claimed: it is the group's index
+ticket         launch     the launch's ticket once the counters are cleared (`clear`, `wait_for_clear`)
+clear_seen     launch     waiters that have seen the ticket
+ready          record     1 + number of the slot whose record it holds
+read           queue and  the chain has read the records of all lower numbers
+               half
+state_ready    queue and  1 when the next queue may read the state at the end of the first part
+               half
+=============  =========  ==========================================================================================
+
+A group writes number n to place ``n % depth`` of the ring once the chain has read number ``n - depth``. In the modes
+that keep records (``keeps_records``), numbers are slots of the line, ``depth`` is the number of records, and no group
+waits for room.
+
+**No deadlock.** All CTAs are co-resident. The lowest unpublished item is always first in its group's work, so its
+group computes it or waits for room. The records that must be read before there is room have lower numbers, so they
+are published, and so are the records of the part that produces a state that the chain waits for. A ring that does not
+hold all of its queue has more records than a chain requests before it publishes that it has read the first one: 3 at
+least (``chain.IN_FLIGHT``). docs/kernels/prefill.md has the full argument.
 """
 
 from types import SimpleNamespace
@@ -38,40 +51,51 @@ from cutlass import Boolean, Int32, Int64, cute
 
 from kda_cute.device import ptx
 from kda_cute.device.varlen import clamped, end_of_last, extent, owner, slots
-from kda_sm90.layouts import BEGUN, HANDED, LINE, TICKET
+from kda_sm90.layouts import LINE, LaunchCounter, QueueCounter
 
-TABLE_BYTES = 64  # shared memory of ``fill_table``
-POLL_NS = 100  # from one look at a counter that was too low to the next
-
-
-# Schedules, streams and rings are namespaces and these are functions, because the DSL carries an object whose method
-# is called through every branch, which it can do with values alone.
+TABLE_BYTES = 64  # shared memory of `fill_table`: one Int32 per warp
+POLL_NS = 100  # time between two reads of a counter that is too low
+ALL_READ = 0x7FFFFFFF  # value of the read counters of a chain that has ended
 
 
-def schedule(config, offsets, offset_bytes, N, T, HV, streams, depth, counters):
-    """The order of one launch by its ``config``: N sequences of T tokens, or packed along T by ``offsets``, the address of
-    N + 1 integers of ``offset_bytes`` (0: not packed); ``depth`` records in a ring, or in all (``keeps``); ``counters``:
-    their address (``layouts``). Without ``width``, which ``with_width`` adds."""
+# Schedules, queues and rings are namespaces, and these are functions instead of methods: the DSL carries an object
+# whose method is called through every branch, which it can do only with values.
+
+
+def schedule(config, offsets, offset_bytes, N, T, HV, queues, depth, counters):
+    """Returns the schedule of one launch, without ``width`` (see `with_width`).
+
+    Args:
+        config: the kernel's configuration.
+        offsets: address of N + 1 integers of ``offset_bytes``, the bounds of sequences packed along T.
+            ``offset_bytes`` is 0 for N sequences of T tokens each.
+        depth: records in the ring of a queue; where records are kept, records in all.
+        counters: address of the counters (``layouts``).
+    """
     if config.padded:
         T = end_of_last(SimpleNamespace(offsets=offsets, offset_bytes=offset_bytes, N=N, T=T))
     span = slots(config.chunk, offset_bytes, N, T)
     return SimpleNamespace(
-        chunk=config.chunk, keeps=config.keeps, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T, streams=streams,
-        depth=depth, counters=counters, span=span, total=HV * span,
+        chunk=config.chunk, keeps_records=config.keeps_records, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T,
+        queues=queues, depth=depth, counters=counters, span=span, total=HV * span,
     )  # fmt: skip
 
 
 def task(s, n):
-    """`extent`, from slot 0 on for the first sequence, with whatever token it begins: every slot is in a task."""
+    """Returns (first token in B*T, length, first slot, end slot) of sequence n in a head. The first sequence starts
+    at slot 0, wherever its first token is, so that every slot belongs to a task."""
     token, length, slot, after = extent(s, n)
     return token, length, ptx.select(n == 0, Int32(0), slot), after
 
 
 @cute.jit
 def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
-    """The longest task that each warp sees, to a ``table`` of TABLE_BYTES, by all ``warps`` of the CTA, which then
-    synchronises. Where bounds fall it is the whole line, so that one chain has all of it: tasks do not follow one another
-    there, and chains would wait for states that nobody hands over."""
+    """Stores the longest task that each warp finds to ``table`` (shared address, `TABLE_BYTES`). All ``warps`` of the
+    CTA call it; the caller synchronises.
+
+    If offsets fall, the longest task is the whole line, so that one chain executes all of it. The tasks then overlap, and
+    several chains would wait for states that no chain produces.
+    """
     thread, _, _ = cute.arch.thread_idx()
     longest = cute.ceil_div(s.T, s.chunk)
     if s.offset_bytes > 0:
@@ -87,69 +111,101 @@ def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
 
 
 def with_width(s, table, warps):
-    """The schedule with its ``width``, from the table."""
-    width = cute.ceil_div(s.total, s.streams)
+    """Returns the schedule with its ``width``, computed from the table."""
+    width = cute.ceil_div(s.total, s.queues)
     for i in range(warps):
         width = cutlass.max(width, ptx.load_shared(table + i * 4, Int32))
     return SimpleNamespace(**vars(s), width=width)
 
 
-def range_of(s, stream):
-    """First and last slot of a stream, in the line; the last is none of it. The line ends with the last range, so that
-    only the first ones, which go on with no sequence, may have fewer slots: numbers of all others count alike."""
-    high = cutlass.max(Int64(s.total) - Int64(s.streams - 1 - stream) * s.width, Int64(0))
+def range_of(s, queue):
+    """Returns the range [low, high) of a queue in the line.
+
+    The last queue ends where the line ends. So only the first queues may have fewer than ``width`` slots, and those
+    continue no task of an earlier queue: the numbers of all others count alike.
+    """
+    high = cutlass.max(Int64(s.total) - Int64(s.queues - 1 - queue) * s.width, Int64(0))
     return Int32(cutlass.max(high - s.width, Int64(0))), Int32(high)
+
+
+# ---- counters of the launch
+
+
+def _launch_line(s):
+    """Returns the address of the launch's counters, after the lines of the queues."""
+    return s.counters + Int64(s.queues) * (LINE * 4)
 
 
 @cute.jit
 def clear(s, ticket: Int64, threads: cutlass.Constexpr[int]):
-    """Counters of 0, by one CTA for all of the launch. The workspace holds anything, so that a ticket tells the others
-    (`wait_for_clear`). That what was there before is this ticket, has a chance of 2^-64."""
+    """Clears all counters and publishes the ticket. One CTA calls it.
+
+    The workspace may hold anything, so the other CTAs wait for the ticket. The probability that the workspace already
+    held this ticket is 2^-64.
+    """
     thread, _, _ = cute.arch.thread_idx()
-    last = _last_line(s)
-    records = s.depth if s.keeps else s.streams * s.depth
-    for i in cutlass.range(thread, (s.streams + 1) * LINE + records, threads, unroll=1):
-        if i // 2 * 2 != s.streams * LINE + TICKET:
+    launch = _launch_line(s)
+    records = s.depth if s.keeps_records else s.queues * s.depth
+    for i in cutlass.range(thread, (s.queues + 1) * LINE + records, threads, unroll=1):
+        if i // 2 * 2 != s.queues * LINE + LaunchCounter.TICKET:
             ptx.store_global(s.counters + Int64(i) * 4, Int32(0))
     cute.arch.sync_threads()
     if thread == 0:
-        ptx.store_release_i64(last + TICKET * 4, ticket)
+        ptx.store_release_i64(launch + LaunchCounter.TICKET * 4, ticket)
 
 
 @cute.jit
-def wait_for_clear(s, ticket: Int64, count: Int32):
-    """Until the counters are 0; by one thread for those that it synchronises with, ``count`` times in a launch. The last
-    one takes the ticket away: a graph that is replayed comes with the same one."""
-    last = _last_line(s)
-    while ptx.load_acquire_i64(last + TICKET * 4) != ticket:
+def wait_for_clear(s, ticket: Int64, waiters: Int32):
+    """Waits until the counters are cleared. One thread calls it for all threads that it synchronises with,
+    ``waiters`` times per launch. The last waiter removes the ticket, because a replayed CUDA graph uses the same
+    ticket again."""
+    launch = _launch_line(s)
+    while ptx.load_acquire_i64(launch + LaunchCounter.TICKET * 4) != ticket:
         pass
-    if ptx.fetch_increment(last + BEGUN * 4) == count - 1:
-        ptx.store_release_i64(last + TICKET * 4, Int64(0))
+    if ptx.fetch_increment(launch + LaunchCounter.CLEAR_SEEN * 4) == waiters - 1:
+        ptx.store_release_i64(launch + LaunchCounter.TICKET * 4, Int64(0))
 
 
-def _last_line(s):
-    """The counters that are no stream's."""
-    return s.counters + Int64(s.streams) * (LINE * 4)
+# ---- the ring of a queue
 
 
-# ---- the preparation's side
+def ring(s, queue):
+    """Returns the ring of a queue: its depth, the index of its first record, and the addresses of its counters."""
+    line = s.counters + Int64(queue) * (LINE * 4)
+    first = Int32(0) if s.keeps_records else queue * s.depth
+    ready = _launch_line(s) + LINE * 4 + Int64(first) * 4
+    return SimpleNamespace(
+        depth=s.depth,
+        first=first,
+        ready=ready,
+        read=line + QueueCounter.READ * 4,
+        state_ready=line + QueueCounter.STATE_READY * 4,
+    )
+
+
+def record(r, number):
+    """Returns the index of the record that holds a number."""
+    return r.first + number % r.depth
+
+
+# ---- the intra-chunk stage
 
 
 def claim(s) -> Int32:
-    """How many items were claimed before, for one thread that claims the next."""
-    return ptx.fetch_increment(_last_line(s))
+    """Claims an item for the calling thread. Returns how many items were claimed before."""
+    return ptx.fetch_increment(_launch_line(s) + LaunchCounter.CLAIMED * 4)
 
 
 @cute.jit
 def item(s, i: Int32):
-    """(stream, number: -1 if there are no more items, head, first token in B*T, tokens: 0 if there is no such chunk);
-    by a whole warp."""
-    number, stream = i // s.streams, i % s.streams
+    """Returns (queue, number, head, first token in B*T, tokens) of item i; a whole warp calls it. The number is -1 if
+    there are no more items. The tokens are 0 if the slot has no chunk."""
+    number, queue = i // s.queues, i % s.queues
     head, token, valid = Int32(0), Int32(0), Int32(0)
-    own = s.depth - 1  # slot of the line; the last record is that of items without one
-    low, high = range_of(s, stream)
+    own = s.depth - 1  # slot of the line; items without a slot share the last record
+    low, high = range_of(s, queue)
     if number < high - low:
-        mirrored = high - 1 - number  # in the same part as the slot
+        mirrored = high - 1 - number  # lies in the same part as the item's slot
         head = mirrored // s.span
         slot = mirrored - head * s.span
         n = slot // cute.ceil_div(s.T, s.chunk)
@@ -158,49 +214,50 @@ def item(s, i: Int32):
         start, length, first, after = task(s, n)
         line = head * s.span
         begin, end = cutlass.max(line + first, low), cutlass.min(line + after, high)
-        # Offsets that are not in order lead anywhere, but not out of the tensors.
+        # Unordered offsets give an arbitrary chunk, but one inside of the tensors.
         own = begin + end - 1 - mirrored
         done = cutlass.max(own - line - first, 0) * s.chunk
         token = Int32(start) + done
         valid = cutlass.max(cutlass.min(length - done, s.chunk), 0)
     if number >= s.width:
         number = Int32(-1)
-    elif cutlass.const_expr(s.keeps):
+    elif cutlass.const_expr(s.keeps_records):
         number = own
-    return stream, number, head, token, valid
+    return queue, number, head, token, valid
 
 
-def read(r, halves):
-    """Below which number all records of a ring have been read. What is written after this was known cannot reach them
-    any more, so that no order is needed."""
+def numbers_read(r, halves):
+    """Returns the number below which all chains of a queue have read all records. A relaxed load suffices: the
+    records are in shared memory, so a later write cannot reach what was read."""
     read = [ptx.load_relaxed(r.read + half * 4) for half in range(halves)]
     return read[0] if halves == 1 else cutlass.min(*read)
 
 
 def has_room(s, number, read):
-    """Whether the record that ``number`` replaces has been read."""
+    """Returns whether the record that ``number`` replaces has been read."""
     return read > number - s.depth
 
 
 @cute.jit
 def wait_for_room(r, number: Int32, halves: cutlass.Constexpr[int]):
-    """Until there is room; by one thread."""
-    while not has_room(r, number, read(r, halves)):
+    """Waits until the ring has room for a number. One thread calls it."""
+    while not has_room(r, number, numbers_read(r, halves)):
         ptx.nanosleep(Int32(POLL_NS))
 
 
-def publish(r, number):
-    """The record has been written by threads that this one has synchronised with."""
+def publish_record(r, number):
+    """Publishes the record of a number. The calling thread has synchronised with the threads that wrote it."""
     ptx.store_release(r.ready + Int64(number % r.depth) * 4, number + 1)
 
 
-# ---- the chain's side
+# ---- the chain
 
 
 @cute.jit
-def first_task(s, stream: Int32):
-    """Where a chain begins: (head, sequence, end of its range, begin of it), slots in the line; by a whole warp."""
-    low, high = range_of(s, stream)
+def first_task(s, queue: Int32):
+    """Returns (head, sequence, high, low): the first task of a queue, and the queue's range [low, high) in the line.
+    A whole warp calls it."""
+    low, high = range_of(s, queue)
     last = cutlass.max(high - 1, 0)
     head = last // s.span
     slot = last - head * s.span
@@ -212,7 +269,7 @@ def first_task(s, stream: Int32):
 
 @cute.jit
 def next_task(s, head: Int32, n: Int32):
-    """The task before."""
+    """Returns (head, sequence) of the task that a chain executes next: the one before in the line."""
     n -= 1
     if n < 0:
         n = s.N - 1
@@ -224,18 +281,27 @@ def next_task(s, head: Int32, n: Int32):
 def _part(s, head: Int32, n: Int32, end: Int32, low: Int32, high: Int32):
     token, length, slot, after = task(s, n)
     line = head * s.span
-    # Whatever the offsets are, a part has a slot, and leads neither out of the range nor out of the tensors.
+    # For any offsets a part has at least one slot, and lies inside of the queue and of the tensors.
     begin = cutlass.max(cutlass.min(line + slot, end - 1), low)
     first = cutlass.max(begin - line - slot, 0)
     chunks = cutlass.min(cute.ceil_div(length, s.chunk) - first, end - begin)
-    number = begin if s.keeps else high - end
+    number = begin if s.keeps_records else high - end
     return begin, token, length, first, cutlass.max(chunks, 0), Int32(end < line + after), number
 
 
 def part(s, head, n, end, low, high):
-    """The part of a task that ends with slot ``end`` of the line, in a range [low, high): sequence, head, first token
-    in B*T and length of the sequence; ``first`` of its ``chunks``, their number, the slot where it begins, and whether
-    the next stream goes on with the sequence."""
+    """Returns the part of task (head, n) that ends before slot ``end`` of the line, in the queue [low, high).
+
+    Fields:
+        sequence, head: the task.
+        token: first token of the sequence in B*T.
+        length: tokens of the sequence.
+        first: index in the sequence of the part's first chunk.
+        chunks: chunks of the part; 0 or more.
+        number: number of its first slot.
+        begin: its first slot in the line.
+        cut: whether the next queue continues the sequence.
+    """
     begin, token, length, first, chunks, cut, number = _part(s, head, n, end, low, high)
     return SimpleNamespace(
         sequence=n, head=head, token=token, length=length, first=first, chunks=chunks, number=number,
@@ -243,45 +309,30 @@ def part(s, head, n, end, low, high):
     )  # fmt: skip
 
 
-def prepared(r, number, count):
-    """How many records from ``number`` on are ready, of ``count`` <= 32; by a whole warp."""
+def count_ready(r, number, count):
+    """Returns how many records from ``number`` on are ready, up to ``count`` <= 32 and at most 31. A whole warp calls
+    it and acquires them."""
     lane = cute.arch.lane_idx()
-    look = number + lane
-    seen = ptx.load_acquire(r.ready + Int64(look % r.depth) * 4, lane < cutlass.min(count, r.depth))
-    ready = cute.arch.vote_ballot_sync(seen > look)
-    cute.arch.sync_warp()  # what any lane has acquired, all have
-    return cute.arch.popc(ready ^ (ready + 1)) - 1  # ones at the low end, 31 at most
+    wanted = number + lane
+    seen = ptx.load_acquire(r.ready + Int64(wanted % r.depth) * 4, lane < cutlass.min(count, r.depth))
+    ready = cute.arch.vote_ballot_sync(seen > wanted)
+    cute.arch.sync_warp()  # all lanes acquire what any lane has acquired
+    return cute.arch.popc(ready ^ (ready + 1)) - 1  # number of trailing ones
 
 
-def tell(r, half, number):
-    """All records below ``number`` have been read. They are in shared memory, so that no order is needed: what is
-    written later cannot reach them."""
+def publish_read(r, half, number):
+    """Publishes that the chain has read all records below ``number``. A relaxed store suffices (see `numbers_read`)."""
     ptx.store_relaxed(r.read + half * 4, number)
 
 
-def hand_over(r, half):
-    """The state of a half of V has been written by threads that this one has synchronised with."""
-    ptx.store_release(r.handed + half * 4, Int32(1))
+def publish_state(r, half):
+    """Publishes a half of the state at the end of the first part. The calling thread has synchronised with the
+    threads that wrote it."""
+    ptx.store_release(r.state_ready + half * 4, Int32(1))
 
 
 @cute.jit
 def wait_for_state(r, half: Int32):
-    """Until it has been handed over; by each thread that reads of it."""
-    while ptx.load_acquire(r.handed + half * 4, Boolean(True)) == 0:
+    """Waits for a half of the state at the end of the first part. Every thread that reads the state calls it."""
+    while ptx.load_acquire(r.state_ready + half * 4, Boolean(True)) == 0:
         ptx.nanosleep(Int32(POLL_NS))
-
-
-# ---- both
-
-
-def ring(s, stream):
-    """The records of one stream, and its counters."""
-    done = s.counters + Int64(stream) * (LINE * 4)
-    first = Int32(0) if s.keeps else stream * s.depth
-    ready = _last_line(s) + LINE * 4 + Int64(first) * 4
-    return SimpleNamespace(depth=s.depth, first=first, ready=ready, read=done, handed=done + HANDED * 4)
-
-
-def record(r, number):
-    """The record of a number."""
-    return r.first + number % r.depth

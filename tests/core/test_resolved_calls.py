@@ -8,14 +8,14 @@ import weakref
 
 import pytest
 import torch
+from helpers.bad_arguments import CASES
+from helpers.bad_arguments import X as GOOD  # some cases contain its tensors
+from helpers.fake_plugins import install_planner
 from helpers.inputs import call, replaced
-from test_arguments import CASES
-from test_arguments import X as GOOD  # of which some cases are made
-from test_registry import install_planner
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kda_core
+import kda_core.call
 from kda_core import chunk_kda, explain, fused_recurrent_kda, ops, use_backend
 from kda_core.errors import ArgumentError, BackendNotFoundError, KdaError, NoEligibleBackendError
 from kda_core.recent import Recent
@@ -41,15 +41,16 @@ class Seen(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def _nothing_is_known():
     kda_core.backends(refresh=True)
-    assert not REGISTRY.plans
 
 
 @pytest.fixture
 def made(monkeypatch):
     """The shapes for which plans were made."""
     shapes = []
-    original = ops.make_plan
-    monkeypatch.setattr(ops, "make_plan", lambda shape, *a: shapes.append(shape) or original(shape, *a))
+    original = kda_core.call.of_shape
+    monkeypatch.setattr(
+        kda_core.call, "of_shape", lambda shape, *a: shapes.append(shape) or original(shape, *a)
+    )
     return shapes
 
 
@@ -213,16 +214,16 @@ def test_a_new_plugin_serves_calls_that_were_known(install):
 
 
 def test_a_plan_that_was_begun_before_a_refresh_is_not_kept(install, monkeypatch):
-    original = ops.make_plan
+    original = kda_core.call.of_shape
 
     def slow(*args):
         plan = original(*args)
         install("late", priority=1)
         return plan
 
-    monkeypatch.setattr(ops, "make_plan", slow)
+    monkeypatch.setattr(kda_core.call, "of_shape", slow)
     assert ran() == "reference"
-    monkeypatch.setattr(ops, "make_plan", original)
+    monkeypatch.setattr(kda_core.call, "of_shape", original)
     assert ran() == "late"
 
 
@@ -261,11 +262,11 @@ def test_failures_are_not_kept(install, monkeypatch):
 
 
 def test_it_is_bounded_and_holds_no_tensor(monkeypatch):
-    monkeypatch.setattr(REGISTRY.plans, "limit", 4)
+    monkeypatch.setattr(kda_core.call, "CALLS", Recent(4))
     for T in range(1, 12):
         x = call(T=T)
         chunk_kda(**x)
-        assert 1 <= len(REGISTRY.plans) <= 4
+        assert 1 <= len(kda_core.call.CALLS) <= 4
     alive = [weakref.ref(t) for t in x.values()]
     del x
     gc.collect()
@@ -273,7 +274,7 @@ def test_it_is_bounded_and_holds_no_tensor(monkeypatch):
 
 
 def test_what_is_called_often_is_not_forgotten(monkeypatch, made):
-    monkeypatch.setattr(REGISTRY.plans, "limit", 4)
+    monkeypatch.setattr(kda_core.call, "CALLS", Recent(4))
     for T in range(1, 20):
         chunk_kda(**X)
         chunk_kda(**call(T=T + 100))
@@ -286,7 +287,7 @@ def test_new_lengths_in_every_call_take_a_bounded_memory(install, monkeypatch):
 
     monkeypatch.setattr(Halves, "plan", lambda self, inputs, spec, backend: None)
 
-    monkeypatch.setattr(ops._ANSWERS, "limit", 2 << 20)  # of 16 MiB: for the sake of time
+    monkeypatch.setattr(kda_core.call.ANSWERS, "limit", 2 << 20)  # of 16 MiB: for the sake of time
     install(
         "idle",
         priority=1,
@@ -354,8 +355,8 @@ def test_threads_share_it(install):
 def direct(monkeypatch):
     """Counts the calls that pass the dispatcher by."""
     calls = []
-    original = ops.execute_directly
-    monkeypatch.setattr(ops, "execute_directly", lambda *a: calls.append(1) or original(*a))
+    original = ops.run_directly
+    monkeypatch.setattr(ops, "run_directly", lambda *a: calls.append(1) or original(*a))
     chunk_kda(**X)
     assert len(calls) == 1
     calls.clear()

@@ -1,0 +1,110 @@
+"""The memory of a call: inputs in the form that backends require, and the outputs that they write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda_core.contract import (
+    ALIGNMENT,
+    KdaInputs,
+    KdaOutputs,
+    ProblemShape,
+    Tensors,
+    intermediate_states_count,
+    intermediate_states_shape,
+    unchecked,
+)
+from kda_core.validate import HALF_DTYPES, check_layout
+
+
+class GivenOutputs(NamedTuple):
+    """The tensors that the caller passed to be written, each or None; fields as in `KdaOutputs`."""
+
+    o: Tensor | None = None
+    final_state: Tensor | None = None
+    intermediate_states: Tensor | None = None
+    workspace: Tensor | None = None
+
+
+NOTHING_GIVEN = GivenOutputs()
+
+
+def make_inputs(tensors: Sequence[Tensor | None], shape: ProblemShape, *, align: bool = True) -> KdaInputs:
+    """Returns the tensors of a call in the form that backends require.
+
+    Copies a tensor that is not contiguous or that does not start at a multiple of `ALIGNMENT`, such as a slice of a buffer.
+
+    Args:
+        tensors: the fields of `Tensors`, in order.
+        shape: their `kda_core.validate.problem_shape`.
+        align: False for tensors without memory (fake ones).
+
+    Raises:
+        ArgumentError: a tensor without strides (sparse, nested).
+    """
+    try:
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = [
+            x
+            if x is None or (x.is_contiguous() and not (align and (x.data_ptr() or 1) % ALIGNMENT))
+            else _copied(x, align)
+            for x in tensors
+        ]
+    except RuntimeError:  # torch's error for a tensor without strides does not name the argument
+        for name, x in zip(Tensors._fields, tensors):
+            if x is not None:
+                check_layout(name, x)
+        raise
+    if A_log is not None and (A_log.dim() != 1 or A_log.dtype in HALF_DTYPES):
+        A_log = _widened(A_log).view(shape.HV)
+    if dt_bias is not None and (dt_bias.dim() == 1 or dt_bias.dtype in HALF_DTYPES):
+        dt_bias = _widened(dt_bias).view(shape.HV, shape.K)
+    values = {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
+        "initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "shape": shape,
+    }  # fmt: skip
+    return unchecked(KdaInputs, values)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALF_DTYPES else x
+
+
+def _copied(x: Tensor, align: bool) -> Tensor:
+    """Returns `x` contiguous and aligned. A tensor without an address is empty, or zeros that torch has not yet written to
+    memory; neither needs alignment."""
+    x = x.contiguous()
+    return x.clone() if align and (x.data_ptr() or 1) % ALIGNMENT else x
+
+
+def allocate_outputs(
+    inputs: KdaInputs, workspace_bytes: int = 0, given: GivenOutputs = NOTHING_GIVEN
+) -> KdaOutputs:
+    """Returns the outputs of a call: the `given` tensors, and uninitialised ones for what else the call asks for.
+
+    A packed decode call whose sequences may end before T gets zeros for o, as in FLA.
+
+    Args:
+        workspace_bytes: size of the workspace; 0 for none.
+
+    Raises:
+        ArgumentError: as `kda_core.contract.intermediate_states_count`.
+    """
+    s = inputs.shape
+    o, state, h, workspace = given
+    if o is None:
+        partly = s.options.recurrent and s.varlen and sum(inputs.sequence_lengths() or ()) < s.T
+        # v has the shape of o, and `empty_like` is the fastest way to allocate it
+        o = torch.zeros_like(inputs.v) if partly else torch.empty_like(inputs.v)
+    if state is None and s.options.output_final_state:
+        state = inputs.q.new_empty(s.state_shape, dtype=s.state_dtype)
+    if h is None and s.options.return_intermediate_states:
+        wanted = intermediate_states_shape(s, intermediate_states_count(inputs))
+        h = inputs.q.new_empty(wanted, dtype=torch.bfloat16)
+    if workspace is None and workspace_bytes:
+        workspace = inputs.q.new_empty(workspace_bytes, dtype=torch.uint8)
+    values = {"o": o, "final_state": state, "intermediate_states": h, "workspace": workspace}
+    return unchecked(KdaOutputs, values)

@@ -1,0 +1,348 @@
+"""A call between its arguments and its backend, in two steps.
+
+`look_up` and `resolve` compute what the metadata of a call decides: validation, the backend, the size of the workspace. The
+result is cached, because for short sequences host overhead dominates. `execute` does the rest in every call: it checks
+addresses and host copies of cu_seqlens, allocates the outputs, asks the planner and runs the backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_core import contents, env, install, registry
+from kda_core.arguments import N_TENSORS, Arguments
+from kda_core.backend import Plan, Planner
+from kda_core.buffers import GivenOutputs, allocate_outputs, make_inputs
+from kda_core.contract import KdaInputs, KdaOptions, KdaOutputs, ProblemShape
+from kda_core.discovery import FAILURES
+from kda_core.errors import (
+    BackendContractError,
+    BackendUnsupportedError,
+    KdaError,
+    NoEligibleBackendError,
+    PlannerError,
+)
+from kda_core.plugin_checks import show_error, shown
+from kda_core.recent import Recent
+from kda_core.validate import check_memory, check_outputs, problem_shape
+
+MAX_CALLS = 1024
+"""How many resolved calls are kept."""
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class ResolvedCall:
+    """What the metadata of a call, its options and the rules of choice decide. It holds no tensor.
+
+    Attributes:
+        shape: the validated metadata.
+        choice: the backend, and the rule that chose it.
+        entry: name of the backend's method that computes the call.
+        workspace_bytes: scratch memory of a direct call; `needed_workspace` returns that of a plan.
+        planner: name and object of the planner to ask for a plan, or None.
+        plan: JSON text of the plan that the caller passed; None if the planner makes one.
+        checks_contents: whether the values of the inputs are checked before each run (``KDA_CHECK``).
+        number: unique in the process; key of the planner's cached answers.
+    """
+
+    shape: ProblemShape
+    choice: registry.Choice
+    entry: str
+    workspace_bytes: int
+    planner: tuple[str, Planner] | None
+    plan: str | None
+    checks_contents: bool = False
+    number: int = field(default_factory=lambda: next(_numbers), compare=False, repr=False)
+
+
+# Errors that a plugin raises on purpose: those of this project, and those of a device or an allocator, which callers may
+# handle. Core wraps all others.
+_ON_PURPOSE = (KdaError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+CALLS: Recent[ResolvedCall] = Recent(MAX_CALLS)
+"""Resolved calls by `Key`."""
+
+ANSWERS: Recent[tuple[Plan | None]] = Recent(
+    16 << 20, lambda key, answer: 500 + 40 * len(key[1] or ()) + (0 if answer[0] is None else 1 << 16)
+)
+"""The planner's plans (or the caller's plan), each in a tuple, by `ResolvedCall.number` and the lengths of a packed call that
+the host knows, or None. In serving every call may have new lengths, so the limit is in bytes: a tuple and an int for each
+length, and for a plan the size of one with some hundred segments."""
+
+
+# ---- resolve
+
+
+Key = tuple[tuple[Any, ...], ...]
+"""What a `ResolvedCall` is computed from: `_environment`; shape, dtype and device of each tensor, or None; the other arguments;
+their types, because ``1 == True`` and both have the same hash. Addresses and contents are not part of it: `execute` checks
+those."""
+
+
+def look_up(args: Arguments) -> tuple[Key | None, ResolvedCall | None]:
+    """Returns the key of a call, and the cached result or None. The types of the arguments need not have been checked: a wrong
+    one gives the key None, or a key for which nothing is cached."""
+    try:
+        tensors = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in args.tensors])
+    except RuntimeError:  # a nested tensor has no shape
+        return None, None
+    values = args[N_TENSORS:]
+    key = (_environment(args), tensors, values, tuple(map(type, values)))
+    try:
+        return key, CALLS.get(key)
+    except TypeError:  # a value that cannot be hashed
+        return None, None
+
+
+def _environment(args: Arguments) -> tuple[Any, ...]:
+    """Returns what decides about a call besides its arguments: the state of the registry and environment variables."""
+    return (
+        registry.REGISTRY.generation,
+        registry.REGISTRY.rules(args.backend),
+        env.KDA_CP.given() if args.context_parallel == "auto" else None,
+        env.KDA_CHECK.given(),
+    )
+
+
+def resolve(args: Arguments, key: Key | None) -> ResolvedCall:
+    """Validates a call's metadata, chooses its backend, and caches the result.
+
+    Args:
+        args: with checked types.
+        key: from `look_up` of the same call.
+
+    Raises:
+        KdaError: invalid metadata, or no backend serves the call.
+    """
+    shape = _interned(problem_shape(*args.tensors, options=args.options))  # type: ignore[arg-type]
+    requiring = [n for n, x in zip(Arguments._fields, args.tensors) if x is not None and x.requires_grad]
+    call = of_shape(shape, choose(shape, args.backend, requiring), args.context_parallel)
+    if env.check():
+        call = replace(call, checks_contents=True)
+    # plugins and other threads may have changed the environment meanwhile
+    if key is not None and key[0] == _environment(args):
+        CALLS.put(key, call)
+    return call
+
+
+@functools.lru_cache(maxsize=MAX_CALLS)
+def _interned(shape: ProblemShape) -> ProblemShape:
+    """Returns one object for all equal shapes, so that the caches of backends hit by identity."""
+    return shape
+
+
+def choose(shape: ProblemShape, backend: str | None, requiring: Sequence[str] = ()) -> registry.Choice:
+    """Returns `Registry.resolve`. If a backend would serve the call without gradients, the error says so.
+
+    Args:
+        requiring: names of the inputs that require grad, for that message.
+
+    Raises:
+        BackendError: as `Registry.resolve`.
+    """
+    try:
+        return registry.REGISTRY.resolve(shape, backend)
+    except (BackendUnsupportedError, NoEligibleBackendError) as error:
+        if not shape.options.needs_backward:
+            raise
+        try:
+            options = replace(shape.options, needs_backward=False)
+            served = registry.REGISTRY.resolve(replace(shape, options=options), backend).spec.name
+        except KdaError:
+            raise error from None
+        who = f"{', '.join(requiring) or 'an input'} requires grad"
+        hint = f"{who}; without gradients (torch.no_grad(), detach()) {served} serves this call"
+        raise type(error)(f"{error}\n  {hint}") from None
+
+
+def of_shape(shape: ProblemShape, choice: registry.Choice, mode: str) -> ResolvedCall:
+    """Returns the call of this shape on a chosen backend; `mode` is "off", "auto", or a planner's plan as JSON text.
+
+    Raises:
+        BackendContractError: the backend's workspace size is not a number of bytes.
+        PlannerError: the installed planner is broken, or no planner is active for the plan.
+    """
+    if shape.options.recurrent:
+        return ResolvedCall(shape, choice, "recurrent_fwd", 0, None, None)
+    planner, plan = _planner(shape.options, mode)
+    return ResolvedCall(shape, choice, "chunk_fwd", _workspace_bytes(shape, choice), planner, plan)
+
+
+def _workspace_bytes(shape: ProblemShape, choice: registry.Choice) -> int:
+    """Returns the workspace size that the backend asks for.
+
+    Raises:
+        BackendContractError: the backend raised, or returned no number of bytes.
+    """
+    asked = f"{choice.spec.name}.workspace_bytes"
+    try:
+        needed = choice.backend.workspace_bytes(shape)
+    except _ON_PURPOSE:
+        raise
+    except FAILURES as error:
+        raise BackendContractError(f"{asked} raised {show_error(error)}") from error
+    if not _is_size(needed):
+        raise BackendContractError(f"{asked} returned {shown(needed)}, not an int from 0 to 2**63 - 1")
+    return needed
+
+
+def _is_size(x: object) -> bool:
+    return type(x) is int and 0 <= x < 2**63
+
+
+def _planner(options: KdaOptions, mode: str) -> tuple[tuple[str, Planner] | None, str | None]:
+    """Returns `ResolvedCall.planner` and `ResolvedCall.plan` of a mode."""
+    if mode == "off" or (mode == "auto" and options.needs_backward):
+        return None, None
+    found = registry.REGISTRY.planner()
+    if mode == "auto":
+        return (None if options.pin else found), None
+    if found is None:
+        raise PlannerError(
+            "context_parallel: got a plan, but no planner is active; unset KDA_CP=0, or install a planner: "
+            f"{install.command('kda-cp')}"
+        )
+    return found, mode
+
+
+# ---- execute
+
+
+def execute(
+    call: ResolvedCall, tensors: Sequence[Tensor | None], given: GivenOutputs | None = None
+) -> KdaOutputs:
+    """Runs one call and returns its outputs.
+
+    Args:
+        tensors: `Arguments.tensors`.
+        given: the tensors that the caller passed to be written.
+
+    Raises:
+        KdaError: contents of cu_seqlens that the host knows, or `given`, are invalid; or the backend violated the ABI.
+    """
+    shape, choice = call.shape, call.choice
+    inputs = make_inputs(tensors, shape)
+    # reading the lengths checks host contents of cu_seqlens, before any launch
+    lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
+    if call.checks_contents:
+        contents.check_contents(inputs)
+    plan = None if call.planner is None else ask_planner(call, inputs, lengths)
+    needed = call.workspace_bytes if plan is None else needed_workspace(call, plan, inputs)
+    if given is None:
+        outputs = allocate_outputs(inputs, needed)
+    else:
+        plan, needed = fitting(call, plan, needed, given.workspace)
+        outputs = allocate_outputs(inputs, needed, given)
+        check_outputs(inputs, outputs, needed)
+        check_memory(inputs, outputs)
+    planner = None
+    if plan is not None and call.planner is not None:
+        planner = call.planner[0]
+        returned = _from_planner(call.planner, "execute", plan, inputs, outputs, choice.backend)
+    else:
+        returned = getattr(choice.backend, call.entry)(inputs, outputs)
+    if returned is not outputs:
+        what = f"returned {type(returned).__name__}, not the outputs that it was given"
+        if planner is not None:
+            raise registry.REGISTRY.planner_error(planner, f"execute {what}")
+        raise BackendContractError(f"{choice.spec.name}.{call.entry} {what}")
+    if given is not None:  # as torch's own functions do, so that autograd detects changes of what it saved
+        torch.autograd.graph.increment_version([x for x in given if x is not None])
+    registry.notify(choice.spec.name, call.entry, shape.device_type, planner)
+    return outputs
+
+
+def ask_planner(call: ResolvedCall, inputs: KdaInputs, lengths: tuple[int, ...] | None) -> Plan | None:
+    """Returns the plan of a call, None for a direct call.
+
+    Args:
+        lengths: of a packed call, if the host knows them; else None.
+
+    Raises:
+        PlannerError: the caller's plan does not fit the call, or the planner is broken.
+    """
+    if call.planner is None:
+        return None
+    answer = ANSWERS.get((call.number, lengths))
+    if answer is None:
+        if call.plan is None:
+            choice = call.choice
+            plan = _from_planner(call.planner, "plan", inputs, choice.spec, choice.backend)
+            answer = (None if plan is None else _checked_plan(call.planner[0], "plan", plan),)
+        else:
+            answer = (_given_plan(call.plan, call.planner, call.choice, inputs),)
+        ANSWERS.put((call.number, lengths), answer)
+    return answer[0]
+
+
+def needed_workspace(call: ResolvedCall, plan: Plan | None, inputs: KdaInputs) -> int:
+    """Returns the bytes of scratch memory of a call by this plan, which `ask_planner` returned; None is a direct call.
+
+    Raises:
+        PlannerError: the planner returned no number of bytes.
+    """
+    if plan is None or call.planner is None:
+        return call.workspace_bytes
+    name, planner = call.planner
+    if not hasattr(planner, "workspace_bytes"):  # optional: kda_core.backend.SupportsWorkspace
+        return call.workspace_bytes
+    choice = call.choice
+    needed = _from_planner(call.planner, "workspace_bytes", plan, inputs, choice.spec, choice.backend)
+    if not _is_size(needed):
+        what = f"workspace_bytes returned {shown(needed)}, not an int of at least 0 and below 2**63"
+        raise registry.REGISTRY.planner_error(name, what)
+    return needed
+
+
+def fitting(
+    call: ResolvedCall, plan: Plan | None, needed: int, workspace: Tensor | None
+) -> tuple[Plan | None, int]:
+    """Returns the plan that runs with the caller's workspace, and the bytes that the workspace must have. If a planner's own
+    plan needs more than the caller passed, the call is direct; a plan that the caller passed stays."""
+    if plan is None or call.plan is not None or workspace is None or workspace.numel() >= needed:
+        return plan, needed
+    return None, min(needed, call.workspace_bytes)
+
+
+def _given_plan(text: str, found: tuple[str, Planner], choice: registry.Choice, inputs: KdaInputs) -> Plan:
+    """Returns the caller's plan if it fits the call."""
+    name, planner = found
+    plan = _checked_plan(name, "plan_from_json", _from_planner(found, "plan_from_json", text))
+    if hasattr(planner, "refusal"):  # optional: kda_core.backend.SupportsRefusal
+        why = _from_planner(found, "refusal", plan, inputs, choice.spec, choice.backend)
+        if why is not None:
+            raise PlannerError(f"context_parallel: {name} cannot run this plan: {why}")
+    return plan
+
+
+def _from_planner(planner: tuple[str, Planner], method: str, *args: Any) -> Any:
+    """Returns what a method of the planner returns. An unexpected exception becomes a `PlannerError` with the planner's
+    name."""
+    name, made = planner
+    try:
+        return getattr(made, method)(*args)
+    except _ON_PURPOSE:
+        raise
+    except Exception as error:
+        raise registry.REGISTRY.planner_error(name, f"{method} raised {show_error(error)}") from error
+
+
+def _checked_plan(name: str, method: str, plan: Any) -> Plan:
+    """Returns the plan if it has the method that `Plan` requires."""
+    try:
+        valid = callable(plan.to_json)
+    except Exception:  # noqa: BLE001 - a plugin may raise anything
+        valid = False
+    if not valid:
+        what = f"{method} returned {shown(plan)}, not a plan with to_json"
+        raise registry.REGISTRY.planner_error(name, what)
+    return plan

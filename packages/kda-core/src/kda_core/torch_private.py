@@ -1,0 +1,93 @@
+"""The private names of torch that kda-core uses, each looked up once at import. No other module uses a private name of torch.
+
+Torch lacks a name of     Then
+------------------------  ------------------------------------------------------------------------------------------
+`DispatcherState`         `STATE` is None, and every eager call goes through torch's dispatcher. Results and errors are
+                          the same; a call takes more host time.
+any other                 importing kda_core raises an ImportError or AttributeError that contains the name, because
+                          torch has no public equivalent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+
+below_autograd = (
+    torch._C._AutoDispatchBelowAutograd
+)  # a context in which the dispatcher skips autograd's kernels
+compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
+set_forward_gradients = forward_ad._set_fwd_grad_enabled
+
+__all__ = [
+    "STATE",
+    "DispatcherState",
+    "FakeTensor",
+    "SingleLevelFunction",
+    "below_autograd",
+    "compiled_autograd_key",
+    "dispatch_modes",
+    "enable_single_level_autograd_function",
+    "forward_level",
+    "is_intercepted",
+    "is_transformed",
+    "probe",
+    "set_forward_gradients",
+]
+
+
+class DispatcherState(NamedTuple):
+    """Functions that report what torch's dispatcher would do besides calling an operator's kernel.
+
+    Attributes:
+        dispatch_modes: returns the number of active TorchDispatchModes, fake tensor mode included.
+        function_modes: returns whether a TorchFunctionMode is active.
+        transform: returns the innermost torch.func transform, or None.
+        tracer: returns the state of torch.jit.trace, or None.
+    """
+
+    dispatch_modes: Callable[[], int]
+    function_modes: Callable[[], bool]
+    transform: Callable[[], Any]
+    tracer: Callable[[], Any]
+
+
+def probe(torch_c: Any) -> DispatcherState | None:
+    """Returns the functions that torch's extension module `torch_c` provides, or None if it lacks one."""
+    try:
+        return DispatcherState(
+            torch_c._len_torch_dispatch_stack,
+            torch_c._is_torch_function_mode_enabled,
+            torch_c._functorch.peek_interpreter_stack,
+            torch_c._get_tracing_state,
+        )
+    except AttributeError:
+        return None
+
+
+STATE = probe(torch._C)
+
+
+def forward_level() -> int:
+    """Returns the level of forward-mode AD, -1 outside of any."""
+    return forward_ad._current_level
+
+
+forward_level()  # fails at import, not in the first call, if torch renamed the variable
+
+
+def is_transformed() -> bool:
+    """Returns whether a torch.func transform is active; True if torch lacks the function that says so."""
+    return STATE is None or STATE.transform() is not None
+
+
+def is_intercepted() -> bool:
+    """Returns whether a TorchDispatchMode is active; True if torch lacks the function that says so."""
+    return STATE is None or STATE.dispatch_modes() > 0

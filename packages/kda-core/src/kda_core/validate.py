@@ -1,0 +1,280 @@
+"""Checks of a call's metadata: presence, shape, dtype, device, strides and addresses of its tensors.
+
+No check reads the contents of a tensor, so none waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_core.contract import (
+    ALIGNMENT,
+    INPUT_DTYPES,
+    WORKSPACE_ALIGNMENT,
+    KdaInputs,
+    KdaOptions,
+    KdaOutputs,
+    ProblemShape,
+    Tensors,
+    intermediate_states_count,
+    intermediate_states_shape,
+)
+from kda_core.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StrideError, describe
+from kda_core.offsets import CUMULATE
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+_INDEX_DTYPES = (torch.int32, torch.int64)
+_DEVICE_TENSORS = tuple(name for name in Tensors._fields if name != "cu_seqlens_cpu")
+
+
+def device_arch(device: torch.device) -> tuple[int, int] | None:
+    """Returns the compute capability of a CUDA device, None for any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def check_layout(name: str, x: Tensor) -> None:
+    """Checks that a tensor has strides.
+
+    Raises:
+        ArgumentError: a sparse, nested or otherwise not strided tensor; the message names the layout.
+    """
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+        raise ArgumentError(name, "a dense tensor", kind)
+
+
+# ---- inputs
+
+
+def problem_shape(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    options: KdaOptions,
+) -> ProblemShape:
+    """Checks presence, shape, dtype and device of each tensor of a call, and returns the metadata. Shapes and dtypes are
+    those of `kda_core.contract.Tensors`.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: the message names the argument, what was expected and what came.
+    """
+    for name, x in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
+        _tensor(name, x)
+    if q.dim() != 4:
+        raise ShapeError("q", "[B, T, H, K], 4 dimensions", str(list(q.shape)))
+    if q.dtype not in INPUT_DTYPES:
+        raise DtypeError("q", " or ".join(map(str, INPUT_DTYPES)), str(q.dtype))
+    if v.dim() != 4:
+        raise ShapeError("v", "[B, T, HV, V], 4 dimensions", str(list(v.shape)))
+    _check_order(q=q, k=k, v=v, g=g, beta=beta)
+    (B, T, H, K), (HV, V), device = q.shape, v.shape[2:], q.device
+    if min(B, H, K, V) < 1:
+        raise ShapeError("q" if min(B, H, K) < 1 else "v", "B, H, K and V of at least 1", str([B, H, K, V]))
+    if HV < H or HV % H != 0:
+        raise ShapeError("v", f"a head count HV that is a multiple of H={H}", f"HV={HV}")
+    gates = tuple(dict.fromkeys((torch.float32, torch.bfloat16, q.dtype)))
+    wide = (torch.float64, torch.float32) if q.dtype == torch.float64 else (torch.float32,)
+    _check("k", k, (B, T, H, K), "[B, T, H, K]", (q.dtype,), device)
+    _check("v", v, (B, T, HV, V), "[B, T, HV, V]", (q.dtype,), device)
+    _check("g", g, (B, T, HV, K), "[B, T, HV, K]", gates, device)
+    _check("beta", beta, (B, T, HV), "[B, T, HV]", gates, device)
+    _check_gate_parameters(A_log, dt_bias, options, (HV, K), wide + HALF_DTYPES, device)
+
+    N = B
+    if cu_seqlens is not None:
+        N = _check_cu_seqlens(_tensor("cu_seqlens", cu_seqlens), cu_seqlens_cpu, B, device)
+    elif cu_seqlens_cpu is not None:
+        raise ArgumentError("cu_seqlens_cpu", "None unless cu_seqlens is given", describe(cu_seqlens_cpu))
+    elif options.use_graph:
+        raise ArgumentError("use_graph", "False unless cu_seqlens is given", "True")
+    if options.max_num_seqs is not None and options.max_num_seqs != N:
+        raise ArgumentError(
+            "max_num_seqs", f"the number of sequences N={N} (cu_seqlens is padded)", str(options.max_num_seqs)
+        )
+
+    state = (N, HV, V, K) if options.state_v_first else (N, HV, K, V)
+    if initial_state is not None:
+        symbols = "[N, HV, V, K]" if options.state_v_first else "[N, HV, K, V]"
+        came, hint = tuple(_tensor("initial_state", initial_state).shape), ""
+        if came == (*state[:2], state[3], state[2]):
+            hint = f"Pass state_v_first={not options.state_v_first} for states of this layout"
+        elif cu_seqlens is not None and came == (N + 1, *state[1:]):
+            hint = CUMULATE
+        _check("initial_state", initial_state, state, symbols, wide, device, hint)
+
+    return ProblemShape(
+        B=B, T=T, H=H, HV=HV, K=K, V=V, N=N,
+        dtype=q.dtype, g_dtype=g.dtype, beta_dtype=beta.dtype,
+        index_dtype=None if cu_seqlens is None else cu_seqlens.dtype,
+        has_A_log=A_log is not None, has_dt_bias=dt_bias is not None, has_initial_state=initial_state is not None,
+        device_type=device.type, arch=device_arch(device),
+        options=options.resolved(K),
+    )  # fmt: skip
+
+
+def _check_gate_parameters(
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    options: KdaOptions,
+    sizes: tuple[int, int],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Checks A_log and dt_bias; `sizes` is (HV, K)."""
+    HV, K = sizes
+    if not options.use_gate_in_kernel:
+        for name, given in {"A_log": A_log, "dt_bias": dt_bias}.items():
+            if given is not None:
+                wanted = "None unless use_gate_in_kernel=True (g is the decay itself)"
+                raise ArgumentError(name, wanted, describe(given))
+    elif A_log is None and options.lower_bound is None:
+        wanted = "a tensor [HV] with use_gate_in_kernel=True and lower_bound=None"
+        raise ArgumentError("A_log", wanted, "None")
+    if A_log is not None:
+        if _tensor("A_log", A_log).numel() != HV:
+            wanted = f"[HV] = [{HV}], or as many elements in another shape"
+            raise ShapeError("A_log", wanted, str(list(A_log.shape)))
+        _check("A_log", A_log, tuple(A_log.shape), "", dtypes, device)
+    if dt_bias is not None:
+        flat = _tensor("dt_bias", dt_bias).dim() == 1
+        shape, symbols = ((HV * K,), "[HV*K]") if flat else ((HV, K), "[HV, K]")
+        _check("dt_bias", dt_bias, shape, symbols, dtypes, device)
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, host: Tensor | None, B: int, device: torch.device) -> int:
+    """Checks cu_seqlens and its host copy, and returns N."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ShapeError("cu_seqlens", "[N+1] with N of at least 1", str(list(cu_seqlens.shape)))
+    if B != 1:
+        raise ShapeError("q", "a batch size of 1 with cu_seqlens (pack the sequences along T)", f"B={B}")
+    shape = tuple(cu_seqlens.shape)
+    _check("cu_seqlens", cu_seqlens, shape, "[N+1]", _INDEX_DTYPES, device)
+    if host is not None:
+        _tensor("cu_seqlens_cpu", host)
+        cpu = torch.device("cpu")
+        _check("cu_seqlens_cpu", host, shape, "[N+1], as cu_seqlens,", _INDEX_DTYPES, cpu)
+    return cu_seqlens.shape[0] - 1
+
+
+def _check_order(**tensors: Tensor) -> None:
+    """Detects [B, H, T, ...] by name of the tensor that has this order. Without this check the error for q in that order
+    would name v.
+
+    Raises:
+        ShapeError: the second dimension of a tensor is not T, but its third is; T is the second dimension of most tensors.
+    """
+    tokens = [x.shape[1] for x in tensors.values() if x.dim() > 1]
+    T = max(tokens, key=tokens.count)
+    for name, x in tensors.items():
+        if x.dim() > 2 and x.shape[1] != T and x.shape[2] == T:
+            wanted = f"[B, T, ...] with T={T}, as most of q, k, v, g and beta"
+            hint = f"Tokens come before heads: pass {name}.transpose(1, 2)"
+            raise ShapeError(name, wanted, str(list(x.shape)), hint)
+
+
+def _tensor(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise DtypeError(name, "a torch.Tensor", describe(x))
+    return x
+
+
+def _check(
+    name: str,
+    x: Tensor,
+    shape: tuple[Any, ...],
+    symbols: str,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    hint: str = "",
+) -> None:
+    if tuple(x.shape) != tuple(shape):
+        raise ShapeError(name, f"{symbols} = {list(shape)}", str(list(x.shape)), hint)
+    if x.dtype not in dtypes:
+        raise DtypeError(name, " or ".join(str(d) for d in dict.fromkeys(dtypes)), str(x.dtype))
+    if x.device != device:
+        raise DeviceError(name, f"device {device} (that of q)", str(x.device))
+
+
+# ---- outputs
+
+OUTPUT_ARGUMENTS = {
+    "o": "out[0] (o)",
+    "final_state": "out[1] (final_state)",
+    "intermediate_states": "out[2] (h)",
+    "workspace": "workspace",
+}
+"""The fields of `KdaOutputs`, and how a caller knows them."""
+
+
+def check_outputs(inputs: KdaInputs, outputs: KdaOutputs, workspace_bytes: int = 0) -> None:
+    """Checks shape, dtype, device and contiguity of tensors that the caller passed to be written.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, StrideError, ArgumentError: the message names the tensor.
+    """
+    s, device = inputs.shape, inputs.q.device
+    state = "HV, V, K]" if s.options.state_v_first else "HV, K, V]"
+    wanted: list[tuple[str, bool, Any, torch.dtype, str]] = [
+        ("o", True, (s.B, s.T, s.HV, s.V), s.dtype, "[B, T, HV, V]"),
+        ("final_state", s.options.output_final_state, s.state_shape, s.state_dtype, f"[N, {state}"),
+    ]
+    if s.options.return_intermediate_states or outputs.intermediate_states is not None:
+        h_shape = intermediate_states_shape(s, intermediate_states_count(inputs))
+        asked = s.options.return_intermediate_states
+        wanted.append(("intermediate_states", asked, h_shape, torch.bfloat16, f"[B, NT, {state}"))
+    for field, needed, shape, dtype, symbols in wanted:
+        name, x = OUTPUT_ARGUMENTS[field], getattr(outputs, field)
+        if not needed and x is not None:
+            raise ArgumentError(name, "None, because this call does not ask for it", describe(x))
+        if needed:
+            _check(name, _tensor(name, x), shape, symbols, (dtype,), device)
+            if not x.is_contiguous():
+                raise StrideError(name, "a contiguous tensor", f"strides {list(x.stride())}")
+    if (w := outputs.workspace) is not None:
+        if w.dtype != torch.uint8 or w.dim() != 1 or not w.is_contiguous():
+            came = f"{describe(w)}, strides {list(w.stride())}"
+            raise ArgumentError("workspace", "a contiguous 1-D uint8 tensor", came)
+        if w.device != device:
+            raise DeviceError("workspace", f"device {device} (that of q)", str(w.device))
+        if w.numel() < workspace_bytes:
+            raise ShapeError("workspace", f"at least {workspace_bytes} bytes", f"{w.numel()} bytes")
+
+
+def check_memory(inputs: KdaInputs, outputs: KdaOutputs) -> None:
+    """Checks that outputs are aligned and share no memory with an input or with each other, because kernels read inputs
+    while they write outputs.
+
+    Raises:
+        ArgumentError: the message names the tensor, and the tensor with which it shares memory.
+    """
+    workspace_alignment = ALIGNMENT if inputs.shape.device_type == "cpu" else WORKSPACE_ALIGNMENT
+    written = []  # (first byte, end, name)
+    for field, name in OUTPUT_ARGUMENTS.items():
+        x = getattr(outputs, field)
+        if x is not None and (size := x.nbytes):
+            first, wanted = x.data_ptr(), workspace_alignment if field == "workspace" else ALIGNMENT
+            if past := first % wanted:
+                expected = f"memory that starts at a multiple of {wanted} bytes"
+                raise ArgumentError(name, expected, f"{past} bytes past one")
+            written.append((first, first + size, name))
+    spans = list(written)
+    for name in _DEVICE_TENSORS:
+        if (x := getattr(inputs, name)) is not None and (size := x.nbytes):
+            spans.append(((first := x.data_ptr()), first + size, name))
+    for i, (first, end, name) in enumerate(written):
+        for first2, end2, other in spans[i + 1 :]:
+            if first < end2 and first2 < end:
+                raise ArgumentError(
+                    name, f"memory of its own, not shared with {other}", "overlapping tensors"
+                )

@@ -1,0 +1,91 @@
+"""Arguments of the kernel, in order: one definition for the compiler, the device code and the host.
+
+On the device an ``Address`` and a ``Ticket`` are 64-bit integers, an ``int`` has 32 bits and a ``float`` is an fp32.
+The kernel trusts all values: the caller has checked shapes, dtypes, contiguity and alignment to 16 bytes.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any, NamedTuple, NewType, get_type_hints
+
+import torch
+
+from kda_core.contract import KdaInputs, KdaOutputs
+
+#: A global memory address; 0 for an absent tensor.
+Address = NewType("Address", int)
+
+#: A 64-bit number that identifies a launch.
+Ticket = NewType("Ticket", int)
+
+
+class InputArguments(NamedTuple):
+    """Tensors of `KdaInputs`."""
+
+    q: Address  # [B, T, H, 128] bf16
+    k: Address  # [B, T, H, 128] bf16
+    v: Address  # [B, T, HV, 128] bf16
+    g: Address  # [B, T, HV, 128] in `PrefillConfig.gate_dtype`
+    beta: Address  # [B, T, HV], elements of beta_bytes
+    a_log: Address  # [HV] fp32
+    dt_bias: Address  # [HV, 128] fp32
+    offsets: Address  # [N + 1], elements of offset_bytes: bounds of packed sequences, clamped to [0, T]
+    initial_state: Address  # [N, HV, 128, 128] fp32
+
+
+class OutputArguments(NamedTuple):
+    """Tensors of `KdaOutputs`."""
+
+    o: Address  # [B, T, HV, 128] bf16
+    final_state: Address  # [N, HV, 128, 128] fp32; in the mode summarize, the exit states
+    states: Address  # [state_count, HV, 128, 128] bf16
+    workspace: Address  # see `layouts`
+
+
+class LaunchArguments(NamedTuple):
+    """Other arguments that change from call to call."""
+
+    ticket: Ticket  # differs from the tickets of earlier launches; 0: the caller has cleared the counters
+    transitions: Address  # [N, HV, 128, 128] fp32; written in the mode summarize
+    state_count: int
+
+
+class ShapeArguments(NamedTuple):
+    """Arguments that the shape and its launch configuration determine."""
+
+    N: int  # sequences: one per row of B, or packed along T (then B = 1)
+    T: int  # tokens per row of B
+    H: int  # query and key heads
+    HV: int  # value heads
+    offset_bytes: int  # bytes of an element of offsets: 4 or 8; 0: sequences are not packed
+    beta_bytes: int  # 2: bf16, 4: fp32
+    l2norm: int  # 1: normalise q and k
+    v_first: int  # 1: states are [V, K]; 0: [K, V]
+    every: int  # chunks between intermediate states
+    intra_chunk_ctas: int
+    queues: int
+    depth: int  # records in the ring of a queue; where every slot has a record of its own, records in all
+    scale: float
+    lower_bound: float  # of the bounded gate
+    beta_factor: float  # factor on the sigmoid of beta; 0: beta as it is
+
+
+#: Name and type of every argument after the tensor o, in order.
+ARGUMENTS: dict[str, Any] = {
+    name: kind
+    for group in (InputArguments, OutputArguments, LaunchArguments, ShapeArguments)
+    for name, kind in get_type_hints(group).items()
+}
+
+#: Names of the contract where they differ.
+_CONTRACT_NAMES = {"a_log": "A_log", "offsets": "cu_seqlens", "states": "intermediate_states"}
+
+_inputs = attrgetter(*(_CONTRACT_NAMES.get(name, name) for name in InputArguments._fields))
+_outputs = attrgetter(*(_CONTRACT_NAMES.get(name, name) for name in OutputArguments._fields))
+
+
+def addresses(inputs: KdaInputs, outputs: KdaOutputs) -> list[int]:
+    """Returns the `InputArguments` and the `OutputArguments` of a call."""
+    tensors: tuple[torch.Tensor | None, ...] = (*_inputs(inputs), *_outputs(outputs))
+    return [0 if x is None else x.data_ptr() for x in tensors]

@@ -1,0 +1,130 @@
+"""Moves the register fragments of a chain warpgroup: wgmma accumulators and register operands.
+
+A warpgroup has 128 threads and holds 64 rows (of V). Thread 32w + lane of it holds, of an fp32 accumulator [64, N], the
+elements (e, r, j), e < 2, r < 2, j < N/8, in this order, e fastest:
+
+    row 16w + 8r + lane // 4, column 8j + 2 * (lane % 4) + e
+
+A bf16 register operand [64, K] has the same order, two elements in each 32-bit register. So an accumulator that is
+rounded in place is an operand of the next product.
+
+All inline PTX here is volatile, because LLVM would move pure operations past the next wait.
+"""
+
+from cutlass import Float32, Int32, Int64, cute
+
+from kda_cute.device import ptx
+from kda_cute.records import decay_units
+from kda_sm90.config import HEAD_DIM
+from kda_sm90.kernels.barriers import WARPGROUP
+from kda_sm90.layouts import CARRY_BYTES
+
+HALF = HEAD_DIM // 2  # rows of V per warpgroup
+
+
+# ---- arithmetic
+
+
+def round_to_bf16(acc, bf16):
+    """Rounds an accumulator to bf16 pairs. ``bf16``: a register tensor of as many elements, or of half as many 32-bit
+    words."""
+    pairs = cute.size(acc) // 2
+    words = cute.make_tensor(cute.recast_ptr(bf16.iterator, dtype=Int32), cute.make_layout(pairs))
+    for i in range(pairs):
+        words[i] = cute.arch.inline_ptx(
+            "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};",
+            write_only_types=[Int32],
+            read_only_args=[acc[2 * i + 1], acc[2 * i]],
+        )
+
+
+def multiply_columns(acc, factors):
+    """Multiplies the columns of an accumulator [64, 128]. ``factors``: those of the thread's columns, by j, then e."""
+    for j in range(HEAD_DIM // 8):
+        for i in range(4):
+            acc[4 * j + i] = cute.arch.inline_ptx(
+                "mul.rn.f32 {$w0}, {$r0}, {$r1};",
+                write_only_types=[Float32],
+                read_only_args=[acc[4 * j + i], factors[2 * j + i % 2]],
+            )
+
+
+def fill_zero(acc):
+    """Sets an accumulator to zero. A function, because the DSL would carry a namespace whose member's method is
+    called through every branch."""
+    acc.fill(0.0)
+
+
+def fill_identity(half, thread, acc):
+    """Sets an accumulator to rows ``64 * half`` to ``64 * half + 63`` of the identity [128, 128]."""
+    row = half * HALF + 16 * (thread // 32) + thread % 32 // 4
+    column = 2 * (thread % 4)
+    for i in range(HEAD_DIM // 2):
+        on = row + 8 * (i // 2 % 2) == column + 8 * (i // 4) + i % 2
+        acc[i] = ptx.select(on, Float32(1.0), Float32(0.0))
+
+
+# ---- shared memory. Addresses are 32-bit; images are those of `kda_cute.records`
+
+
+def load_v(shared, thread, chunk, acc):
+    """Loads an accumulator [64, chunk] from the transpose of the image [chunk, 64] of v: for each 16 tokens four 8x8
+    matrices, two of the upper and two of the lower 8 tokens."""
+    warp, lane = thread // 32, thread % 32
+    matrix, token = lane // 8, lane % 8
+    place = shared + (8 * (matrix // 2) + token) * (2 * HALF) + ((2 * warp + matrix % 2) ^ token) * 16
+    for i in range(chunk // 16):
+        for j, pair in enumerate(ptx.ldmatrix_x4(place + i * (16 * 2 * HALF), transpose=True)):
+            acc[8 * i + 2 * j], acc[8 * i + 2 * j + 1] = cute.arch.inline_ptx(
+                "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;",
+                write_only_types=[Float32, Float32],
+                read_only_args=[pair],
+            )
+
+
+def load_decays(address):
+    """Loads the decays of the thread's columns, by j, then e. ``address``: of the thread's first decays
+    (``decay_start``)."""
+    return [x for place in decay_units(address) for x in ptx.load_shared_x4(place, Float32)]
+
+
+def store_rows(shared, thread, words):
+    """Stores an operand [64, 128], given as 32-bit words, as a swizzled image of rows of 256 bytes."""
+    warp, lane = thread // 32, thread % 32
+    matrix, row = lane // 8, lane % 8
+    start = shared + (16 * warp + 8 * (matrix % 2) + row) * (2 * HEAD_DIM)
+    for i in range(HEAD_DIM // 16):
+        place = start + ((2 * i + matrix // 2) ^ row) * 16
+        ptx.stmatrix_x4(place, [words[4 * i + j] for j in range(4)])
+
+
+def store_transposed(shared, thread, words, rows):
+    """Stores the transpose of an operand [64, rows], given as 32-bit words, as a swizzled image of rows of 128 bytes."""
+    warp, lane = thread // 32, thread % 32
+    matrix, row = lane // 8, lane % 8
+    place = shared + (8 * (matrix // 2) + row) * (2 * HALF) + ((2 * warp + matrix % 2) ^ row) * 16
+    for i in range(rows // 16):
+        ptx.stmatrix_x4(place + i * (16 * 2 * HALF), [words[4 * i + j] for j in range(4)], transpose=True)
+
+
+# ---- global memory
+
+
+def carry_address(carry, queue, halves, half, thread):
+    """Returns where a thread's share of a state begins that a queue passes to the next one: 16 bytes of each thread
+    side by side."""
+    return carry + (Int64(queue) * halves + half) * CARRY_BYTES + thread * 16
+
+
+def load_carry(address, acc):
+    """Loads an accumulator [64, 128] from a `carry_address`."""
+    for i in range(HEAD_DIM // 8):
+        values = ptx.load_global_f32_x4(address + i * (16 * WARPGROUP))
+        for j in range(4):
+            acc[4 * i + j] = values[j]
+
+
+def store_carry(address, acc):
+    """Stores an accumulator [64, 128] to a `carry_address`."""
+    for i in range(HEAD_DIM // 8):
+        ptx.store_global_x4(address + i * (16 * WARPGROUP), [acc[4 * i + j] for j in range(4)])

@@ -1,0 +1,116 @@
+"""The store role of a chain: one warp per half copies O and intermediate states from shared to global memory."""
+
+import cutlass
+from cutlass import Int32, Int64, const_expr, cute
+
+from kda_cute.device import ptx
+from kda_sm90.config import HEAD_DIM, PrefillConfig
+from kda_sm90.kernels import barriers, schedule
+from kda_sm90.kernels.barriers import NamedBarrier
+from kda_sm90.kernels.fragments import HALF
+
+
+class StoreWarp:
+    """Copies what the chain publishes: O after every chunk (`NamedBarrier.O_READY`), and intermediate states."""
+
+    def __init__(self, config: PrefillConfig):
+        self.chunk = config.chunk
+        self.warpgroups = config.warpgroups
+        self.states = config.states
+        self.o_bytes = 2 * self.chunk * HALF  # of the buffer of a half
+        self.state_bytes = 2 * HALF * HEAD_DIM  # of the buffer of a half
+
+    @cute.jit
+    def run(self, p, order, queue: Int32, x, half: Int32):
+        """Copies O and the intermediate states of every part from shared to global memory."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg = warp - 4 * self.warpgroups - 2
+        self.release_o(p, wg)
+        head, n, high, low = schedule.first_task(order, queue)
+        end = high
+        while end > low:
+            part = schedule.part(order, head, n, end, low, high)
+            self.store_part(p, order, part, x, half + wg, wg)
+            end = part.begin
+            head, n = schedule.next_task(order, head, n)
+
+    @cute.jit
+    def store_part(self, p, order, part, x, half, wg):
+        """Copies the chunks of a part. Iteration c stores the state before chunk c, and O of chunk c - 1."""
+        o_row = Int64(x.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
+        o_chunk = x.o + (part.token * x.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
+        o_chunk += o_row * (part.first * self.chunk)
+        number, left = Int32(0), Int32(0)  # index in x.states of the next state; states left in this part
+        if const_expr(self.states):
+            left = self.states_in(part, x.every)
+            number = self.states_before(order, part.sequence, x.every * self.chunk)
+            number += cute.ceil_div(part.first, x.every)
+            if left > 0:
+                barriers.arrive(NamedBarrier.STATE_FREE, wg)
+        for c in cutlass.range(part.chunks + 1, unroll=1):
+            if const_expr(self.states):  # noqa: SIM102 - decided at compile time
+                if c < part.chunks and (part.first + c) % x.every == 0:
+                    barriers.sync(NamedBarrier.STATE_READY, wg)
+                    self.store_intermediate(p.state + wg * self.state_bytes, x, number, part.head, half)
+                    number += 1
+                    left -= 1
+                    if left > 0:
+                        barriers.arrive(NamedBarrier.STATE_FREE, wg)
+            barriers.sync(NamedBarrier.O_READY, wg)
+            valid = part.length - (part.first + c - 1) * self.chunk
+            if c == 0:  # the first O of a part is empty
+                valid = Int32(0)
+            self.copy_rows(
+                p.o + wg * self.o_bytes, self.chunk, 2 * HALF, o_chunk - o_row * self.chunk, o_row, valid
+            )
+            o_chunk += o_row * self.chunk
+            self.release_o(p, wg)
+
+    def release_o(self, p, wg):
+        """Releases the buffer of O to the chain, after all lanes have read it."""
+        cute.arch.sync_warp()
+        barriers.release(p.o_free + wg)
+
+    @cute.jit
+    def store_intermediate(self, shared: Int32, x, number: Int32, head: Int32, half: Int32):
+        """Copies half of a state, as image, to index ``number`` of the bf16 states, unless it is beyond their end."""
+        matrix = x.states + (Int64(number) * x.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
+        exists = number < x.state_count
+        row = Int64(2 * HEAD_DIM)
+        if x.v_first > 0:
+            rows = ptx.select(exists, Int32(HALF), Int32(0))
+            self.copy_rows(shared, HALF, 2 * HEAD_DIM, matrix + half * (2 * HALF * HEAD_DIM), row, rows)
+        else:
+            rows = ptx.select(exists, Int32(HEAD_DIM), Int32(0))
+            self.copy_rows(shared, HEAD_DIM, 2 * HALF, matrix + half * (2 * HALF), row, rows)
+
+    def states_in(self, part, every):
+        """Returns the intermediate states of a part: one before each of its chunks whose index ``every`` divides."""
+        return cute.ceil_div(part.first + part.chunks, every) - cute.ceil_div(part.first, every)
+
+    @cute.jit
+    def states_before(self, order, sequence: Int32, every: Int32) -> Int32:
+        """Returns the intermediate states of all earlier sequences, one per started ``every`` tokens; a whole warp
+        calls it."""
+        count = sequence * cute.ceil_div(order.T, every)
+        if order.offset_bytes > 0:
+            count = Int32(0)
+            for n in cutlass.range(cute.arch.lane_idx(), sequence, 32, unroll=1):
+                _, length, _, _ = schedule.extent(order, n)
+                count += cute.ceil_div(length, every)
+            for i in cutlass.range_constexpr(5):
+                count += cute.arch.shuffle_sync_bfly(count, 1 << i)
+        return count
+
+    def copy_rows(self, shared, rows, pitch, address, stride, valid):
+        """Copies the first ``valid`` rows of a swizzled image of ``rows`` rows of ``pitch`` bytes to global rows
+        ``stride`` bytes apart; a whole warp calls it."""
+        lane = cute.arch.lane_idx()
+        units = pitch // 16
+        row, unit = lane // units, lane % units
+        step = 32 // units  # rows per access of the warp
+        for start in range(0, rows, 4 * step):
+            batch = [start + i * step + row for i in range(4)]
+            values = [ptx.load_shared_x4(shared + r * pitch + ((unit ^ (r % 8)) * 16), Int32) for r in batch]
+            for r, value in zip(batch, values, strict=True):
+                ptx.store_global_evict_first_x4(address + stride * r + unit * 16, value, r < valid)

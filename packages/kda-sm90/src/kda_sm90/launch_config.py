@@ -1,0 +1,319 @@
+"""Chooses how to launch the kernel for a shape: its variant, the CTAs of each role, the queues, the ring depth.
+
+This module is arithmetic on metadata. Importing it needs neither a GPU nor the DSL.
+
+The choice minimises a predicted time over chunk sizes, warpgroups per chain, and numbers of queues
+(``kernels/schedule.py``). The model has two constants per variant: the time of an intra-chunk group per chunk, and the
+time of a chain per token. Both roles run at the same time, and the chains lag one chunk behind. The constants were
+measured on an H200 (docs/kernels/prefill.md), so the shapes of those sweeps get the fastest launch. They only choose
+between launches that are all correct.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kda_core.contract import ProblemShape
+from kda_cute.host import DTYPES, gate_of
+from kda_sm90 import layouts
+from kda_sm90.config import HALVES, THREADS, Mode, PrefillConfig
+
+#: SMs of an H100 SXM and of an H200. A launch puts one CTA on each.
+SMS = 132
+
+#: ns per chunk of an intra-chunk group, by (chunk size, unbounded gate). The values for unbounded gates lie between
+#: those of slow gates and those of steep gates.
+ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True): 11300}
+
+#: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain alone, or in a
+#: long call where its start does not count, is up to 15% faster.
+CHAIN_NS = {(64, 1): 17.0, (64, 2): 27.5, (32, 1): 25.0, (32, 2): 29.3}
+
+#: ns per token of the chains of the modes ``summarize`` and ``execute``. In ``execute`` no intra-chunk CTA runs
+#: beside them.
+SUMMARIZE_NS = {(64, 1): 12.7, (64, 2): 20.0, (32, 1): 20.0, (32, 2): 25.8}
+EXECUTE_NS = {(64, 1): 15.7, (64, 2): 28.2, (32, 1): 19.6, (32, 2): 29.5}
+
+#: ns per record of all chains together in the mode ``execute``: the bandwidth of HBM. By chunk size.
+RECORD_NS = {64: 32.0, 32: 11.85}
+
+#: Factor on ITEM_NS where every record has a place of its own, because no group waits for room in a ring.
+KEPT = 0.93
+
+#: ns of a launch before its first item starts and after its last one ends.
+START_NS = 15000
+
+#: Records in all rings per intra-chunk group, by unbounded gate: those that the group writes, those it has claimed,
+#: and those that wait for their chain. Unbounded gates need more because their items differ in time. With fewer
+#: records groups wait for room; with more, records leave the L2 before they are read.
+RECORDS_PER_GROUP = {False: 2.05, True: 2.2}
+
+#: Records of one ring, at least. The chain publishes that it has read record n only after it has requested record n + 2
+#: (``kernels.chain.IN_FLIGHT``), so a ring of fewer than 3 records would deadlock.
+LEAST_DEPTH = 8
+
+CHUNKS = (64, 32)
+
+#: Chunk size of pinned calls (``pin``): their bits may depend neither on the rest of the batch nor on a prediction.
+PINNED_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One launch of the kernel.
+
+    Attributes:
+        config: the kernel variant.
+        intra_chunk_ctas: CTAs of the intra-chunk stage.
+        queues: queues of slots, one chain each.
+        depth: records in the ring of one queue; in the modes ``summarize`` and ``execute``, records of the workspace.
+    """
+
+    config: PrefillConfig
+    intra_chunk_ctas: int
+    queues: int
+    depth: int
+
+    @property
+    def chunk(self) -> int:
+        """Tokens per chunk."""
+        return self.config.chunk
+
+    @property
+    def records(self) -> int:
+        """Records that fit in the workspace."""
+        return self.depth if self.config.keeps_records else self.queues * self.depth
+
+    @property
+    def workspace_bytes(self) -> int:
+        return layouts.workspace_bytes(self.records, self.queues, self.chunk, self.config.halves)
+
+
+@lru_cache(maxsize=1024)
+def launch_config(shape: ProblemShape, sms: int = SMS, longest: int | None = None) -> LaunchConfig:
+    """Returns the launch with the smallest predicted time. Caches the last 1024 results.
+
+    Args:
+        shape: a shape that the backend serves.
+        sms: SMs of the device, at least 2.
+        longest: tokens of the longest packed sequence, where the host knows them. Otherwise, and for fixed lengths,
+            all sequences count as equally long. It changes the time of a call, and without ``pin`` the last bits of its
+            result. Every launch of a shape serves all lengths, within `workspace_bytes`.
+    """
+    chunks = _chunks(shape)
+    if shape.options.pin and PINNED_CHUNK in chunks:
+        chunks = [PINNED_CHUNK]
+    models = [_model(shape, chunk, warpgroups, sms, longest) for chunk in chunks for warpgroups in (1, 2)]
+    model, queues = _fastest(models)
+    config = PrefillConfig(
+        chunk=model.chunk,
+        warpgroups=model.warpgroups,
+        states=shape.options.return_intermediate_states,
+        padded=shape.varlen and shape.options.use_graph,
+        **_gate(shape),
+    )
+    ctas = model.intra_chunk_ctas(queues)
+    wanted = math.ceil(RECORDS_PER_GROUP[config.unbounded] * ctas * groups_of(model.chunk) / queues)
+    depth = max(1, min(max(wanted, LEAST_DEPTH), _most_depth(shape, model, queues)))
+    return LaunchConfig(config, ctas, queues, depth)
+
+
+@lru_cache(maxsize=1024)
+def workspace_bytes(shape: ProblemShape, sms: int = SMS) -> int:
+    """Returns the workspace size in bytes that serves a shape, for all lengths of packed sequences."""
+    if not shape.varlen:
+        return launch_config(shape, sms).workspace_bytes
+    per_group, found = RECORDS_PER_GROUP[not shape.options.bounded_gate], 0
+    for chunk, warpgroups in CHAIN_NS:
+        model = _model(shape, chunk, warpgroups, sms)
+        if model.most:
+            # One more queue rounds up by less than one record. The groups that it displaces free more than that.
+            rings = max(math.ceil(per_group * sms * groups_of(chunk)), model.most * LEAST_DEPTH)
+            records = min(rings, model.most * _most_depth(shape, model, model.most))
+            found = max(found, layouts.workspace_bytes(records, model.most, chunk))
+    return found
+
+
+@dataclass(frozen=True)
+class SegmentLaunchConfigs:
+    """The two launches of a call in segments. They have the same chunk size and the same records."""
+
+    summarize: LaunchConfig
+    execute: LaunchConfig
+
+    @property
+    def workspace_bytes(self) -> int:
+        return max(self.summarize.workspace_bytes, self.execute.workspace_bytes)
+
+
+@lru_cache(maxsize=1024)
+def segment_launch_configs(shape: ProblemShape, sms: int = SMS) -> SegmentLaunchConfigs:
+    """Returns the launches for N segments packed along T on a device of at least 4 SMs. Caches the last 1024 results."""
+    candidates = []
+    for chunk in _chunks(shape):
+        summarize, execute = (
+            [_model(shape, chunk, warpgroups, sms, mode=mode) for warpgroups in (1, 2)]
+            for mode in ("summarize", "execute")
+        )
+        candidates.append((_fastest(summarize), _fastest(execute)))
+    total_ns = lambda pair: sum(model.total_ns(queues) for model, queues in pair)
+    (first, first_queues), (second, second_queues) = min(candidates, key=total_ns)
+    records = first.items + 1  # the last one takes the items of slots without a chunk
+    summarize_config = PrefillConfig(first.chunk, first.warpgroups, mode="summarize", **_gate(shape))
+    states = shape.options.return_intermediate_states
+    execute_config = PrefillConfig(second.chunk, second.warpgroups, mode="execute", states=states)
+    return SegmentLaunchConfigs(
+        LaunchConfig(summarize_config, first.intra_chunk_ctas(first_queues), first_queues, records),
+        LaunchConfig(execute_config, 0, second_queues, records),
+    )
+
+
+def predicted_ns(
+    shape: ProblemShape,
+    chunk: int,
+    warpgroups: int,
+    queues: int,
+    *,
+    sms: int = SMS,
+    longest: int | None = None,
+    mode: Mode = "whole",
+) -> float:
+    """Returns the device time of a launch in ns that the model predicts; ``longest`` as in `launch_config`."""
+    return _model(shape, chunk, warpgroups, sms, longest, mode).total_ns(queues)
+
+
+def groups_of(chunk: int) -> int:
+    """Returns the number of intra-chunk groups in a CTA."""
+    return THREADS // (2 * chunk)
+
+
+# ---- the model
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Predicts the time of one kind of launch of a shape as a function of the number of queues.
+
+    Attributes:
+        chunk, warpgroups, mode: the kind of launch.
+        most: the largest number of queues: one more would leave no SM to the intra-chunk stage, or have no sequence.
+            0 where one chain needs more CTAs than the device has.
+        items: slots of all value heads.
+        longest: chunks of the longest sequence.
+        sms: SMs of the device.
+        chain_ctas: CTAs per queue.
+        item_ns: ns per item of an intra-chunk group; 0 in the mode ``execute``.
+        chain_ns: ns per chunk of a chain.
+        least_ns: ns that all records together take through HBM; 0 except in the mode ``execute``.
+    """
+
+    chunk: int
+    warpgroups: int
+    mode: Mode
+    most: int
+    items: int
+    longest: int
+    sms: int
+    chain_ctas: int
+    item_ns: float
+    chain_ns: float
+    least_ns: float
+
+    def intra_chunk_ctas(self, queues: int) -> int:
+        """Returns the CTAs of the intra-chunk stage: all that the chains leave, at most as many as there is work for."""
+        free = self.sms - queues * self.chain_ctas
+        return max(1, min(free, -(-self.items // groups_of(self.chunk))))
+
+    def width(self, queues: int) -> int:
+        """Returns the slots per queue, at least 1."""
+        return max(1, self.longest, -(-self.items // queues))
+
+    def intra_chunk_ns(self, queues: int) -> float:
+        """Returns the time of the intra-chunk stage. It never falls as queues are added."""
+        if not self.item_ns:
+            return self.least_ns
+        groups = self.intra_chunk_ctas(queues) * groups_of(self.chunk)
+        return max(1.0, self.items / groups) * self.item_ns
+
+    def chains_ns(self, queues: int) -> float:
+        """Returns the time of the chains. It never rises as queues are added."""
+        return self.width(queues) * self.chain_ns
+
+    def total_ns(self, queues: int) -> float:
+        return START_NS + self.item_ns + max(self.intra_chunk_ns(queues), self.chains_ns(queues))
+
+    def best(self) -> int:
+        """Returns the number of queues with the smallest time.
+
+        Of equal times it takes the fewest queues, which leaves most SMs to the intra-chunk stage; in the mode
+        ``execute`` it takes as many as fit. The time of one role rises and the other falls, so their maximum is
+        smallest where they cross.
+        """
+        if not self.item_ns:
+            return self.most
+        numbers = range(1, self.most + 1)
+        cross = bisect_left(numbers, True, key=lambda n: self.intra_chunk_ns(n) >= self.chains_ns(n))
+        if cross == 0:
+            return 1
+        before = self.chains_ns(cross)  # with `cross` queues, the last number where the chains are slower
+        if cross < self.most and self.intra_chunk_ns(cross + 1) < before:
+            return cross + 1
+        return 1 + bisect_left(numbers, True, hi=cross, key=lambda n: self.chains_ns(n) <= before)
+
+
+def _model(
+    shape: ProblemShape,
+    chunk: int,
+    warpgroups: int,
+    sms: int,
+    longest: int | None = None,
+    mode: Mode = "whole",
+) -> _Model:
+    chain_ctas = HALVES[mode] // warpgroups
+    free = sms if mode == "execute" else sms - 1
+    slots = layouts.slot_count(shape.B, shape.T, chunk, shape.N if shape.varlen else None)
+    item_ns = ITEM_NS[chunk, not shape.options.bounded_gate]
+    token_ns = {"whole": CHAIN_NS, "summarize": SUMMARIZE_NS, "execute": EXECUTE_NS}[mode]
+    return _Model(
+        chunk=chunk,
+        warpgroups=warpgroups,
+        mode=mode,
+        most=min(free // chain_ctas, shape.HV * shape.N),
+        items=slots * shape.HV,
+        longest=-(-slots // max(shape.N, 1)) if longest is None else -(-longest // chunk),
+        sms=sms,
+        chain_ctas=chain_ctas,
+        item_ns={"whole": 1.0, "summarize": KEPT, "execute": 0.0}[mode] * item_ns,
+        chain_ns=chunk * token_ns[chunk, warpgroups],
+        least_ns=slots * shape.HV * RECORD_NS[chunk] if mode == "execute" else 0.0,
+    )
+
+
+def _fastest(models: list[_Model]) -> tuple[_Model, int]:
+    """Returns the model with the smallest time, the first of equals, and its number of queues."""
+    choices = [(model, model.best()) for model in models if model.most > 0]
+    return min(choices, key=lambda choice: choice[0].total_ns(choice[1]))
+
+
+def _chunks(shape: ProblemShape) -> list[int]:
+    """Returns the chunk sizes that serve a shape: those that divide the spacing of its intermediate states."""
+    options = shape.options
+    return [C for C in CHUNKS if not options.return_intermediate_states or options.chunk_size % C == 0]
+
+
+def _gate(shape: ProblemShape) -> dict[str, Any]:
+    """Returns the fields of `PrefillConfig` that describe the gate."""
+    return {
+        "gate": gate_of(shape),
+        "unbounded": not shape.options.bounded_gate,
+        "gate_dtype": DTYPES[shape.g_dtype],
+    }
+
+
+def _most_depth(shape: ProblemShape, model: _Model, queues: int) -> int:
+    """Returns the largest useful ring depth: the slots of a queue. One packed sequence may hold all tokens of a head."""
+    return model.items // shape.HV if shape.varlen else model.width(queues)

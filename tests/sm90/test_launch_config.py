@@ -1,0 +1,160 @@
+"""The launch for a shape, and the model that chooses it."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from helpers.support import FREE, NOT_BUILT, problem_shape, refused
+
+from kda_core import buffers, validate
+from kda_core.contract import KdaOptions
+from kda_core.testing import make_inputs
+from kda_sm90 import layouts
+from kda_sm90.backend import Sm90Backend, longest_of
+from kda_sm90.launch_config import (
+    CHAIN_NS,
+    LEAST_DEPTH,
+    launch_config,
+    predicted_ns,
+    segment_launch_configs,
+    workspace_bytes,
+)
+
+shape = functools.partial(problem_shape, (9, 0))
+
+
+@pytest.mark.parametrize(("change", "reason"), NOT_BUILT)
+def test_unsupported_shapes_are_refused_with_the_reason(change, reason):
+    assert refused("sm90", shape()) is None
+    assert reason in refused("sm90", shape(**change))
+
+
+@pytest.mark.parametrize(
+    ("options", "gate", "unbounded"),
+    [
+        ({}, "bounded", False),
+        ({"lower_bound": -8.0}, "bounded", True),
+        ({"lower_bound": None}, "softplus", True),
+        (FREE, "precomputed", True),
+        (FREE | {"safe_gate": True}, "precomputed", False),
+    ],
+)
+def test_the_options_of_the_gate_choose_the_variant(options, gate, unbounded):
+    config = launch_config(shape(**options)).config
+    assert (config.gate, config.unbounded) == (gate, unbounded)
+
+
+def test_the_chunk_divides_the_spacing_of_intermediate_states():
+    for size in (32, 64):
+        chosen = launch_config(shape(return_intermediate_states=True, chunk_size=size))
+        assert chosen.config.states and size % chosen.chunk == 0
+    assert not launch_config(shape(chunk_size=32)).config.states
+
+
+def test_halves_of_v_share_a_cta_only_for_many_heads():
+    assert launch_config(shape(T=65536)).config.warpgroups == 1
+    assert launch_config(shape(T=8192, H=96, HV=96)).config.warpgroups == 2
+
+
+def test_a_pinned_call_has_the_same_chunk_in_every_batch():
+    shapes = [shape(B=B, T=T, HV=HV, pin=True) for B in (1, 8) for T in (64, 8192) for HV in (4, 64)]
+    assert {launch_config(s).chunk for s in shapes} == {64}
+    assert launch_config(shape(pin=True, return_intermediate_states=True, chunk_size=32)).chunk == 32
+
+
+CASES = [
+    {"B": 3, "T": 130},
+    {"T": 130, "N": 7, "index": torch.int32},
+    {"T": 8192, "HV": 64, "H": 16},
+    {"T": 8192, "HV": 96, "H": 96, "N": 6, "index": torch.int64},
+    {"B": 200, "T": 1000, "HV": 3, "H": 3},
+    {"T": 1 << 20, "HV": 4, "N": 1000, "index": torch.int32},
+    {"B": 2, "T": 64, "HV": 97, "H": 97},
+    {"T": 1 << 24, "HV": 64, "H": 64},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("sms", (20, 114, 132))
+def test_all_ctas_are_co_resident_and_the_workspace_is_bounded(case, sms):
+    s = shape(**case)
+    chosen = launch_config(s, sms)
+    chains = chosen.queues * (2 // chosen.config.warpgroups)
+    assert chosen.intra_chunk_ctas >= 1 and chosen.intra_chunk_ctas + chains <= sms
+    assert chosen.queues <= s.HV * s.N
+    assert (
+        chosen.workspace_bytes
+        == layouts.workspace_bytes(chosen.queues * chosen.depth, chosen.queues, chosen.chunk)
+        <= 512 << 20
+    )
+
+
+@pytest.mark.parametrize("longest", (None, 40, 2000, 6000))
+@pytest.mark.parametrize("gate", ({}, {"lower_bound": None}), ids=("bounded", "unbounded"))
+@pytest.mark.parametrize("HV", (1, 4, 12, 64))
+def test_the_launch_has_the_smallest_predicted_time(HV, gate, longest):
+    s = shape(T=6000, H=HV, HV=HV, N=9, index=torch.int32, **gate)
+    predicted = functools.partial(predicted_ns, s, sms=132, longest=longest)
+    every = [predicted(*kind, n) for kind in CHAIN_NS for n in range(1, min(131 * kind[1] // 2, HV * 9) + 1)]
+    chosen = launch_config(s, 132, longest)
+    assert predicted(chosen.chunk, chosen.config.warpgroups, chosen.queues) == min(every)
+
+
+@pytest.mark.parametrize("gate", ({}, {"lower_bound": None}), ids=("bounded", "unbounded"))
+@pytest.mark.parametrize(("HV", "T", "N"), ((1, 6000, 9), (4, 65536, 40), (64, 500, 3)))
+def test_the_launches_of_segments_have_the_smallest_predicted_time(HV, T, N, gate):
+    s = shape(T=T, H=HV, HV=HV, N=N, index=torch.int32, **gate)
+    chosen = segment_launch_configs(s)
+
+    def fastest(chunk, mode):
+        chains = {"summarize": 4, "execute": 2}[mode]
+        free = 132 if mode == "execute" else 131
+        numbers = {wg: range(1, min(free * wg // chains, HV * N) + 1) for wg in (1, 2)}
+        return min(predicted_ns(s, chunk, wg, n, mode=mode) for wg in (1, 2) for n in numbers[wg])
+
+    def predicted(p):
+        return predicted_ns(s, p.chunk, p.config.warpgroups, p.queues, mode=p.config.mode)
+
+    both = {chunk: fastest(chunk, "summarize") + fastest(chunk, "execute") for chunk in (32, 64)}
+    assert predicted(chosen.summarize) + predicted(chosen.execute) == min(both.values())
+    assert chosen.summarize.chunk == chosen.execute.chunk and chosen.summarize.depth == chosen.execute.depth
+
+
+def test_one_much_longer_sequence_gets_the_faster_chain():
+    s = shape(T=61440, H=16, HV=16, N=8, index=torch.int32)
+    even, known, ragged = launch_config(s), launch_config(s, longest=8000), launch_config(s, longest=32768)
+    assert even == known and even.config.warpgroups == 2
+    assert ragged.config.warpgroups == 1 and ragged.queues < even.queues
+
+
+def test_known_lengths_are_rounded_up_to_steps():
+    x = make_inputs("slow", 100, H=1, lengths=(61, 0, 39)).arguments
+    options = KdaOptions(use_gate_in_kernel=True, lower_bound=-5.0)
+    tensors = [
+        x.get(n) for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+    ]
+    packed = [*tensors, None]
+    fixed = [*tensors[:-1], None, None]
+    longest = [
+        longest_of(buffers.make_inputs(t, validate.problem_shape(*t, options=options)))
+        for t in (packed, fixed)
+    ]
+    assert longest == [64, None]  # steps of 4 tokens
+
+
+@pytest.mark.parametrize("N", (1, 2, 9, 100, 1000))
+@pytest.mark.parametrize("HV", (1, 3, 64))
+@pytest.mark.parametrize("T", (1, 64, 640, 6400))
+def test_a_ring_is_deep_enough_or_holds_a_whole_sequence(T, HV, N):
+    s = shape(T=T, H=HV, HV=HV, N=N, index=torch.int32)
+    for sms, longest in itertools.product((2, 20, 132), (None, 0, T // 3, T)):
+        chosen = launch_config(s, sms, longest)
+        assert chosen.depth >= min(LEAST_DEPTH, T // chosen.chunk + N)  # one sequence may have all the tokens
+        assert chosen.workspace_bytes <= workspace_bytes(s, sms) <= 128 << 20
+
+
+def test_a_ring_is_no_deeper_than_its_queue_is_long():
+    chosen = launch_config(shape(T=64, H=1, HV=1))
+    assert chosen.queues == 1 and chosen.depth == -(-64 // chosen.chunk)
+    assert Sm90Backend().workspace_bytes(shape(T=64, H=1, HV=1)) == chosen.workspace_bytes

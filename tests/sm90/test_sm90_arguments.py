@@ -1,0 +1,48 @@
+"""The host passes the kernel's arguments in the order of their definition."""
+
+import torch
+from helpers.support import problem_shape
+
+from kda_core.contract import KdaInputs, KdaOutputs
+from kda_sm90.arguments import ARGUMENTS, ShapeArguments
+from kda_sm90.backend import Launch
+
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+OUTPUTS = ("o", "final_state", "intermediate_states", "workspace")
+OPTIONAL = ("A_log", "dt_bias", "initial_state", "cu_seqlens", "final_state", "intermediate_states")
+
+#: Names of the kernel's arguments where they differ from those of the contract.
+KERNEL_NAMES = {"A_log": "a_log", "cu_seqlens": "offsets", "intermediate_states": "states"}
+
+
+def passed_by(transitions, absent):
+    """Returns the arguments that a launch passes, by name, and the call's tensors. ``absent``: names of tensors that are
+    None."""
+    tensors = {name: None if name in absent else torch.zeros(3, 5) for name in INPUTS + OUTPUTS}
+    inputs = {name: tensors[name] for name in INPUTS} | {"cu_seqlens_cpu": None}
+    outputs = KdaOutputs(**{name: tensors[name] for name in OUTPUTS})
+    passed = []
+    launch = Launch(lambda *values: passed.extend(values), ShapeArguments(*range(15)))
+    launch(KdaInputs(**inputs, shape=problem_shape((9, 0))), outputs, transitions)
+    assert passed[0] is outputs.o
+    return dict(zip(ARGUMENTS, passed[1:], strict=True)), tensors
+
+
+def test_every_tensor_is_passed_by_its_name():
+    transitions = torch.zeros(1)
+    values, tensors = passed_by(transitions, ())
+    for name, tensor in tensors.items():
+        assert values[KERNEL_NAMES.get(name, name)] == tensor.data_ptr(), name
+    assert values["transitions"] == transitions.data_ptr() and values["state_count"] == 15
+    assert [values[name] for name in ShapeArguments._fields] == list(range(15))
+
+
+def test_absent_tensors_are_passed_as_0():
+    values, _ = passed_by(None, OPTIONAL)
+    assert not any(values[KERNEL_NAMES.get(name, name)] for name in OPTIONAL)
+    assert values["transitions"] == values["state_count"] == 0
+
+
+def test_every_launch_has_another_ticket():
+    tickets = {passed_by(None, ())[0]["ticket"] for _ in range(3)}
+    assert len(tickets) == 3 and 0 not in tickets
