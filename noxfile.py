@@ -21,7 +21,16 @@ PACKAGES = ("kda-core", "kda-cute", "kda-sm90", "kda-sm100", "kda-cp", "ptx-emul
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")  # nox skips those that the machine lacks
 SOURCES = ("packages", "examples", "benchmarks", "tools", "noxfile.py")
 
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "build", "hatchling", "nvidia-cuda-nvcc")
+TEST_TOOLS = (
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+    "numpy",
+    "build",
+    "hatchling",
+    "matplotlib",
+    "nvidia-cuda-nvcc",
+)
 
 DOWNLOADS = "what is not there yet is downloaded now; PyPI's torch for Linux brings CUDA, several gigabytes"
 

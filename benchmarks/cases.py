@@ -200,7 +200,10 @@ def prefill(hv: int | None = None) -> tuple[Case, ...]:
             c = replace(fixed("gva", c.B, c.T, c.H, hv), table="gva")
         found.append(c)
     found += [*padded(), *blackwell()]
-    return tuple({c.name: c for c in reversed(found)}.values())[::-1]
+    first: dict[str, Case] = {}
+    for c in found:
+        first.setdefault(c.name, c)
+    return tuple(first.values())
 
 
 def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

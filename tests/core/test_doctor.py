@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kda_core import BACKEND_ABI, chunk_kda, doctor, requirements
+from kda_core import BACKEND_ABI, chunk_kda, doctor, install, requirements
 from kda_core.cli import main
 from kda_core.errors import KdaError
 from kda_core.registry import REGISTRY
@@ -147,6 +147,13 @@ def test_a_device_that_the_environment_excludes_is_no_problem(install, gpu, monk
     report = doctor.examine()
     assert [(c["device"], c["backend"]) for c in report["calls"]] == [("cpu", None), ("sm_75", "far")]
     assert not [p for p in report["problems"] if "standard call" in p]
+
+
+def test_the_table_of_gpus_agrees_with_the_installed_backends():
+    ours = [c for c in REGISTRY.backends() if c.distribution in install.GPUS.values()]
+    declared = {arch: c.distribution for c in ours for arch in c.spec.archs}
+    installed = {c.distribution for c in ours}
+    assert declared == {arch: name for arch, name in install.GPUS.items() if name in installed}
 
 
 def test_a_driver_that_torch_cannot_use_is_a_problem(monkeypatch):
@@ -349,6 +356,7 @@ def test_facts_and_problems_of_other_packages_are_shown(install, capsys):
         ("SPEC = 3", "is broken: expected a function, got an object of type int"),
         (DIAGNOSTIC.format(body="raise SystemExit('enough')"), "failed: SystemExit: enough"),
         (DIAGNOSTIC.format(body="return 'fine'"), "expected a Diagnosis, got an object of type str"),
+        (DIAGNOSTIC.format(body="return Diagnosis(['wheel'])"), "failed: AttributeError"),
     ],
 )
 def test_a_broken_diagnostic_is_a_problem_and_affects_no_other(install, source, reason):

@@ -225,9 +225,10 @@ def test_an_architecture_of_no_installed_backend_is_an_error_that_lists_theirs(d
 
 #: A third party's backend for an architecture that no package of this project names.
 FOREIGN_SPEC = """
+from kda_core import BACKEND_ABI
 from kda_core.backend import BackendSpec
 SPEC = BackendSpec(
-    name="sm120", abi=(2, 0), archs=frozenset({(12, 0)}), features=frozenset(), target="foreign_kernels:Backend",
+    name="foreign", abi=BACKEND_ABI, archs=frozenset({(12, 0)}), features=frozenset(), target="foreign_kernels:Backend",
     install="pip install foreign", variants="foreign_kernels:variants",
 )
 """
@@ -238,7 +239,7 @@ def test_a_third_party_backend_for_another_architecture_compiles(
 ):
     source = Path(kernels.__file__).read_text()
     (tmp_path / "foreign_kernels.py").write_text(f"{source}\n\ndef variants(arch):\n    return sound()[:1]\n")
-    install("sm120", source=FOREIGN_SPEC)
+    install("foreign", source=FOREIGN_SPEC)
     assert main(["precompile", "--arch", "sm_120a", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"\[1/1\] .*compiled +RmsNorm\(dim=64, weighted=True\) for sm_120a", out)

@@ -1,4 +1,4 @@
-"""Broken copies of the kda-sm90 kernel are noticed: by an error, or because the result is wrong."""
+"""The emulator notices broken copies of the kda-sm90 kernel: by an error, or because the result is wrong."""
 
 import re
 from pathlib import Path
@@ -15,60 +15,69 @@ ARRIVE = r"@first mbarrier\.arrive\.release\.cta[^;]*;"
 DEADLOCK, RACE, WRONG = "deadlock", "a race", "a wrong result"
 UNWRITTEN = "a value that comes from what nothing has written"
 
-#: How each is noticed: a part of the error, or a result beyond the tolerance; what is replaced, by what, and which of the
-#: places: all of them, or one. docs/ptx-emulator.md has the same table.
+GAP = r"(?:\s|//.*)*"  # blanks and comments
+#: A warp barrier and a group barrier that separate stores from the loads of other lanes.
+AFTER_STMATRIX = rf"(stmatrix\.sync[^;]*;{GAP})bar\.warp\.sync\s+-1;"
+BEFORE_LDMATRIX = (
+    r"bar\.sync\s+%r\d+, 128;(?=(?:(?!bar\.sync)[\s\S])*?ldmatrix\.sync\.aligned\.m8n8\.x4\.shared)"
+)
+#: The comparison of a row with the rows that exist, before the store of that row.
+VALID_ROW = (
+    rf"setp\.lt\.s32(\s+(%p\d+), %r\d+, %r\d+;{GAP}selp\.b32\s+(%r\d+), 1, 0, \2;{GAP}"
+    r"\{ \.reg \.pred p; setp\.ne\.b32 p, \3, 0; @p st\.global\.cs)"
+)
+SWIZZLE = "the swizzle of its descriptor"
+
+#: How a mutant is noticed (a part of the error, or a result beyond the tolerance), the pattern of the instructions that it
+#: replaces, the replacement, and how many occurrences it replaces (0: all). docs/ptx-emulator.md has the same table.
 MUTANTS = {
     "no fence towards the async proxy": (
-        "without a fence.proxy.async between", r"fence\.proxy\.async\.global;", "", None,
+        "without a fence.proxy.async between", r"fence\.proxy\.async\.global;", "", 0,
     ),
-    "a record that is never published": (DEADLOCK, r"st\.release\.gpu\.global\.b32 [^;]*;", "", None),
-    "records published without order": (RACE, r"st\.release\.gpu", "st.relaxed.gpu", None),
-    "records taken up without order": (RACE, r"ld\.acquire\.gpu", "ld.relaxed.gpu", None),
-    "no wait for the copies of q and k": (UNWRITTEN, r"cp\.async\.wait_group\s+0;", "", None),
-    "a stage of the preparation without its barrier": (RACE, r"bar\.sync\s+%r\d+, 128;", "", 3),
-    "lanes that read what others store, without their barrier": (RACE, r"bar\.warp\.sync\s+-1;", "", 11),
-    "o taken before it is there": (UNWRITTEN, r"bar\.sync\s+1, 160;", "", 0),
-    "an mbarrier of too few arrivals": (UNWRITTEN, r"mov\.b32\s+(%r\d+), 33;", r"mov.b32 \1, 32;", None),
+    "a record that is never published": (DEADLOCK, r"st\.release\.gpu\.global\.b32 [^;]*;", "", 0),
+    "records published without order": (RACE, r"st\.release\.gpu", "st.relaxed.gpu", 0),
+    "records acquired without order": (RACE, r"ld\.acquire\.gpu", "ld.relaxed.gpu", 0),
+    "no wait for the copies of q and k": (UNWRITTEN, r"cp\.async\.wait_group\s+0;", "", 0),
+    "an intra-chunk stage without its barrier": (RACE, BEFORE_LDMATRIX, "", 1),
+    "lanes that read what others store, without their barrier": (RACE, AFTER_STMATRIX, r"\1", 1),
+    "o stored before it is ready": (UNWRITTEN, r"bar\.sync\s+1, 160;", "", 1),
+    "an mbarrier of too few arrivals": (UNWRITTEN, r"mov\.b32\s+(%r\d+), 33;", r"mov.b32 \1, 32;", 0),
     "the wrong phase of an mbarrier": (
-        DEADLOCK, r"(mbarrier\.try_wait\.parity\.shared\.b64 P1, \[%r\d+\]), %r\d+", r"\1, 0", 0,
+        DEADLOCK, r"(mbarrier\.try_wait\.parity\.shared\.b64 P1, \[%r\d+\]), %r\d+", r"\1, 0", 1,
     ),
-    "a stage that is never released": (DEADLOCK, ARRIVE, "", 2),
-    "a copy that is too short": (DEADLOCK, r"(\[%r\d+\], \[%rd\d+\]), 16384,", r"\1, 16368,", 0),
-    "a tail that is one row too long": (
-        "global memory out of bounds",
-        r"setp\.lt\.s32(\s+(%p\d+), %r\d+, %r\d+;(?:(?!setp)[^@])*@\2 st\.global\.cs)", r"setp.le.s32\1", None,
+    "a stage that is never released": (DEADLOCK, ARRIVE, "", 0),
+    "a copy that is too short": (
+        DEADLOCK, r"mov\.b32\s+(%r\d+), 16384;(?=(?:(?!mov\.b32)[\s\S])*?cp\.async\.bulk)", r"mov.b32 \1, 16368;", 1,
     ),
+    "a tail that is one row too long": ("global memory out of bounds", VALID_ROW, r"setp.le.s32\1", 0),
     "a wgmma without its fence": (
-        "written after the last wgmma.fence", r"wgmma\.fence\.sync\.aligned;", "", 0,
+        "written after the last wgmma.fence", r"wgmma\.fence\.sync\.aligned;", "", 1,
     ),
     "a wgmma without its wait": (
-        "a register of a wgmma is touched that nothing has waited for", r"wgmma\.wait_group\.sync\.aligned\s+1;", "", 0,
+        "a register of a wgmma is touched that nothing has waited for", r"wgmma\.wait_group\.sync\.aligned\s+1;", "", 1,
     ),
-    "a swizzle of 64 bytes": (WRONG, r"wgmma\.mma_async[^;]*?\}, (%rd\d+), p", None, 0),
+    "a swizzle of 64 bytes": (WRONG, r"wgmma\.mma_async[^;]*?\}, (%rd\d+), p", SWIZZLE, 1),
     "no step of the substitution": (
-        WRONG, r"fma\.rn\.ftz\.f32 (%r\d+), (%r\d+), (%r\d+), (%r\d+);", r"mov.b32 \1, \4;", -20,
+        WRONG, r"fma\.rn\.ftz\.f32 (%r\d+), (%r\d+), (%r\d+), (%r\d+);", r"mov.b32 \1, \4;", 0,
     ),
     "an MMA that adds nothing": (
-        WRONG, r"(mma\.sync\.aligned\.m16n8k16[^{]*\{[^}]*\}, \{[^}]*\}, )\{(%r\d+), (%r\d+)\}", r"\1{\2, \2}", 20,
+        WRONG, r"(mma\.sync\.aligned\.m16n8k16[^{]*\{[^}]*\}, \{[^}]*\}, )\{(%r\d+), (%r\d+)\}", r"\1{\2, \2}", 1,
     ),
 }  # fmt: skip
 
 
-def mutated(ptx, pattern, replacement, place):
-    if replacement is None:  # of the descriptor: its swizzle
-        replacement = None
+def mutated(ptx, pattern, replacement, count):
+    """Returns the PTX with the first ``count`` matches replaced, or all for 0. Fails if there are fewer."""
+    if replacement == SWIZZLE:
         match = re.search(pattern, ptx)
-        assert match
+        assert match, "nothing to break"
         line = ptx.rindex("\n", 0, match.start())
         line = ptx.rindex("{", 0, line)  # the scope of the inline PTX
         flip = f"\n xor.b64 {match[1]}, {match[1]}, -4611686018427387904;\n"
         return ptx[:line] + flip + ptx[line:]
-    if place is None:
-        found, count = re.subn(pattern, replacement, ptx)
-        assert count, "nothing to break"
-        return found
-    match = list(re.finditer(pattern, ptx))[place]
-    return ptx[: match.start()] + match.expand(replacement) + ptx[match.end() :]
+    changed, replaced = re.subn(pattern, replacement, ptx, count=count)
+    assert replaced >= max(count, 1), "nothing to break"
+    return changed
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -1,4 +1,4 @@
-"""What the tests of the preparation on each GPU backend have in common: the numeric specification, and how near it is."""
+"""Shared by the tests of the intra-chunk stage on each GPU backend: the numeric specification, and the tolerance."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torch import Tensor
 
 from kda_core.testing import specification
 
+#: Lengths of packed sequences: empty ones, and ones around a multiple of a chunk.
 LENGTHS = (0, 15, 0, 63, 64, 65, 1, 130, 0)
 
 
 def variant(x: dict[str, Any]) -> dict[str, Any]:
-    """The gate's part of the configuration that serves a call."""
+    """Returns the fields of a configuration that the gate of a call decides."""
     bounded = x.get("lower_bound") is not None
     gate = "precomputed" if not x.get("use_gate_in_kernel") else "bounded" if bounded else "softplus"
     return {"gate": gate, "unbounded": gate != "bounded", "gate_dtype": str(x["g"].dtype)[6:]}
 
 
 def specified(x: dict[str, Any], C: int, lengths: tuple[int, ...] | None) -> list[tuple[Any, Tensor]]:
-    """What the specification prepares of each chunk, and its v. Normalised rows are not rounded, because kernels keep them
-    in fp32."""
+    """Returns the specified chunk record and v of each chunk of a call. Normalised rows are not rounded, because kernels keep
+    them in fp32."""
     gates = {n: t for n, t in x.items() if n not in ("initial_state", "cu_seqlens")}
     if gates.pop("use_qk_l2norm_in_kernel"):
         for n in ("q", "k"):
@@ -44,12 +45,13 @@ def specified(x: dict[str, Any], C: int, lengths: tuple[int, ...] | None) -> lis
 
 
 def pad_rows(t: Tensor, C: int) -> Tensor:
-    """[HV, tokens, ...] with zeros up to C tokens."""
+    """Returns [HV, tokens, ...] with zeros up to C tokens."""
     return torch.nn.functional.pad(t, (0, 0) * (t.dim() - 2) + (0, C - t.shape[1]))
 
 
 def assert_close(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    """Within what one bf16 rounding of another summation order may do, head by head: 2^-8 of the Frobenius norm."""
+    """Asserts that each operand of each head is within 2^-8 of the specification's Frobenius norm, which is what one bf16
+    rounding after another order of summation may change."""
     assert found.keys() == want.keys()
     for name, tensor in want.items():
         a, b = (t.double().transpose(0, 1).flatten(1) for t in (found[name], tensor))

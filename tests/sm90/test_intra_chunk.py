@@ -1,4 +1,4 @@
-"""The preparation against the numeric specification, output by output; and the images it writes."""
+"""The intra-chunk stage against the numeric specification, operand by operand; and the images that it writes."""
 
 import pytest
 import torch
@@ -26,35 +26,35 @@ def test_images_hold_every_element_once(name, C):
 
 @pytest.mark.parametrize("C", (32, 64))
 def test_the_workspace_is_split_without_overlap(C):
-    streams, depth = 2, 3
-    size = layouts.workspace_bytes(streams * depth, streams, C)
+    queues, depth = 2, 3
+    size = layouts.workspace_bytes(queues * depth, queues, C)
     buffer = torch.zeros(size + 128, dtype=torch.uint8)
     buffer = buffer[-buffer.data_ptr() % 128 :]
-    views = layouts.split_workspace(buffer, streams * depth, streams, C)
+    views = layouts.split_workspace(buffer, queues * depth, queues, C)
     for n, view in enumerate(views):
         assert view.data_ptr() % 128 == 0
         assert not view.any(), n
         view.fill_(1)
-    assert all(view.shape[0] == streams * depth for view in views[:-2]) and views.carry.shape[0] == streams
+    assert all(view.shape[0] == queues * depth for view in views[:-2]) and views.carry.shape[0] == queues
     assert views.counters.shape == (3 * layouts.LINE + layouts.LINE,)
     with pytest.raises(ValueError, match="expected at least"):
-        layouts.split_workspace(buffer[: size - 1], streams * depth, streams, C)
+        layouts.split_workspace(buffer[: size - 1], queues * depth, queues, C)
 
 
-def prepare(x, C, lengths):
-    """The records of a call as {name: [chunks that exist, HV, ...]} in fp32; other slots have to be untouched. Rings
-    that hold every chunk of their streams keep each record."""
+def computed(x, C, lengths):
+    """Returns the records of a call as {name: [chunks that exist, HV, ...]} in fp32. Checks that empty slots were not written.
+    Rings that hold every chunk of their queues keep each record."""
     (B, T, H, K), HV = x["q"].shape, x["v"].shape[2]
     N = None if lengths is None else len(lengths)
     slots = layouts.slot_count(B, T, C, N)
     starts = [sum(lengths[:n]) for n in range(N)] if lengths is not None else []
     firsts = [s // C + n for n, s in enumerate(starts)] or list(range(0, slots, slots // B))
-    streams = max(1, 2 * HV - 1)  # most of them cut a sequence
-    place, depth = record_places(firsts, slots, HV, streams)
+    queues = max(1, 2 * HV - 1)  # most queues cut a sequence
+    place, depth = record_places(firsts, slots, HV, queues)
     buffer = torch.full(
-        (layouts.workspace_bytes(streams * depth, streams, C),), 0xFF, dtype=torch.uint8, device="cuda"
+        (layouts.workspace_bytes(queues * depth, queues, C),), 0xFF, dtype=torch.uint8, device="cuda"
     )
-    workspace = layouts.split_workspace(buffer, streams * depth, streams, C)
+    workspace = layouts.split_workspace(buffer, queues * depth, queues, C)
     workspace.counters.zero_()
     config = PrefillConfig(C, **variant(x))
     inputs = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
@@ -65,7 +65,7 @@ def prepare(x, C, lengths):
     launch(
         config, torch.empty_like(x["v"]), **inputs, workspace=buffer, N=N or B, T=T, H=H, HV=HV,
         beta_bytes=x["beta"].element_size(), l2norm=int(x["use_qk_l2norm_in_kernel"]), every=1,
-        beta_factor=float(x["use_beta_sigmoid_in_kernel"]), intra_chunk_ctas=3, queues=streams, depth=depth,
+        beta_factor=float(x["use_beta_sigmoid_in_kernel"]), intra_chunk_ctas=3, queues=queues, depth=depth,
         scale=K**-0.5, lower_bound=float(x.get("lower_bound") or 0.0),
     )  # fmt: skip
     if lengths is None:
@@ -83,7 +83,7 @@ def prepare(x, C, lengths):
 
 
 def wanted(x, C, lengths):
-    """The same from the specification."""
+    """Returns the same from the specification."""
     found = [p for p, _ in specified(x, C, lengths)]
     return {n: torch.stack([getattr(p, n) for p in found]) for n in NAMES}
 
@@ -91,21 +91,21 @@ def wanted(x, C, lengths):
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("C", (32, 64))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_output_is_the_specification(family, C):
+def test_every_operand_matches_the_specification(family, C):
     x = make_inputs(family, 200, B=2, H=2, HV=4, device="cuda").arguments
-    assert_close(prepare(x, C, None), wanted(x, C, None))
+    assert_close(computed(x, C, None), wanted(x, C, None))
 
 
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("C", (32, 64))
 @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
-def test_packed_sequences_and_tails(family, C):
+def test_packed_sequences_and_tails_match_the_specification(family, C):
     x = make_inputs(family, sum(LENGTHS), H=1, HV=2, lengths=LENGTHS, device="cuda").arguments
-    assert_close(prepare(x, C, LENGTHS), wanted(x, C, LENGTHS))
+    assert_close(computed(x, C, LENGTHS), wanted(x, C, LENGTHS))
 
 
 @pytest.mark.parametrize("config", SAMPLE, ids=str)
-def test_it_compiles_without_a_gpu(config, tmp_path, monkeypatch):
+def test_every_sampled_variant_compiles_without_a_gpu(config, tmp_path, monkeypatch):
     from kda_sm90.kernels.prefill import PrefillKernel
 
     monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path))
@@ -116,6 +116,6 @@ def test_it_compiles_without_a_gpu(config, tmp_path, monkeypatch):
     ("wrong", "named"),
     [({"chunk": 16}, "chunk"), ({"warpgroups": 3}, "warpgroups"), ({"gate": "softplus"}, "unbounded")],
 )
-def test_a_variant_that_does_not_exist_is_refused(wrong, named):
+def test_a_wrong_configuration_is_refused_by_field(wrong, named):
     with pytest.raises(ValueError, match=f"^{named}: "):
         PrefillConfig(**wrong)

@@ -12,7 +12,7 @@ import difflib
 import os
 import platform
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -332,7 +332,7 @@ def _command(extension: extensions.Extension, found: _Found) -> dict[str, str]:
     return {"name": extension.name, "distribution": extension.distribution, "status": status}
 
 
-def _diagnostics(found: _Found) -> dict[str, dict[str, dict[str, str]]]:
+def _diagnostics(found: _Found) -> dict[str, Mapping[str, Mapping[str, str]]]:
     """Name of the diagnostic -> its facts."""
     report = {}
     for extension in extensions.find(extensions.DIAGNOSTIC_GROUP).values():
@@ -342,7 +342,7 @@ def _diagnostics(found: _Found) -> dict[str, dict[str, dict[str, str]]]:
             found.problems.append(f"diagnostics {error}")
             continue
         found.problems += diagnosis.problems
-        report[extension.name] = {label: dict(values) for label, values in diagnosis.facts.items()}
+        report[extension.name] = diagnosis.facts
     return report
 
 

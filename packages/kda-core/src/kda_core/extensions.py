@@ -115,13 +115,15 @@ class Extension:
         where = f"{self.name} (from {self.distribution})"
         try:
             found = examine()
+            if not isinstance(found, Diagnosis):
+                raise TypeError(f"expected a Diagnosis, got an object of type {type(found).__name__}")
+            facts = {
+                str(label): {str(k): str(v) for k, v in values.items()}
+                for label, values in found.facts.items()
+            }
+            return Diagnosis(facts, [str(problem) for problem in found.problems])
         except FAILURES as error:
             raise ExtensionError(f"{where} failed: {show_error(error)}") from error
-        if not isinstance(found, Diagnosis):
-            raise ExtensionError(
-                f"{where}: expected a Diagnosis, got an object of type {type(found).__name__}"
-            )
-        return found
 
 
 def find(group: str) -> dict[str, Extension]:

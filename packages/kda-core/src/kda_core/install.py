@@ -9,9 +9,6 @@ from __future__ import annotations
 SOURCE = "./packages/"
 """Prefix of a package's name in a pip command. Set it to "" once the packages are on an index."""
 
-SIBLINGS: dict[str, tuple[str, ...]] = {"kda-sm90": ("kda-cute",), "kda-sm100": ("kda-cute",)}
-"""What a package requires of this project besides kda-core. From a checkout, pip has to be given all of them."""
-
 GPUS: dict[tuple[int, int], str] = {(9, 0): "kda-sm90", (10, 0): "kda-sm100", (10, 3): "kda-sm100"}
 """The package of this project that drives a compute capability."""
 
@@ -20,9 +17,6 @@ COMMANDS: dict[str, str] = {"cache": "kda-cute", "precompile": "kda-cute"}
 
 
 def command(*distributions: str) -> str:
-    """The command that installs kda-core together with `distributions`, packages of this project."""
-    names = ["kda-core"]
-    for name in distributions:
-        names += [*(SIBLINGS.get(name, ()) if SOURCE else ()), name]
-    paths = " ".join(f"{SOURCE}{name}" for name in dict.fromkeys(names))
-    return f"pip install {paths}{', from a checkout of the repository' if SOURCE else ''}"
+    """Returns the command that installs kda-core together with `distributions`, packages of this project."""
+    names = " ".join(f"{SOURCE}{name}" for name in dict.fromkeys(("kda-core", *distributions)))
+    return f"pip install {names}{', from a checkout of the repository' if SOURCE else ''}"

@@ -155,13 +155,10 @@ class Folder:
             self.remove(temporary)
             raise
 
-    def remove(self, name: str) -> bool:
-        """Removes a file. Returns whether it is gone now and existed before; never raises ``OSError``."""
-        try:
+    def remove(self, name: str) -> None:
+        """Removes a file if it exists and this user may remove it."""
+        with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=self.descriptor)
-        except OSError:
-            return False
-        return True
 
     def sweep(self, name: str) -> None:
         """Removes what killed writers of a file left behind. The caller holds the lock of the writers."""

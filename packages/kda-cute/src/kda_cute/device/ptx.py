@@ -58,7 +58,7 @@ def inline_ptx(text, results, operands, volatile, loc, ip):
 
 
 def _global(address: Int64, kind):
-    """The DSL pointer of an address in global memory."""
+    """Returns the DSL pointer of an address in global memory."""
     return cute.make_ptr(kind, address, cute.AddressSpace.gmem)
 
 

@@ -20,12 +20,12 @@ MMA          1      issues all products
 
 Order of one chunk. An arrow is an mbarrier; time runs downwards:
 
-    state warps                  MMA warp                       output warps
+    state warps                  MMA warp                    output warps
     round S, store it       ->   R = S w
-    decay S, store it            O = S Qd
-    R + u, round, store it  <-
-                            ->   S += R Kg
-    load S                  <-   O += R Aqk                ->   load O, copy it out
+    decay S, store it            O = S Qd               <-   loaded O of two chunks before
+    load R                  <-   (R is done)
+    add u, round, store it  ->   S += R Kg
+    load S                  <-   O += R Aqk             ->   load O, copy it out
 
 ``tcgen05.commit`` waits for all earlier products of the thread. The commit that publishes S therefore also shows that the first
 half of O has read the old bf16 S, and the commit that publishes the next R shows that the second half of O has read the bf16 R.
@@ -91,13 +91,8 @@ WARPGROUP = 128  # threads
 STATE_REGISTERS, OTHER_REGISTERS = 208, 128
 
 SHARED_BYTES = 227 * 1024  # what a CTA may use
-RINGS = (
-    (6, 6),
-    (4, 4),
-    (3, 3),
-    (3, 2),
-    (2, 2),
-)  # candidate depths of the early and the late ring, best first
+#: Candidate depths of the early and the late ring, best first.
+RINGS = ((6, 6), (4, 4), (3, 3), (3, 2), (2, 2))
 ACCUMULATORS = 2  # of O
 STATE_BYTES = 4 * HEAD_DIM * HEAD_DIM  # an fp32 state in global memory
 
@@ -247,11 +242,11 @@ class ChainKernel:
         return x, s, task
 
     def columns(self, p, row):
-        """Returns the address of the CTA's columns in tensor memory, at this lane."""
+        """Returns the address of the CTA's columns in tensor memory, at lane ``row``."""
         return ptx.load_shared(Int32(p.tensor_memory.ptr.toint()), Int32) + (row << 16)
 
     def stage(self, p, name, stage):
-        """Returns the shared address of a stage of an array."""
+        """Returns the shared address of stage number ``stage`` of the array ``name``. ``p``: the `shared_memory` of the CTA."""
         return Int32(getattr(p, name).data_ptr().toint()) + stage * self.bytes[name]
 
     # ---- synchronisation
@@ -474,17 +469,20 @@ class ChainKernel:
     @cute.jit
     def load_state(self, x, matrix: Int32, row: Int32, S: cute.Tensor):
         """Loads a matrix of the initial state; zeros if there is none."""
-        S.fill(0.0)
-        if x.initial_state != Int64(0):
-            if x.v_first > 0:
-                self.load_tile(self.matrix(x.initial_state, matrix, (HEAD_DIM, 1)), row, S)
-            else:
-                self.load_tile(self.matrix(x.initial_state, matrix, (1, HEAD_DIM)), row, S)
+        # Predicated loads. A branch around plain loads makes the compiler compute addresses anew in the loop over chunks.
+        exists = x.initial_state != Int64(0)
+        if x.v_first > 0:
+            source = self.matrix(x.initial_state, matrix, (HEAD_DIM, 1))
+            for i, at in enumerate(self.coordinates(row)[::2]):
+                S[2 * i], S[2 * i + 1] = ptx.load_global_f32_x2(self.address(source, at), exists)
+        else:
+            source = self.matrix(x.initial_state, matrix, (1, HEAD_DIM))
+            for i, at in enumerate(self.coordinates(row)):
+                S[i] = ptx.load_global_f32(self.address(source, at), exists)
 
-    def load_tile(self, source, row, S):
-        """Loads the thread's tile of a matrix [V, K]."""
-        for i, (v, k) in enumerate(self.coordinates(row)):
-            S[i] = source[v, k]
+    def address(self, source, coordinates):
+        """Returns the address of an element of a tensor in global memory."""
+        return Int64((source.iterator + cute.crd2idx(coordinates, source.layout)).toint())
 
     @cute.jit
     def store_state(self, x, target: Int64, matrix: Int32, row: Int32, S: cute.Tensor):

@@ -43,13 +43,13 @@ def release(barrier):
 
 def wait(barrier, ring):
     """Waits for the mbarrier of a ring's stage. ``barrier``: the mbarrier of stage 0."""
-    cute.arch.mbarrier_wait(barrier + ring.stage, ring.phase)
+    cute.arch.mbarrier_wait(barrier + ring.index, ring.phase)
 
 
 def test(barrier, ring):
     """Returns whether the mbarrier of a ring's stage has completed its phase, for `wait_unless`. The caller does
     other work while the answer is on its way."""
-    return cute.arch.mbarrier_try_wait(barrier + ring.stage, ring.phase)
+    return cute.arch.mbarrier_try_wait(barrier + ring.index, ring.phase)
 
 
 @cute.jit

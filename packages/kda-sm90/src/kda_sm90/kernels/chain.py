@@ -67,8 +67,8 @@ from types import SimpleNamespace
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.pipeline import PipelineUserType, make_pipeline_state
 from cutlass.utils import hopper_helpers
-from kda_cute.device.ring import Ring
 
 from kda_cute.device import ptx
 from kda_cute.records import decay_start
@@ -219,6 +219,10 @@ class Chain:
             tiles[name] = getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
         return tiles
 
+    def rings(self, user: PipelineUserType):
+        """Returns the states of the early and of the late ring at their start."""
+        return make_pipeline_state(user, self.early_depth), make_pipeline_state(user, self.late_depth)
+
     # ---- producer: one warp
 
     @cute.jit
@@ -226,7 +230,7 @@ class Chain:
         """Fills both rings with the records of the queue, and publishes which ones have been read."""
         lane = cute.arch.lane_idx()
         ring = schedule.ring(order, queue)
-        early, late = Ring(Int32(0), Int32(1)), Ring(Int32(0), Int32(1))
+        early, late = self.rings(PipelineUserType.Producer)
         head, n, high, low = schedule.first_task(order, queue)
         end = high
         while end > low:
@@ -240,7 +244,8 @@ class Chain:
                 if lane == 0:
                     record = schedule.record(ring, part.number + c)
                     self.load_record(p, records, record, early, late)
-                early, late = early.next(self.early_depth), late.next(self.late_depth)
+                early.advance()
+                late.advance()
                 if lane == 0 and c >= IN_FLIGHT:
                     self.wait_for_load(p, IN_FLIGHT + 1, early, late)
                     schedule.publish_read(ring, half, part.number + c - IN_FLIGHT + 1)
@@ -249,8 +254,8 @@ class Chain:
                     if part.chunks >= back:
                         self.wait_for_load(p, back, early, late)
                 barriers.wait(p.early_empty, early)
-                cute.arch.mbarrier_arrive(p.early_full + early.stage)  # the stage without bytes
-            early = early.next(self.early_depth)
+                cute.arch.mbarrier_arrive(p.early_full + early.index)  # the stage without bytes
+            early.advance()
             end = part.begin
             head, n = schedule.next_task(order, head, n)
         if lane == 0:
@@ -271,26 +276,23 @@ class Chain:
             (self.LATE, late, p.late_full, p.late_empty),
         ):
             barriers.wait(empty, ring)
-            barrier = full + ring.stage
+            barrier = full + ring.index
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(self.bytes[name] for name in names))
             for name in names:
                 size = self.bytes[name]
-                stage = getattr(p, name) + ring.stage * size
+                stage = getattr(p, name) + ring.index * size
                 ptx.bulk_load(stage, records(name, record), Int32(size), Int32(barrier.toint()))
 
     def wait_for_load(self, p, back, early, late):
         """Waits until the load that is ``back`` loads before the next one has arrived. ``early``, ``late``: the
         stages of the next load. A load whose stage was reused since has arrived."""
-        for full, depth, ring in (
-            (p.early_full, self.early_depth, early),
-            (p.late_full, self.late_depth, late),
-        ):
-            if back > depth:
+        for full, ring in ((p.early_full, early), (p.late_full, late)):
+            if back > ring.stages:
                 continue
-            before = ring.stage - back
+            before = ring.index - back
             wrapped = before < 0
-            stage = ptx.select(wrapped, before + depth, before)
-            cute.arch.mbarrier_wait(full + stage, ptx.select(wrapped, ring.phase, ring.phase ^ 1))
+            index = ptx.select(wrapped, before + ring.stages, before)
+            cute.arch.mbarrier_wait(full + index, ptx.select(wrapped, ring.phase, ring.phase ^ 1))
 
     # ---- values: one warp
 
@@ -302,7 +304,7 @@ class Chain:
         step = 32 // units  # rows per access of the warp
         unit, first = lane % units, lane // units
         pitch = Int64(x.HV) * (2 * HEAD_DIM)
-        early = Ring(Int32(0), Int32(1))
+        early, _ = self.rings(PipelineUserType.Producer)
         head, n, high, low = schedule.first_task(order, queue)
         end = high
         while end > low:
@@ -314,14 +316,14 @@ class Chain:
                 valid = self.valid_rows(part.length - (part.first + c) * self.chunk, half)
                 if c == part.chunks:  # the stage without bytes
                     valid = Int32(0)
-                place = p.v + early.stage * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
+                place = p.v + early.index * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
                 for start in range(0, self.chunk, step):
                     row = start + first
                     to = place + row * (2 * HALF) + (unit % 8 ^ row % 8) * 16
                     ptx.cp_async_x4(to, source + pitch * row, row < valid)
                 source += pitch * self.chunk
-                ptx.cp_async_arrive(Int32((p.early_full + early.stage).toint()))
-                early = early.next(self.early_depth)
+                ptx.cp_async_arrive(Int32((p.early_full + early.index).toint()))
+                early.advance()
             end = part.begin
             head, n = schedule.next_task(order, head, n)
 
@@ -335,7 +337,7 @@ class Chain:
     def chain(self, p, order, queue: Int32, tiles, x, carry: Int64, half: Int32):
         """Runs the recurrence over every part of the queue."""
         w = self.warpgroup_of_thread(p, tiles, half)
-        early, late = Ring(Int32(0), Int32(0)), Ring(Int32(0), Int32(0))
+        early, late = self.rings(PipelineUserType.Consumer)
         o_phase = Int32(0)
         # Always true: a branch on a runtime argument that ptxas cannot decide holds instructions in their place.
         opaque_true = x.depth > 0
@@ -347,7 +349,7 @@ class Chain:
             fragments.round_to_bf16(w.accS, w.tCrS)
             fragments.fill_zero(w.accO)
             barriers.wait(p.early_full, early)
-            fragments.load_v(w.v + early.stage * self.v_bytes, w.thread, self.chunk, w.accX)
+            fragments.load_v(w.v + early.index * self.v_bytes, w.thread, self.chunk, w.accX)
             if const_expr(self.chunk == 64):  # for the first O; chunk_64 waits for the others one chunk ahead
                 cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
             for c in cutlass.range(part.chunks, unroll=1):
@@ -360,13 +362,13 @@ class Chain:
                     early, late, o_phase = self.chunk_64(p, w, early, late, o_phase, opaque_true)
                 else:
                     early, late, o_phase = self.chunk_32(p, w, early, late, o_phase)
-            barriers.release(p.early_empty + early.stage)  # the stage without bytes
+            barriers.release(p.early_empty + early.index)  # the stage without bytes
             fragments.round_to_bf16(w.accO, w.rO)
             if const_expr(self.chunk == 32):
                 cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
             self.publish_o(p, w)
             o_phase = o_phase ^ 1
-            early = early.next(self.early_depth)
+            early.advance()
             self.store_state(order, queue, x, carry, part, w)
             end = part.begin
             head, n = schedule.next_task(order, head, n)
@@ -419,7 +421,7 @@ class Chain:
         late_full = barriers.test(p.late_full, late)
         self.gemm(w.mma_tokens, w.accX, w.tCrS, w.tCsKd, early, range(HEAD_DIM // 16))
         barriers.wait_unless(late_full, p.late_full, late)
-        decays = fragments.load_decays(w.a + early.stage * (4 * HEAD_DIM))
+        decays = fragments.load_decays(w.a + early.index * (4 * HEAD_DIM))
         if opaque_true:
             fragments.round_to_bf16(w.accO, w.rO)
             self.publish_o(p, w)
@@ -431,7 +433,8 @@ class Chain:
         self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[1])
         if opaque_true:
             fragments.multiply_columns(w.accS, decays)
-        following = early.next(self.early_depth)
+        following = early.clone()
+        following.advance()
         early_full = barriers.test(p.early_full, following)
         warpgroup.wait_group(1)  # R
         fragments.round_to_bf16(w.accX, w.tCrX)
@@ -439,17 +442,18 @@ class Chain:
         barriers.wait_unless(early_full, p.early_full, following)
         o_free = cute.arch.mbarrier_try_wait(p.o_free + w.wg, o_phase)
         if opaque_true:
-            fragments.load_v(w.v + following.stage * self.v_bytes, w.thread, self.chunk, w.accX)
+            fragments.load_v(w.v + following.index * self.v_bytes, w.thread, self.chunk, w.accX)
         self.gemm(w.mma_tokens, w.accO, w.tCrX, w.tCsAqk, late, steps)
         if not o_free:
             cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
         warpgroup.wait_group(1)  # S
-        barriers.release(p.early_empty + early.stage)
+        barriers.release(p.early_empty + early.index)
         if opaque_true:
             fragments.round_to_bf16(w.accS, w.tCrS)
         warpgroup.wait_group(0)
-        barriers.release(p.late_empty + late.stage)
-        return following, late.next(self.late_depth), o_phase
+        barriers.release(p.late_empty + late.index)
+        late.advance()
+        return following, late, o_phase
 
     @cute.jit
     def chunk_32(self, p, w, early, late, o_phase: Int32):
@@ -465,7 +469,7 @@ class Chain:
         warpgroup.wait_group(1)  # X
         fragments.round_to_bf16(w.accX, w.tCrX)
         barriers.wait(p.late_full, late)
-        decays = fragments.load_decays(w.a + early.stage * (4 * HEAD_DIM))
+        decays = fragments.load_decays(w.a + early.index * (4 * HEAD_DIM))
         self.gemm(w.mma_tokens, w.accX, w.tCrX, w.tCsT, late, steps, zero=True)
         self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[1])
         fragments.multiply_columns(w.accS, decays)
@@ -473,15 +477,17 @@ class Chain:
         fragments.round_to_bf16(w.accX, w.tCrX)
         self.gemm(w.mma_state, w.accS, w.tCrX, w.tCsKg, late, steps)
         self.gemm(w.mma_tokens, w.accO, w.tCrX, w.tCsAqk, late, steps)
-        following = early.next(self.early_depth)
+        following = early.clone()
+        following.advance()
         barriers.wait(p.early_full, following)
-        fragments.load_v(w.v + following.stage * self.v_bytes, w.thread, self.chunk, w.accX)
+        fragments.load_v(w.v + following.index * self.v_bytes, w.thread, self.chunk, w.accX)
         warpgroup.wait_group(1)  # S
-        barriers.release(p.early_empty + early.stage)
+        barriers.release(p.early_empty + early.index)
         fragments.round_to_bf16(w.accS, w.tCrS)
         warpgroup.wait_group(0)
-        barriers.release(p.late_empty + late.stage)
-        return following, late.next(self.late_depth), o_phase
+        barriers.release(p.late_empty + late.index)
+        late.advance()
+        return following, late, o_phase
 
     def gemm(self, mma, acc, tCrA, tCsB, ring, steps, zero=False):
         """Issues ``acc (+)= A B`` over the given steps of 16 of K, one group of wgmmas; B is in the stage of ``ring``."""
@@ -489,7 +495,7 @@ class Chain:
         atom.set(warpgroup.Field.ACCUMULATE, not zero)
         warpgroup.fence()
         for k in steps:
-            cute.gemm(atom, acc, tCrA[None, None, k], tCsB[None, None, k, ring.stage], acc)
+            cute.gemm(atom, acc, tCrA[None, None, k], tCsB[None, None, k, ring.index], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
@@ -575,4 +581,6 @@ class Chain:
         matrix = Int64(part.sequence * x.HV + part.head) * (HEAD_DIM * HEAD_DIM) + half * (HALF * stride[0])
         pointer = cute.make_ptr(Float32, states + matrix * 4, cute.AddressSpace.gmem, assumed_align=16)
         tile = cute.make_tensor(pointer, cute.make_layout((HALF, HEAD_DIM), stride=stride))
-        return w.mma_state.get_slice(w.thread).partition_C(tile)
+        # Computed anew for each state: offsets that are held over the loop of chunks would be spilled.
+        thread = ptx.opaque(w.thread) & (WARPGROUP - 1)
+        return w.mma_state.get_slice(thread).partition_C(tile)

@@ -14,7 +14,7 @@ segments.
 import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
-from kda_cute.device.ring import Ring
+from cutlass.pipeline import PipelineUserType
 
 from kda_sm90.config import HEAD_DIM
 from kda_sm90.kernels import barriers, fragments, schedule
@@ -38,7 +38,7 @@ class SummaryChain(Chain):
     def chain(self, p, order, queue: Int32, tiles, x, carry: Int64, half: Int32):
         """Runs the recurrence over every part of the queue."""
         w = self.warpgroup_of_thread(p, tiles, half)
-        early, late = Ring(Int32(0), Int32(0)), Ring(Int32(0), Int32(0))
+        early, late = self.rings(PipelineUserType.Consumer)
         opaque_true = x.depth > 0  # as in `Chain.chain`; it changes nothing for chunks of 32
         head, n, high, low = schedule.first_task(order, queue)
         end = high
@@ -47,12 +47,12 @@ class SummaryChain(Chain):
             self.load_state(order, queue, x, carry, part, w)
             fragments.round_to_bf16(w.accS, w.tCrS)
             barriers.wait(p.early_full, early)
-            fragments.load_v(w.v + early.stage * self.v_bytes, w.thread, self.chunk, w.accX)
+            fragments.load_v(w.v + early.index * self.v_bytes, w.thread, self.chunk, w.accX)
             for _ in cutlass.range(part.chunks, unroll=1):
                 warpgroup.wait_group(0)  # as in `Chain.chain`
                 early, late = self.chunk_of_summary(p, w, early, late, opaque_true)
-            barriers.release(p.early_empty + early.stage)  # the stage without bytes
-            early = early.next(self.early_depth)
+            barriers.release(p.early_empty + early.index)  # the stage without bytes
+            early.advance()
             self.store_state(order, queue, x, carry, part, w)
             end = part.begin
             head, n = schedule.next_task(order, head, n)
@@ -69,22 +69,23 @@ class SummaryChain(Chain):
         self.gemm(w.mma_tokens, w.accX, w.tCrS, w.tCsKd, early, range(HEAD_DIM // 16))
         barriers.wait_unless(late_full, p.late_full, late)
         if opaque_true:
-            fragments.multiply_columns(w.accS, fragments.load_decays(w.a + early.stage * (4 * HEAD_DIM)))
+            fragments.multiply_columns(w.accS, fragments.load_decays(w.a + early.index * (4 * HEAD_DIM)))
         warpgroup.wait_group(0)
         fragments.round_to_bf16(w.accX, w.tCrX)
         self.gemm(w.mma_tokens, w.accX, w.tCrX, w.tCsT, late, steps, zero=True)
         warpgroup.wait_group(0)
         fragments.round_to_bf16(w.accX, w.tCrX)
         self.gemm(w.mma_state, w.accS, w.tCrX, w.tCsKg, late, steps)
-        barriers.release(p.early_empty + early.stage)
-        early = early.next(self.early_depth)
+        barriers.release(p.early_empty + early.index)
+        early.advance()
         barriers.wait(p.early_full, early)
         if opaque_true:
-            fragments.load_v(w.v + early.stage * self.v_bytes, w.thread, self.chunk, w.accX)
+            fragments.load_v(w.v + early.index * self.v_bytes, w.thread, self.chunk, w.accX)
         warpgroup.wait_group(0)
-        barriers.release(p.late_empty + late.stage)
+        barriers.release(p.late_empty + late.index)
         fragments.round_to_bf16(w.accS, w.tCrS)
-        return early, late.next(self.late_depth)
+        late.advance()
+        return early, late
 
     @cute.jit
     def load_initial_state(self, x, part, w):

@@ -178,7 +178,7 @@ class IntraChunk:
     # ---- loads
 
     def row_address(self, x, row, size=2):
-        """Address of a row of 128 channels of ``size`` bytes; rows are counted over B, T and heads."""
+        """Returns the address of a row of 128 channels of ``size`` bytes; rows are counted over B, T and heads."""
         return x + Int64(row) * (HEAD_DIM * size)
 
     def copy_gates(self, p: Place, g, value_row, HV, valid):

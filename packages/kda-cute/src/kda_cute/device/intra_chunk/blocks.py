@@ -8,12 +8,12 @@ from kda_cute.records import BLOCK, image_offset
 
 
 def pack(values):
-    """fp32 values to bf16x2, in pairs."""
+    """Returns fp32 values as bf16x2, in pairs."""
     return [ptx.pack_bf16x2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
 
 def split(tiles):
-    """Two accumulator tiles as the A fragment of their [16, 16], in two bf16 parts."""
+    """Returns two accumulator tiles as the A fragment of their [16, 16], in two bf16 parts."""
     pairs = [tiles[i // 2][2 * (i % 2) : 2 * (i % 2) + 2] for i in range(4)]
     parts = [ptx.split_bf16x2(*pair) for pair in pairs]
     return [head for head, _ in parts], [tail for _, tail in parts]
@@ -37,7 +37,7 @@ class Image:
         self.layout = layout
 
     def address(self, image, i, j, lane):
-        """Address of a lane's 16 bytes of block (i, j): columns 8*(lane//16).. of row lane % 16."""
+        """Returns the address of a lane's 16 bytes of block (i, j): 8 columns from 8*(lane//16) on, of row lane % 16."""
         row, column = i * BLOCK + lane % BLOCK, j * BLOCK + 8 * (lane // BLOCK)
         return image + image_offset(row, column, self.layout.chunk, self.layout.chunk) * 2
 

@@ -57,7 +57,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: IntraChunkConfig) -> Layout:
-        """The layout of a configuration."""
+        """Returns the layout of a configuration."""
         blocks = config.chunk // BLOCK
         table = TABLE_ROW * blocks
         sizes = {
@@ -89,15 +89,15 @@ class Layout:
         return self.first_decay
 
     def l_block(self, base, i, j):
-        """Address of block (i, j) of L, j < i, in two bf16 parts."""
+        """Returns the address of block (i, j) of L, j < i, in two bf16 parts."""
         return base + self.tables + (i * (i - 1) // 2 + j) * TILE
 
     def inverse(self, base, block):
-        """Address of a diagonal block of (I + L)^-1: fp32 while it is computed, then in two bf16 parts."""
+        """Returns the address of a diagonal block of (I + L)^-1: fp32 while it is computed, then in two bf16 parts."""
         return base + self.k + block * FRAGMENT_BYTES
 
     def scratch(self, base, block):
-        """Address of the scratch of a block's warp in stages 3 and 4, behind its block of the inverse."""
+        """Returns the address of the 512 bytes of scratch of a block's warp in stages 3 and 4, after its block of the inverse."""
         return self.inverse(base, block) + TILE
 
 
@@ -126,23 +126,23 @@ class Place:
 
 
 def fragment_address(region, block, lane, half, m):
-    """Address of a thread's 16 bytes of k or q: group m of its row ``half``."""
+    """Returns the address of a thread's 16 bytes of k or q: group m of its row ``half``."""
     return region + block * FRAGMENT_BYTES + (half * 4 + m) * 512 + lane * 16
 
 
 def load_fragment(p: Place, region, half, m):
-    """bf16x2 [4] of group m of a row of k or q."""
+    """Loads bf16x2 [4]: group m of the thread's row ``half`` of k or q."""
     return ptx.load_shared_x4(fragment_address(region, p.block, p.lane, half, m), Int32)
 
 
 def load_exponents(p: Place, m, row):
-    """G - A_b of a row of the thread's block, its 8 channels of group m."""
+    """Loads G - A_b of a row of the thread's block, its 8 channels of group m."""
     start = p.exponents + p.block * BLOCK_BYTES + m * GROUP_BYTES + row * 128
     units = [start + ((2 * p.quad + unit) ^ (row % 2)) * 16 for unit in range(2)]
     return [x for unit in units for x in ptx.load_shared_x4(unit, Float32)]
 
 
 def load_channels(table, block, m, quad):
-    """A thread's 8 channels of group m of a table [blocks][128] fp32."""
+    """Loads a thread's 8 channels of group m from a block's row of a table."""
     place = table + block * TABLE_ROW + m * 128 + quad * 32
     return [x for unit in range(2) for x in ptx.load_shared_x4(place + 16 * unit, Float32)]

@@ -28,7 +28,7 @@ class RowImage:
         self.starts, self.panel = [image + first, image + (first ^ 64)], layout.chunk * 128
 
     def address(self, m, half):
-        """Address of the 16 bytes of group m of the thread's row ``half``."""
+        """Returns the address of the 16 bytes of group m of the thread's row ``half``."""
         return self.starts[m % 2] + (m // 2 * self.panel + half * 1024)
 
 
