@@ -1,4 +1,4 @@
-"""Fake distributions for the tests of discovery."""
+"""Hides kda-cp from the tests of kda-core."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from kda_core import registry
 
 @pytest.fixture(scope="module", autouse=True)
 def core_alone():
-    """kda-cp is not found, whether it is installed or not: these tests bring planners of their own."""
+    """Hides the planner kda-cp, because these tests install their own planners."""
     found = registry.entry_points
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

@@ -1,4 +1,4 @@
-"""Discovery, statuses, the order of choice, and that one bad plugin never hides the others."""
+"""Discovery, statuses, the order of choice; one bad plugin never hides the others."""
 
 import re
 import threading
@@ -303,13 +303,13 @@ def test_discovery_is_cached_until_refresh_and_thread_safe(install, monkeypatch)
     assert len([r for r in reads if r["group"] == "kda_core.backends"]) == 2
 
 
-def test_another_object_may_stand_for_a_backend(install):
+def test_another_object_may_replace_a_backend(install):
     install("far", archs={(9, 9)})
     assert status("far")[0] == "wrong-arch"
     found = REGISTRY.find("far").spec
     here = replace(found, archs=frozenset({"cpu"}))
-    with REGISTRY.replaced(here, REGISTRY.load(found), "stands in"):
-        assert status("far") == ("ok", "stands in")
+    with REGISTRY.replaced(here, REGISTRY.load(found), "replaced"):
+        assert status("far") == ("ok", "replaced")
         assert ran(backend="far") == "far"
     assert status("far")[0] == "wrong-arch"
     with pytest.raises(BackendUnavailableError, match="wrong-arch"):
@@ -345,7 +345,7 @@ def test_a_planner_is_asked_and_can_be_turned_off(install, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_answers_of_a_planner_are_kept_until_it_has_others(install, monkeypatch):
+def test_plans_are_cached_until_the_planner_discards_them(install, monkeypatch):
     install_planner(install)
     from fake_halves_backend import Halves
 

@@ -1,4 +1,4 @@
-"""Fake distributions: a module and its metadata in a folder, which is all that discovery looks at."""
+"""Fake distributions: a module and its metadata in a folder. Discovery reads nothing else."""
 
 import kda_core
 from kda_core.contract import Feature

@@ -4,7 +4,7 @@ import torch
 
 
 def call(B=1, T=20, H=2, HV=2, K=8, V=8, dtype=torch.float32, seed=0):
-    """q, k, v, g, beta with unit keys and mild precomputed gates."""
+    """Returns q, k, v, g, beta with unit queries and keys and precomputed gates in [-0.3, 0]."""
     rng = torch.Generator().manual_seed(seed)
     normal = lambda *s: torch.randn(*s, generator=rng)
     unit = lambda *s: torch.nn.functional.normalize(normal(*s), dim=-1)

@@ -1,4 +1,4 @@
-"""What tests of several packages use; public names of kda-core alone."""
+"""Helpers for tests of several packages. They use only public names of kda-core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 def prefill(device: str = "cpu") -> dict[str, Any]:
-    """Arguments of `kda_core.chunk_kda` that a GPU backend is made for: bf16, K = V = 128, gates in [-5, 0]."""
+    """Returns typical arguments of `kda_core.chunk_kda` for a GPU backend: bf16, K = V = 128, gates in [-5, 0]."""
     rng = torch.Generator().manual_seed(0)
     B, T, H, D = 1, 70, 2, 128
     q, k, v = (torch.randn(B, T, H, D, generator=rng).bfloat16() for _ in range(3))
@@ -62,18 +62,18 @@ FREE: dict[str, Any] = {"use_gate_in_kernel": False, "lower_bound": None, "A_log
 
 
 def refused(name: str, shape: ProblemShape) -> str | None:
-    """Why a backend does not serve a shape, None if it does."""
+    """Returns why a backend does not serve a shape, None if it does."""
     return {r.name: r.reason for r in kda_core.explain(shape).refusals}.get(name)
 
 
 def listed(name: str) -> kda_core.BackendInfo:
-    """The line of `kda_core.backends` for one backend."""
+    """Returns the entry of `kda_core.backends` for one backend."""
     (info,) = (i for i in kda_core.backends() if i.name == name)
     return info
 
 
 def modules_after(code: str) -> set[str]:
-    """The top-level modules that a fresh Python has imported once it has run `code`."""
+    """Returns the top-level modules that a new Python process has imported after it ran `code`."""
     script = (
         f"import json, sys\n{code}\nprint(json.dumps(sorted({{m.partition('.')[0] for m in sys.modules}})))"
     )
