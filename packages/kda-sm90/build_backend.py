@@ -1,7 +1,6 @@
 """Build backend: hatchling, which also finds the packages of this repository that no package index has yet.
 
-Problem: kda-sm90 requires kda-core and kda-cute, so ``pip install ./packages/kda-sm90`` asks the index for them and
-    fails.
+Problem: kda-sm90 requires kda-core and kda-cute, so ``pip install ./packages/kda-sm90`` asks the index for them and fails.
 Solution: pip reads a package's requirements from `prepare_metadata_for_build_wheel`, which replaces each requirement
 whose folder lies beside this one by a ``file://`` reference to that folder.
 
