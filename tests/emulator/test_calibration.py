@@ -2,10 +2,10 @@
 
 import shutil
 
-import calibrate
 import numpy as np
 import pytest
-from cases import CASES, TO_BE_RECORDED, Bits
+from helpers.emulator import calibrate
+from helpers.emulator.cases import CASES, TO_BE_RECORDED, Bits
 
 PAGE = calibrate.WRITTEN.read_text().splitlines()
 

@@ -1,10 +1,10 @@
 """Clusters: who is where, shared memory of others, their mbarriers, the barrier of a cluster, multicast."""
 
-import cases
 import numpy as np
 import pytest
 import torch
-from ptx import run
+from helpers.emulator import cases
+from helpers.emulator.ptx import run
 
 from ptx_emulator import ExecutionError
 

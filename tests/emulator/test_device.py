@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from dsl_kernels import THREADS, compiled, compiled_ranks
+from helpers.emulator.dsl_kernels import THREADS, compiled, compiled_ranks
 
 import ptx_emulator
 from ptx_emulator import ExecutionError

@@ -3,11 +3,11 @@
 import math
 from fractions import Fraction
 
-import cases
 import numpy as np
 import pytest
 import torch
-from ptx import lanewise, run
+from helpers.emulator import cases
+from helpers.emulator.ptx import lanewise, run
 
 import ptx_emulator
 

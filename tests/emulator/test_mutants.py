@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-import prefill
 import pytest
+from helpers.emulator import prefill
 
 import ptx_emulator
 from kda_core.testing import error, make_inputs, token_oracle, tolerance

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from prefill import config_of, in_segments, merge, prefill
+from helpers.emulator.prefill import config_of, in_segments, merge, prefill
 
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_core.testing.oracle import log_decay

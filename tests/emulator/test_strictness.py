@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from ptx import run
+from helpers.emulator.ptx import run
 
 import ptx_emulator
 

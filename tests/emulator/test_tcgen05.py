@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 import torch
-import wgmma_kernel as wgmma
-from gemm_kernel import M, compiled
-from ptx import run
+from helpers.emulator import wgmma_kernel as wgmma
+from helpers.emulator.gemm_kernel import M, compiled
+from helpers.emulator.ptx import run
 
 import ptx_emulator
 from ptx_emulator import ExecutionError

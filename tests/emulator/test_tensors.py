@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from dsl_kernels import TILE, compiled_map_tiles
-from ptx import run
-from tensor_maps import OUT, START, STORE, WAIT, filled, tensor_map
+from helpers.emulator.dsl_kernels import TILE, compiled_map_tiles
+from helpers.emulator.ptx import run
+from helpers.emulator.tensor_maps import OUT, START, STORE, WAIT, filled, tensor_map
 
 import ptx_emulator
 from ptx_emulator import ExecutionError

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from ptx import run
-from wgmma_kernel import (
+from helpers.emulator.ptx import run
+from helpers.emulator.wgmma_kernel import (
     A_REGISTERS,
     ORIGIN,
     WIDTHS,

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import prefill
-import tensor_maps
 import torch
-import wgmma_kernel as wgmma
-from ptx import lanewise, run
-from tensor_maps import OUT, START, WAIT, Form, filled, tensor_map
 
+from helpers.emulator import prefill, tensor_maps
+from helpers.emulator import wgmma_kernel as wgmma
+from helpers.emulator.ptx import lanewise, run
+from helpers.emulator.tensor_maps import OUT, START, WAIT, Form, filled, tensor_map
 from kda_core.testing import make_inputs
 
 Outputs = dict[str, torch.Tensor]

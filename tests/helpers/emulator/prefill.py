@@ -9,9 +9,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-import ptx
 import torch
 
+from helpers.emulator import ptx
 from kda_cute.jit.dsl import trace
 from kda_cute.jit.key import Variant
 from kda_cute.jit.ptxas import keep_ptx

@@ -1,7 +1,7 @@
 """Calibration: outputs of `cases.py` on a GPU become fixtures, with which the emulator's are compared.
 
-    python tests/emulator/calibrate.py record            on a machine with the GPU: a file a group of cases
-    python tests/emulator/calibrate.py report --write    on any: what the emulator gives beside them, as a page of docs
+    PYTHONPATH=tests python -m helpers.emulator.calibrate record            on a machine with the GPU: a file a group of cases
+    PYTHONPATH=tests python -m helpers.emulator.calibrate report --write    on any: what the emulator gives beside them, as a page of docs
 
 Both take parts of "group/name" to do no others ("prefill/": the kernel of kda-sm90). What is recorded goes into the files
 that are there, whose other cases stay; `--missing` records what they lack. The packages have to be installed, or on
@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ptx
-import tensor_maps
 import torch
-from cases import CASES, TO_BE_RECORDED, Bits, Case, Limit, Near
+
+from helpers.emulator import ptx, tensor_maps
+from helpers.emulator.cases import CASES, TO_BE_RECORDED, Bits, Case, Limit, Near
 
 FIXTURES = Path(__file__).parent / "fixtures"
-WRITTEN = Path(__file__).parents[2] / "docs/ptx-emulator-calibration.md"
+WRITTEN = Path(__file__).parents[3] / "docs/ptx-emulator-calibration.md"
 KEPT = 1024  # elements of an output, of which a fixture has no more
 ABOUT = "about"  # in each file: [a description of the machine, names of cases recorded there], several
 SECONDS = 90  # for a case, with what it compiles
@@ -87,7 +87,7 @@ def outputs(case: Case) -> dict[str, np.ndarray]:
 
 def use_gpu() -> None:
     """From now on the driver executes and encodes."""
-    import gpu
+    from helpers.emulator import gpu
 
     ptx.execute, tensor_maps.encode, ptx.images = gpu.run, gpu.encode, {}
 
@@ -138,7 +138,7 @@ def about(on_gpu: bool) -> dict[str, str]:
     """Where and when."""
     found = {"gpu": "none, emulated"}
     if on_gpu:
-        import gpu
+        from helpers.emulator import gpu
 
         found = gpu.describe()
     path = Path("/proc/driver/nvidia/version")
@@ -371,12 +371,12 @@ def machines(folder: Path = FIXTURES) -> str:
 
 PAGE = """# The emulator beside a GPU
 
-What an H200 gave for the cases of `tests/emulator/cases.py`, and what the emulator gives. Where arithmetic is defined exactly the
+What an H200 gave for the cases of `tests/helpers/emulator/cases.py`, and what the emulator gives. Where arithmetic is defined exactly the
 bits are equal, and so they are of products of matrices. The approximate instructions may differ by the ulps, or the absolute
 difference, of the last column; whole kernels, which they enter, by a norm: that of the difference, relative to that of the whole.
 "Of other inputs": this machine's logarithms or exponentials differ from the recording one's in a last bit.
 
-`python tests/emulator/calibrate.py report --write` makes this page, and `tests/emulator/test_calibration.py` keeps it true;
+`PYTHONPATH=tests python -m helpers.emulator.calibrate report --write` makes this page, and `tests/emulator/test_calibration.py` keeps it true;
 [how to record](ptx-emulator.md#calibration).
 
 """

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
-import ptx as texts
 import torch
-from tensor_maps import Form
 
+from helpers.emulator import ptx as texts
+from helpers.emulator.tensor_maps import Form
 from ptx_emulator.parser import parse
 
 SHARED_BYTES, CLUSTERS_OF_16 = 8, 14  # CUfunction_attribute
