@@ -1,5 +1,5 @@
-"""Shared by all test folders: the marker `arch`, the fixture `install`, and summary lines about emulated tests and tests that
-need a missing GPU."""
+"""Shared by all test folders: the plugin of the conformance kit, the marker `arch`, the fixture `install`, and summary lines
+about tests that need a missing GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from collections import Counter
 import pytest
 from helpers.fake_plugins import install_into
 from hypothesis import HealthCheck, settings
+
+# Fails a run of the kit that compares no output with the oracle. Tests skipped by the marker `arch` do not count as such a run.
+pytest_plugins = ["kda_core.testing.plugin"]
 
 # Generating examples may be slow on a busy machine, which is not a defect of the code under test.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -44,16 +47,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    emulated: Counter = Counter()
-    for outcome in ("passed", "failed", "error"):
-        for report in terminalreporter.stats.get(outcome, []):
-            for key, value in getattr(report, "user_properties", ()):
-                if key == "kda_tested" and value[2] == "emulated":
-                    emulated[value[0], outcome] += 1
-    for (backend, outcome), count in sorted(emulated.items()):
-        terminalreporter.write_line(
-            f"emulated on a CPU, no GPU took part: {count} tests of {backend} {outcome}"
-        )
     skipped = terminalreporter.stats.get("skipped", [])
     not_run = Counter(
         value

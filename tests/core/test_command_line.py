@@ -80,12 +80,22 @@ def test_the_options_of_explain_become_features(capsys, options, needs):
     assert f"\nneeds     {needs}\n" in said and "backend   reference (choice: automatic)" in said
 
 
-def test_a_minimal_backend_can_be_explained(capsys, install):
-    install("minimal", features={"unbounded_gate"})
-    minimal = ["explain", "--arch", "cpu", "--backend", "minimal", "--no-l2norm", "--no-beta-sigmoid"]
-    said = out_of(capsys, *minimal, "--gate", "precomputed")
-    assert "backend   minimal (choice: backend=)" in said
-    assert "unsupported: gate_in_kernel" in out_of(capsys, *minimal, status=1)
+def test_explain_describes_a_call_that_the_named_backend_declares(capsys, install):
+    install("minimal", features=set(), dtypes={"float16", "float32"}, head_dims={(64, 32), (64, 64)})
+    command = ["explain", "--arch", "cpu", "--backend", "minimal"]
+    printed = out_of(capsys, *command)
+    assert "backend   minimal (choice: backend=)" in printed and "\nneeds     nothing special\n" in printed
+    assert " K=64 V=32 " in printed and "float16" in printed
+    assert " K=64 V=64 " in out_of(capsys, *command, "--V", "64")
+    for option, missing in (
+        (["--l2norm"], "qk_l2norm"),
+        (["--beta-sigmoid"], "beta_sigmoid"),
+        (["--gate", "bounded"], "gate_in_kernel"),
+        (["--gate", "precomputed"], "unbounded_gate"),
+        (["--dtype", "bf16"], "dtype bfloat16"),
+        (["--V", "128"], "K=64"),
+    ):
+        assert missing in out_of(capsys, *command, *option, status=1)
 
 
 @pytest.mark.parametrize("tokens", ["0", "1"])

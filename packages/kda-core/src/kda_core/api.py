@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_pack = Arguments._make
+_new = tuple.__new__
 
 
 class _NoKeywords(TypedDict):
@@ -148,8 +148,8 @@ def chunk_kda(
         state_v_first = renamed_layout(state_v_first, transpose_state_layout)
     if cp_context is not None:
         raise cp_context_error(cp_context)
-    # `_make` of a tuple, because 29 keywords would take 2 us. A test compares the order with the fields of `Arguments`.
-    args = _pack((
+    # Not `Arguments(...)`: 29 keywords would take 2 us. A test compares the order with the fields of `Arguments`.
+    args = _new(Arguments, (
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, scale, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
         lower_bound, disable_recompute, return_intermediate_states, state_v_first, use_graph, max_num_seqs, chunk_size,
@@ -202,7 +202,7 @@ def fused_recurrent_kda(
         raise unknown_keyword(fused_recurrent_kda, unknown, chunk_kda)
     if transpose_state_layout is not None:
         state_v_first = renamed_layout(state_v_first, transpose_state_layout)
-    args = _pack((
+    args = _new(Arguments, (
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None, scale, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False,
         lower_bound, False, False, state_v_first, False, None, 64, False, False, True, backend, "off",

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,6 +90,9 @@ def _add_unusable(commands: Any, name: str, help: str, reason: str) -> None:
     p.set_defaults(run=fail, takes_rest=True)
 
 
+_IF_DECLARED = ", if --backend declares it"
+
+
 def _add_own(commands: Any) -> None:
     p = commands.add_parser(
         "demo", help="KDA prefill of a real text in one call and in two, checked against the fp64 oracle"
@@ -108,7 +111,7 @@ def _add_own(commands: Any) -> None:
         "explain",
         help="the backend that would serve a call of a given shape, its plan, and why other backends refuse",
         description="Prints `kda_core.explain` for a call with q and k [B, T, H, K] and v [B, T, HV, V]. The machine need not "
-        "have the GPU. Exit status: 0 if the call would be served, 1 if it would fail, 2 for invalid arguments.",
+        "have the GPU. With --backend, defaults are what that backend declares. Exit status: 0 if the call would be served, 1 if it would fail, 2 for invalid arguments.",
     )
     p.add_argument("--B", type=positive, help="batch size (default: 1)")
     p.add_argument(
@@ -118,15 +121,13 @@ def _add_own(commands: Any) -> None:
     )
     p.add_argument("--H", type=positive, default=32, help="query/key heads (default: %(default)s)")
     p.add_argument("--HV", type=positive, help="value heads (default: H)")
-    p.add_argument("--K", type=positive, default=128, help="head dimension of q and k (default: %(default)s)")
-    p.add_argument("--V", type=positive, default=128, help="head dimension of v (default: %(default)s)")
+    p.add_argument("--K", type=positive, help=f"head dimension of q and k (default: 128{_IF_DECLARED})")
+    p.add_argument("--V", type=positive, help=f"head dimension of v (default: 128{_IF_DECLARED})")
     p.add_argument(
         "--lengths", type=_lengths, metavar="L,..", help="a packed call of sequences of these lengths"
     )
     p.add_argument("--N", type=positive, help="a packed call of N sequences; the plan also needs --lengths")
-    p.add_argument(
-        "--dtype", choices=DTYPES, default="bf16", help="of q, k, v, g and beta (default: %(default)s)"
-    )
+    p.add_argument("--dtype", choices=DTYPES, help=f"of q, k, v, g and beta (default: bf16{_IF_DECLARED})")
     p.add_argument("--arch", type=_arch, help=f"{_ARCH_FORMS} (default: this machine's)")
     p.add_argument("--initial-state", action="store_true", help="the call has an initial state")
     p.add_argument("--final-state", action="store_true", help="the call returns the final state")
@@ -134,12 +135,20 @@ def _add_own(commands: Any) -> None:
     p.add_argument(
         "--gate",
         choices=("precomputed", "safe", "bounded", "softplus"),
-        default="bounded",
         help="precomputed: g is the log decay; safe: g is the log decay in [-5, 0] (safe_gate); bounded: the kernel computes it "
-        "in [-5, 0]; softplus: the kernel computes it without a bound (default: %(default)s)",
+        "in [-5, 0]; softplus: the kernel computes it without a bound (default: bounded, or safe if --backend does not declare "
+        "gate_in_kernel)",
     )
-    p.add_argument("--no-l2norm", action="store_true", help="q and k are normalised before the call")
-    p.add_argument("--no-beta-sigmoid", action="store_true", help="beta is given in (0, 1), not as a logit")
+    p.add_argument(
+        "--l2norm",
+        action=argparse.BooleanOptionalAction,
+        help=f"whether the kernel normalises q and k (default: yes{_IF_DECLARED})",
+    )
+    p.add_argument(
+        "--beta-sigmoid",
+        action=argparse.BooleanOptionalAction,
+        help=f"whether beta is a logit, not in (0, 1) (default: yes{_IF_DECLARED})",
+    )
     p.add_argument("--pin", action="store_true", help="the call is made with pin=True")
     p.add_argument("--backward", action="store_true", help="the inputs require grad")
     p.add_argument("--backend", help="the backend to use; no other one is asked")
@@ -205,6 +214,7 @@ def _backends(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _explain(args: argparse.Namespace, rest: list[str]) -> int:
+    _set_defaults(args)
     try:
         shape = _shape(args)
     except ArgumentError as error:
@@ -214,6 +224,30 @@ def _explain(args: argparse.Namespace, rest: list[str]) -> int:
     )
     _print(str(found))
     return 0 if found.error is None else 1
+
+
+def _set_defaults(args: argparse.Namespace) -> None:
+    """Sets the options of ``explain`` that the command line leaves out: to the features, dtypes and head dimensions that the
+    named backend declares, else to those of a Kimi Linear layer."""
+    features = frozenset(f.value for f in contract.Feature)
+    dtypes: Collection[str] | None = None
+    head_dims: Collection[tuple[int, int]] | None = None
+    # `explain` itself reports a backend that is not installed or whose spec cannot be read
+    for info in explanation.backends():
+        if info.name == args.backend and info.spec is not None:
+            features, dtypes, head_dims = info.spec.features, info.spec.dtypes, info.spec.head_dims
+    if args.gate is None:
+        args.gate = "bounded" if contract.Feature.GATE_IN_KERNEL.value in features else "safe"
+    if args.l2norm is None:
+        args.l2norm = contract.Feature.QK_L2NORM.value in features
+    if args.beta_sigmoid is None:
+        args.beta_sigmoid = contract.Feature.BETA_SIGMOID.value in features
+    if args.dtype is None:
+        declared = (name for name, dtype in DTYPES.items() if dtypes and contract.dtype_name(dtype) in dtypes)
+        args.dtype = next(declared, "bf16")
+    pairs = [(K, V) for K, V in sorted(head_dims or ()) if args.K in (None, K) and args.V in (None, V)]
+    K, V = (128, 128) if not pairs or (128, 128) in pairs else pairs[0]
+    args.K, args.V = args.K or K, args.V or V
 
 
 def _shape(args: argparse.Namespace) -> contract.ProblemShape:
@@ -253,9 +287,9 @@ def _shape(args: argparse.Namespace) -> contract.ProblemShape:
         None,
         options=contract.KdaOptions(
             output_final_state=args.final_state,
-            use_qk_l2norm_in_kernel=not args.no_l2norm,
+            use_qk_l2norm_in_kernel=args.l2norm,
             use_gate_in_kernel=gate,
-            use_beta_sigmoid_in_kernel=not args.no_beta_sigmoid,
+            use_beta_sigmoid_in_kernel=args.beta_sigmoid,
             safe_gate=args.gate == "safe",
             lower_bound=contract.SAFE_GATE_BOUND if args.gate == "bounded" else None,
             state_v_first=args.state_v_first,

@@ -6,6 +6,7 @@ and 0/false/no/off in any case; any other value is an error that names the varia
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +18,18 @@ from kda_core.errors import ArgumentError
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
 
 
-def _class_with_data() -> type | None:
-    """Returns the class of ``os.environ`` if its private dict ``_data`` holds the encoded environment, else None."""
+def _with_private_data() -> Any:
+    """Returns ``os.environ`` if its private dict ``_data`` holds the encoded environment, else None."""
     environ: Any = os.environ
     try:
         data = {environ.encodekey(name): environ.encodevalue(value) for name, value in environ.items()}
-        return type(environ) if type(environ._data) is dict and environ._data == data else None
+        return environ if type(environ._data) is dict and environ._data == data else None
     except AttributeError:  # another Python, or a test's mapping in place of os.environ
         return None
 
 
 #: Checked once, at import. If it is None, `Variable.given` uses the public interface, which is slower.
-_CLASS_WITH_DATA: Any = _class_with_data()
+_CHECKED_ENVIRON: Any = _with_private_data()
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,20 @@ class Variable:
     default: str
     help: str
 
+    @functools.cached_property
+    def _encoded_name(self) -> Any:
+        """The name as a key of the private dict of `_CHECKED_ENVIRON`."""
+        return _CHECKED_ENVIRON.encodekey(self.name)
+
     def given(self) -> Any:
         """Returns the value in the environment, in a form that may only be compared with earlier results.
 
         Every call of an operator uses it. For a variable that is not set, ``os.environ.get`` takes 0.7 us, because it raises
         and catches a KeyError; the private dict avoids that. A test may have replaced ``os.environ`` by another mapping.
         """
-        environ: Any = os.environ
-        if type(environ) is _CLASS_WITH_DATA:
-            return environ._data.get(environ.encodekey(self.name))
+        environ = os.environ
+        if environ is _CHECKED_ENVIRON:
+            return environ._data.get(self._encoded_name)
         return environ.get(self.name)
 
     def raw(self) -> str:
