@@ -153,7 +153,7 @@ class Chain:
                 break
 
     @cute.jit
-    def run(self, shared: cute.Pointer, x, records, carry, order, queue: Int32, half: Int32):
+    def run(self, shared: cute.Pointer, args, records, carry, sched, queue: Int32, half: Int32):
         """Runs the role of the calling warp.
 
         Args:
@@ -167,24 +167,24 @@ class Chain:
         storage = self.storage(shared)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        p = self.pointers(storage)
+        smem = self.pointers(storage)
         if thread == 0:
-            self.init_barriers(p)
+            self.init_barriers(smem)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp >= 4 * self.warpgroups:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == 4 * self.warpgroups:
-                self.produce_records(p, records, order, queue, half)
+                self.produce_records(smem, records, sched, queue, half)
             if warp == 4 * self.warpgroups + 1:
-                self.produce_values(p, order, queue, x, half)
+                self.produce_values(smem, sched, queue, args, half)
             if const_expr(self.STORES):  # noqa: SIM102 - decided at compile time
                 if warp >= 4 * self.warpgroups + 2 and warp < 5 * self.warpgroups + 2:
-                    self.store_warp.run(p, order, queue, x, half)
+                    self.store_warp.run(smem, sched, queue, args, half)
         else:
             cute.arch.setmaxregister_increase(CHAIN_REGISTERS)
-            self.chain(p, order, queue, self.tiles(storage), x, carry, half)
+            self.chain(smem, sched, queue, self.tiles(storage), args, carry, half)
 
     def pointers(self, storage):
         """Returns the pointers to barriers, and the 32-bit addresses of everything else."""
@@ -195,15 +195,15 @@ class Chain:
             **{name: address(name) for name in (*self.EARLY, *self.LATE, "v", "o", "state")},
         )
 
-    def init_barriers(self, p):
+    def init_barriers(self, smem):
         """Initialises the mbarriers; see the table of the module."""
         chain_warps = 4 * self.warpgroups
         for barrier, count, arrivals in (
-            (p.early_full, self.early_depth, 1 + 32),
-            (p.early_empty, self.early_depth, chain_warps),
-            (p.late_full, self.late_depth, 1),
-            (p.late_empty, self.late_depth, chain_warps),
-            (p.o_free, self.warpgroups, 1),
+            (smem.early_full, self.early_depth, 1 + 32),
+            (smem.early_empty, self.early_depth, chain_warps),
+            (smem.late_full, self.late_depth, 1),
+            (smem.late_empty, self.late_depth, chain_warps),
+            (smem.o_free, self.warpgroups, 1),
         ):
             for i in range(count):
                 cute.arch.mbarrier_init(barrier + i, arrivals)
@@ -226,15 +226,15 @@ class Chain:
     # ---- producer: one warp
 
     @cute.jit
-    def produce_records(self, p, records, order, queue: Int32, half: Int32):
+    def produce_records(self, smem, records, sched, queue: Int32, half: Int32):
         """Fills both rings with the records of the queue, and publishes which ones have been read."""
         lane = cute.arch.lane_idx()
-        ring = schedule.ring(order, queue)
+        ring = schedule.ring(sched, queue)
         early, late = self.rings(PipelineUserType.Producer)
-        head, n, high, low = schedule.first_task(order, queue)
+        head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
-            part = schedule.part(order, head, n, end, low, high)
+            part = schedule.part(sched, head, n, end, low, high)
             if lane == 0:  # numbers may be skipped where offsets are not ordered
                 schedule.publish_read(ring, half, part.number)
             ready = Int32(0)
@@ -243,21 +243,21 @@ class Chain:
                     ready = self.chunks_ready(ring, part, c)
                 if lane == 0:
                     record = schedule.record(ring, part.number + c)
-                    self.load_record(p, records, record, early, late)
+                    self.load_record(smem, records, record, early, late)
                 early.advance()
                 late.advance()
                 if lane == 0 and c >= IN_FLIGHT:
-                    self.wait_for_load(p, IN_FLIGHT + 1, early, late)
+                    self.wait_for_load(smem, IN_FLIGHT + 1, early, late)
                     schedule.publish_read(ring, half, part.number + c - IN_FLIGHT + 1)
             if lane == 0:
                 for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
                     if part.chunks >= back:
-                        self.wait_for_load(p, back, early, late)
-                barriers.wait(p.early_empty, early)
-                cute.arch.mbarrier_arrive(p.early_full + early.index)  # the stage without bytes
+                        self.wait_for_load(smem, back, early, late)
+                barriers.wait(smem.early_empty, early)
+                cute.arch.mbarrier_arrive(smem.early_full + early.index)  # the stage without bytes
             early.advance()
             end = part.begin
-            head, n = schedule.next_task(order, head, n)
+            head, n = schedule.next_task(sched, head, n)
         if lane == 0:
             schedule.publish_read(ring, half, Int32(schedule.ALL_READ))
 
@@ -268,25 +268,25 @@ class Chain:
             return part.chunks
         return c + schedule.count_ready(ring, part.number + c, cutlass.min(part.chunks - c, 32))
 
-    def load_record(self, p, records, record, early, late):
+    def load_record(self, smem, records, record, early, late):
         """Waits for a free stage of each ring, and requests one record into them."""
         ptx.fence_proxy_async()  # the intra-chunk stage wrote the record through the generic proxy
         for names, ring, full, empty in (
-            (self.EARLY, early, p.early_full, p.early_empty),
-            (self.LATE, late, p.late_full, p.late_empty),
+            (self.EARLY, early, smem.early_full, smem.early_empty),
+            (self.LATE, late, smem.late_full, smem.late_empty),
         ):
             barriers.wait(empty, ring)
             barrier = full + ring.index
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(self.bytes[name] for name in names))
             for name in names:
                 size = self.bytes[name]
-                stage = getattr(p, name) + ring.index * size
+                stage = getattr(smem, name) + ring.index * size
                 ptx.bulk_load(stage, records(name, record), Int32(size), Int32(barrier.toint()))
 
-    def wait_for_load(self, p, back, early, late):
+    def wait_for_load(self, smem, back, early, late):
         """Waits until the load that is ``back`` loads before the next one has arrived. ``early``, ``late``: the
         stages of the next load. A load whose stage was reused since has arrived."""
-        for full, ring in ((p.early_full, early), (p.late_full, late)):
+        for full, ring in ((smem.early_full, early), (smem.late_full, late)):
             if back > ring.stages:
                 continue
             before = ring.index - back
@@ -297,35 +297,37 @@ class Chain:
     # ---- values: one warp
 
     @cute.jit
-    def produce_values(self, p, order, queue: Int32, x, half: Int32):
+    def produce_values(self, smem, sched, queue: Int32, args, half: Int32):
         """Fills the early ring with v: an image [C, 64] for each half of the CTA."""
         lane = cute.arch.lane_idx()
         units = 8 * self.warpgroups  # 16-byte units per row
         step = 32 // units  # rows per access of the warp
         unit, first = lane % units, lane // units
-        pitch = Int64(x.HV) * (2 * HEAD_DIM)
+        pitch = Int64(args.HV) * (2 * HEAD_DIM)
         early, _ = self.rings(PipelineUserType.Producer)
-        head, n, high, low = schedule.first_task(order, queue)
+        head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
-            part = schedule.part(order, head, n, end, low, high)
-            source = x.v + (part.token * x.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF) + unit * 16
+            part = schedule.part(sched, head, n, end, low, high)
+            source = (
+                args.v + (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF) + unit * 16
+            )
             source += pitch * (part.first * self.chunk)
             for c in cutlass.range(part.chunks + 1, unroll=1):
-                barriers.wait(p.early_empty, early)
+                barriers.wait(smem.early_empty, early)
                 valid = self.valid_rows(part.length - (part.first + c) * self.chunk, half)
                 if c == part.chunks:  # the stage without bytes
                     valid = Int32(0)
-                place = p.v + early.index * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
+                place = smem.v + early.index * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
                 for start in range(0, self.chunk, step):
                     row = start + first
                     to = place + row * (2 * HALF) + (unit % 8 ^ row % 8) * 16
                     ptx.cp_async_x4(to, source + pitch * row, row < valid)
                 source += pitch * self.chunk
-                ptx.cp_async_arrive(Int32((p.early_full + early.index).toint()))
+                ptx.cp_async_arrive(Int32((smem.early_full + early.index).toint()))
                 early.advance()
             end = part.begin
-            head, n = schedule.next_task(order, head, n)
+            head, n = schedule.next_task(sched, head, n)
 
     def valid_rows(self, valid, half):
         """Returns the rows of v to load of a chunk that has ``valid`` tokens."""
@@ -334,46 +336,46 @@ class Chain:
     # ---- chain: one warpgroup per half
 
     @cute.jit
-    def chain(self, p, order, queue: Int32, tiles, x, carry: Int64, half: Int32):
+    def chain(self, smem, sched, queue: Int32, tiles, args, carry: Int64, half: Int32):
         """Runs the recurrence over every part of the queue."""
-        w = self.warpgroup_of_thread(p, tiles, half)
+        thr = self.thread_view(smem, tiles, half)
         early, late = self.rings(PipelineUserType.Consumer)
         o_phase = Int32(0)
         # Always true: a branch on a runtime argument that ptxas cannot decide holds instructions in their place.
-        opaque_true = x.depth > 0
-        head, n, high, low = schedule.first_task(order, queue)
+        opaque_true = args.depth > 0
+        head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
-            part = schedule.part(order, head, n, end, low, high)
-            self.load_state(order, queue, x, carry, part, w)
-            fragments.round_to_bf16(w.accS, w.tCrS)
-            fragments.fill_zero(w.accO)
-            barriers.wait(p.early_full, early)
-            fragments.load_v(w.v + early.index * self.v_bytes, w.thread, self.chunk, w.accX)
+            part = schedule.part(sched, head, n, end, low, high)
+            self.load_state(sched, queue, args, carry, part, thr)
+            fragments.round_to_bf16(thr.accS, thr.tCrS)
+            fragments.fill_zero(thr.accO)
+            barriers.wait(smem.early_full, early)
+            fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
             if const_expr(self.chunk == 64):  # for the first O; chunk_64 waits for the others one chunk ahead
-                cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
+                cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
             for c in cutlass.range(part.chunks, unroll=1):
                 # No wgmma is in flight over the back edge. ptxas sees that only if a wait follows the loop's start.
                 warpgroup.wait_group(0)
                 if const_expr(self.config.states):  # noqa: SIM102 - decided at compile time
-                    if (part.first + c) % x.every == 0:
-                        self.publish_state(p, x.v_first, w)
+                    if (part.first + c) % args.every == 0:
+                        self.publish_state(smem, args.v_first, thr)
                 if const_expr(self.chunk == 64):
-                    early, late, o_phase = self.chunk_64(p, w, early, late, o_phase, opaque_true)
+                    early, late, o_phase = self.chunk_64(smem, thr, early, late, o_phase, opaque_true)
                 else:
-                    early, late, o_phase = self.chunk_32(p, w, early, late, o_phase)
-            barriers.release(p.early_empty + early.index)  # the stage without bytes
-            fragments.round_to_bf16(w.accO, w.rO)
+                    early, late, o_phase = self.chunk_32(smem, thr, early, late, o_phase)
+            barriers.release(smem.early_empty + early.index)  # the stage without bytes
+            fragments.round_to_bf16(thr.accO, thr.rO)
             if const_expr(self.chunk == 32):
-                cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
-            self.publish_o(p, w)
+                cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
+            self.publish_o(smem, thr)
             o_phase = o_phase ^ 1
             early.advance()
-            self.store_state(order, queue, x, carry, part, w)
+            self.store_state(sched, queue, args, carry, part, thr)
             end = part.begin
-            head, n = schedule.next_task(order, head, n)
+            head, n = schedule.next_task(sched, head, n)
 
-    def warpgroup_of_thread(self, p, tiles, half):
+    def thread_view(self, smem, tiles, half):
         """Returns the calling thread's place, its fragments, and its addresses of v and of the decays in stage 0."""
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         thread, _, _ = cute.arch.thread_idx()
@@ -386,7 +388,7 @@ class Chain:
         shape = mma_tokens.partition_shape_C((HALF, self.chunk))
         return SimpleNamespace(
             wg=wg,
-            thread=thread,
+            index=thread,
             half=half + wg,
             mma_tokens=mma_tokens,
             mma_state=mma_state,
@@ -401,8 +403,8 @@ class Chain:
             tCrS=cute.make_rmem_tensor(mma_tokens.partition_shape_A((HALF, HEAD_DIM)), BFloat16),
             tCrX=cute.make_rmem_tensor(mma_state.partition_shape_A((HALF, self.chunk)), BFloat16),
             rO=cute.make_rmem_tensor(cute.size(shape) // 2, Int32),
-            v=p.v + wg * (self.chunk * HALF * 2),
-            a=p.a + decay_start(thread % 32 % 4),
+            v=smem.v + wg * (self.chunk * HALF * 2),
+            a=smem.a + decay_start(thread % 32 % 4),
         )
 
     def tiled_mma(self, b_major, n):
@@ -413,79 +415,79 @@ class Chain:
         )  # fmt: skip
 
     @cute.jit
-    def chunk_64(self, p, w, early, late, o_phase: Int32, opaque_true):
+    def chunk_64(self, smem, thr, early, late, o_phase: Int32, opaque_true):
         """Runs one chunk of 64 tokens in the issue order of the module's docstring. Returns both rings and the phase
         of O for the next chunk, whose v it has loaded."""
         halves_of_k = range(HEAD_DIM // 32), range(HEAD_DIM // 32, HEAD_DIM // 16)
         steps = range(self.chunk // 16)
-        late_full = barriers.test(p.late_full, late)
-        self.gemm(w.mma_tokens, w.accX, w.tCrS, w.tCsKd, early, range(HEAD_DIM // 16))
-        barriers.wait_unless(late_full, p.late_full, late)
-        decays = fragments.load_decays(w.a + early.index * (4 * HEAD_DIM))
+        late_full = barriers.test(smem.late_full, late)
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, range(HEAD_DIM // 16))
+        barriers.wait_unless(late_full, smem.late_full, late)
+        decays = fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM))
         if opaque_true:
-            fragments.round_to_bf16(w.accO, w.rO)
-            self.publish_o(p, w)
+            fragments.round_to_bf16(thr.accO, thr.rO)
+            self.publish_o(smem, thr)
         o_phase = o_phase ^ 1
-        self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[0], zero=True)
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[0], zero=True)
         warpgroup.wait_group(1)  # X
-        fragments.round_to_bf16(w.accX, w.tCrX)
-        self.gemm(w.mma_tokens, w.accX, w.tCrX, w.tCsT, late, steps, zero=True)
-        self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[1])
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[1])
         if opaque_true:
-            fragments.multiply_columns(w.accS, decays)
+            fragments.multiply_columns(thr.accS, decays)
         following = early.clone()
         following.advance()
-        early_full = barriers.test(p.early_full, following)
+        early_full = barriers.test(smem.early_full, following)
         warpgroup.wait_group(1)  # R
-        fragments.round_to_bf16(w.accX, w.tCrX)
-        self.gemm(w.mma_state, w.accS, w.tCrX, w.tCsKg, late, steps)
-        barriers.wait_unless(early_full, p.early_full, following)
-        o_free = cute.arch.mbarrier_try_wait(p.o_free + w.wg, o_phase)
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKg, late, steps)
+        barriers.wait_unless(early_full, smem.early_full, following)
+        o_free = cute.arch.mbarrier_try_wait(smem.o_free + thr.wg, o_phase)
         if opaque_true:
-            fragments.load_v(w.v + following.index * self.v_bytes, w.thread, self.chunk, w.accX)
-        self.gemm(w.mma_tokens, w.accO, w.tCrX, w.tCsAqk, late, steps)
+            fragments.load_v(thr.v + following.index * self.v_bytes, thr.index, self.chunk, thr.accX)
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrX, thr.tCsAqk, late, steps)
         if not o_free:
-            cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
+            cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
         warpgroup.wait_group(1)  # S
-        barriers.release(p.early_empty + early.index)
+        barriers.release(smem.early_empty + early.index)
         if opaque_true:
-            fragments.round_to_bf16(w.accS, w.tCrS)
+            fragments.round_to_bf16(thr.accS, thr.tCrS)
         warpgroup.wait_group(0)
-        barriers.release(p.late_empty + late.index)
+        barriers.release(smem.late_empty + late.index)
         late.advance()
         return following, late, o_phase
 
     @cute.jit
-    def chunk_32(self, p, w, early, late, o_phase: Int32):
+    def chunk_32(self, smem, thr, early, late, o_phase: Int32):
         """Runs one chunk of 32 tokens, as `chunk_64`, in an issue order that leaves the ALU work to ptxas."""
         halves_of_k = range(HEAD_DIM // 32), range(HEAD_DIM // 32, HEAD_DIM // 16)
         steps = range(self.chunk // 16)
-        self.gemm(w.mma_tokens, w.accX, w.tCrS, w.tCsKd, early, range(HEAD_DIM // 16))
-        fragments.round_to_bf16(w.accO, w.rO)
-        self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[0], zero=True)
-        cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
-        self.publish_o(p, w)
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, range(HEAD_DIM // 16))
+        fragments.round_to_bf16(thr.accO, thr.rO)
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[0], zero=True)
+        cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
+        self.publish_o(smem, thr)
         o_phase = o_phase ^ 1
         warpgroup.wait_group(1)  # X
-        fragments.round_to_bf16(w.accX, w.tCrX)
-        barriers.wait(p.late_full, late)
-        decays = fragments.load_decays(w.a + early.index * (4 * HEAD_DIM))
-        self.gemm(w.mma_tokens, w.accX, w.tCrX, w.tCsT, late, steps, zero=True)
-        self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[1])
-        fragments.multiply_columns(w.accS, decays)
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        barriers.wait(smem.late_full, late)
+        decays = fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM))
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[1])
+        fragments.multiply_columns(thr.accS, decays)
         warpgroup.wait_group(1)  # R
-        fragments.round_to_bf16(w.accX, w.tCrX)
-        self.gemm(w.mma_state, w.accS, w.tCrX, w.tCsKg, late, steps)
-        self.gemm(w.mma_tokens, w.accO, w.tCrX, w.tCsAqk, late, steps)
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKg, late, steps)
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrX, thr.tCsAqk, late, steps)
         following = early.clone()
         following.advance()
-        barriers.wait(p.early_full, following)
-        fragments.load_v(w.v + following.index * self.v_bytes, w.thread, self.chunk, w.accX)
+        barriers.wait(smem.early_full, following)
+        fragments.load_v(thr.v + following.index * self.v_bytes, thr.index, self.chunk, thr.accX)
         warpgroup.wait_group(1)  # S
-        barriers.release(p.early_empty + early.index)
-        fragments.round_to_bf16(w.accS, w.tCrS)
+        barriers.release(smem.early_empty + early.index)
+        fragments.round_to_bf16(thr.accS, thr.tCrS)
         warpgroup.wait_group(0)
-        barriers.release(p.late_empty + late.index)
+        barriers.release(smem.late_empty + late.index)
         late.advance()
         return following, late, o_phase
 
@@ -499,88 +501,94 @@ class Chain:
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
-    def publish_o(self, p, w):
+    def publish_o(self, smem, thr):
         """Stores O^T as an image of O [C, 64] and publishes it to the store warp. The caller has waited for
         ``o_free``, an mbarrier instead of a named barrier, which would make the warps wait for one another."""
-        fragments.store_transposed(p.o + w.wg * self.store_warp.o_bytes, w.thread, w.rO, self.chunk)
-        barriers.arrive(NamedBarrier.O_READY, w.wg)
+        fragments.store_transposed(smem.o + thr.wg * self.store_warp.o_bytes, thr.index, thr.rO, self.chunk)
+        barriers.arrive(NamedBarrier.O_READY, thr.wg)
 
     @cute.jit
-    def publish_state(self, p, v_first: Int32, w):
+    def publish_state(self, smem, v_first: Int32, thr):
         """Stores S, rounded as for wgmma, as an image of its half of a matrix in global memory, and publishes it to
         the store warp."""
         words = cute.make_tensor(
-            cute.recast_ptr(w.tCrS.iterator, dtype=Int32), cute.make_layout(HEAD_DIM // 2 // 2)
+            cute.recast_ptr(thr.tCrS.iterator, dtype=Int32), cute.make_layout(HEAD_DIM // 2 // 2)
         )
-        shared = p.state + w.wg * self.store_warp.state_bytes
-        barriers.sync(NamedBarrier.STATE_FREE, w.wg)
+        shared = smem.state + thr.wg * self.store_warp.state_bytes
+        barriers.sync(NamedBarrier.STATE_FREE, thr.wg)
         if v_first > 0:
-            fragments.store_rows(shared, w.thread, words)
+            fragments.store_rows(shared, thr.index, words)
         else:
-            fragments.store_transposed(shared, w.thread, words, HEAD_DIM)
-        barriers.arrive(NamedBarrier.STATE_READY, w.wg)
+            fragments.store_transposed(shared, thr.index, words, HEAD_DIM)
+        barriers.arrive(NamedBarrier.STATE_READY, thr.wg)
 
     # ---- chain: states at the start and at the end of a part
 
     @cute.jit
-    def load_state(self, order, queue: Int32, x, carry: Int64, part, w):
+    def load_state(self, sched, queue: Int32, args, carry: Int64, part, thr):
         """Loads the state at the start of a part: that of the previous queue, the initial state, or zeros."""
         if part.first > 0:
-            self.acquire_carry(order, queue - 1, carry, w)
+            self.acquire_carry(sched, queue - 1, carry, thr)
         else:
-            self.load_initial_state(x, part, w)
+            self.load_initial_state(args, part, thr)
 
     @cute.jit
-    def store_state(self, order, queue: Int32, x, carry: Int64, part, w):
+    def store_state(self, sched, queue: Int32, args, carry: Int64, part, thr):
         """Stores the state at the end of a part: for the next queue, or as final state."""
         if part.cut:
-            self.publish_carry(order, queue, carry, w)
+            self.publish_carry(sched, queue, carry, thr)
         else:
-            self.store_matrix(x.final_state, x, part, w.half, w)
+            self.store_matrix(args.final_state, args, part, thr.half, thr)
 
     @cute.jit
-    def acquire_carry(self, order, queue: Int32, carry: Int64, w):
+    def acquire_carry(self, sched, queue: Int32, carry: Int64, thr):
         """Loads the state at the end of the first part of a queue, as soon as it is published."""
-        schedule.wait_for_state(schedule.ring(order, queue), w.half)
-        place = fragments.carry_address(carry, queue, self.config.halves, w.half, w.thread)
-        fragments.load_carry(place, w.accS)
+        schedule.wait_for_state(schedule.ring(sched, queue), thr.half)
+        place = fragments.carry_address(carry, queue, self.config.halves, thr.half, thr.index)
+        fragments.load_carry(place, thr.accS)
 
     @cute.jit
-    def publish_carry(self, order, queue: Int32, carry: Int64, w):
+    def publish_carry(self, sched, queue: Int32, carry: Int64, thr):
         """Stores the state for the queue that continues the sequence, and publishes it."""
-        place = fragments.carry_address(carry, queue, self.config.halves, w.half, w.thread)
-        fragments.store_carry(place, w.accS)
-        barriers.sync(NamedBarrier.CARRY_STORED, w.wg, threads=WARPGROUP)
-        if w.thread == 0:
-            schedule.publish_state(schedule.ring(order, queue), w.half)
+        place = fragments.carry_address(carry, queue, self.config.halves, thr.half, thr.index)
+        fragments.store_carry(place, thr.accS)
+        barriers.sync(NamedBarrier.CARRY_STORED, thr.wg, threads=WARPGROUP)
+        if thr.index == 0:
+            schedule.publish_state(schedule.ring(sched, queue), thr.half)
 
     @cute.jit
-    def load_initial_state(self, x, part, w):
+    def load_initial_state(self, args, part, thr):
         """Loads the initial state of a sequence, or zeros if there is none."""
-        if x.initial_state == Int64(0):
-            fragments.fill_zero(w.accS)
-        elif x.v_first > 0:
-            cute.autovec_copy(self.state_fragment(x.initial_state, x, part, w.half, w, (HEAD_DIM, 1)), w.accS)
+        if args.initial_state == Int64(0):
+            fragments.fill_zero(thr.accS)
+        elif args.v_first > 0:
+            cute.autovec_copy(
+                self.state_fragment(args.initial_state, args, part, thr.half, thr, (HEAD_DIM, 1)), thr.accS
+            )
         else:
-            cute.autovec_copy(self.state_fragment(x.initial_state, x, part, w.half, w, (1, HEAD_DIM)), w.accS)
+            cute.autovec_copy(
+                self.state_fragment(args.initial_state, args, part, thr.half, thr, (1, HEAD_DIM)), thr.accS
+            )
 
     @cute.jit
-    def store_matrix(self, states: Int64, x, part, half: Int32, w):
+    def store_matrix(self, states: Int64, args, part, half: Int32, thr):
         """Stores S as a half of the matrix of a sequence and head in ``states`` [N, HV, 128, 128] fp32, if there is
         such an array."""
         if states != Int64(0):
-            if x.v_first > 0:
-                cute.autovec_copy(w.accS, self.state_fragment(states, x, part, half, w, (HEAD_DIM, 1)))
+            if args.v_first > 0:
+                cute.autovec_copy(thr.accS, self.state_fragment(states, args, part, half, thr, (HEAD_DIM, 1)))
             else:
-                cute.autovec_copy(w.accS, self.state_fragment(states, x, part, half, w, (1, HEAD_DIM)))
+                cute.autovec_copy(thr.accS, self.state_fragment(states, args, part, half, thr, (1, HEAD_DIM)))
 
-    def state_fragment(self, states, x, part, half, w, stride):
+    def state_fragment(self, states, args, part, half, thr, stride):
         """Returns the thread's elements of a half of a matrix in ``states``, a tensor in global memory of the shape
         of accS.
         ``stride``: elements from a row of S^T to the next, and from a column to the next."""
-        matrix = Int64(part.sequence * x.HV + part.head) * (HEAD_DIM * HEAD_DIM) + half * (HALF * stride[0])
+        matrix = Int64(part.sequence * args.HV + part.head) * (HEAD_DIM * HEAD_DIM) + half * (
+            HALF * stride[0]
+        )
         pointer = cute.make_ptr(Float32, states + matrix * 4, cute.AddressSpace.gmem, assumed_align=16)
         tile = cute.make_tensor(pointer, cute.make_layout((HALF, HEAD_DIM), stride=stride))
         # Computed anew for each state: offsets that are held over the loop of chunks would be spilled.
-        thread = ptx.opaque(w.thread) & (WARPGROUP - 1)
-        return w.mma_state.get_slice(thread).partition_C(tile)
+        thread = ptx.opaque(thr.index) & (WARPGROUP - 1)
+        return thr.mma_state.get_slice(thread).partition_C(tile)

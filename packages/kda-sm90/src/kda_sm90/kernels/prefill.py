@@ -73,9 +73,9 @@ class PrefillKernel:
     @cute.jit
     def __call__(self, o: cute.Tensor, *values_and_stream):
         *values, stream = values_and_stream
-        x = Arguments(*values)
+        args = Arguments(*values)
         self.kernel(tuple(values)).launch(
-            grid=(x.intra_chunk_ctas + x.queues * self.chain_ctas, 1, 1),
+            grid=(args.intra_chunk_ctas + args.queues * self.chain_ctas, 1, 1),
             block=(THREADS, 1, 1),
             smem=self.shared_bytes,
             stream=stream,
@@ -86,48 +86,56 @@ class PrefillKernel:
 
     @cute.kernel
     def kernel(self, values: tuple):
-        x = Arguments(*values)
+        args = Arguments(*values)
         index, _, _ = cute.arch.block_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
-        chains = x.queues * self.chain_ctas
-        records, carry, counters = self.workspace(x)
-        s = schedule.schedule(
-            self.config, x.offsets, x.offset_bytes, x.N, x.T, x.HV, x.queues, x.depth, counters
+        chains = args.queues * self.chain_ctas
+        records, carry, counters = self.workspace(args)
+        sched = schedule.schedule(
+            self.config,
+            args.offsets,
+            args.offset_bytes,
+            args.N,
+            args.T,
+            args.HV,
+            args.queues,
+            args.depth,
+            counters,
         )
-        waiters = chains - 1 + x.intra_chunk_ctas * self.groups  # for the counters to be cleared
-        if x.ticket != Int64(0):
+        waiters = chains - 1 + args.intra_chunk_ctas * self.groups  # for the counters to be cleared
+        if args.ticket != Int64(0):
             thread, _, _ = cute.arch.thread_idx()
             if index == 0:
-                schedule.clear(s, x.ticket, THREADS)
+                schedule.clear(sched, args.ticket, THREADS)
             elif index < chains and thread == 0:
-                schedule.wait_for_clear(s, x.ticket, waiters)
+                schedule.wait_for_clear(sched, args.ticket, waiters)
         table = Int32(shared.toint()) + self.table
-        schedule.fill_table(s, table, THREADS // 32)
+        schedule.fill_table(sched, table, THREADS // 32)
         cute.arch.sync_threads()
-        s = schedule.with_width(s, table, THREADS // 32)
+        sched = schedule.with_width(sched, table, THREADS // 32)
         queue, half = index // self.chain_ctas, index % self.chain_ctas * self.config.warpgroups
         if const_expr(self.config.mode == "execute"):  # noqa: SIM114 - decided at compile time
-            self.chain.run(shared, x, records, carry, s, queue, half)
+            self.chain.run(shared, args, records, carry, sched, queue, half)
         elif index < chains:
-            self.chain.run(shared, x, records, carry, s, queue, half)
+            self.chain.run(shared, args, records, carry, sched, queue, half)
         else:
-            self.compute_records(s, x, records, shared, index - chains, waiters)
+            self.compute_records(sched, args, records, shared, index - chains, waiters)
 
-    def workspace(self, x):
+    def workspace(self, args):
         """Returns (records, carry, counters) of the workspace: a function from array name and index to the address of
         a record, and the addresses of the carried states and of the counters."""
-        sizes, starts, end = record_bytes(self.config.chunk), {}, x.workspace
-        count = Int64(x.depth) if self.config.keeps_records else Int64(x.queues) * x.depth
+        sizes, starts, end = record_bytes(self.config.chunk), {}, args.workspace
+        count = Int64(args.depth) if self.config.keeps_records else Int64(args.queues) * args.depth
         for name, size in sizes.items():
             starts[name] = end
             end = end + count * size
         record = lambda name, index: starts[name] + Int64(index) * sizes[name]
-        return record, end, end + Int64(x.queues) * (self.config.halves * CARRY_BYTES)
+        return record, end, end + Int64(args.queues) * (self.config.halves * CARRY_BYTES)
 
     # ---- the intra-chunk stage
 
     @cute.jit
-    def compute_records(self, s, x, records, shared, index: Int32, waiters: Int32):
+    def compute_records(self, sched, args, records, shared, index: Int32, waiters: Int32):
         """Claims items and computes their records. Each group of threads does so by itself; a turn is one item.
 
         A turn has this order; stages are those of `IntraChunk`:
@@ -154,43 +162,45 @@ class PrefillKernel:
         sync = lambda: cute.arch.barrier(barrier_id=FIRST_GROUP + group, number_of_threads=size)
         turn = Int32(0)
         if thread < 32:
-            self.store_item(s, x, self.item_address(base, turn), group * x.intra_chunk_ctas + index, thread)
+            self.store_item(
+                sched, args, self.item_address(base, turn), group * args.intra_chunk_ctas + index, thread
+            )
         sync()
-        loaded = self.request_inputs(x, thread, base, turn)
-        if thread == 0 and x.ticket != Int64(0):
-            schedule.wait_for_clear(s, x.ticket, waiters)
+        loaded = self.request_inputs(args, thread, base, turn)
+        if thread == 0 and args.ticket != Int64(0):
+            schedule.wait_for_clear(sched, args.ticket, waiters)
         queue, number, valid = self.load_item(base, turn)
         while number >= 0:
             # Everything derived from these is computed in each turn, because registers are scarce.
             # The mask tells the compiler that the thread index is not negative, which makes divisions cheap.
             thread, base = ptx.opaque(thread) & size - 1, ptx.opaque(base)
-            ring = schedule.ring(s, queue)
+            ring = schedule.ring(sched, queue)
             read = self.prefetch_read(ring, thread)
             index_of_record = schedule.record(ring, number)
             record = functools.partial(self.record_address, records, index_of_record)
-            acquire_record = functools.partial(self.acquire_record, s, thread, base, turn, read)
-            claim_next = functools.partial(self.claim_next, s, x, thread, turn)
-            store_claim = functools.partial(self.store_claim, s, x, thread, base, turn)
+            acquire_record = functools.partial(self.acquire_record, sched, thread, base, turn, read)
+            claim_next = functools.partial(self.claim_next, sched, args, thread, turn)
+            store_claim = functools.partial(self.store_claim, sched, args, thread, base, turn)
             exists = valid > 0
             if exists:
                 chunk = self.load_chunk(base, turn)
                 hooks = Hooks(sync, acquire_record, claim_next, store_claim)
-                self.intra_chunk.compute(x, Worker(thread, base, turn), chunk, loaded, record, hooks)
+                self.intra_chunk.compute(args, Worker(thread, base, turn), chunk, loaded, record, hooks)
             else:
                 acquire_record()
                 sync()
                 store_claim(claim_next())
                 sync()
-            loaded = self.request_inputs(x, thread, base, turn + 1)
+            loaded = self.request_inputs(args, thread, base, turn + 1)
             if exists:
                 self.intra_chunk.finish(Worker(thread, base, turn), record)
             sync()
             if thread == 0 and turn == 0:
-                self.publish(s, base, turn)
+                self.publish(sched, base, turn)
             turn += 1
             queue, number, valid = self.load_item(base, turn)
         if thread == 0 and turn > 1:
-            self.publish(s, base, turn - 1)
+            self.publish(sched, base, turn - 1)
 
     def record_address(self, records, index, name):
         """Returns the address of a record in the array ``name``."""
@@ -213,21 +223,21 @@ class PrefillKernel:
         return Chunk(*ptx.load_shared_x4(self.item_address(base, turn), Int32))
 
     @cute.jit
-    def store_item(self, s, x, address: Int32, index: Int32, lane: Int32):
+    def store_item(self, sched, args, address: Int32, index: Int32, lane: Int32):
         """Stores an item to its buffer; a whole warp calls it. ``index``: of the item, in lane 0."""
-        queue, number, head, token, valid = schedule.item(s, cute.arch.shuffle_sync(index, 0))
+        queue, number, head, token, valid = schedule.item(sched, cute.arch.shuffle_sync(index, 0))
         if lane == 0:
-            key_row = token * x.H + head // (x.HV // x.H)
+            key_row = token * args.H + head // (args.HV // args.H)
             ptx.store_shared_x4(address, [head, token, key_row, valid])
             ptx.store_shared_x4(address + 16, [queue, number, valid, Int32(0)])
 
     @cute.jit
-    def request_inputs(self, x, thread: Int32, base: Int32, turn: Int32):
+    def request_inputs(self, args, thread: Int32, base: Int32, turn: Int32):
         """Requests the first inputs of a turn's chunk, if it has one. Returns those that go to registers."""
         loaded = Int32(0), *(Float32(0.0) for _ in range(6))
         chunk = self.load_chunk(base, turn)
         if chunk.valid > 0:
-            loaded = self.intra_chunk.request(x, Worker(thread, base, turn), chunk)
+            loaded = self.intra_chunk.request(args, Worker(thread, base, turn), chunk)
         return loaded
 
     @cute.jit
@@ -240,33 +250,33 @@ class PrefillKernel:
         return read
 
     @cute.jit
-    def acquire_record(self, s, thread: Int32, base: Int32, turn: Int32, read: Int32):
+    def acquire_record(self, sched, thread: Int32, base: Int32, turn: Int32, read: Int32):
         """Publishes the record of the previous turn, except the first, and waits for room in the ring unless there
         was some when the turn began. Nothing is written to the record before."""
         if thread == 0:
             if turn > 1:
-                self.publish(s, base, turn - 1)
+                self.publish(sched, base, turn - 1)
             queue, number, _ = self.load_item(base, turn)
-            if not schedule.has_room(s, number, read):
-                schedule.wait_for_room(schedule.ring(s, queue), number, self.chain_ctas)
+            if not schedule.has_room(sched, number, read):
+                schedule.wait_for_room(schedule.ring(sched, queue), number, self.chain_ctas)
 
     @cute.jit
-    def claim_next(self, s, x, thread: Int32, turn: Int32):
+    def claim_next(self, sched, args, thread: Int32, turn: Int32):
         """Claims the next item. Returns its index in lane 0 of the warp with the least work; `store_claim` uses it
         about 1 us later."""
         index = Int32(0)
         if self.intra_chunk.has_least_work(thread, turn) and thread % 32 == 0:
-            index = schedule.claim(s) + x.intra_chunk_ctas * self.groups
+            index = schedule.claim(sched) + args.intra_chunk_ctas * self.groups
         return index
 
     @cute.jit
-    def store_claim(self, s, x, thread: Int32, base: Int32, turn: Int32, index: Int32):
+    def store_claim(self, sched, args, thread: Int32, base: Int32, turn: Int32, index: Int32):
         """Stores the next item to its buffer, in the warp that claimed it."""
         if self.intra_chunk.has_least_work(thread, turn):
-            self.store_item(s, x, self.item_address(base, turn + 1), index, thread % 32)
+            self.store_item(sched, args, self.item_address(base, turn + 1), index, thread % 32)
 
-    def publish(self, s, base: Int32, turn: Int32):
+    def publish(self, sched, base: Int32, turn: Int32):
         """Publishes the record of a turn."""
         queue, number, _ = self.load_item(base, turn)
         ptx.fence_proxy_async()  # chains read records through the async proxy
-        schedule.publish_record(schedule.ring(s, queue), number)
+        schedule.publish_record(schedule.ring(sched, queue), number)
