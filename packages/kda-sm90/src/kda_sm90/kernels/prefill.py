@@ -37,8 +37,8 @@ SHARED_BYTES = 227 * 1024  # largest shared memory of a CTA on sm_90
 TYPES = {Address: Int64, Ticket: Int64, int: Int32, float: Float32}
 Arguments = NamedTuple("Arguments", [(name, TYPES[kind]) for name, kind in ARGUMENTS.items()])
 
-#: Buffers for the claimed items of a group, and their bytes. An item is in use for three turns: published, computed,
-#: claimed.
+#: Buffers for the claimed items of a group, and their bytes. Three are in use at a time: of the item to publish, the item
+#: to compute, and the item claimed next. A power of two, because the turn's low bits choose the buffer.
 ITEMS, ITEM_BYTES = 4, 32
 
 #: Named barrier of the first group of an intra-chunk CTA. 0 is ``sync_threads``.
@@ -51,9 +51,9 @@ class PrefillKernel:
     Sequences are rows of B (N = B), or with offsets they are packed along T (B = 1).
     """
 
-    #: Twelve warps per SM leave 168 registers per thread. Some variants spill values that the schedule computes once
-    #: and reloads them for each item and each part of a queue. The allowance in bytes counts these places in the
-    #: code.
+    #: Bytes of spills that ``nox -s compile`` accepts, as ptxas counts them: stores and loads in the code, however often they
+    #: are executed. Twelve warps per SM leave 168 registers per thread. Some variants spill values that the schedule
+    #: computes once, and reload them for each item or each part of a queue.
     spill_allowance = 256
 
     def __init__(self, config: PrefillConfig):
@@ -64,8 +64,8 @@ class PrefillKernel:
         self.groups = THREADS // self.intra_chunk.threads
         self.group_bytes = self.intra_chunk.layout.bytes + ITEMS * ITEM_BYTES
         self.chain_ctas = config.halves // config.warpgroups  # per queue
-        self.table = max(self.groups * self.group_bytes, self.chain.shared_bytes)
-        self.shared_bytes = self.table + schedule.TABLE_BYTES
+        self.table_offset = max(self.groups * self.group_bytes, self.chain.shared_bytes)  # in shared memory
+        self.shared_bytes = self.table_offset + schedule.TABLE_BYTES
 
     def fake_args(self) -> tuple:
         return arguments.fake_args(Arguments, BFloat16)
@@ -92,24 +92,18 @@ class PrefillKernel:
         chains = args.queues * self.chain_ctas
         records, carry, counters = self.workspace(args)
         sched = schedule.schedule(
-            self.config,
-            args.offsets,
-            args.offset_bytes,
-            args.N,
-            args.T,
-            args.HV,
-            args.queues,
-            args.depth,
-            counters,
-        )
-        waiters = chains - 1 + args.intra_chunk_ctas * self.groups  # for the counters to be cleared
+            self.config, args.offsets, args.offset_bytes, args.N, args.T, args.HV, args.queues, args.depth, counters
+        )  # fmt: skip
+        # CTA 0 clears the counters. The others wait for it: a chain CTA once, here; an intra-chunk CTA once for each group,
+        # in `compute_records`.
+        waiters = chains - 1 + args.intra_chunk_ctas * self.groups
         if args.ticket != Int64(0):
             thread, _, _ = cute.arch.thread_idx()
             if index == 0:
                 schedule.clear(sched, args.ticket, THREADS)
             elif index < chains and thread == 0:
                 schedule.wait_for_clear(sched, args.ticket, waiters)
-        table = Int32(shared.toint()) + self.table
+        table = Int32(shared.toint()) + self.table_offset
         schedule.fill_table(sched, table, THREADS // 32)
         cute.arch.sync_threads()
         sched = schedule.with_width(sched, table, THREADS // 32)
@@ -138,18 +132,27 @@ class PrefillKernel:
     def compute_records(self, sched, args, records, shared, index: Int32, waiters: Int32):
         """Claims items and computes their records. Each group of threads does so by itself; a turn is one item.
 
-        A turn has this order; stages are those of `IntraChunk`:
+        Order of turn t. The stages are those of `IntraChunk`, which calls back between them (`Hooks`)::
 
-        - stage 1; publish the record of the previous turn; wait for room in the ring
-        - stages 2 and 3; claim the item of the next turn
-        - request the inputs of the next turn
-        - stage 4
+            work on item t            between the stages (hook)
+            stage 1
+                                      publish record t - 1; wait for room for record t (acquire_record)
+            stage 2
+                                      claim item t + 1 (claim_next)
+            stage 3
+                                      store the claim to the buffer of turn t + 1 (store_claim)
+                                      request the inputs of item t + 1
+            stage 4
 
-        The first item of a group is its index, groups of different CTAs first. So its inputs are under way while the
-        counters are cleared, and its record is published at once, because its chain has nothing else to do. Later
-        items are claimed no earlier than one turn ahead: a claimed item occupies room in its ring, and its chain
-        waits for it. Their records are published one turn later, after stage 1, when their stores have left the SM
-        and the fence has little to wait for.
+        An item without a chunk has the hooks, but no stages.
+
+        A record is published one turn later, when its stores have left the SM and the fence has little to wait for. An
+        item is claimed no earlier than one turn ahead, because a claimed item occupies room in its ring, and its chain
+        waits for it.
+
+        The first item of a group is its index, counted over the first groups of all CTAs, then over the second groups, and
+        so on. It needs no claim, so its inputs are under way while the counters are cleared. Its record is published at
+        the end of its own turn, because its chain has nothing else to do.
 
         Args:
             index: of the CTA among those of the intra-chunk stage.
@@ -173,7 +176,7 @@ class PrefillKernel:
         while number >= 0:
             # Everything derived from these is computed in each turn, because registers are scarce.
             # The mask tells the compiler that the thread index is not negative, which makes divisions cheap.
-            thread, base = ptx.opaque(thread) & size - 1, ptx.opaque(base)
+            thread, base = ptx.opaque(thread) & (size - 1), ptx.opaque(base)
             ring = schedule.ring(sched, queue)
             read = self.prefetch_read(ring, thread)
             index_of_record = schedule.record(ring, number)
@@ -188,18 +191,18 @@ class PrefillKernel:
                 self.intra_chunk.compute(args, Worker(thread, base, turn), chunk, loaded, record, hooks)
             else:
                 acquire_record()
-                sync()
+                sync()  # as in `IntraChunk.compute`: claim only when the item has room
                 store_claim(claim_next())
                 sync()
             loaded = self.request_inputs(args, thread, base, turn + 1)
             if exists:
                 self.intra_chunk.finish(Worker(thread, base, turn), record)
             sync()
-            if thread == 0 and turn == 0:
+            if thread == 0 and turn == 0:  # the first record, at once
                 self.publish(sched, base, turn)
             turn += 1
             queue, number, valid = self.load_item(base, turn)
-        if thread == 0 and turn > 1:
+        if thread == 0 and turn > 1:  # the last record, unless it was also the first
             self.publish(sched, base, turn - 1)
 
     def record_address(self, records, index, name):
@@ -211,7 +214,7 @@ class PrefillKernel:
 
     def item_address(self, base, turn):
         """Returns the shared address of the buffer with the item of a turn."""
-        return base + self.intra_chunk.layout.bytes + (turn & ITEMS - 1) * ITEM_BYTES
+        return base + self.intra_chunk.layout.bytes + (turn & (ITEMS - 1)) * ITEM_BYTES
 
     def load_item(self, base, turn):
         """Returns (queue, number, tokens) of the item of a turn."""
@@ -251,8 +254,8 @@ class PrefillKernel:
 
     @cute.jit
     def acquire_record(self, sched, thread: Int32, base: Int32, turn: Int32, read: Int32):
-        """Publishes the record of the previous turn, except the first, and waits for room in the ring unless there
-        was some when the turn began. Nothing is written to the record before."""
+        """Publishes the record of the previous turn, except the first, and waits for room in the ring. ``read``: result of
+        `prefetch_read`; if it already shows room, nothing is waited for. The group writes the record after this."""
         if thread == 0:
             if turn > 1:
                 self.publish(sched, base, turn - 1)

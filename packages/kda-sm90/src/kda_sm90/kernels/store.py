@@ -36,11 +36,14 @@ class StoreWarp:
 
     @cute.jit
     def store_part(self, smem, sched, part, args, half, wg):
-        """Copies the chunks of a part. Iteration c stores the state before chunk c, and O of chunk c - 1."""
+        """Copies the chunks of a part. Iteration c stores the state before chunk c, and O of chunk c - 1.
+
+        The warp arrives at STATE_FREE exactly once for each state of the part, as often as the chain waits there.
+        """
         o_row = Int64(args.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
         o_chunk = args.o + (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
         o_chunk += o_row * (part.first * self.chunk)
-        number, left = Int32(0), Int32(0)  # index in x.states of the next state; states left in this part
+        number, left = Int32(0), Int32(0)  # index in args.states of the next state; states left in this part
         if const_expr(self.states):
             left = self.states_in(part, args.every)
             number = self.states_before(sched, part.sequence, args.every * self.chunk)
@@ -92,7 +95,7 @@ class StoreWarp:
     def states_before(self, sched, sequence: Int32, every: Int32) -> Int32:
         """Returns the intermediate states of all earlier sequences, one per started ``every`` tokens; a whole warp
         calls it."""
-        count = sequence * cute.ceil_div(sched.T, every)
+        count = sequence * cute.ceil_div(sched.T, every)  # sequences as rows of B
         if sched.offset_bytes > 0:
             count = Int32(0)
             for n in cutlass.range(cute.arch.lane_idx(), sequence, 32, unroll=1):

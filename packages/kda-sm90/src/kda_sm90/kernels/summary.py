@@ -31,7 +31,8 @@ class SummaryChain(Chain):
     STORES = False
 
     def valid_rows(self, valid, half):
-        """Returns the rows of v to load: none for the halves of M."""
+        """Returns the rows of v to load: ``valid`` for the halves 0 and 1 (B), none for 2 and 3 (M). The upper bound is two
+        chunks for B, which is no restriction, and 0 for M."""
         return cutlass.min(valid, (2 - half // 2 * 2) * self.chunk)
 
     @cute.jit
@@ -39,7 +40,8 @@ class SummaryChain(Chain):
         """Runs the recurrence over every part of the queue."""
         thr = self.thread_view(smem, tiles, half)
         early, late = self.rings(PipelineUserType.Consumer)
-        opaque_true = args.depth > 0  # as in `Chain.chain`; it changes nothing for chunks of 32
+        # As in `Chain.chain`. For chunks of 32 it changes nothing.
+        opaque_true = args.depth > 0
         head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
@@ -61,8 +63,14 @@ class SummaryChain(Chain):
     def chunk_of_summary(self, smem, thr, early, late, opaque_true):
         """Runs one chunk. Returns both rings for the next chunk, whose v it has loaded.
 
-        Issue order: X | decay S | wait for X, round it | R | wait for R, round it | S | v of the next chunk | wait
-        for S, round it.
+        Three groups of wgmmas, each of which waits for the one before::
+
+            group  product             ALU work meanwhile
+            X      accX += tCrS (-Kd)  decay accS; wait; round X to tCrX
+            R      accX  = tCrX T      wait; round R to tCrX
+            S      accS += tCrX Kg     load v of the next chunk into accX; wait; round S to tCrS
+
+        The early stage is released before S completes: without Qd, its last reader is X.
         """
         steps = range(self.chunk // 16)
         late_full = barriers.test(smem.late_full, late)
