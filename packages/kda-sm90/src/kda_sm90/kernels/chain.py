@@ -63,8 +63,8 @@ overlaps with the groups in flight. tCrS and tCrX are the bf16 operands of S and
                                                         tCrS; wait for O3; release the late stage
 
 Groups complete in the order of issue. The ALU work writes no fragment that a group in flight uses: the decay writes
-accS while O1, R and O2 read tCrS and tCrX; v goes to accX after R; tCrS is written after O2, its last reader. O2 is also
-the last reader of the early stage, so the wait for S is the first one after which the stage can be released.
+accS while O1, R and O2 read tCrS and tCrX; v goes to accX after R is done; tCrS is written after O2, its last reader.
+O2 is also the last reader of the early stage, and the wait for S is the first wait that includes O2.
 
 ptxas would move much of the ALU work to places where no wgmma is in flight, or between the wgmmas of one product.
 Branches that it cannot decide (`opaque_true`) keep the order. Barriers are tested ahead of the wait (``try_wait``),
@@ -104,8 +104,8 @@ STAGES = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
 #: arrival. A ring in global memory must hold more records than that (`schedule`, "No deadlock").
 IN_FLIGHT = 2
 
-#: Registers per thread of the chain warps and of the other warps. Two chain warpgroups need more than a third of
-#: 65536 each.
+#: Registers per thread of the chain warps and of the other warps. A CTA has three warpgroups, so equal shares would be 168.
+#: Two chain warpgroups and one of other warps take 2 * 224 + 56 = 504 of 65536 / 128 = 512.
 CHAIN_REGISTERS, OTHER_REGISTERS = 224, 56
 
 
