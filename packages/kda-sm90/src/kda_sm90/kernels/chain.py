@@ -441,7 +441,7 @@ class Chain:
             accS=cute.make_rmem_tensor(mma_state.partition_shape_C((HALF, HEAD_DIM)), Float32),
             tCrS=cute.make_rmem_tensor(mma_tokens.partition_shape_A((HALF, HEAD_DIM)), BFloat16),
             tCrX=cute.make_rmem_tensor(mma_state.partition_shape_A((HALF, self.chunk)), BFloat16),
-            rO=cute.make_rmem_tensor(cute.size(shape) // 2, Int32),
+            rO=cute.make_rmem_tensor(cute.size(shape) // 2, Int32),  # O in bf16 pairs, to be stored
             v=smem.v + wg * (self.chunk * HALF * 2),
             a=smem.a + decay_start(thread % 32 % 4),
         )

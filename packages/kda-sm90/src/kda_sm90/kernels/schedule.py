@@ -224,9 +224,7 @@ def item(s, i: Int32):
         begin, end = cutlass.max(head_start + first, low), cutlass.min(head_start + after, high)
         # Unordered offsets give an arbitrary chunk, but one inside of the tensors.
         line_slot = begin + end - 1 - mirrored
-        done = (
-            cutlass.max(line_slot - head_start - first, 0) * s.chunk
-        )  # tokens of the sequence before the chunk
+        done = cutlass.max(line_slot - head_start - first, 0) * s.chunk  # tokens before the chunk
         token = Int32(start) + done
         valid = cutlass.max(cutlass.min(length - done, s.chunk), 0)
     if number >= s.width:
@@ -236,15 +234,16 @@ def item(s, i: Int32):
     return queue, number, head, token, valid
 
 
-def numbers_read(r, halves):
+def numbers_read(r, chain_ctas):
     """Returns the number below which all chain CTAs of a queue have read all records. A relaxed load suffices: the
     records are in shared memory, so a later write cannot reach what was read.
 
-    ``halves``: chain CTAs of the queue. CTA i publishes at the place of its first half. In the mode whole that is place i:
-    two CTAs of one half each, or one CTA of two halves. The other modes do not wait for room, whatever this returns.
+    ``chain_ctas``: chain CTAs of the queue. A CTA publishes at the place of its first half. In the mode whole
+    CTA i has place i: there are two CTAs of one half each, or one CTA of two halves. The other modes keep all records, so
+    they have room for any result.
     """
-    read = [ptx.load_relaxed(r.read + half * 4) for half in range(halves)]
-    return read[0] if halves == 1 else cutlass.min(*read)
+    read = [ptx.load_relaxed(r.read + i * 4) for i in range(chain_ctas)]
+    return read[0] if chain_ctas == 1 else cutlass.min(*read)
 
 
 def has_room(s, number, read):
@@ -253,9 +252,9 @@ def has_room(s, number, read):
 
 
 @cute.jit
-def wait_for_room(r, number: Int32, halves: cutlass.Constexpr[int]):
+def wait_for_room(r, number: Int32, chain_ctas: cutlass.Constexpr[int]):
     """Waits until the ring has room for a number. One thread calls it."""
-    while not has_room(r, number, numbers_read(r, halves)):
+    while not has_room(r, number, numbers_read(r, chain_ctas)):
         ptx.nanosleep(Int32(POLL_NS))
 
 
