@@ -20,12 +20,15 @@ MMA          1      issues all products
 
 Order of one chunk. An arrow is an mbarrier; time runs downwards:
 
-    state warps                  MMA warp                    output warps
-    round S, store it       ->   R = S w
-    decay S, store it            O = S Qd               <-   loaded O of two chunks before
-    load R                  <-   (R is done)
-    add u, round, store it  ->   S += R Kg
-    load S                  <-   O += R Aqk             ->   load O, copy it out
+    state warps                               MMA warp                 output warps
+    round S, store it     - s_bf16_full ->    R = S w
+    decay S, store it                         O = S Qd     <- o_empty -   loaded O of two chunks before
+    load R                <- r_full -         (R is done)
+    add u, round, store   - r_bf16_full ->    S += R Kg
+    load S                <- s_full -         O += R Aqk   - o_full ->    load O, copy it out
+
+The store of the decayed S needs no arrow of its own: the state warps publish ``r_bf16_full`` after it, and S += R Kg waits for
+that. The four barriers between state and MMA warps complete one phase per chunk, so chunk c waits for parity c % 2.
 
 ``tcgen05.commit`` waits for all earlier products of the thread. The commit that publishes S therefore also shows that the first
 half of O has read the old bf16 S, and the commit that publishes the next R shows that the second half of O has read the bf16 R.
@@ -148,6 +151,9 @@ class ChainKernel:
     """Takes o and `ChainArguments`.
 
     A sequence without tokens passes its state on. The kernel does not write rows of o outside sequences.
+
+    Names of the methods: ``args``, the `ChainArguments`; ``smem``, the shared memory (`shared_memory`); ``seqs``, the packing of
+    the sequences (`workspace.sequences`); ``column``, the columns of tensor memory (`TensorColumns`).
     """
 
     EARLY, LATE = ("w", "a", "u", "qd"), ("kg", "aqk")  # arrays of each ring
@@ -158,7 +164,7 @@ class ChainKernel:
         self.config = config
         C = self.chunk = config.chunk
         self.bytes = record_bytes(C)
-        # Operands B of the products. Qd has the layout of w.
+        # Operands B of the products. Qd has the shape and layout of w, so `self.w` describes both.
         self.w = Operand(C, HEAD_DIM)
         self.kg = Operand(C, HEAD_DIM, mn_major=True)
         self.aqk = Operand(C, C)
@@ -175,9 +181,9 @@ class ChainKernel:
     @cute.jit
     def __call__(self, o: cute.Tensor, *values):
         *values, stream = values
-        x = ChainArguments(*values)
+        args = ChainArguments(*values)
         self.kernel(tuple(values)).launch(
-            grid=(x.N * x.HV * self.CTAS, 1, 1),
+            grid=(args.N * args.HV * self.CTAS, 1, 1),
             block=(32 * WARPS, 1, 1),
             smem=self.shared_bytes,
             stream=stream,
@@ -190,37 +196,37 @@ class ChainKernel:
         index, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        p = self.SharedMemory(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024))
+        smem = self.SharedMemory(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024))
         if thread == 0:
             for name, group in mbarriers(self.early_depth, self.late_depth).items():
                 for i in cutlass.range_constexpr(group.count):
-                    cute.arch.mbarrier_init(getattr(p, name).data_ptr() + i, group.arrivals)
+                    cute.arch.mbarrier_init(getattr(smem, name).data_ptr() + i, group.arrivals)
         cute.arch.mbarrier_init_fence()
-        self.initialize(p, index)
+        self.initialize(smem, index)
         if warp == 0:
-            tensor.allocate(p.tensor_memory.ptr)
+            tensor.allocate(smem.tensor_memory.ptr)
             tensor.fence_before()
         cute.arch.sync_threads()
         tensor.fence_after()
 
         if warp < FirstWarp.OUTPUT:
             cute.arch.setmaxregister_increase(STATE_REGISTERS)
-            self.carry_state(p, values, index)
+            self.carry_state(smem, values, index)
         elif warp < FirstWarp.PRODUCER:
-            self.write_outputs(p, values, index)
+            self.write_outputs(smem, values, index)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == FirstWarp.PRODUCER:
-                self.produce(p, values, index)
+                self.produce(smem, values, index)
             if warp == FirstWarp.MMA:
-                self.multiply(p, values, index)
+                self.multiply(smem, values, index)
         tensor.fence_before()
         cute.arch.sync_threads()
         if warp == 0:
             tensor.fence_after()
-            tensor.free(p.tensor_memory.ptr)
+            tensor.free(smem.tensor_memory.ptr)
 
-    def initialize(self, p, index):
+    def initialize(self, smem, index):
         """Initializes shared memory before the roles start. The chain needs nothing besides its mbarriers."""
 
     def task(self, values, index):
@@ -230,26 +236,33 @@ class ChainKernel:
         matrix in [N, HV]. Each role calls this for itself: DSL 4.6 would carry a namespace that one branch changes into the
         next branch.
         """
-        x = ChainArguments(*values)
-        s = workspace.sequences(x, self.chunk)
-        n, head = index // x.HV, index % x.HV
-        token, length, slot, _ = varlen.extent(s, n)
+        args = ChainArguments(*values)
+        seqs = workspace.sequences(args, self.chunk)
+        n, head = index // args.HV, index % args.HV
+        token, length, slot, _ = varlen.extent(seqs, n)
         # If device offsets decrease, the task may be any, but must stay within the workspace.
-        chunks = cutlass.max(cutlass.min(cute.ceil_div(length, self.chunk), s.span - slot), 0)
+        chunks = cutlass.max(cutlass.min(cute.ceil_div(length, self.chunk), seqs.span - slot), 0)
         task = SimpleNamespace(
-            sequence=n, head=head, token=token, length=length, chunks=chunks, record=slot * x.HV + head, matrix=index
+            sequence=n, head=head, token=token, length=length, chunks=chunks, record=slot * args.HV + head, matrix=index
         )  # fmt: skip
-        return x, s, task
+        return args, seqs, task
 
-    def columns(self, p, row):
+    def columns(self, smem, row):
         """Returns the address of the CTA's columns in tensor memory, at lane ``row``."""
-        return ptx.load_shared(Int32(p.tensor_memory.ptr.toint()), Int32) + (row << 16)
+        return ptx.load_shared(Int32(smem.tensor_memory.ptr.toint()), Int32) + (row << 16)
 
-    def stage(self, p, name, stage):
-        """Returns the shared address of stage number ``stage`` of the array ``name``. ``p``: the `shared_memory` of the CTA."""
-        return Int32(getattr(p, name).data_ptr().toint()) + stage * self.bytes[name]
+    def stage(self, smem, name, stage):
+        """Returns the shared address of stage number ``stage`` of the array ``name``."""
+        return Int32(getattr(smem, name).data_ptr().toint()) + stage * self.bytes[name]
 
     # ---- synchronisation
+    #
+    #               waits or arrives at     with the fence of tensor memory
+    #   acquire     full or empty, rings    no: bulk copies and shared memory only
+    #   wait        any other mbarrier      yes, after the wait
+    #   release     early_empty             no
+    #   publish     any other mbarrier      yes, before the arrival
+    #   commit      any, from the MMA warp  the instruction implies it
 
     def rings(self, user):
         """Returns the states of the early and the late ring. ``user``: whether the role fills or empties them."""
@@ -282,64 +295,65 @@ class ChainKernel:
     # ---- producer, one warp
 
     @cute.jit
-    def produce(self, p, values: tuple, index: Int32):
+    def produce(self, smem, values: tuple, index: Int32):
         """Copies the records of the task into both rings."""
-        x, s, task = self.task(values, index)
-        address = workspace.record_addresses(x, s)
+        args, seqs, task = self.task(values, index)
+        address = workspace.record_addresses(args, seqs)
         early, late = self.rings(PipelineUserType.Producer)
         for c in cutlass.range(task.chunks, unroll=1):
-            record = task.record + c * x.HV
-            self.acquire(p.early_empty, early)
+            record = task.record + c * args.HV
+            self.acquire(smem.early_empty, early)
             with cute.arch.elect_one():
-                self.load_early(p, address, record, early.index, task)
+                self.load_early(smem, address, record, early.index, task)
             early.advance()
-            self.acquire(p.late_empty, late)
+            self.acquire(smem.late_empty, late)
             with cute.arch.elect_one():
-                self.load(p, address, record, p.late_full, late.index, self.LATE)
+                self.load(smem, address, record, smem.late_full, late.index, self.LATE)
             late.advance()
 
-    def load_early(self, p, address, record, stage, task):
+    def load_early(self, smem, address, record, stage, task):
         """Copies the early arrays of a record."""
-        self.load(p, address, record, p.early_full, stage, self.EARLY)
+        self.load(smem, address, record, smem.early_full, stage, self.EARLY)
 
-    def load(self, p, address, record, full, stage, names):
+    def load(self, smem, address, record, full, stage, names):
         """Copies the arrays ``names`` of a record to a stage. The stage's mbarrier in ``full`` counts the bytes."""
         full = full.data_ptr() + stage
         cute.arch.mbarrier_arrive_and_expect_tx(full, sum(self.bytes[name] for name in names))
         for name in names:
             size = Int32(self.bytes[name])
-            ptx.bulk_load(self.stage(p, name, stage), address(name, record), size, Int32(full.toint()))
+            ptx.bulk_load(self.stage(smem, name, stage), address(name, record), size, Int32(full.toint()))
 
     # ---- MMA, one warp
 
     @cute.jit
-    def multiply(self, p, values: tuple, index: Int32):
+    def multiply(self, smem, values: tuple, index: Int32):
         """Issues all products. This is the only issue order of the kernel."""
         _, _, task = self.task(values, index)
         early, late = self.rings(PipelineUserType.Consumer)
-        at, base = self.tensor_columns, self.columns(p, 0)
+        column, base = self.tensor_columns, self.columns(smem, 0)
         output = make_pipeline_state(PipelineUserType.Producer, ACCUMULATORS)
-        s, s_bf16, r, r_bf16 = base + at.s, base + at.s_bf16, base + at.r, base + at.r_bf16
+        s, s_bf16, r, r_bf16 = base + column.s, base + column.s_bf16, base + column.r, base + column.r_bf16
         for c in cutlass.range(task.chunks, unroll=1):
-            o = base + at.o + output.index * self.chunk
-            self.acquire(p.early_full, early)
-            self.wait(p.s_bf16_full, c % 2)
+            o = base + column.o + output.index * self.chunk
+            self.acquire(smem.early_full, early)
+            self.wait(smem.s_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(r, s_bf16, self.w, self.stage(p, "w", early.index), add=False)
-                self.commit(p.r_full)
-            self.wait(p.o_empty, output.phase, output.index)
+                tensor.product(r, s_bf16, self.w, self.stage(smem, "w", early.index), add=False)
+                self.commit(smem.r_full)
+            self.wait(smem.o_empty, output.phase, output.index)
             with cute.arch.elect_one():
-                tensor.product(o, s_bf16, self.w, self.stage(p, "qd", early.index), add=False)
-                self.commit(p.early_empty, early.index)
-            self.acquire(p.late_full, late)
-            self.wait(p.r_bf16_full, c % 2)
+                # Qd, by the descriptor of w
+                tensor.product(o, s_bf16, self.w, self.stage(smem, "qd", early.index), add=False)
+                self.commit(smem.early_empty, early.index)
+            self.acquire(smem.late_full, late)
+            self.wait(smem.r_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(s, r_bf16, self.kg, self.stage(p, "kg", late.index), add=True)
-                self.commit(p.s_full)
-                tensor.product(o, r_bf16, self.aqk, self.stage(p, "aqk", late.index), add=True)
-                self.commit(p.late_empty, late.index)
+                tensor.product(s, r_bf16, self.kg, self.stage(smem, "kg", late.index), add=True)
+                self.commit(smem.s_full)
+                tensor.product(o, r_bf16, self.aqk, self.stage(smem, "aqk", late.index), add=True)
+                self.commit(smem.late_empty, late.index)
                 # The last commit. When the output warps have seen it, no product is in flight.
-                self.commit(p.o_full, output.index)
+                self.commit(smem.o_full, output.index)
             early.advance()
             late.advance()
             output.advance()
@@ -347,48 +361,50 @@ class ChainKernel:
     # ---- state, four warps
 
     @cute.jit
-    def carry_state(self, p, values: tuple, index: Int32):
+    def carry_state(self, smem, values: tuple, index: Int32):
         """Carries S from chunk to chunk, and turns R into an operand."""
-        x, s, task = self.task(values, index)
+        args, seqs, task = self.task(values, index)
         thread, _, _ = cute.arch.thread_idx()
         row = thread // 32 * tensor.ROWS  # the warp's first row of V
-        at, base = self.tensor_columns, self.columns(p, row)
+        column, base = self.tensor_columns, self.columns(smem, row)
         S = cute.make_rmem_tensor((HEAD_DIM,), Float32)  # a tile [32, K]
-        self.load_initial(x, task, row, S)
+        self.load_initial(args, task, row, S)
         early, _ = self.rings(PipelineUserType.Consumer)
         number = Int32(0)
         if const_expr(self.config.states):
-            number = self.states_before(s, task.sequence, x.every * self.chunk)
+            number = self.states_before(seqs, task.sequence, args.every * self.chunk)
         for c in cutlass.range(task.chunks, unroll=1):
-            tensor.store(base + at.s_bf16, self.round([S[i] for i in range(HEAD_DIM)]))
+            tensor.store(base + column.s_bf16, self.round([S[i] for i in range(HEAD_DIM)]))
             tensor.wait_stores()
-            self.publish(p.s_bf16_full)
+            self.publish(smem.s_bf16_full)
             if const_expr(self.config.states):  # noqa: SIM102 - the outer condition is decided while tracing
-                if c % x.every == 0:
-                    self.store_bf16(x, number + c // x.every, task.head, row, S)
-            self.acquire(p.early_full, early)
-            decay = self.load_decay(self.stage(p, "a", early.index))
-            tensor.store(base + at.s, [S[i] * decay[i % 64 // 4 * 2 + i % 2] for i in range(HEAD_DIM)])
-            u = self.load_u(self.stage(p, "u", early.index), row)
-            self.release(p.early_empty, early.index)
-            self.wait(p.r_full, c % 2)
-            R = tensor.load(base + at.r, self.chunk)
-            tensor.store(base + at.r_bf16, self.round([r + y for r, y in zip(R, u, strict=True)]))
+                if c % args.every == 0:
+                    self.store_bf16(args, number + c // args.every, task.head, row, S)
+            self.acquire(smem.early_full, early)
+            decay = self.load_decay(self.stage(smem, "a", early.index))
+            # Element i of the tile is in the thread's column group ``i % 64 // 4``, left or right (`coordinates`). The
+            # `wait_stores` before r_bf16_full waits for this store too.
+            tensor.store(base + column.s, [S[i] * decay[i % 64 // 4 * 2 + i % 2] for i in range(HEAD_DIM)])
+            u = self.load_u(self.stage(smem, "u", early.index), row)
+            self.release(smem.early_empty, early.index)
+            self.wait(smem.r_full, c % 2)
+            R = tensor.load(base + column.r, self.chunk)
+            tensor.store(base + column.r_bf16, self.round([r + y for r, y in zip(R, u, strict=True)]))
             tensor.wait_stores()
-            self.publish(p.r_bf16_full)
-            self.wait(p.s_full, c % 2)
-            for i, value in enumerate(tensor.load(base + at.s, HEAD_DIM)):
+            self.publish(smem.r_bf16_full)
+            self.wait(smem.s_full, c % 2)
+            for i, value in enumerate(tensor.load(base + column.s, HEAD_DIM)):
                 S[i] = value
             early.advance()
-        self.store_final(x, task, row, S)
+        self.store_final(args, task, row, S)
 
-    def load_initial(self, x, task, row, S):
+    def load_initial(self, args, task, row, S):
         """Loads the state before the first chunk."""
-        self.load_state(x, task.matrix, row, S)
+        self.load_state(args, task.matrix, row, S)
 
-    def store_final(self, x, task, row, S):
+    def store_final(self, args, task, row, S):
         """Stores the state after the last chunk, if the caller wants it."""
-        self.store_state(x, x.final_state, task.matrix, row, S)
+        self.store_state(args, args.final_state, task.matrix, row, S)
 
     def round(self, values):
         """Returns fp32 values as bf16x2, in pairs."""
@@ -417,42 +433,42 @@ class ChainKernel:
     def load_decay(self, shared):
         """Returns the decays of the thread's columns 8j + 2*(lane%4) + 0..1, j < 16, of a record's decays at ``shared``."""
         start = shared + decay_start(cute.arch.lane_idx() % 4)
-        return [x for address in decay_units(start) for x in ptx.load_shared_x4(address, Float32)]
+        return [decay for address in decay_units(start) for decay in ptx.load_shared_x4(address, Float32)]
 
     # ---- states in global memory
 
     @cute.jit
-    def states_before(self, s, sequence: Int32, every: Int32) -> Int32:
+    def states_before(self, seqs, sequence: Int32, every: Int32) -> Int32:
         """Returns the number of bf16 states of the sequences before this one. Executed by a warp.
 
         A sequence has one state per ``every`` tokens begun.
         """
-        count = sequence * cute.ceil_div(s.T, every)
-        if s.offset_bytes > 0:
+        count = sequence * cute.ceil_div(seqs.T, every)
+        if seqs.offset_bytes > 0:
             count = Int32(0)
             for n in cutlass.range(cute.arch.lane_idx(), sequence, 32, unroll=1):
-                _, length, _, _ = varlen.extent(s, n)
+                _, length, _, _ = varlen.extent(seqs, n)
                 count += cute.ceil_div(length, every)
             for i in cutlass.range_constexpr(5):
                 count += cute.arch.shuffle_sync_bfly(count, 1 << i)
         return count
 
     @cute.jit
-    def store_bf16(self, x, number: Int32, head: Int32, row: Int32, S: cute.Tensor):
+    def store_bf16(self, args, number: Int32, head: Int32, row: Int32, S: cute.Tensor):
         """Stores S in bf16 as state ``number``. Skips numbers outside the array, which decreasing offsets may cause."""
-        if number < x.state_count:
-            matrix = x.states + (Int64(number) * x.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
+        if number < args.state_count:
+            matrix = args.states + (Int64(number) * args.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
             lane = cute.arch.lane_idx()
             for i in cutlass.range_constexpr(HEAD_DIM // 4):
                 for j in cutlass.range_constexpr(2):
                     # First row of V and column of K of an 8x8 matrix of S^T.
                     v, k = row + 16 * (i // 16) + 8 * j, i % 16 * 8
                     pair = ptx.pack_bf16x2(S[4 * i + 2 * j], S[4 * i + 2 * j + 1])
-                    at = (v + lane // 4) * HEAD_DIM + k + 2 * (lane % 4)
-                    if x.v_first == 0:
+                    element = (v + lane // 4) * HEAD_DIM + k + 2 * (lane % 4)
+                    if args.v_first == 0:
                         pair = ptx.transpose_8x8(pair)
-                        at = (k + lane // 4) * HEAD_DIM + v + 2 * (lane % 4)
-                    ptx.store_global(matrix + at * 2, pair)
+                        element = (k + lane // 4) * HEAD_DIM + v + 2 * (lane % 4)
+                    ptx.store_global(matrix + element * 2, pair)
 
     def matrix(self, start, number, strides):
         """Returns matrix ``number`` of the fp32 states at ``start`` as a tensor [V, K]."""
@@ -461,22 +477,26 @@ class ChainKernel:
         return cute.make_tensor(pointer, cute.make_layout((HEAD_DIM, HEAD_DIM), stride=strides))
 
     def coordinates(self, row):
-        """Returns (row of V, column of K) of each element of the thread's tile. ``row``: the warp's first row."""
+        """Returns (row of V, column of K) of each element of the thread's tile [32, K]. ``row``: the warp's first row.
+
+        Bits of the element's index i, from the highest: half of 16 rows (1), group of 8 columns (4), upper or lower 8 rows (1),
+        left or right column of a pair (1). See `tensor`.
+        """
         lane = cute.arch.lane_idx()
         v, k = row + lane // 4, 2 * (lane % 4)
         return [(v + 16 * (i // 64) + 8 * (i // 2 % 2), k + i % 64 // 4 * 8 + i % 2) for i in range(HEAD_DIM)]
 
     @cute.jit
-    def load_state(self, x, matrix: Int32, row: Int32, S: cute.Tensor):
+    def load_state(self, args, matrix: Int32, row: Int32, S: cute.Tensor):
         """Loads a matrix of the initial state; zeros if there is none."""
         # Predicated loads. A branch around plain loads makes the compiler compute addresses anew in the loop over chunks.
-        exists = x.initial_state != Int64(0)
-        if x.v_first > 0:
-            source = self.matrix(x.initial_state, matrix, (HEAD_DIM, 1))
+        exists = args.initial_state != Int64(0)
+        if args.v_first > 0:
+            source = self.matrix(args.initial_state, matrix, (HEAD_DIM, 1))
             for i, at in enumerate(self.coordinates(row)[::2]):
                 S[2 * i], S[2 * i + 1] = ptx.load_global_f32_x2(self.address(source, at), exists)
         else:
-            source = self.matrix(x.initial_state, matrix, (1, HEAD_DIM))
+            source = self.matrix(args.initial_state, matrix, (1, HEAD_DIM))
             for i, at in enumerate(self.coordinates(row)):
                 S[i] = ptx.load_global_f32(self.address(source, at), exists)
 
@@ -485,10 +505,10 @@ class ChainKernel:
         return Int64((source.iterator + cute.crd2idx(coordinates, source.layout)).toint())
 
     @cute.jit
-    def store_state(self, x, target: Int64, matrix: Int32, row: Int32, S: cute.Tensor):
+    def store_state(self, args, target: Int64, matrix: Int32, row: Int32, S: cute.Tensor):
         """Stores S as a matrix of the fp32 states at ``target``; does nothing if that is 0."""
         if target != Int64(0):
-            if x.v_first > 0:
+            if args.v_first > 0:
                 self.store_tile(self.matrix(target, matrix, (HEAD_DIM, 1)), row, S)
             else:
                 self.store_tile(self.matrix(target, matrix, (1, HEAD_DIM)), row, S)
@@ -501,21 +521,21 @@ class ChainKernel:
     # ---- output, four warps
 
     @cute.jit
-    def write_outputs(self, p, values: tuple, index: Int32):
+    def write_outputs(self, smem, values: tuple, index: Int32):
         """Copies the rows of O that exist to global memory."""
-        x, _, task = self.task(values, index)
+        args, _, task = self.task(values, index)
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
         row = thread // 32 * tensor.ROWS
-        base = self.columns(p, row) + self.tensor_columns.o
-        image = Int32(p.o.data_ptr().toint())
+        base = self.columns(smem, row) + self.tensor_columns.o
+        image = Int32(smem.o.data_ptr().toint())
         output = make_pipeline_state(PipelineUserType.Consumer, ACCUMULATORS)
-        pitch = Int64(x.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
-        address = x.o + (task.token * x.HV + task.head) * (2 * HEAD_DIM)
+        pitch = Int64(args.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
+        address = args.o + (task.token * args.HV + task.head) * (2 * HEAD_DIM)
         for c in cutlass.range(task.chunks, unroll=1):
-            self.wait(p.o_full, output.phase, output.index)
+            self.wait(smem.o_full, output.phase, output.index)
             words = self.round(tensor.load(base + output.index * self.chunk, self.chunk))
-            self.publish(p.o_empty, output.index)
+            self.publish(smem.o_empty, output.index)
             output.advance()
             self.sync_output_warps()  # the copy of the chunk before has read the image
             for i in cutlass.range_constexpr(self.chunk // 8):

@@ -82,6 +82,7 @@ class OutputKernel:
             block=(self.threads, 1, 1),
             smem=self.shared_bytes,
             stream=stream,
+            # Registers for 8 warps per SM: 2 CTAs (C = 64) or 4 (C = 32, where shared memory admits 3).
             min_blocks_per_mp=2 * 4 * BLOCK // self.chunk,
             preferred_smem_carveout=100,  # percent; without it the DSL queries a device at compile time
         )

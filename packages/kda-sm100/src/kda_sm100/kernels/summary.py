@@ -30,9 +30,9 @@ class SummaryKernel(ChainKernel):
         super().__init__(ChainConfig(config.chunk))
 
     @cute.jit
-    def initialize(self, p, index: Int32):
+    def initialize(self, smem, index: Int32):
         if index % 2 > 0:
-            self.clear(self.stage(p, "u", 0), self.early_depth * self.bytes["u"])
+            self.clear(self.stage(smem, "u", 0), self.early_depth * self.bytes["u"])
 
     def clear(self, shared, size):
         """Stores zeros to ``size`` bytes of shared memory. Executed by all threads."""
@@ -49,54 +49,54 @@ class SummaryKernel(ChainKernel):
 
     def task(self, values, index):
         """Returns the same as the chain's method, with ``transition``: 1 if the CTA computes M."""
-        x, s, task = super().task(values, index // 2)
+        args, seqs, task = super().task(values, index // 2)
         task.transition = index % 2
-        return x, s, task
+        return args, seqs, task
 
     @cute.jit
-    def load_early(self, p, address, record: Int32, stage: Int32, task):
+    def load_early(self, smem, address, record: Int32, stage: Int32, task):
         if task.transition > 0:
-            self.load(p, address, record, p.early_full, stage, ("w", "a"))
+            self.load(smem, address, record, smem.early_full, stage, ("w", "a"))
         else:
-            self.load(p, address, record, p.early_full, stage, self.EARLY)
+            self.load(smem, address, record, smem.early_full, stage, self.EARLY)
 
     @cute.jit
-    def multiply(self, p, values: tuple, index: Int32):
+    def multiply(self, smem, values: tuple, index: Int32):
         _, _, task = self.task(values, index)
         early, late = self.rings(PipelineUserType.Consumer)
-        at, base = self.tensor_columns, self.columns(p, 0)
-        s, s_bf16, r, r_bf16 = base + at.s, base + at.s_bf16, base + at.r, base + at.r_bf16
+        column, base = self.tensor_columns, self.columns(smem, 0)
+        s, s_bf16, r, r_bf16 = base + column.s, base + column.s_bf16, base + column.r, base + column.r_bf16
         for c in cutlass.range(task.chunks, unroll=1):
-            self.acquire(p.early_full, early)
-            self.wait(p.s_bf16_full, c % 2)
+            self.acquire(smem.early_full, early)
+            self.wait(smem.s_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(r, s_bf16, self.w, self.stage(p, "w", early.index), add=False)
-                self.commit(p.early_empty, early.index)
-                self.commit(p.r_full)
-            self.acquire(p.late_full, late)
-            self.wait(p.r_bf16_full, c % 2)
+                tensor.product(r, s_bf16, self.w, self.stage(smem, "w", early.index), add=False)
+                self.commit(smem.early_empty, early.index)
+                self.commit(smem.r_full)
+            self.acquire(smem.late_full, late)
+            self.wait(smem.r_bf16_full, c % 2)
             with cute.arch.elect_one():
-                tensor.product(s, r_bf16, self.kg, self.stage(p, "kg", late.index), add=True)
-                self.commit(p.late_empty, late.index)
-                self.commit(p.s_full)  # the last commit: after it, no product is in flight
+                tensor.product(s, r_bf16, self.kg, self.stage(smem, "kg", late.index), add=True)
+                self.commit(smem.late_empty, late.index)
+                self.commit(smem.s_full)  # the last commit: after it, no product is in flight
             early.advance()
             late.advance()
 
-    def write_outputs(self, p, values, index):
-        """Does nothing: a summary has no outputs."""
+    def write_outputs(self, smem, values, index):
+        """Does nothing: a summary has no outputs. The state warps wait for the last commit, s_full, before the CTA ends."""
 
     @cute.jit
-    def load_initial(self, x, task, row: Int32, S: cute.Tensor):
+    def load_initial(self, args, task, row: Int32, S: cute.Tensor):
         if task.transition > 0:
             self.load_identity(row, S)
         else:
-            self.load_state(x, task.matrix, row, S)
+            self.load_state(args, task.matrix, row, S)
 
     def load_identity(self, row, S):
         """Sets S to the identity."""
         for i, (v, k) in enumerate(self.coordinates(row)):
             S[i] = ptx.select(v == k, Float32(1.0), Float32(0.0))
 
-    def store_final(self, x, task, row, S):
-        target = ptx.select(task.transition > 0, x.transitions, x.final_state)
-        self.store_state(x, target, task.matrix, row, S)
+    def store_final(self, args, task, row, S):
+        target = ptx.select(task.transition > 0, args.transitions, args.final_state)
+        self.store_state(args, target, task.matrix, row, S)

@@ -7,8 +7,20 @@ form:
 
 A warpgroup owns 64 rows of V, one *half*. It keeps S^T [64, K] in fp32 accumulators for a whole sequence. A wgmma
 accumulator has the layout of a register operand, so S, X and R never pass through shared memory; they are rounded to
-bf16 only as operands. The halves of V are independent. ``PrefillConfig.warpgroups`` decides whether they share a CTA,
-and with it the loads of records.
+bf16 only as operands. The record holds -Kd, and v is loaded into the accumulators of X, so X needs no subtraction.
+The halves of V are independent. ``PrefillConfig.warpgroups`` decides whether they share a CTA, and with it the loads of
+records.
+
+**Queue and parts.** `schedule` lays all chunks of the launch out in one line and cuts it into *queues*, one for each
+chain. The chunks that one sequence and value head has in a queue are a *part*. A chain executes the parts of its
+queue from the last to the first, and the chunks of a part in order::
+
+    line     | head 0          | head 1          | head 2          |      queue 0: head 1 up to the cut, then head 0
+    queues   |         queue 0          |         queue 1          |      queue 1: head 2, then head 1 from the cut on
+
+Queue 0 publishes the state at the cut early, and queue 1 acquires it late. Each role computes the same parts from the
+offsets, in a loop that moves ``end`` from the end of the queue (``high``) to its start (``low``). The rings
+continue from one part to the next.
 
 **Warp roles.**
 
@@ -17,12 +29,10 @@ role       warps          work
 ========== ============== ==============================================================================================
 chain      4 per half     wgmma, decay, rounding; writes O^T and intermediate states to shared memory
 producer   1              waits for records of the intra-chunk stage, copies them to two rings of shared memory (TMA bulk
-                          copies), and publishes how many it has read
+                          copies), and publishes which records it has read, so that intra-chunk groups may replace them
 values     1              copies v to the early ring (cp.async); rows after the end of a sequence are zeros
 store      1 per half     copies O and intermediate states from shared to global memory, valid rows only
 ========== ============== ==============================================================================================
-
-Every role iterates over the parts of the queue (``schedule``) by itself. The rings continue from one part to the next.
 
 **Shared memory** (`shared_storage`). The *early* ring has the operands that a chunk needs first (Kd, Qd, a, v), the
 *late* ring the others (Kg, Aqk, T). O has one buffer per half, and so have intermediate states.
@@ -40,16 +50,21 @@ o_free[half]        store warp 1           chain              the store warp has
 early_full and late_full also wait for the bytes of the producer's copies. The chain and store warps publish O and states
 to one another at named barriers (`barriers.NamedBarrier`).
 
-**Issue order of a chunk of 64 tokens** (`Chain.chunk_64`). The ALU work on the right overlaps with the wgmmas on the
-left:
+**Issue order of a chunk of 64 tokens** (`Chain.chunk_64`). A line issues one group of wgmmas; the ALU work beside it
+overlaps with the groups in flight. tCrS and tCrX are the bf16 operands of S and of X or R::
 
-    tensor core                       ALU of the warpgroup
-    X += S Kd                         load decays; round O of the previous chunk, publish it to the store warp
-    O  = S Qd, first half of K        wait for X, round X
-    R  = X T
-    O += S Qd, second half of K       decay S; wait for R, round R
-    S += R Kg                         load v of the next chunk into X
-    O += R Aqk                        wait for S, release the early stage, round S; wait for all, release the late stage
+    group  product                          in flight   ALU work of the warpgroup
+    X      accX += tCrS (-Kd)               X           load decays; round O of the previous chunk, publish it
+    O1     accO  = tCrS Qd, half of K       X O1        wait for X (O1 in flight); round X to tCrX
+    R      accX  = tCrX T                   O1 R
+    O2     accO += tCrS Qd, the other half  O1 R O2     decay accS; wait for R (O2 in flight); round R to tCrX
+    S      accS += tCrX Kg                  O2 S        load v of the next chunk into accX
+    O3     accO += tCrX Aqk                 O2 S O3     wait for S (O3 in flight); release the early stage; round S to
+                                                        tCrS; wait for O3; release the late stage
+
+Groups complete in the order of issue. The ALU work writes no fragment that a group in flight uses: the decay writes
+accS while O1, R and O2 read tCrS and tCrX; v goes to accX after R is done; tCrS is written after O2, its last reader.
+O2 is also the last reader of the early stage, and the wait for S is the first wait that includes O2.
 
 ptxas would move much of the ALU work to places where no wgmma is in flight, or between the wgmmas of one product.
 Branches that it cannot decide (`opaque_true`) keep the order. Barriers are tested ahead of the wait (``try_wait``),
@@ -57,9 +72,12 @@ because the answer takes 40 to 90 clocks. Products of chunks of 32 are too short
 own order is faster (`Chain.chunk_32`). docs/kernels/chain.md has measurements, and the argument why no role waits
 forever.
 
-**No special first or last chunk.** After the last chunk of a part the producer completes one more early stage,
-without bytes, so the prefetch of v needs no branch. Every chunk publishes O of the previous chunk, and the store warp
-skips the first O of a part, which is empty.
+**Ends of a part.** No chunk is special, so the loop over chunks has no branch for the first or the last one.
+
+- Every chunk loads v of the next chunk. For the last chunk of a part this is the *trailing stage*: one more early stage,
+  with zeros for v and without a record. Nothing uses the X that is loaded from it.
+- Every chunk publishes O of the previous chunk. The first O of a part is empty, and the store warp skips it. The chain
+  publishes O of the last chunk after the loop.
 """
 
 from types import SimpleNamespace
@@ -82,11 +100,12 @@ from kda_sm90.layouts import kg_layout, operand_layout, record_bytes, square_lay
 #: Stages of the early and of the late ring, best first. The first pair that fits into shared memory is used.
 STAGES = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
 
-#: Records that the producer has requested after record n when it waits for the arrival of n, to publish that n was read.
+#: The producer publishes that it has read a record after it has requested this many more, so it seldom waits for the
+#: arrival. A ring in global memory must hold more records than that (`schedule`, "No deadlock").
 IN_FLIGHT = 2
 
-#: Registers per thread of the chain warps and of the other warps. Two chain warpgroups need more than a third of
-#: 65536 each.
+#: Registers per thread of the chain warps and of the other warps. A CTA has three warpgroups, so equal shares would be 168.
+#: Two chain warpgroups and one of other warps take 2 * 224 + 56 = 504 of 65536 / 128 = 512.
 CHAIN_REGISTERS, OTHER_REGISTERS = 224, 56
 
 
@@ -97,6 +116,8 @@ def shared_storage(config: PrefillConfig, operands, early, late, stores):
         operands: names of the arrays of a record that the chain loads.
         early, late: stages of the rings.
         stores: whether the chain stores O.
+
+    The stages of an array follow one another. Swizzled images start at multiples of 1024 bytes.
     """
     C, wgs = config.chunk, config.warpgroups
     image = lambda count: cute.struct.Align[cute.struct.MemRange[BFloat16, count], 1024]
@@ -130,6 +151,10 @@ class Chain:
 
     A sequence without tokens passes its initial state on. Rows of o outside of sequences are not written.
 
+    Names of the methods: ``args``, the arguments of the launch (`prefill.Arguments`); ``sched``, the schedule; ``smem``,
+    addresses in shared memory (`pointers`); ``thr``, the fragments and addresses of a chain thread (`thread_view`);
+    ``half``, the first half of the CTA in `run` and in the other roles, and that of the warpgroup in ``thr``.
+
     Attributes:
         shared_bytes: shared memory of the CTA, at most the ``room`` of the constructor.
     """
@@ -153,38 +178,38 @@ class Chain:
                 break
 
     @cute.jit
-    def run(self, shared: cute.Pointer, x, records, carry, order, queue: Int32, half: Int32):
+    def run(self, shared: cute.Pointer, args, records, carry, sched, queue: Int32, half: Int32):
         """Runs the role of the calling warp.
 
         Args:
             shared: the CTA's shared memory, aligned to 1024 bytes.
-            x: the arguments of the launch (``arguments``).
+            args: the arguments of the launch (`prefill.Arguments`).
             records: returns the address of a record in an array of the workspace, by array name and index.
             carry: address of the states that queues pass on.
-            order: the schedule.
-            half: the CTA's first half.
+            sched: the schedule.
+            half: the CTA's first half; with two warpgroups the CTA also has the next one.
         """
         storage = self.storage(shared)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        p = self.pointers(storage)
+        smem = self.pointers(storage)
         if thread == 0:
-            self.init_barriers(p)
+            self.init_barriers(smem)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp >= 4 * self.warpgroups:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == 4 * self.warpgroups:
-                self.produce_records(p, records, order, queue, half)
+                self.produce_records(smem, records, sched, queue, half)
             if warp == 4 * self.warpgroups + 1:
-                self.produce_values(p, order, queue, x, half)
+                self.produce_values(smem, sched, queue, args, half)
             if const_expr(self.STORES):  # noqa: SIM102 - decided at compile time
                 if warp >= 4 * self.warpgroups + 2 and warp < 5 * self.warpgroups + 2:
-                    self.store_warp.run(p, order, queue, x, half)
+                    self.store_warp.run(smem, sched, queue, args, half)
         else:
             cute.arch.setmaxregister_increase(CHAIN_REGISTERS)
-            self.chain(p, order, queue, self.tiles(storage), x, carry, half)
+            self.chain(smem, sched, queue, self.tiles(storage), args, carry, half)
 
     def pointers(self, storage):
         """Returns the pointers to barriers, and the 32-bit addresses of everything else."""
@@ -195,15 +220,15 @@ class Chain:
             **{name: address(name) for name in (*self.EARLY, *self.LATE, "v", "o", "state")},
         )
 
-    def init_barriers(self, p):
+    def init_barriers(self, smem):
         """Initialises the mbarriers; see the table of the module."""
         chain_warps = 4 * self.warpgroups
         for barrier, count, arrivals in (
-            (p.early_full, self.early_depth, 1 + 32),
-            (p.early_empty, self.early_depth, chain_warps),
-            (p.late_full, self.late_depth, 1),
-            (p.late_empty, self.late_depth, chain_warps),
-            (p.o_free, self.warpgroups, 1),
+            (smem.early_full, self.early_depth, 1 + 32),
+            (smem.early_empty, self.early_depth, chain_warps),
+            (smem.late_full, self.late_depth, 1),
+            (smem.late_empty, self.late_depth, chain_warps),
+            (smem.o_free, self.warpgroups, 1),
         ):
             for i in range(count):
                 cute.arch.mbarrier_init(barrier + i, arrivals)
@@ -223,19 +248,21 @@ class Chain:
         """Returns the states of the early and of the late ring at their start."""
         return make_pipeline_state(user, self.early_depth), make_pipeline_state(user, self.late_depth)
 
-    # ---- producer: one warp
+    # ---- producer: one warp. All lanes track the rings; lane 0 waits and copies.
 
     @cute.jit
-    def produce_records(self, p, records, order, queue: Int32, half: Int32):
+    def produce_records(self, smem, records, sched, queue: Int32, half: Int32):
         """Fills both rings with the records of the queue, and publishes which ones have been read."""
         lane = cute.arch.lane_idx()
-        ring = schedule.ring(order, queue)
+        ring = schedule.ring(sched, queue)
         early, late = self.rings(PipelineUserType.Producer)
-        head, n, high, low = schedule.first_task(order, queue)
+        head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
-            part = schedule.part(order, head, n, end, low, high)
-            if lane == 0:  # numbers may be skipped where offsets are not ordered
+            part = schedule.part(sched, head, n, end, low, high)
+            # All earlier numbers have been read: the last IN_FLIGHT records of the part before have arrived (below),
+            # and the slots at its end that have no chunk need no reading.
+            if lane == 0:
                 schedule.publish_read(ring, half, part.number)
             ready = Int32(0)
             for c in cutlass.range(part.chunks, unroll=1):
@@ -243,21 +270,22 @@ class Chain:
                     ready = self.chunks_ready(ring, part, c)
                 if lane == 0:
                     record = schedule.record(ring, part.number + c)
-                    self.load_record(p, records, record, early, late)
+                    self.load_record(smem, records, record, early, late)
                 early.advance()
                 late.advance()
+                # The records up to c are requested; both rings point to the stages of c + 1.
                 if lane == 0 and c >= IN_FLIGHT:
-                    self.wait_for_load(p, IN_FLIGHT + 1, early, late)
+                    self.wait_for_load(smem, IN_FLIGHT + 1, early, late)  # of c - IN_FLIGHT
                     schedule.publish_read(ring, half, part.number + c - IN_FLIGHT + 1)
             if lane == 0:
                 for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
                     if part.chunks >= back:
-                        self.wait_for_load(p, back, early, late)
-                barriers.wait(p.early_empty, early)
-                cute.arch.mbarrier_arrive(p.early_full + early.index)  # the stage without bytes
+                        self.wait_for_load(smem, back, early, late)
+                barriers.wait(smem.early_empty, early)  # the trailing stage: an arrival without bytes
+                cute.arch.mbarrier_arrive(smem.early_full + early.index)
             early.advance()
             end = part.begin
-            head, n = schedule.next_task(order, head, n)
+            head, n = schedule.next_task(sched, head, n)
         if lane == 0:
             schedule.publish_read(ring, half, Int32(schedule.ALL_READ))
 
@@ -268,27 +296,29 @@ class Chain:
             return part.chunks
         return c + schedule.count_ready(ring, part.number + c, cutlass.min(part.chunks - c, 32))
 
-    def load_record(self, p, records, record, early, late):
+    def load_record(self, smem, records, record, early, late):
         """Waits for a free stage of each ring, and requests one record into them."""
         ptx.fence_proxy_async()  # the intra-chunk stage wrote the record through the generic proxy
         for names, ring, full, empty in (
-            (self.EARLY, early, p.early_full, p.early_empty),
-            (self.LATE, late, p.late_full, p.late_empty),
+            (self.EARLY, early, smem.early_full, smem.early_empty),
+            (self.LATE, late, smem.late_full, smem.late_empty),
         ):
             barriers.wait(empty, ring)
             barrier = full + ring.index
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(self.bytes[name] for name in names))
             for name in names:
                 size = self.bytes[name]
-                stage = getattr(p, name) + ring.index * size
+                stage = getattr(smem, name) + ring.index * size
                 ptx.bulk_load(stage, records(name, record), Int32(size), Int32(barrier.toint()))
 
-    def wait_for_load(self, p, back, early, late):
+    def wait_for_load(self, smem, back, early, late):
         """Waits until the load that is ``back`` loads before the next one has arrived. ``early``, ``late``: the
-        stages of the next load. A load whose stage was reused since has arrived."""
-        for full, ring in ((p.early_full, early), (p.late_full, late)):
+        stages of the next load."""
+        for full, ring in ((smem.early_full, early), (smem.late_full, late)):
             if back > ring.stages:
-                continue
+                continue  # its stage was reused since, so the chain has read it
+            # A producer's ``ring.phase`` is the parity of the *empty* barrier that it waits for. The *full* barrier of a
+            # stage that was filled in this turn of the ring has the other parity, and in the turn before, the same.
             before = ring.index - back
             wrapped = before < 0
             index = ptx.select(wrapped, before + ring.stages, before)
@@ -297,35 +327,38 @@ class Chain:
     # ---- values: one warp
 
     @cute.jit
-    def produce_values(self, p, order, queue: Int32, x, half: Int32):
-        """Fills the early ring with v: an image [C, 64] for each half of the CTA."""
+    def produce_values(self, smem, sched, queue: Int32, args, half: Int32):
+        """Fills the early ring with v: an image [C, 64] for each half of the CTA. Each lane copies 16-byte units of one
+        column: 8 units are a row of a half."""
         lane = cute.arch.lane_idx()
-        units = 8 * self.warpgroups  # 16-byte units per row
+        units = 8 * self.warpgroups  # in a row of all halves
         step = 32 // units  # rows per access of the warp
-        unit, first = lane % units, lane // units
-        pitch = Int64(x.HV) * (2 * HEAD_DIM)
+        unit, first = lane % units, lane // units  # the lane's unit and first row
+        pitch = Int64(args.HV) * (2 * HEAD_DIM)
         early, _ = self.rings(PipelineUserType.Producer)
-        head, n, high, low = schedule.first_task(order, queue)
+        head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
-            part = schedule.part(order, head, n, end, low, high)
-            source = x.v + (part.token * x.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF) + unit * 16
+            part = schedule.part(sched, head, n, end, low, high)
+            source = (
+                args.v + (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF) + unit * 16
+            )
             source += pitch * (part.first * self.chunk)
             for c in cutlass.range(part.chunks + 1, unroll=1):
-                barriers.wait(p.early_empty, early)
+                barriers.wait(smem.early_empty, early)
                 valid = self.valid_rows(part.length - (part.first + c) * self.chunk, half)
-                if c == part.chunks:  # the stage without bytes
+                if c == part.chunks:  # the trailing stage: zeros
                     valid = Int32(0)
-                place = p.v + early.index * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
+                image_of_half = smem.v + early.index * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
                 for start in range(0, self.chunk, step):
                     row = start + first
-                    to = place + row * (2 * HALF) + (unit % 8 ^ row % 8) * 16
+                    to = image_of_half + row * (2 * HALF) + ((unit % 8) ^ (row % 8)) * 16  # swizzled
                     ptx.cp_async_x4(to, source + pitch * row, row < valid)
                 source += pitch * self.chunk
-                ptx.cp_async_arrive(Int32((p.early_full + early.index).toint()))
+                ptx.cp_async_arrive(Int32((smem.early_full + early.index).toint()))
                 early.advance()
             end = part.begin
-            head, n = schedule.next_task(order, head, n)
+            head, n = schedule.next_task(sched, head, n)
 
     def valid_rows(self, valid, half):
         """Returns the rows of v to load of a chunk that has ``valid`` tokens."""
@@ -334,47 +367,55 @@ class Chain:
     # ---- chain: one warpgroup per half
 
     @cute.jit
-    def chain(self, p, order, queue: Int32, tiles, x, carry: Int64, half: Int32):
+    def chain(self, smem, sched, queue: Int32, tiles, args, carry: Int64, half: Int32):
         """Runs the recurrence over every part of the queue."""
-        w = self.warpgroup_of_thread(p, tiles, half)
+        thr = self.thread_view(smem, tiles, half)
         early, late = self.rings(PipelineUserType.Consumer)
         o_phase = Int32(0)
-        # Always true: a branch on a runtime argument that ptxas cannot decide holds instructions in their place.
-        opaque_true = x.depth > 0
-        head, n, high, low = schedule.first_task(order, queue)
+        # Always true. ptxas cannot decide a branch on a runtime argument, so it moves no instruction into or out of it.
+        opaque_true = args.depth > 0
+        head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
-            part = schedule.part(order, head, n, end, low, high)
-            self.load_state(order, queue, x, carry, part, w)
-            fragments.round_to_bf16(w.accS, w.tCrS)
-            fragments.fill_zero(w.accO)
-            barriers.wait(p.early_full, early)
-            fragments.load_v(w.v + early.index * self.v_bytes, w.thread, self.chunk, w.accX)
-            if const_expr(self.chunk == 64):  # for the first O; chunk_64 waits for the others one chunk ahead
-                cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
+            part = schedule.part(sched, head, n, end, low, high)
+            self.load_state(sched, queue, args, carry, part, thr)
+            fragments.round_to_bf16(thr.accS, thr.tCrS)
+            fragments.fill_zero(thr.accO)
+            barriers.wait(smem.early_full, early)
+            fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
+            # Invariant of the loop: tCrS and accX hold S and v of the chunk, accO holds O of the previous one, and no
+            # thread has stored that O yet. C = 64: the buffer of O is free (o_phase is complete), because chunk_64 waits
+            # for it one chunk ahead. C = 32: not waited for yet.
+            if const_expr(self.chunk == 64):
+                cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
             for c in cutlass.range(part.chunks, unroll=1):
                 # No wgmma is in flight over the back edge. ptxas sees that only if a wait follows the loop's start.
                 warpgroup.wait_group(0)
                 if const_expr(self.config.states):  # noqa: SIM102 - decided at compile time
-                    if (part.first + c) % x.every == 0:
-                        self.publish_state(p, x.v_first, w)
+                    if (part.first + c) % args.every == 0:
+                        self.publish_state(smem, args.v_first, thr)
                 if const_expr(self.chunk == 64):
-                    early, late, o_phase = self.chunk_64(p, w, early, late, o_phase, opaque_true)
+                    early, late, o_phase = self.chunk_64(smem, thr, early, late, o_phase, opaque_true)
                 else:
-                    early, late, o_phase = self.chunk_32(p, w, early, late, o_phase)
-            barriers.release(p.early_empty + early.index)  # the stage without bytes
-            fragments.round_to_bf16(w.accO, w.rO)
+                    early, late, o_phase = self.chunk_32(smem, thr, early, late, o_phase)
+            barriers.release(smem.early_empty + early.index)  # the trailing stage
+            fragments.round_to_bf16(thr.accO, thr.rO)  # O of the last chunk
             if const_expr(self.chunk == 32):
-                cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
-            self.publish_o(p, w)
+                cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
+            self.publish_o(smem, thr)
             o_phase = o_phase ^ 1
-            early.advance()
-            self.store_state(order, queue, x, carry, part, w)
+            early.advance()  # past the trailing stage
+            self.store_state(sched, queue, args, carry, part, thr)
             end = part.begin
-            head, n = schedule.next_task(order, head, n)
+            head, n = schedule.next_task(sched, head, n)
 
-    def warpgroup_of_thread(self, p, tiles, half):
-        """Returns the calling thread's place, its fragments, and its addresses of v and of the decays in stage 0."""
+    def thread_view(self, smem, tiles, half):
+        """Returns the calling thread's place, its fragments, and its addresses of v and of the decays in stage 0.
+
+        There are two shapes of wgmma: ``mma_tokens`` has an accumulator [64, C] (X, R, O), ``mma_state`` one of [64, K] (S).
+        Both have the same layout of register operands A, so tCrS and tCrX serve either. Names are CuTe's: tCs is B in
+        shared memory, tCr is A in registers.
+        """
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % WARPGROUP
@@ -386,7 +427,7 @@ class Chain:
         shape = mma_tokens.partition_shape_C((HALF, self.chunk))
         return SimpleNamespace(
             wg=wg,
-            thread=thread,
+            index=thread,
             half=half + wg,
             mma_tokens=mma_tokens,
             mma_state=mma_state,
@@ -400,9 +441,9 @@ class Chain:
             accS=cute.make_rmem_tensor(mma_state.partition_shape_C((HALF, HEAD_DIM)), Float32),
             tCrS=cute.make_rmem_tensor(mma_tokens.partition_shape_A((HALF, HEAD_DIM)), BFloat16),
             tCrX=cute.make_rmem_tensor(mma_state.partition_shape_A((HALF, self.chunk)), BFloat16),
-            rO=cute.make_rmem_tensor(cute.size(shape) // 2, Int32),
-            v=p.v + wg * (self.chunk * HALF * 2),
-            a=p.a + decay_start(thread % 32 % 4),
+            rO=cute.make_rmem_tensor(cute.size(shape) // 2, Int32),  # O in bf16 pairs, to be stored
+            v=smem.v + wg * (self.chunk * HALF * 2),
+            a=smem.a + decay_start(thread % 32 % 4),
         )
 
     def tiled_mma(self, b_major, n):
@@ -413,84 +454,90 @@ class Chain:
         )  # fmt: skip
 
     @cute.jit
-    def chunk_64(self, p, w, early, late, o_phase: Int32, opaque_true):
-        """Runs one chunk of 64 tokens in the issue order of the module's docstring. Returns both rings and the phase
-        of O for the next chunk, whose v it has loaded."""
+    def chunk_64(self, smem, thr, early, late, o_phase: Int32, opaque_true):
+        """Runs one chunk of 64 tokens in the issue order of the module's docstring, which names the groups. Returns both
+        rings and the phase of O for the next chunk, whose v it has loaded."""
         halves_of_k = range(HEAD_DIM // 32), range(HEAD_DIM // 32, HEAD_DIM // 16)
         steps = range(self.chunk // 16)
-        late_full = barriers.test(p.late_full, late)
-        self.gemm(w.mma_tokens, w.accX, w.tCrS, w.tCsKd, early, range(HEAD_DIM // 16))
-        barriers.wait_unless(late_full, p.late_full, late)
-        decays = fragments.load_decays(w.a + early.index * (4 * HEAD_DIM))
+        # X
+        late_full = barriers.test(smem.late_full, late)  # R is its first reader
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, range(HEAD_DIM // 16))
+        barriers.wait_unless(late_full, smem.late_full, late)
+        decays = fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM))
         if opaque_true:
-            fragments.round_to_bf16(w.accO, w.rO)
-            self.publish_o(p, w)
+            fragments.round_to_bf16(thr.accO, thr.rO)
+            self.publish_o(smem, thr)
         o_phase = o_phase ^ 1
-        self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[0], zero=True)
-        warpgroup.wait_group(1)  # X
-        fragments.round_to_bf16(w.accX, w.tCrX)
-        self.gemm(w.mma_tokens, w.accX, w.tCrX, w.tCsT, late, steps, zero=True)
-        self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[1])
+        # O1
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[0], zero=True)
+        warpgroup.wait_group(1)  # X is done; O1 is in flight
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        # R, O2
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[1])
         if opaque_true:
-            fragments.multiply_columns(w.accS, decays)
+            fragments.multiply_columns(thr.accS, decays)
         following = early.clone()
         following.advance()
-        early_full = barriers.test(p.early_full, following)
-        warpgroup.wait_group(1)  # R
-        fragments.round_to_bf16(w.accX, w.tCrX)
-        self.gemm(w.mma_state, w.accS, w.tCrX, w.tCsKg, late, steps)
-        barriers.wait_unless(early_full, p.early_full, following)
-        o_free = cute.arch.mbarrier_try_wait(p.o_free + w.wg, o_phase)
+        early_full = barriers.test(smem.early_full, following)
+        warpgroup.wait_group(1)  # O1 and R are done; O2 is in flight
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        # S
+        self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKg, late, steps)
+        barriers.wait_unless(early_full, smem.early_full, following)
+        o_free = cute.arch.mbarrier_try_wait(smem.o_free + thr.wg, o_phase)
         if opaque_true:
-            fragments.load_v(w.v + following.index * self.v_bytes, w.thread, self.chunk, w.accX)
-        self.gemm(w.mma_tokens, w.accO, w.tCrX, w.tCsAqk, late, steps)
+            fragments.load_v(thr.v + following.index * self.v_bytes, thr.index, self.chunk, thr.accX)
+        # O3
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrX, thr.tCsAqk, late, steps)
         if not o_free:
-            cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
-        warpgroup.wait_group(1)  # S
-        barriers.release(p.early_empty + early.index)
+            cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
+        warpgroup.wait_group(1)  # O2 and S are done; O3 is in flight
+        barriers.release(smem.early_empty + early.index)
         if opaque_true:
-            fragments.round_to_bf16(w.accS, w.tCrS)
-        warpgroup.wait_group(0)
-        barriers.release(p.late_empty + late.index)
+            fragments.round_to_bf16(thr.accS, thr.tCrS)
+        warpgroup.wait_group(0)  # O3 is done
+        barriers.release(smem.late_empty + late.index)
         late.advance()
         return following, late, o_phase
 
     @cute.jit
-    def chunk_32(self, p, w, early, late, o_phase: Int32):
-        """Runs one chunk of 32 tokens, as `chunk_64`, in an issue order that leaves the ALU work to ptxas."""
+    def chunk_32(self, smem, thr, early, late, o_phase: Int32):
+        """Runs one chunk of 32 tokens: the groups of `chunk_64` in the same order, with the ALU work placed by ptxas."""
         halves_of_k = range(HEAD_DIM // 32), range(HEAD_DIM // 32, HEAD_DIM // 16)
         steps = range(self.chunk // 16)
-        self.gemm(w.mma_tokens, w.accX, w.tCrS, w.tCsKd, early, range(HEAD_DIM // 16))
-        fragments.round_to_bf16(w.accO, w.rO)
-        self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[0], zero=True)
-        cute.arch.mbarrier_wait(p.o_free + w.wg, o_phase)
-        self.publish_o(p, w)
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, range(HEAD_DIM // 16))
+        fragments.round_to_bf16(thr.accO, thr.rO)
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[0], zero=True)
+        cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
+        self.publish_o(smem, thr)
         o_phase = o_phase ^ 1
-        warpgroup.wait_group(1)  # X
-        fragments.round_to_bf16(w.accX, w.tCrX)
-        barriers.wait(p.late_full, late)
-        decays = fragments.load_decays(w.a + early.index * (4 * HEAD_DIM))
-        self.gemm(w.mma_tokens, w.accX, w.tCrX, w.tCsT, late, steps, zero=True)
-        self.gemm(w.mma_tokens, w.accO, w.tCrS, w.tCsQd, early, halves_of_k[1])
-        fragments.multiply_columns(w.accS, decays)
-        warpgroup.wait_group(1)  # R
-        fragments.round_to_bf16(w.accX, w.tCrX)
-        self.gemm(w.mma_state, w.accS, w.tCrX, w.tCsKg, late, steps)
-        self.gemm(w.mma_tokens, w.accO, w.tCrX, w.tCsAqk, late, steps)
+        warpgroup.wait_group(1)  # X is done; O1 is in flight
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        barriers.wait(smem.late_full, late)
+        decays = fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM))
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[1])
+        fragments.multiply_columns(thr.accS, decays)
+        warpgroup.wait_group(1)  # O1 and R are done; O2 is in flight
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKg, late, steps)
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrX, thr.tCsAqk, late, steps)
         following = early.clone()
         following.advance()
-        barriers.wait(p.early_full, following)
-        fragments.load_v(w.v + following.index * self.v_bytes, w.thread, self.chunk, w.accX)
-        warpgroup.wait_group(1)  # S
-        barriers.release(p.early_empty + early.index)
-        fragments.round_to_bf16(w.accS, w.tCrS)
-        warpgroup.wait_group(0)
-        barriers.release(p.late_empty + late.index)
+        barriers.wait(smem.early_full, following)
+        fragments.load_v(thr.v + following.index * self.v_bytes, thr.index, self.chunk, thr.accX)
+        warpgroup.wait_group(1)  # O2 and S are done; O3 is in flight
+        barriers.release(smem.early_empty + early.index)
+        fragments.round_to_bf16(thr.accS, thr.tCrS)
+        warpgroup.wait_group(0)  # O3 is done
+        barriers.release(smem.late_empty + late.index)
         late.advance()
         return following, late, o_phase
 
     def gemm(self, mma, acc, tCrA, tCsB, ring, steps, zero=False):
-        """Issues ``acc (+)= A B`` over the given steps of 16 of K, one group of wgmmas; B is in the stage of ``ring``."""
+        """Issues ``acc (+)= A B`` as one group of wgmmas. ``steps``: which 16 columns of A each wgmma reduces over. B is in
+        the stage of ``ring``."""
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not zero)
         warpgroup.fence()
@@ -499,88 +546,94 @@ class Chain:
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
-    def publish_o(self, p, w):
-        """Stores O^T as an image of O [C, 64] and publishes it to the store warp. The caller has waited for
-        ``o_free``, an mbarrier instead of a named barrier, which would make the warps wait for one another."""
-        fragments.store_transposed(p.o + w.wg * self.store_warp.o_bytes, w.thread, w.rO, self.chunk)
-        barriers.arrive(NamedBarrier.O_READY, w.wg)
+    def publish_o(self, smem, thr):
+        """Stores O^T (rounded, in rO) as an image of O [C, 64] and publishes it to the store warp. The caller has waited
+        for ``o_free``. That is an mbarrier, because a named barrier would make the chain warps wait for one another."""
+        fragments.store_transposed(smem.o + thr.wg * self.store_warp.o_bytes, thr.index, thr.rO, self.chunk)
+        barriers.arrive(NamedBarrier.O_READY, thr.wg)
 
     @cute.jit
-    def publish_state(self, p, v_first: Int32, w):
-        """Stores S, rounded as for wgmma, as an image of its half of a matrix in global memory, and publishes it to
-        the store warp."""
+    def publish_state(self, smem, v_first: Int32, thr):
+        """Stores S as an image of its half of a matrix in global memory, and publishes it to the store warp. S comes from
+        tCrS, which already holds it in bf16."""
         words = cute.make_tensor(
-            cute.recast_ptr(w.tCrS.iterator, dtype=Int32), cute.make_layout(HEAD_DIM // 2 // 2)
+            cute.recast_ptr(thr.tCrS.iterator, dtype=Int32), cute.make_layout(HEAD_DIM // 2 // 2)
         )
-        shared = p.state + w.wg * self.store_warp.state_bytes
-        barriers.sync(NamedBarrier.STATE_FREE, w.wg)
+        shared = smem.state + thr.wg * self.store_warp.state_bytes
+        barriers.sync(NamedBarrier.STATE_FREE, thr.wg)
         if v_first > 0:
-            fragments.store_rows(shared, w.thread, words)
+            fragments.store_rows(shared, thr.index, words)
         else:
-            fragments.store_transposed(shared, w.thread, words, HEAD_DIM)
-        barriers.arrive(NamedBarrier.STATE_READY, w.wg)
+            fragments.store_transposed(shared, thr.index, words, HEAD_DIM)
+        barriers.arrive(NamedBarrier.STATE_READY, thr.wg)
 
     # ---- chain: states at the start and at the end of a part
 
     @cute.jit
-    def load_state(self, order, queue: Int32, x, carry: Int64, part, w):
+    def load_state(self, sched, queue: Int32, args, carry: Int64, part, thr):
         """Loads the state at the start of a part: that of the previous queue, the initial state, or zeros."""
         if part.first > 0:
-            self.acquire_carry(order, queue - 1, carry, w)
+            self.acquire_carry(sched, queue - 1, carry, thr)
         else:
-            self.load_initial_state(x, part, w)
+            self.load_initial_state(args, part, thr)
 
     @cute.jit
-    def store_state(self, order, queue: Int32, x, carry: Int64, part, w):
+    def store_state(self, sched, queue: Int32, args, carry: Int64, part, thr):
         """Stores the state at the end of a part: for the next queue, or as final state."""
         if part.cut:
-            self.publish_carry(order, queue, carry, w)
+            self.publish_carry(sched, queue, carry, thr)
         else:
-            self.store_matrix(x.final_state, x, part, w.half, w)
+            self.store_matrix(args.final_state, args, part, thr.half, thr)
 
     @cute.jit
-    def acquire_carry(self, order, queue: Int32, carry: Int64, w):
+    def acquire_carry(self, sched, queue: Int32, carry: Int64, thr):
         """Loads the state at the end of the first part of a queue, as soon as it is published."""
-        schedule.wait_for_state(schedule.ring(order, queue), w.half)
-        place = fragments.carry_address(carry, queue, self.config.halves, w.half, w.thread)
-        fragments.load_carry(place, w.accS)
+        schedule.wait_for_state(schedule.ring(sched, queue), thr.half)
+        place = fragments.carry_address(carry, queue, self.config.halves, thr.half, thr.index)
+        fragments.load_carry(place, thr.accS)
 
     @cute.jit
-    def publish_carry(self, order, queue: Int32, carry: Int64, w):
+    def publish_carry(self, sched, queue: Int32, carry: Int64, thr):
         """Stores the state for the queue that continues the sequence, and publishes it."""
-        place = fragments.carry_address(carry, queue, self.config.halves, w.half, w.thread)
-        fragments.store_carry(place, w.accS)
-        barriers.sync(NamedBarrier.CARRY_STORED, w.wg, threads=WARPGROUP)
-        if w.thread == 0:
-            schedule.publish_state(schedule.ring(order, queue), w.half)
+        place = fragments.carry_address(carry, queue, self.config.halves, thr.half, thr.index)
+        fragments.store_carry(place, thr.accS)
+        barriers.sync(NamedBarrier.CARRY_STORED, thr.wg, threads=WARPGROUP)
+        if thr.index == 0:
+            schedule.publish_state(schedule.ring(sched, queue), thr.half)
 
     @cute.jit
-    def load_initial_state(self, x, part, w):
+    def load_initial_state(self, args, part, thr):
         """Loads the initial state of a sequence, or zeros if there is none."""
-        if x.initial_state == Int64(0):
-            fragments.fill_zero(w.accS)
-        elif x.v_first > 0:
-            cute.autovec_copy(self.state_fragment(x.initial_state, x, part, w.half, w, (HEAD_DIM, 1)), w.accS)
+        if args.initial_state == Int64(0):
+            fragments.fill_zero(thr.accS)
+        elif args.v_first > 0:
+            cute.autovec_copy(
+                self.state_fragment(args.initial_state, args, part, thr.half, thr, (HEAD_DIM, 1)), thr.accS
+            )
         else:
-            cute.autovec_copy(self.state_fragment(x.initial_state, x, part, w.half, w, (1, HEAD_DIM)), w.accS)
+            cute.autovec_copy(
+                self.state_fragment(args.initial_state, args, part, thr.half, thr, (1, HEAD_DIM)), thr.accS
+            )
 
     @cute.jit
-    def store_matrix(self, states: Int64, x, part, half: Int32, w):
+    def store_matrix(self, states: Int64, args, part, half: Int32, thr):
         """Stores S as a half of the matrix of a sequence and head in ``states`` [N, HV, 128, 128] fp32, if there is
         such an array."""
         if states != Int64(0):
-            if x.v_first > 0:
-                cute.autovec_copy(w.accS, self.state_fragment(states, x, part, half, w, (HEAD_DIM, 1)))
+            if args.v_first > 0:
+                cute.autovec_copy(thr.accS, self.state_fragment(states, args, part, half, thr, (HEAD_DIM, 1)))
             else:
-                cute.autovec_copy(w.accS, self.state_fragment(states, x, part, half, w, (1, HEAD_DIM)))
+                cute.autovec_copy(thr.accS, self.state_fragment(states, args, part, half, thr, (1, HEAD_DIM)))
 
-    def state_fragment(self, states, x, part, half, w, stride):
+    def state_fragment(self, states, args, part, half, thr, stride):
         """Returns the thread's elements of a half of a matrix in ``states``, a tensor in global memory of the shape
         of accS.
         ``stride``: elements from a row of S^T to the next, and from a column to the next."""
-        matrix = Int64(part.sequence * x.HV + part.head) * (HEAD_DIM * HEAD_DIM) + half * (HALF * stride[0])
+        matrix = Int64(part.sequence * args.HV + part.head) * (HEAD_DIM * HEAD_DIM) + half * (
+            HALF * stride[0]
+        )
         pointer = cute.make_ptr(Float32, states + matrix * 4, cute.AddressSpace.gmem, assumed_align=16)
         tile = cute.make_tensor(pointer, cute.make_layout((HALF, HEAD_DIM), stride=stride))
         # Computed anew for each state: offsets that are held over the loop of chunks would be spilled.
-        thread = ptx.opaque(w.thread) & (WARPGROUP - 1)
-        return w.mma_state.get_slice(thread).partition_C(tile)
+        thread = ptx.opaque(thr.index) & (WARPGROUP - 1)
+        return thr.mma_state.get_slice(thread).partition_C(tile)

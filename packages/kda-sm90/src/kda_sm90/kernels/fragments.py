@@ -5,8 +5,8 @@ elements (e, r, j), e < 2, r < 2, j < N/8, in this order, e fastest:
 
     row 16w + 8r + lane // 4, column 8j + 2 * (lane % 4) + e
 
-A bf16 register operand [64, K] has the same order, two elements in each 32-bit register. So an accumulator that is
-rounded in place is an operand of the next product.
+A bf16 register operand [64, N] has the same order, two elements in each 32-bit register: register i holds elements 2i
+and 2i + 1 of an accumulator. So rounding the elements in order turns an accumulator into an operand of the next product.
 
 All inline PTX here is volatile, because LLVM would move pure operations past the next wait.
 """
@@ -39,7 +39,7 @@ def round_to_bf16(acc, bf16):
 
 
 def multiply_columns(acc, factors):
-    """Multiplies the columns of an accumulator [64, 128]. ``factors``: those of the thread's columns, by j, then e."""
+    """Multiplies the columns of an accumulator [64, 128]. ``factors``: those of the thread's columns, index 2j + e."""
     for j in range(HEAD_DIM // 8):
         for i in range(4):
             acc[4 * j + i] = cute.arch.inline_ptx(
@@ -60,16 +60,16 @@ def fill_identity(half, thread, acc):
     row = half * HALF + 16 * (thread // 32) + thread % 32 // 4
     column = 2 * (thread % 4)
     for i in range(HEAD_DIM // 2):
-        on = row + 8 * (i // 2 % 2) == column + 8 * (i // 4) + i % 2
-        acc[i] = ptx.select(on, Float32(1.0), Float32(0.0))
+        diagonal = row + 8 * (i // 2 % 2) == column + 8 * (i // 4) + i % 2
+        acc[i] = ptx.select(diagonal, Float32(1.0), Float32(0.0))
 
 
 # ---- shared memory. Addresses are 32-bit; images are those of `kda_cute.records`
 
 
 def load_v(shared, thread, chunk, acc):
-    """Loads an accumulator [64, chunk] from the transpose of the image [chunk, 64] of v: for each 16 tokens four 8x8
-    matrices, two of the upper and two of the lower 8 tokens."""
+    """Loads an accumulator [64, chunk] from the transpose of the image [chunk, 64] of v. An ldmatrix loads 16 tokens by
+    the warp's 16 rows of V, as four 8x8 matrices: matrix m has tokens 8 (m // 2) and rows 8 (m % 2) on."""
     warp, lane = thread // 32, thread % 32
     matrix, token = lane // 8, lane % 8
     place = shared + (8 * (matrix // 2) + token) * (2 * HALF) + ((2 * warp + matrix % 2) ^ token) * 16
@@ -83,7 +83,7 @@ def load_v(shared, thread, chunk, acc):
 
 
 def load_decays(address):
-    """Loads the decays of the thread's columns, by j, then e. ``address``: of the thread's first decays
+    """Loads the decays of the thread's columns, index 2j + e. ``address``: of the thread's first decays
     (``decay_start``)."""
     return [x for place in decay_units(address) for x in ptx.load_shared_x4(place, Float32)]
 
@@ -111,8 +111,8 @@ def store_transposed(shared, thread, words, rows):
 
 
 def carry_address(carry, queue, halves, half, thread):
-    """Returns where a thread's share of a state begins that a queue passes to the next one: 16 bytes of each thread
-    side by side."""
+    """Returns where a thread's share of a state starts that a queue passes to the next one. The order is that of the
+    registers: for each j, 16 bytes of each thread side by side."""
     return carry + (Int64(queue) * halves + half) * CARRY_BYTES + thread * 16
 
 

@@ -37,8 +37,8 @@ SHARED_BYTES = 227 * 1024  # largest shared memory of a CTA on sm_90
 TYPES = {Address: Int64, Ticket: Int64, int: Int32, float: Float32}
 Arguments = NamedTuple("Arguments", [(name, TYPES[kind]) for name, kind in ARGUMENTS.items()])
 
-#: Buffers for the claimed items of a group, and their bytes. An item is in use for three turns: published, computed,
-#: claimed.
+#: Buffers for the claimed items of a group, and their bytes. Three are in use at a time: of the item to publish, the item
+#: to compute, and the item claimed next. A power of two, because the turn's low bits choose the buffer.
 ITEMS, ITEM_BYTES = 4, 32
 
 #: Named barrier of the first group of an intra-chunk CTA. 0 is ``sync_threads``.
@@ -51,9 +51,9 @@ class PrefillKernel:
     Sequences are rows of B (N = B), or with offsets they are packed along T (B = 1).
     """
 
-    #: Twelve warps per SM leave 168 registers per thread. Some variants spill values that the schedule computes once
-    #: and reloads them for each item and each part of a queue. The allowance in bytes counts these places in the
-    #: code.
+    #: Bytes of spills that ``nox -s compile`` accepts, as ptxas counts them: stores and loads in the code, however often they
+    #: are executed. Twelve warps per SM leave 168 registers per thread. Some variants spill values that the schedule
+    #: computes once, and reload them for each item or each part of a queue.
     spill_allowance = 256
 
     def __init__(self, config: PrefillConfig):
@@ -64,8 +64,8 @@ class PrefillKernel:
         self.groups = THREADS // self.intra_chunk.threads
         self.group_bytes = self.intra_chunk.layout.bytes + ITEMS * ITEM_BYTES
         self.chain_ctas = config.halves // config.warpgroups  # per queue
-        self.table = max(self.groups * self.group_bytes, self.chain.shared_bytes)
-        self.shared_bytes = self.table + schedule.TABLE_BYTES
+        self.table_offset = max(self.groups * self.group_bytes, self.chain.shared_bytes)  # in shared memory
+        self.shared_bytes = self.table_offset + schedule.TABLE_BYTES
 
     def fake_args(self) -> tuple:
         return arguments.fake_args(Arguments, BFloat16)
@@ -73,9 +73,9 @@ class PrefillKernel:
     @cute.jit
     def __call__(self, o: cute.Tensor, *values_and_stream):
         *values, stream = values_and_stream
-        x = Arguments(*values)
+        args = Arguments(*values)
         self.kernel(tuple(values)).launch(
-            grid=(x.intra_chunk_ctas + x.queues * self.chain_ctas, 1, 1),
+            grid=(args.intra_chunk_ctas + args.queues * self.chain_ctas, 1, 1),
             block=(THREADS, 1, 1),
             smem=self.shared_bytes,
             stream=stream,
@@ -86,62 +86,73 @@ class PrefillKernel:
 
     @cute.kernel
     def kernel(self, values: tuple):
-        x = Arguments(*values)
+        args = Arguments(*values)
         index, _, _ = cute.arch.block_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
-        chains = x.queues * self.chain_ctas
-        records, carry, counters = self.workspace(x)
-        s = schedule.schedule(
-            self.config, x.offsets, x.offset_bytes, x.N, x.T, x.HV, x.queues, x.depth, counters
-        )
-        waiters = chains - 1 + x.intra_chunk_ctas * self.groups  # for the counters to be cleared
-        if x.ticket != Int64(0):
+        chains = args.queues * self.chain_ctas
+        records, carry, counters = self.workspace(args)
+        sched = schedule.schedule(
+            self.config, args.offsets, args.offset_bytes, args.N, args.T, args.HV, args.queues, args.depth, counters
+        )  # fmt: skip
+        # CTA 0 clears the counters. The others wait for it: a chain CTA once, here; an intra-chunk CTA once for each group,
+        # in `compute_records`.
+        waiters = chains - 1 + args.intra_chunk_ctas * self.groups
+        if args.ticket != Int64(0):
             thread, _, _ = cute.arch.thread_idx()
             if index == 0:
-                schedule.clear(s, x.ticket, THREADS)
+                schedule.clear(sched, args.ticket, THREADS)
             elif index < chains and thread == 0:
-                schedule.wait_for_clear(s, x.ticket, waiters)
-        table = Int32(shared.toint()) + self.table
-        schedule.fill_table(s, table, THREADS // 32)
+                schedule.wait_for_clear(sched, args.ticket, waiters)
+        table = Int32(shared.toint()) + self.table_offset
+        schedule.fill_table(sched, table, THREADS // 32)
         cute.arch.sync_threads()
-        s = schedule.with_width(s, table, THREADS // 32)
+        sched = schedule.with_width(sched, table, THREADS // 32)
         queue, half = index // self.chain_ctas, index % self.chain_ctas * self.config.warpgroups
         if const_expr(self.config.mode == "execute"):  # noqa: SIM114 - decided at compile time
-            self.chain.run(shared, x, records, carry, s, queue, half)
+            self.chain.run(shared, args, records, carry, sched, queue, half)
         elif index < chains:
-            self.chain.run(shared, x, records, carry, s, queue, half)
+            self.chain.run(shared, args, records, carry, sched, queue, half)
         else:
-            self.compute_records(s, x, records, shared, index - chains, waiters)
+            self.compute_records(sched, args, records, shared, index - chains, waiters)
 
-    def workspace(self, x):
+    def workspace(self, args):
         """Returns (records, carry, counters) of the workspace: a function from array name and index to the address of
         a record, and the addresses of the carried states and of the counters."""
-        sizes, starts, end = record_bytes(self.config.chunk), {}, x.workspace
-        count = Int64(x.depth) if self.config.keeps_records else Int64(x.queues) * x.depth
+        sizes, starts, end = record_bytes(self.config.chunk), {}, args.workspace
+        count = Int64(args.depth) if self.config.keeps_records else Int64(args.queues) * args.depth
         for name, size in sizes.items():
             starts[name] = end
             end = end + count * size
         record = lambda name, index: starts[name] + Int64(index) * sizes[name]
-        return record, end, end + Int64(x.queues) * (self.config.halves * CARRY_BYTES)
+        return record, end, end + Int64(args.queues) * (self.config.halves * CARRY_BYTES)
 
     # ---- the intra-chunk stage
 
     @cute.jit
-    def compute_records(self, s, x, records, shared, index: Int32, waiters: Int32):
+    def compute_records(self, sched, args, records, shared, index: Int32, waiters: Int32):
         """Claims items and computes their records. Each group of threads does so by itself; a turn is one item.
 
-        A turn has this order; stages are those of `IntraChunk`:
+        Order of turn t. The stages are those of `IntraChunk`, which calls back between them (`Hooks`)::
 
-        - stage 1; publish the record of the previous turn; wait for room in the ring
-        - stages 2 and 3; claim the item of the next turn
-        - request the inputs of the next turn
-        - stage 4
+            work on item t            between the stages (hook)
+            stage 1
+                                      publish record t - 1; wait for room for record t (acquire_record)
+            stage 2
+                                      claim item t + 1 (claim_next)
+            stage 3
+                                      store the claim to the buffer of turn t + 1 (store_claim)
+                                      request the inputs of item t + 1
+            stage 4
 
-        The first item of a group is its index, groups of different CTAs first. So its inputs are under way while the
-        counters are cleared, and its record is published at once, because its chain has nothing else to do. Later
-        items are claimed no earlier than one turn ahead: a claimed item occupies room in its ring, and its chain
-        waits for it. Their records are published one turn later, after stage 1, when their stores have left the SM
-        and the fence has little to wait for.
+        An item without a chunk has the hooks, but no stages.
+
+        A record is published one turn later, when its stores have left the SM and the fence has little to wait for. An
+        item is claimed no earlier than one turn ahead, because a claimed item occupies room in its ring, and its chain
+        waits for it.
+
+        The first item of a group is its index, counted over the first groups of all CTAs, then over the second groups, and
+        so on. It needs no claim, so its inputs are under way while the counters are cleared. Its record is published at
+        the end of its own turn, because its chain has nothing else to do.
 
         Args:
             index: of the CTA among those of the intra-chunk stage.
@@ -154,43 +165,45 @@ class PrefillKernel:
         sync = lambda: cute.arch.barrier(barrier_id=FIRST_GROUP + group, number_of_threads=size)
         turn = Int32(0)
         if thread < 32:
-            self.store_item(s, x, self.item_address(base, turn), group * x.intra_chunk_ctas + index, thread)
+            self.store_item(
+                sched, args, self.item_address(base, turn), group * args.intra_chunk_ctas + index, thread
+            )
         sync()
-        loaded = self.request_inputs(x, thread, base, turn)
-        if thread == 0 and x.ticket != Int64(0):
-            schedule.wait_for_clear(s, x.ticket, waiters)
+        loaded = self.request_inputs(args, thread, base, turn)
+        if thread == 0 and args.ticket != Int64(0):
+            schedule.wait_for_clear(sched, args.ticket, waiters)
         queue, number, valid = self.load_item(base, turn)
         while number >= 0:
             # Everything derived from these is computed in each turn, because registers are scarce.
             # The mask tells the compiler that the thread index is not negative, which makes divisions cheap.
-            thread, base = ptx.opaque(thread) & size - 1, ptx.opaque(base)
-            ring = schedule.ring(s, queue)
+            thread, base = ptx.opaque(thread) & (size - 1), ptx.opaque(base)
+            ring = schedule.ring(sched, queue)
             read = self.prefetch_read(ring, thread)
             index_of_record = schedule.record(ring, number)
             record = functools.partial(self.record_address, records, index_of_record)
-            acquire_record = functools.partial(self.acquire_record, s, thread, base, turn, read)
-            claim_next = functools.partial(self.claim_next, s, x, thread, turn)
-            store_claim = functools.partial(self.store_claim, s, x, thread, base, turn)
+            acquire_record = functools.partial(self.acquire_record, sched, thread, base, turn, read)
+            claim_next = functools.partial(self.claim_next, sched, args, thread, turn)
+            store_claim = functools.partial(self.store_claim, sched, args, thread, base, turn)
             exists = valid > 0
             if exists:
                 chunk = self.load_chunk(base, turn)
                 hooks = Hooks(sync, acquire_record, claim_next, store_claim)
-                self.intra_chunk.compute(x, Worker(thread, base, turn), chunk, loaded, record, hooks)
+                self.intra_chunk.compute(args, Worker(thread, base, turn), chunk, loaded, record, hooks)
             else:
                 acquire_record()
-                sync()
+                sync()  # as in `IntraChunk.compute`: claim only when the item has room
                 store_claim(claim_next())
                 sync()
-            loaded = self.request_inputs(x, thread, base, turn + 1)
+            loaded = self.request_inputs(args, thread, base, turn + 1)
             if exists:
                 self.intra_chunk.finish(Worker(thread, base, turn), record)
             sync()
-            if thread == 0 and turn == 0:
-                self.publish(s, base, turn)
+            if thread == 0 and turn == 0:  # the first record, at once
+                self.publish(sched, base, turn)
             turn += 1
             queue, number, valid = self.load_item(base, turn)
-        if thread == 0 and turn > 1:
-            self.publish(s, base, turn - 1)
+        if thread == 0 and turn > 1:  # the last record, unless it was also the first
+            self.publish(sched, base, turn - 1)
 
     def record_address(self, records, index, name):
         """Returns the address of a record in the array ``name``."""
@@ -201,7 +214,7 @@ class PrefillKernel:
 
     def item_address(self, base, turn):
         """Returns the shared address of the buffer with the item of a turn."""
-        return base + self.intra_chunk.layout.bytes + (turn & ITEMS - 1) * ITEM_BYTES
+        return base + self.intra_chunk.layout.bytes + (turn & (ITEMS - 1)) * ITEM_BYTES
 
     def load_item(self, base, turn):
         """Returns (queue, number, tokens) of the item of a turn."""
@@ -213,21 +226,21 @@ class PrefillKernel:
         return Chunk(*ptx.load_shared_x4(self.item_address(base, turn), Int32))
 
     @cute.jit
-    def store_item(self, s, x, address: Int32, index: Int32, lane: Int32):
+    def store_item(self, sched, args, address: Int32, index: Int32, lane: Int32):
         """Stores an item to its buffer; a whole warp calls it. ``index``: of the item, in lane 0."""
-        queue, number, head, token, valid = schedule.item(s, cute.arch.shuffle_sync(index, 0))
+        queue, number, head, token, valid = schedule.item(sched, cute.arch.shuffle_sync(index, 0))
         if lane == 0:
-            key_row = token * x.H + head // (x.HV // x.H)
+            key_row = token * args.H + head // (args.HV // args.H)
             ptx.store_shared_x4(address, [head, token, key_row, valid])
             ptx.store_shared_x4(address + 16, [queue, number, valid, Int32(0)])
 
     @cute.jit
-    def request_inputs(self, x, thread: Int32, base: Int32, turn: Int32):
+    def request_inputs(self, args, thread: Int32, base: Int32, turn: Int32):
         """Requests the first inputs of a turn's chunk, if it has one. Returns those that go to registers."""
         loaded = Int32(0), *(Float32(0.0) for _ in range(6))
         chunk = self.load_chunk(base, turn)
         if chunk.valid > 0:
-            loaded = self.intra_chunk.request(x, Worker(thread, base, turn), chunk)
+            loaded = self.intra_chunk.request(args, Worker(thread, base, turn), chunk)
         return loaded
 
     @cute.jit
@@ -240,33 +253,33 @@ class PrefillKernel:
         return read
 
     @cute.jit
-    def acquire_record(self, s, thread: Int32, base: Int32, turn: Int32, read: Int32):
-        """Publishes the record of the previous turn, except the first, and waits for room in the ring unless there
-        was some when the turn began. Nothing is written to the record before."""
+    def acquire_record(self, sched, thread: Int32, base: Int32, turn: Int32, read: Int32):
+        """Publishes the record of the previous turn, except the first, and waits for room in the ring. ``read``: result of
+        `prefetch_read`; if it already shows room, nothing is waited for. The group writes the record after this."""
         if thread == 0:
             if turn > 1:
-                self.publish(s, base, turn - 1)
+                self.publish(sched, base, turn - 1)
             queue, number, _ = self.load_item(base, turn)
-            if not schedule.has_room(s, number, read):
-                schedule.wait_for_room(schedule.ring(s, queue), number, self.chain_ctas)
+            if not schedule.has_room(sched, number, read):
+                schedule.wait_for_room(schedule.ring(sched, queue), number, self.chain_ctas)
 
     @cute.jit
-    def claim_next(self, s, x, thread: Int32, turn: Int32):
+    def claim_next(self, sched, args, thread: Int32, turn: Int32):
         """Claims the next item. Returns its index in lane 0 of the warp with the least work; `store_claim` uses it
         about 1 us later."""
         index = Int32(0)
         if self.intra_chunk.has_least_work(thread, turn) and thread % 32 == 0:
-            index = schedule.claim(s) + x.intra_chunk_ctas * self.groups
+            index = schedule.claim(sched) + args.intra_chunk_ctas * self.groups
         return index
 
     @cute.jit
-    def store_claim(self, s, x, thread: Int32, base: Int32, turn: Int32, index: Int32):
+    def store_claim(self, sched, args, thread: Int32, base: Int32, turn: Int32, index: Int32):
         """Stores the next item to its buffer, in the warp that claimed it."""
         if self.intra_chunk.has_least_work(thread, turn):
-            self.store_item(s, x, self.item_address(base, turn + 1), index, thread % 32)
+            self.store_item(sched, args, self.item_address(base, turn + 1), index, thread % 32)
 
-    def publish(self, s, base: Int32, turn: Int32):
+    def publish(self, sched, base: Int32, turn: Int32):
         """Publishes the record of a turn."""
         queue, number, _ = self.load_item(base, turn)
         ptx.fence_proxy_async()  # chains read records through the async proxy
-        schedule.publish_record(schedule.ring(s, queue), number)
+        schedule.publish_record(schedule.ring(sched, queue), number)

@@ -3,20 +3,25 @@
 **Slots, tasks, queues.** All chunks of a launch form one line: value head by value head, and in each head the
 sequences in order, each with its *slots* (``layouts.slot_count``; a slot may have no chunk; in a ``padded`` launch T
 ends with the last sequence). A *task* is one sequence of one head: its slots up to those of the next sequence. The
-line is cut into ``queues`` ranges of ``width`` slots, one *queue* per chain, regardless of task boundaries::
+line is cut into ``queues`` ranges of ``width`` slots, one *queue* per chain, regardless of task boundaries. A *part* is
+the share of a task in a queue. Example: 3 heads of one sequence of 4 chunks, 2 queues, width 6::
 
-    line     | head 0              | head 1              | head 2              |
-    queues   |        queue 0            |          queue 1                 |
+    slot of the line  |  0   1   2   3 |  4   5   6   7 |  8   9  10  11 |
+    task              |     head 0     |     head 1     |     head 2     |
+    queue             |          queue 0       |         queue 1         |
+    number            |  2   3   4   5    0   1|  4   5    0   1   2   3 |
 
-**Order of a chain.** A chain executes the tasks of its queue from the last to the first. So if a task is cut, its
-first part is the first work of one chain, and the rest is the last work of the next chain. ``width`` is at least the
-longest task, so the first part ends before the rest begins, and the state passes through global memory. This is
-McNaughton's wrap-around rule: all chains have the same amount of work, and none waits for another. The *number* of a
-slot counts the slots of its queue in this order: slot x of the part [begin, end) in a queue that ends at slot
-``high`` has number ``high - end + x - begin``.
+**Order of a chain.** A chain executes the parts of its queue from the last to the first, and the slots of a part in
+order. The *number* of a slot is its position in this order: slot x of the part [begin, end) in a queue that ends at
+slot ``high`` has number ``high - end + x - begin``. If a task is cut, its first part is the first work of one chain
+(numbers 0 and 1 of queue 0), and its second part is the last work of the next chain (numbers 4 and 5 of queue 1).
+``width`` is at least the longest task. So both parts together have at most ``width`` slots, the first part ends at a
+lower number than the second begins, and the state has time to pass through global memory. This is McNaughton's
+wrap-around rule: all chains have the same amount of work, and none waits for another.
 
 **Order of the intra-chunk stage.** Intra-chunk groups take the slots of all queues in turn, number by number: item i
-is number ``i // queues`` of queue ``i % queues``. A group claims its next item while it computes the current one.
+is number ``i // queues`` of queue ``i % queues``. In the example the items are slots 4, 8, 5, 9, 0, 10, ... A group claims
+its next item while it computes the current one.
 
 **Counters.** CTAs wait for one another only through counters in global memory:
 
@@ -39,9 +44,9 @@ waits for room.
 
 **No deadlock.** All CTAs are co-resident. The lowest unpublished item is always first in its group's work, so its
 group computes it or waits for room. The records that must be read before there is room have lower numbers, so they
-are published, and so are the records of the part that produces a state that the chain waits for. A ring that does not
-hold all of its queue has more records than a chain requests before it publishes that it has read the first one: 3 at
-least (``chain.IN_FLIGHT``). docs/kernels/prefill.md has the full argument.
+are published, and so are the records of the part that produces a state that the chain waits for. A chain requests at
+most ``chain.IN_FLIGHT`` more records before it publishes that it has read one. A ring therefore has at least 3 records,
+unless it holds its whole queue. docs/kernels/prefill.md has the full argument.
 """
 
 from types import SimpleNamespace
@@ -93,8 +98,8 @@ def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
     """Stores the longest task that each warp finds to ``table`` (shared address, `TABLE_BYTES`). All ``warps`` of the
     CTA call it; the caller synchronises.
 
-    If offsets fall, the longest task is the whole line, so that one chain executes all of it. The tasks then overlap, and
-    several chains would wait for states that no chain produces.
+    If offsets decrease, the longest task counts as the whole line, so one chain executes all of it. The tasks then overlap,
+    and several chains would wait for states that no chain produces.
     """
     thread, _, _ = cute.arch.thread_idx()
     longest = cute.ceil_div(s.T, s.chunk)
@@ -121,8 +126,9 @@ def with_width(s, table, warps):
 def range_of(s, queue):
     """Returns the range [low, high) of a queue in the line.
 
-    The last queue ends where the line ends. So only the first queues may have fewer than ``width`` slots, and those
-    continue no task of an earlier queue: the numbers of all others count alike.
+    ``queues * width`` may exceed the line. The shortage is at its start: the last queue ends where the line ends, and the
+    first queues are short or empty. The second part of a task has the highest numbers of its queue. In a short queue these
+    would be low, so its chain would reach that part too early. The first non-empty queue has no second part.
     """
     high = cutlass.max(Int64(s.total) - Int64(s.queues - 1 - queue) * s.width, Int64(0))
     return Int32(cutlass.max(high - s.width, Int64(0))), Int32(high)
@@ -202,35 +208,42 @@ def item(s, i: Int32):
     there are no more items. The tokens are 0 if the slot has no chunk."""
     number, queue = i // s.queues, i % s.queues
     head, token, valid = Int32(0), Int32(0), Int32(0)
-    own = s.depth - 1  # slot of the line; items without a slot share the last record
+    line_slot = s.depth - 1  # of the item; items without a slot share the last record
     low, high = range_of(s, queue)
     if number < high - low:
-        mirrored = high - 1 - number  # lies in the same part as the item's slot
+        # Parts take their numbers from the end of the queue, so the number-th slot from the end lies in the item's part.
+        # Within the part the order is reversed: mirrored in the part, it is the item's slot.
+        mirrored = high - 1 - number
         head = mirrored // s.span
         slot = mirrored - head * s.span
         n = slot // cute.ceil_div(s.T, s.chunk)
         if s.offset_bytes > 0:
             n = owner(s, slot)
         start, length, first, after = task(s, n)
-        line = head * s.span
-        begin, end = cutlass.max(line + first, low), cutlass.min(line + after, high)
+        head_start = head * s.span
+        begin, end = cutlass.max(head_start + first, low), cutlass.min(head_start + after, high)
         # Unordered offsets give an arbitrary chunk, but one inside of the tensors.
-        own = begin + end - 1 - mirrored
-        done = cutlass.max(own - line - first, 0) * s.chunk
+        line_slot = begin + end - 1 - mirrored
+        done = cutlass.max(line_slot - head_start - first, 0) * s.chunk  # tokens before the chunk
         token = Int32(start) + done
         valid = cutlass.max(cutlass.min(length - done, s.chunk), 0)
     if number >= s.width:
         number = Int32(-1)
     elif cutlass.const_expr(s.keeps_records):
-        number = own
+        number = line_slot
     return queue, number, head, token, valid
 
 
-def numbers_read(r, halves):
-    """Returns the number below which all chains of a queue have read all records. A relaxed load suffices: the
-    records are in shared memory, so a later write cannot reach what was read."""
-    read = [ptx.load_relaxed(r.read + half * 4) for half in range(halves)]
-    return read[0] if halves == 1 else cutlass.min(*read)
+def numbers_read(r, chain_ctas):
+    """Returns the number below which all chain CTAs of a queue have read all records. A relaxed load suffices: the
+    records are in shared memory, so a later write cannot reach what was read.
+
+    ``chain_ctas``: chain CTAs of the queue. A CTA publishes at the place of its first half. In the mode whole
+    CTA i has place i: there are two CTAs of one half each, or one CTA of two halves. The other modes keep all records, so
+    they have room for any result.
+    """
+    read = [ptx.load_relaxed(r.read + i * 4) for i in range(chain_ctas)]
+    return read[0] if chain_ctas == 1 else cutlass.min(*read)
 
 
 def has_room(s, number, read):
@@ -239,9 +252,9 @@ def has_room(s, number, read):
 
 
 @cute.jit
-def wait_for_room(r, number: Int32, halves: cutlass.Constexpr[int]):
+def wait_for_room(r, number: Int32, chain_ctas: cutlass.Constexpr[int]):
     """Waits until the ring has room for a number. One thread calls it."""
-    while not has_room(r, number, numbers_read(r, halves)):
+    while not has_room(r, number, numbers_read(r, chain_ctas)):
         ptx.nanosleep(Int32(POLL_NS))
 
 
@@ -280,13 +293,13 @@ def next_task(s, head: Int32, n: Int32):
 @cute.jit
 def _part(s, head: Int32, n: Int32, end: Int32, low: Int32, high: Int32):
     token, length, slot, after = task(s, n)
-    line = head * s.span
+    head_start = head * s.span
     # For any offsets a part has at least one slot, and lies inside of the queue and of the tensors.
-    begin = cutlass.max(cutlass.min(line + slot, end - 1), low)
-    first = cutlass.max(begin - line - slot, 0)
+    begin = cutlass.max(cutlass.min(head_start + slot, end - 1), low)
+    first = cutlass.max(begin - head_start - slot, 0)
     chunks = cutlass.min(cute.ceil_div(length, s.chunk) - first, end - begin)
     number = begin if s.keeps_records else high - end
-    return begin, token, length, first, cutlass.max(chunks, 0), Int32(end < line + after), number
+    return begin, token, length, first, cutlass.max(chunks, 0), Int32(end < head_start + after), number
 
 
 def part(s, head, n, end, low, high):
@@ -297,10 +310,13 @@ def part(s, head, n, end, low, high):
         token: first token of the sequence in B*T.
         length: tokens of the sequence.
         first: index in the sequence of the part's first chunk.
-        chunks: chunks of the part; 0 or more.
+        chunks: chunks of the part, in its first slots; 0 or more. Further slots have no chunk.
         number: number of its first slot.
         begin: its first slot in the line.
         cut: whether the next queue continues the sequence.
+
+    A role visits the parts of a queue by `first_task` with ``end = high``, then ``end = part.begin`` and `next_task` while
+    ``end > low``.
     """
     begin, token, length, first, chunks, cut, number = _part(s, head, n, end, low, high)
     return SimpleNamespace(
@@ -310,14 +326,14 @@ def part(s, head, n, end, low, high):
 
 
 def count_ready(r, number, count):
-    """Returns how many records from ``number`` on are ready, up to ``count`` <= 32 and at most 31. A whole warp calls
-    it and acquires them."""
+    """Returns how many records from ``number`` on are ready, without a gap, up to ``count`` <= 32. A whole warp calls it
+    and acquires them. If all 32 are ready it returns 31, which costs the caller nothing."""
     lane = cute.arch.lane_idx()
     wanted = number + lane
     seen = ptx.load_acquire(r.ready + Int64(wanted % r.depth) * 4, lane < cutlass.min(count, r.depth))
     ready = cute.arch.vote_ballot_sync(seen > wanted)
     cute.arch.sync_warp()  # all lanes acquire what any lane has acquired
-    return cute.arch.popc(ready ^ (ready + 1)) - 1  # number of trailing ones
+    return cute.arch.popc(ready ^ (ready + 1)) - 1  # number of trailing ones; 31 for 32 of them
 
 
 def publish_read(r, half, number):

@@ -21,37 +21,40 @@ class StoreWarp:
         self.state_bytes = 2 * HALF * HEAD_DIM  # of the buffer of a half
 
     @cute.jit
-    def run(self, p, order, queue: Int32, x, half: Int32):
+    def run(self, smem, sched, queue: Int32, args, half: Int32):
         """Copies O and the intermediate states of every part from shared to global memory."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = warp - 4 * self.warpgroups - 2
-        self.release_o(p, wg)
-        head, n, high, low = schedule.first_task(order, queue)
+        self.release_o(smem, wg)
+        head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
-            part = schedule.part(order, head, n, end, low, high)
-            self.store_part(p, order, part, x, half + wg, wg)
+            part = schedule.part(sched, head, n, end, low, high)
+            self.store_part(smem, sched, part, args, half + wg, wg)
             end = part.begin
-            head, n = schedule.next_task(order, head, n)
+            head, n = schedule.next_task(sched, head, n)
 
     @cute.jit
-    def store_part(self, p, order, part, x, half, wg):
-        """Copies the chunks of a part. Iteration c stores the state before chunk c, and O of chunk c - 1."""
-        o_row = Int64(x.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
-        o_chunk = x.o + (part.token * x.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
+    def store_part(self, smem, sched, part, args, half, wg):
+        """Copies the chunks of a part. Iteration c stores the state before chunk c, and O of chunk c - 1.
+
+        The warp arrives at STATE_FREE exactly once for each state of the part, as often as the chain waits there.
+        """
+        o_row = Int64(args.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
+        o_chunk = args.o + (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
         o_chunk += o_row * (part.first * self.chunk)
-        number, left = Int32(0), Int32(0)  # index in x.states of the next state; states left in this part
+        number, left = Int32(0), Int32(0)  # index in args.states of the next state; states left in this part
         if const_expr(self.states):
-            left = self.states_in(part, x.every)
-            number = self.states_before(order, part.sequence, x.every * self.chunk)
-            number += cute.ceil_div(part.first, x.every)
+            left = self.states_in(part, args.every)
+            number = self.states_before(sched, part.sequence, args.every * self.chunk)
+            number += cute.ceil_div(part.first, args.every)
             if left > 0:
                 barriers.arrive(NamedBarrier.STATE_FREE, wg)
         for c in cutlass.range(part.chunks + 1, unroll=1):
             if const_expr(self.states):  # noqa: SIM102 - decided at compile time
-                if c < part.chunks and (part.first + c) % x.every == 0:
+                if c < part.chunks and (part.first + c) % args.every == 0:
                     barriers.sync(NamedBarrier.STATE_READY, wg)
-                    self.store_intermediate(p.state + wg * self.state_bytes, x, number, part.head, half)
+                    self.store_intermediate(smem.state + wg * self.state_bytes, args, number, part.head, half)
                     number += 1
                     left -= 1
                     if left > 0:
@@ -61,23 +64,23 @@ class StoreWarp:
             if c == 0:  # the first O of a part is empty
                 valid = Int32(0)
             self.copy_rows(
-                p.o + wg * self.o_bytes, self.chunk, 2 * HALF, o_chunk - o_row * self.chunk, o_row, valid
+                smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, o_chunk - o_row * self.chunk, o_row, valid
             )
             o_chunk += o_row * self.chunk
-            self.release_o(p, wg)
+            self.release_o(smem, wg)
 
-    def release_o(self, p, wg):
+    def release_o(self, smem, wg):
         """Releases the buffer of O to the chain, after all lanes have read it."""
         cute.arch.sync_warp()
-        barriers.release(p.o_free + wg)
+        barriers.release(smem.o_free + wg)
 
     @cute.jit
-    def store_intermediate(self, shared: Int32, x, number: Int32, head: Int32, half: Int32):
+    def store_intermediate(self, shared: Int32, args, number: Int32, head: Int32, half: Int32):
         """Copies half of a state, as image, to index ``number`` of the bf16 states, unless it is beyond their end."""
-        matrix = x.states + (Int64(number) * x.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
-        exists = number < x.state_count
+        matrix = args.states + (Int64(number) * args.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
+        exists = number < args.state_count
         row = Int64(2 * HEAD_DIM)
-        if x.v_first > 0:
+        if args.v_first > 0:
             rows = ptx.select(exists, Int32(HALF), Int32(0))
             self.copy_rows(shared, HALF, 2 * HEAD_DIM, matrix + half * (2 * HALF * HEAD_DIM), row, rows)
         else:
@@ -89,14 +92,14 @@ class StoreWarp:
         return cute.ceil_div(part.first + part.chunks, every) - cute.ceil_div(part.first, every)
 
     @cute.jit
-    def states_before(self, order, sequence: Int32, every: Int32) -> Int32:
+    def states_before(self, sched, sequence: Int32, every: Int32) -> Int32:
         """Returns the intermediate states of all earlier sequences, one per started ``every`` tokens; a whole warp
         calls it."""
-        count = sequence * cute.ceil_div(order.T, every)
-        if order.offset_bytes > 0:
+        count = sequence * cute.ceil_div(sched.T, every)  # sequences as rows of B
+        if sched.offset_bytes > 0:
             count = Int32(0)
             for n in cutlass.range(cute.arch.lane_idx(), sequence, 32, unroll=1):
-                _, length, _, _ = schedule.extent(order, n)
+                _, length, _, _ = schedule.extent(sched, n)
                 count += cute.ceil_div(length, every)
             for i in cutlass.range_constexpr(5):
                 count += cute.arch.shuffle_sync_bfly(count, 1 << i)

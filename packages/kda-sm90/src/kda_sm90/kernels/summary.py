@@ -31,76 +31,84 @@ class SummaryChain(Chain):
     STORES = False
 
     def valid_rows(self, valid, half):
-        """Returns the rows of v to load: none for the halves of M."""
+        """Returns the rows of v to load: ``valid`` for the halves 0 and 1 (B), none for 2 and 3 (M). The upper bound is two
+        chunks for B, which is no restriction, and 0 for M."""
         return cutlass.min(valid, (2 - half // 2 * 2) * self.chunk)
 
     @cute.jit
-    def chain(self, p, order, queue: Int32, tiles, x, carry: Int64, half: Int32):
+    def chain(self, smem, sched, queue: Int32, tiles, args, carry: Int64, half: Int32):
         """Runs the recurrence over every part of the queue."""
-        w = self.warpgroup_of_thread(p, tiles, half)
+        thr = self.thread_view(smem, tiles, half)
         early, late = self.rings(PipelineUserType.Consumer)
-        opaque_true = x.depth > 0  # as in `Chain.chain`; it changes nothing for chunks of 32
-        head, n, high, low = schedule.first_task(order, queue)
+        # As in `Chain.chain`. For chunks of 32 it changes nothing.
+        opaque_true = args.depth > 0
+        head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
-            part = schedule.part(order, head, n, end, low, high)
-            self.load_state(order, queue, x, carry, part, w)
-            fragments.round_to_bf16(w.accS, w.tCrS)
-            barriers.wait(p.early_full, early)
-            fragments.load_v(w.v + early.index * self.v_bytes, w.thread, self.chunk, w.accX)
+            part = schedule.part(sched, head, n, end, low, high)
+            self.load_state(sched, queue, args, carry, part, thr)
+            fragments.round_to_bf16(thr.accS, thr.tCrS)
+            barriers.wait(smem.early_full, early)
+            fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
             for _ in cutlass.range(part.chunks, unroll=1):
                 warpgroup.wait_group(0)  # as in `Chain.chain`
-                early, late = self.chunk_of_summary(p, w, early, late, opaque_true)
-            barriers.release(p.early_empty + early.index)  # the stage without bytes
+                early, late = self.chunk_of_summary(smem, thr, early, late, opaque_true)
+            barriers.release(smem.early_empty + early.index)  # the stage without bytes
             early.advance()
-            self.store_state(order, queue, x, carry, part, w)
+            self.store_state(sched, queue, args, carry, part, thr)
             end = part.begin
-            head, n = schedule.next_task(order, head, n)
+            head, n = schedule.next_task(sched, head, n)
 
     @cute.jit
-    def chunk_of_summary(self, p, w, early, late, opaque_true):
+    def chunk_of_summary(self, smem, thr, early, late, opaque_true):
         """Runs one chunk. Returns both rings for the next chunk, whose v it has loaded.
 
-        Issue order: X | decay S | wait for X, round it | R | wait for R, round it | S | v of the next chunk | wait
-        for S, round it.
+        Three groups of wgmmas, each of which waits for the one before::
+
+            group  product             ALU work meanwhile
+            X      accX += tCrS (-Kd)  decay accS; wait; round X to tCrX
+            R      accX  = tCrX T      wait; round R to tCrX
+            S      accS += tCrX Kg     load v of the next chunk into accX; wait; round S to tCrS
+
+        The early stage is released before S completes: without Qd, its last reader is X.
         """
         steps = range(self.chunk // 16)
-        late_full = barriers.test(p.late_full, late)
-        self.gemm(w.mma_tokens, w.accX, w.tCrS, w.tCsKd, early, range(HEAD_DIM // 16))
-        barriers.wait_unless(late_full, p.late_full, late)
+        late_full = barriers.test(smem.late_full, late)
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, range(HEAD_DIM // 16))
+        barriers.wait_unless(late_full, smem.late_full, late)
         if opaque_true:
-            fragments.multiply_columns(w.accS, fragments.load_decays(w.a + early.index * (4 * HEAD_DIM)))
+            fragments.multiply_columns(thr.accS, fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM)))
         warpgroup.wait_group(0)
-        fragments.round_to_bf16(w.accX, w.tCrX)
-        self.gemm(w.mma_tokens, w.accX, w.tCrX, w.tCsT, late, steps, zero=True)
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
         warpgroup.wait_group(0)
-        fragments.round_to_bf16(w.accX, w.tCrX)
-        self.gemm(w.mma_state, w.accS, w.tCrX, w.tCsKg, late, steps)
-        barriers.release(p.early_empty + early.index)
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKg, late, steps)
+        barriers.release(smem.early_empty + early.index)
         early.advance()
-        barriers.wait(p.early_full, early)
+        barriers.wait(smem.early_full, early)
         if opaque_true:
-            fragments.load_v(w.v + early.index * self.v_bytes, w.thread, self.chunk, w.accX)
+            fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
         warpgroup.wait_group(0)
-        barriers.release(p.late_empty + late.index)
-        fragments.round_to_bf16(w.accS, w.tCrS)
+        barriers.release(smem.late_empty + late.index)
+        fragments.round_to_bf16(thr.accS, thr.tCrS)
         late.advance()
         return early, late
 
     @cute.jit
-    def load_initial_state(self, x, part, w):
+    def load_initial_state(self, args, part, thr):
         """Loads the initial state for the halves of B, and the identity for those of M."""
-        if w.half >= 2:
-            fragments.fill_identity(w.half - 2, w.thread, w.accS)
+        if thr.half >= 2:
+            fragments.fill_identity(thr.half - 2, thr.index, thr.accS)
         else:
-            Chain.load_initial_state(self, x, part, w)
+            Chain.load_initial_state(self, args, part, thr)
 
     @cute.jit
-    def store_state(self, order, queue: Int32, x, carry: Int64, part, w):
+    def store_state(self, sched, queue: Int32, args, carry: Int64, part, thr):
         """Stores the state at the end of a part: for the next queue, as transition, or as exit state."""
         if part.cut:
-            self.publish_carry(order, queue, carry, w)
-        elif w.half >= 2:
-            self.store_matrix(x.transitions, x, part, w.half - 2, w)
+            self.publish_carry(sched, queue, carry, thr)
+        elif thr.half >= 2:
+            self.store_matrix(args.transitions, args, part, thr.half - 2, thr)
         else:
-            self.store_matrix(x.final_state, x, part, w.half, w)
+            self.store_matrix(args.final_state, args, part, thr.half, thr)
