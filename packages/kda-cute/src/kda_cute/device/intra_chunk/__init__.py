@@ -208,7 +208,7 @@ class IntraChunk:
         hooks.sync()
 
         claimed = hooks.claim_next()
-        self.columns.compute(p.thread, p.block, p.base, record("kg"), record("aqk"))
+        self.columns.compute(p, record("kg"), record("aqk"))
         # Not in stage 2: the store passes through scratch that holds columns until here.
         self.columns.image.store(record("aqk"), fragment(a_acc), p.block, p.block, p.lane, p.base)
         self.inverse.invert_diagonal(p, l_acc, record("t"))
@@ -217,8 +217,7 @@ class IntraChunk:
 
     def finish(self, worker: Worker, record):
         """Computes stage 4 of the chunk. A barrier of the group must follow before the next `compute`."""
-        block = self.block_of(worker.thread, worker.turn)
-        self.inverse.assemble(worker.thread, block, worker.base, record("t"))
+        self.inverse.assemble(self.place(worker), record("t"))
 
     def has_least_work(self, thread, turn):
         """Returns whether the thread's warp has the last block: no work in stage 4, and the least in stage 3."""

@@ -9,7 +9,7 @@ already, but for beta. The warp of block b works through the later blocks i:
 """
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int64, cute
 
 from kda_cute.device import ptx
 from kda_cute.device.intra_chunk.blocks import Image, fragment, fragment_in_parts, pack, store_parts
@@ -33,31 +33,27 @@ class Columns:
         self.layout, self.blocks, self.image = layout, layout.blocks, Image(layout)
 
     @cute.jit
-    def compute(self, thread: Int32, block: Int32, base: Int32, kg_image: Int64, aqk_image: Int64):
-        """Computes the blocks of L and Aqk in the warp's column of blocks, and Kg. Blocks of Aqk above the diagonal become 0.
-
-        The parameters are scalars, of which `Place` is made again, because ``cute.jit`` takes no objects.
-        """
-        p = Place(self.layout, thread, block, base)
+    def compute(self, p: Place, kg_image: Int64, aqk_image: Int64):
+        """Computes the blocks of L and Aqk in the warp's column of blocks, and Kg. Blocks of Aqk above the diagonal become 0."""
         columns = cute.make_rmem_tensor((64,), Float32)  # [4 groups m][2 halves][2 steps][4 channels]
-        first = p.beta + (block * BLOCK + p.row) * 4
+        first = p.beta + (p.block * BLOCK + p.row) * 4
         beta = [ptx.load_shared(first + 32 * half, Float32) for half in range(2)]
         for m in cutlass.range_constexpr(4):
             for half in cutlass.range_constexpr(2):
                 for step, region in enumerate((p.k, p.q)):
-                    address = fragment_address(region, block, p.lane, half, m)
+                    address = fragment_address(region, p.block, p.lane, half, m)
                     for c, x in enumerate(ptx.load_shared_x4(address, Float32)):
                         columns[16 * m + 8 * half + 4 * step + c] = x * beta[half]
         for distance in cutlass.range_constexpr(1, self.blocks):
-            if block + distance < self.blocks:
-                self.multiply_block(p, columns, block + distance, aqk_image)
+            if p.block + distance < self.blocks:
+                self.multiply_block(p, columns, p.block + distance, aqk_image)
         rows = RowImage(self.layout, p, kg_image)
         for m in cutlass.range_constexpr(4):
             for half in cutlass.range_constexpr(2):
                 kg = pack([columns[16 * m + 8 * half + c] for c in range(8)])
                 ptx.store_global_x4(rows.address(m, half), kg, keep=True)
-        for i in cutlass.range(block, unroll=1):
-            self.image.clear(aqk_image, i, block, p.lane)
+        for i in cutlass.range(p.block, unroll=1):
+            self.image.clear(aqk_image, i, p.block, p.lane)
 
     def multiply_block(self, p: Place, columns, target, aqk_image):
         """Computes block (``target``, the warp's block) of L and Aqk, and moves the columns by the hop of ``target``.

@@ -62,7 +62,7 @@ class Inverse:
         self.image.store(t_image, heads, p.block, p.block, p.lane, p.base)
 
     @cute.jit
-    def assemble(self, thread: Int32, block: Int32, base: Int32, t_image: Int64):
+    def assemble(self, p: Place, t_image: Int64):
         """Computes the blocks of T below the warp's diagonal block, top down. Blocks above the diagonal become 0.
 
         It computes the transposes, because an accumulator can then be the A operand of the next product without a move
@@ -70,12 +70,11 @@ class Inverse:
 
             X_ij^T = -(sum_k X_kj^T @ L_ik^T) @ X_ii^T
         """
-        p = Place(self.layout, thread, block, base)
         parts = self.load_diagonal(p)
-        for i in cutlass.range(block, unroll=1):
-            self.image.clear(t_image, i, block, p.lane)
+        for i in cutlass.range(p.block, unroll=1):
+            self.image.clear(t_image, i, p.block, p.lane)
         for distance in cutlass.range_constexpr(1, self.blocks):
-            if block + distance < self.blocks:
+            if p.block + distance < self.blocks:
                 self.assemble_block(p, parts, distance, t_image)
 
     def load_diagonal(self, p: Place):

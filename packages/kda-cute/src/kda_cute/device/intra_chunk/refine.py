@@ -22,11 +22,11 @@ of its A operand, giving L, and the same rows of q the lower 8, giving Aqk. It a
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, cute
 
 from kda_cute.device import ptx
 from kda_cute.device.intra_chunk.blocks import pack
-from kda_cute.device.intra_chunk.memory import Layout, Place, load_exponents, load_fragment
+from kda_cute.device.intra_chunk.memory import Place, load_exponents, load_fragment
 
 #: Sizes of the products inside a half, in the order of their accumulators. 0 is the diagonal.
 SIZES = 4, 2, 1, 0
@@ -53,19 +53,8 @@ class RowScales(NamedTuple):
 class Refinement:
     """The products of a warp's diagonal block in the columns that have no split factors."""
 
-    def __init__(self, layout: Layout):
-        self.layout = layout
-
     @cute.jit
-    def refine_if(
-        self,
-        steep: Boolean,
-        products: cute.Tensor,
-        falls: cute.Tensor,
-        thread: Int32,
-        block: Int32,
-        base: Int32,
-    ):
+    def refine_if(self, p: Place, steep: Boolean, products: cute.Tensor, falls: cute.Tensor):
         """Calls `refine` if ``steep``, which holds for the whole warp or not at all. ``products`` and ``falls`` are zeros
         before.
 
@@ -73,13 +62,12 @@ class Refinement:
         tokens do not change the rounding of earlier ones.
         """
         if steep:
-            self.refine(products, falls, thread, block, base)
+            self.refine(p, products, falls)
 
     @cute.jit
-    def refine(self, products: cute.Tensor, falls: cute.Tensor, thread: Int32, block: Int32, base: Int32):
+    def refine(self, p: Place, products: cute.Tensor, falls: cute.Tensor):
         """Fills ``products`` [16] (`element`), without norms, scale and beta, and ``falls`` [2]: for each of the thread's
         rows the largest A_b - G over the channels."""
-        p = Place(self.layout, thread, block, base)
         acc = cute.make_rmem_tensor((36,), Float32)  # `accumulator`
         acc.fill(0.0)
         # Unrolled: ptxas schedules the whole kernel for fewer registers once a loop has accumulators of its own.

@@ -69,7 +69,7 @@ class Rows:
 
     def __init__(self, config: IntraChunkConfig, layout: Layout):
         self.unbounded, self.layout = config.unbounded, layout
-        self.refinement = Refinement(layout)
+        self.refinement = Refinement()
 
     def compute(self, p: Place, steep, l2norm, scale, kd_image, qd_image):
         """Stores row factors to shared memory, -Kd and Qd to the record, and the columns at the next block's anchor in place
@@ -83,7 +83,7 @@ class Rows:
             products, falls = (cute.make_rmem_tensor((n,), Float32) for n in (16, 2))
             products.fill(0.0)
             falls.fill(0.0)
-            self.refinement.refine_if(steep, products, falls, p.thread, p.block, p.base)
+            self.refinement.refine_if(p, steep, products, falls)
             splittable = [falls[half] < SPLIT_LIMIT for half in range(2)]
         k_scales, q_scales = (
             [ptx.select(l2norm, x, Float32(1.0)) for x in self.inverse_norms(p, y)] for y in (p.k, p.q)
