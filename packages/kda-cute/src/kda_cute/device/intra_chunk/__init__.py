@@ -170,17 +170,17 @@ class IntraChunk:
     def compute(self, x, worker: Worker, chunk: Chunk, loaded, record, hooks: Hooks):
         """Computes stages 1 to 3 of a requested chunk. ``loaded``: what `request` returned.
 
-        A warp loads, decays and multiplies its own block, so most data pass between lanes of one warp, and a `sync_warp` orders
-        them. Three barriers of the group order the rest:
+        In stages 1 and 2 a warp loads, decays and multiplies its own block, so most data pass between lanes of one warp, and
+        a `sync_warp` orders them. Barriers of the group order the rest:
 
-        ================== ============================================================= ===============================
-        barrier            what other warps read after it                                what may be overwritten after it
-        ================== ============================================================= ===============================
-        in stage 1         first_decay, last_exponent, beta
-        after stage 2      row factors, hop_scale                                        the tables that L replaces
-        after stage 3      blocks of L, inverses; the claim                              exponents, q, beta, row_scale
-        the kernel's, last                                                               k, tables
-        ================== ============================================================= ===============================
+        =============== ================================= ==============================================
+        barrier         other warps may now read          the group may now overwrite
+        =============== ================================= ==============================================
+        in stage 1      first_decay, last_exponent, beta  the record, row_scale
+        after stage 2   row factors, hop_scale            first_decay, last_exponent, anchor_scale (by L)
+        after stage 3   blocks of L, inverses, the claim  exponents, q, hop_scale, hop_exponent, beta
+        after `finish`  the record                        k, and the tables that L has replaced
+        =============== ================================= ==============================================
         """
         p = self.place(worker)
         l2norm = x.l2norm > 0
