@@ -25,7 +25,9 @@ from kda_cute.device import ptx
 from kda_cute.records import HEAD_DIM
 
 THREADS = 32 * HEAD_DIM // 16
-BLOCKS = HEAD_DIM // 16  # of k. Each lane of a quad has four k of a block: 16 bytes of a row of M, for two MMAs of k8
+BLOCKS = (
+    HEAD_DIM // 16
+)  # of k. Each lane of a quad has four k of a block: 16 bytes of a row of M, for two MMAs of k8
 SUMS = 4  # accumulators of the products of the high parts
 ROW = 4 * HEAD_DIM  # bytes
 MATRIX = HEAD_DIM * ROW
