@@ -31,17 +31,17 @@ class Layout:
     exponents     8192     g       g -> G - A_b       -> row factors row factors        g of the next chunk
     k             4096             k                  k -> columns   columns -> inverse inverse, scratch
     q             4096     q       q                  q -> columns   columns            q of the next chunk
-    first_decay    512             log decay, row 0                  -> blocks of L     blocks of L
-    last_exponent  512             G - A_b, row 15                   -> blocks of L     blocks of L
+    first_decay    512             first_decay                       -> blocks of L     blocks of L
+    last_exponent  512             last_exponent                     -> blocks of L     blocks of L
     anchor_scale   512             2^A_b              2^A_b          -> blocks of L     blocks of L
     hop_scale      512             2^hop              2^hop          2^hop
     hop_exponent   512             hop                hop
     beta            64             beta               beta           beta
-    row_scale       64             scale of a log decay, by row
+    row_scale       64             `Gate.log_scale`
     ============= ======== ======= ================== ============== ================== ===================
 
-    A hop is A_{b+1} - A_b; that of the last block is G_end - A_b, to the end of the chunk. ``hop_exponent`` exists for
-    unbounded gates only. Row factors are rows of k and q times 2^(G - A_b), in bf16. Columns are rows of k times
+    first_decay is the log decay of row 0, last_exponent the G - A_b of row 15 (`decay`). A hop is A_{b+1} - A_b; that of the
+    last block is G_end - A_b, to the end of the chunk. ``hop_exponent`` exists for unbounded gates only. Row factors are rows of k and q times 2^(G - A_b), in bf16. Columns are rows of k times
     2^(A_{b+1} - G), in fp32. The inverse is the diagonal block of (I + L)^-1.
 
     Offsets, with the end in the last row::
