@@ -31,7 +31,7 @@ Barriers of the group separate the stages; `IntraChunk.compute` says what each o
 memory by stage.
 
 Registers hold MMA fragments throughout. A quad (four lanes) holds two rows of q, k and G, its *halves* row and row + 8. The
-128 channels are four *groups* m of 32. Of each group a lane has 8 channels, one 16-byte access in global memory, which two
+128 channels are four *slices* m of 32. Of each slice a lane has 8 channels, one 16-byte access in global memory, which two
 k16 *steps* of an MMA multiply:
 
     channel 32m + 8*quad_lane +    0   1    2   3     4   5    6   7
@@ -57,7 +57,7 @@ from kda_cute.device.intra_chunk.columns import Columns
 from kda_cute.device.intra_chunk.decay import Decay
 from kda_cute.device.intra_chunk.gates import Gate, gate_rate, sigmoid
 from kda_cute.device.intra_chunk.inverse import Inverse
-from kda_cute.device.intra_chunk.memory import BLOCK_BYTES, GROUP_BYTES, Layout, Place, fragment_address
+from kda_cute.device.intra_chunk.memory import BLOCK_BYTES, SLICE_BYTES, Layout, Place, fragment_address
 from kda_cute.device.intra_chunk.rows import Rows
 from kda_cute.records import BLOCK, HEAD_DIM, IntraChunkConfig
 
@@ -160,12 +160,12 @@ class IntraChunk:
         """
         p = self.place(worker)
         value_row = chunk.token * x.HV + chunk.head
-        rate, biases = self.load_gate_parameters(p, x, chunk.head)
+        a_log, biases = self.load_gate_parameters(p, x, chunk.head)
         beta = self.load_beta(p, x, value_row, chunk.valid)
         self.copy_gates(p, x.g, value_row, x.HV, chunk.valid)
         self.copy_rows(p, x.q, chunk.key_row, x.H, p.q, chunk.valid)
         cute.arch.cp_async_commit_group()
-        return *beta, rate, *biases
+        return *beta, a_log, *biases
 
     def compute(self, x, worker: Worker, chunk: Chunk, loaded, record, hooks: Hooks):
         """Computes stages 1 to 3 of a requested chunk. ``loaded``: what `request` returned.
@@ -174,7 +174,7 @@ class IntraChunk:
         a `sync_warp` orders them. Barriers of the group order the rest:
 
         =============== ================================= ==============================================
-        barrier         other warps may now read          the group may now overwrite
+        barrier         other warps may now read          the slice may now overwrite
         =============== ================================= ==============================================
         in stage 1      first_decay, last_exponent, beta  the record, row_scale
         after stage 2   row factors, hop_scale            first_decay, last_exponent, anchor_scale (by L)
@@ -216,7 +216,7 @@ class IntraChunk:
         hooks.sync()
 
     def finish(self, worker: Worker, record):
-        """Computes stage 4 of the chunk. A barrier of the group must follow before the next `compute`."""
+        """Computes stage 4 of the chunk. A barrier of the slice must follow before the next `compute`."""
         self.inverse.assemble(self.place(worker), record("t"))
 
     def has_least_work(self, thread, turn):
@@ -250,9 +250,9 @@ class IntraChunk:
             row = at + first
             address = self.row_address(g, value_row + (first_row + row) * HV, size) + unit * 16
             if size == 2:
-                to = start + unit // 8 * (2 * GROUP_BYTES) + row * 128 + unit % 8 * 16
+                to = start + unit // 8 * (2 * SLICE_BYTES) + row * 128 + unit % 8 * 16
             else:
-                to = start + unit // 8 * GROUP_BYTES + row * 128 + (unit % 8 ^ row % 2) * 16
+                to = start + unit // 8 * SLICE_BYTES + row * 128 + (unit % 8 ^ row % 2) * 16
             ptx.cp_async_x4(to, address, first_row + row < valid)
         cute.arch.cp_async_commit_group()
 
@@ -290,6 +290,6 @@ class IntraChunk:
         `Decay.exponents` takes them. Absent ones are 0, which changes nothing."""
         if self.config.gate == "precomputed":
             return Float32(0.0), [Float32(0.0)] * 4
-        rate = ptx.load_global_f32(x.a_log + Int64(head) * 4, x.a_log != Int64(0))
+        a_log = ptx.load_global_f32(x.a_log + Int64(head) * 4, x.a_log != Int64(0))
         first = x.dt_bias + (Int64(head) * HEAD_DIM + 2 * p.lane) * 4
-        return rate, [ptx.load_global_f32(first + at * 4, x.dt_bias != Int64(0)) for at in (0, 1, 64, 65)]
+        return a_log, [ptx.load_global_f32(first + at * 4, x.dt_bias != Int64(0)) for at in (0, 1, 64, 65)]

@@ -15,7 +15,7 @@ from kda_cute.device import ptx
 from kda_cute.device.intra_chunk.blocks import Image, fragment, fragment_in_parts, pack, store_parts
 from kda_cute.device.intra_chunk.memory import (
     BLOCK_BYTES,
-    GROUP_BYTES,
+    SLICE_BYTES,
     TILE,
     Layout,
     Place,
@@ -35,7 +35,7 @@ class Columns:
     @cute.jit
     def compute(self, p: Place, kg_image: Int64, aqk_image: Int64):
         """Computes the blocks of L and Aqk in the warp's column of blocks, and Kg. Blocks of Aqk above the diagonal become 0."""
-        columns = cute.make_rmem_tensor((64,), Float32)  # [4 groups m][2 halves][2 steps][4 channels]
+        columns = cute.make_rmem_tensor((64,), Float32)  # [4 slices m][2 halves][2 steps][4 channels]
         first = p.beta + (p.block * BLOCK + p.row) * 4
         beta = [ptx.load_shared(first + 32 * half, Float32) for half in range(2)]
         for m in cutlass.range_constexpr(4):
@@ -63,7 +63,7 @@ class Columns:
         """
         l_acc, a_acc = ([[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2))
         for m in range(4):
-            start = p.exponents + target * BLOCK_BYTES + m * GROUP_BYTES + p.lane * 16
+            start = p.exponents + target * BLOCK_BYTES + m * SLICE_BYTES + p.lane * 16
             for step in range(2):
                 # The fragments that the warp of `target` stored in stage 2, with the same addresses.
                 k_row, q_row = (ptx.ldmatrix_x4(start + step * 512 + kind * TILE) for kind in range(2))

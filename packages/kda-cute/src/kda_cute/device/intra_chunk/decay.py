@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, cute
 
 from kda_cute.device import ptx
 from kda_cute.device.intra_chunk.gates import Gate
-from kda_cute.device.intra_chunk.memory import BLOCK_BYTES, GROUP_BYTES, TABLE_ROW, Layout, Place
+from kda_cute.device.intra_chunk.memory import BLOCK_BYTES, SLICE_BYTES, TABLE_ROW, Layout, Place
 from kda_cute.device.ptx import LOG2E
 from kda_cute.records import BLOCK, IntraChunkConfig, decay_offset
 
@@ -59,11 +59,11 @@ class Decay:
         start = p.exponents + p.block * BLOCK_BYTES
         unit, inner = p.lane % 16 // 2, p.lane % 2 * 8
         # of the lane in even and in odd rows, whose units are swizzled differently
-        parity = [start + p.lane // 16 * GROUP_BYTES + (unit ^ odd) * 16 + inner for odd in range(2)]
+        parity = [start + p.lane // 16 * SLICE_BYTES + (unit ^ odd) * 16 + inner for odd in range(2)]
         if self.gate_bytes == 2:
             raw = [
                 [
-                    ptx.load_shared(start + panel * (2 * GROUP_BYTES) + row * 128 + p.lane * 4, Int32)
+                    ptx.load_shared(start + panel * (2 * SLICE_BYTES) + row * 128 + p.lane * 4, Int32)
                     for panel in range(2)
                 ]
                 for row in range(BLOCK)
@@ -73,7 +73,7 @@ class Decay:
         first, total = [], [Float32(0.0)] * 4
         for row in range(BLOCK):
             for panel in range(2):
-                at = parity[row % 2] + row * 128 + panel * (2 * GROUP_BYTES)
+                at = parity[row % 2] + row * 128 + panel * (2 * SLICE_BYTES)
                 pair = (
                     ptx.unpack_bf16x2(raw[row][panel])
                     if self.gate_bytes == 2

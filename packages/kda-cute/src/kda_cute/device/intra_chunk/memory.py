@@ -11,7 +11,7 @@ from kda_cute.records import BLOCK, HEAD_DIM, IntraChunkConfig
 
 # Sizes in bytes. `Layout` draws what is inside.
 BLOCK_BYTES = 8192  # exponents of a block, or its row factors
-GROUP_BYTES = 2048  # of these, one group of 32 channels
+SLICE_BYTES = 2048  # of these, one slice of 32 channels
 FRAGMENT_BYTES = 4096  # k or q of a block, or half of its columns
 TABLE_ROW = 4 * HEAD_DIM  # a block's row of a table [blocks][128] fp32
 TILE = 1024  # a 16x16 matrix in fp32, or its two bf16 parts (`blocks`)
@@ -59,14 +59,14 @@ class Layout:
         row_scale      73984       76032      36992       38016
         end            74240       76288      37120       38144
 
-    Inside a part, with the groups m of 32 channels, the halves (row, row + 8) and the lane order of `Place`::
+    Inside a part, with the slices m of 32 channels, the halves (row, row + 8) and the lane order of `Place`::
 
-        exponents     [4 groups m][16 rows][8 units of 16 bytes], fp32. Unit u of a row lies at u ^ (row % 2): eight lanes
+        exponents     [4 slices m][16 rows][8 units of 16 bytes], fp32. Unit u of a row lies at u ^ (row % 2): eight lanes
                       load from two adjacent rows at once, and then touch all banks.
           g, fp32     as the exponents, so that a lane overwrites only what it has read
-          g, bf16     [2 panels of 64 channels][16 rows][128 bytes]; the panels lie at 0 and 4096, where groups 0 and 2 begin
-          row factors [4 groups m][k, q][2 steps] of 512 bytes: an A fragment, [4 matrices of 8x8][8 rows][16 bytes]
-        k, q          [2 halves][4 groups m][32 lanes] of 16 bytes: 8 channels of a row in bf16
+          g, bf16     [2 panels of 64 channels][16 rows][128 bytes]; the panels lie at 0 and 4096, where slices 0 and 2 start
+          row factors [4 slices m][k, q][2 steps] of 512 bytes: an A fragment, [4 matrices of 8x8][8 rows][16 bytes]
+        k, q          [2 halves][4 slices m][32 lanes] of 16 bytes: 8 channels of a row in bf16
           columns     as k and q, but 4 channels in fp32: k has those of step 0, q those of step 1
           inverse     in k: 1024 bytes, a block in two parts; then 512 bytes of scratch
         tables        128 fp32, in the order of the channels
@@ -137,7 +137,7 @@ class Place:
     """Where the calling thread works in one turn: its block, its rows and channels, and the addresses of the regions.
 
     It follows from a `Worker`. ``row`` = lane // 4, the index of the thread's quad; rows ``row`` and ``row + 8`` of the block
-    are the thread's two *halves*. ``quad_lane`` = lane % 4, its index in the quad: of each group of 32 channels m it has
+    are the thread's two *halves*. ``quad_lane`` = lane % 4, its index in the quad: of each slice m of 32 channels it has
     channels ``32m + 8*quad_lane + 0..7``.
     """
 
@@ -159,23 +159,23 @@ class Place:
 
 
 def fragment_address(region, block, lane, half, m):
-    """Returns the address of a thread's 16 bytes of k or q: group m of its row ``half``."""
+    """Returns the address of a thread's 16 bytes of k or q: slice m of its row ``half``."""
     return region + block * FRAGMENT_BYTES + (half * 4 + m) * 512 + lane * 16
 
 
 def load_fragment(p: Place, region, half, m):
-    """Loads bf16x2 [4]: the thread's 8 channels of group m, in its row ``half`` of k or q."""
+    """Loads bf16x2 [4]: the thread's 8 channels of slice m, in its row ``half`` of k or q."""
     return ptx.load_shared_x4(fragment_address(region, p.block, p.lane, half, m), Int32)
 
 
 def load_exponents(p: Place, m, row):
-    """Loads fp32 [8]: G - A_b of a row of the thread's block, its 8 channels of group m."""
-    start = p.exponents + p.block * BLOCK_BYTES + m * GROUP_BYTES + row * 128
+    """Loads fp32 [8]: G - A_b of a row of the thread's block, its 8 channels of slice m."""
+    start = p.exponents + p.block * BLOCK_BYTES + m * SLICE_BYTES + row * 128
     units = [start + ((2 * p.quad_lane + unit) ^ (row % 2)) * 16 for unit in range(2)]
     return [x for unit in units for x in ptx.load_shared_x4(unit, Float32)]
 
 
 def load_channels(table, block, m, quad_lane):
-    """Loads fp32 [8]: a thread's 8 channels of group m, from a block's row of a table."""
+    """Loads fp32 [8]: a thread's 8 channels of slice m, from a block's row of a table."""
     start = table + block * TABLE_ROW + m * 128 + quad_lane * 32
     return [x for unit in range(2) for x in ptx.load_shared_x4(start + 16 * unit, Float32)]

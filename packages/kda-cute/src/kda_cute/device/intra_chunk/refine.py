@@ -72,13 +72,13 @@ class Refinement:
         acc.fill(0.0)
         # Unrolled: ptxas schedules the whole kernel for fewer registers once a loop has accumulators of its own.
         for m in cutlass.range_constexpr(4):
-            self.add_group(p, acc, falls, m)
+            self.add_slice(p, acc, falls, m)
         for half in cutlass.range_constexpr(2):
             falls[half] = ptx.quad_max(falls[half])
         self.select(p, acc, products)
 
-    def add_group(self, p: Place, acc, falls, m):
-        """Adds to all products those of the channels of group m."""
+    def add_slice(self, p: Place, acc, falls, m):
+        """Adds to all products those of the channels of slice m."""
 
         def add(at, k, q, columns):
             """Adds (rows of k, rows of q) @ columns^T over the 32 channels to the accumulators from ``at`` on."""

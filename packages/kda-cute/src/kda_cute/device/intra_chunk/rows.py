@@ -17,7 +17,7 @@ from kda_cute.device import ptx
 from kda_cute.device.intra_chunk.decay import SPLIT_LIMIT
 from kda_cute.device.intra_chunk.memory import (
     BLOCK_BYTES,
-    GROUP_BYTES,
+    SLICE_BYTES,
     TABLE_ROW,
     TILE,
     Layout,
@@ -35,18 +35,18 @@ class RowImage:
     the block and channel ``32m + 8*quad_lane``, with the constant part of the swizzle taken out."""
 
     def __init__(self, layout: Layout, p: Place, image):
-        # Unit 4*(m % 2) + quad_lane of a panel's row lies at this number XOR row % 8; groups 2 and 3 are in the second panel.
-        # Two starts, of even and odd groups, because a constant that is added to one of them costs no instruction.
+        # Unit 4*(m % 2) + quad_lane of a panel's row lies at this number XOR row % 8; slices 2 and 3 are in the second panel.
+        # Two starts, of even and odd slices, because a constant that is added to one of them costs no instruction.
         first = (p.block * BLOCK + p.row) * 128 + (p.quad_lane ^ p.row) * 16
         self.starts, self.panel = [image + first, image + (first ^ 64)], layout.chunk * 128
 
     def address(self, m, half):
-        """Returns the address of the 16 bytes of group m of the thread's row ``half``."""
+        """Returns the address of the 16 bytes of slice m of the thread's row ``half``."""
         return self.starts[m % 2] + (m // 2 * self.panel + half * 1024)
 
 
-class Group(NamedTuple):
-    """The thread's part of a group of 32 channels: [2 halves] of 8 channels each."""
+class Slice(NamedTuple):
+    """The thread's part of a slice of 32 channels: [2 halves] of 8 channels each."""
 
     exponents: list  # fp32 [8]
     k: list  # bf16x2 [4]
@@ -108,22 +108,22 @@ class Rows:
         ``splittable``: whether the columns of the thread's two rows have split factors (None: all have).
 
         Every store goes where only this warp has data, so that `sync_warp` suffices: row factors replace the exponents of the
-        same group, and columns the 16 bytes of k and q that this thread has loaded.
+        same slice, and columns the 16 bytes of k and q that this thread has loaded.
         """
         acc = refined or [[Float32(0.0)] * 4 for _ in range(4)]
         l_acc, a_acc = acc[:2], acc[2:]
         kd_rows, qd_rows = (RowImage(self.layout, p, image) for image in (kd_image, qd_image))
-        following = self.load_group(p, 0)
+        following = self.load_slice(p, 0)
         for m in range(4):
-            group = following
+            present = following
             cute.arch.sync_warp()  # row factors overwrite the exponents
-            start = p.exponents + p.block * BLOCK_BYTES + m * GROUP_BYTES + p.lane * 16
+            start = p.exponents + p.block * BLOCK_BYTES + m * SLICE_BYTES + p.lane * 16
             kd, qd = ([[], []] for _ in range(2))
             for step in range(2):
                 if step == 1 and m < 3:
                     # Here, because the compiler moves no load up past a store, nor down to its use.
-                    following = self.load_group(p, m + 1)
-                x = self.step_operands(p, m, step, group, scales)
+                    following = self.load_slice(p, m + 1)
+                x = self.step_operands(p, m, step, present, scales)
                 for half in range(2):
                     kd[half] += x.kd[half]
                     qd[half] += x.qd[half]
@@ -146,8 +146,8 @@ class Rows:
                 ptx.store_global_x4(qd_rows.address(m, half), qd[half], keep=True)
         return l_acc, a_acc
 
-    def step_operands(self, p: Place, m, step, group: Group, scales: RowScales) -> StepOperands:
-        """Returns the operands of one k16 step of group m.
+    def step_operands(self, p: Place, m, step, inputs: Slice, scales: RowScales) -> StepOperands:
+        """Returns the operands of one k16 step of slice m.
 
         Unbounded gates take the first hop of a column by an exponential of its own, 2^(hop - exponent): for a steep hop,
         2^hop is 0 in fp32, although the column may be large.
@@ -160,11 +160,11 @@ class Rows:
                 for table in (p.anchor_scale, p.hop_exponent if self.unbounded else p.hop_scale)
             )
             for half in range(2):
-                k = [x * scales.k[half] for x in ptx.unpack_bf16x2(group.k[half][2 * step + pair])]
-                q = [x * scales.q[half] for x in ptx.unpack_bf16x2(group.q[half][2 * step + pair])]
+                k = [x * scales.k[half] for x in ptx.unpack_bf16x2(inputs.k[half][2 * step + pair])]
+                q = [x * scales.q[half] for x in ptx.unpack_bf16x2(inputs.q[half][2 * step + pair])]
                 k_row, q_row, k_column, kd, qd = [], [], [], [], []
                 for e in range(2):
-                    exponent = group.exponents[half][4 * step + 2 * pair + e]
+                    exponent = inputs.exponents[half][4 * step + 2 * pair + e]
                     row_factor = ptx.ex2(exponent)
                     k_row.append(k[e] * row_factor)
                     q_row.append(q[e] * row_factor)
@@ -179,10 +179,10 @@ class Rows:
                     getattr(result, name)[half].append(ptx.pack_bf16x2(*values))
         return result
 
-    def load_group(self, p: Place, m) -> Group:
-        """Loads the thread's part of group m."""
+    def load_slice(self, p: Place, m) -> Slice:
+        """Loads the thread's part of slice m."""
         exponents = [load_exponents(p, m, p.row + 8 * half) for half in range(2)]
-        return Group(exponents, *([load_fragment(p, x, half, m) for half in range(2)] for x in (p.k, p.q)))
+        return Slice(exponents, *([load_fragment(p, x, half, m) for half in range(2)] for x in (p.k, p.q)))
 
     def inverse_norms(self, p: Place, region):
         """Returns 1/sqrt(sum x^2 + 1e-6) of the thread's two rows of k or q.
