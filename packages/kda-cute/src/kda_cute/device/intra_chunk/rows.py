@@ -127,6 +127,7 @@ class Rows:
                 for half in range(2):
                     kd[half] += x.kd[half]
                     qd[half] += x.qd[half]
+                # A fragments: rows `row` and `row + 8` of the first pair of channels, then of the second
                 k_a, q_a = ([y[0][0], y[1][0], y[0][1], y[1][1]] for y in (x.k_row, x.q_row))
                 ptx.stmatrix_x4(start + step * 512, k_a)
                 ptx.stmatrix_x4(start + step * 512 + TILE, q_a)
@@ -155,6 +156,7 @@ class Rows:
         result = StepOperands(*([[], []] for _ in StepOperands._fields))
         for pair in range(2):
             channel = (m * 32 + p.quad_lane * 8 + step * 4 + pair * 2) * 4
+            # hop: for unbounded gates the exponent, else 2^hop
             anchor_scale, hop = (
                 ptx.load_shared_x2(table + p.block * TABLE_ROW + channel, Float32)
                 for table in (p.anchor_scale, p.hop_exponent if self.unbounded else p.hop_scale)
@@ -168,15 +170,16 @@ class Rows:
                     row_factor = ptx.ex2(exponent)
                     k_row.append(k[e] * row_factor)
                     q_row.append(q[e] * row_factor)
-                    kd.append(k_row[e] * -anchor_scale[e])
+                    kd.append(k_row[e] * -anchor_scale[e])  # stored negated
                     qd.append(q_row[e] * anchor_scale[e])
                     k_column.append(k[e] * ptx.ex2(-exponent))
                     column = k[e] * ptx.ex2(hop[e] - exponent) if self.unbounded else k_column[e] * hop[e]
                     result.columns[half].append(column)
-                for name, values in zip(
-                    ("k_row", "q_row", "k_column", "kd", "qd"), (k_row, q_row, k_column, kd, qd), strict=True
-                ):
-                    getattr(result, name)[half].append(ptx.pack_bf16x2(*values))
+                result.k_row[half].append(ptx.pack_bf16x2(*k_row))
+                result.q_row[half].append(ptx.pack_bf16x2(*q_row))
+                result.k_column[half].append(ptx.pack_bf16x2(*k_column))
+                result.kd[half].append(ptx.pack_bf16x2(*kd))
+                result.qd[half].append(ptx.pack_bf16x2(*qd))
         return result
 
     def load_slice(self, p: Place, m) -> Slice:
