@@ -1,7 +1,9 @@
 """The byte map of the intra-chunk stage: regions that are reused hold what replaces them."""
 
+import re
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,30 @@ def layout(request):
 def test_regions_follow_one_another(layout):
     offsets = [getattr(layout, field.name) for field in fields(layout) if field.name != "chunk"]
     assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] == layout.bytes
+
+
+def test_docstring_has_the_offsets_of_every_variant():
+    variants = [Layout.of(Config(chunk, unbounded)) for chunk in (64, 32) for unbounded in (False, True)]
+    rows = re.findall(r"^ +(\w+)((?: +(?:\d+|-)){4})$", Layout.__doc__, re.MULTILINE)
+    assert [name for name, _ in rows] == [
+        f.name for f in fields(Layout) if f.name not in ("chunk", "bytes")
+    ] + ["end"]
+    for name, values in rows:
+        for value, layout in zip(values.split(), variants, strict=True):
+            found = layout.bytes if name == "end" else getattr(layout, name)
+            assert value == "-" if name == "hop_exponent" and layout.beta == found else int(value) == found
+
+
+def test_page_has_the_offsets_of_bounded_chunks_of_64():
+    page = Path(__file__).parents[2] / "docs/kernels/intra-chunk.md"
+    layout = Layout.of(Config(64, False))
+    rows = re.findall(r"^ +(\d+)  (\w+)", page.read_text(), re.MULTILINE)
+    expected = {
+        f.name: getattr(layout, f.name)
+        for f in fields(layout)
+        if f.name not in ("chunk", "hop_exponent", "bytes")
+    }
+    assert {name: int(offset) for offset, name in rows} == {**expected, "end": layout.bytes}
 
 
 def test_blocks_of_l_fit_into_the_tables_that_they_replace(layout):

@@ -21,8 +21,8 @@ absent), ``Int32`` numbers and ``Float32`` factors.
 
     get_kernel(ScaleKernel, config, arch)(tensor, *arguments.pack(ScaleArguments, x=x, n=8))
 
-The values cross the language boundary one by one, because that is what costs the host least. The declaration is the only
-place that states their order. The leading tensor tells the launcher the device and, with it, torch's current stream.
+The host passes the values to the compiled function one by one, because this costs it least. Only the declaration states their
+order. The launcher takes the device, and with it torch's current stream, from the leading tensor.
 
 Importing this module imports neither torch nor the DSL.
 """
@@ -45,7 +45,7 @@ def pack(struct: type[Struct], **given: Any) -> Struct:
     A tensor stands for its address. A tensor that is None or not given is 0; numbers and factors are required.
 
     Raises:
-        TypeError: a name that the struct does not have, or a number that is missing.
+        TypeError: the struct does not have a given name, or a number is missing.
     """
     from cutlass import Int64
 
@@ -55,8 +55,8 @@ def pack(struct: type[Struct], **given: Any) -> Struct:
 
 
 def fake_args(struct: type[tuple], dtype: Any) -> tuple[Any, ...]:
-    """Returns what a kernel is compiled with: a contiguous tensor of rank 4 in ``dtype``, aligned to 16 bytes and of any
-    size, the values of ``struct``, and the current stream."""
+    """Returns the fake arguments for compiling a kernel: a contiguous tensor of rank 4 in ``dtype``, aligned to 16 bytes and of
+    any size; the values of ``struct``; the current stream."""
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 

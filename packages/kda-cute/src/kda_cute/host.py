@@ -1,4 +1,4 @@
-"""Host functions of the GPU backends: which calls they serve, the form of the gate, and calls that need few kernels.
+"""Host functions of the GPU backends: the shapes that they serve, the form of the gate, calls without tokens, the merge.
 
 Importing this needs torch, but not the DSL.
 """
@@ -39,7 +39,7 @@ def gate_of(shape: ProblemShape) -> Gate:
 
 
 def pass_states(inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-    """Serves a call without tokens: writes the initial states to the final ones, zeros where there are none."""
+    """Serves a call without tokens: copies the initial states to the final ones, or writes zeros if there are none."""
     if outputs.final_state is not None:
         if inputs.initial_state is None:
             outputs.final_state.zero_()
@@ -53,7 +53,7 @@ def merge_segments(
 ) -> None:
     """Implements `kda_core.backend.SupportsMerge.merge_segments` on the current device.
 
-    ``initial``, ``exits``, ``transitions``: fp32 [segments, HV, 128, 128]; the kernel fills ``initial`` but for the first
+    ``initial``, ``exits``, ``transitions``: fp32 [segments, HV, 128, 128]; the kernel fills ``initial`` except for the first
     segment of each sequence. ``bounds``: int32 [N+1]; sequence n has segments bounds[n] to bounds[n+1] - 1. ``sms``: SMs of
     the device.
     """

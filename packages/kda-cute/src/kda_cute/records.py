@@ -73,24 +73,24 @@ def image_offset(row: Any, column: Any, rows: int, columns: int) -> Any:
 def decay_offset(channel: Any) -> Any:
     """Returns the position of a channel's decay in the record's array ``a`` (fp32, in elements).
 
-    A thread of a chain reads channels 8j + 2*quad + {0, 1}. They are contiguous for each quad, in 16-byte units that fall on
-    other banks than the units that the other quads read at the same time.
+    A thread of a chain reads channels 8j + 2*quad_lane + {0, 1}, quad_lane = lane % 4. The 32 values of a quad_lane are
+    contiguous. The XOR puts the 16-byte units that the four lanes of a quad read at the same time on different banks.
     """
-    quad, unit = channel % 8 // 2, channel // 16
-    return quad * 32 + (unit ^ quad) * 4 + channel // 8 % 2 * 2 + channel % 2
+    quad_lane, unit = channel % 8 // 2, channel // 16
+    return quad_lane * 32 + (unit ^ quad_lane) * 4 + channel // 8 % 2 * 2 + channel % 2
 
 
-def decay_start(quad: Any) -> Any:
-    """Returns the byte offset of a thread's first unit; see `decay_units`. ``quad``: lane % 4."""
-    return quad * (4 * 32 + 16)
+def decay_start(quad_lane: Any) -> Any:
+    """Returns the byte offset of a thread's first unit; see `decay_units`. ``quad_lane``: lane % 4."""
+    return quad_lane * (4 * 32 + 16)
 
 
 def decay_units(start: Any) -> list[Any]:
     """Returns the byte addresses of the eight 16-byte units that hold a thread's decays: the inverse of `decay_offset`.
 
-    Unit u holds channels ``16u + 2*quad + {0, 1, 8, 9}``, in this order. ``start``: `decay_start` plus the address of the
+    Unit u holds channels ``16u + 2*quad_lane + {0, 1, 8, 9}``, in this order. ``start``: `decay_start` plus the address of the
     record's decays, a multiple of 128.
     """
     swizzled = [start ^ (unit * 16) for unit in range(4)]
-    # The sum, and not an exclusive or with 64: a load takes it as its immediate offset.
+    # Units 4 to 7 by a sum and not by XOR with 64, because a load takes a sum as its immediate offset.
     return [swizzled[unit % 4] + unit // 4 * 64 for unit in range(8)]

@@ -25,8 +25,10 @@ from kda_cute.device import ptx
 from kda_cute.records import HEAD_DIM
 
 THREADS = 32 * HEAD_DIM // 16
-BLOCKS = HEAD_DIM // 16  # of k. Each of a row's four lanes has four k of a block: 16 bytes of M, two MMAs
-SUMS = 4  # accumulators of the products of the greater parts
+BLOCKS = (
+    HEAD_DIM // 16
+)  # of k. Each lane of a quad has four k of a block: 16 bytes of a row of M, for two MMAs of k8
+SUMS = 4  # accumulators of the products of the high parts
 ROW = 4 * HEAD_DIM  # bytes
 MATRIX = HEAD_DIM * ROW
 
@@ -109,7 +111,7 @@ class MergeKernel:
             state = self.load_state(x.exits + place(first) + own)
             self.store_state(shared, thread, first + 1, state, x.starts + place(first + 1) + own)
             for segment in cutlass.range(first + 1, last, unroll=1):
-                cute.arch.sync_threads()  # S is complete, and nobody reads the previous one
+                cute.arch.sync_threads()  # S is complete, and no thread still reads the S before it
                 added = self.load_state(x.exits + place(segment) + own)
                 following = x.transitions + place(segment + 1) + left  # the last segment has an M too
                 product, matrix = self.product(shared, lane, segment, matrix, following)
@@ -131,8 +133,12 @@ class MergeKernel:
         return shared + segment % 2 * self.parts_bytes + block * (self.tiles * 1024) + tile * 1024
 
     def unit(self, column, group):
-        """Returns the offset, in a part, of the 16 bytes of a column's four k of a group. Neither the stores of
-        `store_state` nor the loads of `load_columns` have bank conflicts."""
+        """Returns the offset, in a part, of the 16 bytes of a column's four k of a group. A part is [4 groups][8 columns] of
+        such units.
+
+        Column c of groups 0 to 3 lies at c XOR 0, 3, 4 and 7. So neither access has bank conflicts: in `store_state` a half
+        warp stores the columns of one parity of two groups, and in `load_columns` eight lanes load two columns of all groups.
+        """
         return (group * 8 + (column ^ (group * 2 + group % 2))) * 16
 
     def store_state(self, shared, thread, segment, state, address):

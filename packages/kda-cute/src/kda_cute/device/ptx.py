@@ -19,6 +19,7 @@ EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 
 LOG2E = 1.4426950408889634
 
+#: The letter of a register in the constraints of inline PTX.
 _LETTER = {Float32: "f", Int32: "r", Int64: "l"}
 
 
@@ -26,7 +27,8 @@ def inline_ptx(text, results, operands, volatile, loc, ip):
     """Emits inline PTX and returns its results as a list.
 
     ``text`` refers to operands as $0, $1, ..., results first. ``results``: DSL types, one register each. ``operands``: DSL
-    values, one register each. ``volatile``: the compiler neither moves nor removes it; `cute.arch.inline_ptx` always is.
+    values, one register each. ``volatile``: the compiler neither moves nor removes it. (`cute.arch.inline_ptx` is always
+    volatile.)
     """
     constraints = ",".join(
         [f"={_LETTER[kind]}" for kind in results] + [_LETTER[type(operand)] for operand in operands]
@@ -157,8 +159,8 @@ def split_tf32(x: Float32, *, loc=None, ip=None) -> list[Int32]:
 
 @dsl_user_op
 def opaque(x: Int32, *, loc=None, ip=None) -> Int32:
-    """Returns x in a way that the compiler cannot see through. It cannot hoist what is computed from x out of a loop, where
-    it would occupy registers."""
+    """Returns x, hidden from the compiler. It cannot hoist computations with the result out of a loop, where their values would
+    occupy registers."""
     return inline_ptx("mov.b32 $0, $1;", [Int32], [x], True, loc, ip)[0]
 
 
@@ -166,7 +168,7 @@ def opaque(x: Int32, *, loc=None, ip=None) -> Int32:
 
 
 def quad_max(x: Float32) -> Float32:
-    """Returns the maximum over the four lanes that share a row of an MMA fragment."""
+    """Returns the maximum over the four lanes of a quad, which share the rows of an MMA fragment."""
     x = maximum(x, cute.arch.shuffle_sync_bfly(x, 1))
     return maximum(x, cute.arch.shuffle_sync_bfly(x, 2))
 
@@ -212,7 +214,8 @@ def mma_m16n8k8_tf32(a, b, c, *, loc=None, ip=None) -> list[Float32]:
 
 @dsl_user_op
 def transpose_8x8(x: Int32, *, loc=None, ip=None) -> Int32:
-    """Returns the transpose of an 8x8 matrix of bf16 that a warp holds: [lane//4, 2*(lane%4)] and its right neighbour."""
+    """Returns the transpose of an 8x8 matrix of bf16. A lane holds the elements [lane//4, 2*(lane%4)] and its right
+    neighbour."""
     return inline_ptx("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x], True, loc, ip)[0]
 
 
@@ -315,8 +318,8 @@ def load_global_f32_x2(address: Int64, valid, *, loc=None, ip=None) -> list[Floa
 
 @dsl_user_op
 def load_global_f32_x4(address: Int64, *, loc=None, ip=None) -> list[Float32]:
-    """Loads four fp32, aligned to 16 bytes. ptxas keeps this load between barriers, `cute.arch.sync_warp` included, unlike
-    the read-only loads above."""
+    """Loads four fp32, aligned to 16 bytes. ptxas moves this load across no barrier, `cute.arch.sync_warp` included. It does
+    move the read-only loads above."""
     text = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
     return inline_ptx(text, [Float32] * 4, [address], True, loc, ip)
 

@@ -1,11 +1,22 @@
 """Slots: which tokens of a value head each slot holds, for sequences as rows of B or packed along T by device offsets.
 
-A sequence of L tokens has ceil(L / chunk) *slots*, one for each chunk. Packed sequence n, which starts at token s, has those
-from slot ``s // chunk + n`` on. Ranges never overlap, because ``ceil(L / chunk) <= end // chunk - s // chunk + 1``, so that
-no kernel needs a prefix sum; some slots stay unused.
+A sequence of L tokens has ceil(L / chunk) *slots*, one for each chunk. Packed sequence n, which starts at token ``start``, has
+those from slot ``start // chunk + n`` on. No kernel needs a prefix sum, because ranges never overlap:
+``ceil(L / chunk) <= end // chunk - start // chunk + 1``. Some slots stay unused. With chunk = 32 and offsets 0, 40, 50, 100::
 
-Functions take a namespace ``s``: ``chunk``; N sequences of T tokens each, or packed along T by ``offsets``, the address
-of N + 1 integers of ``offset_bytes`` (4, 8; 0: not packed); ``span``, the slots of a head.
+    sequence 0: tokens  0 to 39    slots 0, 1
+    sequence 1: tokens 40 to 49    slot  40 // 32 + 1 = 2
+    sequence 2: tokens 50 to 99    slots 50 // 32 + 2 = 3 and 4;  slot 5 of 100 // 32 + 3 = 6 stays unused
+
+Functions take a namespace ``s``:
+
+================ =======================================================================================
+``chunk``        tokens of a chunk, known at compile time
+``N``, ``T``     N sequences of T tokens each; packed: N sequences in T tokens
+``offsets``      address of the N + 1 offsets of packed sequences
+``offset_bytes`` bytes of an offset: 4 or 8; 0: the sequences are not packed
+``span``         slots of a head
+================ =======================================================================================
 """
 
 import cutlass
@@ -24,8 +35,10 @@ def slots(chunk: cutlass.Constexpr[int], offset_bytes: Int32, N: Int32, T: Int32
 
 
 def end_of_last(s):
-    """Returns the end of the last packed sequence, at least 1. Used in place of T (which is at least 1), it excludes the slots
-    of padding behind the last sequence, and offsets that point there."""
+    """Returns the end of the last packed sequence, at least 1.
+
+    A caller that uses it as T leaves out the slots of padding behind the last sequence, and clamps offsets to that end. T is
+    at least 1 everywhere, so this is too."""
     return clamped(s, s.N, Int32(1))
 
 
@@ -39,8 +52,10 @@ def clamped(s, n, low):
 
 @cute.jit
 def owner(s, slot: Int32) -> Int32:
-    """Returns the last sequence n whose first slot ``start // chunk + n`` is at most ``slot``. A whole warp searches, 32
-    probes at a time."""
+    """Returns the last sequence n whose first slot ``start // chunk + n`` is at most ``slot``. ``s`` is packed.
+
+    A whole warp searches, 32 probes at a time. The answer is always in ``low`` to ``low + span - 1``. First slots increase
+    with n, so the probes that are at most ``slot`` are those of the first lanes, and the last of them is the new ``low``."""
     lane = cute.arch.lane_idx()
     low, span = Int32(0), Int32(s.N)
     while span > 1:

@@ -261,7 +261,7 @@ def _missing(variant: Variant, entry: Entry, outdated: str | None) -> str:
     unused = outdated or env.cache_dir_problem()
     return (
         f"{variant} is not in {entry.folder} ({env.KDA_CACHE_DIR.name}), "
-        f"and {env.KDA_DISABLE_JIT.name}=1 forbids to compile it. {remedy}"
+        f"and {env.KDA_DISABLE_JIT.name}=1 forbids compiling it. {remedy}"
         + (f"\nEntries of the same kernel with other ingredients:{near}" if near else "")
         + (f"\n{unused}" if unused else "")
     )

@@ -29,9 +29,8 @@ def _quotas(root: Path) -> Iterator[float]:
         else:
             continue
         below = Path(path.lstrip("/"))
-        for (
-            mount
-        ) in mounts:  # in a container the path may be the host's, while the mount is the container's group
+        # In a container the path may be the host's, while the mount is the container's group.
+        for mount in mounts:
             for folder in dict.fromkeys(mount / part for part in (below, *below.parents)):
                 yield from _quota(folder)
 

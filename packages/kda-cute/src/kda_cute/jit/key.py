@@ -37,8 +37,8 @@ def canonical(value: object, where: str = "config") -> str:
         where: the name of the value in an error.
 
     Raises:
-        ArgumentError: `value` contains anything else. The text of other objects may omit what matters (an array) or contain
-            what does not (an address).
+        ArgumentError: `value` contains anything else. The text of an array may omit elements, and that of other objects may
+            contain an address.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls = type(value)

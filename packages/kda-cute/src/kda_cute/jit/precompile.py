@@ -106,9 +106,8 @@ def precompile(
                 done.append(built)
                 if progress is not None:
                     progress(built)
-        except (
-            BaseException
-        ):  # usually Ctrl-C; without this, the end of the block would wait for all variants
+        except BaseException:
+            # Usually Ctrl-C. Otherwise the end of the block would wait for all variants.
             pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:
                 process.terminate()

@@ -1,4 +1,4 @@
-"""GPU backends on CPU tensors, their kernels executed by ptx-emulator, which is imported when it is first needed."""
+"""GPU backends on CPU tensors: ptx-emulator executes their kernels. It is imported when it is first needed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OPTIONAL = ("segment_workspace_bytes", "summarize", "merge_segments", "execute_s
 
 
 class EmulatedBackend:
-    """Satisfies `kda_core.backend.Backend` for CPU tensors, through the methods of a backend for a GPU.
+    """Satisfies `kda_core.backend.Backend` for CPU tensors, by emulating the kernels of a GPU backend.
 
-    Its kernels may access the tensors of a call and no more. Outputs and workspace count as written: kernels read in
-    workspaces what earlier calls left. It has those of the methods `OPTIONAL` that the backend has.
+    The kernels may access only the tensors of a call. Outputs and workspace count as initialised, because kernels read the data
+    that earlier calls left in a workspace. The optional methods (`OPTIONAL`) are those that the GPU backend has.
     """
 
     emulated = True
@@ -50,7 +50,7 @@ class EmulatedBackend:
         return self._emulate(self.backend.chunk_fwd, inputs, outputs)
 
     def _emulate(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """A call of a method of the backend, its launches emulated."""
+        """Calls a method of the backend with its launches emulated."""
         import ptx_emulator
 
         parts = [vars(x).values() if isinstance(x, KdaInputs | KdaOutputs) else (x,) for x in arguments]
@@ -64,16 +64,17 @@ class EmulatedBackend:
 
 @contextmanager
 def emulated(name: str, arch: str, **options: Any) -> Iterator[None]:
-    """Within the block, calls with CPU tensors that name a backend are served by it, its kernels emulated; calls that
-    name none are not.
+    """Within the block, the GPU backend ``name`` serves calls with CPU tensors that name it; ptx-emulator executes its kernels.
+    Calls that name no backend do not use it.
 
     Args:
-        name: an installed backend, for a GPU that need not be here; its kernels come from `kda_cute.get_kernel`.
-        arch: what its kernels are compiled for, "sm_90a" for one.
-        options: of `ptx_emulator.device`, such as ``seed``.
+        name: an installed backend whose kernels come from `kda_cute.get_kernel`. Its GPU need not be present.
+        arch: the architecture for which its kernels are compiled, such as "sm_90a".
+        options: options of `ptx_emulator.device`, such as ``seed``.
 
     Raises:
-        BackendNotFoundError, BackendUnavailableError: it is not installed, or cannot be loaded.
+        BackendNotFoundError: the backend is not installed.
+        BackendUnavailableError: the backend cannot be loaded.
     """
     spec = REGISTRY.find(name).spec
     stand_in = EmulatedBackend(REGISTRY.load(spec), arch, options)

@@ -1,13 +1,21 @@
-"""Stage 3, columns: blocks of L and Aqk below the diagonal, and Kg."""
+"""Stage 3, columns: blocks of L and Aqk below the diagonal, and Kg.
+
+Stage 2 left the columns of block b at the anchor of block b + 1: k_j 2^(A_{b+1} - G_j). So the columns of the last block are Kg
+already, but for beta. The warp of block b works through the later blocks i:
+
+    L_ib   = (rows of i: k 2^(G - A_i))         @ (beta columns at A_i)^T     to shared memory, for stage 4
+    Aqk_ib = (rows of i: scale q 2^(G - A_i))   @ (beta columns at A_i)^T     to the record
+    columns *= 2^hop_i                                                        now at A_{i+1}, at last at G_end: Kg
+"""
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int64, cute
 
 from kda_cute.device import ptx
-from kda_cute.device.intra_chunk.blocks import Image, pack, split, store_parts
+from kda_cute.device.intra_chunk.blocks import Image, fragment, fragment_in_parts, pack, store_parts
 from kda_cute.device.intra_chunk.memory import (
     BLOCK_BYTES,
-    GROUP_BYTES,
+    SLICE_BYTES,
     TILE,
     Layout,
     Place,
@@ -19,51 +27,53 @@ from kda_cute.records import BLOCK
 
 
 class Columns:
-    """Stage 3 of a group: one warp for each block, whose rows are now columns."""
+    """Stage 3 of a group: one warp for each block, whose rows are now columns of L and Aqk."""
 
     def __init__(self, layout: Layout):
         self.layout, self.blocks, self.image = layout, layout.blocks, Image(layout)
 
     @cute.jit
-    def compute(self, thread: Int32, block: Int32, base: Int32, kg_image: Int64, aqk_image: Int64):
-        """Multiplies the columns with the rows of each later block, and hops past that block's rows to the next anchor. At
-        the end of the chunk the columns are Kg."""
-        p = Place(self.layout, thread, block, base)
-        columns = cute.make_rmem_tensor((64,), Float32)  # [4 groups m][2 rows][8 channels]
-        first = p.beta + (block * BLOCK + p.row) * 4
+    def compute(self, p: Place, kg_image: Int64, aqk_image: Int64):
+        """Computes the blocks of L and Aqk in the warp's column of blocks, and Kg. Blocks of Aqk above the diagonal become 0."""
+        columns = cute.make_rmem_tensor((64,), Float32)  # [4 slices m][2 halves][2 steps][4 channels]
+        first = p.beta + (p.block * BLOCK + p.row) * 4
         beta = [ptx.load_shared(first + 32 * half, Float32) for half in range(2)]
         for m in cutlass.range_constexpr(4):
             for half in cutlass.range_constexpr(2):
-                for i, region in enumerate((p.k, p.q)):
-                    place = fragment_address(region, block, p.lane, half, m)
-                    for j, x in enumerate(ptx.load_shared_x4(place, Float32)):
-                        columns[16 * m + 8 * half + 4 * i + j] = x * beta[half]
-        for step in cutlass.range_constexpr(1, self.blocks):
-            if block + step < self.blocks:
-                self.multiply_block(p, columns, block + step, aqk_image)
+                for step, region in enumerate((p.k, p.q)):
+                    address = fragment_address(region, p.block, p.lane, half, m)
+                    for c, x in enumerate(ptx.load_shared_x4(address, Float32)):
+                        columns[16 * m + 8 * half + 4 * step + c] = x * beta[half]
+        for distance in cutlass.range_constexpr(1, self.blocks):
+            if p.block + distance < self.blocks:
+                self.multiply_block(p, columns, p.block + distance, aqk_image)
         rows = RowImage(self.layout, p, kg_image)
         for m in cutlass.range_constexpr(4):
             for half in cutlass.range_constexpr(2):
-                group = pack([columns[16 * m + 8 * half + c] for c in range(8)])
-                ptx.store_global_x4(rows.address(m, half), group, keep=True)
-        for i in cutlass.range(block, unroll=1):
-            self.image.clear(aqk_image, i, block, p.lane)
+                kg = pack([columns[16 * m + 8 * half + c] for c in range(8)])
+                ptx.store_global_x4(rows.address(m, half), kg, keep=True)
+        for i in cutlass.range(p.block, unroll=1):
+            self.image.clear(aqk_image, i, p.block, p.lane)
 
     def multiply_block(self, p: Place, columns, target, aqk_image):
-        """Computes block (``target``, the warp's block): L, in two bf16 parts, to shared memory for stage 4, Aqk to its
-        image. Then the columns hop past the rows of ``target``."""
+        """Computes block (``target``, the warp's block) of L and Aqk, and moves the columns by the hop of ``target``.
+
+        A B fragment has one row of the columns for each quad, so that the thread's row ``half`` belongs to tile ``half`` of
+        the product.
+        """
         l_acc, a_acc = ([[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2))
         for m in range(4):
-            place = p.exponents + target * BLOCK_BYTES + m * GROUP_BYTES + p.lane * 16
-            for s in range(2):
-                rows = [ptx.ldmatrix_x4(place + s * 512 + kind * TILE) for kind in range(2)]
+            start = p.exponents + target * BLOCK_BYTES + m * SLICE_BYTES + p.lane * 16
+            for step in range(2):
+                # The fragments that the warp of `target` stored in stage 2, with the same addresses.
+                k_row, q_row = (ptx.ldmatrix_x4(start + step * 512 + kind * TILE) for kind in range(2))
                 for half in range(2):
-                    b = pack([columns[16 * m + 8 * half + 4 * s + i] for i in range(4)])
-                    l_acc[half] = ptx.mma_m16n8k16(rows[0], b, l_acc[half])
-                    a_acc[half] = ptx.mma_m16n8k16(rows[1], b, a_acc[half])
-            hop = load_channels(p.hop_scale, target, m, p.quad)
+                    b = pack([columns[16 * m + 8 * half + 4 * step + c] for c in range(4)])
+                    l_acc[half] = ptx.mma_m16n8k16(k_row, b, l_acc[half])
+                    a_acc[half] = ptx.mma_m16n8k16(q_row, b, a_acc[half])
+            hop = load_channels(p.hop_scale, target, m, p.quad_lane)
             for half in range(2):
                 for c in range(8):
                     columns[16 * m + 8 * half + c] = columns[16 * m + 8 * half + c] * hop[c]
-        self.image.store(aqk_image, pack(a_acc[0] + a_acc[1]), target, p.block, p.lane, p.base)
-        store_parts(self.layout.l_block(p.base, target, p.block) + p.lane * 16, split(l_acc))
+        self.image.store(aqk_image, fragment(a_acc), target, p.block, p.lane, p.base)
+        store_parts(self.layout.l_block(p.base, target, p.block) + p.lane * 16, fragment_in_parts(l_acc))

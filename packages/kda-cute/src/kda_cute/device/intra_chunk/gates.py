@@ -20,9 +20,10 @@ def sigmoid(x: Float32) -> Float32:
 def scaled_softplus2(x: Float32, bias: Float32, scale: Float32) -> Float32:
     """Returns ``scale`` times softplus(x + bias) in base 2, at most 1. The relative error is about 2^-16.
 
-    With y = (x + bias) log2(e), softplus in base 2 is max(y, 0) + log2(1 + t), t = 2^-|y| in (0, 1]. log2(1 + t) / t is a
-    minimax polynomial (relative error 2^-16.9): the logarithm of a sum near 1 would lose the small gates of channels that
-    hardly decay. Saturation gives max(y, 0) and the upper limit without further instructions.
+    With y = (x + bias) log2(e), softplus in base 2 is max(y, 0) + log2(1 + t), t = 2^-|y| in (0, 1]. ln(1 + t) / t is a
+    minimax polynomial (relative error 2^-16.9), and log2(e) in each coefficient makes it log2: the logarithm of a sum near
+    1 would lose the small gates of channels that hardly decay. Saturation gives max(y, 0) and the upper limit without
+    further instructions.
     """
     t = ptx.ex2(-ptx.absolute(ptx.fma(x, Float32(LOG2E), bias * Float32(LOG2E))))
     series = scale * Float32(-0.023869155 * LOG2E)
@@ -38,10 +39,24 @@ def gate_rate(a_log: Float32) -> Float32:
 
 
 class Gate:
-    """One head's gate as a product: the log decay of a token is `activate` of its g times `row_unit` of its row.
+    """One head's gate as a product. For a token that exists:
 
-    ``rate``: exp(A_log). ``lower_bound``: of a bounded gate. ``unit`` < 0 is the unit of activated gates: `G_FLOOR` for raw
-    unbounded gates, which then saturate at 1, else the factor that gives a log decay in base 2.
+        log decay in base 2 = activate(g, bias) * log_scale,    activate >= 0 >= log_scale
+
+    `Decay` stores ``log_scale`` for each row, and 0 for rows beyond the sequence, which then do not decay.
+
+    =========== ========= ======================================= ===========
+    gate        unbounded activate                                log_scale
+    =========== ========= ======================================= ===========
+    precomputed no        -g                                      -log2(e)
+    precomputed yes       min(-g, 104)                            -log2(e)
+    bounded     no        sigmoid(rate (g + bias))                lower_bound log2(e)
+    bounded     yes       the same in units of the floor          G_FLOOR
+    softplus    yes       rate softplus2(g + bias), also in these G_FLOOR
+    =========== ========= ======================================= ===========
+
+    In units of the floor, 1 is `G_FLOOR`: the saturation of a multiply-add then clamps the log decay at no cost.
+    ``rate``: exp(A_log). ``lower_bound``: of a bounded gate, in base e.
     """
 
     def __init__(self, config: IntraChunkConfig, rate: Float32, lower_bound: Float32):
@@ -50,15 +65,18 @@ class Gate:
             factor = lower_bound * Float32(LOG2E)
         else:
             factor = -rate if self.gate == "softplus" else Float32(-LOG2E)
-        self.unit = Float32(G_FLOOR) if self.unbounded and self.gate != "precomputed" else factor
-        self.scale = factor * Float32(1.0 / G_FLOOR)  # of an activated gate, in units of the floor
+        in_floors = self.unbounded and self.gate != "precomputed"
+        self.log_scale = Float32(G_FLOOR) if in_floors else factor
+        self.floor_scale = factor * Float32(
+            1.0 / G_FLOOR
+        )  # as `factor`, but the result is in units of the floor
 
     def activate(self, g: Float32, bias: Float32) -> Float32:
-        """Returns the gate of one raw g in its unit; at least 0."""
+        """Returns the gate of one raw g, at least 0; times ``log_scale`` it is the log decay."""
         if self.gate == "precomputed":
             return ptx.minimum(-g, Float32(G_FLOOR / -LOG2E)) if self.unbounded else -g
         if self.gate == "softplus":
-            return scaled_softplus2(g, bias, self.scale)
+            return scaled_softplus2(g, bias, self.floor_scale)
         steepness = self.rate * Float32(-LOG2E)
         gate = ptx.rcp(ptx.ex2(ptx.fma(g, steepness, bias * steepness)) + Float32(1.0))
-        return ptx.fma_saturated(gate, self.scale, Float32(0.0)) if self.unbounded else gate
+        return ptx.fma_saturated(gate, self.floor_scale, Float32(0.0)) if self.unbounded else gate
