@@ -15,7 +15,7 @@ from kda_core.testing import Inputs, error, make_inputs, token_oracle
 if TYPE_CHECKING:
     from kda_cp import Plan
 
-#: Tokens a segment that ``--brute-force`` tries where the lengths of sequences differ.
+#: Tokens per segment that ``--brute-force`` tries where the lengths of sequences differ.
 SEGMENT_TOKENS = (*range(1024, 8192, 512), *range(8192, 16384, 1024), *range(16384, 65536, 4096))
 
 
