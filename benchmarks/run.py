@@ -55,7 +55,7 @@ from benchmarks import cases, records, rows
 from kda_core.testing import Inputs
 
 SCRIPT = "benchmarks/run.py"
-SMALL = cases.Case("B1-T2048-H4", "cpu", 1, 2048, 4, 4)  # takes a CPU seconds
+SMALL = cases.Case("B1-T2048-H4", "cpu", 1, 2048, 4, 4)  # takes seconds on a CPU
 
 
 def main(argv: list[str] | None = None) -> int:
