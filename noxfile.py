@@ -32,10 +32,10 @@ TEST_TOOLS = (
     "nvidia-cuda-nvcc",
 )
 
-DOWNLOADS = "what is not there yet is downloaded now; PyPI's torch for Linux brings CUDA, several gigabytes"
+DOWNLOADS = "missing packages are downloaded now; PyPI's torch for Linux includes CUDA, several gigabytes"
 
-# What `compile` compiles: (module:callable, folder that holds the module where it is no package, architectures).
-# The callable gives (kernel class, configuration) pairs. A package with kernels has a row here.
+# The kernels that `compile` compiles: (module:callable, the folder of the module if no package contains it, architectures).
+# The callable returns (kernel class, configuration) pairs. A package with kernels has a row here.
 KERNELS = (
     ("helpers.demo_kernels:sound", "tests", ("sm_90a", "sm_100a", "sm_103a")),
     ("kda_sm90.variants:kernels", "", ("sm_90a",)),
@@ -46,20 +46,20 @@ nox.needs_version = ">=2025.10.14"
 nox.options.sessions = ["test", "lint", "typecheck"]
 nox.options.reuse_venv = "yes"
 nox.options.download_python = "never"
-nox.options.error_on_missing_interpreters = False  # also where CI is set: `PYTHONS` are those found
+nox.options.error_on_missing_interpreters = False  # also in CI: a machine need not have all of `PYTHONS`
 
 
 # ---- environments
 
 
 def requirements(package: str) -> list[Requirement]:
-    """What `package` requires, as in its pyproject.toml."""
+    """Returns the requirements of `package` in its pyproject.toml."""
     project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
     return [Requirement(text) for text in project["dependencies"]]
 
 
 def constraints(session: nox.Session, pins: dict[str, str | None]) -> Path:
-    """`CONSTRAINTS`, but the versions in `pins`; None frees a distribution."""
+    """Returns a copy of `CONSTRAINTS` with the versions in `pins`; None removes the constraint of a distribution."""
     kept = [line for line in CONSTRAINTS.read_text().splitlines() if line.partition("==")[0] not in pins]
     path = Path(session.create_tmp()) / "constraints.txt"
     own = (f"{name}=={version}" for name, version in pins.items() if version is not None)
@@ -68,7 +68,7 @@ def constraints(session: nox.Session, pins: dict[str, str | None]) -> Path:
 
 
 def lowest(session: nox.Session, *packages: str) -> dict[str, str | None]:
-    """The low ends of the ranges of third-party distributions that `packages` require."""
+    """Returns the low ends of the ranges of third-party distributions that `packages` require."""
     low: dict[str, str | None] = {}
     for requirement in itertools.chain.from_iterable(map(requirements, packages)):
         bound = next(s.version for s in requirement.specifier if s.operator == ">=")
@@ -78,8 +78,10 @@ def lowest(session: nox.Session, *packages: str) -> dict[str, str | None]:
 
 
 def install_all(session: nox.Session, dsl: str = "newest", pins: dict[str, str | None] | None = None) -> None:
-    """All packages of the repository, editable, with the test tools, the DSL of one end of its range, and `pins` in
-    place of constraints."""
+    """Installs all packages of the repository, editable, with the test tools.
+
+    ``dsl``: the end of the range of the CuTe DSL, "lowest" or "newest". ``pins`` replace constraints, as in `constraints`.
+    """
     session.log(DOWNLOADS)
     pins = (lowest(session, "kda-cute") if dsl == "lowest" else {}) | (pins or {})
     editable = [word for package in PACKAGES for word in ("-e", f"packages/{package}")]
@@ -87,7 +89,7 @@ def install_all(session: nox.Session, dsl: str = "newest", pins: dict[str, str |
 
 
 def install_for_this_machine(session: nox.Session) -> None:
-    """The core, and the other packages where there is an NVIDIA GPU to use them."""
+    """Installs kda-core, and the other packages if the machine has an NVIDIA GPU."""
     session.log(DOWNLOADS)
     packages = PACKAGES if Path("/dev/nvidiactl").exists() else PACKAGES[:1]
     editable = [word for package in packages for word in ("-e", f"packages/{package}")]
@@ -95,15 +97,15 @@ def install_for_this_machine(session: nox.Session) -> None:
 
 
 def pytest(session: nox.Session, *default: str) -> None:
-    """Plain pytest; the arguments after ``--`` replace the default ones."""
+    """Runs pytest; the arguments after ``--`` replace the default ones."""
     threads = os.environ.get(
         "OMP_NUM_THREADS", "1"
-    )  # the tests' tensors are small: threads wait for each other
+    )  # the tensors of the tests are small: more threads only wait for each other
     session.run("python", "-m", "pytest", *(session.posargs or default), env={"OMP_NUM_THREADS": threads})
 
 
 def compile_kernels(session: nox.Session, *arches: str) -> None:
-    """Compiles the rows of `KERNELS` for `arches`, or each for all of its own, and prints what ptxas says."""
+    """Compiles the rows of `KERNELS` for `arches`, or each row for all of its architectures, and prints the report of ptxas."""
     rows = [(name, folder, [a for a in own if a in arches or not arches]) for name, folder, own in KERNELS]
     if not any(wanted for _, _, wanted in rows):
         session.error(f"no kernel is made for {' '.join(arches)}")
@@ -115,7 +117,7 @@ def compile_kernels(session: nox.Session, *arches: str) -> None:
 
 
 def matrix(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A session for each Python and for the lowest and the newest DSL that the packages accept."""
+    """Creates a session for each Python and for the lowest and the newest DSL that the packages accept."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         parametrized = nox.parametrize("dsl", ["lowest", "newest"], ids=["lowest", "newest"])(function)
@@ -129,9 +131,9 @@ def matrix(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """Compiles every kernel, as `compile` does, then all tests that this machine can run, under the Python that runs nox; says
-    what it could not run. Without a GPU a process a core, because emulation is all that takes time there. With arguments
-    the tests that they name alone."""
+    """Compiles every kernel, as `compile` does, then runs all tests that this machine can run, under the Python that runs nox, and
+    counts those that it could not run. Without a GPU it runs one process per core, because emulation takes most of the time. With
+    arguments it runs only the tests that they name."""
     install_all(session)
     if not session.posargs:
         compile_kernels(session)
@@ -155,7 +157,7 @@ def test_cute(session: nox.Session, dsl: str) -> None:
 
 @matrix("test-sm90")
 def test_sm90(session: nox.Session, dsl: str) -> None:
-    """kda-sm90: compiles for sm_90a, then the tests, some of them emulated on the CPU; says what wanted a Hopper GPU."""
+    """kda-sm90: compiles for sm_90a, then runs the tests, some of them emulated on the CPU; counts those that need a Hopper GPU."""
     install_all(session, dsl)
     compile_kernels(session, "sm_90a")
     pytest(session, "tests/sm90")
@@ -163,7 +165,7 @@ def test_sm90(session: nox.Session, dsl: str) -> None:
 
 @matrix("test-sm100")
 def test_sm100(session: nox.Session, dsl: str) -> None:
-    """kda-sm100: compiles for sm_100a and sm_103a, then the tests; without a Blackwell GPU says what it could not run."""
+    """kda-sm100: compiles for sm_100a and sm_103a, then runs the tests; counts those that need a Blackwell GPU."""
     install_all(session, dsl)
     compile_kernels(session, "sm_100a", "sm_103a")
     pytest(session, "tests/sm100")
@@ -186,10 +188,10 @@ def test_emulator(session: nox.Session, dsl: str) -> None:
 @nox.session(name="test-torch")
 @nox.parametrize("torch", ["lowest", "newest"], ids=["lowest", "newest"])
 def test_torch(session: nox.Session, torch: str) -> None:
-    """kda-core, kda-cp, and what of ptx-emulator meets torch, with the lowest and the newest torch that they accept, under the
-    Python that runs nox. Where pip is pointed to no CPU build, as by PIP_EXTRA_INDEX_URL, that is gigabytes."""
+    """kda-core, kda-cp, and the parts of ptx-emulator that use torch, with the lowest and the newest torch that they accept, under the
+    Python that runs nox. It downloads gigabytes unless pip finds a CPU build of torch, such as by PIP_EXTRA_INDEX_URL."""
     version = lowest(session, "kda-core", "ptx-emulator")["torch"] if torch == "lowest" else None
-    install_all(session, pins={"torch": version, "setuptools": None})  # torch requires setuptools of its time
+    install_all(session, pins={"torch": version, "setuptools": None})  # torch requires its own setuptools
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
     emulator = (
         f"tests/emulator/test_{name}.py" for name in ("device", "instructions", "tensors", "strictness")
@@ -199,14 +201,14 @@ def test_torch(session: nox.Session, torch: str) -> None:
 
 @nox.session(name="test-packaging")
 def test_packaging(session: nox.Session) -> None:
-    """Wheels: their contents, and how they install in clean environments, from wheels and from a checkout."""
+    """Wheels: their contents, and their installation in clean environments, from wheels and from a checkout."""
     install_all(session)
     pytest(session, "tests/packaging")
 
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Source archives and wheels of all packages into dist/, as a release has them, checked by twine."""
+    """Builds the source archives and wheels of a release into dist/, and checks them with twine."""
     session.install("-c", str(CONSTRAINTS), "build", "hatchling", "twine")
     folder = ROOT / "dist"
     shutil.rmtree(folder, ignore_errors=True)
@@ -218,7 +220,7 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def compile(session: nox.Session) -> None:
-    """Every kernel for each of its architectures, without a GPU; a spill or an advisory of ptxas is a failure."""
+    """Compiles every kernel for each of its architectures, without a GPU; a spill or an advisory of ptxas is a failure."""
     install_all(session)
     compile_kernels(session, *session.posargs)
 
@@ -228,7 +230,7 @@ def compile(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff: rules and formatting. ``python -m nox -s lint -- --fix`` mends what it can."""
+    """ruff: rules and formatting. ``python -m nox -s lint -- --fix`` fixes what it can."""
     session.install("-c", str(CONSTRAINTS), "ruff")
     session.run("ruff", "check", *session.posargs, ".")
     session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]), ".")
@@ -236,7 +238,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typecheck(session: nox.Session) -> None:
-    """mypy over the packages, the example, the benchmarks, the tools and this file, as Python 3.10 sees them."""
+    """mypy over the packages, the example, the benchmarks, the tools and this file, for Python 3.10."""
     session.install("-c", str(CONSTRAINTS), "mypy", "pytest", "nox", "numpy", "-e", "packages/kda-core")
     session.run("mypy", *(session.posargs or SOURCES))
 
@@ -255,13 +257,13 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """The main job, KDA prefill, over a real text: what ran where, how long it took, how exact it was."""
+    """The main job, KDA prefill of a real text: prints the backend, the time and the errors against fp64."""
     install_for_this_machine(session)
     session.run("python", "-m", "kda_core", "demo", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Times prefill on every backend that this machine can run, into benchmarks/results/."""
+    """Measures prefill on every backend that this machine can run, and writes benchmarks/results/."""
     install_for_this_machine(session)
     session.run("python", "benchmarks/run.py", *session.posargs)

@@ -8,9 +8,9 @@ This script registers a backend `nothing`, which launches no kernel. Its time is
 of o and of a workspace.
 
 Each figure is a median over rounds: the time of all calls of a round, divided by their number, in microseconds. The GPU is
-idle when a round begins. Columns alternate, so that a slow phase of the host affects all of them. If the kernels of a case
+idle when a round starts. Columns alternate, so that a slow phase of the host affects all of them. If the kernels of a case
 take longer than the host's work, the queue of the GPU fills up and the figure is the GPU's time. The last row measures first
-calls: each has a new length, so no cache knows its shape.
+calls: each has a new length, so its shape is in no cache.
 
 Rows go to ``benchmarks/results/<gpu>/host.json``: case, T, H, backend, context_parallel, us, run.
 """

@@ -9,8 +9,8 @@ Times are those of the slowest rank. Rows go to ``benchmarks/results/<gpu>/cp_mu
 
   T, H, gates, ranks    what was measured
   fragments             how the sequence is distributed: contiguous or zigzag
-  median_ms             device time from the moment when all devices reach the call; the L2 is flushed and the call already
-                        enqueued, as in a loop of calls; null on CPUs
+  median_ms             device time from the moment when all devices reach the call. The L2 is flushed, and the call is already
+                        enqueued, as in a loop of calls. null on CPUs
   eager_ms              from a barrier of the hosts to the end of the last rank, with the hosts' work
   single_ms, single_eager_ms, single_plan    the best of one GPU: serial, the planner's choice, or a uniform plan of 2 to 64
                         segments

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def arguments(T: int, H: int, beta: float | None, device: torch.device) -> dict[str, Any]:
-    """Returns the arguments of a call with one key a head, g = 0, and `beta`; None stands for sigmoid(N(0,1))."""
+    """Returns the arguments of a call with one key per head, g = 0, and `beta`; None stands for sigmoid(N(0,1))."""
     rng = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

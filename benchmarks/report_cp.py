@@ -53,7 +53,7 @@ def is_wrong(r: Row, serial: Row | None) -> bool:
 
 
 def speedup(r: Row, rows: Rows) -> float | None:
-    """Returns the serial call's device time over this row's; None if the row is wrong or serial was not measured."""
+    """Returns the serial call's device time divided by this row's; None if the row is wrong or serial was not measured."""
     serial = serial_row(r, rows)
     if serial is None or serial["median_ms"] is None or is_wrong(r, serial):
         return None
@@ -89,7 +89,7 @@ def page(data: Data, device: str) -> str:
     lines += _equal_lengths(found)
     columns = {
         "impl": "`+cp`: the planner decides whether to split. `+certified`: its best plan of certified decay.",
-        "segments": "The most segments that a sequence was cut into. 1: the call was not split.",
+        "segments": "Largest number of segments of a sequence. 1: the call was not split.",
         "serial": "Device time in ms of the direct call: median over replays of a CUDA graph, with the L2 flushed before each.",
         "split": "Device time in ms with context parallelism.",
         "predicted": "What the planner's cost model predicts for the column before it, in ms.",
@@ -129,15 +129,19 @@ def _summary(found: list[Row], rows: Rows) -> list[str]:
         lines.append(("speed-up of split calls over serial ones", str(len(gains[True])), mean))
     if gains[False]:
         worst = f"{1 / min(gains[False]):.3f} at most"
-        lines.append(("time of calls that were not split, over direct calls", str(len(gains[False])), worst))
+        lines.append(
+            ("time of calls that were not split, divided by direct calls'", str(len(gains[False])), worst)
+        )
     if forced:
-        lines.append(("time over the best uniform plan", str(len(forced)), f"{max(forced):.3f} at most"))
+        lines.append(
+            ("time divided by the best uniform plan's", str(len(forced)), f"{max(forced):.3f} at most")
+        )
     columns = ("quantity", "cases", "value: geometric mean (range), or worst")
     return table(columns, lines, (columns[0], columns[2]))
 
 
 def _equal_lengths(found: list[Row]) -> list[str]:
-    """Returns the section that compares plans with the best length for the segments of all sequences."""
+    """Returns the section that compares plans with the best plan whose segments all have one length."""
     compared = [r for r in found if r.get("best_fixed_ms")]
     if not compared:
         return []
@@ -145,10 +149,10 @@ def _equal_lengths(found: list[Row]) -> list[str]:
         [r["case"], f"{r['median_ms']:.3f}", f"{r['best_fixed_ms']:.3f}", str(r["best_fixed_tokens"])]
         for r in compared
     )
-    columns = ("case", "planner ms", "best equal length ms", "tokens a segment")
+    columns = ("case", "planner ms", "best equal length ms", "tokens per segment")
     return [
         "", "## Are segments of one length for all sequences faster?", "",
-        "Device time of the planner's choice, and of the best length if all segments of a packed call have the same length:", "",
+        "Device time of the planner's choice, and of the best plan whose segments all have the same length:", "",
         *table(columns, cells, ("case",)),
     ]  # fmt: skip
 
@@ -226,7 +230,7 @@ def multi_gpu_page(data: Data, device: str) -> str:
         lines += ["", f"![{picture.title}; {picture.subtitle}]({device}-{name}.svg)"]
     columns = {
         "device ms": "Device time of the slowest rank, from the moment when all devices reach the call, with the L2 flushed: median.",
-        "eager ms": "From a common start of the hosts to the end of the last rank, with the hosts' work: median.",
+        "eager ms": "Time from a common start of the hosts to the end of the last rank, with the hosts' work: median.",
         "one GPU": "The same on one GPU with its best plan: serial, the planner's choice, or a uniform plan.",
         "speed-up": "one GPU / several GPUs.",
         "difference": "Relative Frobenius norm of the difference of o from one GPU's, the largest over ranks.",

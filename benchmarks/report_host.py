@@ -18,11 +18,12 @@ def page(data: Data, device: str) -> str:
     for name, picture in pictures(data).items():
         lines += ["", f"![{picture.title}; {picture.subtitle}]({device}-{name}.svg)"]
     columns = {
-        "case": "The arguments of the call. \"new shape\": the first call with a length, which no cache knows.",
+        "case": "The arguments of the call. \"new shape\": the first call with a new length, which is in no cache.",
         "a backend": "Microseconds of an asynchronous call: median over rounds, in which the columns alternate.",
         "`nothing`": "A backend that launches no kernel: the time of kda-core alone.",
         "`auto`, `off`": "`context_parallel`. With `auto` kda-core asks the planner. Where `auto` takes several times as long, the"
-        " planner split the call; a backend with native summaries then needs a few launches, any other backend works in torch.",
+        " planner has split the call: a backend that summarises segments then makes a few launches; over any other backend, kda-cp"
+        " executes the split with torch operations.",
         "run": "Number of the run in the list below.",
     }  # fmt: skip
     lines += [

@@ -33,8 +33,8 @@ COMMON = "public"  # the table that was measured with every family
 TABLES = {
     "public": "The shapes of published benchmarks of KDA kernels.",
     "varlen": "Sequences of different lengths, packed along T.",
-    "gva": "Sequences of one length, with more heads of v (HV) than of q and k (H).",
-    "padded": "Calls with `use_graph`: the sequences use a part of the T tokens, the rest is padding. FLA has no such call.",
+    "gva": "Sequences of one length. The heads of v (HV) are a multiple of the heads of q and k (H).",
+    "padded": "Calls with `use_graph`: the sequences use a part of the T tokens, and the rest is padding. FLA has no `use_graph`.",
     "blackwell": "The shapes of published benchmarks of KDA kernels on Blackwell.",
 }
 BANDWIDTH = {"h200": 4.27e12}  # bytes/s of a device-to-device copy, reads plus writes
@@ -50,7 +50,7 @@ def peer_row(r: Row, rows: list[Row]) -> Row | None:
 
 
 def speedup(r: Row, rows: list[Row]) -> float | None:
-    """Returns the peer's device time over this row's; None if the row is wrong or the peer has no row."""
+    """Returns the peer's device time divided by this row's; None if the row is wrong or the peer has no row."""
     peer = peer_row(r, rows)
     if peer is None or any(not r[e] <= ERROR_RATIO * peer[e] for e in ERRORS):
         return None
@@ -81,7 +81,7 @@ def page(data: Data, device: str) -> str:
     own = " and ".join(dict.fromkeys(named(r["impl"], data) for r in compared(rows))) or "the backends"
     lines = [f"# Prefill on {gpu}", "", GENERATED, ""]
     lines += [
-        f"How fast and how exact is prefill with {own} on one {gpu}, compared with {peer_name(data)}?",
+        f"How fast and how accurate is prefill with {own} on one {gpu}, compared with {peer_name(data)}?",
         "",
     ]
     lines += ["## Speed-up over FLA", "", *summary(data)]
@@ -121,7 +121,7 @@ def summary(data: Data) -> list[str]:
         "  highest speed-up; number of shapes.",
         f"- Published shapes are those of table `{COMMON}`. All shapes also include `gva` and `varlen`. An empty cell means that only",
         "  published shapes were measured.",
-        "- Slow gates have the initial `dt_bias` of the public layer. Steep gates decay within a few tokens.",
+        "- Slow gates have the initial `dt_bias` of FLA's layer. Steep gates decay within a few tokens.",
         f"- The errors of these rows are {min(ratios):.2f} to {max(ratios):.2f} times FLA's.",
     ]  # fmt: skip
 
@@ -138,9 +138,9 @@ def _mean(found: list[Row], rows: list[Row]) -> str:
 def _method(data: Data, device: str) -> list[str]:
     columns = {
         "device ms": "Device time: median over replays of a CUDA graph, with the L2 flushed before each.",
-        "x floor": "Device time over the time that a device copy needs to read q, k, v, g and beta and to write o once"
+        "x floor": "Device time divided by the time that a device copy needs to read q, k, v, g and beta and to write o once"
         + (f", at {BANDWIDTH[device] / 1e12:g} TB/s." if device in BANDWIDTH else "."),
-        "vs FLA": f"FLA's device time over this row's. \"wrong\": an error above {ERROR_RATIO} times FLA's.",
+        "vs FLA": f"FLA's device time divided by this row's. \"wrong\": an error above {ERROR_RATIO} times FLA's.",
         "eager ms": "An eager call from its start to the end of its last kernel, with the host's work.",
         "error o, error state": "Largest relative Frobenius error over sequences and heads, against the fp64 token loop.",
         "run": "Number of the run in the list below.",

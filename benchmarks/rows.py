@@ -15,7 +15,7 @@ from kda_core.testing import Inputs, error, make_inputs, token_oracle
 if TYPE_CHECKING:
     from kda_cp import Plan
 
-#: Tokens a segment that ``--brute-force`` tries where the lengths of sequences differ.
+#: Tokens per segment that ``--brute-force`` tries where the lengths of sequences differ.
 SEGMENT_TOKENS = (*range(1024, 8192, 512), *range(8192, 16384, 1024), *range(16384, 65536, 4096))
 
 
@@ -48,7 +48,7 @@ def draw(case: Case, gates: str) -> Inputs:
     family = UNBOUNDED.get(gates, gates)
     lengths = (*case.lengths, case.padding) if case.padding else case.lengths
     x = make_inputs(family, case.T, B=case.B, H=case.H, HV=case.HV, lengths=lengths or None, seed=0)
-    if case.padding:  # the last sequence becomes padding: its tokens stay, its bounds and state go
+    if case.padding:  # the last sequence becomes padding: its tokens stay, its bounds and state are dropped
         per_sequence = {n: x.arguments[n][:-1] for n in ("cu_seqlens", "initial_state") if n in x.arguments}
         x = Inputs(x.arguments | per_sequence, case.lengths)
     return x if family == gates else x.replace(lower_bound=None)

@@ -26,13 +26,14 @@ Fields of a row:
 
 Implementations "<backend>+cp" and "<backend>+certified" also have the plan:
 
-  plan, pieces          the plan, and the most segments that it cuts a sequence into
+  plan, pieces          the plan, and its largest number of segments of a sequence
   predicted_ms, predicted_serial_ms       null without constants of the GPU
 
 With --brute-force, "+cp" also has the best of two families of plans:
 
-  best_uniform_ms, best_uniform_pieces    1 to 64 segments for each sequence
-  best_fixed_ms, best_fixed_tokens        segments of one length for all sequences, where the lengths differ
+  best_uniform_ms, best_uniform_pieces    the same number of segments for every sequence: the time, and the number, 1 to 64
+  best_fixed_ms, best_fixed_tokens        the same length for all segments, where the lengths of sequences differ: the time, and
+                                          the length in tokens
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from benchmarks import cases, records, rows
 from kda_core.testing import Inputs
 
 SCRIPT = "benchmarks/run.py"
-SMALL = cases.Case("B1-T2048-H4", "cpu", 1, 2048, 4, 4)  # takes a CPU seconds
+SMALL = cases.Case("B1-T2048-H4", "cpu", 1, 2048, 4, 4)  # takes seconds on a CPU
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,7 +99,10 @@ def parser() -> argparse.ArgumentParser:
         "--brute-force", action="store_true", help='also time other plans for "+cp", as described above'
     )
     p.add_argument(
-        "--pieces", type=int, default=64, help="most segments of a sequence with --brute-force (default: 64)"
+        "--segments",
+        type=int,
+        default=64,
+        help="most segments of a sequence with --brute-force (default: 64)",
     )
     p.add_argument(
         "--errors-up-to",
@@ -116,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
 
 def options(args: argparse.Namespace) -> rows.Options:
     """Returns the options of measurement that the command line names."""
-    return rows.Options(args.repeats, args.errors_up_to, _parallel(args), args.brute_force, args.pieces)
+    return rows.Options(args.repeats, args.errors_up_to, _parallel(args), args.brute_force, args.segments)
 
 
 def _check(args: argparse.Namespace) -> None:

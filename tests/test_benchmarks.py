@@ -217,7 +217,7 @@ def test_unknown_names_are_refused_with_the_known_ones():
 def test_run_of_context_parallelism_records_plans(tmp_path):
     path = tmp_path / "cp.json"
     script("run.py", "--table", "cp", "--case", "B1-T4096-H4", "--gates", "slow", "--repeats", "1", "--brute-force",
-           "--pieces", "2", "--out", str(path))  # fmt: skip
+           "--segments", "2", "--out", str(path))  # fmt: skip
     serial, split = json.loads(path.read_text())["rows"]
     assert (serial["impl"], split["impl"]) == ("reference", "reference+cp")
     assert split["plan"].startswith("serial") and split["pieces"] == 1 and split["predicted_ms"] is None
@@ -308,8 +308,8 @@ def test_page_of_context_parallelism_summarises_only_correct_rows_of_the_planner
     ]  # fmt: skip
     page = report_cp.page({"runs": [RECORD], "rows": found}, "h200")
     assert "| speed-up of split calls over serial ones | 2 | **4.00x** (2.00 to 8.00) |" in page
-    assert "| time of calls that were not split, over direct calls | 1 | 1.010 at most |" in page
-    assert "| time over the best uniform plan | 1 | 1.042 at most |" in page
+    assert "| time of calls that were not split, divided by direct calls' | 1 | 1.010 at most |" in page
+    assert "| time divided by the best uniform plan's | 1 | 1.042 at most |" in page
     assert "| a | 0.500 | 0.510 | 2048 |" in page
     (certified,) = [line for line in page.splitlines() if "| kda-sm90+certified |" in line]
     assert "| 4.000 |" in certified and "| 0.25x |" in certified, "shown, but in no summary"

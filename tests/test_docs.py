@@ -17,7 +17,9 @@ import torch
 from packaging.requirements import Requirement
 
 from kda_core import BACKEND_ABI, chunk_kda, errors, explain
+from kda_core.backend import BACKEND_GROUP, PLANNER_GROUP
 from kda_core.contract import Feature
+from kda_core.extensions import COMMAND_GROUP, DIAGNOSTIC_GROUP
 from kda_cp import Plan
 
 ROOT = Path(__file__).parents[1]
@@ -220,7 +222,7 @@ def quoted() -> list[str]:
 
 @pytest.fixture(scope="module")
 def texts_of_the_sources() -> str:
-    """Returns all string literals of the packages, one a line, with a NUL for each value that an f-string inserts."""
+    """Returns all string literals of the packages, one per line, with a NUL for each value that an f-string inserts."""
     found = []
     for path in (ROOT / "packages").glob("*/src/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -290,13 +292,28 @@ BACKEND_LIST = [
 
 @pytest.mark.parametrize(("places", "names"), BACKEND_LIST, ids=[places[0] for places, _ in BACKEND_LIST])
 def test_the_list_for_a_backend_names_what_exists(places, names):
-    """A place is a file or a folder; a name stands in one of the row's files, or is a path too."""
+    """A place is a file or a folder. A name is in one of the files of the row, or is a path too."""
     there = [ROOT / place.replace("<arch>", "sm100") for place in places]
     assert all(path.exists() for path in there)
     text = "".join(path.read_text() for path in there if path.is_file())
     for name in names:
         known = any((folder / name).exists() for folder in (ROOT, *there))
         assert known or name.replace("<arch>", "sm100") in text or name.startswith("python -m"), name
+
+
+def test_contributing_names_modules_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = {path for path in re.findall(r"`(kda_\w+/[\w/]+(?:\.py)?)`", text) if "<arch>" not in path}
+    assert len(named) > 15
+    assert not [
+        path for path in named if not any((src / path).exists() for src in ROOT.glob("packages/*/src"))
+    ]
+
+
+def test_the_guide_for_backends_names_every_group_of_entry_points():
+    text = (ROOT / "docs" / "writing-a-backend.md").read_text()
+    groups = {BACKEND_GROUP, PLANNER_GROUP, COMMAND_GROUP, DIAGNOSTIC_GROUP}
+    assert not [group for group in groups if f"| `{group}` |" not in text]
 
 
 def test_the_list_for_a_backend_is_complete():

@@ -22,7 +22,7 @@ SOURCES = {
 CORE = {name: path for name, path in SOURCES.items() if name.partition(".")[0] == "kda_core"}
 
 LAYERS = ("api", "ops", "call", "arguments", "buffers", "validate", "contract", "offsets", "errors")
-"""The way of a call through kda-core: a module imports only modules to its right."""
+"""The modules that a call passes through in kda-core, in order: no module imports one to its left."""
 
 
 def _at_import(nodes):

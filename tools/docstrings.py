@@ -1,4 +1,4 @@
-"""A griffe extension for the API reference: it adapts docstrings to what griffe and Markdown understand."""
+"""A griffe extension for the API reference: it adapts docstrings to the syntax of griffe and Markdown."""
 
 from __future__ import annotations
 

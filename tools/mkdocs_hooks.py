@@ -35,10 +35,10 @@ PAGES = {
     "examples/third-party-backend.md": "examples/third-party-backend/README.md",
     **{f"packages/{path.parent.name}.md": f"packages/{path.parent.name}/README.md" for path in READMES},
 }
-"""Pages of the site by their place in it, with their place in the repository."""
+"""Path in the site -> path in the repository, for pages that are not in ``docs/``."""
 
 HOME = "---\nhide:\n  - navigation\n---\n\n"
-"""Metadata of the first page: without the navigation beside it, which would hold one entry."""
+"""Metadata of the first page. It hides the navigation beside the page, which would have one entry."""
 
 LANGUAGES = {
     ".py": "python",
@@ -60,7 +60,7 @@ slug = slugify(case="lower")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages of the site that do not lie in ``docs/``."""
+    """Adds the pages of the site that are not in ``docs/``."""
     for place, path in PAGES.items():
         head = HOME if place == "index.md" else ""
         files.append(File.generated(config, place, content=head + (ROOT / path).read_text()))
@@ -116,7 +116,7 @@ def _outside_code(text: str) -> list[tuple[bool, str]]:
 
 
 def _target(link: re.Match[str], path: str) -> str | None:
-    """The path in the repository that a link of the document at `path` leads to; None if nothing is there."""
+    """The path in the repository that a link of the document at `path` leads to; None if there is no such file."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link["path"]))
     inside = not target.startswith("..") and (ROOT / target).exists()
     return target if inside and (ROOT / _readme_of(target)).exists() else None

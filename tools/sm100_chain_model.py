@@ -65,7 +65,7 @@ class Loop:
         done: dict[tuple[str, int], float] = {}
         clock, position = dict.fromkeys(self.roles, 0.0), dict.fromkeys(self.roles, 0)
         while True:
-            # Choose the role whose next step can begin first. Of equals, choose the one that has waited longest.
+            # Choose the role whose next step can start first. Of equals, choose the one that has waited longest.
             best: tuple[float, float, str, Step, int] | None = None
             for role, steps in self.roles.items():
                 chunk, index = divmod(position[role], len(steps))

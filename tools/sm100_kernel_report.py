@@ -1,4 +1,4 @@
-"""Reports what the kernels of kda-sm100 need and consist of. Needs no GPU.
+"""Reports the resources and the instructions of the kernels of kda-sm100. Needs no GPU.
 
     python tools/sm100_kernel_report.py [page ...]
 

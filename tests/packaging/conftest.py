@@ -35,7 +35,7 @@ def third_party(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bare_environment(tmp_path: Path, third_party: Path) -> CleanEnvironment:
-    """A clean environment with nothing of this repository in it, and no wheels to install from."""
+    """A clean environment without packages of this repository, and without wheels to install from."""
     (tmp_path / "no-wheels").mkdir()
     return new_environment(tmp_path / "bare", tmp_path / "no-wheels", third_party)
 

@@ -1,4 +1,4 @@
-"""How the packages install, from a checkout and from wheels, alone and together."""
+"""Installation of the packages, from a checkout and from wheels, alone and together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print([c.backend for c in calls])
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the folder `packages` with its siblings, and no other file of the repository."""
+    """Returns a copy of the folder `packages`, and of no other file of the repository."""
     folder = tmp_path / "checkout"
     for name, source in SOURCES.items():
         if source.parent == ROOT / "packages":
@@ -79,7 +79,7 @@ def test_all_folders_install_as_editable_in_one_command(bare_environment, checko
 
 
 def test_a_folder_without_its_siblings_takes_them_from_the_index(bare_environment, checkout, wheels):
-    """The index is the folder of wheels here. A version that only it has shows where pip found the sibling."""
+    """The index is a folder of wheels here. It has a version that no other source has, which shows where pip found the sibling."""
     shutil.rmtree(checkout / "kda-core")
     with_index = replace(bare_environment, wheels=wheels["kda-core"].parent)
     with_index.install(str(checkout / "kda-cp"))

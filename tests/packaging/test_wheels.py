@@ -1,4 +1,4 @@
-"""What the wheels hold, and that they are the same bytes whoever builds them."""
+"""The contents of the wheels, and that all builds give the same bytes."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_times_and_permissions_of_files_do_not_change_the_archives(wheels, name,
 
 @pytest.mark.parametrize("name", FROM_CHECKOUT)
 def test_wheel_built_inside_the_checkout_is_the_same(wheels, name, tmp_path):
-    """The references to sibling folders, which pip gets from a checkout, are in no wheel."""
+    """In a checkout, requirements refer to sibling folders. No wheel contains such a reference."""
     packages = tmp_path / "packages"
     for sibling in FROM_CHECKOUT:
         copy_project(SOURCES[sibling], packages / sibling)
@@ -163,7 +163,7 @@ def test_build_backends_are_equal():
 
 
 def test_folders_of_older_builds_are_in_no_archive(tmp_path):
-    """setuptools, the former build backend, left build/ behind."""
+    """The former build backend, setuptools, did not remove ``build/``."""
     project = Path(shutil.copytree(SOURCES["kda-cp"], tmp_path / "project"))
     stale = project / "build" / "lib" / "kda_cp" / "stale.py"
     stale.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The GitHub workflows run what this repository has."""
+"""The GitHub workflows name sessions and scripts that exist."""
 
 import ast
 import re
