@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs/ptx-emulator.md"
 ARRIVE = r"@first mbarrier\.arrive\.release\.cta[^;]*;"
 
 DEADLOCK, RACE, WRONG = "deadlock", "a race", "a wrong result"
-UNWRITTEN = "a value that comes from what nothing has written"
+UNWRITTEN = "an undefined value is stored to"
 
 GAP = r"(?:\s|//.*)*"  # blanks and comments
 #: A warp barrier and a group barrier that separate stores from the loads of other lanes.

@@ -1,5 +1,10 @@
-"""Asynchronous copies. Their bytes arrive as late as possible, or at a time that the seed decides: what is
-read before something waited for it is not known."""
+"""Asynchronous copies: `cp.async`, `cp.async.bulk`, `cp.reduce.async.bulk`.
+
+Their bytes arrive as late as possible (`cp.async`), or at a time that the seed decides (bulk copies). The destination is
+undefined from the issue to the arrival, so a read without a wait is noticed. Copies of `tensors` are dispatched from here.
+
+Source: PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy".
+"""
 
 from __future__ import annotations
 
@@ -23,8 +28,17 @@ REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 @dataclass
 class Copy:
-    """One `cp.async`, in arrays of 32 lanes: ``left`` have not arrived, ``groups`` are those that they belong
-    to."""
+    """One `cp.async` of a warp. Arrays have an entry for each of the 32 lanes.
+
+    Attributes:
+        size: bytes that are written in shared memory.
+        left: bool, the lanes whose bytes have not arrived.
+        groups: the cp.async group of each lane.
+        targets: addresses in shared memory.
+        sources: addresses in global memory.
+        bytes: bytes that are read; the rest of ``size`` is filled with zeros.
+        clock: the warp's `Clock.now` at the issue.
+    """
 
     size: int
     left: Array
@@ -35,7 +49,7 @@ class Copy:
     clock: int
 
     def land(self, w: Warp, flags: Array) -> None:
-        """The bytes of some lanes arrive."""
+        """Let the bytes of the lanes in ``flags`` (bool[32]) arrive."""
         for lane in np.flatnonzero(self.left & flags).tolist():
             place, count = int(self.targets[lane]), int(self.bytes[lane])
             shared = w.cta.shared
@@ -74,7 +88,7 @@ def _commit(w: Warp, lanes: int) -> None:
 
 
 def _wait(w: Warp, flags: Array, left: int | None) -> None:
-    """All but the last ``left`` groups of some lanes arrive; None: whatever these lanes have asked for."""
+    """Let all but the last ``left`` groups of the lanes in ``flags`` arrive. None: all copies of these lanes."""
     for one in w.copies:
         one.land(w, flags if left is None else flags & (one.groups < w.group - left))
     w.copies = [one for one in w.copies if one.left.any()]
@@ -98,7 +112,7 @@ def _cp_async(d: Decoder, i: Instruction) -> Execute:
     source, source_offset = d.address(i.operands[1], "b64")
     size = d.immediate(i.operands[2])
     if size not in (4, 8, 16) or ("cg" in i.modifiers and size != 16):
-        d.refuse(f"a size of {size} bytes")
+        d.refuse(f"expected a size of 4, 8 or 16 bytes (.cg: 16), got {size}")
     rest = list(i.operands[3:])
     if "L2::cache_hint" in i.modifiers:
         d.source(rest.pop(), "b64")
@@ -112,11 +126,14 @@ def _cp_async(d: Decoder, i: Instruction) -> Execute:
         counts = np.full(32, size, np.int64)
         if given is not None:
             if w.unknown[given] & lanes:
-                w.fail("a size comes from what nothing has written")
+                w.fail(
+                    f"the source size is undefined: it depends on a value that nothing has written "
+                    f"(lanes {w.unknown[given] & lanes:08x})"
+                )
             counts = w.regs[given].astype(np.int64)
             if (counts[index] > size).any():
-                w.fail(f"more than {size} bytes")
-        # Where nothing is read, the address may be anything.
+                w.fail(f"cp.async: expected a source size of at most {size} bytes, got {counts[index].max()}")
+        # A lane that reads 0 bytes may have any address.
         reading = index[counts[index] > 0]
         sources = np.zeros(32, np.int64)
         if len(reading):
@@ -135,10 +152,10 @@ def _cp_async(d: Decoder, i: Instruction) -> Execute:
 
 
 def _arrive(d: Decoder, i: Instruction) -> Execute:
-    """An arrival when the copies so far have arrived, at a time of their own."""
+    """`cp.async.mbarrier.arrive`: an arrival that is triggered when the earlier copies of these lanes have arrived."""
     d.only(i.modifiers, "async", "mbarrier", "arrive", "noinc", "shared", "shared::cta", "b64")
     if "noinc" not in i.modifiers:
-        d.refuse("only .noinc is modelled")
+        d.refuse("only cp.async.mbarrier.arrive.noinc is modelled")
     base, offset = d.address(i.operands[0], "b32")
 
     def arrive(w: Warp, lanes: int) -> None:
@@ -161,7 +178,7 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
     return arrive
 
 
-#: Bulk copies to shared memory whose bytes an mbarrier counts: from where to where.
+#: Destination, source and completion mechanism of the bulk copies whose bytes an mbarrier counts.
 _COUNTED = [
     (*ends, "mbarrier::complete_tx::bytes")
     for ends in (("shared::cluster", "global"), ("shared::cta", "global"), ("shared::cluster", "shared::cta"))
@@ -169,8 +186,10 @@ _COUNTED = [
 
 
 def _bulk(d: Decoder, i: Instruction) -> Execute:
-    """To shared memory, from global memory or that of this CTA, with bytes counted by an mbarrier; the rest is in
-    `tensors`."""
+    """`cp.async.bulk`: copies to shared memory, from global memory or this CTA's shared memory. An mbarrier counts the bytes.
+
+    The other forms are in `tensors`.
+    """
     if i.modifiers[2] == "commit_group":
         return tensors.commit
     if i.modifiers[2] == "wait_group":
@@ -195,7 +214,10 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
 
     def start(w: Warp, lanes: int) -> None:
         if w.unknown[size] & lanes:
-            w.fail("a size comes from what nothing has written")
+            w.fail(
+                f"the size is undefined: it depends on a value that nothing has written "
+                f"(lanes {w.unknown[size] & lanes:08x})"
+            )
         columns: list[Any] = [
             addresses(w, to, to_offset, lanes), addresses(w, source, source_offset, lanes),
             w.regs[size][INDICES[lanes]], addresses(w, base, offset, lanes),
@@ -212,9 +234,18 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
 
 
 def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int, between: bool) -> None:
-    """``between``: CTAs; otherwise from global memory."""
+    """Start one bulk copy to shared memory.
+
+    Args:
+        place, barrier_place: addresses of the destination and of the mbarrier in shared memory of the cluster.
+        origin: address of the source.
+        count: bytes.
+        between: the source is this CTA's shared memory; otherwise global memory.
+    """
     if count % 16 or place % 16 or origin % 16:
-        w.fail(f"bulk copy of {count} bytes from {origin:#x} to {place:#x}: all are multiples of 16")
+        w.fail(
+            f"bulk copy of {count} bytes from {origin:#x} to {place:#x}: size and addresses must be multiples of 16"
+        )
     (cta, place), pc, clock = home(w, place), w.pc, w.clock.now
     barrier, shared = mbarrier_at(w, barrier_place), cta.shared
     if home(w, barrier_place)[0] is not cta:
@@ -223,7 +254,9 @@ def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int
         region = w.cta.shared if between else w.machine.memory.at(origin, origin + count, w.fail)
         for what, start in [(shared, place)] + [(region, origin)] * between:
             if start < what.low or start + count > what.high:
-                w.fail(f"bulk copy: shared memory out of bounds: {start:#x} and {count} bytes")
+                w.fail(
+                    f"bulk copy: shared memory out of bounds: {count} bytes at {start:#x}, {what.low:#x} to {what.high:#x} exists"
+                )
         words = np.arange(0, count, 4)
         here = (origin - region.base + words) >> 2
         if between:
@@ -255,17 +288,17 @@ def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int
 
 
 def _reduce(d: Decoder, i: Instruction) -> Execute:
-    """`cp.reduce.async.bulk`, of boxes and of bytes in global memory."""
+    """`cp.reduce.async.bulk` and `cp.reduce.async.bulk.tensor`, from shared to global memory."""
     rest = [m for m in i.modifiers if m not in ("L2::cache_hint", "noftz", "tile")]
     if rest[:3] != ["reduce", "async", "bulk"]:
-        d.refuse("this reduction is not modelled")
+        d.refuse("this bulk reduction is not modelled")
     if rest[3] == "tensor":
         operation = next((m for m in rest if m in REDUCTIONS), None)
         if operation is None:
-            d.refuse("this reduction is not modelled")
+            d.refuse("this bulk reduction is not modelled")
         return tensors.tensor_copy(d, i, operation)
     if rest[3:6] != ["global", "shared::cta", "bulk_group"] or len(rest) != 8 or rest[6] not in REDUCTIONS:
-        d.refuse("this reduction is not modelled")
+        d.refuse("this bulk reduction is not modelled")
     if (rest[7] in ("f16", "bf16") and rest[6] == "add") != ("noftz" in i.modifiers):
-        d.refuse(".noftz belongs to sums of f16 and bf16")
+        d.refuse(".noftz is required for .add of .f16 and .bf16, and not allowed otherwise")
     return tensors.bulk_store(d, i, rest[6], rest[7])
