@@ -119,7 +119,9 @@ def finder(w: Warp, space: str) -> Callable[[int, int, Fail], Region]:
     def at(place: int, end: int, fail: Fail) -> Region:
         region = w.cta.window(place >> CTA_BITS, fail)
         if place < region.low or end > region.high:
-            fail(f"{space} memory out of bounds: {place:#x} to {end:#x}")
+            fail(
+                f"{space} memory out of bounds: {place:#x} to {end:#x} is accessed, {region.low:#x} to {region.high:#x} exists"
+            )
         return region
 
     return at
@@ -235,7 +237,8 @@ def scatter(
         missing = None if unknown is None else unknown[part]
         if missing is not None and not region.scratch and missing.any():
             w.fail(
-                f"an undefined value is stored to {region.name}: it depends on a value that nothing has written"
+                f"an undefined value is stored to {region.name}: it depends on a value that nothing has written "
+                f"({np.count_nonzero(missing.any(1))} of the warp's {len(missing)} accesses here)"
             )
         if region.shadow is not None and lanes is not None:
             who = lanes[part] if isinstance(lanes, np.ndarray) else lanes
@@ -519,7 +522,7 @@ def _st_async(d: Decoder, i: Instruction) -> Execute:
     kind, count = i.modifiers[-1], _count(d, i)
     d.only(i.modifiers[1:-1], "weak", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4")
     if "shared::cluster" not in i.modifiers or "mbarrier::complete_tx::bytes" not in i.modifiers:
-        d.refuse("this form is not modelled")
+        d.refuse("this form of st.async is not modelled")
     if SIZES.get(kind) not in (4, 8) or (count == 4 and SIZES[kind] == 8):
         d.refuse(f".{kind} is not modelled")
     return _arriving(d, i, kind, count, None)
@@ -531,7 +534,7 @@ def _red_async(d: Decoder, i: Instruction) -> Execute:
     d.only(i.modifiers[1:-2], "relaxed", "cluster", "shared::cluster", "mbarrier::complete_tx::bytes")
     combine = combiner(operation, kind) if kind in ("u32", "s32", "b32", "u64") else None
     if "shared::cluster" not in i.modifiers or combine is None or operation == "exch":
-        d.refuse("this form is not modelled")
+        d.refuse("this form of red.async is not modelled")
     return _arriving(d, i, kind, 1, combine)
 
 
@@ -554,7 +557,7 @@ def _arriving(d: Decoder, i: Instruction, kind: str, count: int, combine: Combin
         told = [mbarrier_at(w, place) for place in barriers]
         pc, clock = w.pc, w.clock.now
         if any(home(w, a)[0] is not home(w, b)[0] for a, b in zip(places.tolist(), barriers)):
-            w.fail("the mbarrier is not in the CTA whose shared memory is written")
+            w.fail(f"{i.opcode}.async: the mbarrier is not in the CTA whose shared memory is written")
         for place in places.tolist():  # the destination is undefined until the words arrive
             cta, local = home(w, place)
             region = region_of(w, "shared::cluster", np.array([place]), size * count)

@@ -23,7 +23,7 @@ from ptx_emulator.lanes import BOOLS, FULL
 from ptx_emulator.memory import CTA_BITS, GlobalMemory, Region, local_region, shared_region
 from ptx_emulator.races import Clock, Shadow
 
-POLLS = 256  # polls of a fragment without a change of memory, after which it counts as waiting for ever
+POLLS = 256  # polls of a fragment without a change of memory, after which it counts as waiting forever
 QUANTUM = 400  # most instructions of one turn of a warp
 ENDLESS = (
     5_000_000  # instructions without a change visible to other warps, after which the launch is a deadlock
