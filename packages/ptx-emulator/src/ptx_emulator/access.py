@@ -16,7 +16,7 @@ from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
 from ptx_emulator.machine import POLL, Cta, Mbarrier, Warp
 from ptx_emulator.memory import CTA_BITS, LOCAL_WINDOW, SHARED_WINDOW, UNSIGNED, WINDOW_BITS, Fail, Region
 from ptx_emulator.parser import SIZES, Instruction, Vector
-from ptx_emulator.races import SEVERAL, issued
+from ptx_emulator.races import SEVERAL, issue_snapshot
 
 SPACES = ("global", "shared", "shared::cta", "param", "local", "const", "shared::cluster")
 #: Cache hints and scopes. They change no result: scopes are taken as wide enough.
@@ -295,14 +295,14 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
     if len(targets) != count:
         d.refuse(f"expected {count} destinations, got {len(targets)}")
     elements = i.operands[0].elements if isinstance(i.operands[0], Vector) else i.operands[:1]
-    rooms = [SIZES[getattr(x, "type", kind)] for x in elements]
+    widths = [SIZES[getattr(x, "type", kind)] for x in elements]
     base, offset = (d.parameter(i.operands[1]) if space == "param" else None) or d.address(
         i.operands[1], "b32"
     )
     dtype = DTYPES.get(kind, UNSIGNED[size])
     wide = [
-        None if room == size else (np.dtype(f"{np.dtype(dtype).kind}{room}"), UNSIGNED[room])
-        for room in rooms
+        None if width == size else (np.dtype(f"{np.dtype(dtype).kind}{width}"), UNSIGNED[width])
+        for width in widths
     ]
 
     def load(w: Warp, lanes: int) -> Any:
@@ -374,12 +374,12 @@ def _words(w: Warp, space: str, places: Array) -> list[tuple[int, int]]:
         if space == "global" or (space == "generic" and window == 0):
             found.append((-1, place))
         elif space.startswith("shared") or window == SHARED_WINDOW:
-            cta, local = home(w, place)
+            cta, local = cta_at(w, place)
             found.append((cta.number, local))
     return found
 
 
-def home(w: Warp, place: int) -> tuple[Cta, int]:
+def cta_at(w: Warp, place: int) -> tuple[Cta, int]:
     """Return the CTA whose shared memory an address (generic or not) points to, and the address within that CTA."""
     place &= (1 << WINDOW_BITS) - 1
     rank = place >> CTA_BITS
@@ -388,7 +388,7 @@ def home(w: Warp, place: int) -> tuple[Cta, int]:
 
 def mbarrier_at(w: Warp, place: int) -> Mbarrier:
     """Return the mbarrier at an address of shared memory, of this CTA or another one of the cluster."""
-    cta, place = home(w, place)
+    cta, place = cta_at(w, place)
     found = cta.mbarriers.get(place)
     if found is None:
         w.fail(
@@ -554,23 +554,23 @@ def _arriving(d: Decoder, i: Instruction, kind: str, count: int, combine: Combin
                 "an undefined value is stored to shared memory of the cluster: it depends on a value that nothing has written"
             )
         values = np.stack([w.regs[s][INDICES[lanes]] for s in sources], 1)
-        told = [mbarrier_at(w, place) for place in barriers]
+        mbarriers = [mbarrier_at(w, place) for place in barriers]
         pc, clock = w.pc, w.clock.now
-        if any(home(w, a)[0] is not home(w, b)[0] for a, b in zip(places.tolist(), barriers)):
+        if any(cta_at(w, a)[0] is not cta_at(w, b)[0] for a, b in zip(places.tolist(), barriers)):
             w.fail(f"{i.opcode}.async: the mbarrier is not in the CTA whose shared memory is written")
         for place in places.tolist():  # the destination is undefined until the words arrive
-            cta, local = home(w, place)
+            cta, local = cta_at(w, place)
             region = region_of(w, "shared::cluster", np.array([place]), size * count)
             assert region is not None
             if combine is None:
-                cta.shared.forget()[local - cta.shared.base : local - cta.shared.base + size * count] = 0
+                cta.shared.track()[local - cta.shared.base : local - cta.shared.base + size * count] = 0
                 if cta.shared.shadow is not None:
                     cta.shared.shadow.store(w, *touched(cta.shared, np.array([local]), size * count, SEVERAL))
 
-        def land() -> None:
+        def complete() -> None:
             w.pc = pc
-            for place, value, barrier in zip(places.tolist(), values, told):
-                cta, local = home(w, place)
+            for place, value, barrier in zip(places.tolist(), values, mbarriers):
+                cta, local = cta_at(w, place)
                 at, bits = np.array([local]), value[None]
                 if combine is not None:
                     before, unknown = cta.shared.load(at, size, count)
@@ -578,9 +578,9 @@ def _arriving(d: Decoder, i: Instruction, kind: str, count: int, combine: Combin
                         w.fail(f"red.async updates undefined memory at {place:#x}: nothing has written it")
                     bits = combine(before, bits)
                 cta.shared.store(at, size, count, bits, None)
-                barrier.release(issued(w, clock))
+                barrier.release(issue_snapshot(w, clock))
                 barrier.count_bytes(size * count, w.fail)
 
-        w.machine.pending.append(land)
+        w.machine.pending.append(complete)
 
     return start

@@ -584,7 +584,7 @@ def _cvt(d: Decoder, i: Instruction) -> Execute:
         return _cvt_narrow(d, i)
     *rest, result, kind = i.modifiers
     to, source = d.destination(i.operands[0], result, wider=True), d.source(i.operands[1], kind, wider=True)
-    size, room = SIZES[kind], d.size_of(i.operands[0])
+    size, width = SIZES[kind], d.size_of(i.operands[0])
     d.only(rest, "rn", "rni", "rzi", "rmi", "rpi", "ftz", "sat")
     integer = result[0] in "us" and kind[0] in "us"
     if "sat" in rest and not integer:
@@ -623,13 +623,13 @@ def _cvt(d: Decoder, i: Instruction) -> Execute:
         d.refuse(f"cvt of .{kind} to .{result} is not modelled")
     view = DTYPES.get(kind, np.uint16)
     narrow = UNSIGNED[size]
-    extended = DTYPES[f"{'s' if result[0] == 's' else 'u'}{8 * room}"]
+    extended = DTYPES[f"{'s' if result[0] == 's' else 'u'}{8 * width}"]
 
     def converted(w: Warp, lanes: int) -> None:
         found = convert(w.regs[source].astype(narrow).view(view))
-        if found.dtype.itemsize < room:
+        if found.dtype.itemsize < width:
             found = found.astype(extended)
-        w.put(to, found.view(UNSIGNED[room]), w.unknown[source], lanes)
+        w.put(to, found.view(UNSIGNED[width]), w.unknown[source], lanes)
 
     return converted
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from ptx_emulator import tensors
-from ptx_emulator.access import addresses, home, mbarrier_at, region_of, touched
+from ptx_emulator.access import addresses, cta_at, mbarrier_at, region_of, touched
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, INDICES, Array
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import copy
 from ptx_emulator.parser import Instruction
-from ptx_emulator.races import SEVERAL, issued
+from ptx_emulator.races import SEVERAL, issue_snapshot
 from ptx_emulator.synchronize import check_proxy
 
 REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
@@ -48,7 +48,7 @@ class Copy:
     bytes: Array
     clock: int
 
-    def land(self, w: Warp, flags: Array) -> None:
+    def complete(self, w: Warp, flags: Array) -> None:
         """Let the bytes of the lanes in ``flags`` (bool[32]) arrive."""
         for lane in np.flatnonzero(self.left & flags).tolist():
             place, count = int(self.targets[lane]), int(self.bytes[lane])
@@ -58,7 +58,7 @@ class Copy:
                 copy(w.machine.memory.at(source, source + count, w.fail), source, shared, place, count)
             start = place - shared.base
             shared.data[start + count : start + self.size] = 0
-            shared.forget()[start + count : start + self.size] = 255
+            shared.track()[start + count : start + self.size] = 255
             w.machine.clock += 1
             shared.stamp(self.targets[lane : lane + 1], w.machine.clock, w.cta.number)
         self.left = self.left & ~flags
@@ -90,7 +90,7 @@ def _commit(w: Warp, lanes: int) -> None:
 def _wait(w: Warp, flags: Array, left: int | None) -> None:
     """Let all but the last ``left`` groups of the lanes in ``flags`` arrive. None: all copies of these lanes."""
     for one in w.copies:
-        one.land(w, flags if left is None else flags & (one.groups < w.group - left))
+        one.complete(w, flags if left is None else flags & (one.groups < w.group - left))
     w.copies = [one for one in w.copies if one.left.any()]
 
 
@@ -142,7 +142,7 @@ def _cp_async(d: Decoder, i: Instruction) -> Execute:
             region_of(w, "global", sources[reading], size)
         targets = np.zeros(32, np.int64)
         targets[index] = places
-        shared.forget()
+        shared.track()
         shared.known_view(4, size // 4)[(places - shared.base) // size] = 0
         if shared.shadow is not None:
             shared.shadow.store(w, *touched(shared, places, size, index))
@@ -162,18 +162,18 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
         barriers = [mbarrier_at(w, place) for place in addresses(w, base, offset, lanes).tolist()]
         copies, flags, pc = list(w.copies), BOOLS[lanes], w.pc
 
-        def land() -> None:
+        def complete() -> None:
             w.pc = pc
             for one in copies:
-                one.land(w, flags)
+                one.complete(w, flags)
             w.copies = [one for one in w.copies if one.left.any()]
             for barrier in barriers:
                 barrier.asynchronous = True
                 for one in copies:
-                    barrier.release(issued(w, one.clock))
+                    barrier.release(issue_snapshot(w, one.clock))
                 barrier.arrive(1, w.fail)
 
-        w.machine.pending.append(land)
+        w.machine.pending.append(complete)
 
     return arrive
 
@@ -202,9 +202,9 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
         return tensors.bulk_store(d, i)
     if shape not in _COUNTED or (multicast and shape[:2] != ("shared::cluster", "global")):
         d.refuse("this bulk copy is not modelled")
-    between = shape[1] == "shared::cta"
+    from_shared = shape[1] == "shared::cta"
     to, to_offset = d.address(i.operands[0], "b32")
-    source, source_offset = d.address(i.operands[1], "b32" if between else "b64")
+    source, source_offset = d.address(i.operands[1], "b32" if from_shared else "b64")
     size = d.source(i.operands[2], "u32")
     base, offset = d.address(i.operands[3], "b32")
     rest = list(i.operands[4:])
@@ -225,53 +225,55 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
         for lane, place, origin, count, barrier in zip(
             INDICES[lanes].tolist(), *(c.tolist() for c in columns)
         ):
-            for target, told in (
-                [(place, barrier)] if mask is None else tensors.ends(w, mask, lane, place, barrier)
+            for target, mbarrier in (
+                [(place, barrier)]
+                if mask is None
+                else tensors.multicast_places(w, mask, lane, place, barrier)
             ):
-                _start_bulk(w, target, origin, count, told, between)
+                _start_bulk(w, target, origin, count, mbarrier, from_shared)
 
     return start
 
 
-def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int, between: bool) -> None:
+def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int, from_shared: bool) -> None:
     """Start one bulk copy to shared memory.
 
     Args:
         place, barrier_place: addresses of the destination and of the mbarrier in shared memory of the cluster.
         origin: address of the source.
         count: bytes.
-        between: the source is this CTA's shared memory; otherwise global memory.
+        from_shared: the source is this CTA's shared memory; otherwise global memory.
     """
     if count % 16 or place % 16 or origin % 16:
         w.fail(
             f"bulk copy of {count} bytes from {origin:#x} to {place:#x}: size and addresses must be multiples of 16"
         )
-    (cta, place), pc, clock = home(w, place), w.pc, w.clock.now
+    (cta, place), pc, clock = cta_at(w, place), w.pc, w.clock.now
     barrier, shared = mbarrier_at(w, barrier_place), cta.shared
-    if home(w, barrier_place)[0] is not cta:
+    if cta_at(w, barrier_place)[0] is not cta:
         w.fail("bulk copy: the mbarrier is not in the CTA whose shared memory is written")
     if count:
-        region = w.cta.shared if between else w.machine.memory.at(origin, origin + count, w.fail)
-        for what, start in [(shared, place)] + [(region, origin)] * between:
+        region = w.cta.shared if from_shared else w.machine.memory.at(origin, origin + count, w.fail)
+        for what, start in [(shared, place)] + [(region, origin)] * from_shared:
             if start < what.low or start + count > what.high:
                 w.fail(
                     f"bulk copy: shared memory out of bounds: {count} bytes at {start:#x}, {what.low:#x} to {what.high:#x} exists"
                 )
         words = np.arange(0, count, 4)
         here = (origin - region.base + words) >> 2
-        if between:
+        if from_shared:
             check_proxy(w, "shared", region, here >> 2)
         if region.shadow is not None:
             region.shadow.observe(w, here)
-        sent = region.load(origin + words, 4, 1)[0] if between else None
-        shared.forget()[place - shared.base : place - shared.base + count] = 0
+        sent = region.load(origin + words, 4, 1)[0] if from_shared else None
+        shared.track()[place - shared.base : place - shared.base + count] = 0
         if shared.shadow is not None:
             shared.shadow.store(w, (place - shared.base + words) >> 2, SEVERAL)
 
-    def land() -> None:
+    def complete() -> None:
         w.pc = pc
         if count:
-            if not between:
+            if not from_shared:
                 check_proxy(
                     w,
                     "global",
@@ -281,10 +283,10 @@ def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int
             elif (region.load(origin + words, 4, 1)[0] != sent).any():
                 w.fail("shared memory was overwritten before a bulk copy had read it")
             copy(region, origin, shared, place, count)
-        barrier.release(issued(w, clock))
+        barrier.release(issue_snapshot(w, clock))
         barrier.count_bytes(count, w.fail)
 
-    w.machine.pending.append(land)
+    w.machine.pending.append(complete)
 
 
 def _reduce(d: Decoder, i: Instruction) -> Execute:

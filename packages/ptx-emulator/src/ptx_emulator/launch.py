@@ -102,9 +102,9 @@ def run(
             f"cluster: up to 16 CTAs with extents that divide those of the grid {grid} expected, got {cluster}"
         )
     threads = block[0] * block[1] * block[2]
-    promised = decoder.kernel.threads
-    if promised is not None and _extents(promised) != block:
-        raise ValueError(f"block: the kernel's .reqntid is {promised}, got {block}")
+    required = decoder.kernel.threads
+    if required is not None and _extents(required) != block:
+        raise ValueError(f"block: the kernel's .reqntid is {required}, got {block}")
     if not 1 <= threads <= 1024:
         raise ValueError(f"block: expected 1 to 1024 threads, got {threads}")
     total = decoder.static_bytes + shared_bytes

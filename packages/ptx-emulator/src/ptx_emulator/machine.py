@@ -138,14 +138,14 @@ class NamedBarrier:
     """A barrier of a CTA (`bar`, `barrier.cta`).
 
     Attributes:
-        come: threads that have arrived.
+        arrived: threads that have arrived.
         expected: threads that the barrier waits for.
         generation: completions so far.
         released: merged vectors of the arrivals.
         complete: ``released`` of the last completion.
     """
 
-    come: int = 0
+    arrived: int = 0
     expected: int = 0
     generation: int = 0
     released: Any = None
@@ -303,7 +303,7 @@ class Warp:
                 found = True
         return found
 
-    def patient(self) -> bool:
+    def may_poll(self) -> bool:
         """Return whether a polling fragment has polls left."""
         return any(f.wait is None and f.polls < POLLS for f in self.fragments)
 
@@ -487,7 +487,7 @@ class Cluster:
     Attributes:
         index: (x, y, z) in the grid of clusters.
         ctas: by rank.
-        come: warps that have arrived at the barrier.
+        arrived: warps that have arrived at the barrier.
         generation: completions of the barrier.
         released: merged vectors of the arrivals.
         complete: ``released`` of the last completion.
@@ -496,22 +496,22 @@ class Cluster:
     def __init__(self, index: tuple[int, int, int]):
         self.index = index
         self.ctas: list[Cta] = []
-        self.come: set[Warp] = set()
+        self.arrived: set[Warp] = set()
         self.generation = 0
         self.released: Any = None
         self.complete: Any = None
 
     def arrive(self, warp: Warp, snapshot: Any) -> None:
         """Record an arrival. ``snapshot``: its vector; None: the arrival is relaxed."""
-        self.come.add(warp)
+        self.arrived.add(warp)
         if snapshot is not None:
             self.released = snapshot if self.released is None else np.maximum(self.released, snapshot)
         self.advance()
 
     def advance(self) -> None:
         """Complete the barrier if all warps that have not ended have arrived."""
-        if self.come and all(w in self.come for cta in self.ctas for w in cta.warps if w.fragments):
-            self.come = set()
+        if self.arrived and all(w in self.arrived for cta in self.ctas for w in cta.warps if w.fragments):
+            self.arrived = set()
             self.generation += 1
             self.complete, self.released = self.released, None
 
@@ -586,10 +586,10 @@ class Machine:
             elif self.pending:
                 self._complete(rng)
             elif not self._released():
-                patient = [w for cta in self.ctas for w in cta.warps if w.patient()]
-                if not patient:
+                polling = [w for cta in self.ctas for w in cta.warps if w.may_poll()]
+                if not polling:
                     self._deadlock()
-                rng.choice(patient).run(rng.randint(1, QUANTUM))
+                rng.choice(polling).run(rng.randint(1, QUANTUM))
         while self.pending:
             self._complete(rng)
 

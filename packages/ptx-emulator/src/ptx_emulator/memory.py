@@ -78,7 +78,7 @@ class Region:
         found.low, found.high, found.base = self.low + offset, self.high + offset, self.base + offset
         return found
 
-    def forget(self) -> Array:
+    def track(self) -> Array:
         """Return `known`; create it first if it is None."""
         if self.known is None:
             self.known = np.full(len(self.data), 255, np.uint8)
@@ -111,7 +111,7 @@ class Region:
         if self.known is None:
             if unknown is None:
                 return
-            self.forget()
+            self.track()
         mask = (1 << 8 * size) - 1
         self.known_view(size, count)[index] = (
             mask if unknown is None else np.where(unknown, 0, mask).astype(UNSIGNED[size])
@@ -120,8 +120,8 @@ class Region:
 
 def shared_region(size: int) -> Region:
     """Return the shared memory of a CTA, ``size`` bytes, all undefined."""
-    room = -(-size // 16) * 16
-    data = np.frombuffer(bytearray(room), np.uint8)
+    padded = -(-size // 16) * 16
+    data = np.frombuffer(bytearray(padded), np.uint8)
     return Region("shared memory", SHARED_BASE, SHARED_BASE + size, data, initialized=False, scratch=True)
 
 
@@ -196,4 +196,4 @@ def copy(source: Region, start: int, target: Region, place: int, size: int) -> N
     a, b = start - source.base, place - target.base
     target.data[b : b + size] = source.data[a : a + size]
     if source.known is not None or target.known is not None:
-        target.forget()[b : b + size] = 255 if source.known is None else source.known[a : a + size]
+        target.track()[b : b + size] = 255 if source.known is None else source.known[a : a + size]

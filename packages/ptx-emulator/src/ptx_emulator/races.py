@@ -77,7 +77,7 @@ class Clock:
         return self.release() if order in ("release", "acq_rel") else self.fenced
 
 
-def issued(w: Warp, clock: int) -> Array:
+def issue_snapshot(w: Warp, clock: int) -> Array:
     """Return the vector of an asynchronous copy's completion: the issuing warp's own accesses up to ``clock``, its issue."""
     snapshot = np.zeros_like(w.clock.known)
     snapshot[w.clock.index] = clock

@@ -142,7 +142,7 @@ def members(d: Decoder, i: Instruction, index: int) -> Any:
     """
     mask = d.source(i.operands[index], "b32")
 
-    def come(w: Warp, lanes: int) -> bool:
+    def all_arrived(w: Warp, lanes: int) -> bool:
         first = INDICES[lanes][0]
         value = int(w.regs[mask][first])
         if w.unknown[mask] & lanes:
@@ -153,7 +153,7 @@ def members(d: Decoder, i: Instruction, index: int) -> Any:
             w.fail(f"lanes {lanes & ~value:08x} execute this but are not in the member mask {value:08x}")
         return not value & w.alive & ~lanes
 
-    return come
+    return all_arrived
 
 
 # ---- barriers of a CTA
@@ -162,10 +162,10 @@ def members(d: Decoder, i: Instruction, index: int) -> Any:
 @handler("bar", "barrier")
 def _bar(d: Decoder, i: Instruction) -> Execute:
     if i.modifiers[:2] == ("warp", "sync"):
-        come = members(d, i, 0)
+        all_arrived = members(d, i, 0)
 
         def synchronize(w: Warp, lanes: int) -> Any:
-            if not come(w, lanes):
+            if not all_arrived(w, lanes):
                 return CONVERGE
             if lanes == w.alive:
                 w.clock.synchronize()
@@ -191,19 +191,19 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
                 f"barrier {number} of {threads} threads: expected a number from 0 to 15 and a positive multiple of 32 threads"
             )
         found = w.cta.barriers.setdefault(number, NamedBarrier())
-        if found.come and found.expected != threads:
+        if found.arrived and found.expected != threads:
             w.fail(
                 f"barrier {number}: {threads} threads expected here, {found.expected} by the warps that have already arrived"
             )
-        found.come += 32
+        found.arrived += 32
         found.expected = threads
-        if found.come > threads:
-            w.fail(f"barrier {number}: {found.come} threads arrive, {threads} are expected")
+        if found.arrived > threads:
+            w.fail(f"barrier {number}: {found.arrived} threads arrive, {threads} are expected")
         w.clock.synchronize()
         snapshot = w.clock.release()
         found.released = snapshot if found.released is None else np.maximum(found.released, snapshot)
-        if found.come == threads:
-            found.come = 0
+        if found.arrived == threads:
+            found.arrived = 0
             found.generation += 1
             found.complete, found.released = found.released, None
             if kind == "sync":
@@ -251,7 +251,7 @@ def _cluster_barrier(d: Decoder, i: Instruction) -> Execute:
             return True
 
         return Wait(
-            complete, f"the barrier of the cluster ({len(cluster.come)} warps have arrived)", again=False
+            complete, f"the barrier of the cluster ({len(cluster.arrived)} warps have arrived)", again=False
         )
 
     return aligned(arrive if i.modifiers[1] == "arrive" else wait)
@@ -367,7 +367,7 @@ def _init(d: Decoder, i: Instruction) -> Execute:
                 w.fail(f"mbarrier.init: expected a count from 1 to {(1 << 20) - 1}, got {n}")
             w.cta.mbarriers[place] = Mbarrier(n, n)
             region = w.cta.shared
-            region.forget()[place - region.base : place - region.base + 8] = (
+            region.track()[place - region.base : place - region.base + 8] = (
                 0  # the object is opaque: its bytes cannot be read as data
             )
         w.machine.changes += 1
@@ -538,10 +538,10 @@ def _vote(d: Decoder, i: Instruction) -> Execute:
         d.refuse(f".{kind} is not modelled")
     to = d.destination(i.operands[0], kind)
     p, negated = d.predicate(i.operands[1])
-    come = members(d, i, 2)
+    all_arrived = members(d, i, 2)
 
     def vote(w: Warp, lanes: int) -> Any:
-        if not come(w, lanes):
+        if not all_arrived(w, lanes):
             return CONVERGE
         value = (w.regs[p] ^ (FULL * negated)) & lanes
         unknown = lanes if w.unknown[p] & lanes else 0
@@ -572,10 +572,10 @@ def _elect(d: Decoder, i: Instruction) -> Execute:
         d.refuse(f"expected two destinations, got {pair}")
     lane = None if isinstance(pair.first, Sink) else d.destination(pair.first, "b32")
     p = d.destination(pair.second, "pred")
-    come = members(d, i, 1)
+    all_arrived = members(d, i, 1)
 
     def elect(w: Warp, lanes: int) -> Any:
-        if not come(w, lanes):
+        if not all_arrived(w, lanes):
             return CONVERGE
         first = int(INDICES[lanes][0])
         if lane is not None:
@@ -597,10 +597,10 @@ def _shfl(d: Decoder, i: Instruction) -> Execute:
         first = first.first
     to = d.destination(first, "b32")
     a, b, c = d.source(i.operands[1], "b32"), d.source(i.operands[2], "b32"), d.source(i.operands[3], "b32")
-    come = members(d, i, 4)
+    all_arrived = members(d, i, 4)
 
     def shuffle(w: Warp, lanes: int) -> Any:
-        if not come(w, lanes):
+        if not all_arrived(w, lanes):
             return CONVERGE
         if (w.unknown[b] | w.unknown[c]) & lanes:
             w.fail(

@@ -27,7 +27,7 @@ from ptx_emulator.memory import SHARED_WINDOW, WINDOW_BITS, Region
 from ptx_emulator.parser import Address, Instruction, Operand, Vector
 from ptx_emulator.races import Shadow
 from ptx_emulator.synchronize import aligned, uniform
-from ptx_emulator.tensors import ends
+from ptx_emulator.tensors import multicast_places
 
 LANES, COLUMNS = 128, 512
 LOADING = 1 << 60  # the group in `Warp.flight` of registers that `tcgen05.ld` fills
@@ -131,7 +131,7 @@ def _alloc(d: Decoder, i: Instruction) -> Execute:
                 f"({np.count_nonzero(memory.owner >= 0)} of {COLUMNS} are allocated); to wait for a dealloc is not modelled"
             )
         memory.owner[free[0] : free[0] + count] = free[0]
-        memory.region.forget().reshape(LANES, COLUMNS * 4)[:, free[0] * 4 : (free[0] + count) * 4] = 0
+        memory.region.track().reshape(LANES, COLUMNS * 4)[:, free[0] * 4 : (free[0] + count) * 4] = 0
         place = addresses(w, to, offset, lanes)[:1]
         scatter_to(w, space, place, 4, np.array([[free[0]]], np.uint32), None, 1, strong=False)
 
@@ -255,7 +255,7 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
         values: Array = np.zeros(fragment.rows.shape, np.uint32)
         unknown: Array = np.zeros(fragment.rows.shape, np.bool_)
         for n, words in enumerate(parts):
-            _look(w, memory, words)
+            _record_read(w, memory, words)
             found, missing = memory.load(words, 32 // len(parts))
             values, unknown = values | found << np.uint32(16 * n), unknown | missing
         for target, value, missing in zip(targets, values, unknown):
@@ -287,7 +287,7 @@ def _st(d: Decoder, i: Instruction) -> Execute:
                 w.fail(
                     "tcgen05.st writes words of tensor memory that an instruction in flight has yet to write"
                 )
-            _write(w, memory, words)
+            _record_write(w, memory, words)
             memory.store(words, values >> np.uint32(16 * n) & np.uint32((1 << bits) - 1), unknown, bits)
             np.add.at(memory.busy, words.reshape(-1), 1)
         w.tensor_stores += parts
@@ -303,14 +303,14 @@ def _only_stores(w: Warp, words: Array) -> bool:
     return bool((memory_of(w.cta).busy[words] <= mine[words]).all())
 
 
-def _look(w: Warp, memory: TensorMemory, words: Array) -> None:
+def _record_read(w: Warp, memory: TensorMemory, words: Array) -> None:
     """Report reads to the race check, as lane 0: the warp waits as a whole, so its own accesses are ordered."""
     if memory.region.shadow is not None:
         memory.region.shadow.load(w, words.reshape(-1), 0)
 
 
-def _write(w: Warp, memory: TensorMemory, words: Array) -> None:
-    """Report writes to the race check, see `_look`."""
+def _record_write(w: Warp, memory: TensorMemory, words: Array) -> None:
+    """Report writes to the race check, see `_record_read`."""
     if memory.region.shadow is not None:
         memory.region.shadow.store(w, words.reshape(-1), 0)
 
@@ -328,12 +328,12 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
         memory = memory_of(w.cta)
         if loads:
             for words in w.tensor_loads:
-                _look(w, memory, words)
+                _record_read(w, memory, words)
             w.tensor_loads = []
             w.flight = {slot: group for slot, group in w.flight.items() if group != LOADING}
         else:
             for words in w.tensor_stores:
-                _write(w, memory, words)
+                _record_write(w, memory, words)
                 np.subtract.at(memory.busy, words.reshape(-1), 1)
             w.tensor_stores = []
 
@@ -480,13 +480,13 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
             if place >> 16 != first:
                 w.fail(f"tcgen05.mma: A must start at the lane of D, {first}; got {place >> 16}")
             a_words = memory.words(w, rows, place & 0xFFFF, 8)
-            _look(w, memory, a_words)
+            _record_read(w, memory, a_words)
         else:
             left, a_unknown, more = _operand(w, value(a), shape.m, shape.a_mn_major, size)
             checks += more
         if add:
-            _look(w, memory, words)
-        _write(w, memory, words[written])
+            _record_read(w, memory, words)
+        _record_write(w, memory, words[written])
         np.add.at(memory.busy, words.reshape(-1), 1)
 
         def execute() -> None:
@@ -582,7 +582,7 @@ def _commit(d: Decoder, i: Instruction) -> Execute:
         place = int(addresses(w, base, offset, lanes)[0])
         if generic and place >> WINDOW_BITS != SHARED_WINDOW:
             w.fail(f"mbarrier: generic address {place:#x} is not in shared memory")
-        places = [(place,)] if mask is None else ends(w, mask, int(lane), place)
+        places = [(place,)] if mask is None else multicast_places(w, mask, int(lane), place)
         barriers = [mbarrier_at(w, place) for (place,) in places]
         # The completed instructions have read their operands. A warp that observes this arrival may overwrite them.
         known, pc = w.clock.release(), w.pc
@@ -640,7 +640,7 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
         unknown = None if missing is None else np.repeat(missing[:, None], count, 1)
         places = [memory.words(w, rows, target, count) for rows in replicas]
         for words in places:
-            _write(w, memory, words)
+            _record_write(w, memory, words)
             np.add.at(memory.busy, words.reshape(-1), 1)
 
         def execute() -> None:

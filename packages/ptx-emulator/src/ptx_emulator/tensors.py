@@ -14,13 +14,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from ptx_emulator.access import addresses, combiner, home, mbarrier_at
+from ptx_emulator.access import addresses, combiner, cta_at, mbarrier_at
 from ptx_emulator.decode import PARAMETERS, Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, INDICES, Array
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import CTA_BITS, UNSIGNED, Region
 from ptx_emulator.parser import SIZES, Coordinates, Instruction
-from ptx_emulator.races import SEVERAL, issued
+from ptx_emulator.races import SEVERAL, issue_snapshot
 from ptx_emulator.synchronize import check_proxy
 
 MAP_BYTES = 128
@@ -66,7 +66,7 @@ class TensorMap:
         return int(np.prod(self.box)) * self.size
 
     @property
-    def room(self) -> int:
+    def span(self) -> int:
         """Bytes of a box in shared memory, gaps between rows included."""
         return int(np.prod(self.box[1:])) * self.pitch
 
@@ -183,12 +183,12 @@ def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_pla
 
     Elements outside of the tensor get the map's fill value.
     """
-    (cta, place), pc, clock = home(w, place), w.pc, w.clock.now
-    if home(w, barrier_place)[0] is not cta:
+    (cta, place), pc, clock = cta_at(w, place), w.pc, w.clock.now
+    if cta_at(w, barrier_place)[0] is not cta:
         w.fail("bulk tensor copy: the mbarrier is not in the CTA whose shared memory is written")
     barrier, shared = mbarrier_at(w, barrier_place), cta.shared
     places, inside, origins = _checked(w, m, shared, place, corner)
-    shared.forget()
+    shared.track()
     shared.known_view(m.size, 1)[(places - shared.base) // m.size] = 0
     if shared.shadow is not None:
         shared.shadow.store(w, words(shared, places, m.size), SEVERAL)
@@ -196,7 +196,7 @@ def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_pla
     if region is not None and region.shadow is not None:
         region.shadow.observe(w, words(region, origins, m.size))
 
-    def land() -> None:
+    def complete() -> None:
         w.pc = pc
         values = np.full((len(places), 1), m.fill, UNSIGNED[m.size])
         unknown = np.zeros((len(places), 1), np.bool_)
@@ -206,10 +206,10 @@ def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_pla
             if missing is not None:
                 unknown[inside] = missing
         shared.store(places, m.size, 1, values, unknown)
-        barrier.release(issued(w, clock))
+        barrier.release(issue_snapshot(w, clock))
         barrier.count_bytes(m.bytes, w.fail)
 
-    w.machine.pending.append(land)
+    w.machine.pending.append(complete)
 
 
 def _checked(
@@ -224,9 +224,9 @@ def _checked(
         )
     if place % 128:
         w.fail(f"bulk tensor copy: shared memory at {place:#x} is not aligned to 128 bytes")
-    if place < shared.low or place + m.room > shared.high:
+    if place < shared.low or place + m.span > shared.high:
         w.fail(
-            f"bulk tensor copy: shared memory out of bounds: {m.room} bytes at {place:#x}, "
+            f"bulk tensor copy: shared memory out of bounds: {m.span} bytes at {place:#x}, "
             f"{shared.low:#x} to {shared.high:#x} exists"
         )
     return elements(m, place, corner)
@@ -262,7 +262,7 @@ class Store:
         shared = w.cta.shared
         check_proxy(w, "shared", shared, units(shared, places))
         self.bits, self.unknown = shared.load(places, size, 1)
-        self._look(w)
+        self._record_read(w)
         self.region = region_of(w, origins, size)
         if self.unknown is not None and not (self.region.scratch and combine is None):
             w.fail(
@@ -273,7 +273,7 @@ class Store:
         w.bulk.append(self)
         w.machine.pending.append(self.write)
 
-    def _look(self, w: Warp) -> None:
+    def _record_read(self, w: Warp) -> None:
         """Report the read of shared memory to the race check."""
         shared = w.cta.shared
         if shared.shadow is not None:
@@ -323,7 +323,7 @@ def wait(d: Decoder, i: Instruction) -> Execute:
             ):
                 one.was_awaited = True
                 if reading:
-                    one._look(w)
+                    one._record_read(w)
                     one.read()
                 else:
                     one.write()
@@ -368,15 +368,15 @@ def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
         stores: dict[tuple[int, ...], list[int]] = {}
         for n, lane in enumerate(INDICES[lanes].tolist()):
             if mask is not None:
-                for place, told in ends(w, mask, lane, places[n], barriers[n]):
-                    start_load(w, map_at(w, maps[n]), place, corners[n], told)
+                for place, mbarrier in multicast_places(w, mask, lane, places[n], barriers[n]):
+                    start_load(w, map_at(w, maps[n]), place, corners[n], mbarrier)
             elif loads:
                 start_load(w, map_at(w, maps[n]), places[n], corners[n], barriers[n])
             else:
                 # The reduction of each lane counts, even if it is the same.
                 key = (maps[n], places[n], lane if operation else -1, *corners[n])
                 stores.setdefault(key, []).append(lane)
-        for (address, place, _, *corner), who in stores.items():
+        for (address, place, _, *corner), issuers in stores.items():
             m = map_at(w, address)
             if min(corner) < 0:
                 w.fail(f"bulk tensor copy to global memory: negative coordinates {corner}")
@@ -385,12 +385,12 @@ def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
                 w.fail(f"bulk tensor reduction: .{operation} of {m.kind} is not defined, or not modelled")
             sources, inside, targets = _checked(w, m, w.cta.shared, place, corner)
             if len(targets):
-                Store(w, who, sources[inside], targets, m.size, combine)
+                Store(w, issuers, sources[inside], targets, m.size, combine)
 
     return start
 
 
-def ends(w: Warp, mask: int, lane: int, *places: int) -> list[tuple[int, ...]]:
+def multicast_places(w: Warp, mask: int, lane: int, *places: int) -> list[tuple[int, ...]]:
     """Return the same addresses of shared memory in each CTA of a multicast mask.
 
     Args:
@@ -430,7 +430,7 @@ def bulk_store(d: Decoder, i: Instruction, operation: str = "", kind: str = "b32
         stores: dict[tuple[int, ...], list[int]] = {}
         for lane, *what in zip(INDICES[lanes].tolist(), *(c.tolist() for c in columns)):
             stores.setdefault((*what, lane if operation else -1), []).append(lane)
-        for (target, place, count, _), who in stores.items():
+        for (target, place, count, _), issuers in stores.items():
             if count % 16 or place % 16 or target % 16:
                 w.fail(
                     f"bulk copy of {count} bytes from {place:#x} to {target:#x}: size and addresses must be multiples of 16"
@@ -442,7 +442,7 @@ def bulk_store(d: Decoder, i: Instruction, operation: str = "", kind: str = "b32
                 )
             if count:
                 steps = np.arange(0, count, step)
-                Store(w, who, place + steps, target + steps, step, combine)
+                Store(w, issuers, place + steps, target + steps, step, combine)
 
     return start
 
