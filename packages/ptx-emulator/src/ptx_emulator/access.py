@@ -134,7 +134,7 @@ def addresses(w: Warp, slot: int, offset: int, lanes: int, what: str = "an addre
     """
     if w.unknown[slot] & lanes:
         w.fail(
-            f"{what} is undefined: it depends on a value that nothing has written (lanes {w.unknown[slot] & lanes:08x})"
+            f"{what} is undefined: it depends on a value that nothing has written yet (lanes {w.unknown[slot] & lanes:08x})"
         )
     found = w.regs[slot].astype(np.int64)
     if lanes != FULL:
@@ -237,7 +237,7 @@ def scatter(
         missing = None if unknown is None else unknown[part]
         if missing is not None and not region.scratch and missing.any():
             w.fail(
-                f"an undefined value is stored to {region.name}: it depends on a value that nothing has written "
+                f"an undefined value is stored to {region.name}: it depends on a value that nothing has written yet "
                 f"({np.count_nonzero(missing.any(1))} of the warp's {len(missing)} accesses here)"
             )
         if region.shadow is not None and lanes is not None:
@@ -483,7 +483,7 @@ def _atom(d: Decoder, i: Instruction) -> Execute:
     def atomic(w: Warp, lanes: int) -> None:
         places = addresses(w, base, offset, lanes)
         if any(w.unknown[s] & lanes for s in sources):
-            w.fail("an operand of an atomic is undefined: it depends on a value that nothing has written")
+            w.fail("an operand of an atomic is undefined: it depends on a value that nothing has written yet")
         given = [w.regs[s][INDICES[lanes]] for s in sources]
         old = np.zeros(len(places), UNSIGNED[size])
         for n, lane in enumerate(INDICES[lanes].tolist()):
@@ -551,7 +551,7 @@ def _arriving(d: Decoder, i: Instruction, kind: str, count: int, combine: Combin
         barriers = addresses(w, barrier_base, barrier_offset, lanes).tolist()
         if any(w.unknown[s] & lanes for s in sources):
             w.fail(
-                "an undefined value is stored to shared memory of the cluster: it depends on a value that nothing has written"
+                "an undefined value is stored to shared memory of the cluster: it depends on a value that nothing has written yet"
             )
         values = np.stack([w.regs[s][INDICES[lanes]] for s in sources], 1)
         mbarriers = [mbarrier_at(w, place) for place in barriers]

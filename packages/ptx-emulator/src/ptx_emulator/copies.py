@@ -127,7 +127,7 @@ def _cp_async(d: Decoder, i: Instruction) -> Execute:
         if given is not None:
             if w.unknown[given] & lanes:
                 w.fail(
-                    f"the source size is undefined: it depends on a value that nothing has written "
+                    f"the source size is undefined: it depends on a value that nothing has written yet "
                     f"(lanes {w.unknown[given] & lanes:08x})"
                 )
             counts = w.regs[given].astype(np.int64)
@@ -215,7 +215,7 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
     def start(w: Warp, lanes: int) -> None:
         if w.unknown[size] & lanes:
             w.fail(
-                f"the size is undefined: it depends on a value that nothing has written "
+                f"the size is undefined: it depends on a value that nothing has written yet "
                 f"(lanes {w.unknown[size] & lanes:08x})"
             )
         columns: list[Any] = [

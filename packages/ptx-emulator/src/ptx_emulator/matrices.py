@@ -460,7 +460,7 @@ def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
             w.fail("A in registers is the accumulator of a wgmma in flight")
         if w.unknown[scale]:
             w.fail(
-                f"scale-d is undefined: it depends on a value that nothing has written (lanes {w.unknown[scale]:08x})"
+                f"scale-d is undefined: it depends on a value that nothing has written yet (lanes {w.unknown[scale]:08x})"
             )
         add = (w.regs[scale] ^ FULL * negated) & 1 == 1
         right, b_unknown, b_check = _load_operand(w, uniform(w, b, lanes), columns, majors[-1], kind)

@@ -308,7 +308,7 @@ def uniform(w: Warp, slot: int, lanes: int) -> int:
     values = w.regs[slot][INDICES[lanes]]
     if w.unknown[slot] & lanes:
         w.fail(
-            f"an operand is undefined: it depends on a value that nothing has written "
+            f"an operand is undefined: it depends on a value that nothing has written yet "
             f"(lanes {w.unknown[slot] & lanes:08x})"
         )
     if (values != values[0]).any():
@@ -413,7 +413,7 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
         places = places_of(w, lanes).tolist()
         if count is not None and w.unknown[count] & lanes:
             w.fail(
-                f"a count is undefined: it depends on a value that nothing has written "
+                f"a count is undefined: it depends on a value that nothing has written yet "
                 f"(lanes {w.unknown[count] & lanes:08x})"
             )
         counts = [1] * len(places) if count is None else w.regs[count][INDICES[lanes]].tolist()
@@ -441,7 +441,7 @@ def _transactions(d: Decoder, i: Instruction) -> Execute:
     def transact(w: Warp, lanes: int) -> None:
         if w.unknown[count] & lanes:
             w.fail(
-                f"a number of bytes is undefined: it depends on a value that nothing has written "
+                f"a number of bytes is undefined: it depends on a value that nothing has written yet "
                 f"(lanes {w.unknown[count] & lanes:08x})"
             )
         for place, number in zip(places_of(w, lanes).tolist(), w.regs[count][INDICES[lanes]].tolist()):
@@ -478,7 +478,7 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
         places = places_of(w, lanes).tolist()
         if w.unknown[phase] & lanes:
             w.fail(
-                f"a phase is undefined: it depends on a value that nothing has written "
+                f"a phase is undefined: it depends on a value that nothing has written yet "
                 f"(lanes {w.unknown[phase] & lanes:08x})"
             )
         phases = w.regs[phase][INDICES[lanes]].tolist()
@@ -604,7 +604,7 @@ def _shfl(d: Decoder, i: Instruction) -> Execute:
             return CONVERGE
         if (w.unknown[b] | w.unknown[c]) & lanes:
             w.fail(
-                f"an operand is undefined: it depends on a value that nothing has written "
+                f"an operand is undefined: it depends on a value that nothing has written yet "
                 f"(lanes {(w.unknown[b] | w.unknown[c]) & lanes:08x})"
             )
         source, valid = shuffled(mode, w.regs[b].astype(np.int64) & 31, w.regs[c].astype(np.int64))

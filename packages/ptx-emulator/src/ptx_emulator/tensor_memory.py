@@ -452,7 +452,9 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
         (lane,) = _one_lane(w, lanes)
         known = [to, a, b, instruction, scale, *masks]
         if any(w.unknown[s] & lanes for s in known):
-            w.fail(f"an operand is undefined: it depends on a value that nothing has written (lane {lane})")
+            w.fail(
+                f"an operand is undefined: it depends on a value that nothing has written yet (lane {lane})"
+            )
         value = lambda slot: int(w.regs[slot][lane])
         try:
             shape = shape_of(value(instruction), kind)
@@ -628,7 +630,9 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
     def copy(w: Warp, lanes: int) -> None:
         (lane,) = _one_lane(w, lanes)
         if (w.unknown[to] | w.unknown[source]) & lanes:
-            w.fail(f"an operand is undefined: it depends on a value that nothing has written (lane {lane})")
+            w.fail(
+                f"an operand is undefined: it depends on a value that nothing has written yet (lane {lane})"
+            )
         memory, pc, target = memory_of(w.cta), w.pc, int(w.regs[to][lane]) + offset
         if target >> 16 or target % 4:
             w.fail(

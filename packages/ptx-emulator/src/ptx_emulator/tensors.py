@@ -266,7 +266,7 @@ class Store:
         self.region = region_of(w, origins, size)
         if self.unknown is not None and not (self.region.scratch and combine is None):
             w.fail(
-                f"an undefined value is stored to {self.region.name}: it depends on a value that nothing has written"
+                f"an undefined value is stored to {self.region.name}: it depends on a value that nothing has written yet"
             )
         if self.region.shadow is not None and combine is None:  # reductions are atomic
             self.region.shadow.store(w, words(self.region, origins, size), SEVERAL)
@@ -402,7 +402,7 @@ def multicast_places(w: Warp, mask: int, lane: int, *places: int) -> list[tuple[
         ``places`` as shared::cluster addresses, for each CTA of the mask in ascending order.
     """
     if w.unknown[mask] >> lane & 1:
-        w.fail(f"the CTA mask is undefined: it depends on a value that nothing has written (lane {lane})")
+        w.fail(f"the CTA mask is undefined: it depends on a value that nothing has written yet (lane {lane})")
     bits = int(w.regs[mask][lane])
     if bits == 0:
         w.fail(f"multicast: the CTA mask of lane {lane} is 0, expected at least one CTA")
