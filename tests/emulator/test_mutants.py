@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs/ptx-emulator.md"
 ARRIVE = r"@first mbarrier\.arrive\.release\.cta[^;]*;"
 
 DEADLOCK, RACE, WRONG = "deadlock", "a race", "a wrong result"
-UNWRITTEN = "a value that comes from what nothing has written"
+UNWRITTEN = "an undefined value is stored to"
 
 GAP = r"(?:\s|//.*)*"  # blanks and comments
 #: A warp barrier and a group barrier that separate stores from the loads of other lanes.
@@ -54,7 +54,7 @@ MUTANTS = {
         "written after the last wgmma.fence", r"wgmma\.fence\.sync\.aligned;", "", 1,
     ),
     "a wgmma without its wait": (
-        "a register of a wgmma is touched that nothing has waited for", r"wgmma\.wait_group\.sync\.aligned\s+1;", "", 1,
+        "a register of an instruction in flight is accessed before its wait", r"wgmma\.wait_group\.sync\.aligned\s+1;", "", 1,
     ),
     "a swizzle of 64 bytes": (WRONG, r"wgmma\.mma_async[^;]*?\}, (%rd\d+), p", SWIZZLE, 1),
     "no step of the substitution": (

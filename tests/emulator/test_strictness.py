@@ -222,7 +222,9 @@ def test_a_wait_for_a_phase_that_two_have_followed(count, kind):
     wait = WAIT.format(name="W", kind=kind, place=0, parity=0)
     body = f"""{PHASES} {ARRIVE * count} @%p1 st.relaxed.cta.global.b32 [%q0], 1; bra END;
         WAIT: ld.relaxed.cta.global.b32 %r2, [%q0]; setp.eq.s32 %p4, %r2, 0; @%p4 bra WAIT; {wait} END:"""
-    with pytest.raises(ptx_emulator.ExecutionError, match=rf"wait for phase 0 (.|\n)*\({count} are\)"):
+    with pytest.raises(
+        ptx_emulator.ExecutionError, match=rf"wait for phase 0 (.|\n)*\({count} are complete\)"
+    ):
         run(body, torch.zeros(1, dtype=torch.int32), threads=64, shared=16)
 
 

@@ -415,7 +415,7 @@ BROKEN = {
     "no commit": (re.escape(COMMIT), "", "deadlock"),
     "no fence towards the async proxy": (r"fence\.proxy\.async\.shared::cta;", "", "without a fence.proxy.async"),
     "no barrier behind the fill": (r"shared::cta; bar\.sync 0;", "shared::cta;", "a race|nothing has written"),
-    "no wait for the load": (r"tcgen05\.wait::ld\.sync\.aligned;", "", "touched that nothing has waited for"),
+    "no wait for the load": (r"tcgen05\.wait::ld\.sync\.aligned;", "", "accessed before its wait"),
     "memory that is not freed": (r"tcgen05\.dealloc[^;]*;", "", "has not freed"),
     "columns that are not allocated": (r"32x32b\.x64\.b32 (\{[^}]*\}), \[%r9\]", r"32x32b.x64.b32 \1, [%r9+8]", "not all allocated"),
     "lanes of another warp": (r"%r4, %r3, 21;", "%r4, %r3, 20;", "accesses lanes"),

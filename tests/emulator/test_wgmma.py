@@ -95,8 +95,8 @@ MISTAKES = {
     "written after the fence": (
         "wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned; mov.b32 %r101, 0;", "after the last wgmma.fence",
     ),
-    "no wait": ("wgmma.wait_group.sync.aligned 0;", "", "that nothing has waited for"),
-    "a wait for too little": ("wait_group.sync.aligned 0;", "wait_group.sync.aligned 1;", "that nothing has waited for"),
+    "no wait": ("wgmma.wait_group.sync.aligned 0;", "", "accessed before its wait"),
+    "a wait for too little": ("wait_group.sync.aligned 0;", "wait_group.sync.aligned 1;", "accessed before its wait"),
     "overwritten in flight": (
         "wgmma.commit_group.sync.aligned;", "wgmma.commit_group.sync.aligned; st.shared.b32 [shared_bytes], %r0;",
         "overwritten while a multiplication was in flight|a race",

@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the module impo
 
 
 def gemm_of_the_dsl(n, k, majors):
-    path = Path(__file__).parent.parent / "emulator" / "gemm_kernel.py"
+    path = Path(__file__).parent.parent / "helpers" / "emulator" / "gemm_kernel.py"
     spec = importlib.util.spec_from_file_location("gemm_kernel", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

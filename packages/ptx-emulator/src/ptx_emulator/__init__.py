@@ -1,7 +1,12 @@
-"""Executes the PTX of CuTe DSL kernels on the CPU, strictly: a test instrument.
+"""A strict PTX emulator for CuTe DSL kernels: a test instrument that runs on the CPU.
 
-`load` takes a compiled function, which then runs within `device`; `run` is a launch of bare PTX. `PtxError` names what is
-not modelled, `ExecutionError` what a kernel does wrong.
+| name | use |
+| --- | --- |
+| `load` | turns a compiled DSL function into one whose launches are emulated |
+| `device` | the emulated GPU: functions of `load` run within it |
+| `run` | launches bare PTX |
+| `PtxError` | the PTX cannot be parsed, or uses something that is not modelled |
+| `ExecutionError` | the kernel does something that is undefined on a device, or it never ends |
 """
 
 from ptx_emulator.errors import ExecutionError, PtxError

@@ -1,4 +1,7 @@
-"""Loads, stores, atomics: gathers and scatters over the active lanes, checked."""
+"""Loads, stores and atomics: checked gathers and scatters over the active lanes.
+
+Sources: PTX ISA, "State Spaces", "Generic Addressing", and the instructions `ld`, `st`, `atom`, `red`, `st.async`, `red.async`.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
 from ptx_emulator.machine import POLL, Cta, Mbarrier, Warp
 from ptx_emulator.memory import CTA_BITS, LOCAL_WINDOW, SHARED_WINDOW, UNSIGNED, WINDOW_BITS, Fail, Region
 from ptx_emulator.parser import SIZES, Instruction, Vector
-from ptx_emulator.races import SEVERAL, issued
+from ptx_emulator.races import SEVERAL, issue_snapshot
 
 SPACES = ("global", "shared", "shared::cta", "param", "local", "const", "shared::cluster")
-#: Where data is kept, and for how long, changes no result.
+#: Cache hints and scopes. They change no result: scopes are taken as wide enough.
 HINTS = (
     "nc", "L1::no_allocate", "L1::evict_first", "L1::evict_last", "L1::evict_normal", "L1::evict_unchanged",
     "L2::cache_hint", "L2::evict_first", "L2::evict_last", "L2::evict_normal",
@@ -26,16 +29,16 @@ HINTS = (
 
 
 def space_of(d: Decoder, i: Instruction) -> str:
-    """The state space of an access; "generic" where none is named."""
+    """Return the state space of an access; "generic" if none is named."""
     found = [m for m in i.modifiers if m in SPACES]
     if len(found) > 1 or found == ["const"]:
-        d.refuse("constant memory is not modelled")
+        d.refuse("constant memory, or more than one state space, is not modelled")
     if not found:
         return "generic"
     return found[0] if found[0] == "shared::cluster" else found[0].partition("::")[0]
 
 
-#: Windows of generic addresses, by their upper bits; an address in one is a place in its space.
+#: State space of each window of generic addresses. The bits below the window number are the address in that space.
 WINDOWS = {
     0: "global",
     LOCAL_WINDOW: "local",
@@ -45,11 +48,24 @@ WINDOWS = {
 
 
 def located(w: Warp, space: str, places: Array, size: int, lanes: int) -> list[tuple[str, Array, Any]]:
-    """Accesses of active lanes by the spaces to which they lead: places there, and which of them. In local memory each
-    thread has a part of the warp's."""
+    """Group the accesses of the active lanes by state space.
+
+    Args:
+        space: of the instruction, or "generic".
+        places: addresses of the active lanes.
+        size: bytes of each access.
+        lanes: the active lanes.
+
+    Returns:
+        (state space, addresses in it, index of these accesses among ``places``) for each group. An address of local memory
+        becomes an offset in the local memory of the warp, where each thread has its part.
+    """
     if space == "local":
         if places.min() < 0 or int(places.max()) + size > w.program.local_bytes:
-            w.fail(f"local memory out of bounds: there are {w.program.local_bytes} bytes")
+            w.fail(
+                f"local memory out of bounds: there are {w.program.local_bytes} bytes, "
+                f"got {size} bytes at {int(places.min()):#x} to {int(places.max()):#x}"
+            )
         return [(space, places + INDICES[lanes] * w.program.local_bytes, slice(None))]
     if space != "generic":
         return [(space, places, slice(None))]
@@ -70,7 +86,7 @@ def located(w: Warp, space: str, places: Array, size: int, lanes: int) -> list[t
 def gather_from(
     w: Warp, space: str, places: Array, size: int, count: int, lanes: int, strong: bool
 ) -> tuple[Array, Array | None]:
-    """`gather` from any space. Strong accesses are no races."""
+    """`gather` from any state space, generic included. ``strong``: not checked for races."""
     if space not in ("generic", "local"):
         return gather(w, space, places, size, count, None if strong else INDICES[lanes])
     values = np.empty((len(places), count), UNSIGNED[size])
@@ -86,7 +102,7 @@ def gather_from(
 def scatter_to(
     w: Warp, space: str, places: Array, size: int, values: Array, unknown: Array | None, lanes: int, strong: bool
 ) -> None:  # fmt: skip
-    """`scatter` to any space."""
+    """`scatter` to any state space, generic included. ``strong``: not checked for races."""
     for name, inner, chosen in located(w, space, places, size * values.shape[1], lanes):
         missing, who = (
             None if unknown is None else unknown[chosen],
@@ -96,23 +112,30 @@ def scatter_to(
 
 
 def finder(w: Warp, space: str) -> Callable[[int, int, Fail], Region]:
-    """What gives the region that holds ``[place, end)``."""
+    """Return a function of (place, end, fail): the region that holds ``[place, end)`` of global or cluster memory."""
     if space != "shared::cluster":
         return w.machine.memory.at
 
     def at(place: int, end: int, fail: Fail) -> Region:
         region = w.cta.window(place >> CTA_BITS, fail)
         if place < region.low or end > region.high:
-            fail(f"{space} memory out of bounds: {place:#x} to {end:#x}")
+            fail(
+                f"{space} memory out of bounds: {place:#x} to {end:#x} is accessed, {region.low:#x} to {region.high:#x} exists"
+            )
         return region
 
     return at
 
 
 def addresses(w: Warp, slot: int, offset: int, lanes: int, what: str = "an address") -> Array:
-    """Of the active lanes, as int64; all have to be known."""
+    """Return register + ``offset`` of the active lanes as int64 [lanes].
+
+    ``what`` names the operand in the error that is raised if a lane's value is undefined.
+    """
     if w.unknown[slot] & lanes:
-        w.fail(f"{what} is computed from what nothing has written (lanes {w.unknown[slot] & lanes:08x})")
+        w.fail(
+            f"{what} is undefined: it depends on a value that nothing has written yet (lanes {w.unknown[slot] & lanes:08x})"
+        )
     found = w.regs[slot].astype(np.int64)
     if lanes != FULL:
         found = found[INDICES[lanes]]
@@ -120,8 +143,10 @@ def addresses(w: Warp, slot: int, offset: int, lanes: int, what: str = "an addre
 
 
 def region_of(w: Warp, space: str, places: Array, size: int) -> Region | None:
-    """The region of all accesses of ``size`` bytes, aligned to it; None: there are several, each within
-    one."""
+    """Check alignment and bounds of accesses of ``size`` bytes, and return the region that holds all of them.
+
+    None: the accesses lie in several regions, each access within one.
+    """
     if np.bitwise_or.reduce(places) & (size - 1):
         bad = places[places % size != 0][0]
         w.fail(f"{space} memory: address {bad:#x} is not aligned to {size} bytes")
@@ -140,7 +165,7 @@ def region_of(w: Warp, space: str, places: Array, size: int) -> Region | None:
         region = w.cta.shared if space == "shared" else w.local if space == "local" else w.machine.parameters
     if low < region.low or high > region.high:
         w.fail(
-            f"{space} memory out of bounds: {low:#x} to {high:#x}, there are {region.low:#x} to {region.high:#x}"
+            f"{space} memory out of bounds: {low:#x} to {high:#x} is accessed, {region.low:#x} to {region.high:#x} exists"
         )
     return region
 
@@ -148,8 +173,14 @@ def region_of(w: Warp, space: str, places: Array, size: int) -> Region | None:
 def gather(
     w: Warp, space: str, places: Array, size: int, count: int, lanes: Any = SEVERAL
 ) -> tuple[Array, Array | None]:
-    """[n, count] words of ``size`` bytes, and which are not known. ``lanes``: that access them, or None: no
-    race is looked for."""
+    """Read ``count`` words of ``size`` bytes at each of n addresses.
+
+    Args:
+        lanes: int[n], the lane of each access, or `SEVERAL`, for the race check; None: do not check.
+
+    Returns:
+        The words [n, count], and bool[n, count] of the undefined ones (None: all are defined).
+    """
     region = region_of(w, space, places, size * count)
     if region is not None:
         if region.shadow is not None and lanes is not None:
@@ -168,7 +199,7 @@ def gather(
 
 
 def touched(region: Region, places: Array, size: int, lanes: Any) -> tuple[Array, Any]:
-    """The words of 4 bytes of accesses of ``size`` bytes, and the lane of each."""
+    """Return for `races.Shadow` the word indices of accesses of ``size`` bytes, and the lane of each."""
     words = (places - region.base) >> 2
     if size <= 4:
         return words, lanes
@@ -177,7 +208,7 @@ def touched(region: Region, places: Array, size: int, lanes: Any) -> tuple[Array
 
 
 def _by_words(flags: Array, size: int) -> Array:
-    """Flags [n, count] of elements of ``size`` bytes as flags [n, words] of words of 4 bytes."""
+    """Convert flags [n, count] of elements of ``size`` bytes to flags [n, words] of words of 4 bytes."""
     if size >= 4:
         return np.repeat(flags, size // 4, axis=1)
     return np.any(flags.reshape(len(flags), -1, min(4 // size, flags.shape[1])), axis=2)
@@ -186,7 +217,12 @@ def _by_words(flags: Array, size: int) -> Array:
 def scatter(
     w: Warp, space: str, places: Array, size: int, values: Array, unknown: Array | None, lanes: Any = SEVERAL
 ) -> None:
-    """The reverse; values that are not known may go to scratch memory alone."""
+    """Write ``values`` [n, count], words of ``size`` bytes, at n addresses.
+
+    Args:
+        unknown: bool[n, count] of the undefined values; None: all are defined. Only scratch memory accepts them.
+        lanes: as for `gather`.
+    """
     count = values.shape[1]
     region = region_of(w, space, places, size * count)
     if space == "global":
@@ -200,11 +236,14 @@ def scatter(
     for region, part in parts:
         missing = None if unknown is None else unknown[part]
         if missing is not None and not region.scratch and missing.any():
-            w.fail(f"a value that comes from what nothing has written is stored to {region.name}")
+            w.fail(
+                f"an undefined value is stored to {region.name}: it depends on a value that nothing has written yet "
+                f"({np.count_nonzero(missing.any(1))} of the warp's {len(missing)} accesses here)"
+            )
         if region.shadow is not None and lanes is not None:
             who = lanes[part] if isinstance(lanes, np.ndarray) else lanes
             words, who = touched(region, places[part], size * count, who)
-            # To write what is there already is no race: groups of threads often all store one value.
+            # Writing the value that is already there is not a race: groups of threads often store the same value.
             before, unknown_before = region.load(places[part], size, count)
             changed = before != values[part]
             if unknown_before is not None:
@@ -224,7 +263,7 @@ def scatter(
 
 
 def spread(values: Array, lanes: int) -> Array:
-    """Values of the active lanes to 32 lanes."""
+    """Expand values of the active lanes to 32 lanes; the other lanes get 0."""
     if lanes == FULL:
         return values
     found = np.zeros(32, values.dtype)
@@ -233,7 +272,7 @@ def spread(values: Array, lanes: int) -> Array:
 
 
 def lanes_of(flags: Array | None, lanes: int) -> int:
-    """The set of lanes that flags of the active lanes say."""
+    """Convert bool[active lanes] to a set of lanes. None: the empty set."""
     if flags is None:
         return 0
     found = np.zeros(32, np.bool_)
@@ -254,16 +293,16 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
     size = SIZES[kind]
     targets = d.destinations(i.operands[0], kind, wider=True)
     if len(targets) != count:
-        d.refuse(f"expected {count} destinations")
+        d.refuse(f"expected {count} destinations, got {len(targets)}")
     elements = i.operands[0].elements if isinstance(i.operands[0], Vector) else i.operands[:1]
-    rooms = [SIZES[getattr(x, "type", kind)] for x in elements]
+    widths = [SIZES[getattr(x, "type", kind)] for x in elements]
     base, offset = (d.parameter(i.operands[1]) if space == "param" else None) or d.address(
         i.operands[1], "b32"
     )
     dtype = DTYPES.get(kind, UNSIGNED[size])
     wide = [
-        None if room == size else (np.dtype(f"{np.dtype(dtype).kind}{room}"), UNSIGNED[room])
-        for room in rooms
+        None if width == size else (np.dtype(f"{np.dtype(dtype).kind}{width}"), UNSIGNED[width])
+        for width in widths
     ]
 
     def load(w: Warp, lanes: int) -> Any:
@@ -297,13 +336,13 @@ def _st(d: Decoder, i: Instruction) -> Execute:
     space, kind, count = space_of(d, i), i.modifiers[-1], _count(d, i)
     d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "weak", "relaxed", "release", "volatile")
     if space == "param":
-        d.refuse("parameters cannot be written")
+        d.refuse("parameters are read-only")
     order = next((m for m in i.modifiers if m in ("relaxed", "release", "volatile")), "weak")
     size = SIZES[kind]
     base, offset = d.address(i.operands[0], "b32")
     sources = d.sources(i.operands[1], kind, wider=True)
     if len(sources) != count:
-        d.refuse(f"expected {count} sources")
+        d.refuse(f"expected {count} sources, got {len(sources)}")
     narrow = UNSIGNED[size]
 
     def store(w: Warp, lanes: int) -> None:
@@ -323,36 +362,38 @@ def _st(d: Decoder, i: Instruction) -> Execute:
 
 
 def _flags(bits: int, lanes: int) -> Array:
-    """A set of lanes as bools of the active ones."""
+    """Convert a set of lanes to bool[active lanes]."""
     return BOOLS[bits & FULL][INDICES[lanes]]
 
 
 def _words(w: Warp, space: str, places: Array) -> list[tuple[int, int]]:
-    """Keys of `Machine.releases`."""
+    """Return the keys of `Machine.releases` for these addresses."""
     found = []
     for place in places.tolist():
         window = place >> WINDOW_BITS if space == "generic" else 0
         if space == "global" or (space == "generic" and window == 0):
             found.append((-1, place))
         elif space.startswith("shared") or window == SHARED_WINDOW:
-            cta, local = home(w, place)
+            cta, local = cta_at(w, place)
             found.append((cta.number, local))
     return found
 
 
-def home(w: Warp, place: int) -> tuple[Cta, int]:
-    """The CTA to whose shared memory an address leads, generic or not, and the address there."""
+def cta_at(w: Warp, place: int) -> tuple[Cta, int]:
+    """Return the CTA whose shared memory an address (generic or not) points to, and the address within that CTA."""
     place &= (1 << WINDOW_BITS) - 1
     rank = place >> CTA_BITS
     return (w.cta.peer(rank - 1, w.fail) if rank else w.cta), place & (1 << CTA_BITS) - 1
 
 
 def mbarrier_at(w: Warp, place: int) -> Mbarrier:
-    """The object at an address of shared memory."""
-    cta, place = home(w, place)
+    """Return the mbarrier at an address of shared memory, of this CTA or another one of the cluster."""
+    cta, place = cta_at(w, place)
     found = cta.mbarriers.get(place)
     if found is None:
-        w.fail(f"no mbarrier at {place:#x}")
+        w.fail(
+            f"no mbarrier at {place:#x} of the shared memory of CTA {cta.number}: it was not initialised, or invalidated"
+        )
     return found
 
 
@@ -372,8 +413,11 @@ _COUNTERS: dict[str, Combine] = {
 
 
 def combiner(operation: str, kind: str, flushed: bool = False) -> Combine | None:
-    """What atomic operations and reductions do, of the bits of what is there and of what comes to it; None: there is no such.
-    ``flushed``: subnormal fp32 counts as zero."""
+    """Return the function of an atomic operation or a reduction; None: PTX has no such operation, or it is not modelled.
+
+    The function takes the bits in memory and the bits of the operand, and returns the new bits of memory. ``flushed``:
+    subnormal fp32 numbers count as zero.
+    """
     if operation in _BITS:
         return _BITS[operation] if kind[0] == "b" and kind[1] != "f" or kind[0] in "us" else None
     if kind == "u32" and operation in _COUNTERS:
@@ -388,7 +432,7 @@ def combiner(operation: str, kind: str, flushed: bool = False) -> Combine | None
         return None
     values = floats.bf16_values if halves == "bf16" else lambda bits: bits.view(np.float16).astype(np.float32)
     rounded = floats.bf16_bits if halves == "bf16" else floats.f16_bits
-    # In fp32 sums are exact enough: to round them again does no harm.
+    # fp32 sums are exact enough: the second rounding gives the same result as a single one.
     chosen: Combine = {"add": np.add, "min": np.fmin, "max": np.fmax}[operation]
 
     def combine(old: Array, b: Array) -> Array:
@@ -415,7 +459,7 @@ def _sum(kind: str, flushed: bool) -> Combine:
 
 @handler("atom", "red")
 def _atom(d: Decoder, i: Instruction) -> Execute:
-    """Lane by lane in their order. Sums of fp32 in global memory are flushed, as PTX says."""
+    """Atomics run lane by lane, in ascending order. fp32 sums in global memory flush subnormals (PTX ISA, `atom`)."""
     if i.modifiers[0] == "async":
         return _red_async(d, i)
     space, kind = space_of(d, i), i.modifiers[-1]
@@ -439,14 +483,16 @@ def _atom(d: Decoder, i: Instruction) -> Execute:
     def atomic(w: Warp, lanes: int) -> None:
         places = addresses(w, base, offset, lanes)
         if any(w.unknown[s] & lanes for s in sources):
-            w.fail("an operand of an atomic operation comes from what nothing has written")
+            w.fail("an operand of an atomic is undefined: it depends on a value that nothing has written yet")
         given = [w.regs[s][INDICES[lanes]] for s in sources]
         old = np.zeros(len(places), UNSIGNED[size])
         for n, lane in enumerate(INDICES[lanes].tolist()):
             one, here = slice(n, n + 1), 1 << lane
             values, unknown = gather_from(w, space, places[one], size, 1, here, strong=True)
             if unknown is not None:
-                w.fail("an atomic operation on what nothing has written")
+                w.fail(
+                    f"an atomic updates undefined memory at {int(places[n]):#x}: nothing has written it (lane {lane})"
+                )
             old[n] = values[0, 0]
             if apply is None:
                 after = given[1][one] if old[n] == given[0][n] else old[one]
@@ -458,7 +504,7 @@ def _atom(d: Decoder, i: Instruction) -> Execute:
             before_it = releases.get(word)
             w.clock.read(order, before_it)
             mine = w.clock.write(order)
-            # What was released before stays so: an atomic operation goes on with it.
+            # A release sequence continues through an atomic: earlier releases stay visible.
             releases[word] = (
                 before_it if mine is None else mine if before_it is None else np.maximum(mine, before_it)
             )
@@ -472,23 +518,23 @@ def _atom(d: Decoder, i: Instruction) -> Execute:
 
 
 def _st_async(d: Decoder, i: Instruction) -> Execute:
-    """`st.async`: words that arrive at some time, counted by an mbarrier of the CTA that they go to."""
+    """`st.async`: the words arrive at some later time. An mbarrier of the destination CTA counts their bytes."""
     kind, count = i.modifiers[-1], _count(d, i)
     d.only(i.modifiers[1:-1], "weak", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4")
     if "shared::cluster" not in i.modifiers or "mbarrier::complete_tx::bytes" not in i.modifiers:
-        d.refuse("this form is not modelled")
+        d.refuse("this form of st.async is not modelled")
     if SIZES.get(kind) not in (4, 8) or (count == 4 and SIZES[kind] == 8):
         d.refuse(f".{kind} is not modelled")
     return _arriving(d, i, kind, count, None)
 
 
 def _red_async(d: Decoder, i: Instruction) -> Execute:
-    """`red.async`: the same of atomic operations."""
+    """`red.async`: as `st.async`, with an atomic operation."""
     kind, operation = i.modifiers[-1], i.modifiers[-2]
     d.only(i.modifiers[1:-2], "relaxed", "cluster", "shared::cluster", "mbarrier::complete_tx::bytes")
     combine = combiner(operation, kind) if kind in ("u32", "s32", "b32", "u64") else None
     if "shared::cluster" not in i.modifiers or combine is None or operation == "exch":
-        d.refuse("this form is not modelled")
+        d.refuse("this form of red.async is not modelled")
     return _arriving(d, i, kind, 1, combine)
 
 
@@ -498,41 +544,43 @@ def _arriving(d: Decoder, i: Instruction, kind: str, count: int, combine: Combin
     sources = d.sources(i.operands[1], kind)
     barrier_base, barrier_offset = d.address(i.operands[2], "b32")
     if len(sources) != count:
-        d.refuse(f"expected {count} sources")
+        d.refuse(f"expected {count} sources, got {len(sources)}")
 
     def start(w: Warp, lanes: int) -> None:
         places = addresses(w, base, offset, lanes)
         barriers = addresses(w, barrier_base, barrier_offset, lanes).tolist()
         if any(w.unknown[s] & lanes for s in sources):
-            w.fail("a value that comes from what nothing has written is stored to another CTA")
+            w.fail(
+                "an undefined value is stored to shared memory of the cluster: it depends on a value that nothing has written yet"
+            )
         values = np.stack([w.regs[s][INDICES[lanes]] for s in sources], 1)
-        told = [mbarrier_at(w, place) for place in barriers]
+        mbarriers = [mbarrier_at(w, place) for place in barriers]
         pc, clock = w.pc, w.clock.now
-        if any(home(w, a)[0] is not home(w, b)[0] for a, b in zip(places.tolist(), barriers)):
-            w.fail("the mbarrier is not in the CTA whose shared memory is written")
-        for place in places.tolist():  # unknown until it arrives
-            cta, local = home(w, place)
+        if any(cta_at(w, a)[0] is not cta_at(w, b)[0] for a, b in zip(places.tolist(), barriers)):
+            w.fail(f"{i.opcode}.async: the mbarrier is not in the CTA whose shared memory is written")
+        for place in places.tolist():  # the destination is undefined until the words arrive
+            cta, local = cta_at(w, place)
             region = region_of(w, "shared::cluster", np.array([place]), size * count)
             assert region is not None
             if combine is None:
-                cta.shared.forget()[local - cta.shared.base : local - cta.shared.base + size * count] = 0
+                cta.shared.track()[local - cta.shared.base : local - cta.shared.base + size * count] = 0
                 if cta.shared.shadow is not None:
                     cta.shared.shadow.store(w, *touched(cta.shared, np.array([local]), size * count, SEVERAL))
 
-        def land() -> None:
+        def complete() -> None:
             w.pc = pc
-            for place, value, barrier in zip(places.tolist(), values, told):
-                cta, local = home(w, place)
+            for place, value, barrier in zip(places.tolist(), values, mbarriers):
+                cta, local = cta_at(w, place)
                 at, bits = np.array([local]), value[None]
                 if combine is not None:
                     before, unknown = cta.shared.load(at, size, count)
                     if unknown is not None:
-                        w.fail("an atomic operation on what nothing has written")
+                        w.fail(f"red.async updates undefined memory at {place:#x}: nothing has written it")
                     bits = combine(before, bits)
                 cta.shared.store(at, size, count, bits, None)
-                barrier.release(issued(w, clock))
+                barrier.release(issue_snapshot(w, clock))
                 barrier.count_bytes(size * count, w.fail)
 
-        w.machine.pending.append(land)
+        w.machine.pending.append(complete)
 
     return start

@@ -1,4 +1,8 @@
-"""Arithmetic, logic, comparisons, conversions, moves: what looks at no other lane."""
+"""Instructions without communication between lanes: arithmetic, logic, comparisons, conversions, moves.
+
+Source: PTX ISA, "Integer Arithmetic Instructions" and the following sections. Where PTX leaves a result open, it is the one of
+an H200.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,18 @@ Function = Callable[..., Array]
 def elementwise(
     d: Decoder, i: Instruction, function: Function, kind: str, result: str = "", kinds: tuple[str, ...] = ()
 ) -> Execute:
-    """Lane by lane: the destination of type ``result`` (default: ``kind``) from sources of ``kind``, or of
-    ``kinds``."""
+    """Build an instruction that applies ``function`` to each lane.
+
+    Args:
+        function: takes arrays of 32 source values, returns 32 results.
+        kind: PTX type of the sources.
+        result: PTX type of the destination; default: ``kind``.
+        kinds: PTX type of each source, if they differ.
+    """
     kinds = kinds or (kind,) * (len(i.operands) - 1)
     result = result or kind
     if len(i.operands) != 1 + len(kinds):
-        d.refuse(f"expected {1 + len(kinds)} operands")
+        d.refuse(f"expected {1 + len(kinds)} operands, got {len(i.operands)}")
     to = d.destination(i.operands[0], result)
     sources = [d.source(x, k) for x, k in zip(i.operands[1:], kinds)]
     types = [DTYPES[k] for k in kinds]
@@ -45,7 +55,7 @@ def elementwise(
 
         return binary
     if len(sources) != 3:
-        d.refuse("more operands than expected")
+        d.refuse(f"expected up to 3 sources, got {len(sources)}")
     (a, b, c), (ta, tb, tc) = sources, types
 
     def ternary(w: Warp, lanes: int) -> None:
@@ -56,13 +66,14 @@ def elementwise(
 
 
 def _float(function: Function, ftz: bool) -> Function:
-    """An fp32 function with `.ftz` and the NaN of the device, or an fp64 one."""
+    """Wrap a function of fp32: canonical NaN; with ``ftz`` subnormal sources and results become zero."""
     if ftz:
         return lambda *x: floats.canonical(floats.flush(function(*map(floats.flush, x))))
     return lambda *x: floats.canonical(function(*x))
 
 
 def _fp(d: Decoder, i: Instruction, function: Function, *more: str) -> Execute:
+    """Build a rounded fp32 or fp64 instruction. ``more``: further modifiers of fp32 (`.sat`)."""
     kind = i.modifiers[-1]
     d.only(i.modifiers[:-1], "rn", "ftz", *more)
     if kind == "f64":
@@ -77,7 +88,7 @@ def _fp(d: Decoder, i: Instruction, function: Function, *more: str) -> Execute:
 
 
 def _saturated(x: Array) -> Array:
-    """Clamped to 0 to 1; +0 of a NaN, and of -0."""
+    """Clamp to [0, 1]. NaN and -0 become +0."""
     return np.where(x > 0, np.minimum(x, np.float32(1)), np.float32(0))
 
 
@@ -96,6 +107,7 @@ def _add(d: Decoder, i: Instruction) -> Execute:
 
 
 def _high(a: Array, b: Array) -> Array:
+    """Return the upper half of the product of integers."""
     bits = 8 * a.dtype.itemsize
     return np.array([int(x) * int(y) >> bits for x, y in zip(a, b)], dtype=object).astype(a.dtype)
 
@@ -140,7 +152,7 @@ def _fma(d: Decoder, i: Instruction) -> Execute:
 
 
 def _bf16x2(d: Decoder, i: Instruction, function: Function) -> Execute:
-    """Pairs of bf16, each result rounded once from fp64."""
+    """Build a `.bf16x2` instruction. Each result is rounded once, from fp64."""
     if i.modifiers != ("rn", "bf16x2"):
         d.refuse(f"only {i.opcode}.rn.bf16x2 is modelled")
 
@@ -155,7 +167,7 @@ def _bf16x2(d: Decoder, i: Instruction, function: Function) -> Execute:
 
 
 def _divide(a: Array, b: Array) -> Array:
-    """The quotient towards zero; all ones by zero, which PTX leaves open, and a device gives."""
+    """Divide integers, truncating. PTX leaves division by zero open; the device returns all ones."""
     one = np.where(b == 0, 1, b).astype(a.dtype)
     if a.dtype.kind == "u":
         return np.where(b == 0, ~a.dtype.type(0), a // one)
@@ -164,7 +176,7 @@ def _divide(a: Array, b: Array) -> Array:
 
 
 def _remainder(a: Array, b: Array) -> Array:
-    """All ones by zero, as a device gives."""
+    """Remainder of integers. PTX leaves division by zero open; the device returns all ones."""
     return np.where(b == 0, np.array(-1).astype(a.dtype), a - _divide(a, b) * b)
 
 
@@ -173,7 +185,7 @@ def _div(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
     if kind in ("f32", "f64"):
         if i.opcode == "rem" or "rn" not in i.modifiers:
-            d.refuse("only div.rn is modelled")
+            d.refuse("of floating-point division only div.rn is modelled")
         return _fp(d, i, np.divide)
     d.only(i.modifiers, "u16", "s16", "u32", "s32", "u64", "s64")
     if i.opcode == "div":
@@ -182,7 +194,7 @@ def _div(d: Decoder, i: Instruction) -> Execute:
 
 
 def _extreme(function: Function) -> Function:
-    """max or min of floats: of a number and a NaN the number, -0 below +0."""
+    """Build max or min of floats. A number wins over NaN, and -0 is less than +0."""
 
     def extreme(a: Array, b: Array) -> Array:
         signs = np.signbit(a) if function is np.fmax else ~np.signbit(a)
@@ -208,7 +220,7 @@ def _neg(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
     if kind in ("f32", "f64"):
         d.only(i.modifiers[:-1], "ftz")
-        # The sign alone; of fp32 a NaN is the one that instructions give.
+        # Only the sign bit changes. An fp32 NaN becomes the canonical one.
         sign = np.uint32(1 << 31) if kind == "f32" else np.uint64(1 << 63)
         bits = np.bitwise_xor if i.opcode == "neg" else lambda x, s: x & ~s
         unsigned, real = UNSIGNED[SIZES[kind]], DTYPES[kind]
@@ -266,7 +278,7 @@ def _logic(d: Decoder, i: Instruction) -> Execute:
             x & y if opcode == "and" else x | y if opcode == "or" else x ^ y if opcode == "xor" else ~x & FULL
         )
         unknown = w.unknown[a] | w.unknown[b]
-        if opcode == "and":  # what one decides alone is known
+        if opcode == "and":  # a known operand that decides the result alone makes it known
             unknown &= ~(~w.unknown[a] & ~x | ~w.unknown[b] & ~y)
         elif opcode == "or":
             unknown &= ~(~w.unknown[a] & x | ~w.unknown[b] & y)
@@ -391,7 +403,7 @@ _COMPARE: dict[str, Function] = {
 
 def _comparison(d: Decoder, name: str, kind: str) -> Function:
     if kind[0] == "f":
-        if name == "ne":  # ordered: false where there is a NaN
+        if name == "ne":  # an ordered comparison: false if there is a NaN
             return lambda a, b: (a < b) | (a > b)
         if name in ("num", "nan"):
             return lambda a, b: (np.isnan(a) | np.isnan(b)) == (name == "nan")
@@ -506,7 +518,7 @@ def _mov(d: Decoder, i: Instruction) -> Execute:
     return move
 
 
-#: Where the spaces begin among generic addresses; those of global memory are the host's.
+#: Generic address of the first byte of each state space. Those of global memory are the host's.
 _GENERIC = {
     "global": 0,
     "param": PARAMETERS,
@@ -517,11 +529,11 @@ _GENERIC = {
 
 @handler("cvta")
 def _cvta(d: Decoder, i: Instruction) -> Execute:
-    """Addresses to generic ones, and back."""
+    """`cvta`: convert addresses of a state space to generic ones, or back with `.to`."""
     back = i.modifiers[0] == "to"
     space = i.modifiers[back].partition("::")[0]
     if space not in _GENERIC or i.modifiers[-1] != "u64" or len(i.modifiers) != 2 + back:
-        d.refuse("this conversion of addresses is not modelled")
+        d.refuse("this form of cvta is not modelled")
     t, s = d.destination(i.operands[0], "u64"), d.source(i.operands[1], "u64")
     base = np.uint64(-_GENERIC[space] & (1 << 64) - 1 if back else _GENERIC[space])
     return lambda w, lanes: w.put(t, w.regs[s] + base, w.unknown[s], lanes)
@@ -547,11 +559,11 @@ def _isspacep(d: Decoder, i: Instruction) -> Execute:
 
 
 def _from_float(d: Decoder, modifiers: tuple[str, ...], result: str) -> Callable[[Array], Array]:
-    """Floats to integers: rounded as a modifier says, then saturated; a NaN is 0, or of 64 bits the top bit alone."""
+    """Build a conversion of floats to integers. NaN becomes 0, or for 64 bits the top bit alone."""
     rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
     name = next((x for x in modifiers if x in rounding), None)
     if name is None:
-        d.refuse("no rounding to an integer is given")
+        d.refuse("cvt of a float to an integer: expected .rni, .rzi, .rmi or .rpi")
     info = np.iinfo(DTYPES[result])
     nan = -(2.0**63) if result == "s64" else 2.0**63 if result == "u64" else 0.0
 
@@ -572,11 +584,11 @@ def _cvt(d: Decoder, i: Instruction) -> Execute:
         return _cvt_narrow(d, i)
     *rest, result, kind = i.modifiers
     to, source = d.destination(i.operands[0], result, wider=True), d.source(i.operands[1], kind, wider=True)
-    size, room = SIZES[kind], d.size_of(i.operands[0])
+    size, width = SIZES[kind], d.size_of(i.operands[0])
     d.only(rest, "rn", "rni", "rzi", "rmi", "rpi", "ftz", "sat")
     integer = result[0] in "us" and kind[0] in "us"
     if "sat" in rest and not integer:
-        d.refuse(".sat is not modelled here")
+        d.refuse("cvt.sat is only modelled between integers")
     convert: Function
     if integer:
         d.only(rest, "sat")
@@ -608,21 +620,21 @@ def _cvt(d: Decoder, i: Instruction) -> Execute:
         d.only(rest)
         convert = floats.bf16_values
     else:
-        d.refuse("this conversion is not modelled")
+        d.refuse(f"cvt of .{kind} to .{result} is not modelled")
     view = DTYPES.get(kind, np.uint16)
     narrow = UNSIGNED[size]
-    extended = DTYPES[f"{'s' if result[0] == 's' else 'u'}{8 * room}"]
+    extended = DTYPES[f"{'s' if result[0] == 's' else 'u'}{8 * width}"]
 
     def converted(w: Warp, lanes: int) -> None:
         found = convert(w.regs[source].astype(narrow).view(view))
-        if found.dtype.itemsize < room:
+        if found.dtype.itemsize < width:
             found = found.astype(extended)
-        w.put(to, found.view(UNSIGNED[room]), w.unknown[source], lanes)
+        w.put(to, found.view(UNSIGNED[width]), w.unknown[source], lanes)
 
     return converted
 
 
-#: fp32 to the bits of what is narrower, by type and rounding.
+#: Conversions of fp32 to the bits of narrower types, by type and rounding.
 _NARROW: dict[str, dict[str, Function]] = {
     "bf16": {"rn": floats.bf16_bits, "rz": floats.bf16_bits_towards_zero},
     "f16": {"rn": floats.f16_bits, "rz": floats.f16_bits_towards_zero},
@@ -632,11 +644,11 @@ _NARROW |= {f"{kind}x2": _NARROW[kind] for kind in ("bf16", "f16")}
 
 
 def _cvt_narrow(d: Decoder, i: Instruction) -> Execute:
-    """From fp32, one or a pair; with `.relu` what is negative and NaN become zero and a NaN."""
+    """Build `cvt` of fp32, one or a pair, to a narrower type. With `.relu` negative numbers become 0, and NaN canonical."""
     *how, kind, _ = i.modifiers
     d.only(how[1:], "relu")
     if not how or how[0] not in _NARROW[kind]:
-        d.refuse(f"this rounding to .{kind} is not modelled")
+        d.refuse(f"cvt: this rounding to .{kind} is not modelled")
     function = _NARROW[kind][how[0]]
     if "relu" in how:
         convert: Function = lambda x: function(np.where(x < 0, np.float32(0), x) + np.float32(0))

@@ -1,5 +1,10 @@
-"""Asynchronous copies. Their bytes arrive as late as possible, or at a time that the seed decides: what is
-read before something waited for it is not known."""
+"""Asynchronous copies: `cp.async`, `cp.async.bulk`, `cp.reduce.async.bulk`.
+
+Their bytes arrive as late as possible (`cp.async`), or at a time that the seed decides (bulk copies). The destination is
+undefined from the issue to the arrival, so a read without a wait is noticed. Copies of `tensors` are dispatched from here.
+
+Source: PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy".
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from ptx_emulator import tensors
-from ptx_emulator.access import addresses, home, mbarrier_at, region_of, touched
+from ptx_emulator.access import addresses, cta_at, mbarrier_at, region_of, touched
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, INDICES, Array
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import copy
 from ptx_emulator.parser import Instruction
-from ptx_emulator.races import SEVERAL, issued
+from ptx_emulator.races import SEVERAL, issue_snapshot
 from ptx_emulator.synchronize import check_proxy
 
 REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
@@ -23,8 +28,17 @@ REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 @dataclass
 class Copy:
-    """One `cp.async`, in arrays of 32 lanes: ``left`` have not arrived, ``groups`` are those that they belong
-    to."""
+    """One `cp.async` of a warp. Arrays have an entry for each of the 32 lanes.
+
+    Attributes:
+        size: bytes that are written in shared memory.
+        left: bool, the lanes whose bytes have not arrived.
+        groups: the cp.async group of each lane.
+        targets: addresses in shared memory.
+        sources: addresses in global memory.
+        bytes: bytes that are read; the rest of ``size`` is filled with zeros.
+        clock: the warp's `Clock.now` at the issue.
+    """
 
     size: int
     left: Array
@@ -34,8 +48,8 @@ class Copy:
     bytes: Array
     clock: int
 
-    def land(self, w: Warp, flags: Array) -> None:
-        """The bytes of some lanes arrive."""
+    def complete(self, w: Warp, flags: Array) -> None:
+        """Let the bytes of the lanes in ``flags`` (bool[32]) arrive."""
         for lane in np.flatnonzero(self.left & flags).tolist():
             place, count = int(self.targets[lane]), int(self.bytes[lane])
             shared = w.cta.shared
@@ -44,7 +58,7 @@ class Copy:
                 copy(w.machine.memory.at(source, source + count, w.fail), source, shared, place, count)
             start = place - shared.base
             shared.data[start + count : start + self.size] = 0
-            shared.forget()[start + count : start + self.size] = 255
+            shared.track()[start + count : start + self.size] = 255
             w.machine.clock += 1
             shared.stamp(self.targets[lane : lane + 1], w.machine.clock, w.cta.number)
         self.left = self.left & ~flags
@@ -74,9 +88,9 @@ def _commit(w: Warp, lanes: int) -> None:
 
 
 def _wait(w: Warp, flags: Array, left: int | None) -> None:
-    """All but the last ``left`` groups of some lanes arrive; None: whatever these lanes have asked for."""
+    """Let all but the last ``left`` groups of the lanes in ``flags`` arrive. None: all copies of these lanes."""
     for one in w.copies:
-        one.land(w, flags if left is None else flags & (one.groups < w.group - left))
+        one.complete(w, flags if left is None else flags & (one.groups < w.group - left))
     w.copies = [one for one in w.copies if one.left.any()]
 
 
@@ -98,7 +112,7 @@ def _cp_async(d: Decoder, i: Instruction) -> Execute:
     source, source_offset = d.address(i.operands[1], "b64")
     size = d.immediate(i.operands[2])
     if size not in (4, 8, 16) or ("cg" in i.modifiers and size != 16):
-        d.refuse(f"a size of {size} bytes")
+        d.refuse(f"expected a size of 4, 8 or 16 bytes (.cg: 16), got {size}")
     rest = list(i.operands[3:])
     if "L2::cache_hint" in i.modifiers:
         d.source(rest.pop(), "b64")
@@ -112,11 +126,14 @@ def _cp_async(d: Decoder, i: Instruction) -> Execute:
         counts = np.full(32, size, np.int64)
         if given is not None:
             if w.unknown[given] & lanes:
-                w.fail("a size comes from what nothing has written")
+                w.fail(
+                    f"the source size is undefined: it depends on a value that nothing has written yet "
+                    f"(lanes {w.unknown[given] & lanes:08x})"
+                )
             counts = w.regs[given].astype(np.int64)
             if (counts[index] > size).any():
-                w.fail(f"more than {size} bytes")
-        # Where nothing is read, the address may be anything.
+                w.fail(f"cp.async: expected a source size of at most {size} bytes, got {counts[index].max()}")
+        # A lane that reads 0 bytes may have any address.
         reading = index[counts[index] > 0]
         sources = np.zeros(32, np.int64)
         if len(reading):
@@ -125,7 +142,7 @@ def _cp_async(d: Decoder, i: Instruction) -> Execute:
             region_of(w, "global", sources[reading], size)
         targets = np.zeros(32, np.int64)
         targets[index] = places
-        shared.forget()
+        shared.track()
         shared.known_view(4, size // 4)[(places - shared.base) // size] = 0
         if shared.shadow is not None:
             shared.shadow.store(w, *touched(shared, places, size, index))
@@ -135,33 +152,33 @@ def _cp_async(d: Decoder, i: Instruction) -> Execute:
 
 
 def _arrive(d: Decoder, i: Instruction) -> Execute:
-    """An arrival when the copies so far have arrived, at a time of their own."""
+    """`cp.async.mbarrier.arrive`: an arrival that is triggered when the earlier copies of these lanes have arrived."""
     d.only(i.modifiers, "async", "mbarrier", "arrive", "noinc", "shared", "shared::cta", "b64")
     if "noinc" not in i.modifiers:
-        d.refuse("only .noinc is modelled")
+        d.refuse("only cp.async.mbarrier.arrive.noinc is modelled")
     base, offset = d.address(i.operands[0], "b32")
 
     def arrive(w: Warp, lanes: int) -> None:
         barriers = [mbarrier_at(w, place) for place in addresses(w, base, offset, lanes).tolist()]
         copies, flags, pc = list(w.copies), BOOLS[lanes], w.pc
 
-        def land() -> None:
+        def complete() -> None:
             w.pc = pc
             for one in copies:
-                one.land(w, flags)
+                one.complete(w, flags)
             w.copies = [one for one in w.copies if one.left.any()]
             for barrier in barriers:
                 barrier.asynchronous = True
                 for one in copies:
-                    barrier.release(issued(w, one.clock))
+                    barrier.release(issue_snapshot(w, one.clock))
                 barrier.arrive(1, w.fail)
 
-        w.machine.pending.append(land)
+        w.machine.pending.append(complete)
 
     return arrive
 
 
-#: Bulk copies to shared memory whose bytes an mbarrier counts: from where to where.
+#: Destination, source and completion mechanism of the bulk copies whose bytes an mbarrier counts.
 _COUNTED = [
     (*ends, "mbarrier::complete_tx::bytes")
     for ends in (("shared::cluster", "global"), ("shared::cta", "global"), ("shared::cluster", "shared::cta"))
@@ -169,8 +186,10 @@ _COUNTED = [
 
 
 def _bulk(d: Decoder, i: Instruction) -> Execute:
-    """To shared memory, from global memory or that of this CTA, with bytes counted by an mbarrier; the rest is in
-    `tensors`."""
+    """`cp.async.bulk`: copies to shared memory, from global memory or this CTA's shared memory. An mbarrier counts the bytes.
+
+    The other forms are in `tensors`.
+    """
     if i.modifiers[2] == "commit_group":
         return tensors.commit
     if i.modifiers[2] == "wait_group":
@@ -183,9 +202,9 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
         return tensors.bulk_store(d, i)
     if shape not in _COUNTED or (multicast and shape[:2] != ("shared::cluster", "global")):
         d.refuse("this bulk copy is not modelled")
-    between = shape[1] == "shared::cta"
+    from_shared = shape[1] == "shared::cta"
     to, to_offset = d.address(i.operands[0], "b32")
-    source, source_offset = d.address(i.operands[1], "b32" if between else "b64")
+    source, source_offset = d.address(i.operands[1], "b32" if from_shared else "b64")
     size = d.source(i.operands[2], "u32")
     base, offset = d.address(i.operands[3], "b32")
     rest = list(i.operands[4:])
@@ -195,7 +214,10 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
 
     def start(w: Warp, lanes: int) -> None:
         if w.unknown[size] & lanes:
-            w.fail("a size comes from what nothing has written")
+            w.fail(
+                f"the size is undefined: it depends on a value that nothing has written yet "
+                f"(lanes {w.unknown[size] & lanes:08x})"
+            )
         columns: list[Any] = [
             addresses(w, to, to_offset, lanes), addresses(w, source, source_offset, lanes),
             w.regs[size][INDICES[lanes]], addresses(w, base, offset, lanes),
@@ -203,42 +225,55 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
         for lane, place, origin, count, barrier in zip(
             INDICES[lanes].tolist(), *(c.tolist() for c in columns)
         ):
-            for target, told in (
-                [(place, barrier)] if mask is None else tensors.ends(w, mask, lane, place, barrier)
+            for target, mbarrier in (
+                [(place, barrier)]
+                if mask is None
+                else tensors.multicast_places(w, mask, lane, place, barrier)
             ):
-                _start_bulk(w, target, origin, count, told, between)
+                _start_bulk(w, target, origin, count, mbarrier, from_shared)
 
     return start
 
 
-def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int, between: bool) -> None:
-    """``between``: CTAs; otherwise from global memory."""
+def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int, from_shared: bool) -> None:
+    """Start one bulk copy to shared memory.
+
+    Args:
+        place, barrier_place: addresses of the destination and of the mbarrier in shared memory of the cluster.
+        origin: address of the source.
+        count: bytes.
+        from_shared: the source is this CTA's shared memory; otherwise global memory.
+    """
     if count % 16 or place % 16 or origin % 16:
-        w.fail(f"bulk copy of {count} bytes from {origin:#x} to {place:#x}: all are multiples of 16")
-    (cta, place), pc, clock = home(w, place), w.pc, w.clock.now
+        w.fail(
+            f"bulk copy of {count} bytes from {origin:#x} to {place:#x}: size and addresses must be multiples of 16"
+        )
+    (cta, place), pc, clock = cta_at(w, place), w.pc, w.clock.now
     barrier, shared = mbarrier_at(w, barrier_place), cta.shared
-    if home(w, barrier_place)[0] is not cta:
+    if cta_at(w, barrier_place)[0] is not cta:
         w.fail("bulk copy: the mbarrier is not in the CTA whose shared memory is written")
     if count:
-        region = w.cta.shared if between else w.machine.memory.at(origin, origin + count, w.fail)
-        for what, start in [(shared, place)] + [(region, origin)] * between:
+        region = w.cta.shared if from_shared else w.machine.memory.at(origin, origin + count, w.fail)
+        for what, start in [(shared, place)] + [(region, origin)] * from_shared:
             if start < what.low or start + count > what.high:
-                w.fail(f"bulk copy: shared memory out of bounds: {start:#x} and {count} bytes")
+                w.fail(
+                    f"bulk copy: shared memory out of bounds: {count} bytes at {start:#x}, {what.low:#x} to {what.high:#x} exists"
+                )
         words = np.arange(0, count, 4)
         here = (origin - region.base + words) >> 2
-        if between:
+        if from_shared:
             check_proxy(w, "shared", region, here >> 2)
         if region.shadow is not None:
             region.shadow.observe(w, here)
-        sent = region.load(origin + words, 4, 1)[0] if between else None
-        shared.forget()[place - shared.base : place - shared.base + count] = 0
+        sent = region.load(origin + words, 4, 1)[0] if from_shared else None
+        shared.track()[place - shared.base : place - shared.base + count] = 0
         if shared.shadow is not None:
             shared.shadow.store(w, (place - shared.base + words) >> 2, SEVERAL)
 
-    def land() -> None:
+    def complete() -> None:
         w.pc = pc
         if count:
-            if not between:
+            if not from_shared:
                 check_proxy(
                     w,
                     "global",
@@ -248,24 +283,24 @@ def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int
             elif (region.load(origin + words, 4, 1)[0] != sent).any():
                 w.fail("shared memory was overwritten before a bulk copy had read it")
             copy(region, origin, shared, place, count)
-        barrier.release(issued(w, clock))
+        barrier.release(issue_snapshot(w, clock))
         barrier.count_bytes(count, w.fail)
 
-    w.machine.pending.append(land)
+    w.machine.pending.append(complete)
 
 
 def _reduce(d: Decoder, i: Instruction) -> Execute:
-    """`cp.reduce.async.bulk`, of boxes and of bytes in global memory."""
+    """`cp.reduce.async.bulk` and `cp.reduce.async.bulk.tensor`, from shared to global memory."""
     rest = [m for m in i.modifiers if m not in ("L2::cache_hint", "noftz", "tile")]
     if rest[:3] != ["reduce", "async", "bulk"]:
-        d.refuse("this reduction is not modelled")
+        d.refuse("this bulk reduction is not modelled")
     if rest[3] == "tensor":
         operation = next((m for m in rest if m in REDUCTIONS), None)
         if operation is None:
-            d.refuse("this reduction is not modelled")
+            d.refuse("this bulk reduction is not modelled")
         return tensors.tensor_copy(d, i, operation)
     if rest[3:6] != ["global", "shared::cta", "bulk_group"] or len(rest) != 8 or rest[6] not in REDUCTIONS:
-        d.refuse("this reduction is not modelled")
+        d.refuse("this bulk reduction is not modelled")
     if (rest[7] in ("f16", "bf16") and rest[6] == "add") != ("noftz" in i.modifiers):
-        d.refuse(".noftz belongs to sums of f16 and bf16")
+        d.refuse(".noftz is required for .add of .f16 and .bf16, and not allowed otherwise")
     return tensors.bulk_store(d, i, rest[6], rest[7])

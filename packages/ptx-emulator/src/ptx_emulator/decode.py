@@ -1,8 +1,8 @@
-"""Instructions to closures over register numbers.
+"""The decoder: parsed instructions to closures over register numbers.
 
-Every operand is a register: constants and special registers have one of their own. A handler, found by its
-opcode, takes the `Decoder` and an `Instruction` and returns what executes it: a function of a warp and the
-set of active lanes.
+Every operand is a register; each constant and each special register has one. A handler, registered under its opcode, takes
+the `Decoder` and an `Instruction`. It returns the function that executes the instruction for a warp and a set of active
+lanes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ Handler = Callable[["Decoder", Instruction], Execute]
 
 HANDLERS: dict[str, Handler] = {}
 
-PARAMETERS = (
-    1 << 62
-)  # where the parameters begin among generic addresses; those of global memory are the host's
+#: Generic address of the first parameter. Generic addresses of global memory are those of the host.
+PARAMETERS = 1 << 62
 
-#: numpy's type of each of PTX's that registers hold as numbers.
+#: The numpy type of each PTX type.
 DTYPES: dict[str, Any] = (
     {f"u{8 * n}": UNSIGNED[n] for n in (1, 2, 4, 8)}
     | {f"b{8 * n}": UNSIGNED[n] for n in (1, 2, 4, 8)}
@@ -49,12 +48,12 @@ DTYPES: dict[str, Any] = (
     | {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 )
 
-#: What a special register holds: a function of the warp.
+#: Value of each special register: a function of the warp that returns a number or 32 of them.
 SPECIALS: dict[str, Callable[[Warp], Any]] = {}
 
 
 def handler(*opcodes: str) -> Callable[[Handler], Handler]:
-    """Registers a handler."""
+    """Register a handler for these opcodes."""
 
     def register(function: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(opcodes, function))
@@ -64,7 +63,18 @@ def handler(*opcodes: str) -> Callable[[Handler], Handler]:
 
 
 class Decoder:
-    """Decodes one kernel."""
+    """Decodes one kernel.
+
+    Attributes:
+        kernel: the parsed entry.
+        registers, unknown, specials: as in `Program`.
+        relaxed: set by a handler whose instruction may access registers of a wgmma in flight.
+        symbols: addresses of the variables in shared and local memory.
+        static_bytes: static shared memory of a CTA.
+        local_bytes: local memory of a thread, a multiple of 16.
+        offsets: of the parameters, in bytes.
+        parameter_bytes: of all parameters.
+    """
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
@@ -96,6 +106,11 @@ class Decoder:
         self.parameter_bytes = offset
 
     def decode(self) -> Program:
+        """Decode all instructions.
+
+        Raises:
+            PtxError: an instruction is not modelled.
+        """
         code, reads, writes, relaxed = [], [], [], []
         for instruction in self.kernel.instructions:
             self._instruction = instruction
@@ -123,7 +138,9 @@ class Decoder:
 
         def guarded(w: Warp, lanes: int) -> Any:
             if w.unknown[slot] & lanes:
-                w.fail("a predicate that nothing has set decides")
+                w.fail(
+                    f"the guard predicate is undefined: nothing has written it (lanes {w.unknown[slot] & lanes:08x})"
+                )
             value = w.regs[slot]
             lanes &= ~value if negated else value
             return execute(w, lanes) if lanes else None
@@ -131,10 +148,11 @@ class Decoder:
         return guarded
 
     def refuse(self, message: str) -> NoReturn:
+        """Raise a `PtxError` for the instruction that is being decoded."""
         raise PtxError(message, self._instruction.line, self._instruction.text)
 
     def only(self, modifiers: Iterable[str], *allowed: str) -> None:
-        """Refuse modifiers that are not known to be harmless or handled."""
+        """Refuse every modifier that is not in ``allowed``."""
         for modifier in modifiers:
             if modifier not in allowed:
                 self.refuse(f".{modifier} is not modelled")
@@ -155,51 +173,51 @@ class Decoder:
         return slot
 
     def size_of(self, operand: Operand) -> int:
-        """Bytes of a register."""
+        """Return the bytes of a register operand."""
         if not isinstance(operand, Register):
             self.refuse(f"expected a register, got {operand}")
         return SIZES[operand.type]
 
     def source(self, operand: Operand, kind: str, wider: bool = False) -> int:
-        """The register of a source of a type; ``wider``: it may be wider than that."""
+        """Return the register number of a source operand of type ``kind``. ``wider``: a wider register is accepted."""
         if isinstance(operand, Register):
             size = SIZES[operand.type]
             if (operand.type == "pred") != (kind == "pred") or (
                 size < SIZES[kind] if wider else size != SIZES[kind]
             ):
-                self.refuse(f"{operand.name} is .{operand.type}, expected .{kind}")
+                self.refuse(f"register {operand.name}: expected .{kind}, got .{operand.type}")
             slot = self._declared(operand)
         elif isinstance(operand, Immediate):
             slot = self._constant(self.number(operand.text, kind), SIZES[kind])
         elif isinstance(operand, Symbol):
             place = self.symbols.get(operand.name, self.offsets.get(operand.name))
             if place is None:
-                self.refuse(f"{operand.name} is not a variable")
+                self.refuse(f"{operand.name}: expected a variable or a parameter, found no such declaration")
             slot = self._constant(place, SIZES[kind])
         elif isinstance(operand, Special):
             slot = self._special(operand.name, SIZES[kind])
         else:
-            self.refuse(f"source not understood: {operand}")
+            self.refuse(f"expected a source operand, got {operand}")
         self._read.add(slot)
         return slot
 
     def destination(self, operand: Operand, kind: str, wider: bool = False) -> int:
-        """The register of a destination."""
+        """Return the register number of a destination operand. A sink ``_`` gets a register of its own."""
         if isinstance(operand, Sink):
             return self._new(0 if kind == "pred" else np.zeros(32, UNSIGNED[SIZES[kind]]), FULL)
         if not isinstance(operand, Register):
-            self.refuse(f"destination not understood: {operand}")
+            self.refuse(f"expected a destination register, got {operand}")
         size = SIZES[operand.type]
         if (operand.type == "pred") != (kind == "pred") or (
             size < SIZES[kind] if wider else size != SIZES[kind]
         ):
-            self.refuse(f"{operand.name} is .{operand.type}, expected .{kind}")
+            self.refuse(f"register {operand.name}: expected .{kind}, got .{operand.type}")
         slot = self._declared(operand)
         self._written.add(slot)
         return slot
 
     def predicate(self, operand: Operand) -> tuple[int, bool]:
-        """The register of a predicate, and whether it is negated."""
+        """Return the register number of a predicate operand, and whether it is negated."""
         if isinstance(operand, Negated):
             return self.source(operand.predicate, "pred"), True
         if isinstance(operand, Immediate):
@@ -207,16 +225,17 @@ class Decoder:
         return self.source(operand, "pred"), False
 
     def sources(self, operand: Operand, kind: str, wider: bool = False) -> list[int]:
-        """The registers of a vector, or of a scalar."""
+        """Return the register numbers of a vector operand, or of a scalar."""
         elements = operand.elements if isinstance(operand, Vector) else (operand,)
         return [self.source(x, kind, wider) for x in elements]
 
     def destinations(self, operand: Operand, kind: str, wider: bool = False) -> list[int]:
+        """Return the register numbers of a vector of destinations, or of a scalar."""
         elements = operand.elements if isinstance(operand, Vector) else (operand,)
         return [self.destination(x, kind, wider) for x in elements]
 
     def address(self, operand: Operand, kind: str) -> tuple[int, int]:
-        """The register and the offset of ``[base + offset]``."""
+        """Return the register number and the offset of ``[base + offset]``. ``kind``: the type of a constant base."""
         if not isinstance(operand, Address):
             self.refuse(f"expected an address, got {operand}")
         if isinstance(operand.base, Register):
@@ -224,7 +243,7 @@ class Decoder:
         return self.source(operand.base, kind), operand.offset
 
     def parameter(self, operand: Operand) -> tuple[int, int] | None:
-        """The same of ``[name + offset]`` where the name is that of a parameter."""
+        """Return the same for ``[name + offset]`` if ``name`` is a parameter; None otherwise."""
         if (
             isinstance(operand, Address)
             and isinstance(operand.base, Symbol)
@@ -234,13 +253,13 @@ class Decoder:
         return None
 
     def immediate(self, operand: Operand) -> int:
-        """An integer constant."""
+        """Return the value of an integer constant."""
         if not isinstance(operand, Immediate):
             self.refuse(f"expected a constant, got {operand}")
         return int(operand.text.rstrip("U"), 0)
 
     def number(self, text: str, kind: str) -> int:
-        """The bits of a number of a type."""
+        """Return the bits of a constant of type ``kind``."""
         if text[:2] in ("0f", "0F"):
             bits = int(f"0x{text[2:]}", 0)
             if kind == "f64":
@@ -276,7 +295,7 @@ class Decoder:
 
 
 def _past_the_end(w: Warp, lanes: int) -> NoReturn:
-    w.fail("the end of the kernel without ret")
+    w.fail("execution reaches the end of the kernel without ret")
 
 
 def _specials() -> None:

@@ -1,4 +1,4 @@
-"""What the emulator raises."""
+"""The exceptions that the emulator raises for PTX and for its execution."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from typing import Any
 
 
 class PtxError(Exception):
-    """PTX that cannot be parsed, or that uses something which is not modelled. ``line``: of the PTX."""
+    """The PTX cannot be parsed, or uses something that is not modelled.
+
+    Attributes:
+        message: the text without the place.
+        line: 1-based line of the PTX; 0 if there is none.
+        text: the instruction, or "".
+    """
 
     def __init__(self, message: str, line: int = 0, text: str = ""):
         self.message, self.line, self.text = message, line, text
@@ -14,14 +20,23 @@ class PtxError(Exception):
         super().__init__(f"{where}{message}" + (f"\n    {text}" if text else ""))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Exceptions are copied and pickled by calling the class with `args`, which holds the whole text alone."""
+        """Copy and pickle with the arguments of `__init__`.
+
+        By default Python would call the class with `args`, which holds only the complete text.
+        """
         return type(self), (self.message, self.line, self.text), self.__dict__
 
 
 class ExecutionError(Exception):
-    """A kernel did something that a device would not define, or that never ends.
+    """The kernel did something that is undefined or forbidden on a device, or it never ends.
 
-    ``line`` and ``text``: of the PTX; ``cta``: index of the block; ``warp``: of the block.
+    Attributes:
+        message: the text without the place.
+        kernel: name of the entry.
+        cta: linear index of the CTA in the grid; -1 if there is none.
+        warp: index of the warp in its CTA; -1 if there is none.
+        line: 1-based line of the PTX; 0 if there is none.
+        text: the instruction, or "".
     """
 
     def __init__(
@@ -33,6 +48,6 @@ class ExecutionError(Exception):
         super().__init__(f"{where}{message}" + (f"\n    {text}" if text else ""))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As `PtxError.__reduce__`."""
+        """Copy and pickle with the arguments of `__init__`, see `PtxError.__reduce__`."""
         given = (self.message, self.kernel, self.cta, self.warp, self.line, self.text)
         return type(self), given, self.__dict__

@@ -1,4 +1,8 @@
-"""Floating-point arithmetic on arrays, as PTX defines it."""
+"""Floating-point arithmetic on arrays, as PTX defines it.
+
+Functions named ``*_bits`` return the result's bits in the low bits of uint32; the others return floats. Arrays may have
+any shape.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +12,42 @@ import numpy as np
 
 from ptx_emulator.lanes import Array
 
-NAN32 = np.uint32(0x7FFFFFFF)  # what fp32 instructions give
+NAN32 = np.uint32(0x7FFFFFFF)  # the canonical NaN: every fp32 instruction returns it
 
 
 def flush(x: Array) -> Array:
-    """fp32 with subnormal numbers as zeros of their sign (``.ftz``)."""
+    """Replace subnormal fp32 numbers by zeros of the same sign (modifier ``.ftz``)."""
     bits = x.view(np.uint32)
     return np.where(bits & np.uint32(0x7F800000) == 0, bits & np.uint32(0x80000000), bits).view(np.float32)
 
 
 def canonical(x: Array) -> Array:
-    """fp32 with every NaN as the one that instructions give."""
+    """Replace every fp32 NaN by the canonical one, `NAN32`."""
     nan = np.isnan(x)
     return np.where(nan, NAN32, x.view(np.uint32)).view(np.float32) if nan.any() else x
 
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
-    """a*b + c in fp32, rounded once: the sum in fp64 is rounded to odd, so that to round it again does no
-    harm."""
+    """a * b + c in fp32, rounded once to nearest even.
+
+    The product of two fp32 numbers is exact in fp64. The fp64 sum is rounded to odd, so the second rounding, to fp32,
+    gives the same result as a single one.
+    """
     product, wide = a.astype(np.float64) * b, c.astype(np.float64)
     total = product + wide
     part = total - product
     rest = (product - (total - part)) + (wide - part)
     bits = total.view(np.int64)
-    away = np.where((rest > 0) == (total > 0), 0, -1)  # what is left out leads away from zero, or back
+    away = np.where(
+        (rest > 0) == (total > 0), 0, -1
+    )  # the rounding error points away from zero, or towards it
     inexact = (rest != 0) & np.isfinite(total) & np.isfinite(rest)
     odd = np.where(inexact & (bits & 1 == 0), (bits + away) | 1, bits)
     return odd.view(np.float64).astype(np.float32)
 
 
 def cut32(x: Array) -> Array:
-    """fp64 to fp32 towards zero; from 2^128 on an infinity."""
+    """Round fp64 to fp32 towards zero. Magnitudes of 2^128 or more become infinite."""
     with np.errstate(over="ignore"):
         near = x.astype(np.float32)
     too_far = (np.abs(near) > np.abs(x)) & (np.abs(x) < 2.0**128)
@@ -46,14 +55,14 @@ def cut32(x: Array) -> Array:
 
 
 def odd32(x: Array) -> Array:
-    """fp64 to fp32 rounded to odd: to round it again, to fewer digits, does no harm."""
+    """Round fp64 to fp32 to odd: a second rounding to fewer bits then gives the same result as a single one."""
     cut = cut32(x)
     inexact = (cut != x) & np.isfinite(cut)
     return (cut.view(np.uint32) | inexact).view(np.float32)
 
 
 def bf16_bits(x: Array) -> Array:
-    """The bits of fp32 rounded to nearest even bf16, as uint32."""
+    """Round fp32 to bf16, to nearest even."""
     bits = x.view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)))) >> np.uint32(16)
     nan = np.isnan(x)
@@ -61,17 +70,17 @@ def bf16_bits(x: Array) -> Array:
 
 
 def bf16_bits_towards_zero(x: Array) -> Array:
-    """The same, truncated."""
+    """Round fp32 to bf16, towards zero."""
     return np.where(np.isnan(x), np.uint32(0x7FFF), x.view(np.uint32) >> np.uint32(16))
 
 
 def f16_bits(x: Array) -> Array:
-    """The bits of fp32 rounded to nearest even fp16, as uint32."""
+    """Round fp32 to fp16, to nearest even."""
     return np.where(np.isnan(x), np.uint32(0x7FFF), x.astype(np.float16).view(np.uint16).astype(np.uint32))
 
 
 def f16_bits_of(x: Array) -> Array:
-    """The same of fp64, rounded once."""
+    """Round fp64 to fp16 once, to nearest even."""
     with np.errstate(over="ignore"):
         return np.where(
             np.isnan(x), np.uint32(0x7FFF), x.astype(np.float16).view(np.uint16).astype(np.uint32)
@@ -79,31 +88,37 @@ def f16_bits_of(x: Array) -> Array:
 
 
 def f16_bits_towards_zero(x: Array) -> Array:
-    """The same, truncated: what was rounded away from zero is a step too far."""
+    """Round fp32 to fp16, towards zero.
+
+    The code rounds to nearest, then steps back where that was away from zero.
+    """
     near = x.astype(np.float16)
     too_far = np.abs(near.astype(np.float32)) > np.abs(x)
     return f16_bits(x) - too_far.astype(np.uint32)
 
 
 def tf32_bits(x: Array) -> Array:
-    """fp32 rounded to nearest even tf32, whose low 13 bits are zero."""
+    """Round fp32 to tf32, to nearest even. The low 13 bits of tf32 are zero."""
     bits = x.view(np.uint32)
     rounded = bits + (np.uint32(0xFFF) + (bits >> np.uint32(13) & np.uint32(1))) & np.uint32(0xFFFFE000)
     return np.where(np.isnan(x), NAN32 & np.uint32(0xFFFFE000), np.where(np.isinf(x), bits, rounded))
 
 
 def tf32_bits_away(x: Array) -> Array:
-    """The same, ties away from zero; a NaN keeps its upper bits."""
+    """Round fp32 to tf32, to nearest with ties away from zero. A NaN keeps its upper bits."""
     bits = x.view(np.uint32)
     rounded = bits + np.uint32(0x1000)
     return np.where(np.isfinite(x), rounded, bits) & np.uint32(0xFFFFE000)
 
 
 def bf16_values(bits: Array) -> Array:
-    """fp32 of the bits of bf16 (uint16)."""
+    """Convert the bits of bf16 (uint16) to fp32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def approximated(function: Any, x: Array) -> Array:
-    """A function of fp32 in fp64, rounded to fp32, as the model of one that the device approximates."""
+    """Evaluate an fp32 function in fp64 and round the result to fp32.
+
+    This models the ``.approx`` instructions: within their documented error, but not the device's bits.
+    """
     return canonical(function(x.astype(np.float64)).astype(np.float32))

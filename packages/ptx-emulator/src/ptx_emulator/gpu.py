@@ -1,4 +1,4 @@
-"""The device that is not there: what a launch finds on it, and what ran on it."""
+"""The emulated device: the properties that a launch sees, and the list of the launches that ran."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ __all__ = ["SHARED_LIMIT", "Device", "Launch", "current_device", "device"]
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that ran: extents of grid and block, dynamic shared memory in bytes, instructions of warps."""
+    """A launch that ran.
+
+    Attributes:
+        kernel: name of the entry.
+        grid: extents in CTAs.
+        block: extents in threads.
+        cluster: extents in CTAs.
+        shared_bytes: dynamic shared memory.
+        instructions: warp instructions that were executed.
+    """
 
     kernel: str
     grid: tuple[int, int, int]
@@ -28,7 +37,10 @@ class Launch:
 
 @dataclass
 class Device:
-    """What `device` was given; ``launches`` so far. Each launch has a seed of its own, counted from ``seed``."""
+    """An emulated GPU: the arguments of `device`, and the ``launches`` so far.
+
+    Launch n uses the seed ``seed + n``.
+    """
 
     arch: str
     seed: int
@@ -50,13 +62,30 @@ class Device:
         tensors: Sequence[torch.Tensor],
         cooperative: bool,
     ) -> None:
-        """Execute an entry; ``arguments``: the bytes of each parameter; ``tensors``: those of the call."""
+        """Execute an entry and append it to ``launches``.
+
+        Args:
+            ptx: the module.
+            name: the entry.
+            grid, cluster: extents in CTAs.
+            block: extents in threads.
+            shared_bytes: dynamic shared memory.
+            arguments: the bytes of each parameter.
+            tensors: the tensors of the call, which the kernel may access.
+            cooperative: whether all CTAs must be resident at once.
+
+        Raises:
+            ValueError: the PTX is for another architecture, or the CTAs of a cooperative launch exceed the SMs.
+            PtxError, ExecutionError: see `run`.
+        """
         if (target := target_of(ptx)) != self.arch:
-            raise ValueError(f"the kernel is for {target}, this device is {self.arch}")
+            raise ValueError(f"kernel {name}: it is for {target}, this device is {self.arch}")
         count = grid[0] * grid[1] * grid[2]
-        # How many fit on an SM is not looked at: a grid has to do with one.
+        # The emulator does not compute occupancy: one CTA is resident per SM.
         if cooperative and count > self.sms:
-            raise ValueError(f"a cooperative launch of {count} CTAs on {self.sms} SMs")
+            raise ValueError(
+                f"kernel {name}: a cooperative launch of {count} CTAs on {self.sms} SMs; one CTA per SM is resident"
+            )
         seed = self.seed + len(self.launches)
         instructions = run(
             ptx, grid, block, shared_bytes, arguments, (*tensors, *self.tensors), scratch=self.scratch, name=name,
@@ -69,10 +98,14 @@ _device: ContextVar[Device | None] = ContextVar("ptx_emulator_device", default=N
 
 
 def current_device() -> Device:
-    """The innermost open device of this thread. Raises `RuntimeError` where there is none."""
+    """Return the innermost open device of this thread.
+
+    Raises:
+        RuntimeError: no device is open.
+    """
     found = _device.get()
     if found is None:
-        raise RuntimeError("no emulated device: with ptx_emulator.device(arch): ..")
+        raise RuntimeError("no emulated device is open: call this within `with ptx_emulator.device(arch):`")
     return found
 
 
@@ -86,13 +119,17 @@ def device(
     tensors: Iterable[torch.Tensor] = (),
     scratch: Iterable[torch.Tensor] = (),
 ) -> Iterator[Device]:
-    """Within the block, functions of `load` run on an emulated GPU; yields the `Device` that lists its launches.
+    """Open an emulated GPU. Within the block, functions of `load` run on it.
 
     Args:
-        arch: "sm_90a", for one; a kernel for another target is refused.
-        seed, races: as those of `run`.
-        sms: on each one CTA is resident at a time.
-        tensors, scratch: CPU tensors that launches may access besides the arguments of a call, as those of `run`.
+        arch: the target of the kernels, for example "sm_90a". Kernels for another target are refused.
+        seed: seed of the first launch, see `run`. Each later launch adds 1.
+        sms: number of SMs; one CTA is resident per SM.
+        races: see `run`.
+        tensors, scratch: see `run`. Launches may access these CPU tensors in addition to the arguments of a call.
+
+    Yields:
+        The `Device`. Its ``launches`` grows with each launch.
     """
     token = _device.set(Device(arch, seed, sms, races, tuple(tensors), tuple(scratch)))
     try:

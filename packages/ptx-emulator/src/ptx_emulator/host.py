@@ -1,8 +1,8 @@
-"""The host code that the DSL compiles, executed on this CPU against a stand-in for the CUDA runtime.
+"""Runs the DSL's compiled host code on the CPU, against a replacement of the CUDA runtime.
 
-A compiled function is exported as an object file. It reaches CUDA, and TVM-FFI's errors, through a few undefined
-symbols; linked against the functions below instead, it computes its grid, shared memory and parameters as it would
-before a GPU, and its launches arrive at the emulator.
+A compiled function is exported as an object file. It calls CUDA, and TVM-FFI's error functions, through a few undefined
+symbols. This module links these symbols to the functions below. The host code then computes grid, shared memory and
+parameters exactly as for a GPU, and its launches go to the emulator.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ptx_emulator.errors import PtxError
 from ptx_emulator.gpu import SHARED_LIMIT, Device, current_device
 from ptx_emulator.launch import kernel_of
 
-NAME = "emulated"  # of the exported function
-INVALID_VALUE, RAISED = 1, -1  # cudaErrorInvalidValue; TVM-FFI: an error was set
+NAME = "emulated"  # name of the exported function
+INVALID_VALUE, RAISED = 1, -1  # cudaErrorInvalidValue; TVM-FFI's status for "an error was set"
 
-# cudaDeviceAttr, CUfunction_attribute, cudaFuncAttribute, cudaLaunchAttributeID: those that are answered.
+# The modelled values of cudaDeviceAttr, CUfunction_attribute, cudaFuncAttribute and cudaLaunchAttributeID.
 SHARED_OPTIN, SHARED_STATIC = 97, 1
 KERNEL_ATTRIBUTES = {8: "dynamic shared memory", 9: "carveout", 14: "cluster larger than is portable"}
 COOPERATIVE, CLUSTER, OVERLAP = 2, 4, 6
@@ -60,34 +60,34 @@ class _Config(ctypes.Structure):  # cudaLaunchConfig_t
 
 NONE, INTEGER, BOOLEAN, REAL, TENSOR = 0, 1, 2, 3, 7  # TVMFFITypeIndex
 _CUDA = 2  # DLDeviceType
-_DTYPES = {  # DLDataTypeCode, bits
+_DTYPES = {  # (DLDataTypeCode, bits)
     torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8),
     torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16), torch.bool: (6, 8),
 }  # fmt: skip
 
 _ERRORS = {b"TypeError": TypeError, b"ValueError": ValueError, b"IndexError": IndexError}
 
-#: What a destructor calls, maybe when Python is gone.
+#: A destructor calls this symbol, possibly after Python has shut down. So it is not a Python callback.
 _UNLOAD = "define void @cuda_dialect_unload_library_once(ptr %library) { ret void }"
 
 
 class _Call(threading.local):
-    """What a thread's call knows: the tensors among its arguments, and what went wrong behind C's back."""
+    """State of a thread's current call: the tensors among its arguments, and the first error of a callback."""
 
     tensors: Sequence[torch.Tensor] = ()
     error: BaseException | None = None
 
 
 class Function:
-    """A compiled DSL function whose launches go to the emulated device of `device`. Made by `load`."""
+    """A compiled DSL function whose launches run on the open `device`. Created by `load`."""
 
     def __init__(self, ptx: str, content: bytes):
         import llvmlite.binding as llvm
 
         self.ptx = ptx
         self._call = _Call()
-        self._kernels: list[str] = []  # handles are their numbers, from 1
-        # ctypes frees a callback that nothing refers to.
+        self._kernels: list[str] = []  # a kernel's handle is its index + 1
+        # Keep the callbacks alive: ctypes frees those without a reference.
         self._callbacks = {name: kind(self._caught(body)) for name, (kind, body) in self._symbols().items()}
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
@@ -99,20 +99,22 @@ class Function:
         try:
             self._library = library.export_symbol(entry).link(self._jit, NAME)
         except RuntimeError as error:
-            raise PtxError(f"the host code cannot be linked: {error}") from None
+            raise PtxError(
+                f"the host code cannot be linked; it may call a function that is not modelled: {error}"
+            ) from None
         self._entry = ctypes.CFUNCTYPE(c_int, pointer, POINTER(_Any), c_int32, POINTER(_Any))(
             self._library[entry]
         )
 
     def __call__(self, *arguments: torch.Tensor | float | None) -> None:
-        """Execute the host code, and its launches to their end.
+        """Run the host code and its launches to their end.
 
         Args:
-            arguments: as the DSL's function takes them: contiguous CPU tensors in place of the GPU's, numbers, None.
+            arguments: those of the DSL's function, with contiguous CPU tensors in place of GPU tensors; numbers; None.
 
         Raises:
-            PtxError, ExecutionError: of the launch.
-            TypeError, ValueError: the host code refuses the arguments, in its own words.
+            PtxError, ExecutionError: see `run`.
+            TypeError, ValueError: the host code refuses the arguments, with its own message; or an argument is none of the above.
             RuntimeError: no device is open.
         """
         current_device()
@@ -131,22 +133,22 @@ class Function:
         if status:
             raise RuntimeError(f"the host code returned {status}")
 
-    # ---- the stand-in
+    # ---- the replacement of the CUDA runtime
 
     def _caught(self, body: Callable[..., int | None]) -> Callable[..., int | None]:
-        """No exception passes through C: the first one is raised when the call is back."""
+        """Wrap a callback. Exceptions cannot pass through C, so `__call__` raises the first one after the call returns."""
 
         def caught(*arguments: Any) -> int | None:
             try:
                 return body(*arguments)
-            except BaseException as error:  # noqa: BLE001 - interrupts as well
+            except BaseException as error:  # noqa: BLE001 - also KeyboardInterrupt
                 self._call.error = self._call.error or error
                 return INVALID_VALUE
 
         return caught
 
     def _symbols(self) -> dict[str, tuple[Any, Callable[..., int | None]]]:
-        """C's type and the body of each function that host code calls. Those of CUDA return 0, or an error."""
+        """Return the C type and the body of each function that host code calls. Those of CUDA return 0 or an error code."""
 
         def status(*kinds: Any) -> Any:
             return ctypes.CFUNCTYPE(c_int, *kinds)
@@ -175,11 +177,15 @@ class Function:
                     kind, b"".join(parts[n] or b"" for n in range(count))
                 ),
             ),
-            "CuteDSLRT_TVMFFISetRaisedCudaError": (nothing, lambda message, code: None),  # ours came first
+            "CuteDSLRT_TVMFFISetRaisedCudaError": (
+                nothing,
+                lambda message, code: None,
+            ),  # `_caught` already holds the error
             "CuteDSLRT_TVMFFISetRaisedCudaLaunchError": (nothing, lambda message, code: None),
         }
 
     def _refuse(self, kind: bytes, message: bytes) -> None:
+        """Raise the host code's own error."""
         raise _ERRORS.get(kind, RuntimeError)(message.decode())
 
     def _initialize(self, library: Any, load: int, load_to_device: int, raised: int) -> int:
@@ -194,9 +200,7 @@ class Function:
 
     def _device_attribute(self, out: Any, attribute: int, index: int) -> int:
         if attribute != SHARED_OPTIN:
-            raise PtxError(
-                f"the host code asks for attribute {attribute} of the device, which is not modelled"
-            )
+            raise PtxError(f"the host code reads cudaDeviceAttr {attribute}, which is not modelled")
         return _put(out, SHARED_LIMIT)
 
     def _kernel(self, out: Any, library: int, name: bytes) -> int:
@@ -205,12 +209,12 @@ class Function:
 
     def _kernel_attribute(self, out: Any, attribute: int, kernel: int, index: int) -> int:
         if attribute != SHARED_STATIC:
-            raise PtxError(f"the host code asks for attribute {attribute} of a kernel, which is not modelled")
+            raise PtxError(f"the host code reads CUfunction_attribute {attribute}, which is not modelled")
         return _put(out, kernel_of(self.ptx, self._kernels[kernel - 1]).static_bytes)
 
     def _set_attribute(self, kernel: int, attribute: int, value: int, index: int = 0) -> int:
         if attribute not in KERNEL_ATTRIBUTES:
-            raise PtxError(f"the host code sets attribute {attribute} of a kernel, which is not modelled")
+            raise PtxError(f"the host code sets cudaFuncAttribute {attribute}, which is not modelled")
         return 0
 
     def _launch(self, config: Any, kernel: int, values: Any) -> int:
@@ -222,8 +226,10 @@ class Function:
                 cooperative = attribute.value[0] != 0
             elif attribute.identity == CLUSTER:
                 cluster = tuple(attribute.value[:3])
-            elif attribute.identity != OVERLAP:  # launches run one after the other, which it allows
-                raise PtxError(f"launch attribute {attribute.identity} is not modelled")
+            elif attribute.identity != OVERLAP:  # overlap is optional; launches run one after the other
+                raise PtxError(
+                    f"the host code sets cudaLaunchAttributeID {attribute.identity}, which is not modelled"
+                )
         name = self._kernels[kernel - 1]
         parameters = kernel_of(self.ptx, name).kernel.parameters
         arguments = [ctypes.string_at(values[n], size) for n, (_, _, size) in enumerate(parameters)]
@@ -236,12 +242,16 @@ class Function:
 
 
 def _put(out: Any, value: int) -> int:
+    """Store the result of a CUDA function; return cudaSuccess."""
     out[0] = value
     return 0
 
 
 def _fill(value: _Any, argument: object) -> Any:
-    """An argument as TVM-FFI passes it, and what has to stay alive meanwhile. Tensors say that they are on a GPU."""
+    """Fill ``value`` with an argument, as TVM-FFI passes it. Returns an object to keep alive during the call.
+
+    Tensors claim to be on a GPU, as the host code requires.
+    """
     if argument is None:
         value.kind = NONE
     elif isinstance(argument, bool):
@@ -253,32 +263,34 @@ def _fill(value: _Any, argument: object) -> Any:
         value.kind, value.value.real = REAL, argument
     elif isinstance(argument, torch.Tensor):
         if argument.device.type != "cpu" or argument.dtype not in _DTYPES:
-            raise ValueError(f"a CPU tensor was expected, got {argument.dtype} on {argument.device}")
+            raise ValueError(
+                f"expected a CPU tensor of a type that TVM-FFI knows, got {argument.dtype} on {argument.device}"
+            )
         code, bits = _DTYPES[argument.dtype]
         shape, strides = ((c_int64 * max(argument.ndim, 1))(*x) for x in (argument.shape, argument.stride()))
         tensor = _Tensor(argument.data_ptr(), _CUDA, 0, argument.ndim, code, bits, 1, shape, strides, 0)
         value.kind, value.value.address = TENSOR, ctypes.addressof(tensor)
         return tensor
     else:
-        raise TypeError(
-            f"an argument of type {type(argument).__name__}: tensors, numbers and None are passed"
-        )
+        raise TypeError(f"an argument of type {type(argument).__name__}: expected a tensor, a number or None")
     return None
 
 
 def load(compiled: Any) -> Function:
-    """A compiled DSL function that runs on the emulated device.
+    """Load a compiled DSL function, to call within `device`.
 
     Args:
-        compiled: what ``cute.compile(.., options="--enable-tvm-ffi --keep-ptx --gpu-arch ..")`` returned.
+        compiled: the result of ``cute.compile(.., options="--enable-tvm-ffi --keep-ptx --gpu-arch ..")``.
 
     Raises:
-        ValueError: it keeps no PTX.
-        PtxError: its host code needs what is not modelled.
+        ValueError: the function was compiled without ``--keep-ptx``.
+        PtxError: the host code calls a function that is not modelled.
     """
     ptx = getattr(compiled, "__ptx__", None)
     if not ptx:
-        raise ValueError("compile with options='--enable-tvm-ffi --keep-ptx ..': the function has no PTX")
+        raise ValueError(
+            "compiled: the function has no PTX; compile it with options='--enable-tvm-ffi --keep-ptx ..'"
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "host.o"
         compiled.export_to_c(str(path), function_name=NAME)

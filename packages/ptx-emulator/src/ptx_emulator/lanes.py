@@ -1,5 +1,8 @@
-"""Sets of lanes: an int with a bit for each of the 32, as predicates and masks are kept, and the same as
-arrays."""
+"""Sets of lanes of a warp.
+
+A set is an int: bit n stands for lane n. Predicates, masks and sets of undefined lanes have this form. `BOOLS` and
+`INDICES` convert a set to arrays; `to_bits` converts back.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,10 @@ class _Indices(dict[int, Array]):
         return found
 
 
-#: The lanes of a set as 32 bools, and as their numbers in order.
+#: BOOLS[set]: bool[32], read-only. INDICES[set]: the lanes of the set in ascending order.
 BOOLS, INDICES = _Bools(), _Indices()
 
 
 def to_bits(flags: Array) -> int:
-    """The set of 32 bools."""
+    """Convert bool[32] to a set of lanes."""
     return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")

@@ -1,4 +1,4 @@
-"""A launch: what a driver does, from PTX and arguments to the end of the grid."""
+"""Launches: the driver's part, from PTX and arguments to the end of the grid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-# Imported for the handlers that they register.
+# These modules register their handlers when they are imported.
 from ptx_emulator import access, arithmetic, copies, matrices, synchronize, tensor_memory  # noqa: F401
 from ptx_emulator.decode import Decoder
 from ptx_emulator.errors import PtxError
@@ -17,7 +17,7 @@ from ptx_emulator.machine import Machine, Program
 from ptx_emulator.memory import GlobalMemory, Region
 from ptx_emulator.parser import parse
 
-SHARED_LIMIT = 227 * 1024  # of a CTA of sm_90, sm_100
+SHARED_LIMIT = 227 * 1024  # bytes of shared memory of a CTA on sm_90 and sm_100
 
 _FORMATS = {"u8": "B", "s8": "b", "u16": "H", "s16": "h", "u32": "I", "s32": "i", "u64": "Q", "s64": "q"}
 _FORMATS |= {"b8": "B", "b16": "H", "b32": "I", "b64": "Q", "f32": "f", "f64": "d"}
@@ -27,20 +27,24 @@ _parsed = lru_cache(maxsize=16)(parse)
 
 
 def target_of(ptx: str) -> str:
-    """The architecture that a text of PTX is for."""
+    """Return the ``.target`` of a PTX module."""
     return _parsed(ptx).target
 
 
 @lru_cache(maxsize=64)
 def kernel_of(ptx: str, name: str | None) -> Decoder:
-    """An entry of a text of PTX; None: the only one."""
+    """Return the decoder of an entry of a PTX module. ``name`` None: the only entry.
+
+    Raises:
+        PtxError: the module has no such entry, or several and none is named.
+    """
     kernels = _parsed(ptx).kernels
     if name is None:
         if len(kernels) != 1:
-            raise PtxError(f"name one of the entries: {', '.join(kernels)}")
+            raise PtxError(f"name: expected one of the entries {', '.join(kernels)}, got None")
         (name,) = kernels
     if name not in kernels:
-        raise PtxError(f"no entry {name}; there are {', '.join(kernels)}")
+        raise PtxError(f"name: expected one of the entries {', '.join(kernels)}, got {name}")
     return Decoder(kernels[name])
 
 
@@ -65,43 +69,53 @@ def run(
     races: Collection[str] = ("shared", "global"),
     cluster: Sequence[int] = (1, 1, 1),
 ) -> int:
-    """Execute an entry of a text of PTX, and return the number of instructions of warps that it took.
+    """Execute an entry of a PTX module to its end.
 
     Args:
-        grid, block: up to three extents each.
-        shared_bytes: of dynamic shared memory.
-        arguments: one a parameter. A CPU tensor stands for its address, and may be accessed; bytes are taken as
-            they are.
-        tensors: others that may be accessed.
-        scratch: tensors whose contents are not to be used before the kernel writes them.
-        name: of the entry; needed where there are several.
-        seed: of the order in which warps run and copies end.
-        races: spaces in which accesses are looked for that nothing orders.
-        resident: CTAs that are on the device at once; all of them by default, as in a cooperative launch.
-        cluster: extents of a cluster in CTAs.
+        ptx: the module.
+        grid: up to three extents, in CTAs.
+        block: up to three extents, in threads.
+        shared_bytes: dynamic shared memory.
+        arguments: one for each parameter. A contiguous CPU tensor stands for its address, and the kernel may access it.
+            Bytes are passed unchanged.
+        tensors: further tensors that the kernel may access.
+        scratch: tensors whose contents are undefined until the kernel writes them.
+        name: the entry; required if there are several.
+        seed: decides the order in which warps run and asynchronous operations complete.
+        races: the state spaces that are checked for races: "shared" (with tensor memory), "global".
+        resident: CTAs that are on the device at once. Default: all of them, as in a cooperative launch.
+        cluster: extents of a cluster, in CTAs.
 
-    Raises `PtxError` for what is not modelled, `ExecutionError` for what a kernel does wrong.
+    Returns:
+        The number of warp instructions that were executed.
+
+    Raises:
+        PtxError: the PTX cannot be parsed, or uses something that is not modelled.
+        ExecutionError: the kernel does something that is undefined on a device, or it never ends.
+        ValueError: the launch or its arguments do not fit the entry.
     """
     program, decoder = _decoded(ptx, name)
     grid, block = _extents(grid), _extents(block)
     cluster = _extents(cluster)
     if any(c < 1 or g % c for g, c in zip(grid, cluster)) or cluster[0] * cluster[1] * cluster[2] > 16:
         raise ValueError(
-            f"cluster: up to 16 CTAs, whose extents divide those of the grid {grid}; got {cluster}"
+            f"cluster: up to 16 CTAs with extents that divide those of the grid {grid} expected, got {cluster}"
         )
     threads = block[0] * block[1] * block[2]
-    promised = decoder.kernel.threads
-    if promised is not None and _extents(promised) != block:
-        raise ValueError(f"block: the kernel requires {promised}, got {block}")
+    required = decoder.kernel.threads
+    if required is not None and _extents(required) != block:
+        raise ValueError(f"block: the kernel's .reqntid is {required}, got {block}")
     if not 1 <= threads <= 1024:
-        raise ValueError(f"block: 1 to 1024 threads, got {threads}")
+        raise ValueError(f"block: expected 1 to 1024 threads, got {threads}")
     total = decoder.static_bytes + shared_bytes
     if total > SHARED_LIMIT:
-        raise ValueError(f"shared_bytes: {total} with the static ones, {SHARED_LIMIT} at most")
+        raise ValueError(
+            f"shared_bytes: expected at most {SHARED_LIMIT} bytes, dynamic and static, got {total}"
+        )
     memory = GlobalMemory()
     _register(memory, arguments, tensors, scratch)
     if unknown := set(races) - {"shared", "global"}:
-        raise ValueError(f"races: 'shared' and 'global', got {sorted(unknown)}")
+        raise ValueError(f"races: expected 'shared' and 'global', got {sorted(unknown)}")
     if "global" in races:
         memory.watch()
     count = grid[0] * grid[1] * grid[2]
@@ -125,7 +139,7 @@ def _register(
     tensors: Iterable[torch.Tensor],
     scratch: Iterable[torch.Tensor],
 ) -> None:
-    """Every tensor once; those without elements have nothing to access."""
+    """Add each tensor once. Tensors without elements have nothing to access."""
     scratch = list(scratch)
     given = [(x, False) for x in scratch] + [
         (x, True) for x in (*tensors, *arguments) if isinstance(x, torch.Tensor)
@@ -133,7 +147,10 @@ def _register(
     seen: set[int] = set()
     for number, (tensor, initialized) in enumerate(given):
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError("tensors have to be contiguous, on the CPU")
+            raise ValueError(
+                f"tensor {number}: expected a contiguous CPU tensor, "
+                f"got {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+            )
         if tensor.data_ptr() in seen or tensor.numel() == 0:
             continue
         seen.add(tensor.data_ptr())
@@ -142,21 +159,23 @@ def _register(
 
 
 def _parameters(decoder: Decoder, arguments: Sequence[int | float | bytes | torch.Tensor]) -> Region:
-    """The bytes of the parameters, as a region of their own."""
+    """Return a region with the bytes of all parameters."""
     given = decoder.kernel.parameters
     if len(arguments) != len(given):
-        raise ValueError(f"arguments: {len(given)} parameters, got {len(arguments)}")
+        raise ValueError(f"arguments: expected {len(given)}, one for each parameter, got {len(arguments)}")
     data = bytearray(-(-max(decoder.parameter_bytes, 16) // 16) * 16)
     for (name, kind, size), value in zip(given, arguments):
         place = decoder.offsets[name]
         if isinstance(value, bytes):
             if len(value) != size:
-                raise ValueError(f"arguments: {name} has {size} bytes, got {len(value)}")
+                raise ValueError(f"arguments: parameter {name}: expected {size} bytes, got {len(value)}")
             data[place : place + size] = value
         else:
             number = value.data_ptr() if isinstance(value, torch.Tensor) else value
             if kind not in _FORMATS or size != struct.calcsize(_FORMATS[kind]):
-                raise ValueError(f"arguments: {name} has to be given as bytes")
+                raise ValueError(
+                    f"arguments: parameter {name} of {size} bytes: expected bytes, got {type(value).__name__}"
+                )
             form = _FORMATS[kind]
             if form in "BHIQ":
                 number = int(number) & (1 << 8 * size) - 1

@@ -1,8 +1,9 @@
-"""Who runs when: CTAs, warps, and the fragments into which a warp diverges.
+"""The scheduler: CTAs, warps, and the fragments into which a warp diverges.
 
-A fragment is a set of lanes with one program counter. Of a warp's fragments that can run, the one with the
-lowest counter does; fragments that meet are one again. Warps run for a random number of instructions, in an
-order that a seed decides; so does when asynchronous copies end, unless something waits for them.
+- A fragment is a set of lanes with one program counter. The runnable fragment with the lowest counter of its warp runs.
+  Fragments whose counters become equal are merged.
+- A random warp runs for a random number of instructions, then the next one. The seed decides both.
+- The seed also decides when each pending asynchronous operation completes. If no warp can run, one of them completes.
 """
 
 from __future__ import annotations
@@ -22,14 +23,19 @@ from ptx_emulator.lanes import BOOLS, FULL
 from ptx_emulator.memory import CTA_BITS, GlobalMemory, Region, local_region, shared_region
 from ptx_emulator.races import Clock, Shadow
 
-POLLS = 256  # a warp's looks at memory that nothing has changed, after which they count as endless
-QUANTUM = 400  # instructions of a turn, at most
-ENDLESS = 5_000_000  # instructions without a change that another warp could see
+POLLS = 256  # polls of a fragment without a change of memory, after which it counts as waiting forever
+QUANTUM = 400  # most instructions of one turn of a warp
+ENDLESS = (
+    5_000_000  # instructions without a change visible to other warps, after which the launch is a deadlock
+)
 
 
 @dataclass
 class Wait:
-    """A fragment goes on when ``ready``: with the same instruction (``again``), or with the next one."""
+    """The fragment waits until ``ready()``. It then repeats the instruction (``again``) or continues behind it.
+
+    ``reason`` describes what it waits for, for the deadlock message.
+    """
 
     ready: Callable[[], bool]
     reason: str
@@ -37,15 +43,15 @@ class Wait:
 
 
 class Converge:
-    """An instruction needs lanes that are elsewhere."""
+    """The instruction needs further lanes, which have not arrived at it yet."""
 
 
 class Poll:
-    """The next instruction, after others have had their turn."""
+    """The instruction polled memory: continue behind it, but let other warps run first."""
 
 
 class Exit:
-    """The lanes end."""
+    """The lanes have executed `exit` or `ret`."""
 
 
 CONVERGE, POLL, EXIT = Converge(), Poll(), Exit()
@@ -53,30 +59,43 @@ CONVERGE, POLL, EXIT = Converge(), Poll(), Exit()
 
 @dataclass
 class Mbarrier:
-    """An mbarrier object. ``phase`` counts those that are complete."""
+    """An mbarrier object (PTX ISA, "mbarrier"), and what the checks need to know about it.
+
+    Attributes:
+        count: expected arrivals of each phase.
+        pending: pending arrivals of the current phase.
+        transactions: pending bytes (tx-count) of the current phase.
+        phase: completed phases.
+        released: merged vectors (`races.Clock`) of the arrivals of the current phase.
+        complete: ``released`` of the last completed phase.
+        seen: per completed phase, the warps that observed it, each with its clock at that time.
+        arrived: per completed phase, its ``released``; None if asynchronous operations took part.
+        asynchronous: whether asynchronous operations take part in the current phase.
+    """
 
     count: int
     pending: int
     transactions: int = 0
     phase: int = 0
-    released: Any = None  # what those know that have arrived; in `complete` of phases that are
+    released: Any = None
     complete: Any = None
-    # Of each complete phase: who saw that, and when by its clock; and what those know that arrived, unless copies take part.
     seen: list[dict[int, int]] = field(default_factory=list)
     arrived: list[Any] = field(default_factory=list)
-    asynchronous: bool = False  # copies take part in this phase
+    asynchronous: bool = False
 
     def release(self, snapshot: Any) -> None:
+        """Merge the vector of an arrival into the current phase."""
         self.released = snapshot if self.released is None else np.maximum(self.released, snapshot)
 
     def arrive(self, count: int, fail: Callable[[str], NoReturn]) -> None:
+        """Count arrivals."""
         if count > self.pending:
             fail(f"mbarrier: {count} arrivals where {self.pending} of {self.count} are pending")
         self.pending -= count
         self.advance()
 
     def advance(self) -> None:
-        """To the next phase, if this one is complete."""
+        """Start the next phase if the current one is complete."""
         if self.pending == 0 and self.transactions == 0:
             self.phase += 1
             self.pending = self.count
@@ -86,19 +105,23 @@ class Mbarrier:
             self.asynchronous = False
 
     def expect(self, count: int) -> None:
-        """Bytes."""
+        """Add ``count`` bytes to those that the current phase waits for (expect-tx operation)."""
         self.transactions += count
         self.asynchronous = True
 
     def count_bytes(self, count: int, fail: Callable[[str], NoReturn]) -> None:
-        """They have come."""
+        """Count bytes that have arrived (complete-tx operation)."""
         self.expect(-count)
         if self.pending == 0 and self.transactions < 0:
-            fail("mbarrier: more bytes than it expects")
+            fail(f"mbarrier: {-self.transactions} more bytes than it expects have arrived")
         self.advance()
 
     def known(self, clock: Clock) -> int:
-        """How many phases a warp knows to be complete, because its view of the others says so."""
+        """Return how many phases the warp of ``clock`` knows to be complete.
+
+        The warp knows it if it observed the completion, or if it is ordered behind a warp that did, or behind all arrivals
+        of the phase.
+        """
         for number in reversed(range(self.phase)):
             if any(w == clock.index or clock.known[w] >= at for w, at in self.seen[number].items()):
                 return number + 1
@@ -112,9 +135,17 @@ class Mbarrier:
 
 @dataclass
 class NamedBarrier:
-    """A barrier of a CTA: threads that have come, of how many; ``generation`` counts completions."""
+    """A barrier of a CTA (`bar`, `barrier.cta`).
 
-    come: int = 0
+    Attributes:
+        arrived: threads that have arrived.
+        expected: threads that the barrier waits for.
+        generation: completions so far.
+        released: merged vectors of the arrivals.
+        complete: ``released`` of the last completion.
+    """
+
+    arrived: int = 0
     expected: int = 0
     generation: int = 0
     released: Any = None
@@ -123,7 +154,15 @@ class NamedBarrier:
 
 @dataclass
 class Fragment:
-    """``seen``: what `Machine.changes` was at its last look at memory; ``polls``: looks since then."""
+    """Lanes with one program counter.
+
+    Attributes:
+        pc: index of the next instruction.
+        lanes: the set of lanes.
+        wait: what the fragment waits for; None: it can run.
+        seen: `Machine.changes` at its last poll.
+        polls: polls since memory last changed.
+    """
 
     pc: int
     lanes: int
@@ -134,11 +173,20 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Program:
-    """A decoded kernel. ``code[pc]`` takes a warp and the active lanes; what it returns is None (go on), a
-    (target, lanes) of a branch, or one of the objects above. ``registers``: what they hold at first,
-    constants in place; ``unknown``: the lanes of each that hold nothing. ``specials``: (register, what gives
-    its value for a warp). ``reads``, ``writes``: registers of each instruction. ``relaxed``: the instructions
-    that may touch registers of wgmmas in flight."""
+    """A decoded kernel.
+
+    Attributes:
+        name: of the entry.
+        code: per instruction, a function of a warp and the active lanes. It returns None (continue with the next
+            instruction), (target, lanes) for a taken branch, or a `Wait`, `CONVERGE`, `POLL` or `EXIT`.
+        lines: per instruction, its 1-based line and its text.
+        registers: initial value of each register. Constants are registers that nothing writes.
+        unknown: per register, the set of lanes that are undefined at the start.
+        specials: (register, function of the warp that returns its value) for each special register.
+        reads, writes: per instruction, the registers that it reads and writes.
+        relaxed: per instruction, whether it may access registers of a wgmma in flight.
+        local_bytes: local memory of a thread, a multiple of 16.
+    """
 
     name: str
     code: list[Callable[[Warp, int], Any]]
@@ -149,13 +197,31 @@ class Program:
     reads: list[frozenset[int]]
     writes: list[frozenset[int]]
     relaxed: list[bool]
-    local_bytes: int = 0  # of a thread, a multiple of 16
+    local_bytes: int = 0
 
 
 class Warp:
-    """32 lanes. ``regs``: arrays of 32 unsigned words, which are never changed in place, and ints for
-    predicates; ``unknown``: for each register the lanes whose value is not known. ``packed``: the same of each
-    byte, where they differ, with the array that it was said of: whatever else is put there ends it."""
+    """A warp of 32 lanes.
+
+    Attributes:
+        number: index in the CTA.
+        alive: the lanes that have not ended.
+        regs: per register, an array of 32 unsigned words, or an int (a set of lanes) for a predicate. Arrays are never
+            changed in place.
+        unknown: per register, the set of lanes whose value is undefined.
+        packed: registers whose bytes differ in state: the array that the entry describes, and per byte the set of undefined
+            lanes. The entry is void once the register holds another array.
+        pc: index of the executing instruction.
+        arrived: `Cluster.generation` at this warp's arrival at the cluster barrier; None between a wait and an arrival.
+        group, copies: of non-bulk `cp.async`: the current group of each lane, and the copies that may be pending.
+        bulk_group, bulk: of bulk copies to global memory: the current bulk group of each lane, and the stores that no
+            `wait_group` has covered.
+        tensor_loads, tensor_stores: words of tensor memory of `tcgen05.ld` and `.st` before their wait.
+        flight: registers of a wgmma or `tcgen05.ld` in flight, with their group.
+        operands: (group, check that the operand is unchanged) of wgmmas in flight.
+        wgmma_group: the current wgmma group.
+        fenced: all registers at the last `wgmma.fence`.
+    """
 
     def __init__(self, cta: Cta, number: int, alive: int):
         program = cta.machine.program
@@ -167,19 +233,14 @@ class Warp:
             self.regs[slot], self.unknown[slot] = value(self), 0
         self.packed: dict[int, tuple[Any, list[int]]] = {}
         self.pc = 0
-        self.arrived: int | None = None  # at the barrier of the cluster, after so many completions
+        self.arrived: int | None = None
         self.fragments = [Fragment(0, alive)]
-        # Non-bulk asynchronous copies: the group that each lane fills, and copies of groups that nothing has
-        # waited for.
         self.group = np.zeros(32, np.int64)
         self.copies: list[Any] = []
-        # Bulk copies to global memory: the group that each lane fills, and those that have not been waited for.
         self.bulk_group = np.zeros(32, np.int64)
         self.bulk: list[Any] = []
-        # tcgen05: words of tensor memory that are loaded and stored, and that nothing has waited for.
         self.tensor_loads: list[Any] = []
         self.tensor_stores: list[Any] = []
-        # wgmma: registers in flight, with their group; what has to stay as it is, by group; the open group.
         self.flight: dict[int, int] = {}
         self.operands: list[tuple[int, Callable[[], None]]] = []
         self.wgmma_group = 0
@@ -187,16 +248,16 @@ class Warp:
 
     @cached_property
     def local(self) -> Region:
-        """Local memory of its threads, one after the other."""
+        """Local memory: that of lane n follows that of lane n - 1."""
         return local_region(self.program.local_bytes)
 
     def fail(self, message: str) -> NoReturn:
-        """Raise for the instruction that is executing."""
+        """Raise an `ExecutionError` for the executing instruction."""
         line, text = self.program.lines[self.pc]
         raise ExecutionError(message, self.program.name, self.cta.number, self.number, line, text)
 
     def put(self, slot: int, value: Any, unknown: int, lanes: int) -> None:
-        """An array of unsigned words to a register."""
+        """Write ``lanes`` of a register. ``value``: 32 unsigned words; ``unknown``: the lanes that become undefined."""
         if lanes == FULL:
             self.regs[slot], self.unknown[slot] = value, unknown
         else:
@@ -204,17 +265,17 @@ class Warp:
             self.unknown[slot] = unknown & lanes | self.unknown[slot] & ~lanes
 
     def put_predicate(self, slot: int, value: int, unknown: int, lanes: int) -> None:
-        """A set of lanes to a predicate."""
+        """Write ``lanes`` of a predicate. ``value``: the set of lanes where it is true; ``unknown``: as in `put`."""
         self.regs[slot] = value & lanes | self.regs[slot] & ~lanes
         self.unknown[slot] = unknown & lanes | self.unknown[slot] & ~lanes
 
     def unknown_bytes(self, slot: int) -> list[int]:
-        """For each byte of a register, lowest first, the lanes whose value is not known."""
+        """Return for each byte of a register, lowest first, the set of lanes where it is undefined."""
         value, (array, unknown) = self.regs[slot], self.packed.get(slot, (None, []))
         return unknown if array is value else [self.unknown[slot]] * value.itemsize
 
     def put_bytes(self, slot: int, value: Any, unknown: list[int], lanes: int) -> None:
-        """`put` of bytes that were moved as they are: each stays as known as it was."""
+        """`put` for bytes that were moved unchanged. ``unknown``: per byte, the lanes where it is undefined."""
         if any(unknown) or self.unknown[slot]:
             before = self.unknown_bytes(slot)
             unknown = [new & lanes | old & ~lanes for new, old in zip(unknown, before)]
@@ -226,8 +287,10 @@ class Warp:
     # ---- fragments
 
     def runnable(self) -> bool:
-        """Whether some fragment can go on and would see something new; wakes those that have what they waited
-        for."""
+        """Return whether a fragment can run and would make progress.
+
+        A fragment that polls makes progress only if memory changed. Fragments whose wait is over are resumed first.
+        """
         found, changes = False, self.machine.changes
         for fragment in self.fragments:
             wait = fragment.wait
@@ -240,12 +303,12 @@ class Warp:
                 found = True
         return found
 
-    def patient(self) -> bool:
-        """Whether a fragment that waits for a change of memory may look again."""
+    def may_poll(self) -> bool:
+        """Return whether a polling fragment has polls left."""
         return any(f.wait is None and f.polls < POLLS for f in self.fragments)
 
     def run(self, budget: int) -> None:
-        """Up to ``budget`` instructions of one fragment; one of them is runnable."""
+        """Run one fragment for up to ``budget`` instructions. At least one fragment must be runnable."""
         self._merge()
         changes = self.machine.changes
         able = [f for f in self.fragments if f.wait is None]
@@ -293,7 +356,7 @@ class Warp:
         self.machine.executed -= budget
 
     def _merge(self) -> None:
-        """One fragment of those at one place; it tries again what needed more lanes."""
+        """Merge fragments with the same program counter. A merged fragment retries an instruction that lacked lanes."""
         if len(self.fragments) == 1:
             return
         found: dict[int, Fragment] = {}
@@ -310,8 +373,10 @@ class Warp:
         self.fragments = kept
 
     def stuck(self) -> bool:
-        """Whether only fragments are left that need each other's lanes at different places. Lanes that have
-        ended may be what they waited for."""
+        """Return whether all fragments wait for each other's lanes, at different instructions.
+
+        A single fragment that has all remaining lanes is resumed: it waited for lanes that have ended.
+        """
         self._merge()
         waiting = [f for f in self.fragments if isinstance(f.wait, Converge)]
         if not waiting or len(waiting) < len(self.fragments):
@@ -322,15 +387,15 @@ class Warp:
         return True
 
     def waits(self) -> str:
-        """What each fragment waits for, in words."""
+        """Describe what each fragment waits for."""
         parts = []
         for f in self.fragments:
             line, text = self.program.lines[f.pc]
             if isinstance(f.wait, Wait):
                 why = f.wait.reason
             else:
-                why = "lanes that do not come" if f.wait else "a change of memory that does not come"
-            parts.append(f"lanes {f.lanes:08x} at PTX line {line} ({text[:60]}): {why}")
+                why = "lanes that never arrive" if f.wait else "a change of memory that never happens"
+            parts.append(f"lanes {f.lanes:08x} at PTX line {line} ({text[:60]}) wait for {why}")
         return "; ".join(parts)
 
     def _check_flight(self, pc: int) -> None:
@@ -338,11 +403,24 @@ class Warp:
         if program.relaxed[pc]:
             return
         if not (program.reads[pc].isdisjoint(self.flight) and program.writes[pc].isdisjoint(self.flight)):
-            self.fail("a register of a wgmma is touched that nothing has waited for")
+            self.fail(
+                "a register of an instruction in flight is accessed before its wait (wgmma.wait_group, tcgen05.wait::ld)"
+            )
 
 
 class Cta:
-    """A block: its shared memory, barriers and warps."""
+    """A CTA: its shared memory, tensor memory, barriers and warps.
+
+    Attributes:
+        number: linear index in the grid; ``index``: the same as (x, y, z).
+        place: (x, y, z) in the cluster; ``rank``: the same as a linear index.
+        fences: per state space, `Machine.clock` at the last `fence.proxy.async` of a thread of this CTA.
+        barriers: by number.
+        mbarriers: by address in shared memory.
+        tensor_memory: `tensor_memory.TensorMemory`, created on first use.
+        width: warps of the CTA.
+        live: warps that have not ended.
+    """
 
     def __init__(
         self,
@@ -352,14 +430,13 @@ class Cta:
         cluster: Cluster,
         place: tuple[int, int, int],
     ):
-        """``index``: in the grid; ``place``: in the cluster."""
         self.machine, self.number, self.index = machine, number, index
         self.cluster, self.place, self.rank = cluster, place, len(cluster.ctas)
         self.shared: Region = shared_region(machine.shared_bytes)
-        self.fences = {"shared": 0, "global": 0}  # when a thread last fenced towards the async proxy
+        self.fences = {"shared": 0, "global": 0}
         self.barriers: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, Mbarrier] = {}
-        self.tensor_memory: Any = None  # made when it is first used
+        self.tensor_memory: Any = None
         if machine.races:
             self.shared.shadow = Shadow(self.shared)
         threads = machine.block[0] * machine.block[1] * machine.block[2]
@@ -371,62 +448,92 @@ class Cta:
         self.live = len(self.warps)
 
     def peer(self, rank: int, fail: Callable[[str], NoReturn]) -> Cta:
-        """A CTA of the cluster, which has not ended."""
+        """Return a CTA of the cluster; call ``fail`` if there is none of this rank, or if it has ended."""
         if rank >= len(self.cluster.ctas):
-            fail(f"rank {rank} of a cluster of {len(self.cluster.ctas)} CTAs")
+            fail(f"shared memory of rank {rank} of a cluster of {len(self.cluster.ctas)} CTAs is accessed")
         found = self.cluster.ctas[rank]
         if not found.live:
-            fail(f"the shared memory of CTA {found.number} is accessed, which has ended")
+            fail(
+                f"shared memory of CTA {found.number}, rank {rank} of the cluster, is accessed, but that CTA has ended"
+            )
         return found
 
     def window(self, rank: int, fail: Callable[[str], NoReturn]) -> Region:
-        """Shared memory as addresses with a rank, counted from 1, see it; 0: the own one."""
+        """Return the shared memory that addresses with this CTA field reach, at those addresses.
+
+        ``rank``: the CTA's rank + 1; 0: this CTA (`memory.CTA_BITS`).
+        """
         if rank == 0:
             return self.shared
         return self.peer(rank - 1, fail).shared.moved(rank << CTA_BITS)
 
     def warp_ended(self) -> None:
+        """Count a warp that has ended. The last one checks that bulk copies were waited for and tensor memory was freed."""
         self.live -= 1
         if self.live == 0:
             for warp in self.warps:
                 if any(not one.was_awaited for one in warp.bulk):
                     warp.fail(
-                        "the CTA ends, and a bulk copy may not have read its shared memory: nothing has waited"
+                        "the CTA ends while a bulk copy may still read its shared memory: nothing has waited (wait_group)"
                     )
             if self.tensor_memory is not None and (self.tensor_memory.owner >= 0).any():
-                self.warps[0].fail("the CTA ends and has not freed its tensor memory")
+                self.warps[0].fail("the CTA ends and has not freed its tensor memory (tcgen05.dealloc)")
             self.machine.cta_ended(self)
 
 
 class Cluster:
-    """CTAs that are on the device together, by rank, and their barrier."""
+    """A cluster: its CTAs, and the state of `barrier.cluster`.
+
+    Attributes:
+        index: (x, y, z) in the grid of clusters.
+        ctas: by rank.
+        arrived: warps that have arrived at the barrier.
+        generation: completions of the barrier.
+        released: merged vectors of the arrivals.
+        complete: ``released`` of the last completion.
+    """
 
     def __init__(self, index: tuple[int, int, int]):
         self.index = index
         self.ctas: list[Cta] = []
-        self.come: set[Warp] = set()  # to the barrier of the cluster
-        self.generation = 0  # how often it was complete
+        self.arrived: set[Warp] = set()
+        self.generation = 0
         self.released: Any = None
         self.complete: Any = None
 
     def arrive(self, warp: Warp, snapshot: Any) -> None:
-        self.come.add(warp)
+        """Record an arrival. ``snapshot``: its vector; None: the arrival is relaxed."""
+        self.arrived.add(warp)
         if snapshot is not None:
             self.released = snapshot if self.released is None else np.maximum(self.released, snapshot)
         self.advance()
 
     def advance(self) -> None:
-        """Complete if all warps have come that have not ended."""
-        if self.come and all(w in self.come for cta in self.ctas for w in cta.warps if w.fragments):
-            self.come = set()
+        """Complete the barrier if all warps that have not ended have arrived."""
+        if self.arrived and all(w in self.arrived for cta in self.ctas for w in cta.warps if w.fragments):
+            self.arrived = set()
             self.generation += 1
             self.complete, self.released = self.released, None
 
 
 @dataclass
 class Machine:
-    """One launch. ``resident``: CTAs that are on the device at once. ``changes`` counts writes that others
-    may see."""
+    """One launch.
+
+    Attributes:
+        shared_bytes: shared memory of a CTA, static and dynamic.
+        resident: CTAs that are on the device at once.
+        cluster: extents of a cluster in CTAs.
+        races: whether shared and tensor memory are checked for races.
+        changes: counts changes that other warps may see.
+        clock: counts writes of the generic proxy and proxy fences.
+        fences: per CTA, ended ones included, ``clock`` at its last `fence.proxy.async` for global memory.
+        executed: warp instructions.
+        pending: completions of asynchronous operations.
+        ctas: those on the device.
+        releases: per word that a strong access wrote, the vector that it published. The key is (CTA, address); the CTA is -1
+            for global memory.
+    """
 
     program: Program
     memory: GlobalMemory
@@ -437,28 +544,26 @@ class Machine:
     seed: int
     resident: int
     cluster: tuple[int, int, int]
-    races: bool  # are looked for in shared memory
+    races: bool
     changes: int = 0
-    clock: int = 0  # counts stores and proxy fences
-    fences: dict[int, int] = field(
-        default_factory=dict
-    )  # of each CTA, also of those that have ended, in global memory
+    clock: int = 0
+    fences: dict[int, int] = field(default_factory=dict)
     executed: int = 0
-    pending: list[Callable[[], None]] = field(default_factory=list)  # asynchronous copies
+    pending: list[Callable[[], None]] = field(default_factory=list)
     ctas: list[Cta] = field(default_factory=list)
-    # With what a word was written by a strong access; those of shared memory by CTA.
     releases: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """CTAs of the grid."""
+        """The number of CTAs of the grid."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
     def cta_ended(self, cta: Cta) -> None:
+        """Remove a CTA from the device."""
         self.ctas.remove(cta)
 
     def run(self) -> None:
-        """To the end of all CTAs, and of what they left behind."""
+        """Run until all CTAs have ended and all asynchronous operations are complete."""
         rng = random.Random(self.seed)
         started, changes, since = 0, 0, 0
         size = self.cluster[0] * self.cluster[1] * self.cluster[2]
@@ -481,15 +586,15 @@ class Machine:
             elif self.pending:
                 self._complete(rng)
             elif not self._released():
-                patient = [w for cta in self.ctas for w in cta.warps if w.patient()]
-                if not patient:
+                polling = [w for cta in self.ctas for w in cta.warps if w.may_poll()]
+                if not polling:
                     self._deadlock()
-                rng.choice(patient).run(rng.randint(1, QUANTUM))
+                rng.choice(polling).run(rng.randint(1, QUANTUM))
         while self.pending:
             self._complete(rng)
 
     def _start(self, index: tuple[int, int, int]) -> None:
-        """The CTAs of a cluster."""
+        """Start the CTAs of a cluster."""
         cluster = Cluster(index)
         for place in _places(self.cluster):
             x, y, z = (i * c + n for i, c, n in zip(index, self.cluster, place))
@@ -498,17 +603,18 @@ class Machine:
         self.ctas += cluster.ctas
 
     def _complete(self, rng: random.Random) -> None:
+        """Complete a random asynchronous operation."""
         self.pending.pop(rng.randrange(len(self.pending)))()
         self.changes += 1
 
     def _released(self) -> bool:
-        """Whether a warp can go on because the lanes that it waited for have ended."""
+        """Return whether a fragment was resumed because the lanes that it waited for have ended."""
         released = False
         for warp in (w for cta in self.ctas for w in cta.warps if w.fragments):
             before = [f.wait for f in warp.fragments]
             if warp.stuck():
                 warp.pc = warp.fragments[0].pc
-                warp.fail(f"lanes diverged for good: {warp.waits()}")
+                warp.fail(f"lanes diverged for good, and each part waits for the others: {warp.waits()}")
             released |= before != [f.wait for f in warp.fragments]
         return released
 
@@ -519,10 +625,10 @@ class Machine:
             for w in cta.warps
             if w.fragments
         ]
-        raise ExecutionError("deadlock: nothing can go on\n" + "\n".join(lines), self.program.name)
+        raise ExecutionError("deadlock: no warp can continue\n" + "\n".join(lines), self.program.name)
 
 
 def _places(extents: Sequence[int]) -> list[tuple[int, int, int]]:
-    """All (x, y, z), x fastest."""
+    """Return all (x, y, z) within the extents, x fastest."""
     x, y, z = extents
     return [(n % x, n // x % y, n // (x * y)) for n in range(x * y * z)]

@@ -1,6 +1,8 @@
-"""Matrices of a warp or a warpgroup: ldmatrix, stmatrix, movmatrix, mma, wgmma.
+"""Matrices of a warp or a warpgroup: `ldmatrix`, `stmatrix`, `movmatrix`, `mma`, `wgmma`.
 
-Sums of products are those of an H200, bit for bit (`tensor_core_sum`).
+Sums of products equal those of an H200, bit for bit (`tensor_core_sum`).
+
+Source of layouts: PTX ISA, "Warp Level Matrix Instructions" and "Asynchronous Warpgroup Level Matrix Instructions".
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from ptx_emulator.synchronize import aligned, check_proxy, uniform
 
 
 def _matrix(d: Decoder, i: Instruction) -> tuple[int, bool]:
-    """How many, and whether transposed."""
+    """Return the number of 8x8 matrices of an instruction, and whether they are transposed."""
     d.only(i.modifiers, "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16")
     count = next((int(m[1]) for m in i.modifiers if m in ("x1", "x2", "x4")), 0)
     if not count or "m8n8" not in i.modifiers:
         d.refuse("this shape is not modelled")
     if i.opcode != "movmatrix" and not any(m.startswith("shared") for m in i.modifiers):
-        d.refuse("generic addresses are not modelled here")
+        d.refuse(f"{i.opcode}: only shared addresses are modelled, not generic ones")
     return count, "trans" in i.modifiers
 
 
@@ -55,15 +57,17 @@ def _ldmatrix(d: Decoder, i: Instruction) -> Execute:
 
 
 def _to_lanes(matrices: Array, transposed: bool) -> Array:
-    """[n, 8, 8] elements of 2 bytes to [n, 32] words: lane l has row l // 4, columns 2 * (l % 4) and the
-    next."""
+    """Convert [n, 8, 8] elements of 2 bytes to [n, 32] words.
+
+    Lane l holds row l // 4, columns 2 * (l % 4) and 2 * (l % 4) + 1.
+    """
     if transposed:
         matrices = matrices.transpose(0, 2, 1)
     return np.ascontiguousarray(matrices).view(np.uint32).reshape(-1, 32)
 
 
 def _from_lanes(words: Array, transposed: bool) -> Array:
-    """The reverse."""
+    """Convert [n, 32] words to [n, 8, 8] elements of 2 bytes, the inverse of `_to_lanes`."""
     matrices = words.view(np.uint16).reshape(-1, 8, 8)
     return np.ascontiguousarray(matrices.transpose(0, 2, 1)) if transposed else matrices
 
@@ -104,12 +108,12 @@ def _movmatrix(d: Decoder, i: Instruction) -> Execute:
 # ---- fragments of mma and wgmma
 
 
-#: Bytes of an element of a type of operands.
+#: Bytes of an element of each operand type.
 ELEMENT = {"bf16": 2, "f16": 2, "tf32": 4}
 
 
 def values_of(bits: Array, kind: str) -> Array:
-    """fp64 of the bits of operands: 2 bytes each, or the 4 of tf32, of which 19 bits count."""
+    """Convert the bits of operands to fp64. Elements have 2 bytes; those of tf32 have 4, of which the upper 19 bits count."""
     if kind == "bf16":
         return floats.bf16_values(bits.astype(np.uint16)).astype(np.float64)
     if kind == "f16":
@@ -118,26 +122,26 @@ def values_of(bits: Array, kind: str) -> Array:
 
 
 def _elements(words: Array, kind: str) -> Array:
-    """fp64 of registers [.., 32]: [.., 32 * n], n elements a lane."""
+    """Convert registers [.., 32] to fp64 [.., 32 * n], with n elements for each lane."""
     return values_of(words.view(np.uint16) if ELEMENT[kind] == 2 else words, kind)
 
 
 def _a_matrix(words: Array, kind: str) -> Array:
-    """[16, k] fp64 of registers [n, 32]: of each two, the second one has rows 8 to 15."""
+    """Convert the A fragment, registers [n, 32], to fp64 [16, k]. The odd registers hold rows 8 to 15."""
     n, e = len(words) // 2, 4 // ELEMENT[kind]
     x = _elements(words, kind).reshape(n, 2, 8, 4, e)  # block of k, row half, row, quad, element
     return x.transpose(1, 2, 0, 3, 4).reshape(16, 4 * e * n)
 
 
 def _b_matrix(words: Array, kind: str) -> Array:
-    """[k, 8] fp64 of registers [n, 32]."""
+    """Convert the B fragment, registers [n, 32], to fp64 [k, 8]."""
     n, e = len(words), 4 // ELEMENT[kind]
     x = _elements(words, kind).reshape(n, 8, 4, e)  # block of k, column, quad, element
     return x.transpose(0, 2, 3, 1).reshape(4 * e * n, 8)
 
 
 def _c_matrix(words: Array, kind: str) -> Array:
-    """[16, 8 * n] fp64 of 4n registers of fp32, or 2n of fp16x2."""
+    """Convert the accumulators, 4n registers of fp32 or 2n of fp16x2, to fp64 [16, 8 * n]."""
     if kind == "f16":
         n = len(words) // 2
         x = _elements(words, kind).reshape(n, 2, 8, 4, 2)  # n, row half, row, quad, element
@@ -148,7 +152,7 @@ def _c_matrix(words: Array, kind: str) -> Array:
 
 
 def _spread(matrix: Array, kind: str) -> Array:
-    """The elements [16, 8 * n] of accumulators as registers hold them: [4n, 32], or [2n, 32, 2] of fp16."""
+    """Distribute accumulators [16, 8 * n] to registers: [4n, 32], or [2n, 32, 2] for fp16."""
     n = matrix.shape[1] // 8
     x = matrix.reshape(2, 8, n, 4, 2)  # row half, row, n, quad, element
     if kind == "f16":
@@ -157,7 +161,7 @@ def _spread(matrix: Array, kind: str) -> Array:
 
 
 def _c_words(matrix: Array, kind: str) -> Array:
-    """The words of accumulators of fp64 values: fp16 is rounded, fp32 cut."""
+    """Convert fp64 accumulators [16, 8 * n] to registers. fp16 is rounded to nearest, fp32 towards zero."""
     if kind == "f16":
         with np.errstate(over="ignore"):
             halves = matrix.astype(np.float16)
@@ -167,22 +171,31 @@ def _c_words(matrix: Array, kind: str) -> Array:
 
 
 def _unknown_rows(w: Warp, slots: list[int]) -> Array:
-    """Which of the 16 rows of an A fragment have an element that is not known."""
+    """Return bool[16]: the rows of an A fragment that have an undefined element."""
     flags = np.stack([BOOLS[w.unknown[s]] for s in slots]).reshape(-1, 2, 8, 4)
     return flags.any((0, 3)).reshape(16)
 
 
-ALIGNED = 25  # bits behind the largest exponent that count in a sum of products
+ALIGNED = 25  # bits below the largest exponent that a sum of products keeps
 
 
 def _exponents(x: Array) -> Array:
-    """Those of numbers; of zero a very small one."""
+    """Return the exponents of numbers; that of zero is very small."""
     return np.where(x == 0, -2000, np.frexp(x)[1] - 1)
 
 
 def tensor_core_sum(a: Array, b: Array, c: Array | None) -> Array:
-    """a b + c as Hopper's tensor cores give it, before it is rounded: products and c are aligned to the largest exponent
-    among them, that of a product being the sum of its factors', cut to `ALIGNED` bits behind it, and summed."""
+    """Return a @ b + c as Hopper's tensor cores compute it, before the final rounding.
+
+    1. The largest exponent among the products and c is found. A product's exponent is the sum of its factors'.
+    2. Every product, and c, is truncated `ALIGNED` bits below it.
+    3. They are summed exactly.
+
+    Args:
+        a, b, c: fp64 [m, k], [k, n], [m, n]; c None: zero.
+
+    PTX leaves the order and the precision open. The formula was fitted to recorded outputs of an H200 (docs/ptx-emulator.md).
+    """
     plain = a @ b if c is None else a @ b + c
     top = (_exponents(a)[:, :, None] + _exponents(b)[None]).max(1)
     if c is not None:
@@ -191,7 +204,7 @@ def tensor_core_sum(a: Array, b: Array, c: Array | None) -> Array:
     total = np.trunc(a[:, :, None] * b[None] * scale[:, None]).sum(1)
     if c is not None:
         total += np.trunc(c * scale)
-    # Infinities and NaN are what they are.
+    # Infinities and NaN follow IEEE 754.
     return np.where(np.isfinite(plain), total / scale, plain)
 
 
@@ -206,8 +219,13 @@ def _put_product(
     columns: Array | None,
     kind: str = "f32",
 ) -> None:
-    """left right + c to registers of ``kind``: fp32 is cut, fp16 rounded. ``rows``, ``columns``: of the operands that are
-    not known."""
+    """Write left @ right + c to the registers ``targets``.
+
+    Args:
+        c: the registers of the accumulators; used if ``add``.
+        rows, columns: bool, the rows of ``left`` and the columns of ``right`` with undefined elements; None: there are none.
+        kind: "f32" (rounded towards zero) or "f16" (rounded to nearest).
+    """
     product = tensor_core_sum(left, right, _c_matrix(np.stack([w.regs[s] for s in c]), kind) if add else None)
     words = _c_words(product, kind)
     missing = [w.unknown[s] if add else 0 for s in c]
@@ -225,7 +243,7 @@ def _put_product(
         w.put(target, word, unknown, FULL)
 
 
-#: Registers of A and B of each shape and type of operands.
+#: Number of registers of A and B, by shape and operand type.
 _MMA = {
     ("m16n8k8", "bf16"): (2, 1), ("m16n8k16", "bf16"): (4, 2), ("m16n8k8", "f16"): (2, 1), ("m16n8k16", "f16"): (4, 2),
     ("m16n8k4", "tf32"): (2, 1), ("m16n8k8", "tf32"): (4, 2),
@@ -235,17 +253,20 @@ _MMA = {
 @handler("mma")
 def _mma(d: Decoder, i: Instruction) -> Execute:
     if len(i.modifiers) != 9 or i.modifiers[:2] != ("sync", "aligned") or i.modifiers[3:5] != ("row", "col"):
-        d.refuse("this form is not modelled")
+        d.refuse("this form of mma is not modelled")
     shape, d_type, kind, b_type, c_type = i.modifiers[2], *i.modifiers[5:]
     if (shape, kind) not in _MMA or b_type != kind:
         d.refuse("this shape or these types are not modelled")
     if d_type != c_type or d_type not in (("f32", "f16") if kind == "f16" else ("f32",)):
-        d.refuse("these types are not modelled")
+        d.refuse(f"mma: D .{d_type} and C .{c_type} with A and B .{kind} are not modelled")
     targets = d.destinations(i.operands[0], "b32")
     a, b, c = (d.sources(x, "b32") for x in i.operands[1:])
     count = 4 if d_type == "f32" else 2
     if (len(a), len(b), len(c), len(targets)) != (*_MMA[shape, kind], count, count):
-        d.refuse("this number of registers does not fit the shape")
+        d.refuse(
+            f"expected {(*_MMA[shape, kind], count, count)} registers of A, B, C and D, "
+            f"got {(len(a), len(b), len(c), len(targets))}"
+        )
 
     def multiply(w: Warp, lanes: int) -> None:
         left, right = np.stack([w.regs[s] for s in a]), np.stack([w.regs[s] for s in b])
@@ -263,16 +284,25 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
 
 # ---- wgmma
 
-#: Width of a swizzle atom's row in bytes, by the descriptor's field.
+#: Bytes of a swizzle atom's row, by the descriptor's swizzle field.
 _SWIZZLE = {0: 16, 1: 128, 2: 64, 3: 32}
 
 
 def matrix_of(w: Warp, descriptor: int) -> tuple[int, int, int, int]:
-    """Start, leading and stride offsets in bytes, and the width of the swizzle, as a matrix descriptor says."""
+    """Decode a wgmma matrix descriptor (PTX ISA, "Matrix-descriptor Format").
+
+    Returns:
+        Start address, leading and stride byte offsets, and the bytes of a swizzle atom's row.
+    """
     if descriptor >> 49 & 7:
-        w.fail("a base offset is not modelled: the operand has to begin at its swizzle's alignment")
+        w.fail(
+            f"matrix descriptor {descriptor:#x}: a base offset is not modelled; "
+            "the operand must start aligned to its swizzle pattern"
+        )
     if descriptor & ~0xC00E_3FFF_3FFF_3FFF:
-        w.fail(f"matrix descriptor {descriptor:#x}: bits are set that have no meaning")
+        w.fail(
+            f"matrix descriptor {descriptor:#x}: reserved bits are set ({descriptor & ~0xC00E_3FFF_3FFF_3FFF:#x})"
+        )
     start, leading, stride = ((descriptor >> place & 0x3FFF) << 4 for place in (0, 16, 32))
     return start, leading, stride, _SWIZZLE[descriptor >> 62]
 
@@ -288,12 +318,20 @@ def operand_places(
     size: int = 2,
     depth: int = 32,
 ) -> Array:
-    """Byte addresses [rows, depth / size] of the elements of an operand: M or N rows by ``depth`` bytes of k. ``width`` in
-    bytes: of a row of its swizzle atom."""
-    per = 16 // size  # elements of 16 bytes
+    """Return the addresses [rows, depth / size] of the elements of an operand in shared memory.
+
+    Args:
+        start, leading, stride: from the descriptor, in bytes.
+        width: bytes of a swizzle atom's row; 16: no swizzle.
+        rows: extent in M or N.
+        mn_major: whether M or N is contiguous; otherwise K is.
+        size: bytes of an element.
+        depth: bytes of K.
+    """
+    per = 16 // size  # elements in 16 bytes
     r, k = np.arange(rows)[:, None], np.arange(depth // size)[None, :]
     if mn_major:
-        # Atoms of `width` bytes along M or N by 8 along k.
+        # An atom has `width` bytes along M or N, and 8 elements along K.
         elements = width // size
         if width == 16:
             place = r // 8 * stride + r % 8 * size + k // 8 * leading + k % 8 * 16
@@ -312,8 +350,12 @@ def operand_places(
 def load_operand(
     w: Warp, start: int, leading: int, stride: int, width: int, rows: int, mn_major: bool, size: int = 2, depth: int = 32
 ) -> tuple[Array, Array | None, Callable[[], None]]:  # fmt: skip
-    """The bits of an operand in shared memory, see `operand_places`; which rows are not known; and a check that its bytes
-    are still the same."""
+    """Read an operand in shared memory through the async proxy. Arguments: see `operand_places`.
+
+    Returns:
+        The bits [rows, depth / size]; bool[rows], the rows with undefined elements (None: there are none); and a check that
+        raises an error if the operand has changed since.
+    """
     places = operand_places(start, leading, stride, width, rows, mn_major, size, depth)
     region = region_of(w, "shared", places.reshape(-1), size)
     assert region is not None
@@ -328,7 +370,7 @@ def load_operand(
         now, missing = region.load(places, size, 1)
         if (now != bits).any() or (missing is not None and (unknown is None or (missing & ~unknown).any())):
             w.fail("an operand in shared memory was overwritten while a multiplication was in flight")
-        if region.shadow is not None:  # it may have been read as late as now
+        if region.shadow is not None:  # the read may happen as late as now
             region.shadow.load(w, words, SEVERAL)
 
     flags = None if unknown is None else np.any(unknown.reshape(shape), axis=1)
@@ -338,7 +380,7 @@ def load_operand(
 def _load_operand(
     w: Warp, descriptor: int, rows: int, mn_major: bool, kind: str
 ) -> tuple[Array, Array | None, Callable[[], None]]:
-    """The same of a wgmma, as fp64."""
+    """`load_operand` for the descriptor of a wgmma, with the operand as fp64."""
     bits, flags, check = load_operand(w, *matrix_of(w, descriptor), rows, mn_major, ELEMENT[kind])
     return values_of(bits, kind), flags, check
 
@@ -378,33 +420,35 @@ def _wgmma(d: Decoder, i: Instruction) -> Execute:
 
 
 def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
-    """Each warp computes its own 16 rows of the 64; nothing else crosses warps."""
+    """`wgmma.mma_async`. Each warp computes its 16 rows of the 64 on its own."""
     match = re.fullmatch(
         r"mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(f32|f16)\.(\w+)\.(\w+)", ".".join(i.modifiers)
     )
     if match is None:
-        d.refuse("this form is not modelled")
+        d.refuse("this form of wgmma is not modelled")
     columns, d_type, kind = int(match[1]), match[3], match[4]
     if kind not in ELEMENT or match[5] != kind or (d_type == "f16" and kind != "f16"):
-        d.refuse("these types are not modelled")
+        d.refuse(f"wgmma: D .{d_type} with A .{kind} and B .{match[5]} is not modelled")
     if int(match[2]) != 32 // ELEMENT[kind] or columns % 8 or not 8 <= columns <= 256:
         d.refuse("this shape is not modelled")
     acc = d.destinations(i.operands[0], "b32")
     d.sources(i.operands[0], "b32")
     count = columns // (2 if d_type == "f32" else 4)
     if len(acc) != count:
-        d.refuse(f"expected {count} accumulators")
+        d.refuse(f"expected {count} registers of D, got {len(acc)}")
     in_registers = isinstance(i.operands[1], Vector)
     a = d.sources(i.operands[1], "b32") if in_registers else [d.source(i.operands[1], "b64")]
     b = d.source(i.operands[2], "b64")
     scale, negated = d.predicate(i.operands[3])
     factors = [d.immediate(x) for x in i.operands[4:6]]
     majors = [d.immediate(x) != 0 for x in i.operands[6:]]
-    # Only operands of 2 bytes may be transposed.
+    # Only types of 2 bytes have the transposition operands (imm-trans-a, imm-trans-b).
     if any(x not in (1, -1) for x in factors) or len(majors) != (
         0 if kind == "tf32" else 1 if in_registers else 2
     ):
-        d.refuse("operands not understood")
+        d.refuse(
+            "wgmma: expected imm-scale-a and imm-scale-b of 1 or -1, and the transposition operands of these types"
+        )
     majors = majors or [False, False]
     sign = factors[0] * factors[1]
     touched = acc + a if in_registers else acc
@@ -413,9 +457,11 @@ def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
         if w.fenced is None or any(w.regs[s] is not w.fenced[s] for s in touched):
             w.fail("registers of this wgmma were written after the last wgmma.fence")
         if in_registers and not w.flight.keys().isdisjoint(a):
-            w.fail("an operand in registers is the accumulator of a wgmma in flight")
+            w.fail("A in registers is the accumulator of a wgmma in flight")
         if w.unknown[scale]:
-            w.fail("scale-d comes from what nothing has written")
+            w.fail(
+                f"scale-d is undefined: it depends on a value that nothing has written yet (lanes {w.unknown[scale]:08x})"
+            )
         add = (w.regs[scale] ^ FULL * negated) & 1 == 1
         right, b_unknown, b_check = _load_operand(w, uniform(w, b, lanes), columns, majors[-1], kind)
         checks = [b_check]

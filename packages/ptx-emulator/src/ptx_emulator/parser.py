@@ -1,4 +1,4 @@
-"""PTX text to instructions with resolved registers and labels, their source lines kept."""
+"""The parser: PTX text to instructions with resolved registers and labels. Each instruction keeps its source line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ptx_emulator.errors import PtxError
 
-#: Bytes of each fundamental type; a predicate counts as 0.
+#: Bytes of each fundamental type (PTX ISA, "Fundamental Types"). A predicate has 0.
 SIZES = {
     f"{letter}{bits}": bits // 8
     for letter in "busf"
@@ -18,7 +18,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Register:
-    """A virtual register; ``name`` is unique in its function, ``type`` as declared."""
+    """A virtual register. ``name`` is unique in its function; ``type`` is the declared one."""
 
     name: str
     type: str
@@ -33,14 +33,14 @@ class Special:
 
 @dataclass(frozen=True)
 class Immediate:
-    """A number as it is written."""
+    """A number, as the PTX spells it."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """A variable or a parameter, which stands for its address."""
+    """The name of a variable or a parameter; its value is the address."""
 
     name: str
 
@@ -55,7 +55,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """``[base, {x, y, ..}]``: a place in a tensor, whose map is at an address."""
+    """``[base, {x, y, ..}]``: coordinates in a tensor; ``base`` is the address of its tensor map."""
 
     base: Operand
     elements: tuple[Operand, ...]
@@ -85,7 +85,7 @@ class Negated:
 
 @dataclass(frozen=True)
 class Label:
-    """Where a branch leads: ``target`` is an index into the instructions."""
+    """The target of a branch. ``target`` is an index into the instructions; -1: not resolved yet."""
 
     name: str
     target: int = -1
@@ -93,7 +93,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Sink:
-    """``_``: what is written there is dropped."""
+    """``_``: a destination that discards its value."""
 
 
 Operand = (
@@ -103,8 +103,16 @@ Operand = (
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction. ``modifiers``: what follows the opcode, without dots; ``guard``: (register,
-    negated)."""
+    """One instruction.
+
+    Attributes:
+        line: 1-based line of the PTX.
+        text: the statement without its semicolon.
+        opcode: the name up to the first dot.
+        modifiers: the further parts of the name, without dots.
+        operands: in the order of the PTX.
+        guard: (predicate, negated) of ``@p`` or ``@!p``; None: there is none.
+    """
 
     line: int
     text: str
@@ -116,7 +124,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable in shared or local memory; ``size`` 0: as much as the launch gives."""
+    """A variable in shared or local memory, in bytes. ``size`` 0: dynamic shared memory, sized by the launch."""
 
     name: str
     size: int
@@ -125,7 +133,14 @@ class Variable:
 
 @dataclass
 class Kernel:
-    """An entry: parameters as (name, type, bytes), instructions, and what its directives promise."""
+    """An entry.
+
+    Attributes:
+        parameters: (name, type, bytes) of each.
+        instructions: in the order of the PTX.
+        shared, local: variables of these state spaces.
+        threads: extents of a CTA from `.reqntid`; None: not given.
+    """
 
     name: str
     parameters: list[tuple[str, str, int]]
@@ -137,7 +152,7 @@ class Kernel:
 
 @dataclass
 class Module:
-    """All entries of a text of PTX, by name, and its variables in shared memory."""
+    """A PTX module: its ``.target``, and its entries by name."""
 
     target: str
     kernels: dict[str, Kernel]
@@ -163,13 +178,20 @@ _NUMBER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+U?|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-f
 
 
 def parse(text: str) -> Module:
-    """Raises `PtxError` on whatever is not understood."""
+    """Parse a PTX module.
+
+    Raises:
+        PtxError: the text cannot be parsed, or uses something that is not modelled.
+    """
     text = _COMMENT.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     target = re.search(r"\.target\s+(\w+)", text)
     if target is None:
-        raise PtxError("no .target")
+        raise PtxError("the module has no .target directive")
     if match := re.search(r"\.func\b", text):
-        raise PtxError("functions are not modelled, only entries", text.count("\n", 0, match.start()) + 1)
+        raise PtxError(
+            "device functions (.func) are not modelled, only entries (.entry)",
+            text.count("\n", 0, match.start()) + 1,
+        )
     kernels = {}
     entries = list(_ENTRY.finditer(text))
     outside, end = [], 0
@@ -190,13 +212,11 @@ def parse(text: str) -> Module:
 
 
 def _outside(text: str) -> list[Variable]:
-    """Variables of the module. Anything else that holds data is an error."""
+    """Return the variables of the module in shared memory. Those of other state spaces are refused."""
     found = []
     for statement in text.split(";"):
         if re.search(r"\.(global|const|tex|local)\b", statement):
-            raise PtxError(
-                f"variables of the module but in shared memory are not modelled: {statement.strip()}"
-            )
+            raise PtxError(f"a module variable: only .shared is modelled, got: {statement.strip()}")
         if ".shared" in statement:
             found.append(_variable(statement[statement.index(".shared") :].strip()))
     return found
@@ -205,7 +225,7 @@ def _outside(text: str) -> list[Variable]:
 def _variable(text: str) -> Variable:
     match = _VARIABLE.match(text)
     if match is None:
-        raise PtxError(f"not understood: {text}")
+        raise PtxError(f"a variable declaration was expected, got: {text}")
     size = SIZES[match[2]] * (1 if match[4] is None else int(match[4] or 0))
     return Variable(match[3], size, int(match[1] or SIZES[match[2]]))
 
@@ -213,7 +233,7 @@ def _variable(text: str) -> Variable:
 def _parameter(text: str) -> tuple[str, str, int]:
     match = _PARAMETER.match(text.strip())
     if match is None:
-        raise PtxError(f"parameter not understood: {text.strip()}")
+        raise PtxError(f"a parameter declaration was expected, got: {text.strip()}")
     return match[2], match[1], SIZES[match[1]] * int(match[3] or 1)
 
 
@@ -227,7 +247,7 @@ class _Scope:
 
 
 class _Body:
-    """The statements of a function from behind its opening brace; scopes may nest, and hide names."""
+    """Parses the body of an entry from behind its opening brace. Scopes nest; inner names hide outer ones."""
 
     def __init__(self, text: str, start: int):
         self.text, self.place = text, start
@@ -241,7 +261,7 @@ class _Body:
             self._skip()
             c = text[self.place] if self.place < len(text) else ""
             if not c:
-                raise PtxError("a function without its end", self.line)
+                raise PtxError("the text ends before the entry's closing brace", self.line)
             if c == "{":
                 self.scope, self.place = _Scope(self.scopes, self.scope), self.place + 1
                 self.scopes += 1
@@ -272,7 +292,7 @@ class _Body:
         self.counted = self.place
 
     def _statement(self, text: str) -> bool:
-        """Whether it is a branch, whose label may not be known yet."""
+        """Parse a statement. Return whether it is a branch; its label is resolved at the end of the body."""
         if text.startswith("."):
             self._directive(text)
             return False
@@ -282,7 +302,7 @@ class _Body:
             name, _, text = text[1:].partition(" ")
             register = self._name(name.lstrip("!"))
             if not isinstance(register, Register) or register.type != "pred":
-                raise PtxError(f"not a predicate: {name}", self.line, whole)
+                raise PtxError(f"the guard {name} is not a predicate register", self.line, whole)
             guard = (register, name.startswith("!"))
         name, _, rest = text.strip().partition(" ")
         opcode, *modifiers = re.split(r"\.(?=\w)", name)
@@ -329,7 +349,7 @@ class _Body:
             if len(parts := _split(inner)) > 1:
                 place = self._operand(parts[1], whole)
                 if len(parts) != 2 or not isinstance(place, Vector):
-                    raise PtxError(f"address not understood: {text}", self.line, whole)
+                    raise PtxError(f"an address was expected, got {text}", self.line, whole)
                 return Coordinates(self._operand(parts[0], whole), place.elements)
             match = re.match(r"(\S+?)\s*\+\s*(-?\w+)$", inner)
             base, offset = (match[1], int(match[2], 0)) if match else (inner, 0)
@@ -351,7 +371,7 @@ class _Body:
             found = self._name(text)
             if isinstance(found, Register) or not text.startswith("%"):
                 return found
-        raise PtxError(f"operand not understood: {text}", self.line, whole)
+        raise PtxError(f"an operand was expected, got {text}", self.line, whole)
 
     def _resolved(self, instruction: Instruction, scope: _Scope | None) -> Instruction:
         (label,) = instruction.operands
@@ -368,11 +388,11 @@ class _Body:
                     instruction.guard,
                 )
             scope = scope.parent
-        raise PtxError(f"no label {label.name}", instruction.line, instruction.text)
+        raise PtxError(f"label {label.name} is not defined in this scope", instruction.line, instruction.text)
 
 
 def _split(text: str) -> list[str]:
-    """Split at commas that are in no bracket."""
+    """Split at the commas outside of brackets."""
     parts, depth, start = [], 0, 0
     for i, c in enumerate(text):
         if c in "[{(":

@@ -1,9 +1,13 @@
-"""Accesses that nothing orders: a happens-before check over shared and global memory.
+"""The race check: a happens-before check with vector clocks over shared, global and tensor memory.
 
-Every warp has a clock, and knows up to which clock of each other warp accesses are ordered before its own.
-Barriers, mbarriers, and releases with their acquires pass that knowledge on, for a whole warp at once,
-whichever lane executes them. Lanes of one warp are ordered by what synchronises all of them: `bar.warp.sync`
-and barriers of the CTA.
+Each warp has a clock, and a vector with one entry for each warp of the launch: accesses of that warp up to this clock
+happen before the next accesses of this one. The following synchronisation merges vectors:
+
+- barriers of a CTA or a cluster, and mbarriers;
+- a release and the acquire that observes it (PTX ISA, "Memory Consistency Model").
+
+One lane is enough: the whole warp is then synchronised. Accesses of different lanes of the same warp are ordered only by
+`bar.warp.sync` and by barriers of the CTA.
 """
 
 from __future__ import annotations
@@ -18,63 +22,74 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Warp
     from ptx_emulator.memory import Region
 
-SEVERAL = -2  # instead of a lane: more than one of a warp
+SEVERAL = -2  # in place of a lane: several lanes of the warp
 
 
 class Clock:
-    """Of one warp. ``known``: of each warp of the launch the clock up to which accesses come before this
-    warp's next ones; of itself, before those of its other lanes."""
+    """The vector clock of one warp.
+
+    Attributes:
+        index: the warp's index in the launch.
+        now: the clock of the warp's next accesses, from 1.
+        known: int64[warps]. Accesses of warp n up to clock ``known[n]`` happen before the next accesses of this warp. The
+            entry of this warp itself is about its other lanes.
+        seen: merged vectors of the releases that relaxed reads have observed since the last fence.
+        fenced: the vector of the last fence. Relaxed writes publish it.
+    """
 
     def __init__(self, index: int, warps: int):
         self.index, self.now = index, 1
         self.known = np.zeros(warps, np.int64)
-        # Between fences: what relaxed reads have seen, and what relaxed writes pass on.
         self.seen: Array | None = None
         self.fenced: Array | None = None
 
     def release(self) -> Array:
-        """What others know that see this point."""
+        """Return the vector that an acquire of this release obtains, and advance the clock."""
         snapshot = self.known.copy()
         snapshot[self.index] = self.now
         self.now += 1
         return snapshot
 
     def synchronize(self) -> None:
-        """Between the lanes of the warp."""
+        """Order the accesses so far before the next ones of all lanes of the warp."""
         self.known[self.index] = self.now
         self.now += 1
 
     def acquire(self, snapshot: Array | None) -> None:
-        """What was known where a lane, maybe of this warp, released."""
+        """Merge the vector of a release. The releasing lane may belong to this warp. None: nothing was released."""
         if snapshot is not None:
             np.maximum(self.known, snapshot, out=self.known)
 
     def fence(self) -> None:
-        """`fence.acq_rel` or `.sc`: relaxed reads before it acquire, relaxed writes behind it release."""
+        """`fence.acq_rel` or `.sc`: earlier relaxed reads become acquires, later relaxed writes become releases."""
         self.acquire(self.seen)
         self.seen, self.fenced = None, self.release()
 
     def read(self, order: str, snapshot: Array | None) -> None:
-        """A strong read of what was written with a snapshot."""
+        """A strong read (``order``: its semantics) of a word that a strong write published with ``snapshot``."""
         if order in ("acquire", "acq_rel"):
             self.acquire(snapshot)
         elif snapshot is not None:
             self.seen = snapshot if self.seen is None else np.maximum(self.seen, snapshot)
 
     def write(self, order: str) -> Array | None:
-        """The snapshot of a strong write."""
+        """Return the vector that a strong write (``order``: its semantics) publishes; None: no vector."""
         return self.release() if order in ("release", "acq_rel") else self.fenced
 
 
-def issued(w: Warp, clock: int) -> Array:
-    """What those know that see a copy of this warp arrive: its own accesses up to when it was issued."""
+def issue_snapshot(w: Warp, clock: int) -> Array:
+    """Return the vector of an asynchronous copy's completion: the issuing warp's own accesses up to ``clock``, its issue."""
     snapshot = np.zeros_like(w.clock.known)
     snapshot[w.clock.index] = clock
     return snapshot
 
 
 class Shadow:
-    """The last write of each word of 4 bytes, and the last read by each warp that reads at all."""
+    """The access history of a region: per word of 4 bytes, the last write, and the last read of each warp.
+
+    Every access of the region is reported here with its word indices, counted from ``region.base``. The methods raise
+    `ExecutionError` for a race.
+    """
 
     def __init__(self, region: Region):
         self.region = region
@@ -84,7 +99,7 @@ class Shadow:
         self.read: dict[int, tuple[Array, Array]] = {}
 
     def load(self, w: Warp, words: Array, lanes: Any) -> None:
-        """A read of words by lanes, an array of the same shape or `SEVERAL`."""
+        """Check and record a read. ``lanes``: the lane of each word, or `SEVERAL`."""
         clock, lanes = w.clock, np.broadcast_to(lanes, words.shape)
         self._after_writes(w, words, lanes)
         if clock.index not in self.read:
@@ -95,12 +110,13 @@ class Shadow:
         times, readers = self.read[clock.index]
         again = (times[words] > clock.known[clock.index]) & (readers[words] != lanes)
         readers[words] = np.where(again, SEVERAL, lanes)
-        shared = readers[words] != lanes  # lanes that read one word at once
+        shared = readers[words] != lanes  # several lanes read this word at once
         if shared.any():
             readers[words[shared]] = SEVERAL
         times[words] = clock.now
 
     def store(self, w: Warp, words: Array, lanes: Any) -> None:
+        """Check and record a write. ``lanes``: the lane of each word, or `SEVERAL`."""
         clock, lanes = w.clock, np.broadcast_to(lanes, words.shape)
         self._after_writes(w, words, lanes)
         for index, (times, readers) in self.read.items():
@@ -112,9 +128,11 @@ class Shadow:
         self.writer[words], self.write_lane[words], self.written[words] = clock.index, lanes, clock.now
 
     def observe(self, w: Warp, words: Array) -> None:
-        """A read by an asynchronous copy: it has to come after what was written. Later writes are not
-        compared with it, because a flag without order may tell that the copy has ended: nothing written after
-        that reaches it."""
+        """Check a read by an asynchronous copy against the last writes, without recording it.
+
+        Later writes are not compared with this read. A relaxed flag may tell the writer that the copy has completed; a
+        write after that cannot reach the copy, although no vector orders it.
+        """
         self._after_writes(w, words, np.broadcast_to(SEVERAL, words.shape))
 
     def _after_writes(self, w: Warp, words: Array, lanes: Array) -> None:

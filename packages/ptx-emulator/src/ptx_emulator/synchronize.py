@@ -1,4 +1,7 @@
-"""Control flow, barriers, mbarriers, fences, votes and shuffles."""
+"""Control flow, barriers, mbarriers, fences, votes and shuffles.
+
+Source: PTX ISA, "Control Flow Instructions", "Parallel Synchronization and Communication Instructions".
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ def _bra(d: Decoder, i: Instruction) -> Execute:
 
     def branch(w: Warp, lanes: int) -> Any:
         if w.unknown[slot] & lanes:
-            w.fail("a branch depends on what nothing has written")
+            w.fail(
+                f"the predicate of a branch is undefined: nothing has written it (lanes {w.unknown[slot] & lanes:08x})"
+            )
         value = w.regs[slot]
         taken = lanes & (~value if negated else value)
         return (target, taken) if taken else None
@@ -46,7 +51,7 @@ def _ret(d: Decoder, i: Instruction) -> Execute:
 
 @handler("trap")
 def _trap(d: Decoder, i: Instruction) -> Execute:
-    return lambda w, lanes: w.fail("trap")
+    return lambda w, lanes: w.fail(f"the kernel executes trap (lanes {lanes:08x})")
 
 
 @handler("nanosleep")
@@ -61,14 +66,16 @@ def _setmaxnreg(d: Decoder, i: Instruction) -> Execute:
     d.only(i.modifiers, "inc", "dec", "sync", "aligned", "u32")
     count = d.immediate(i.operands[0])
     if not 24 <= count <= 256 or count % 8:
-        d.refuse("a count of registers is a multiple of 8 from 24 to 256")
+        d.refuse(f"setmaxnreg: expected a multiple of 8 from 24 to 256, got {count}")
     return aligned(lambda w, lanes: None)
 
 
 @handler("fence", "membar")
 def _fence(d: Decoder, i: Instruction) -> Execute:
-    """Memory is sequentially consistent here. For the checks, fences are noted: of memory in `Clock`, towards
-    the async proxy for `check_proxy`."""
+    """The emulator's memory is sequentially consistent, so fences only matter to the checks.
+
+    Memory fences update the `Clock` of the race check; proxy fences update the times that `check_proxy` compares.
+    """
     if i.modifiers[:1] == ("mbarrier_init",):
         return lambda w, lanes: None
     if i.modifiers[:1] != ("proxy",):
@@ -100,20 +107,26 @@ def _fence(d: Decoder, i: Instruction) -> Execute:
 
 
 def check_proxy(w: Warp, space: str, region: Region, units: Array | slice) -> None:
-    """The async proxy reads 16-byte units of a region: what the generic proxy wrote there has to be fenced,
-    in the CTA that wrote it or in this one, after it was written. Which thread fenced is not looked at."""
+    """Check a read of the async proxy against earlier writes of the generic proxy (PTX ISA, "Proxies").
+
+    A `fence.proxy.async` is required between them, in the CTA that wrote or in this one. Any thread of the CTA counts.
+
+    Args:
+        space: "shared" or "global".
+        units: the 16-byte units that are read, counted from ``region.base``.
+    """
     late = region.written[units] > w.cta.fences[space]
     if late.any():
         writers = region.writer[units][late]
         own = np.array([w.machine.fences.get(int(cta), 0) if space == "global" else 0 for cta in writers])
         if (region.written[units][late] > own).any():
             w.fail(
-                f"the async proxy reads what the generic proxy wrote to {region.name} without a fence.proxy.async between"
+                f"the async proxy reads {region.name} after a write of the generic proxy without a fence.proxy.async between them"
             )
 
 
 def aligned(execute: Execute) -> Execute:
-    """What all lanes of a warp execute together."""
+    """Wrap an `.aligned` instruction: it waits until all lanes of the warp that have not ended execute it."""
 
     def together(w: Warp, lanes: int) -> Any:
         return execute(w, lanes) if lanes == w.alive else CONVERGE
@@ -122,20 +135,25 @@ def aligned(execute: Execute) -> Execute:
 
 
 def members(d: Decoder, i: Instruction, index: int) -> Any:
-    """The member mask of a ``.sync`` instruction: a function of warp and active lanes that says whether all
-    have come."""
+    """Decode the member mask of a ``.sync`` instruction, operand ``index``.
+
+    Returns:
+        A function of the warp and the active lanes: whether all members that have not ended have arrived.
+    """
     mask = d.source(i.operands[index], "b32")
 
-    def come(w: Warp, lanes: int) -> bool:
+    def all_arrived(w: Warp, lanes: int) -> bool:
         first = INDICES[lanes][0]
         value = int(w.regs[mask][first])
         if w.unknown[mask] & lanes:
-            w.fail("a member mask that nothing has set")
+            w.fail(
+                f"the member mask is undefined: nothing has written it (lanes {w.unknown[mask] & lanes:08x})"
+            )
         if lanes & ~value:
-            w.fail(f"lanes {lanes & ~value:08x} execute this without being in the member mask {value:08x}")
+            w.fail(f"lanes {lanes & ~value:08x} execute this but are not in the member mask {value:08x}")
         return not value & w.alive & ~lanes
 
-    return come
+    return all_arrived
 
 
 # ---- barriers of a CTA
@@ -144,10 +162,10 @@ def members(d: Decoder, i: Instruction, index: int) -> Any:
 @handler("bar", "barrier")
 def _bar(d: Decoder, i: Instruction) -> Execute:
     if i.modifiers[:2] == ("warp", "sync"):
-        come = members(d, i, 0)
+        all_arrived = members(d, i, 0)
 
         def synchronize(w: Warp, lanes: int) -> Any:
-            if not come(w, lanes):
+            if not all_arrived(w, lanes):
                 return CONVERGE
             if lanes == w.alive:
                 w.clock.synchronize()
@@ -163,27 +181,29 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
     identity = d.source(i.operands[0], "u32")
     count = d.source(i.operands[1], "u32") if len(i.operands) > 1 else None
     if kind == "arrive" and count is None:
-        d.refuse("bar.arrive needs a number of threads")
+        d.refuse("bar.arrive: expected a number of threads, got none")
 
     def barrier(w: Warp, lanes: int) -> Any:
         number = uniform(w, identity, lanes)
         threads = len(w.cta.warps) * 32 if count is None else uniform(w, count, lanes)
         if number > 15 or threads % 32 or threads == 0:
-            w.fail(f"barrier {number} of {threads} threads: numbers go to 15, threads are a multiple of 32")
-        found = w.cta.barriers.setdefault(number, NamedBarrier())
-        if found.come and found.expected != threads:
             w.fail(
-                f"barrier {number}: {threads} threads expected here, {found.expected} by those that have come"
+                f"barrier {number} of {threads} threads: expected a number from 0 to 15 and a positive multiple of 32 threads"
             )
-        found.come += 32
+        found = w.cta.barriers.setdefault(number, NamedBarrier())
+        if found.arrived and found.expected != threads:
+            w.fail(
+                f"barrier {number}: {threads} threads expected here, {found.expected} by the warps that have already arrived"
+            )
+        found.arrived += 32
         found.expected = threads
-        if found.come > threads:
-            w.fail(f"barrier {number}: more than {threads} threads")
+        if found.arrived > threads:
+            w.fail(f"barrier {number}: {found.arrived} threads arrive, {threads} are expected")
         w.clock.synchronize()
         snapshot = w.clock.release()
         found.released = snapshot if found.released is None else np.maximum(found.released, snapshot)
-        if found.come == threads:
-            found.come = 0
+        if found.arrived == threads:
+            found.arrived = 0
             found.generation += 1
             found.complete, found.released = found.released, None
             if kind == "sync":
@@ -205,13 +225,13 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
 
 
 def _cluster_barrier(d: Decoder, i: Instruction) -> Execute:
-    """`barrier.cluster`, by whole warps."""
+    """`barrier.cluster`. Only whole warps may execute it here."""
     d.only(i.modifiers[1:], "arrive", "wait", "release", "acquire", "relaxed", "aligned")
     ordered = "relaxed" not in i.modifiers
 
     def arrive(w: Warp, lanes: int) -> None:
         if w.arrived is not None:
-            w.fail("barrier.cluster: a second arrival without a wait between")
+            w.fail("barrier.cluster: this warp arrives a second time without a wait between")
         w.arrived = w.cta.cluster.generation
         w.clock.synchronize()
         w.cta.cluster.arrive(w, w.clock.release() if ordered else None)
@@ -220,7 +240,7 @@ def _cluster_barrier(d: Decoder, i: Instruction) -> Execute:
     def wait(w: Warp, lanes: int) -> Any:
         cluster, arrived = w.cta.cluster, w.arrived
         if arrived is None:
-            w.fail("barrier.cluster: a wait without an arrival")
+            w.fail("barrier.cluster: a wait without an arrival of this warp")
         w.arrived = None
 
         def complete() -> bool:
@@ -231,7 +251,7 @@ def _cluster_barrier(d: Decoder, i: Instruction) -> Execute:
             return True
 
         return Wait(
-            complete, f"the barrier of the cluster ({len(cluster.come)} warps have come)", again=False
+            complete, f"the barrier of the cluster ({len(cluster.arrived)} warps have arrived)", again=False
         )
 
     return aligned(arrive if i.modifiers[1] == "arrive" else wait)
@@ -239,13 +259,13 @@ def _cluster_barrier(d: Decoder, i: Instruction) -> Execute:
 
 @handler("mapa")
 def _mapa(d: Decoder, i: Instruction) -> Execute:
-    """The address of the same place in another CTA's shared memory."""
+    """`mapa`: the corresponding address in the shared memory of another CTA."""
     kind = i.modifiers[-1]
     if i.modifiers not in (("shared::cluster", kind), (kind,)) or kind not in ("u32", "u64"):
-        d.refuse("this form is not modelled")
+        d.refuse("this form of mapa is not modelled")
     generic = len(i.modifiers) == 1
     if generic and kind == "u32":
-        d.refuse("generic addresses have 64 bits")
+        d.refuse("mapa.u32: generic addresses have 64 bits, expected .u64")
     to, place, rank = (
         d.destination(i.operands[0], kind),
         d.source(i.operands[1], kind),
@@ -264,7 +284,7 @@ def _mapa(d: Decoder, i: Instruction) -> Execute:
 
 @handler("getctarank")
 def _getctarank(d: Decoder, i: Instruction) -> Execute:
-    """The CTA of the cluster to whose shared memory an address leads."""
+    """`getctarank`: the rank of the CTA whose shared memory an address points to."""
     d.only(i.modifiers, "shared::cluster", "u32", "u64")
     to, place = d.destination(i.operands[0], "b32"), d.source(i.operands[1], i.modifiers[-1])
     mask = (1 << WINDOW_BITS) - 1
@@ -278,18 +298,23 @@ def _getctarank(d: Decoder, i: Instruction) -> Execute:
 
 @handler("griddepcontrol")
 def _griddepcontrol(d: Decoder, i: Instruction) -> Execute:
-    """Launches run one after the other: the one before has ended, and the next one begins after this one."""
+    """No operation: launches run one after the other, so the previous one has ended and the next one starts later."""
     d.only(i.modifiers, "wait", "launch_dependents")
     return lambda w, lanes: None
 
 
 def uniform(w: Warp, slot: int, lanes: int) -> int:
-    """A value that all active lanes have to agree on."""
+    """Return the value of a register that must be the same in all active lanes."""
     values = w.regs[slot][INDICES[lanes]]
     if w.unknown[slot] & lanes:
-        w.fail("an operand comes from what nothing has written")
+        w.fail(
+            f"an operand is undefined: it depends on a value that nothing has written yet "
+            f"(lanes {w.unknown[slot] & lanes:08x})"
+        )
     if (values != values[0]).any():
-        w.fail("lanes differ in an operand that has to be the same")
+        w.fail(
+            f"an operand must be the same in all lanes, but some have {values[0]} and others {values[values != values[0]][0]}"
+        )
     return int(values[0])
 
 
@@ -297,7 +322,7 @@ def uniform(w: Warp, slot: int, lanes: int) -> int:
 
 
 def _places(d: Decoder, i: Instruction, operand: Operand) -> Callable[[Warp, int], Array]:
-    """Addresses of mbarriers; generic ones have to lead to shared memory."""
+    """Decode the address of an mbarrier. Returns a function of the warp and the active lanes; errors for other memory."""
     base, offset = d.address(operand, "b32")
     if space_of(d, i) != "generic":
         return lambda w, lanes: addresses(w, base, offset, lanes)
@@ -305,7 +330,9 @@ def _places(d: Decoder, i: Instruction, operand: Operand) -> Callable[[Warp, int
     def generic(w: Warp, lanes: int) -> Array:
         found = addresses(w, base, offset, lanes)
         if (found >> WINDOW_BITS != SHARED_WINDOW).any():
-            w.fail("mbarrier: a generic address that is not one of shared memory")
+            w.fail(
+                f"mbarrier: generic address {int(found[found >> WINDOW_BITS != SHARED_WINDOW][0]):#x} is not in shared memory"
+            )
         return found & (1 << WINDOW_BITS) - 1
 
     return generic
@@ -337,10 +364,12 @@ def _init(d: Decoder, i: Instruction) -> Execute:
         for place, n in zip(places.tolist(), counts.tolist()):
             _check_place(w, place)
             if not 1 <= n < 1 << 20:
-                w.fail(f"mbarrier: a count of {n}")
+                w.fail(f"mbarrier.init: expected a count from 1 to {(1 << 20) - 1}, got {n}")
             w.cta.mbarriers[place] = Mbarrier(n, n)
             region = w.cta.shared
-            region.forget()[place - region.base : place - region.base + 8] = 0  # opaque
+            region.track()[place - region.base : place - region.base + 8] = (
+                0  # the object is opaque: its bytes cannot be read as data
+            )
         w.machine.changes += 1
 
     return init
@@ -361,25 +390,32 @@ def _check_place(w: Warp, place: int) -> None:
     if place % 8:
         w.fail(f"mbarrier: address {place:#x} is not aligned to 8 bytes")
     if place < w.cta.shared.low or place + 8 > w.cta.shared.high:
-        w.fail(f"mbarrier: address {place:#x} is out of bounds")
+        w.fail(
+            f"mbarrier: address {place:#x} is outside of shared memory ({w.cta.shared.low:#x} to {w.cta.shared.high:#x})"
+        )
 
 
 def _arrive(d: Decoder, i: Instruction) -> Execute:
-    """`arrive` and `arrive.expect_tx`; the state that they give is the number of the phase. `arrive_drop`: later phases
-    expect as many less."""
+    """`arrive`, `arrive.expect_tx` and `arrive_drop`.
+
+    The opaque state that they return is the number of the phase here. `arrive_drop` lowers the count of later phases.
+    """
     drop = i.modifiers[0] == "arrive_drop"
     operands = list(i.operands)
     to = d.destination(operands.pop(0), "b64")
     places_of = _places(d, i, operands[0])
     expect = "expect_tx" in i.modifiers
     if expect and len(operands) != 2:
-        d.refuse("expected a number of bytes")
+        d.refuse("arrive.expect_tx: expected a number of bytes as the last operand")
     count = d.source(operands[1], "u32") if len(operands) > 1 else None
 
     def arrive(w: Warp, lanes: int) -> None:
         places = places_of(w, lanes).tolist()
         if count is not None and w.unknown[count] & lanes:
-            w.fail("an operand comes from what nothing has written")
+            w.fail(
+                f"a count is undefined: it depends on a value that nothing has written yet "
+                f"(lanes {w.unknown[count] & lanes:08x})"
+            )
         counts = [1] * len(places) if count is None else w.regs[count][INDICES[lanes]].tolist()
         states = np.zeros(len(places), np.uint64)
         for n, (place, number) in enumerate(zip(places, counts)):
@@ -398,13 +434,16 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
 
 
 def _transactions(d: Decoder, i: Instruction) -> Execute:
-    """`expect_tx` and `complete_tx`: bytes alone."""
+    """`expect_tx` and `complete_tx`: they change the tx-count only."""
     places_of, count = _places(d, i, i.operands[0]), d.source(i.operands[1], "u32")
     complete = i.modifiers[0] == "complete_tx"
 
     def transact(w: Warp, lanes: int) -> None:
         if w.unknown[count] & lanes:
-            w.fail("an operand comes from what nothing has written")
+            w.fail(
+                f"a number of bytes is undefined: it depends on a value that nothing has written yet "
+                f"(lanes {w.unknown[count] & lanes:08x})"
+            )
         for place, number in zip(places_of(w, lanes).tolist(), w.regs[count][INDICES[lanes]].tolist()):
             barrier = mbarrier_at(w, place)
             if complete:
@@ -417,11 +456,15 @@ def _transactions(d: Decoder, i: Instruction) -> Execute:
 
 
 def _wait(d: Decoder, i: Instruction) -> Execute:
-    """Lanes whose phase is complete go on with a true predicate; `try_wait` never gives up.
+    """`test_wait` and `try_wait`. Lanes whose phase is complete continue with a true predicate. `try_wait` never times out.
 
-    A parity tells the current phase from the one before it. So a warp may wait for phase k only if it knows that those
-    before k are complete, and if phase k + 1 cannot be before it has looked. The phase that it means is therefore the
-    last one of its parity that is not behind the first that it does not know: see `Mbarrier.known`.
+    A parity only distinguishes the current phase from the one before it. So a wait for phase k is safe only if
+
+    - the warp knows that all phases before k are complete, and
+    - phase k + 1 cannot complete before the warp has looked.
+
+    The phase that a parity means is therefore the last one of this parity up to the first phase that the warp does not know
+    to be complete (`Mbarrier.known`).
     """
     to = d.destination(i.operands[0], "pred")
     places_of = _places(d, i, i.operands[1])
@@ -434,7 +477,10 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
     def wait(w: Warp, lanes: int) -> Any:
         places = places_of(w, lanes).tolist()
         if w.unknown[phase] & lanes:
-            w.fail("a phase comes from what nothing has written")
+            w.fail(
+                f"a phase is undefined: it depends on a value that nothing has written yet "
+                f"(lanes {w.unknown[phase] & lanes:08x})"
+            )
         phases = w.regs[phase][INDICES[lanes]].tolist()
         pairs = [(mbarrier_at(w, place), n) for place, n in zip(places, phases)]
         for barrier, n in pairs:
@@ -461,16 +507,21 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
 
 
 def _check_phase(w: Warp, barrier: Mbarrier, given: int, parity: bool) -> None:
-    """The phase that is waited for must be the current one or the one before. A phase to which but bytes are missing, which
-    come whenever they do, counts as complete."""
+    """Check that a wait is for the current phase or the one before.
+
+    A current phase that only waits for bytes counts as complete, because they may arrive at any time.
+
+    Args:
+        given: the operand: a state, or a parity.
+    """
     meant = given
     if parity:
         meant = barrier.known(w.clock)
         meant -= meant - given & 1
     if meant < barrier.phase + (barrier.pending == 0) - 1:
         w.fail(
-            f"a wait for phase {meant} of an mbarrier where nothing but bytes, if that, keeps phase {meant + 1} from being "
-            f"complete ({barrier.phase} are): it may look too late, for a parity tells only the current phase from the last"
+            f"a wait for phase {meant} of an mbarrier may be too late: phase {meant + 1} is complete, or only waits for bytes "
+            f"({barrier.phase} are complete). A parity only distinguishes the current phase from the one before it"
         )
 
 
@@ -487,10 +538,10 @@ def _vote(d: Decoder, i: Instruction) -> Execute:
         d.refuse(f".{kind} is not modelled")
     to = d.destination(i.operands[0], kind)
     p, negated = d.predicate(i.operands[1])
-    come = members(d, i, 2)
+    all_arrived = members(d, i, 2)
 
     def vote(w: Warp, lanes: int) -> Any:
-        if not come(w, lanes):
+        if not all_arrived(w, lanes):
             return CONVERGE
         value = (w.regs[p] ^ (FULL * negated)) & lanes
         unknown = lanes if w.unknown[p] & lanes else 0
@@ -518,13 +569,13 @@ def _elect(d: Decoder, i: Instruction) -> Execute:
     d.only(i.modifiers, "sync")
     pair = i.operands[0]
     if not isinstance(pair, Pair):
-        d.refuse("expected two destinations")
+        d.refuse(f"expected two destinations, got {pair}")
     lane = None if isinstance(pair.first, Sink) else d.destination(pair.first, "b32")
     p = d.destination(pair.second, "pred")
-    come = members(d, i, 1)
+    all_arrived = members(d, i, 1)
 
     def elect(w: Warp, lanes: int) -> Any:
-        if not come(w, lanes):
+        if not all_arrived(w, lanes):
             return CONVERGE
         first = int(INDICES[lanes][0])
         if lane is not None:
@@ -546,16 +597,19 @@ def _shfl(d: Decoder, i: Instruction) -> Execute:
         first = first.first
     to = d.destination(first, "b32")
     a, b, c = d.source(i.operands[1], "b32"), d.source(i.operands[2], "b32"), d.source(i.operands[3], "b32")
-    come = members(d, i, 4)
+    all_arrived = members(d, i, 4)
 
     def shuffle(w: Warp, lanes: int) -> Any:
-        if not come(w, lanes):
+        if not all_arrived(w, lanes):
             return CONVERGE
         if (w.unknown[b] | w.unknown[c]) & lanes:
-            w.fail("an operand comes from what nothing has written")
+            w.fail(
+                f"an operand is undefined: it depends on a value that nothing has written yet "
+                f"(lanes {(w.unknown[b] | w.unknown[c]) & lanes:08x})"
+            )
         source, valid = shuffled(mode, w.regs[b].astype(np.int64) & 31, w.regs[c].astype(np.int64))
         if not BOOLS[lanes][source[INDICES[lanes]]].all():
-            w.fail("the value of a lane is read that does not take part")
+            w.fail(f"a lane reads a lane that does not execute this shuffle (active lanes {lanes:08x})")
         w.put(to, w.regs[a][source], to_bits(BOOLS[w.unknown[a]][source]), lanes)
         if p is not None:
             w.put_predicate(p, to_bits(valid), 0, lanes)
@@ -565,7 +619,7 @@ def _shfl(d: Decoder, i: Instruction) -> Execute:
 
 
 def shuffled(mode: str, b: Array, c: Array) -> tuple[Array, Array]:
-    """The lane that each lane reads of, and whether it is in range."""
+    """Return the lane that each lane reads, and whether it is in range (PTX ISA, `shfl.sync`, pseudocode)."""
     clamp, segment = c & 31, c >> 8 & 31
     high = LANES & segment | clamp & ~segment
     low = LANES & segment

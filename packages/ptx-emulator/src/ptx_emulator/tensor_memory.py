@@ -1,7 +1,11 @@
-"""Tensor memory and what works on it: tcgen05, one CTA at a time.
+"""Tensor memory and the tcgen05 instructions, for one CTA (`cta_group::1`).
 
-Tensor memory is 128 lanes of 512 columns of 4 bytes. `mma` and `commit` are executed later, in their order; until then
-what they write cannot be used, as what `st` writes cannot before its wait.
+Tensor memory has 128 lanes of 512 columns of 4 bytes. A word's number is lane * 512 + column.
+
+- `mma`, `cp` and `commit` enter a queue of their CTA. They execute in this order, at times that the seed decides.
+- Words that a queued instruction writes are undefined until it executes; words that `st` writes, until its wait.
+
+Source: PTX ISA, "TensorCore 5th Generation Family Instructions". No instruction of this module was compared with a device.
 """
 
 from __future__ import annotations
@@ -23,16 +27,23 @@ from ptx_emulator.memory import SHARED_WINDOW, WINDOW_BITS, Region
 from ptx_emulator.parser import Address, Instruction, Operand, Vector
 from ptx_emulator.races import Shadow
 from ptx_emulator.synchronize import aligned, uniform
-from ptx_emulator.tensors import ends
+from ptx_emulator.tensors import multicast_places
 
 LANES, COLUMNS = 128, 512
-LOADING = 1 << 60  # `Warp.flight` of registers that `ld` fills
+LOADING = 1 << 60  # the group in `Warp.flight` of registers that `tcgen05.ld` fills
 
 
 @dataclass
 class TensorMemory:
-    """Of a CTA. ``owner``: of each column the first one of its allocation, or -1; ``busy``: of each word how many
-    instructions are going to write it; ``queue``: what is going to be executed."""
+    """The tensor memory of a CTA.
+
+    Attributes:
+        region: its bytes, word after word.
+        owner: per column, the first column of its allocation; -1: not allocated.
+        busy: per word, the number of issued instructions that have yet to write it.
+        queue: instructions that were issued and have yet to execute.
+        relinquished: whether `relinquish_alloc_permit` was executed.
+    """
 
     region: Region
     owner: Array = field(default_factory=lambda: np.full(COLUMNS, -1))
@@ -41,25 +52,25 @@ class TensorMemory:
     relinquished: bool = False
 
     def words(self, w: Warp, lanes: Array, column: int, count: int) -> Array:
-        """[lanes, count] numbers of the words of columns that are allocated."""
+        """Return the word numbers [lanes, count] of columns; an error if not all of them are allocated."""
         if column + count > COLUMNS or (self.owner[column : column + count] < 0).any():
             w.fail(f"tensor memory: columns {column} to {column + count - 1} are not all allocated")
         return lanes[:, None] * COLUMNS + column + np.arange(count)
 
     def at(self, words: Array, bits: int = 32) -> tuple[Array, Array]:
-        """Values, and which of them hold nothing; of 16 bits the lower ones."""
+        """Return the values of words, and bool of the undefined ones. ``bits`` 16: the lower halves."""
         assert self.region.known is not None
         flat, mask = words.reshape(-1), np.uint32((1 << bits) - 1)
         values, known = self.region.view(4, 1)[flat, 0], self.region.known_view(4, 1)[flat, 0]
         return (values & mask).reshape(words.shape), (known & mask != mask).reshape(words.shape)
 
     def load(self, words: Array, bits: int = 32) -> tuple[Array, Array]:
-        """The same; what is going to be written is not known."""
+        """`at`, where words that an issued instruction has yet to write are undefined."""
         values, unknown = self.at(words, bits)
         return values, unknown | (self.busy[words] > 0)
 
     def store(self, words: Array, values: Array, unknown: Array | None, bits: int = 32) -> None:
-        """Of 16 bits the lower ones: the others hold nothing then."""
+        """Write words. ``bits`` 16: the lower halves; the upper halves become undefined."""
         missing = None if unknown is None else unknown.reshape(-1, 1)
         flat = words.reshape(-1)
         self.region.store(flat * 4, 4, 1, values.reshape(-1, 1), missing)
@@ -68,7 +79,7 @@ class TensorMemory:
 
 
 def memory_of(cta: Cta) -> TensorMemory:
-    """The tensor memory of a CTA."""
+    """Return the tensor memory of a CTA; create it on first use."""
     if cta.tensor_memory is None:
         size = LANES * COLUMNS * 4
         data = np.frombuffer(bytearray(size), np.uint8)
@@ -95,7 +106,7 @@ def _tcgen05(d: Decoder, i: Instruction) -> Execute:
 
 
 def _fence(d: Decoder, i: Instruction) -> Execute:
-    """Execution is sequentially consistent here, but for what `TensorMemory.queue` holds."""
+    """No operation: apart from `TensorMemory.queue`, the emulator is sequentially consistent."""
     d.only(i.modifiers[1:])
     return lambda w, lanes: None
 
@@ -112,12 +123,15 @@ def _alloc(d: Decoder, i: Instruction) -> Execute:
     def allocate(w: Warp, lanes: int) -> None:
         memory, count = memory_of(w.cta), _columns(w, slot, lanes)
         if memory.relinquished:
-            w.fail("tcgen05.alloc after tcgen05.relinquish_alloc_permit")
+            w.fail("tcgen05.alloc after tcgen05.relinquish_alloc_permit of this CTA")
         free = [c for c in range(0, COLUMNS, count) if (memory.owner[c : c + count] < 0).all()]
         if not free:
-            w.fail(f"tensor memory: {count} columns are never free")
+            w.fail(
+                f"tcgen05.alloc: no {count} aligned columns are free "
+                f"({np.count_nonzero(memory.owner >= 0)} of {COLUMNS} are allocated); to wait for a dealloc is not modelled"
+            )
         memory.owner[free[0] : free[0] + count] = free[0]
-        memory.region.forget().reshape(LANES, COLUMNS * 4)[:, free[0] * 4 : (free[0] + count) * 4] = 0
+        memory.region.track().reshape(LANES, COLUMNS * 4)[:, free[0] * 4 : (free[0] + count) * 4] = 0
         place = addresses(w, to, offset, lanes)[:1]
         scatter_to(w, space, place, 4, np.array([[free[0]]], np.uint32), None, 1, strong=False)
 
@@ -125,9 +139,12 @@ def _alloc(d: Decoder, i: Instruction) -> Execute:
 
 
 def _columns(w: Warp, slot: int, lanes: int) -> int:
+    """Return the number of columns of an allocation, checked."""
     count = uniform(w, slot, lanes)
     if not 32 <= count <= COLUMNS or count & count - 1:
-        w.fail(f"tensor memory: {count} columns; a power of 2 from 32 to {COLUMNS} was expected")
+        w.fail(
+            f"tensor memory: expected a power of 2 from 32 to {COLUMNS} as the number of columns, got {count}"
+        )
     return count
 
 
@@ -138,9 +155,11 @@ def _dealloc(d: Decoder, i: Instruction) -> Execute:
     def free(w: Warp, lanes: int) -> None:
         memory, first, count = memory_of(w.cta), uniform(w, base, lanes), _columns(w, slot, lanes)
         if first >= COLUMNS or np.count_nonzero(memory.owner == first) != count:
-            w.fail(f"tensor memory: no {count} columns were allocated at {first:#x}")
+            w.fail(f"tcgen05.dealloc: no allocation of {count} columns starts at {first:#x}")
         if memory.queue:
-            w.fail("tensor memory is freed while an instruction of tcgen05 is in flight")
+            w.fail(
+                f"tcgen05.dealloc while {len(memory.queue)} tcgen05 instructions of this CTA are in flight"
+            )
         memory.owner[memory.owner == first] = -1
 
     return aligned(free)
@@ -160,29 +179,33 @@ def _relinquish(d: Decoder, i: Instruction) -> Execute:
 
 @dataclass(frozen=True)
 class Fragment:
-    """[registers, 32] lanes and columns, from the first ones of a warp's access, of the words that it moves. ``packed``: a
-    register holds the lower halves of two columns."""
+    """The words of tensor memory that a `ld` or `st` of a warp moves.
+
+    Attributes:
+        rows, columns: [registers, 32], lane and column of each word, relative to the address.
+        packed: a register holds the lower halves of two adjacent columns (`.pack::16b`, `.unpack::16b`).
+    """
 
     rows: Array
     columns: Array
     packed: bool
 
     def words(self, w: Warp, address: int) -> list[Array]:
-        """Numbers of the words of tensor memory: those of lower halves and of upper ones, where they are packed."""
+        """Return the word numbers [registers, 32]. If packed: those of the registers' lower halves, and of the upper ones."""
         places = [self.columns, self.columns + 1] if self.packed else [self.columns]
         return [_accessed(w, address, self.rows, columns) for columns in places]
 
 
 def _fragment(d: Decoder, i: Instruction, split: Operand | None) -> Fragment:
-    """``split``: where the columns of the upper 16 threads begin, of `16x32bx2`."""
+    """Decode the shape of a `ld` or `st`. ``split``: of `16x32bx2`, the column offset of the upper 16 threads."""
     modifiers = [m for m in i.modifiers if m not in ("pack::16b", "unpack::16b")]
     packed = len(modifiers) < len(i.modifiers)
     d.only(modifiers[1:3], "sync", "aligned")
     if len(modifiers) != 6 or modifiers[5] != "b32" or modifiers[4][:1] != "x":
-        d.refuse("this access of tensor memory is not modelled")
+        d.refuse(f"this form of tcgen05.{modifiers[0]} is not modelled")
     shape, count = modifiers[3], int(modifiers[4][1:])
     threads = np.arange(32)
-    # Registers of one repetition: by its lanes and columns.
+    # Per shape: lanes and columns of the registers of one repetition, and its columns.
     shapes = {
         "32x32b": ([threads], [0 * threads], 1),
         "16x32bx2": ([threads % 16], [0 * threads], 1),
@@ -198,7 +221,7 @@ def _fragment(d: Decoder, i: Instruction, split: Operand | None) -> Fragment:
     if count & count - 1 or not 1 <= count <= 128 // len(rows):
         d.refuse(f".x{count} is not modelled")
     if (split is not None) != (shape == "16x32bx2"):
-        d.refuse("operands not understood")
+        d.refuse(f".{shape}: expected {'an' if shape == '16x32bx2' else 'no'} immediate half-split offset")
     places = np.concatenate([np.stack(columns) + n * width for n in range(count)]) * (1 + packed)
     if split is not None:
         places = places + threads // 16 * d.immediate(split)
@@ -206,12 +229,13 @@ def _fragment(d: Decoder, i: Instruction, split: Operand | None) -> Fragment:
 
 
 def _accessed(w: Warp, address: int, rows: Array, columns: Array) -> Array:
-    """Numbers of the words of an access, each within the 32 lanes that the warp may access."""
+    """Return the word numbers of an access. The warp may access 32 lanes: those from 32 * (warp % 4) on."""
     first, column = address >> 16, address & 0xFFFF
     low = w.number % 4 * 32
     if first < low or first + int(rows.max()) >= low + 32 or (first - low) % 16:
         w.fail(
-            f"tensor memory: lane {first} of {address:#x}; warp {w.number} accesses lanes {low} to {low + 31}"
+            f"tensor memory: address {address:#x} starts at lane {first}; "
+            f"warp {w.number} only accesses lanes {low} to {low + 31}, in units of 16"
         )
     memory_of(w.cta).words(w, rows[:1, 0], column, int(columns.max()) + 1)
     return (first + rows) * COLUMNS + column + columns
@@ -222,7 +246,7 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
     targets = d.destinations(i.operands[0], "b32")
     base, offset = d.address(i.operands[1], "b32")
     if len(targets) != len(fragment.rows):
-        d.refuse(f"expected {len(fragment.rows)} destinations")
+        d.refuse(f"expected {len(fragment.rows)} destinations, got {len(targets)}")
 
     def load(w: Warp, lanes: int) -> None:
         address = int(addresses(w, base, offset, lanes)[0])
@@ -231,7 +255,7 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
         values: Array = np.zeros(fragment.rows.shape, np.uint32)
         unknown: Array = np.zeros(fragment.rows.shape, np.bool_)
         for n, words in enumerate(parts):
-            _look(w, memory, words)
+            _record_read(w, memory, words)
             found, missing = memory.load(words, 32 // len(parts))
             values, unknown = values | found << np.uint32(16 * n), unknown | missing
         for target, value, missing in zip(targets, values, unknown):
@@ -247,7 +271,7 @@ def _st(d: Decoder, i: Instruction) -> Execute:
     base, offset = d.address(i.operands[0], "b32")
     sources = d.sources(i.operands[-1], "b32")
     if len(sources) != len(fragment.rows):
-        d.refuse(f"expected {len(fragment.rows)} sources")
+        d.refuse(f"expected {len(fragment.rows)} sources, got {len(sources)}")
 
     def store(w: Warp, lanes: int) -> None:
         address = int(addresses(w, base, offset, lanes)[0])
@@ -260,8 +284,10 @@ def _st(d: Decoder, i: Instruction) -> Execute:
         bits = 32 // len(parts)
         for n, words in enumerate(parts):
             if (memory.busy[words] > 0).any() and not _only_stores(w, words):
-                w.fail("tensor memory is written that an instruction in flight writes")
-            _write(w, memory, words)
+                w.fail(
+                    "tcgen05.st writes words of tensor memory that an instruction in flight has yet to write"
+                )
+            _record_write(w, memory, words)
             memory.store(words, values >> np.uint32(16 * n) & np.uint32((1 << bits) - 1), unknown, bits)
             np.add.at(memory.busy, words.reshape(-1), 1)
         w.tensor_stores += parts
@@ -270,26 +296,30 @@ def _st(d: Decoder, i: Instruction) -> Execute:
 
 
 def _only_stores(w: Warp, words: Array) -> bool:
-    """Whether what is going to write words are stores of this warp alone, which keep their order."""
+    """Return whether only stores of this warp have yet to write these words. Those stores keep their order."""
     mine = np.zeros(LANES * COLUMNS, np.int32)
     for earlier in w.tensor_stores:
         np.add.at(mine, earlier.reshape(-1), 1)
     return bool((memory_of(w.cta).busy[words] <= mine[words]).all())
 
 
-def _look(w: Warp, memory: TensorMemory, words: Array) -> None:
-    """Reads of a warp, which are ordered with all that it does itself: it waits as a whole."""
+def _record_read(w: Warp, memory: TensorMemory, words: Array) -> None:
+    """Report reads to the race check, as lane 0: the warp waits as a whole, so its own accesses are ordered."""
     if memory.region.shadow is not None:
         memory.region.shadow.load(w, words.reshape(-1), 0)
 
 
-def _write(w: Warp, memory: TensorMemory, words: Array) -> None:
+def _record_write(w: Warp, memory: TensorMemory, words: Array) -> None:
+    """Report writes to the race check, see `_record_read`."""
     if memory.region.shadow is not None:
         memory.region.shadow.store(w, words.reshape(-1), 0)
 
 
 def _wait(d: Decoder, i: Instruction) -> Execute:
-    """Accesses end here, not earlier: who was told before has not been told of them."""
+    """`wait::ld` and `wait::st`. The accesses of the warp complete here.
+
+    They are reported to the race check again, because a release before this point does not cover them.
+    """
     d.only(i.modifiers[1:], "sync", "aligned")
     d.relaxed = True
     loads = i.modifiers[0] == "wait::ld"
@@ -298,12 +328,12 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
         memory = memory_of(w.cta)
         if loads:
             for words in w.tensor_loads:
-                _look(w, memory, words)
+                _record_read(w, memory, words)
             w.tensor_loads = []
             w.flight = {slot: group for slot, group in w.flight.items() if group != LOADING}
         else:
             for words in w.tensor_stores:
-                _write(w, memory, words)
+                _record_write(w, memory, words)
                 np.subtract.at(memory.busy, words.reshape(-1), 1)
             w.tensor_stores = []
 
@@ -315,7 +345,15 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
 
 @dataclass(frozen=True)
 class Shape:
-    """What an instruction descriptor says. ``a``, ``b``: "f16", "bf16" or "tf32"; ``bits`` of an element of D."""
+    """A decoded instruction descriptor of `tcgen05.mma`.
+
+    Attributes:
+        m, n: extents of D.
+        bits: of an element of D, 32 (fp32) or 16 (fp16).
+        a, b: operand types, "f16", "bf16" or "tf32".
+        negative: whether the product is negated.
+        a_mn_major, b_mn_major: whether M or N is contiguous; otherwise K is.
+    """
 
     m: int
     n: int
@@ -328,41 +366,56 @@ class Shape:
 
 
 def shape_of(descriptor: int, kind: str) -> Shape:
-    """Raises `ValueError` for what is malformed or not modelled."""
+    """Decode an instruction descriptor (PTX ISA, "Instruction descriptor"). ``kind``: "f16" or "tf32".
+
+    Raises:
+        ValueError: the descriptor is malformed, or not modelled.
+    """
     m, n = (descriptor >> 24 & 31) * 16, (descriptor >> 17 & 63) * 8
     if descriptor & 0xE080_004F:
-        raise ValueError("sparsity, saturation, shifts and reserved bits are not modelled")
+        raise ValueError(
+            f"sparsity, saturation, shifts and reserved bits are not modelled, got bits {descriptor & 0xE080_004F:#x}"
+        )
     form = descriptor >> 4 & 3
     if form > 1 or (form == 0 and kind != "f16"):
-        raise ValueError(f"a type of D that kind::{kind} does not have")
+        raise ValueError(f"kind::{kind} has no type {form} of D")
     types = {"f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}}[kind]
     a, b = types.get(descriptor >> 7 & 7), types.get(descriptor >> 10 & 7)
     if a is None or b is None:
-        raise ValueError(f"types of A and B that kind::{kind} does not have")
+        raise ValueError(
+            f"kind::{kind} has no types {descriptor >> 7 & 7} of A and {descriptor >> 10 & 7} of B"
+        )
     if m not in (64, 128) or not 8 <= n <= 256 or (m == 128 and n % 16):
-        raise ValueError(f"M = {m} and N = {n}")
+        raise ValueError(
+            f"expected M = 64 with N a multiple of 8, or M = 128 with N a multiple of 16, N at most 256; got M = {m}, N = {n}"
+        )
     negative = (descriptor >> 13 ^ descriptor >> 14) & 1 == 1
     return Shape(
         m, n, 32 if form else 16, a, b, negative, bool(descriptor >> 15 & 1), bool(descriptor >> 16 & 1)
     )
 
 
-#: Width of a swizzle atom's row in bytes, by the descriptor's field.
+#: Bytes of a swizzle atom's row, by the descriptor's swizzle field.
 _SWIZZLE = {0: 16, 2: 128, 4: 64, 6: 32}
 
 
 def matrix_of(w: Warp, descriptor: int) -> tuple[int, int, int, int]:
-    """Start, leading and stride offsets in bytes, and the width of the swizzle, of an operand in shared memory."""
+    """Decode a tcgen05 matrix descriptor (PTX ISA, "Shared memory descriptor").
+
+    Returns:
+        Start address, leading and stride byte offsets, and the bytes of a swizzle atom's row.
+    """
     if descriptor >> 46 & 7 != 1 or descriptor & 0x1FFE_0000_C000_C000 or descriptor >> 61 not in _SWIZZLE:
         w.fail(
-            f"matrix descriptor {descriptor:#x}: malformed, or not modelled (base offset, absolute stride, 32-byte atoms)"
+            f"matrix descriptor {descriptor:#x}: malformed, or not modelled "
+            "(base offset, absolute leading dimension, 128-byte swizzle with 32-byte atoms)"
         )
     start, leading, stride = ((descriptor >> place & 0x3FFF) << 4 for place in (0, 16, 32))
     return start, leading, stride, _SWIZZLE[descriptor >> 61]
 
 
 def rows_of(m: int, first: int) -> Array:
-    """The lanes of the rows of D: all of them, or 16 of each 32."""
+    """Return the lanes of the rows of D: all 128 for M = 128; for M = 64, 16 of each 32, from lane ``first`` on."""
     rows = np.arange(m)
     return rows if m == 128 else first + rows // 16 * 32 + rows % 16
 
@@ -378,7 +431,7 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
         "collector::a::fill",
     )
     if len(kinds) != 1 or "cta_group::1" not in i.modifiers:
-        d.refuse("this mma is not modelled")
+        d.refuse("this form of tcgen05.mma is not modelled")
     (kind,) = kinds
     size = 2 if kind == "f16" else 4
     operands = list(i.operands)
@@ -389,7 +442,9 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
     rest = operands[4:]
     masks = d.sources(rest.pop(0), "b32") if isinstance(rest[0], Vector) else []
     if len(rest) not in (1, 2) or len(masks) not in (0, 4):
-        d.refuse("operands not understood")
+        d.refuse(
+            "tcgen05.mma: expected d, a, b, idesc, an optional mask of 4 registers, enable-input-d, an optional scale-input-d"
+        )
     scale, negated = d.predicate(rest[0])
     factor = 2.0 ** -d.immediate(rest[1]) if len(rest) == 2 else 1.0
 
@@ -397,7 +452,9 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
         (lane,) = _one_lane(w, lanes)
         known = [to, a, b, instruction, scale, *masks]
         if any(w.unknown[s] & lanes for s in known):
-            w.fail("an operand comes from what nothing has written")
+            w.fail(
+                f"an operand is undefined: it depends on a value that nothing has written yet (lane {lane})"
+            )
         value = lambda slot: int(w.regs[slot][lane])
         try:
             shape = shape_of(value(instruction), kind)
@@ -407,7 +464,9 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
         target = value(to) + to_offset
         first, column = target >> 16, target & 0xFFFF
         if first not in ((0,) if shape.m == 128 else (0, 16)):
-            w.fail(f"tensor memory: D begins in lane {first}")
+            w.fail(
+                f"tcgen05.mma: D of M = {shape.m} must start at lane 0{'' if shape.m == 128 else ' or 16'}, got {first}"
+            )
         rows = rows_of(shape.m, first)
         words = memory.words(w, rows, column, shape.n)
         add = bool((w.regs[scale] ^ FULL * negated) >> lane & 1)
@@ -416,18 +475,20 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
         right, b_unknown, checks = _operand(w, value(b), shape.n, shape.b_mn_major, size)
         if in_tensor_memory:
             if shape.a_mn_major:
-                w.fail("A in tensor memory is K-major")
+                w.fail(
+                    "tcgen05.mma: A in tensor memory must be K-major; the instruction descriptor says MN-major"
+                )
             place = value(a) + a_offset
             if place >> 16 != first:
-                w.fail(f"tensor memory: A begins in lane {place >> 16}, D in lane {first}")
+                w.fail(f"tcgen05.mma: A must start at the lane of D, {first}; got {place >> 16}")
             a_words = memory.words(w, rows, place & 0xFFFF, 8)
-            _look(w, memory, a_words)
+            _record_read(w, memory, a_words)
         else:
             left, a_unknown, more = _operand(w, value(a), shape.m, shape.a_mn_major, size)
             checks += more
         if add:
-            _look(w, memory, words)
-        _write(w, memory, words[written])
+            _record_read(w, memory, words)
+        _record_write(w, memory, words[written])
         np.add.at(memory.busy, words.reshape(-1), 1)
 
         def execute() -> None:
@@ -441,7 +502,7 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
             np.subtract.at(memory.busy, words.reshape(-1), 1)
             missing = x_unknown[:, None] | b_unknown[None, :]
             if add:
-                # What later instructions are going to write does not count: this one comes before them.
+                # Pending writes of later instructions do not count: this one precedes them in the queue.
                 before, empty = memory.at(words, shape.bits)
                 missing = missing | empty
                 product = product + _values(before, shape.bits) * factor
@@ -454,57 +515,67 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
 
 
 def _values(words: Array, bits: int) -> Array:
-    """fp64 of the elements of D, of fp32 or of fp16."""
+    """Convert words of D, fp32 or fp16 (``bits`` 16), to fp64."""
     real: Any = words.view(np.float32) if bits == 32 else words.astype(np.uint16).view(np.float16)
     return real.astype(np.float64)
 
 
 def _rounded(x: Array, bits: int) -> Array:
-    """The reverse."""
+    """Round fp64 to words of D, the inverse of `_values`."""
     if bits == 16:
         return floats.f16_bits_of(x)
     return floats.canonical(np.ascontiguousarray(x.astype(np.float32))).view(np.uint32)
 
 
 def _one_lane(w: Warp, lanes: int) -> Array:
+    """Return the only active lane; an error if there are several."""
     found = INDICES[lanes]
     if len(found) != 1:
-        w.fail(f"{len(found)} lanes issue this, each on its own: one was expected")
+        w.fail(
+            f"{len(found)} lanes issue this (lanes {lanes:08x}), and each issues one instruction: expected one lane"
+        )
     return found
 
 
 def _operand(
     w: Warp, descriptor: int, rows: int, mn_major: bool, size: int
 ) -> tuple[Array, Array, list[Callable[[], None]]]:
-    """Bits [rows, 32 / size] of an operand in shared memory, which rows are not known, and checks that it stays."""
+    """Read an operand in shared memory.
+
+    Returns:
+        Its bits [rows, 32 / size]; bool[rows], the rows with undefined elements; and checks that it has not changed.
+    """
     if size == 4 and mn_major:
-        w.fail("tf32 is modelled K-major only")
+        w.fail("tcgen05.mma: tf32 is modelled K-major only, the instruction descriptor says MN-major")
     bits, unknown, check = load_operand(w, *matrix_of(w, descriptor), rows, mn_major, size)
     return bits, np.zeros(rows, np.bool_) if unknown is None else unknown, [check]
 
 
 def _from_tensor_memory(memory: TensorMemory, words: Array, size: int) -> tuple[Array, Array]:
-    """The same of A in tensor memory: a word holds two elements of 2 bytes, the lower one first."""
+    """Read A from tensor memory, in the form of `_operand`. A word holds two elements of 2 bytes, the lower one first."""
     values, unknown = memory.load(words)
     kind: Any = np.uint16 if size == 2 else np.uint32
     return np.ascontiguousarray(values).view(kind), np.any(unknown, axis=1)
 
 
 def _enqueue(w: Warp, memory: TensorMemory, execute: Callable[[], None]) -> None:
-    """At some time the first one of the queue is executed, as often as something was added."""
+    """Append an instruction to the queue. Each pending entry of the machine executes the queue's first instruction."""
     memory.queue.append(execute)
     w.machine.pending.append(lambda: memory.queue.popleft()())
 
 
 def _commit(d: Decoder, i: Instruction) -> Execute:
-    """An mbarrier, or the same one in several CTAs of the cluster, is told when all that came before is done."""
+    """`commit`: an arrival at an mbarrier when all earlier instructions of the queue have executed.
+
+    With multicast: at the same mbarrier of several CTAs of the cluster.
+    """
     d.only(
         i.modifiers[1:], "cta_group::1", "mbarrier::arrive::one", "shared::cluster", "multicast::cluster", "b64"
     )  # fmt: skip
     base, offset = d.address(i.operands[0], "b32")
     multicast = "multicast::cluster" in i.modifiers
     if len(i.operands) != 1 + multicast:
-        d.refuse("operands not understood")
+        d.refuse(f"tcgen05.commit: expected {1 + multicast} operands, got {len(i.operands)}")
     mask = d.source(i.operands[1], "b16") if multicast else None
     generic = "shared::cluster" not in i.modifiers
 
@@ -512,15 +583,15 @@ def _commit(d: Decoder, i: Instruction) -> Execute:
         (lane,) = _one_lane(w, lanes)
         place = int(addresses(w, base, offset, lanes)[0])
         if generic and place >> WINDOW_BITS != SHARED_WINDOW:
-            w.fail("mbarrier: a generic address that is not one of shared memory")
-        places = [(place,)] if mask is None else ends(w, mask, int(lane), place)
+            w.fail(f"mbarrier: generic address {place:#x} is not in shared memory")
+        places = [(place,)] if mask is None else multicast_places(w, mask, int(lane), place)
         barriers = [mbarrier_at(w, place) for (place,) in places]
-        # What is done read operands that the warp knew to be there: who sees this may write them anew.
+        # The completed instructions have read their operands. A warp that observes this arrival may overwrite them.
         known, pc = w.clock.release(), w.pc
 
         def arrive() -> None:
             w.pc = pc
-            known[w.clock.index] = w.clock.now  # operands may have been read as late as now
+            known[w.clock.index] = w.clock.now  # the operands may have been read as late as now
             w.clock.now += 1
             for barrier in barriers:
                 barrier.asynchronous = True
@@ -534,7 +605,7 @@ def _commit(d: Decoder, i: Instruction) -> Execute:
 
 # ---- shared to tensor memory
 
-#: Shapes of `cp` with what multicasts them: lanes of their rows, once for each replica, and columns.
+#: Shape and multicast of `cp`: the lanes [replicas, rows] of its rows, and its columns.
 _COPIES = {
     ("128x256b", ""): (np.arange(128)[None], 8),
     ("128x128b", ""): (np.arange(128)[None], 4),
@@ -546,7 +617,7 @@ _COPIES = {
 
 
 def _cp(d: Decoder, i: Instruction) -> Execute:
-    """Rows of a K-major operand, which a descriptor names, to columns of tensor memory. It keeps its order with `mma`."""
+    """`cp`: rows of a K-major operand in shared memory to columns of tensor memory. It stays in order with `mma`."""
     rest = [m for m in i.modifiers[1:] if m != "cta_group::1"]
     shape = next((m for m in rest if m[0].isdigit()), "")
     form = shape, ".".join(m for m in rest if m != shape)
@@ -559,17 +630,21 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
     def copy(w: Warp, lanes: int) -> None:
         (lane,) = _one_lane(w, lanes)
         if (w.unknown[to] | w.unknown[source]) & lanes:
-            w.fail("an operand comes from what nothing has written")
+            w.fail(
+                f"an operand is undefined: it depends on a value that nothing has written yet (lane {lane})"
+            )
         memory, pc, target = memory_of(w.cta), w.pc, int(w.regs[to][lane]) + offset
         if target >> 16 or target % 4:
-            w.fail(f"tensor memory: a copy to {target:#x} has to begin in lane 0, at a multiple of 4 columns")
+            w.fail(
+                f"tcgen05.cp: the destination {target:#x} must start at lane 0 and at a multiple of 4 columns"
+            )
         matrix = matrix_of(w, int(w.regs[source][lane]))
         bits, missing, check = load_operand(w, *matrix, replicas.shape[1], False, 2, 4 * count)
         values = np.ascontiguousarray(bits).view(np.uint32)
         unknown = None if missing is None else np.repeat(missing[:, None], count, 1)
         places = [memory.words(w, rows, target, count) for rows in replicas]
         for words in places:
-            _write(w, memory, words)
+            _record_write(w, memory, words)
             np.add.at(memory.busy, words.reshape(-1), 1)
 
         def execute() -> None:

@@ -1,7 +1,9 @@
-"""Tensor maps, bulk copies of boxes of tensors in both directions, and groups of bulk copies.
+"""Tensor maps, bulk tensor copies in both directions, and bulk async-groups.
 
-A tensor map's 128 bytes are undocumented. What is understood here are the fields that the DSL's host code sets, found by
-encoding varied maps; any other bit that is set is refused.
+The 128 bytes of a tensor map are undocumented. This module decodes the fields that the DSL's host code sets; they were
+found by encoding varied maps with the driver. A map with any other bit set is refused.
+
+Source of the rest: PTX ISA, "Tensors" (boxes, swizzling modes), `cp.async.bulk.tensor`, `cp.reduce.async.bulk.tensor`.
 """
 
 from __future__ import annotations
@@ -12,32 +14,41 @@ from functools import lru_cache
 
 import numpy as np
 
-from ptx_emulator.access import addresses, combiner, home, mbarrier_at
+from ptx_emulator.access import addresses, combiner, cta_at, mbarrier_at
 from ptx_emulator.decode import PARAMETERS, Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, INDICES, Array
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import CTA_BITS, UNSIGNED, Region
 from ptx_emulator.parser import SIZES, Coordinates, Instruction
-from ptx_emulator.races import SEVERAL, issued
+from ptx_emulator.races import SEVERAL, issue_snapshot
 from ptx_emulator.synchronize import check_proxy
 
 MAP_BYTES = 128
-#: Elements by their number in a map: type, bytes. Bit 16 makes tf32 of fp32; type 8 is fp32 with subnormals as zeros.
+#: Type and bytes of the elements, by their number in a map. Number 8 is fp32 that flushes subnormals; `_TF32` makes fp32 tf32.
 _ELEMENTS = {
     0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 4: ("u64", 8), 5: ("s64", 8), 6: ("f16", 2), 7: ("f32", 4),
     8: ("f32", 4), 9: ("f64", 8), 10: ("bf16", 2),
 }  # fmt: skip
 _FILL, _TF32 = 1 << 15, 1 << 16
-#: The bits that are understood, and 1, 17, 18 and 21, which change how L2 is used.
+#: The flags that are decoded, and 1, 17, 18 and 21, which only change the use of L2.
 _FLAGS = 0x27_E7F2
-_NAN = 0x7FF7  # of each 2 bytes outside of a tensor, if its map says so
+_NAN = 0x7FF7  # each 2 bytes outside of a tensor, if its map fills with NaN
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """``kind``: of elements of ``size`` bytes; ``extents`` and ``box`` in elements, ``strides`` in bytes, from the innermost
-    dimension on; ``swizzle``: which of the three bits above 128 bytes are added to those above 16 (0, 1, 3, 7); ``pitch``:
-    bytes from row to row of a box in shared memory; ``fill``: the bits of elements outside."""
+    """A decoded tensor map. Dimensions are listed from the innermost one on.
+
+    Attributes:
+        address: of the tensor in global memory.
+        kind: type of the elements; ``size``: their bytes.
+        extents: of the tensor, in elements.
+        strides: of the tensor, in bytes.
+        box: extents of a box, in elements.
+        swizzle: mask of the address bits 7 to 9 that are XORed into the bits 4 to 6: 0, 1, 3 or 7.
+        pitch: bytes from row to row of a box in shared memory.
+        fill: the bits of the elements outside of the tensor.
+    """
 
     address: int
     kind: str
@@ -51,25 +62,31 @@ class TensorMap:
 
     @property
     def bytes(self) -> int:
-        """Of a box."""
+        """Bytes of a box that an mbarrier counts."""
         return int(np.prod(self.box)) * self.size
 
     @property
-    def room(self) -> int:
-        """From the first byte of a box in shared memory to the end of its last row."""
+    def span(self) -> int:
+        """Bytes of a box in shared memory, gaps between rows included."""
         return int(np.prod(self.box[1:])) * self.pitch
 
 
 @lru_cache(maxsize=1024)
 def decoded(raw: bytes) -> TensorMap:
-    """The tensor map of 128 bytes, of which the second half is not looked at. Raises ``ValueError``."""
+    """Decode the 128 bytes of a tensor map. The second half is ignored.
+
+    Raises:
+        ValueError: a field is malformed, or not understood.
+    """
     words = np.frombuffer(raw, np.uint32)
     flags = int(words[2])
     rank, number, swizzle = (flags >> 4 & 7) + 1, flags >> 7 & 15, flags >> 13 & 3
     if flags & ~_FLAGS or rank > 5 or number not in _ELEMENTS or (flags & _TF32 and number not in (7, 8)):
-        raise ValueError(f"flags {flags:#x}")
+        raise ValueError(
+            f"flags {flags:#x}: bits {flags & ~_FLAGS:#x}, rank {rank} or element type {number} are not understood"
+        )
     kind, size = _ELEMENTS[number]
-    # Strides have 36 bits, the upper 4 of all dimensions in a word of their own.
+    # Strides have 36 bits. One word holds the upper 4 bits of all dimensions.
     upper = int(words[7])
     strides = (
         size,
@@ -78,17 +95,17 @@ def decoded(raw: bytes) -> TensorMap:
     box = tuple(x + 1 for x in raw[55 : 55 + rank])
     beyond = any(words[2 + rank : 7]) or upper >> 4 * (rank - 1) or any(words[8 + rank : 13])
     if any(raw[55 + rank : 64]) or any(raw[52:55]) or beyond:
-        raise ValueError("a stride between elements, or more dimensions than its rank")
+        raise ValueError(f"rank {rank}: element strides, or fields of further dimensions, are set")
     address = int(words[0]) | int(words[1]) << 32
     inner, width = box[0] * size, 16 << swizzle
     if address % 16 or inner % 16:
-        raise ValueError(f"address {address:#x} and {inner} bytes of a box's row have to be multiples of 16")
+        raise ValueError(f"address {address:#x} and the {inner} bytes of a box's row must be multiples of 16")
     if swizzle and inner > width:
         raise ValueError(f"a row of a box has {inner} bytes, more than the {width} of the swizzle")
     fill = 0
     if flags & _FILL:
         if "f" not in kind:
-            raise ValueError("NaN outside of a tensor of integers")
+            raise ValueError(f"fill with NaN outside of a tensor of integers (.{kind})")
         fill = int.from_bytes(_NAN.to_bytes(2, "little") * (size // 2), "little")
     extents = tuple(int(x) + 1 for x in words[8 : 8 + rank])
     pitch = width if swizzle else inner
@@ -97,16 +114,23 @@ def decoded(raw: bytes) -> TensorMap:
 
 @lru_cache(maxsize=64)
 def _grid(box: tuple[int, ...]) -> Array:
-    """[rank, elements]: the place of each element in a box, the innermost dimension first and fastest."""
+    """Return the coordinates of each element in a box, [rank, elements]. The innermost dimension is first and fastest."""
     found = np.indices(box[::-1])[::-1].reshape(len(box), -1)
     found.flags.writeable = False
     return found
 
 
 def elements(m: TensorMap, place: int, corner: list[int]) -> tuple[Array, Array, Array]:
-    """Of a box at an address of shared memory and a corner in the tensor: the addresses of its elements in shared
-    memory, where rows that are narrower than the swizzle leave gaps; which are inside of the tensor; the addresses of
-    those."""
+    """Locate the elements of a box.
+
+    Args:
+        place: address of the box in shared memory.
+        corner: its coordinates in the tensor, innermost first.
+
+    Returns:
+        The addresses of all elements in shared memory (rows narrower than the swizzle leave gaps); bool, which elements are
+        inside of the tensor; the addresses of those in global memory.
+    """
     index = _grid(m.box) + np.array(corner)[:, None]
     inside = ((index >= 0) & (index < np.array(m.extents)[:, None])).all(0)
     origins = m.address + (index[:, inside] * np.array(m.strides)[:, None]).sum(0)
@@ -116,35 +140,37 @@ def elements(m: TensorMap, place: int, corner: list[int]) -> tuple[Array, Array,
 
 
 def map_at(w: Warp, address: int) -> TensorMap:
-    """The tensor map at a generic address, among the parameters or in global memory."""
+    """Return the tensor map at a generic address: among the parameters, or in global memory."""
     if address % 64:
         w.fail(f"tensor map: address {address:#x} is not aligned to 64 bytes")
     if address >= PARAMETERS:
         region, start = w.machine.parameters, address - PARAMETERS
         if start + MAP_BYTES > region.high:
-            w.fail("tensor map: past the end of the parameters")
+            w.fail(
+                f"tensor map: {MAP_BYTES} bytes at offset {start} go past the end of the parameters ({region.high} bytes)"
+            )
     else:
         region, start = w.machine.memory.at(address, address + MAP_BYTES, w.fail), address
     raw = region.data[start - region.base : start - region.base + MAP_BYTES].tobytes()
     try:
         return decoded(raw)
     except ValueError as error:
-        w.fail(f"tensor map not understood: {error}")
+        w.fail(f"tensor map at {address:#x}: {error}")
 
 
 def units(region: Region, places: Array) -> Array:
-    """The 16-byte units of addresses."""
+    """Return the 16-byte units of these addresses, as `check_proxy` takes them."""
     return np.unique((places - region.base) >> 4)
 
 
 def words(region: Region, places: Array, size: int) -> Array:
-    """The words of 4 bytes of elements of a size."""
+    """Return the word indices of elements of ``size`` bytes, as `races.Shadow` takes them."""
     first = (places - region.base) >> 2
     return np.unique(first if size <= 4 else first[:, None] + np.arange(size // 4))
 
 
 def region_of(w: Warp, places: Array, size: int) -> Region:
-    """The region of global memory that holds elements."""
+    """Return the region of global memory that holds all these elements of ``size`` bytes."""
     low = int(places.min())
     return w.machine.memory.at(low, int(places.max()) + size, w.fail)
 
@@ -153,13 +179,16 @@ def region_of(w: Warp, places: Array, size: int) -> Region:
 
 
 def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_place: int) -> None:
-    """The bytes of a box, filled outside of the tensor, arrive at some time; then the mbarrier counts them."""
-    (cta, place), pc, clock = home(w, place), w.pc, w.clock.now
-    if home(w, barrier_place)[0] is not cta:
+    """Start a copy of a box to shared memory. At some later time its bytes arrive, and the mbarrier counts them.
+
+    Elements outside of the tensor get the map's fill value.
+    """
+    (cta, place), pc, clock = cta_at(w, place), w.pc, w.clock.now
+    if cta_at(w, barrier_place)[0] is not cta:
         w.fail("bulk tensor copy: the mbarrier is not in the CTA whose shared memory is written")
     barrier, shared = mbarrier_at(w, barrier_place), cta.shared
     places, inside, origins = _checked(w, m, shared, place, corner)
-    shared.forget()
+    shared.track()
     shared.known_view(m.size, 1)[(places - shared.base) // m.size] = 0
     if shared.shadow is not None:
         shared.shadow.store(w, words(shared, places, m.size), SEVERAL)
@@ -167,7 +196,7 @@ def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_pla
     if region is not None and region.shadow is not None:
         region.shadow.observe(w, words(region, origins, m.size))
 
-    def land() -> None:
+    def complete() -> None:
         w.pc = pc
         values = np.full((len(places), 1), m.fill, UNSIGNED[m.size])
         unknown = np.zeros((len(places), 1), np.bool_)
@@ -177,25 +206,29 @@ def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_pla
             if missing is not None:
                 unknown[inside] = missing
         shared.store(places, m.size, 1, values, unknown)
-        barrier.release(issued(w, clock))
+        barrier.release(issue_snapshot(w, clock))
         barrier.count_bytes(m.bytes, w.fail)
 
-    w.machine.pending.append(land)
+    w.machine.pending.append(complete)
 
 
 def _checked(
     w: Warp, m: TensorMap, shared: Region, place: int, corner: list[int]
 ) -> tuple[Array, Array, Array]:
+    """`elements`, after checks of rank, alignment and the bounds of shared memory."""
     if len(corner) != len(m.box):
-        w.fail(f"tensor map of rank {len(m.box)}, {len(corner)} coordinates")
+        w.fail(f"bulk tensor copy: tensor map of rank {len(m.box)}, {len(corner)} coordinates")
     if corner[0] * m.size % 16:
         w.fail(
             f"bulk tensor copy: coordinate {corner[0]} of elements of {m.size} bytes is not aligned to 16 bytes"
         )
     if place % 128:
         w.fail(f"bulk tensor copy: shared memory at {place:#x} is not aligned to 128 bytes")
-    if place < shared.low or place + m.room > shared.high:
-        w.fail(f"bulk tensor copy: shared memory out of bounds: {place:#x} and {m.room} bytes")
+    if place < shared.low or place + m.span > shared.high:
+        w.fail(
+            f"bulk tensor copy: shared memory out of bounds: {m.span} bytes at {place:#x}, "
+            f"{shared.low:#x} to {shared.high:#x} exists"
+        )
     return elements(m, place, corner)
 
 
@@ -206,36 +239,48 @@ Combine = Callable[[Array, Array], Array]
 
 
 class Store:
-    """A bulk copy, or a reduction, from shared to global memory. It reads and writes when that is waited for, or at some time
-    before."""
+    """A bulk copy or a reduction from shared to global memory.
+
+    It reads and writes at some time before its wait, or at the wait.
+    """
 
     def __init__(
         self, w: Warp, lanes: list[int], places: Array, origins: Array, size: int, combine: Combine | None = None
     ):  # fmt: skip
-        """Elements of ``size`` bytes, from addresses in shared memory to addresses in global memory. ``lanes``: that
-        started it; where several of a warp start the same, it is one, unless it is a reduction: ``combine`` gives the
-        bits of what is there and of what comes to it."""
+        """Start the copy.
+
+        Args:
+            lanes: the lanes that issued it. Several lanes that issue the same copy start one copy; each reduction counts.
+            places: addresses of the elements in shared memory.
+            origins: their addresses in global memory.
+            size: bytes of an element.
+            combine: the reduction (`access.combiner`); None: a copy.
+        """
         self.w, self.groups, self.pc = w, {lane: int(w.bulk_group[lane]) for lane in lanes}, w.pc
         self.places, self.origins, self.size, self.combine = places, origins, size, combine
         self.has_read = self.has_written = self.was_awaited = False
         shared = w.cta.shared
         check_proxy(w, "shared", shared, units(shared, places))
         self.bits, self.unknown = shared.load(places, size, 1)
-        self._look(w)
+        self._record_read(w)
         self.region = region_of(w, origins, size)
         if self.unknown is not None and not (self.region.scratch and combine is None):
-            w.fail(f"a value that comes from what nothing has written is stored to {self.region.name}")
+            w.fail(
+                f"an undefined value is stored to {self.region.name}: it depends on a value that nothing has written yet"
+            )
         if self.region.shadow is not None and combine is None:  # reductions are atomic
             self.region.shadow.store(w, words(self.region, origins, size), SEVERAL)
         w.bulk.append(self)
         w.machine.pending.append(self.write)
 
-    def _look(self, w: Warp) -> None:
+    def _record_read(self, w: Warp) -> None:
+        """Report the read of shared memory to the race check."""
         shared = w.cta.shared
         if shared.shadow is not None:
             shared.shadow.load(w, words(shared, self.places, self.size), SEVERAL)
 
     def read(self) -> None:
+        """Read shared memory, once. An error if it was overwritten since the issue."""
         if self.has_read:
             return
         self.has_read = True
@@ -244,6 +289,7 @@ class Store:
             self.w.fail("shared memory was overwritten before a bulk copy had read it")
 
     def write(self) -> None:
+        """Read shared memory and write global memory, once."""
         self.read()
         if self.has_written:
             return
@@ -253,17 +299,20 @@ class Store:
             before, unknown = self.region.load(self.origins, self.size, 1)
             if unknown is not None:
                 self.w.pc = self.pc
-                self.w.fail("a reduction of what nothing has written")
+                self.w.fail(
+                    f"a bulk reduction updates undefined memory of {self.region.name}: nothing has written it"
+                )
             bits = self.combine(before, bits)
         self.region.store(self.origins, self.size, 1, bits, self.unknown)
 
 
 def commit(w: Warp, lanes: int) -> None:
+    """`cp.async.bulk.commit_group`: the lanes start a new group."""
     w.bulk_group = w.bulk_group + BOOLS[lanes]
 
 
 def wait(d: Decoder, i: Instruction) -> Execute:
-    """`wait_group`: all but the last groups of a lane are complete, or with ``.read`` have read."""
+    """`cp.async.bulk.wait_group`: all but the last groups of each lane have written, or with ``.read`` have read."""
     d.only(i.modifiers[2:], "wait_group", "read")
     left, reading = d.immediate(i.operands[0]), "read" in i.modifiers
 
@@ -274,7 +323,7 @@ def wait(d: Decoder, i: Instruction) -> Execute:
             ):
                 one.was_awaited = True
                 if reading:
-                    one._look(w)
+                    one._record_read(w)
                     one.read()
                 else:
                     one.write()
@@ -288,7 +337,7 @@ def wait(d: Decoder, i: Instruction) -> Execute:
 
 
 def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
-    """`cp.async.bulk.tensor`, tiled; `cp.reduce.async.bulk.tensor` with an ``operation``."""
+    """`cp.async.bulk.tensor` in tiled mode. With an ``operation``: `cp.reduce.async.bulk.tensor`."""
     multicast = "multicast::cluster" in i.modifiers
     dropped = ("reduce", operation, "L2::cache_hint", "tile", "multicast::cluster")
     shape = tuple(m for m in i.modifiers if m not in dropped)[3:]
@@ -304,7 +353,7 @@ def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
     mask = d.source(operands.pop(), "b16") if multicast else None
     tensor = operands[1 if loads else 0]
     if not isinstance(tensor, Coordinates) or shape[0] != f"{len(tensor.elements)}d":
-        d.refuse("the coordinates do not fit the rank")
+        d.refuse(f"expected coordinates of a .{shape[0]} tensor, got {tensor}")
     base = d.source(tensor.base, "b64")
     coordinates = [d.source(x, "b32") for x in tensor.elements]
     to, offset = d.address(operands[0 if loads else 1], "b32")
@@ -319,41 +368,50 @@ def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
         stores: dict[tuple[int, ...], list[int]] = {}
         for n, lane in enumerate(INDICES[lanes].tolist()):
             if mask is not None:
-                for place, told in ends(w, mask, lane, places[n], barriers[n]):
-                    start_load(w, map_at(w, maps[n]), place, corners[n], told)
+                for place, mbarrier in multicast_places(w, mask, lane, places[n], barriers[n]):
+                    start_load(w, map_at(w, maps[n]), place, corners[n], mbarrier)
             elif loads:
                 start_load(w, map_at(w, maps[n]), places[n], corners[n], barriers[n])
             else:
-                # Each lane reduces for itself.
+                # The reduction of each lane counts, even if it is the same.
                 key = (maps[n], places[n], lane if operation else -1, *corners[n])
                 stores.setdefault(key, []).append(lane)
-        for (address, place, _, *corner), who in stores.items():
+        for (address, place, _, *corner), issuers in stores.items():
             m = map_at(w, address)
             if min(corner) < 0:
                 w.fail(f"bulk tensor copy to global memory: negative coordinates {corner}")
             combine = None
             if operation and (combine := combiner(operation, m.kind)) is None:
-                w.fail(f"bulk tensor copy: .{operation} of {m.kind} is not defined, or not modelled")
+                w.fail(f"bulk tensor reduction: .{operation} of {m.kind} is not defined, or not modelled")
             sources, inside, targets = _checked(w, m, w.cta.shared, place, corner)
             if len(targets):
-                Store(w, who, sources[inside], targets, m.size, combine)
+                Store(w, issuers, sources[inside], targets, m.size, combine)
 
     return start
 
 
-def ends(w: Warp, mask: int, lane: int, *places: int) -> list[tuple[int, ...]]:
-    """The same places of shared memory in each CTA of a mask, of which there is one at least."""
+def multicast_places(w: Warp, mask: int, lane: int, *places: int) -> list[tuple[int, ...]]:
+    """Return the same addresses of shared memory in each CTA of a multicast mask.
+
+    Args:
+        mask: the register of the mask.
+        lane: the lane that issues the instruction.
+        places: addresses in this CTA.
+
+    Returns:
+        ``places`` as shared::cluster addresses, for each CTA of the mask in ascending order.
+    """
     if w.unknown[mask] >> lane & 1:
-        w.fail("a mask of CTAs comes from what nothing has written")
+        w.fail(f"the CTA mask is undefined: it depends on a value that nothing has written yet (lane {lane})")
     bits = int(w.regs[mask][lane])
     if bits == 0:
-        w.fail("a mask of no CTA")
+        w.fail(f"multicast: the CTA mask of lane {lane} is 0, expected at least one CTA")
     local = (1 << CTA_BITS) - 1
     return [tuple(x & local | rank + 1 << CTA_BITS for x in places) for rank in range(16) if bits >> rank & 1]
 
 
 def bulk_store(d: Decoder, i: Instruction, operation: str = "", kind: str = "b32") -> Execute:
-    """`cp.async.bulk` from shared to global memory; `cp.reduce.async.bulk` with an ``operation``."""
+    """`cp.async.bulk` from shared to global memory. With an ``operation``: `cp.reduce.async.bulk`."""
     combine, step = combiner(operation, kind) if operation else None, SIZES[kind]
     if operation and combine is None:
         d.refuse(f".{operation}.{kind} is not modelled")
@@ -372,21 +430,26 @@ def bulk_store(d: Decoder, i: Instruction, operation: str = "", kind: str = "b32
         stores: dict[tuple[int, ...], list[int]] = {}
         for lane, *what in zip(INDICES[lanes].tolist(), *(c.tolist() for c in columns)):
             stores.setdefault((*what, lane if operation else -1), []).append(lane)
-        for (target, place, count, _), who in stores.items():
+        for (target, place, count, _), issuers in stores.items():
             if count % 16 or place % 16 or target % 16:
-                w.fail(f"bulk copy of {count} bytes from {place:#x} to {target:#x}: all are multiples of 16")
+                w.fail(
+                    f"bulk copy of {count} bytes from {place:#x} to {target:#x}: size and addresses must be multiples of 16"
+                )
             if place < shared.low or place + count > shared.high:
-                w.fail(f"bulk copy: shared memory out of bounds: {place:#x} and {count} bytes")
+                w.fail(
+                    f"bulk copy: shared memory out of bounds: {count} bytes at {place:#x}, "
+                    f"{shared.low:#x} to {shared.high:#x} exists"
+                )
             if count:
                 steps = np.arange(0, count, step)
-                Store(w, who, place + steps, target + steps, step, combine)
+                Store(w, issuers, place + steps, target + steps, step, combine)
 
     return start
 
 
 @handler("prefetch")
 def _prefetch(d: Decoder, i: Instruction) -> Execute:
-    """A tensor map, which has to be one."""
+    """`prefetch.tensormap`: only checks that the address holds a valid tensor map."""
     d.only(i.modifiers, "tensormap")
     base, offset = d.address(i.operands[0], "b64")
 
