@@ -35,11 +35,11 @@ cut = 37
 tokens: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
 first, state = chunk_kda(**{n: x[:, :cut] for n, x in tokens.items()}, **options)
 second, last = chunk_kda(**{n: x[:, cut:] for n, x in tokens.items()}, **options, initial_state=state)
-pieces = torch.cat([first, second], dim=1)
+joined = torch.cat([first, second], dim=1)
 
 print(f"o {list(whole.shape)} {whole.dtype}, final state {list(final.shape)} {final.dtype}")
 print(
-    f"two pieces against one: o differs by {(pieces - whole).abs().max():.1e}, the state by {(last - final).abs().max():.1e}"
+    f"two calls against one: o differs by {(joined - whole).abs().max():.1e}, the state by {(last - final).abs().max():.1e}"
 )
-torch.testing.assert_close(pieces, whole)
+torch.testing.assert_close(joined, whole)
 torch.testing.assert_close(last, final)

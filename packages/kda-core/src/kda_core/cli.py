@@ -18,6 +18,7 @@ import torch
 
 from kda_core import contract, explanation, extensions, install, validate
 from kda_core.errors import ArgumentError, DeviceError, KdaError
+from kda_core.registry import default_arch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -97,7 +98,11 @@ def _add_own(commands: Any) -> None:
     p = commands.add_parser(
         "demo", help="KDA prefill of a real text in one call and in two, checked against the fp64 oracle"
     )
-    p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    p.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="default: cuda if there is a GPU, unless --backend is for CPUs only",
+    )
     p.add_argument(
         "--tokens", type=positive, help="length of the prefill (default: 65536 on a GPU, 4096 on a CPU)"
     )
@@ -111,7 +116,8 @@ def _add_own(commands: Any) -> None:
         "explain",
         help="the backend that would serve a call of a given shape, its plan, and why other backends refuse",
         description="Prints `kda_core.explain` for a call with q and k [B, T, H, K] and v [B, T, HV, V]. The machine need not "
-        "have the GPU. With --backend, defaults are what that backend declares. Exit status: 0 if the call would be served, 1 if it would fail, 2 for invalid arguments.",
+        "have the GPU. With --backend, the defaults are what that backend declares. Exit status: 0 if the call would be "
+        "served, 1 if it would fail, 2 for invalid arguments.",
     )
     p.add_argument("--B", type=positive, help="batch size (default: 1)")
     p.add_argument(
@@ -128,7 +134,11 @@ def _add_own(commands: Any) -> None:
     )
     p.add_argument("--N", type=positive, help="a packed call of N sequences; the plan also needs --lengths")
     p.add_argument("--dtype", choices=DTYPES, help=f"of q, k, v, g and beta (default: bf16{_IF_DECLARED})")
-    p.add_argument("--arch", type=_arch, help=f"{_ARCH_FORMS} (default: this machine's)")
+    p.add_argument(
+        "--arch",
+        type=_arch,
+        help=f"{_ARCH_FORMS} (default: the GPU of this machine, or cpu if it has none or --backend is for CPUs only)",
+    )
     p.add_argument("--initial-state", action="store_true", help="the call has an initial state")
     p.add_argument("--final-state", action="store_true", help="the call returns the final state")
     p.add_argument("--state-v-first", action="store_true", help="states are [V, K]")
@@ -228,13 +238,15 @@ def _explain(args: argparse.Namespace, rest: list[str]) -> int:
 
 def _set_defaults(args: argparse.Namespace) -> None:
     """Sets the options of ``explain`` that the command line leaves out: to the features, dtypes and head dimensions that the
-    named backend declares, else to those of a Kimi Linear layer."""
+    named backend declares, else to those of a Kimi Linear layer on this machine's GPU or CPU."""
+    spec = None
     features = frozenset(f.value for f in contract.Feature)
     dtypes: Collection[str] | None = None
     head_dims: Collection[tuple[int, int]] | None = None
     # `explain` itself reports a backend that is not installed or whose spec cannot be read
     for info in explanation.backends():
         if info.name == args.backend and info.spec is not None:
+            spec = info.spec
             features, dtypes, head_dims = info.spec.features, info.spec.dtypes, info.spec.head_dims
     if args.gate is None:
         args.gate = "bounded" if contract.Feature.GATE_IN_KERNEL.value in features else "safe"
@@ -248,6 +260,8 @@ def _set_defaults(args: argparse.Namespace) -> None:
     pairs = [(K, V) for K, V in sorted(head_dims or ()) if args.K in (None, K) and args.V in (None, V)]
     K, V = (128, 128) if not pairs or (128, 128) in pairs else pairs[0]
     args.K, args.V = args.K or K, args.V or V
+    if args.arch is None:
+        args.arch = default_arch(spec)
 
 
 def _shape(args: argparse.Namespace) -> contract.ProblemShape:
@@ -297,12 +311,9 @@ def _shape(args: argparse.Namespace) -> contract.ProblemShape:
             needs_backward=args.backward,
         ),
     )  # fmt: skip
-    arch = args.arch
-    if arch is None:
-        arch = torch.cuda.get_device_capability() if torch.cuda.is_available() else "cpu"
-    if arch == "cpu":
+    if args.arch == "cpu":
         return replace(shape, device_type="cpu", arch=None)
-    return replace(shape, device_type="cuda", arch=arch)
+    return replace(shape, device_type="cuda", arch=args.arch)
 
 
 def _doctor(args: argparse.Namespace, rest: list[str]) -> int:
