@@ -169,10 +169,10 @@ def test_a_torch_for_the_cpu_beside_a_gpu_backend_is_a_problem(install, monkeypa
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: "580.65.06")
     monkeypatch.setattr(torch.version, "cuda", None)
     install("far", archs={(7, 5)})
-    (problem,) = [p for p in problems() if "built for the CPU alone" in p]
+    (problem,) = [p for p in problems() if "built for CPUs only" in p]
     assert "NVIDIA driver (580.65.06)" in problem
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert not any("built for the CPU alone" in p for p in problems())
+    assert not any("built for CPUs only" in p for p in problems())
 
 
 # ---- the cache

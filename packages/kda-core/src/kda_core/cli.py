@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of a command line of these words. Other packages' subcommands are looked up only if the first word is no
+    """Returns the parser of a command line of these words. Other packages' subcommands are looked up only if the first word is no
     subcommand of kda-core."""
     parser = argparse.ArgumentParser("python -m kda_core", description="Kimi Delta Attention behind one API")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -96,7 +96,7 @@ _IF_DECLARED = ", if --backend declares it"
 
 def _add_own(commands: Any) -> None:
     p = commands.add_parser(
-        "demo", help="KDA prefill of a real text in one call and in two, checked against the fp64 oracle"
+        "demo", help="KDA prefill of a real text, in one call and in two calls, compared with the fp64 oracle"
     )
     p.add_argument(
         "--device",
@@ -182,7 +182,7 @@ def _add_own(commands: Any) -> None:
 
 
 def positive(text: str) -> int:
-    """The type of an option that is a whole number of at least 1."""
+    """Parses an option that is a whole number of at least 1."""
     if (value := _natural(text)) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
     return value
@@ -202,7 +202,7 @@ _ARCH_FORMS = "cpu, or a compute capability as 9.0, sm_90 or sm_90a"
 
 
 def _arch(text: str) -> tuple[int, int] | str:
-    """The type of an option that is "cpu" or a compute capability in one of `_ARCH_FORMS`."""
+    """Parses an option that is "cpu" or a compute capability in one of `_ARCH_FORMS`."""
     if text == "cpu":
         return text
     found = re.fullmatch(r"(\d+)\.(\d)", text) or re.fullmatch(r"sm_(\d+)(\d)[a-z]?", text)
@@ -265,7 +265,7 @@ def _set_defaults(args: argparse.Namespace) -> None:
 
 
 def _shape(args: argparse.Namespace) -> contract.ProblemShape:
-    """The shape of the call that the options describe. Tensors of the meta device go through the checks of a real call; the
+    """Returns the shape of the call that the options describe. Tensors of the meta device go through the checks of a real call; the
     requested device replaces theirs afterwards, so that the GPU need not be present.
 
     Raises:

@@ -3,7 +3,7 @@
 Bytes of the text are tokens. They are embedded and projected to q, k, v, the gate and beta with the structure and the
 initialisation of the public layer (linear projections, causal depthwise convolution of 4 taps with SiLU on q, k, v;
 a rank-K gate projection; A_log = log U(1, 16); dt_bias = softplus^-1(exp U(log 0.001, log 0.1))), from fixed seeds.
-The prefill runs as one call and as two calls, and both results are compared with the fp64 token loop.
+The prefill runs in one call and in two calls, and both results are compared with the fp64 token loop.
 
 A named backend gets a layer that it serves, on a device and with head dimensions and a dtype that its spec declares. What the spec
 does not declare (the gate, the normalisation, the sigmoid of beta) is computed in torch before the call.
