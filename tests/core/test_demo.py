@@ -1,4 +1,4 @@
-"""The demo: what it prints, and when."""
+"""The demo: its lines, and the order in which they appear."""
 
 import pytest
 import torch
