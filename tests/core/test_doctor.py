@@ -325,9 +325,9 @@ def test_broken_backends_and_planners_are_problems(install, monkeypatch):
 
 
 def test_problems_of_a_planner_are_reported(install):
-    said = "    def problems(self):\n        return ['its crystal ball is damaged; polish it']\n"
+    said = "    def problems(self):\n        return ['its calibration is damaged; delete the file']\n"
     install("plans", group="kda_core.planners", source=PLANNER, backend=PLANS + said)
-    assert "planner plans: its crystal ball is damaged; polish it" in problems()
+    assert "planner plans: its calibration is damaged; delete the file" in problems()
 
 
 # ---- extensions

@@ -206,7 +206,7 @@ def test_intermediate_states_of_lengths_that_only_the_device_knows_are_an_error(
 
 
 class Sizes(TorchDispatchMode):
-    """Records the largest number of elements that an operator allocated."""
+    """Records the size in bytes of the largest memory that an operator allocated."""
 
     most = 0
 
