@@ -102,7 +102,7 @@ def environment(folder):
 def conformance(folder, name, *more):
     return subprocess.run(
         [sys.executable, "-m", "kda_core", "conformance", name, *more],
-        capture_output=True, text=True, timeout=900, env=environment(folder), check=False,
+        capture_output=True, text=True, env=environment(folder), check=False,
     )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def test_an_option_that_names_no_backend_is_a_usage_error(tmp_path):
     own = ("-c", os.devnull, "-p", "no:cacheprovider", "-p", "kda_core.testing.plugin")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *own, "--pyargs", "kda_core.testing.conformance", "--kda-backend", "nope"],
-        capture_output=True, text=True, timeout=300, env=environment(tmp_path), check=False,
+        capture_output=True, text=True, env=environment(tmp_path), check=False,
     )  # fmt: skip
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--kda-backend: backend 'nope' cannot run here: not-installed; installed:" in done.stderr
