@@ -1,5 +1,5 @@
 """Shared by all test folders: the plugin of the conformance kit, the marker `arch`, the fixture `install`, and summary lines
-about tests that need a missing GPU."""
+about tests that were skipped because their GPU is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from helpers.fake_plugins import install_into
 from hypothesis import HealthCheck, settings
 
-# Fails a run of the kit that compares no output with the oracle. Tests skipped by the marker `arch` do not count as such a run.
+# The plugin that users load with `-p`. It fails a run of the kit that compares no output with the oracle; tests that the marker
+# `arch` skips are not such a run.
 pytest_plugins = ["kda_core.testing.plugin"]
 
 # Generating examples may be slow on a busy machine, which is not a defect of the code under test.
@@ -56,7 +57,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
     for needed, count in sorted(not_run.items()):
         terminalreporter.write_line(
-            f"not run for want of a GPU {needed}: {count} tests (KDA_REQUIRE_ARCH=1 makes that a failure)",
+            f"not run because no GPU {needed} is visible: {count} tests (KDA_REQUIRE_ARCH=1 makes them fail)",
             yellow=True,
         )
 

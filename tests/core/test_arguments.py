@@ -1,4 +1,4 @@
-"""Bad input is refused by name, from metadata, before anything is computed."""
+"""Arguments: errors name the invalid argument before anything is computed; accepted forms of valid ones."""
 
 import inspect
 import typing
@@ -28,7 +28,7 @@ from kda_core.validate import problem_shape
     CASES,
     ids=lambda c: "-".join(c) if isinstance(c, dict) else None,
 )
-def test_bad_input_is_refused_by_name(changes, kind, argument, words):
+def test_the_error_names_the_invalid_argument(changes, kind, argument, words):
     with pytest.raises(kind) as caught:
         chunk_kda(**(X | changes))
     assert str(caught.value).startswith(f"{argument}: expected ")
@@ -45,15 +45,15 @@ def test_bad_input_is_refused_by_name(changes, kind, argument, words):
     ],
     ids=lambda c: "-".join(c) if isinstance(c, dict) else None,
 )
-def test_bad_input_is_refused_by_name_where_gradients_are_wanted(changes, kind, argument, words):
-    """These calls go through torch's dispatcher, which has words of its own for what it does not take."""
+def test_the_error_names_the_invalid_argument_of_a_call_with_gradients(changes, kind, argument, words):
+    """These calls go through torch's dispatcher, whose own errors would not use the names of `chunk_kda`."""
     x = X | {"v": X["v"].clone().requires_grad_()} | changes
     with pytest.raises(kind) as caught:
         chunk_kda(**x)
     assert str(caught.value).startswith(f"{argument}: expected ") and words in str(caught.value)
 
 
-@pytest.mark.skipif(not hasattr(torch, "quantize_per_tensor"), reason="torch is to drop them")
+@pytest.mark.skipif(not hasattr(torch, "quantize_per_tensor"), reason="this torch has no quantised tensors")
 @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:UserWarning")
 def test_quantised_tensors_are_refused():
     for name in ("q", "beta"):
@@ -89,7 +89,7 @@ def test_an_unknown_keyword_is_a_type_error_with_a_hint(keyword, hint):
         assert isinstance(caught.value, UnknownArgumentError) and isinstance(caught.value, KdaError)
 
 
-def test_keywords_of_chunk_kda_alone_say_so():
+def test_the_error_says_that_only_chunk_kda_has_a_keyword():
     for keyword in ("safe_gate", "chunk_size", "cu_seqlens_cpu"):
         with pytest.raises(TypeError, match=f"'{keyword}'. Only chunk_kda has it"):
             fused_recurrent_kda(**X, **{keyword: None})
@@ -110,7 +110,7 @@ def test_messages_stay_short_for_large_objects():
     assert len(str(caught.value)) < 200
 
 
-def test_none_is_false_as_fla_callers_use_it():
+def test_none_means_false_as_in_fla():
     o, state = chunk_kda(**X, output_final_state=None)
     assert state is None and o.shape == X["v"].shape
 
@@ -123,7 +123,7 @@ def test_deprecated_layout_name():
         chunk_kda(**X, state_v_first=True, transpose_state_layout=True)
 
 
-def test_positional_order_is_that_of_fla():
+def test_the_positional_order_is_that_of_fla():
     names = list(inspect.signature(chunk_kda).parameters)
     assert names[:22] == [
         "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
@@ -138,7 +138,7 @@ def test_positional_order_is_that_of_fla():
     ]  # fmt: skip
 
 
-def test_scalars_of_numpy_are_what_they_look_like():
+def test_scalars_of_numpy_act_as_those_of_python():
     np = pytest.importorskip("numpy")
     want = chunk_kda(**X, scale=0.5, chunk_size=32, output_final_state=True)
     for scale in (np.float16(0.5), np.float32(0.5), np.float64(0.5)):
@@ -180,7 +180,7 @@ def test_decoding_has_the_gradients_of_chunk_kda():
         assert x[name].grad.abs().sum() > 0 and torch.equal(x[name].grad, y[name].grad), name
 
 
-def test_decoding_without_grad_mode_goes_token_by_token():
+def test_decoding_without_grad_mode_runs_token_by_token():
     x = with_grad(call(T=5))
     with torch.no_grad(), record_calls() as calls:
         o, _ = fused_recurrent_kda(**x)
@@ -191,7 +191,7 @@ def test_decoding_without_grad_mode_goes_token_by_token():
 def test_decoded_sequences_may_end_before_T():
     short = {n: t[:, :13] for n, t in X.items()}
     want, want_state = fused_recurrent_kda(**short, cu_seqlens=cu(0, 7, 13), output_final_state=True)
-    # what memory holds when the call takes it is what it would leave in rows that it does not write
+    # o probably reuses the memory of these tensors, so that a row which is not written would hold NaN
     noise = [torch.full_like(X["v"], float("nan")) for _ in range(8)]
     del noise
     o, state = fused_recurrent_kda(**X, cu_seqlens=cu(0, 7, 13), output_final_state=True)
@@ -230,7 +230,7 @@ def test_gate_parameters_of_other_shapes_and_dtypes(dtype, shape, bound):
         assert torch.equal(given.grad.flatten(), like.grad.to(dtype)) and like.grad.abs().sum() > 0
 
 
-def test_a_backend_gets_gate_parameters_in_one_form():
+def test_a_backend_receives_gate_parameters_in_one_form():
     A_log, dt_bias = torch.zeros(1, 1, 2, 1, dtype=torch.float16), torch.zeros(16, dtype=torch.bfloat16)
     tensors = (*X.values(), A_log, dt_bias, None, None, None)
     shape = problem_shape(*tensors, options=KdaOptions(use_gate_in_kernel=True))
@@ -249,10 +249,10 @@ def test_a_backend_gets_gate_parameters_in_one_form():
         ({"safe_gate": True, "lower_bound": -8.0}, True),
     ],
 )
-def test_a_lower_bound_beside_decays_is_part_of_the_promise(promise, unbounded):
+def test_a_lower_bound_of_precomputed_decays_is_part_of_the_promise(promise, unbounded):
     found = explain(**X, **promise).shape
     assert ("unbounded_gate" in {f.value for f in found.features}) is unbounded
-    # backends know such a call by `safe_gate` alone
+    # a backend sees only `safe_gate`
     assert found.options.lower_bound is None and found.options.safe_gate is not unbounded
     assert torch.equal(chunk_kda(**X, **promise)[0], chunk_kda(**X)[0])
 

@@ -1,6 +1,7 @@
-"""The forms in which others call ``chunk_kda`` and ``fused_recurrent_kda``: FLA's layer and tests, cuLA, vLLM, SGLang,
-and Hugging Face's Kimi Linear. Each is served, with the numbers of the token loop, or refused as
-docs/differences-from-fla.md says."""
+"""Calls as other projects make them: FLA's layer and tests, cuLA, vLLM, SGLang and Hugging Face's Kimi Linear.
+
+Each call is served and agrees with the fp64 token loop, or is refused as docs/differences-from-fla.md says.
+"""
 
 import re
 import types
@@ -22,8 +23,11 @@ T, H, K, V = 40, 2, 16, 16
 def inputs(
     dtype=FP32, gate="raw", beta="logits", *, B=1, T=T, HV=H, V=V, g_dtype=None, beta_dtype=None, unit=False
 ):
-    """q, k, v, g, beta as a model has them. `gate`: "raw" for what a gate is computed from, "decay" for its result, or
-    "clamped" to [-5, 0]."""
+    """Returns q, k, v, g and beta as models compute them.
+
+    `gate`: g is "raw", the input of the gate; "decay", the log decay; or "clamped", the log decay in [-5, 0]. `beta`: "logits", or
+    "ready" for values in [0, 1]. `unit`: whether q and k are normalised.
+    """
     rng = torch.Generator().manual_seed(T + HV)
     normal = lambda *s: torch.randn(*s, generator=rng)
     q, k, v, g = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V), normal(B, T, HV, K)
@@ -62,11 +66,11 @@ LAYER = IN_KERNEL | {
 CHUNK_LAYER = LAYER | {"safe_gate": False}
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
 PACKED = {"cu_seqlens": cu(0, 15, 40)}
-SERVING = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}  # the gate is computed before
+SERVING = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}  # the model has computed the gate
 FLASH_KDA = IN_KERNEL | SAFE | {"state_v_first": True}
 
 SERVED = {
-    # FLA's layer, in training and in evaluation; a cast model has its gate parameters in bf16
+    # FLA's layer, in training and in evaluation; the gate parameters of a cast model are bf16
     "fla layer": (chunk_kda, inputs(BF16), gate_parameters(), CHUNK_LAYER),
     "fla layer, cast": (chunk_kda, inputs(BF16), gate_parameters(dtype=BF16), CHUNK_LAYER),
     "fla layer, cache": (
@@ -127,7 +131,7 @@ SERVED = {
         chunk_kda, inputs(unit=True, gate="decay", beta="ready"), {},
         {"cu_seqlens": cu(0, 15, 40, 40), "use_graph": True, "max_num_seqs": 3, "cp_context": None},
     ),
-    # cuLA: lower_bound beside decays; beta in fp32 beside bf16
+    # cuLA: lower_bound with precomputed decays; beta in fp32 with bf16 q, k, v
     "cula test": (
         chunk_kda, inputs(BF16, unit=True, gate="clamped", beta="ready", g_dtype=FP32, beta_dtype=FP32), {},
         SAFE | {"A_log": None, "dt_bias": None, "initial_state": states(), "output_final_state": True,
@@ -172,7 +176,8 @@ UNKNOWN_TO_THE_ORACLE = ("disable_recompute", "cp_context", "transpose_state_lay
 
 
 def expected(x, parameters, options):
-    """o, final states and, where asked for, h of the token loop, with the caller's words put into the contract's."""
+    """Returns o, the final states and, if the call asks for it, h of the token loop. Deprecated and FLA-only arguments are translated
+    or dropped."""
     options = {n: o for n, o in (parameters | options).items() if n not in UNKNOWN_TO_THE_ORACLE} | {
         "state_v_first": options.get("state_v_first") or options.get("transpose_state_layout") or False,
         "output_final_state": True,
@@ -190,7 +195,7 @@ def near(got, want, rtol):
 
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.filterwarnings("ignore:transpose_state_layout:DeprecationWarning")
-def test_callers_are_served(name):
+def test_calls_of_other_projects_are_served(name):
     function, x, parameters, options = SERVED[name]
     with record_calls() as calls:
         got = function(**x, **parameters, **options)
@@ -212,8 +217,8 @@ def test_callers_are_served(name):
     "name", [n for n in SERVED if "return_intermediate_states" not in SERVED[n][3] and "padded" not in n]
 )
 @pytest.mark.filterwarnings("ignore:transpose_state_layout:DeprecationWarning")
-def test_callers_have_gradients_in_the_form_of_their_inputs(name):
-    """Also where they decode: FLA's and Hugging Face's layers do so in evaluation, with grad mode on."""
+def test_gradients_have_the_shapes_and_dtypes_of_the_inputs(name):
+    """Decoding calls too: the layers of FLA and Hugging Face decode with grad mode on."""
     function, x, parameters, options = SERVED[name]
     options = options | {"output_final_state": True}
     tensors = x | {n: p for n, p in parameters.items() if p is not None}
@@ -240,7 +245,7 @@ def test_callers_have_gradients_in_the_form_of_their_inputs(name):
 
 
 @pytest.mark.parametrize("name", ["fla layer, cast", "fla layer, decoding, cast", "cula test"])
-def test_callers_compile_with_gradients(name):
+def test_calls_of_other_projects_compile_with_gradients(name):
     function, x, parameters, options = SERVED[name]
     tensors = [t.detach().clone().requires_grad_() for t in (x | parameters).values()]
     names = [*x, *parameters]
@@ -258,7 +263,7 @@ def test_callers_compile_with_gradients(name):
 READY = inputs(unit=True, gate="decay", beta="ready")
 POOL = {"initial_state": states(5), "cu_seqlens": cu(0, 15, 40)}
 REFUSED = {
-    # row of the page: function, what the caller adds, exception, words of its message
+    # row of the page: function, arguments that the caller adds, exception, words of its message
     "Unknown keywords": (chunk_kda, {"fastmath": True}, UnknownArgumentError, "unexpected keyword argument 'fastmath'"),
     "`head_first`": (chunk_kda, {"head_first": False}, UnknownArgumentError, "[B, T, H, ...]"),
     "`ssm_state_indices`, `num_accepted_tokens`": (
@@ -292,7 +297,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("row", REFUSED)
-def test_other_callers_are_refused_as_the_page_says(row):
+def test_refused_calls_raise_as_the_page_says(row):
     function, more, kind, words = REFUSED[row]
     with pytest.raises(kind, match=re.escape(words)):
         function(**(READY | more))

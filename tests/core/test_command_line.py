@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import entry_points
 
 import pytest
+import torch
 
 from kda_core import cli, demo
 from kda_core.cli import main
@@ -96,6 +97,23 @@ def test_explain_describes_a_call_that_the_named_backend_declares(capsys, instal
         (["--V", "128"], "K=64"),
     ):
         assert missing in out_of(capsys, *command, *option, status=1)
+
+
+def test_examples_run_on_the_gpu_unless_the_named_backend_is_for_cpus_only(capsys, install, monkeypatch):
+    install("for-cpus")
+    install("for-both", archs={"cpu", (9, 0)})
+    install("for-another-gpu", archs={(12, 0)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for name, where, status in (
+        ("for-cpus", "cpu", 0),
+        ("for-both", "cuda sm_90", 0),
+        ("for-another-gpu", "cuda sm_90", 1),
+        ("reference", "cuda sm_90", 0),
+        ("absent", "cuda sm_90", 1),
+    ):
+        printed = out_of(capsys, "explain", "--backend", name, status=status)
+        assert printed.splitlines()[0].endswith(f" on {where}"), name
 
 
 @pytest.mark.parametrize("tokens", ["0", "1"])

@@ -1,4 +1,4 @@
-"""``KDA_CHECK=1``: the values of inputs are checked before a call runs, wherever they are."""
+"""``KDA_CHECK=1``: the values of inputs are checked before a call runs, on every device."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def spoiled(name, value, at=(0, 5, 1)):
 
 
 BAD = [
-    # changes, argument, words that must stand in the message
+    # changes, argument, words of the message
     (spoiled("q", NAN), "q", "finite values, got nan at [0, 5, 1, 0], and 7 more such values"),
     (spoiled("k", INF), "k", "finite values, got inf"),
     (spoiled("v", -INF, (0, 19, 1, 7)), "v", "finite values, got -inf at [0, 19, 1, 7]"),
@@ -53,7 +53,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("changes", "argument", "words"), BAD)
-def test_values_out_of_range_are_refused_by_name(changes, argument, words, monkeypatch):
+def test_the_error_names_the_argument_with_values_out_of_range(changes, argument, words, monkeypatch):
     x = X | changes
     v = x["v"].clone().requires_grad_()  # goes through the dispatcher
     for given in (x, x, x | {"v": v}):
@@ -61,7 +61,7 @@ def test_values_out_of_range_are_refused_by_name(changes, argument, words, monke
             chunk_kda(**given)
         assert str(caught.value).startswith(f"{argument}: expected ") and words in str(caught.value)
         assert not calls, "nothing ran"
-    monkeypatch.setenv("KDA_CHECK", "0")  # the same call, which is known: nobody looks at values
+    monkeypatch.setenv("KDA_CHECK", "0")  # the same call is cached, and its values are not checked
     chunk_kda(**x)
     monkeypatch.setenv("KDA_CHECK", "1")
     with pytest.raises(ArgumentError, match=f"^{argument}"):
@@ -76,7 +76,7 @@ def test_calls_in_range_give_the_same_results(monkeypatch):
     calls = [
         (chunk_kda, edge), (chunk_kda, X | packed), (fused_recurrent_kda, X | packed),
         (chunk_kda, X | {"safe_gate": True, "lower_bound": -5.0}),
-        (chunk_kda, X | {"safe_gate": True, "lower_bound": -8.0, "g": X["g"] - 6}),  # promises no more than that
+        (chunk_kda, X | {"safe_gate": True, "lower_bound": -8.0, "g": X["g"] - 6}),  # a weaker promise
     ]  # fmt: skip
     for function, x in calls:
         checked = function(**x)
@@ -86,7 +86,7 @@ def test_calls_in_range_give_the_same_results(monkeypatch):
         assert all(a is b or torch.equal(a, b) for a, b in zip(checked, plain))
 
 
-def test_rows_of_no_sequence_may_hold_anything():
+def test_tokens_outside_of_every_sequence_are_not_checked():
     x = {n: t.clone() for n, t in X.items()}
     for t in x.values():
         t[:, 13:] = NAN
@@ -99,7 +99,7 @@ def test_rows_of_no_sequence_may_hold_anything():
 
 
 class OnDevice(torch.Tensor):
-    """A tensor in host memory that says it is on a GPU, as far as core looks."""
+    """A tensor in host memory that reports to core that it is on a GPU."""
 
     device = torch.device("cuda", 0)
 
@@ -115,7 +115,7 @@ class OnDevice(torch.Tensor):
         ([0, 5, 20], [0, 5, 20], None),
     ],
 )
-def test_offsets_are_checked_where_only_the_device_knows_them(ends, copied, words):
+def test_offsets_on_the_device_are_checked(ends, copied, words):
     cu = torch.tensor(ends)
     host = None if copied is None else torch.tensor(copied)
     tensors = (*X.values(), None, None, None, cu, host)
@@ -130,9 +130,9 @@ def test_offsets_are_checked_where_only_the_device_knows_them(ends, copied, word
         assert str(caught.value).startswith(words)
 
 
-def test_nothing_is_looked_at_without_the_variable(monkeypatch):
+def test_values_are_not_read_without_the_variable(monkeypatch):
     monkeypatch.delenv("KDA_CHECK")
-    monkeypatch.setattr(contents, "check_contents", lambda inputs: pytest.fail("asked for by nobody"))
+    monkeypatch.setattr(contents, "check_contents", lambda inputs: pytest.fail("called without KDA_CHECK=1"))
     kda_core.backends(refresh=True)
     chunk_kda(**X)
     monkeypatch.setenv("KDA_CHECK", "maybe")
@@ -142,13 +142,13 @@ def test_nothing_is_looked_at_without_the_variable(monkeypatch):
     chunk_kda(**X)
 
 
-def test_nothing_is_looked_at_while_a_graph_is_captured(monkeypatch):
+def test_values_are_not_read_while_a_graph_is_captured(monkeypatch):
     tensors = (*(X | spoiled("q", NAN)).values(), *[None] * 5)
     inputs = make_inputs(tensors, problem_shape(*tensors, options=KdaOptions()))
     with pytest.raises(ArgumentError, match="^q: "):
         contents.check_contents(inputs)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(ArgumentError, match="^q: "):  # a CPU's tensors are in no graph
+    with pytest.raises(ArgumentError, match="^q: "):  # CPU tensors are never captured
         contents.check_contents(inputs)
     monkeypatch.setattr(OnDevice, "is_cuda", True, raising=False)
     object.__setattr__(inputs, "q", inputs.q.as_subclass(OnDevice))
@@ -163,8 +163,8 @@ def test_compiled_calls_are_checked():
         compiled(*(X | spoiled("beta", 3.0)).values())
 
 
-def test_a_call_is_checked_whenever_the_variable_says_so(monkeypatch):
-    """A plan that was made without the check serves no call with it, and the other way round."""
+def test_a_changed_variable_takes_effect_in_the_next_call(monkeypatch):
+    """A call that was resolved without the check is resolved again with it, and the other way round."""
     broken = X | spoiled("beta", 3.0)
     for on in (True, False, True):
         monkeypatch.setenv("KDA_CHECK", str(int(on)))

@@ -34,7 +34,7 @@ def inputs(dtype=BF16, K=16, V=16):
     ],
     ids=["dtype", "K", "V"],
 )
-def test_what_is_not_declared_is_refused_before_the_backend_is_loaded(install, x, words):
+def test_undeclared_calls_are_refused_before_the_backend_is_loaded(install, x, words):
     install(
         "narrow",
         dtypes=frozenset({"float32", "bfloat16"}),
@@ -48,7 +48,7 @@ def test_what_is_not_declared_is_refused_before_the_backend_is_loaded(install, x
     assert not calls
 
 
-def test_what_is_declared_is_served_and_the_rest_goes_elsewhere(install):
+def test_declared_calls_are_served_and_others_go_to_another_backend(install):
     install("narrow", dtypes=frozenset({"bfloat16"}), head_dims=frozenset({(16, 32)}), priority=9)
     for x, served in ((inputs(V=32), "narrow"), (inputs(FP16, V=32), "reference"), (inputs(), "reference")):
         with record_calls() as calls:
@@ -56,13 +56,13 @@ def test_what_is_declared_is_served_and_the_rest_goes_elsewhere(install):
         assert [c.backend for c in calls] == [served]
 
 
-def test_a_spec_of_an_older_abi_leaves_dtypes_and_head_dimensions_to_can_run(install):
-    install("old", abi=(2, 0), priority=9)
-    install("older", abi=(2, 0), priority=10, refuses="fp16 is slow")
+def test_can_run_decides_on_dtypes_and_head_dimensions_that_a_spec_leaves_out(install):
+    install("open", priority=9)
+    install("picky", priority=10, refuses="fp16 is slow")
     for x in (inputs(), inputs(FP16, K=32, V=8)):
         with record_calls() as calls:
             chunk_kda(**x)
-        assert [c.backend for c in calls] == ["old"]
+        assert [c.backend for c in calls] == ["open"]
         assert "fp16 is slow" in str(explain(**x))
 
 

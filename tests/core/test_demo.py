@@ -1,4 +1,4 @@
-"""The demo: what it prints, and when."""
+"""The demo: its lines, and the order in which they appear."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_the_demo_prints_each_step_before_it_runs(monkeypatch):
     steps = [line.split()[1] for line in printed if line.startswith("  step ")]
     assert steps == ["1/4", "2/4", "3/4", "4/4"]
     assert "fp64 token loop over 100 tokens" in printed_before_the_oracle[-1]
-    assert not any("one piece  " in line for line in printed_before_the_oracle), (
+    assert not any("one call   " in line for line in printed_before_the_oracle), (
         "results are printed after they are known"
     )
 
@@ -31,13 +31,16 @@ def test_the_demo_prints_each_step_before_it_runs(monkeypatch):
 def test_the_command_prints_every_line_of_the_report(capsys):
     assert main(["demo", "--device", "cpu", "--tokens", "40"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "KDA prefill of a real text" and lines[-1] == "  result     exact within tolerance"
-    assert any("two pieces 20 + 20 tokens" in line for line in lines)
+    assert (
+        lines[0] == "KDA prefill of a real text"
+        and lines[-1] == "  result     all errors are within tolerance"
+    )
+    assert any("two calls  20 + 20 tokens" in line for line in lines)
 
 
 def test_the_demo_accepts_one_token(capsys):
     assert main(["demo", "--device", "cpu", "--tokens", "1"]) == 0
-    assert "two pieces 0 + 1 tokens" in capsys.readouterr().out
+    assert "two calls  0 + 1 tokens" in capsys.readouterr().out
 
 
 def test_a_missing_gpu_is_one_line_and_exit_status_2(monkeypatch, capsys):
@@ -51,18 +54,18 @@ def test_a_missing_gpu_is_one_line_and_exit_status_2(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("features", "dtypes"),
+    ("features", "declared"),
     [
-        (set(), {"float32"}),
-        ({"initial_state", "final_state"}, None),
-        ({"gate_in_kernel", "qk_l2norm"}, {"bfloat16"}),
-        ({"unbounded_gate", "beta_sigmoid"}, {"bfloat16", "float16"}),
+        (set(), {"dtypes": {"float32"}}),
+        ({"initial_state", "final_state"}, {"head_dims": {(64, 32), (96, 96)}}),
+        ({"gate_in_kernel", "qk_l2norm"}, {"dtypes": {"bfloat16"}, "head_dims": {(16, 48)}}),
+        ({"unbounded_gate", "beta_sigmoid"}, {"dtypes": {"bfloat16", "float16"}, "head_dims": {(64, 64), (128, 128)}}),
     ],
     ids=["none", "states", "bounded gate", "unbounded decay"],
-)
-def test_a_named_backend_gets_a_layer_that_it_serves(install, features, dtypes):
-    install("small", features=features, **({} if dtypes is None else {"dtypes": dtypes}))
+)  # fmt: skip
+def test_a_named_backend_gets_a_layer_that_it_serves(install, features, declared):
+    install("small", features=features, **declared)
     with record_calls() as calls:
         report = demo.run("cpu", tokens=60, backend="small")
     assert report.ok and {c.backend for c in calls} == {"small"}
-    assert ("two pieces" in str(report)) == ("final_state" in features)
+    assert ("two calls" in str(report)) == ("final_state" in features)

@@ -1,4 +1,4 @@
-"""`doctor` finds what would fail, and no failure ends it."""
+"""`doctor` reports everything that would fail, and never fails itself."""
 
 import json
 import os
@@ -40,7 +40,7 @@ class Plans:
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch, tmp_path):
-    """Removes this project's variables from the environment and sets a cache folder of the test's own."""
+    """Removes this project's variables from the environment and sets a separate cache folder."""
     for name in [name for name in os.environ if name.startswith("KDA_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path / "cache"))
@@ -165,14 +165,14 @@ def test_a_driver_that_torch_cannot_use_is_a_problem(monkeypatch):
     assert "CUDA: CUDA initialization: The NVIDIA driver on your system is too old" in problems()
 
 
-def test_a_torch_for_the_cpu_beside_a_gpu_backend_is_a_problem(install, monkeypatch):
+def test_a_torch_without_cuda_and_a_gpu_backend_are_a_problem(install, monkeypatch):
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: "580.65.06")
     monkeypatch.setattr(torch.version, "cuda", None)
     install("far", archs={(7, 5)})
-    (problem,) = [p for p in problems() if "built for the CPU alone" in p]
+    (problem,) = [p for p in problems() if "built for CPUs only" in p]
     assert "NVIDIA driver (580.65.06)" in problem
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert not any("built for the CPU alone" in p for p in problems())
+    assert not any("built for CPUs only" in p for p in problems())
 
 
 # ---- the cache
@@ -275,7 +275,7 @@ def test_third_party_backends_and_other_pythons_are_compared_too(site):
     assert any("has a requirement that cannot be read, 'not a requirement'" in p for p in found)
 
 
-def test_the_versions_of_what_the_packages_require_are_shown(site):
+def test_the_versions_of_required_packages_are_shown(site):
     site("kda-core", "0.1.0", "Requires-Dist: torch>=2.11,<3")
     site(
         "fancy", "2", "Requires-Dist: Some_Compiler[fast]>=4", "Requires-Dist: absent",
@@ -289,7 +289,7 @@ def test_the_versions_of_what_the_packages_require_are_shown(site):
     assert doctor.examine()["versions"] == expected | {"torch": str(torch.__version__)}
 
 
-def test_the_imported_torch_counts(site, monkeypatch):
+def test_the_version_of_the_imported_torch_counts(site, monkeypatch):
     site("kda-core", "0.1.0", "Requires-Dist: torch>=2.11,<3")  # no metadata of torch, as in a source build
     assert version_problems() == []
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
@@ -325,9 +325,9 @@ def test_broken_backends_and_planners_are_problems(install, monkeypatch):
 
 
 def test_problems_of_a_planner_are_reported(install):
-    said = "    def problems(self):\n        return ['its crystal ball is damaged; polish it']\n"
+    said = "    def problems(self):\n        return ['its calibration is damaged; delete the file']\n"
     install("plans", group="kda_core.planners", source=PLANNER, backend=PLANS + said)
-    assert "planner plans: its crystal ball is damaged; polish it" in problems()
+    assert "planner plans: its calibration is damaged; delete the file" in problems()
 
 
 # ---- extensions
@@ -376,7 +376,7 @@ def test_a_command_that_cannot_be_imported_is_a_problem(install):
     assert "half an installation" in problem
 
 
-# ---- whatever is broken
+# ---- failures of the examination
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Exceptions survive what programs do to them: pickling, copying, and a way through other processes."""
+"""Exceptions survive pickling, copying and the way from a worker process."""
 
 import copy
 import importlib
@@ -16,7 +16,7 @@ from kda_core.errors import ArgumentError, KdaError
 
 
 def classes(base=KdaError):
-    """`base` and all its subclasses in kda-core."""
+    """Returns `base` and all its subclasses in kda-core."""
     for module in pkgutil.iter_modules(kda_core.__path__, "kda_core."):
         if not module.ispkg and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
@@ -28,7 +28,7 @@ def classes(base=KdaError):
 
 
 def example(kind):
-    """One error of a class, with attributes of its own and one that somebody added."""
+    """Returns an error of a class, with its own attributes and an added one."""
     error = (
         kind("scale", "a number", "str 'x'", "Pass 1.0") if issubclass(kind, ArgumentError) else kind("why")
     )

@@ -1,4 +1,4 @@
-"""`explain`: the rule, the plan and the workspace that it names are those of the call, whatever stands behind the call."""
+"""`explain` names the rule, the plan and the workspace of the actual call, for any planner and any kind of tensor."""
 
 from dataclasses import replace
 
@@ -54,7 +54,8 @@ class Thirds:
 
 @pytest.fixture
 def thirds(install):
-    """A planner that cuts sequences of 9 tokens or more. `made`: what it was asked; `seen`: plans and workspaces that ran."""
+    """A planner that cuts sequences of 9 tokens or more. `made`: the calls that it planned; `seen`: the plans and workspaces that it
+    executed."""
     install("thirds", group="kda_core.planners", source=PLANNER, backend=THIRDS)
     import fake_thirds_backend
 
@@ -62,14 +63,14 @@ def thirds(install):
 
 
 def on_gpu(x, arch=(12, 0)):
-    """The shape of a call as it would be on a GPU."""
+    """Returns the shape of a call on a GPU of this architecture."""
     return replace(explain(**x).shape, device_type="cuda", arch=arch)
 
 
 # ---- the rule
 
 
-def test_the_rule_is_named_where_nobody_serves_the_call(install, monkeypatch):
+def test_the_rule_is_named_if_no_backend_serves_the_call(install, monkeypatch):
     install("picky", refuses="not today")
     assert explain(**X).rule == "automatic" and explain(**X).backend == "reference"
     found = explain(**X, backend="picky")
@@ -85,7 +86,7 @@ def test_the_rule_is_named_where_nobody_serves_the_call(install, monkeypatch):
         chunk_kda(**X)
 
 
-def test_a_backend_that_is_named_in_any_way_is_not_listed_as_refusing(monkeypatch):
+def test_a_backend_that_is_named_by_any_rule_is_not_listed_as_refusing(monkeypatch):
     shape = on_gpu(X)
     assert "reference" in [r.name for r in explain(shape).refusals]
     named = explain(shape, backend="reference")
@@ -99,7 +100,7 @@ def test_a_backend_that_is_named_in_any_way_is_not_listed_as_refusing(monkeypatc
 # ---- the plan and its workspace
 
 
-def test_a_shape_is_explained_as_the_call_itself(thirds):
+def test_a_shape_is_explained_like_the_call_itself(thirds):
     real = explain(**X)
     assert real.plan == "thirds: cuts at [6]" and real.workspace_bytes == 1000
     of_shape = explain(real.shape)
@@ -113,7 +114,7 @@ def test_a_shape_is_explained_as_the_call_itself(thirds):
     assert gpu.plan == "thirds: cuts at [6]" and thirds.made[-1] == ((20,), "meta", "cuda")
 
 
-def test_a_packed_shape_is_planned_by_lengths_that_are_given(thirds):
+def test_a_packed_shape_is_planned_by_the_given_lengths(thirds):
     real = explain(**PACKED)
     assert real.plan == "thirds: cuts at [1, 5]" and real.workspace_bytes == 2000
     assert explain(real.shape, lengths=(5, 15)) == real
@@ -126,7 +127,7 @@ def test_a_packed_shape_is_planned_by_lengths_that_are_given(thirds):
 
 
 @pytest.mark.parametrize("lengths", [(5, 14), (5, 16), (20,), (5, 5, 10), (-5, 25)])
-def test_lengths_that_are_none_of_the_shape_are_refused(lengths):
+def test_lengths_that_do_not_fit_the_shape_are_refused(lengths):
     shape = explain(**PACKED).shape
     with pytest.raises(
         ArgumentError, match="lengths: expected 2 whole numbers of at least 0 with the sum T=20, got"
@@ -134,7 +135,7 @@ def test_lengths_that_are_none_of_the_shape_are_refused(lengths):
         explain(shape, lengths=lengths)
 
 
-def test_arguments_beside_a_shape_are_checked():
+def test_the_other_arguments_of_a_shape_are_checked():
     shape = explain(**X).shape
     with pytest.raises(ArgumentError, match="lengths: expected None for a call of fixed length"):
         explain(shape, lengths=(20,))
@@ -167,7 +168,7 @@ def test_a_workspace_of_the_explained_size_is_used_and_a_smaller_one_explained(t
         chunk_kda(**X, **forced)
 
 
-def test_what_a_planner_raises_is_the_error_of_the_call(thirds, monkeypatch):
+def test_an_error_of_the_planner_is_the_error_of_the_call(thirds, monkeypatch):
     def fail(*_):
         raise RuntimeError("out of ideas")
 
@@ -178,7 +179,7 @@ def test_what_a_planner_raises_is_the_error_of_the_call(thirds, monkeypatch):
         assert "out of ideas" in found.error
         with pytest.raises(RuntimeError, match="out of ideas"):
             chunk_kda(**X)
-    monkeypatch.setattr(thirds, "explain", fail, raising=False)  # which no call needs
+    monkeypatch.setattr(thirds, "explain", fail, raising=False)  # no call needs it
     found = explain(**X)
     assert found.error is None and found.plan.startswith("thirds: cuts at [6]; the planner cannot explain it")
 
@@ -192,10 +193,10 @@ def test_a_wrong_environment_is_the_error_of_the_call(thirds, monkeypatch):
     assert explain(**X, context_parallel="off").error is None
 
 
-def test_intermediate_states_of_lengths_that_the_device_alone_knows_are_an_error(monkeypatch):
+def test_intermediate_states_of_lengths_that_only_the_device_knows_are_an_error(monkeypatch):
     x = PACKED | {"return_intermediate_states": True}
     assert explain(**x).error is None
-    monkeypatch.setattr(KdaInputs, "sequence_lengths", lambda self: None)  # as of device tensors
+    monkeypatch.setattr(KdaInputs, "sequence_lengths", lambda self: None)  # as for device tensors
     assert explain(**x).error.startswith("ArgumentError: cu_seqlens_cpu: expected a host copy")
     with pytest.raises(ArgumentError, match="cu_seqlens_cpu: expected a host copy"):
         chunk_kda(**x)
@@ -205,7 +206,7 @@ def test_intermediate_states_of_lengths_that_the_device_alone_knows_are_an_error
 
 
 class Sizes(TorchDispatchMode):
-    """The most elements that an operator made in memory of its own."""
+    """Records the size in bytes of the largest memory that an operator allocated."""
 
     most = 0
 
@@ -231,7 +232,7 @@ def test_nothing_is_copied(thirds):
     assert sizes.most == 0
 
 
-def test_fake_tensors_stand_for_tensors_of_their_device(thirds):
+def test_fake_tensors_are_explained_as_tensors_of_their_device(thirds):
     with FakeTensorMode():
         fake = {name: torch.empty(tensor.shape) for name, tensor in X.items()}
         ends = torch.tensor([0, 5, 20])

@@ -118,12 +118,12 @@ def test_damaged_metadata_hides_no_command(command, tmp_path, capsys):
     assert main(["hello"]) == 3
 
 
-# ---- kda-core stands alone
+# ---- dependencies of kda-core
 
 
 def test_kda_core_imports_torch_and_nothing_else():
-    """At the top level of its modules. `packaging`, `pytest` and `rich` are imported by functions that work or explain
-    themselves without them; the conformance kit needs pytest."""
+    """At the top level of its modules. Functions that import `packaging`, `pytest` or `rich` work without them or say what is
+    missing; the conformance kit needs pytest."""
     allowed = {*sys.stdlib_module_names, "torch", "kda_core"}
     for path in SOURCES.rglob("*.py"):
         tree = ast.parse(path.read_text())

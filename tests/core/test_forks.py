@@ -1,4 +1,4 @@
-"""A process may fork at any moment: what a thread of the parent was about to do never keeps the child waiting."""
+"""A process may fork at any time. Unfinished work of another thread of the parent never blocks the child."""
 
 from helpers.fake_plugins import install_into
 from helpers.support import said_by_a_fork
@@ -35,19 +35,19 @@ from kda_core.reference import ReferenceBackend as Backend
 
 
 def test_a_child_does_not_wait_for_a_thread_that_loads_a_plugin(tmp_path):
-    """The fork waits for that thread first. This one goes on only after the fork, as one that waits for it would."""
+    """The fork waits for that thread up to a limit. This thread finishes only after the fork, like one that waits for the fork."""
     install_into(tmp_path, "slow", backend=SLOW_CLASS, priority=5)
     assert said_by_a_fork(f"{CALL}\nregistry.FORK_WAIT_S = 0", tmp_path) == "['slow']"
 
 
 def test_a_fork_lets_another_thread_finish_an_import(tmp_path):
-    """In the child nobody would finish it, and Python waits for a module that is being imported."""
+    """The child does not have that thread, and Python would wait forever for a module that is being imported."""
     install_into(tmp_path, "slow", backend=SLOW_IMPORT, priority=5)
-    # what is registered last runs first
+    # functions that are registered last run first
     assert said_by_a_fork(f"{CALL}\nos.register_at_fork(before=release.set)", tmp_path) == "['slow']"
 
 
-def test_the_registry_works_on_in_the_parent(tmp_path):
+def test_the_registry_still_works_in_the_parent(tmp_path):
     install_into(tmp_path, "slow", backend=SLOW_CLASS, priority=5)
     code = """
 def child():

@@ -1,4 +1,4 @@
-"""Derivatives: on which backend the backward runs, what torch.func gets, and which derivatives are refused."""
+"""Derivatives: the backend that runs the backward, the results of torch.func, and the derivatives that are refused."""
 
 import threading
 
@@ -126,7 +126,9 @@ def test_a_recomputation_on_another_backend_is_refused(two):
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["automatic", "named"])
-def test_who_requires_grad_is_named_where_only_the_backward_is_missing(install, monkeypatch, named):
+def test_the_error_names_inputs_that_require_grad_if_only_the_backward_is_missing(
+    install, monkeypatch, named
+):
     install("forwards", priority=1, features={"unbounded_gate"})
     kind, more = NoEligibleBackendError, {}
     if named:
@@ -169,7 +171,7 @@ def test_functional_gradients_of_a_batch_are_those_of_its_elements():
     )
 
 
-def test_an_outer_gradient_that_does_not_meet_the_inner_one_is_served():
+def test_an_outer_gradient_that_does_not_depend_on_the_inner_one_is_served():
     inner = torch.func.grad(loss)
     a = torch.tensor(3.0)
     assert torch.func.grad(lambda a: a * inner(V).sum())(a) == inner(V).sum()
@@ -181,7 +183,7 @@ def test_functional_gradients_compile():
     assert torch.equal(compiled(V), torch.func.grad(loss)(V))
 
 
-# ---- derivatives that there are not
+# ---- derivatives that are refused
 
 
 TANGENT = "forward-mode AD is not supported: v has a tangent"
@@ -192,7 +194,7 @@ SECOND = "second derivatives are not supported"
     ("grad", "given"), [(False, False), (True, False), (False, True)], ids=["plain", "requires-grad", "out"]
 )
 def test_a_tangent_is_refused(grad, given):
-    f(V)  # a call that is known
+    f(V)  # this call is cached
     with forward_ad.dual_level():
         v = V.clone().requires_grad_(grad)
         more = {"out": torch.empty_like(V)} if given else {}
@@ -235,7 +237,7 @@ def test_a_second_derivative_is_refused():
             derivative()
 
 
-def test_gradgradcheck_does_not_pass():
+def test_gradgradcheck_raises():
     x = call(T=3, K=2, V=2, H=1, HV=1, dtype=torch.float64)
     x = tuple(t.double().requires_grad_() for t in x.values())
     function = lambda *x: chunk_kda(*x)[0]
@@ -252,7 +254,9 @@ def test_neither_out_nor_the_intermediate_states_can_be_differentiated():
     with pytest.raises(ArgumentError, match="^out: expected tensors that require no grad"):
         chunk_kda(**X, out=torch.empty_like(V, requires_grad=True))
     batch = V[None]
-    with pytest.raises(ArgumentError, match="^return_intermediate_states: "):  # seen by the operator alone
+    with pytest.raises(
+        ArgumentError, match="^return_intermediate_states: "
+    ):  # only the operator sees requires_grad
         torch.func.grad(lambda b: torch.func.vmap(lambda v: f(v, return_intermediate_states=True))(b).sum())(
             batch
         )

@@ -26,7 +26,7 @@ def assert_ran(calls, *entries):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_compiles_whole_on_the_first_call_in_a_fresh_process(tmp_path):
+def test_the_first_call_of_a_process_compiles_with_fullgraph(tmp_path):
     import subprocess
     import sys
 
@@ -43,7 +43,7 @@ def test_compiles_whole_on_the_first_call_in_a_fresh_process(tmp_path):
     assert done.stdout.strip() == "same", done.stderr
 
 
-def test_compiled_forward_and_backward_are_those_of_eager():
+def test_compiled_forward_and_backward_return_the_bits_of_eager_mode():
     plain, compiled = call(HV=4, T=37), call(HV=4, T=37)
     f = torch.compile(
         lambda **x: chunk_kda(**x, output_final_state=True), fullgraph=True, backend="aot_eager"
@@ -101,7 +101,7 @@ def test_opcheck(grad, packed):
     assert set(results.values()) == {"SUCCESS"}
 
 
-def test_opcheck_of_the_variant_that_writes():
+def test_opcheck_of_chunk_fwd_out():
     args = checked(Arguments(**call(), context_parallel="off"))
     out = (torch.zeros(1, 20, 2, 8), None, None, None)
     results = torch.library.opcheck(torch.ops.kda_core.chunk_fwd_out.default, (*args, *out))
@@ -129,7 +129,7 @@ def test_gradients_in_fp64(lower_bound):
     assert {c.backend for c in calls} == {"reference"}
 
 
-def test_gradients_flow_only_where_asked():
+def test_only_inputs_that_require_grad_get_gradients():
     x = call()
     x["v"].requires_grad_()
     o, _ = chunk_kda(**x)
@@ -164,7 +164,7 @@ def test_out_is_written_and_returned():
         assert a is given and torch.equal(a, b)
 
 
-def test_what_is_written_has_a_new_version():
+def test_written_tensors_get_a_new_version():
     x = call()
     o, state, scratch = torch.empty(1, 20, 2, 8), torch.empty(1, 2, 8, 8), torch.empty(64, dtype=torch.uint8)
     weight = torch.ones(8, requires_grad=True)
@@ -175,7 +175,7 @@ def test_what_is_written_has_a_new_version():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
     version = o._version
-    with torch.inference_mode():  # tensors made here have no version
+    with torch.inference_mode():  # tensors that are created here have no version
         chunk_kda(**x, out=torch.empty_like(o))
         chunk_kda(**x, out=o)
     assert o._version > version
@@ -228,9 +228,7 @@ def test_a_counter_that_was_made_before_kda_core_was_imported_counts(tmp_path):
         "    kda_core.chunk_kda(*x)\n"
         "print(counter.get_total_flops())\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, str(script)], check=False, capture_output=True, text=True)
     assert done.stdout.strip() == str(6 * 20 * 2 * 8 * 8), done.stderr
 
 
@@ -241,13 +239,13 @@ def test_out_may_be_partial():
     assert got is state and torch.equal(o, chunk_kda(**x)[0])
 
 
-def test_a_workspace_that_is_not_needed_is_left_alone():
+def test_a_workspace_that_is_not_needed_is_not_written():
     scratch = torch.arange(64, dtype=torch.uint8)
     assert torch.equal(chunk_kda(**call(), workspace=scratch)[0], chunk_kda(**call())[0])
     assert torch.equal(scratch, torch.arange(64, dtype=torch.uint8))
 
 
-def test_strided_inputs_are_read_rightly():
+def test_strided_inputs_are_read_correctly():
     x = call(T=20)
     wide = {n: torch.full((*t.shape[:-1], t.shape[-1] * 2), float("nan")) for n, t in x.items()}
     for n, t in x.items():
@@ -270,13 +268,13 @@ def test_recurrent_equals_chunked():
     assert torch.equal(a[1][1], state[1])
 
 
-def test_rows_of_no_sequence_are_not_written_under_use_graph():
+def test_tokens_outside_of_every_sequence_are_not_written_with_use_graph():
     x, out = call(T=20), torch.full((1, 20, 2, 8), 7.0)
     chunk_kda(**x, cu_seqlens=torch.tensor([0, 5, 12, 12]), use_graph=True, max_num_seqs=3, out=out)
     assert (out[:, 12:] == 7).all() and not (out[:, :12] == 7).any()
 
 
-def test_explain_launches_nothing_and_says_what_would_run():
+def test_explain_describes_the_call_and_launches_nothing():
     x = call()
     with record_calls() as calls:
         e = kda_core.explain(**x, output_final_state=True, cu_seqlens=torch.tensor([0, 20]))

@@ -1,4 +1,4 @@
-"""The workspace of a plan: whom core asks for it, and what a caller's workspace does to a plan."""
+"""The workspace of a plan: its size, and the effect of a workspace that the caller passes."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ X = call(T=20)
 
 @pytest.fixture
 def greedy(install):
-    """A planner that splits every call and wants `needs` bytes; `seen` has those that it was given."""
+    """A planner that splits every call and needs `needs` bytes; `seen` holds the sizes that it received."""
     install("greedy", group="kda_core.planners", source=PLANNER, backend=GREEDY)
     import fake_greedy_backend
 
@@ -52,7 +52,7 @@ def greedy(install):
 
 
 def ran(workspace=None, **more):
-    """The planner that ran a call with so many bytes."""
+    """Returns the planner that executed a call with a workspace of this size."""
     if workspace is not None:
         more["workspace"] = torch.empty(workspace, dtype=torch.uint8)
     with record_calls() as calls:
@@ -65,14 +65,14 @@ def direct_calls_need(monkeypatch, needed):
     REGISTRY.refresh()
 
 
-def test_the_library_allocates_what_the_plan_needs(greedy, monkeypatch):
+def test_core_allocates_the_workspace_of_the_plan(greedy, monkeypatch):
     direct_calls_need(monkeypatch, 10)
     assert ran() == "greedy" and ran(context_parallel=greedy.Plan()) == "greedy"
     assert greedy.Greedy.seen == [1000, 1000]
 
 
 @pytest.mark.parametrize("direct", [10, 5000])
-def test_a_plan_that_does_not_fit_gives_way_to_a_direct_call(greedy, monkeypatch, direct):
+def test_a_call_is_direct_if_the_plan_does_not_fit_the_workspace(greedy, monkeypatch, direct):
     direct_calls_need(monkeypatch, direct)
     assert ran(1000) == ran(6000) == "greedy" and greedy.Greedy.seen[-2:] == [1000, 6000]
     least = min(direct, 1000)
@@ -85,21 +85,21 @@ def test_a_plan_that_does_not_fit_gives_way_to_a_direct_call(greedy, monkeypatch
 
 
 @pytest.mark.parametrize("direct", [10, 5000])
-def test_a_plan_of_the_caller_that_does_not_fit_raises(greedy, monkeypatch, direct):
+def test_a_plan_of_the_caller_that_does_not_fit_the_workspace_raises(greedy, monkeypatch, direct):
     direct_calls_need(monkeypatch, direct)
     assert ran(1000, context_parallel=greedy.Plan()) == "greedy"
     with pytest.raises(ShapeError, match="workspace: expected at least 1000 bytes, got 999 bytes"):
         ran(999, context_parallel=greedy.Plan())
 
 
-def test_a_planner_of_an_older_abi_gets_the_workspace_of_a_direct_call(greedy, monkeypatch):
+def test_a_planner_without_workspace_bytes_gets_the_workspace_of_a_direct_call(greedy, monkeypatch):
     direct_calls_need(monkeypatch, 10)
     monkeypatch.delattr(greedy.Greedy, "workspace_bytes")
     assert ran() == "greedy" and greedy.Greedy.seen == [10]
 
 
 @pytest.mark.parametrize("wrong", [None, -1, 1.5, True, 2**63, "1000"])
-def test_what_is_no_number_of_bytes_is_an_error_of_the_planner(greedy, monkeypatch, wrong):
+def test_a_wrong_workspace_size_is_an_error_of_the_planner(greedy, monkeypatch, wrong):
     monkeypatch.setattr(greedy.Greedy, "needs", wrong)
     with pytest.raises(PlannerError, match="'greedy'.*workspace_bytes returned .*not an int of at least 0"):
         ran()

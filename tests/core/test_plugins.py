@@ -1,4 +1,4 @@
-"""Plugins that are wrong in every way: each is named with its reason, and changes nothing about the others."""
+"""Defective plugins: each is listed with its reason and never affects the others."""
 
 import importlib
 import re
@@ -26,7 +26,7 @@ FEATURES = frozenset(f.value for f in Feature)
 
 
 def ran(**kwargs):
-    """Which backend served a small call, and by which planner."""
+    """Returns the backend that served a small call; (backend, planner) if a planner executed it."""
     with record_calls() as calls:
         chunk_kda(**X, **kwargs)
     (only,) = calls
@@ -34,7 +34,7 @@ def ran(**kwargs):
 
 
 def listed(name, distribution=None):
-    """The line of a backend: (status, reason)."""
+    """Returns (status, reason) of a listed backend."""
     (found,) = (
         (i.status, i.reason)
         for i in kda_core.backends()
@@ -113,7 +113,7 @@ BAD_FIELDS = [
 
 
 @pytest.mark.parametrize(("field", "value"), BAD_FIELDS)
-def test_a_spec_with_a_wrong_field_is_broken_and_says_which(install, field, value):
+def test_a_spec_with_a_wrong_field_is_broken_and_the_reason_names_the_field(install, field, value):
     install("good", priority=5)
     install("bad", source=SPEC_MODULE.format(abi=BACKEND_ABI, field=field, value=value))
     status, reason = listed("bad", "fake-bad")
@@ -138,7 +138,7 @@ def test_every_field_of_a_spec_is_checked():
             assert spec_problem(kind(**fields | {name: wrong})).startswith(f"{name} is <object object")
 
 
-def test_unknown_features_and_sets_in_place_of_frozensets_are_fine(install):
+def test_unknown_features_and_sets_in_place_of_frozensets_are_accepted(install):
     install("newer", features=FEATURES | {"of_a_later_minor"}, priority=5)
     value = "set(fields['archs'])"
     install("bad", source=SPEC_MODULE.format(abi=BACKEND_ABI, field="archs", value=value))
@@ -174,9 +174,9 @@ ODD_SPECS = {
 }
 
 
-@pytest.mark.parametrize("what", ODD_SPECS)
-def test_what_happens_when_a_spec_is_read_stays_with_its_plugin(install, what):
-    source, words = ODD_SPECS[what]
+@pytest.mark.parametrize("case", ODD_SPECS)
+def test_an_error_of_a_spec_affects_only_its_plugin(install, case):
+    source, words = ODD_SPECS[case]
     install("good", priority=5)
     install("odd", source=f"from kda_core.backend import BackendSpec\n{source}")
     status, reason = listed("odd")
@@ -184,7 +184,7 @@ def test_what_happens_when_a_spec_is_read_stays_with_its_plugin(install, what):
     assert listed("good") == ("ok", "") and ran() == "good"
 
 
-def test_an_interrupt_passes_through_and_the_plugin_is_read_again(install, tmp_path):
+def test_an_interrupt_propagates_and_the_plugin_is_read_again(install, tmp_path):
     install("good", priority=5)
     with pytest.raises(KeyboardInterrupt):
         install("slow", source="raise KeyboardInterrupt")
@@ -195,7 +195,7 @@ def test_an_interrupt_passes_through_and_the_plugin_is_read_again(install, tmp_p
     assert ran() == "good"
 
 
-def test_a_subclass_cannot_change_what_a_spec_means(install):
+def test_a_subclass_cannot_change_the_meaning_of_a_spec(install):
     source = """
 from dataclasses import dataclass
 from kda_core.backend import BackendSpec
@@ -259,10 +259,10 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("what", TARGETS)
+@pytest.mark.parametrize("case", TARGETS)
 @pytest.mark.parametrize("priority", [-1000, 1000])
-def test_a_target_that_cannot_be_used_is_broken(install, what, priority):
-    module, words = TARGETS[what]
+def test_a_target_that_cannot_be_used_is_broken(install, case, priority):
+    module, words = TARGETS[case]
     install("good", priority=5)
     install("bad", backend=module, priority=priority)
     status, reason = listed("bad")
@@ -272,7 +272,7 @@ def test_a_target_that_cannot_be_used_is_broken(install, what, priority):
         ran(backend="bad")
 
 
-def test_methods_of_features_that_are_not_declared_may_be_missing(install):
+def test_methods_of_undeclared_features_may_be_missing(install):
     module = """
 from kda_core.reference import ReferenceBackend
 
@@ -324,7 +324,7 @@ def test_a_can_run_that_fails_is_a_refusal(install, monkeypatch, body, priority)
         ran()
 
 
-def test_an_interrupt_in_can_run_passes_through(install):
+def test_an_interrupt_in_can_run_propagates(install):
     install("bad", backend=METHOD.format(method="can_run", body="raise KeyboardInterrupt"), priority=9)
     with pytest.raises(KeyboardInterrupt):
         ran()
@@ -344,7 +344,7 @@ def test_an_interrupt_in_can_run_passes_through(install):
         ("import sys; sys.exit(5)", "raised SystemExit: 5"),
     ],
 )
-def test_a_wrong_workspace_names_the_backend(install, body, words):
+def test_the_error_for_a_wrong_workspace_size_names_the_backend(install, body, words):
     install("bad", backend=METHOD.format(method="workspace_bytes", body=body), priority=9)
     for backend in (None, "bad"):
         with pytest.raises(BackendContractError, match=re.escape(f"bad.workspace_bytes {words}")):
@@ -355,7 +355,7 @@ def test_a_wrong_workspace_names_the_backend(install, body, words):
 @pytest.mark.parametrize(
     "raised", ["MemoryError()", "torch.OutOfMemoryError('of 80 GiB')", "CompileError('spills')"]
 )
-def test_errors_on_purpose_reach_the_caller_as_they_are(install, raised):
+def test_intended_errors_of_a_backend_reach_the_caller_unchanged(install, raised):
     body = f"import torch; from kda_core.errors import CompileError; raise {raised}"
     install("bad", backend=METHOD.format(method="workspace_bytes", body=body), priority=9)
     with pytest.raises((MemoryError, torch.OutOfMemoryError, kda_core.errors.CompileError)) as caught:
@@ -376,8 +376,8 @@ def spec_module(name, target, priority=0):
 
 
 @pytest.mark.parametrize(("name", "owner"), [("sm90", "kda-sm90"), ("sm100", "kda-sm100")])
-def test_a_reserved_name_stays_with_our_distribution(install, name, owner):
-    """Whether the third party registers it as the entry point, in the spec, or both, sound or broken."""
+def test_a_reserved_name_belongs_to_our_distribution(install, name, owner):
+    """The third party may register the name as the entry point, in the spec or as both, with a working or a broken plugin."""
     ours = listed(name, owner)
     found = REGISTRY.find(name).spec
     install("aaa", source=spec_module(name, "fake_aaa_backend:Backend", priority=1000))
@@ -393,7 +393,7 @@ def test_a_reserved_name_stays_with_our_distribution(install, name, owner):
         ran(backend=name)
 
 
-def test_a_reserved_name_whose_owner_is_missing_stays_not_installed(install, monkeypatch):
+def test_a_reserved_name_without_its_distribution_is_not_installed(install, monkeypatch):
     from kda_core import registry
 
     found = registry.entry_points
@@ -408,7 +408,9 @@ def test_a_reserved_name_whose_owner_is_missing_stays_not_installed(install, mon
 
 
 @pytest.mark.parametrize("spelling", ["kda_sm90", "KDA.sm90"])
-def test_the_names_of_distributions_are_compared_as_an_index_does(install, tmp_path, monkeypatch, spelling):
+def test_names_of_distributions_are_normalised_as_by_a_package_index(
+    install, tmp_path, monkeypatch, spelling
+):
     from kda_core import registry
 
     found = registry.entry_points
@@ -422,7 +424,7 @@ def test_the_names_of_distributions_are_compared_as_an_index_does(install, tmp_p
 
 
 def test_two_third_parties_with_one_name(install):
-    """The first by the names of the entry points has it, and the other's line names both."""
+    """The name belongs to the entry point that sorts first. The reason of the other one names both distributions."""
     install("twin-a", source=spec_module("twin", "fake_twin_a_backend:Backend", priority=1))
     install("twin-b", source=spec_module("twin", "fake_twin_b_backend:Backend", priority=2))
     assert listed("twin", "fake-twin-a") == ("ok", "")
@@ -433,7 +435,7 @@ def test_two_third_parties_with_one_name(install):
 
 
 @pytest.mark.parametrize("wrong", ["raise ValueError", "outdated"])
-def test_a_broken_plugin_does_not_keep_a_name_from_a_sound_one(install, wrong):
+def test_a_broken_plugin_does_not_keep_a_name_from_a_working_one(install, wrong):
     if wrong == "outdated":
         wrong = spec_module("twin", "nowhere:Backend").replace("abi=(2, 0)", "abi=(0, 1)")
     install("twin", source=wrong)
@@ -575,7 +577,7 @@ def test_a_planner_that_cannot_read_a_plan_is_named(install, from_json, words):
 @pytest.mark.parametrize(
     "raised", ["ArgumentError('a', 'b', 'c')", "torch.OutOfMemoryError('x')", "KeyboardInterrupt"]
 )
-def test_what_a_planner_raises_on_purpose_reaches_the_caller(install, method, raised):
+def test_intended_errors_of_a_planner_reach_the_caller(install, method, raised):
     install_planner(install, **{method: f"raise {raised}"})
     with pytest.raises((kda_core.errors.ArgumentError, torch.OutOfMemoryError, KeyboardInterrupt)):
         ran()
@@ -603,7 +605,7 @@ def test_a_planner_that_does_not_load_is_named(install, monkeypatch, backend, wo
 @pytest.mark.parametrize(
     "wrong", [{"backend": "raise ValueError"}, {"abi": (0, 1)}, {"called": "Upper Case"}, {"called": "cp"}]
 )
-def test_a_broken_planner_leaves_the_sound_one_at_work(install, place, wrong):
+def test_a_broken_planner_does_not_affect_a_working_one(install, place, wrong):
     install_planner(install, "mine")
     install_planner(install, place, **wrong)
     assert ran() == ("reference", "mine")
@@ -617,7 +619,7 @@ def test_the_name_of_our_planner_is_reserved(install):
         ran()
 
 
-def test_an_unsupported_call_stays_unsupported(install):
+def test_a_refusal_of_can_run_is_reported_as_unsupported(install):
     install("picky", refuses="T is odd", priority=9)
     with pytest.raises(BackendUnsupportedError, match="unsupported: T is odd"):
         ran(backend="picky")

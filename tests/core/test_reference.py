@@ -9,7 +9,7 @@ from kda_core import buffers, chunk_kda, contract, reference, validate
 
 
 def recurrence(x, scale, lengths=None):
-    """A loop that a reader can check by eye, fp64, HV == H."""
+    """Returns o and the final states of the recurrence as a plain fp64 loop, HV == H."""
     q, k, v, g, beta = (x[n].double() for n in ("q", "k", "v", "g", "beta"))
     o, states = torch.zeros_like(v), []
     first = 0
@@ -39,7 +39,7 @@ def test_dtypes(dtype, rtol):
 
 
 def test_few_exponentials_are_taken():
-    """They would be most of the time: of every pair of rows in a block of 16 there are 16 a token and channel."""
+    """An exponential for every pair of rows in a block of 16 would be 16 for each token and channel, most of the time of a call."""
 
     class Exponentials(TorchDispatchMode):
         count = 0
@@ -62,7 +62,7 @@ def test_few_exponentials_are_taken():
 
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 40])
 def test_steep_and_flat_gates_side_by_side_are_exact(T):
-    """Decays from e^0 to e^-104 within one block, fp64: no exponent is above 0, and none is rounded to 0 before its pair."""
+    """Decays from e^0 to e^-104 within one block, fp64: no exponent is above 0, and no factor of a pair underflows alone."""
     x = call(T=T, dtype=torch.float64)
     rng = torch.Generator().manual_seed(2)
     steep = torch.tensor([0.0, -1e-3, -1.0, -20.0, -104.0])

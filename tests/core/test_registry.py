@@ -1,4 +1,4 @@
-"""Discovery, statuses, the order of choice; one bad plugin never hides the others."""
+"""Discovery, statuses, the order of choice. A broken plugin never affects the others."""
 
 import re
 import threading
@@ -29,7 +29,7 @@ X = call()
 
 
 def ran(**kwargs):
-    """Which backend served a small call."""
+    """Returns the backend that served a small call."""
     with record_calls() as calls:
         chunk_kda(**X, **kwargs)
     (only,) = calls
@@ -38,7 +38,7 @@ def ran(**kwargs):
 
 @contextmanager
 def without(*names):
-    """Within the block none of this project's backends `names` is installed."""
+    """Within the block, the backends `names` of this project are not installed."""
     found = registry.entry_points
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", lambda **kw: [p for p in found(**kw) if p.name not in names])
@@ -68,12 +68,12 @@ def test_abi_rule(plugin, core, fits):
     assert compatible(plugin, core) is fits
 
 
-def test_reference_alone_serves_cpu_calls():
+def test_the_reference_serves_cpu_calls():
     assert status("reference") == ("ok", "")
     assert ran() == "reference"
 
 
-def test_every_status_is_listed_and_hides_nobody(install):
+def test_every_status_is_listed_and_affects_no_other_backend(install):
     install("good", priority=5)
     install("broken-import", source="import a_module_that_is_not_there")
     install("broken-object", source="SPEC = 3")
@@ -99,7 +99,7 @@ def test_every_status_is_listed_and_hides_nobody(install):
     assert all(i.name in table and i.reason in table for i in kda_core.backends())
 
 
-def test_a_note_is_listed_whatever_the_status(install):
+def test_a_note_is_listed_with_every_status(install):
     install("good", note="slow on Mondays")
     install("foreign", archs={(10, 0)}, note="run on no GPU yet")
     install("wrong", note=3)
@@ -112,7 +112,7 @@ def test_a_note_is_listed_whatever_the_status(install):
     assert lines["foreign"].endswith("run on no GPU yet")
 
 
-def test_a_name_is_served_once(install):
+def test_the_second_backend_of_a_name_is_broken(install):
     install("reference", priority=1000)
     duplicates = [i for i in kda_core.backends() if i.name == "reference"]
     assert [i.status for i in duplicates] == ["ok", "broken"]
@@ -133,7 +133,7 @@ def test_order_of_choice(install, monkeypatch):
     assert ran() == "gamma"
 
 
-def test_the_environment_restricts_and_falls_through_in_order(install, monkeypatch):
+def test_the_environment_names_backends_in_order_of_preference(install, monkeypatch):
     install("picky", refuses="T is odd", priority=9)
     install("good", priority=1)
     monkeypatch.setenv("KDA_BACKEND", "picky,good")
@@ -143,7 +143,7 @@ def test_the_environment_restricts_and_falls_through_in_order(install, monkeypat
         ran()
 
 
-def test_a_backend_in_the_environment_that_cannot_serve_is_passed_over(install, monkeypatch):
+def test_a_backend_in_the_environment_that_cannot_serve_is_skipped(install, monkeypatch):
     install("failing", target="a_module_that_is_not_there:Backend")
     install("foreign", archs={(9, 0)})
     with without("sm90"):
@@ -240,7 +240,7 @@ def test_an_explicit_choice_never_falls_back(install):
         pass
 
 
-def test_a_feature_that_a_backend_does_not_declare_fails_closed(install):
+def test_a_backend_never_receives_a_call_that_needs_an_undeclared_feature(install):
     from kda_core.contract import Feature
 
     install("no-backward", features={f.value for f in Feature} - {"backward"}, priority=50)
@@ -254,7 +254,7 @@ def test_a_feature_that_a_backend_does_not_declare_fails_closed(install):
         chunk_kda(**x, backend="no-backward")
 
 
-def test_a_backend_that_returns_something_else_is_caught(install):
+def test_a_backend_that_returns_no_outputs_violates_the_contract(install):
     install(
         "liar",
         backend="from kda_core.reference import ReferenceBackend\n"
@@ -264,7 +264,7 @@ def test_a_backend_that_returns_something_else_is_caught(install):
         ran(backend="liar")
 
 
-def test_use_backend_belongs_to_the_thread(install):
+def test_use_backend_applies_to_its_own_thread(install):
     install("alpha", priority=1)
     seen = {}
 
@@ -303,7 +303,7 @@ def test_discovery_is_cached_until_refresh_and_thread_safe(install, monkeypatch)
     assert len([r for r in reads if r["group"] == "kda_core.backends"]) == 2
 
 
-def test_another_object_may_replace_a_backend(install):
+def test_a_backend_can_be_replaced_within_a_block(install):
     install("far", archs={(9, 9)})
     assert status("far")[0] == "wrong-arch"
     found = REGISTRY.find("far").spec
@@ -403,7 +403,7 @@ def test_a_plan_can_be_forced(install):
 
 
 def test_a_planner_may_refuse_plans_and_explain_itself(install):
-    """Both methods are optional, ABI 1.2; the tests above are of a planner without them."""
+    """Both methods are optional. The planner of the tests above has neither."""
     speaking = HALVES.replace(
         "    def plan_from_json",
         """    def refusal(self, plan, inputs, spec, backend):
@@ -431,7 +431,7 @@ def test_a_planner_may_refuse_plans_and_explain_itself(install):
     assert explain(**X, context_parallel="off").plan == explain(**X, pin=True).plan == "direct"
 
 
-def test_a_broken_planner_says_so_instead_of_running_serially(install, monkeypatch):
+def test_a_broken_planner_is_an_error_and_not_a_direct_call(install, monkeypatch):
     install_planner(install, abi=(0, 1))
     with pytest.raises(PlannerError, match="abi-mismatch.*KDA_CP=0 turns it off"):
         chunk_kda(**X)
@@ -440,7 +440,7 @@ def test_a_broken_planner_says_so_instead_of_running_serially(install, monkeypat
     assert ran() == "reference"
 
 
-def test_a_planner_without_plans_is_passed_over(install):
+def test_an_unavailable_planner_is_not_asked(install):
     install_planner(install, unavailable="no planner yet")
     assert ran() == "reference"
 

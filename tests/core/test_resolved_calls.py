@@ -45,7 +45,7 @@ def _empty_caches():
 
 @pytest.fixture
 def made(monkeypatch):
-    """The shapes of the calls that were resolved."""
+    """A list of the shapes of the calls that were resolved."""
     shapes = []
     original = kda_core.call.of_shape
     monkeypatch.setattr(
@@ -72,7 +72,7 @@ def same(a, b):
     return len(a) == len(b) and all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
 
 
-# ---- a cached call is the same call
+# ---- cached calls
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_recurrent_calls_are_cached(made):
     CASES,
     ids=lambda c: "-".join(c) if isinstance(c, dict) else None,
 )
-def test_bad_input_is_refused_after_good_input_each_time(changes, kind, argument, words):
+def test_invalid_input_is_refused_after_a_valid_call_each_time(changes, kind, argument, words):
     packed = {"cu_seqlens": torch.tensor([0, 20])}
     for good in ({}, packed, packed | {"cu_seqlens_cpu": packed["cu_seqlens"]}):
         chunk_kda(**GOOD, **good)
@@ -157,7 +157,9 @@ def test_addresses_and_strides_are_checked_in_every_call(made):
     assert shifted.data_ptr() % 16 and not strided.is_contiguous() and negative.is_neg()
     for q in (shifted, strided, negative):
         assert torch.equal(chunk_kda(**replaced(X, q=q))[0], want)
-    zeros = torch._efficientzerotensor(X["v"].shape)  # as some tangents: without memory until they are read
+    zeros = torch._efficientzerotensor(
+        X["v"].shape
+    )  # as some tangents: without memory until they are first read
     assert not chunk_kda(**replaced(X, v=zeros))[0].any()
     out = torch.empty_like(want)
     assert chunk_kda(**X, out=out)[0] is out and torch.equal(out, want)
@@ -180,7 +182,7 @@ def test_one_of_two_outputs_may_be_given():
         chunk_kda(**X, initial_state=state, output_final_state=True, out=(None, state))
 
 
-# ---- another rule of choice is another call
+# ---- rules of choice
 
 
 def test_another_rule_of_choice_misses_the_cache(install, monkeypatch):
@@ -213,7 +215,7 @@ def test_a_new_plugin_serves_calls_that_were_cached(install):
     assert ran() == "best"
 
 
-def test_a_call_that_began_before_a_refresh_is_not_cached(install, monkeypatch):
+def test_a_call_that_started_before_a_refresh_is_not_cached(install, monkeypatch):
     original = kda_core.call.of_shape
 
     def slow(*args):
@@ -348,7 +350,7 @@ def test_threads_share_the_cache(install):
     assert sorted(c.backend for c in calls) == ["alpha"] * 360 + ["reference"] * 360
 
 
-# ---- calls that need the operator use it
+# ---- calls that go through the operator
 
 
 @pytest.fixture
@@ -363,7 +365,7 @@ def direct(monkeypatch):
     return calls
 
 
-def test_gradients_come_from_the_operator(direct):
+def test_calls_with_gradients_go_through_the_operator(direct):
     x = call()
     x["v"].requires_grad_()
     chunk_kda(**X)
@@ -430,7 +432,7 @@ def test_fake_tensors_run_nothing(direct):
     assert o.device.type == "meta" and o.shape == X["v"].shape
 
 
-def test_transforms_get_the_operator(direct):
+def test_transforms_see_the_operator(direct):
     other = call(seed=1)
     batch = [torch.stack([X[n], other[n]]) for n in X]
     o = torch.func.vmap(lambda *x: chunk_kda(*x)[0])(*batch)

@@ -1,4 +1,4 @@
-"""The cache folder in every state, trust in files and folders, locks with forks and kills."""
+"""The cache folder in every state, trusted files and folders, locks across forks and kills."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOBODY = 65534
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):
-    """A temporary folder and a home directory of this test alone; `warn_once` has logged nothing."""
+    """A separate temporary folder and home directory; `warn_once` has logged nothing."""
     folder, home = tmp_path / "tmp", tmp_path / "home"
     folder.mkdir()
     home.mkdir()
@@ -77,7 +77,7 @@ def test_without_a_home_directory_the_folder_is_private(temporary, monkeypatch, 
     assert str(folder) in record.getMessage()
 
 
-#: Root may write anywhere, so the capability to ignore permissions is dropped first.
+#: Drops the capability to ignore permissions, because root could write anywhere.
 UNPRIVILEGED = """
 import ctypes, os, sys
 header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()

@@ -39,8 +39,8 @@ def specified(x: dict[str, Any], C: int, lengths: tuple[int, ...] | None) -> lis
         for start in range(first, end, C):
             rows = [t[b, start : min(start + C, end)].transpose(0, 1) for t in tensors]
             pad = [pad_rows(t, C) for t in rows]
-            prepared = specification.prepare_chunk(*pad, x["q"].shape[-1] ** -0.5, bounded)
-            found.append((prepared, pad[2]))
+            record = specification.chunk_record(*pad, x["q"].shape[-1] ** -0.5, bounded)
+            found.append((record, pad[2]))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The kit is worth something only if wrong backends fail it: each mutant below must, and by the test that names it."""
+"""Wrong backends fail the conformance kit: each mutant below fails the tests that it names. Tests of the kit's parts."""
 
 import os
 import re
@@ -134,7 +134,7 @@ MUTANTS = {
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory):
-    """One run of the kit's relevant tests over all mutants: class -> names of the tests that failed."""
+    """Runs the tests that the mutants name over all mutants, in one run. Returns the lines of the failed tests."""
     folder = tmp_path_factory.mktemp("mutants")
     classes, wanted = ["from kda_core.testing.conformance import BackendConformance"], []
     for name, (body, tests) in MUTANTS.items():
@@ -158,7 +158,7 @@ def test_a_wrong_backend_fails(verdicts, name):
         assert any(f"{cls}::{test}" in line for line in verdicts), f"{test} let {name} pass"
 
 
-def test_a_right_backend_passes_and_the_report_counts(install, tmp_path):
+def test_a_correct_backend_passes_and_the_report_counts_its_tests(install, tmp_path):
     declared = {
         "varlen",
         "initial_state",
@@ -177,7 +177,7 @@ def test_a_right_backend_passes_and_the_report_counts(install, tmp_path):
     assert done.returncode == 0, done.stdout
     assert "backend       partial (fake-partial 1.0)" in done.stdout
     assert re.search(r"^not run +\d+ \(not declared\)\n(.*\n)* +7  gva$", done.stdout, re.MULTILINE)
-    assert run("--kda-no-skip").returncode == 0  # what is not declared may be left out, and nothing else was
+    assert run("--kda-no-skip").returncode == 0  # only tests of undeclared features were skipped
     assert "does not declare" in run("--kda-require", "all").stderr
 
 
@@ -234,7 +234,7 @@ def test_the_specification_is_causal(family):
 
 
 def test_inputs_are_the_same_everywhere():
-    """The first values of a recipe, so that a change of the draw order shows."""
+    """Compares the first values of a recipe, which a change of the draw order would change."""
     x = make_inputs("slow", 3, H=1, seed=5).arguments
     again = make_inputs("slow", 3, H=1, seed=5).arguments
     assert all(torch.equal(a, again[n]) for n, a in x.items() if isinstance(a, torch.Tensor))

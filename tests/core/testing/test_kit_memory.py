@@ -1,4 +1,4 @@
-"""Backends that touch memory which is not theirs fail the kit, and its report names each backend that it tested."""
+"""Backends that read or write memory of others fail the kit, and its report names each backend that it tested."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import torch
 from kda_core.reference import ReferenceBackend
 
 def behind(x, n=1):
-    \"\"\"The n elements that follow x in its memory.\"\"\"
+    \"\"\"Returns the n elements after x in its memory.\"\"\"
     return x.as_strided((n,), (1,), x.storage_offset() + x.numel())
 
 class Backend(ReferenceBackend):
@@ -81,7 +81,7 @@ MUTANTS = {
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """What one run over all mutants and one right, emulated backend prints."""
+    """Returns the completed run of the kit over all mutants and one correct, emulated backend."""
     folder = tmp_path_factory.mktemp("memory")
     classes = ["from kda_core.testing import BackendConformance"]
     for name, (body, _) in (MUTANTS | {"emulating": ("\n        emulated = True\n", "")}).items():
@@ -108,12 +108,12 @@ def _pytest(folder, *more):
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_backend_that_touches_what_is_not_its_own_fails(report, name):
+def test_a_backend_that_uses_foreign_memory_fails(report, name):
     failed = [line for line in report.stdout.splitlines() if line.startswith("FAILED")]
     assert any(f"{_class(name)}::{MUTANTS[name][1]}" in line for line in failed), report.stdout
 
 
-def test_the_right_backend_passes_the_same_tests_and_is_called_emulated(report):
+def test_the_correct_backend_passes_the_same_tests_and_is_called_emulated(report):
     assert f"::{_class('emulating')}::" not in report.stdout, report.stdout
     assert "backend       emulating (fake-emulating 1.0) on cpu, emulated" in report.stdout
     assert (

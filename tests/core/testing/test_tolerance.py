@@ -1,4 +1,4 @@
-"""The tolerance against rounding luck: every rounding of the specification must be within it, and a wrong result must not."""
+"""Every rounding of the specification is within the tolerance, and a wrong result is not."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ PACKED = (0, 1, 20, 2, 1, 0, 5)
 
 
 def short_call(seed, lengths=None):
-    """q, k, v without a state: o of a single token is (q . k) beta v, and q . k is often near zero."""
+    """Returns a call of one token without a state, or of packed `lengths` with states. o of a single token without a state is
+    (q . k) beta v, and q . k is often near zero."""
     rng = torch.Generator().manual_seed(seed)
     normal = lambda *s: torch.randn(*s, generator=rng)
     T = 1 if lengths is None else sum(lengths)
@@ -52,7 +53,7 @@ def test_the_tolerance_of_a_short_sequence_still_finds_a_wrong_state():
 
 
 def test_long_sequences_are_judged_by_one_rounding():
-    """Where errors average over many rows, further roundings would only loosen the tolerance."""
+    """Errors average over many rows, so further roundings would only loosen the tolerance."""
     x = short_call(0, (BLOCK + 1, 40))
     want = token_oracle(**x)
     errors = [error(forward(C=C, **x)[0], want[0], lengths=(BLOCK + 1, 40)) for C in (16, 32, 64)]

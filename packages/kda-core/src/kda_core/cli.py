@@ -18,6 +18,7 @@ import torch
 
 from kda_core import contract, explanation, extensions, install, validate
 from kda_core.errors import ArgumentError, DeviceError, KdaError
+from kda_core.registry import default_arch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of a command line of these words. Other packages' subcommands are looked up only if the first word is no
+    """Returns the parser of a command line of these words. Other packages' subcommands are looked up only if the first word is no
     subcommand of kda-core."""
     parser = argparse.ArgumentParser("python -m kda_core", description="Kimi Delta Attention behind one API")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -95,9 +96,13 @@ _IF_DECLARED = ", if --backend declares it"
 
 def _add_own(commands: Any) -> None:
     p = commands.add_parser(
-        "demo", help="KDA prefill of a real text in one call and in two, checked against the fp64 oracle"
+        "demo", help="KDA prefill of a real text, in one call and in two calls, compared with the fp64 oracle"
     )
-    p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    p.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="default: cuda if there is a GPU, unless --backend is for CPUs only",
+    )
     p.add_argument(
         "--tokens", type=positive, help="length of the prefill (default: 65536 on a GPU, 4096 on a CPU)"
     )
@@ -111,7 +116,8 @@ def _add_own(commands: Any) -> None:
         "explain",
         help="the backend that would serve a call of a given shape, its plan, and why other backends refuse",
         description="Prints `kda_core.explain` for a call with q and k [B, T, H, K] and v [B, T, HV, V]. The machine need not "
-        "have the GPU. With --backend, defaults are what that backend declares. Exit status: 0 if the call would be served, 1 if it would fail, 2 for invalid arguments.",
+        "have the GPU. With --backend, the defaults are what that backend declares. Exit status: 0 if the call would be "
+        "served, 1 if it would fail, 2 for invalid arguments.",
     )
     p.add_argument("--B", type=positive, help="batch size (default: 1)")
     p.add_argument(
@@ -128,7 +134,11 @@ def _add_own(commands: Any) -> None:
     )
     p.add_argument("--N", type=positive, help="a packed call of N sequences; the plan also needs --lengths")
     p.add_argument("--dtype", choices=DTYPES, help=f"of q, k, v, g and beta (default: bf16{_IF_DECLARED})")
-    p.add_argument("--arch", type=_arch, help=f"{_ARCH_FORMS} (default: this machine's)")
+    p.add_argument(
+        "--arch",
+        type=_arch,
+        help=f"{_ARCH_FORMS} (default: the GPU of this machine, or cpu if it has none or --backend is for CPUs only)",
+    )
     p.add_argument("--initial-state", action="store_true", help="the call has an initial state")
     p.add_argument("--final-state", action="store_true", help="the call returns the final state")
     p.add_argument("--state-v-first", action="store_true", help="states are [V, K]")
@@ -172,7 +182,7 @@ def _add_own(commands: Any) -> None:
 
 
 def positive(text: str) -> int:
-    """The type of an option that is a whole number of at least 1."""
+    """Parses an option that is a whole number of at least 1."""
     if (value := _natural(text)) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
     return value
@@ -192,7 +202,7 @@ _ARCH_FORMS = "cpu, or a compute capability as 9.0, sm_90 or sm_90a"
 
 
 def _arch(text: str) -> tuple[int, int] | str:
-    """The type of an option that is "cpu" or a compute capability in one of `_ARCH_FORMS`."""
+    """Parses an option that is "cpu" or a compute capability in one of `_ARCH_FORMS`."""
     if text == "cpu":
         return text
     found = re.fullmatch(r"(\d+)\.(\d)", text) or re.fullmatch(r"sm_(\d+)(\d)[a-z]?", text)
@@ -228,13 +238,15 @@ def _explain(args: argparse.Namespace, rest: list[str]) -> int:
 
 def _set_defaults(args: argparse.Namespace) -> None:
     """Sets the options of ``explain`` that the command line leaves out: to the features, dtypes and head dimensions that the
-    named backend declares, else to those of a Kimi Linear layer."""
+    named backend declares, else to those of a Kimi Linear layer on this machine's GPU or CPU."""
+    spec = None
     features = frozenset(f.value for f in contract.Feature)
     dtypes: Collection[str] | None = None
     head_dims: Collection[tuple[int, int]] | None = None
     # `explain` itself reports a backend that is not installed or whose spec cannot be read
     for info in explanation.backends():
         if info.name == args.backend and info.spec is not None:
+            spec = info.spec
             features, dtypes, head_dims = info.spec.features, info.spec.dtypes, info.spec.head_dims
     if args.gate is None:
         args.gate = "bounded" if contract.Feature.GATE_IN_KERNEL.value in features else "safe"
@@ -248,10 +260,12 @@ def _set_defaults(args: argparse.Namespace) -> None:
     pairs = [(K, V) for K, V in sorted(head_dims or ()) if args.K in (None, K) and args.V in (None, V)]
     K, V = (128, 128) if not pairs or (128, 128) in pairs else pairs[0]
     args.K, args.V = args.K or K, args.V or V
+    if args.arch is None:
+        args.arch = default_arch(spec)
 
 
 def _shape(args: argparse.Namespace) -> contract.ProblemShape:
-    """The shape of the call that the options describe. Tensors of the meta device go through the checks of a real call; the
+    """Returns the shape of the call that the options describe. Tensors of the meta device go through the checks of a real call; the
     requested device replaces theirs afterwards, so that the GPU need not be present.
 
     Raises:
@@ -297,12 +311,9 @@ def _shape(args: argparse.Namespace) -> contract.ProblemShape:
             needs_backward=args.backward,
         ),
     )  # fmt: skip
-    arch = args.arch
-    if arch is None:
-        arch = torch.cuda.get_device_capability() if torch.cuda.is_available() else "cpu"
-    if arch == "cpu":
+    if args.arch == "cpu":
         return replace(shape, device_type="cpu", arch=None)
-    return replace(shape, device_type="cuda", arch=arch)
+    return replace(shape, device_type="cuda", arch=args.arch)
 
 
 def _doctor(args: argparse.Namespace, rest: list[str]) -> int:

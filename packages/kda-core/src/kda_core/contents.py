@@ -51,9 +51,8 @@ def _tokens_used(inputs: KdaInputs) -> int:
         return inputs.shape.T
     offsets, s = inputs.cu_seqlens.tolist(), inputs.shape
     lengths_of("cu_seqlens", offsets, s.T, may_end_early=s.may_end_early)
-    if (
-        inputs.cu_seqlens_cpu is not None and not inputs.options.use_graph
-    ):  # replays change only the device's values
+    # with use_graph, replays change only the values on the device
+    if inputs.cu_seqlens_cpu is not None and not inputs.options.use_graph:
         check_copy(offsets, inputs.cu_seqlens_cpu.tolist())
     return offsets[-1]
 

@@ -77,9 +77,7 @@ class Feature(str, Enum):
     GRAPH = "graph"  # cu_seqlens is read on the device only: no synchronisation, CUDA-graph capture
     BACKWARD = "backward"
     RECURRENT = "recurrent"  # the decode entry
-    SEGMENT_SUMMARY = (
-        "segment_summary"  # for planners (`kda_core.backend.SupportsSegments`); no call needs it
-    )
+    SEGMENT_SUMMARY = "segment_summary"  # for planners, see `SupportsSegments`; no call needs it
 
 
 class Tensors(NamedTuple):

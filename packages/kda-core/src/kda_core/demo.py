@@ -3,10 +3,10 @@
 Bytes of the text are tokens. They are embedded and projected to q, k, v, the gate and beta with the structure and the
 initialisation of the public layer (linear projections, causal depthwise convolution of 4 taps with SiLU on q, k, v;
 a rank-K gate projection; A_log = log U(1, 16); dt_bias = softplus^-1(exp U(log 0.001, log 0.1))), from fixed seeds.
-The prefill runs as one call and as two calls, and both results are compared with the fp64 token loop.
+The prefill runs in one call and in two calls, and both results are compared with the fp64 token loop.
 
-A named backend gets a layer that it serves: what its spec does not declare (the gate, the normalisation, the sigmoid of beta)
-is computed in torch before the call.
+A named backend gets a layer that it serves, on a device and with head dimensions and a dtype that its spec declares. What the spec
+does not declare (the gate, the normalisation, the sigmoid of beta) is computed in torch before the call.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from kda_core.backend import BackendSpec
 from kda_core.contract import SAFE_GATE_BOUND, Feature, KdaOptions, dtype_name
 from kda_core.errors import DeviceError, NoEligibleBackendError
 from kda_core.gates import l2_normalised, log_decay, step_size
-from kda_core.registry import REGISTRY, record_calls
+from kda_core.registry import REGISTRY, default_arch, record_calls
 from kda_core.testing import error, token_oracle, tolerance
 
-HEAD_DIM = 128
+HEAD_DIMS = (128, 128)
+"""(K, V) of the layer, unless the named backend does not declare them."""
 TEXT_MODULE = "pydoc_data.topics"
 """The topics of the language reference, some 700 kB of English and Python."""
 
@@ -40,21 +41,22 @@ class KimiLinearProjections(nn.Module):
     """The part of a Kimi Linear layer before its attention: token ids [B, T] -> q, k, v, g, beta and the flags of
     `chunk_kda`."""
 
-    def __init__(self, hidden_size: int, num_heads: int, conv_size: int = 4) -> None:
+    def __init__(
+        self, hidden_size: int, num_heads: int, head_dims: tuple[int, int] = HEAD_DIMS, conv_size: int = 4
+    ) -> None:
         super().__init__()
         self.num_heads, self.conv_size = num_heads, conv_size
-        width = num_heads * HEAD_DIM
+        K, V = head_dims
+        widths = [num_heads * size for size in (K, K, V)]
         self.embed = nn.Embedding(256, hidden_size)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, width, bias=False) for _ in range(3))
-        self.convs = nn.ModuleList(
-            nn.Conv1d(width, width, conv_size, groups=width, bias=False) for _ in range(3)
-        )
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, w, bias=False) for w in widths)
+        self.convs = nn.ModuleList(nn.Conv1d(w, w, conv_size, groups=w, bias=False) for w in widths)
         self.f_proj = nn.Sequential(
-            nn.Linear(hidden_size, HEAD_DIM, bias=False), nn.Linear(HEAD_DIM, width, bias=False)
+            nn.Linear(hidden_size, K, bias=False), nn.Linear(K, num_heads * K, bias=False)
         )
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.A_log = nn.Parameter(torch.log(1 + 15 * torch.rand(num_heads)))
-        dt = torch.exp(math.log(0.001) + torch.rand(width) * (math.log(0.1) - math.log(0.001)))
+        dt = torch.exp(math.log(0.001) + torch.rand(num_heads * K) * (math.log(0.1) - math.log(0.001)))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
 
     def forward(self, ids: Tensor) -> dict[str, Any]:
@@ -64,7 +66,7 @@ class KimiLinearProjections(nn.Module):
             F.silu(conv(F.pad(proj(x).mT, (self.conv_size - 1, 0))).mT)
             for proj, conv in zip((self.q_proj, self.k_proj, self.v_proj), self.convs)
         )
-        heads = [y.unflatten(-1, (self.num_heads, HEAD_DIM)).contiguous() for y in (q, k, v, self.f_proj(x))]
+        heads = [y.unflatten(-1, (self.num_heads, -1)).contiguous() for y in (q, k, v, self.f_proj(x))]
         return dict(zip("qkvg", heads)) | {
             "beta": self.b_proj(x),
             "use_qk_l2norm_in_kernel": True,
@@ -97,10 +99,16 @@ def text() -> bytes:
     return Path(spec.origin).read_bytes()
 
 
-def layer_inputs(device: torch.device, tokens: int, num_heads: int, hidden_size: int) -> dict[str, Any]:
-    """Returns arguments of `chunk_kda` for the first `tokens` bytes of the text, with projections in bf16."""
+def layer_inputs(
+    device: torch.device,
+    tokens: int,
+    num_heads: int,
+    hidden_size: int,
+    head_dims: tuple[int, int] = HEAD_DIMS,
+) -> dict[str, Any]:
+    """Returns arguments of `chunk_kda` for the first `tokens` bytes of the text, with projections in bf16. `head_dims`: (K, V)."""
     torch.manual_seed(0)
-    layer = KimiLinearProjections(hidden_size, num_heads).requires_grad_(False).to(device)
+    layer = KimiLinearProjections(hidden_size, num_heads, head_dims).requires_grad_(False).to(device)
     A_log, dt_bias = layer.A_log.clone(), layer.dt_bias.clone()  # fp32; the weights become bf16
     ids = torch.frombuffer(bytearray(text()[:tokens]), dtype=torch.uint8).long().to(device).unsqueeze(0)
     return layer.to(torch.bfloat16)(ids) | {"A_log": A_log, "dt_bias": dt_bias}
@@ -146,20 +154,24 @@ def run(
     """Runs the demo.
 
     Args:
-        device: "cpu" or "cuda"; by default "cuda" where there is one.
-        tokens: length of the prefill; 65536 on a GPU, 4096 on a CPU by default, and at most the text.
+        device: "cpu" or "cuda"; by default "cuda" if there is a GPU, and the named backend is not for CPUs only.
+        tokens: length of the prefill; 65536 on a GPU, 4096 on a CPU by default, and at most the length of the text.
         backend: name of the backend to use; see `served_inputs`. None for the automatic choice; if no GPU backend serves the
             layer, the reference does, and the reason is printed.
-        say: called with each line of the report, and with each step before it begins.
+        say: called with each line of the report, and with each step before it starts.
 
     Raises:
         DeviceError: the device is "cuda", and torch finds no GPU.
-        BackendError: the named backend cannot serve the layer.
+        BackendError: the named backend is not installed, or cannot serve the layer.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device", "cpu (torch finds no CUDA GPU here)", "cuda")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    spec = None if backend is None else REGISTRY.find(backend, "backend=").spec
+    where = torch.device(device or ("cpu" if default_arch(spec) == "cpu" else "cuda"))
     gpu = where.type == "cuda"
+    head_dims = HEAD_DIMS
+    if spec is not None and spec.head_dims is not None and HEAD_DIMS not in spec.head_dims:
+        head_dims = min(spec.head_dims)
     heads, hidden = (32, 2304) if gpu else (4, 256)
     available = len(text())
     T = min(tokens or (65536 if gpu else 4096), available)
@@ -174,35 +186,33 @@ def run(
     report(
         "KDA prefill of a real text",
         f"  text       {TEXT_MODULE}: {T} of {available} bytes, one token a byte",
-        f"  layer      hidden {hidden}, H={heads}, K=V={HEAD_DIM}, 4-tap convolution, bf16, seed 0",
+        f"  layer      hidden {hidden}, H={heads}, K={head_dims[0]}, V={head_dims[1]}, 4-tap convolution, bf16, seed 0",
         f"  step 1/4   inputs: embeddings, projections and convolutions of {T} tokens",
     )
-    x = layer_inputs(where, T, heads, hidden)
+    x = layer_inputs(where, T, heads, hidden, head_dims)
     features = frozenset(f.value for f in Feature)
-    if backend is not None:
-        spec = REGISTRY.find(backend, "backend=").spec
-        if spec is not None:
-            x, features = served_inputs(x, spec), spec.features
+    if spec is not None:
+        x, features = served_inputs(x, spec), spec.features
     splits = {Feature.INITIAL_STATE.value, Feature.FINAL_STATE.value} <= features
     compiling = ", which may compile a kernel" if gpu else ""
-    report(f"  step 2/4   prefill in one piece of {T} tokens, after a first call{compiling}")
+    report(f"  step 2/4   prefill in one call of {T} tokens, after a first call{compiling}")
     try:
-        kda_core.chunk_kda(**_piece(x, 0, 64), backend=backend)
+        kda_core.chunk_kda(**_tokens(x, 0, 64), backend=backend)
     except NoEligibleBackendError as refusal:
         report(*(f"  {line}" for line in str(refusal).splitlines()))
         backend = "reference"
 
     def prefill(start: int, end: int, state: Tensor | None) -> tuple[Tensor, Any]:
         states: dict[str, Any] = {"initial_state": state, "output_final_state": True} if splits else {}
-        return kda_core.chunk_kda(**_piece(x, start, end), **states, backend=backend)
+        return kda_core.chunk_kda(**_tokens(x, start, end), **states, backend=backend)
 
     with torch.inference_mode(), record_calls() as calls:
         prefill(0, T, None)  # not timed, because it may compile a kernel
         (o, state), seconds = _timed(lambda: prefill(0, T, None), where)
         if splits:
-            report(f"  step 3/4   prefill in two pieces, {cut} + {T - cut} tokens, the state passed on")
+            report(f"  step 3/4   prefill in two calls, {cut} + {T - cut} tokens, the state passed on")
             ((o1, _s1), (o2, s2)), seconds2 = _timed(lambda: _two(prefill, cut, T), where)
-            pieces = torch.cat([o1, o2], 1)
+            joined = torch.cat([o1, o2], 1)
         else:
             report(f"  step 3/4   skipped: {backend} does not declare initial_state and final_state")
     with torch.inference_mode():
@@ -213,26 +223,26 @@ def run(
     name = torch.cuda.get_device_name(where) if gpu else f"{torch.get_num_threads()} threads"
     report(
         f"  ran on     {', '.join(f'{b} ({d})' for b, d in ran)}, {name}, torch {torch.__version__}",
-        f"  one piece  {T} tokens in {seconds * 1e3:.1f} ms ({T / seconds:,.0f} tokens/s)",
+        f"  one call   {T} tokens in {seconds * 1e3:.1f} ms ({T / seconds:,.0f} tokens/s)",
     )
     if splits:
-        report(f"  two pieces {cut} + {T - cut} tokens in {seconds2 * 1e3:.1f} ms, the state passed on")
+        report(f"  two calls  {cut} + {T - cut} tokens in {seconds2 * 1e3:.1f} ms, the state passed on")
         checks = [
-            ("one piece against the fp64 token loop", error(o, oracle_o), error(state, oracle_s, state=True)),
+            ("one call against the fp64 token loop", error(o, oracle_o), error(state, oracle_s, state=True)),
             (
-                "two pieces against the fp64 token loop",
-                error(pieces, oracle_o),
+                "two calls against the fp64 token loop",
+                error(joined, oracle_o),
                 error(s2, oracle_s, state=True),
             ),
-            ("two pieces against one", error(pieces, o), error(s2, state, state=True)),
+            ("two calls against one", error(joined, o), error(s2, state, state=True)),
         ]
     else:
-        checks = [("one piece against the fp64 token loop", error(o, oracle_o), 0.0)]
-    report("  exactness  largest relative Frobenius error over heads        output     state")
+        checks = [("one call against the fp64 token loop", error(o, oracle_o), 0.0)]
+    report("  accuracy   largest relative Frobenius error over heads        output     state")
     report(*(f"             {label:<47} {a:9.2e} {b:9.2e}" for label, a, b in checks))
     report(f"             {'tolerance':<47} {limit_o:9.2e} {limit_s:9.2e}")
     ok = all(a <= limit_o and b <= limit_s for _, a, b in checks)
-    report("  result     exact within tolerance" if ok else "  result     OUT OF TOLERANCE")
+    report("  result     all errors are within tolerance" if ok else "  result     OUT OF TOLERANCE")
     return Report(tuple(lines), ok)
 
 
@@ -241,7 +251,7 @@ def _two(prefill: Callable[..., Any], cut: int, T: int) -> tuple[Any, Any]:
     return first, prefill(cut, T, first[1])
 
 
-def _piece(x: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+def _tokens(x: dict[str, Any], start: int, end: int) -> dict[str, Any]:
     return x | {n: x[n][:, start:end] for n in ("q", "k", "v", "g", "beta")}
 
 

@@ -78,7 +78,7 @@ def examine() -> dict[str, Any]:
 def show(report: dict[str, Any]) -> str:
     """Returns the report of `examine` as text."""
     cuda, cache = report["cuda"], report["cache"]
-    torch_cuda = f"CUDA {cuda['torch']}" if cuda["torch"] else "the CPU alone"
+    torch_cuda = f"CUDA {cuda['torch']}" if cuda["torch"] else "CPUs only"
     lines = [
         f"python      {report['python']} on {report['platform']}",
         f"ABI         {'.'.join(map(str, report['abi']))}",
@@ -158,8 +158,8 @@ def _cuda(found: _Found) -> dict[str, Any]:
     driver = nvidia_driver()
     if driver is not None and torch.version.cuda is None and _has_gpu_backend():
         found.problems.append(
-            f"this machine has an NVIDIA driver ({driver}) and a backend for GPUs, but torch is built for the CPU "
-            "alone: install a torch with CUDA"
+            f"this machine has an NVIDIA driver ({driver}) and a backend for GPUs, but torch is built for CPUs only: "
+            "install a torch with CUDA"
         )
     return {"torch": torch.version.cuda, "available": available, "driver": driver}
 
@@ -307,7 +307,7 @@ def _calls(found: _Found) -> list[dict[str, Any]]:
 
 
 def _has_backend(arch: tuple[int, int] | None) -> bool:
-    """Whether a backend is made for this architecture: an installed one, or one of this project."""
+    """Returns whether a backend is made for this architecture: an installed one, or one of this project."""
     if arch is None or arch in install.GPUS:
         return True
     specs = (c.spec for c in REGISTRY.backends() if c.status == "ok")
@@ -318,7 +318,7 @@ def _has_backend(arch: tuple[int, int] | None) -> bool:
 
 
 def _commands(found: _Found) -> list[dict[str, str]]:
-    """The subcommands of other packages. One that cannot be imported is a problem."""
+    """Returns the subcommands of other packages. One that cannot be imported is a problem."""
     return [_command(e, found) for e in extensions.find(extensions.COMMAND_GROUP).values()]
 
 
@@ -333,7 +333,7 @@ def _command(extension: extensions.Extension, found: _Found) -> dict[str, str]:
 
 
 def _diagnostics(found: _Found) -> dict[str, Mapping[str, Mapping[str, str]]]:
-    """Name of the diagnostic -> its facts."""
+    """Returns the facts of each diagnostic by name."""
     report = {}
     for extension in extensions.find(extensions.DIAGNOSTIC_GROUP).values():
         try:

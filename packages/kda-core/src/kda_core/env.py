@@ -151,9 +151,9 @@ def _unused(problem: str | None) -> str:
 
 
 def _wanted_cache_dir() -> tuple[Path | None, str | None]:
-    """The folder that the environment names (None if there is no home directory), and why it is not used (None if it is).
+    """Returns the folder that the environment names (None if there is no home directory), and why it is not used (None if it is).
 
-    The default is that of ``platformdirs`` on Linux. kda-core depends on torch alone and does not import ``platformdirs``.
+    The default is that of ``platformdirs`` on Linux. kda-core depends only on torch and does not import ``platformdirs``.
     """
     try:
         if value := KDA_CACHE_DIR.raw():

@@ -72,7 +72,7 @@ class Extension:
 
     @property
     def distribution(self) -> str:
-        """Name and version of the distribution that brings it, for messages."""
+        """The name and version of the distribution that brings it, for messages."""
         dist = self.point.dist
         return "an unknown distribution" if dist is None else f"{dist.name} {dist.version}"
 
@@ -80,8 +80,8 @@ class Extension:
         """Imports and returns the object.
 
         Args:
-            kind: whether an object is what the group requires.
-            expected: the same in words.
+            kind: returns whether an object is what the group requires.
+            expected: the requirement in words, for the message.
 
         Raises:
             ExtensionError: the import fails, or the object is something else.
@@ -98,7 +98,7 @@ class Extension:
         return found
 
     def command(self) -> Command:
-        """The subcommand behind an entry point of `COMMAND_GROUP`.
+        """Returns the subcommand of an entry point of `COMMAND_GROUP`.
 
         Raises:
             ExtensionError: it cannot be imported or is no `Command`.
@@ -106,7 +106,7 @@ class Extension:
         return self.load(lambda x: isinstance(x, Command), "a kda_core.extensions.Command")
 
     def diagnosis(self) -> Diagnosis:
-        """What the function behind an entry point of `DIAGNOSTIC_GROUP` reports.
+        """Calls the function of an entry point of `DIAGNOSTIC_GROUP` and returns its report.
 
         Raises:
             ExtensionError: it cannot be imported, raises, or returns no `Diagnosis`.
@@ -127,7 +127,7 @@ class Extension:
 
 
 def find(group: str) -> dict[str, Extension]:
-    """The extensions of a group by name, sorted. If two distributions use one name, the distribution that sorts first has
+    """Returns the extensions of a group by name, sorted. If two distributions use one name, the distribution that sorts first has
     it."""
     found: dict[str, Extension] = {}
     for extension in sorted(map(Extension, _points(group)), key=lambda e: (e.name, e.distribution)):
@@ -145,5 +145,5 @@ def _points(group: str) -> list[metadata.EntryPoint]:
 def _points_of(dist: metadata.Distribution, group: str) -> list[metadata.EntryPoint]:
     try:
         return [point for point in dist.entry_points if point.group == group]
-    except Exception:  # noqa: BLE001 - whatever is damaged; `backends` reports distributions that bring a backend
+    except Exception:  # noqa: BLE001 - damaged in any way; `backends` reports such a distribution if it brings a backend
         return []

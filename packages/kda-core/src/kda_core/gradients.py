@@ -178,8 +178,8 @@ def backend_of(served: Tensor) -> str:
 
 
 def _number(served: Tensor) -> int | None:
-    """Returns the number in a tensor of `served_by`. Returns None if a trace or a transform hides it, and if the call names its
-    backend, so that the tensor is empty."""
+    """Returns the number in a tensor of `served_by`; None if a trace or a transform hides it, or if the tensor is empty because the
+    call names its backend."""
     readable = (
         type(served) is Tensor
         and served.numel() == 1

@@ -469,6 +469,17 @@ def visible_archs() -> tuple[Any, ...]:
     return tuple(dict.fromkeys(["cpu", *(torch.cuda.get_device_capability(i) for i in range(count))]))
 
 
+def default_arch(spec: BackendSpec | None = None) -> Any:
+    """Returns the architecture of an example call: that of the current GPU. Returns "cpu" if there is no GPU, and if the backend of
+    `spec` runs on the CPU but not on this GPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    gpu = torch.cuda.get_device_capability()
+    if spec is not None and not arch_matches(spec, gpu) and arch_matches(spec, "cpu"):
+        return "cpu"
+    return gpu
+
+
 def show_archs(archs: Any) -> str:
     """Returns architectures as text: "sm_90", "sm_100, sm_103", "cpu"."""
     names = [a if isinstance(a, str) else f"sm_{a[0]}{a[1]}" for a in archs]

@@ -1,6 +1,6 @@
 """Requirements of the installed distributions of this project and of its plugins, and which of them are not met.
 
-Reads metadata alone. ``packaging`` compares versions and evaluates markers; kda-core does not require it (pip and pytest bring
+Reads only metadata. ``packaging`` compares versions and evaluates markers; kda-core does not require it (pip and pytest bring
 it along), so `unmet` raises an ImportError without it.
 """
 
@@ -88,7 +88,7 @@ def _unmet(
     found: Mapping[str, metadata.Distribution],
     versions: Mapping[str, str],
 ) -> list[str]:
-    """The unmet requirements of `d`; with an `extra`, only those of the extra."""
+    """Returns the unmet requirements of `d`; with an `extra`, only those of the extra."""
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.version import InvalidVersion
 

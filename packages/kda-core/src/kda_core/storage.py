@@ -1,8 +1,8 @@
 """Files that processes and users share: which folders and files are trusted, whole-file writes, locks.
 
 Compiled kernels are native code, so their folder needs the same trust as a folder of Python packages. A folder or file is read
-only if it belongs to this process's user or to root and nobody else may write it. Each is checked after it is opened, on the
-descriptor, and files are opened relative to their folder's descriptor. So replacing a path between check and use has no
+only if it belongs to this process's user or to root and no other user may write it. Each is checked after it is opened, on the
+descriptor, and files are opened relative to their folder's descriptor. Replacing a path between check and use therefore has no
 effect.
 """
 
@@ -34,7 +34,7 @@ if _POSIX:
     _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO must not block
 _warned: dict[object, object] = {}
 
-#: How long a use of a file is not recorded again: `Folder.read` with ``mark_used`` has the resolution of a day.
+#: Seconds after which `Folder.read` with ``mark_used`` records the use of a file again.
 _DAY_S = 86400.0
 
 
@@ -63,7 +63,7 @@ def forget_warnings() -> None:
 
 
 def _foreign(status: os.stat_result, path: object) -> str | None:
-    """Why another user may have written a file or folder, with the remedy; None if only this process's user or root can
+    """Returns why another user may have written a file or folder, with the remedy; None if only this process's user or root can
     have."""
     if status.st_uid not in (0, os.geteuid()):
         return (
@@ -107,8 +107,8 @@ class Folder:
         """Returns the content of a regular, trusted file of at most `limit` bytes.
 
         Args:
-            mark_used: set the file's access time to now, if it is older than a day and this user may. (File systems are
-                often mounted so that reading does not.)
+            mark_used: set the file's access time to now if it is older than a day and this user may set it. Many file systems
+                are mounted with options under which reading does not.
 
         Raises:
             UntrustedError: the file is not trusted, not a regular file, or larger.
@@ -138,8 +138,8 @@ class Folder:
     def write(self, name: str, content: bytes) -> None:
         """Writes a file completely or not at all: under an unpredictable name, then renamed.
 
-        Whatever the umask, only its owner may write the file, and all users who may enter the folder may read it, because
-        one folder may serve many users.
+        Under any umask, only the owner may write the file, and all users who may enter the folder may read it, because one folder
+        may serve many users.
         """
         temporary = f"{name}.{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
@@ -226,7 +226,7 @@ class Folder:
             os.close(descriptor)
 
     def _holder(self, name: str) -> str:
-        """The process id that a lock file contains, "unknown" if there is none."""
+        """Returns the process id in a lock file, "unknown" if there is none."""
         try:
             descriptor = os.open(name, os.O_RDONLY | _OPEN, dir_fd=self.descriptor)
             try:
@@ -290,7 +290,7 @@ def _making_problem(path: Path) -> str | None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its missing parents with mode 0700, whatever the umask."""
+    """Makes a folder and its missing parents with mode 0700 under any umask."""
     try:
         os.mkdir(path, 0o700)
     except FileNotFoundError:

@@ -20,9 +20,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_dispatch_modes
 
-below_autograd = (
-    torch._C._AutoDispatchBelowAutograd
-)  # a context in which the dispatcher skips autograd's kernels
+# a context in which the dispatcher skips autograd's kernels
+below_autograd = torch._C._AutoDispatchBelowAutograd
 compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
 set_forward_gradients = forward_ad._set_fwd_grad_enabled
 

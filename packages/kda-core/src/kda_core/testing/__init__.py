@@ -1,8 +1,8 @@
 """The conformance kit, which every backend must pass, and its parts.
 
-`token_oracle` computes the exact results, `specification` the arithmetic with every rounding, `error` and `tolerance` compare, and
-`make_inputs` draws inputs. `kda_core.testing.conformance` (which needs pytest) contains the tests: subclass `BackendConformance`,
-or run ``python -m kda_core conformance NAME``.
+`token_oracle` computes the exact results, `specification` the chunked results with every rounding, `error` and `tolerance` compare
+results, and `make_inputs` draws inputs. `kda_core.testing.conformance` (which needs pytest) contains the tests: subclass
+`BackendConformance`, or run ``python -m kda_core conformance NAME``.
 """
 
 from __future__ import annotations

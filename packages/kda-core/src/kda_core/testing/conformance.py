@@ -2,10 +2,12 @@
 
     pytest -p kda_core.testing.plugin --pyargs kda_core.testing.conformance --kda-backend NAME
 
-Every test calls the public API and asserts which backend ran. Results are held against the fp64 oracle with a tolerance
-derived from the data (`kda_core.testing.limits`); comparisons are counted, and a run without any fails. What a backend does
-not declare is skipped and counted as such. `kda_core.testing.declared` has the tests of what a spec declares, which a
-backend without any feature passes too; those here need features.
+Every test calls the public API and asserts which backend ran. Results are compared with the fp64 oracle, with a tolerance derived
+from the data (`kda_core.testing.limits`). Comparisons are counted, and a run without any fails. Tests of what a backend does not
+declare are skipped and counted.
+
+`kda_core.testing.declared` tests each item that a spec declares, starting from a call that needs no feature. Most tests of this
+module need several features.
 """
 
 from __future__ import annotations
@@ -58,9 +60,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 class BackendConformance(DeclaredConformance):
-    """The kit. A subclass sets `backend`; `head_dim` is K = V of all inputs but those of tests of head dimensions, if the
-    backend serves that, `device` "cpu", "cuda" or None (the GPU if the backend runs there), `quick` leaves the costly cases
-    out."""
+    """The kit. A subclass sets `backend`, and any other attribute.
+
+    Attributes:
+        backend: name of the backend.
+        device: "cpu" or "cuda"; None for "cuda" if the backend runs on a visible GPU, else "cpu".
+        head_dim: K and V of all inputs, if the backend serves that pair, except in the tests of head dimensions.
+        quick: whether to leave out costly cases.
+    """
 
     device: str | None = None
     head_dim: int = 128
@@ -72,7 +79,7 @@ class BackendConformance(DeclaredConformance):
         option = lambda name: request.config.getoption(name, None)
         name = self.backend or option("kda_backend")
         if name is None:
-            pytest.fail("no backend: set the class attribute `backend`, or give --kda-backend", pytrace=False)
+            pytest.fail("no backend: set the class attribute `backend`, or pass --kda-backend", pytrace=False)
         if (why := unusable(name)) is not None:
             pytest.fail(why, pytrace=False)
         device = option("kda_device") or self.device or _default_device(name)
@@ -105,7 +112,7 @@ class BackendConformance(DeclaredConformance):
     @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
     @pytest.mark.parametrize("bounds", BOUNDS, ids=lambda b: "-".join(map(str, b)))
     def test_packed(self, kda: Runner, bounds: tuple[int, ...], family: str) -> None:
-        """Packed sequences agree with the oracle; empty ones at every place pass their state through, bit for bit."""
+        """Packed sequences agree with the oracle. Empty ones, at any position, return their initial state bit for bit."""
         kda.full_only(bounds[-1] > 200)
         lengths = lengths_of(bounds)
         case = kda.case(family, bounds[-1], H=1, HV=2, lengths=lengths, initial_state=True)
@@ -130,7 +137,8 @@ class BackendConformance(DeclaredConformance):
         )
 
     def test_host_copy_of_bounds_of_a_pinned_call(self, kda: Runner) -> None:
-        """With `pin` a host copy changes no bit for any lengths: a backend may choose by them, but must keep the bits."""
+        """With `pin` a host copy changes no bit for any lengths. A backend may choose kernels by lengths only if the bits stay the
+        same."""
         kda.require(Feature.PIN)
         x = kda.inputs("slow", 1800, lengths=(1000, *(20,) * 40))
         host = x["cu_seqlens"].cpu()
@@ -187,7 +195,7 @@ class BackendConformance(DeclaredConformance):
         host = {} if bounds is None else {"cu_seqlens_cpu": x["cu_seqlens"].cpu()}
         kda.agrees(Case(case.inputs.replace(return_intermediate_states=True, chunk_size=size, **host)))
 
-    def test_one_key_over_and_over(self, kda: Runner) -> None:
+    def test_one_repeated_key(self, kda: Runner) -> None:
         """With identical keys, beta near 1, gates near 0 and 16k tokens, the inverse stays finite and accurate."""
         kda.full_only()
         kda.agrees(Case(one_key(16384, **kda.common)))
@@ -220,17 +228,19 @@ class BackendConformance(DeclaredConformance):
 
     @pytest.mark.parametrize("family", ("slow", "mixed", "masked"))
     def test_causality(self, kda: Runner, family: str) -> None:
-        """Pinned: outputs before t keep every bit when all inputs at and after t change, or are cut off."""
+        """Pinned: outputs before t keep every bit if all inputs from t on change or are cut off."""
         kda.require(Feature.PIN)
         T = 150
         x, y = kda.inputs(family, T, seed=1), kda.inputs(family, T, seed=2)
         o = kda(x, pin=True)[0]
         for t in (1, 15, 16, 40, 63, 64, 70, 128, 149):
             mixed = {n: torch.cat([x[n][:, :t], y[n][:, t:]], 1) for n in ("q", "k", "v", "g", "beta")}
-            assert torch.equal(kda(x | mixed, pin=True)[0][:, :t], o[:, :t]), f"tokens from {t} on leak back"
+            assert torch.equal(kda(x | mixed, pin=True)[0][:, :t], o[:, :t]), (
+                f"outputs before token {t} depend on inputs from {t} on"
+            )
             cut = {n: x[n][:, :t].contiguous() for n in mixed}
             assert torch.equal(kda(x | cut, pin=True)[0], o[:, :t]), (
-                f"tokens after {t}, once appended, leak back"
+                f"outputs before token {t} depend on whether more tokens follow"
             )
 
     def test_batch_invariance(self, kda: Runner) -> None:
@@ -378,7 +388,8 @@ class BackendConformance(DeclaredConformance):
 
     @pytest.mark.parametrize("graph", (False, True))
     def test_wrong_device_bounds_touch_nothing_foreign(self, kda: Runner, graph: bool) -> None:
-        """With device offsets outside of [0, T], that begin above 0 or decrease, the call ends, and guards keep their bits."""
+        """If device offsets lie outside of [0, T], start above 0 or decrease, the call terminates and writes no memory around its
+        outputs."""
         kda.needs_gpu("bounds in host memory are checked instead")
         kda.require(Feature.VARLEN, Feature.FINAL_STATE, *([Feature.GRAPH] if graph else []))
         beyond, late = ((0, 70, 10**9), (-(10**9), 40, 130)), ((70, 130), (65, 100, 100))
@@ -444,7 +455,7 @@ class BackendConformance(DeclaredConformance):
 
     @pytest.mark.parametrize("packed", (False, True), ids=("fixed", "packed"))
     def test_graph_capture(self, kda: Runner, packed: bool) -> None:
-        """A replay of a captured call returns the bits of the new inputs and offsets."""
+        """A replay of a captured call returns the results of the new inputs and offsets, bit for bit."""
         kda.needs_gpu("CUDA graphs")
         kda.require(Feature.GRAPH)
         lengths = lengths_of(PACKED) if packed else None
@@ -609,7 +620,7 @@ def _default_device(backend: str) -> str:
 
 @contextmanager
 def _no_synchronisation() -> Iterator[None]:
-    """Within the block, a synchronising CUDA call is an error."""
+    """Within the block, a CUDA call that synchronises is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls the mode a prototype, each time it is set
         torch.cuda.set_sync_debug_mode("error")
@@ -630,7 +641,7 @@ def _served_lengths(kda: Runner, bounds: tuple[int, ...] | None) -> tuple[int, .
 def _guarded(
     shape: tuple[int, ...], dtype: torch.dtype, device: str, guard: int = 4096
 ) -> tuple[Tensor, Any]:
-    """Returns a tensor between elements of 7, and a function that returns those."""
+    """Returns a tensor between `guard` elements of 7 on each side, and a function that returns these elements."""
     size = 1
     for n in shape:
         size *= n
@@ -639,7 +650,7 @@ def _guarded(
 
 
 def _amid(x: Tensor, guard: int = 4096) -> Tensor:
-    """Returns a copy of x between NaNs, or between large numbers if x has integers."""
+    """Returns a copy of x between `guard` NaNs on each side, or between large numbers if x has integers."""
     fill = float("nan") if x.is_floating_point() else 2**30
     whole = torch.full((x.numel() + 2 * guard,), fill, dtype=x.dtype, device=x.device)
     return whole[guard : guard + x.numel()].view(x.shape).copy_(x)

@@ -1,5 +1,7 @@
-"""The conformance tests of what a spec declares: a base case that needs no feature, then one change at a time, each compared with
-the fp64 oracle: every declared feature, dtype and pair of head dimensions, heads, lengths, another device.
+"""The conformance tests of what a spec declares.
+
+A base case needs no feature. Each other case changes one thing: a declared feature, dtype or pair of head dimensions, the number of
+heads, the length, the device. All are compared with the fp64 oracle.
 """
 
 from __future__ import annotations
@@ -149,11 +151,13 @@ def needing(kda: Runner, feature: Feature, dtype: torch.dtype | None = None) -> 
         return plain(H=1, HV=3)
     if feature is Feature.INITIAL_STATE:
         return plain(initial_state=True)
-    if feature is Feature.STATE_V_FIRST:  # only states that the backend serves show a layout
+    if (
+        feature is Feature.STATE_V_FIRST
+    ):  # the layout matters only for states, so the call has one that the backend serves
         initial = Feature.INITIAL_STATE.value in declared
         final = Feature.FINAL_STATE.value in declared or not initial
         return plain(initial_state=initial, state_v_first=True).replace(output_final_state=final)
-    if feature is Feature.RECURRENT:  # this entry has no promise of bounded gates
+    if feature is Feature.RECURRENT:  # `fused_recurrent_kda` has no argument safe_gate
         bounded = Feature.UNBOUNDED_GATE.value not in declared and Feature.GATE_IN_KERNEL.value in declared
         return plain().replace(safe_gate=None, **(taken("slow", *in_kernel) if bounded else {}))
     changes: dict[Feature, dict[str, Any]] = {

@@ -121,7 +121,7 @@ def token_oracle(
             final.append(S[live:])
             S = S[:live]
         if return_intermediate_states and t % chunk_size == 0:
-            saved.update({(order[lane], t): S[lane] for lane in range(live)})
+            saved.update({(order[i], t): S[i] for i in range(live)})
         at = first[:live] + t
         q_t, k_t = q[at][:, head].unsqueeze(-2), k[at][:, head].unsqueeze(-2)  # [live, HV, 1, K]
         S = S * decay[at].unsqueeze(-1)

@@ -97,11 +97,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 @dataclass
 class _Results:
-    """The results of the tests of one (backend, device, execution)."""
+    """The results of the tests of one (backend, device, execution).
 
-    outcomes: list[tuple[str, str]] = field(default_factory=list)  # (outcome, reason of a skip)
-    compared: int = 0  # outputs compared with the oracle
-    whole: bool = False  # the base case was among the tests
+    Attributes:
+        outcomes: (outcome, reason of a skip) of each test.
+        compared: number of outputs compared with the oracle.
+        has_base: whether the base case was among the tests.
+    """
+
+    outcomes: list[tuple[str, str]] = field(default_factory=list)
+    compared: int = 0
+    has_base: bool = False
 
 
 def _results(config: pytest.Config) -> dict[tuple[str, str, str], _Results]:
@@ -116,29 +122,30 @@ def _results(config: pytest.Config) -> dict[tuple[str, str, str], _Results]:
                 results = found.setdefault(tuple(tested), _Results())
                 results.outcomes.append((outcome, reason.removeprefix("Skipped: ")))
                 results.compared += sum(key == COMPARED for key, _ in properties)
-                results.whole |= report.nodeid.rpartition("::")[2].startswith(BASE)
+                results.has_base |= report.nodeid.rpartition("::")[2].startswith(BASE)
     return found
 
 
-def _narrowed(config: pytest.Config) -> bool:
+def _is_narrowed(config: pytest.Config) -> bool:
     """Returns whether the command line selects tests."""
     chosen = (config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf"))
     return any(chosen) or any("::" in arg for arg in config.args)
 
 
 def _proves_nothing(results: _Results, config: pytest.Config) -> bool:
-    """Returns whether a run that includes the base case, or selects no tests, compared nothing."""
-    return not results.compared and (results.whole or not _narrowed(config))
+    """Returns whether the run compared nothing, although the base case ran or the command line selects no subset of the tests."""
+    return not results.compared and (results.has_base or not _is_narrowed(config))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a run that proves nothing."""
     empty = (_proves_nothing(results, session.config) for results in _results(session.config).values())
     if session.exitstatus == pytest.ExitCode.OK and any(empty):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """One paragraph for each (backend, device) that the session tested; tests that are not the kit's do not count."""
+    """Prints one paragraph for each (backend, device) that the session tested. Only tests of the kit count."""
     found = _results(config)
     if found:
         terminalreporter.section("KDA conformance")
@@ -152,7 +159,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _summary(name: str, device: str, how: str, results: _Results) -> list[str]:
-    """The paragraph: who was tested where, what ran, what was compared, and why the rest did not run."""
+    """Returns the paragraph: the backend and its device, how many tests ran, how many outputs were compared, and why other tests did
+    not run."""
     info = next(i for i in kda_core.backends() if i.name == name)
     counts = Counter(outcome for outcome, _ in results.outcomes)
     where = torch.cuda.get_device_name() if device == "cuda" else device

@@ -212,7 +212,7 @@ class Runner:
         return result
 
     def direct(self, arguments: dict[str, Any], **more: Any) -> tuple[Any, ...]:
-        """``chunk_kda`` without the checks around it, for graphs, threads and traces."""
+        """``chunk_kda`` on this backend without the assertions of `__call__`, for graphs, threads and traces."""
         return kda_core.chunk_kda(**(arguments | more), backend=self.backend, context_parallel="off")
 
     def recurrent(self, arguments: dict[str, Any], **more: Any) -> tuple[Tensor, Tensor | None]:
@@ -261,7 +261,7 @@ class Runner:
         return (o, state, *h)
 
     def agrees(self, case: Case) -> tuple[Any, ...]:
-        """`compare` with final states."""
+        """`compare` of a call that returns final states."""
         return self.compare(case, output_final_state=True)
 
     def gradients_agree(self, inputs: Inputs, **more: Any) -> None:

@@ -1,7 +1,7 @@
 """The rounding-exact specification of a chunked KDA prefill, from which tolerances are derived. Plain torch, any device.
 
-`prepare_chunk` (K1) is the intra-chunk stage for chunks of C tokens, `run_chunk` (K2) one step of the chain. Tests compare kernels with
-the intermediate values of both::
+`chunk_record` (K1) is the intra-chunk stage for chunks of C tokens, `chain_step` (K2) one step of the chain. Tests compare kernels
+with the intermediate values of both::
 
     G = inclusive cumsum of g, a = e^{G_end}, Kd = k e^G, Qd = scale q e^G, Kg = beta k e^{G_end - G}
     L_ij = k_i . (e^{G_i-G_j} beta_j k_j) (j < i),  Aqk_ij = scale q_i . (e^{G_i-G_j} beta_j k_j) (j <= i)
@@ -32,23 +32,24 @@ from kda_core.testing.oracle import sequence_bounds
 F32 = torch.float32
 LOG2E = 1.4426950408889634
 BLOCK = 16  # rows of a diagonal block
-G_FLOOR = (
-    -104.0
-)  # e^-104 rounds to 0 in fp32, so clamping changes no result and keeps -1000 out of the cumsum
-VOTE_LIMIT = (
-    60.0  # two-sided factors serve column j while max over channels of G_first - G_j stays below this
-)
+G_FLOOR = -104.0
+"""Lower bound of g. e^-104 rounds to 0 in fp32, so the clamp changes no result and keeps -1000 out of the cumsum."""
+VOTE_LIMIT = 60.0
+"""Column j uses two-sided factors if the maximum of G_first - G_j over channels is below this."""
 CHUNKS = (16, 32, 64)  # values of C
-SLAB_BYTES = 128 << 20  # bound for the largest temporary, the pairwise decays of columns that lost the vote
+SLAB_BYTES = 128 << 20
+"""Upper bound of the largest temporary in bytes: the pairwise decays of columns that lost the vote."""
 
 
 # ---- rounding points
 
 
 def flush(x: Tensor) -> Tensor:
-    """Flushes fp32 subnormals to zero, any shape, as kernels may. Only a row factor is ever scaled up again: by less than 2^87 with
-    a vote, so that a product loses less than 2^-39; by e^75 at the bound of -5, so that a row loses elements of k and
-    scale*q below 2^-18."""
+    """Flushes fp32 subnormals to zero, any shape, as kernels may.
+
+    Only row factors are scaled up again afterwards. With a vote the factor is below 2^87, so a product loses less than 2^-39. At
+    the bound of -5 the factor is e^75, so a row loses elements of k and scale*q below 2^-18.
+    """
     return torch.where(x.abs() < torch.finfo(F32).tiny, torch.zeros_like(x), x)
 
 
@@ -94,12 +95,18 @@ def cumsum(g: Tensor) -> Tensor:
     return torch.stack(rows, -2)
 
 
-# ---- K1: preparation
+# ---- K1: the intra-chunk stage
 
 
-class Prepared(NamedTuple):
-    """The records of chunks [..., HV] that K1 writes and K2 reads: Kd, Qd, Kg [..., C, K], v [..., C, V] unchanged, T, Aqk [..., C, C], all
-    bf16 values; a [..., K] fp32."""
+class ChunkRecord(NamedTuple):
+    """The records of chunks of every head, which K1 writes and K2 reads.
+
+    Attributes:
+        Kd, Qd, Kg: [..., HV, C, K], bf16 values.
+        v: [..., HV, C, V], the values of the call unchanged (bf16).
+        T, Aqk: [..., HV, C, C], bf16 values.
+        a: [..., HV, K], fp32.
+    """
 
     Kd: Tensor
     Qd: Tensor
@@ -158,9 +165,12 @@ def pairs(x: Tensor, k: Tensor, G: Tensor) -> Tensor:
 
 
 def invert(L: Tensor) -> Tensor:
-    """(I + L)^-1 of strictly lower fp32 L [..., C, C]: forward substitution on the 16x16 diagonal blocks, then merges of
-    neighbours, X_21 = -X_22 (L_21 X_11), twice as large each time; fp32 throughout (3 bf16 or TF32 products serve
-    too)."""
+    """Returns (I + L)^-1 of a strictly lower triangular fp32 L [..., C, C].
+
+    Forward substitution inverts the 16x16 diagonal blocks. The inverse is then assembled from pairs of neighbours,
+    X_21 = -X_22 (L_21 X_11), whose size doubles each time. All in fp32; a kernel may use three bf16 or TF32 products for each of
+    these products.
+    """
     C = L.shape[-1]
     X = torch.eye(C, dtype=F32, device=L.device).expand(L.shape).clone()
     for s in range(0, C, BLOCK):
@@ -175,37 +185,40 @@ def invert(L: Tensor) -> Tensor:
     return X
 
 
-def prepare_chunk(
+def chunk_record(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, bounded: bool
-) -> Prepared:
-    """K1 for chunks of every head: q, k, g [..., HV, C, K], v [..., HV, C, V], beta [..., HV, C], as `activate` returns
-    them; rows beyond the sequence are zero in all five. C is 16, 32 or 64.
+) -> ChunkRecord:
+    """Computes K1 for chunks of every head.
 
-    Every block of 16 rows is anchored on its first row, A = G[first]: never on a later one, for then later gates would
-    round earlier outputs differently. Two exps an element, row 2^{G_i-A} <= 1 and column 2^{A-G_j} >= 1, make all
-    operands; columns then hop from anchor to anchor to the end of the chunk by per-channel multipliers, so that below
-    the diagonal blocks every exponent, block by block, is <= 0.
+    The anchor of a block of 16 rows is its first row, A = G[first]. With a later row as the anchor, later gates would change the
+    rounding of earlier outputs. Each element needs two exps, the row factor 2^{G_i-A} <= 1 and the column factor 2^{A-G_j} >= 1.
+    Multipliers for each channel then carry the columns of a block from anchor to anchor to the end of the chunk, so every exponent
+    below the diagonal blocks is <= 0.
+
+    Args:
+        q, k, g: [..., HV, C, K]. v: [..., HV, C, V]. beta: [..., HV, C]. All as `activate` returns them, with zero rows beyond the
+            end of the sequence. C is 16, 32 or 64.
+        bounded: whether every gate is at least -5, so no column needs a vote.
     """
     C, G = q.shape[-2], cumsum(g)
     blocks = [slice(s, s + BLOCK) for s in range(0, C, BLOCK)]
-    anchors = [G[..., s.start, :].unsqueeze(-2) for s in blocks] + [
-        G[..., -1:, :]
-    ]  # the end of the chunk comes last
+    anchors = [G[..., s.start, :].unsqueeze(-2) for s in blocks]
+    anchors.append(G[..., -1:, :])  # the end of the chunk
     L = q.new_zeros(*q.shape[:-1], C)
     Aqk, Kd, Qd = torch.zeros_like(L), torch.zeros_like(q), torch.zeros_like(q)
     columns: list[
         Tensor
-    ] = []  # fp32 beta_j k_j 2^{A - G_j} of earlier blocks, A the anchor of the block at hand
+    ] = []  # fp32 beta_j k_j 2^{A - G_j} of earlier blocks, A the anchor of the current block
 
     for b, s in enumerate(blocks):
         A, A_next, Gb, kb, qb = anchors[b], anchors[b + 1], G[..., s, :], k[..., s, :], q[..., s, :] * scale
-        reach = (A - Gb).amax(-1, keepdim=True)  # [..., HV, 16, 1]; column j looks at its own past alone
+        reach = (A - Gb).amax(-1, keepdim=True)  # [..., HV, 16, 1]; for column j from rows up to j only
         vote = torch.full_like(reach, True, dtype=torch.bool) if bounded else reach < VOTE_LIMIT * LOG2E
         k_row, q_row = kb * ex2(Gb - A), qb * ex2(Gb - A)
         k_col = torch.where(vote, kb * ex2(torch.where(vote, A - Gb, 0.0)), 0.0)
         Kd[..., s, :], Qd[..., s, :] = k_row * ex2(A), q_row * ex2(A)
         L[..., s, s], Aqk[..., s, s] = mma(k_row, k_col.mT), mma(q_row, k_col.mT)
-        if not vote.all():  # columns that lost the vote: exact pairs, no factor above 1
+        if not vote.all():  # columns that lost the vote use exact pairs, without a factor above 1
             L[..., s, s] = torch.where(vote.mT, L[..., s, s], pairs(kb, kb, Gb))
             Aqk[..., s, s] = torch.where(vote.mT, Aqk[..., s, s], pairs(qb, kb, Gb))
         L[..., s, s] *= beta[..., s].unsqueeze(-2)
@@ -214,27 +227,34 @@ def prepare_chunk(
             L[..., s, c], Aqk[..., s, c] = mma(k_row, col.mT), mma(q_row, col.mT)
         hop = ex2(A_next - A)
         arrived = k_col * hop
-        if not bounded:  # a steep block's columns start from a fresh exp; later rows and K2 alone read them
+        if not bounded:  # columns of a steep block start from a new exp; only later rows and K2 read them
             steep = (A - A_next).amax(-1, keepdim=True) >= VOTE_LIMIT * LOG2E
             arrived = torch.where(steep, kb * ex2(A_next - Gb), arrived)
         columns = [col * hop for col in columns] + [arrived * beta[..., s].unsqueeze(-1)]
 
-    # beta near 2 with one key over and over: |1 - beta|k|^2| is about 1, nothing damps the roundings of T, Kd and S, and
-    # they can grow exponentially from chunk to chunk, at every C. bf16 operands do not serve that input.
+    # If beta is near 2 and one key repeats, |1 - beta|k|^2| is about 1. Nothing then damps the rounding errors of T, Kd and S,
+    # which can grow exponentially from chunk to chunk for every C: bf16 operands are not accurate enough for such inputs.
     T = bf16(invert(torch.tril(L, -1)))
     a = ex2(anchors[-1]).squeeze(-2)
-    return Prepared(bf16(Kd), bf16(Qd), bf16(torch.cat(columns, -2)), v, T, bf16(torch.tril(Aqk)), a)
+    return ChunkRecord(bf16(Kd), bf16(Qd), bf16(torch.cat(columns, -2)), v, T, bf16(torch.tril(Aqk)), a)
 
 
 # ---- K2: the chain
 
 
-def run_chunk(S: Tensor, p: Prepared) -> tuple[Tensor, Tensor]:
-    """Computes one step of the chain: S [..., HV, K, V] fp32 -> o [..., HV, C, V] bf16 and the next S. S, v - Kd S and R are
-    rounded only as MMA operands; S itself stays fp32, and O's two products share one accumulator."""
-    R = mma(p.T, p.v - mma(p.Kd, S))
-    o = mma(p.Qd, S) + mma(p.Aqk, R)
-    return bf16(o), p.a.unsqueeze(-1) * S + mma(p.Kg.mT, R)
+def chain_step(S: Tensor, x: ChunkRecord) -> tuple[Tensor, Tensor]:
+    """Computes one step of the chain. S, v - Kd S and R are rounded only as MMA operands; S itself stays fp32. The two products of o
+    share one accumulator.
+
+    Args:
+        S: [..., HV, K, V], fp32.
+
+    Returns:
+        o [..., HV, C, V] (bf16 values), and the next S.
+    """
+    R = mma(x.T, x.v - mma(x.Kd, S))
+    o = mma(x.Qd, S) + mma(x.Aqk, R)
+    return bf16(o), x.a.unsqueeze(-1) * S + mma(x.Kg.mT, R)
 
 
 def forward(
@@ -273,15 +293,15 @@ def forward(
     q, k, v, g, beta, bounded = activate(q, k, v, g, beta, **gates)
     flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
 
-    # Chunk c of every sequence that has one, the longest sequences first: step c of the chain.
+    # Step c of the chain: the sequences that have a chunk c, longest first.
     counts = [-(-(end - first) // C) for first, end in bounds]
     order = sorted(range(len(bounds)), key=lambda n: -counts[n])
     steps = [[n for n in order if counts[n] > c] for c in range(max(counts, default=0))]
     first = torch.tensor([s for s, _ in bounds], device=q.device)
     end = torch.tensor([e for _, e in bounds], device=q.device)
 
-    def prepare(group: range) -> Prepared:
-        """Chunks of these steps, step by step: Prepared [chunks, HV, ...]."""
+    def records_of(group: range) -> ChunkRecord:
+        """Returns the records [chunks, HV, ...] of the chunks of these steps, one step after the other."""
         n = torch.tensor([n for c in group for n in steps[c]], device=q.device)
         c = torch.tensor([c for c in group for _ in steps[c]], device=q.device)
         at = (first[n] + c * C).unsqueeze(1) + torch.arange(C, device=q.device)
@@ -290,7 +310,7 @@ def forward(
         rows = [
             torch.where(keep.view(*keep.shape, *[1] * (x.dim() - 2)), x, 0.0).transpose(1, 2) for x in rows
         ]
-        return prepare_chunk(rows[0], rows[1], rows[2], rows[3], rows[4], scale, bounded)
+        return chunk_record(rows[0], rows[1], rows[2], rows[3], rows[4], scale, bounded)
 
     S = torch.zeros(len(bounds), HV, K, V, device=q.device)
     if initial_state is not None:
@@ -298,17 +318,17 @@ def forward(
     o = torch.zeros(B * T, HV, V, device=q.device)
     saved: dict[tuple[int, int], Tensor] = {}
     for group in _groups(steps, max(1, SLAB_BYTES // (4 * HV * BLOCK * BLOCK * K))):
-        prepared, at = prepare(group), 0
+        records, at = records_of(group), 0
         for c in group:
             live = len(steps[c])
             if return_intermediate_states and c * C % chunk_size == 0:
-                saved.update({(n, c * C): S[lane] for lane, n in enumerate(steps[c])})
-            rows, moved = run_chunk(S[:live], Prepared(*(x[at : at + live] for x in prepared)))
+                saved.update({(n, c * C): S[i] for i, n in enumerate(steps[c])})
+            rows, moved = chain_step(S[:live], ChunkRecord(*(x[at : at + live] for x in records)))
             S = torch.cat([moved, S[live:]])
-            for lane, n in enumerate(steps[c]):
+            for i, n in enumerate(steps[c]):
                 s = bounds[n][0] + c * C
                 size = min(C, bounds[n][1] - s)
-                o[s : s + size] = rows[lane, :, :size].transpose(0, 1)
+                o[s : s + size] = rows[i, :, :size].transpose(0, 1)
             at += live
     states = S[torch.tensor(order, device=q.device).argsort()]
     layout = (lambda x: x.mT.contiguous()) if state_v_first else (lambda x: x)
@@ -320,7 +340,7 @@ def forward(
 
 
 def _groups(steps: list[list[int]], limit: int) -> list[range]:
-    """Consecutive steps, as many a group as have at most `limit` chunks together, at least one."""
+    """Returns groups of consecutive steps. A group has at most `limit` chunks, unless a single step has more."""
     ends = list(accumulate(len(s) for s in steps))
     groups, start = [], 0
     while start < len(steps):
