@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from helpers.emulator import cases
+from helpers.emulator.cases import clusters
+from helpers.emulator.cases.clusters import MEET
 from helpers.emulator.ptx import run
 
 from ptx_emulator import ExecutionError
@@ -27,7 +28,6 @@ def test_where_a_cta_is():
             assert out[y, x].tolist() == [x % 3, y % 2, 3, x // 3, y // 2, 2, y % 2 * 3 + x % 3, 6]
 
 
-MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 NEXT = """
     mov.b32 %r1, shared_bytes; mov.u32 %r2, %cluster_ctarank; mad.lo.s32 %r3, %r0, 4, %r1; add.s32 %r4, %r2, 1;
     and.b32 %r4, %r4, 3; mapa.shared::cluster.u32 %r5, %r3, %r4; mad.lo.s32 %r6, %r2, 100, %r0;
@@ -49,8 +49,8 @@ def test_shared_memory_of_the_next(body, step):
             run(body.replace(f"<{MEET}>", ""), out, grid=4, cluster=(4,), shared=128, seed=seed)
 
 
-#: What each body of `cases.REMOTE` leaves in the shared memory of a rank: whose number, and what is added to it.
-LEFT = {name: (-1, 0) for name in cases.REMOTE} | {
+#: What each body of `clusters.REMOTE` leaves in the shared memory of a rank: whose number, and what is added to it.
+LEFT = {name: (-1, 0) for name in clusters.REMOTE} | {
     "ld.shared::cluster": (1, 0), "atom.shared::cluster": (0, 7), "red.async": (-1, 5),
 }  # fmt: skip
 
@@ -59,21 +59,21 @@ LEFT = {name: (-1, 0) for name in cases.REMOTE} | {
 def test_between_ctas(name):
     step, more = LEFT[name]
     want = (np.arange(4)[:, None] + step) % 4 * 100 + np.arange(32) + more
-    assert np.array_equal(cases.remote(cases.REMOTE[name])["seen"].numpy(), want)
+    assert np.array_equal(clusters.remote(clusters.REMOTE[name])["seen"].numpy(), want)
 
 
 @pytest.mark.parametrize("name", ("st.async", "red.async", "cp.async.bulk.shared::cluster.shared::cta"))
 def test_what_arrives_later_is_waited_for(name):
-    body = cases.REMOTE[name]
+    body = clusters.REMOTE[name]
     for broken, wrong in (
-        (body.replace(cases.ARRIVED, cases.MEET), "a race|nothing has written|not modelled"),
+        (body.replace(clusters.ARRIVED, MEET), "a race|nothing has written|not modelled"),
         (body.replace("[%r8]", "[%r7]"), "not in the CTA whose shared memory"),
     ):
         assert broken != body
         if name == "red.async" and "[%r7]" not in broken:
             continue  # it changes what has been written before: that it has not come yet is not seen
         with pytest.raises(ExecutionError, match=wrong):
-            cases.remote(broken)
+            clusters.remote(broken)
 
 
 def test_a_bulk_copy_to_several_ctas():
@@ -123,7 +123,7 @@ def test_an_mbarrier_of_another_cta():
 def test_one_copy_to_several():
     x = torch.arange(32, dtype=torch.int32)
     for seed in range(4):
-        seen = cases.multicast(seed)["seen"]
+        seen = clusters.multicast(seed)["seen"]
         assert torch.equal(seen, torch.stack([x, torch.zeros_like(x), x]))
 
 

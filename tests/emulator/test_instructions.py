@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from helpers.emulator import cases
+from helpers.emulator.cases import addresses, atomics, inputs
 from helpers.emulator.ptx import lanewise, run
 
 import ptx_emulator
@@ -331,7 +331,7 @@ def test_divergence_reconverges():
 
 def test_generic_addresses():
     """Even lanes in shared memory, odd ones in global memory: each adds 100, and says where it is."""
-    found = cases.generic()
+    found = addresses.generic()
     lane = np.arange(32)
     value = np.where(lane % 2 == 0, lane + 100 + 1000, 500 + lane + 100 + 2000)
     assert np.array_equal(found["seen"].numpy(), np.where(lane % 2 == 0, lane + 100, lane) * 10000 + value)
@@ -354,7 +354,7 @@ def test_local_memory():
     index = lane & 15
     third = np.where(index == 3, index, stored[3])
     want = stored[index, lane] + 100 * index + 10000 * third
-    assert np.array_equal(cases.local()["seen"].numpy(), want)
+    assert np.array_equal(addresses.local()["seen"].numpy(), want)
     declared = ".local .align 16 .b8 stack[64]; mov.b64 %q5, stack;"
     for body, wrong in (
         ("st.local.b32 [%q5+64], %r0;", "local memory out of bounds: there are 64 bytes"),
@@ -389,7 +389,7 @@ RED = {
 @pytest.mark.parametrize("operation", RED)
 def test_red(operation):
     dtype = {"f32": np.float32, "s32": np.int32}.get(operation[-3:], np.uint32)
-    given, there = cases.words(2)[0][40:72], cases.words(2)[1][40:48]
+    given, there = inputs.words(2)[0][40:72], inputs.words(2)[1][40:48]
     if dtype is np.float32:
         given, there = np.arange(1, 33, dtype=dtype), np.zeros(8, dtype)
     for space, start in (("shared", np.zeros(8, dtype)), ("global", there.view(dtype))):
@@ -397,20 +397,20 @@ def test_red(operation):
         with np.errstate(over="ignore"):
             for value in given.view(dtype).reshape(4, 8):
                 want = RED[operation](want, value)
-        found = cases.reduction(space, operation)[space].numpy().view(dtype)
+        found = atomics.reduction(space, operation)[space].numpy().view(dtype)
         assert np.array_equal(found[:8], want)
 
 
 @pytest.mark.parametrize("space", ("global", "shared"))
 def test_atomics_of_16_bits(space):
-    for kind, dtype in cases.HALVES_OF.items():
-        x, y = (torch.from_numpy(v[:192].copy()).to(dtype) for v in cases.floats(2))
-        found = cases.added(space, kind)
+    for kind, dtype in atomics.HALVES_OF.items():
+        x, y = (torch.from_numpy(v[:192].copy()).to(dtype) for v in inputs.floats(2))
+        found = atomics.added(space, kind)
         assert torch.equal(found["before"], x.view(torch.int16))
         assert torch.equal(torch.nan_to_num(found["now"].view(dtype)), torch.nan_to_num(x + y))
-    x, y = (torch.from_numpy(v[:128].astype(np.uint16).view(np.int16)) for v in cases.words(2))
+    x, y = (torch.from_numpy(v[:128].astype(np.uint16).view(np.int16)) for v in inputs.words(2))
     assert torch.equal(
-        cases.atomic(space, "cas", "b16", x, y)["now"], x
+        atomics.atomic(space, "cas", "b16", x, y)["now"], x
     )  # compared with what comes, set to what is there
 
 

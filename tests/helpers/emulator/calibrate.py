@@ -1,4 +1,4 @@
-"""Calibration: outputs of `cases.py` on a GPU become fixtures, with which the emulator's are compared.
+"""Calibration: outputs of `cases` on a GPU become fixtures, with which the emulator's are compared.
 
     PYTHONPATH=tests python -m helpers.emulator.calibrate record            on a machine with the GPU: a file a group of cases
     PYTHONPATH=tests python -m helpers.emulator.calibrate report --write    on any: what the emulator gives beside them, as a page of docs
@@ -371,7 +371,7 @@ def machines(folder: Path = FIXTURES) -> str:
 
 PAGE = """# The emulator beside a GPU
 
-What an H200 gave for the cases of `tests/helpers/emulator/cases.py`, and what the emulator gives. Where arithmetic is defined exactly the
+What an H200 gave for the cases of `tests/helpers/emulator/cases`, and what the emulator gives. Where arithmetic is defined exactly the
 bits are equal, and so they are of products of matrices. The approximate instructions may differ by the ulps, or the absolute
 difference, of the last column; whole kernels, which they enter, by a norm: that of the difference, relative to that of the whole.
 "Of other inputs": this machine's logarithms or exponentials differ from the recording one's in a last bit.
