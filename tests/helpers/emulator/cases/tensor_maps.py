@@ -68,13 +68,13 @@ def loaded_box(
     count = int(np.prod(shape[:-1])) * -(-shape[-1] // per) * per
     x = torch.arange(1, 1 + count).to(BOX_OF[kind]).view(*shape[:-1], -1)[..., : shape[-1]]
     taken = int(np.prod(box)) * size
-    room = taken // (box[0] * size) * (16 << swizzle) if swizzle else taken
-    out = torch.zeros(room // 4, dtype=torch.float32)
+    held = taken // (box[0] * size) * (16 << swizzle) if swizzle else taken
+    out = torch.zeros(held // 4, dtype=torch.float32)
     whole = torch.tensor([], dtype=BOX_OF[kind]).set_(x.untyped_storage())
     at = ", ".join(map(str, corner))
-    text = filled(START + WAIT + OUT, bytes=taken, rank=len(box), corner=at, count=room // 4)
-    if room > taken:
-        text = filled(BLANKED, words=room // 4) + text
+    text = filled(START + WAIT + OUT, bytes=taken, rank=len(box), corner=at, count=held // 4)
+    if held > taken:
+        text = filled(BLANKED, words=held // 4) + text
     run(text, tensor_map(x, box, swizzle, fill, kind), whole, out, shared=16400)
     return {"box": out}
 

@@ -38,8 +38,8 @@ def multiplied(
         stride = 8 * width
         leading = -(-stride * (depth // 8) // 1024) * 1024 if mn_major else 2048
     at = 0 if depth == k else (2 * leading if width == 16 else 2 * stride if mn_major else 32)
-    room = 64 * 1024
-    whole_b = wgmma.image(b, mode, mn_major, leading, stride, room)
+    size_b = 64 * 1024
+    whole_b = wgmma.image(b, mode, mn_major, leading, stride, size_b)
     db = wgmma.descriptor(at, mode, leading, stride)
     count = n // (2 if d == "f32" else 4)
     out = torch.zeros(128, count, dtype=torch.int32)
@@ -47,7 +47,7 @@ def multiplied(
         # A is 64 x 64 with rows of 128 bytes and lies behind B. Rows of tf32 have 32 elements.
         tile = matrix(64, 128 // size, dtype, whole, "tile")
         images = torch.cat([whole_b, wgmma.image(tile, 1, a_mn_major, 1024, 1024, 16384)])
-        da = wgmma.descriptor(room + (2048 if a_mn_major else 32), 1, 1024, 1024)
+        da = wgmma.descriptor(size_b + (2048 if a_mn_major else 32), 1, 1024, 1024)
         source, first = "%q47", f"{wgmma.ORIGIN} add.s64 %q47, %q45, {da};"
     else:
         images, source, first = whole_b, "{%r10, %r11, %r12, %r13}", wgmma.A_REGISTERS + wgmma.ORIGIN
