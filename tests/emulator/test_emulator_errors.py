@@ -1,4 +1,4 @@
-"""The emulator's exceptions survive pickling and copying. pytest-xdist needs that to report them."""
+"""The emulator's exceptions survive pickling and copying. A test run over several processes needs that."""
 
 import copy
 import pickle

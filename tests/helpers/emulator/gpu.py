@@ -147,7 +147,7 @@ class _Memory:
             _call("cuMemcpyHtoD_v2", c_uint64(self.translated(here)), byref(there), c_size_t(8))
 
     def translated(self, address: int) -> int:
-        """The GPU address of an element's address; other numbers are returned unchanged."""
+        """The address in the GPU copy, if a number is an address within a tensor; other numbers are returned unchanged."""
         for start, (place, size) in self.places.items():
             if start <= address < start + size:
                 return address - start + place
