@@ -1,9 +1,10 @@
-"""Clusters: who is where, shared memory of others, their mbarriers, the barrier of a cluster, multicast."""
+"""Clusters: special registers, shared memory and mbarriers of other CTAs, the cluster barrier, multicast."""
 
 import numpy as np
 import pytest
 import torch
-from helpers.emulator import cases
+from helpers.emulator.cases import clusters
+from helpers.emulator.cases.clusters import MEET
 from helpers.emulator.ptx import run
 
 from ptx_emulator import ExecutionError
@@ -14,7 +15,7 @@ SPECIALS = (
 )  # fmt: skip
 
 
-def test_where_a_cta_is():
+def test_special_registers_of_a_cluster():
     out = torch.zeros(4, 6, len(SPECIALS), dtype=torch.int32)
     body = "mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ctaid.y; mad.lo.s32 %r3, %r2, 6, %r1;"
     body += f"mul.wide.s32 %q8, %r3, {4 * len(SPECIALS)}; add.s64 %q8, %q0, %q8;"
@@ -27,7 +28,8 @@ def test_where_a_cta_is():
             assert out[y, x].tolist() == [x % 3, y % 2, 3, x // 3, y // 2, 2, y % 2 * 3 + x % 3, 6]
 
 
-MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+#: %r3: a thread's own word, %r5: its word in the CTA of the next rank, %r6: a number of the rank and the thread. The part in <>
+#: is left out to break a body.
 NEXT = """
     mov.b32 %r1, shared_bytes; mov.u32 %r2, %cluster_ctarank; mad.lo.s32 %r3, %r0, 4, %r1; add.s32 %r4, %r2, 1;
     and.b32 %r4, %r4, 3; mapa.shared::cluster.u32 %r5, %r3, %r4; mad.lo.s32 %r6, %r2, 100, %r0;
@@ -39,7 +41,7 @@ READ = f"""{NEXT} st.shared.b32 [%r3], %r6; <{MEET}> ld.shared::cluster.b32 %r7,
 
 
 @pytest.mark.parametrize(("body", "step"), [(WRITE, -1), (READ, 1)], ids=("write", "read"))
-def test_shared_memory_of_the_next(body, step):
+def test_accesses_to_the_next_cta_need_the_cluster_barrier(body, step):
     out = torch.zeros(4, 32, dtype=torch.int32)
     want = (np.arange(4)[:, None] + step) % 4 * 100 + np.arange(32)
     for seed in range(3):
@@ -49,35 +51,35 @@ def test_shared_memory_of_the_next(body, step):
             run(body.replace(f"<{MEET}>", ""), out, grid=4, cluster=(4,), shared=128, seed=seed)
 
 
-#: What each body of `cases.REMOTE` leaves in the shared memory of a rank: whose number, and what is added to it.
-LEFT = {name: (-1, 0) for name in cases.REMOTE} | {
+#: After each body of `clusters.REMOTE`, a rank holds the number of the rank this many steps on, plus an offset.
+LEFT = {name: (-1, 0) for name in clusters.REMOTE} | {
     "ld.shared::cluster": (1, 0), "atom.shared::cluster": (0, 7), "red.async": (-1, 5),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_between_ctas(name):
+def test_remote_accesses_reach_the_next_cta(name):
     step, more = LEFT[name]
     want = (np.arange(4)[:, None] + step) % 4 * 100 + np.arange(32) + more
-    assert np.array_equal(cases.remote(cases.REMOTE[name])["seen"].numpy(), want)
+    assert np.array_equal(clusters.remote(clusters.REMOTE[name])["seen"].numpy(), want)
 
 
 @pytest.mark.parametrize("name", ("st.async", "red.async", "cp.async.bulk.shared::cluster.shared::cta"))
-def test_what_arrives_later_is_waited_for(name):
-    body = cases.REMOTE[name]
+def test_asynchronous_remote_writes_need_a_wait_and_the_right_mbarrier(name):
+    body = clusters.REMOTE[name]
     for broken, wrong in (
-        (body.replace(cases.ARRIVED, cases.MEET), "a race|nothing has written|not modelled"),
+        (body.replace(clusters.ARRIVED, MEET), "a race|nothing has written|not modelled"),
         (body.replace("[%r8]", "[%r7]"), "not in the CTA whose shared memory"),
     ):
         assert broken != body
         if name == "red.async" and "[%r7]" not in broken:
-            continue  # it changes what has been written before: that it has not come yet is not seen
+            continue  # the word was written before, so the emulator cannot notice that the reduction is still to come
         with pytest.raises(ExecutionError, match=wrong):
-            cases.remote(broken)
+            clusters.remote(broken)
 
 
-def test_a_bulk_copy_to_several_ctas():
-    """From global memory, by rank 0 to ranks 0 and 2."""
+def test_multicast_of_bytes():
+    """Rank 0 copies from global memory to ranks 0 and 2."""
     x, out = torch.arange(32, dtype=torch.int32), torch.zeros(3, 32, dtype=torch.int32)
     body = f"""
         mov.b32 %r1, shared_bytes; mov.u32 %r2, %cluster_ctarank; setp.eq.s32 %p1, %r0, 0; setp.eq.s32 %p2, %r2, 1;
@@ -93,7 +95,7 @@ def test_a_bulk_copy_to_several_ctas():
     assert torch.equal(out[0], x) and torch.equal(out[2], x) and not out[1].any()
 
 
-def test_a_cta_that_has_ended_has_no_shared_memory():
+def test_reading_shared_memory_of_an_ended_cta_is_an_error():
     body = READ.replace("<", "").replace(">", "").replace(f"[%r5]; {MEET}", "[%r5];")
     found = []
     for seed in range(8):
@@ -104,8 +106,8 @@ def test_a_cta_that_has_ended_has_no_shared_memory():
     assert found and all("has ended" in text for text in found)
 
 
-def test_an_mbarrier_of_another_cta():
-    """Rank 1 tells rank 0 that it has written there."""
+def test_a_remote_arrival_publishes_a_remote_write():
+    """Rank 1 writes to rank 0 and arrives at its mbarrier."""
     body = f"""
         mov.b32 %r1, shared_bytes; mov.u32 %r2, %cluster_ctarank; setp.eq.s32 %p1, %r0, 0; setp.eq.s32 %p2, %r2, 0;
         @%p1 mbarrier.init.shared.b64 [%r1], 1; fence.mbarrier_init.release.cluster; {MEET} @%p2 bra WAIT;
@@ -120,14 +122,14 @@ def test_an_mbarrier_of_another_cta():
         assert out.item() == 7
 
 
-def test_one_copy_to_several():
+def test_multicast_of_a_box():
     x = torch.arange(32, dtype=torch.int32)
     for seed in range(4):
-        seen = cases.multicast(seed)["seen"]
+        seen = clusters.multicast(seed)["seen"]
         assert torch.equal(seen, torch.stack([x, torch.zeros_like(x), x]))
 
 
-def test_what_is_wrong_is_said():
+def test_misuse_of_clusters_is_an_error():
     out = torch.zeros(4, dtype=torch.int32)
     with pytest.raises(ExecutionError, match="rank 5 of a cluster of 2"):
         run(

@@ -1,4 +1,4 @@
-"""A compiled DSL function on the emulated device: its own host code says what is launched."""
+"""A compiled DSL function on the emulated device: its own host code makes the launches."""
 
 import threading
 
@@ -15,7 +15,7 @@ def function():
     return ptx_emulator.load(compiled("sm_90a"))
 
 
-def test_the_host_code_launches_what_it_would_launch_on_a_gpu(function):
+def test_host_code_launches_its_kernels(function):
     x, y = torch.arange(128.0), torch.zeros(128)
     with ptx_emulator.device("sm_90a") as device:
         function(x, y, 2.5, 100)
@@ -28,14 +28,14 @@ def test_the_host_code_launches_what_it_would_launch_on_a_gpu(function):
 
 
 @pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
-def test_clusters_are_launched(arch):
+def test_host_code_launches_clusters(arch):
     y = torch.full((6,), -1.0)
     with ptx_emulator.device(arch) as device:
         ptx_emulator.load(compiled_ranks(arch))(y)
     assert y.tolist() == [0, 1] * 3 and device.launches[0].cluster == (2, 1, 1)
 
 
-def test_an_error_of_the_kernel_passes_through_the_host_code(function):
+def test_an_error_in_a_kernel_passes_through_the_host_code(function):
     x, y = torch.zeros(100), torch.zeros(100)
     with ptx_emulator.device("sm_90a") as device, pytest.raises(ExecutionError, match="add.*out of bounds"):
         function(x, y, 1.0, 100)
@@ -54,7 +54,7 @@ def test_the_host_code_checks_its_arguments(function):
     assert not device.launches
 
 
-def test_a_kernel_needs_its_device(function):
+def test_a_launch_needs_a_device_that_fits(function):
     x, y = torch.zeros(64), torch.zeros(64)
     with pytest.raises(RuntimeError, match="no emulated device"):
         function(x, y, 1.0, 64)
@@ -70,7 +70,7 @@ def test_a_kernel_needs_its_device(function):
         function(torch.zeros(128), torch.zeros(128), 1.0, 128)
 
 
-def test_threads_have_devices_of_their_own(function):
+def test_each_thread_has_its_own_device(function):
     found = {}
 
     def work(n):
@@ -87,6 +87,6 @@ def test_threads_have_devices_of_their_own(function):
     assert found == {1: (2.0, 2), 2: (4.0, 2)}
 
 
-def test_a_function_without_its_ptx_is_refused():
+def test_a_function_without_ptx_is_refused():
     with pytest.raises(ValueError, match="--keep-ptx"):
         ptx_emulator.load(compiled("sm_90a", options=""))

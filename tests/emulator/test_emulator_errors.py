@@ -1,4 +1,4 @@
-"""The emulator's exceptions survive pickling and copying, as a test run over several processes needs."""
+"""The emulator's exceptions survive pickling and copying. A test run over several processes needs that."""
 
 import copy
 import pickle

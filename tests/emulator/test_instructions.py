@@ -1,4 +1,4 @@
-"""One instruction at a time, against definitions of their own."""
+"""Single instructions against definitions in Python, numpy and torch."""
 
 import math
 from fractions import Fraction
@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from helpers.emulator import cases
+from helpers.emulator.cases import addresses, atomics, inputs
 from helpers.emulator.ptx import lanewise, run
 
 import ptx_emulator
@@ -81,14 +81,14 @@ INTEGER = {
 
 
 @pytest.mark.parametrize("instruction", INTEGER)
-def test_integers(instruction):
+def test_integer_arithmetic(instruction):
     a, b = words(1), words(2)
     want = [INTEGER[instruction](int(x), int(y)) & 0xFFFFFFFF for x, y in zip(a, b)]
     assert lanewise(instruction, "b32", a, b).tolist() == want
 
 
 @pytest.mark.parametrize("kind", ("s32", "u32"))
-def test_wide_products(kind):
+def test_wide_multiply_add(kind):
     a, b = words(3), words(4)
     c = words(5, 8)
     of = signed if kind == "s32" else int
@@ -112,7 +112,7 @@ def test_comparisons(kind, name):
 
 
 def nearest32(x: Fraction) -> float:
-    """A rational as the nearest fp32, ties to even, without subnormals."""
+    """A rational rounded to the nearest fp32, ties to even. Subnormals are not handled."""
     if x == 0:
         return 0.0
     exponent = math.floor(math.log2(abs(x))) if abs(x) < 2**1000 else 127
@@ -130,7 +130,7 @@ def test_fma_rounds_once():
     worst = 0
     for _ in range(20):
         a, b = (r.standard_normal(32).astype(np.float32) for _ in range(2))
-        # Nearly cancelling, far apart, and with halfway cases.
+        # Sums that nearly cancel, terms of distant magnitude, and ties.
         scale = np.exp2(r.integers(-60, 10, 32)).astype(np.float32)
         c = np.where(r.random(32) < 0.5, -(a * b), r.standard_normal(32).astype(np.float32) * scale).astype(
             np.float32
@@ -144,7 +144,7 @@ def test_fma_rounds_once():
         naive = (a.astype(np.float64) * b + c).astype(np.float32)
         worst += int((naive != found).sum())
     a = np.full(32, 1 + 2.0**-23, np.float32)
-    c = np.full(32, 2.0**-60, np.float32)  # just above a tie, which fp64 loses
+    c = np.full(32, 2.0**-60, np.float32)  # the sum lies just above a tie, which fp64 cannot represent
     b = np.full(32, 1 + 2.0**-23, np.float32)
     want = nearest32(Fraction(float(a[0])) * Fraction(float(b[0])) + Fraction(float(c[0])))
     assert lanewise("fma.rn.f32 {d}, {0}, {1}, {2};", "f32", a, b, c).view(np.float32)[0] == want
@@ -157,19 +157,19 @@ def flushed(x):
 @pytest.mark.parametrize("ftz", ("", ".ftz"))
 @pytest.mark.parametrize("name", ("add", "sub", "mul", "min", "max"))
 @np.errstate(all="ignore")
-def test_floats(name, ftz):
+def test_float_arithmetic(name, ftz):
     a, b = floats(9), floats(10)
     function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax}[name]
     found = lanewise(f"{name}{ftz}.f32 {{d}}, {{0}}, {{1}};", "f32", a, b)
     want = flushed(function(flushed(a), flushed(b))) if ftz else function(a, b)
     nan = np.isnan(want)
     assert (found[nan] == 0x7FFFFFFF).all()
-    zero = want == 0  # the sign of a zero that min and max give is looked at elsewhere
+    zero = want == 0  # the calibration cases compare the sign of zeros of min and max
     assert (found[~nan & ~zero] == want.view(np.uint32)[~nan & ~zero]).all()
     assert (found.view(np.float32)[zero] == 0).all()
 
 
-def test_saturation_is_to_0_to_1_and_0_of_a_nan():
+def test_saturation_clamps_to_0_and_1_and_turns_nan_into_0():
     a = np.resize(np.array([0.5, -0.5, 2, np.inf, -np.inf, np.nan, 1, -0.0], np.float32), 32)
     one, zero = np.ones(32, np.float32), np.zeros(32, np.float32)
     want = np.resize(np.array([0.5, 0, 1, 1, 0, 0, 1, 0], np.float32), 32)
@@ -181,7 +181,7 @@ def test_saturation_is_to_0_to_1_and_0_of_a_nan():
         assert lanewise(text, "f32", a, *more).tolist() == want.view(np.uint32).tolist()
 
 
-def test_products_of_pairs_of_bf16_round_each_once():
+def test_bf16x2_products_round_once():
     r = np.random.default_rng(12)
     halves = [torch.from_numpy(r.standard_normal((32, 2)).astype(np.float32)).bfloat16() for _ in range(2)]
     halves[0][0, 0], halves[1][0, 0] = 2.0**-100, 1.25 * 2.0**-33  # subnormal
@@ -204,7 +204,7 @@ def test_approximations_are_within_their_documented_error(name):
     assert (np.abs(found - want) <= 2.0**-22 * np.maximum(np.abs(want), 2.0**-1)).all()
 
 
-def test_approximations_at_their_ends():
+def test_approximations_of_special_values():
     x = np.resize(np.array([0, -0.0, np.inf, -np.inf, 200, -200, np.nan, 1e-42], np.float32), 32)
     ex2 = lanewise("ex2.approx.ftz.f32 {d}, {0};", "f32", x).view(np.float32)[:8]
     assert ex2[:6].tolist() == [1, 1, np.inf, 0, np.inf, 0] and np.isnan(ex2[6]) and ex2[7] == 1
@@ -223,7 +223,7 @@ def test_bf16_pairs_round_to_nearest_even():
 
 @pytest.mark.parametrize("mode", ("bfly", "idx", "up", "down"))
 @pytest.mark.parametrize("width", (32, 8))
-def test_shuffles(mode, width):
+def test_shuffles_stay_within_their_width(mode, width):
     a = words(14)
     c = (32 - width) << 8 | (0 if mode == "up" else 31)
     found = lanewise(f"shfl.sync.{mode}.b32 {{d}}, {{0}}, 3, {c}, -1;", "b32", a)
@@ -251,7 +251,7 @@ def test_movmatrix_transposes():
 
 
 @pytest.mark.parametrize("transposed", (False, True))
-def test_ldmatrix_and_stmatrix(transposed):
+def test_ldmatrix_and_stmatrix_move_matrices(transposed):
     trans = ".trans" if transposed else ""
     x = torch.arange(256, dtype=torch.int16)
     y = torch.zeros(256, dtype=torch.int16)
@@ -274,7 +274,7 @@ def test_ldmatrix_and_stmatrix(transposed):
 
 @pytest.mark.parametrize("depth", (8, 16))
 def test_mma_on_integers_is_exact(depth):
-    """Fragments as the PTX ISA's tables give them, written out."""
+    """The fragments follow the PTX ISA's tables."""
     r = np.random.default_rng(16)
     a, b = r.integers(-8, 9, (16, depth)), r.integers(-8, 9, (depth, 8))
     c = r.integers(-1000, 1000, (16, 8)).astype(np.float32)
@@ -304,7 +304,7 @@ def test_mma_on_integers_is_exact(depth):
         assert found.tolist() == [want[l // 4 + 8 * (i // 2), l % 4 * 2 + i % 2] for l in range(32)]
 
 
-def test_atomics():
+def test_atomics_count_every_thread():
     counter = torch.tensor([5, 0], dtype=torch.int32)
     out = torch.zeros(96, dtype=torch.int32)
     run(
@@ -319,7 +319,7 @@ def test_atomics():
 
 
 def test_divergence_reconverges():
-    """A loop of as many turns as the lane's number, then a shuffle that all take part in."""
+    """Lane n repeats a loop n times; then all lanes shuffle."""
     found = lanewise(
         "mov.b32 %r30, 0; mov.b32 %r31, %r0; LOOP: setp.eq.s32 %p1, %r31, 0; @%p1 bra DONE; add.s32 %r30, %r30, %r31;"
         " add.s32 %r31, %r31, -1; bra LOOP; DONE: shfl.sync.bfly.b32 {d}, %r30, 1, 31, -1;",
@@ -329,9 +329,9 @@ def test_divergence_reconverges():
     assert found.tolist() == [(n ^ 1) * ((n ^ 1) + 1) // 2 for n in range(32)]
 
 
-def test_generic_addresses():
-    """Even lanes in shared memory, odd ones in global memory: each adds 100, and says where it is."""
-    found = cases.generic()
+def test_generic_addresses_reach_shared_and_global_memory():
+    """Even lanes access shared memory, odd lanes global memory. Each lane adds 100 and asks for the state space."""
+    found = addresses.generic()
     lane = np.arange(32)
     value = np.where(lane % 2 == 0, lane + 100 + 1000, 500 + lane + 100 + 2000)
     assert np.array_equal(found["seen"].numpy(), np.where(lane % 2 == 0, lane + 100, lane) * 10000 + value)
@@ -340,11 +340,10 @@ def test_generic_addresses():
         run("mov.b64 %q5, 0x7000000000000000; ld.b32 %r1, [%q5];", torch.zeros(1))
 
 
-def test_local_memory():
+def test_each_thread_has_its_own_local_memory():
     lane = np.arange(64)
-    stored = np.where(
-        np.arange(16)[:, None] == 3, lane, 0
-    )  # of four vectors, in which the lane's number moves on
+    # Four vectors; the lane's number is one element further on in each.
+    stored = np.where(np.arange(16)[:, None] == 3, lane, 0)
     for row, column in ((1, 0), (2, 1), (3, 2)):
         stored[4 * row + column] = lane
     for row, values in enumerate(([7, 8, 9, None], [None, 7, 8, 9], [9, None, 7, 8], [8, 9, None, 7])):
@@ -354,7 +353,7 @@ def test_local_memory():
     index = lane & 15
     third = np.where(index == 3, index, stored[3])
     want = stored[index, lane] + 100 * index + 10000 * third
-    assert np.array_equal(cases.local()["seen"].numpy(), want)
+    assert np.array_equal(addresses.local()["seen"].numpy(), want)
     declared = ".local .align 16 .b8 stack[64]; mov.b64 %q5, stack;"
     for body, wrong in (
         ("st.local.b32 [%q5+64], %r0;", "local memory out of bounds: there are 64 bytes"),
@@ -364,8 +363,8 @@ def test_local_memory():
             run(declared + body, torch.zeros(1))
 
 
-def test_mbarriers_count_bytes_and_those_who_leave():
-    """Phase 0 wants two arrivals and 16 bytes, phase 1 one arrival."""
+def test_mbarriers_count_bytes_and_dropped_arrivals():
+    """Phase 0 expects two arrivals and 16 bytes. One arrival drops out, so phase 1 expects one."""
     body = """
         mov.b32 %r1, shared_bytes; setp.eq.s32 %p1, %r0, 0; @!%p1 bra WAIT; mbarrier.init.shared.b64 [%r1], 2;
         mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], 16; mbarrier.arrive_drop.shared.b64 _, [%r1];
@@ -387,9 +386,9 @@ RED = {
 
 
 @pytest.mark.parametrize("operation", RED)
-def test_red(operation):
+def test_red_combines_all_threads(operation):
     dtype = {"f32": np.float32, "s32": np.int32}.get(operation[-3:], np.uint32)
-    given, there = cases.words(2)[0][40:72], cases.words(2)[1][40:48]
+    given, there = inputs.words(2)[0][40:72], inputs.words(2)[1][40:48]
     if dtype is np.float32:
         given, there = np.arange(1, 33, dtype=dtype), np.zeros(8, dtype)
     for space, start in (("shared", np.zeros(8, dtype)), ("global", there.view(dtype))):
@@ -397,21 +396,20 @@ def test_red(operation):
         with np.errstate(over="ignore"):
             for value in given.view(dtype).reshape(4, 8):
                 want = RED[operation](want, value)
-        found = cases.reduction(space, operation)[space].numpy().view(dtype)
+        found = atomics.reduction(space, operation)[space].numpy().view(dtype)
         assert np.array_equal(found[:8], want)
 
 
 @pytest.mark.parametrize("space", ("global", "shared"))
-def test_atomics_of_16_bits(space):
-    for kind, dtype in cases.HALVES_OF.items():
-        x, y = (torch.from_numpy(v[:192].copy()).to(dtype) for v in cases.floats(2))
-        found = cases.added(space, kind)
+def test_16_bit_atomics(space):
+    for kind, dtype in atomics.HALVES_OF.items():
+        x, y = (torch.from_numpy(v[:192].copy()).to(dtype) for v in inputs.floats(2))
+        found = atomics.added(space, kind)
         assert torch.equal(found["before"], x.view(torch.int16))
         assert torch.equal(torch.nan_to_num(found["now"].view(dtype)), torch.nan_to_num(x + y))
-    x, y = (torch.from_numpy(v[:128].astype(np.uint16).view(np.int16)) for v in cases.words(2))
-    assert torch.equal(
-        cases.atomic(space, "cas", "b16", x, y)["now"], x
-    )  # compared with what comes, set to what is there
+    x, y = (torch.from_numpy(v[:128].astype(np.uint16).view(np.int16)) for v in inputs.words(2))
+    # cas compares with the operand and would store the value that is there: memory does not change.
+    assert torch.equal(atomics.atomic(space, "cas", "b16", x, y)["now"], x)
 
 
 NOT_MODELLED = {
@@ -441,7 +439,7 @@ NOT_MODELLED = {
 
 
 @pytest.mark.parametrize("instruction", NOT_MODELLED)
-def test_what_is_not_modelled_is_named(instruction):
+def test_an_instruction_that_is_not_modelled_is_named(instruction):
     with pytest.raises(ptx_emulator.PtxError, match=rf"PTX line \d+: .*{NOT_MODELLED[instruction]}") as error:
         run(instruction, torch.zeros(1))
     assert instruction.split()[0] in str(error.value)

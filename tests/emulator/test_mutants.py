@@ -1,4 +1,4 @@
-"""The emulator notices broken copies of the kda-sm90 kernel: by an error, or because the result is wrong."""
+"""The emulator notices broken copies of the kda-sm90 kernel, by an error or by a wrong result."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,7 @@ from helpers.emulator import prefill
 
 import ptx_emulator
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
+from kda_sm90.kernels.barriers import WARPGROUP, NamedBarrier
 
 DOCS = Path(__file__).parents[2] / "docs/ptx-emulator.md"
 ARRIVE = r"@first mbarrier\.arrive\.release\.cta[^;]*;"
@@ -16,20 +17,31 @@ DEADLOCK, RACE, WRONG = "deadlock", "a race", "a wrong result"
 UNWRITTEN = "an undefined value is stored to"
 
 GAP = r"(?:\s|//.*)*"  # blanks and comments
-#: A warp barrier and a group barrier that separate stores from the loads of other lanes.
+#: Barriers between stores and the loads of other threads: a warp barrier after stmatrix, a named barrier before ldmatrix.
 AFTER_STMATRIX = rf"(stmatrix\.sync[^;]*;{GAP})bar\.warp\.sync\s+-1;"
 BEFORE_LDMATRIX = (
-    r"bar\.sync\s+%r\d+, 128;(?=(?:(?!bar\.sync)[\s\S])*?ldmatrix\.sync\.aligned\.m8n8\.x4\.shared)"
+    r"bar\.sync\s+%r\d+, \d+;(?=(?:(?!bar\.sync)[\s\S])*?ldmatrix\.sync\.aligned\.m8n8\.x4\.shared)"
 )
-#: The comparison of a row with the rows that exist, before the store of that row.
+#: The comparison of a row index with the number of rows, before the store of that row.
 VALID_ROW = (
     rf"setp\.lt\.s32(\s+(%p\d+), %r\d+, %r\d+;{GAP}selp\.b32\s+(%r\d+), 1, 0, \2;{GAP}"
     r"\{ \.reg \.pred p; setp\.ne\.b32 p, \3, 0; @p st\.global\.cs)"
 )
+#: The wait of a store warp until O of a chunk is ready.
+O_READY = rf"bar\.sync\s+{NamedBarrier.O_READY}, {WARPGROUP + 32};"
+#: A constant that is the arrival count of the mbarriers behind it, and one that is the size of a bulk copy.
+ARRIVALS = rf"mov\.b32\s+(%r\d+), (\d+);(?={GAP}mbarrier\.init[^;]*, \1;)"
+COPY_SIZE = r"mov\.b32\s+(%r\d+), (\d+);(?=[\s\S]*?cp\.async\.bulk[^;]*\], \1, \[)"
 SWIZZLE = "the swizzle of its descriptor"
 
-#: How a mutant is noticed (a part of the error, or a result beyond the tolerance), the pattern of the instructions that it
-#: replaces, the replacement, and how many occurrences it replaces (0: all). docs/ptx-emulator.md has the same table.
+
+def lowered(by):
+    """Returns the replacement of a constant by a smaller one."""
+    return lambda match: f"mov.b32 {match[1]}, {int(match[2]) - by};"
+
+
+#: Each row: how the emulator notices the mutant (a part of the error, or a result beyond the tolerance), the pattern of the
+#: instructions to replace, the replacement, and how many occurrences to replace (0: all). docs/ptx-emulator.md has the same table.
 MUTANTS = {
     "no fence towards the async proxy": (
         "without a fence.proxy.async between", r"fence\.proxy\.async\.global;", "", 0,
@@ -40,15 +52,13 @@ MUTANTS = {
     "no wait for the copies of q and k": (UNWRITTEN, r"cp\.async\.wait_group\s+0;", "", 0),
     "an intra-chunk stage without its barrier": (RACE, BEFORE_LDMATRIX, "", 1),
     "lanes that read what others store, without their barrier": (RACE, AFTER_STMATRIX, r"\1", 1),
-    "o stored before it is ready": (UNWRITTEN, r"bar\.sync\s+1, 160;", "", 1),
-    "an mbarrier of too few arrivals": (UNWRITTEN, r"mov\.b32\s+(%r\d+), 33;", r"mov.b32 \1, 32;", 0),
+    "o stored before it is ready": (UNWRITTEN, O_READY, "", 1),
+    "an mbarrier of too few arrivals": (UNWRITTEN, ARRIVALS, lowered(1), 1),
     "the wrong phase of an mbarrier": (
         DEADLOCK, r"(mbarrier\.try_wait\.parity\.shared\.b64 P1, \[%r\d+\]), %r\d+", r"\1, 0", 1,
     ),
     "a stage that is never released": (DEADLOCK, ARRIVE, "", 0),
-    "a copy that is too short": (
-        DEADLOCK, r"mov\.b32\s+(%r\d+), 16384;(?=(?:(?!mov\.b32)[\s\S])*?cp\.async\.bulk)", r"mov.b32 \1, 16368;", 1,
-    ),
+    "a copy that is too short": (DEADLOCK, COPY_SIZE, lowered(16), 1),
     "a tail that is one row too long": ("global memory out of bounds", VALID_ROW, r"setp.le.s32\1", 0),
     "a wgmma without its fence": (
         "written after the last wgmma.fence", r"wgmma\.fence\.sync\.aligned;", "", 1,
@@ -70,13 +80,14 @@ def mutated(ptx, pattern, replacement, count):
     """Returns the PTX with the first ``count`` matches replaced, or all for 0. Fails if there are fewer."""
     if replacement == SWIZZLE:
         match = re.search(pattern, ptx)
-        assert match, "nothing to break"
+        assert match, "the pattern of the mutant matches nothing"
         line = ptx.rindex("\n", 0, match.start())
         line = ptx.rindex("{", 0, line)  # the scope of the inline PTX
-        flip = f"\n xor.b64 {match[1]}, {match[1]}, -4611686018427387904;\n"
+        # Bits 62 and 63 of a descriptor are the swizzle: 1, of 128 bytes, becomes 2, of 64 bytes.
+        flip = f"\n xor.b64 {match[1]}, {match[1]}, {-(1 << 62)};\n"
         return ptx[:line] + flip + ptx[line:]
     changed, replaced = re.subn(pattern, replacement, ptx, count=count)
-    assert replaced >= max(count, 1), "nothing to break"
+    assert replaced >= max(count, 1), "the pattern of the mutant matches too little"
     return changed
 
 
@@ -86,7 +97,9 @@ def test_mutants_are_noticed(mutant, monkeypatch):
     config = prefill.config_of(x, 64, 1)
     ptx, shared = prefill.compiled(config)
     how, *change = MUTANTS[mutant]
-    assert f"| {mutant} | {how} |" in DOCS.read_text(), "the table of mutants lacks it"
+    assert f"| {mutant} | {how} |" in DOCS.read_text(), (
+        "the table of mutants in docs/ptx-emulator.md lacks it"
+    )
     broken = mutated(ptx, *change)
     assert broken != ptx
     monkeypatch.setattr(prefill, "compiled", lambda _: (broken, shared))

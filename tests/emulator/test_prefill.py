@@ -1,4 +1,4 @@
-"""The kernel of kda-sm90, emulated, against the fp64 oracle."""
+"""The prefill kernel of kda-sm90 on the emulator against the fp64 oracle."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +14,7 @@ VARIANTS = [(64, 1), (64, 2), (32, 1), (32, 2)]
 
 
 def check(x, chunk, warpgroups, *, unbounded=None, **schedule):
-    """o, final and intermediate states within the tolerance of the data; returns what was found."""
+    """Execute a call and check o, the final and the intermediate states against the tolerance of its data. Returns these."""
     arguments = x.arguments | {"output_final_state": True}
     want = token_oracle(**arguments)
     found = prefill(arguments, config_of(arguments, chunk, warpgroups, unbounded), **schedule)
@@ -33,11 +33,11 @@ def test_bounded_gate(chunk, warpgroups, T):
 
 
 @pytest.mark.parametrize(("chunk", "warpgroups"), VARIANTS)
-def test_softplus_gate_so_steep_that_rows_are_refined(chunk, warpgroups):
+def test_softplus_gate_that_is_steep_enough_to_refine_rows(chunk, warpgroups):
     x = make_inputs("mixed", 160, H=1, initial_state=True)
     g = log_decay(*(x.arguments[n] for n in ("g", "A_log", "dt_bias")))
     fall = g.view(1, 10, 16, 1, 128)[:, :, 1:].sum(2)
-    assert (fall < -80).any(-1).all(), "rows of every block leave split factors"
+    assert (fall < -80).any(-1).all(), "every block must have rows outside the range of split factors"
     check(x, chunk, warpgroups)
 
 
@@ -47,13 +47,13 @@ def test_precomputed_gates_with_masks(chunk, warpgroups):
 
 
 @pytest.mark.parametrize("family", ("slow", "steep", "saturated"))
-def test_a_bounded_gate_that_votes_all_the_same(family):
+def test_bounded_gate_in_the_variant_that_votes(family):
     check(make_inputs(family, 72, H=1), 64, 1, unbounded=True)
 
 
 @pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 2), (32, 1)])
 @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
-def test_packed_sequences_states_and_streams_that_cut_them(chunk, warpgroups, v_first):
+def test_packed_sequences_split_across_queues(chunk, warpgroups, v_first):
     lengths = (0, 63, 1, 96, 0, 65)
     x = make_inputs(
         "slow", sum(lengths), H=1, HV=2, lengths=lengths, initial_state=True, state_v_first=v_first
@@ -64,8 +64,8 @@ def test_packed_sequences_states_and_streams_that_cut_them(chunk, warpgroups, v_
 
 @pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 1), (32, 2)])
 @pytest.mark.parametrize("padded", (False, True), ids=("", "padded"))
-def test_bounds_on_the_device_that_begin_late(chunk, warpgroups, padded):
-    """What is before the first sequence is as what is behind the last one: rows of nobody."""
+def test_tokens_outside_all_sequences_are_ignored(chunk, warpgroups, padded):
+    """cu_seqlens starts after the first token and ends before the last one. o stays unwritten outside."""
     given, initial = make_inputs("slow", 170, H=1, HV=2), torch.ones(2, 2, 128, 128)
     x = given.arguments | {
         "cu_seqlens": torch.tensor([70, 70, 150], dtype=torch.int32), "initial_state": initial,
@@ -81,14 +81,14 @@ def test_bounds_on_the_device_that_begin_late(chunk, warpgroups, padded):
 
 @pytest.mark.parametrize("bounds", [(0, 130, 50), (0, 100, 50, 130), (0, 100, -5), (0, 0, 0)], ids=str)
 @pytest.mark.parametrize("padded", (False, True), ids=("", "padded"))
-def test_bounds_on_the_device_that_fall_lead_nowhere(bounds, padded):
-    """Chains that would wait for one another, were the tasks shared among them, end; nothing outside is touched."""
+def test_decreasing_cu_seqlens_end_without_stray_accesses(bounds, padded):
+    """Chains that share such tasks could wait for each other for ever. They end, and no access is out of bounds."""
     x = make_inputs("slow", 130, H=1, HV=2).arguments
     x |= {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
     prefill(x, replace(config_of(x, 64, 1), padded=padded), queues=3, intra_chunk_ctas=2)
 
 
-def test_no_schedule_and_no_order_changes_a_bit():
+def test_schedule_and_execution_order_change_no_bit():
     x = make_inputs("slow", 300, H=1, initial_state=True).arguments
     config = config_of(x, 32, 2)
     want = prefill(x, config, queues=1, depth=40, intra_chunk_ctas=1)
@@ -103,7 +103,7 @@ def test_no_schedule_and_no_order_changes_a_bit():
 
 
 @pytest.mark.parametrize(("family", "chunk", "v_first"), [("memory", 64, False), ("slow", 32, True)])
-def test_segments_and_streams_that_cut_them(family, chunk, v_first):
+def test_segments_split_across_queues(family, chunk, v_first):
     lengths = (70, 0, 90)
     x = make_inputs(family, sum(lengths), H=1, HV=2, initial_state=True, state_v_first=v_first).arguments
     want = token_oracle(**x, output_final_state=True)
@@ -114,20 +114,23 @@ def test_segments_and_streams_that_cut_them(family, chunk, v_first):
 
 
 @pytest.mark.parametrize("columns", (8, 16))
-def test_the_merge_of_segments(columns):
-    """fp32 beside fp64, of sequences with 3, 1, 0, 2 and 5 segments; the first start of each stays, and no last exit or
-    transition counts. How many columns a CTA has changes no bit."""
+def test_merge_of_segments(columns):
+    """Sequences of 3, 1, 0, 2 and 5 segments, in fp32 against fp64. The first start of each sequence stays unchanged, and the last
+    exit and transition are not used. The number of columns of a CTA changes no bit."""
     r, bounds = torch.Generator().manual_seed(0), (0, 3, 4, 4, 6, 11)
     starts, exits, transitions = (torch.randn(bounds[-1], 2, 128, 128, generator=r) for _ in range(3))
     transitions = transitions / 16 + torch.eye(128)
     for last in (2, 3, 5, 10):
         exits[last] = transitions[last] = float("nan")
-    want = starts.double()
+    want, again = starts.double(), starts.clone()
     for first, end in pairwise(bounds):
         for n in range(first + 1, end):
             B = exits[n - 1].double()
             want[n] = B if n == first + 1 else transitions[n - 1].double() @ want[n - 1] + B
     merge(starts, exits, transitions, torch.tensor(bounds, dtype=torch.int32), columns)
+    if columns != 8:
+        merge(again, exits, transitions, torch.tensor(bounds, dtype=torch.int32), 8)
+        assert torch.equal(starts, again)
     for n in range(bounds[-1]):
         if n in bounds:
             assert torch.equal(starts[n], want[n].float())
@@ -135,8 +138,8 @@ def test_the_merge_of_segments(columns):
             assert error(starts[n : n + 1], want[n : n + 1], state=True) < 4e-7
 
 
-def test_the_merge_of_segments_does_not_drift():
-    """All products positive: accumulators that cut off sums would all lose."""
+def test_merge_of_segments_does_not_drift():
+    """All products are positive: accumulators that truncate would make every element too small."""
     r = torch.Generator().manual_seed(0)
     starts, exits, transitions = (torch.rand(6, 1, 128, 128, generator=r) for _ in range(3))
     transitions /= 64

@@ -1,4 +1,4 @@
-"""What a device would leave open, or never end, is an error that names the place."""
+"""Behaviour that a device leaves undefined, and waits that never end, are errors that name the place."""
 
 import re
 
@@ -19,11 +19,11 @@ MISTAKES = {
     "uninitialised register": ("st.global.b32 [%q1], %r77;", "nothing has written"),
     "uninitialised address": ("mul.wide.s32 %q9, %r77, 4; add.s64 %q9, %q9, %q1; st.global.b32 [%q9], 1;", "nothing has written"),
     "uninitialised branch": ("setp.eq.s32 %p1, %r77, 0; @%p1 bra END; END:", "nothing has written"),
-    "barrier nobody completes": ("setp.lt.s32 %p1, %r0, 32; @%p1 bra END; bar.sync 1, 64; END:", "deadlock(.|\n)*barrier 1 of 64"),
+    "barrier that is never completed": ("setp.lt.s32 %p1, %r0, 32; @%p1 bra END; bar.sync 1, 64; END:", "deadlock(.|\n)*barrier 1 of 64"),
     "barrier of different counts": (
         "setp.lt.s32 %p1, %r0, 32; @%p1 bra A; bar.sync 1, 64; bra B; A: bar.sync 1, 96; B:", "threads expected here",
     ),
-    "mbarrier nobody completes": (
+    "mbarrier that is never completed": (
         ("setp.eq.s32 %p1, %r0, 0; @%p1 mbarrier.init.shared.b64 [shared_bytes], 1; bar.sync 0; mov.b32 %r1, shared_bytes;"
         "W: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0; @!%p2 bra W;"), "deadlock(.|\n)*1 arrivals",
     ),
@@ -33,8 +33,8 @@ MISTAKES = {
         "@%p1 mbarrier.arrive.shared.b64 _, [%r1], 1;"), "1 arrivals where 0 of 1 are pending",
     ),
     "no mbarrier": ("mov.b32 %r1, shared_bytes; mbarrier.arrive.shared.b64 _, [%r1], 1;", "no mbarrier"),
-    "a flag that nobody sets": ("W: ld.acquire.gpu.global.b32 %r1, [%q0]; setp.eq.s32 %p1, %r1, 0; @%p1 bra W;", "deadlock"),
-    "lanes that do not come": (
+    "a flag that is never set": ("W: ld.acquire.gpu.global.b32 %r1, [%q0]; setp.eq.s32 %p1, %r1, 0; @%p1 bra W;", "deadlock"),
+    "lanes that never join a shuffle": (
         ("setp.lt.s32 %p1, %r0, 8; @%p1 bra A; shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1; bra B;"
         "A: shfl.sync.bfly.b32 %r1, %r0, 2, 31, -1; B:"), "lanes diverged for good",
     ),
@@ -47,7 +47,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_found(mistake):
+def test_undefined_behaviour_is_an_error(mistake):
     text, message = MISTAKES[mistake]
     with pytest.raises(ptx_emulator.ExecutionError, match=message):
         run(
@@ -59,7 +59,7 @@ def test_mistakes_are_found(mistake):
         )
 
 
-def test_an_error_says_where():
+def test_an_error_names_the_instruction_and_the_warp():
     with pytest.raises(ptx_emulator.ExecutionError) as caught:
         run("bar.sync 0;\nst.global.b32 [%q0+4], %r0;", torch.zeros(1), threads=32, grid=2)
     assert (
@@ -67,9 +67,8 @@ def test_an_error_says_where():
     )
 
 
-def test_what_is_not_known_may_be_moved_but_not_used():
-    """Uninitialised lanes of a select that takes none of them, and copies of what is not known to scratch
-    memory."""
+def test_unwritten_values_may_be_copied_but_not_used():
+    """A select may have an unwritten operand that it does not take, and scratch memory may receive unwritten values."""
     x, y = torch.zeros(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     run(
         """
@@ -82,8 +81,8 @@ def test_what_is_not_known_may_be_moved_but_not_used():
     assert y.tolist() == [7] * 32
 
 
-#: Parts of %q9 that are known, %r7 and %h7, beside others that are not: what packs them, what takes a known one into %r9,
-#: what takes another.
+#: Values of %q9 of which some parts are written (%r7, %h7) and others are not. Each row: code that packs %q9, code that takes a
+#: written part into %r9, code that takes an unwritten part into %r9.
 PACKED = {
     "the upper half": ("mov.b64 %q9, {%r70, %r7};", "mov.b64 {_, %r9}, %q9;", "mov.b64 {%r9, _}, %q9;"),
     "the lower half": ("mov.b64 %q9, {%r7, %r70};", "mov.b64 {%r9, %r8}, %q9;", "mov.b64 {%r8, %r9}, %q9;"),
@@ -107,7 +106,7 @@ PACKED = {
     "of one branch": (
         "mov.b64 %q9, {%r7, %r7}; @%p1 mov.b64 %q9, {%r70, %r7};", "mov.b64 {_, %r9}, %q9;", "mov.b64 {%r9, _}, %q9;",
     ),
-    "packed over it": (
+    "packed again over itself": (
         "mov.b64 %q9, {%r70, %r7}; mov.b64 %q8, %q9; mov.b64 {%r8, _}, %q8; mov.b64 %q9, {%r7, %r8};",
         "mov.b64 {%r9, _}, %q9;", "mov.b64 {_, %r9}, %q9;",
     ),
@@ -115,7 +114,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("packed", PACKED)
-def test_what_is_packed_is_as_known_as_its_parts(packed):
+def test_each_part_of_a_packed_register_is_tracked(packed):
     pack, known, unknown = PACKED[packed]
     pack = f"mov.b32 %r7, 7; mov.b16 %h7, 7; setp.lt.s32 %p1, %r0, 9; {pack}"
     store = "mad.wide.s32 %q1, %r0, 8, %q0; st.global.b32 [%q1], %r9;"
@@ -131,8 +130,8 @@ def test_what_is_packed_is_as_known_as_its_parts(packed):
     "compute",
     ("add.s64 %q9, %q9, 0;", "neg.s64 %q9, %q9;", "cvt.s64.s64 %q9, %q9;", "selp.b64 %q9, %q9, 7, %p1;"),
 )
-def test_what_is_computed_from_a_part_is_not_known(compute):
-    """Only where bits are moved as they are, each stays as known as it was."""
+def test_a_result_of_a_partly_written_operand_is_unwritten(compute):
+    """Only instructions that move bits unchanged keep track of each part."""
     with pytest.raises(ptx_emulator.ExecutionError, match="nothing has written"):
         run(
             f"setp.eq.s32 %p1, 0, 0; mov.b64 %q9, {{%r70, %r0}}; {compute} mov.b64 {{_, %r9}}, %q9;"
@@ -142,9 +141,8 @@ def test_what_is_computed_from_a_part_is_not_known(compute):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_ctas_wait_for_one_another(seed):
-    """A chain through global memory: each CTA adds its number when the one before has, whatever order they
-    run in."""
+def test_ctas_may_wait_for_each_other_in_any_order(seed):
+    """A chain through global memory: each CTA waits for the one with the next number and adds its own number to the sum."""
     flags, total = torch.zeros(9, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
     flags[8] = 1
     run(
@@ -196,8 +194,8 @@ ORDERED = {
 
 
 @pytest.mark.parametrize("what", ORDERED)
-def test_a_race_is_found_whatever_the_order(what):
-    """What stands in <a|b> orders the accesses (a), or does not (b)."""
+def test_races_are_found_in_every_execution_order(what):
+    """A body contains <a|b>: with a the accesses are ordered, with b they are not."""
     right = re.sub(r"<([^|>]*)(\|[^>]*)?>", r"\1", ORDERED[what])
     wrong = re.sub(r"<([^|>]*)\|?([^>]*)>", r"\2", ORDERED[what])
     for seed in range(4):
@@ -217,8 +215,9 @@ ARRIVE = "@%p1 mbarrier.arrive.shared.b64 _, [%r1], 1;"
 
 
 @pytest.mark.parametrize(("count", "kind"), [(2, "try_wait"), (2, "test_wait"), (3, "try_wait")])
-def test_a_wait_for_a_phase_that_two_have_followed(count, kind):
-    """Also where the parity is right again. The flag says when to look; relaxed, it orders nothing."""
+def test_a_wait_for_a_phase_followed_by_others_is_an_error(count, kind):
+    """``count`` phases complete before the wait for phase 0. Parity is ambiguous then, and for 3 it even matches. The relaxed flag
+    only delays the wait; it orders nothing."""
     wait = WAIT.format(name="W", kind=kind, place=0, parity=0)
     body = f"""{PHASES} {ARRIVE * count} @%p1 st.relaxed.cta.global.b32 [%q0], 1; bra END;
         WAIT: ld.relaxed.cta.global.b32 %r2, [%q0]; setp.eq.s32 %p4, %r2, 0; @%p4 bra WAIT; {wait} END:"""
@@ -229,8 +228,8 @@ def test_a_wait_for_a_phase_that_two_have_followed(count, kind):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_wait_for_one_phase_after_the_other(seed):
-    """The second arrival comes when the waiter says that it has seen the first."""
+def test_consecutive_phases_can_be_waited_for(seed):
+    """The second arrival follows the waiter's answer that it has seen the first one."""
     first, second, asked = (
         WAIT.format(name=name, kind="try_wait", place=place, parity=parity)
         for name, place, parity in (("A", 0, 0), ("B", 0, 1), ("C", 8, 0))
@@ -240,8 +239,8 @@ def test_a_wait_for_one_phase_after_the_other(seed):
     run(body, threads=64, shared=16, seed=seed)
 
 
-def test_a_wait_for_a_stage_that_has_been_filled_again():
-    """The producer knows that the first load has been read, fills the stage anew, and waits for the first load."""
+def test_a_wait_for_the_first_load_of_a_refilled_stage_is_an_error():
+    """The consumer has read the first load, the producer refills the stage and only then waits for the first load."""
     x = torch.zeros(4, dtype=torch.int32)
     load = """@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;
         @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1+16], [%q0], 16, [%r1];"""
@@ -253,7 +252,7 @@ def test_a_wait_for_a_stage_that_has_been_filled_again():
             run(body.replace("<wait>", late), x, threads=64, shared=32, seed=seed)
 
 
-def test_launches_are_checked():
+def test_launch_arguments_are_checked():
     x = torch.zeros(4)
     with pytest.raises(ValueError, match="shared_bytes"):
         run("", x, shared=228 * 1024)

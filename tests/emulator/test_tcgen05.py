@@ -1,4 +1,4 @@
-"""tcgen05: products that the DSL compiles, and single instructions, against integers that are exact in fp32."""
+"""tcgen05: products compiled by the DSL, and single instructions, against exact sums of integers."""
 
 import re
 
@@ -25,7 +25,7 @@ def integers(*shape, seed=0):
         (64, 64, ("K", "MN")), (32, 64, ("MN", "MN")), (16, 32, ("MN", "MN")),
     ],
 )  # fmt: skip
-def test_products_that_the_dsl_compiles(n, k, majors):
+def test_products_compiled_by_the_dsl(n, k, majors):
     function = ptx_emulator.load(compiled(n, k, majors))
     x, y = integers(M, k), integers(n, k, seed=1)
     for seed in range(2):
@@ -37,7 +37,7 @@ def test_products_that_the_dsl_compiles(n, k, majors):
 
 # ---- single instructions
 
-#: A warpgroup has 64 columns of tensor memory at %r8, its warp's lanes of them at %r9, and an mbarrier at %r2.
+#: A warpgroup allocates 64 columns of tensor memory. %r8: their address, %r9: the address of the warp's lanes, %r2: an mbarrier.
 HEAD = """
     mov.b32 %r1, shared_bytes; add.s32 %r2, %r1, 16; shr.u32 %r3, %r0, 5; setp.eq.s32 %p1, %r3, 0; @!%p1 bra READY;
     tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 64; setp.eq.s32 %p2, %r0, 0;
@@ -51,14 +51,14 @@ def registers(first, count):
     return ", ".join(f"%r{first + n}" for n in range(count))
 
 
-def read_out(out, count=64, pack=""):
+def copied_out(out, count=64, pack=""):
     text = f"tcgen05.ld.sync.aligned.32x32b.x{count}{pack}.b32 {{{registers(100, count)}}}, [%r9]; tcgen05.wait::ld.sync.aligned;"
     text += f"mul.wide.s32 %q20, %r0, {4 * count}; add.s64 %q20, %q20, {out};"
     return text + "".join(f"st.global.b32 [%q20+{4 * n}], %r{100 + n};" for n in range(count))
 
 
-#: Lane and column of register n of a thread, of the first repetition, and columns of a repetition: the PTX ISA's figures
-#: "Matrix Fragment for shape .32x32b, .16x64b, .16x128b, .16x256b", and the DSL's layouts of these copies.
+#: By shape: registers of a thread in one repetition, (lane, column) of register n of thread t, and columns of a repetition. Sources:
+#: the PTX ISA's figures "Matrix Fragment for shape .32x32b, .16x64b, .16x128b, .16x256b", and the DSL's layouts of these copies.
 LAYOUTS = {
     "32x32b": (1, lambda t, n: (t, 0), 1),
     "16x64b": (1, lambda t, n: (t // 4 + t % 2 * 8, t // 2 % 2), 2),
@@ -72,8 +72,8 @@ LAYOUTS = {
     [(shape, half) for shape in LAYOUTS for half in (0, 16) if (shape, half) != ("32x32b", 16)],
 )
 @pytest.mark.parametrize("repeat", (1, 2, 8))
-def test_layouts_of_registers(shape, repeat, half):
-    """Stored in one layout, read back as words of lanes and columns; and the reverse."""
+def test_register_layouts_of_stores_and_loads(shape, repeat, half):
+    """A store in one layout is read back by lane and column; words written by lane and column are loaded in that layout."""
     each, place, width = LAYOUTS[shape]
     count, columns = each * repeat, width * repeat
     ramp = f"mul.lo.s32 %r5, %r0, {columns};" + "".join(
@@ -94,7 +94,7 @@ def test_layouts_of_registers(shape, repeat, half):
         + ids
         + move
         + store(shape, repeat, "%r10")
-        + read_out("%q0")
+        + copied_out("%q0")
         + TAIL
     )
     run(body, out, threads=128, shared=32)
@@ -104,7 +104,7 @@ def test_layouts_of_registers(shape, repeat, half):
             lane, column = place(thread % 32, n % each)
             want[thread // 32 * 32 + half + lane, column + n // each * width] = thread * 1000 + 1 + n
     assert np.array_equal(out.numpy(), want)
-    # The same words into registers, which go out one after the other.
+    # The reverse: load words into registers, which each thread then copies out in order.
     back = torch.zeros(128, count, dtype=torch.int32)
     load = f"tcgen05.ld.sync.aligned.{shape}.x{repeat}.b32 {{{registers(100, count)}}}, [%r10]; tcgen05.wait::ld.sync.aligned;"
     load += f"mul.wide.s32 %q20, %r0, {4 * count}; add.s64 %q20, %q20, %q0;"
@@ -120,9 +120,9 @@ def test_layouts_of_registers(shape, repeat, half):
 
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("shape", ("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"))
-def test_halves_of_two_columns_in_a_register(shape, packed):
-    """Columns hold 100 times their lane and their number, which `.unpack::16b` puts there; loaded with `.pack::16b`, or
-    without by the shape whose threads look at two places."""
+def test_pack_and_unpack_two_columns_per_register(shape, packed):
+    """Each column holds 100 times its lane plus its number. If ``packed``, `.unpack::16b` stores and `.pack::16b` loads two columns
+    from a register. Threads of the shape 16x32bx2 access two places."""
     each, place, width = LAYOUTS.get(shape, (1, lambda t, n: (t % 16, 0), 1))
     columns = 40 if packed else 20  # of the second half
     split = columns if shape == "16x32bx2" else None
@@ -149,16 +149,16 @@ def test_halves_of_two_columns_in_a_register(shape, packed):
             assert out[thread, n] == (value | (value + 1) << 16 if packed else value)
 
 
-def test_the_other_halves_hold_nothing():
+def test_unpack_leaves_the_upper_halves_unwritten():
     body = (
         HEAD
-        + f"mov.b32 %r20, 7; tcgen05.st.sync.aligned.32x32b.x1.unpack::16b.b32 [%r9], {{%r20}}; tcgen05.wait::st.sync.aligned; {read_out('%q0', 1)}"
+        + f"mov.b32 %r20, 7; tcgen05.st.sync.aligned.32x32b.x1.unpack::16b.b32 [%r9], {{%r20}}; tcgen05.wait::st.sync.aligned; {copied_out('%q0', 1)}"
     )
     with pytest.raises(ExecutionError, match="nothing has written"):
         run(body + TAIL, torch.zeros(128, dtype=torch.int32), threads=128, shared=32)
 
 
-#: Of each copy: rows, words of each, and the row that comes to a lane.
+#: By form of the copy: its rows, the words of a row, and the row that a lane receives.
 COPIES = {
     "128x256b": (128, 8, lambda lane: lane),
     "128x128b": (128, 4, lambda lane: lane),
@@ -171,7 +171,7 @@ COPIES = {
 
 @pytest.mark.parametrize("form", COPIES)
 def test_copies_from_shared_memory(form):
-    """Rows of an operand without a swizzle, to columns 8 and on."""
+    """The copy moves rows of an operand without a swizzle to columns from 8 on."""
     rows, count, row_of = COPIES[form]
     x = torch.arange(rows * count, dtype=torch.int32).reshape(rows, count)
     padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % 8))
@@ -181,14 +181,14 @@ def test_copies_from_shared_memory(form):
     body = HEAD + FILL.replace("<words>", str(image.numel() // 4)) + fill
     body += f"""
         cvt.u64.u32 %q11, %r1; add.s64 %q11, %q11, 1024; shr.u64 %q11, %q11, 4; add.s32 %r13, %r8, 8;
-        or.b64 %q11, %q11, {(lead >> 4) << 16 | (stride >> 4) << 32 | 1 << 46};
+        or.b64 %q11, %q11, {(lead >> 4) << 16 | (stride >> 4) << 32 | VERSION};
         @!%p2 bra ISSUED; tcgen05.cp.cta_group::1.{form} [%r13], %q11; {COMMIT}
         ISSUED: W: mbarrier.try_wait.parity.shared.b64 %p4, [%r2], 0; @!%p4 bra W; tcgen05.fence::after_thread_sync;
     """
     for seed in range(2):
         out = torch.zeros(128, 64, dtype=torch.int32)
         run(
-            body + read_out("%q1") + TAIL,
+            body + copied_out("%q1") + TAIL,
             image.view(torch.int32),
             out,
             threads=128,
@@ -206,7 +206,7 @@ def test_copies_from_shared_memory(form):
     ):
         with pytest.raises(ExecutionError, match=wrong):
             run(
-                (body + read_out("%q1") + TAIL).replace(part, ""),
+                (body + copied_out("%q1") + TAIL).replace(part, ""),
                 image.view(torch.int32),
                 out,
                 threads=128,
@@ -226,8 +226,8 @@ ZERO = "".join(f"mov.b32 %r{20 + i}, 0;" for i in range(64))
 ZERO += f"tcgen05.st.sync.aligned.32x32b.x64.b32 [%r9], {{{registers(20, 64)}}}; tcgen05.wait::st.sync.aligned; bar.sync 0;"
 
 
-def test_commits_to_several_ctas():
-    """Rank 0 tells the mbarriers of ranks 0 and 2; rank 1 waits for its own commit, by generic addresses."""
+def test_a_commit_arrives_at_several_ctas():
+    """Rank 0 commits to the mbarriers of ranks 0 and 2. Rank 1 waits for its own commit, by generic addresses."""
     meet = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
     body = f"""
         mov.b32 %r20, shared_bytes; cvt.u64.u32 %q20, %r20; cvta.shared.u64 %q20, %q20; add.s64 %q21, %q20, 16;
@@ -246,7 +246,7 @@ def test_commits_to_several_ctas():
         run(body.replace("<mask>", "1"), out, threads=128, grid=3, cluster=(3,), shared=32)
 
 
-#: Tensors of operands in global memory are copied to shared memory as they are, from %r1 + 1024 on.
+#: Copies the operands, tensor 0, unchanged to shared memory from %r1 + 1024 on.
 FILL = """
     mov.b32 %r5, %r0; COPY: setp.ge.s32 %p3, %r5, <words>; @%p3 bra COPIED; mul.wide.s32 %q8, %r5, 4; add.s64 %q8, %q8, %q0;
     ld.global.b32 %r6, [%q8]; mad.lo.s32 %r7, %r5, 4, %r1; st.shared.b32 [%r7+1024], %r6; add.s32 %r5, %r5, 128; bra COPY;
@@ -259,24 +259,34 @@ MULTIPLY = """
 COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r2];"
 
 
+VERSION = 1 << 46  # the constant of bits 46 to 48 of a matrix descriptor of tcgen05
+
+
+def instruction_descriptor(m, n, dtype=torch.bfloat16, half=False, majors=(False, False)):
+    """Of an mma of operands of ``dtype``. ``half``: D is fp16, else fp32. ``majors``: which operands are MN-major."""
+    types = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}[dtype]
+    descriptor = (not half) << 4 | types << 7 | types << 10 | n // 8 << 17 | m // 16 << 24
+    return descriptor | majors[0] << 15 | majors[1] << 16
+
+
 def core_matrices(x):
-    """The image of [rows, columns] without a swizzle: 8 rows of 16 bytes, along the columns first; its bytes, and the
-    leading and stride offsets."""
+    """The layout of x [rows, columns] without a swizzle: blocks of 8 rows by 16 bytes, along the columns first. Returns its bytes,
+    the leading and the stride offset."""
     rows, per = x.shape[0], 16 // x.element_size()
     image = x.reshape(rows // 8, 8, x.shape[1] // per, per).permute(0, 2, 1, 3).contiguous()
     return image.view(torch.uint8).flatten(), 128, 128 * (x.shape[1] // per)
 
 
-#: Of tensor cores: the field of a descriptor for a row of a swizzle's atom, by that of wgmma.
+#: Swizzle field of a wgmma descriptor -> that of a tcgen05 descriptor.
 SWIZZLES = {0: 0, 1: 2, 2: 4, 3: 6}
 
 
 def swizzled(x, mode, mn_major):
-    """The image of an operand under a swizzle, numbered as by wgmma, with what its descriptor says."""
+    """The layout of an operand under swizzle ``mode``, a number of wgmma. Returns its bytes, the leading and the stride offset."""
     width = wgmma.WIDTHS[mode]
     lines, columns = x.T.shape if mn_major else x.shape
     if width == 16:
-        # Blocks of 8 lines by 16 bytes, those of neighbouring columns behind each other.
+        # Blocks of 8 lines by 16 bytes; blocks of neighbouring columns follow each other.
         outer, inner = 128 * (columns * x.element_size() // 16), 128
         leading, stride = (outer, inner) if mn_major else (inner, outer)
     else:
@@ -300,19 +310,20 @@ def product(
     majors=(False, False),
     half=False,
 ):
-    """[128, 64] words of tensor memory after one mma of the images of a and b. ``first``: comes before; ``change``: of the
-    body; ``modes``: swizzles; ``majors``: which are MN-major; ``half``: D is of fp16."""
+    """The words [128, 64] of tensor memory after one mma of a [m, k] and b [n, k].
+
+    ``first``: PTX before the mma. ``change``: edits the body. ``modes``: swizzles of a and b, as numbers of wgmma. ``majors``: which
+    of them are MN-major. ``half``: D is fp16; the result is [128, 32] then.
+    """
     if modes is None:
         images, modes = [core_matrices(x) for x in (a, b)], (0, 0)
     else:
         images = [swizzled(x, mode, major) for x, mode, major in zip((a, b), modes, majors)]
     (image_a, lead_a, stride_a), (image_b, lead_b, stride_b) = images
     image = torch.cat([image_a, image_b]).view(torch.int32)
-    types = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}[b.dtype]
-    descriptor = (not half) << 4 | types << 7 | types << 10 | n // 8 << 17 | m // 16 << 24
-    descriptor |= majors[0] << 15 | majors[1] << 16
+    descriptor = instruction_descriptor(m, n, b.dtype, half, majors)
     mode_a, mode_b = (SWIZZLES[mode] << 61 for mode in modes)
-    constant = lambda lead, stride: (lead >> 4) << 16 | (stride >> 4) << 32 | 1 << 46
+    constant = lambda lead, stride: (lead >> 4) << 16 | (stride >> 4) << 32 | VERSION
     body = HEAD + FILL.replace("<words>", str(image.numel())) + first
     body += f"""
         cvt.u64.u32 %q10, %r1; add.s64 %q10, %q10, 1024; shr.u64 %q10, %q10, 4; add.s64 %q11, %q10, {len(image_a) >> 4};
@@ -320,10 +331,9 @@ def product(
         mov.b32 %r11, {descriptor}; mov.b32 %r12, 0; setp.ne.s32 %p5, 0, 0;
     """
     multiply = MULTIPLY.replace("<kind>", kind).replace("<a>", "%q10").replace("<commit>", COMMIT)
-    body += multiply + (read_out("%q1", 32, ".pack::16b") if half else read_out("%q1")) + TAIL
+    body += multiply + (copied_out("%q1", 32, ".pack::16b") if half else copied_out("%q1")) + TAIL
     out = torch.full((128, 32 if half else 64), -7, dtype=torch.int32)
-    room = 1024 + image.numel() * 4
-    run(change(body), image, out, threads=128, shared=room)
+    run(change(body), image, out, threads=128, shared=1024 + image.numel() * 4)
     return out.view(torch.float16 if half else torch.float32)
 
 
@@ -332,7 +342,7 @@ def product(
 )
 @pytest.mark.parametrize(("m", "n"), [(128, 64), (128, 16), (64, 64), (64, 8)])
 def test_one_mma(m, n, dtype, kind, k):
-    """D of M = 64 is in 16 lanes of each 32."""
+    """For M = 64, D occupies 16 of each 32 lanes."""
     dtype = getattr(torch, dtype)
     a, b = integers(m, k), integers(n, k, seed=1)
     rows = torch.arange(m) if m == 128 else torch.arange(m) // 16 * 32 + torch.arange(m) % 16
@@ -347,8 +357,8 @@ def test_one_mma(m, n, dtype, kind, k):
 @pytest.mark.parametrize("modes", [(0, 0), (1, 1), (2, 2), (3, 3), (1, 3), (2, 0)])
 @pytest.mark.parametrize(("m", "n"), [(128, 64), (64, 64)])
 def test_swizzles_and_majors(m, n, modes, majors, dtype):
-    """Of one step of k."""
-    # An atom of K-major rows holds more than 16 of k; what is behind them does not count.
+    """One mma of k = 16."""
+    # A row of a K-major atom holds more than 16 elements of k. The mma reads only the first 16.
     deep = lambda mode, major: 16 if major or mode == 0 else wgmma.WIDTHS[mode] // 2
     x = [
         integers(rows, deep(mode, major), seed=i)
@@ -360,8 +370,8 @@ def test_swizzles_and_majors(m, n, modes, majors, dtype):
 
 
 @pytest.mark.parametrize("m", (64, 128))
-def test_d_of_halves(m):
-    """One in a column, in its lower 16 bits; sums are rounded to it."""
+def test_fp16_accumulators_are_rounded(m):
+    """Each column holds one fp16 in its lower 16 bits."""
     a, b = integers(m, 16) * 37, integers(64, 16, seed=1) * 41
     found = product(m, 64, a.half(), b.half(), first=ZERO, half=True)
     rows = torch.arange(m) if m == 128 else torch.arange(m) // 16 * 32 + torch.arange(m) % 16
@@ -369,8 +379,8 @@ def test_d_of_halves(m):
 
 
 @pytest.mark.parametrize("m", (128, 64))
-def test_a_in_tensor_memory_and_accumulation(m):
-    """A of a product from columns 48 to 55, two bf16 a word, in the lanes of D; added to what D holds, half of it."""
+def test_a_in_tensor_memory_and_scaled_accumulation(m):
+    """A lies in columns 48 to 55 of the lanes of D, two bf16 in a word. The mma adds half of the previous D."""
     a, b, c = integers(128, 16), integers(16, 16, seed=1), integers(128, 16, seed=2) * 2
     packed = a.bfloat16().view(torch.int16).view(torch.int32)
     store = "mul.wide.s32 %q20, %r0, 64;"
@@ -385,16 +395,16 @@ def test_a_in_tensor_memory_and_accumulation(m):
     first += f"add.s32 %r10, %r9, 48; tcgen05.st.sync.aligned.32x32b.x8.b32 [%r10], {{{registers(40, 8)}}};"
     first += "tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 0; tcgen05.fence::after_thread_sync;"
     image, lead, stride = core_matrices(b.bfloat16())
-    descriptor = 1 << 4 | 1 << 7 | 1 << 10 | 16 // 8 << 17 | m // 16 << 24
+    descriptor = instruction_descriptor(m, 16)
     body = HEAD + FILL.replace("<words>", str(image.numel() // 4)) + first
     body += f"""
         cvt.u64.u32 %q11, %r1; add.s64 %q11, %q11, 1024; shr.u64 %q11, %q11, 4;
-        or.b64 %q11, %q11, {(lead >> 4) << 16 | (stride >> 4) << 32 | 1 << 46}; mov.b32 %r11, {descriptor};
+        or.b64 %q11, %q11, {(lead >> 4) << 16 | (stride >> 4) << 32 | VERSION}; mov.b32 %r11, {descriptor};
         mov.b32 %r12, 0; setp.eq.s32 %p5, 0, 0; add.s32 %r13, %r8, 48;
     """
     multiply = MULTIPLY.replace("<kind>", "f16").replace("<a>", "[%r13]").replace("%p5;", "%p5, 1;")
     out = torch.zeros(128, 16, dtype=torch.int32)
-    body += multiply.replace("<commit>", COMMIT) + read_out("%q1", 16) + TAIL
+    body += multiply.replace("<commit>", COMMIT) + copied_out("%q1", 16) + TAIL
     tensors = image.view(torch.int32), out, c.view(torch.int32), packed
     for seed in range(3):
         run(body, *tensors, threads=128, shared=2048, seed=seed)
@@ -421,23 +431,20 @@ BROKEN = {
     "lanes of another warp": (r"%r4, %r3, 21;", "%r4, %r3, 20;", "accesses lanes"),
     "48 columns": (r"\[%r1\], 64;", "[%r1], 48;", "a power of 2"),
     "every lane issues": (r"@!%p2 bra ISSUED;", "@!%p1 bra ISSUED;", "32 lanes issue"),
-    "N of 72": (r"mov\.b32 %r11, (\d+);", "mov.b32 %r11, 135397520;", "instruction descriptor"),
-    "an old descriptor": (rf"{1 << 46}", "0", "matrix descriptor"),
+    "N of 72": (r"mov\.b32 %r11, (\d+);", f"mov.b32 %r11, {instruction_descriptor(128, 72)};", "instruction descriptor"),
+    "a descriptor without its version": (
+        r"(or\.b64 %q11, %q11,) (\d+);", lambda found: f"{found[1]} {int(found[2]) & ~VERSION};", "matrix descriptor",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_is_wrong_is_said(what):
+def test_misuse_is_an_error(what):
     pattern, replacement, wrong = BROKEN[what]
     a, b = integers(128, 16).bfloat16(), integers(64, 16, seed=1).bfloat16()
 
     def change(body):
-        if what == "an old descriptor":
-            found = re.sub(
-                r"or\.b64 %q11, %q11, (\d+);", lambda m: f"or.b64 %q11, %q11, {int(m[1]) & ~(7 << 46)};", body
-            )
-        else:
-            found = re.sub(pattern, replacement, body)
+        found = re.sub(pattern, replacement, body)
         assert found != body
         return found
 
@@ -445,11 +452,11 @@ def test_what_is_wrong_is_said(what):
         product(128, 64, a, b, change=change)
 
 
-def test_who_sees_a_commit_may_overwrite_what_the_product_read():
+def test_operands_may_be_overwritten_after_the_commit_is_seen():
     a, b = integers(128, 16).bfloat16(), integers(64, 16, seed=1).bfloat16()
     waited = "@!%p4 bra W; tcgen05.fence::after_thread_sync;"
     overwrite = "setp.eq.s32 %p6, %r0, 64; @%p6 st.shared.b32 [%r1+1024], %r12;"
-    # The issuing warp goes on, and tells others, before the product is done.
+    # The issuing warp continues before the product is done; its arrival at another mbarrier orders nothing of the product.
     later = "mbarrier.init.shared.b64 [%r2+8], 1; mbarrier.arrive.shared.b64 %q12, [%r2+8];"
     behind = lambda body: body.replace(COMMIT, COMMIT + later).replace(waited, waited + overwrite)
     before = lambda body: body.replace("ISSUED:", "ISSUED:" + overwrite)

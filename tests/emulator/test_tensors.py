@@ -1,4 +1,4 @@
-"""Tensor maps and bulk copies of boxes: those that the DSL makes, and boxes of every rank against numpy."""
+"""Tensor maps and bulk copies of boxes: maps of the DSL, and boxes of every rank against numpy."""
 
 import itertools
 
@@ -18,7 +18,7 @@ KINDS = ("K_INTER", "K_SW32", "K_SW64", "K_SW128")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_tiles_in_and_out(arch, kind):
+def test_dsl_kernels_load_and_store_tiles(arch, kind):
     function = ptx_emulator.load(compiled_map_tiles(arch, kind))
     for shape in ((32, 64), (45, 72), (3, 136)):
         x = torch.arange(shape[0] * shape[1]).reshape(shape).remainder(128).bfloat16()
@@ -37,7 +37,7 @@ CASES = [
 
 @pytest.mark.parametrize(("shape", "box", "corner"), CASES)
 def test_boxes_of_every_rank(shape, box, corner):
-    """A box of zeros where it is outside of the tensor."""
+    """Elements of the box outside the tensor are zeros."""
     x = torch.arange(1, 1 + int(np.prod(shape)), dtype=torch.int32).reshape(shape)
     x = torch.nn.functional.pad(x, (0, -shape[-1] % 4))[..., : shape[-1]]  # rows are multiples of 16 bytes
     want = np.zeros(box[::-1], np.int32)
@@ -59,8 +59,8 @@ def test_boxes_of_every_rank(shape, box, corner):
 
 
 @pytest.mark.parametrize(("swizzle", "mask"), [(1, 1), (2, 3), (3, 7)])
-def test_swizzles(swizzle, mask):
-    """Units of 16 bytes change places with what their address has above 128 bytes."""
+def test_swizzled_boxes(swizzle, mask):
+    """The index of a unit of 16 bytes is XORed with address bits from 7 on."""
     width = 4 << swizzle
     x = torch.arange(32 * width, dtype=torch.int32).reshape(32, width)
     out = torch.zeros(32 * width, dtype=torch.int32)
@@ -71,12 +71,12 @@ def test_swizzles(swizzle, mask):
 
 
 def changed(tensor, byte):
-    """A map with a bit that is not understood."""
+    """The map with a bit set that the emulator does not know."""
     tensor[8 + byte] |= 0x10
     return tensor
 
 
-def test_what_is_malformed():
+def test_malformed_maps_and_copies_are_errors():
     x, out = torch.zeros(8, 16, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     body = lambda **values: filled(START + WAIT, **({"bytes": 256, "rank": 2, "corner": "0, 0"} | values))
     run(body(), tensor_map(x, (8, 8)), x, out, shared=16400)
@@ -101,8 +101,8 @@ def test_what_is_malformed():
         run(body(), tensor_map(x, (8, 8)), x[:4], out, shared=16400)
 
 
-def test_rows_narrower_than_their_swizzle():
-    """They leave gaps, in which nothing arrives, and which count as no bytes."""
+def test_rows_narrower_than_their_swizzle_leave_gaps():
+    """Gaps stay unwritten and do not count as bytes of the copy."""
     x, out = torch.arange(32 * 16, dtype=torch.int32).reshape(32, 16), torch.zeros(32 * 8, dtype=torch.int32)
     body = (
         filled(START + WAIT, bytes=32 * 16, rank=2, corner="0, 0")
@@ -122,7 +122,7 @@ def test_rows_narrower_than_their_swizzle():
         )
 
 
-def test_a_box_that_is_stored_begins_inside():
+def test_storing_a_box_at_negative_coordinates_is_an_error():
     y = torch.zeros(6, 12, dtype=torch.int32)
     copy = "tensor.2d.global.shared::cta.tile.bulk_group [%q0, {4, -1}], [%r1]"
     body = filled(STORE, copy=copy, last="").replace("<", "").replace(">", "")
@@ -131,8 +131,7 @@ def test_a_box_that_is_stored_begins_inside():
 
 
 @pytest.mark.parametrize("to", ("global", "box"))
-def test_reductions(to):
-    """Several at once, of one place: each counts."""
+def test_concurrent_reductions_of_one_place_all_count(to):
     y = torch.arange(48, dtype=torch.int32).reshape(4, 12)
     want = y.clone()
     if to == "box":
@@ -167,8 +166,8 @@ def test_reductions(to):
         "global.shared::cta.bulk_group [%q1+48], [%r1], 128",
     ),
 )
-def test_stores(copy):
-    """Boxes are written where they are inside of the tensor. What is left out is noticed."""
+def test_stores_need_their_fence_wait_and_barrier(copy):
+    """A store writes only the part of a box inside the tensor. Without one of the three, it is an error."""
     want = torch.full((6, 12), -1, dtype=torch.int32)
     if copy.startswith("tensor"):
         want[4:, 8:] = torch.arange(32).reshape(4, 8)[:2, :4]

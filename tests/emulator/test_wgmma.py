@@ -1,9 +1,9 @@
-"""wgmma and the copies that feed it: integer-valued products, exact, over shapes, swizzles and major-ness."""
+"""wgmma and the copies that load its operands: exact products of integers over shapes, swizzles and majors."""
 
 import numpy as np
 import pytest
 import torch
-from helpers.emulator.ptx import run
+from helpers.emulator.ptx import lanewise, run
 from helpers.emulator.wgmma_kernel import (
     A_REGISTERS,
     ORIGIN,
@@ -17,8 +17,6 @@ from helpers.emulator.wgmma_kernel import (
 )
 
 import ptx_emulator
-from ptx_emulator import floats
-from ptx_emulator.matrices import tensor_core_sum
 
 CASES = [
     (mode, mn_major, n)
@@ -31,8 +29,7 @@ CASES = [
 
 @pytest.mark.parametrize(("mode", "mn_major", "n"), CASES)
 def test_b_in_shared_memory(mode, mn_major, n):
-    """The second k16 step of a tile, found by a start address within the swizzle's period where there is
-    one."""
+    """The second k16 step of a tile. Its start address lies within the period of the swizzle, if there is one."""
     width = WIDTHS[mode]
     per_row = width // 2
     depth = 32 if mn_major or width == 16 else max(per_row, 16)
@@ -110,13 +107,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_found(mistake):
+def test_misuse_is_an_error(mistake):
     old, new, message = MISTAKES[mistake]
     b = integers(32, 64, seed=1)
     whole = image(b, 1, False, 0, 1024, 8192)
     text = body()
     assert old in text
-    if message is None:  # the wait that is left out: the bytes are not known when they are used
+    if message is None:  # without the wait, the bytes are used before they are written
         text = text.replace(
             "AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%r3], 0; @done bra OUT; bra AGAIN; OUT:", ""
         )
@@ -128,7 +125,7 @@ def test_mistakes_are_found(mistake):
             run(text, whole, integers(64, 16), torch.zeros(128, 16), threads=128, shared=8192 + 64, seed=seed)
 
 
-def test_without_a_mistake():
+def test_the_unbroken_body_passes():
     b, out = integers(32, 64, seed=1), torch.zeros(128, 16)
     a = integers(64, 16)
     run(body(), image(b, 1, False, 0, 1024, 8192), a, out, threads=128, shared=8192 + 64)
@@ -136,23 +133,37 @@ def test_without_a_mistake():
     assert np.isfinite(out.numpy()).all()
 
 
-def test_what_a_sum_of_products_cuts():
-    """What is 2^-26 of the largest term, by the exponents of its factors, counts for nothing."""
-    column = lambda *x: np.array(x)[:, None]
+def tensor_core_sum(a, b, c):
+    """One element of D of an mma.m16n8k16: c plus the products of the bf16 numbers ``a`` and ``b``, at most eight."""
+    pairs = [torch.tensor([*x, *[0] * (8 - len(x))]).bfloat16().view(torch.int16) for x in (a, b)]
+    # The first registers of A and B hold k = 2 (lane % 4) and the next one; elements from k = 8 on are 0.
+    lanes = [np.resize(x.numpy().view(np.uint32), 32) for x in pairs]
+    vector = lambda *registers: "{{" + ", ".join(registers) + "}}"
+    d, of_a = vector("%r30", "%r31", "%r32", "%r33"), vector("{0}", "{0}", "%r40", "%r40")
+    of_b, of_c = vector("{1}", "%r40"), vector("{2}", "{2}", "{2}", "{2}")
+    text = (
+        f"mov.b32 %r40, 0; mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {d}, {of_a}, {of_b}, {of_c};"
+    )
+    found = lanewise(f"{text} mov.b32 {{d}}, %r30;", "b32", *lanes, np.full(32, c, np.float32))
+    assert (found == found[0]).all()  # all rows of A and all columns of B are the same
+    return found.view(np.float32)[0]
+
+
+def test_sums_of_products_cut_what_is_below_2_to_the_minus_25_of_the_largest_term():
+    """The exponents of the factors decide which term is the largest."""
     for a, b, c, want in (
         ((1, 2.0**-13), (1, 2.0**-12), -1, 2.0**-25),
         ((1, 2.0**-13), (1, 2.0**-13), -1, 0),
         ((1, 2.0**-13), (1, -(2.0**-13)), -1, 0),
-        # Of 1.5 * 1.5 it is that of 1, of 2.25 that of 2.
+        # The exponent of 1.5 * 1.5 is that of 1; the exponent of c = -2.25 is that of 2.
         ((1.5, 1.5, 2.0**-13), (1.5, -1.5, 2.0**-12), 0, 2.0**-25),
         ((1.5, 2.0**-13), (1.5, 2.0**-12), -2.25, 0),
+        ((np.inf,), (1,), 0, np.inf),
+        ((np.inf,), (0,), 0, np.nan),
+        # The sum is truncated to fp32.
+        ((1, 2.0**-12), (1, 2.0**-12), 0, 1),
+        ((2.0**-5,), (2.0**-20,), -(1 + 2.0**-23), -1),
+        ((2.0**64,), (2.0**64,), 0, np.inf),
+        ((2.0**64,), (2.0**64,), -(2.0**103), np.finfo(np.float32).max),
     ):
-        found = tensor_core_sum(column(*a).T, column(*b), np.array([[c]], np.float64))
-        assert found == want, (a, b, c)
-    with np.errstate(invalid="ignore"):
-        assert np.isinf(tensor_core_sum(column(np.inf), column(1.0), None))
-        assert np.isnan(tensor_core_sum(column(np.inf), column(0.0), None))
-    near = floats.cut32(
-        np.array([1 + 2.0**-24 + 2.0**-30, -(1 + 2.0**-23 - 2.0**-40), 2.0**128, 2.0**128 - 2.0**100])
-    )
-    assert near.tolist() == [1, -1, np.inf, float(np.finfo(np.float32).max)]
+        assert np.array_equal(tensor_core_sum(a, b, c), want, equal_nan=True), (a, b, c)

@@ -1,10 +1,10 @@
-"""Calibration: outputs of `cases.py` on a GPU become fixtures, with which the emulator's are compared.
+"""Calibration: records the outputs of `cases` on a GPU as fixtures and compares the emulator's outputs with them.
 
-    PYTHONPATH=tests python -m helpers.emulator.calibrate record            on a machine with the GPU: a file a group of cases
-    PYTHONPATH=tests python -m helpers.emulator.calibrate report --write    on any: what the emulator gives beside them, as a page of docs
+    PYTHONPATH=tests python -m helpers.emulator.calibrate record            needs the GPU; writes one file for each group of cases
+    PYTHONPATH=tests python -m helpers.emulator.calibrate report --write    needs no GPU; compares and writes the page in docs
 
-Both take parts of "group/name" to do no others ("prefill/": the kernel of kda-sm90). What is recorded goes into the files
-that are there, whose other cases stay; `--missing` records what they lack. The packages have to be installed, or on
+Both accept parts of "group/name" that select cases ("prefill/" selects the kernel of kda-sm90). Recording replaces the selected
+cases in the files and keeps the others; `--missing` records only cases that the files lack. The packages must be installed or on
 PYTHONPATH.
 """
 
@@ -37,24 +37,24 @@ from helpers.emulator.cases import CASES, TO_BE_RECORDED, Bits, Case, Limit, Nea
 
 FIXTURES = Path(__file__).parent / "fixtures"
 WRITTEN = Path(__file__).parents[3] / "docs/ptx-emulator-calibration.md"
-KEPT = 1024  # elements of an output, of which a fixture has no more
-ABOUT = "about"  # in each file: [a description of the machine, names of cases recorded there], several
-SECONDS = 90  # for a case, with what it compiles
+KEPT = 1024  # the most elements of an output that a fixture keeps
+ABOUT = "about"  # array of each file: a list of [description of a machine, names of the cases recorded there] as JSON
+SECONDS = 90  # time limit of a case, compilation included
 
 
 # ---- outputs
 
 
 def thinned(x: torch.Tensor) -> np.ndarray:
-    """An output as it is kept: an odd stride goes through all columns and rows."""
+    """The elements of an output that a fixture keeps. The stride is odd, so it visits all columns and rows."""
     flat = x.flatten()
     flat = flat[:: -(-len(flat) // KEPT) | 1] if len(flat) > KEPT else flat
     return flat.view(torch.int16).numpy() if x.dtype is torch.bfloat16 else flat.numpy()
 
 
 class Inputs:
-    """A checksum of the tensors that went in. Random numbers are the same everywhere, but a logarithm may differ in its
-    last bit from one processor to another."""
+    """Stands in for `ptx.execute` and computes a checksum of the input tensors. Random numbers are the same on every machine,
+    but the last bit of a logarithm may differ between processors."""
 
     def __init__(self) -> None:
         self.inner, self.crc = ptx.execute, 0
@@ -65,7 +65,7 @@ class Inputs:
         scratch = list(scratch)
         empty = {x.data_ptr() for x in scratch}
         for x in arguments[3]:
-            # Tensor maps hold addresses, scratch tensors anything.
+            # Tensor maps hold addresses, and scratch tensors hold arbitrary bytes: neither is part of the checksum.
             a_map = isinstance(x, torch.Tensor) and x.dtype is torch.uint8 and x.numel() == 128
             if isinstance(x, torch.Tensor) and not a_map and x.data_ptr() not in empty:
                 self.crc = zlib.crc32(x.contiguous().flatten().view(torch.uint8).numpy(), self.crc)
@@ -73,7 +73,7 @@ class Inputs:
 
 
 def outputs(case: Case) -> dict[str, np.ndarray]:
-    """Of what `ptx.execute` is now, with a checksum of what went in."""
+    """Run a case with the current `ptx.execute`: its outputs as fixtures keep them, and "inputs", the checksum of its inputs."""
     inputs = ptx.execute = Inputs()
     try:
         found = {name: thinned(x) for name, x in case.run().items()}
@@ -86,30 +86,31 @@ def outputs(case: Case) -> dict[str, np.ndarray]:
 
 
 def use_gpu() -> None:
-    """From now on the driver executes and encodes."""
+    """Execute PTX and encode tensor maps by the driver from now on."""
     from helpers.emulator import gpu
 
     ptx.execute, tensor_maps.encode, ptx.images = gpu.run, gpu.encode, {}
 
 
 def serve(connection: Any, on_gpu: bool) -> None:
-    """A process that runs cases by name: one that fails takes no other with it."""
+    """Main function of a worker process: runs cases by name, until None. A failing case does not affect the others."""
     if on_gpu:
         use_gpu()
     while (name := connection.recv()) is not None:
         try:
             connection.send((outputs(CASES[name]), None))
-        except Exception:  # noqa: BLE001 - whatever it is, it goes into the list
+        except Exception:  # noqa: BLE001 - every error is listed
             connection.send((None, traceback.format_exc()))
 
 
 class Worker:
-    """The above from the outside. After a failure or a timeout there is a new process, for a GPU's errors stay."""
+    """A worker process that runs `serve`. A failure or timeout replaces the process, because errors of a GPU are sticky."""
 
     def __init__(self, on_gpu: bool) -> None:
         self.on_gpu, self.process = on_gpu, None
 
     def run(self, name: str) -> tuple[dict[str, np.ndarray] | None, str | None]:
+        """The outputs of a case and None, or None and the error."""
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.connection, other = context.Pipe()
@@ -135,7 +136,7 @@ class Worker:
 
 
 def about(on_gpu: bool) -> dict[str, str]:
-    """Where and when."""
+    """The machine, the versions and the date of a recording."""
     found = {"gpu": "none, emulated"}
     if on_gpu:
         from helpers.emulator import gpu
@@ -155,7 +156,7 @@ def about(on_gpu: bool) -> dict[str, str]:
 
 
 def record(folder: Path, names: list[str], on_gpu: bool = True, jobs: int = 1) -> dict[str, str]:
-    """Writes the fixtures of cases; the errors of those that failed."""
+    """Write the fixtures of the named cases into ``folder``. Returns the errors of the cases that failed."""
     start, errors = time.monotonic(), {}
     idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     workers = [Worker(on_gpu) for _ in range(jobs)]
@@ -170,7 +171,7 @@ def record(folder: Path, names: list[str], on_gpu: bool = True, jobs: int = 1) -
             idle.put(worker)
 
     found: dict[str, dict[str, np.ndarray]] = {}
-    # What compiles longest comes first.
+    # The cases that compile longest start first.
     ordered = sorted(names, key=lambda name: CASES[name].group != "prefill")
     with ThreadPoolExecutor(jobs) as pool:
         for name, (arrays, error) in zip(ordered, pool.map(run, ordered)):
@@ -185,7 +186,7 @@ def record(folder: Path, names: list[str], on_gpu: bool = True, jobs: int = 1) -
         worker.stop()
     folder.mkdir(parents=True, exist_ok=True)
     for group, arrays in found.items():
-        merge(folder / f"{group}.npz", arrays, about(on_gpu))
+        update(folder / f"{group}.npz", arrays, about(on_gpu))
     log = folder / "errors.txt"
     log.unlink(missing_ok=True)
     if errors:
@@ -198,25 +199,30 @@ def record(folder: Path, names: list[str], on_gpu: bool = True, jobs: int = 1) -
 
 
 def last_line(error: str) -> str:
-    """What it says, without the way there."""
+    """The message of a traceback, without its frames."""
     lines = [line for line in error.splitlines() if line.strip() and not line.startswith(" ")]
     return lines[-1] if lines else error
 
 
 def stored(case: Case) -> str:
-    """The name of a case in its file."""
+    """The name of a case in its fixture file, where a slash would be a folder."""
     return case.name.replace("/", " ")
 
 
-def merge(path: Path, arrays: dict[str, np.ndarray], note: dict[str, str]) -> None:
-    """Outputs of cases into a file, in which those of others stay, with where they come from."""
-    cases = {name.partition("|")[0] for name in arrays}
+def case_of(array: str) -> str:
+    """The case of an array "case|output". Names of cases may contain "|", names of outputs do not."""
+    return array.rpartition("|")[0]
+
+
+def update(path: Path, arrays: dict[str, np.ndarray], note: dict[str, str]) -> None:
+    """Replace the outputs of cases in a fixture file and keep those of other cases. ``note``: machine, versions and date of the
+    new outputs."""
+    cases = {case_of(name) for name in arrays}
     notes = []
     if path.exists():
         with np.load(path) as archive:
-            arrays = {
-                n: archive[n] for n in archive.files if n.partition("|")[0] not in cases | {ABOUT}
-            } | arrays
+            kept = [n for n in archive.files if n != ABOUT and case_of(n) not in cases]
+            arrays = {n: archive[n] for n in kept} | arrays
             notes = [
                 [where, sorted(set(names) - cases)] for where, names in json.loads(archive[ABOUT].tobytes())
             ]
@@ -230,7 +236,7 @@ def merge(path: Path, arrays: dict[str, np.ndarray], note: dict[str, str]) -> No
 
 
 def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """An .npz that depends on its contents alone."""
+    """Write an .npz whose bytes depend only on the arrays, not on the time."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, x in arrays.items():
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w") as file:
@@ -241,19 +247,19 @@ def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 class MissingFixture(Exception):
-    """A case that was not recorded."""
+    """A case has no recorded outputs."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How the outputs of a case compare: ``what`` was found, and whether that is within the limit."""
+    """The result of a comparison: its description, and whether it is within the limit of the case."""
 
-    what: str
+    text: str
     good: bool
 
 
 def fixture(case: Case, folder: Path = FIXTURES) -> dict[str, np.ndarray]:
-    """The recorded outputs."""
+    """The recorded outputs of a case, with the checksum of their inputs. Raises `MissingFixture`."""
     path = folder / f"{case.group}.npz"
     prefix = f"{stored(case)}|"
     if path.exists():
@@ -267,7 +273,7 @@ def fixture(case: Case, folder: Path = FIXTURES) -> dict[str, np.ndarray]:
 
 
 def recorded(case: Case, folder: Path = FIXTURES) -> bool:
-    """Whether there is one."""
+    """Whether a case has a fixture."""
     try:
         return bool(fixture(case, folder))
     except MissingFixture:
@@ -275,7 +281,7 @@ def recorded(case: Case, folder: Path = FIXTURES) -> bool:
 
 
 def compare(case: Case, found: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> Finding:
-    """The largest difference of all outputs."""
+    """Compare the outputs of a case with the recorded ones: the largest difference and the number of differing elements."""
     same_inputs = np.array_equal(found["inputs"], want["inputs"])
     names = [name for name in want if name != "inputs"]
     if sorted(names) != sorted(name for name in found if name != "inputs"):
@@ -301,7 +307,7 @@ def compare(case: Case, found: dict[str, np.ndarray], want: dict[str, np.ndarray
 
 
 def difference(limit: Limit, a: np.ndarray, b: np.ndarray) -> float:
-    """In the measure of the limit; those that an absolute difference allows count for nothing."""
+    """The difference in the unit of the limit. Elements within its absolute difference count as equal."""
     if isinstance(limit, Bits):
         return float((a.view(f"u{a.itemsize}") != b.view(f"u{b.itemsize}")).any())
     if a.dtype == np.int16:  # bf16
@@ -322,7 +328,7 @@ def difference(limit: Limit, a: np.ndarray, b: np.ndarray) -> float:
 
 
 def compared(names: Iterable[str], folder: Path = FIXTURES) -> Iterator[tuple[Case, Finding]]:
-    """Cases on the emulator, beside their fixtures."""
+    """Run cases on the emulator and compare them with their fixtures."""
     for name in names:
         case = CASES[name]
         try:
@@ -333,24 +339,24 @@ def compared(names: Iterable[str], folder: Path = FIXTURES) -> Iterator[tuple[Ca
             continue
         try:
             yield case, compare(case, outputs(case), want)
-        except Exception as error:  # noqa: BLE001 - a line of the table
+        except Exception as error:  # noqa: BLE001 - every error is a row of the table
             yield case, Finding(f"{type(error).__name__}: {str(error).splitlines()[0]}", False)
 
 
 def row(case: Case, finding: Finding) -> str:
-    """Of the table."""
+    """A row of the table."""
     cells = [
         case.name,
         case.group,
-        finding.what + ("" if finding.good else " **(not allowed)**"),
+        finding.text + ("" if finding.good else " **(not allowed)**"),
         str(case.limit),
     ]
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 def report(names: list[str], folder: Path = FIXTURES) -> tuple[str, bool]:
-    """A table, and whether all of it is well."""
-    lines = ["| kernel | fixture | emulated against recorded | allowed |", "| --- | --- | --- | --- |"]
+    """The table of the named cases, and whether all of them are within their limits."""
+    lines = ["| case | group | emulator against recorded | allowed difference |", "| --- | --- | --- | --- |"]
     good = True
     for case, finding in compared(names, folder):
         good &= finding.good
@@ -359,7 +365,7 @@ def report(names: list[str], folder: Path = FIXTURES) -> tuple[str, bool]:
 
 
 def machines(folder: Path = FIXTURES) -> str:
-    """Where the fixtures come from, a line a distinct one."""
+    """A list of the machines and versions that recorded the fixtures, with the number of cases of each group."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*.npz")):
         with np.load(path) as archive:
@@ -371,13 +377,22 @@ def machines(folder: Path = FIXTURES) -> str:
 
 PAGE = """# The emulator beside a GPU
 
-What an H200 gave for the cases of `tests/helpers/emulator/cases.py`, and what the emulator gives. Where arithmetic is defined exactly the
-bits are equal, and so they are of products of matrices. The approximate instructions may differ by the ulps, or the absolute
-difference, of the last column; whole kernels, which they enter, by a norm: that of the difference, relative to that of the whole.
-"Of other inputs": this machine's logarithms or exponentials differ from the recording one's in a last bit.
+This page compares the emulator with outputs that an H200 recorded for the cases of `tests/helpers/emulator/cases`. The last column is
+the largest difference that a case may have:
 
-`PYTHONPATH=tests python -m helpers.emulator.calibrate report --write` makes this page, and `tests/emulator/test_calibration.py` keeps it true;
-[how to record](ptx-emulator.md#calibration).
+| what a case computes | the emulator must match |
+| --- | --- |
+| arithmetic with exactly defined results, products of matrices | bit for bit |
+| an approximate instruction | within the ulps or the absolute difference of the last column |
+| a whole kernel, which contains approximate instructions | within a norm: that of the difference, relative to that of the recorded output |
+
+"Of other inputs" means that logarithms or exponentials on the machine that wrote this page differ in the last bit from those on the
+recording machine.
+
+`PYTHONPATH=tests python -m helpers.emulator.calibrate report --write` writes this page, and `tests/emulator/test_calibration.py` checks it.
+[Calibration](ptx-emulator.md#calibration) explains how to record.
+
+## Recordings
 
 """
 
@@ -385,30 +400,30 @@ difference, of the last column; whole kernels, which they enter, by a norm: that
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record", help="fixtures, from a GPU")
-    recording.add_argument("--missing", action="store_true", help="only cases that the files lack")
-    recording.add_argument("--jobs", type=int, default=8, help="processes (8)")
+    recording = commands.add_parser("record", help="record fixtures on the GPU")
+    recording.add_argument("--missing", action="store_true", help="record only cases that have no fixture")
+    recording.add_argument("--jobs", type=int, default=8, help="number of processes (8)")
     recording.add_argument(
-        "--emulate", action="store_true", help="on the emulator instead: to try this program"
+        "--emulate", action="store_true", help="use the emulator instead of a GPU, to try this program"
     )
-    reporting = commands.add_parser("report", help="the emulator beside them")
-    reporting.add_argument("--write", action="store_true", help=f"to {WRITTEN.name}, of all cases")
+    reporting = commands.add_parser("report", help="compare the emulator with the fixtures")
+    reporting.add_argument("--write", action="store_true", help=f"write {WRITTEN.name}, with all cases")
     for one in (recording, reporting):
-        one.add_argument("names", nargs="*", help="parts of names of cases; none: all")
-        one.add_argument("--fixtures", type=Path, default=FIXTURES, help="folder of the files")
+        one.add_argument("names", nargs="*", help="parts of the names of cases (all cases)")
+        one.add_argument("--fixtures", type=Path, default=FIXTURES, help="folder of the fixture files")
     options = parser.parse_args(arguments)
     names = [name for name in CASES if not options.names or any(part in name for part in options.names)]
     if options.command == "record" and options.missing:
         names = [name for name in names if not recorded(CASES[name], options.fixtures)]
     if not names:
-        parser.error("no such case")
+        parser.error("no case matches")
     if options.command == "record":
         errors = record(options.fixtures, names, not options.emulate, options.jobs)
         return 1 if errors else 0
     if options.write and options.names:
-        parser.error("the page is of all cases")
+        parser.error("--write needs all cases: pass no names")
     table, good = report(names, options.fixtures)
-    page = f"{PAGE}{machines(options.fixtures)}\n\n{table}\n"
+    page = f"{PAGE}{machines(options.fixtures)}\n\n## Cases\n\n{table}\n"
     if options.write:
         WRITTEN.write_text(page)
     print(page)

@@ -24,7 +24,7 @@ def _scale(x: cute.Tensor, y: cute.Tensor, factor: Float32, n: Int32):
 
 @cute.kernel
 def _add(x: cute.Tensor, y: cute.Tensor):
-    """Past the end of x and y where their length is no multiple of `THREADS`."""
+    """Accesses past the end of x and y unless their length is a multiple of `THREADS`."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     i = block * THREADS + thread
@@ -41,6 +41,7 @@ def scale_and_add(x: cute.Tensor, y: cute.Tensor, factor: Float32, n: Int32, str
 
 @cute.kernel
 def _rank(y: cute.Tensor):
+    """y[block] = rank of the block in its cluster."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     if thread == 0:
@@ -49,6 +50,7 @@ def _rank(y: cute.Tensor):
 
 @cute.jit
 def ranks(y: cute.Tensor, stream):
+    """Writes the ranks of the CTAs of clusters of two."""
     _rank(y).launch(grid=(y.shape[0], 1, 1), block=(32, 1, 1), cluster=(2, 1, 1), stream=stream)
 
 
@@ -96,9 +98,8 @@ def _through_shared(
         cute.copy(load, g_x, s_x, tma_bar_ptr=barrier)
     cute.arch.mbarrier_wait(barrier, 0)
     for n in cutlass.range_constexpr(TILE[0] * TILE[1] // THREADS):
-        j = (
-            n // 2 * THREADS + thread
-        ) * 2 + n % 2  # two neighbours by one thread: races are looked for by words
+        # One thread takes two neighbours: the race check works on whole words.
+        j = (n // 2 * THREADS + thread) * 2 + n % 2
         i = j // TILE[1], j % TILE[1]
         tile[i] = BFloat16(Float32(tile[i]) * Float32(1.5) + Float32(1.0))
     cute.arch.fence_view_async_shared()
@@ -111,7 +112,7 @@ def _through_shared(
 
 @cute.jit
 def map_tiles(x: cute.Tensor, y: cute.Tensor, kind: cutlass.Constexpr, stream):
-    """y = 1.5 x + 1, tile by tile through shared memory, in and out by tensor maps."""
+    """y = 1.5 x + 1. Tensor maps load each tile into shared memory and store it from there."""
     layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, BFloat16), TILE, (0, 1))
     load, t_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, layout, TILE)
     store, t_y = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), y, layout, TILE)

@@ -1,4 +1,4 @@
-"""A product of one tile by tcgen05, as the CuTe DSL compiles it."""
+"""The product of one tile by tcgen05, compiled by the CuTe DSL."""
 
 import functools
 import tempfile
@@ -14,7 +14,7 @@ M, THREADS = 128, 128
 
 
 class Gemm:
-    """z [M, n] fp32 = x [M, k] y [n, k]^T, both bf16. ``majors``: of x and y in shared memory, "K" or "MN"."""
+    """z [M, n] = x [M, k] y [n, k]^T; z is fp32, x and y are bf16. ``majors``: "K" or "MN", the majors of x and y in shared memory."""
 
     def __init__(self, n, k, majors):
         self.n, self.k, self.majors = n, k, [getattr(OperandMajorMode, m) for m in majors]
@@ -74,7 +74,7 @@ class Gemm:
 
     @cute.jit
     def fill(self, tile: cute.Tensor, x: cute.Tensor, rows: cutlass.Constexpr, thread: Int32):
-        """Four elements, two rows by two columns, a thread at a time, so that no word is shared."""
+        """Copies x into the tile. A thread copies two rows by two columns at a time, because no two threads may share a word."""
         for n in cutlass.range_constexpr(-(-rows * self.k // (4 * THREADS))):
             j = n * THREADS + thread
             if j < rows * self.k // 4:

@@ -1,7 +1,7 @@
-"""PTX on the GPU of this machine, through the driver: `run` takes what `ptx_emulator.run` takes, so that the same text and
-the same CPU tensors go to both.
+"""Executes PTX on the GPU of this machine through the driver.
 
-Not a test: what stands behind the fixtures of `calibrate.py`.
+`run` has the parameters of `ptx_emulator.run`, so both accept the same text and the same CPU tensors. `calibrate.py` records
+its fixtures with it; no test uses it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _driver() -> Any:
         except OSError as error:
             missing = error
     if library is None:
-        raise RuntimeError(f"no driver: {missing}")
+        raise RuntimeError(f"no CUDA driver: {missing}")
     device, context = c_int(), c_void_p()
     for status in (
         library.cuInit(0),
@@ -70,7 +70,7 @@ def _driver() -> Any:
         library.cuCtxSetCurrent(context),
     ):
         if status:
-            raise RuntimeError(f"no GPU: the driver says {status}")
+            raise RuntimeError(f"no GPU: the driver returned status {status}")
     return library
 
 
@@ -84,7 +84,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def describe() -> dict[str, str]:
-    """Name of the GPU, and the CUDA version of its driver."""
+    """The name of the GPU, and the CUDA version of its driver."""
     name, version = ctypes.create_string_buffer(128), c_int()
     _call("cuDeviceGetName", name, 128, 0)
     _call("cuDriverGetVersion", byref(version))
@@ -92,7 +92,7 @@ def describe() -> dict[str, str]:
 
 
 def _accepted(ptx: str) -> str:
-    """PTX under a version that the driver knows; an instruction that it lacks is an error all the same."""
+    """The text with a PTX version that the driver accepts. An instruction that the driver lacks is still an error."""
     version = c_int()
     _call("cuDriverGetVersion", byref(version))
     cuda = version.value // 1000, version.value % 1000 // 10
@@ -109,7 +109,7 @@ def _accepted(ptx: str) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _loaded(ptx: str) -> tuple[c_void_p, list[tuple[str, str, int]]]:
-    """The only entry of a text of PTX, and its parameters."""
+    """The only kernel of a PTX text, and its parameters."""
     (kernel,) = parse(ptx).kernels.values()
     code = (texts.images or {}).get(ptx) or _accepted(ptx).encode()
     module, function, log = c_void_p(), c_void_p(), ctypes.create_string_buffer(1 << 14)
@@ -124,20 +124,20 @@ def _loaded(ptx: str) -> tuple[c_void_p, list[tuple[str, str, int]]]:
 
 
 class _Memory:
-    """Copies of tensors' storages on the GPU, each as far from a line of 256 bytes as here."""
+    """Copies of the tensors' storages on the GPU. Each copy has the same address modulo 256 as its storage."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.places: dict[int, tuple[int, int]] = {}  # of a storage here: its place there, its bytes
+        self.places: dict[int, tuple[int, int]] = {}  # address of a storage -> (address of its copy, bytes)
         self.allocated: list[c_uint64] = []
-        self.maps: dict[int, bytes] = {}  # tensor maps by their place here: the address that they hold
+        self.maps: dict[int, bytes] = {}  # address of a tensor map -> the address that it holds, as bytes
         for tensor in tensors:
             storage = tensor.untyped_storage()
             start, size = storage.data_ptr(), storage.nbytes()
             if size and start not in self.places:
-                room = c_uint64()
-                _call("cuMemAlloc_v2", byref(room), c_size_t(size + 256))
-                self.allocated.append(room)
-                self.places[start] = room.value + start % 256, size
+                pointer = c_uint64()
+                _call("cuMemAlloc_v2", byref(pointer), c_size_t(size + 256))
+                self.allocated.append(pointer)
+                self.places[start] = pointer.value + start % 256, size
             if tensor.dtype is torch.uint8 and tensor.numel() == 128:
                 self.maps[tensor.data_ptr()] = ctypes.string_at(tensor.data_ptr(), 8)
         for start, (place, size) in self.places.items():
@@ -147,22 +147,22 @@ class _Memory:
             _call("cuMemcpyHtoD_v2", c_uint64(self.translated(here)), byref(there), c_size_t(8))
 
     def translated(self, address: int) -> int:
-        """An address of a tensor's element there; other numbers stay."""
+        """The address in the GPU copy, if a number is an address within a tensor; other numbers are returned unchanged."""
         for start, (place, size) in self.places.items():
             if start <= address < start + size:
                 return address - start + place
         return address
 
     def back(self) -> None:
-        """What is there now, to here."""
+        """Copy the storages back from the GPU and restore the addresses in tensor maps."""
         for start, (place, size) in self.places.items():
             _call("cuMemcpyDtoH_v2", c_void_p(start), c_uint64(place), c_size_t(size))
         for here, address in self.maps.items():
             ctypes.memmove(here, address, 8)
 
     def free(self) -> None:
-        for room in self.allocated:
-            _call("cuMemFree_v2", room)
+        for pointer in self.allocated:
+            _call("cuMemFree_v2", pointer)
 
 
 def run(
@@ -178,8 +178,8 @@ def run(
     seed: int = 0,
     races: Sequence[str] = (),
 ) -> int:
-    """Execute the only entry of a text of PTX on the GPU. An integer that is an address within one of the tensors, and the
-    address in a tensor map (128 bytes of uint8), become those of the copy. ``seed`` and ``races`` mean nothing here."""
+    """Execute the only kernel of a PTX text on the GPU. Integers that are addresses within one of the tensors, and the address in
+    a tensor map (128 bytes of uint8), are translated to the GPU copies. ``seed`` and ``races`` are ignored. Returns 0."""
     function, parameters = _loaded(ptx)
     memory = _Memory([x for x in (*tensors, *scratch, *arguments) if isinstance(x, torch.Tensor)])
     values = []
@@ -209,16 +209,17 @@ def run(
 
 @functools.cache
 def _some_address() -> int:
-    room = c_uint64()
-    _call("cuMemAlloc_v2", byref(room), c_size_t(1 << 20))
-    return room.value
+    """An address of GPU memory."""
+    pointer = c_uint64()
+    _call("cuMemAlloc_v2", byref(pointer), c_size_t(1 << 20))
+    return pointer.value
 
 
 def encode(form: Form) -> bytes:
-    """A tensor map by the driver. It may look at the address, so that it is given one of the GPU's first."""
+    """A tensor map encoded by the driver. The driver may check the address: it gets one of GPU memory, which is then replaced."""
     rank = len(form.extents)
-    room = ctypes.create_string_buffer(192)
-    place = ctypes.addressof(room) + -ctypes.addressof(room) % 64
+    buffer = ctypes.create_string_buffer(192)
+    place = ctypes.addressof(buffer) + -ctypes.addressof(buffer) % 64
     wide = lambda values: (c_uint64 * max(len(values), 1))(*values)
     narrow = lambda values: (c_uint32 * rank)(*values)
     _call(

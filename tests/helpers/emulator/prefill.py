@@ -1,5 +1,4 @@
-"""The kernel of kda-sm90 on the emulator: its launch as ``kernels.prefill.PrefillKernel.__call__`` makes
-it."""
+"""Launches the prefill kernel of kda-sm90 on the emulator as ``kernels.prefill.PrefillKernel.__call__`` does."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from kda_sm90.config import ARCH, THREADS, PrefillConfig
 
 
 def ptx_of(kernel: type, config: object) -> str:
-    """The PTX of a variant, whose machine code goes to `ptx.images` where it is needed."""
+    """The PTX of a variant. Its machine code is added to `ptx.images` unless that is None."""
     if ptx.images is None:
         return keep_ptx(kernel, config, ARCH)
     with tempfile.TemporaryDirectory() as folder:
@@ -32,7 +31,7 @@ def ptx_of(kernel: type, config: object) -> str:
 
 @functools.cache
 def compiled(config: PrefillConfig) -> tuple[str, int]:
-    """The PTX of a variant, and its dynamic shared memory."""
+    """The PTX of a variant, and the bytes of its dynamic shared memory."""
     from kda_sm90.kernels.prefill import PrefillKernel
 
     return ptx_of(PrefillKernel, config), PrefillKernel(config).shared_bytes
@@ -46,8 +45,8 @@ def launch(
     races: tuple[str, ...] = ("shared", "global"),
     **named: Any,
 ) -> int:
-    """One launch with arguments of `kda_sm90.arguments.ARGUMENTS`, CPU tensors among them; absent ones are 0. Returns the
-    number of instructions."""
+    """One launch. ``named``: arguments of `kda_sm90.arguments.ARGUMENTS`, CPU tensors among them; absent arguments are 0. Returns
+    the number of executed instructions."""
     assert named.keys() <= ARGUMENTS.keys(), named.keys() - ARGUMENTS.keys()
     values = [0 if named.get(name) is None else named[name] for name in ARGUMENTS]
     text, shared = compiled(config)
@@ -73,7 +72,7 @@ def config_of(x: dict[str, Any], chunk: int, warpgroups: int, unbounded: bool | 
 
 
 def described(x: dict[str, Any], config: PrefillConfig) -> dict[str, Any]:
-    """What the arguments of a call say of its launches: inputs but for the states, and numbers."""
+    """The arguments of a launch that follow from those of a call: numbers, and inputs other than states."""
     (B, T, H, K), HV, offsets = x["q"].shape, x["v"].shape[2], x.get("cu_seqlens")
     beta = 1.0 if x.get("use_beta_sigmoid_in_kernel") else 0.0
     return dict(
@@ -87,9 +86,9 @@ def described(x: dict[str, Any], config: PrefillConfig) -> dict[str, Any]:
 
 
 def empty_workspace(size: int) -> torch.Tensor:
-    """On a line of its own, as an allocator of the device places it."""
-    room = torch.full((size + 128,), 0xFF, dtype=torch.uint8)
-    return room[-room.data_ptr() % 128 :][:size]
+    """``size`` bytes of 0xFF at a multiple of 128, the alignment of a device allocation."""
+    memory = torch.full((size + 128,), 0xFF, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % 128 :][:size]
 
 
 def prefill(
@@ -100,7 +99,7 @@ def prefill(
     intra_chunk_ctas: int = 1,
     seed: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """o, the final states, and with ``config.states`` those every 64 tokens, of the arguments of a call."""
+    """Execute a call: o, the final states, and with ``config.states`` the states every 64 tokens."""
     call = described(x, config)
     (B, T, _, K), HV, N, offsets = x["q"].shape, call["HV"], call["N"], call["offsets"]
     lengths = [T] * B if offsets is None else offsets.diff().tolist()
@@ -116,8 +115,8 @@ def prefill(
     if config.states:
         rows = B if offsets is None else 1
         outputs["states"] = torch.empty(rows, count // rows, HV, K, K, dtype=torch.bfloat16)
-    # Where a ring is used again, relaxed counters tell so, by design: what is written then cannot overtake
-    # what was read.
+    # The consumer publishes freed entries of a ring by relaxed counters, by design: a later write cannot overtake the reads
+    # before it. The check of global memory would report a race, so it is on only if no ring entry is used twice.
     slots = layouts.slot_count(B, T, config.chunk, None if offsets is None else N)
     races = ("shared", "global") if depth >= slots * HV else ("shared",)
     unwritten = [outputs[name] for name in outputs if name != "o"] + [workspace[: counters.start]]
@@ -136,9 +135,9 @@ def in_segments(
     queues: tuple[int, int],
     intra_chunk_ctas: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and the final state of a call with one sequence that is cut into segments of the given lengths: a launch with
-    chains of two warpgroups that summarises them, and one with chains of one that runs them, whose states are merged here.
-    ``queues``: of each."""
+    """Execute a call with one sequence in segments of the given lengths: o and the final state. The first launch summarises the
+    segments with chains of two warpgroups, this function merges the states, and the second launch executes the segments with
+    chains of one warpgroup. ``queues``: of the two launches."""
     packed = x | {"cu_seqlens": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)}
     HV, K, v_first = x["v"].shape[2], x["q"].shape[3], x.get("state_v_first", False)
     summarize = replace(config_of(packed, chunk, 2), mode="summarize")
@@ -172,7 +171,7 @@ def in_segments(
 
 @functools.cache
 def compiled_merge(columns: int) -> tuple[str, int]:
-    """The PTX of the kernel that merges segments, and its dynamic shared memory."""
+    """The PTX of the kernel that merges segments, and the bytes of its dynamic shared memory."""
     from kda_cute.device.merge_states import MergeConfig, MergeKernel
 
     config = MergeConfig(columns)
@@ -186,7 +185,7 @@ def merge(
     bounds: torch.Tensor,
     columns: int = 8,
 ) -> None:
-    """Writes the starts of all segments but the first one of each sequence."""
+    """Write ``starts`` of all segments except the first one of each sequence."""
     from kda_cute.device.merge_states import HEAD_DIM, THREADS
 
     text, shared = compiled_merge(columns)

@@ -1,4 +1,4 @@
-"""Small kernels for the tests: a body of PTX between declarations that all of them share."""
+"""Small kernels for the tests: a PTX body between common declarations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 import ptx_emulator
 
-#: What executes PTX. `gpu.run` in its place does on a GPU.
+#: Executes PTX: the emulator, or `gpu.run` while fixtures are recorded.
 execute: Callable[..., int] = ptx_emulator.run
 
-#: Machine code of texts that the DSL compiled, for a GPU, which then executes that instead of what its driver's assembler,
-#: another version, makes of them. None: nobody needs it.
+#: Machine code that the DSL compiled, by PTX text. A GPU executes it instead of the output of its driver's assembler, which is of
+#: another version. None on the emulator, which needs no machine code.
 images: dict[str, bytes] | None = None
 
 DECLARATIONS = """
@@ -22,7 +22,7 @@ DECLARATIONS = """
 
 
 def kernel(body: str, parameters: int = 2) -> str:
-    """An entry with addresses p0, p1, .. as parameters, loaded into %q0, %q1, ..; %r0 is %tid.x."""
+    """A kernel whose parameters p0, p1, ... are addresses. %q0, %q1, ... hold them; %r0 holds %tid.x."""
     names = [f"p{n}" for n in range(parameters)]
     loads = "\n".join(f"ld.param.u64 %q{n}, [{name}];" for n, name in enumerate(names))
     head = ", ".join(f".param .u64 {name}" for name in names)
@@ -51,7 +51,7 @@ def run(
     seed: int = 0,
     **options,
 ):
-    """Execute a body over its tensors."""
+    """Execute a body whose parameters are the addresses of ``tensors``. Returns the number of executed instructions."""
     return execute(
         kernel(body, len(tensors)),
         grid if isinstance(grid, tuple) else (grid,),
@@ -64,8 +64,8 @@ def run(
 
 
 def lanewise(instruction: str, result: str, *operands: np.ndarray) -> np.ndarray:
-    """An instruction with operands {0}, {1}, .. and result {d}, a thread an element of the operands: 32, or a multiple,
-    1024 at most. ``result``: a PTX type."""
+    """Execute an instruction with operands {0}, {1}, ... and result {d}. Each thread takes one element of the operands, whose
+    length is a multiple of 32 and at most 1024. ``result``: a PTX type. Returns the results as unsigned integers of its size."""
     prefix = {"pred": "%p", "b16": "%h", "b32": "%r", "b64": "%q", "f32": "%f", "f64": "%e"}
     sizes = {"b16": 2, "b32": 4, "b64": 8, "f32": 4, "f64": 8}
     kinds = {2: "b16", 4: "b32", 8: "b64"}
@@ -73,7 +73,7 @@ def lanewise(instruction: str, result: str, *operands: np.ndarray) -> np.ndarray
     names = []
     for n, x in enumerate(operands):
         kind = kinds[x.dtype.itemsize]
-        # fp64 operands in registers of that type.
+        # fp64 operands need registers of type f64.
         names.append(f"%e{1 + n}" if x.dtype == np.float64 else f"{prefix[kind]}{10 + n}")
         body += f"mad.lo.s64 %q41, %q40, {x.dtype.itemsize}, %q{n};\nld.global.{kind} {names[-1]}, [%q41];\n"
     d = "%e7" if result == "f64" else f"{prefix[result]}{20}"

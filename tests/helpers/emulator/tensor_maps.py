@@ -1,4 +1,4 @@
-"""Tensor maps for the tests, and bodies of PTX that load and store boxes by them."""
+"""Tensor maps for the tests, and PTX bodies that load and store boxes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 @dataclass(frozen=True)
 class Form:
-    """What `cuTensorMapEncodeTiled` takes, its numbers for types, swizzles, L2 promotion and filling among it. Extents and
-    boxes in elements, from the innermost dimension on; strides in bytes, of all dimensions but that."""
+    """The arguments of `cuTensorMapEncodeTiled`. Type, swizzle, L2 promotion and fill are the driver's numbers. Extents and
+    boxes are in elements and start with the innermost dimension; strides are in bytes and leave that dimension out."""
 
     kind: int
     address: int
@@ -24,12 +24,12 @@ class Form:
     fill: int = 0
 
 
-#: The driver's numbers of types, and those within a map.
+#: The driver's numbers of types -> the numbers in a map.
 KINDS = {n: n for n in range(8)} | {8: 9, 9: 10, 10: 8, 11: 7 | 1 << 9, 12: 8 | 1 << 9}
 
 
 def packed(form: Form) -> bytes:
-    """The bytes of a map, as far as they are understood; what lies behind them counts for nothing."""
+    """The 128 bytes of a map. The bytes after the known fields are 0xFF; the emulator ignores them."""
     rank = len(form.extents)
     pad = lambda values, count=5: [*values, *[0] * (count - len(values))]
     strides = [s // 16 for s in form.strides]
@@ -42,27 +42,28 @@ def packed(form: Form) -> bytes:
     return raw.ljust(128, b"\xff")
 
 
-#: What encodes maps: the above, or the driver.
+#: Encodes maps: `packed`, or the driver while fixtures are recorded.
 encode: Callable[[Form], bytes] = packed
 
 
 def tensor_map(
     x: torch.Tensor, box: tuple[int, ...], swizzle: int = 0, fill: int = 0, kind: int = 3
 ) -> torch.Tensor:
-    """The 128 bytes for a tensor; ``box``: from the innermost dimension on."""
+    """The tensor map of ``x``, 128 bytes of uint8. ``box`` starts with the innermost dimension."""
     strides = tuple(s * x.element_size() for s in x.stride()[::-1][1:])
     raw = encode(Form(kind, x.data_ptr(), tuple(x.shape[::-1]), strides, tuple(box), swizzle, fill=fill))
     return map_of(raw)
 
 
 def map_of(raw: bytes) -> torch.Tensor:
-    """Bytes where a tensor map may lie."""
-    room = torch.zeros(192, dtype=torch.uint8)
-    place = room[-room.data_ptr() % 64 :][:128]
+    """The bytes of a tensor map at an address that is a multiple of 64."""
+    memory = torch.zeros(192, dtype=torch.uint8)
+    place = memory[-memory.data_ptr() % 64 :][:128]
     place.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     return place
 
 
+#: Thread 0 starts the load of a box into shared memory; `WAIT` waits for its mbarrier, `OUT` copies the box to tensor 2.
 START = """
     setp.eq.s32 %p1, %r0, 0; mov.b32 %r1, shared_bytes; add.s32 %r2, %r1, 16384; @%p1 mbarrier.init.shared.b64 [%r2], 1;
     fence.mbarrier_init.release.cluster; bar.sync 0; @!%p1 bra WAIT; mbarrier.arrive.expect_tx.shared.b64 _, [%r2], <bytes>;
@@ -76,11 +77,14 @@ OUT = """
 
 
 def filled(text, **values):
+    """The text with each <name> replaced by its value."""
     for name, value in values.items():
         text = text.replace(f"<{name}>", str(value))
     return text
 
 
+#: A warp writes its lane numbers to shared memory, and thread 0 copies them to global memory. `filled` replaces
+#: <copy> and <last>. A test may leave out any other part in <>.
 STORE = """
     mov.b32 %r1, shared_bytes; mad.lo.s32 %r2, %r0, 4, %r1; st.shared.b32 [%r2], %r0; <fence.proxy.async.shared::cta;>
     bar.warp.sync -1; setp.ne.s32 %p1, %r0, 0; @%p1 bra END; cp.async.bulk.<copy>;

@@ -1,17 +1,18 @@
-"""wgmma for the tests: operands as bytes of shared memory, and bodies of PTX that load and multiply them."""
+"""wgmma for the tests: operands as bytes of shared memory, and PTX bodies that load and multiply them."""
 
 from __future__ import annotations
 
 import torch
 
-WIDTHS = {0: 16, 3: 32, 2: 64, 1: 128}  # bytes of a swizzled row, by the descriptor's field
+WIDTHS = {0: 16, 3: 32, 2: 64, 1: 128}  # swizzle field of the descriptor -> bytes of a swizzled row
 
 
 def image(matrix, mode, mn_major, leading, stride, size):
-    """[rows, depth] as the bytes of an operand, chunk by chunk of 16 bytes, as CUTLASS's canonical layouts say."""
+    """The ``size`` bytes of an operand ``matrix`` [rows, depth] in CUTLASS's canonical layout of swizzle ``mode``, a key of `WIDTHS`.
+    ``leading`` and ``stride``: byte offsets of the descriptor."""
     width, per = WIDTHS[mode], 16 // matrix.element_size()
     chunks = width // 16
-    major = matrix.T.contiguous() if mn_major else matrix  # the contiguous mode last
+    major = matrix.T.contiguous() if mn_major else matrix  # the last dimension is the contiguous one
     out = torch.zeros(size, dtype=torch.uint8)
     lines, columns = major.shape
     for line in range(lines):
@@ -32,16 +33,16 @@ def image(matrix, mode, mn_major, leading, stride, size):
 
 
 def descriptor(place, mode, leading, stride):
-    """Of an operand at a place in shared memory, to which `ORIGIN` is to be added."""
+    """The matrix descriptor of an operand ``place`` bytes after the start of shared memory. The kernel adds `ORIGIN` to it."""
     return place >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | mode << 62
 
 
-#: %q45 becomes where shared memory begins, in the units of a descriptor.
+#: %q45 = start of shared memory in the unit of a descriptor, 16 bytes.
 ORIGIN = "mov.b32 %r1, shared_bytes; cvt.u64.u32 %q45, %r1; shr.u64 %q45, %q45, 4;"
 
 
 def load(size, place, pointer, barrier):
-    """Bytes to shared memory, by one thread, and the wait of all for them."""
+    """One thread copies ``size`` bytes to ``place`` in shared memory, and all threads wait for them at the mbarrier at ``barrier``."""
     return f"""
     @%p1 mbarrier.init.shared.b64 [shared_bytes+{barrier}], 1;
     fence.mbarrier_init.release.cluster;
@@ -54,6 +55,7 @@ def load(size, place, pointer, barrier):
     """
 
 
+#: %r10 to %r13 = fragment of A, tensor 1 with 64 rows of 32 bytes.
 A_REGISTERS = """
     shr.u32 %r4, %r0, 5; and.b32 %r5, %r0, 31; shr.u32 %r6, %r5, 2; and.b32 %r7, %r5, 3;
     mad.lo.s32 %r8, %r4, 16, %r6; mul.lo.s32 %r8, %r8, 32; mad.lo.s32 %r8, %r7, 4, %r8; cvt.u64.u32 %q40, %r8;
@@ -62,12 +64,12 @@ A_REGISTERS = """
 """
 
 
-#: Of each type of operands: k of an instruction, and tensors of it.
+#: Operand type -> (k of an instruction, dtype of tensors).
 KINDS = {"bf16": (16, torch.bfloat16), "f16": (16, torch.float16), "tf32": (8, torch.float32)}
 
 
 def multiply(n, a, b, b_major=0, a_major=0, kind="bf16", d="f32", factors=(1, 1), add=True):
-    """One wgmma onto accumulators of 1, which go to tensor 2, a row a thread; `add`: whether they count."""
+    """One wgmma whose accumulators start as 1 and count only if ``add``. Each thread stores its accumulators as a row of tensor 2."""
     count = n // (2 if d == "f32" else 4)
     acc = [f"%r{100 + j}" for j in range(count)]
     vector = "{" + ", ".join(acc) + "}"
@@ -89,7 +91,7 @@ def multiply(n, a, b, b_major=0, a_major=0, kind="bf16", d="f32", factors=(1, 1)
 
 
 def product(out, n):
-    """[64, n] from the accumulators of the 128 threads, as the PTX ISA's table of D has them."""
+    """D [64, n] from the accumulators [128, n / 2] of the threads, by the PTX ISA's table of D."""
     found = torch.zeros(64, n)
     for thread in range(128):
         for j in range(n // 2):
@@ -99,4 +101,5 @@ def product(out, n):
 
 
 def integers(*shape, seed=0):
+    """bf16 integers from -8 to 8."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
