@@ -166,7 +166,7 @@ def execute(execution: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> Non
         _execute_window(execution, window, inputs, starts, own, on_device)
         if written_o is not window_o:
             window_o.copy_(written_o)
-        if window_h is not None and written_h is not window_h:
+        if window_h is not None and written_h is not None and written_h is not window_h:
             window_h.copy_(written_h)
         if final is not None:
             if states is None:
