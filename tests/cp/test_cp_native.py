@@ -33,8 +33,8 @@ PLAN = ((100, 37, 1, 62, 100), (0,), (90, 80), (5,), (32, 32, 32, 32), (0,))
 def check(calls, x, plan, windowed=False, **more):
     """Compares a native execution with the oracle, and asserts that every token passed the intra-chunk stage once.
 
-    Returns o, the final states, the intermediate states and the calls of the backend. With `windowed` the call may go in
-    windows; a window without a split sequence is a direct call.
+    `windowed`: whether the call may be executed in windows. A window without a split sequence is a direct call. Returns o,
+    the final states, the intermediate states and the calls of the backend.
     """
     calls.clear()
     want = token_oracle(**x)
@@ -127,11 +127,8 @@ def test_a_missing_initial_state_equals_zeros_and_a_given_one_is_not_modified(se
 
 def workspace_of(x, plan=None, backend="segmented"):
     """Returns the workspace bytes that `kda_cp` reports for a plan, by default its own plan of the call."""
-    spec, made, planner = (
-        REGISTRY.find(backend).spec,
-        REGISTRY.load(REGISTRY.find(backend).spec),
-        ContextParallelPlanner(),
-    )
+    spec = REGISTRY.find(backend).spec
+    made, planner = REGISTRY.load(spec), ContextParallelPlanner()
     tensors = [x.get(f.name) for f in fields(KdaInputs)][:-1]
     options = {f.name: x[f.name] for f in fields(KdaOptions) if f.name in x}
     shape = problem_shape(*tensors, options=KdaOptions(**options))
