@@ -358,7 +358,7 @@ def test_large_sums_of_gates_do_not_certify_a_segment(watched):
 
 
 def test_a_large_state_is_kept_if_the_segment_adds_little(watched):
-    """The transition is below 2^-24, but its product with the state is 1e-3 of what the segment adds."""
+    """The transition is below 2^-24, but its product with the state is 1e-3 of the exit state that the segment adds."""
     calls, plan = watched(), Plan(((SEGMENT, SEGMENT, 3),), "certified")
     x = make_inputs("memory", 2 * SEGMENT + 3, H=1, K=16, V=16).arguments
     x["g"] = torch.zeros_like(x["g"])

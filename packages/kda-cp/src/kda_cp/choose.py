@@ -1,6 +1,6 @@
 """Chooses a plan: compares candidate cuts by predicted time. Pure Python, no tensors.
 
-The rule depends on what is known about the device:
+The rule depends on the known facts about the device:
 
 ===============================  ==============================================================================
 known                            rule

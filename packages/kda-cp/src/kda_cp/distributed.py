@@ -1,7 +1,7 @@
 """Context parallelism across GPUs or processes, over a torch.distributed group (NCCL, gloo or another backend).
 
 1. Each rank summarises its fragments (`kda_cp.summary`).
-2. The ranks exchange the summaries: K x (K + V) numbers per fragment and value head, whatever the length.
+2. The ranks exchange the summaries: K x (K + V) numbers per fragment and value head, for any length.
 3. Each rank merges the summaries (`kda_cp.merge`) and executes its fragments from their true initial states.
 
 Example::

@@ -1,4 +1,4 @@
-"""A plan as data: how the sequences of one call are split, and what that is predicted to cost.
+"""A plan as data: how the sequences of one call are split, and its predicted cost.
 
 ==========  ====================================================================================================
 strategy    execution

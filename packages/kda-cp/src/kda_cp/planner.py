@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
+from typing import TypedDict
 
 from kda_core.backend import Backend, BackendSpec, SupportsSegments
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
@@ -75,11 +76,9 @@ class ContextParallelPlanner:
         if plan.prediction is not None:
             return str(plan)
         s, m = inputs.shape, machine(inputs, spec)
-        tokens = window(s, backend)
         prediction = predict(
-            plan, HV=s.HV, K=s.K, V=s.V, constants=m.constants, SMs=m.SMs,
-            native=tokens is not None, window=tokens or 0,
-        )  # fmt: skip
+            plan, HV=s.HV, K=s.K, V=s.V, constants=m.constants, SMs=m.SMs, **native_options(s, backend)
+        )
         if prediction is None:
             return f"{plan}; given by the caller"
         rule = f"given by the caller; {m.source} constants"
@@ -102,10 +101,9 @@ def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, back
     if m.constants is None and m.SMs < 1 and s.device_type == "cuda":
         rule = f"the number of SMs of {device_text(s)} is not known"
         return Plan(whole, "serial", Prediction(None, None, "us", rule))
-    tokens = window(s, backend)
     plan = make_plan(
         lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, SMs=m.SMs,
-        native=tokens is not None, window=tokens or 0,
+        **native_options(s, backend),
     )  # fmt: skip
     why = execute.refusal(plan, inputs, spec, backend)
     if why is None:
@@ -113,9 +111,18 @@ def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, back
     return Plan(whole, "serial", Prediction(None, None, "us", why))
 
 
-def window(shape: ProblemShape, backend: Backend) -> int | None:
-    """Returns the tokens of a window, 0 for no limit; None for a backend that does not summarise segments itself."""
-    return native.window_tokens(shape, backend) if isinstance(backend, SupportsSegments) else None
+class NativeOptions(TypedDict):
+    """Arguments of `make_plan` and `predict` that the backend determines."""
+
+    native: bool
+    window: int
+
+
+def native_options(shape: ProblemShape, backend: Backend) -> NativeOptions:
+    """Returns whether a backend summarises segments itself, and the tokens of its windows (0 for no limit)."""
+    if not isinstance(backend, SupportsSegments):
+        return {"native": False, "window": 0}
+    return {"native": True, "window": native.window_tokens(shape, backend)}
 
 
 @functools.lru_cache(maxsize=1)
