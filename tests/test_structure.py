@@ -143,7 +143,7 @@ def test_public_functions_pass_arguments_in_the_order_of_the_fields():
     made = [
         node.args[1]
         for node in ast.walk(ast.parse(Path(api.__file__).read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_new"
+        if isinstance(node, ast.Call) and node.args and ast.unparse(node.args[0]) == "Arguments"
     ]
     assert len(made) == 2
     fixed = (

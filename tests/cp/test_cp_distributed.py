@@ -120,40 +120,43 @@ def test_every_table_agrees_with_the_oracle(results):
     compared = 0
     for rank, found in enumerate(results):
         for name, value in found.items():
-            if not (isinstance(value, tuple) and len(value) == 4):
+            if not isinstance(value, dict) or name.startswith("cut "):
                 continue
-            o, state, ran, count = value
-            assert o < 5e-3 and state < 1e-5, (rank, name, value)
+            assert value["o"] < 5e-3 and value["state"] < 1e-5, (rank, name, value)
             table = next((t for n, t in tables.items() if f" {n} " in name), None)
-            holds = table is None or table.of_rank(rank)
-            assert ran == ([("reference", "cp.distributed")] if holds else []), (rank, name)
+            holds_tokens = table is None or table.of_rank(rank)
+            assert value["backends"] == ([("reference", "cp.distributed")] if holds_tokens else []), (
+                rank,
+                name,
+            )
             if table is not None:
+                on_all = name.endswith(" all")
+                agreements = table.crosses or on_all
                 # With " all", also the agreement that all ranks completed, and the gather of the states.
-                on_all = 2 if name.endswith(" all") else 0
-                assert count == (2 if table.crosses else on_all // 2) + on_all, (rank, name)
+                expected = agreements + table.crosses + 2 * on_all
+                assert value["collectives"] == expected, (rank, name)
             compared += 1
     assert compared == ranks * 41
 
 
 def test_ranks_cut_their_fragments_into_segments(results):
     cut_further = {"reference": 0, "segmented": 0, "merging": 0}
-    for rank, found in enumerate(results):
-        cut = {tuple(name.split()[1:]): x for name, x in found.items() if name.startswith("cut ")}
+    for rank, own in enumerate(results):
+        cut = {tuple(name.split()[1:]): x for name, x in own.items() if name.startswith("cut ")}
         assert len(cut) == 27
-        for (_, table, backend), (o, state, ran, count, seen) in cut.items():
-            assert o < 5e-3 and state < 1e-5, (rank, table, backend)
-            assert {b for b, _ in ran} <= {backend} and count == 4
-            done = [method for method, _ in seen]
+        for (_, table, backend), found in cut.items():
+            assert found["o"] < 5e-3 and found["state"] < 1e-5, (rank, table, backend)
+            assert {b for b, _ in found["backends"]} <= {backend} and found["collectives"] == 4
+            methods = [method for method, _ in found["calls"]]
             if backend != "reference":
-                assert done.count("summarize") == done.count("execute_segments")
-            merges = "summarize" in done and backend == "merging"
-            assert ("merge_segments" in done) == merges, (rank, table, backend)
+                assert methods.count("summarize") == methods.count("execute_segments")
+            merges = "summarize" in methods and backend == "merging"
+            assert ("merge_segments" in methods) == merges, (rank, table, backend)
             # A rank computes its own sequences while summaries arrive, and the others afterwards.
             if table == "separate" and rank < 2:
-                methods = [method for method, _ in seen]
                 after = methods[methods.index("gather") + 1 : -1]
                 assert methods[0] != "gather" and methods[-1] == "gather" and len(after) >= 2
-            cut_further[backend] += max((n for _, n in seen), default=0) > 4
+            cut_further[backend] += max((n for _, n in found["calls"]), default=0) > 4
     assert all(n >= 2 for n in cut_further.values()), cut_further
 
 
@@ -202,7 +205,7 @@ def test_an_error_on_one_rank_raises_on_all_ranks(results, check, guilty, kind, 
 
 
 def listed(ranks):
-    """Returns a range of ranks as error messages list it."""
+    """Returns a range of ranks in the words of error messages."""
     first, last = ranks[0], ranks[-1]
     if first == last:
         return f"rank {first}"
@@ -282,7 +285,7 @@ def test_a_dead_rank_causes_a_rank_error(tmp_path):
     found = torch.load(tmp_path / "0.pt")
     where = {1: "ContextParallel tagged 'layer 7'", 2: r"call 1 of ContextParallel \d+ tagged 'layer 7'"}
     name, message = found.pop(4)
-    # The error of this rank itself.
+    # Rank 0 raises its own error, not a RankError.
     assert name == "DtypeError" and "beta: expected a torch.Tensor" in message
     for dead, (name, message) in found.items():
         assert name == "RankError"

@@ -35,7 +35,7 @@ def lengths_of(x):
     return x["cu_seqlens"].diff().tolist() if "cu_seqlens" in x else None
 
 
-def check(x, plan, backend="reference", exact=True):
+def check(x, plan, backend="reference"):
     """Compares o and the final states of a plan with the oracle; o in bf16 also with the direct call."""
     want = token_oracle(**x)
     o, state = split(x, plan, backend, output_final_state=True)
@@ -310,7 +310,7 @@ def test_a_plan_that_needs_a_call_the_backend_refuses_raises(watched):
 
 
 def computed_tokens(calls):
-    """Returns the tokens times value heads whose transitions a certified plan computed on the CPU, in its second call."""
+    """Returns how many tokens times value heads a certified plan computed transitions for, on the CPU: in its second call."""
     shape, _ = calls[1]
     assert (shape.B, shape.H, shape.HV) == (1, 1, 1)
     return shape.T
@@ -358,7 +358,7 @@ def test_large_sums_of_gates_do_not_certify_a_segment(watched):
 
 
 def test_a_large_state_is_kept_if_the_segment_adds_little(watched):
-    """The transition is below 2^-24, but its product with the state is 1e-3 of what the segment adds."""
+    """The transition is below 2^-24, but its product with the state is 1e-3 of the exit state that the segment adds."""
     calls, plan = watched(), Plan(((SEGMENT, SEGMENT, 3),), "certified")
     x = make_inputs("memory", 2 * SEGMENT + 3, H=1, K=16, V=16).arguments
     x["g"] = torch.zeros_like(x["g"])

@@ -74,7 +74,7 @@ def test_a_call_uses_the_plan_and_the_workspace_that_explain_reports(
 
 @pytest.fixture
 def plan(capsys):
-    """Returns a function that explains a long call with four heads on an architecture by the command line."""
+    """Returns a function of an architecture: the plan that the command line prints for a long call with four heads."""
 
     def explained(arch):
         REGISTRY.refresh()  # drops cached plans
@@ -92,7 +92,7 @@ def test_an_absent_gpu_is_explained_as_a_typical_gpu_of_its_architecture(plan):
 
 
 def test_a_present_gpu_is_used_for_its_architecture(plan, monkeypatch):
-    """There are two GPUs, and the second has the architecture of the call."""
+    """The host has two GPUs, and the second has the architecture of the call."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: [(9, 0), (10, 0)][i])

@@ -33,8 +33,8 @@ PLAN = ((100, 37, 1, 62, 100), (0,), (90, 80), (5,), (32, 32, 32, 32), (0,))
 def check(calls, x, plan, windowed=False, **more):
     """Compares a native execution with the oracle, and asserts that every token passed the intra-chunk stage once.
 
-    Returns o, the final states, the intermediate states and the calls of the backend. With `windowed` the call may go in
-    windows; a window without a split sequence is a direct call.
+    `windowed`: whether the call may be executed in windows. A window without a split sequence is a direct call. Returns o,
+    the final states, the intermediate states and the calls of the backend.
     """
     calls.clear()
     want = token_oracle(**x)
@@ -43,10 +43,10 @@ def check(calls, x, plan, windowed=False, **more):
             **x, backend="segmented", context_parallel=plan, output_final_state=True, **more
         )
     assert [(c.backend, c.planner) for c in ran] == [("segmented", "cp")]
-    done = [what for what, _ in calls]
+    done = [method for method, _ in calls]
     assert done.count("summarize") == done.count("execute_segments")
     assert windowed or (done.count("summarize"), done.count("chunk_fwd")) == (1, 0)
-    prepared = [n for what, lengths in calls if what in ("summarize", "chunk_fwd") for n in lengths]
+    prepared = [n for method, lengths in calls if method in ("summarize", "chunk_fwd") for n in lengths]
     assert sum(prepared) == x["q"].shape[0] * x["q"].shape[1]
     made = list(calls)
     direct, _ = chunk_kda(**x, backend="reference", context_parallel="off")
@@ -85,7 +85,9 @@ def test_long_calls_are_executed_in_windows(family, tokens, segmented, monkeypat
     ).arguments
     monkeypatch.setattr(native, "WORKSPACE_BYTES", tokens * 4 * (2 * 16 + 2 * (16 + 24 + 1)))
     *_, made = check(segmented, x, Plan(PLAN), windowed=True)
-    seen = [lengths for what, lengths in made if what != "merge_segments" and what != "execute_segments"]
+    seen = [
+        lengths for method, lengths in made if method != "merge_segments" and method != "execute_segments"
+    ]
     assert len(seen) > 2 and all(sum(lengths) <= tokens for lengths in seen)
     if tokens > 64:
         assert "execute_segments" in dict(made)
@@ -110,7 +112,7 @@ def test_intermediate_states_equal_those_of_a_direct_call(v_first, segmented, mo
         monkeypatch.setattr(native, "WORKSPACE_BYTES", tokens * 4 * 2 * (4 * 16 + 1))
         segmented.clear()
         h = chunk_kda(**x, backend="segmented", context_parallel=plan)[2]
-        assert "execute_segments" in [what for what, _ in segmented]
+        assert "execute_segments" in [method for method, _ in segmented]
         assert error(h, want, state=True) < 0.01
 
 
@@ -127,11 +129,8 @@ def test_a_missing_initial_state_equals_zeros_and_a_given_one_is_not_modified(se
 
 def workspace_of(x, plan=None, backend="segmented"):
     """Returns the workspace bytes that `kda_cp` reports for a plan, by default its own plan of the call."""
-    spec, made, planner = (
-        REGISTRY.find(backend).spec,
-        REGISTRY.load(REGISTRY.find(backend).spec),
-        ContextParallelPlanner(),
-    )
+    spec = REGISTRY.find(backend).spec
+    made, planner = REGISTRY.load(spec), ContextParallelPlanner()
     tensors = [x.get(f.name) for f in fields(KdaInputs)][:-1]
     options = {f.name: x[f.name] for f in fields(KdaOptions) if f.name in x}
     shape = problem_shape(*tensors, options=KdaOptions(**options))
@@ -189,7 +188,7 @@ def test_certified_plans_take_the_generic_path(segmented):
     x = make_inputs("slow", 300, H=1, K=16, V=16).arguments
     segmented.clear()
     chunk_kda(**x, backend="segmented", context_parallel=Plan.uniform((300,), 4, "certified"))
-    assert {what for what, _ in segmented} == {"chunk_fwd"}
+    assert {method for method, _ in segmented} == {"chunk_fwd"}
 
 
 @pytest.mark.parametrize("family", ["steep", "slow", "memory"])
@@ -250,7 +249,7 @@ def test_calibration_times_both_calls_and_the_merge(segmented):
     timed.summarize()
     timed.execute()
     merge_call(timed.backend, 2, 3, cpu)()
-    done = [what for what, _ in segmented]
+    done = [method for method, _ in segmented]
     assert done[:2] == ["summarize", "execute_segments"] and set(done[2:]) <= {"merge_segments"}
 
 
@@ -262,7 +261,9 @@ def test_calls_with_a_predicted_gain_take_the_native_path(segmented, stored, mon
         monkeypatch.setattr(native, "WORKSPACE_BYTES", tokens * 4 * (4 * 16 + 1))
         kda_core.backends(refresh=True)
         *_, made = check(segmented, x, "auto", windowed=tokens < 1400)
-        assert len([what for what, _ in made if what == "execute_segments"]) == (1 if tokens > 1400 else 3)
+        assert len([method for method, _ in made if method == "execute_segments"]) == (
+            1 if tokens > 1400 else 3
+        )
         assert explain(**x, backend="segmented").plan.startswith("cp: exact (1100 in ")
     forced = explain(**x, backend="segmented", context_parallel=Plan.uniform((1100, 300), 4)).plan
     assert "predicted" in forced and "given by the caller; calibrated constants" in forced

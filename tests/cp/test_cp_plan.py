@@ -174,13 +174,13 @@ def test_the_ratio_rule_counts_tokens_of_the_busiest_lane():
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3), st.integers(1, 6))
 def test_the_busiest_lane_is_within_the_bounds_of_list_scheduling(lengths, heads, lanes):
     got = busiest_lane(lengths, heads, lanes)
-    streams = [n for n in lengths for _ in range(heads)]
-    low = max(max(streams), sum(streams) / lanes)
-    assert low <= got <= sum(streams) / lanes + max(streams)
-    if len(streams) <= 6 and lanes <= 3:
+    tasks = [n for n in lengths for _ in range(heads)]
+    low = max(max(tasks), sum(tasks) / lanes)
+    assert low <= got <= sum(tasks) / lanes + max(tasks)
+    if len(tasks) <= 6 and lanes <= 3:
         best = min(
-            max(sum(n for n, lane in zip(streams, lanes_) if lane == i) for i in range(lanes))
-            for lanes_ in itertools.product(range(lanes), repeat=len(streams))
+            max(sum(n for n, lane in zip(tasks, lane_of) if lane == i) for i in range(lanes))
+            for lane_of in itertools.product(range(lanes), repeat=len(tasks))
         )
         assert best <= got <= (4 / 3) * best  # Graham 1969
 
@@ -259,8 +259,8 @@ def test_stored_constants_take_precedence_over_shipped_ones(stored):
     key = ("NVIDIA H200", "sm90", "bfloat16")
     assert constants.lookup(key) == (H200, "shipped")
     assert constants.lookup(("other", "sm90", "bfloat16")) == (H200, "NVIDIA H200's shipped")
-    for nobody in (("cpu", "sm90", "bfloat16"), ("other", "sm90", "float32"), ("other", "mine", "bfloat16")):
-        assert constants.lookup(nobody) == (None, "none")
+    for unknown in (("cpu", "sm90", "bfloat16"), ("other", "sm90", "float32"), ("other", "mine", "bfloat16")):
+        assert constants.lookup(unknown) == (None, "none")
     stored(("other", "sm90", "bfloat16"), H200)
     file = stored(key, CHEAP)
     constants.refresh()

@@ -22,7 +22,7 @@ TOKENS = Constants(EACH, 0.0, 0.0, EACH, EACH)  # the constants of the ratio rul
 
 
 def cut(length, segments):
-    """Cuts at granules, as evenly as possible, into at most this many segments."""
+    """Returns the lengths of at most this many segments, cut at granules as evenly as possible."""
     units = -(-length // GRANULE)
     count = max(1, min(segments, units))
     ends = [min(length, units * i // count * GRANULE) for i in range(1, count)]
@@ -45,7 +45,10 @@ def every_cut(lengths, HV, known, shortest, windows):
 
 
 def exhaustive(lengths, HV, known, strategy, native, window):
-    """Returns the segments and the predicted time of the fastest candidate, the first of equally fast ones; None without a split."""
+    """Returns the segments and the predicted time of the fastest candidate, the first of equally fast ones.
+
+    The segments are None if no split is fast enough.
+    """
     options = {"HV": HV, "native": native, "window": window} | (
         {"SMs": 132} if known is None else {"constants": known}
     )

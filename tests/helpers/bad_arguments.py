@@ -16,7 +16,7 @@ def cu(*values, dtype=torch.int64):
     return torch.tensor(values, dtype=dtype)
 
 
-with warnings.catch_warnings():  # torch's, that nested tensors are a prototype
+with warnings.catch_warnings():  # torch warns that nested tensors are a prototype
     warnings.simplefilter("ignore")
     NESTED = torch.nested.nested_tensor([X["g"][0]])
     JAGGED = torch.nested.nested_tensor([X["q"][0]], layout=torch.jagged)

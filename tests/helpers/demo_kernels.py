@@ -18,10 +18,10 @@ class RmsConfig:
 
 
 class RmsNorm:
-    """y[t, k] = x[t, k] / sqrt(mean_k x[t, k]^2 + eps) (* w[k]); x, y: [T, K] bfloat16, w: [K] float32 or
-    None.
+    """Computes y[t, k] = x[t, k] / sqrt(mean_k x[t, k]^2 + eps) (* w[k]).
 
-    One warp a row, four rows a CTA. T is dynamic, K and the weight are not.
+    x, y: [T, K] bfloat16; w: [K] float32 or None. A warp computes a row, a CTA four rows. T is dynamic; K and the presence of
+    w are not.
     """
 
     def __init__(self, config: RmsConfig):
@@ -83,7 +83,7 @@ class SpillConfig:
 
 
 class Spill:
-    """Each thread reads many numbers, synchronises, and stores them in another order, so that not all fit into registers."""
+    """Each thread reads more numbers than it has registers, synchronises, and stores them in another order."""
 
     def __init__(self, config: SpillConfig):
         self.config = config
@@ -127,7 +127,7 @@ def spilling():
 
 
 def offered(arch):
-    """The variants of a backend of these kernels, one of them twice."""
+    """Returns the variants of a backend of these kernels, one of them twice."""
     return [*sound(), sound()[0]]
 
 
@@ -136,5 +136,5 @@ def offered_and_broken(arch):
 
 
 def many(arch):
-    """More variants than compile before the test interrupts."""
+    """Returns more variants than can be compiled before the test interrupts."""
     return [(RmsNorm, RmsConfig(dim=32 * n)) for n in range(1, 65)]

@@ -1,7 +1,7 @@
 """A reduced conformance set on ptx-emulator, for the GPU backends: every kind of call with small shapes, on any machine.
 
-It tests what the kernels compute. It tests neither their speed nor the last bits of a GPU's results;
-`test_conformance` does.
+It tests the results of the kernels, but neither their speed nor the last bits of a GPU's results. `test_conformance` tests
+the results of a GPU.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def install_into(
         "abi": kda_core.BACKEND_ABI, "archs": {"cpu"}, "features": {f.value for f in Feature},
         "target": f"{module}_backend:Backend", "priority": 0, "unavailable": None,
     }  # fmt: skip
-    # a spec of ABI 1.0 has none of these
+    # Only if they are given: a spec of ABI 1.0 has none of these fields.
     later = "".join(
         f" {field}={spec.pop(field)!r},"
         for field in ("variants", "note", "dtypes", "head_dims")

@@ -15,15 +15,17 @@ LENGTHS = (0, 15, 0, 63, 64, 65, 1, 130, 0)
 
 
 def variant(x: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a configuration that the gate of a call decides."""
+    """Returns the fields of a kernel's configuration that describe the gate of a call."""
     bounded = x.get("lower_bound") is not None
     gate = "precomputed" if not x.get("use_gate_in_kernel") else "bounded" if bounded else "softplus"
     return {"gate": gate, "unbounded": gate != "bounded", "gate_dtype": str(x["g"].dtype)[6:]}
 
 
 def specified(x: dict[str, Any], C: int, lengths: tuple[int, ...] | None) -> list[tuple[Any, Tensor]]:
-    """Returns the specified chunk record and v of each chunk of a call. Normalised rows are not rounded, because kernels keep
-    them in fp32."""
+    """Returns the specified chunk record and v of each chunk of a call.
+
+    Normalised rows of q and k are not rounded, because the kernels keep them in fp32.
+    """
     gates = {n: t for n, t in x.items() if n not in ("initial_state", "cu_seqlens")}
     if gates.pop("use_qk_l2norm_in_kernel"):
         for n in ("q", "k"):
@@ -50,8 +52,10 @@ def pad_rows(t: Tensor, C: int) -> Tensor:
 
 
 def assert_close(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    """Asserts that each operand of each head is within 2^-8 of the specification's Frobenius norm, which is what one bf16
-    rounding after another order of summation may change."""
+    """Asserts that each operand of each head differs from the specification by at most 2^-8 of its Frobenius norm.
+
+    One rounding to bf16, after a summation in another order, may change the operand by this much.
+    """
     assert found.keys() == want.keys()
     for name, tensor in want.items():
         a, b = (t.double().transpose(0, 1).flatten(1) for t in (found[name], tensor))

@@ -1,6 +1,6 @@
-"""What each rank of a group executes for tests/cp/test_cp_distributed.py and test_cp_gpu.py.
+"""The checks that each rank of a group executes, for tests/cp/test_cp_distributed.py and test_cp_gpu.py.
 
-A check returns the values that the test asserts.
+A check returns the values on which the test makes its assertions.
 """
 
 import datetime
@@ -65,7 +65,7 @@ def run(group, table, x, on="owner", **more):
 
 
 def compare(group, table, x, want, on="owner", **more):
-    """Returns the errors of this rank's o and states, the backends and the number of collectives.
+    """Returns the errors "o" and "state" of this rank, the "backends" that were called and the number of "collectives".
 
     The error of o is measured for each token range.
     """
@@ -74,12 +74,12 @@ def compare(group, table, x, want, on="owner", **more):
     lengths = [f.stop - f.start for f in table.of_rank(rank)]
     states = want[1] if on == "all" else want[1][list(table.owned(rank))]
     assert state.dtype == torch.float32 and state.shape == states.shape
-    return (
-        error(o, table.shard(want[0], rank), lengths=lengths),
-        error(state, states, state=True) if len(states) else 0.0,
-        ran,
-        count,
-    )
+    return {
+        "o": error(o, table.shard(want[0], rank), lengths=lengths),
+        "state": error(state, states, state=True) if len(states) else 0.0,
+        "backends": ran,
+        "collectives": count,
+    }
 
 
 LENGTHS = (70, 0, 130, 3, 55)
@@ -233,7 +233,7 @@ def checks(rank, ranks):
 
 
 def order_checks(rank, ranks):
-    """Ranks that do the same in different order. Each check returns the errors of this rank in its order of calls."""
+    """Checks in which the ranks do the same in different order. Each returns the errors of this rank in its order of calls."""
     lengths = (60 * ranks,)
     x, want = call("memory", lengths)
     one = FragmentTable.contiguous(lengths, ranks)
@@ -278,9 +278,10 @@ def order_checks(rank, ranks):
 
 
 def deaths(rank, ranks, folder):
-    """Entry of 5 processes. All but 0 die, each in a group with 0, and each at another moment.
+    """Entry of 5 processes. Rank 0 has a group with each other rank, and each other rank dies at another moment.
 
-    4 dies where 0 fails as well. 0 stores the errors that it raises.
+    Rank 1 dies before it constructs a `ContextParallel`, ranks 2 and 4 before their first call, and rank 3 during the exchange
+    of summaries. In the group with rank 4, rank 0 fails as well. Rank 0 stores the errors that it raises.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -315,7 +316,7 @@ def deaths(rank, ranks, folder):
 
 
 def dying_in_exchange():
-    """Ends this process when it begins to gather summaries, after the ranks have agreed."""
+    """Ends this process when it starts to gather summaries, after the ranks have agreed."""
     gather = getattr(dist, GATHER)
 
     def die(*args, async_op=False, **kwargs):
@@ -367,7 +368,7 @@ def cut_checks(rank, ranks, folder):
 
 
 def cut(table, x, want, backend):
-    """Returns the results of `compare`, and (method, sequences) of each call of the backend."""
+    """Returns the results of `compare`, and as "calls" (method, sequences) of each call of the backend and of each gather."""
     seen = []
 
     def watched(method, function):
@@ -385,13 +386,13 @@ def cut(table, x, want, backend):
 
     gather = getattr(dist, GATHER)
 
-    def begun(*args, async_op=False, **kwargs):
+    def gathered(*args, async_op=False, **kwargs):
         if async_op:
             seen.append(("gather", 0))
         return gather(*args, async_op=async_op, **kwargs)
 
     with (
-        mock.patch.object(dist, GATHER, begun),
+        mock.patch.object(dist, GATHER, gathered),
         mock.patch.multiple(
             segmented_backend.Segmented,
             **{
@@ -402,7 +403,7 @@ def cut(table, x, want, backend):
         mock.patch.object(segmented_backend.Merging, "merge_segments", merged),
         mock.patch.object(ReferenceBackend, "chunk_fwd", watched("chunk_fwd", ReferenceBackend.chunk_fwd)),
     ):
-        return *compare(None, table, x, want, "all", backend=backend), seen
+        return compare(None, table, x, want, "all", backend=backend) | {"calls": seen}
 
 
 def work(rank, ranks, folder):

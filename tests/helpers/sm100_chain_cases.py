@@ -7,18 +7,20 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from helpers.sm100_launch import Workspace, chunks_of
+from helpers.sm100_launch import Chunk, Workspace, chunks_of
 from kda_sm100.config import HEAD_DIM
 
 NAN = float("nan")
 
-#: Of each sequence its chunks: (row of B, first token, tokens, slot).
-Chunks = list[list[tuple[int, int, int, int]]]
+#: The chunks of each sequence.
+Chunks = list[list[Chunk]]
 
 
 def make_records(n: int, C: int) -> dict[str, Tensor]:
-    """Returns n records of random tokens as matrices, rounded as the intra-chunk stage does. Gates decay by up to 6% per
-    token."""
+    """Returns n records of random tokens as matrices by name, rounded like those of the intra-chunk stage.
+
+    Gates decay by up to 6% per token.
+    """
     rng = torch.Generator().manual_seed(0)
     new = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)
     q, k = (torch.nn.functional.normalize(new(n, C, HEAD_DIM), dim=-1) for _ in range(2))
@@ -37,18 +39,21 @@ def make_records(n: int, C: int) -> dict[str, Tensor]:
 def laid_out(
     C: int, HV: int, B: int, T: int, lengths: tuple[int, ...] | None
 ) -> tuple[dict[str, Tensor], Chunks, Workspace]:
-    """Returns random records, the chunks of each sequence, and a workspace with the records. Slots without a chunk hold NaN."""
+    """Returns random records, the chunks of each sequence, and a workspace with the records.
+
+    In the workspace, slots without a chunk hold NaN.
+    """
     N = B if lengths is None else len(lengths)
     flat, slots = chunks_of(B, T, C, lengths)
     starts = [0, *accumulate(lengths or ())]
-    owner = lambda b, first: b if lengths is None else max(n for n in range(N) if starts[n] <= first)
-    chunks = [[c for c in flat if owner(c[0], c[1]) == n] for n in range(N)]
+    sequence_of = lambda c: c.row if lengths is None else max(n for n in range(N) if starts[n] <= c.first)
+    chunks = [[c for c in flat if sequence_of(c) == n] for n in range(N)]
     records = make_records(slots * HV, C)
-    empty = set(range(slots)) - {c[3] for c in flat}
+    empty = set(range(slots)) - {c.slot for c in flat}
     unused = [i for slot in empty for i in range(slot * HV, (slot + 1) * HV)]
-    for _, _, tokens, slot in flat:  # rows beyond a sequence are zeros
+    for c in flat:  # rows beyond a sequence are zeros
         for name in ("w", "u", "qd", "kg", "aqk"):
-            records[name][slot * HV : (slot + 1) * HV, tokens:] = 0
+            records[name][c.slot * HV : (c.slot + 1) * HV, c.tokens :] = 0
     workspace = Workspace(slots * HV, C, "cpu")
     for name, logical in records.items():
         workspace[name] = logical

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,7 +45,7 @@ def launch(
 
 
 class Workspace:
-    """A workspace, initially all ones in binary (NaN), whose arrays read and write as [records, rows, columns] by name."""
+    """A workspace whose arrays are read and written by name, as [records, rows, columns]. All its bits are 1 at first (NaN)."""
 
     def __init__(self, records: int, C: int, device: str) -> None:
         size = layouts.workspace_bytes(records, C)
@@ -73,17 +73,31 @@ class Workspace:
         flat[:, places.flatten()] = logical.to(flat.dtype).flatten(1)
 
 
-def chunks_of(
-    B: int, T: int, C: int, lengths: tuple[int, ...] | None
-) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Returns (row of B, first token, tokens, slot) of every chunk, and the number of slots per head."""
+class Chunk(NamedTuple):
+    """A chunk of a sequence.
+
+    Attributes:
+        row: row of B.
+        first: its first token in the row.
+        tokens: number of its tokens.
+        slot: its slot.
+    """
+
+    row: int
+    first: int
+    tokens: int
+    slot: int
+
+
+def chunks_of(B: int, T: int, C: int, lengths: tuple[int, ...] | None) -> tuple[list[Chunk], int]:
+    """Returns every chunk, and the number of slots per head. ``lengths``: of sequences packed along T."""
     if lengths is None:
         each = -(-T // C)
-        found = [(b, c * C, min(C, T - c * C), b * each + c) for b in range(B) for c in range(each)]
+        found = [Chunk(b, c * C, min(C, T - c * C), b * each + c) for b in range(B) for c in range(each)]
         return found, layouts.slot_count(B, T, C)
     found, start = [], 0
     for n, size in enumerate(lengths):
         slot = start // C + n
-        found += [(0, start + c * C, min(C, size - c * C), slot + c) for c in range(-(-size // C))]
+        found += [Chunk(0, start + c * C, min(C, size - c * C), slot + c) for c in range(-(-size // C))]
         start += size
     return found, layouts.slot_count(B, T, C, len(lengths))

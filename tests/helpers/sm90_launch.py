@@ -16,7 +16,9 @@ def launch(config: PrefillConfig, o: torch.Tensor, **named: Any) -> None:
     """Launches the kernel and waits for its end.
 
     Args:
-        named: arguments of `kda_sm90.arguments.ARGUMENTS`; a tensor stands for its address, and absent ones are 0.
+        config: kernel variant.
+        o: [B, T, HV, 128] bf16, the output.
+        named: arguments of `kda_sm90.arguments.ARGUMENTS`. A tensor stands for its address; missing arguments are 0.
     """
     from kda_sm90.kernels.prefill import PrefillKernel
 
@@ -28,21 +30,23 @@ def launch(config: PrefillConfig, o: torch.Tensor, **named: Any) -> None:
 
 
 def record_places(firsts: list[int], slots: int, heads: int, queues: int) -> tuple[torch.Tensor, int]:
-    """Returns the record index of each slot, [heads, slots], if every ring holds all records of its queue, and the
-    ring depth for that. It restates the order of ``kernels/schedule.py`` independently.
+    """Returns the record index of each slot, [heads, slots], and the depth of rings that hold all records of their queue.
+
+    It restates the order of ``kernels/schedule.py`` independently.
 
     Args:
         firsts: first slot of every sequence of a head.
         slots: slots of a head.
+        heads, queues: number of value heads and of queues.
     """
     starts = [head * slots + first for head in range(heads) for first in firsts] + [heads * slots]
     tasks = list(pairwise(starts))
-    width = max(-(-heads * slots // queues), *(end - begin for begin, end in tasks))
+    width = max(-(-heads * slots // queues), *(end - start for start, end in tasks))
     place = torch.empty(heads * slots, dtype=torch.long)
     for queue in range(queues):
         high = heads * slots - (queues - 1 - queue) * width
         low = high - width
-        parts = [range(max(begin, low), min(end, high)) for begin, end in reversed(tasks)]
+        parts = [range(max(start, low), min(end, high)) for start, end in reversed(tasks)]
         for number, slot in enumerate(slot for part in parts for slot in part):
             place[slot] = queue * width + number
     return place.view(heads, slots), width

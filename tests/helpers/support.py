@@ -38,7 +38,15 @@ def problem_shape(
     N: int | None = None, index: torch.dtype | None = None, dtype: torch.dtype = BF16, g: torch.dtype = BF16,
     beta: torch.dtype = BF16, A_log: bool = True, dt_bias: bool = True, **options: Any,
 ) -> ProblemShape:  # fmt: skip
-    """The metadata of a call that the GPU backends serve, but for what is named; ``options``: of `KdaOptions`."""
+    """Returns the metadata of a call that the GPU backends serve, with the given changes.
+
+    Args:
+        N: number of sequences; None: B.
+        index: dtype of cu_seqlens; None: sequences are not packed.
+        dtype, g, beta: dtypes of q, k, v, of g and of beta.
+        A_log, dt_bias: whether the call has them.
+        options: fields of `KdaOptions`.
+    """
     gate = {"use_gate_in_kernel": True, "lower_bound": -5.0, "scale": 1.0}
     return ProblemShape(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N or B, dtype=dtype, g_dtype=g, beta_dtype=beta, index_dtype=index,
@@ -47,7 +55,7 @@ def problem_shape(
     )  # fmt: skip
 
 
-#: What no kernel of the GPU backends is built for: (changes of `problem_shape`, what a refusal says).
+#: Calls that no GPU backend serves: (changes of `problem_shape`, words of the refusal).
 NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"K": 64}, "K=64, V=128; serves K=128, V=128"),
     ({"V": 256}, "K=128, V=256; serves K=128, V=128"),
@@ -57,7 +65,7 @@ NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"B": 2**20, "T": 2**20}, "below 2^31"),
 )
 
-#: Of `problem_shape`: log decays come as they are, without a bound.
+#: Changes of `problem_shape`: the caller passes log decays, without a bound.
 FREE: dict[str, Any] = {"use_gate_in_kernel": False, "lower_bound": None, "A_log": False, "dt_bias": False}
 
 
@@ -118,10 +126,16 @@ afterwards()
 
 
 def said_by_a_fork(code: str, folder: Path | None = None) -> str:
-    """What ``child()`` returns in a child that is forked while a thread of its parent, which runs ``busy()``, waits in
-    ``hold()``. `code` defines the two; ``hold()`` of `__main__` returns at once in the child. If `code` defines
-    ``afterwards()``, the parent runs it at the end. `folder` goes first on ``sys.path``. A child that never ends fails the
-    test."""
+    """Forks a process while one of its threads waits, and returns the text of the result of ``child()`` in the child.
+
+    A thread of the parent runs ``busy()``, which calls ``hold()``. The fork happens while the thread waits there, with all
+    locks that it has taken. In the child ``hold()`` returns at once. A child that does not end fails the test.
+
+    Args:
+        code: Python that defines ``busy()`` and ``child()``, and may define ``afterwards()``, which the parent runs at the
+            end.
+        folder: a folder to put first on ``sys.path``.
+    """
     paths = [*([] if folder is None else [str(folder)]), *sys.path]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(

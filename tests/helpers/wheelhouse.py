@@ -57,7 +57,7 @@ def build_sdist(source: Path, folder: Path) -> Path:
 
 def _build(source: Path, folder: Path, what: str) -> Path:
     command = [sys.executable, "-m", "build", what, "--no-isolation", "--outdir", str(folder), str(source)]
-    # Builds must be reproducible without this variable, so a value of the caller's must not help.
+    # Builds must be reproducible without this variable, so the caller's value is dropped.
     environment = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
     before = set(folder.iterdir())
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -105,7 +105,7 @@ class CleanEnvironment:
         return str(self.folder / "bin" / "python")
 
     def install(self, *requirements: str) -> None:
-        """Installs `requirements` from `wheels`, from folders, and from what is there; downloads nothing."""
+        """Installs `requirements` from `wheels` and folders, beside what is installed; downloads nothing."""
         pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet"]
         offline = ["--no-index", "--no-build-isolation", "--find-links", str(self.wheels)]
         self._run([*pip, *offline, *requirements])
@@ -155,5 +155,5 @@ class CleanEnvironment:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         return kept | {
             "CUDA_VISIBLE_DEVICES": "",  # so that a backend's status does not depend on the machine
-            "OMP_NUM_THREADS": "1",  # the tensors are too small for threads to pay off
+            "OMP_NUM_THREADS": "1",  # for such small tensors more threads are slower
         }

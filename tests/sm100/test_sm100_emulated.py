@@ -1,5 +1,7 @@
-"""The reduced conformance set (`emulated_cases`) on ptx-emulator. No Blackwell GPU has run the kernels yet; the first one runs
-`test_sm100_conformance`."""
+"""The reduced conformance set on ptx-emulator (`helpers.emulated_cases`).
+
+No Blackwell GPU has run the kernels yet. `test_sm100_conformance` is for the first one.
+"""
 
 from helpers.emulated_cases import KIT, EmulatedCases
 

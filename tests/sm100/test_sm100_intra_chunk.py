@@ -1,5 +1,7 @@
-"""The intra-chunk kernel against the numeric specification, output by output: emulated for Blackwell and Hopper, and on a
-Hopper GPU, because it uses no instruction that is newer."""
+"""The intra-chunk kernel against the numeric specification, output by output.
+
+The tests emulate it for Blackwell and Hopper. They also run it on a Hopper GPU, because it uses no newer instruction.
+"""
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ def computed(x, C, lengths, arch, seed=0):
 
 
 def wanted(x, C, lengths):
-    """Returns the same from the specification."""
+    """Returns the records of the specification in the form of `computed`."""
     found = [p._asdict() | {"w": -(p.T @ p.Kd), "u": p.T @ v} for p, v in specified(x, C, lengths)]
     return {n: torch.stack([p[n] for p in found]) for n in NAMES}
 

@@ -1,7 +1,4 @@
-"""The tcgen05 descriptors of `kda_sm100.kernels.tensor` against those that the DSL encodes, product by product."""
-
-import importlib.util
-from pathlib import Path
+"""The tcgen05 descriptors of `kda_sm100.kernels.tensor` equal those that the DSL encodes for the same products."""
 
 import pytest
 import torch
@@ -11,19 +8,33 @@ from ptx_emulator import tensor_memory
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the module imports it")
 
+ADDRESS = 0x3FFF  # bits of a matrix descriptor that hold the shared address, in units of 16 bytes
 
-def gemm_of_the_dsl(n, k, majors):
-    path = Path(__file__).parent.parent / "helpers" / "emulator" / "gemm_kernel.py"
-    spec = importlib.util.spec_from_file_location("gemm_kernel", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.compiled(n, k, majors)
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Returns two lists that the emulator fills: the instruction descriptors and the matrix descriptors that it decodes."""
+    instructions, matrices = [], []
+
+    def shape_of(descriptor, kind, decode=tensor_memory.shape_of):
+        instructions.append(descriptor)
+        return decode(descriptor, kind)
+
+    def matrix_of(warp, descriptor, decode=tensor_memory.matrix_of):
+        matrices.append(descriptor)
+        return decode(warp, descriptor)
+
+    monkeypatch.setattr(tensor_memory, "shape_of", shape_of)
+    monkeypatch.setattr(tensor_memory, "matrix_of", matrix_of)
+    return instructions, matrices
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("C", (64, 32))
 @pytest.mark.parametrize("name", ("w", "kg", "aqk"))
-def test_descriptors_equal_those_of_the_dsl(name, C, monkeypatch):
+def test_descriptors_equal_those_of_the_dsl(name, C, decoded):
+    from helpers.emulator.gemm_kernel import M, compiled
+
     from kda_sm100.config import HEAD_DIM
     from kda_sm100.kernels.tensor import Operand
 
@@ -32,19 +43,15 @@ def test_descriptors_equal_those_of_the_dsl(name, C, monkeypatch):
         "kg": (Operand(C, HEAD_DIM, mn_major=True), HEAD_DIM, C, ("K", "MN")),
         "aqk": (Operand(C, C), C, C, ("K", "K")),
     }[name]
-    shapes, operands = [], []
-    shape_of, operand_of = tensor_memory.shape_of, tensor_memory._operand
-    monkeypatch.setattr(tensor_memory, "shape_of", lambda *x: shapes.append(x[0]) or shape_of(*x))
-    monkeypatch.setattr(tensor_memory, "_operand", lambda *x: operands.append(x[1]) or operand_of(*x))
-    x, y, z = torch.zeros(128, k).bfloat16(), torch.zeros(n, k).bfloat16(), torch.zeros(128, n)
+    a, b, d = torch.zeros(M, k).bfloat16(), torch.zeros(n, k).bfloat16(), torch.zeros(M, n)
     with ptx_emulator.device("sm_100a"):
-        ptx_emulator.load(gemm_of_the_dsl(n, k, majors))(x, y, z)
-    found = operands[::2]  # the emulator decodes B before A
-    assert set(shapes) == {operand.instruction} and len(found) == operand.steps
-    address = 0x3FFF
-    assert {d & ~address for d in found} == {operand.bits}
-    starts = [(d & address) << 4 for d in found]
-    assert [s - starts[0] for s in starts] == [operand.offset(step) for step in range(operand.steps)]
+        ptx_emulator.load(compiled(n, k, majors))(a, b, d)
+    instructions, matrices = decoded
+    of_b = matrices[::2]  # of each product the emulator decodes B before A
+    assert set(instructions) == {operand.instruction} and len(of_b) == operand.steps
+    assert {descriptor & ~ADDRESS for descriptor in of_b} == {operand.bits}
+    starts = [(descriptor & ADDRESS) << 4 for descriptor in of_b]
+    assert [start - starts[0] for start in starts] == [operand.offset(i) for i in range(operand.steps)]
 
 
 @pytest.mark.parametrize("C", (64, 32))

@@ -15,8 +15,10 @@ NAN = float("nan")
 
 
 def make_records(n, C):
-    """Returns n records of random tokens with decays of up to 6% per token, as matrices rounded like those of the
-    intra-chunk stage, and their v."""
+    """Returns n records of random tokens and their v as matrices by name, rounded like those of the intra-chunk stage.
+
+    Gates decay by up to 6% per token.
+    """
     rng = torch.Generator("cuda").manual_seed(0)
     new = lambda *shape: torch.randn(*shape, generator=rng, device="cuda", dtype=torch.float64)
     q, k = (torch.nn.functional.normalize(new(n, C, HEAD_DIM), dim=-1) for _ in range(2))
@@ -48,8 +50,10 @@ def sequences(B, T, C, lengths):
 
 
 def recurrence(records, each, C, HV, shape, initial, dtype):
-    """Returns o, the final states, and the state before every chunk. With fp32 it rounds operands to bf16 as the
-    kernel does."""
+    """Returns o, the final states, and the state before every chunk.
+
+    In fp32 the function also rounds operands to bf16, as the kernel does; in fp64 it rounds nothing.
+    """
     rounded = (lambda x: x.bfloat16().to(dtype)) if dtype is torch.float32 else lambda x: x
     o = torch.full(shape, NAN, device="cuda", dtype=torch.float64)
     final, before = [], []

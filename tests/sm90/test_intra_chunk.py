@@ -42,8 +42,10 @@ def test_the_workspace_is_split_without_overlap(C):
 
 
 def computed(x, C, lengths):
-    """Returns the records of a call as {name: [chunks that exist, HV, ...]} in fp32. Checks that empty slots were not written.
-    Rings that hold every chunk of their queues keep each record."""
+    """Returns the records of a call as {name: [chunks, HV, ...]} in fp32. Checks that empty slots were not written.
+
+    Each ring holds all chunks of its queue, so no record is overwritten.
+    """
     (B, T, H, K), HV = x["q"].shape, x["v"].shape[2]
     N = None if lengths is None else len(lengths)
     slots = layouts.slot_count(B, T, C, N)
@@ -83,7 +85,7 @@ def computed(x, C, lengths):
 
 
 def wanted(x, C, lengths):
-    """Returns the same from the specification."""
+    """Returns the records of the specification in the form of `computed`."""
     found = [p for p, _ in specified(x, C, lengths)]
     return {n: torch.stack([getattr(p, n) for p in found]) for n in NAMES}
 

@@ -24,9 +24,9 @@ def test_a_cut_sequence_continues_after_its_first_part(seed):
     assert sorted(place.flatten().tolist()) == sorted(set(place.flatten().tolist()))
     assert place.min() >= 0 and place.max() < queues * width
     for head in place.tolist():
-        for begin, end in pairwise([*firsts, slots]):
-            parts: dict[int, list[int]] = {}
-            for x in head[begin:end]:
+        for start, end in pairwise([*firsts, slots]):
+            parts: dict[int, list[int]] = {}  # the numbers in each queue
+            for x in head[start:end]:
                 parts.setdefault(x // width, []).append(x % width)
             for numbers in parts.values():
                 assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))

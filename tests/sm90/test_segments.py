@@ -1,5 +1,4 @@
-"""Calls in segments: the launch that summarises them, the merge, and the launch that executes them from the kept
-records."""
+"""Calls in segments: the launch that summarises them, the merge, and the launch that executes them from their records."""
 
 import functools
 

@@ -16,8 +16,10 @@ KERNEL_NAMES = {"A_log": "a_log", "cu_seqlens": "offsets", "intermediate_states"
 
 
 def passed_by(transitions, absent):
-    """Returns the arguments that a launch passes, by name, and the call's tensors. ``absent``: names of tensors that are
-    None."""
+    """Returns the arguments that a launch passes, by name, and the tensors of the call.
+
+    ``absent``: names of tensors that are None.
+    """
     tensors = {name: None if name in absent else torch.zeros(3, 5) for name in INPUTS + OUTPUTS}
     inputs = {name: tensors[name] for name in INPUTS} | {"cu_seqlens_cpu": None}
     outputs = KdaOutputs(**{name: tensors[name] for name in OUTPUTS})

@@ -73,19 +73,14 @@ def _constants(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     import torch
 
-    from kda_cp.planner import window
+    from kda_cp.planner import native_options
 
     HV, lengths = positive_int("HV", args.HV), non_negative_ints("lengths", args.lengths)
     x = torch.empty(1, sum(lengths), HV, 128, dtype=getattr(torch, args.dtype), device="meta")
     shape = validate.problem_shape(x, x, x, x, x[..., 0], options=KdaOptions())
-    tokens = window(shape, REGISTRY.load(REGISTRY.find(args.backend).spec))
+    options = native_options(shape, REGISTRY.load(REGISTRY.find(args.backend).spec))
     found, source = constants.lookup((args.device, args.backend, args.dtype))
-    print(
-        make_plan(
-            lengths, HV=HV, constants=found, source=source, SMs=args.SMs,
-            native=tokens is not None, window=tokens or 0,
-        )
-    )  # fmt: skip
+    print(make_plan(lengths, HV=HV, constants=found, source=source, SMs=args.SMs, **options))
 
 
 if __name__ == "__main__":

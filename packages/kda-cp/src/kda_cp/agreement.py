@@ -1,8 +1,8 @@
-"""Agreement of the ranks of a group on a call, before they exchange data (`kda_cp.distributed`).
+"""The ranks of a group agree on a call before they exchange data (`kda_cp.distributed`).
 
-Each rank sends a message of five integers: whether it failed, its step, its `ContextParallel` and its call, and a digest of all
-that must be equal. The size is always the same, so ranks in different steps still understand each other. One all-gather carries
-the messages. Only if they differ, a second one carries the texts for the errors.
+Each rank sends a message of five integers (`_Message`). The size is always the same, so ranks in different steps still
+understand each other. One all-gather carries the messages. If the messages differ or a rank failed, a second one carries the
+texts for the errors.
 """
 
 from __future__ import annotations
@@ -34,15 +34,19 @@ class Step(enum.IntEnum):
 
 
 class RankError(KdaError, RuntimeError):
-    """Another rank failed, died or did not answer, or ranks disagree. The message says which rank and how.
+    """Another rank failed, died or did not answer, or the ranks disagree. The message names the ranks and the cause.
 
-    Raised on every rank that can be reached.
+    Every rank that can be reached raises it.
     """
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What must be equal on all ranks, as names and texts."""
+    """The values that must be equal on all ranks.
+
+    Attributes:
+        fields: each value as text, by its name.
+    """
 
     fields: Mapping[str, str]
 
@@ -55,13 +59,13 @@ class Terms:
 
 @dataclass(frozen=True)
 class Position:
-    """How far a rank is.
+    """What a rank is doing, and in which call of which `ContextParallel`.
 
     Attributes:
         step: what the rank is doing.
         instance: number of the `ContextParallel`.
-        call: number of the call of this instance, from 1.
-        tag: of the instance.
+        call: number of the call of this instance, from 1; 0 while the instance is constructed.
+        tag: tag of the instance.
     """
 
     step: Step
@@ -77,15 +81,37 @@ class Position:
 
     @property
     def fields(self) -> dict[str, str]:
-        """What error messages compare between ranks."""
+        """The texts that error messages compare between ranks, by name."""
         found = {"step": str(self.step), "tag": repr(self.tag)}
         if self.step != Step.CONSTRUCT:
             found |= {"ContextParallel": str(self.instance), "call": str(self.call)}
         return found
 
 
+class _Message(NamedTuple):
+    """The integers that a rank sends to agree.
+
+    Attributes:
+        failed: 1 if the rank has failed, else 0.
+        step, instance, call: the `Position` of the rank.
+        digest: `Terms.digest`; 0 if the rank has failed.
+    """
+
+    failed: int
+    step: int
+    instance: int
+    call: int
+    digest: int
+
+
 class _Report(NamedTuple):
-    """What a rank sends for the error messages of all ranks."""
+    """The texts that a rank sends for the error messages of all ranks.
+
+    Attributes:
+        error: the error of the rank, or None.
+        position: the `Position` of the rank.
+        fields: `Position.fields` and `Terms.fields`.
+    """
 
     error: str | None
     position: str
@@ -98,7 +124,7 @@ class Ranks:
     Attributes:
         group: a ProcessGroup, or None for the default group.
         rank, size: this rank in the group, and the number of ranks.
-        device: of tensors that are exchanged.
+        device: device of exchanged tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -116,15 +142,17 @@ class Ranks:
         """Raises on every rank if a rank has failed, is at another position, or has other terms.
 
         Args:
-            position: of this rank. With `Step.CONSTRUCT` the instance is a number that this process has not used.
-            terms: of this rank; None with `error`.
-            error: by which this rank failed. It is raised here even if other ranks cannot be reached.
+            position: the position of this rank. With `Step.CONSTRUCT`, its instance is a number that this process has not
+                used.
+            terms: the terms of this rank; None if it failed.
+            error: the error of this rank, or None. It is raised here even if other ranks cannot be reached.
 
         Returns:
-            The instance of the first rank.
+            The instance number of rank 0.
 
         Raises:
-            RankError: as above, or a rank cannot be reached.
+            RankError: another rank has failed, ranks disagree, or a rank cannot be reached.
+            Exception: `error`, if it is given.
         """
         try:
             return self._agree(position, terms, error)
@@ -136,16 +164,18 @@ class Ranks:
     def _agree(self, position: Position, terms: Terms | None, error: Exception | None) -> int:
         digest = 0 if terms is None else terms.digest
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            message = [error is not None, int(position.step), position.instance, position.call, digest]
+            message = _Message(
+                int(error is not None), int(position.step), position.instance, position.call, digest
+            )
             sent = torch.tensor(message, dtype=torch.int64, device=self._message_device)
             gathered = sent.new_empty(len(message) * self.size)
             with self.rank_errors(position):
                 _all_gather_single(gathered, sent, group=self.group)
-                messages = gathered.view(self.size, -1).tolist()
-        instance = messages[0][2]
-        if position.step == Step.CONSTRUCT:  # each rank proposes an instance, and the first rank's is used
-            messages = [[*m[:2], 0, *m[3:]] for m in messages]
-        if not any(failed for failed, *_ in messages) and all(m == messages[0] for m in messages):
+                messages = [_Message(*numbers) for numbers in gathered.view(self.size, -1).tolist()]
+        instance = messages[0].instance
+        if position.step == Step.CONSTRUCT:  # each rank proposes a number, and all use that of rank 0
+            messages = [message._replace(instance=0) for message in messages]
+        if not any(message.failed for message in messages) and len(set(messages)) == 1:
             return instance
         # Every rank has the same messages, so every rank takes this path.
         text = None if error is None else f"{type(error).__name__}: {error}"
@@ -165,10 +195,15 @@ class Ranks:
             raise RankError(f"{position}: {'; '.join(failures)}")
         raise RankError(_disagreement(position, [report.fields for report in reports]))
 
-    def begin_gather(self, gathered: Tensor, sent: Tensor, position: Position) -> Callable[[], None]:
-        """Begins to gather `sent` of all ranks into `gathered`. Returns a function that waits for the result.
+    def start_gather(self, gathered: Tensor, sent: Tensor, position: Position) -> Callable[[], None]:
+        """Starts to gather `sent` of all ranks into `gathered`. Returns a function that waits for the result.
 
-        On a GPU the CUDA stream waits, not the host.
+        On a GPU the current CUDA stream waits, not the host.
+
+        Args:
+            gathered: [size * n, ...], on `device`.
+            sent: [n, ...], on `device`.
+            position: the position of this rank, for errors.
         """
         with self.rank_errors(position):
             work = _all_gather_single(gathered, sent, group=self.group, async_op=True)
@@ -181,7 +216,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def rank_errors(self, position: Position) -> Iterator[None]:
-        """Converts the error of a collective in which a rank is missing to a RankError."""
+        """Converts the error of a collective that a rank has not joined to a RankError."""
         try:
             yield
         except RuntimeError as error:  # gloo raises this class, NCCL a subclass
@@ -195,43 +230,49 @@ class Ranks:
 
 
 def _disagreement(position: Position, fields: list[dict[str, str]]) -> str:
-    """Returns the fields that differ, with the ranks of each value. Ranks in different steps compare step and tag only."""
-    differing = []
-    names = dict.fromkeys(name for f in fields for name in f)
-    for name in names if len({f["step"] for f in fields}) == 1 else ("step", "tag"):
-        ranks: dict[str, list[int]] = {}
-        for r, f in enumerate(fields):
-            ranks.setdefault(f.get(name, "none"), []).append(r)
-        if len(ranks) > 1:
-            values = (f"{value} on {_rank_list(r)}" for value, r in ranks.items())
-            differing.append((name, f"{name} is {' but '.join(values)}"))
-    found = {name for name, _ in differing}
+    """Returns an error message: the fields that differ, with the ranks of each value, and advice.
+
+    Ranks in different steps have different fields, so only their step and tag are compared.
+    """
+    same_step = len({f["step"] for f in fields}) == 1
+    names = dict.fromkeys(name for f in fields for name in f) if same_step else ("step", "tag")
+    differing: dict[str, str] = {}
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, f in enumerate(fields):
+            ranks_of.setdefault(f.get(name, "none"), []).append(rank)
+        if len(ranks_of) > 1:
+            values = (f"{value} on {_rank_list(ranks)}" for value, ranks in ranks_of.items())
+            differing[name] = f"{name} is {' but '.join(values)}"
     advice = ""
-    if found & {"step", "ContextParallel", "tag"}:
+    if differing.keys() & {"step", "ContextParallel", "tag"}:
         advice = ". All ranks must construct and call the same ContextParallels in the same order"
-    elif "call" in found:
-        advice = ". A rank failed in or skipped a call that the others completed: construct a new ContextParallel on all ranks"
-    return f"{position}: ranks disagree: {'; '.join(text for _, text in differing)}{advice}"
+    elif "call" in differing:
+        advice = (
+            ". A rank failed in or skipped a call that the others completed: "
+            "construct a new ContextParallel on all ranks"
+        )
+    return f"{position}: ranks disagree: {'; '.join(differing.values())}{advice}"
 
 
 def _rank_list(ranks: list[int]) -> str:
-    """Returns ``rank 0``, or ``ranks 0, 2 and 4 to 6``."""
-    ranges: list[list[int]] = []
-    for r in ranks:
-        if ranges and r == ranges[-1][1] + 1:
-            ranges[-1][1] = r
+    """Returns ascending ranks as text, such as ``rank 0`` or ``ranks 0, 2 and 4 to 6``."""
+    ranges: list[list[int]] = []  # [first, last]
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
         else:
-            ranges.append([r, r])
+            ranges.append([rank, rank])
     texts: list[str] = []
-    for a, b in ranges:
-        texts += [f"{a} to {b}"] if b > a + 1 else [str(r) for r in range(a, b + 1)]
-    *others, last = texts
+    for first, last in ranges:
+        texts += [f"{first} to {last}"] if last > first + 1 else map(str, range(first, last + 1))
+    *others, final = texts
     if len(ranks) == 1:
-        return f"rank {last}"
-    return f"ranks {', '.join(others)} and {last}" if others else f"ranks {last}"
+        return f"rank {final}"
+    return f"ranks {', '.join(others)} and {final}" if others else f"ranks {final}"
 
 
 def _all_gather_single(output: Tensor, x: Tensor, **options: Any) -> Any:
-    """Calls the collective by its name since torch 2.13, or by its earlier name, which warns since then."""
+    """Gathers equal tensors into one. torch 2.13 renamed the collective; the old name warns since then."""
     single = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     return getattr(dist, single)(output, x, **options)

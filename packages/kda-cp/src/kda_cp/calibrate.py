@@ -1,19 +1,19 @@
 """Measures `Constants` on a GPU within seconds: ``python -m kda_cp calibrate``.
 
-Calls of n tasks of T tokens are timed, for n = 1, `FEW`, half of the SMs and all SMs. All n tasks run at once, in one way up
-to half of the SMs and in another way beyond. So by the model of `kda_cp.constants.Pass` the slope of the time in T is
-``intra_chunk_ns * n + max(ns(n), work_ns * n)``, and the rest of the time is ``call_us``. Few tasks are never limited by the
-work, hence::
+`fit` times calls of n tasks of T tokens, for n = 1, `FEW`, half of the SMs and all SMs. It assumes that all n tasks run at
+once, in one way up to half of the SMs and in a slower way above. Then, by the model of `kda_cp.constants.Pass`, the slope of the
+time in T is ``intra_chunk_ns * n + max(ns(n), work_ns * n)``, and the rest of the time is ``call_us``. The work never limits few
+tasks, hence::
 
     intra_chunk_ns = (slope(FEW) - slope(1)) / (FEW - 1)
     chain = (half, slope(1) - intra_chunk_ns), (SMs, slope(SMs) - intra_chunk_ns * SMs)
-    work_ns = slope(half) / half - intra_chunk_ns       if that is above what latency explains, else 0
+    work_ns = slope(half) / half - intra_chunk_ns       if the latency does not explain slope(half), else 0
 
 A forward call has one sequence of n value heads. For a backend that summarises segments itself, `summarize` and
 `execute_segments` are timed as well, over one segment of n value heads.
 
-Shipped constants of the backend contain more ways of execution than these few calls can find. If there are any, they are
-kept and scaled to the measured times (`scaled`).
+Shipped constants contain more ways of execution than these few calls can find. A backend that has shipped constants keeps
+them, scaled to the measured times (`scaled`).
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ import torch
 
 from kda_core import buffers, chunk_kda, validate
 from kda_core.backend import SupportsMerge, SupportsSegments
-from kda_core.contract import KdaOptions, Tensors
+from kda_core.contract import KdaOptions, Tensors, dtype_name
 from kda_core.errors import DeviceError
 from kda_core.registry import REGISTRY
 from kda_cp.constants import SHIPPED_SMS, Constants, Pass, shipped
 from kda_cp.cost import call_us
 from kda_cp.merge import merge
 
-SHORT, LONG = 2048, 8192  # tokens
-FEW = 8
+SHORT, LONG = 2048, 8192  # tokens of the two timed calls
+FEW = 8  # tasks of a call that the work does not limit
 D = 128  # K and V
 REPEATS = 20
 FLUSH_BYTES = 256 << 20  # several times the L2
-BOUND_BY_WORK = 1.05  # a slope is limited by work if it exceeds the latency by this factor
-LEAST_NS = 1e-3  # lower limit of a latency, in case noise exceeds it
+BOUND_BY_WORK = 1.05  # the work limits a call if the slope exceeds the latency by this factor
+LEAST_NS = 1e-3  # lower limit of a latency: noise may make the difference of two times negative
 
 
 def fit(measured_us: Callable[[int, int], float], SMs: int) -> Pass:
     """Returns the constants that explain device times.
 
     Args:
-        measured_us: device time of a call with n tasks of T tokens, in us.
-        SMs: of the GPU, more than 2 * `FEW`.
+        measured_us: returns the device time in us of a call with n tasks of T tokens.
+        SMs: SMs of the GPU, more than 2 * `FEW`.
     """
     half = SMs // 2
     times = {n: (measured_us(n, SHORT), measured_us(n, LONG)) for n in (1, FEW, half, SMs)}
@@ -65,10 +65,10 @@ def fit(measured_us: Callable[[int, int], float], SMs: int) -> Pass:
 
 
 def scaled(known: Pass, measured_us: Callable[[int, int], float], SMs: int) -> Pass:
-    """Returns `known`, the constants of a GPU with `SHIPPED_SMS`, adapted to another GPU; arguments as in `fit`.
+    """Returns `known`, the constants of a GPU with `SHIPPED_SMS`, adapted to another GPU; other arguments as in `fit`.
 
-    Lanes are scaled by the number of SMs. Times are scaled by one factor: the median over calls of 1, `FEW`, half of the
-    SMs and all SMs tasks.
+    Lanes are scaled by the number of SMs. Times are scaled by one factor: the median over calls of n tasks, for n = 1,
+    `FEW`, half of the SMs and all SMs.
     """
     lanes = tuple((max(1, n * SMs // SHIPPED_SMS), ns) for n, ns in known.chain)
     known = replace(known, chain=lanes)
@@ -84,7 +84,7 @@ def scaled(known: Pass, measured_us: Callable[[int, int], float], SMs: int) -> P
 
 
 def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants:
-    """Returns the constants of a backend on a CUDA device, for K = V = 128 and gates in the kernel.
+    """Returns the constants of a backend on a CUDA device for one dtype of q, k, v. K = V = 128; gates are in the kernel.
 
     Raises:
         DeviceError: `device` is not a CUDA device.
@@ -102,9 +102,10 @@ def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants
     merge_us = device_us(merge_call(chosen, heads, steps, device), device) / steps
     x = _arguments(heads, LONG, device, dtype)
     copied = [x[name] for name in ("k", "v", "g", "beta")]
-    gather_us = device_us(lambda: [torch.cat((t[:, :100], t[:, 200:]), 1) for t in copied], device)
+    two_ranges = lambda t: (t[:, :100], t[:, 200:])  # nearly all tokens, which are not neighbours in memory
+    gather_us = device_us(lambda: [torch.cat(two_ranges(t), 1) for t in copied], device)
     SMs = torch.cuda.get_device_properties(device).multi_processor_count
-    known, _ = shipped((torch.cuda.get_device_name(device), backend, str(dtype)[6:]))
+    known, _ = shipped((torch.cuda.get_device_name(device), backend, dtype_name(dtype)))
 
     def fitted(name: str, measured_us: Callable[[int, int], float]) -> Pass:
         own = None if known is None else getattr(known, name)
@@ -131,7 +132,7 @@ class SegmentCalls(NamedTuple):
     Attributes:
         backend: the backend.
         summarize: calls `summarize`.
-        execute: calls `execute_segments`. `summarize` has to be called before.
+        execute: calls `execute_segments`. Requires a call of `summarize` before.
     """
 
     backend: Any
@@ -144,7 +145,7 @@ def segment_calls(n: int, T: int, device: torch.device, dtype: torch.dtype, name
     x = _arguments(n, T, device, dtype)
     offsets = torch.tensor([0, T], dtype=torch.int32)
     tensors = Tensors(
-        **{name: x.pop(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")},
+        **{tensor: x.pop(tensor) for tensor in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")},
         initial_state=torch.zeros(1, n, D, D, device=device),
         cu_seqlens=offsets.to(device),
         cu_seqlens_cpu=offsets,
@@ -163,7 +164,7 @@ def segment_calls(n: int, T: int, device: torch.device, dtype: torch.dtype, name
 
 
 def merge_call(backend: Any, heads: int, steps: int, device: torch.device) -> Callable[[], Any]:
-    """Returns a call that merges `steps` segments of one sequence, as a plan over this backend does."""
+    """Returns a function that merges `steps` segments of one sequence, as a plan over this backend does."""
     S = torch.randn(heads, D, D, device=device)
     M = torch.randn(heads, D, D, device=device) / D
     if not isinstance(backend, SupportsMerge):
@@ -174,12 +175,12 @@ def merge_call(backend: Any, heads: int, steps: int, device: torch.device) -> Ca
 
 
 def device_us(call: Callable[[], Any], device: torch.device) -> float:
-    """Returns the median device time of replays of a captured call, in us. The L2 is flushed before each replay."""
+    """Returns the median device time of `REPEATS` replays of a captured call, in us, each after a flush of the L2."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            call()  # compiles kernels and uploads integers, which a capture should not contain
+            call()  # compiles kernels and uploads integers, which should not be part of the capture
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -196,7 +197,7 @@ def device_us(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _arguments(n: int, T: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the arguments of a call with n value heads. The time does not depend on gates and values."""
+    """Returns the arguments of a call of T tokens with n value heads. Its time does not depend on gates and values."""
     q, k, v, g = torch.randn(4, 1, T, n, D, device=device, dtype=dtype).unbind()
     return {
         "q": q, "k": k, "v": v, "g": g, "beta": torch.randn(1, T, n, device=device, dtype=dtype),

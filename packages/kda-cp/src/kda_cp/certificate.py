@@ -1,18 +1,19 @@
-"""Certified decay: proves on the device, per segment and value head, that a segment has forgotten its initial state.
+"""Certified decay: proves on the device, per segment and value head, that the exit state does not depend on the initial one.
 
-For a segment with exit state B, transition M and true initial state S, the state after it is ``M S + B``. The first term may
-be left out if ``||M S||_F <= 2^-24 ||B||_F``, the rounding of fp32. That holds under three conditions:
+A segment with exit state B (from zeros), transition M and true initial state S maps S to ``M S + B``. The first term may be left
+out if ``||M S||_F <= 2^-24 ||B||_F``, the rounding of fp32. That holds under three conditions:
 
 - Every factor of M, ``(I - beta k k^T) Diag(e^g)``, has norm at most 1: 0 <= beta |k|^2 <= 2 and g <= 0, checked for every
   token of the segment. Then ``||M||_2 <= ||M_tail||_F``, where M_tail is the product of the factors of the last `TAIL`
-  tokens. It is computed in fp64, because the result of bf16 operands would not be a bound.
-- The same holds for all segments before it in the sequence. Then ``||S||_F <= s``, the sum of ``||B||_F`` so far, in which
-  the first segment counts with its true exit state.
+  tokens. M_tail is computed in fp64, because a product of bf16 operands would not be a bound.
+- The first condition also holds for all earlier segments of the sequence. Then ``||S||_F <= s``, the sum of their ``||B||_F``,
+  in which B of the first segment is its true exit state.
 - ``m max(s, ||B||_F) <= 2^-24 ||B||_F < inf``, where m is ``||M_tail||_F + SLACK``. So nothing is certified if s is more than
   2^12 times ``||B||_F``.
 
-Sums of g alone prove nothing: see ``docs/context-parallel.md``. For what is not certified, which includes segments shorter
-than `TAIL`, the backend computes the exact transition in the same call. The host does not learn how much that is.
+Sums of g alone prove nothing: see ``docs/context-parallel.md``. The backend computes the exact transition of every (segment,
+head) pair that is not certified, in the same call; segments shorter than `TAIL` are never certified. The host does not learn how
+many pairs these are.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from kda_cp.segments import Caller, Segment, index_dtype
 from kda_cp.summary import transitions_from
 from kda_cp.upload import upload
 
-TAIL = 512  # tokens of a segment whose transition is computed
+TAIL = 512  # last tokens of a segment, whose transition M_tail is computed
 BLOCK = 16  # tokens of a block of the tail
 FLOOR = -40.0  # lower limit of log decays in the tail, so that e^(BLOCK |FLOOR|) is finite in fp64
 SLACK = 2.0**-36  # more than TAIL e^FLOOR plus the rounding of fp64 over TAIL tokens
-TAILS = 256  # tails (segment, value head) that are computed at a time; each takes about 5 MB
-THRESHOLD = 2.0**-24
-LONGEST_STEP = 2 * (1 - 2.0**-18)  # limit of beta |k|^2 as fp32 computes it
+TAILS = 256  # tails, one per (segment, value head), that are computed at a time; each takes about 5 MB
+THRESHOLD = 2.0**-24  # the rounding of fp32
+LONGEST_STEP = 2 * (1 - 2.0**-18)  # limit of beta |k|^2: 2 less a margin for the rounding of fp32
 
 
 def transitions(
@@ -45,9 +46,10 @@ def transitions(
     """Returns the transitions [n, HV, K, K] of n segments: zero where `certified`, else computed by the backend.
 
     Args:
-        inputs: of the whole call.
-        segments: neither first nor last of their sequences.
-        exits: for each sequence the exit states of its segments, the first from its true initial state.
+        inputs: inputs of the whole call.
+        segments: segments that are neither the first nor the last of their sequence.
+        exits: for each sequence the exit states of its segments but the last, [HV, K, V]: of the first segment from its
+            true initial state, of the others from zeros.
         o: [B, T, HV, V], scratch memory. The first tokens are overwritten.
         call: calls the backend.
     """
@@ -57,7 +59,10 @@ def transitions(
 
 
 def certified(inputs: KdaInputs, segments: Sequence[Segment], exits: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Returns [n, HV] bool: whether the transition may be left out; arguments as in `transitions`."""
+    """Returns [n, HV] bool: whether the transition of each segment and head may be left out.
+
+    Arguments as in `transitions`.
+    """
     HV, device = inputs.shape.HV, inputs.q.device
     long = [p for p in segments if p.length >= TAIL]
     if not long:
@@ -67,11 +72,12 @@ def certified(inputs: KdaInputs, segments: Sequence[Segment], exits: Sequence[Se
     expanding = {p: expands[p.start : p.start + p.length].any(0) for p in segments}
     unbounded = torch.full((HV,), torch.inf, dtype=torch.float64, device=device)
     found: dict[Segment, Tensor] = {}
-    for n, ends in enumerate(exits):
+    for n, states in enumerate(exits):
         inner = sorted((p for p in segments if p.sequence == n), key=lambda p: p.start)
         if not inner:
             continue
-        b = torch.stack([B.flatten(1).norm(dim=1, dtype=torch.float64) for B in ends])  # [P - 1, HV]
+        # [P - 1, HV] for a sequence of P segments.
+        b = torch.stack([B.flatten(1).norm(dim=1, dtype=torch.float64) for B in states])
         before = b.cumsum(0)[:-1]
         sound = torch.stack([expanding[p] for p in inner]).cumsum(0) == 0
         m = torch.stack([tail.get(p, unbounded) for p in inner])
@@ -83,8 +89,8 @@ def certified(inputs: KdaInputs, segments: Sequence[Segment], exits: Sequence[Se
 def _tail_norms(inputs: KdaInputs, segments: Sequence[Segment]) -> Tensor:
     """Returns an upper bound [n, HV] of ||M_tail||_2 of segments of at least `TAIL` tokens.
 
-    Requires that the factors have norm at most 1. Over a block of tokens, with G the inclusive cumulative sum of g in the
-    block (the WY form, `kda_core.reference`)::
+    Requires that the factors have norm at most 1. For a block of tokens, the WY form (`kda_core.reference`) gives, with G
+    the inclusive cumulative sum of g in the block::
 
         M = Diag(e^G_end) - (k e^{G_end - G})^T (I + L)^-1 diag(beta) k e^G
         L_ij = beta_i sum_c k_ic e^{G_ic - G_mid,c} k_jc e^{G_mid,c - G_jc}  (j < i)
@@ -97,7 +103,7 @@ def _tail_norms(inputs: KdaInputs, segments: Sequence[Segment]) -> Tensor:
 
 
 def _tails(inputs: KdaInputs, segments: Sequence[Segment]) -> Tensor:
-    """Returns M_tail [n, HV, K, K] in fp64."""
+    """Returns M_tail [n, HV, K, K] in fp64; names as in the formulas of `_tail_norms`."""
     s = inputs.shape
     first = upload((p.start + p.length - TAIL for p in segments), torch.int64, inputs.q.device).device
     tokens = first.unsqueeze(1) + torch.arange(TAIL, device=first.device)
@@ -125,7 +131,7 @@ def _tails(inputs: KdaInputs, segments: Sequence[Segment]) -> Tensor:
 
 
 def _expanding(inputs: KdaInputs) -> Tensor:
-    """Returns [B*T, HV] bool: whether the factor of a token may have a norm above 1, or is not a number."""
+    """Returns [B*T, HV] bool: whether the factor of a token may have a norm above 1, or contains a NaN."""
     s, options = inputs.shape, inputs.options
     size = inputs.k.flatten(0, 1).float().square().sum(-1)  # [B*T, H]
     if options.use_qk_l2norm_in_kernel:
@@ -133,13 +139,16 @@ def _expanding(inputs: KdaInputs) -> Tensor:
     beta = step_size(inputs.beta.flatten(0, 1).float(), options)
     step = beta * size.repeat_interleave(s.HV // s.H, dim=1)
     shrinks = (step >= 0) & (step <= LONGEST_STEP)
-    if not options.use_gate_in_kernel:  # the gate formulas never give a value above 0
+    if not options.use_gate_in_kernel:  # the formulas of the gate never give a log decay above 0
         shrinks &= (inputs.g.flatten(0, 1) <= 0).all(-1)
     return ~shrinks
 
 
 def _log_decay(g: Tensor, inputs: KdaInputs, head: Tensor | slice) -> Tensor:
-    """Returns the log decay of gates g [..., n, K] as the caller passed them. `head`: the value heads of the n rows."""
+    """Returns the log decays [..., n, K] of gates g [..., n, K] as the caller passed them.
+
+    `head`: the value heads of the n rows.
+    """
     A_log, dt_bias = inputs.A_log, inputs.dt_bias
     return log_decay(
         g,
@@ -153,7 +162,7 @@ def _log_decay(g: Tensor, inputs: KdaInputs, head: Tensor | slice) -> Tensor:
 
 
 def per_head_shape(shape: ProblemShape, segments: Sequence[Segment]) -> ProblemShape:
-    """Returns the shape of the largest call of `_remaining`: a sequence per (segment, value head), H = HV = 1."""
+    """Returns the shape of the largest call of `_remaining`: one sequence per (segment, value head) pair, H = HV = 1."""
     graph = shape.device_type != "cpu"
     n, T = len(segments) * shape.HV, sum(p.length for p in segments) * shape.HV
     options = replace(
@@ -170,11 +179,16 @@ def per_head_shape(shape: ProblemShape, segments: Sequence[Segment]) -> ProblemS
 def _remaining(
     inputs: KdaInputs, segments: Sequence[Segment], vanished: Tensor, o: Tensor, call: Caller
 ) -> Tensor:
-    """Returns M [n, HV, K, K] of what has not vanished, and the identity elsewhere.
+    """Returns the transitions M [n, HV, K, K] of the (segment, head) pairs that have not vanished; the identity elsewhere.
 
-    The tokens of the remaining (segment, value head) pairs are copied next to each other. The other pairs get length
-    zero. On a GPU the host does not know how many pairs remain, so memory and launches are sized for all of them; the
-    work of the kernels is not.
+    The function packs the tokens of the remaining pairs and calls the backend with a sequence per pair. Vanished pairs are
+    empty sequences. On a GPU the host does not know how many pairs remain, so it sizes memory and launches for all of them.
+    The kernels do the work of the remaining ones only.
+
+    Args:
+        vanished: [n, HV] bool.
+
+    Other arguments as in `transitions`.
     """
     s, device = inputs.shape, inputs.q.device
     shape = per_head_shape(s, segments)

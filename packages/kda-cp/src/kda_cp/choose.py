@@ -1,6 +1,6 @@
 """Chooses a plan: compares candidate cuts by predicted time. Pure Python, no tensors.
 
-The rule depends on what is known about the device:
+The rule depends on the known facts about the device:
 
 ===============================  ==============================================================================
 known                            rule
@@ -48,18 +48,18 @@ def make_plan(
     Args:
         lengths: tokens of each sequence.
         HV, K, V: value heads and head dimensions.
-        constants: of the device, the backend and the dtype; None for the ratio rule.
+        constants: constants of the device, the backend and the dtype; None for the ratio rule.
         source: origin of the constants, for the text of the rule.
-        SMs: of the GPU, for the ratio rule; 0 for a CPU.
+        SMs: SMs of the GPU, for the ratio rule; 0 for a CPU.
         strategy: "auto" chooses between serial and exact. "exact" and "certified" return the best split of that kind,
-            even if a direct call is faster. A certified split gets no predicted time; it is the best one if every
-            transition has vanished.
-        native: whether the backend summarises segments itself. Exact plans then use that.
+            even if a direct call is faster. A certified split is the fastest one if every transition has vanished. It
+            gets no predicted time.
+        native: whether the backend summarises segments itself. Exact plans then use its summaries.
         window: tokens of a window of such a backend (`kda_cp.native`); 0 for no limit.
         crossing: whether the sequences are fragments of longer ones. They are then summarised even if they are whole.
 
     Returns:
-        A plan with its prediction. It is serial if no sequence can be cut.
+        A plan with its prediction. It is serial if no sequence can be cut, and with "auto" also if no split is fast enough.
 
     Raises:
         ArgumentError: a length is not an integer of at least 0; HV, K or V is not an integer of at least 1; or the
@@ -83,7 +83,10 @@ def make_plan(
         constants = _ratio_constants(SMs)
         margin, unit, shortest, basis = RATIO_MARGIN, "tokens", RATIO_SEGMENT, f"ratio rule for {SMs} SMs"
     rule = f"{basis}, a split must win by {margin:.2f}x"
-    costs = CostModel(constants, HV, -(-K // V), strategy == "certified", native, window, crossing)
+    costs = CostModel(
+        constants, HV, transition_calls=-(-K // V), vanished=strategy == "certified", native=native, window=window,
+        crossing=crossing,
+    )  # fmt: skip
     serial = costs.total(whole)
     if strategy == "auto" and serial < margin * costs.bound_of_any_split(lengths):
         return serial_plan(serial, f"{rule}; no split can: the device is full or idle")
@@ -119,15 +122,17 @@ def predict(
         constants, unit = _ratio_constants(SMs), "tokens"
     if plan.strategy == "certified" and plan.is_split:
         return None
-    costs = CostModel(constants, HV, -(-K // V), False, native, window)
+    costs = CostModel(
+        constants, HV, transition_calls=-(-K // V), vanished=False, native=native, window=window
+    )
     serial = costs.total(tuple((n,) for n in plan.lengths))
     return Prediction(costs.total(plan.segments), serial, unit, "no choice was made")
 
 
 def _ratio_constants(SMs: int) -> Constants:
-    """Returns the constants of the ratio rule: with them a time in us is a number of tokens."""
-    per_token = Pass(((SMs, 1e3),), 0.0, 0.0, 0.0)
-    return Constants(per_token, 0.0, 0.0, per_token, per_token)
+    """Returns the constants of the ratio rule. A predicted time in us is then a number of tokens, because a token takes 1 us."""
+    count = Pass(chain=((SMs, 1e3),), intra_chunk_ns=0.0, work_ns=0.0, call_us=0.0)
+    return Constants(forward=count, merge_us=0.0, gather_ns=0.0, summarize=count, execute=count)
 
 
 def _fastest(
@@ -135,8 +140,9 @@ def _fastest(
 ) -> tuple[Segments | None, float]:
     """Returns the fastest of the `candidates` and its time; None if none takes less than `limit`.
 
-    Of equally fast candidates the first wins. Candidates are visited in the order of their lower bounds until the
-    bound exceeds the best time, so most of them are never built. List scheduling, the slow part, comes last.
+    Of equally fast candidates the first wins. The search visits candidates in the order of their lower bounds and stops
+    where the bound exceeds the best time, so it never builds most of them. For each one it first computes a bound without
+    list scheduling, which is the slow part.
     """
     best, first, best_segments = limit, -1, None
     ordered, tokens = sorted(lengths), sum(lengths)

@@ -24,6 +24,7 @@ from kda_core.errors import ArgumentError
 from kda_core.registry import REGISTRY
 
 Ways = tuple[tuple[int, float], ...]
+"""Pairs (lanes, ns per token of a task)."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,11 @@ class Pass:
     ``lane`` is the number of tokens of the busiest lane.
 
     Attributes:
-        chain: the ways in which the backend can execute tasks, as pairs (lanes, ns per token of a task): how many
-            tasks are in progress at once, and how long each takes per token. A call takes the fastest way.
+        chain: the ways in which the backend can execute tasks, as pairs (lanes, ns): how many tasks are in progress at
+            once, and how many ns each takes per token. A call takes the fastest way.
         intra_chunk_ns: time per token and value head of an intra-chunk stage that runs before the chains.
-        work_ns: time per token and value head of what runs beside the chains, or limits them, such as memory traffic.
+        work_ns: time per token and value head of work that runs beside the chains or limits them, such as memory
+            traffic.
         call_us: fixed time of a call.
         even: whether the backend divides tasks among its lanes evenly. Otherwise tasks are indivisible, and the
             busiest lane is that of longest-first list scheduling.
@@ -65,12 +67,12 @@ class Constants:
     """Times of one backend on one device for one dtype of q, k, v.
 
     Attributes:
-        forward: time of a forward call.
+        forward: constants of a forward call.
         merge_us: time of one step of the merge, in which the states of all sequences pass one segment.
         gather_ns: time per token and value head to copy the inputs of summaries whose segments are not neighbours in
             memory.
-        summarize, execute: times of `summarize` and `execute_segments` over all segments, of a backend that
-            summarises segments itself. None if it does not, or if they were not measured.
+        summarize, execute: constants of `summarize` and `execute_segments` over all segments. None if the backend does
+            not summarise segments itself, or if they were not measured.
 
     Raises:
         ArgumentError: a number is negative or not finite, or only one of `summarize` and `execute` is given.
@@ -100,19 +102,25 @@ Key = tuple[str, str, str]
 
 # kda-sm90 on an H200 with 132 SMs.
 #
-# forward: pace of the chains in long calls. With t tasks the intra-chunk stage keeps up with the chains while
-# t * (CTAs of a chain + SM ns of the stage per token / pace) <= 132. The stage alone takes 73 SM ns per token in chunks
-# of 64 tokens, and 59 in chunks of 32.
+# forward: the ns are those of the chains in long calls. With t tasks the intra-chunk stage keeps up with the chains while
+# t * (CTAs of a chain + SM ns of the stage per token / ns of a chain per token) <= 132. The stage alone takes 73 SM ns per
+# token in chunks of 64 tokens, and 59 in chunks of 32.
 #
 # summarize, execute: measured over 65536 tokens of 4 and of 8 heads. In `summarize` a chain has four halves, two of B and
-# two of M; work_ns is the intra-chunk stage where it is the limit. In `execute` no intra-chunk stage runs beside the
-# chains; work_ns is the bandwidth of HBM.
+# two of M; work_ns is the time of the intra-chunk stage where it is the limit. In `execute` no intra-chunk stage runs beside
+# the chains; work_ns comes from the bandwidth of HBM.
 _SM90 = Constants(
-    forward=Pass(((20, 15.9), (28, 21.8), (46, 31.1)), 0.0, 0.0, 30.0, even=True),
+    forward=Pass(
+        chain=((20, 15.9), (28, 21.8), (46, 31.1)), intra_chunk_ns=0.0, work_ns=0.0, call_us=30.0, even=True
+    ),
     merge_us=1.2,
     gather_ns=0.62,
-    summarize=Pass(((14, 12.7), (24, 20.0), (32, 25.8)), 0.0, 0.83, 28.0, even=True),
-    execute=Pass(((32, 15.7), (66, 19.6), (132, 29.5)), 0.0, 0.37, 15.0, even=True),
+    summarize=Pass(
+        chain=((14, 12.7), (24, 20.0), (32, 25.8)), intra_chunk_ns=0.0, work_ns=0.83, call_us=28.0, even=True
+    ),
+    execute=Pass(
+        chain=((32, 15.7), (66, 19.6), (132, 29.5)), intra_chunk_ns=0.0, work_ns=0.37, call_us=15.0, even=True
+    ),
 )
 
 #: SMs of the devices of `SHIPPED`.
@@ -120,8 +128,11 @@ SHIPPED_SMS = 132
 SHIPPED: dict[Key, Constants] = {("NVIDIA H200", "sm90", "bfloat16"): _SM90}
 
 FILE = "constants.json"
-#: Larger files are not read: `store` does not write them.
+#: Larger files are not read: no calibration file is that large.
 FILE_BYTES = 4 << 20
+
+_UNUSED = "calibrations in %s are ignored and shipped constants are used: %s"
+_REMEDY = "Remove the file and run `python -m kda_cp calibrate` again."
 
 _lock = threading.RLock()
 _stored: dict[Key, Constants] | None = None
@@ -156,12 +167,13 @@ def lookup(key: Key) -> tuple[Constants | None, str]:
 
 
 def shipped(key: Key) -> tuple[Constants | None, str]:
-    """Returns what `lookup` would return without a calibration file."""
+    """Returns the result of `lookup` without a calibration file."""
     if key in SHIPPED:
         return SHIPPED[key], "shipped"
     device, *rest = key
     for (other, *same), found in SHIPPED.items():
-        # A backend serves one GPU architecture, where chains take about the same clocks: closer than the ratio rule.
+        # A backend serves one GPU architecture, whose GPUs need about the same clocks for a chain. So these constants are
+        # closer than the ratio rule.
         if same == rest and device != "cpu":
             return found, f"{other}'s shipped"
     return None, "none"
@@ -180,10 +192,10 @@ def store(key: Key, constants: Constants, patience: storage.Patience | None = No
     Args:
         key: (device, backend, dtype).
         constants: the set.
-        patience: how long to wait for the lock of the file.
+        patience: how long to wait for the lock of the file; None for the default of `kda_core.storage`.
 
     Raises:
-        ArgumentError: the file has other contents, which would be lost, or it cannot be written.
+        ArgumentError: the file cannot be written, or it has contents that `store` did not write and would lose.
     """
     global _stored
     file = path()
@@ -209,14 +221,14 @@ def store(key: Key, constants: Constants, patience: storage.Patience | None = No
 
 
 def problems() -> list[str]:
-    """Reads the calibration file again and returns a line for each part that is unusable: what, why, and a remedy."""
+    """Reads the calibration file again and returns a line for each unusable part: the file, the cause and a remedy."""
     found: list[str] = []
     _load(path(), lambda file, problem: found.append(_UNUSED % (file, problem)))
     return found
 
 
 def refresh() -> None:
-    """Drops the contents of the calibration file from memory, and all plans that depend on them."""
+    """Drops the cached contents of the calibration file, and all cached plans."""
     global _stored
     with _lock:
         _stored = None
@@ -224,7 +236,7 @@ def refresh() -> None:
 
 
 def version() -> int:
-    """Returns a number that increases when the results of `lookup` may change: by `store` and by `refresh`."""
+    """Returns a number that `store` and `refresh` increase, because they may change the results of `lookup`."""
     return _version
 
 
@@ -267,12 +279,6 @@ def _load(file: Path, report: Callable[[Path, str], None]) -> dict[Key, Constant
     return found
 
 
-_REMEDY = "Remove the file and run `python -m kda_cp calibrate` again."
-
-
-_UNUSED = "calibrations in %s are ignored and shipped constants are used: %s"
-
-
 def _warn(file: Path, problem: str) -> None:
     storage.warn_once(("calibration", file), _UNUSED, file, problem)
 
@@ -306,7 +312,7 @@ def _key(entry: Any) -> Key | None:
 
 
 def _constants(entry: dict[str, Any]) -> Constants:
-    """Returns the constants of an entry. Fields that this version does not have are ignored."""
+    """Returns the constants of an entry. Fields that this version does not know are ignored."""
 
     def one_pass(data: dict[str, Any]) -> Pass:
         known = _known_fields(Pass, data)

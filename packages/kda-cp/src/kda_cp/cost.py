@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kda_cp.constants import Constants, Pass
-from kda_cp.cuts import MAX_SEGMENTS, Cut, Segments, longest_segment, outer_ends, windows
+from kda_cp.cuts import MAX_SEGMENTS, Cut, CutByLength, Segments, longest_segment, outer_ends, windows
 
 LARGEST_SIMULATION = 4096
-"""Tasks up to which list scheduling is simulated. Above, the rounding to whole tasks hardly matters."""
+"""List scheduling is simulated up to this number of tasks. With more tasks, rounding to whole tasks hardly matters."""
 
 BOUNDED = 8
-"""The lower bound of a cut counts the summaries of this many of the longest sequences."""
+"""The lower bound of a cut counts the summaries of this many sequences, the longest ones."""
 
 
 def busiest_lane(lengths: Sequence[int], heads: int, lanes: int) -> float:
@@ -56,12 +56,13 @@ def busiest_lane(lengths: Sequence[int], heads: int, lanes: int) -> float:
 
 
 class Tasks:
-    """The tasks of one packed call, `HV` of each length. Results that take long to compute are kept.
+    """The tasks of one packed call, `HV` for each sequence. It caches the busiest lanes.
 
     Args:
         HV: value heads.
-        lengths: tokens of each sequence.
-        tokens: sum of `lengths`, and `longest` their maximum, if only these are known.
+        lengths: tokens of each sequence; empty if only `tokens` and `longest` are known.
+        tokens: sum of the lengths. Used if `lengths` is empty.
+        longest: largest length. Used if `lengths` is empty.
     """
 
     def __init__(self, HV: int, lengths: Sequence[int] = (), tokens: int = 0, longest: int = 0) -> None:
@@ -91,11 +92,12 @@ class Tasks:
 
 
 def call_us(p: Pass, lengths: Sequence[int], HV: int) -> float:
-    """Returns the time of a call over sequences of these lengths, of which there is at least one."""
+    """Returns the time in us of a call over sequences of these lengths, of which there is at least one."""
     return _call_us(p, Tasks(HV, lengths), True)
 
 
 def _call_us(p: Pass, tasks: Tasks, exact: bool) -> float:
+    """Returns the time in us of a call (`Pass`); without `exact`, or without the lengths of the tasks, a lower bound."""
     work = tasks.tokens * tasks.HV
     if p.even or not tasks.lengths:
         latency = min([tasks.even_lane(lanes) * ns for lanes, ns in p.chain])
@@ -109,13 +111,13 @@ class CostModel:
     """Predicts the times of one kind of call on one device, in us.
 
     Attributes:
-        constants: of the device, the backend and the dtype.
+        constants: constants of the device, the backend and the dtype.
         HV: value heads.
-        transition_calls: calls that compute all columns of the transitions, ceil(K/V).
-        vanished: whether all transitions count as vanished (certified decay), so that none is computed.
+        transition_calls: number of calls that compute all columns of the transitions, ceil(K/V).
+        vanished: whether no transition is computed, because certified decay leaves all of them out.
         native: whether the backend summarises segments itself.
         window: tokens of a window of such a backend; 0 for no limit.
-        crossing: whether the sequences are fragments of longer ones, so that even whole ones are summarised.
+        crossing: whether the sequences are fragments of longer ones. Even whole ones are summarised then.
     """
 
     constants: Constants
@@ -136,7 +138,7 @@ class CostModel:
 
     @property
     def filling_counts(self) -> set[int]:
-        """Numbers of segments of one sequence that fill the lanes of a pass."""
+        """Numbers of segments that one sequence needs to fill the lanes of a pass."""
         passes = (self.constants.forward, self.constants.summarize, self.constants.execute)
         return {
             min(max(lanes // self.HV, 2), MAX_SEGMENTS)
@@ -146,7 +148,7 @@ class CostModel:
         }
 
     def total(self, segments: Segments, exact: bool = True) -> float:
-        """Returns the time of a plan, or without `exact` a lower bound that needs no list scheduling."""
+        """Returns the time of a plan; without `exact`, a lower bound that needs no list scheduling."""
         flat, most = [length for s in segments for length in s], max(map(len, segments), default=0)
         everything = Tasks(self.HV, flat)
         if most < 2 and not self.crossing:
@@ -180,21 +182,24 @@ class CostModel:
         return time + c.merge_us * (most - 1)
 
     def _native_split(self, tasks: Tasks, most: int, exact: bool) -> float:
-        """Returns the time of `summarize`, merge and `execute_segments`. `most`: segments of a sequence."""
+        """Returns the time of `summarize`, merge and `execute_segments`.
+
+        `most`: largest number of segments of a sequence.
+        """
         assert self.native_passes is not None
         summarize, execute = self.native_passes
         merge = self.constants.merge_us * (most - 1)
         return _call_us(summarize, tasks, exact) + merge + _call_us(execute, tasks, exact)
 
     def bound_of_any_split(self, lengths: tuple[int, ...]) -> float:
-        """Returns a lower bound of every split: the calls that each needs, with all work spread evenly."""
+        """Returns a lower bound of the time of every split: of the calls that each needs, with all work spread evenly."""
         c, everything = self.constants, Tasks(self.HV, tokens=sum(lengths))
         if self.native_passes is None:
             return c.forward.call_us + _call_us(c.forward, everything, False)
         return self._native_split(everything, 1, False)
 
     def bound(self, ordered: list[int], tokens: int, cut: Cut) -> float:
-        """Returns a lower bound of a cut, from the `BOUNDED` longest sequences.
+        """Returns a lower bound of the time of a cut. It counts the summaries of the `BOUNDED` longest sequences only.
 
         Args:
             ordered: lengths of the sequences, ascending.
@@ -203,8 +208,9 @@ class CostModel:
         """
         c, longest = self.constants, ordered[-1]
         number = cut.number(longest)
+        whole = cut.whole if isinstance(cut, CutByLength) else 0
         segment = longest_segment(longest, number)
-        everything = Tasks(self.HV, tokens=tokens, longest=max(segment, cut.whole))
+        everything = Tasks(self.HV, tokens=tokens, longest=max(segment, whole))
         if self.native_passes is not None:
             if self.window and tokens > self.window:
                 return 0.0

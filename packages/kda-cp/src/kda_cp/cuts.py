@@ -11,7 +11,7 @@ Segments = tuple[tuple[int, ...], ...]
 """For each sequence the lengths of its segments, in tokens."""
 
 GRANULE = 64
-"""The planner cuts at multiples of this. They are multiples of every kernel's chunk size, and of the default
+"""The planner cuts at multiples of this number of tokens. It is a multiple of every kernel's chunk size, and of the default
 `chunk_size` of intermediate states."""
 
 COUNTS = (*range(2, 13), 14, 16, 18, 21, 24, 28, 32, 37, 42, 48, 56, 64)
@@ -20,13 +20,13 @@ COUNTS = (*range(2, 13), 14, 16, 18, 21, 24, 28, 32, 37, 42, 48, 56, 64)
 MAX_SEGMENTS = COUNTS[-1]
 
 WHOLE = (1, 2, 4)
-"""Multiples of the segment length. For each of them, the planner tries to leave shorter sequences whole."""
+"""Multiples of the segment length. For each of them the planner tries a cut that leaves sequences up to it whole."""
 
 
 def cut(length: int, segments: int, granule: int) -> tuple[int, ...]:
-    """Cuts `length` tokens into at most `segments` segments of nearly equal length.
+    """Returns the lengths of at most `segments` segments of nearly equal length that `length` tokens are cut into.
 
-    All segments but the last are multiples of `granule`.
+    All segments but the last are multiples of `granule` tokens.
     """
     granules = -(-length // granule)
     segments = max(1, min(segments, granules))
@@ -36,50 +36,68 @@ def cut(length: int, segments: int, granule: int) -> tuple[int, ...]:
 
 
 def outer_ends(length: int, segments: int) -> tuple[int, int]:
-    """Returns where the first and the last but one segment of `cut(length, segments, GRANULE)` end."""
+    """Returns the token at which the first segment of `cut(length, segments, GRANULE)` ends, and the last but one."""
     granules = -(-length // GRANULE)
     return granules // segments * GRANULE, granules * (segments - 1) // segments * GRANULE
 
 
 def longest_segment(length: int, segments: int) -> int:
-    """Returns the longest of `cut(length, segments, GRANULE)`, for at most as many segments as granules."""
+    """Returns the longest of `cut(length, segments, GRANULE)`. There must be at most as many segments as granules."""
     granules = -(-length // GRANULE)
     each, remainder = divmod(granules, segments)
-    if segments == 1 or remainder == 1:  # the last segment has the additional granule, which may not be full
+    if (
+        segments == 1 or remainder == 1
+    ):  # only the last segment has `each` + 1 granules, and its last one may not be full
         return length - granules * (segments - 1) // segments * GRANULE
     return (each + (remainder > 0)) * GRANULE
 
 
-class Cut(NamedTuple):
-    """A rule that cuts all sequences of a call.
+class CutByLength(NamedTuple):
+    """Cuts each sequence into the fewest segments of at most a given length.
 
     Attributes:
-        size: longest segment in tokens; 0 if all sequences get the same number of segments.
-        whole: sequences of at most this many tokens stay whole. Used if `size` is not 0.
-        most: largest number of segments of a sequence. Used if `size` is 0.
-        shortest: shortest segment in tokens, to within a granule. Used if `size` is 0.
+        longest: longest segment in tokens.
+        whole: sequences of at most this many tokens stay whole.
     """
 
-    size: int
+    longest: int
     whole: int
-    most: int = 0
-    shortest: int = 0
 
     def number(self, length: int) -> int:
         """Returns the number of segments of a sequence."""
-        if self.size:
-            return -(-length // self.size) if length > self.whole else 1
+        return -(-length // self.longest) if length > self.whole else 1
+
+    def segments(self, lengths: tuple[int, ...]) -> Segments:
+        """Returns the segments of sequences of these lengths."""
+        longest, whole = self
+        return tuple([cut(n, -(-n // longest), GRANULE) if n > whole else (n,) for n in lengths])
+
+
+class CutByNumber(NamedTuple):
+    """Cuts each sequence into the same number of segments, or fewer if it is short.
+
+    Attributes:
+        most: largest number of segments of a sequence.
+        shortest: shortest segment in tokens, to within a granule.
+    """
+
+    most: int
+    shortest: int
+
+    def number(self, length: int) -> int:
+        """Returns the number of segments of a sequence."""
         return max(1, min(self.most, length // self.shortest))
 
     def segments(self, lengths: tuple[int, ...]) -> Segments:
         """Returns the segments of sequences of these lengths."""
-        if self.size:
-            size, whole = self.size, self.whole
-            return tuple([cut(n, -(-n // size), GRANULE) if n > whole else (n,) for n in lengths])
-        most, shortest = self.most, self.shortest
+        most, shortest = self
         return tuple(
             [cut(n, min(most, n // shortest), GRANULE) if n >= 2 * shortest else (n,) for n in lengths]
         )
+
+
+Cut = CutByLength | CutByNumber
+"""A rule that cuts all sequences of a call."""
 
 
 def candidates(ordered: Sequence[int], shortest: int, lanes: Iterable[int], windows: int) -> list[Cut]:
@@ -87,28 +105,27 @@ def candidates(ordered: Sequence[int], shortest: int, lanes: Iterable[int], wind
 
     There are two kinds:
 
-    - By length. The segment length divides the longest sequence into one of `COUNTS` segments. Sequences of at most
-      one, two or four (`WHOLE`) segment lengths stay whole. The others are cut into the fewest segments of at most
-      this length.
-    - By number. Every sequence gets the same number of segments, if it is long enough.
+    - `CutByLength`. The segment length divides the longest sequence into one of `COUNTS` segments. Sequences of at most
+      one, two or four (`WHOLE`) segment lengths stay whole.
+    - `CutByNumber`, with one of `COUNTS` as the number.
 
     Args:
         ordered: lengths of the sequences, ascending.
         shortest: shortest segment in tokens.
-        lanes: further numbers of segments, which fill the lanes of the backend.
-        windows: windows of the call. Each number of segments is also tried per window.
+        lanes: numbers of segments that are tried like those of `COUNTS`, because they fill the lanes of the backend.
+        windows: number of windows of the call. Each number of segments is also tried per window.
     """
     longest = ordered[-1] if ordered else 0
     single = {*COUNTS, *lanes}
     counts = sorted({*single, *(n * windows for n in single)})
-    found = []
+    found: list[Cut] = []
     for size in dict.fromkeys(max(shortest, _round_up(-(-longest // n), GRANULE)) for n in counts):
-        # Limits without a sequence length between them leave the same sequences whole.
+        # Two limits give the same cut if they leave the same number of sequences whole.
         for whole in dict.fromkeys(bisect_right(ordered, limit * size) for limit in WHOLE):
             if whole < len(ordered):
-                found.append(Cut(size, ordered[whole - 1] if whole else 0))
+                found.append(CutByLength(size, ordered[whole - 1] if whole else 0))
     if len(ordered) > 1 and longest >= 2 * shortest:
-        found += [Cut(0, 0, count, shortest) for count in counts]
+        found += [CutByNumber(count, shortest) for count in counts]
     return found
 
 
@@ -119,8 +136,8 @@ def _round_up(n: int, multiple: int) -> int:
 def windows(segments: Sequence[Sequence[int]], tokens: int) -> list[list[tuple[int, int]]]:
     """Groups all segments, in order, into windows of at most `tokens` tokens.
 
-    Windows have about equal numbers of tokens, to within half a segment. A segment that is longer than a window is
-    cut further.
+    The numbers of tokens of the windows are equal to within about half a segment. A segment that is longer than a window
+    is cut further.
 
     Args:
         segments: lengths of the segments of each sequence.
@@ -138,11 +155,11 @@ def windows(segments: Sequence[Sequence[int]], tokens: int) -> list[list[tuple[i
     even = -(-total // -(-total // tokens))
     limit = max(GRANULE, min(tokens, even + min(longest, tokens) // 2))
     found: list[list[tuple[int, int]]] = [[]]
-    room = limit
+    remaining = limit  # tokens that the last window may still get
     for n, length in flat:
-        if length > room:
+        if length > remaining:
             found.append([])
-            room = max(limit, length)
+            remaining = max(limit, length)
         found[-1].append((n, length))
-        room -= length
+        remaining -= length
     return found

@@ -1,7 +1,7 @@
 """Context parallelism across GPUs or processes, over a torch.distributed group (NCCL, gloo or another backend).
 
 1. Each rank summarises its fragments (`kda_cp.summary`).
-2. The ranks exchange the summaries: K x (K + V) numbers per fragment and value head, whatever the length.
+2. The ranks exchange the summaries: K x (K + V) numbers per fragment and value head, for any length.
 3. Each rank merges the summaries (`kda_cp.merge`) and executes its fragments from their true initial states.
 
 Example::
@@ -42,19 +42,22 @@ __all__ = ["ContextParallel", "Fragment", "FragmentTable", "RankError"]
 
 Value = TypeVar("Value")
 
-
 _instances = count(1)  # numbers of instances in this process
 
 
 class _Gather:
     """A gather of tensors of equal shape from all ranks.
 
-    Its memory is allocated before the ranks agree on a call, so that no rank runs out of memory alone later.
+    Its memory is allocated before the ranks agree on a call. Otherwise one rank could run out of memory after the others have
+    started to exchange data.
 
     Args:
-        counts: number of tensors of each rank. For the exchange they are padded to the largest number.
-        ranks: of the group.
+        counts: number of tensors of each rank. The exchange pads all of them to the largest number.
+        ranks: the ranks of the group.
         like: [...], with the shape and dtype of one tensor, and the device of the results.
+
+    Attributes:
+        own: [count, ...], the tensors of this rank, which the caller fills.
     """
 
     def __init__(self, counts: list[int], ranks: Ranks, like: Tensor) -> None:
@@ -64,12 +67,12 @@ class _Gather:
         self._gathered = self._sent.new_empty((len(counts) * most, *like.shape))
         self.own = self._sent[: counts[ranks.rank]]
 
-    def begin(self, position: Position) -> Callable[[], list[Tensor]]:
+    def start(self, position: Position) -> Callable[[], list[Tensor]]:
         """Sends `own`. Returns a function that waits for the tensors of each rank, [count, ...].
 
-        On a GPU the CUDA stream waits, not the host.
+        On a GPU the current CUDA stream waits, not the host.
         """
-        wait_for_group = self._ranks.begin_gather(self._gathered, self._sent, position)
+        wait_for_group = self._ranks.start_gather(self._gathered, self._sent, position)
 
         def wait() -> list[Tensor]:
             wait_for_group()
@@ -79,15 +82,27 @@ class _Gather:
         return wait
 
 
+class _Groups(NamedTuple):
+    """The planned fragments of a rank.
+
+    Attributes:
+        fragments: fragments that are computed together: those that cross ranks, then the others, or all in one group.
+        backend: name of the backend.
+    """
+
+    fragments: list[LocalFragments]
+    backend: str
+
+
 @dataclass(frozen=True)
 class _Local:
     """The state of a call on one rank after its summaries.
 
     Attributes:
-        inputs: of the rank's tokens.
+        inputs: inputs of the rank's tokens.
         backend: name of the backend.
-        o: the output of the rank.
-        groups: fragments that are computed together: those that cross ranks, then the others, or all in one group.
+        o: the output of the rank, [1, T_rank, HV, V].
+        groups: as `_Groups.fragments`.
         summaries: (B | M), [summarised fragments, HV, K, V + K], to exchange.
         finals: final states [owned sequences, HV, ...], to exchange; empty if only owners get them.
     """
@@ -115,14 +130,14 @@ class _Result(NamedTuple):
 class ContextParallel:
     """Calls KDA on packed sequences that are distributed over the ranks of a group.
 
-    All ranks of the group construct their instances in the same order, and call them in the same order. They compare
-    `table`, `final_state_on` and `tag` here. Before each call that exchanges data, they check that all are in the same call
-    of the same instance.
+    All ranks of the group construct their instances in the same order, and call them in the same order. The constructor
+    compares `table`, `final_state_on` and `tag` between the ranks. Before each call that exchanges data, the ranks check that
+    all are in the same call of the same instance.
 
     Args:
         group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group. For GPUs prefer a group of
-            ``init_process_group("cpu:gloo,cuda:nccl")``: hosts then agree through gloo. Through NCCL alone they wait until
-            their devices have room for its kernels.
+            ``init_process_group("cpu:gloo,cuda:nccl")``: hosts then agree through gloo. Through NCCL alone a host waits until
+            its device can start NCCL's kernels.
         table: the distribution of the tokens.
         final_state_on: "owner" gives each rank the states of the sequences whose last token it holds
             (``table.owned(rank)``, in that order). "all" gives every rank all of them.
@@ -132,8 +147,8 @@ class ContextParallel:
         RankError: the ranks have different arguments or construct different instances, or another rank failed or cannot be
             reached.
         ArgumentError: `table` is not a FragmentTable or is for another number of ranks, `final_state_on` is unknown, or
-            `tag` is not a str; the other ranks then get a RankError. Or `group` is a mesh of several dimensions; it has no
-            single group, so the other ranks are not informed.
+            `tag` is not a str; the other ranks then get a RankError. Also if `group` is a mesh that is not 1-D. Such a mesh
+            has no single group, so the other ranks are not informed.
     """
 
     def __init__(
@@ -151,8 +166,10 @@ class ContextParallel:
         self._ranks = Ranks(group)
         self.group, self.rank, self.ranks = group, self._ranks.rank, self._ranks.size
         self.table, self.final_state_on, self.tag = table, final_state_on, tag
-        self._planned: tuple[int, dict[Any, tuple[list[LocalFragments], str]]] = -1, {}
-        # Counts the calls that all ranks agreed on. A rank that fails later must not meet the next call of the others.
+        # Plans of this rank, with the generation of the registry that they belong to.
+        self._planned: tuple[int, dict[Any, _Groups]] = -1, {}
+        # Completed calls that all ranks agreed on. A rank that fails after the agreement does not count its call, so it
+        # disagrees with the next call of the others.
         self._completed = 0
         self._call_terms = Cache(64)
         fields, error = _attempt(self._instance_terms)
@@ -163,7 +180,7 @@ class ContextParallel:
         self._own_terms = fields
 
     def _instance_terms(self) -> dict[str, str]:
-        """Checks the arguments. Returns what must be equal on all ranks in every call."""
+        """Checks the arguments. Returns the fields of `Terms` that every call has."""
         if not isinstance(self.table, FragmentTable):
             raise ArgumentError("table", "a FragmentTable", describe(self.table))
         if self.final_state_on not in ("owner", "all"):
@@ -206,15 +223,17 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor | None]:
         """Calls ``kda_core.chunk_kda`` over the sequences of the table. All ranks call it, with the same options.
 
-        If data are exchanged, the host waits for the hosts of the other ranks, which first confirm that none has failed.
-        With gloo for the hosts and NCCL for the GPUs, the host does not wait for a device.
+        Arguments that are not listed here, and the heads, dimensions and dtypes of tensors, are those of
+        `kda_core.chunk_kda`.
+
+        If data are exchanged, the host waits until the hosts of all ranks have confirmed that none has failed. With gloo for
+        the hosts and NCCL for the GPUs, the host does not wait for a device.
 
         Args:
-            q, k, v, g, beta: the tokens of this rank, [1, T_rank, ...], in the order of its fragments. Otherwise these
-                arguments and the options are those of `kda_core.chunk_kda`.
+            q, k, v, g, beta: the tokens of this rank, [1, T_rank, ...], in the order of its fragments.
             initial_state: [N, HV, K, V] for the N sequences of the table, or [N, HV, V, K] with `state_v_first`, on
                 every rank or on none. The rank with the first token of a sequence reads the state of that sequence.
-            backend: may differ between ranks.
+            backend: name of a backend, or None. It may differ between ranks.
 
         Returns:
             o [1, T_rank, HV, V], and the final states or None. The states are [len(table.owned(rank)), HV, K, V], or
@@ -223,11 +242,12 @@ class ContextParallel:
 
         Raises:
             RankError: another rank failed, called with other shapes or options, called another `ContextParallel`, or cannot
-                be reached; no states have been exchanged, unless a rank was lost during the exchange. Or another rank
-                failed in an earlier call after the ranks had agreed on it; then only a new `ContextParallel` works.
+                be reached. No states have been exchanged then, unless a rank was lost during the exchange. Also if another
+                rank failed in an earlier call after the ranks had agreed on it; then only a new `ContextParallel` works.
             KdaError: the errors of `kda_core.chunk_kda` on this rank; the other ranks then get a RankError.
         """
-        given = {n: x for n, x in locals().items() if n != "self"}
+        # All arguments by name. No other local variable exists yet.
+        given = {name: value for name, value in locals().items() if name != "self"}
         everywhere = self.ranks > 1 and self.final_state_on == "all"
         agrees = self.table.crosses or everywhere
         position = Position(Step.CALL, self._instance, self._completed + 1, self.tag)
@@ -239,10 +259,10 @@ class ContextParallel:
             if local is None:
                 assert error is not None
                 raise error
-            wait = self._begin_exchange(local, position)
+            wait = self._start_exchange(local, position)
             result, error = _attempt(lambda: self._execute(local, wait))
             gathers = everywhere and output_final_state
-            if gathers and not isinstance(error, RankError):  # after a RankError no rank can be reached
+            if gathers and not isinstance(error, RankError):  # after a RankError the group cannot be used
                 terms = None if result is None else self._terms(local.inputs.shape)
                 self._ranks.agree(replace(position, step=Step.COMPLETE), terms, error)
             if result is None:
@@ -261,7 +281,7 @@ class ContextParallel:
 
     def _summarize(self, given: dict[str, Any]) -> _Local:
         """Checks the arguments of this rank and computes its summaries."""
-        # The table replaces cu_seqlens.
+        # Without cu_seqlens: the table replaces it.
         args = checked(Arguments(**given, context_parallel="off"))
         options = args.options
         tensors = Tensors(**{name: getattr(args, name) for name in Tensors._fields})
@@ -271,15 +291,13 @@ class ContextParallel:
             return self._summarize_fragments(self._inputs(tensors, options), args.backend)
 
     def _inputs(self, tensors: Tensors, options: KdaOptions) -> KdaInputs:
-        own = self.table.of_rank(self.rank)
-        lengths = [f.stop - f.start for f in own]
+        """Checks the tensors of this rank and returns its inputs; `KdaInputs.initial_state` has all sequences of the table."""
+        tokens = sum(f.stop - f.start for f in self.table.of_rank(self.rank))
         state = tensors.initial_state
-        # The initial states are those of all sequences, so they do not match the tokens of this rank.
+        # kda-core would compare the initial states with the sequences of this rank, but they are those of the table.
         s = validate.problem_shape(*tensors._replace(initial_state=None), options=options)
-        if (s.B, s.T) != (1, sum(lengths)):
-            raise ShapeError(
-                "q", f"[1, {sum(lengths)}, H, K], the tokens of rank {self.rank}", f"B={s.B}, T={s.T}"
-            )
+        if (s.B, s.T) != (1, tokens):
+            raise ShapeError("q", f"[1, {tokens}, H, K], the tokens of rank {self.rank}", f"B={s.B}, T={s.T}")
         if state is not None:
             wanted = (len(self.table.lengths), s.HV, *s.state_matrix)
             if tuple(state.shape) != wanted or state.device != tensors.q.device:
@@ -296,14 +314,15 @@ class ContextParallel:
     def _summarize_fragments(self, inputs: KdaInputs, backend: str | None) -> _Local:
         own, s = self.table.of_rank(self.rank), inputs.shape
         o = inputs.q.new_empty((1, s.T, s.HV, s.V))
+        element = o.new_empty((), dtype=s.state_dtype)
         summarised = self._summarised(self.rank)
         counts = [len(self._summarised(r)) for r in range(self.ranks)]
-        summaries = self._gather(counts, o, (s.HV, s.K, s.V + s.K), s)
+        summaries = _Gather(counts, self._ranks, element.expand(s.HV, s.K, s.V + s.K))
         everywhere = self.final_state_on == "all" and s.options.output_final_state
         owned = [len(self.table.owned(r)) if everywhere else 0 for r in range(self.ranks)]
-        finals = self._gather(owned, o, (s.HV, *s.state_matrix), s)
-        planned, name = self._groups(inputs, backend) if own else ([], backend or "")
-        groups = [group.for_new_call() for group in planned]
+        finals = _Gather(owned, self._ranks, element.expand(s.HV, *s.state_matrix))
+        planned = self._groups(inputs, backend) if own else _Groups([], backend or "")
+        groups = [group.for_new_call() for group in planned.fragments]
         for group in groups:
             group.reserve(inputs)
             if not group.crossing:
@@ -312,75 +331,81 @@ class ContextParallel:
             group.summarize(inputs, first, o)
             for i, summary in group.summaries().items():
                 summaries.own[summarised.index(own[i])] = summary
-        return _Local(inputs, name, o, groups, summaries, finals)
+        return _Local(inputs, planned.backend, o, groups, summaries, finals)
 
-    def _gather(self, counts: list[int], o: Tensor, shape: tuple[int, ...], s: ProblemShape) -> _Gather:
-        like = o.new_empty((), dtype=s.state_dtype).expand(shape)
-        return _Gather(counts, self._ranks, like)
+    def _groups(self, inputs: KdaInputs, backend: str | None) -> _Groups:
+        """Returns the planned fragments of this rank, which holds at least one.
 
-    def _groups(self, inputs: KdaInputs, backend: str | None) -> tuple[list[LocalFragments], str]:
-        """Returns the planned fragments of this rank and the name of the backend.
-
-        Results are cached as kda-core caches those about calls: while a host plans, its device waits.
+        Results are cached until the registry changes, because the device waits while its host plans.
         """
-        current = registry.REGISTRY.generation  # changes whenever answers may have changed
-        planned_with, known = self._planned
-        if planned_with != current:
+        generation = registry.REGISTRY.generation
+        planned_at, known = self._planned
+        if planned_at != generation:
             known = {}
-            self._planned = current, known
+            self._planned = generation, known
         key = (inputs.shape, inputs.q.device, backend, registry.REGISTRY.rules(backend))
         if key not in known:
             known[key] = self._plan_groups(inputs, backend)
         return known[key]
 
-    def _plan_groups(self, inputs: KdaInputs, backend: str | None) -> tuple[list[LocalFragments], str]:
+    def _plan_groups(self, inputs: KdaInputs, backend: str | None) -> _Groups:
         own, s = self.table.of_rank(self.rank), inputs.shape
-        crossing = [f.stop - f.start < self.table.lengths[f.sequence] for f in own]
-        # Two groups require two ranges of tokens: copies would cost more than the overlap gains.
-        separate = any(crossing) and sum(a != b for a, b in pairwise(crossing)) == 1
-        numbers = [[i for i, c in enumerate(crossing) if c is want] for want in (True, False)]
-        if not separate:
+        holds_start = [f.start == 0 for f in own]
+        holds_end = [f.stop == self.table.lengths[f.sequence] for f in own]
+        crossing = [not (start and end) for start, end in zip(holds_start, holds_end)]
+        # Crossing fragments form a group of their own if each group is one range of tokens. Otherwise the tokens would
+        # have to be copied, which costs more than the overlap with the exchange gains.
+        if sum(a != b for a, b in pairwise(crossing)) == 1:
+            numbers = [[i for i, c in enumerate(crossing) if c is want] for want in (True, False)]
+        else:
             numbers = [list(range(len(own)))]
-        starts = list(accumulate((f.stop - f.start for f in own), initial=0))
-        whole = [[Segment(i, 0, a, b - a)] for i, (a, b) in enumerate(pairwise(starts))]
-        choice = registry.REGISTRY.resolve(execution_shape(s, whole), backend)
+        bounds = accumulate((f.stop - f.start for f in own), initial=0)
+        whole = [Segment(i, 0, start, end - start) for i, (start, end) in enumerate(pairwise(bounds))]
+        choice = registry.REGISTRY.resolve(execution_shape(s, [[p] for p in whole]), backend)
         groups = []
         for group in numbers:
-            begins = [own[i].start == 0 for i in group]
-            ends = [own[i].stop == self.table.lengths[own[i].sequence] for i in group]
-            planned = plan_fragments([whole[i][0] for i in group], begins, ends, inputs, choice)
+            planned = plan_fragments(
+                [whole[i] for i in group],
+                [holds_start[i] for i in group],
+                [holds_end[i] for i in group],
+                inputs,
+                choice,
+            )
             for shape in planned.shapes(s):
-                registry.REGISTRY.resolve(shape, choice.spec.name)
+                registry.REGISTRY.resolve(shape, choice.spec.name)  # raises if the backend does not serve it
             groups.append(planned)
-        return groups, choice.spec.name
+        return _Groups(groups, choice.spec.name)
 
     def _initial(self, inputs: KdaInputs, f: Fragment) -> Tensor | None:
-        """Returns the state [HV, K, V] before a fragment if this rank knows it without the others; None for zeros."""
+        """Returns the initial state [HV, K, V] of a fragment that holds the start of its sequence.
+
+        Returns None for zeros, and for a fragment whose state depends on other fragments.
+        """
         if f.start > 0 or inputs.initial_state is None:
             return None
         state = inputs.initial_state[f.sequence]
         return state.mT if inputs.options.state_v_first else state
 
     def _summarised(self, rank: int) -> list[Fragment]:
-        """Returns the fragments of a rank that do not end their sequences."""
+        """Returns the fragments of a rank that do not hold the end of their sequences."""
         return [f for f in self.table.of_rank(rank) if f.stop < self.table.lengths[f.sequence]]
 
     # ---- exchange and execution
 
-    def _begin_exchange(self, local: _Local, position: Position) -> Callable[[], dict[Fragment, Tensor]]:
-        """Begins to gather the summaries (B | M) [HV, K, V + K]. Returns a function that waits for them.
+    def _start_exchange(self, local: _Local, position: Position) -> Callable[[], dict[Fragment, Tensor]]:
+        """Starts to gather the summaries (B | M) [HV, K, V + K]. Returns a function that waits for them.
 
-        The function returns the summary of each fragment that does not end its sequence.
+        The function returns the summary of each fragment that does not hold the end of its sequence.
         """
         if not self.table.crosses:
             return lambda: dict(zip(self._summarised(self.rank), local.summaries.own.to(local.o.device)))
-        wait = local.summaries.begin(position)
+        wait = local.summaries.start(position)
         return lambda: {
             f: summary for r, by_rank in enumerate(wait()) for f, summary in zip(self._summarised(r), by_rank)
         }
 
     def _execute(self, local: _Local, wait: Callable[[], dict[Fragment, Tensor]]) -> _Result:
-        """Executes the fragments of this rank. Those that need no other rank are executed first."""
+        """Executes the fragments of this rank, those that need no other rank first. `wait`: of `_start_exchange`."""
         inputs, s = local.inputs, local.inputs.shape
         own = self.table.of_rank(self.rank)
         finals: dict[int, Tensor] = {}
@@ -389,7 +414,7 @@ class ContextParallel:
             group.summarize(inputs, first, local.o)
             starts = [self._zeros(s, local.o) if x is None else x for x in first]
             finals |= group.execute(inputs, starts, local.o)
-        summaries = wait()  # even if this rank needs none of them, because the others do
+        summaries = wait()  # a collective: every rank takes part, even one that needs no summary
         for group in (p for p in local.groups if p.crossing):
             finals |= group.execute(inputs, self._starts(local, group, summaries), local.o)
         if not s.options.output_final_state:
@@ -408,13 +433,15 @@ class ContextParallel:
         fragments = [f for sequence in by_sequence for f in sequence]
         bounds = [*accumulate(map(len, by_sequence), initial=0)]
         new = partial(local.o.new_zeros, dtype=s.state_dtype)
-        unused = new((s.HV, s.K, s.V + s.K))  # the summary of a last fragment; no state depends on it
+        unused = new(
+            (s.HV, s.K, s.V + s.K)
+        )  # for the last fragment of a sequence: no state depends on its summary
         known = [summaries[f] if f.stop < self.table.lengths[f.sequence] else unused for f in fragments]
         exits, M = torch.stack(known).split((s.V, s.K), -1)
         states = new((len(fragments), s.HV, s.K, s.V))
-        for sequence, at in zip(by_sequence, bounds):
+        for sequence, number in zip(by_sequence, bounds):
             if (first := self._initial(local.inputs, sequence[0])) is not None:
-                states[at].copy_(first)
+                states[number].copy_(first)
         merge_segments(group.kernel, bounds, states, exits.contiguous(), M.contiguous())
         found = dict(zip(fragments, states.unbind()))
         return [found[own[i]] for i in group.numbers]
@@ -427,12 +454,16 @@ class ContextParallel:
         """Returns the final states of all sequences on every rank."""
         owned = [self.table.owned(r) for r in range(self.ranks)]
         local.finals.own.copy_(final)
-        by_rank = local.finals.begin(position)()
+        by_rank = local.finals.start(position)()
         by_sequence = {n: state for states, ns in zip(by_rank, owned) for n, state in zip(ns, states)}
         return torch.stack([by_sequence[n] for n in range(len(self.table.lengths))])
 
     def _terms(self, shape: ProblemShape) -> Terms:
-        """Returns what must be equal on all ranks in this call. It is cached, because ranks agree at every call."""
+        """Returns the values that must be equal on all ranks in this call.
+
+        They are cached, because the ranks agree at every call.
+        """
+        # Ranks may differ in the number of their tokens and in the dtypes of g and beta.
         s = replace(shape, T=0, g_dtype=shape.dtype, beta_dtype=shape.dtype)
         return self._call_terms.get(
             s,
@@ -450,8 +481,11 @@ class ContextParallel:
 
 
 def _attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
-    """Returns the result of `work`, or the exception that the other ranks have to learn of before it is raised."""
+    """Returns (result of `work`, None), or (None, its exception).
+
+    The caller informs the other ranks before it raises the exception.
+    """
     try:
         return work(), None
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for a message, whatever the error
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for a message in any case
         return None, error

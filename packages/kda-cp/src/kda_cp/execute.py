@@ -56,7 +56,7 @@ def execute(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend
 
 
 def workspace_bytes(plan: Plan, shape: ProblemShape, backend: Backend) -> int:
-    """Returns the bytes of scratch memory that `execute` needs."""
+    """Returns the bytes of workspace that `execute` needs."""
     return _route(plan, shape, backend).workspace_bytes
 
 
@@ -64,10 +64,10 @@ class _Route(NamedTuple):
     """How a plan is executed.
 
     Attributes:
-        backend: kept alive so that no other object gets its id.
+        backend: the backend. It is kept alive: the cache key contains its id, which no other object may get.
         is_split: whether the plan splits a sequence.
-        native_execution: of the native path; None for forward calls.
-        workspace_bytes: of the largest call.
+        native_execution: the execution on the native path; None for the generic path, which makes forward calls.
+        workspace_bytes: workspace of the largest call.
     """
 
     backend: Backend
@@ -80,7 +80,7 @@ _routes = Cache(256)
 
 
 def _route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
-    """Returns the route of a plan. Routes are cached: every call by a plan needs its route twice."""
+    """Returns the route of a plan. Routes are cached, because every call by a plan needs its route twice."""
     return _routes.get(
         (plan, shape, id(backend), native.WORKSPACE_BYTES), partial(_find_route, plan, shape, backend)
     )
@@ -95,7 +95,7 @@ def _find_route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
 
 
 def _plain_mode(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Turns gradients and autocast off if they are on. The check takes less time than turning them off again."""
+    """Turns gradients and autocast off. It checks first whether they are on, which is faster than turning them off twice."""
     stack = contextlib.ExitStack()
     if torch.is_grad_enabled():
         stack.enter_context(torch.no_grad())
@@ -107,7 +107,7 @@ def _plain_mode(device_type: str) -> contextlib.AbstractContextManager[object]:
 def shapes(plan: Plan, shape: ProblemShape, backend: Backend) -> list[ProblemShape]:
     """Returns the shapes of all backend calls that a split plan makes."""
     if plan.strategy == "exact" and (found := native.execution(plan, shape, backend)) is not None:
-        return [w.execution_shape for w in found.windows]
+        return [window.execution_shape for window in found.windows]
     segments = layout(plan)
     calls = [execution_shape(shape, segments), summary_shape(shape, with_exit(segments))]
     if inner := with_transition(segments):
@@ -128,11 +128,12 @@ def refusal(plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) 
     if not plan.is_split:
         return None
     if options.return_intermediate_states:
-        for n, s in enumerate(plan.segments):
-            if any(end % options.chunk_size for end in list(accumulate(s))[:-1]):
+        for n, segments in enumerate(plan.segments):
+            *cuts, _ = accumulate(segments)
+            if any(cut % options.chunk_size for cut in cuts):
                 return (
                     f"intermediate states require cuts at multiples of chunk_size={options.chunk_size}; "
-                    f"sequence {n} has segments {s}"
+                    f"sequence {n} has segments {segments}"
                 )
     for needed in shapes(plan, shape, backend):
         if missing := sorted(f.value for f in needed.features if f.value not in spec.features):
@@ -169,7 +170,7 @@ def _initial_states(
 
 
 def _by_sequence(segments: list[Segment], values: Tensor, N: int) -> list[list[Tensor]]:
-    """Returns the values [n, ...] of n segments by sequence, in the order of the segments."""
+    """Returns the values [n, ...] of n segments as one list per sequence, in the order of its tokens."""
     found: list[list[Tensor]] = [[] for _ in range(N)]
     for p, value in sorted(zip(segments, values), key=lambda pair: pair[0].start):
         found[p.sequence].append(value)

@@ -20,9 +20,9 @@ class Fragment:
     """Tokens [start, stop) of one sequence on one rank.
 
     Attributes:
-        rank: that holds the tokens.
+        rank: the rank that holds the tokens.
         sequence: number of the sequence.
-        start, stop: in tokens, counted from the first token of the sequence.
+        start, stop: token range, counted from the first token of the sequence.
     """
 
     rank: int
@@ -37,9 +37,9 @@ class FragmentTable:
 
     Attributes:
         lengths: tokens of each sequence.
-        ranks: size of the group.
-        fragments: for each sequence they contain every token exactly once. An empty sequence has one empty fragment, for
-            its state.
+        ranks: number of ranks of the group.
+        fragments: the fragments of all ranks. They contain every token of each sequence exactly once. An empty sequence has
+            one empty fragment, which gives its state to a rank.
 
     Raises:
         ArgumentError: a number is not an integer or is negative; a rank is outside the group; a token is missing or held
@@ -94,9 +94,9 @@ class FragmentTable:
 
     @classmethod
     def document_aligned(cls, lengths: Sequence[int], ranks: int) -> FragmentTable:
-        """Returns a table of whole sequences, so that nothing crosses ranks.
+        """Returns a table of whole sequences. The ranks then exchange no summaries.
 
-        Sequences go, longest first, to the rank with the fewest tokens.
+        Each sequence, longest first, goes to the rank with the fewest tokens.
         """
         lengths, ranks = non_negative_ints("lengths", lengths), positive_int("ranks", ranks)
         loads, owner = [0] * ranks, [0] * len(lengths)
@@ -109,16 +109,18 @@ class FragmentTable:
 
     @classmethod
     def _blocks(cls, lengths: Sequence[int], ranks: int, owners: Iterable[int]) -> FragmentTable:
+        """Returns a table that cuts the packed sequences into blocks of nearly equal size; `owners`: the rank of each."""
         lengths = non_negative_ints("lengths", lengths)
         owners, total = list(owners), sum(lengths)
-        cuts = [total * i // len(owners) for i in range(len(owners) + 1)]
-        joints = {cut for cut, a, b in zip(cuts[1:], owners, owners[1:]) if a != b}
+        bounds = [total * i // len(owners) for i in range(len(owners) + 1)]
+        cuts = {bound for bound, before, after in zip(bounds[1:], owners, owners[1:]) if before != after}
         found = []
         for n, (first, length) in enumerate(zip(accumulate(lengths, initial=0), lengths)):
-            inside = sorted({first, first + length, *(c for c in joints if first < c < first + length)})
-            for a, b in zip(inside, inside[1:] or inside):
-                block = max(i for i in range(len(owners)) if cuts[i] <= a)
-                found.append(Fragment(owners[block], n, a - first, b - first))
+            end = first + length
+            ends = sorted({first, end, *(cut for cut in cuts if first < cut < end)})
+            for start, stop in zip(ends, ends[1:] or ends):  # an empty sequence has one fragment
+                block = max(i for i in range(len(owners)) if bounds[i] <= start)
+                found.append(Fragment(owners[block], n, start - first, stop - first))
         return cls(lengths, ranks, tuple(found))
 
     # ---- queries
@@ -149,7 +151,9 @@ class FragmentTable:
     # ---- tensors
 
     def shard(self, x: Tensor, rank: int) -> Tensor:
-        """Returns the tokens of a rank, [1, T_rank, ...], from x [1, T, ...] with all sequences packed.
+        """Returns the tokens of a rank, [1, T_rank, ...], in the order of its fragments, from x [1, T, ...].
+
+        `x` has all sequences packed.
 
         Raises:
             ArgumentError: the number of tokens of `x` is wrong, or `rank` is outside the group.
@@ -163,7 +167,7 @@ class FragmentTable:
         return torch.cat(own, 1) if own else x[:, :0]
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """Returns x [1, T, ...] from the results of `shard` for all ranks.
+        """Returns x [1, T, ...] from the results of `shard` for all ranks, in the order of ranks.
 
         Raises:
             ArgumentError: `shards` does not contain one tensor per rank, with the tokens of that rank.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kda_core.backend import BackendSpec
-from kda_core.contract import KdaInputs, ProblemShape
+from kda_core.contract import KdaInputs, ProblemShape, dtype_name
 from kda_core.registry import show_archs
 from kda_cp import constants
 
@@ -20,9 +20,9 @@ class Machine(NamedTuple):
     """The device of a call.
 
     Attributes:
-        constants: of the device, the backend and the dtype; None if there are none.
+        constants: constants of the device, the backend and the dtype; None if there are none.
         source: origin of the constants, in words.
-        SMs: of the GPU; 0 for a CPU, and for a GPU that is not known.
+        SMs: SMs of the GPU; 0 for a CPU, and for a GPU that is not known.
     """
 
     constants: constants.Constants | None
@@ -34,10 +34,10 @@ def machine(inputs: KdaInputs, spec: BackendSpec) -> Machine:
     """Returns the device of a call.
 
     Inputs on the meta device stand for a GPU of an architecture: the first such GPU of this host, else the `TYPICAL` one.
-    `Machine.source` then contains the name of the typical GPU.
+    `Machine.source` then contains the name of a GPU.
     """
     device, s = inputs.q.device, inputs.shape
-    dtype = str(s.dtype)[6:]
+    dtype = dtype_name(s.dtype)
     if device.type == "cuda":
         name, SMs = gpu(device.index)
     elif s.device_type != "cuda":
@@ -47,7 +47,8 @@ def machine(inputs: KdaInputs, spec: BackendSpec) -> Machine:
     else:
         name, SMs = TYPICAL.get(s.arch, (device_text(s), 0))  # type: ignore[arg-type]
         found, source = constants.lookup((name, spec.name, dtype))
-        return Machine(found, source if "'s " in source else f"{name}'s {source}", SMs)
+        names_a_gpu = "'s " in source  # as "NVIDIA H200's shipped"
+        return Machine(found, source if names_a_gpu else f"{name}'s {source}", SMs)
     return Machine(*constants.lookup((name, spec.name, dtype)), SMs)
 
 

@@ -1,10 +1,10 @@
 """The merge: computes the state at the start of every segment from the summaries of the segments.
 
-A segment acts on the state as an affine map, ``S_out = M S_in + B``, because every factor of the recurrence does (the
-associative scan of linear recurrences, Blelloch 1990, Martin and Cundy 2018).
+A segment maps the state affinely, ``S_out = M S_in + B``, because each step of the recurrence does (the associative scan of
+linear recurrences, Blelloch 1990, Martin and Cundy 2018).
 
-In torch the scan is computed in fp64. Its cost is small beside the summaries, and neither TF32 settings nor autocast apply
-to fp64 products. A backend may provide a kernel for the scan.
+torch computes the scan in fp64: that costs little compared with the summaries, and neither TF32 settings nor autocast apply to
+fp64 products. A backend may provide a kernel for the scan.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def merge(
 
     Args:
         initial: for each sequence, the state before its first segment, [HV, K, V].
-        exits: for each sequence of P segments, P - 1 exit states [HV, K, V]. The first is that of the first segment,
-            started from `initial`. The others (B) are those of the following segments but the last, started from zero.
+        exits: for each sequence of P segments, the P - 1 exit states [HV, K, V] of all segments but the last: of the
+            first segment from `initial`, of the others from zeros (B).
         transitions: for each sequence, the P - 2 transitions M [HV, K, K] of the segments between the first and the
             last; none for P < 3.
 
@@ -55,7 +55,7 @@ MergeKernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 def merge_kernel(backend: Any) -> MergeKernel | None:
     """Returns the merge kernel of a backend, or None.
 
-    The check takes the host longer than a launch, so callers keep the result.
+    Callers cache the result, because the check takes the host longer than a launch.
     """
     return backend.merge_segments if isinstance(backend, SupportsMerge) else None
 
@@ -68,15 +68,16 @@ def merge_segments(
     transitions: Tensor,
     device_bounds: Tensor | None = None,
 ) -> None:
-    """Computes what `merge` does for adjacent segments, in place; by the kernel if there is one and states are fp32.
+    """Merges P segments that lie one after the other, in place. It uses the kernel for fp32 states, else `merge`.
 
     Args:
-        kernel: the `merge_kernel` of the backend.
-        bounds: the number of the first segment of each sequence, and the number P of all segments.
-        states: [P, HV, K, V]. Those of first segments are inputs, the others are overwritten.
-        exits: [P, HV, K, V], from the given state for first segments, else from zeros.
+        kernel: the `merge_kernel` of the backend; None if it has none.
+        bounds: the number of the first segment of each sequence, and P.
+        states: [P, HV, K, V], the states at the starts of the segments. Those of first segments are inputs; the others are
+            overwritten.
+        exits: [P, HV, K, V], exit states: of first segments from their given states, of the others from zeros.
         transitions: [P, HV, K, K].
-        device_bounds: `bounds`, int32 on the device, if the caller has them.
+        device_bounds: `bounds`, int32 on the device; None to upload them.
     """
     if kernel is not None and states.dtype == torch.float32:
         if device_bounds is None:
@@ -93,7 +94,7 @@ def merge_segments(
 
 
 def affine(M: Tensor, S: Tensor, B: Tensor) -> Tensor:
-    """Returns M S + B for [HV, K, K] and [HV, K, ...], computed as in `merge`, in the dtype of B."""
+    """Returns M S + B in the dtype of B, computed in fp64. M: [HV, K, K]; S and B: [HV, K, n]."""
     return torch.baddbmm(B.to(torch.float64), M.to(torch.float64), S.to(torch.float64)).to(B.dtype)
 
 

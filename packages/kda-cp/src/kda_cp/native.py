@@ -1,7 +1,7 @@
 """Executes one call by a plan over a backend that summarises segments itself (`kda_core.backend.SupportsSegments`).
 
-The intra-chunk stage runs once, in `summarize`. Its records stay in the workspace for `execute_segments`. A long call goes in
-windows of tokens, so that the workspace stays below `WORKSPACE_BYTES`. The states pass from window to window.
+The intra-chunk stage runs once, in `summarize`. Its records stay in the workspace for `execute_segments`. A long call is executed
+in windows of tokens, which keeps the workspace below `WORKSPACE_BYTES`. The states pass from window to window.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from kda_cp.segments import Segment, aligned, execution_shape, offsets_of, packe
 from kda_cp.upload import Integers, Uploaded, upload_groups
 
 WORKSPACE_BYTES = 4 << 30
-"""Workspace of a window, without what the backend adds per segment. A window has at least `GRANULE` tokens."""
+"""Largest workspace of a window, without the bytes that the backend adds per segment. A window has at least `GRANULE`
+tokens, even if their workspace is larger."""
 
 
 class WindowIntegers(NamedTuple):
     """Integers that the calls of a window read on the device.
 
     Attributes:
-        offsets: cu_seqlens of the segments.
+        offsets: cu_seqlens over the segments.
         bounds: `Window.bounds`.
-        firsts, lasts: numbers of the first and of the last segment of each sequence.
+        firsts, lasts: number of the first and of the last segment of each sequence.
         sequences: `Window.sequences`.
     """
 
@@ -46,7 +47,7 @@ class WindowIntegers(NamedTuple):
 
 
 class WindowTensors(NamedTuple):
-    """`WindowIntegers` on the device, field by field."""
+    """The fields of `WindowIntegers` on the device."""
 
     offsets: Uploaded
     bounds: Uploaded
@@ -57,16 +58,17 @@ class WindowTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """Segments that are summarised and executed together, and all that plan and shape determine of their calls.
+    """Segments that are summarised and executed together, and everything about their calls that the plan and the shape
+    determine.
 
     Attributes:
-        segments: in order, over all sequences. `Segment.index` counts from the first segment of the window.
+        segments: the segments of all sequences, in order. `Segment.index` is the number of the segment in the window.
         sequences: the sequences with segments in the window.
         bounds: the number of the first segment of each sequence, and the number of all segments.
-        execution_shape, summary_shape: of the two calls; the same object if they are equal.
-        chunks: chunks of intermediate states; 0 if the call does not return them.
-        workspace_bytes: of the calls.
-        integers: that the calls read on the device.
+        execution_shape, summary_shape: the shapes of the two calls; the same object if they are equal.
+        chunks: number of intermediate states per value head; 0 if the call does not return them.
+        workspace_bytes: workspace of the calls.
+        integers: the integers that the calls read on the device.
     """
 
     segments: tuple[Segment, ...]
@@ -86,13 +88,15 @@ class Window:
 
 @dataclass(frozen=True)
 class Execution:
-    """All that plan and shape determine of a split call. It is cached: while the host computes it, the device waits.
+    """Everything about a split call that the plan and the shape determine.
+
+    It is cached, because the device waits while the host computes it.
 
     Attributes:
         backend: a `SupportsSegments`.
-        kernel: the merge kernel of the backend, if it has one.
-        windows: in the order of tokens.
-        workspace_bytes: of the largest window.
+        kernel: the merge kernel of the backend, or None.
+        windows: the windows in the order of tokens.
+        workspace_bytes: workspace of the largest window.
     """
 
     backend: Any
@@ -102,7 +106,7 @@ class Execution:
 
 
 class _Cached(NamedTuple):
-    backend: Any  # kept alive so that no other object gets its id
+    backend: Any  # kept alive: the cache key contains its id, which no other object may get
     execution: Execution | None
 
 
@@ -129,7 +133,7 @@ def window_tokens(shape: ProblemShape, backend: Any) -> int:
         return backend.segment_workspace_bytes(execution_shape(shape, [[Segment(0, 0, 0, tokens)]]))
 
     tokens = shape.B * shape.T
-    # The answer for a new number of tokens takes a backend long, so tokens are rounded up to one of 8 steps per power of 2.
+    # A backend takes long to answer for a new number of tokens. So tokens are rounded up to one of 8 steps per power of 2.
     step = 1 << max(0, tokens.bit_length() - 4)
     if needed(-(-tokens // step) * step) <= WORKSPACE_BYTES or (most := needed(tokens)) <= WORKSPACE_BYTES:
         return 0
@@ -138,13 +142,13 @@ def window_tokens(shape: ProblemShape, backend: Any) -> int:
 
 def execute(execution: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> None:
     """Executes a call. `outputs.workspace` has at least `execution.workspace_bytes`."""
-    shape, h, device = inputs.shape, outputs.intermediate_states, inputs.q.device
+    shape, device = inputs.shape, inputs.q.device
     states = _states(inputs) if len(execution.windows) > 1 else None  # passed from window to window
     o, chunk = packed(outputs.o), 0
+    h = None if outputs.intermediate_states is None else packed(outputs.intermediate_states)
     for window in execution.windows:
         first, call = window.segments[0].start, window.execution_shape
         on_device = WindowTensors._make(upload_groups(window.integers, device))
-        tokens = o if call.T == o.shape[1] else o[:, first : first + call.T]
         starts = inputs.q.new_zeros((call.N, shape.HV, shape.K, shape.V), dtype=shape.state_dtype)
         before = _given_states(inputs)
         if states is not None:
@@ -152,17 +156,18 @@ def execute(execution: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> Non
         if before is not None:
             starts.index_copy_(0, on_device.firsts.device, before)
 
+        # A slice of the caller's outputs may be unaligned; the backend then writes to a copy.
+        window_o = o if call.T == o.shape[1] else o[:, first : first + call.T]
+        window_h = None if h is None else h[:, chunk : chunk + window.chunks]
+        written_o, written_h = aligned(window_o), None if window_h is None else aligned(window_h)
+        chunk += window.chunks
         final = starts.new_empty(call.state_shape) if call.options.output_final_state else None
-        written, saved = aligned(tokens), None
-        if h is not None:
-            chunks = packed(h)[:, chunk : chunk + window.chunks]
-            saved, chunk = aligned(chunks), chunk + window.chunks
-        own = KdaOutputs(written, final, saved, outputs.workspace)
+        own = KdaOutputs(written_o, final, written_h, outputs.workspace)
         _execute_window(execution, window, inputs, starts, own, on_device)
-        if written is not tokens:
-            tokens.copy_(written)
-        if saved is not None and saved is not chunks:
-            chunks.copy_(saved)
+        if written_o is not window_o:
+            window_o.copy_(written_o)
+        if window_h is not None and written_h is not None and written_h is not window_h:
+            window_h.copy_(written_h)
         if final is not None:
             if states is None:
                 torch.index_select(final, 0, on_device.lasts.device, out=outputs.final_state)
@@ -194,7 +199,7 @@ def _execute_window(
         backend.summarize(x, exits, transitions, outputs.workspace)
         merge_segments(execution.kernel, window.bounds, starts, exits, transitions, on_device.bounds.device)
         call = backend.execute_segments
-    # If the shapes are equal, the inputs of the summaries are used again: the merge has written the states in them.
+    # If the shapes are equal, the inputs of the summaries serve again: the merge has written the true states into them.
     if x is None or window.execution_shape is not window.summary_shape:
         states = starts.mT if window.execution_shape.options.state_v_first else starts
         x = segment_inputs(inputs, window.segments, window.execution_shape, states, on_device.offsets)
@@ -209,37 +214,49 @@ def _execute_window(
 
 
 def _windows(plan: Plan, shape: ProblemShape, backend: Any) -> tuple[Window, ...]:
+    groups = windows(plan.segments, window_tokens(shape, backend))
     start = 0
     found: list[Window] = []
-    groups = windows(plan.segments, window_tokens(shape, backend))
     for group in groups:
         segments: list[Segment] = []
         for sequence, length in group:
             segments.append(Segment(sequence, len(segments), start, length))
             start += length
-        by_sequence = [list(s) for _, s in groupby(segments, key=lambda p: p.sequence)]
         passes_states = shape.options.output_final_state or len(found) + 1 < len(groups)
-        call = execution_shape(shape, by_sequence, output_final_state=passes_states)
-        summary = call
-        if call.options.state_v_first:
-            summary = replace(call, options=replace(call.options, state_v_first=False))
-        chunks = 0
-        if shape.options.return_intermediate_states:
-            # Cuts are multiples of chunk_size, so the chunks of the segments are those of the sequences.
-            chunks = contract.num_chunks(tuple(p.length for p in segments), shape.options.chunk_size)
-        is_split = len(segments) > len(by_sequence)
-        size = (backend.segment_workspace_bytes if is_split else backend.workspace_bytes)(call)
-        bounds = tuple(accumulate(map(len, by_sequence), initial=0))
-        sequences = tuple(s[0].sequence for s in by_sequence)
-        integers = WindowIntegers(
+        found.append(_window(segments, shape, backend, passes_states))
+    return tuple(found)
+
+
+def _window(segments: list[Segment], shape: ProblemShape, backend: Any, passes_states: bool) -> Window:
+    """Returns a window. `passes_states`: whether its final states are needed, by the next window or by the caller."""
+    by_sequence = [list(s) for _, s in groupby(segments, key=lambda p: p.sequence)]
+    call = execution_shape(shape, by_sequence, output_final_state=passes_states)
+    summary = call
+    if call.options.state_v_first:
+        summary = replace(call, options=replace(call.options, state_v_first=False))
+    chunks = 0
+    if shape.options.return_intermediate_states:
+        # Cuts are multiples of chunk_size, so the chunks of the segments are those of the sequences.
+        chunks = contract.num_chunks(tuple(p.length for p in segments), shape.options.chunk_size)
+    is_split = len(segments) > len(by_sequence)
+    bounds = tuple(accumulate(map(len, by_sequence), initial=0))
+    sequences = tuple(s[0].sequence for s in by_sequence)
+    return Window(
+        segments=tuple(segments),
+        sequences=sequences,
+        bounds=bounds,
+        execution_shape=call,
+        summary_shape=summary,
+        chunks=chunks,
+        workspace_bytes=(backend.segment_workspace_bytes if is_split else backend.workspace_bytes)(call),
+        integers=WindowIntegers(
             offsets=offsets_of(segments),
             bounds=Integers(bounds, torch.int32),
             firsts=Integers(bounds[:-1], torch.int64),
             lasts=Integers(tuple(end - 1 for end in bounds[1:]), torch.int64),
             sequences=Integers(sequences, torch.int64),
-        )
-        found.append(Window(tuple(segments), sequences, bounds, call, summary, chunks, size, integers))
-    return tuple(found)
+        ),
+    )
 
 
 def _given_states(inputs: KdaInputs) -> Tensor | None:

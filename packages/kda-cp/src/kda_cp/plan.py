@@ -1,4 +1,4 @@
-"""A plan as data: how the sequences of one call are split, and what that is predicted to cost.
+"""A plan as data: how the sequences of one call are split, and its predicted cost.
 
 ==========  ====================================================================================================
 strategy    execution
@@ -6,8 +6,8 @@ strategy    execution
 serial      one direct call of the backend
 exact       summaries of the segments, their merge, and one packed call over all segments from their true
             initial states
-certified   as exact, but the transition of a segment and head is left out where a certificate proves that it has
-            vanished (`kda_cp.certificate`). The gain depends on the gates, so only the caller can ask for it
+certified   as exact, but without the transitions of which a certificate proves that they have vanished
+            (`kda_cp.certificate`). The gain depends on the gates, so only the caller can ask for it
 ==========  ====================================================================================================
 """
 
@@ -33,8 +33,8 @@ class Prediction:
     """Predicted costs of a plan and of a direct call, and the rule that decided.
 
     Attributes:
-        planned: device time of the plan, in `unit`. None if no time decided, and for a split by certified decay.
-        serial: device time of a direct call, in `unit`. None if no time decided.
+        planned: device time of the plan, in `unit`. None for a split by certified decay, and if the rule predicts no times.
+        serial: device time of a direct call, in `unit`. None if the rule predicts no times.
         unit: "us"; "tokens" under the ratio rule.
         rule: a sentence about the rule.
     """
@@ -52,7 +52,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call is split. Plans are equal if they split alike; predictions are not compared.
+    """How one call is split. Plans are equal if their segments and strategies are; predictions are not compared.
 
     Attributes:
         segments: for each sequence the lengths of its segments in tokens, in order. ``(L,)`` leaves the sequence
@@ -61,8 +61,8 @@ class Plan:
         prediction: None for a plan without a prediction.
 
     Raises:
-        ArgumentError: a sequence has no segments, a negative segment, or an empty segment beside others; the strategy
-            is unknown; or the strategy is "serial" and a sequence is split.
+        ArgumentError: `segments` contains anything but integers; a sequence has no segments, a negative segment, or an
+            empty segment beside others; the strategy is unknown; or it is "serial" and a sequence is split.
     """
 
     segments: tuple[tuple[int, ...], ...]
@@ -90,7 +90,7 @@ class Plan:
             raise ArgumentError("strategy", "'exact' or 'certified' for a plan that splits", "'serial'")
         data = {"strategy": self.strategy, "segments": self.segments}
         object.__setattr__(self, "_json", json.dumps(data, separators=(",", ":")))
-        # A hash of ints alone is the same in every process.
+        # Without the strategy: a hash of integers, unlike that of a str, is the same in every process.
         object.__setattr__(self, "_hash", hash(self.segments))
 
     def __hash__(self) -> int:
@@ -122,7 +122,7 @@ class Plan:
         return cls(tuple(cut(n, count, 1) for n in non_negative_ints("lengths", lengths)), strategy)
 
     def to_json(self) -> str:
-        """Returns the plan as JSON. `from_json` makes an equal plan from it."""
+        """Returns the plan as JSON, without its prediction. `from_json` makes an equal plan from it."""
         return self._json
 
     @classmethod

@@ -1,10 +1,11 @@
-"""The planner that kda-core finds through its entry point: makes the plan of a call, and executes it."""
+"""The planner that kda-core finds through its entry point. It plans a call and executes the plan."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from dataclasses import replace
+from typing import TypedDict
 
 from kda_core.backend import Backend, BackendSpec, SupportsSegments
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
@@ -27,13 +28,13 @@ class ContextParallelPlanner:
     `SupportsDiagnosis`. Thread-safe."""
 
     def __init__(self) -> None:
-        # A plan of 1000 sequences takes about 80 KB. kda-core caches the results as well.
+        # Small, because a plan of 1000 sequences takes about 80 KB, and kda-core caches the results as well.
         self._plans = Cache(128)
 
     def plan(self, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan | None:
         """Returns a plan that splits the call.
 
-        Returns None if a direct call is predicted to be as fast, or if the host does not know the lengths.
+        Returns None if no split is predicted to be fast enough, or if the host does not know the lengths.
         """
         chosen = self.decide(inputs, spec, backend)
         if chosen is None:
@@ -60,7 +61,7 @@ class ContextParallelPlanner:
         return execute.execute(plan, inputs, outputs, backend)
 
     def workspace_bytes(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> int:
-        """Returns the bytes of scratch memory that `execute` needs."""
+        """Returns the bytes of workspace that `execute` needs."""
         return execute.workspace_bytes(plan, inputs.shape, backend)
 
     def problems(self) -> list[str]:
@@ -68,18 +69,16 @@ class ContextParallelPlanner:
         return constants.problems()
 
     def explain(self, plan: Plan | None, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str:
-        """Returns the plan, its prediction and the deciding rule; for None, why the call is direct."""
+        """Returns the plan, its prediction and the deciding rule as text; for None, why the call is not split."""
         if plan is None:
             chosen = self.decide(inputs, spec, backend)
             return UNKNOWN_LENGTHS if chosen is None else str(chosen)
         if plan.prediction is not None:
             return str(plan)
         s, m = inputs.shape, machine(inputs, spec)
-        tokens = window(s, backend)
         prediction = predict(
-            plan, HV=s.HV, K=s.K, V=s.V, constants=m.constants, SMs=m.SMs,
-            native=tokens is not None, window=tokens or 0,
-        )  # fmt: skip
+            plan, HV=s.HV, K=s.K, V=s.V, constants=m.constants, SMs=m.SMs, **native_options(s, backend)
+        )
         if prediction is None:
             return f"{plan}; given by the caller"
         rule = f"given by the caller; {m.source} constants"
@@ -90,21 +89,21 @@ class ContextParallelPlanner:
         lengths = inputs.sequence_lengths()
         if lengths is None:
             return None
-        # Every call computes this key, so it contains nothing that is slow to find, hash or compare.
+        # Every call computes this key. All its parts are fast to find, hash and compare.
         key = (lengths, inputs.shape, spec.name, spec.features, inputs.q.device.index, constants.version())
         return self._plans.get(key, lambda: _choose(lengths, inputs, spec, backend))
 
 
 def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan:
+    """Returns the plan of `make_plan`, or a serial one if the backend cannot execute that plan."""
     s, m = inputs.shape, machine(inputs, spec)
     whole = tuple((n,) for n in lengths)
     if m.constants is None and m.SMs < 1 and s.device_type == "cuda":
         rule = f"the number of SMs of {device_text(s)} is not known"
         return Plan(whole, "serial", Prediction(None, None, "us", rule))
-    tokens = window(s, backend)
     plan = make_plan(
         lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, SMs=m.SMs,
-        native=tokens is not None, window=tokens or 0,
+        **native_options(s, backend),
     )  # fmt: skip
     why = execute.refusal(plan, inputs, spec, backend)
     if why is None:
@@ -112,9 +111,18 @@ def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, back
     return Plan(whole, "serial", Prediction(None, None, "us", why))
 
 
-def window(shape: ProblemShape, backend: Backend) -> int | None:
-    """Returns the tokens of a window, 0 for no limit; None for a backend that does not summarise segments itself."""
-    return native.window_tokens(shape, backend) if isinstance(backend, SupportsSegments) else None
+class NativeOptions(TypedDict):
+    """Arguments of `make_plan` and `predict` that the backend determines."""
+
+    native: bool
+    window: int
+
+
+def native_options(shape: ProblemShape, backend: Backend) -> NativeOptions:
+    """Returns whether a backend summarises segments itself, and the tokens of its windows (0 for no limit)."""
+    if not isinstance(backend, SupportsSegments):
+        return {"native": False, "window": 0}
+    return {"native": True, "window": native.window_tokens(shape, backend)}
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,7 +5,10 @@ from kda_core.backend import PlannerSpec
 
 SPEC = PlannerSpec(
     name="cp",
-    abi=(2, 0),  # the ABI that this package was written for, whatever the installed kda-core has
+    abi=(
+        2,
+        0,
+    ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     target="kda_cp.planner:ContextParallelPlanner",
     install=install.command("kda-cp"),
 )

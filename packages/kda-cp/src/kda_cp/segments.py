@@ -50,14 +50,14 @@ def layout(plan: Plan) -> list[list[Segment]]:
 def with_exit(segments: list[list[Segment]]) -> list[Segment]:
     """Returns the segments whose exit state is needed: of split sequences, all but the last.
 
-    If several sequences are split, their tokens have to be copied together anyway, and the longest segment comes
-    first. Otherwise the segments keep their order.
+    The segments of several split sequences are sorted, longest first: their tokens have to be copied together anyway. The
+    segments of a single split sequence keep their order.
     """
     return _launch_order([s[:-1] for s in segments if len(s) > 1])
 
 
 def with_transition(segments: list[list[Segment]]) -> list[Segment]:
-    """Returns the segments whose transition is needed, neither first nor last, ordered as by `with_exit`."""
+    """Returns the segments whose transition is needed, all but the first and the last, in the order of `with_exit`."""
     return _launch_order([s[1:-1] for s in segments if len(s) > 2])
 
 
@@ -74,16 +74,19 @@ def execution_shape(
 ) -> ProblemShape:
     """Returns the shape of the call over these segments from their true initial states.
 
-    `options` replace those of `shape`.
+    Args:
+        shape: shape of the whole call.
+        segments: the segments of each sequence.
+        options: replacements of fields of `KdaOptions`.
     """
     lengths = [p.length for s in segments for p in s]
     return _packed_shape(shape, sum(lengths), len(lengths), needs_backward=False, **options)
 
 
 def summary_shape(shape: ProblemShape, segments: Sequence[Segment]) -> ProblemShape:
-    """Returns the shape of the call for exit states, or columns of transitions, of these segments.
+    """Returns the shape of the call that computes exit states, or columns of transitions, of these segments.
 
-    States are [K, V].
+    Its states are [n, HV, K, V].
     """
     return _packed_shape(
         shape, sum(p.length for p in segments), len(segments),
@@ -113,7 +116,7 @@ def packed(x: Tensor) -> Tensor:
 
 
 def tokens_of(x: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """Returns the tokens of `segments` of x [B, T, ...], one after the other, [1, sum of lengths, ...].
+    """Returns the tokens of `segments` in x [B, T, ...] as [1, sum of lengths, ...].
 
     The result is a view if the segments are adjacent, else a copy.
     """
@@ -121,7 +124,7 @@ def tokens_of(x: Tensor, segments: Sequence[Segment]) -> Tensor:
 
 
 def _spans(segments: Sequence[Segment]) -> list[list[int]]:
-    """Returns the token ranges [begin, end] of `segments`. Adjacent segments share a range."""
+    """Returns the token ranges [start, end) of `segments`. Adjacent segments share a range."""
     spans = [[segments[0].start, segments[0].start]]
     for p in segments:
         if p.start == spans[-1][1]:
@@ -150,17 +153,17 @@ def segment_inputs(
     """Returns the inputs of a call over `segments`.
 
     Args:
-        inputs: of the whole call.
-        segments: in the order of the new call.
-        shape: of the new call.
-        initial_state: of the segments, [n, HV, K, V] or [n, HV, V, K].
-        offsets: of the segments, if they are on the device already.
-        tensors: replacements of q, k, v, g or beta, which are then not selected from `inputs`.
+        inputs: inputs of the whole call.
+        segments: n segments in the order of the new call.
+        shape: shape of the new call.
+        initial_state: states at the starts of the segments, [n, HV, K, V] or [n, HV, V, K].
+        offsets: cu_seqlens of the new call; None to upload them.
+        tensors: q, k, v, g or beta of the new call, [1, sum of lengths, ...]. The others are selected from `inputs`.
     """
     cu_seqlens, host = offsets or upload(*offsets_of(segments), inputs.q.device)
     spans = _spans(segments)
     if spans == [[0, inputs.q.shape[1]]] and len(inputs.q) == 1 and not tensors:
-        # The tensors of a call already have the form that a backend expects.
+        # Tensors of whole calls already have the form that a backend expects.
         return replace(
             inputs, shape=shape, initial_state=initial_state.contiguous(), cu_seqlens=cu_seqlens, cu_seqlens_cpu=host
         )  # fmt: skip
@@ -172,7 +175,7 @@ def segment_inputs(
 
 
 def offsets_of(segments: Sequence[Segment]) -> Integers:
-    """Returns the cu_seqlens of segments one after the other."""
+    """Returns the cu_seqlens [n + 1] of n packed segments."""
     ends = tuple(accumulate((p.length for p in segments), initial=0))
     return Integers(ends, index_dtype(ends[-1]))
 
@@ -184,9 +187,9 @@ def replaced(inputs: KdaInputs, *, shape: ProblemShape, **tensors: Tensor | None
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Returns `x` if it starts at a multiple of `contract.ALIGNMENT`, else new memory of its shape.
+    """Returns `x` if its address is a multiple of `contract.ALIGNMENT`, else an uninitialised tensor of its shape.
 
-    A slice of an output may start anywhere.
+    A slice of an output may have any address.
     """
     return x if x.data_ptr() % contract.ALIGNMENT == 0 else torch.empty_like(x)
 
@@ -208,7 +211,7 @@ class Caller:
     def __call__(
         self, inputs: KdaInputs, o: Tensor, final_state: Tensor | None, h: Tensor | None = None
     ) -> None:
-        """Calls `chunk_fwd`; `h` receives the intermediate states.
+        """Calls `chunk_fwd`, which writes `o`, `final_state` and the intermediate states `h`.
 
         Raises:
             BackendContractError: the backend did not return the outputs that it was given.

@@ -1,12 +1,12 @@
 """Summaries of segments over any backend that accepts an initial state and returns a final one.
 
-A segment maps a state S to ``M S + B``, with the transition ``M = prod (I - beta k k^T) Diag(e^g)``, [K, K] per value head.
-Forward calls that return final states give both::
+A segment maps a state S to ``M S + B``, with the transition ``M = prod (I - beta k k^T) Diag(e^g)``, [K, K] per value head, over
+its tokens. Forward calls that return final states give both::
 
     B = final(v, S=0),   M = final(v=0, S=I)
 
-One call gives V columns of M: one call for V = K, one with the identity padded by zero columns for V > K, ceil(K/V) calls
-for V < K. ``final(v, S=I) - B`` is not used because it cancels. Both results are as exact as the backend's final states.
+One call gives V columns of M, so M takes ceil(K/V) calls; for V > K the identity is padded by zero columns. ``final(v, S=I) - B``
+is not used, because the subtraction cancels digits. Both results are as exact as the backend's final states.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def exit_states(
     """Returns the exit states [n, HV, K, V] of n segments.
 
     Args:
-        inputs: of the whole call.
-        segments: the segments.
+        inputs: inputs of the whole call.
+        segments: the n segments.
         initial: the state at the start of each segment, [HV, K, V], or None for zeros.
         o: [B, T, HV, V], scratch memory. The first tokens are overwritten.
         call: calls the backend.
@@ -38,7 +38,7 @@ def exit_states(
         if state is not None:
             own.copy_(state)
     final = torch.empty_like(start)
-    k = tokens_of(inputs.k, segments)  # also in place of q: the outputs are not used
+    k = tokens_of(inputs.k, segments)  # also serves as q, because only final states are used
     call(segment_inputs(inputs, segments, shape, start, q=k, k=k), o.flatten(0, 1)[None, : shape.T], final)
     return final
 
@@ -66,7 +66,7 @@ def transitions_from(
 
     Args:
         final_states: maps initial states [n, HV, K, V] to final ones, with v = 0.
-        like: a tensor with the dtype and the device of states.
+        like: any tensor with the dtype and the device of states.
         n, HV, K, V: number of segments, value heads and head dimensions.
     """
     columns = torch.eye(K, -(-K // V) * V, dtype=like.dtype, device=like.device)

@@ -1,15 +1,16 @@
-"""Small integer tensors on the device, such as offsets, without a wait for the device.
+"""Copies small integer tensors, such as offsets, to the device. The host does not wait for the device.
 
-Copies are kept by content, device and stream. On another stream than its own a copy may not have finished.
+Copies are cached by content, device and stream. Other streams get a copy of their own, because they could read this one before it
+has finished.
 
 CUDA graphs:
 
-- A capture uses the copy of any stream. It begins when the device is idle, so all earlier copies have finished. A call
-  before the capture provides that copy.
-- Without an earlier copy the copies become part of the graph. The graph owns their memory, and only the host tensors that
-  they read have to be kept.
-- What a graph reads is kept until the process ends, because nothing reports the end of a graph. It is kept once per
-  content, however many graphs read it.
+- A capture uses the cached copy of any stream. It starts when the device is idle, so that copy has finished. A call before the
+  capture provides it.
+- Without a cached copy, the copy becomes part of the graph. The graph owns its memory, and this module keeps the host tensor
+  that the graph reads.
+- Tensors that a graph reads are kept until the process ends, because nothing reports the end of a graph. Graphs that read the
+  same content share one tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Integers(NamedTuple):
 
 
 class Uploaded(NamedTuple):
-    """One tensor of integers [n] on the device and its host copy. Both are shared and must not be written."""
+    """A tensor of integers [n] on the device, and the same on the host. Both are shared and must not be written."""
 
     device: Tensor
     host: Tensor
@@ -41,7 +42,7 @@ Groups = tuple[Integers, ...]
 
 
 class Uploads:
-    """A cache of uploaded integers; at most `size` groups beside those that captured graphs read."""
+    """A cache of uploaded integers. It holds at most `size` groups, and all those that captured graphs read."""
 
     def __init__(self, size: int) -> None:
         self._recent = Cache(size)
@@ -64,7 +65,7 @@ class Uploads:
         stream = torch.cuda.current_stream(device).cuda_stream
         if (known := by_stream.get(stream)) is None:
             known = by_stream[stream] = _to_device(_to_host(groups, device), device)
-            by_stream.setdefault(None, known)  # for captures: the first copy has had the most time
+            by_stream.setdefault(None, known)  # for captures: the oldest copy finishes first
         return known
 
 
@@ -77,7 +78,7 @@ def upload(values: Iterable[int], dtype: torch.dtype, device: torch.device) -> U
 
 
 def upload_groups(groups: Groups, device: torch.device) -> tuple[Uploaded, ...]:
-    """Returns what `upload` returns, for each of `groups`."""
+    """Returns the result of `upload` for each of `groups`."""
     return _uploads.get(groups, device)
 
 

@@ -1,6 +1,6 @@
 """The backend object. A call is two launches: the intra-chunk kernel over all chunks, then the chains over their records.
 
-For sequences that are cut into segments, the segments' summaries and their merge run between the two launches.
+For a call in segments, the summaries of the segments and their merge run between the two launches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sm100Backend:
             chain(inputs, outputs)
         return outputs
 
-    # ---- segments (SEGMENT_SUMMARY)
+    # ---- calls in segments (the feature SEGMENT_SUMMARY)
 
     def segment_workspace_bytes(self, shape: ProblemShape) -> int:
         return self.workspace_bytes(shape)
@@ -76,11 +76,12 @@ def device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 class IntraChunkLaunch(NamedTuple):
-    """What the shape decides about the first launch.
+    """The first launch for a shape.
 
     Attributes:
         kernel: the compiled kernel.
-        arguments: makes the kernel's argument struct from addresses; the numbers are filled in.
+        arguments: makes the kernel's argument struct from the addresses of a call. It already has the arguments that the
+            shape determines.
     """
 
     kernel: Callable[..., Any]
@@ -103,11 +104,11 @@ class IntraChunkLaunch(NamedTuple):
 
 
 class ChainLaunch(NamedTuple):
-    """What the shape decides about the second launch, which reads the records, or about the launch of summaries.
+    """A launch for a shape that reads the records: of the chain, or of the summary kernel.
 
     Attributes:
         kernel: the compiled kernel.
-        arguments: makes the kernel's argument struct from addresses; the numbers are filled in.
+        arguments: as in `IntraChunkLaunch`.
     """
 
     kernel: Callable[..., Any]
@@ -131,9 +132,9 @@ class ChainLaunch(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def launches_of(shape: ProblemShape) -> tuple[IntraChunkLaunch, ChainLaunch]:
-    """Returns the launches that serve a shape. Compiles their kernels if no call has needed them before.
+    """Returns the launches for a shape. Compiles their kernels on first use.
 
-    The cache holds the last 1024 shapes.
+    The cache holds the last 1024 results.
     """
     from kda_sm100.kernels.chain import ChainKernel
 
@@ -142,7 +143,7 @@ def launches_of(shape: ProblemShape) -> tuple[IntraChunkLaunch, ChainLaunch]:
 
 @functools.lru_cache(maxsize=1024)
 def summary_launches_of(shape: ProblemShape) -> tuple[IntraChunkLaunch, ChainLaunch]:
-    """Returns the launches that summarize the segments of a shape, as `launches_of` does."""
+    """Returns the launches that summarise the segments of a shape; otherwise as `launches_of`."""
     from kda_sm100.kernels.summary import SummaryKernel
 
     return _intra_chunk_launch(shape), _chain_launch(shape, SummaryKernel, launch_config(shape).summary)
@@ -186,8 +187,10 @@ def _chain_launch(shape: ProblemShape, kernel: type, config: object) -> ChainLau
 
 
 def _arch_of(shape: ProblemShape) -> str:
-    return ARCHS[0] if shape.arch is None else arch_of_capability(shape.arch)  # no GPU: the call is emulated
+    """Returns the target of the compiler, such as "sm_100a". A call without a GPU is emulated."""
+    return ARCHS[0] if shape.arch is None else arch_of_capability(shape.arch)
 
 
 def _offset_bytes(shape: ProblemShape) -> int:
+    """Returns the bytes of an element of cu_seqlens; 0 if sequences are not packed."""
     return 0 if shape.index_dtype is None else shape.index_dtype.itemsize

@@ -23,7 +23,7 @@ __all__ = [
     "SummaryConfig",
 ]
 
-#: Targets of the kernels. The intra-chunk kernel also compiles for sm_90a; the tests run it there.
+#: Targets of the kernels. The intra-chunk kernel also compiles for sm_90a, where the tests run it.
 ARCHS = ("sm_100a", "sm_103a")
 
 #: SMs of a B200.
@@ -35,13 +35,13 @@ CHUNKS = (64, 32)
 
 @dataclass(frozen=True)
 class IntraChunkConfig:
-    """Variant of the intra-chunk kernel; satisfies `kda_cute.records.IntraChunkConfig`.
+    """A variant of the intra-chunk kernel. It satisfies `kda_cute.records.IntraChunkConfig`.
 
     Attributes:
         chunk: tokens per chunk, one of `CHUNKS`.
         gate: form of the gate.
-        unbounded: True if log decays may lie below -5, so that the warps vote on split factors. False is the caller's
-            promise that they do not.
+        unbounded: whether log decays may lie below -5, so that the warps vote on split factors. False is the caller's
+            promise that none does.
         gate_dtype: dtype of g.
 
     Raises:
@@ -61,7 +61,7 @@ class IntraChunkConfig:
 
 @dataclass(frozen=True)
 class ChainConfig:
-    """Variant of the chain.
+    """A variant of the chain.
 
     Attributes:
         chunk: tokens per chunk, one of `CHUNKS`; the records must have the same chunk size.
@@ -80,7 +80,7 @@ class ChainConfig:
 
 @dataclass(frozen=True)
 class SummaryConfig:
-    """Variant of the summary kernel.
+    """A variant of the summary kernel.
 
     Attributes:
         chunk: tokens per chunk, one of `CHUNKS`; the records must have the same chunk size.
@@ -97,7 +97,7 @@ class SummaryConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Variant of the output kernel.
+    """A variant of the output kernel.
 
     Attributes:
         chunk: tokens per chunk, one of `CHUNKS`.

@@ -18,8 +18,7 @@ from kda_sm100.config import CHUNKS, ChainConfig, IntraChunkConfig, SummaryConfi
 class LaunchConfig:
     """The kernel variants of one call, and the size of its workspace.
 
-    Calls whose sequences are segments of longer ones use the same configuration, with `summary` besides: the workspace
-    keeps every record in any case.
+    Calls in segments use the same configuration and `summary`, because the workspace keeps every record in all calls.
 
     Attributes:
         intra_chunk: variant of the intra-chunk kernel.
@@ -51,12 +50,12 @@ class LaunchConfig:
 def launch_config(shape: ProblemShape) -> LaunchConfig:
     """Returns the launch configuration of a shape that `kda_cute.host.refusal` accepts.
 
-    The batch size does not influence the variants. A pinned call therefore needs no configuration of its own. The cache
-    holds the last 1024 shapes.
+    The variants do not depend on the batch, so a pinned call needs no configuration of its own. The cache holds the last
+    1024 results.
     """
     options = shape.options
     states = options.chunk_size if options.return_intermediate_states else 0
-    # Take the longest chunk. A chunk costs four round trips between tensor memory and registers whatever its length.
+    # Take the longest chunk: a chunk of any length costs four round trips between tensor memory and registers.
     chunk = next(C for C in CHUNKS if states % C == 0)
     intra_chunk = IntraChunkConfig(
         chunk, gate_of(shape), unbounded=not options.bounded_gate, gate_dtype=DTYPES[shape.g_dtype]

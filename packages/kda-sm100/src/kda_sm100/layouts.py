@@ -1,8 +1,8 @@
 """The workspace between the intra-chunk kernel and the chain: six arrays of chunk records.
 
 A slot holds a chunk of a sequence or is empty (`kda_cute.device.varlen`). The record of slot s and value head h has the number
-``s * HV + h``. Records are byte images of shared memory (`kda_cute.records`), so that the chain loads each array of a record
-with one bulk copy and no tensor map.
+``s * HV + h``. Records are byte images of shared memory (`kda_cute.records`), so the chain loads each array of a record with one
+bulk copy and needs no tensor map.
 
 ====  ===============  =======================================================================================
 w     ``-T Kd`` [C, K]  bf16, K-major image of a tcgen05 operand B with N = C. Negated, because the chain adds it.
@@ -22,7 +22,7 @@ from typing import Any
 
 from kda_cute.records import HEAD_DIM, require
 
-require(1, "kda-sm100")  # the record layout that the chain reads
+require(1, "kda-sm100")  # version of the record layout that the chain reads
 
 
 def slot_count(B: int, T: int, C: int, N: int | None = None) -> int:
@@ -40,12 +40,18 @@ def record_bytes(C: int) -> dict[str, int]:
 
 
 def workspace_bytes(records: int, C: int) -> int:
-    """Returns the bytes of a workspace for this number of records."""
+    """Returns the bytes of a workspace with this number of records."""
     return records * sum(record_bytes(C).values())
 
 
 def addresses(workspace: Any, records: Any, C: int) -> dict[str, Any]:
-    """Returns the start of each array. ``workspace`` and ``records`` are ints or 64-bit integers of the DSL."""
+    """Returns the address of each array in a workspace.
+
+    Args:
+        workspace: address of the workspace, an int or a 64-bit integer of the DSL.
+        records: number of records, of the same type.
+        C: tokens per chunk.
+    """
     found = {}
     for name, size in record_bytes(C).items():
         found[name] = workspace

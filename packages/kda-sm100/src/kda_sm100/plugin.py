@@ -5,7 +5,10 @@ from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm100",
-    abi=(2, 0),  # the version that this package was written for, whatever kda-core has
+    abi=(
+        2,
+        0,
+    ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     archs=frozenset({(10, 0), (10, 3)}),
     features=frozenset(
         {

@@ -1,8 +1,8 @@
 """The recurrence over chunks and the output stage as functions, for callers that have their own intra-chunk stage.
 
-The recurrence is the chain of `chunk_kda`. The chain reads chunk records. This module packs them from tensors by token in torch,
-which takes several passes over memory that `chunk_kda` does not make. Both functions copy ``cu_seqlens`` to the host, because
-the number of chunks depends on its values.
+The recurrence is the chain of `chunk_kda`, which reads chunk records. This module makes the records from tensors by token in
+torch, which takes several passes over memory that `chunk_kda` does not make. Both functions copy ``cu_seqlens`` to the host,
+because the number of chunks depends on its values.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def chunk_gated_delta_rule_fwd_h(
         v_new [B, T, HV, 128] bf16; the final states in fp32, or None.
 
     Raises:
-        ArgumentError: an argument differs from this description.
+        ArgumentError: a tensor has another shape, dtype, device or alignment, or is not contiguous; ``chunk_size`` is
+            neither 64 nor 32; or ``cu_seqlens`` does not ascend within [0, T].
         DeviceError: the tensors are not on a Blackwell GPU.
     """
     lengths = _lengths("k", k, chunk_size, cu_seqlens)
@@ -115,11 +116,10 @@ def chunk_gla_fwd_o_gk(
         chunk_size, cu_seqlens: as for `chunk_gated_delta_rule_fwd_h`.
 
     Returns:
-        o [B, T, HV, 128] bf16; rows outside sequences are 0.
+        o [B, T, HV, 128] bf16; tokens outside sequences are 0.
 
     Raises:
-        ArgumentError: an argument differs from this description.
-        DeviceError: the tensors are not on a Blackwell GPU.
+        ArgumentError, DeviceError: as for `chunk_gated_delta_rule_fwd_h`.
     """
     lengths = _lengths("v", v, chunk_size, cu_seqlens)
     (B, T, HV, D), C, H = v.shape, chunk_size, q.shape[2] if q.dim() == 4 else 0
@@ -132,7 +132,7 @@ def chunk_gla_fwd_o_gk(
     o = torch.zeros_like(v)
     slots = _slots(B, T, C, cu_seqlens, v.device)
     tokens = slots.exist.sum(1)
-    number = (tokens > 0).cumsum(0) - 1
+    number = (tokens > 0).cumsum(0) - 1  # of the state in h
     chunks = torch.stack([slots.tokens[:, 0], tokens, number, torch.zeros_like(number)], 1).int().contiguous()
 
     from kda_sm100.kernels.output import OutputArguments, OutputKernel
@@ -160,7 +160,13 @@ def chunk_gla_fwd_o_gk(
 def launch(kernel: type, config: object, tensor: Tensor, struct: type[tuple], **given: Any) -> None:
     """Launches a kernel on the device of ``tensor`` and on torch's current stream.
 
-    ``struct`` and ``given``: the kernel's argument struct and its values, as for `kda_cute.arguments.pack`.
+    Args:
+        kernel, config: kernel class and variant.
+        tensor: the leading tensor of the kernel.
+        struct, given: the kernel's argument struct and its values, as for `kda_cute.arguments.pack`.
+
+    Raises:
+        DeviceError: ``tensor`` is not on a Blackwell GPU.
     """
     arch = arch_of_device(tensor.device)
     if arch not in ARCHS:
@@ -173,9 +179,9 @@ class _Slots(NamedTuple):
     """The slots of a head.
 
     Attributes:
-        tokens: [slots, C], index in B*T of each token; 0 if it does not exist.
-        exist: [slots, C], whether the token exists.
-        last: [slots], index in B*T of the slot's last token; 0 for an empty slot.
+        tokens: [slots, C] int64, index in B*T of each token; 0 if it does not exist.
+        exist: [slots, C] bool, whether the token exists.
+        last: [slots] int64, index in B*T of the slot's last token; 0 for an empty slot.
     """
 
     tokens: Tensor
@@ -200,13 +206,14 @@ def _slots(B: int, T: int, C: int, cu_seqlens: Tensor | None, device: torch.devi
 
 
 def _records(slots: _Slots, k: Tensor, w: Tensor, u: Tensor, gk: Tensor | None, C: int) -> Tensor:
-    """Returns a workspace for the chain.
+    """Returns a workspace for the chain, with a record per slot and value head.
 
-    The chain computes o = Qd S + Aqk v_new. The records have Qd = 0 and Aqk = 1, so that o is v_new.
+    The chain computes o = Qd S + Aqk v_new. In these records Qd is zero and Aqk is the identity, so o is v_new.
     """
     count, device = len(slots.tokens) * k.shape[2], k.device
 
     def images(x: Tensor) -> Tensor:
+        """Returns x [B, T, HV, 128] as images [slots * HV, C * 128]."""
         rows = torch.where(slots.exist[..., None, None], x.flatten(0, 1)[slots.tokens], 0)
         return rows.transpose(1, 2).flatten(2).flatten(0, 1)[:, _order(C, HEAD_DIM, device)]
 
@@ -217,13 +224,13 @@ def _records(slots: _Slots, k: Tensor, w: Tensor, u: Tensor, gk: Tensor | None, 
     place = torch.empty(HEAD_DIM, dtype=torch.long, device=device)
     channel = torch.arange(HEAD_DIM, device=device)
     place[decay_offset(channel)] = channel
-    one = torch.eye(C, dtype=k.dtype, device=device).flatten()[_order(C, C, device)]
+    identity = torch.eye(C, dtype=k.dtype, device=device).flatten()[_order(C, C, device)]
     arrays = {
         "w": images(-w),
         "u": images(u),
         "qd": torch.zeros(count, C * HEAD_DIM, dtype=k.dtype, device=device),
         "kg": images(k),
-        "aqk": one.expand(count, -1).contiguous(),
+        "aqk": identity.expand(count, -1).contiguous(),
         "a": decay[:, place].contiguous(),
     }
     return torch.cat([arrays[name].view(torch.uint8).flatten() for name in layouts.record_bytes(C)])

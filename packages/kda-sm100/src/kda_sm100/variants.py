@@ -1,7 +1,6 @@
 """The variants of the kernels: all of them, and the sample that the tests and ``nox -s compile`` compile without a GPU.
 
-The sample has each form of the gate at each chunk size, with the dtype of g alternating, and every variant of the other
-kernels.
+The sample has each form of the gate at each chunk size and alternates the dtype of g. It has every variant of the other kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
     ``python -m kda_core precompile`` compiles them. ``arch``: an architecture of the spec.
     """
-    assert arch in ARCHS, arch
+    assert arch in ARCHS, arch  # the architectures of the backend's spec
     return _of(INTRA_CHUNK)
 
 

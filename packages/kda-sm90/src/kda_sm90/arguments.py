@@ -40,15 +40,15 @@ class OutputArguments(NamedTuple):
     o: Address  # [B, T, HV, 128] bf16
     final_state: Address  # [N, HV, 128, 128] fp32; in the mode summarize, the exit states
     states: Address  # [state_count, HV, 128, 128] bf16
-    workspace: Address  # see `layouts`
+    workspace: Address  # uint8, see `layouts`
 
 
 class LaunchArguments(NamedTuple):
     """Other arguments that change from call to call."""
 
-    ticket: Ticket  # differs from the tickets of earlier launches; 0: the caller has cleared the counters
+    ticket: Ticket  # no earlier launch has had it; 0: the caller has cleared the counters
     transitions: Address  # [N, HV, 128, 128] fp32; written in the mode summarize
-    state_count: int
+    state_count: int  # intermediate states per value head, over all rows of B
 
 
 class ShapeArguments(NamedTuple):
@@ -65,10 +65,10 @@ class ShapeArguments(NamedTuple):
     every: int  # chunks between intermediate states
     intra_chunk_ctas: int
     queues: int
-    depth: int  # records in the ring of a queue; where every slot has a record of its own, records in all
+    depth: int  # records in the ring of a queue; in the modes summarize and execute, records of the workspace
     scale: float
     lower_bound: float  # of the bounded gate
-    beta_factor: float  # factor on the sigmoid of beta; 0: beta as it is
+    beta_factor: float  # factor on the sigmoid of beta; 0: beta is used without a sigmoid
 
 
 #: Name and type of every argument after the tensor o, in order.
@@ -78,7 +78,7 @@ ARGUMENTS: dict[str, Any] = {
     for name, kind in get_type_hints(group).items()
 }
 
-#: Names of the contract where they differ.
+#: Names that differ in the contract.
 _CONTRACT_NAMES = {"a_log": "A_log", "offsets": "cu_seqlens", "states": "intermediate_states"}
 
 _inputs = attrgetter(*(_CONTRACT_NAMES.get(name, name) for name in InputArguments._fields))

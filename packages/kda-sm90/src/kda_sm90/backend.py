@@ -1,4 +1,4 @@
-"""The backend object. A call is one launch; a call in segments is two launches with a merge of states in between."""
+"""The backend object. A call is one launch. A call in segments is two launches, with a merge of states in between."""
 
 from __future__ import annotations
 
@@ -72,9 +72,10 @@ class Sm90Backend:
 
 
 def on_device_of(x: torch.Tensor, launch: Any, *arguments: Any) -> None:
-    """Calls ``launch(*arguments)`` with the device of x as the current device. On a CPU device the launch is emulated.
+    """Calls ``launch(*arguments)`` with the device of x as the current device. For CPU tensors (device -1) the launch is
+    emulated and needs no device.
 
-    It asks for the current device first, because entering the context of the current device again takes longer.
+    The function compares devices first, because entering the context of the current device takes longer.
     """
     device = x.get_device()
     if device < 0 or device == torch.cuda.current_device():
@@ -85,7 +86,7 @@ def on_device_of(x: torch.Tensor, launch: Any, *arguments: Any) -> None:
 
 
 class Launch(NamedTuple):
-    """A launch of a shape: the compiled kernel and the arguments that are the same in every call."""
+    """A launch for a shape: the compiled kernel, and the arguments that are the same in every call."""
 
     kernel: Callable[..., Any]
     shape_arguments: ShapeArguments
@@ -97,7 +98,7 @@ class Launch(NamedTuple):
         states = outputs.intermediate_states
         count = 0 if states is None else states.shape[0] * states.shape[1]
         m = 0 if transitions is None else transitions.data_ptr()
-        # A tuple in the order of `LaunchArguments`: to construct the named one takes 0.5 us.
+        # A plain tuple in the order of `LaunchArguments`: constructing the NamedTuple takes 0.5 us.
         launch_arguments = (next(_tickets), m, count)
         self.kernel(outputs.o, *addresses(inputs, outputs), *launch_arguments, *self.shape_arguments)
 
@@ -108,24 +109,28 @@ _tickets = itertools.count(1 + secrets.randbits(62))
 
 @functools.lru_cache(maxsize=1024)
 def launch_of(shape: ProblemShape, longest: int | None = None) -> Launch:
-    """Returns the launch for a shape; ``longest`` as in `launch_config`. Compiles its kernel on first use. Caches the
-    last 1024 results."""
+    """Returns the launch for a shape; ``longest`` as in `launch_config`. Compiles its kernel on first use.
+
+    The cache holds the last 1024 results.
+    """
     return _launch(shape, launch_config(shape, sm_count(), longest))
 
 
-#: The length of the longest packed sequence is rounded up to multiples of T / LENGTH_STEPS, so that calls of one
-#: shape share few launches.
+#: The length of the longest packed sequence is rounded up to a multiple of T / LENGTH_STEPS. Calls of one shape then
+#: share few launches.
 LENGTH_STEPS = 32
 
 
 def length_step(shape: ProblemShape) -> int:
-    """Returns the tokens to whose multiples the longest length is rounded up."""
+    """Returns the step in tokens. The longest length is rounded up to a multiple of it."""
     return -(-shape.T // LENGTH_STEPS)
 
 
 def longest_of(inputs: KdaInputs) -> int | None:
-    """Returns the tokens of the longest packed sequence, rounded up to a multiple of `length_step`. Returns None for
-    fixed lengths, and where the host does not know the lengths."""
+    """Returns the tokens of the longest packed sequence, rounded up to a multiple of `length_step`.
+
+    Returns None for sequences that are not packed, and if the host does not know the lengths.
+    """
     if inputs.cu_seqlens is None or (lengths := inputs.sequence_lengths()) is None:
         return None
     step = length_step(inputs.shape)
@@ -163,8 +168,10 @@ def _launch(shape: ProblemShape, launch: LaunchConfig) -> Launch:
 
 @functools.cache
 def sm_count() -> int:
-    """Returns the SMs of the smallest visible Hopper GPU, or those of an H100 where there is none. One number for all
-    devices gives one launch configuration and one workspace size per shape."""
+    """Returns the SMs of the smallest visible Hopper GPU; without such a GPU, those of an H100.
+
+    All devices use this number, so a shape has one launch configuration and one workspace size.
+    """
     devices = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
     return min((d.multi_processor_count for d in devices if d.major == 9), default=SMS)
 

@@ -25,12 +25,12 @@ __all__ = [
 #: The architecture that the kernel is compiled for.
 ARCH = "sm_90a"
 
-#: Threads of a CTA: three warpgroups, or 384 / (2 * chunk) intra-chunk groups.
+#: Threads of a CTA: three warpgroups in a chain CTA, or 384 / (2 * chunk) groups in an intra-chunk CTA.
 THREADS = 384
 
-#: What a launch does. ``whole``: a complete call. A call in segments has two launches. ``summarize``: runs the
-#: intra-chunk stage on all chunks, keeps their records, and computes the summary of every segment. ``execute``: runs
-#: the chains over these records from the initial states of the segments.
+#: The work of a launch. ``whole`` is a complete call. A call in segments has two launches: ``summarize`` runs the
+#: intra-chunk stage on all chunks, keeps their records, and computes the summary of every segment; ``execute`` runs the
+#: chains over these records from the true initial states of the segments.
 Mode = Literal["whole", "summarize", "execute"]
 
 #: Halves (64 columns of the state) that the chains of a mode compute: those of V, and in ``summarize`` those of the
@@ -40,20 +40,20 @@ HALVES: dict[Mode, int] = {"whole": 2, "summarize": 4, "execute": 2}
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Variant of the kernel. All other options of a call are runtime arguments.
+    """A variant of the kernel. All other options of a call are runtime arguments.
 
     Attributes:
         chunk: tokens per chunk, 32 or 64.
         warpgroups: halves of V per chain CTA. 1 gives each half its own CTA, which is faster for few sequences and
             heads; 2 shares the loads of records between both halves.
         gate: form of the gate.
-        unbounded: the log decays may lie below -5, so the columns of a block vote on split factors. False promises
-            that no log decay lies below -5.
+        unbounded: whether log decays may lie below -5, so that the columns of a block vote on split factors. False is
+            the caller's promise that none does.
         gate_dtype: dtype of g.
-        states: the kernel writes bf16 states at the start of chunks.
+        states: whether the kernel writes bf16 states at the start of chunks.
         mode: see `Mode`. ``execute`` has no gate; ``summarize`` writes no intermediate states.
-        padded: T may be larger than the end of the last packed sequence (``use_graph``), and the padding costs no
-            time. Without ``use_graph`` the option would cost time (docs/kernels/prefill.md, "What was tried").
+        padded: whether T may exceed the end of the last packed sequence (``use_graph``). The kernel then spends no time on
+            the padding. Calls without padding are faster without the option (docs/kernels/prefill.md, "What was tried").
 
     Raises:
         ValueError: the kernel has no such variant.
@@ -92,7 +92,7 @@ class PrefillConfig:
 
     @property
     def keeps_records(self) -> bool:
-        """Whether every slot has a record of its own. Otherwise each queue has a ring of records."""
+        """Whether every slot has a record of its own. If not, each queue has a ring of records."""
         return self.mode != "whole"
 
     @property

@@ -2,11 +2,11 @@
 
 This module is arithmetic on metadata. Importing it needs neither a GPU nor the DSL.
 
-The choice minimises a predicted time over chunk sizes, warpgroups per chain, and numbers of queues
+The choice minimises a predicted time over chunk sizes, warpgroups per chain CTA, and numbers of queues
 (``kernels/schedule.py``). The model has two constants per variant: the time of an intra-chunk group per chunk, and the
 time of a chain per token. Both roles run at the same time, and the chains lag one chunk behind. The constants were
-measured on an H200 (docs/kernels/prefill.md), so the shapes of those sweeps get the fastest launch. They only choose
-between launches that are all correct.
+measured on an H200 (docs/kernels/prefill.md), so the shapes of those sweeps get the fastest launch. The constants affect
+speed only: every candidate is correct.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from kda_core.contract import ProblemShape
 from kda_cute.host import DTYPES, gate_of
@@ -29,8 +29,8 @@ SMS = 132
 #: those of slow gates and those of steep gates.
 ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True): 11300}
 
-#: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain alone, or in a
-#: long call where its start does not count, is up to 15% faster.
+#: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain that runs alone, or
+#: whose start is a small part of a long call, is up to 15% faster.
 CHAIN_NS = {(64, 1): 17.0, (64, 2): 27.5, (32, 1): 25.0, (32, 2): 29.3}
 
 #: ns per token of the chains of the modes ``summarize`` and ``execute``. In ``execute`` no intra-chunk CTA runs
@@ -38,27 +38,27 @@ CHAIN_NS = {(64, 1): 17.0, (64, 2): 27.5, (32, 1): 25.0, (32, 2): 29.3}
 SUMMARIZE_NS = {(64, 1): 12.7, (64, 2): 20.0, (32, 1): 20.0, (32, 2): 25.8}
 EXECUTE_NS = {(64, 1): 15.7, (64, 2): 28.2, (32, 1): 19.6, (32, 2): 29.5}
 
-#: ns per record of all chains together in the mode ``execute``: the bandwidth of HBM. By chunk size.
+#: ns per record of all chains together in the mode ``execute``, by chunk size: the bandwidth of HBM.
 RECORD_NS = {64: 32.0, 32: 11.85}
 
-#: Factor on ITEM_NS where every record has a place of its own, because no group waits for room in a ring.
+#: Factor on ITEM_NS in the mode ``summarize``: every slot has a record of its own, so no group waits for a free one.
 KEPT = 0.93
 
 #: ns of a launch before its first item starts and after its last one ends.
 START_NS = 15000
 
-#: Records in all rings per intra-chunk group, by unbounded gate: those that the group writes, those it has claimed,
-#: and those that wait for their chain. Unbounded gates need more because their items differ in time. With fewer
-#: records groups wait for room; with more, records leave the L2 before they are read.
+#: Records in all rings per intra-chunk group, by unbounded gate: those that the group writes, those that it has claimed,
+#: and those that wait for their chain. Unbounded gates need more because the times of their items differ. With fewer
+#: records, groups wait for a free one; with more, records leave the L2 before the chain reads them.
 RECORDS_PER_GROUP = {False: 2.05, True: 2.2}
 
-#: Records of one ring, at least. The chain publishes that it has read record n only after it has requested record n + 2
+#: Least number of records of a ring. The chain publishes that it has read record n only after it has requested record n + 2
 #: (``kernels.chain.IN_FLIGHT``), so a ring of fewer than 3 records would deadlock.
 LEAST_DEPTH = 8
 
 CHUNKS = (64, 32)
 
-#: Chunk size of pinned calls (``pin``): their bits may depend neither on the rest of the batch nor on a prediction.
+#: Chunk size of pinned calls (``pin``), whose bits may depend neither on the rest of the batch nor on a prediction.
 PINNED_CHUNK = 64
 
 
@@ -90,19 +90,21 @@ class LaunchConfig:
 
     @property
     def workspace_bytes(self) -> int:
+        """Size of the workspace in bytes."""
         return layouts.workspace_bytes(self.records, self.queues, self.chunk, self.config.halves)
 
 
 @lru_cache(maxsize=1024)
 def launch_config(shape: ProblemShape, sms: int = SMS, longest: int | None = None) -> LaunchConfig:
-    """Returns the launch with the smallest predicted time. Caches the last 1024 results.
+    """Returns the launch with the smallest predicted time. The cache holds the last 1024 results.
 
     Args:
         shape: a shape that the backend serves.
         sms: SMs of the device, at least 2.
-        longest: tokens of the longest packed sequence, where the host knows them. Otherwise, and for fixed lengths,
-            all sequences count as equally long. It changes the time of a call, and without ``pin`` the last bits of its
-            result. Every launch of a shape serves all lengths, within `workspace_bytes`.
+        longest: tokens of the longest packed sequence; None if the host does not know them, or if sequences are not
+            packed. The model then takes all sequences as equally long. The argument changes the time of a call, and
+            without ``pin`` the last bits of its result. Every launch of a shape serves all lengths, within
+            `workspace_bytes`.
     """
     chunks = _chunks(shape)
     if shape.options.pin and PINNED_CHUNK in chunks:
@@ -131,7 +133,8 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS) -> int:
     for chunk, warpgroups in CHAIN_NS:
         model = _model(shape, chunk, warpgroups, sms)
         if model.most:
-            # One more queue rounds up by less than one record. The groups that it displaces free more than that.
+            # Each queue rounds its records up, by less than one. An additional queue displaces intra-chunk groups, which
+            # need more records than that. So these totals bound the records for every number of queues.
             rings = max(math.ceil(per_group * sms * groups_of(chunk)), model.most * LEAST_DEPTH)
             records = min(rings, model.most * _most_depth(shape, model, model.most))
             found = max(found, layouts.workspace_bytes(records, model.most, chunk))
@@ -147,28 +150,41 @@ class SegmentLaunchConfigs:
 
     @property
     def workspace_bytes(self) -> int:
+        """Size in bytes of the workspace, which both launches share."""
         return max(self.summarize.workspace_bytes, self.execute.workspace_bytes)
 
 
 @lru_cache(maxsize=1024)
 def segment_launch_configs(shape: ProblemShape, sms: int = SMS) -> SegmentLaunchConfigs:
-    """Returns the launches for N segments packed along T on a device of at least 4 SMs. Caches the last 1024 results."""
+    """Returns the launches for N segments packed along T, on a device of at least 4 SMs.
+
+    The cache holds the last 1024 results.
+    """
     candidates = []
     for chunk in _chunks(shape):
         summarize, execute = (
-            [_model(shape, chunk, warpgroups, sms, mode=mode) for warpgroups in (1, 2)]
+            _fastest([_model(shape, chunk, warpgroups, sms, mode=mode) for warpgroups in (1, 2)])
             for mode in ("summarize", "execute")
         )
-        candidates.append((_fastest(summarize), _fastest(execute)))
-    total_ns = lambda pair: sum(model.total_ns(queues) for model, queues in pair)
-    (first, first_queues), (second, second_queues) = min(candidates, key=total_ns)
-    records = first.items + 1  # the last one takes the items of slots without a chunk
-    summarize_config = PrefillConfig(first.chunk, first.warpgroups, mode="summarize", **_gate(shape))
+        candidates.append((summarize, execute))
+    summarize, execute = min(candidates, key=lambda both: sum(choice.total_ns for choice in both))
+    records = summarize.model.items + 1  # the last one takes the items of slots without a chunk
     states = shape.options.return_intermediate_states
-    execute_config = PrefillConfig(second.chunk, second.warpgroups, mode="execute", states=states)
     return SegmentLaunchConfigs(
-        LaunchConfig(summarize_config, first.intra_chunk_ctas(first_queues), first_queues, records),
-        LaunchConfig(execute_config, 0, second_queues, records),
+        summarize=LaunchConfig(
+            PrefillConfig(
+                summarize.model.chunk, summarize.model.warpgroups, mode="summarize", **_gate(shape)
+            ),
+            summarize.model.intra_chunk_ctas(summarize.queues),
+            summarize.queues,
+            records,
+        ),
+        execute=LaunchConfig(
+            PrefillConfig(execute.model.chunk, execute.model.warpgroups, mode="execute", states=states),
+            0,
+            execute.queues,
+            records,
+        ),
     )
 
 
@@ -182,7 +198,7 @@ def predicted_ns(
     longest: int | None = None,
     mode: Mode = "whole",
 ) -> float:
-    """Returns the device time of a launch in ns that the model predicts; ``longest`` as in `launch_config`."""
+    """Returns the predicted device time of a launch in ns; ``longest`` as in `launch_config`."""
     return _model(shape, chunk, warpgroups, sms, longest, mode).total_ns(queues)
 
 
@@ -200,8 +216,8 @@ class _Model:
 
     Attributes:
         chunk, warpgroups, mode: the kind of launch.
-        most: the largest number of queues: one more would leave no SM to the intra-chunk stage, or have no sequence.
-            0 where one chain needs more CTAs than the device has.
+        most: largest number of queues, which leaves an SM to the intra-chunk stage and gives each queue a sequence. 0 if
+            one chain needs more CTAs than the device has.
         items: slots of all value heads.
         longest: chunks of the longest sequence.
         sms: SMs of the device.
@@ -224,7 +240,7 @@ class _Model:
     least_ns: float
 
     def intra_chunk_ctas(self, queues: int) -> int:
-        """Returns the CTAs of the intra-chunk stage: all that the chains leave, at most as many as there is work for."""
+        """Returns the CTAs of the intra-chunk stage: all that the chains leave, but no more than have work."""
         free = self.sms - queues * self.chain_ctas
         return max(1, min(free, -(-self.items // groups_of(self.chunk))))
 
@@ -233,25 +249,26 @@ class _Model:
         return max(1, self.longest, -(-self.items // queues))
 
     def intra_chunk_ns(self, queues: int) -> float:
-        """Returns the time of the intra-chunk stage. It never falls as queues are added."""
+        """Returns the time of the intra-chunk stage in ns. It never falls as queues are added."""
         if not self.item_ns:
             return self.least_ns
         groups = self.intra_chunk_ctas(queues) * groups_of(self.chunk)
         return max(1.0, self.items / groups) * self.item_ns
 
     def chains_ns(self, queues: int) -> float:
-        """Returns the time of the chains. It never rises as queues are added."""
+        """Returns the time of the chains in ns. It never rises as queues are added."""
         return self.width(queues) * self.chain_ns
 
     def total_ns(self, queues: int) -> float:
+        """Returns the time of the launch in ns."""
         return START_NS + self.item_ns + max(self.intra_chunk_ns(queues), self.chains_ns(queues))
 
     def best(self) -> int:
         """Returns the number of queues with the smallest time.
 
-        Of equal times it takes the fewest queues, which leaves most SMs to the intra-chunk stage; in the mode
-        ``execute`` it takes as many as fit. The time of one role rises and the other falls, so their maximum is
-        smallest where they cross.
+        Of equal times it takes the fewest queues, which leaves most SMs to the intra-chunk stage. In the mode ``execute``
+        it takes as many as fit. As queues are added, the time of one role rises and that of the other falls, so their
+        maximum is smallest where they cross.
         """
         if not self.item_ns:
             return self.most
@@ -259,7 +276,9 @@ class _Model:
         cross = bisect_left(numbers, True, key=lambda n: self.intra_chunk_ns(n) >= self.chains_ns(n))
         if cross == 0:
             return 1
-        before = self.chains_ns(cross)  # with `cross` queues, the last number where the chains are slower
+        before = self.chains_ns(
+            cross
+        )  # `cross` is the last number of queues with which the chains are slower
         if cross < self.most and self.intra_chunk_ns(cross + 1) < before:
             return cross + 1
         return 1 + bisect_left(numbers, True, hi=cross, key=lambda n: self.chains_ns(n) <= before)
@@ -293,10 +312,22 @@ def _model(
     )
 
 
-def _fastest(models: list[_Model]) -> tuple[_Model, int]:
-    """Returns the model with the smallest time, the first of equals, and its number of queues."""
-    choices = [(model, model.best()) for model in models if model.most > 0]
-    return min(choices, key=lambda choice: choice[0].total_ns(choice[1]))
+class _Choice(NamedTuple):
+    """A kind of launch and its number of queues."""
+
+    model: _Model
+    queues: int
+
+    @property
+    def total_ns(self) -> float:
+        """The predicted time of the launch in ns."""
+        return self.model.total_ns(self.queues)
+
+
+def _fastest(models: list[_Model]) -> _Choice:
+    """Returns the choice with the smallest predicted time, the first of equals. At least one model has `most` > 0."""
+    choices = [_Choice(model, model.best()) for model in models if model.most > 0]
+    return min(choices, key=lambda choice: choice.total_ns)
 
 
 def _chunks(shape: ProblemShape) -> list[int]:
@@ -315,5 +346,5 @@ def _gate(shape: ProblemShape) -> dict[str, Any]:
 
 
 def _most_depth(shape: ProblemShape, model: _Model, queues: int) -> int:
-    """Returns the largest useful ring depth: the slots of a queue. One packed sequence may hold all tokens of a head."""
+    """Returns the largest useful ring depth: the slots of a queue. A packed sequence may have all the tokens of a head."""
     return model.items // shape.HV if shape.varlen else model.width(queues)

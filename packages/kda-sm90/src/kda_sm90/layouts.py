@@ -1,8 +1,8 @@
 """Workspace of a launch: six arrays of chunk records, the states that chains pass on, and counters.
 
-A chunk record holds the operands of one chunk of one value head. `kernels.schedule` defines which chunk uses which
-record: each queue has a ring of records, or each slot has a record of its own. Records are byte images of shared
-memory, so the chain loads each array with one bulk copy and needs no tensor map.
+A chunk record holds the operands of one chunk of one value head. `kernels.schedule` maps chunks to records: each queue
+has a ring of records, or each slot has a record of its own. Records are byte images of shared memory, so the chain loads
+each array with one bulk copy and needs no tensor map.
 
 ====  ===============  =======================================================================================
 kd    ``-Kd`` [C, K]    bf16, K-major image of a wgmma B operand with N = C. Negated: the chain adds it to v.
@@ -32,7 +32,7 @@ import torch
 from kda_cute.records import decay_offset, image_offset, require
 from kda_sm90.config import HEAD_DIM
 
-require(1, "kda-sm90")  # the version of the record layout that the chain reads
+require(1, "kda-sm90")  # version of the record layout that the chain reads
 
 #: Counters per line of 128 bytes. Counters that different CTAs write lie in different lines of the L2.
 LINE = 32
@@ -83,7 +83,7 @@ def slot_count(B: int, T: int, C: int, N: int | None = None) -> int:
 
 
 def record_bytes(C: int) -> dict[str, int]:
-    """Returns the bytes of a record in each array, in memory order."""
+    """Returns the bytes of a record in each array, in memory order. C: tokens per chunk."""
     wide, square = 2 * C * HEAD_DIM, 2 * C * C
     return {"kd": wide, "qd": wide, "kg": wide, "aqk": square, "t": square, "a": 4 * HEAD_DIM}
 
@@ -110,13 +110,14 @@ def workspace_bytes(records: int, queues: int, C: int, halves: int = 2) -> int:
 
 
 def split_workspace(buffer: torch.Tensor, records: int, queues: int, C: int, halves: int = 2) -> Workspace:
-    """Returns the arrays in a buffer.
+    """Returns the arrays in a buffer, as views.
 
     Args:
         buffer: uint8 [at least ``workspace_bytes``], aligned to 128 bytes.
+        records, queues, C, halves: number of records and queues, tokens per chunk, and `PrefillConfig.halves`.
 
     Raises:
-        ValueError: the buffer has another dtype or rank, is too short, or is not aligned.
+        ValueError: the buffer is not 1-D uint8, is too short, or is not aligned.
     """
     need = workspace_bytes(records, queues, C, halves)
     if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or buffer.numel() < need:
@@ -124,9 +125,9 @@ def split_workspace(buffer: torch.Tensor, records: int, queues: int, C: int, hal
             f"workspace: expected at least {need} bytes of uint8 in one dimension, "
             f"got {tuple(buffer.shape)} of {buffer.dtype}"
         )
-    if misaligned := buffer.data_ptr() % 128:
+    if buffer.data_ptr() % 128:
         raise ValueError(
-            f"workspace: expected an address that is a multiple of 128, got {misaligned} above one"
+            f"workspace: expected an address that is a multiple of 128, got {buffer.data_ptr():#x}"
         )
     views, start = [], 0
     for dtype, shape in _arrays(records, queues, C, halves).values():

@@ -1,11 +1,14 @@
-"""What kda-core reads to list this backend. Importing it needs neither a GPU nor the CuTe DSL."""
+"""The spec by which kda-core lists this backend. Importing the module needs neither a GPU nor the CuTe DSL."""
 
 from kda_core import install
 from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm90",
-    abi=(2, 0),  # what this package was written for, not what kda-core happens to have
+    abi=(
+        2,
+        0,
+    ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     archs=frozenset({(9, 0)}),
     features=frozenset(
         {
