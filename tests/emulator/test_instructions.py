@@ -181,6 +181,22 @@ def test_saturation_clamps_to_0_and_1_and_turns_nan_into_0():
         assert lanewise(text, "f32", a, *more).tolist() == want.view(np.uint32).tolist()
 
 
+@pytest.mark.parametrize(
+    ("rounding", "expected"), [("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil)]
+)
+def test_floats_round_to_integral_floats(rounding, expected):
+    ties = np.array([0.5, 1.5, -0.5, -1.5, 2.5, -2.25, 7.75, 1e9, -1e-3, 3.0, -3.0, 0.1], np.float32)
+    x = np.concatenate([floats(3)[:20], ties])
+    found = lanewise(f"cvt.{rounding}.f32.f32 {{d}}, {{0}};", "f32", x)
+    np.testing.assert_array_equal(found.view(np.float32), expected(x))
+
+
+def test_a_prefetch_into_a_cache_accesses_nothing():
+    x = np.zeros(32, np.uint64)  # no memory is there
+    found = lanewise("prefetch.global.L2 [{0}]; prefetch.global.L1 [{0}]; mov.b64 {d}, {0};", "b64", x)
+    assert not found.any()
+
+
 def test_bf16x2_products_round_once():
     r = np.random.default_rng(12)
     halves = [torch.from_numpy(r.standard_normal((32, 2)).astype(np.float32)).bfloat16() for _ in range(2)]

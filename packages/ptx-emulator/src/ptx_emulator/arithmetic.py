@@ -558,17 +558,20 @@ def _isspacep(d: Decoder, i: Instruction) -> Execute:
     return check
 
 
+#: Roundings to an integral value.
+_INTEGRAL: dict[str, Function] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
 def _from_float(d: Decoder, modifiers: tuple[str, ...], result: str) -> Callable[[Array], Array]:
     """Build a conversion of floats to integers. NaN becomes 0, or for 64 bits the top bit alone."""
-    rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-    name = next((x for x in modifiers if x in rounding), None)
+    name = next((x for x in modifiers if x in _INTEGRAL), None)
     if name is None:
         d.refuse("cvt of a float to an integer: expected .rni, .rzi, .rmi or .rpi")
     info = np.iinfo(DTYPES[result])
     nan = -(2.0**63) if result == "s64" else 2.0**63 if result == "u64" else 0.0
 
     def convert(x: Array) -> Array:
-        y = np.nan_to_num(rounding[name](x.astype(np.float64)), nan=nan, posinf=np.inf, neginf=-np.inf)
+        y = np.nan_to_num(_INTEGRAL[name](x.astype(np.float64)), nan=nan, posinf=np.inf, neginf=-np.inf)
         clipped = [
             min(max(int(v) if np.isfinite(v) else (info.max if v > 0 else info.min), info.min), info.max)
             for v in y
@@ -605,6 +608,11 @@ def _cvt(d: Decoder, i: Instruction) -> Execute:
     elif kind[0] in "us" and result in ("f32", "f64"):
         d.only(rest, "rn")
         convert = lambda x: x.astype(DTYPES[result])
+    elif kind == result == "f32" and rest and rest[0] in _INTEGRAL:
+        d.only(rest[1:], "ftz")
+        integral = _INTEGRAL[rest[0]]
+        flushed = floats.flush if "ftz" in rest else lambda x: x
+        convert = lambda x: floats.canonical(integral(flushed(x)))
     elif (kind, result) in (("f32", "f64"), ("f64", "f32"), ("f16", "f32")):
         d.only(rest, "rn", "ftz")
         ftz = "ftz" in rest

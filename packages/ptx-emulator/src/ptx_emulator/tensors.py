@@ -449,9 +449,12 @@ def bulk_store(d: Decoder, i: Instruction, operation: str = "", kind: str = "b32
 
 @handler("prefetch")
 def _prefetch(d: Decoder, i: Instruction) -> Execute:
-    """`prefetch.tensormap`: only checks that the address holds a valid tensor map."""
-    d.only(i.modifiers, "tensormap")
+    """`prefetch.tensormap`: only checks that the address holds a valid tensor map. `prefetch.global` to a cache has no effect: a
+    prefetch accesses no memory, so any address is allowed."""
     base, offset = d.address(i.operands[0], "b64")
+    if i.modifiers in (("global", "L1"), ("global", "L2")):
+        return lambda w, lanes: None
+    d.only(i.modifiers, "tensormap")
 
     def prefetch(w: Warp, lanes: int) -> None:
         for address in addresses(w, base, offset, lanes).tolist():
