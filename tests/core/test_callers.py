@@ -276,7 +276,7 @@ REFUSED = {
     "`chunk_indices`": (chunk_kda, {"chunk_indices": None}, UnknownArgumentError, "Leave it out"),
     "`cp_context`": (chunk_kda, {"cp_context": types.SimpleNamespace()}, ArgumentError, "cp_context"),
     "`A_log`, `dt_bias` without `use_gate_in_kernel`": (chunk_kda, gate_parameters(), ArgumentError, "use_gate_in_kernel"),
-    "`lower_bound` without a gate or a promise": (fused_recurrent_kda, {"lower_bound": -5.0}, ArgumentError, "lower_bound"),
+    "`lower_bound` without `use_gate_in_kernel` or `safe_gate`": (fused_recurrent_kda, {"lower_bound": -5.0}, ArgumentError, "lower_bound"),
     "`use_graph` without `cu_seqlens`": (chunk_kda, {"use_graph": True}, ArgumentError, "use_graph"),
     "`max_num_seqs` without `use_graph`": (chunk_kda, {"max_num_seqs": 2}, ArgumentError, "max_num_seqs"),
     "Dtype of states": (fused_recurrent_kda, {"initial_state": states(dtype=BF16)}, DtypeError, "torch.float32"),
@@ -289,7 +289,7 @@ REFUSED = {
         chunk_kda, {"cu_seqlens": cu(0, 15, 40), "cu_seqlens_cpu": cu(0, 16, 40)}, ArgumentError, "15 at 1, got 16",
     ),
     "`chunk_size`": (chunk_kda, {"chunk_size": 16}, ValueError, "`chunk_size` must be either 32 or 64"),
-    "Padding with gradients": (
+    "Padding of `fused_recurrent_kda` with gradients": (
         fused_recurrent_kda, {"cu_seqlens": cu(0, 15, 39), "v": READY["v"].clone().requires_grad_()},
         ArgumentError, "a last value of T=40",
     ),
