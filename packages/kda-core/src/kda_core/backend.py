@@ -99,10 +99,38 @@ class Backend(Protocol):
 
 
 class SupportsBackward(Protocol):
-    """Optional; requires `Feature.BACKWARD`."""
+    """The backward of a backend that declares `Feature.BACKWARD`, unless it has the methods of `SupportsBackwardInto`."""
 
     def chunk_bwd(self, inputs: KdaInputs, grad_o: Tensor, grad_final_state: Tensor | None) -> KdaGradients:
         """Returns the gradients of sum(o * grad_o) + sum(final_state * grad_final_state) in every floating-point input."""
+        ...
+
+
+@runtime_checkable
+class SupportsBackwardInto(Protocol):
+    """The backward of a backend that declares `Feature.BACKWARD`, in memory that core allocates. Since ABI 2.1."""
+
+    def backward_workspace_bytes(self, shape: ProblemShape) -> int:
+        """Returns the bytes of scratch memory that `chunk_bwd_into` needs for this shape, 0 for none."""
+        ...
+
+    def chunk_bwd_into(
+        self,
+        inputs: KdaInputs,
+        grad_o: Tensor,
+        grad_final_state: Tensor | None,
+        gradients: KdaGradients,
+        workspace: Tensor,
+    ) -> None:
+        """Computes the gradients of sum(o * grad_o) + sum(final_state * grad_final_state).
+
+        Args:
+            grad_o: [B, T, HV, V], dtype of q, contiguous and aligned to `kda_core.contract.ALIGNMENT`.
+            grad_final_state: like the final states, or None for zeros.
+            gradients: written, for every token that belongs to a sequence; shapes and dtypes of `inputs`. Rows of other tokens are
+                zero already and must stay zero.
+            workspace: [`backward_workspace_bytes`] uint8, written.
+        """
         ...
 
 

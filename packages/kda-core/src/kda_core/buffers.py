@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kda_core.contract import (
     ALIGNMENT,
+    FLOAT_TENSORS,
+    KdaGradients,
     KdaInputs,
     KdaOutputs,
     ProblemShape,
@@ -67,6 +69,20 @@ def make_inputs(tensors: Sequence[Tensor | None], shape: ProblemShape, *, align:
         "initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "shape": shape,
     }  # fmt: skip
     return unchecked(KdaInputs, values)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Returns `x`, or a copy that is contiguous and starts at a multiple of `ALIGNMENT`."""
+    return x if x.is_contiguous() and not (x.data_ptr() or 1) % ALIGNMENT else _copied(x, True)
+
+
+def allocate_gradients(inputs: KdaInputs) -> KdaGradients:
+    """Returns uninitialised gradients of the floating-point inputs, with their shapes and dtypes. They are zeros if tokens may
+    belong to no sequence (`ProblemShape.may_end_early`)."""
+    new = torch.zeros_like if inputs.shape.may_end_early else torch.empty_like
+    tensors = {name: getattr(inputs, name) for name in FLOAT_TENSORS}
+    gradients: dict[str, Any] = {name: None if x is None else new(x) for name, x in tensors.items()}
+    return KdaGradients(**gradients)
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kda_core import flops, gradients, registry
 from kda_core.arguments import KINDS, N_TENSORS, Arguments, checked
-from kda_core.backend import SupportsBackward
-from kda_core.buffers import GivenOutputs, allocate_outputs, make_inputs
+from kda_core.backend import SupportsBackward, SupportsBackwardInto
+from kda_core.buffers import GivenOutputs, aligned, allocate_gradients, allocate_outputs, make_inputs
 from kda_core.call import ResolvedCall, execute, look_up, resolve
 from kda_core.contract import (
     FLOAT_TENSORS,
@@ -173,9 +173,17 @@ def _chunk_bwd(
         args = args._replace(backend=gradients.backend_of(served))
     call = _resolved(args._replace(context_parallel="off"))
     inputs = make_inputs(args.tensors, call.shape)
-    backend = cast(SupportsBackward, call.choice.backend)  # the choice has checked its features
+    grad_o, grad_final_state = (
+        aligned(grad_o),
+        None if grad_final_state is None else aligned(grad_final_state),
+    )
     with torch.inference_mode(False), torch.no_grad():  # a backend may use autograd, which may be off here
-        grads = backend.chunk_bwd(inputs, grad_o.contiguous(), grad_final_state)
+        if isinstance(backend := call.choice.backend, SupportsBackwardInto):
+            grads = allocate_gradients(inputs)
+            workspace = grad_o.new_empty(backend.backward_workspace_bytes(call.shape), dtype=torch.uint8)
+            backend.chunk_bwd_into(inputs, grad_o, grad_final_state, grads, workspace)
+        else:  # the choice has checked that it has one of the two
+            grads = cast(SupportsBackward, backend).chunk_bwd(inputs, grad_o, grad_final_state)
     registry.notify(call.choice.spec.name, "chunk_bwd", call.shape.device_type)
     return tuple(
         grad_o.new_empty(0) if x is None else getattr(grads, name).reshape(x.shape).to(x.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kda_core.backend import BackendSpec, PlannerSpec
+from kda_core.backend import BackendSpec, PlannerSpec, SupportsBackwardInto
 from kda_core.contract import INPUT_DTYPES, Feature, dtype_name
 
 
@@ -55,6 +55,8 @@ def target_problem(spec: BackendSpec | PlannerSpec, made: object) -> str | None:
         needed = ["can_run", "workspace_bytes", "compile", "chunk_fwd"]
         needed += [method for feature, method in _METHODS.items() if feature in spec.features]
     missing = [name for name in needed if not callable(getattr(made, name, None))]
+    if missing == ["chunk_bwd"] and isinstance(made, SupportsBackwardInto):
+        return None
     return f"{type(made).__name__} has no {', '.join(missing)}" if missing else None
 
 

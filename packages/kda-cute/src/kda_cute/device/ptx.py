@@ -115,6 +115,12 @@ def absolute(x: Float32, *, loc=None, ip=None) -> Float32:
     return inline_ptx("abs.f32 $0, $1;", [Float32], [x], False, loc, ip)[0]
 
 
+@dsl_user_op
+def float_of_bits(bits: Int32, *, loc=None, ip=None) -> Float32:
+    """Returns the fp32 with these bits."""
+    return Float32(llvm.bitcast(T.f32(), bits.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
 def select(condition, x, y):
     """Returns x where the condition holds, else y (one DSL type), without a branch."""
     return type(x)(select_(condition, x, y))
@@ -345,6 +351,27 @@ def store_global_x4(address: Int64, values, *, keep: bool = False, loc=None, ip=
 def store_global(address: Int64, value, *, loc=None, ip=None) -> None:
     """Stores one 32-bit value."""
     inline_ptx("st.global.b32 [$0], $1;", [], [address, value], True, loc, ip)
+
+
+@dsl_user_op
+def store_global_if(address: Int64, value, valid, *, loc=None, ip=None) -> None:
+    """Stores one 32-bit value; no access unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.b32 [$0], $1; }"
+    inline_ptx(text, [], [address, value, Int32(valid)], True, loc, ip)
+
+
+@dsl_user_op
+def store_global_f32_if(address: Int64, value: Float32, valid, *, loc=None, ip=None) -> None:
+    """Stores one fp32; no access unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.f32 [$0], $1; }"
+    inline_ptx(text, [], [address, value, Int32(valid)], True, loc, ip)
+
+
+@dsl_user_op
+def store_global_u16(address: Int64, value: Int32, valid, *, loc=None, ip=None) -> None:
+    """Stores the low 16 bits of a value; no access unless ``valid``."""
+    text = "{ .reg .pred p; .reg .b16 low, high; setp.ne.s32 p, $2, 0; mov.b32 {low, high}, $1; @p st.global.b16 [$0], low; }"
+    inline_ptx(text, [], [address, value, Int32(valid)], True, loc, ip)
 
 
 @dsl_user_op

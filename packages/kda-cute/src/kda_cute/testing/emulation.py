@@ -10,13 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from kda_core.backend import Backend
-from kda_core.contract import Feature, KdaInputs, KdaOutputs, ProblemShape
+from kda_core.backend import Backend, SupportsBackwardInto
+from kda_core.contract import Feature, KdaGradients, KdaInputs, KdaOutputs, ProblemShape
 from kda_core.reference import SPEC as REFERENCE_SPEC
 from kda_core.registry import REGISTRY
 from kda_cute import kernels_made_by
 
-OPTIONAL = ("segment_workspace_bytes", "summarize", "merge_segments", "execute_segments")
+OPTIONAL = (
+    "segment_workspace_bytes", "summarize", "merge_segments", "execute_segments",
+    "backward_workspace_bytes", "chunk_bwd_into",
+)  # fmt: skip
 
 
 class EmulatedBackend:
@@ -53,7 +56,10 @@ class EmulatedBackend:
         """Calls a method of the backend with its launches emulated."""
         import ptx_emulator
 
-        parts = [vars(x).values() if isinstance(x, KdaInputs | KdaOutputs) else (x,) for x in arguments]
+        parts = [
+            vars(x).values() if isinstance(x, KdaInputs | KdaOutputs | KdaGradients) else (x,)
+            for x in arguments
+        ]
         tensors = [x for part in parts for x in part if isinstance(x, Tensor)]
         with (
             kernels_made_by(ptx_emulator.load),
@@ -78,7 +84,11 @@ def emulated(name: str, arch: str, **options: Any) -> Iterator[None]:
     """
     spec = REGISTRY.find(name).spec
     stand_in = EmulatedBackend(REGISTRY.load(spec), arch, options)
-    features = spec.features - {Feature.BACKWARD.value, Feature.RECURRENT.value}
+    features = spec.features - {Feature.RECURRENT.value}
+    if not isinstance(
+        stand_in, SupportsBackwardInto
+    ):  # the memory of another backward is unknown to the emulator
+        features -= {Feature.BACKWARD.value}
     last = REFERENCE_SPEC.priority - 1
     changed = replace(spec, archs=frozenset({"cpu"}), features=features, priority=last)
     with REGISTRY.replaced(changed, stand_in, f"emulated {arch}, on the CPU"):
