@@ -26,7 +26,8 @@ def launch(config: PrefillConfig, o: torch.Tensor, **named: Any) -> None:
     assert given.keys() <= ARGUMENTS.keys(), given.keys() - ARGUMENTS.keys()
     value = lambda x: x.data_ptr() if torch.is_tensor(x) else x or 0
     get_kernel(PrefillKernel, config, ARCH)(o, *(value(given.get(name)) for name in ARGUMENTS))
-    torch.cuda.synchronize()
+    if o.is_cuda:
+        torch.cuda.synchronize()
 
 
 def record_places(firsts: list[int], slots: int, heads: int, queues: int) -> tuple[torch.Tensor, int]:

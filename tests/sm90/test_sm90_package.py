@@ -23,10 +23,10 @@ def test_backend_is_listed_on_every_machine():
     assert info.spec is SPEC
 
 
-def test_spec_declares_every_feature_of_prefill():
+def test_spec_declares_every_feature_but_decode():
     assert SPEC.archs == {HOPPER}
     assert SPEC.unavailable is None
-    assert SPEC.features == {f.value for f in Feature} - {"backward", "recurrent"}
+    assert SPEC.features == {f.value for f in Feature} - {"recurrent"}
     assert SPEC.dtypes == {"bfloat16"} and SPEC.head_dims == {(HEAD_DIM, HEAD_DIM)}
 
 
@@ -61,8 +61,16 @@ def test_unsupported_calls_are_refused_with_the_reason():
     half = x | {n: x[n].half() for n in ("q", "k", "v")}
     with pytest.raises(BackendUnsupportedError, match="dtype float16; serves bfloat16"):
         chunk_kda(**half, backend="sm90")
-    with pytest.raises(BackendUnsupportedError, match="backward"):
-        chunk_kda(**x | {"v": x["v"].clone().requires_grad_()}, backend="sm90")
+
+
+@pytest.mark.arch(HOPPER)
+def test_backend_serves_training_on_a_hopper_gpu():
+    x = prefill("cuda")
+    leaves = {"v": x["v"].clone().requires_grad_()}
+    with record_calls() as calls:
+        chunk_kda(**x | leaves)[0].float().sum().backward()
+    assert [(c.backend, c.entry) for c in calls] == [("sm90", "chunk_fwd"), ("sm90", "chunk_bwd")]
+    assert leaves["v"].grad.isfinite().all()
 
 
 @pytest.mark.arch(HOPPER)

@@ -71,7 +71,7 @@ class ShapeArguments(NamedTuple):
     beta_factor: float  # factor on the sigmoid of beta; 0: beta is used without a sigmoid
 
 
-#: Name and type of every argument after the tensor o, in order.
+#: Name and type of every argument after the leading tensor, in order.
 ARGUMENTS: dict[str, Any] = {
     name: kind
     for group in (InputArguments, OutputArguments, LaunchArguments, ShapeArguments)

@@ -30,12 +30,14 @@ THREADS = 384
 
 #: The work of a launch. ``whole`` is a complete call. A call in segments has two launches: ``summarize`` runs the
 #: intra-chunk stage on all chunks, keeps their records, and computes the summary of every segment; ``execute`` runs the
-#: chains over these records from the true initial states of the segments.
-Mode = Literal["whole", "summarize", "execute"]
+#: chains over these records from the true initial states of the segments. A backward has two as well: ``recompute`` is a
+#: call that keeps its records, and stores states and residuals in place of outputs; ``reverse`` runs the chains of the
+#: backward over these records, from the last chunk of every sequence to the first.
+Mode = Literal["whole", "summarize", "execute", "recompute", "reverse"]
 
 #: Halves (64 columns of the state) that the chains of a mode compute: those of V, and in ``summarize`` those of the
 #: transition M as well.
-HALVES: dict[Mode, int] = {"whole": 2, "summarize": 4, "execute": 2}
+HALVES: dict[Mode, int] = {"whole": 2, "summarize": 4, "execute": 2, "recompute": 2, "reverse": 2}
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class PrefillConfig:
             the caller's promise that none does.
         gate_dtype: dtype of g.
         states: whether the kernel writes bf16 states at the start of chunks.
-        mode: see `Mode`. ``execute`` has no gate; ``summarize`` writes no intermediate states.
+        mode: see `Mode`. ``execute`` and ``reverse`` have no gate; ``summarize`` writes no intermediate states;
+            ``recompute`` and ``reverse`` have chunks of 64 and always write states.
         padded: whether T may exceed the end of the last packed sequence (``use_graph``). The kernel then spends no time on
             the padding. Calls without padding are faster without the option (docs/kernels/prefill.md, "What was tried").
 
@@ -76,14 +79,18 @@ class PrefillConfig:
         if self.gate == "softplus" and not self.unbounded:
             raise ValueError("unbounded: softplus gates are unbounded; set unbounded=True, got False")
         gate = self.gate, self.unbounded, self.gate_dtype
-        if self.mode == "execute" and gate != ("bounded", False, "bfloat16"):
+        if self.reads_records and gate != ("bounded", False, "bfloat16"):
             raise ValueError(
-                "mode: 'execute' has no gate; leave gate, unbounded and gate_dtype at their defaults, "
+                f"mode: {self.mode!r} has no gate; leave gate, unbounded and gate_dtype at their defaults, "
                 f"got {self.gate!r}, {self.unbounded} and {self.gate_dtype!r}"
             )
         if self.mode == "summarize" and self.states:
             raise ValueError(
                 "states: mode 'summarize' writes no intermediate states; expected False, got True"
+            )
+        if self.mode in ("recompute", "reverse") and (self.chunk, self.states) != (64, True):
+            raise ValueError(
+                f"mode: {self.mode!r} needs chunk=64 and states=True, got chunk={self.chunk} and states={self.states}"
             )
         if self.mode != "whole" and self.padded:
             raise ValueError(
@@ -96,6 +103,33 @@ class PrefillConfig:
         return self.mode != "whole"
 
     @property
+    def reads_records(self) -> bool:
+        """Whether an earlier launch has written all records, so that the launch has no intra-chunk stage."""
+        return self.mode in ("execute", "reverse")
+
+    @property
+    def step(self) -> int:
+        """Direction in which a chain runs through the chunks of a sequence: 1, or -1 in the mode ``reverse``."""
+        return -1 if self.mode == "reverse" else 1
+
+    @property
     def halves(self) -> int:
         """Halves of state columns that the chains compute (`HALVES`)."""
         return HALVES[self.mode]
+
+
+@dataclass(frozen=True)
+class GradientsConfig:
+    """Variant of the kernel that computes the gradients of chunks (`kernels.gradients`).
+
+    Attributes:
+        gate, unbounded, gate_dtype: as in `PrefillConfig`.
+    """
+
+    gate: Gate = "bounded"
+    unbounded: bool = False
+    gate_dtype: GateDtype = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.gate == "softplus" and not self.unbounded:
+            raise ValueError("unbounded: softplus gates are unbounded; set unbounded=True, got False")

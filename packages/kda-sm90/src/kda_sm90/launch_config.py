@@ -38,6 +38,18 @@ CHAIN_NS = {(64, 1): 17.0, (64, 2): 27.5, (32, 1): 25.0, (32, 2): 29.3}
 SUMMARIZE_NS = {(64, 1): 12.7, (64, 2): 20.0, (32, 1): 20.0, (32, 2): 25.8}
 EXECUTE_NS = {(64, 1): 15.7, (64, 2): 28.2, (32, 1): 19.6, (32, 2): 29.5}
 
+#: ns per token of the chains of a backward, which have chunks of 64. Not measured yet: those of the forward.
+RECOMPUTE_NS = {(64, 1): 17.0, (64, 2): 27.5}
+REVERSE_NS = {(64, 1): 17.0, (64, 2): 29.0}
+
+TOKEN_NS: dict[Mode, dict[tuple[int, int], float]] = {
+    "whole": CHAIN_NS,
+    "summarize": SUMMARIZE_NS,
+    "execute": EXECUTE_NS,
+    "recompute": RECOMPUTE_NS,
+    "reverse": REVERSE_NS,
+}
+
 #: ns per record of all chains together in the mode ``execute``, by chunk size: the bandwidth of HBM.
 RECORD_NS = {64: 32.0, 32: 11.85}
 
@@ -188,6 +200,20 @@ def segment_launch_configs(shape: ProblemShape, sms: int = SMS) -> SegmentLaunch
     )
 
 
+@lru_cache(maxsize=1024)
+def backward_launch_configs(shape: ProblemShape, sms: int = SMS) -> tuple[LaunchConfig, LaunchConfig]:
+    """Returns the launches (recompute, reverse) of a backward, with chunks of 64 tokens and the same records. Caches the last 1024
+    results."""
+    found = []
+    for mode in ("recompute", "reverse"):
+        model, queues = _fastest([_model(shape, 64, warpgroups, sms, mode=mode) for warpgroups in (1, 2)])
+        gate = _gate(shape) if mode == "recompute" else {}
+        config = PrefillConfig(64, model.warpgroups, states=True, mode=mode, **gate)
+        ctas = model.intra_chunk_ctas(queues) if mode == "recompute" else 0
+        found.append(LaunchConfig(config, ctas, queues, model.items + 1))
+    return found[0], found[1]
+
+
 def predicted_ns(
     shape: ProblemShape,
     chunk: int,
@@ -293,10 +319,11 @@ def _model(
     mode: Mode = "whole",
 ) -> _Model:
     chain_ctas = HALVES[mode] // warpgroups
-    free = sms if mode == "execute" else sms - 1
+    reads_records = mode in ("execute", "reverse")
+    free = sms if reads_records else sms - 1
     slots = layouts.slot_count(shape.B, shape.T, chunk, shape.N if shape.varlen else None)
     item_ns = ITEM_NS[chunk, not shape.options.bounded_gate]
-    token_ns = {"whole": CHAIN_NS, "summarize": SUMMARIZE_NS, "execute": EXECUTE_NS}[mode]
+    token_ns = TOKEN_NS[mode]
     return _Model(
         chunk=chunk,
         warpgroups=warpgroups,
@@ -306,9 +333,9 @@ def _model(
         longest=-(-slots // max(shape.N, 1)) if longest is None else -(-longest // chunk),
         sms=sms,
         chain_ctas=chain_ctas,
-        item_ns={"whole": 1.0, "summarize": KEPT, "execute": 0.0}[mode] * item_ns,
+        item_ns=0.0 if reads_records else (1.0 if mode == "whole" else KEPT) * item_ns,
         chain_ns=chunk * token_ns[chunk, warpgroups],
-        least_ns=slots * shape.HV * RECORD_NS[chunk] if mode == "execute" else 0.0,
+        least_ns=slots * shape.HV * RECORD_NS[chunk] if reads_records else 0.0,
     )
 
 

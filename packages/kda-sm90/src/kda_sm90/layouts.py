@@ -180,6 +180,11 @@ def square_layout(C: int, stages: int) -> Any:
     return _b_layout("K_SW64" if C == 32 else "K_SW128", C, C, stages)
 
 
+def transposed_square_layout(C: int, stages: int) -> Any:
+    """Returns the CuTe layout (C, C, stages) of aqk and t as MN-major B operands, reduced over their rows."""
+    return _b_layout("MN_SW64" if C == 32 else "MN_SW128", C, C, stages)
+
+
 def _b_layout(kind: str, n: int, k: int, stages: int) -> Any:
     """Returns the layout (n, k, stages) of swizzle atoms with rows of 64 or 128 bytes, repeated along the strided
     mode first and along the contiguous mode last."""

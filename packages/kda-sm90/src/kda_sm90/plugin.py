@@ -7,7 +7,7 @@ SPEC = BackendSpec(
     name="sm90",
     abi=(
         2,
-        0,
+        1,
     ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     archs=frozenset({(9, 0)}),
     features=frozenset(
@@ -25,6 +25,7 @@ SPEC = BackendSpec(
             "intermediate_states",
             "pin",
             "graph",
+            "backward",
             "segment_summary",
         }
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from kda_sm90.config import ARCH, GateDtype, PrefillConfig
+from kda_sm90.config import ARCH, GateDtype, GradientsConfig, PrefillConfig
 
 GATES: tuple[dict[str, Any], ...] = (
     {"gate": "bounded"},
@@ -37,9 +37,23 @@ SUMMARIZE = tuple(
 EXECUTE = tuple(
     PrefillConfig(*chain, states=states, mode="execute") for chain, states in product(CHAINS, (False, True))
 )
-ALL = WHOLE + SUMMARIZE + EXECUTE
+#: The launches of a backward.
+RECOMPUTE = tuple(
+    PrefillConfig(64, warpgroups, gate_dtype=dtype, states=True, mode="recompute", **gate)
+    for warpgroups, gate, dtype in product((1, 2), GATES, DTYPES)
+)
+REVERSE = tuple(PrefillConfig(64, warpgroups, states=True, mode="reverse") for warpgroups in (1, 2))
+GRADIENTS = tuple(GradientsConfig(gate_dtype=dtype, **gate) for gate, dtype in product(GATES, DTYPES))
+ALL: tuple[PrefillConfig | GradientsConfig, ...] = (
+    *WHOLE,
+    *SUMMARIZE,
+    *EXECUTE,
+    *RECOMPUTE,
+    *REVERSE,
+    *GRADIENTS,
+)
 
-SAMPLE = (
+SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
     *(
         PrefillConfig(chunk, warpgroups, gate_dtype=DTYPES[i // 2 % 2], states=i % 2 > 0, **gate)
         for i, ((chunk, warpgroups), gate) in enumerate(product(CHAINS, GATES))
@@ -47,6 +61,9 @@ SAMPLE = (
     *(PrefillConfig(*chain, padded=True) for chain in CHAINS),
     *SUMMARIZE[:: len(GATES) * 2],
     *EXECUTE[::2],
+    *RECOMPUTE[:: len(GATES) * 2],
+    *REVERSE,
+    *GRADIENTS[:: len(DTYPES) * 2],
 )
 
 
@@ -61,9 +78,11 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
     return _pairs(ALL)
 
 
-def _pairs(configs: tuple[PrefillConfig, ...]) -> list[tuple[type, object]]:
+def _pairs(configs: tuple[PrefillConfig | GradientsConfig, ...]) -> list[tuple[type, object]]:
     from kda_cute.device.merge_states import MERGES, MergeKernel
+    from kda_sm90.kernels.gradients import GradientsKernel
     from kda_sm90.kernels.prefill import PrefillKernel
 
-    pairs: list[tuple[type, object]] = [(PrefillKernel, config) for config in configs]
+    kernels: dict[type, type] = {PrefillConfig: PrefillKernel, GradientsConfig: GradientsKernel}
+    pairs: list[tuple[type, object]] = [(kernels[type(config)], config) for config in configs]
     return [*pairs, *((MergeKernel, config) for config in MERGES)]

@@ -81,6 +81,7 @@ forever.
 """
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
@@ -109,11 +110,11 @@ IN_FLIGHT = 2
 CHAIN_REGISTERS, OTHER_REGISTERS = 224, 56
 
 
-def shared_storage(config: PrefillConfig, operands, early, late, stores):
+def shared_storage(config: PrefillConfig, stages, early, late, stores):
     """Returns the ``cute.struct`` of a chain's shared memory.
 
     Args:
-        operands: names of the arrays of a record that the chain loads.
+        stages: stages of each array of a record that the chain loads.
         early, late: stages of the rings.
         stores: whether the chain stores O.
 
@@ -121,22 +122,21 @@ def shared_storage(config: PrefillConfig, operands, early, late, stores):
     """
     C, wgs = config.chunk, config.warpgroups
     image = lambda count: cute.struct.Align[cute.struct.MemRange[BFloat16, count], 1024]
-    operand = lambda name, count: image(count if name in operands else 0)
+    operand = lambda name, count: image(stages.get(name, 0) * count)
     mbarriers = lambda count: cute.struct.MemRange[Int64, count]
+    decays = stages["a"] * HEAD_DIM
 
     @cute.struct
     class SharedStorage:
-        kd: operand("kd", early * C * HEAD_DIM)
-        qd: operand("qd", early * C * HEAD_DIM)
-        t: operand("t", late * C * C)
-        kg: operand("kg", late * C * HEAD_DIM)
-        aqk: operand("aqk", late * C * C)
+        kd: operand("kd", C * HEAD_DIM)
+        qd: operand("qd", C * HEAD_DIM)
+        t: operand("t", C * C)
+        kg: operand("kg", C * HEAD_DIM)
+        aqk: operand("aqk", C * C)
         v: image(early * wgs * C * HALF)
         o: image(wgs * C * HALF if stores else 0)
         state: image(wgs * HALF * HEAD_DIM if config.states else 0)
-        a: cute.struct.Align[
-            cute.struct.MemRange[Float32, early * HEAD_DIM], 128
-        ]  # `decay_units` relies on it
+        a: cute.struct.Align[cute.struct.MemRange[Float32, decays], 128]  # `decay_units` relies on it
         o_free: mbarriers(wgs)
         early_full: mbarriers(early)
         early_empty: mbarriers(early)
@@ -161,6 +161,15 @@ class Chain:
 
     #: Arrays of a record in each ring, in the order of their loads.
     EARLY, LATE = ("kd", "qd", "a"), ("t", "kg", "aqk")
+    #: Layout of each matrix of a record as the B operand of the chain's products.
+    LAYOUTS: ClassVar = {
+        "kd": operand_layout,
+        "qd": operand_layout,
+        "kg": kg_layout,
+        "aqk": square_layout,
+        "t": square_layout,
+    }
+    StoreWarp = StoreWarp
     STORES = True  # whether the chain has an output O and intermediate states
 
     def __init__(self, config: PrefillConfig, room: int):
@@ -169,10 +178,12 @@ class Chain:
         self.warpgroups = config.warpgroups
         self.bytes = record_bytes(self.chunk)
         self.v_bytes = 2 * self.chunk * HALF * config.warpgroups  # of an early stage
-        self.store_warp = StoreWarp(config)
+        self.store_warp = self.StoreWarp(config)
         for self.early_depth, self.late_depth in STAGES:
-            operands = (*self.EARLY, *self.LATE)
-            self.storage = shared_storage(config, operands, self.early_depth, self.late_depth, self.STORES)
+            self.stages = dict.fromkeys(self.EARLY, self.early_depth) | dict.fromkeys(
+                self.LATE, self.late_depth
+            )
+            self.storage = shared_storage(config, self.stages, self.early_depth, self.late_depth, self.STORES)
             self.shared_bytes = self.storage.size_in_bytes()
             if self.shared_bytes <= room:
                 break
@@ -235,12 +246,9 @@ class Chain:
 
     def tiles(self, storage):
         """Returns the tensors (N, K, stages) of the B operands in shared memory, by name."""
-        layouts = {"kd": operand_layout, "qd": operand_layout, "kg": kg_layout}
-        layouts |= {"aqk": square_layout, "t": square_layout}
-        stages = dict.fromkeys(self.EARLY, self.early_depth) | dict.fromkeys(self.LATE, self.late_depth)
         tiles = {}
-        for name in (name for name in stages if name in layouts):
-            layout = layouts[name](self.chunk, stages[name])
+        for name in (name for name in self.stages if name in self.LAYOUTS):
+            layout = self.LAYOUTS[name](self.chunk, self.stages[name])
             tiles[name] = getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
         return tiles
 
@@ -269,7 +277,7 @@ class Chain:
                 while ready <= c:
                     ready = self.chunks_ready(ring, part, c)
                 if lane == 0:
-                    record = schedule.record(ring, part.number + c)
+                    record = schedule.record(ring, part.number + c * sched.step)
                     self.load_record(smem, records, record, early, late)
                 early.advance()
                 late.advance()
@@ -292,7 +300,7 @@ class Chain:
     def chunks_ready(self, ring, part, c):
         """Returns a number of chunks of the part, from its first one, whose records are ready. It is above c only if
         the record of c is ready."""
-        if self.config.mode == "execute":  # an earlier launch has written all records
+        if self.config.reads_records:  # an earlier launch has written all records
             return part.chunks
         return c + schedule.count_ready(ring, part.number + c, cutlass.min(part.chunks - c, 32))
 
@@ -346,7 +354,7 @@ class Chain:
             source += pitch * (part.first * self.chunk)
             for c in cutlass.range(part.chunks + 1, unroll=1):
                 barriers.wait(smem.early_empty, early)
-                valid = self.valid_rows(part.length - (part.first + c) * self.chunk, half)
+                valid = self.valid_rows(part.length - (part.first + c * sched.step) * self.chunk, half)
                 if c == part.chunks:  # the trailing stage: zeros
                     valid = Int32(0)
                 image_of_half = smem.v + early.index * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
@@ -354,7 +362,7 @@ class Chain:
                     row = start + first
                     to = image_of_half + row * (2 * HALF) + ((unit % 8) ^ (row % 8)) * 16  # swizzled
                     ptx.cp_async_x4(to, source + pitch * row, row < valid)
-                source += pitch * self.chunk
+                source += pitch * (self.chunk * sched.step)
                 ptx.cp_async_arrive(Int32((smem.early_full + early.index).toint()))
                 early.advance()
             end = part.begin
@@ -572,8 +580,8 @@ class Chain:
     @cute.jit
     def load_state(self, sched, queue: Int32, args, carry: Int64, part, thr):
         """Loads the state at the start of a part: that of the previous queue, the initial state, or zeros."""
-        if part.first > 0:
-            self.acquire_carry(sched, queue - 1, carry, thr)
+        if part.continues:
+            self.acquire_carry(sched, queue - sched.step, carry, thr)
         else:
             self.load_initial_state(args, part, thr)
 

@@ -70,9 +70,7 @@ def fill_identity(half, thread, acc):
 def load_v(shared, thread, chunk, acc):
     """Loads an accumulator [64, chunk] from the transpose of the image [chunk, 64] of v. An ldmatrix loads 16 tokens by
     the warp's 16 rows of V, as four 8x8 matrices: matrix m has tokens 8 (m // 2) and rows 8 (m % 2) on."""
-    warp, lane = thread // 32, thread % 32
-    matrix, token = lane // 8, lane % 8
-    place = shared + (8 * (matrix // 2) + token) * (2 * HALF) + ((2 * warp + matrix % 2) ^ token) * 16
+    place = _matrix_address(shared, thread)
     for i in range(chunk // 16):
         for j, pair in enumerate(ptx.ldmatrix_x4(place + i * (16 * 2 * HALF), transpose=True)):
             acc[8 * i + 2 * j], acc[8 * i + 2 * j + 1] = cute.arch.inline_ptx(
@@ -80,6 +78,28 @@ def load_v(shared, thread, chunk, acc):
                 write_only_types=[Float32, Float32],
                 read_only_args=[pair],
             )
+
+
+def load_transposed(shared, thread, chunk, words):
+    """Loads an operand [64, chunk], as 32-bit words, from the transpose of an image [chunk, 64]; see `load_v`."""
+    place = _matrix_address(shared, thread)
+    for i in range(chunk // 16):
+        for j, pair in enumerate(ptx.ldmatrix_x4(place + i * (16 * 2 * HALF), transpose=True)):
+            words[4 * i + j] = pair
+
+
+def _matrix_address(shared, thread):
+    """Returns the row address that a thread passes to the ldmatrix of the first 16 tokens of an image [tokens, 64]."""
+    warp, lane = thread // 32, thread % 32
+    matrix, token = lane // 8, lane % 8
+    return shared + (8 * (matrix // 2) + token) * (2 * HALF) + ((2 * warp + matrix % 2) ^ token) * 16
+
+
+def words_of(operand):
+    """Returns a bf16 register tensor as 32-bit words."""
+    return cute.make_tensor(
+        cute.recast_ptr(operand.iterator, dtype=Int32), cute.make_layout(cute.size(operand) // 2)
+    )
 
 
 def load_decays(address):

@@ -28,6 +28,8 @@ from kda_sm90.arguments import ARGUMENTS, Address, Ticket
 from kda_sm90.config import THREADS, PrefillConfig
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
+from kda_sm90.kernels.recompute import RecomputeChain
+from kda_sm90.kernels.reverse import ReverseChain
 from kda_sm90.kernels.summary import SummaryChain
 from kda_sm90.layouts import CARRY_BYTES, record_bytes
 
@@ -36,6 +38,15 @@ SHARED_BYTES = 227 * 1024  # largest shared memory of a CTA on sm_90
 #: `ARGUMENTS` with the types of the DSL.
 TYPES = {Address: Int64, Ticket: Int64, int: Int32, float: Float32}
 Arguments = NamedTuple("Arguments", [(name, TYPES[kind]) for name, kind in ARGUMENTS.items()])
+
+#: The chain of each mode.
+CHAINS = {
+    "whole": Chain,
+    "summarize": SummaryChain,
+    "execute": Chain,
+    "recompute": RecomputeChain,
+    "reverse": ReverseChain,
+}
 
 #: Buffers for the claimed items of a group, and their bytes. Three are in use at a time: of the item to publish, the item
 #: to compute, and the item claimed next. A power of two, because the turn's low bits choose the buffer.
@@ -46,7 +57,7 @@ FIRST_GROUP = 1
 
 
 class PrefillKernel:
-    """Takes o as a tensor, which determines the device and the stream, and the values of `ARGUMENTS`.
+    """Takes a leading tensor, which determines the device and the stream, and the values of `ARGUMENTS`.
 
     Sequences are rows of B (N = B), or with offsets they are packed along T (B = 1).
     """
@@ -59,8 +70,7 @@ class PrefillKernel:
     def __init__(self, config: PrefillConfig):
         self.config = config
         self.intra_chunk = IntraChunk(config)
-        chain = SummaryChain if config.mode == "summarize" else Chain
-        self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
+        self.chain = CHAINS[config.mode](config, SHARED_BYTES - schedule.TABLE_BYTES)
         self.groups = THREADS // self.intra_chunk.threads
         self.group_bytes = self.intra_chunk.layout.bytes + ITEMS * ITEM_BYTES
         self.chain_ctas = config.halves // config.warpgroups  # per queue
@@ -108,7 +118,7 @@ class PrefillKernel:
         cute.arch.sync_threads()
         sched = schedule.with_width(sched, table, THREADS // 32)
         queue, half = index // self.chain_ctas, index % self.chain_ctas * self.config.warpgroups
-        if const_expr(self.config.mode == "execute"):  # noqa: SIM114 - decided at compile time
+        if const_expr(self.config.reads_records):  # noqa: SIM114 - decided at compile time
             self.chain.run(shared, args, records, carry, sched, queue, half)
         elif index < chains:
             self.chain.run(shared, args, records, carry, sched, queue, half)

@@ -81,7 +81,7 @@ def schedule(config, offsets, offset_bytes, N, T, HV, queues, depth, counters):
         T = end_of_last(SimpleNamespace(offsets=offsets, offset_bytes=offset_bytes, N=N, T=T))
     span = slots(config.chunk, offset_bytes, N, T)
     return SimpleNamespace(
-        chunk=config.chunk, keeps_records=config.keeps_records, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T,
+        chunk=config.chunk, keeps_records=config.keeps_records, step=config.step, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T,
         queues=queues, depth=depth, counters=counters, span=span, total=HV * span,
     )  # fmt: skip
 
@@ -128,8 +128,12 @@ def range_of(s, queue):
 
     ``queues * width`` may exceed the line. The shortage is at its start: the last queue ends where the line ends, and the
     first queues are short or empty. The second part of a task has the highest numbers of its queue. In a short queue these
-    would be low, so its chain would reach that part too early. The first non-empty queue has no second part.
+    would be low, so its chain would reach that part too early. The first non-empty queue has no second part. In reverse the
+    last queues are short or empty, for the same reason.
     """
+    if s.step < 0:
+        low = cutlass.min(Int64(queue) * s.width, Int64(s.total))
+        return Int32(low), Int32(cutlass.min(low + s.width, Int64(s.total)))
     high = cutlass.max(Int64(s.total) - Int64(s.queues - 1 - queue) * s.width, Int64(0))
     return Int32(cutlass.max(high - s.width, Int64(0))), Int32(high)
 
@@ -271,9 +275,11 @@ def first_task(s, queue: Int32):
     """Returns (head, sequence, high, low): the first task of a queue, and the queue's range [low, high) in the line.
     A whole warp calls it."""
     low, high = range_of(s, queue)
-    last = cutlass.max(high - 1, 0)
-    head = last // s.span
-    slot = last - head * s.span
+    first = cutlass.max(high - 1, 0)
+    if cutlass.const_expr(s.step < 0):
+        first = cutlass.min(low, s.total - 1)
+    head = first // s.span
+    slot = first - head * s.span
     n = slot // cute.ceil_div(s.T, s.chunk)
     if s.offset_bytes > 0:
         n = owner(s, slot)
@@ -282,11 +288,17 @@ def first_task(s, queue: Int32):
 
 @cute.jit
 def next_task(s, head: Int32, n: Int32):
-    """Returns (head, sequence) of the task that a chain executes next: the one before in the line."""
-    n -= 1
-    if n < 0:
-        n = s.N - 1
-        head -= 1
+    """Returns (head, sequence) of the task that a chain executes next: the one before in the line, in reverse the next."""
+    if cutlass.const_expr(s.step < 0):
+        n += 1
+        if n == s.N:
+            n = Int32(0)
+            head += 1
+    else:
+        n -= 1
+        if n < 0:
+            n = s.N - 1
+            head -= 1
     return head, n
 
 
@@ -299,29 +311,47 @@ def _part(s, head: Int32, n: Int32, end: Int32, low: Int32, high: Int32):
     first = cutlass.max(begin - head_start - slot, 0)
     chunks = cutlass.min(cute.ceil_div(length, s.chunk) - first, end - begin)
     number = begin if s.keeps_records else high - end
-    return begin, token, length, first, cutlass.max(chunks, 0), Int32(end < head_start + after), number
+    cut = Int32(end < head_start + after)
+    return begin, token, length, first, cutlass.max(chunks, 0), cut, number, Int32(first > 0)
+
+
+@cute.jit
+def _reverse_part(s, head: Int32, n: Int32, end: Int32, low: Int32, high: Int32):
+    """Returns the same as `_part`. ``end`` and the part's begin are mirrored in the middle of the queue."""
+    token, length, slot, after = task(s, n)
+    head_start = head * s.span
+    start = low + high - end
+    stop = cutlass.max(cutlass.min(head_start + after, high), start + 1)
+    before = cutlass.max(start - head_start - slot, 0)  # chunks of the sequence in the queue before
+    chunks = cutlass.max(cutlass.min(cute.ceil_div(length, s.chunk), stop - head_start - slot) - before, 0)
+    first = before + cutlass.max(chunks, 1) - 1
+    cut, continues = Int32(before > 0), Int32(stop < head_start + after)
+    return low + high - stop, token, length, first, chunks, cut, head_start + slot + first, continues
 
 
 def part(s, head, n, end, low, high):
-    """Returns the part of task (head, n) that ends before slot ``end`` of the line, in the queue [low, high).
+    """Returns the part of task (head, n) that ends before slot ``end`` of the line, in the queue [low, high). In reverse,
+    positions are mirrored in the middle of the queue: a chain counts down from ``high`` to ``low`` as well.
 
     Fields:
         sequence, head: the task.
         token: first token of the sequence in B*T.
         length: tokens of the sequence.
-        first: index in the sequence of the part's first chunk.
-        chunks: chunks of the part, in its first slots; 0 or more. Further slots have no chunk.
-        number: number of its first slot.
+        first: index in the sequence of the chunk that the chain executes first. The others follow in steps of ``s.step``.
+        chunks: chunks of the part; 0 or more. Further slots have no chunk.
+        number: number of the slot of the first chunk.
         begin: its first slot in the line.
-        cut: whether the next queue continues the sequence.
+        cut: whether the chain of another queue continues the sequence.
+        continues: whether the part continues what the chain of another queue began.
 
     A role visits the parts of a queue by `first_task` with ``end = high``, then ``end = part.begin`` and `next_task` while
     ``end > low``.
     """
-    begin, token, length, first, chunks, cut, number = _part(s, head, n, end, low, high)
+    find = _part if s.step > 0 else _reverse_part
+    begin, token, length, first, chunks, cut, number, continues = find(s, head, n, end, low, high)
     return SimpleNamespace(
         sequence=n, head=head, token=token, length=length, first=first, chunks=chunks, number=number,
-        begin=begin, cut=cut > 0,
+        begin=begin, cut=cut > 0, continues=continues > 0,
     )  # fmt: skip
 
 

@@ -117,3 +117,31 @@ class StoreWarp:
             values = [ptx.load_shared_x4(shared + r * pitch + ((unit ^ (r % 8)) * 16), Int32) for r in batch]
             for r, value in zip(batch, values, strict=True):
                 ptx.store_global_evict_first_x4(address + stride * r + unit * 16, value, r < valid)
+
+
+class EachChunkStoreWarp(StoreWarp):
+    """Copies what the chains of ``recompute`` and ``reverse`` publish for every chunk: a state, then a matrix [C, 64]."""
+
+    @cute.jit
+    def store_part(self, smem, sched, part, args, half, wg):
+        """Copies the chunks of a part, in the order of the chain."""
+        o_row = Int64(args.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
+        o_chunk = args.o + (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
+        o_chunk += o_row * (part.first * self.chunk)
+        slot = part.number - part.head * sched.span
+        for c in cutlass.range(part.chunks, unroll=1):
+            barriers.arrive(NamedBarrier.STATE_FREE, wg)
+            barriers.sync(NamedBarrier.STATE_READY, wg)
+            self.store_state(smem.state + wg * self.state_bytes, args, slot + c * sched.step, part.head, half)
+            barriers.sync(NamedBarrier.O_READY, wg)
+            valid = part.length - (part.first + c * sched.step) * self.chunk
+            self.copy_rows(smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, o_chunk, o_row, valid)
+            o_chunk += o_row * (self.chunk * sched.step)
+            self.release_o(smem, wg)
+
+    def store_state(self, shared: Int32, args, slot, head, half):
+        """Copies half of a state [K, V], as image, to a slot of the bf16 states."""
+        matrix = args.states + (Int64(slot) * args.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
+        self.copy_rows(
+            shared, HEAD_DIM, 2 * HALF, matrix + half * (2 * HALF), Int64(2 * HEAD_DIM), Int32(HEAD_DIM)
+        )

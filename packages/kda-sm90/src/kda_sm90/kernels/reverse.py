@@ -1,0 +1,161 @@
+"""The chain of the mode ``reverse``: the recurrence of the backward, from the last chunk of a sequence to the first.
+
+With dO of a chunk, its record (Kd, Qd, Kg, Aqk, T, a), and dS', the gradient of the state behind the chunk:
+
+    Y^T  = dO^T Aqk + dS'^T Kg^T         dX^T = Y^T T
+    dS^T = dS'^T diag(a) + dO^T Qd - dX^T Kd
+
+dX is the gradient of v, and dS the gradient of the state before the chunk. The recurrence is the mirror image of the forward's:
+the same records, five products of the same sizes, and three dependent steps. It needs neither v nor the states.
+
+The roles, rings and barriers are those of `chain`. What differs:
+
+========================= ======================== =======================================================================
+                          forward                  here
+========================= ======================== =======================================================================
+``v`` of the arguments    v                        dO, the gradient of the outputs
+``o``                     O                        dX, of the chunk itself instead of the one before
+``initial_state``         initial state            gradient of the final state
+``final_state``           final state              gradient of the initial state
+``states``                before some chunks       dS' behind every chunk, [slots of a head, HV, K, V] whatever ``v_first``
+early ring                Kd, Qd, a, v             Aqk, Kg, dO
+late ring                 Kg, Aqk, T               Qd, T, Kd, a
+========================= ======================== =======================================================================
+
+A record has the same bytes; only the major mode of four operands differs, because the products sum over the other index. dO^T is
+loaded from shared memory as a register operand, so that no operand A lies in shared memory.
+
+**Issue order of a chunk**:
+
+    tensor core                       ALU of the warpgroup
+    Y  = dO Aqk + dS' Kg              store dS', publish it; load decays, decay dS
+    dS += dO Qd                       wait for Y, release the early stage, round Y
+    X  = Y T                          wait for both, load dO of the next chunk; round dX
+    dS -= dX Kd                       store dX, publish it; wait for dS, release the late stage, round dS
+"""
+
+from types import SimpleNamespace
+from typing import ClassVar
+
+import cutlass
+from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.pipeline import PipelineUserType
+
+from kda_cute.records import decay_start
+from kda_sm90.config import HEAD_DIM
+from kda_sm90.kernels import barriers, fragments, schedule
+from kda_sm90.kernels.barriers import WARPGROUP, NamedBarrier
+from kda_sm90.kernels.chain import Chain
+from kda_sm90.kernels.fragments import HALF
+from kda_sm90.kernels.store import EachChunkStoreWarp
+from kda_sm90.layouts import kg_layout, operand_layout, transposed_square_layout
+
+
+class ReverseChain(Chain):
+    """The chain over dO and kept records, in descending order of the chunks."""
+
+    EARLY, LATE = ("aqk", "kg"), ("qd", "t", "kd", "a")
+    LAYOUTS: ClassVar = {
+        "kg": operand_layout,
+        "kd": kg_layout,
+        "qd": kg_layout,
+        "aqk": transposed_square_layout,
+        "t": transposed_square_layout,
+    }
+    StoreWarp = EachChunkStoreWarp
+
+    @cute.jit
+    def chain(self, smem, sched, queue: Int32, tiles, args, carry: Int64, half: Int32):
+        """Runs the recurrence over every part of the queue."""
+        thr = self.thread_view(smem, tiles, half)
+        early, late = self.rings(PipelineUserType.Consumer)
+        o_phase = Int32(0)
+        head, n, high, low = schedule.first_task(sched, queue)
+        end = high
+        while end > low:
+            part = schedule.part(sched, head, n, end, low, high)
+            self.load_state(sched, queue, args, carry, part, thr)
+            fragments.round_to_bf16(thr.accS, thr.tCrS)
+            barriers.wait(smem.early_full, early)
+            self.load_grad_o(early, thr)
+            for _ in cutlass.range(part.chunks, unroll=1):
+                warpgroup.wait_group(0)  # as in `Chain.chain`
+                early, late, o_phase = self.reverse_chunk(smem, thr, early, late, o_phase)
+            barriers.release(smem.early_empty + early.index)  # the stage without bytes
+            early.advance()
+            self.store_state(sched, queue, args, carry, part, thr)
+            end = part.begin
+            head, n = schedule.next_task(sched, head, n)
+
+    def thread_view(self, smem, tiles, half):
+        """Returns the calling thread's place, its fragments, and its addresses of dO and of the decays in stage 0."""
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread % WARPGROUP
+        mma_state = self.tiled_mma(OperandMajorMode.MN, HEAD_DIM)
+        mma_tokens = self.tiled_mma(OperandMajorMode.K, self.chunk)
+        mma_transposed = self.tiled_mma(OperandMajorMode.MN, self.chunk)
+        operand = lambda mma, name: mma.make_fragment_B(mma.get_slice(thread).partition_B(tiles[name]))
+        return SimpleNamespace(
+            wg=wg,
+            index=thread,
+            half=half + wg,
+            mma_state=mma_state,
+            mma_tokens=mma_tokens,
+            mma_transposed=mma_transposed,
+            tCsAqk=operand(mma_transposed, "aqk"),
+            tCsKg=operand(mma_tokens, "kg"),
+            tCsT=operand(mma_transposed, "t"),
+            tCsQd=operand(mma_state, "qd"),
+            tCsKd=operand(mma_state, "kd"),
+            accX=cute.make_rmem_tensor(
+                mma_tokens.partition_shape_C((HALF, self.chunk)), Float32
+            ),  # Y, then dX
+            accS=cute.make_rmem_tensor(mma_state.partition_shape_C((HALF, HEAD_DIM)), Float32),
+            tCrS=cute.make_rmem_tensor(mma_tokens.partition_shape_A((HALF, HEAD_DIM)), BFloat16),
+            tCrX=cute.make_rmem_tensor(mma_state.partition_shape_A((HALF, self.chunk)), BFloat16),
+            tCrO=cute.make_rmem_tensor(mma_state.partition_shape_A((HALF, self.chunk)), BFloat16),
+            v=smem.v + wg * (self.chunk * HALF * 2),
+            a=smem.a + decay_start(thread % 32 % 4),
+        )
+
+    def reverse_chunk(self, smem, thr, early, late, o_phase):
+        """Runs one chunk in the issue order of the module's docstring. Returns both rings and the phase of dX for the next
+        chunk, whose dO it has loaded."""
+        steps, channels = range(self.chunk // 16), range(HEAD_DIM // 16)
+        self.gemm(thr.mma_transposed, thr.accX, thr.tCrO, thr.tCsAqk, early, steps, zero=True)
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKg, early, channels)
+        self.publish_state(smem, Int32(0), thr)  # [K, V], whatever the states of the call
+        barriers.wait(smem.late_full, late)
+        fragments.multiply_columns(thr.accS, fragments.load_decays(thr.a + late.index * (4 * HEAD_DIM)))
+        self.gemm(thr.mma_state, thr.accS, thr.tCrO, thr.tCsQd, late, steps)
+        warpgroup.wait_group(1)  # Y
+        barriers.release(smem.early_empty + early.index)
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        self.gemm(thr.mma_transposed, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
+        early.advance()
+        barriers.wait(smem.early_full, early)
+        warpgroup.wait_group(0)  # dX, and dO^T Qd, which reads dO
+        self.load_grad_o(early, thr)
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKd, late, steps)
+        cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
+        self.publish_o(smem, thr)
+        warpgroup.wait_group(0)
+        barriers.release(smem.late_empty + late.index)
+        fragments.round_to_bf16(thr.accS, thr.tCrS)
+        late.advance()
+        return early, late, o_phase ^ 1
+
+    def load_grad_o(self, early, thr):
+        """Loads dO^T of a stage as a register operand."""
+        fragments.load_transposed(
+            thr.v + early.index * self.v_bytes, thr.index, self.chunk, fragments.words_of(thr.tCrO)
+        )
+
+    def publish_o(self, smem, thr):
+        """Stores dX^T as an image of dX [C, 64] and publishes it to the store warp."""
+        place = smem.o + thr.wg * self.store_warp.o_bytes
+        fragments.store_transposed(place, thr.index, fragments.words_of(thr.tCrX), self.chunk)
+        barriers.arrive(NamedBarrier.O_READY, thr.wg)

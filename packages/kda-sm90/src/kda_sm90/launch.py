@@ -1,0 +1,93 @@
+"""Launches of the chain kernel: its compiled variants, and the arguments that a shape determines."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import secrets
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_cute import get_kernel
+from kda_sm90.arguments import ShapeArguments, addresses
+from kda_sm90.config import ARCH, PrefillConfig
+from kda_sm90.launch_config import SMS, LaunchConfig
+
+
+def on_device_of(x: torch.Tensor, launch: Any, *arguments: Any) -> None:
+    """Calls ``launch(*arguments)`` with the device of x as the current device. For CPU tensors (device -1) the launch is
+    emulated and needs no device.
+
+    The function compares devices first, because entering the context of the current device takes longer.
+    """
+    device = x.get_device()
+    if device < 0 or device == torch.cuda.current_device():
+        launch(*arguments)
+    else:
+        with torch.cuda.device(device):
+            launch(*arguments)
+
+
+class Launch(NamedTuple):
+    """A launch for a shape: the compiled kernel, and the arguments that are the same in every call."""
+
+    kernel: Callable[..., Any]
+    shape_arguments: ShapeArguments
+
+    def __call__(
+        self, inputs: KdaInputs, outputs: KdaOutputs, transitions: torch.Tensor | None = None
+    ) -> None:
+        """Launches on the current device and stream."""
+        states = outputs.intermediate_states
+        count = 0 if states is None else states.shape[0] * states.shape[1]
+        m = 0 if transitions is None else transitions.data_ptr()
+        # A plain tuple in the order of `LaunchArguments`: constructing the NamedTuple takes 0.5 us.
+        launch_arguments = (next(_tickets), m, count)
+        self.kernel(inputs.q, *addresses(inputs, outputs), *launch_arguments, *self.shape_arguments)
+
+
+#: Tickets that no other launch on the same workspace has had, in any process. See ``schedule.clear``.
+_tickets = itertools.count(1 + secrets.randbits(62))
+
+
+def make_launch(shape: ProblemShape, launch: LaunchConfig) -> Launch:
+    """Returns the launch of a shape with this configuration. Compiles its kernel on first use."""
+    options, config = shape.options, launch.config
+    arguments = ShapeArguments(
+        N=shape.N,
+        T=shape.T,
+        H=shape.H,
+        HV=shape.HV,
+        offset_bytes=0 if shape.index_dtype is None else shape.index_dtype.itemsize,
+        beta_bytes=shape.beta_dtype.itemsize,
+        l2norm=int(options.use_qk_l2norm_in_kernel),
+        v_first=int(options.state_v_first),
+        every=max(1, options.chunk_size // config.chunk),
+        intra_chunk_ctas=launch.intra_chunk_ctas,
+        queues=launch.queues,
+        depth=launch.depth,
+        scale=shape.scale,
+        lower_bound=options.lower_bound or 0.0,
+        beta_factor=(2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid_in_kernel else 0.0,
+    )
+    return Launch(compiled(config), arguments)
+
+
+@functools.cache
+def sm_count() -> int:
+    """Returns the SMs of the smallest visible Hopper GPU; without such a GPU, those of an H100.
+
+    All devices use this number, so a shape has one launch configuration and one workspace size.
+    """
+    devices = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return min((d.multi_processor_count for d in devices if d.major == 9), default=SMS)
+
+
+def compiled(config: PrefillConfig) -> Callable[..., Any]:
+    """Returns the compiled kernel of a variant."""
+    from kda_sm90.kernels.prefill import PrefillKernel
+
+    return get_kernel(PrefillKernel, config, ARCH)

@@ -1,0 +1,78 @@
+"""Runs the backward of kda-sm90 on a GPU or on ptx-emulator, and compares it with fp64 autograd through the token recurrence."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from kda_core import buffers, validate
+from kda_core.contract import KdaGradients, KdaOptions
+from kda_core.testing import token_oracle
+from kda_cute import kernels_made_by
+from kda_sm90 import backward
+from kda_sm90.config import ARCH
+
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
+
+def aligned(size: int, device: str) -> torch.Tensor:
+    """Returns poisoned bytes at an address that is a multiple of 128."""
+    buffer = torch.full((size + 128,), 0xFF, dtype=torch.uint8, device=device)
+    return buffer[-buffer.data_ptr() % 128 :][:size]
+
+
+def gradients(
+    x: dict[str, Any], grad_o: torch.Tensor, grad_final: torch.Tensor | None, sms: int
+) -> dict[str, Any]:
+    """Returns the gradients of a call by the kernels of kda-sm90."""
+    import ptx_emulator
+
+    known = {f: x[f] for f in KdaOptions.__dataclass_fields__ if f in x}
+    tensors = [x.get(name) for name in (*NAMES, "cu_seqlens", "cu_seqlens_cpu")]
+    shape = validate.problem_shape(*tensors, options=KdaOptions(**known))
+    inputs = buffers.make_inputs(tensors, shape)
+    device = x["q"].device.type
+    poison = lambda y: None if y is None else torch.full_like(y, float("nan"))
+    found = KdaGradients(*(poison(x.get(name)) for name in NAMES))
+    # Arrays of their own: the emulator then finds accesses behind the end of each.
+    workspace = backward.Workspace(
+        *(
+            aligned(math.prod(size) * dtype.itemsize, device).view(dtype).view(size)
+            for dtype, size in backward.arrays(shape, sms).values()
+        )
+    )
+    with ExitStack() as stack:
+        if device == "cpu":
+            stack.enter_context(kernels_made_by(ptx_emulator.load))
+            reachable = [
+                y for y in (*tensors, grad_o, grad_final, *vars(found).values(), *workspace) if y is not None
+            ]
+            stack.enter_context(ptx_emulator.device(ARCH, tensors=reachable, races=("shared",)))
+        backward.launch_of(shape, sms).run(inputs, grad_o, grad_final, found, workspace)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    return {name: getattr(found, name) for name in NAMES if x.get(name) is not None}
+
+
+def oracle(
+    x: dict[str, Any], grad_o: torch.Tensor, grad_final: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Returns the gradients in fp64."""
+    leaves = {n: x[n].detach().double().requires_grad_() for n in NAMES if x.get(n) is not None}
+    o, state = token_oracle(**(x | leaves))
+    total = (o * grad_o.double()).sum()
+    if grad_final is not None:
+        total = total + (state * grad_final.double()).sum()
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return {
+        n: torch.zeros_like(y) if d is None else d for (n, y), d in zip(leaves.items(), found, strict=True)
+    }
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Returns ||got - want|| / ||want||."""
+    norm = want.norm()
+    return ((got.double() - want).norm() / norm).item() if norm > 0 else got.double().norm().item()
