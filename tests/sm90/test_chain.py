@@ -4,6 +4,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from helpers.chain_records import make_records, sequences
 from helpers.sm90_launch import launch, record_places
 
 from kda_core.testing import error
@@ -12,41 +13,6 @@ from kda_sm90.config import HEAD_DIM, PrefillConfig
 
 LENGTHS = (0, 1, 63, 0, 64, 65, 130, 400, 0)
 NAN = float("nan")
-
-
-def make_records(n, C):
-    """Returns n records of random tokens and their v as matrices by name, rounded like those of the intra-chunk stage.
-
-    Gates decay by up to 6% per token.
-    """
-    rng = torch.Generator("cuda").manual_seed(0)
-    new = lambda *shape: torch.randn(*shape, generator=rng, device="cuda", dtype=torch.float64)
-    q, k = (torch.nn.functional.normalize(new(n, C, HEAD_DIM), dim=-1) for _ in range(2))
-    beta, g = new(n, C).sigmoid(), -0.06 * new(n, C, HEAD_DIM).sigmoid()
-    G = g.cumsum(1)
-    up, down = G.exp(), (-G).exp()
-    beta_k = k * beta[..., None]
-    L = (k * up @ (beta_k * down).mT).tril(-1)
-    T = torch.linalg.inv(torch.eye(C, device="cuda") + L).tril()
-    qd = q * up * HEAD_DIM**-0.5
-    logical = {
-        "kd": -(k * up),
-        "qd": qd,
-        "kg": beta_k * (G[:, -1:] - G).exp(),
-        "aqk": (qd @ (beta_k * down).mT).tril(),
-        "t": T,
-        "v": new(n, C, HEAD_DIM),
-    }
-    return {n: x.bfloat16() for n, x in logical.items()} | {"a": G[:, -1].exp().float()}
-
-
-def sequences(B, T, C, lengths):
-    """Returns (row of B, first token, length, first slot) of each sequence, and the number of slots."""
-    if lengths is None:
-        return [(b, 0, T, b * -(-T // C)) for b in range(B)], layouts.slot_count(B, T, C)
-    starts = [0, *accumulate(lengths)]
-    each = [(0, s, n, s // C + i) for i, (s, n) in enumerate(zip(starts, lengths))]
-    return each, layouts.slot_count(1, T, C, len(lengths))
 
 
 def recurrence(records, each, C, HV, shape, initial, dtype):
@@ -83,7 +49,7 @@ def test_chain_computes_the_recurrence(C, warpgroups, queues, packed, v_first):
     HV, lengths = 2, LENGTHS if packed else None
     B, T = (1, sum(LENGTHS)) if packed else (2, 200)
     each, slots = sequences(B, T, C, lengths)
-    records = make_records(slots * HV, C)
+    records = make_records(slots * HV, C, "cuda", "v")
     owned = torch.zeros(slots, dtype=torch.bool)
     for _, _, length, slot in each:  # rows after a sequence are zeros; slots without a chunk hold NaN
         owned[slot : slot + -(-length // C)] = True

@@ -5,6 +5,7 @@ from itertools import accumulate, product
 
 import pytest
 import torch
+from helpers.chain_records import make_records, sequences
 from helpers.sm90_launch import launch
 
 import ptx_emulator
@@ -16,38 +17,6 @@ from kda_sm90.config import ARCH, HEAD_DIM, PrefillConfig
 C = 64
 NAN = float("nan")
 NAMES = ("kd", "qd", "kg", "aqk", "t", "a")
-
-
-def make_records(n, device):
-    """Returns n records of random tokens with decays of up to 6% per token, as matrices rounded like those of the intra-chunk
-    stage, and their dO."""
-    rng = torch.Generator().manual_seed(0)
-    new = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)
-    q, k = (torch.nn.functional.normalize(new(n, C, HEAD_DIM), dim=-1) for _ in range(2))
-    beta, g = new(n, C).sigmoid(), -0.06 * new(n, C, HEAD_DIM).sigmoid()
-    G = g.cumsum(1)
-    up, down = G.exp(), (-G).exp()
-    beta_k = k * beta[..., None]
-    L = (k * up @ (beta_k * down).mT).tril(-1)
-    qd = q * up * HEAD_DIM**-0.5
-    logical = {
-        "kd": -(k * up),
-        "qd": qd,
-        "kg": beta_k * (G[:, -1:] - G).exp(),
-        "aqk": (qd @ (beta_k * down).mT).tril(),
-        "t": torch.linalg.inv(torch.eye(C) + L).tril(),
-        "do": new(n, C, HEAD_DIM),
-    }
-    return {n: x.bfloat16().to(device) for n, x in logical.items()} | {"a": G[:, -1].exp().float().to(device)}
-
-
-def sequences(B, T, lengths):
-    """Returns (row of B, first token, length, first slot) of each sequence, and the number of slots of a head."""
-    if lengths is None:
-        return [(b, 0, T, b * -(-T // C)) for b in range(B)], layouts.slot_count(B, T, C)
-    starts = [0, *accumulate(lengths)]
-    each = [(0, s, n, s // C + i) for i, (s, n) in enumerate(zip(starts, lengths, strict=False))]
-    return each, layouts.slot_count(1, T, C, len(lengths))
 
 
 def recurrence(records, each, HV, shape, grad_final, dtype):
@@ -85,8 +54,10 @@ CASES = tuple(product((1, 2), (1, 3), (None, PACKED), (False, True)))  # warpgro
 def test_the_reverse_chain_computes_the_recurrence(device, warpgroups, queues, lengths, v_first):
     HV = 2
     B, T = (2, 130) if lengths is None else (1, sum(lengths))
-    each, slots = sequences(B, T, lengths)
-    records = {n: r.view(slots, HV, *r.shape[1:]) for n, r in make_records(slots * HV, device).items()}
+    each, slots = sequences(B, T, C, lengths)
+    records = {
+        n: r.view(slots, HV, *r.shape[1:]) for n, r in make_records(slots * HV, C, device, "do").items()
+    }
     owned = torch.zeros(slots, dtype=torch.bool)
     for _, _, length, slot in each:  # rows behind a sequence are zeros; slots without a chunk hold NaN
         owned[slot : slot + -(-length // C)] = True

@@ -8,48 +8,20 @@ and stores S before every chunk to ``states`` [slots of a head, HV, K, V] whatev
 records stay in the workspace for the mode ``reverse``.
 """
 
-import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.pipeline import PipelineUserType
 
 from kda_sm90.config import HEAD_DIM
-from kda_sm90.kernels import barriers, fragments, schedule
-from kda_sm90.kernels.barriers import NamedBarrier
-from kda_sm90.kernels.chain import Chain
-from kda_sm90.kernels.store import EachChunkStoreWarp
+from kda_sm90.kernels import barriers, fragments
+from kda_sm90.kernels.each_chunk import EachChunkChain
 
 
-class RecomputeChain(Chain):
+class RecomputeChain(EachChunkChain):
     """The chain without O, which stores every state and R."""
 
     EARLY, LATE = ("kd", "a"), ("t", "kg")
-    StoreWarp = EachChunkStoreWarp
 
-    @cute.jit
-    def chain(self, smem, sched, queue: Int32, tiles, args, carry: Int64, half: Int32):
-        """Runs the recurrence over every part of the queue."""
-        thr = self.thread_view(smem, tiles, half)
-        early, late = self.rings(PipelineUserType.Consumer)
-        o_phase = Int32(0)
-        head, n, high, low = schedule.first_task(sched, queue)
-        end = high
-        while end > low:
-            part = schedule.part(sched, head, n, end, low, high)
-            self.load_state(sched, queue, args, carry, part, thr)
-            fragments.round_to_bf16(thr.accS, thr.tCrS)
-            barriers.wait(smem.early_full, early)
-            fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
-            for _ in cutlass.range(part.chunks, unroll=1):
-                warpgroup.wait_group(0)  # as in `Chain.chain`
-                early, late, o_phase = self.recomputed_chunk(smem, thr, early, late, o_phase)
-            barriers.release(smem.early_empty + early.index)  # the stage without bytes
-            early.advance()
-            self.store_state(sched, queue, args, carry, part, thr)
-            end = part.begin
-            head, n = schedule.next_task(sched, head, n)
-
-    def recomputed_chunk(self, smem, thr, early, late, o_phase):
+    def run_chunk(self, smem, thr, early, late, o_phase):
         """Runs one chunk. Returns both rings and the phase of R for the next chunk, whose v it has loaded.
 
         Issue order: X | store S, decay it | wait for X, round it | R | wait for R, round it | S | store R, v of the next chunk |
@@ -71,15 +43,9 @@ class RecomputeChain(Chain):
         self.publish_o(smem, thr)
         early.advance()
         barriers.wait(smem.early_full, early)
-        fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
+        self.load_tokens(early, thr)
         warpgroup.wait_group(0)
         barriers.release(smem.late_empty + late.index)
         fragments.round_to_bf16(thr.accS, thr.tCrS)
         late.advance()
         return early, late, o_phase ^ 1
-
-    def publish_o(self, smem, thr):
-        """Stores R^T as an image of R [C, 64] and publishes it to the store warp."""
-        place = smem.o + thr.wg * self.store_warp.o_bytes
-        fragments.store_transposed(place, thr.index, fragments.words_of(thr.tCrX), self.chunk)
-        barriers.arrive(NamedBarrier.O_READY, thr.wg)
