@@ -5,7 +5,7 @@
    state.
 3. `kernels.gradients`: everything else, parallel over chunks.
 
-The gradients of dt_bias and A_log are sums of one partial for each half of a chunk. Their order is fixed, and no launch uses atomics
+The gradients of dt_bias and A_log are sums of one partial for each chunk. Their order is fixed, and no launch uses atomics
 on values, so two runs have the same bits.
 """
 
@@ -39,7 +39,7 @@ class Workspace(NamedTuple):
     states: Tensor  # [slots, HV, 128, 128] bf16: S before every chunk
     grad_states: Tensor  # [slots, HV, 128, 128] bf16: dS' behind every chunk
     residual: Tensor  # [B, T, HV, 128] bf16: R
-    partials: Tensor  # [slots, HV, 2, 2, 128] fp32: (dt_bias, A_log), halves of a chunk
+    partials: Tensor  # [slots, HV, 2, 128] fp32: (dt_bias, A_log) of a chunk
     scratch: Tensor  # [CTAs, 2, 64 * 128] fp32; empty unless HV > H
 
 
@@ -58,7 +58,7 @@ def arrays(shape: ProblemShape, sms: int = SMS) -> dict[str, tuple[torch.dtype, 
         "states": (torch.bfloat16, states),
         "grad_states": (torch.bfloat16, states),
         "residual": (torch.bfloat16, (shape.B, shape.T, shape.HV, HEAD_DIM)),
-        "partials": (torch.float32, (slots, shape.HV, 2, 2, HEAD_DIM)),
+        "partials": (torch.float32, (slots, shape.HV, 2, HEAD_DIM)),
         "scratch": (torch.float32, (sms if shape.HV > shape.H else 0, 2, CHUNK * HEAD_DIM)),
     }
 
@@ -131,11 +131,11 @@ class Backward(NamedTuple):
         self.gradients(gradients.q, *(address(x) for x in tensors.values()), *self.numbers.values())
         if gradients.dt_bias is None and gradients.A_log is None:
             return
-        sums = workspace.partials.sum((0, 3))  # [HV, 2, 128]
+        sums = workspace.partials.sum(0)  # [HV, 2, 128]
         if gradients.dt_bias is not None:
-            gradients.dt_bias.copy_(sums[:, 0].view_as(gradients.dt_bias))
+            gradients.dt_bias.copy_(sums[:, 0].reshape(gradients.dt_bias.shape))
         if gradients.A_log is not None:
-            gradients.A_log.copy_(sums[:, 1].sum(-1).view_as(gradients.A_log))
+            gradients.A_log.copy_(sums[:, 1].sum(-1).reshape(gradients.A_log.shape))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -152,7 +152,8 @@ def launch_of(shape: ProblemShape, sms: int | None = None) -> Backward:
     config = GradientsConfig(gate_of(shape), not options.bounded_gate, DTYPES[shape.g_dtype])
     shared = recompute.shape_arguments
     numbers = {
-        "N": shape.N, "T": shape.T, "H": shape.H, "HV": shape.HV, "offset_bytes": shared.offset_bytes,
+        "N": shape.N, "T": shape.T, "H": shape.H, "HV": shape.HV, "group": shape.HV // shape.H,
+        "offset_bytes": shared.offset_bytes,
         "beta_bytes": shared.beta_bytes, "l2norm": shared.l2norm, "ctas": min(sms, slots_of(shape) * shape.H),
         "scale": shape.scale, "lower_bound": shared.lower_bound, "beta_factor": shared.beta_factor,
     }  # fmt: skip

@@ -368,6 +368,13 @@ def store_global_f32_if(address: Int64, value: Float32, valid, *, loc=None, ip=N
 
 
 @dsl_user_op
+def store_global_f32_x2_if(address: Int64, values, valid, *, loc=None, ip=None) -> None:
+    """Stores two fp32, aligned to 8 bytes; no access unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.v2.f32 [$0], {$1, $2}; }"
+    inline_ptx(text, [], [address, *values, Int32(valid)], True, loc, ip)
+
+
+@dsl_user_op
 def store_global_u16(address: Int64, value: Int32, valid, *, loc=None, ip=None) -> None:
     """Stores the low 16 bits of a value; no access unless ``valid``."""
     text = "{ .reg .pred p; .reg .b16 low, high; setp.ne.s32 p, $2, 0; mov.b32 {low, high}, $1; @p st.global.b16 [$0], low; }"

@@ -18,6 +18,7 @@ A CTA has two compute warpgroups, one for each half of the channels, and a produ
 a fixed order; value heads of a group follow one another, and sum dq and dk in a fixed order. No atomics.
 """
 
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -30,17 +31,10 @@ from kda_cute.device import ptx, varlen
 from kda_cute.device.intra_chunk.gates import sigmoid
 from kda_sm90.config import HEAD_DIM, GradientsConfig
 from kda_sm90.kernels.barriers import release
-from kda_sm90.kernels.gradients import decay, elements, memory, products, steep
+from kda_sm90.kernels.gradients import decay, elements, memory, outputs, products, steep
 from kda_sm90.kernels.gradients.decay_gradient import DecayGradient
-from kda_sm90.kernels.gradients.loads import Producer
-from kda_sm90.kernels.gradients.memory import BLOCK, CHUNK, HALF, OFFSETS, Operand, Sum
-
-COMPUTE = 256  # threads
-THREADS = 384
-COMPUTE_REGISTERS, PRODUCER_REGISTERS = 224, 56
-
-#: Named barrier of the compute threads. 0 is ``sync_threads``.
-COMPUTE_BARRIER = 1
+from kda_sm90.kernels.gradients.loads import Producer, Raw
+from kda_sm90.kernels.gradients.memory import BLOCK, CHUNK, HALF, OFFSETS, PANEL, TILES, Operand, Sum, Table
 
 
 class Arguments(NamedTuple):
@@ -62,12 +56,13 @@ class Arguments(NamedTuple):
     grad_k: Int64  # [B, T, H, 128] bf16
     grad_g: Int64  # [B, T, HV, 128], dtype of g
     grad_beta: Int64  # [B, T, HV], dtype of beta
-    partials: Int64  # [slots, HV, 2, 2, 128] fp32: sums over half a chunk for dt_bias, and for A_log
+    partials: Int64  # [slots, HV, 2, 128] fp32: sums over a chunk for dt_bias, and for A_log
     scratch: Int64  # [CTAs, 2, 64 * 128] fp32: dq and dk of the value heads so far, if HV > H
     N: Int32
     T: Int32
     H: Int32
     HV: Int32
+    group: Int32  # HV / H
     offset_bytes: Int32
     beta_bytes: Int32
     l2norm: Int32
@@ -77,14 +72,25 @@ class Arguments(NamedTuple):
     beta_factor: Float32
 
 
+COMPUTE = 256  # threads
+THREADS = 384
+COMPUTE_REGISTERS, PRODUCER_REGISTERS = 232, 40
+
+
+class Barrier(IntEnum):
+    """Named barriers of the compute threads. 0 is ``sync_threads``."""
+
+    ALL = 1
+    HALF = 2  # and 3: of a warpgroup
+    PAIR = 4  # to 7: of the two warps of a block of rows
+
+
 class GradientsKernel:
     """Takes grad_q as a tensor, which determines the device and the stream, and the values of `Arguments`."""
 
-    #: Bytes of the spills at 224 registers, most of them in the branch for steep pairs.
-    spill_allowance = 1280
-
     def __init__(self, config: GradientsConfig):
         self.config = config
+        self.unbounded = config.unbounded
         self.decay = decay.Decay(config)
         self.decay_gradient = DecayGradient(config)
         self.producer = Producer()
@@ -99,7 +105,7 @@ class GradientsKernel:
         self.kernel(tuple(values)).launch(
             grid=(x.ctas, 1, 1),
             block=(THREADS, 1, 1),
-            smem=memory.BYTES,
+            smem=memory.shared_bytes(self.unbounded),
             stream=stream,
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,
@@ -149,263 +155,231 @@ class GradientsKernel:
         done = (slot - first) * CHUNK
         return Int32(start) + done, cutlass.max(cutlass.min(length - done, CHUNK), 0)
 
-    def chunk(self, x, s, slot):
-        """Returns the chunk of a slot: ``slot``, ``token``, the first one in B*T, and ``valid``, its tokens, 0 to 64. A whole warp
-        calls it."""
+    def step(self, x, s, slot, index, member):
+        """Returns a step of a CTA: a chunk and value head. A whole warp calls it.
+
+        ``index``: query head. ``member``: index of the value head in its group. ``token``: the first one in B*T. ``valid``: tokens of
+        the chunk, 0 to 64.
+        """
         token, valid = self.chunk_values(x, s, slot)
-        return SimpleNamespace(slot=slot, token=token, valid=valid)
+        return SimpleNamespace(slot=slot, token=token, valid=valid, head=index * x.group + member)
+
+    @cute.jit
+    def following(self, x, stride, slot: Int32, index: Int32, member: Int32):
+        """Returns slot, query head and member of the next step. A CTA takes items (slot, query head) in a fixed order, and the value
+        heads of a group one after the other. ``stride``: slots and heads between its items."""
+        member = member + 1
+        if member == x.group:
+            member = Int32(0)
+            slot, index = slot + stride[0], index + stride[1]
+            if index >= x.H:
+                slot, index = slot + 1, index - x.H
+        return slot, index, member
+
+    def steps(self, x, s, cta):
+        """Returns the number of steps of a CTA."""
+        return cute.ceil_div(s.span * x.H - cta, x.ctas) * x.group
 
     @cute.jit
     def produce(self, x, shared, barriers, thread: Int32):
-        """Loads the operands of every item."""
+        """Loads the operands of every step."""
         base = Int32(shared.toint())
-        index, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         s = self.sequences(x)
-        phase, group = Int32(0), x.HV // x.H
-        for item in cutlass.range(index, s.span * x.H, x.ctas, unroll=1):
-            chunk = self.chunk(x, s, item // x.H)
-            if chunk.valid > 0:
-                for member in cutlass.range(group, unroll=1):
-                    self.producer.load(x, base, barriers, thread, chunk, item % x.H * group + member, phase)
-                    phase = phase ^ 1
+        phase, member = Int32(0), Int32(0)
+        slot, index, stride = cta // x.H, cta % x.H, (x.ctas // x.H, x.ctas % x.H)
+        for _ in cutlass.range(self.steps(x, s, cta), unroll=1):
+            step = self.step(x, s, slot, index, member)
+            if step.valid > 0:
+                self.producer.load(x, base, barriers, thread, step, step.head, phase)
+                phase = phase ^ 1
+            slot, index, member = self.following(x, stride, slot, index, member)
 
     @cute.jit
     def compute(self, x, shared, barriers, thread: Int32):
-        """Computes the gradients of every item."""
+        """Computes the gradients of every step."""
         base = Int32(shared.toint())
-        index, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         s = self.sequences(x)
-        phase, group = Int32(0), x.HV // x.H
-        for item in cutlass.range(index, s.span * x.H, x.ctas, unroll=1):
-            chunk = self.chunk(x, s, item // x.H)
-            for member in cutlass.range(group, unroll=1):
-                head = item % x.H * group + member
-                partials = x.partials + (Int64(chunk.slot) * x.HV + head) * (4 * HEAD_DIM * 4)
-                if chunk.valid > 0:
-                    self.gradients(
-                        x, shared, base, barriers, thread, chunk, head, member, phase, index, partials
-                    )
-                    phase = phase ^ 1
-                else:
-                    ptx.store_global(partials + thread * 4, Float32(0.0))
-                    ptx.store_global(partials + (thread + 2 * HEAD_DIM) * 4, Float32(0.0))
+        raw = Raw(self.config)
+        slot, index, member, stride = cta // x.H, cta % x.H, Int32(0), (x.ctas // x.H, x.ctas % x.H)
+        first = self.step(x, s, slot, index, member)
+        token, valid, head = first.token, first.valid, first.head
+        self.load_raw(x, raw, base, thread, token, valid, head)
+        phase = Int32(0)
+        for _ in cutlass.range(self.steps(x, s, cta), unroll=1):
+            next_slot, index, next_member = self.following(x, stride, slot, index, member)
+            after = self.step(x, s, cutlass.min(next_slot, s.span - 1), index, next_member)
+            partials = x.partials + (Int64(slot) * x.HV + head) * (2 * HEAD_DIM * 4)
+            if valid > 0:
+                self.gradients(
+                    x, shared, base, barriers, thread, raw, token, valid, head, member, phase, cta, partials,
+                    after.token, after.valid, after.head,
+                )  # fmt: skip
+                phase = phase ^ 1
+            else:
+                ptx.store_global(partials + thread * 4, Float32(0.0))
+                self.load_raw(x, raw, base, thread, after.token, after.valid, after.head)
+            slot, member, token, valid, head = next_slot, next_member, after.token, after.valid, after.head
 
-    def sync(self):
-        """Barrier of the compute threads."""
-        cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=COMPUTE)
+    def load_raw(self, x, raw, base, thread, token, valid, head):
+        """Loads the inputs of a chunk and value head."""
+        raw.load(x, self.place(base, thread), token, valid, head)
 
-    def release(self, barriers, operand):
-        """Arrives at an operand's empty barrier, once for the warp."""
+    def sync(self, barrier, index, threads):
+        """Waits at a named barrier."""
+        cute.arch.barrier(barrier_id=int(barrier) + index, number_of_threads=threads)
+
+    def release(self, barriers, *operands):
+        """Arrives at the empty barriers of operands, once for the warp."""
         cute.arch.sync_warp()
-        release(barriers.empty + int(operand))
+        for operand in operands:
+            release(barriers.empty + int(operand))
 
     # ---- one chunk and value head
 
     @cute.jit
     def gradients(
-        self, x, shared, base: Int32, barriers, thread: Int32, chunk, head: Int32, member: Int32, phase: Int32,
-        cta: Int32, partials: Int64,
+        self, x, shared, base: Int32, barriers, thread: Int32, raw, token: Int32, valid: Int32, head: Int32,
+        member: Int32, phase: Int32, cta: Int32, partials: Int64, next_token: Int32, next_valid: Int32, next_head: Int32,
     ):  # fmt: skip
-        """Computes the gradients of a chunk and value head; dq and dk are complete after the last member of the group."""
-        place = elements.Place(base, thread)
-        l2norm = x.l2norm > 0
-        key_head = head // (x.HV // x.H)
-        q = elements.load_pairs(x.q, place, chunk.token, x.H, key_head, chunk.valid)
-        k = elements.load_pairs(x.k, place, chunk.token, x.H, key_head, chunk.valid)
-        betas = [self.beta(x, chunk, head, row) for row in place.rows()]
+        """Computes the gradients of a chunk and value head; dq and dk are complete after the last member of the group.
 
-        self.store_decays(x, base, place, chunk, head)
+        ``raw`` holds the chunk's inputs; the function loads those of the next chunk, ``next_*``.
+        """
+        # Each stage computes its addresses anew: kept over the loop they would occupy registers that the stages need.
+        place = self.place(base, thread)
+        at = decay.Lane(place)
+        half, block = place.half, place.block
+        key_head, l2norm = head // x.group, x.l2norm > 0
+        unbounded = self.unbounded
+        mma = products.tiled_mma()
+        wait = lambda operand: cute.arch.mbarrier_wait(barriers.full + int(operand), phase)
+        warps = thread % 128
+        rows_of = lambda name, count=1: products.matrix(shared, name, CHUNK, count)
+        half_of = lambda name: cute.local_tile(
+            products.matrix(shared, name, HEAD_DIM)[None, None, 0], (HALF, HEAD_DIM), (half, 0)
+        )
+
+        # gates, their sums, anchors
+        q, k = raw.pairs(raw.q), raw.pairs(raw.k)
+        biases, gate = [raw.bias[0], raw.bias[1]], raw.gate(x)
+        betas = [self.beta(x, raw.beta[r], row, valid) for r, row in enumerate(place.rows())]
+        rows = self.decay.log_decays(gate, raw.gates(raw.g), biases, block, valid)
+        ptx.store_shared_x2(at.table(Table.TOTAL, block), rows[-1])
+        if cutlass.const_expr(unbounded):
+            self.decay.store_kept(rows, memory.kept_address(base, half, block))
         elements.store_square_sums(place, Sum.Q_SQUARE, q)
         elements.store_square_sums(place, Sum.K_SQUARE, k)
-        self.sync()
+        self.sync(Barrier.ALL, 0, COMPUTE)
+        kept = memory.kept(base, block) if unbounded else None
+        self.decay.store_exponents(at, rows, kept)
+        self.sync(Barrier.HALF, half, COMPUTE // 2)
+
+        # Dq and Dk, dO S^T; factors meanwhile
+        d, acc = (products.accumulator(mma) for _ in range(2))
+        for operand in (Operand.GRAD_O, Operand.RESIDUAL, Operand.GRAD_V, Operand.STATE):
+            wait(operand)
+        products.start(mma, d, rows_of("grad_o", 2)[None, None, half], rows_of("residual")[None, None, 0], warps)
+        products.start(mma, acc, rows_of("grad_o")[None, None, 0], half_of("state"), warps)
+        products.store_scales(place, unbounded)
         q_inverse = elements.norms(place, Sum.Q_SQUARE, l2norm)
         k_inverse = elements.norms(place, Sum.K_SQUARE, l2norm)
-        q_norms = [y * x.scale for y in q_inverse]
-        half, block, lane = place.half, place.block, place.lane
-        unbounded = self.config.unbounded
-        kept = memory.kept(base, block) if unbounded else None
-        elements.store_factors(place, q, k, q_norms, k_inverse, betas, kept)
-
-        mma = products.tiled_mma()
-        tensor = lambda name, rows: products.matrix(shared, name, rows)
-        half_of = lambda name: cute.local_tile(tensor(name, HEAD_DIM), (HALF, HEAD_DIM), (half, 0))
-        across = products.accumulator(mma)
-        warps = thread % 128
-        d_q, d_k = base + OFFSETS["d_q"], base + OFFSETS["d_k"]
-        for operand in (Operand.GRAD_O, Operand.RESIDUAL, Operand.GRAD_V):
-            cute.arch.mbarrier_wait(barriers.full + int(operand), phase)
-        if half == 0:
-            products.start(mma, across, tensor("grad_o", CHUNK), tensor("residual", CHUNK), warps)
-            warpgroup.wait_group(0)
-            products.store_masked(d_q, across, block, lane, 0, Float32(1.0))
-        else:
-            products.start(mma, across, tensor("grad_v", CHUNK), tensor("residual", CHUNK), warps)
-            warpgroup.wait_group(0)
-            products.store_masked(d_k, across, block, lane, 1, Float32(-1.0))
-        self.sync()
-
-        terms = cute.make_rmem_tensor((32,), Float32)
-        outer, inner, uk = (products.accumulator(mma) for _ in range(3))
-        elements.fill_zero(terms)
-        cute.arch.mbarrier_wait(barriers.full + int(Operand.STATE), phase)
-        # dq
-        products.start(mma, across, tensor("grad_o", CHUNK), half_of("state"), warps)
-        elements.fill_zero(outer, inner)
-        products.row_products(base, d_q, place.panel("column"), outer, inner, block, half, lane, unbounded)
+        q_factors = [y * x.scale for y in q_inverse]
+        column_factors = [y * beta for y, beta in zip(k_inverse, betas, strict=True)]
+        elements.store_factors(place, q, k, q_factors, k_inverse, column_factors, kept)
+        warpgroup.wait_group(1)
+        products.store_image(base + OFFSETS["d_q"] + half * PANEL, d, place)
         warpgroup.wait_group(0)
         self.release(barriers, Operand.GRAD_O)
-        elements.row_gradient(place, "row_q", q, q_norms, across, outer, inner, terms, kept)
+        elements.to_anchor(place, acc)
+        self.sync(Barrier.ALL, 0, COMPUTE)
+
+        # dq
+        place = self.place(base, thread)
+        terms = cute.make_rmem_tensor((4 * TILES,), Float32)
+        beta_of = lambda y, row: self.beta(x, y, row, valid)
+        query, key, column = steep.row_loaders(x, place, token, valid, head, beta_of)
+        products.add_row_products(base, place.thread, 0, acc, unbounded)
+        elements.row_gradients(place, "row_q", acc, terms, first=True)
         if cutlass.const_expr(unbounded):
-            self.add_steep_rows(x, base, thread, chunk, head, d_q, kept, q, q_norms, outer, terms)
-        elements.store_dots(place, Sum.Q_DOT, q, q_norms, outer)
-        self.sync()
+            steep.add_rows(place, kept, 0, query, column, acc, terms)
+        elements.store_dots(place, Sum.Q_DOT, q, acc)
+        self.sync(Barrier.PAIR, block, 64)
         q_dots = [elements.load_sum(place, Sum.Q_DOT, row) for row in place.rows()]
-        uq = [outer[n] * x.scale for n in range(32)]
-        self.finish(x, x.grad_q, place, chunk, key_head, member, cta, 0, uq, q, q_inverse, q_dots, l2norm)
-        # dk as rows
-        products.start(mma, across, tensor("grad_v", CHUNK), half_of("state"), warps)
-        elements.fill_zero(uk, inner)
-        products.row_products(base, d_k, place.panel("column"), uk, inner, block, half, lane, unbounded)
+        scratch = x.scratch + Int64(cta) * (2 * outputs.SCRATCH) + place.thread * 16
+        elements.project(q, acc, q_inverse, q_dots, x.scale, l2norm)
+        outputs.add_group(scratch, member, x.group, acc)
+        if member == x.group - 1:
+            outputs.store_rows(x, x.grad_q, place, token, valid, key_head, acc)
+
+        # the gradient of beta k
+        place = self.place(base, thread)
+        across, grad_b = (products.accumulator(mma) for _ in range(2))
+        wait(Operand.GRAD_STATE)
+        products.start(mma, across, rows_of("residual")[None, None, 0], half_of("grad_state"), warps)
+        grad_b.fill(0.0)
+        products.add_column_products(base, place.thread, grad_b, unbounded)
+        through = products.through_diagonal(place)
         warpgroup.wait_group(0)
-        self.release(barriers, Operand.GRAD_V)
-        elements.negate(across)
-        elements.row_gradient(place, "row_k", k, k_inverse, across, uk, inner, terms, kept)
+        self.release(barriers, Operand.RESIDUAL, Operand.GRAD_STATE)
+        elements.column_gradients(place, k, column_factors, across, grad_b, terms, kept)
         if cutlass.const_expr(unbounded):
-            self.add_steep_rows(x, base, thread, chunk, head, d_k, kept, k, k_inverse, uk, terms)
-        elements.store_dots(place, Sum.K_DOT, k, k_inverse, uk)
-        # dk as columns, dbeta
-        cute.arch.mbarrier_wait(barriers.full + int(Operand.GRAD_STATE), phase)
-        products.start(mma, across, tensor("residual", CHUNK), half_of("grad_state"), warps)
-        elements.fill_zero(outer, inner)
-        products.column_products(base, d_q, place.panel("row_q"), outer, inner, block, half, lane, unbounded)
-        products.column_products(base, d_k, place.panel("row_k"), outer, inner, block, half, lane, unbounded)
-        self.decay_gradient.store_through(base, thread)
-        self.release(barriers, Operand.STATE)
+            steep.add_columns(place, kept, query, key, column, grad_b, terms)
+
+        # dk, dbeta
+        place = self.place(base, thread)
+        acc_k = products.accumulator(mma)
+        products.start(mma, acc_k, rows_of("grad_v")[None, None, 0], half_of("state"), warps)
+        raw_gates = raw.load_gates(x, place, token, valid, head)  # for the gradient of the gates
+        elements.store_dots(place, Sum.BETA_DOT, k, grad_b)
         warpgroup.wait_group(0)
-        self.release(barriers, Operand.RESIDUAL)
-        self.release(barriers, Operand.GRAD_STATE)
-        elements.column_gradient(place, k, k_inverse, betas, across, outer, inner, terms, kept)
+        self.release(barriers, Operand.GRAD_V, Operand.STATE)
+        elements.to_anchor(place, acc_k)
+        products.add_row_products(base, place.thread, 1, acc_k, unbounded)
+        elements.row_gradients(place, "row_k", acc_k, terms, first=False)
         if cutlass.const_expr(unbounded):
-            self.add_steep_columns(
-                x, base, thread, chunk, head, d_q, d_k, kept, k, k_inverse, betas, outer, terms
-            )
-        elements.store_dots(place, Sum.BETA_DOT, k, k_inverse, outer)
-        cute.arch.sync_warp()  # the steep pairs read exponents of other lanes, which terms overwrite
+            steep.add_rows(place, kept, 1, key, column, acc_k, terms)
+        elements.combine(grad_b, betas, acc_k)
+        elements.store_dots(place, Sum.K_DOT, k, grad_b)
+        self.sync(Barrier.PAIR, block, 64)
+        k_dots = [elements.load_sum(place, Sum.K_DOT, row) for row in place.rows()]
+        for r, row in enumerate(place.rows()):
+            step = elements.load_sum(place, Sum.BETA_DOT, row) * k_inverse[r]
+            outputs.store_grad_beta(x, token, valid, head, place, r, betas[r], step)
+        elements.project(k, grad_b, k_inverse, k_dots, Float32(1.0), l2norm)
+        outputs.add_group(scratch + outputs.SCRATCH, member, x.group, grad_b)
+        if member == x.group - 1:
+            outputs.store_rows(x, x.grad_k, place, token, valid, key_head, grad_b)
+
+        # the gradient of the gates
+        place = self.place(base, thread)
+        at = decay.Lane(place)
+        raw.load(x, place, next_token, next_valid, next_head)
+        cute.arch.sync_warp()  # other lanes have read exponents
         elements.store_terms(place, terms)
-        self.sync()
-        steps = [elements.load_sum(place, Sum.BETA_DOT, row) for row in place.rows()]
-        k_dots = [
-            elements.load_sum(place, Sum.K_DOT, row) + beta * step
-            for row, beta, step in zip(place.rows(), betas, steps, strict=True)
-        ]
-        dk = [uk[n] + betas[n // 2 % 2] * outer[n] for n in range(32)]
-        self.finish(x, x.grad_k, place, chunk, key_head, member, cta, 1, dk, k, k_inverse, k_dots, l2norm)
-        for row, beta, step in zip(place.rows(), betas, steps, strict=True):
-            self.store_grad_beta(x, chunk, head, place, row, beta, step)
-        gate = decay.gate_of(self.config, x, head)
-        self.decay_gradient.run(x, base, thread, chunk, head, gate, partials)
-        self.sync()
-
-    # ---- rows beyond the range of factors
+        self.store_through(place, through)
+        cute.arch.sync_warp()
+        sums, decays = self.decay_gradient.suffix_sums(at), self.decay_gradient.chunk_decays(at)
+        self.sync(Barrier.HALF, half, COMPUTE // 2)
+        behind = self.decay_gradient.behind(at, decays)
+        self.decay_gradient.store(x, at, token, valid, head, gate, raw.gates(raw_gates), biases, sums, behind)
+        self.sync(Barrier.HALF, half, COMPUTE // 2)
+        self.decay_gradient.store_partials(place, partials)
 
     @cute.jit
-    def add_steep_rows(
-        self, x, base: Int32, thread: Int32, chunk, head: Int32, d: Int32, kept: Int32, pairs: list, norms: list,
-        gradient: cute.Tensor, terms: cute.Tensor,
-    ):  # fmt: skip
-        """Adds the pairs of rows from ``kept`` on to the rows of q or k."""
-        if kept < BLOCK:
-            place = elements.Place(base, thread)
+    def store_through(self, place, through: list):
+        """Stores the diagonal of S dS'^T of the warp's channels."""
+        if place.quad == place.row // 2:
+            for n in cutlass.range_constexpr(2):
+                channel = place.block * BLOCK + place.row + 8 * n
+                ptx.store_shared(memory.through_address(place.base, place.half, channel), through[n])
 
-            def columns(row):
-                beta = self.beta(x, chunk, head, row)
-                return [y * beta for y in self.normalised_row(x, place, x.k, Sum.K_SQUARE, chunk, head, row)]
+    def place(self, base, thread):
+        """Returns the thread's place; the compiler does not know that it is always the same."""
+        return elements.Place(base, ptx.opaque(thread))
 
-            steep.add_rows(
-                place, d, kept, elements.packed(pairs), elements.packed_norms(norms), columns, gradient, terms
-            )
-
-    @cute.jit
-    def add_steep_columns(
-        self, x, base: Int32, thread: Int32, chunk, head: Int32, d_q: Int32, d_k: Int32, kept: Int32, k: list, k_norms: list,
-        betas: list, gradient: cute.Tensor, terms: cute.Tensor,
-    ):  # fmt: skip
-        """Adds the pairs of rows from ``kept`` on to the columns."""
-        if kept < BLOCK:
-            place = elements.Place(base, thread)
-            b = cute.make_rmem_tensor((32,), Float32)
-            for n, y in enumerate(elements.unit_rows(k, k_norms)):
-                b[n] = y * betas[n // 2 % 2]
-            queries = lambda row: [
-                y * x.scale for y in self.normalised_row(x, place, x.q, Sum.Q_SQUARE, chunk, head, row)
-            ]
-            keys = lambda row: self.normalised_row(x, place, x.k, Sum.K_SQUARE, chunk, head, row)
-            steep.add_columns(place, d_q, kept, queries, b, gradient, terms)
-            steep.add_columns(place, d_k, kept, keys, b, gradient, terms)
-
-    def normalised_row(self, x, place, source, kind, chunk, head, row):
-        """Returns the thread's 16 channels of a row of q or k, normalised, in fp32."""
-        inverse = ptx.rsqrt(elements.load_sum(place, kind, row) + Float32(1e-6))
-        inverse = ptx.select(x.l2norm > 0, inverse, Float32(1.0))
-        found = steep.load_row(source, place, chunk.token, x.H, head // (x.HV // x.H), row, chunk.valid)
-        return [y * inverse for pair in found for y in ptx.unpack_bf16x2(pair)]
-
-    def store_decays(self, x, base, place, chunk, head):
-        """Stores exponents and anchors of the warp's block and half of the channels, a lane two channels."""
-        channel = place.half * HALF + 2 * place.lane
-        gate = decay.gate_of(self.config, x, head)
-        biases = decay.biases_of(self.config, x, head, channel)
-        raw = self.decay.raw_gates(x, chunk, head, place.block, channel)
-        rows = self.decay.log_decays(gate, raw, biases, place.block, chunk.valid)
-        self.decay.store_totals(base, rows, place.block, channel)
-        if self.config.unbounded:
-            self.decay.store_kept(rows, memory.kept_address(base, place.half, place.block))
-        self.sync()
-        kept = memory.kept(base, place.block) if self.config.unbounded else None
-        self.decay.store_exponents(base, rows, place.block, channel, kept)
-
-    def raw_beta(self, x, chunk, head, row):
-        """Loads a raw beta; 0 behind the sequence."""
-        address = x.beta + (Int64(chunk.token + row) * x.HV + head) * x.beta_bytes
-        exists = row < chunk.valid
-        narrow = ptx.unpack_bf16x2(ptx.load_global_u16(address, exists & (x.beta_bytes == 2)))[0]
-        return narrow + ptx.load_global_f32(address, exists & (x.beta_bytes == 4))
-
-    def beta(self, x, chunk, head, row):
-        """Returns beta of a row; 0 behind the sequence."""
-        raw = self.raw_beta(x, chunk, head, row)
+    def beta(self, x, raw, row, valid):
+        """Returns beta of a row from a raw one; 0 behind the sequence."""
         beta = ptx.select(x.beta_factor > Float32(0.0), sigmoid(raw) * x.beta_factor, raw)
-        return ptx.select(row < chunk.valid, beta, Float32(0.0))
-
-    def store_grad_beta(self, x, chunk, head, place, row, beta, step):
-        """Stores dbeta of a row, through the sigmoid: ``dbeta beta (1 - beta / factor)``."""
-        factor = x.beta_factor
-        slope = beta * (Float32(1.0) - beta * ptx.select(factor == Float32(2.0), Float32(0.5), Float32(1.0)))
-        gradient = ptx.select(factor > Float32(0.0), step * slope, step)
-        address = x.grad_beta + (Int64(chunk.token + row) * x.HV + head) * x.beta_bytes
-        mine = (row < chunk.valid) & (place.quad == 0) & (place.half == 0)
-        ptx.store_global_u16(address, ptx.pack_bf16x2(gradient, Float32(0.0)), mine & (x.beta_bytes == 2))
-        ptx.store_global_f32_if(address, gradient, mine & (x.beta_bytes == 4))
-
-    @cute.jit
-    def finish(
-        self, x, output: Int64, place, chunk, key_head: Int32, member: Int32, cta: Int32, kind: cutlass.Constexpr[int],
-        gradient, pairs, inverse, dots, l2norm,
-    ):  # fmt: skip
-        """Stores dq or dk of raw rows. With several value heads a group, adds them up in scratch, and stores the sum last.
-
-        l2norm's backward is linear in the gradient, so it is applied to each value head.
-        """
-        units = elements.unit_rows(pairs, inverse)
-        found = elements.through_l2norm(gradient, units, inverse, dots, l2norm)
-        total = cute.make_rmem_tensor((32,), Float32)
-        for n in cutlass.range_constexpr(32):
-            total[n] = found[n]
-        group = x.HV // x.H
-        if group > 1:
-            start = x.scratch + (Int64(cta) * 2 + kind) * (CHUNK * HEAD_DIM * 4) + place.thread * 16
-            elements.accumulate(start, member, group, total)
-        if member == group - 1:
-            elements.store_pairs(
-                output, place, chunk.token, x.H, key_head, chunk.valid, [total[n] for n in range(32)]
-            )
+        return ptx.select(row < valid, beta, Float32(0.0))

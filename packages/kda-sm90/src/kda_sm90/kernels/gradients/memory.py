@@ -4,18 +4,19 @@
 region        bytes  holds
 ============= ====== ===================================================================================================
 grad_o        16384  dO [64, V]: image in two panels of 64 values, operand A
-grad_v        16384  dX, the same
+grad_v        16384  dX, the same, behind dO: a warpgroup indexes the two
 residual      16384  R, the same; operand A of R dS'^T, and B [N = 64 tokens, K = V] of dO R^T and dX R^T
 state         32768  S [K, V]: image in two panels of 64 values, operand B [N = K, K = V]
 grad_state    32768  dS' [K, V], the same
-row_q, row_k  16384  rows with factors, [2 halves of K][64 tokens][64 channels], each half an image
+row_q, row_k  16384  rows with factors, [2 halves of K][64 tokens][64 channels], each half an image; those of k negative
 column        16384  columns with factors, the same
-exponent      32768  G - A of every token and channel in fp32; then what the running sum of dg adds up
-d_q, d_k       8192  Dq and Dk [64, 64], an image
-tables        2048   one fp32 for each block of 16 rows and channel; see `Table`
+d_q, d_k       8192  dO R^T and dX R^T [64, 64], an image; their upper triangles do not count
+exponent      32768  G - M of every token and channel in fp32; then dq and dk; then what the running sum of dg adds up
+scales        3072   powers of two as bf16x2 that move factors between blocks: `scale_place`; twice for unbounded gates
+tables        8192   one fp32 for each block of 16 rows and channel; see `Table`
 sums          2560   sums over the channels of a half: [kind][half][row] fp32
-through       1024   sum over the values of a half of S dS': [half][channel] fp32
-kept          32     rows of a block whose factors have the middle anchor, by the channels of a half: [half][block]
+kept          32     rows of a block whose columns have the middle anchor, by the channels of a half: [half][block]
+barriers      80     full and empty mbarriers of the operands
 ============= ====== ===================================================================================================
 """
 
@@ -32,7 +33,9 @@ from kda_sm90.config import HEAD_DIM
 CHUNK = 64
 BLOCKS = 4
 BLOCK = 16
+PAIRS = 6  # of a block of rows and an earlier block of columns
 HALF = HEAD_DIM // 2  # channels of a warpgroup
+TILES = HALF // 8  # of 8 channels, of a warpgroup
 PANEL = CHUNK * 128  # bytes of an image [64, 64]
 TABLE_ROW = 4 * HEAD_DIM
 
@@ -50,15 +53,18 @@ class Operand(IntEnum):
 class Table(IntEnum):
     """Tables [4 blocks][128 channels] of fp32.
 
-    ``TOTAL``: log decay of the block. ``ANCHOR``: A, the ceiling of G in the block's first row, an integer. ``MIDDLE``: the
-    middle anchor minus A, an integer. ``LAST``: G in the last row minus A. ``ENDS``: sums of Kg dKg over the rows of the block.
+    ``TOTAL``: log decay of the block. ``MIDDLE``: the anchor M, an integer in the middle of G of the block. ``LAST``: G - M in
+    the last row. ``TERMS``: sum of the terms of dg over the block. A later stage of the chunk overwrites the first three:
+    ``ENDS``: sums of Kg dKg over the rows of the block. ``RATE_SUM`` and ``BIAS_SUM``: sums of the gradients of A_log and dt_bias.
     """
 
     TOTAL = 0
-    ANCHOR = 1
-    MIDDLE = 2
-    LAST = 3
-    ENDS = 4
+    MIDDLE = 1
+    LAST = 2
+    TERMS = 3
+    ENDS = 0
+    RATE_SUM = 1
+    BIAS_SUM = 2
 
 
 class Sum(IntEnum):
@@ -67,31 +73,41 @@ class Sum(IntEnum):
     Q_SQUARE = 0
     K_SQUARE = 1
     Q_DOT = 2  # q . uq
-    K_DOT = 3  # k . uk
+    K_DOT = 3  # k . dk
     BETA_DOT = 4  # k . ub
 
 
-SIZES = {
-    "grad_o": 2 * PANEL,
-    "grad_v": 2 * PANEL,
-    "residual": 2 * PANEL,
-    "state": 4 * PANEL,
-    "grad_state": 4 * PANEL,
-    "row_q": 2 * PANEL,
-    "row_k": 2 * PANEL,
-    "column": 2 * PANEL,
-    "d_q": PANEL,
-    "d_k": PANEL,
-    "exponent": 4 * CHUNK * HEAD_DIM,
-    "tables": len(Table) * BLOCKS * TABLE_ROW,
-    "sums": len(Sum) * 2 * CHUNK * 4,
-    "through": 2 * TABLE_ROW,
-    "kept": 2 * BLOCKS * 4,
-    "barriers": 2 * len(Operand) * 8,
-}
+def regions(unbounded: bool) -> dict[str, int]:
+    """Returns the bytes of every region."""
+    return {
+        "grad_o": 2 * PANEL,
+        "grad_v": 2 * PANEL,
+        "residual": 2 * PANEL,
+        "state": 4 * PANEL,
+        "grad_state": 4 * PANEL,
+        "row_q": 2 * PANEL,
+        "row_k": 2 * PANEL,
+        "column": 2 * PANEL,
+        "d_q": PANEL,
+        "d_k": PANEL,
+        "exponent": 4 * CHUNK * HEAD_DIM,
+        "tables": 4 * BLOCKS * TABLE_ROW,
+        "sums": len(Sum) * 2 * CHUNK * 4,
+        "kept": 2 * BLOCKS * 4,
+        "barriers": 2 * len(Operand) * 8,
+        "scales": (1 + unbounded) * PAIRS * TABLE_ROW,
+    }
 
+
+SIZES = regions(unbounded=False)
+#: The offsets are those of both variants, because the region that differs is the last.
 OFFSETS = {name: sum(list(SIZES.values())[:i]) for i, name in enumerate(SIZES)}
-BYTES = sum(SIZES.values())
+
+
+def shared_bytes(unbounded: bool) -> int:
+    """Returns the bytes of shared memory of a variant."""
+    return sum(regions(unbounded).values())
+
 
 #: Shared memory that holds each operand.
 REGION = {
@@ -113,11 +129,24 @@ def sum_address(base, kind: Sum, half, row):
     return base + OFFSETS["sums"] + int(kind) * (2 * CHUNK * 4) + half * (CHUNK * 4) + row * 4
 
 
+def through_address(base, half, channel):
+    """Returns the address of ``sum_v S dS'`` of a channel of a half. It lies in the sums of Q_DOT: the warp that writes channels 16w to
+    16w + 15 is one of the two that read rows 16w to 16w + 15 of Q_DOT, and has met the other since."""
+    return sum_address(base, Sum.Q_DOT, half, channel)
+
+
 def exponent(base, row, channel):
     """Returns the address of the exponent of a row and channel. Units of 16 bytes are swizzled by the row, so that the rows of
     a fragment lie in different banks."""
     unit = channel // 4 ^ row % 8 * 2
     return base + OFFSETS["exponent"] + row * TABLE_ROW + unit * 16 + channel % 4 * 4
+
+
+def scale_place(base, i, j, half, channel, kind=0):
+    """Returns the address of the power of two, as bf16x2, that moves factors between the anchors of the blocks i > j, for a channel of a
+    half. ``kind`` 1: columns of j without the middle anchor. The entries of the 8 tiles of a thread follow one another."""
+    pair = i * (i - 1) // 2 + j + kind * PAIRS
+    return base + OFFSETS["scales"] + pair * TABLE_ROW + half * (4 * HALF) + channel % 8 * (4 * TILES) + channel // 8 * 4
 
 
 def kept_address(base, half, block):
@@ -126,7 +155,7 @@ def kept_address(base, half, block):
 
 
 def kept(base, block):
-    """Loads the number of rows of a block whose factors have the middle anchor."""
+    """Loads the number of rows of a block whose columns have the middle anchor."""
     return cutlass.min(*(ptx.load_shared(kept_address(base, half, block), Int32) for half in range(2)))
 
 
@@ -140,7 +169,4 @@ def load_pair(address):
     return ptx.load_shared_x2(address, Float32)
 
 
-def power(n: Float32) -> Float32:
-    """Returns 2^n for an integer n below 128; 0 below -126."""
-    exponent = Int32(n) + 127
-    return Float32(ptx.float_of_bits(ptx.select(exponent > 0, exponent << 23, Int32(0))))
+assert shared_bytes(unbounded=True) <= 227 * 1024

@@ -6,16 +6,16 @@ e``. So all that belongs to one token and channel meets in one thread.
 """
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from kda_cute.device import ptx
 from kda_sm90.config import HEAD_DIM
 from kda_sm90.kernels.gradients import memory
-from kda_sm90.kernels.gradients.memory import BLOCKS, CHUNK, HALF, OFFSETS, Table
+from kda_sm90.kernels.gradients.memory import BLOCK, BLOCKS, CHUNK, HALF, OFFSETS, PAIRS, PANEL, TILES, Table
 
-TILES = HALF // 8  # of 8 channels, of a warpgroup
+# ---- between chunks, of a warpgroup
 
 
 def tiled_mma():
@@ -25,12 +25,12 @@ def tiled_mma():
     )
 
 
-def matrix(shared: cute.Pointer, name, rows):
-    """Returns the tensor [rows, 128] of a region, an image in two panels of 64 columns."""
+def matrix(shared: cute.Pointer, name, rows, count=1):
+    """Returns the tensor [rows, 128, count] of a region: images in two panels of 64 columns."""
     from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind, make_smem_layout_atom
 
     atom = make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, BFloat16)
-    layout = cute.tile_to_shape(atom, (rows, HEAD_DIM), order=(0, 1))
+    layout = cute.tile_to_shape(atom, (rows, HEAD_DIM, count), order=(0, 1, 2))
     pointer = cute.recast_ptr(shared + OFFSETS[name], layout.inner, dtype=BFloat16)
     return cute.make_tensor(pointer, layout.outer)
 
@@ -54,149 +54,211 @@ def accumulator(mma):
     return cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, HALF)), Float32)
 
 
-def store_masked(shared, acc, block, lane, strict, sign):
-    """Stores ``sign`` times the lower triangle of an accumulator [64 rows, 64 columns] as an image in bf16.
-
-    ``strict``: without the diagonal; 0 or 1.
-    """
-    row, quad = lane // 4, lane % 4
-    for j in range(TILES):
-        for r in range(2):
-            i = block * 16 + 8 * r + row
-            values = []
-            for e in range(2):
-                inside = i >= 8 * j + 2 * quad + e + strict
-                values.append(ptx.select(inside, acc[4 * j + 2 * r + e] * sign, Float32(0.0)))
-            ptx.store_shared(memory.image(shared, i, 8 * j + 2 * quad), ptx.pack_bf16x2(*values))
-
-
-# ---- products within the chunk, of one warp
-
-
-def multiply(acc, a, columns, place, lane, factors):
-    """Adds ``a`` [16, 16], an A fragment, times rows ``columns`` to ``columns + 15`` of the image at ``place`` [64 tokens, 64
-    channels], times powers of two: ``factors``, for each tile of 8 channels as `scales` returns them, or None."""
-    matrix, row = lane // 8, lane % 8
-    token = columns + 8 * (matrix % 2) + row
+def store_image(shared, acc, place):
+    """Stores an accumulator [64 rows, 64 columns] as an image in bf16."""
+    matrix, row = place.lane // 8, place.lane % 8
+    first = memory.image(shared, place.block * BLOCK + 8 * (matrix % 2) + row, 8 * (matrix // 2))
     for pair in range(TILES // 2):
-        b = ptx.ldmatrix_x4(memory.image(place, token, 16 * pair + 8 * (matrix // 2)), transpose=True)
+        packed = [ptx.pack_bf16x2(acc[8 * pair + 2 * i], acc[8 * pair + 2 * i + 1]) for i in range(4)]  # [tile][r]
+        ptx.stmatrix_x4(first ^ 32 * pair, packed)
+
+
+# ---- scales
+
+
+def scale_bits(n):
+    """Returns 2^n in bf16, twice, for an integer n below 128; 0 below -126."""
+    exponent = Int32(n) + 127
+    return ptx.select(exponent > 0, exponent * (0x10001 << 7), Int32(0))
+
+
+def store_scales(place, unbounded):
+    """Stores the powers of two that move factors between the anchors of two blocks. A thread has a channel of the half, and three of
+    the six pairs of blocks."""
+    thread = place.thread % 128
+    late, at = thread // HALF, thread % HALF
+    entry = lambda kind, block: ptx.load_shared(
+        memory.table(place.base, kind, block, place.half * HALF + at), Float32
+    )
+    pairs = [
+        (ptx.select(late > 0, Int32(3), Int32((1, 2, 2)[n])), ptx.select(late > 0, Int32(n), Int32((0, 0, 1)[n])))
+        for n in range(PAIRS // 2)
+    ]
+    moves = [entry(Table.MIDDLE, i) - entry(Table.MIDDLE, j) for i, j in pairs]
+    lasts = [entry(Table.LAST, j) for _, j in pairs] if unbounded else moves
+    for (i, j), move, last in zip(pairs, moves, lasts, strict=True):
+        ptx.store_shared(memory.scale_place(place.base, i, j, place.half, at), scale_bits(move))
+        if unbounded:
+            lower = move - Float32(cute.math.floor(last))
+            ptx.store_shared(memory.scale_place(place.base, i, j, place.half, at, kind=1), scale_bits(lower))
+
+
+def load_scales(place, i, j, kind=0):
+    """Loads the scales between two blocks for the B fragments of the thread, [tile]."""
+    address = memory.scale_place(place.base, i, j, place.half, place.lane // 4, kind)
+    return [y for first in (0, 16) for y in ptx.load_shared_x4(address + first, Int32)]
+
+
+def column_scales(place, i, j, unbounded):
+    """Returns the factors that move columns of block j to the anchor of block i, [tile][upper and lower 8 tokens]."""
+    inside = load_scales(place, i, j)
+    if not unbounded:
+        return [[y, y] for y in inside]
+    outside, kept = load_scales(place, i, j, kind=1), memory.kept(place.base, j)
+    masks = [kept_mask(2 * place.quad + 8 * n, kept) for n in range(2)]
+    return [
+        [(x & mask) | (y & ~mask) for mask in masks] for x, y in zip(inside, outside, strict=True)
+    ]
+
+
+def row_scales(place, i, j, kind=0):
+    """Returns the factors that move rows of block i to an anchor of block j; see `column_scales`. ``kind`` 1: to that of columns without
+    the middle anchor."""
+    return [[y, y] for y in load_scales(place, i, j, kind)]
+
+
+# ---- within the chunk, of a warp
+
+
+def fragments(place, columns, panel, scales):
+    """Yields each pair of tiles of rows ``columns`` to ``columns + 15`` of the image at ``panel`` [64 tokens, 64 channels], times powers
+    of two: [tile, B fragment]. ``scales``: see `column_scales`, or None."""
+    matrix, row = place.lane // 8, place.lane % 8
+    first = memory.image(panel, columns + 8 * (matrix % 2) + row, 8 * (matrix // 2))
+    for pair in range(TILES // 2):
+        b = ptx.ldmatrix_x4(first ^ 32 * pair, transpose=True)
         for i in range(2):
-            tile = 2 * pair + i
-            operand = [b[2 * i], b[2 * i + 1]]
-            if factors is not None:
-                operand = [ptx.mul_bf16x2(y, scale) for y, scale in zip(operand, factors[tile], strict=True)]
-            found = ptx.mma_m16n8k16(a, operand, [acc[4 * tile + n] for n in range(4)])
-            for n in range(4):
-                acc[4 * tile + n] = found[n]
+            tile, operand = 2 * pair + i, [b[2 * i], b[2 * i + 1]]
+            if scales is not None:
+                operand = [ptx.mul_bf16x2(y, scale) for y, scale in zip(operand, scales[tile], strict=True)]
+            yield tile, operand
 
 
-def row_fragment(place, i, j, lane):
+def add(acc, tile, a, b):
+    """Adds ``a`` [16, 16], an A fragment, times a B fragment to a tile of an accumulator."""
+    found = ptx.mma_m16n8k16(a, b, [acc[4 * tile + n] for n in range(4)])
+    for n in range(4):
+        acc[4 * tile + n] = found[n]
+
+
+def row_fragment(image, i, j, lane):
     """Loads block (i, j) of an image [64, 64] as an A fragment."""
     matrix, row = lane // 8, lane % 8
-    return ptx.ldmatrix_x4(memory.image(place, i * 16 + 8 * (matrix % 2) + row, j * 16 + 8 * (matrix // 2)))
+    return ptx.ldmatrix_x4(memory.image(image, i * BLOCK + 8 * (matrix % 2) + row, j * BLOCK + 8 * (matrix // 2)))
 
 
-def column_fragment(place, i, j, lane):
+def column_fragment(image, i, j, lane):
     """Loads the transpose of block (i, j) of an image [64, 64] as an A fragment."""
     matrix, row = lane // 8, lane % 8
-    address = memory.image(place, i * 16 + 8 * (matrix // 2) + row, j * 16 + 8 * (matrix % 2))
+    address = memory.image(image, i * BLOCK + 8 * (matrix // 2) + row, j * BLOCK + 8 * (matrix % 2))
     return ptx.ldmatrix_x4(address, transpose=True)
 
 
+def lower(a, place, strict):
+    """Returns the A fragment of a diagonal block without what is above the diagonal; ``strict``: without the diagonal as well."""
+    mask = pair_mask(place.row - 2 * place.quad - strict)
+    return [a[0] & mask, a[1], Int32(0), a[3] & mask]
+
+
+def upper(a, place, strict):
+    """Returns the A fragment of a diagonal block's transpose without what is below the diagonal; see `lower`."""
+    mask = ~pair_mask(place.row - 2 * place.quad - 1 + strict)
+    return [a[0] & mask, Int32(0), a[2], a[3] & mask]
+
+
+def pair_mask(last):
+    """Returns a mask of a bf16x2: its low element if ``last`` >= 0, and the high one if ``last`` >= 1."""
+    return ptx.select(last > 0, Int32(-1), ptx.select(last == 0, Int32(0xFFFF), Int32(0)))
+
+
+def kept_mask(first, kept):
+    """Returns a mask of a bf16x2 with the tokens ``first`` and ``first + 1`` of a block: those below ``kept``."""
+    return pair_mask(kept - first - 1)
+
+
 def kept_rows(a, kept, lane):
-    """Returns an A fragment of D without the rows that have no middle anchor."""
+    """Returns an A fragment of D without the rows from ``kept`` on."""
     row = lane // 4
     return [ptx.select(row + 8 * (n % 2) < kept, y, Int32(0)) for n, y in enumerate(a)]
 
 
 def kept_columns(a, kept, lane):
-    """Returns an A fragment of D^T without the columns that have no middle anchor."""
-    first = 2 * (lane % 4)
-    found = []
-    for n, y in enumerate(a):
-        column = first + 8 * (n // 2)
-        mask = ptx.select(column + 1 < kept, Int32(-1), ptx.select(column < kept, Int32(0xFFFF), Int32(0)))
-        found.append(y & mask)
-    return found
-
-
-def entry(base, kind, block, channel):
-    """Loads an entry of a table."""
-    return ptx.load_shared(memory.table(base, kind, block, channel), Float32)
-
-
-def column_scales(base, half, lane, j, block, kept):
-    """Returns the factors that move columns of block j to the anchor of a later block; see `scales`."""
-    found = []
-    for tile in range(TILES):
-        channel = half * HALF + 8 * tile + lane // 4
-        target = entry(base, Table.ANCHOR, block, channel)
-        fall = target - entry(base, Table.ANCHOR, j, channel)
-        following = target - entry(base, Table.ANCHOR, j + 1, channel)
-        found.append(scales(fall - entry(base, Table.MIDDLE, j, channel), following, kept, lane))
-    return found
-
-
-def row_scales(base, half, lane, i, following, kept):
-    """Returns the factors that move rows of block i to the anchor of an earlier block; see `scales`."""
-    found = []
-    for tile in range(TILES):
-        channel = half * HALF + 8 * tile + lane // 4
-        fall = entry(base, Table.ANCHOR, i, channel) - entry(base, Table.ANCHOR, following, channel)
-        found.append(scales(fall + entry(base, Table.MIDDLE, i, channel), fall, kept, lane))
-    return found
-
-
-def scales(middle, outer, kept, lane):
-    """Returns powers of two as bf16x2, for the upper and the lower 8 tokens of a block.
-
-    ``middle``, ``outer``: exponents for tokens with and without the middle anchor. ``kept``: the number of those with it, or None
-    for all.
-    """
-    inside, outside = bf16_power(middle), bf16_power(outer)
-    if kept is None:
-        return [inside | inside << 16] * 2
-    token, found = 2 * (lane % 4), []
-    for first in (token, token + 8):
-        low, high = (ptx.select(at < kept, inside, outside) for at in (first, first + 1))
-        found.append(low | high << 16)
-    return found
-
-
-def bf16_power(n):
-    """Returns the bits of 2^n in bf16 for an integer n below 128; 0 below -126."""
-    exponent = Int32(n) + 127
-    return ptx.select(exponent > 0, exponent << 7, Int32(0))
+    """Returns an A fragment of D^T without the columns from ``kept`` on."""
+    return [y & kept_mask(2 * (lane % 4) + 8 * (n // 2), kept) for n, y in enumerate(a)]
 
 
 @cute.jit
-def row_products(
-    base: Int32, d: Int32, columns: Int32, outer: cute.Tensor, inner: cute.Tensor, block: Int32, half: Int32, lane: Int32,
-    unbounded: cutlass.Constexpr[bool],
-):  # fmt: skip
-    """Adds D c of a block of rows: ``outer`` over the blocks of columns before it, relative to the block's anchor, ``inner`` over
-    its own block, relative to its middle anchor. ``d``, ``columns``: addresses of the images of D and of c."""
-    for j in cutlass.range(block, unroll=1):
-        factors = column_scales(base, half, lane, j, block, memory.kept(base, j) if unbounded else None)
-        multiply(outer, row_fragment(d, block, j, lane), j * 16, columns, lane, factors)
-    a = row_fragment(d, block, block, lane)
+def add_row_products(
+    base: Int32, thread, kind: cutlass.Constexpr[int], acc: cute.Tensor, unbounded: cutlass.Constexpr[bool]
+):
+    """Adds Dq c (``kind`` 0) or Dk c (1) of a block of rows over its own and all earlier blocks of columns, relative to the block's
+    anchor."""
+    from kda_sm90.kernels.gradients.elements import Place
+
+    place = Place(base, thread)
+    d, columns = base + OFFSETS["d_q"] + kind * PANEL, place.panel("column")
+    for j in cutlass.range(place.block, unroll=1):
+        a = row_fragment(d, place.block, j, place.lane)
+        scales = column_scales(place, place.block, j, unbounded)
+        for tile, b in fragments(place, j * BLOCK, columns, scales):
+            add(acc, tile, a, b)
+    a = lower(row_fragment(d, place.block, place.block, place.lane), place, kind)
     if cutlass.const_expr(unbounded):
-        a = kept_rows(a, memory.kept(base, block), lane)
-    multiply(inner, a, block * 16, columns, lane, None)
+        a = kept_rows(a, memory.kept(base, place.block), place.lane)
+    for tile, b in fragments(place, place.block * BLOCK, columns, None):
+        add(acc, tile, a, b)
 
 
 @cute.jit
-def column_products(
-    base: Int32, d: Int32, rows: Int32, outer: cute.Tensor, inner: cute.Tensor, block: Int32, half: Int32, lane: Int32,
-    unbounded: cutlass.Constexpr[bool],
-):  # fmt: skip
-    """Adds D^T r of a block of columns: ``outer`` over the blocks of rows behind it, relative to the anchor of the next block,
-    ``inner`` over its own block, relative to its middle anchor."""
-    following = block + 1
-    for i in cutlass.range(following, BLOCKS, unroll=1):
-        factors = row_scales(base, half, lane, i, following, memory.kept(base, i) if unbounded else None)
-        multiply(outer, column_fragment(d, i, block, lane), i * 16, rows, lane, factors)
-    a = column_fragment(d, block, block, lane)
+def add_column_products(base: Int32, thread, acc: cute.Tensor, unbounded: cutlass.Constexpr[bool]):
+    """Adds Dq^T r and Dk^T r of a block of columns over its own and all later blocks of rows, relative to the block's anchor."""
+    from kda_sm90.kernels.gradients.elements import Place
+
+    place = Place(base, thread)
+    add_outer_column_products(base, thread, acc, 0)
+    for strict, (d, rows) in enumerate((("d_q", "row_q"), ("d_k", "row_k"))):
+        a = upper(column_fragment(base + OFFSETS[d], place.block, place.block, place.lane), place, strict)
+        if cutlass.const_expr(unbounded):
+            a = kept_columns(a, memory.kept(base, place.block), place.lane)
+        for tile, b in fragments(place, place.block * BLOCK, place.panel(rows), None):
+            add(acc, tile, a, b)
     if cutlass.const_expr(unbounded):
-        a = kept_columns(a, memory.kept(base, block), lane)
-    multiply(inner, a, block * 16, rows, lane, None)
+        kept = memory.kept(base, place.block)
+        if kept < BLOCK:
+            other = cute.make_rmem_tensor((4 * TILES,), Float32)
+            other.fill(0.0)
+            add_outer_column_products(base, thread, other, 1)
+            for n in cutlass.range_constexpr(4 * TILES):
+                has: Boolean = place.row + 8 * (n // 2 % 2) < kept
+                acc[n] = ptx.select(has, acc[n], other[n])
+
+
+@cute.jit
+def add_outer_column_products(base: Int32, thread, acc: cute.Tensor, kind: cutlass.Constexpr[int]):
+    """Adds the products of a block of columns with all later blocks of rows; ``kind`` as in `row_scales`."""
+    from kda_sm90.kernels.gradients.elements import Place
+
+    place = Place(base, thread)
+    operands = [(base + OFFSETS[d], place.panel(rows)) for d, rows in (("d_q", "row_q"), ("d_k", "row_k"))]
+    for i in cutlass.range(place.block + 1, BLOCKS, unroll=1):
+        scales = row_scales(place, i, place.block, kind)
+        for d, rows in operands:
+            a = column_fragment(d, i, place.block, place.lane)
+            for tile, b in fragments(place, i * BLOCK, rows, scales):
+                add(acc, tile, a, b)
+
+
+def through_diagonal(place):
+    """Returns ``sum_v S dS'`` of channels ``16 block + row`` and ``16 block + row + 8`` of the half, in lanes with 2 quad == row or
+    2 quad + 1 == row."""
+    matrix, row = place.lane // 8, place.lane % 8
+    first = place.half * HALF + place.block * BLOCK + row
+    state = memory.image(place.base + OFFSETS["state"], first + 8 * (matrix % 2), 8 * (matrix // 2))
+    grad_state = memory.image(place.base + OFFSETS["grad_state"], first + 8 * (matrix // 2), 8 * (matrix % 2))
+    found = [[Float32(0.0)] * 4 for _ in range(2)]
+    for step in range(HEAD_DIM // 16):
+        panel, column = step // 4 * (2 * PANEL), step % 4 * 32
+        a, b = (ptx.ldmatrix_x4((y ^ column) + panel) for y in (state, grad_state))
+        found = [ptx.mma_m16n8k16(a, b[2 * n : 2 * n + 2], found[n]) for n in range(2)]
+    odd = place.row % 2 > 0
+    return [ptx.select(odd, found[n][2 * n + 1], found[n][2 * n]) for n in range(2)]

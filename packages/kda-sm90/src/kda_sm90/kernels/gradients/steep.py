@@ -11,79 +11,83 @@ from cutlass import Float32, Int32, cute
 
 from kda_cute.device import ptx
 from kda_sm90.kernels.gradients import elements, memory
-from kda_sm90.kernels.gradients.memory import BLOCK
-from kda_sm90.kernels.gradients.products import TILES
+from kda_sm90.kernels.gradients.loads import raw_beta, row_offset
+from kda_sm90.kernels.gradients.memory import BLOCK, HALF, OFFSETS, TILES, Sum
 
 
-def load_d(d, i, j):
+def row_loaders(x, place, token, valid, head, beta_of):
+    """Returns functions that load the thread's 16 channels of a row of the chunk in fp32: of scaled q, of k, and of beta k. ``beta_of``:
+    makes beta of a raw one and a row."""
+
+    def row(source, kind, i):
+        inverse = ptx.rsqrt(elements.load_sum(place, kind, i) + Float32(1e-6))
+        inverse = ptx.select(x.l2norm > 0, inverse, Float32(1.0))
+        start = source + row_offset(place, token + i, x.H, head // x.group)
+        pairs = [ptx.load_global_i32(start + 16 * tile, i < valid) for tile in range(TILES)]
+        return [y * inverse for pair in pairs for y in ptx.unpack_bf16x2(pair)]
+
+    query = lambda i: [y * x.scale for y in row(x.q, Sum.Q_SQUARE, i)]
+    key = lambda i: row(x.k, Sum.K_SQUARE, i)
+    column = lambda j: [y * beta_of(raw_beta(x, token, valid, head, j), j) for y in key(j)]
+    return query, key, column
+
+
+def decays_of(place, i, j):
+    """Returns 2^(G_i - G_j) of the thread's 16 channels, at most 1; pairs with i < j have no weight."""
+    found = []
+    for tile in range(TILES):
+        channel = place.half * HALF + 8 * tile + 2 * place.quad
+        below, above = (memory.load_pair(memory.exponent(place.base, n, channel)) for n in (i, j))
+        found += [ptx.ex2(ptx.minimum(x - y, Float32(0.0))) for x, y in zip(below, above, strict=True)]
+    return found
+
+
+def load_d(base, name, i, j):
     """Loads [i, j] of an image [64, 64]."""
-    low, high = ptx.unpack_bf16x2(ptx.load_shared(memory.image(d, i, j & -2), Int32))
+    low, high = ptx.unpack_bf16x2(ptx.load_shared(memory.image(base + OFFSETS[name], i, j & -2), Int32))
     return ptx.select(j & 1 == 0, low, high)
-
-
-def load_row(x, place, token, heads, head, row, valid):
-    """Loads a row of q or k, the thread's 16 channels, as bf16x2."""
-    return [
-        ptx.load_global_i32(x + elements.offset(place, token + row, heads, head, tile), row < valid)
-        for tile in range(TILES)
-    ]
 
 
 @cute.jit
 def add_rows(
-    place,
-    d: Int32,
-    kept: Int32,
-    pairs: cute.Tensor,
-    norms: cute.Tensor,
-    columns,
-    gradient: cute.Tensor,
-    terms: cute.Tensor,
+    place, kept: Int32, kind: cutlass.Constexpr[int], row_of, column, gradient: cute.Tensor, terms: cute.Tensor
 ):
-    """Adds to the rows of the thread from ``kept`` on. ``pairs``, ``norms``: its elements of q or k, and their factors.
-    ``columns(j)``: the thread's channels of row j of the block of beta k, in fp32."""
-    start = place.block * BLOCK
-    for j in cutlass.range(BLOCK, unroll=1):
-        b = columns(start + j)
-        for r in cutlass.range_constexpr(2):
-            i = place.row + 8 * r
-            on = (i >= kept) & (j <= i)
-            weight = ptx.select(on, load_d(d, start + i, start + j), Float32(0.0))
-            apart = ptx.select(j < i, weight, Float32(0.0))
-            for tile in cutlass.range_constexpr(TILES):
-                below = elements.exponents(place, tile, start + i)
-                above = elements.exponents(place, tile, start + j)
-                xs = ptx.unpack_bf16x2(pairs[2 * tile + r])
-                for e in cutlass.range_constexpr(2):
-                    n = 4 * tile + 2 * r + e
-                    decayed = decay(below[e], above[e]) * b[2 * tile + e]
-                    gradient[n] = gradient[n] + weight * decayed
-                    terms[n] = terms[n] + (apart * (xs[e] * norms[r])) * decayed
+    """Adds the pairs of the thread's rows from ``kept`` on to the gradient of q (``kind`` 0) or the negative one of k (1).
+
+    ``row_of``, ``column``: functions of `row_loaders`.
+    """
+    if kept < BLOCK:
+        start = place.block * BLOCK
+        for j in cutlass.range(BLOCK, unroll=1):
+            b = column(start + j)
+            for r in cutlass.range_constexpr(2):
+                i = place.row + 8 * r
+                decays, row = decays_of(place, start + i, start + j), row_of(start + i)
+                d = load_d(place.base, ("d_q", "d_k")[kind], start + i, start + j)
+                weight = ptx.select((i >= kept) & (j <= i - kind), d, Float32(0.0))
+                apart = ptx.select(j < i, weight, Float32(0.0)) * Float32(1.0 - 2.0 * kind)
+                for m in cutlass.range_constexpr(2 * TILES):
+                    n = m // 2 * 4 + 2 * r + m % 2
+                    gradient[n] = gradient[n] + weight * (decays[m] * b[m])
+                    terms[n] = terms[n] + (apart * row[m]) * (decays[m] * b[m])
 
 
 @cute.jit
-def add_columns(
-    place, d: Int32, kept: Int32, rows, b: cute.Tensor, gradient: cute.Tensor, terms: cute.Tensor
-):
-    """Adds to all rows of the thread as columns. ``rows(i)``: the thread's channels of row i of normalised q or k. ``b``: the thread's
-    elements of beta k."""
-    start = place.block * BLOCK
-    for i in cutlass.range(kept, BLOCK, unroll=1):
-        x = rows(start + i)
-        for r in cutlass.range_constexpr(2):
-            j = place.row + 8 * r
-            weight = ptx.select(j <= i, load_d(d, start + i, start + j), Float32(0.0))
-            apart = ptx.select(j < i, weight, Float32(0.0))
-            for tile in cutlass.range_constexpr(TILES):
-                below = elements.exponents(place, tile, start + i)
-                above = elements.exponents(place, tile, start + j)
-                for e in cutlass.range_constexpr(2):
-                    n = 4 * tile + 2 * r + e
-                    fall = decay(below[e], above[e])
-                    gradient[n] = gradient[n] + weight * (fall * x[2 * tile + e])
-                    terms[n] = terms[n] - (apart * x[2 * tile + e]) * (fall * b[n])
-
-
-def decay(below, above):
-    """Returns 2^(G_i - G_j), at most 1; pairs with i < j have no weight."""
-    return ptx.ex2(ptx.minimum(below - above, Float32(0.0)))
+def add_columns(place, kept: Int32, query, key, column, gradient: cute.Tensor, terms: cute.Tensor):
+    """Adds the pairs of rows from ``kept`` on to the gradients of the thread's columns."""
+    if kept < BLOCK:
+        start = place.block * BLOCK
+        for i in cutlass.range(kept, BLOCK, unroll=1):
+            for r in cutlass.range_constexpr(2):
+                j = place.row + 8 * r
+                decays, b = decays_of(place, start + i, start + j), column(start + j)
+                for kind in cutlass.range_constexpr(2):
+                    row = query(start + i) if kind == 0 else key(start + i)
+                    d = load_d(place.base, ("d_q", "d_k")[kind], start + i, start + j)
+                    d = d * Float32(1.0 if kind == 0 else -1.0)
+                    apart = ptx.select(j < i, d, Float32(0.0))
+                    weight = ptx.select(j <= i, d, Float32(0.0)) if kind == 0 else apart
+                    for m in cutlass.range_constexpr(2 * TILES):
+                        n = m // 2 * 4 + 2 * r + m % 2
+                        gradient[n] = gradient[n] + weight * (decays[m] * row[m])
+                        terms[n] = terms[n] - (apart * row[m]) * (decays[m] * b[m])
