@@ -15,6 +15,7 @@ __all__ = [
     "ARCH",
     "HALVES",
     "HEAD_DIM",
+    "SPACINGS",
     "THREADS",
     "Gate",
     "GateDtype",
@@ -35,6 +36,9 @@ THREADS = 384
 #: backward over these records, from the last chunk of every sequence to the first.
 Mode = Literal["whole", "summarize", "execute", "recompute", "reverse"]
 
+#: Tokens between the states that a forward saves for its backward. With a spacing of 64 it saves R as well.
+SPACINGS = (512, 64)
+
 #: Halves (64 columns of the state) that the chains of a mode compute: those of V, and in ``summarize`` those of the
 #: transition M as well.
 HALVES: dict[Mode, int] = {"whole": 2, "summarize": 4, "execute": 2, "recompute": 2, "reverse": 2}
@@ -53,6 +57,7 @@ class PrefillConfig:
             the caller's promise that none does.
         gate_dtype: dtype of g.
         states: whether the kernel writes bf16 states at the start of chunks.
+        residual: whether the kernel writes R in bf16, for the backward. Requires ``states`` and mode ``whole``.
         mode: see `Mode`. ``execute`` and ``reverse`` have no gate; ``summarize`` writes no intermediate states;
             ``recompute`` and ``reverse`` have chunks of 64 and always write states.
         padded: whether T may exceed the end of the last packed sequence (``use_graph``). The kernel then spends no time on
@@ -70,6 +75,7 @@ class PrefillConfig:
     states: bool = False
     mode: Mode = "whole"
     padded: bool = False
+    residual: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk not in (32, 64):
@@ -91,6 +97,11 @@ class PrefillConfig:
         if self.mode in ("recompute", "reverse") and (self.chunk, self.states) != (64, True):
             raise ValueError(
                 f"mode: {self.mode!r} needs chunk=64 and states=True, got chunk={self.chunk} and states={self.states}"
+            )
+        if self.residual and (self.mode, self.states) != ("whole", True):
+            raise ValueError(
+                f"residual: expected False unless mode='whole' and states=True, got True with mode={self.mode!r} and "
+                f"states={self.states}"
             )
         if self.mode != "whole" and self.padded:
             raise ValueError(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from kda_core.contract import ProblemShape
 from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
-from kda_sm90.config import HALVES, THREADS, Mode, PrefillConfig
+from kda_sm90.config import HALVES, SPACINGS, THREADS, Mode, PrefillConfig
 
 #: SMs of an H100 SXM and of an H200. A launch puts one CTA on each.
 SMS = 132
@@ -107,7 +107,9 @@ class LaunchConfig:
 
 
 @lru_cache(maxsize=1024)
-def launch_config(shape: ProblemShape, sms: int = SMS, longest: int | None = None) -> LaunchConfig:
+def launch_config(
+    shape: ProblemShape, sms: int = SMS, longest: int | None = None, spacing: int = 0
+) -> LaunchConfig:
     """Returns the launch with the smallest predicted time. The cache holds the last 1024 results.
 
     Args:
@@ -117,6 +119,8 @@ def launch_config(shape: ProblemShape, sms: int = SMS, longest: int | None = Non
             packed. The model then takes all sequences as equally long. The argument changes the time of a call, and
             without ``pin`` the last bits of its result. Every launch of a shape serves all lengths, within
             `workspace_bytes`.
+        spacing: tokens between the states that the call saves for its backward, one of `SPACINGS`; 0 if it saves none. It
+            changes nothing else about the launch.
     """
     chunks = _chunks(shape)
     if shape.options.pin and PINNED_CHUNK in chunks:
@@ -126,7 +130,8 @@ def launch_config(shape: ProblemShape, sms: int = SMS, longest: int | None = Non
     config = PrefillConfig(
         chunk=model.chunk,
         warpgroups=model.warpgroups,
-        states=shape.options.return_intermediate_states,
+        states=shape.options.return_intermediate_states or spacing > 0,
+        residual=spacing == min(SPACINGS),
         padded=shape.varlen and shape.options.use_graph,
         **_gate(shape),
     )

@@ -22,10 +22,12 @@ GATES: tuple[dict[str, Any], ...] = (
 CHAINS = tuple(product((64, 32), (1, 2)))  # (chunk, warpgroups)
 DTYPES: tuple[GateDtype, ...] = ("bfloat16", "float32")
 
+#: What a call writes beside o: nothing, states, or states and R.
+WRITES: tuple[dict[str, bool], ...] = ({}, {"states": True}, {"states": True, "residual": True})
 WHOLE = tuple(
-    PrefillConfig(chunk, warpgroups, gate_dtype=dtype, states=states, padded=padded, **gate)
-    for padded, (chunk, warpgroups), gate, dtype, states in product(
-        (False, True), CHAINS, GATES, DTYPES, (False, True)
+    PrefillConfig(chunk, warpgroups, gate_dtype=dtype, padded=padded, **writes, **gate)
+    for padded, (chunk, warpgroups), gate, dtype, writes in product(
+        (False, True), CHAINS, GATES, DTYPES, WRITES
     )
 )
 #: The first launch of calls in segments.
@@ -59,6 +61,7 @@ SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
         for i, ((chunk, warpgroups), gate) in enumerate(product(CHAINS, GATES))
     ),
     *(PrefillConfig(*chain, padded=True) for chain in CHAINS),
+    *(PrefillConfig(*chain, **WRITES[-1]) for chain in CHAINS),
     *SUMMARIZE[:: len(GATES) * 2],
     *EXECUTE[::2],
     *RECOMPUTE[:: len(GATES) * 2],

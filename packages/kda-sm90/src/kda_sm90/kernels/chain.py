@@ -31,11 +31,11 @@ chain      4 per half     wgmma, decay, rounding; writes O^T and intermediate st
 producer   1              waits for records of the intra-chunk stage, copies them to two rings of shared memory (TMA bulk
                           copies), and publishes which records it has read, so that intra-chunk groups may replace them
 values     1              copies v to the early ring (cp.async); rows after the end of a sequence are zeros
-store      1 per half     copies O and intermediate states from shared to global memory, valid rows only
+store      1 per half     copies O, R and states from shared to global memory, valid rows only
 ========== ============== ==============================================================================================
 
 **Shared memory** (`shared_storage`). The *early* ring has the operands that a chunk needs first (Kd, Qd, a, v), the
-*late* ring the others (Kg, Aqk, T). O has one buffer per half, and so have intermediate states.
+*late* ring the others (Kg, Aqk, T). O has one buffer per half, with room for R where it is saved, and so have states.
 
 =================== ====================== ================== ==================================================
 mbarrier            arrivals per phase     waited for by      condition
@@ -77,7 +77,7 @@ forever.
 - Every chunk loads v of the next chunk. For the last chunk of a part this is the *trailing stage*: one more early stage,
   with zeros for v and without a record. Nothing uses the X that is loaded from it.
 - Every chunk publishes O of the previous chunk. The first O of a part is empty, and the store warp skips it. The chain
-  publishes O of the last chunk after the loop.
+  publishes O of the last chunk after the loop. R goes with O: tCrX holds it until X of the next chunk is rounded.
 """
 
 from types import SimpleNamespace
@@ -134,7 +134,7 @@ def shared_storage(config: PrefillConfig, stages, early, late, stores):
         kg: operand("kg", C * HEAD_DIM)
         aqk: operand("aqk", C * C)
         v: image(early * wgs * C * HALF)
-        o: image(wgs * C * HALF if stores else 0)
+        o: image(wgs * C * HALF * (2 if config.residual else 1) if stores else 0)
         state: image(wgs * HALF * HEAD_DIM if config.states else 0)
         a: cute.struct.Align[cute.struct.MemRange[Float32, decays], 128]  # `decay_units` relies on it
         o_free: mbarriers(wgs)
@@ -389,6 +389,8 @@ class Chain:
             self.load_state(sched, queue, args, carry, part, thr)
             fragments.round_to_bf16(thr.accS, thr.tCrS)
             fragments.fill_zero(thr.accO)
+            if const_expr(self.config.residual):
+                fragments.fill_zero(thr.tCrX)
             barriers.wait(smem.early_full, early)
             fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
             # Invariant of the loop: tCrS and accX hold S and v of the chunk, accO holds O of the previous one, and no
@@ -401,7 +403,7 @@ class Chain:
                 warpgroup.wait_group(0)
                 if const_expr(self.config.states):  # noqa: SIM102 - decided at compile time
                     if (part.first + c) % args.every == 0:
-                        self.publish_state(smem, args.v_first, thr)
+                        self.publish_state(smem, self.store_warp.v_first(args), thr)
                 if const_expr(self.chunk == 64):
                     early, late, o_phase = self.chunk_64(smem, thr, early, late, o_phase, opaque_true)
                 else:
@@ -555,9 +557,14 @@ class Chain:
         warpgroup.commit_group()
 
     def publish_o(self, smem, thr):
-        """Stores O^T (rounded, in rO) as an image of O [C, 64] and publishes it to the store warp. The caller has waited
-        for ``o_free``. That is an mbarrier, because a named barrier would make the chain warps wait for one another."""
-        fragments.store_transposed(smem.o + thr.wg * self.store_warp.o_bytes, thr.index, thr.rO, self.chunk)
+        """Stores O^T (rounded, in rO) as an image of O [C, 64], and R^T of the same chunk (tCrX) behind it if the call saves R.
+        Publishes them to the store warp. The caller has waited for ``o_free``. That is an mbarrier, because a named barrier
+        would make the chain warps wait for one another."""
+        place = smem.o + thr.wg * self.store_warp.o_bytes
+        fragments.store_transposed(place, thr.index, thr.rO, self.chunk)
+        if const_expr(self.config.residual):
+            place += self.store_warp.image_bytes
+            fragments.store_transposed(place, thr.index, fragments.words_of(thr.tCrX), self.chunk)
         barriers.arrive(NamedBarrier.O_READY, thr.wg)
 
     @cute.jit

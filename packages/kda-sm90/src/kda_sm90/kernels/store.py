@@ -11,13 +11,15 @@ from kda_sm90.kernels.fragments import HALF
 
 
 class StoreWarp:
-    """Copies what the chain publishes: O after every chunk (`NamedBarrier.O_READY`), and intermediate states."""
+    """Copies what the chain publishes: O after every chunk (`NamedBarrier.O_READY`), with R if the call saves it, and states."""
 
     def __init__(self, config: PrefillConfig):
         self.chunk = config.chunk
         self.warpgroups = config.warpgroups
         self.states = config.states
-        self.o_bytes = 2 * self.chunk * HALF  # of the buffer of a half
+        self.residual = config.residual
+        self.image_bytes = 2 * self.chunk * HALF  # of an image of O or R
+        self.o_bytes = self.image_bytes * (2 if self.residual else 1)  # of the buffer of a half
         self.state_bytes = 2 * HALF * HEAD_DIM  # of the buffer of a half
 
     @cute.jit
@@ -41,12 +43,12 @@ class StoreWarp:
         The warp arrives at STATE_FREE exactly once for each state of the part, as often as the chain waits there.
         """
         o_row = Int64(args.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
-        o_chunk = args.o + (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
-        o_chunk += o_row * (part.first * self.chunk)
+        place = (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
+        place += o_row * (part.first * self.chunk)
         number, left = Int32(0), Int32(0)  # index in args.states of the next state; states left in this part
         if const_expr(self.states):
             left = self.states_in(part, args.every)
-            number = self.states_before(sched, part.sequence, args.every * self.chunk)
+            number = self.states_before(sched, args, part)
             number += cute.ceil_div(part.first, args.every)
             if left > 0:
                 barriers.arrive(NamedBarrier.STATE_FREE, wg)
@@ -63,10 +65,12 @@ class StoreWarp:
             valid = part.length - (part.first + c - 1) * self.chunk
             if c == 0:  # the first O of a part is empty
                 valid = Int32(0)
-            self.copy_rows(
-                smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, o_chunk - o_row * self.chunk, o_row, valid
-            )
-            o_chunk += o_row * self.chunk
+            before = place - o_row * self.chunk
+            self.copy_rows(smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, args.o + before, o_row, valid)
+            if const_expr(self.residual):
+                shared = smem.o + wg * self.o_bytes + self.image_bytes
+                self.copy_rows(shared, self.chunk, 2 * HALF, args.residual + before, o_row, valid)
+            place += o_row * self.chunk
             self.release_o(smem, wg)
 
     def release_o(self, smem, wg):
@@ -80,29 +84,37 @@ class StoreWarp:
         matrix = args.states + (Int64(number) * args.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
         exists = number < args.state_count
         row = Int64(2 * HEAD_DIM)
-        if args.v_first > 0:
+        if self.v_first(args) > 0:
             rows = ptx.select(exists, Int32(HALF), Int32(0))
             self.copy_rows(shared, HALF, 2 * HEAD_DIM, matrix + half * (2 * HALF * HEAD_DIM), row, rows)
         else:
             rows = ptx.select(exists, Int32(HEAD_DIM), Int32(0))
             self.copy_rows(shared, HEAD_DIM, 2 * HALF, matrix + half * (2 * HALF), row, rows)
 
+    def v_first(self, args):
+        """Returns whether states are written as [V, K]. Saved states never are."""
+        return args.v_first * (1 - args.saved)
+
     def states_in(self, part, every):
-        """Returns the intermediate states of a part: one before each of its chunks whose index ``every`` divides."""
+        """Returns the states of a part: one before each of its chunks whose index ``every`` divides."""
         return cute.ceil_div(part.first + part.chunks, every) - cute.ceil_div(part.first, every)
 
     @cute.jit
-    def states_before(self, sched, sequence: Int32, every: Int32) -> Int32:
-        """Returns the intermediate states of all earlier sequences, one per started ``every`` tokens; a whole warp
-        calls it."""
-        count = sequence * cute.ceil_div(sched.T, every)  # sequences as rows of B
+    def states_before(self, sched, args, part) -> Int32:
+        """Returns the index of the first state of a part's sequence; a whole warp calls it. A sequence has one state for each
+        started ``args.every`` chunks. Intermediate states are dense; saved states of packed sequences are in slots
+        (`kda_cute.device.varlen`)."""
+        tokens = args.every * self.chunk
+        count = part.sequence * cute.ceil_div(sched.T, tokens)  # sequences as rows of B
         if sched.offset_bytes > 0:
-            count = Int32(0)
-            for n in cutlass.range(cute.arch.lane_idx(), sequence, 32, unroll=1):
-                _, length, _, _ = schedule.extent(sched, n)
-                count += cute.ceil_div(length, every)
-            for i in cutlass.range_constexpr(5):
-                count += cute.arch.shuffle_sync_bfly(count, 1 << i)
+            count = Int32(part.token) // tokens + part.sequence
+            if args.saved == 0:
+                count = Int32(0)
+                for n in cutlass.range(cute.arch.lane_idx(), part.sequence, 32, unroll=1):
+                    _, length, _, _ = schedule.extent(sched, n)
+                    count += cute.ceil_div(length, tokens)
+                for i in cutlass.range_constexpr(5):
+                    count += cute.arch.shuffle_sync_bfly(count, 1 << i)
         return count
 
     def copy_rows(self, shared, rows, pitch, address, stride, valid):
