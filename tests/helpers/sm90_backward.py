@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kda_core import buffers, validate
-from kda_core.contract import KdaGradients, KdaOptions
+from kda_core.contract import KdaGradients, KdaOptions, KdaOutputs
 from kda_core.testing import token_oracle
 from kda_cute import kernels_made_by
 from kda_sm90 import backward
@@ -25,9 +25,9 @@ def aligned(size: int, device: str) -> torch.Tensor:
 
 
 def gradients(
-    x: dict[str, Any], grad_o: torch.Tensor, grad_final: torch.Tensor | None, sms: int
+    x: dict[str, Any], grad_o: torch.Tensor, grad_final: torch.Tensor | None, sms: int, saved: bool = False
 ) -> dict[str, Any]:
-    """Returns the gradients of a call by the kernels of kda-sm90."""
+    """Returns the gradients of a call by the kernels of kda-sm90. ``saved``: a forward has saved states every 64 tokens and R."""
     import ptx_emulator
 
     known = {f: x[f] for f in KdaOptions.__dataclass_fields__ if f in x}
@@ -44,14 +44,19 @@ def gradients(
             for dtype, size in backward.arrays(shape, sms).values()
         )
     )
+    kept = [poison(workspace.states), poison(workspace.residual)] if saved else [None, None]
+    o = poison(x["v"])
     with ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(kernels_made_by(ptx_emulator.load))
-            reachable = [
-                y for y in (*tensors, grad_o, grad_final, *vars(found).values(), *workspace) if y is not None
-            ]
+            reachable = [*tensors, grad_o, grad_final, *vars(found).values(), *workspace, *kept, o]
+            reachable = [y for y in reachable if y is not None]
             stack.enter_context(ptx_emulator.device(ARCH, tensors=reachable, races=("shared",)))
-        backward.launch_of(shape, sms).run(inputs, grad_o, grad_final, found, workspace)
+        launch = backward.launch_of(shape, sms=sms)
+        if saved:
+            launch.forward(inputs, KdaOutputs(o, None, None, workspace.chains, *kept))
+            workspace.chains.fill_(0xFF)
+        launch.run(inputs, grad_o, grad_final, found, workspace, *kept)
         if device == "cuda":
             torch.cuda.synchronize()
     return {name: getattr(found, name) for name in NAMES if x.get(name) is not None}

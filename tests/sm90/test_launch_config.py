@@ -17,6 +17,7 @@ from kda_sm90.launch_config import (
     LEAST_DEPTH,
     launch_config,
     predicted_ns,
+    reverse_launch_config,
     segment_launch_configs,
     workspace_bytes,
 )
@@ -77,9 +78,10 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("sms", (20, 114, 132))
-def test_all_ctas_are_co_resident_and_the_workspace_is_bounded(case, sms):
+@pytest.mark.parametrize("choose", (launch_config, reverse_launch_config))
+def test_all_ctas_are_co_resident_and_the_workspace_is_bounded(choose, case, sms):
     s = shape(**case)
-    chosen = launch_config(s, sms)
+    chosen = choose(s, sms)
     chains = chosen.queues * (2 // chosen.config.warpgroups)
     assert chosen.intra_chunk_ctas >= 1 and chosen.intra_chunk_ctas + chains <= sms
     assert chosen.queues <= s.HV * s.N
@@ -149,9 +151,12 @@ def test_known_lengths_are_rounded_up_to_steps():
 def test_a_ring_is_deep_enough_or_holds_a_whole_sequence(T, HV, N):
     s = shape(T=T, H=HV, HV=HV, N=N, index=torch.int32)
     for sms, longest in itertools.product((2, 20, 132), (None, 0, T // 3, T)):
-        chosen = launch_config(s, sms, longest)
-        assert chosen.depth >= min(LEAST_DEPTH, T // chosen.chunk + N)  # one sequence may have all the tokens
-        assert chosen.workspace_bytes <= workspace_bytes(s, sms) <= 128 << 20
+        for mode, choose in (("whole", launch_config), ("reverse", reverse_launch_config)):
+            chosen = choose(s, sms, longest)
+            assert chosen.depth >= min(
+                LEAST_DEPTH, T // chosen.chunk + N
+            )  # one sequence may have all the tokens
+            assert chosen.workspace_bytes <= workspace_bytes(s, sms, mode) <= 128 << 20
 
 
 def test_a_ring_is_no_deeper_than_its_queue_is_long():

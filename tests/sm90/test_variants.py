@@ -8,7 +8,7 @@ from helpers.support import FREE, problem_shape
 
 from kda_cute.jit.key import Variant
 from kda_sm90.config import ARCH, SPACINGS
-from kda_sm90.launch_config import launch_config, segment_launch_configs
+from kda_sm90.launch_config import launch_config, reverse_launch_config, segment_launch_configs
 from kda_sm90.variants import ALL, SAMPLE
 
 shape = functools.partial(problem_shape, (9, 0))
@@ -42,6 +42,17 @@ def test_every_call_has_its_variant(gate):
         for dtype in (torch.bfloat16, torch.float32)
         for options in ({}, {"pin": True}, {"index": torch.int32, "use_graph": True, "max_num_seqs": 4})
         for states, spacing in ((False, 0), (True, 0), *((False, spacing) for spacing in SPACINGS))
+    }
+    assert needed <= set(ALL)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_every_backward_has_its_variants(gate):
+    needed = {
+        reverse_launch_config(shape(T=T, HV=heads, H=heads, g=dtype, needs_backward=True, **gate)).config
+        for heads in (1, 8, 48, 129)
+        for T in (1, 8192, 10**6)
+        for dtype in (torch.bfloat16, torch.float32)
     }
     assert needed <= set(ALL)
 

@@ -51,12 +51,15 @@ class Sm90Backend:
         grad_final_state: torch.Tensor | None,
         gradients: KdaGradients,
         workspace: torch.Tensor,
+        saved_states: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> None:
         if inputs.shape.T == 0:
             backward.pass_gradient(grad_final_state, gradients)
         else:
-            launch = backward.launch_of(inputs.shape)
-            on_device_of(inputs.q, launch, inputs, grad_o, grad_final_state, gradients, workspace)
+            launch = backward.launch_of(inputs.shape, longest_of(inputs))
+            arguments = (inputs, grad_o, grad_final_state, gradients, workspace, saved_states, residual)
+            on_device_of(inputs.q, launch, *arguments)
 
     # ---- calls in segments (the feature SEGMENT_SUMMARY)
 

@@ -1,8 +1,8 @@
-"""The backward: three launches over one workspace, and the sums of A_log and dt_bias.
+"""The backward: its launches over one workspace, and the sums of A_log and dt_bias.
 
-1. ``recompute``: the intra-chunk stage, whose records are kept, and chains that store the state before every chunk and R.
-2. ``reverse``: the chains of the backward over these records. They store dv, the gradients of the states, and that of the initial
-   state.
+1. ``forward``: only if the call's forward did not save states every 64 tokens and R. The same launch as a forward that does.
+2. ``reverse``: the intra-chunk stage again, and the chains of the backward. They store dv, the gradients of the states, and that
+   of the initial state.
 3. `kernels.gradients`: everything else, parallel over chunks.
 
 The gradients of dt_bias and A_log are sums of one partial for each half of a chunk. Their order is fixed, and no launch uses atomics
@@ -25,20 +25,22 @@ from kda_cute import get_kernel
 from kda_cute.arguments import address
 from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
-from kda_sm90.config import ARCH, HEAD_DIM, GradientsConfig
+from kda_sm90.config import ARCH, HEAD_DIM, SPACINGS, GradientsConfig
 from kda_sm90.launch import Launch, make_launch, sm_count
-from kda_sm90.launch_config import SMS, backward_launch_configs
+from kda_sm90.launch_config import SMS, launch_config, reverse_launch_config
+from kda_sm90.launch_config import workspace_bytes as chains_bytes
 
-CHUNK = 64
+#: Tokens of a chunk, and between the states that the backward needs.
+CHUNK = min(SPACINGS)
 
 
 class Workspace(NamedTuple):
     """Arrays of the workspace of a backward, in memory order."""
 
     chains: Tensor  # records and counters of the chains (`layouts`), uint8
-    states: Tensor  # [slots, HV, 128, 128] bf16: S before every chunk
+    states: Tensor  # [slots, HV, 128, 128] bf16: S before every chunk, unless saved
     grad_states: Tensor  # [slots, HV, 128, 128] bf16: dS' behind every chunk
-    residual: Tensor  # [B, T, HV, 128] bf16: R
+    residual: Tensor  # [B, T, HV, 128] bf16: R, unless saved
     partials: Tensor  # [slots, HV, 2, 2, 128] fp32: (dt_bias, A_log), halves of a chunk
     scratch: Tensor  # [CTAs, 2, 64 * 128] fp32; empty unless HV > H
 
@@ -52,7 +54,7 @@ def arrays(shape: ProblemShape, sms: int = SMS) -> dict[str, tuple[torch.dtype, 
     """Returns the dtype and shape of every array of `Workspace`."""
     slots = slots_of(shape)
     states = (slots, shape.HV, HEAD_DIM, HEAD_DIM)
-    chains = max(config.workspace_bytes for config in backward_launch_configs(shape, sms))
+    chains = max(chains_bytes(shape, sms), chains_bytes(shape, sms, "reverse"))
     return {
         "chains": (torch.uint8, (chains,)),
         "states": (torch.bfloat16, states),
@@ -85,7 +87,7 @@ def split_workspace(buffer: Tensor, shape: ProblemShape, sms: int = SMS) -> Work
 class Backward(NamedTuple):
     """The launches of a backward of a shape."""
 
-    recompute: Launch
+    forward: Launch
     reverse: Launch
     gradients: Callable[..., Any]
     numbers: dict[str, int | float]  # arguments of the gradients kernel that the shape determines
@@ -98,11 +100,12 @@ class Backward(NamedTuple):
         grad_final_state: Tensor | None,
         gradients: KdaGradients,
         workspace: Tensor,
+        saved_states: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> None:
         """Writes the gradients of a call, on the current device and stream."""
-        self.run(
-            inputs, grad_o, grad_final_state, gradients, split_workspace(workspace, inputs.shape, self.sms)
-        )
+        arrays = split_workspace(workspace, inputs.shape, self.sms)
+        self.run(inputs, grad_o, grad_final_state, gradients, arrays, saved_states, residual)
 
     def run(
         self,
@@ -111,20 +114,26 @@ class Backward(NamedTuple):
         grad_final_state: Tensor | None,
         gradients: KdaGradients,
         workspace: Workspace,
+        saved_states: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> None:
         """`__call__` with the arrays of the workspace."""
-        self.recompute(inputs, KdaOutputs(workspace.residual, None, workspace.states, workspace.chains))
+        chains = workspace.chains
+        if saved_states is None or residual is None:
+            saved_states, residual = workspace.states, workspace.residual
+            # The memory of dv takes o, which is not needed, until the chains write dv.
+            self.forward(inputs, KdaOutputs(gradients.v, None, None, chains, saved_states, residual))
         # The chains of the backward take the gradients of outputs for values and initial states, and compute those of values
         # and initial states in place of outputs and final states.
         mirrored = replace(inputs, v=grad_o, initial_state=grad_final_state)
         self.reverse(
             mirrored,
-            KdaOutputs(gradients.v, gradients.initial_state, workspace.grad_states, workspace.chains),
+            KdaOutputs(gradients.v, gradients.initial_state, None, chains, workspace.grad_states),
         )
         tensors = {
             "q": inputs.q, "k": inputs.k, "g": inputs.g, "beta": inputs.beta, "a_log": inputs.A_log,
             "dt_bias": inputs.dt_bias, "offsets": inputs.cu_seqlens, "grad_o": grad_o, "grad_v": gradients.v,
-            "residual": workspace.residual, "states": workspace.states, "grad_states": workspace.grad_states,
+            "residual": residual, "states": saved_states, "grad_states": workspace.grad_states,
             "grad_q": gradients.q, "grad_k": gradients.k, "grad_g": gradients.g, "grad_beta": gradients.beta,
             "partials": workspace.partials, "scratch": workspace.scratch,
         }  # fmt: skip
@@ -139,24 +148,27 @@ class Backward(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def launch_of(shape: ProblemShape, sms: int | None = None) -> Backward:
+def launch_of(shape: ProblemShape, longest: int | None = None, sms: int | None = None) -> Backward:
     """Returns the launches for a shape. Compiles their kernels on first use. Caches the last 1024 results.
 
-    ``sms``: SMs to use (None: those of the device).
+    Args:
+        longest: tokens of the longest packed sequence, as in `launch_config`.
+        sms: SMs to use (None: those of the device).
     """
     from kda_sm90.kernels.gradients import GradientsKernel
 
     sms = sms or sm_count()
     options = shape.options
-    recompute, reverse = (make_launch(shape, config) for config in backward_launch_configs(shape, sms))
+    forward = make_launch(shape, launch_config(shape, sms, longest, CHUNK), CHUNK)
+    reverse = make_launch(shape, reverse_launch_config(shape, sms, longest), CHUNK)
     config = GradientsConfig(gate_of(shape), not options.bounded_gate, DTYPES[shape.g_dtype])
-    shared = recompute.shape_arguments
+    shared = reverse.shape_arguments
     numbers = {
         "N": shape.N, "T": shape.T, "H": shape.H, "HV": shape.HV, "offset_bytes": shared.offset_bytes,
         "beta_bytes": shared.beta_bytes, "l2norm": shared.l2norm, "ctas": min(sms, slots_of(shape) * shape.H),
         "scale": shape.scale, "lower_bound": shared.lower_bound, "beta_factor": shared.beta_factor,
     }  # fmt: skip
-    return Backward(recompute, reverse, get_kernel(GradientsKernel, config, ARCH), numbers, sms)
+    return Backward(forward, reverse, get_kernel(GradientsKernel, config, ARCH), numbers, sms)
 
 
 def pass_gradient(grad_final_state: Tensor | None, gradients: KdaGradients) -> None:

@@ -31,17 +31,16 @@ THREADS = 384
 
 #: The work of a launch. ``whole`` is a complete call. A call in segments has two launches: ``summarize`` runs the
 #: intra-chunk stage on all chunks, keeps their records, and computes the summary of every segment; ``execute`` runs the
-#: chains over these records from the true initial states of the segments. A backward has two as well: ``recompute`` is a
-#: call that keeps its records, and stores states and residuals in place of outputs; ``reverse`` runs the chains of the
-#: backward over these records, from the last chunk of every sequence to the first.
-Mode = Literal["whole", "summarize", "execute", "recompute", "reverse"]
+#: chains over these records from the true initial states of the segments. ``reverse`` is a launch of a backward: the
+#: intra-chunk stage again, and the chains of the backward, from the last chunk of every sequence to the first.
+Mode = Literal["whole", "summarize", "execute", "reverse"]
 
 #: Tokens between the states that a forward saves for its backward. With a spacing of 64 it saves R as well.
 SPACINGS = (512, 64)
 
 #: Halves (64 columns of the state) that the chains of a mode compute: those of V, and in ``summarize`` those of the
 #: transition M as well.
-HALVES: dict[Mode, int] = {"whole": 2, "summarize": 4, "execute": 2, "recompute": 2, "reverse": 2}
+HALVES: dict[Mode, int] = {"whole": 2, "summarize": 4, "execute": 2, "reverse": 2}
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class PrefillConfig:
         gate_dtype: dtype of g.
         states: whether the kernel writes bf16 states at the start of chunks.
         residual: whether the kernel writes R in bf16, for the backward. Requires ``states`` and mode ``whole``.
-        mode: see `Mode`. ``execute`` and ``reverse`` have no gate; ``summarize`` writes no intermediate states;
-            ``recompute`` and ``reverse`` have chunks of 64 and always write states.
+        mode: see `Mode`. ``execute`` has no gate; ``summarize`` writes no intermediate states; ``reverse`` has chunks of 64 and
+            always writes states, the gradients of states behind chunks.
         padded: whether T may exceed the end of the last packed sequence (``use_graph``). The kernel then spends no time on
             the padding. Calls without padding are faster without the option (docs/kernels/prefill.md, "What was tried").
 
@@ -94,9 +93,9 @@ class PrefillConfig:
             raise ValueError(
                 "states: mode 'summarize' writes no intermediate states; expected False, got True"
             )
-        if self.mode in ("recompute", "reverse") and (self.chunk, self.states) != (64, True):
+        if self.mode == "reverse" and (self.chunk, self.states) != (64, True):
             raise ValueError(
-                f"mode: {self.mode!r} needs chunk=64 and states=True, got chunk={self.chunk} and states={self.states}"
+                f"mode: 'reverse' needs chunk=64 and states=True, got chunk={self.chunk} and states={self.states}"
             )
         if self.residual and (self.mode, self.states) != ("whole", True):
             raise ValueError(
@@ -111,12 +110,12 @@ class PrefillConfig:
     @property
     def keeps_records(self) -> bool:
         """Whether every slot has a record of its own. If not, each queue has a ring of records."""
-        return self.mode != "whole"
+        return self.mode in ("summarize", "execute")
 
     @property
     def reads_records(self) -> bool:
         """Whether an earlier launch has written all records, so that the launch has no intra-chunk stage."""
-        return self.mode in ("execute", "reverse")
+        return self.mode == "execute"
 
     @property
     def step(self) -> int:

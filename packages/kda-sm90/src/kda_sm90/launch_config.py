@@ -38,15 +38,13 @@ CHAIN_NS = {(64, 1): 17.0, (64, 2): 27.5, (32, 1): 25.0, (32, 2): 29.3}
 SUMMARIZE_NS = {(64, 1): 12.7, (64, 2): 20.0, (32, 1): 20.0, (32, 2): 25.8}
 EXECUTE_NS = {(64, 1): 15.7, (64, 2): 28.2, (32, 1): 19.6, (32, 2): 29.5}
 
-#: ns per token of the chains of a backward, which have chunks of 64. Not measured yet: those of the forward.
-RECOMPUTE_NS = {(64, 1): 17.0, (64, 2): 27.5}
+#: ns per token of the chains of a backward, which have chunks of 64. Not measured yet: about those of the forward.
 REVERSE_NS = {(64, 1): 17.0, (64, 2): 29.0}
 
 TOKEN_NS: dict[Mode, dict[tuple[int, int], float]] = {
     "whole": CHAIN_NS,
     "summarize": SUMMARIZE_NS,
     "execute": EXECUTE_NS,
-    "recompute": RECOMPUTE_NS,
     "reverse": REVERSE_NS,
 }
 
@@ -125,16 +123,26 @@ def launch_config(
     chunks = _chunks(shape)
     if shape.options.pin and PINNED_CHUNK in chunks:
         chunks = [PINNED_CHUNK]
-    models = [_model(shape, chunk, warpgroups, sms, longest) for chunk in chunks for warpgroups in (1, 2)]
-    model, queues = _fastest(models)
-    config = PrefillConfig(
-        chunk=model.chunk,
-        warpgroups=model.warpgroups,
+    return _with_rings(
+        shape,
+        [_model(shape, chunk, warpgroups, sms, longest) for chunk in chunks for warpgroups in (1, 2)],
         states=shape.options.return_intermediate_states or spacing > 0,
         residual=spacing == min(SPACINGS),
         padded=shape.varlen and shape.options.use_graph,
-        **_gate(shape),
     )
+
+
+@lru_cache(maxsize=1024)
+def reverse_launch_config(shape: ProblemShape, sms: int = SMS, longest: int | None = None) -> LaunchConfig:
+    """Returns the launch of the chains of a backward, which have chunks of 64; arguments as in `launch_config`."""
+    models = [_model(shape, 64, warpgroups, sms, longest, "reverse") for warpgroups in (1, 2)]
+    return _with_rings(shape, models, states=True, mode="reverse")
+
+
+def _with_rings(shape: ProblemShape, models: list[_Model], **fields: Any) -> LaunchConfig:
+    """Returns the fastest launch, with a ring of records for each queue. ``fields``: of the `PrefillConfig`."""
+    model, queues = _fastest(models)
+    config = PrefillConfig(model.chunk, model.warpgroups, **fields, **_gate(shape))
     ctas = model.intra_chunk_ctas(queues)
     wanted = math.ceil(RECORDS_PER_GROUP[config.unbounded] * ctas * groups_of(model.chunk) / queues)
     depth = max(1, min(max(wanted, LEAST_DEPTH), _most_depth(shape, model, queues)))
@@ -142,13 +150,15 @@ def launch_config(
 
 
 @lru_cache(maxsize=1024)
-def workspace_bytes(shape: ProblemShape, sms: int = SMS) -> int:
-    """Returns the workspace size in bytes that serves a shape, for all lengths of packed sequences."""
+def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -> int:
+    """Returns the workspace size in bytes that serves a shape, for all lengths of packed sequences. ``mode``: ``whole`` or
+    ``reverse``."""
     if not shape.varlen:
-        return launch_config(shape, sms).workspace_bytes
+        choose = reverse_launch_config if mode == "reverse" else launch_config
+        return choose(shape, sms).workspace_bytes
     per_group, found = RECORDS_PER_GROUP[not shape.options.bounded_gate], 0
-    for chunk, warpgroups in CHAIN_NS:
-        model = _model(shape, chunk, warpgroups, sms)
+    for chunk, warpgroups in TOKEN_NS[mode]:
+        model = _model(shape, chunk, warpgroups, sms, mode=mode)
         if model.most:
             # Each queue rounds its records up, by less than one. An additional queue displaces intra-chunk groups, which
             # need more records than that. So these totals bound the records for every number of queues.
@@ -203,20 +213,6 @@ def segment_launch_configs(shape: ProblemShape, sms: int = SMS) -> SegmentLaunch
             records,
         ),
     )
-
-
-@lru_cache(maxsize=1024)
-def backward_launch_configs(shape: ProblemShape, sms: int = SMS) -> tuple[LaunchConfig, LaunchConfig]:
-    """Returns the launches (recompute, reverse) of a backward, with chunks of 64 tokens and the same records. Caches the last 1024
-    results."""
-    found = []
-    for mode in ("recompute", "reverse"):
-        model, queues = _fastest([_model(shape, 64, warpgroups, sms, mode=mode) for warpgroups in (1, 2)])
-        gate = _gate(shape) if mode == "recompute" else {}
-        config = PrefillConfig(64, model.warpgroups, states=True, mode=mode, **gate)
-        ctas = model.intra_chunk_ctas(queues) if mode == "recompute" else 0
-        found.append(LaunchConfig(config, ctas, queues, model.items + 1))
-    return found[0], found[1]
 
 
 def predicted_ns(
@@ -324,7 +320,7 @@ def _model(
     mode: Mode = "whole",
 ) -> _Model:
     chain_ctas = HALVES[mode] // warpgroups
-    reads_records = mode in ("execute", "reverse")
+    reads_records = mode == "execute"
     free = sms if reads_records else sms - 1
     slots = layouts.slot_count(shape.B, shape.T, chunk, shape.N if shape.varlen else None)
     item_ns = ITEM_NS[chunk, not shape.options.bounded_gate]
@@ -338,7 +334,7 @@ def _model(
         longest=-(-slots // max(shape.N, 1)) if longest is None else -(-longest // chunk),
         sms=sms,
         chain_ctas=chain_ctas,
-        item_ns=0.0 if reads_records else (1.0 if mode == "whole" else KEPT) * item_ns,
+        item_ns=0.0 if reads_records else (KEPT if mode == "summarize" else 1.0) * item_ns,
         chain_ns=chunk * token_ns[chunk, warpgroups],
         least_ns=slots * shape.HV * RECORD_NS[chunk] if reads_records else 0.0,
     )

@@ -40,17 +40,15 @@ EXECUTE = tuple(
     PrefillConfig(*chain, states=states, mode="execute") for chain, states in product(CHAINS, (False, True))
 )
 #: The launches of a backward.
-RECOMPUTE = tuple(
-    PrefillConfig(64, warpgroups, gate_dtype=dtype, states=True, mode="recompute", **gate)
+REVERSE = tuple(
+    PrefillConfig(64, warpgroups, gate_dtype=dtype, states=True, mode="reverse", **gate)
     for warpgroups, gate, dtype in product((1, 2), GATES, DTYPES)
 )
-REVERSE = tuple(PrefillConfig(64, warpgroups, states=True, mode="reverse") for warpgroups in (1, 2))
 GRADIENTS = tuple(GradientsConfig(gate_dtype=dtype, **gate) for gate, dtype in product(GATES, DTYPES))
 ALL: tuple[PrefillConfig | GradientsConfig, ...] = (
     *WHOLE,
     *SUMMARIZE,
     *EXECUTE,
-    *RECOMPUTE,
     *REVERSE,
     *GRADIENTS,
 )
@@ -64,8 +62,7 @@ SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
     *(PrefillConfig(*chain, **WRITES[-1]) for chain in CHAINS),
     *SUMMARIZE[:: len(GATES) * 2],
     *EXECUTE[::2],
-    *RECOMPUTE[:: len(GATES) * 2],
-    *REVERSE,
+    *REVERSE[:: len(GATES) * 2],
     *GRADIENTS[:: len(DTYPES) * 2],
 )
 

@@ -277,7 +277,7 @@ class Chain:
                 while ready <= c:
                     ready = self.chunks_ready(ring, part, c)
                 if lane == 0:
-                    record = schedule.record(ring, part.number + c * sched.step)
+                    record = schedule.record(ring, part.number + c)
                     self.load_record(smem, records, record, early, late)
                 early.advance()
                 late.advance()

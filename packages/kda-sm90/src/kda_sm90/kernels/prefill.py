@@ -28,7 +28,6 @@ from kda_sm90.arguments import ARGUMENTS, Address, Ticket
 from kda_sm90.config import THREADS, PrefillConfig
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
-from kda_sm90.kernels.recompute import RecomputeChain
 from kda_sm90.kernels.reverse import ReverseChain
 from kda_sm90.kernels.summary import SummaryChain
 from kda_sm90.layouts import CARRY_BYTES, record_bytes
@@ -44,7 +43,6 @@ CHAINS = {
     "whole": Chain,
     "summarize": SummaryChain,
     "execute": Chain,
-    "recompute": RecomputeChain,
     "reverse": ReverseChain,
 }
 

@@ -38,6 +38,9 @@ state_ready    queue and  1 when the next queue may read the state at the end of
                half
 =============  =========  ==========================================================================================
 
+In reverse (mode ``reverse``) the line, its queues and the order of a part are mirrored: a chain executes the parts of its
+queue from the first to the last, and the slots of a part from the last to the first.
+
 A group writes number n to place ``n % depth`` of the ring once the chain has read number ``n - depth``. In the modes
 that keep records (``keeps_records``), numbers are slots of the line, ``depth`` is the number of records, and no group
 waits for room.
@@ -216,8 +219,11 @@ def item(s, i: Int32):
     low, high = range_of(s, queue)
     if number < high - low:
         # Parts take their numbers from the end of the queue, so the number-th slot from the end lies in the item's part.
-        # Within the part the order is reversed: mirrored in the part, it is the item's slot.
+        # Within the part the order is reversed: mirrored in the part, it is the item's slot. In reverse, parts take them from
+        # the start.
         mirrored = high - 1 - number
+        if cutlass.const_expr(s.step < 0):
+            mirrored = low + number
         head = mirrored // s.span
         slot = mirrored - head * s.span
         n = slot // cute.ceil_div(s.T, s.chunk)
@@ -312,7 +318,7 @@ def _part(s, head: Int32, n: Int32, end: Int32, low: Int32, high: Int32):
     chunks = cutlass.min(cute.ceil_div(length, s.chunk) - first, end - begin)
     number = begin if s.keeps_records else high - end
     cut = Int32(end < head_start + after)
-    return begin, token, length, first, cutlass.max(chunks, 0), cut, number, Int32(first > 0)
+    return begin, token, length, slot, first, cutlass.max(chunks, 0), cut, number, Int32(first > 0)
 
 
 @cute.jit
@@ -326,7 +332,10 @@ def _reverse_part(s, head: Int32, n: Int32, end: Int32, low: Int32, high: Int32)
     chunks = cutlass.max(cutlass.min(cute.ceil_div(length, s.chunk), stop - head_start - slot) - before, 0)
     first = before + cutlass.max(chunks, 1) - 1
     cut, continues = Int32(before > 0), Int32(stop < head_start + after)
-    return low + high - stop, token, length, first, chunks, cut, head_start + slot + first, continues
+    number = (
+        start - low + stop - 1 - (head_start + slot + first)
+    )  # slots without a chunk come before the chunks
+    return low + high - stop, token, length, slot, first, chunks, cut, number, continues
 
 
 def part(s, head, n, end, low, high):
@@ -339,7 +348,8 @@ def part(s, head, n, end, low, high):
         length: tokens of the sequence.
         first: index in the sequence of the chunk that the chain executes first. The others follow in steps of ``s.step``.
         chunks: chunks of the part; 0 or more. Further slots have no chunk.
-        number: number of the slot of the first chunk.
+        slot: slot of the first chunk in its head.
+        number: number of the slot of the first chunk. Those of the others follow in steps of 1.
         begin: its first slot in the line.
         cut: whether the chain of another queue continues the sequence.
         continues: whether the part continues what the chain of another queue began.
@@ -348,9 +358,9 @@ def part(s, head, n, end, low, high):
     ``end > low``.
     """
     find = _part if s.step > 0 else _reverse_part
-    begin, token, length, first, chunks, cut, number, continues = find(s, head, n, end, low, high)
+    begin, token, length, slot, first, chunks, cut, number, continues = find(s, head, n, end, low, high)
     return SimpleNamespace(
-        sequence=n, head=head, token=token, length=length, first=first, chunks=chunks, number=number,
+        sequence=n, head=head, token=token, length=length, first=first, chunks=chunks, slot=slot + first, number=number,
         begin=begin, cut=cut > 0, continues=continues > 0,
     )  # fmt: skip
 

@@ -131,8 +131,8 @@ class StoreWarp:
                 ptx.store_global_evict_first_x4(address + stride * r + unit * 16, value, r < valid)
 
 
-class EachChunkStoreWarp(StoreWarp):
-    """Copies what the chains of ``recompute`` and ``reverse`` publish for every chunk: a state, then a matrix [C, 64]."""
+class ReverseStoreWarp(StoreWarp):
+    """Copies what the chains of ``reverse`` publish for every chunk: dS', then dX."""
 
     @cute.jit
     def store_part(self, smem, sched, part, args, half, wg):
@@ -140,11 +140,11 @@ class EachChunkStoreWarp(StoreWarp):
         o_row = Int64(args.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
         o_chunk = args.o + (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
         o_chunk += o_row * (part.first * self.chunk)
-        slot = part.number - part.head * sched.span
         for c in cutlass.range(part.chunks, unroll=1):
             barriers.arrive(NamedBarrier.STATE_FREE, wg)
             barriers.sync(NamedBarrier.STATE_READY, wg)
-            self.store_state(smem.state + wg * self.state_bytes, args, slot + c * sched.step, part.head, half)
+            slot = part.slot + c * sched.step
+            self.store_state(smem.state + wg * self.state_bytes, args, slot, part.head, half)
             barriers.sync(NamedBarrier.O_READY, wg)
             valid = part.length - (part.first + c * sched.step) * self.chunk
             self.copy_rows(smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, o_chunk, o_row, valid)
