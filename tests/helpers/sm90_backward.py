@@ -14,6 +14,8 @@ from kda_core.testing import token_oracle
 from kda_cute import kernels_made_by
 from kda_sm90 import backward
 from kda_sm90.config import ARCH
+from kda_sm90.launch import make_launch
+from kda_sm90.launch_config import launch_config
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
@@ -25,9 +27,12 @@ def aligned(size: int, device: str) -> torch.Tensor:
 
 
 def gradients(
-    x: dict[str, Any], grad_o: torch.Tensor, grad_final: torch.Tensor | None, sms: int, saved: bool = False
+    x: dict[str, Any], grad_o: torch.Tensor, grad_final: torch.Tensor | None, sms: int, spacing: int = 0
 ) -> dict[str, Any]:
-    """Returns the gradients of a call by the kernels of kda-sm90. ``saved``: a forward has saved states every 64 tokens and R."""
+    """Returns the gradients of a call by the kernels of kda-sm90.
+
+    ``spacing``: tokens between the states that a forward saves before; with 64 it also saves R, with 0 there is no forward.
+    """
     import ptx_emulator
 
     known = {f: x[f] for f in KdaOptions.__dataclass_fields__ if f in x}
@@ -44,19 +49,21 @@ def gradients(
             for dtype, size in backward.arrays(shape, sms).values()
         )
     )
-    kept = [poison(workspace.states), poison(workspace.residual)] if saved else [None, None]
+    saved = {0: None, 64: poison(workspace.states), 512: poison(workspace.checkpoints)}[spacing]
+    residual = poison(workspace.residual) if spacing == 64 else None
     o = poison(x["v"])
     with ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(kernels_made_by(ptx_emulator.load))
-            reachable = [*tensors, grad_o, grad_final, *vars(found).values(), *workspace, *kept, o]
+            reachable = [*tensors, grad_o, grad_final, *vars(found).values(), *workspace, saved, residual, o]
             reachable = [y for y in reachable if y is not None]
             stack.enter_context(ptx_emulator.device(ARCH, tensors=reachable, races=("shared",)))
-        launch = backward.launch_of(shape, sms=sms)
-        if saved:
-            launch.forward(inputs, KdaOutputs(o, None, None, workspace.chains, *kept))
+        if spacing:
+            forward = make_launch(shape, launch_config(shape, sms, None, spacing), spacing)
+            forward(inputs, KdaOutputs(o, None, None, workspace.chains, saved, residual))
             workspace.chains.fill_(0xFF)
-        launch.run(inputs, grad_o, grad_final, found, workspace, *kept)
+        launch = backward.launch_of(shape, spacing, sms=sms)
+        launch.run(inputs, grad_o, grad_final, found, workspace, saved, residual)
         if device == "cuda":
             torch.cuda.synchronize()
     return {name: getattr(found, name) for name in NAMES if x.get(name) is not None}

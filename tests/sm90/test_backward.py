@@ -19,8 +19,8 @@ def spikes(x):
     return x
 
 
-def check(x, v_first=False, scale=1.0, saved=False):
-    """Compares every gradient of a call, for random gradients of its outputs. ``saved`` as in `gradients`."""
+def check(x, v_first=False, scale=1.0, spacing=0):
+    """Compares every gradient of a call, for random gradients of its outputs. ``spacing`` as in `gradients`."""
     rng = torch.Generator().manual_seed(1)
     draw = lambda like: (torch.randn(like.shape, generator=rng) * scale).to(like.device)
     grad_o, grad_final = draw(x["v"]).bfloat16(), None
@@ -29,10 +29,10 @@ def check(x, v_first=False, scale=1.0, saved=False):
     sms = 6 if grad_o.device.type == "cpu" else 132
     if v_first:
         swapped = x | {"initial_state": x["initial_state"].mT.contiguous(), "state_v_first": True}
-        found = gradients(swapped, grad_o, grad_final.mT.contiguous(), sms, saved)
+        found = gradients(swapped, grad_o, grad_final.mT.contiguous(), sms, spacing)
         found["initial_state"] = found["initial_state"].mT
     else:
-        found = gradients(x, grad_o, grad_final, sms, saved)
+        found = gradients(x, grad_o, grad_final, sms, spacing)
     for name, want in oracle(x, grad_o, grad_final).items():
         assert torch.isfinite(found[name]).all(), name
         if (want / scale).abs().max() > 1e-6:  # not the derivative of a saturated gate
@@ -52,20 +52,20 @@ def test_packed_sequences_some_of_them_empty():
     check(
         arguments("memory", 150, H=1, lengths=(0, 70, 15, 65, 0), initial_state=True),
         v_first=True,
-        saved=True,
+        spacing=64,
     )
 
 
 def test_gates_that_forget_everything():
-    check(spikes(arguments("mixed", 66, H=1)))
+    check(spikes(arguments("mixed", 66, H=1)), spacing=512)
 
 
 @pytest.mark.arch((9, 0))
-@pytest.mark.parametrize("saved", (False, True), ids=("recomputed", "saved"))
+@pytest.mark.parametrize("spacing", (0, 512, 64))
 @pytest.mark.parametrize("initial_state", (False, True), ids=("no states", "states"))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gates_on_a_gpu(family, initial_state, saved):
-    check(arguments(family, 700, "cuda", H=2, HV=4, initial_state=initial_state), saved=saved)
+def test_gates_on_a_gpu(family, initial_state, spacing):
+    check(arguments(family, 700, "cuda", H=2, HV=4, initial_state=initial_state), spacing=spacing)
 
 
 @pytest.mark.arch((9, 0))

@@ -15,9 +15,9 @@ from kda_sm90.backend import Sm90Backend, longest_of
 from kda_sm90.launch_config import (
     CHAIN_NS,
     LEAST_DEPTH,
+    backward_launch_config,
     launch_config,
     predicted_ns,
-    reverse_launch_config,
     segment_launch_configs,
     workspace_bytes,
 )
@@ -78,7 +78,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("sms", (20, 114, 132))
-@pytest.mark.parametrize("choose", (launch_config, reverse_launch_config))
+@pytest.mark.parametrize("choose", (launch_config, backward_launch_config))
 def test_all_ctas_are_co_resident_and_the_workspace_is_bounded(choose, case, sms):
     s = shape(**case)
     chosen = choose(s, sms)
@@ -151,12 +151,15 @@ def test_known_lengths_are_rounded_up_to_steps():
 def test_a_ring_is_deep_enough_or_holds_a_whole_sequence(T, HV, N):
     s = shape(T=T, H=HV, HV=HV, N=N, index=torch.int32)
     for sms, longest in itertools.product((2, 20, 132), (None, 0, T // 3, T)):
-        for mode, choose in (("whole", launch_config), ("reverse", reverse_launch_config)):
+        for mode, choose in (("whole", launch_config), ("reverse", backward_launch_config)):
             chosen = choose(s, sms, longest)
             assert chosen.depth >= min(
                 LEAST_DEPTH, T // chosen.chunk + N
             )  # one sequence may have all the tokens
             assert chosen.workspace_bytes <= workspace_bytes(s, sms, mode) <= 128 << 20
+        chosen = backward_launch_config(s, sms, longest, "recompute")
+        assert chosen.depth % 8 == 0 and chosen.depth >= 8 * min(2, -(-T // 512))
+        assert chosen.workspace_bytes <= workspace_bytes(s, sms, "recompute") <= 128 << 20
 
 
 def test_a_ring_is_no_deeper_than_its_queue_is_long():

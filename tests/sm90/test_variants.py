@@ -8,7 +8,7 @@ from helpers.support import FREE, problem_shape
 
 from kda_cute.jit.key import Variant
 from kda_sm90.config import ARCH, SPACINGS
-from kda_sm90.launch_config import launch_config, reverse_launch_config, segment_launch_configs
+from kda_sm90.launch_config import backward_launch_config, launch_config, segment_launch_configs
 from kda_sm90.variants import ALL, SAMPLE
 
 shape = functools.partial(problem_shape, (9, 0))
@@ -49,10 +49,13 @@ def test_every_call_has_its_variant(gate):
 @pytest.mark.parametrize("gate", GATES)
 def test_every_backward_has_its_variants(gate):
     needed = {
-        reverse_launch_config(shape(T=T, HV=heads, H=heads, g=dtype, needs_backward=True, **gate)).config
+        backward_launch_config(
+            shape(T=T, HV=heads, H=heads, g=dtype, needs_backward=True, **gate), mode=mode
+        ).config
         for heads in (1, 8, 48, 129)
         for T in (1, 8192, 10**6)
         for dtype in (torch.bfloat16, torch.float32)
+        for mode in ("reverse", "recompute")
     }
     assert needed <= set(ALL)
 

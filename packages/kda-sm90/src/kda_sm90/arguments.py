@@ -52,6 +52,16 @@ class LaunchArguments(NamedTuple):
     state_count: int  # states per value head, over all rows of B
 
 
+class RecomputeArguments(NamedTuple):
+    """Tensors of the mode ``recompute``; absent in the others. In both modes of a backward, v and initial_state are the gradients
+    of o and of the final states, and o, final_state and states take those of v, of the initial states, and of the states behind
+    chunks."""
+
+    checkpoints: Address  # [slots of 512 tokens, HV, 128, 128] bf16: S before them
+    forward_v: Address  # [B, T, HV, 128] bf16: v
+    forward_states: Address  # [slots of 64 tokens, HV, 128, 128] bf16, written: S before every chunk
+
+
 class ShapeArguments(NamedTuple):
     """Arguments that the shape and its launch configuration determine."""
 
@@ -76,7 +86,7 @@ class ShapeArguments(NamedTuple):
 #: Name and type of every argument after the leading tensor, in order.
 ARGUMENTS: dict[str, Any] = {
     name: kind
-    for group in (InputArguments, OutputArguments, LaunchArguments, ShapeArguments)
+    for group in (InputArguments, OutputArguments, LaunchArguments, RecomputeArguments, ShapeArguments)
     for name, kind in get_type_hints(group).items()
 }
 

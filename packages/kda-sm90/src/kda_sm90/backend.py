@@ -30,12 +30,12 @@ class Sm90Backend:
         for config in {launch_config(shape, sm_count(), n, spacing).config for n in (None, *steps)}:
             compiled(config)
         if shape.options.needs_backward:
-            backward.launch_of(shape)
+            backward.launch_of(shape, spacing)
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         if inputs.shape.T == 0:
             return pass_states(inputs, outputs)
-        spacing = saved_spacing(outputs)
+        spacing = spacing_between(outputs.saved_states, outputs.residual)
         on_device_of(inputs.q, launch_of(inputs.shape, longest_of(inputs), spacing), inputs, outputs)
         return outputs
 
@@ -57,7 +57,8 @@ class Sm90Backend:
         if inputs.shape.T == 0:
             backward.pass_gradient(grad_final_state, gradients)
         else:
-            launch = backward.launch_of(inputs.shape, longest_of(inputs))
+            spacing = spacing_between(saved_states, residual)
+            launch = backward.launch_of(inputs.shape, spacing, longest_of(inputs))
             arguments = (inputs, grad_o, grad_final_state, gradients, workspace, saved_states, residual)
             on_device_of(inputs.q, launch, *arguments)
 
@@ -104,12 +105,11 @@ def spacing_of(shape: ProblemShape) -> int:
     return residual if shape.options.disable_recompute else every
 
 
-def saved_spacing(outputs: KdaOutputs) -> int:
-    """Returns the spacing of the saved states that a call writes; 0 if it writes none."""
-    every, residual = SPACINGS
-    if outputs.saved_states is None:
+def spacing_between(saved_states: torch.Tensor | None, residual: torch.Tensor | None) -> int:
+    """Returns the spacing of saved states; 0 if there are none."""
+    if saved_states is None:
         return 0
-    return every if outputs.residual is None else residual
+    return max(SPACINGS) if residual is None else min(SPACINGS)
 
 
 #: The length of the longest packed sequence is rounded up to a multiple of T / LENGTH_STEPS. Calls of one shape then

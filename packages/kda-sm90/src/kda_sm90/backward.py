@@ -1,9 +1,10 @@
 """The backward: its launches over one workspace, and the sums of A_log and dt_bias.
 
-1. ``forward``: only if the call's forward did not save states every 64 tokens and R. The same launch as a forward that does.
-2. ``reverse``: the intra-chunk stage again, and the chains of the backward. They store dv, the gradients of the states, and that
-   of the initial state.
-3. `kernels.gradients`: everything else, parallel over chunks.
+1. ``chains``: the intra-chunk stage again, and the chains of the backward. They store dv, the gradients of the states, and that
+   of the initial state. If the forward saved states every 64 tokens and R, the mode is ``reverse``. If it saved states every 512
+   tokens, it is ``recompute``: the chains also store states every 64 tokens and R. If it saved nothing, a forward that saves states
+   every 512 tokens comes first.
+2. `kernels.gradients`: everything else, parallel over chunks.
 
 The gradients of dt_bias and A_log are sums of one partial for each half of a chunk. Their order is fixed, and no launch uses atomics
 on values, so two runs have the same bits.
@@ -25,19 +26,23 @@ from kda_cute import get_kernel
 from kda_cute.arguments import address
 from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
-from kda_sm90.config import ARCH, HEAD_DIM, SPACINGS, GradientsConfig
+from kda_sm90.config import ARCH, HEAD_DIM, SPACINGS, GradientsConfig, Mode
 from kda_sm90.launch import Launch, make_launch, sm_count
-from kda_sm90.launch_config import SMS, launch_config, reverse_launch_config
+from kda_sm90.launch_config import SMS, backward_launch_config, launch_config
 from kda_sm90.launch_config import workspace_bytes as chains_bytes
 
-#: Tokens of a chunk, and between the states that the backward needs.
+#: Tokens of a chunk, and between the states that `kernels.gradients` needs.
 CHUNK = min(SPACINGS)
+
+#: Tokens between the states from which the mode ``recompute`` starts.
+CHECKPOINT = max(SPACINGS)
 
 
 class Workspace(NamedTuple):
     """Arrays of the workspace of a backward, in memory order."""
 
     chains: Tensor  # records and counters of the chains (`layouts`), uint8
+    checkpoints: Tensor  # [slots of 512 tokens, HV, 128, 128] bf16: S, unless saved
     states: Tensor  # [slots, HV, 128, 128] bf16: S before every chunk, unless saved
     grad_states: Tensor  # [slots, HV, 128, 128] bf16: dS' behind every chunk
     residual: Tensor  # [B, T, HV, 128] bf16: R, unless saved
@@ -45,18 +50,19 @@ class Workspace(NamedTuple):
     scratch: Tensor  # [CTAs, 2, 64 * 128] fp32; empty unless HV > H
 
 
-def slots_of(shape: ProblemShape) -> int:
+def slots_of(shape: ProblemShape, tokens: int = CHUNK) -> int:
     """Returns the slots of a value head."""
-    return layouts.slot_count(shape.B, shape.T, CHUNK, shape.N if shape.varlen else None)
+    return layouts.slot_count(shape.B, shape.T, tokens, shape.N if shape.varlen else None)
 
 
 def arrays(shape: ProblemShape, sms: int = SMS) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Returns the dtype and shape of every array of `Workspace`."""
     slots = slots_of(shape)
     states = (slots, shape.HV, HEAD_DIM, HEAD_DIM)
-    chains = max(chains_bytes(shape, sms), chains_bytes(shape, sms, "reverse"))
+    chains = max(chains_bytes(shape, sms, mode) for mode in ("whole", "reverse", "recompute"))
     return {
         "chains": (torch.uint8, (chains,)),
+        "checkpoints": (torch.bfloat16, (slots_of(shape, CHECKPOINT), *states[1:])),
         "states": (torch.bfloat16, states),
         "grad_states": (torch.bfloat16, states),
         "residual": (torch.bfloat16, (shape.B, shape.T, shape.HV, HEAD_DIM)),
@@ -87,8 +93,8 @@ def split_workspace(buffer: Tensor, shape: ProblemShape, sms: int = SMS) -> Work
 class Backward(NamedTuple):
     """The launches of a backward of a shape."""
 
-    forward: Launch
-    reverse: Launch
+    forward: Launch | None  # saves states every 512 tokens; None if the call's forward saved states
+    chains: Launch
     gradients: Callable[..., Any]
     numbers: dict[str, int | float]  # arguments of the gradients kernel that the shape determines
     sms: int
@@ -119,17 +125,20 @@ class Backward(NamedTuple):
     ) -> None:
         """`__call__` with the arrays of the workspace."""
         chains = workspace.chains
-        if saved_states is None or residual is None:
-            saved_states, residual = workspace.states, workspace.residual
-            # The memory of dv takes o, which is not needed, until the chains write dv.
-            self.forward(inputs, KdaOutputs(gradients.v, None, None, chains, saved_states, residual))
         # The chains of the backward take the gradients of outputs for values and initial states, and compute those of values
         # and initial states in place of outputs and final states.
         mirrored = replace(inputs, v=grad_o, initial_state=grad_final_state)
-        self.reverse(
-            mirrored,
-            KdaOutputs(gradients.v, gradients.initial_state, None, chains, workspace.grad_states),
-        )
+        outputs = KdaOutputs(gradients.v, gradients.initial_state, None, chains, workspace.grad_states)
+        if self.forward is not None:
+            saved_states = workspace.checkpoints
+            # The memory of dv takes o, which is not needed, until the chains write dv.
+            self.forward(inputs, KdaOutputs(gradients.v, None, None, chains, saved_states))
+        if residual is not None:
+            self.chains(mirrored, outputs)
+        else:
+            residual, tensors = workspace.residual, (saved_states, inputs.v, workspace.states)
+            self.chains(mirrored, replace(outputs, residual=residual), recompute=tensors)
+            saved_states = workspace.states
         tensors = {
             "q": inputs.q, "k": inputs.k, "g": inputs.g, "beta": inputs.beta, "a_log": inputs.A_log,
             "dt_bias": inputs.dt_bias, "offsets": inputs.cu_seqlens, "grad_o": grad_o, "grad_v": gradients.v,
@@ -148,10 +157,13 @@ class Backward(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def launch_of(shape: ProblemShape, longest: int | None = None, sms: int | None = None) -> Backward:
+def launch_of(
+    shape: ProblemShape, spacing: int, longest: int | None = None, sms: int | None = None
+) -> Backward:
     """Returns the launches for a shape. Compiles their kernels on first use. Caches the last 1024 results.
 
     Args:
+        spacing: tokens between the states that the forward has saved, one of `SPACINGS`; 0 if it has saved none.
         longest: tokens of the longest packed sequence, as in `launch_config`.
         sms: SMs to use (None: those of the device).
     """
@@ -159,16 +171,19 @@ def launch_of(shape: ProblemShape, longest: int | None = None, sms: int | None =
 
     sms = sms or sm_count()
     options = shape.options
-    forward = make_launch(shape, launch_config(shape, sms, longest, CHUNK), CHUNK)
-    reverse = make_launch(shape, reverse_launch_config(shape, sms, longest), CHUNK)
+    forward = None
+    if not spacing:
+        forward = make_launch(shape, launch_config(shape, sms, longest, CHECKPOINT), CHECKPOINT)
+    mode: Mode = "reverse" if spacing == CHUNK else "recompute"
+    chains = make_launch(shape, backward_launch_config(shape, sms, longest, mode), CHUNK)
     config = GradientsConfig(gate_of(shape), not options.bounded_gate, DTYPES[shape.g_dtype])
-    shared = reverse.shape_arguments
+    shared = chains.shape_arguments
     numbers = {
         "N": shape.N, "T": shape.T, "H": shape.H, "HV": shape.HV, "offset_bytes": shared.offset_bytes,
         "beta_bytes": shared.beta_bytes, "l2norm": shared.l2norm, "ctas": min(sms, slots_of(shape) * shape.H),
         "scale": shape.scale, "lower_bound": shared.lower_bound, "beta_factor": shared.beta_factor,
     }  # fmt: skip
-    return Backward(forward, reverse, get_kernel(GradientsKernel, config, ARCH), numbers, sms)
+    return Backward(forward, chains, get_kernel(GradientsKernel, config, ARCH), numbers, sms)
 
 
 def pass_gradient(grad_final_state: Tensor | None, gradients: KdaGradients) -> None:

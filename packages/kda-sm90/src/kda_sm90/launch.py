@@ -38,14 +38,18 @@ class Launch(NamedTuple):
     shape_arguments: ShapeArguments
 
     def __call__(
-        self, inputs: KdaInputs, outputs: KdaOutputs, transitions: torch.Tensor | None = None
+        self,
+        inputs: KdaInputs,
+        outputs: KdaOutputs,
+        transitions: torch.Tensor | None = None,
+        recompute: tuple[torch.Tensor, ...] = (),
     ) -> None:
-        """Launches on the current device and stream."""
+        """Launches on the current device and stream. ``recompute``: the tensors of `RecomputeArguments`."""
         states = states_of(outputs)
         count = 0 if states is None else states.shape[:-3].numel()
         m = 0 if transitions is None else transitions.data_ptr()
         # A plain tuple in the order of `LaunchArguments`: constructing the NamedTuple takes 0.5 us.
-        launch_arguments = (next(_tickets), m, count)
+        launch_arguments = (next(_tickets), m, count, *([x.data_ptr() for x in recompute] or (0, 0, 0)))
         self.kernel(inputs.q, *addresses(inputs, outputs), *launch_arguments, *self.shape_arguments)
 
 

@@ -23,7 +23,7 @@ CHAINS = tuple(product((64, 32), (1, 2)))  # (chunk, warpgroups)
 DTYPES: tuple[GateDtype, ...] = ("bfloat16", "float32")
 
 #: What a call writes beside o: nothing, states, or states and R.
-WRITES: tuple[dict[str, bool], ...] = ({}, {"states": True}, {"states": True, "residual": True})
+WRITES: tuple[dict[str, Any], ...] = ({}, {"states": True}, {"states": True, "residual": True})
 WHOLE = tuple(
     PrefillConfig(chunk, warpgroups, gate_dtype=dtype, padded=padded, **writes, **gate)
     for padded, (chunk, warpgroups), gate, dtype, writes in product(
@@ -39,10 +39,10 @@ SUMMARIZE = tuple(
 EXECUTE = tuple(
     PrefillConfig(*chain, states=states, mode="execute") for chain, states in product(CHAINS, (False, True))
 )
-#: The launches of a backward.
+#: The launches of the chains of a backward.
 REVERSE = tuple(
-    PrefillConfig(64, warpgroups, gate_dtype=dtype, states=True, mode="reverse", **gate)
-    for warpgroups, gate, dtype in product((1, 2), GATES, DTYPES)
+    PrefillConfig(64, warpgroups, gate_dtype=dtype, states=True, mode=mode, **gate)
+    for mode, warpgroups, gate, dtype in product(("reverse", "recompute"), (1, 2), GATES, DTYPES)
 )
 GRADIENTS = tuple(GradientsConfig(gate_dtype=dtype, **gate) for gate, dtype in product(GATES, DTYPES))
 ALL: tuple[PrefillConfig | GradientsConfig, ...] = (

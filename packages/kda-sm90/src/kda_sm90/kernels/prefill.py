@@ -28,6 +28,7 @@ from kda_sm90.arguments import ARGUMENTS, Address, Ticket
 from kda_sm90.config import THREADS, PrefillConfig
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
+from kda_sm90.kernels.recompute import RecomputeChain
 from kda_sm90.kernels.reverse import ReverseChain
 from kda_sm90.kernels.summary import SummaryChain
 from kda_sm90.layouts import CARRY_BYTES, record_bytes
@@ -44,6 +45,7 @@ CHAINS = {
     "summarize": SummaryChain,
     "execute": Chain,
     "reverse": ReverseChain,
+    "recompute": RecomputeChain,
 }
 
 #: Buffers for the claimed items of a group, and their bytes. Three are in use at a time: of the item to publish, the item
@@ -132,7 +134,7 @@ class PrefillKernel:
             starts[name] = end
             end = end + count * size
         record = lambda name, index: starts[name] + Int64(index) * sizes[name]
-        return record, end, end + Int64(args.queues) * (self.config.halves * CARRY_BYTES)
+        return record, end, end + Int64(args.queues) * (self.config.carries * CARRY_BYTES)
 
     # ---- the intra-chunk stage
 

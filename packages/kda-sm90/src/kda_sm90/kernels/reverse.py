@@ -124,9 +124,9 @@ class ReverseChain(Chain):
             a=smem.a + decay_start(thread % 32 % 4),
         )
 
-    def run_chunk(self, smem, thr, early, late, o_phase):
+    def run_chunk(self, smem, thr, early, late, o_phase, more=True):
         """Runs one chunk in the issue order of the module's docstring. Returns both rings and the phase of dX for the next
-        chunk, whose dO it has loaded."""
+        chunk, whose dO it has loaded. ``more``: see `load_next`."""
         steps, channels = range(self.chunk // 16), range(HEAD_DIM // 16)
         self.gemm(thr.mma_transposed, thr.accX, thr.tCrO, thr.tCsAqk, early, steps, zero=True)
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKg, early, channels)
@@ -139,9 +139,7 @@ class ReverseChain(Chain):
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_transposed, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
         early.advance()
-        barriers.wait(smem.early_full, early)
-        warpgroup.wait_group(0)  # dX, and dO^T Qd, which reads dO
-        self.load_tokens(early, thr)
+        self.load_next(smem, early, thr, more)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKd, late, steps)
         cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
@@ -151,6 +149,13 @@ class ReverseChain(Chain):
         fragments.round_to_bf16(thr.accS, thr.tCrS)
         late.advance()
         return early, late, o_phase ^ 1
+
+    def load_next(self, smem, early, thr, more):
+        """Waits for dX, and for dO^T Qd, which reads dO. Loads dO of the next stage. Every chunk has a next stage; the last one
+        has the trailing stage."""
+        barriers.wait(smem.early_full, early)
+        warpgroup.wait_group(0)
+        self.load_tokens(early, thr)
 
     def load_tokens(self, early, thr):
         """Loads dO^T of a stage as a register operand."""

@@ -41,6 +41,11 @@ state_ready    queue and  1 when the next queue may read the state at the end of
 In reverse (mode ``reverse``) the line, its queues and the order of a part are mirrored: a chain executes the parts of its
 queue from the first to the last, and the slots of a part from the last to the first.
 
+**Slots of several chunks.** In the mode ``recompute`` a slot holds 8 chunks, and all of the above is in slots. A chunk's number is
+``8 * number of its slot + rank in the slot``. A chain reads the records of a slot in ascending order, then in descending order, and
+only then they are free. The rank in its slot of the n-th record to become free is therefore ``7 - n % 8``, and a record takes the
+place of the one that became free ``depth`` before it (`place`).
+
 A group writes number n to place ``n % depth`` of the ring once the chain has read number ``n - depth``. In the modes
 that keep records (``keeps_records``), numbers are slots of the line, ``depth`` is the number of records, and no group
 waits for room.
@@ -77,14 +82,17 @@ def schedule(config, offsets, offset_bytes, N, T, HV, queues, depth, counters):
         config: the kernel's configuration.
         offsets: address of N + 1 integers of ``offset_bytes``, the bounds of sequences packed along T.
             ``offset_bytes`` is 0 for N sequences of T tokens each.
-        depth: records in the ring of a queue; where records are kept, records in all.
+        depth: records in the ring of a queue, a multiple of ``chunks_per_slot``; where records are kept, records in all.
         counters: address of the counters (``layouts``).
+
+    ``chunk`` of the schedule are the tokens of a slot.
     """
     if config.padded:
         T = end_of_last(SimpleNamespace(offsets=offsets, offset_bytes=offset_bytes, N=N, T=T))
-    span = slots(config.chunk, offset_bytes, N, T)
+    span = slots(config.chunk * config.chunks_per_slot, offset_bytes, N, T)
     return SimpleNamespace(
-        chunk=config.chunk, keeps_records=config.keeps_records, step=config.step, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T,
+        chunk=config.chunk * config.chunks_per_slot, chunks_per_slot=config.chunks_per_slot, keeps_records=config.keeps_records,
+        step=config.step, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T,
         queues=queues, depth=depth, counters=counters, span=span, total=HV * span,
     )  # fmt: skip
 
@@ -189,6 +197,7 @@ def ring(s, queue):
     ready = _launch_line(s) + LINE * 4 + Int64(first) * 4
     return SimpleNamespace(
         depth=s.depth,
+        chunks_per_slot=s.chunks_per_slot,
         first=first,
         ready=ready,
         read=line + QueueCounter.READ * 4,
@@ -196,9 +205,20 @@ def ring(s, queue):
     )
 
 
+def place(r, number):
+    """Returns the place in the ring of a number. In slots of several chunks, the ring holds ``depth / chunks_per_slot`` slots, and
+    every other slot that takes a place has its records in reverse order."""
+    if r.chunks_per_slot == 1:
+        return number % r.depth
+    slot, rank = number // r.chunks_per_slot, number % r.chunks_per_slot
+    held = r.depth // r.chunks_per_slot
+    turned = slot // held % 2 > 0
+    return slot % held * r.chunks_per_slot + ptx.select(turned, r.chunks_per_slot - 1 - rank, rank)
+
+
 def record(r, number):
     """Returns the index of the record that holds a number."""
-    return r.first + number % r.depth
+    return r.first + place(r, number)
 
 
 # ---- the intra-chunk stage
@@ -214,16 +234,19 @@ def item(s, i: Int32):
     """Returns (queue, number, head, first token in B*T, tokens) of item i; a whole warp calls it. The number is -1 if
     there are no more items. The tokens are 0 if the slot has no chunk."""
     number, queue = i // s.queues, i % s.queues
+    rank, slot_number = Int32(0), number
+    if cutlass.const_expr(s.chunks_per_slot > 1):
+        rank, slot_number = number % s.chunks_per_slot, number // s.chunks_per_slot
     head, token, valid = Int32(0), Int32(0), Int32(0)
     line_slot = s.depth - 1  # of the item; items without a slot share the last record
     low, high = range_of(s, queue)
-    if number < high - low:
+    if slot_number < high - low:
         # Parts take their numbers from the end of the queue, so the number-th slot from the end lies in the item's part.
         # Within the part the order is reversed: mirrored in the part, it is the item's slot. In reverse, parts take them from
         # the start.
-        mirrored = high - 1 - number
+        mirrored = high - 1 - slot_number
         if cutlass.const_expr(s.step < 0):
-            mirrored = low + number
+            mirrored = low + slot_number
         head = mirrored // s.span
         slot = mirrored - head * s.span
         n = slot // cute.ceil_div(s.T, s.chunk)
@@ -235,9 +258,11 @@ def item(s, i: Int32):
         # Unordered offsets give an arbitrary chunk, but one inside of the tensors.
         line_slot = begin + end - 1 - mirrored
         done = cutlass.max(line_slot - head_start - first, 0) * s.chunk  # tokens before the chunk
+        if cutlass.const_expr(s.chunks_per_slot > 1):
+            done += rank * (s.chunk // s.chunks_per_slot)
         token = Int32(start) + done
-        valid = cutlass.max(cutlass.min(length - done, s.chunk), 0)
-    if number >= s.width:
+        valid = cutlass.max(cutlass.min(length - done, s.chunk // s.chunks_per_slot), 0)
+    if slot_number >= s.width:
         number = Int32(-1)
     elif cutlass.const_expr(s.keeps_records):
         number = line_slot
@@ -269,8 +294,13 @@ def wait_for_room(r, number: Int32, chain_ctas: cutlass.Constexpr[int]):
 
 
 def publish_record(r, number):
-    """Publishes the record of a number. The calling thread has synchronised with the threads that wrote it."""
-    ptx.store_release(r.ready + Int64(number % r.depth) * 4, number + 1)
+    """Publishes the record of a number. The calling thread has synchronised with the threads that wrote it. A slot of several
+    chunks may have many without tokens, which no chain waits for: they are published in any order."""
+    address = r.ready + Int64(place(r, number)) * 4
+    if r.chunks_per_slot == 1:
+        ptx.store_release(address, number + 1)
+    else:
+        ptx.raise_release(address, number + 1)
 
 
 # ---- the chain
@@ -370,7 +400,7 @@ def count_ready(r, number, count):
     and acquires them. If all 32 are ready it returns 31, which costs the caller nothing."""
     lane = cute.arch.lane_idx()
     wanted = number + lane
-    seen = ptx.load_acquire(r.ready + Int64(wanted % r.depth) * 4, lane < cutlass.min(count, r.depth))
+    seen = ptx.load_acquire(r.ready + Int64(place(r, wanted)) * 4, lane < cutlass.min(count, r.depth))
     ready = cute.arch.vote_ballot_sync(seen > wanted)
     cute.arch.sync_warp()  # all lanes acquire what any lane has acquired
     return cute.arch.popc(ready ^ (ready + 1)) - 1  # number of trailing ones; 31 for 32 of them

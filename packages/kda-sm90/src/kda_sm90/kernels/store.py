@@ -141,19 +141,88 @@ class ReverseStoreWarp(StoreWarp):
         o_chunk = args.o + (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
         o_chunk += o_row * (part.first * self.chunk)
         for c in cutlass.range(part.chunks, unroll=1):
-            barriers.arrive(NamedBarrier.STATE_FREE, wg)
-            barriers.sync(NamedBarrier.STATE_READY, wg)
-            slot = part.slot + c * sched.step
-            self.store_state(smem.state + wg * self.state_bytes, args, slot, part.head, half)
-            barriers.sync(NamedBarrier.O_READY, wg)
+            state = self.state_address(args.states, args, part.slot + c * sched.step, part.head, half)
+            self.store_state(smem, wg, state)
             valid = part.length - (part.first + c * sched.step) * self.chunk
-            self.copy_rows(smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, o_chunk, o_row, valid)
+            self.store_tokens(smem, wg, o_chunk, o_row, valid)
             o_chunk += o_row * (self.chunk * sched.step)
-            self.release_o(smem, wg)
 
-    def store_state(self, shared: Int32, args, slot, head, half):
-        """Copies half of a state [K, V], as image, to a slot of the bf16 states."""
-        matrix = args.states + (Int64(slot) * args.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
-        self.copy_rows(
-            shared, HEAD_DIM, 2 * HALF, matrix + half * (2 * HALF), Int64(2 * HEAD_DIM), Int32(HEAD_DIM)
-        )
+    def state_address(self, states, args, slot, head, half):
+        """Returns the address of half of the state [K, V] of a slot in an array [slots, HV, K, V] in bf16."""
+        return states + (Int64(slot) * args.HV + head) * (2 * HEAD_DIM * HEAD_DIM) + half * (2 * HALF)
+
+    def store_state(self, smem, wg, state):
+        """Waits for a state, and copies it from its image."""
+        barriers.arrive(NamedBarrier.STATE_FREE, wg)
+        barriers.sync(NamedBarrier.STATE_READY, wg)
+        shared = smem.state + wg * self.state_bytes
+        self.copy_rows(shared, HEAD_DIM, 2 * HALF, state, Int64(2 * HEAD_DIM), Int32(HEAD_DIM))
+
+    def store_tokens(self, smem, wg, tokens, pitch, valid):
+        """Waits for a matrix [C, 64], and copies its first ``valid`` rows from its image."""
+        barriers.sync(NamedBarrier.O_READY, wg)
+        self.copy_rows(smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, tokens, pitch, valid)
+        self.release_o(smem, wg)
+
+
+def chunks_of(sched, part, i):
+    """Returns, for the i-th slot of a part in the mode ``recompute``, its first token in the sequence and its chunks, at least 1."""
+    start = (part.first + i * sched.step) * sched.chunk
+    return start, cute.ceil_div(
+        cutlass.min(part.length - start, sched.chunk), sched.chunk // sched.chunks_per_slot
+    )
+
+
+class RecomputeStoreWarp(ReverseStoreWarp):
+    """Copies what the chains of ``recompute`` publish for every slot: S and R of its chunks forward, then dS' and dX back.
+
+    It also loads the checkpoint of a slot to the buffer of states, which is free between two slots, and stores it as the state before
+    the first chunk.
+    """
+
+    @cute.jit
+    def store_part(self, smem, sched, part, args, half, wg):
+        """Copies the slots of a part, in the order of the chain."""
+        pitch = Int64(args.HV) * (2 * HEAD_DIM)
+        place = (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
+        next_state = Int64(args.HV) * (
+            2 * HEAD_DIM * HEAD_DIM
+        )  # bytes from the state of a slot to that of the next
+        for i in cutlass.range(part.chunks, unroll=1):
+            start, chunks = chunks_of(sched, part, i)
+            first = self.first_slot(sched, part) + start // self.chunk
+            before = self.state_address(args.forward_states, args, first, part.head, half)
+            behind = self.state_address(args.states, args, first, part.head, half)
+            slot = part.slot + i * sched.step
+            checkpoint = self.state_address(args.checkpoints, args, slot, part.head, half)
+            self.load_checkpoint(smem.state + wg * self.state_bytes, checkpoint, before)
+            barriers.arrive(NamedBarrier.CHECKPOINT_READY, wg)
+            for c in cutlass.range(chunks, unroll=1):
+                if c > 0:
+                    self.store_state(smem, wg, before + next_state * c)
+                row = start + c * self.chunk
+                self.store_tokens(smem, wg, args.residual + place + pitch * row, pitch, part.length - row)
+            for back in cutlass.range(chunks, unroll=1):
+                c = chunks - 1 - back
+                self.store_state(smem, wg, behind + next_state * c)
+                row = start + c * self.chunk
+                self.store_tokens(smem, wg, args.o + place + pitch * row, pitch, part.length - row)
+
+    @cute.jit
+    def first_slot(self, sched, part) -> Int32:
+        """Returns the first slot of 64 tokens of a part's sequence (`kda_cute.device.varlen`)."""
+        slot = part.sequence * cute.ceil_div(sched.T, self.chunk)
+        if sched.offset_bytes > 0 and part.sequence > 0:
+            slot = Int32(part.token) // self.chunk + part.sequence
+        return slot
+
+    def load_checkpoint(self, shared, source, copy):
+        """Copies half of a state [K, V] to an image in shared memory, and to another array."""
+        lane = cute.arch.lane_idx()
+        row, unit = lane // 8, lane % 8
+        for start in range(0, HEAD_DIM, 16):
+            rows = [start + i * 4 + row for i in range(4)]
+            values = [ptx.load_global_f32_x4(source + r * (2 * HEAD_DIM) + unit * 16) for r in rows]
+            for r, value in zip(rows, values, strict=True):
+                ptx.store_shared_x4(shared + r * (2 * HALF) + ((unit ^ (r % 8)) * 16), value)
+                ptx.store_global_evict_first_x4(copy + r * (2 * HEAD_DIM) + unit * 16, value, Int32(1))
