@@ -12,7 +12,7 @@ from kda_core import buffers, validate
 from kda_core.contract import KdaGradients, KdaOptions, KdaOutputs
 from kda_core.testing import token_oracle
 from kda_cute import kernels_made_by
-from kda_sm90 import backward
+from kda_sm90 import backward, layouts
 from kda_sm90.config import ARCH
 from kda_sm90.launch import make_launch
 from kda_sm90.launch_config import launch_config
@@ -27,11 +27,18 @@ def aligned(size: int, device: str) -> torch.Tensor:
 
 
 def gradients(
-    x: dict[str, Any], grad_o: torch.Tensor, grad_final: torch.Tensor | None, sms: int, spacing: int = 0
+    x: dict[str, Any],
+    grad_o: torch.Tensor,
+    grad_final: torch.Tensor | None,
+    sms: int,
+    spacing: int = 0,
+    slab_slots: int | None = None,
 ) -> dict[str, Any]:
     """Returns the gradients of a call by the kernels of kda-sm90.
 
-    ``spacing``: tokens between the states that a forward saves before; with 64 it also saves R, with 0 there is no forward.
+    Args:
+        spacing: tokens between the states that a forward saves before; with 64 it also saves R, with 0 there is no forward.
+        slab_slots: slots of a slab; None: as many as fit.
     """
     import ptx_emulator
 
@@ -42,27 +49,32 @@ def gradients(
     device = x["q"].device.type
     poison = lambda y: None if y is None else torch.full_like(y, float("nan"))
     found = KdaGradients(*(poison(x.get(name)) for name in NAMES))
-    # Arrays of their own: the emulator then finds accesses behind the end of each.
-    workspace = backward.Workspace(
-        *(
-            aligned(math.prod(size) * dtype.itemsize, device).view(dtype).view(size)
-            for dtype, size in backward.arrays(shape, sms).values()
-        )
-    )
-    saved = {0: None, 64: poison(workspace.states), 512: poison(workspace.checkpoints)}[spacing]
-    residual = poison(workspace.residual) if spacing == 64 else None
-    o = poison(x["v"])
     with ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(kernels_made_by(ptx_emulator.load))
+        launch = backward.launch_of(shape, spacing, sms=sms)
+        launch = launch._replace(slabs=launch.slabs._replace(slots=slab_slots or launch.slabs.slots))
+        # Arrays of their own: the emulator then finds accesses behind the end of each.
+        workspace = backward.Workspace(
+            *(
+                aligned(math.prod(size) * dtype.itemsize, device).view(dtype).view(size)
+                for dtype, size in backward.arrays(shape, spacing, launch.slabs, sms).values()
+            )
+        )
+        saved = residual = None
+        if spacing:
+            slots = layouts.slot_count(shape.B, shape.T, spacing, shape.N if shape.varlen else None)
+            saved = torch.full((slots, shape.HV, 128, 128), float("nan"), dtype=torch.bfloat16, device=device)
+            residual = poison(x["v"]) if spacing == 64 else None
+        o = poison(x["v"])
+        if device == "cpu":
             reachable = [*tensors, grad_o, grad_final, *vars(found).values(), *workspace, saved, residual, o]
-            reachable = [y for y in reachable if y is not None]
+            reachable = [y for y in reachable if y is not None and y.numel()]
             stack.enter_context(ptx_emulator.device(ARCH, tensors=reachable, races=("shared",)))
         if spacing:
             forward = make_launch(shape, launch_config(shape, sms, None, spacing), spacing)
             forward(inputs, KdaOutputs(o, None, None, workspace.chains, saved, residual))
             workspace.chains.fill_(0xFF)
-        launch = backward.launch_of(shape, spacing, sms=sms)
         launch.run(inputs, grad_o, grad_final, found, workspace, saved, residual)
         if device == "cuda":
             torch.cuda.synchronize()

@@ -166,3 +166,19 @@ def test_a_ring_is_no_deeper_than_its_queue_is_long():
     chosen = launch_config(shape(T=64, H=1, HV=1))
     assert chosen.queues == 1 and chosen.depth == -(-64 // chosen.chunk)
     assert Sm90Backend().workspace_bytes(shape(T=64, H=1, HV=1)) == chosen.workspace_bytes
+
+
+@pytest.mark.parametrize("disable_recompute", (False, True))
+@pytest.mark.parametrize("T", (1, 8192, 10**5, 10**6, 10**7))
+@pytest.mark.parametrize("HV", (1, 4, 64))
+def test_the_workspace_of_a_backward_is_bounded(HV, T, disable_recompute):
+    from kda_sm90.backward import CHECKPOINT, CHUNK, slabs_of, workspace_bytes
+
+    s = shape(T=T, H=HV, HV=HV, needs_backward=True, disable_recompute=disable_recompute)
+    limit = (256 if disable_recompute else 640) << 20
+    unsaved = -(-T // CHECKPOINT) * HV << 15  # S every 512 tokens, if another backend's forward saved nothing
+    assert workspace_bytes(s) <= max(limit, unsaved + limit // 2)
+    slabs = slabs_of(s, CHUNK if disable_recompute else CHECKPOINT)
+    starts = list(slabs.starts())
+    assert starts[-1] == 0 and starts[0] + slabs.slots >= slabs.total > starts[0]
+    assert len(starts) == 1 or slabs.chunks * HV * CHUNK >= 10**5  # token-heads of a slab

@@ -12,7 +12,8 @@ from kda_core.contract import KdaOptions, KdaOutputs
 from kda_core.testing import make_inputs, token_oracle
 from kda_core.testing.oracle import sequence_bounds
 from kda_cute import kernels_made_by
-from kda_sm90 import backward
+from kda_sm90 import layouts
+from kda_sm90.arguments import BackwardArguments
 from kda_sm90.config import ARCH, PrefillConfig
 from kda_sm90.launch import make_launch
 from kda_sm90.launch_config import LaunchConfig
@@ -22,8 +23,22 @@ LIMIT = 8e-3
 CHECKPOINT = 512
 
 
-def check(lengths, HV, warpgroups, queues, depth, ctas, device):
-    """Runs the chains of a backward from states that the oracle has saved every 512 tokens."""
+def chunk_of(bounds, packed, T, slot):
+    """Returns the slot of 64 tokens at which a slot of 512 tokens starts."""
+    for n, (start, end) in enumerate(bounds):
+        first, behind = (
+            (start // 512 + n, end // 512 + n + 1) if packed else (n * -(-T // 512), (n + 1) * -(-T // 512))
+        )
+        if first <= slot < behind:
+            fine, last = (
+                (start // 64 + n, end // 64 + n + 1) if packed else (n * -(-T // 64), (n + 1) * -(-T // 64))
+            )
+            return min(fine + 8 * (slot - first), last)
+    raise AssertionError(slot)
+
+
+def check(lengths, HV, warpgroups, queues, depth, ctas, device, slab_slots=1000):
+    """Runs the chains of a backward from states that the oracle has saved every 512 tokens, slab by slab."""
     import ptx_emulator
 
     packed = not isinstance(lengths, int)
@@ -45,8 +60,9 @@ def check(lengths, HV, warpgroups, queues, depth, ctas, device):
     bounds = sequence_bounds(x["q"], x.get("cu_seqlens"))
     first = lambda n, spacing: bounds[n][0] // spacing + n if packed else n * -(-T // spacing)
     poisoned = lambda *size: torch.full(size, NAN, dtype=torch.bfloat16, device=device)
-    slots, matrix = backward.slots_of(shape), (HV, 128, 128)
-    checkpoints = poisoned(backward.slots_of(shape, CHECKPOINT), *matrix)
+    count = lambda tokens: layouts.slot_count(1, T, tokens, shape.N if packed else None)
+    slots, matrix = count(64), (HV, 128, 128)
+    checkpoints = poisoned(count(CHECKPOINT), *matrix)
     for n, (start, end) in enumerate(bounds):
         for i, token in enumerate(range(start, end, CHECKPOINT)):
             checkpoints[first(n, CHECKPOINT) + i] = before[token]
@@ -55,19 +71,29 @@ def check(lengths, HV, warpgroups, queues, depth, ctas, device):
     grad_initial = torch.full_like(grad_final, NAN)
     config = LaunchConfig(PrefillConfig(64, warpgroups, states=True, mode="recompute"), ctas, queues, depth)
     workspace = aligned(config.workspace_bytes, device)
+    between = torch.full((2, HV, 128, 128), NAN, device=device)
     with ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(kernels_made_by(ptx_emulator.load))
             reachable = [
                 *tensors, grad_o, grad_final, checkpoints, grad_v, residual, states, grad_states, grad_initial, workspace,
+                between,
             ]  # fmt: skip
             reachable = [y for y in reachable if y is not None]
             stack.enter_context(ptx_emulator.device(ARCH, tensors=reachable, races=("shared",)))
-        make_launch(shape, config, 64)(
-            replace(inputs, v=grad_o, initial_state=grad_final),
-            KdaOutputs(grad_v, grad_initial, None, workspace, grad_states, residual),
-            recompute=(checkpoints, inputs.v, states),
-        )
+        run = make_launch(shape, config, 64)
+        for slab in reversed(range(0, count(CHECKPOINT), slab_slots)):
+            turn = slab // slab_slots % 2
+            from_slab, to_slab = between[1 - turn], between[turn]
+            begin = chunk_of(bounds, packed, T, slab)
+            run(
+                replace(inputs, v=grad_o, initial_state=grad_final),
+                KdaOutputs(grad_v, grad_initial, None, workspace, grad_states[begin:], residual),
+                backward=BackwardArguments(
+                    checkpoints.data_ptr(), inputs.v.data_ptr(), states[begin:].data_ptr(), from_slab.data_ptr(),
+                    to_slab.data_ptr(), slab, slab_slots, 256,
+                ),
+            )  # fmt: skip
     assert relative_error(grad_v, want["v"]) <= LIMIT
     assert relative_error(grad_initial, want["initial_state"]) <= LIMIT
     assert not residual.isnan().any()
@@ -83,8 +109,8 @@ def check(lengths, HV, warpgroups, queues, depth, ctas, device):
 
 
 def test_sequences_of_several_checkpoints():
-    """Three slots, one of them in part; a ring of one slot."""
-    check((0, 1, 0, 64, 530, 0), HV=1, warpgroups=2, queues=1, depth=8, ctas=1, device="cpu")
+    """Two slabs, one of which begins within a sequence; a ring of one slot."""
+    check((0, 1, 0, 64, 530, 0), HV=1, warpgroups=2, queues=1, depth=8, ctas=1, device="cpu", slab_slots=5)
 
 
 @pytest.mark.arch((9, 0))
@@ -98,3 +124,7 @@ def test_every_schedule_gives_the_same_bits(lengths, warpgroups):
             found = check(lengths, 3, warpgroups, queues, depth, ctas, "cuda")
             for got, expected in zip(found, want, strict=True):
                 assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), (queues, depth, ctas)
+    for slab_slots in (1, 2, 5):
+        found = check(lengths, 3, warpgroups, 4, 16, 40, "cuda", slab_slots)
+        for got, expected in zip(found, want, strict=True):
+            assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), slab_slots

@@ -107,6 +107,7 @@ def test_the_reverse_chain_computes_the_recurrence(device, warpgroups, queues, l
             PrefillConfig(C, warpgroups, states=True, mode="reverse"), grad_v, **given, offsets=offsets,
             offset_bytes=0 if offsets is None else 4, workspace=buffer, N=N, T=T, H=HV, HV=HV, beta_bytes=2,
             v_first=int(v_first), every=1, state_count=slots, intra_chunk_ctas=0, queues=queues, depth=depth,
+            slab_slots=slots,
         )  # fmt: skip
 
     assert error(grad_v, want_v) <= 1.2 * error(best_v.bfloat16(), want_v) + 1e-6

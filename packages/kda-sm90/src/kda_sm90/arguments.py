@@ -52,14 +52,24 @@ class LaunchArguments(NamedTuple):
     state_count: int  # states per value head, over all rows of B
 
 
-class RecomputeArguments(NamedTuple):
-    """Tensors of the mode ``recompute``; absent in the others. In both modes of a backward, v and initial_state are the gradients
-    of o and of the final states, and o, final_state and states take those of v, of the initial states, and of the states behind
-    chunks."""
+class BackwardArguments(NamedTuple):
+    """Arguments of the modes of a backward, all 0 in the others.
 
-    checkpoints: Address  # [slots of 512 tokens, HV, 128, 128] bf16: S before them
-    forward_v: Address  # [B, T, HV, 128] bf16: v
-    forward_states: Address  # [slots of 64 tokens, HV, 128, 128] bf16, written: S before every chunk
+    In these modes v and initial_state are the gradients of o and of the final states, and o, final_state and states take those of v,
+    of the initial states, and of the states behind chunks. A launch computes a *slab*: some consecutive slots of every head. The
+    arrays of states begin with the slab. The first three tensors belong to the mode ``recompute``.
+    """
+
+    checkpoints: Address = Address(0)  # [slots of 512 tokens, HV, 128, 128] bf16: S before them, of all slabs
+    forward_v: Address = Address(0)  # [B, T, HV, 128] bf16: v
+    forward_states: Address = Address(0)  # [chunks, HV, 128, 128] bf16, written: S before every chunk
+    from_slab: Address = Address(
+        0
+    )  # [HV, 2, 64 * 128] fp32: dS behind the slab, of the sequence that continues there
+    to_slab: Address = Address(0)  # the same, written: dS before the slab
+    first_slot: int = 0  # of the slab
+    slab_slots: int = 0
+    residual_row: int = 0  # bytes of a row of `residual`
 
 
 class ShapeArguments(NamedTuple):
@@ -86,7 +96,7 @@ class ShapeArguments(NamedTuple):
 #: Name and type of every argument after the leading tensor, in order.
 ARGUMENTS: dict[str, Any] = {
     name: kind
-    for group in (InputArguments, OutputArguments, LaunchArguments, RecomputeArguments, ShapeArguments)
+    for group in (InputArguments, OutputArguments, LaunchArguments, BackwardArguments, ShapeArguments)
     for name, kind in get_type_hints(group).items()
 }
 

@@ -12,7 +12,7 @@ import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
-from kda_sm90.arguments import ShapeArguments, addresses, states_of
+from kda_sm90.arguments import BackwardArguments, ShapeArguments, addresses, states_of
 from kda_sm90.config import ARCH, PrefillConfig
 from kda_sm90.launch_config import SMS, LaunchConfig
 
@@ -31,6 +31,9 @@ def on_device_of(x: torch.Tensor, launch: Any, *arguments: Any) -> None:
             launch(*arguments)
 
 
+NO_BACKWARD = BackwardArguments()
+
+
 class Launch(NamedTuple):
     """A launch for a shape: the compiled kernel, and the arguments that are the same in every call."""
 
@@ -42,14 +45,14 @@ class Launch(NamedTuple):
         inputs: KdaInputs,
         outputs: KdaOutputs,
         transitions: torch.Tensor | None = None,
-        recompute: tuple[torch.Tensor, ...] = (),
+        backward: BackwardArguments = NO_BACKWARD,
     ) -> None:
-        """Launches on the current device and stream. ``recompute``: the tensors of `RecomputeArguments`."""
+        """Launches on the current device and stream."""
         states = states_of(outputs)
         count = 0 if states is None else states.shape[:-3].numel()
         m = 0 if transitions is None else transitions.data_ptr()
         # A plain tuple in the order of `LaunchArguments`: constructing the NamedTuple takes 0.5 us.
-        launch_arguments = (next(_tickets), m, count, *([x.data_ptr() for x in recompute] or (0, 0, 0)))
+        launch_arguments = (next(_tickets), m, count, *backward)
         self.kernel(inputs.q, *addresses(inputs, outputs), *launch_arguments, *self.shape_arguments)
 
 

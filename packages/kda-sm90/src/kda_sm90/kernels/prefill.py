@@ -104,6 +104,8 @@ class PrefillKernel:
         sched = schedule.schedule(
             self.config, args.offsets, args.offset_bytes, args.N, args.T, args.HV, args.queues, args.depth, counters
         )  # fmt: skip
+        if const_expr(self.config.backward):
+            sched = schedule.slab(sched, args.HV, args.first_slot, args.slab_slots)
         # CTA 0 clears the counters. The others wait for it: a chain CTA once, here; an intra-chunk CTA once for each group,
         # in `compute_records`.
         waiters = chains - 1 + args.intra_chunk_ctas * self.groups

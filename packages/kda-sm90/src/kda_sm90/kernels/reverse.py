@@ -92,6 +92,26 @@ class ReverseChain(Chain):
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
 
+    @cute.jit
+    def load_state(self, sched, queue: Int32, args, carry: Int64, part, thr):
+        """Loads dS behind a part: that of the next queue or slab, the gradient of the final state, or zeros."""
+        if part.enters:
+            fragments.load_carry(self.place_between_slabs(args.from_slab, part, thr), thr.accS)
+        else:
+            Chain.load_state(self, sched, queue, args, carry, part, thr)
+
+    @cute.jit
+    def store_state(self, sched, queue: Int32, args, carry: Int64, part, thr):
+        """Stores dS before a part: for the queue or the slab before, or as gradient of the initial state."""
+        if part.leaves:
+            fragments.store_carry(self.place_between_slabs(args.to_slab, part, thr), thr.accS)
+        else:
+            Chain.store_state(self, sched, queue, args, carry, part, thr)
+
+    def place_between_slabs(self, states, part, thr):
+        """Returns the address of the thread's share of dS that passes from slab to slab."""
+        return fragments.carry_address(states, part.head, 2, thr.half, thr.index)
+
     def thread_view(self, smem, tiles, half):
         """Returns the calling thread's place, its fragments, and its addresses of dO and of the decays in stage 0."""
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4

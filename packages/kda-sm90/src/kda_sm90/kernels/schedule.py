@@ -41,6 +41,9 @@ state_ready    queue and  1 when the next queue may read the state at the end of
 In reverse (mode ``reverse``) the line, its queues and the order of a part are mirrored: a chain executes the parts of its
 queue from the first to the last, and the slots of a part from the last to the first.
 
+**Slabs.** A launch of a backward has some consecutive slots of every head, from ``first_slot`` on. The line consists of these alone,
+and a sequence has the slots that lie in the slab. The gradient of its state passes from slab to slab through global memory.
+
 **Slots of several chunks.** In the mode ``recompute`` a slot holds 8 chunks, and all of the above is in slots. A chunk's number is
 ``8 * number of its slot + rank in the slot``. A chain reads the records of a slot in ascending order, then in descending order, and
 only then they are free. The rank in its slot of the n-th record to become free is therefore ``7 - n % 8``, and a record takes the
@@ -63,7 +66,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from kda_cute.device import ptx
-from kda_cute.device.varlen import clamped, end_of_last, extent, owner, slots
+from kda_cute.device.varlen import clamped, end_of_last, extent, finer_slot, owner, sequence_of, slots
 from kda_sm90.layouts import LINE, LaunchCounter, QueueCounter
 
 TABLE_BYTES = 64  # shared memory of `fill_table`: one Int32 per warp
@@ -97,11 +100,44 @@ def schedule(config, offsets, offset_bytes, N, T, HV, queues, depth, counters):
     )  # fmt: skip
 
 
+@cute.jit
+def _bounds_of_slab(s, first_slot: Int32, count: Int32, chunk: cutlass.Constexpr[int]):
+    first, last, chunks_before = Int32(0), s.N - 1, Int32(0)
+    if first_slot > 0:
+        first = sequence_of(s, first_slot)
+        chunks_before = finer_slot(s, first_slot, chunk)
+    if first_slot + count < s.span:
+        last = sequence_of(s, first_slot + count - 1)
+    return first, last, chunks_before
+
+
+def slab(s, HV, first_slot, count):
+    """Returns the schedule of a slab of a backward: ``count`` slots of every head, from ``first_slot`` on. The schedule of the whole
+    call is ``s``; the last slab may have fewer slots."""
+    count = cutlass.min(count, s.span - first_slot)
+    first, last, chunks_before = _bounds_of_slab(s, first_slot, count, s.chunk // s.chunks_per_slot)
+    changes = {
+        "span": count, "total": HV * count, "all_slots": s.span, "first_slot": first_slot,
+        "first_sequence": first, "last_sequence": last, "chunks_before": chunks_before,
+    }  # fmt: skip
+    return SimpleNamespace(**(vars(s) | changes))
+
+
 def task(s, n):
     """Returns (first token in B*T, length, first slot, end slot) of sequence n in a head. The first sequence starts
     at slot 0, wherever its first token is, so that every slot belongs to a task."""
     token, length, slot, after = extent(s, n)
     return token, length, ptx.select(n == 0, Int32(0), slot), after
+
+
+def task_of_slab(s, n):
+    """Returns the same as `task`, for the slots of the sequence that lie in the slab, counted from its start; then how many slots of
+    the sequence lie before the slab, and whether some lie behind it."""
+    token, length, slot, after = task(SimpleNamespace(**(vars(s) | {"span": s.all_slots})), n)
+    slot, after = slot - s.first_slot, after - s.first_slot
+    return (
+        token, length, cutlass.max(slot, 0), cutlass.min(after, s.span), cutlass.max(-slot, 0), Int32(after > s.span)
+    )  # fmt: skip
 
 
 @cute.jit
@@ -117,7 +153,7 @@ def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
     if s.offset_bytes > 0:
         longest = Int32(0)
         for n in cutlass.range(thread, s.N, warps * 32, unroll=1):
-            _, _, slot, after = task(s, n)
+            _, _, slot, after = (task if s.step > 0 else task_of_slab)(s, n)[:4]
             falls = clamped(s, n + 1, Int32(0)) < clamped(s, n, Int32(0))
             longest = cutlass.max(longest, ptx.select(falls, s.total, after - slot))
         for i in cutlass.range_constexpr(5):
@@ -249,15 +285,20 @@ def item(s, i: Int32):
             mirrored = low + slot_number
         head = mirrored // s.span
         slot = mirrored - head * s.span
-        n = slot // cute.ceil_div(s.T, s.chunk)
-        if s.offset_bytes > 0:
-            n = owner(s, slot)
-        start, length, first, after = task(s, n)
+        skipped = Int32(0)
+        if cutlass.const_expr(s.step < 0):
+            n = sequence_of(s, s.first_slot + slot)
+            start, length, first, after, skipped, _ = task_of_slab(s, n)
+        else:
+            n = slot // cute.ceil_div(s.T, s.chunk)
+            if s.offset_bytes > 0:
+                n = owner(s, slot)
+            start, length, first, after = task(s, n)
         head_start = head * s.span
         begin, end = cutlass.max(head_start + first, low), cutlass.min(head_start + after, high)
         # Unordered offsets give an arbitrary chunk, but one inside of the tensors.
         line_slot = begin + end - 1 - mirrored
-        done = cutlass.max(line_slot - head_start - first, 0) * s.chunk  # tokens before the chunk
+        done = (cutlass.max(line_slot - head_start - first, 0) + skipped) * s.chunk  # tokens before the chunk
         if cutlass.const_expr(s.chunks_per_slot > 1):
             done += rank * (s.chunk // s.chunks_per_slot)
         token = Int32(start) + done
@@ -316,9 +357,12 @@ def first_task(s, queue: Int32):
         first = cutlass.min(low, s.total - 1)
     head = first // s.span
     slot = first - head * s.span
-    n = slot // cute.ceil_div(s.T, s.chunk)
-    if s.offset_bytes > 0:
-        n = owner(s, slot)
+    if cutlass.const_expr(s.step < 0):
+        n = sequence_of(s, s.first_slot + slot)
+    else:
+        n = slot // cute.ceil_div(s.T, s.chunk)
+        if s.offset_bytes > 0:
+            n = owner(s, slot)
     return head, n, high, low
 
 
@@ -327,8 +371,8 @@ def next_task(s, head: Int32, n: Int32):
     """Returns (head, sequence) of the task that a chain executes next: the one before in the line, in reverse the next."""
     if cutlass.const_expr(s.step < 0):
         n += 1
-        if n == s.N:
-            n = Int32(0)
+        if n > s.last_sequence:
+            n = Int32(0) + s.first_sequence
             head += 1
     else:
         n -= 1
@@ -348,24 +392,50 @@ def _part(s, head: Int32, n: Int32, end: Int32, low: Int32, high: Int32):
     chunks = cutlass.min(cute.ceil_div(length, s.chunk) - first, end - begin)
     number = begin if s.keeps_records else high - end
     cut = Int32(end < head_start + after)
-    return begin, token, length, slot, first, cutlass.max(chunks, 0), cut, number, Int32(first > 0)
+    return (
+        begin,
+        token,
+        length,
+        slot + first,
+        first,
+        cutlass.max(chunks, 0),
+        cut,
+        number,
+        Int32(first > 0),
+        Int32(0),
+        Int32(0),
+    )
 
 
 @cute.jit
 def _reverse_part(s, head: Int32, n: Int32, end: Int32, low: Int32, high: Int32):
     """Returns the same as `_part`. ``end`` and the part's begin are mirrored in the middle of the queue."""
-    token, length, slot, after = task(s, n)
+    token, length, slot, after, skipped, remains = task_of_slab(s, n)
     head_start = head * s.span
     start = low + high - end
     stop = cutlass.max(cutlass.min(head_start + after, high), start + 1)
     before = cutlass.max(start - head_start - slot, 0)  # chunks of the sequence in the queue before
-    chunks = cutlass.max(cutlass.min(cute.ceil_div(length, s.chunk), stop - head_start - slot) - before, 0)
-    first = before + cutlass.max(chunks, 1) - 1
+    total = cute.ceil_div(length, s.chunk) - skipped
+    chunks = cutlass.max(cutlass.min(total, stop - head_start - slot) - before, 0)
+    first = before + cutlass.max(chunks, 1) - 1  # of those in the slab
     cut, continues = Int32(before > 0), Int32(stop < head_start + after)
-    number = (
-        start - low + stop - 1 - (head_start + slot + first)
-    )  # slots without a chunk come before the chunks
-    return low + high - stop, token, length, slot, first, chunks, cut, number, continues
+    # Slots without a chunk come before the chunks.
+    number = start - low + stop - 1 - (head_start + slot + first)
+    enters, leaves = remains * (1 - continues), Int32(skipped > 0) * (1 - cut)
+    place = slot + first
+    return (
+        low + high - stop,
+        token,
+        length,
+        place,
+        skipped + first,
+        chunks,
+        cut,
+        number,
+        continues,
+        enters,
+        leaves,
+    )
 
 
 def part(s, head, n, end, low, high):
@@ -378,20 +448,23 @@ def part(s, head, n, end, low, high):
         length: tokens of the sequence.
         first: index in the sequence of the chunk that the chain executes first. The others follow in steps of ``s.step``.
         chunks: chunks of the part; 0 or more. Further slots have no chunk.
-        slot: slot of the first chunk in its head.
+        slot: slot of the first chunk in its head, in the slab.
         number: number of the slot of the first chunk. Those of the others follow in steps of 1.
         begin: its first slot in the line.
         cut: whether the chain of another queue continues the sequence.
         continues: whether the part continues what the chain of another queue began.
+        enters, leaves: whether it continues what the launch of another slab began; whether that of another slab continues it.
 
     A role visits the parts of a queue by `first_task` with ``end = high``, then ``end = part.begin`` and `next_task` while
     ``end > low``.
     """
     find = _part if s.step > 0 else _reverse_part
-    begin, token, length, slot, first, chunks, cut, number, continues = find(s, head, n, end, low, high)
+    begin, token, length, slot, first, chunks, cut, number, continues, enters, leaves = find(
+        s, head, n, end, low, high
+    )
     return SimpleNamespace(
-        sequence=n, head=head, token=token, length=length, first=first, chunks=chunks, slot=slot + first, number=number,
-        begin=begin, cut=cut > 0, continues=continues > 0,
+        sequence=n, head=head, token=token, length=length, first=first, chunks=chunks, slot=slot, number=number,
+        begin=begin, cut=cut > 0, continues=continues > 0, enters=enters > 0, leaves=leaves > 0,
     )  # fmt: skip
 
 

@@ -183,17 +183,19 @@ class RecomputeStoreWarp(ReverseStoreWarp):
     @cute.jit
     def store_part(self, smem, sched, part, args, half, wg):
         """Copies the slots of a part, in the order of the chain."""
-        pitch = Int64(args.HV) * (2 * HEAD_DIM)
-        place = (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
+        row_of_half = part.token * args.HV + part.head
+        pitch, residual_pitch = Int64(args.HV) * (2 * HEAD_DIM), Int64(args.HV) * args.residual_row
+        values = args.o + row_of_half * (2 * HEAD_DIM) + half * (2 * HALF)
+        residuals = args.residual + row_of_half * args.residual_row + half * (2 * HALF)
         next_state = Int64(args.HV) * (
             2 * HEAD_DIM * HEAD_DIM
         )  # bytes from the state of a slot to that of the next
         for i in cutlass.range(part.chunks, unroll=1):
             start, chunks = chunks_of(sched, part, i)
-            first = self.first_slot(sched, part) + start // self.chunk
+            first = self.first_slot(sched, part) + start // self.chunk - sched.chunks_before
             before = self.state_address(args.forward_states, args, first, part.head, half)
             behind = self.state_address(args.states, args, first, part.head, half)
-            slot = part.slot + i * sched.step
+            slot = sched.first_slot + part.slot + i * sched.step
             checkpoint = self.state_address(args.checkpoints, args, slot, part.head, half)
             self.load_checkpoint(smem.state + wg * self.state_bytes, checkpoint, before)
             barriers.arrive(NamedBarrier.CHECKPOINT_READY, wg)
@@ -201,12 +203,14 @@ class RecomputeStoreWarp(ReverseStoreWarp):
                 if c > 0:
                     self.store_state(smem, wg, before + next_state * c)
                 row = start + c * self.chunk
-                self.store_tokens(smem, wg, args.residual + place + pitch * row, pitch, part.length - row)
+                self.store_tokens(
+                    smem, wg, residuals + residual_pitch * row, residual_pitch, part.length - row
+                )
             for back in cutlass.range(chunks, unroll=1):
                 c = chunks - 1 - back
                 self.store_state(smem, wg, behind + next_state * c)
                 row = start + c * self.chunk
-                self.store_tokens(smem, wg, args.o + place + pitch * row, pitch, part.length - row)
+                self.store_tokens(smem, wg, values + pitch * row, pitch, part.length - row)
 
     @cute.jit
     def first_slot(self, sched, part) -> Int32:
