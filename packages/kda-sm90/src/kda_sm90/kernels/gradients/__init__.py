@@ -55,9 +55,9 @@ class Arguments(NamedTuple):
     offsets: Int64  # [N + 1], elements of offset_bytes
     grad_o: Int64  # [B, T, HV, 128] bf16
     grad_v: Int64  # [B, T, HV, 128] bf16: dX
-    residual: Int64  # [B, T, HV, 128] bf16: R
-    states: Int64  # [slots, HV, 128, 128] bf16: S before every chunk, [K, V]
-    grad_states: Int64  # [slots, HV, 128, 128] bf16: dS' behind every chunk, [K, V]
+    residual: Int64  # [B, T, HV, 128] bf16, rows of residual_row bytes: R. It may be the memory of grad_g
+    states: Int64  # [slots, HV, 128, 128] bf16: S before every chunk of the slab, [K, V]
+    grad_states: Int64  # [slots, HV, 128, 128] bf16: dS' behind every chunk of the slab, [K, V]
     grad_q: Int64  # [B, T, H, 128] bf16
     grad_k: Int64  # [B, T, H, 128] bf16
     grad_g: Int64  # [B, T, HV, 128], dtype of g
@@ -72,6 +72,10 @@ class Arguments(NamedTuple):
     beta_bytes: Int32
     l2norm: Int32
     ctas: Int32
+    first_slot: Int32  # of the slab, in slots of slot_tokens
+    slab_slots: Int32
+    slot_tokens: Int32  # 64 or 512
+    residual_row: Int32
     scale: Float32
     lower_bound: Float32
     beta_factor: Float32
@@ -134,26 +138,41 @@ class GradientsKernel:
     def sequences(self, x):
         """Returns the namespace of `kda_cute.device.varlen`."""
         span = varlen.slots(CHUNK, x.offset_bytes, x.N, x.T)
-        return SimpleNamespace(
+        s = SimpleNamespace(
             chunk=CHUNK, N=x.N, T=x.T, offsets=x.offsets, offset_bytes=x.offset_bytes, span=span
         )
+        coarse = SimpleNamespace(
+            chunk=x.slot_tokens, N=x.N, T=x.T, offsets=x.offsets, offset_bytes=x.offset_bytes,
+            span=varlen.slots(x.slot_tokens, x.offset_bytes, x.N, x.T),
+        )  # fmt: skip
+        first, end = self.slab(coarse, x.first_slot, x.slab_slots)
+        return SimpleNamespace(**vars(s), first=first, end=end)
+
+    @cute.jit
+    def slab(self, coarse, first_slot: Int32, slab_slots: Int32):
+        """Returns the first and the end slot of the slab."""
+        first = varlen.finer_slot(coarse, first_slot, CHUNK)
+        return first, varlen.finer_slot(coarse, cutlass.min(first_slot + slab_slots, coarse.span), CHUNK)
 
     @cute.jit
     def chunk_values(self, x, s, slot: Int32):
-        n = slot // cute.ceil_div(s.T, CHUNK)
-        if s.offset_bytes > 0:
-            n = varlen.owner(s, slot)
+        n = varlen.sequence_of(s, slot)
         start, length, first, _ = varlen.extent(s, n)
         if n == 0:
             first = Int32(0)
         done = (slot - first) * CHUNK
         return Int32(start) + done, cutlass.max(cutlass.min(length - done, CHUNK), 0)
 
-    def chunk(self, x, s, slot):
-        """Returns the chunk of a slot: ``slot``, ``token``, the first one in B*T, and ``valid``, its tokens, 0 to 64. A whole warp
-        calls it."""
-        token, valid = self.chunk_values(x, s, slot)
-        return SimpleNamespace(slot=slot, token=token, valid=valid)
+    def chunk(self, x, s, index):
+        """Returns a chunk of the slab: ``slot``, its index in the slab, ``token``, the first one in B*T, and ``valid``, its tokens, 0 to
+        64; 0 behind the slab. A whole warp calls it."""
+        slot = s.first + index
+        token, valid = self.chunk_values(x, s, cutlass.min(slot, s.span - 1))
+        return SimpleNamespace(slot=index, token=token, valid=ptx.select(slot < s.end, valid, Int32(0)))
+
+    def items(self, x):
+        """Returns the items of the launch: the slots of a slab, times the query heads."""
+        return x.slab_slots * (x.slot_tokens // CHUNK) * x.H
 
     @cute.jit
     def produce(self, x, shared, barriers, thread: Int32):
@@ -162,7 +181,7 @@ class GradientsKernel:
         index, _, _ = cute.arch.block_idx()
         s = self.sequences(x)
         phase, group = Int32(0), x.HV // x.H
-        for item in cutlass.range(index, s.span * x.H, x.ctas, unroll=1):
+        for item in cutlass.range(index, self.items(x), x.ctas, unroll=1):
             chunk = self.chunk(x, s, item // x.H)
             if chunk.valid > 0:
                 for member in cutlass.range(group, unroll=1):
@@ -176,7 +195,7 @@ class GradientsKernel:
         index, _, _ = cute.arch.block_idx()
         s = self.sequences(x)
         phase, group = Int32(0), x.HV // x.H
-        for item in cutlass.range(index, s.span * x.H, x.ctas, unroll=1):
+        for item in cutlass.range(index, self.items(x), x.ctas, unroll=1):
             chunk = self.chunk(x, s, item // x.H)
             for member in cutlass.range(group, unroll=1):
                 head = item % x.H * group + member

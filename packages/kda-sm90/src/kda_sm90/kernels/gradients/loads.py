@@ -19,12 +19,18 @@ class Producer:
         The copies belong to the generic proxy, and wgmma reads through the async proxy. So each thread waits for its copies and
         executes a proxy fence before it arrives. It waits for an operand's copies after it has requested the next operand.
         """
-        row = (chunk.token * x.HV + head) * ROW
+        index = Int64(chunk.token) * x.HV + head
+        row = index * ROW
         state = (Int64(chunk.slot) * x.HV + head) * (HEAD_DIM * ROW)
         pitch = Int64(x.HV) * ROW
         sources = {
             Operand.GRAD_O: (x.grad_o + row, pitch, CHUNK, chunk.valid),
-            Operand.RESIDUAL: (x.residual + row, pitch, CHUNK, chunk.valid),
+            Operand.RESIDUAL: (
+                x.residual + index * x.residual_row,
+                Int64(x.HV) * x.residual_row,
+                CHUNK,
+                chunk.valid,
+            ),
             Operand.GRAD_V: (x.grad_v + row, pitch, CHUNK, chunk.valid),
             Operand.STATE: (x.states + state, Int64(ROW), HEAD_DIM, Int32(HEAD_DIM)),
             Operand.GRAD_STATE: (x.grad_states + state, Int64(ROW), HEAD_DIM, Int32(HEAD_DIM)),
