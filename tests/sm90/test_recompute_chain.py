@@ -1,5 +1,6 @@
 """The chain of the mode ``recompute``: its states, R, dv and gradients of states, compared with the token recurrence in fp64."""
 
+import functools
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -37,26 +38,32 @@ def chunk_of(bounds, packed, T, slot):
     raise AssertionError(slot)
 
 
+@functools.cache
+def problem(lengths, HV, device):
+    """Returns the inputs of a call, gradients of its outputs, the oracle's gradients, and its states before every token."""
+    packed = not isinstance(lengths, int)
+    T = sum(lengths) if packed else lengths
+    made = make_inputs(
+        "slow", T, H=1, HV=HV, lengths=lengths if packed else None, initial_state=True, device=device
+    )
+    x = made.arguments
+    rng = torch.Generator().manual_seed(1)
+    grad_o = torch.randn(x["v"].shape, generator=rng).bfloat16().to(device)
+    grad_final = torch.randn(x["initial_state"].shape, generator=rng).to(device)
+    before = token_oracle(**x, return_intermediate_states=True, chunk_size=1)[2].flatten(0, 1)
+    return x, grad_o, grad_final, oracle(x, grad_o, grad_final), before
+
+
 def check(lengths, HV, warpgroups, queues, depth, ctas, device, slab_slots=1000):
     """Runs the chains of a backward from states that the oracle has saved every 512 tokens, slab by slab."""
     import ptx_emulator
 
-    packed = not isinstance(lengths, int)
-    T = sum(lengths) if packed else lengths
-    x = make_inputs(
-        "slow", T, H=1, HV=HV, lengths=lengths if packed else None, initial_state=True, device=device
-    )
-    x = x.arguments
+    x, grad_o, grad_final, want, before = problem(lengths, HV, device)
+    packed, T = not isinstance(lengths, int), x["q"].shape[1]
     tensors = [x.get(name) for name in (*NAMES, "cu_seqlens", "cu_seqlens_cpu")]
     options = KdaOptions(**{f: x[f] for f in KdaOptions.__dataclass_fields__ if f in x})
     shape = validate.problem_shape(*tensors, options=options)
     inputs = buffers.make_inputs(tensors, shape)
-    rng = torch.Generator().manual_seed(1)
-    grad_o = torch.randn(x["v"].shape, generator=rng).bfloat16().to(device)
-    grad_final = torch.randn(x["initial_state"].shape, generator=rng).to(device)
-    want = oracle(x, grad_o, grad_final)
-    before = token_oracle(**x, return_intermediate_states=True, chunk_size=1)[2].flatten(0, 1)
-
     bounds = sequence_bounds(x["q"], x.get("cu_seqlens"))
     first = lambda n, spacing: bounds[n][0] // spacing + n if packed else n * -(-T // spacing)
     poisoned = lambda *size: torch.full(size, NAN, dtype=torch.bfloat16, device=device)
