@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from kda_core import buffers, validate
-from kda_core.contract import KdaGradients, KdaOptions
+from kda_core.contract import KdaGradients, KdaOptions, KdaOutputs
 from kda_core.testing import token_oracle
 from kda_cute import kernels_made_by
-from kda_sm90 import backward
+from kda_sm90 import backward, layouts
 from kda_sm90.config import ARCH
+from kda_sm90.launch import make_launch
+from kda_sm90.launch_config import launch_config
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
@@ -25,9 +27,19 @@ def aligned(size: int, device: str) -> torch.Tensor:
 
 
 def gradients(
-    x: dict[str, Any], grad_o: torch.Tensor, grad_final: torch.Tensor | None, sms: int
+    x: dict[str, Any],
+    grad_o: torch.Tensor,
+    grad_final: torch.Tensor | None,
+    sms: int,
+    spacing: int = 0,
+    slab_slots: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the gradients of a call by the kernels of kda-sm90."""
+    """Returns the gradients of a call by the kernels of kda-sm90.
+
+    Args:
+        spacing: tokens between the states that a forward saves before; with 64 it also saves R, with 0 there is no forward.
+        slab_slots: slots of a slab; None: as many as fit.
+    """
     import ptx_emulator
 
     known = {f: x[f] for f in KdaOptions.__dataclass_fields__ if f in x}
@@ -37,21 +49,33 @@ def gradients(
     device = x["q"].device.type
     poison = lambda y: None if y is None else torch.full_like(y, float("nan"))
     found = KdaGradients(*(poison(x.get(name)) for name in NAMES))
-    # Arrays of their own: the emulator then finds accesses behind the end of each.
-    workspace = backward.Workspace(
-        *(
-            aligned(math.prod(size) * dtype.itemsize, device).view(dtype).view(size)
-            for dtype, size in backward.arrays(shape, sms).values()
-        )
-    )
     with ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(kernels_made_by(ptx_emulator.load))
-            reachable = [
-                y for y in (*tensors, grad_o, grad_final, *vars(found).values(), *workspace) if y is not None
-            ]
+        launch = backward.launch_of(shape, spacing, sms=sms)
+        launch = launch._replace(slabs=launch.slabs._replace(slots=slab_slots or launch.slabs.slots))
+        # Arrays of their own: the emulator then finds accesses behind the end of each.
+        workspace = backward.Workspace(
+            *(
+                aligned(math.prod(size) * dtype.itemsize, device).view(dtype).view(size)
+                for dtype, size in backward.arrays(shape, spacing, launch.slabs, sms).values()
+            )
+        )
+        saved = residual = None
+        if spacing:
+            slots = layouts.slot_count(shape.B, shape.T, spacing, shape.N if shape.varlen else None)
+            saved = torch.full((slots, shape.HV, 128, 128), float("nan"), dtype=torch.bfloat16, device=device)
+            residual = poison(x["v"]) if spacing == 64 else None
+        o = poison(x["v"])
+        if device == "cpu":
+            reachable = [*tensors, grad_o, grad_final, *vars(found).values(), *workspace, saved, residual, o]
+            reachable = [y for y in reachable if y is not None and y.numel()]
             stack.enter_context(ptx_emulator.device(ARCH, tensors=reachable, races=("shared",)))
-        backward.launch_of(shape, sms).run(inputs, grad_o, grad_final, found, workspace)
+        if spacing:
+            forward = make_launch(shape, launch_config(shape, sms, None, spacing), spacing)
+            forward(inputs, KdaOutputs(o, None, None, workspace.chains, saved, residual))
+            workspace.chains.fill_(0xFF)
+        launch.run(inputs, grad_o, grad_final, found, workspace, saved, residual)
         if device == "cuda":
             torch.cuda.synchronize()
     return {name: getattr(found, name) for name in NAMES if x.get(name) is not None}

@@ -30,7 +30,9 @@ def launch(config: PrefillConfig, o: torch.Tensor, **named: Any) -> None:
         torch.cuda.synchronize()
 
 
-def record_places(firsts: list[int], slots: int, heads: int, queues: int) -> tuple[torch.Tensor, int]:
+def record_places(
+    firsts: list[int], slots: int, heads: int, queues: int, reverse: bool = False
+) -> tuple[torch.Tensor, int]:
     """Returns the record index of each slot, [heads, slots], and the depth of rings that hold all records of their queue.
 
     It restates the order of ``kernels/schedule.py`` independently.
@@ -39,6 +41,7 @@ def record_places(firsts: list[int], slots: int, heads: int, queues: int) -> tup
         firsts: first slot of every sequence of a head.
         slots: slots of a head.
         heads, queues: number of value heads and of queues.
+        reverse: whether chains run from the last chunk of a sequence to the first.
     """
     starts = [head * slots + first for head in range(heads) for first in firsts] + [heads * slots]
     tasks = list(pairwise(starts))
@@ -48,6 +51,9 @@ def record_places(firsts: list[int], slots: int, heads: int, queues: int) -> tup
         high = heads * slots - (queues - 1 - queue) * width
         low = high - width
         parts = [range(max(start, low), min(end, high)) for start, end in reversed(tasks)]
+        if reverse:
+            low, high = queue * width, queue * width + width
+            parts = [range(max(start, low), min(end, high))[::-1] for start, end in tasks]
         for number, slot in enumerate(slot for part in parts for slot in part):
             place[slot] = queue * width + number
     return place.view(heads, slots), width

@@ -19,8 +19,8 @@ def spikes(x):
     return x
 
 
-def check(x, v_first=False, scale=1.0):
-    """Compares every gradient of a call, for random gradients of its outputs."""
+def check(x, v_first=False, scale=1.0, spacing=0, slab_slots=None):
+    """Compares every gradient of a call, for random gradients of its outputs. ``spacing`` and ``slab_slots`` as in `gradients`."""
     rng = torch.Generator().manual_seed(1)
     draw = lambda like: (torch.randn(like.shape, generator=rng) * scale).to(like.device)
     grad_o, grad_final = draw(x["v"]).bfloat16(), None
@@ -29,10 +29,10 @@ def check(x, v_first=False, scale=1.0):
     sms = 6 if grad_o.device.type == "cpu" else 132
     if v_first:
         swapped = x | {"initial_state": x["initial_state"].mT.contiguous(), "state_v_first": True}
-        found = gradients(swapped, grad_o, grad_final.mT.contiguous(), sms)
+        found = gradients(swapped, grad_o, grad_final.mT.contiguous(), sms, spacing, slab_slots)
         found["initial_state"] = found["initial_state"].mT
     else:
-        found = gradients(x, grad_o, grad_final, sms)
+        found = gradients(x, grad_o, grad_final, sms, spacing, slab_slots)
     for name, want in oracle(x, grad_o, grad_final).items():
         assert torch.isfinite(found[name]).all(), name
         if (want / scale).abs().max() > 1e-6:  # not the derivative of a saturated gate
@@ -49,24 +49,45 @@ def test_fixed_lengths_and_grouped_value_heads():
 
 
 def test_packed_sequences_some_of_them_empty():
-    check(arguments("memory", 150, H=1, lengths=(0, 70, 15, 65, 0), initial_state=True), v_first=True)
+    check(
+        arguments("memory", 150, H=1, lengths=(0, 70, 15, 65, 0), initial_state=True),
+        v_first=True,
+        spacing=64,
+        slab_slots=4,  # the second sequence is cut
+    )
 
 
 def test_gates_that_forget_everything():
-    check(spikes(arguments("mixed", 70, H=1)))
+    check(spikes(arguments("mixed", 66, H=1)), spacing=512)
 
 
 @pytest.mark.arch((9, 0))
+@pytest.mark.parametrize("spacing", (0, 512, 64))
 @pytest.mark.parametrize("initial_state", (False, True), ids=("no states", "states"))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gates_on_a_gpu(family, initial_state):
-    check(arguments(family, 700, "cuda", H=2, HV=4, initial_state=initial_state))
+def test_gates_on_a_gpu(family, initial_state, spacing):
+    check(arguments(family, 700, "cuda", H=2, HV=4, initial_state=initial_state), spacing=spacing)
 
 
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("exponent", (-30, -20, 20))
 def test_errors_do_not_depend_on_the_scale_of_the_gradients(exponent):
     check(arguments("steep", 300, "cuda", H=2, initial_state=True), scale=2.0**exponent)
+
+
+@pytest.mark.arch((9, 0))
+@pytest.mark.parametrize("g", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("lengths", (None, (700, 0, 64, 1300, 5)), ids=("fixed", "packed"))
+@pytest.mark.parametrize("spacing", (512, 64))
+def test_slabs_change_no_bit_of_the_gradients_of_tokens(spacing, lengths, g):
+    T = sum(lengths or (1500,))
+    x = arguments("slow", T, "cuda", H=2, HV=4, lengths=lengths, initial_state=True)
+    x["g"] = x["g"].to(g)
+    want = check(x, spacing=spacing)
+    for slab_slots in (1, 2, 3):
+        found = check(x, spacing=spacing, slab_slots=slab_slots)
+        for name in ("q", "k", "v", "g", "beta", "initial_state"):
+            assert torch.equal(found[name], want[name]), (slab_slots, name)
 
 
 @pytest.mark.arch((9, 0))

@@ -15,6 +15,7 @@ from kda_sm90.backend import Sm90Backend, longest_of
 from kda_sm90.launch_config import (
     CHAIN_NS,
     LEAST_DEPTH,
+    backward_launch_config,
     launch_config,
     predicted_ns,
     segment_launch_configs,
@@ -77,9 +78,10 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("sms", (20, 114, 132))
-def test_all_ctas_are_co_resident_and_the_workspace_is_bounded(case, sms):
+@pytest.mark.parametrize("choose", (launch_config, backward_launch_config))
+def test_all_ctas_are_co_resident_and_the_workspace_is_bounded(choose, case, sms):
     s = shape(**case)
-    chosen = launch_config(s, sms)
+    chosen = choose(s, sms)
     chains = chosen.queues * (2 // chosen.config.warpgroups)
     assert chosen.intra_chunk_ctas >= 1 and chosen.intra_chunk_ctas + chains <= sms
     assert chosen.queues <= s.HV * s.N
@@ -149,12 +151,34 @@ def test_known_lengths_are_rounded_up_to_steps():
 def test_a_ring_is_deep_enough_or_holds_a_whole_sequence(T, HV, N):
     s = shape(T=T, H=HV, HV=HV, N=N, index=torch.int32)
     for sms, longest in itertools.product((2, 20, 132), (None, 0, T // 3, T)):
-        chosen = launch_config(s, sms, longest)
-        assert chosen.depth >= min(LEAST_DEPTH, T // chosen.chunk + N)  # one sequence may have all the tokens
-        assert chosen.workspace_bytes <= workspace_bytes(s, sms) <= 128 << 20
+        for mode, choose in (("whole", launch_config), ("reverse", backward_launch_config)):
+            chosen = choose(s, sms, longest)
+            assert chosen.depth >= min(
+                LEAST_DEPTH, T // chosen.chunk + N
+            )  # one sequence may have all the tokens
+            assert chosen.workspace_bytes <= workspace_bytes(s, sms, mode) <= 128 << 20
+        chosen = backward_launch_config(s, sms, longest, "recompute")
+        assert chosen.depth % 8 == 0 and chosen.depth >= 8 * min(2, -(-T // 512))
+        assert chosen.workspace_bytes <= workspace_bytes(s, sms, "recompute") <= 128 << 20
 
 
 def test_a_ring_is_no_deeper_than_its_queue_is_long():
     chosen = launch_config(shape(T=64, H=1, HV=1))
     assert chosen.queues == 1 and chosen.depth == -(-64 // chosen.chunk)
     assert Sm90Backend().workspace_bytes(shape(T=64, H=1, HV=1)) == chosen.workspace_bytes
+
+
+@pytest.mark.parametrize("disable_recompute", (False, True))
+@pytest.mark.parametrize("T", (1, 8192, 10**5, 10**6, 10**7))
+@pytest.mark.parametrize("HV", (1, 4, 64))
+def test_the_workspace_of_a_backward_is_bounded(HV, T, disable_recompute):
+    from kda_sm90.backward import CHECKPOINT, CHUNK, slabs_of, workspace_bytes
+
+    s = shape(T=T, H=HV, HV=HV, needs_backward=True, disable_recompute=disable_recompute)
+    limit = (256 if disable_recompute else 640) << 20
+    unsaved = -(-T // CHECKPOINT) * HV << 15  # S every 512 tokens, if another backend's forward saved nothing
+    assert workspace_bytes(s) <= max(limit, unsaved + limit // 2)
+    slabs = slabs_of(s, CHUNK if disable_recompute else CHECKPOINT)
+    starts = list(slabs.starts())
+    assert starts[-1] == 0 and starts[0] + slabs.slots >= slabs.total > starts[0]
+    assert len(starts) == 1 or slabs.chunks * HV * CHUNK >= 10**5  # token-heads of a slab

@@ -6,7 +6,7 @@ from itertools import accumulate, product
 import pytest
 import torch
 from helpers.chain_records import make_records, sequences
-from helpers.sm90_launch import launch
+from helpers.sm90_launch import launch, record_places
 
 import ptx_emulator
 from kda_core.testing import error
@@ -67,16 +67,19 @@ def test_the_reverse_chain_computes_the_recurrence(device, warpgroups, queues, l
                 records[name][last, :, rest:] = 0
             for name in ("aqk", "t"):
                 records[name][last, :, :, rest:] = 0
-    count = slots * HV + 1
+    # Every ring holds all records of its queue. The records are ready from the start, the states are not.
+    place, depth = record_places([slot for *_, slot in each], slots, HV, queues, reverse=True)
+    count = queues * depth
     size = layouts.workspace_bytes(count, queues, C)
     buffer = torch.full((size + 128,), 0xFF, dtype=torch.uint8, device=device)
     buffer = buffer[-buffer.data_ptr() % 128 :][:size]
     workspace = layouts.split_workspace(buffer, count, queues, C)
     workspace.counters.zero_()
+    workspace.counters[(queues + 1) * layouts.LINE :] = 2**31 - 1
     for name in NAMES:
         packed = layouts.pack(name, records[name], C)
         packed[~owned] = NAN
-        getattr(workspace, name)[:-1] = packed.transpose(0, 1).flatten(0, 1)
+        getattr(workspace, name)[place] = packed.transpose(0, 1)
 
     N, shape = len(each), (B, T, HV, HEAD_DIM)
     grad_o = torch.full(shape, NAN, device=device, dtype=torch.bfloat16)
@@ -103,7 +106,8 @@ def test_the_reverse_chain_computes_the_recurrence(device, warpgroups, queues, l
         launch(
             PrefillConfig(C, warpgroups, states=True, mode="reverse"), grad_v, **given, offsets=offsets,
             offset_bytes=0 if offsets is None else 4, workspace=buffer, N=N, T=T, H=HV, HV=HV, beta_bytes=2,
-            v_first=int(v_first), every=1, state_count=slots, intra_chunk_ctas=0, queues=queues, depth=count,
+            v_first=int(v_first), every=1, state_count=slots, intra_chunk_ctas=0, queues=queues, depth=depth,
+            slab_slots=slots,
         )  # fmt: skip
 
     assert error(grad_v, want_v) <= 1.2 * error(best_v.bfloat16(), want_v) + 1e-6

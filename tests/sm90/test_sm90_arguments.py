@@ -8,8 +8,16 @@ from kda_sm90.arguments import ARGUMENTS, ShapeArguments
 from kda_sm90.launch import Launch
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
-OUTPUTS = ("o", "final_state", "intermediate_states", "workspace")
-OPTIONAL = ("A_log", "dt_bias", "initial_state", "cu_seqlens", "final_state", "intermediate_states")
+OUTPUTS = ("o", "final_state", "intermediate_states", "workspace", "residual")
+OPTIONAL = (
+    "A_log",
+    "dt_bias",
+    "initial_state",
+    "cu_seqlens",
+    "final_state",
+    "intermediate_states",
+    "residual",
+)
 
 #: Names of the kernel's arguments where they differ from those of the contract.
 KERNEL_NAMES = {"A_log": "a_log", "cu_seqlens": "offsets", "intermediate_states": "states"}
@@ -20,11 +28,11 @@ def passed_by(transitions, absent):
 
     ``absent``: names of tensors that are None.
     """
-    tensors = {name: None if name in absent else torch.zeros(3, 5) for name in INPUTS + OUTPUTS}
+    tensors = {name: None if name in absent else torch.zeros(3, 5, 2, 1, 1) for name in INPUTS + OUTPUTS}
     inputs = {name: tensors[name] for name in INPUTS} | {"cu_seqlens_cpu": None}
     outputs = KdaOutputs(**{name: tensors[name] for name in OUTPUTS})
     passed = []
-    launch = Launch(lambda *values: passed.extend(values), ShapeArguments(*range(15)))
+    launch = Launch(lambda *values: passed.extend(values), ShapeArguments(*range(16)))
     launch(KdaInputs(**inputs, shape=problem_shape((9, 0))), outputs, transitions)
     assert passed[0] is tensors["q"]  # it names the device and the stream
     return dict(zip(ARGUMENTS, passed[1:], strict=True)), tensors
@@ -36,7 +44,16 @@ def test_every_tensor_is_passed_by_its_name():
     for name, tensor in tensors.items():
         assert values[KERNEL_NAMES.get(name, name)] == tensor.data_ptr(), name
     assert values["transitions"] == transitions.data_ptr() and values["state_count"] == 15
-    assert [values[name] for name in ShapeArguments._fields] == list(range(15))
+    assert [values[name] for name in ShapeArguments._fields] == list(range(16))
+
+
+def test_saved_states_take_the_place_of_intermediate_states():
+    saved, passed = torch.zeros(7, 2, 1, 1), []
+    inputs = dict.fromkeys((*INPUTS, "cu_seqlens_cpu")) | {"q": torch.zeros(1)}
+    launch = Launch(lambda *values: passed.extend(values), ShapeArguments(*range(16)))
+    launch(KdaInputs(**inputs, shape=problem_shape((9, 0))), KdaOutputs(inputs["q"], saved_states=saved))
+    values = dict(zip(ARGUMENTS, passed[1:], strict=True))
+    assert values["states"] == saved.data_ptr() and values["state_count"] == 7
 
 
 def test_absent_tensors_are_passed_as_0():

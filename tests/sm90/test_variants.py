@@ -7,8 +7,8 @@ import torch
 from helpers.support import FREE, problem_shape
 
 from kda_cute.jit.key import Variant
-from kda_sm90.config import ARCH
-from kda_sm90.launch_config import launch_config, segment_launch_configs
+from kda_sm90.config import ARCH, SPACINGS
+from kda_sm90.launch_config import backward_launch_config, launch_config, segment_launch_configs
 from kda_sm90.variants import ALL, SAMPLE
 
 shape = functools.partial(problem_shape, (9, 0))
@@ -34,13 +34,28 @@ def test_every_variant_is_offered_once():
 def test_every_call_has_its_variant(gate):
     needed = {
         launch_config(
-            shape(B=B, T=T, HV=heads, H=heads, g=dtype, return_intermediate_states=states, **options, **gate)
+            shape(B=B, T=T, HV=heads, H=heads, g=dtype, return_intermediate_states=states, **options, **gate),
+            spacing=spacing,
         ).config
         for heads in (1, 8, 48, 67, 129)
         for B, T in ((1, 1), (1, 10**6), (100, 300))
         for dtype in (torch.bfloat16, torch.float32)
         for options in ({}, {"pin": True}, {"index": torch.int32, "use_graph": True, "max_num_seqs": 4})
-        for states in (False, True)
+        for states, spacing in ((False, 0), (True, 0), *((False, spacing) for spacing in SPACINGS))
+    }
+    assert needed <= set(ALL)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_every_backward_has_its_variants(gate):
+    needed = {
+        backward_launch_config(
+            shape(T=T, HV=heads, H=heads, g=dtype, needs_backward=True, **gate), mode=mode
+        ).config
+        for heads in (1, 8, 48, 129)
+        for T in (1, 8192, 10**6)
+        for dtype in (torch.bfloat16, torch.float32)
+        for mode in ("reverse", "recompute")
     }
     assert needed <= set(ALL)
 

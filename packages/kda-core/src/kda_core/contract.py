@@ -360,12 +360,18 @@ class KdaOutputs:
         intermediate_states: [B, NT, HV, K, V] or [B, NT, HV, V, K], bf16, or None if the call does not ask for them.
         workspace: uint8, at least as many bytes as the backend's `workspace_bytes`, contents arbitrary, aligned to
             `WORKSPACE_ALIGNMENT` on a GPU; None if the backend needs 0 bytes.
+        saved_states: [slots, HV, K, V] bf16 for any `state_v_first`, or None: the states before every ``spacing`` tokens, which
+            the backward uses. ``spacing`` is 64 with `residual`, else 512. Slots: ``B * ceil(T/spacing)``, packed
+            ``T // spacing + N``; state i of packed sequence n, which starts at token s, is in slot ``s // spacing + n + i``.
+        residual: [B, T, HV, V] bf16, or None: ``v_t - k_t^T S`` with S the decayed state before token t.
     """
 
     o: Tensor
     final_state: Tensor | None = None
     intermediate_states: Tensor | None = None
     workspace: Tensor | None = None
+    saved_states: Tensor | None = None
+    residual: Tensor | None = None
 
 
 @dataclass(frozen=True)

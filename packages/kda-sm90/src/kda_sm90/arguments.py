@@ -39,8 +39,9 @@ class OutputArguments(NamedTuple):
 
     o: Address  # [B, T, HV, 128] bf16
     final_state: Address  # [N, HV, 128, 128] fp32; in the mode summarize, the exit states
-    states: Address  # [state_count, HV, 128, 128] bf16
+    states: Address  # [state_count, HV, 128, 128] bf16: intermediate or saved states
     workspace: Address  # uint8, see `layouts`
+    residual: Address  # [B, T, HV, 128] bf16
 
 
 class LaunchArguments(NamedTuple):
@@ -48,7 +49,27 @@ class LaunchArguments(NamedTuple):
 
     ticket: Ticket  # no earlier launch has had it; 0: the caller has cleared the counters
     transitions: Address  # [N, HV, 128, 128] fp32; written in the mode summarize
-    state_count: int  # intermediate states per value head, over all rows of B
+    state_count: int  # states per value head, over all rows of B
+
+
+class BackwardArguments(NamedTuple):
+    """Arguments of the modes of a backward, all 0 in the others.
+
+    In these modes v and initial_state are the gradients of o and of the final states, and o, final_state and states take those of v,
+    of the initial states, and of the states behind chunks. A launch computes a *slab*: some consecutive slots of every head. The
+    arrays of states begin with the slab. The first three tensors belong to the mode ``recompute``.
+    """
+
+    checkpoints: Address = Address(0)  # [slots of 512 tokens, HV, 128, 128] bf16: S before them, of all slabs
+    forward_v: Address = Address(0)  # [B, T, HV, 128] bf16: v
+    forward_states: Address = Address(0)  # [chunks, HV, 128, 128] bf16, written: S before every chunk
+    from_slab: Address = Address(
+        0
+    )  # [HV, 2, 64 * 128] fp32: dS behind the slab, of the sequence that continues there
+    to_slab: Address = Address(0)  # the same, written: dS before the slab
+    first_slot: int = 0  # of the slab
+    slab_slots: int = 0
+    residual_row: int = 0  # bytes of a row of `residual`
 
 
 class ShapeArguments(NamedTuple):
@@ -62,7 +83,8 @@ class ShapeArguments(NamedTuple):
     beta_bytes: int  # 2: bf16, 4: fp32
     l2norm: int  # 1: normalise q and k
     v_first: int  # 1: states are [V, K]; 0: [K, V]
-    every: int  # chunks between intermediate states
+    saved: int  # 1: states are `KdaOutputs.saved_states`, [K, V] in slots; 0: intermediate states, dense, laid out by v_first
+    every: int  # chunks between states
     intra_chunk_ctas: int
     queues: int
     depth: int  # records in the ring of a queue; in the modes summarize and execute, records of the workspace
@@ -74,18 +96,24 @@ class ShapeArguments(NamedTuple):
 #: Name and type of every argument after the leading tensor, in order.
 ARGUMENTS: dict[str, Any] = {
     name: kind
-    for group in (InputArguments, OutputArguments, LaunchArguments, ShapeArguments)
+    for group in (InputArguments, OutputArguments, LaunchArguments, BackwardArguments, ShapeArguments)
     for name, kind in get_type_hints(group).items()
 }
 
 #: Names that differ in the contract.
-_CONTRACT_NAMES = {"a_log": "A_log", "offsets": "cu_seqlens", "states": "intermediate_states"}
+_CONTRACT_NAMES = {"a_log": "A_log", "offsets": "cu_seqlens"}
 
 _inputs = attrgetter(*(_CONTRACT_NAMES.get(name, name) for name in InputArguments._fields))
-_outputs = attrgetter(*(_CONTRACT_NAMES.get(name, name) for name in OutputArguments._fields))
+
+
+def states_of(outputs: KdaOutputs) -> torch.Tensor | None:
+    """Returns the intermediate or the saved states. A call has no more than one of them."""
+    return outputs.intermediate_states if outputs.saved_states is None else outputs.saved_states
 
 
 def addresses(inputs: KdaInputs, outputs: KdaOutputs) -> list[int]:
     """Returns the `InputArguments` and the `OutputArguments` of a call."""
-    tensors: tuple[torch.Tensor | None, ...] = (*_inputs(inputs), *_outputs(outputs))
+    tensors: tuple[torch.Tensor | None, ...] = (
+        *_inputs(inputs), outputs.o, outputs.final_state, states_of(outputs), outputs.workspace, outputs.residual,
+    )  # fmt: skip
     return [0 if x is None else x.data_ptr() for x in tensors]

@@ -9,7 +9,7 @@ import torch
 from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape
 from kda_cute.host import merge_segments, pass_states, refusal
 from kda_sm90 import backward
-from kda_sm90.config import ARCH
+from kda_sm90.config import ARCH, SPACINGS
 from kda_sm90.launch import Launch, compiled, make_launch, on_device_of, sm_count
 from kda_sm90.launch_config import launch_config, segment_launch_configs, workspace_bytes
 
@@ -26,15 +26,17 @@ class Sm90Backend:
     def compile(self, shape: ProblemShape) -> None:
         lengths_known = shape.varlen and not shape.options.use_graph
         steps = (n * length_step(shape) for n in range(LENGTH_STEPS + 1)) if lengths_known else ()
-        for config in {launch_config(shape, sm_count(), longest).config for longest in (None, *steps)}:
+        spacing = spacing_of(shape)
+        for config in {launch_config(shape, sm_count(), n, spacing).config for n in (None, *steps)}:
             compiled(config)
         if shape.options.needs_backward:
-            backward.launch_of(shape)
+            backward.launch_of(shape, spacing)
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         if inputs.shape.T == 0:
             return pass_states(inputs, outputs)
-        on_device_of(inputs.q, launch_of(inputs.shape, longest_of(inputs)), inputs, outputs)
+        spacing = spacing_between(outputs.saved_states, outputs.residual)
+        on_device_of(inputs.q, launch_of(inputs.shape, longest_of(inputs), spacing), inputs, outputs)
         return outputs
 
     # ---- gradients (the feature BACKWARD)
@@ -49,12 +51,16 @@ class Sm90Backend:
         grad_final_state: torch.Tensor | None,
         gradients: KdaGradients,
         workspace: torch.Tensor,
+        saved_states: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> None:
         if inputs.shape.T == 0:
             backward.pass_gradient(grad_final_state, gradients)
         else:
-            launch = backward.launch_of(inputs.shape)
-            on_device_of(inputs.q, launch, inputs, grad_o, grad_final_state, gradients, workspace)
+            spacing = spacing_between(saved_states, residual)
+            launch = backward.launch_of(inputs.shape, spacing, longest_of(inputs))
+            arguments = (inputs, grad_o, grad_final_state, gradients, workspace, saved_states, residual)
+            on_device_of(inputs.q, launch, *arguments)
 
     # ---- calls in segments (the feature SEGMENT_SUMMARY)
 
@@ -83,12 +89,27 @@ class Sm90Backend:
 
 
 @functools.lru_cache(maxsize=1024)
-def launch_of(shape: ProblemShape, longest: int | None = None) -> Launch:
-    """Returns the launch for a shape; ``longest`` as in `launch_config`. Compiles its kernel on first use.
+def launch_of(shape: ProblemShape, longest: int | None = None, spacing: int = 0) -> Launch:
+    """Returns the launch for a shape; ``longest`` and ``spacing`` as in `launch_config`. Compiles its kernel on first use.
 
     The cache holds the last 1024 results.
     """
-    return make_launch(shape, launch_config(shape, sm_count(), longest))
+    return make_launch(shape, launch_config(shape, sm_count(), longest, spacing), spacing)
+
+
+def spacing_of(shape: ProblemShape) -> int:
+    """Returns the spacing of the states that a call saves for its backward; 0 if it needs none."""
+    every, residual = SPACINGS
+    if not shape.options.needs_backward:
+        return 0
+    return residual if shape.options.disable_recompute else every
+
+
+def spacing_between(saved_states: torch.Tensor | None, residual: torch.Tensor | None) -> int:
+    """Returns the spacing of saved states; 0 if there are none."""
+    if saved_states is None:
+        return 0
+    return max(SPACINGS) if residual is None else min(SPACINGS)
 
 
 #: The length of the longest packed sequence is rounded up to a multiple of T / LENGTH_STEPS. Calls of one shape then

@@ -1,9 +1,13 @@
-"""The backward: three launches over one workspace, and the sums of A_log and dt_bias.
+"""The backward: its launches over one workspace, and the sums of A_log and dt_bias.
 
-1. ``recompute``: the intra-chunk stage, whose records are kept, and chains that store the state before every chunk and R.
-2. ``reverse``: the chains of the backward over these records. They store dv, the gradients of the states, and that of the initial
-   state.
-3. `kernels.gradients`: everything else, parallel over chunks.
+1. ``chains``: the intra-chunk stage again, and the chains of the backward. They store dv, the gradients of the states, and that
+   of the initial state. If the forward saved states every 64 tokens and R, the mode is ``reverse``. If it saved states every 512
+   tokens, it is ``recompute``: the chains also store states every 64 tokens and R. If it saved nothing, a forward that saves states
+   every 512 tokens comes first.
+2. `kernels.gradients`: everything else, parallel over chunks.
+
+A backward takes one slab of slots after the other, from the last to the first, so that its workspace is bounded (`BUDGETS`). The
+gradients of states pass from slab to slab through memory.
 
 The gradients of dt_bias and A_log are sums of one partial for each chunk. Their order is fixed, and no launch uses atomics
 on values, so two runs have the same bits.
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,40 +29,75 @@ from kda_cute import get_kernel
 from kda_cute.arguments import address
 from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
-from kda_sm90.config import ARCH, HEAD_DIM, GradientsConfig
+from kda_sm90.arguments import Address, BackwardArguments
+from kda_sm90.config import ARCH, HEAD_DIM, SPACINGS, GradientsConfig, Mode
 from kda_sm90.launch import Launch, make_launch, sm_count
-from kda_sm90.launch_config import SMS, backward_launch_configs
+from kda_sm90.launch_config import SMS, backward_launch_config, launch_config
+from kda_sm90.launch_config import workspace_bytes as chains_bytes
 
-CHUNK = 64
+#: Tokens of a chunk, and between the states that `kernels.gradients` needs.
+CHUNK = min(SPACINGS)
+
+#: Tokens between the states from which the mode ``recompute`` starts.
+CHECKPOINT = max(SPACINGS)
+
+#: Bytes of the workspace, by `disable_recompute`.
+BUDGETS = {True: 256 << 20, False: 640 << 20}
+
+
+class Slabs(NamedTuple):
+    """How a backward cuts the slots of a head: it takes one slab of slots after the other, from the last to the first."""
+
+    slot_tokens: int
+    total: int  # slots of a head
+    slots: int  # slots of a slab; the last slab may have fewer
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a head for which the workspace has states."""
+        return self.slots * self.slot_tokens // CHUNK
+
+    def starts(self) -> Iterator[int]:
+        """Returns the first slot of every slab, from the last slab to the first."""
+        return reversed(range(0, self.total, self.slots))
 
 
 class Workspace(NamedTuple):
     """Arrays of the workspace of a backward, in memory order."""
 
     chains: Tensor  # records and counters of the chains (`layouts`), uint8
-    states: Tensor  # [slots, HV, 128, 128] bf16: S before every chunk
-    grad_states: Tensor  # [slots, HV, 128, 128] bf16: dS' behind every chunk
-    residual: Tensor  # [B, T, HV, 128] bf16: R
-    partials: Tensor  # [slots, HV, 2, 128] fp32: (dt_bias, A_log) of a chunk
+    checkpoints: (
+        Tensor  # [slots of 512 tokens, HV, 128, 128] bf16: S of all slabs; empty if the forward saved states
+    )
+    between: Tensor  # [2, HV, 2, 64 * 128] fp32: dS that passes from slab to slab; empty for one slab
+    states: (
+        Tensor  # [chunks, HV, 128, 128] bf16: S before every chunk of a slab; empty in the mode ``reverse``
+    )
+    grad_states: Tensor  # [chunks, HV, 128, 128] bf16: dS' behind every chunk of a slab
+    partials: Tensor  # [chunks, HV, 2, 128] fp32: (dt_bias, A_log) of a chunk
     scratch: Tensor  # [CTAs, 2, 64 * 128] fp32; empty unless HV > H
 
 
-def slots_of(shape: ProblemShape) -> int:
-    """Returns the slots of a value head."""
-    return layouts.slot_count(shape.B, shape.T, CHUNK, shape.N if shape.varlen else None)
+def mode_of(spacing: int) -> Mode:
+    """Returns the mode of the chains, by the tokens between the states that the forward has saved; 0 if it has saved none."""
+    return "reverse" if spacing == CHUNK else "recompute"
 
 
-def arrays(shape: ProblemShape, sms: int = SMS) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Returns the dtype and shape of every array of `Workspace`."""
-    slots = slots_of(shape)
-    states = (slots, shape.HV, HEAD_DIM, HEAD_DIM)
-    chains = max(config.workspace_bytes for config in backward_launch_configs(shape, sms))
+def arrays(
+    shape: ProblemShape, spacing: int, slabs: Slabs, sms: int = SMS
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Returns the dtype and shape of every array of `Workspace`; ``spacing`` as in `mode_of`."""
+    mode, matrix = mode_of(spacing), (shape.HV, HEAD_DIM, HEAD_DIM)
+    chains = chains_bytes(shape, sms, mode)
+    if not spacing:
+        chains = max(chains, chains_bytes(shape, sms))
     return {
         "chains": (torch.uint8, (chains,)),
-        "states": (torch.bfloat16, states),
-        "grad_states": (torch.bfloat16, states),
-        "residual": (torch.bfloat16, (shape.B, shape.T, shape.HV, HEAD_DIM)),
-        "partials": (torch.float32, (slots, shape.HV, 2, HEAD_DIM)),
+        "checkpoints": (torch.bfloat16, (0 if spacing else slabs.total, *matrix)),
+        "between": (torch.float32, (2 if slabs.slots < slabs.total else 0, *matrix)),
+        "states": (torch.bfloat16, (slabs.chunks if mode == "recompute" else 0, *matrix)),
+        "grad_states": (torch.bfloat16, (slabs.chunks, *matrix)),
+        "partials": (torch.float32, (slabs.chunks, shape.HV, 2, HEAD_DIM)),
         "scratch": (torch.float32, (sms if shape.HV > shape.H else 0, 2, CHUNK * HEAD_DIM)),
     }
 
@@ -68,28 +107,55 @@ def _bytes(dtype: torch.dtype, size: tuple[int, ...]) -> int:
     return -(-math.prod(size) * dtype.itemsize // 128) * 128
 
 
+def _total_bytes(shape: ProblemShape, spacing: int, slabs: Slabs, sms: int) -> int:
+    return sum(_bytes(*array) for array in arrays(shape, spacing, slabs, sms).values())
+
+
+@functools.lru_cache(maxsize=1024)
+def slabs_of(shape: ProblemShape, spacing: int, sms: int = SMS, budget: int | None = None) -> Slabs:
+    """Returns the slabs of a backward: as few as fit, all of about the same size.
+
+    Args:
+        spacing: as in `mode_of`.
+        budget: bytes of the workspace (None: those of `BUDGETS`). A slab of one slot may exceed it. If the forward saved nothing, the
+            states every 512 tokens may take half of it; beyond that it grows with them.
+    """
+    budget = BUDGETS[shape.options.disable_recompute] if budget is None else budget
+    tokens = CHUNK if mode_of(spacing) == "reverse" else CHECKPOINT
+    total = layouts.slot_count(shape.B, shape.T, tokens, shape.N if shape.varlen else None)
+    of = lambda slots: _total_bytes(shape, spacing, Slabs(tokens, total, slots), sms)
+    if of(total) <= budget:
+        return Slabs(tokens, total, total)
+    # In slabs of several slots, the bytes grow by the same amount with every slot.
+    fixed, each = of(0), of(1) - of(0)
+    most = max(1, min(total - 1, max(budget - fixed, 0 if spacing else budget // 4) // each))
+    return Slabs(tokens, total, -(-total // -(-total // most)))
+
+
 def workspace_bytes(shape: ProblemShape, sms: int = SMS) -> int:
-    """Returns the bytes of the workspace."""
-    return sum(_bytes(*array) for array in arrays(shape, sms).values())
-
-
-def split_workspace(buffer: Tensor, shape: ProblemShape, sms: int = SMS) -> Workspace:
-    """Returns the arrays in a buffer of uint8 that is aligned to 128 bytes."""
-    views, start = [], 0
-    for dtype, size in arrays(shape, sms).values():
-        views.append(buffer[start : start + math.prod(size) * dtype.itemsize].view(dtype).view(size))
-        start += _bytes(dtype, size)
-    return Workspace(*views)
+    """Returns the bytes of the workspace, whether or not the forward saves states."""
+    spacings = 0, CHUNK if shape.options.disable_recompute else CHECKPOINT
+    return max(_total_bytes(shape, n, slabs_of(shape, n, sms), sms) for n in spacings)
 
 
 class Backward(NamedTuple):
     """The launches of a backward of a shape."""
 
-    recompute: Launch
-    reverse: Launch
+    forward: Launch | None  # saves states every 512 tokens; None if the call's forward saved states
+    chains: Launch
     gradients: Callable[..., Any]
     numbers: dict[str, int | float]  # arguments of the gradients kernel that the shape determines
+    spacing: int  # see `mode_of`
+    slabs: Slabs
     sms: int
+
+    def split(self, buffer: Tensor, shape: ProblemShape) -> Workspace:
+        """Returns the arrays in a buffer of uint8 that is aligned to 128 bytes."""
+        views, start = [], 0
+        for dtype, size in arrays(shape, self.spacing, self.slabs, self.sms).values():
+            views.append(buffer[start : start + math.prod(size) * dtype.itemsize].view(dtype).view(size))
+            start += _bytes(dtype, size)
+        return Workspace(*views)
 
     def __call__(
         self,
@@ -98,11 +164,12 @@ class Backward(NamedTuple):
         grad_final_state: Tensor | None,
         gradients: KdaGradients,
         workspace: Tensor,
+        saved_states: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> None:
         """Writes the gradients of a call, on the current device and stream."""
-        self.run(
-            inputs, grad_o, grad_final_state, gradients, split_workspace(workspace, inputs.shape, self.sms)
-        )
+        arrays = self.split(workspace, inputs.shape)
+        self.run(inputs, grad_o, grad_final_state, gradients, arrays, saved_states, residual)
 
     def run(
         self,
@@ -111,53 +178,109 @@ class Backward(NamedTuple):
         grad_final_state: Tensor | None,
         gradients: KdaGradients,
         workspace: Workspace,
+        saved_states: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> None:
         """`__call__` with the arrays of the workspace."""
-        self.recompute(inputs, KdaOutputs(workspace.residual, None, workspace.states, workspace.chains))
-        # The chains of the backward take the gradients of outputs for values and initial states, and compute those of values
-        # and initial states in place of outputs and final states.
-        mirrored = replace(inputs, v=grad_o, initial_state=grad_final_state)
-        self.reverse(
-            mirrored,
-            KdaOutputs(gradients.v, gradients.initial_state, workspace.grad_states, workspace.chains),
-        )
-        tensors = {
-            "q": inputs.q, "k": inputs.k, "g": inputs.g, "beta": inputs.beta, "a_log": inputs.A_log,
-            "dt_bias": inputs.dt_bias, "offsets": inputs.cu_seqlens, "grad_o": grad_o, "grad_v": gradients.v,
-            "residual": workspace.residual, "states": workspace.states, "grad_states": workspace.grad_states,
-            "grad_q": gradients.q, "grad_k": gradients.k, "grad_g": gradients.g, "grad_beta": gradients.beta,
-            "partials": workspace.partials, "scratch": workspace.scratch,
-        }  # fmt: skip
-        self.gradients(gradients.q, *(address(x) for x in tensors.values()), *self.numbers.values())
-        if gradients.dt_bias is None and gradients.A_log is None:
-            return
-        sums = workspace.partials.sum(0)  # [HV, 2, 128]
+        if self.forward is not None:
+            saved_states = workspace.checkpoints
+            # The memory of dv takes o, which is not needed, until the chains write dv.
+            self.forward(inputs, KdaOutputs(gradients.v, None, None, workspace.chains, saved_states))
+        assert saved_states is not None  # `launch_of` was told what was saved
+        sums = torch.zeros(inputs.shape.HV, 2, HEAD_DIM, device=inputs.q.device)
+        for first in self.slabs.starts():
+            self.run_slab(
+                inputs, grad_o, grad_final_state, gradients, workspace, saved_states, residual, first
+            )
+            sums += workspace.partials.sum(0)
         if gradients.dt_bias is not None:
             gradients.dt_bias.copy_(sums[:, 0].reshape(gradients.dt_bias.shape))
         if gradients.A_log is not None:
             gradients.A_log.copy_(sums[:, 1].sum(-1).reshape(gradients.A_log.shape))
 
+    def run_slab(
+        self,
+        inputs: KdaInputs,
+        grad_o: Tensor,
+        grad_final_state: Tensor | None,
+        gradients: KdaGradients,
+        workspace: Workspace,
+        saved_states: Tensor,
+        residual: Tensor | None,
+        first: int,
+    ) -> None:
+        """Writes the gradients of a slab, and its partial sums. ``first``: the first slot of the slab."""
+        slabs, recompute = self.slabs, mode_of(self.spacing) == "recompute"
+        states = workspace.states if recompute else saved_states[first:]
+        if residual is None:
+            residual = (
+                gradients.g
+            )  # its memory takes R until the gradients kernel, which reads R first, writes dg
+        residual_row = HEAD_DIM * residual.element_size()
+        from_slab, to_slab = 0, 0
+        if slabs.slots < slabs.total:
+            turn = first // slabs.slots % 2
+            from_slab, to_slab = workspace.between[1 - turn].data_ptr(), workspace.between[turn].data_ptr()
+        arguments = BackwardArguments(
+            checkpoints=Address(saved_states.data_ptr() if recompute else 0),
+            forward_v=Address(inputs.v.data_ptr()),
+            forward_states=Address(workspace.states.data_ptr()),
+            from_slab=Address(from_slab),
+            to_slab=Address(to_slab),
+            first_slot=first,
+            slab_slots=slabs.slots,
+            residual_row=residual_row,
+        )
+        # The chains of the backward take the gradients of outputs for values and initial states, and compute those of values
+        # and initial states in place of outputs and final states.
+        mirrored = replace(inputs, v=grad_o, initial_state=grad_final_state)
+        outputs = KdaOutputs(
+            o=gradients.v, final_state=gradients.initial_state, workspace=workspace.chains,
+            saved_states=workspace.grad_states, residual=residual,
+        )  # fmt: skip
+        self.chains(mirrored, outputs, backward=arguments)
+        tensors = {
+            "q": inputs.q, "k": inputs.k, "g": inputs.g, "beta": inputs.beta, "a_log": inputs.A_log,
+            "dt_bias": inputs.dt_bias, "offsets": inputs.cu_seqlens, "grad_o": grad_o, "grad_v": gradients.v,
+            "residual": residual, "states": states, "grad_states": workspace.grad_states,
+            "grad_q": gradients.q, "grad_k": gradients.k, "grad_g": gradients.g, "grad_beta": gradients.beta,
+            "partials": workspace.partials, "scratch": workspace.scratch,
+        }  # fmt: skip
+        of_slab = {"first_slot": first, "slab_slots": slabs.slots, "residual_row": residual_row}
+        numbers = self.numbers | of_slab
+        self.gradients(gradients.q, *(address(x) for x in tensors.values()), *numbers.values())
+
 
 @functools.lru_cache(maxsize=1024)
-def launch_of(shape: ProblemShape, sms: int | None = None) -> Backward:
+def launch_of(
+    shape: ProblemShape, spacing: int, longest: int | None = None, sms: int | None = None
+) -> Backward:
     """Returns the launches for a shape. Compiles their kernels on first use. Caches the last 1024 results.
 
-    ``sms``: SMs to use (None: those of the device).
+    Args:
+        spacing: tokens between the states that the forward has saved, one of `SPACINGS`; 0 if it has saved none.
+        longest: tokens of the longest packed sequence, as in `launch_config`.
+        sms: SMs to use (None: those of the device).
     """
     from kda_sm90.kernels.gradients import GradientsKernel
 
     sms = sms or sm_count()
     options = shape.options
-    recompute, reverse = (make_launch(shape, config) for config in backward_launch_configs(shape, sms))
+    forward = None
+    if not spacing:
+        forward = make_launch(shape, launch_config(shape, sms, longest, CHECKPOINT), CHECKPOINT)
+    chains = make_launch(shape, backward_launch_config(shape, sms, longest, mode_of(spacing)), CHUNK)
+    slabs = slabs_of(shape, spacing, sms)
     config = GradientsConfig(gate_of(shape), not options.bounded_gate, DTYPES[shape.g_dtype])
-    shared = recompute.shape_arguments
+    shared = chains.shape_arguments
     numbers = {
         "N": shape.N, "T": shape.T, "H": shape.H, "HV": shape.HV, "group": shape.HV // shape.H,
         "offset_bytes": shared.offset_bytes,
-        "beta_bytes": shared.beta_bytes, "l2norm": shared.l2norm, "ctas": min(sms, slots_of(shape) * shape.H),
+        "beta_bytes": shared.beta_bytes, "l2norm": shared.l2norm, "ctas": min(sms, slabs.chunks * shape.H),
+        "first_slot": 0, "slab_slots": 0, "slot_tokens": slabs.slot_tokens, "residual_row": 0,  # of a slab, see `run_slab`
         "scale": shape.scale, "lower_bound": shared.lower_bound, "beta_factor": shared.beta_factor,
     }  # fmt: skip
-    return Backward(recompute, reverse, get_kernel(GradientsKernel, config, ARCH), numbers, sms)
+    return Backward(forward, chains, get_kernel(GradientsKernel, config, ARCH), numbers, spacing, slabs, sms)
 
 
 def pass_gradient(grad_final_state: Tensor | None, gradients: KdaGradients) -> None:

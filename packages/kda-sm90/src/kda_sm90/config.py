@@ -15,6 +15,7 @@ __all__ = [
     "ARCH",
     "HALVES",
     "HEAD_DIM",
+    "SPACINGS",
     "THREADS",
     "Gate",
     "GateDtype",
@@ -30,14 +31,18 @@ THREADS = 384
 
 #: The work of a launch. ``whole`` is a complete call. A call in segments has two launches: ``summarize`` runs the
 #: intra-chunk stage on all chunks, keeps their records, and computes the summary of every segment; ``execute`` runs the
-#: chains over these records from the true initial states of the segments. A backward has two as well: ``recompute`` is a
-#: call that keeps its records, and stores states and residuals in place of outputs; ``reverse`` runs the chains of the
-#: backward over these records, from the last chunk of every sequence to the first.
-Mode = Literal["whole", "summarize", "execute", "recompute", "reverse"]
+#: chains over these records from the true initial states of the segments. ``reverse`` and ``recompute`` are launches of a
+#: backward: the intra-chunk stage again, and the chains of the backward, from the last chunk of every sequence to the first.
+#: ``reverse`` needs neither states nor R. ``recompute`` computes them as well, from the states that the forward has saved every
+#: 512 tokens: a chain runs forward through the chunks between two of these states, then back.
+Mode = Literal["whole", "summarize", "execute", "reverse", "recompute"]
+
+#: Tokens between the states that a forward saves for its backward. With a spacing of 64 it saves R as well.
+SPACINGS = (512, 64)
 
 #: Halves (64 columns of the state) that the chains of a mode compute: those of V, and in ``summarize`` those of the
 #: transition M as well.
-HALVES: dict[Mode, int] = {"whole": 2, "summarize": 4, "execute": 2, "recompute": 2, "reverse": 2}
+HALVES: dict[Mode, int] = {"whole": 2, "summarize": 4, "execute": 2, "reverse": 2, "recompute": 2}
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,9 @@ class PrefillConfig:
             the caller's promise that none does.
         gate_dtype: dtype of g.
         states: whether the kernel writes bf16 states at the start of chunks.
-        mode: see `Mode`. ``execute`` and ``reverse`` have no gate; ``summarize`` writes no intermediate states;
-            ``recompute`` and ``reverse`` have chunks of 64 and always write states.
+        residual: whether the kernel writes R in bf16, for the backward. Requires ``states`` and mode ``whole``.
+        mode: see `Mode`. ``execute`` has no gate; ``summarize`` writes no intermediate states; ``reverse`` and ``recompute`` have
+            chunks of 64 and always write states, the gradients of states behind chunks.
         padded: whether T may exceed the end of the last packed sequence (``use_graph``). The kernel then spends no time on
             the padding. Calls without padding are faster without the option (docs/kernels/prefill.md, "What was tried").
 
@@ -70,6 +76,7 @@ class PrefillConfig:
     states: bool = False
     mode: Mode = "whole"
     padded: bool = False
+    residual: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk not in (32, 64):
@@ -88,9 +95,14 @@ class PrefillConfig:
             raise ValueError(
                 "states: mode 'summarize' writes no intermediate states; expected False, got True"
             )
-        if self.mode in ("recompute", "reverse") and (self.chunk, self.states) != (64, True):
+        if self.backward and (self.chunk, self.states) != (64, True):
             raise ValueError(
                 f"mode: {self.mode!r} needs chunk=64 and states=True, got chunk={self.chunk} and states={self.states}"
+            )
+        if self.residual and (self.mode, self.states) != ("whole", True):
+            raise ValueError(
+                f"residual: expected False unless mode='whole' and states=True, got True with mode={self.mode!r} and "
+                f"states={self.states}"
             )
         if self.mode != "whole" and self.padded:
             raise ValueError(
@@ -100,22 +112,38 @@ class PrefillConfig:
     @property
     def keeps_records(self) -> bool:
         """Whether every slot has a record of its own. If not, each queue has a ring of records."""
-        return self.mode != "whole"
+        return self.mode in ("summarize", "execute")
 
     @property
     def reads_records(self) -> bool:
         """Whether an earlier launch has written all records, so that the launch has no intra-chunk stage."""
-        return self.mode in ("execute", "reverse")
+        return self.mode == "execute"
+
+    @property
+    def backward(self) -> bool:
+        """Whether chains run from the last chunk of a sequence to the first."""
+        return self.mode in ("reverse", "recompute")
 
     @property
     def step(self) -> int:
-        """Direction in which a chain runs through the chunks of a sequence: 1, or -1 in the mode ``reverse``."""
-        return -1 if self.mode == "reverse" else 1
+        """Direction in which a chain runs through the slots of a sequence: 1, or -1 in a backward."""
+        return -1 if self.backward else 1
+
+    @property
+    def chunks_per_slot(self) -> int:
+        """Chunks of a slot of `kernels.schedule`: 1; in the mode ``recompute`` those between two saved states."""
+        return max(SPACINGS) // self.chunk if self.mode == "recompute" else 1
 
     @property
     def halves(self) -> int:
         """Halves of state columns that the chains compute (`HALVES`)."""
         return HALVES[self.mode]
+
+    @property
+    def carries(self) -> int:
+        """Halves of states per queue in the workspace: those that chains pass on; in the mode ``recompute`` also dS, which a
+        chain keeps there while it runs forward."""
+        return self.halves * (2 if self.mode == "recompute" else 1)
 
 
 @dataclass(frozen=True)

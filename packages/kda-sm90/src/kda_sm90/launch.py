@@ -12,7 +12,7 @@ import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
-from kda_sm90.arguments import ShapeArguments, addresses
+from kda_sm90.arguments import BackwardArguments, ShapeArguments, addresses, states_of
 from kda_sm90.config import ARCH, PrefillConfig
 from kda_sm90.launch_config import SMS, LaunchConfig
 
@@ -31,6 +31,9 @@ def on_device_of(x: torch.Tensor, launch: Any, *arguments: Any) -> None:
             launch(*arguments)
 
 
+NO_BACKWARD = BackwardArguments()
+
+
 class Launch(NamedTuple):
     """A launch for a shape: the compiled kernel, and the arguments that are the same in every call."""
 
@@ -38,14 +41,18 @@ class Launch(NamedTuple):
     shape_arguments: ShapeArguments
 
     def __call__(
-        self, inputs: KdaInputs, outputs: KdaOutputs, transitions: torch.Tensor | None = None
+        self,
+        inputs: KdaInputs,
+        outputs: KdaOutputs,
+        transitions: torch.Tensor | None = None,
+        backward: BackwardArguments = NO_BACKWARD,
     ) -> None:
         """Launches on the current device and stream."""
-        states = outputs.intermediate_states
-        count = 0 if states is None else states.shape[0] * states.shape[1]
+        states = states_of(outputs)
+        count = 0 if states is None else states.shape[:-3].numel()
         m = 0 if transitions is None else transitions.data_ptr()
         # A plain tuple in the order of `LaunchArguments`: constructing the NamedTuple takes 0.5 us.
-        launch_arguments = (next(_tickets), m, count)
+        launch_arguments = (next(_tickets), m, count, *backward)
         self.kernel(inputs.q, *addresses(inputs, outputs), *launch_arguments, *self.shape_arguments)
 
 
@@ -53,8 +60,12 @@ class Launch(NamedTuple):
 _tickets = itertools.count(1 + secrets.randbits(62))
 
 
-def make_launch(shape: ProblemShape, launch: LaunchConfig) -> Launch:
-    """Returns the launch of a shape with this configuration. Compiles its kernel on first use."""
+def make_launch(shape: ProblemShape, launch: LaunchConfig, spacing: int = 0) -> Launch:
+    """Returns the launch of a shape with this configuration. Compiles its kernel on first use.
+
+    Args:
+        spacing: tokens between the saved states; 0 if the call saves none.
+    """
     options, config = shape.options, launch.config
     arguments = ShapeArguments(
         N=shape.N,
@@ -65,7 +76,8 @@ def make_launch(shape: ProblemShape, launch: LaunchConfig) -> Launch:
         beta_bytes=shape.beta_dtype.itemsize,
         l2norm=int(options.use_qk_l2norm_in_kernel),
         v_first=int(options.state_v_first),
-        every=max(1, options.chunk_size // config.chunk),
+        saved=int(spacing > 0),
+        every=max(1, (spacing or options.chunk_size) // config.chunk),
         intra_chunk_ctas=launch.intra_chunk_ctas,
         queues=launch.queues,
         depth=launch.depth,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from kda_core.contract import ProblemShape
 from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
-from kda_sm90.config import HALVES, THREADS, Mode, PrefillConfig
+from kda_sm90.config import HALVES, SPACINGS, THREADS, Mode, PrefillConfig
 
 #: SMs of an H100 SXM and of an H200. A launch puts one CTA on each.
 SMS = 132
@@ -38,16 +38,16 @@ CHAIN_NS = {(64, 1): 17.0, (64, 2): 27.5, (32, 1): 25.0, (32, 2): 29.3}
 SUMMARIZE_NS = {(64, 1): 12.7, (64, 2): 20.0, (32, 1): 20.0, (32, 2): 25.8}
 EXECUTE_NS = {(64, 1): 15.7, (64, 2): 28.2, (32, 1): 19.6, (32, 2): 29.5}
 
-#: ns per token of the chains of a backward, which have chunks of 64. Not measured yet: those of the forward.
-RECOMPUTE_NS = {(64, 1): 17.0, (64, 2): 27.5}
+#: ns per token of the chains of a backward, which have chunks of 64. Not measured yet: about those of the forward.
 REVERSE_NS = {(64, 1): 17.0, (64, 2): 29.0}
+RECOMPUTE_NS = {(64, 1): 30.0, (64, 2): 49.0}
 
 TOKEN_NS: dict[Mode, dict[tuple[int, int], float]] = {
     "whole": CHAIN_NS,
     "summarize": SUMMARIZE_NS,
     "execute": EXECUTE_NS,
-    "recompute": RECOMPUTE_NS,
     "reverse": REVERSE_NS,
+    "recompute": RECOMPUTE_NS,
 }
 
 #: ns per record of all chains together in the mode ``execute``, by chunk size: the bandwidth of HBM.
@@ -67,6 +67,9 @@ RECORDS_PER_GROUP = {False: 2.05, True: 2.2}
 #: Least number of records of a ring. The chain publishes that it has read record n only after it has requested record n + 2
 #: (``kernels.chain.IN_FLIGHT``), so a ring of fewer than 3 records would deadlock.
 LEAST_DEPTH = 8
+
+#: Slots of records in the ring of a queue in the mode ``recompute``: one that the chain reads, and the next one.
+RING_SLOTS = 2
 
 CHUNKS = (64, 32)
 
@@ -103,11 +106,13 @@ class LaunchConfig:
     @property
     def workspace_bytes(self) -> int:
         """Size of the workspace in bytes."""
-        return layouts.workspace_bytes(self.records, self.queues, self.chunk, self.config.halves)
+        return layouts.workspace_bytes(self.records, self.queues, self.chunk, self.config.carries)
 
 
 @lru_cache(maxsize=1024)
-def launch_config(shape: ProblemShape, sms: int = SMS, longest: int | None = None) -> LaunchConfig:
+def launch_config(
+    shape: ProblemShape, sms: int = SMS, longest: int | None = None, spacing: int = 0
+) -> LaunchConfig:
     """Returns the launch with the smallest predicted time. The cache holds the last 1024 results.
 
     Args:
@@ -117,34 +122,63 @@ def launch_config(shape: ProblemShape, sms: int = SMS, longest: int | None = Non
             packed. The model then takes all sequences as equally long. The argument changes the time of a call, and
             without ``pin`` the last bits of its result. Every launch of a shape serves all lengths, within
             `workspace_bytes`.
+        spacing: tokens between the states that the call saves for its backward, one of `SPACINGS`; 0 if it saves none. It
+            changes nothing else about the launch.
     """
     chunks = _chunks(shape)
     if shape.options.pin and PINNED_CHUNK in chunks:
         chunks = [PINNED_CHUNK]
-    models = [_model(shape, chunk, warpgroups, sms, longest) for chunk in chunks for warpgroups in (1, 2)]
-    model, queues = _fastest(models)
-    config = PrefillConfig(
-        chunk=model.chunk,
-        warpgroups=model.warpgroups,
-        states=shape.options.return_intermediate_states,
+    return _with_rings(
+        shape,
+        [_model(shape, chunk, warpgroups, sms, longest) for chunk in chunks for warpgroups in (1, 2)],
+        states=shape.options.return_intermediate_states or spacing > 0,
+        residual=spacing == min(SPACINGS),
         padded=shape.varlen and shape.options.use_graph,
-        **_gate(shape),
     )
-    ctas = model.intra_chunk_ctas(queues)
-    wanted = math.ceil(RECORDS_PER_GROUP[config.unbounded] * ctas * groups_of(model.chunk) / queues)
-    depth = max(1, min(max(wanted, LEAST_DEPTH), _most_depth(shape, model, queues)))
+
+
+@lru_cache(maxsize=1024)
+def backward_launch_config(
+    shape: ProblemShape, sms: int = SMS, longest: int | None = None, mode: Mode = "reverse"
+) -> LaunchConfig:
+    """Returns the launch of the chains of a backward, which have chunks of 64; arguments as in `launch_config`.
+
+    ``mode``: ``reverse`` or ``recompute``.
+    """
+    models = [_model(shape, 64, warpgroups, sms, longest, mode) for warpgroups in (1, 2)]
+    return _with_rings(shape, models, states=True, mode=mode)
+
+
+def _with_rings(shape: ProblemShape, models: list[_Model], **fields: Any) -> LaunchConfig:
+    """Returns the fastest launch, with a ring of records for each queue. ``fields``: of the `PrefillConfig`."""
+    model, queues = _fastest(models)
+    config = PrefillConfig(model.chunk, model.warpgroups, **fields, **_gate(shape))
+    ctas, most = model.intra_chunk_ctas(queues), _most_depth(shape, model, queues)
+    if config.mode == "recompute":
+        depth = config.chunks_per_slot * max(1, min(RING_SLOTS, most))
+    else:
+        wanted = math.ceil(RECORDS_PER_GROUP[config.unbounded] * ctas * groups_of(model.chunk) / queues)
+        depth = max(1, min(max(wanted, LEAST_DEPTH), most))
     return LaunchConfig(config, ctas, queues, depth)
 
 
 @lru_cache(maxsize=1024)
-def workspace_bytes(shape: ProblemShape, sms: int = SMS) -> int:
-    """Returns the workspace size in bytes that serves a shape, for all lengths of packed sequences."""
+def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -> int:
+    """Returns the workspace size in bytes that serves a shape, for all lengths of packed sequences. ``mode``: ``whole``, ``reverse``
+    or ``recompute``."""
     if not shape.varlen:
-        return launch_config(shape, sms).workspace_bytes
+        if mode == "whole":
+            return launch_config(shape, sms).workspace_bytes
+        return backward_launch_config(shape, sms, mode=mode).workspace_bytes
     per_group, found = RECORDS_PER_GROUP[not shape.options.bounded_gate], 0
-    for chunk, warpgroups in CHAIN_NS:
-        model = _model(shape, chunk, warpgroups, sms)
-        if model.most:
+    for chunk, warpgroups in TOKEN_NS[mode]:
+        model = _model(shape, chunk, warpgroups, sms, mode=mode)
+        if model.most and mode == "recompute":
+            # A longer longest sequence leads to no more queues.
+            queues = min(model.most, _model(shape, chunk, warpgroups, sms, 1, mode).best() + 1)
+            records = queues * model.chunks_per_slot * min(RING_SLOTS, _most_depth(shape, model, queues))
+            found = max(found, layouts.workspace_bytes(records, queues, chunk, 4))
+        elif model.most:
             # Each queue rounds its records up, by less than one. An additional queue displaces intra-chunk groups, which
             # need more records than that. So these totals bound the records for every number of queues.
             rings = max(math.ceil(per_group * sms * groups_of(chunk)), model.most * LEAST_DEPTH)
@@ -200,20 +234,6 @@ def segment_launch_configs(shape: ProblemShape, sms: int = SMS) -> SegmentLaunch
     )
 
 
-@lru_cache(maxsize=1024)
-def backward_launch_configs(shape: ProblemShape, sms: int = SMS) -> tuple[LaunchConfig, LaunchConfig]:
-    """Returns the launches (recompute, reverse) of a backward, with chunks of 64 tokens and the same records. Caches the last 1024
-    results."""
-    found = []
-    for mode in ("recompute", "reverse"):
-        model, queues = _fastest([_model(shape, 64, warpgroups, sms, mode=mode) for warpgroups in (1, 2)])
-        gate = _gate(shape) if mode == "recompute" else {}
-        config = PrefillConfig(64, model.warpgroups, states=True, mode=mode, **gate)
-        ctas = model.intra_chunk_ctas(queues) if mode == "recompute" else 0
-        found.append(LaunchConfig(config, ctas, queues, model.items + 1))
-    return found[0], found[1]
-
-
 def predicted_ns(
     shape: ProblemShape,
     chunk: int,
@@ -242,20 +262,22 @@ class _Model:
 
     Attributes:
         chunk, warpgroups, mode: the kind of launch.
+        chunks_per_slot: `PrefillConfig.chunks_per_slot`.
         most: largest number of queues, which leaves an SM to the intra-chunk stage and gives each queue a sequence. 0 if
             one chain needs more CTAs than the device has.
         items: slots of all value heads.
-        longest: chunks of the longest sequence.
+        longest: slots of the longest sequence.
         sms: SMs of the device.
         chain_ctas: CTAs per queue.
-        item_ns: ns per item of an intra-chunk group; 0 in the mode ``execute``.
-        chain_ns: ns per chunk of a chain.
+        item_ns: ns per slot of an intra-chunk group; 0 in the mode ``execute``.
+        chain_ns: ns per slot of a chain.
         least_ns: ns that all records together take through HBM; 0 except in the mode ``execute``.
     """
 
     chunk: int
     warpgroups: int
     mode: Mode
+    chunks_per_slot: int
     most: int
     items: int
     longest: int
@@ -268,7 +290,7 @@ class _Model:
     def intra_chunk_ctas(self, queues: int) -> int:
         """Returns the CTAs of the intra-chunk stage: all that the chains leave, but no more than have work."""
         free = self.sms - queues * self.chain_ctas
-        return max(1, min(free, -(-self.items // groups_of(self.chunk))))
+        return max(1, min(free, -(-self.items * self.chunks_per_slot // groups_of(self.chunk))))
 
     def width(self, queues: int) -> int:
         """Returns the slots per queue, at least 1."""
@@ -287,7 +309,8 @@ class _Model:
 
     def total_ns(self, queues: int) -> float:
         """Returns the time of the launch in ns."""
-        return START_NS + self.item_ns + max(self.intra_chunk_ns(queues), self.chains_ns(queues))
+        first = self.item_ns / self.chunks_per_slot
+        return START_NS + first + max(self.intra_chunk_ns(queues), self.chains_ns(queues))
 
     def best(self) -> int:
         """Returns the number of queues with the smallest time.
@@ -319,22 +342,25 @@ def _model(
     mode: Mode = "whole",
 ) -> _Model:
     chain_ctas = HALVES[mode] // warpgroups
-    reads_records = mode in ("execute", "reverse")
+    reads_records = mode == "execute"
     free = sms if reads_records else sms - 1
-    slots = layouts.slot_count(shape.B, shape.T, chunk, shape.N if shape.varlen else None)
+    per_slot = PrefillConfig(64, states=True, mode=mode).chunks_per_slot if mode == "recompute" else 1
+    tokens = chunk * per_slot
+    slots = layouts.slot_count(shape.B, shape.T, tokens, shape.N if shape.varlen else None)
     item_ns = ITEM_NS[chunk, not shape.options.bounded_gate]
     token_ns = TOKEN_NS[mode]
     return _Model(
         chunk=chunk,
         warpgroups=warpgroups,
         mode=mode,
+        chunks_per_slot=per_slot,
         most=min(free // chain_ctas, shape.HV * shape.N),
         items=slots * shape.HV,
-        longest=-(-slots // max(shape.N, 1)) if longest is None else -(-longest // chunk),
+        longest=-(-slots // max(shape.N, 1)) if longest is None else -(-longest // tokens),
         sms=sms,
         chain_ctas=chain_ctas,
-        item_ns=0.0 if reads_records else (1.0 if mode == "whole" else KEPT) * item_ns,
-        chain_ns=chunk * token_ns[chunk, warpgroups],
+        item_ns=0.0 if reads_records else (KEPT if mode == "summarize" else 1.0) * per_slot * item_ns,
+        chain_ns=tokens * token_ns[chunk, warpgroups],
         least_ns=slots * shape.HV * RECORD_NS[chunk] if reads_records else 0.0,
     )
 

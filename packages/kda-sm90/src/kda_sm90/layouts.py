@@ -14,7 +14,8 @@ t     ``T`` [C, C]      bf16, the same image.
 a     ``a`` [K]         fp32, decay of the whole chunk, ``2^G_end``, in the order of ``decay_offset``.
 ====  ===============  =======================================================================================
 
-*carry* [queues, halves, 64*128] fp32 holds the states that one chain passes to the next, in the order of its registers.
+*carry* [queues, halves, 64*128] fp32 holds the states that one chain passes to the next, in the order of its registers. It has
+more halves in the mode ``recompute`` (`PrefillConfig.carries`).
 
 `kda_cute.records` defines the images.
 
@@ -114,7 +115,7 @@ def split_workspace(buffer: torch.Tensor, records: int, queues: int, C: int, hal
 
     Args:
         buffer: uint8 [at least ``workspace_bytes``], aligned to 128 bytes.
-        records, queues, C, halves: number of records and queues, tokens per chunk, and `PrefillConfig.halves`.
+        records, queues, C, halves: number of records and queues, tokens per chunk, and `PrefillConfig.carries`.
 
     Raises:
         ValueError: the buffer is not 1-D uint8, is too short, or is not aligned.

@@ -22,10 +22,12 @@ GATES: tuple[dict[str, Any], ...] = (
 CHAINS = tuple(product((64, 32), (1, 2)))  # (chunk, warpgroups)
 DTYPES: tuple[GateDtype, ...] = ("bfloat16", "float32")
 
+#: What a call writes beside o: nothing, states, or states and R.
+WRITES: tuple[dict[str, Any], ...] = ({}, {"states": True}, {"states": True, "residual": True})
 WHOLE = tuple(
-    PrefillConfig(chunk, warpgroups, gate_dtype=dtype, states=states, padded=padded, **gate)
-    for padded, (chunk, warpgroups), gate, dtype, states in product(
-        (False, True), CHAINS, GATES, DTYPES, (False, True)
+    PrefillConfig(chunk, warpgroups, gate_dtype=dtype, padded=padded, **writes, **gate)
+    for padded, (chunk, warpgroups), gate, dtype, writes in product(
+        (False, True), CHAINS, GATES, DTYPES, WRITES
     )
 )
 #: The first launch of calls in segments.
@@ -37,18 +39,16 @@ SUMMARIZE = tuple(
 EXECUTE = tuple(
     PrefillConfig(*chain, states=states, mode="execute") for chain, states in product(CHAINS, (False, True))
 )
-#: The launches of a backward.
-RECOMPUTE = tuple(
-    PrefillConfig(64, warpgroups, gate_dtype=dtype, states=True, mode="recompute", **gate)
-    for warpgroups, gate, dtype in product((1, 2), GATES, DTYPES)
+#: The launches of the chains of a backward.
+REVERSE = tuple(
+    PrefillConfig(64, warpgroups, gate_dtype=dtype, states=True, mode=mode, **gate)
+    for mode, warpgroups, gate, dtype in product(("reverse", "recompute"), (1, 2), GATES, DTYPES)
 )
-REVERSE = tuple(PrefillConfig(64, warpgroups, states=True, mode="reverse") for warpgroups in (1, 2))
 GRADIENTS = tuple(GradientsConfig(gate_dtype=dtype, **gate) for gate, dtype in product(GATES, DTYPES))
 ALL: tuple[PrefillConfig | GradientsConfig, ...] = (
     *WHOLE,
     *SUMMARIZE,
     *EXECUTE,
-    *RECOMPUTE,
     *REVERSE,
     *GRADIENTS,
 )
@@ -59,10 +59,10 @@ SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
         for i, ((chunk, warpgroups), gate) in enumerate(product(CHAINS, GATES))
     ),
     *(PrefillConfig(*chain, padded=True) for chain in CHAINS),
+    *(PrefillConfig(*chain, **WRITES[-1]) for chain in CHAINS),
     *SUMMARIZE[:: len(GATES) * 2],
     *EXECUTE[::2],
-    *RECOMPUTE[:: len(GATES) * 2],
-    *REVERSE,
+    *REVERSE[:: len(GATES) * 2],
     *GRADIENTS[:: len(DTYPES) * 2],
 )
 

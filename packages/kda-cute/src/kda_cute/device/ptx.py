@@ -413,6 +413,12 @@ def store_relaxed(address: Int64, value: Int32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def raise_release(address: Int64, value: Int32, *, loc=None, ip=None) -> None:
+    """Raises a 32-bit counter to at least ``value``, after everything that this thread has written or observed."""
+    inline_ptx("red.release.gpu.global.max.s32 [$0], $1;", [], [address, value], True, loc, ip)
+
+
+@dsl_user_op
 def load_acquire_i64(address: Int64, *, loc=None, ip=None) -> Int64:
     """Loads a 64-bit value that another CTA releases."""
     return cute.arch.load(_global(address, Int64), Int64, sem="acquire", scope="gpu", loc=loc, ip=ip)
@@ -472,14 +478,17 @@ def bulk_store(address: Int64, shared: Int32, size: Int32, *, loc=None, ip=None)
 
 
 @dsl_user_op
-def bulk_load(shared: Int32, address: Int64, size: Int32, barrier: Int32, *, loc=None, ip=None) -> None:
+def bulk_load(
+    shared: Int32, address: Int64, size: Int32, barrier: Int32, *, keep: bool = False, loc=None, ip=None
+) -> None:
     """Copies ``size`` bytes (a multiple of 16) from global to shared memory; the L2 evicts them first. The mbarrier counts
     the bytes."""
     text = (
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[$0], [$1], $2, [$3], $4;"
     )
-    inline_ptx(text, [], [shared, address, size, barrier, Int64(EVICT_FIRST)], True, loc, ip)
+    policy = Int64(EVICT_LAST if keep else EVICT_FIRST)
+    inline_ptx(text, [], [shared, address, size, barrier, policy], True, loc, ip)
 
 
 @dsl_user_op

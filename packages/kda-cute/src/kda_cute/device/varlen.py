@@ -26,7 +26,7 @@ from kda_cute.device import ptx
 
 
 @cute.jit
-def slots(chunk: cutlass.Constexpr[int], offset_bytes: Int32, N: Int32, T: Int32) -> Int32:
+def slots(chunk, offset_bytes: Int32, N: Int32, T: Int32) -> Int32:
     """Returns the number of slots of a head."""
     count = N * cute.ceil_div(T, chunk)
     if offset_bytes > 0:
@@ -69,6 +69,40 @@ def owner(s, slot: Int32) -> Int32:
         low = low + skip
         span = cutlass.min(step, span - skip)
     return low
+
+
+@cute.jit
+def sequence_of(s, slot: Int32) -> Int32:
+    """Returns the sequence of a slot. A whole warp calls it."""
+    n = slot // cute.ceil_div(s.T, s.chunk)
+    if s.offset_bytes > 0:
+        n = owner(s, slot)
+    return n
+
+
+@cute.jit
+def finer_slot(s, slot: Int32, fine: cutlass.Constexpr[int]) -> Int32:
+    """Returns the slot of ``fine`` tokens at which a slot starts. A whole warp calls it.
+
+    The slots of ``fine`` tokens of consecutive slots do not overlap, and ``n`` slots have at most ``n * s.chunk / fine`` of them.
+
+    Args:
+        slot: 0 to ``s.span``.
+        fine: tokens of a finer slot; divides ``s.chunk``.
+    """
+    found = slots(fine, s.offset_bytes, s.N, s.T)
+    if slot < s.span:
+        n = sequence_of(s, slot)
+        first = extent(s, n)[2]
+        inside = slot - ptx.select(n == 0, Int32(0), first)  # slots of the sequence before this one
+        found = n * cute.ceil_div(s.T, fine) + inside * (s.chunk // fine)
+        if s.offset_bytes > 0:
+            start = clamped(s, n, Int32(0))
+            end = clamped(s, n + 1, start)
+            behind = ptx.select(n + 1 == s.N, s.T // fine + s.N, end // fine + n + 1)
+            begin = ptx.select(n == 0, Int32(0), start // fine + n)
+            found = cutlass.min(begin + inside * (s.chunk // fine), behind)
+    return found
 
 
 @cute.jit

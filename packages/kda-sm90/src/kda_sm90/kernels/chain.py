@@ -31,11 +31,11 @@ chain      4 per half     wgmma, decay, rounding; writes O^T and intermediate st
 producer   1              waits for records of the intra-chunk stage, copies them to two rings of shared memory (TMA bulk
                           copies), and publishes which records it has read, so that intra-chunk groups may replace them
 values     1              copies v to the early ring (cp.async); rows after the end of a sequence are zeros
-store      1 per half     copies O and intermediate states from shared to global memory, valid rows only
+store      1 per half     copies O, R and states from shared to global memory, valid rows only
 ========== ============== ==============================================================================================
 
 **Shared memory** (`shared_storage`). The *early* ring has the operands that a chunk needs first (Kd, Qd, a, v), the
-*late* ring the others (Kg, Aqk, T). O has one buffer per half, and so have intermediate states.
+*late* ring the others (Kg, Aqk, T). O has one buffer per half, with room for R where it is saved, and so have states.
 
 =================== ====================== ================== ==================================================
 mbarrier            arrivals per phase     waited for by      condition
@@ -77,7 +77,7 @@ forever.
 - Every chunk loads v of the next chunk. For the last chunk of a part this is the *trailing stage*: one more early stage,
   with zeros for v and without a record. Nothing uses the X that is loaded from it.
 - Every chunk publishes O of the previous chunk. The first O of a part is empty, and the store warp skips it. The chain
-  publishes O of the last chunk after the loop.
+  publishes O of the last chunk after the loop. R goes with O: tCrX holds it until X of the next chunk is rounded.
 """
 
 from types import SimpleNamespace
@@ -134,7 +134,7 @@ def shared_storage(config: PrefillConfig, stages, early, late, stores):
         kg: operand("kg", C * HEAD_DIM)
         aqk: operand("aqk", C * C)
         v: image(early * wgs * C * HALF)
-        o: image(wgs * C * HALF if stores else 0)
+        o: image(wgs * C * HALF * (2 if config.residual else 1) if stores else 0)
         state: image(wgs * HALF * HEAD_DIM if config.states else 0)
         a: cute.struct.Align[cute.struct.MemRange[Float32, decays], 128]  # `decay_units` relies on it
         o_free: mbarriers(wgs)
@@ -277,7 +277,7 @@ class Chain:
                 while ready <= c:
                     ready = self.chunks_ready(ring, part, c)
                 if lane == 0:
-                    record = schedule.record(ring, part.number + c * sched.step)
+                    record = schedule.record(ring, part.number + c)
                     self.load_record(smem, records, record, early, late)
                 early.advance()
                 late.advance()
@@ -306,18 +306,28 @@ class Chain:
 
     def load_record(self, smem, records, record, early, late):
         """Waits for a free stage of each ring, and requests one record into them."""
+        own = lambda names: {name: name for name in names}
+        self.load_arrays(smem, records, record, early, late, own(self.EARLY), own(self.LATE))
+
+    def load_arrays(self, smem, records, record, early, late, early_arrays, late_arrays, keep=False):
+        """Waits for a free stage of each ring, and requests arrays of one record into them.
+
+        Args:
+            early_arrays, late_arrays: the array of the record for each array of a stage.
+            keep: whether the record is read again.
+        """
         ptx.fence_proxy_async()  # the intra-chunk stage wrote the record through the generic proxy
-        for names, ring, full, empty in (
-            (self.EARLY, early, smem.early_full, smem.early_empty),
-            (self.LATE, late, smem.late_full, smem.late_empty),
+        for arrays, ring, full, empty in (
+            (early_arrays, early, smem.early_full, smem.early_empty),
+            (late_arrays, late, smem.late_full, smem.late_empty),
         ):
             barriers.wait(empty, ring)
             barrier = full + ring.index
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(self.bytes[name] for name in names))
-            for name in names:
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(self.bytes[name] for name in arrays))
+            for place, name in arrays.items():
                 size = self.bytes[name]
-                stage = getattr(smem, name) + ring.index * size
-                ptx.bulk_load(stage, records(name, record), Int32(size), Int32(barrier.toint()))
+                stage = getattr(smem, place) + ring.index * size
+                ptx.bulk_load(stage, records(name, record), Int32(size), Int32(barrier.toint()), keep=keep)
 
     def wait_for_load(self, smem, back, early, late):
         """Waits until the load that is ``back`` loads before the next one has arrived. ``early``, ``late``: the
@@ -338,10 +348,7 @@ class Chain:
     def produce_values(self, smem, sched, queue: Int32, args, half: Int32):
         """Fills the early ring with v: an image [C, 64] for each half of the CTA. Each lane copies 16-byte units of one
         column: 8 units are a row of a half."""
-        lane = cute.arch.lane_idx()
-        units = 8 * self.warpgroups  # in a row of all halves
-        step = 32 // units  # rows per access of the warp
-        unit, first = lane % units, lane // units  # the lane's unit and first row
+        unit, _ = self.value_unit()
         pitch = Int64(args.HV) * (2 * HEAD_DIM)
         early, _ = self.rings(PipelineUserType.Producer)
         head, n, high, low = schedule.first_task(sched, queue)
@@ -357,16 +364,28 @@ class Chain:
                 valid = self.valid_rows(part.length - (part.first + c * sched.step) * self.chunk, half)
                 if c == part.chunks:  # the trailing stage: zeros
                     valid = Int32(0)
-                image_of_half = smem.v + early.index * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
-                for start in range(0, self.chunk, step):
-                    row = start + first
-                    to = image_of_half + row * (2 * HALF) + ((unit % 8) ^ (row % 8)) * 16  # swizzled
-                    ptx.cp_async_x4(to, source + pitch * row, row < valid)
+                self.copy_values(smem, early, source, pitch, valid)
                 source += pitch * (self.chunk * sched.step)
-                ptx.cp_async_arrive(Int32((smem.early_full + early.index).toint()))
                 early.advance()
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
+
+    def value_unit(self):
+        """Returns the lane's unit of 16 bytes in a row of all halves of the CTA, and its first row."""
+        lane = cute.arch.lane_idx()
+        units = 8 * self.warpgroups
+        return lane % units, lane // units
+
+    def copy_values(self, smem, early, source, pitch, valid):
+        """Requests the first ``valid`` rows of v of a chunk into a stage; the others are zeros. ``source``: the address of the
+        lane's unit in the first row."""
+        unit, first = self.value_unit()
+        image_of_half = smem.v + early.index * self.v_bytes + unit // 8 * (self.chunk * 2 * HALF)
+        for start in range(0, self.chunk, 4 // self.warpgroups):
+            row = start + first
+            to = image_of_half + row * (2 * HALF) + ((unit % 8) ^ (row % 8)) * 16  # swizzled
+            ptx.cp_async_x4(to, source + pitch * row, row < valid)
+        ptx.cp_async_arrive(Int32((smem.early_full + early.index).toint()))
 
     def valid_rows(self, valid, half):
         """Returns the rows of v to load of a chunk that has ``valid`` tokens."""
@@ -389,6 +408,8 @@ class Chain:
             self.load_state(sched, queue, args, carry, part, thr)
             fragments.round_to_bf16(thr.accS, thr.tCrS)
             fragments.fill_zero(thr.accO)
+            if const_expr(self.config.residual):
+                fragments.fill_zero(thr.tCrX)
             barriers.wait(smem.early_full, early)
             fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
             # Invariant of the loop: tCrS and accX hold S and v of the chunk, accO holds O of the previous one, and no
@@ -401,7 +422,7 @@ class Chain:
                 warpgroup.wait_group(0)
                 if const_expr(self.config.states):  # noqa: SIM102 - decided at compile time
                     if (part.first + c) % args.every == 0:
-                        self.publish_state(smem, args.v_first, thr)
+                        self.publish_state(smem, self.store_warp.v_first(args), thr)
                 if const_expr(self.chunk == 64):
                     early, late, o_phase = self.chunk_64(smem, thr, early, late, o_phase, opaque_true)
                 else:
@@ -555,9 +576,14 @@ class Chain:
         warpgroup.commit_group()
 
     def publish_o(self, smem, thr):
-        """Stores O^T (rounded, in rO) as an image of O [C, 64] and publishes it to the store warp. The caller has waited
-        for ``o_free``. That is an mbarrier, because a named barrier would make the chain warps wait for one another."""
-        fragments.store_transposed(smem.o + thr.wg * self.store_warp.o_bytes, thr.index, thr.rO, self.chunk)
+        """Stores O^T (rounded, in rO) as an image of O [C, 64], and R^T of the same chunk (tCrX) behind it if the call saves R.
+        Publishes them to the store warp. The caller has waited for ``o_free``. That is an mbarrier, because a named barrier
+        would make the chain warps wait for one another."""
+        place = smem.o + thr.wg * self.store_warp.o_bytes
+        fragments.store_transposed(place, thr.index, thr.rO, self.chunk)
+        if const_expr(self.config.residual):
+            place += self.store_warp.image_bytes
+            fragments.store_transposed(place, thr.index, fragments.words_of(thr.tCrX), self.chunk)
         barriers.arrive(NamedBarrier.O_READY, thr.wg)
 
     @cute.jit
@@ -597,13 +623,13 @@ class Chain:
     def acquire_carry(self, sched, queue: Int32, carry: Int64, thr):
         """Loads the state at the end of the first part of a queue, as soon as it is published."""
         schedule.wait_for_state(schedule.ring(sched, queue), thr.half)
-        place = fragments.carry_address(carry, queue, self.config.halves, thr.half, thr.index)
+        place = fragments.carry_address(carry, queue, self.config.carries, thr.half, thr.index)
         fragments.load_carry(place, thr.accS)
 
     @cute.jit
     def publish_carry(self, sched, queue: Int32, carry: Int64, thr):
         """Stores the state for the queue that continues the sequence, and publishes it."""
-        place = fragments.carry_address(carry, queue, self.config.halves, thr.half, thr.index)
+        place = fragments.carry_address(carry, queue, self.config.carries, thr.half, thr.index)
         fragments.store_carry(place, thr.accS)
         barriers.sync(NamedBarrier.CARRY_STORED, thr.wg, threads=WARPGROUP)
         if thr.index == 0:

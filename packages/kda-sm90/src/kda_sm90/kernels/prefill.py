@@ -44,8 +44,8 @@ CHAINS = {
     "whole": Chain,
     "summarize": SummaryChain,
     "execute": Chain,
-    "recompute": RecomputeChain,
     "reverse": ReverseChain,
+    "recompute": RecomputeChain,
 }
 
 #: Buffers for the claimed items of a group, and their bytes. Three are in use at a time: of the item to publish, the item
@@ -104,6 +104,8 @@ class PrefillKernel:
         sched = schedule.schedule(
             self.config, args.offsets, args.offset_bytes, args.N, args.T, args.HV, args.queues, args.depth, counters
         )  # fmt: skip
+        if const_expr(self.config.backward):
+            sched = schedule.slab(sched, args.HV, args.first_slot, args.slab_slots)
         # CTA 0 clears the counters. The others wait for it: a chain CTA once, here; an intra-chunk CTA once for each group,
         # in `compute_records`.
         waiters = chains - 1 + args.intra_chunk_ctas * self.groups
@@ -134,7 +136,7 @@ class PrefillKernel:
             starts[name] = end
             end = end + count * size
         record = lambda name, index: starts[name] + Int64(index) * sizes[name]
-        return record, end, end + Int64(args.queues) * (self.config.halves * CARRY_BYTES)
+        return record, end, end + Int64(args.queues) * (self.config.carries * CARRY_BYTES)
 
     # ---- the intra-chunk stage
 

@@ -1,51 +1,244 @@
-"""The chain of the mode ``recompute``: the states and residuals that the backward needs, from a forward that did not save them.
+"""The chain of the mode ``recompute``: `reverse` with the states and R that the forward has not saved.
 
-It runs the forward's recurrence without outputs,
+The forward has saved S before every 512 tokens, its *checkpoints*. The slots of the schedule are the 8 chunks behind a checkpoint
+(fewer at the end of a sequence). A chain takes the slots of a sequence from the last to the first. In each slot it runs
 
-    X^T = v^T + S^T (-Kd)^T      R^T = X^T T^T      S^T <- S^T diag(a) + R^T Kg
+1. forward from the checkpoint, without outputs: ``X^T = v^T + S^T (-Kd)^T``, ``R^T = X^T T^T``, ``S^T <- S^T diag(a) + R^T Kg``. It
+   stores S before every chunk to ``forward_states`` [slots of 64 tokens, HV, K, V] and R to ``residual``, both in bf16;
+2. backward, as in `reverse`.
 
-and stores S before every chunk to ``states`` [slots of a head, HV, K, V] whatever ``v_first``, and R to ``o``, both in bf16. The
-records stay in the workspace for the mode ``reverse``.
+Both read the same records, which stay in the ring in between, so they come from the L2. There are no registers for S and dS at a
+time: while the chain runs forward, dS lies in the workspace, in the L2 as well. The last chunk on the way forward needs no S behind
+it, and loads dS instead.
+
+**Shared memory.** The two directions are mirror images, and so are their uses of a stage. Only the arrays that differ:
+
+======= =================== ===================
+stage   forward             backward
+======= =================== ===================
+early   Kd in ``kg``        Kg in ``kg``, Aqk
+        v in ``v``          dO in ``v``
+late    Kg in ``kd``        Kd in ``kd``, Qd
+======= =================== ===================
+
+There are no trailing stages: a chunk loads the tokens of the next one only if its direction has one.
 """
 
-from cutlass import Int32, cute
+import cutlass
+from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.pipeline import PipelineUserType
 
 from kda_sm90.config import HEAD_DIM
-from kda_sm90.kernels import barriers, fragments
-from kda_sm90.kernels.each_chunk import EachChunkChain
+from kda_sm90.kernels import barriers, fragments, schedule
+from kda_sm90.kernels.barriers import NamedBarrier
+from kda_sm90.kernels.chain import IN_FLIGHT
+from kda_sm90.kernels.fragments import HALF
+from kda_sm90.kernels.reverse import ReverseChain
+from kda_sm90.kernels.store import RecomputeStoreWarp, chunks_of
+from kda_sm90.layouts import square_layout
 
 
-class RecomputeChain(EachChunkChain):
-    """The chain without O, which stores every state and R."""
+class RecomputeChain(ReverseChain):
+    """The chain over v, dO, checkpoints and records, slot by slot forward and back."""
 
-    EARLY, LATE = ("kd", "a"), ("t", "kg")
+    StoreWarp = RecomputeStoreWarp
 
-    def run_chunk(self, smem, thr, early, late, o_phase):
-        """Runs one chunk. Returns both rings and the phase of R for the next chunk, whose v it has loaded.
+    # ---- producers
+
+    @cute.jit
+    def produce_records(self, smem, records, sched, queue: Int32, half: Int32):
+        """Fills both rings with the records of each slot, twice, and publishes which ones have been read for the second time."""
+        lane = cute.arch.lane_idx()
+        ring = schedule.ring(sched, queue)
+        early, late = self.rings(PipelineUserType.Producer)
+        head, n, high, low = schedule.first_task(sched, queue)
+        end = high
+        while end > low:
+            part = schedule.part(sched, head, n, end, low, high)
+            for i in cutlass.range(part.chunks, unroll=1):
+                base = (part.number + i) * sched.chunks_per_slot
+                _, chunks = chunks_of(sched, part, i)
+                if lane == 0:
+                    schedule.publish_read(ring, half, base)
+                ready = Int32(0)
+                for c in cutlass.range(chunks, unroll=1):
+                    while ready <= c:
+                        ready = c + schedule.count_ready(ring, base + c, chunks - c)
+                    if lane == 0:
+                        self.load_forward(smem, records, schedule.record(ring, base + c), early, late)
+                    early.advance()
+                    late.advance()
+                for c in cutlass.range(chunks, unroll=1):
+                    if lane == 0:
+                        number = base + chunks - 1 - c
+                        self.load_record(smem, records, schedule.record(ring, number), early, late)
+                    early.advance()
+                    late.advance()
+                    if lane == 0 and c >= IN_FLIGHT:
+                        self.wait_for_load(smem, IN_FLIGHT + 1, early, late)  # of c - IN_FLIGHT
+                        free = sched.chunks_per_slot - chunks + c - IN_FLIGHT + 1
+                        schedule.publish_read(ring, half, base + free)
+                if lane == 0:
+                    for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
+                        if chunks >= back:
+                            self.wait_for_load(smem, back, early, late)
+            end = part.begin
+            head, n = schedule.next_task(sched, head, n)
+        if lane == 0:
+            schedule.publish_read(ring, half, Int32(schedule.ALL_READ))
+
+    def load_forward(self, smem, records, record, early, late):
+        """Waits for a free stage of each ring, and requests what the forward direction needs of a record."""
+        arrays = {"kg": "kd"}, {"t": "t", "kd": "kg", "a": "a"}
+        self.load_arrays(smem, records, record, early, late, *arrays, keep=True)
+
+    @cute.jit
+    def produce_values(self, smem, sched, queue: Int32, args, half: Int32):
+        """Fills the early ring with v of a slot's chunks in ascending order, then with dO in descending order."""
+        unit, _ = self.value_unit()
+        pitch = Int64(args.HV) * (2 * HEAD_DIM)
+        early, _ = self.rings(PipelineUserType.Producer)
+        head, n, high, low = schedule.first_task(sched, queue)
+        end = high
+        while end > low:
+            part = schedule.part(sched, head, n, end, low, high)
+            first = (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF) + unit * 16
+            for i in cutlass.range(part.chunks, unroll=1):
+                start, chunks = chunks_of(sched, part, i)
+                for c in cutlass.range(chunks, unroll=1):
+                    barriers.wait(smem.early_empty, early)
+                    row = start + c * self.chunk
+                    self.copy_values(
+                        smem, early, args.forward_v + first + pitch * row, pitch, part.length - row
+                    )
+                    early.advance()
+                for c in cutlass.range(chunks, unroll=1):
+                    barriers.wait(smem.early_empty, early)
+                    row = start + (chunks - 1 - c) * self.chunk
+                    self.copy_values(smem, early, args.v + first + pitch * row, pitch, part.length - row)
+                    early.advance()
+            end = part.begin
+            head, n = schedule.next_task(sched, head, n)
+
+    # ---- chain
+
+    @cute.jit
+    def chain(self, smem, sched, queue: Int32, tiles, args, carry: Int64, half: Int32):
+        """Runs both recurrences over every part of the queue."""
+        thr = self.thread_view(smem, tiles, half)
+        early, late = self.rings(PipelineUserType.Consumer)
+        o_phase = Int32(0)
+        head, n, high, low = schedule.first_task(sched, queue)
+        end = high
+        while end > low:
+            part = schedule.part(sched, head, n, end, low, high)
+            self.load_state(sched, queue, args, carry, part, thr)
+            for i in cutlass.range(part.chunks, unroll=1):
+                _, chunks = chunks_of(sched, part, i)
+                kept = fragments.carry_address(
+                    carry, queue, self.config.carries, self.config.halves + thr.half, thr.index
+                )
+                fragments.store_carry(kept, thr.accS)
+                barriers.sync(NamedBarrier.CHECKPOINT_READY, thr.wg)
+                shared = smem.state + thr.wg * self.store_warp.state_bytes
+                fragments.load_v(shared, thr.index, HEAD_DIM, thr.accS)
+                fragments.round_to_bf16(thr.accS, thr.tCrS)
+                barriers.wait(smem.early_full, early)
+                self.load_values(early, thr)
+                for c in cutlass.range(chunks - 1, unroll=1):
+                    warpgroup.wait_group(0)  # as in `Chain.chain`
+                    early, late, o_phase = self.run_forward(smem, thr, early, late, o_phase, c > 0)
+                early, late, o_phase = self.turn(smem, thr, early, late, o_phase, chunks > 1, kept)
+                for c in cutlass.range(chunks, unroll=1):
+                    warpgroup.wait_group(0)
+                    early, late, o_phase = self.run_chunk(smem, thr, early, late, o_phase, c + 1 < chunks)
+            self.store_state(sched, queue, args, carry, part, thr)
+            end = part.begin
+            head, n = schedule.next_task(sched, head, n)
+
+    def thread_view(self, smem, tiles, half):
+        """Returns that of `ReverseChain`, with T as the operand of R."""
+        thr = super().thread_view(smem, tiles, half)
+        thr.tCsT_forward = thr.mma_tokens.make_fragment_B(
+            thr.mma_tokens.get_slice(thr.index).partition_B(tiles["t_forward"])
+        )
+        return thr
+
+    def tiles(self, storage):
+        """Returns those of `ReverseChain`, and T in the layout of the forward direction."""
+        layout = square_layout(self.chunk, self.stages["t"])
+        return super().tiles(storage) | {
+            "t_forward": storage.t.get_tensor(layout.outer, swizzle=layout.inner)
+        }
+
+    def load_values(self, early, thr):
+        """Loads v of a stage."""
+        fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
+
+    @cute.jit
+    def run_forward(self, smem, thr, early, late, o_phase: Int32, publish):
+        """Runs one chunk forward, not the last one of its slot. Returns both rings and the phase of R for the next chunk, whose v it
+        has loaded. ``publish``: whether S before the chunk is to be stored; the store warp has the checkpoint itself.
 
         Issue order: X | store S, decay it | wait for X, round it | R | wait for R, round it | S | store R, v of the next chunk |
         wait for S, round it.
         """
         steps = range(self.chunk // 16)
-        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, range(HEAD_DIM // 16))
-        self.publish_state(smem, Int32(0), thr)  # [K, V], whatever the states of the call
-        fragments.multiply_columns(thr.accS, fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM)))
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKg, early, range(HEAD_DIM // 16))
+        if publish:
+            self.publish_state(smem, Int32(0), thr)
         barriers.wait(smem.late_full, late)
+        fragments.multiply_columns(thr.accS, fragments.load_decays(thr.a + late.index * (4 * HEAD_DIM)))
         warpgroup.wait_group(0)
         barriers.release(smem.early_empty + early.index)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
-        self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT_forward, late, steps, zero=True)
+        early.advance()
         warpgroup.wait_group(0)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
-        self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKg, late, steps)
+        self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKd, late, steps)
         cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
         self.publish_o(smem, thr)
-        early.advance()
         barriers.wait(smem.early_full, early)
-        self.load_tokens(early, thr)
+        self.load_values(early, thr)
         warpgroup.wait_group(0)
         barriers.release(smem.late_empty + late.index)
         fragments.round_to_bf16(thr.accS, thr.tCrS)
         late.advance()
         return early, late, o_phase ^ 1
+
+    @cute.jit
+    def turn(self, smem, thr, early, late, o_phase: Int32, publish, kept: Int64):
+        """Runs the last chunk of a slot forward, without S behind it, and loads dS and the first dO. Returns both rings and the phase
+        of dX. ``kept``: address of the thread's share of dS."""
+        steps = range(self.chunk // 16)
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKg, early, range(HEAD_DIM // 16))
+        if publish:
+            self.publish_state(smem, Int32(0), thr)
+        fragments.load_carry(kept, thr.accS)
+        barriers.wait(smem.late_full, late)
+        warpgroup.wait_group(0)
+        barriers.release(smem.early_empty + early.index)
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT_forward, late, steps, zero=True)
+        fragments.round_to_bf16(thr.accS, thr.tCrS)
+        early.advance()
+        barriers.wait(smem.early_full, early)
+        self.load_tokens(early, thr)
+        warpgroup.wait_group(0)
+        barriers.release(smem.late_empty + late.index)
+        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
+        self.publish_o(smem, thr)
+        late.advance()
+        return early, late, o_phase ^ 1
+
+    @cute.jit
+    def load_next(self, smem, early, thr, more):
+        """Waits as in `ReverseChain`, and loads dO of the next stage if there is ``more`` in this direction."""
+        if more:
+            barriers.wait(smem.early_full, early)
+        warpgroup.wait_group(0)
+        if more:
+            self.load_tokens(early, thr)

@@ -37,20 +37,28 @@ loaded from shared memory as a register operand, so that no operand A lies in sh
 from types import SimpleNamespace
 from typing import ClassVar
 
-from cutlass import BFloat16, Float32, Int32, cute
+import cutlass
+from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.pipeline import PipelineUserType
 
 from kda_cute.records import decay_start
 from kda_sm90.config import HEAD_DIM
-from kda_sm90.kernels import barriers, fragments
-from kda_sm90.kernels.barriers import WARPGROUP
-from kda_sm90.kernels.each_chunk import EachChunkChain
+from kda_sm90.kernels import barriers, fragments, schedule
+from kda_sm90.kernels.barriers import WARPGROUP, NamedBarrier
+from kda_sm90.kernels.chain import Chain
 from kda_sm90.kernels.fragments import HALF
+from kda_sm90.kernels.store import ReverseStoreWarp
 from kda_sm90.layouts import kg_layout, operand_layout, transposed_square_layout
 
 
-class ReverseChain(EachChunkChain):
-    """The chain over dO and kept records, in descending order of the chunks."""
+class ReverseChain(Chain):
+    """The chain over dO and records, in descending order of the chunks.
+
+    A chunk publishes dS' (`publish_state`), then dX (`publish_o`), the operand tCrX.
+    """
+
+    StoreWarp = ReverseStoreWarp
 
     EARLY, LATE = ("aqk", "kg"), ("qd", "t", "kd", "a")
     LAYOUTS: ClassVar = {
@@ -60,6 +68,49 @@ class ReverseChain(EachChunkChain):
         "aqk": transposed_square_layout,
         "t": transposed_square_layout,
     }
+
+    @cute.jit
+    def chain(self, smem, sched, queue: Int32, tiles, args, carry: Int64, half: Int32):
+        """Runs the recurrence over every part of the queue."""
+        thr = self.thread_view(smem, tiles, half)
+        early, late = self.rings(PipelineUserType.Consumer)
+        o_phase = Int32(0)
+        head, n, high, low = schedule.first_task(sched, queue)
+        end = high
+        while end > low:
+            part = schedule.part(sched, head, n, end, low, high)
+            self.load_state(sched, queue, args, carry, part, thr)
+            fragments.round_to_bf16(thr.accS, thr.tCrS)
+            barriers.wait(smem.early_full, early)
+            self.load_tokens(early, thr)
+            for _ in cutlass.range(part.chunks, unroll=1):
+                warpgroup.wait_group(0)  # as in `Chain.chain`
+                early, late, o_phase = self.run_chunk(smem, thr, early, late, o_phase)
+            barriers.release(smem.early_empty + early.index)  # the trailing stage
+            early.advance()
+            self.store_state(sched, queue, args, carry, part, thr)
+            end = part.begin
+            head, n = schedule.next_task(sched, head, n)
+
+    @cute.jit
+    def load_state(self, sched, queue: Int32, args, carry: Int64, part, thr):
+        """Loads dS behind a part: that of the next queue or slab, the gradient of the final state, or zeros."""
+        if part.enters:
+            fragments.load_carry(self.place_between_slabs(args.from_slab, part, thr), thr.accS)
+        else:
+            Chain.load_state(self, sched, queue, args, carry, part, thr)
+
+    @cute.jit
+    def store_state(self, sched, queue: Int32, args, carry: Int64, part, thr):
+        """Stores dS before a part: for the queue or the slab before, or as gradient of the initial state."""
+        if part.leaves:
+            fragments.store_carry(self.place_between_slabs(args.to_slab, part, thr), thr.accS)
+        else:
+            Chain.store_state(self, sched, queue, args, carry, part, thr)
+
+    def place_between_slabs(self, states, part, thr):
+        """Returns the address of the thread's share of dS that passes from slab to slab."""
+        return fragments.carry_address(states, part.head, 2, thr.half, thr.index)
 
     def thread_view(self, smem, tiles, half):
         """Returns the calling thread's place, its fragments, and its addresses of dO and of the decays in stage 0."""
@@ -93,9 +144,9 @@ class ReverseChain(EachChunkChain):
             a=smem.a + decay_start(thread % 32 % 4),
         )
 
-    def run_chunk(self, smem, thr, early, late, o_phase):
+    def run_chunk(self, smem, thr, early, late, o_phase, more=True):
         """Runs one chunk in the issue order of the module's docstring. Returns both rings and the phase of dX for the next
-        chunk, whose dO it has loaded."""
+        chunk, whose dO it has loaded. ``more``: see `load_next`."""
         steps, channels = range(self.chunk // 16), range(HEAD_DIM // 16)
         self.gemm(thr.mma_transposed, thr.accX, thr.tCrO, thr.tCsAqk, early, steps, zero=True)
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKg, early, channels)
@@ -108,9 +159,7 @@ class ReverseChain(EachChunkChain):
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_transposed, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
         early.advance()
-        barriers.wait(smem.early_full, early)
-        warpgroup.wait_group(0)  # dX, and dO^T Qd, which reads dO
-        self.load_tokens(early, thr)
+        self.load_next(smem, early, thr, more)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKd, late, steps)
         cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
@@ -121,8 +170,21 @@ class ReverseChain(EachChunkChain):
         late.advance()
         return early, late, o_phase ^ 1
 
+    def load_next(self, smem, early, thr, more):
+        """Waits for dX, and for dO^T Qd, which reads dO. Loads dO of the next stage. Every chunk has a next stage; the last one
+        has the trailing stage."""
+        barriers.wait(smem.early_full, early)
+        warpgroup.wait_group(0)
+        self.load_tokens(early, thr)
+
     def load_tokens(self, early, thr):
         """Loads dO^T of a stage as a register operand."""
         fragments.load_transposed(
             thr.v + early.index * self.v_bytes, thr.index, self.chunk, fragments.words_of(thr.tCrO)
         )
+
+    def publish_o(self, smem, thr):
+        """Stores the transpose of tCrX as an image [C, 64] and publishes it to the store warp."""
+        place = smem.o + thr.wg * self.store_warp.o_bytes
+        fragments.store_transposed(place, thr.index, fragments.words_of(thr.tCrX), self.chunk)
+        barriers.arrive(NamedBarrier.O_READY, thr.wg)

@@ -38,6 +38,17 @@ state_ready    queue and  1 when the next queue may read the state at the end of
                half
 =============  =========  ==========================================================================================
 
+In reverse (mode ``reverse``) the line, its queues and the order of a part are mirrored: a chain executes the parts of its
+queue from the first to the last, and the slots of a part from the last to the first.
+
+**Slabs.** A launch of a backward has some consecutive slots of every head, from ``first_slot`` on. The line consists of these alone,
+and a sequence has the slots that lie in the slab. The gradient of its state passes from slab to slab through global memory.
+
+**Slots of several chunks.** In the mode ``recompute`` a slot holds 8 chunks, and all of the above is in slots. A chunk's number is
+``8 * number of its slot + rank in the slot``. A chain reads the records of a slot in ascending order, then in descending order, and
+only then they are free. The rank in its slot of the n-th record to become free is therefore ``7 - n % 8``, and a record takes the
+place of the one that became free ``depth`` before it (`place`).
+
 A group writes number n to place ``n % depth`` of the ring once the chain has read number ``n - depth``. In the modes
 that keep records (``keeps_records``), numbers are slots of the line, ``depth`` is the number of records, and no group
 waits for room.
@@ -55,7 +66,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from kda_cute.device import ptx
-from kda_cute.device.varlen import clamped, end_of_last, extent, owner, slots
+from kda_cute.device.varlen import clamped, end_of_last, extent, finer_slot, owner, sequence_of, slots
 from kda_sm90.layouts import LINE, LaunchCounter, QueueCounter
 
 TABLE_BYTES = 64  # shared memory of `fill_table`: one Int32 per warp
@@ -74,16 +85,42 @@ def schedule(config, offsets, offset_bytes, N, T, HV, queues, depth, counters):
         config: the kernel's configuration.
         offsets: address of N + 1 integers of ``offset_bytes``, the bounds of sequences packed along T.
             ``offset_bytes`` is 0 for N sequences of T tokens each.
-        depth: records in the ring of a queue; where records are kept, records in all.
+        depth: records in the ring of a queue, a multiple of ``chunks_per_slot``; where records are kept, records in all.
         counters: address of the counters (``layouts``).
+
+    ``chunk`` of the schedule are the tokens of a slot.
     """
     if config.padded:
         T = end_of_last(SimpleNamespace(offsets=offsets, offset_bytes=offset_bytes, N=N, T=T))
-    span = slots(config.chunk, offset_bytes, N, T)
+    span = slots(config.chunk * config.chunks_per_slot, offset_bytes, N, T)
     return SimpleNamespace(
-        chunk=config.chunk, keeps_records=config.keeps_records, step=config.step, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T,
+        chunk=config.chunk * config.chunks_per_slot, chunks_per_slot=config.chunks_per_slot, keeps_records=config.keeps_records,
+        step=config.step, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T,
         queues=queues, depth=depth, counters=counters, span=span, total=HV * span,
     )  # fmt: skip
+
+
+@cute.jit
+def _bounds_of_slab(s, first_slot: Int32, count: Int32, chunk: cutlass.Constexpr[int]):
+    first, last, chunks_before = Int32(0), s.N - 1, Int32(0)
+    if first_slot > 0:
+        first = sequence_of(s, first_slot)
+        chunks_before = finer_slot(s, first_slot, chunk)
+    if first_slot + count < s.span:
+        last = sequence_of(s, first_slot + count - 1)
+    return first, last, chunks_before
+
+
+def slab(s, HV, first_slot, count):
+    """Returns the schedule of a slab of a backward: ``count`` slots of every head, from ``first_slot`` on. The schedule of the whole
+    call is ``s``; the last slab may have fewer slots."""
+    count = cutlass.min(count, s.span - first_slot)
+    first, last, chunks_before = _bounds_of_slab(s, first_slot, count, s.chunk // s.chunks_per_slot)
+    changes = {
+        "span": count, "total": HV * count, "all_slots": s.span, "first_slot": first_slot,
+        "first_sequence": first, "last_sequence": last, "chunks_before": chunks_before,
+    }  # fmt: skip
+    return SimpleNamespace(**(vars(s) | changes))
 
 
 def task(s, n):
@@ -91,6 +128,16 @@ def task(s, n):
     at slot 0, wherever its first token is, so that every slot belongs to a task."""
     token, length, slot, after = extent(s, n)
     return token, length, ptx.select(n == 0, Int32(0), slot), after
+
+
+def task_of_slab(s, n):
+    """Returns the same as `task`, for the slots of the sequence that lie in the slab, counted from its start; then how many slots of
+    the sequence lie before the slab, and whether some lie behind it."""
+    token, length, slot, after = task(SimpleNamespace(**(vars(s) | {"span": s.all_slots})), n)
+    slot, after = slot - s.first_slot, after - s.first_slot
+    return (
+        token, length, cutlass.max(slot, 0), cutlass.min(after, s.span), cutlass.max(-slot, 0), Int32(after > s.span)
+    )  # fmt: skip
 
 
 @cute.jit
@@ -106,7 +153,7 @@ def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
     if s.offset_bytes > 0:
         longest = Int32(0)
         for n in cutlass.range(thread, s.N, warps * 32, unroll=1):
-            _, _, slot, after = task(s, n)
+            _, _, slot, after = (task if s.step > 0 else task_of_slab)(s, n)[:4]
             falls = clamped(s, n + 1, Int32(0)) < clamped(s, n, Int32(0))
             longest = cutlass.max(longest, ptx.select(falls, s.total, after - slot))
         for i in cutlass.range_constexpr(5):
@@ -186,6 +233,7 @@ def ring(s, queue):
     ready = _launch_line(s) + LINE * 4 + Int64(first) * 4
     return SimpleNamespace(
         depth=s.depth,
+        chunks_per_slot=s.chunks_per_slot,
         first=first,
         ready=ready,
         read=line + QueueCounter.READ * 4,
@@ -193,9 +241,20 @@ def ring(s, queue):
     )
 
 
+def place(r, number):
+    """Returns the place in the ring of a number. In slots of several chunks, the ring holds ``depth / chunks_per_slot`` slots, and
+    every other slot that takes a place has its records in reverse order."""
+    if r.chunks_per_slot == 1:
+        return number % r.depth
+    slot, rank = number // r.chunks_per_slot, number % r.chunks_per_slot
+    held = r.depth // r.chunks_per_slot
+    turned = slot // held % 2 > 0
+    return slot % held * r.chunks_per_slot + ptx.select(turned, r.chunks_per_slot - 1 - rank, rank)
+
+
 def record(r, number):
     """Returns the index of the record that holds a number."""
-    return r.first + number % r.depth
+    return r.first + place(r, number)
 
 
 # ---- the intra-chunk stage
@@ -211,27 +270,40 @@ def item(s, i: Int32):
     """Returns (queue, number, head, first token in B*T, tokens) of item i; a whole warp calls it. The number is -1 if
     there are no more items. The tokens are 0 if the slot has no chunk."""
     number, queue = i // s.queues, i % s.queues
+    rank, slot_number = Int32(0), number
+    if cutlass.const_expr(s.chunks_per_slot > 1):
+        rank, slot_number = number % s.chunks_per_slot, number // s.chunks_per_slot
     head, token, valid = Int32(0), Int32(0), Int32(0)
     line_slot = s.depth - 1  # of the item; items without a slot share the last record
     low, high = range_of(s, queue)
-    if number < high - low:
+    if slot_number < high - low:
         # Parts take their numbers from the end of the queue, so the number-th slot from the end lies in the item's part.
-        # Within the part the order is reversed: mirrored in the part, it is the item's slot.
-        mirrored = high - 1 - number
+        # Within the part the order is reversed: mirrored in the part, it is the item's slot. In reverse, parts take them from
+        # the start.
+        mirrored = high - 1 - slot_number
+        if cutlass.const_expr(s.step < 0):
+            mirrored = low + slot_number
         head = mirrored // s.span
         slot = mirrored - head * s.span
-        n = slot // cute.ceil_div(s.T, s.chunk)
-        if s.offset_bytes > 0:
-            n = owner(s, slot)
-        start, length, first, after = task(s, n)
+        skipped = Int32(0)
+        if cutlass.const_expr(s.step < 0):
+            n = sequence_of(s, s.first_slot + slot)
+            start, length, first, after, skipped, _ = task_of_slab(s, n)
+        else:
+            n = slot // cute.ceil_div(s.T, s.chunk)
+            if s.offset_bytes > 0:
+                n = owner(s, slot)
+            start, length, first, after = task(s, n)
         head_start = head * s.span
         begin, end = cutlass.max(head_start + first, low), cutlass.min(head_start + after, high)
         # Unordered offsets give an arbitrary chunk, but one inside of the tensors.
         line_slot = begin + end - 1 - mirrored
-        done = cutlass.max(line_slot - head_start - first, 0) * s.chunk  # tokens before the chunk
+        done = (cutlass.max(line_slot - head_start - first, 0) + skipped) * s.chunk  # tokens before the chunk
+        if cutlass.const_expr(s.chunks_per_slot > 1):
+            done += rank * (s.chunk // s.chunks_per_slot)
         token = Int32(start) + done
-        valid = cutlass.max(cutlass.min(length - done, s.chunk), 0)
-    if number >= s.width:
+        valid = cutlass.max(cutlass.min(length - done, s.chunk // s.chunks_per_slot), 0)
+    if slot_number >= s.width:
         number = Int32(-1)
     elif cutlass.const_expr(s.keeps_records):
         number = line_slot
@@ -263,8 +335,13 @@ def wait_for_room(r, number: Int32, chain_ctas: cutlass.Constexpr[int]):
 
 
 def publish_record(r, number):
-    """Publishes the record of a number. The calling thread has synchronised with the threads that wrote it."""
-    ptx.store_release(r.ready + Int64(number % r.depth) * 4, number + 1)
+    """Publishes the record of a number. The calling thread has synchronised with the threads that wrote it. A slot of several
+    chunks may have many without tokens, which no chain waits for: they are published in any order."""
+    address = r.ready + Int64(place(r, number)) * 4
+    if r.chunks_per_slot == 1:
+        ptx.store_release(address, number + 1)
+    else:
+        ptx.raise_release(address, number + 1)
 
 
 # ---- the chain
@@ -280,9 +357,12 @@ def first_task(s, queue: Int32):
         first = cutlass.min(low, s.total - 1)
     head = first // s.span
     slot = first - head * s.span
-    n = slot // cute.ceil_div(s.T, s.chunk)
-    if s.offset_bytes > 0:
-        n = owner(s, slot)
+    if cutlass.const_expr(s.step < 0):
+        n = sequence_of(s, s.first_slot + slot)
+    else:
+        n = slot // cute.ceil_div(s.T, s.chunk)
+        if s.offset_bytes > 0:
+            n = owner(s, slot)
     return head, n, high, low
 
 
@@ -291,8 +371,8 @@ def next_task(s, head: Int32, n: Int32):
     """Returns (head, sequence) of the task that a chain executes next: the one before in the line, in reverse the next."""
     if cutlass.const_expr(s.step < 0):
         n += 1
-        if n == s.N:
-            n = Int32(0)
+        if n > s.last_sequence:
+            n = Int32(0) + s.first_sequence
             head += 1
     else:
         n -= 1
@@ -312,21 +392,50 @@ def _part(s, head: Int32, n: Int32, end: Int32, low: Int32, high: Int32):
     chunks = cutlass.min(cute.ceil_div(length, s.chunk) - first, end - begin)
     number = begin if s.keeps_records else high - end
     cut = Int32(end < head_start + after)
-    return begin, token, length, first, cutlass.max(chunks, 0), cut, number, Int32(first > 0)
+    return (
+        begin,
+        token,
+        length,
+        slot + first,
+        first,
+        cutlass.max(chunks, 0),
+        cut,
+        number,
+        Int32(first > 0),
+        Int32(0),
+        Int32(0),
+    )
 
 
 @cute.jit
 def _reverse_part(s, head: Int32, n: Int32, end: Int32, low: Int32, high: Int32):
     """Returns the same as `_part`. ``end`` and the part's begin are mirrored in the middle of the queue."""
-    token, length, slot, after = task(s, n)
+    token, length, slot, after, skipped, remains = task_of_slab(s, n)
     head_start = head * s.span
     start = low + high - end
     stop = cutlass.max(cutlass.min(head_start + after, high), start + 1)
     before = cutlass.max(start - head_start - slot, 0)  # chunks of the sequence in the queue before
-    chunks = cutlass.max(cutlass.min(cute.ceil_div(length, s.chunk), stop - head_start - slot) - before, 0)
-    first = before + cutlass.max(chunks, 1) - 1
+    total = cute.ceil_div(length, s.chunk) - skipped
+    chunks = cutlass.max(cutlass.min(total, stop - head_start - slot) - before, 0)
+    first = before + cutlass.max(chunks, 1) - 1  # of those in the slab
     cut, continues = Int32(before > 0), Int32(stop < head_start + after)
-    return low + high - stop, token, length, first, chunks, cut, head_start + slot + first, continues
+    # Slots without a chunk come before the chunks.
+    number = start - low + stop - 1 - (head_start + slot + first)
+    enters, leaves = remains * (1 - continues), Int32(skipped > 0) * (1 - cut)
+    place = slot + first
+    return (
+        low + high - stop,
+        token,
+        length,
+        place,
+        skipped + first,
+        chunks,
+        cut,
+        number,
+        continues,
+        enters,
+        leaves,
+    )
 
 
 def part(s, head, n, end, low, high):
@@ -339,19 +448,23 @@ def part(s, head, n, end, low, high):
         length: tokens of the sequence.
         first: index in the sequence of the chunk that the chain executes first. The others follow in steps of ``s.step``.
         chunks: chunks of the part; 0 or more. Further slots have no chunk.
-        number: number of the slot of the first chunk.
+        slot: slot of the first chunk in its head, in the slab.
+        number: number of the slot of the first chunk. Those of the others follow in steps of 1.
         begin: its first slot in the line.
         cut: whether the chain of another queue continues the sequence.
         continues: whether the part continues what the chain of another queue began.
+        enters, leaves: whether it continues what the launch of another slab began; whether that of another slab continues it.
 
     A role visits the parts of a queue by `first_task` with ``end = high``, then ``end = part.begin`` and `next_task` while
     ``end > low``.
     """
     find = _part if s.step > 0 else _reverse_part
-    begin, token, length, first, chunks, cut, number, continues = find(s, head, n, end, low, high)
+    begin, token, length, slot, first, chunks, cut, number, continues, enters, leaves = find(
+        s, head, n, end, low, high
+    )
     return SimpleNamespace(
-        sequence=n, head=head, token=token, length=length, first=first, chunks=chunks, number=number,
-        begin=begin, cut=cut > 0, continues=continues > 0,
+        sequence=n, head=head, token=token, length=length, first=first, chunks=chunks, slot=slot, number=number,
+        begin=begin, cut=cut > 0, continues=continues > 0, enters=enters > 0, leaves=leaves > 0,
     )  # fmt: skip
 
 
@@ -360,7 +473,7 @@ def count_ready(r, number, count):
     and acquires them. If all 32 are ready it returns 31, which costs the caller nothing."""
     lane = cute.arch.lane_idx()
     wanted = number + lane
-    seen = ptx.load_acquire(r.ready + Int64(wanted % r.depth) * 4, lane < cutlass.min(count, r.depth))
+    seen = ptx.load_acquire(r.ready + Int64(place(r, wanted)) * 4, lane < cutlass.min(count, r.depth))
     ready = cute.arch.vote_ballot_sync(seen > wanted)
     cute.arch.sync_warp()  # all lanes acquire what any lane has acquired
     return cute.arch.popc(ready ^ (ready + 1)) - 1  # number of trailing ones; 31 for 32 of them

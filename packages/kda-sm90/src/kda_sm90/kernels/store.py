@@ -11,13 +11,15 @@ from kda_sm90.kernels.fragments import HALF
 
 
 class StoreWarp:
-    """Copies what the chain publishes: O after every chunk (`NamedBarrier.O_READY`), and intermediate states."""
+    """Copies what the chain publishes: O after every chunk (`NamedBarrier.O_READY`), with R if the call saves it, and states."""
 
     def __init__(self, config: PrefillConfig):
         self.chunk = config.chunk
         self.warpgroups = config.warpgroups
         self.states = config.states
-        self.o_bytes = 2 * self.chunk * HALF  # of the buffer of a half
+        self.residual = config.residual
+        self.image_bytes = 2 * self.chunk * HALF  # of an image of O or R
+        self.o_bytes = self.image_bytes * (2 if self.residual else 1)  # of the buffer of a half
         self.state_bytes = 2 * HALF * HEAD_DIM  # of the buffer of a half
 
     @cute.jit
@@ -41,12 +43,12 @@ class StoreWarp:
         The warp arrives at STATE_FREE exactly once for each state of the part, as often as the chain waits there.
         """
         o_row = Int64(args.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
-        o_chunk = args.o + (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
-        o_chunk += o_row * (part.first * self.chunk)
+        place = (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
+        place += o_row * (part.first * self.chunk)
         number, left = Int32(0), Int32(0)  # index in args.states of the next state; states left in this part
         if const_expr(self.states):
             left = self.states_in(part, args.every)
-            number = self.states_before(sched, part.sequence, args.every * self.chunk)
+            number = self.states_before(sched, args, part)
             number += cute.ceil_div(part.first, args.every)
             if left > 0:
                 barriers.arrive(NamedBarrier.STATE_FREE, wg)
@@ -63,10 +65,12 @@ class StoreWarp:
             valid = part.length - (part.first + c - 1) * self.chunk
             if c == 0:  # the first O of a part is empty
                 valid = Int32(0)
-            self.copy_rows(
-                smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, o_chunk - o_row * self.chunk, o_row, valid
-            )
-            o_chunk += o_row * self.chunk
+            before = place - o_row * self.chunk
+            self.copy_rows(smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, args.o + before, o_row, valid)
+            if const_expr(self.residual):
+                shared = smem.o + wg * self.o_bytes + self.image_bytes
+                self.copy_rows(shared, self.chunk, 2 * HALF, args.residual + before, o_row, valid)
+            place += o_row * self.chunk
             self.release_o(smem, wg)
 
     def release_o(self, smem, wg):
@@ -80,29 +84,37 @@ class StoreWarp:
         matrix = args.states + (Int64(number) * args.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
         exists = number < args.state_count
         row = Int64(2 * HEAD_DIM)
-        if args.v_first > 0:
+        if self.v_first(args) > 0:
             rows = ptx.select(exists, Int32(HALF), Int32(0))
             self.copy_rows(shared, HALF, 2 * HEAD_DIM, matrix + half * (2 * HALF * HEAD_DIM), row, rows)
         else:
             rows = ptx.select(exists, Int32(HEAD_DIM), Int32(0))
             self.copy_rows(shared, HEAD_DIM, 2 * HALF, matrix + half * (2 * HALF), row, rows)
 
+    def v_first(self, args):
+        """Returns whether states are written as [V, K]. Saved states never are."""
+        return args.v_first * (1 - args.saved)
+
     def states_in(self, part, every):
-        """Returns the intermediate states of a part: one before each of its chunks whose index ``every`` divides."""
+        """Returns the states of a part: one before each of its chunks whose index ``every`` divides."""
         return cute.ceil_div(part.first + part.chunks, every) - cute.ceil_div(part.first, every)
 
     @cute.jit
-    def states_before(self, sched, sequence: Int32, every: Int32) -> Int32:
-        """Returns the intermediate states of all earlier sequences, one per started ``every`` tokens; a whole warp
-        calls it."""
-        count = sequence * cute.ceil_div(sched.T, every)  # sequences as rows of B
+    def states_before(self, sched, args, part) -> Int32:
+        """Returns the index of the first state of a part's sequence; a whole warp calls it. A sequence has one state for each
+        started ``args.every`` chunks. Intermediate states are dense; saved states of packed sequences are in slots
+        (`kda_cute.device.varlen`)."""
+        tokens = args.every * self.chunk
+        count = part.sequence * cute.ceil_div(sched.T, tokens)  # sequences as rows of B
         if sched.offset_bytes > 0:
-            count = Int32(0)
-            for n in cutlass.range(cute.arch.lane_idx(), sequence, 32, unroll=1):
-                _, length, _, _ = schedule.extent(sched, n)
-                count += cute.ceil_div(length, every)
-            for i in cutlass.range_constexpr(5):
-                count += cute.arch.shuffle_sync_bfly(count, 1 << i)
+            count = Int32(part.token) // tokens + part.sequence
+            if args.saved == 0:
+                count = Int32(0)
+                for n in cutlass.range(cute.arch.lane_idx(), part.sequence, 32, unroll=1):
+                    _, length, _, _ = schedule.extent(sched, n)
+                    count += cute.ceil_div(length, tokens)
+                for i in cutlass.range_constexpr(5):
+                    count += cute.arch.shuffle_sync_bfly(count, 1 << i)
         return count
 
     def copy_rows(self, shared, rows, pitch, address, stride, valid):
@@ -119,8 +131,8 @@ class StoreWarp:
                 ptx.store_global_evict_first_x4(address + stride * r + unit * 16, value, r < valid)
 
 
-class EachChunkStoreWarp(StoreWarp):
-    """Copies what the chains of ``recompute`` and ``reverse`` publish for every chunk: a state, then a matrix [C, 64]."""
+class ReverseStoreWarp(StoreWarp):
+    """Copies what the chains of ``reverse`` publish for every chunk: dS', then dX."""
 
     @cute.jit
     def store_part(self, smem, sched, part, args, half, wg):
@@ -128,20 +140,93 @@ class EachChunkStoreWarp(StoreWarp):
         o_row = Int64(args.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
         o_chunk = args.o + (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
         o_chunk += o_row * (part.first * self.chunk)
-        slot = part.number - part.head * sched.span
         for c in cutlass.range(part.chunks, unroll=1):
-            barriers.arrive(NamedBarrier.STATE_FREE, wg)
-            barriers.sync(NamedBarrier.STATE_READY, wg)
-            self.store_state(smem.state + wg * self.state_bytes, args, slot + c * sched.step, part.head, half)
-            barriers.sync(NamedBarrier.O_READY, wg)
+            state = self.state_address(args.states, args, part.slot + c * sched.step, part.head, half)
+            self.store_state(smem, wg, state)
             valid = part.length - (part.first + c * sched.step) * self.chunk
-            self.copy_rows(smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, o_chunk, o_row, valid)
+            self.store_tokens(smem, wg, o_chunk, o_row, valid)
             o_chunk += o_row * (self.chunk * sched.step)
-            self.release_o(smem, wg)
 
-    def store_state(self, shared: Int32, args, slot, head, half):
-        """Copies half of a state [K, V], as image, to a slot of the bf16 states."""
-        matrix = args.states + (Int64(slot) * args.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
-        self.copy_rows(
-            shared, HEAD_DIM, 2 * HALF, matrix + half * (2 * HALF), Int64(2 * HEAD_DIM), Int32(HEAD_DIM)
-        )
+    def state_address(self, states, args, slot, head, half):
+        """Returns the address of half of the state [K, V] of a slot in an array [slots, HV, K, V] in bf16."""
+        return states + (Int64(slot) * args.HV + head) * (2 * HEAD_DIM * HEAD_DIM) + half * (2 * HALF)
+
+    def store_state(self, smem, wg, state):
+        """Waits for a state, and copies it from its image."""
+        barriers.arrive(NamedBarrier.STATE_FREE, wg)
+        barriers.sync(NamedBarrier.STATE_READY, wg)
+        shared = smem.state + wg * self.state_bytes
+        self.copy_rows(shared, HEAD_DIM, 2 * HALF, state, Int64(2 * HEAD_DIM), Int32(HEAD_DIM))
+
+    def store_tokens(self, smem, wg, tokens, pitch, valid):
+        """Waits for a matrix [C, 64], and copies its first ``valid`` rows from its image."""
+        barriers.sync(NamedBarrier.O_READY, wg)
+        self.copy_rows(smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, tokens, pitch, valid)
+        self.release_o(smem, wg)
+
+
+def chunks_of(sched, part, i):
+    """Returns, for the i-th slot of a part in the mode ``recompute``, its first token in the sequence and its chunks, at least 1."""
+    start = (part.first + i * sched.step) * sched.chunk
+    return start, cute.ceil_div(
+        cutlass.min(part.length - start, sched.chunk), sched.chunk // sched.chunks_per_slot
+    )
+
+
+class RecomputeStoreWarp(ReverseStoreWarp):
+    """Copies what the chains of ``recompute`` publish for every slot: S and R of its chunks forward, then dS' and dX back.
+
+    It also loads the checkpoint of a slot to the buffer of states, which is free between two slots, and stores it as the state before
+    the first chunk.
+    """
+
+    @cute.jit
+    def store_part(self, smem, sched, part, args, half, wg):
+        """Copies the slots of a part, in the order of the chain."""
+        row_of_half = part.token * args.HV + part.head
+        pitch, residual_pitch = Int64(args.HV) * (2 * HEAD_DIM), Int64(args.HV) * args.residual_row
+        values = args.o + row_of_half * (2 * HEAD_DIM) + half * (2 * HALF)
+        residuals = args.residual + row_of_half * args.residual_row + half * (2 * HALF)
+        next_state = Int64(args.HV) * (
+            2 * HEAD_DIM * HEAD_DIM
+        )  # bytes from the state of a slot to that of the next
+        for i in cutlass.range(part.chunks, unroll=1):
+            start, chunks = chunks_of(sched, part, i)
+            first = self.first_slot(sched, part) + start // self.chunk - sched.chunks_before
+            before = self.state_address(args.forward_states, args, first, part.head, half)
+            behind = self.state_address(args.states, args, first, part.head, half)
+            slot = sched.first_slot + part.slot + i * sched.step
+            checkpoint = self.state_address(args.checkpoints, args, slot, part.head, half)
+            self.load_checkpoint(smem.state + wg * self.state_bytes, checkpoint, before)
+            barriers.arrive(NamedBarrier.CHECKPOINT_READY, wg)
+            for c in cutlass.range(chunks, unroll=1):
+                if c > 0:
+                    self.store_state(smem, wg, before + next_state * c)
+                row = start + c * self.chunk
+                self.store_tokens(
+                    smem, wg, residuals + residual_pitch * row, residual_pitch, part.length - row
+                )
+            for back in cutlass.range(chunks, unroll=1):
+                c = chunks - 1 - back
+                self.store_state(smem, wg, behind + next_state * c)
+                row = start + c * self.chunk
+                self.store_tokens(smem, wg, values + pitch * row, pitch, part.length - row)
+
+    @cute.jit
+    def first_slot(self, sched, part) -> Int32:
+        """Returns the first slot of 64 tokens of a part's sequence (`kda_cute.device.varlen`)."""
+        slot = part.sequence * cute.ceil_div(sched.T, self.chunk)
+        if sched.offset_bytes > 0 and part.sequence > 0:
+            slot = Int32(part.token) // self.chunk + part.sequence
+        return slot
+
+    def load_checkpoint(self, shared, source, copy):
+        """Copies half of a state [K, V] to an image in shared memory, and to another array."""
+        lane = cute.arch.lane_idx()
+        row, unit = lane // 8, lane % 8
+        for start in range(0, HEAD_DIM, 16):
+            rows = [start + i * 4 + row for i in range(4)]
+            values = [ptx.load_global_f32_x4(source + r * (2 * HEAD_DIM) + unit * 16) for r in rows]
+            for r, value in zip(rows, values, strict=True):
+                ptx.store_shared_x4(shared + r * (2 * HALF) + ((unit ^ (r % 8)) * 16), value)
+                ptx.store_global_evict_first_x4(copy + r * (2 * HEAD_DIM) + unit * 16, value, Int32(1))

@@ -49,9 +49,9 @@ class Arguments(NamedTuple):
     offsets: Int64  # [N + 1], elements of offset_bytes
     grad_o: Int64  # [B, T, HV, 128] bf16
     grad_v: Int64  # [B, T, HV, 128] bf16: dX
-    residual: Int64  # [B, T, HV, 128] bf16: R
-    states: Int64  # [slots, HV, 128, 128] bf16: S before every chunk, [K, V]
-    grad_states: Int64  # [slots, HV, 128, 128] bf16: dS' behind every chunk, [K, V]
+    residual: Int64  # [B, T, HV, 128] bf16, rows of residual_row bytes: R. It may be the memory of grad_g
+    states: Int64  # [slots, HV, 128, 128] bf16: S before every chunk of the slab, [K, V]
+    grad_states: Int64  # [slots, HV, 128, 128] bf16: dS' behind every chunk of the slab, [K, V]
     grad_q: Int64  # [B, T, H, 128] bf16
     grad_k: Int64  # [B, T, H, 128] bf16
     grad_g: Int64  # [B, T, HV, 128], dtype of g
@@ -67,6 +67,10 @@ class Arguments(NamedTuple):
     beta_bytes: Int32
     l2norm: Int32
     ctas: Int32
+    first_slot: Int32  # of the slab, in slots of slot_tokens
+    slab_slots: Int32
+    slot_tokens: Int32  # 64 or 512
+    residual_row: Int32
     scale: Float32
     lower_bound: Float32
     beta_factor: Float32
@@ -87,6 +91,9 @@ class Barrier(IntEnum):
 
 class GradientsKernel:
     """Takes grad_q as a tensor, which determines the device and the stream, and the values of `Arguments`."""
+
+    #: Bytes of the spills of a variant, most of them in the branch for steep pairs.
+    spill_allowance = 1280
 
     def __init__(self, config: GradientsConfig):
         self.config = config
@@ -140,15 +147,25 @@ class GradientsKernel:
     def sequences(self, x):
         """Returns the namespace of `kda_cute.device.varlen`."""
         span = varlen.slots(CHUNK, x.offset_bytes, x.N, x.T)
-        return SimpleNamespace(
+        s = SimpleNamespace(
             chunk=CHUNK, N=x.N, T=x.T, offsets=x.offsets, offset_bytes=x.offset_bytes, span=span
         )
+        coarse = SimpleNamespace(
+            chunk=x.slot_tokens, N=x.N, T=x.T, offsets=x.offsets, offset_bytes=x.offset_bytes,
+            span=varlen.slots(x.slot_tokens, x.offset_bytes, x.N, x.T),
+        )  # fmt: skip
+        first, end = self.slab(coarse, x.first_slot, x.slab_slots)
+        return SimpleNamespace(**vars(s), first=first, end=end)
+
+    @cute.jit
+    def slab(self, coarse, first_slot: Int32, slab_slots: Int32):
+        """Returns the first and the end slot of the slab, in slots of 64 tokens."""
+        first = varlen.finer_slot(coarse, first_slot, CHUNK)
+        return first, varlen.finer_slot(coarse, cutlass.min(first_slot + slab_slots, coarse.span), CHUNK)
 
     @cute.jit
     def chunk_values(self, x, s, slot: Int32):
-        n = slot // cute.ceil_div(s.T, CHUNK)
-        if s.offset_bytes > 0:
-            n = varlen.owner(s, slot)
+        n = varlen.sequence_of(s, slot)
         start, length, first, _ = varlen.extent(s, n)
         if n == 0:
             first = Int32(0)
@@ -158,10 +175,11 @@ class GradientsKernel:
     def step(self, x, s, slot, index, member):
         """Returns a step of a CTA: a chunk and value head. A whole warp calls it.
 
-        ``index``: query head. ``member``: index of the value head in its group. ``token``: the first one in B*T. ``valid``: tokens of
-        the chunk, 0 to 64.
+        ``slot``: index of the chunk in the slab. ``index``: query head. ``member``: index of the value head in its group. ``token``: the
+        first one in B*T. ``valid``: tokens of the chunk, 0 to 64; 0 behind the slab.
         """
-        token, valid = self.chunk_values(x, s, slot)
+        token, valid = self.chunk_values(x, s, cutlass.min(s.first + slot, s.span - 1))
+        valid = ptx.select(s.first + slot < s.end, valid, Int32(0))
         return SimpleNamespace(slot=slot, token=token, valid=valid, head=index * x.group + member)
 
     @cute.jit
@@ -176,9 +194,9 @@ class GradientsKernel:
                 slot, index = slot + 1, index - x.H
         return slot, index, member
 
-    def steps(self, x, s, cta):
+    def steps(self, x, cta):
         """Returns the number of steps of a CTA."""
-        return cute.ceil_div(s.span * x.H - cta, x.ctas) * x.group
+        return cute.ceil_div(x.slab_slots * (x.slot_tokens // CHUNK) * x.H - cta, x.ctas) * x.group
 
     @cute.jit
     def produce(self, x, shared, barriers, thread: Int32):
@@ -188,7 +206,7 @@ class GradientsKernel:
         s = self.sequences(x)
         phase, member = Int32(0), Int32(0)
         slot, index, stride = cta // x.H, cta % x.H, (x.ctas // x.H, x.ctas % x.H)
-        for _ in cutlass.range(self.steps(x, s, cta), unroll=1):
+        for _ in cutlass.range(self.steps(x, cta), unroll=1):
             step = self.step(x, s, slot, index, member)
             if step.valid > 0:
                 self.producer.load(x, base, barriers, thread, step, step.head, phase)
@@ -207,9 +225,9 @@ class GradientsKernel:
         token, valid, head = first.token, first.valid, first.head
         self.load_raw(x, raw, base, thread, token, valid, head)
         phase = Int32(0)
-        for _ in cutlass.range(self.steps(x, s, cta), unroll=1):
+        for _ in cutlass.range(self.steps(x, cta), unroll=1):
             next_slot, index, next_member = self.following(x, stride, slot, index, member)
-            after = self.step(x, s, cutlass.min(next_slot, s.span - 1), index, next_member)
+            after = self.step(x, s, next_slot, index, next_member)
             partials = x.partials + (Int64(slot) * x.HV + head) * (2 * HEAD_DIM * 4)
             if valid > 0:
                 self.gradients(

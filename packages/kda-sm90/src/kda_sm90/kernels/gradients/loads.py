@@ -20,12 +20,18 @@ class Producer:
         The copies belong to the generic proxy, and wgmma reads through the async proxy. So each thread waits for its copies and
         executes a proxy fence before it arrives. It waits for an operand's copies after it has requested the next operand.
         """
-        row = (chunk.token * x.HV + head) * ROW
+        index = Int64(chunk.token) * x.HV + head
+        row = index * ROW
         state = (Int64(chunk.slot) * x.HV + head) * (HEAD_DIM * ROW)
         pitch = Int64(x.HV) * ROW
         sources = {
             Operand.GRAD_O: (x.grad_o + row, pitch, CHUNK, chunk.valid),
-            Operand.RESIDUAL: (x.residual + row, pitch, CHUNK, chunk.valid),
+            Operand.RESIDUAL: (
+                x.residual + index * x.residual_row,
+                Int64(x.HV) * x.residual_row,
+                CHUNK,
+                chunk.valid,
+            ),
             Operand.GRAD_V: (x.grad_v + row, pitch, CHUNK, chunk.valid),
             Operand.STATE: (x.states + state, Int64(ROW), HEAD_DIM, Int32(HEAD_DIM)),
             Operand.GRAD_STATE: (x.grad_states + state, Int64(ROW), HEAD_DIM, Int32(HEAD_DIM)),
@@ -123,13 +129,13 @@ class Raw:
 def gate_offset(x, place, token, head, size):
     """Returns the byte offset of the first of the warp's gates in g or dg [B, T, HV, 128], elements of ``size`` bytes, and the bytes
     from a token to the next."""
-    first = Int64((token + place.block * BLOCK) * x.HV + head) * HEAD_DIM + (place.half * HALF + 2 * place.lane)
+    first = (Int64(token + place.block * BLOCK) * x.HV + head) * HEAD_DIM + (place.half * HALF + 2 * place.lane)
     return first * size, Int64(x.HV) * (HEAD_DIM * size)
 
 
 def row_offset(place, token, heads, head):
     """Returns the byte offset of the thread's first channel of a token in a bf16 tensor [B, T, heads, 128]."""
-    return (Int64(token * heads + head) * HEAD_DIM + place.half * HALF + 2 * place.quad) * 2
+    return ((Int64(token) * heads + head) * HEAD_DIM + place.half * HALF + 2 * place.quad) * 2
 
 
 def raw_beta(x, token, valid, head, row):
