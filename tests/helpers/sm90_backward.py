@@ -67,14 +67,14 @@ def gradients(
             saved = torch.full((slots, shape.HV, 128, 128), float("nan"), dtype=torch.bfloat16, device=device)
             residual = poison(x["v"]) if spacing == 64 else None
         o = poison(x["v"])
+        config = launch_config(shape, sms, None, spacing)
+        space = aligned(config.workspace_bytes, device)  # of the forward
         if device == "cpu":
-            reachable = [*tensors, grad_o, grad_final, *vars(found).values(), *workspace, saved, residual, o]
+            reachable = [*tensors, grad_o, grad_final, *vars(found).values(), *workspace, saved, residual, o, space]
             reachable = [y for y in reachable if y is not None and y.numel()]
             stack.enter_context(ptx_emulator.device(ARCH, tensors=reachable, races=("shared",)))
         if spacing:
-            forward = make_launch(shape, launch_config(shape, sms, None, spacing), spacing)
-            forward(inputs, KdaOutputs(o, None, None, workspace.chains, saved, residual))
-            workspace.chains.fill_(0xFF)
+            make_launch(shape, config, spacing)(inputs, KdaOutputs(o, None, None, space, saved, residual))
         launch.run(inputs, grad_o, grad_final, found, workspace, saved, residual)
         if device == "cuda":
             torch.cuda.synchronize()
