@@ -11,7 +11,7 @@ from helpers.saving_backend import SAVING, install_saving
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kda_core import chunk_kda, explain, use_backend
+from kda_core import backends, chunk_kda, explain, use_backend
 from kda_core.arguments import Arguments, checked
 from kda_core.contract import Feature, saved_slots
 from kda_core.registry import record_calls
@@ -195,8 +195,10 @@ def test_inference_saves_nothing(saving):
 
 
 def test_a_call_without_tokens_has_nothing_saved(saving):
-    _, (grad,) = step(small(T=0))
-    assert grad.shape == (1, 0, 2, 8) and saving.given[0][1] is None
+    state = torch.ones(1, 2, 8, 8)
+    _, grads = step(small(T=0, grad=("v", "initial_state"), initial_state=state))
+    assert grads[0].shape == (1, 0, 2, 8) and torch.equal(grads[1], state)
+    assert saving.given[0][1] is None
 
 
 OLD = SAVING.replace(
@@ -214,6 +216,16 @@ def test_a_backend_of_abi_2_1_gets_neither_saved_states_nor_missing_gradients(in
     assert ran(calls) == [("old", "chunk_fwd"), ("old", "chunk_bwd")]
     ((_, _, _, names),) = fake_old_backend.Backend.given
     assert names == ["q", "k", "v", "g", "beta", "A_log", "dt_bias"]
+
+
+def test_a_backend_that_declares_saved_states_must_take_them(install):
+    install("old", backend=OLD)
+    (info,) = (i for i in backends() if i.name == "old")
+    assert info.status == "broken"
+    assert (
+        "Backend.chunk_bwd_into has no saved_states, residual, but the spec declares saved_states"
+        in info.reason
+    )
 
 
 def test_gradients_of_parameters_that_nobody_needs_are_not_asked_for(saving):
@@ -257,6 +269,19 @@ def test_nothing_is_saved_for_a_backward_that_recomputes(install):
         step(small(), disable_recompute=True)
     assert ran(calls) == [("first", "chunk_fwd"), ("reference", "chunk_bwd")]
     assert [saves for _, saves in first.forwards] == [False]
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["default", "disable_recompute"])
+def test_functional_gradients_of_a_batch_save_states(saving, dense):
+    x = small(grad=())
+    batch = torch.stack([x["v"], 2 * x["v"]])
+    loss = lambda v: chunk_kda(**(x | {"v": v}), disable_recompute=dense)[0].float().square().sum()
+    want = torch.stack([torch.func.grad(loss)(v) for v in batch])
+    with record_calls() as calls:
+        assert torch.equal(torch.func.vmap(torch.func.grad(loss))(batch), want)
+    assert ran(calls) == 2 * [("saving", "chunk_fwd")] + 2 * [("saving", "chunk_bwd")]
+    for one, of_batch in zip(saving.given[:2], saving.given[2:], strict=True):
+        assert torch.equal(one[1], of_batch[1]) and (one[2] is None) == (of_batch[2] is None) == (not dense)
 
 
 # ---- compiled graphs
@@ -315,9 +340,11 @@ def test_a_graph_that_was_traced_without_saved_states_recomputes(saving):
     assert saving.forwards[-1][1] is False and saving.given[-1][1] is None
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["automatic", "named"])
-@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
-@pytest.mark.parametrize("dense", [False, True], ids=["default", "disable_recompute"])
+@pytest.mark.parametrize(
+    ("named", "packed", "dense"),
+    [(False, False, False), (False, True, True), (True, True, False)],
+    ids=["default", "packed-disable_recompute", "named-packed"],
+)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.15's own
 def test_opcheck_of_both_operators(saving, named, packed, dense):
     cu = torch.tensor([0, 3, 70]) if packed else None

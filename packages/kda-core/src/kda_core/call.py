@@ -196,11 +196,9 @@ def of_shape(shape: ProblemShape, choices: Choices, mode: str) -> ResolvedCall:
         PlannerError: the installed planner is broken, or no planner is active for the plan.
     """
     choice, backward = choices
-    received = shape
-    if (
-        backward is not None and backward.spec != choice.spec
-    ):  # then the backend of the forward may have no backward
-        received = _interned(forward_alone(shape))
+    is_split = backward is not None and backward.spec != choice.spec
+    # a backend that has not the backward of the call may have none at all
+    received = _interned(forward_alone(shape)) if is_split else shape
     if shape.options.recurrent:
         return ResolvedCall(received, choice, backward, "recurrent_fwd", 0, None, None)
     planner, plan = _planner(shape.options, mode)

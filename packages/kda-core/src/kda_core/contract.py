@@ -45,7 +45,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes of q, k, v and o."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-"""Dtypes of q, k and v for which states in bf16 are precise enough to be saved for the backward."""
+"""The 16-bit dtypes. States are saved in bf16 for the backward only if q, k and v have one of them."""
 SAVED_SPACING = 512
 """Tokens between the states that a forward saves for the backward."""
 SAVED_SPACING_DENSE = 64

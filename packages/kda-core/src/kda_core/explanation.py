@@ -78,20 +78,17 @@ class Explanation:
             f"call      B={s.B} T={s.T} H={s.H} HV={s.HV} K={s.K} V={s.V} N={s.N} {str(s.dtype)[6:]} on {where}",
             f"needs     {', '.join(sorted(f.value for f in s.features)) or 'nothing special'}",
             f"backend   {self.backend or 'none'} (choice: {self.rule})",
-            *(
-                []
-                if self.backward is None
-                else [f"backward  {self.backward}, saved {self.saved_bytes} bytes"]
-            ),
             f"plan      {self.plan}",
             f"workspace {self.workspace_bytes} bytes",
         ]
+        if self.backward is not None:
+            lines.insert(3, f"backward  {self.backward}, saved {self.saved_bytes} bytes")
         if self.error is not None:  # it contains the refusals
             return "\n".join([*lines, f"error     {self.error}"])
-        refused = (
-            (f"{r.name}, the backward" if r.name == self.backend else r.name, r.reason) for r in self.refusals
-        )
-        return "\n".join([*lines, *(f"refused   {name}: {reason}" for name, reason in refused)])
+        for r in self.refusals:
+            of = ", the backward" if r.name == self.backend else ""
+            lines.append(f"refused   {r.name}{of}: {r.reason}")
+        return "\n".join(lines)
 
 
 def backends(refresh: bool = False) -> BackendTable:

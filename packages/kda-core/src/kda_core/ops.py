@@ -205,7 +205,9 @@ def _chunk_bwd(
         grads = _gradients(call.choice, inputs, ready, kept, names)
     registry.notify(call.choice.spec.name, "chunk_bwd", call.shape.device_type)
     return tuple(
-        grad_o.new_empty(0) if name not in names else getattr(grads, name).reshape(x.shape).to(x.dtype)
+        grad_o.new_empty(0)
+        if x is None or name not in names
+        else getattr(grads, name).reshape(x.shape).to(x.dtype)
         for name, x in zip(FLOAT_TENSORS, args.tensors)
     )
 

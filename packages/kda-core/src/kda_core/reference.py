@@ -61,7 +61,10 @@ SPEC = BackendSpec(
 
 
 class ReferenceBackend:
-    """The backend; see the module's docstring. Stateless, hence thread-safe."""
+    """The backend; see the module's docstring. Stateless, hence thread-safe.
+
+    Its forward can save states for another backend. Its own backward reads none, so that gradients are as accurate as fp32 allows.
+    """
 
     def can_run(self, shape: ProblemShape) -> str | None:
         """Returns None: every call is served."""
@@ -89,8 +92,7 @@ class ReferenceBackend:
         return outputs
 
     def chunk_bwd(self, inputs: KdaInputs, grad_o: Tensor, grad_final_state: Tensor | None) -> KdaGradients:
-        """Recomputes the forward under autograd, slab by slab, so that memory stays bounded. It reads no saved states, so that
-        gradients are as accurate as fp32 allows."""
+        """Recomputes the forward under autograd, slab by slab, so that memory stays bounded."""
         with torch.enable_grad(), torch.autocast(inputs.q.device.type, enabled=False):
             x, leaves = _as_leaves(inputs)
             (group,) = _groups(x, pinned=False)
@@ -98,10 +100,7 @@ class ReferenceBackend:
             total = (o * grad_o.to(o.dtype)).sum()
             if grad_final_state is not None:
                 total = total + (state * grad_final_state.to(state.dtype)).sum()
-            # a call without tokens and states has a constant result
-            depends = total.requires_grad
-            grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if depends else ()
-        grads = grads or (None,) * len(leaves)
+            grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         found = {n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), grads)}
         gradients: dict[str, Any] = {n: found.get(n) for n in FLOAT_TENSORS}
         return KdaGradients(**gradients)
