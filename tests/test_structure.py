@@ -129,8 +129,9 @@ def test_only_one_module_uses_private_names_of_torch():
 
 def test_arguments_are_the_tensors_the_options_and_the_choice():
     options = {f: KdaOptions.__dataclass_fields__[f].default for f in KdaOptions.__dataclass_fields__}
-    assert Arguments._fields == (*Tensors._fields, *options, "backend", "context_parallel")
-    defaults = Tensors._field_defaults | options | {"backend": None, "context_parallel": "auto"}
+    assert Arguments._fields == (*Tensors._fields, *options, "backend", "context_parallel", "saves")
+    choice = {"backend": None, "context_parallel": "auto", "saves": False}
+    defaults = Tensors._field_defaults | options | choice
     assert Arguments._field_defaults == defaults
     assert (*Tensors._fields, "shape") == tuple(KdaInputs.__dataclass_fields__)
     types = {name: str(field.type) for name, field in KdaOptions.__dataclass_fields__.items()}
@@ -147,11 +148,11 @@ def test_public_functions_pass_arguments_in_the_order_of_the_fields():
     ]
     assert len(made) == 2
     fixed = (
-        {"needs_backward": False, "recurrent": False},
+        {"needs_backward": False, "recurrent": False, "saves": False},
         {
             "cu_seqlens_cpu": None, "safe_gate": False, "disable_recompute": False,
             "return_intermediate_states": False, "use_graph": False, "max_num_seqs": None, "chunk_size": 64,
-            "pin": False, "needs_backward": False, "recurrent": True, "context_parallel": "off",
+            "pin": False, "needs_backward": False, "recurrent": True, "context_parallel": "off", "saves": False,
         },
     )  # fmt: skip
     for values, constants in zip(made, fixed, strict=True):

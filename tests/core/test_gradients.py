@@ -1,4 +1,4 @@
-"""Derivatives: the backend that runs the backward, the results of torch.func, and the derivatives that are refused."""
+"""Derivatives: the backends that run forward and backward, the results of torch.func, and the derivatives that are refused."""
 
 import threading
 
@@ -8,7 +8,8 @@ from helpers.inputs import call, replaced
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from kda_core import chunk_kda, use_backend
+from kda_core import chunk_kda, explain, use_backend
+from kda_core.contract import Feature
 from kda_core.errors import (
     ArgumentError,
     BackendError,
@@ -119,6 +120,122 @@ def test_a_recomputation_on_another_backend_is_refused(two):
     with use_backend("named"):
         o = checkpoint(lambda v: f(2 * v), V.clone().requires_grad_(), use_reentrant=False)
     with pytest.raises(BackendError, match="ran on backend 'named', but its recomputation .* on 'usual'"):
+        o.sum().backward()
+
+
+# ---- forward and backward on two backends
+
+
+ALL = {f.value for f in Feature}
+
+
+@pytest.fixture
+def split(install):
+    """`fast` has the highest priority and no backward; of two with a backward, `better` comes first."""
+    install("fast", priority=3, features=ALL - {"backward"})
+    install("better", priority=2)
+    install("worse", priority=1)
+    torch._dynamo.reset()
+
+
+SPLIT = [("fast", "chunk_fwd"), ("better", "chunk_bwd")]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_fastest_forward_and_the_best_backward_serve_a_call(split, compiled):
+    function = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
+    v = V.clone().requires_grad_()
+    with record_calls() as calls:
+        function(v).backward()
+    assert ran(calls) == SPLIT
+    want = V.clone().requires_grad_()
+    f(want, backend="reference").square().sum().backward()
+    assert torch.equal(v.grad, want.grad)
+    with torch.no_grad(), record_calls() as calls:
+        function(v)
+    assert ran(calls) == SPLIT[:1]
+
+
+def test_the_forward_of_a_backend_without_a_backward_looks_like_inference(install):
+    body = "def chunk_fwd(self, i, o):\n    assert not i.options.needs_backward\n    return super().chunk_fwd(i, o)\n"
+    for method in ("can_run", "workspace_bytes"):
+        result = {"can_run": "None", "workspace_bytes": "0"}[method]
+        body += (
+            f"def {method}(self, shape):\n    assert not shape.options.needs_backward\n    return {result}\n"
+        )
+    source = "from kda_core.reference import ReferenceBackend\nclass Backend(ReferenceBackend):\n"
+    source += "".join(f"    {line}\n" for line in body.splitlines())
+    install("strict", priority=1, features=ALL - {"backward"}, backend=source)
+    with record_calls() as calls:
+        loss(V.clone().requires_grad_()).backward()
+    assert ran(calls) == [("strict", "chunk_fwd"), ("reference", "chunk_bwd")]
+
+
+def test_a_backward_that_refuses_the_shape_leaves_its_forward(install):
+    source = (
+        "from kda_core.reference import ReferenceBackend\nclass Backend(ReferenceBackend):\n"
+        "    def can_run(self, shape):\n        return 'T is odd' if shape.options.needs_backward and shape.T % 2 else None\n"
+    )
+    install("even", priority=1, backend=source)
+    for T, backward in ((20, "even"), (19, "reference")):
+        x = call(T=T)
+        x["v"].requires_grad_()
+        with record_calls() as calls:
+            chunk_kda(**x)[0].sum().backward()
+        assert ran(calls) == [("even", "chunk_fwd"), (backward, "chunk_bwd")]
+    assert "refused   even, the backward: unsupported: T is odd" in str(explain(**x))
+
+
+@pytest.mark.parametrize("how", ["argument", "block", "environment"])
+def test_a_named_backend_serves_both_or_the_call_fails(split, monkeypatch, how):
+    def run(name):
+        v = V.clone().requires_grad_()
+        if how == "argument":
+            return f(v, backend=name).sum()
+        if how == "block":
+            with use_backend(name):
+                return f(v).sum()
+        monkeypatch.setenv("KDA_BACKEND", name)
+        return f(v).sum()
+
+    with record_calls() as calls:
+        run("worse").backward()
+    assert ran(calls) == forward_and_backward("worse")
+    with pytest.raises(BackendError, match="unsupported: backward") as caught:
+        run("fast")
+    assert "v requires grad; without gradients (torch.no_grad(), detach()) fast serves this call" in str(
+        caught.value
+    )
+
+
+def test_a_list_of_backends_gives_each_direction_its_first(split, monkeypatch):
+    for order, want in (("worse,fast,better", forward_and_backward("worse")), ("fast,better,worse", SPLIT)):
+        monkeypatch.setenv("KDA_BACKEND", order)
+        with record_calls() as calls:
+            loss(V.clone().requires_grad_()).backward()
+        assert ran(calls) == want
+
+
+def test_explain_names_both_backends(split):
+    x = replaced(X, v=V.clone().requires_grad_())
+    found = explain(**x)
+    assert (found.backend, found.backward, found.error) == ("fast", "better", None)
+    assert explain(found.shape).backward == "better" and explain(**X).backward is None
+    text = str(found)
+    assert "backend   fast (choice: automatic)\nbackward  better, saved 0 bytes\n" in text
+    assert "refused   fast, the backward: unsupported: backward" in text
+    assert explain(**x, backend="worse").backward == "worse"
+    refused = explain(**x, backend="fast")
+    assert (refused.backend, refused.backward) == (None, None) and "unsupported: backward" in refused.error
+
+
+def test_a_recomputation_with_another_backward_is_refused(split, monkeypatch):
+    monkeypatch.setenv("KDA_BACKEND", "fast,better")
+    o = checkpoint(lambda v: f(2 * v), V.clone().requires_grad_(), use_reentrant=False)
+    monkeypatch.setenv("KDA_BACKEND", "fast,worse")
+    with pytest.raises(
+        BackendError, match=r"'fast' \(its backward on 'better'\), but its recomputation .* on 'fast' \("
+    ):
         o.sum().backward()
 
 

@@ -249,7 +249,7 @@ def test_a_backend_never_receives_a_call_that_needs_an_undeclared_feature(instal
     x["q"].requires_grad_()
     with record_calls() as calls:
         chunk_kda(**x)[0].sum().backward()
-    assert [c.backend for c in calls] == ["reference", "reference"]
+    assert [(c.backend, c.entry) for c in calls] == [("no-backward", "chunk_fwd"), ("reference", "chunk_bwd")]
     with pytest.raises(BackendUnsupportedError, match="backward.*reference"):
         chunk_kda(**x, backend="no-backward")
 

@@ -76,9 +76,9 @@ def chunk_kda(
 
         S *= exp(g_t)[:, None];  S += (beta_t k_t) (v_t - k_t^T S);  o_t = scale * q_t^T S
 
-    The same call returns the same bits on every run. Inputs that are not contiguous are copied. If the chosen backend has a backward,
-    every floating-point input has a gradient, and the backward runs on the same backend; otherwise inputs that require grad are
-    refused. Forward-mode AD and second derivatives raise a `DerivativeError`.
+    The same call returns the same bits on every run. Inputs that are not contiguous are copied. If a backend with a backward serves the
+    call, every floating-point input has a gradient; otherwise inputs that require grad are refused. Forward and backward may run on two
+    backends. Forward-mode AD and second derivatives raise a `DerivativeError`.
 
     Args:
         q, k: [B, T, H, K], bf16, fp16, fp32 or fp64 (a backend may take fewer). Query/key head of value head i:
@@ -101,8 +101,9 @@ def chunk_kda(
             ``KDA_CHECK=1`` detects. With `use_gate_in_kernel` it requires `lower_bound` in [-5, 0), which guarantees it.
         lower_bound: a number below 0, see `use_gate_in_kernel`. With a precomputed g it needs `safe_gate` and is part of that
             promise: every g lies in [lower_bound, 0]. A value below -5 is too weak a promise and has no effect.
-        disable_recompute: FLA's request to keep intermediates for the backward. It never changes results. At present every
-            backend recomputes.
+        disable_recompute: keep more for the backward, so that it computes less: of a bf16 or fp16 call the state before every 64
+            tokens instead of every 512, and the residual of every token; `explain(...).saved_bytes` is the memory. Backends that do not
+            offer that recompute. It changes no bit of the outputs.
         return_intermediate_states: also return h, the states at the start of every chunk of `chunk_size` tokens; not
             differentiable. A packed call needs `cu_seqlens_cpu` (or CPU cu_seqlens, or `use_graph`), because the shape of h
             contains the number of chunks.
@@ -120,8 +121,8 @@ def chunk_kda(
         dt_bias: [HV*K] or [HV, K], as A_log.
         chunk_size: 64 or 32, the spacing of h. Kernels choose their own chunk.
         transpose_state_layout: deprecated name of `state_v_first`.
-        backend: name of the backend that must serve the call, without fallback. None: the one of `use_backend`, then of
-            ``KDA_BACKEND``, then the best eligible one.
+        backend: name of the backend that must serve the call, forward and backward, without fallback. None: the one of
+            `use_backend`, then of ``KDA_BACKEND``, then the best eligible one for each direction.
         context_parallel: "auto" (a planner may split long sequences), "off", or a plan of a planner.
         out: tensors to write: o, (o, final_state) or (o, final_state, h), with None for outputs that the call does not ask for;
             contiguous, not overlapping the inputs. Not differentiable.
@@ -153,7 +154,7 @@ def chunk_kda(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, scale, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
         lower_bound, disable_recompute, return_intermediate_states, state_v_first, use_graph, max_num_seqs, chunk_size,
-        pin, False, False, backend, context_parallel,
+        pin, False, False, backend, context_parallel, False,
     ))  # fmt: skip
     given = None if out is None and workspace is None else given_outputs(out, workspace)
     o, state, h = run(args, given)
@@ -205,7 +206,7 @@ def fused_recurrent_kda(
     args = _new(Arguments, (
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None, scale, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False,
-        lower_bound, False, False, state_v_first, False, None, 64, False, False, True, backend, "off",
+        lower_bound, False, False, state_v_first, False, None, 64, False, False, True, backend, "off", False,
     ))  # fmt: skip
     o, state, _ = run(args)
     return o, state if output_final_state else None

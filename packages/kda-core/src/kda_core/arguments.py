@@ -25,11 +25,13 @@ from kda_core.validate import OUTPUT_ARGUMENTS, check_layout
 
 class Arguments(NamedTuple):
     """The arguments of one call: the fields of `Tensors`, then those of `KdaOptions`, then the choice of a backend and of
-    context parallelism. Values are as the caller passed them until `checked` has converted them.
+    context parallelism, then what autograd asks for. Values are as the caller passed them until `checked` has converted them.
 
     Attributes:
         backend: name of a backend, or None.
         context_parallel: "auto", "off", or a planner's plan, which `checked` converts to its JSON text.
+        saves: whether the operator returns saved states for the backward. No caller sets it: `kda_core.gradients` does, from
+            `kda_core.call.may_save`.
     """
 
     q: Tensor
@@ -61,6 +63,7 @@ class Arguments(NamedTuple):
     recurrent: bool = False
     backend: str | None = None
     context_parallel: str = "auto"
+    saves: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

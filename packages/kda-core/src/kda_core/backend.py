@@ -64,7 +64,8 @@ class BackendSpec:
             return ", ".join(missing)
         if self.dtypes is not None and (name := dtype_name(shape.dtype)) not in self.dtypes:
             return f"dtype {name}; serves {', '.join(sorted(self.dtypes))}"
-        if self.head_dims is not None and (shape.K, shape.V) not in self.head_dims:
+        # not `in`, because the sizes of a trace have no hash
+        if self.head_dims is not None and not any(shape.K == K and shape.V == V for K, V in self.head_dims):
             served = ", ".join(f"K={K}, V={V}" for K, V in sorted(self.head_dims))
             return f"head dimensions K={shape.K}, V={shape.V}; serves {served}"
         return None
@@ -128,8 +129,41 @@ class SupportsBackwardInto(Protocol):
             grad_o: [B, T, HV, V], dtype of q, contiguous and aligned to `kda_core.contract.ALIGNMENT`.
             grad_final_state: like the final states, or None for zeros.
             gradients: written, for every token that belongs to a sequence; shapes and dtypes of `inputs`. Rows of other tokens are
-                zero already and must stay zero.
+                zero already and must stay zero. For a spec of ABI 2.2 or newer, those of A_log, dt_bias and initial_state are None
+                where nobody needs them.
             workspace: [`backward_workspace_bytes`] uint8, written.
+        """
+        ...
+
+
+class SupportsSavedStates(SupportsBackwardInto, Protocol):
+    """Optional; requires `Feature.SAVED_STATES`. The forward saves states, so that the backward computes less. Since ABI 2.2.
+
+    `Backend.chunk_fwd` fills `KdaOutputs.saved_states` and `KdaOutputs.residual` where they are given, also if `needs_backward` is
+    not set, because another backend may have the backward. `Backend.workspace_bytes` suffices in either case.
+
+    What is saved are values of the recurrence, which do not depend on how a backend computes them. So the backward of any backend
+    takes what the forward of any other has saved. A backend may declare the feature without having a backward, and the feature says
+    nothing about a backward in the form of `SupportsBackward`, which recomputes.
+    """
+
+    def chunk_bwd_into(
+        self,
+        inputs: KdaInputs,
+        grad_o: Tensor,
+        grad_final_state: Tensor | None,
+        gradients: KdaGradients,
+        workspace: Tensor,
+        saved_states: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        """`SupportsBackwardInto.chunk_bwd_into`, which may also read what the forward has saved.
+
+        `backward_workspace_bytes` suffices whether or not something was saved; it knows `disable_recompute`.
+
+        Args:
+            saved_states: `KdaOutputs.saved_states`, or None if nothing was saved; states then follow from `initial_state`.
+            residual: `KdaOutputs.residual`, None unless `saved_states` is given and `disable_recompute` is set.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from kda_core.contract import (
     ALIGNMENT,
     FLOAT_TENSORS,
+    HALF_DTYPES,
     KdaGradients,
     KdaInputs,
     KdaOutputs,
@@ -20,7 +21,7 @@ from kda_core.contract import (
     intermediate_states_shape,
     unchecked,
 )
-from kda_core.validate import HALF_DTYPES, check_layout
+from kda_core.validate import check_layout
 
 
 class GivenOutputs(NamedTuple):
@@ -76,13 +77,26 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.is_contiguous() and not (x.data_ptr() or 1) % ALIGNMENT else _copied(x, True)
 
 
-def allocate_gradients(inputs: KdaInputs) -> KdaGradients:
-    """Returns uninitialised gradients of the floating-point inputs, with their shapes and dtypes. They are zeros if tokens may
-    belong to no sequence (`ProblemShape.may_end_early`)."""
+def allocate_gradients(inputs: KdaInputs, names: Collection[str] = FLOAT_TENSORS) -> KdaGradients:
+    """Returns uninitialised gradients of the floating-point inputs `names`, with their shapes and dtypes, and None for others.
+    They are zeros if tokens may belong to no sequence (`ProblemShape.may_end_early`)."""
     new = torch.zeros_like if inputs.shape.may_end_early else torch.empty_like
-    tensors = {name: getattr(inputs, name) for name in FLOAT_TENSORS}
+    tensors = {name: getattr(inputs, name) if name in names else None for name in FLOAT_TENSORS}
     gradients: dict[str, Any] = {name: None if x is None else new(x) for name, x in tensors.items()}
     return KdaGradients(**gradients)
+
+
+def allocate_workspace(size: int, like: Tensor) -> Tensor:
+    """Returns `size` bytes of uninitialised scratch memory, on the device of `like`."""
+    return like.new_empty(size, dtype=torch.uint8)
+
+
+def allocate_saved(shape: ProblemShape, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns uninitialised `KdaOutputs.saved_states` and `KdaOutputs.residual`, on the device of `like`."""
+    states = like.new_empty(shape.saved_states_shape, dtype=torch.bfloat16)
+    if not shape.options.disable_recompute:
+        return states, None
+    return states, like.new_empty((shape.B, shape.T, shape.HV, shape.V), dtype=torch.bfloat16)
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -97,7 +111,7 @@ def _copied(x: Tensor, align: bool) -> Tensor:
 
 
 def allocate_outputs(
-    inputs: KdaInputs, workspace_bytes: int = 0, given: GivenOutputs = NOTHING_GIVEN
+    inputs: KdaInputs, workspace_bytes: int = 0, given: GivenOutputs = NOTHING_GIVEN, *, saves: bool = False
 ) -> KdaOutputs:
     """Returns the outputs of a call: the `given` tensors, and uninitialised ones for what else the call asks for.
 
@@ -105,6 +119,7 @@ def allocate_outputs(
 
     Args:
         workspace_bytes: size of the workspace; 0 for none.
+        saves: whether the backend is to save states for the backward.
 
     Raises:
         ArgumentError: as `kda_core.contract.intermediate_states_count`.
@@ -121,6 +136,10 @@ def allocate_outputs(
         wanted = intermediate_states_shape(s, intermediate_states_count(inputs))
         h = inputs.q.new_empty(wanted, dtype=torch.bfloat16)
     if workspace is None and workspace_bytes:
-        workspace = inputs.q.new_empty(workspace_bytes, dtype=torch.uint8)
-    values = {"o": o, "final_state": state, "intermediate_states": h, "workspace": workspace}
+        workspace = allocate_workspace(workspace_bytes, inputs.q)
+    saved, residual = allocate_saved(s, inputs.q) if saves else (None, None)
+    values = {
+        "o": o, "final_state": state, "intermediate_states": h, "workspace": workspace,
+        "saved_states": saved, "residual": residual,
+    }  # fmt: skip
     return unchecked(KdaOutputs, values)

@@ -11,16 +11,16 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kda_core import contents, env, install, registry
 from kda_core.arguments import N_TENSORS, Arguments
-from kda_core.backend import Plan, Planner
+from kda_core.backend import Plan, Planner, SupportsBackwardInto
 from kda_core.buffers import GivenOutputs, allocate_outputs, make_inputs
-from kda_core.contract import KdaInputs, KdaOptions, KdaOutputs, ProblemShape
+from kda_core.contract import HALF_DTYPES, Feature, KdaInputs, KdaOptions, KdaOutputs, ProblemShape
 from kda_core.discovery import FAILURES
 from kda_core.errors import (
     BackendContractError,
@@ -44,22 +44,26 @@ class ResolvedCall:
     """What the metadata of a call, its options and the rules of choice decide. It holds no tensor.
 
     Attributes:
-        shape: the validated metadata.
-        choice: the backend, and the rule that chose it.
+        shape: the validated metadata, as the backend of the forward receives it.
+        choice: the backend of the forward, and the rule that chose it.
+        backward: the same of the backward; None if the call needs none.
         entry: name of the backend's method that computes the call.
         workspace_bytes: scratch memory of a direct call; `needed_workspace` returns that of a plan.
         planner: name and object of the planner to ask for a plan, or None.
         plan: JSON text of the plan that the caller passed; None if the planner makes one.
+        saves: whether the forward can save states that the backward then reads.
         checks_contents: whether the values of the inputs are checked before each run (``KDA_CHECK``).
         number: unique in the process; key of the planner's cached answers.
     """
 
     shape: ProblemShape
     choice: registry.Choice
+    backward: registry.Choice | None
     entry: str
     workspace_bytes: int
     planner: tuple[str, Planner] | None
     plan: str | None
+    saves: bool = False
     checks_contents: bool = False
     number: int = field(default_factory=lambda: next(_numbers), compare=False, repr=False)
 
@@ -95,7 +99,7 @@ def look_up(args: Arguments) -> tuple[Key | None, ResolvedCall | None]:
         tensors = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in args[:N_TENSORS]])  # type: ignore[union-attr]
     except RuntimeError:  # a nested tensor has no shape
         return None, None
-    values = args[N_TENSORS:]
+    values = args[N_TENSORS:-1]  # `saves` decides nothing here
     key = (_environment(args), tensors, values, tuple(map(type, values)))
     try:
         return key, CALLS.get(key)
@@ -134,14 +138,28 @@ def resolve(args: Arguments, key: Key | None) -> ResolvedCall:
     return call
 
 
+def resolved(args: Arguments) -> ResolvedCall:
+    """Returns the cached result of `resolve`, or a new one."""
+    key, call = look_up(args)
+    return resolve(args, key) if call is None else call
+
+
 @functools.lru_cache(maxsize=MAX_CALLS)
 def _interned(shape: ProblemShape) -> ProblemShape:
     """Returns one object for all equal shapes, so that the caches of backends hit by identity."""
     return shape
 
 
-def choose(shape: ProblemShape, backend: str | None, requiring: Sequence[str] = ()) -> registry.Choice:
-    """Returns `Registry.resolve`. If a backend would serve the call without gradients, the error says so.
+class Choices(NamedTuple):
+    """The backends of a call: that of the forward, and that of the backward, which is None if the call needs none."""
+
+    forward: registry.Choice
+    backward: registry.Choice | None
+
+
+def choose(shape: ProblemShape, backend: str | None, requiring: Sequence[str] = ()) -> Choices:
+    """Returns `Registry.resolve` for the backward, which only a backend with that feature has, and for the forward alone. If a
+    backend would serve the call without gradients, the error says so.
 
     Args:
         requiring: names of the inputs that require grad, for that message.
@@ -149,32 +167,75 @@ def choose(shape: ProblemShape, backend: str | None, requiring: Sequence[str] = 
     Raises:
         BackendError: as `Registry.resolve`.
     """
+    resolve = registry.REGISTRY.resolve
+    if not shape.options.needs_backward:
+        return Choices(resolve(shape, backend), None)
     try:
-        return registry.REGISTRY.resolve(shape, backend)
+        backward = resolve(shape, backend)
     except (BackendUnsupportedError, NoEligibleBackendError) as error:
-        if not shape.options.needs_backward:
-            raise
         try:
-            options = replace(shape.options, needs_backward=False)
-            served = registry.REGISTRY.resolve(replace(shape, options=options), backend).spec.name
+            served = resolve(forward_alone(shape), backend).spec.name
         except KdaError:
             raise error from None
         who = f"{', '.join(requiring) or 'an input'} requires grad"
         hint = f"{who}; without gradients (torch.no_grad(), detach()) {served} serves this call"
         raise type(error)(f"{error}\n  {hint}") from None
+    return Choices(resolve(forward_alone(shape), backend), backward)
 
 
-def of_shape(shape: ProblemShape, choice: registry.Choice, mode: str) -> ResolvedCall:
-    """Returns the call of this shape on a chosen backend; `mode` is "off", "auto", or a planner's plan as JSON text.
+def forward_alone(shape: ProblemShape) -> ProblemShape:
+    """Returns the shape of the same call without a backward."""
+    return replace(shape, options=replace(shape.options, needs_backward=False))
+
+
+def of_shape(shape: ProblemShape, choices: Choices, mode: str) -> ResolvedCall:
+    """Returns the call of this shape on chosen backends; `mode` is "off", "auto", or a planner's plan as JSON text.
 
     Raises:
         BackendContractError: the backend's workspace size is not a number of bytes.
         PlannerError: the installed planner is broken, or no planner is active for the plan.
     """
+    choice, backward = choices
+    is_split = backward is not None and backward.spec != choice.spec
+    # a backend that has not the backward of the call may have none at all
+    received = _interned(forward_alone(shape)) if is_split else shape
     if shape.options.recurrent:
-        return ResolvedCall(shape, choice, "recurrent_fwd", 0, None, None)
+        return ResolvedCall(received, choice, backward, "recurrent_fwd", 0, None, None)
     planner, plan = _planner(shape.options, mode)
-    return ResolvedCall(shape, choice, "chunk_fwd", _workspace_bytes(shape, choice), planner, plan)
+    saves = planner is None and _offer_saved_states(choices, shape)
+    size = _workspace_bytes(received, choice)
+    return ResolvedCall(received, choice, backward, "chunk_fwd", size, planner, plan, saves)
+
+
+def _offer_saved_states(choices: Choices, shape: ProblemShape) -> bool:
+    """Returns whether the forward of a call can save states that its backward then reads."""
+    forward, backward = choices
+    return (
+        backward is not None
+        and shape.dtype in HALF_DTYPES
+        and not shape.options.recurrent
+        and all(Feature.SAVED_STATES.value in spec.features for spec in (forward.spec, backward.spec))
+        and isinstance(backward.backend, SupportsBackwardInto)
+    )
+
+
+def may_save(args: Arguments) -> bool:
+    """Returns whether the forward is to save states for the backward; False if the call is going to fail.
+
+    A trace asks too, and may not know the sizes. The answer becomes an argument of the operator, so its outputs have the shapes of the
+    trace whichever backends serve the call when it runs.
+    """
+    try:
+        key, call = look_up(args)
+        if call is not None:
+            return call.saves
+        shape = problem_shape(*args.tensors, options=args.options)  # type: ignore[arg-type]
+        if shape.is_concrete:
+            return resolve(args, key).saves
+        given_plan = args.context_parallel not in ("auto", "off")
+        return not given_plan and _offer_saved_states(choose(shape, args.backend), shape)
+    except KdaError:
+        return False
 
 
 def _workspace_bytes(shape: ProblemShape, choice: registry.Choice) -> int:
@@ -218,13 +279,18 @@ def _planner(options: KdaOptions, mode: str) -> tuple[tuple[str, Planner] | None
 
 
 def execute(
-    call: ResolvedCall, tensors: Sequence[Tensor | None], given: GivenOutputs | None = None
+    call: ResolvedCall,
+    tensors: Sequence[Tensor | None],
+    given: GivenOutputs | None = None,
+    *,
+    saves: bool = False,
 ) -> KdaOutputs:
     """Runs one call and returns its outputs.
 
     Args:
         tensors: `Arguments.tensors`.
         given: the tensors that the caller passed to be written.
+        saves: whether the backend is to save states for the backward.
 
     Raises:
         KdaError: contents of cu_seqlens that the host knows, or `given`, are invalid; or the backend violated the ABI.
@@ -238,7 +304,7 @@ def execute(
     plan = None if call.planner is None else ask_planner(call, inputs, lengths)
     needed = call.workspace_bytes if plan is None else needed_workspace(call, plan, inputs)
     if given is None:
-        outputs = allocate_outputs(inputs, needed)
+        outputs = allocate_outputs(inputs, needed, saves=saves)
     else:
         plan, needed = fitting(call, plan, needed, given.workspace)
         outputs = allocate_outputs(inputs, needed, given)

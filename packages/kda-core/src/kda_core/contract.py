@@ -18,9 +18,11 @@ checks values (``KDA_CHECK=1``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -42,6 +44,12 @@ FP32_MAX = torch.finfo(torch.float32).max
 """The largest scale and the largest magnitude of lower_bound: larger ones are infinite in the kernels."""
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes of q, k, v and o."""
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+"""The 16-bit dtypes. States are saved in bf16 for the backward only if q, k and v have one of them."""
+SAVED_SPACING = 512
+"""Tokens between the states that a forward saves for the backward."""
+SAVED_SPACING_DENSE = 64
+"""The same with `disable_recompute`."""
 
 _Frozen = TypeVar("_Frozen")
 _Value = TypeVar("_Value")
@@ -78,6 +86,11 @@ class Feature(str, Enum):
     BACKWARD = "backward"
     RECURRENT = "recurrent"  # the decode entry
     SEGMENT_SUMMARY = "segment_summary"  # for planners, see `SupportsSegments`; no call needs it
+    SAVED_STATES = "saved_states"  # for the backward, see `SupportsSavedStates`; no call needs it
+
+
+OFFERS = frozenset({Feature.SEGMENT_SUMMARY, Feature.SAVED_STATES})
+"""The features that no call needs. A backend that declares one offers its optional methods."""
 
 
 class Tensors(NamedTuple):
@@ -258,6 +271,30 @@ class ProblemShape:
         return (self.V, self.K) if self.options.state_v_first else (self.K, self.V)
 
     @property
+    def is_concrete(self) -> bool:
+        """Whether all sizes are numbers, and not symbols of a trace."""
+        return all(type(n) is int for n in (self.B, self.T, self.H, self.HV, self.K, self.V, self.N))
+
+    @property
+    def saved_spacing(self) -> int:
+        """Tokens between two saved states (`KdaOutputs.saved_states`)."""
+        return SAVED_SPACING_DENSE if self.options.disable_recompute else SAVED_SPACING
+
+    @property
+    def saved_states_shape(self) -> tuple[int, int, int, int]:
+        """[slots, HV, K, V], whatever `state_v_first`: ``B * ceil(T/spacing)`` slots, packed ``T//spacing + N``.
+        `saved_slots` has their order. The host need not know the lengths."""
+        spacing = self.saved_spacing
+        slots = self.T // spacing + self.N if self.varlen else self.B * -(-self.T // spacing)
+        return (slots, self.HV, self.K, self.V)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of `KdaOutputs.saved_states` and `KdaOutputs.residual` of a call that saves them."""
+        residual = self.B * self.T * self.HV * self.V if self.options.disable_recompute else 0
+        return (math.prod(self.saved_states_shape) + residual) * torch.bfloat16.itemsize
+
+    @property
     def features(self) -> frozenset[Feature]:
         """The features that a backend must declare to serve this call."""
         o = self.options
@@ -360,10 +397,11 @@ class KdaOutputs:
         intermediate_states: [B, NT, HV, K, V] or [B, NT, HV, V, K], bf16, or None if the call does not ask for them.
         workspace: uint8, at least as many bytes as the backend's `workspace_bytes`, contents arbitrary, aligned to
             `WORKSPACE_ALIGNMENT` on a GPU; None if the backend needs 0 bytes.
-        saved_states: [slots, HV, K, V] bf16 for any `state_v_first`, or None: the states before every ``spacing`` tokens, which
-            the backward uses. ``spacing`` is 64 with `residual`, else 512. Slots: ``B * ceil(T/spacing)``, packed
-            ``T // spacing + N``; state i of packed sequence n, which starts at token s, is in slot ``s // spacing + n + i``.
-        residual: [B, T, HV, V] bf16, or None: ``v_t - k_t^T S`` with S the decayed state before token t.
+        saved_states: `ProblemShape.saved_states_shape` bf16, S before every `ProblemShape.saved_spacing` tokens of a sequence, or
+            None if nothing is to be saved. Chunk i of sequence n is in slot ``saved_slots(..)[n][i]``; other slots may stay as they
+            are. Only backends that declare `Feature.SAVED_STATES` receive it. Since ABI 2.2.
+        residual: [B, T, HV, V] bf16, ``R_t = v_t - k_t^T (e^{g_t} S_t)`` with S_t the state before the token, and k and g as
+            the recurrence uses them; None unless `saved_states` is given and `KdaOptions.disable_recompute` is set. Since ABI 2.2.
     """
 
     o: Tensor
@@ -377,7 +415,7 @@ class KdaOutputs:
 @dataclass(frozen=True)
 class KdaGradients:
     """The gradients of the floating-point inputs, with the shapes and dtypes of `KdaInputs`; None for inputs that are
-    None."""
+    None. Since ABI 2.2 `A_log`, `dt_bias` and `initial_state` are also None if nobody needs their gradient."""
 
     q: Tensor
     k: Tensor
@@ -408,6 +446,24 @@ def dtype_name(dtype: torch.dtype) -> str:
 def num_chunks(lengths: tuple[int, ...], chunk_size: int) -> int:
     """Returns the number of chunks of `chunk_size` tokens in sequences of these lengths."""
     return sum(-(-n // chunk_size) for n in lengths)
+
+
+def saved_slots(shape: ProblemShape, lengths: Sequence[int]) -> list[range]:
+    """Returns the slots of `KdaOutputs.saved_states` of each sequence, one for each `ProblemShape.saved_spacing` tokens.
+
+    A packed sequence that starts at token s has its first slot at ``s//spacing + n``. The slots of two sequences do not overlap,
+    because ``ceil(length/spacing) <= end//spacing - s//spacing + 1``. So a kernel needs no sum over the sequences before its own.
+
+    Args:
+        lengths: of the N sequences.
+    """
+    spacing = shape.saved_spacing
+    chunks = [-(-n // spacing) for n in lengths]
+    if shape.varlen:
+        starts = [s // spacing + n for n, s in enumerate(accumulate(lengths[:-1], initial=0))]
+    else:
+        starts = list(accumulate(chunks[:-1], initial=0))
+    return [range(first, first + count) for first, count in zip(starts, chunks)]
 
 
 def intermediate_states_shape(shape: ProblemShape, nt: Any) -> tuple[Any, ...]:

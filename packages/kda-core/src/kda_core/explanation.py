@@ -47,15 +47,18 @@ class Explanation:
 
     Attributes:
         shape: the metadata of the call.
-        backend: name of the backend that would serve it, or None.
+        backend: name of the backend that would serve it (its forward, if inputs require grad), or None.
         rule: what chose the backend: "backend=", "use_backend", "KDA_BACKEND" or "automatic".
-        refusals: the backends that would not serve the call, with their reasons.
+        refusals: the backends that would not serve the call, with their reasons. One that would serve only the forward of a call
+            whose inputs require grad is listed with what it lacks for the backward.
         workspace_bytes: scratch memory in bytes that the call with its plan allocates, and that `workspace` must have. If the
             plan is unknown, that of a direct call; 0 if the call would fail.
         plan: how a planner would split the call, and why. Begins with "direct" for one call of the backend, with "none" if
             nothing would run, and with "unknown" if the plan depends on lengths that were not given.
         error: the message of the exception that the call would raise, or None. `out`, values of tensors on a device and the
             compilation of kernels are not checked.
+        backward: name of the backend that would serve the backward. None if no input requires grad, or if no backend does.
+        saved_bytes: what the forward keeps for the backward besides its inputs, in bytes; 0 if the backward recomputes it.
     """
 
     shape: ProblemShape
@@ -65,6 +68,8 @@ class Explanation:
     workspace_bytes: int
     plan: str
     error: str | None
+    backward: str | None = None
+    saved_bytes: int = 0
 
     def __str__(self) -> str:
         s = self.shape
@@ -76,9 +81,14 @@ class Explanation:
             f"plan      {self.plan}",
             f"workspace {self.workspace_bytes} bytes",
         ]
+        if self.backward is not None:
+            lines.insert(3, f"backward  {self.backward}, saved {self.saved_bytes} bytes")
         if self.error is not None:  # it contains the refusals
             return "\n".join([*lines, f"error     {self.error}"])
-        return "\n".join([*lines, *(f"refused   {r.name}: {r.reason}" for r in self.refusals)])
+        for r in self.refusals:
+            of = ", the backward" if r.name == self.backend else ""
+            lines.append(f"refused   {r.name}{of}: {r.reason}")
+        return "\n".join(lines)
 
 
 def backends(refresh: bool = False) -> BackendTable:
@@ -166,9 +176,11 @@ def _explain(
     if shape.device_type == "meta":
         return replace(found, plan=NO_CONTENTS)
     try:
-        choice = calls.choose(shape, backend, requiring)
-        found = replace(found, backend=choice.spec.name)
-        call = calls.of_shape(shape, choice, mode)
+        choices = calls.choose(shape, backend, requiring)
+        backward = None if choices.backward is None else choices.backward.spec.name
+        found = replace(found, backend=choices.forward.spec.name, backward=backward)
+        call = calls.of_shape(shape, choices, mode)
+        found = replace(found, saved_bytes=shape.saved_bytes if call.saves else 0)
         if call.planner is not None and not lengths_known:
             return replace(found, plan=NO_LENGTHS, workspace_bytes=call.workspace_bytes)
         if shape.options.return_intermediate_states and lengths_known:

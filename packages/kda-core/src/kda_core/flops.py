@@ -40,7 +40,8 @@ def _forward(q: Any, k: Any, v: Any, *rest: Any, **outputs: Any) -> int:
 
 
 def _backward(
-    grad_o: Any, grad_final_state: Any, served: Any, q: Any, k: Any, v: Any, *rest: Any, **outputs: Any
-) -> int:
+    grad_o: Any, grad_final_state: Any, served: Any, saved_states: Any, residual: Any, wanted: Any,
+    q: Any, k: Any, v: Any, *rest: Any, **outputs: Any,
+) -> int:  # fmt: skip
     """Returns the FLOPs of a backward."""
     return 2 * _forward(q, k, v)

@@ -7,15 +7,15 @@ torch itself would ignore a tangent, and would return 0 for a second derivative.
 them once for each level of ``torch.func``, with the tensors of that level. They therefore see everything that is
 differentiated, in eager mode and while ``torch.compile`` traces.
 
-The backward runs on the backend of its forward. It may run in another thread, outside of a `use_backend` block, or in a
-compiled graph, so the forward returns its backend as a number in a tensor.
+The forward chooses the backend of the backward. That may run in another thread, outside of a `use_backend` block, or in a
+compiled graph, so the forward returns its choice as a number in a tensor.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,12 @@ from torch.autograd import forward_ad
 
 from kda_core import flops, torch_private
 from kda_core.arguments import Arguments
+from kda_core.call import may_save
 from kda_core.contract import FLOAT_TENSORS, Tensors
 from kda_core.errors import ArgumentError, BackendError, DerivativeError
 
 _N_ARGUMENTS = len(Arguments._fields)
-_BWD_NAMES = ("grad_o", "grad_final_state", "served", *Tensors._fields)
+_BWD_NAMES = ("grad_o", "grad_final_state", "served", "saved_states", "residual", "wanted", *Tensors._fields)
 
 
 # ---- kernels for the dispatch key Autograd
@@ -39,7 +40,8 @@ def chunk_fwd(*values: Any) -> Any:
     if not _requires_grad(values):
         return _below_autograd(torch.ops.kda_core.chunk_fwd.default, values)
     # `chunk_kda` does not see requires_grad of an outer level of torch.func inside vmap
-    return ChunkKda.record(*Arguments(*values)._replace(needs_backward=True))
+    args = Arguments(*values)._replace(needs_backward=True)
+    return ChunkKda.record(*args._replace(saves=may_save(args)))
 
 
 def chunk_fwd_out(*values: Any) -> None:
@@ -109,35 +111,38 @@ class ChunkKda(_Node):  # torch shows the name
     @staticmethod
     def forward(ctx: Any, *values: Any) -> Any:
         outputs = _inside_a_node(torch.ops.kda_core.chunk_fwd.default, values)
-        served = outputs[2]
+        served, saved_states, residual = outputs[2:]
         args = Arguments(*values)
-        ctx.save_for_backward(*args.tensors, served)
+        ctx.save_for_backward(*args.tensors, served, saved_states, residual)
         # the context itself must not hold what the node saves
         no_tensors: dict[str, Any] = dict.fromkeys(Tensors._fields)
         ctx.args = args._replace(**no_tensors)
         ctx.served = _number(served)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(served)
+        ctx.mark_non_differentiable(served, saved_states, residual)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad_o, grad_final_state, _ = grads
-        *saved, served = ctx.saved_tensors
-        args: Arguments = ctx.args._replace(**dict(zip(Tensors._fields, saved)))
+        grad_o, grad_final_state = grads[:2]
+        *tensors, served, saved_states, residual = ctx.saved_tensors
+        args: Arguments = ctx.args._replace(**dict(zip(Tensors._fields, tensors)))
         # torch.utils.checkpoint runs the forward again, and its saved tensors are of that second run
         again = _number(served)
         if again is not None and ctx.served is not None and again != ctx.served:
             raise BackendError(
-                f"the forward ran on backend {_names[ctx.served]!r}, but its recomputation (torch.utils.checkpoint) ran on "
-                f"{_names[again]!r}: pass backend=, or run the backward inside the same use_backend block"
+                f"the forward ran on backend {_meanings[ctx.served]}, but its recomputation (torch.utils.checkpoint) ran on "
+                f"{_meanings[again]}: pass backend=, or run the backward inside the same use_backend block"
             )
         if grad_o is None:
             grad_o = torch.zeros_like(args.v)
         if not args.output_final_state:
             grad_final_state = None
-        found = torch.ops.kda_core.chunk_bwd(grad_o, grad_final_state, served, *args)
-        floats = [None if getattr(args, name) is None else d for name, d in zip(FLOAT_TENSORS, found)]
+        wanted = [name for name, needed in zip(FLOAT_TENSORS, ctx.needs_input_grad) if needed]
+        found = torch.ops.kda_core.chunk_bwd(
+            grad_o, grad_final_state, served, saved_states, residual, " ".join(wanted), *args
+        )
+        floats = [d if name in wanted else None for name, d in zip(FLOAT_TENSORS, found)]
         return (*floats, *([None] * (_N_ARGUMENTS - len(floats))))
 
 
@@ -156,25 +161,37 @@ class ChunkKdaGradients(_Node):
         )
 
 
-# ---- the backend of a forward
+# ---- what served a forward
 
 
-_names: list[str] = []
+class Served(NamedTuple):
+    """What served a forward and will serve its backward: the names of the backends, and whether the forward saved states."""
+
+    forward: str
+    backward: str
+    saved: bool
+
+    def __str__(self) -> str:
+        same = self.forward == self.backward
+        return repr(self.forward) if same else f"{self.forward!r} (its backward on {self.backward!r})"
+
+
+_meanings: list[Served] = []
 _lock = threading.Lock()
 
 
-def served_by(name: str) -> Tensor:
-    """Returns a number in host memory that stands for a backend's name; `backend_of` inverts it."""
-    if name not in _names:
+def served_by(what: Served) -> Tensor:
+    """Returns a number in host memory that stands for `what`; `meaning_of` inverts it."""
+    if what not in _meanings:
         with _lock:
-            if name not in _names:
-                _names.append(name)
-    return torch.tensor(_names.index(name))
+            if what not in _meanings:
+                _meanings.append(what)
+    return torch.tensor(_meanings.index(what))
 
 
-def backend_of(served: Tensor) -> str:
-    """Returns the name that `served_by` was given."""
-    return _names[int(served)]
+def meaning_of(served: Tensor) -> Served:
+    """Returns what `served_by` was given."""
+    return _meanings[int(served)]
 
 
 def _number(served: Tensor) -> int | None:

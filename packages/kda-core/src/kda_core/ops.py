@@ -9,7 +9,7 @@ than the rest of the host's work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast, get_type_hints
 
 import torch
@@ -17,17 +17,28 @@ from torch import Tensor
 
 from kda_core import flops, gradients, registry
 from kda_core.arguments import KINDS, N_TENSORS, Arguments, checked
-from kda_core.backend import SupportsBackward, SupportsBackwardInto
-from kda_core.buffers import GivenOutputs, aligned, allocate_gradients, allocate_outputs, make_inputs
-from kda_core.call import ResolvedCall, execute, look_up, resolve
+from kda_core.backend import SupportsBackward, SupportsBackwardInto, SupportsSavedStates
+from kda_core.buffers import (
+    GivenOutputs,
+    aligned,
+    allocate_gradients,
+    allocate_outputs,
+    allocate_saved,
+    allocate_workspace,
+    make_inputs,
+)
+from kda_core.call import ResolvedCall, execute, look_up, resolve, resolved
 from kda_core.contract import (
     FLOAT_TENSORS,
+    Feature,
+    KdaGradients,
     KdaInputs,
     KdaOutputs,
     intermediate_states_count,
     intermediate_states_shape,
 )
 from kda_core.errors import ArgumentError
+from kda_core.gradients import Served
 from kda_core.torch_private import below_autograd, is_dispatcher_idle
 from kda_core.validate import check_outputs, problem_shape
 
@@ -40,17 +51,18 @@ _SCHEMA_TYPES = {Tensor: "Tensor", bool: "bool", int: "int", float: "float", str
 ARGUMENTS = ", ".join(
     f"{_SCHEMA_TYPES[kind]}{'?' if optional else ''} {name}" for name, (kind, optional) in KINDS.items()
 )
+_HINTS = get_type_hints(KdaOutputs)
 WRITTEN = ", ".join(
-    f"Tensor({alias}!){'' if hint is Tensor else '?'} {name}"
-    for alias, (name, hint) in zip("abcd", get_type_hints(KdaOutputs).items())
+    f"Tensor({alias}!){'' if _HINTS[name] is Tensor else '?'} {name}"
+    for alias, name in zip("abcd", GivenOutputs._fields)
 )
 
 _LIB = torch.library.Library("kda_core", "DEF")
-_LIB.define(f"chunk_fwd({ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+_LIB.define(f"chunk_fwd({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 _LIB.define(f"chunk_fwd_out({ARGUMENTS}, {WRITTEN}) -> ()")
 _LIB.define(
-    f"chunk_bwd(Tensor grad_o, Tensor? grad_final_state, Tensor served, {ARGUMENTS}) "
-    f"-> ({', '.join(['Tensor'] * _N_FLOATS)})"
+    f"chunk_bwd(Tensor grad_o, Tensor? grad_final_state, Tensor served, Tensor saved_states, Tensor residual, str wanted, "
+    f"{ARGUMENTS}) -> ({', '.join(['Tensor'] * _N_FLOATS)})"
 )
 
 
@@ -88,7 +100,7 @@ def run(args: Arguments, given: GivenOutputs | None = None) -> tuple[Tensor, Any
 def _dispatch(args: Arguments, given: GivenOutputs | None) -> tuple[Tensor, Any, Any]:
     """`run` through torch's dispatcher."""
     if given is None:
-        return torch.ops.kda_core.chunk_fwd(*args)
+        return torch.ops.kda_core.chunk_fwd(*args)[:3]
     options = args.options
     if options.needs_backward:
         name = "workspace" if given[:-1] == (None, None, None) else "out"
@@ -137,58 +149,99 @@ def run_directly(
 # ---- kernels for real tensors
 
 
-def _resolved(args: Arguments) -> ResolvedCall:
-    key, call = look_up(args)
-    return resolve(args, key) if call is None else call
-
-
 def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     """Returns `x`, or a tensor without elements: an operator returns a fixed number of tensors."""
     return like.new_empty(0) if x is None else x
 
 
-def _chunk_fwd(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns o, the final states, and the intermediate states. A call with a backward has no intermediate states; it returns
-    the backend that served it instead, unless the arguments name one."""
+def _chunk_fwd(*values: Any) -> tuple[Tensor, ...]:
+    """Returns o, the final states, the intermediate states, the saved states and the residual. A call with a backward has no
+    intermediate states; it returns what served it instead, unless the arguments name a backend. Without `Arguments.saves` the last
+    two are empty."""
     args = Arguments(*values)
-    call = _resolved(args)
-    out = execute(call, args.tensors)
-    third = out.intermediate_states
-    if call.shape.options.needs_backward and args.backend is None:
-        third = gradients.served_by(call.choice.spec.name)
-    return out.o, _or_empty(out.final_state, out.o), _or_empty(third, out.o)
+    call = resolved(args)
+    saves = args.saves and call.saves
+    out = execute(call, args.tensors, saves=saves)
+    third, saved, residual = out.intermediate_states, out.saved_states, out.residual
+    if call.backward is not None and args.backend is None:
+        third = gradients.served_by(Served(call.choice.spec.name, call.backward.spec.name, saves))
+    if args.saves and not saves:  # traced when other backends served the call; the backward reads neither
+        saved, residual = allocate_saved(call.shape, out.o)
+    return out.o, *(_or_empty(x, out.o) for x in (out.final_state, third, saved, residual))
 
 
 def _chunk_fwd_out(*values: Any) -> None:
     args = Arguments(*values[:_N_ARGUMENTS])
-    execute(_resolved(args), args.tensors, GivenOutputs(*values[_N_ARGUMENTS:]))
+    execute(resolved(args), args.tensors, GivenOutputs(*values[_N_ARGUMENTS:]))
 
 
 def _chunk_bwd(
-    grad_o: Tensor, grad_final_state: Tensor | None, served: Tensor, *values: Any
+    grad_o: Tensor,
+    grad_final_state: Tensor | None,
+    served: Tensor,
+    saved_states: Tensor,
+    residual: Tensor,
+    wanted: str,
+    *values: Any,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of `FLOAT_TENSORS`, in their shapes and dtypes. `served`: the third output of `chunk_fwd`."""
+    """Returns the gradients of `FLOAT_TENSORS`, in their shapes and dtypes, empty for those that are not wanted.
+
+    Args:
+        served, saved_states, residual: the last three outputs of `chunk_fwd`.
+        wanted: the names of the inputs that need a gradient, with spaces between them.
+    """
     args = Arguments(*values)
+    names = wanted.split()
+    by = None
     if args.backend is None:
-        args = args._replace(backend=gradients.backend_of(served))
-    call = _resolved(args._replace(context_parallel="off"))
+        by = gradients.meaning_of(served)
+        args = args._replace(backend=by.backward)
+    call = resolved(args._replace(context_parallel="off"))
     inputs = make_inputs(args.tensors, call.shape)
-    grad_o, grad_final_state = (
-        aligned(grad_o),
-        None if grad_final_state is None else aligned(grad_final_state),
-    )
+    ready = aligned(grad_o), None if grad_final_state is None else aligned(grad_final_state)
+    was_saved = args.saves and (call.saves if by is None else by.saved)
+    kept = [aligned(x) if was_saved and x.numel() else None for x in (saved_states, residual)]
     with torch.inference_mode(False), torch.no_grad():  # a backend may use autograd, which may be off here
-        if isinstance(backend := call.choice.backend, SupportsBackwardInto):
-            grads = allocate_gradients(inputs)
-            workspace = grad_o.new_empty(backend.backward_workspace_bytes(call.shape), dtype=torch.uint8)
-            backend.chunk_bwd_into(inputs, grad_o, grad_final_state, grads, workspace)
-        else:  # the choice has checked that it has one of the two
-            grads = cast(SupportsBackward, backend).chunk_bwd(inputs, grad_o, grad_final_state)
+        grads = _gradients(call.choice, inputs, ready, kept, names)
     registry.notify(call.choice.spec.name, "chunk_bwd", call.shape.device_type)
     return tuple(
-        grad_o.new_empty(0) if x is None else getattr(grads, name).reshape(x.shape).to(x.dtype)
+        grad_o.new_empty(0)
+        if x is None or name not in names
+        else getattr(grads, name).reshape(x.shape).to(x.dtype)
         for name, x in zip(FLOAT_TENSORS, args.tensors)
     )
+
+
+_MAY_BE_LEFT_OUT = frozenset(("A_log", "dt_bias", "initial_state"))
+
+
+def _gradients(
+    choice: registry.Choice,
+    inputs: KdaInputs,
+    grads: tuple[Tensor, Tensor | None],
+    kept: Sequence[Tensor | None],
+    wanted: Collection[str],
+) -> KdaGradients:
+    """Runs the backward of a backend, by the interface that it has.
+
+    Args:
+        grads: the gradients of o and of the final states, aligned.
+        kept: the saved states and the residual.
+        wanted: names of the inputs that need a gradient.
+    """
+    backend, spec = choice.backend, choice.spec
+    if not isinstance(backend, SupportsBackwardInto):  # the choice has checked that it has one of the two
+        return cast(SupportsBackward, backend).chunk_bwd(inputs, *grads)
+    names = FLOAT_TENSORS
+    if spec.abi >= (2, 2):  # older backends expect all of them
+        names = tuple(n for n in FLOAT_TENSORS if n in wanted or n not in _MAY_BE_LEFT_OUT)
+    gradients = allocate_gradients(inputs, names)
+    workspace = allocate_workspace(backend.backward_workspace_bytes(inputs.shape), inputs.q)
+    if Feature.SAVED_STATES.value in spec.features:
+        cast(SupportsSavedStates, backend).chunk_bwd_into(inputs, *grads, gradients, workspace, *kept)
+    else:
+        backend.chunk_bwd_into(inputs, *grads, gradients, workspace)
+    return gradients
 
 
 # ---- kernels for fake tensors
@@ -199,21 +252,28 @@ def _fake_inputs(args: Arguments) -> KdaInputs:
     return make_inputs(args.tensors, shape, align=False)
 
 
-def _fake_chunk_fwd(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_chunk_fwd(*values: Any) -> tuple[Tensor, ...]:
     args = Arguments(*values)
     inputs = _fake_inputs(args)
     s, new = inputs.shape, inputs.q.new_empty
     o = new((s.B, s.T, s.HV, s.V))
     state = new(s.state_shape, dtype=s.state_dtype) if s.options.output_final_state else new(0)
+    saved, residual = allocate_saved(s, o) if args.saves else (None, None)
+    return o, state, _fake_third(args, inputs), _or_empty(saved, o), _or_empty(residual, o)
+
+
+def _fake_third(args: Arguments, inputs: KdaInputs) -> Tensor:
+    """Returns the third output of `chunk_fwd`."""
+    s, new = inputs.shape, inputs.q.new_empty
     if s.options.needs_backward and args.backend is None:
-        return o, state, torch.empty((), dtype=torch.int64, device="cpu")  # as `gradients.served_by`
+        return torch.empty((), dtype=torch.int64, device="cpu")  # as `gradients.served_by`
     if not s.options.return_intermediate_states:
-        return o, state, new(0)
+        return new(0)
     if s.varlen and not s.options.use_graph:  # NT depends on the contents of cu_seqlens, which a trace lacks
         nt: Any = torch.library.get_ctx().new_dynamic_size()
     else:
         nt = intermediate_states_count(inputs)
-    return o, state, new(intermediate_states_shape(s, nt), dtype=torch.bfloat16)
+    return new(intermediate_states_shape(s, nt), dtype=torch.bfloat16)
 
 
 def _fake_chunk_fwd_out(*values: Any) -> None:
@@ -223,9 +283,19 @@ def _fake_chunk_fwd_out(*values: Any) -> None:
 
 
 def _fake_chunk_bwd(
-    grad_o: Tensor, grad_final_state: Tensor | None, served: Tensor, *values: Any
+    grad_o: Tensor,
+    grad_final_state: Tensor | None,
+    served: Tensor,
+    saved_states: Tensor,
+    residual: Tensor,
+    wanted: str,
+    *values: Any,
 ) -> tuple[Tensor, ...]:
-    return tuple(grad_o.new_empty(0) if x is None else x.new_empty(x.shape) for x in values[:_N_FLOATS])
+    names = wanted.split()
+    return tuple(
+        x.new_empty(x.shape) if name in names else grad_o.new_empty(0)
+        for name, x in zip(FLOAT_TENSORS, values)
+    )
 
 
 # ---- registration

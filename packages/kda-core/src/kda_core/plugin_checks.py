@@ -6,6 +6,7 @@ value.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -49,15 +50,24 @@ def spec_problem(spec: Any, names: Collection[str] | None = None) -> str | None:
 def target_problem(spec: BackendSpec | PlannerSpec, made: object) -> str | None:
     """Returns which methods the object of `spec.target` lacks, or None. Optional methods are required if the spec declares
     their feature."""
+    features: Collection[str] = ()
     if isinstance(spec, PlannerSpec):
         needed = ["plan", "plan_from_json", "execute"]
     else:
-        needed = ["can_run", "workspace_bytes", "compile", "chunk_fwd"]
-        needed += [method for feature, method in _METHODS.items() if feature in spec.features]
+        needed, features = ["can_run", "workspace_bytes", "compile", "chunk_fwd"], spec.features
+        needed += [method for feature, method in _METHODS.items() if feature in features]
     missing = [name for name in needed if not callable(getattr(made, name, None))]
     if missing == ["chunk_bwd"] and isinstance(made, SupportsBackwardInto):
-        return None
-    return f"{type(made).__name__} has no {', '.join(missing)}" if missing else None
+        missing = []
+    if missing:
+        return f"{type(made).__name__} has no {', '.join(missing)}"
+    if Feature.SAVED_STATES.value in features and isinstance(made, SupportsBackwardInto):
+        try:
+            inspect.signature(made.chunk_bwd_into).bind(*range(7))
+        except TypeError:
+            what = "has no saved_states, residual, but the spec declares saved_states"
+            return f"{type(made).__name__}.chunk_bwd_into {what}"
+    return None
 
 
 def shown(value: object) -> str:

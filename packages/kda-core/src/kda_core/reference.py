@@ -4,11 +4,11 @@ Per value head, with a state S [K,V] and tokens t (Kimi Linear, arXiv:2510.26692
 
     S *= exp(g_t)[:, None];  S += (beta_t k_t) (v_t - k_t^T S);  o_t = scale * q_t^T S
 
-Over a block of rows i with G the inclusive cumulative sum of g inside the block and G_end its last row::
+Over a block of rows i with G the inclusive cumulative sum of g inside the block, G_end its last row and b = beta k::
 
-    L_ij = beta_i sum_c k_ic k_jc e^{G_ic - G_jc} (j < i),   Aqk_ij = scale sum_c q_ic k_jc e^{G_ic - G_jc} (j <= i)
-    [w u] = (I + L)^-1 diag(beta) [k e^G, v]
-    R = u - w S,   o = (scale q e^G) S + Aqk R,   S <- e^{G_end} S + (k e^{G_end - G})^T R
+    L_ij = sum_c k_ic b_jc e^{G_ic - G_jc} (j < i),   Aqk_ij = scale sum_c q_ic b_jc e^{G_ic - G_jc} (j <= i)
+    [w u] = (I + L)^-1 [k e^G, v]
+    R = u - w S,   o = (scale q e^G) S + Aqk R,   S <- e^{G_end} S + (b e^{G_end - G})^T R
 
 No exponent is above 0, for any gates (`_pair_products`). Row i depends only on rows up to i. Blocks have 16 rows; blocks of
 one row are the recurrence itself (decoding).
@@ -19,7 +19,7 @@ shares no code. If the process allows TF32 products, errors rise to about 1e-3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,7 +61,10 @@ SPEC = BackendSpec(
 
 
 class ReferenceBackend:
-    """The backend; see the module's docstring. Stateless, hence thread-safe."""
+    """The backend; see the module's docstring. Stateless, hence thread-safe.
+
+    Its forward can save states for another backend. Its own backward reads none, so that gradients are as accurate as fp32 allows.
+    """
 
     def can_run(self, shape: ProblemShape) -> str | None:
         """Returns None: every call is served."""
@@ -185,25 +188,24 @@ class _Group:
     def execute(self, inputs: KdaInputs, outputs: KdaOutputs, block: int) -> None:
         """Computes these sequences into `outputs`, and leaves rows of other sequences unchanged."""
         s, schedule = inputs.shape, self.schedule(inputs, block)
-        save = (
-            None
-            if outputs.intermediate_states is None
-            else self._saver(inputs, outputs.intermediate_states, schedule, block)
-        )
-        rows, state = _chain(inputs, schedule, self.initial(inputs), self._slab(s, block), save)
-        o = outputs.o.view(s.B * s.T, s.HV, s.V)
+        savers = self._savers(inputs, outputs, schedule, block)
+        keep = outputs.residual is not None
+        rows, R, state = _chain(inputs, schedule, self.initial(inputs), self._slab(s, block), savers, keep)
         if s.T and schedule.widths:
             owner = _owner(schedule, s.B * s.T)
             mine = (owner >= 0).view(-1, 1, 1)
-            o.copy_(torch.where(mine, rows[owner.clamp(min=0)].to(o.dtype), o))
+            for target, found in ((outputs.o, rows), (outputs.residual, R)):
+                if target is not None and found is not None:
+                    flat = target.view(s.B * s.T, s.HV, s.V)
+                    flat.copy_(torch.where(mine, found[owner.clamp(min=0)].to(flat.dtype), flat))
         if outputs.final_state is not None:
             outputs.final_state[self.select] = state.mT if s.options.state_v_first else state
 
     def differentiable(self, inputs: KdaInputs, block: int) -> tuple[Tensor, Tensor]:
         """Returns o [B,T,HV,V] and the final states, in the working dtype and as part of the autograd graph."""
         s, schedule = inputs.shape, self.schedule(inputs, block)
-        rows, state = _chain(
-            inputs, schedule, self.initial(inputs), self._slab(s, block), None, intra_chunk=_intra_chunk_twice
+        rows, _, state = _chain(
+            inputs, schedule, self.initial(inputs), self._slab(s, block), intra_chunk=_intra_chunk_twice
         )
         if s.T and schedule.widths:
             owner = _owner(schedule, s.B * s.T)
@@ -216,31 +218,59 @@ class _Group:
         """Returns the number of blocks in a slab."""
         return self.slab or max(1, ROWS_BYTES // (2 * s.HV * block * s.K * s.state_dtype.itemsize))
 
-    def _saver(
-        self, inputs: KdaInputs, h: Tensor, schedule: _Schedule, block: int
-    ) -> Callable[[int, int, Tensor], None]:
-        """Returns a function (first block, width, states) that stores those of the states that are at the start of a chunk."""
-        s, size = inputs.shape, inputs.options.chunk_size
-        chunks = -(-(self.ends - self.starts) // size)
-        base = (torch.cumsum(chunks, 0) - chunks).to(h.device)
-        if not s.varlen:  # rows of h are [b, chunk]; `select` may be a single b
-            base = base + self.select.start * num_chunks((s.T,), size)
-        elif not self.on_device:
-            base = base + num_chunks(tuple((_host_lengths(inputs))[: self.select.start]), size)
-        rows = base[schedule.sequence] + schedule.index * block // size
-        at_start = (schedule.index * block % size == 0) & schedule.valid[:, 0]
-        flat = h.view(-1, s.HV, *s.state_matrix)
+    def _savers(
+        self, inputs: KdaInputs, outputs: KdaOutputs, schedule: _Schedule, block: int
+    ) -> list[_Saver]:
+        """Returns what stores the intermediate states and the saved states that the call asks for."""
+        s, savers = inputs.shape, []
+        device = inputs.q.device
+        first = self.select.start
+        if (h := outputs.intermediate_states) is not None:
+            size = inputs.options.chunk_size
+            chunks = -(-(self.ends - self.starts) // size)
+            base = (torch.cumsum(chunks, 0) - chunks).to(device)
+            if not s.varlen:  # rows of h are [b, chunk]; `select` may be a single b
+                base = base + first * num_chunks((s.T,), size)
+            elif not self.on_device:
+                base = base + num_chunks(tuple((_host_lengths(inputs))[:first]), size)
+            flat = h.view(-1, s.HV, *s.state_matrix)
+            savers.append(_Saver(flat, s.options.state_v_first, schedule, block, size, base))
+        if (saved := outputs.saved_states) is not None:  # `kda_core.contract.saved_slots`, on the device
+            size, n = s.saved_spacing, first + torch.arange(self.starts.numel(), device=device)
+            base = self.starts.to(device) // size + n if s.varlen else n * num_chunks((s.T,), size)
+            savers.append(_Saver(saved, False, schedule, block, size, base))
+        return savers
 
-        def save(first: int, width: int, state: Tensor) -> None:
-            state = (state.mT if s.options.state_v_first else state).to(h.dtype)
-            here, wanted = rows[first : first + width], at_start[first : first + width]
-            if self.on_device:  # width 1; a row that is not at the start of a chunk keeps its value
-                row = here.clamp(0, flat.shape[0] - 1)
-                flat.index_copy_(0, row, torch.where(wanted.view(-1, 1, 1, 1), state, flat[row]))
-            elif int(schedule.index[first]) * block % size == 0:  # all blocks of a step have the same index
-                flat.index_copy_(0, here, state)
 
-        return save
+class _Saver:
+    """Stores those of the states that are at the start of a chunk.
+
+    Attributes:
+        target: [rows, HV, K, V], or [rows, HV, V, K] with `v_first`.
+        size: tokens of a chunk, a multiple of `block`.
+        rows: [NB], the row of the chunk of each block.
+    """
+
+    def __init__(
+        self, target: Tensor, v_first: bool, schedule: _Schedule, block: int, size: int, base: Tensor
+    ) -> None:
+        """`base` [n] is the row of the first chunk of each sequence."""
+        self.target, self.v_first, self.size = target, v_first, size
+        self.schedule, self.block = schedule, block
+        self.rows = base[schedule.sequence] + schedule.index * block // size
+
+    def __call__(self, first: int, width: int, state: Tensor) -> None:
+        """Stores states [width, HV, K, V], those before the blocks from `first` on."""
+        schedule, target = self.schedule, self.target
+        state = (state.mT if self.v_first else state).to(target.dtype)
+        here = slice(first, first + width)
+        rows, starts = self.rows[here], schedule.index[here] * self.block % self.size == 0
+        if schedule.order is None:  # width 1; a row that is not at the start of a chunk keeps its value
+            row = rows.clamp(0, target.shape[0] - 1)
+            wanted = (starts & schedule.valid[here, 0]).view(-1, 1, 1, 1)
+            target.index_copy_(0, row, torch.where(wanted, state, target[row]))
+        elif bool(starts[0]):  # all blocks of a step have the same index
+            target.index_copy_(0, rows, state)
 
 
 def _host_lengths(inputs: KdaInputs) -> tuple[int, ...]:
@@ -285,16 +315,20 @@ def _chain(
     schedule: _Schedule,
     initial: Tensor,
     slab: int,
-    save: Callable[[int, int, Tensor], None] | None,
+    savers: Sequence[_Saver] = (),
+    keeps_residual: bool = False,
     intra_chunk: Callable[[KdaInputs, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Computes all blocks. Returns their rows of o [NB*block, HV, V] and the final states [n, HV, K, V], in the working dtype.
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Computes all blocks. Returns their rows of o and, with `keeps_residual`, of R [NB*block, HV, V], and the final states
+    [n, HV, K, V], in the working dtype.
 
     The intra-chunk stage runs on slabs of whole steps, at most `slab` blocks unless a single step has more.
     """
     order = schedule.order
     state = initial[:1] if order is None else initial[order]
-    final, finished, rows = initial, [], []
+    final, finished = initial, []
+    rows: list[Tensor] = []
+    residuals: list[Tensor] = []
     first, step = 0, 0
     while step < len(schedule.widths):
         widths = [schedule.widths[step]]
@@ -314,11 +348,13 @@ def _chain(
                 sequence = schedule.sequence[first + at : first + at + 1]
                 fresh = (schedule.index[first + at] == 0).view(1, 1, 1, 1)
                 state = torch.where(fresh, initial[sequence], state)
-            if save is not None:
+            for save in savers:
                 save(first + at, width, state)
             w, u, Qd, Kg, Aqk, decay = (x[at : at + width] for x in records)
             R = u - w @ state
             rows.append(Qd @ state + Aqk @ R)
+            if keeps_residual:
+                residuals.append(R)
             state = decay.unsqueeze(-1) * state + Kg.mT @ R
             if order is None:
                 final = final.index_copy(0, sequence, state)
@@ -327,8 +363,12 @@ def _chain(
     if order is not None:
         final = torch.cat([state, *reversed(finished)])[torch.argsort(order)]
     block, s = schedule.tokens.shape[1], inputs.shape
-    out = torch.cat(rows) if rows else initial.new_zeros((0, s.HV, block, s.V))
-    return out.transpose(1, 2).reshape(-1, s.HV, s.V), final
+
+    def joined(found: list[Tensor]) -> Tensor:
+        out = torch.cat(found) if found else initial.new_zeros((0, s.HV, block, s.V))
+        return out.transpose(1, 2).reshape(-1, s.HV, s.V)
+
+    return joined(rows), joined(residuals) if keeps_residual else None, final
 
 
 def _as_leaves(inputs: KdaInputs) -> tuple[KdaInputs, dict[str, Tensor]]:
@@ -386,14 +426,12 @@ def _intra_chunk(inputs: KdaInputs, tokens: Tensor, valid: Tensor) -> tuple[Tens
 
     G = torch.cumsum(g, dim=-2)
     products = _pair_products(torch.stack([k, q * s.scale], -2), k, G)
-    L = torch.tril(products[..., 0, :], -1) * beta
-    Aqk = products[..., 1, :]
+    L = torch.tril(products[..., 0, :], -1) * beta.mT
+    Aqk = products[..., 1, :] * beta.mT
     grown = torch.exp(G)
-    wu = torch.linalg.solve_triangular(
-        L, beta * torch.cat([k * grown, v], -1), upper=False, unitriangular=True
-    )
+    wu = torch.linalg.solve_triangular(L, torch.cat([k * grown, v], -1), upper=False, unitriangular=True)
     w, u = wu[..., : s.K], wu[..., s.K :]
-    return w, u, q * s.scale * grown, k * torch.exp(G[..., -1:, :] - G), Aqk, grown[..., -1, :]
+    return w, u, q * s.scale * grown, beta * k * torch.exp(G[..., -1:, :] - G), Aqk, grown[..., -1, :]
 
 
 def _pair_products(rows: Tensor, k: Tensor, G: Tensor) -> Tensor:

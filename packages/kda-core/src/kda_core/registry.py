@@ -273,6 +273,8 @@ class Registry:
             backend = self.load(spec)
         except BackendUnavailableError as error:
             return f"broken: {error}"
+        if not shape.is_concrete:  # a backend cannot be asked about the sizes of a trace
+            return None
         try:
             reason = backend.can_run(shape)
         except FAILURES as error:
@@ -282,7 +284,8 @@ class Registry:
         return None if reason is None else f"unsupported: {str.__str__(reason)}"
 
     def resolve(self, shape: ProblemShape, backend: str | None = None) -> Choice:
-        """Returns the backend for a call: `backend`, else `use_backend`, else ``KDA_BACKEND``, else the best eligible one.
+        """Returns the backend for a call, or for the backward of one whose shape has `needs_backward`: `backend`, else `use_backend`, else
+        ``KDA_BACKEND``, else the best eligible one.
 
         Raises:
             BackendNotFoundError, BackendUnavailableError, BackendUnsupportedError: the named backend cannot serve the call.
@@ -401,7 +404,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where no process forks
 def use_backend(name: str) -> Iterator[None]:
     """Within the block, calls of this thread or asyncio task run on backend `name` or fail; there is no fallback.
 
-    An explicit ``backend=`` argument takes precedence. A backward runs on the backend of its forward, also outside of the block.
+    An explicit ``backend=`` argument takes precedence. The block also decides for the backwards of its forwards, wherever they run.
     A forward that activation checkpointing repeats outside of the block chooses its backend again.
 
     Raises:
@@ -427,7 +430,7 @@ class Call:
 
     Attributes:
         backend: name of the backend.
-        entry: "chunk_fwd", "chunk_bwd" or "recurrent_fwd".
+        entry: "chunk_fwd", "chunk_bwd" (a call of its own, maybe on another backend) or "recurrent_fwd".
         device_type: such as "cuda".
         planner: name of the planner that executed the call, or None for a direct call.
     """

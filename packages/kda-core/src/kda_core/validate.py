@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kda_core.contract import (
     ALIGNMENT,
+    HALF_DTYPES,
     INPUT_DTYPES,
     WORKSPACE_ALIGNMENT,
     KdaInputs,
@@ -25,7 +26,6 @@ from kda_core.contract import (
 from kda_core.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StrideError, describe
 from kda_core.offsets import CUMULATE
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _DEVICE_TENSORS = tuple(name for name in Tensors._fields if name != "cu_seqlens_cpu")
 

@@ -5,10 +5,7 @@ from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm90",
-    abi=(
-        2,
-        1,
-    ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
+    abi=(2, 2),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     archs=frozenset({(9, 0)}),
     features=frozenset(
         {
@@ -26,6 +23,7 @@ SPEC = BackendSpec(
             "pin",
             "graph",
             "backward",
+            "saved_states",
             "segment_summary",
         }
     ),

@@ -15,7 +15,7 @@ import torch
 
 import kda_core
 from kda_core.backend import BackendSpec
-from kda_core.contract import INPUT_DTYPES, Feature, dtype_name
+from kda_core.contract import INPUT_DTYPES, OFFERS, Feature, dtype_name
 from kda_core.errors import BackendUnsupportedError
 from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing.inputs import PLAIN, Inputs
@@ -66,10 +66,10 @@ class DeclaredConformance:
 
     # ---- declared calls agree with the oracle; undeclared ones are refused
 
-    @pytest.mark.parametrize("feature", sorted({*Feature} - {Feature.SEGMENT_SUMMARY}), ids=lambda f: f.value)
+    @pytest.mark.parametrize("feature", sorted({*Feature} - OFFERS), ids=lambda f: f.value)
     def test_feature(self, kda: Runner, feature: Feature) -> None:
         """A call that needs a declared feature, and little else, agrees with the oracle. A call that needs an undeclared
-        feature is refused, and nothing runs. No call needs `segment_summary`, which has a separate test."""
+        feature is refused, and nothing runs. No call needs a feature of `OFFERS`; these have separate tests."""
         inputs = needing(kda, feature)
         x = inputs.arguments
         recurrent = feature is Feature.RECURRENT

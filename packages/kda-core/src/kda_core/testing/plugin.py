@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import kda_core
-from kda_core.contract import Feature
+from kda_core.contract import OFFERS, Feature
 from kda_core.testing.runner import (
     BASE,
     COMPARED,
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not wanted:
         return
     known = {f.value for f in Feature}
-    wanted = known - {Feature.SEGMENT_SUMMARY.value} if wanted == {"all"} else wanted  # calls need all others
+    wanted = known - {f.value for f in OFFERS} if wanted == {"all"} else wanted  # calls need all others
     if unknown := sorted(wanted - known):
         raise pytest.UsageError(
             f"--kda-require: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}"
