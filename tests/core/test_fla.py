@@ -15,6 +15,8 @@ from helpers.support import listed, modules_after, problem_shape
 
 import kda_core
 from kda_core import chunk_kda, explain, fused_recurrent_kda, registry, use_backend
+from kda_core.buffers import allocate_outputs, make_inputs
+from kda_core.contract import KdaOptions, Tensors
 from kda_core.errors import (
     BackendNotFoundError,
     BackendUnavailableError,
@@ -24,6 +26,7 @@ from kda_core.errors import (
 from kda_core.fla import SPEC, is_installed
 from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing import token_oracle
+from kda_core.validate import problem_shape as problem_shape_of
 
 A100, H200, BLACKWELL_PC = (8, 0), (9, 0), (12, 0)
 COMMAND = "pip install './packages/kda-core[fla]', from a checkout of the repository"
@@ -218,6 +221,21 @@ def test_cu_seqlens_that_change_in_place_count(on_the_cpu):
         (found,) = torch.autograd.grad(o, x["v"], seed)
         (exact,) = torch.autograd.grad(wanted[0], x["v"], seed.double())
         agree([found], [exact])
+
+
+@pytest.mark.parametrize(
+    "bounds", [(0, 70, 10**9), (-(10**9), 40, 70), (30, 70, 70), (0, 60, 50), (70, 0, 70)]
+)
+@pytest.mark.parametrize("graph", [False, True])
+def test_fla_gets_valid_offsets_for_invalid_ones_on_a_device(on_the_cpu, bounds, graph):
+    """The host does not know the contents of offsets on a device. FLA's kernels would access other memory."""
+    x = halves(B=1) | {"cu_seqlens": torch.tensor(bounds)}
+    tensors = [x.get(name) for name in Tensors._fields]
+    shape = problem_shape_of(*tensors, options=KdaOptions(use_graph=graph, output_final_state=True))
+    inputs = make_inputs(tensors, shape)
+    outputs = allocate_outputs(inputs)
+    backend = REGISTRY.load(REGISTRY.find("fla").spec)
+    assert backend.chunk_fwd(inputs, outputs) is outputs  # the fake FLA checks the offsets
 
 
 def test_tokens_after_the_last_sequence_keep_their_outputs(on_the_cpu):

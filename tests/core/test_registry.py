@@ -322,6 +322,16 @@ def test_a_backend_can_be_replaced_within_a_block(install):
         pass
 
 
+def test_a_backend_may_run_on_all_gpus_from_a_compute_capability_on(install):
+    install("near", archs={"sm_89+"}, priority=5)
+    shape = replace(explain(**X).shape, device_type="cuda")
+    for arch in ((8, 9), (9, 0), (10, 0), (12, 1)):
+        assert explain(replace(shape, arch=arch)).backend == "near"
+    for arch in ((7, 5), (8, 6)):
+        assert "near       wrong-arch: runs on sm_89+, the inputs" in explain(replace(shape, arch=arch)).error
+    assert ran() == "reference"
+
+
 def test_no_backend_for_a_gpu_is_a_table_of_reasons():
     shape = replace(explain(**X).shape, device_type="cuda", arch=(12, 0))
     e = explain(shape)
