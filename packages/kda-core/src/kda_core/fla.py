@@ -27,7 +27,7 @@ from torch import Tensor
 from kda_core import install
 from kda_core.abi import BACKEND_ABI
 from kda_core.backend import BackendSpec
-from kda_core.contract import FLOAT_TENSORS, Feature, KdaGradients, KdaInputs, KdaOutputs, ProblemShape
+from kda_core.contract import FLOAT_TENSORS, KdaGradients, KdaInputs, KdaOutputs, ProblemShape
 
 K_RANGE = (16, 256)
 """The smallest K is that of a tensor-core product in Triton; FLA refuses a larger K than the other one."""
@@ -38,7 +38,24 @@ SPEC = BackendSpec(
     name="fla",
     abi=BACKEND_ABI,
     archs=frozenset({"sm_80+"}),
-    features=frozenset(f.value for f in Feature if f not in (Feature.PIN, Feature.SEGMENT_SUMMARY)),
+    features=frozenset(
+        {
+            "varlen",
+            "gva",
+            "initial_state",
+            "final_state",
+            "state_v_first",
+            "gate_in_kernel",
+            "unbounded_gate",
+            "beta_sigmoid",
+            "neg_eigval",
+            "qk_l2norm",
+            "intermediate_states",
+            "graph",
+            "backward",
+            "recurrent",
+        }
+    ),
     target="kda_core.fla:FlaBackend",
     install=install.command(install.FLA),
     priority=-90,
