@@ -194,7 +194,8 @@ def _register(folder: Path) -> None:
 def _backends(device: torch.device) -> list[str]:
     if device.type == "cpu":
         return ["nothing"]  # the time of the reference is that of its computation
-    return ["nothing", *(i.name for i in kda_core.backends() if i.status == "ok" and i.name not in ("nothing", "reference"))]  # fmt: skip
+    others = ("nothing", "reference", "fla")  # fla's host time is that of FLA
+    return ["nothing", *(i.name for i in kda_core.backends() if i.status == "ok" and i.name not in others)]
 
 
 if __name__ == "__main__":

@@ -151,7 +151,8 @@ def _default_impls(device: torch.device, parallel: bool) -> list[str]:
     import kda_core
 
     ok = [i.name for i in kda_core.backends() if i.status == "ok"]
-    names = [f"kda-{n}" for n in ok if n != "reference" and device.type != "cpu"] or ["reference"]
+    ours = [n for n in ok if n not in ("reference", "fla")]  # "fla" is measured without kda-core around it
+    names = [f"kda-{n}" for n in ours if device.type != "cpu"] or ["reference"]
     names = [n + suffix for n in names for suffix in (("", cases.CP) if parallel else ("",))]
     if device.type == "cpu":
         return names

@@ -79,6 +79,8 @@ BAD_FIELDS = [
     ("archs", "frozenset()"),
     ("archs", "frozenset({'sm_90'})"),
     ("archs", "frozenset({'cuda'})"),
+    ("archs", "frozenset({'sm_8+'})"),
+    ("archs", "frozenset({'sm_80-'})"),
     ("archs", "frozenset({(9, 0, 1)})"),
     ("archs", "frozenset({(9.0, 0)})"),
     ("archs", "frozenset({None, 'cpu'})"),

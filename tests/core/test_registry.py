@@ -199,9 +199,10 @@ def test_messages_do_not_name_packages_that_no_index_has(monkeypatch):
         assert (
             "pip install ./packages/kda-core ./packages/kda-sm90, from a checkout of the repository" in text
         )
-    commands = [i.spec.install for i in kda_core.backends() if i.distribution.startswith("kda-")]
+    ours = [i.spec for i in kda_core.backends() if i.distribution.startswith("kda-")]
+    commands = [spec.install for spec in ours if spec is not None]
     for text in (*texts, *commands):
-        assert all(word[0] in ".-" for word in re.findall(r"pip install (\S+)", text)), text
+        assert all(word.strip("'")[0] in ".-" for word in re.findall(r"pip install (\S+)", text)), text
 
 
 def test_no_text_of_the_repository_installs_our_packages_by_name():
@@ -319,6 +320,16 @@ def test_a_backend_can_be_replaced_within_a_block(install):
         REGISTRY.replaced(replace(here, name="none"), object(), ""),
     ):
         pass
+
+
+def test_a_backend_may_run_on_all_gpus_from_a_compute_capability_on(install):
+    install("near", archs={"sm_89+"}, priority=5)
+    shape = replace(explain(**X).shape, device_type="cuda")
+    for arch in ((8, 9), (9, 0), (10, 0), (12, 1)):
+        assert explain(replace(shape, arch=arch)).backend == "near"
+    for arch in ((7, 5), (8, 6)):
+        assert "near       wrong-arch: runs on sm_89+, the inputs" in explain(replace(shape, arch=arch)).error
+    assert ran() == "reference"
 
 
 def test_no_backend_for_a_gpu_is_a_table_of_reasons():

@@ -118,6 +118,7 @@ def test_kda_core_alone_serves_calls_on_the_cpu(clean_environment):
         "reference": "ok",
         "sm90": "not-installed",
         "sm100": "not-installed",
+        "fla": "not-installed",
     }
     assert environment.run("-c", PREFILL).strip() == "['reference']"
     listed = environment.run("-m", "kda_core", "backends")
@@ -135,7 +136,11 @@ def test_an_extra_installs_one_backend_and_what_it_requires(clean_environment, e
     status, reason, distribution = statuses.pop(extra)
     assert (status, distribution) == ("wrong-arch", f"kda-{extra}")
     assert all(arch in reason for arch in archs)
-    assert {n: s for n, (s, _, _) in statuses.items()} == {"reference": "ok", other: "not-installed"}
+    assert {n: s for n, (s, _, _) in statuses.items()} == {
+        "reference": "ok",
+        other: "not-installed",
+        "fla": "not-installed",
+    }
     assert environment.run("-c", PREFILL).strip() == "['reference']"
 
 
@@ -182,6 +187,7 @@ def test_all_packages_install_together(clean_environment):
         "tokenwise": "ok",
         "sm90": "wrong-arch",
         "sm100": "wrong-arch",
+        "fla": "not-installed",
     }
 
 
@@ -263,6 +269,7 @@ def test_bad_plugins_are_listed_with_reasons_and_leave_the_others_usable(clean_e
         "tokenwise": "ok",
         "sm90": "wrong-arch",
         "sm100": "not-installed",
+        "fla": "not-installed",
         "unimportable": "broken",
         "unloadable": "broken",
         "outdated": "abi-mismatch",

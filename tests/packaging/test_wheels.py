@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from helpers.wheelhouse import ROOT, SOURCES, build_sdist, build_wheel, copy_project
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 LICENSE = ROOT / "LICENSE"
 FROM_CHECKOUT = [name for name, source in SOURCES.items() if (source / "build_backend.py").exists()]
@@ -73,6 +74,13 @@ def test_requirements_are_version_ranges(wheels, name):
         operators = {specifier.operator for specifier in requirement.specifier}
         expected = {"=="} if (name, requirement.name) in LOCKSTEP else {">=", "<"}
         assert operators == expected, requirement
+
+
+def test_the_extra_of_the_backend_fla_is_the_range_that_it_was_written_for(wheels):
+    _, head = contents(wheels["kda-core"])
+    required = map(Requirement, head.get_all("Requires-Dist"))
+    (found,) = [r for r in required if r.marker is not None and r.marker.evaluate({"extra": "fla"})]
+    assert (found.name, found.extras, found.specifier) == ("fla-core", {"cuda"}, SpecifierSet(">=0.6,<0.7"))
 
 
 @pytest.mark.parametrize(("name", "sibling"), sorted(LOCKSTEP))

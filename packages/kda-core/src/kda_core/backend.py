@@ -7,6 +7,7 @@ A planner (context parallelism) does the same in ``kda_core.planners``. ``docs/w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -19,7 +20,15 @@ BACKEND_GROUP = "kda_core.backends"
 PLANNER_GROUP = "kda_core.planners"
 
 Arch = tuple[int, int] | str
-"""A compute capability such as (9, 0), or "cpu", or "any" (every device, CPU included)."""
+"""A compute capability such as (9, 0); or "sm_80+", every GPU of at least that one (since ABI 2.2); or "cpu"; or "any" (every
+device, CPU included)."""
+
+
+def least_capability(arch: Arch) -> tuple[int, int] | None:
+    """Returns the smallest compute capability of an `Arch` such as "sm_80+"; None for any other `Arch`."""
+    if not isinstance(arch, str) or (found := re.fullmatch(r"sm_([1-9][0-9]*)([0-9])\+", arch)) is None:
+        return None
+    return int(found[1]), int(found[2])
 
 
 @dataclass(frozen=True)

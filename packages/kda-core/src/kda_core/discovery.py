@@ -40,8 +40,9 @@ def reserved_owner(group: str, name: str) -> str | None:
 
 
 def published_backends() -> dict[str, str]:
-    """Returns the backends that this project publishes, with their distributions, so that messages can name a missing one."""
-    return {name.removeprefix("kda-"): name for name in install.GPUS.values()}
+    """Returns the backends that this project publishes, with what `install.command` installs for each, so that messages can
+    name a missing one."""
+    return {name.removeprefix("kda-"): name for name in install.GPUS.values()} | {"fla": install.FLA}
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
-from kda_core import env, extensions, install, requirements
+from kda_core import env, extensions, requirements
 from kda_core.abi import BACKEND_ABI
+from kda_core.backend import least_capability
 from kda_core.contract import KdaOptions, ProblemShape
 from kda_core.discovery import published_backends
 from kda_core.errors import ArgumentError, BackendNotFoundError
 from kda_core.explanation import explain
-from kda_core.registry import REGISTRY, arch_matches, show_archs
+from kda_core.registry import REGISTRY, arch_matches, includes, published_archs, show_archs
 
 PEERS = ("triton", "flash-linear-attention", "fla-core")
 """Distributions whose versions are shown although nothing of this project requires them."""
@@ -176,7 +177,8 @@ def nvidia_driver() -> str | None:
 
 def _has_gpu_backend() -> bool:
     specs = (c.spec for c in REGISTRY.backends() if c.status == "ok")
-    return any(isinstance(arch, tuple) for spec in specs for arch in spec.archs)
+    archs = {arch for spec in specs for arch in spec.archs}
+    return any(isinstance(arch, tuple) or least_capability(arch) is not None for arch in archs)
 
 
 def _gpus(found: _Found) -> list[dict[str, Any]]:
@@ -308,7 +310,7 @@ def _calls(found: _Found) -> list[dict[str, Any]]:
 
 def _has_backend(arch: tuple[int, int] | None) -> bool:
     """Returns whether a backend is made for this architecture: an installed one, or one of this project."""
-    if arch is None or arch in install.GPUS:
+    if arch is None or any(includes(published_archs(name), arch) for name in published_backends()):
         return True
     specs = (c.spec for c in REGISTRY.backends() if c.status == "ok")
     return any("any" not in spec.archs and arch_matches(spec, arch) for spec in specs)

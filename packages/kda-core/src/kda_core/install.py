@@ -12,11 +12,17 @@ SOURCE = "./packages/"
 GPUS: dict[tuple[int, int], str] = {(9, 0): "kda-sm90", (10, 0): "kda-sm100", (10, 3): "kda-sm100"}
 """The package of this project that drives a compute capability."""
 
+FLA = "kda-core[fla]"
+"""What brings the backend `fla`, which drives GPUs that `GPUS` lacks: kda-core with an extra."""
+
 COMMANDS: dict[str, str] = {"cache": "kda-cute", "precompile": "kda-cute"}
 """Subcommands of ``python -m kda_core`` that another package of this project brings."""
 
 
 def command(*distributions: str) -> str:
-    """Returns the command that installs kda-core together with `distributions`, packages of this project."""
-    names = " ".join(f"{SOURCE}{name}" for name in dict.fromkeys(("kda-core", *distributions)))
+    """Returns the command that installs kda-core together with `distributions`, packages of this project, such as "kda-sm90", or
+    `FLA`."""
+    core = () if FLA in distributions else ("kda-core",)
+    paths = [f"{SOURCE}{name}" for name in dict.fromkeys((*core, *distributions))]
+    names = " ".join(f"'{p}'" if "[" in p else p for p in paths)  # brackets are a pattern for a shell
     return f"pip install {names}{', from a checkout of the repository' if SOURCE else ''}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kda_core.backend import BackendSpec, PlannerSpec, SupportsBackwardInto
+from kda_core.backend import BackendSpec, PlannerSpec, SupportsBackwardInto, least_capability
 from kda_core.contract import INPUT_DTYPES, Feature, dtype_name
 
 
@@ -89,6 +89,7 @@ def show_error(error: BaseException) -> str:
 
 
 _DTYPES = tuple(sorted(map(dtype_name, INPUT_DTYPES)))
+_ARCHS = "(9, 0), 'sm_80+', 'cpu' or 'any'"
 _METHODS = {Feature.BACKWARD.value: "chunk_bwd", Feature.RECURRENT.value: "recurrent_fwd"}
 
 
@@ -122,6 +123,8 @@ def _is_arch(x: object) -> bool:
         return _is_pair(x)
     if x in ("any", "cuda"):  # a GPU is named by its compute capability
         return x == "any"
+    if least_capability(x) is not None:
+        return True
     try:
         return torch.device(x).type == x
     except RuntimeError:
@@ -158,7 +161,7 @@ def _set_of(check: Callable[[object], bool], least: int) -> Callable[[object], b
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {  # field: (check, expected value for a message)
     "name": (_is_name, "a lower-case name of letters, digits, '.', '_' and '-'"),
     "abi": (_is_pair, "(major, minor)"),
-    "archs": (_set_of(_is_arch, 1), "a frozenset of compute capabilities such as (9, 0), 'cpu' or 'any'"),
+    "archs": (_set_of(_is_arch, 1), f"a frozenset of compute capabilities such as {_ARCHS}"),
     "features": (_set_of(_is_text, 0), "a frozenset of texts"),
     "target": (_is_path, "'package.module:Class'"),
     "install": (_is_text, "a text"),

@@ -10,7 +10,7 @@ import difflib
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -23,10 +23,12 @@ from kda_core import env, install
 from kda_core.backend import (
     BACKEND_GROUP,
     PLANNER_GROUP,
+    Arch,
     Backend,
     BackendSpec,
     Planner,
     PlannerSpec,
+    least_capability,
 )
 from kda_core.contract import ProblemShape
 from kda_core.discovery import FAILURES, Candidate, discover, installed_version, published_backends
@@ -38,6 +40,8 @@ from kda_core.errors import (
     NoEligibleBackendError,
     PlannerError,
 )
+from kda_core.fla import SPEC as FLA_SPEC
+from kda_core.fla import is_installed as fla_is_installed
 from kda_core.plugin_checks import show_error, shown, target_problem
 from kda_core.reference import SPEC as REFERENCE_SPEC
 
@@ -178,8 +182,10 @@ class Registry:
         with self._lock:
             if self._backends is None:
                 version = installed_version("kda-core")
-                own = Candidate(REFERENCE_SPEC.name, "kda-core", version, REFERENCE_SPEC)
-                self._backends = discover(BACKEND_GROUP, BackendSpec, entry_points, (own,))
+                own = tuple(Candidate(s.name, "kda-core", version, s) for s in (REFERENCE_SPEC, FLA_SPEC))
+                found = discover(BACKEND_GROUP, BackendSpec, entry_points, own)
+                absent = () if fla_is_installed() else own[1:]
+                self._backends = tuple(c for c in found if c not in absent)
             return self._backends
 
     def planners(self) -> tuple[Candidate, ...]:
@@ -232,7 +238,7 @@ class Registry:
         return (*map(self._info, self.backends()), *missing)
 
     def _missing(self) -> dict[str, str]:
-        """Returns the backends of this project that are not installed, with their distributions."""
+        """Returns the backends of this project that are not installed, with what `install.command` installs for them."""
         known = {c.name for c in self.backends() if c.owner}
         return {name: owner for name, owner in published_backends().items() if name not in known}
 
@@ -296,18 +302,16 @@ class Registry:
                 return self._named(name, shape, rule)
         if order := env.backend_order():
             return self._first(order, shape)
-        refusals, eligible = [], []
-        for c in self.backends():
+        reasons: dict[int, str] = {}
+        # a backend is not imported if one before it serves the call
+        for c in sorted(self.backends(), key=_rank):
             reason = self.refusal(c, shape, named=False)
             if reason is None:
-                eligible.append(c)
-            else:
-                refusals.append(Refusal(c.name, reason))
-        if not eligible:
-            refusals += [Refusal(name, _not_installed(owner)) for name, owner in self._missing().items()]
-            raise NoEligibleBackendError(_no_backend(shape, "automatic", refusals))
-        best = min(eligible, key=lambda c: (-c.spec.priority, c.name))
-        return Choice(best.spec, self.load(best.spec), "automatic")
+                return Choice(c.spec, self.load(c.spec), "automatic")
+            reasons[id(c)] = reason
+        refusals = [Refusal(c.name, reasons[id(c)]) for c in self.backends()]
+        refusals += [Refusal(name, _not_installed(name, shape)) for name in self._missing()]
+        raise NoEligibleBackendError(_no_backend(shape, "automatic", refusals))
 
     def _first(self, order: tuple[str, ...], shape: ProblemShape) -> Choice:
         """Returns the first backend of ``KDA_BACKEND`` that serves the call."""
@@ -317,7 +321,7 @@ class Registry:
         candidates = [None if name in missing else self.find(name, rule) for name in order]
         refusals = []
         for name, c in zip(order, candidates):
-            reason = _not_installed(missing[name]) if c is None else self.refusal(c, shape, named=True)
+            reason = _not_installed(name, shape) if c is None else self.refusal(c, shape, named=True)
             if c is not None and reason is None:
                 return Choice(c.spec, self.load(c.spec), "KDA_BACKEND")
             refusals.append(Refusal(name, str(reason)))
@@ -491,7 +495,22 @@ def show_archs(archs: Any) -> str:
 
 def arch_matches(spec: BackendSpec, arch: Any) -> bool:
     """Returns whether a backend runs on `arch`, a compute capability or a device type."""
-    return "any" in spec.archs or arch in spec.archs
+    return includes(spec.archs, arch)
+
+
+def includes(archs: Collection[Arch], arch: Any) -> bool:
+    """Returns whether the archs of a spec include `arch`, a compute capability or a device type."""
+    if "any" in archs or arch in archs:
+        return True
+    least = [found for a in archs if (found := least_capability(a)) is not None]
+    return isinstance(arch, tuple) and any(arch >= found for found in least)
+
+
+def published_archs(name: str) -> frozenset[Arch]:
+    """Returns where a backend of this project runs, whether it is installed or not."""
+    if name == FLA_SPEC.name:
+        return FLA_SPEC.archs
+    return frozenset(arch for arch, owner in install.GPUS.items() if owner == f"kda-{name}")
 
 
 def _where(shape: ProblemShape) -> str:
@@ -507,8 +526,15 @@ def _no_backend(shape: ProblemShape, rule: str, refusals: list[Refusal]) -> str:
     return "\n".join(lines)
 
 
-def _not_installed(distribution: str) -> str:
-    return f"not-installed: {install.command(distribution)}"
+def _not_installed(name: str, shape: ProblemShape) -> str:
+    if shape.arch is not None and not includes(archs := published_archs(name), shape.arch):
+        return f"not-installed; runs on {show_archs(archs)}"
+    return f"not-installed: {install.command(published_backends()[name])}"
+
+
+def _rank(c: Candidate) -> tuple[float, str]:
+    """Returns the key by which the automatic choice sorts candidates."""
+    return (0.0 if c.spec is None else -c.spec.priority, c.name)
 
 
 def _create(spec: BackendSpec | PlannerSpec) -> Any:

@@ -29,7 +29,7 @@ from kda_core import arguments, buffers, contract, validate
 from kda_core.backend import SupportsMerge, SupportsSegments
 from kda_core.contract import Feature
 from kda_core.errors import ArgumentError
-from kda_core.registry import REGISTRY, record_calls
+from kda_core.registry import REGISTRY, arch_matches, record_calls
 from kda_core.testing.declared import DeclaredConformance, lengths_of
 from kda_core.testing.inputs import FAMILIES, PLAIN, Inputs, make_normalised, one_key
 from kda_core.testing.runner import NEEDS_GPU, TESTED, Case, Runner, spec_of, unusable
@@ -615,7 +615,8 @@ def _default_device(backend: str) -> str:
     """Returns "cuda" if the backend runs on a visible GPU, else "cpu"."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_capability(i) for i in range(count)]
-    return "cuda" if any(arch in gpus for arch in spec_of(backend).archs) else "cpu"
+    spec = spec_of(backend)
+    return "cuda" if "any" not in spec.archs and any(arch_matches(spec, gpu) for gpu in gpus) else "cpu"
 
 
 @contextmanager
