@@ -10,19 +10,19 @@ from __future__ import annotations
 from typing import Any
 
 from kda_core.registry import Call, record_calls
-from kda_core.testing.inputs import FAMILIES, Inputs, make_inputs, make_normalised, one_key
+from kda_core.testing.inputs import EXTREMES, FAMILIES, Inputs, make_inputs, make_normalised
 from kda_core.testing.oracle import token_oracle
 from kda_core.testing.tolerance import BAND, error, tolerance
 
 __all__ = [
     "BAND",
+    "EXTREMES",
     "FAMILIES",
     "Call",
     "Inputs",
     "error",
     "make_inputs",
     "make_normalised",
-    "one_key",
     "record_calls",
     "token_oracle",
     "tolerance",
