@@ -19,7 +19,7 @@ from kda_core.registry import REGISTRY
 from kda_core.testing.declared import lengths_of
 from kda_core.testing.forms import FORMS, in_form
 from kda_core.testing.gradients import PER_TOKEN, GradientCase
-from kda_core.testing.inputs import EXTREMES, FAMILIES, PLAIN, Inputs
+from kda_core.testing.inputs import EXTREMES, FAMILIES, PLAIN, Inputs, copied
 from kda_core.testing.memory import amid, guarded
 from kda_core.testing.runner import NOT_DECLARED, Runner
 
@@ -197,7 +197,7 @@ class BackwardConformance:
         x, (grad_o, grad_state) = case.arguments | {"pin": True}, (case.grad_o, case.grad_final_state)
         assert grad_o is not None
         names = [n for n in (*PER_TOKEN, "initial_state") if n in x]
-        part = lambda d, b: None if d is None else d[b : b + 1]
+        part: Any = lambda d, b: None if d is None else d[b : b + 1]
         together = bwd.gradients(x, grad_o, grad_state)
         for b in range(3):
             alone = x | {n: part(x[n], b) for n in names}
@@ -206,8 +206,8 @@ class BackwardConformance:
         if Feature.VARLEN.value not in bwd.declared():
             return
         cu_seqlens = torch.tensor([0, 70, 70, 140, 210], device=bwd.device)
-        as_packed = lambda d: None if d is None else d.flatten(0, 1).unsqueeze(0)
-        with_empty = lambda d: None if d is None else torch.cat([d[:1], d[:1], d[1:]])
+        as_packed = lambda d: d.flatten(0, 1).unsqueeze(0)
+        with_empty: Any = lambda d: None if d is None else torch.cat([d[:1], d[:1], d[1:]])
         packed = x | {n: as_packed(x[n]) for n in PER_TOKEN} | {"cu_seqlens": cu_seqlens}
         if "initial_state" in x:
             packed["initial_state"] = with_empty(x["initial_state"])
@@ -239,25 +239,26 @@ class BackwardConformance:
             pytest.skip(f"{NOT_DECLARED}chunk_bwd_into")
         lengths = None if bounds is None else lengths_of(bounds)
         case = self._served(bwd, "mixed", 130, H=1, HV=2, lengths=lengths, initial_state=True)
+        grad_o, grad_state = case.grad_o, case.grad_final_state
+        assert grad_o is not None
         bwd.may_run(case.arguments)
         inputs = bwd.backend_inputs(case.arguments, needs_backward=True)
         given = {n: x for n in FLOAT_TENSORS if (x := getattr(inputs, n)) is not None}
         kept = {n: x.clone() for n, x in given.items()}
-        results = []
+        results: list[dict[str, Tensor]] = []
         for poison in (0xFF, 0x00):  # 0xFF bytes are NaN in bf16 and in fp32
             memory = {n: guarded(tuple(x.shape), x.dtype, x.device) for n, x in given.items()}
             found = {n: tensor.fill_(float("nan")) for n, (tensor, _) in memory.items()}
             size = backend.backward_workspace_bytes(inputs.shape)
             workspace, around = guarded((size,), torch.uint8, bwd.device)
-            gradients = KdaGradients(**(dict.fromkeys(FLOAT_TENSORS) | found))
-            backend.chunk_bwd_into(
-                inputs, case.grad_o, case.grad_final_state, gradients, workspace.fill_(poison)
-            )
+            absent: dict[str, Any] = dict.fromkeys(FLOAT_TENSORS)
+            gradients = KdaGradients(**(absent | found))
+            backend.chunk_bwd_into(inputs, grad_o, grad_state, gradients, workspace.fill_(poison))
             results.append(found)
             assert all((guard() == 7).all() for _, guard in memory.values()), "wrote around a gradient"
             assert (around() == 7).all(), "wrote around the workspace"
             assert all(torch.equal(x, kept[n]) for n, x in given.items()), "wrote to an input"
-        assert same_bits(*results)
+        assert same_bits(results[0], results[1])
         bwd.check_gradients(case, results[0])
 
     @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
@@ -275,18 +276,12 @@ class BackwardConformance:
         bwd.require(Feature.VARLEN, Feature.INITIAL_STATE, Feature.FINAL_STATE)
         recipe = {"H": 1, "HV": 2, "lengths": lengths_of(PACKED), "initial_state": True}
         case = bwd.gradient_case("mixed", PACKED[-1], **recipe)
-        x, outer = dict(case.arguments), [case.grad_o, case.grad_final_state]
-        assert outer[0] is not None and outer[1] is not None
-        mine = slice(PACKED[n], PACKED[n + 1])
-        x |= {name: x[name].clone() for name in (*PER_TOKEN, "initial_state")}
-        outer = [d.clone() for d in outer if d is not None]
-        for t in (
-            *(x[name][:, mine] for name in PER_TOKEN),
-            x["initial_state"][n],
-            outer[0][:, mine],
-            outer[1][n],
-        ):
-            t.fill_(float("nan"))
+        x, mine = copied(case.arguments), slice(PACKED[n], PACKED[n + 1])
+        outer = [d.clone() for d in (case.grad_o, case.grad_final_state) if d is not None]
+        for t in (*(x[name] for name in PER_TOKEN), outer[0]):
+            t[:, mine] = float("nan")
+        for t in (x["initial_state"], outer[1]):
+            t[n] = float("nan")
         found = bwd.gradients(x, *outer)
         for name in PER_TOKEN:
             found[name][:, mine] = case.exact.values[name][:, mine].to(found[name])

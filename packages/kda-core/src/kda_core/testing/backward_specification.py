@@ -249,7 +249,7 @@ def backward(
         if first == end:
             continue
         rows = [_chunks(y[first:end], C) for y in flat]
-        records = chunk_record(*rows[:5], scale, bounded)
+        records = chunk_record(rows[0], rows[1], rows[2], rows[3], rows[4], scale, bounded)
         S, R = forward_chain(records, S_in[n])
         dS, dX, dS_in[n] = reverse_chain(records, rows[5], dS_out[n])
         chained = Chained(*(bf16(y) for y in (S, dS, R, dX)))
@@ -263,20 +263,20 @@ def backward(
     gradients = {
         n: y.unflatten(0, (B, T)) for n, y in zip(("q", "k", "v", "g", "beta"), (dq, dk, dv, dg, dbeta))
     }
-    for n in ("q", "k"):  # the value heads of a group in a fixed order
-        d = gradients[n].unflatten(2, (H, HV // H)).unbind(3)
-        gradients[n] = sum(d[1:], start=d[0])
+    for name in ("q", "k"):  # the value heads of a group in a fixed order
+        d = gradients[name].unflatten(2, (H, HV // H)).unbind(3)
+        gradients[name] = sum(d[1:], start=d[0])
         if x.get("use_qk_l2norm_in_kernel"):
-            gradients[n] = through_l2norm(gradients[n], x[n].to(F32))
+            gradients[name] = through_l2norm(gradients[name], x[name].to(F32))
     if x.get("use_beta_sigmoid_in_kernel"):
         gradients["beta"] = through_sigmoid(
             gradients["beta"], beta, 2.0 if x.get("allow_neg_eigval") else 1.0
         )
     if x.get("use_gate_in_kernel"):
         gradients |= through_gate(gradients["g"], x)
-    for n in ("q", "k", "v", "g", "beta"):
-        if n in ("q", "k", "v") or x[n].dtype not in WIDE:
-            gradients[n] = bf16(gradients[n])
+    for name in ("q", "k", "v", "g", "beta"):
+        if name in ("q", "k", "v") or x[name].dtype not in WIDE:
+            gradients[name] = bf16(gradients[name])
     if x.get("initial_state") is not None:
         gradients["initial_state"] = dS_in.mT if v_first else dS_in
     return gradients

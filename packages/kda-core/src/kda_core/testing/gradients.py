@@ -24,11 +24,13 @@ PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
 class ExactGradients(NamedTuple):
-    """Attributes:
-    values: the fp64 gradient of each floating-point tensor of a call, in its shape.
-    resolution: of g, A_log and dt_bias, with the same shapes: absolute errors that arithmetic in the dtype of the states cannot
-        avoid. The slope s (1 - s) of a bounded gate's sigmoid has an absolute error of a few units in the last place of 1, and is
-        much smaller where the gate is saturated.
+    """The gradients of a call in fp64.
+
+    Attributes:
+        values: the gradient of each floating-point tensor of the call, in its shape.
+        resolution: of g, A_log and dt_bias, with the same shapes: absolute errors that arithmetic in the dtype of the states cannot
+            avoid. The slope s (1 - s) of a bounded gate's sigmoid has an absolute error of a few units in the last place of 1, and
+            is much smaller where the gate is saturated. Without a bounded gate in the kernel it is empty.
     """
 
     values: dict[str, Tensor]
@@ -99,10 +101,10 @@ def gradient_errors(
         elif name in PER_TOKEN:
             sizes = None if lengths is None else [*lengths]
             errors[name] = error(got, want, lengths=sizes, unavoidable=unavoidable)
-        else:  # one token of the heads [.., K], or of one head
-            heads = (1, 1, len(want), -1) if name == "dt_bias" and want.dim() == 2 else (1, 1, 1, -1)
-            as_token = lambda y, heads=heads: None if y is None else y.reshape(heads)
-            errors[name] = error(as_token(got), as_token(want), unavoidable=as_token(unavoidable))
+        else:  # as those of one token, of all heads or of one
+            heads = (1, 1, exact.values["v"].shape[2] if name == "dt_bias" else 1, -1)
+            unavoidable = None if unavoidable is None else unavoidable.reshape(heads)
+            errors[name] = error(got.reshape(heads), want.reshape(heads), unavoidable=unavoidable)
     return errors
 
 
@@ -127,7 +129,8 @@ def gradient_tolerance(
         with dithered(seed):
             judge(gradient_errors(backward(x, grad_o, grad_final_state, CHUNKS[-1]), exact, lengths))
     if (short := short_sequences(x)) is not None:
-        o, state = short.of_tokens(grad_o), short.of_sequences(grad_final_state)
+        o = None if grad_o is None else short.of_tokens(grad_o)
+        state = None if grad_final_state is None else short.of_sequences(grad_final_state)
         names = [n for n in exact.values if n in PER_TOKEN]
         values = {n: short.of_tokens(exact.values[n]) for n in names}
         if "initial_state" in exact.values:

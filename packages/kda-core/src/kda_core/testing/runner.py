@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -257,6 +258,7 @@ class Runner:
     def within(self, off: float, limit: float, what: str) -> None:
         """Asserts that the error of an output is within its tolerance."""
         self.record(COMPARED, what)
+        assert limit < math.inf, f"{what}: the specification has no finite error for these inputs"
         assert off <= limit, f"error of {what} {off:.2e}, tolerance {limit:.2e}"
 
     def check(self, case: Case, o: Tensor | None, state: Tensor | None = None, what: str = "") -> None:

@@ -40,6 +40,7 @@ def error(
     if x.shape != ref.shape:
         raise ValueError(f"x {list(x.shape)} and ref {list(ref.shape)} differ in shape")
     both = (x, ref, torch.zeros_like(ref) if unavoidable is None else unavoidable)
+    parts: list[Any]  # x, ref and the unavoidable errors, each an iterable of items [heads, ..]
     if state:
         parts = [y.flatten(0, -4) for y in both]
     elif lengths is None:
@@ -111,13 +112,13 @@ class ShortSequences(NamedTuple):
     rows: Tensor | None
     which: Tensor | None
 
-    def of_tokens(self, x: Tensor | None) -> Tensor | None:
+    def of_tokens(self, x: Tensor) -> Tensor:
         """Returns these sequences' part of a tensor [B, T, ..]."""
-        return x if x is None or self.rows is None else x[:, self.rows]
+        return x if self.rows is None else x[:, self.rows]
 
-    def of_sequences(self, x: Tensor | None) -> Tensor | None:
+    def of_sequences(self, x: Tensor) -> Tensor:
         """Returns these sequences' part of a tensor [N, ..]."""
-        return x if x is None or self.which is None else x[self.which]
+        return x if self.which is None else x[self.which]
 
 
 def short_sequences(x: dict[str, Any]) -> ShortSequences | None:
