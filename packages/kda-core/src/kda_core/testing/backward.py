@@ -54,7 +54,7 @@ class BackwardConformance:
     @pytest.mark.parametrize("T", LENGTHS)
     def test_gradients_of_a_length(self, bwd: Runner, T: int) -> None:
         """Lengths around every block boundary agree with the oracle."""
-        bwd.gradients_agree(bwd.gradient_case("slow", T, HV=4, initial_state=True))
+        bwd.gradients_agree(bwd.gradient_case("slow", T, H=1, HV=2, initial_state=True))
 
     def test_gradients_of_no_token(self, bwd: Runner) -> None:
         """A call without tokens and without states has gradients of its parameters, which are zeros."""
@@ -83,18 +83,15 @@ class BackwardConformance:
     @pytest.mark.parametrize("form", FORMS)
     def test_gradients_of_a_form(self, bwd: Runner, form: str) -> None:
         """Each form of gate, beta, normalisation and scale agrees with the oracle, also if A_log or dt_bias is absent."""
-        recipe = bwd.declared_part({"HV": 4, "initial_state": True})
+        recipe = bwd.declared_part({"H": 1, "HV": 2, "initial_state": True})
         inputs = in_form(form, lambda family: bwd.case(family, 70, **recipe).inputs)
         bwd.gradients_agree(GradientCase(inputs, bwd.outputs()))
 
     @pytest.mark.parametrize("of", (("o",), ("final_state",)), ids=" ".join)
     @pytest.mark.parametrize("initial_state", (False, True), ids=("no initial state", "initial state"))
-    @pytest.mark.parametrize("family", ("slow", "mixed"))
-    def test_gradients_of_one_output(
-        self, bwd: Runner, family: str, initial_state: bool, of: tuple[str, ...]
-    ) -> None:
+    def test_gradients_of_one_output(self, bwd: Runner, initial_state: bool, of: tuple[str, ...]) -> None:
         """The gradients of o alone and of the final state alone agree with the oracle, with and without an initial state."""
-        case = bwd.case(family, 100, H=1, HV=2, initial_state=initial_state)
+        case = bwd.case("mixed", 70, H=1, HV=2, initial_state=initial_state)
         bwd.gradients_agree(GradientCase(case.inputs, of))
 
     @pytest.mark.parametrize("exponent", EXPONENTS, ids=lambda n: f"2^{n}")
@@ -114,7 +111,7 @@ class BackwardConformance:
     def test_gradients_of_dtypes(self, bwd: Runner, dtype: str, form: str) -> None:
         """Every declared dtype of q, k and v agrees with the oracle."""
         given = {"dtype": getattr(torch, dtype), "initial_state": form == "states"}
-        inputs = bwd.case(PLAIN, 45, **given).inputs
+        inputs = bwd.case(PLAIN, 20, **given).inputs
         if form == "gates in q's dtype":
             inputs = inputs.replace(**{n: inputs.arguments[n].to(given["dtype"]) for n in ("g", "beta")})
         bwd.gradients_agree(GradientCase(inputs, ("o", "final_state") if form == "states" else ("o",)))
@@ -122,7 +119,7 @@ class BackwardConformance:
     def test_gradients_of_head_dims(self, bwd: Runner, head_dims: tuple[int, int]) -> None:
         """Every declared pair of head dimensions agrees with the oracle, also K != V."""
         K, V = head_dims
-        bwd.gradients_agree(GradientCase(bwd.case(PLAIN, 45, K=K, V=V).inputs, of=("o",)))
+        bwd.gradients_agree(GradientCase(bwd.case(PLAIN, 20, K=K, V=V).inputs, of=("o",)))
 
     @pytest.mark.parametrize("family", ("slow", "memory", "mixed"))
     @pytest.mark.parametrize("cut", (1, 64, 100))

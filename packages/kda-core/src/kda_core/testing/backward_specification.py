@@ -127,11 +127,11 @@ def pair_products(
     Dq: Tensor, Dk: Tensor, q: Tensor, k: Tensor, b: Tensor, G_rows: Tensor, G_columns: Tensor, A: Tensor
 ) -> Products:
     """Computes the products of rows (q, k at G_rows) [..., rows, K] and columns (b at G_columns) [..., columns, K], with the weights
-    Dq and Dk [..., rows, columns] and the anchor A, which is broadcast."""
+    Dq and Dk [..., rows, columns], which are bf16 values, and the anchor A, which is broadcast."""
     bf16 = specification.bf16
     E, F = ex2((G_rows - A).clamp(max=LARGEST)), ex2((A - G_columns).clamp(max=LARGEST))
     r_q, r_k, c = bf16(q * E), bf16(k * E), bf16(b * F)
-    U_q, U_k, W = mma(Dq, c), mma(Dk, c), mma(Dq.mT, r_q) + mma(Dk.mT, r_k)
+    U_q, U_k, W = Dq @ c, Dk @ c, Dq.mT @ r_q + Dk.mT @ r_k
     return Products(E * U_q, E * U_k, F * W, r_q * U_q + r_k * U_k, -c * W)
 
 

@@ -17,7 +17,7 @@ from kda_core.testing.oracle import F64, log_decay, token_oracle
 from kda_core.testing.specification import CHUNKS, dithered
 from kda_core.testing.tolerance import BAND, DITHERS, error, sequence_lengths, short_sequences
 
-ROUNDINGS = 4
+ROUNDINGS = 2
 """Number of further roundings of the specification. A gradient of A_log is one number for each head, which may cancel, and few
 tokens may dominate the gradient of beta: one rounding may then be exact by luck."""
 PER_TOKEN = ("q", "k", "v", "g", "beta")
