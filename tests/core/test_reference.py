@@ -119,3 +119,10 @@ def test_gradients_of_packed_sequences_do_not_cross():
     o, _ = chunk_kda(**x, cu_seqlens=torch.tensor([0, 20, 48]))
     o[:, 20:].sum().backward()
     assert all((t.grad[:, :20] == 0).all() and t.grad[:, 20:].abs().sum() > 0 for t in x.values())
+
+
+def test_a_call_without_tokens_and_states_has_gradients():
+    x = {n: t.double().requires_grad_() for n, t in call(T=0, dtype=torch.float64).items()}
+    o, state = chunk_kda(**x, output_final_state=True)
+    (o.sum() + state.sum()).backward()
+    assert all(t.grad.shape == t.shape for t in x.values())

@@ -95,12 +95,16 @@ class ReferenceBackend:
         """Recomputes the forward under autograd, slab by slab, so that memory stays bounded."""
         with torch.enable_grad(), torch.autocast(inputs.q.device.type, enabled=False):
             x, leaves = _as_leaves(inputs)
-            (group,) = _groups(x, pinned=False)
-            o, state = group.differentiable(x, BLOCK)
-            total = (o * grad_o.to(o.dtype)).sum()
-            if grad_final_state is not None:
-                total = total + (state * grad_final_state.to(state.dtype)).sum()
-            grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+            total = torch.zeros((), dtype=x.shape.state_dtype, device=x.q.device)
+            for group in _groups(x):
+                o, state = group.differentiable(x, BLOCK)
+                total = total + (o * grad_o.to(o.dtype)).sum()
+                if grad_final_state is not None:
+                    given = grad_final_state[group.select].to(state.dtype)
+                    total = total + (state * given).sum()
+            grads: Sequence[Tensor | None] = [None] * len(leaves)
+            if total.requires_grad:  # not without tokens and initial states
+                grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         found = {n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), grads)}
         gradients: dict[str, Any] = {n: found.get(n) for n in FLOAT_TENSORS}
         return KdaGradients(**gradients)
@@ -279,11 +283,11 @@ def _host_lengths(inputs: KdaInputs) -> tuple[int, ...]:
     return lengths
 
 
-def _groups(inputs: KdaInputs, pinned: bool | None = None) -> list[_Group]:
+def _groups(inputs: KdaInputs) -> list[_Group]:
     """Returns one group of all sequences, or with `pin` one for each sequence, with slabs of one block. Every operation then
     has the same shape for every batch, and so the same rounding."""
     s = inputs.shape
-    pinned = inputs.options.pin if pinned is None else pinned
+    pinned = inputs.options.pin
     device = inputs.q.device
     slab = 1 if pinned else None
     if s.varlen and inputs.cu_seqlens is not None:

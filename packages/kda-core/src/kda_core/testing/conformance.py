@@ -6,8 +6,8 @@ Every test calls the public API and asserts which backend ran. Results are compa
 from the data (`kda_core.testing.limits`). Comparisons are counted, and a run without any fails. Tests of what a backend does not
 declare are skipped and counted.
 
-`kda_core.testing.declared` tests each item that a spec declares, starting from a call that needs no feature. Most tests of this
-module need several features.
+`kda_core.testing.declared` tests each item that a spec declares, starting from a call that needs no feature.
+`kda_core.testing.backward` tests gradients. Most tests of this module need several features.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ import torch
 from torch import Tensor
 
 import kda_core
-from kda_core import arguments, buffers, contract, validate
+from kda_core import arguments, buffers
 from kda_core.backend import SupportsMerge, SupportsSegments
 from kda_core.contract import Feature
 from kda_core.errors import ArgumentError
 from kda_core.registry import REGISTRY, arch_matches, record_calls
+from kda_core.testing.backward import BackwardConformance
 from kda_core.testing.declared import DeclaredConformance, lengths_of
-from kda_core.testing.inputs import FAMILIES, PLAIN, Inputs, make_normalised, one_key
+from kda_core.testing.forms import FORMS, in_form
+from kda_core.testing.inputs import FAMILIES, PLAIN, Inputs, make_normalised
+from kda_core.testing.memory import amid, guarded
 from kda_core.testing.runner import NEEDS_GPU, TESTED, Case, Runner, spec_of, unusable
 from kda_core.testing.tolerance import error
 
@@ -59,7 +62,7 @@ def same(a: Any, b: Any) -> bool:
     return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
 
 
-class BackendConformance(DeclaredConformance):
+class BackendConformance(DeclaredConformance, BackwardConformance):
     """The kit. A subclass sets `backend`, and any other attribute.
 
     Attributes:
@@ -157,13 +160,11 @@ class BackendConformance(DeclaredConformance):
         x = make_normalised(T, B=B, H=H, HV=HV, normaliser=normaliser, mask=mask, seed=n, **kda.common)
         kda.agrees(Case(x))
 
-    @pytest.mark.parametrize("form", (
-        "no A_log", "no dt_bias", "bound -1", "bound -8", "softplus", "softplus, no dt_bias", "flat dt_bias", "bf16 g",
-        "bf16 beta", "fp32 beta", "fp32 raw g", "safe precomputed", "negative eigenvalues", "no l2norm", "scale",
-    ))  # fmt: skip
+    @pytest.mark.parametrize("form", FORMS)
     def test_form(self, kda: Runner, form: str) -> None:
         """Each form of gate, beta, normalisation and scale agrees with the oracle."""
-        kda.agrees(Case(_form(kda, form)))
+        inputs = lambda family: kda.case(family, 130, HV=4, initial_state=True).inputs
+        kda.agrees(Case(in_form(form, inputs)))
 
     @pytest.mark.parametrize("bounds", (None, PACKED), ids=("fixed", "packed"))
     def test_state_layouts(self, kda: Runner, bounds: tuple[int, ...] | None) -> None:
@@ -198,11 +199,11 @@ class BackendConformance(DeclaredConformance):
     def test_one_repeated_key(self, kda: Runner) -> None:
         """With identical keys, beta near 1, gates near 0 and 16k tokens, the inverse stays finite and accurate."""
         kda.full_only()
-        kda.agrees(Case(one_key(16384, **kda.common)))
+        kda.agrees(kda.case("one key", 16384, H=1))
 
     def test_zero_keys(self, kda: Runner) -> None:
         """With zero keys the state only decays."""
-        x = one_key(200, zero=True, **kda.common)
+        x = kda.case("zero keys", 200, H=1).inputs
         kda.agrees(Case(x.replace(initial_state=kda.states(1, HV=1, value=1.0))))
 
     # ---- equalities
@@ -312,8 +313,8 @@ class BackendConformance(DeclaredConformance):
         """NaNs next to the inputs, which the last tile of a sequence may load but must not use, change no bit."""
         lengths = _served_lengths(kda, bounds)
         x = kda.served("mixed", 130, lengths=lengths, initial_state=True)
-        amid = {n: _amid(t) if isinstance(t, Tensor) else t for n, t in x.items()}
-        o, state = kda(amid)
+        surrounded = {n: amid(t) if isinstance(t, Tensor) else t for n, t in x.items()}
+        o, state = kda(surrounded)
         kda.check(Case(Inputs(x, lengths)), o, state)
         assert same((o, state), kda(x))
 
@@ -321,13 +322,13 @@ class BackendConformance(DeclaredConformance):
     def test_unaligned_memory(self, kda: Runner, bounds: Any) -> None:
         """Inputs that start one element past an aligned address return the same bits; such outputs are refused."""
         x = kda.served("mixed", 130, lengths=_served_lengths(kda, bounds), initial_state=True)
-        moved = {n: _amid(t, 4097) if isinstance(t, Tensor) else t for n, t in x.items()}
+        moved = {n: amid(t, 4097) if isinstance(t, Tensor) else t for n, t in x.items()}
         found = kda(moved)
         assert same(found, kda(x))
         for i, name in enumerate(("o", "final_state")):
             if found[i] is not None:
                 out = [None if y is None else torch.empty_like(y) for y in found]
-                out[i] = _amid(found[i], 4097)
+                out[i] = amid(found[i], 4097)
                 with pytest.raises(ArgumentError, match=rf"out\[{i}\] \({name}\).*multiple of 16"):
                     kda(x, out=tuple(out))
 
@@ -357,11 +358,11 @@ class BackendConformance(DeclaredConformance):
         x = kda.served("slow", 130, lengths=lengths, initial_state=True)
         before = {n: t.clone() for n, t in x.items() if isinstance(t, Tensor)}
         N = 1 if lengths is None else len(lengths)
-        o, o_guard = _guarded(tuple(x["v"].shape), x["v"].dtype, kda.device)
-        state, state_guard = _guarded((N, 2, kda.K, kda.V), kda.state_dtype, kda.device)
+        o, o_guard = guarded(tuple(x["v"].shape), x["v"].dtype, kda.device)
+        state, state_guard = guarded((N, 2, kda.K, kda.V), kda.state_dtype, kda.device)
         kda.may_run(x)
         needed = kda_core.explain(**x, backend=kda.backend, context_parallel="off").workspace_bytes
-        workspace, workspace_guard = _guarded((needed,), torch.uint8, kda.device)
+        workspace, workspace_guard = guarded((needed,), torch.uint8, kda.device)
         kda(x, out=(o, state if "output_final_state" in x else None), workspace=workspace)
         assert all(torch.equal(x[n], t) for n, t in before.items())
         assert (o_guard() == 7).all() and (state_guard() == 7).all() and (workspace_guard() == 7).all()
@@ -371,7 +372,7 @@ class BackendConformance(DeclaredConformance):
         """The memory before and after the intermediate states keeps its bits."""
         kda.require(Feature.INTERMEDIATE_STATES)
         x, chunks = kda.inputs("slow", 130, B=2), -(-130 // size)
-        h, guard = _guarded((2, chunks, 2, kda.K, kda.V), torch.bfloat16, kda.device)
+        h, guard = guarded((2, chunks, 2, kda.K, kda.V), torch.bfloat16, kda.device)
         kda(x, return_intermediate_states=True, chunk_size=size, out=(None, None, h))
         assert (guard() == 7).all() and not (h == 7).all()
 
@@ -396,9 +397,9 @@ class BackendConformance(DeclaredConformance):
         unordered = (0, 100, 50, 130), (130, 0, 130), (0, 130, 50), (0, 100, -5)
         for bounds in (*beyond, *late, *unordered, (0, 0, 0)):
             x = kda.inputs("slow", 130) | {"cu_seqlens": torch.tensor(bounds, device=kda.device)}
-            o, o_guard = _guarded(tuple(x["v"].shape), x["v"].dtype, kda.device)
+            o, o_guard = guarded(tuple(x["v"].shape), x["v"].dtype, kda.device)
             N = len(bounds) - 1
-            state, state_guard = _guarded((N, 2, kda.K, kda.V), kda.state_dtype, kda.device)
+            state, state_guard = guarded((N, 2, kda.K, kda.V), kda.state_dtype, kda.device)
             captured = {"use_graph": True, "max_num_seqs": N} if graph else {}
             kda(x, output_final_state=True, out=(o, state), **captured)
             torch.cuda.synchronize()
@@ -539,15 +540,6 @@ class BackendConformance(DeclaredConformance):
 
     # ---- optional parts
 
-    @pytest.mark.parametrize("bounds", (None, (0, 20, 20, 45)), ids=("fixed", "packed"))
-    @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
-    def test_backward(self, kda: Runner, family: str, bounds: Any) -> None:
-        """Gradients of every input agree with autograd through an fp64 token loop."""
-        kda.require(Feature.BACKWARD)
-        lengths = None if bounds is None else lengths_of(bounds)
-        x = kda.case(family, 45, H=1, HV=2, lengths=lengths, initial_state=True).inputs
-        kda.gradients_agree(x, output_final_state=True)
-
     @pytest.mark.parametrize("T", (1, 3, 20))
     @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
     def test_recurrent(self, kda: Runner, T: int, v_first: bool) -> None:
@@ -572,14 +564,12 @@ class BackendConformance(DeclaredConformance):
         case = kda.case(family, 230, HV=2, lengths=(230,), initial_state=True)
         x = case.arguments
         kda.may_run(x | {"output_final_state": True})
-        names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
         starts = x["initial_state"].new_zeros(4, *x["initial_state"].shape[1:])
         starts[0] = x["initial_state"][0]
         cu_seqlens = torch.tensor([0, 100, 100, 167, 230], dtype=torch.int32, device=kda.device)
-        tensors = [*(x.get(n) for n in names), starts, cu_seqlens, cu_seqlens.cpu()]
-        options = {n: x[n] for n in contract.OPTION_NAMES if n in x} | {"output_final_state": True}
-        shape = validate.problem_shape(*tensors, options=contract.KdaOptions(**options))
-        inputs = buffers.make_inputs(tensors, shape)
+        packed = {"initial_state": starts, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens.cpu()}
+        inputs = kda.backend_inputs(x | packed, output_final_state=True)
+        shape = inputs.shape
         exits = torch.full_like(starts, torch.nan)
         transitions = starts.new_full((4, 2, shape.K, shape.K), torch.nan)
         size = backend.segment_workspace_bytes(shape)
@@ -637,49 +627,3 @@ def _served_lengths(kda: Runner, bounds: tuple[int, ...] | None) -> tuple[int, .
         return None
     kda.require(Feature.VARLEN)
     return lengths_of(bounds)
-
-
-def _guarded(
-    shape: tuple[int, ...], dtype: torch.dtype, device: str, guard: int = 4096
-) -> tuple[Tensor, Any]:
-    """Returns a tensor between `guard` elements of 7 on each side, and a function that returns these elements."""
-    size = 1
-    for n in shape:
-        size *= n
-    whole = torch.full((size + 2 * guard,), 7.0, dtype=dtype, device=device)
-    return whole[guard : guard + size].view(shape), lambda: torch.cat([whole[:guard], whole[guard + size :]])
-
-
-def _amid(x: Tensor, guard: int = 4096) -> Tensor:
-    """Returns a copy of x between `guard` NaNs on each side, or between large numbers if x has integers."""
-    fill = float("nan") if x.is_floating_point() else 2**30
-    whole = torch.full((x.numel() + 2 * guard,), fill, dtype=x.dtype, device=x.device)
-    return whole[guard : guard + x.numel()].view(x.shape).copy_(x)
-
-
-def _form(kda: Runner, form: str) -> Inputs:
-    """Returns inputs of a form of the contract that the gate families do not cover."""
-    base = kda.case("slow", 130, HV=4, initial_state=True).inputs
-    masked = kda.case("masked", 130, HV=4, initial_state=True).inputs
-    x = base.arguments
-    if form == "no l2norm":
-        unit = {n: torch.nn.functional.normalize(x[n].float(), dim=-1).to(x[n].dtype) for n in ("q", "k")}
-        return base.replace(**unit, use_qk_l2norm_in_kernel=False)
-    soft = kda.case("memory", 130, HV=4).inputs
-    forms: dict[str, Any] = {
-        "no A_log": lambda: base.replace(A_log=None),
-        "no dt_bias": lambda: base.replace(dt_bias=None),
-        "bound -1": lambda: base.replace(lower_bound=-1.0),
-        "bound -8": lambda: base.replace(lower_bound=-8.0),
-        "softplus": lambda: base.replace(lower_bound=None),
-        "softplus, no dt_bias": lambda: base.replace(lower_bound=None, dt_bias=None),
-        "flat dt_bias": lambda: base.replace(dt_bias=x["dt_bias"].flatten()),
-        "bf16 g": lambda: masked.replace(g=masked.arguments["g"].bfloat16()),
-        "bf16 beta": lambda: soft.replace(beta=soft.arguments["beta"].bfloat16()),
-        "fp32 beta": lambda: base.replace(beta=x["beta"].float()),
-        "fp32 raw g": lambda: base.replace(g=x["g"].float() * 1.001),
-        "safe precomputed": lambda: soft.replace(safe_gate=True),
-        "negative eigenvalues": lambda: base.replace(allow_neg_eigval=True),
-        "scale": lambda: base.replace(scale=0.37),
-    }
-    return forms[form]()

@@ -18,6 +18,7 @@ from kda_core.backend import BackendSpec
 from kda_core.contract import INPUT_DTYPES, OFFERS, Feature, dtype_name
 from kda_core.errors import BackendUnsupportedError
 from kda_core.registry import REGISTRY, record_calls
+from kda_core.testing.gradients import GradientCase
 from kda_core.testing.inputs import PLAIN, Inputs
 from kda_core.testing.runner import NOT_DECLARED, Case, Runner, spec_of
 
@@ -80,7 +81,7 @@ class DeclaredConformance:
             case = Case(inputs)
             kda.check(case, *kda.recurrent(x))
         elif feature is Feature.BACKWARD:
-            kda.gradients_agree(inputs)
+            kda.gradients_agree(GradientCase(inputs, of=("o",)))
         else:
             assert feature in kda.shape(x).features, f"the kit's call does not need {feature.value}"
             kda.compare(Case(inputs))

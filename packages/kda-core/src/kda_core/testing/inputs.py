@@ -16,6 +16,17 @@ mixed      raw g ~ N(0,1) bf16, softplus form (unbounded); dt_bias by channel mo
 plain      needs no feature of a backend: q and k are normalised, beta is the fp32 sigmoid of the logits, and fp32 g =
            -exp U(log 0.0001, log 5) per (head, channel) * U(0,1) per element, with the promise `safe_gate`
 =========  =============================================================================================================
+
+The extremes change one thing of a family, by draws that follow the family's:
+
+==========  ============================================================================================================
+one key     as masked, but every key is that of token 0, beta's logits are 8 and g = -1e-4: inverses by a truncated series
+            or in fp16 overflow
+near keys   as one key, plus N(0, 0.01) in fp32 to every element of k before its rounding
+zero keys   as one key, but k = 0: the state only decays
+zero gates  as slow, but with precomputed fp32 g = 0: nothing decays
+spikes      as mixed, but raw g = 40 where U(0,1) < 1/50 per element: these gates forget everything
+==========  ============================================================================================================
 """
 
 from __future__ import annotations
@@ -30,6 +41,14 @@ from torch import Tensor
 BF16 = torch.bfloat16
 FAMILIES = ("steep", "slow", "memory", "saturated", "masked", "mixed")
 PLAIN = "plain"
+EXTREMES = {
+    "one key": "masked",
+    "near keys": "masked",
+    "zero keys": "masked",
+    "zero gates": "slow",
+    "spikes": "mixed",
+}
+"""The family that each extreme changes."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +93,10 @@ def make_inputs(
         beta_dtype: of beta's logits.
         initial_state: whether to add one ~ N(0,1), fp32 (fp64 for fp64 inputs). The memory family always has one.
     """
-    if family not in (*FAMILIES, PLAIN):
-        raise ValueError(f"family: expected one of {(*FAMILIES, PLAIN)}, got {family!r}")
+    known = (*FAMILIES, PLAIN, *EXTREMES)
+    if family not in known:
+        raise ValueError(f"family: expected one of {known}, got {family!r}")
+    extreme, family = family, EXTREMES.get(family, family)
     HV = H if HV is None else HV
     rng = torch.Generator().manual_seed(seed)
 
@@ -114,6 +135,8 @@ def make_inputs(
         x |= {"use_gate_in_kernel": True, "A_log": A_log, "lower_bound": -5.0}
         x |= _raw_gate(family, shape, normal, uniform)
         x["g"] = x["g"].to(dtype)
+    if extreme in EXTREMES:
+        x |= _changed(extreme, x, normal, uniform)
     if x["use_beta_sigmoid_in_kernel"]:
         x["beta"] = x["beta"].to(beta_dtype or dtype)
     x |= {n: x[n].to(dtype) for n in ("q", "k", "v")}
@@ -144,6 +167,26 @@ def _raw_gate(family: str, shape: tuple[int, ...], normal: Any, uniform: Any) ->
     kind = torch.arange(K) % 4
     bias = torch.where(kind == 0, -20.0, torch.where(kind == 1, bias, torch.where(kind == 2, -2.0, 1.0)))
     return {"g": g, "dt_bias": bias, "lower_bound": None}
+
+
+def _changed(extreme: str, x: dict[str, Any], normal: Any, uniform: Any) -> dict[str, Any]:
+    """Returns what an extreme changes in the arguments of its family."""
+    k, g = x["k"], x["g"]
+    if extreme == "zero gates":
+        raw = dict.fromkeys(("use_gate_in_kernel", "A_log", "dt_bias", "lower_bound"))
+        return raw | {"g": torch.zeros(g.shape)}
+    if extreme == "spikes":
+        return {"g": torch.where(uniform(*g.shape) < 1 / 50, 40.0, g)}
+    found = {"g": torch.full(g.shape, -1e-4), "beta": torch.full(x["beta"].shape, 8.0)}
+    if extreme == "zero keys":
+        return found | {"k": torch.zeros_like(k)}
+    same = k[:, :1].expand_as(k).contiguous()
+    return found | {"k": same + 0.1 * normal(*k.shape) if extreme == "near keys" else same}
+
+
+def copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the same call with copied tensors."""
+    return {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -177,25 +220,4 @@ def make_normalised(
     x["beta"] = torch.randn(B, T, HV, generator=rng).sigmoid().to(dtype)
     x["initial_state"] = torch.randn(B, HV, K, V, generator=rng).to(state_dtype(dtype))
     x["use_qk_l2norm_in_kernel"] = True
-    return Inputs({n: t.to(device) if isinstance(t, Tensor) else t for n, t in x.items()})
-
-
-def one_key(
-    T: int,
-    *,
-    zero: bool = False,
-    K: int = 128,
-    V: int = 128,
-    dtype: torch.dtype = BF16,
-    device: torch.device | str = "cpu",
-) -> Inputs:
-    """Returns a call with one repeated key, beta = sigmoid(8), g = -1e-4 and H = HV = 1, for which inverses by a truncated series
-    or in fp16 overflow. `zero`: all keys are zero instead."""
-    x = make_inputs("masked", T, H=1, K=K, V=V, dtype=dtype).arguments
-    k = x["k"][:, :1].expand(1, T, 1, K).contiguous()
-    x |= {
-        "k": torch.zeros_like(k) if zero else k,
-        "g": torch.full((1, T, 1, K), -1e-4),
-        "beta": torch.full((1, T, 1), 8.0, dtype=dtype),
-    }
     return Inputs({n: t.to(device) if isinstance(t, Tensor) else t for n, t in x.items()})

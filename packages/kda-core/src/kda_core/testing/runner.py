@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -11,13 +12,25 @@ import torch
 from torch import Tensor
 
 import kda_core
+from kda_core import buffers, validate
 from kda_core.backend import BackendSpec
-from kda_core.contract import INPUT_DTYPES, Feature, ProblemShape, dtype_name
+from kda_core.contract import (
+    FLOAT_TENSORS,
+    INPUT_DTYPES,
+    OPTION_NAMES,
+    Feature,
+    KdaInputs,
+    KdaOptions,
+    ProblemShape,
+    Tensors,
+    dtype_name,
+)
 from kda_core.registry import REGISTRY, arch_matches, record_calls
-from kda_core.testing.inputs import PLAIN, Inputs, make_inputs, state_dtype
-from kda_core.testing.limits import SHARES, limits
+from kda_core.testing.gradients import GradientCase, gradient_errors
+from kda_core.testing.inputs import PLAIN, Inputs, copied, make_inputs, state_dtype
+from kda_core.testing.limits import limits
 from kda_core.testing.oracle import token_oracle
-from kda_core.testing.tolerance import BAND, error
+from kda_core.testing.tolerance import error
 
 # Prefixes of the reasons of skipped tests, which the plugin counts.
 NOT_DECLARED, REFUSED, NEEDS_GPU, LEFT_OUT = (
@@ -30,11 +43,6 @@ TESTED = "kda_tested"  # user property of a test: (backend, device type, executi
 COMPARED = "kda_compared"  # user property of a test, once for each output that it compared with the oracle
 BASE = "test_base"  # prefix of the names of tests of the base case
 EMULATED, EXECUTED = "emulated", "executed by the device itself"
-
-
-def copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the same call with copied tensors."""
-    return {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
 
 
 class Case:
@@ -68,6 +76,14 @@ class Case:
 def make_case(family: str, T: int, recipe: tuple[tuple[str, Any], ...] = ()) -> Case:
     """Returns the case of a recipe, cached for tests that share it."""
     return Case(make_inputs(family, T, **dict(recipe)))
+
+
+@lru_cache(maxsize=24)
+def make_gradient_case(
+    family: str, T: int, of: tuple[str, ...], recipe: tuple[tuple[str, Any], ...] = ()
+) -> GradientCase:
+    """Returns the case of a recipe with gradients of the outputs `of`, cached for tests that share it."""
+    return GradientCase(make_inputs(family, T, **dict(recipe)), of)
 
 
 def unusable(backend: str) -> str | None:
@@ -137,18 +153,18 @@ class Runner:
     def served(self, family: str, T: int, **recipe: Any) -> dict[str, Any]:
         """Returns `inputs` with final states, without what the backend does not declare, for tests that work with any call. A
         family that needs undeclared features is replaced by `PLAIN`."""
-        declared = self.declared()
-        if "initial_state" not in declared:
-            recipe.pop("initial_state", None)
-        if "varlen" not in declared:
-            recipe.pop("lengths", None)
-        if "gva" not in declared:
-            recipe.pop("HV", None)
+        declared, recipe = self.declared(), self.declared_part(recipe)
         more = {"output_final_state": True} if "final_state" in declared else {}
         found = self.inputs(family, T, **recipe) | more
         if declared.issuperset(f.value for f in self.shape(found).features):
             return found
         return self.inputs(PLAIN, T, **recipe) | more
+
+    def declared_part(self, recipe: dict[str, Any]) -> dict[str, Any]:
+        """Returns a recipe without initial states, packed sequences and grouped heads that the backend does not declare."""
+        needs = {"initial_state": Feature.INITIAL_STATE, "lengths": Feature.VARLEN, "HV": Feature.GVA}
+        declared = self.declared()
+        return {n: x for n, x in recipe.items() if n not in needs or needs[n].value in declared}
 
     def states(self, N: int, HV: int = 2, value: float = 0.0) -> Tensor:
         """Returns states [N, HV, K, V] filled with one value."""
@@ -175,6 +191,13 @@ class Runner:
             if i != torch.cuda.current_device() and arch_matches(spec_of(self.backend), here):
                 return f"cuda:{i}"
         pytest.skip(f"{NEEDS_GPU}a second one, whose index is not 0")
+
+    def backend_inputs(self, arguments: dict[str, Any], **more: Any) -> KdaInputs:
+        """Returns a call in the form that a backend receives, with further options."""
+        tensors = [arguments.get(n) for n in Tensors._fields]
+        options = {n: arguments[n] for n in OPTION_NAMES if n in arguments} | more
+        shape = validate.problem_shape(*tensors, options=KdaOptions(**options))  # type: ignore[arg-type]
+        return buffers.make_inputs(tensors, shape)
 
     # ---- calls
 
@@ -235,6 +258,7 @@ class Runner:
     def within(self, off: float, limit: float, what: str) -> None:
         """Asserts that the error of an output is within its tolerance."""
         self.record(COMPARED, what)
+        assert limit < math.inf, f"{what}: the specification has no finite error for these inputs"
         assert off <= limit, f"error of {what} {off:.2e}, tolerance {limit:.2e}"
 
     def check(self, case: Case, o: Tensor | None, state: Tensor | None = None, what: str = "") -> None:
@@ -264,27 +288,53 @@ class Runner:
         """`compare` of a call that returns final states."""
         return self.compare(case, output_final_state=True)
 
-    def gradients_agree(self, inputs: Inputs, **more: Any) -> None:
-        """Runs a call with gradients of every input, and compares these with autograd through an fp64 token loop. The tolerance is 8
-        bf16 roundings times the share of the dtype (`SHARES`), but at least one rounding of the gradient's dtype."""
-        given = inputs.arguments
-        kept = copied(given)
-        floats = [n for n, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()]
-        leaves = {n: given[n].clone().requires_grad_() for n in floats}
-        x = given | leaves | more
+    # ---- gradients
+
+    def outputs(self) -> tuple[str, ...]:
+        """Returns the names of the outputs that have gradients: o, and the final state if the backend declares it."""
+        return ("o", "final_state") if Feature.FINAL_STATE.value in self.declared() else ("o",)
+
+    def gradient_case(self, family: str, T: int, **recipe: Any) -> GradientCase:
+        """Returns a case of a gate family with gradients of all `outputs`, without what the backend does not declare
+        (`declared_part`)."""
+        recipe = self.common | self.declared_part(recipe)
+        return make_gradient_case(family, T, self.outputs(), tuple(sorted(recipe.items())))
+
+    def gradients(
+        self,
+        arguments: dict[str, Any],
+        grad_o: Tensor | None,
+        grad_final_state: Tensor | None = None,
+        **more: Any,
+    ) -> dict[str, Tensor]:
+        """Returns the gradient of each floating-point tensor of a call on this backend, from the gradients of its outputs, at least one
+        of which is not None; asserts which backend ran and where."""
+        given = {n: x for n in FLOAT_TENSORS if (x := arguments.get(n)) is not None}
+        leaves = {n: x.detach().requires_grad_() for n, x in given.items()}
+        x = arguments | leaves | more
         self.may_run(x)
         with record_calls() as calls:
-            found = [y for y in self.direct(x)[:2] if y is not None]
-            rng = torch.Generator().manual_seed(0)
-            seeds = [torch.randn(y.shape, generator=rng).to(y) for y in found]
-            gradients = torch.autograd.grad(found, list(leaves.values()), seeds)
+            o, state, *_ = self.direct(x)
+            pairs = [(y, d) for y, d in ((o, grad_o), (state, grad_final_state)) if d is not None]
+            outputs, seeds = zip(*pairs)
+            gradients = torch.autograd.grad(outputs, list(leaves.values()), seeds)
         self.assert_ran(calls, "chunk_fwd", "chunk_bwd")
-        exact = {n: kept[n].double().requires_grad_() for n in floats}
-        wanted = token_oracle(**(kept | exact | more))[: len(found)]
-        want = torch.autograd.grad(wanted, list(exact.values()), [y.double() for y in seeds])
-        for n, a, b in zip(leaves, gradients, want):
-            per_head = a.dim() == 4 and n != "initial_state"  # [B, T, heads, ..]
-            off = error(a, b) if per_head else ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item()
-            assert a.shape == b.shape, f"gradient of {n}: {a.shape}, expected {b.shape}"
-            limit = max(8 * BAND * SHARES[given["q"].dtype], torch.finfo(a.dtype).eps)
-            self.within(off, limit, f"the gradient of {n}")
+        return dict(zip(leaves, gradients))
+
+    def check_gradients(
+        self,
+        case: GradientCase,
+        found: dict[str, Tensor],
+        what: str = "",
+        names: Sequence[str] = FLOAT_TENSORS,
+    ) -> None:
+        """Asserts that gradients of a case are within tolerance of the exact ones. Tensors without elements are not counted."""
+        for name, off in gradient_errors(found, case.exact, case.inputs.lengths, names).items():
+            if found[name].numel():
+                self.within(off, case.limits[name], f"the gradient of {name}{what}")
+
+    def gradients_agree(self, case: GradientCase) -> dict[str, Tensor]:
+        """Runs a case, compares all gradients with the exact ones, and returns them."""
+        found = self.gradients(case.arguments, case.grad_o, case.grad_final_state)
+        self.check_gradients(case, found)
+        return found

@@ -242,6 +242,11 @@ def chunk_record(
 # ---- K2: the chain
 
 
+def chunk_residual(S: Tensor, x: ChunkRecord) -> Tensor:
+    """Returns R = T (v - Kd S) [..., HV, C, V] in fp32, from the state S [..., HV, K, V] before the chunk."""
+    return mma(x.T, x.v - mma(x.Kd, S))
+
+
 def chain_step(S: Tensor, x: ChunkRecord) -> tuple[Tensor, Tensor]:
     """Computes one step of the chain. S, v - Kd S and R are rounded only as MMA operands; S itself stays fp32. The two products of o
     share one accumulator.
@@ -252,7 +257,7 @@ def chain_step(S: Tensor, x: ChunkRecord) -> tuple[Tensor, Tensor]:
     Returns:
         o [..., HV, C, V] (bf16 values), and the next S.
     """
-    R = mma(x.T, x.v - mma(x.Kd, S))
+    R = chunk_residual(S, x)
     o = mma(x.Qd, S) + mma(x.Aqk, R)
     return bf16(o), x.a.unsqueeze(-1) * S + mma(x.Kg.mT, R)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,14 @@ SHORT = BLOCK  # tokens; shorter sequences are compared with several roundings o
 DITHERS = 16  # number of these roundings
 
 
-def error(x: Tensor, ref: Tensor, *, lengths: Sequence[int] | None = None, state: bool = False) -> float:
+def error(
+    x: Tensor,
+    ref: Tensor,
+    *,
+    lengths: Sequence[int] | None = None,
+    state: bool = False,
+    unavoidable: Tensor | None = None,
+) -> float:
     """Returns the largest relative Frobenius norm ||x - ref|| / ||ref|| over (sequence, value head), so that one wrong head is
     visible.
 
@@ -25,29 +32,30 @@ def error(x: Tensor, ref: Tensor, *, lengths: Sequence[int] | None = None, state
     Tokens of o outside of every sequence (``sum(lengths) < T``) are ignored.
 
     Args:
-        x, ref: o [B, T, HV, V], or with `state` final states [N, HV, K, V] (either layout), or intermediate states
-            [B, NT, HV, K, V], where every chunk counts separately. ref is usually fp64.
+        x, ref: o [B, T, HV, V] or other values of tokens [B, T, heads, ..], or with `state` final states [N, HV, K, V] (either
+            layout), or intermediate states [B, NT, HV, K, V], where every chunk counts separately. ref is usually fp64.
         lengths: of the sequences packed along T.
+        unavoidable: absolute errors like ref; the norm of x - ref counts as far as it exceeds theirs.
     """
     if x.shape != ref.shape:
         raise ValueError(f"x {list(x.shape)} and ref {list(ref.shape)} differ in shape")
+    both = (x, ref, torch.zeros_like(ref) if unavoidable is None else unavoidable)
+    parts: list[Any]  # x, ref and the unavoidable errors, each an iterable of items [heads, ..]
     if state:
-        x, ref = (y.flatten(0, -4) for y in (x, ref))
-        items = [*zip(x, ref)]
+        parts = [y.flatten(0, -4) for y in both]
     elif lengths is None:
-        items = [(y.transpose(0, 1), r.transpose(0, 1)) for y, r in zip(x, ref)]
+        parts = [y.transpose(1, 2) for y in both]
     else:
-        n = sum(lengths)
-        parts = zip(x[0, :n].split(list(lengths)), ref[0, :n].split(list(lengths)))
-        items = [(y.transpose(0, 1), r.transpose(0, 1)) for y, r in parts]
+        sizes = list(lengths)
+        parts = [[z.transpose(0, 1) for z in y[0, : sum(sizes)].split(sizes)] for y in both]
     worst = 0.0
-    for y, r in items:
-        if y.numel() == 0:
+    for item in zip(*parts):
+        if item[0].numel() == 0:
             continue
-        y, r = y.to(torch.float64).flatten(1), r.to(torch.float64).flatten(1)
+        y, r, least = (z.to(torch.float64).flatten(1) for z in item)
         if not torch.isfinite(y).all():
             return math.inf
-        off, size = (y - r).norm(dim=1), r.norm(dim=1)
+        off, size = ((y - r).norm(dim=1) - least.norm(dim=1)).clamp(min=0), r.norm(dim=1)
         ratio = torch.where(size > 0, off / size, torch.where(off > 0, math.inf, 0.0))
         worst = max(worst, ratio.max().item())
     return worst
@@ -73,32 +81,52 @@ def tolerance(
         (for o, for the final state), and with `return_intermediate_states` (.., for the intermediate states).
     """
     want = token_oracle(**x) if oracle is None else oracle
-    lengths = _lengths(x)
+    lengths = sequence_lengths(x)
     save = x.get("return_intermediate_states", False)
     sizes = (C,) if C else [c for c in CHUNKS if not save or x.get("chunk_size", 64) % c == 0]
     worst = [0.0] * (3 if save else 2)
     for size in sizes:
         for i, (got, ref) in enumerate(zip(forward(C=size, **x), want)):
             worst[i] = max(worst[i], error(got, ref, lengths=None if i else lengths, state=i > 0))
-    if (short := _short_sequences(x, want)) is not None:
-        x, want = short
-        lengths = _lengths(x)
+    if (short := short_sequences(x)) is not None:
+        x, o, state = short.arguments, short.of_tokens(want[0]), short.of_sequences(want[1])
+        lengths = sequence_lengths(x)
         for seed in range(DITHERS):
             with dithered(seed):
                 found = forward(C=sizes[0], **x)
-            for i, (got, ref) in enumerate(zip(found, want)):
+            for i, (got, ref) in enumerate(zip(found, (o, state))):
                 worst[i] = max(worst[i], error(got, ref, lengths=None if i else lengths, state=i > 0))
     return tuple(2 * (e + BAND) for e in worst)
 
 
-def _short_sequences(
-    x: dict[str, Any], want: tuple[Tensor, ...]
-) -> tuple[dict[str, Any], tuple[Tensor, ...]] | None:
-    """Returns a call of the sequences of 1 to `SHORT` tokens, with its o and final states, or None if there are none."""
+class ShortSequences(NamedTuple):
+    """The sequences of 1 to `SHORT` tokens of a call.
+
+    Attributes:
+        arguments: a call of them alone. It asks for no intermediate states.
+        rows: their tokens in a packed call, None if the call is one of fixed lengths and has no others.
+        which: their numbers, likewise.
+    """
+
+    arguments: dict[str, Any]
+    rows: Tensor | None
+    which: Tensor | None
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """Returns these sequences' part of a tensor [B, T, ..]."""
+        return x if self.rows is None else x[:, self.rows]
+
+    def of_sequences(self, x: Tensor) -> Tensor:
+        """Returns these sequences' part of a tensor [N, ..]."""
+        return x if self.which is None else x[self.which]
+
+
+def short_sequences(x: dict[str, Any]) -> ShortSequences | None:
+    """Returns the sequences of 1 to `SHORT` tokens of a call, or None if there are none."""
     x = {n: t for n, t in x.items() if n not in ("return_intermediate_states", "cu_seqlens_cpu")}
-    lengths, T = _lengths(x), x["q"].shape[1]
+    lengths, T = sequence_lengths(x), x["q"].shape[1]
     if lengths is None:
-        return (x, want[:2]) if 0 < T <= SHORT else None
+        return ShortSequences(x, None, None) if 0 < T <= SHORT else None
     device = x["q"].device
     mine = [n for n, size in enumerate(lengths) if 0 < size <= SHORT]
     if not mine:
@@ -110,9 +138,10 @@ def _short_sequences(
     x["cu_seqlens"] = torch.tensor([0, *(lengths[n] for n in mine)], device=device).cumsum(0)
     if x.get("initial_state") is not None:
         x["initial_state"] = x["initial_state"][which]
-    return x, (want[0][:, rows], want[1][which])
+    return ShortSequences(x, rows, which)
 
 
-def _lengths(x: dict[str, Any]) -> list[int] | None:
+def sequence_lengths(x: dict[str, Any]) -> list[int] | None:
+    """Returns the lengths of a call's packed sequences, None for fixed lengths."""
     cu_seqlens = x.get("cu_seqlens")
     return None if cu_seqlens is None else cu_seqlens.diff().tolist()
