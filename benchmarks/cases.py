@@ -18,6 +18,7 @@ UNBOUNDED = {f"{family}-unbounded": family for family in ("steep", "slow")}
 #: contain belongs to the first of them.
 PREFILL = ("public", "gva", "varlen", "padded", "blackwell")
 CONTEXT_PARALLEL = ("cp", "cp-h16", "cp-1m")
+TRAINING = "training"
 
 #: Suffixes of the name of an implementation: kda-cp decides whether to split (CP), or takes its best plan of certified decay
 #: (CERTIFIED).
@@ -186,6 +187,28 @@ def context_parallel() -> list[Case]:
     return found + [fixed("cp-1m", 1, 1 << 20, H) for H in (4, 8)]
 
 
+def training() -> list[Case]:
+    """Returns the shapes of training."""
+    shapes = ((1, 8192, 32, 32), (1, 8192, 64, 64), (2, 8192, 64, 64), (1, 8192, 16, 64), (1, 65536, 4, 4))
+    cases = [fixed(TRAINING, B, T, H, HV) for B, T, H, HV in shapes]
+    return [*cases[:3], packed(TRAINING, "mixed", MIXED, 64), *cases[3:]]
+
+
+def training_gates(case: Case) -> tuple[str, ...]:
+    """Returns the gate families that a case of training is measured with: one shape has all of them."""
+    return ("slow", "steep", "memory") if case.name == "B1-T8192-H64" else ("slow",)
+
+
+def shortened(case: Case, tokens: int) -> Case:
+    """Returns a case of B = 1 and at most `tokens` tokens with the heads of `case`; packed sequences become shorter by one
+    factor. The fp64 token loop stores its state after every token, so its gradients need a short case."""
+    if not case.lengths:
+        return fixed(case.table, 1, min(case.T, tokens), case.H, case.HV)
+    factor = -(-case.T // tokens)
+    lengths = tuple(max(n // factor, 1) for n in case.lengths)
+    return packed(case.table, "+".join(map(str, lengths)), lengths, case.H, case.HV)
+
+
 def prefill(hv: int | None = None) -> tuple[Case, ...]:
     """Returns all cases of the `PREFILL` tables, each name once; `hv` replaces the number of value heads of table gva.
 
@@ -208,6 +231,6 @@ def prefill(hv: int | None = None) -> tuple[Case, ...]:
 
 def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns rows of a results file in the order of the cases here; rows of unknown cases are last."""
-    known = [(c.table, c.name) for c in (*prefill(), *context_parallel())]
+    known = [(c.table, c.name) for c in (*prefill(), *context_parallel(), *training())]
     place = {name: i for i, name in enumerate(known)}
     return sorted(rows, key=lambda r: place.get((r["table"], r["case"]), len(known)))

@@ -1,4 +1,4 @@
-"""Device time and host time of a call, and the difference of two outputs."""
+"""Device time, host time and memory of a call, and the difference of two outputs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,39 @@ def device_time(call: Callable[[], Any], repeats: int = 20) -> float:
     with torch.cuda.graph(graph, stream=stream):
         call()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    graph.replay()
+    return _between_events(graph.replay, flush, repeats)
+
+
+def _between_events(work: Callable[[], Any], flush: Tensor, repeats: int) -> float:
+    """Returns the median milliseconds of `work` on the current stream; `flush` is overwritten before each."""
     events = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)
     ]
-    graph.replay()
     for start, end in events:
         flush.zero_()
         start.record()
-        graph.replay()
+        work()
         end.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def event_time(call: Callable[[], Any], repeats: int = 20) -> float:
+    """Returns the median milliseconds between CUDA events around an eager `call`, with the L2 flushed before each. Where the host
+    is slower than the kernels, this is the host's time: use it only for a call that no CUDA graph can capture."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    call()
+    return _between_events(call, flush, repeats)
+
+
+def peak_bytes(call: Callable[[], Any], before: int) -> int:
+    """Returns how far the allocated memory of the GPU rises above `before` bytes during `call`."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def eager_time(call: Callable[[], Any], repeats: int = 20) -> float:

@@ -52,6 +52,8 @@ def named(impl: str, data: Data) -> str:
     """Returns an implementation's name with the version of its package, such as "kda-sm90 0.1.0"."""
     if impl == PEER:
         return peer_name(data)
+    if impl == "cudnn":
+        return f"cuDNN frontend {version(data, 'nvidia-cudnn-frontend')}".rstrip()
     package, plus, planner = impl.partition("+")
     return f"{package} {version(data, package)}".rstrip() + plus + planner
 

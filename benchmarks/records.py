@@ -20,6 +20,7 @@ KEY = ("case", "gates", "impl")  # identifies a row of prefill.json and cp.json
 #: Distributions whose versions are part of the record.
 PACKAGES = (
     "kda-core", "kda-cute", "kda-cp", "kda-sm90", "kda-sm100", "fla-core", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi",
+    "nvidia-cudnn-frontend",
 )  # fmt: skip
 
 

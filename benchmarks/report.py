@@ -3,9 +3,9 @@
     python benchmarks/report.py benchmarks/results/h200/prefill.json
     python benchmarks/report.py benchmarks/results/h200/*.json
 
-The page of prefill.json goes to ``docs/benchmarks/<device>.md``, those of cp.json, cp_multi_gpu.json and host.json to
-``<device>-cp.md``, ``<device>-cp-multi-gpu.md`` and ``<device>-host.md``; the pictures go beside them. Pictures need matplotlib
-(``pip install matplotlib``); ``--pages-only`` writes no pictures.
+The page of prefill.json goes to ``docs/benchmarks/<device>.md``, those of training.json, cp.json, cp_multi_gpu.json and host.json
+to ``<device>-training.md``, ``<device>-cp.md``, ``<device>-cp-multi-gpu.md`` and ``<device>-host.md``; the pictures go beside them.
+Pictures need matplotlib (``pip install matplotlib``); ``--pages-only`` writes no pictures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
 
-from benchmarks import plots, report_cp, report_host, report_prefill
+from benchmarks import plots, report_cp, report_host, report_prefill, report_training
 from benchmarks.pages import Data
 
 DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
@@ -37,6 +37,7 @@ class Report(NamedTuple):
 #: By the name of the results file without its suffix.
 REPORTS = {
     "prefill": Report("", report_prefill.page, report_prefill.pictures),
+    "training": Report("-training", report_training.page, report_training.pictures),
     "cp": Report("-cp", report_cp.page, report_cp.pictures),
     "cp_multi_gpu": Report("-cp-multi-gpu", report_cp.multi_gpu_page, report_cp.multi_gpu_pictures),
     "host": Report("-host", report_host.page, report_host.pictures),

@@ -43,11 +43,12 @@ def serves(impl: str, case: Case) -> bool:
     return not (case.use_graph and impl == "fla")
 
 
-def draw(case: Case, gates: str) -> Inputs:
-    """Returns the inputs of a case on the CPU, with seed 0."""
+def draw(case: Case, gates: str, initial_state: bool = False) -> Inputs:
+    """Returns the inputs of a case on the CPU, with seed 0. The memory family has an initial state in any case."""
     family = UNBOUNDED.get(gates, gates)
     lengths = (*case.lengths, case.padding) if case.padding else case.lengths
-    x = make_inputs(family, case.T, B=case.B, H=case.H, HV=case.HV, lengths=lengths or None, seed=0)
+    shape: dict[str, Any] = {"B": case.B, "H": case.H, "HV": case.HV, "lengths": lengths or None}
+    x = make_inputs(family, case.T, seed=0, initial_state=initial_state, **shape)
     if case.padding:  # the last sequence becomes padding: its tokens stay, its bounds and state are dropped
         per_sequence = {n: x.arguments[n][:-1] for n in ("cu_seqlens", "initial_state") if n in x.arguments}
         x = Inputs(x.arguments | per_sequence, case.lengths)

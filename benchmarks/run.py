@@ -42,7 +42,6 @@ import argparse
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
 
-from benchmarks import cases, records, rows
+from benchmarks import cases, implementations, records, rows
 from kda_core.testing import Inputs
 
 SCRIPT = "benchmarks/run.py"
@@ -148,19 +147,9 @@ def _select(args: argparse.Namespace, device: torch.device) -> list[cases.Case]:
 
 
 def _default_impls(device: torch.device, parallel: bool) -> list[str]:
-    import kda_core
-
-    ok = [i.name for i in kda_core.backends() if i.status == "ok"]
-    ours = [n for n in ok if n not in ("reference", "fla")]  # "fla" is measured without kda-core around it
-    names = [f"kda-{n}" for n in ours if device.type != "cpu"] or ["reference"]
-    names = [n + suffix for n in names for suffix in (("", cases.CP) if parallel else ("",))]
-    if device.type == "cpu":
-        return names
-    try:
-        version("fla-core")
-    except PackageNotFoundError:
-        return names
-    return [*names, "fla"]
+    suffixes = ("", cases.CP) if parallel else ("",)
+    names = implementations.default(device, ("fla",))
+    return [n + suffix for n in names for suffix in (suffixes if n not in implementations.PEERS else ("",))]
 
 
 def _draw_ahead(groups: list[tuple[cases.Case, str]]) -> Iterator[Inputs]:

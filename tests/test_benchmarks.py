@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from benchmarks import (
     cases,
     implementations,
+    measure,
     pages,
     plots,
     records,
@@ -20,9 +22,16 @@ from benchmarks import (
     report,
     report_cp,
     report_prefill,
+    report_training,
     rows,
     run,
+    steps,
+    training,
 )  # fmt: skip
+
+from kda_core import chunk_kda
+from kda_core.registry import record_calls
+from kda_core.testing import token_oracle
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -107,6 +116,23 @@ def test_cases_of_context_parallelism_contain_the_promised_shapes():
         assert c.HV == c.H and (not c.lengths or (c.B == 1 and sum(c.lengths) == c.T))
 
 
+def test_training_cases_contain_the_promised_shapes():
+    found = {c.lengths or (c.B, c.T, c.H, c.HV): c for c in cases.training()}
+    fixed = {(1, 8192, 32, 32), (1, 8192, 64, 64), (2, 8192, 64, 64), (1, 8192, 16, 64), (1, 65536, 4, 4)}
+    assert {*found} == fixed | {(1300, 547, 2048, 963, 271, 3063)}
+    assert found[1300, 547, 2048, 963, 271, 3063].H == 64
+    assert all("slow" in cases.training_gates(c) for c in found.values())
+    assert {*cases.training_gates(found[1, 8192, 64, 64])} == {*cases.GATES}
+
+
+def test_errors_are_measured_on_a_short_call_with_the_same_heads():
+    for c in cases.training():
+        short = cases.shortened(c, 1000)
+        assert (short.B, short.H, short.HV, len(short.lengths)) == (1, c.H, c.HV, len(c.lengths))
+        assert 900 < short.T <= 1000 and short.table == c.table
+    assert cases.shortened(cases.packed("training", "x", (100, 3, 900), 1), 500).lengths == (33, 1, 300)
+
+
 def test_hv_replaces_the_value_heads_of_table_gva():
     assert {c.HV for c in cases.prefill(128) if c.table == "gva"} == {128}
     with pytest.raises(ValueError, match="hv: expected a multiple of H=64, got 96"):
@@ -156,6 +182,176 @@ def test_brute_force_and_certified_decay_are_measured(monkeypatch):
 def test_equal_segments_leave_the_rest_to_the_last_segment():
     assert rows.equal_segments((3072, 1100, 0), 1024).segments == ((1024, 1024, 1024), (1024, 76), (0,))
     assert not rows.equal_segments((3072, 1100, 0), 3072).is_split
+
+
+# ---- training
+
+
+@pytest.fixture
+def one_thread():
+    """Small problems on one thread: on a busy machine, threads that wait for each other cost far more than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def install_peers(monkeypatch, calls):
+    """Installs stand-ins for FLA and cuDNN frontend, which call the reference and append their arguments to `calls`."""
+
+    def fla(**x):
+        calls.append(("fla", x))
+        return chunk_kda(**x, backend="reference")
+
+    def cudnn(q, k, v, g, beta, cu_seqlens, plan_name, initial_state=None, output_final_state=False):
+        calls.append(("cudnn", locals().copy()))
+        tokens = (t.unsqueeze(0) for t in (q, k, v, g, beta))
+        o, state = chunk_kda(
+            *tokens, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+            state_v_first=True, backend="reference",
+        )  # fmt: skip
+        return o.squeeze(0), o.new_empty(0) if state is None else state
+
+    for name, function in (
+        ("fla.ops.kda.chunk_kda", fla),
+        ("cudnn.linear_attention.kimi_delta_attention", cudnn),
+    ):
+        path, _, attribute = name.rpartition(".")
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+        monkeypatch.setattr(sys.modules[path], attribute, function, raising=False)
+
+
+@pytest.mark.parametrize("case", [cases.fixed("training", 2, 40, 1), cases.packed("training", "x", (30, 17), 1)],
+                         ids=["fixed", "packed"])  # fmt: skip
+@pytest.mark.parametrize("gates", ["slow", "memory"])
+def test_training_steps_of_peers_are_measured_on_the_same_inputs(gates, case, monkeypatch, one_thread):
+    calls = []
+    install_peers(monkeypatch, calls)
+    chosen = training.calls(case, ["reference", "fla", "cudnn"], [False, True])
+    assert chosen == [
+        ("fla", False),
+        ("fla", True),
+        ("reference", False),
+        ("reference", True),
+        ("cudnn", False),
+    ]
+    fla, fla_keeps, mine, _, cudnn = training.measure_rows(case, gates, chosen, CPU, repeats=1)
+    assert {x.get("disable_recompute", False) for name, x in calls if name == "fla"} == {False, True}
+    assert all(x["safe_gate"] for name, x in calls if name == "fla")
+    assert all(x.get("dt_bias") is None or x["dt_bias"].dim() == 1 for name, x in calls if name == "fla")
+    given = next(x for name, x in calls if name == "cudnn")
+    assert given["q"].shape == (case.B * case.T, case.H, 128) and given["plan_name"] == "kda_hopper_cuda"
+    assert given["g"].dtype == given["beta"].dtype == torch.float32 and given["q"].dtype == torch.bfloat16
+    assert given["cu_seqlens"].tolist() == ([0, 40, 80] if not case.lengths else [0, 30, 47])
+    assert mine["difference_fla"] == 0 and fla["difference_fla"] is None is cudnn["difference_fla"]
+    for row in (fla, fla_keeps, mine, cudnn):
+        assert row["timing"] == "eager" and row["peak_bytes"] is None and row["step_ms"] > 0
+        parameters = ("error_dA_log", "error_ddt_bias")
+        for e in steps.ERRORS:
+            if e in parameters and (gates == "memory" or row["prepared"]):
+                assert row[e] is None
+            else:
+                assert 0 < row[e] < 1e-2, (row["impl"], e)
+    assert [row["prepared"] for row in (fla, mine, cudnn)] == [False, False, True]
+
+
+@pytest.mark.parametrize("gates", ["steep", "steep-unbounded", "memory"])
+def test_prepared_arguments_have_the_values_that_the_kernel_would_compute(gates, one_thread):
+    x = rows.draw(cases.fixed("training", 2, 40, 1, 2), gates, initial_state=True).arguments
+    found = implementations.prepared(x)
+    options = (
+        "use_gate_in_kernel",
+        "use_qk_l2norm_in_kernel",
+        "use_beta_sigmoid_in_kernel",
+        "A_log",
+        "dt_bias",
+    )
+    assert not found.keys() & {*options}
+    (want_o, want_state), (o, state) = token_oracle(**x), token_oracle(**found)
+    assert steps.gradient_error("v", o.view(want_o.shape), want_o, 2) < 4e-3  # q and k are rounded to bf16
+    assert steps.gradient_error("initial_state", state.mT, want_state, 2) < 4e-3
+
+
+def test_error_of_a_gradient_is_that_of_its_worst_head():
+    second_head = {
+        "q": ((2, 5, 3, 4), (slice(None), slice(None), 1)),
+        "beta": ((2, 5, 3), (slice(None), slice(None), 1)),
+        "dt_bias": ((12,), slice(4, 8)),
+        "initial_state": ((2, 3, 4, 4), (slice(None), 1)),
+    }
+    for name, (shape, where) in second_head.items():
+        x = torch.ones(shape)
+        x[where] = 1.5
+        assert steps.gradient_error(name, x, torch.ones(shape), 3) == pytest.approx(0.5)
+    worse = steps.gradient_error("A_log", torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]), 2)
+    assert worse == pytest.approx(0.1), "all heads together"
+    one, none = torch.ones(1, 1, 2), torch.zeros(1, 1, 2)
+    assert steps.gradient_error("beta", one, torch.tensor([[[1.0, 0.0]]]), 2) == float("inf")
+    assert steps.gradient_error("beta", one * float("nan"), one, 2) == float("inf")
+    assert steps.gradient_error("beta", none, none, 2) == 0
+
+
+def test_only_peers_are_timed_without_a_graph(monkeypatch, capsys, one_thread):
+    def refuse(call, repeats):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure, "device_time", refuse)
+    monkeypatch.setattr(measure, "event_time", lambda call, repeats: 2.0)
+    install_peers(monkeypatch, [])
+    small = steps.problem(rows.draw(cases.fixed("training", 1, 8, 1), "slow"), CPU, final_state=False)
+    found = steps.times(steps.Step("fla", small), torch.device("cuda"), 1)
+    assert found == dict.fromkeys(("inference_ms", "forward_ms", "backward_ms", "step_ms"), 2.0) | {
+        "timing": "events"
+    }
+    assert "operation not permitted" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="operation not permitted"):
+        steps.times(steps.Step("reference", small), torch.device("cuda"), 1)
+
+
+def test_backward_alone_runs_one_forward(one_thread):
+    small = steps.problem(rows.draw(cases.fixed("training", 1, 8, 1), "slow"), CPU, final_state=False)
+    step = steps.Step("reference", small)
+    with record_calls() as ran:
+        backward = step.backwards()
+        first, second = backward(), backward()
+    assert [c.entry for c in ran] == ["chunk_fwd", "chunk_bwd", "chunk_bwd"]
+    assert all(first[name].equal(second[name]) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias"))
+
+
+def test_training_writes_rows_and_keeps_rows_of_other_modes(tmp_path):
+    path = tmp_path / "training.json"
+    other = {
+        "case": "B1-T128-H2",
+        "gates": "slow",
+        "impl": "reference",
+        "disable_recompute": True,
+        "run": "before",
+    }
+    path.write_text(json.dumps({"runs": [{"id": "before"}], "rows": [other]}))
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    script("training.py", "--gates", "slow", "--disable-recompute", "no", "--repeats", "1", "--out", str(path), env=one_thread)  # fmt: skip
+    kept, row = json.loads(path.read_text())["rows"]
+    assert kept == other
+    assert {
+        "case",
+        "gates",
+        "impl",
+        "B",
+        "T",
+        "H",
+        "HV",
+        "forward_ms",
+        "backward_ms",
+        "step_ms",
+        "inference_ms",
+    } <= row.keys()
+    assert (row["impl"], row["disable_recompute"], row["error_case"]) == ("reference", False, "B1-T128-H2")
+    assert all(0 < row[e] < 1e-2 for e in steps.ERRORS)
+    with pytest.raises(SystemExit, match="--case: expected one of B1-T8192-H32, .*, got B9"):
+        training.main(["--case", "B9"])
 
 
 # ---- commands
@@ -292,6 +488,72 @@ def test_summary_of_prefill_begins_with_unbounded_gates():
     assert alone == ["The results have no row of FLA to compare with."]
 
 
+def training_row(case, impl, ms, gates="slow", mode=False, error=1e-3, **more):
+    """Returns a row of training: a step of `ms` milliseconds, of which the backward takes three quarters."""
+    known = dict.fromkeys(steps.ERRORS, error) | {
+        "table": "training", "B": 1, "T": 100, "H": 2, "HV": 2, "lengths": [], "prepared": impl == "cudnn", "timing": "graph",
+        "inference_ms": ms / 5, "forward_ms": ms / 4, "backward_ms": ms * 3 / 4, "step_ms": ms, "eager_ms": ms,
+        "peak_bytes": 2**30, "saved_bytes": 51200, "first_step_s": 1.0, "difference_fla": None, "error_case": case, "run": "r",
+    }  # fmt: skip
+    return known | {"case": case, "gates": gates, "impl": impl, "disable_recompute": mode} | more
+
+
+def training_data():
+    """Returns results of training that are made up."""
+    found = [
+        training_row("a", "fla", 8.0), training_row("a", "kda-sm90", 2.0, error_dbeta=1.4e-3, peak_bytes=2**29),
+        training_row("a", "fla", 6.0, mode=True), training_row("a", "kda-sm90", 1.5, mode=True),
+        training_row("a", "cudnn", 4.0, error=9e-3, error_dA_log=None),
+        training_row("a", "fla", 9.0, gates="memory"), training_row("a", "kda-sm90", 3.0, gates="memory", error=2e-3),
+        training_row("varlen-mixed-H2", "kda-sm90", 1.0, T=300, lengths=[100, 200]),
+    ]  # fmt: skip
+    versions = RECORD["versions"] | {"nvidia-cudnn-frontend": "1.32.0"}
+    return {"runs": [RECORD | {"versions": versions}], "rows": found}
+
+
+def test_page_of_training_compares_rows_of_one_mode_and_only_correct_ones():
+    page = report_training.page(training_data(), "h200")
+    lines = page.splitlines()
+    assert (
+        "| B=1, T=100, H=2 | kda-sm90 | no | 1.500 | 6.000 | 4.00x | 2.000 | 8.000 | 4.00x | 0.50 | 1.00 |"
+        in lines
+    )
+    assert (
+        "| B=1, T=100, H=2 | kda-sm90 | yes | 1.125 | 4.500 | 4.00x | 1.500 | 6.000 | 4.00x | 1.00 | 1.00 |"
+        in lines
+    )
+    assert "o 2.00" in page and "dbeta 2.00" in page, "the largest ratios are those of memory"
+    (wrong,) = [line for line in lines if line.startswith("| a | memory | kda-sm90 | no | 0.600 ")]
+    assert "| wrong |" in wrong
+    (cudnn,) = [line for line in lines if line.startswith("| a | slow | cudnn | no | 0.800 ")]
+    assert "| 0.800 | 1.000 (1.25) | 3.000 | 4.000 |  | 4.000 | 1.00 | 256 | 1 |" in cudnn, (
+        "prepared: not compared"
+    )
+    (errors,) = [line for line in lines if line.startswith("| a | slow | cudnn | no | 9.00e-03 ")]
+    assert "|  |" in errors
+    assert "prepared" in page and "(`graph`)" in page and "nvidia-cudnn-frontend 1.32.0" in page
+    assert "The results have no row of FLA" in report_training.page(
+        {"runs": [RECORD], "rows": [training_row("a", "kda-sm90", 2.0)]}, "h200"
+    )
+
+
+def test_pictures_of_training_have_a_series_for_each_implementation(tmp_path):
+    pictures = report_training.pictures(training_data())
+    assert {*pictures} == {"training", "training-memory"}
+    time = pictures["training"]
+    assert {*time.series} == {"kda-sm90", "kda-sm90, disable_recompute", "FLA", "cuDNN, inputs prepared"}
+    assert (
+        time.rows == ["B=1, T=100, H=2", "2 mixed sequences, T=300, H=2"] and time.log and "ms" in time.xlabel
+    )
+    assert pictures["training-memory"].series["kda-sm90"]["B=1, T=100, H=2"] == 0.5
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    for picture in pictures.values():
+        plots.draw(picture, tmp_path / "x.svg")
+        assert {picture.title, picture.subtitle, picture.xlabel, *picture.rows, *picture.series} <= {
+            *texts(tmp_path / "x.svg")
+        }
+
+
 def test_page_of_context_parallelism_summarises_only_correct_rows_of_the_planner():
     def row(case, impl, ms, error=1e-3, **more):
         known = {"table": "cp", "gates": "slow", "error_o": error, "error_state": error, "pieces": 1, "run": "r",
@@ -337,6 +599,17 @@ def test_committed_prefill_results_have_every_case():
         assert {
             (c.name, gates, impl) for gates in cases.UNBOUNDED for impl in ("kda-sm90", "fla")
         } <= measured
+
+
+@pytest.mark.parametrize("path", committed("training"), ids=lambda p: p.parent.name)
+def test_committed_training_results_have_every_case(path):
+    data = json.loads(path.read_text())
+    measured = {(r["case"], r["gates"], r["impl"], r["disable_recompute"]) for r in data["rows"]}
+    for c in cases.training():
+        for gates in cases.training_gates(c):
+            assert {
+                (c.name, gates, i, mode) for i in ("kda-sm90", "fla") for mode in (False, True)
+            } <= measured
 
 
 def test_index_links_every_page():

@@ -70,7 +70,17 @@ def gradients(
         config = launch_config(shape, sms, None, spacing)
         space = aligned(config.workspace_bytes, device)  # of the forward
         if device == "cpu":
-            reachable = [*tensors, grad_o, grad_final, *vars(found).values(), *workspace, saved, residual, o, space]
+            reachable = [
+                *tensors,
+                grad_o,
+                grad_final,
+                *vars(found).values(),
+                *workspace,
+                saved,
+                residual,
+                o,
+                space,
+            ]
             reachable = [y for y in reachable if y is not None and y.numel()]
             stack.enter_context(ptx_emulator.device(ARCH, tensors=reachable, races=("shared",)))
         if spacing:

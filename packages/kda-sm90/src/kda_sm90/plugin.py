@@ -5,7 +5,10 @@ from kda_core.backend import BackendSpec
 
 SPEC = BackendSpec(
     name="sm90",
-    abi=(2, 2),  # the ABI that this package was written for, which may differ from that of the installed kda-core
+    abi=(
+        2,
+        2,
+    ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     archs=frozenset({(9, 0)}),
     features=frozenset(
         {

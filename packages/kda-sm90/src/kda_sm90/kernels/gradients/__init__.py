@@ -298,7 +298,9 @@ class GradientsKernel:
         d, acc = (products.accumulator(mma) for _ in range(2))
         for operand in (Operand.GRAD_O, Operand.RESIDUAL, Operand.GRAD_V, Operand.STATE):
             wait(operand)
-        products.start(mma, d, rows_of("grad_o", 2)[None, None, half], rows_of("residual")[None, None, 0], warps)
+        products.start(
+            mma, d, rows_of("grad_o", 2)[None, None, half], rows_of("residual")[None, None, 0], warps
+        )
         products.start(mma, acc, rows_of("grad_o")[None, None, 0], half_of("state"), warps)
         products.store_scales(place, unbounded)
         q_inverse = elements.norms(place, Sum.Q_SQUARE, l2norm)

@@ -85,7 +85,9 @@ class Decay:
     def store_exponents(self, at: Lane, rows, kept):
         """Stores G - M of a block and its tables, once the log decays of the blocks before it are there. ``kept``: the rows whose
         columns have the anchor M, or None for all."""
-        whole, part = ([Float32(0.0)] * 2 for _ in range(2))  # the sum of the blocks before: an integer and a fraction
+        whole, part = (
+            [Float32(0.0)] * 2 for _ in range(2)
+        )  # the sum of the blocks before: an integer and a fraction
         for before in range(BLOCKS - 1):
             totals = memory.load_pair(at.table(Table.TOTAL, before))
             for i, total in enumerate(totals):
@@ -97,9 +99,7 @@ class Decay:
             lowest = rows[0]
             for row in range(1, BLOCK):
                 lowest = [ptx.select(row < kept, x, y) for x, y in zip(rows[row], lowest, strict=True)]
-        middles = [
-            floor((x + y) * Float32(0.5) + p) for x, y, p in zip(rows[0], lowest, part, strict=True)
-        ]
+        middles = [floor((x + y) * Float32(0.5) + p) for x, y, p in zip(rows[0], lowest, part, strict=True)]
         shifts = [p - m for p, m in zip(part, middles, strict=True)]
         exponents = [[total + shift for total, shift in zip(row, shifts, strict=True)] for row in rows]
         for row, values in enumerate(exponents):

@@ -29,9 +29,18 @@ class Place:
         self.row = self.lane // 4
         self.quad = self.lane % 4
         # The swizzle of a row xors its number with that of a tile, so an address of a tile is that of tile 0 xored with the tile.
-        self.first_image = base + self.half * PANEL + (self.block * 16 + self.row) * 128 + self.quad * 4 + self.row * 16
-        self.first_exponent = base + OFFSETS["exponent"] + (
-            (self.block * 16 + self.row) * memory.TABLE_ROW + self.half * (4 * HALF) + self.quad * 8 + self.row * 32
+        self.first_image = (
+            base + self.half * PANEL + (self.block * 16 + self.row) * 128 + self.quad * 4 + self.row * 16
+        )
+        self.first_exponent = (
+            base
+            + OFFSETS["exponent"]
+            + (
+                (self.block * 16 + self.row) * memory.TABLE_ROW
+                + self.half * (4 * HALF)
+                + self.quad * 8
+                + self.row * 32
+            )
         )
 
     def rows(self):
@@ -144,10 +153,7 @@ def rises(place, tile, r, exponents, kept):
         return [ptx.ex2(-y) for y in exponents]
     lowest = [Float32(cute.math.floor(y)) for y in place.table(Table.LAST, tile)]
     has = has_anchor(place, r, kept)
-    return [
-        ptx.ex2(ptx.select(has, Float32(0.0), low) - y)
-        for y, low in zip(exponents, lowest, strict=True)
-    ]
+    return [ptx.ex2(ptx.select(has, Float32(0.0), low) - y) for y, low in zip(exponents, lowest, strict=True)]
 
 
 def store_factors(place, q, k, q_factors, k_factors, column_factors, kept):
@@ -161,7 +167,9 @@ def store_factors(place, q, k, q_factors, k_factors, column_factors, kept):
             exponents = loaded[2 * tile + r]
             fall, rise = [ptx.ex2(y) for y in exponents], rises(place, tile, r, exponents, kept)
             queries, keys = ptx.unpack_bf16x2(q[tile][r]), ptx.unpack_bf16x2(k[tile][r])
-            scaled = lambda xs, factors, powers, r=r: [x * (factors[r] * y) for x, y in zip(xs, powers, strict=True)]
+            scaled = lambda xs, factors, powers, r=r: [
+                x * (factors[r] * y) for x, y in zip(xs, powers, strict=True)
+            ]
             place.store_factors("row_q", tile, r, scaled(queries, q_factors, fall))
             place.store_factors("row_k", tile, r, scaled(keys, [-y for y in k_factors], fall))
             place.store_factors("column", tile, r, scaled(keys, column_factors, rise))
@@ -204,7 +212,9 @@ def column_gradients(place, k, column_factors, across, acc, terms, kept):
     ends = [Float32(0.0)] * (2 * TILES)
     for tile in range(TILES):
         last = zip(
-            place.table(Table.MIDDLE, tile, BLOCKS - 1), place.table(Table.LAST, tile, BLOCKS - 1), strict=True
+            place.table(Table.MIDDLE, tile, BLOCKS - 1),
+            place.table(Table.LAST, tile, BLOCKS - 1),
+            strict=True,
         )
         to_end = [(m - own) + y for (m, y), own in zip(last, place.table(Table.MIDDLE, tile), strict=True)]
         powers = [ptx.ex2(y) for y in to_end]

@@ -129,7 +129,9 @@ class Raw:
 def gate_offset(x, place, token, head, size):
     """Returns the byte offset of the first of the warp's gates in g or dg [B, T, HV, 128], elements of ``size`` bytes, and the bytes
     from a token to the next."""
-    first = (Int64(token + place.block * BLOCK) * x.HV + head) * HEAD_DIM + (place.half * HALF + 2 * place.lane)
+    first = (Int64(token + place.block * BLOCK) * x.HV + head) * HEAD_DIM + (
+        place.half * HALF + 2 * place.lane
+    )
     return first * size, Int64(x.HV) * (HEAD_DIM * size)
 
 

@@ -146,7 +146,14 @@ def scale_place(base, i, j, half, channel, kind=0):
     """Returns the address of the power of two, as bf16x2, that moves factors between the anchors of the blocks i > j, for a channel of a
     half. ``kind`` 1: columns of j without the middle anchor. The entries of the 8 tiles of a thread follow one another."""
     pair = i * (i - 1) // 2 + j + kind * PAIRS
-    return base + OFFSETS["scales"] + pair * TABLE_ROW + half * (4 * HALF) + channel % 8 * (4 * TILES) + channel // 8 * 4
+    return (
+        base
+        + OFFSETS["scales"]
+        + pair * TABLE_ROW
+        + half * (4 * HALF)
+        + channel % 8 * (4 * TILES)
+        + channel // 8 * 4
+    )
 
 
 def kept_address(base, half, block):

@@ -8,7 +8,6 @@ from kda_sm90.config import HEAD_DIM
 from kda_sm90.kernels.gradients.loads import ROW, row_offset
 from kda_sm90.kernels.gradients.memory import CHUNK, TILES
 
-
 SCRATCH = CHUNK * HEAD_DIM * 4  # bytes of dq or dk of a chunk
 
 

@@ -59,7 +59,9 @@ def store_image(shared, acc, place):
     matrix, row = place.lane // 8, place.lane % 8
     first = memory.image(shared, place.block * BLOCK + 8 * (matrix % 2) + row, 8 * (matrix // 2))
     for pair in range(TILES // 2):
-        packed = [ptx.pack_bf16x2(acc[8 * pair + 2 * i], acc[8 * pair + 2 * i + 1]) for i in range(4)]  # [tile][r]
+        packed = [
+            ptx.pack_bf16x2(acc[8 * pair + 2 * i], acc[8 * pair + 2 * i + 1]) for i in range(4)
+        ]  # [tile][r]
         ptx.stmatrix_x4(first ^ 32 * pair, packed)
 
 
@@ -81,7 +83,10 @@ def store_scales(place, unbounded):
         memory.table(place.base, kind, block, place.half * HALF + at), Float32
     )
     pairs = [
-        (ptx.select(late > 0, Int32(3), Int32((1, 2, 2)[n])), ptx.select(late > 0, Int32(n), Int32((0, 0, 1)[n])))
+        (
+            ptx.select(late > 0, Int32(3), Int32((1, 2, 2)[n])),
+            ptx.select(late > 0, Int32(n), Int32((0, 0, 1)[n])),
+        )
         for n in range(PAIRS // 2)
     ]
     moves = [entry(Table.MIDDLE, i) - entry(Table.MIDDLE, j) for i, j in pairs]
@@ -106,9 +111,7 @@ def column_scales(place, i, j, unbounded):
         return [[y, y] for y in inside]
     outside, kept = load_scales(place, i, j, kind=1), memory.kept(place.base, j)
     masks = [kept_mask(2 * place.quad + 8 * n, kept) for n in range(2)]
-    return [
-        [(x & mask) | (y & ~mask) for mask in masks] for x, y in zip(inside, outside, strict=True)
-    ]
+    return [[(x & mask) | (y & ~mask) for mask in masks] for x, y in zip(inside, outside, strict=True)]
 
 
 def row_scales(place, i, j, kind=0):
@@ -144,7 +147,9 @@ def add(acc, tile, a, b):
 def row_fragment(image, i, j, lane):
     """Loads block (i, j) of an image [64, 64] as an A fragment."""
     matrix, row = lane // 8, lane % 8
-    return ptx.ldmatrix_x4(memory.image(image, i * BLOCK + 8 * (matrix % 2) + row, j * BLOCK + 8 * (matrix // 2)))
+    return ptx.ldmatrix_x4(
+        memory.image(image, i * BLOCK + 8 * (matrix % 2) + row, j * BLOCK + 8 * (matrix // 2))
+    )
 
 
 def column_fragment(image, i, j, lane):

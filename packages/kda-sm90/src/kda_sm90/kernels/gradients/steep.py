@@ -50,7 +50,13 @@ def load_d(base, name, i, j):
 
 @cute.jit
 def add_rows(
-    place, kept: Int32, kind: cutlass.Constexpr[int], row_of, column, gradient: cute.Tensor, terms: cute.Tensor
+    place,
+    kept: Int32,
+    kind: cutlass.Constexpr[int],
+    row_of,
+    column,
+    gradient: cute.Tensor,
+    terms: cute.Tensor,
 ):
     """Adds the pairs of the thread's rows from ``kept`` on to the gradient of q (``kind`` 0) or the negative one of k (1).
 
