@@ -64,6 +64,12 @@ def tokens(*lengths, dtype=torch.float64):
     return torch.randn(*shape, SIZES["hidden_size"], generator=rng, dtype=torch.float64).to(dtype)
 
 
+def full(T=4):
+    cache = Cache()
+    layer()(tokens(T, T), past_key_values=cache, use_cache=True)
+    return cache
+
+
 def offsets(lengths):
     return torch.tensor([0, *lengths]).cumsum(0)
 
@@ -201,6 +207,14 @@ def test_padding_changes_no_result_and_has_none(mask, dtype):
                 torch.testing.assert_close(got[b], exact[0])
         else:
             assert not cache[0]["recurrent_state"][b].any() and not cache[0]["conv_state"][0][b].any()
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_mask": torch.ones(2, 5)}], ids=["plain", "mask"])
+def test_a_call_without_tokens_returns_none_and_keeps_the_states(more):
+    module, cache = layer(), full()
+    before = cache[0]["recurrent_state"].clone()
+    y = module(tokens(4, 4)[:, :0], past_key_values=cache, use_cache=True, **more)[0]
+    assert y.shape == (2, 0, 12) and torch.equal(cache[0]["recurrent_state"], before)
 
 
 def test_a_mask_of_ones_changes_nothing():
@@ -371,12 +385,6 @@ def test_an_unknown_option_is_refused():
         KimiDeltaAttention(**SIZES, use_output_gate=True)
 
 
-def full(T=4):
-    cache = Cache()
-    layer()(tokens(T, T), past_key_values=cache, use_cache=True)
-    return cache
-
-
 X = tokens(4, 4)
 CALLS = {
     "width": ({"hidden_states": X[..., :3]}, ShapeError, r"hidden_states: expected \[B, T, hidden_size=12\]"),
@@ -401,9 +409,6 @@ CALLS = {
         {"hidden_states": X[:1], "cu_seqlens": torch.tensor([0, 3, 1, 4])}, ArgumentError, "cu_seqlens: expected values that",
     ),
     "no cache": ({"use_cache": True}, ArgumentError, "past_key_values: expected a cache with use_cache=True, got None"),
-    "cache of another batch": (
-        {"hidden_states": X[:1], "past_key_values": full()}, ShapeError, r"cache: expected \[N, D, W\] = \[1, 16, 4\]",
-    ),
     "attention weights": ({"output_attentions": True}, ArgumentError, "output_attentions: expected False"),
 }  # fmt: skip
 
@@ -412,6 +417,16 @@ CALLS = {
 def test_a_wrong_argument_is_named(arguments, kind, message):
     with pytest.raises(kind, match=message):
         layer()(**{"hidden_states": X} | arguments)
+
+
+def test_lengths_in_host_memory_are_of_no_use_token_by_token():
+    with pytest.raises(ArgumentError, match="cu_seqlens_cpu: expected None with mode='fused_recurrent'"):
+        layer(mode="fused_recurrent")(X[:1], cu_seqlens=offsets([4]), cu_seqlens_cpu=offsets([4]))
+
+
+def test_a_cache_of_another_batch_is_refused():
+    with pytest.raises(ShapeError, match=r"cache: expected \[N, D, W\] = \[1, 16, 4\], got \[2, 16, 4\]"):
+        layer()(X[:1], past_key_values=full())
 
 
 def test_a_cache_needs_the_index_of_the_layer():

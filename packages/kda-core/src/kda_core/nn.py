@@ -309,11 +309,14 @@ class KimiDeltaAttention(nn.Module):
             ArgumentError, ShapeError: the message names the argument, what was expected and what came.
             BackendError: no backend serves the call, or the named one does not.
         """
-        self._check(hidden_states, attention_mask, past_key_values, use_cache, output_attentions, cu_seqlens)
+        self._check_batch(hidden_states, attention_mask, cu_seqlens, cu_seqlens_cpu)
+        self._check_cache(past_key_values, use_cache)
+        if output_attentions:
+            raise ArgumentError("output_attentions", "False: the layer has no attention weights", "True")
         B, T, _ = hidden_states.shape
         real: Tensor | None = None
         if attention_mask is not None:
-            mask = attention_mask[:, -T:] != 0
+            mask = attention_mask[:, attention_mask.shape[1] - T :] != 0
             real = mask.flatten().nonzero().squeeze(1)  # indices of the tokens that are not padding
             hidden_states = hidden_states.flatten(0, 1).index_select(0, real).unsqueeze(0)
             cu_seqlens = F.pad(mask.sum(1).cumsum(0), (1, 0))
@@ -387,22 +390,20 @@ class KimiDeltaAttention(nn.Module):
             return fused_recurrent_kda(**tensors, **options)
         return chunk_kda(**tensors, **options, safe_gate=self.safe_gate, cu_seqlens_cpu=cu_seqlens_cpu)
 
-    def _check(
+    def _check_batch(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Any,
-        use_cache: bool | None,
-        output_attentions: bool | None,
         cu_seqlens: Tensor | None,
+        cu_seqlens_cpu: Tensor | None,
     ) -> None:
-        """Checks the arguments of `forward` that `chunk_kda` does not see."""
+        """Checks what `chunk_kda` does not see, or sees too late."""
         if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.hidden_size:
             wanted = f"[B, T, hidden_size={self.hidden_size}]"
             raise ShapeError("hidden_states", wanted, str(list(hidden_states.shape)))
         B, T, _ = hidden_states.shape
         if attention_mask is not None:
-            if cu_seqlens is not None:
+            if cu_seqlens is not None or cu_seqlens_cpu is not None:
                 raise ArgumentError("attention_mask", "None with cu_seqlens", describe(attention_mask))
             shape = attention_mask.shape
             if attention_mask.dim() != 2 or shape[0] != B or shape[1] < T:
@@ -412,9 +413,12 @@ class KimiDeltaAttention(nn.Module):
                 raise ShapeError("hidden_states", "B=1 with cu_seqlens", f"B={B}")
             if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
                 raise ShapeError("cu_seqlens", "[N+1] with N of at least 1", str(list(cu_seqlens.shape)))
+        if cu_seqlens_cpu is not None and self.mode == "fused_recurrent":
+            wanted = "None with mode='fused_recurrent', which has no use for it"
+            raise ArgumentError("cu_seqlens_cpu", wanted, describe(cu_seqlens_cpu))
+
+    def _check_cache(self, past_key_values: Any, use_cache: bool | None) -> None:
         if past_key_values is not None and self.layer_idx is None:
             raise ArgumentError("layer_idx", "the index of the layer, for past_key_values", "None")
         if use_cache and past_key_values is None:
             raise ArgumentError("past_key_values", "a cache with use_cache=True", "None")
-        if output_attentions:
-            raise ArgumentError("output_attentions", "False: the layer has no attention weights", "True")
