@@ -263,6 +263,15 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def train(session: nox.Session) -> None:
+    """Trains a small language model of bytes with the layer of kda-core (examples/train_bytes_lm.py), and draws its loss curve into
+    runs/."""
+    install_for_this_machine(session)
+    session.install("-c", str(CONSTRAINTS), "matplotlib")
+    session.run("python", "examples/train_bytes_lm.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measures prefill on every backend that this machine can run, and writes benchmarks/results/."""
     install_for_this_machine(session)

@@ -269,9 +269,18 @@ def test_commands_install_nox_and_the_packages_into_a_virtual_environment(docume
                 assert "-m venv .venv" in block.partition(command)[0], block
 
 
+GUIDE_TO_MODELS = code((ROOT / "docs" / "use-in-a-model.md").read_text(), "python")
+
+
+def test_the_programs_about_the_layer_run_in_order():
+    programs = [p for p in GUIDE_TO_MODELS if "fla." not in p and "transformers" not in p and "Cache" in p]
+    assert len(programs) == 2 and "KimiDeltaAttention" in programs[0]
+    assert executed("\n".join(programs)) == "103\n"
+
+
 def test_programs_in_the_guide_to_models_name_what_exists():
-    programs = code((ROOT / "docs" / "use-in-a-model.md").read_text(), "python")
-    assert len(programs) == 3
+    programs = GUIDE_TO_MODELS
+    assert len(programs) == 5
     import kda_core
     from kda_core import registry
 
