@@ -6,9 +6,9 @@ from helpers.sm90_backward import gradients, oracle, relative_error
 
 from kda_core.testing import FAMILIES, make_inputs
 
-#: Largest relative error of a gradient in bf16 operands. The executable specification of the backward has 2e-3 to 5e-3 on these
-#: inputs.
-LIMIT = 8e-3
+#: Largest relative error of a gradient. The specification of the backward (`kda_core.testing.backward_specification`) has 2e-3 to 6e-3
+#: on these inputs, and up to 1.3e-2 for A_log, whose sums over all tokens cancel.
+LIMIT, LIMIT_A_LOG = 8e-3, 2.5e-2
 
 
 def spikes(x):
@@ -36,7 +36,8 @@ def check(x, v_first=False, scale=1.0, spacing=0, slab_slots=None):
     for name, want in oracle(x, grad_o, grad_final).items():
         assert torch.isfinite(found[name]).all(), name
         if (want / scale).abs().max() > 1e-6:  # not the derivative of a saturated gate
-            assert relative_error(found[name], want) <= LIMIT, name
+            limit = LIMIT_A_LOG if name == "A_log" else LIMIT
+            assert relative_error(found[name], want) <= limit, name
     return found
 
 
