@@ -25,7 +25,7 @@ class Into(ReferenceBackend):
     def backward_workspace_bytes(self, shape):
         return 64
 
-    def chunk_bwd_into(self, i, do, ds, out, workspace):
+    def chunk_bwd_into(self, i, do, ds, out, workspace, saved_states=None, residual=None):
         found = self.chunk_bwd(i, do, ds)
         workspace.fill_(7)
         for f in fields(out):
@@ -153,7 +153,7 @@ MUTANTS = {
     "reads-gradients": (
         """
         class Backend(Into):
-            def chunk_bwd_into(self, i, do, ds, out, workspace):
+            def chunk_bwd_into(self, i, do, ds, out, workspace, saved_states=None, residual=None):
                 before = out.k.clone()
                 super().chunk_bwd_into(i, do, ds, out, workspace)
                 out.k.add_(0 * before)
@@ -163,7 +163,7 @@ MUTANTS = {
     "reads-workspace": (
         """
         class Backend(Into):
-            def chunk_bwd_into(self, i, do, ds, out, workspace):
+            def chunk_bwd_into(self, i, do, ds, out, workspace, saved_states=None, residual=None):
                 scale = 1 + workspace[0].item() / 2**14
                 super().chunk_bwd_into(i, do, ds, out, workspace)
                 out.v.mul_(scale)
@@ -173,7 +173,7 @@ MUTANTS = {
     "writes-behind": (
         """
         class Backend(Into):
-            def chunk_bwd_into(self, i, do, ds, out, workspace):
+            def chunk_bwd_into(self, i, do, ds, out, workspace, saved_states=None, residual=None):
                 super().chunk_bwd_into(i, do, ds, out, workspace)
                 if workspace.storage_offset():
                     behind(workspace).zero_()
@@ -201,7 +201,7 @@ MUTANTS = {
     "rows-of-no-sequence": (
         """
         class Backend(Into):
-            def chunk_bwd_into(self, i, do, ds, out, workspace):
+            def chunk_bwd_into(self, i, do, ds, out, workspace, saved_states=None, residual=None):
                 super().chunk_bwd_into(i, do, ds, out, workspace)
                 if i.cu_seqlens is not None:
                     out.beta[:, int(i.cu_seqlens[-1]):] = 1
