@@ -11,7 +11,7 @@ grad_state    32768  dS' [K, V], the same
 row_q, row_k  16384  rows with factors, [2 halves of K][64 tokens][64 channels], each half an image; those of k negative
 column        16384  columns with factors, the same
 d_q, d_k       8192  dO R^T and dX R^T [64, 64], an image; their upper triangles do not count
-exponent      32768  G - M of every token and channel in fp32; then dq and dk; then what the running sum of dg adds up
+exponent      32768  G - M of every token and channel in fp32; then what the running sum of dg adds up
 scales        3072   powers of two as bf16x2 that move factors between blocks: `scale_place`; twice for unbounded gates
 tables        8192   one fp32 for each block of 16 rows and channel; see `Table`
 sums          2560   sums over the channels of a half: [kind][half][row] fp32
