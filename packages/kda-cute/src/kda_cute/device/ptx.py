@@ -331,6 +331,18 @@ def load_global_f32_x4(address: Int64, *, loc=None, ip=None) -> list[Float32]:
 
 
 @dsl_user_op
+def load_global_words(address: Int64, count: int, valid, *, loc=None, ip=None) -> list[Int32]:
+    """Loads 2 or 4 32-bit integers, aligned to their size; zeros unless ``valid``."""
+    names = [f"${n}" for n in range(count)]
+    zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
+    text = (
+        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} "
+        f"@p ld.global.nc.v{count}.b32 {{{', '.join(names)}}}, [${count}]; }}"
+    )
+    return inline_ptx(text, [Int32] * count, [address, Int32(valid)], True, loc, ip)
+
+
+@dsl_user_op
 def load_global_u16(address: Int64, valid, *, loc=None, ip=None) -> Int32:
     """Loads 16 bits; zero unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u16 $0, [$1]; }"
@@ -354,13 +366,6 @@ def store_global(address: Int64, value, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def store_global_if(address: Int64, value, valid, *, loc=None, ip=None) -> None:
-    """Stores one 32-bit value; no access unless ``valid``."""
-    text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.b32 [$0], $1; }"
-    inline_ptx(text, [], [address, value, Int32(valid)], True, loc, ip)
-
-
-@dsl_user_op
 def store_global_f32_if(address: Int64, value: Float32, valid, *, loc=None, ip=None) -> None:
     """Stores one fp32; no access unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.f32 [$0], $1; }"
@@ -368,9 +373,11 @@ def store_global_f32_if(address: Int64, value: Float32, valid, *, loc=None, ip=N
 
 
 @dsl_user_op
-def store_global_f32_x2_if(address: Int64, values, valid, *, loc=None, ip=None) -> None:
-    """Stores two fp32, aligned to 8 bytes; no access unless ``valid``."""
-    text = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.v2.f32 [$0], {$1, $2}; }"
+def store_global_words_if(address: Int64, values, valid, *, loc=None, ip=None) -> None:
+    """Stores 2 or 4 32-bit values, aligned to their size; no access unless ``valid``."""
+    count = len(values)
+    names = ", ".join(f"${n + 1}" for n in range(count))
+    text = f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; @p st.global.v{count}.b32 [$0], {{{names}}}; }}"
     inline_ptx(text, [], [address, *values, Int32(valid)], True, loc, ip)
 
 

@@ -14,8 +14,9 @@ then through l2norm, the sigmoid of beta and the gate. "Pairs" are a suffix sum 
 inside the suffix must cancel. They do because both sides multiply the *rounded* factors of the tensor core, and because anchors are
 integers: a factor has the same mantissa for every anchor (``backward`` of docs/kernels).
 
-A CTA has two compute warpgroups, one for each half of the channels, and a producer warpgroup. It takes items (chunk, query head) in
-a fixed order; value heads of a group follow one another, and sum dq and dk in a fixed order. No atomics.
+A CTA has two compute warpgroups, one for each half of the channels, and a producer warpgroup, which also finds the steps of the
+CTA. A CTA takes items (chunk, query head) in a fixed order; value heads of a group follow one another, and sum dq and dk in a fixed
+order. No atomics.
 """
 
 from enum import IntEnum
@@ -28,13 +29,24 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kda_cute import arguments
 from kda_cute.device import ptx, varlen
-from kda_cute.device.intra_chunk.gates import sigmoid
+from kda_cute.device.intra_chunk.gates import Gate, gate_rate
 from kda_sm90.config import HEAD_DIM, GradientsConfig
 from kda_sm90.kernels.barriers import release
 from kda_sm90.kernels.gradients import decay, elements, memory, outputs, products, steep
-from kda_sm90.kernels.gradients.decay_gradient import DecayGradient
-from kda_sm90.kernels.gradients.loads import Producer, Raw
-from kda_sm90.kernels.gradients.memory import BLOCK, CHUNK, HALF, OFFSETS, PANEL, TILES, Operand, Sum, Table
+from kda_sm90.kernels.gradients.decay_gradient import DecayGradient, partial_offset
+from kda_sm90.kernels.gradients.loads import Producer, Raw, load_beta
+from kda_sm90.kernels.gradients.memory import (
+    BLOCK,
+    CHUNK,
+    COMPUTE,
+    HALF,
+    OFFSETS,
+    PANEL,
+    TILES,
+    Operand,
+    Step,
+    Sum,
+)
 
 
 class Arguments(NamedTuple):
@@ -76,8 +88,7 @@ class Arguments(NamedTuple):
     beta_factor: Float32
 
 
-COMPUTE = 256  # threads
-THREADS = 384
+THREADS = COMPUTE + 128
 COMPUTE_REGISTERS, PRODUCER_REGISTERS = 232, 40
 
 
@@ -128,6 +139,9 @@ class GradientsKernel:
             for operand in Operand:
                 cute.arch.mbarrier_init(barriers.full + int(operand), 128)
                 cute.arch.mbarrier_init(barriers.empty + int(operand), COMPUTE // 32)
+            for number in range(2):
+                cute.arch.mbarrier_init(barriers.step_full + number, 128)
+                cute.arch.mbarrier_init(barriers.step_empty + number, COMPUTE // 32)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if thread < COMPUTE:
@@ -138,24 +152,21 @@ class GradientsKernel:
             self.produce(x, shared, barriers, thread - COMPUTE)
 
     def barriers(self, shared):
-        """Returns the pointers to the full and the empty mbarriers of the operands."""
+        """Returns the pointers to the full and the empty mbarriers of the operands and of the steps."""
         first = cute.recast_ptr(shared + OFFSETS["barriers"], dtype=Int64)
-        return SimpleNamespace(full=first, empty=first + len(Operand))
+        steps = first + 2 * len(Operand)
+        return SimpleNamespace(full=first, empty=first + len(Operand), step_full=steps, step_empty=steps + 2)
 
     # ---- items
 
     def sequences(self, x):
-        """Returns the namespace of `kda_cute.device.varlen`."""
-        span = varlen.slots(CHUNK, x.offset_bytes, x.N, x.T)
-        s = SimpleNamespace(
-            chunk=CHUNK, N=x.N, T=x.T, offsets=x.offsets, offset_bytes=x.offset_bytes, span=span
-        )
-        coarse = SimpleNamespace(
-            chunk=x.slot_tokens, N=x.N, T=x.T, offsets=x.offsets, offset_bytes=x.offset_bytes,
-            span=varlen.slots(x.slot_tokens, x.offset_bytes, x.N, x.T),
+        """Returns the namespace of `kda_cute.device.varlen`, with the first and the end slot of the slab."""
+        of = lambda tokens: SimpleNamespace(
+            chunk=tokens, N=x.N, T=x.T, offsets=x.offsets, offset_bytes=x.offset_bytes,
+            span=varlen.slots(tokens, x.offset_bytes, x.N, x.T),
         )  # fmt: skip
-        first, end = self.slab(coarse, x.first_slot, x.slab_slots)
-        return SimpleNamespace(**vars(s), first=first, end=end)
+        first, end = self.slab(of(x.slot_tokens), x.first_slot, x.slab_slots)
+        return SimpleNamespace(**vars(of(CHUNK)), first=first, end=end)
 
     @cute.jit
     def slab(self, coarse, first_slot: Int32, slab_slots: Int32):
@@ -164,85 +175,103 @@ class GradientsKernel:
         return first, varlen.finer_slot(coarse, cutlass.min(first_slot + slab_slots, coarse.span), CHUNK)
 
     @cute.jit
-    def chunk_values(self, x, s, slot: Int32):
-        n = varlen.sequence_of(s, slot)
+    def chunk_of(self, s, slot: Int32):
+        """Returns the first token of a chunk of the slab and its tokens, 0 to 64; 0 behind the slab. A whole warp calls it."""
+        last = s.span - 1
+        n = varlen.sequence_of(s, cutlass.min(s.first + slot, last))
         start, length, first, _ = varlen.extent(s, n)
         if n == 0:
             first = Int32(0)
-        done = (slot - first) * CHUNK
-        return Int32(start) + done, cutlass.max(cutlass.min(length - done, CHUNK), 0)
-
-    def step(self, x, s, slot, index, member):
-        """Returns a step of a CTA: a chunk and value head. A whole warp calls it.
-
-        ``slot``: index of the chunk in the slab. ``index``: query head. ``member``: index of the value head in its group. ``token``: the
-        first one in B*T. ``valid``: tokens of the chunk, 0 to 64; 0 behind the slab.
-        """
-        token, valid = self.chunk_values(x, s, cutlass.min(s.first + slot, s.span - 1))
-        valid = ptx.select(s.first + slot < s.end, valid, Int32(0))
-        return SimpleNamespace(slot=slot, token=token, valid=valid, head=index * x.group + member)
-
-    @cute.jit
-    def following(self, x, stride, slot: Int32, index: Int32, member: Int32):
-        """Returns slot, query head and member of the next step. A CTA takes items (slot, query head) in a fixed order, and the value
-        heads of a group one after the other. ``stride``: slots and heads between its items."""
-        member = member + 1
-        if member == x.group:
-            member = Int32(0)
-            slot, index = slot + stride[0], index + stride[1]
-            if index >= x.H:
-                slot, index = slot + 1, index - x.H
-        return slot, index, member
-
-    def steps(self, x, cta):
-        """Returns the number of steps of a CTA."""
-        return cute.ceil_div(x.slab_slots * (x.slot_tokens // CHUNK) * x.H - cta, x.ctas) * x.group
+        done = (cutlass.min(s.first + slot, last) - first) * CHUNK
+        valid = cutlass.max(cutlass.min(length - done, CHUNK), 0)
+        return Int32(start) + done, ptx.select(s.first + slot < s.end, valid, Int32(0))
 
     @cute.jit
     def produce(self, x, shared, barriers, thread: Int32):
-        """Loads the operands of every step."""
+        """Finds the steps, the items (slot, query head) of the CTA in a fixed order and the value heads of a group one after the other,
+        and loads their operands. Stores zeros as partial sums of chunks that do not exist."""
         base = Int32(shared.toint())
         cta, _, _ = cute.arch.block_idx()
         s = self.sequences(x)
-        phase, member = Int32(0), Int32(0)
+        phase, number = Int32(0), Int32(0)
         slot, index, stride = cta // x.H, cta % x.H, (x.ctas // x.H, x.ctas % x.H)
-        for _ in cutlass.range(self.steps(x, cta), unroll=1):
-            step = self.step(x, s, slot, index, member)
-            if step.valid > 0:
-                self.producer.load(x, base, barriers, thread, step, step.head, phase)
-                phase = phase ^ 1
-            slot, index, member = self.following(x, stride, slot, index, member)
+        slots = x.slab_slots * (x.slot_tokens // CHUNK)
+        while slot < slots:
+            token, valid = self.chunk_of(s, slot)
+            for member in cutlass.range(x.group, unroll=1):
+                head = index * x.group + member
+                if valid > 0:
+                    chunk = SimpleNamespace(slot=slot, token=token, valid=valid)
+                    self.announce(
+                        x, base, barriers, thread, number, [token, valid, head, index, member, slot]
+                    )
+                    self.producer.load(x, base, barriers, thread, chunk, head, phase)
+                    phase, number = phase ^ 1, number + 1
+                else:
+                    partials = x.partials + partial_offset(x, slot, head)
+                    ptx.store_global_x2(partials + thread * 8, [Float32(0.0)] * 2)
+            slot, index = slot + stride[0], index + stride[1]
+            if index >= x.H:
+                slot, index = slot + 1, index - x.H
+        self.announce(x, base, barriers, thread, number, [Int32(0)] * 6)
+
+    @cute.jit
+    def announce(self, x, base: Int32, barriers, thread: Int32, number: Int32, words: list):
+        """Publishes a step to the compute warps, which load its inputs while they compute the step before it."""
+        token, valid, head = words[:3]
+        beta = load_beta(x, token, thread < valid, head, thread)
+        exists = valid > 0
+        bias = ptx.load_global_f32(
+            x.dt_bias + Int64(head * HEAD_DIM + thread) * 4, exists & (x.dt_bias != Int64(0))
+        )
+        a_log = ptx.load_global_f32(x.a_log + Int64(head) * 4, exists & (x.a_log != Int64(0)))
+        step = memory.step(base, number)
+        cute.arch.mbarrier_wait(barriers.step_empty + (number & 1), number >> 1 & 1 ^ 1)
+        if thread < CHUNK:
+            ptx.store_shared(memory.beta(step, thread), beta)
+        ptx.store_shared(memory.bias(step, thread), bias)
+        if thread == 0:
+            for n in cutlass.range_constexpr(len(words)):
+                ptx.store_shared(step + 4 * n, words[n])
+            ptx.store_shared(step + 4 * int(Step.RATE), gate_rate(a_log))
+        cute.arch.mbarrier_arrive(barriers.step_full + (number & 1))
 
     @cute.jit
     def compute(self, x, shared, barriers, thread: Int32):
         """Computes the gradients of every step."""
         base = Int32(shared.toint())
-        cta, _, _ = cute.arch.block_idx()
-        s = self.sequences(x)
         raw = Raw(self.config)
-        slot, index, member, stride = cta // x.H, cta % x.H, Int32(0), (x.ctas // x.H, x.ctas % x.H)
-        first = self.step(x, s, slot, index, member)
-        token, valid, head = first.token, first.valid, first.head
-        self.load_raw(x, raw, base, thread, token, valid, head)
-        phase = Int32(0)
-        for _ in cutlass.range(self.steps(x, cta), unroll=1):
-            next_slot, index, next_member = self.following(x, stride, slot, index, member)
-            after = self.step(x, s, next_slot, index, next_member)
-            partials = x.partials + (Int64(slot) * x.HV + head) * (2 * HEAD_DIM * 4)
-            if valid > 0:
-                self.gradients(
-                    x, shared, base, barriers, thread, raw, token, valid, head, member, phase, cta, partials,
-                    after.token, after.valid, after.head,
-                )  # fmt: skip
-                phase = phase ^ 1
-            else:
-                ptx.store_global(partials + thread * 4, Float32(0.0))
-                self.load_raw(x, raw, base, thread, after.token, after.valid, after.head)
-            slot, member, token, valid, head = next_slot, next_member, after.token, after.valid, after.head
+        number = Int32(0)
+        valid = self.load_raw(x, raw, base, barriers, thread, number)
+        while valid > 0:
+            valid = self.gradients(x, shared, base, barriers, thread, raw, number)
+            number = number + 1
 
-    def load_raw(self, x, raw, base, thread, token, valid, head):
-        """Loads the inputs of a chunk and value head."""
-        raw.load(x, self.place(base, thread), token, valid, head)
+    def step(self, base, number):
+        """Loads a step. Each stage does, because the words would occupy registers."""
+        address = memory.step(base, ptx.opaque(number))
+        words = [*ptx.load_shared_x4(address, Int32), *ptx.load_shared_x2(address + 16, Int32)]
+        found = {word.name.lower(): words[word] for word in Step if word < len(words)}
+        return SimpleNamespace(**found, address=address)
+
+    def betas(self, place, step):
+        """Loads beta of the thread's two rows."""
+        return [ptx.load_shared(memory.beta(step.address, row), Float32) for row in place.rows()]
+
+    def gate(self, x, at, step):
+        """Returns the gate of a step's value head, and dt_bias of the lane's channels."""
+        biases = ptx.load_shared_x4(memory.bias(step.address, at.channel), Float32)
+        if self.config.gate == "precomputed":
+            return Gate(self.config, Float32(1.0), x.lower_bound), biases
+        rate = ptx.load_shared(step.address + 4 * int(Step.RATE), Float32)
+        return Gate(self.config, rate, x.lower_bound), biases
+
+    def load_raw(self, x, raw, base, barriers, thread, number):
+        """Waits for a step, loads its inputs, and returns its number of tokens."""
+        cute.arch.mbarrier_wait(barriers.step_full + (number & 1), number >> 1 & 1)
+        step = self.step(base, number)
+        raw.load(x, self.place(base, thread), step)
+        return step.valid
 
     def sync(self, barrier, index, threads):
         """Waits at a named barrier."""
@@ -257,23 +286,20 @@ class GradientsKernel:
     # ---- one chunk and value head
 
     @cute.jit
-    def gradients(
-        self, x, shared, base: Int32, barriers, thread: Int32, raw, token: Int32, valid: Int32, head: Int32,
-        member: Int32, phase: Int32, cta: Int32, partials: Int64, next_token: Int32, next_valid: Int32, next_head: Int32,
-    ):  # fmt: skip
-        """Computes the gradients of a chunk and value head; dq and dk are complete after the last member of the group.
+    def gradients(self, x, shared, base: Int32, barriers, thread: Int32, raw, number: Int32):
+        """Computes the gradients of a step; dq and dk are complete after the last member of the group.
 
-        ``raw`` holds the chunk's inputs; the function loads those of the next chunk, ``next_*``.
+        ``raw`` holds its inputs; the function loads those of the next step, and returns its number of tokens.
         """
         # Each stage computes its addresses anew: kept over the loop they would occupy registers that the stages need.
         place = self.place(base, thread)
         at = decay.Lane(place)
-        half, block = place.half, place.block
-        key_head, l2norm = head // x.group, x.l2norm > 0
+        half, block, phase = place.half, place.block, number & 1
+        step, l2norm = self.step(base, number), x.l2norm > 0
         unbounded = self.unbounded
         mma = products.tiled_mma()
         wait = lambda operand: cute.arch.mbarrier_wait(barriers.full + int(operand), phase)
-        warps = thread % 128
+        warps = thread & 127
         rows_of = lambda name, count=1: products.matrix(shared, name, CHUNK, count)
         half_of = lambda name: cute.local_tile(
             products.matrix(shared, name, HEAD_DIM)[None, None, 0], (HALF, HEAD_DIM), (half, 0)
@@ -281,125 +307,110 @@ class GradientsKernel:
 
         # gates, their sums, anchors
         q, k = raw.pairs(raw.q), raw.pairs(raw.k)
-        biases, gate = [raw.bias[0], raw.bias[1]], raw.gate(x)
-        betas = [self.beta(x, raw.beta[r], row, valid) for r, row in enumerate(place.rows())]
-        rows = self.decay.log_decays(gate, raw.gates(raw.g), biases, block, valid)
-        ptx.store_shared_x2(at.table(Table.TOTAL, block), rows[-1])
+        gate, biases = self.gate(x, at, step)
+        rows = self.decay.log_decays(gate, raw.gates(raw.g), biases, at, step.valid)
+        self.decay.store_total(at, rows)
         if cutlass.const_expr(unbounded):
-            self.decay.store_kept(rows, memory.kept_address(base, half, block))
+            self.decay.store_kept(rows, at.unit, memory.kept_address(base, half, block))
         elements.store_square_sums(place, Sum.Q_SQUARE, q)
         elements.store_square_sums(place, Sum.K_SQUARE, k)
         self.sync(Barrier.ALL, 0, COMPUTE)
         kept = memory.kept(base, block) if unbounded else None
         self.decay.store_exponents(at, rows, kept)
-        self.sync(Barrier.HALF, half, COMPUTE // 2)
+        self.sync(Barrier.HALF, half, 128)
 
-        # Dq and Dk, dO S^T; factors meanwhile
-        d, acc = (products.accumulator(mma) for _ in range(2))
+        # Dq and Dk, dO S^T and dX S^T; factors meanwhile
+        d, acc_q, acc_k = (products.accumulator(mma) for _ in range(3))
         for operand in (Operand.GRAD_O, Operand.RESIDUAL, Operand.GRAD_V, Operand.STATE):
             wait(operand)
         products.start(
             mma, d, rows_of("grad_o", 2)[None, None, half], rows_of("residual")[None, None, 0], warps
         )
-        products.start(mma, acc, rows_of("grad_o")[None, None, 0], half_of("state"), warps)
+        products.start(mma, acc_q, rows_of("grad_o")[None, None, 0], half_of("state"), warps)
+        products.start(mma, acc_k, rows_of("grad_v")[None, None, 0], half_of("state"), warps)
         products.store_scales(place, unbounded)
         q_inverse = elements.norms(place, Sum.Q_SQUARE, l2norm)
         k_inverse = elements.norms(place, Sum.K_SQUARE, l2norm)
         q_factors = [y * x.scale for y in q_inverse]
-        column_factors = [y * beta for y, beta in zip(k_inverse, betas, strict=True)]
+        column_factors = [y * beta for y, beta in zip(k_inverse, self.betas(place, step), strict=True)]
         elements.store_factors(place, q, k, q_factors, k_inverse, column_factors, kept)
-        warpgroup.wait_group(1)
+        warpgroup.wait_group(2)
         products.store_image(base + OFFSETS["d_q"] + half * PANEL, d, place)
         warpgroup.wait_group(0)
-        self.release(barriers, Operand.GRAD_O)
-        elements.to_anchor(place, acc)
+        self.release(barriers, Operand.GRAD_O, Operand.GRAD_V)
+        elements.to_anchor(place, acc_q, acc_k)
         self.sync(Barrier.ALL, 0, COMPUTE)
 
-        # dq
-        place = self.place(base, thread)
+        # dq, and what rows contribute to dk
+        place, step = self.place(base, thread), self.step(base, number)
         terms = cute.make_rmem_tensor((4 * TILES,), Float32)
-        beta_of = lambda y, row: self.beta(x, y, row, valid)
-        query, key, column = steep.row_loaders(x, place, token, valid, head, beta_of)
-        products.add_row_products(base, place.thread, 0, acc, unbounded)
-        elements.row_gradients(place, "row_q", acc, terms, first=True)
+        query, key, column = steep.row_loaders(x, place, step)
+        products.add_row_products(base, place.thread, acc_q, acc_k, unbounded)
+        elements.row_gradients(place, acc_q, acc_k, terms)
         if cutlass.const_expr(unbounded):
-            steep.add_rows(place, kept, 0, query, column, acc, terms)
-        elements.store_dots(place, Sum.Q_DOT, q, acc)
+            steep.add_rows(place, kept, 0, query, column, acc_q, terms)
+            steep.add_rows(place, kept, 1, key, column, acc_k, terms)
+        elements.store_dots(place, Sum.Q_DOT, q, acc_q)
         self.sync(Barrier.PAIR, block, 64)
         q_dots = [elements.load_sum(place, Sum.Q_DOT, row) for row in place.rows()]
-        scratch = x.scratch + Int64(cta) * (2 * outputs.SCRATCH) + place.thread * 16
-        elements.project(q, acc, q_inverse, q_dots, x.scale, l2norm)
-        outputs.add_group(scratch, member, x.group, acc)
-        if member == x.group - 1:
-            outputs.store_rows(x, x.grad_q, place, token, valid, key_head, acc)
+        elements.project(q, acc_q, q_inverse, q_dots, x.scale, l2norm)
+        outputs.add_group(x, place, 0, step.member, acc_q)
+        outputs.store_rows(x, x.grad_q, place, step, acc_q)
 
-        # the gradient of beta k
-        place = self.place(base, thread)
+        # dk, dbeta
+        place, step = self.place(base, thread), self.step(base, number)
         across, grad_b = (products.accumulator(mma) for _ in range(2))
-        wait(Operand.GRAD_STATE)
-        products.start(mma, across, rows_of("residual")[None, None, 0], half_of("grad_state"), warps)
         grad_b.fill(0.0)
         products.add_column_products(base, place.thread, grad_b, unbounded)
+        wait(Operand.GRAD_STATE)
+        products.start(mma, across, rows_of("residual")[None, None, 0], half_of("grad_state"), warps)
         through = products.through_diagonal(place)
         warpgroup.wait_group(0)
-        self.release(barriers, Operand.RESIDUAL, Operand.GRAD_STATE)
+        self.release(barriers, Operand.RESIDUAL, Operand.STATE, Operand.GRAD_STATE)
         elements.column_gradients(place, k, column_factors, across, grad_b, terms, kept)
         if cutlass.const_expr(unbounded):
             steep.add_columns(place, kept, query, key, column, grad_b, terms)
-
-        # dk, dbeta
-        place = self.place(base, thread)
-        acc_k = products.accumulator(mma)
-        products.start(mma, acc_k, rows_of("grad_v")[None, None, 0], half_of("state"), warps)
-        raw_gates = raw.load_gates(x, place, token, valid, head)  # for the gradient of the gates
+        raw_gates = raw.load_gates(x, place, step)  # for the gradient of the gates
         elements.store_dots(place, Sum.BETA_DOT, k, grad_b)
-        warpgroup.wait_group(0)
-        self.release(barriers, Operand.GRAD_V, Operand.STATE)
-        elements.to_anchor(place, acc_k)
-        products.add_row_products(base, place.thread, 1, acc_k, unbounded)
-        elements.row_gradients(place, "row_k", acc_k, terms, first=False)
-        if cutlass.const_expr(unbounded):
-            steep.add_rows(place, kept, 1, key, column, acc_k, terms)
+        betas = self.betas(place, step)
         elements.combine(grad_b, betas, acc_k)
         elements.store_dots(place, Sum.K_DOT, k, grad_b)
         self.sync(Barrier.PAIR, block, 64)
         k_dots = [elements.load_sum(place, Sum.K_DOT, row) for row in place.rows()]
         for r, row in enumerate(place.rows()):
-            step = elements.load_sum(place, Sum.BETA_DOT, row) * k_inverse[r]
-            outputs.store_grad_beta(x, token, valid, head, place, r, betas[r], step)
+            of_beta = elements.load_sum(place, Sum.BETA_DOT, row) * k_inverse[r]
+            outputs.store_grad_beta(x, step, place, r, betas[r], of_beta)
         elements.project(k, grad_b, k_inverse, k_dots, Float32(1.0), l2norm)
-        outputs.add_group(scratch + outputs.SCRATCH, member, x.group, grad_b)
-        if member == x.group - 1:
-            outputs.store_rows(x, x.grad_k, place, token, valid, key_head, grad_b)
+        outputs.add_group(x, place, 1, step.member, grad_b)
+        outputs.store_rows(x, x.grad_k, place, step, grad_b)
 
         # the gradient of the gates
-        place = self.place(base, thread)
+        place, step = self.place(base, thread), self.step(base, number)
         at = decay.Lane(place)
-        raw.load(x, place, next_token, next_valid, next_head)
+        following = self.load_raw(x, raw, base, barriers, thread, number + 1)
         cute.arch.sync_warp()  # other lanes have read exponents
         elements.store_terms(place, terms)
         self.store_through(place, through)
         cute.arch.sync_warp()
         sums, decays = self.decay_gradient.suffix_sums(at), self.decay_gradient.chunk_decays(at)
-        self.sync(Barrier.HALF, half, COMPUTE // 2)
+        self.sync(Barrier.HALF, half, 128)
         behind = self.decay_gradient.behind(at, decays)
-        self.decay_gradient.store(x, at, token, valid, head, gate, raw.gates(raw_gates), biases, sums, behind)
-        self.sync(Barrier.HALF, half, COMPUTE // 2)
-        self.decay_gradient.store_partials(place, partials)
+        gate, biases = self.gate(x, at, step)
+        self.decay_gradient.store(x, at, step, gate, raw.gates(raw_gates), biases, sums, behind)
+        self.sync(Barrier.HALF, half, 128)
+        self.decay_gradient.store_partials(x, place, step)
+        cute.arch.sync_warp()
+        release(barriers.step_empty + (number & 1))
+        return following
 
     @cute.jit
     def store_through(self, place, through: list):
         """Stores the diagonal of S dS'^T of the warp's channels."""
-        if place.quad == place.row // 2:
+        if place.quad == place.row >> 1:
             for n in cutlass.range_constexpr(2):
-                channel = place.block * BLOCK + place.row + 8 * n
-                ptx.store_shared(memory.through_address(place.base, place.half, channel), through[n])
+                position = place.block * BLOCK + 8 * n + place.row
+                ptx.store_shared(memory.through_address(place.base, place.half, position), through[n])
 
     def place(self, base, thread):
         """Returns the thread's place; the compiler does not know that it is always the same."""
         return elements.Place(base, ptx.opaque(thread))
-
-    def beta(self, x, raw, row, valid):
-        """Returns beta of a row from a raw one; 0 behind the sequence."""
-        beta = ptx.select(x.beta_factor > Float32(0.0), sigmoid(raw) * x.beta_factor, raw)
-        return ptx.select(row < valid, beta, Float32(0.0))

@@ -1,18 +1,28 @@
 """The gradient of the gates: the running sum over the rows of a chunk, and what a gate makes of it.
 
 With w = (rows' terms - columns' terms - Kg dKg) of each token, dg of token t is ``a sum_v S dS' + total of Kg dKg + sum_{i >= t} w_i``.
-A warp has a block of 16 rows and a lane two channels, as where the gates were summed, and adds from the last row.
+A lane has four channels and 8 rows of the warp's block, as where the gates were summed (`decay`), and adds from the last row.
 """
 
-from cutlass import Float32
+from cutlass import Float32, Int64, cute
 
 from kda_cute.device import ptx
 from kda_cute.device.intra_chunk.gates import sigmoid
 from kda_cute.device.ptx import LOG2E
 from kda_sm90.config import HEAD_DIM
 from kda_sm90.kernels.gradients import memory
+from kda_sm90.kernels.gradients.decay import ROWS, WIDTH, from_lane, store_if
 from kda_sm90.kernels.gradients.loads import gate_offset
-from kda_sm90.kernels.gradients.memory import BLOCK, BLOCKS, HALF, Table
+from kda_sm90.kernels.gradients.memory import BLOCKS, HALF, Table
+
+
+def partial_offset(x, slot, head):
+    """Returns the byte offset of the partial sums of a chunk and value head."""
+    return (Int64(slot) * x.HV + head) * (2 * HEAD_DIM * 4)
+
+
+#: Bytes from the table of sums for dt_bias to that for A_log.
+RATE_BEHIND_BIAS = (int(Table.RATE_SUM) - int(Table.BIAS_SUM)) * BLOCKS * memory.TABLE_ROW
 
 
 class DecayGradient:
@@ -23,68 +33,75 @@ class DecayGradient:
         self.wide = config.gate_dtype == "float32"
 
     def suffix_sums(self, at):
-        """Returns the sums of terms from each row to the end of the block, [16 rows][2 channels], and stores the total."""
-        total, found = [Float32(0.0)] * 2, []
-        for row in reversed(range(BLOCK)):
-            total = [x + y for x, y in zip(total, memory.load_pair(at.exponent(row)), strict=True)]
+        """Returns the sums of terms from each of the lane's rows to the end of the block, [8 rows][4 channels], and stores the total."""
+        total, found = [Float32(0.0)] * WIDTH, []
+        for row in reversed(range(ROWS)):
+            total = [x + y for x, y in zip(total, memory.load_floats(at.exponent(row)), strict=True)]
             found.insert(0, total)
-        ptx.store_shared_x2(at.table(Table.TERMS, at.block), total)
+        after = [ptx.select(at.late > 0, Float32(0.0), x) for x in from_lane(total, at.unit + 16)]
+        found = [[x + y for x, y in zip(row, after, strict=True)] for row in found]
+        store_if(at.late == 0, at.table(Table.TERMS, at.block), found[0])
         return found
 
     def chunk_decays(self, at):
-        """Returns the decays over the chunk, a, of two channels."""
-        middles, lasts = (memory.load_pair(at.table(kind, BLOCKS - 1)) for kind in (Table.MIDDLE, Table.LAST))
+        """Returns the decays over the chunk, a, of the lane's channels."""
+        middles, lasts = (
+            memory.load_floats(at.table(kind, BLOCKS - 1)) for kind in (Table.MIDDLE, Table.LAST)
+        )
         return [ptx.ex2(middle + last) for middle, last in zip(middles, lasts, strict=True)]
 
     def behind(self, at, decays):
-        """Returns what dg of every row of the block contains besides, for two channels: ``a sum_v S dS'``, the total of Kg dKg, and the
+        """Returns what dg of every row of the block contains besides, for its channels: ``a sum_v S dS'``, the total of Kg dKg, and the
         terms of the later blocks."""
-        through = memory.load_pair(memory.through_address(at.base, at.half, 2 * at.lane))
+        through = []
+        for pair in range(WIDTH // 2):  # the channels of a pair lie at neighbouring positions
+            place = memory.position(WIDTH * at.unit + 2 * pair)
+            through += ptx.load_shared_x2(memory.through_address(at.base, at.half, place), Float32)
         found = [a * y for a, y in zip(decays, through, strict=True)]
         for block in range(BLOCKS):
-            ends = memory.load_pair(at.table(Table.ENDS, block))
+            ends = memory.load_floats(at.table(Table.ENDS, block))
             found = [x + y for x, y in zip(found, ends, strict=True)]
         for block in range(1, BLOCKS):
-            totals = memory.load_pair(at.table(Table.TERMS, block))
+            totals = memory.load_floats(at.table(Table.TERMS, block))
             found = [
                 x + ptx.select(block > at.block, y, Float32(0.0)) for x, y in zip(found, totals, strict=True)
             ]
         return found
 
-    def store(self, x, at, token, valid, head, gate, raw, biases, sums, behind):
-        """Stores dg of the warp's rows, and the sums over them for A_log and dt_bias."""
-        address, pitch = gate_offset(x, at, token, head, 4 if self.wide else 2)
+    def store(self, x, at, step, gate, raw, biases, sums, behind):
+        """Stores dg of the lane's rows, and the sums over them for A_log and dt_bias."""
+        address, pitch = gate_offset(x, at, step.token, step.head, 4 if self.wide else 2)
         address = x.grad_g + address
-        rate_sums, bias_sums = [Float32(0.0)] * 2, [Float32(0.0)] * 2
-        for row in range(BLOCK):
-            exists = at.row + row < valid
-            pair = []
-            for i in range(2):
+        rate_sums, bias_sums = ([Float32(0.0)] * WIDTH for _ in range(2))
+        for row in range(ROWS):
+            exists = at.row + row < step.valid
+            found = []
+            for i in range(WIDTH):
                 d = ptx.select(exists, sums[row][i] + behind[i], Float32(0.0))
                 gradient, of_rate = self.gate_gradient(gate, d, raw[row][i], biases[i], x.lower_bound)
                 bias_sums[i] = bias_sums[i] + gradient
                 rate_sums[i] = rate_sums[i] + of_rate
-                pair.append(gradient)
+                found.append(gradient)
             if self.wide:
-                ptx.store_global_f32_x2_if(address, pair, exists)
+                ptx.store_global_words_if(address, found, exists)
             else:
-                ptx.store_global_if(address, ptx.pack_bf16x2(*pair), exists)
+                pairs = [ptx.pack_bf16x2(*found[i : i + 2]) for i in range(0, WIDTH, 2)]
+                ptx.store_global_words_if(address, pairs, exists)
             address = address + pitch
         if self.config.gate != "precomputed":
-            ptx.store_shared_x2(at.table(Table.RATE_SUM, at.block), rate_sums)
-            ptx.store_shared_x2(at.table(Table.BIAS_SUM, at.block), bias_sums)
+            for kind, of_rows in ((Table.RATE_SUM, rate_sums), (Table.BIAS_SUM, bias_sums)):
+                both = [x + cute.arch.shuffle_sync_bfly(x, 16) for x in of_rows]
+                store_if(at.late == 0, at.table(kind, at.block), both)
 
-    def store_partials(self, place, partials):
-        """Stores the sums over the chunk for A_log and dt_bias to ``partials`` [2 kinds][128]; a thread has one of them."""
-        thread = place.thread % 128
-        kind, channel = thread // HALF, place.half * HALF + thread % HALF
+    def store_partials(self, x, place, step):
+        """Stores the sums over the chunk for A_log and dt_bias, [2 kinds][128]; a thread has one of them."""
+        thread = place.thread & 127
+        kind, channel = thread >> 6, place.half * HALF + (thread & 63)
+        table = memory.table(place.base, Table.BIAS_SUM, 0, channel) + kind * RATE_BEHIND_BIAS
         total = Float32(0.0)
         for block in range(BLOCKS):
-            rate, bias = (
-                ptx.load_shared(memory.table(place.base, table, block, channel), Float32)
-                for table in (Table.RATE_SUM, Table.BIAS_SUM)
-            )
-            total = total + ptx.select(kind > 0, rate, bias)
+            total = total + ptx.load_shared(table + block * memory.TABLE_ROW, Float32)
+        partials = x.partials + partial_offset(x, step.slot, step.head)
         ptx.store_global(partials + (kind * HEAD_DIM + channel) * 4, total)
 
     def gate_gradient(self, gate, d, raw, bias, bound):

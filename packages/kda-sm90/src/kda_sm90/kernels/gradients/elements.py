@@ -1,7 +1,8 @@
 """What a thread does to its elements: factors of rows and columns, and gradients from the products' accumulators.
 
-Thread (row, quad) of the warp of block w in warpgroup h has rows ``16w + row`` and ``16w + row + 8`` and the channels ``64h + 8j +
-2 quad + e``. All lists and accumulators of 32 elements are in the order of an accumulator: e, then r, then j.
+Thread (row, quad) of the warp of block w in warpgroup h has rows ``16w + row`` and ``16w + row + 8`` and the 16 channels from ``64h + 16
+quad`` on (`memory.position`). All lists and accumulators of 32 elements are in the order of an accumulator: ``4 tile + 2 r + e`` for row
+r and channel ``2 tile + e``. Most loops take two tiles at a time, because their four channels lie together in shared memory.
 
 With M the anchor of the thread's block, ``fall`` is 2^(G - M) and ``rise`` its inverse. Both are at most 2^55, since M lies in the
 middle of the range of G. Products are relative to M as well, so one multiplication ends them: a row's gradient is fall times the
@@ -14,71 +15,74 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from kda_cute.device import ptx
 from kda_sm90.kernels.gradients import memory
-from kda_sm90.kernels.gradients.memory import BLOCKS, HALF, OFFSETS, PANEL, TILES, Table
+from kda_sm90.kernels.gradients.memory import BLOCK, BLOCKS, HALF, OFFSETS, PANEL, RUN, TILES, Table
 
 
 class Place:
-    """The calling thread of the two compute warpgroups."""
+    """The calling thread of the two compute warpgroups.
+
+    Shifts and masks instead of divisions, because a signed division by a power of two takes several instructions.
+    """
 
     def __init__(self, base, thread):
         self.base = base
         self.thread = thread
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        self.half, self.block = warp // 4, warp % 4
-        self.lane = thread % 32
-        self.row = self.lane // 4
-        self.quad = self.lane % 4
-        # The swizzle of a row xors its number with that of a tile, so an address of a tile is that of tile 0 xored with the tile.
-        self.first_image = (
-            base + self.half * PANEL + (self.block * 16 + self.row) * 128 + self.quad * 4 + self.row * 16
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        self.half, self.block = warp >> 2, warp & 3
+        self.lane = thread & 31
+        self.row, self.quad = self.lane >> 2, self.lane & 3
+        self.matrix, self.matrix_row = self.lane >> 3, self.lane & 7  # whose address it gives to ldmatrix
+        self.channel = self.half * HALF + self.quad * RUN  # the first of the 16, of 128
+        # Swizzles xor the numbers of units of 16 bytes. So an address of other tiles is that of the first ones, xored with the tile.
+        self.first_image = memory.image(
+            base + self.half * PANEL,
+            self.block * BLOCK + 8 * (self.matrix & 1) + self.matrix_row,
+            8 * (self.matrix >> 1),
         )
-        self.first_exponent = (
-            base
-            + OFFSETS["exponent"]
-            + (
-                (self.block * 16 + self.row) * memory.TABLE_ROW
-                + self.half * (4 * HALF)
-                + self.quad * 8
-                + self.row * 32
-            )
-        )
+        self.first_exponent = memory.exponent(base, self.block * BLOCK + self.row, self.channel)
 
     def rows(self):
         """Returns the thread's two rows of the chunk."""
-        return [self.block * 16 + self.row + 8 * r for r in range(2)]
-
-    def channel(self, tile):
-        """Returns the first of the thread's two channels of a tile, of 128."""
-        return self.half * HALF + 8 * tile + 2 * self.quad
+        return [self.block * BLOCK + self.row + 8 * r for r in range(2)]
 
     def panel(self, name):
         """Returns the address of the half's image in a region of factors."""
         return self.base + OFFSETS[name] + self.half * PANEL
 
-    def factors(self, name, tile):
-        """Loads the thread's factors of a tile, [row][e]."""
-        start = self.first_image ^ tile * 16
-        return [
-            ptx.unpack_bf16x2(ptx.load_shared(start + (OFFSETS[name] + r * 1024), Int32)) for r in range(2)
-        ]
+    def factors(self, name, pair):
+        """Loads the thread's factors of two tiles, [2 * tile + r][e]."""
+        words = ptx.ldmatrix_x4((self.first_image ^ pair * 32) + OFFSETS[name])
+        return [ptx.unpack_bf16x2(y) for y in words]
 
-    def store_factors(self, name, tile, r, values):
-        """Stores the thread's factors of a tile and row."""
-        start = self.first_image ^ tile * 16
-        ptx.store_shared(start + (OFFSETS[name] + r * 1024), ptx.pack_bf16x2(*values))
+    def store_factors(self, name, pair, values):
+        """Stores the thread's factors of two tiles, [2 * tile + r][e]."""
+        words = [ptx.pack_bf16x2(*y) for y in values]
+        ptx.stmatrix_x4((self.first_image ^ pair * 32) + OFFSETS[name], words)
 
-    def exponent(self, tile, r):
-        """Returns the address of G - M of a row, the two channels of a tile."""
-        return (self.first_exponent ^ tile * 32) + r * (8 * memory.TABLE_ROW)
+    def exponent(self, pair, r):
+        """Returns the address of G - M of a row, the four channels of two tiles."""
+        return (self.first_exponent ^ pair * 16) + r * (8 * memory.TABLE_ROW)
 
-    def exponents(self, tile, r):
-        """Loads G - M of a row, the two channels of a tile."""
-        return memory.load_pair(self.exponent(tile, r))
+    def exponents(self, pair, r):
+        """Loads G - M of a row, [4 channels of two tiles]."""
+        return memory.load_floats(self.exponent(pair, r))
 
-    def table(self, kind, tile, block=None):
-        """Loads entries of a block, by default the thread's, for the two channels of a tile."""
+    def table(self, kind, pair, block=None):
+        """Loads entries of a block, by default the thread's, for the four channels of two tiles."""
         block = self.block if block is None else block
-        return memory.load_pair(memory.table(self.base, kind, block, self.channel(tile)))
+        return memory.load_floats(memory.table(self.base, kind, block, self.channel + 4 * pair))
+
+
+def pairs_of_tiles():
+    """Returns an iterator over pairs of tiles."""
+    return range(TILES // 2)
+
+
+def elements_of(pair, r):
+    """Yields (channel of a pair of tiles, index of the element in an accumulator, its index in factors) for row r."""
+    for tile in range(2):
+        for e in range(2):
+            yield 2 * tile + e, 4 * (2 * pair + tile) + 2 * r + e, (2 * tile + r, e)
 
 
 def quad_sum(x):
@@ -106,12 +110,12 @@ def load_sum(place, kind, row):
     return halves[0] + halves[1]
 
 
-def store_dots(place, kind, pairs, values):
+def store_dots(place, kind, words, values):
     """Stores the sums over the half's channels of the thread's rows of raw elements times ``values``."""
     for r in range(2):
         total = Float32(0.0)
         for tile in range(TILES):
-            for e, y in enumerate(ptx.unpack_bf16x2(pairs[tile][r])):
+            for e, y in enumerate(ptx.unpack_bf16x2(words[tile][r])):
                 total = ptx.fma(y, values[4 * tile + 2 * r + e], total)
         store_sum(place, kind, r, total)
 
@@ -122,12 +126,12 @@ def combine(gradient, factors, rows):
         gradient[n] = ptx.fma(factors[n // 2 % 2], gradient[n], -rows[n])
 
 
-def store_square_sums(place, kind, pairs):
+def store_square_sums(place, kind, words):
     """Stores the sums of squares of the thread's rows over the half's channels."""
     for r in range(2):
         total = Float32(0.0)
         for tile in range(TILES):
-            for y in ptx.unpack_bf16x2(pairs[tile][r]):
+            for y in ptx.unpack_bf16x2(words[tile][r]):
                 total = ptx.fma(y, y, total)
         store_sum(place, kind, r, total)
 
@@ -146,12 +150,12 @@ def has_anchor(place, r, kept):
     return place.row + 8 * r < kept
 
 
-def rises(place, tile, r, exponents, kept):
+def rises(place, pair, r, exponents, kept):
     """Returns what a column multiplies by: 2^(M - G), from G - M. Without the anchor M (``kept``, as `memory.kept` returns it, or None)
     the column is relative to the end of the block, an integer: 2^(M + floor(LAST) - G), at most 1."""
     if kept is None:
         return [ptx.ex2(-y) for y in exponents]
-    lowest = [Float32(cute.math.floor(y)) for y in place.table(Table.LAST, tile)]
+    lowest = [Float32(cute.math.floor(y)) for y in place.table(Table.LAST, pair)]
     has = has_anchor(place, r, kept)
     return [ptx.ex2(ptx.select(has, Float32(0.0), low) - y) for y, low in zip(exponents, lowest, strict=True)]
 
@@ -160,47 +164,48 @@ def store_factors(place, q, k, q_factors, k_factors, column_factors, kept):
     """Stores the factors of the thread's elements: rows ``q 2^(G - M)`` and ``-k 2^(G - M)``, columns ``beta k 2^(M - G)``.
 
     ``*_factors``: of the two rows, by which raw elements are multiplied."""
-    # Loads before all stores, which the compiler would not reorder.
-    loaded = [place.exponents(tile, r) for tile in range(TILES) for r in range(2)]
-    for tile in range(TILES):
+    for pair in pairs_of_tiles():
+        rows_q, rows_k, columns = ([None] * 4 for _ in range(3))
         for r in range(2):
-            exponents = loaded[2 * tile + r]
-            fall, rise = [ptx.ex2(y) for y in exponents], rises(place, tile, r, exponents, kept)
-            queries, keys = ptx.unpack_bf16x2(q[tile][r]), ptx.unpack_bf16x2(k[tile][r])
-            scaled = lambda xs, factors, powers, r=r: [
-                x * (factors[r] * y) for x, y in zip(xs, powers, strict=True)
-            ]
-            place.store_factors("row_q", tile, r, scaled(queries, q_factors, fall))
-            place.store_factors("row_k", tile, r, scaled(keys, [-y for y in k_factors], fall))
-            place.store_factors("column", tile, r, scaled(keys, column_factors, rise))
+            exponents = place.exponents(pair, r)
+            falls, rise = [ptx.ex2(y) for y in exponents], rises(place, pair, r, exponents, kept)
+            for tile in range(2):
+                queries, keys = (ptx.unpack_bf16x2(x[2 * pair + tile][r]) for x in (q, k))
+                scaled = lambda xs, factor, powers, at=2 * tile: [
+                    x * (factor * y) for x, y in zip(xs, powers[at : at + 2], strict=True)
+                ]
+                rows_q[2 * tile + r] = scaled(queries, q_factors[r], falls)
+                rows_k[2 * tile + r] = scaled(keys, -k_factors[r], falls)
+                columns[2 * tile + r] = scaled(keys, column_factors[r], rise)
+        for name, values in (("row_q", rows_q), ("row_k", rows_k), ("column", columns)):
+            place.store_factors(name, pair, values)
 
 
 # ---- gradients
 
 
-def to_anchor(place, acc):
-    """Multiplies dO S^T or dX S^T by 2^M, which makes it relative to the block's anchor."""
-    for tile in range(TILES):
-        powers = [ptx.ex2(y) for y in place.table(Table.MIDDLE, tile)]
-        for n in range(4):
-            acc[4 * tile + n] = acc[4 * tile + n] * powers[n % 2]
+def to_anchor(place, *accs):
+    """Multiplies dO S^T and dX S^T by 2^M, which makes them relative to the block's anchor."""
+    for pair in pairs_of_tiles():
+        powers = [ptx.ex2(y) for y in place.table(Table.MIDDLE, pair)]
+        for acc in accs:
+            for r in range(2):
+                for channel, n, _ in elements_of(pair, r):
+                    acc[n] = acc[n] * powers[channel]
 
 
-def row_gradients(place, name, acc, terms, first):
-    """Turns the sums of products of rows into a gradient, by their falls, and adds to ``terms`` what rows contribute to dg.
+def row_gradients(place, acc_q, acc_k, terms):
+    """Turns the sums of products of rows into gradients, by their falls, and makes ``terms`` what rows contribute to dg.
 
-    Args:
-        name: the region of the rows' factors. Those of k are negative, and so its sums are those of the negative gradient.
-        first: whether ``terms`` is empty.
+    The factors of k are negative, and so ``acc_k`` becomes the negative gradient.
     """
-    for tile in range(TILES):
-        factors = place.factors(name, tile)
+    for pair in pairs_of_tiles():
+        rows_q, rows_k = place.factors("row_q", pair), place.factors("row_k", pair)
         for r in range(2):
-            falls = [ptx.ex2(y) for y in place.exponents(tile, r)]
-            for e in range(2):
-                n = 4 * tile + 2 * r + e
-                terms[n] = factors[r][e] * acc[n] if first else ptx.fma(factors[r][e], acc[n], terms[n])
-                acc[n] = falls[e] * acc[n]
+            falls = [ptx.ex2(y) for y in place.exponents(pair, r)]
+            for channel, n, (i, e) in elements_of(pair, r):
+                terms[n] = ptx.fma(rows_k[i][e], acc_k[n], rows_q[i][e] * acc_q[n])
+                acc_q[n], acc_k[n] = falls[channel] * acc_q[n], falls[channel] * acc_k[n]
 
 
 def column_gradients(place, k, column_factors, across, acc, terms, kept):
@@ -209,32 +214,33 @@ def column_gradients(place, k, column_factors, across, acc, terms, kept):
     Subtracts from ``terms`` what columns contribute to dg, and stores the sums of Kg dKg over the rows of the block. ``across``: R
     dS'^T.
     """
-    ends = [Float32(0.0)] * (2 * TILES)
-    for tile in range(TILES):
+    ends = []
+    for pair in pairs_of_tiles():
         last = zip(
-            place.table(Table.MIDDLE, tile, BLOCKS - 1),
-            place.table(Table.LAST, tile, BLOCKS - 1),
+            place.table(Table.MIDDLE, pair, BLOCKS - 1),
+            place.table(Table.LAST, pair, BLOCKS - 1),
             strict=True,
         )
-        to_end = [(m - own) + y for (m, y), own in zip(last, place.table(Table.MIDDLE, tile), strict=True)]
-        powers = [ptx.ex2(y) for y in to_end]
+        moves = [(m - own) + y for (m, y), own in zip(last, place.table(Table.MIDDLE, pair), strict=True)]
+        powers = [ptx.ex2(y) for y in moves]
         if kept is not None:
-            lowest = [Float32(cute.math.floor(y)) for y in place.table(Table.LAST, tile)]
-            lower = [ptx.ex2(y - low) for y, low in zip(to_end, lowest, strict=True)]
-        columns = place.factors("column", tile)
+            lowest = [Float32(cute.math.floor(y)) for y in place.table(Table.LAST, pair)]
+            lower = [ptx.ex2(y - low) for y, low in zip(moves, lowest, strict=True)]
+        columns = place.factors("column", pair)
+        totals = [Float32(0.0)] * 4
         for r in range(2):
-            keys = ptx.unpack_bf16x2(k[tile][r])
-            rise = rises(place, tile, r, place.exponents(tile, r), kept)
-            for e in range(2):
-                n = 4 * tile + 2 * r + e
-                power = powers[e]
+            rise = rises(place, pair, r, place.exponents(pair, r), kept)
+            keys = [y for tile in range(2) for y in ptx.unpack_bf16x2(k[2 * pair + tile][r])]
+            for channel, n, (i, e) in elements_of(pair, r):
+                power = powers[channel]
                 if kept is not None:
-                    power = ptx.select(has_anchor(place, r, kept), power, lower[e])
-                left = rise[e] * (power * across[n])
-                end = (keys[e] * column_factors[r]) * left
-                terms[n] = ptx.fma(-columns[r][e], acc[n], terms[n]) - end
-                ends[2 * tile + e] = ends[2 * tile + e] + end
-                acc[n] = ptx.fma(rise[e], acc[n], left)
+                    power = ptx.select(has_anchor(place, r, kept), power, lower[channel])
+                left = rise[channel] * (power * across[n])
+                end = (keys[channel] * column_factors[r]) * left
+                terms[n] = ptx.fma(-columns[i][e], acc[n], terms[n]) - end
+                totals[channel] = totals[channel] + end
+                acc[n] = ptx.fma(rise[channel], acc[n], left)
+        ends += totals
     store_ends(place, ends)
 
 
@@ -242,31 +248,28 @@ def store_ends(place, ends):
     """Stores the sums of the block's rows, by channel. The 8 lanes with different rows and the same channels share the sums: each step
     halves the channels of a lane."""
     lane = place.lane
-    for step, bit in ((4, 16), (2, 8), (1, 4)):
-        # lanes with the bit keep the upper half of the tiles
-        upper = lane & bit != 0
-        half = len(ends) // 2
+    for bit in (16, 8, 4):
+        # lanes with the bit keep the upper half of the channels
+        upper, half = lane & bit != 0, len(ends) // 2
         kept = [ptx.select(upper, ends[half + n], ends[n]) for n in range(half)]
         given = [ptx.select(upper, ends[n], ends[half + n]) for n in range(half)]
         ends = [x + cute.arch.shuffle_sync_bfly(y, bit) for x, y in zip(kept, given, strict=True)]
-        assert len(ends) == 2 * step
-    tile = (lane & 16) // 4 + (lane & 8) // 4 + (lane & 4) // 4
-    address = memory.table(place.base, Table.ENDS, place.block, place.half * HALF + 8 * tile + 2 * place.quad)
-    ptx.store_shared_x2(address, ends)
+    first = (lane & 16) // 2 + (lane & 8) // 2 + (lane & 4) // 2
+    ptx.store_shared_x2(memory.table(place.base, Table.ENDS, place.block, place.channel + first), ends)
 
 
 def store_terms(place, terms):
     """Stores what the running sum of dg adds up, in place of the exponents, which only this warp has read."""
-    for tile in range(TILES):
+    for pair in pairs_of_tiles():
         for r in range(2):
-            ptx.store_shared_x2(place.exponent(tile, r), [terms[4 * tile + 2 * r + e] for e in range(2)])
+            ptx.store_shared_x4(place.exponent(pair, r), [terms[n] for _, n, _ in elements_of(pair, r)])
 
 
-def project(pairs, gradient, inverse, dots, scale, l2norm):
+def project(words, gradient, inverse, dots, scale, l2norm):
     """Turns ``gradient`` into the gradient of raw rows x: ``scale (d - n (n . d)) / |x|`` with n = x / |x|.
 
     Args:
-        pairs: raw elements.
+        words: raw elements.
         gradient: d, with respect to the normalised and scaled rows.
         inverse: 1/|x| of the two rows, or 1.
         dots: sums of raw elements times d.
@@ -279,6 +282,6 @@ def project(pairs, gradient, inverse, dots, scale, l2norm):
     across = [y * scale for y in inverse]
     for tile in range(TILES):
         for r in range(2):
-            for e, y in enumerate(ptx.unpack_bf16x2(pairs[tile][r])):
+            for e, y in enumerate(ptx.unpack_bf16x2(words[tile][r])):
                 n = 4 * tile + 2 * r + e
                 gradient[n] = ptx.fma(-y, along[r], gradient[n] * across[r])

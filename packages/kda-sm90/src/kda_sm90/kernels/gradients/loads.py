@@ -3,9 +3,11 @@
 from cutlass import Float32, Int32, Int64, cute
 
 from kda_cute.device import ptx
-from kda_cute.device.intra_chunk.gates import Gate, gate_rate
+from kda_cute.device.intra_chunk.gates import sigmoid
 from kda_sm90.config import HEAD_DIM
-from kda_sm90.kernels.gradients.memory import BLOCK, CHUNK, HALF, OFFSETS, PANEL, REGION, TILES, Operand
+from kda_sm90.kernels.gradients import memory
+from kda_sm90.kernels.gradients.decay import ROWS, WIDTH, Lane
+from kda_sm90.kernels.gradients.memory import CHUNK, HALF, OFFSETS, PANEL, REGION, RUN, TILES, Operand
 
 THREADS = 128
 ROW = 2 * HEAD_DIM  # bytes of a row of 128 bf16
@@ -45,12 +47,21 @@ class Producer:
         self.arrive(barriers, Operand.GRAD_STATE, pending=0)
 
     def copy(self, shared, thread, source, pitch, rows, valid):
-        """Requests the copies of a matrix [rows, 128] to an image in two panels, its first ``valid`` rows."""
-        unit, first = thread % 16, thread // 16
-        place = shared + unit // 8 * (rows * 128) + first * 128 + (unit % 8 ^ first) * 16
-        for start in range(0, rows, THREADS // 16):
-            row = start + first
-            ptx.cp_async_x4(place + start * 128, source + pitch * row + unit * 16, row < valid)
+        """Requests the copies of a matrix [rows, 128] to an image in two panels, its first ``valid`` rows. The 128 rows of a state take
+        the order of `memory.position`."""
+        unit, first = thread & 15, thread >> 4  # 8 rows at a time
+        panel, address = shared + (unit >> 3) * (rows * 128), source + pitch * first + unit * 16
+        of_token = first * 128 + ((unit & 7) ^ first) * 16
+        of_channel = memory.position(first) * 128 + ((unit & 7) ^ (first & 1)) * 16
+        for start in range(0, rows, 8):
+            if rows == CHUNK:
+                place = panel + of_token + start * 128
+            else:  # position(start + first) is position(start) + position(first)
+                at = start % HALF
+                place = (panel + of_channel + start // HALF * (HALF * 128)) ^ (at // RUN * 32)
+                place = place + memory.position(at) * 128
+            ptx.cp_async_x4(place, address, start + first < valid)
+            address = address + pitch * 8
 
     def arrive(self, barriers, operand, pending):
         """Waits until at most ``pending`` later operands are missing, and arrives."""
@@ -62,90 +73,74 @@ class Producer:
 class Raw:
     """The inputs of a chunk and value head in registers, as a thread needs them. They are loaded one chunk ahead.
 
-    ``q``, ``k``: its 32 elements in the order of an accumulator, bf16x2 [tile][row]. ``g``: raw g of 16 rows and two channels
-    (`decay.Lane`). ``beta``: raw beta of its two rows. ``bias``: dt_bias of the two channels. ``rate``: exp(A_log).
+    ``q``, ``k``: its 32 elements in the order of an accumulator, bf16x2 [tile][row]. ``g``: raw g of 8 rows and four channels
+    (`decay.Lane`).
     """
 
     def __init__(self, config):
-        self.config = config
         self.wide = config.gate_dtype == "float32"
+        self.words = WIDTH if self.wide else WIDTH // 2  # of a row of g
         self.q, self.k = (cute.make_rmem_tensor((2 * TILES,), Int32) for _ in range(2))
-        self.g = cute.make_rmem_tensor((BLOCK * 2 if self.wide else BLOCK,), Float32 if self.wide else Int32)
-        self.beta, self.bias = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
-        self.rate = cute.make_rmem_tensor((1,), Float32)
+        self.g = cute.make_rmem_tensor((ROWS * self.words,), Int32)
 
-    def load(self, x, place, token, valid, head):
-        """Loads the inputs of a chunk; zeros behind the end of its sequence."""
-        for n, y in enumerate(self.load_gates(x, place, token, valid, head)):
+    def load(self, x, place, step):
+        """Loads the inputs of a step; zeros behind the end of its sequence."""
+        for n, y in enumerate(self.load_gates(x, place, step)):
             self.g[n] = y
-        row = place.rows()[0]
-        start, pitch = row_offset(place, token + row, x.H, head // x.group), Int64(x.H) * (8 * ROW)
         for source, found in ((x.q, self.q), (x.k, self.k)):
-            for r in range(2):
-                for tile in range(TILES):
-                    address = source + start + pitch * r + 16 * tile
-                    found[2 * tile + r] = ptx.load_global_i32(address, row + 8 * r < valid)
-        for r, row in enumerate(place.rows()):
-            self.beta[r] = raw_beta(x, token, valid, head, row)
-        if self.config.gate != "precomputed":
-            a_log = ptx.load_global_f32(x.a_log + Int64(head) * 4, x.a_log != Int64(0))
-            self.rate[0] = gate_rate(a_log)
-            channel = place.half * HALF + 2 * place.lane
-            address = x.dt_bias + Int64(head * HEAD_DIM + channel) * 4
-            for i, bias in enumerate(ptx.load_global_f32_x2(address, x.dt_bias != Int64(0))):
-                self.bias[i] = bias
-        else:
-            self.rate[0] = Float32(1.0)
-            self.bias[0] = self.bias[1] = Float32(0.0)
+            for n, y in enumerate(y for pair in self.load_rows(x, source, place, step) for y in pair):
+                found[n] = y
 
-    def load_gates(self, x, place, token, valid, head):
-        """Loads raw g of the warp's block, two channels a lane; see `gates`."""
-        start, pitch = gate_offset(x, place, token, head, 4 if self.wide else 2)
+    def load_rows(self, x, source, place, step):
+        """Loads the thread's elements of q or k as bf16x2, [tile][row]."""
+        row = place.rows()[0]
+        start = source + row_offset(place, step.token + row, x.H, step.key_head)
+        found = []
+        for r in range(2):
+            address, exists = start + Int64(x.H) * (8 * ROW * r), row + 8 * r < step.valid
+            found.append([y for n in (0, 16) for y in ptx.load_global_words(address + n, 4, exists)])
+        return [list(pair) for pair in zip(*found, strict=True)]
+
+    def load_gates(self, x, place, step):
+        """Loads raw g of the lane's rows and channels; see `gates`."""
+        at = Lane(place)
+        start, pitch = gate_offset(x, at, step.token, step.head, 4 if self.wide else 2)
         address, found = x.g + start, []
-        for row in range(BLOCK):
-            exists = row < valid - place.block * BLOCK
-            if self.wide:
-                found += ptx.load_global_f32_x2(address, exists)
-            else:
-                found.append(ptx.load_global_i32(address, exists))
+        for row in range(ROWS):
+            found += ptx.load_global_words(address, self.words, at.row + row < step.valid)
             address = address + pitch
         return found
 
     def gates(self, g):
-        """Returns raw g in fp32, [16 rows][2 channels]."""
-        if self.wide:
-            return [[g[2 * row], g[2 * row + 1]] for row in range(BLOCK)]
-        return [ptx.unpack_bf16x2(g[row]) for row in range(BLOCK)]
-
-    def gate(self, x):
-        """Returns the gate of the value head."""
-        return Gate(self.config, self.rate[0], x.lower_bound)
+        """Returns raw g in fp32, [8 rows][4 channels]."""
+        floats = (lambda y: [ptx.float_of_bits(y)]) if self.wide else ptx.unpack_bf16x2
+        rows = [[g[self.words * row + n] for n in range(self.words)] for row in range(ROWS)]
+        return [[y for word in row for y in floats(word)] for row in rows]
 
     def pairs(self, found):
         """Returns q or k as bf16x2, [tile][row]."""
-        return [[found[2 * tile], found[2 * tile + 1]] for tile in range(TILES)]
+        return [[found[2 * tile + r] for r in range(2)] for tile in range(TILES)]
 
 
-def gate_offset(x, place, token, head, size):
-    """Returns the byte offset of the first of the warp's gates in g or dg [B, T, HV, 128], elements of ``size`` bytes, and the bytes
+def gate_offset(x, at, token, head, size):
+    """Returns the byte offset of the first of the lane's gates in g or dg [B, T, HV, 128], elements of ``size`` bytes, and the bytes
     from a token to the next."""
-    first = (Int64(token + place.block * BLOCK) * x.HV + head) * HEAD_DIM + (
-        place.half * HALF + 2 * place.lane
-    )
+    first = (Int64(token + at.row) * x.HV + head) * HEAD_DIM + at.channel
     return first * size, Int64(x.HV) * (HEAD_DIM * size)
 
 
 def row_offset(place, token, heads, head):
     """Returns the byte offset of the thread's first channel of a token in a bf16 tensor [B, T, heads, 128]."""
-    return ((Int64(token) * heads + head) * HEAD_DIM + place.half * HALF + 2 * place.quad) * 2
+    return ((Int64(token) * heads + head) * HEAD_DIM + place.channel) * 2
 
 
-def raw_beta(x, token, valid, head, row):
-    """Loads a raw beta; 0 behind the sequence."""
+def load_beta(x, token, exists, head, row):
+    """Returns beta of a row through its activation; 0 unless it ``exists``."""
     address = x.beta + (Int64(token + row) * x.HV + head) * x.beta_bytes
-    exists = row < valid
     narrow = ptx.unpack_bf16x2(ptx.load_global_u16(address, exists & (x.beta_bytes == 2)))[0]
-    return narrow + ptx.load_global_f32(address, exists & (x.beta_bytes == 4))
+    raw = narrow + ptx.load_global_f32(address, exists & (x.beta_bytes == 4))
+    beta = ptx.select(x.beta_factor > Float32(0.0), sigmoid(raw) * x.beta_factor, raw)
+    return ptx.select(exists, beta, Float32(0.0))
 
 
 assert 2 * PANEL == CHUNK * ROW

@@ -6,9 +6,9 @@ region        bytes  holds
 grad_o        16384  dO [64, V]: image in two panels of 64 values, operand A
 grad_v        16384  dX, the same, behind dO: a warpgroup indexes the two
 residual      16384  R, the same; operand A of R dS'^T, and B [N = 64 tokens, K = V] of dO R^T and dX R^T
-state         32768  S [K, V]: image in two panels of 64 values, operand B [N = K, K = V]
+state         32768  S [K, V]: image in two panels of 64 values, operand B [N = K, K = V]; rows in the order of `position`
 grad_state    32768  dS' [K, V], the same
-row_q, row_k  16384  rows with factors, [2 halves of K][64 tokens][64 channels], each half an image; those of k negative
+row_q, row_k  16384  rows with factors: image in two panels of 64 channels, in the order of `position`; those of k are negative
 column        16384  columns with factors, the same
 d_q, d_k       8192  dO R^T and dX R^T [64, 64], an image; their upper triangles do not count
 exponent      32768  G - M of every token and channel in fp32; then what the running sum of dg adds up
@@ -16,7 +16,8 @@ scales        3072   powers of two as bf16x2 that move factors between blocks: `
 tables        8192   one fp32 for each block of 16 rows and channel; see `Table`
 sums          2560   sums over the channels of a half: [kind][half][row] fp32
 kept          32     rows of a block whose columns have the middle anchor, by the channels of a half: [half][block]
-barriers      80     full and empty mbarriers of the operands
+steps         1600   two steps, see `Step`
+barriers      112    full and empty mbarriers of the operands and of the steps
 ============= ====== ===================================================================================================
 """
 
@@ -36,6 +37,8 @@ BLOCK = 16
 PAIRS = 6  # of a block of rows and an earlier block of columns
 HALF = HEAD_DIM // 2  # channels of a warpgroup
 TILES = HALF // 8  # of 8 channels, of a warpgroup
+RUN = HALF // 4  # consecutive channels of a thread where it has a fragment of an accumulator
+COMPUTE = 256  # threads
 PANEL = CHUNK * 128  # bytes of an image [64, 64]
 TABLE_ROW = 4 * HEAD_DIM
 
@@ -73,8 +76,28 @@ class Sum(IntEnum):
     Q_SQUARE = 0
     K_SQUARE = 1
     Q_DOT = 2  # q . uq
-    K_DOT = 3  # k . dk
-    BETA_DOT = 4  # k . ub
+    BETA_DOT = 3  # k . ub
+    K_DOT = 4  # k . dk
+
+
+class Step(IntEnum):
+    """Words of a step: a chunk and value head. Beta of the 64 tokens and dt_bias of the 128 channels follow them, in fp32.
+
+    ``TOKEN``: the first one in B*T. ``VALID``: tokens of the chunk, 1 to 64; 0 behind the last step. ``HEAD``: the value head.
+    ``KEY_HEAD``: its query and key head. ``MEMBER``: its number in its group. ``SLOT``: number of the chunk in the slab. ``RATE``: exp(A_log) in
+    fp32.
+    """
+
+    TOKEN = 0
+    VALID = 1
+    HEAD = 2
+    KEY_HEAD = 3
+    MEMBER = 4
+    SLOT = 5
+    RATE = 6
+
+
+STEP_BYTES = 32 + 4 * CHUNK + 4 * HEAD_DIM
 
 
 def regions(unbounded: bool) -> dict[str, int]:
@@ -94,7 +117,8 @@ def regions(unbounded: bool) -> dict[str, int]:
         "tables": 4 * BLOCKS * TABLE_ROW,
         "sums": len(Sum) * 2 * CHUNK * 4,
         "kept": 2 * BLOCKS * 4,
-        "barriers": 2 * len(Operand) * 8,
+        "steps": 2 * STEP_BYTES,
+        "barriers": 2 * (len(Operand) + 2) * 8,
         "scales": (1 + unbounded) * PAIRS * TABLE_ROW,
     }
 
@@ -119,6 +143,14 @@ REGION = {
 }
 
 
+def position(channel):
+    """Returns the place of a channel, 0 to 63 of a half, among the columns of an accumulator and the rows of a B operand.
+
+    A thread of a fragment has columns ``8 tile + 2 quad + e``. In this order they are the channels ``16 quad + 2 tile + e``, which
+    follow one another in memory."""
+    return ((channel & 15) >> 1) * 8 + (channel >> 4) * 2 + (channel & 1)
+
+
 def table(base, kind: Table, block, channel):
     """Returns the address of a table's entry."""
     return base + OFFSETS["tables"] + int(kind) * (BLOCKS * TABLE_ROW) + block * TABLE_ROW + channel * 4
@@ -129,31 +161,27 @@ def sum_address(base, kind: Sum, half, row):
     return base + OFFSETS["sums"] + int(kind) * (2 * CHUNK * 4) + half * (CHUNK * 4) + row * 4
 
 
-def through_address(base, half, channel):
-    """Returns the address of ``sum_v S dS'`` of a channel of a half. It lies in the sums of Q_DOT: the warp that writes channels 16w to
-    16w + 15 is one of the two that read rows 16w to 16w + 15 of Q_DOT, and has met the other since."""
-    return sum_address(base, Sum.Q_DOT, half, channel)
+def through_address(base, half, place):
+    """Returns the address of ``sum_v S dS'`` of the channel at a `position` of a half. It lies in the sums of Q_DOT: the warp that writes
+    positions 16b to 16b + 15 is one of the two that read rows 16b to 16b + 15 of Q_DOT, and has met the other since."""
+    return sum_address(base, Sum.Q_DOT, half, place)
 
 
 def exponent(base, row, channel):
-    """Returns the address of the exponent of a row and channel. Units of 16 bytes are swizzled by the row, so that the rows of
-    a fragment lie in different banks."""
-    unit = channel // 4 ^ row % 8 * 2
-    return base + OFFSETS["exponent"] + row * TABLE_ROW + unit * 16 + channel % 4 * 4
+    """Returns the address of the exponent of a row and channel.
+
+    Units of 16 bytes are swizzled, so that what 8 threads access at a time lies in different banks: four quads with units 4 apart of
+    two neighbouring rows, or 8 neighbouring units."""
+    unit = channel >> 2
+    unit = unit ^ ((unit >> 3) & 1) ^ (row & 1) * 2
+    return base + OFFSETS["exponent"] + row * TABLE_ROW + unit * 16 + (channel & 3) * 4
 
 
-def scale_place(base, i, j, half, channel, kind=0):
-    """Returns the address of the power of two, as bf16x2, that moves factors between the anchors of the blocks i > j, for a channel of a
-    half. ``kind`` 1: columns of j without the middle anchor. The entries of the 8 tiles of a thread follow one another."""
+def scale_place(base, i, j, half, row, kind=0):
+    """Returns the address of the powers of two, as bf16x2, that move factors between the anchors of the blocks i > j: of the channels at
+    positions ``row``, 8 + ``row``, ... of a half. ``kind`` 1: columns of j without the middle anchor."""
     pair = i * (i - 1) // 2 + j + kind * PAIRS
-    return (
-        base
-        + OFFSETS["scales"]
-        + pair * TABLE_ROW
-        + half * (4 * HALF)
-        + channel % 8 * (4 * TILES)
-        + channel // 8 * 4
-    )
+    return base + OFFSETS["scales"] + pair * TABLE_ROW + half * (4 * HALF) + row * (4 * TILES)
 
 
 def kept_address(base, half, block):
@@ -166,14 +194,29 @@ def kept(base, block):
     return cutlass.min(*(ptx.load_shared(kept_address(base, half, block), Int32) for half in range(2)))
 
 
+def step(base, number):
+    """Returns the address of a step by its number."""
+    return base + OFFSETS["steps"] + (number & 1) * STEP_BYTES
+
+
+def beta(step, row):
+    """Returns the address of beta of a row of a step."""
+    return step + 32 + 4 * row
+
+
+def bias(step, channel):
+    """Returns the address of dt_bias of a channel of a step's value head."""
+    return step + 32 + 4 * CHUNK + 4 * channel
+
+
 def image(start, row, column):
     """Returns the address of an element of an image [rows, 64] of bf16 whose column is even."""
-    return start + row * 128 + (column // 8 ^ row % 8) * 16 + column % 8 * 2
+    return start + row * 128 + ((column >> 3) ^ (row & 7)) * 16 + (column & 7) * 2
 
 
-def load_pair(address):
-    """Loads two fp32."""
-    return ptx.load_shared_x2(address, Float32)
+def load_floats(address):
+    """Loads four fp32."""
+    return ptx.load_shared_x4(address, Float32)
 
 
 assert shared_bytes(unbounded=True) <= 227 * 1024

@@ -1,12 +1,12 @@
 """Products of a chunk: those between chunks on wgmma, those within the chunk on mma.sync.
 
 An accumulator [64 tokens, 64 channels] of a warpgroup has the layout of a wgmma accumulator, which is that of ``mma.sync``: warp w
-has block w of 16 rows, and thread (row, quad) of it the elements (e, r, j) at row ``16w + 8r + row`` and channel ``8j + 2 quad +
-e``. So all that belongs to one token and channel meets in one thread.
+has block w of 16 rows, and thread (row, quad) of it the elements (e, r, j) at row ``16w + 8r + row`` and column ``8j + 2 quad +
+e``, the channel ``16 quad + 2j + e`` (`memory.position`). So all that belongs to one token and channel meets in one thread.
 """
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, cute
+from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
@@ -56,8 +56,8 @@ def accumulator(mma):
 
 def store_image(shared, acc, place):
     """Stores an accumulator [64 rows, 64 columns] as an image in bf16."""
-    matrix, row = place.lane // 8, place.lane % 8
-    first = memory.image(shared, place.block * BLOCK + 8 * (matrix % 2) + row, 8 * (matrix // 2))
+    row = place.block * BLOCK + 8 * (place.matrix & 1) + place.matrix_row
+    first = memory.image(shared, row, 8 * (place.matrix >> 1))
     for pair in range(TILES // 2):
         packed = [
             ptx.pack_bf16x2(acc[8 * pair + 2 * i], acc[8 * pair + 2 * i + 1]) for i in range(4)
@@ -77,10 +77,14 @@ def scale_bits(n):
 def store_scales(place, unbounded):
     """Stores the powers of two that move factors between the anchors of two blocks. A thread has a channel of the half, and three of
     the six pairs of blocks."""
-    thread = place.thread % 128
-    late, at = thread // HALF, thread % HALF
+    thread = place.thread & 127
+    late, channel = thread >> 6, thread & 63
     entry = lambda kind, block: ptx.load_shared(
-        memory.table(place.base, kind, block, place.half * HALF + at), Float32
+        memory.table(place.base, kind, block, place.half * HALF + channel), Float32
+    )
+    position = memory.position(channel)
+    at = lambda i, j, kind: (
+        memory.scale_place(place.base, i, j, place.half, position & 7, kind) + (position >> 3) * 4
     )
     pairs = [
         (
@@ -92,16 +96,16 @@ def store_scales(place, unbounded):
     moves = [entry(Table.MIDDLE, i) - entry(Table.MIDDLE, j) for i, j in pairs]
     lasts = [entry(Table.LAST, j) for _, j in pairs] if unbounded else moves
     for (i, j), move, last in zip(pairs, moves, lasts, strict=True):
-        ptx.store_shared(memory.scale_place(place.base, i, j, place.half, at), scale_bits(move))
+        ptx.store_shared(at(i, j, 0), scale_bits(move))
         if unbounded:
             lower = move - Float32(cute.math.floor(last))
-            ptx.store_shared(memory.scale_place(place.base, i, j, place.half, at, kind=1), scale_bits(lower))
+            ptx.store_shared(at(i, j, 1), scale_bits(lower))
 
 
 def load_scales(place, i, j, kind=0):
     """Loads the scales between two blocks for the B fragments of the thread, [tile]."""
-    address = memory.scale_place(place.base, i, j, place.half, place.lane // 4, kind)
-    return [y for first in (0, 16) for y in ptx.load_shared_x4(address + first, Int32)]
+    address = memory.scale_place(place.base, i, j, place.half, place.row, kind)
+    return [y for n in (0, 16) for y in ptx.load_shared_x4(address + n, Int32)]
 
 
 def column_scales(place, i, j, unbounded):
@@ -126,8 +130,7 @@ def row_scales(place, i, j, kind=0):
 def fragments(place, columns, panel, scales):
     """Yields each pair of tiles of rows ``columns`` to ``columns + 15`` of the image at ``panel`` [64 tokens, 64 channels], times powers
     of two: [tile, B fragment]. ``scales``: see `column_scales`, or None."""
-    matrix, row = place.lane // 8, place.lane % 8
-    first = memory.image(panel, columns + 8 * (matrix % 2) + row, 8 * (matrix // 2))
+    first = memory.image(panel, columns + 8 * (place.matrix & 1) + place.matrix_row, 8 * (place.matrix >> 1))
     for pair in range(TILES // 2):
         b = ptx.ldmatrix_x4(first ^ 32 * pair, transpose=True)
         for i in range(2):
@@ -144,19 +147,16 @@ def add(acc, tile, a, b):
         acc[4 * tile + n] = found[n]
 
 
-def row_fragment(image, i, j, lane):
+def row_fragment(image, i, j, place):
     """Loads block (i, j) of an image [64, 64] as an A fragment."""
-    matrix, row = lane // 8, lane % 8
-    return ptx.ldmatrix_x4(
-        memory.image(image, i * BLOCK + 8 * (matrix % 2) + row, j * BLOCK + 8 * (matrix // 2))
-    )
+    row = i * BLOCK + 8 * (place.matrix & 1) + place.matrix_row
+    return ptx.ldmatrix_x4(memory.image(image, row, j * BLOCK + 8 * (place.matrix >> 1)))
 
 
-def column_fragment(image, i, j, lane):
+def column_fragment(image, i, j, place):
     """Loads the transpose of block (i, j) of an image [64, 64] as an A fragment."""
-    matrix, row = lane // 8, lane % 8
-    address = memory.image(image, i * BLOCK + 8 * (matrix // 2) + row, j * BLOCK + 8 * (matrix % 2))
-    return ptx.ldmatrix_x4(address, transpose=True)
+    row = i * BLOCK + 8 * (place.matrix >> 1) + place.matrix_row
+    return ptx.ldmatrix_x4(memory.image(image, row, j * BLOCK + 8 * (place.matrix & 1)), transpose=True)
 
 
 def lower(a, place, strict):
@@ -181,37 +181,45 @@ def kept_mask(first, kept):
     return pair_mask(kept - first - 1)
 
 
-def kept_rows(a, kept, lane):
-    """Returns an A fragment of D without the rows from ``kept`` on."""
-    row = lane // 4
-    return [ptx.select(row + 8 * (n % 2) < kept, y, Int32(0)) for n, y in enumerate(a)]
+def kept_rows(a, kept, place, kind=0):
+    """Returns an A fragment with the rows before ``kept`` only; ``kind`` 1: with the others only."""
+    found = []
+    for n, y in enumerate(a):
+        inside = place.row + 8 * (n % 2) < kept
+        found.append(ptx.select(inside, Int32(0), y) if kind else ptx.select(inside, y, Int32(0)))
+    return found
 
 
-def kept_columns(a, kept, lane):
+def kept_columns(a, kept, place):
     """Returns an A fragment of D^T without the columns from ``kept`` on."""
-    return [y & kept_mask(2 * (lane % 4) + 8 * (n // 2), kept) for n, y in enumerate(a)]
+    return [y & kept_mask(2 * place.quad + 8 * (n // 2), kept) for n, y in enumerate(a)]
 
 
 @cute.jit
 def add_row_products(
-    base: Int32, thread, kind: cutlass.Constexpr[int], acc: cute.Tensor, unbounded: cutlass.Constexpr[bool]
+    base: Int32, thread, acc_q: cute.Tensor, acc_k: cute.Tensor, unbounded: cutlass.Constexpr[bool]
 ):
-    """Adds Dq c (``kind`` 0) or Dk c (1) of a block of rows over its own and all earlier blocks of columns, relative to the block's
-    anchor."""
+    """Adds Dq c to ``acc_q`` and Dk c to ``acc_k``: of a block of rows over its own and all earlier blocks of columns, relative to the
+    block's anchor."""
     from kda_sm90.kernels.gradients.elements import Place
 
     place = Place(base, thread)
-    d, columns = base + OFFSETS["d_q"] + kind * PANEL, place.panel("column")
-    for j in cutlass.range(place.block, unroll=1):
-        a = row_fragment(d, place.block, j, place.lane)
-        scales = column_scales(place, place.block, j, unbounded)
+    block, columns = place.block, place.panel("column")
+    for j in cutlass.range(block, unroll=1):
+        a_q, a_k = (row_fragment(base + OFFSETS[name], block, j, place) for name in ("d_q", "d_k"))
+        scales = column_scales(place, block, j, unbounded)
         for tile, b in fragments(place, j * BLOCK, columns, scales):
-            add(acc, tile, a, b)
-    a = lower(row_fragment(d, place.block, place.block, place.lane), place, kind)
+            add(acc_q, tile, a_q, b)
+            add(acc_k, tile, a_k, b)
+    a_q, a_k = (
+        lower(row_fragment(base + OFFSETS[name], block, block, place), place, strict)
+        for strict, name in enumerate(("d_q", "d_k"))
+    )
     if cutlass.const_expr(unbounded):
-        a = kept_rows(a, memory.kept(base, place.block), place.lane)
-    for tile, b in fragments(place, place.block * BLOCK, columns, None):
-        add(acc, tile, a, b)
+        a_q, a_k = (kept_rows(a, memory.kept(base, block), place) for a in (a_q, a_k))
+    for tile, b in fragments(place, block * BLOCK, columns, None):
+        add(acc_q, tile, a_q, b)
+        add(acc_k, tile, a_k, b)
 
 
 @cute.jit
@@ -220,27 +228,25 @@ def add_column_products(base: Int32, thread, acc: cute.Tensor, unbounded: cutlas
     from kda_sm90.kernels.gradients.elements import Place
 
     place = Place(base, thread)
-    add_outer_column_products(base, thread, acc, 0)
+    add_outer_column_products(base, thread, acc, 0, unbounded)
     for strict, (d, rows) in enumerate((("d_q", "row_q"), ("d_k", "row_k"))):
-        a = upper(column_fragment(base + OFFSETS[d], place.block, place.block, place.lane), place, strict)
+        a = upper(column_fragment(base + OFFSETS[d], place.block, place.block, place), place, strict)
         if cutlass.const_expr(unbounded):
-            a = kept_columns(a, memory.kept(base, place.block), place.lane)
+            a = kept_columns(a, memory.kept(base, place.block), place)
         for tile, b in fragments(place, place.block * BLOCK, place.panel(rows), None):
             add(acc, tile, a, b)
     if cutlass.const_expr(unbounded):
         kept = memory.kept(base, place.block)
         if kept < BLOCK:
-            other = cute.make_rmem_tensor((4 * TILES,), Float32)
-            other.fill(0.0)
-            add_outer_column_products(base, thread, other, 1)
-            for n in cutlass.range_constexpr(4 * TILES):
-                has: Boolean = place.row + 8 * (n // 2 % 2) < kept
-                acc[n] = ptx.select(has, acc[n], other[n])
+            add_outer_column_products(base, thread, acc, 1, unbounded)
 
 
 @cute.jit
-def add_outer_column_products(base: Int32, thread, acc: cute.Tensor, kind: cutlass.Constexpr[int]):
-    """Adds the products of a block of columns with all later blocks of rows; ``kind`` as in `row_scales`."""
+def add_outer_column_products(
+    base: Int32, thread, acc: cute.Tensor, kind: cutlass.Constexpr[int], unbounded: cutlass.Constexpr[bool]
+):
+    """Adds the products of a block of columns with all later blocks of rows: of columns with the middle anchor (``kind`` 0) or of the
+    others (1)."""
     from kda_sm90.kernels.gradients.elements import Place
 
     place = Place(base, thread)
@@ -248,22 +254,24 @@ def add_outer_column_products(base: Int32, thread, acc: cute.Tensor, kind: cutla
     for i in cutlass.range(place.block + 1, BLOCKS, unroll=1):
         scales = row_scales(place, i, place.block, kind)
         for d, rows in operands:
-            a = column_fragment(d, i, place.block, place.lane)
+            a = column_fragment(d, i, place.block, place)
+            if cutlass.const_expr(unbounded):
+                a = kept_rows(a, memory.kept(base, place.block), place, kind)
             for tile, b in fragments(place, i * BLOCK, rows, scales):
                 add(acc, tile, a, b)
 
 
 def through_diagonal(place):
-    """Returns ``sum_v S dS'`` of channels ``16 block + row`` and ``16 block + row + 8`` of the half, in lanes with 2 quad == row or
-    2 quad + 1 == row."""
-    matrix, row = place.lane // 8, place.lane % 8
-    first = place.half * HALF + place.block * BLOCK + row
-    state = memory.image(place.base + OFFSETS["state"], first + 8 * (matrix % 2), 8 * (matrix // 2))
-    grad_state = memory.image(place.base + OFFSETS["grad_state"], first + 8 * (matrix // 2), 8 * (matrix % 2))
+    """Returns ``sum_v S dS'`` of the channels at positions ``16 block + row`` and ``16 block + 8 + row`` of the half, in the lane with
+    quad == row // 2."""
+    first = place.half * HALF + place.block * BLOCK + place.matrix_row
+    low, high = place.matrix & 1, place.matrix >> 1
+    state = memory.image(place.base + OFFSETS["state"], first + 8 * low, 8 * high)
+    grad_state = memory.image(place.base + OFFSETS["grad_state"], first + 8 * high, 8 * low)
     found = [[Float32(0.0)] * 4 for _ in range(2)]
     for step in range(HEAD_DIM // 16):
         panel, column = step // 4 * (2 * PANEL), step % 4 * 32
         a, b = (ptx.ldmatrix_x4((y ^ column) + panel) for y in (state, grad_state))
         found = [ptx.mma_m16n8k16(a, b[2 * n : 2 * n + 2], found[n]) for n in range(2)]
-    odd = place.row % 2 > 0
+    odd = (place.row & 1) > 0
     return [ptx.select(odd, found[n][2 * n + 1], found[n][2 * n]) for n in range(2)]

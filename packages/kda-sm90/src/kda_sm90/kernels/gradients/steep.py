@@ -11,33 +11,33 @@ from cutlass import Float32, Int32, cute
 
 from kda_cute.device import ptx
 from kda_sm90.kernels.gradients import elements, memory
-from kda_sm90.kernels.gradients.loads import raw_beta, row_offset
-from kda_sm90.kernels.gradients.memory import BLOCK, HALF, OFFSETS, TILES, Sum
+from kda_sm90.kernels.gradients.loads import row_offset
+from kda_sm90.kernels.gradients.memory import BLOCK, OFFSETS, RUN, TILES, Sum
 
 
-def row_loaders(x, place, token, valid, head, beta_of):
-    """Returns functions that load the thread's 16 channels of a row of the chunk in fp32: of scaled q, of k, and of beta k. ``beta_of``:
-    makes beta of a raw one and a row."""
+def row_loaders(x, place, step):
+    """Returns functions that load the thread's 16 channels of a row of the chunk in fp32: of scaled q, of k, and of beta k."""
 
     def row(source, kind, i):
         inverse = ptx.rsqrt(elements.load_sum(place, kind, i) + Float32(1e-6))
         inverse = ptx.select(x.l2norm > 0, inverse, Float32(1.0))
-        start = source + row_offset(place, token + i, x.H, head // x.group)
-        pairs = [ptx.load_global_i32(start + 16 * tile, i < valid) for tile in range(TILES)]
+        start = source + row_offset(place, step.token + i, x.H, step.key_head)
+        pairs = [y for n in (0, 16) for y in ptx.load_global_words(start + n, 4, i < step.valid)]
         return [y * inverse for pair in pairs for y in ptx.unpack_bf16x2(pair)]
 
     query = lambda i: [y * x.scale for y in row(x.q, Sum.Q_SQUARE, i)]
     key = lambda i: row(x.k, Sum.K_SQUARE, i)
-    column = lambda j: [y * beta_of(raw_beta(x, token, valid, head, j), j) for y in key(j)]
+    column = lambda j: [y * ptx.load_shared(memory.beta(step.address, j), Float32) for y in key(j)]
     return query, key, column
 
 
 def decays_of(place, i, j):
     """Returns 2^(G_i - G_j) of the thread's 16 channels, at most 1; pairs with i < j have no weight."""
     found = []
-    for tile in range(TILES):
-        channel = place.half * HALF + 8 * tile + 2 * place.quad
-        below, above = (memory.load_pair(memory.exponent(place.base, n, channel)) for n in (i, j))
+    for channel in range(0, RUN, 4):
+        below, above = (
+            memory.load_floats(memory.exponent(place.base, n, place.channel + channel)) for n in (i, j)
+        )
         found += [ptx.ex2(ptx.minimum(x - y, Float32(0.0))) for x, y in zip(below, above, strict=True)]
     return found
 
