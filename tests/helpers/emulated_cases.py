@@ -15,6 +15,7 @@ from kda_core.testing import FAMILIES
 from kda_core.testing.conformance import BackendConformance, same
 from kda_core.testing.inputs import PLAIN
 from kda_core.testing.runner import EMULATED, TESTED, Runner
+from kda_cute import decode
 from kda_cute.testing.emulation import emulated
 
 KIT = BackendConformance()  # its tests are called one by one
@@ -83,6 +84,34 @@ class EmulatedCases:
 
     def test_segments(self, kda):
         KIT.test_segments(kda, "memory")
+
+    @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_decode(self, kda, family, v_first):
+        case = kda.case(family, 3, H=1, HV=2, initial_state=True, state_v_first=v_first)
+        kda.check(case, *kda.recurrent(case.arguments, output_final_state=True))
+
+    @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
+    def test_decode_from_zeros_in_packed_sequences(self, kda, v_first):
+        x = kda.case("steep", 4, H=1, lengths=(1, 0, 3), state_v_first=v_first)
+        kda.check(x, *kda.recurrent(x.arguments, output_final_state=True))
+
+    def test_decode_without_states_and_options(self, kda):
+        case = kda.case("steep", 1, B=2, H=1, state_v_first=True)
+        o, state = kda.recurrent(case.arguments)
+        assert state is None
+        kda.check(case, o, kda.recurrent(case.arguments, output_final_state=True)[1])
+
+    def test_bits_of_a_decode_depend_neither_on_the_batch_nor_on_the_rows_of_a_cta(self, kda, monkeypatch):
+        x = kda.inputs("slow", 2, B=2, H=1, initial_state=True, state_v_first=True)
+        o, state = kda.recurrent(x, output_final_state=True)
+        one = x | {n: x[n][1:] for n in ("q", "k", "v", "g", "beta", "initial_state")}
+        want = o[1:], state[1:]
+        assert same(kda.recurrent(one, output_final_state=True), want)
+        monkeypatch.setattr(decode, "MANY_STATES", 1)
+        decode.make_decode.cache_clear()
+        assert same(kda.recurrent(one, output_final_state=True), want)
+        decode.make_decode.cache_clear()
 
     def test_poisoned_outputs_and_workspace(self, kda):
         KIT.test_poisoned_outputs_and_workspace(kda)

@@ -25,7 +25,7 @@ def test_the_backend_is_listed_on_every_machine():
 def test_the_spec_declares_every_prefill_feature():
     assert SPEC.archs == BLACKWELL
     assert SPEC.unavailable is None
-    assert SPEC.features == {f.value for f in Feature} - {"backward", "recurrent", "saved_states"}
+    assert SPEC.features == {f.value for f in Feature} - {"backward", "saved_states"}
     assert SPEC.dtypes == {"bfloat16"} and SPEC.head_dims == {(HEAD_DIM, HEAD_DIM)}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.support import FREE, problem_shape
 
+from kda_cute.decode import DECODES, decode_config
 from kda_cute.jit.key import Variant
 from kda_sm90.config import ARCH, SPACINGS
 from kda_sm90.launch_config import backward_launch_config, launch_config, segment_launch_configs
@@ -27,6 +28,7 @@ def test_every_variant_is_offered_once():
         config for kernel, config in offered if kernel.__name__ in ("PrefillKernel", "GradientsKernel")
     } == set(ALL)
     assert {config for kernel, config in offered if kernel.__name__ == "MergeKernel"} == set(MERGES)
+    assert {config for kernel, config in offered if kernel.__name__ == "DecodeKernel"} == set(DECODES)
     assert set(SAMPLE) <= set(ALL)
 
 
@@ -44,6 +46,17 @@ def test_every_call_has_its_variant(gate):
         for states, spacing in ((False, 0), (True, 0), *((False, spacing) for spacing in SPACINGS))
     }
     assert needed <= set(ALL)
+
+
+@pytest.mark.parametrize("v_first", (False, True))
+@pytest.mark.parametrize("gate", GATES)
+def test_every_decode_has_its_variant(gate, v_first):
+    needed = {
+        decode_config(shape(B=B, T=1, HV=64, H=64, g=dtype, recurrent=True, state_v_first=v_first, **gate))
+        for B in (1, 256)
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+    assert needed <= set(DECODES)
 
 
 @pytest.mark.parametrize("gate", GATES)

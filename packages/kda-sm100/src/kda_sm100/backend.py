@@ -16,6 +16,7 @@ from torch import Tensor
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import arch_of_capability, arch_of_device, get_kernel
 from kda_cute.arguments import address
+from kda_cute.decode import make_decode
 from kda_cute.host import merge_segments, pass_states, refusal
 from kda_sm100.config import ARCHS, SMS
 from kda_sm100.launch_config import launch_config
@@ -31,7 +32,10 @@ class Sm100Backend:
         return launch_config(shape).workspace_bytes
 
     def compile(self, shape: ProblemShape) -> None:
-        launches_of(shape)
+        if shape.options.recurrent:
+            make_decode(shape, _arch_of(shape))
+        else:
+            launches_of(shape)
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         if inputs.shape.T == 0:
@@ -40,6 +44,15 @@ class Sm100Backend:
             intra_chunk, chain = launches_of(inputs.shape)
             intra_chunk(inputs, outputs.workspace)
             chain(inputs, outputs)
+        return outputs
+
+    # ---- decoding (the feature RECURRENT)
+
+    def recurrent_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        if inputs.shape.T == 0:
+            return pass_states(inputs, outputs)
+        with device_of(inputs.q):
+            make_decode(inputs.shape, _arch_of(inputs.shape))(inputs, outputs)
         return outputs
 
     # ---- calls in segments (the feature SEGMENT_SUMMARY)

@@ -25,6 +25,7 @@ SPEC = BackendSpec(
             "intermediate_states",
             "pin",
             "graph",
+            "recurrent",
             "segment_summary",
         }
     ),

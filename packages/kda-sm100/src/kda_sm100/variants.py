@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+from kda_cute.decode import DECODES
 from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, IntraChunkConfig, OutputConfig, SummaryConfig
 
 GATES: tuple[dict[str, Any], ...] = (
@@ -53,6 +54,7 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
 
 def _of(configs: tuple[IntraChunkConfig, ...]) -> list[tuple[type, object]]:
+    from kda_cute.device.decode import DecodeKernel
     from kda_cute.device.merge_states import MERGES, MergeKernel
     from kda_sm100.kernels.chain import ChainKernel
     from kda_sm100.kernels.intra_chunk import IntraChunkKernel
@@ -61,4 +63,5 @@ def _of(configs: tuple[IntraChunkConfig, ...]) -> list[tuple[type, object]]:
     pairs: list[tuple[type, object]] = [(IntraChunkKernel, config) for config in configs]
     pairs += [(ChainKernel, config) for config in CHAIN]
     pairs += [(SummaryKernel, config) for config in SUMMARY]
+    pairs += [(DecodeKernel, config) for config in DECODES]
     return [*pairs, *((MergeKernel, config) for config in MERGES)]

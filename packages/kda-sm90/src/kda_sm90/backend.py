@@ -1,4 +1,4 @@
-"""The backend object. A call is one launch. A call in segments is two launches, with a merge of states in between."""
+"""The backend object. A call is one launch, and so is a call of the decode entry. A call in segments is two launches, with a merge of states in between."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import torch
 
 from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape
+from kda_cute.decode import make_decode
 from kda_cute.host import merge_segments, pass_states, refusal
 from kda_sm90 import backward
 from kda_sm90.config import ARCH, SPACINGS
@@ -24,6 +25,9 @@ class Sm90Backend:
         return workspace_bytes(shape, sm_count())
 
     def compile(self, shape: ProblemShape) -> None:
+        if shape.options.recurrent:
+            make_decode(shape, ARCH)
+            return
         lengths_known = shape.varlen and not shape.options.use_graph
         steps = (n * length_step(shape) for n in range(LENGTH_STEPS + 1)) if lengths_known else ()
         spacing = spacing_of(shape)
@@ -37,6 +41,14 @@ class Sm90Backend:
             return pass_states(inputs, outputs)
         spacing = spacing_between(outputs.saved_states, outputs.residual)
         on_device_of(inputs.q, launch_of(inputs.shape, longest_of(inputs), spacing), inputs, outputs)
+        return outputs
+
+    # ---- decoding (the feature RECURRENT)
+
+    def recurrent_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        if inputs.shape.T == 0:
+            return pass_states(inputs, outputs)
+        on_device_of(inputs.q, make_decode(inputs.shape, ARCH), inputs, outputs)
         return outputs
 
     # ---- gradients (the feature BACKWARD)

@@ -27,6 +27,7 @@ SPEC = BackendSpec(
             "graph",
             "backward",
             "saved_states",
+            "recurrent",
             "segment_summary",
         }
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+from kda_cute.decode import DECODES
 from kda_sm90.config import ARCH, GateDtype, GradientsConfig, PrefillConfig
 
 GATES: tuple[dict[str, Any], ...] = (
@@ -79,10 +80,12 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
 
 def _pairs(configs: tuple[PrefillConfig | GradientsConfig, ...]) -> list[tuple[type, object]]:
+    from kda_cute.device.decode import DecodeKernel
     from kda_cute.device.merge_states import MERGES, MergeKernel
     from kda_sm90.kernels.gradients import GradientsKernel
     from kda_sm90.kernels.prefill import PrefillKernel
 
     kernels: dict[type, type] = {PrefillConfig: PrefillKernel, GradientsConfig: GradientsKernel}
     pairs: list[tuple[type, object]] = [(kernels[type(config)], config) for config in configs]
+    pairs += [(DecodeKernel, config) for config in DECODES]
     return [*pairs, *((MergeKernel, config) for config in MERGES)]

@@ -343,6 +343,25 @@ def load_global_words(address: Int64, count: int, valid, *, loc=None, ip=None) -
 
 
 @dsl_user_op
+def load_global_streaming(address: Int64, valid, *, loc=None, ip=None) -> Float32:
+    """Loads one fp32 that is used once, and that this thread may overwrite; zero unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.cs.b32 $0, [$1]; }"
+    return inline_ptx(text, [Float32], [address, Int32(valid)], True, loc, ip)[0]
+
+
+@dsl_user_op
+def load_global_streaming_x4(address: Int64, valid, *, loc=None, ip=None) -> list[Float32]:
+    """Loads four fp32, aligned to 16 bytes, that are used once, and that this thread may overwrite; zeros unless ``valid``."""
+    names = [f"${n}" for n in range(4)]
+    zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
+    text = (
+        f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; {zeros} "
+        f"@p ld.global.cs.v4.b32 {{{', '.join(names)}}}, [$4]; }}"
+    )
+    return inline_ptx(text, [Float32] * 4, [address, Int32(valid)], True, loc, ip)
+
+
+@dsl_user_op
 def load_global_u16(address: Int64, valid, *, loc=None, ip=None) -> Int32:
     """Loads 16 bits; zero unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u16 $0, [$1]; }"
@@ -370,6 +389,12 @@ def store_global_f32_if(address: Int64, value: Float32, valid, *, loc=None, ip=N
     """Stores one fp32; no access unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.f32 [$0], $1; }"
     inline_ptx(text, [], [address, value, Int32(valid)], True, loc, ip)
+
+
+@dsl_user_op
+def store_global_streaming_x4(address: Int64, values, *, loc=None, ip=None) -> None:
+    """Stores four fp32, aligned to 16 bytes, that are not read again soon."""
+    inline_ptx("st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *values], True, loc, ip)
 
 
 @dsl_user_op

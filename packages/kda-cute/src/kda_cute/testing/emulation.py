@@ -18,7 +18,7 @@ from kda_cute import kernels_made_by
 
 OPTIONAL = (
     "segment_workspace_bytes", "summarize", "merge_segments", "execute_segments",
-    "backward_workspace_bytes", "chunk_bwd_into",
+    "backward_workspace_bytes", "chunk_bwd_into", "recurrent_fwd",
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def emulated(name: str, arch: str, **options: Any) -> Iterator[None]:
     """
     spec = REGISTRY.find(name).spec
     stand_in = EmulatedBackend(REGISTRY.load(spec), arch, options)
-    features = spec.features - {Feature.RECURRENT.value}
+    features = spec.features
     if not isinstance(
         stand_in, SupportsBackwardInto
     ):  # the memory of another backward is unknown to the emulator

@@ -1,0 +1,102 @@
+"""Decode on a GPU: the configuration of the kernel `kda_cute.device.decode`, and its launch.
+
+Importing this needs torch, but not the DSL.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_cute import get_kernel
+from kda_cute.arguments import address
+from kda_cute.host import DTYPES, gate_of
+from kda_cute.records import Gate, GateDtype
+
+#: Warps of a CTA.
+WARPS = 4
+
+#: Rows of a CTA, if states are [V, K]. Few states need many CTAs, to have enough loads in flight.
+ROWS = (16, 32)
+
+#: States (sequences times value heads) from which a CTA has the larger number of rows.
+MANY_STATES = 769
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Variant of the kernel.
+
+    Attributes:
+        rows: values of a state that a CTA has: one of `ROWS`; 32 if states are [K, V].
+        v_first: whether states are [V, K].
+        gate: form of the gate.
+        gate_dtype: dtype of g.
+
+    Raises:
+        ValueError: the kernel has no such variant.
+    """
+
+    rows: int = 32
+    v_first: bool = True
+    gate: Gate = "bounded"
+    gate_dtype: GateDtype = "bfloat16"
+
+    def __post_init__(self) -> None:
+        served = ROWS if self.v_first else (32,)
+        if self.rows not in served:
+            raise ValueError(f"rows: expected one of {served}, got {self.rows}")
+
+    @property
+    def unbounded(self) -> bool:
+        """As `kda_cute.device.intra_chunk.gates.Gate` needs it. A single decay needs no limit, except for softplus."""
+        return self.gate == "softplus"
+
+
+#: All variants.
+DECODES = tuple(
+    DecodeConfig(rows, v_first, gate, gate_dtype)
+    for rows, v_first in ((16, True), (32, True), (32, False))
+    for gate in ("bounded", "softplus", "precomputed")
+    for gate_dtype in ("bfloat16", "float32")
+)
+
+
+def decode_config(shape: ProblemShape) -> DecodeConfig:
+    """Returns the variant for a shape."""
+    v_first = shape.options.state_v_first
+    rows = ROWS[shape.N * shape.HV >= MANY_STATES] if v_first else 32
+    return DecodeConfig(rows, v_first, gate_of(shape), DTYPES[shape.g_dtype])
+
+
+class Decode(NamedTuple):
+    """The launch of a shape."""
+
+    kernel: Callable[..., Any]
+    numbers: tuple[int | float, ...]  # arguments that the shape determines
+
+    def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
+        """Launches on the current device and stream."""
+        x = inputs
+        tensors = (
+            x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, x.initial_state, outputs.o, outputs.final_state,
+        )  # fmt: skip
+        self.kernel(x.q, *(address(y) for y in tensors), *self.numbers)
+
+
+@functools.lru_cache(maxsize=1024)
+def make_decode(shape: ProblemShape, arch: str) -> Decode:
+    """Returns the launch of a shape for an architecture such as "sm_90a". Compiles its kernel on first use."""
+    from kda_cute.device.decode import DecodeKernel
+
+    o = shape.options
+    offset_bytes = 0 if shape.index_dtype is None else shape.index_dtype.itemsize
+    beta_factor = (2.0 if o.allow_neg_eigval else 1.0) if o.use_beta_sigmoid_in_kernel else 0.0
+    numbers = (
+        shape.N, shape.T, shape.H, shape.HV, offset_bytes, shape.beta_dtype.itemsize,
+        int(o.use_qk_l2norm_in_kernel), shape.scale, o.lower_bound or 0.0, beta_factor,
+    )  # fmt: skip
+    return Decode(get_kernel(DecodeKernel, decode_config(shape), arch), numbers)

@@ -1,0 +1,28 @@
+"""The configuration of the decode kernel."""
+
+import pytest
+import torch
+from helpers.support import problem_shape
+
+from kda_cute.decode import MANY_STATES, DecodeConfig, decode_config
+
+
+@pytest.mark.parametrize(("rows", "v_first"), ((8, True), (64, True), (16, False)))
+def test_a_config_without_a_kernel_raises_an_error(rows, v_first):
+    with pytest.raises(ValueError, match=f"rows: expected one of .*, got {rows}"):
+        DecodeConfig(rows, v_first)
+
+
+@pytest.mark.parametrize(
+    ("states", "v_first", "rows"),
+    ((MANY_STATES - 1, True, 16), (MANY_STATES, True, 32), (1, False, 32)),
+)
+def test_a_cta_has_more_rows_if_there_are_many_states(states, v_first, rows):
+    shape = problem_shape((9, 0), B=states, T=1, HV=1, H=1, recurrent=True, state_v_first=v_first)
+    assert decode_config(shape) == DecodeConfig(rows, v_first, "bounded", "bfloat16")
+
+
+def test_the_variant_follows_gate_and_dtype():
+    shape = problem_shape((9, 0), B=1, T=1, HV=1, H=1, g=torch.float32, lower_bound=None, recurrent=True)
+    config = decode_config(shape)
+    assert (config.gate, config.gate_dtype, config.unbounded) == ("softplus", "float32", True)
