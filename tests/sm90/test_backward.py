@@ -62,6 +62,33 @@ def test_gates_that_forget_everything():
     check(spikes(arguments("mixed", 66, H=1)), spacing=512)
 
 
+def test_replayed_launches_read_new_values_and_new_bounds():
+    """A CUDA graph holds launches with fixed arguments over a workspace that the last replay has left. Here two slabs share it."""
+    x, y = (
+        arguments("slow", 80, H=1, lengths=lengths, initial_state=True, seed=seed)
+        for seed, lengths in enumerate(((17, 0, 63), (60, 20, 0)))
+    )
+    grad_o, new_o = (
+        torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (1, 2)
+    )
+    grad_final, new_final = (
+        torch.randn(x["initial_state"].shape, generator=torch.Generator().manual_seed(i)) for i in (3, 4)
+    )
+    want = gradients(y, new_o, new_final, 6, 512, 2)
+
+    def change():
+        for old, new in (
+            (grad_o, new_o),
+            (grad_final, new_final),
+            *((x[n], t) for n, t in y.items() if torch.is_tensor(t)),
+        ):
+            old.copy_(new)
+
+    found = gradients(x, grad_o, grad_final, 6, 512, 2, change)
+    for name, gradient in want.items():
+        assert torch.equal(found[name], gradient), name
+
+
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("spacing", (0, 512, 64))
 @pytest.mark.parametrize("initial_state", (False, True), ids=("no states", "states"))
