@@ -6,20 +6,22 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import implementations, measure
 from benchmarks.cases import CP
 from kda_core.contract import FLOAT_TENSORS
 from kda_core.registry import record_calls
 from kda_core.testing import Inputs, error, token_oracle
+from kda_core.testing.gradients import PER_TOKEN
+from kda_core.testing.oracle import sequence_bounds
 
-ERROR_TOKENS = (
-    1024  # most tokens of a call whose errors are measured: the fp64 token loop keeps the state of each
-)
+SEGMENT = 256  # tokens of which autograd through the fp64 token loop keeps every state at a time
 #: The field of a row with the error of each gradient.
 GRADIENT_ERRORS = {n: f"error_d{'h0' if n == 'initial_state' else n}" for n in FLOAT_TENSORS}
 ERRORS = ("error_o", "error_state", *GRADIENT_ERRORS.values())
@@ -185,9 +187,29 @@ def memory(step: Step, before: int) -> dict[str, int]:
 
 
 def exact(p: Problem) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Returns the outputs of a problem, and its gradients by name, from autograd through the fp64 token loop."""
+    """Returns the outputs of a problem, and its gradients by name, from autograd through the fp64 token loop.
+
+    The loop runs in segments of `SEGMENT` tokens, and again for the gradients of each. In one piece it would keep the states of all
+    tokens, 8 MiB for each token of 64 heads.
+    """
     leaves = {n: t.double().requires_grad_() for n, t in p.leaves.items()}
-    outputs = [*token_oracle(**(p.arguments | leaves))][: len(p.grad_outputs)]
+    call = p.arguments | leaves
+    bounds = sequence_bounds(call["q"], call.get("cu_seqlens"))
+    tokens = {n: call.pop(n).flatten(0, 1).unsqueeze(0) for n in PER_TOKEN}
+    initial, _ = call.pop("initial_state", None), call.pop("cu_seqlens", None)
+    loop = partial(token_oracle, **(call | {"output_final_state": True}))
+    parts: list[Any] = []
+    states: list[Any] = []
+    for n, (first, end) in enumerate(bounds):
+        state = None if initial is None else initial[n : n + 1]
+        for start in range(first, end, SEGMENT):
+            piece = {name: x[:, start : min(start + SEGMENT, end)] for name, x in tokens.items()}
+            o, state = checkpoint(loop, **piece, initial_state=state, use_reentrant=False)
+            parts.append(o)
+        states.append(state)
+    outputs = [torch.cat(parts, 1).view(p.arguments["v"].shape)]
+    if len(p.grad_outputs) > 1:
+        outputs.append(torch.cat(states))
     found = torch.autograd.grad(outputs, [*leaves.values()], [y.double() for y in p.grad_outputs])
     return [y.detach() for y in outputs], dict(zip(leaves, found, strict=True))
 

@@ -30,8 +30,8 @@ Fields of a row:
   saved_bytes           what lives between forward and backward, besides inputs and outputs; null on a CPU
   first_step_s          the first step, with compilation and tuning
   difference_fla        largest `gradient_error` of a gradient from FLA's on the measured inputs, if FLA ran too
-  error_case            the call whose errors were measured: the same heads and gates, at most 1024 tokens, with initial state and
-                        gradient of the final state, against autograd through the fp64 token loop
+  error_case            the call whose errors were measured: the same heads and gates, B = 1, at most ``--error-tokens`` tokens, with
+                        initial state and gradient of the final state, against autograd through the fp64 token loop
   error_o, error_state  largest relative Frobenius error over sequences and heads
   error_dq, error_dk, error_dv, error_dg, error_dbeta, error_dA_log, error_ddt_bias, error_dh0
                         relative Frobenius error of a gradient in its worst head, for A_log over all heads together; null where
@@ -65,16 +65,17 @@ def main(argv: list[str] | None = None) -> int:
     """Measures the selection. Returns 1 if a measured error is not finite."""
     args = parser().parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = _select(args.case, device)
+    selected = _select(args.case, device)
     impls = args.impl or implementations.default(device, implementations.PEERS)
     modes = [MODES[name] for name in args.disable_recompute]
     run = records.describe(device, argv, SCRIPT)
     path = args.out or records.RESULTS / run["device"] / "training.json"
-    groups = [(case, gates) for case in chosen for gates in args.gates or cases.training_gates(case)]
+    groups = [(case, gates) for case in selected for gates in args.gates or cases.training_gates(case)]
     total = sum(len(calls(case, impls, modes)) for case, _ in groups)
     found: list[dict[str, Any]] = []
     for case, gates in groups:
-        for row in measure_rows(case, gates, calls(case, impls, modes), device, args.repeats):
+        chosen = calls(case, impls, modes)
+        for row in measure_rows(case, gates, chosen, device, args.repeats, args.error_tokens):
             found.append(row | {"run": run["id"]})
             print(f"[{len(found)}/{total}] {_line(row)}", flush=True)
             records.save(path, run, found, KEY)  # after every row: an interruption loses one at most
@@ -105,6 +106,12 @@ def parser() -> argparse.ArgumentParser:
         help="modes (default: both)",
     )
     p.add_argument("--repeats", type=int, default=20, help="timed repetitions of a row (default: 20)")
+    p.add_argument(
+        "--error-tokens",
+        type=int,
+        default=8192,
+        help="most tokens of a call whose errors are measured; the fp64 loop takes them one by one (default: 8192)",
+    )
     p.add_argument("--out", type=Path, help="the JSON file")
     return p
 
@@ -121,10 +128,15 @@ def serves(impl: str, case: cases.Case, disable_recompute: bool) -> bool:
 
 
 def measure_rows(
-    case: cases.Case, gates: str, chosen: list[tuple[str, bool]], device: torch.device, repeats: int
+    case: cases.Case,
+    gates: str,
+    chosen: list[tuple[str, bool]],
+    device: torch.device,
+    repeats: int,
+    error_tokens: int,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each pair of implementation and mode; the module's docstring describes its fields."""
-    short = cases.shortened(case, steps.ERROR_TOKENS)
+    short = cases.shortened(case, error_tokens)
     timed = {False: steps.problem(draw(case, gates), device, final_state=False)}
     checked = {False: steps.problem(draw(short, gates, initial_state=True), device, final_state=True)}
     if any(impl == "cudnn" for impl, _ in chosen):

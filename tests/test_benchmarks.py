@@ -32,6 +32,7 @@ from benchmarks import (
 from kda_core import chunk_kda
 from kda_core.registry import record_calls
 from kda_core.testing import token_oracle
+from kda_core.testing.gradients import token_gradients
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -237,7 +238,9 @@ def test_training_steps_of_peers_are_measured_on_the_same_inputs(gates, case, mo
         ("reference", True),
         ("cudnn", False),
     ]
-    fla, fla_keeps, mine, _, cudnn = training.measure_rows(case, gates, chosen, CPU, repeats=1)
+    fla, fla_keeps, mine, _, cudnn = training.measure_rows(
+        case, gates, chosen, CPU, repeats=1, error_tokens=64
+    )
     assert {x.get("disable_recompute", False) for name, x in calls if name == "fla"} == {False, True}
     assert all(x["safe_gate"] for name, x in calls if name == "fla")
     assert all(x.get("dt_bias") is None or x["dt_bias"].dim() == 1 for name, x in calls if name == "fla")
@@ -272,6 +275,21 @@ def test_prepared_arguments_have_the_values_that_the_kernel_would_compute(gates,
     (want_o, want_state), (o, state) = token_oracle(**x), token_oracle(**found)
     assert steps.gradient_error("v", o.view(want_o.shape), want_o, 2) < 4e-3  # q and k are rounded to bf16
     assert steps.gradient_error("initial_state", state.mT, want_state, 2) < 4e-3
+
+
+@pytest.mark.parametrize("case", [cases.fixed("training", 2, 40, 1, 2), cases.packed("training", "x", (30, 17), 1)],
+                         ids=["fixed", "packed"])  # fmt: skip
+@pytest.mark.parametrize("gates", ["slow", "memory"])
+def test_exact_gradients_in_segments_are_those_of_the_whole_loop(gates, case, monkeypatch, one_thread):
+    monkeypatch.setattr(steps, "SEGMENT", 16)
+    problem = steps.problem(training.draw(case, gates, initial_state=True), CPU, final_state=True)
+    (o, state), found = steps.exact(problem)
+    want_o, want_state = token_oracle(**problem.arguments)
+    want = token_gradients(problem.arguments, *problem.grad_outputs).values
+    torch.testing.assert_close((o, state), (want_o, want_state))
+    assert found.keys() == want.keys() == problem.leaves.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, want[name])
 
 
 def test_error_of_a_gradient_is_that_of_its_worst_head():
@@ -332,7 +350,7 @@ def test_training_writes_rows_and_keeps_rows_of_other_modes(tmp_path):
     }
     path.write_text(json.dumps({"runs": [{"id": "before"}], "rows": [other]}))
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    script("training.py", "--gates", "slow", "--disable-recompute", "no", "--repeats", "1", "--out", str(path), env=one_thread)  # fmt: skip
+    script("training.py", "--gates", "slow", "--disable-recompute", "no", "--repeats", "1", "--error-tokens", "64", "--out", str(path), env=one_thread)  # fmt: skip
     kept, row = json.loads(path.read_text())["rows"]
     assert kept == other
     assert {
@@ -348,7 +366,7 @@ def test_training_writes_rows_and_keeps_rows_of_other_modes(tmp_path):
         "step_ms",
         "inference_ms",
     } <= row.keys()
-    assert (row["impl"], row["disable_recompute"], row["error_case"]) == ("reference", False, "B1-T128-H2")
+    assert (row["impl"], row["disable_recompute"], row["error_case"]) == ("reference", False, "B1-T64-H2")
     assert all(0 < row[e] < 1e-2 for e in steps.ERRORS)
     with pytest.raises(SystemExit, match="--case: expected one of B1-T8192-H32, .*, got B9"):
         training.main(["--case", "B9"])
@@ -522,7 +540,9 @@ def test_page_of_training_compares_rows_of_one_mode_and_only_correct_ones():
         "| B=1, T=100, H=2 | kda-sm90 | yes | 1.125 | 4.500 | 4.00x | 1.500 | 6.000 | 4.00x | 1.00 | 1.00 |"
         in lines
     )
-    assert "o 2.00" in page and "dbeta 2.00" in page, "the largest ratios are those of memory"
+    assert "| dq | 2.00 | 1.1 | 1 of 3 | a | memory | no |" in lines, "the largest ratio is that of memory"
+    assert "| dbeta | 2.00 | 1.5 | 1 of 3 | a | memory | no |" in lines, "dbeta has 1.40 with slow gates"
+    assert "| dA_log | 2.00 | 1.0 | 1 of 3 | a | memory | no |" in lines
     (wrong,) = [line for line in lines if line.startswith("| a | memory | kda-sm90 | no | 0.600 ")]
     assert "| wrong |" in wrong
     (cudnn,) = [line for line in lines if line.startswith("| a | slow | cudnn | no | 0.800 ")]

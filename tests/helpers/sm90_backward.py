@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 
+from helpers.replay import Tape
 from kda_core import buffers, validate
 from kda_core.contract import KdaGradients, KdaOptions, KdaOutputs
 from kda_core.testing import token_oracle
@@ -33,12 +35,15 @@ def gradients(
     sms: int,
     spacing: int = 0,
     slab_slots: int | None = None,
+    change: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Returns the gradients of a call by the kernels of kda-sm90.
 
     Args:
         spacing: tokens between the states that a forward saves before; with 64 it also saves R, with 0 there is no forward.
         slab_slots: slots of a slab; None: as many as fit.
+        change: changes the tensors of the call in place after the first run. All recorded work then runs again (`helpers.replay`), as
+            in a replay of a CUDA graph.
     """
     import ptx_emulator
 
@@ -83,9 +88,19 @@ def gradients(
             ]
             reachable = [y for y in reachable if y is not None and y.numel()]
             stack.enter_context(ptx_emulator.device(ARCH, tensors=reachable, races=("shared",)))
-        if spacing:
-            make_launch(shape, config, spacing)(inputs, KdaOutputs(o, None, None, space, saved, residual))
-        launch.run(inputs, grad_o, grad_final, found, workspace, saved, residual)
+        forward = make_launch(shape, config, spacing) if spacing else None
+        tape = Tape()
+        if change is not None:
+            recorded = lambda part: part and part._replace(kernel=tape.recorded(part.kernel))
+            forward, own, chains = (recorded(part) for part in (forward, launch.forward, launch.chains))
+            launch = launch._replace(forward=own, chains=chains, gradients=tape.recorded(launch.gradients))
+        with nullcontext() if change is None else tape:
+            if forward is not None:
+                forward(inputs, KdaOutputs(o, None, None, space, saved, residual))
+            launch.run(inputs, grad_o, grad_final, found, workspace, saved, residual)
+        if change is not None:
+            change()
+            tape.replay()
         if device == "cuda":
             torch.cuda.synchronize()
     return {name: getattr(found, name) for name in NAMES if x.get(name) is not None}
