@@ -128,7 +128,7 @@ class RecomputeChain(ReverseChain):
         """Runs both recurrences over every part of the queue."""
         thr = self.thread_view(smem, tiles, half)
         early, late = self.rings(PipelineUserType.Consumer)
-        o_phase = Int32(0)
+        phase = Int32(0)
         head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
@@ -148,11 +148,11 @@ class RecomputeChain(ReverseChain):
                 self.load_values(early, thr)
                 for c in cutlass.range(chunks - 1, unroll=1):
                     warpgroup.wait_group(0)  # as in `Chain.chain`
-                    early, late, o_phase = self.run_forward(smem, thr, early, late, o_phase, c > 0)
-                early, late, o_phase = self.turn(smem, thr, early, late, o_phase, chunks > 1, kept)
+                    early, late, phase = self.run_forward(smem, thr, early, late, phase, c > 0)
+                early, late, phase = self.turn(smem, thr, early, late, phase, chunks > 1, kept)
                 for c in cutlass.range(chunks, unroll=1):
                     warpgroup.wait_group(0)
-                    early, late, o_phase = self.run_chunk(smem, thr, early, late, o_phase, c + 1 < chunks)
+                    early, late, phase = self.run_chunk(smem, thr, early, late, phase, c + 1 < chunks)
             self.store_state(sched, queue, args, carry, part, thr)
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
@@ -177,9 +177,9 @@ class RecomputeChain(ReverseChain):
         fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
 
     @cute.jit
-    def run_forward(self, smem, thr, early, late, o_phase: Int32, publish):
-        """Runs one chunk forward, not the last one of its slot. Returns both rings and the phase of R for the next chunk, whose v it
-        has loaded. ``publish``: whether S before the chunk is to be stored; the store warp has the checkpoint itself.
+    def run_forward(self, smem, thr, early, late, phase: Int32, publish):
+        """Runs one chunk forward, not the last one of its slot. Returns both rings and the phase of the buffers for the next
+        chunk, whose v it has loaded. ``publish``: whether S before the chunk is to be stored; the store warp has the checkpoint itself.
 
         Issue order: X | store S, decay it | wait for X, round it | R | wait for R, round it | S | store R, v of the next chunk |
         wait for S, round it.
@@ -187,7 +187,7 @@ class RecomputeChain(ReverseChain):
         steps = range(self.chunk // 16)
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKg, early, range(HEAD_DIM // 16))
         if publish:
-            self.publish_state(smem, Int32(0), thr)
+            self.publish_state(smem, phase, thr)
         barriers.wait(smem.late_full, late)
         fragments.multiply_columns(thr.accS, fragments.load_decays(thr.a + late.index * (4 * HEAD_DIM)))
         warpgroup.wait_group(0)
@@ -198,7 +198,7 @@ class RecomputeChain(ReverseChain):
         warpgroup.wait_group(0)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKd, late, steps)
-        cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
+        cute.arch.mbarrier_wait(smem.o_free + thr.wg, phase)
         self.publish_o(smem, thr)
         barriers.wait(smem.early_full, early)
         self.load_values(early, thr)
@@ -206,16 +206,16 @@ class RecomputeChain(ReverseChain):
         barriers.release(smem.late_empty + late.index)
         fragments.round_to_bf16(thr.accS, thr.tCrS)
         late.advance()
-        return early, late, o_phase ^ 1
+        return early, late, phase ^ 1
 
     @cute.jit
-    def turn(self, smem, thr, early, late, o_phase: Int32, publish, kept: Int64):
+    def turn(self, smem, thr, early, late, phase: Int32, publish, kept: Int64):
         """Runs the last chunk of a slot forward, without S behind it, and loads dS and the first dO. Returns both rings and the phase
-        of dX. ``kept``: address of the thread's share of dS."""
+        of the buffers. ``kept``: address of the thread's share of dS."""
         steps = range(self.chunk // 16)
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKg, early, range(HEAD_DIM // 16))
         if publish:
-            self.publish_state(smem, Int32(0), thr)
+            self.publish_state(smem, phase, thr)
         fragments.load_carry(kept, thr.accS)
         barriers.wait(smem.late_full, late)
         warpgroup.wait_group(0)
@@ -229,10 +229,10 @@ class RecomputeChain(ReverseChain):
         warpgroup.wait_group(0)
         barriers.release(smem.late_empty + late.index)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
-        cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
+        cute.arch.mbarrier_wait(smem.o_free + thr.wg, phase)
         self.publish_o(smem, thr)
         late.advance()
-        return early, late, o_phase ^ 1
+        return early, late, phase ^ 1
 
     @cute.jit
     def load_next(self, smem, early, thr, more):

@@ -74,7 +74,7 @@ class ReverseChain(Chain):
         """Runs the recurrence over every part of the queue."""
         thr = self.thread_view(smem, tiles, half)
         early, late = self.rings(PipelineUserType.Consumer)
-        o_phase = Int32(0)
+        phase = Int32(0)
         head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
@@ -85,7 +85,7 @@ class ReverseChain(Chain):
             self.load_tokens(early, thr)
             for _ in cutlass.range(part.chunks, unroll=1):
                 warpgroup.wait_group(0)  # as in `Chain.chain`
-                early, late, o_phase = self.run_chunk(smem, thr, early, late, o_phase)
+                early, late, phase = self.run_chunk(smem, thr, early, late, phase)
             barriers.release(smem.early_empty + early.index)  # the trailing stage
             early.advance()
             self.store_state(sched, queue, args, carry, part, thr)
@@ -144,13 +144,13 @@ class ReverseChain(Chain):
             a=smem.a + decay_start(thread % 32 % 4),
         )
 
-    def run_chunk(self, smem, thr, early, late, o_phase, more=True):
-        """Runs one chunk in the issue order of the module's docstring. Returns both rings and the phase of dX for the next
-        chunk, whose dO it has loaded. ``more``: see `load_next`."""
+    def run_chunk(self, smem, thr, early, late, phase, more=True):
+        """Runs one chunk in the issue order of the module's docstring. Returns both rings and the phase of the buffers for the
+        next chunk, whose dO it has loaded. ``more``: see `load_next`."""
         steps, channels = range(self.chunk // 16), range(HEAD_DIM // 16)
         self.gemm(thr.mma_transposed, thr.accX, thr.tCrO, thr.tCsAqk, early, steps, zero=True)
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKg, early, channels)
-        self.publish_state(smem, Int32(0), thr)  # [K, V], whatever the states of the call
+        self.publish_state(smem, phase, thr)
         barriers.wait(smem.late_full, late)
         fragments.multiply_columns(thr.accS, fragments.load_decays(thr.a + late.index * (4 * HEAD_DIM)))
         self.gemm(thr.mma_state, thr.accS, thr.tCrO, thr.tCsQd, late, steps)
@@ -162,13 +162,13 @@ class ReverseChain(Chain):
         self.load_next(smem, early, thr, more)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKd, late, steps)
-        cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
+        cute.arch.mbarrier_wait(smem.o_free + thr.wg, phase)
         self.publish_o(smem, thr)
         warpgroup.wait_group(0)
         barriers.release(smem.late_empty + late.index)
         fragments.round_to_bf16(thr.accS, thr.tCrS)
         late.advance()
-        return early, late, o_phase ^ 1
+        return early, late, phase ^ 1
 
     def load_next(self, smem, early, thr, more):
         """Waits for dX, and for dO^T Qd, which reads dO. Loads dO of the next stage. Every chunk has a next stage; the last one
@@ -182,6 +182,13 @@ class ReverseChain(Chain):
         fragments.load_transposed(
             thr.v + early.index * self.v_bytes, thr.index, self.chunk, fragments.words_of(thr.tCrO)
         )
+
+    def publish_state(self, smem, phase, thr):
+        """Stores the transpose of tCrS as an image [K, 64 of V] and publishes it to the store warp."""
+        cute.arch.mbarrier_wait(smem.state_free + thr.wg, phase)
+        place = smem.state + thr.wg * self.store_warp.state_bytes
+        fragments.store_transposed(place, thr.index, fragments.words_of(thr.tCrS), HEAD_DIM)
+        barriers.arrive(NamedBarrier.STATE_READY, thr.wg)
 
     def publish_o(self, smem, thr):
         """Stores the transpose of tCrX as an image [C, 64] and publishes it to the store warp."""
