@@ -292,8 +292,7 @@ class Chain:
                 for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
                     if part.chunks >= back:
                         self.wait_for_load(smem, back, early, late)
-                barriers.wait(smem.early_empty, early)  # the trailing stage: an arrival without bytes
-                cute.arch.mbarrier_arrive(smem.early_full + early.index)
+                self.pass_trailing_stage(smem, early)
             early.advance()
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
@@ -331,6 +330,11 @@ class Chain:
                 size = self.bytes[name]
                 stage = getattr(smem, place) + ring.index * size
                 ptx.bulk_load(stage, records(name, record), Int32(size), Int32(barrier.toint()), keep=keep)
+
+    def pass_trailing_stage(self, smem, early):
+        """Waits for a free early stage, and passes it on without bytes."""
+        barriers.wait(smem.early_empty, early)
+        cute.arch.mbarrier_arrive(smem.early_full + early.index)
 
     def wait_for_load(self, smem, back, early, late):
         """Waits until the load that is ``back`` loads before the next one has arrived. ``early``, ``late``: the

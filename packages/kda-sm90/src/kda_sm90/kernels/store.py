@@ -193,10 +193,6 @@ class ReverseStoreWarp(StoreWarp):
     def store_state(self, smem, wg, state):
         """Waits for a state, and copies it from its image."""
         barriers.sync(NamedBarrier.STATE_READY, wg)
-        self.copy_state(smem, wg, state)
-
-    def copy_state(self, smem, wg, state):
-        """Copies a state from its image, and releases the image."""
         shared = smem.state + wg * self.state_bytes
         self.copy_rows(shared, HEAD_DIM, 2 * HALF, state, Int64(2 * HEAD_DIM), Int32(HEAD_DIM))
         self.release_state(smem, wg)
@@ -219,9 +215,9 @@ def chunks_of(sched, part, i):
 class RecomputeStoreWarp(ReverseStoreWarp):
     """Copies what the chains of ``recompute`` publish for every slot: S and R of its chunks forward, then dS' and dX back.
 
-    It also loads the checkpoint of a slot to the buffer of states, and stores it as the state before the first chunk. It requests
-    the checkpoint while the chain still runs back through the last chunk of the slot before, and prefetches it into the L2 one slot
-    ahead.
+    It also loads the checkpoint of a slot to the buffer of states. It requests it while the chain still runs back through the last
+    chunk of the slot before, and prefetches it into the L2 one slot ahead. The chain publishes it again, as S before the first chunk:
+    a warp of the chain writes to the part of the image that it alone has read.
     """
 
     @cute.jit
@@ -250,10 +246,8 @@ class RecomputeStoreWarp(ReverseStoreWarp):
             more = i + 1 < part.chunks
             if more and cute.arch.lane_idx() == 0:
                 ptx.bulk_prefetch(checkpoint + half * (share - 2 * HALF), Int32(share))
-            self.copy_state(smem, wg, before)
             for c in cutlass.range(chunks, unroll=1):
-                if c > 0:
-                    self.store_state(smem, wg, before + next_state * c)
+                self.store_state(smem, wg, before + next_state * c)
                 row = start + c * self.chunk
                 self.store_tokens(
                     smem, wg, residuals + residual_pitch * row, residual_pitch, part.length - row
