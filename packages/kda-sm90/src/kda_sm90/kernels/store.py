@@ -268,13 +268,15 @@ class RecomputeStoreWarp(ReverseStoreWarp):
             slot = Int32(part.token) // self.chunk + part.sequence
         return slot
 
-    def request_checkpoint(self, smem, wg, source):
+    @cute.jit
+    def request_checkpoint(self, smem, wg, source: Int64):
         """Requests the copy of half of a state [K, V] to the image of states."""
-        lane = cute.arch.lane_idx()
-        row, unit = lane // 8, lane % 8
+        row, unit = cute.arch.lane_idx() // 8, cute.arch.lane_idx() % 8
         shared = smem.state + wg * self.state_bytes
-        for start in range(0, HEAD_DIM, 4):
+        source += unit * 16
+        # A loop: ptxas would compute the addresses of straight code ahead, and spill them.
+        for start in cutlass.range(0, HEAD_DIM, 4, unroll=1):
             r = start + row
             place = shared + r * (2 * HALF) + (unit ^ (r % 8)) * 16
-            ptx.cp_async_x4(place, source + r * (2 * HEAD_DIM) + unit * 16, Int32(1))
+            ptx.cp_async_x4(place, source + r * (2 * HEAD_DIM), Int32(1))
         cute.arch.cp_async_commit_group()
