@@ -197,6 +197,18 @@ def test_a_prefetch_into_a_cache_accesses_nothing():
     assert not found.any()
 
 
+def test_a_bulk_prefetch_must_have_memory_and_be_aligned():
+    x = torch.zeros(8)
+    run("cp.async.bulk.prefetch.L2.global [%q0], 32;", x)
+    for operands, reason in (
+        ("[%q0], 48", "out of bounds"),
+        ("[%q0], 8", "multiples of 16"),
+        ("[%q0+8], 16", "multiples of 16"),
+    ):
+        with pytest.raises(ptx_emulator.ExecutionError, match=reason):
+            run(f"cp.async.bulk.prefetch.L2.global {operands};", x)
+
+
 def test_bf16x2_products_round_once():
     r = np.random.default_rng(12)
     halves = [torch.from_numpy(r.standard_normal((32, 2)).astype(np.float32)).bfloat16() for _ in range(2)]
@@ -436,7 +448,7 @@ NOT_MODELLED = {
     "add.f16 %h1, %h2, %h3;": "f16 is not modelled",
     "redux.sync.add.s32 %r1, %r2, -1;": "redux is not modelled",
     "match.any.sync.b32 %r1, %r2, -1;": "match is not modelled",
-    "cp.async.bulk.prefetch.L2.global [%q0], 16;": "this bulk copy is not modelled",
+    "cp.async.bulk.prefetch.tensor.1d.L2.global.tile [%q0, {0}];": "this bulk copy is not modelled",
     "cp.async.bulk.tensor.4d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r1], [%q0, {0, 0, 0, 0}], [%r2], {%h1};": "this bulk tensor copy",
     "tensormap.replace.tile.rank.global.b1024.b32 [%q0], 3;": "tensormap is not modelled",
     "fence.proxy.tensormap::generic.acquire.gpu [%q0], 128;": "tensormap::generic is not modelled",

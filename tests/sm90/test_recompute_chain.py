@@ -115,9 +115,14 @@ def check(lengths, HV, warpgroups, queues, depth, ctas, device, slab_slots=1000)
     return grad_v, grad_initial, residual, states, grad_states
 
 
-def test_sequences_of_several_checkpoints():
-    """Two slabs, one of which begins within a sequence; a ring of one slot."""
-    check((0, 1, 0, 64, 530, 0), HV=1, warpgroups=2, queues=1, depth=8, ctas=1, device="cpu", slab_slots=5)
+@pytest.mark.parametrize(
+    ("lengths", "warpgroups", "slab_slots"), (((0, 1, 0, 64, 530, 0), 2, 5), (530, 1, 2))
+)
+def test_sequences_of_several_checkpoints(lengths, warpgroups, slab_slots):
+    """Two slabs, one of which begins within a sequence, and one slab; a ring of one slot."""
+    check(
+        lengths, HV=1, warpgroups=warpgroups, queues=1, depth=8, ctas=1, device="cpu", slab_slots=slab_slots
+    )
 
 
 @pytest.mark.arch((9, 0))

@@ -194,6 +194,8 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
         return tensors.commit
     if i.modifiers[2] == "wait_group":
         return tensors.wait(d, i)
+    if i.modifiers[2:] == ("prefetch", "L2", "global"):
+        return _prefetch(d, i)
     if i.modifiers[2] == "tensor":
         return tensors.tensor_copy(d, i)
     multicast = "multicast::cluster" in i.modifiers
@@ -233,6 +235,21 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
                 _start_bulk(w, target, origin, count, mbarrier, from_shared)
 
     return start
+
+
+def _prefetch(d: Decoder, i: Instruction) -> Execute:
+    """`cp.async.bulk.prefetch.L2`: checks that memory is there, and that its address and size are multiples of 16."""
+    base, offset = d.address(i.operands[0], "b64")
+    size = d.source(i.operands[1], "u32")
+
+    def prefetch(w: Warp, lanes: int) -> None:
+        places = addresses(w, base, offset, lanes)
+        for place, count in zip(places.tolist(), w.regs[size][INDICES[lanes]].tolist(), strict=True):
+            if (place | count) % 16:
+                w.fail(f"prefetch of {count} bytes at {place:#x}: size and address must be multiples of 16")
+            w.machine.memory.at(place, place + count, w.fail)
+
+    return prefetch
 
 
 def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int, from_shared: bool) -> None:

@@ -524,6 +524,12 @@ def bulk_load(
 
 
 @dsl_user_op
+def bulk_prefetch(address: Int64, size: Int32, *, loc=None, ip=None) -> None:
+    """Requests that ``size`` bytes (a multiple of 16) of global memory be brought into the L2."""
+    inline_ptx("cp.async.bulk.prefetch.L2.global [$0], $1;", [], [address, size], True, loc, ip)
+
+
+@dsl_user_op
 def store_global_evict_first_x4(address: Int64, values, valid, *, loc=None, ip=None) -> None:
     """Stores 16 aligned bytes, which caches evict first; no access unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.cs.v4.b32 [$0], {$1, $2, $3, $4}; }"

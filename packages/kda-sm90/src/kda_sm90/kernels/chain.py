@@ -45,6 +45,7 @@ early_empty[stage]  1 per chain warp       producer, values   the chain has read
 late_full[stage]    producer 1             chain              the stage holds Kg, Aqk and T of a chunk
 late_empty[stage]   1 per chain warp       producer           the chain has read the stage
 o_free[half]        store warp 1           chain              the store warp has read O
+state_free[half]    store warp 1           chain              the store warp has read a state; in a backward only
 =================== ====================== ================== ==================================================
 
 early_full and late_full also wait for the bytes of the producer's copies. The chain and store warps publish O and states
@@ -138,6 +139,7 @@ def shared_storage(config: PrefillConfig, stages, early, late, stores):
         state: image(wgs * HALF * HEAD_DIM if config.states else 0)
         a: cute.struct.Align[cute.struct.MemRange[Float32, decays], 128]  # `decay_units` relies on it
         o_free: mbarriers(wgs)
+        state_free: mbarriers(wgs if config.backward else 0)
         early_full: mbarriers(early)
         early_empty: mbarriers(early)
         late_full: mbarriers(late)
@@ -225,7 +227,7 @@ class Chain:
     def pointers(self, storage):
         """Returns the pointers to barriers, and the 32-bit addresses of everything else."""
         address = lambda name: Int32(getattr(storage, name).data_ptr().toint())
-        names = ("early_full", "early_empty", "late_full", "late_empty", "o_free")
+        names = ("early_full", "early_empty", "late_full", "late_empty", "o_free", "state_free")
         return SimpleNamespace(
             **{name: getattr(storage, name).data_ptr() for name in names},
             **{name: address(name) for name in (*self.EARLY, *self.LATE, "v", "o", "state")},
@@ -240,6 +242,7 @@ class Chain:
             (smem.late_full, self.late_depth, 1),
             (smem.late_empty, self.late_depth, chain_warps),
             (smem.o_free, self.warpgroups, 1),
+            (smem.state_free, self.warpgroups if self.config.backward else 0, 1),
         ):
             for i in range(count):
                 cute.arch.mbarrier_init(barrier + i, arrivals)
@@ -289,8 +292,7 @@ class Chain:
                 for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
                     if part.chunks >= back:
                         self.wait_for_load(smem, back, early, late)
-                barriers.wait(smem.early_empty, early)  # the trailing stage: an arrival without bytes
-                cute.arch.mbarrier_arrive(smem.early_full + early.index)
+                self.pass_trailing_stage(smem, early)
             early.advance()
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
@@ -328,6 +330,11 @@ class Chain:
                 size = self.bytes[name]
                 stage = getattr(smem, place) + ring.index * size
                 ptx.bulk_load(stage, records(name, record), Int32(size), Int32(barrier.toint()), keep=keep)
+
+    def pass_trailing_stage(self, smem, early):
+        """Waits for a free early stage, and passes it on without bytes."""
+        barriers.wait(smem.early_empty, early)
+        cute.arch.mbarrier_arrive(smem.early_full + early.index)
 
     def wait_for_load(self, smem, back, early, late):
         """Waits until the load that is ``back`` loads before the next one has arrived. ``early``, ``late``: the

@@ -21,7 +21,8 @@ early   Kd in ``kg``        Kg in ``kg``, Aqk
 late    Kg in ``kd``        Kd in ``kd``, Qd
 ======= =================== ===================
 
-There are no trailing stages: a chunk loads the tokens of the next one only if its direction has one.
+A part has one trailing stage, as in `reverse`. The last chunk of a slot loads "dO" from the next stage, which holds v of the slot that
+follows, or zeros. Nothing uses it.
 """
 
 import cutlass
@@ -83,6 +84,9 @@ class RecomputeChain(ReverseChain):
                     for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
                         if chunks >= back:
                             self.wait_for_load(smem, back, early, late)
+            if lane == 0:
+                self.pass_trailing_stage(smem, early)
+            early.advance()
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
         if lane == 0:
@@ -118,44 +122,35 @@ class RecomputeChain(ReverseChain):
                     row = start + (chunks - 1 - c) * self.chunk
                     self.copy_values(smem, early, args.v + first + pitch * row, pitch, part.length - row)
                     early.advance()
+            barriers.wait(smem.early_empty, early)  # the trailing stage: zeros
+            self.copy_values(smem, early, args.v + first, pitch, Int32(0))
+            early.advance()
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
 
     # ---- chain
 
     @cute.jit
-    def chain(self, smem, sched, queue: Int32, tiles, args, carry: Int64, half: Int32):
-        """Runs both recurrences over every part of the queue."""
-        thr = self.thread_view(smem, tiles, half)
-        early, late = self.rings(PipelineUserType.Consumer)
-        o_phase = Int32(0)
-        head, n, high, low = schedule.first_task(sched, queue)
-        end = high
-        while end > low:
-            part = schedule.part(sched, head, n, end, low, high)
-            self.load_state(sched, queue, args, carry, part, thr)
-            for i in cutlass.range(part.chunks, unroll=1):
-                _, chunks = chunks_of(sched, part, i)
-                kept = fragments.carry_address(
-                    carry, queue, self.config.carries, self.config.halves + thr.half, thr.index
-                )
-                fragments.store_carry(kept, thr.accS)
-                barriers.sync(NamedBarrier.CHECKPOINT_READY, thr.wg)
-                shared = smem.state + thr.wg * self.store_warp.state_bytes
-                fragments.load_v(shared, thr.index, HEAD_DIM, thr.accS)
-                fragments.round_to_bf16(thr.accS, thr.tCrS)
-                barriers.wait(smem.early_full, early)
-                self.load_values(early, thr)
-                for c in cutlass.range(chunks - 1, unroll=1):
-                    warpgroup.wait_group(0)  # as in `Chain.chain`
-                    early, late, o_phase = self.run_forward(smem, thr, early, late, o_phase, c > 0)
-                early, late, o_phase = self.turn(smem, thr, early, late, o_phase, chunks > 1, kept)
-                for c in cutlass.range(chunks, unroll=1):
-                    warpgroup.wait_group(0)
-                    early, late, o_phase = self.run_chunk(smem, thr, early, late, o_phase, c + 1 < chunks)
-            self.store_state(sched, queue, args, carry, part, thr)
-            end = part.begin
-            head, n = schedule.next_task(sched, head, n)
+    def run_part(self, smem, sched, queue, args, carry, part, thr, early, late, phase: Int32):
+        """Runs the slots of a part, with dS behind them in accS. Returns both rings and the phase of the buffers behind them."""
+        kept = fragments.carry_address(
+            carry, queue, self.config.carries, self.config.halves + thr.half, thr.index
+        )
+        for i in cutlass.range(part.chunks, unroll=1):
+            _, chunks = chunks_of(sched, part, i)
+            fragments.store_carry(kept, thr.accS)
+            barriers.sync(NamedBarrier.CHECKPOINT_READY, thr.wg)
+            shared = smem.state + thr.wg * self.store_warp.state_bytes
+            fragments.load_v(shared, thr.index, HEAD_DIM, thr.accS)
+            fragments.round_to_bf16(thr.accS, thr.tCrS)
+            barriers.wait(smem.early_full, early)
+            self.load_values(early, thr)
+            for _ in cutlass.range(chunks - 1, unroll=1):
+                warpgroup.wait_group(0)  # as in `Chain.chain`
+                early, late, phase = self.run_forward(smem, thr, early, late, phase)
+            early, late, phase = self.turn(smem, thr, early, late, phase, kept)
+            early, late, phase = self.run_back(smem, thr, early, late, phase, chunks)
+        return early, late, phase
 
     def thread_view(self, smem, tiles, half):
         """Returns that of `ReverseChain`, with T as the operand of R."""
@@ -177,68 +172,62 @@ class RecomputeChain(ReverseChain):
         fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
 
     @cute.jit
-    def run_forward(self, smem, thr, early, late, o_phase: Int32, publish):
-        """Runs one chunk forward, not the last one of its slot. Returns both rings and the phase of R for the next chunk, whose v it
-        has loaded. ``publish``: whether S before the chunk is to be stored; the store warp has the checkpoint itself.
+    def run_forward(self, smem, thr, early, late, phase: Int32):
+        """Runs one chunk forward, not the last one of its slot. Returns both rings and the phase of the buffers for the next
+        chunk, whose v it has loaded.
 
-        Issue order: X | store S, decay it | wait for X, round it | R | wait for R, round it | S | store R, v of the next chunk |
+        Issue order: X | decay S, store it | wait for X, round it | R | wait for R, round it | S | store R, v of the next chunk |
         wait for S, round it.
         """
         steps = range(self.chunk // 16)
+        late_full = barriers.test(smem.late_full, late)
+        state_free = cute.arch.mbarrier_try_wait(smem.state_free + thr.wg, phase)
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKg, early, range(HEAD_DIM // 16))
-        if publish:
-            self.publish_state(smem, Int32(0), thr)
-        barriers.wait(smem.late_full, late)
+        barriers.wait_unless(late_full, smem.late_full, late)
         fragments.multiply_columns(thr.accS, fragments.load_decays(thr.a + late.index * (4 * HEAD_DIM)))
+        self.publish_state(smem, phase, state_free, thr)
         warpgroup.wait_group(0)
         barriers.release(smem.early_empty + early.index)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT_forward, late, steps, zero=True)
         early.advance()
+        early_full = barriers.test(smem.early_full, early)
+        o_free = cute.arch.mbarrier_try_wait(smem.o_free + thr.wg, phase)
         warpgroup.wait_group(0)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKd, late, steps)
-        cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
-        self.publish_o(smem, thr)
-        barriers.wait(smem.early_full, early)
+        self.publish_o(smem, phase, o_free, thr)
+        barriers.wait_unless(early_full, smem.early_full, early)
         self.load_values(early, thr)
         warpgroup.wait_group(0)
         barriers.release(smem.late_empty + late.index)
         fragments.round_to_bf16(thr.accS, thr.tCrS)
         late.advance()
-        return early, late, o_phase ^ 1
+        return early, late, phase ^ 1
 
     @cute.jit
-    def turn(self, smem, thr, early, late, o_phase: Int32, publish, kept: Int64):
-        """Runs the last chunk of a slot forward, without S behind it, and loads dS and the first dO. Returns both rings and the phase
-        of dX. ``kept``: address of the thread's share of dS."""
+    def turn(self, smem, thr, early, late, phase: Int32, kept: Int64):
+        """Runs the last chunk of a slot forward, without S behind it. Loads dS and the first dO. Returns both rings and the phase
+        of the buffers. ``kept``: address of the thread's share of dS."""
         steps = range(self.chunk // 16)
+        late_full = barriers.test(smem.late_full, late)
+        state_free = cute.arch.mbarrier_try_wait(smem.state_free + thr.wg, phase)
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKg, early, range(HEAD_DIM // 16))
-        if publish:
-            self.publish_state(smem, Int32(0), thr)
         fragments.load_carry(kept, thr.accS)
-        barriers.wait(smem.late_full, late)
+        barriers.wait_unless(late_full, smem.late_full, late)
+        self.publish_state(smem, phase, state_free, thr)
         warpgroup.wait_group(0)
         barriers.release(smem.early_empty + early.index)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT_forward, late, steps, zero=True)
-        fragments.round_to_bf16(thr.accS, thr.tCrS)
         early.advance()
-        barriers.wait(smem.early_full, early)
+        early_full = barriers.test(smem.early_full, early)
+        o_free = cute.arch.mbarrier_try_wait(smem.o_free + thr.wg, phase)
+        barriers.wait_unless(early_full, smem.early_full, early)
         self.load_tokens(early, thr)
         warpgroup.wait_group(0)
         barriers.release(smem.late_empty + late.index)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
-        cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
-        self.publish_o(smem, thr)
+        self.publish_o(smem, phase, o_free, thr)
         late.advance()
-        return early, late, o_phase ^ 1
-
-    @cute.jit
-    def load_next(self, smem, early, thr, more):
-        """Waits as in `ReverseChain`, and loads dO of the next stage if there is ``more`` in this direction."""
-        if more:
-            barriers.wait(smem.early_full, early)
-        warpgroup.wait_group(0)
-        if more:
-            self.load_tokens(early, thr)
+        return early, late, phase ^ 1

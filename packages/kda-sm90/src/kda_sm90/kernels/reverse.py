@@ -25,13 +25,19 @@ late ring                 Kg, Aqk, T               Qd, T, Kd, a
 A record has the same bytes; only the major mode of four operands differs, because the products sum over the other index. dO^T is
 loaded from shared memory as a register operand, so that no operand A lies in shared memory.
 
-**Issue order of a chunk**:
+**Issue order of a chunk** (`ReverseChain.run_chunk`), the mirror image of the forward's: products that do not depend on what is
+rounded run meanwhile. tCrS, tCrX and tCrO are the operands of dS', of Y or dX, and of dO::
 
-    tensor core                       ALU of the warpgroup
-    Y  = dO Aqk + dS' Kg              store dS', publish it; load decays, decay dS
-    dS += dO Qd                       wait for Y, release the early stage, round Y
-    X  = Y T                          wait for both, load dO of the next chunk; round dX
-    dS -= dX Kd                       store dX, publish it; wait for dS, release the late stage, round dS
+    group  product                        in flight  ALU work of the warpgroup
+    A      accX  = tCrO Aqk               A          round dS' to tCrS
+    Y      accX += tCrS Kg                A Y        load decays, decay accS
+    Q1     accS += tCrO Qd, half of C     A Y Q1     publish dS'; wait for Y (Q1 in flight); release the early stage; round Y to
+                                                     tCrX
+    X      accX  = tCrX T                 Q1 X
+    Q2     accS += tCrO Qd, the other     Q1 X Q2    wait for X (Q2 in flight); round dX to tCrX
+           half
+    S      accS += tCrX (-Kd)             Q2 S       publish dX; wait for Q2, the last reader of tCrO; load dO of the next chunk to
+                                                     tCrO; wait for S; release the late stage
 """
 
 from types import SimpleNamespace
@@ -74,23 +80,28 @@ class ReverseChain(Chain):
         """Runs the recurrence over every part of the queue."""
         thr = self.thread_view(smem, tiles, half)
         early, late = self.rings(PipelineUserType.Consumer)
-        o_phase = Int32(0)
+        phase = Int32(0)
         head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
             part = schedule.part(sched, head, n, end, low, high)
             self.load_state(sched, queue, args, carry, part, thr)
-            fragments.round_to_bf16(thr.accS, thr.tCrS)
-            barriers.wait(smem.early_full, early)
-            self.load_tokens(early, thr)
-            for _ in cutlass.range(part.chunks, unroll=1):
-                warpgroup.wait_group(0)  # as in `Chain.chain`
-                early, late, o_phase = self.run_chunk(smem, thr, early, late, o_phase)
-            barriers.release(smem.early_empty + early.index)  # the trailing stage
+            early, late, phase = self.run_part(smem, sched, queue, args, carry, part, thr, early, late, phase)
+            barriers.wait(
+                smem.early_full, early
+            )  # the trailing stage; the last chunk has waited for it, if there is one
+            barriers.release(smem.early_empty + early.index)
             early.advance()
             self.store_state(sched, queue, args, carry, part, thr)
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
+
+    @cute.jit
+    def run_part(self, smem, sched, queue, args, carry, part, thr, early, late, phase: Int32):
+        """Runs the chunks of a part, with dS behind them in accS. Returns both rings and the phase of the buffers behind them."""
+        barriers.wait(smem.early_full, early)
+        self.load_tokens(early, thr)
+        return self.run_back(smem, thr, early, late, phase, part.chunks)
 
     @cute.jit
     def load_state(self, sched, queue: Int32, args, carry: Int64, part, thr):
@@ -144,38 +155,54 @@ class ReverseChain(Chain):
             a=smem.a + decay_start(thread % 32 % 4),
         )
 
-    def run_chunk(self, smem, thr, early, late, o_phase, more=True):
-        """Runs one chunk in the issue order of the module's docstring. Returns both rings and the phase of dX for the next
-        chunk, whose dO it has loaded. ``more``: see `load_next`."""
+    @cute.jit
+    def run_back(self, smem, thr, early, late, phase: Int32, chunks: Int32):
+        """Runs chunks, with dS behind them in accS and dO of the first one in tCrO. Returns both rings and the phase of the buffers
+        behind them."""
+        for _ in cutlass.range(chunks, unroll=1):
+            warpgroup.wait_group(0)  # as in `Chain.chain`
+            early, late, phase = self.run_chunk(smem, thr, early, late, phase)
+        return early, late, phase
+
+    @cute.jit
+    def run_chunk(self, smem, thr, early, late, phase: Int32):
+        """Runs one chunk in the issue order of the module's docstring, which names the groups. Returns both rings and the phase of
+        the buffers for the next chunk, whose dO it has loaded. The last chunk loads that of the trailing stage."""
         steps, channels = range(self.chunk // 16), range(HEAD_DIM // 16)
+        halves = steps[: len(steps) // 2], steps[len(steps) // 2 :]
+        late_full = barriers.test(smem.late_full, late)
+        state_free = cute.arch.mbarrier_try_wait(smem.state_free + thr.wg, phase)
+        # A
         self.gemm(thr.mma_transposed, thr.accX, thr.tCrO, thr.tCsAqk, early, steps, zero=True)
+        fragments.round_to_bf16(thr.accS, thr.tCrS)
+        # Y
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKg, early, channels)
-        self.publish_state(smem, Int32(0), thr)  # [K, V], whatever the states of the call
-        barriers.wait(smem.late_full, late)
+        barriers.wait_unless(late_full, smem.late_full, late)
         fragments.multiply_columns(thr.accS, fragments.load_decays(thr.a + late.index * (4 * HEAD_DIM)))
-        self.gemm(thr.mma_state, thr.accS, thr.tCrO, thr.tCsQd, late, steps)
-        warpgroup.wait_group(1)  # Y
+        # Q1
+        self.gemm(thr.mma_state, thr.accS, thr.tCrO, thr.tCsQd, late, halves[0])
+        self.publish_state(smem, phase, state_free, thr)
+        warpgroup.wait_group(1)  # A and Y are done; Q1 is in flight
         barriers.release(smem.early_empty + early.index)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
+        # X, Q2
         self.gemm(thr.mma_transposed, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
+        self.gemm(thr.mma_state, thr.accS, thr.tCrO, thr.tCsQd, late, halves[1])
         early.advance()
-        self.load_next(smem, early, thr, more)
+        early_full = barriers.test(smem.early_full, early)
+        o_free = cute.arch.mbarrier_try_wait(smem.o_free + thr.wg, phase)
+        warpgroup.wait_group(1)  # Q1 and X are done; Q2 is in flight
         fragments.round_to_bf16(thr.accX, thr.tCrX)
+        # S
         self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKd, late, steps)
-        cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
-        self.publish_o(smem, thr)
+        self.publish_o(smem, phase, o_free, thr)
+        barriers.wait_unless(early_full, smem.early_full, early)
+        warpgroup.wait_group(1)  # Q2, which reads tCrO, is done; S is in flight
+        self.load_tokens(early, thr)
         warpgroup.wait_group(0)
         barriers.release(smem.late_empty + late.index)
-        fragments.round_to_bf16(thr.accS, thr.tCrS)
         late.advance()
-        return early, late, o_phase ^ 1
-
-    def load_next(self, smem, early, thr, more):
-        """Waits for dX, and for dO^T Qd, which reads dO. Loads dO of the next stage. Every chunk has a next stage; the last one
-        has the trailing stage."""
-        barriers.wait(smem.early_full, early)
-        warpgroup.wait_group(0)
-        self.load_tokens(early, thr)
+        return early, late, phase ^ 1
 
     def load_tokens(self, early, thr):
         """Loads dO^T of a stage as a register operand."""
@@ -183,8 +210,21 @@ class ReverseChain(Chain):
             thr.v + early.index * self.v_bytes, thr.index, self.chunk, fragments.words_of(thr.tCrO)
         )
 
-    def publish_o(self, smem, thr):
-        """Stores the transpose of tCrX as an image [C, 64] and publishes it to the store warp."""
+    @cute.jit
+    def publish_state(self, smem, phase: Int32, free, thr):
+        """Stores the transpose of tCrS as an image [K, 64 of V] and publishes it to the store warp. ``free``: whether the image was
+        found free."""
+        if not free:
+            cute.arch.mbarrier_wait(smem.state_free + thr.wg, phase)
+        place = smem.state + thr.wg * self.store_warp.state_bytes
+        fragments.store_transposed(place, thr.index, fragments.words_of(thr.tCrS), HEAD_DIM)
+        barriers.arrive(NamedBarrier.STATE_READY, thr.wg)
+
+    @cute.jit
+    def publish_o(self, smem, phase: Int32, free, thr):
+        """Stores the transpose of tCrX as an image [C, 64] and publishes it to the store warp. ``free`` as in `publish_state`."""
+        if not free:
+            cute.arch.mbarrier_wait(smem.o_free + thr.wg, phase)
         place = smem.o + thr.wg * self.store_warp.o_bytes
         fragments.store_transposed(place, thr.index, fragments.words_of(thr.tCrX), self.chunk)
         barriers.arrive(NamedBarrier.O_READY, thr.wg)

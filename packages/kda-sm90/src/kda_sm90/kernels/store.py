@@ -9,6 +9,9 @@ from kda_sm90.kernels import barriers, schedule
 from kda_sm90.kernels.barriers import NamedBarrier
 from kda_sm90.kernels.fragments import HALF
 
+#: Accesses of 16 bytes for each lane that `StoreWarp.copy_rows` has under way.
+BATCH = 8
+
 
 class StoreWarp:
     """Copies what the chain publishes: O after every chunk (`NamedBarrier.O_READY`), with R if the call saves it, and states."""
@@ -27,7 +30,7 @@ class StoreWarp:
         """Copies O and the intermediate states of every part from shared to global memory."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = warp - 4 * self.warpgroups - 2
-        self.release_o(smem, wg)
+        self.release_buffers(smem, wg)
         head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
@@ -73,6 +76,10 @@ class StoreWarp:
             place += o_row * self.chunk
             self.release_o(smem, wg)
 
+    def release_buffers(self, smem, wg):
+        """Releases the buffers that an mbarrier guards, at the start."""
+        self.release_o(smem, wg)
+
     def release_o(self, smem, wg):
         """Releases the buffer of O to the chain, after all lanes have read it."""
         cute.arch.sync_warp()
@@ -117,18 +124,40 @@ class StoreWarp:
                     count += cute.arch.shuffle_sync_bfly(count, 1 << i)
         return count
 
-    def copy_rows(self, shared, rows, pitch, address, stride, valid):
+    @cute.jit
+    def copy_rows(
+        self,
+        shared: Int32,
+        rows: cutlass.Constexpr[int],
+        pitch: cutlass.Constexpr[int],
+        address: Int64,
+        stride: Int64,
+        valid: Int32,
+    ):
         """Copies the first ``valid`` rows of a swizzled image of ``rows`` rows of ``pitch`` bytes to global rows
-        ``stride`` bytes apart; a whole warp calls it."""
-        lane = cute.arch.lane_idx()
+        ``stride`` bytes apart; a whole warp calls it.
+
+        A loop, because ptxas loads the rows of straight code one by one, into the same registers.
+        """
         units = pitch // 16
-        row, unit = lane // units, lane % units
         step = 32 // units  # rows per access of the warp
-        for start in range(0, rows, 4 * step):
-            batch = [start + i * step + row for i in range(4)]
-            values = [ptx.load_shared_x4(shared + r * pitch + ((unit ^ (r % 8)) * 16), Int32) for r in batch]
-            for r, value in zip(batch, values, strict=True):
-                ptx.store_global_evict_first_x4(address + stride * r + unit * 16, value, r < valid)
+        row, unit = cute.arch.lane_idx() // units, cute.arch.lane_idx() % units
+        address += stride * row + unit * 16
+        for start in cutlass.range(0, rows, BATCH * step, unroll=1):
+            self.copy_batch(shared + start * pitch, row, unit, pitch, address, stride * step, valid - start)
+            address += stride * (BATCH * step)
+
+    def copy_batch(self, shared, row, unit, pitch, address, stride, valid):
+        """Copies the lane's units of one batch of `copy_rows`. ``row``, ``address``: of the first unit; ``stride``: bytes to the
+        next one."""
+        step = 32 // (pitch // 16)
+        values = []
+        for i in range(BATCH):
+            r = i * step + row
+            place = shared + r * pitch + (unit ^ (r % 8)) * 16
+            values.append(ptx.load_shared_x4(place, Int32))
+        for i, value in enumerate(values):
+            ptx.store_global_evict_first_x4(address + stride * i, value, i * step + row < valid)
 
 
 class ReverseStoreWarp(StoreWarp):
@@ -151,12 +180,22 @@ class ReverseStoreWarp(StoreWarp):
         """Returns the address of half of the state [K, V] of a slot in an array [slots, HV, K, V] in bf16."""
         return states + (Int64(slot) * args.HV + head) * (2 * HEAD_DIM * HEAD_DIM) + half * (2 * HALF)
 
+    def release_buffers(self, smem, wg):
+        """Releases the buffers of dX and of states, at the start."""
+        self.release_o(smem, wg)
+        self.release_state(smem, wg)
+
+    def release_state(self, smem, wg):
+        """Releases the buffer of states to the chain, after all lanes have read it."""
+        cute.arch.sync_warp()
+        barriers.release(smem.state_free + wg)
+
     def store_state(self, smem, wg, state):
         """Waits for a state, and copies it from its image."""
-        barriers.arrive(NamedBarrier.STATE_FREE, wg)
         barriers.sync(NamedBarrier.STATE_READY, wg)
         shared = smem.state + wg * self.state_bytes
         self.copy_rows(shared, HEAD_DIM, 2 * HALF, state, Int64(2 * HEAD_DIM), Int32(HEAD_DIM))
+        self.release_state(smem, wg)
 
     def store_tokens(self, smem, wg, tokens, pitch, valid):
         """Waits for a matrix [C, 64], and copies its first ``valid`` rows from its image."""
@@ -176,8 +215,9 @@ def chunks_of(sched, part, i):
 class RecomputeStoreWarp(ReverseStoreWarp):
     """Copies what the chains of ``recompute`` publish for every slot: S and R of its chunks forward, then dS' and dX back.
 
-    It also loads the checkpoint of a slot to the buffer of states, which is free between two slots, and stores it as the state before
-    the first chunk.
+    It also loads the checkpoint of a slot to the buffer of states. It requests it while the chain still runs back through the last
+    chunk of the slot before, and prefetches it into the L2 one slot ahead. The chain publishes it again, as S before the first chunk:
+    a warp of the chain writes to the part of the image that it alone has read.
     """
 
     @cute.jit
@@ -190,18 +230,24 @@ class RecomputeStoreWarp(ReverseStoreWarp):
         next_state = Int64(args.HV) * (
             2 * HEAD_DIM * HEAD_DIM
         )  # bytes from the state of a slot to that of the next
+        checkpoint = self.state_address(args.checkpoints, args, sched.first_slot + part.slot, part.head, half)
+        share = 2 * HALF * HEAD_DIM  # bytes of a checkpoint that the warp prefetches: half of its rows
+        if part.chunks > 0:
+            self.request_checkpoint(smem, wg, checkpoint)
         for i in cutlass.range(part.chunks, unroll=1):
             start, chunks = chunks_of(sched, part, i)
             first = self.first_slot(sched, part) + start // self.chunk - sched.chunks_before
             before = self.state_address(args.forward_states, args, first, part.head, half)
             behind = self.state_address(args.states, args, first, part.head, half)
-            slot = sched.first_slot + part.slot + i * sched.step
-            checkpoint = self.state_address(args.checkpoints, args, slot, part.head, half)
-            self.load_checkpoint(smem.state + wg * self.state_bytes, checkpoint, before)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_warp()  # all lanes' copies
             barriers.arrive(NamedBarrier.CHECKPOINT_READY, wg)
+            checkpoint += next_state * sched.step
+            more = i + 1 < part.chunks
+            if more and cute.arch.lane_idx() == 0:
+                ptx.bulk_prefetch(checkpoint + half * (share - 2 * HALF), Int32(share))
             for c in cutlass.range(chunks, unroll=1):
-                if c > 0:
-                    self.store_state(smem, wg, before + next_state * c)
+                self.store_state(smem, wg, before + next_state * c)
                 row = start + c * self.chunk
                 self.store_tokens(
                     smem, wg, residuals + residual_pitch * row, residual_pitch, part.length - row
@@ -209,6 +255,8 @@ class RecomputeStoreWarp(ReverseStoreWarp):
             for back in cutlass.range(chunks, unroll=1):
                 c = chunks - 1 - back
                 self.store_state(smem, wg, behind + next_state * c)
+                if c == 0 and more:
+                    self.request_checkpoint(smem, wg, checkpoint)
                 row = start + c * self.chunk
                 self.store_tokens(smem, wg, values + pitch * row, pitch, part.length - row)
 
@@ -220,13 +268,15 @@ class RecomputeStoreWarp(ReverseStoreWarp):
             slot = Int32(part.token) // self.chunk + part.sequence
         return slot
 
-    def load_checkpoint(self, shared, source, copy):
-        """Copies half of a state [K, V] to an image in shared memory, and to another array."""
-        lane = cute.arch.lane_idx()
-        row, unit = lane // 8, lane % 8
-        for start in range(0, HEAD_DIM, 16):
-            rows = [start + i * 4 + row for i in range(4)]
-            values = [ptx.load_global_f32_x4(source + r * (2 * HEAD_DIM) + unit * 16) for r in rows]
-            for r, value in zip(rows, values, strict=True):
-                ptx.store_shared_x4(shared + r * (2 * HALF) + ((unit ^ (r % 8)) * 16), value)
-                ptx.store_global_evict_first_x4(copy + r * (2 * HEAD_DIM) + unit * 16, value, Int32(1))
+    @cute.jit
+    def request_checkpoint(self, smem, wg, source: Int64):
+        """Requests the copy of half of a state [K, V] to the image of states."""
+        row, unit = cute.arch.lane_idx() // 8, cute.arch.lane_idx() % 8
+        shared = smem.state + wg * self.state_bytes
+        source += unit * 16
+        # A loop: ptxas would compute the addresses of straight code ahead, and spill them.
+        for start in cutlass.range(0, HEAD_DIM, 4, unroll=1):
+            r = start + row
+            place = shared + r * (2 * HALF) + (unit ^ (r % 8)) * 16
+            ptx.cp_async_x4(place, source + r * (2 * HEAD_DIM), Int32(1))
+        cute.arch.cp_async_commit_group()
