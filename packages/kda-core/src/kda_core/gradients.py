@@ -27,6 +27,12 @@ from kda_core.call import may_save
 from kda_core.contract import FLOAT_TENSORS, Tensors
 from kda_core.errors import ArgumentError, BackendError, DerivativeError
 
+SECOND_DERIVATIVES = (
+    "second derivatives are not supported: the gradients of chunk_kda were differentiated (create_graph=True with a gradient "
+    "penalty, nested torch.func.grad, gradgradcheck); detach these gradients"
+)
+"""The text of the error."""
+
 _N_ARGUMENTS = len(Arguments._fields)
 _BWD_NAMES = ("grad_o", "grad_final_state", "served", "saved_states", "residual", "wanted", *Tensors._fields)
 
@@ -155,10 +161,7 @@ class ChunkKdaGradients(_Node):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise DerivativeError(
-            "second derivatives are not supported: the gradients of chunk_kda were differentiated (create_graph=True "
-            "with a gradient penalty, nested torch.func.grad, gradgradcheck); detach these gradients"
-        )
+        raise DerivativeError(SECOND_DERIVATIVES)
 
 
 # ---- what served a forward
