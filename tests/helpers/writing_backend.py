@@ -25,6 +25,13 @@ OLD = replace(
     features=SPEC.features - {Feature.SAVED_STATES.value},
     target="helpers.writing_backend:OldWriting",
 )
+FORWARD = replace(
+    SPEC,
+    name="forward",
+    features=SPEC.features - {Feature.BACKWARD.value},
+    target="kda_core.reference:ReferenceBackend",
+    priority=1,
+)
 
 #: Of every backward: its lengths, and the names of the gradients that it wrote. Tests clear the list before they use it.
 calls = []

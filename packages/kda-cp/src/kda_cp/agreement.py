@@ -28,9 +28,22 @@ class Step(enum.IntEnum):
     CONSTRUCT = 0
     CALL = 1
     COMPLETE = 2
+    SUM_STATE_GRADIENTS = 3
+    BACKWARD = 4
 
     def __str__(self) -> str:
-        return ("constructing a ContextParallel", "calling chunk_kda", "completing chunk_kda")[self]
+        return (
+            "constructing a ContextParallel",
+            "calling chunk_kda",
+            "completing chunk_kda",
+            "summing the gradients of the final states of chunk_kda",
+            "running the backward of chunk_kda",
+        )[self]
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the step belongs to the backward of a call."""
+        return self >= Step.SUM_STATE_GRADIENTS
 
 
 class RankError(KdaError, RuntimeError):
@@ -64,7 +77,8 @@ class Position:
     Attributes:
         step: what the rank is doing.
         instance: number of the `ContextParallel`.
-        call: number of the call of this instance, from 1; 0 while the instance is constructed.
+        call: number of the call of this instance, from 1; 0 while the instance is constructed. A backward has the number of its
+            call.
         tag: tag of the instance.
     """
 
@@ -77,7 +91,8 @@ class Position:
         tagged = "" if self.tag is None else f" tagged {self.tag!r}"
         if self.step == Step.CONSTRUCT:
             return f"ContextParallel{tagged}"
-        return f"call {self.call} of ContextParallel {self.instance}{tagged}"
+        backward = "the backward of " if self.step.is_backward else ""
+        return f"{backward}call {self.call} of ContextParallel {self.instance}{tagged}"
 
     @property
     def fields(self) -> dict[str, str]:
@@ -214,6 +229,11 @@ class Ranks:
 
         return wait
 
+    def sum(self, x: Tensor, position: Position) -> None:
+        """Replaces `x`, on `device`, by its sum over all ranks. `position`: the position of this rank, for errors."""
+        with self.rank_errors(position):
+            dist.all_reduce(x, group=self.group)
+
     @contextlib.contextmanager
     def rank_errors(self, position: Position) -> Iterator[None]:
         """Converts the error of a collective that a rank has not joined to a RankError."""
@@ -247,6 +267,8 @@ def _disagreement(position: Position, fields: list[dict[str, str]]) -> str:
     advice = ""
     if differing.keys() & {"step", "ContextParallel", "tag"}:
         advice = ". All ranks must construct and call the same ContextParallels in the same order"
+    elif "call" in differing and position.step.is_backward:
+        advice = ". All ranks must run the backwards of the same calls in the same order"
     elif "call" in differing:
         advice = (
             ". A rank failed in or skipped a call that the others completed: "

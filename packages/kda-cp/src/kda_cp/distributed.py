@@ -4,6 +4,9 @@
 2. The ranks exchange the summaries: K x (K + V) numbers per fragment and value head, for any length.
 3. Each rank merges the summaries (`kda_cp.merge`) and executes its fragments from their true initial states.
 
+The backward has the same steps in the other direction: gradients of states pass from the end of a sequence to its start
+(`kda_cp.fragment_gradients`).
+
 Example::
 
     table = FragmentTable.contiguous(lengths, ranks=4)
@@ -11,12 +14,12 @@ Example::
     q, k, v, g, beta = (table.shard(x, cp.rank) for x in (q, k, v, g, beta))  # or load only these tokens
     o, state = cp.chunk_kda(q, k, v, g, beta, output_final_state=True)
 
-If no sequence crosses ranks, nothing is exchanged. Forward only.
+If no sequence crosses ranks, nothing is exchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count, pairwise
@@ -27,16 +30,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from kda_core import buffers, registry, validate
+from kda_core import buffers, gradients, registry, validate
 from kda_core.arguments import Arguments, checked
-from kda_core.contract import OPTION_NAMES, KdaInputs, KdaOptions, ProblemShape, Tensors
-from kda_core.errors import ArgumentError, DtypeError, ShapeError, describe
+from kda_core.contract import (
+    FLOAT_TENSORS,
+    OPTION_NAMES,
+    KdaGradients,
+    KdaInputs,
+    KdaOptions,
+    ProblemShape,
+    Tensors,
+)
+from kda_core.errors import ArgumentError, DerivativeError, DtypeError, ShapeError, describe
 from kda_cp.agreement import Position, RankError, Ranks, Step, Terms
 from kda_cp.cache import Cache
+from kda_cp.fragment_gradients import FragmentGradients, ReservedGradients, whole_fragments
 from kda_cp.fragments import Fragment, FragmentTable
 from kda_cp.local_fragments import LocalFragments, plan_fragments
 from kda_cp.merge import merge_segments
-from kda_cp.segments import Segment, execution_shape
+from kda_cp.segments import execution_shape
 
 __all__ = ["ContextParallel", "Fragment", "FragmentTable", "RankError"]
 
@@ -88,10 +100,12 @@ class _Groups(NamedTuple):
     Attributes:
         fragments: fragments that are computed together: those that cross ranks, then the others, or all in one group.
         backend: name of the backend.
+        backward: the backward of all fragments; None if the call needs none.
     """
 
     fragments: list[LocalFragments]
     backend: str
+    backward: FragmentGradients | None
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,7 @@ class _Local:
         backend: name of the backend.
         o: the output of the rank, [1, T_rank, HV, V].
         groups: as `_Groups.fragments`.
+        backward: as `_Groups.backward`.
         summaries: (B | M), [summarised fragments, HV, K, V + K], to exchange.
         finals: final states [owned sequences, HV, ...], to exchange; empty if only owners get them.
     """
@@ -111,6 +126,7 @@ class _Local:
     backend: str
     o: Tensor
     groups: list[LocalFragments]
+    backward: FragmentGradients | None
     summaries: _Gather
     finals: _Gather
 
@@ -121,10 +137,56 @@ class _Result(NamedTuple):
     Attributes:
         o: [1, T_rank, HV, V].
         final: [owned sequences, HV, ...]; None if the call does not return final states.
+        kept: what the backward needs; None if there is none.
     """
 
     o: Tensor
     final: Tensor | None
+    kept: _Kept | None
+
+
+class _Kept(NamedTuple):
+    """What a forward keeps for its backward besides the inputs.
+
+    Attributes:
+        starts: the true states at the starts of the fragments of this rank, [n, HV, K, V].
+        transitions: M of `FragmentGradients.transitions`, [n, HV, K, K].
+    """
+
+    starts: Tensor
+    transitions: Tensor
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A completed call, as its backward needs it. It holds no tensor.
+
+    Attributes:
+        shape: shape of the inputs of the rank.
+        backward: as `_Groups.backward`; also None on a rank without fragments.
+        position: the position of the call.
+    """
+
+    shape: ProblemShape
+    backward: FragmentGradients | None
+    position: Position
+
+
+@dataclass(frozen=True)
+class _LocalGradients:
+    """The state of a backward on one rank after the gradients of its states.
+
+    Attributes:
+        own: the backward of this rank; None on a rank without fragments.
+        grad_o: [1, T_rank, HV, V].
+        ends: gradients of the states at the ends of the fragments, [n, HV, K, V]; zeros where another fragment follows.
+        starts: gradients of the states at the starts of the late fragments, [n, HV, K, V], to exchange.
+    """
+
+    own: ReservedGradients | None
+    grad_o: Tensor
+    ends: Tensor
+    starts: _Gather
 
 
 class ContextParallel:
@@ -226,6 +288,12 @@ class ContextParallel:
         Arguments that are not listed here, and the heads, dimensions and dtypes of tensors, are those of
         `kda_core.chunk_kda`.
 
+        Training: an input requires grad on all ranks or on none, and all ranks run the backward of the call. A rank gets the
+        gradients of its tokens. The gradients of the inputs that ranks share are the shares of this rank, and their sum over ranks
+        is the whole, as in data parallelism: those of A_log and dt_bias, and that of initial_state, whose rows are zeros except
+        those of sequences that start on this rank. With ``final_state_on="all"`` the gradients of all copies of a final state are
+        added. The backward recomputes the states within a fragment, so `disable_recompute` has no effect.
+
         If data are exchanged, the host waits until the hosts of all ranks have confirmed that none has failed. With gloo for
         the hosts and NCCL for the GPUs, the host does not wait for a device.
 
@@ -233,7 +301,8 @@ class ContextParallel:
             q, k, v, g, beta: the tokens of this rank, [1, T_rank, ...], in the order of its fragments.
             initial_state: [N, HV, K, V] for the N sequences of the table, or [N, HV, V, K] with `state_v_first`, on
                 every rank or on none. The rank with the first token of a sequence reads the state of that sequence.
-            backend: name of a backend, or None. It may differ between ranks.
+            backend: name of a backend, or None. It may differ between ranks. One that is named serves the backward, too;
+                otherwise the forward chooses the best backend that has one.
 
         Returns:
             o [1, T_rank, HV, V], and the final states or None. The states are [len(table.owned(rank)), HV, K, V], or
@@ -248,12 +317,28 @@ class ContextParallel:
         """
         # All arguments by name. No other local variable exists yet.
         given = {name: value for name, value in locals().items() if name != "self"}
-        everywhere = self.ranks > 1 and self.final_state_on == "all"
-        agrees = self.table.crosses or everywhere
+        floats = [given[name] for name in FLOAT_TENSORS]
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in floats):
+            return ChunkKda.apply(self, given, *floats)
+        result, _ = self._forward(given, needs_backward=False)
+        return result.o, result.final
+
+    @property
+    def _everywhere(self) -> bool:
+        """Whether the ranks exchange final states."""
+        return self.ranks > 1 and self.final_state_on == "all"
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether the ranks agree on a call."""
+        return self.table.crosses or self._everywhere
+
+    def _forward(self, given: dict[str, Any], needs_backward: bool) -> tuple[_Result, _Call]:
+        """Makes a call. `given`: the arguments of `chunk_kda` by name."""
         position = Position(Step.CALL, self._instance, self._completed + 1, self.tag)
-        local, error = _attempt(lambda: self._summarize(given))
+        local, error = _attempt(lambda: self._summarize(given, needs_backward))
         with torch.no_grad():
-            if agrees:
+            if self._agrees:
                 terms = None if local is None else self._terms(local.inputs.shape)
                 self._ranks.agree(position, terms, error)
             if local is None:
@@ -261,34 +346,30 @@ class ContextParallel:
                 raise error
             wait = self._start_exchange(local, position)
             result, error = _attempt(lambda: self._execute(local, wait))
-            gathers = everywhere and output_final_state
+            gathers = self._everywhere and local.inputs.options.output_final_state
             if gathers and not isinstance(error, RankError):  # after a RankError the group cannot be used
                 terms = None if result is None else self._terms(local.inputs.shape)
                 self._ranks.agree(replace(position, step=Step.COMPLETE), terms, error)
             if result is None:
                 assert error is not None
                 raise error
-            o, final = result
             if gathers:
-                assert final is not None
-                final = self._gather_finals(local, final, position)
+                assert result.final is not None
+                result = result._replace(final=self._gather_finals(local, result.final, position))
             if local.groups:
-                registry.notify(local.backend, "chunk_fwd", o.device.type, "cp.distributed")
-            self._completed += agrees
-            return o, final
+                registry.notify(local.backend, "chunk_fwd", result.o.device.type, "cp.distributed")
+            self._completed += self._agrees
+            return result, _Call(local.inputs.shape, local.backward, position)
 
     # ---- summaries
 
-    def _summarize(self, given: dict[str, Any]) -> _Local:
+    def _summarize(self, given: dict[str, Any], needs_backward: bool) -> _Local:
         """Checks the arguments of this rank and computes its summaries."""
         # Without cu_seqlens: the table replaces it.
-        args = checked(Arguments(**given, context_parallel="off"))
-        options = args.options
+        args = checked(Arguments(**given, context_parallel="off", needs_backward=needs_backward))
         tensors = Tensors(**{name: getattr(args, name) for name in Tensors._fields})
-        if options.needs_backward:
-            raise ArgumentError("q", "inputs that do not require grad (forward only)", "one that does")
         with torch.no_grad():
-            return self._summarize_fragments(self._inputs(tensors, options), args.backend)
+            return self._summarize_fragments(self._inputs(tensors, args.options), args.backend)
 
     def _inputs(self, tensors: Tensors, options: KdaOptions) -> KdaInputs:
         """Checks the tensors of this rank and returns its inputs; `KdaInputs.initial_state` has all sequences of the table."""
@@ -321,7 +402,7 @@ class ContextParallel:
         everywhere = self.final_state_on == "all" and s.options.output_final_state
         owned = [len(self.table.owned(r)) if everywhere else 0 for r in range(self.ranks)]
         finals = _Gather(owned, self._ranks, element.expand(s.HV, *s.state_matrix))
-        planned = self._groups(inputs, backend) if own else _Groups([], backend or "")
+        planned = self._groups(inputs, backend) if own else _Groups([], backend or "", None)
         groups = [group.for_new_call() for group in planned.fragments]
         for group in groups:
             group.reserve(inputs)
@@ -331,7 +412,7 @@ class ContextParallel:
             group.summarize(inputs, first, o)
             for i, summary in group.summaries().items():
                 summaries.own[summarised.index(own[i])] = summary
-        return _Local(inputs, planned.backend, o, groups, summaries, finals)
+        return _Local(inputs, planned.backend, o, groups, planned.backward, summaries, finals)
 
     def _groups(self, inputs: KdaInputs, backend: str | None) -> _Groups:
         """Returns the planned fragments of this rank, which holds at least one.
@@ -359,9 +440,11 @@ class ContextParallel:
             numbers = [[i for i, c in enumerate(crossing) if c is want] for want in (True, False)]
         else:
             numbers = [list(range(len(own)))]
-        bounds = accumulate((f.stop - f.start for f in own), initial=0)
-        whole = [Segment(i, 0, start, end - start) for i, (start, end) in enumerate(pairwise(bounds))]
+        whole = whole_fragments(own)
         choice = registry.REGISTRY.resolve(execution_shape(s, [[p] for p in whole]), backend)
+        backward = None
+        if s.options.needs_backward:
+            backward = FragmentGradients(self.table, self.rank, s, backend)
         groups = []
         for group in numbers:
             planned = plan_fragments(
@@ -374,7 +457,7 @@ class ContextParallel:
             for shape in planned.shapes(s):
                 registry.REGISTRY.resolve(shape, choice.spec.name)  # raises if the backend does not serve it
             groups.append(planned)
-        return _Groups(groups, choice.spec.name)
+        return _Groups(groups, choice.spec.name, backward)
 
     def _initial(self, inputs: KdaInputs, f: Fragment) -> Tensor | None:
         """Returns the initial state [HV, K, V] of a fragment that holds the start of its sequence.
@@ -409,19 +492,29 @@ class ContextParallel:
         inputs, s = local.inputs, local.inputs.shape
         own = self.table.of_rank(self.rank)
         finals: dict[int, Tensor] = {}
+        starts: dict[int, Tensor] = {}
         for group in (p for p in local.groups if not p.crossing):
             first = [self._initial(inputs, own[i]) for i in group.numbers]
             group.summarize(inputs, first, local.o)
-            starts = [self._zeros(s, local.o) if x is None else x for x in first]
-            finals |= group.execute(inputs, starts, local.o)
+            known = [self._zeros(s, local.o) if x is None else x for x in first]
+            finals |= group.execute(inputs, known, local.o)
+            starts |= zip(group.numbers, known)
         summaries = wait()  # a collective: every rank takes part, even one that needs no summary
         for group in (p for p in local.groups if p.crossing):
-            finals |= group.execute(inputs, self._starts(local, group, summaries), local.o)
+            found = self._starts(local, group, summaries)
+            finals |= group.execute(inputs, found, local.o)
+            starts |= zip(group.numbers, found)
+        kept = None
+        if s.options.needs_backward:
+            needed = [] if local.backward is None else local.backward.transitions
+            kept = _Kept(
+                self._stack([starts[i] for i in range(len(own))], local.o, s, s.K, s.V),
+                self._stack([summaries[f][..., s.V :] for f in needed], local.o, s, s.K, s.K),
+            )
         if not s.options.output_final_state:
-            return _Result(local.o, None)
+            return _Result(local.o, None, kept)
         last = [finals[i] for i, f in enumerate(own) if f.stop == self.table.lengths[f.sequence]]
-        empty = local.o.new_empty((0, s.HV, *s.state_matrix), dtype=s.state_dtype)
-        return _Result(local.o, torch.stack(last) if last else empty)
+        return _Result(local.o, self._stack(last, local.o, s, *s.state_matrix), kept)
 
     def _starts(
         self, local: _Local, group: LocalFragments, summaries: dict[Fragment, Tensor]
@@ -450,6 +543,13 @@ class ContextParallel:
     def _zeros(s: ProblemShape, like: Tensor) -> Tensor:
         return like.new_zeros((s.HV, s.K, s.V), dtype=s.state_dtype)
 
+    @staticmethod
+    def _stack(matrices: list[Tensor], like: Tensor, s: ProblemShape, rows: int, columns: int) -> Tensor:
+        """Returns n matrices [HV, rows, columns] as [n, HV, rows, columns], also if there are none."""
+        if matrices:
+            return torch.stack(matrices)
+        return like.new_empty((0, s.HV, rows, columns), dtype=s.state_dtype)
+
     def _gather_finals(self, local: _Local, final: Tensor, position: Position) -> Tensor:
         """Returns the final states of all sequences on every rank."""
         owned = [self.table.owned(r) for r in range(self.ranks)]
@@ -457,6 +557,135 @@ class ContextParallel:
         by_rank = local.finals.start(position)()
         by_sequence = {n: state for states, ns in zip(by_rank, owned) for n, state in zip(ns, states)}
         return torch.stack([by_sequence[n] for n in range(len(self.table.lengths))])
+
+    # ---- the backward
+
+    def _backward(
+        self,
+        call: _Call,
+        wanted: Sequence[str],
+        grad_o: Tensor | None,
+        grad_final: Tensor | None,
+        tensors: dict[str, Tensor | None],
+        kept: _Kept,
+    ) -> dict[str, Tensor]:
+        """Returns the gradients of the inputs of this rank by name, in their shapes and dtypes.
+
+        Args:
+            call: the call.
+            wanted: names of the inputs that need a gradient.
+            grad_o, grad_final: gradients of the results of the call, or None for zeros.
+            tensors: the inputs of the call by name, without the initial states.
+        """
+        with torch.no_grad():
+            if self._everywhere and call.shape.options.output_final_state:
+                grad_final = self._sum_state_gradients(call, grad_final)
+            position = replace(call.position, step=Step.BACKWARD)
+            start = partial(self._start_backward, call, wanted, grad_o, grad_final, tensors, kept)
+            local, error = _attempt(start)
+            if self._agrees:
+                self._ranks.agree(position, None if local is None else self._terms(call.shape), error)
+            if local is None:
+                assert error is not None
+                raise error
+            try:
+                found = self._finish_backward(local, kept, position)
+                return {n: self._gradient(n, found, call.shape, tensors) for n in wanted}
+            except Exception:
+                # The others may have completed this backward. This rank then disagrees with their next call.
+                self._completed -= self._agrees
+                raise
+
+    def _sum_state_gradients(self, call: _Call, given: Tensor | None) -> Tensor:
+        """Returns the gradients of the final states of the sequences that end on this rank, summed over all copies.
+
+        Args:
+            given: the gradients of this rank's copies of all final states, or None for zeros.
+        """
+        s = call.shape
+        position = replace(call.position, step=Step.SUM_STATE_GRADIENTS)
+        total, error = _attempt(lambda: self._copies(s, given))
+        self._ranks.agree(position, None if total is None else self._terms(s), error)
+        assert total is not None  # else `agree` has raised
+        self._ranks.sum(total, position)
+        return total[list(self.table.owned(self.rank))]
+
+    def _copies(self, s: ProblemShape, given: Tensor | None) -> Tensor:
+        """Returns `given` or zeros as [N, HV, ...], in memory that the ranks may add to."""
+        size = (len(self.table.lengths), s.HV, *s.state_matrix)
+        x = torch.zeros(size, dtype=s.state_dtype, device=self._ranks.device)
+        return x if given is None else x.copy_(given)
+
+    def _start_backward(
+        self,
+        call: _Call,
+        wanted: Sequence[str],
+        grad_o: Tensor | None,
+        grad_final: Tensor | None,
+        tensors: dict[str, Tensor | None],
+        kept: _Kept,
+    ) -> _LocalGradients:
+        """Computes the gradients of the states at the starts of the late fragments of this rank.
+
+        `grad_final`: of the sequences that end on this rank.
+        """
+        s, own = call.shape, self.table.of_rank(self.rank)
+        v = tensors["v"]
+        assert v is not None
+        grad_o = torch.zeros_like(v) if grad_o is None else grad_o
+        ends = torch.zeros_like(kept.starts)
+        if grad_final is not None:
+            last = [i for i, f in enumerate(own) if f.stop == self.table.lengths[f.sequence]]
+            ends[last] = (grad_final.mT if s.options.state_v_first else grad_final).to(ends)
+        counts = [len(self._late(r)) for r in range(self.ranks)]
+        element = kept.starts.new_empty(())
+        starts = _Gather(counts, self._ranks, element.expand(s.HV, s.K, s.V))
+        if call.backward is None:
+            return _LocalGradients(None, grad_o, ends, starts)
+        inputs = buffers.make_inputs(Tensors(**tensors, initial_state=None), s)
+        reserved = call.backward.reserve(inputs, kept.starts, wanted)
+        if (found := reserved.state_gradients(grad_o, ends)) is not None:
+            starts.own.copy_(found)
+        return _LocalGradients(reserved, grad_o, ends, starts)
+
+    def _finish_backward(
+        self, local: _LocalGradients, kept: _Kept, position: Position
+    ) -> KdaGradients | None:
+        """Exchanges the gradients of states and returns those of this rank's fragments; None if it has no fragment."""
+        by_rank = local.starts.start(position)() if self.table.crosses else [local.starts.own]
+        holders = range(self.ranks) if self.table.crosses else [self.rank]
+        starts = {f: x for r, own in zip(holders, by_rank) for f, x in zip(self._late(r), own)}
+        if local.own is None:
+            return None
+        plan = local.own.plan
+        plan.merge(local.ends, starts, dict(zip(plan.transitions, kept.transitions)))
+        found = local.own.gradients(local.grad_o, local.ends)
+        registry.notify(plan.backend, "chunk_bwd", local.grad_o.device.type, "cp.distributed")
+        return found
+
+    def _gradient(
+        self, name: str, found: KdaGradients | None, s: ProblemShape, tensors: dict[str, Tensor | None]
+    ) -> Tensor:
+        """Returns the gradient of an input. `found`: as `_finish_backward` returns it."""
+        own = None if found is None else getattr(found, name)
+        if name != "initial_state":
+            x = tensors[name]
+            assert x is not None  # it requires grad
+            return torch.zeros_like(x) if own is None else own.reshape(x.shape).to(x.dtype)
+        v = tensors["v"]
+        assert v is not None
+        gradient = v.new_zeros((len(self.table.lengths), s.HV, *s.state_matrix), dtype=s.state_dtype)
+        if own is not None:
+            first = [i for i, f in enumerate(self.table.of_rank(self.rank)) if f.start == 0]
+            sequences = [self.table.of_rank(self.rank)[i].sequence for i in first]
+            gradient[sequences] = own[first].mT if s.options.state_v_first else own[first]
+        return gradient
+
+    def _late(self, rank: int) -> list[Fragment]:
+        """Returns the fragments of a rank that do not hold the starts of their sequences."""
+        return [f for f in self.table.of_rank(rank) if f.start > 0]
+
+    # ---- agreement
 
     def _terms(self, shape: ProblemShape) -> Terms:
         """Returns the values that must be equal on all ranks in this call.
@@ -478,6 +707,52 @@ class ContextParallel:
                 }
             ),
         )
+
+
+_KEPT = tuple(name for name in FLOAT_TENSORS if name != "initial_state")
+
+
+class ChunkKda(torch.autograd.Function):  # torch shows the name
+    """The node of a call of `ContextParallel.chunk_kda`."""
+
+    @staticmethod
+    def forward(ctx: Any, cp: ContextParallel, given: dict[str, Any], *floats: Any) -> Any:
+        given = given | dict(zip(FLOAT_TENSORS, floats))
+        result, ctx.call = cp._forward(given, needs_backward=True)
+        assert result.kept is not None  # the call has a backward
+        ctx.cp = cp
+        ctx.save_for_backward(*(given[name] for name in _KEPT), *result.kept)
+        ctx.set_materialize_grads(False)
+        return result.o, result.final
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        wanted = [name for name, needed in zip(FLOAT_TENSORS, ctx.needs_input_grad[2:]) if needed]
+        found = ChunkKdaGradients.apply(ctx.cp, ctx.call, wanted, *grads, *ctx.saved_tensors)
+        by_name = dict(zip(wanted, found))
+        return (None, None, *(by_name.get(name) for name in FLOAT_TENSORS))
+
+
+class ChunkKdaGradients(torch.autograd.Function):
+    """The node of the backward of `ChunkKda`, which has no derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        cp: ContextParallel,
+        call: _Call,
+        wanted: list[str],
+        grad_o: Any,
+        grad_final: Any,
+        *saved: Any,
+    ) -> Any:
+        tensors, kept = dict(zip(_KEPT, saved)), _Kept(*saved[len(_KEPT) :])
+        found = cp._backward(call, wanted, grad_o, grad_final, tensors, kept)
+        return tuple(found[name] for name in wanted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise DerivativeError(gradients.SECOND_DERIVATIVES)
 
 
 def _attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
