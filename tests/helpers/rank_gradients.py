@@ -248,7 +248,7 @@ def error_checks(rank, ranks, table, memory):
     for name, target in before.items():
         for on in ("owner", "all"):
             yield f"fails as it {name}, {on}", partial(failing, target, on)
-    yield "fails before the sum", partial(failing, "kda_cp.distributed.ContextParallel._copies", "all")
+    yield "fails before the sum", partial(failing, "kda_cp.rank_backward.RankBackward._copies", "all")
     yield "fails afterwards", partial(failing, "kda_cp.state_gradients.BackwardCaller.__call__")
 
     def trained_on_some():

@@ -13,13 +13,15 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kda_core.errors import KdaError
+
+Value = TypeVar("Value")
 
 
 class Step(enum.IntEnum):
@@ -247,6 +249,54 @@ class Ranks:
                 "of the group. The group cannot be used again: restart all ranks. If a rank is only slow, pass a longer "
                 f"timeout to init_process_group. Error of the group: {error}"
             ) from error
+
+
+class Gather:
+    """A gather of tensors of equal shape from all ranks.
+
+    Its memory is allocated before the ranks agree on a call. Otherwise one rank could run out of memory after the others have
+    started to exchange data.
+
+    Args:
+        counts: number of tensors of each rank. The exchange pads all of them to the largest number.
+        ranks: the ranks of the group.
+        like: [...], with the shape and dtype of one tensor, and the device of the results.
+
+    Attributes:
+        own: [count, ...], the tensors of this rank, which the caller fills.
+    """
+
+    def __init__(self, counts: list[int], ranks: Ranks, like: Tensor) -> None:
+        self._counts, self._ranks, self._device = counts, ranks, like.device
+        most = max(counts)
+        self._sent = like.new_zeros((most, *like.shape), device=ranks.device)
+        self._gathered = self._sent.new_empty((len(counts) * most, *like.shape))
+        self.own = self._sent[: counts[ranks.rank]]
+
+    def start(self, position: Position) -> Callable[[], list[Tensor]]:
+        """Sends `own`. Returns a function that waits for the tensors of each rank, [count, ...].
+
+        On a GPU the current CUDA stream waits, not the host.
+        """
+        wait_for_group = self._ranks.start_gather(self._gathered, self._sent, position)
+
+        def wait() -> list[Tensor]:
+            wait_for_group()
+            by_rank = self._gathered.unflatten(0, (len(self._counts), -1))
+            return [x[:n].to(self._device) for x, n in zip(by_rank, self._counts)]
+
+        return wait
+
+
+def attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
+    """Returns (result of `work`, None), or (None, its exception).
+
+    The caller informs the other ranks before it raises the exception.
+    """
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for a message in any case
+        return None, error
 
 
 def _disagreement(position: Position, fields: list[dict[str, str]]) -> str:

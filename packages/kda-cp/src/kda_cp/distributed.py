@@ -5,7 +5,7 @@
 3. Each rank merges the summaries (`kda_cp.merge`) and executes its fragments from their true initial states.
 
 The backward has the same steps in the other direction: gradients of states pass from the end of a sequence to its start
-(`kda_cp.fragment_gradients`).
+(`kda_cp.rank_backward`).
 
 Example::
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count, pairwise
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,63 +35,24 @@ from kda_core.arguments import Arguments, checked
 from kda_core.contract import (
     FLOAT_TENSORS,
     OPTION_NAMES,
-    KdaGradients,
     KdaInputs,
     KdaOptions,
     ProblemShape,
     Tensors,
 )
 from kda_core.errors import ArgumentError, DerivativeError, DtypeError, ShapeError, describe
-from kda_cp.agreement import Position, RankError, Ranks, Step, Terms
+from kda_cp.agreement import Gather, Position, RankError, Ranks, Step, Terms, attempt
 from kda_cp.cache import Cache
-from kda_cp.fragment_gradients import FragmentGradients, ReservedGradients, whole_fragments
+from kda_cp.fragment_gradients import FragmentGradients, whole_fragments
 from kda_cp.fragments import Fragment, FragmentTable
 from kda_cp.local_fragments import LocalFragments, plan_fragments
 from kda_cp.merge import merge_segments
+from kda_cp.rank_backward import CompletedCall, Kept, RankBackward
 from kda_cp.segments import execution_shape
 
 __all__ = ["ContextParallel", "Fragment", "FragmentTable", "RankError"]
 
-Value = TypeVar("Value")
-
 _instances = count(1)  # numbers of instances in this process
-
-
-class _Gather:
-    """A gather of tensors of equal shape from all ranks.
-
-    Its memory is allocated before the ranks agree on a call. Otherwise one rank could run out of memory after the others have
-    started to exchange data.
-
-    Args:
-        counts: number of tensors of each rank. The exchange pads all of them to the largest number.
-        ranks: the ranks of the group.
-        like: [...], with the shape and dtype of one tensor, and the device of the results.
-
-    Attributes:
-        own: [count, ...], the tensors of this rank, which the caller fills.
-    """
-
-    def __init__(self, counts: list[int], ranks: Ranks, like: Tensor) -> None:
-        self._counts, self._ranks, self._device = counts, ranks, like.device
-        most = max(counts)
-        self._sent = like.new_zeros((most, *like.shape), device=ranks.device)
-        self._gathered = self._sent.new_empty((len(counts) * most, *like.shape))
-        self.own = self._sent[: counts[ranks.rank]]
-
-    def start(self, position: Position) -> Callable[[], list[Tensor]]:
-        """Sends `own`. Returns a function that waits for the tensors of each rank, [count, ...].
-
-        On a GPU the current CUDA stream waits, not the host.
-        """
-        wait_for_group = self._ranks.start_gather(self._gathered, self._sent, position)
-
-        def wait() -> list[Tensor]:
-            wait_for_group()
-            by_rank = self._gathered.unflatten(0, (len(self._counts), -1))
-            return [x[:n].to(self._device) for x, n in zip(by_rank, self._counts)]
-
-        return wait
 
 
 class _Groups(NamedTuple):
@@ -127,8 +88,8 @@ class _Local:
     o: Tensor
     groups: list[LocalFragments]
     backward: FragmentGradients | None
-    summaries: _Gather
-    finals: _Gather
+    summaries: Gather
+    finals: Gather
 
 
 class _Result(NamedTuple):
@@ -142,51 +103,7 @@ class _Result(NamedTuple):
 
     o: Tensor
     final: Tensor | None
-    kept: _Kept | None
-
-
-class _Kept(NamedTuple):
-    """What a forward keeps for its backward besides the inputs.
-
-    Attributes:
-        starts: the true states at the starts of the fragments of this rank, [n, HV, K, V].
-        transitions: M of `FragmentGradients.transitions`, [n, HV, K, K].
-    """
-
-    starts: Tensor
-    transitions: Tensor
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A completed call, as its backward needs it. It holds no tensor.
-
-    Attributes:
-        shape: shape of the inputs of the rank.
-        backward: as `_Groups.backward`; also None on a rank without fragments.
-        position: the position of the call.
-    """
-
-    shape: ProblemShape
-    backward: FragmentGradients | None
-    position: Position
-
-
-@dataclass(frozen=True)
-class _LocalGradients:
-    """The state of a backward on one rank after the gradients of its states.
-
-    Attributes:
-        own: the backward of this rank; None on a rank without fragments.
-        grad_o: [1, T_rank, HV, V].
-        ends: gradients of the states at the ends of the fragments, [n, HV, K, V]; zeros where another fragment follows.
-        starts: gradients of the states at the starts of the late fragments, [n, HV, K, V], to exchange.
-    """
-
-    own: ReservedGradients | None
-    grad_o: Tensor
-    ends: Tensor
-    starts: _Gather
+    kept: Kept | None
 
 
 class ContextParallel:
@@ -234,7 +151,7 @@ class ContextParallel:
         # disagrees with the next call of the others.
         self._completed = 0
         self._call_terms = Cache(64)
-        fields, error = _attempt(self._instance_terms)
+        fields, error = attempt(self._instance_terms)
         tag = tag if isinstance(tag, str) else None
         proposed = Position(Step.CONSTRUCT, next(_instances), tag=tag)
         self._instance = self._ranks.agree(proposed, None if fields is None else Terms(fields), error)
@@ -333,10 +250,10 @@ class ContextParallel:
         """Whether the ranks agree on a call."""
         return self.table.crosses or self._everywhere
 
-    def _forward(self, given: dict[str, Any], needs_backward: bool) -> tuple[_Result, _Call]:
+    def _forward(self, given: dict[str, Any], needs_backward: bool) -> tuple[_Result, CompletedCall]:
         """Makes a call. `given`: the arguments of `chunk_kda` by name."""
         position = Position(Step.CALL, self._instance, self._completed + 1, self.tag)
-        local, error = _attempt(lambda: self._summarize(given, needs_backward))
+        local, error = attempt(lambda: self._summarize(given, needs_backward))
         with torch.no_grad():
             if self._agrees:
                 terms = None if local is None else self._terms(local.inputs.shape)
@@ -345,7 +262,7 @@ class ContextParallel:
                 assert error is not None
                 raise error
             wait = self._start_exchange(local, position)
-            result, error = _attempt(lambda: self._execute(local, wait))
+            result, error = attempt(lambda: self._execute(local, wait))
             gathers = self._everywhere and local.inputs.options.output_final_state
             if gathers and not isinstance(error, RankError):  # after a RankError the group cannot be used
                 terms = None if result is None else self._terms(local.inputs.shape)
@@ -359,7 +276,7 @@ class ContextParallel:
             if local.groups:
                 registry.notify(local.backend, "chunk_fwd", result.o.device.type, "cp.distributed")
             self._completed += self._agrees
-            return result, _Call(local.inputs.shape, local.backward, position)
+            return result, CompletedCall(local.inputs.shape, local.backward, position)
 
     # ---- summaries
 
@@ -398,10 +315,10 @@ class ContextParallel:
         element = o.new_empty((), dtype=s.state_dtype)
         summarised = self._summarised(self.rank)
         counts = [len(self._summarised(r)) for r in range(self.ranks)]
-        summaries = _Gather(counts, self._ranks, element.expand(s.HV, s.K, s.V + s.K))
+        summaries = Gather(counts, self._ranks, element.expand(s.HV, s.K, s.V + s.K))
         everywhere = self.final_state_on == "all" and s.options.output_final_state
         owned = [len(self.table.owned(r)) if everywhere else 0 for r in range(self.ranks)]
-        finals = _Gather(owned, self._ranks, element.expand(s.HV, *s.state_matrix))
+        finals = Gather(owned, self._ranks, element.expand(s.HV, *s.state_matrix))
         planned = self._groups(inputs, backend) if own else _Groups([], backend or "", None)
         groups = [group.for_new_call() for group in planned.fragments]
         for group in groups:
@@ -507,7 +424,7 @@ class ContextParallel:
         kept = None
         if s.options.needs_backward:
             needed = [] if local.backward is None else local.backward.transitions
-            kept = _Kept(
+            kept = Kept(
                 self._stack([starts[i] for i in range(len(own))], local.o, s, s.K, s.V),
                 self._stack([summaries[f][..., s.V :] for f in needed], local.o, s, s.K, s.K),
             )
@@ -558,134 +475,27 @@ class ContextParallel:
         by_sequence = {n: state for states, ns in zip(by_rank, owned) for n, state in zip(ns, states)}
         return torch.stack([by_sequence[n] for n in range(len(self.table.lengths))])
 
-    # ---- the backward
-
     def _backward(
         self,
-        call: _Call,
+        call: CompletedCall,
         wanted: Sequence[str],
         grad_o: Tensor | None,
         grad_final: Tensor | None,
-        tensors: dict[str, Tensor | None],
-        kept: _Kept,
+        tensors: dict[str, Any],
+        kept: Kept,
     ) -> dict[str, Tensor]:
-        """Returns the gradients of the inputs of this rank by name, in their shapes and dtypes.
-
-        Args:
-            call: the call.
-            wanted: names of the inputs that need a gradient.
-            grad_o, grad_final: gradients of the results of the call, or None for zeros.
-            tensors: the inputs of the call by name, without the initial states.
-        """
+        """Returns the gradients of the inputs of this rank by name, in their shapes and dtypes; arguments as in `RankBackward`."""
+        sums = self._everywhere and call.shape.options.output_final_state
+        terms = self._terms(call.shape) if self._agrees else None
         with torch.no_grad():
-            if self._everywhere and call.shape.options.output_final_state:
-                grad_final = self._sum_state_gradients(call, grad_final)
-            position = replace(call.position, step=Step.BACKWARD)
-            start = partial(self._start_backward, call, wanted, grad_o, grad_final, tensors, kept)
-            local, error = _attempt(start)
-            if self._agrees:
-                self._ranks.agree(position, None if local is None else self._terms(call.shape), error)
-            if local is None:
-                assert error is not None
-                raise error
+            backward = RankBackward(self._ranks, self.table, call, tensors, kept, wanted)
+            backward.start(grad_o, grad_final, terms, sums)
             try:
-                found = self._finish_backward(local, kept, position)
-                return {n: self._gradient(n, found, call.shape, tensors) for n in wanted}
+                return backward.finish()
             except Exception:
                 # The others may have completed this backward. This rank then disagrees with their next call.
                 self._completed -= self._agrees
                 raise
-
-    def _sum_state_gradients(self, call: _Call, given: Tensor | None) -> Tensor:
-        """Returns the gradients of the final states of the sequences that end on this rank, summed over all copies.
-
-        Args:
-            given: the gradients of this rank's copies of all final states, or None for zeros.
-        """
-        s = call.shape
-        position = replace(call.position, step=Step.SUM_STATE_GRADIENTS)
-        total, error = _attempt(lambda: self._copies(s, given))
-        self._ranks.agree(position, None if total is None else self._terms(s), error)
-        assert total is not None  # else `agree` has raised
-        self._ranks.sum(total, position)
-        return total[list(self.table.owned(self.rank))]
-
-    def _copies(self, s: ProblemShape, given: Tensor | None) -> Tensor:
-        """Returns `given` or zeros as [N, HV, ...], in memory that the ranks may add to."""
-        size = (len(self.table.lengths), s.HV, *s.state_matrix)
-        x = torch.zeros(size, dtype=s.state_dtype, device=self._ranks.device)
-        return x if given is None else x.copy_(given)
-
-    def _start_backward(
-        self,
-        call: _Call,
-        wanted: Sequence[str],
-        grad_o: Tensor | None,
-        grad_final: Tensor | None,
-        tensors: dict[str, Tensor | None],
-        kept: _Kept,
-    ) -> _LocalGradients:
-        """Computes the gradients of the states at the starts of the late fragments of this rank.
-
-        `grad_final`: of the sequences that end on this rank.
-        """
-        s, own = call.shape, self.table.of_rank(self.rank)
-        v = tensors["v"]
-        assert v is not None
-        grad_o = torch.zeros_like(v) if grad_o is None else grad_o
-        ends = torch.zeros_like(kept.starts)
-        if grad_final is not None:
-            last = [i for i, f in enumerate(own) if f.stop == self.table.lengths[f.sequence]]
-            ends[last] = (grad_final.mT if s.options.state_v_first else grad_final).to(ends)
-        counts = [len(self._late(r)) for r in range(self.ranks)]
-        element = kept.starts.new_empty(())
-        starts = _Gather(counts, self._ranks, element.expand(s.HV, s.K, s.V))
-        if call.backward is None:
-            return _LocalGradients(None, grad_o, ends, starts)
-        inputs = buffers.make_inputs(Tensors(**tensors, initial_state=None), s)
-        reserved = call.backward.reserve(inputs, kept.starts, wanted)
-        if (found := reserved.state_gradients(grad_o, ends)) is not None:
-            starts.own.copy_(found)
-        return _LocalGradients(reserved, grad_o, ends, starts)
-
-    def _finish_backward(
-        self, local: _LocalGradients, kept: _Kept, position: Position
-    ) -> KdaGradients | None:
-        """Exchanges the gradients of states and returns those of this rank's fragments; None if it has no fragment."""
-        by_rank = local.starts.start(position)() if self.table.crosses else [local.starts.own]
-        holders = range(self.ranks) if self.table.crosses else [self.rank]
-        starts = {f: x for r, own in zip(holders, by_rank) for f, x in zip(self._late(r), own)}
-        if local.own is None:
-            return None
-        plan = local.own.plan
-        plan.merge(local.ends, starts, dict(zip(plan.transitions, kept.transitions)))
-        found = local.own.gradients(local.grad_o, local.ends)
-        registry.notify(plan.backend, "chunk_bwd", local.grad_o.device.type, "cp.distributed")
-        return found
-
-    def _gradient(
-        self, name: str, found: KdaGradients | None, s: ProblemShape, tensors: dict[str, Tensor | None]
-    ) -> Tensor:
-        """Returns the gradient of an input. `found`: as `_finish_backward` returns it."""
-        own = None if found is None else getattr(found, name)
-        if name != "initial_state":
-            x = tensors[name]
-            assert x is not None  # it requires grad
-            return torch.zeros_like(x) if own is None else own.reshape(x.shape).to(x.dtype)
-        v = tensors["v"]
-        assert v is not None
-        gradient = v.new_zeros((len(self.table.lengths), s.HV, *s.state_matrix), dtype=s.state_dtype)
-        if own is not None:
-            first = [i for i, f in enumerate(self.table.of_rank(self.rank)) if f.start == 0]
-            sequences = [self.table.of_rank(self.rank)[i].sequence for i in first]
-            gradient[sequences] = own[first].mT if s.options.state_v_first else own[first]
-        return gradient
-
-    def _late(self, rank: int) -> list[Fragment]:
-        """Returns the fragments of a rank that do not hold the starts of their sequences."""
-        return [f for f in self.table.of_rank(rank) if f.start > 0]
-
-    # ---- agreement
 
     def _terms(self, shape: ProblemShape) -> Terms:
         """Returns the values that must be equal on all ranks in this call.
@@ -740,27 +550,16 @@ class ChunkKdaGradients(torch.autograd.Function):
     def forward(
         ctx: Any,
         cp: ContextParallel,
-        call: _Call,
+        call: CompletedCall,
         wanted: list[str],
         grad_o: Any,
         grad_final: Any,
         *saved: Any,
     ) -> Any:
-        tensors, kept = dict(zip(_KEPT, saved)), _Kept(*saved[len(_KEPT) :])
+        tensors, kept = dict(zip(_KEPT, saved)), Kept(*saved[len(_KEPT) :])
         found = cp._backward(call, wanted, grad_o, grad_final, tensors, kept)
         return tuple(found[name] for name in wanted)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise DerivativeError(gradients.SECOND_DERIVATIVES)
-
-
-def _attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
-    """Returns (result of `work`, None), or (None, its exception).
-
-    The caller informs the other ranks before it raises the exception.
-    """
-    try:
-        return work(), None
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for a message in any case
-        return None, error

@@ -131,7 +131,7 @@ class ReservedGradients:
         """
         if not (late := self.plan.late):
             return None
-        own = ends[[p.sequence for p in late]]
+        own = torch.stack([ends[p.sequence] for p in late])
         return state_gradients(self._inputs, late, grad_o, own, self._caller)
 
     def gradients(self, grad_o: Tensor, ends: Tensor) -> KdaGradients:
