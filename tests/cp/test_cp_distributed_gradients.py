@@ -159,8 +159,12 @@ def test_a_repeated_and_a_checkpointed_backward_have_the_same_bits(results):
     assert all(found["again"] is True for found in results)
 
 
-def test_a_second_derivative_is_refused_by_name(results):
+def test_second_derivatives_and_forward_mode_are_refused_by_name(results):
     for found in results:
+        for name, message in found["forward mode"]:
+            assert (
+                name == "DerivativeError" and "forward-mode AD is not supported: v has a tangent" in message
+            )
         name, message = found["second derivative"]
         assert name == "DerivativeError" and message.startswith("second derivatives are not supported")
 

@@ -1,4 +1,4 @@
-"""The checks of gradients that each rank of a group executes, for tests/cp/test_cp_distributed_gradients.py."""
+"""The checks of gradients that each rank of a group executes, for tests/cp/test_cp_distributed_gradients.py and test_cp_gpu.py."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import kda_core
@@ -189,6 +190,16 @@ def checks(rank, ranks):
         return fails(lambda: found["q"].sum().backward())
 
     yield "second derivative", twice_differentiated
+
+    def forward_mode(names):
+        cp = ContextParallel(None, crossing)
+        x, _ = local(crossing, rank, memory, names)
+        with forward_ad.dual_level():
+            return fails(
+                lambda: cp.chunk_kda(**x | {"v": forward_ad.make_dual(x["v"], torch.ones_like(x["v"]))})
+            )
+
+    yield "forward mode", lambda: [forward_mode(names) for names in ((), FLOAT_TENSORS)]
     apart = FragmentTable.document_aligned(LENGTHS, ranks)
 
     def alone():
@@ -316,4 +327,16 @@ def work(rank, ranks, folder):
     except Exception:  # noqa: BLE001 - the test prints it
         results["crashed"] = f"{name if results else ''}: {traceback.format_exc()}"
     torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def on_gpus(rank, ranks, folder, backend):
+    """Entry of a process with its own GPU: compares gradients of kda-sm90 with those of one process."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    lengths = (2000, 0, 300)
+    form = case("slow", lengths, H=2, HV=4, K=128, V=128, dtype=torch.bfloat16, device="cuda")
+    tables = (FragmentTable.contiguous(lengths, ranks), FragmentTable.zigzag(lengths, ranks))
+    found = [compare(table, form, on, backend="sm90") for table in tables for on in ("owner", "all")]
+    torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

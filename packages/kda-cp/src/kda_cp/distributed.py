@@ -282,6 +282,7 @@ class ContextParallel:
 
     def _summarize(self, given: dict[str, Any], needs_backward: bool) -> _Local:
         """Checks the arguments of this rank and computes its summaries."""
+        gradients.refuse_tangents(FLOAT_TENSORS, [given[name] for name in FLOAT_TENSORS])
         # Without cu_seqlens: the table replaces it.
         args = checked(Arguments(**given, context_parallel="off", needs_backward=needs_backward))
         tensors = Tensors(**{name: getattr(args, name) for name in Tensors._fields})
@@ -541,6 +542,12 @@ class ChunkKda(torch.autograd.Function):  # torch shows the name
         found = ChunkKdaGradients.apply(ctx.cp, ctx.call, wanted, *grads, *ctx.saved_tensors)
         by_name = dict(zip(wanted, found))
         return (None, None, *(by_name.get(name) for name in FLOAT_TENSORS))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        # torch hides tangents from `forward`, and calls this after it.
+        given = zip(FLOAT_TENSORS, tangents[2:])
+        raise gradients.forward_mode_error(next(name for name, x in given if x is not None))
 
 
 class ChunkKdaGradients(torch.autograd.Function):
