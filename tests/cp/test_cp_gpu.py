@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from helpers import rank_checks
+from helpers import rank_checks, rank_gradients
 
 from kda_core import chunk_kda
 from kda_core.registry import record_calls
@@ -109,6 +109,17 @@ def test_the_host_does_not_wait_for_a_gpu_if_hosts_agree_through_gloo(ranks, bac
         o, state, ran, busy = torch.load(tmp_path / f"{rank}.pt")
         assert o < 5e-3 and state < 5e-3 and ran == [("sm90", "cp.distributed")]
         assert busy or backend == "nccl", "the call returned after the GPU had finished"
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_over_several_gpus_are_close_to_those_of_one_process(ranks, backend, tmp_path):
+    need(ranks)
+    mp.spawn(rank_gradients.on_gpus, (ranks, str(tmp_path), backend), nprocs=ranks)
+    for rank in range(ranks):
+        for found in torch.load(tmp_path / f"{rank}.pt"):
+            assert max(found["errors"].values()) < 2e-2 and len(found["errors"]) == 8, found
+            assert found["backends"] == [("sm90", e, "cp.distributed") for e in ("chunk_fwd", "chunk_bwd")]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -173,8 +173,6 @@ def checks(rank, ranks):
     yield from order_checks(rank, ranks)
     small = FragmentTable.contiguous((211,), ranks + 1)
     yield "table for more", lambda: fails(lambda: ContextParallel(None, small))
-    trained = x | {"v": x["v"].float().requires_grad_()}
-    yield "training", lambda: fails(lambda: run(None, table, trained | {n: x[n].float() for n in ("q", "k")}))
 
     def broken():
         with mock.patch(
@@ -278,10 +276,11 @@ def order_checks(rank, ranks):
 
 
 def deaths(rank, ranks, folder):
-    """Entry of 5 processes. Rank 0 has a group with each other rank, and each other rank dies at another moment.
+    """Entry of 6 processes. Rank 0 has a group with each other rank, and each other rank dies at another moment.
 
     Rank 1 dies before it constructs a `ContextParallel`, ranks 2 and 4 before their first call, and rank 3 during the exchange
-    of summaries. In the group with rank 4, rank 0 fails as well. Rank 0 stores the errors that it raises.
+    of summaries. In the group with rank 4, rank 0 fails as well. Rank 5 dies during the exchange of a backward. Rank 0 stores the
+    errors that it raises.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -295,7 +294,7 @@ def deaths(rank, ranks, folder):
     table = FragmentTable.contiguous((80,), 2)
     mine = x | {n: table.shard(x[n], int(rank > 0)) for n in TOKENS}
 
-    def use(group, dies=None, **mistake):
+    def use(group, dies=None, trains=False, **mistake):
         if dies == 1:
             os._exit(0)
         cp = ContextParallel(group, table, tag="layer 7")
@@ -304,19 +303,24 @@ def deaths(rank, ranks, folder):
         if dies == 3:
             with dying_in_exchange():
                 cp.chunk_kda(**mine)
+        if dies == 5 or trains:
+            q = mine["q"].clone().requires_grad_()
+            o, _ = cp.chunk_kda(**mine | {"q": q})
+            with dying_in_exchange() if dies else nullcontext():
+                o.sum().backward()
         cp.chunk_kda(**mine | mistake)
 
     if rank:
         use(groups[rank], dies=rank)
     else:
-        mistakes = {4: {"beta": 0.5}}
+        mistakes = {4: {"beta": 0.5}, 5: {"trains": True}}
         found = {r: fails(lambda r=r: use(groups[r], **mistakes.get(r, {}))) for r in groups}
         torch.save(found, f"{folder}/0.pt")
         os._exit(0)  # groups with dead ranks cannot be destroyed
 
 
 def dying_in_exchange():
-    """Ends this process when it starts to gather summaries, after the ranks have agreed."""
+    """Ends this process when it starts to gather summaries or gradients of states, after the ranks have agreed."""
     gather = getattr(dist, GATHER)
 
     def die(*args, async_op=False, **kwargs):

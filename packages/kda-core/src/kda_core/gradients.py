@@ -27,6 +27,12 @@ from kda_core.call import may_save
 from kda_core.contract import FLOAT_TENSORS, Tensors
 from kda_core.errors import ArgumentError, BackendError, DerivativeError
 
+SECOND_DERIVATIVES = (
+    "second derivatives are not supported: the gradients of chunk_kda were differentiated (create_graph=True with a gradient "
+    "penalty, nested torch.func.grad, gradgradcheck); detach these gradients"
+)
+"""The text of the error."""
+
 _N_ARGUMENTS = len(Arguments._fields)
 _BWD_NAMES = ("grad_o", "grad_final_state", "served", "saved_states", "residual", "wanted", *Tensors._fields)
 
@@ -36,7 +42,7 @@ _BWD_NAMES = ("grad_o", "grad_final_state", "served", "saved_states", "residual"
 
 def chunk_fwd(*values: Any) -> Any:
     """The Autograd kernel of the operator ``chunk_fwd``."""
-    _refuse_tangents(Arguments._fields, values)
+    refuse_tangents(Arguments._fields, values)
     if not _requires_grad(values):
         return _below_autograd(torch.ops.kda_core.chunk_fwd.default, values)
     # `chunk_kda` does not see requires_grad of an outer level of torch.func inside vmap
@@ -46,7 +52,7 @@ def chunk_fwd(*values: Any) -> Any:
 
 def chunk_fwd_out(*values: Any) -> None:
     """The Autograd kernel of the operator ``chunk_fwd_out``."""
-    _refuse_tangents(Arguments._fields, values)
+    refuse_tangents(Arguments._fields, values)
     if _requires_grad(values[_N_ARGUMENTS:]):
         raise ArgumentError("out", "tensors that require no grad", "requires_grad=True")
     if _requires_grad(values):
@@ -57,7 +63,7 @@ def chunk_fwd_out(*values: Any) -> None:
 def chunk_bwd(*values: Any) -> Any:
     """The Autograd kernel of the operator ``chunk_bwd``."""
     flops.register()
-    _refuse_tangents(_BWD_NAMES, values)
+    refuse_tangents(_BWD_NAMES, values)
     if not _requires_grad(values):
         return _below_autograd(torch.ops.kda_core.chunk_bwd.default, values)
     return ChunkKdaGradients.record(*values)
@@ -81,15 +87,21 @@ def _requires_grad(values: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
-def _refuse_tangents(names: Sequence[str], values: Sequence[Any]) -> None:
+def refuse_tangents(names: Sequence[str], values: Sequence[Any]) -> None:
+    """Raises a `DerivativeError` if one of the values has a tangent. `names`: their names."""
     if torch_private.forward_level() < 0:
         return
     for name, x in zip(names, values):
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise DerivativeError(
-                f"forward-mode AD is not supported: {name} has a tangent (torch.func.jvp, jacfwd, hessian, or "
-                "torch.autograd.forward_ad); reverse-mode gradients are (torch.func.grad, vjp, jacrev)"
-            )
+            raise forward_mode_error(name)
+
+
+def forward_mode_error(name: str) -> DerivativeError:
+    """Returns the error for an input of this name that has a tangent."""
+    return DerivativeError(
+        f"forward-mode AD is not supported: {name} has a tangent (torch.func.jvp, jacfwd, hessian, or "
+        "torch.autograd.forward_ad); reverse-mode gradients are (torch.func.grad, vjp, jacrev)"
+    )
 
 
 class _Node(torch_private.SingleLevelFunction):
@@ -155,10 +167,7 @@ class ChunkKdaGradients(_Node):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise DerivativeError(
-            "second derivatives are not supported: the gradients of chunk_kda were differentiated (create_graph=True "
-            "with a gradient penalty, nested torch.func.grad, gradgradcheck); detach these gradients"
-        )
+        raise DerivativeError(SECOND_DERIVATIVES)
 
 
 # ---- what served a forward

@@ -9,29 +9,24 @@ than the rest of the host's work.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, cast, get_type_hints
+from collections.abc import Sequence
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
-from kda_core import flops, gradients, registry
+from kda_core import backward, flops, gradients, registry
 from kda_core.arguments import KINDS, N_TENSORS, Arguments, checked
-from kda_core.backend import SupportsBackward, SupportsBackwardInto, SupportsSavedStates
 from kda_core.buffers import (
     GivenOutputs,
     aligned,
-    allocate_gradients,
     allocate_outputs,
     allocate_saved,
-    allocate_workspace,
     make_inputs,
 )
 from kda_core.call import ResolvedCall, execute, look_up, resolve, resolved
 from kda_core.contract import (
     FLOAT_TENSORS,
-    Feature,
-    KdaGradients,
     KdaInputs,
     KdaOutputs,
     intermediate_states_count,
@@ -202,7 +197,8 @@ def _chunk_bwd(
     was_saved = args.saves and (call.saves if by is None else by.saved)
     kept = [aligned(x) if was_saved and x.numel() else None for x in (saved_states, residual)]
     with torch.inference_mode(False), torch.no_grad():  # a backend may use autograd, which may be off here
-        grads = _gradients(call.choice, inputs, ready, kept, names)
+        memory = backward.reserve(call.choice, inputs, names)
+        grads = backward.run(call.choice, inputs, *ready, memory, kept)
     registry.notify(call.choice.spec.name, "chunk_bwd", call.shape.device_type)
     return tuple(
         grad_o.new_empty(0)
@@ -210,38 +206,6 @@ def _chunk_bwd(
         else getattr(grads, name).reshape(x.shape).to(x.dtype)
         for name, x in zip(FLOAT_TENSORS, args.tensors)
     )
-
-
-_MAY_BE_LEFT_OUT = frozenset(("A_log", "dt_bias", "initial_state"))
-
-
-def _gradients(
-    choice: registry.Choice,
-    inputs: KdaInputs,
-    grads: tuple[Tensor, Tensor | None],
-    kept: Sequence[Tensor | None],
-    wanted: Collection[str],
-) -> KdaGradients:
-    """Runs the backward of a backend, by the interface that it has.
-
-    Args:
-        grads: the gradients of o and of the final states, aligned.
-        kept: the saved states and the residual.
-        wanted: names of the inputs that need a gradient.
-    """
-    backend, spec = choice.backend, choice.spec
-    if not isinstance(backend, SupportsBackwardInto):  # the choice has checked that it has one of the two
-        return cast(SupportsBackward, backend).chunk_bwd(inputs, *grads)
-    names = FLOAT_TENSORS
-    if spec.abi >= (2, 2):  # older backends expect all of them
-        names = tuple(n for n in FLOAT_TENSORS if n in wanted or n not in _MAY_BE_LEFT_OUT)
-    gradients = allocate_gradients(inputs, names)
-    workspace = allocate_workspace(backend.backward_workspace_bytes(inputs.shape), inputs.q)
-    if Feature.SAVED_STATES.value in spec.features:
-        cast(SupportsSavedStates, backend).chunk_bwd_into(inputs, *grads, gradients, workspace, *kept)
-    else:
-        backend.chunk_bwd_into(inputs, *grads, gradients, workspace)
-    return gradients
 
 
 # ---- kernels for fake tensors

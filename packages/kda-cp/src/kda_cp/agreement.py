@@ -13,13 +13,15 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kda_core.errors import KdaError
+
+Value = TypeVar("Value")
 
 
 class Step(enum.IntEnum):
@@ -28,9 +30,22 @@ class Step(enum.IntEnum):
     CONSTRUCT = 0
     CALL = 1
     COMPLETE = 2
+    SUM_STATE_GRADIENTS = 3
+    BACKWARD = 4
 
     def __str__(self) -> str:
-        return ("constructing a ContextParallel", "calling chunk_kda", "completing chunk_kda")[self]
+        return (
+            "constructing a ContextParallel",
+            "calling chunk_kda",
+            "completing chunk_kda",
+            "summing the gradients of the final states of chunk_kda",
+            "running the backward of chunk_kda",
+        )[self]
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the step belongs to the backward of a call."""
+        return self >= Step.SUM_STATE_GRADIENTS
 
 
 class RankError(KdaError, RuntimeError):
@@ -64,7 +79,8 @@ class Position:
     Attributes:
         step: what the rank is doing.
         instance: number of the `ContextParallel`.
-        call: number of the call of this instance, from 1; 0 while the instance is constructed.
+        call: number of the call of this instance, from 1; 0 while the instance is constructed. A backward has the number of its
+            call.
         tag: tag of the instance.
     """
 
@@ -77,7 +93,8 @@ class Position:
         tagged = "" if self.tag is None else f" tagged {self.tag!r}"
         if self.step == Step.CONSTRUCT:
             return f"ContextParallel{tagged}"
-        return f"call {self.call} of ContextParallel {self.instance}{tagged}"
+        backward = "the backward of " if self.step.is_backward else ""
+        return f"{backward}call {self.call} of ContextParallel {self.instance}{tagged}"
 
     @property
     def fields(self) -> dict[str, str]:
@@ -214,6 +231,11 @@ class Ranks:
 
         return wait
 
+    def sum(self, x: Tensor, position: Position) -> None:
+        """Replaces `x`, on `device`, by its sum over all ranks. `position`: the position of this rank, for errors."""
+        with self.rank_errors(position):
+            dist.all_reduce(x, group=self.group)
+
     @contextlib.contextmanager
     def rank_errors(self, position: Position) -> Iterator[None]:
         """Converts the error of a collective that a rank has not joined to a RankError."""
@@ -227,6 +249,54 @@ class Ranks:
                 "of the group. The group cannot be used again: restart all ranks. If a rank is only slow, pass a longer "
                 f"timeout to init_process_group. Error of the group: {error}"
             ) from error
+
+
+class Gather:
+    """A gather of tensors of equal shape from all ranks.
+
+    Its memory is allocated before the ranks agree on a call. Otherwise one rank could run out of memory after the others have
+    started to exchange data.
+
+    Args:
+        counts: number of tensors of each rank. The exchange pads all of them to the largest number.
+        ranks: the ranks of the group.
+        like: [...], with the shape and dtype of one tensor, and the device of the results.
+
+    Attributes:
+        own: [count, ...], the tensors of this rank, which the caller fills.
+    """
+
+    def __init__(self, counts: list[int], ranks: Ranks, like: Tensor) -> None:
+        self._counts, self._ranks, self._device = counts, ranks, like.device
+        most = max(counts)
+        self._sent = like.new_zeros((most, *like.shape), device=ranks.device)
+        self._gathered = self._sent.new_empty((len(counts) * most, *like.shape))
+        self.own = self._sent[: counts[ranks.rank]]
+
+    def start(self, position: Position) -> Callable[[], list[Tensor]]:
+        """Sends `own`. Returns a function that waits for the tensors of each rank, [count, ...].
+
+        On a GPU the current CUDA stream waits, not the host.
+        """
+        wait_for_group = self._ranks.start_gather(self._gathered, self._sent, position)
+
+        def wait() -> list[Tensor]:
+            wait_for_group()
+            by_rank = self._gathered.unflatten(0, (len(self._counts), -1))
+            return [x[:n].to(self._device) for x, n in zip(by_rank, self._counts)]
+
+        return wait
+
+
+def attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
+    """Returns (result of `work`, None), or (None, its exception).
+
+    The caller informs the other ranks before it raises the exception.
+    """
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for a message in any case
+        return None, error
 
 
 def _disagreement(position: Position, fields: list[dict[str, str]]) -> str:
@@ -247,6 +317,8 @@ def _disagreement(position: Position, fields: list[dict[str, str]]) -> str:
     advice = ""
     if differing.keys() & {"step", "ContextParallel", "tag"}:
         advice = ". All ranks must construct and call the same ContextParallels in the same order"
+    elif "call" in differing and position.step.is_backward:
+        advice = ". All ranks must run the backwards of the same calls in the same order"
     elif "call" in differing:
         advice = (
             ". A rank failed in or skipped a call that the others completed: "

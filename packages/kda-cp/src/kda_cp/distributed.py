@@ -4,6 +4,9 @@
 2. The ranks exchange the summaries: K x (K + V) numbers per fragment and value head, for any length.
 3. Each rank merges the summaries (`kda_cp.merge`) and executes its fragments from their true initial states.
 
+The backward has the same steps in the other direction: gradients of states pass from the end of a sequence to its start
+(`kda_cp.rank_backward`).
+
 Example::
 
     table = FragmentTable.contiguous(lengths, ranks=4)
@@ -11,75 +14,45 @@ Example::
     q, k, v, g, beta = (table.shard(x, cp.rank) for x in (q, k, v, g, beta))  # or load only these tokens
     o, state = cp.chunk_kda(q, k, v, g, beta, output_final_state=True)
 
-If no sequence crosses ranks, nothing is exchanged. Forward only.
+If no sequence crosses ranks, nothing is exchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count, pairwise
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from kda_core import buffers, registry, validate
+from kda_core import buffers, gradients, registry, validate
 from kda_core.arguments import Arguments, checked
-from kda_core.contract import OPTION_NAMES, KdaInputs, KdaOptions, ProblemShape, Tensors
-from kda_core.errors import ArgumentError, DtypeError, ShapeError, describe
-from kda_cp.agreement import Position, RankError, Ranks, Step, Terms
+from kda_core.contract import (
+    FLOAT_TENSORS,
+    OPTION_NAMES,
+    KdaInputs,
+    KdaOptions,
+    ProblemShape,
+    Tensors,
+)
+from kda_core.errors import ArgumentError, DerivativeError, DtypeError, ShapeError, describe
+from kda_cp.agreement import Gather, Position, RankError, Ranks, Step, Terms, attempt
 from kda_cp.cache import Cache
+from kda_cp.fragment_gradients import FragmentGradients, whole_fragments
 from kda_cp.fragments import Fragment, FragmentTable
 from kda_cp.local_fragments import LocalFragments, plan_fragments
 from kda_cp.merge import merge_segments
-from kda_cp.segments import Segment, execution_shape
+from kda_cp.rank_backward import CompletedCall, Kept, RankBackward
+from kda_cp.segments import execution_shape
 
 __all__ = ["ContextParallel", "Fragment", "FragmentTable", "RankError"]
 
-Value = TypeVar("Value")
-
 _instances = count(1)  # numbers of instances in this process
-
-
-class _Gather:
-    """A gather of tensors of equal shape from all ranks.
-
-    Its memory is allocated before the ranks agree on a call. Otherwise one rank could run out of memory after the others have
-    started to exchange data.
-
-    Args:
-        counts: number of tensors of each rank. The exchange pads all of them to the largest number.
-        ranks: the ranks of the group.
-        like: [...], with the shape and dtype of one tensor, and the device of the results.
-
-    Attributes:
-        own: [count, ...], the tensors of this rank, which the caller fills.
-    """
-
-    def __init__(self, counts: list[int], ranks: Ranks, like: Tensor) -> None:
-        self._counts, self._ranks, self._device = counts, ranks, like.device
-        most = max(counts)
-        self._sent = like.new_zeros((most, *like.shape), device=ranks.device)
-        self._gathered = self._sent.new_empty((len(counts) * most, *like.shape))
-        self.own = self._sent[: counts[ranks.rank]]
-
-    def start(self, position: Position) -> Callable[[], list[Tensor]]:
-        """Sends `own`. Returns a function that waits for the tensors of each rank, [count, ...].
-
-        On a GPU the current CUDA stream waits, not the host.
-        """
-        wait_for_group = self._ranks.start_gather(self._gathered, self._sent, position)
-
-        def wait() -> list[Tensor]:
-            wait_for_group()
-            by_rank = self._gathered.unflatten(0, (len(self._counts), -1))
-            return [x[:n].to(self._device) for x, n in zip(by_rank, self._counts)]
-
-        return wait
 
 
 class _Groups(NamedTuple):
@@ -88,10 +61,12 @@ class _Groups(NamedTuple):
     Attributes:
         fragments: fragments that are computed together: those that cross ranks, then the others, or all in one group.
         backend: name of the backend.
+        backward: the backward of all fragments; None if the call needs none.
     """
 
     fragments: list[LocalFragments]
     backend: str
+    backward: FragmentGradients | None
 
 
 @dataclass(frozen=True)
@@ -103,6 +78,7 @@ class _Local:
         backend: name of the backend.
         o: the output of the rank, [1, T_rank, HV, V].
         groups: as `_Groups.fragments`.
+        backward: as `_Groups.backward`.
         summaries: (B | M), [summarised fragments, HV, K, V + K], to exchange.
         finals: final states [owned sequences, HV, ...], to exchange; empty if only owners get them.
     """
@@ -111,8 +87,9 @@ class _Local:
     backend: str
     o: Tensor
     groups: list[LocalFragments]
-    summaries: _Gather
-    finals: _Gather
+    backward: FragmentGradients | None
+    summaries: Gather
+    finals: Gather
 
 
 class _Result(NamedTuple):
@@ -121,10 +98,12 @@ class _Result(NamedTuple):
     Attributes:
         o: [1, T_rank, HV, V].
         final: [owned sequences, HV, ...]; None if the call does not return final states.
+        kept: what the backward needs; None if there is none.
     """
 
     o: Tensor
     final: Tensor | None
+    kept: Kept | None
 
 
 class ContextParallel:
@@ -172,7 +151,7 @@ class ContextParallel:
         # disagrees with the next call of the others.
         self._completed = 0
         self._call_terms = Cache(64)
-        fields, error = _attempt(self._instance_terms)
+        fields, error = attempt(self._instance_terms)
         tag = tag if isinstance(tag, str) else None
         proposed = Position(Step.CONSTRUCT, next(_instances), tag=tag)
         self._instance = self._ranks.agree(proposed, None if fields is None else Terms(fields), error)
@@ -226,6 +205,12 @@ class ContextParallel:
         Arguments that are not listed here, and the heads, dimensions and dtypes of tensors, are those of
         `kda_core.chunk_kda`.
 
+        Training: an input requires grad on all ranks or on none, and all ranks run the backward of the call. A rank gets the
+        gradients of its tokens. The gradients of the inputs that ranks share are the shares of this rank, and their sum over ranks
+        is the whole, as in data parallelism: those of A_log and dt_bias, and that of initial_state, whose rows are zeros except
+        those of sequences that start on this rank. With ``final_state_on="all"`` the gradients of all copies of a final state are
+        added. The backward recomputes the states within a fragment, so `disable_recompute` has no effect.
+
         If data are exchanged, the host waits until the hosts of all ranks have confirmed that none has failed. With gloo for
         the hosts and NCCL for the GPUs, the host does not wait for a device.
 
@@ -233,7 +218,8 @@ class ContextParallel:
             q, k, v, g, beta: the tokens of this rank, [1, T_rank, ...], in the order of its fragments.
             initial_state: [N, HV, K, V] for the N sequences of the table, or [N, HV, V, K] with `state_v_first`, on
                 every rank or on none. The rank with the first token of a sequence reads the state of that sequence.
-            backend: name of a backend, or None. It may differ between ranks.
+            backend: name of a backend, or None. It may differ between ranks. One that is named serves the backward, too;
+                otherwise the forward chooses the best backend that has one.
 
         Returns:
             o [1, T_rank, HV, V], and the final states or None. The states are [len(table.owned(rank)), HV, K, V], or
@@ -248,47 +234,60 @@ class ContextParallel:
         """
         # All arguments by name. No other local variable exists yet.
         given = {name: value for name, value in locals().items() if name != "self"}
-        everywhere = self.ranks > 1 and self.final_state_on == "all"
-        agrees = self.table.crosses or everywhere
+        floats = [given[name] for name in FLOAT_TENSORS]
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in floats):
+            return ChunkKda.apply(self, given, *floats)
+        result, _ = self._forward(given, needs_backward=False)
+        return result.o, result.final
+
+    @property
+    def _everywhere(self) -> bool:
+        """Whether the ranks exchange final states."""
+        return self.ranks > 1 and self.final_state_on == "all"
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether the ranks agree on a call."""
+        return self.table.crosses or self._everywhere
+
+    def _forward(self, given: dict[str, Any], needs_backward: bool) -> tuple[_Result, CompletedCall]:
+        """Makes a call. `given`: the arguments of `chunk_kda` by name."""
         position = Position(Step.CALL, self._instance, self._completed + 1, self.tag)
-        local, error = _attempt(lambda: self._summarize(given))
+        local, error = attempt(lambda: self._summarize(given, needs_backward))
         with torch.no_grad():
-            if agrees:
+            if self._agrees:
                 terms = None if local is None else self._terms(local.inputs.shape)
                 self._ranks.agree(position, terms, error)
             if local is None:
                 assert error is not None
                 raise error
             wait = self._start_exchange(local, position)
-            result, error = _attempt(lambda: self._execute(local, wait))
-            gathers = everywhere and output_final_state
+            result, error = attempt(lambda: self._execute(local, wait))
+            gathers = self._everywhere and local.inputs.options.output_final_state
             if gathers and not isinstance(error, RankError):  # after a RankError the group cannot be used
                 terms = None if result is None else self._terms(local.inputs.shape)
                 self._ranks.agree(replace(position, step=Step.COMPLETE), terms, error)
             if result is None:
                 assert error is not None
                 raise error
-            o, final = result
             if gathers:
-                assert final is not None
-                final = self._gather_finals(local, final, position)
+                assert result.final is not None
+                result = result._replace(final=self._gather_finals(local, result.final, position))
             if local.groups:
-                registry.notify(local.backend, "chunk_fwd", o.device.type, "cp.distributed")
-            self._completed += agrees
-            return o, final
+                registry.notify(local.backend, "chunk_fwd", result.o.device.type, "cp.distributed")
+            self._completed += self._agrees
+            return result, CompletedCall(local.inputs.shape, local.backward, position)
 
     # ---- summaries
 
-    def _summarize(self, given: dict[str, Any]) -> _Local:
+    def _summarize(self, given: dict[str, Any], needs_backward: bool) -> _Local:
         """Checks the arguments of this rank and computes its summaries."""
+        gradients.refuse_tangents(FLOAT_TENSORS, [given[name] for name in FLOAT_TENSORS])
         # Without cu_seqlens: the table replaces it.
-        args = checked(Arguments(**given, context_parallel="off"))
-        options = args.options
+        args = checked(Arguments(**given, context_parallel="off", needs_backward=needs_backward))
         tensors = Tensors(**{name: getattr(args, name) for name in Tensors._fields})
-        if options.needs_backward:
-            raise ArgumentError("q", "inputs that do not require grad (forward only)", "one that does")
         with torch.no_grad():
-            return self._summarize_fragments(self._inputs(tensors, options), args.backend)
+            return self._summarize_fragments(self._inputs(tensors, args.options), args.backend)
 
     def _inputs(self, tensors: Tensors, options: KdaOptions) -> KdaInputs:
         """Checks the tensors of this rank and returns its inputs; `KdaInputs.initial_state` has all sequences of the table."""
@@ -317,11 +316,11 @@ class ContextParallel:
         element = o.new_empty((), dtype=s.state_dtype)
         summarised = self._summarised(self.rank)
         counts = [len(self._summarised(r)) for r in range(self.ranks)]
-        summaries = _Gather(counts, self._ranks, element.expand(s.HV, s.K, s.V + s.K))
+        summaries = Gather(counts, self._ranks, element.expand(s.HV, s.K, s.V + s.K))
         everywhere = self.final_state_on == "all" and s.options.output_final_state
         owned = [len(self.table.owned(r)) if everywhere else 0 for r in range(self.ranks)]
-        finals = _Gather(owned, self._ranks, element.expand(s.HV, *s.state_matrix))
-        planned = self._groups(inputs, backend) if own else _Groups([], backend or "")
+        finals = Gather(owned, self._ranks, element.expand(s.HV, *s.state_matrix))
+        planned = self._groups(inputs, backend) if own else _Groups([], backend or "", None)
         groups = [group.for_new_call() for group in planned.fragments]
         for group in groups:
             group.reserve(inputs)
@@ -331,7 +330,7 @@ class ContextParallel:
             group.summarize(inputs, first, o)
             for i, summary in group.summaries().items():
                 summaries.own[summarised.index(own[i])] = summary
-        return _Local(inputs, planned.backend, o, groups, summaries, finals)
+        return _Local(inputs, planned.backend, o, groups, planned.backward, summaries, finals)
 
     def _groups(self, inputs: KdaInputs, backend: str | None) -> _Groups:
         """Returns the planned fragments of this rank, which holds at least one.
@@ -359,9 +358,11 @@ class ContextParallel:
             numbers = [[i for i, c in enumerate(crossing) if c is want] for want in (True, False)]
         else:
             numbers = [list(range(len(own)))]
-        bounds = accumulate((f.stop - f.start for f in own), initial=0)
-        whole = [Segment(i, 0, start, end - start) for i, (start, end) in enumerate(pairwise(bounds))]
+        whole = whole_fragments(own)
         choice = registry.REGISTRY.resolve(execution_shape(s, [[p] for p in whole]), backend)
+        backward = None
+        if s.options.needs_backward:
+            backward = FragmentGradients(self.table, self.rank, s, backend)
         groups = []
         for group in numbers:
             planned = plan_fragments(
@@ -374,7 +375,7 @@ class ContextParallel:
             for shape in planned.shapes(s):
                 registry.REGISTRY.resolve(shape, choice.spec.name)  # raises if the backend does not serve it
             groups.append(planned)
-        return _Groups(groups, choice.spec.name)
+        return _Groups(groups, choice.spec.name, backward)
 
     def _initial(self, inputs: KdaInputs, f: Fragment) -> Tensor | None:
         """Returns the initial state [HV, K, V] of a fragment that holds the start of its sequence.
@@ -409,19 +410,29 @@ class ContextParallel:
         inputs, s = local.inputs, local.inputs.shape
         own = self.table.of_rank(self.rank)
         finals: dict[int, Tensor] = {}
+        starts: dict[int, Tensor] = {}
         for group in (p for p in local.groups if not p.crossing):
             first = [self._initial(inputs, own[i]) for i in group.numbers]
             group.summarize(inputs, first, local.o)
-            starts = [self._zeros(s, local.o) if x is None else x for x in first]
-            finals |= group.execute(inputs, starts, local.o)
+            known = [self._zeros(s, local.o) if x is None else x for x in first]
+            finals |= group.execute(inputs, known, local.o)
+            starts |= zip(group.numbers, known)
         summaries = wait()  # a collective: every rank takes part, even one that needs no summary
         for group in (p for p in local.groups if p.crossing):
-            finals |= group.execute(inputs, self._starts(local, group, summaries), local.o)
+            found = self._starts(local, group, summaries)
+            finals |= group.execute(inputs, found, local.o)
+            starts |= zip(group.numbers, found)
+        kept = None
+        if s.options.needs_backward:
+            needed = [] if local.backward is None else local.backward.transitions
+            kept = Kept(
+                self._stack([starts[i] for i in range(len(own))], local.o, s, s.K, s.V),
+                self._stack([summaries[f][..., s.V :] for f in needed], local.o, s, s.K, s.K),
+            )
         if not s.options.output_final_state:
-            return _Result(local.o, None)
+            return _Result(local.o, None, kept)
         last = [finals[i] for i, f in enumerate(own) if f.stop == self.table.lengths[f.sequence]]
-        empty = local.o.new_empty((0, s.HV, *s.state_matrix), dtype=s.state_dtype)
-        return _Result(local.o, torch.stack(last) if last else empty)
+        return _Result(local.o, self._stack(last, local.o, s, *s.state_matrix), kept)
 
     def _starts(
         self, local: _Local, group: LocalFragments, summaries: dict[Fragment, Tensor]
@@ -450,6 +461,13 @@ class ContextParallel:
     def _zeros(s: ProblemShape, like: Tensor) -> Tensor:
         return like.new_zeros((s.HV, s.K, s.V), dtype=s.state_dtype)
 
+    @staticmethod
+    def _stack(matrices: list[Tensor], like: Tensor, s: ProblemShape, rows: int, columns: int) -> Tensor:
+        """Returns n matrices [HV, rows, columns] as [n, HV, rows, columns], also if there are none."""
+        if matrices:
+            return torch.stack(matrices)
+        return like.new_empty((0, s.HV, rows, columns), dtype=s.state_dtype)
+
     def _gather_finals(self, local: _Local, final: Tensor, position: Position) -> Tensor:
         """Returns the final states of all sequences on every rank."""
         owned = [self.table.owned(r) for r in range(self.ranks)]
@@ -457,6 +475,28 @@ class ContextParallel:
         by_rank = local.finals.start(position)()
         by_sequence = {n: state for states, ns in zip(by_rank, owned) for n, state in zip(ns, states)}
         return torch.stack([by_sequence[n] for n in range(len(self.table.lengths))])
+
+    def _backward(
+        self,
+        call: CompletedCall,
+        wanted: Sequence[str],
+        grad_o: Tensor | None,
+        grad_final: Tensor | None,
+        tensors: dict[str, Any],
+        kept: Kept,
+    ) -> dict[str, Tensor]:
+        """Returns the gradients of the inputs of this rank by name, in their shapes and dtypes; arguments as in `RankBackward`."""
+        sums = self._everywhere and call.shape.options.output_final_state
+        terms = self._terms(call.shape) if self._agrees else None
+        with torch.no_grad():
+            backward = RankBackward(self._ranks, self.table, call, tensors, kept, wanted)
+            backward.start(grad_o, grad_final, terms, sums)
+            try:
+                return backward.finish()
+            except Exception:
+                # The others may have completed this backward. This rank then disagrees with their next call.
+                self._completed -= self._agrees
+                raise
 
     def _terms(self, shape: ProblemShape) -> Terms:
         """Returns the values that must be equal on all ranks in this call.
@@ -480,12 +520,53 @@ class ContextParallel:
         )
 
 
-def _attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
-    """Returns (result of `work`, None), or (None, its exception).
+_KEPT = tuple(name for name in FLOAT_TENSORS if name != "initial_state")
 
-    The caller informs the other ranks before it raises the exception.
-    """
-    try:
-        return work(), None
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for a message in any case
-        return None, error
+
+class ChunkKda(torch.autograd.Function):  # torch shows the name
+    """The node of a call of `ContextParallel.chunk_kda`."""
+
+    @staticmethod
+    def forward(ctx: Any, cp: ContextParallel, given: dict[str, Any], *floats: Any) -> Any:
+        given = given | dict(zip(FLOAT_TENSORS, floats))
+        result, ctx.call = cp._forward(given, needs_backward=True)
+        assert result.kept is not None  # the call has a backward
+        ctx.cp = cp
+        ctx.save_for_backward(*(given[name] for name in _KEPT), *result.kept)
+        ctx.set_materialize_grads(False)
+        return result.o, result.final
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        wanted = [name for name, needed in zip(FLOAT_TENSORS, ctx.needs_input_grad[2:]) if needed]
+        found = ChunkKdaGradients.apply(ctx.cp, ctx.call, wanted, *grads, *ctx.saved_tensors)
+        by_name = dict(zip(wanted, found))
+        return (None, None, *(by_name.get(name) for name in FLOAT_TENSORS))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        # torch hides tangents from `forward`, and calls this after it.
+        given = zip(FLOAT_TENSORS, tangents[2:])
+        raise gradients.forward_mode_error(next(name for name, x in given if x is not None))
+
+
+class ChunkKdaGradients(torch.autograd.Function):
+    """The node of the backward of `ChunkKda`, which has no derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        cp: ContextParallel,
+        call: CompletedCall,
+        wanted: list[str],
+        grad_o: Any,
+        grad_final: Any,
+        *saved: Any,
+    ) -> Any:
+        tensors, kept = dict(zip(_KEPT, saved)), Kept(*saved[len(_KEPT) :])
+        found = cp._backward(call, wanted, grad_o, grad_final, tensors, kept)
+        return tuple(found[name] for name in wanted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise DerivativeError(gradients.SECOND_DERIVATIVES)

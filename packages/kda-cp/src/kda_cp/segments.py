@@ -94,6 +94,18 @@ def summary_shape(shape: ProblemShape, segments: Sequence[Segment]) -> ProblemSh
     )  # fmt: skip
 
 
+def gradient_shape(shape: ProblemShape, segments: Sequence[Segment]) -> ProblemShape:
+    """Returns the shape of the backward over these segments, which recomputes states from those at their starts.
+
+    Its states are [n, HV, K, V].
+    """
+    return _packed_shape(
+        shape, sum(p.length for p in segments), len(segments), output_final_state=True,
+        return_intermediate_states=False, state_v_first=False, needs_backward=True,
+        disable_recompute=False,  # it would reserve memory for states that the forward had saved
+    )  # fmt: skip
+
+
 def _packed_shape(shape: ProblemShape, T: int, N: int, **options: Any) -> ProblemShape:
     options = {"use_graph": False, "max_num_seqs": None} | options
     return replace(
