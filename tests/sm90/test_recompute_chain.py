@@ -110,7 +110,8 @@ def check(lengths, HV, warpgroups, queues, depth, ctas, device, slab_slots=1000)
                 "a sequence without tokens changed its gradient"
             )
         for i, token in enumerate(range(start, end, 64)):
-            assert relative_error(states[first(n, 64) + i], before[token]) <= LIMIT, (n, token)
+            stored = layouts.unpack_states(states[first(n, 64) + i])
+            assert relative_error(stored, before[token]) <= LIMIT, (n, token)
             assert not grad_states[first(n, 64) + i].isnan().any(), (n, token)
     return grad_v, grad_initial, residual, states, grad_states
 

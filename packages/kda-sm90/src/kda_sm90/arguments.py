@@ -56,13 +56,15 @@ class BackwardArguments(NamedTuple):
     """Arguments of the modes of a backward, all 0 in the others.
 
     In these modes v and initial_state are the gradients of o and of the final states, and o, final_state and states take those of v,
-    of the initial states, and of the states behind chunks. A launch computes a *slab*: some consecutive slots of every head. The
+    of the initial states, and of the states behind chunks, as images (`layouts.unpack_states`). A launch computes a *slab*: some consecutive slots of every head. The
     arrays of states begin with the slab. The first three tensors belong to the mode ``recompute``.
     """
 
     checkpoints: Address = Address(0)  # [slots of 512 tokens, HV, 128, 128] bf16: S before them, of all slabs
     forward_v: Address = Address(0)  # [B, T, HV, 128] bf16: v
-    forward_states: Address = Address(0)  # [chunks, HV, 128, 128] bf16, written: S before every chunk
+    forward_states: Address = Address(
+        0
+    )  # [chunks, HV, 128, 128] bf16, written: S before every chunk, as images
     from_slab: Address = Address(
         0
     )  # [HV, 2, 64 * 128] fp32: dS behind the slab, of the sequence that continues there

@@ -70,10 +70,8 @@ class Workspace(NamedTuple):
         Tensor  # [slots of 512 tokens, HV, 128, 128] bf16: S of all slabs; empty if the forward saved states
     )
     between: Tensor  # [2, HV, 2, 64 * 128] fp32: dS that passes from slab to slab; empty for one slab
-    states: (
-        Tensor  # [chunks, HV, 128, 128] bf16: S before every chunk of a slab; empty in the mode ``reverse``
-    )
-    grad_states: Tensor  # [chunks, HV, 128, 128] bf16: dS' behind every chunk of a slab
+    states: Tensor  # [chunks, HV, 128, 128] bf16: images of S before every chunk of a slab; empty in the mode ``reverse``
+    grad_states: Tensor  # [chunks, HV, 128, 128] bf16: images of dS' behind every chunk of a slab
     partials: Tensor  # [chunks, HV, 2, 128] fp32: (dt_bias, A_log) of a chunk
     scratch: Tensor  # [CTAs, 2, 64 * 128] fp32; empty unless HV > H
 
@@ -278,6 +276,7 @@ def launch_of(
         "offset_bytes": shared.offset_bytes,
         "beta_bytes": shared.beta_bytes, "l2norm": shared.l2norm, "ctas": min(sms, slabs.chunks * shape.H),
         "first_slot": 0, "slab_slots": 0, "slot_tokens": slabs.slot_tokens, "residual_row": 0,  # of a slab, see `run_slab`
+        "state_images": int(mode_of(spacing) == "recompute"),
         "scale": shape.scale, "lower_bound": shared.lower_bound, "beta_factor": shared.beta_factor,
     }  # fmt: skip
     return Backward(forward, chains, get_kernel(GradientsKernel, config, ARCH), numbers, spacing, slabs, sms)

@@ -163,6 +163,13 @@ def pack(name: str, logical: torch.Tensor, C: int) -> torch.Tensor:
     return records
 
 
+def unpack_states(images: torch.Tensor) -> torch.Tensor:
+    """Returns the states [..., 128, 128], as [K, V], that the chains of a backward store as images: for each half of V, the swizzled
+    image of [K, 64] that `kernels.gradients` reads as an operand."""
+    row, column = torch.arange(HEAD_DIM).view(-1, 1), torch.arange(HEAD_DIM).view(1, -1)
+    return images.flatten(-2)[..., image_offset(row, column, HEAD_DIM, HEAD_DIM).to(images.device)]
+
+
 # ---- images as CuTe layouts
 
 

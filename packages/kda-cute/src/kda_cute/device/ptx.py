@@ -500,13 +500,23 @@ def cp_async_arrive(barrier: Int32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def bulk_store(address: Int64, shared: Int32, size: Int32, *, loc=None, ip=None) -> None:
-    """Copies ``size`` bytes (a multiple of 16) from shared to global memory as one committed bulk group.
+def bulk_store(
+    address: Int64, shared: Int32, size: Int32, *, evict_first: bool = False, loc=None, ip=None
+) -> None:
+    """Copies ``size`` bytes (a multiple of 16) from shared to global memory as one committed bulk group. ``evict_first``: the L2 evicts
+    them first.
 
     The threads that wrote the bytes must fence towards the async proxy before the barrier that precedes this.
     """
-    text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2; cp.async.bulk.commit_group;"
-    inline_ptx(text, [], [address, shared, size], True, loc, ip)
+    if evict_first:
+        text = (
+            "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [$0], [$1], $2, $3; "
+            "cp.async.bulk.commit_group;"
+        )
+        inline_ptx(text, [], [address, shared, size, Int64(EVICT_FIRST)], True, loc, ip)
+    else:
+        text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2; cp.async.bulk.commit_group;"
+        inline_ptx(text, [], [address, shared, size], True, loc, ip)
 
 
 @dsl_user_op

@@ -4,7 +4,7 @@ The forward has saved S before every 512 tokens, its *checkpoints*. The slots of
 (fewer at the end of a sequence). A chain takes the slots of a sequence from the last to the first. In each slot it runs
 
 1. forward from the checkpoint, without outputs: ``X^T = v^T + S^T (-Kd)^T``, ``R^T = X^T T^T``, ``S^T <- S^T diag(a) + R^T Kg``. It
-   stores S before every chunk to ``forward_states`` [slots of 64 tokens, HV, K, V] and R to ``residual``, both in bf16;
+   stores S before every chunk to ``forward_states``, as images (`layouts.unpack_states`), and R to ``residual``, both in bf16;
 2. backward, as in `reverse`.
 
 Both read the same records, which stay in the ring in between, so they come from the L2. There are no registers for S and dS at a

@@ -17,7 +17,7 @@ The roles, rings and barriers are those of `chain`. What differs:
 ``o``                     O                        dX, of the chunk itself instead of the one before
 ``initial_state``         initial state            gradient of the final state
 ``final_state``           final state              gradient of the initial state
-``states``                before some chunks       dS' behind every chunk, [slots of a head, HV, K, V] whatever ``v_first``
+``states``                before some chunks       dS' behind every chunk, as images (`layouts.unpack_states`)
 early ring                Kd, Qd, a, v             Aqk, Kg, dO
 late ring                 Kg, Aqk, T               Qd, T, Kd, a
 ========================= ======================== =======================================================================
@@ -218,6 +218,9 @@ class ReverseChain(Chain):
             cute.arch.mbarrier_wait(smem.state_free + thr.wg, phase)
         place = smem.state + thr.wg * self.store_warp.state_bytes
         fragments.store_transposed(place, thr.index, fragments.words_of(thr.tCrS), HEAD_DIM)
+        cute.arch.fence_proxy(
+            "async.shared", space="cta"
+        )  # the store warp copies the image through the async proxy
         barriers.arrive(NamedBarrier.STATE_READY, thr.wg)
 
     @cute.jit

@@ -177,8 +177,8 @@ class ReverseStoreWarp(StoreWarp):
             o_chunk += o_row * (self.chunk * sched.step)
 
     def state_address(self, states, args, slot, head, half):
-        """Returns the address of half of the state [K, V] of a slot in an array [slots, HV, K, V] in bf16."""
-        return states + (Int64(slot) * args.HV + head) * (2 * HEAD_DIM * HEAD_DIM) + half * (2 * HALF)
+        """Returns the address of the image of half of a state in an array of `layouts.unpack_states`."""
+        return states + ((Int64(slot) * args.HV + head) * 2 + half) * self.state_bytes
 
     def release_buffers(self, smem, wg):
         """Releases the buffers of dX and of states, at the start."""
@@ -186,15 +186,18 @@ class ReverseStoreWarp(StoreWarp):
         self.release_state(smem, wg)
 
     def release_state(self, smem, wg):
-        """Releases the buffer of states to the chain, after all lanes have read it."""
+        """Releases the buffer of states to the chain."""
         cute.arch.sync_warp()
         barriers.release(smem.state_free + wg)
 
+    @cute.jit
     def store_state(self, smem, wg, state):
-        """Waits for a state, and copies it from its image."""
+        """Waits for a state, and copies its image."""
         barriers.sync(NamedBarrier.STATE_READY, wg)
-        shared = smem.state + wg * self.state_bytes
-        self.copy_rows(shared, HEAD_DIM, 2 * HALF, state, Int64(2 * HEAD_DIM), Int32(HEAD_DIM))
+        if cute.arch.lane_idx() == 0:
+            shared = smem.state + wg * self.state_bytes
+            ptx.bulk_store(state, shared, Int32(self.state_bytes), evict_first=True)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
         self.release_state(smem, wg)
 
     def store_tokens(self, smem, wg, tokens, pitch, valid):
@@ -228,12 +231,12 @@ class RecomputeStoreWarp(ReverseStoreWarp):
         values = args.o + row_of_half * (2 * HEAD_DIM) + half * (2 * HALF)
         residuals = args.residual + row_of_half * args.residual_row + half * (2 * HALF)
         next_state = Int64(args.HV) * (
-            2 * HEAD_DIM * HEAD_DIM
+            2 * self.state_bytes
         )  # bytes from the state of a slot to that of the next
-        checkpoint = self.state_address(args.checkpoints, args, sched.first_slot + part.slot, part.head, half)
-        share = 2 * HALF * HEAD_DIM  # bytes of a checkpoint that the warp prefetches: half of its rows
+        # A checkpoint is [K, V]. The warp prefetches half of its rows, and loads half of its columns.
+        checkpoint = self.state_address(args.checkpoints, args, sched.first_slot + part.slot, part.head, 0)
         if part.chunks > 0:
-            self.request_checkpoint(smem, wg, checkpoint)
+            self.request_checkpoint(smem, wg, checkpoint + half * (2 * HALF))
         for i in cutlass.range(part.chunks, unroll=1):
             start, chunks = chunks_of(sched, part, i)
             first = self.first_slot(sched, part) + start // self.chunk - sched.chunks_before
@@ -245,7 +248,7 @@ class RecomputeStoreWarp(ReverseStoreWarp):
             checkpoint += next_state * sched.step
             more = i + 1 < part.chunks
             if more and cute.arch.lane_idx() == 0:
-                ptx.bulk_prefetch(checkpoint + half * (share - 2 * HALF), Int32(share))
+                ptx.bulk_prefetch(checkpoint + half * self.state_bytes, Int32(self.state_bytes))
             for c in cutlass.range(chunks, unroll=1):
                 self.store_state(smem, wg, before + next_state * c)
                 row = start + c * self.chunk
@@ -256,7 +259,7 @@ class RecomputeStoreWarp(ReverseStoreWarp):
                 c = chunks - 1 - back
                 self.store_state(smem, wg, behind + next_state * c)
                 if c == 0 and more:
-                    self.request_checkpoint(smem, wg, checkpoint)
+                    self.request_checkpoint(smem, wg, checkpoint + half * (2 * HALF))
                 row = start + c * self.chunk
                 self.store_tokens(smem, wg, values + pitch * row, pitch, part.length - row)
 

@@ -62,8 +62,8 @@ class Arguments(NamedTuple):
     grad_o: Int64  # [B, T, HV, 128] bf16
     grad_v: Int64  # [B, T, HV, 128] bf16: dX
     residual: Int64  # [B, T, HV, 128] bf16, rows of residual_row bytes: R. It may be the memory of grad_g
-    states: Int64  # [slots, HV, 128, 128] bf16: S before every chunk of the slab, [K, V]
-    grad_states: Int64  # [slots, HV, 128, 128] bf16: dS' behind every chunk of the slab, [K, V]
+    states: Int64  # [slots, HV, 128, 128] bf16: S before every chunk of the slab
+    grad_states: Int64  # [slots, HV, 128, 128] bf16: dS' behind every chunk of the slab, as images (`layouts.unpack_states`)
     grad_q: Int64  # [B, T, H, 128] bf16
     grad_k: Int64  # [B, T, H, 128] bf16
     grad_g: Int64  # [B, T, HV, 128], dtype of g
@@ -83,6 +83,7 @@ class Arguments(NamedTuple):
     slab_slots: Int32
     slot_tokens: Int32  # 64 or 512
     residual_row: Int32
+    state_images: Int32  # 1: states are images; 0: [K, V]
     scale: Float32
     lower_bound: Float32
     beta_factor: Float32

@@ -11,6 +11,7 @@ from kda_sm90.kernels.gradients.memory import CHUNK, HALF, OFFSETS, PANEL, REGIO
 
 THREADS = 128
 ROW = 2 * HEAD_DIM  # bytes of a row of 128 bf16
+IMAGE_ROW = 128  # bytes of a row of an image
 
 
 class Producer:
@@ -26,6 +27,7 @@ class Producer:
         row = index * ROW
         state = (Int64(chunk.slot) * x.HV + head) * (HEAD_DIM * ROW)
         pitch = Int64(x.HV) * ROW
+        shift = self.image_shift(thread)
         sources = {
             Operand.GRAD_O: (x.grad_o + row, pitch, CHUNK, chunk.valid),
             Operand.RESIDUAL: (
@@ -35,8 +37,18 @@ class Producer:
                 chunk.valid,
             ),
             Operand.GRAD_V: (x.grad_v + row, pitch, CHUNK, chunk.valid),
-            Operand.STATE: (x.states + state, Int64(ROW), HEAD_DIM, Int32(HEAD_DIM)),
-            Operand.GRAD_STATE: (x.grad_states + state, Int64(ROW), HEAD_DIM, Int32(HEAD_DIM)),
+            Operand.STATE: (
+                x.states + state + x.state_images * shift,
+                ptx.select(x.state_images > 0, Int64(IMAGE_ROW), Int64(ROW)),
+                HEAD_DIM,
+                Int32(HEAD_DIM),
+            ),
+            Operand.GRAD_STATE: (
+                x.grad_states + state + shift,
+                Int64(IMAGE_ROW),
+                HEAD_DIM,
+                Int32(HEAD_DIM),
+            ),
         }
         for operand, source in sources.items():
             cute.arch.mbarrier_wait(barriers.empty + int(operand), phase ^ 1)
@@ -45,6 +57,11 @@ class Producer:
             if operand > 0:
                 self.arrive(barriers, operand - 1, pending=1)
         self.arrive(barriers, Operand.GRAD_STATE, pending=0)
+
+    def image_shift(self, thread):
+        """Returns how far the thread's unit of the image of a state lies from where `copy` takes it, for rows of `IMAGE_ROW`."""
+        unit, first = thread % 16, thread // 16
+        return unit // 8 * (HEAD_DIM * IMAGE_ROW) + ((unit % 8 ^ first) - unit) * 16
 
     def copy(self, shared, thread, source, pitch, rows, valid):
         """Requests the copies of a matrix [rows, 128] to an image in two panels, its first ``valid`` rows. The 128 rows of a state take
