@@ -56,8 +56,9 @@ class BackwardArguments(NamedTuple):
     """Arguments of the modes of a backward, all 0 in the others.
 
     In these modes v and initial_state are the gradients of o and of the final states, and o, final_state and states take those of v,
-    of the initial states, and of the states behind chunks, as images (`layouts.unpack_states`). A launch computes a *slab*: some consecutive slots of every head. The
-    arrays of states begin with the slab. The first three tensors belong to the mode ``recompute``.
+    of the initial states, and of the states behind chunks, as images (`layouts.unpack_states`). A launch computes a *slab*: some
+    consecutive slots of every head. The arrays of states begin with the slab. The first three tensors belong to the mode
+    ``recompute``.
     """
 
     checkpoints: Address = Address(0)  # [slots of 512 tokens, HV, 128, 128] bf16: S before them, of all slabs
