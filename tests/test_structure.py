@@ -11,7 +11,9 @@ import pytest
 
 from kda_core import api, call, ops
 from kda_core.arguments import KINDS, Arguments
+from kda_core.buffers import GivenOutputs
 from kda_core.contract import KdaInputs, KdaOptions, Tensors
+from kda_core.pools import SlotArguments
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {
@@ -21,7 +23,7 @@ SOURCES = {
 }
 CORE = {name: path for name, path in SOURCES.items() if name.partition(".")[0] == "kda_core"}
 
-LAYERS = ("api", "ops", "call", "arguments", "buffers", "validate", "contract", "offsets", "errors")
+LAYERS = ("api", "ops", "pools", "call", "arguments", "buffers", "validate", "contract", "offsets", "errors")
 """The modules that a call passes through in kda-core, in order: no module imports one to its left."""
 
 
@@ -133,7 +135,7 @@ def test_arguments_are_the_tensors_the_options_and_the_choice():
     choice = {"backend": None, "context_parallel": "auto", "saves": False}
     defaults = Tensors._field_defaults | options | choice
     assert Arguments._field_defaults == defaults
-    assert (*Tensors._fields, "shape") == tuple(KdaInputs.__dataclass_fields__)
+    assert (*Tensors._fields, "shape", "pool") == tuple(KdaInputs.__dataclass_fields__)
     types = {name: str(field.type) for name, field in KdaOptions.__dataclass_fields__.items()}
     for name, text in types.items():
         assert text == KINDS[name].type.__name__ + (" | None" if KINDS[name].optional else ""), name
@@ -165,6 +167,11 @@ def test_public_functions_pass_arguments_in_the_order_of_the_fields():
 
 
 def test_the_schema_of_the_operators_has_every_argument():
-    schema = ops.torch.ops.kda_core.chunk_fwd.default._schema
-    assert tuple(a.name for a in schema.arguments) == Arguments._fields
+    operators = ops.torch.ops.kda_core
+    names = [a.name for a in operators.chunk_fwd.default._schema.arguments]
+    assert tuple(names) == Arguments._fields
+    pooled = operators.pooled_fwd_.default._schema.arguments
+    assert [a.name for a in pooled] == [*names, *SlotArguments._fields, *GivenOutputs._fields]
+    written = {a.name for a in pooled if a.alias_info is not None and a.alias_info.is_write}
+    assert written == {"initial_state", "checkpoint_pool", *GivenOutputs._fields}
     assert call.N_TENSORS == len(Tensors._fields)

@@ -266,12 +266,8 @@ REFUSED = {
     # row of the page: function, arguments that the caller adds, exception, words of its message
     "Unknown keywords": (chunk_kda, {"fastmath": True}, UnknownArgumentError, "unexpected keyword argument 'fastmath'"),
     "`head_first`": (chunk_kda, {"head_first": False}, UnknownArgumentError, "[B, T, H, ...]"),
-    "`ssm_state_indices`, `num_accepted_tokens`": (
-        fused_recurrent_kda, POOL | {"ssm_state_indices": cu(3, 1), "num_accepted_tokens": None},
-        UnknownArgumentError, "initial_state=pool[indices]",
-    ),
     "`initial_state_indices`": (
-        chunk_kda, POOL | {"initial_state_indices": cu(3, 1)}, UnknownArgumentError, "initial_state=pool[indices]",
+        chunk_kda, POOL | {"initial_state_indices": cu(3, 1)}, UnknownArgumentError, "Did you mean 'ssm_state_indices'?",
     ),
     "`chunk_indices`": (chunk_kda, {"chunk_indices": None}, UnknownArgumentError, "Leave it out"),
     "`cp_context`": (chunk_kda, {"cp_context": types.SimpleNamespace()}, ArgumentError, "cp_context"),

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kda_core.arguments import Arguments, given_outputs, unknown_keyword
 from kda_core.errors import ArgumentError
-from kda_core.ops import run
+from kda_core.ops import run, run_pooled
+from kda_core.pools import SlotArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,6 +61,14 @@ def chunk_kda(
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    first_slot: int = 0,
+    checkpoint_pool: Tensor | None = None,
+    checkpoint_cu: Tensor | None = None,
+    checkpoint_positions: Tensor | None = None,
+    checkpoint_indices: Tensor | None = None,
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
     backend: str | None = None,
@@ -89,9 +98,11 @@ def chunk_kda(
         beta: [B, T, HV], fp32, bf16 or q's dtype, in [0, 1] (or its logits with `use_beta_sigmoid_in_kernel`).
         scale: factor of the output, ``K**-0.5`` by default.
         initial_state: [N, HV, K, V] fp32 (fp64 for fp64 inputs), or [N, HV, V, K] with `state_v_first`. N is B, or
-            ``len(cu_seqlens) - 1``. None gives the same bits as zeros.
+            ``len(cu_seqlens) - 1``. None gives the same bits as zeros. With `ssm_state_indices` a pool [slots, HV, K, V] or
+            [slots, HV, V, K], fp32 or bf16, whose slots the call reads and writes in place. A slot is contiguous; the distance
+            between slots is any multiple of 16 bytes. bf16 states are read to fp32 and rounded once, when they are written.
         output_final_state: return the state after the last token of each sequence; for a sequence of length zero its initial
-            state.
+            state. With a pool: write the final states to their slots, and return the pool itself; False only reads the pool.
         use_qk_l2norm_in_kernel: q and k are divided by ``sqrt(sum(x**2) + 1e-6)`` over K.
         use_gate_in_kernel: with `lower_bound`, the decay is ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``
             (factor 1 without A_log); without it, ``-exp(A_log) * softplus(g + dt_bias)``.
@@ -119,6 +130,21 @@ def chunk_kda(
         A_log: [HV], or HV elements in another shape ([1, 1, HV, 1]); fp32, bf16 or fp16, converted to fp32; requires
             `use_gate_in_kernel`. Its gradient has its shape and dtype.
         dt_bias: [HV*K] or [HV, K], as A_log.
+        ssm_state_indices: [N] int32 or int64, on q's device as all slots: the slot of the pool from which each sequence starts. Several
+            sequences may read one slot. No input may require grad.
+        final_state_indices: [N], dtype of `ssm_state_indices`, which it is by default: the slot of the final state. A slot that
+            is written twice, or written by one sequence and read by another, gives undefined numbers;
+            ``KDA_CHECK_SLOTS=1`` detects that.
+        has_initial_state: [N] bool. False starts the sequence from zeros, whatever its slot holds. None: all True.
+        first_slot: the first slot that holds states. An index below it (and one beyond the pool) is no slot: nothing is read, or
+            the final state is dropped. A sequence with neither slot is skipped: its o is zeros, and nothing else of it is read or
+            written. 0 makes negative indices such; 1 also slot 0.
+        checkpoint_pool: [slots, HV, K, V] or [slots, HV, V, K], as `initial_state`: where checkpoints go. None: to the
+            pool.
+        checkpoint_cu: [N+1] int32: sequence n has the checkpoints ``checkpoint_cu[n]`` to ``checkpoint_cu[n+1] - 1``.
+        checkpoint_positions: [C] int32, ascending multiples of 64 for each sequence: the state after that many of its tokens in
+            this call is stored, rounded once. Other positions and those beyond the sequence are ignored.
+        checkpoint_indices: [C], dtype of `ssm_state_indices`: the slot of each checkpoint.
         chunk_size: 64 or 32, the spacing of h. Kernels choose their own chunk.
         transpose_state_layout: deprecated name of `state_v_first`.
         backend: name of the backend that must serve the call, forward and backward, without fallback. None: the one of
@@ -133,8 +159,8 @@ def chunk_kda(
             the rest of the batch or on later tokens.
 
     Returns:
-        o [B, T, HV, V] in q's dtype; the final states, fp32, shaped as `initial_state`, or None; and with
-        `return_intermediate_states` h [B, NT, HV, K, V] (or [B, NT, HV, V, K]), bf16, NT = ceil(T / chunk_size), packed
+        o [B, T, HV, V] in q's dtype; the final states, fp32, shaped as `initial_state` (with `ssm_state_indices` the pool), or
+        None; and with `return_intermediate_states` h [B, NT, HV, K, V] (or [B, NT, HV, V, K]), bf16, NT = ceil(T / chunk_size), packed
         the total over sequences.
 
     Raises:
@@ -157,7 +183,19 @@ def chunk_kda(
         pin, False, False, backend, context_parallel, False,
     ))  # fmt: skip
     given = None if out is None and workspace is None else given_outputs(out, workspace)
-    o, state, h = run(args, given)
+    if (
+        ssm_state_indices is not None or final_state_indices is not None or has_initial_state is not None
+        or first_slot != 0 or checkpoint_pool is not None or checkpoint_cu is not None
+        or checkpoint_positions is not None or checkpoint_indices is not None
+    ):  # fmt: skip
+        slots = SlotArguments(
+            ssm_state_indices, final_state_indices, has_initial_state, None, checkpoint_pool, checkpoint_cu,
+            checkpoint_positions, checkpoint_indices, first_slot, bool(output_final_state),
+        )  # fmt: skip
+        o, _, h = run_pooled(args._replace(output_final_state=False), slots, given)
+        state = initial_state
+    else:
+        o, state, h = run(args, given)
     final = state if output_final_state else None
     return (o, final, h) if return_intermediate_states else (o, final)
 
@@ -182,6 +220,13 @@ def fused_recurrent_kda(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    inplace_final_state: bool | None = None,
+    final_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    first_slot: int = 0,
+    out: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     backend: str | None = None,
     **unknown: Unpack[_NoKeywords],
@@ -191,13 +236,25 @@ def fused_recurrent_kda(
     The formula, the arguments and the errors are those of `chunk_kda`. If an input requires grad and grad mode is on, the call
     becomes one of `chunk_kda`, so that it has gradients; it then needs a backend with a backward.
 
+    q, k, v, g and beta may be views with any stride of B and T, such as parts of a projection. A backend that declares the feature
+    ``strided`` reads them in place; for another one they are copied.
+
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V]. g: [B, T, HV, K]. beta: [B, T, HV]. A_log: [HV]. dt_bias: [HV*K] or
-            [HV, K]. initial_state: [N, HV, K, V] or [N, HV, V, K]. cu_seqlens: [N+1]; without gradients its last value
+            [HV, K]. initial_state: [N, HV, K, V] or [N, HV, V, K], or a pool. cu_seqlens: [N+1]; without gradients its last value
             may be below T, and o is zero after it.
+        ssm_state_indices: [N], as in `chunk_kda`, for any T. Or [N, W], W at least the tokens of a sequence: then the state after
+            token t goes to slot ``ssm_state_indices[n, t]``, as in FLA.
+        num_accepted_tokens: [N] int32, with [N, W] slots: a sequence starts from slot
+            ``ssm_state_indices[n, num_accepted_tokens[n] - 1]``, with the number clamped to [1, W]. None: all 1.
+        inplace_final_state: with a pool: True writes the states to their slots, also without `output_final_state`. False only
+            reads the pool; `output_final_state` then returns the final states [N, ..] as a new tensor. None: True if
+            `output_final_state`.
+        final_state_indices, has_initial_state, first_slot: as in `chunk_kda`.
+        out: o to write, as in `chunk_kda`.
 
     Returns:
-        o [B, T, HV, V] in q's dtype; the final states or None.
+        o [B, T, HV, V] in q's dtype; the final states (the pool, if they were written to it) or None.
     """
     if unknown:
         raise unknown_keyword(fused_recurrent_kda, unknown, chunk_kda)
@@ -208,7 +265,25 @@ def fused_recurrent_kda(
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False,
         lower_bound, False, False, state_v_first, False, None, 64, False, False, True, backend, "off", False,
     ))  # fmt: skip
-    o, state, _ = run(args)
+    given = None if out is None else given_outputs(out, None)
+    if (
+        ssm_state_indices is not None or num_accepted_tokens is not None or inplace_final_state is not None
+        or final_state_indices is not None or has_initial_state is not None or first_slot != 0
+    ):  # fmt: skip
+        writes = output_final_state if inplace_final_state is None else inplace_final_state
+        slots = SlotArguments(
+            ssm_state_indices, final_state_indices, has_initial_state, num_accepted_tokens,
+            first_slot=first_slot, writes=bool(writes),
+        )  # fmt: skip
+        if ssm_state_indices is None and inplace_final_state is not None:
+            expected = "None unless ssm_state_indices is given"
+            raise ArgumentError("inplace_final_state", expected, repr(inplace_final_state))
+        if writes:
+            o, _, _ = run_pooled(args._replace(output_final_state=False), slots, given)
+            return o, initial_state
+        o, state, _ = run_pooled(args, slots, given)
+    else:
+        o, state, _ = run(args, given)
     return o, state if output_final_state else None
 
 

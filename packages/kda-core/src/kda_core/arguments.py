@@ -217,10 +217,10 @@ _HINTS = {
     "sigmoid_beta": "Did you mean 'use_beta_sigmoid_in_kernel'?",
     "compute_gate": "Did you mean 'use_gate_in_kernel'?",
     "state_layout": "Did you mean 'state_v_first'?",
-} | dict.fromkeys(
-    ("initial_state_indices", "ssm_state_indices", "num_accepted_tokens", "inplace_final_state"),
-    "States are not updated in place: pass initial_state=pool[indices], and write the final states back",
-)
+    "initial_state_indices": "Did you mean 'ssm_state_indices'?",
+    "num_accepted_tokens": "Only fused_recurrent_kda has it",
+    "inplace_final_state": "Only fused_recurrent_kda has it; output_final_state updates a pool in place",
+}
 """Hints for keywords of FLA's earlier versions and of its copies in serving engines."""
 
 

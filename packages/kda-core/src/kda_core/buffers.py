@@ -15,6 +15,7 @@ from kda_core.contract import (
     KdaGradients,
     KdaInputs,
     KdaOutputs,
+    KdaPool,
     ProblemShape,
     Tensors,
     intermediate_states_count,
@@ -36,7 +37,14 @@ class GivenOutputs(NamedTuple):
 NOTHING_GIVEN = GivenOutputs()
 
 
-def make_inputs(tensors: Sequence[Tensor | None], shape: ProblemShape, *, align: bool = True) -> KdaInputs:
+def make_inputs(
+    tensors: Sequence[Tensor | None],
+    shape: ProblemShape,
+    *,
+    align: bool = True,
+    strided: bool = False,
+    pool: KdaPool | None = None,
+) -> KdaInputs:
     """Returns the tensors of a call in the form that backends require.
 
     Copies a tensor that is not contiguous or that does not start at a multiple of `ALIGNMENT`, such as a slice of a buffer.
@@ -45,6 +53,8 @@ def make_inputs(tensors: Sequence[Tensor | None], shape: ProblemShape, *, align:
         tensors: the fields of `Tensors`, in order.
         shape: their `kda_core.validate.problem_shape`.
         align: False for tensors without memory (fake ones).
+        strided: whether the backend declares `Feature.STRIDED`; views that it can read are then not copied.
+        pool: that of the call.
 
     Raises:
         ArgumentError: a tensor without strides (sparse, nested).
@@ -53,7 +63,7 @@ def make_inputs(tensors: Sequence[Tensor | None], shape: ProblemShape, *, align:
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = [
             x
             if x is None or (x.is_contiguous() and not (align and (x.data_ptr() or 1) % ALIGNMENT))
-            else _copied(x, align)
+            else (x if strided and _is_strided(x, tensors) else _copied(x, align))
             for x in tensors
         ]
     except RuntimeError:  # torch's error for a tensor without strides does not name the argument
@@ -68,8 +78,28 @@ def make_inputs(tensors: Sequence[Tensor | None], shape: ProblemShape, *, align:
     values = {
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
         "initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "shape": shape,
+        "pool": pool,
     }  # fmt: skip
     return unchecked(KdaInputs, values)
+
+
+_N_STRIDED = Tensors._fields.index("beta") + 1
+
+
+def _is_strided(x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    """Returns whether `x` is one of q, k, v, g, beta among `tensors`, in the form of `Feature.STRIDED`, see `KdaInputs`."""
+    if not any(x is y for y in tensors[:_N_STRIDED]):
+        return False
+    sizes, strides = x.shape, x.stride()
+    inner = 1
+    for size, stride in zip(reversed(sizes[2:]), reversed(strides[2:])):
+        if size != 1 and stride != inner:
+            return False
+        inner *= size
+    if len(sizes) == 3:  # beta
+        return True
+    outer = (stride * x.itemsize for size, stride in zip(sizes[:2], strides) if size != 1)
+    return not any(n % ALIGNMENT for n in (x.data_ptr(), *outer))
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -110,6 +140,12 @@ def _copied(x: Tensor, align: bool) -> Tensor:
     return x.clone() if align and (x.data_ptr() or 1) % ALIGNMENT else x
 
 
+def has_other_rows(inputs: KdaInputs) -> bool:
+    """Returns whether o may have rows of no sequence that must be zero, as in FLA: those of a packed decode call."""
+    s = inputs.shape
+    return s.options.recurrent and s.varlen and sum(inputs.sequence_lengths() or ()) < s.T
+
+
 def allocate_outputs(
     inputs: KdaInputs, workspace_bytes: int = 0, given: GivenOutputs = NOTHING_GIVEN, *, saves: bool = False
 ) -> KdaOutputs:
@@ -127,9 +163,9 @@ def allocate_outputs(
     s = inputs.shape
     o, state, h, workspace = given
     if o is None:
-        partly = s.options.recurrent and s.varlen and sum(inputs.sequence_lengths() or ()) < s.T
         # v has the shape of o, and `empty_like` is the fastest way to allocate it
-        o = torch.zeros_like(inputs.v) if partly else torch.empty_like(inputs.v)
+        new = torch.zeros_like if has_other_rows(inputs) else torch.empty_like
+        o = new(inputs.v, memory_format=torch.contiguous_format)
     if state is None and s.options.output_final_state:
         state = inputs.q.new_empty(s.state_shape, dtype=s.state_dtype)
     if h is None and s.options.return_intermediate_states:

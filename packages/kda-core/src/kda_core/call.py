@@ -19,8 +19,8 @@ from torch import Tensor
 from kda_core import contents, env, install, registry
 from kda_core.arguments import N_TENSORS, Arguments
 from kda_core.backend import Plan, Planner, SupportsBackwardInto
-from kda_core.buffers import GivenOutputs, allocate_outputs, make_inputs
-from kda_core.contract import HALF_DTYPES, Feature, KdaInputs, KdaOptions, KdaOutputs, ProblemShape
+from kda_core.buffers import GivenOutputs, allocate_outputs, has_other_rows, make_inputs
+from kda_core.contract import HALF_DTYPES, Feature, KdaInputs, KdaOptions, KdaOutputs, KdaPool, ProblemShape
 from kda_core.discovery import FAILURES
 from kda_core.errors import (
     BackendContractError,
@@ -52,6 +52,7 @@ class ResolvedCall:
         planner: name and object of the planner to ask for a plan, or None.
         plan: JSON text of the plan that the caller passed; None if the planner makes one.
         saves: whether the forward can save states that the backward then reads.
+        strided: whether the backend receives strided inputs as they are; a planner never does.
         checks_contents: whether the values of the inputs are checked before each run (``KDA_CHECK``).
         number: unique in the process; key of the planner's cached answers.
     """
@@ -64,6 +65,7 @@ class ResolvedCall:
     planner: tuple[str, Planner] | None
     plan: str | None
     saves: bool = False
+    strided: bool = False
     checks_contents: bool = False
     number: int = field(default_factory=lambda: next(_numbers), compare=False, repr=False)
 
@@ -199,12 +201,14 @@ def of_shape(shape: ProblemShape, choices: Choices, mode: str) -> ResolvedCall:
     is_split = backward is not None and backward.spec != choice.spec
     # a backend that has not the backward of the call may have none at all
     received = _interned(forward_alone(shape)) if is_split else shape
+    strided = Feature.STRIDED.value in choice.spec.features
     if shape.options.recurrent:
-        return ResolvedCall(received, choice, backward, "recurrent_fwd", 0, None, None)
+        return ResolvedCall(received, choice, backward, "recurrent_fwd", 0, None, None, strided=strided)
     planner, plan = _planner(shape.options, mode)
     saves = planner is None and _offer_saved_states(choices, shape)
     size = _workspace_bytes(received, choice)
-    return ResolvedCall(received, choice, backward, "chunk_fwd", size, planner, plan, saves)
+    strided = strided and planner is None
+    return ResolvedCall(received, choice, backward, "chunk_fwd", size, planner, plan, saves, strided)
 
 
 def _offer_saved_states(choices: Choices, shape: ProblemShape) -> bool:
@@ -284,6 +288,7 @@ def execute(
     given: GivenOutputs | None = None,
     *,
     saves: bool = False,
+    pool: KdaPool | None = None,
 ) -> KdaOutputs:
     """Runs one call and returns its outputs.
 
@@ -291,12 +296,13 @@ def execute(
         tensors: `Arguments.tensors`.
         given: the tensors that the caller passed to be written.
         saves: whether the backend is to save states for the backward.
+        pool: that of a call whose shape has one.
 
     Raises:
         KdaError: contents of cu_seqlens that the host knows, or `given`, are invalid; or the backend violated the ABI.
     """
     shape, choice = call.shape, call.choice
-    inputs = make_inputs(tensors, shape)
+    inputs = make_inputs(tensors, shape, strided=call.strided, pool=pool)
     # reading the lengths checks host contents of cu_seqlens, before any launch
     lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
     if call.checks_contents:
@@ -310,6 +316,8 @@ def execute(
         outputs = allocate_outputs(inputs, needed, given)
         check_outputs(inputs, outputs, needed)
         check_memory(inputs, outputs)
+        if has_other_rows(inputs):
+            outputs.o.zero_()
     planner = None
     if plan is not None and call.planner is not None:
         planner = call.planner[0]

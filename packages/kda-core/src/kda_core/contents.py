@@ -11,6 +11,7 @@ from torch import Tensor
 from kda_core.contract import SAFE_GATE_BOUND, KdaInputs
 from kda_core.errors import ArgumentError
 from kda_core.offsets import check_copy, lengths_of
+from kda_core.slots import initial_states
 
 BETA_BOUND = 2.0
 """The largest beta. A token scales the state along k by 1 - beta, so that a larger beta makes the state grow."""
@@ -41,6 +42,8 @@ def check_contents(inputs: KdaInputs) -> None:
             _expect(name, "finite values", x, x.isfinite())
     for name in ("A_log", "dt_bias", "initial_state"):
         x = getattr(inputs, name)
+        if name == "initial_state" and inputs.pool is not None:
+            x = initial_states(inputs.pool, inputs.shape.state_dtype)
         if x is not None:
             _expect(name, "finite values", x, x.isfinite())
 

@@ -50,6 +50,8 @@ SAVED_SPACING = 512
 """Tokens between the states that a forward saves for the backward."""
 SAVED_SPACING_DENSE = 64
 """The same with `disable_recompute`."""
+CHECKPOINT_SPACING = 64
+"""Checkpoints are states after a multiple of this many tokens of a sequence."""
 
 _Frozen = TypeVar("_Frozen")
 _Value = TypeVar("_Value")
@@ -87,10 +89,24 @@ class Feature(str, Enum):
     RECURRENT = "recurrent"  # the decode entry
     SEGMENT_SUMMARY = "segment_summary"  # for planners, see `SupportsSegments`; no call needs it
     SAVED_STATES = "saved_states"  # for the backward, see `SupportsSavedStates`; no call needs it
+    STATE_POOL = "state_pool"  # states in the slots of a pool, see `KdaPool`; without it core copies them, so no call needs it
+    BF16_POOL = "bf16_pool"  # the same in bf16
+    TOKEN_STATES = "token_states"  # the same with a slot for the state after every token
+    CHECKPOINTS = "checkpoints"  # states inside of sequences, see `KdaCheckpoints`
+    STRIDED = "strided"  # strided q, k, v, g, beta, see `KdaInputs`; without it core copies them, so no call needs it
 
 
-OFFERS = frozenset({Feature.SEGMENT_SUMMARY, Feature.SAVED_STATES})
-"""The features that no call needs. A backend that declares one offers its optional methods."""
+OFFERS = frozenset(
+    {
+        Feature.SEGMENT_SUMMARY,
+        Feature.SAVED_STATES,
+        Feature.STATE_POOL,
+        Feature.BF16_POOL,
+        Feature.TOKEN_STATES,
+        Feature.STRIDED,
+    }
+)
+"""The features that no call needs. A backend that declares one offers its optional methods, or spares core a copy."""
 
 
 class Tensors(NamedTuple):
@@ -196,6 +212,40 @@ OPTION_NAMES = tuple(f.name for f in fields(KdaOptions))
 
 
 @dataclass(frozen=True)
+class PoolShape:
+    """The metadata of a `KdaPool`, hashable. The number of slots, their pitch and `first_slot` are not part of it, so that they cause
+    no compilation.
+
+    Attributes:
+        dtype: of the states.
+        index_dtype: of all slots: int32 or int64.
+        writes: whether the call writes states into the pool.
+        per_token: whether the slots are [N, W], one for the state after every token, instead of [N].
+        has_mask: whether the call passes `has_initial_state`.
+        has_num_accepted: whether the call passes `num_accepted_tokens`.
+        checkpoint_dtype: of the pool of checkpoints; None for a call without checkpoints.
+    """
+
+    dtype: torch.dtype
+    index_dtype: torch.dtype
+    writes: bool
+    per_token: bool = False
+    has_mask: bool = False
+    has_num_accepted: bool = False
+    checkpoint_dtype: torch.dtype | None = None
+
+    @property
+    def features(self) -> dict[Feature, bool]:
+        """What a backend must declare to serve the pool itself."""
+        return {
+            Feature.STATE_POOL: True,
+            Feature.BF16_POOL: torch.bfloat16 in (self.dtype, self.checkpoint_dtype),
+            Feature.TOKEN_STATES: self.per_token,
+            Feature.CHECKPOINTS: self.checkpoint_dtype is not None,
+        }
+
+
+@dataclass(frozen=True)
 class ProblemShape:
     """The metadata of a call, hashable. A backend chooses and compiles kernels from nothing else.
 
@@ -208,6 +258,8 @@ class ProblemShape:
         device_type: such as "cuda" or "cpu".
         arch: compute capability of the CUDA device of the inputs; None on other devices.
         options: `KdaOptions.resolved`, so `scale` is a number.
+        pool: of a call whose states are in a pool, else None. Such a call has no `initial_state`, and asks for a `final_state` only if
+            it does not write to the pool. Since ABI 2.3.
     """
 
     B: int
@@ -227,6 +279,7 @@ class ProblemShape:
     device_type: str
     arch: tuple[int, int] | None
     options: KdaOptions
+    pool: PoolShape | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -304,7 +357,12 @@ class ProblemShape:
             Feature.INITIAL_STATE: self.has_initial_state,
             Feature.FINAL_STATE: o.output_final_state,
             Feature.STATE_V_FIRST: o.state_v_first
-            and (self.has_initial_state or o.output_final_state or o.return_intermediate_states),
+            and (
+                self.has_initial_state
+                or o.output_final_state
+                or o.return_intermediate_states
+                or self.pool is not None
+            ),
             Feature.GATE_IN_KERNEL: o.use_gate_in_kernel,
             Feature.UNBOUNDED_GATE: not o.bounded_gate,
             Feature.BETA_SIGMOID: o.use_beta_sigmoid_in_kernel,
@@ -316,6 +374,8 @@ class ProblemShape:
             Feature.BACKWARD: o.needs_backward,
             Feature.RECURRENT: o.recurrent,
         }
+        if self.pool is not None:
+            needed |= self.pool.features
         return frozenset(f for f, wanted in needed.items() if wanted)
 
 
@@ -323,8 +383,68 @@ _fields_of_shape = attrgetter(*(f.name for f in fields(ProblemShape)))
 
 
 @dataclass(frozen=True)
+class KdaCheckpoints:
+    """The states inside of sequences that a call stores. Since ABI 2.3.
+
+    Sequence n stores its state after ``positions[i]`` of its tokens in slot ``indices[i]``, for i in [cu[n], cu[n+1]). Ignored are
+    positions that are not a positive multiple of `CHECKPOINT_SPACING`, that exceed the length of the sequence, or that do not
+    exceed all earlier positions of the sequence; slots outside of [`KdaPool.first_slot`, slots); and sequences that are skipped. cu is
+    clamped to [0, C].
+
+    Attributes:
+        states: as `KdaPool.states`, and maybe the same tensor.
+        cu: [N+1] int32.
+        positions: [C] int32.
+        indices: [C], dtype of `KdaPool.read`.
+    """
+
+    states: Tensor
+    cu: Tensor
+    positions: Tensor
+    indices: Tensor
+
+
+@dataclass(frozen=True)
+class KdaPool:
+    """The slots of a pool that a call reads and writes. All tensors are on the device of q, and only the device reads them. Since
+    ABI 2.3.
+
+    A slot is one of the pool if it is in [first_slot, slots). A sequence whose read and write slots all are not is skipped: its
+    rows of o are zeros, and nothing else of it is read or written. If only the read slot is not, the sequence starts from zeros. If
+    only the write slot is not, its final state is dropped. A state is read to fp32 (fp64 for fp64 inputs), and rounded to nearest
+    when it is written.
+
+    Attributes:
+        states: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; fp32, bf16, or fp64 for fp64 inputs. A slot is
+            contiguous; the stride between slots is any multiple of `ALIGNMENT` bytes, and may exceed 2^31 elements in total.
+        read: [N] int32 or int64, the slot from which a sequence starts; or [N, W] with `PoolShape.per_token`, where the slot of
+            sequence n is ``read[n, clamp(num_accepted_tokens[n], 1, W) - 1]``, column 0 without num_accepted_tokens.
+        write: [N], the slot of the final state; or [N, W], where the state after token t has slot ``write[n, t]``. The caller
+            promises that no sequence then has more than W tokens: the numbers of longer ones are undefined. Only
+            `PoolShape.writes` says whether the call writes.
+        first_slot: the first slot of the pool that holds states.
+        has_initial_state: [N] bool, or None for all True. Where it is False, the sequence starts from zeros, whatever the
+            read slot holds.
+        num_accepted_tokens: [N] int32, or None.
+        checkpoints: or None.
+    """
+
+    states: Tensor
+    read: Tensor
+    write: Tensor
+    first_slot: int = 0
+    has_initial_state: Tensor | None = None
+    num_accepted_tokens: Tensor | None = None
+    checkpoints: KdaCheckpoints | None = None
+
+
+@dataclass(frozen=True)
 class KdaInputs:
     """The inputs of one call as `chunk_fwd` of a backend receives them: validated, contiguous and aligned to `ALIGNMENT`.
+
+    A backend that declares `Feature.STRIDED` (since ABI 2.3) also receives q, k, v and g whose strides of B and T are any multiples of
+    `ALIGNMENT` bytes, and beta with any strides of B and T and any address. The inner dimensions are dense. The backward always
+    receives contiguous tensors.
 
     Attributes:
         q, k: [B, T, H, K].
@@ -337,6 +457,8 @@ class KdaInputs:
         cu_seqlens: [N+1] on the device of q, or None.
         cu_seqlens_cpu: [N+1] in host memory, or None.
         shape: the metadata.
+        pool: the pool that holds the states of the call, in place of `initial_state` and `KdaOutputs.final_state`; else None.
+            Only backends that declare `PoolShape.features` receive it. Since ABI 2.3.
     """
 
     q: Tensor
@@ -350,6 +472,7 @@ class KdaInputs:
     cu_seqlens: Tensor | None
     cu_seqlens_cpu: Tensor | None
     shape: ProblemShape
+    pool: KdaPool | None = None
 
     @property
     def options(self) -> KdaOptions:

@@ -102,13 +102,26 @@ KDA_CHECK = Variable(
     "0",
     "1 checks the values of the inputs before every call, for debugging. The check waits for the GPU.",
 )
+KDA_CHECK_SLOTS = Variable(
+    "KDA_CHECK_SLOTS",
+    "0",
+    "1 checks the slots and the checkpoints of every call with a pool of states, for debugging. The check waits for the GPU.",
+)
 KDA_REQUIRE_ARCH = Variable(
     "KDA_REQUIRE_ARCH",
     "0",
     "1 makes tests that need a GPU fail on a machine without it, instead of being skipped.",
 )
 
-VARIABLES = (KDA_BACKEND, KDA_CP, KDA_CACHE_DIR, KDA_DISABLE_JIT, KDA_CHECK, KDA_REQUIRE_ARCH)
+VARIABLES = (
+    KDA_BACKEND,
+    KDA_CP,
+    KDA_CACHE_DIR,
+    KDA_DISABLE_JIT,
+    KDA_CHECK,
+    KDA_CHECK_SLOTS,
+    KDA_REQUIRE_ARCH,
+)
 
 
 def backend_order() -> tuple[str, ...]:
@@ -174,6 +187,11 @@ def disable_jit() -> bool:
 def check() -> bool:
     """Returns whether the values of inputs are checked (``KDA_CHECK``)."""
     return KDA_CHECK.flag()
+
+
+def check_slots() -> bool:
+    """Returns whether the slots of pools are checked (``KDA_CHECK_SLOTS``)."""
+    return KDA_CHECK_SLOTS.flag()
 
 
 def require_arch() -> bool:

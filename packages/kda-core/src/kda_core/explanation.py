@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from kda_core import call as calls
+from kda_core import pools
 from kda_core.api import chunk_kda, cp_context_error, renamed_layout
 from kda_core.arguments import Arguments, checked, checked_choice, given_outputs, unknown_keyword
 from kda_core.contract import KdaInputs, ProblemShape, Tensors, intermediate_states_count
-from kda_core.errors import ArgumentError, ShapeError
+from kda_core.errors import ArgumentError, KdaError, ShapeError
+from kda_core.pools import SlotArguments, checked_slots
 from kda_core.registry import REGISTRY, Refusal, show_archs
 from kda_core.torch_private import FakeTensor
 from kda_core.validate import problem_shape
@@ -59,6 +61,8 @@ class Explanation:
             compilation of kernels are not checked.
         backward: name of the backend that would serve the backward. None if no input requires grad, or if no backend does.
         saved_bytes: what the forward keeps for the backward besides its inputs, in bytes; 0 if the backward recomputes it.
+        pool: who reads and writes the pool of the call: "the backend", or "copies by kda-core". None without a pool, and if the call
+            would fail.
     """
 
     shape: ProblemShape
@@ -70,6 +74,7 @@ class Explanation:
     error: str | None
     backward: str | None = None
     saved_bytes: int = 0
+    pool: str | None = None
 
     def __str__(self) -> str:
         s = self.shape
@@ -83,6 +88,8 @@ class Explanation:
         ]
         if self.backward is not None:
             lines.insert(3, f"backward  {self.backward}, saved {self.saved_bytes} bytes")
+        if self.pool is not None:
+            lines.append(f"pool      {self.pool}")
         if self.error is not None:  # it contains the refusals
             return "\n".join([*lines, f"error     {self.error}"])
         for r in self.refusals:
@@ -117,20 +124,41 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     """
     if args and isinstance(args[0], ProblemShape):
         return _explain_shape(*args, **kwargs)
-    call, workspace = _parsed(*args, **kwargs)
-    shape = problem_shape(*call.tensors, options=call.options)  # type: ignore[arg-type]
+    call, slots, workspace = _parsed(*args, **kwargs)
+    if slots is None:
+        shape = problem_shape(*call.tensors, options=call.options)  # type: ignore[arg-type]
+    else:
+        pools.refuse_gradients(call)
+        shape = pools.pooled_shape(call, slots)
     known = not (isinstance(call.cu_seqlens, FakeTensor) or isinstance(call.cu_seqlens_cpu, FakeTensor))
     if not known:  # a fake tensor has no contents
         offsets = torch.empty(shape.N + 1, dtype=shape.index_dtype, device="meta")
         call = call._replace(cu_seqlens=offsets, cu_seqlens_cpu=None)
     inputs = _inputs(call, shape)
     inputs.sequence_lengths()
+    if shape.pool is not None:
+        return _explain_pooled(shape, call, inputs, known, workspace)
     requiring = [n for n, x in zip(Tensors._fields, call.tensors) if x is not None and x.requires_grad]
     return _explain(shape, call.backend, call.context_parallel, inputs, known, workspace, requiring)
 
 
-def _parsed(*args: Any, **kwargs: Any) -> tuple[Arguments, Tensor | None]:
-    """Returns the arguments of ``chunk_kda(*args, **kwargs)`` with their types checked, and its workspace.
+def _explain_pooled(
+    shape: ProblemShape, call: Arguments, inputs: KdaInputs, known: bool, workspace: Tensor | None
+) -> Explanation:
+    """`_explain` of the call that serves one with a pool."""
+    try:
+        native, error = pools.choose(shape, call.backend, call.context_parallel)[1], None
+    except KdaError as found:
+        native, error = True, f"{type(found).__name__}: {found}"
+    served, mode = (shape, "off") if native else (pools.copied_shape(shape), call.context_parallel)
+    explained = _explain(served, call.backend, mode, replace(inputs, shape=served), known, workspace)
+    by = None if error is not None else "the backend" if native else "copies by kda-core"
+    return replace(explained, shape=shape, error=error or explained.error, pool=by)
+
+
+def _parsed(*args: Any, **kwargs: Any) -> tuple[Arguments, SlotArguments | None, Tensor | None]:
+    """Returns the arguments of ``chunk_kda(*args, **kwargs)`` with their types checked, those that concern slots (None without any),
+    and its workspace.
 
     Raises:
         TypeError, ArgumentError, DtypeError: as `chunk_kda`.
@@ -146,7 +174,12 @@ def _parsed(*args: Any, **kwargs: Any) -> tuple[Arguments, Tensor | None]:
     if (cp_context := a.pop("cp_context")) is not None:
         raise cp_context_error(cp_context)
     workspace = given_outputs(a.pop("out"), a.pop("workspace")).workspace
-    return checked(Arguments(**a)), workspace
+    given = {name: a.pop(name) for name in SlotArguments._fields if name in a}
+    slots = None
+    if any(x is not None for name, x in given.items() if name != "first_slot") or given["first_slot"] != 0:
+        slots = checked_slots(SlotArguments(**given, writes=bool(a["output_final_state"])))
+        a["output_final_state"] = False
+    return checked(Arguments(**a)), slots, workspace
 
 
 def _explain_shape(

@@ -24,13 +24,14 @@ def register() -> None:
     if counters is None:
         return
     operators = torch.ops.kda_core
+    forwards = [operators.chunk_fwd, operators.chunk_fwd_out, operators.pooled_fwd_]
     if operators.chunk_fwd not in counters.flop_registry:
-        counters.register_flop_formula([operators.chunk_fwd, operators.chunk_fwd_out])(_forward)
+        counters.register_flop_formula(forwards)(_forward)
         counters.register_flop_formula(operators.chunk_bwd)(_backward)
     for mode in active_dispatch_modes():
         counter = getattr(mode, "counter", None)
         if isinstance(counter, counters.FlopCounterMode):  # its constructor copied the registry
-            for operator in (operators.chunk_fwd, operators.chunk_fwd_out, operators.chunk_bwd):
+            for operator in (*forwards, operators.chunk_bwd):
                 counter.flop_registry.setdefault(operator, counters.flop_registry[operator])
 
 

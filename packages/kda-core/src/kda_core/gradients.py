@@ -3,7 +3,7 @@
 Reverse-mode gradients exist if the backend has a backward. Forward-mode AD and second derivatives raise `DerivativeError`:
 torch itself would ignore a tangent, and would return 0 for a second derivative.
 
-`chunk_fwd`, `chunk_fwd_out` and `chunk_bwd` are the operators' kernels for the dispatch key Autograd. The dispatcher calls
+`chunk_fwd`, `chunk_fwd_out`, `pooled_fwd_` and `chunk_bwd` are the operators' kernels for the dispatch key Autograd. The dispatcher calls
 them once for each level of ``torch.func``, with the tensors of that level. They therefore see everything that is
 differentiated, in eager mode and while ``torch.compile`` traces.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kda_core import flops, torch_private
+from kda_core import flops, pools, torch_private
 from kda_core.arguments import Arguments
 from kda_core.call import may_save
 from kda_core.contract import FLOAT_TENSORS, Tensors
@@ -58,6 +58,13 @@ def chunk_fwd_out(*values: Any) -> None:
     if _requires_grad(values):
         raise ArgumentError("out", "None for inputs that require grad", "tensors")
     _below_autograd(torch.ops.kda_core.chunk_fwd_out.default, values)
+
+
+def pooled_fwd_(*values: Any) -> None:
+    """The Autograd kernel of the operator ``pooled_fwd_``."""
+    refuse_tangents(Arguments._fields, values)
+    pools.refuse_gradients(Arguments(*values[:_N_ARGUMENTS]))
+    _below_autograd(torch.ops.kda_core.pooled_fwd_.default, values)
 
 
 def chunk_bwd(*values: Any) -> Any:

@@ -15,9 +15,10 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from kda_core import backward, flops, gradients, registry
+from kda_core import backward, flops, gradients, pools, registry
 from kda_core.arguments import KINDS, N_TENSORS, Arguments, checked
 from kda_core.buffers import (
+    NOTHING_GIVEN,
     GivenOutputs,
     aligned,
     allocate_outputs,
@@ -34,6 +35,7 @@ from kda_core.contract import (
 )
 from kda_core.errors import ArgumentError
 from kda_core.gradients import Served
+from kda_core.pools import SLOT_KINDS, SlotArguments
 from kda_core.torch_private import below_autograd, is_dispatcher_idle
 from kda_core.validate import check_outputs, problem_shape
 
@@ -52,9 +54,15 @@ WRITTEN = ", ".join(
     for alias, name in zip("abcd", GivenOutputs._fields)
 )
 
+_POOL = ARGUMENTS.replace("Tensor? initial_state", "Tensor(s!)? initial_state")
+_SLOTS = ", ".join(
+    f"{_SCHEMA_TYPES[kind]}{'?' if kind is Tensor else ''} {name}" for name, kind in SLOT_KINDS.items()
+).replace("Tensor? checkpoint_pool", "Tensor(t!)? checkpoint_pool")
+
 _LIB = torch.library.Library("kda_core", "DEF")
 _LIB.define(f"chunk_fwd({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 _LIB.define(f"chunk_fwd_out({ARGUMENTS}, {WRITTEN}) -> ()")
+_LIB.define(f"pooled_fwd_({_POOL}, {_SLOTS}, {WRITTEN}) -> ()")
 _LIB.define(
     f"chunk_bwd(Tensor grad_o, Tensor? grad_final_state, Tensor served, Tensor saved_states, Tensor residual, str wanted, "
     f"{ARGUMENTS}) -> ({', '.join(['Tensor'] * _N_FLOATS)})"
@@ -113,6 +121,39 @@ def _dispatch(args: Arguments, given: GivenOutputs | None) -> tuple[Tensor, Any,
     return o, state, h
 
 
+def run_pooled(
+    args: Arguments, slots: SlotArguments, given: GivenOutputs | None = None
+) -> tuple[Tensor, Any, Any]:
+    """`run` of a call whose states are in a pool. The final states are None if they go to the pool.
+
+    Raises:
+        KdaError: as `kda_core.chunk_kda`.
+    """
+    pools.refuse_gradients(args)
+    if not torch.compiler.is_compiling():
+        tensors: Sequence[Any] = (*args[:N_TENSORS], *slots.tensors, *(given or ()))
+        if type(args.context_parallel) is str and can_skip_dispatcher(tensors):
+            key, call = pools.look_up(args, slots)
+            if call is None:
+                call = pools.resolve(checked(args), pools.checked_slots(slots), key)
+            with below_autograd():  # as in an operator's kernel
+                return pools.execute(call, args, slots, given)
+        flops.register()
+    args, slots = checked(args), pools.checked_slots(slots)
+    shape = pools.pooled_shape(args, slots)
+    o, state, h, workspace = NOTHING_GIVEN if given is None else given
+    inputs = KdaInputs(*args.tensors, shape)  # type: ignore[arg-type, call-arg]
+    new = inputs.q.new_empty
+    if o is None:  # the operator only writes tensors that it is given
+        o = new((shape.B, shape.T, shape.HV, shape.V))
+    if state is None and shape.options.output_final_state:
+        state = new(shape.state_shape, dtype=shape.state_dtype)
+    if h is None and shape.options.return_intermediate_states:
+        h = new(intermediate_states_shape(shape, intermediate_states_count(inputs)), dtype=torch.bfloat16)
+    torch.ops.kda_core.pooled_fwd_(*args, *slots, o, state, h, workspace)
+    return o, state, h
+
+
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -168,6 +209,18 @@ def _chunk_fwd(*values: Any) -> tuple[Tensor, ...]:
 def _chunk_fwd_out(*values: Any) -> None:
     args = Arguments(*values[:_N_ARGUMENTS])
     execute(resolved(args), args.tensors, GivenOutputs(*values[_N_ARGUMENTS:]))
+
+
+def _pooled_fwd_(*values: Any) -> None:
+    args, slots, given = _of_pool(values)
+    pools.execute(pools.resolved(args, slots), args, slots, given)
+
+
+def _of_pool(values: tuple[Any, ...]) -> tuple[Arguments, SlotArguments, GivenOutputs]:
+    """Returns the arguments of the operator ``pooled_fwd_``."""
+    end = _N_ARGUMENTS + len(SlotArguments._fields)
+    slots = SlotArguments(*values[_N_ARGUMENTS:end])
+    return Arguments(*values[:_N_ARGUMENTS]), slots, GivenOutputs(*values[end:])
 
 
 def _chunk_bwd(
@@ -246,6 +299,13 @@ def _fake_chunk_fwd_out(*values: Any) -> None:
         check_outputs(inputs, KdaOutputs(*values[_N_ARGUMENTS:]))
 
 
+def _fake_pooled_fwd_(*values: Any) -> None:
+    args, slots, given = _of_pool(values)
+    inputs = KdaInputs(*args.tensors, pools.pooled_shape(args, slots))  # type: ignore[arg-type, call-arg]
+    if not inputs.options.return_intermediate_states:
+        check_outputs(inputs, KdaOutputs(*given))  # type: ignore[arg-type]
+
+
 def _fake_chunk_bwd(
     grad_o: Tensor,
     grad_final_state: Tensor | None,
@@ -268,6 +328,7 @@ def _fake_chunk_bwd(
 for name, on_tensors, on_fakes, with_autograd in (
     ("chunk_fwd", _chunk_fwd, _fake_chunk_fwd, gradients.chunk_fwd),
     ("chunk_fwd_out", _chunk_fwd_out, _fake_chunk_fwd_out, gradients.chunk_fwd_out),
+    ("pooled_fwd_", _pooled_fwd_, _fake_pooled_fwd_, gradients.pooled_fwd_),
     ("chunk_bwd", _chunk_bwd, _fake_chunk_bwd, gradients.chunk_bwd),
 ):
     _LIB.impl(name, on_tensors, "CompositeExplicitAutograd")

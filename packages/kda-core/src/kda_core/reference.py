@@ -31,17 +31,28 @@ from kda_core import install
 from kda_core.abi import BACKEND_ABI
 from kda_core.backend import BackendSpec
 from kda_core.contract import (
+    CHECKPOINT_SPACING,
     FLOAT_TENSORS,
     INPUT_DTYPES,
     Feature,
     KdaGradients,
     KdaInputs,
     KdaOutputs,
+    KdaPool,
     ProblemShape,
     dtype_name,
     num_chunks,
 )
 from kda_core.gates import l2_normalised, log_decay, step_size
+from kda_core.slots import (
+    checkpoint_rows,
+    clear_rows,
+    initial_states,
+    is_slot,
+    masked_copy_,
+    sequence_bounds,
+    store_final,
+)
 
 BLOCK = 16
 """Rows of a block; divides every chunk_size."""
@@ -87,8 +98,11 @@ class ReferenceBackend:
 
     def _forward(self, inputs: KdaInputs, outputs: KdaOutputs, block: int) -> KdaOutputs:
         with torch.no_grad(), torch.autocast(inputs.q.device.type, enabled=False):
-            for group in _groups(inputs):
-                group.execute(inputs, outputs, block)
+            if inputs.pool is None:
+                for group in _groups(inputs):
+                    group.execute(inputs, outputs, block)
+            else:
+                _over_pool(inputs, inputs.pool, outputs, block)
         return outputs
 
     def chunk_bwd(self, inputs: KdaInputs, grad_o: Tensor, grad_final_state: Tensor | None) -> KdaGradients:
@@ -189,10 +203,14 @@ class _Group:
         state = inputs.initial_state[self.select].to(s.state_dtype)
         return state.mT.contiguous() if s.options.state_v_first else state
 
-    def execute(self, inputs: KdaInputs, outputs: KdaOutputs, block: int) -> None:
+    def execute(
+        self, inputs: KdaInputs, outputs: KdaOutputs, block: int, inner: _InnerStates | None = None
+    ) -> None:
         """Computes these sequences into `outputs`, and leaves rows of other sequences unchanged."""
         s, schedule = inputs.shape, self.schedule(inputs, block)
         savers = self._savers(inputs, outputs, schedule, block)
+        if inner is not None:
+            savers.append(inner.saver(self.select, schedule, block))
         keep = outputs.residual is not None
         rows, R, state = _chain(inputs, schedule, self.initial(inputs), self._slab(s, block), savers, keep)
         if s.T and schedule.widths:
@@ -275,6 +293,68 @@ class _Saver:
             target.index_copy_(0, row, torch.where(wanted, state, target[row]))
         elif bool(starts[0]):  # all blocks of a step have the same index
             target.index_copy_(0, rows, state)
+
+
+# ---- pools: the states are copied out, computed with, and copied back
+
+
+class _InnerStates:
+    """The states of every sequence after a multiple of `spacing` tokens, in the working dtype.
+
+    Attributes:
+        states: [rows, HV, K, V]; row ``base[n] + i`` is the state of sequence n before chunk i of `spacing` tokens.
+    """
+
+    def __init__(self, inputs: KdaInputs, spacing: int) -> None:
+        s = inputs.shape
+        self.spacing, self.v_first = spacing, s.options.state_v_first
+        self.starts, self.ends = sequence_bounds(inputs)
+        # as `kda_core.contract.saved_slots`: chunks of two sequences never share a row
+        self.base = self.starts // spacing + torch.arange(s.N, device=inputs.q.device)
+        rows = s.B * s.T // spacing + s.N
+        self.states = inputs.q.new_zeros((rows, s.HV, *s.state_matrix), dtype=s.state_dtype)
+
+    def saver(self, select: slice, schedule: _Schedule, block: int) -> _Saver:
+        """Returns what stores the states of the sequences `select`."""
+        return _Saver(self.states, self.v_first, schedule, block, self.spacing, self.base[select])
+
+    def after(self, owner: Tensor, position: Tensor, final: Tensor) -> Tensor:
+        """Returns the states [n, HV, ..] of sequences `owner` [n] after `position` [n] tokens, a multiple of the spacing. At the end of
+        a sequence that is its state in `final` [N, HV, ..]. Arbitrary for a position beyond the end."""
+        row = (self.base[owner] + position // self.spacing).clamp(0, len(self.states) - 1)
+        is_end = (position == (self.ends - self.starts)[owner]).view(-1, 1, 1, 1)
+        return torch.where(is_end, final[owner], self.states[row])
+
+
+def _over_pool(inputs: KdaInputs, pool: KdaPool, outputs: KdaOutputs, block: int) -> None:
+    """Computes a call whose states are in a pool. All reads precede all writes."""
+    s, facts = inputs.shape, inputs.shape.pool
+    assert facts is not None  # core sets both or none
+    spacing = 1 if facts.per_token else CHECKPOINT_SPACING
+    inner = _InnerStates(inputs, spacing) if facts.per_token or pool.checkpoints is not None else None
+    final = outputs.final_state
+    if final is None:
+        final = inputs.q.new_empty(s.state_shape, dtype=s.state_dtype)
+    inputs = replace(inputs, initial_state=initial_states(pool, s.state_dtype))
+    outputs_of_all = replace(outputs, final_state=final)
+    for group in _groups(inputs):
+        group.execute(inputs, outputs_of_all, block, inner)
+    if inner is not None and pool.checkpoints is not None:
+        kept = pool.checkpoints
+        owner, wanted = checkpoint_rows(inputs, pool, kept)
+        found = inner.after(owner, kept.positions.long(), final)
+        masked_copy_(kept.states, kept.indices, found, wanted)
+    if inner is not None and facts.per_token and facts.writes:
+        N, W = pool.write.shape
+        owner = torch.arange(N, device=final.device).repeat_interleave(W)
+        position = torch.arange(1, W + 1, device=final.device).repeat(N)
+        index = pool.write.flatten()
+        wanted = is_slot(index, pool.states, pool.first_slot)
+        wanted &= position <= (inner.ends - inner.starts)[owner]
+        masked_copy_(pool.states, index, inner.after(owner, position, final), wanted)
+    elif facts.writes:
+        store_final(pool, final)
+    clear_rows(inputs, pool, outputs.o)
 
 
 def _host_lengths(inputs: KdaInputs) -> tuple[int, ...]:

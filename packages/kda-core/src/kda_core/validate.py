@@ -88,7 +88,8 @@ def problem_shape(
     _check("k", k, (B, T, H, K), "[B, T, H, K]", (q.dtype,), device)
     _check("v", v, (B, T, HV, V), "[B, T, HV, V]", (q.dtype,), device)
     _check("g", g, (B, T, HV, K), "[B, T, HV, K]", gates, device)
-    _check("beta", beta, (B, T, HV), "[B, T, HV]", gates, device)
+    hint = "A beta for every channel of v (FLA's headwise beta) is not served" if beta.dim() == 4 else ""
+    _check("beta", beta, (B, T, HV), "[B, T, HV]", gates, device, hint)
     _check_gate_parameters(A_log, dt_bias, options, (HV, K), wide + HALF_DTYPES, device)
 
     N = B
@@ -253,6 +254,13 @@ def _check_output(
         raise StrideError(name, "a contiguous tensor", f"strides {list(x.stride())}")
 
 
+def extent(x: Tensor) -> int:
+    """Returns the bytes from the first element of a tensor to the end of its last one."""
+    if x.is_contiguous() or not x.numel():
+        return x.nbytes
+    return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))) * x.itemsize
+
+
 def check_memory(inputs: KdaInputs, outputs: KdaOutputs) -> None:
     """Checks that outputs are aligned and share no memory with an input or with each other, because kernels read inputs
     while they write outputs.
@@ -276,7 +284,7 @@ def check_memory(inputs: KdaInputs, outputs: KdaOutputs) -> None:
             written.append((first, first + size, name))
     spans = list(written)
     for name in _DEVICE_TENSORS:
-        if (x := getattr(inputs, name)) is not None and (size := x.nbytes):
+        if (x := getattr(inputs, name)) is not None and (size := extent(x)):
             spans.append(((first := x.data_ptr()), first + size, name))
     for i, (first, end, name) in enumerate(written):
         for first2, end2, other in spans[i + 1 :]:
