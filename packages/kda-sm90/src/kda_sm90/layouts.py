@@ -165,7 +165,7 @@ def pack(name: str, logical: torch.Tensor, C: int) -> torch.Tensor:
 
 def unpack_states(images: torch.Tensor) -> torch.Tensor:
     """Returns the states [..., 128, 128], as [K, V], that the chains of a backward store as images: for each half of V, the swizzled
-    image of [K, 64] that `kernels.gradients` reads as an operand."""
+    image of [K, 64] in shared memory."""
     row, column = torch.arange(HEAD_DIM).view(-1, 1), torch.arange(HEAD_DIM).view(1, -1)
     return images.flatten(-2)[..., image_offset(row, column, HEAD_DIM, HEAD_DIM).to(images.device)]
 
