@@ -118,7 +118,11 @@ def test_gradients_over_several_gpus_are_close_to_those_of_one_process(ranks, ba
     mp.spawn(rank_gradients.on_gpus, (ranks, str(tmp_path), backend), nprocs=ranks)
     for rank in range(ranks):
         for found in torch.load(tmp_path / f"{rank}.pt"):
-            assert max(found["errors"].values()) < 2e-2 and len(found["errors"]) == 8, found
+            errors = found["errors"]
+            # A gradient of A_log is a sum over all tokens, which may cancel.
+            assert all(e < (0.1 if n == "A_log" else 2e-2) for n, e in errors.items()) and len(errors) == 8, (
+                errors
+            )
             assert found["backends"] == [("sm90", e, "cp.distributed") for e in ("chunk_fwd", "chunk_bwd")]
 
 

@@ -157,6 +157,9 @@ class ContextParallel:
         self._instance = self._ranks.agree(proposed, None if fields is None else Terms(fields), error)
         assert fields is not None  # else `agree` has raised
         self._own_terms = fields
+        # Whether the ranks exchange final states, and whether they agree on calls.
+        self._everywhere = self.ranks > 1 and self.final_state_on == "all"
+        self._agrees = self.table.crosses or self._everywhere
 
     def _instance_terms(self) -> dict[str, str]:
         """Checks the arguments. Returns the fields of `Terms` that every call has."""
@@ -239,16 +242,6 @@ class ContextParallel:
             return ChunkKda.apply(self, given, *floats)
         result, _ = self._forward(given, needs_backward=False)
         return result.o, result.final
-
-    @property
-    def _everywhere(self) -> bool:
-        """Whether the ranks exchange final states."""
-        return self.ranks > 1 and self.final_state_on == "all"
-
-    @property
-    def _agrees(self) -> bool:
-        """Whether the ranks agree on a call."""
-        return self.table.crosses or self._everywhere
 
     def _forward(self, given: dict[str, Any], needs_backward: bool) -> tuple[_Result, CompletedCall]:
         """Makes a call. `given`: the arguments of `chunk_kda` by name."""
