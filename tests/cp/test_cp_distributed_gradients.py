@@ -63,6 +63,12 @@ def test_every_form_of_a_call_has_the_gradients_of_one_process(results):
     assert len(counts) == 12
 
 
+def test_gradients_pass_through_several_layers_and_microbatches(results):
+    for found in results:
+        first, second = found["layers"]
+        assert first == second < 1e-6
+
+
 def test_gradients_in_bf16_are_within_the_limits_of_the_kit(results):
     for found in results:
         ratios = found["limits"]

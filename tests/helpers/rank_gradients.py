@@ -112,6 +112,33 @@ def compare(table, case, on="owner", backend=None, names=FLOAT_TENSORS):
     }
 
 
+def through_layers(calls, x):
+    """Returns the output of layers, each of which takes the output of the one before as v."""
+    for call in calls:
+        o, _ = call(**x)
+        x = x | {"v": o}
+    return o
+
+
+def layers(table, case):
+    """Returns for two microbatches the error of the gradient of q through two layers, relative to that of one process.
+
+    The forwards of both run under autocast, before the first backward.
+    """
+    rank = dist.get_rank()
+    whole = case.arguments["q"].clone().requires_grad_()
+    one = partial(chunk_kda, backend="reference", context_parallel="off")
+    o = through_layers([one, one], case.arguments | {"q": whole})
+    want = table.shard(torch.autograd.grad(o, whole, case.grad_o)[0], rank)
+    calls = [ContextParallel(None, table, tag=f"layer {i}").chunk_kda for i in range(2)]
+    x, leaves = local(table, rank, case, ("q",))
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = [through_layers(calls, x) for _ in range(2)]
+    grad_o = table.shard(case.grad_o, rank)
+    found = [torch.autograd.grad(o, leaves["q"], grad_o)[0] for o in outputs]
+    return [((d - want).norm() / want.norm()).item() for d in found]
+
+
 def within_limits(table, case):
     """Returns the ratio of each error to the limit of the kit, for the gradients of all ranks together, and the exact norms."""
     cp = ContextParallel(None, table)
@@ -151,6 +178,7 @@ def checks(rank, ranks):
             f"form of {' '.join(names)}",
             partial(compare, crossing, forms["gates in the kernel"], names=names),
         )
+    yield "layers", partial(layers, zigzag, forms["fp32"])
     yield "limits", partial(within_limits, zigzag, case("slow", dtype=torch.bfloat16))
 
     yield from error_checks(rank, ranks, crossing, memory)
