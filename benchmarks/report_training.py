@@ -19,12 +19,14 @@ from benchmarks.pages import (
 )
 from benchmarks.plots import Picture
 from benchmarks.report_prefill import FAMILIES, label
-from benchmarks.steps import ERRORS
+from benchmarks.steps import ERRORS, MEDIANS
 
 GIB = 2**30
 MAIN = "slow"  # the gate family that every shape was measured with
-#: The largest errors of correct rows, as multiples of FLA's. The executable specification of kda-sm90's backward has up to 1.45 for
-#: dbeta. The gradients of A_log and dt_bias must not be worse than FLA's.
+#: The largest errors of correct rows, as multiples of FLA's. Gradients are compared in the median head, because the error of dg in one
+#: head depends on chance: with slow gates, that of the specification was 0.69 to 1.54 times that of FLA's rounding points for 16
+#: gradients of o, and 1.00 times on average. The specification has up to 1.45 for dbeta. The gradients of A_log and dt_bias must not be
+#: worse than FLA's.
 LIMITS = (
     dict.fromkeys(ERRORS, 1.1)
     | {"error_o": ERROR_RATIO, "error_state": ERROR_RATIO}
@@ -45,7 +47,7 @@ def peer_row(r: Row, rows: list[Row]) -> Row | None:
 
 
 def error_ratio(r: Row, peer: Row, error: str) -> float | None:
-    """Returns an error divided by the peer's; None if the call does not have it. 0 / 0 is 1."""
+    """Returns a field with an error divided by the peer's; None if the call does not have it. 0 / 0 is 1."""
     mine, other = r[error], peer[error]
     if mine is None or other is None:
         return None
@@ -54,9 +56,14 @@ def error_ratio(r: Row, peer: Row, error: str) -> float | None:
     return mine / other
 
 
+def judged_ratio(r: Row, peer: Row, error: str) -> float | None:
+    """Returns the ratio that `LIMITS` holds for: `error_ratio` of the median head, where the row has one."""
+    return error_ratio(r, peer, MEDIANS.get(error, error))
+
+
 def is_wrong(r: Row, peer: Row) -> bool:
     """Returns whether an error is above its limit, see `LIMITS`."""
-    ratios = ((e, error_ratio(r, peer, e)) for e in ERRORS)
+    ratios = ((e, judged_ratio(r, peer, e)) for e in ERRORS)
     return any(ratio is not None and not ratio <= LIMITS[e] for e, ratio in ratios)
 
 
@@ -115,17 +122,24 @@ def _ratios(compared: list[tuple[Row, Row]]) -> list[str]:
     """Returns the table of the largest errors divided by FLA's, from pairs of a row and FLA's row."""
     lines = []
     for e in ERRORS:
-        found = [(ratio, r) for r, p in compared if (ratio := error_ratio(r, p, e)) is not None]
-        if found:
-            ratio, r = max(found, key=lambda pair: pair[0])
-            above = sum(not ratio <= LIMITS[e] for ratio, _ in found)
-            lines.append([
-                _shown(e), f"{ratio:.2f}", f"{LIMITS[e]:.1f}", f"{above} of {len(found)}", r["case"], r["gates"], _mode(r),
-            ])  # fmt: skip
+        found = [(ratio, r) for r, p in compared if (ratio := judged_ratio(r, p, e)) is not None]
+        if not found:
+            continue
+        ratio, r = max(found, key=lambda pair: pair[0])
+        above = sum(not ratio <= LIMITS[e] for ratio, _ in found)
+        worst = max(x for r, p in compared if (x := error_ratio(r, p, e)) is not None)
+        lines.append([
+            _shown(e), f"{ratio:.2f}", f"{LIMITS[e]:.1f}", f"{above} of {len(found)}", r["case"], r["gates"], _mode(r),
+            f"{worst:.2f}",
+        ])  # fmt: skip
     columns = (
-        "error", "largest, divided by FLA's", "limit", "rows above it", "largest in case", "gates", "disable_recompute",
+        "error", "divided by FLA's, at most", "limit", "rows above it", "case", "gates", "disable_recompute", "in the worst head",
     )  # fmt: skip
-    return table(columns, lines, ("error", "largest in case", "gates", "disable_recompute"))
+    return [
+        "Gradients are compared in the median head. The last column has the ratios of the worst heads, which depend on chance.",
+        "",
+        *table(columns, lines, ("error", "case", "gates", "disable_recompute")),
+    ]
 
 
 def _method(data: Data) -> list[str]:

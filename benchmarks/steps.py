@@ -25,6 +25,8 @@ SEGMENT = 256  # tokens of which autograd through the fp64 token loop keeps ever
 #: The field of a row with the error of each gradient.
 GRADIENT_ERRORS = {n: f"error_d{'h0' if n == 'initial_state' else n}" for n in FLOAT_TENSORS}
 ERRORS = ("error_o", "error_state", *GRADIENT_ERRORS.values())
+#: The field of a row with the error in the median head, by the field with that in the worst head.
+MEDIANS = {name: name.replace("error", "median") for name in GRADIENT_ERRORS.values()}
 #: Dimension of the heads in a tensor. The others have it in dimension 2. A gradient of A_log is one number for each head, which may
 #: cancel, so all heads count together.
 HEADS = {"A_log": None, "dt_bias": 0, "initial_state": 1}
@@ -215,38 +217,43 @@ def exact(p: Problem) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 def errors(step: Step, p: Problem, want: tuple[list[Tensor], dict[str, Tensor]]) -> dict[str, float | None]:
-    """Returns the fields `ERRORS` of a row for a step on `p`; None for a gradient that the problem does not have.
+    """Returns the fields `ERRORS` and `MEDIANS` of a row for a step on `p`; None for a gradient that the problem does not have.
 
-    o and the final state: `kda_core.testing.error`. Gradients: `gradient_error`.
+    o and the final state: `kda_core.testing.error`. Gradients: the largest and the median of `head_errors`.
     """
     forward = step.forward()
     gradients, outputs = step.backward(forward), [y.detach() for y in forward.outputs]
-    found: dict[str, float | None] = dict.fromkeys(ERRORS)
+    found: dict[str, float | None] = dict.fromkeys((*ERRORS, *MEDIANS.values()))
     found["error_o"] = error(outputs[0], want[0][0], lengths=p.lengths)
     if len(outputs) > 1:
         found["error_state"] = error(outputs[1], want[0][1], state=True)
     heads = p.arguments["v"].shape[2]
     for name, gradient in gradients.items():
-        found[GRADIENT_ERRORS[name]] = gradient_error(name, gradient, want[1][name], heads)
+        of_heads, field = head_errors(name, gradient, want[1][name], heads), GRADIENT_ERRORS[name]
+        found |= {field: of_heads.max().item(), MEDIANS[field]: of_heads.quantile(0.5).item()}
     return found
 
 
 def gradient_error(name: str, x: Tensor, ref: Tensor, heads: int) -> float:
-    """Returns the relative Frobenius norm ||x - ref|| / ||ref|| of the worst head; for A_log of all heads together.
+    """Returns the largest of `head_errors`."""
+    return head_errors(name, x, ref, heads).max().item()
 
-    It is infinite if x has a value that is not finite, and if a head of ref is zero and that of x is not.
+
+def head_errors(name: str, x: Tensor, ref: Tensor, heads: int) -> Tensor:
+    """Returns the relative Frobenius norm ||x - ref|| / ||ref|| of every head, in fp64; for A_log one norm of all heads together.
+
+    All are infinite if x has a value that is not finite. That of a head is infinite if ref is zero and x is not.
 
     Args:
         name: the input, one of `FLOAT_TENSORS`.
         x, ref: gradients of its shape.
         heads: number of value heads.
     """
-    if not torch.isfinite(x).all():
-        return math.inf
     per_head = []
     for y in (x, ref):
         dim = HEADS.get(name, 2)
         y = y.reshape(heads, -1) if name == "dt_bias" else y
         per_head.append(y.double().flatten()[None] if dim is None else y.double().movedim(dim, 0).flatten(1))
     off, size = (per_head[0] - per_head[1]).norm(dim=1), per_head[1].norm(dim=1)
-    return torch.where(size > 0, off / size, torch.where(off > 0, math.inf, 0.0)).max().item()
+    found = torch.where(size > 0, off / size, torch.where(off > 0, math.inf, 0.0))
+    return found if torch.isfinite(x).all() else torch.full_like(found, math.inf)

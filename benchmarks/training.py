@@ -36,6 +36,7 @@ Fields of a row:
   error_dq, error_dk, error_dv, error_dg, error_dbeta, error_dA_log, error_ddt_bias, error_dh0
                         relative Frobenius error of a gradient in its worst head, for A_log over all heads together; null where
                         the call has no such input
+  median_dq, ...        the same of the median head: that of the worst head varies by tens of percent with the rounding errors
   run                   the id of the run
 """
 

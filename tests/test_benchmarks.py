@@ -257,6 +257,7 @@ def test_training_steps_of_peers_are_measured_on_the_same_inputs(gates, case, mo
                 assert row[e] is None
             else:
                 assert 0 < row[e] < 1e-2, (row["impl"], e)
+                assert 0 < row[steps.MEDIANS.get(e, e)] <= row[e], (row["impl"], e)
     assert [row["prepared"] for row in (fla, mine, cudnn)] == [False, False, True]
 
 
@@ -309,6 +310,8 @@ def test_error_of_a_gradient_is_that_of_its_worst_head():
     assert steps.gradient_error("beta", one, torch.tensor([[[1.0, 0.0]]]), 2) == float("inf")
     assert steps.gradient_error("beta", one * float("nan"), one, 2) == float("inf")
     assert steps.gradient_error("beta", none, none, 2) == 0
+    three = torch.tensor([[[1.0, 1.1, 1.4]]])
+    assert steps.head_errors("beta", three, torch.ones(1, 1, 3), 3).tolist() == pytest.approx([0.0, 0.1, 0.4])
 
 
 def test_only_peers_are_timed_without_a_graph(monkeypatch, capsys, one_thread):
@@ -508,7 +511,7 @@ def test_summary_of_prefill_begins_with_unbounded_gates():
 
 def training_row(case, impl, ms, gates="slow", mode=False, error=1e-3, **more):
     """Returns a row of training: a step of `ms` milliseconds, of which the backward takes three quarters."""
-    known = dict.fromkeys(steps.ERRORS, error) | {
+    known = dict.fromkeys((*steps.ERRORS, *steps.MEDIANS.values()), error) | {
         "table": "training", "B": 1, "T": 100, "H": 2, "HV": 2, "lengths": [], "prepared": impl == "cudnn", "timing": "graph",
         "inference_ms": ms / 5, "forward_ms": ms / 4, "backward_ms": ms * 3 / 4, "step_ms": ms, "eager_ms": ms,
         "peak_bytes": 2**30, "saved_bytes": 51200, "first_step_s": 1.0, "difference_fla": None, "error_case": case, "run": "r",
@@ -519,7 +522,7 @@ def training_row(case, impl, ms, gates="slow", mode=False, error=1e-3, **more):
 def training_data():
     """Returns results of training that are made up."""
     found = [
-        training_row("a", "fla", 8.0), training_row("a", "kda-sm90", 2.0, error_dbeta=1.4e-3, peak_bytes=2**29),
+        training_row("a", "fla", 8.0), training_row("a", "kda-sm90", 2.0, median_dbeta=1.4e-3, error_dq=5e-3, peak_bytes=2**29),
         training_row("a", "fla", 6.0, mode=True), training_row("a", "kda-sm90", 1.5, mode=True),
         training_row("a", "cudnn", 4.0, error=9e-3, error_dA_log=None),
         training_row("a", "fla", 9.0, gates="memory"), training_row("a", "kda-sm90", 3.0, gates="memory", error=2e-3),
@@ -540,9 +543,13 @@ def test_page_of_training_compares_rows_of_one_mode_and_only_correct_ones():
         "| B=1, T=100, H=2 | kda-sm90 | yes | 1.125 | 4.500 | 4.00x | 1.500 | 6.000 | 4.00x | 1.00 | 1.00 |"
         in lines
     )
-    assert "| dq | 2.00 | 1.1 | 1 of 3 | a | memory | no |" in lines, "the largest ratio is that of memory"
-    assert "| dbeta | 2.00 | 1.5 | 1 of 3 | a | memory | no |" in lines, "dbeta has 1.40 with slow gates"
-    assert "| dA_log | 2.00 | 1.0 | 1 of 3 | a | memory | no |" in lines
+    assert "| dq | 2.00 | 1.1 | 1 of 3 | a | memory | no | 5.00 |" in lines, (
+        "the median head is that of memory"
+    )
+    assert "| dbeta | 2.00 | 1.5 | 1 of 3 | a | memory | no | 2.00 |" in lines, (
+        "dbeta has 1.40 with slow gates"
+    )
+    assert "| dA_log | 2.00 | 1.0 | 1 of 3 | a | memory | no | 2.00 |" in lines
     (wrong,) = [line for line in lines if line.startswith("| a | memory | kda-sm90 | no | 0.600 ")]
     assert "| wrong |" in wrong
     (cudnn,) = [line for line in lines if line.startswith("| a | slow | cudnn | no | 0.800 ")]
