@@ -239,7 +239,9 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """mypy over the packages, the example, the benchmarks, the tools and this file, for Python 3.10."""
-    session.install("-c", str(CONSTRAINTS), "mypy", "pytest", "nox", "numpy", "-e", "packages/kda-core")
+    session.install(
+        "-c", str(CONSTRAINTS), "mypy", "pytest", "hypothesis", "nox", "numpy", "-e", "packages/kda-core"
+    )
     session.run("mypy", *(session.posargs or SOURCES))
 
 

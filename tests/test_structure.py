@@ -102,11 +102,11 @@ def test_a_call_passes_through_kda_core_in_one_direction(name):
 
 
 def test_kda_core_imports_torch_and_the_standard_library_only():
-    """pytest is an exception for the conformance kit, which is an extra."""
+    """pytest and hypothesis are exceptions for the conformance kit, which is an extra."""
     allowed = {*sys.stdlib_module_names, "torch", "kda_core"}
     for name in CORE:
         found = {dotted.partition(".")[0] for dotted in imported_names(name)}
-        kit = {"pytest"} if name.startswith("kda_core.testing.") else set()
+        kit = {"pytest", "hypothesis"} if name.startswith("kda_core.testing.") else set()
         assert found <= allowed | kit, name
 
 

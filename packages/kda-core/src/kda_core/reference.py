@@ -364,10 +364,10 @@ def _host_lengths(inputs: KdaInputs) -> tuple[int, ...]:
 
 
 def _groups(inputs: KdaInputs) -> list[_Group]:
-    """Returns one group of all sequences, or with `pin` one for each sequence, with slabs of one block. Every operation then
-    has the same shape for every batch, and so the same rounding."""
+    """Returns one group of all sequences, or with `pin` and in decoding one for each sequence, with slabs of one block. Every
+    operation then has the same shape for every batch, and so the same rounding."""
     s = inputs.shape
-    pinned = inputs.options.pin
+    pinned = inputs.options.pin or inputs.options.recurrent
     device = inputs.q.device
     slab = 1 if pinned else None
     if s.varlen and inputs.cu_seqlens is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kda_core
-from kda_core import buffers, validate
+from kda_core import buffers, pools, validate
 from kda_core.backend import BackendSpec
 from kda_core.contract import (
     FLOAT_TENSORS,
@@ -43,6 +43,12 @@ TESTED = "kda_tested"  # user property of a test: (backend, device type, executi
 COMPARED = "kda_compared"  # user property of a test, once for each output that it compared with the oracle
 BASE = "test_base"  # prefix of the names of tests of the base case
 EMULATED, EXECUTED = "emulated", "executed by the device itself"
+
+
+POOL_ARGUMENTS = (
+    "initial_state", "inplace_final_state", "out", *(n for n in pools.SlotArguments._fields if n != "writes"),
+)  # fmt: skip
+"""The arguments of a call over a pool that a call without states lacks."""
 
 
 class Case:
@@ -219,6 +225,8 @@ class Runner:
         """Skips the test if the backend does not declare what the call needs, or refuses its shape. Fails if the call itself is
         invalid."""
         shape = self.shape(arguments)
+        if shape.pool is not None and shape.pool.checkpoint_dtype is None:
+            shape = pools.copied_shape(shape)  # core serves a pool by copies if the backend does not
         if (missing := spec_of(self.backend).undeclared(shape)) is not None:
             pytest.skip(f"{NOT_DECLARED}{missing}")
         reason = REGISTRY.refusal(REGISTRY.find(self.backend), shape, named=True)
@@ -245,6 +253,15 @@ class Runner:
         with record_calls() as calls:
             result = kda_core.fused_recurrent_kda(**(arguments | more), backend=self.backend)
         self.assert_ran(calls, "recurrent_fwd")
+        return result
+
+    def decode_pool(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """``fused_recurrent_kda`` over a pool on this backend, which may take several calls of it."""
+        self.require(Feature.RECURRENT)
+        self.may_run({n: x for n, x in arguments.items() if n not in POOL_ARGUMENTS})
+        with record_calls() as calls:
+            result = kda_core.fused_recurrent_kda(**arguments, backend=self.backend)
+        self.assert_ran(calls, *["recurrent_fwd"] * max(1, len(calls)))
         return result
 
     def assert_ran(self, calls: list[Any], *entries: str) -> None:

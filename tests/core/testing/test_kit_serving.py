@@ -1,0 +1,153 @@
+"""The kit's tests of serving accept core's copies for a backend without pools, and find defective backends with pools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kda_core.contract import Feature
+from kda_core.reference import SPEC, ReferenceBackend
+from kda_core.registry import REGISTRY
+from kda_core.testing.conformance import BackendConformance
+from kda_core.testing.runner import Runner
+from kda_core.testing.serving import ServingConformance
+
+KIT = BackendConformance()
+POOLS = {Feature.STATE_POOL, Feature.BF16_POOL, Feature.TOKEN_STATES, Feature.CHECKPOINTS, Feature.STRIDED}
+
+
+class TestCopies(ServingConformance):
+    """The tests on `reference` without what concerns pools, so that core copies the states."""
+
+    head_dim = 16
+    backend, device, quick = "reference", "cpu", False
+    kda = BackendConformance.kda
+
+    @pytest.fixture(autouse=True)
+    def without_pools(self):
+        features = SPEC.features - {f.value for f in POOLS}
+        with REGISTRY.replaced(replace(SPEC, features=features), ReferenceBackend(), "without pools"):
+            yield
+
+
+def kda():
+    return Runner("reference", "cpu", 16, True)
+
+
+class Changed(ReferenceBackend):
+    """`reference` with another pool than that of the call."""
+
+    def pool(self, pool):
+        return pool
+
+    def _forward(self, inputs, outputs, block):
+        changed = inputs if inputs.pool is None else replace(inputs, pool=self.pool(inputs.pool))
+        return super()._forward(changed, outputs, block)
+
+
+class IgnoresTheMask(Changed):
+    def pool(self, pool):
+        return replace(pool, has_initial_state=None)
+
+
+class IgnoresTheFirstSlot(Changed):
+    def pool(self, pool):
+        return replace(pool, first_slot=0)
+
+
+class WritesWhereItReads(Changed):
+    def pool(self, pool):
+        return replace(pool, write=pool.read)
+
+
+class WrapsNegativeSlots(Changed):
+    def pool(self, pool):
+        n = len(pool.states)
+        wrapped = [torch.where(x < 0, x + n, x) for x in (pool.read, pool.write)]
+        return replace(pool, read=wrapped[0], write=wrapped[1])
+
+
+class IgnoresAcceptedTokens(Changed):
+    def pool(self, pool):
+        return replace(pool, num_accepted_tokens=None)
+
+
+class LeavesSkippedRows(ReferenceBackend):
+    def _forward(self, inputs, outputs, block):
+        before = outputs.o.clone()
+        super()._forward(inputs, outputs, block)
+        if inputs.pool is not None:
+            empty = (outputs.o == 0).all(-1).all(-1)
+            outputs.o[empty] = before[empty]
+        return outputs
+
+
+class WritesAReadOnlyPool(ReferenceBackend):
+    def _forward(self, inputs, outputs, block):
+        if inputs.pool is not None:
+            shape = replace(inputs.shape, pool=replace(inputs.shape.pool, writes=True))
+            inputs = replace(inputs, shape=shape)
+        return super()._forward(inputs, outputs, block)
+
+
+class ShiftsCheckpoints(Changed):
+    def pool(self, pool):
+        if pool.checkpoints is None:
+            return pool
+        positions = pool.checkpoints.positions + 64
+        return replace(pool, checkpoints=replace(pool.checkpoints, positions=positions))
+
+
+class StoresAnyPosition(Changed):
+    """Rounds positions down to a multiple of 64 instead of ignoring them."""
+
+    def pool(self, pool):
+        if pool.checkpoints is None:
+            return pool
+        positions = pool.checkpoints.positions // 64 * 64
+        return replace(pool, checkpoints=replace(pool.checkpoints, positions=positions))
+
+
+class DependsOnTheBatch(ReferenceBackend):
+    def recurrent_fwd(self, inputs, outputs):
+        super().recurrent_fwd(inputs, outputs)
+        if inputs.shape.N > 1:
+            outputs.o.mul_(1 + 2.0**-7)
+        return outputs
+
+
+class ReadsDenseMemory(ReferenceBackend):
+    """Ignores the strides of q."""
+
+    def _forward(self, inputs, outputs, block):
+        q = inputs.q
+        dense = torch.as_strided(q, q.shape, torch.empty(q.shape).stride())
+        return super()._forward(replace(inputs, q=dense), outputs, block)
+
+
+DEFECTS = [
+    (IgnoresTheMask, lambda: KIT.test_pool(kda(), "prefill", "fp32-kv"), "fresh"),
+    (IgnoresTheFirstSlot, lambda: KIT.test_pool(kda(), "decode", "fp32-kv"), "null slot"),
+    (WritesWhereItReads, lambda: KIT.test_pool(kda(), "prefill", "bf16-vk"), "shared prefix"),
+    (WrapsNegativeSlots, lambda: KIT.test_pool(kda(), "decode", "bf16-vk"), "negative"),
+    (LeavesSkippedRows, lambda: KIT.test_pool(kda(), "prefill", "fp32-kv"), "other bits"),
+    (WritesAReadOnlyPool, lambda: KIT.test_pool(kda(), "prefill", "fp32-kv"), "read only"),
+    (IgnoresAcceptedTokens, lambda: KIT.test_slots_of_tokens(kda(), False, "fp32-kv"), "o with a slot"),
+    (ShiftsCheckpoints, lambda: KIT.test_checkpoints(kda(), "fp32-kv"), "the checkpoint of"),
+    (StoresAnyPosition, lambda: KIT.test_checkpoints(kda(), "fp32-kv"), "a slot of no checkpoint"),
+    (ShiftsCheckpoints, lambda: KIT.test_resumed_checkpoints(kda(), "another pool"), "o after 64 tokens"),
+    (DependsOnTheBatch, lambda: KIT.test_decode_bits(kda()), "other bits alone"),
+    (ReadsDenseMemory, lambda: KIT.test_strided_views(kda(), "prefill"), None),
+    (IgnoresTheMask, lambda: KIT.test_requests(Runner("reference", "cpu", 16, False)), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "test", "words"), DEFECTS, ids=[f"{n}-{d[0].__name__}" for n, d in enumerate(DEFECTS)]
+)
+def test_a_defect_is_found(backend, test, words):
+    test()  # passes on `reference` itself
+    with REGISTRY.replaced(SPEC, backend(), "defective"), pytest.raises(AssertionError, match=words):
+        test()
