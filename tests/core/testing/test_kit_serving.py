@@ -18,12 +18,16 @@ KIT = BackendConformance()
 POOLS = {Feature.STATE_POOL, Feature.BF16_POOL, Feature.TOKEN_STATES, Feature.CHECKPOINTS, Feature.STRIDED}
 
 
-class TestCopies(ServingConformance):
-    """The tests on `reference` without what concerns pools, so that core copies the states."""
+class TestReference(ServingConformance):
+    """The tests on `reference`."""
 
     head_dim = 16
     backend, device, quick = "reference", "cpu", False
     kda = BackendConformance.kda
+
+
+class TestCopies(TestReference):
+    """The tests on `reference` without what concerns pools, so that core copies the states."""
 
     @pytest.fixture(autouse=True)
     def without_pools(self):

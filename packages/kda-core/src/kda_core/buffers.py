@@ -164,8 +164,10 @@ def allocate_outputs(
     o, state, h, workspace = given
     if o is None:
         # v has the shape of o, and `empty_like` is the fastest way to allocate it
-        new = torch.zeros_like if has_other_rows(inputs) else torch.empty_like
-        o = new(inputs.v, memory_format=torch.contiguous_format)
+        v = inputs.v
+        o = torch.empty_like(v) if v.is_contiguous() else v.new_empty(v.shape)
+        if has_other_rows(inputs):
+            o.zero_()
     if state is None and s.options.output_final_state:
         state = inputs.q.new_empty(s.state_shape, dtype=s.state_dtype)
     if h is None and s.options.return_intermediate_states:

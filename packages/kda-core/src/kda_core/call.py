@@ -129,7 +129,7 @@ def resolve(args: Arguments, key: Key | None) -> ResolvedCall:
     Raises:
         KdaError: invalid metadata, or no backend serves the call.
     """
-    shape = _interned(problem_shape(*args.tensors, options=args.options))  # type: ignore[arg-type]
+    shape = interned(problem_shape(*args.tensors, options=args.options))  # type: ignore[arg-type]
     requiring = [n for n, x in zip(Arguments._fields, args.tensors) if x is not None and x.requires_grad]
     call = of_shape(shape, choose(shape, args.backend, requiring), args.context_parallel)
     if env.check():
@@ -147,7 +147,7 @@ def resolved(args: Arguments) -> ResolvedCall:
 
 
 @functools.lru_cache(maxsize=MAX_CALLS)
-def _interned(shape: ProblemShape) -> ProblemShape:
+def interned(shape: ProblemShape) -> ProblemShape:
     """Returns one object for all equal shapes, so that the caches of backends hit by identity."""
     return shape
 
@@ -200,7 +200,7 @@ def of_shape(shape: ProblemShape, choices: Choices, mode: str) -> ResolvedCall:
     choice, backward = choices
     is_split = backward is not None and backward.spec != choice.spec
     # a backend that has not the backward of the call may have none at all
-    received = _interned(forward_alone(shape)) if is_split else shape
+    received = interned(forward_alone(shape)) if is_split else shape
     strided = Feature.STRIDED.value in choice.spec.features
     if shape.options.recurrent:
         return ResolvedCall(received, choice, backward, "recurrent_fwd", 0, None, None, strided=strided)

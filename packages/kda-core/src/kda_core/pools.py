@@ -28,6 +28,7 @@ from kda_core.contract import (
     PoolShape,
     ProblemShape,
     Tensors,
+    unchecked,
 )
 from kda_core.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StrideError, describe
 from kda_core.recent import Recent
@@ -282,18 +283,15 @@ def look_up(args: Arguments, given: SlotArguments) -> tuple[Any, PooledCall | No
     key = calls.look_up(args)[0]
     if key is None:
         return None, None
+    values = given[_N_SLOT_TENSORS:]
     try:
         tensors = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in given.tensors])
         # the strides of pools are part of what is checked
         pools = [None if x is None else x.stride() for x in (args.initial_state, given.checkpoint_pool)]
-        values = given[_N_SLOT_TENSORS:]
-        whole = (*key, tensors, tuple(pools), values, tuple(map(type, values)), env.KDA_CHECK_SLOTS.given())
-        return whole, POOLED_CALLS.get(whole)
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # an argument of another type, or a tensor without a shape
+        key = (*key, tensors, tuple(pools), values, tuple(map(type, values)), env.KDA_CHECK_SLOTS.given())
+        return key, POOLED_CALLS.get(key)
+    # an argument of another type, a nested or sparse tensor, or a value that cannot be hashed
+    except (AttributeError, RuntimeError, TypeError):
         return None, None
 
 
@@ -307,13 +305,14 @@ def resolve(args: Arguments, given: SlotArguments, key: Any = None) -> PooledCal
     Raises:
         KdaError: invalid metadata, or no backend serves the call.
     """
-    shape = pooled_shape(args, given)
+    shape = calls.interned(pooled_shape(args, given))
     _check_devices(args, given)
     choice, native = choose(shape, args.backend, args.context_parallel)
     if native:
         over = calls.of_shape(shape, calls.Choices(choice, None), "off")
     else:
-        over = calls.of_shape(copied_shape(shape), calls.Choices(choice, None), args.context_parallel)
+        copied = calls.interned(copied_shape(shape))
+        over = calls.of_shape(copied, calls.Choices(choice, None), args.context_parallel)
     call = PooledCall(shape, replace(over, checks_contents=env.check()), native, env.check_slots())
     # plugins and other threads may have changed the environment meanwhile
     again = calls.look_up(args)[0]
@@ -474,15 +473,16 @@ def _pool(args: Arguments, given: SlotArguments) -> KdaPool:
         cu, positions, indices = given[5:8]
         into = states if given.checkpoint_pool is None else given.checkpoint_pool
         checkpoints = KdaCheckpoints(into, cu.contiguous(), positions.contiguous(), indices.contiguous())  # type: ignore[union-attr]
-    return KdaPool(
-        states,
-        read,
-        read if final is None else final.contiguous(),
-        given.first_slot,
-        None if mask is None else mask.contiguous(),
-        None if accepted is None else accepted.contiguous(),
-        checkpoints,
-    )
+    values = {
+        "states": states,
+        "read": read,
+        "write": read if final is None else final.contiguous(),
+        "first_slot": given.first_slot,
+        "has_initial_state": None if mask is None else mask.contiguous(),
+        "num_accepted_tokens": None if accepted is None else accepted.contiguous(),
+        "checkpoints": checkpoints,
+    }
+    return unchecked(KdaPool, values)
 
 
 def _check_outputs(

@@ -141,4 +141,9 @@ def run_requests(kda: Runner) -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(lambda: Requests(kda), settings=few)
+
+    class OfBackend(Requests):
+        def __init__(self) -> None:
+            super().__init__(kda)
+
+    run_state_machine_as_test(OfBackend, settings=few)
