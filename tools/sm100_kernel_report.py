@@ -2,7 +2,7 @@
 
     python tools/sm100_kernel_report.py [page ...]
 
-The program compiles the kernels and prints the tables of docs/kernels/sm100-*.md:
+The program compiles the kernels and prints the tables of docs/kernels/sm100-*.md and of docs/kernels/decode.md:
 
 - registers and spills by ptxas for both architectures, shared memory, columns of tensor memory;
 - the instructions of a kernel and of its loops, by nvdisasm;
@@ -26,6 +26,7 @@ from typing import Any
 
 from sm100_chain_model import BANDWIDTH, BLACKWELL_GHZ, COPIED, SMS, K
 
+from kda_cute.decode import DecodeConfig
 from kda_cute.jit import ptxas
 from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, IntraChunkConfig, OutputConfig, SummaryConfig
 from kda_sm100.layouts import record_bytes
@@ -45,6 +46,13 @@ PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
         "MergeKernel": [(f"merge, {columns} columns", columns) for columns in (8, 16)],
     },
     "sm100-output": {"OutputKernel": [(f"C = {C}", OutputConfig(C)) for C in CHUNKS]},
+    "decode": {
+        "DecodeKernel": [
+            ("[V, K], 16 values", DecodeConfig(16)),
+            ("[V, K], 32 values", DecodeConfig(32)),
+            ("[K, V], 32 values", DecodeConfig(32, v_first=False)),
+        ]
+    },
 }
 
 #: Names of loops, by the prefix of an instruction that a loop contains. The first entry that matches counts.
@@ -293,7 +301,7 @@ def main(names: list[str]) -> None:
             configs = {v: MergeConfig(c) if name == "MergeKernel" else c for v, c in variants}
             codes = {variant: (config, code_of(kernel, config)) for variant, config in configs.items()}
             print(mixes({variant: code for variant, (_, code) in codes.items()}), end="\n\n")
-            if name not in ("ChainKernel", "SummaryKernel"):
+            if name not in ("ChainKernel", "SummaryKernel", "DecodeKernel"):
                 print(times(name, {v: c for v, c in codes.items() if "unbounded" not in v}), end="\n\n")
 
 

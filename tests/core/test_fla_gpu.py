@@ -10,6 +10,7 @@ from kda_core import chunk_kda
 from kda_core.fla import is_installed
 from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing.conformance import BackendConformance
+from kda_core.testing.gradients import GradientCase
 from kda_core.testing.runner import Runner
 
 pytestmark = [
@@ -64,7 +65,7 @@ def test_gradients(kda, dims, dtype, lengths):
     """The gradients of all inputs agree with autograd through the oracle, also for states as [V, K]."""
     for v_first in (False, True):
         case = recipe(kda, "slow", dims, dtype, lengths, state_v_first=v_first)
-        kda.gradients_agree(case.inputs, output_final_state=True)
+        kda.gradients_agree(GradientCase(case.inputs))
 
 
 def test_a_call_has_the_bits_of_fla(kda):
@@ -87,7 +88,7 @@ def test_tuned_kernels_agree_with_the_oracle():
     kda = Runner("fla", "cuda", 64, quick=False)
     case = kda.case("slow", 500, H=1, HV=2, dtype=torch.float16, initial_state=True)
     kda.agrees(case)
-    kda.gradients_agree(case.inputs, output_final_state=True)
+    kda.gradients_agree(GradientCase(case.inputs))
 
 
 @pytest.mark.usefixtures("untuned")

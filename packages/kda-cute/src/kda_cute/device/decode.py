@@ -71,6 +71,7 @@ class DecodeKernel:
         self.config = config
         self.groups = HEAD_DIM // config.rows  # CTAs of a state
         self.layout = RowsFirst(config.rows) if config.v_first else ChannelsFirst()
+        self.shared_bytes = WARPS * FACTORS + self.layout.sum_bytes
 
     def fake_args(self) -> tuple:
         return arguments.fake_args(Arguments, BFloat16)
@@ -82,7 +83,7 @@ class DecodeKernel:
         self.kernel(tuple(values)).launch(
             grid=(x.N * x.HV * self.groups, 1, 1),
             block=(32 * WARPS, 1, 1),
-            smem=WARPS * FACTORS + self.layout.shared_bytes,
+            smem=self.shared_bytes,
             stream=stream,
         )
 
@@ -177,7 +178,7 @@ class DecodeKernel:
 class RowsFirst:
     """States [V, K]. A warp has 4 rows at a time, and 8 lanes share a row: lane 8r + i has channels 32j + 4i to 32j + 4i + 3 of row r."""
 
-    shared_bytes = 0
+    sum_bytes = 0  # of shared memory
 
     def __init__(self, rows: int):
         self.count = rows // (4 * WARPS)  # rows of a lane
@@ -245,7 +246,7 @@ class ChannelsFirst:
 
     size = CHANNELS
     of_group = 32
-    shared_bytes = 2 * WARPS * 32 * 4  # sums of each warp, for both products
+    sum_bytes = 2 * WARPS * 32 * 4  # of shared memory: sums of each warp, for both products
 
     def rows(self, place):
         """Returns the lane's row."""
