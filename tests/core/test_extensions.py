@@ -123,7 +123,7 @@ def test_damaged_metadata_hides_no_command(command, tmp_path, capsys):
 
 def test_kda_core_imports_torch_and_nothing_else():
     """At the top level of its modules. Functions that import `packaging`, `pytest` or `rich` work without them or say what is
-    missing; the conformance kit needs pytest."""
+    missing; the conformance kit needs pytest and hypothesis."""
     allowed = {*sys.stdlib_module_names, "torch", "kda_core"}
     for path in SOURCES.rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -135,7 +135,7 @@ def test_kda_core_imports_torch_and_nothing_else():
                 [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or "kda_core"]
             )
         ]
-        more = {"pytest"} if "testing" in path.parts else set()
+        more = {"pytest", "hypothesis"} if "testing" in path.parts else set()
         assert {name.partition(".")[0] for name in names} <= allowed | more, path
 
 

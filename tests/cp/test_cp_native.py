@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kda_core
 from kda_core import chunk_kda, explain
 from kda_core.buffers import make_inputs as make_kda_inputs
-from kda_core.contract import KdaInputs, KdaOptions
+from kda_core.contract import KdaOptions, Tensors
 from kda_core.errors import ShapeError
 from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing import error, make_inputs, token_oracle
@@ -131,7 +131,7 @@ def workspace_of(x, plan=None, backend="segmented"):
     """Returns the workspace bytes that `kda_cp` reports for a plan, by default its own plan of the call."""
     spec = REGISTRY.find(backend).spec
     made, planner = REGISTRY.load(spec), ContextParallelPlanner()
-    tensors = [x.get(f.name) for f in fields(KdaInputs)][:-1]
+    tensors = [x.get(name) for name in Tensors._fields]
     options = {f.name: x[f.name] for f in fields(KdaOptions) if f.name in x}
     shape = problem_shape(*tensors, options=KdaOptions(**options))
     inputs = make_kda_inputs(tensors, shape)

@@ -34,6 +34,7 @@ SOURCES = {
 THIRD_PARTY = (
     "torch",
     "pytest",
+    "hypothesis",
     "nvidia-cutlass-dsl[cu13]",
     "apache-tvm-ffi",
     "llvmlite",

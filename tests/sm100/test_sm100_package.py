@@ -13,6 +13,7 @@ from kda_sm100.config import HEAD_DIM
 from kda_sm100.plugin import SPEC
 
 BLACKWELL = {(10, 0), (10, 3)}
+POOLS = {"state_pool", "bf16_pool", "token_states", "checkpoints", "strided"}
 
 
 def test_the_backend_is_listed_on_every_machine():
@@ -25,7 +26,7 @@ def test_the_backend_is_listed_on_every_machine():
 def test_the_spec_declares_every_prefill_feature():
     assert SPEC.archs == BLACKWELL
     assert SPEC.unavailable is None
-    assert SPEC.features == {f.value for f in Feature} - {"backward", "saved_states"}
+    assert SPEC.features == {f.value for f in Feature} - {"backward", "saved_states"} - POOLS
     assert SPEC.dtypes == {"bfloat16"} and SPEC.head_dims == {(HEAD_DIM, HEAD_DIM)}
 
 
