@@ -15,6 +15,7 @@ from kda_sm90.backend import Sm90Backend, longest_of
 from kda_sm90.launch_config import (
     CHAIN_NS,
     LEAST_DEPTH,
+    RING_RECORDS,
     backward_launch_config,
     launch_config,
     predicted_ns,
@@ -158,7 +159,9 @@ def test_a_ring_is_deep_enough_or_holds_a_whole_sequence(T, HV, N):
             )  # one sequence may have all the tokens
             assert chosen.workspace_bytes <= workspace_bytes(s, sms, mode) <= 128 << 20
         chosen = backward_launch_config(s, sms, longest, "recompute")
-        assert chosen.depth % 8 == 0 and chosen.depth >= 8 * min(2, -(-T // 512))
+        most = 2 if T > 512 and 16 * chosen.queues <= RING_RECORDS else 1
+        assert chosen.depth % 8 == 0 and chosen.depth >= 8 * most
+        assert chosen.depth == 8 or chosen.records <= RING_RECORDS
         assert chosen.workspace_bytes <= workspace_bytes(s, sms, "recompute") <= 128 << 20
 
 

@@ -38,9 +38,10 @@ CHAIN_NS = {(64, 1): 17.0, (64, 2): 27.5, (32, 1): 25.0, (32, 2): 29.3}
 SUMMARIZE_NS = {(64, 1): 12.7, (64, 2): 20.0, (32, 1): 20.0, (32, 2): 25.8}
 EXECUTE_NS = {(64, 1): 15.7, (64, 2): 28.2, (32, 1): 19.6, (32, 2): 29.5}
 
-#: ns per token of the chains of a backward, which have chunks of 64. Not measured yet: about those of the forward.
-REVERSE_NS = {(64, 1): 17.0, (64, 2): 29.0}
-RECOMPUTE_NS = {(64, 1): 30.0, (64, 2): 49.0}
+#: ns per token of the chains of a backward, which have chunks of 64. With these values the model chooses the numbers of queues that were
+#: fastest with 32 and 64 heads (docs/kernels/backward.md).
+REVERSE_NS = {(64, 1): 24.0, (64, 2): 37.5}
+RECOMPUTE_NS = {(64, 1): 32.0, (64, 2): 62.0}
 
 TOKEN_NS: dict[Mode, dict[tuple[int, int], float]] = {
     "whole": CHAIN_NS,
@@ -68,8 +69,10 @@ RECORDS_PER_GROUP = {False: 2.05, True: 2.2}
 #: (``kernels.chain.IN_FLIGHT``), so a ring of fewer than 3 records would deadlock.
 LEAST_DEPTH = 8
 
-#: Slots of records in the ring of a queue in the mode ``recompute``: one that the chain reads, and the next one.
+#: Slots of records in the ring of a queue in the mode ``recompute``: one that the chain reads, and the next one if the rings then have no
+#: more than `RING_RECORDS` records, which stay in the L2 until the chain has read them twice.
 RING_SLOTS = 2
+RING_RECORDS = 600
 
 CHUNKS = (64, 32)
 
@@ -155,7 +158,8 @@ def _with_rings(shape: ProblemShape, models: list[_Model], **fields: Any) -> Lau
     config = PrefillConfig(model.chunk, model.warpgroups, **fields, **_gate(shape))
     ctas, most = model.intra_chunk_ctas(queues), _most_depth(shape, model, queues)
     if config.mode == "recompute":
-        depth = config.chunks_per_slot * max(1, min(RING_SLOTS, most))
+        slots = min(RING_SLOTS, RING_RECORDS // (queues * config.chunks_per_slot), most)
+        depth = config.chunks_per_slot * max(1, slots)
     else:
         wanted = math.ceil(RECORDS_PER_GROUP[config.unbounded] * ctas * groups_of(model.chunk) / queues)
         depth = max(1, min(max(wanted, LEAST_DEPTH), most))
@@ -176,7 +180,9 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
         if model.most and mode == "recompute":
             # A longer longest sequence leads to no more queues.
             queues = min(model.most, _model(shape, chunk, warpgroups, sms, 1, mode).best() + 1)
-            records = queues * model.chunks_per_slot * min(RING_SLOTS, _most_depth(shape, model, queues))
+            records = queues * model.chunks_per_slot
+            most = records * min(RING_SLOTS, _most_depth(shape, model, queues))
+            records = max(records, min(most, RING_RECORDS))
             found = max(found, layouts.workspace_bytes(records, queues, chunk, 4))
         elif model.most:
             # Each queue rounds its records up, by less than one. An additional queue displaces intra-chunk groups, which

@@ -144,6 +144,21 @@ def unpack_bf16x2(pair: Int32, *, loc=None, ip=None) -> tuple[Float32, Float32]:
 
 
 @dsl_user_op
+def unpack_bf16x2_again(pair: Int32, zero: Int32, *, loc=None, ip=None) -> tuple[Float32, Float32]:
+    """Returns what `unpack_bf16x2` does. ``zero``: a zero that the compiler does not know to be one, such as a loaded word.
+
+    The compiler computes equal expressions once and keeps the results in registers, which take twice the space of the pair. Results with
+    different zeros are not equal to it.
+    """
+    found = [
+        inline_ptx(f"prmt.b32 $0, $1, $2, {order};", [Int32], [pair, zero], False, loc, ip)[0]
+        for order in ("0x1044", "0x3244")
+    ]
+    low, high = (llvm.bitcast(T.f32(), x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip) for x in found)
+    return Float32(low), Float32(high)
+
+
+@dsl_user_op
 def mul_bf16x2(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
     """Returns the products of two pairs of bf16, rounded to nearest even."""
     return inline_ptx("mul.rn.bf16x2 $0, $1, $2;", [Int32], [a, b], False, loc, ip)[0]

@@ -112,7 +112,7 @@ class GradientsKernel:
         self.unbounded = config.unbounded
         self.decay = decay.Decay(config)
         self.decay_gradient = DecayGradient(config)
-        self.producer = Producer()
+        self.producer = Producer(config)
 
     def fake_args(self) -> tuple:
         return arguments.fake_args(Arguments, BFloat16)
@@ -226,6 +226,8 @@ class GradientsKernel:
             x.dt_bias + Int64(head * HEAD_DIM + thread) * 4, exists & (x.dt_bias != Int64(0))
         )
         a_log = ptx.load_global_f32(x.a_log + Int64(head) * 4, exists & (x.a_log != Int64(0)))
+        if thread < valid:
+            self.producer.prefetch(x, token + thread, head, words[Step.KEY_HEAD])
         step = memory.step(base, number)
         cute.arch.mbarrier_wait(barriers.step_empty + (number & 1), number >> 1 & 1 ^ 1)
         if thread < CHUNK:
@@ -235,6 +237,7 @@ class GradientsKernel:
             for n in cutlass.range_constexpr(len(words)):
                 ptx.store_shared(step + 4 * n, words[n])
             ptx.store_shared(step + 4 * int(Step.RATE), gate_rate(a_log))
+            ptx.store_shared(step + 4 * int(Step.ZERO), Int32(0))
         cute.arch.mbarrier_arrive(barriers.step_full + (number & 1))
 
     @cute.jit
@@ -254,6 +257,10 @@ class GradientsKernel:
         words = [*ptx.load_shared_x4(address, Int32), *ptx.load_shared_x2(address + 16, Int32)]
         found = {word.name.lower(): words[word] for word in Step if word < len(words)}
         return SimpleNamespace(**found, address=address)
+
+    def zero(self, step):
+        """Loads the zero of a step."""
+        return ptx.load_shared(step.address + 4 * int(Step.ZERO), Int32)
 
     def betas(self, place, step):
         """Loads beta of the thread's two rows."""
@@ -307,7 +314,7 @@ class GradientsKernel:
         )
 
         # gates, their sums, anchors
-        q, k = raw.pairs(raw.q), raw.pairs(raw.k)
+        q, k = raw.elements(raw.q), raw.elements(raw.k)
         gate, biases = self.gate(x, at, step)
         rows = self.decay.log_decays(gate, raw.gates(raw.g), biases, at, step.valid)
         self.decay.store_total(at, rows)
@@ -351,6 +358,7 @@ class GradientsKernel:
         if cutlass.const_expr(unbounded):
             steep.add_rows(place, kept, 0, query, column, acc_q, terms)
             steep.add_rows(place, kept, 1, key, column, acc_k, terms)
+        q = raw.elements(raw.q, self.zero(step))
         elements.store_dots(place, Sum.Q_DOT, q, acc_q)
         self.sync(Barrier.PAIR, block, 64)
         q_dots = [elements.load_sum(place, Sum.Q_DOT, row) for row in place.rows()]
@@ -368,10 +376,14 @@ class GradientsKernel:
         through = products.through_diagonal(place)
         warpgroup.wait_group(0)
         self.release(barriers, Operand.RESIDUAL, Operand.STATE, Operand.GRAD_STATE)
+        k = raw.elements(raw.k, self.zero(step))
         elements.column_gradients(place, k, column_factors, across, grad_b, terms, kept)
         if cutlass.const_expr(unbounded):
             steep.add_columns(place, kept, query, key, column, grad_b, terms)
+        cute.arch.sync_warp()  # other lanes have read exponents
+        elements.store_terms(place, terms)
         raw_gates = raw.load_gates(x, place, step)  # for the gradient of the gates
+        k = raw.elements(raw.k, self.zero(step))
         elements.store_dots(place, Sum.BETA_DOT, k, grad_b)
         betas = self.betas(place, step)
         elements.combine(grad_b, betas, acc_k)
@@ -389,8 +401,6 @@ class GradientsKernel:
         place, step = self.place(base, thread), self.step(base, number)
         at = decay.Lane(place)
         following = self.load_raw(x, raw, base, barriers, thread, number + 1)
-        cute.arch.sync_warp()  # other lanes have read exponents
-        elements.store_terms(place, terms)
         self.store_through(place, through)
         cute.arch.sync_warp()
         sums, decays = self.decay_gradient.suffix_sums(at), self.decay_gradient.chunk_decays(at)

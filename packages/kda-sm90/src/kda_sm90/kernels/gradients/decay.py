@@ -64,10 +64,10 @@ class Decay:
 
     def log_decays(self, gate, raw, biases, at: Lane, valid):
         """Returns the cumulative log decays of a block in base 2, [8 rows][4 channels]. ``raw``: as `Raw.gates` returns them."""
-        total, rows = [Float32(0.0)] * WIDTH, []
+        total, rows, left = [Float32(0.0)] * WIDTH, [], valid - at.row
         for row in range(ROWS):
             unit = Float32(-LOG2E) if self.config.gate == "precomputed" else gate.log_scale
-            unit = ptx.select(at.row + row < valid, unit, Float32(0.0))
+            unit = ptx.select(row < left, unit, Float32(0.0))
             total = [
                 ptx.fma(gate.activate(g, bias), unit, t)
                 for g, bias, t in zip(raw[row], biases, total, strict=True)

@@ -71,16 +71,20 @@ class DecayGradient:
     def store(self, x, at, step, gate, raw, biases, sums, behind):
         """Stores dg of the lane's rows, and the sums over them for A_log and dt_bias."""
         address, pitch = gate_offset(x, at, step.token, step.head, 4 if self.wide else 2)
-        address = x.grad_g + address
+        address, left = x.grad_g + address, step.valid - at.row
         rate_sums, bias_sums = ([Float32(0.0)] * WIDTH for _ in range(2))
         for row in range(ROWS):
-            exists = at.row + row < step.valid
+            exists = row < left
+            weight = ptx.select(exists, Float32(1.0), Float32(0.0))
+            if self.config.gate == "bounded":
+                weight = weight * (x.lower_bound * gate.rate)
             found = []
             for i in range(WIDTH):
-                d = ptx.select(exists, sums[row][i] + behind[i], Float32(0.0))
-                gradient, of_rate = self.gate_gradient(gate, d, raw[row][i], biases[i], x.lower_bound)
+                gradient, of_rate = self.gate_gradient(
+                    gate, sums[row][i] + behind[i], weight, raw[row][i], biases[i]
+                )
                 bias_sums[i] = bias_sums[i] + gradient
-                rate_sums[i] = rate_sums[i] + of_rate
+                rate_sums[i] = ptx.fma(*of_rate, rate_sums[i])
                 found.append(gradient)
             if self.wide:
                 ptx.store_global_words_if(address, found, exists)
@@ -104,14 +108,18 @@ class DecayGradient:
         partials = x.partials + partial_offset(x, step.slot, step.head)
         ptx.store_global(partials + (kind * HEAD_DIM + channel) * 4, total)
 
-    def gate_gradient(self, gate, d, raw, bias, bound):
-        """Returns the gradients of ``raw + bias`` and of A_log from that of the log decay (natural logarithm)."""
-        at, rate = raw + bias, gate.rate
+    def gate_gradient(self, gate, d, weight, raw, bias):
+        """Returns the gradient of ``raw + bias``, and two factors of that of A_log, from d, the gradient of the log decay (natural
+        logarithm). ``weight``: 0 for a row that does not exist, else 1; times the derivative that a bounded gate's rows share."""
         if self.config.gate == "precomputed":
-            return d, Float32(0.0)
+            return d, (Float32(0.0), Float32(0.0))
+        d = d * weight
         if self.config.gate == "bounded":
-            s = sigmoid(rate * at)
-            gradient = d * ptx.fma(-s, s, s) * (bound * rate)
-            return gradient, gradient * at
+            steepness = gate.rate * Float32(-LOG2E)
+            s = ptx.rcp(ptx.ex2(ptx.fma(raw, steepness, bias * steepness)) + Float32(1.0))
+            gradient = d * ptx.fma(-s, s, s)
+            return gradient, (gradient, raw + bias)
+        at = raw + bias
         slope = ptx.select(at > Float32(20.0), Float32(1.0), sigmoid(at))
-        return -d * rate * slope, d * gate.activate(raw, bias) * gate.log_scale * Float32(1.0 / LOG2E)
+        decay = gate.activate(raw, bias) * (gate.log_scale * Float32(1.0 / LOG2E))
+        return -d * gate.rate * slope, (d, decay)

@@ -110,12 +110,12 @@ def load_sum(place, kind, row):
     return halves[0] + halves[1]
 
 
-def store_dots(place, kind, words, values):
+def store_dots(place, kind, x, values):
     """Stores the sums over the half's channels of the thread's rows of raw elements times ``values``."""
     for r in range(2):
         total = Float32(0.0)
         for tile in range(TILES):
-            for e, y in enumerate(ptx.unpack_bf16x2(words[tile][r])):
+            for e, y in enumerate(x[tile][r]):
                 total = ptx.fma(y, values[4 * tile + 2 * r + e], total)
         store_sum(place, kind, r, total)
 
@@ -126,12 +126,12 @@ def combine(gradient, factors, rows):
         gradient[n] = ptx.fma(factors[n // 2 % 2], gradient[n], -rows[n])
 
 
-def store_square_sums(place, kind, words):
+def store_square_sums(place, kind, x):
     """Stores the sums of squares of the thread's rows over the half's channels."""
     for r in range(2):
         total = Float32(0.0)
         for tile in range(TILES):
-            for y in ptx.unpack_bf16x2(words[tile][r]):
+            for y in x[tile][r]:
                 total = ptx.fma(y, y, total)
         store_sum(place, kind, r, total)
 
@@ -170,7 +170,7 @@ def store_factors(place, q, k, q_factors, k_factors, column_factors, kept):
             exponents = place.exponents(pair, r)
             falls, rise = [ptx.ex2(y) for y in exponents], rises(place, pair, r, exponents, kept)
             for tile in range(2):
-                queries, keys = (ptx.unpack_bf16x2(x[2 * pair + tile][r]) for x in (q, k))
+                queries, keys = (x[2 * pair + tile][r] for x in (q, k))
                 scaled = lambda xs, factor, powers, at=2 * tile: [
                     x * (factor * y) for x, y in zip(xs, powers[at : at + 2], strict=True)
                 ]
@@ -230,7 +230,7 @@ def column_gradients(place, k, column_factors, across, acc, terms, kept):
         totals = [Float32(0.0)] * 4
         for r in range(2):
             rise = rises(place, pair, r, place.exponents(pair, r), kept)
-            keys = [y for tile in range(2) for y in ptx.unpack_bf16x2(k[2 * pair + tile][r])]
+            keys = [y for tile in range(2) for y in k[2 * pair + tile][r]]
             for channel, n, (i, e) in elements_of(pair, r):
                 power = powers[channel]
                 if kept is not None:
@@ -265,11 +265,11 @@ def store_terms(place, terms):
             ptx.store_shared_x4(place.exponent(pair, r), [terms[n] for _, n, _ in elements_of(pair, r)])
 
 
-def project(words, gradient, inverse, dots, scale, l2norm):
+def project(x, gradient, inverse, dots, scale, l2norm):
     """Turns ``gradient`` into the gradient of raw rows x: ``scale (d - n (n . d)) / |x|`` with n = x / |x|.
 
     Args:
-        words: raw elements.
+        x: raw elements.
         gradient: d, with respect to the normalised and scaled rows.
         inverse: 1/|x| of the two rows, or 1.
         dots: sums of raw elements times d.
@@ -282,6 +282,6 @@ def project(words, gradient, inverse, dots, scale, l2norm):
     across = [y * scale for y in inverse]
     for tile in range(TILES):
         for r in range(2):
-            for e, y in enumerate(ptx.unpack_bf16x2(words[tile][r])):
+            for e, y in enumerate(x[tile][r]):
                 n = 4 * tile + 2 * r + e
                 gradient[n] = ptx.fma(-y, along[r], gradient[n] * across[r])

@@ -17,6 +17,9 @@ IMAGE_ROW = 128  # bytes of a row of an image
 class Producer:
     """Copies dO, R, dX, S and dS' of one chunk and value head after the other. Rows behind the end of a sequence are zeros."""
 
+    def __init__(self, config):
+        self.gate_bytes = 4 if config.gate_dtype == "float32" else 2
+
     def load(self, x, base, barriers, thread, chunk, head, phase):
         """Copies the operands of a chunk as soon as their regions are free.
 
@@ -57,6 +60,17 @@ class Producer:
             if operand > 0:
                 self.arrive(barriers, operand - 1, pending=1)
         self.arrive(barriers, Operand.GRAD_STATE, pending=0)
+
+    def prefetch(self, x, token, head, key_head):
+        """Requests that the rows of q, k and g of a token be brought into the L2, where the compute threads find them."""
+        row = (Int64(token) * x.H + key_head) * ROW
+        gates = self.gate_bytes * HEAD_DIM
+        for source, offset, size in (
+            (x.q, row, ROW),
+            (x.k, row, ROW),
+            (x.g, (Int64(token) * x.HV + head) * gates, gates),
+        ):
+            ptx.bulk_prefetch(source + offset, Int32(size))
 
     def image_shift(self, thread):
         """Returns how far the thread's unit of the image of a state lies from where `copy` takes it, for rows of `IMAGE_ROW`."""
@@ -122,9 +136,9 @@ class Raw:
         """Loads raw g of the lane's rows and channels; see `gates`."""
         at = Lane(place)
         start, pitch = gate_offset(x, at, step.token, step.head, 4 if self.wide else 2)
-        address, found = x.g + start, []
+        address, found, left = x.g + start, [], step.valid - at.row
         for row in range(ROWS):
-            found += ptx.load_global_words(address, self.words, at.row + row < step.valid)
+            found += ptx.load_global_words(address, self.words, row < left)
             address = address + pitch
         return found
 
@@ -134,9 +148,10 @@ class Raw:
         rows = [[g[self.words * row + n] for n in range(self.words)] for row in range(ROWS)]
         return [[y for word in row for y in floats(word)] for row in rows]
 
-    def pairs(self, found):
-        """Returns q or k as bf16x2, [tile][row]."""
-        return [[found[2 * tile + r] for r in range(2)] for tile in range(TILES)]
+    def elements(self, found, zero=None):
+        """Returns q or k in fp32, [tile][row][element]. ``zero``: of the step, from the second use on (`ptx.unpack_bf16x2_again`)."""
+        unpack = ptx.unpack_bf16x2 if zero is None else lambda pair: ptx.unpack_bf16x2_again(pair, zero)
+        return [[unpack(found[2 * tile + r]) for r in range(2)] for tile in range(TILES)]
 
 
 def gate_offset(x, at, token, head, size):

@@ -85,7 +85,7 @@ class Step(IntEnum):
 
     ``TOKEN``: the first one in B*T. ``VALID``: tokens of the chunk, 1 to 64; 0 behind the last step. ``HEAD``: the value head.
     ``KEY_HEAD``: its query and key head. ``MEMBER``: its number in its group. ``SLOT``: number of the chunk in the slab. ``RATE``: exp(A_log) in
-    fp32.
+    fp32. ``ZERO``: for `ptx.unpack_bf16x2_again`.
     """
 
     TOKEN = 0
@@ -95,6 +95,7 @@ class Step(IntEnum):
     MEMBER = 4
     SLOT = 5
     RATE = 6
+    ZERO = 7
 
 
 STEP_BYTES = 32 + 4 * CHUNK + 4 * HEAD_DIM
