@@ -1,9 +1,12 @@
 """The configuration of the decode kernel."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from helpers.support import problem_shape
+from helpers.support import problem_shape, refused
 
+from kda_core.contract import PoolShape
 from kda_cute.decode import MANY_STATES, DecodeConfig, decode_config
 
 
@@ -26,3 +29,27 @@ def test_the_variant_follows_gate_and_dtype():
     shape = problem_shape((9, 0), B=1, T=1, HV=1, H=1, g=torch.float32, lower_bound=None, recurrent=True)
     config = decode_config(shape)
     assert (config.gate, config.gate_dtype, config.unbounded) == ("softplus", "float32", True)
+
+
+@pytest.mark.parametrize(("dtype", "name"), ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")))
+def test_only_the_dtype_of_a_pool_changes_the_variant(dtype, name):
+    shape = problem_shape((9, 0), B=2, T=1, recurrent=True, state_v_first=True)
+    pools = [
+        PoolShape(dtype, index, writes, per_token, mask, per_token)
+        for index in (torch.int32, torch.int64)
+        for writes in (False, True)
+        for per_token in (False, True)
+        for mask in (False, True)
+    ]
+    found = {decode_config(replace(shape, pool=pool)) for pool in pools}
+    assert found == {replace(decode_config(shape), state_dtype=name)}
+
+
+@pytest.mark.parametrize(("backend", "arch"), (("sm90", (9, 0)), ("sm100", (10, 0))))
+def test_only_decoding_of_tokens_reads_a_pool(backend, arch):
+    pool = PoolShape(torch.bfloat16, torch.int32, writes=True)
+    per_token = replace(pool, per_token=True, has_num_accepted=True)
+    reason = lambda pool, **call: refused(backend, replace(problem_shape(arch, **call), pool=pool))
+    assert reason(pool, T=2, recurrent=True) is reason(per_token, T=2, recurrent=True) is None
+    for call in ({}, {"T": 0, "recurrent": True}):  # core copies the states of these calls
+        assert "a pool of states" in reason(pool, **call)
