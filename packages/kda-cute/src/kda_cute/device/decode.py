@@ -89,7 +89,9 @@ class Arguments(NamedTuple):
 class DecodeKernel:
     """Takes a tensor, which determines the device and the stream, and the values of `Arguments`."""
 
-    spill_allowance = 0
+    spill_allowance = 24  # of [V, K], 16 values, bounded gate, bf16 states on sm_100a and sm_103a; other variants spill nothing
+    # At its default level 3, ptxas takes up to 150 registers for the same values: fewer CTAs would fit into an SM.
+    compile_options = "--ptxas-options '-O2'"
 
     def __init__(self, config: DecodeConfig):
         self.config = config
@@ -120,7 +122,7 @@ class DecodeKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         task = block // self.groups
-        n, head = task // x.HV, task % x.HV
+        n, head = uniform(task // x.HV, task % x.HV)
         place = SimpleNamespace(
             warp=cute.arch.make_warp_uniform(thread >> 5),
             lane=thread & 31,
@@ -134,7 +136,7 @@ class DecodeKernel:
         slot = slots.read_slot(x, n)
         exists = (x.states != Int64(0)) & slots.has_state(x, n, slot)
         self.layout.load(self.matrix(x, head, slot), place, state, exists)
-        place.row, first, count = self.tokens(x, n)
+        place.row, first, count = uniform(*self.tokens(x, n))
         computed = ptx.select(slots.is_skipped(x, n, slot), Int32(0), count)
         # the tokens in runs, behind each of which the state is written: all tokens, or one
         per_token = x.per_token != 0
@@ -184,9 +186,6 @@ class DecodeKernel:
 
     def token(self, x, place, state, token):
         """Computes one token: the state behind it, and its o."""
-        token = ptx.opaque(
-            token
-        )  # addresses that the compiler kept from token to token would occupy registers
         self.store_factors(x, place, token)
         beta = load_beta(x, place, token)
         layout = self.layout
@@ -426,6 +425,11 @@ class ChannelsFirst:
     def writes(self, place):
         """Returns whether the lane writes o of its row."""
         return place.warp == 0
+
+
+def uniform(*values):
+    """Returns values that all lanes of a warp have, so that the compiler knows it and keeps them in uniform registers."""
+    return [cute.arch.make_warp_uniform(y) for y in values]
 
 
 def offset(x, n):
