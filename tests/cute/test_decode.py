@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.support import problem_shape, refused
+from helpers.support import problem_shape
 
 from kda_core.contract import PoolShape
 from kda_cute.decode import MANY_STATES, DecodeConfig, decode_config
@@ -43,13 +43,3 @@ def test_only_the_dtype_of_a_pool_changes_the_variant(dtype, name):
     ]
     found = {decode_config(replace(shape, pool=pool)) for pool in pools}
     assert found == {replace(decode_config(shape), state_dtype=name)}
-
-
-@pytest.mark.parametrize(("backend", "arch"), (("sm90", (9, 0)), ("sm100", (10, 0))))
-def test_only_decoding_of_tokens_reads_a_pool(backend, arch):
-    pool = PoolShape(torch.bfloat16, torch.int32, writes=True)
-    per_token = replace(pool, per_token=True, has_num_accepted=True)
-    reason = lambda pool, **call: refused(backend, replace(problem_shape(arch, **call), pool=pool))
-    assert reason(pool, T=2, recurrent=True) is reason(per_token, T=2, recurrent=True) is None
-    for call in ({}, {"T": 0, "recurrent": True}):  # core copies the states of these calls
-        assert "a pool of states" in reason(pool, **call)

@@ -46,7 +46,7 @@ def dense(inputs: KdaInputs) -> KdaInputs:
     """Returns a call with contiguous and aligned q, k, v, g and beta, as all kernels but that of decoding need them. A backend that
     declares `Feature.STRIDED` for decoding receives strided tensors in all calls."""
     views = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
-    copies = {name: y for name, x in views.items() if (y := aligned(x)) is not x}
+    copies: dict[str, Any] = {name: y for name, x in views.items() if (y := aligned(x)) is not x}
     return replace(inputs, **copies) if copies else inputs
 
 
