@@ -1,9 +1,12 @@
 """The configuration of the decode kernel."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.support import problem_shape
 
+from kda_core.contract import PoolShape
 from kda_cute.decode import MANY_STATES, DecodeConfig, decode_config
 
 
@@ -26,3 +29,17 @@ def test_the_variant_follows_gate_and_dtype():
     shape = problem_shape((9, 0), B=1, T=1, HV=1, H=1, g=torch.float32, lower_bound=None, recurrent=True)
     config = decode_config(shape)
     assert (config.gate, config.gate_dtype, config.unbounded) == ("softplus", "float32", True)
+
+
+@pytest.mark.parametrize(("dtype", "name"), ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")))
+def test_only_the_dtype_of_a_pool_changes_the_variant(dtype, name):
+    shape = problem_shape((9, 0), B=2, T=1, recurrent=True, state_v_first=True)
+    pools = [
+        PoolShape(dtype, index, writes, per_token, mask, per_token)
+        for index in (torch.int32, torch.int64)
+        for writes in (False, True)
+        for per_token in (False, True)
+        for mask in (False, True)
+    ]
+    found = {decode_config(replace(shape, pool=pool)) for pool in pools}
+    assert found == {replace(decode_config(shape), state_dtype=name)}

@@ -10,8 +10,10 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
-from kda_core.testing import FAMILIES
+from kda_core import slots
+from kda_core.testing import FAMILIES, serving
 from kda_core.testing.conformance import BackendConformance, same
 from kda_core.testing.inputs import PLAIN
 from kda_core.testing.runner import EMULATED, TESTED, Runner
@@ -19,6 +21,10 @@ from kda_cute import decode
 from kda_cute.testing.emulation import emulated
 
 KIT = BackendConformance()  # its tests are called one by one
+# Sequences 0 and 1 (of length zero) read one slot, and sequence 0 writes none; 2 starts from no slot; the slot of 3 holds NaNs; 4 is skipped.
+SLOTS = serving.Scenario(
+    (3, 3, 0, 6, -1), (-1, 5, 2, 6, serving.SLOTS), (True, True, True, False, True), first_slot=1, fresh=(6,)
+)
 BOUNDS = ((0, 15, 15, 79, 80), (0, 0, 70), (0, 65, 130, 130))
 
 
@@ -112,6 +118,39 @@ class EmulatedCases:
         decode.make_decode.cache_clear()
         assert same(kda.recurrent(one, output_final_state=True), want)
         decode.make_decode.cache_clear()
+
+    @pytest.mark.parametrize("form", serving.POOL_FORMS)
+    def test_decode_over_a_pool(self, kda, form, monkeypatch):
+        """As the kit's `test_pool`, with all kinds of slots in one call."""
+        monkeypatch.setattr(slots, "initial_states", None)  # core copies no states
+        lengths = (2, 0, 1, 3, 1)
+        x, pool = kda.inputs("slow", 7, lengths=lengths, H=1), serving.Pool(kda, form, HV=1)
+        serving.spoil(x, lengths, SLOTS.skipped())
+        pool.states[list(SLOTS.fresh)] = torch.nan
+        want, bits, (_, final) = serving.by_copies(kda.decode_pool, x, pool, lengths, SLOTS)
+        given = x | serving.arguments(pool, SLOTS) | {"out": torch.full_like(x["v"], torch.nan)}
+        if form.startswith("bf16"):  # without the right to write, the final states are a new tensor, in fp32
+            before = pool.bits()
+            o, state = kda.decode_pool(given | {"inplace_final_state": False})
+            assert same((o[:, :-1], state[:-1]), (want[:, :-1], final[:-1])) and not o[:, -1].any()
+            assert torch.equal(pool.bits(), before)
+        o, state = kda.decode_pool(given)
+        assert torch.equal(o, want) and state is pool.states
+        assert torch.equal(pool.bits(), bits)
+
+    def test_decode_with_a_slot_for_every_token(self, kda, monkeypatch):
+        monkeypatch.setattr(slots, "initial_states", None)  # core makes no call for each token
+        KIT.test_slots_of_tokens(kda, True, "bf16-vk")
+
+    def test_decode_of_strided_views(self, kda):
+        KIT.test_strided_views(kda, "decode")
+
+    def test_prefill_of_strided_views(self, kda):
+        x = kda.inputs("slow", 17, H=1)
+        wide = torch.cat([x["q"], x["k"], x["v"]], -1)
+        views = dict(zip("qkv", wide.split(128, -1)))
+        assert not views["q"].is_contiguous()
+        assert torch.equal(kda(x | views)[0], kda(x)[0])
 
     def test_poisoned_outputs_and_workspace(self, kda):
         KIT.test_poisoned_outputs_and_workspace(kda)

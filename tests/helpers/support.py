@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import kda_core
-from kda_core.contract import KdaOptions, ProblemShape
+from kda_core.contract import KdaOptions, PoolShape, ProblemShape
 
 BF16 = torch.bfloat16
 
@@ -36,7 +36,8 @@ def prefill(device: str = "cpu") -> dict[str, Any]:
 def problem_shape(
     arch: tuple[int, int], B: int = 1, T: int = 1000, H: int = 4, HV: int = 4, K: int = 128, V: int = 128,
     N: int | None = None, index: torch.dtype | None = None, dtype: torch.dtype = BF16, g: torch.dtype = BF16,
-    beta: torch.dtype = BF16, A_log: bool = True, dt_bias: bool = True, **options: Any,
+    beta: torch.dtype = BF16, A_log: bool = True, dt_bias: bool = True,
+    pool: PoolShape | None = None, **options: Any,
 ) -> ProblemShape:  # fmt: skip
     """Returns the metadata of a call that the GPU backends serve, with the given changes.
 
@@ -45,17 +46,20 @@ def problem_shape(
         index: dtype of cu_seqlens; None: sequences are not packed.
         dtype, g, beta: dtypes of q, k, v, of g and of beta.
         A_log, dt_bias: whether the call has them.
+        pool: that of a call over a pool of states.
         options: fields of `KdaOptions`.
     """
     gate = {"use_gate_in_kernel": True, "lower_bound": -5.0, "scale": 1.0}
     return ProblemShape(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N or B, dtype=dtype, g_dtype=g, beta_dtype=beta, index_dtype=index,
         has_A_log=A_log, has_dt_bias=dt_bias, has_initial_state=False, device_type="cuda", arch=arch,
-        options=KdaOptions(**gate | options),
+        options=KdaOptions(**gate | options), pool=pool,
     )  # fmt: skip
 
 
-#: Calls that no GPU backend serves: (changes of `problem_shape`, words of the refusal).
+POOL = PoolShape(BF16, torch.int32, writes=True)
+
+#: Calls that no GPU backend serves: (changes of `problem_shape`, words of the refusal). For those over a pool core copies the states.
 NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"K": 64}, "K=64, V=128; serves K=128, V=128"),
     ({"V": 256}, "K=128, V=256; serves K=128, V=128"),
@@ -63,6 +67,8 @@ NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"g": torch.float16}, "g: expected torch.bfloat16 or torch.float32, got torch.float16"),
     ({"beta": torch.float64}, "beta: expected torch.bfloat16 or torch.float32, got torch.float64"),
     ({"B": 2**20, "T": 2**20}, "below 2^31"),
+    ({"pool": POOL}, "a pool of states"),
+    ({"pool": POOL, "T": 0, "recurrent": True}, "a pool of states"),
 )
 
 #: Changes of `problem_shape`: the caller passes log decays, without a bound.

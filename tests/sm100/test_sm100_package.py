@@ -13,7 +13,6 @@ from kda_sm100.config import HEAD_DIM
 from kda_sm100.plugin import SPEC
 
 BLACKWELL = {(10, 0), (10, 3)}
-POOLS = {"state_pool", "bf16_pool", "token_states", "checkpoints", "strided"}
 
 
 def test_the_backend_is_listed_on_every_machine():
@@ -23,10 +22,10 @@ def test_the_backend_is_listed_on_every_machine():
     assert info.spec is SPEC
 
 
-def test_the_spec_declares_every_prefill_feature():
+def test_the_spec_declares_every_feature_but_checkpoints_and_those_of_a_backward():
     assert SPEC.archs == BLACKWELL
     assert SPEC.unavailable is None
-    assert SPEC.features == {f.value for f in Feature} - {"backward", "saved_states"} - POOLS
+    assert SPEC.features == {f.value for f in Feature} - {"backward", "saved_states", "checkpoints"}
     assert SPEC.dtypes == {"bfloat16"} and SPEC.head_dims == {(HEAD_DIM, HEAD_DIM)}
 
 

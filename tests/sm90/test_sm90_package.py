@@ -14,7 +14,6 @@ from kda_sm90.config import HEAD_DIM
 from kda_sm90.plugin import SPEC
 
 HOPPER = (9, 0)
-POOLS = {"state_pool", "bf16_pool", "token_states", "checkpoints", "strided"}
 
 
 def test_backend_is_listed_on_every_machine():
@@ -24,10 +23,10 @@ def test_backend_is_listed_on_every_machine():
     assert info.spec is SPEC
 
 
-def test_spec_declares_every_feature_but_those_of_pools():
+def test_spec_declares_every_feature_but_checkpoints():
     assert SPEC.archs == {HOPPER}
     assert SPEC.unavailable is None
-    assert SPEC.features == {f.value for f in Feature} - POOLS
+    assert SPEC.features == {f.value for f in Feature} - {"checkpoints"}
     assert SPEC.dtypes == {"bfloat16"} and SPEC.head_dims == {(HEAD_DIM, HEAD_DIM)}
 
 

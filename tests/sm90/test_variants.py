@@ -1,11 +1,13 @@
 """The ahead-of-time set of ``python -m kda_core precompile`` has every variant that calls need."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers.support import FREE, problem_shape
 
+from kda_core.contract import PoolShape
 from kda_cute.decode import DECODES, decode_config
 from kda_cute.jit.key import Variant
 from kda_sm90.config import ARCH, SPACINGS
@@ -51,11 +53,13 @@ def test_every_call_has_its_variant(gate):
 @pytest.mark.parametrize("v_first", (False, True))
 @pytest.mark.parametrize("gate", GATES)
 def test_every_decode_has_its_variant(gate, v_first):
-    needed = {
-        decode_config(shape(B=B, T=1, HV=64, H=64, g=dtype, recurrent=True, state_v_first=v_first, **gate))
+    calls = [
+        shape(B=B, T=1, HV=64, H=64, g=dtype, recurrent=True, state_v_first=v_first, **gate)
         for B in (1, 256)
         for dtype in (torch.bfloat16, torch.float32)
-    }
+    ]
+    pools = (None, *(PoolShape(dtype, torch.int32, True) for dtype in (torch.bfloat16, torch.float32)))
+    needed = {decode_config(replace(call, pool=pool)) for call in calls for pool in pools}
     assert needed <= set(DECODES)
 
 

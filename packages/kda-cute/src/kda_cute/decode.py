@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
 from kda_cute.arguments import address
 from kda_cute.host import DTYPES, gate_of
-from kda_cute.records import Gate, GateDtype
+from kda_cute.records import Gate, GateDtype, StateDtype
 
 #: Warps of a CTA.
 WARPS = 4
@@ -35,6 +37,7 @@ class DecodeConfig:
         v_first: whether states are [V, K].
         gate: form of the gate.
         gate_dtype: dtype of g.
+        state_dtype: dtype of the states that are read, and of the pool.
 
     Raises:
         ValueError: the kernel has no such variant.
@@ -44,6 +47,7 @@ class DecodeConfig:
     v_first: bool = True
     gate: Gate = "bounded"
     gate_dtype: GateDtype = "bfloat16"
+    state_dtype: StateDtype = "float32"
 
     def __post_init__(self) -> None:
         served = ROWS if self.v_first else (32,)
@@ -58,10 +62,11 @@ class DecodeConfig:
 
 #: All variants.
 DECODES = tuple(
-    DecodeConfig(rows, v_first, gate, gate_dtype)
+    DecodeConfig(rows, v_first, gate, gate_dtype, state_dtype)
     for rows, v_first in ((16, True), (32, True), (32, False))
     for gate in ("bounded", "softplus", "precomputed")
     for gate_dtype in ("bfloat16", "float32")
+    for state_dtype in ("float32", "bfloat16")
 )
 
 
@@ -69,7 +74,8 @@ def decode_config(shape: ProblemShape) -> DecodeConfig:
     """Returns the variant for a shape."""
     v_first = shape.options.state_v_first
     rows = ROWS[shape.N * shape.HV >= MANY_STATES] if v_first else 32
-    return DecodeConfig(rows, v_first, gate_of(shape), DTYPES[shape.g_dtype])
+    states = torch.float32 if shape.pool is None else shape.pool.dtype
+    return DecodeConfig(rows, v_first, gate_of(shape), DTYPES[shape.g_dtype], DTYPES[states])
 
 
 class Decode(NamedTuple):
@@ -81,10 +87,23 @@ class Decode(NamedTuple):
     def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
         """Launches on the current device and stream."""
         x = inputs
-        tensors = (
-            x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, x.initial_state, outputs.o, outputs.final_state,
-        )  # fmt: skip
-        self.kernel(x.q, *(address(y) for y in tensors), *self.numbers)
+        per_token = (x.q, x.k, x.v, x.g, x.beta)
+        tensors = (*per_token, x.A_log, x.dt_bias, x.cu_seqlens, outputs.o, outputs.final_state)
+        strides = [stride for y in per_token for stride in y.stride()[:2]]
+        # o is contiguous in any call
+        self.kernel(outputs.o, *(address(y) for y in tensors), *strides, *slots_of(x), *self.numbers)
+
+
+def slots_of(inputs: KdaInputs) -> tuple[int, ...]:
+    """Returns the arguments of the kernel from ``states`` to ``W``. Without a pool they are those of a pool whose state n is that of
+    sequence n."""
+    pool, s = inputs.pool, inputs.shape
+    if pool is None:
+        return (address(inputs.initial_state), s.HV * s.K * s.V, 0, 0, 0, 0, s.N, 0, 1)
+    states, read = pool.states, pool.read
+    tensors = (read, pool.write, pool.has_initial_state, pool.num_accepted_tokens)
+    slots = (len(states), pool.first_slot, read.shape[1] if read.dim() == 2 else 1)
+    return (states.data_ptr(), states.stride(0), *(address(y) for y in tensors), *slots)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,11 +111,12 @@ def make_decode(shape: ProblemShape, arch: str) -> Decode:
     """Returns the launch of a shape for an architecture such as "sm_90a". Compiles its kernel on first use."""
     from kda_cute.device.decode import DecodeKernel
 
-    o = shape.options
+    o, pool = shape.options, shape.pool
     offset_bytes = 0 if shape.index_dtype is None else shape.index_dtype.itemsize
     beta_factor = (2.0 if o.allow_neg_eigval else 1.0) if o.use_beta_sigmoid_in_kernel else 0.0
+    facts = (0, 0, 0) if pool is None else (pool.index_dtype.itemsize, int(pool.writes), int(pool.per_token))
     numbers = (
-        shape.N, shape.T, shape.H, shape.HV, offset_bytes, shape.beta_dtype.itemsize,
+        *facts, shape.N, shape.T, shape.H, shape.HV, offset_bytes, shape.beta_dtype.itemsize,
         int(o.use_qk_l2norm_in_kernel), shape.scale, o.lower_bound or 0.0, beta_factor,
     )  # fmt: skip
     return Decode(get_kernel(DecodeKernel, decode_config(shape), arch), numbers)

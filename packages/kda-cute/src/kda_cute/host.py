@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kda_core.buffers import aligned
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
 from kda_cute.records import Gate, GateDtype
@@ -28,6 +30,8 @@ def refusal(shape: ProblemShape) -> str | None:
             return f"{name}: expected torch.bfloat16 or torch.float32, got {dtype}"
     if (items := (shape.B * shape.T + 64 * shape.N) * shape.HV) >= 2**31:
         return f"too large: (B*T + 64*N)*HV must be below 2^31, got {items}"
+    if shape.pool is not None and not (shape.options.recurrent and shape.T):
+        return "a pool of states: read by fused_recurrent_kda with at least one token, by no other call"
     return None
 
 
@@ -36,6 +40,14 @@ def gate_of(shape: ProblemShape) -> Gate:
     if not shape.options.use_gate_in_kernel:
         return "precomputed"
     return "softplus" if shape.options.lower_bound is None else "bounded"
+
+
+def dense(inputs: KdaInputs) -> KdaInputs:
+    """Returns a call with contiguous and aligned q, k, v, g and beta, as all kernels but that of decoding need them. A backend that
+    declares `Feature.STRIDED` for decoding receives strided tensors in all calls."""
+    views = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
+    copies: dict[str, Any] = {name: y for name, x in views.items() if (y := aligned(x)) is not x}
+    return replace(inputs, **copies) if copies else inputs
 
 
 def pass_states(inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:

@@ -29,6 +29,7 @@ PANEL = 64
 #: (g + dt_bias))``. ``softplus``: ``-exp(A_log) * softplus(g + dt_bias)``, linear above 20.
 Gate = Literal["precomputed", "bounded", "softplus"]
 GateDtype = Literal["bfloat16", "float32"]
+StateDtype = Literal["bfloat16", "float32"]
 
 
 def require(version: int, package: str) -> None:

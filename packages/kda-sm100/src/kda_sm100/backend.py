@@ -17,7 +17,7 @@ from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import arch_of_capability, arch_of_device, get_kernel
 from kda_cute.arguments import address
 from kda_cute.decode import make_decode
-from kda_cute.host import merge_segments, pass_states, refusal
+from kda_cute.host import dense, merge_segments, pass_states, refusal
 from kda_sm100.config import ARCHS, SMS
 from kda_sm100.launch_config import launch_config
 
@@ -40,6 +40,7 @@ class Sm100Backend:
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         if inputs.shape.T == 0:
             return pass_states(inputs, outputs)
+        inputs = dense(inputs)
         with device_of(inputs.q):
             intra_chunk, chain = launches_of(inputs.shape)
             intra_chunk(inputs, outputs.workspace)

@@ -7,7 +7,7 @@ SPEC = BackendSpec(
     name="sm100",
     abi=(
         2,
-        0,
+        3,
     ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     archs=frozenset({(10, 0), (10, 3)}),
     features=frozenset(
@@ -26,6 +26,10 @@ SPEC = BackendSpec(
             "pin",
             "graph",
             "recurrent",
+            "state_pool",
+            "bf16_pool",
+            "token_states",
+            "strided",
             "segment_summary",
         }
     ),

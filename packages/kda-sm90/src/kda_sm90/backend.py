@@ -8,7 +8,7 @@ import torch
 
 from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape
 from kda_cute.decode import make_decode
-from kda_cute.host import merge_segments, pass_states, refusal
+from kda_cute.host import dense, merge_segments, pass_states, refusal
 from kda_sm90 import backward
 from kda_sm90.config import ARCH, SPACINGS
 from kda_sm90.launch import Launch, compiled, make_launch, on_device_of, sm_count
@@ -39,6 +39,7 @@ class Sm90Backend:
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         if inputs.shape.T == 0:
             return pass_states(inputs, outputs)
+        inputs = dense(inputs)
         spacing = spacing_between(outputs.saved_states, outputs.residual)
         on_device_of(inputs.q, launch_of(inputs.shape, longest_of(inputs), spacing), inputs, outputs)
         return outputs

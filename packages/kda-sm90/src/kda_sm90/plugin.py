@@ -7,7 +7,7 @@ SPEC = BackendSpec(
     name="sm90",
     abi=(
         2,
-        2,
+        3,
     ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     archs=frozenset({(9, 0)}),
     features=frozenset(
@@ -28,6 +28,10 @@ SPEC = BackendSpec(
             "backward",
             "saved_states",
             "recurrent",
+            "state_pool",
+            "bf16_pool",
+            "token_states",
+            "strided",
             "segment_summary",
         }
     ),

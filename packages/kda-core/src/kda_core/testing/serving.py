@@ -113,12 +113,12 @@ class ServingConformance:
         run, lengths = _entry(kda, entry), _lengths(kda, entry)
         for name, scenario in SCENARIOS.items():
             x = _tokens(kda, lengths, entry)
-            _spoil(x, lengths, scenario.skipped())
+            spoil(x, lengths, scenario.skipped())
             pool = Pool(kda, form)
             pool.states[list(scenario.fresh)] = torch.nan
-            want, bits, states = _by_copies(run, x, pool, lengths, scenario)
+            want, bits, states = by_copies(run, x, pool, lengths, scenario)
             o = torch.full_like(x["v"], torch.nan)
-            found, state = run(x | _arguments(pool, scenario) | {"out": o})
+            found, state = run(x | arguments(pool, scenario) | {"out": o})
             assert found is o and state is (pool.states if scenario.writes else None), name
             assert torch.equal(o, want), f"{name}: o has other bits than a call with copied states"
             assert torch.equal(pool.bits(), bits), f"{name}: the pool has other bits"
@@ -374,7 +374,7 @@ def _tokens(kda: Runner, lengths: tuple[int, ...] | None, entry: str) -> dict[st
     return kda.inputs("slow", 66 if entry == "prefill" else 2, B=5)
 
 
-def _spoil(x: dict[str, Any], lengths: tuple[int, ...] | None, skipped: Sequence[bool]) -> None:
+def spoil(x: dict[str, Any], lengths: tuple[int, ...] | None, skipped: Sequence[bool]) -> None:
     """Sets the tokens of skipped sequences to NaN."""
     sizes = lengths or (x["q"].shape[1],) * len(skipped)
     start = 0
@@ -385,7 +385,7 @@ def _spoil(x: dict[str, Any], lengths: tuple[int, ...] | None, skipped: Sequence
         start += size
 
 
-def _arguments(pool: Pool, scenario: Scenario) -> dict[str, Any]:
+def arguments(pool: Pool, scenario: Scenario) -> dict[str, Any]:
     more: dict[str, Any] = {"first_slot": scenario.first_slot, "output_final_state": scenario.writes}
     if scenario.write is not None:
         more["final_state_indices"] = pool.index(scenario.write)
@@ -403,7 +403,7 @@ def _initial(states: Tensor, scenario: Scenario, dtype: torch.dtype, size: int =
     return initial
 
 
-def _by_copies(
+def by_copies(
     run: Callable[[dict[str, Any]], tuple[Any, ...]],
     x: dict[str, Any],
     pool: Pool,

@@ -5,15 +5,18 @@
 A CTA has some values (columns of S, "rows" here) of the state of one sequence and value head, in registers. The states are the
 traffic: each is read and written once. Their loads are issued first, so that they overlap everything that a warp computes from its
 token. Every warp computes l2norm, gate and sigmoid of a token by itself. Rows are independent, and every sum has a fixed order, so the
-bits of a sequence depend neither on the other sequences nor on the number of rows of a CTA.
+bits of a sequence depend neither on the other sequences, nor on the number of rows of a CTA, nor on the dtype of the states in memory.
 
 ============ ============================================ ============================================
 layout       [V, K]: a row is contiguous                  [K, V]: a channel's values are contiguous
 ============ ============================================ ============================================
 warp         4 rows at a time, all 128 channels           32 rows, 32 channels
 lane         16 channels of a row: 8 lanes share a row    32 channels of a row
-sums over K  3 shuffles                                   shared memory, across the four warps
+sums over K  3 or 4 shuffles                              shared memory, across the four warps
 ============ ============================================ ============================================
+
+States are in the slots of a pool (`kda_cute.device.slots`), or in a tensor with a state for each sequence. Those that are read are in
+fp32 or bf16; inside the kernel all is fp32.
 
 Backends share this kernel: it uses nothing that is particular to an architecture.
 """
@@ -26,18 +29,18 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
 
 from kda_cute import arguments
 from kda_cute.decode import WARPS, DecodeConfig
-from kda_cute.device import ptx
+from kda_cute.device import ptx, slots
 from kda_cute.device.intra_chunk.gates import Gate, gate_rate, sigmoid
 from kda_cute.records import HEAD_DIM
 
-ROW = 4 * HEAD_DIM  # bytes of a row of a state
+ROW = 4 * HEAD_DIM  # bytes of a row of an fp32 state
 PIECES = HEAD_DIM // 32  # of 4 channels, of a lane that shares a row with 7 others
 CHANNELS = HEAD_DIM // WARPS  # of a warp, if the layout is [K, V]
 FACTORS = 3 * ROW  # bytes of a warp's factors: k, q and decays of its token
 
 
 class Arguments(NamedTuple):
-    """Arguments after the tensor ``q``."""
+    """Arguments after the leading tensor. Strides, of the batch and of tokens, are in elements."""
 
     q: Int64  # [B, T, H, 128] bf16
     k: Int64  # [B, T, H, 128] bf16
@@ -47,9 +50,30 @@ class Arguments(NamedTuple):
     a_log: Int64  # [HV] fp32
     dt_bias: Int64  # [HV, 128] fp32
     offsets: Int64  # [N + 1], elements of offset_bytes
-    initial_state: Int64  # [N, HV, 128, 128] fp32
-    o: Int64  # [B, T, HV, 128] bf16
-    final_state: Int64  # [N, HV, 128, 128] fp32. It may be the memory of initial_state
+    o: Int64  # [B, T, HV, 128] bf16, contiguous
+    final_state: Int64  # [N, HV, 128, 128] fp32. It may be the memory of states
+    q_batch: Int64
+    q_token: Int64
+    k_batch: Int64
+    k_token: Int64
+    v_batch: Int64
+    v_token: Int64
+    g_batch: Int64
+    g_token: Int64
+    beta_batch: Int64
+    beta_token: Int64
+    states: Int64  # [slots, HV, 128, 128], those that are read; 0: all are zeros
+    pitch: Int64  # elements between two slots
+    read: Int64  # this and the following: see `kda_cute.device.slots`
+    write: Int64
+    has_initial_state: Int64
+    accepted: Int64
+    slots: Int64
+    first_slot: Int64
+    W: Int32
+    index_bytes: Int32
+    writes: Int32  # whether states are written to slots
+    per_token: Int32  # whether that is the state after every token, and not only the final one
     N: Int32
     T: Int32
     H: Int32
@@ -63,21 +87,25 @@ class Arguments(NamedTuple):
 
 
 class DecodeKernel:
-    """Takes q as a tensor, which determines the device and the stream, and the values of `Arguments`."""
+    """Takes a tensor, which determines the device and the stream, and the values of `Arguments`."""
 
-    spill_allowance = 0
+    spill_allowance = 36  # of [V, K], 16 values, bounded gate, bf16 states on sm_100a and sm_103a; other variants spill nothing
+    # At its default level 3, ptxas takes up to 150 registers for the same values: fewer CTAs would fit into an SM.
+    compile_options = "--ptxas-options '-O2'"
 
     def __init__(self, config: DecodeConfig):
         self.config = config
         self.groups = HEAD_DIM // config.rows  # CTAs of a state
-        self.layout = RowsFirst(config.rows) if config.v_first else ChannelsFirst()
+        narrow = config.state_dtype == "bfloat16"
+        self.layout = RowsFirst(narrow, config.rows) if config.v_first else ChannelsFirst(narrow)
+        self.state_bytes = 2 if narrow else 4  # of an element
         self.shared_bytes = WARPS * FACTORS + self.layout.sum_bytes
 
     def fake_args(self) -> tuple:
         return arguments.fake_args(Arguments, BFloat16)
 
     @cute.jit
-    def __call__(self, q: cute.Tensor, *values_and_stream):
+    def __call__(self, tensor: cute.Tensor, *values_and_stream):
         *values, stream = values_and_stream
         x = Arguments(*values)
         self.kernel(tuple(values)).launch(
@@ -94,7 +122,7 @@ class DecodeKernel:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         task = block // self.groups
-        n, head = task // x.HV, task % x.HV
+        n, head = uniform(task // x.HV, task % x.HV)
         place = SimpleNamespace(
             warp=cute.arch.make_warp_uniform(thread >> 5),
             lane=thread & 31,
@@ -104,25 +132,48 @@ class DecodeKernel:
             head=head,
             key_head=head // (x.HV // x.H),
         )
-        matrix = (Int64(n) * x.HV + head) * (HEAD_DIM * ROW)
         state = cute.make_rmem_tensor((self.layout.size,), Float32)
-        self.layout.load(x.initial_state + matrix, place, state, x.initial_state != Int64(0))
-        first, count = self.tokens(x, n)
-        gate, biases = self.gate(x, place)
-        for t in cutlass.range(count, unroll=1):
-            self.token(x, place, state, first + t, gate, biases)
+        slot = slots.read_slot(x, n)
+        exists = (x.states != Int64(0)) & slots.has_state(x, n, slot)
+        self.layout.load(self.matrix(x, head, slot), place, state, exists)
+        place.row, first, count = uniform(*self.tokens(x, n))
+        computed = ptx.select(slots.is_skipped(x, n, slot), Int32(0), count)
+        # the tokens in runs, behind each of which the state is written: all tokens, or one
+        per_token = x.per_token != 0
+        length = ptx.select(per_token, Int32(1), computed)
+        for run in cutlass.range(ptx.select(per_token, computed, Int32(1)), unroll=1):
+            target = self.target(x, head, n, run)
+            for t in cutlass.range(length, unroll=1):
+                self.token(x, place, state, first + run * length + t)
+            if target != Int64(0):
+                self.layout.store(target, place, state)
+        for t in cutlass.range(computed, count, unroll=1):
+            self.clear(x, place, first + t)
         if x.final_state != Int64(0):
-            self.layout.store(x.final_state + matrix, place, state)
+            matrix = (Int64(n) * x.HV + head) * (HEAD_DIM * ROW)
+            self.layout.store_wide(x.final_state + matrix, place, state)
+
+    def matrix(self, x, head, slot: Int64):
+        """Returns the address of a value head's state in a slot."""
+        return x.states + (slot * x.pitch + Int64(head) * (HEAD_DIM * HEAD_DIM)) * self.state_bytes
+
+    def target(self, x, head, n: Int32, run: Int32):
+        """Returns the address where the state behind a run of tokens goes, or 0 if it goes nowhere."""
+        # a sequence may have more tokens than slots
+        wanted = (x.writes != 0) & (run < x.W)
+        slot = slots.write_slot(x, n, run, wanted)
+        return ptx.select(wanted & slots.is_slot(x, slot), self.matrix(x, head, slot), Int64(0))
 
     @cute.jit
     def tokens(self, x, n: Int32):
-        """Returns the first token of a sequence in B*T, and its number of tokens."""
-        first, count = n * x.T, Int32(x.T)
+        """Returns the row of the batch of a sequence, its first token in that row, and its number of tokens."""
+        row, first, count = n, Int32(0), Int32(x.T)
         if x.offset_bytes > 0:
             # offsets on the device are not trusted
+            row = Int32(0)
             first = cutlass.min(cutlass.max(offset(x, n), 0), x.T)
             count = cutlass.min(cutlass.max(offset(x, n + 1), first), x.T) - first
-        return first, count
+        return row, first, count
 
     def gate(self, x, place):
         """Returns the gate of the value head, and dt_bias of the lane's four channels."""
@@ -133,15 +184,13 @@ class DecodeKernel:
         words = ptx.load_global_words(address, 4, x.dt_bias != Int64(0))
         return Gate(self.config, rate, x.lower_bound), [ptx.float_of_bits(y) for y in words]
 
-    def token(self, x, place, state, token, gate, biases):
+    def token(self, x, place, state, token):
         """Computes one token: the state behind it, and its o."""
-        keys = Int64(token) * x.H + place.key_head
-        values = Int64(token) * x.HV + place.head
-        self.store_factors(x, place, keys, values, gate, biases)
-        beta = load_beta(x, values)
+        self.store_factors(x, place, token)
+        beta = load_beta(x, place, token)
         layout = self.layout
-        rows = layout.rows(place)
-        v = [load_bf16(x.v + (values * HEAD_DIM + row) * 2) for row in rows]
+        values = element(place, token, x.v_batch, x.v_token, place.head) + layout.row(place)
+        v = [load_bf16(x.v + values * 2 + step * 2) for step in layout.steps]
         cute.arch.sync_warp()  # the factors are there
         # factors are loaded where they are needed: together they would occupy registers
         layout.decay(state, layout.factors(place, 2))
@@ -149,61 +198,113 @@ class DecodeKernel:
         u = [beta * (y - dot) for y, dot in zip(v, layout.dots(place, state, k, 0), strict=True)]
         layout.add(state, k, u)
         q = layout.factors(place, 1)
-        for row, y in zip(rows, layout.dots(place, state, q, 1), strict=True):
-            address = x.o + (values * HEAD_DIM + row) * 2
-            ptx.store_global_u16(address, ptx.pack_bf16x2(y, Float32(0.0)), layout.writes(place))
+        self.store_o(x, place, token, layout.dots(place, state, q, 1))
         cute.arch.sync_warp()  # the factors have been read
 
-    def store_factors(self, x, place, keys, values, gate, biases):
+    def clear(self, x, place, token):
+        """Sets o of a token to zeros."""
+        self.store_o(x, place, token, [Float32(0.0)] * len(self.layout.steps))
+
+    def store_o(self, x, place, token, values):
+        """Stores o of the lane's rows."""
+        first = (Int64(place.row * x.T + token) * x.HV + place.head) * HEAD_DIM + self.layout.row(place)
+        for step, y in zip(self.layout.steps, values, strict=True):
+            word = ptx.pack_bf16x2(y, Float32(0.0))
+            ptx.store_global_u16(x.o + first * 2 + step * 2, word, self.layout.writes(place))
+
+    def store_factors(self, x, place, token):
         """Stores k, q and the decays of a token in the warp's shared memory; a lane computes four channels of each."""
-        at = Int64(place.lane) * 4
+        gate, biases = self.gate(x, place)
+        at = place.lane * 4
         narrow = lambda start, index: [
             y
-            for word in ptx.load_global_words(start + (index * HEAD_DIM + at) * 2, 2, Boolean(True))
+            for word in ptx.load_global_words(start + (index + at) * 2, 2, Boolean(True))
             for y in ptx.unpack_bf16x2(word)
         ]
-        k, q = narrow(x.k, keys), narrow(x.q, keys)
+        k = narrow(x.k, element(place, token, x.k_batch, x.k_token, place.key_head))
+        q = narrow(x.q, element(place, token, x.q_batch, x.q_token, place.key_head))
+        gates = element(place, token, x.g_batch, x.g_token, place.head)
         if self.config.gate_dtype == "float32":
-            words = ptx.load_global_words(x.g + (values * HEAD_DIM + at) * 4, 4, Boolean(True))
-            g = [ptx.float_of_bits(y) for y in words]
+            g = [
+                ptx.float_of_bits(y) for y in ptx.load_global_words(x.g + (gates + at) * 4, 4, Boolean(True))
+            ]
         else:
-            g = narrow(x.g, values)
+            g = narrow(x.g, gates)
         decays = [ptx.ex2(gate.activate(y, bias) * gate.log_scale) for y, bias in zip(g, biases, strict=True)]
         k = [y * inverse_norm(x, k) for y in k]
         q = [y * (inverse_norm(x, q) * x.scale) for y in q]
         for kind, y in enumerate((k, q, decays)):
-            ptx.store_shared_x4(place.factors + kind * ROW + place.lane * 16, y)
+            ptx.store_shared_x4(place.factors + kind * ROW + self.layout.position(place) * 16, y)
 
 
 class RowsFirst:
-    """States [V, K]. A warp has 4 rows at a time, and 8 lanes share a row: lane 8r + i has channels 32j + 4i to 32j + 4i + 3 of row r."""
+    """States [V, K]. A warp has 4 rows at a time, and 8 lanes share a row. A lane has four pieces of 4 channels, so that 8 lanes access
+    128 contiguous bytes at a time: with c the 5 bits of a piece's number among the 32 of a row,
+
+    ========= ========================== ========================
+    dtype     piece of a lane            lane of the 8
+    ========= ========================== ========================
+    fp32      2 c4 + c3                  4 c2 + 2 c1 + c0
+    bf16      2 c4 + c0                  4 c3 + 2 c2 + c1
+    ========= ========================== ========================
+
+    Both sum over a row in the same order, that of the bits from c4 to c0.
+    """
 
     sum_bytes = 0  # of shared memory
 
-    def __init__(self, rows: int):
-        self.count = rows // (4 * WARPS)  # rows of a lane
-        self.size = self.count * 4 * PIECES
+    def __init__(self, narrow: bool, rows: int):
+        self.narrow = narrow
+        self.steps = range(0, rows // WARPS, 4)  # from the lane's first row to each of its rows
+        self.size = len(self.steps) * 4 * PIECES
         self.of_group = rows
 
-    def rows(self, place):
-        """Returns the lane's rows."""
-        first = place.group * self.of_group + place.warp * (4 * self.count) + (place.lane >> 3)
-        return [first + 4 * i for i in range(self.count)]
+    def row(self, place):
+        """Returns the lane's first row."""
+        return place.group * self.of_group + place.warp * (self.of_group // WARPS) + (place.lane >> 3)
+
+    def position(self, place):
+        """Returns where lane c of a warp stores piece c of a row of factors: that of lane i of 8 and its piece j is at 8j + i."""
+        c = place.lane
+        return ((c >> 4) * 2 + (c & 1)) * 8 + ((c >> 1) & 7) if self.narrow else c
 
     def pieces(self, start, place):
-        """Yields the address of each piece of the lane, and its first index in the state."""
-        for i, row in enumerate(self.rows(place)):
+        """Yields the address of each piece of the lane in fp32 states, and its first index in the state."""
+        first = start + Int64(self.row(place)) * ROW + (place.lane & 7) * (32 if self.narrow else 16)
+        for i, step in enumerate(self.steps):
             for j in range(PIECES):
-                yield start + Int64(row) * ROW + (place.lane & 7) * 16 + j * 128, 4 * (i * PIECES + j)
+                at = j // 2 * 256 + j % 2 * 16 if self.narrow else j * 128
+                yield first + (step * ROW + at), 4 * (i * PIECES + j)
+
+    def pairs(self, start, place):
+        """Yields the address of each two pieces of the lane in bf16 states, and their first index in the state."""
+        first = start + Int64(self.row(place)) * (ROW // 2) + (place.lane & 7) * 16
+        for i, step in enumerate(self.steps):
+            for j in range(0, PIECES, 2):
+                yield first + (step * (ROW // 2) + j * 64), 4 * (i * PIECES + j)
 
     def load(self, start, place, state, exists):
         """Loads the state, or zeros unless it ``exists``."""
-        for address, n in self.pieces(start, place):
-            for e, y in enumerate(ptx.load_global_streaming_x4(address, exists)):
-                state[n + e] = y
+        if self.narrow:
+            for address, n in self.pairs(start, place):
+                for e, word in enumerate(ptx.load_global_streaming_x4(address, exists, Int32)):
+                    state[n + 2 * e], state[n + 2 * e + 1] = ptx.unpack_bf16x2(word)
+        else:
+            for address, n in self.pieces(start, place):
+                for e, y in enumerate(ptx.load_global_streaming_x4(address, exists)):
+                    state[n + e] = y
 
     def store(self, start, place, state):
-        """Stores the state."""
+        """Stores the state in the dtype in which states are loaded."""
+        if self.narrow:
+            for address, n in self.pairs(start, place):
+                words = [ptx.pack_bf16x2(state[n + e], state[n + e + 1]) for e in range(0, 8, 2)]
+                ptx.store_global_streaming_x4(address, words)
+        else:
+            self.store_wide(start, place, state)
+
+    def store_wide(self, start, place, state):
+        """Stores the state in fp32."""
         for address, n in self.pieces(start, place):
             ptx.store_global_streaming_x4(address, [state[n + e] for e in range(4)])
 
@@ -220,13 +321,21 @@ class RowsFirst:
     def dots(self, place, state, factors, kind):
         """Returns the products of the lane's rows with ``factors``. All lanes of a row have them."""
         found = []
-        for i in range(self.count):
+        for i in range(len(self.steps)):
             sums = [Float32(0.0)] * PIECES
             for j in range(PIECES):
                 for e in range(4):
                     sums[j] = ptx.fma(state[4 * (i * PIECES + j) + e], factors[4 * j + e], sums[j])
-            total = (sums[0] + sums[1]) + (sums[2] + sums[3])
-            for lanes in (4, 2, 1):
+            low, high = sums[0] + sums[2], sums[1] + sums[3]  # the pieces whose last bit is 0, and 1
+            if self.narrow:
+                # c3 comes before c0. Two lanes exchange sums: each adds those with one value of c0
+                upper = (place.lane & 4) != 0
+                sent = ptx.select(upper, low, high)
+                total = ptx.select(upper, high, low) + cute.arch.shuffle_sync_bfly(sent, 4)
+                others = (2, 1, 4)
+            else:
+                total, others = low + high, (4, 2, 1)
+            for lanes in others:
                 total = total + cute.arch.shuffle_sync_bfly(total, lanes)
             found.append(total)
         return found
@@ -246,26 +355,45 @@ class ChannelsFirst:
 
     size = CHANNELS
     of_group = 32
+    steps = (0,)
     sum_bytes = 2 * WARPS * 32 * 4  # of shared memory: sums of each warp, for both products
 
-    def rows(self, place):
-        """Returns the lane's row."""
-        return [place.group * self.of_group + place.lane]
+    def __init__(self, narrow: bool):
+        self.narrow = narrow
 
-    def addresses(self, start, place):
-        """Returns the addresses of the lane's values."""
-        (row,) = self.rows(place)
-        first = start + Int64(place.warp * CHANNELS) * ROW + row * 4
-        return [first + channel * ROW for channel in range(CHANNELS)]
+    def row(self, place):
+        """Returns the lane's row."""
+        return place.group * self.of_group + place.lane
+
+    def position(self, place):
+        """Returns where lane c of a warp stores channels 4c to 4c + 3 of a row of factors."""
+        return place.lane
+
+    def addresses(self, start, place, size):
+        """Returns the addresses of the lane's values of ``size`` bytes."""
+        first = start + Int64(place.warp * (CHANNELS * HEAD_DIM) + self.row(place)) * size
+        return [first + channel * HEAD_DIM * size for channel in range(CHANNELS)]
 
     def load(self, start, place, state, exists):
         """Loads the state, or zeros unless it ``exists``."""
-        for n, address in enumerate(self.addresses(start, place)):
-            state[n] = ptx.load_global_streaming(address, exists)
+        if self.narrow:
+            for n, address in enumerate(self.addresses(start, place, 2)):
+                state[n] = ptx.unpack_bf16x2(ptx.load_global_streaming_u16(address, exists))[0]
+        else:
+            for n, address in enumerate(self.addresses(start, place, 4)):
+                state[n] = ptx.load_global_streaming(address, exists)
 
     def store(self, start, place, state):
-        """Stores the state."""
-        for n, address in enumerate(self.addresses(start, place)):
+        """Stores the state in the dtype in which states are loaded."""
+        if self.narrow:
+            for n, address in enumerate(self.addresses(start, place, 2)):
+                ptx.store_global_u16(address, ptx.pack_bf16x2(state[n], Float32(0.0)), Boolean(True))
+        else:
+            self.store_wide(start, place, state)
+
+    def store_wide(self, start, place, state):
+        """Stores the state in fp32."""
+        for n, address in enumerate(self.addresses(start, place, 4)):
             ptx.store_global(address, state[n])
 
     def factors(self, place, kind):
@@ -299,11 +427,19 @@ class ChannelsFirst:
         return place.warp == 0
 
 
+def uniform(*values):
+    """Returns values that all lanes of a warp have, so that the compiler knows it and keeps them in uniform registers."""
+    return [cute.arch.make_warp_uniform(y) for y in values]
+
+
 def offset(x, n):
     """Returns offset n of packed sequences."""
-    address = x.offsets + Int64(n) * x.offset_bytes
-    wide = ptx.load_global_i64(address, x.offset_bytes == 8)
-    return Int32(wide + Int64(ptx.load_global_i32(address, x.offset_bytes == 4)))
+    return Int32(slots.load_index(x.offsets + Int64(n) * x.offset_bytes, x.offset_bytes))
+
+
+def element(place, token, batch, stride, head, width=HEAD_DIM):
+    """Returns the first element of a token and head, each of which has ``width`` elements, in a tensor with these two strides."""
+    return Int64(place.row) * batch + Int64(token) * stride + head * width
 
 
 def load_bf16(address):
@@ -311,9 +447,9 @@ def load_bf16(address):
     return ptx.unpack_bf16x2(ptx.load_global_u16(address, Boolean(True)))[0]
 
 
-def load_beta(x, index):
+def load_beta(x, place, token):
     """Returns beta of a token and value head through its activation."""
-    address = x.beta + index * x.beta_bytes
+    address = x.beta + element(place, token, x.beta_batch, x.beta_token, place.head, 1) * x.beta_bytes
     narrow = ptx.unpack_bf16x2(ptx.load_global_u16(address, x.beta_bytes == 2))[0]
     raw = narrow + ptx.load_global_f32(address, x.beta_bytes == 4)
     return ptx.select(x.beta_factor > Float32(0.0), sigmoid(raw) * x.beta_factor, raw)
@@ -321,7 +457,9 @@ def load_beta(x, index):
 
 def inverse_norm(x, values):
     """Returns 1/|x| of a row of which a lane has four channels, or 1 without l2norm."""
-    total = (values[0] * values[0] + values[1] * values[1]) + (values[2] * values[2] + values[3] * values[3])
+    total = Float32(0.0)
+    for y in values:
+        total = ptx.fma(y, y, total)
     for lanes in (16, 8, 4, 2, 1):
         total = total + cute.arch.shuffle_sync_bfly(total, lanes)
     return ptx.select(x.l2norm > 0, ptx.rsqrt(total + Float32(1e-6)), Float32(1.0))

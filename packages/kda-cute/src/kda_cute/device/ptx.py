@@ -365,21 +365,36 @@ def load_global_streaming(address: Int64, valid, *, loc=None, ip=None) -> Float3
 
 
 @dsl_user_op
-def load_global_streaming_x4(address: Int64, valid, *, loc=None, ip=None) -> list[Float32]:
-    """Loads four fp32, aligned to 16 bytes, that are used once, and that this thread may overwrite; zeros unless ``valid``."""
+def load_global_streaming_x4(address: Int64, valid, kind=Float32, *, loc=None, ip=None) -> list:
+    """Loads four 32-bit values, aligned to 16 bytes, that are used once, and that this thread may overwrite; zeros unless
+    ``valid``."""
     names = [f"${n}" for n in range(4)]
     zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
     text = (
         f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; {zeros} "
         f"@p ld.global.cs.v4.b32 {{{', '.join(names)}}}, [$4]; }}"
     )
-    return inline_ptx(text, [Float32] * 4, [address, Int32(valid)], True, loc, ip)
+    return inline_ptx(text, [kind] * 4, [address, Int32(valid)], True, loc, ip)
 
 
 @dsl_user_op
 def load_global_u16(address: Int64, valid, *, loc=None, ip=None) -> Int32:
     """Loads 16 bits; zero unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u16 $0, [$1]; }"
+    return inline_ptx(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
+
+
+@dsl_user_op
+def load_global_u8(address: Int64, valid, *, loc=None, ip=None) -> Int32:
+    """Loads 8 bits; zero unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u8 $0, [$1]; }"
+    return inline_ptx(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
+
+
+@dsl_user_op
+def load_global_streaming_u16(address: Int64, valid, *, loc=None, ip=None) -> Int32:
+    """Loads 16 bits that are used once, and that this thread may overwrite; zero unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.cs.u16 $0, [$1]; }"
     return inline_ptx(text, [Int32], [address, Int32(valid)], True, loc, ip)[0]
 
 
@@ -408,7 +423,7 @@ def store_global_f32_if(address: Int64, value: Float32, valid, *, loc=None, ip=N
 
 @dsl_user_op
 def store_global_streaming_x4(address: Int64, values, *, loc=None, ip=None) -> None:
-    """Stores four fp32, aligned to 16 bytes, that are not read again soon."""
+    """Stores four 32-bit values, aligned to 16 bytes, that are not read again soon."""
     inline_ptx("st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *values], True, loc, ip)
 
 

@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial, update_wrapper
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_core.backend import Backend, SupportsBackwardInto
-from kda_core.contract import Feature, KdaGradients, KdaInputs, KdaOutputs, ProblemShape
+from kda_core.contract import Feature, KdaGradients, KdaInputs, KdaOutputs, KdaPool, ProblemShape
 from kda_core.reference import SPEC as REFERENCE_SPEC
 from kda_core.registry import REGISTRY
 from kda_cute import kernels_made_by
@@ -25,7 +27,8 @@ OPTIONAL = (
 class EmulatedBackend:
     """Satisfies `kda_core.backend.Backend` for CPU tensors, by emulating the kernels of a GPU backend.
 
-    The kernels may access only the tensors of a call. Outputs and workspace count as initialised, because kernels read the data
+    The kernels may access only the tensors of a call, and nothing between the rows of a view, and copies that the backend
+    makes of them. Outputs and workspace count as initialised, because kernels read the data
     that earlier calls left in a workspace. The optional methods (`OPTIONAL`) are those that the GPU backend has.
     """
 
@@ -56,16 +59,42 @@ class EmulatedBackend:
         """Calls a method of the backend with its launches emulated."""
         import ptx_emulator
 
-        parts = [
-            vars(x).values() if isinstance(x, KdaInputs | KdaOutputs | KdaGradients) else (x,)
-            for x in arguments
-        ]
-        tensors = [x for part in parts for x in part if isinstance(x, Tensor)]
+        tensors = [part for x in arguments for tensor in tensors_of(x) for part in dense_parts(tensor)]
         with (
             kernels_made_by(ptx_emulator.load),
-            ptx_emulator.device(self.arch, tensors=tensors, **self.options),
+            ptx_emulator.device(self.arch, tensors=tensors, **self.options) as device,
+            Copies(device),
         ):
             return method(*arguments)
+
+
+class Copies(TorchDispatchMode):
+    """Within the block, kernels may also access the copies of tensors that a backend makes."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # the second below autograd, where it copies unless its argument is contiguous already
+        if func in (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default):
+            self.device.tensors = (*self.device.tensors, result)
+        return result
+
+
+def tensors_of(x: Any) -> Iterator[Tensor]:
+    """Yields the tensors of an argument of a backend's method."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, KdaInputs | KdaOutputs | KdaGradients | KdaPool):
+        for value in vars(x).values():
+            yield from tensors_of(value)
+
+
+def dense_parts(x: Tensor) -> list[Tensor]:
+    """Returns contiguous tensors that together are ``x``."""
+    return [x] if x.is_contiguous() else [part for row in x for part in dense_parts(row)]
 
 
 @contextmanager
