@@ -159,9 +159,8 @@ def test_a_ring_is_deep_enough_or_holds_a_whole_sequence(T, HV, N):
             )  # one sequence may have all the tokens
             assert chosen.workspace_bytes <= workspace_bytes(s, sms, mode) <= 128 << 20
         chosen = backward_launch_config(s, sms, longest, "recompute")
-        most = 2 if T > 512 and 16 * chosen.queues <= RING_RECORDS else 1
-        assert chosen.depth % 8 == 0 and chosen.depth >= 8 * most
-        assert chosen.depth == 8 or chosen.records <= RING_RECORDS
+        assert 8 <= chosen.depth <= 16 and (chosen.depth == 8 or chosen.records <= RING_RECORDS)
+        assert chosen.depth >= min(16 if T > 512 else 8, RING_RECORDS // chosen.queues)
         assert chosen.workspace_bytes <= workspace_bytes(s, sms, "recompute") <= 128 << 20
 
 

@@ -117,23 +117,21 @@ def check(lengths, HV, warpgroups, queues, depth, ctas, device, slab_slots=1000)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "warpgroups", "slab_slots"), (((0, 1, 0, 64, 530, 0), 2, 5), (530, 1, 2))
+    ("lengths", "warpgroups", "slab_slots", "depth"), (((0, 1, 0, 64, 530, 0), 2, 5, 11), (530, 1, 2, 8))
 )
-def test_sequences_of_several_checkpoints(lengths, warpgroups, slab_slots):
-    """Two slabs, one of which begins within a sequence, and one slab; a ring of one slot."""
-    check(
-        lengths, HV=1, warpgroups=warpgroups, queues=1, depth=8, ctas=1, device="cpu", slab_slots=slab_slots
-    )
+def test_sequences_of_several_checkpoints(lengths, warpgroups, slab_slots, depth):
+    """Two slabs, one of which begins within a sequence, and one slab; rings with and without spare records."""
+    check(lengths, 1, warpgroups, queues=1, depth=depth, ctas=1, device="cpu", slab_slots=slab_slots)
 
 
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("warpgroups", (1, 2))
 @pytest.mark.parametrize("lengths", (1300, (0, 700, 1, 0, 64, 1600, 7, 0)), ids=("fixed", "packed"))
 def test_every_schedule_gives_the_same_bits(lengths, warpgroups):
-    """Queues that cut sequences, rings of one to three slots, few and many intra-chunk CTAs."""
+    """Queues that cut sequences, rings of one slot and more, few and many intra-chunk CTAs."""
     want = check(lengths, HV=3, warpgroups=warpgroups, queues=1, depth=16, ctas=1, device="cuda")
     for queues in (2, 4, 7, 20):
-        for depth, ctas in ((8, 1), (8, 40), (16, 40), (24, 9)):
+        for depth, ctas in ((8, 1), (8, 40), (10, 40), (13, 9), (16, 40)):
             found = check(lengths, 3, warpgroups, queues, depth, ctas, "cuda")
             for got, expected in zip(found, want, strict=True):
                 assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), (queues, depth, ctas)

@@ -69,10 +69,9 @@ RECORDS_PER_GROUP = {False: 2.05, True: 2.2}
 #: (``kernels.chain.IN_FLIGHT``), so a ring of fewer than 3 records would deadlock.
 LEAST_DEPTH = 8
 
-#: Slots of records in the ring of a queue in the mode ``recompute``: one that the chain reads, and the next one if the rings then have no
-#: more than `RING_RECORDS` records, which stay in the L2 until the chain has read them twice.
-RING_SLOTS = 2
-RING_RECORDS = 600
+#: Records of all rings together in the mode ``recompute`` that stay in the L2 until the chains have read them twice. A ring holds the
+#: slot that its chain reads, and of the next slot as many records as this allows.
+RING_RECORDS = 640
 
 CHUNKS = (64, 32)
 
@@ -158,8 +157,8 @@ def _with_rings(shape: ProblemShape, models: list[_Model], **fields: Any) -> Lau
     config = PrefillConfig(model.chunk, model.warpgroups, **fields, **_gate(shape))
     ctas, most = model.intra_chunk_ctas(queues), _most_depth(shape, model, queues)
     if config.mode == "recompute":
-        slots = min(RING_SLOTS, RING_RECORDS // (queues * config.chunks_per_slot), most)
-        depth = config.chunks_per_slot * max(1, slots)
+        slot = config.chunks_per_slot
+        depth = max(slot, min(RING_RECORDS // queues, min(most, 2) * slot))
     else:
         wanted = math.ceil(RECORDS_PER_GROUP[config.unbounded] * ctas * groups_of(model.chunk) / queues)
         depth = max(1, min(max(wanted, LEAST_DEPTH), most))
@@ -180,9 +179,8 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
         if model.most and mode == "recompute":
             # A longer longest sequence leads to no more queues.
             queues = min(model.most, _model(shape, chunk, warpgroups, sms, 1, mode).best() + 1)
-            records = queues * model.chunks_per_slot
-            most = records * min(RING_SLOTS, _most_depth(shape, model, queues))
-            records = max(records, min(most, RING_RECORDS))
+            slots = queues * model.chunks_per_slot
+            records = max(slots, min(RING_RECORDS, slots * min(2, _most_depth(shape, model, queues))))
             found = max(found, layouts.workspace_bytes(records, queues, chunk, 4))
         elif model.most:
             # Each queue rounds its records up, by less than one. An additional queue displaces intra-chunk groups, which

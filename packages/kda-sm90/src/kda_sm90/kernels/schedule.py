@@ -85,7 +85,8 @@ def schedule(config, offsets, offset_bytes, N, T, HV, queues, depth, counters):
         config: the kernel's configuration.
         offsets: address of N + 1 integers of ``offset_bytes``, the bounds of sequences packed along T.
             ``offset_bytes`` is 0 for N sequences of T tokens each.
-        depth: records in the ring of a queue, a multiple of ``chunks_per_slot``; where records are kept, records in all.
+        depth: records in the ring of a queue, with slots of several chunks from ``chunks_per_slot`` to twice as many; where records are
+            kept, records in all.
         counters: address of the counters (``layouts``).
 
     ``chunk`` of the schedule are the tokens of a slot.
@@ -242,14 +243,20 @@ def ring(s, queue):
 
 
 def place(r, number):
-    """Returns the place in the ring of a number. In slots of several chunks, the ring holds ``depth / chunks_per_slot`` slots, and
-    every other slot that takes a place has its records in reverse order."""
-    if r.chunks_per_slot == 1:
+    """Returns the place in the ring of a number.
+
+    In slots of several chunks, the ring has some *spare* places beside those of one slot. The first records of a slot take the places
+    that were spare while the chain read the slot before, and the others take those that it frees first. Its last places to become free
+    are then spare. So the places of a slot repeat every two slots, or every four for those that were spare.
+    """
+    size = r.chunks_per_slot
+    if size == 1:
         return number % r.depth
-    slot, rank = number // r.chunks_per_slot, number % r.chunks_per_slot
-    held = r.depth // r.chunks_per_slot
-    turned = slot // held % 2 > 0
-    return slot % held * r.chunks_per_slot + ptx.select(turned, r.chunks_per_slot - 1 - rank, rank)
+    slot, rank, spare = number // size, number % size, r.depth - size
+    first = rank < spare
+    turned = ptx.select(first, slot >> 1, slot) & 1 > 0
+    among = ptx.select(turned, ptx.select(first, spare, r.depth) - 1 - rank, rank)
+    return among + ptx.select(first, slot & 1, Int32(0)) * size
 
 
 def record(r, number):
