@@ -222,7 +222,7 @@ def test_explain_names_both_backends(split):
     assert (found.backend, found.backward, found.error) == ("fast", "better", None)
     assert explain(found.shape).backward == "better" and explain(**X).backward is None
     text = str(found)
-    assert "backend   fast (choice: automatic)\nbackward  better, saved 0 bytes\n" in text
+    assert "backend   fast (choice: automatic)\nbackward  better, saved 0 bytes, plan direct" in text
     assert "refused   fast, the backward: unsupported: backward" in text
     assert explain(**x, backend="worse").backward == "worse"
     refused = explain(**x, backend="fast")

@@ -211,17 +211,6 @@ def test_fp64_inputs_are_computed_in_fp64():
         assert error(o, want[0]) < 1e-12 and error(state, want[1], state=True) < 1e-12
 
 
-def test_a_call_that_requires_grad_gets_the_gradients_of_a_direct_call():
-    x = make_inputs("slow", 100, H=1, K=16, V=16).arguments
-    x["v"] = x["v"].float().requires_grad_()
-    x |= {n: x[n].float() for n in ("q", "k")}
-    grads = []
-    for mode in ("off", Plan.uniform((100,), 4)):
-        o, _ = chunk_kda(**x, context_parallel=mode)
-        grads += torch.autograd.grad(o.sum(), x["v"])
-    assert torch.equal(*grads)
-
-
 def test_concurrent_and_repeated_calls_give_the_same_bits():
     x = make_inputs("memory", 300, H=2, K=16, V=16, lengths=(200, 100)).arguments
     plan = Plan(((50,) * 4, (25,) * 4))

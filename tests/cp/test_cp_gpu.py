@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 from helpers import rank_checks, rank_gradients
 
 from kda_core import chunk_kda
+from kda_core.contract import FLOAT_TENSORS
 from kda_core.registry import record_calls
 from kda_core.testing import FAMILIES, error, make_inputs, token_oracle
 from kda_cp import Plan
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.arch((9, 0))
 
 LENGTHS = (3000, 0, 1500, 100)
 PLAN = ((700, 600, 1700), (0,), (400, 300, 800), (100,))
+TRAINING = ((512, 1024, 1464), (0,), (512, 988), (100,))
 STRATEGIES = pytest.mark.parametrize("strategy", ["exact", "certified"])
 
 
@@ -92,6 +94,55 @@ def test_calls_on_several_streams_and_repeats_give_the_same_bits(strategy):
             found.append(chunk_kda(**x, context_parallel=plan))
     torch.cuda.synchronize()
     assert all(torch.equal(o, want[0]) and torch.equal(s, want[1]) for o, s in found)
+
+
+def training_step(x, disable_recompute):
+    """Returns the gradients of a call that kda-cp splits in both directions."""
+    leaves = {n: x[n].detach().requires_grad_() for n in FLOAT_TENSORS}
+    with record_calls() as calls:
+        outputs = chunk_kda(
+            **x | leaves, disable_recompute=disable_recompute, context_parallel=Plan(TRAINING)
+        )
+        found = torch.autograd.grad(outputs, list(leaves.values()), [x["v"], x["initial_state"]])
+    assert [(c.entry, c.planner) for c in calls] == [("chunk_fwd", "cp"), ("chunk_bwd", "cp")]
+    return found
+
+
+@pytest.mark.parametrize("disable_recompute", [False, True])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns that the mode is a prototype
+def test_a_split_training_step_does_not_synchronise_with_the_device(disable_recompute):
+    x = call()
+    training_step(x, disable_recompute)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        training_step(x, disable_recompute)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("disable_recompute", [False, True])
+def test_a_captured_split_training_step_computes_new_data(disable_recompute):
+    x = call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        training_step(x, disable_recompute)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = training_step(x, disable_recompute)
+    for seed in (1, 2):
+        fresh = make_inputs(
+            "steep", sum(LENGTHS), H=2, HV=4, lengths=LENGTHS, initial_state=True, device="cuda", seed=seed
+        ).arguments
+        for name, value in fresh.items():
+            if torch.is_tensor(value):
+                x[name].copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        eager = training_step(x, disable_recompute)
+        assert all(torch.equal(a, b) for a, b in zip(captured, eager))
 
 
 def need(ranks):

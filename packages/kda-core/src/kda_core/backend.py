@@ -8,13 +8,21 @@ A planner (context parallelism) does the same in ``kda_core.planners``. ``docs/w
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape, dtype_name
+from kda_core.contract import (
+    HALF_DTYPES,
+    Feature,
+    KdaGradients,
+    KdaInputs,
+    KdaOutputs,
+    ProblemShape,
+    dtype_name,
+)
 
 BACKEND_GROUP = "kda_core.backends"
 PLANNER_GROUP = "kda_core.planners"
@@ -177,6 +185,22 @@ class SupportsSavedStates(SupportsBackwardInto, Protocol):
         ...
 
 
+def saves_states(shape: ProblemShape, forward: BackendSpec, backward: BackendSpec, backend: object) -> bool:
+    """Returns whether the forward of a call saves states that its backward then reads.
+
+    Args:
+        shape: a call whose inputs require grad.
+        forward, backward: the specs of the backends of both.
+        backend: that of the backward.
+    """
+    return (
+        shape.dtype in HALF_DTYPES
+        and not shape.options.recurrent
+        and all(Feature.SAVED_STATES.value in spec.features for spec in (forward, backward))
+        and isinstance(backend, SupportsBackwardInto)
+    )
+
+
 class SupportsRecurrent(Protocol):
     """Optional; requires `Feature.RECURRENT`."""
 
@@ -215,7 +239,10 @@ class SupportsSegments(Protocol):
 
     def execute_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         """`Backend.chunk_fwd` with `outputs.workspace` as the last `summarize` of these segments left it.
-        `inputs.initial_state` are the true states at the starts of the segments. Returns `outputs`."""
+        `inputs.initial_state` are the true states at the starts of the segments. Returns `outputs`.
+
+        Since ABI 2.4 a backend with `Feature.SAVED_STATES` fills `KdaOutputs.saved_states` and `residual` here as well, where they
+        are given. They are those of the packed call over the segments."""
         ...
 
 
@@ -233,6 +260,44 @@ class SupportsMerge(Protocol):
                 of segments, or zeros; and if K = V, exits may be transitions, to multiply transitions.
             bounds: [sequences + 1] int32 on the device: segments bounds[n] to bounds[n+1] - 1 are those of sequence n, in
                 order.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsStateGradients(Protocol):
+    """Optional for a backend with a backward. For planners that split the backward of a call into segments. Since ABI 2.4.
+
+    A segment maps the gradient of the state at its end to that at its start, ``dS_in = M^T dS_out + N``, with M as in
+    `SupportsSegments.summarize`. N and M depend neither on v nor on states. Without these methods a planner gets both from calls of
+    the backward and of the forward.
+    """
+
+    def state_gradients_workspace_bytes(self, shape: ProblemShape) -> int:
+        """Returns the bytes of scratch memory that `initial_state_gradients` needs for this shape, 0 for none."""
+        ...
+
+    def initial_state_gradients(
+        self,
+        inputs: KdaInputs,
+        grad_o: Tensor,
+        grad_final_state: Tensor | None,
+        gradients: Tensor,
+        transitions: Tensor,
+        workspace: Tensor,
+    ) -> None:
+        """Computes how each segment acts on the gradient of a state, with fp32 accumulators.
+
+        Args:
+            inputs: those of a packed call (B = 1) whose N sequences are the segments, without `state_v_first`. The initial states
+                are not read.
+            grad_o: [1, T, HV, V], dtype of q, contiguous and aligned to `kda_core.contract.ALIGNMENT`.
+            grad_final_state: [N, HV, K, V], or None for zeros.
+            gradients: [N, HV, K, V], written: the gradients of the initial states of sum(o * grad_o) + sum(final_state *
+                grad_final_state); N where `grad_final_state` is zero.
+            transitions: [N, HV, K, K], written: M^T; the identity for a segment of length zero. All states are fp32 (fp64 for fp64
+                inputs).
+            workspace: [`state_gradients_workspace_bytes`] uint8, written.
         """
         ...
 
@@ -289,6 +354,56 @@ class SupportsRefusal(Protocol):
         """Returns None, or why this plan of a caller cannot execute this call on this backend, which core raises as a
         `PlannerError` before anything is launched. Must not synchronise. The result depends on what that of `Planner.plan` depends
         on, because core caches None."""
+        ...
+
+
+class SupportsTraining(Protocol):
+    """Optional for a planner: it splits calls whose inputs require grad, in the forward and in the backward. Since ABI 2.4.
+
+    Without these methods core asks a planner only about calls without gradients. A plan that the caller passes then applies to the
+    forward alone, which saves no states.
+
+    For a call of which one backend has the forward and the backward, the shape that `Planner.plan` receives has `needs_backward`.
+    `Planner.execute` then fills `KdaOutputs.saved_states` and `residual` where they are given (`saves_states`). For a call with two
+    backends the forward saves no states if a planner splits it.
+    """
+
+    def plan_backward(self, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan | None:
+        """As `Planner.plan`, for the backward of a call. `spec` and `backend` are those of the backward."""
+        ...
+
+    def refusal_of_backward(
+        self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend
+    ) -> str | None:
+        """As `SupportsRefusal.refusal`, for the backward. Core asks it before the forward of a call with a plan of the caller."""
+        ...
+
+    def execute_backward(
+        self,
+        plan: Plan,
+        inputs: KdaInputs,
+        grad_o: Tensor,
+        grad_final_state: Tensor | None,
+        wanted: Collection[str],
+        spec: BackendSpec,
+        backend: Backend,
+        saved_states: Tensor | None,
+        residual: Tensor | None,
+    ) -> KdaGradients:
+        """Executes the backward of a call by the plan and returns its gradients, which equal those of the backend within tolerance.
+
+        Args:
+            grad_o, grad_final_state: as in `SupportsBackwardInto.chunk_bwd_into`.
+            wanted: names of the inputs that need a gradient. Those of A_log, dt_bias and initial_state may be None if they are not
+                among them.
+            saved_states, residual: as in `SupportsSavedStates.chunk_bwd_into`.
+        """
+        ...
+
+    def explain_backward(
+        self, plan: Plan | None, inputs: KdaInputs, spec: BackendSpec, backend: Backend
+    ) -> str:
+        """As `SupportsExplanation.explain`, for the result of `plan_backward` or a plan of the caller."""
         ...
 
 

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kda_core import contents, env, install, registry
+from kda_core import backward, contents, env, install, registry
 from kda_core.arguments import N_TENSORS, Arguments
-from kda_core.backend import Plan, Planner, SupportsBackwardInto
+from kda_core.backend import Plan, Planner, saves_states
 from kda_core.buffers import GivenOutputs, allocate_outputs, has_other_rows, make_inputs
-from kda_core.contract import HALF_DTYPES, Feature, KdaInputs, KdaOptions, KdaOutputs, KdaPool, ProblemShape
+from kda_core.contract import (
+    Feature,
+    KdaGradients,
+    KdaInputs,
+    KdaOptions,
+    KdaOutputs,
+    KdaPool,
+    ProblemShape,
+)
 from kda_core.discovery import FAILURES
 from kda_core.errors import (
     BackendContractError,
@@ -80,9 +88,9 @@ CALLS: Recent[ResolvedCall] = Recent(MAX_CALLS)
 ANSWERS: Recent[tuple[Plan | None]] = Recent(
     16 << 20, lambda key, answer: 500 + 40 * len(key[1] or ()) + (0 if answer[0] is None else 1 << 16)
 )
-"""The planner's plans (or the caller's plan), each in a tuple, by `ResolvedCall.number` and the lengths of a packed call that
-the host knows, or None. In serving every call may have new lengths, so the limit is in bytes: a tuple and an int for each
-length, and for a plan the size of one with some hundred segments."""
+"""The planner's plans (or the caller's plan), each in a tuple, by `ResolvedCall.number`, the lengths of a packed call that the host
+knows, or None, and whether the plan is that of the backward. In serving every call may have new lengths, so the limit is in bytes:
+a tuple and an int for each length, and for a plan the size of one with some hundred segments."""
 
 
 # ---- resolve
@@ -204,23 +212,30 @@ def of_shape(shape: ProblemShape, choices: Choices, mode: str) -> ResolvedCall:
     strided = Feature.STRIDED.value in choice.spec.features
     if shape.options.recurrent:
         return ResolvedCall(received, choice, backward, "recurrent_fwd", 0, None, None, strided=strided)
-    planner, plan = _planner(shape.options, mode)
-    saves = planner is None and _offer_saved_states(choices, shape)
+    planner, plan, saves = _planned(choices, shape, mode)
     size = _workspace_bytes(received, choice)
     strided = strided and planner is None
     return ResolvedCall(received, choice, backward, "chunk_fwd", size, planner, plan, saves, strided)
 
 
-def _offer_saved_states(choices: Choices, shape: ProblemShape) -> bool:
-    """Returns whether the forward of a call can save states that its backward then reads."""
+def _planned(
+    choices: Choices, shape: ProblemShape, mode: str
+) -> tuple[tuple[str, Planner] | None, str | None, bool]:
+    """Returns `ResolvedCall.planner`, `ResolvedCall.plan` and `ResolvedCall.saves` of a mode."""
+    planner, plan = _planner(shape.options, mode)
     forward, backward = choices
-    return (
-        backward is not None
-        and shape.dtype in HALF_DTYPES
-        and not shape.options.recurrent
-        and all(Feature.SAVED_STATES.value in spec.features for spec in (forward.spec, backward.spec))
-        and isinstance(backward.backend, SupportsBackwardInto)
-    )
+    if backward is None:
+        return planner, plan, False
+    saves = saves_states(shape, forward.spec, backward.spec, backward.backend)
+    if planner is None or (is_training(planner) and not (saves and backward.spec != forward.spec)):
+        return planner, plan, saves
+    # the planner would not save states: its own plans are then not worth it, and those of the caller go first
+    return (None, None, saves) if plan is None else (planner, plan, False)
+
+
+def is_training(planner: tuple[str, Planner]) -> bool:
+    """Returns whether a planner splits calls whose inputs require grad (`kda_core.backend.SupportsTraining`)."""
+    return hasattr(planner[1], "plan_backward")
 
 
 def may_save(args: Arguments) -> bool:
@@ -236,8 +251,7 @@ def may_save(args: Arguments) -> bool:
         shape = problem_shape(*args.tensors, options=args.options)  # type: ignore[arg-type]
         if shape.is_concrete:
             return resolve(args, key).saves
-        given_plan = args.context_parallel not in ("auto", "off")
-        return not given_plan and _offer_saved_states(choose(shape, args.backend), shape)
+        return _planned(choose(shape, args.backend), shape, args.context_parallel)[2]
     except KdaError:
         return False
 
@@ -265,8 +279,8 @@ def _is_size(x: object) -> bool:
 
 
 def _planner(options: KdaOptions, mode: str) -> tuple[tuple[str, Planner] | None, str | None]:
-    """Returns `ResolvedCall.planner` and `ResolvedCall.plan` of a mode."""
-    if mode == "off" or (mode == "auto" and options.needs_backward):
+    """Returns the active planner, if the mode and the options allow one, and the caller's plan."""
+    if mode == "off":
         return None, None
     found = registry.REGISTRY.planner()
     if mode == "auto":
@@ -335,6 +349,42 @@ def execute(
     return outputs
 
 
+def execute_backward(
+    call: ResolvedCall,
+    inputs: KdaInputs,
+    grad_o: Tensor,
+    grad_final_state: Tensor | None,
+    wanted: Collection[str],
+    kept: Sequence[Tensor | None],
+) -> KdaGradients:
+    """Runs the backward of one call and returns its gradients.
+
+    Args:
+        call: resolved for the backend of the backward.
+        inputs: those of the call, in the form that backends require.
+        grad_o, grad_final_state: gradients of the outputs, contiguous and aligned.
+        wanted: names of the inputs that need a gradient.
+        kept: the saved states and the residual, each or None.
+
+    Raises:
+        KdaError: the planner is broken.
+    """
+    lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
+    plan, choice, planner = ask_planner_of_backward(call, inputs, lengths), call.choice, None
+    if plan is not None and call.planner is not None:
+        planner = call.planner[0]
+        arguments = (plan, inputs, grad_o, grad_final_state, wanted, choice.spec, choice.backend, *kept)
+        gradients = _from_planner(call.planner, "execute_backward", *arguments)
+        if not isinstance(gradients, KdaGradients):
+            what = f"execute_backward returned {type(gradients).__name__}, not KdaGradients"
+            raise registry.REGISTRY.planner_error(planner, what)
+    else:
+        memory = backward.reserve(choice, inputs, wanted)
+        gradients = backward.run(choice, inputs, grad_o, grad_final_state, memory, kept)
+    registry.notify(choice.spec.name, "chunk_bwd", call.shape.device_type, planner)
+    return gradients
+
+
 def ask_planner(call: ResolvedCall, inputs: KdaInputs, lengths: tuple[int, ...] | None) -> Plan | None:
     """Returns the plan of a call, None for a direct call.
 
@@ -344,17 +394,41 @@ def ask_planner(call: ResolvedCall, inputs: KdaInputs, lengths: tuple[int, ...] 
     Raises:
         PlannerError: the caller's plan does not fit the call, or the planner is broken.
     """
+    return _answer(call, inputs, lengths, of_backward=False)
+
+
+def ask_planner_of_backward(
+    call: ResolvedCall, inputs: KdaInputs, lengths: tuple[int, ...] | None
+) -> Plan | None:
+    """Returns the plan of the backward of a call, None for a direct one.
+
+    Args:
+        call: resolved for the backend of the backward.
+        inputs, lengths: as in `ask_planner`.
+
+    Raises:
+        PlannerError: as `ask_planner`.
+    """
+    if call.planner is None or not is_training(call.planner):
+        return None
+    return _answer(call, inputs, lengths, of_backward=True)
+
+
+def _answer(
+    call: ResolvedCall, inputs: KdaInputs, lengths: tuple[int, ...] | None, of_backward: bool
+) -> Plan | None:
     if call.planner is None:
         return None
-    answer = ANSWERS.get((call.number, lengths))
+    key = (call.number, lengths, of_backward)
+    answer = ANSWERS.get(key)
     if answer is None:
         if call.plan is None:
-            choice = call.choice
-            plan = _from_planner(call.planner, "plan", inputs, choice.spec, choice.backend)
-            answer = (None if plan is None else _checked_plan(call.planner[0], "plan", plan),)
+            choice, method = call.choice, "plan_backward" if of_backward else "plan"
+            plan = _from_planner(call.planner, method, inputs, choice.spec, choice.backend)
+            answer = (None if plan is None else _checked_plan(call.planner[0], method, plan),)
         else:
-            answer = (_given_plan(call.plan, call.planner, call.choice, inputs),)
-        ANSWERS.put((call.number, lengths), answer)
+            answer = (_given_plan(call.plan, call.planner, call, inputs, of_backward),)
+        ANSWERS.put(key, answer)
     return answer[0]
 
 
@@ -387,14 +461,24 @@ def fitting(
     return None, min(needed, call.workspace_bytes)
 
 
-def _given_plan(text: str, found: tuple[str, Planner], choice: registry.Choice, inputs: KdaInputs) -> Plan:
-    """Returns the caller's plan if it fits the call."""
+def _given_plan(
+    text: str, found: tuple[str, Planner], call: ResolvedCall, inputs: KdaInputs, of_backward: bool
+) -> Plan:
+    """Returns the caller's plan if it fits the call, both the forward and the backward."""
     name, planner = found
     plan = _checked_plan(name, "plan_from_json", _from_planner(found, "plan_from_json", text))
-    if hasattr(planner, "refusal"):  # optional: kda_core.backend.SupportsRefusal
-        why = _from_planner(found, "refusal", plan, inputs, choice.spec, choice.backend)
+
+    def check(method: str, choice: registry.Choice, inputs: KdaInputs, where: str = "") -> None:
+        why = _from_planner(found, method, plan, inputs, choice.spec, choice.backend)
         if why is not None:
-            raise PlannerError(f"context_parallel: {name} cannot run this plan: {why}")
+            raise PlannerError(f"context_parallel: {name} cannot run this plan{where}: {why}")
+
+    if hasattr(planner, "refusal") and not of_backward:  # optional: kda_core.backend.SupportsRefusal
+        check("refusal", call.choice, inputs)
+    if call.backward is not None and is_training(found):
+        options = replace(inputs.options, needs_backward=True)
+        trained = replace(inputs, shape=interned(replace(inputs.shape, options=options)))
+        check("refusal_of_backward", call.backward, trained, " in the backward")
     return plan
 
 

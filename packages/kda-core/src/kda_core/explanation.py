@@ -19,7 +19,7 @@ from kda_core.arguments import Arguments, checked, checked_choice, given_outputs
 from kda_core.contract import KdaInputs, ProblemShape, Tensors, intermediate_states_count
 from kda_core.errors import ArgumentError, KdaError, ShapeError
 from kda_core.pools import SlotArguments, checked_slots
-from kda_core.registry import REGISTRY, Refusal, show_archs
+from kda_core.registry import REGISTRY, Choice, Refusal, show_archs
 from kda_core.torch_private import FakeTensor
 from kda_core.validate import problem_shape
 
@@ -63,6 +63,7 @@ class Explanation:
         saved_bytes: what the forward keeps for the backward besides its inputs, in bytes; 0 if the backward recomputes it.
         pool: who reads and writes the pool of the call: "the backend", or "copies by kda-core". None without a pool, and if the call
             would fail.
+        backward_plan: how a planner would split the backward, in the words of `plan`. None if `backward` is.
     """
 
     shape: ProblemShape
@@ -75,6 +76,7 @@ class Explanation:
     backward: str | None = None
     saved_bytes: int = 0
     pool: str | None = None
+    backward_plan: str | None = None
 
     def __str__(self) -> str:
         s = self.shape
@@ -87,7 +89,8 @@ class Explanation:
             f"workspace {self.workspace_bytes} bytes",
         ]
         if self.backward is not None:
-            lines.insert(3, f"backward  {self.backward}, saved {self.saved_bytes} bytes")
+            of_backward = "" if self.backward_plan is None else f", plan {self.backward_plan}"
+            lines.insert(3, f"backward  {self.backward}, saved {self.saved_bytes} bytes{of_backward}")
         if self.pool is not None:
             lines.append(f"pool      {self.pool}")
         if self.error is not None:  # it contains the refusals
@@ -215,10 +218,15 @@ def _explain(
         call = calls.of_shape(shape, choices, mode)
         found = replace(found, saved_bytes=shape.saved_bytes if call.saves else 0)
         if call.planner is not None and not lengths_known:
-            return replace(found, plan=NO_LENGTHS, workspace_bytes=call.workspace_bytes)
+            of_backward = None if backward is None else NO_LENGTHS
+            return replace(
+                found, plan=NO_LENGTHS, backward_plan=of_backward, workspace_bytes=call.workspace_bytes
+            )
         if shape.options.return_intermediate_states and lengths_known:
             intermediate_states_count(inputs)  # raises if the shape of h is unknown
         asked = calls.ask_planner(call, inputs, inputs.sequence_lengths())
+        if choices.backward is not None:
+            found = replace(found, backward_plan=_words_of_backward(shape, choices.backward, mode, inputs))
         wanted = calls.needed_workspace(call, asked, inputs)
         plan, needed = calls.fitting(call, asked, wanted, workspace)
         if workspace is not None and workspace.numel() < needed:
@@ -231,12 +239,20 @@ def _explain(
     return replace(found, plan=said, workspace_bytes=needed)
 
 
-def _words(call: calls.ResolvedCall, plan: Any, inputs: KdaInputs) -> str:
+def _words_of_backward(shape: ProblemShape, choice: Choice, mode: str, inputs: KdaInputs) -> str:
+    """Returns a planner's decision about the backward as text."""
+    call = calls.of_shape(shape, calls.Choices(choice, choice), mode)
+    inputs = replace(inputs, shape=shape)
+    plan = calls.ask_planner_of_backward(call, inputs, inputs.sequence_lengths())
+    return _words(call, plan, inputs, "explain_backward")
+
+
+def _words(call: calls.ResolvedCall, plan: Any, inputs: KdaInputs, method: str = "explain") -> str:
     """Returns a planner's decision as text, in the planner's own words if it can explain itself."""
     if call.planner is None:
         return "direct"
     name, planner = call.planner
-    words = getattr(planner, "explain", None)  # optional: kda_core.backend.SupportsExplanation
+    words = getattr(planner, method, None)  # optional: kda_core.backend.SupportsExplanation, SupportsTraining
     if words is None:
         return "direct" if plan is None else f"{name}: {plan}"
     try:

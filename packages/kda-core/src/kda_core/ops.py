@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from kda_core import backward, flops, gradients, pools, registry
+from kda_core import flops, gradients, pools
 from kda_core.arguments import KINDS, N_TENSORS, Arguments, checked
 from kda_core.buffers import (
     NOTHING_GIVEN,
@@ -25,7 +25,14 @@ from kda_core.buffers import (
     allocate_saved,
     make_inputs,
 )
-from kda_core.call import ResolvedCall, execute, look_up, resolve, resolved
+from kda_core.call import (
+    ResolvedCall,
+    execute,
+    execute_backward,
+    look_up,
+    resolve,
+    resolved,
+)
 from kda_core.contract import (
     FLOAT_TENSORS,
     KdaInputs,
@@ -244,15 +251,13 @@ def _chunk_bwd(
     if args.backend is None:
         by = gradients.meaning_of(served)
         args = args._replace(backend=by.backward)
-    call = resolved(args._replace(context_parallel="off"))
+    call = resolved(args)
     inputs = make_inputs(args.tensors, call.shape)
     ready = aligned(grad_o), None if grad_final_state is None else aligned(grad_final_state)
     was_saved = args.saves and (call.saves if by is None else by.saved)
     kept = [aligned(x) if was_saved and x.numel() else None for x in (saved_states, residual)]
     with torch.inference_mode(False), torch.no_grad():  # a backend may use autograd, which may be off here
-        memory = backward.reserve(call.choice, inputs, names)
-        grads = backward.run(call.choice, inputs, *ready, memory, kept)
-    registry.notify(call.choice.spec.name, "chunk_bwd", call.shape.device_type)
+        grads = execute_backward(call, inputs, *ready, names, kept)
     return tuple(
         grad_o.new_empty(0)
         if x is None or name not in names

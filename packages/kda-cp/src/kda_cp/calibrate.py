@@ -10,7 +10,8 @@ tasks, hence::
     work_ns = slope(half) / half - intra_chunk_ns       if the latency does not explain slope(half), else 0
 
 A forward call has one sequence of n value heads. For a backend that summarises segments itself, `summarize` and
-`execute_segments` are timed as well, over one segment of n value heads.
+`execute_segments` are timed as well, over one segment of n value heads; for one with `initial_state_gradients`, that method and the
+backward in both modes.
 
 Shipped constants contain more ways of execution than these few calls can find. A backend that has shipped constants keeps
 them, scaled to the measured times (`scaled`).
@@ -25,11 +26,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kda_core import buffers, chunk_kda, validate
-from kda_core.backend import SupportsMerge, SupportsSegments
-from kda_core.contract import KdaOptions, Tensors, dtype_name
+from kda_core import backward, buffers, chunk_kda, validate
+from kda_core.backend import SupportsMerge, SupportsSegments, SupportsStateGradients, saves_states
+from kda_core.contract import FLOAT_TENSORS, Feature, KdaInputs, KdaOptions, Tensors, dtype_name
 from kda_core.errors import DeviceError
-from kda_core.registry import REGISTRY
+from kda_core.registry import REGISTRY, Choice
 from kda_cp.constants import SHIPPED_SMS, Constants, Pass, shipped
 from kda_cp.cost import call_us
 from kda_cp.merge import merge
@@ -112,8 +113,6 @@ def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants
         return fit(measured_us, SMs) if own is None else scaled(own, measured_us, SMs)
 
     found = Constants(fitted("forward", forward_us), merge_us, gather_us * 1e3 / (LONG * heads))
-    if not isinstance(chosen, SupportsSegments):
-        return found
 
     def summarize_us(n: int, T: int) -> float:
         return device_us(segment_calls(n, T, device, dtype, backend).summarize, device)
@@ -123,7 +122,15 @@ def measure(device: torch.device, backend: str, dtype: torch.dtype) -> Constants
         calls.summarize()
         return device_us(calls.execute, device)
 
-    return replace(found, summarize=fitted("summarize", summarize_us), execute=fitted("execute", execute_us))
+    def gradients_us(name: str) -> Callable[[int, int], float]:
+        return lambda n, T: device_us(gradient_calls(n, T, device, dtype, backend)[name], device)
+
+    passes: dict[str, Any] = {}
+    if isinstance(chosen, SupportsSegments):
+        passes = {"summarize": fitted("summarize", summarize_us), "execute": fitted("execute", execute_us)}
+    names = gradient_calls(1, SHORT, device, dtype, backend)
+    passes |= {name: fitted(name, gradients_us(name)) for name in names}
+    return replace(found, **passes)
 
 
 class SegmentCalls(NamedTuple):
@@ -142,7 +149,54 @@ class SegmentCalls(NamedTuple):
 
 def segment_calls(n: int, T: int, device: torch.device, dtype: torch.dtype, name: str) -> SegmentCalls:
     """Returns the calls of the backend `name` over one segment of T tokens with n value heads."""
-    x = _arguments(n, T, device, dtype)
+    choice, inputs = _segment(n, T, device, dtype, name)
+    backend: Any = choice.backend
+    exits, M = torch.empty(2, 1, n, D, D, device=device)
+    size = backend.segment_workspace_bytes(inputs.shape) if isinstance(backend, SupportsSegments) else 0
+    outputs = buffers.allocate_outputs(inputs, size)
+    return SegmentCalls(
+        backend,
+        lambda: backend.summarize(inputs, exits, M, outputs.workspace),
+        lambda: backend.execute_segments(inputs, outputs),
+    )
+
+
+def gradient_calls(
+    n: int, T: int, device: torch.device, dtype: torch.dtype, name: str
+) -> dict[str, Callable[[], Any]]:
+    """Returns the calls of the backward of the backend `name` over one segment of T tokens with n value heads, by their names in
+    `Constants`; none if the backend has no `initial_state_gradients`, or if no states are saved for its backward."""
+    choice, inputs = _segment(n, T, device, dtype, name)
+    backend, spec = choice.backend, choice.spec
+    if Feature.BACKWARD.value not in spec.features or not isinstance(backend, SupportsStateGradients):
+        return {}
+    if not saves_states(inputs.shape, spec, spec, backend):
+        return {}
+
+    def backward_call(inputs: KdaInputs) -> Callable[[], Any]:
+        kept = buffers.allocate_saved(inputs.shape, inputs.q)
+        for saved in kept:
+            if saved is not None:
+                saved.zero_()
+        memory = backward.reserve(choice, inputs, FLOAT_TENSORS)
+        return lambda: backward.run(choice, inputs, inputs.v, None, memory, kept)
+
+    _, x = _segment(n, T, device, dtype, name, needs_backward=True)
+    _, dense = _segment(n, T, device, dtype, name, needs_backward=True, disable_recompute=True)
+    gradients, M = torch.empty(2, 1, n, D, D, device=device)
+    workspace = buffers.allocate_workspace(backend.state_gradients_workspace_bytes(x.shape), x.q)
+    return {
+        "backward": backward_call(x),
+        "backward_dense": backward_call(dense),
+        "state_gradients": lambda: backend.initial_state_gradients(x, x.v, None, gradients, M, workspace),
+    }
+
+
+def _segment(
+    n: int, T: int, device: torch.device, dtype: torch.dtype, name: str, **options: Any
+) -> tuple[Choice, KdaInputs]:
+    """Returns the backend `name`, and the inputs of a packed call over one segment of T tokens with n value heads."""
+    x = _arguments(n, T, device, dtype) | options
     offsets = torch.tensor([0, T], dtype=torch.int32)
     tensors = Tensors(
         **{tensor: x.pop(tensor) for tensor in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")},
@@ -151,16 +205,7 @@ def segment_calls(n: int, T: int, device: torch.device, dtype: torch.dtype, name
         cu_seqlens_cpu=offsets,
     )
     shape = validate.problem_shape(*tensors, options=KdaOptions(**x))
-    backend: Any = REGISTRY.resolve(shape, name).backend
-    inputs = buffers.make_inputs(tensors, shape)
-    exits, M = torch.empty(2, 1, n, D, D, device=device)
-    size = backend.segment_workspace_bytes(shape) if isinstance(backend, SupportsSegments) else 0
-    outputs = buffers.allocate_outputs(inputs, size)
-    return SegmentCalls(
-        backend,
-        lambda: backend.summarize(inputs, exits, M, outputs.workspace),
-        lambda: backend.execute_segments(inputs, outputs),
-    )
+    return REGISTRY.resolve(shape, name), buffers.make_inputs(tensors, shape)
 
 
 def merge_call(backend: Any, heads: int, steps: int, device: torch.device) -> Callable[[], Any]:

@@ -42,6 +42,7 @@ def make_plan(
     native: bool = False,
     window: int = 0,
     crossing: bool = False,
+    granule: int = GRANULE,
 ) -> Plan:
     """Returns the plan with the smallest predicted time. H is not an argument: costs are per value head.
 
@@ -57,6 +58,7 @@ def make_plan(
         native: whether the backend summarises segments itself. Exact plans then use its summaries.
         window: tokens of a window of such a backend (`kda_cp.native`); 0 for no limit.
         crossing: whether the sequences are fragments of longer ones. They are then summarised even if they are whole.
+        granule: cuts are at multiples of this number of tokens.
 
     Returns:
         A plan with its prediction. It is serial if no sequence can be cut, and with "auto" also if no split is fast enough.
@@ -69,7 +71,7 @@ def make_plan(
     HV, K, V = positive_int("HV", HV), positive_int("K", K), positive_int("V", V)
     if strategy not in ("auto", "exact", "certified"):
         raise ArgumentError("strategy", "'auto', 'exact' or 'certified'", repr(strategy))
-    margin, unit, shortest, basis = MARGIN, "us", GRANULE, f"{source} constants"
+    margin, unit, shortest, basis = MARGIN, "us", granule, f"{source} constants"
 
     def serial_plan(time: float | None, rule: str) -> Plan:
         return Plan(whole, "serial", Prediction(time, time, unit, rule))
@@ -81,11 +83,16 @@ def make_plan(
                 return serial_plan(None, "a CPU without stored constants runs serially")
             SMs = 1
         constants = _ratio_constants(SMs)
-        margin, unit, shortest, basis = RATIO_MARGIN, "tokens", RATIO_SEGMENT, f"ratio rule for {SMs} SMs"
+        margin, unit, shortest, basis = (
+            RATIO_MARGIN,
+            "tokens",
+            max(granule, RATIO_SEGMENT),
+            f"ratio rule for {SMs} SMs",
+        )
     rule = f"{basis}, a split must win by {margin:.2f}x"
     costs = CostModel(
         constants, HV, transition_calls=-(-K // V), vanished=strategy == "certified", native=native, window=window,
-        crossing=crossing,
+        crossing=crossing, granule=granule,
     )  # fmt: skip
     serial = costs.total(whole)
     if strategy == "auto" and serial < margin * costs.bound_of_any_split(lengths):
@@ -147,7 +154,7 @@ def _fastest(
     best, first, best_segments = limit, -1, None
     ordered, tokens = sorted(lengths), sum(lengths)
     windows = max(1, -(-tokens // costs.window)) if costs.native and costs.window else 1
-    cuts = enumerate(candidates(ordered, shortest, costs.filling_counts, windows))
+    cuts = enumerate(candidates(ordered, shortest, costs.filling_counts, windows, costs.granule))
     for bound, at, cut in sorted((costs.bound(ordered, tokens, cut), at, cut) for at, cut in cuts):
         if bound > best:
             break

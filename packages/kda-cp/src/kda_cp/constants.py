@@ -73,9 +73,14 @@ class Constants:
             memory.
         summarize, execute: constants of `summarize` and `execute_segments` over all segments. None if the backend does
             not summarise segments itself, or if they were not measured.
+        backward, backward_dense: constants of a backward, from the states that a forward saves by default and with
+            `disable_recompute`. None if they were not measured.
+        state_gradients: constants of `initial_state_gradients` over all segments. None if the backend has no such method, or if they
+            were not measured.
 
     Raises:
-        ArgumentError: a number is negative or not finite, or only one of `summarize` and `execute` is given.
+        ArgumentError: a number is negative or not finite, or only some of `summarize` and `execute`, or of the constants of the
+            backward, are given.
     """
 
     forward: Pass
@@ -83,13 +88,29 @@ class Constants:
     gather_ns: float
     summarize: Pass | None = None
     execute: Pass | None = None
+    backward: Pass | None = None
+    backward_dense: Pass | None = None
+    state_gradients: Pass | None = None
 
     def __post_init__(self) -> None:
         _check("merge_us", self.merge_us)
         _check("gather_ns", self.gather_ns)
-        if (self.summarize is None) != (self.execute is None):
-            given = "summarize" if self.execute is None else "execute"
-            raise ArgumentError("summarize, execute", "both or neither", f"{given} alone")
+        for names in (("summarize", "execute"), ("backward", "backward_dense", "state_gradients")):
+            given = [name for name in names if getattr(self, name) is not None]
+            if 0 < len(given) < len(names):
+                raise ArgumentError(", ".join(names), "all or none", f"only {', '.join(given)}")
+
+    def of_backward(self, disable_recompute: bool) -> Constants | None:
+        """Returns constants by which the cost model predicts backwards, or None: a backward takes the place of a forward, and
+        `initial_state_gradients` that of `summarize`."""
+        chains = self.backward_dense if disable_recompute else self.backward
+        if chains is None:
+            return None
+        return Constants(chains, self.merge_us, self.gather_ns, self.state_gradients, chains)
+
+
+PASSES = ("forward", "summarize", "execute", "backward", "backward_dense", "state_gradients")
+"""The fields of `Constants` that are a `Pass`."""
 
 
 def _check(name: str, value: float) -> None:
@@ -109,6 +130,11 @@ Key = tuple[str, str, str]
 # summarize, execute: measured over 65536 tokens of 4 and of 8 heads. In `summarize` a chain has four halves, two of B and
 # two of M; work_ns is the time of the intra-chunk stage where it is the limit. In `execute` no intra-chunk stage runs beside
 # the chains; work_ns comes from the bandwidth of HBM.
+#
+# backward, backward_dense, state_gradients: from single measurements (docs/kernels/backward.md), not fitted to sweeps. A backward has
+# two launches. The chains of the first one are those of the modes `recompute` and `reverse`. The second one computes the gradients of
+# chunks; intra_chunk_ns is its time, which a split does not change. `initial_state_gradients` was not measured: its chains are taken to
+# be as fast as those of `reverse` without stores, with twice as many halves. work_ns is the time of the intra-chunk stage.
 _SM90 = Constants(
     forward=Pass(
         chain=((20, 15.9), (28, 21.8), (46, 31.1)), intra_chunk_ns=0.0, work_ns=0.0, call_us=30.0, even=True
@@ -120,6 +146,13 @@ _SM90 = Constants(
     ),
     execute=Pass(
         chain=((32, 15.7), (66, 19.6), (132, 29.5)), intra_chunk_ns=0.0, work_ns=0.37, call_us=15.0, even=True
+    ),
+    backward=Pass(chain=((32, 50.0), (64, 95.0)), intra_chunk_ns=1.4, work_ns=0.0, call_us=45.0, even=True),
+    backward_dense=Pass(
+        chain=((26, 24.5), (46, 41.0)), intra_chunk_ns=1.4, work_ns=0.0, call_us=45.0, even=True
+    ),
+    state_gradients=Pass(
+        chain=((17, 20.0), (32, 34.0)), intra_chunk_ns=0.0, work_ns=0.83, call_us=30.0, even=True
     ),
 )
 
@@ -319,7 +352,7 @@ def _constants(entry: dict[str, Any]) -> Constants:
         return Pass(**known | {"chain": tuple((int(n), float(ns)) for n, ns in known["chain"])})
 
     known = _known_fields(Constants, entry)
-    for name in ("forward", "summarize", "execute"):
+    for name in PASSES:
         if name == "forward" or known.get(name) is not None:
             known[name] = one_pass(known[name])
     return Constants(**known)

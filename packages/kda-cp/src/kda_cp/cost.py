@@ -12,6 +12,8 @@ generic split                               a forward call over the segments tha
 native split (the backend summarises        `summarize` over all segments, the merge, `execute_segments` over all
 segments itself)                            segments; for each window of tokens
 ==========================================  ==================================================================
+
+The backward has the same form, with constants of its own (`kda_cp.constants.Constants.of_backward`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kda_cp.constants import Constants, Pass
-from kda_cp.cuts import MAX_SEGMENTS, Cut, CutByLength, Segments, longest_segment, outer_ends, windows
+from kda_cp.cuts import (
+    GRANULE,
+    MAX_SEGMENTS,
+    Cut,
+    CutByLength,
+    Segments,
+    longest_segment,
+    outer_ends,
+    windows,
+)
 
 LARGEST_SIMULATION = 4096
 """List scheduling is simulated up to this number of tasks. With more tasks, rounding to whole tasks hardly matters."""
@@ -118,6 +129,7 @@ class CostModel:
         native: whether the backend summarises segments itself.
         window: tokens of a window of such a backend; 0 for no limit.
         crossing: whether the sequences are fragments of longer ones. Even whole ones are summarised then.
+        granule: windows are cut at multiples of this number of tokens.
     """
 
     constants: Constants
@@ -127,6 +139,7 @@ class CostModel:
     native: bool
     window: int
     crossing: bool = False
+    granule: int = GRANULE
 
     @property
     def native_passes(self) -> tuple[Pass, Pass] | None:
@@ -158,7 +171,7 @@ class CostModel:
         if not self.window or everything.tokens <= self.window:
             return self._native_split(everything, most, exact)
         time = 0.0
-        for window in windows(segments, self.window):
+        for window in windows(segments, self.window, self.granule):
             tasks = Tasks(self.HV, [length for _, length in window])
             most = max(Counter(n for n, _ in window).values())
             if most == 1 and not self.crossing:
@@ -209,7 +222,7 @@ class CostModel:
         c, longest = self.constants, ordered[-1]
         number = cut.number(longest)
         whole = cut.whole if isinstance(cut, CutByLength) else 0
-        segment = longest_segment(longest, number)
+        segment = longest_segment(longest, number, cut.granule)
         everything = Tasks(self.HV, tokens=tokens, longest=max(segment, whole))
         if self.native_passes is not None:
             if self.window and tokens > self.window:
@@ -221,7 +234,7 @@ class CostModel:
             exits, inner = Tasks(self.HV), Tasks(self.HV)
             for n in ordered[-BOUNDED:]:
                 if (count := cut.number(n)) > 1:
-                    first, last_but_one = outer_ends(n, count)
+                    first, last_but_one = outer_ends(n, count, cut.granule)
                     exits.tokens += last_but_one
                     inner.tokens += last_but_one - first
                     exits.longest = max(exits.longest, first)

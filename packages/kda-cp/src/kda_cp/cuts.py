@@ -35,21 +35,21 @@ def cut(length: int, segments: int, granule: int) -> tuple[int, ...]:
     return tuple(map(operator.sub, ends[1:], ends))
 
 
-def outer_ends(length: int, segments: int) -> tuple[int, int]:
-    """Returns the token at which the first segment of `cut(length, segments, GRANULE)` ends, and the last but one."""
-    granules = -(-length // GRANULE)
-    return granules // segments * GRANULE, granules * (segments - 1) // segments * GRANULE
+def outer_ends(length: int, segments: int, granule: int) -> tuple[int, int]:
+    """Returns the token at which the first segment of `cut(length, segments, granule)` ends, and the last but one."""
+    granules = -(-length // granule)
+    return granules // segments * granule, granules * (segments - 1) // segments * granule
 
 
-def longest_segment(length: int, segments: int) -> int:
-    """Returns the longest of `cut(length, segments, GRANULE)`. There must be at most as many segments as granules."""
-    granules = -(-length // GRANULE)
+def longest_segment(length: int, segments: int, granule: int) -> int:
+    """Returns the longest of `cut(length, segments, granule)`. There must be at most as many segments as granules."""
+    granules = -(-length // granule)
     each, remainder = divmod(granules, segments)
     if (
         segments == 1 or remainder == 1
     ):  # only the last segment has `each` + 1 granules, and its last one may not be full
-        return length - granules * (segments - 1) // segments * GRANULE
-    return (each + (remainder > 0)) * GRANULE
+        return length - granules * (segments - 1) // segments * granule
+    return (each + (remainder > 0)) * granule
 
 
 class CutByLength(NamedTuple):
@@ -58,10 +58,12 @@ class CutByLength(NamedTuple):
     Attributes:
         longest: longest segment in tokens.
         whole: sequences of at most this many tokens stay whole.
+        granule: cuts are at multiples of this number of tokens.
     """
 
     longest: int
     whole: int
+    granule: int = GRANULE
 
     def number(self, length: int) -> int:
         """Returns the number of segments of a sequence."""
@@ -69,8 +71,8 @@ class CutByLength(NamedTuple):
 
     def segments(self, lengths: tuple[int, ...]) -> Segments:
         """Returns the segments of sequences of these lengths."""
-        longest, whole = self
-        return tuple([cut(n, -(-n // longest), GRANULE) if n > whole else (n,) for n in lengths])
+        longest, whole, granule = self
+        return tuple([cut(n, -(-n // longest), granule) if n > whole else (n,) for n in lengths])
 
 
 class CutByNumber(NamedTuple):
@@ -79,10 +81,12 @@ class CutByNumber(NamedTuple):
     Attributes:
         most: largest number of segments of a sequence.
         shortest: shortest segment in tokens, to within a granule.
+        granule: as in `CutByLength`.
     """
 
     most: int
     shortest: int
+    granule: int = GRANULE
 
     def number(self, length: int) -> int:
         """Returns the number of segments of a sequence."""
@@ -90,9 +94,9 @@ class CutByNumber(NamedTuple):
 
     def segments(self, lengths: tuple[int, ...]) -> Segments:
         """Returns the segments of sequences of these lengths."""
-        most, shortest = self
+        most, shortest, granule = self
         return tuple(
-            [cut(n, min(most, n // shortest), GRANULE) if n >= 2 * shortest else (n,) for n in lengths]
+            [cut(n, min(most, n // shortest), granule) if n >= 2 * shortest else (n,) for n in lengths]
         )
 
 
@@ -100,7 +104,9 @@ Cut = CutByLength | CutByNumber
 """A rule that cuts all sequences of a call."""
 
 
-def candidates(ordered: Sequence[int], shortest: int, lanes: Iterable[int], windows: int) -> list[Cut]:
+def candidates(
+    ordered: Sequence[int], shortest: int, lanes: Iterable[int], windows: int, granule: int = GRANULE
+) -> list[Cut]:
     """Returns the cuts that the planner compares, about 100. Each splits at least one sequence.
 
     There are two kinds:
@@ -111,21 +117,22 @@ def candidates(ordered: Sequence[int], shortest: int, lanes: Iterable[int], wind
 
     Args:
         ordered: lengths of the sequences, ascending.
-        shortest: shortest segment in tokens.
+        shortest: shortest segment in tokens, at least `granule`.
         lanes: numbers of segments that are tried like those of `COUNTS`, because they fill the lanes of the backend.
         windows: number of windows of the call. Each number of segments is also tried per window.
+        granule: cuts are at multiples of this number of tokens.
     """
     longest = ordered[-1] if ordered else 0
     single = {*COUNTS, *lanes}
     counts = sorted({*single, *(n * windows for n in single)})
     found: list[Cut] = []
-    for size in dict.fromkeys(max(shortest, _round_up(-(-longest // n), GRANULE)) for n in counts):
+    for size in dict.fromkeys(max(shortest, _round_up(-(-longest // n), granule)) for n in counts):
         # Two limits give the same cut if they leave the same number of sequences whole.
         for whole in dict.fromkeys(bisect_right(ordered, limit * size) for limit in WHOLE):
             if whole < len(ordered):
-                found.append(CutByLength(size, ordered[whole - 1] if whole else 0))
+                found.append(CutByLength(size, ordered[whole - 1] if whole else 0, granule))
     if len(ordered) > 1 and longest >= 2 * shortest:
-        found += [CutByNumber(count, shortest) for count in counts]
+        found += [CutByNumber(count, shortest, granule) for count in counts]
     return found
 
 
@@ -133,7 +140,9 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def windows(segments: Sequence[Sequence[int]], tokens: int) -> list[list[tuple[int, int]]]:
+def windows(
+    segments: Sequence[Sequence[int]], tokens: int, granule: int = GRANULE
+) -> list[list[tuple[int, int]]]:
     """Groups all segments, in order, into windows of at most `tokens` tokens.
 
     The numbers of tokens of the windows are equal to within about half a segment. A segment that is longer than a window
@@ -141,7 +150,8 @@ def windows(segments: Sequence[Sequence[int]], tokens: int) -> list[list[tuple[i
 
     Args:
         segments: lengths of the segments of each sequence.
-        tokens: a multiple of `GRANULE`; 0 for one window.
+        tokens: a multiple of `granule`; 0 for one window.
+        granule: a segment is cut further at multiples of this number of tokens.
 
     Returns:
         For each window its segments as pairs (sequence, length).
@@ -151,9 +161,9 @@ def windows(segments: Sequence[Sequence[int]], tokens: int) -> list[list[tuple[i
     if tokens < 1 or total <= tokens:
         return [flat]
     if longest > tokens:
-        flat = [(n, length) for n, long in flat for length in cut(long, -(-long // tokens), GRANULE)]
+        flat = [(n, length) for n, long in flat for length in cut(long, -(-long // tokens), granule)]
     even = -(-total // -(-total // tokens))
-    limit = max(GRANULE, min(tokens, even + min(longest, tokens) // 2))
+    limit = max(granule, min(tokens, even + min(longest, tokens) // 2))
     found: list[list[tuple[int, int]]] = [[]]
     remaining = limit  # tokens that the last window may still get
     for n, length in flat:

@@ -6,6 +6,7 @@ Backends that summarise segments themselves take the native path, `kda_cp.native
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,10 +18,11 @@ from kda_core import contract
 from kda_core.backend import Backend, BackendSpec
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import ShapeError
-from kda_cp import certificate, native
+from kda_cp import certificate, native, saved_states
 from kda_cp.cache import Cache
 from kda_cp.merge import merge
 from kda_cp.plan import Plan
+from kda_cp.saved_states import Saving, slots_of
 from kda_cp.segments import (
     Caller,
     Segment,
@@ -45,13 +47,13 @@ def execute(plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend
         raise ShapeError("workspace", f"at least {route.workspace_bytes} bytes", f"{size} bytes")
     if not route.is_split:
         return backend.chunk_fwd(inputs, outputs)
-    with _plain_mode(inputs.q.device.type):
+    with plain_mode(inputs.q.device.type):
         if route.native_execution is not None:
             native.execute(route.native_execution, inputs, outputs)
         else:
             call = Caller(backend, workspace)
-            starts = _initial_states(plan, layout(plan), inputs, outputs.o, call)
-            _execute_segments(layout(plan), inputs, outputs, starts, call)
+            starts = initial_states(plan, inputs, outputs.o, call)
+            _execute_segments(plan, inputs, outputs, starts, call)
     return outputs
 
 
@@ -82,7 +84,7 @@ _routes = Cache(256)
 def _route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
     """Returns the route of a plan. Routes are cached, because every call by a plan needs its route twice."""
     return _routes.get(
-        (plan, shape, id(backend), native.WORKSPACE_BYTES), partial(_find_route, plan, shape, backend)
+        (plan, shape, id(backend), native.most_bytes(shape)), partial(_find_route, plan, shape, backend)
     )
 
 
@@ -94,7 +96,7 @@ def _find_route(plan: Plan, shape: ProblemShape, backend: Backend) -> _Route:
     return _Route(backend, True, None, max(map(backend.workspace_bytes, shapes(plan, shape, backend))))
 
 
-def _plain_mode(device_type: str) -> contextlib.AbstractContextManager[object]:
+def plain_mode(device_type: str) -> contextlib.AbstractContextManager[object]:
     """Turns gradients and autocast off. It checks first whether they are on, which is faster than turning them off twice."""
     stack = contextlib.ExitStack()
     if torch.is_grad_enabled():
@@ -118,15 +120,13 @@ def shapes(plan: Plan, shape: ProblemShape, backend: Backend) -> list[ProblemSha
 
 def refusal(plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str | None:
     """Returns None, or why this plan cannot execute this call on this backend."""
-    shape, options, lengths = inputs.shape, inputs.options, inputs.sequence_lengths()
-    if options.pin:
-        return "pin=True requires results that do not depend on a plan"
-    if lengths is None:
-        return "the host does not know the lengths (cu_seqlens_cpu is missing, or use_graph is set)"
-    if plan.lengths != lengths:
-        return f"it is for sequences of {_brief(plan.lengths)} tokens, the call has {_brief(lengths)}"
+    shape, options = inputs.shape, inputs.options
+    if (why := mismatch(plan, inputs)) is not None:
+        return why
     if not plan.is_split:
         return None
+    if (why := saved_states.refusal(plan, shape, spec, backend)) is not None:
+        return why
     if options.return_intermediate_states:
         for n, segments in enumerate(plan.segments):
             *cuts, _ = accumulate(segments)
@@ -135,19 +135,41 @@ def refusal(plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) 
                     f"intermediate states require cuts at multiples of chunk_size={options.chunk_size}; "
                     f"sequence {n} has segments {segments}"
                 )
-    for needed in shapes(plan, shape, backend):
-        if missing := sorted(f.value for f in needed.features if f.value not in spec.features):
+    return not_served(shapes(plan, shape, backend), spec, backend)
+
+
+def mismatch(plan: Plan, inputs: KdaInputs) -> str | None:
+    """Returns None, or why a plan is not one for this call on any backend."""
+    lengths = inputs.sequence_lengths()
+    if inputs.options.pin:
+        return "pin=True requires results that do not depend on a plan"
+    if lengths is None:
+        return "the host does not know the lengths (cu_seqlens_cpu is missing, or use_graph is set)"
+    if plan.lengths != lengths:
+        return f"it is for sequences of {_brief(plan.lengths)} tokens, the call has {_brief(lengths)}"
+    return None
+
+
+def not_served(needed: Iterable[ProblemShape], spec: BackendSpec, backend: Backend) -> str | None:
+    """Returns None, or why a backend does not serve one of the shapes."""
+    for shape in needed:
+        if missing := sorted(f.value for f in shape.features if f.value not in spec.features):
             return f"backend {spec.name!r} does not declare {', '.join(missing)}"
-        if (why := backend.can_run(needed)) is not None:
+        if (why := backend.can_run(shape)) is not None:
             return f"backend {spec.name!r} refuses a call that the plan needs: {why}"
     return None
 
 
-def _initial_states(
-    plan: Plan, segments: list[list[Segment]], inputs: KdaInputs, o: Tensor, call: Caller
-) -> Tensor:
-    """Returns the true initial states of all segments, [P, HV, K, V], or [P, HV, V, K] with `state_v_first`."""
-    shape = inputs.shape
+def initial_states(plan: Plan, inputs: KdaInputs, o: Tensor, call: Caller) -> Tensor:
+    """Returns the true initial states of all segments, [P, HV, K, V], or [P, HV, V, K] with `state_v_first`, by forward calls.
+
+    Args:
+        plan: splits a sequence.
+        inputs: inputs of the whole call.
+        o: [B, T, HV, V], scratch memory.
+        call: calls the backend.
+    """
+    segments, shape = layout(plan), inputs.shape
     given = inputs.initial_state
     if given is not None and shape.options.state_v_first:
         given = given.mT
@@ -178,23 +200,28 @@ def _by_sequence(segments: list[Segment], values: Tensor, N: int) -> list[list[T
 
 
 def _execute_segments(
-    segments: list[list[Segment]],
+    plan: Plan,
     inputs: KdaInputs,
     outputs: KdaOutputs,
     starts: Tensor,
     call: Caller,
 ) -> None:
     """Calls the backend over all segments from their true initial states `starts`."""
+    segments = layout(plan)
     shape, flat = execution_shape(inputs.shape, segments), [p for s in segments for p in s]
-    final, h = None, outputs.intermediate_states
+    final, h, slots = None, outputs.intermediate_states, None
     if outputs.final_state is not None:
         final = starts.new_empty(shape.state_shape)
     if h is not None:
         # Cuts are multiples of chunk_size, so the chunks of the segments are those of the sequences.
         lengths = tuple(p.length for p in flat)
         h = h.flatten(0, 1)[None, : contract.num_chunks(lengths, shape.options.chunk_size)]
+    if outputs.saved_states is not None:
+        slots = slots_of(inputs.shape, plan.lengths, flat, shape)
+    saving = Saving.allocate(outputs, slots, 0)
     x = segment_inputs(inputs, flat, shape, starts)
-    call(x, outputs.o.flatten(0, 1)[None, : shape.T], final, h)
+    call(x, outputs.o.flatten(0, 1)[None, : shape.T], final, h, *saving)
+    saving.deliver(outputs, slots, 0)
     if final is not None:
         ends = list(accumulate(len(s) for s in segments))
         torch.stack([final[end - 1] for end in ends], out=outputs.final_state)

@@ -18,15 +18,19 @@ from kda_core.backend import SupportsSegments
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import BackendContractError
 from kda_cp.cache import Cache
-from kda_cp.cuts import GRANULE, windows
+from kda_cp.cuts import windows
 from kda_cp.merge import MergeKernel, merge_kernel, merge_segments
 from kda_cp.plan import Plan
+from kda_cp.saved_states import Saving, Slots, granule, slots_of
 from kda_cp.segments import Segment, aligned, execution_shape, offsets_of, packed, segment_inputs
 from kda_cp.upload import Integers, Uploaded, upload_groups
 
 WORKSPACE_BYTES = 4 << 30
-"""Largest workspace of a window, without the bytes that the backend adds per segment. A window has at least `GRANULE`
-tokens, even if their workspace is larger."""
+"""Largest workspace of a window, without the bytes that the backend adds per segment. A window has at least `granule` tokens, even
+if their workspace is larger."""
+
+TRAINING_WORKSPACE_BYTES = 640 << 20
+"""The same for calls whose inputs require grad: a backward of kda-sm90 needs as much."""
 
 
 class WindowIntegers(NamedTuple):
@@ -69,6 +73,7 @@ class Window:
         chunks: number of intermediate states per value head; 0 if the call does not return them.
         workspace_bytes: workspace of the calls.
         integers: the integers that the calls read on the device.
+        slots: where the saved states of the segments are; None for a call without gradients.
     """
 
     segments: tuple[Segment, ...]
@@ -79,6 +84,7 @@ class Window:
     chunks: int
     workspace_bytes: int
     integers: WindowIntegers
+    slots: Slots | None
 
     @property
     def is_split(self) -> bool:
@@ -123,21 +129,26 @@ def execution(plan: Plan, shape: ProblemShape, backend: Any) -> Execution | None
         most = max(w.workspace_bytes for w in found)
         return _Cached(backend, Execution(backend, merge_kernel(backend), found, most))
 
-    return _executions.get((plan, shape, id(backend), WORKSPACE_BYTES), make).execution
+    return _executions.get((plan, shape, id(backend), most_bytes(shape)), make).execution
+
+
+def most_bytes(shape: ProblemShape) -> int:
+    """Returns the largest workspace of a window, `WORKSPACE_BYTES` or `TRAINING_WORKSPACE_BYTES`."""
+    return TRAINING_WORKSPACE_BYTES if shape.options.needs_backward else WORKSPACE_BYTES
 
 
 def window_tokens(shape: ProblemShape, backend: Any) -> int:
-    """Returns the largest number of tokens of a window, a multiple of `GRANULE`; 0 if one window is enough."""
+    """Returns the largest number of tokens of a window, a multiple of `granule`; 0 if one window is enough."""
 
     def needed(tokens: int) -> int:
         return backend.segment_workspace_bytes(execution_shape(shape, [[Segment(0, 0, 0, tokens)]]))
 
-    tokens = shape.B * shape.T
+    tokens, limit, unit = shape.B * shape.T, most_bytes(shape), granule(shape)
     # A backend takes long to answer for a new number of tokens. So tokens are rounded up to one of 8 steps per power of 2.
     step = 1 << max(0, tokens.bit_length() - 4)
-    if needed(-(-tokens // step) * step) <= WORKSPACE_BYTES or (most := needed(tokens)) <= WORKSPACE_BYTES:
+    if needed(-(-tokens // step) * step) <= limit or (most := needed(tokens)) <= limit:
         return 0
-    return max(GRANULE, tokens * WORKSPACE_BYTES // most // GRANULE * GRANULE)
+    return max(unit, tokens * limit // most // unit * unit)
 
 
 def execute(execution: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> None:
@@ -162,8 +173,10 @@ def execute(execution: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> Non
         written_o, written_h = aligned(window_o), None if window_h is None else aligned(window_h)
         chunk += window.chunks
         final = starts.new_empty(call.state_shape) if call.options.output_final_state else None
-        own = KdaOutputs(written_o, final, written_h, outputs.workspace)
+        saving = Saving.allocate(outputs, window.slots, first)
+        own = KdaOutputs(written_o, final, written_h, outputs.workspace, *saving)
         _execute_window(execution, window, inputs, starts, own, on_device)
+        saving.deliver(outputs, window.slots, first)
         if written_o is not window_o:
             window_o.copy_(written_o)
         if window_h is not None and written_h is not None and written_h is not window_h:
@@ -214,7 +227,7 @@ def _execute_window(
 
 
 def _windows(plan: Plan, shape: ProblemShape, backend: Any) -> tuple[Window, ...]:
-    groups = windows(plan.segments, window_tokens(shape, backend))
+    groups = windows(plan.segments, window_tokens(shape, backend), granule(shape))
     start = 0
     found: list[Window] = []
     for group in groups:
@@ -223,11 +236,13 @@ def _windows(plan: Plan, shape: ProblemShape, backend: Any) -> tuple[Window, ...
             segments.append(Segment(sequence, len(segments), start, length))
             start += length
         passes_states = shape.options.output_final_state or len(found) + 1 < len(groups)
-        found.append(_window(segments, shape, backend, passes_states))
+        found.append(_window(plan, segments, shape, backend, passes_states))
     return tuple(found)
 
 
-def _window(segments: list[Segment], shape: ProblemShape, backend: Any, passes_states: bool) -> Window:
+def _window(
+    plan: Plan, segments: list[Segment], shape: ProblemShape, backend: Any, passes_states: bool
+) -> Window:
     """Returns a window. `passes_states`: whether its final states are needed, by the next window or by the caller."""
     by_sequence = [list(s) for _, s in groupby(segments, key=lambda p: p.sequence)]
     call = execution_shape(shape, by_sequence, output_final_state=passes_states)
@@ -256,6 +271,7 @@ def _window(segments: list[Segment], shape: ProblemShape, backend: Any, passes_s
             lasts=Integers(tuple(end - 1 for end in bounds[1:]), torch.int64),
             sequences=Integers(sequences, torch.int64),
         ),
+        slots=slots_of(shape, plan.lengths, segments, call) if shape.options.needs_backward else None,
     )
 
 

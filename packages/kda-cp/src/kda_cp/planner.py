@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TypedDict
 
-from kda_core.backend import Backend, BackendSpec, SupportsSegments
-from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from torch import Tensor
+
+from kda_core.backend import Backend, BackendSpec, SupportsSegments, SupportsStateGradients, saves_states
+from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import ArgumentError, PlannerError
-from kda_cp import constants, execute, native
+from kda_cp import backward, constants, execute, native
 from kda_cp.cache import Cache
 from kda_cp.choose import make_plan, predict
-from kda_cp.machine import device_text, machine
+from kda_cp.machine import Machine, device_text, machine
 from kda_cp.plan import Plan, Prediction
+from kda_cp.saved_states import granule
 
 UNKNOWN_LENGTHS = (
     "serial: the host does not know the lengths of the sequences; pass cu_seqlens_cpu, without use_graph"
@@ -24,7 +28,7 @@ _log = logging.getLogger("kda_cp")
 
 
 class ContextParallelPlanner:
-    """Implements `kda_core.backend.Planner`, `SupportsRefusal`, `SupportsExplanation`, `SupportsWorkspace` and
+    """Implements `kda_core.backend.Planner`, `SupportsTraining`, `SupportsRefusal`, `SupportsExplanation`, `SupportsWorkspace` and
     `SupportsDiagnosis`. Thread-safe."""
 
     def __init__(self) -> None:
@@ -36,10 +40,11 @@ class ContextParallelPlanner:
 
         Returns None if no split is predicted to be fast enough, or if the host does not know the lengths.
         """
-        chosen = self.decide(inputs, spec, backend)
-        if chosen is None:
-            _log_unknown_lengths()
-        return chosen if chosen is not None and chosen.is_split else None
+        return _split(self.decide(inputs, spec, backend))
+
+    def plan_backward(self, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan | None:
+        """Returns a plan that splits the backward of a call; None as `plan`. It may differ from the plan of the forward."""
+        return _split(self.decide(inputs, spec, backend, of_backward=True))
 
     def plan_from_json(self, text: str) -> Plan:
         """Returns the plan that `Plan.to_json` wrote.
@@ -60,6 +65,28 @@ class ContextParallelPlanner:
         """Executes the call by the plan; returns `outputs`."""
         return execute.execute(plan, inputs, outputs, backend)
 
+    def refusal_of_backward(
+        self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend
+    ) -> str | None:
+        """Returns None, or why this plan cannot execute the backward of this call."""
+        return backward.refusal(plan, inputs, spec, backend)
+
+    def execute_backward(
+        self,
+        plan: Plan,
+        inputs: KdaInputs,
+        grad_o: Tensor,
+        grad_final_state: Tensor | None,
+        wanted: Collection[str],
+        spec: BackendSpec,
+        backend: Backend,
+        saved_states: Tensor | None,
+        residual: Tensor | None,
+    ) -> KdaGradients:
+        """Executes the backward of a call by the plan; returns its gradients."""
+        given = backward.Gradients(grad_o, grad_final_state, saved_states, residual)
+        return backward.execute(plan, inputs, given, wanted, spec, backend)
+
     def workspace_bytes(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> int:
         """Returns the bytes of workspace that `execute` needs."""
         return execute.workspace_bytes(plan, inputs.shape, backend)
@@ -73,42 +100,95 @@ class ContextParallelPlanner:
         if plan is None:
             chosen = self.decide(inputs, spec, backend)
             return UNKNOWN_LENGTHS if chosen is None else str(chosen)
-        if plan.prediction is not None:
-            return str(plan)
-        s, m = inputs.shape, machine(inputs, spec)
-        prediction = predict(
-            plan, HV=s.HV, K=s.K, V=s.V, constants=m.constants, SMs=m.SMs, **native_options(s, backend)
-        )
-        if prediction is None:
-            return f"{plan}; given by the caller"
-        rule = f"given by the caller; {m.source} constants"
-        return str(replace(plan, prediction=replace(prediction, rule=rule)))
+        m = machine(inputs, spec)
+        return _explained(plan, inputs.shape, m, native_options(inputs.shape, backend))
 
-    def decide(self, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan | None:
-        """Returns the plan of a call, serial or split, with its prediction; None without host lengths."""
+    def explain_backward(
+        self, plan: Plan | None, inputs: KdaInputs, spec: BackendSpec, backend: Backend
+    ) -> str:
+        """As `explain`, for the backward of a call."""
+        if plan is None:
+            chosen = self.decide(inputs, spec, backend, of_backward=True)
+            return UNKNOWN_LENGTHS if chosen is None else str(chosen)
+        m = _machine_of_backward(inputs, spec)
+        # without constants there is no prediction, not even that of the ratio rule
+        return _explained(plan, inputs.shape, m._replace(SMs=0), options_of_backward(backend))
+
+    def decide(
+        self, inputs: KdaInputs, spec: BackendSpec, backend: Backend, of_backward: bool = False
+    ) -> Plan | None:
+        """Returns the plan of a call, or of its backward, serial or split, with its prediction; None without host lengths."""
         lengths = inputs.sequence_lengths()
         if lengths is None:
             return None
         # Every call computes this key. All its parts are fast to find, hash and compare.
-        key = (lengths, inputs.shape, spec.name, spec.features, inputs.q.device.index, constants.version())
-        return self._plans.get(key, lambda: _choose(lengths, inputs, spec, backend))
+        key = (
+            lengths, inputs.shape, spec.name, spec.features, inputs.q.device.index, constants.version(), of_backward
+        )  # fmt: skip
+        choose = _choose_backward if of_backward else _choose
+        return self._plans.get(key, lambda: choose(lengths, inputs, spec, backend))
+
+
+def _split(chosen: Plan | None) -> Plan | None:
+    """Returns a plan if it splits the call. None is that of unknown lengths."""
+    if chosen is None:
+        _log_unknown_lengths()
+    return chosen if chosen is not None and chosen.is_split else None
+
+
+def _explained(plan: Plan, s: ProblemShape, m: Machine, options: NativeOptions) -> str:
+    """Returns a plan as text, with a prediction if it has none."""
+    if plan.prediction is not None:
+        return str(plan)
+    prediction = predict(plan, HV=s.HV, K=s.K, V=s.V, constants=m.constants, SMs=m.SMs, **options)
+    if prediction is None:
+        return f"{plan}; given by the caller"
+    rule = f"given by the caller; {m.source} constants"
+    return str(replace(plan, prediction=replace(prediction, rule=rule)))
 
 
 def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan:
     """Returns the plan of `make_plan`, or a serial one if the backend cannot execute that plan."""
     s, m = inputs.shape, machine(inputs, spec)
-    whole = tuple((n,) for n in lengths)
     if m.constants is None and m.SMs < 1 and s.device_type == "cuda":
-        rule = f"the number of SMs of {device_text(s)} is not known"
-        return Plan(whole, "serial", Prediction(None, None, "us", rule))
+        return _serial(lengths, f"the number of SMs of {device_text(s)} is not known")
     plan = make_plan(
-        lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, SMs=m.SMs,
+        lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, SMs=m.SMs, granule=granule(s),
         **native_options(s, backend),
     )  # fmt: skip
     why = execute.refusal(plan, inputs, spec, backend)
-    if why is None:
-        return plan
-    return Plan(whole, "serial", Prediction(None, None, "us", why))
+    return plan if why is None else _serial(lengths, why)
+
+
+def _choose_backward(
+    lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, backend: Backend
+) -> Plan:
+    """Returns the plan of `make_plan` for a backward, or a serial one if the backend cannot execute it, or if nobody has measured
+    its backward."""
+    s, m = inputs.shape, _machine_of_backward(inputs, spec)
+    if not isinstance(backend, SupportsStateGradients):
+        return _serial(lengths, f"backend {spec.name!r} has no initial_state_gradients")
+    if not saves_states(s, spec, spec, backend):
+        return _serial(lengths, "the forward saves no states for the backward")
+    if m.constants is None:
+        return _serial(lengths, f"no constants of the backward of {spec.name!r} on this device")
+    plan = make_plan(
+        lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, granule=granule(s),
+        **options_of_backward(backend),
+    )  # fmt: skip
+    why = backward.refusal(plan, inputs, spec, backend)
+    return plan if why is None else _serial(lengths, why)
+
+
+def _machine_of_backward(inputs: KdaInputs, spec: BackendSpec) -> Machine:
+    """Returns the device of a call with the constants of its backward."""
+    m = machine(inputs, spec)
+    found = None if m.constants is None else m.constants.of_backward(inputs.options.disable_recompute)
+    return m._replace(constants=found)
+
+
+def _serial(lengths: tuple[int, ...], rule: str) -> Plan:
+    return Plan(tuple((n,) for n in lengths), "serial", Prediction(None, None, "us", rule))
 
 
 class NativeOptions(TypedDict):
@@ -123,6 +203,11 @@ def native_options(shape: ProblemShape, backend: Backend) -> NativeOptions:
     if not isinstance(backend, SupportsSegments):
         return {"native": False, "window": 0}
     return {"native": True, "window": native.window_tokens(shape, backend)}
+
+
+def options_of_backward(backend: Backend) -> NativeOptions:
+    """Returns the same for a backward, whose workspace does not grow with the tokens of a split."""
+    return {"native": isinstance(backend, SupportsStateGradients), "window": 0}
 
 
 @functools.lru_cache(maxsize=1)

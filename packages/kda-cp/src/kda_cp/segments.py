@@ -94,15 +94,18 @@ def summary_shape(shape: ProblemShape, segments: Sequence[Segment]) -> ProblemSh
     )  # fmt: skip
 
 
-def gradient_shape(shape: ProblemShape, segments: Sequence[Segment]) -> ProblemShape:
-    """Returns the shape of the backward over these segments, which recomputes states from those at their starts.
+def gradient_shape(
+    shape: ProblemShape, segments: Sequence[Segment], disable_recompute: bool = False
+) -> ProblemShape:
+    """Returns the shape of the backward over these segments. Its states are [n, HV, K, V].
 
-    Its states are [n, HV, K, V].
+    ``disable_recompute``: that of the call, for a backward that reads what the forward has saved. A backward that recomputes states
+    from those at the starts of segments leaves it False: otherwise it would reserve memory for states that the forward had saved.
     """
     return _packed_shape(
         shape, sum(p.length for p in segments), len(segments), output_final_state=True,
         return_intermediate_states=False, state_v_first=False, needs_backward=True,
-        disable_recompute=False,  # it would reserve memory for states that the forward had saved
+        disable_recompute=disable_recompute,
     )  # fmt: skip
 
 
@@ -210,7 +213,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 class Caller:
-    """Calls a backend several times with one workspace.
+    """Calls the forward of a backend several times with one workspace.
 
     Args:
         backend: the backend.
@@ -221,14 +224,20 @@ class Caller:
         self._backend, self._workspace = backend, workspace
 
     def __call__(
-        self, inputs: KdaInputs, o: Tensor, final_state: Tensor | None, h: Tensor | None = None
+        self,
+        inputs: KdaInputs,
+        o: Tensor,
+        final_state: Tensor | None,
+        h: Tensor | None = None,
+        saved_states: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> None:
-        """Calls `chunk_fwd`, which writes `o`, `final_state` and the intermediate states `h`.
+        """Calls `chunk_fwd`, which writes `o`, `final_state`, the intermediate states `h`, `saved_states` and `residual`.
 
         Raises:
             BackendContractError: the backend did not return the outputs that it was given.
         """
-        outputs = KdaOutputs(o, final_state, h, self._workspace)
+        outputs = KdaOutputs(o, final_state, h, self._workspace, saved_states, residual)
         if (returned := self._backend.chunk_fwd(inputs, outputs)) is not outputs:
             raise BackendContractError(
                 f"{type(self._backend).__name__}.chunk_fwd must return the outputs it was given, "

@@ -21,7 +21,7 @@ from kda_core.contract import KdaGradients, KdaInputs
 from kda_core.registry import Choice
 from kda_cp.segments import Segment, gradient_shape, packed, segment_inputs, tokens_of
 
-_OF_TOKENS = ("q", "k", "v", "g", "beta")
+OF_TOKENS = ("q", "k", "v", "g", "beta")
 
 
 class BackwardCaller:
@@ -52,14 +52,21 @@ class BackwardCaller:
             needed = choice.backend.backward_workspace_bytes(gradient_shape(inputs.shape, segments))
         return cls(choice, backward.reserve(choice, inputs, wanted, needed))
 
-    def __call__(self, inputs: KdaInputs, grad_o: Tensor, grad_final_state: Tensor | None) -> KdaGradients:
+    def __call__(
+        self,
+        inputs: KdaInputs,
+        grad_o: Tensor,
+        grad_final_state: Tensor | None,
+        kept: Sequence[Tensor | None] = (None, None),
+    ) -> KdaGradients:
         """Returns the gradients of the largest call. They share the memory of this object.
 
         Args:
             grad_o: [1, T, HV, V].
             grad_final_state: as the final states, or None for zeros.
+            kept: the saved states and the residual, each or None.
         """
-        return self._run(inputs, grad_o, grad_final_state, self._reserved)
+        return self._run(inputs, grad_o, grad_final_state, self._reserved, kept)
 
     def state_gradients(self, inputs: KdaInputs, grad_o: Tensor, grad_final_state: Tensor | None) -> Tensor:
         """Returns the gradient of the initial states of a call with at most as many tokens, in memory of its own."""
@@ -67,7 +74,7 @@ class BackwardCaller:
         if memory is not None:
             # The gradients of tokens are not used. They go to the memory of those of the largest call.
             scratch: dict[str, Any] = {
-                n: packed(getattr(memory.gradients, n))[:, : inputs.shape.T] for n in _OF_TOKENS
+                n: packed(getattr(memory.gradients, n))[:, : inputs.shape.T] for n in OF_TOKENS
             }
             assert inputs.initial_state is not None
             scratch["initial_state"] = torch.empty_like(inputs.initial_state)
@@ -82,12 +89,17 @@ class BackwardCaller:
         return found
 
     def _run(
-        self, inputs: KdaInputs, grad_o: Tensor, grad_final_state: Tensor | None, memory: Reserved | None
+        self,
+        inputs: KdaInputs,
+        grad_o: Tensor,
+        grad_final_state: Tensor | None,
+        memory: Reserved | None,
+        kept: Sequence[Tensor | None] = (None, None),
     ) -> KdaGradients:
         final = None if grad_final_state is None else buffers.aligned(grad_final_state)
         # A backend may use autograd, which may be off here.
         with torch.inference_mode(False), torch.no_grad():
-            return backward.run(self._choice, inputs, buffers.aligned(grad_o), final, memory)
+            return backward.run(self._choice, inputs, buffers.aligned(grad_o), final, memory, kept)
 
 
 def state_gradients(

@@ -97,8 +97,27 @@ class Sm90Backend:
         on_device_of(initial, merge, initial, exits, transitions, bounds)
 
     def execute_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-        on_device_of(inputs.q, segment_launches(inputs.shape)[1], inputs, outputs)
+        spacing = spacing_between(outputs.saved_states, outputs.residual)
+        on_device_of(inputs.q, segment_launches(inputs.shape, spacing)[1], inputs, outputs)
         return outputs
+
+    # ---- gradients of the states between segments
+
+    def state_gradients_workspace_bytes(self, shape: ProblemShape) -> int:
+        return backward.summary_workspace_bytes(shape, sm_count())
+
+    def initial_state_gradients(
+        self,
+        inputs: KdaInputs,
+        grad_o: torch.Tensor,
+        grad_final_state: torch.Tensor | None,
+        gradients: torch.Tensor,
+        transitions: torch.Tensor,
+        workspace: torch.Tensor,
+    ) -> None:
+        launch = backward.summary_of(inputs.shape)
+        arguments = (inputs, grad_o, grad_final_state, gradients, transitions, workspace)
+        on_device_of(inputs.q, launch, *arguments)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -147,7 +166,7 @@ def longest_of(inputs: KdaInputs) -> int | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def segment_launches(shape: ProblemShape) -> tuple[Launch, Launch]:
-    """Returns the launches (summarize, execute) of segments packed along T."""
-    configs = segment_launch_configs(shape, sm_count())
-    return make_launch(shape, configs.summarize), make_launch(shape, configs.execute)
+def segment_launches(shape: ProblemShape, spacing: int = 0) -> tuple[Launch, Launch]:
+    """Returns the launches (summarize, execute) of segments packed along T; ``spacing`` as in `launch_config`."""
+    configs = segment_launch_configs(shape, sm_count(), spacing)
+    return make_launch(shape, configs.summarize), make_launch(shape, configs.execute, spacing)

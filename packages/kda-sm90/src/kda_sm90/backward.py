@@ -6,6 +6,8 @@
    every 512 tokens comes first.
 2. `kernels.gradients`: everything else, parallel over chunks.
 
+`Summary` computes how the segments of a sequence act on gradients of states, so that `kda-cp` can cut the sequence.
+
 A backward takes one slab of slots after the other, from the last to the first, so that its workspace is bounded (`BUDGETS`). The
 gradients of states pass from slab to slab through memory.
 
@@ -292,3 +294,42 @@ def pass_gradient(grad_final_state: Tensor | None, gradients: KdaGradients) -> N
             gradients.initial_state.zero_()
         else:
             gradients.initial_state.copy_(grad_final_state)
+
+
+# ---- how segments act on gradients of states
+
+
+class Summary(NamedTuple):
+    """The launch of the mode ``reverse_summarize``."""
+
+    chains: Launch
+    slots: int  # of a head
+
+    def __call__(
+        self,
+        inputs: KdaInputs,
+        grad_o: Tensor,
+        grad_final_state: Tensor | None,
+        gradients: Tensor,
+        transitions: Tensor,
+        workspace: Tensor,
+    ) -> None:
+        """Implements `kda_core.backend.SupportsStateGradients.initial_state_gradients` on the current device and stream."""
+        mirrored = replace(inputs, v=grad_o, initial_state=grad_final_state)
+        outputs = KdaOutputs(grad_o, gradients, None, workspace)  # this mode writes no o
+        self.chains(mirrored, outputs, transitions, BackwardArguments(slab_slots=self.slots))
+
+
+@functools.lru_cache(maxsize=1024)
+def summary_of(shape: ProblemShape, sms: int | None = None) -> Summary:
+    """Returns the launch for N segments packed along T. Compiles its kernel on first use. Caches the last 1024 results.
+
+    ``sms``: SMs to use (None: those of the device).
+    """
+    config = backward_launch_config(shape, sms or sm_count(), mode="reverse_summarize")
+    return Summary(make_launch(shape, config), layouts.slot_count(shape.B, shape.T, CHUNK, shape.N))
+
+
+def summary_workspace_bytes(shape: ProblemShape, sms: int = SMS) -> int:
+    """Returns the bytes of the workspace of `summary_of`. They hardly depend on the number of tokens."""
+    return backward_launch_config(shape, sms, mode="reverse_summarize").workspace_bytes

@@ -34,15 +34,23 @@ THREADS = 384
 #: chains over these records from the true initial states of the segments. ``reverse`` and ``recompute`` are launches of a
 #: backward: the intra-chunk stage again, and the chains of the backward, from the last chunk of every sequence to the first.
 #: ``reverse`` needs neither states nor R. ``recompute`` computes them as well, from the states that the forward has saved every
-#: 512 tokens: a chain runs forward through the chunks between two of these states, then back.
-Mode = Literal["whole", "summarize", "execute", "reverse", "recompute"]
+#: 512 tokens: a chain runs forward through the chunks between two of these states, then back. ``reverse_summarize`` computes how
+#: every segment acts on the gradient of a state.
+Mode = Literal["whole", "summarize", "execute", "reverse", "recompute", "reverse_summarize"]
 
 #: Tokens between the states that a forward saves for its backward. With a spacing of 64 it saves R as well.
 SPACINGS = (512, 64)
 
-#: Halves (64 columns of the state) that the chains of a mode compute: those of V, and in ``summarize`` those of the
-#: transition M as well.
-HALVES: dict[Mode, int] = {"whole": 2, "summarize": 4, "execute": 2, "reverse": 2, "recompute": 2}
+#: Halves (64 columns of the state) that the chains of a mode compute: those of V, and in ``summarize`` and
+#: ``reverse_summarize`` those of the transition as well.
+HALVES: dict[Mode, int] = {
+    "whole": 2,
+    "summarize": 4,
+    "execute": 2,
+    "reverse": 2,
+    "recompute": 2,
+    "reverse_summarize": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -58,9 +66,9 @@ class PrefillConfig:
             the caller's promise that none does.
         gate_dtype: dtype of g.
         states: whether the kernel writes bf16 states at the start of chunks.
-        residual: whether the kernel writes R in bf16, for the backward. Requires ``states`` and mode ``whole``.
-        mode: see `Mode`. ``execute`` has no gate; ``summarize`` writes no intermediate states; ``reverse`` and ``recompute`` have
-            chunks of 64 and always write states, the gradients of states behind chunks.
+        residual: whether the kernel writes R in bf16, for the backward. Requires ``states`` and mode ``whole`` or ``execute``.
+        mode: see `Mode`. ``execute`` has no gate; ``summarize`` and ``reverse_summarize`` write no states of chunks; ``reverse`` and
+            ``recompute`` always write them, the gradients of states behind chunks. The modes of a backward have chunks of 64.
         padded: whether T may exceed the end of the last packed sequence (``use_graph``). The kernel then spends no time on
             the padding. Calls without padding are faster without the option (docs/kernels/prefill.md, "What was tried").
 
@@ -91,18 +99,19 @@ class PrefillConfig:
                 f"mode: {self.mode!r} has no gate; leave gate, unbounded and gate_dtype at their defaults, "
                 f"got {self.gate!r}, {self.unbounded} and {self.gate_dtype!r}"
             )
-        if self.mode == "summarize" and self.states:
+        if self.summarizes and self.states:
             raise ValueError(
-                "states: mode 'summarize' writes no intermediate states; expected False, got True"
+                f"states: mode {self.mode!r} writes no states of chunks; expected False, got True"
             )
-        if self.backward and (self.chunk, self.states) != (64, True):
+        if self.backward and (self.chunk, self.states) != (64, not self.summarizes):
             raise ValueError(
-                f"mode: {self.mode!r} needs chunk=64 and states=True, got chunk={self.chunk} and states={self.states}"
-            )
-        if self.residual and (self.mode, self.states) != ("whole", True):
-            raise ValueError(
-                f"residual: expected False unless mode='whole' and states=True, got True with mode={self.mode!r} and "
+                f"mode: {self.mode!r} needs chunk=64 and states={not self.summarizes}, got chunk={self.chunk} and "
                 f"states={self.states}"
+            )
+        if self.residual and not (self.mode in ("whole", "execute") and self.states):
+            raise ValueError(
+                f"residual: expected False unless mode='whole' or 'execute' and states=True, got True with "
+                f"mode={self.mode!r} and states={self.states}"
             )
         if self.mode != "whole" and self.padded:
             raise ValueError(
@@ -120,9 +129,14 @@ class PrefillConfig:
         return self.mode == "execute"
 
     @property
+    def summarizes(self) -> bool:
+        """Whether the launch computes how segments act on states or their gradients, and nothing for single chunks."""
+        return self.mode in ("summarize", "reverse_summarize")
+
+    @property
     def backward(self) -> bool:
         """Whether chains run from the last chunk of a sequence to the first."""
-        return self.mode in ("reverse", "recompute")
+        return self.mode in ("reverse", "recompute", "reverse_summarize")
 
     @property
     def step(self) -> int:

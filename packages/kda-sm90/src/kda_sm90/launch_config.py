@@ -43,12 +43,16 @@ EXECUTE_NS = {(64, 1): 15.7, (64, 2): 28.2, (32, 1): 19.6, (32, 2): 29.5}
 REVERSE_NS = {(64, 1): 24.0, (64, 2): 37.5}
 RECOMPUTE_NS = {(64, 1): 32.0, (64, 2): 62.0}
 
+#: The same for ``reverse_summarize``, whose chains store nothing for single chunks. Not measured.
+REVERSE_SUMMARIZE_NS = {(64, 1): 20.0, (64, 2): 34.0}
+
 TOKEN_NS: dict[Mode, dict[tuple[int, int], float]] = {
     "whole": CHAIN_NS,
     "summarize": SUMMARIZE_NS,
     "execute": EXECUTE_NS,
     "reverse": REVERSE_NS,
     "recompute": RECOMPUTE_NS,
+    "reverse_summarize": REVERSE_SUMMARIZE_NS,
 }
 
 #: ns per record of all chains together in the mode ``execute``, by chunk size: the bandwidth of HBM.
@@ -145,10 +149,10 @@ def backward_launch_config(
 ) -> LaunchConfig:
     """Returns the launch of the chains of a backward, which have chunks of 64; arguments as in `launch_config`.
 
-    ``mode``: ``reverse`` or ``recompute``.
+    ``mode``: ``reverse``, ``recompute`` or ``reverse_summarize``.
     """
     models = [_model(shape, 64, warpgroups, sms, longest, mode) for warpgroups in (1, 2)]
-    return _with_rings(shape, models, states=True, mode=mode)
+    return _with_rings(shape, models, states=mode != "reverse_summarize", mode=mode)
 
 
 def _with_rings(shape: ProblemShape, models: list[_Model], **fields: Any) -> LaunchConfig:
@@ -205,8 +209,8 @@ class SegmentLaunchConfigs:
 
 
 @lru_cache(maxsize=1024)
-def segment_launch_configs(shape: ProblemShape, sms: int = SMS) -> SegmentLaunchConfigs:
-    """Returns the launches for N segments packed along T, on a device of at least 4 SMs.
+def segment_launch_configs(shape: ProblemShape, sms: int = SMS, spacing: int = 0) -> SegmentLaunchConfigs:
+    """Returns the launches for N segments packed along T, on a device of at least 4 SMs; ``spacing`` as in `launch_config`.
 
     The cache holds the last 1024 results.
     """
@@ -219,7 +223,7 @@ def segment_launch_configs(shape: ProblemShape, sms: int = SMS) -> SegmentLaunch
         candidates.append((summarize, execute))
     summarize, execute = min(candidates, key=lambda both: sum(choice.total_ns for choice in both))
     records = summarize.model.items + 1  # the last one takes the items of slots without a chunk
-    states = shape.options.return_intermediate_states
+    states, residual = shape.options.return_intermediate_states or spacing > 0, spacing == min(SPACINGS)
     return SegmentLaunchConfigs(
         summarize=LaunchConfig(
             PrefillConfig(
@@ -230,7 +234,13 @@ def segment_launch_configs(shape: ProblemShape, sms: int = SMS) -> SegmentLaunch
             records,
         ),
         execute=LaunchConfig(
-            PrefillConfig(execute.model.chunk, execute.model.warpgroups, mode="execute", states=states),
+            PrefillConfig(
+                execute.model.chunk,
+                execute.model.warpgroups,
+                mode="execute",
+                states=states,
+                residual=residual,
+            ),
             0,
             execute.queues,
             records,

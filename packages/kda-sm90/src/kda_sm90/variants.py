@@ -38,12 +38,18 @@ SUMMARIZE = tuple(
 )
 #: The second launch of calls in segments.
 EXECUTE = tuple(
-    PrefillConfig(*chain, states=states, mode="execute") for chain, states in product(CHAINS, (False, True))
+    PrefillConfig(chunk, warpgroups, mode="execute", **writes)
+    for (chunk, warpgroups), writes in product(CHAINS, WRITES)
 )
 #: The launches of the chains of a backward.
 REVERSE = tuple(
     PrefillConfig(64, warpgroups, gate_dtype=dtype, states=True, mode=mode, **gate)
     for mode, warpgroups, gate, dtype in product(("reverse", "recompute"), (1, 2), GATES, DTYPES)
+)
+#: How segments act on gradients of states.
+REVERSE_SUMMARIZE = tuple(
+    PrefillConfig(64, warpgroups, gate_dtype=dtype, mode="reverse_summarize", **gate)
+    for warpgroups, gate, dtype in product((1, 2), GATES, DTYPES)
 )
 GRADIENTS = tuple(GradientsConfig(gate_dtype=dtype, **gate) for gate, dtype in product(GATES, DTYPES))
 ALL: tuple[PrefillConfig | GradientsConfig, ...] = (
@@ -51,6 +57,7 @@ ALL: tuple[PrefillConfig | GradientsConfig, ...] = (
     *SUMMARIZE,
     *EXECUTE,
     *REVERSE,
+    *REVERSE_SUMMARIZE,
     *GRADIENTS,
 )
 
@@ -62,8 +69,10 @@ SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
     *(PrefillConfig(*chain, padded=True) for chain in CHAINS),
     *(PrefillConfig(*chain, **WRITES[-1]) for chain in CHAINS),
     *SUMMARIZE[:: len(GATES) * 2],
-    *EXECUTE[::2],
+    *EXECUTE[:: len(WRITES)],
+    *EXECUTE[len(WRITES) - 1 :: len(WRITES)],
     *REVERSE[:: len(GATES) * 2],
+    *REVERSE_SUMMARIZE[:: len(GATES) * 2],
     *GRADIENTS[:: len(DTYPES) * 2],
 )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_core.backend import SupportsBackwardInto
+from kda_core.backend import SupportsBackwardInto, SupportsStateGradients
 from kda_core.contract import FLOAT_TENSORS, Feature, KdaGradients
 from kda_core.registry import REGISTRY
 from kda_core.testing.declared import lengths_of
@@ -21,7 +21,7 @@ from kda_core.testing.forms import FORMS, in_form
 from kda_core.testing.gradients import PER_TOKEN, GradientCase
 from kda_core.testing.inputs import EXTREMES, FAMILIES, PLAIN, Inputs, copied
 from kda_core.testing.memory import amid, guarded
-from kda_core.testing.runner import NOT_DECLARED, Runner
+from kda_core.testing.runner import NOT_DECLARED, REFUSED, Runner
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 129)
 BOUNDS = ((0, 15, 15, 79, 80), (0, 0, 0, 40, 105, 105), (0, 0, 0))
@@ -296,6 +296,39 @@ class BackwardConformance:
         found = bwd.gradients(x, padded(case.grad_o), case.grad_final_state, use_graph=True, max_num_seqs=3)
         assert not any(found[n][:, 100:].any() for n in PER_TOKEN), "gradients of tokens of no sequence"
         bwd.check_gradients(case, found | {n: found[n][:, :100] for n in PER_TOKEN})
+
+    # ---- optional parts
+
+    @pytest.mark.parametrize("family", (PLAIN, "steep", "slow", "memory"))
+    def test_state_gradients_of_segments(self, bwd: Runner, family: str) -> None:
+        """Gradients of states that pass through segments from behind agree with those of the whole sequence."""
+        bwd.require(Feature.VARLEN, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+        backend = REGISTRY.load(REGISTRY.find(bwd.backend).spec)
+        if not isinstance(backend, SupportsStateGradients):
+            pytest.skip(f"{NOT_DECLARED}initial_state_gradients")
+        case = bwd.gradient_case(family, 230, HV=2, lengths=(230,), initial_state=True)
+        x = case.arguments
+        assert case.grad_o is not None and case.grad_final_state is not None
+        unread = x["initial_state"].new_full((4, *x["initial_state"].shape[1:]), torch.nan)
+        cu_seqlens = torch.tensor([0, 100, 100, 167, 230], dtype=torch.int32, device=bwd.device)
+        packed = {"initial_state": unread, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens.cpu()}
+        inputs = bwd.backend_inputs(x | packed, output_final_state=True, needs_backward=True)
+        shape = inputs.shape
+        if (reason := REGISTRY.refusal(REGISTRY.find(bwd.backend), shape, named=True)) is not None:
+            pytest.skip(f"{REFUSED}{reason}")
+        ends = torch.zeros_like(unread)
+        ends[3] = case.grad_final_state[0]
+        found = torch.full_like(unread, torch.nan)
+        transitions = unread.new_full((4, 2, shape.K, shape.K), torch.nan)
+        size = backend.state_gradients_workspace_bytes(shape)
+        workspace = torch.full((size,), 255, dtype=torch.uint8, device=bwd.device)
+        backend.initial_state_gradients(inputs, case.grad_o, ends, found, transitions, workspace)
+        identity = torch.eye(shape.K, dtype=found.dtype, device=bwd.device)
+        assert torch.equal(transitions[1], identity.expand(2, -1, -1)) and not found[1].any()
+        dS = found[3].double()
+        for i in (2, 1, 0):
+            dS = transitions[i].double() @ dS + found[i].double()
+        bwd.check_gradients(case, {"initial_state": dS[None]}, " through segments", ("initial_state",))
 
     # ---- helpers
 

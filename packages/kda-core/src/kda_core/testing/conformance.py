@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import kda_core
-from kda_core import arguments, buffers
+from kda_core import arguments, buffers, contract
 from kda_core.backend import SupportsMerge, SupportsSegments
 from kda_core.contract import Feature
 from kda_core.errors import ArgumentError
@@ -35,7 +35,7 @@ from kda_core.testing.declared import DeclaredConformance, lengths_of
 from kda_core.testing.forms import FORMS, in_form
 from kda_core.testing.inputs import FAMILIES, PLAIN, Inputs, make_normalised
 from kda_core.testing.memory import amid, guarded
-from kda_core.testing.runner import NEEDS_GPU, TESTED, Case, Runner, spec_of, unusable
+from kda_core.testing.runner import NEEDS_GPU, NOT_DECLARED, TESTED, Case, Runner, spec_of, unusable
 from kda_core.testing.serving import ServingConformance
 from kda_core.testing.tolerance import error
 
@@ -591,6 +591,44 @@ class BackendConformance(DeclaredConformance, BackwardConformance, ServingConfor
         assert backend.execute_segments(inputs, outputs) is outputs
         assert outputs.final_state is not None
         kda.check(case, outputs.o, outputs.final_state[3:])
+
+    @pytest.mark.parametrize("disable_recompute", (False, True), ids=("default", "disable_recompute"))
+    def test_segments_that_save_states(self, kda: Runner, disable_recompute: bool) -> None:
+        """Segments that are executed from their records save the states and residuals of a direct call over them."""
+        needed = Feature.VARLEN, Feature.INITIAL_STATE, Feature.FINAL_STATE
+        kda.require(Feature.SEGMENT_SUMMARY, Feature.SAVED_STATES, *needed)
+        if spec_of(kda.backend).abi < (2, 4) or kda.dtype not in contract.HALF_DTYPES:
+            pytest.skip(f"{NOT_DECLARED}ABI 2.4 and a dtype of 16 bits")
+        backend: Any = REGISTRY.load(REGISTRY.find(kda.backend).spec)
+        lengths = (600, 0, 70)
+        x = kda.inputs("slow", sum(lengths), HV=2, lengths=lengths, initial_state=True)
+        options = {"output_final_state": True, "disable_recompute": disable_recompute}
+        kda.may_run(x | options)
+        inputs = kda.backend_inputs(x, **options)
+        states = x["initial_state"]
+        transitions = states.new_empty(3, 2, inputs.shape.K, inputs.shape.K)
+        found: list[Any] = []
+        for entry, size in (
+            (backend.execute_segments, backend.segment_workspace_bytes(inputs.shape)),
+            (backend.chunk_fwd, backend.workspace_bytes(inputs.shape)),
+        ):
+            outputs = buffers.allocate_outputs(inputs, size, saves=True)
+            for saved in (outputs.saved_states, outputs.residual):
+                if saved is not None:
+                    saved.fill_(torch.nan)
+            if not found:
+                backend.summarize(inputs, torch.empty_like(states), transitions, outputs.workspace)
+            assert entry(inputs, outputs) is outputs
+            found.append(outputs)
+        split, direct = found
+        slots = [slot for own in contract.saved_slots(inputs.shape, lengths) for slot in own]
+        pairs = {"the saved states": (split.saved_states[slots], direct.saved_states[slots])}
+        assert (split.residual is not None) == disable_recompute
+        if disable_recompute:
+            pairs["the residual"] = split.residual, direct.residual
+        for what, (got, want) in pairs.items():
+            off = (got.double() - want.double()).norm() / want.double().norm()
+            kda.within(off.item(), 1e-2, what)
 
 
 class TestBackend(BackendConformance):

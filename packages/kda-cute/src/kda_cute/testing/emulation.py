@@ -21,6 +21,7 @@ from kda_cute import kernels_made_by
 OPTIONAL = (
     "segment_workspace_bytes", "summarize", "merge_segments", "execute_segments",
     "backward_workspace_bytes", "chunk_bwd_into", "recurrent_fwd",
+    "state_gradients_workspace_bytes", "initial_state_gradients",
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
 from kda_sm90.kernels.recompute import RecomputeChain
 from kda_sm90.kernels.reverse import ReverseChain
+from kda_sm90.kernels.reverse_summary import ReverseSummaryChain
 from kda_sm90.kernels.summary import SummaryChain
 from kda_sm90.layouts import CARRY_BYTES, record_bytes
 
@@ -46,6 +47,7 @@ CHAINS = {
     "execute": Chain,
     "reverse": ReverseChain,
     "recompute": RecomputeChain,
+    "reverse_summarize": ReverseSummaryChain,
 }
 
 #: Buffers for the claimed items of a group, and their bytes. Three are in use at a time: of the item to publish, the item
@@ -73,7 +75,8 @@ class PrefillKernel:
         self.chain = CHAINS[config.mode](config, SHARED_BYTES - schedule.TABLE_BYTES)
         self.groups = THREADS // self.intra_chunk.threads
         self.group_bytes = self.intra_chunk.layout.bytes + ITEMS * ITEM_BYTES
-        self.chain_ctas = config.halves // config.warpgroups  # per queue
+        self.first_halves = range(0, config.halves, config.warpgroups)  # of the chain CTAs of a queue
+        self.chain_ctas = len(self.first_halves)  # per queue
         self.table_offset = max(self.groups * self.group_bytes, self.chain.shared_bytes)  # in shared memory
         self.shared_bytes = self.table_offset + schedule.TABLE_BYTES
 
@@ -261,7 +264,7 @@ class PrefillKernel:
         1 us later."""
         read = Int32(0)
         if thread == 0:
-            read = schedule.numbers_read(ring, self.chain_ctas)
+            read = schedule.numbers_read(ring, self.first_halves)
         return read
 
     @cute.jit
@@ -273,7 +276,7 @@ class PrefillKernel:
                 self.publish(sched, base, turn - 1)
             queue, number, _ = self.load_item(base, turn)
             if not schedule.has_room(sched, number, read):
-                schedule.wait_for_room(schedule.ring(sched, queue), number, self.chain_ctas)
+                schedule.wait_for_room(schedule.ring(sched, queue), number, self.first_halves)
 
     @cute.jit
     def claim_next(self, sched, args, thread: Int32, turn: Int32):

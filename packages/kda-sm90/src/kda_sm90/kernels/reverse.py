@@ -171,7 +171,7 @@ class ReverseChain(Chain):
         steps, channels = range(self.chunk // 16), range(HEAD_DIM // 16)
         halves = steps[: len(steps) // 2], steps[len(steps) // 2 :]
         late_full = barriers.test(smem.late_full, late)
-        state_free = cute.arch.mbarrier_try_wait(smem.state_free + thr.wg, phase)
+        state_free = self.test_free(smem.state_free, phase, thr)
         # A
         self.gemm(thr.mma_transposed, thr.accX, thr.tCrO, thr.tCsAqk, early, steps, zero=True)
         fragments.round_to_bf16(thr.accS, thr.tCrS)
@@ -190,7 +190,7 @@ class ReverseChain(Chain):
         self.gemm(thr.mma_state, thr.accS, thr.tCrO, thr.tCsQd, late, halves[1])
         early.advance()
         early_full = barriers.test(smem.early_full, early)
-        o_free = cute.arch.mbarrier_try_wait(smem.o_free + thr.wg, phase)
+        o_free = self.test_free(smem.o_free, phase, thr)
         warpgroup.wait_group(1)  # Q1 and X are done; Q2 is in flight
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         # S
@@ -209,6 +209,10 @@ class ReverseChain(Chain):
         fragments.load_transposed(
             thr.v + early.index * self.v_bytes, thr.index, self.chunk, fragments.words_of(thr.tCrO)
         )
+
+    def test_free(self, barrier, phase, thr):
+        """Returns whether the store warp has read a buffer, for `publish_state` or `publish_o`. ``barrier``: of the first half."""
+        return cute.arch.mbarrier_try_wait(barrier + thr.wg, phase)
 
     @cute.jit
     def publish_state(self, smem, phase: Int32, free, thr):

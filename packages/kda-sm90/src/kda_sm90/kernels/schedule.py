@@ -38,7 +38,7 @@ state_ready    queue and  1 when the next queue may read the state at the end of
                half
 =============  =========  ==========================================================================================
 
-In reverse (mode ``reverse``) the line, its queues and the order of a part are mirrored: a chain executes the parts of its
+In reverse (the modes of a backward) the line, its queues and the order of a part are mirrored: a chain executes the parts of its
 queue from the first to the last, and the slots of a part from the last to the first.
 
 **Slabs.** A launch of a backward has some consecutive slots of every head, from ``first_slot`` on. The line consists of these alone,
@@ -60,6 +60,7 @@ most ``chain.IN_FLIGHT`` more records before it publishes that it has read one. 
 unless it holds its whole queue. docs/kernels/prefill.md has the full argument.
 """
 
+import functools
 from types import SimpleNamespace
 
 import cutlass
@@ -317,16 +318,13 @@ def item(s, i: Int32):
     return queue, number, head, token, valid
 
 
-def numbers_read(r, chain_ctas):
+def numbers_read(r, first_halves):
     """Returns the number below which all chain CTAs of a queue have read all records. A relaxed load suffices: the
     records are in shared memory, so a later write cannot reach what was read.
 
-    ``chain_ctas``: chain CTAs of the queue. A CTA publishes at the place of its first half. In the mode whole
-    CTA i has place i: there are two CTAs of one half each, or one CTA of two halves. The other modes keep all records, so
-    they have room for any result.
+    ``first_halves``: those of the chain CTAs of the queue. A CTA publishes at the place of its first half.
     """
-    read = [ptx.load_relaxed(r.read + i * 4) for i in range(chain_ctas)]
-    return read[0] if chain_ctas == 1 else cutlass.min(*read)
+    return functools.reduce(cutlass.min, [ptx.load_relaxed(r.read + half * 4) for half in first_halves])
 
 
 def has_room(s, number, read):
@@ -335,9 +333,9 @@ def has_room(s, number, read):
 
 
 @cute.jit
-def wait_for_room(r, number: Int32, chain_ctas: cutlass.Constexpr[int]):
+def wait_for_room(r, number: Int32, first_halves: cutlass.Constexpr[range]):
     """Waits until the ring has room for a number. One thread calls it."""
-    while not has_room(r, number, numbers_read(r, chain_ctas)):
+    while not has_room(r, number, numbers_read(r, first_halves)):
         ptx.nanosleep(Int32(POLL_NS))
 
 
