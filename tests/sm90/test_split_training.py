@@ -50,7 +50,8 @@ def test_gradients_of_a_split_call_on_a_gpu(lengths, family, disable_recompute):
     recipe = {"H": 2, "HV": 4, "lengths": lengths, "initial_state": True, "device": "cuda"}
     case = GradientCase(make_inputs(family, sum(lengths), **recipe))
     segments = tuple((512, 512, n - 1024) if n > 1024 else (n,) for n in lengths)
-    more = {"disable_recompute": disable_recompute}
+    offsets = case.arguments["cu_seqlens"].cpu()  # a plan needs the lengths on the host
+    more = {"disable_recompute": disable_recompute, "cu_seqlens_cpu": offsets}
     found = step(case, Plan(segments), **more)
     check(case, found)
     again = step(case, Plan(segments), **more)

@@ -148,10 +148,13 @@ def _explained(plan: Plan, s: ProblemShape, m: Machine, options: NativeOptions) 
 
 
 def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan:
-    """Returns the plan of `make_plan`, or a serial one if the backend cannot execute that plan."""
+    """Returns the plan of `make_plan`, or a serial one if the backend cannot execute that plan. Training calls are split only where
+    their backward has been measured."""
     s, m = inputs.shape, machine(inputs, spec)
     if m.constants is None and m.SMs < 1 and s.device_type == "cuda":
         return _serial(lengths, f"the number of SMs of {device_text(s)} is not known")
+    if s.options.needs_backward and _machine_of_backward(inputs, spec).constants is None:
+        return _serial(lengths, _unmeasured(spec))
     plan = make_plan(
         lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, SMs=m.SMs, granule=granule(s),
         **native_options(s, backend),
@@ -171,13 +174,18 @@ def _choose_backward(
     if not saves_states(s, spec, spec, backend):
         return _serial(lengths, "the forward saves no states for the backward")
     if m.constants is None:
-        return _serial(lengths, f"no constants of the backward of {spec.name!r} on this device")
+        return _serial(lengths, _unmeasured(spec))
     plan = make_plan(
         lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, granule=granule(s),
         **options_of_backward(backend),
     )  # fmt: skip
     why = backward.refusal(plan, inputs, spec, backend)
     return plan if why is None else _serial(lengths, why)
+
+
+def _unmeasured(spec: BackendSpec) -> str:
+    """Returns why a training call over a backend without constants of its backward is not split."""
+    return f"no constants of the backward of {spec.name!r} on this device"
 
 
 def _machine_of_backward(inputs: KdaInputs, spec: BackendSpec) -> Machine:
