@@ -624,4 +624,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # the calls of the oracle, and on a CPU all calls, are too small for more
     raise SystemExit(main())
