@@ -43,10 +43,7 @@ from kda_core.testing import error, token_oracle, tolerance
 Tokens = tuple[int, ...]
 VOCABULARY, WIDTH = 256, 64  # tokens; elements of an embedding
 PREFIXES, SHARED = 4, 0.75  # prefixes that prompts share; share of the prompts that start with one
-DRAFTED, CORRECT = (
-    0.6,
-    0.7,
-)  # share of the steps in which a request has drafts; share of the drafts that are right
+DRAFTED, CORRECT = 0.6, 0.7  # share of the steps with drafts for a request; share of the right drafts
 NO_SLOT, FIRST_SLOT = 0, 1  # padded rows name slot 0, as in vLLM
 KINDS = {"prefill": "#0072b2", "decode": "#009e73", "verify": "#d55e00"}  # of calls, and their colours
 
@@ -96,10 +93,9 @@ class Model:
 
         self.tables = {name: projected(*head) for name in ("q", "k", "v", "g")}
         self.tables["beta"] = projected(options.heads)
+        dt_bias = torch.rand(head, generator=rng) * 4 - 8  # states last for 10 to 600 tokens
         self.options: dict[str, Any] = {
-            "dt_bias": (torch.rand(head, generator=rng) * 4 - 8).to(
-                device
-            ),  # states last for 10 to 600 tokens
+            "dt_bias": dt_bias.to(device),
             "lower_bound": -5.0,
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
@@ -604,6 +600,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.error(f"--{name.replace('_', '-')}: expected at least {least[name]}, got {value}")
     if not args.no_picture and importlib.util.find_spec("matplotlib") is None:
         command.error("latency.png needs matplotlib: python -m pip install matplotlib, or pass --no-picture")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        command.error("--device: expected cpu, because torch finds no GPU, got cuda")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     args.out.mkdir(parents=True, exist_ok=True)
     try:

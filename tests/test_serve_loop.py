@@ -236,6 +236,13 @@ def test_a_wrong_command_is_refused(example, tmp_path, capsys, more, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_gpu_that_is_not_there_is_refused(example, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        example.main(words(tmp_path, "cuda"))
+    assert "--device: expected cpu, because torch finds no GPU, got cuda" in capsys.readouterr().err
+
+
 def test_a_call_that_no_backend_serves_ends_with_the_reasons(example, tmp_path, capsys):
     assert example.main([*words(tmp_path), "--no-picture", "--backend", "nothing"]) == 1
     assert "backend 'nothing' (chosen by backend=) is not installed" in capsys.readouterr().err
