@@ -9,6 +9,9 @@ import pytest
 import torch
 from helpers.replay import Tape
 
+from kda_cute.testing.emulation import emulated
+from kda_sm90.config import ARCH
+
 SCRIPT = Path(__file__).parents[1] / "examples" / "serve_loop.py"
 SMALL = {"requests": 16, "batch": 4, "slots": 18, "budget": 128, "head-dim": 16}
 
@@ -81,19 +84,35 @@ def test_a_backend_without_checkpoints_stores_prefixes_at_the_ends_of_pieces(exa
     assert not (tmp_path / "latency.png").exists()
 
 
-def test_the_calls_of_a_captured_graph_serve_other_slots(example, tmp_path, monkeypatch):
-    """A tape repeats the first call in the same memory with the same arguments, as a CUDA graph does."""
-
-    def captured(call, device):
+def captured_on_tape(call, device):
+    """A tape repeats a call in the same memory with the same arguments, as a CUDA graph does."""
+    call()
+    tape = Tape()
+    with tape:
         call()
-        tape = Tape()
-        with tape:
-            call()
-        return tape.replay
+    return tape.replay
 
-    monkeypatch.setattr(example, "captured", captured)
+
+def test_the_calls_of_a_captured_graph_serve_other_slots(example, tmp_path, monkeypatch):
+    monkeypatch.setattr(example, "captured", captured_on_tape)
     assert example.main([*words(tmp_path), "--no-picture"]) == 0
     assert_everything_happened(tmp_path)
+
+
+def test_emulated_sm90_kernels_serve_requests(example, tmp_path, monkeypatch):
+    """The second request starts from the prefix that the first one stored, and both have drafts."""
+    tokens = tuple(range(100))
+    requests = [(tokens, 84, 0), (tokens[:64] + tokens[80:], 74, 3)]
+    monkeypatch.setattr(example, "draw_requests", lambda options: [example.Request(*r) for r in requests])
+    monkeypatch.setattr(example, "captured", captured_on_tape)
+    small = {"requests": 2, "batch": 2, "slots": 9, "heads": 1, "head_dim": 128}
+    with emulated("sm90", ARCH, races=("shared",)):  # as in tests/sm90/test_emulated.py
+        assert example.main([*words(tmp_path, **small), "--backend", "sm90", "--no-picture"]) == 0
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["prefill"] == run["decoding"] == ["sm90"] and run["counts"]["finished"] == 2
+    for name in ("prefix_hits", "chunked_prompts", "accepted_drafts", "rejected_drafts"):
+        assert run["counts"][name] > 0, name
+    assert 1e-4 < run["error"] <= run["limit"]  # of products of bf16 operands
 
 
 @pytest.mark.arch((9, 0))
