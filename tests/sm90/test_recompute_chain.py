@@ -117,10 +117,10 @@ def check(lengths, HV, warpgroups, queues, depth, ctas, device, slab_slots=1000)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "warpgroups", "slab_slots", "depth"), (((0, 1, 0, 64, 530, 0), 2, 5, 11), (530, 1, 2, 8))
+    ("lengths", "warpgroups", "slab_slots", "depth"), (((0, 1, 0, 64, 530, 0), 2, 5, 11), (530, 1, 1, 8))
 )
 def test_sequences_of_several_checkpoints(lengths, warpgroups, slab_slots, depth):
-    """Two slabs, one of which begins within a sequence, and one slab; rings with and without spare records."""
+    """Two slabs, one of which begins within a sequence; rings with and without spare records."""
     check(lengths, 1, warpgroups, queues=1, depth=depth, ctas=1, device="cpu", slab_slots=slab_slots)
 
 

@@ -187,12 +187,14 @@ class Backward(NamedTuple):
             # The memory of dv takes o, which is not needed, until the chains write dv.
             self.forward(inputs, KdaOutputs(gradients.v, None, None, workspace.chains, saved_states))
         assert saved_states is not None  # `launch_of` was told what was saved
-        sums = torch.zeros(inputs.shape.HV, 2, HEAD_DIM, device=inputs.q.device)
+        sums = None
         for first in self.slabs.starts():
             self.run_slab(
                 inputs, grad_o, grad_final_state, gradients, workspace, saved_states, residual, first
             )
-            sums += workspace.partials.sum(0)
+            of_slab = workspace.partials.sum(0)
+            sums = of_slab if sums is None else sums.add_(of_slab)
+        assert sums is not None  # a call has a slab at least
         if gradients.dt_bias is not None:
             gradients.dt_bias.copy_(sums[:, 0].reshape(gradients.dt_bias.shape))
         if gradients.A_log is not None:
