@@ -130,6 +130,11 @@ Key = tuple[str, str, str]
 # summarize, execute: measured over 65536 tokens of 4 and of 8 heads. In `summarize` a chain has four halves, two of B and
 # two of M; work_ns is the time of the intra-chunk stage where it is the limit. In `execute` no intra-chunk stage runs beside
 # the chains; work_ns comes from the bandwidth of HBM.
+#
+# backward, backward_dense, state_gradients: from single measurements (docs/kernels/backward.md), not fitted to sweeps. A backward has
+# two launches. The chains of the first one are those of the modes `recompute` and `reverse`. The second one computes the gradients of
+# chunks; intra_chunk_ns is its time, which a split does not change. `initial_state_gradients` was not measured: its chains are taken to
+# be as fast as those of `reverse` without stores, with twice as many halves. work_ns is the time of the intra-chunk stage.
 _SM90 = Constants(
     forward=Pass(
         chain=((20, 15.9), (28, 21.8), (46, 31.1)), intra_chunk_ns=0.0, work_ns=0.0, call_us=30.0, even=True
@@ -141,6 +146,13 @@ _SM90 = Constants(
     ),
     execute=Pass(
         chain=((32, 15.7), (66, 19.6), (132, 29.5)), intra_chunk_ns=0.0, work_ns=0.37, call_us=15.0, even=True
+    ),
+    backward=Pass(chain=((32, 50.0), (64, 95.0)), intra_chunk_ns=1.4, work_ns=0.0, call_us=45.0, even=True),
+    backward_dense=Pass(
+        chain=((26, 24.5), (46, 41.0)), intra_chunk_ns=1.4, work_ns=0.0, call_us=45.0, even=True
+    ),
+    state_gradients=Pass(
+        chain=((17, 20.0), (32, 34.0)), intra_chunk_ns=0.0, work_ns=0.83, call_us=30.0, even=True
     ),
 )
 
