@@ -281,17 +281,19 @@ class _Saver:
         self.schedule, self.block = schedule, block
         self.rows = base[schedule.sequence] + schedule.index * block // size
 
-    def __call__(self, first: int, width: int, state: Tensor) -> None:
-        """Stores states [width, HV, K, V], those before the blocks from `first` on."""
+    def __call__(self, first: int, width: int, step: int, state: Tensor) -> None:
+        """Stores states [width, HV, K, V], those before the blocks from `first` on. ``step`` is the index of these blocks in their
+        sequences, unless only the device knows it."""
         schedule, target = self.schedule, self.target
         state = (state.mT if self.v_first else state).to(target.dtype)
         here = slice(first, first + width)
-        rows, starts = self.rows[here], schedule.index[here] * self.block % self.size == 0
+        rows = self.rows[here]
         if schedule.order is None:  # width 1; a row that is not at the start of a chunk keeps its value
             row = rows.clamp(0, target.shape[0] - 1)
+            starts = schedule.index[here] * self.block % self.size == 0
             wanted = (starts & schedule.valid[here, 0]).view(-1, 1, 1, 1)
             target.index_copy_(0, row, torch.where(wanted, state, target[row]))
-        elif bool(starts[0]):  # all blocks of a step have the same index
+        elif step * self.block % self.size == 0:
             target.index_copy_(0, rows, state)
 
 
@@ -424,7 +426,7 @@ def _chain(
         blocks = slice(first, first + sum(widths))
         records = (intra_chunk or _intra_chunk)(inputs, schedule.tokens[blocks], schedule.valid[blocks])
         at = 0
-        for width in widths:
+        for number, width in enumerate(widths, step):
             if width < len(state):  # the shortest sequences have ended
                 finished.append(state[width:])
                 state = state[:width]
@@ -433,7 +435,7 @@ def _chain(
                 fresh = (schedule.index[first + at] == 0).view(1, 1, 1, 1)
                 state = torch.where(fresh, initial[sequence], state)
             for save in savers:
-                save(first + at, width, state)
+                save(first + at, width, number, state)
             w, u, Qd, Kg, Aqk, decay = (x[at : at + width] for x in records)
             R = u - w @ state
             rows.append(Qd @ state + Aqk @ R)
