@@ -1,29 +1,22 @@
 """examples/serve_loop.py: all operations of the engine occur, every state is exact, and wrong states are noticed."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.examples import imported
 from helpers.replay import Tape
 
 from kda_cute.testing.emulation import emulated
 from kda_sm90.config import ARCH
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "serve_loop.py"
 SMALL = {"requests": 16, "batch": 4, "slots": 18, "budget": 128, "head-dim": 16}
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("serve_loop", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["serve_loop"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["serve_loop"]
+    with imported("serve_loop") as module:
+        yield module
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,17 +1,15 @@
 """examples/train_bytes_lm.py: it learns, resumes to the bit, compares runs, and decodes with a cache."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.examples import EXAMPLES, imported
 
 from kda_core.nn import Cache
 from kda_core.registry import record_calls
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "train_bytes_lm.py"
+SCRIPT = EXAMPLES / "train_bytes_lm.py"
 TINY = {
     "steps": 24, "batch": 4, "tokens": 32, "layers": 1, "hidden": 32, "heads": 2, "head-dim": 16, "every": 8, "sample": 5,
     "learning-rate": 0.01,
@@ -20,12 +18,8 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("train_bytes_lm", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_bytes_lm"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["train_bytes_lm"]
+    with imported("train_bytes_lm") as module:
+        yield module
 
 
 def words(out, **options):

@@ -47,7 +47,7 @@ def untuned():
 
 @pytest.fixture
 def kda(untuned):
-    return FlaRunner("fla", "cuda", 128, quick=False)
+    return Runner("fla", "cuda", 128, quick=False)
 
 
 def recipe(kda, family, dims, dtype, lengths, **more):
@@ -93,7 +93,7 @@ def test_fla_is_chosen_for_fp16_without_being_named(kda):
 
 def test_tuned_kernels_agree_with_the_oracle():
     """A first call as a user makes it: FLA tunes the kernels of forward and backward."""
-    kda = FlaRunner("fla", "cuda", 64, quick=False)
+    kda = Runner("fla", "cuda", 64, quick=False)
     case = kda.case("slow", 500, H=1, HV=2, dtype=torch.float16, initial_state=True)
     kda.agrees(case)
     kda.gradients_agree(GradientCase(case.inputs))

@@ -20,8 +20,10 @@ TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_
 NAN = float("nan")
 #: The gradients of initial states of a whole backward have relative errors of 2e-3 to 6e-3 (`test_backward`).
 LIMIT = 8e-3
-#: Largest error of the transitions in relation to that of the specification on the same inputs.
+#: Largest error of all transitions together in relation to that of the specification on the same inputs.
 RATIO = 2
+#: Largest error of the transition of a single segment. Behind steep gates a few numbers dominate it, whose roundings do not average.
+SINGLE = {"steep": 4 * LIMIT}
 
 
 def summaries(family, lengths, heads, device, last=None):
@@ -73,8 +75,7 @@ def summaries(family, lengths, heads, device, last=None):
 
 
 def error_of_transitions(found, want, segments):
-    """Returns the root mean square of the relative errors of all segments and heads. Behind steep gates one number may dominate a
-    transition, so the error of a single one is a matter of chance."""
+    """Returns the root mean square of the relative errors of all segments and heads."""
     errors = [relative_error(x, y) for i in segments for x, y in zip(found[i], want[i], strict=True)]
     return math.sqrt(sum(e * e for e in errors) / len(errors))
 
@@ -90,6 +91,7 @@ def check(family, lengths, heads, device, last=None):
     for i, length in enumerate(lengths):
         if length:
             assert relative_error(found[i], want[i]) <= LIMIT, i
+            assert relative_error(transitions[i], want_transitions[i]) <= SINGLE.get(family, LIMIT), i
         else:
             assert torch.equal(found[i].double(), want[i])
             assert torch.equal(transitions[i].double(), want_transitions[i])

@@ -153,7 +153,7 @@ def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
     thread, _, _ = cute.arch.thread_idx()
     longest = cute.ceil_div(s.T, s.chunk)
     if s.step < 0:
-        longest = cutlass.min(longest, s.span)  # of a slab
+        longest = cutlass.min(longest, s.span)  # a task has at most the slots of the slab
     if s.offset_bytes > 0:
         longest = Int32(0)
         for n in cutlass.range(thread, s.N, warps * 32, unroll=1):
