@@ -67,6 +67,8 @@ class PrefillConfig:
         gate_dtype: dtype of g.
         states: whether the kernel writes bf16 states at the start of chunks.
         residual: whether the kernel writes R in bf16, for the backward. Requires ``states`` and mode ``whole`` or ``execute``.
+        checkpoints: whether the kernel writes fp32 states before every 512 tokens, for the backward. Requires mode ``whole`` or
+            ``execute``, without ``states``.
         mode: see `Mode`. ``execute`` has no gate; ``summarize`` and ``reverse_summarize`` write no states of chunks; ``reverse`` and
             ``recompute`` always write them, the gradients of states behind chunks. The modes of a backward have chunks of 64.
         padded: whether T may exceed the end of the last packed sequence (``use_graph``). The kernel then spends no time on
@@ -85,6 +87,7 @@ class PrefillConfig:
     mode: Mode = "whole"
     padded: bool = False
     residual: bool = False
+    checkpoints: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk not in (32, 64):
@@ -111,6 +114,11 @@ class PrefillConfig:
         if self.residual and not (self.mode in ("whole", "execute") and self.states):
             raise ValueError(
                 f"residual: expected False unless mode='whole' or 'execute' and states=True, got True with "
+                f"mode={self.mode!r} and states={self.states}"
+            )
+        if self.checkpoints and (self.mode not in ("whole", "execute") or self.states):
+            raise ValueError(
+                f"checkpoints: expected False unless mode='whole' or 'execute' and states=False, got True with "
                 f"mode={self.mode!r} and states={self.states}"
             )
         if self.mode != "whole" and self.padded:

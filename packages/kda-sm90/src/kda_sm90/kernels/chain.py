@@ -430,6 +430,9 @@ class Chain:
                 if const_expr(self.config.states):  # noqa: SIM102 - decided at compile time
                     if (part.first + c) % args.every == 0:
                         self.publish_state(smem, self.store_warp.v_first(args), thr)
+                if const_expr(self.config.checkpoints):  # noqa: SIM102 - decided at compile time
+                    if (part.first + c) % args.every == 0:
+                        self.store_checkpoint(sched, args, part, part.first + c, thr)
                 if const_expr(self.chunk == 64):
                     early, late, o_phase = self.chunk_64(smem, thr, early, late, o_phase, opaque_true)
                 else:
@@ -666,13 +669,26 @@ class Chain:
             else:
                 cute.autovec_copy(thr.accS, self.state_fragment(states, args, part, half, thr, (1, HEAD_DIM)))
 
+    @cute.jit
+    def store_checkpoint(self, sched, args, part, chunk: Int32, thr):
+        """Stores S before a chunk of a part to ``states`` [slots, HV, 128, 128] fp32, unless the slot is beyond their end."""
+        slot = self.store_warp.first_slot_of(sched, args, part) + chunk // args.every
+        if slot < args.state_count:
+            index = Int64(slot) * args.HV + part.head
+            cute.autovec_copy(
+                thr.accS, self.matrix_fragment(args.states, index, thr.half, thr, (1, HEAD_DIM))
+            )
+
     def state_fragment(self, states, args, part, half, thr, stride):
-        """Returns the thread's elements of a half of a matrix in ``states``, a tensor in global memory of the shape
+        """Returns `matrix_fragment` of the matrix of a sequence and head."""
+        index = Int64(part.sequence * args.HV + part.head)
+        return self.matrix_fragment(states, index, half, thr, stride)
+
+    def matrix_fragment(self, states, index, half, thr, stride):
+        """Returns the thread's elements of a half of the matrix ``index`` in ``states``, a tensor in global memory of the shape
         of accS.
         ``stride``: elements from a row of S^T to the next, and from a column to the next."""
-        matrix = Int64(part.sequence * args.HV + part.head) * (HEAD_DIM * HEAD_DIM) + half * (
-            HALF * stride[0]
-        )
+        matrix = index * (HEAD_DIM * HEAD_DIM) + half * (HALF * stride[0])
         pointer = cute.make_ptr(Float32, states + matrix * 4, cute.AddressSpace.gmem, assumed_align=16)
         tile = cute.make_tensor(pointer, cute.make_layout((HALF, HEAD_DIM), stride=stride))
         # Computed anew for each state: offsets that are held over the loop of chunks would be spilled.

@@ -32,7 +32,6 @@ from cutlass.pipeline import PipelineUserType
 
 from kda_sm90.config import HEAD_DIM
 from kda_sm90.kernels import barriers, fragments, schedule
-from kda_sm90.kernels.barriers import NamedBarrier
 from kda_sm90.kernels.chain import IN_FLIGHT
 from kda_sm90.kernels.fragments import HALF
 from kda_sm90.kernels.reverse import ReverseChain
@@ -139,9 +138,10 @@ class RecomputeChain(ReverseChain):
         for i in cutlass.range(part.chunks, unroll=1):
             _, chunks = chunks_of(sched, part, i)
             fragments.store_carry(kept, thr.accS)
-            barriers.sync(NamedBarrier.CHECKPOINT_READY, thr.wg)
-            shared = smem.state + thr.wg * self.store_warp.state_bytes
-            fragments.load_v(shared, thr.index, HEAD_DIM, thr.accS)
+            matrix = Int64(sched.first_slot + part.slot + i * sched.step) * args.HV + part.head
+            cute.autovec_copy(
+                self.matrix_fragment(args.checkpoints, matrix, thr.half, thr, (1, HEAD_DIM)), thr.accS
+            )
             fragments.round_to_bf16(thr.accS, thr.tCrS)
             barriers.wait(smem.early_full, early)
             self.load_values(early, thr)

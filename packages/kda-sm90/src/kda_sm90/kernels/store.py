@@ -11,6 +11,8 @@ from kda_sm90.kernels.fragments import HALF
 
 #: Accesses of 16 bytes for each lane that `StoreWarp.copy_rows` has under way.
 BATCH = 8
+#: Half of a saved state in fp32.
+CHECKPOINT_BYTES = 4 * HALF * HEAD_DIM
 
 
 class StoreWarp:
@@ -111,11 +113,10 @@ class StoreWarp:
         """Returns the index of the first state of a part's sequence; a whole warp calls it. A sequence has one state for each
         started ``args.every`` chunks. Intermediate states are dense; saved states of packed sequences are in slots
         (`kda_cute.device.varlen`)."""
-        tokens = args.every * self.chunk
-        count = part.sequence * cute.ceil_div(sched.T, tokens)  # sequences as rows of B
-        if sched.offset_bytes > 0:
-            count = Int32(part.token) // tokens + part.sequence
+        count = self.first_slot_of(sched, args, part)
+        if sched.offset_bytes > 0:  # noqa: SIM102 - decided at run time
             if args.saved == 0:
+                tokens = args.every * self.chunk
                 count = Int32(0)
                 for n in cutlass.range(cute.arch.lane_idx(), part.sequence, 32, unroll=1):
                     _, length, _, _ = schedule.extent(sched, n)
@@ -123,6 +124,15 @@ class StoreWarp:
                 for i in cutlass.range_constexpr(5):
                     count += cute.arch.shuffle_sync_bfly(count, 1 << i)
         return count
+
+    @cute.jit
+    def first_slot_of(self, sched, args, part) -> Int32:
+        """Returns the slot of the first saved state of a part's sequence."""
+        tokens = args.every * self.chunk
+        slot = part.sequence * cute.ceil_div(sched.T, tokens)  # sequences as rows of B
+        if sched.offset_bytes > 0:
+            slot = Int32(part.token) // tokens + part.sequence
+        return slot
 
     @cute.jit
     def copy_rows(
@@ -218,9 +228,7 @@ def chunks_of(sched, part, i):
 class RecomputeStoreWarp(ReverseStoreWarp):
     """Copies what the chains of ``recompute`` publish for every slot: S and R of its chunks forward, then dS' and dX back.
 
-    It also loads the checkpoint of a slot to the buffer of states. It requests it while the chain still runs back through the last
-    chunk of the slot before, and prefetches it into the L2 one slot ahead. The chain publishes it again, as S before the first chunk:
-    a warp of the chain writes to the part of the image that it alone has read.
+    It also prefetches checkpoints into the L2, one slot ahead of the chain.
     """
 
     @cute.jit
@@ -233,22 +241,13 @@ class RecomputeStoreWarp(ReverseStoreWarp):
         next_state = Int64(args.HV) * (
             2 * self.state_bytes
         )  # bytes from the state of a slot to that of the next
-        # A checkpoint is [K, V]. The warp prefetches half of its rows, and loads half of its columns.
-        checkpoint = self.state_address(args.checkpoints, args, sched.first_slot + part.slot, part.head, 0)
-        if part.chunks > 0:
-            self.request_checkpoint(smem, wg, checkpoint + half * (2 * HALF))
         for i in cutlass.range(part.chunks, unroll=1):
             start, chunks = chunks_of(sched, part, i)
             first = self.first_slot(sched, part) + start // self.chunk - sched.chunks_before
             before = self.state_address(args.forward_states, args, first, part.head, half)
             behind = self.state_address(args.states, args, first, part.head, half)
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_warp()  # all lanes' copies
-            barriers.arrive(NamedBarrier.CHECKPOINT_READY, wg)
-            checkpoint += next_state * sched.step
-            more = i + 1 < part.chunks
-            if more and cute.arch.lane_idx() == 0:
-                ptx.bulk_prefetch(checkpoint + half * self.state_bytes, Int32(self.state_bytes))
+            if i + 1 < part.chunks and cute.arch.lane_idx() == 0:
+                self.prefetch_checkpoint(sched, args, part, i + 1, half)
             for c in cutlass.range(chunks, unroll=1):
                 self.store_state(smem, wg, before + next_state * c)
                 row = start + c * self.chunk
@@ -258,10 +257,13 @@ class RecomputeStoreWarp(ReverseStoreWarp):
             for back in cutlass.range(chunks, unroll=1):
                 c = chunks - 1 - back
                 self.store_state(smem, wg, behind + next_state * c)
-                if c == 0 and more:
-                    self.request_checkpoint(smem, wg, checkpoint + half * (2 * HALF))
                 row = start + c * self.chunk
                 self.store_tokens(smem, wg, values + pitch * row, pitch, part.length - row)
+
+    def prefetch_checkpoint(self, sched, args, part, i, half):
+        """Requests half of the state that was saved before the i-th slot of a part into the L2."""
+        matrix = Int64(sched.first_slot + part.slot + i * sched.step) * args.HV + part.head
+        ptx.bulk_prefetch(args.checkpoints + (matrix * 2 + half) * CHECKPOINT_BYTES, Int32(CHECKPOINT_BYTES))
 
     @cute.jit
     def first_slot(self, sched, part) -> Int32:
@@ -270,16 +272,3 @@ class RecomputeStoreWarp(ReverseStoreWarp):
         if sched.offset_bytes > 0 and part.sequence > 0:
             slot = Int32(part.token) // self.chunk + part.sequence
         return slot
-
-    @cute.jit
-    def request_checkpoint(self, smem, wg, source: Int64):
-        """Requests the copy of half of a state [K, V] to the image of states."""
-        row, unit = cute.arch.lane_idx() // 8, cute.arch.lane_idx() % 8
-        shared = smem.state + wg * self.state_bytes
-        source += unit * 16
-        # A loop: ptxas would compute the addresses of straight code ahead, and spill them.
-        for start in cutlass.range(0, HEAD_DIM, 4, unroll=1):
-            r = start + row
-            place = shared + r * (2 * HALF) + (unit ^ (r % 8)) * 16
-            ptx.cp_async_x4(place, source + r * (2 * HEAD_DIM), Int32(1))
-        cute.arch.cp_async_commit_group()
