@@ -151,11 +151,16 @@ class StoreWarp:
         """
         units = pitch // 16
         step = 32 // units  # rows per access of the warp
-        row, unit = cute.arch.lane_idx() // units, cute.arch.lane_idx() % units
+        lane = self.lane()
+        row, unit = lane // units, lane % units
         address += stride * row + unit * 16
         for start in cutlass.range(0, rows, BATCH * step, unroll=1):
             self.copy_batch(shared + start * pitch, row, unit, pitch, address, stride * step, valid - start)
             address += stride * (BATCH * step)
+
+    def lane(self):
+        """Returns the lane's index, for `copy_rows`."""
+        return cute.arch.lane_idx()
 
     def copy_batch(self, shared, row, unit, pitch, address, stride, valid):
         """Copies the lane's units of one batch of `copy_rows`. ``row``, ``address``: of the first unit; ``stride``: bytes to the
@@ -259,6 +264,10 @@ class RecomputeStoreWarp(ReverseStoreWarp):
                 self.store_state(smem, wg, behind + next_state * c)
                 row = start + c * self.chunk
                 self.store_tokens(smem, wg, values + pitch * row, pitch, part.length - row)
+
+    def lane(self):
+        """A shuffle hides that the index does not change. ptxas would compute the addresses of all rows ahead, and spill them."""
+        return cute.arch.shuffle_sync_bfly(cute.arch.lane_idx(), 0)
 
     def prefetch_checkpoint(self, sched, args, part, i, half):
         """Requests half of the state that was saved before the i-th slot of a part into the L2."""
