@@ -233,7 +233,7 @@ def chunks_of(sched, part, i):
 class RecomputeStoreWarp(ReverseStoreWarp):
     """Copies what the chains of ``recompute`` publish for every slot: S and R of its chunks forward, then dS' and dX back.
 
-    It also prefetches checkpoints into the L2, one slot ahead of the chain.
+    It also prefetches the checkpoint of the next slot into the L2, three chunks before the chain needs it.
     """
 
     @cute.jit
@@ -251,8 +251,6 @@ class RecomputeStoreWarp(ReverseStoreWarp):
             first = self.first_slot(sched, part) + start // self.chunk - sched.chunks_before
             before = self.state_address(args.forward_states, args, first, part.head, half)
             behind = self.state_address(args.states, args, first, part.head, half)
-            if i + 1 < part.chunks and cute.arch.lane_idx() == 0:
-                self.prefetch_checkpoint(sched, args, part, i + 1, half)
             for c in cutlass.range(chunks, unroll=1):
                 self.store_state(smem, wg, before + next_state * c)
                 row = start + c * self.chunk
@@ -261,6 +259,8 @@ class RecomputeStoreWarp(ReverseStoreWarp):
                 )
             for back in cutlass.range(chunks, unroll=1):
                 c = chunks - 1 - back
+                if c == cutlass.min(2, chunks - 1) and i + 1 < part.chunks and cute.arch.lane_idx() == 0:
+                    self.prefetch_checkpoint(sched, args, part, i + 1, half)
                 self.store_state(smem, wg, behind + next_state * c)
                 row = start + c * self.chunk
                 self.store_tokens(smem, wg, values + pitch * row, pitch, part.length - row)
