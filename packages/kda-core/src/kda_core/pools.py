@@ -130,22 +130,22 @@ def pooled_shape(args: Arguments, given: SlotArguments) -> ProblemShape:
     tensors = [x if i != _STATE else None for i, x in enumerate(args.tensors)]
     shape = problem_shape(*tensors, options=args.options)  # type: ignore[arg-type]
     recurrent = shape.options.recurrent
-    _check_states("initial_state", pool, shape)
+    check_states("initial_state", pool, shape)
     per_token = recurrent and index.dim() == 2
     size = (shape.N, index.shape[1]) if per_token else (shape.N,)
     symbols = "[N] or [N, W]" if recurrent else "[N]"
     integers = (torch.int32, torch.int64)
-    _check_index("ssm_state_indices", index, size, symbols, integers, shape)
+    check_index("ssm_state_indices", index, size, symbols, integers, shape)
     if per_token:
         _check_token_slots(given, index, shape)
     same = (index.dtype,)
-    _check_index("final_state_indices", given.final_state_indices, size, "[N]", same, shape)
-    _check_index("has_initial_state", given.has_initial_state, (shape.N,), "[N]", (torch.bool,), shape)
+    check_index("final_state_indices", given.final_state_indices, size, "[N]", same, shape)
+    check_index("has_initial_state", given.has_initial_state, (shape.N,), "[N]", (torch.bool,), shape)
     accepted = given.num_accepted_tokens
     if accepted is not None and not per_token:
         wanted = "None unless ssm_state_indices is [N, W] (a slot for every token)"
         raise ArgumentError("num_accepted_tokens", wanted, describe(accepted))
-    _check_index("num_accepted_tokens", accepted, (shape.N,), "[N]", (torch.int32,), shape)
+    check_index("num_accepted_tokens", accepted, (shape.N,), "[N]", (torch.int32,), shape)
     checkpoints = _check_checkpoints(given, pool, shape)
     facts = PoolShape(
         dtype=pool.dtype,
@@ -188,17 +188,17 @@ def _check_checkpoints(given: SlotArguments, pool: Tensor, shape: ProblemShape) 
             )
             raise ArgumentError("checkpoint_pool", wanted, "None")
         target = pool
-    _check_states("checkpoint_pool", target, shape)
+    check_states("checkpoint_pool", target, shape)
     positions, index = given.checkpoint_positions, given.ssm_state_indices
     assert positions is not None and index is not None
     C = positions.shape[:1]
-    _check_index("checkpoint_cu", given.checkpoint_cu, (shape.N + 1,), "[N+1]", (torch.int32,), shape)
-    _check_index("checkpoint_positions", positions, C, "[C]", (torch.int32,), shape)
-    _check_index("checkpoint_indices", given.checkpoint_indices, C, "[C]", (index.dtype,), shape)
+    check_index("checkpoint_cu", given.checkpoint_cu, (shape.N + 1,), "[N+1]", (torch.int32,), shape)
+    check_index("checkpoint_positions", positions, C, "[C]", (torch.int32,), shape)
+    check_index("checkpoint_indices", given.checkpoint_indices, C, "[C]", (index.dtype,), shape)
     return target
 
 
-def _check_index(
+def check_index(
     name: str,
     x: Tensor | None,
     size: tuple[Any, ...],
@@ -215,7 +215,7 @@ def _check_index(
     _check_device(name, x, shape)
 
 
-def _check_states(name: str, x: Tensor, shape: ProblemShape) -> None:
+def check_states(name: str, x: Tensor, shape: ProblemShape) -> None:
     """Checks a pool [slots, HV, K, V], of any number of slots and any pitch."""
     symbols = "[slots, HV, V, K]" if shape.options.state_v_first else "[slots, HV, K, V]"
     wanted = (shape.HV, *shape.state_matrix)
@@ -375,7 +375,7 @@ def execute(
     Raises:
         KdaError: as `kda_core.call.execute`; or the pool is not aligned, or shares memory with outputs.
     """
-    pool = _pool(args, given)
+    pool = pool_of(args, given)
     tensors = list(args.tensors)
     tensors[_STATE] = None
     if outputs is not None:
@@ -457,7 +457,7 @@ def _described(tensors: list[Tensor | None], shape: ProblemShape) -> KdaInputs:
     return KdaInputs(*tensors, shape)  # type: ignore[arg-type, call-arg]
 
 
-def _pool(args: Arguments, given: SlotArguments) -> KdaPool:
+def pool_of(args: Arguments, given: SlotArguments) -> KdaPool:
     """Returns the pool of a call as a backend receives it. Only slots are copied, where they are not contiguous."""
     states, read = args[_STATE], given.ssm_state_indices
     assert isinstance(states, Tensor) and read is not None
