@@ -28,6 +28,7 @@ from kda_core.errors import (
     StrideError,
     describe,
 )
+from kda_core.journal import JournalArguments
 from kda_core.journal_api import journal_decode_kda, verify_kda
 from kda_core.ops import can_skip_dispatcher
 from kda_core.pools import SlotArguments
@@ -36,6 +37,8 @@ from kda_core.torch_private import below_autograd
 
 PER_TOKEN = Tensors._fields[: Tensors._fields.index("beta") + 1]
 """The tensors that every bound call gets."""
+FUNCTIONS = (fused_recurrent_kda, journal_decode_kda, verify_kda)
+"""The functions that can be bound."""
 _STATE = Tensors._fields.index("initial_state")
 
 
@@ -154,18 +157,63 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
         ArgumentError: another function; a call without a pool; a call that returns new states, or whose inputs need copies.
         BackendUnsupportedError: the backend serves the pool only by copies.
     """
-    if function not in (fused_recurrent_kda, journal_decode_kda, verify_kda):
-        wanted = "fused_recurrent_kda, journal_decode_kda or verify_kda"
+    args_of_call, given, options = parsed(function, args, kwargs)
+    if options.out is not None:
+        raise ArgumentError("out", "None (a bound call gets it in every call)", describe(options.out))
+    if isinstance(given, JournalArguments):
+        found = _of_journal(args_of_call, given)
+    else:
+        found = _of_pool(args_of_call, given)
+    return BoundCall(function, options.fixed, found)
+
+
+class Rest(NamedTuple):
+    """What `parsed` returns besides the arguments of the call.
+
+    Attributes:
+        out: the tensor for o, or None.
+        fixed: the given arguments by name, without q, k, v, g, beta and out.
+    """
+
+    out: Any
+    fixed: dict[str, Any]
+
+
+def parsed(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Arguments, SlotArguments | JournalArguments | None, Rest]:
+    """Returns the arguments of a call of one of `FUNCTIONS` with their types checked, and those that concern its slots, if it has any.
+
+    Raises:
+        TypeError, KdaError: as the function. ArgumentError: another function.
+    """
+    if function not in FUNCTIONS:
+        wanted = " or ".join(f.__name__ for f in FUNCTIONS)
         raise ArgumentError("function", wanted, getattr(function, "__name__", describe(function)))
     bound = inspect.signature(function).bind(*args, **kwargs)
-    fixed = {name: x for name, x in bound.arguments.items() if name not in PER_TOKEN}
-    if fixed.get("out") is not None:
-        raise ArgumentError("out", "None (a bound call gets it in every call)", describe(fixed["out"]))
-    fixed.pop("out", None)
+    fixed = {name: x for name, x in bound.arguments.items() if name not in (*PER_TOKEN, "out")}
     bound.apply_defaults()
     a = dict(bound.arguments)
-    found = _of_pool(a) if function is fused_recurrent_kda else _of_journal(a, function is verify_kda)
-    return BoundCall(function, fixed, found)
+    rest = Rest(a["out"], fixed)
+    if function is not fused_recurrent_kda:
+        verifies = function is verify_kda
+        name = "records" if verifies else "journal"
+        given = journal.journal_arguments(
+            name, a[name], a["pool"], a["slots"], a["first_slot"], verifies=verifies
+        )
+        call = _arguments(a | {"initial_state": a["pool"], "state_v_first": a[name].state_v_first})
+        journal.refuse_gradients(call)
+        return checked(call), given, rest
+    if a["transpose_state_layout"] is not None:
+        raise ArgumentError("transpose_state_layout", "None (it is now state_v_first)", "a value")
+    if a["ssm_state_indices"] is None:
+        return checked(_arguments(a)), None, rest
+    inplace = a["inplace_final_state"]
+    writes = bool(a["output_final_state"] if inplace is None else inplace)
+    call = _arguments(a | {"output_final_state": a["output_final_state"] and not writes})
+    pools.refuse_gradients(call)
+    slots = {name: a[name] for name in SlotArguments._fields if name in a}
+    return checked(call), pools.checked_slots(SlotArguments(**slots, writes=writes)), rest
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -175,21 +223,12 @@ def _is_plain(tensors: tuple[Tensor, ...], out: Tensor | None) -> bool:
     return can_skip_dispatcher(tensors if out is None else (*tensors, out))
 
 
-def _of_pool(a: dict[str, Any]) -> _Resolved:
+def _of_pool(args: Arguments, given: SlotArguments | None) -> _Resolved:
     """Resolves a call of `fused_recurrent_kda` with these arguments."""
-    if a["ssm_state_indices"] is None:
+    if given is None:
         raise ArgumentError("ssm_state_indices", "the slots of a pool (bind needs one)", "None")
-    if a["transpose_state_layout"] is not None:
-        raise ArgumentError("transpose_state_layout", "None (it is now state_v_first)", "a value")
-    inplace = a["inplace_final_state"]
-    writes = bool(a["output_final_state"] if inplace is None else inplace)
-    if a["output_final_state"] and not writes:
-        raise ArgumentError("inplace_final_state", "None or True with output_final_state", repr(inplace))
-    slots = {name: a[name] for name in SlotArguments._fields if name in a}
-    args = _arguments(a)._replace(output_final_state=False)
-    pools.refuse_gradients(args)
-    given = pools.checked_slots(SlotArguments(**slots, writes=writes))
-    args = checked(args)
+    if args.output_final_state:
+        raise ArgumentError("inplace_final_state", "None or True with output_final_state", "False")
     call = pools.resolve(args, given)
     if not call.native:
         name = call.call.choice.spec.name
@@ -197,40 +236,24 @@ def _of_pool(a: dict[str, Any]) -> _Resolved:
             f"backend {name!r} serves this pool by copies, which bind does not make"
         )
     pool = pools.pool_of(args, given)
-    _check_same(
-        {
-            name: getattr(given, name)
-            for name in (
-                "ssm_state_indices",
-                "final_state_indices",
-                "has_initial_state",
-                "num_accepted_tokens",
-            )
-        },
-        (pool.read, pool.write, pool.has_initial_state, pool.num_accepted_tokens),
-    )
+    names = ("ssm_state_indices", "final_state_indices", "has_initial_state", "num_accepted_tokens")
+    used = (pool.read, pool.write, pool.has_initial_state, pool.num_accepted_tokens)
+    _check_same({name: getattr(given, name) for name in names}, used)
     inputs = _inputs(args, call.call, pool=pool)
     inputs.sequence_lengths()  # checks host contents of cu_seqlens
-    state = (a["initial_state"] if writes else None,)
+    state = (pool.states if given.writes else None,)
     is_checked = call.checks_slots or call.call.checks_contents
-    return _Resolved(call.call, inputs, state, [inputs.pool.states] if writes else [], is_checked)  # type: ignore[union-attr]
+    return _Resolved(call.call, inputs, state, [pool.states] if given.writes else [], is_checked)
 
 
-def _of_journal(a: dict[str, Any], verifies: bool) -> _Resolved:
+def _of_journal(args: Arguments, given: JournalArguments) -> _Resolved:
     """Resolves a call of `journal_decode_kda` or `verify_kda` with these arguments."""
-    name = "records" if verifies else "journal"
-    given = journal.journal_arguments(
-        name, a[name], a["pool"], a["slots"], a["first_slot"], verifies=verifies
-    )
-    args = _arguments(a | {"initial_state": a["pool"], "state_v_first": a[name].state_v_first})
-    journal.refuse_gradients(args)
-    args = checked(args)
     call = journal.resolve(args, given)
-    pool, records = journal.described(a["pool"], given)
+    pool, records = journal.described(args.initial_state, given)
     journal.check_memory(args.q.device, pool.states, given)
     _check_same({"slots": given.slots}, (pool.read,))
     inputs = _inputs(args, call.call, pool=pool, journal=records)
-    written = [*given.records, *([] if verifies else [pool.states])]
+    written = [*given.records, *([] if given.spans is None else [pool.states])]
     return _Resolved(call.call, inputs, (), written, call.checks_slots or call.call.checks_contents)
 
 

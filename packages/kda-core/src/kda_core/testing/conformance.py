@@ -34,6 +34,7 @@ from kda_core.testing.backward import BackwardConformance
 from kda_core.testing.declared import DeclaredConformance, lengths_of
 from kda_core.testing.forms import FORMS, in_form
 from kda_core.testing.inputs import FAMILIES, PLAIN, Inputs, make_normalised
+from kda_core.testing.journal import JournalConformance
 from kda_core.testing.memory import amid, guarded
 from kda_core.testing.runner import NEEDS_GPU, NOT_DECLARED, TESTED, Case, Runner, spec_of, unusable
 from kda_core.testing.serving import ServingConformance
@@ -63,7 +64,7 @@ def same(a: Any, b: Any) -> bool:
     return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
 
 
-class BackendConformance(DeclaredConformance, BackwardConformance, ServingConformance):
+class BackendConformance(DeclaredConformance, BackwardConformance, ServingConformance, JournalConformance):
     """The kit. A subclass sets `backend`, and any other attribute.
 
     Attributes:
