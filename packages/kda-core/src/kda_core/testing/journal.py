@@ -302,8 +302,13 @@ class JournalConformance:
             engine.accept(x, slots, (0, 2, 0, 2, 0))
             journal_advance(engine.journal, engine.index(slots), 2, 2, first_slot=first_slot)
             assert engine.journal.lengths.tolist() == [2 if slot in (3, 5) else 0 for slot in range(SLOTS)]
-        given = {"first_slot": first_slot, "backend": kda.backend}
-        journal_fold(engine.pool.states, engine.index(slots), engine.journal, **given)
+        journal_fold(
+            engine.pool.states,
+            engine.index(slots),
+            engine.journal,
+            first_slot=first_slot,
+            backend=kda.backend,
+        )
         journal_reset(engine.journal, engine.index(slots), first_slot=first_slot)
         for slot in (3, 5):
             engine.check_state(slot, "a fold with padding")
