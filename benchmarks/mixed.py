@@ -59,7 +59,7 @@ def launches(impl: str, load: Load, device: torch.device) -> Iterator[tuple[dict
     ):
         calls = [partial(fork, first, second) for first, second in pairs]
 
-        def check(run: Callable[[], Any] = calls[0]) -> dict[str, float | None]:
+        def check(run: Callable[[], Any] = calls[0]) -> dict[str, Any]:
             # either part is checked with the call of both
             found = [check_prefill(run), check_decode(run)]
             return {e: max(f[e] for f in found) for e in ("error_o", "error_state")}
@@ -109,7 +109,7 @@ class _Calls:
             self.o = o
         return after
 
-    def errors(self, states: Tensor, slots: Tensor | None, run: Callable[[], Any]) -> dict[str, float | None]:
+    def errors(self, states: Tensor, slots: Tensor | None, run: Callable[[], Any]) -> dict[str, Any]:
         """Returns the errors of the first sequence after `run`, which makes this call."""
         at = 0 if slots is None else int(slots[0])
         before = states[at : at + 1].clone()

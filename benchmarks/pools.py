@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -37,8 +37,8 @@ class Launch:
         ready: prepares the memory for timing, after `check`.
     """
 
-    calls: list[Callable[[], Any]]
-    check: Callable[[], dict[str, float | None]]
+    calls: Sequence[Callable[[], Any]]
+    check: Callable[[], dict[str, Any]]
     ready: Callable[[], Any] = lambda: None
 
 
@@ -140,7 +140,7 @@ def _pooled(problem: Problem, function: Callable[..., Any], given: Tensor) -> La
         accepted = (torch.arange(N, device=o.device) % W + 1).to(torch.int32)
         call = partial(call, num_accepted_tokens=accepted)
 
-    def check() -> dict[str, float | None]:
+    def check() -> dict[str, Any]:
         slots = problem.slots[0, :CHECKED].long()
         first = (
             slots[:, 0] if accepted is None else slots.gather(1, accepted[:CHECKED, None].long() - 1)[:, 0]
@@ -152,13 +152,13 @@ def _pooled(problem: Problem, function: Callable[..., Any], given: Tensor) -> La
     return Launch([partial(call, ssm_state_indices=slots) for slots in chosen], check)
 
 
-def errors(
-    x: dict[str, Any], before: Tensor, o: Tensor, after: Tensor, repeats: int = 1
-) -> dict[str, float | None]:
+def errors(x: dict[str, Any], before: Tensor, o: Tensor, after: Tensor, repeats: int = 1) -> dict[str, Any]:
     """Returns the errors of the first `CHECKED` sequences against the fp64 oracle, which takes the tokens `repeats` times; o is that of
     the last time."""
     n = len(before)
-    own = {name: torch.cat([y[:n]] * repeats, 1) if name in TOKENS else y for name, y in x.items()}
+    own: dict[str, Any] = {
+        name: torch.cat([y[:n]] * repeats, 1) if name in TOKENS else y for name, y in x.items()
+    }
     want_o, want_state = token_oracle(**own, initial_state=before)
     want_o = want_o[:, -o.shape[1] :]
     return {"error_o": error(o[:n], want_o), "error_state": error(after, want_state, state=True)}
@@ -192,7 +192,7 @@ def _records(impl: str, problem: Problem) -> Launch:
             function(**x, pool=pool, slots=slots, out=o, backend=backend)
         assert [c.backend for c in calls] == [backend], calls
 
-    def check() -> dict[str, float | None]:
+    def check() -> dict[str, Any]:
         first = slots[0]
         at, steps = first[:CHECKED].long(), 1 if verifies else LENGTH + 1  # the last one folds
         before = pool[at].clone()
@@ -223,8 +223,8 @@ def _floors(problem: Problem) -> list[Launch]:
     """Returns the variants of `rmw`, which multiply the states of the slots by -1, so that their magnitudes stay."""
     pool, slots = problem.pool, problem.slots.squeeze(-1)
 
-    def launch(function: Callable[[Tensor], None]) -> Launch:
-        def check() -> dict[str, float | None]:
+    def launch(function: Callable[[Tensor], Any]) -> Launch:
+        def check() -> dict[str, Any]:
             changed, kept = slots[0].long(), slots[1].long()
             want = torch.cat([-pool[changed], pool[kept]])
             function(slots[0])
@@ -236,7 +236,7 @@ def _floors(problem: Problem) -> list[Launch]:
     return [launch(function) for function in _multiplications(pool)]
 
 
-def _multiplications(pool: Tensor) -> list[Callable[[Tensor], None]]:
+def _multiplications(pool: Tensor) -> list[Callable[[Tensor], Any]]:
     """Returns functions that multiply the states of slots by -1: `benchmarks.rmw` on a GPU, torch on a CPU."""
     if pool.device.type == "cpu":
         return [lambda slots: pool.index_copy_(0, slots.long(), -pool[slots.long()])]
@@ -246,7 +246,7 @@ def _multiplications(pool: Tensor) -> list[Callable[[Tensor], None]]:
     leading = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16, device=pool.device)
     arch, name = arch_of_device(pool.device), str(pool.dtype).removeprefix("torch.")
 
-    def function(loads: int) -> Callable[[Tensor], None]:
+    def function(loads: int) -> Callable[[Tensor], Any]:
         kernel, of_slot = get_kernel(RmwKernel, RmwConfig(loads, name), arch), pool[0].nbytes
 
         def run(slots: Tensor) -> None:
