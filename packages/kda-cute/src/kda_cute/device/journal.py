@@ -110,6 +110,8 @@ class JournalKernel(DecodeKernel):
         state = cute.make_rmem_tensor((self.layout.size,), Float32)
         slot = slots.load_index(x.read + Int64(n) * x.index_bytes, x.index_bytes)
         valid = slots.is_slot(x, slot)
+        # in a uniform register: every lane has it, and it is below 2^31
+        slot = Int64(uniform(Int32(ptx.select(valid, slot, Int64(0))))[0])
         self.layout.load(self.matrix(x, head, slot), place, state, valid)
         first, count = self.span(x, n, slot, valid)
         place.values = (slot * x.HV + head) * x.R  # the first record of the value head, in rows
