@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kda_core import slots
+from kda_core.registry import REGISTRY
 from kda_core.testing import FAMILIES, serving
 from kda_core.testing.conformance import BackendConformance, same
 from kda_core.testing.inputs import PLAIN
@@ -141,6 +142,22 @@ class EmulatedCases:
     def test_decode_with_a_slot_for_every_token(self, kda, monkeypatch):
         monkeypatch.setattr(slots, "initial_states", None)  # core makes no call for each token
         KIT.test_slots_of_tokens(kda, True, "bf16-vk")
+
+    def test_fold_of_records(self, kda):
+        self.needs_journal(kda)
+        KIT.test_fold_then_decode(kda)
+
+    def test_gates_of_records(self, kda):
+        self.needs_journal(kda)
+        KIT.test_gates_of_records(kda, 2)
+
+    def test_records_of_skipped_and_untouched_slots(self, kda):
+        self.needs_journal(kda)
+        KIT.test_skipped_and_untouched_slots(kda, 1)
+
+    def needs_journal(self, kda):
+        if "journal" not in REGISTRY.find(self.backend).spec.features:
+            pytest.skip(f"{self.backend} does not declare the feature journal")
 
     def test_decode_of_strided_views(self, kda):
         KIT.test_strided_views(kda, "decode")

@@ -26,7 +26,7 @@ def test_backend_is_listed_on_every_machine():
 def test_spec_declares_every_feature_but_checkpoints():
     assert SPEC.archs == {HOPPER}
     assert SPEC.unavailable is None
-    assert SPEC.features == {f.value for f in Feature} - {"checkpoints", "journal"}
+    assert SPEC.features == {f.value for f in Feature} - {"checkpoints"}
     assert SPEC.dtypes == {"bfloat16"} and SPEC.head_dims == {(HEAD_DIM, HEAD_DIM)}
 
 

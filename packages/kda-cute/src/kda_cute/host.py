@@ -30,7 +30,7 @@ def refusal(shape: ProblemShape) -> str | None:
             return f"{name}: expected torch.bfloat16 or torch.float32, got {dtype}"
     if (items := (shape.B * shape.T + 64 * shape.N) * shape.HV) >= 2**31:
         return f"too large: (B*T + 64*N)*HV must be below 2^31, got {items}"
-    if shape.pool is not None and not (shape.options.recurrent and shape.T):
+    if shape.pool is not None and shape.journal is None and not (shape.options.recurrent and shape.T):
         return "a pool of states: read by fused_recurrent_kda with at least one token, by no other call"
     return None
 

@@ -6,9 +6,10 @@ import functools
 
 import torch
 
-from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape
+from kda_core.contract import KdaGradients, KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
 from kda_cute.decode import make_decode
 from kda_cute.host import dense, merge_segments, pass_states, refusal
+from kda_cute.journal import make_journal
 from kda_sm90 import backward
 from kda_sm90.config import ARCH, SPACINGS
 from kda_sm90.launch import Launch, compiled, make_launch, on_device_of, sm_count
@@ -25,6 +26,9 @@ class Sm90Backend:
         return workspace_bytes(shape, sm_count())
 
     def compile(self, shape: ProblemShape) -> None:
+        if shape.journal is not None:
+            make_journal(shape, ARCH)
+            return
         if shape.options.recurrent:
             make_decode(shape, ARCH)
             return
@@ -51,6 +55,15 @@ class Sm90Backend:
             return pass_states(inputs, outputs)
         on_device_of(inputs.q, make_decode(inputs.shape, ARCH), inputs, outputs)
         return outputs
+
+    # ---- decoding with records of tokens (the feature JOURNAL)
+
+    def journal_decode(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        on_device_of(inputs.q, make_journal(inputs.shape, ARCH), inputs, outputs)
+        return outputs
+
+    def journal_fold(self, shape: ProblemShape, pool: KdaPool, journal: KdaJournal) -> None:
+        on_device_of(pool.states, make_journal(shape, ARCH).fold, pool, journal)
 
     # ---- gradients (the feature BACKWARD)
 

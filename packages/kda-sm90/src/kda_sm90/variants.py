@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 from kda_cute.decode import DECODES
+from kda_cute.journal import JOURNALS
 from kda_sm90.config import ARCH, GateDtype, GradientsConfig, PrefillConfig
 
 GATES: tuple[dict[str, Any], ...] = (
@@ -90,6 +91,7 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
 def _pairs(configs: tuple[PrefillConfig | GradientsConfig, ...]) -> list[tuple[type, object]]:
     from kda_cute.device.decode import DecodeKernel
+    from kda_cute.device.journal import JournalKernel
     from kda_cute.device.merge_states import MERGES, MergeKernel
     from kda_sm90.kernels.gradients import GradientsKernel
     from kda_sm90.kernels.prefill import PrefillKernel
@@ -97,4 +99,5 @@ def _pairs(configs: tuple[PrefillConfig | GradientsConfig, ...]) -> list[tuple[t
     kernels: dict[type, type] = {PrefillConfig: PrefillKernel, GradientsConfig: GradientsKernel}
     pairs: list[tuple[type, object]] = [(kernels[type(config)], config) for config in configs]
     pairs += [(DecodeKernel, config) for config in DECODES]
+    pairs += [(JournalKernel, config) for config in JOURNALS]
     return [*pairs, *((MergeKernel, config) for config in MERGES)]
