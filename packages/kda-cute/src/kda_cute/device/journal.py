@@ -11,10 +11,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from kda_cute import arguments
-from kda_cute.decode import WARPS
 from kda_cute.device import ptx, slots
 from kda_cute.device.decode import ROW, DecodeKernel, element, inverse_norm, load_beta, load_bf16, uniform
 from kda_cute.device.intra_chunk.gates import G_FLOOR
@@ -74,20 +72,7 @@ class JournalKernel(DecodeKernel):
     """Takes a tensor, which determines the device and the stream, and the values of `Arguments`."""
 
     spill_allowance = 0
-
-    def fake_args(self) -> tuple:
-        return arguments.fake_args(Arguments, BFloat16)
-
-    @cute.jit
-    def __call__(self, tensor: cute.Tensor, *values_and_stream):
-        *values, stream = values_and_stream
-        x = Arguments(*values)
-        self.kernel(tuple(values)).launch(
-            grid=(x.N * x.HV * self.groups, 1, 1),
-            block=(32 * WARPS, 1, 1),
-            smem=self.shared_bytes,
-            stream=stream,
-        )
+    Arguments = Arguments
 
     @cute.kernel
     def kernel(self, values: tuple):
