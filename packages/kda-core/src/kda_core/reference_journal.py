@@ -1,7 +1,8 @@
 """The journal of the `reference` backend, by its definition (`kda_core.contract.KdaJournal`), in fp32 (fp64 for fp64 inputs).
 
 Which rows are records is known on the device only. Every sequence is therefore computed over all `length` rows that may be records,
-with zeros in place of those that are none. One sequence at a time, so that no operation depends on the batch.
+with zeros in place of those that are none. One sequence at a time, because torch's vectorized loops round the tail of a tensor
+differently: in a batch, the bits of a sequence would depend on its place.
 """
 
 from __future__ import annotations
@@ -106,14 +107,13 @@ def _states(s: ProblemShape, pool: KdaPool, journal: KdaJournal, at: _Places) ->
     k = (k * records(journal.k_factor.unsqueeze(-1))).repeat_interleave(s.HV // s.H, dim=1)
     last = (at.number - 1).clamp(min=0).view(-1, 1, 1, 1).expand(-1, *G.shape[1:2], 1, s.K)
     end = G.gather(2, last).squeeze(2)
-    weights = k * torch.exp(torch.where(used, end.unsqueeze(2) - G, 0.0))
-    (after,) = _each(_accumulated, state, end, weights, u)
+    (after,) = _each(_accumulated, state, end, k, torch.where(used, end.unsqueeze(2) - G, 0.0), u)
     return after, end
 
 
-def _accumulated(state: Tensor, end: Tensor, weights: Tensor, u: Tensor) -> tuple[Tensor, ...]:
-    """Returns the state [HV, K, V] after the records of one sequence."""
-    return (end.exp().unsqueeze(-1) * state + weights.mT @ u,)
+def _accumulated(state: Tensor, end: Tensor, k: Tensor, decay: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+    """Returns the state [HV, K, V] after the records of one sequence. `decay` is the log decay [HV, rows, K] from each record to the end."""
+    return (end.exp().unsqueeze(-1) * state + (k * decay.exp()).mT @ u,)
 
 
 def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
@@ -141,17 +141,22 @@ def _put(target: Tensor, at: _Places, row: Tensor, values: Tensor) -> None:
     target[slot, :, row] = torch.where(some, values[source].to(target.dtype), old)
 
 
-def _activated(inputs: KdaInputs) -> tuple[Tensor, ...]:
+def _activated(inputs: KdaInputs) -> list[Tensor]:
     """Returns q, k [N, T, HV, K], v, the clamped log decay g, beta as the recurrence uses them, and k_factor [N, T, H]. A sequence without
     a slot may hold NaNs, which reach no other one."""
     s, options = inputs.shape, inputs.options
-    q, k, v, g, beta = (x.to(s.state_dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta))
-    factor = torch.ones_like(k[..., 0])
-    if options.use_qk_l2norm_in_kernel:
-        factor = torch.rsqrt(k.square().sum(-1) + L2NORM_EPS)
-        q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + L2NORM_EPS)
-    q, k = (x.repeat_interleave(s.HV // s.H, dim=2) for x in (q, k * factor.unsqueeze(-1)))
     A_log = None if inputs.A_log is None else inputs.A_log.view(s.HV, 1)
     least = -746.0 if s.state_dtype == torch.float64 else -104.0
-    g = log_decay(g, A_log, inputs.dt_bias, options).clamp(min=least)
-    return q, k, v, g, step_size(beta, options), factor
+
+    def activated(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+        """Returns the same of one sequence."""
+        factor = torch.ones_like(k[..., 0])
+        if options.use_qk_l2norm_in_kernel:
+            factor = torch.rsqrt(k.square().sum(-1) + L2NORM_EPS)
+            q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + L2NORM_EPS)
+        q, k = (x.repeat_interleave(s.HV // s.H, dim=1) for x in (q, k * factor.unsqueeze(-1)))
+        g = log_decay(g, A_log, inputs.dt_bias, options).clamp(min=least)
+        return q, k, v, g, step_size(beta, options), factor
+
+    tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+    return _each(activated, *(x.to(s.state_dtype).contiguous() for x in tokens))

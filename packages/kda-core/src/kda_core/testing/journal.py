@@ -94,7 +94,9 @@ class Engine:
         assert not o[skipped].any(), "o of a sequence without a slot is not zero"
         if rows:
             case = self.case(_rows(x, rows), [slots[n] for n in rows])
-            self.kda.within(error(o[rows], case.oracle[0]), case.limits[0], f"o of {function.__name__}")
+            # A call that folds may compute u of its tokens from the state before it is rounded to the dtype of the pool.
+            limit = max(case.limits[0], self.slack)
+            self.kda.within(error(o[rows], case.oracle[0]), limit, f"o of {function.__name__}")
         return o
 
     def case(self, x: dict[str, Any], slots: Sequence[int]) -> Case:
