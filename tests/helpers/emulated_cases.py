@@ -6,6 +6,7 @@ the results of a GPU.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -29,6 +30,16 @@ SLOTS = serving.Scenario(
 BOUNDS = ((0, 15, 15, 79, 80), (0, 0, 70), (0, 65, 130, 130))
 
 
+@contextmanager
+def emulated_runner(backend, arch, record_property, **options):
+    """Yields the kit's runner on an emulated backend; ``options``: of `ptx_emulator.device`."""
+    with emulated(backend, arch, **options):
+        runner = Runner(backend, "cpu", 128, quick=True, record=record_property)
+        assert runner.tested() == (backend, "cpu", EMULATED)
+        record_property(TESTED, runner.tested())
+        yield runner
+
+
 class EmulatedCases:
     """Base of a test class for one backend.
 
@@ -44,10 +55,7 @@ class EmulatedCases:
 
     @pytest.fixture
     def kda(self, record_property):
-        with emulated(self.backend, self.arch, **self.options):
-            runner = Runner(self.backend, "cpu", 128, quick=True, record=record_property)
-            assert runner.tested() == (self.backend, "cpu", EMULATED)
-            record_property(TESTED, runner.tested())
+        with emulated_runner(self.backend, self.arch, record_property, **self.options) as runner:
             yield runner
 
     @pytest.mark.parametrize("T", (1, 70))

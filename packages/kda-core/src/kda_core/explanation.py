@@ -173,13 +173,23 @@ def _explain_pooled(
 ) -> Explanation:
     """`_explain` of the call that serves one with a pool."""
     try:
-        native, error = pools.choose(shape, call.backend, call.context_parallel)[1], None
+        native, error = _is_native(shape, call, inputs, known), None
     except KdaError as found:
         native, error = True, f"{type(found).__name__}: {found}"
     served, mode = (shape, "off") if native else (pools.copied_shape(shape), call.context_parallel)
     explained = _explain(served, call.backend, mode, replace(inputs, shape=served), known, workspace)
     by = None if error is not None else "the backend" if native else "copies by kda-core"
     return replace(explained, shape=shape, error=error or explained.error, pool=by)
+
+
+def _is_native(shape: ProblemShape, call: Arguments, inputs: KdaInputs, known: bool) -> bool:
+    """Returns whether the backend serves the pool itself; False if a planner splits the call. The lengths may be not ``known``."""
+    choice, native = pools.choose(shape, call.backend, call.context_parallel)
+    split = pools.calls_of(shape, choice, native, call.context_parallel)[1]
+    if split is None or not known:
+        return native
+    inputs = replace(inputs, shape=split.shape)
+    return calls.ask_planner(split, inputs, inputs.sequence_lengths()) is None
 
 
 def _parsed(*args: Any, **kwargs: Any) -> tuple[Arguments, SlotArguments | None, Tensor | None]:

@@ -4,6 +4,9 @@ A backend that declares the features of the pool (`PoolShape.features`) receives
 copies the initial states out of the pool, makes the call, and copies the final states back. Both need no value of a tensor on the
 host. The choice of the backend is that of the call with copied states, so a pool changes it only if the call has checkpoints, which
 copies cannot serve.
+
+A planner (context parallelism) knows no pools. If it would split the call with copied states, the call is served by copies, also on a
+backend that declares the features.
 """
 
 from __future__ import annotations
@@ -265,6 +268,7 @@ class PooledCall:
         shape: of the call.
         call: the call of the backend: that of `shape` if the backend serves the pool itself, else the one with copied states.
         native: whether the backend serves the pool itself.
+        split: the call with copied states, which runs where a planner has a plan for it; None if no planner is asked, or if `call` is it.
         checks_slots: whether slots are checked before each run (``KDA_CHECK_SLOTS``).
     """
 
@@ -272,6 +276,7 @@ class PooledCall:
     call: calls.ResolvedCall
     native: bool
     checks_slots: bool
+    split: calls.ResolvedCall | None = None
 
 
 POOLED_CALLS: Recent[PooledCall] = Recent(calls.MAX_CALLS)
@@ -308,12 +313,10 @@ def resolve(args: Arguments, given: SlotArguments, key: Any = None) -> PooledCal
     shape = calls.interned(pooled_shape(args, given))
     _check_devices(args, given)
     choice, native = choose(shape, args.backend, args.context_parallel)
-    if native:
-        over = calls.of_shape(shape, calls.Choices(choice, None), "off")
-    else:
-        copied = calls.interned(copied_shape(shape))
-        over = calls.of_shape(copied, calls.Choices(choice, None), args.context_parallel)
-    call = PooledCall(shape, replace(over, checks_contents=env.check()), native, env.check_slots())
+    over, split = calls_of(shape, choice, native, args.context_parallel)
+    over = replace(over, checks_contents=env.check())
+    split = None if split is None else replace(split, checks_contents=env.check())
+    call = PooledCall(shape, over, native, env.check_slots(), split)
     # plugins and other threads may have changed the environment meanwhile
     again = calls.look_up(args)[0]
     if key is not None and again is not None and key[0] == again[0]:
@@ -350,6 +353,22 @@ def choose(shape: ProblemShape, backend: str | None, mode: str) -> tuple[Choice,
     return choice, native
 
 
+def calls_of(
+    shape: ProblemShape, choice: Choice, native: bool, mode: str
+) -> tuple[calls.ResolvedCall, calls.ResolvedCall | None]:
+    """Returns `PooledCall.call` and `PooledCall.split`; `choice` and `native` are the results of `choose`."""
+    copied = lambda: calls.of_shape(calls.interned(copied_shape(shape)), calls.Choices(choice, None), mode)
+    if not native:
+        return copied(), None
+    direct = calls.of_shape(shape, calls.Choices(choice, None), "off")
+    facts = shape.pool
+    assert facts is not None
+    # copies cannot serve checkpoints, and no planner splits decoding
+    may_split = mode == "auto" and facts.checkpoint_dtype is None and not shape.options.recurrent
+    split = copied() if may_split else None
+    return direct, None if split is None or split.planner is None else split
+
+
 def copied_shape(shape: ProblemShape) -> ProblemShape:
     """Returns the shape of the call with copied states: of all tokens, or of one token of each sequence if every token has a
     slot."""
@@ -375,20 +394,23 @@ def execute(
     Raises:
         KdaError: as `kda_core.call.execute`; or the pool is not aligned, or shares memory with outputs.
     """
-    pool = pool_of(args, given)
+    pool, shape = pool_of(args, given), call.shape
     tensors = list(args.tensors)
     tensors[_STATE] = None
     if outputs is not None:
         _check_outputs(call, tensors, pool, outputs)
     if call.checks_slots:
         check_slots(replace(_described(tensors, call.shape), pool=pool))
-    if call.native:
+    split = planned(call, tensors)
+    if split is not None:
+        result = _with_copies(split, shape, tensors, pool, outputs)
+    elif call.native:
         found = calls.execute(call.call, tensors, outputs, pool=pool)
         result = found.o, found.final_state, found.intermediate_states
     elif call.shape.pool.per_token:  # type: ignore[union-attr]
         result = _token_by_token(call, tensors, pool, outputs)
     else:
-        result = _with_copies(call, tensors, pool, outputs)
+        result = _with_copies(call.call, shape, tensors, pool, outputs)
     written = [pool.states] if given.writes else []
     if pool.checkpoints is not None:
         written.append(pool.checkpoints.states)
@@ -397,13 +419,26 @@ def execute(
     return result
 
 
+def planned(call: PooledCall, tensors: list[Tensor | None]) -> calls.ResolvedCall | None:
+    """Returns `PooledCall.split` if a planner has a plan for it, else None."""
+    split = call.split
+    if split is None:
+        return None
+    inputs = _described(tensors, split.shape)
+    lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
+    return None if calls.ask_planner(split, inputs, lengths) is None else split
+
+
 def _with_copies(
-    call: PooledCall, tensors: list[Tensor | None], pool: KdaPool, given: GivenOutputs | None
+    call: calls.ResolvedCall,
+    shape: ProblemShape,
+    tensors: list[Tensor | None],
+    pool: KdaPool,
+    given: GivenOutputs | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Makes the call with states that are copied out of the pool and back."""
-    shape = call.shape
+    """Makes the call with states that are copied out of the pool and back. ``shape``: of the call with the pool."""
     tensors[_STATE] = slots.initial_states(pool, shape.state_dtype)
-    found = calls.execute(call.call, tensors, given)
+    found = calls.execute(call, tensors, given)
     final = found.final_state
     if shape.pool.writes:  # type: ignore[union-attr]
         assert final is not None

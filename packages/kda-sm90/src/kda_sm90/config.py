@@ -66,6 +66,8 @@ class PrefillConfig:
             the caller's promise that none does.
         gate_dtype: dtype of g.
         states: whether the kernel writes bf16 states at the start of chunks.
+        serving: whether states may be in the slots of a pool, with checkpoints, and q, k, v, g and beta may be strided. The kernel then
+            takes the arguments of `arguments.ServingArguments` too. Only in the mode ``whole``, and without ``residual``.
         residual: whether the kernel writes R in bf16, for the backward. Requires ``states`` and mode ``whole`` or ``execute``.
         mode: see `Mode`. ``execute`` has no gate; ``summarize`` and ``reverse_summarize`` write no states of chunks; ``reverse`` and
             ``recompute`` always write them, the gradients of states behind chunks. The modes of a backward have chunks of 64.
@@ -85,6 +87,7 @@ class PrefillConfig:
     mode: Mode = "whole"
     padded: bool = False
     residual: bool = False
+    serving: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk not in (32, 64):
@@ -112,6 +115,11 @@ class PrefillConfig:
             raise ValueError(
                 f"residual: expected False unless mode='whole' or 'execute' and states=True, got True with "
                 f"mode={self.mode!r} and states={self.states}"
+            )
+        if self.serving and (self.mode != "whole" or self.residual):
+            raise ValueError(
+                f"serving: expected False unless mode='whole' and residual=False, got True with mode={self.mode!r} and "
+                f"residual={self.residual}"
             )
         if self.mode != "whole" and self.padded:
             raise ValueError(

@@ -6,6 +6,7 @@ intermediate states.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -32,6 +33,8 @@ WHOLE = tuple(
         (False, True), CHAINS, GATES, DTYPES, WRITES
     )
 )
+#: Calls over pools of states, and of strided inputs.
+SERVING = tuple(replace(config, serving=True) for config in WHOLE if not config.residual)
 #: The first launch of calls in segments.
 SUMMARIZE = tuple(
     PrefillConfig(chunk, warpgroups, gate_dtype=dtype, mode="summarize", **gate)
@@ -55,6 +58,7 @@ REVERSE_SUMMARIZE = tuple(
 GRADIENTS = tuple(GradientsConfig(gate_dtype=dtype, **gate) for gate, dtype in product(GATES, DTYPES))
 ALL: tuple[PrefillConfig | GradientsConfig, ...] = (
     *WHOLE,
+    *SERVING,
     *SUMMARIZE,
     *EXECUTE,
     *REVERSE,
@@ -69,6 +73,11 @@ SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
     ),
     *(PrefillConfig(*chain, padded=True) for chain in CHAINS),
     *(PrefillConfig(*chain, **WRITES[-1]) for chain in CHAINS),
+    *(
+        PrefillConfig(*chain, gate_dtype=dtype, states=i % 2 > 0, serving=True, **gate)
+        for i, (chain, dtype, gate) in enumerate(zip(CHAINS, DTYPES * 2, GATES[:4], strict=True))
+    ),
+    *(PrefillConfig(*chain, padded=True, serving=True) for chain in CHAINS),
     *SUMMARIZE[:: len(GATES) * 2],
     *EXECUTE[:: len(WRITES)],
     *EXECUTE[len(WRITES) - 1 :: len(WRITES)],

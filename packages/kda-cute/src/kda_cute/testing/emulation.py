@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_core.backend import Backend, SupportsBackwardInto
-from kda_core.contract import Feature, KdaGradients, KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
+from kda_core.contract import (
+    Feature,
+    KdaCheckpoints,
+    KdaGradients,
+    KdaInputs,
+    KdaJournal,
+    KdaOutputs,
+    KdaPool,
+    ProblemShape,
+)
 from kda_core.reference import SPEC as REFERENCE_SPEC
 from kda_core.registry import REGISTRY
 from kda_cute import kernels_made_by
@@ -88,7 +97,7 @@ def tensors_of(x: Any) -> Iterator[Tensor]:
     """Yields the tensors of an argument of a backend's method."""
     if isinstance(x, Tensor):
         yield x
-    elif isinstance(x, KdaInputs | KdaOutputs | KdaGradients | KdaPool | KdaJournal):
+    elif isinstance(x, KdaInputs | KdaOutputs | KdaGradients | KdaPool | KdaCheckpoints | KdaJournal):
         for value in vars(x).values():
             yield from tensors_of(value)
 

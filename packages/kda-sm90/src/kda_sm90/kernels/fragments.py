@@ -38,6 +38,13 @@ def round_to_bf16(acc, bf16):
         )
 
 
+def widen(bf16, acc):
+    """Fills an accumulator with an operand: the inverse of `round_to_bf16`."""
+    words = words_of(bf16)
+    for i in range(cute.size(acc) // 2):
+        acc[2 * i], acc[2 * i + 1] = ptx.unpack_bf16x2(words[i])
+
+
 def multiply_columns(acc, factors):
     """Multiplies the columns of an accumulator [64, 128]. ``factors``: those of the thread's columns, index 2j + e."""
     for j in range(HEAD_DIM // 8):

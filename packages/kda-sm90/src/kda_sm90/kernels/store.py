@@ -48,6 +48,7 @@ class StoreWarp:
         o_row = Int64(args.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
         place = (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
         place += o_row * (part.first * self.chunk)
+        kept = self.kept(args, part)
         number, left = Int32(0), Int32(0)  # index in args.states of the next state; states left in this part
         if const_expr(self.states):
             left = self.states_in(part, args.every)
@@ -69,12 +70,18 @@ class StoreWarp:
             if c == 0:  # the first O of a part is empty
                 valid = Int32(0)
             before = place - o_row * self.chunk
-            self.copy_rows(smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, args.o + before, o_row, valid)
+            self.copy_rows(
+                smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, args.o + before, o_row, valid, kept
+            )
             if const_expr(self.residual):
                 shared = smem.o + wg * self.o_bytes + self.image_bytes
                 self.copy_rows(shared, self.chunk, 2 * HALF, args.residual + before, o_row, valid)
             place += o_row * self.chunk
             self.release_o(smem, wg)
+
+    def kept(self, args, part):
+        """Returns the bits of O to keep (Int32), the same for every word; None for all, decided at compile time."""
+        return None  # noqa: RET501 - the value of an argument
 
     def release_buffers(self, smem, wg):
         """Releases the buffers that an mbarrier guards, at the start."""
@@ -133,9 +140,10 @@ class StoreWarp:
         address: Int64,
         stride: Int64,
         valid: Int32,
+        kept=None,
     ):
         """Copies the first ``valid`` rows of a swizzled image of ``rows`` rows of ``pitch`` bytes to global rows
-        ``stride`` bytes apart; a whole warp calls it.
+        ``stride`` bytes apart; a whole warp calls it. ``kept``: see `kept`.
 
         A loop, because ptxas loads the rows of straight code one by one, into the same registers.
         """
@@ -144,10 +152,12 @@ class StoreWarp:
         row, unit = cute.arch.lane_idx() // units, cute.arch.lane_idx() % units
         address += stride * row + unit * 16
         for start in cutlass.range(0, rows, BATCH * step, unroll=1):
-            self.copy_batch(shared + start * pitch, row, unit, pitch, address, stride * step, valid - start)
+            self.copy_batch(
+                shared + start * pitch, row, unit, pitch, address, stride * step, valid - start, kept
+            )
             address += stride * (BATCH * step)
 
-    def copy_batch(self, shared, row, unit, pitch, address, stride, valid):
+    def copy_batch(self, shared, row, unit, pitch, address, stride, valid, kept):
         """Copies the lane's units of one batch of `copy_rows`. ``row``, ``address``: of the first unit; ``stride``: bytes to the
         next one."""
         step = 32 // (pitch // 16)
@@ -155,7 +165,8 @@ class StoreWarp:
         for i in range(BATCH):
             r = i * step + row
             place = shared + r * pitch + (unit ^ (r % 8)) * 16
-            values.append(ptx.load_shared_x4(place, Int32))
+            value = ptx.load_shared_x4(place, Int32)
+            values.append(value if kept is None else [word & kept for word in value])
         for i, value in enumerate(values):
             ptx.store_global_evict_first_x4(address + stride * i, value, i * step + row < valid)
 
