@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +31,32 @@ def device_time(call: Callable[[], Any], repeats: int = 20) -> float:
     return _between_events(graph.replay, flush, repeats)
 
 
-def _between_events(work: Callable[[], Any], flush: Tensor, repeats: int) -> float:
+def launch_time(launches: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
+    """Returns the median milliseconds of a launch on the device, from replays of one CUDA graph that holds all `launches`.
+
+    The L2 is not flushed: together, the launches must touch several times the L2, each another part of it.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in launches[:2]:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in launches:
+            call()
+    graph.replay()
+    return _between_events(graph.replay, None, repeats) / len(launches)
+
+
+def _between_events(work: Callable[[], Any], flush: Tensor | None, repeats: int) -> float:
     """Returns the median milliseconds of `work` on the current stream; `flush` is overwritten before each."""
     events = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)
     ]
     for start, end in events:
-        flush.zero_()
+        if flush is not None:
+            flush.zero_()
         start.record()
         work()
         end.record()
@@ -74,6 +93,11 @@ def eager_time(call: Callable[[], Any], repeats: int = 20) -> float:
         synchronize()
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times)
+
+
+def eager_launch_time(launches: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
+    """Returns the median milliseconds of one of the `launches`, called eagerly one after the other."""
+    return eager_time(lambda: [call() for call in launches], repeats) / len(launches)
 
 
 def difference(x: Tensor, peer: Tensor) -> dict[str, float]:

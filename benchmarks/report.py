@@ -3,8 +3,9 @@
     python benchmarks/report.py benchmarks/results/h200/prefill.json
     python benchmarks/report.py benchmarks/results/h200/*.json
 
-The page of prefill.json goes to ``docs/benchmarks/<device>.md``, those of training.json, cp.json, cp_multi_gpu.json and host.json
-to ``<device>-training.md``, ``<device>-cp.md``, ``<device>-cp-multi-gpu.md`` and ``<device>-host.md``; the pictures go beside them.
+The page of prefill.json goes to ``docs/benchmarks/<device>.md``, those of training.json, decode.json, cp.json, cp_multi_gpu.json
+and host.json to ``<device>-training.md``, ``<device>-decode.md``, ``<device>-cp.md``, ``<device>-cp-multi-gpu.md`` and
+``<device>-host.md``; the pictures go beside them.
 Pictures need matplotlib (``pip install matplotlib``); ``--pages-only`` writes no pictures.
 """
 
@@ -20,7 +21,7 @@ from typing import NamedTuple
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
 
-from benchmarks import plots, report_cp, report_host, report_prefill, report_training
+from benchmarks import plots, report_cp, report_decode, report_host, report_prefill, report_training
 from benchmarks.pages import Data
 
 DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
@@ -38,6 +39,7 @@ class Report(NamedTuple):
 REPORTS = {
     "prefill": Report("", report_prefill.page, report_prefill.pictures),
     "training": Report("-training", report_training.page, report_training.pictures),
+    "decode": Report("-decode", report_decode.page, report_decode.pictures),
     "cp": Report("-cp", report_cp.page, report_cp.pictures),
     "cp_multi_gpu": Report("-cp-multi-gpu", report_cp.multi_gpu_page, report_cp.multi_gpu_pictures),
     "host": Report("-host", report_host.page, report_host.pictures),

@@ -93,16 +93,18 @@ def test_the_calls_of_a_captured_graph_serve_other_slots(example, tmp_path, monk
 
 
 def test_emulated_sm90_kernels_serve_requests(example, tmp_path, monkeypatch):
-    """The second request starts from the prefix that the first one stored, and both have drafts."""
+    """The first request is prefilled in two pieces. The second one starts from the prefix that the first one stored, and both have
+    drafts."""
     tokens = tuple(range(100))
     requests = [(tokens, 84, 0), (tokens[:64] + tokens[80:], 74, 3)]
     monkeypatch.setattr(example, "draw_requests", lambda options: [example.Request(*r) for r in requests])
     monkeypatch.setattr(example, "captured", captured_on_tape)
-    small = {"requests": 2, "batch": 2, "slots": 9, "heads": 1, "head_dim": 128}
+    small = {"requests": 2, "batch": 2, "slots": 9, "budget": 64, "heads": 1, "head_dim": 128}
     with emulated("sm90", ARCH, races=("shared",)):  # as in tests/sm90/test_emulated.py
         assert example.main([*words(tmp_path, **small), "--backend", "sm90", "--no-picture"]) == 0
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["prefill"] == run["decoding"] == ["sm90"] and run["counts"]["finished"] == 2
+    assert run["checkpoints"] == "in a call"
     for name in ("prefix_hits", "chunked_prompts", "accepted_drafts", "rejected_drafts"):
         assert run["counts"][name] > 0, name
     assert 1e-4 < run["error"] <= run["limit"]  # of products of bf16 operands

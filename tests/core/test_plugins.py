@@ -247,7 +247,7 @@ TARGETS = {
     "no class": ("Backend = 3\n", "TypeError"),
     "no methods": (
         "class Backend:\n    pass\n",
-        "Backend has no can_run, workspace_bytes, compile, chunk_fwd, chunk_bwd, recurrent_fwd",
+        "Backend has no can_run, workspace_bytes, compile, chunk_fwd, chunk_bwd, recurrent_fwd, journal_decode, journal_fold",
     ),
     "no can_run": (
         "from kda_core import reference\nclass Backend(reference.ReferenceBackend):\n    can_run = None\n",
@@ -284,7 +284,7 @@ class Backend:
         self.can_run, self.workspace_bytes = whole.can_run, whole.workspace_bytes
         self.compile, self.chunk_fwd = whole.compile, whole.chunk_fwd
 """
-    install("small", backend=module, features=FEATURES - {"backward", "recurrent"}, priority=5)
+    install("small", backend=module, features=FEATURES - {"backward", "recurrent", "journal"}, priority=5)
     assert listed("small") == ("ok", "") and ran() == "small"
 
 

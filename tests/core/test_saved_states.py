@@ -93,7 +93,9 @@ def test_saved_states_and_residuals_are_those_of_the_recurrence(saving, case, de
         step(x, disable_recompute=dense)
     assert ran(calls) == [("saving", "chunk_fwd"), ("saving", "chunk_bwd")]
     ((shape, states, found, _),) = saving.given
-    assert states.dtype == (BF16 if dense else torch.float32) and tuple(states.shape) == shape.saved_states_shape
+    assert (
+        states.dtype == (BF16 if dense else torch.float32) and tuple(states.shape) == shape.saved_states_shape
+    )
     slots = saved_slots(shape, [len(h) for h in want])
     for h, own in zip(want, slots, strict=True):
         assert len(own) == -(-len(h) // spacing)

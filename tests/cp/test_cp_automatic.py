@@ -81,6 +81,37 @@ def test_calls_that_are_off_or_not_split_equal_direct_calls_bit_for_bit(idle, mo
     assert explain(**short).plan.startswith("direct (cp: serial (1 sequences); predicted")
 
 
+def test_a_call_over_a_pool_is_split_where_the_call_with_copied_states_is(idle):
+    """The backend serves all other calls over a pool itself."""
+    x = long_call()
+    matrix = torch.randn(4, 1, 16, 16)
+    more = {"ssm_state_indices": torch.tensor([2, -1]), "output_final_state": True}
+    pools = {mode: {"initial_state": matrix.clone()} | more for mode in ("auto", "off")}
+    results = {}
+    for mode, pool in pools.items():
+        found = explain(**(x | pool), context_parallel=mode)
+        planner, (results[mode], _) = run(x | pool, context_parallel=mode)
+        wanted = ("cp", "copies by kda-core") if mode == "auto" else (None, "the backend")
+        assert (planner, found.pool) == wanted and found.plan.startswith(planner or "direct")
+    split, direct = results.values()
+    assert error(split, direct, lengths=(1100, 300)) < 5e-3 and not split[:, 1100:].any()
+    states = [pool["initial_state"] for pool in pools.values()]
+    assert error(states[0][2:3], states[1][2:3], state=True) < 1e-5
+    kept = [0, 1, 3]
+    assert torch.equal(states[0][kept], matrix[kept]) and torch.equal(states[1][kept], matrix[kept])
+
+    as_int = lambda *values: torch.tensor(values, dtype=torch.int32)
+    points = {
+        "checkpoint_cu": as_int(0, 1, 1),
+        "checkpoint_positions": as_int(64),
+        "checkpoint_indices": torch.tensor([0]),
+    }
+    short = draw("memory", 90, H=1, K=16, V=16).arguments
+    one = {"initial_state": matrix.clone(), "ssm_state_indices": torch.tensor([2])}
+    for given, of_pool in ((x, pools["auto"] | points), (short, one)):
+        assert run(given | of_pool)[0] is None and explain(**(given | of_pool)).pool == "the backend"
+
+
 def test_pinned_calls_and_calls_that_require_grad_are_not_split(idle):
     x = long_call()
     assert run(x, pin=True)[0] is None

@@ -256,7 +256,7 @@ def test_a_backend_of_an_older_abi_saves_no_states(training):
     x = make_inputs("slow", 1100, H=1, K=16, V=16).arguments | {"backend": "training"}
     x["v"].requires_grad_()
     assert explain(**x).saved_bytes > 0
-    older = replace(training_backend.SPEC, abi=(2, 4))
+    older = replace(training_backend.SPEC, abi=(2, 5))
     native_backend = REGISTRY.load(REGISTRY.find("training").spec)
     with REGISTRY.replaced(older, native_backend, "of an older ABI"):
         for plan in ("off", Plan(((512, 588),))):

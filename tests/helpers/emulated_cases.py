@@ -6,6 +6,7 @@ the results of a GPU.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from kda_core import slots
+from kda_core.registry import REGISTRY
 from kda_core.testing import FAMILIES, serving
 from kda_core.testing.conformance import BackendConformance, same
 from kda_core.testing.inputs import PLAIN
@@ -26,6 +28,16 @@ SLOTS = serving.Scenario(
     (3, 3, 0, 6, -1), (-1, 5, 2, 6, serving.SLOTS), (True, True, True, False, True), first_slot=1, fresh=(6,)
 )
 BOUNDS = ((0, 15, 15, 79, 80), (0, 0, 70), (0, 65, 130, 130))
+
+
+@contextmanager
+def emulated_runner(backend, arch, record_property, **options):
+    """Yields the kit's runner on an emulated backend; ``options``: of `ptx_emulator.device`."""
+    with emulated(backend, arch, **options):
+        runner = Runner(backend, "cpu", 128, quick=True, record=record_property)
+        assert runner.tested() == (backend, "cpu", EMULATED)
+        record_property(TESTED, runner.tested())
+        yield runner
 
 
 class EmulatedCases:
@@ -43,10 +55,7 @@ class EmulatedCases:
 
     @pytest.fixture
     def kda(self, record_property):
-        with emulated(self.backend, self.arch, **self.options):
-            runner = Runner(self.backend, "cpu", 128, quick=True, record=record_property)
-            assert runner.tested() == (self.backend, "cpu", EMULATED)
-            record_property(TESTED, runner.tested())
+        with emulated_runner(self.backend, self.arch, record_property, **self.options) as runner:
             yield runner
 
     @pytest.mark.parametrize("T", (1, 70))
@@ -141,6 +150,22 @@ class EmulatedCases:
     def test_decode_with_a_slot_for_every_token(self, kda, monkeypatch):
         monkeypatch.setattr(slots, "initial_states", None)  # core makes no call for each token
         KIT.test_slots_of_tokens(kda, True, "bf16-vk")
+
+    def test_fold_of_records(self, kda):
+        self.needs_journal(kda)
+        KIT.test_fold_then_decode(kda)
+
+    def test_gates_of_records(self, kda):
+        self.needs_journal(kda)
+        KIT.test_gates_of_records(kda, 2)
+
+    def test_records_of_skipped_and_untouched_slots(self, kda):
+        self.needs_journal(kda)
+        KIT.test_skipped_and_untouched_slots(kda, 1)
+
+    def needs_journal(self, kda):
+        if "journal" not in REGISTRY.find(self.backend).spec.features:
+            pytest.skip(f"{self.backend} does not declare the feature journal")
 
     def test_decode_of_strided_views(self, kda):
         KIT.test_strided_views(kda, "decode")

@@ -67,6 +67,10 @@ NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"g": torch.float16}, "g: expected torch.bfloat16 or torch.float32, got torch.float16"),
     ({"beta": torch.float64}, "beta: expected torch.bfloat16 or torch.float32, got torch.float64"),
     ({"B": 2**20, "T": 2**20}, "below 2^31"),
+)
+
+#: The same for a backend that reads pools in decoding alone.
+POOLS_NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"pool": POOL}, "a pool of states"),
     ({"pool": POOL, "T": 0, "recurrent": True}, "a pool of states"),
 )

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from helpers.support import FREE, NOT_BUILT, problem_shape, refused
+from helpers.support import FREE, NOT_BUILT, POOLS_NOT_BUILT, problem_shape, refused
 
 from kda_cute.jit.key import Variant
 from kda_sm100 import layouts
@@ -15,7 +15,7 @@ from kda_sm100.variants import CHAIN, INTRA_CHUNK, SAMPLE, SUMMARY
 shape = functools.partial(problem_shape, (10, 0))
 
 
-@pytest.mark.parametrize(("change", "reason"), NOT_BUILT)
+@pytest.mark.parametrize(("change", "reason"), (*NOT_BUILT, *POOLS_NOT_BUILT))
 def test_unsupported_shapes_are_refused_with_a_reason(change, reason):
     assert refused("sm100", shape()) is None
     assert reason in refused("sm100", shape(**change))

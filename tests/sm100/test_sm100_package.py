@@ -25,7 +25,12 @@ def test_the_backend_is_listed_on_every_machine():
 def test_the_spec_declares_every_feature_but_checkpoints_and_those_of_a_backward():
     assert SPEC.archs == BLACKWELL
     assert SPEC.unavailable is None
-    assert SPEC.features == {f.value for f in Feature} - {"backward", "saved_states", "checkpoints"}
+    assert SPEC.features == {f.value for f in Feature} - {
+        "backward",
+        "saved_states",
+        "checkpoints",
+        "journal",
+    }
     assert SPEC.dtypes == {"bfloat16"} and SPEC.head_dims == {(HEAD_DIM, HEAD_DIM)}
 
 

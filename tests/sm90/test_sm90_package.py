@@ -23,10 +23,10 @@ def test_backend_is_listed_on_every_machine():
     assert info.spec is SPEC
 
 
-def test_spec_declares_every_feature_but_checkpoints():
+def test_spec_declares_every_feature():
     assert SPEC.archs == {HOPPER}
     assert SPEC.unavailable is None
-    assert SPEC.features == {f.value for f in Feature} - {"checkpoints"}
+    assert SPEC.features == {f.value for f in Feature}
     assert SPEC.dtypes == {"bfloat16"} and SPEC.head_dims == {(HEAD_DIM, HEAD_DIM)}
 
 

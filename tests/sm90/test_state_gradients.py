@@ -20,7 +20,7 @@ TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_
 NAN = float("nan")
 #: The gradients of initial states of a whole backward have relative errors of 2e-3 to 6e-3 (`test_backward`).
 LIMIT = 8e-3
-#: Largest error of all transitions together in relation to that of the specification on the same inputs.
+#: Largest error of transitions in relation to that of the specification on the same inputs, which grows with the length of a segment.
 RATIO = 2
 #: Largest error of the transition of a single segment. Behind steep gates a few numbers dominate it, whose roundings do not average.
 SINGLE = {"steep": 4 * LIMIT}
@@ -91,7 +91,8 @@ def check(family, lengths, heads, device, last=None):
     for i, length in enumerate(lengths):
         if length:
             assert relative_error(found[i], want[i]) <= LIMIT, i
-            assert relative_error(transitions[i], want_transitions[i]) <= SINGLE.get(family, LIMIT), i
+            limit = max(SINGLE.get(family, LIMIT), RATIO * relative_error(specified[i], want_transitions[i]))
+            assert relative_error(transitions[i], want_transitions[i]) <= limit, i
         else:
             assert torch.equal(found[i].double(), want[i])
             assert torch.equal(transitions[i].double(), want_transitions[i])

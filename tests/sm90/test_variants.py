@@ -40,14 +40,31 @@ def test_every_call_has_its_variant(gate):
         launch_config(
             shape(B=B, T=T, HV=heads, H=heads, g=dtype, return_intermediate_states=states, **options, **gate),
             spacing=spacing,
+            strided=strided,
         ).config
         for heads in (1, 8, 48, 67, 129)
         for B, T in ((1, 1), (1, 10**6), (100, 300))
         for dtype in (torch.bfloat16, torch.float32)
         for options in ({}, {"pin": True}, {"index": torch.int32, "use_graph": True, "max_num_seqs": 4})
         for states, spacing in ((False, 0), (True, 0), *((False, spacing) for spacing in SPACINGS))
+        for strided in ((False,) if spacing else (False, True))
     }
     assert needed <= set(ALL)
+
+
+def test_a_pool_changes_nothing_but_the_variant_for_serving():
+    for call in (
+        shape(B=1, T=1000, HV=4, H=4),
+        shape(B=100, T=70, HV=4, H=4, return_intermediate_states=True),
+    ):
+        plain = launch_config(call)
+        pool = PoolShape(torch.bfloat16, torch.int64, True, checkpoint_dtype=torch.float32)
+        found = launch_config(replace(call, pool=pool))
+        assert (
+            found
+            == replace(plain, config=replace(plain.config, serving=True))
+            == launch_config(call, strided=True)
+        )
 
 
 @pytest.mark.parametrize("v_first", (False, True))

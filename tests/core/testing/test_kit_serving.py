@@ -15,7 +15,14 @@ from kda_core.testing.runner import Runner
 from kda_core.testing.serving import ServingConformance
 
 KIT = BackendConformance()
-POOLS = {Feature.STATE_POOL, Feature.BF16_POOL, Feature.TOKEN_STATES, Feature.CHECKPOINTS, Feature.STRIDED}
+POOLS = {
+    Feature.STATE_POOL,
+    Feature.BF16_POOL,
+    Feature.TOKEN_STATES,
+    Feature.CHECKPOINTS,
+    Feature.STRIDED,
+    Feature.JOURNAL,
+}
 
 
 class TestReference(ServingConformance):
@@ -49,6 +56,49 @@ class Changed(ReferenceBackend):
     def _forward(self, inputs, outputs, block):
         changed = inputs if inputs.pool is None else replace(inputs, pool=self.pool(inputs.pool))
         return super()._forward(changed, outputs, block)
+
+
+class Journals(ReferenceBackend):
+    """`reference` with another journal than that of the call."""
+
+    def journal(self, journal):
+        return journal
+
+    def journal_decode(self, inputs, outputs):
+        return super().journal_decode(replace(inputs, journal=self.journal(inputs.journal)), outputs)
+
+
+class NeverFolds(Journals):
+    def journal(self, journal):
+        return replace(journal, length=journal.length + 1)
+
+
+class IgnoresRecords(Journals):
+    def journal(self, journal):
+        return journal if journal.spans is None else replace(journal, spans=torch.zeros_like(journal.spans))
+
+
+class RoundsRecords(ReferenceBackend):
+    def journal_decode(self, inputs, outputs):
+        super().journal_decode(inputs, outputs)
+        inputs.journal.u.copy_(inputs.journal.u.bfloat16())
+        return outputs
+
+
+class IgnoresAcceptedDrafts(ReferenceBackend):
+    def journal_fold(self, shape, pool, journal):
+        if journal.accepted is not None:
+            journal = replace(journal, accepted=torch.full_like(journal.accepted, 4))
+        super().journal_fold(shape, pool, journal)
+
+
+class StoresOtherDecays(ReferenceBackend):
+    """Stores sums of log decays of at most -0.25."""
+
+    def journal_decode(self, inputs, outputs):
+        super().journal_decode(inputs, outputs)
+        inputs.journal.G.clamp_(max=-0.25)
+        return outputs
 
 
 class IgnoresTheMask(Changed):
@@ -144,6 +194,11 @@ DEFECTS = [
     (ShiftsCheckpoints, lambda: KIT.test_resumed_checkpoints(kda(), "another pool"), "o after 64 tokens"),
     (DependsOnTheBatch, lambda: KIT.test_decode_bits(kda()), "other bits alone"),
     (ReadsDenseMemory, lambda: KIT.test_strided_views(kda(), "prefill"), None),
+    (NeverFolds, lambda: KIT.test_journal(kda(), "fp32-kv"), None),
+    (IgnoresRecords, lambda: KIT.test_journal(kda(), "fp32-kv"), "error of o"),
+    (RoundsRecords, lambda: KIT.test_journal(kda(), "fp32-kv"), "the state of slot"),
+    (StoresOtherDecays, lambda: KIT.test_fold_then_decode(kda()), None),
+    (IgnoresAcceptedDrafts, lambda: KIT.test_rollback(kda(), "verify"), "no draft of slot 3"),
     (IgnoresTheMask, lambda: KIT.test_requests(Runner("reference", "cpu", 16, False)), None),
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ A planner (context parallelism) does the same in ``kda_core.planners``. ``docs/w
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -19,7 +19,9 @@ from kda_core.contract import (
     Feature,
     KdaGradients,
     KdaInputs,
+    KdaJournal,
     KdaOutputs,
+    KdaPool,
     ProblemShape,
     dtype_name,
 )
@@ -154,8 +156,8 @@ class SupportsBackwardInto(Protocol):
 
 
 class SupportsSavedStates(SupportsBackwardInto, Protocol):
-    """Optional; requires `Feature.SAVED_STATES`. The forward saves states, so that the backward computes less. Since ABI 2.5
-    (`SAVES_SINCE`): core lets a backend of ABI 2.2 to 2.4, whose saved states are all bf16, save nothing.
+    """Optional; requires `Feature.SAVED_STATES`. The forward saves states, so that the backward computes less. Since ABI 2.6
+    (`SAVES_SINCE`): core lets a backend of ABI 2.2 to 2.5, whose saved states are all bf16, save nothing.
 
     `Backend.chunk_fwd` fills `KdaOutputs.saved_states` and `KdaOutputs.residual` where they are given, also if `needs_backward` is
     not set, because another backend may have the backward. `Backend.workspace_bytes` suffices in either case.
@@ -186,7 +188,7 @@ class SupportsSavedStates(SupportsBackwardInto, Protocol):
         ...
 
 
-SAVES_SINCE = (2, 5)
+SAVES_SINCE = (2, 6)
 """The ABI since which saved states have `ProblemShape.saved_states_dtype`."""
 
 
@@ -215,6 +217,57 @@ class SupportsRecurrent(Protocol):
     def recurrent_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         """`Backend.chunk_fwd` for a few tokens of each sequence (decoding). ``cu_seqlens[-1]`` may be below T; o after it is
         zero already and must stay zero."""
+        ...
+
+
+class SupportsJournal(Protocol):
+    """Optional; requires `Feature.JOURNAL`. Decoding that leaves the pool as it is, and records its tokens. Since ABI 2.5.
+
+    The bits of a sequence depend neither on the other sequences nor on its slot nor on the first row of its records. They may depend on
+    the number of records.
+    """
+
+    def journal_decode(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        """Computes T tokens of each of N sequences from the state that their slots and records describe. Returns `outputs`.
+
+        Writes o, a record of every token to `inputs.journal`, and where a slot is folded its state to the pool. Rows of o of sequences
+        without a slot (`KdaPool`) are zeros; nothing else of them is read or written. Other records, other slots and the spans keep
+        their bits. The state after the tokens is not stored.
+
+        Args:
+            inputs: B is N; `pool` has one slot for each sequence, which is read and written; `journal` is given.
+        """
+        ...
+
+    def journal_fold(self, shape: ProblemShape, pool: KdaPool, journal: KdaJournal) -> None:
+        """Writes the state that records describe to the pool, for each sequence that has a slot and at least one record. Journal and
+        spans keep their bits.
+
+        Args:
+            shape: T is 0. `can_run` has accepted it.
+            pool, journal: as in `journal_decode`; without `KdaJournal.spans`, `KdaJournal.accepted` is given.
+        """
+        ...
+
+
+PreparedLaunch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], object]
+"""Launches one call on the current device and stream with other q, k, v, g, beta and o."""
+
+
+@runtime_checkable
+class SupportsPrepare(Protocol):
+    """Optional: launches with little host time, for `kda_core.serving.bind`. Since ABI 2.5.
+
+    Without it, a bound call makes new `KdaInputs` and `KdaOutputs` and calls `recurrent_fwd` or `journal_decode`.
+    """
+
+    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
+        """Returns a launch of ``recurrent_fwd(inputs, outputs)``, or of ``journal_decode`` if `inputs.journal` is given, with all tensors
+        but q, k, v, g, beta and o fixed. Their contents may change.
+
+        The six tensors of a launch have the shapes, dtypes, strides, device and alignment of the example. Nothing is launched here; what
+        must be compiled is compiled.
+        """
         ...
 
 
@@ -249,7 +302,7 @@ class SupportsSegments(Protocol):
         """`Backend.chunk_fwd` with `outputs.workspace` as the last `summarize` of these segments left it.
         `inputs.initial_state` are the true states at the starts of the segments. Returns `outputs`.
 
-        Since ABI 2.5 a backend with `Feature.SAVED_STATES` fills `KdaOutputs.saved_states` and `residual` here as well, where they
+        Since ABI 2.6 a backend with `Feature.SAVED_STATES` fills `KdaOutputs.saved_states` and `residual` here as well, where they
         are given. They are those of the packed call over the segments."""
         ...
 

@@ -14,6 +14,7 @@ from kda_core.contract import (
     HALF_DTYPES,
     KdaGradients,
     KdaInputs,
+    KdaJournal,
     KdaOutputs,
     KdaPool,
     ProblemShape,
@@ -44,6 +45,7 @@ def make_inputs(
     align: bool = True,
     strided: bool = False,
     pool: KdaPool | None = None,
+    journal: KdaJournal | None = None,
 ) -> KdaInputs:
     """Returns the tensors of a call in the form that backends require.
 
@@ -54,7 +56,7 @@ def make_inputs(
         shape: their `kda_core.validate.problem_shape`.
         align: False for tensors without memory (fake ones).
         strided: whether the backend declares `Feature.STRIDED`; views that it can read are then not copied.
-        pool: that of the call.
+        pool, journal: those of the call.
 
     Raises:
         ArgumentError: a tensor without strides (sparse, nested).
@@ -78,7 +80,7 @@ def make_inputs(
     values = {
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
         "initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "shape": shape,
-        "pool": pool,
+        "pool": pool, "journal": journal,
     }  # fmt: skip
     return unchecked(KdaInputs, values)
 

@@ -24,6 +24,7 @@ from kda_core.contract import (
     Feature,
     KdaGradients,
     KdaInputs,
+    KdaJournal,
     KdaOptions,
     KdaOutputs,
     KdaPool,
@@ -303,6 +304,7 @@ def execute(
     *,
     saves: bool = False,
     pool: KdaPool | None = None,
+    journal: KdaJournal | None = None,
 ) -> KdaOutputs:
     """Runs one call and returns its outputs.
 
@@ -310,13 +312,13 @@ def execute(
         tensors: `Arguments.tensors`.
         given: the tensors that the caller passed to be written.
         saves: whether the backend is to save states for the backward.
-        pool: that of a call whose shape has one.
+        pool, journal: those of a call whose shape has them.
 
     Raises:
         KdaError: contents of cu_seqlens that the host knows, or `given`, are invalid; or the backend violated the ABI.
     """
     shape, choice = call.shape, call.choice
-    inputs = make_inputs(tensors, shape, strided=call.strided, pool=pool)
+    inputs = make_inputs(tensors, shape, strided=call.strided, pool=pool, journal=journal)
     # reading the lengths checks host contents of cu_seqlens, before any launch
     lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
     if call.checks_contents:

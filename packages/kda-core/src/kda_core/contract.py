@@ -94,6 +94,7 @@ class Feature(str, Enum):
     TOKEN_STATES = "token_states"  # the same with a slot for the state after every token
     CHECKPOINTS = "checkpoints"  # states inside of sequences, see `KdaCheckpoints`
     STRIDED = "strided"  # strided q, k, v, g, beta, see `KdaInputs`; without it core copies them, so no call needs it
+    JOURNAL = "journal"  # decoding and verification with records of tokens, see `KdaJournal`
 
 
 OFFERS = frozenset(
@@ -246,6 +247,21 @@ class PoolShape:
 
 
 @dataclass(frozen=True)
+class JournalShape:
+    """The metadata of a `KdaJournal`, hashable. Since ABI 2.5.
+
+    Attributes:
+        length: `KdaJournal.length`.
+        rows: R, the rows of a slot in its tensors.
+        has_spans: whether slots may have records before the call. False: the call verifies drafts, and never writes to the pool.
+    """
+
+    length: int
+    rows: int
+    has_spans: bool
+
+
+@dataclass(frozen=True)
 class ProblemShape:
     """The metadata of a call, hashable. A backend chooses and compiles kernels from nothing else.
 
@@ -260,6 +276,8 @@ class ProblemShape:
         options: `KdaOptions.resolved`, so `scale` is a number.
         pool: of a call whose states are in a pool, else None. Such a call has no `initial_state`, and asks for a `final_state` only if
             it does not write to the pool. Since ABI 2.3.
+        journal: of a call with a `KdaJournal`, else None. Such a call has a pool, fixed lengths and `KdaOptions.recurrent`; T is 0 for
+            `SupportsJournal.journal_fold`. Since ABI 2.5.
     """
 
     B: int
@@ -280,6 +298,7 @@ class ProblemShape:
     arch: tuple[int, int] | None
     options: KdaOptions
     pool: PoolShape | None = None
+    journal: JournalShape | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -380,6 +399,7 @@ class ProblemShape:
             Feature.GRAPH: o.use_graph,
             Feature.BACKWARD: o.needs_backward,
             Feature.RECURRENT: o.recurrent,
+            Feature.JOURNAL: self.journal is not None,
         }
         if self.pool is not None:
             needed |= self.pool.features
@@ -446,6 +466,44 @@ class KdaPool:
 
 
 @dataclass(frozen=True)
+class KdaJournal:
+    """The tokens since the state that a slot of the pool holds, as records from which the state after each of them follows. All
+    tensors are contiguous, aligned to `ALIGNMENT` and on the device of q, and only the device reads them. Since ABI 2.5.
+
+    A record of a token t is the corrected value u_t, the key k_t and the log decay G_t from the state in the pool to the token. With
+    S_0 that state and m records, the state of a slot is::
+
+        S_m = e^{G_m} S_0 + sum_j (e^{G_m - G_j} k_j) u_j^T,   u_t = beta_t (v_t - k_t^T e^{g_t} S_{t-1})
+
+    No exponent is above 0, so any gate is served. The records of a slot are a ring: record i is in row ``(first + i) % R``, with
+    (first, m) the span of the slot. A call appends its tokens behind them. If m + T exceeds `length`, the call first writes S_m to the
+    slot of the pool (it folds), and G starts from 0. The new records are in the same rows whether or not it folds, and R is at least
+    `length` + T, so they never replace a record that the call reads. `spans` does not change before
+    `kda_core.serving.journal_advance`.
+
+    Attributes:
+        u: [slots, HV, R, V], fp32 (fp64 for fp64 inputs), with as many slots as the pool.
+        k: [slots, H, R, K], dtype of q: k as the call received it, before the l2norm.
+        k_factor: [slots, H, R], dtype of u: what normalises k, ``1 / sqrt(sum(k**2) + 1e-6)``; 1 without the l2norm.
+        G: [slots, HV, R, K], dtype of u: sum of the natural log decays since the state in the pool, each clamped to at least -104 (-746
+            in fp64), whose exponential is 0.
+        length: records from which on a slot is folded.
+        spans: [slots, 2] int32: first row, clamped to [0, R), and number of records, clamped to [0, `length`]. None: no slot has
+            records, new ones start at row 0, and nothing is folded.
+        accepted: [N] int32, clamped to [0, R]; only for `SupportsJournal.journal_fold` without spans: the number of records of each
+            sequence, from row 0 on.
+    """
+
+    u: Tensor
+    k: Tensor
+    k_factor: Tensor
+    G: Tensor
+    length: int
+    spans: Tensor | None = None
+    accepted: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class KdaInputs:
     """The inputs of one call as `chunk_fwd` of a backend receives them: validated, contiguous and aligned to `ALIGNMENT`.
 
@@ -466,6 +524,7 @@ class KdaInputs:
         shape: the metadata.
         pool: the pool that holds the states of the call, in place of `initial_state` and `KdaOutputs.final_state`; else None.
             Only backends that declare `PoolShape.features` receive it. Since ABI 2.3.
+        journal: the records of a call of `SupportsJournal.journal_decode`, else None. Since ABI 2.5.
     """
 
     q: Tensor
@@ -480,6 +539,7 @@ class KdaInputs:
     cu_seqlens_cpu: Tensor | None
     shape: ProblemShape
     pool: KdaPool | None = None
+    journal: KdaJournal | None = None
 
     @property
     def options(self) -> KdaOptions:
@@ -530,7 +590,7 @@ class KdaOutputs:
         saved_states: `ProblemShape.saved_states_shape` of `ProblemShape.saved_states_dtype`, S before every
             `ProblemShape.saved_spacing` tokens of a sequence, or None if nothing is to be saved. Chunk i of sequence n is in slot
             ``saved_slots(..)[n][i]``; other slots may stay as they are. Only backends that declare `Feature.SAVED_STATES` receive it.
-            Since ABI 2.5; in ABI 2.2 to 2.4 all were bf16.
+            Since ABI 2.6; in ABI 2.2 to 2.5 all were bf16.
         residual: [B, T, HV, V] bf16, ``R_t = v_t - k_t^T (e^{g_t} S_t)`` with S_t the state before the token, and k and g as
             the recurrence uses them; None unless `saved_states` is given and `KdaOptions.disable_recompute` is set. Since ABI 2.2.
     """

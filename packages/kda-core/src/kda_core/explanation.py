@@ -4,7 +4,7 @@ call."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from kda_core import call as calls
-from kda_core import pools
+from kda_core import journal, pools
 from kda_core.api import chunk_kda, cp_context_error, renamed_layout
 from kda_core.arguments import Arguments, checked, checked_choice, given_outputs, unknown_keyword
+from kda_core.binding import parsed
 from kda_core.contract import KdaInputs, ProblemShape, Tensors, intermediate_states_count
 from kda_core.errors import ArgumentError, KdaError, ShapeError
+from kda_core.journal import JournalArguments
 from kda_core.pools import SlotArguments, checked_slots
 from kda_core.registry import REGISTRY, Choice, Refusal, show_archs
 from kda_core.torch_private import FakeTensor
@@ -121,12 +123,17 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     that this machine does not have. `lengths` are those of the sequences of a packed call, as `cu_seqlens_cpu` would give
     them.
 
+    ``explain(function, ...)`` does it for a call ``function(...)`` of `kda_core.fused_recurrent_kda`,
+    `kda_core.serving.journal_decode_kda` or `kda_core.serving.verify_kda`.
+
     Raises:
         TypeError, ArgumentError, ShapeError, DtypeError, DeviceError: as `chunk_kda`. Any other error of the call is in
             `Explanation.error`.
     """
     if args and isinstance(args[0], ProblemShape):
         return _explain_shape(*args, **kwargs)
+    if args and callable(args[0]):
+        return _explain_decode(args[0], args[1:], kwargs)
     call, slots, workspace = _parsed(*args, **kwargs)
     if slots is None:
         shape = problem_shape(*call.tensors, options=call.options)  # type: ignore[arg-type]
@@ -145,18 +152,44 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     return _explain(shape, call.backend, call.context_parallel, inputs, known, workspace, requiring)
 
 
+def _explain_decode(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Explanation:
+    """`explain` of a call that decodes."""
+    call, given, _ = parsed(function, args, kwargs)
+    if isinstance(given, JournalArguments):
+        shape = journal.decode_shape(call, given)
+        found = _explain(shape, call.backend, "off", _inputs(call, shape), lengths_known=True)
+        return replace(found, pool=None if found.error is not None else "the backend")
+    if given is None:
+        shape = problem_shape(*call.tensors, options=call.options)  # type: ignore[arg-type]
+        return _explain(shape, call.backend, "off", _inputs(call, shape), lengths_known=True)
+    shape = pools.pooled_shape(call, given)
+    return _explain_pooled(shape, call, _inputs(call, shape), True, None)
+
+
 def _explain_pooled(
     shape: ProblemShape, call: Arguments, inputs: KdaInputs, known: bool, workspace: Tensor | None
 ) -> Explanation:
     """`_explain` of the call that serves one with a pool."""
     try:
-        native, error = pools.choose(shape, call.backend, call.context_parallel)[1], None
+        native, error = _is_native(shape, call, inputs, known), None
     except KdaError as found:
         native, error = True, f"{type(found).__name__}: {found}"
     served, mode = (shape, "off") if native else (pools.copied_shape(shape), call.context_parallel)
     explained = _explain(served, call.backend, mode, replace(inputs, shape=served), known, workspace)
     by = None if error is not None else "the backend" if native else "copies by kda-core"
     return replace(explained, shape=shape, error=error or explained.error, pool=by)
+
+
+def _is_native(shape: ProblemShape, call: Arguments, inputs: KdaInputs, known: bool) -> bool:
+    """Returns whether the backend serves the pool itself; False if a planner splits the call. The lengths may be not ``known``."""
+    choice, native = pools.choose(shape, call.backend, call.context_parallel)
+    split = pools.calls_of(shape, choice, native, call.context_parallel)[1]
+    if split is None or not known:
+        return native
+    inputs = replace(inputs, shape=split.shape)
+    return calls.ask_planner(split, inputs, inputs.sequence_lengths()) is None
 
 
 def _parsed(*args: Any, **kwargs: Any) -> tuple[Arguments, SlotArguments | None, Tensor | None]:

@@ -24,7 +24,13 @@ def register() -> None:
     if counters is None:
         return
     operators = torch.ops.kda_core
-    forwards = [operators.chunk_fwd, operators.chunk_fwd_out, operators.pooled_fwd_]
+    forwards = [
+        operators.chunk_fwd,
+        operators.chunk_fwd_out,
+        operators.pooled_fwd_,
+        operators.journal_decode_,
+        operators.verify_,
+    ]
     if operators.chunk_fwd not in counters.flop_registry:
         counters.register_flop_formula(forwards)(_forward)
         counters.register_flop_formula(operators.chunk_bwd)(_backward)

@@ -3,7 +3,7 @@
 Reverse-mode gradients exist if the backend has a backward. Forward-mode AD and second derivatives raise `DerivativeError`:
 torch itself would ignore a tangent, and would return 0 for a second derivative.
 
-`chunk_fwd`, `chunk_fwd_out`, `pooled_fwd_` and `chunk_bwd` are the operators' kernels for the dispatch key Autograd. The dispatcher calls
+The functions with an operator's name are its kernels for the dispatch key Autograd. The dispatcher calls
 them once for each level of ``torch.func``, with the tensors of that level. They therefore see everything that is
 differentiated, in eager mode and while ``torch.compile`` traces.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kda_core import flops, pools, torch_private
+from kda_core import flops, journal, pools, torch_private
 from kda_core.arguments import Arguments
 from kda_core.call import may_save
 from kda_core.contract import FLOAT_TENSORS, Tensors
@@ -65,6 +65,29 @@ def pooled_fwd_(*values: Any) -> None:
     refuse_tangents(Arguments._fields, values)
     pools.refuse_gradients(Arguments(*values[:_N_ARGUMENTS]))
     _below_autograd(torch.ops.kda_core.pooled_fwd_.default, values)
+
+
+def journal_decode_(*values: Any) -> None:
+    """The Autograd kernel of the operator ``journal_decode_``."""
+    _of_journal(torch.ops.kda_core.journal_decode_.default, values)
+
+
+def verify_(*values: Any) -> None:
+    """The Autograd kernel of the operator ``verify_``."""
+    _of_journal(torch.ops.kda_core.verify_.default, values)
+
+
+def _of_journal(operator: Any, values: tuple[Any, ...]) -> None:
+    refuse_tangents(Arguments._fields, values)
+    journal.refuse_gradients(Arguments(*values[:_N_ARGUMENTS]))
+    _below_autograd(operator, values)
+
+
+def journal_fold_(*values: Any) -> None:
+    """The Autograd kernel of the operator ``journal_fold_``."""
+    if _requires_grad(values[:1]):
+        raise ArgumentError("pool", "a tensor that requires no grad", "requires_grad=True")
+    _below_autograd(torch.ops.kda_core.journal_fold_.default, values)
 
 
 def chunk_bwd(*values: Any) -> Any:

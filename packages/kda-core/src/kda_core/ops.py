@@ -15,8 +15,8 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from kda_core import flops, gradients, pools
-from kda_core.arguments import KINDS, N_TENSORS, Arguments, checked
+from kda_core import flops, gradients, journal, pools
+from kda_core.arguments import KINDS, N_TENSORS, Arguments, checked, given_outputs
 from kda_core.buffers import (
     NOTHING_GIVEN,
     GivenOutputs,
@@ -42,6 +42,7 @@ from kda_core.contract import (
 )
 from kda_core.errors import ArgumentError
 from kda_core.gradients import Served
+from kda_core.journal import JOURNAL_KINDS, JournalArguments
 from kda_core.pools import SLOT_KINDS, SlotArguments
 from kda_core.torch_private import below_autograd, is_dispatcher_idle
 from kda_core.validate import check_outputs, problem_shape
@@ -66,10 +67,25 @@ _SLOTS = ", ".join(
     f"{_SCHEMA_TYPES[kind]}{'?' if kind is Tensor else ''} {name}" for name, kind in SLOT_KINDS.items()
 ).replace("Tensor? checkpoint_pool", "Tensor(t!)? checkpoint_pool")
 
+
+def _records(written: bool) -> str:
+    """Returns the schema of `JournalArguments`, whose records a call writes or only reads."""
+    aliases = {"records_u": "(u!)", "records_k": "(v!)", "records_k_factor": "(w!)", "records_G": "(x!)"}
+    marks = {"spans": "?"} | (aliases if written else {})
+    return ", ".join(
+        f"{_SCHEMA_TYPES[kind]}{marks.get(name, '')} {name}" for name, kind in JOURNAL_KINDS.items()
+    )
+
+
 _LIB = torch.library.Library("kda_core", "DEF")
 _LIB.define(f"chunk_fwd({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 _LIB.define(f"chunk_fwd_out({ARGUMENTS}, {WRITTEN}) -> ()")
 _LIB.define(f"pooled_fwd_({_POOL}, {_SLOTS}, {WRITTEN}) -> ()")
+_LIB.define(f"journal_decode_({_POOL}, {_records(True)}, Tensor(a!) o) -> ()")
+_LIB.define(f"verify_({ARGUMENTS}, {_records(True)}, Tensor(a!) o) -> ()")
+_LIB.define(
+    f"journal_fold_(Tensor(s!) pool, {_records(False)}, Tensor? accepted, bool state_v_first, str? backend) -> ()"
+)
 _LIB.define(
     f"chunk_bwd(Tensor grad_o, Tensor? grad_final_state, Tensor served, Tensor saved_states, Tensor residual, str wanted, "
     f"{ARGUMENTS}) -> ({', '.join(['Tensor'] * _N_FLOATS)})"
@@ -161,6 +177,51 @@ def run_pooled(
     return o, state, h
 
 
+def run_journal(args: Arguments, given: JournalArguments, out: Tensor | None) -> Tensor:
+    """`run` of a call with records. Returns o.
+
+    Args:
+        args: as the caller passed them, types not checked; `initial_state` is the pool, whose type has been checked.
+
+    Raises:
+        KdaError: as `kda_core.serving.journal_decode_kda`.
+    """
+    journal.refuse_gradients(args)
+    if out is not None:
+        given_outputs(out, None)
+    if not torch.compiler.is_compiling():
+        tensors: Sequence[Any] = (*args[:N_TENSORS], *given.tensors, out)
+        if can_skip_dispatcher(tensors):
+            key, call = journal.look_up(args, given)
+            if call is None:
+                call = journal.resolve(checked(args), given, key)
+            with below_autograd():  # as in an operator's kernel
+                return journal.execute(call, args, given, out)
+        flops.register()
+    args = checked(args)
+    shape = journal.decode_shape(args, given)
+    o = args.q.new_empty((shape.B, shape.T, shape.HV, shape.V)) if out is None else out
+    operator = torch.ops.kda_core.verify_ if given.spans is None else torch.ops.kda_core.journal_decode_
+    operator(*args, *given, o)
+    return o
+
+
+def run_fold(
+    pool: Tensor, given: JournalArguments, accepted: Tensor | None, v_first: bool, backend: str | None
+) -> None:
+    """Writes the states that records describe to the pool.
+
+    Raises:
+        KdaError: as `kda_core.serving.journal_fold`.
+    """
+    if not torch.compiler.is_compiling() and can_skip_dispatcher((pool, accepted, *given.tensors)):
+        call = journal.resolved_fold(pool, given, accepted, v_first, backend)
+        with below_autograd():
+            journal.execute_fold(call, pool, given, accepted)
+    else:
+        torch.ops.kda_core.journal_fold_(pool, *given, accepted, v_first, backend)
+
+
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -221,6 +282,31 @@ def _chunk_fwd_out(*values: Any) -> None:
 def _pooled_fwd_(*values: Any) -> None:
     args, slots, given = _of_pool(values)
     pools.execute(pools.resolved(args, slots), args, slots, given)
+
+
+def _journal_decode_(*values: Any) -> None:
+    args, given, o = of_journal(values)
+    journal.execute(journal.resolved(args, given), args, given, o)
+
+
+def _journal_fold_(*values: Any) -> None:
+    pool, given, accepted, v_first, backend = _of_fold(values)
+    call = journal.resolved_fold(pool, given, accepted, v_first, backend)
+    journal.execute_fold(call, pool, given, accepted)
+
+
+def of_journal(values: tuple[Any, ...]) -> tuple[Arguments, JournalArguments, Tensor]:
+    """Returns the arguments of the operators ``journal_decode_`` and ``verify_``."""
+    return (
+        Arguments(*values[:_N_ARGUMENTS]),
+        JournalArguments(*values[_N_ARGUMENTS:-1]),
+        values[-1],
+    )
+
+
+def _of_fold(values: tuple[Any, ...]) -> tuple[Tensor, JournalArguments, Tensor | None, bool, str | None]:
+    """Returns the arguments of the operator ``journal_fold_``."""
+    return values[0], JournalArguments(*values[1:-3]), *values[-3:]
 
 
 def _of_pool(values: tuple[Any, ...]) -> tuple[Arguments, SlotArguments, GivenOutputs]:
@@ -311,6 +397,17 @@ def _fake_pooled_fwd_(*values: Any) -> None:
         check_outputs(inputs, KdaOutputs(*given))  # type: ignore[arg-type]
 
 
+def _fake_journal_decode_(*values: Any) -> None:
+    args, given, o = of_journal(values)
+    shape = journal.decode_shape(args, given)
+    check_outputs(KdaInputs(*args.tensors, shape), KdaOutputs(o))  # type: ignore[arg-type, call-arg]
+
+
+def _fake_journal_fold_(*values: Any) -> None:
+    pool, given, accepted, v_first, _ = _of_fold(values)
+    journal.fold_shape(pool, given, accepted, v_first)
+
+
 def _fake_chunk_bwd(
     grad_o: Tensor,
     grad_final_state: Tensor | None,
@@ -334,6 +431,9 @@ for name, on_tensors, on_fakes, with_autograd in (
     ("chunk_fwd", _chunk_fwd, _fake_chunk_fwd, gradients.chunk_fwd),
     ("chunk_fwd_out", _chunk_fwd_out, _fake_chunk_fwd_out, gradients.chunk_fwd_out),
     ("pooled_fwd_", _pooled_fwd_, _fake_pooled_fwd_, gradients.pooled_fwd_),
+    ("journal_decode_", _journal_decode_, _fake_journal_decode_, gradients.journal_decode_),
+    ("verify_", _journal_decode_, _fake_journal_decode_, gradients.verify_),
+    ("journal_fold_", _journal_fold_, _fake_journal_fold_, gradients.journal_fold_),
     ("chunk_bwd", _chunk_bwd, _fake_chunk_bwd, gradients.chunk_bwd),
 ):
     _LIB.impl(name, on_tensors, "CompositeExplicitAutograd")

@@ -55,7 +55,7 @@ def target_problem(spec: BackendSpec | PlannerSpec, made: object) -> str | None:
         needed = ["plan", "plan_from_json", "execute"]
     else:
         needed, features = ["can_run", "workspace_bytes", "compile", "chunk_fwd"], spec.features
-        needed += [method for feature, method in _METHODS.items() if feature in features]
+        needed += [m for feature, methods in _METHODS.items() if feature in features for m in methods]
     missing = [name for name in needed if not callable(getattr(made, name, None))]
     if missing == ["chunk_bwd"] and isinstance(made, SupportsBackwardInto):
         missing = []
@@ -90,7 +90,11 @@ def show_error(error: BaseException) -> str:
 
 _DTYPES = tuple(sorted(map(dtype_name, INPUT_DTYPES)))
 _ARCHS = "(9, 0), 'sm_80+', 'cpu' or 'any'"
-_METHODS = {Feature.BACKWARD.value: "chunk_bwd", Feature.RECURRENT.value: "recurrent_fwd"}
+_METHODS = {
+    Feature.BACKWARD.value: ("chunk_bwd",),
+    Feature.RECURRENT.value: ("recurrent_fwd",),
+    Feature.JOURNAL.value: ("journal_decode", "journal_fold"),
+}
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,9 @@ A backend that declares the features of the pool (`PoolShape.features`) receives
 copies the initial states out of the pool, makes the call, and copies the final states back. Both need no value of a tensor on the
 host. The choice of the backend is that of the call with copied states, so a pool changes it only if the call has checkpoints, which
 copies cannot serve.
+
+A planner (context parallelism) knows no pools. If it would split the call with copied states, the call is served by copies, also on a
+backend that declares the features.
 """
 
 from __future__ import annotations
@@ -130,22 +133,22 @@ def pooled_shape(args: Arguments, given: SlotArguments) -> ProblemShape:
     tensors = [x if i != _STATE else None for i, x in enumerate(args.tensors)]
     shape = problem_shape(*tensors, options=args.options)  # type: ignore[arg-type]
     recurrent = shape.options.recurrent
-    _check_states("initial_state", pool, shape)
+    check_states("initial_state", pool, shape)
     per_token = recurrent and index.dim() == 2
     size = (shape.N, index.shape[1]) if per_token else (shape.N,)
     symbols = "[N] or [N, W]" if recurrent else "[N]"
     integers = (torch.int32, torch.int64)
-    _check_index("ssm_state_indices", index, size, symbols, integers, shape)
+    check_index("ssm_state_indices", index, size, symbols, integers, shape)
     if per_token:
         _check_token_slots(given, index, shape)
     same = (index.dtype,)
-    _check_index("final_state_indices", given.final_state_indices, size, "[N]", same, shape)
-    _check_index("has_initial_state", given.has_initial_state, (shape.N,), "[N]", (torch.bool,), shape)
+    check_index("final_state_indices", given.final_state_indices, size, "[N]", same, shape)
+    check_index("has_initial_state", given.has_initial_state, (shape.N,), "[N]", (torch.bool,), shape)
     accepted = given.num_accepted_tokens
     if accepted is not None and not per_token:
         wanted = "None unless ssm_state_indices is [N, W] (a slot for every token)"
         raise ArgumentError("num_accepted_tokens", wanted, describe(accepted))
-    _check_index("num_accepted_tokens", accepted, (shape.N,), "[N]", (torch.int32,), shape)
+    check_index("num_accepted_tokens", accepted, (shape.N,), "[N]", (torch.int32,), shape)
     checkpoints = _check_checkpoints(given, pool, shape)
     facts = PoolShape(
         dtype=pool.dtype,
@@ -188,17 +191,17 @@ def _check_checkpoints(given: SlotArguments, pool: Tensor, shape: ProblemShape) 
             )
             raise ArgumentError("checkpoint_pool", wanted, "None")
         target = pool
-    _check_states("checkpoint_pool", target, shape)
+    check_states("checkpoint_pool", target, shape)
     positions, index = given.checkpoint_positions, given.ssm_state_indices
     assert positions is not None and index is not None
     C = positions.shape[:1]
-    _check_index("checkpoint_cu", given.checkpoint_cu, (shape.N + 1,), "[N+1]", (torch.int32,), shape)
-    _check_index("checkpoint_positions", positions, C, "[C]", (torch.int32,), shape)
-    _check_index("checkpoint_indices", given.checkpoint_indices, C, "[C]", (index.dtype,), shape)
+    check_index("checkpoint_cu", given.checkpoint_cu, (shape.N + 1,), "[N+1]", (torch.int32,), shape)
+    check_index("checkpoint_positions", positions, C, "[C]", (torch.int32,), shape)
+    check_index("checkpoint_indices", given.checkpoint_indices, C, "[C]", (index.dtype,), shape)
     return target
 
 
-def _check_index(
+def check_index(
     name: str,
     x: Tensor | None,
     size: tuple[Any, ...],
@@ -215,7 +218,7 @@ def _check_index(
     _check_device(name, x, shape)
 
 
-def _check_states(name: str, x: Tensor, shape: ProblemShape) -> None:
+def check_states(name: str, x: Tensor, shape: ProblemShape) -> None:
     """Checks a pool [slots, HV, K, V], of any number of slots and any pitch."""
     symbols = "[slots, HV, V, K]" if shape.options.state_v_first else "[slots, HV, K, V]"
     wanted = (shape.HV, *shape.state_matrix)
@@ -265,6 +268,7 @@ class PooledCall:
         shape: of the call.
         call: the call of the backend: that of `shape` if the backend serves the pool itself, else the one with copied states.
         native: whether the backend serves the pool itself.
+        split: the call with copied states, which runs where a planner has a plan for it; None if no planner is asked, or if `call` is it.
         checks_slots: whether slots are checked before each run (``KDA_CHECK_SLOTS``).
     """
 
@@ -272,6 +276,7 @@ class PooledCall:
     call: calls.ResolvedCall
     native: bool
     checks_slots: bool
+    split: calls.ResolvedCall | None = None
 
 
 POOLED_CALLS: Recent[PooledCall] = Recent(calls.MAX_CALLS)
@@ -308,12 +313,10 @@ def resolve(args: Arguments, given: SlotArguments, key: Any = None) -> PooledCal
     shape = calls.interned(pooled_shape(args, given))
     _check_devices(args, given)
     choice, native = choose(shape, args.backend, args.context_parallel)
-    if native:
-        over = calls.of_shape(shape, calls.Choices(choice, None), "off")
-    else:
-        copied = calls.interned(copied_shape(shape))
-        over = calls.of_shape(copied, calls.Choices(choice, None), args.context_parallel)
-    call = PooledCall(shape, replace(over, checks_contents=env.check()), native, env.check_slots())
+    over, split = calls_of(shape, choice, native, args.context_parallel)
+    over = replace(over, checks_contents=env.check())
+    split = None if split is None else replace(split, checks_contents=env.check())
+    call = PooledCall(shape, over, native, env.check_slots(), split)
     # plugins and other threads may have changed the environment meanwhile
     again = calls.look_up(args)[0]
     if key is not None and again is not None and key[0] == again[0]:
@@ -350,6 +353,22 @@ def choose(shape: ProblemShape, backend: str | None, mode: str) -> tuple[Choice,
     return choice, native
 
 
+def calls_of(
+    shape: ProblemShape, choice: Choice, native: bool, mode: str
+) -> tuple[calls.ResolvedCall, calls.ResolvedCall | None]:
+    """Returns `PooledCall.call` and `PooledCall.split`; `choice` and `native` are the results of `choose`."""
+    copied = lambda: calls.of_shape(calls.interned(copied_shape(shape)), calls.Choices(choice, None), mode)
+    if not native:
+        return copied(), None
+    direct = calls.of_shape(shape, calls.Choices(choice, None), "off")
+    facts = shape.pool
+    assert facts is not None
+    # copies cannot serve checkpoints, and no planner splits decoding
+    may_split = mode == "auto" and facts.checkpoint_dtype is None and not shape.options.recurrent
+    split = copied() if may_split else None
+    return direct, None if split is None or split.planner is None else split
+
+
 def copied_shape(shape: ProblemShape) -> ProblemShape:
     """Returns the shape of the call with copied states: of all tokens, or of one token of each sequence if every token has a
     slot."""
@@ -375,20 +394,23 @@ def execute(
     Raises:
         KdaError: as `kda_core.call.execute`; or the pool is not aligned, or shares memory with outputs.
     """
-    pool = _pool(args, given)
+    pool, shape = pool_of(args, given), call.shape
     tensors = list(args.tensors)
     tensors[_STATE] = None
     if outputs is not None:
         _check_outputs(call, tensors, pool, outputs)
     if call.checks_slots:
         check_slots(replace(_described(tensors, call.shape), pool=pool))
-    if call.native:
+    split = planned(call, tensors)
+    if split is not None:
+        result = _with_copies(split, shape, tensors, pool, outputs)
+    elif call.native:
         found = calls.execute(call.call, tensors, outputs, pool=pool)
         result = found.o, found.final_state, found.intermediate_states
     elif call.shape.pool.per_token:  # type: ignore[union-attr]
         result = _token_by_token(call, tensors, pool, outputs)
     else:
-        result = _with_copies(call, tensors, pool, outputs)
+        result = _with_copies(call.call, shape, tensors, pool, outputs)
     written = [pool.states] if given.writes else []
     if pool.checkpoints is not None:
         written.append(pool.checkpoints.states)
@@ -397,13 +419,26 @@ def execute(
     return result
 
 
+def planned(call: PooledCall, tensors: list[Tensor | None]) -> calls.ResolvedCall | None:
+    """Returns `PooledCall.split` if a planner has a plan for it, else None."""
+    split = call.split
+    if split is None:
+        return None
+    inputs = _described(tensors, split.shape)
+    lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
+    return None if calls.ask_planner(split, inputs, lengths) is None else split
+
+
 def _with_copies(
-    call: PooledCall, tensors: list[Tensor | None], pool: KdaPool, given: GivenOutputs | None
+    call: calls.ResolvedCall,
+    shape: ProblemShape,
+    tensors: list[Tensor | None],
+    pool: KdaPool,
+    given: GivenOutputs | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Makes the call with states that are copied out of the pool and back."""
-    shape = call.shape
+    """Makes the call with states that are copied out of the pool and back. ``shape``: of the call with the pool."""
     tensors[_STATE] = slots.initial_states(pool, shape.state_dtype)
-    found = calls.execute(call.call, tensors, given)
+    found = calls.execute(call, tensors, given)
     final = found.final_state
     if shape.pool.writes:  # type: ignore[union-attr]
         assert final is not None
@@ -457,7 +492,7 @@ def _described(tensors: list[Tensor | None], shape: ProblemShape) -> KdaInputs:
     return KdaInputs(*tensors, shape)  # type: ignore[arg-type, call-arg]
 
 
-def _pool(args: Arguments, given: SlotArguments) -> KdaPool:
+def pool_of(args: Arguments, given: SlotArguments) -> KdaPool:
     """Returns the pool of a call as a backend receives it. Only slots are copied, where they are not contiguous."""
     states, read = args[_STATE], given.ssm_state_indices
     assert isinstance(states, Tensor) and read is not None

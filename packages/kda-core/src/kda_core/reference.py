@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kda_core import install
+from kda_core import install, reference_journal
 from kda_core.abi import BACKEND_ABI
 from kda_core.backend import BackendSpec
 from kda_core.contract import (
@@ -37,6 +37,7 @@ from kda_core.contract import (
     Feature,
     KdaGradients,
     KdaInputs,
+    KdaJournal,
     KdaOutputs,
     KdaPool,
     ProblemShape,
@@ -95,6 +96,16 @@ class ReferenceBackend:
     def recurrent_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         """Computes token by token."""
         return self._forward(inputs, outputs, 1)
+
+    def journal_decode(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        """Computes token by token, from the states that the records describe."""
+        with torch.no_grad(), torch.autocast(inputs.q.device.type, enabled=False):
+            return reference_journal.journal_decode(inputs, outputs)
+
+    def journal_fold(self, shape: ProblemShape, pool: KdaPool, journal: KdaJournal) -> None:
+        """Writes the states that the records describe to the pool."""
+        with torch.no_grad(), torch.autocast(pool.states.device.type, enabled=False):
+            reference_journal.journal_fold(shape, pool, journal)
 
     def _forward(self, inputs: KdaInputs, outputs: KdaOutputs, block: int) -> KdaOutputs:
         with torch.no_grad(), torch.autocast(inputs.q.device.type, enabled=False):

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from kda_core.contract import CHECKPOINT_SPACING, KdaInputs
+from kda_core.contract import CHECKPOINT_SPACING, KdaInputs, KdaPool
 from kda_core.errors import ArgumentError
 from kda_core.slots import checkpoint_rows, is_slot, read_slots, sequence_bounds, skipped
 
@@ -61,6 +61,22 @@ def check_slots(inputs: KdaInputs) -> None:
             raise ArgumentError(
                 name, "slots that no other sequence reads", f"slot {slot} of sequence {m}, which {n} reads"
             )
+
+
+def check_own_slots(name: str, pool: KdaPool) -> None:
+    """Checks that the slots [N] of a call that reads and writes them exist, and that no slot belongs to two sequences. Checks nothing
+    during the capture of a CUDA graph, as `check_slots`.
+
+    Args:
+        name: of the argument that holds the slots.
+
+    Raises:
+        ArgumentError: the message names the argument, what was expected, and the first violation.
+    """
+    if pool.states.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    _check_range(name, pool.read, pool.states)
+    _check_once([(slot, n, name) for n, slot in enumerate(pool.read.tolist()) if slot >= pool.first_slot])
 
 
 def _check_range(name: str, index: Tensor, states: Tensor) -> None:

@@ -13,24 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kda_core import slots
 from kda_core.buffers import aligned
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
 from kda_cute.records import Gate, GateDtype
 
+#: The inputs that have a row for every token.
+PER_TOKEN = ("q", "k", "v", "g", "beta")
+
 #: dtypes of g and beta, and their names in a kernel's configuration.
 DTYPES: dict[torch.dtype, GateDtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-def refusal(shape: ProblemShape) -> str | None:
+def refusal(shape: ProblemShape, *, prefills_pools: bool = False) -> str | None:
     """Returns why no kernel serves this shape, or None if one does. dtype and head dimensions are declared in the backend's
-    spec, so that kda-core checks them."""
+    spec, so that kda-core checks them. ``prefills_pools``: whether the backend serves pools in all calls, not only in decoding."""
     for name, dtype in (("g", shape.g_dtype), ("beta", shape.beta_dtype)):
         if dtype not in DTYPES:
             return f"{name}: expected torch.bfloat16 or torch.float32, got {dtype}"
     if (items := (shape.B * shape.T + 64 * shape.N) * shape.HV) >= 2**31:
         return f"too large: (B*T + 64*N)*HV must be below 2^31, got {items}"
-    if shape.pool is not None and not (shape.options.recurrent and shape.T):
+    serves_pools = prefills_pools or shape.journal is not None or (shape.options.recurrent and shape.T > 0)
+    if shape.pool is not None and not serves_pools:
         return "a pool of states: read by fused_recurrent_kda with at least one token, by no other call"
     return None
 
@@ -45,18 +50,47 @@ def gate_of(shape: ProblemShape) -> Gate:
 def dense(inputs: KdaInputs) -> KdaInputs:
     """Returns a call with contiguous and aligned q, k, v, g and beta, as all kernels but that of decoding need them. A backend that
     declares `Feature.STRIDED` for decoding receives strided tensors in all calls."""
-    views = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
-    copies: dict[str, Any] = {name: y for name, x in views.items() if (y := aligned(x)) is not x}
+    return _changed(inputs, aligned)
+
+
+def token_stride(x: Tensor) -> int | None:
+    """Returns the elements from a token of x [B, T, ..] to the next, over all rows of B; None if tokens have no one distance."""
+    B, T = x.shape[:2]
+    row, token = x.stride()[:2]
+    if T == 1:
+        return row
+    return token if B == 1 or row == T * token else None
+
+
+def with_token_strides(inputs: KdaInputs) -> KdaInputs:
+    """Returns a call whose q, k, v, g and beta have a `token_stride`. Only rows of B at another distance need a copy."""
+    return _changed(inputs, lambda x: x if token_stride(x) is not None else aligned(x))
+
+
+def is_strided(inputs: KdaInputs) -> bool:
+    """Returns whether q, k, v, g or beta is not contiguous."""
+    return not all(getattr(inputs, name).is_contiguous() for name in PER_TOKEN)
+
+
+def _changed(inputs: KdaInputs, change: Callable[[Tensor], Tensor]) -> KdaInputs:
+    views = {name: getattr(inputs, name) for name in PER_TOKEN}
+    copies: dict[str, Any] = {name: y for name, x in views.items() if (y := change(x)) is not x}
     return replace(inputs, **copies) if copies else inputs
 
 
 def pass_states(inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
-    """Serves a call without tokens: copies the initial states to the final ones, or writes zeros if there are none."""
+    """Serves a call without tokens: copies the initial states to the final ones, or writes zeros if there are none. With a slot for
+    every token, no token writes a state."""
+    initial, pool, facts = inputs.initial_state, inputs.pool, inputs.shape.pool
+    if pool is not None and facts is not None:
+        initial = slots.initial_states(pool, torch.float32)
+        if facts.writes and not facts.per_token:
+            slots.store_final(pool, initial)
     if outputs.final_state is not None:
-        if inputs.initial_state is None:
+        if initial is None:
             outputs.final_state.zero_()
         else:
-            outputs.final_state.copy_(inputs.initial_state)
+            outputs.final_state.copy_(initial)
     return outputs
 
 

@@ -1,6 +1,6 @@
 """Arguments of the kernel, in order: one definition for the compiler, the device code and the host.
 
-On the device an ``Address`` and a ``Ticket`` are 64-bit integers, an ``int`` has 32 bits and a ``float`` is an fp32.
+On the device an ``Address``, a ``Ticket`` and a ``Long`` are 64-bit integers, an ``int`` has 32 bits and a ``float`` is an fp32.
 The kernel trusts all values: the caller has checked shapes, dtypes, contiguity and alignment to 16 bytes.
 """
 
@@ -12,12 +12,18 @@ from typing import Any, NamedTuple, NewType, get_type_hints
 import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs
+from kda_cute.arguments import address
+from kda_cute.host import PER_TOKEN, token_stride
 
 #: A global memory address; 0 for an absent tensor.
 Address = NewType("Address", int)
 
 #: A 64-bit number that identifies a launch.
 Ticket = NewType("Ticket", int)
+
+
+#: A 64-bit number.
+Long = NewType("Long", int)
 
 
 class InputArguments(NamedTuple):
@@ -96,12 +102,49 @@ class ShapeArguments(NamedTuple):
     beta_factor: float  # factor on the sigmoid of beta; 0: beta is used without a sigmoid
 
 
+class ServingArguments(NamedTuple):
+    """Further arguments of the variants for serving (`PrefillConfig.serving`). Pitches are in bytes.
+
+    In a call without a pool, state n is that of sequence n: `read_bytes` and `write_bytes` are 0, and `slots` is N.
+    """
+
+    pool: Address  # [slots, HV, 128, 128], from which sequences start; 0: all start from zeros
+    pool_pitch: Long  # from a slot to the next
+    into: Address  # the same, to which final states go; 0: they go nowhere
+    into_pitch: Long
+    read: Address  # [N], elements of read_bytes: the slot from which a sequence starts
+    write: Address  # [N], the slot of its final state
+    has_initial_state: Address  # [N] bool; 0: all have one
+    slots: Long  # those of the pool are [least_slot, slots)
+    least_slot: Long
+    checkpoint_states: Address  # [checkpoint_slots, HV, 128, 128]
+    checkpoint_pitch: Long
+    checkpoint_slots: Long
+    checkpoint_cu: Address  # [N + 1] int32; 0: the call has no checkpoints
+    checkpoint_positions: Address  # [checkpoint_count] int32
+    checkpoint_indices: Address  # [checkpoint_count], elements of read_bytes
+    q_pitch: Long  # from a token to the next, also from the last one of a row of B to the first one of the next row
+    k_pitch: Long
+    v_pitch: Long
+    g_pitch: Long
+    beta_pitch: Long
+    checkpoint_count: int
+    read_bytes: int  # 4 or 8; 0: state n is that of sequence n
+    write_bytes: int  # the same of `into`
+    narrow: int  # 1: the pool is in bf16; 0: fp32
+    into_narrow: int  # the same of `into`
+    checkpoint_narrow: int  # and of `checkpoint_states`
+
+
 #: Name and type of every argument after the leading tensor, in order.
 ARGUMENTS: dict[str, Any] = {
     name: kind
     for group in (InputArguments, OutputArguments, LaunchArguments, BackwardArguments, ShapeArguments)
     for name, kind in get_type_hints(group).items()
 }
+
+#: The same of the variants for serving.
+SERVING_ARGUMENTS: dict[str, Any] = ARGUMENTS | get_type_hints(ServingArguments)
 
 #: Names that differ in the contract.
 _CONTRACT_NAMES = {"a_log": "A_log", "offsets": "cu_seqlens"}
@@ -120,3 +163,52 @@ def addresses(inputs: KdaInputs, outputs: KdaOutputs) -> list[int]:
         *_inputs(inputs), outputs.o, outputs.final_state, states_of(outputs), outputs.workspace, outputs.residual,
     )  # fmt: skip
     return [0 if x is None else x.data_ptr() for x in tensors]
+
+
+def serving_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> ServingArguments:
+    """Returns the further arguments of a variant for serving."""
+    x, s, pool = inputs, inputs.shape, inputs.pool
+    row = 4 * s.HV * s.K * s.V  # bytes of a state in fp32
+    states, into = _Slots(x.initial_state, row), _Slots(outputs.final_state, row)
+    values: dict[str, Any] = dict.fromkeys(ServingArguments._fields, 0)
+    values["slots"] = s.N
+    for name in PER_TOKEN:
+        y = getattr(x, name)
+        values[f"{name}_pitch"] = (token_stride(y) or 0) * y.element_size()
+    if pool is not None and s.pool is not None:
+        states, index_bytes = _Slots.of(pool.states), pool.read.element_size()
+        if s.pool.writes:
+            into, values["write_bytes"] = states, index_bytes
+        values |= {
+            "slots": len(pool.states), "least_slot": pool.first_slot, "read_bytes": index_bytes,
+            "read": address(pool.read), "write": address(pool.write), "has_initial_state": address(pool.has_initial_state),
+        }  # fmt: skip
+        if (points := pool.checkpoints) is not None and len(points.positions):
+            kept = _Slots.of(points.states)
+            values |= {
+                "checkpoint_states": address(kept.states), "checkpoint_pitch": kept.pitch, "checkpoint_narrow": kept.narrow,
+                "checkpoint_slots": len(points.states), "checkpoint_count": len(points.positions),
+                "checkpoint_cu": address(points.cu), "checkpoint_positions": address(points.positions),
+                "checkpoint_indices": address(points.indices),
+            }  # fmt: skip
+    values |= {
+        "pool": address(states.states), "pool_pitch": states.pitch, "narrow": states.narrow,
+        "into": address(into.states), "into_pitch": into.pitch, "into_narrow": into.narrow,
+    }  # fmt: skip
+    return ServingArguments(**values)
+
+
+class _Slots(NamedTuple):
+    """States in slots, and the bytes from a slot to the next."""
+
+    states: torch.Tensor | None
+    pitch: int
+
+    @classmethod
+    def of(cls, states: torch.Tensor) -> _Slots:
+        return cls(states, states.stride(0) * states.element_size())
+
+    @property
+    def narrow(self) -> int:
+        """1 for bf16, 0 for fp32."""
+        return int(self.states is not None and self.states.dtype == torch.bfloat16)

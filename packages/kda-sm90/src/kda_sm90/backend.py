@@ -6,9 +6,10 @@ import functools
 
 import torch
 
-from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape
+from kda_core.contract import KdaGradients, KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
 from kda_cute.decode import make_decode
-from kda_cute.host import dense, merge_segments, pass_states, refusal
+from kda_cute.host import dense, is_strided, merge_segments, pass_states, refusal, with_token_strides
+from kda_cute.journal import make_journal
 from kda_sm90 import backward
 from kda_sm90.config import ARCH, SPACINGS
 from kda_sm90.launch import Launch, compiled, make_launch, on_device_of, sm_count
@@ -19,12 +20,15 @@ class Sm90Backend:
     """Implements `kda_core.backend.Backend`. It has no state of its own: the process shares the compiled kernels."""
 
     def can_run(self, shape: ProblemShape) -> str | None:
-        return refusal(shape)
+        return refusal(shape, prefills_pools=True)
 
     def workspace_bytes(self, shape: ProblemShape) -> int:
         return workspace_bytes(shape, sm_count())
 
     def compile(self, shape: ProblemShape) -> None:
+        if shape.journal is not None:
+            make_journal(shape, ARCH)
+            return
         if shape.options.recurrent:
             make_decode(shape, ARCH)
             return
@@ -39,9 +43,11 @@ class Sm90Backend:
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         if inputs.shape.T == 0:
             return pass_states(inputs, outputs)
-        inputs = dense(inputs)
         spacing = spacing_between(outputs.saved_states, outputs.residual)
-        on_device_of(inputs.q, launch_of(inputs.shape, longest_of(inputs), spacing), inputs, outputs)
+        strided = not spacing and is_strided(inputs)
+        inputs = with_token_strides(inputs) if strided else dense(inputs)
+        launch = launch_of(inputs.shape, longest_of(inputs), spacing, strided)
+        on_device_of(inputs.q, launch, inputs, outputs)
         return outputs
 
     # ---- decoding (the feature RECURRENT)
@@ -51,6 +57,15 @@ class Sm90Backend:
             return pass_states(inputs, outputs)
         on_device_of(inputs.q, make_decode(inputs.shape, ARCH), inputs, outputs)
         return outputs
+
+    # ---- decoding with records of tokens (the feature JOURNAL)
+
+    def journal_decode(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        on_device_of(inputs.q, make_journal(inputs.shape, ARCH), inputs, outputs)
+        return outputs
+
+    def journal_fold(self, shape: ProblemShape, pool: KdaPool, journal: KdaJournal) -> None:
+        on_device_of(pool.states, make_journal(shape, ARCH).fold, pool, journal)
 
     # ---- gradients (the feature BACKWARD)
 
@@ -121,12 +136,14 @@ class Sm90Backend:
 
 
 @functools.lru_cache(maxsize=1024)
-def launch_of(shape: ProblemShape, longest: int | None = None, spacing: int = 0) -> Launch:
-    """Returns the launch for a shape; ``longest`` and ``spacing`` as in `launch_config`. Compiles its kernel on first use.
+def launch_of(
+    shape: ProblemShape, longest: int | None = None, spacing: int = 0, strided: bool = False
+) -> Launch:
+    """Returns the launch for a shape; ``longest``, ``spacing`` and ``strided`` as in `launch_config`. Compiles its kernel on first use.
 
     The cache holds the last 1024 results.
     """
-    return make_launch(shape, launch_config(shape, sm_count(), longest, spacing), spacing)
+    return make_launch(shape, launch_config(shape, sm_count(), longest, spacing, strided), spacing)
 
 
 def spacing_of(shape: ProblemShape) -> int:

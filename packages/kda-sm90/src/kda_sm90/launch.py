@@ -12,7 +12,7 @@ import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
-from kda_sm90.arguments import BackwardArguments, ShapeArguments, addresses, states_of
+from kda_sm90.arguments import BackwardArguments, ShapeArguments, addresses, serving_arguments, states_of
 from kda_sm90.config import ARCH, PrefillConfig
 from kda_sm90.launch_config import SMS, LaunchConfig
 
@@ -39,6 +39,7 @@ class Launch(NamedTuple):
 
     kernel: Callable[..., Any]
     shape_arguments: ShapeArguments
+    serving: bool = False  # whether the kernel is a variant for serving
 
     def __call__(
         self,
@@ -53,7 +54,9 @@ class Launch(NamedTuple):
         m = 0 if transitions is None else transitions.data_ptr()
         # A plain tuple in the order of `LaunchArguments`: constructing the NamedTuple takes 0.5 us.
         launch_arguments = (next(_tickets), m, count, *backward)
-        self.kernel(inputs.q, *addresses(inputs, outputs), *launch_arguments, *self.shape_arguments)
+        more = serving_arguments(inputs, outputs) if self.serving else ()
+        # o names the device and the stream, because it is contiguous in any call
+        self.kernel(outputs.o, *addresses(inputs, outputs), *launch_arguments, *self.shape_arguments, *more)
 
 
 #: Tickets that no other launch on the same workspace has had, in any process. See ``schedule.clear``.
@@ -85,7 +88,7 @@ def make_launch(shape: ProblemShape, launch: LaunchConfig, spacing: int = 0) -> 
         lower_bound=options.lower_bound or 0.0,
         beta_factor=(2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid_in_kernel else 0.0,
     )
-    return Launch(compiled(config), arguments)
+    return Launch(compiled(config), arguments, config.serving)
 
 
 @functools.cache

@@ -117,7 +117,7 @@ class LaunchConfig:
 
 @lru_cache(maxsize=1024)
 def launch_config(
-    shape: ProblemShape, sms: int = SMS, longest: int | None = None, spacing: int = 0
+    shape: ProblemShape, sms: int = SMS, longest: int | None = None, spacing: int = 0, strided: bool = False
 ) -> LaunchConfig:
     """Returns the launch with the smallest predicted time. The cache holds the last 1024 results.
 
@@ -130,6 +130,7 @@ def launch_config(
             `workspace_bytes`.
         spacing: tokens between the states that the call saves for its backward, one of `SPACINGS`; 0 if it saves none. It
             changes nothing else about the launch.
+        strided: whether q, k, v, g or beta is not contiguous. It changes nothing else either.
     """
     chunks = _chunks(shape)
     if shape.options.pin and PINNED_CHUNK in chunks:
@@ -139,6 +140,7 @@ def launch_config(
         [_model(shape, chunk, warpgroups, sms, longest) for chunk in chunks for warpgroups in (1, 2)],
         **_written(shape, spacing),
         padded=shape.varlen and shape.options.use_graph,
+        serving=shape.pool is not None or strided,
     )
 
 
@@ -409,13 +411,13 @@ def _gate(shape: ProblemShape) -> dict[str, Any]:
     }
 
 
-def _written(shape: ProblemShape, spacing: int) -> dict[str, bool]:
+def _written(shape: ProblemShape, spacing: int) -> dict[str, Any]:
     """Returns the fields of `PrefillConfig` that say what a forward writes beside o; ``spacing`` as in `launch_config`."""
     dense = spacing == min(SPACINGS)
     return {
         "states": shape.options.return_intermediate_states or dense,
         "residual": dense,
-        "checkpoints": spacing == max(SPACINGS),
+        "saved_states": spacing == max(SPACINGS),
     }
 
 

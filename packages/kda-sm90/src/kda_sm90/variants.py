@@ -6,10 +6,12 @@ intermediate states.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from kda_cute.decode import DECODES
+from kda_cute.journal import JOURNALS
 from kda_sm90.config import ARCH, GateDtype, GradientsConfig, PrefillConfig
 
 GATES: tuple[dict[str, Any], ...] = (
@@ -27,7 +29,7 @@ DTYPES: tuple[GateDtype, ...] = ("bfloat16", "float32")
 WRITES: tuple[dict[str, Any], ...] = (
     {},
     {"states": True},
-    {"checkpoints": True},
+    {"saved_states": True},
     {"states": True, "residual": True},
 )
 WHOLE = tuple(
@@ -36,6 +38,8 @@ WHOLE = tuple(
         (False, True), CHAINS, GATES, DTYPES, WRITES
     )
 )
+#: Calls over pools of states, and of strided inputs.
+SERVING = tuple(replace(config, serving=True) for config in WHOLE if not config.residual)
 #: The first launch of calls in segments.
 SUMMARIZE = tuple(
     PrefillConfig(chunk, warpgroups, gate_dtype=dtype, mode="summarize", **gate)
@@ -59,6 +63,7 @@ REVERSE_SUMMARIZE = tuple(
 GRADIENTS = tuple(GradientsConfig(gate_dtype=dtype, **gate) for gate, dtype in product(GATES, DTYPES))
 ALL: tuple[PrefillConfig | GradientsConfig, ...] = (
     *WHOLE,
+    *SERVING,
     *SUMMARIZE,
     *EXECUTE,
     *REVERSE,
@@ -73,6 +78,11 @@ SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
     ),
     *(PrefillConfig(*chain, padded=True) for chain in CHAINS),
     *(PrefillConfig(*chain, **writes) for chain, writes in product(CHAINS, WRITES[2:])),
+    *(
+        PrefillConfig(*chain, gate_dtype=dtype, states=i % 2 > 0, serving=True, **gate)
+        for i, (chain, dtype, gate) in enumerate(zip(CHAINS, DTYPES * 2, GATES[:4], strict=True))
+    ),
+    *(PrefillConfig(*chain, padded=True, serving=True) for chain in CHAINS),
     *SUMMARIZE[:: len(GATES) * 2],
     *EXECUTE[:: len(WRITES)],
     *EXECUTE[len(WRITES) - 2 :: len(WRITES)],
@@ -96,6 +106,7 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
 def _pairs(configs: tuple[PrefillConfig | GradientsConfig, ...]) -> list[tuple[type, object]]:
     from kda_cute.device.decode import DecodeKernel
+    from kda_cute.device.journal import JournalKernel
     from kda_cute.device.merge_states import MERGES, MergeKernel
     from kda_sm90.kernels.gradients import GradientsKernel
     from kda_sm90.kernels.prefill import PrefillKernel
@@ -103,4 +114,5 @@ def _pairs(configs: tuple[PrefillConfig | GradientsConfig, ...]) -> list[tuple[t
     kernels: dict[type, type] = {PrefillConfig: PrefillKernel, GradientsConfig: GradientsKernel}
     pairs: list[tuple[type, object]] = [(kernels[type(config)], config) for config in configs]
     pairs += [(DecodeKernel, config) for config in DECODES]
+    pairs += [(JournalKernel, config) for config in JOURNALS]
     return [*pairs, *((MergeKernel, config) for config in MERGES)]

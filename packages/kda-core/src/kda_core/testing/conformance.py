@@ -34,6 +34,7 @@ from kda_core.testing.backward import BackwardConformance
 from kda_core.testing.declared import DeclaredConformance, lengths_of
 from kda_core.testing.forms import FORMS, in_form
 from kda_core.testing.inputs import FAMILIES, PLAIN, Inputs, make_normalised
+from kda_core.testing.journal import JournalConformance
 from kda_core.testing.memory import amid, guarded
 from kda_core.testing.runner import NEEDS_GPU, NOT_DECLARED, TESTED, Case, Runner, spec_of, unusable
 from kda_core.testing.serving import ServingConformance
@@ -63,7 +64,7 @@ def same(a: Any, b: Any) -> bool:
     return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
 
 
-class BackendConformance(DeclaredConformance, BackwardConformance, ServingConformance):
+class BackendConformance(DeclaredConformance, BackwardConformance, ServingConformance, JournalConformance):
     """The kit. A subclass sets `backend`, and any other attribute.
 
     Attributes:
@@ -598,7 +599,7 @@ class BackendConformance(DeclaredConformance, BackwardConformance, ServingConfor
         needed = Feature.VARLEN, Feature.INITIAL_STATE, Feature.FINAL_STATE
         kda.require(Feature.SEGMENT_SUMMARY, Feature.SAVED_STATES, *needed)
         if spec_of(kda.backend).abi < SAVES_SINCE or kda.dtype not in contract.HALF_DTYPES:
-            pytest.skip(f"{NOT_DECLARED}ABI 2.5 and a dtype of 16 bits")
+            pytest.skip(f"{NOT_DECLARED}ABI 2.6 and a dtype of 16 bits")
         backend: Any = REGISTRY.load(REGISTRY.find(kda.backend).spec)
         lengths = (600, 0, 70)
         x = kda.inputs("slow", sum(lengths), HV=2, lengths=lengths, initial_state=True)

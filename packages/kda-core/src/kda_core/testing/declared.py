@@ -26,6 +26,8 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, 1000, 2048, 4096)
 HEADS = (1, 3, 5, 7, 16, 40, 41, 64, 96)
 COSTLY_HEADS = (16, 40, 64)
 HEAD_DIMS = ((16, 16), (32, 48), (64, 64), (64, 128), (96, 80), (128, 64), (128, 128), (128, 256), (256, 256))
+SEPARATE = {Feature.CHECKPOINTS, Feature.JOURNAL}
+"""Features that no call without a pool needs."""
 FORMS = ("precomputed", "gates in q's dtype", "states", "gate in the kernel")
 
 
@@ -67,12 +69,10 @@ class DeclaredConformance:
 
     # ---- declared calls agree with the oracle; undeclared ones are refused
 
-    @pytest.mark.parametrize(
-        "feature", sorted({*Feature} - OFFERS - {Feature.CHECKPOINTS}), ids=lambda f: f.value
-    )
+    @pytest.mark.parametrize("feature", sorted({*Feature} - OFFERS - SEPARATE), ids=lambda f: f.value)
     def test_feature(self, kda: Runner, feature: Feature) -> None:
         """A call that needs a declared feature, and little else, agrees with the oracle. A call that needs an undeclared
-        feature is refused, and nothing runs. No call needs a feature of `OFFERS`; these and checkpoints have separate tests."""
+        feature is refused, and nothing runs. No call needs a feature of `OFFERS`; these and `SEPARATE` have other tests."""
         inputs = needing(kda, feature)
         x = inputs.arguments
         recurrent = feature is Feature.RECURRENT

@@ -182,6 +182,24 @@ class ServingConformance:
                 f"sequence {n} has other bits alone"
             )
 
+    def test_decoding_with_the_bits_of_prefill(self, kda: Runner) -> None:
+        """Pinned: a token that is computed with its open chunk of 64, from the state at the start of the chunk, has the bits of the
+        whole call."""
+        kda.require(Feature.PIN, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+        T, start = 130, 64
+        inputs = kda.case("slow", T, initial_state=True).inputs
+        o, last = kda(inputs.arguments, output_final_state=True, pin=True)
+        _, state = kda(inputs.tokens(0, start), output_final_state=True, pin=True)
+        for end in (65, 80, 100, 127, 128, 129, 130) if not kda.quick else (65, 100, 129):
+            while start + 64 < end:
+                full = inputs.tokens(start, start + 64) | {"initial_state": state}
+                state, start = kda(full, output_final_state=True, pin=True)[1], start + 64
+            chunk = inputs.tokens(start, end) | {"initial_state": state}
+            found, final = kda(chunk, output_final_state=True, pin=True)
+            assert torch.equal(found[:, -1], o[:, end - 1]), f"o of token {end - 1}"
+        if end == T:
+            assert _same(final, last)
+
     @pytest.mark.parametrize("cut", (64, 128, 192))
     def test_split_bits(self, kda: Runner, cut: int) -> None:
         """Pinned: two calls split at a multiple of 64 that pass the state on have the bits of one call."""
@@ -330,7 +348,7 @@ class ServingConformance:
     # ---- sequences of calls
 
     def test_requests(self, kda: Runner) -> None:
-        """Random sequences of prefills, decodes, forks, drafts and evictions over eight slots agree with states in fp64."""
+        """Random sequences of prefills, decodes, forks, drafts, records of tokens and evictions over eight slots agree with states in fp64."""
         kda.full_only()
         kda.require(Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.VARLEN)
         pytest.importorskip("hypothesis")

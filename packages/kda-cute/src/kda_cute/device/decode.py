@@ -92,6 +92,7 @@ class DecodeKernel:
     spill_allowance = 36  # of [V, K], 16 values, bounded gate, bf16 states on sm_100a and sm_103a; other variants spill nothing
     # At its default level 3, ptxas takes up to 150 registers for the same values: fewer CTAs would fit into an SM.
     compile_options = "--ptxas-options '-O2'"
+    Arguments = Arguments
 
     def __init__(self, config: DecodeConfig):
         self.config = config
@@ -102,12 +103,12 @@ class DecodeKernel:
         self.shared_bytes = WARPS * FACTORS + self.layout.sum_bytes
 
     def fake_args(self) -> tuple:
-        return arguments.fake_args(Arguments, BFloat16)
+        return arguments.fake_args(self.Arguments, BFloat16)
 
     @cute.jit
     def __call__(self, tensor: cute.Tensor, *values_and_stream):
         *values, stream = values_and_stream
-        x = Arguments(*values)
+        x = self.Arguments(*values)
         self.kernel(tuple(values)).launch(
             grid=(x.N * x.HV * self.groups, 1, 1),
             block=(32 * WARPS, 1, 1),

@@ -13,14 +13,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_core.backend import Backend, SupportsBackwardInto
-from kda_core.contract import Feature, KdaGradients, KdaInputs, KdaOutputs, KdaPool, ProblemShape
+from kda_core.contract import (
+    Feature,
+    KdaCheckpoints,
+    KdaGradients,
+    KdaInputs,
+    KdaJournal,
+    KdaOutputs,
+    KdaPool,
+    ProblemShape,
+)
 from kda_core.reference import SPEC as REFERENCE_SPEC
 from kda_core.registry import REGISTRY
 from kda_cute import kernels_made_by
 
 OPTIONAL = (
     "segment_workspace_bytes", "summarize", "merge_segments", "execute_segments",
-    "backward_workspace_bytes", "chunk_bwd_into", "recurrent_fwd",
+    "backward_workspace_bytes", "chunk_bwd_into", "recurrent_fwd", "journal_decode", "journal_fold",
     "state_gradients_workspace_bytes", "initial_state_gradients",
 )  # fmt: skip
 
@@ -88,7 +97,7 @@ def tensors_of(x: Any) -> Iterator[Tensor]:
     """Yields the tensors of an argument of a backend's method."""
     if isinstance(x, Tensor):
         yield x
-    elif isinstance(x, KdaInputs | KdaOutputs | KdaGradients | KdaPool):
+    elif isinstance(x, KdaInputs | KdaOutputs | KdaGradients | KdaPool | KdaCheckpoints | KdaJournal):
         for value in vars(x).values():
             yield from tensors_of(value)
 

@@ -95,7 +95,7 @@ from kda_cute.records import decay_start
 from kda_sm90.config import HEAD_DIM, PrefillConfig
 from kda_sm90.kernels import barriers, fragments, schedule
 from kda_sm90.kernels.barriers import WARPGROUP, NamedBarrier
-from kda_sm90.kernels.fragments import HALF
+from kda_sm90.kernels.fragments import HALF, MATRIX_BYTES
 from kda_sm90.kernels.store import StoreWarp
 from kda_sm90.layouts import kg_layout, operand_layout, record_bytes, square_layout
 
@@ -356,15 +356,13 @@ class Chain:
         """Fills the early ring with v: an image [C, 64] for each half of the CTA. Each lane copies 16-byte units of one
         column: 8 units are a row of a half."""
         unit, _ = self.value_unit()
-        pitch = Int64(args.HV) * (2 * HEAD_DIM)
+        pitch = self.value_pitch(args)
         early, _ = self.rings(PipelineUserType.Producer)
         head, n, high, low = schedule.first_task(sched, queue)
         end = high
         while end > low:
             part = schedule.part(sched, head, n, end, low, high)
-            source = (
-                args.v + (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF) + unit * 16
-            )
+            source = self.value_row(args, part) + half * (2 * HALF) + unit * 16
             source += pitch * (part.first * self.chunk)
             for c in cutlass.range(part.chunks + 1, unroll=1):
                 barriers.wait(smem.early_empty, early)
@@ -376,6 +374,14 @@ class Chain:
                 early.advance()
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
+
+    def value_pitch(self, args):
+        """Returns the bytes from a token of v to the next."""
+        return Int64(args.HV) * (2 * HEAD_DIM)
+
+    def value_row(self, args, part):
+        """Returns the address of v of a part's head at the first token of its sequence."""
+        return args.v + (part.token * args.HV + part.head) * (2 * HEAD_DIM)
 
     def value_unit(self):
         """Returns the lane's unit of 16 bytes in a row of all halves of the CTA, and its first row."""
@@ -424,19 +430,9 @@ class Chain:
             # for it one chunk ahead. C = 32: not waited for yet.
             if const_expr(self.chunk == 64):
                 cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
-            for c in cutlass.range(part.chunks, unroll=1):
-                # No wgmma is in flight over the back edge. ptxas sees that only if a wait follows the loop's start.
-                warpgroup.wait_group(0)
-                if const_expr(self.config.states):  # noqa: SIM102 - decided at compile time
-                    if (part.first + c) % args.every == 0:
-                        self.publish_state(smem, self.store_warp.v_first(args), thr)
-                if const_expr(self.config.checkpoints):  # noqa: SIM102 - decided at compile time
-                    if (part.first + c) % args.every == 0:
-                        self.store_checkpoint(sched, args, part, part.first + c, thr)
-                if const_expr(self.chunk == 64):
-                    early, late, o_phase = self.chunk_64(smem, thr, early, late, o_phase, opaque_true)
-                else:
-                    early, late, o_phase = self.chunk_32(smem, thr, early, late, o_phase)
+            early, late, o_phase = self.run_part(
+                smem, sched, args, part, thr, early, late, o_phase, opaque_true
+            )
             barriers.release(smem.early_empty + early.index)  # the trailing stage
             fragments.round_to_bf16(thr.accO, thr.rO)  # O of the last chunk
             if const_expr(self.chunk == 32):
@@ -447,6 +443,44 @@ class Chain:
             self.store_state(sched, queue, args, carry, part, thr)
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
+
+    @cute.jit
+    def run_part(self, smem, sched, args, part, thr, early, late, o_phase: Int32, opaque_true):
+        """Runs the chunks of a part. Returns both rings and the phase of O behind them."""
+        return self.run_chunks(
+            smem, sched, args, part, part.first, part.chunks, thr, early, late, o_phase, opaque_true
+        )
+
+    @cute.jit
+    def run_chunks(
+        self,
+        smem,
+        sched,
+        args,
+        part,
+        first: Int32,
+        count: Int32,
+        thr,
+        early,
+        late,
+        o_phase: Int32,
+        opaque_true,
+    ):
+        """Runs ``count`` chunks of a part's sequence, from its chunk ``first`` on. Returns the same as `run_part`."""
+        for c in cutlass.range(count, unroll=1):
+            # No wgmma is in flight over the back edge. ptxas sees that only if a wait follows the loop's start.
+            warpgroup.wait_group(0)
+            if const_expr(self.config.states):  # noqa: SIM102 - decided at compile time
+                if (first + c) % args.every == 0:
+                    self.publish_state(smem, self.store_warp.v_first(args), thr)
+            if const_expr(self.config.saved_states):  # noqa: SIM102 - decided at compile time
+                if (first + c) % args.every == 0:
+                    self.save_state(sched, args, part, first + c, thr)
+            if const_expr(self.chunk == 64):
+                early, late, o_phase = self.chunk_64(smem, thr, early, late, o_phase, opaque_true)
+            else:
+                early, late, o_phase = self.chunk_32(smem, thr, early, late, o_phase)
+        return early, late, o_phase
 
     def thread_view(self, smem, tiles, half):
         """Returns the calling thread's place, its fragments, and its addresses of v and of the decays in stage 0.
@@ -670,26 +704,28 @@ class Chain:
                 cute.autovec_copy(thr.accS, self.state_fragment(states, args, part, half, thr, (1, HEAD_DIM)))
 
     @cute.jit
-    def store_checkpoint(self, sched, args, part, chunk: Int32, thr):
+    def save_state(self, sched, args, part, chunk: Int32, thr):
         """Stores S before a chunk of a part to ``states`` [slots, HV, 128, 128] fp32, unless the slot is beyond their end."""
-        slot = self.store_warp.first_slot_of(sched, args, part) + chunk // args.every
+        tokens = args.every * self.chunk
+        slot = part.sequence * cute.ceil_div(sched.T, tokens)  # sequences as rows of B
+        if sched.offset_bytes > 0:
+            slot = Int32(part.token) // tokens + part.sequence
+        slot += chunk // args.every
         if slot < args.state_count:
-            index = Int64(slot) * args.HV + part.head
-            cute.autovec_copy(
-                thr.accS, self.matrix_fragment(args.states, index, thr.half, thr, (1, HEAD_DIM))
-            )
+            address = args.states + (Int64(slot) * args.HV + part.head) * MATRIX_BYTES
+            cute.autovec_copy(thr.accS, self.half_fragment(address, Float32, thr.half, thr, (1, HEAD_DIM)))
 
     def state_fragment(self, states, args, part, half, thr, stride):
-        """Returns `matrix_fragment` of the matrix of a sequence and head."""
-        index = Int64(part.sequence * args.HV + part.head)
-        return self.matrix_fragment(states, index, half, thr, stride)
-
-    def matrix_fragment(self, states, index, half, thr, stride):
-        """Returns the thread's elements of a half of the matrix ``index`` in ``states``, a tensor in global memory of the shape
+        """Returns the thread's elements of a half of a matrix in ``states``, a tensor in global memory of the shape
         of accS.
         ``stride``: elements from a row of S^T to the next, and from a column to the next."""
-        matrix = index * (HEAD_DIM * HEAD_DIM) + half * (HALF * stride[0])
-        pointer = cute.make_ptr(Float32, states + matrix * 4, cute.AddressSpace.gmem, assumed_align=16)
+        address = states + Int64(part.sequence * args.HV + part.head) * MATRIX_BYTES
+        return self.half_fragment(address, Float32, half, thr, stride)
+
+    def half_fragment(self, matrix: Int64, dtype, half, thr, stride):
+        """Returns the same for the matrix at an address, in ``dtype``."""
+        place = matrix + half * (HALF * stride[0] * (dtype.width // 8))
+        pointer = cute.make_ptr(dtype, place, cute.AddressSpace.gmem, assumed_align=16)
         tile = cute.make_tensor(pointer, cute.make_layout((HALF, HEAD_DIM), stride=stride))
         # Computed anew for each state: offsets that are held over the loop of chunks would be spilled.
         thread = ptx.opaque(thr.index) & (WARPGROUP - 1)

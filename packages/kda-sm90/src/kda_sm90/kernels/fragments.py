@@ -20,6 +20,7 @@ from kda_sm90.kernels.barriers import WARPGROUP
 from kda_sm90.layouts import CARRY_BYTES
 
 HALF = HEAD_DIM // 2  # rows of V per warpgroup
+MATRIX_BYTES = 4 * HEAD_DIM * HEAD_DIM  # of an fp32 state
 
 
 # ---- arithmetic
@@ -36,6 +37,13 @@ def round_to_bf16(acc, bf16):
             write_only_types=[Int32],
             read_only_args=[acc[2 * i + 1], acc[2 * i]],
         )
+
+
+def widen(bf16, acc):
+    """Fills an accumulator with an operand: the inverse of `round_to_bf16`."""
+    words = words_of(bf16)
+    for i in range(cute.size(acc) // 2):
+        acc[2 * i], acc[2 * i + 1] = ptx.unpack_bf16x2(words[i])
 
 
 def multiply_columns(acc, factors):

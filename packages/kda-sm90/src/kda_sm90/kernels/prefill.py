@@ -24,21 +24,26 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from kda_cute import arguments
 from kda_cute.device import ptx
 from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
-from kda_sm90.arguments import ARGUMENTS, Address, Ticket
+from kda_cute.device.intra_chunk.strided import StridedIntraChunk
+from kda_sm90.arguments import ARGUMENTS, SERVING_ARGUMENTS, Address, Long, Ticket
 from kda_sm90.config import THREADS, PrefillConfig
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
 from kda_sm90.kernels.recompute import RecomputeChain
 from kda_sm90.kernels.reverse import ReverseChain
 from kda_sm90.kernels.reverse_summary import ReverseSummaryChain
+from kda_sm90.kernels.serving import ServingChain
 from kda_sm90.kernels.summary import SummaryChain
 from kda_sm90.layouts import CARRY_BYTES, record_bytes
 
 SHARED_BYTES = 227 * 1024  # largest shared memory of a CTA on sm_90
 
 #: `ARGUMENTS` with the types of the DSL.
-TYPES = {Address: Int64, Ticket: Int64, int: Int32, float: Float32}
+TYPES = {Address: Int64, Ticket: Int64, Long: Int64, int: Int32, float: Float32}
 Arguments = NamedTuple("Arguments", [(name, TYPES[kind]) for name, kind in ARGUMENTS.items()])
+ServingArguments = NamedTuple(
+    "ServingArguments", [(name, TYPES[kind]) for name, kind in SERVING_ARGUMENTS.items()]
+)
 
 #: The chain of each mode.
 CHAINS = {
@@ -59,7 +64,8 @@ FIRST_GROUP = 1
 
 
 class PrefillKernel:
-    """Takes a leading tensor, which determines the device and the stream, and the values of `ARGUMENTS`.
+    """Takes a leading tensor, which determines the device and the stream, and the values of `ARGUMENTS`, for
+    serving those of `SERVING_ARGUMENTS`.
 
     Sequences are rows of B (N = B), or with offsets they are packed along T (B = 1).
     """
@@ -71,8 +77,11 @@ class PrefillKernel:
 
     def __init__(self, config: PrefillConfig):
         self.config = config
-        self.intra_chunk = IntraChunk(config)
-        self.chain = CHAINS[config.mode](config, SHARED_BYTES - schedule.TABLE_BYTES)
+        self.arguments = ServingArguments if config.serving else Arguments
+        self.intra_chunk = (StridedIntraChunk if config.serving else IntraChunk)(config)
+        self.chain = (ServingChain if config.serving else CHAINS[config.mode])(
+            config, SHARED_BYTES - schedule.TABLE_BYTES
+        )
         self.groups = THREADS // self.intra_chunk.threads
         self.group_bytes = self.intra_chunk.layout.bytes + ITEMS * ITEM_BYTES
         self.first_halves = range(0, config.halves, config.warpgroups)  # of the chain CTAs of a queue
@@ -81,12 +90,12 @@ class PrefillKernel:
         self.shared_bytes = self.table_offset + schedule.TABLE_BYTES
 
     def fake_args(self) -> tuple:
-        return arguments.fake_args(Arguments, BFloat16)
+        return arguments.fake_args(self.arguments, BFloat16)
 
     @cute.jit
     def __call__(self, o: cute.Tensor, *values_and_stream):
         *values, stream = values_and_stream
-        args = Arguments(*values)
+        args = self.arguments(*values)
         self.kernel(tuple(values)).launch(
             grid=(args.intra_chunk_ctas + args.queues * self.chain_ctas, 1, 1),
             block=(THREADS, 1, 1),
@@ -99,7 +108,7 @@ class PrefillKernel:
 
     @cute.kernel
     def kernel(self, values: tuple):
-        args = Arguments(*values)
+        args = self.arguments(*values)
         index, _, _ = cute.arch.block_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
         chains = args.queues * self.chain_ctas

@@ -7,12 +7,10 @@ from kda_cute.device import ptx
 from kda_sm90.config import HEAD_DIM, PrefillConfig
 from kda_sm90.kernels import barriers, schedule
 from kda_sm90.kernels.barriers import NamedBarrier
-from kda_sm90.kernels.fragments import HALF
+from kda_sm90.kernels.fragments import HALF, MATRIX_BYTES
 
 #: Accesses of 16 bytes for each lane that `StoreWarp.copy_rows` has under way.
 BATCH = 8
-#: Half of a saved state in fp32.
-CHECKPOINT_BYTES = 4 * HALF * HEAD_DIM
 
 
 class StoreWarp:
@@ -50,6 +48,7 @@ class StoreWarp:
         o_row = Int64(args.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
         place = (part.token * args.HV + part.head) * (2 * HEAD_DIM) + half * (2 * HALF)
         place += o_row * (part.first * self.chunk)
+        kept = self.kept(args, part)
         number, left = Int32(0), Int32(0)  # index in args.states of the next state; states left in this part
         if const_expr(self.states):
             left = self.states_in(part, args.every)
@@ -71,12 +70,18 @@ class StoreWarp:
             if c == 0:  # the first O of a part is empty
                 valid = Int32(0)
             before = place - o_row * self.chunk
-            self.copy_rows(smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, args.o + before, o_row, valid)
+            self.copy_rows(
+                smem.o + wg * self.o_bytes, self.chunk, 2 * HALF, args.o + before, o_row, valid, kept
+            )
             if const_expr(self.residual):
                 shared = smem.o + wg * self.o_bytes + self.image_bytes
                 self.copy_rows(shared, self.chunk, 2 * HALF, args.residual + before, o_row, valid)
             place += o_row * self.chunk
             self.release_o(smem, wg)
+
+    def kept(self, args, part):
+        """Returns the bits of O to keep (Int32), the same for every word; None for all, decided at compile time."""
+        return None  # noqa: RET501 - the value of an argument
 
     def release_buffers(self, smem, wg):
         """Releases the buffers that an mbarrier guards, at the start."""
@@ -113,10 +118,11 @@ class StoreWarp:
         """Returns the index of the first state of a part's sequence; a whole warp calls it. A sequence has one state for each
         started ``args.every`` chunks. Intermediate states are dense; saved states of packed sequences are in slots
         (`kda_cute.device.varlen`)."""
-        count = self.first_slot_of(sched, args, part)
-        if sched.offset_bytes > 0:  # noqa: SIM102 - decided at run time
+        tokens = args.every * self.chunk
+        count = part.sequence * cute.ceil_div(sched.T, tokens)  # sequences as rows of B
+        if sched.offset_bytes > 0:
+            count = Int32(part.token) // tokens + part.sequence
             if args.saved == 0:
-                tokens = args.every * self.chunk
                 count = Int32(0)
                 for n in cutlass.range(cute.arch.lane_idx(), part.sequence, 32, unroll=1):
                     _, length, _, _ = schedule.extent(sched, n)
@@ -124,15 +130,6 @@ class StoreWarp:
                 for i in cutlass.range_constexpr(5):
                     count += cute.arch.shuffle_sync_bfly(count, 1 << i)
         return count
-
-    @cute.jit
-    def first_slot_of(self, sched, args, part) -> Int32:
-        """Returns the slot of the first saved state of a part's sequence."""
-        tokens = args.every * self.chunk
-        slot = part.sequence * cute.ceil_div(sched.T, tokens)  # sequences as rows of B
-        if sched.offset_bytes > 0:
-            slot = Int32(part.token) // tokens + part.sequence
-        return slot
 
     @cute.jit
     def copy_rows(
@@ -143,26 +140,28 @@ class StoreWarp:
         address: Int64,
         stride: Int64,
         valid: Int32,
+        kept=None,
     ):
         """Copies the first ``valid`` rows of a swizzled image of ``rows`` rows of ``pitch`` bytes to global rows
-        ``stride`` bytes apart; a whole warp calls it.
+        ``stride`` bytes apart; a whole warp calls it. ``kept``: see `kept`.
 
         A loop, because ptxas loads the rows of straight code one by one, into the same registers.
         """
         units = pitch // 16
         step = 32 // units  # rows per access of the warp
-        lane = self.lane()
-        row, unit = lane // units, lane % units
+        row, unit = self.lane() // units, self.lane() % units
         address += stride * row + unit * 16
         for start in cutlass.range(0, rows, BATCH * step, unroll=1):
-            self.copy_batch(shared + start * pitch, row, unit, pitch, address, stride * step, valid - start)
+            self.copy_batch(
+                shared + start * pitch, row, unit, pitch, address, stride * step, valid - start, kept
+            )
             address += stride * (BATCH * step)
 
     def lane(self):
         """Returns the lane's index, for `copy_rows`."""
         return cute.arch.lane_idx()
 
-    def copy_batch(self, shared, row, unit, pitch, address, stride, valid):
+    def copy_batch(self, shared, row, unit, pitch, address, stride, valid, kept):
         """Copies the lane's units of one batch of `copy_rows`. ``row``, ``address``: of the first unit; ``stride``: bytes to the
         next one."""
         step = 32 // (pitch // 16)
@@ -170,7 +169,8 @@ class StoreWarp:
         for i in range(BATCH):
             r = i * step + row
             place = shared + r * pitch + (unit ^ (r % 8)) * 16
-            values.append(ptx.load_shared_x4(place, Int32))
+            value = ptx.load_shared_x4(place, Int32)
+            values.append(value if kept is None else [word & kept for word in value])
         for i, value in enumerate(values):
             ptx.store_global_evict_first_x4(address + stride * i, value, i * step + row < valid)
 
@@ -272,7 +272,8 @@ class RecomputeStoreWarp(ReverseStoreWarp):
     def prefetch_checkpoint(self, sched, args, part, i, half):
         """Requests half of the state that was saved before the i-th slot of a part into the L2."""
         matrix = Int64(sched.first_slot + part.slot + i * sched.step) * args.HV + part.head
-        ptx.bulk_prefetch(args.checkpoints + (matrix * 2 + half) * CHECKPOINT_BYTES, Int32(CHECKPOINT_BYTES))
+        size = MATRIX_BYTES // 2
+        ptx.bulk_prefetch(args.checkpoints + (matrix * 2 + half) * size, Int32(size))
 
     @cute.jit
     def first_slot(self, sched, part) -> Int32:

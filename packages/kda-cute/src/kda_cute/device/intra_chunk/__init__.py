@@ -159,11 +159,10 @@ class IntraChunk:
         are counted in 32 bits (`host.refusal`).
         """
         p = self.place(worker)
-        value_row = chunk.token * x.HV + chunk.head
         a_log, biases = self.load_gate_parameters(p, x, chunk.head)
-        beta = self.load_beta(p, x, value_row, chunk.valid)
-        self.copy_gates(p, x.g, value_row, x.HV, chunk.valid)
-        self.copy_rows(p, x.q, chunk.key_row, x.H, p.q, chunk.valid)
+        beta = self.load_beta(p, x, chunk)
+        self.copy_gates(p, x, chunk)
+        self.copy_rows(p, x, "q", chunk, p.q)
         cute.arch.cp_async_commit_group()
         return *beta, a_log, *biases
 
@@ -186,7 +185,7 @@ class IntraChunk:
         l2norm = x.l2norm > 0
         beta_bf16, beta_fp32, a_log, *biases = loaded
         rate = gate_rate(a_log)
-        self.copy_rows(p, x.k, chunk.key_row, x.H, p.k, chunk.valid)
+        self.copy_rows(p, x, "k", chunk, p.k)
         cute.arch.cp_async_commit_group()
 
         gate = Gate(self.config, rate, x.lower_bound)
@@ -234,11 +233,21 @@ class IntraChunk:
 
     # ---- loads
 
-    def row_address(self, x, row, size=2):
-        """Returns the address of a row of 128 channels of ``size`` bytes; rows are counted over B, T and heads."""
-        return x + Int64(row) * (HEAD_DIM * size)
+    def key_address(self, x, name, chunk: Chunk, row):
+        """Returns the address of q or k (``name``) of token ``row`` of a chunk."""
+        return getattr(x, name) + Int64(chunk.key_row + row * x.H) * (2 * HEAD_DIM)
 
-    def copy_gates(self, p: Place, g, value_row, HV, valid):
+    def gate_address(self, x, chunk: Chunk, row):
+        """Returns the address of g of token ``row`` of a chunk."""
+        value_row = chunk.token * x.HV + chunk.head
+        return x.g + Int64(value_row + row * x.HV) * (HEAD_DIM * self.decay.gate_bytes)
+
+    def beta_address(self, x, chunk: Chunk, row):
+        """Returns the address of beta of token ``row`` of a chunk."""
+        value_row = chunk.token * x.HV + chunk.head
+        return x.beta + (Int64(value_row) + row * x.HV) * x.beta_bytes
+
+    def copy_gates(self, p: Place, x, chunk: Chunk):
         """Copies g of the warp's block to shared memory asynchronously, into the region of the exponents that replace it.
         `memory.Layout` has the form for each dtype."""
         size = self.decay.gate_bytes
@@ -248,29 +257,29 @@ class IntraChunk:
         first_row = p.block * BLOCK
         for at in range(0, BLOCK, 32 // units):
             row = at + first
-            address = self.row_address(g, value_row + (first_row + row) * HV, size) + unit * 16
+            address = self.gate_address(x, chunk, first_row + row) + unit * 16
             if size == 2:
                 to = start + unit // 8 * (2 * SLICE_BYTES) + row * 128 + unit % 8 * 16
             else:
                 to = start + unit // 8 * SLICE_BYTES + row * 128 + (unit % 8 ^ row % 2) * 16
-            ptx.cp_async_x4(to, address, first_row + row < valid)
+            ptx.cp_async_x4(to, address, first_row + row < chunk.valid)
         cute.arch.cp_async_commit_group()
 
-    def copy_rows(self, p: Place, x, key_row, H, region, valid):
-        """Copies rows of q or k to shared memory asynchronously, in fragment order: each thread copies what it alone reads,
+    def copy_rows(self, p: Place, x, name, chunk: Chunk, region):
+        """Copies rows of q or k (``name``) to shared memory asynchronously, in fragment order: each thread copies what it alone reads,
         so that the data need no barrier."""
         for half in range(2):
             row = p.block * BLOCK + p.row + 8 * half
-            address = self.row_address(x, key_row + row * H) + p.quad_lane * 16
+            address = self.key_address(x, name, chunk, row) + p.quad_lane * 16
             for m in range(4):
                 to = fragment_address(region, p.block, p.lane, half, m)
-                ptx.cp_async_x4(to, address + 64 * m, row < valid)
+                ptx.cp_async_x4(to, address + 64 * m, row < chunk.valid)
 
-    def load_beta(self, p: Place, x, value_row, valid):
+    def load_beta(self, p: Place, x, chunk: Chunk):
         """Returns beta of row ``thread % C`` as bf16 bits and as fp32, one of which is 0. Two threads load the same row."""
         row = p.thread % self.chunk
-        address = x.beta + (Int64(value_row) + row * x.HV) * x.beta_bytes
-        exists, is_bf16 = row < valid, x.beta_bytes == 2
+        address = self.beta_address(x, chunk, row)
+        exists, is_bf16 = row < chunk.valid, x.beta_bytes == 2
         # Two loads, one of which does nothing. An instruction that combined them here would wait for memory.
         return (
             ptx.load_global_u16(address, exists & is_bf16),

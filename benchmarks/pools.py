@@ -1,0 +1,260 @@
+"""The measured calls over pools of states: decoding, verification of drafts, and a read and write of the same memory (`rmw`)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kda_core
+from kda_core.registry import record_calls
+from kda_core.testing import error, make_inputs, token_oracle
+
+D = 128  # K and V
+CHECKED = 2  # sequences of a launch that are compared with the oracle
+DRAWN = 8  # different sequences of a launch; the others repeat them
+VERIFY, JOURNAL = "+verify", "+journal"
+#: Records of a slot before they are folded, the default of kda_core.serving.
+LENGTH = 8
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOKENS = ("q", "k", "v", "g", "beta")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One measured function on `launches` parts of a pool.
+
+    Attributes:
+        calls: functions without arguments, each on other slots.
+        check: runs the first call and returns its ``error_o`` and ``error_state``.
+        ready: prepares the memory for timing, after `check`.
+    """
+
+    calls: Sequence[Callable[[], Any]]
+    check: Callable[[], dict[str, Any]]
+    ready: Callable[[], Any] = lambda: None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """N sequences of T tokens on a device, and slots for each launch.
+
+    Attributes:
+        tokens: arguments of ``fused_recurrent_kda``, without states; gate, l2norm and sigmoid are in the kernel.
+        pool: [slots, HV, V, K], N(0,1).
+        slots: [launches, N, W] int32 in random order, all different. W: slots of a sequence.
+    """
+
+    tokens: dict[str, Any]
+    pool: Tensor
+    slots: Tensor
+
+
+def make_problem(
+    N: int, HV: int, T: int, W: int, state_dtype: str, device: torch.device, pool_bytes: int
+) -> Problem:
+    """Returns a problem with at least two launches, whose slots take at least `pool_bytes`."""
+    drawn = min(N, DRAWN)
+    x = make_inputs("slow", T, B=drawn, H=HV, state_v_first=True, device=device).arguments
+    tokens = {
+        n: y.repeat(-(-N // drawn), *[1] * (y.dim() - 1))[:N] if n in TOKENS else y for n, y in x.items()
+    }
+    tokens["dt_bias"] = tokens["dt_bias"].flatten()
+    dtype = STATE_DTYPES[state_dtype]
+    launches = max(2, -(-pool_bytes // (N * W * HV * D * D * dtype.itemsize)))
+    generator = torch.Generator(device).manual_seed(0)
+    pool = torch.empty(launches * N * W, HV, D, D, dtype=dtype, device=device).normal_(generator=generator)
+    order = torch.randperm(len(pool), generator=generator, device=device)
+    return Problem(tokens, pool, order.to(torch.int32).view(launches, N, W))
+
+
+def slots_of(impl: str, T: int) -> int:
+    """Returns the slots of a sequence: calls of several tokens store the state after each, unless they keep records."""
+    return 1 if impl.endswith((VERIFY, JOURNAL)) else T
+
+
+def serves(impl: str, T: int) -> bool:
+    """Returns whether an implementation has rows with T tokens of each sequence."""
+    if impl == "rmw" or impl.endswith(JOURNAL):
+        return T == 1
+    return T > 1 or not impl.endswith(VERIFY)
+
+
+def has_journal(backend: str) -> bool:
+    """Returns whether kda-core has `kda_core.serving` and the backend declares the feature ``journal``."""
+    if find_spec("kda_core.serving") is None:
+        return False
+    specs = {i.name: i.spec for i in kda_core.backends() if i.status == "ok"}
+    spec = specs.get(backend)
+    return spec is not None and "journal" in spec.features
+
+
+def variants(impl: str, problem: Problem) -> list[Launch]:
+    """Returns the launches of an implementation: "rmw", "fla", or a backend with or without `VERIFY` or `JOURNAL`. Several variants
+    do the same; the fastest one counts."""
+    if impl == "rmw":
+        return _floors(problem)
+    if impl.endswith((VERIFY, JOURNAL)):
+        return [_records(impl, problem)]
+    if impl == "fla":
+        # Triton compiles for each stride and alignment of the slots: rows of 8 have one
+        W = problem.slots.shape[2]
+        return [_pooled(problem, _fla(), torch.nn.functional.pad(problem.slots, (0, 8 - W))[..., :W])]
+    return [_pooled(problem, _backend(impl.removeprefix("kda-")), problem.slots)]
+
+
+# ---- states in place
+
+
+def _backend(name: str) -> Callable[..., Any]:
+    def call(**x: Any) -> None:
+        with record_calls() as calls:
+            kda_core.fused_recurrent_kda(**x, output_final_state=True, backend=name)
+        assert [c.backend for c in calls] == [name], calls
+
+    return call
+
+
+def _fla() -> Callable[..., Any]:
+    """Returns FLA's function below its choice among implementations, which may lead to other packages."""
+    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+    return partial(inspect.unwrap(fused_recurrent_kda_fwd), inplace_final_state=True)
+
+
+def _pooled(problem: Problem, function: Callable[..., Any], given: Tensor) -> Launch:
+    """The states are updated in place: after the last token, or with W slots after every token. `given`: the slots that calls get."""
+    x, (_, N, W) = problem.tokens, problem.slots.shape
+    o = torch.empty_like(x["v"])
+    call = partial(function, **x, initial_state=problem.pool, out=o)
+    chosen = [slots if W > 1 else slots[:, 0] for slots in given]
+    accepted = None
+    if W > 1:
+        accepted = (torch.arange(N, device=o.device) % W + 1).to(torch.int32)
+        call = partial(call, num_accepted_tokens=accepted)
+
+    def check() -> dict[str, Any]:
+        slots = problem.slots[0, :CHECKED].long()
+        first = (
+            slots[:, 0] if accepted is None else slots.gather(1, accepted[:CHECKED, None].long() - 1)[:, 0]
+        )
+        before = problem.pool[first].clone()
+        call(ssm_state_indices=chosen[0])
+        return errors(x, before, o, problem.pool[slots[:, -1]])
+
+    return Launch([partial(call, ssm_state_indices=slots) for slots in chosen], check)
+
+
+def errors(x: dict[str, Any], before: Tensor, o: Tensor, after: Tensor, repeats: int = 1) -> dict[str, Any]:
+    """Returns the errors of the first `CHECKED` sequences against the fp64 oracle, which takes the tokens `repeats` times; o is that of
+    the last time."""
+    n = len(before)
+    own: dict[str, Any] = {
+        name: torch.cat([y[:n]] * repeats, 1) if name in TOKENS else y for name, y in x.items()
+    }
+    want_o, want_state = token_oracle(**own, initial_state=before)
+    want_o = want_o[:, -o.shape[1] :]
+    return {"error_o": error(o[:n], want_o), "error_state": error(after, want_state, state=True)}
+
+
+# ---- records of tokens in place of states
+
+
+def _records(impl: str, problem: Problem) -> Launch:
+    """Calls that keep records (`kda_core.serving`). The spans of `JOURNAL` are those of sequences in random phases: from 1 to `LENGTH`
+    records, so that one call in `LENGTH` folds. No call changes them, so every replay does the same work."""
+    serving: Any = import_module("kda_core.serving")
+    verifies = impl.endswith(VERIFY)
+    backend = impl.removesuffix(VERIFY).removesuffix(JOURNAL).removeprefix("kda-")
+    x, pool = {n: y for n, y in problem.tokens.items() if n != "state_v_first"}, problem.pool
+    T, slots = x["v"].shape[1], problem.slots.squeeze(-1)
+    # the rows are length + drafts: verification has no records before its tokens
+    journal = serving.Journal.allocate(
+        len(pool), pool.shape[1], D, D, length=1 if verifies else LENGTH, drafts=max(T - 1, 1) if verifies else T,
+        state_v_first=True, dtype=x["q"].dtype, device=pool.device,
+    )  # fmt: skip
+    o = torch.empty_like(x["v"])
+    function = (
+        partial(serving.verify_kda, records=journal)
+        if verifies
+        else partial(serving.journal_decode_kda, journal=journal)
+    )
+
+    def run(slots: Tensor) -> None:
+        with record_calls() as calls:
+            function(**x, pool=pool, slots=slots, out=o, backend=backend)
+        assert [c.backend for c in calls] == [backend], calls
+
+    def check() -> dict[str, Any]:
+        first = slots[0]
+        at, steps = first[:CHECKED].long(), 1 if verifies else LENGTH + 1  # the last one folds
+        before = pool[at].clone()
+        for _ in range(steps):
+            run(first)
+            if not verifies:
+                serving.journal_advance(journal, first, T, T)
+        accepted = {"accepted": torch.full_like(first, T)} if verifies else {}
+        serving.journal_fold(pool, first, journal, backend=backend, **accepted)
+        return errors(problem.tokens, before, o, pool[at], steps)
+
+    def ready() -> None:
+        journal.u.normal_()
+        journal.k.normal_()
+        journal.k_factor.fill_(D**-0.5)
+        journal.G.zero_()
+        spans = journal.spans
+        spans[:, 0].random_(0, journal.u.shape[2])
+        spans[:, 1].random_(1, LENGTH + 1)
+
+    return Launch([partial(run, s) for s in slots], check, ready)
+
+
+# ---- the floor
+
+
+def _floors(problem: Problem) -> list[Launch]:
+    """Returns the variants of `rmw`, which multiply the states of the slots by -1, so that their magnitudes stay."""
+    pool, slots = problem.pool, problem.slots.squeeze(-1)
+
+    def launch(function: Callable[[Tensor], Any]) -> Launch:
+        def check() -> dict[str, Any]:
+            changed, kept = slots[0].long(), slots[1].long()
+            want = torch.cat([-pool[changed], pool[kept]])
+            function(slots[0])
+            found = torch.cat([pool[changed], pool[kept]])
+            return {"error_o": None, "error_state": (found - want).abs().max().item()}
+
+        return Launch([partial(function, s) for s in slots], check)
+
+    return [launch(function) for function in _multiplications(pool)]
+
+
+def _multiplications(pool: Tensor) -> list[Callable[[Tensor], Any]]:
+    """Returns functions that multiply the states of slots by -1: `benchmarks.rmw` on a GPU, torch on a CPU."""
+    if pool.device.type == "cpu":
+        return [lambda slots: pool.index_copy_(0, slots.long(), -pool[slots.long()])]
+    from benchmarks.rmw import Arguments, RmwConfig, RmwKernel
+    from kda_cute import arch_of_device, arguments, get_kernel
+
+    leading = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16, device=pool.device)
+    arch, name = arch_of_device(pool.device), str(pool.dtype).removeprefix("torch.")
+
+    def function(loads: int) -> Callable[[Tensor], Any]:
+        kernel, of_slot = get_kernel(RmwKernel, RmwConfig(loads, name), arch), pool[0].nbytes
+
+        def run(slots: Tensor) -> None:
+            values = arguments.pack(
+                Arguments, states=pool, slots=slots, bytes=of_slot, N=len(slots), factor=-1.0
+            )
+            kernel(leading, *values)
+
+        return run
+
+    return [function(loads) for loads in (4, 8)]

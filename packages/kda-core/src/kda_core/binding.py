@@ -1,0 +1,323 @@
+"""`bind`: a call that is validated once, for engines whose host time counts.
+
+Everything that follows from metadata is decided when the call is bound: validity, the backend, and with a backend that has
+`kda_core.backend.SupportsPrepare` also the launch. A bound call compares the metadata of the tensors of its tokens, and launches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda_core import buffers, journal, pools
+from kda_core.api import fused_recurrent_kda
+from kda_core.arguments import N_TENSORS, Arguments, checked
+from kda_core.backend import PreparedLaunch, SupportsPrepare
+from kda_core.contract import ALIGNMENT, KdaInputs, KdaJournal, KdaOutputs, KdaPool, Tensors, unchecked
+from kda_core.errors import (
+    ArgumentError,
+    BackendUnsupportedError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    StrideError,
+    describe,
+)
+from kda_core.journal import JournalArguments
+from kda_core.journal_api import journal_decode_kda, verify_kda
+from kda_core.ops import can_skip_dispatcher
+from kda_core.pools import SlotArguments
+from kda_core.registry import notify
+from kda_core.torch_private import below_autograd
+
+PER_TOKEN = Tensors._fields[: Tensors._fields.index("beta") + 1]
+"""The tensors that every bound call gets."""
+FUNCTIONS = (fused_recurrent_kda, journal_decode_kda, verify_kda)
+"""The functions that can be bound."""
+_STATE = Tensors._fields.index("initial_state")
+
+
+class _Facts(NamedTuple):
+    """The metadata of a tensor that a bound call compares."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Resolved(NamedTuple):
+    """A call that was resolved from its example tensors.
+
+    Attributes:
+        call: of the backend; its shape, choice, entry, and whether values are checked.
+        inputs: as the backend receives them.
+        state: what the function returns besides o: a tuple of nothing, or of the pool or None.
+        written: tensors besides o that the call writes.
+        is_checked: whether a debugging variable asks for checks of values in every call.
+    """
+
+    call: Any
+    inputs: KdaInputs
+    state: tuple[Tensor | None, ...]
+    written: list[Tensor]
+    is_checked: bool
+
+
+class BoundCall:
+    """A call of `bind`.
+
+    Attributes:
+        backend: name of the backend that serves it.
+    """
+
+    def __init__(self, function: Callable[..., Any], fixed: dict[str, Any], found: _Resolved) -> None:
+        call, inputs = found.call, found.inputs
+        self.backend: str = call.choice.spec.name
+        self._function, self._fixed, self._found = function, fixed, found
+        per_token = [getattr(inputs, name) for name in PER_TOKEN]
+        self._facts = tuple(_Facts(x.shape, x.stride(), x.dtype, x.device) for x in per_token)
+        q, v = inputs.q, inputs.v
+        self._o = _Facts(v.shape, v.new_empty(v.shape, device="meta").stride(), q.dtype, q.device)
+        self._is_dense = v.is_contiguous()
+        self._beta_is_free = call.strided
+        self._clears = call.shape.varlen  # tokens outside of every sequence have zeros
+        self._written = [x for x in found.written if not x.is_inference()]
+        self._device = q.get_device()
+        self._launch: PreparedLaunch = _prepared(found)
+        self._notice = (self.backend, call.entry, call.shape.device_type)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor | None = None
+    ) -> Any:
+        """Makes the call with these tensors, whose shapes, strides, dtypes and device are those of the example.
+
+        Args:
+            out: o to write; it must share no memory with any other tensor, which is not checked.
+
+        Returns:
+            what the bound function returns.
+
+        Raises:
+            ShapeError, StrideError, DtypeError, DeviceError, ArgumentError: a tensor differs from the example; the message names it.
+        """
+        tensors = (q, k, v, g, beta)
+        if torch.compiler.is_compiling() or self._found.is_checked or not _is_plain(tensors, out):
+            result = self._function(*tensors, **self._fixed, out=out)
+            return result
+        for name, x, (shape, stride, dtype, device) in zip(PER_TOKEN, tensors, self._facts):
+            if (
+                x.shape != shape or x.stride() != stride or x.dtype is not dtype or x.device != device
+                or (x.data_ptr() % ALIGNMENT and not (x is beta and self._beta_is_free))
+            ):  # fmt: skip
+                raise _difference(name, x, _Facts(shape, stride, dtype, device))
+        if out is None:
+            # `empty_like` is the fastest way to allocate o, which has the shape of v
+            out = torch.empty_like(v) if self._is_dense else v.new_empty(self._o.shape)
+        elif (
+            out.shape != self._o.shape or out.stride() != self._o.stride or out.dtype is not self._o.dtype
+            or out.device != self._o.device or out.data_ptr() % ALIGNMENT
+        ):  # fmt: skip
+            raise _difference("out", out, self._o)
+        with below_autograd():  # as in an operator's kernel
+            if self._clears:
+                out.zero_()
+            if self._device < 0 or self._device == torch.cuda.current_device():
+                self._launch(q, k, v, g, beta, out)
+            else:
+                with torch.cuda.device(self._device):
+                    self._launch(q, k, v, g, beta, out)
+        torch.autograd.graph.increment_version(self._written)
+        notify(*self._notice)
+        state = self._found.state
+        return (out, *state) if state else out
+
+
+def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
+    """Returns ``function`` as a function of q, k, v, g, beta and `out` alone, validated once for these example arguments.
+
+    Nothing is launched. A call of the result takes little host time: it compares metadata, and launches on the backend that was chosen
+    when it was bound. Later changes of installed plugins, `use_backend` or ``KDA_BACKEND`` do not matter. All other tensors stay bound.
+    Their contents may change, so an engine copies new slots into the tensor that it has bound, as for a CUDA graph.
+
+    A bound call never copies a tensor. With ``KDA_CHECK=1`` or ``KDA_CHECK_SLOTS=1`` when it is bound, with inputs that require grad, in a
+    trace, or under a mode of torch, it is a call of `function`.
+
+    Args:
+        function: `kda_core.fused_recurrent_kda` over a pool, `kda_core.serving.journal_decode_kda` or `kda_core.serving.verify_kda`.
+        args, kwargs: its arguments without `out`.
+
+    Raises:
+        TypeError, KdaError: as `function`.
+        ArgumentError: another function; a call without a pool; a call that returns new states, or whose inputs need copies.
+        BackendUnsupportedError: the backend serves the pool only by copies.
+    """
+    args_of_call, given, options = parsed(function, args, kwargs)
+    if options.out is not None:
+        raise ArgumentError("out", "None (a bound call gets it in every call)", describe(options.out))
+    if isinstance(given, JournalArguments):
+        found = _of_journal(args_of_call, given)
+    else:
+        found = _of_pool(args_of_call, given)
+    return BoundCall(function, options.fixed, found)
+
+
+class Rest(NamedTuple):
+    """What `parsed` returns besides the arguments of the call.
+
+    Attributes:
+        out: the tensor for o, or None.
+        fixed: the given arguments by name, without q, k, v, g, beta and out.
+    """
+
+    out: Any
+    fixed: dict[str, Any]
+
+
+def parsed(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Arguments, SlotArguments | JournalArguments | None, Rest]:
+    """Returns the arguments of a call of one of `FUNCTIONS` with their types checked, and those that concern its slots, if it has any.
+
+    Raises:
+        TypeError, KdaError: as the function. ArgumentError: another function.
+    """
+    if function not in FUNCTIONS:
+        wanted = " or ".join(f.__name__ for f in FUNCTIONS)
+        raise ArgumentError("function", wanted, getattr(function, "__name__", describe(function)))
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    fixed = {name: x for name, x in bound.arguments.items() if name not in (*PER_TOKEN, "out")}
+    bound.apply_defaults()
+    a = dict(bound.arguments)
+    rest = Rest(a["out"], fixed)
+    if function is not fused_recurrent_kda:
+        verifies = function is verify_kda
+        name = "records" if verifies else "journal"
+        given = journal.journal_arguments(
+            name, a[name], a["pool"], a["slots"], a["first_slot"], verifies=verifies
+        )
+        call = _arguments(a | {"initial_state": a["pool"], "state_v_first": a[name].state_v_first})
+        journal.refuse_gradients(call)
+        return checked(call), given, rest
+    if a["transpose_state_layout"] is not None:
+        raise ArgumentError("transpose_state_layout", "None (it is now state_v_first)", "a value")
+    if a["ssm_state_indices"] is None:
+        return checked(_arguments(a)), None, rest
+    inplace = a["inplace_final_state"]
+    writes = bool(a["output_final_state"] if inplace is None else inplace)
+    call = _arguments(a | {"output_final_state": a["output_final_state"] and not writes})
+    pools.refuse_gradients(call)
+    slots = {name: a[name] for name in SlotArguments._fields if name in a}
+    return checked(call), pools.checked_slots(SlotArguments(**slots, writes=writes)), rest
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_plain(tensors: tuple[Tensor, ...], out: Tensor | None) -> bool:
+    return can_skip_dispatcher(tensors if out is None else (*tensors, out))
+
+
+def _of_pool(args: Arguments, given: SlotArguments | None) -> _Resolved:
+    """Resolves a call of `fused_recurrent_kda` with these arguments."""
+    if given is None:
+        raise ArgumentError("ssm_state_indices", "the slots of a pool (bind needs one)", "None")
+    if args.output_final_state:
+        raise ArgumentError("inplace_final_state", "None or True with output_final_state", "False")
+    call = pools.resolve(args, given)
+    if not call.native:
+        name = call.call.choice.spec.name
+        raise BackendUnsupportedError(
+            f"backend {name!r} serves this pool by copies, which bind does not make"
+        )
+    pool = pools.pool_of(args, given)
+    names = ("ssm_state_indices", "final_state_indices", "has_initial_state", "num_accepted_tokens")
+    used = (pool.read, pool.write, pool.has_initial_state, pool.num_accepted_tokens)
+    _check_same({name: getattr(given, name) for name in names}, used)
+    inputs = _inputs(args, call.call, pool=pool)
+    inputs.sequence_lengths()  # checks host contents of cu_seqlens
+    state = (pool.states if given.writes else None,)
+    is_checked = call.checks_slots or call.call.checks_contents
+    return _Resolved(call.call, inputs, state, [pool.states] if given.writes else [], is_checked)
+
+
+def _of_journal(args: Arguments, given: JournalArguments) -> _Resolved:
+    """Resolves a call of `journal_decode_kda` or `verify_kda` with these arguments."""
+    call = journal.resolve(args, given)
+    pool, records = journal.described(args.initial_state, given)
+    journal.check_memory(args.q.device, pool.states, given)
+    _check_same({"slots": given.slots}, (pool.read,))
+    inputs = _inputs(args, call.call, pool=pool, journal=records)
+    written = [*given.records, *([] if given.spans is None else [pool.states])]
+    return _Resolved(call.call, inputs, (), written, call.checks_slots or call.call.checks_contents)
+
+
+def _arguments(a: dict[str, Any]) -> Arguments:
+    """Returns the arguments of a decode call by their names."""
+    named = {name: a[name] for name in Arguments._fields if name in a}
+    return Arguments(**named | {"recurrent": True, "context_parallel": "off"})
+
+
+def _inputs(args: Arguments, call: Any, pool: KdaPool, journal: KdaJournal | None = None) -> KdaInputs:
+    """Returns the inputs of a call, none of which is a copy."""
+    tensors: list[Tensor | None] = list(args[:N_TENSORS])  # type: ignore[arg-type]
+    tensors[_STATE] = None
+    inputs = buffers.make_inputs(tensors, call.shape, strided=call.strided, pool=pool, journal=journal)
+    for name, x in zip(Tensors._fields, tensors):
+        if x is not None and getattr(inputs, name).data_ptr() != x.data_ptr():
+            came = (
+                f"{describe(x)}, strides {list(x.stride())}, {x.data_ptr() % ALIGNMENT} bytes past a multiple"
+            )
+            dense = f"a tensor that {call.choice.spec.name} reads in place (bind copies nothing): of fp32 if it is A_log or dt_bias"
+            raise ArgumentError(name, f"{dense}, contiguous, at a multiple of {ALIGNMENT} bytes", came)
+    return inputs
+
+
+def _check_same(named: dict[str, Tensor | None], used: Sequence[Tensor | None]) -> None:
+    """Checks that the tensors that a call uses are those of the caller, and not copies."""
+    for (name, x), y in zip(named.items(), used):
+        if x is not None and y is not None and x.data_ptr() != y.data_ptr():
+            raise StrideError(
+                name, "a contiguous tensor (bind copies nothing)", f"strides {list(x.stride())}"
+            )
+
+
+def _prepared(found: _Resolved) -> PreparedLaunch:
+    """Returns the launch of the backend, or one that calls the backend's entry with new inputs."""
+    backend, inputs = found.call.choice.backend, found.inputs
+    if isinstance(backend, SupportsPrepare) and found.call.choice.spec.abi >= (2, 5):
+        return backend.prepare(inputs, unchecked(KdaOutputs, _outputs(inputs.v.new_empty(inputs.v.shape))))
+    entry = getattr(backend, found.call.entry)
+    fixed = {f.name: getattr(inputs, f.name) for f in fields(KdaInputs)}  # without what an object keeps
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor) -> None:
+        changed = {**fixed, "q": q, "k": k, "v": v, "g": g, "beta": beta}
+        entry(unchecked(KdaInputs, changed), unchecked(KdaOutputs, _outputs(o)))
+
+    return launch
+
+
+def _outputs(o: Tensor) -> dict[str, Any]:
+    return {
+        "o": o, "final_state": None, "intermediate_states": None, "workspace": None, "saved_states": None,
+        "residual": None,
+    }  # fmt: skip
+
+
+def _difference(name: str, x: Tensor, wanted: _Facts) -> ArgumentError:
+    """Returns the error for a tensor that differs from the example."""
+    if x.shape != wanted.shape:
+        return ShapeError(name, f"{list(wanted.shape)}, as bound", str(list(x.shape)))
+    if x.dtype != wanted.dtype:
+        return DtypeError(name, f"{wanted.dtype}, as bound", str(x.dtype))
+    if x.device != wanted.device:
+        return DeviceError(name, f"device {wanted.device}, as bound", str(x.device))
+    if x.stride() != wanted.stride:
+        return StrideError(name, f"strides {list(wanted.stride)}, as bound", str(list(x.stride())))
+    past = f"{x.data_ptr() % ALIGNMENT} bytes past one"
+    return ArgumentError(name, f"memory that starts at a multiple of {ALIGNMENT} bytes", past)

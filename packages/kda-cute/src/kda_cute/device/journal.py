@@ -1,0 +1,222 @@
+"""Decode over records of tokens (`kda_core.contract.KdaJournal`): the states of the pool are read once, and written only where they fold.
+
+    S <- Diag(e^G_m) S_0 + sum_j (e^(G_m - G_j) k_j) u_j^T,   then the recurrence of `kda_cute.device.decode` for the new tokens
+
+A CTA has some values of one state in registers, as in the decode kernel. It applies the m records of the slot to them, one by one. A fold
+writes the result. Every token then leaves a record. CTAs need no order: the new records are in other rows than those that are read, and
+a CTA folds only the values that it has read.
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from kda_cute.device import ptx, slots
+from kda_cute.device.decode import ROW, DecodeKernel, element, inverse_norm, load_beta, load_bf16, uniform
+from kda_cute.device.intra_chunk.gates import G_FLOOR
+from kda_cute.records import HEAD_DIM
+
+LN2 = 0.6931471805599453
+
+
+class Arguments(NamedTuple):
+    """Arguments after the leading tensor. Strides, of the batch and of tokens, are in elements."""
+
+    q: Int64  # [N, T, H, 128] bf16
+    k: Int64  # [N, T, H, 128] bf16
+    v: Int64  # [N, T, HV, 128] bf16
+    g: Int64  # [N, T, HV, 128]
+    beta: Int64  # [N, T, HV], elements of beta_bytes
+    a_log: Int64  # [HV] fp32
+    dt_bias: Int64  # [HV, 128] fp32
+    o: Int64  # [N, T, HV, 128] bf16, contiguous
+    q_batch: Int64
+    q_token: Int64
+    k_batch: Int64
+    k_token: Int64
+    v_batch: Int64
+    v_token: Int64
+    g_batch: Int64
+    g_token: Int64
+    beta_batch: Int64
+    beta_token: Int64
+    states: Int64  # [slots, HV, 128, 128]
+    pitch: Int64  # elements between two slots
+    read: Int64  # [N] slots, elements of index_bytes
+    slots: Int64
+    first_slot: Int64
+    record_u: Int64  # [slots, HV, R, 128] fp32
+    record_k: Int64  # [slots, H, R, 128] bf16
+    record_factor: Int64  # [slots, H, R] fp32
+    record_g: Int64  # [slots, HV, R, 128] fp32
+    spans: Int64  # [slots, 2] int32, or 0
+    accepted: Int64  # [N] int32, or 0: records from row 0 on
+    index_bytes: Int32
+    R: Int32
+    most: Int32  # records of a slot
+    fold_above: Int32  # a slot folds if it has more records than this, with those of the call
+    N: Int32
+    T: Int32
+    H: Int32
+    HV: Int32
+    beta_bytes: Int32  # 2: bf16, 4: fp32
+    l2norm: Int32
+    scale: Float32
+    lower_bound: Float32  # of the bounded gate
+    beta_factor: Float32  # factor on the sigmoid of beta; 0: beta is used without a sigmoid
+
+
+class JournalKernel(DecodeKernel):
+    """Takes a tensor, which determines the device and the stream, and the values of `Arguments`."""
+
+    spill_allowance = 0
+    Arguments = Arguments
+
+    @cute.kernel
+    def kernel(self, values: tuple):
+        x = Arguments(*values)
+        shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        task = block // self.groups
+        n, head = uniform(task // x.HV, task % x.HV)
+        place = SimpleNamespace(
+            row=n,
+            warp=cute.arch.make_warp_uniform(thread >> 5),
+            lane=thread & 31,
+            group=block % self.groups,
+            shared=shared,
+            factors=shared + (thread >> 5) * (3 * ROW),
+            head=head,
+            key_head=head // (x.HV // x.H),
+        )
+        state = cute.make_rmem_tensor((self.layout.size,), Float32)
+        slot = slots.load_index(x.read + Int64(n) * x.index_bytes, x.index_bytes)
+        valid = slots.is_slot(x, slot)
+        # in a uniform register: every lane has it, and it is below 2^31
+        slot = Int64(uniform(Int32(ptx.select(valid, slot, Int64(0))))[0])
+        self.layout.load(self.matrix(x, head, slot), place, state, valid)
+        first, count = self.span(x, n, slot, valid)
+        place.values = (slot * x.HV + head) * x.R  # the first record of the value head, in rows
+        place.keys = (slot * x.H + place.key_head) * x.R
+        sums = cute.make_rmem_tensor((4,), Float32)  # G behind the last record, of the lane's four channels
+        self.apply_records(x, place, state, sums, first, count)
+        folds = valid & (count + x.T > x.fold_above)
+        if folds:
+            self.layout.store(self.matrix(x, head, slot), place, state)
+        for i in range(4):
+            sums[i] = ptx.select(folds, Float32(0.0), sums[i])
+        computed = ptx.select(valid, Int32(x.T), Int32(0))
+        for t in cutlass.range(computed, unroll=1):
+            self.record_token(x, place, state, sums, t, (first + count + t) % x.R)
+        for t in cutlass.range(computed, x.T, unroll=1):
+            self.clear(x, place, t)
+
+    def span(self, x, n, slot, valid):
+        """Returns the row of a slot's first record, and its number of records. Both are not trusted."""
+        has_spans = valid & (x.spans != Int64(0))
+        first = ptx.load_global_i32(x.spans + slot * 8, has_spans)
+        count = ptx.load_global_i32(x.spans + slot * 8 + 4, has_spans)
+        count = count + ptx.load_global_i32(x.accepted + Int64(n) * 4, valid & (x.accepted != Int64(0)))
+        clamp = lambda y, most: cutlass.min(cutlass.max(y, 0), most)
+        return uniform(clamp(first, x.R - 1), clamp(count, x.most))
+
+    @cute.jit
+    def apply_records(self, x, place, state, sums, first, count):
+        """Applies the records of the slot to the state, and sets ``sums`` to G of the last one."""
+        last = place.values + (first + count - 1) % x.R
+        for i, y in enumerate(self.load_sums(x, place, last, count > 0)):
+            sums[i] = y
+        if count > 0:
+            self.store_row(place, 2, [natural_exp(sums[i]) for i in range(4)])
+            cute.arch.sync_warp()
+            self.layout.decay(state, self.layout.factors(place, 2))
+        for j in cutlass.range(count, unroll=1):
+            ring = (first + j) % x.R
+            row = place.values + ring
+            u = [
+                ptx.load_global_f32(
+                    x.record_u + (row * HEAD_DIM + self.layout.row(place) + step) * 4, Boolean(True)
+                )
+                for step in self.layout.steps
+            ]
+            key = place.keys + ring
+            words = ptx.load_global_words(
+                x.record_k + key * (2 * HEAD_DIM) + place.lane * 8, 2, Boolean(True)
+            )
+            factor = ptx.load_global_f32(x.record_factor + key * 4, Boolean(True))
+            k = [y for word in words for y in ptx.unpack_bf16x2(word)]
+            G = self.load_sums(x, place, row, Boolean(True))
+            self.store_row(place, 0, [y * factor * natural_exp(sums[i] - G[i]) for i, y in enumerate(k)])
+            cute.arch.sync_warp()
+            self.layout.add(state, self.layout.factors(place, 0), u)
+            cute.arch.sync_warp()  # the factors have been read
+
+    def load_sums(self, x, place, row, valid):
+        """Loads G of a record, the lane's four channels."""
+        words = ptx.load_global_words(x.record_g + row * ROW + place.lane * 16, 4, valid)
+        return [ptx.float_of_bits(y) for y in words]
+
+    def store_row(self, place, kind, values):
+        """Stores the lane's four channels of a row of factors: ``kind`` 0, 1 or 2, as `RowsFirst.factors` loads them."""
+        ptx.store_shared_x4(place.factors + kind * ROW + self.layout.position(place) * 16, values)
+
+    def record_token(self, x, place, state, sums, token, ring):
+        """Computes one token: the state behind it, its o, and its record in row ``ring`` of the slot."""
+        self.record_factors(x, place, sums, token, ring)
+        beta = load_beta(x, place, token)
+        layout = self.layout
+        values = element(place, token, x.v_batch, x.v_token, place.head) + layout.row(place)
+        v = [load_bf16(x.v + values * 2 + step * 2) for step in layout.steps]
+        cute.arch.sync_warp()  # the factors are there
+        layout.decay(state, layout.factors(place, 2))
+        k = layout.factors(place, 0)
+        u = [beta * (y - dot) for y, dot in zip(v, layout.dots(place, state, k, 0), strict=True)]
+        layout.add(state, k, u)
+        row = (place.values + ring) * HEAD_DIM + layout.row(place)
+        for step, y in zip(layout.steps, u, strict=True):
+            ptx.store_global_f32_if(x.record_u + (row + step) * 4, y, layout.writes(place))
+        self.store_o(x, place, token, layout.dots(place, state, layout.factors(place, 1), 1))
+        cute.arch.sync_warp()  # the factors have been read
+
+    def record_factors(self, x, place, sums, token, ring):
+        """Stores k, q and the decays of a token in the warp's shared memory, and k, its factor and G in the record."""
+        gate, biases = self.gate(x, place)
+        at = place.lane * 4
+        load = lambda start, index: ptx.load_global_words(start + (index + at) * 2, 2, Boolean(True))
+        unpack = lambda words: [y for word in words for y in ptx.unpack_bf16x2(word)]
+        raw = load(x.k, element(place, token, x.k_batch, x.k_token, place.key_head))
+        k = unpack(raw)
+        q = unpack(load(x.q, element(place, token, x.q_batch, x.q_token, place.key_head)))
+        gates = element(place, token, x.g_batch, x.g_token, place.head)
+        if self.config.gate_dtype == "float32":
+            words = ptx.load_global_words(x.g + (gates + at) * 4, 4, Boolean(True))
+            g = [ptx.float_of_bits(y) for y in words]
+        else:
+            g = unpack(load(x.g, gates))
+        logs = [
+            ptx.maximum(gate.activate(y, bias) * gate.log_scale, Float32(G_FLOOR))
+            for y, bias in zip(g, biases, strict=True)
+        ]
+        factor = inverse_norm(x, k)
+        query = inverse_norm(x, q) * x.scale
+        self.store_row(place, 0, [y * factor for y in k])
+        self.store_row(place, 1, [y * query for y in q])
+        self.store_row(place, 2, [ptx.ex2(y) for y in logs])
+        for i, y in enumerate(logs):
+            sums[i] = ptx.fma(y, Float32(LN2), sums[i])
+        # one warp of the state writes what its CTAs share, and one value head of a group what the group shares
+        writes = (place.group == 0) & (place.warp == 0)
+        G = x.record_g + (place.values + ring) * ROW + place.lane * 16
+        ptx.store_global_words_if(G, [sums[i] for i in range(4)], writes)
+        owns = writes & (place.head % (x.HV // x.H) == 0)
+        key = place.keys + ring
+        ptx.store_global_words_if(x.record_k + key * (2 * HEAD_DIM) + place.lane * 8, raw, owns)
+        ptx.store_global_f32_if(x.record_factor + key * 4, factor, owns & (place.lane == 0))
+
+
+def natural_exp(y: Float32) -> Float32:
+    """Returns e^y."""
+    return ptx.ex2(y * Float32(ptx.LOG2E))
