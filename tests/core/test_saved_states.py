@@ -93,12 +93,16 @@ def test_saved_states_and_residuals_are_those_of_the_recurrence(saving, case, de
         step(x, disable_recompute=dense)
     assert ran(calls) == [("saving", "chunk_fwd"), ("saving", "chunk_bwd")]
     ((shape, states, found, _),) = saving.given
-    assert states.dtype == BF16 and tuple(states.shape) == shape.saved_states_shape
+    assert (
+        states.dtype == (BF16 if dense else torch.float32) and tuple(states.shape) == shape.saved_states_shape
+    )
     slots = saved_slots(shape, [len(h) for h in want])
     for h, own in zip(want, slots, strict=True):
         assert len(own) == -(-len(h) // spacing)
         for i, slot in enumerate(own):
-            torch.testing.assert_close(states[slot].double(), h[i * spacing], rtol=2**-8, atol=1e-5)
+            torch.testing.assert_close(
+                states[slot].double(), h[i * spacing], rtol=2**-8 if dense else 1e-4, atol=1e-5
+            )
     used = torch.zeros(len(states), dtype=torch.bool)
     used[[slot for own in slots for slot in own]] = True
     assert states[~used].isnan().all(), "a slot that belongs to no chunk was written"
@@ -161,7 +165,7 @@ def test_a_training_call_keeps_what_explain_says(saving, dense):
     x = small(T=1024, disable_recompute=dense)
     options = {"disable_recompute": x.pop("disable_recompute")}
     number = 8  # the number of what served it
-    per_token = 2 * (8 * 8 / 64 + 8) if dense else 2 * 8 * 8 / 512
+    per_token = 2 * (8 * 8 / 64 + 8) if dense else 4 * 8 * 8 / 512
     found = explain(**x, **options)
     assert found.saved_bytes == per_token * 2 * 1024
     assert f"backward  saving, saved {found.saved_bytes} bytes" in str(found)

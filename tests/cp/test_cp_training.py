@@ -251,15 +251,17 @@ def test_wrong_backends_fail_the_conformance_kit(training, wrong, monkeypatch):
             kit.test_state_gradients_of_segments(runner, "memory")
 
 
-def test_a_backend_of_an_older_abi_saves_no_states_in_segments(training):
-    """Such a backend would leave the saved states of `execute_segments` as they are."""
+def test_a_backend_of_an_older_abi_saves_no_states(training):
+    """Such a backend expects another dtype of saved states."""
     x = make_inputs("slow", 1100, H=1, K=16, V=16).arguments | {"backend": "training"}
     x["v"].requires_grad_()
-    older = replace(training_backend.SPEC, abi=(2, 3))
+    assert explain(**x).saved_bytes > 0
+    older = replace(training_backend.SPEC, abi=(2, 5))
     native_backend = REGISTRY.load(REGISTRY.find("training").spec)
     with REGISTRY.replaced(older, native_backend, "of an older ABI"):
-        text = explain(**x, context_parallel=Plan(((512, 588),))).error
-    assert "backend 'training' is of ABI 2.3, whose execute_segments saves no states" in text
+        for plan in ("off", Plan(((512, 588),))):
+            found = explain(**x, context_parallel=plan)
+            assert (found.error, found.saved_bytes) == (None, 0)
 
 
 # ---- plans of the caller

@@ -69,7 +69,8 @@ def gradients(
         saved = residual = None
         if spacing:
             slots = layouts.slot_count(shape.B, shape.T, spacing, shape.N if shape.varlen else None)
-            saved = torch.full((slots, shape.HV, 128, 128), float("nan"), dtype=torch.bfloat16, device=device)
+            dtype = torch.bfloat16 if spacing == 64 else torch.float32
+            saved = torch.full((slots, shape.HV, 128, 128), float("nan"), dtype=dtype, device=device)
             residual = poison(x["v"]) if spacing == 64 else None
         o = poison(x["v"])
         config = launch_config(shape, sms, None, spacing)

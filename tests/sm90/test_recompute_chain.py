@@ -66,10 +66,10 @@ def check(lengths, HV, warpgroups, queues, depth, ctas, device, slab_slots=1000)
     inputs = buffers.make_inputs(tensors, shape)
     bounds = sequence_bounds(x["q"], x.get("cu_seqlens"))
     first = lambda n, spacing: bounds[n][0] // spacing + n if packed else n * -(-T // spacing)
-    poisoned = lambda *size: torch.full(size, NAN, dtype=torch.bfloat16, device=device)
+    poisoned = lambda *size, dtype=torch.bfloat16: torch.full(size, NAN, dtype=dtype, device=device)
     count = lambda tokens: layouts.slot_count(1, T, tokens, shape.N if packed else None)
     slots, matrix = count(64), (HV, 128, 128)
-    checkpoints = poisoned(count(CHECKPOINT), *matrix)
+    checkpoints = poisoned(count(CHECKPOINT), *matrix, dtype=torch.float32)
     for n, (start, end) in enumerate(bounds):
         for i, token in enumerate(range(start, end, CHECKPOINT)):
             checkpoints[first(n, CHECKPOINT) + i] = before[token]

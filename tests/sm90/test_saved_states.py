@@ -30,7 +30,8 @@ def forward(x, spacing):
     saved = None
     if spacing:
         slots = shape.T // spacing + shape.N if shape.varlen else shape.B * -(-shape.T // spacing)
-        saved = poisoned(slots, shape.HV, HEAD_DIM, HEAD_DIM)
+        dtype = torch.bfloat16 if spacing == 64 else torch.float32
+        saved = poisoned(slots, shape.HV, HEAD_DIM, HEAD_DIM, dtype=dtype)
     outputs = KdaOutputs(
         o=poisoned(*x["v"].shape), final_state=poisoned(*shape.state_shape, dtype=torch.float32),
         workspace=aligned(backend.workspace_bytes(shape), device), saved_states=saved,

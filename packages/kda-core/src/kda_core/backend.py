@@ -156,7 +156,8 @@ class SupportsBackwardInto(Protocol):
 
 
 class SupportsSavedStates(SupportsBackwardInto, Protocol):
-    """Optional; requires `Feature.SAVED_STATES`. The forward saves states, so that the backward computes less. Since ABI 2.2.
+    """Optional; requires `Feature.SAVED_STATES`. The forward saves states, so that the backward computes less. Since ABI 2.6
+    (`SAVES_SINCE`): core lets a backend of ABI 2.2 to 2.5, whose saved states are all bf16, save nothing.
 
     `Backend.chunk_fwd` fills `KdaOutputs.saved_states` and `KdaOutputs.residual` where they are given, also if `needs_backward` is
     not set, because another backend may have the backward. `Backend.workspace_bytes` suffices in either case.
@@ -187,6 +188,10 @@ class SupportsSavedStates(SupportsBackwardInto, Protocol):
         ...
 
 
+SAVES_SINCE = (2, 6)
+"""The ABI since which saved states have `ProblemShape.saved_states_dtype`."""
+
+
 def saves_states(shape: ProblemShape, forward: BackendSpec, backward: BackendSpec, backend: object) -> bool:
     """Returns whether the forward of a call saves states that its backward then reads.
 
@@ -198,7 +203,10 @@ def saves_states(shape: ProblemShape, forward: BackendSpec, backward: BackendSpe
     return (
         shape.dtype in HALF_DTYPES
         and not shape.options.recurrent
-        and all(Feature.SAVED_STATES.value in spec.features for spec in (forward, backward))
+        and all(
+            Feature.SAVED_STATES.value in spec.features and spec.abi >= SAVES_SINCE
+            for spec in (forward, backward)
+        )
         and isinstance(backend, SupportsBackwardInto)
     )
 
@@ -294,7 +302,7 @@ class SupportsSegments(Protocol):
         """`Backend.chunk_fwd` with `outputs.workspace` as the last `summarize` of these segments left it.
         `inputs.initial_state` are the true states at the starts of the segments. Returns `outputs`.
 
-        Since ABI 2.4 a backend with `Feature.SAVED_STATES` fills `KdaOutputs.saved_states` and `residual` here as well, where they
+        Since ABI 2.6 a backend with `Feature.SAVED_STATES` fills `KdaOutputs.saved_states` and `residual` here as well, where they
         are given. They are those of the packed call over the segments."""
         ...
 

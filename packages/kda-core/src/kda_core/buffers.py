@@ -125,7 +125,7 @@ def allocate_workspace(size: int, like: Tensor) -> Tensor:
 
 def allocate_saved(shape: ProblemShape, like: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns uninitialised `KdaOutputs.saved_states` and `KdaOutputs.residual`, on the device of `like`."""
-    states = like.new_empty(shape.saved_states_shape, dtype=torch.bfloat16)
+    states = like.new_empty(shape.saved_states_shape, dtype=shape.saved_states_dtype)
     if not shape.options.disable_recompute:
         return states, None
     return states, like.new_empty((shape.B, shape.T, shape.HV, shape.V), dtype=torch.bfloat16)

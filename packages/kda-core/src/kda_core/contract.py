@@ -361,10 +361,17 @@ class ProblemShape:
         return (slots, self.HV, self.K, self.V)
 
     @property
+    def saved_states_dtype(self) -> torch.dtype:
+        """fp32, or bf16 with `KdaOptions.disable_recompute`. A backward computes 512 tokens from each state of the default mode, so
+        that a rounding of that state would enter all their gradients."""
+        return torch.bfloat16 if self.options.disable_recompute else torch.float32
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes of `KdaOutputs.saved_states` and `KdaOutputs.residual` of a call that saves them."""
         residual = self.B * self.T * self.HV * self.V if self.options.disable_recompute else 0
-        return (math.prod(self.saved_states_shape) + residual) * torch.bfloat16.itemsize
+        states = math.prod(self.saved_states_shape) * self.saved_states_dtype.itemsize
+        return states + residual * torch.bfloat16.itemsize
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -580,9 +587,10 @@ class KdaOutputs:
         intermediate_states: [B, NT, HV, K, V] or [B, NT, HV, V, K], bf16, or None if the call does not ask for them.
         workspace: uint8, at least as many bytes as the backend's `workspace_bytes`, contents arbitrary, aligned to
             `WORKSPACE_ALIGNMENT` on a GPU; None if the backend needs 0 bytes.
-        saved_states: `ProblemShape.saved_states_shape` bf16, S before every `ProblemShape.saved_spacing` tokens of a sequence, or
-            None if nothing is to be saved. Chunk i of sequence n is in slot ``saved_slots(..)[n][i]``; other slots may stay as they
-            are. Only backends that declare `Feature.SAVED_STATES` receive it. Since ABI 2.2.
+        saved_states: `ProblemShape.saved_states_shape` of `ProblemShape.saved_states_dtype`, S before every
+            `ProblemShape.saved_spacing` tokens of a sequence, or None if nothing is to be saved. Chunk i of sequence n is in slot
+            ``saved_slots(..)[n][i]``; other slots may stay as they are. Only backends that declare `Feature.SAVED_STATES` receive it.
+            Since ABI 2.6; in ABI 2.2 to 2.5 all were bf16.
         residual: [B, T, HV, V] bf16, ``R_t = v_t - k_t^T (e^{g_t} S_t)`` with S_t the state before the token, and k and g as
             the recurrence uses them; None unless `saved_states` is given and `KdaOptions.disable_recompute` is set. Since ABI 2.2.
     """

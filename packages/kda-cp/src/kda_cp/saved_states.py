@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from kda_core import contract
-from kda_core.backend import BackendSpec, SupportsSegments, saves_states
+from kda_core.backend import BackendSpec, saves_states
 from kda_core.contract import SAVED_SPACING, KdaInputs, KdaOutputs, ProblemShape
 from kda_cp.cuts import GRANULE
 from kda_cp.plan import Plan
 from kda_cp.segments import Segment, aligned, packed
 from kda_cp.upload import Integers, upload
-
-SINCE = (2, 4)
-"""The ABI since which `execute_segments` saves states."""
 
 
 def granule(shape: ProblemShape) -> int:
@@ -42,8 +39,6 @@ def refusal(plan: Plan, shape: ProblemShape, spec: BackendSpec, backend: object)
                 f"the states that a forward saves for its backward require cuts at multiples of {SAVED_SPACING}; "
                 f"sequence {n} has segments {segments}"
             )
-    if isinstance(backend, SupportsSegments) and spec.abi < SINCE:
-        return f"backend {spec.name!r} is of ABI {spec.abi[0]}.{spec.abi[1]}, whose execute_segments saves no states"
     return None
 
 
@@ -115,7 +110,7 @@ class Saving(NamedTuple):
         if outputs.saved_states is None:
             return cls(None, None)
         assert slots is not None
-        states = outputs.o.new_empty(slots.shape.saved_states_shape, dtype=torch.bfloat16)
+        states = outputs.o.new_empty(slots.shape.saved_states_shape, dtype=outputs.saved_states.dtype)
         if outputs.residual is None:
             return cls(states, None)
         return cls(states, aligned(_of_tokens(outputs.residual, slots, start)))

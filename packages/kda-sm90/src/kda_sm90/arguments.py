@@ -45,7 +45,7 @@ class OutputArguments(NamedTuple):
 
     o: Address  # [B, T, HV, 128] bf16
     final_state: Address  # [N, HV, 128, 128] fp32; in the mode summarize, the exit states
-    states: Address  # [state_count, HV, 128, 128] bf16: intermediate or saved states
+    states: Address  # [state_count, HV, 128, 128]: intermediate or saved states, bf16; fp32 before every 512 tokens
     workspace: Address  # uint8, see `layouts`
     residual: Address  # [B, T, HV, 128] bf16
 
@@ -67,7 +67,7 @@ class BackwardArguments(NamedTuple):
     ``recompute``.
     """
 
-    checkpoints: Address = Address(0)  # [slots of 512 tokens, HV, 128, 128] bf16: S before them, of all slabs
+    checkpoints: Address = Address(0)  # [slots of 512 tokens, HV, 128, 128] fp32: S before them, of all slabs
     forward_v: Address = Address(0)  # [B, T, HV, 128] bf16: v
     forward_states: Address = Address(
         0

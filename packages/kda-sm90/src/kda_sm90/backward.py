@@ -69,7 +69,7 @@ class Workspace(NamedTuple):
 
     chains: Tensor  # records and counters of the chains (`layouts`), uint8
     checkpoints: (
-        Tensor  # [slots of 512 tokens, HV, 128, 128] bf16: S of all slabs; empty if the forward saved states
+        Tensor  # [slots of 512 tokens, HV, 128, 128] fp32: S of all slabs; empty if the forward saved states
     )
     between: Tensor  # [2, HV, 2, 64 * 128] fp32: dS that passes from slab to slab; empty for one slab
     states: Tensor  # [chunks, HV, 128, 128] bf16: images of S before every chunk of a slab; empty in the mode ``reverse``
@@ -93,7 +93,7 @@ def arrays(
         chains = max(chains, chains_bytes(shape, sms))
     return {
         "chains": (torch.uint8, (chains,)),
-        "checkpoints": (torch.bfloat16, (0 if spacing else slabs.total, *matrix)),
+        "checkpoints": (torch.float32, (0 if spacing else slabs.total, *matrix)),
         "between": (torch.float32, (2 if slabs.slots < slabs.total else 0, *matrix)),
         "states": (torch.bfloat16, (slabs.chunks if mode == "recompute" else 0, *matrix)),
         "grad_states": (torch.bfloat16, (slabs.chunks, *matrix)),

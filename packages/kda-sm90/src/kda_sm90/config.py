@@ -69,6 +69,8 @@ class PrefillConfig:
         serving: whether states may be in the slots of a pool, with checkpoints, and q, k, v, g and beta may be strided. The kernel then
             takes the arguments of `arguments.ServingArguments` too. Only in the mode ``whole``, and without ``residual``.
         residual: whether the kernel writes R in bf16, for the backward. Requires ``states`` and mode ``whole`` or ``execute``.
+        saved_states: whether the kernel writes fp32 states before every 512 tokens, for the backward. Requires mode ``whole`` or
+            ``execute``, without ``states`` and ``serving``.
         mode: see `Mode`. ``execute`` has no gate; ``summarize`` and ``reverse_summarize`` write no states of chunks; ``reverse`` and
             ``recompute`` always write them, the gradients of states behind chunks. The modes of a backward have chunks of 64.
         padded: whether T may exceed the end of the last packed sequence (``use_graph``). The kernel then spends no time on
@@ -87,6 +89,7 @@ class PrefillConfig:
     mode: Mode = "whole"
     padded: bool = False
     residual: bool = False
+    saved_states: bool = False
     serving: bool = False
 
     def __post_init__(self) -> None:
@@ -115,6 +118,11 @@ class PrefillConfig:
             raise ValueError(
                 f"residual: expected False unless mode='whole' or 'execute' and states=True, got True with "
                 f"mode={self.mode!r} and states={self.states}"
+            )
+        if self.saved_states and (self.mode not in ("whole", "execute") or self.states or self.serving):
+            raise ValueError(
+                f"saved_states: expected False unless mode='whole' or 'execute', states=False and serving=False, got True with "
+                f"mode={self.mode!r}, states={self.states} and serving={self.serving}"
             )
         if self.serving and (self.mode != "whole" or self.residual):
             raise ValueError(

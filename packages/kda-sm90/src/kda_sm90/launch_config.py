@@ -138,8 +138,7 @@ def launch_config(
     return _with_rings(
         shape,
         [_model(shape, chunk, warpgroups, sms, longest) for chunk in chunks for warpgroups in (1, 2)],
-        states=shape.options.return_intermediate_states or spacing > 0,
-        residual=spacing == min(SPACINGS),
+        **_written(shape, spacing),
         padded=shape.varlen and shape.options.use_graph,
         serving=shape.pool is not None or strided,
     )
@@ -225,7 +224,6 @@ def segment_launch_configs(shape: ProblemShape, sms: int = SMS, spacing: int = 0
         candidates.append((summarize, execute))
     summarize, execute = min(candidates, key=lambda both: sum(choice.total_ns for choice in both))
     records = summarize.model.items + 1  # the last one takes the items of slots without a chunk
-    states, residual = shape.options.return_intermediate_states or spacing > 0, spacing == min(SPACINGS)
     return SegmentLaunchConfigs(
         summarize=LaunchConfig(
             PrefillConfig(
@@ -240,8 +238,7 @@ def segment_launch_configs(shape: ProblemShape, sms: int = SMS, spacing: int = 0
                 execute.model.chunk,
                 execute.model.warpgroups,
                 mode="execute",
-                states=states,
-                residual=residual,
+                **_written(shape, spacing),
             ),
             0,
             execute.queues,
@@ -411,6 +408,16 @@ def _gate(shape: ProblemShape) -> dict[str, Any]:
         "gate": gate_of(shape),
         "unbounded": not shape.options.bounded_gate,
         "gate_dtype": DTYPES[shape.g_dtype],
+    }
+
+
+def _written(shape: ProblemShape, spacing: int) -> dict[str, Any]:
+    """Returns the fields of `PrefillConfig` that say what a forward writes beside o; ``spacing`` as in `launch_config`."""
+    dense = spacing == min(SPACINGS)
+    return {
+        "states": shape.options.return_intermediate_states or dense,
+        "residual": dense,
+        "saved_states": spacing == max(SPACINGS),
     }
 
 

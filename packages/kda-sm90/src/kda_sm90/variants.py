@@ -25,8 +25,13 @@ GATES: tuple[dict[str, Any], ...] = (
 CHAINS = tuple(product((64, 32), (1, 2)))  # (chunk, warpgroups)
 DTYPES: tuple[GateDtype, ...] = ("bfloat16", "float32")
 
-#: What a call writes beside o: nothing, states, or states and R.
-WRITES: tuple[dict[str, Any], ...] = ({}, {"states": True}, {"states": True, "residual": True})
+#: What a call writes beside o: nothing, intermediate states, or what it saves for a backward in either mode.
+WRITES: tuple[dict[str, Any], ...] = (
+    {},
+    {"states": True},
+    {"saved_states": True},
+    {"states": True, "residual": True},
+)
 WHOLE = tuple(
     PrefillConfig(chunk, warpgroups, gate_dtype=dtype, padded=padded, **writes, **gate)
     for padded, (chunk, warpgroups), gate, dtype, writes in product(
@@ -72,7 +77,7 @@ SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
         for i, ((chunk, warpgroups), gate) in enumerate(product(CHAINS, GATES))
     ),
     *(PrefillConfig(*chain, padded=True) for chain in CHAINS),
-    *(PrefillConfig(*chain, **WRITES[-1]) for chain in CHAINS),
+    *(PrefillConfig(*chain, **writes) for chain, writes in product(CHAINS, WRITES[2:])),
     *(
         PrefillConfig(*chain, gate_dtype=dtype, states=i % 2 > 0, serving=True, **gate)
         for i, (chain, dtype, gate) in enumerate(zip(CHAINS, DTYPES * 2, GATES[:4], strict=True))
@@ -80,6 +85,7 @@ SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
     *(PrefillConfig(*chain, padded=True, serving=True) for chain in CHAINS),
     *SUMMARIZE[:: len(GATES) * 2],
     *EXECUTE[:: len(WRITES)],
+    *EXECUTE[len(WRITES) - 2 :: len(WRITES)],
     *EXECUTE[len(WRITES) - 1 :: len(WRITES)],
     *REVERSE[:: len(GATES) * 2],
     *REVERSE_SUMMARIZE[:: len(GATES) * 2],

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import kda_core
 from kda_core import arguments, buffers, contract
-from kda_core.backend import SupportsMerge, SupportsSegments
+from kda_core.backend import SAVES_SINCE, SupportsMerge, SupportsSegments
 from kda_core.contract import Feature
 from kda_core.errors import ArgumentError
 from kda_core.registry import REGISTRY, arch_matches, record_calls
@@ -598,8 +598,8 @@ class BackendConformance(DeclaredConformance, BackwardConformance, ServingConfor
         """Segments that are executed from their records save the states and residuals of a direct call over them."""
         needed = Feature.VARLEN, Feature.INITIAL_STATE, Feature.FINAL_STATE
         kda.require(Feature.SEGMENT_SUMMARY, Feature.SAVED_STATES, *needed)
-        if spec_of(kda.backend).abi < (2, 4) or kda.dtype not in contract.HALF_DTYPES:
-            pytest.skip(f"{NOT_DECLARED}ABI 2.4 and a dtype of 16 bits")
+        if spec_of(kda.backend).abi < SAVES_SINCE or kda.dtype not in contract.HALF_DTYPES:
+            pytest.skip(f"{NOT_DECLARED}ABI 2.6 and a dtype of 16 bits")
         backend: Any = REGISTRY.load(REGISTRY.find(kda.backend).spec)
         lengths = (600, 0, 70)
         x = kda.inputs("slow", sum(lengths), HV=2, lengths=lengths, initial_state=True)

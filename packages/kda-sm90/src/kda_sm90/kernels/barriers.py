@@ -14,7 +14,6 @@ class NamedBarrier(IntEnum):
     STATE_FREE = 2  # store -> chain: the buffer of intermediate states may be written
     STATE_READY = 3  # chain -> store: the buffer holds an intermediate state
     CARRY_STORED = 4  # chain warps only: all threads have stored their share of a state for the next queue
-    CHECKPOINT_READY = 5  # store -> chain: the buffer of states holds a state that the forward has saved
 
 
 def _id(name: NamedBarrier, wg):

@@ -95,7 +95,7 @@ from kda_cute.records import decay_start
 from kda_sm90.config import HEAD_DIM, PrefillConfig
 from kda_sm90.kernels import barriers, fragments, schedule
 from kda_sm90.kernels.barriers import WARPGROUP, NamedBarrier
-from kda_sm90.kernels.fragments import HALF
+from kda_sm90.kernels.fragments import HALF, MATRIX_BYTES
 from kda_sm90.kernels.store import StoreWarp
 from kda_sm90.layouts import kg_layout, operand_layout, record_bytes, square_layout
 
@@ -430,7 +430,9 @@ class Chain:
             # for it one chunk ahead. C = 32: not waited for yet.
             if const_expr(self.chunk == 64):
                 cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
-            early, late, o_phase = self.run_part(smem, args, part, thr, early, late, o_phase, opaque_true)
+            early, late, o_phase = self.run_part(
+                smem, sched, args, part, thr, early, late, o_phase, opaque_true
+            )
             barriers.release(smem.early_empty + early.index)  # the trailing stage
             fragments.round_to_bf16(thr.accO, thr.rO)  # O of the last chunk
             if const_expr(self.chunk == 32):
@@ -443,21 +445,37 @@ class Chain:
             head, n = schedule.next_task(sched, head, n)
 
     @cute.jit
-    def run_part(self, smem, args, part, thr, early, late, o_phase: Int32, opaque_true):
+    def run_part(self, smem, sched, args, part, thr, early, late, o_phase: Int32, opaque_true):
         """Runs the chunks of a part. Returns both rings and the phase of O behind them."""
-        return self.run_chunks(smem, args, part.first, part.chunks, thr, early, late, o_phase, opaque_true)
+        return self.run_chunks(
+            smem, sched, args, part, part.first, part.chunks, thr, early, late, o_phase, opaque_true
+        )
 
     @cute.jit
     def run_chunks(
-        self, smem, args, first: Int32, count: Int32, thr, early, late, o_phase: Int32, opaque_true
+        self,
+        smem,
+        sched,
+        args,
+        part,
+        first: Int32,
+        count: Int32,
+        thr,
+        early,
+        late,
+        o_phase: Int32,
+        opaque_true,
     ):
-        """Runs ``count`` chunks of a sequence, from its chunk ``first`` on. Returns the same as `run_part`."""
+        """Runs ``count`` chunks of a part's sequence, from its chunk ``first`` on. Returns the same as `run_part`."""
         for c in cutlass.range(count, unroll=1):
             # No wgmma is in flight over the back edge. ptxas sees that only if a wait follows the loop's start.
             warpgroup.wait_group(0)
             if const_expr(self.config.states):  # noqa: SIM102 - decided at compile time
                 if (first + c) % args.every == 0:
                     self.publish_state(smem, self.store_warp.v_first(args), thr)
+            if const_expr(self.config.saved_states):  # noqa: SIM102 - decided at compile time
+                if (first + c) % args.every == 0:
+                    self.save_state(sched, args, part, first + c, thr)
             if const_expr(self.chunk == 64):
                 early, late, o_phase = self.chunk_64(smem, thr, early, late, o_phase, opaque_true)
             else:
@@ -685,12 +703,24 @@ class Chain:
             else:
                 cute.autovec_copy(thr.accS, self.state_fragment(states, args, part, half, thr, (1, HEAD_DIM)))
 
+    @cute.jit
+    def save_state(self, sched, args, part, chunk: Int32, thr):
+        """Stores S before a chunk of a part to ``states`` [slots, HV, 128, 128] fp32, unless the slot is beyond their end."""
+        tokens = args.every * self.chunk
+        slot = part.sequence * cute.ceil_div(sched.T, tokens)  # sequences as rows of B
+        if sched.offset_bytes > 0:
+            slot = Int32(part.token) // tokens + part.sequence
+        slot += chunk // args.every
+        if slot < args.state_count:
+            address = args.states + (Int64(slot) * args.HV + part.head) * MATRIX_BYTES
+            cute.autovec_copy(thr.accS, self.half_fragment(address, Float32, thr.half, thr, (1, HEAD_DIM)))
+
     def state_fragment(self, states, args, part, half, thr, stride):
         """Returns the thread's elements of a half of a matrix in ``states``, a tensor in global memory of the shape
         of accS.
         ``stride``: elements from a row of S^T to the next, and from a column to the next."""
-        matrix = Int64(part.sequence * args.HV + part.head) * (4 * HEAD_DIM * HEAD_DIM)
-        return self.half_fragment(states + matrix, Float32, half, thr, stride)
+        address = states + Int64(part.sequence * args.HV + part.head) * MATRIX_BYTES
+        return self.half_fragment(address, Float32, half, thr, stride)
 
     def half_fragment(self, matrix: Int64, dtype, half, thr, stride):
         """Returns the same for the matrix at an address, in ``dtype``."""

@@ -20,6 +20,7 @@ from kda_sm90.kernels.barriers import WARPGROUP
 from kda_sm90.layouts import CARRY_BYTES
 
 HALF = HEAD_DIM // 2  # rows of V per warpgroup
+MATRIX_BYTES = 4 * HEAD_DIM * HEAD_DIM  # of an fp32 state
 
 
 # ---- arithmetic

@@ -26,15 +26,14 @@ follows, or zeros. Nothing uses it.
 """
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineUserType
 
 from kda_sm90.config import HEAD_DIM
 from kda_sm90.kernels import barriers, fragments, schedule
-from kda_sm90.kernels.barriers import NamedBarrier
 from kda_sm90.kernels.chain import IN_FLIGHT
-from kda_sm90.kernels.fragments import HALF
+from kda_sm90.kernels.fragments import HALF, MATRIX_BYTES
 from kda_sm90.kernels.reverse import ReverseChain
 from kda_sm90.kernels.store import RecomputeStoreWarp, chunks_of
 from kda_sm90.layouts import square_layout
@@ -139,9 +138,9 @@ class RecomputeChain(ReverseChain):
         for i in cutlass.range(part.chunks, unroll=1):
             _, chunks = chunks_of(sched, part, i)
             fragments.store_carry(kept, thr.accS)
-            barriers.sync(NamedBarrier.CHECKPOINT_READY, thr.wg)
-            shared = smem.state + thr.wg * self.store_warp.state_bytes
-            fragments.load_v(shared, thr.index, HEAD_DIM, thr.accS)
+            matrix = Int64(sched.first_slot + part.slot + i * sched.step) * args.HV + part.head
+            address = args.checkpoints + matrix * MATRIX_BYTES
+            cute.autovec_copy(self.half_fragment(address, Float32, thr.half, thr, (1, HEAD_DIM)), thr.accS)
             fragments.round_to_bf16(thr.accS, thr.tCrS)
             barriers.wait(smem.early_full, early)
             self.load_values(early, thr)

@@ -114,7 +114,7 @@ class ServingChain(Chain):
     # ---- checkpoints
 
     @cute.jit
-    def run_part(self, smem, args, part, thr, early, late, o_phase: Int32, opaque_true):
+    def run_part(self, smem, sched, args, part, thr, early, late, o_phase: Int32, opaque_true):
         """Runs the chunks of a part in runs, each of which ends at a checkpoint or at the end of the part."""
         last = part.first + part.chunks
         number, end = first_checkpoint(args, part)
@@ -123,7 +123,7 @@ class ServingChain(Chain):
             number, highest, position = self.next_checkpoint(args, part, first, number, end, highest)
             stop = cutlass.min(position // self.chunk, last)
             early, late, o_phase = self.run_chunks(
-                smem, args, first, stop - first, thr, early, late, o_phase, opaque_true
+                smem, sched, args, part, first, stop - first, thr, early, late, o_phase, opaque_true
             )
             first = stop
             if first * self.chunk == position:

@@ -7,7 +7,7 @@ from kda_cute.device import ptx
 from kda_sm90.config import HEAD_DIM, PrefillConfig
 from kda_sm90.kernels import barriers, schedule
 from kda_sm90.kernels.barriers import NamedBarrier
-from kda_sm90.kernels.fragments import HALF
+from kda_sm90.kernels.fragments import HALF, MATRIX_BYTES
 
 #: Accesses of 16 bytes for each lane that `StoreWarp.copy_rows` has under way.
 BATCH = 8
@@ -149,13 +149,17 @@ class StoreWarp:
         """
         units = pitch // 16
         step = 32 // units  # rows per access of the warp
-        row, unit = cute.arch.lane_idx() // units, cute.arch.lane_idx() % units
+        row, unit = self.lane() // units, self.lane() % units
         address += stride * row + unit * 16
         for start in cutlass.range(0, rows, BATCH * step, unroll=1):
             self.copy_batch(
                 shared + start * pitch, row, unit, pitch, address, stride * step, valid - start, kept
             )
             address += stride * (BATCH * step)
+
+    def lane(self):
+        """Returns the lane's index, for `copy_rows`."""
+        return cute.arch.lane_idx()
 
     def copy_batch(self, shared, row, unit, pitch, address, stride, valid, kept):
         """Copies the lane's units of one batch of `copy_rows`. ``row``, ``address``: of the first unit; ``stride``: bytes to the
@@ -229,9 +233,7 @@ def chunks_of(sched, part, i):
 class RecomputeStoreWarp(ReverseStoreWarp):
     """Copies what the chains of ``recompute`` publish for every slot: S and R of its chunks forward, then dS' and dX back.
 
-    It also loads the checkpoint of a slot to the buffer of states. It requests it while the chain still runs back through the last
-    chunk of the slot before, and prefetches it into the L2 one slot ahead. The chain publishes it again, as S before the first chunk:
-    a warp of the chain writes to the part of the image that it alone has read.
+    It also prefetches the checkpoint of the next slot into the L2, three chunks before the chain needs it.
     """
 
     @cute.jit
@@ -244,22 +246,11 @@ class RecomputeStoreWarp(ReverseStoreWarp):
         next_state = Int64(args.HV) * (
             2 * self.state_bytes
         )  # bytes from the state of a slot to that of the next
-        # A checkpoint is [K, V]. The warp prefetches half of its rows, and loads half of its columns.
-        checkpoint = self.state_address(args.checkpoints, args, sched.first_slot + part.slot, part.head, 0)
-        if part.chunks > 0:
-            self.request_checkpoint(smem, wg, checkpoint + half * (2 * HALF))
         for i in cutlass.range(part.chunks, unroll=1):
             start, chunks = chunks_of(sched, part, i)
             first = self.first_slot(sched, part) + start // self.chunk - sched.chunks_before
             before = self.state_address(args.forward_states, args, first, part.head, half)
             behind = self.state_address(args.states, args, first, part.head, half)
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_warp()  # all lanes' copies
-            barriers.arrive(NamedBarrier.CHECKPOINT_READY, wg)
-            checkpoint += next_state * sched.step
-            more = i + 1 < part.chunks
-            if more and cute.arch.lane_idx() == 0:
-                ptx.bulk_prefetch(checkpoint + half * self.state_bytes, Int32(self.state_bytes))
             for c in cutlass.range(chunks, unroll=1):
                 self.store_state(smem, wg, before + next_state * c)
                 row = start + c * self.chunk
@@ -268,11 +259,21 @@ class RecomputeStoreWarp(ReverseStoreWarp):
                 )
             for back in cutlass.range(chunks, unroll=1):
                 c = chunks - 1 - back
+                if c == cutlass.min(2, chunks - 1) and i + 1 < part.chunks and cute.arch.lane_idx() == 0:
+                    self.prefetch_checkpoint(sched, args, part, i + 1, half)
                 self.store_state(smem, wg, behind + next_state * c)
-                if c == 0 and more:
-                    self.request_checkpoint(smem, wg, checkpoint + half * (2 * HALF))
                 row = start + c * self.chunk
                 self.store_tokens(smem, wg, values + pitch * row, pitch, part.length - row)
+
+    def lane(self):
+        """A shuffle hides that the index does not change. ptxas would compute the addresses of all rows ahead, and spill them."""
+        return cute.arch.shuffle_sync_bfly(cute.arch.lane_idx(), 0)
+
+    def prefetch_checkpoint(self, sched, args, part, i, half):
+        """Requests half of the state that was saved before the i-th slot of a part into the L2."""
+        matrix = Int64(sched.first_slot + part.slot + i * sched.step) * args.HV + part.head
+        size = MATRIX_BYTES // 2
+        ptx.bulk_prefetch(args.checkpoints + (matrix * 2 + half) * size, Int32(size))
 
     @cute.jit
     def first_slot(self, sched, part) -> Int32:
@@ -281,16 +282,3 @@ class RecomputeStoreWarp(ReverseStoreWarp):
         if sched.offset_bytes > 0 and part.sequence > 0:
             slot = Int32(part.token) // self.chunk + part.sequence
         return slot
-
-    @cute.jit
-    def request_checkpoint(self, smem, wg, source: Int64):
-        """Requests the copy of half of a state [K, V] to the image of states."""
-        row, unit = cute.arch.lane_idx() // 8, cute.arch.lane_idx() % 8
-        shared = smem.state + wg * self.state_bytes
-        source += unit * 16
-        # A loop: ptxas would compute the addresses of straight code ahead, and spill them.
-        for start in cutlass.range(0, HEAD_DIM, 4, unroll=1):
-            r = start + row
-            place = shared + r * (2 * HALF) + (unit ^ (r % 8)) * 16
-            ptx.cp_async_x4(place, source + r * (2 * HEAD_DIM), Int32(1))
-        cute.arch.cp_async_commit_group()
