@@ -10,7 +10,7 @@ of o and of a workspace.
 Each figure is a median over rounds: the time of all calls of a round, divided by their number, in microseconds. The GPU is
 idle when a round starts. Columns alternate, so that a slow phase of the host affects all of them. If the kernels of a case
 take longer than the host's work, the queue of the GPU fills up and the figure is the GPU's time. The last row measures first
-calls: each has a new length, so its shape is in no cache.
+calls: each has a new length, so its shape is in no cache. Calls that decode have one token of 8 sequences, whatever ``--T`` is.
 
 Rows go to ``benchmarks/results/<gpu>/host.json``: case, T, H, backend, context_parallel, us, run.
 """
@@ -23,7 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,17 @@ if __name__ == "__main__":
 
 import kda_core
 from benchmarks import records
-from kda_core.backend import BackendSpec
-from kda_core.contract import Feature, KdaInputs, KdaOutputs, ProblemShape
-from kda_core.registry import record_calls
+from kda_core.backend import BackendSpec, PreparedLaunch
+from kda_core.contract import Feature, KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
+from kda_core.registry import REGISTRY, record_calls
+from kda_core.serving import Journal, bind, journal_decode_kda
+
+Call = Callable[[], object]
 
 D = 128
+#: Sequences of a call that decodes.
+SEQUENCES = 8
+PER_TOKEN = ("q", "k", "v", "g", "beta")
 NEW_SHAPE = "gate in kernel, new shape"
 KEY = ("case", "T", "H", "backend", "context_parallel")
 
@@ -58,12 +65,24 @@ class Nothing:
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         return outputs
 
+    def recurrent_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        return outputs
+
+    def journal_decode(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        return outputs
+
+    def journal_fold(self, shape: ProblemShape, pool: KdaPool, journal: KdaJournal) -> None:
+        pass
+
+    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
+        return lambda *tensors: None
+
 
 SPEC = BackendSpec(
     name="nothing",
-    abi=(2, 0),
+    abi=kda_core.BACKEND_ABI,
     archs=frozenset({"any"}),
-    features=frozenset({f.value for f in Feature} - {"backward", "recurrent", "journal"}),
+    features=frozenset({f.value for f in Feature} - {"backward"}),
     target="benchmarks.host:Nothing",
     install="",
     priority=-1000,
@@ -85,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, Any]] = []
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float | None]] = {}
     with tempfile.TemporaryDirectory() as folder:
         _register(Path(folder))
         columns = list(itertools.product(args.backend or _backends(device), args.context_parallel))
@@ -95,15 +114,21 @@ def main(argv: list[str] | None = None) -> int:
         )
         print(f"{'case':<26}" + "".join(f"{' '.join(c):>14}" for c in columns))
         with torch.inference_mode():
+            calls: list[Call | None]
             for case, x in cases(args.T, args.H, device).items():
-                kinds = [x | {"backend": n, "context_parallel": cp} for n, cp in columns]
-                row = microseconds(kinds, args.calls, args.rounds)
-                print(f"{case:<26}" + "".join(f"{us:14.1f}" for us in row), flush=True)
-                found[case] = row
-            found[NEW_SHAPE] = row = first_calls(columns, args.T, args.H, device, args.rounds)
-            print(f"{NEW_SHAPE:<26}" + "".join(f"{us:14.1f}" for us in row), flush=True)
+                calls = [
+                    partial(kda_core.chunk_kda, **x, backend=n, context_parallel=cp) for n, cp in columns
+                ]
+                found[case] = _measured(case, calls, columns, args)
+            for case, make in decode_cases(args.H, device).items():
+                calls = [make(n) for n, _ in columns]
+                found[case] = _measured(case, calls, columns, args)
+            found[NEW_SHAPE] = [*first_calls(columns, args.T, args.H, device, args.rounds)]
+            _print(NEW_SHAPE, found[NEW_SHAPE])
         for case, row in found.items():
             for (backend, mode), us in zip(columns, row, strict=True):
+                if us is None:
+                    continue
                 rows.append(dict(zip(KEY, (case, args.T, args.H, backend, mode), strict=True)) | {"us": us})
     run = records.describe(device, argv, "benchmarks/host.py")
     path = args.out or records.RESULTS / run["device"] / "host.json"
@@ -139,21 +164,73 @@ def cases(T: int, H: int, device: torch.device) -> dict[str, dict[str, Any]]:
     }
 
 
-def microseconds(kinds: list[dict[str, Any]], calls: int, rounds: int) -> list[float]:
-    """Returns the host time of one call of each kind in microseconds, and asserts that its `backend` serves it."""
+def decode_cases(H: int, device: torch.device) -> dict[str, Callable[[str], Call | None]]:
+    """Returns for each case, by its name, a function that makes the call for a backend; None if the backend does not serve it. A call
+    decodes one token of `SEQUENCES` sequences over a pool."""
+    x = cases(SEQUENCES, H, device)["gate in kernel"]
+    tokens = {name: x[name].view(SEQUENCES, 1, *x[name].shape[2:]) for name in PER_TOKEN}
+    others = {name: y for name, y in x.items() if name not in (*PER_TOKEN, "safe_gate")}
+    pool = torch.zeros(SEQUENCES, H, D, D, device=device)
+    slots = torch.arange(SEQUENCES, dtype=torch.int32, device=device)
+    pooled = {
+        "initial_state": pool,
+        "ssm_state_indices": slots,
+        "output_final_state": True,
+        "state_v_first": True,
+    }
+    journal = Journal.allocate(SEQUENCES, H, D, D, state_v_first=True, dtype=torch.bfloat16, device=device)
+    recorded = others | {"pool": pool, "slots": slots, "journal": journal}
+
+    def case(function: Callable[..., Any], given: dict[str, Any], feature: Feature, is_bound: bool) -> Any:
+        def make(backend: str) -> Call | None:
+            if feature.value not in REGISTRY.find(backend).spec.features:
+                return None
+            if is_bound:
+                return partial(bind(function, **tokens, **given, backend=backend), *tokens.values())
+            return partial(function, **tokens, **given, backend=backend)
+
+        return make
+
+    decode = kda_core.fused_recurrent_kda, others | pooled, Feature.RECURRENT
+    records_tokens = journal_decode_kda, recorded, Feature.JOURNAL
+    return {
+        "decode over a pool": case(*decode, False),
+        "decode over a pool, bound": case(*decode, True),
+        "journal": case(*records_tokens, False),
+        "journal, bound": case(*records_tokens, True),
+    }
+
+
+def _measured(
+    case: str, calls: list[Call | None], columns: list[tuple[str, str]], args: argparse.Namespace
+) -> list[float | None]:
+    """Prints and returns the host time of each call that there is."""
+    there = [(call, backend) for call, (backend, _) in zip(calls, columns, strict=True) if call is not None]
+    times = iter(microseconds(there, args.calls, args.rounds))
+    row = [None if call is None else next(times) for call in calls]
+    _print(case, row)
+    return row
+
+
+def _print(case: str, row: Sequence[float | None]) -> None:
+    print(f"{case:<26}" + "".join(f"{'-' if us is None else f'{us:.1f}':>14}" for us in row), flush=True)
+
+
+def microseconds(kinds: list[tuple[Call, str]], calls: int, rounds: int) -> list[float]:
+    """Returns the host time of each call in microseconds, and asserts that the named backend serves it."""
     synchronize: Callable[[], object] = (
         torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     )
-    for x in kinds:
+    for call, backend in kinds:
         with record_calls() as ran:
-            kda_core.chunk_kda(**x)
-        assert [c.backend for c in ran] == [x["backend"]], ran
+            call()
+        assert [c.backend for c in ran] == [backend], ran
     times: list[list[float]] = [[] for _ in kinds]
-    for _, (x, took) in itertools.product(range(rounds), zip(kinds, times, strict=True)):
+    for _, ((call, _), took) in itertools.product(range(rounds), zip(kinds, times, strict=True)):
         synchronize()
         start = time.perf_counter()
         for _ in range(calls):
-            kda_core.chunk_kda(**x)
+            call()
         took.append((time.perf_counter() - start) / calls * 1e6)
     synchronize()
     return [statistics.median(took) for took in times]
@@ -174,7 +251,7 @@ def first_calls(
         kda_core.backends(refresh=True)
         kda_core.chunk_kda(**whole, backend=backend, context_parallel=mode)  # loads and compiles
         for length in lengths[:-1]:
-            x = whole | {name: whole[name][:, :length] for name in ("q", "k", "v", "g", "beta")}
+            x = whole | {name: whole[name][:, :length] for name in PER_TOKEN}
             start = time.perf_counter()
             kda_core.chunk_kda(**x, backend=backend, context_parallel=mode)
             took.append((time.perf_counter() - start) * 1e6)

@@ -5,6 +5,11 @@ from __future__ import annotations
 from benchmarks.pages import GENERATED, Data, Row, run_number, runs, table
 from benchmarks.plots import Picture
 
+TEXT = """
+How much host time does one call take? Kernels run asynchronously and are not included. Calls are of `kda_core.chunk_kda`. Those named
+"decode" are of `kda_core.fused_recurrent_kda`, and those named "journal" of `kda_core.serving.journal_decode_kda`: one token of 8
+sequences over a pool. A bound call is one of `kda_core.serving.bind`.
+""".strip()
 MODES = {"auto": "the planner is asked", "off": "the planner is not asked"}
 
 
@@ -12,9 +17,7 @@ def page(data: Data, device: str) -> str:
     """Returns the Markdown page of host times: a table for each shape."""
     gpu, rows = data["runs"][-1]["device_name"], data["rows"]
     lines = [f"# Host time of a call, {gpu}", "", GENERATED, ""]
-    lines += [
-        "How much host time does one call of `kda_core.chunk_kda` take? Kernels run asynchronously and are not included."
-    ]
+    lines += [TEXT]
     for name, picture in pictures(data).items():
         lines += ["", f"![{picture.title}; {picture.subtitle}]({device}-{name}.svg)"]
     columns = {

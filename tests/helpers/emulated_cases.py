@@ -163,6 +163,12 @@ class EmulatedCases:
         self.needs_journal(kda)
         KIT.test_skipped_and_untouched_slots(kda, 1)
 
+    @pytest.mark.parametrize("function", ("journal_decode_kda", "fused_recurrent_kda"))
+    def test_bound_calls(self, kda, function):
+        if function == "journal_decode_kda":
+            self.needs_journal(kda)
+        KIT.test_bound_calls(kda, function)
+
     def needs_journal(self, kda):
         if "journal" not in REGISTRY.find(self.backend).spec.features:
             pytest.skip(f"{self.backend} does not declare the feature journal")
@@ -176,6 +182,9 @@ class EmulatedCases:
         views = dict(zip("qkv", wide.split(128, -1)))
         assert not views["q"].is_contiguous()
         assert torch.equal(kda(x | views)[0], kda(x)[0])
+
+    def test_decoding_with_the_bits_of_prefill(self, kda):
+        KIT.test_decoding_with_the_bits_of_prefill(kda)
 
     def test_poisoned_outputs_and_workspace(self, kda):
         KIT.test_poisoned_outputs_and_workspace(kda)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
 from kda_cute.arguments import address
@@ -87,11 +89,26 @@ class Decode(NamedTuple):
     def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
         """Launches on the current device and stream."""
         x = inputs
-        per_token = (x.q, x.k, x.v, x.g, x.beta)
-        tensors = (*per_token, x.A_log, x.dt_bias, x.cu_seqlens, outputs.o, outputs.final_state)
-        strides = [stride for y in per_token for stride in y.stride()[:2]]
+        self.prepare(inputs, outputs)(x.q, x.k, x.v, x.g, x.beta, outputs.o)
+
+    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
+        """Implements `kda_core.backend.SupportsPrepare.prepare`."""
+        x, kernel = inputs, self.kernel
+        fixed = [address(y) for y in (x.A_log, x.dt_bias, x.cu_seqlens)]
         # o is contiguous in any call
-        self.kernel(outputs.o, *(address(y) for y in tensors), *strides, *slots_of(x), *self.numbers)
+        rest = (address(outputs.final_state), *token_strides(x), *slots_of(x), *self.numbers)
+
+        def launch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor) -> None:
+            tokens = (q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr())
+            kernel(o, *tokens, *fixed, o.data_ptr(), *rest)
+
+        return launch
+
+
+def token_strides(inputs: KdaInputs) -> list[int]:
+    """Returns the strides of B and T of q, k, v, g and beta, in elements."""
+    x = inputs
+    return [stride for y in (x.q, x.k, x.v, x.g, x.beta) for stride in y.stride()[:2]]
 
 
 def slots_of(inputs: KdaInputs) -> tuple[int, ...]:

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
 from kda_cute import get_kernel
 from kda_cute.arguments import address
-from kda_cute.decode import DECODES, DecodeConfig, decode_config
+from kda_cute.decode import DECODES, DecodeConfig, decode_config, token_strides
 
 #: No number of records is larger: nothing is folded.
 NEVER = 2**31 - 1
@@ -47,11 +50,20 @@ class JournalLaunch(NamedTuple):
     def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
         """Launches `kda_core.backend.SupportsJournal.journal_decode`."""
         x = inputs
+        self.prepare(inputs, outputs)(x.q, x.k, x.v, x.g, x.beta, outputs.o)
+
+    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
+        """Implements `kda_core.backend.SupportsPrepare.prepare`."""
+        x, kernel = inputs, self.kernel
         assert x.pool is not None and x.journal is not None  # core sets them with the entry
-        tokens = (x.q, x.k, x.v, x.g, x.beta)
-        strides = [stride for y in tokens for stride in y.stride()[:2]]
-        addresses = [address(y) for y in (*tokens, x.A_log, x.dt_bias, outputs.o)]
-        self.kernel(outputs.o, *addresses, *strides, *records_of(x.pool, x.journal), *self.numbers)
+        fixed = address(x.A_log), address(x.dt_bias)
+        rest = (*token_strides(x), *records_of(x.pool, x.journal), *self.numbers)
+
+        def launch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor) -> None:
+            tokens = (q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr())
+            kernel(o, *tokens, *fixed, o.data_ptr(), *rest)
+
+        return launch
 
     def fold(self, pool: KdaPool, journal: KdaJournal) -> None:
         """Launches `kda_core.backend.SupportsJournal.journal_fold`."""

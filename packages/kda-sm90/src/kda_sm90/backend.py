@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaGradients, KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
 from kda_cute.decode import make_decode
 from kda_cute.host import dense, is_strided, merge_segments, pass_states, refusal, with_token_strides
@@ -66,6 +67,14 @@ class Sm90Backend:
 
     def journal_fold(self, shape: ProblemShape, pool: KdaPool, journal: KdaJournal) -> None:
         on_device_of(pool.states, make_journal(shape, ARCH).fold, pool, journal)
+
+    # ---- bound calls of both
+
+    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
+        if inputs.shape.T == 0:
+            return lambda *tensors: pass_states(inputs, outputs)
+        make = make_decode if inputs.journal is None else make_journal
+        return make(inputs.shape, ARCH).prepare(inputs, outputs)
 
     # ---- gradients (the feature BACKWARD)
 

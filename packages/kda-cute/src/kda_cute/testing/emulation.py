@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kda_core.backend import Backend, SupportsBackwardInto
+from kda_core.backend import Backend, PreparedLaunch, SupportsBackwardInto, SupportsPrepare
 from kda_core.contract import (
     Feature,
     KdaCheckpoints,
@@ -26,6 +26,7 @@ from kda_core.contract import (
 from kda_core.reference import SPEC as REFERENCE_SPEC
 from kda_core.registry import REGISTRY
 from kda_cute import kernels_made_by
+from kda_cute.host import PER_TOKEN
 
 OPTIONAL = (
     "segment_workspace_bytes", "summarize", "merge_segments", "execute_segments",
@@ -49,6 +50,8 @@ class EmulatedBackend:
         for name in OPTIONAL:
             if (method := getattr(backend, name, None)) is not None:
                 setattr(self, name, update_wrapper(partial(self._emulate, method), method))
+        if isinstance(backend, SupportsPrepare):
+            self.prepare = partial(self._prepare, backend)
 
     def can_run(self, shape: ProblemShape) -> str | None:
         return self.backend.can_run(shape)
@@ -64,6 +67,16 @@ class EmulatedBackend:
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         return self._emulate(self.backend.chunk_fwd, inputs, outputs)
+
+    def _prepare(self, backend: SupportsPrepare, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
+        """Implements `SupportsPrepare.prepare`. A launch may not access the tensors of the example that it replaces."""
+        launch = self._emulate(backend.prepare, inputs, outputs)
+        fixed = [x for name, x in vars(inputs).items() if name not in PER_TOKEN]
+
+        def emulated_launch(*tensors: Tensor) -> None:
+            self._emulate(lambda *_: launch(*tensors), *tensors, *fixed)
+
+        return emulated_launch
 
     def _emulate(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a method of the backend with its launches emulated."""
