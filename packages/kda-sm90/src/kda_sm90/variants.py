@@ -39,7 +39,9 @@ WHOLE = tuple(
     )
 )
 #: Calls over pools of states, and of strided inputs.
-SERVING = tuple(replace(config, serving=True) for config in WHOLE if not config.residual)
+SERVING = tuple(
+    replace(config, serving=True) for config in WHOLE if not (config.residual or config.saved_states)
+)
 #: The first launch of calls in segments.
 SUMMARIZE = tuple(
     PrefillConfig(chunk, warpgroups, gate_dtype=dtype, mode="summarize", **gate)
