@@ -357,6 +357,24 @@ def test_divergence_reconverges():
     assert found.tolist() == [(n ^ 1) * ((n ^ 1) + 1) // 2 for n in range(32)]
 
 
+def test_line_information_hides_no_instruction():
+    """A `.loc` ends with its line, not with a semicolon."""
+    x = torch.zeros(32, dtype=torch.int32)
+    run(
+        """
+        .loc 1 12 3
+        shl.b32 %r4, %r0, 2;
+        .loc 1 13 7, function_name $L__info_string0, inlined_at 1 9 5
+        cvt.u64.u32 %q8, %r4; add.s64 %q9, %q0, %q8;
+        .loc 1 14 7
+        st.global.b32 [%q9], 7;
+        .loc 1 15 1
+        """,
+        x,
+    )  # fmt: skip
+    assert (x == 7).all()
+
+
 def test_generic_addresses_reach_shared_and_global_memory():
     """Even lanes access shared memory, odd lanes global memory. Each lane adds 100 and asks for the state space."""
     found = addresses.generic()

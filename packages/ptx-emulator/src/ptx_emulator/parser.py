@@ -166,6 +166,8 @@ _PARAMETER = re.compile(
 _VARIABLE = re.compile(
     r"(?:\.extern\s+)?\.(?:shared|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?\s*$"
 )
+#: Directives that end with their line instead of a semicolon.
+_LINE_INFO = re.compile(r"\.(?:loc|file)\b[^\n]*")
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _REGISTERS = re.compile(r"\.reg\s+(?:\.v[24]\s+)?\.(\w+)\s+(.*)", re.DOTALL)
 _RANGE = re.compile(r"([\w$%]+)<(\d+)>")
@@ -272,6 +274,8 @@ class _Body:
                 self.scope = self.scope.parent
             elif c == ";":
                 self.place += 1
+            elif match := _LINE_INFO.match(text, self.place):
+                self.place = match.end()
             elif match := _LABEL.match(text, self.place):
                 self.scope.labels[match[1]] = len(self.instructions)
                 self.place = match.end()
@@ -325,7 +329,7 @@ class _Body:
             self.shared.append(_variable(text))
         elif text.startswith(".local"):
             self.local.append(_variable(text))
-        elif not text.startswith((".pragma", ".loc", ".file", ".section")):
+        elif not text.startswith(".pragma"):
             raise PtxError("this directive is not modelled", self.line, text)
 
     def _name(self, name: str) -> Register | Symbol:
