@@ -118,7 +118,12 @@ class Decoder:
             found = HANDLERS.get(instruction.opcode)
             if found is None:
                 self.refuse(f"{instruction.opcode} is not modelled")
-            execute = found(self, instruction)
+            try:
+                execute = found(self, instruction)
+            except PtxError as error:
+                if error.line:
+                    raise
+                self.refuse(error.message)
             if instruction.guard is not None and instruction.opcode != "bra":
                 execute = self._guarded(execute, instruction.guard)
             code.append(execute)
@@ -168,6 +173,8 @@ class Decoder:
         slot = self._slots.get(register.name)
         if slot is None:
             size = SIZES[register.type]
+            if size > 8:
+                self.refuse(f"registers of {size} bytes are not modelled")
             value = 0 if register.type == "pred" else np.zeros(32, UNSIGNED[size])
             slot = self._slots[register.name] = self._new(value, FULL)
         return slot

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 
 from ptx_emulator.errors import PtxError
 
+
+class _Sizes(dict[str, int]):
+    def __missing__(self, name: str) -> int:
+        raise PtxError(f"the type .{name} is not modelled")
+
+
 #: Bytes of each fundamental type (PTX ISA, "Fundamental Types"). A predicate has 0.
-SIZES = {
-    f"{letter}{bits}": bits // 8
-    for letter in "busf"
-    for bits in (8, 16, 32, 64)
-    if (letter, bits) != ("f", 8)
-} | {"pred": 0, "b128": 16, "f16x2": 4, "bf16": 2, "bf16x2": 4}
+SIZES = _Sizes({f"{letter}{bits}": bits // 8 for letter in "bus" for bits in (8, 16, 32, 64)})
+SIZES |= {"f16": 2, "f32": 4, "f64": 8, "pred": 0, "b128": 16, "f16x2": 4, "bf16": 2, "bf16x2": 4}
 
 
 @dataclass(frozen=True)
