@@ -101,7 +101,9 @@ def pytest(session: nox.Session, *default: str) -> None:
     threads = os.environ.get(
         "OMP_NUM_THREADS", "1"
     )  # the tensors of the tests are small: more threads only wait for each other
-    session.run("python", "-m", "pytest", *(session.posargs or default), env={"OMP_NUM_THREADS": threads})
+    # PYTHONPATH could name the packages of another checkout
+    env = {"OMP_NUM_THREADS": threads, "PYTHONPATH": None}
+    session.run("python", "-m", "pytest", *(session.posargs or default), env=env)
 
 
 def compile_kernels(session: nox.Session, *arches: str) -> None:

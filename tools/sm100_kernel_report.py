@@ -50,6 +50,7 @@ PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
         "DecodeKernel": [
             ("[V, K], 16 values", DecodeConfig(16)),
             ("[V, K], 32 values", DecodeConfig(32)),
+            ("[V, K], 64 values of bf16", DecodeConfig(64, state_dtype="bfloat16")),
             ("[K, V], 32 values", DecodeConfig(32, v_first=False)),
         ]
     },

@@ -7,22 +7,34 @@ import torch
 from helpers.support import problem_shape
 
 from kda_core.contract import PoolShape
-from kda_cute.decode import MANY_STATES, DecodeConfig, decode_config
-
-
-@pytest.mark.parametrize(("rows", "v_first"), ((8, True), (64, True), (16, False)))
-def test_a_config_without_a_kernel_raises_an_error(rows, v_first):
-    with pytest.raises(ValueError, match=f"rows: expected one of .*, got {rows}"):
-        DecodeConfig(rows, v_first)
+from kda_cute.decode import MANY_STATES, ROWS, DecodeConfig, decode_config
 
 
 @pytest.mark.parametrize(
-    ("states", "v_first", "rows"),
-    ((MANY_STATES - 1, True, 16), (MANY_STATES, True, 32), (1, False, 32)),
+    ("rows", "v_first", "dtype"),
+    ((8, True, "float32"), (64, True, "float32"), (16, False, "float32"), (16, True, "bfloat16")),
 )
-def test_a_cta_has_more_rows_if_there_are_many_states(states, v_first, rows):
-    shape = problem_shape((9, 0), B=states, T=1, HV=1, H=1, recurrent=True, state_v_first=v_first)
-    assert decode_config(shape) == DecodeConfig(rows, v_first, "bounded", "bfloat16")
+def test_a_config_without_a_kernel_raises_an_error(rows, v_first, dtype):
+    with pytest.raises(ValueError, match=f"rows: expected one of .*, got {rows}"):
+        DecodeConfig(rows, v_first, state_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ROWS)
+def test_a_cta_has_more_rows_if_there_are_many_states(dtype):
+    rows = []
+    for states in (MANY_STATES[dtype] - 1, MANY_STATES[dtype]):
+        shape = problem_shape((9, 0), B=states, T=1, HV=1, H=1, recurrent=True, state_v_first=True)
+        pool = PoolShape(getattr(torch, dtype), torch.int32, True)
+        config = decode_config(replace(shape, pool=pool))
+        assert config == DecodeConfig(config.rows, True, "bounded", "bfloat16", dtype)
+        rows.append(config.rows)
+    assert tuple(rows) == ROWS[dtype]
+
+
+@pytest.mark.parametrize("states", (1, 1000))
+def test_the_number_of_k_first_states_does_not_change_the_rows(states):
+    shape = problem_shape((9, 0), B=states, T=1, HV=1, H=1, recurrent=True, state_v_first=False)
+    assert decode_config(shape) == DecodeConfig(32, False, "bounded", "bfloat16")
 
 
 def test_the_variant_follows_gate_and_dtype():
@@ -42,4 +54,4 @@ def test_only_the_dtype_of_a_pool_changes_the_variant(dtype, name):
         for mask in (False, True)
     ]
     found = {decode_config(replace(shape, pool=pool)) for pool in pools}
-    assert found == {replace(decode_config(shape), state_dtype=name)}
+    assert found == {replace(decode_config(shape), rows=ROWS[name][0], state_dtype=name)}

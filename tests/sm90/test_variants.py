@@ -10,6 +10,7 @@ from helpers.support import FREE, problem_shape
 from kda_core.contract import PoolShape
 from kda_cute.decode import DECODES, decode_config
 from kda_cute.jit.key import Variant
+from kda_cute.journal import JOURNALS, journal_config
 from kda_sm90.config import ARCH, SPACINGS
 from kda_sm90.launch_config import backward_launch_config, launch_config, segment_launch_configs
 from kda_sm90.variants import ALL, SAMPLE
@@ -31,6 +32,7 @@ def test_every_variant_is_offered_once():
     } == set(ALL)
     assert {config for kernel, config in offered if kernel.__name__ == "MergeKernel"} == set(MERGES)
     assert {config for kernel, config in offered if kernel.__name__ == "DecodeKernel"} == set(DECODES)
+    assert {config for kernel, config in offered if kernel.__name__ == "JournalKernel"} == set(JOURNALS)
     assert set(SAMPLE) <= set(ALL)
 
 
@@ -76,8 +78,9 @@ def test_every_decode_has_its_variant(gate, v_first):
         for dtype in (torch.bfloat16, torch.float32)
     ]
     pools = (None, *(PoolShape(dtype, torch.int32, True) for dtype in (torch.bfloat16, torch.float32)))
-    needed = {decode_config(replace(call, pool=pool)) for call in calls for pool in pools}
-    assert needed <= set(DECODES)
+    pooled = [replace(call, pool=pool) for call in calls for pool in pools]
+    assert {decode_config(call) for call in pooled} <= set(DECODES)
+    assert {journal_config(call) for call in pooled} <= set(JOURNALS)
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -23,11 +23,12 @@ from kda_cute.records import Gate, GateDtype, StateDtype
 #: Warps of a CTA.
 WARPS = 4
 
-#: Rows of a CTA, if states are [V, K]. Few states need many CTAs, to have enough loads in flight.
-ROWS = (16, 32)
+#: Rows of a CTA for few and for many states, by the dtype of the states, if they are [V, K]. Few states need many CTAs, to have enough
+#: loads in flight. Many states need few CTAs, because each CTA computes the factors of a token anew.
+ROWS = {"float32": (16, 32), "bfloat16": (32, 64)}
 
 #: States (sequences times value heads) from which a CTA has the larger number of rows.
-MANY_STATES = 769
+MANY_STATES = {"float32": 96, "bfloat16": 256}
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class DecodeConfig:
     """Variant of the kernel.
 
     Attributes:
-        rows: values of a state that a CTA has: one of `ROWS`; 32 if states are [K, V].
+        rows: values of a state that a CTA has: one of `ROWS` of the dtype of the states; 32 if states are [K, V].
         v_first: whether states are [V, K].
         gate: form of the gate.
         gate_dtype: dtype of g.
@@ -52,7 +53,7 @@ class DecodeConfig:
     state_dtype: StateDtype = "float32"
 
     def __post_init__(self) -> None:
-        served = ROWS if self.v_first else (32,)
+        served = ROWS[self.state_dtype] if self.v_first else (32,)
         if self.rows not in served:
             raise ValueError(f"rows: expected one of {served}, got {self.rows}")
 
@@ -65,19 +66,19 @@ class DecodeConfig:
 #: All variants.
 DECODES = tuple(
     DecodeConfig(rows, v_first, gate, gate_dtype, state_dtype)
-    for rows, v_first in ((16, True), (32, True), (32, False))
+    for state_dtype, few_and_many in ROWS.items()
+    for rows, v_first in (*((rows, True) for rows in few_and_many), (32, False))
     for gate in ("bounded", "softplus", "precomputed")
     for gate_dtype in ("bfloat16", "float32")
-    for state_dtype in ("float32", "bfloat16")
 )
 
 
 def decode_config(shape: ProblemShape) -> DecodeConfig:
     """Returns the variant for a shape."""
     v_first = shape.options.state_v_first
-    rows = ROWS[shape.N * shape.HV >= MANY_STATES] if v_first else 32
-    states = torch.float32 if shape.pool is None else shape.pool.dtype
-    return DecodeConfig(rows, v_first, gate_of(shape), DTYPES[shape.g_dtype], DTYPES[states])
+    dtype = DTYPES[torch.float32 if shape.pool is None else shape.pool.dtype]
+    rows = ROWS[dtype][shape.N * shape.HV >= MANY_STATES[dtype]] if v_first else 32
+    return DecodeConfig(rows, v_first, gate_of(shape), DTYPES[shape.g_dtype], dtype)
 
 
 class Decode(NamedTuple):

@@ -36,7 +36,8 @@ from kda_cute.records import HEAD_DIM
 ROW = 4 * HEAD_DIM  # bytes of a row of an fp32 state
 PIECES = HEAD_DIM // 32  # of 4 channels, of a lane that shares a row with 7 others
 CHANNELS = HEAD_DIM // WARPS  # of a warp, if the layout is [K, V]
-FACTORS = 3 * ROW  # bytes of a warp's factors: k, q and decays of its token
+KEY, QUERY, DECAYS = 0, ROW, 2 * ROW  # bytes from a warp's factors to those of its token
+FACTORS = 3 * ROW  # bytes of a warp's factors
 
 
 class Arguments(NamedTuple):
@@ -89,8 +90,8 @@ class Arguments(NamedTuple):
 class DecodeKernel:
     """Takes a tensor, which determines the device and the stream, and the values of `Arguments`."""
 
-    spill_allowance = 36  # of [V, K], 16 values, bounded gate, bf16 states on sm_100a and sm_103a; other variants spill nothing
-    # At its default level 3, ptxas takes up to 150 registers for the same values: fewer CTAs would fit into an SM.
+    spill_allowance = 0
+    # At its default level 3, ptxas takes more registers for the same values.
     compile_options = "--ptxas-options '-O2'"
     Arguments = Arguments
 
@@ -105,15 +106,21 @@ class DecodeKernel:
     def fake_args(self) -> tuple:
         return arguments.fake_args(self.Arguments, BFloat16)
 
+    def ctas_per_sm(self) -> int:
+        """Returns for how many CTAs on an SM ptxas limits the registers. The fastest of several numbers on an H200."""
+        return {16: 5, 32: 7, 64: 3}[self.config.rows] if self.config.v_first else 4
+
     @cute.jit
     def __call__(self, tensor: cute.Tensor, *values_and_stream):
         *values, stream = values_and_stream
         x = self.Arguments(*values)
         self.kernel(tuple(values)).launch(
-            grid=(x.N * x.HV * self.groups, 1, 1),
+            grid=(x.N * self.groups, x.H, x.HV // x.H),  # no divisions in the kernel
             block=(32 * WARPS, 1, 1),
             smem=self.shared_bytes,
             stream=stream,
+            min_blocks_per_mp=self.ctas_per_sm(),
+            preferred_smem_carveout=50,  # percent; without it the DSL queries a device at compile time
         )
 
     @cute.kernel
@@ -121,29 +128,18 @@ class DecodeKernel:
         x = Arguments(*values)
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        task = block // self.groups
-        n, head = uniform(task // x.HV, task % x.HV)
-        place = SimpleNamespace(
-            warp=cute.arch.make_warp_uniform(thread >> 5),
-            lane=thread & 31,
-            group=block % self.groups,
-            shared=shared,
-            factors=shared + (thread >> 5) * FACTORS,
-            head=head,
-            key_head=head // (x.HV // x.H),
-        )
+        n, place = self.place(thread, shared)
         state = cute.make_rmem_tensor((self.layout.size,), Float32)
         slot = slots.read_slot(x, n)
         exists = (x.states != Int64(0)) & slots.has_state(x, n, slot)
-        self.layout.load(self.matrix(x, head, slot), place, state, exists)
+        self.layout.load(self.matrix(x, place.head, slot), place, state, exists)
         place.row, first, count = uniform(*self.tokens(x, n))
         computed = ptx.select(slots.is_skipped(x, n, slot), Int32(0), count)
         # the tokens in runs, behind each of which the state is written: all tokens, or one
         per_token = x.per_token != 0
         length = ptx.select(per_token, Int32(1), computed)
         for run in cutlass.range(ptx.select(per_token, computed, Int32(1)), unroll=1):
-            target = self.target(x, head, n, run)
+            target = self.target(x, place.head, n, run)
             for t in cutlass.range(length, unroll=1):
                 self.token(x, place, state, first + run * length + t)
             if target != Int64(0):
@@ -151,8 +147,23 @@ class DecodeKernel:
         for t in cutlass.range(computed, count, unroll=1):
             self.clear(x, place, first + t)
         if x.final_state != Int64(0):
-            matrix = (Int64(n) * x.HV + head) * (HEAD_DIM * ROW)
+            matrix = (Int64(n) * x.HV + place.head) * (HEAD_DIM * ROW)
             self.layout.store_wide(x.final_state + matrix, place, state)
+
+    def place(self, thread, shared):
+        """Returns the sequence of the CTA, and what a thread works on."""
+        block, key_head, member = cute.arch.block_idx()
+        _, _, members = cute.arch.grid_dim()
+        place = SimpleNamespace(
+            warp=cute.arch.make_warp_uniform(thread >> 5),
+            lane=thread & 31,
+            group=block % self.groups,
+            shared=shared,
+            factors=shared + (thread >> 5) * FACTORS,
+            head=key_head * members + member,
+            key_head=key_head,
+        )
+        return block // self.groups, place
 
     def matrix(self, x, head, slot: Int64):
         """Returns the address of a value head's state in a slot."""
@@ -194,11 +205,11 @@ class DecodeKernel:
         v = [load_bf16(x.v + values * 2 + step * 2) for step in layout.steps]
         cute.arch.sync_warp()  # the factors are there
         # factors are loaded where they are needed: together they would occupy registers
-        layout.decay(state, layout.factors(place, 2))
-        k = layout.factors(place, 0)
+        layout.decay(state, layout.factors(place, place.factors + DECAYS))
+        k = layout.factors(place, place.factors + KEY)
         u = [beta * (y - dot) for y, dot in zip(v, layout.dots(place, state, k, 0), strict=True)]
         layout.add(state, k, u)
-        q = layout.factors(place, 1)
+        q = layout.factors(place, place.factors + QUERY)
         self.store_o(x, place, token, layout.dots(place, state, q, 1))
         cute.arch.sync_warp()  # the factors have been read
 
@@ -234,8 +245,8 @@ class DecodeKernel:
         decays = [ptx.ex2(gate.activate(y, bias) * gate.log_scale) for y, bias in zip(g, biases, strict=True)]
         k = [y * inverse_norm(x, k) for y in k]
         q = [y * (inverse_norm(x, q) * x.scale) for y in q]
-        for kind, y in enumerate((k, q, decays)):
-            ptx.store_shared_x4(place.factors + kind * ROW + self.layout.position(place) * 16, y)
+        for start, y in ((KEY, k), (QUERY, q), (DECAYS, decays)):
+            ptx.store_shared_x4(place.factors + start + self.layout.position(place) * 16, y)
 
 
 class RowsFirst:
@@ -262,7 +273,11 @@ class RowsFirst:
 
     def row(self, place):
         """Returns the lane's first row."""
-        return place.group * self.of_group + place.warp * (self.of_group // WARPS) + (place.lane >> 3)
+        return place.group * self.of_group + self.local_row(place)
+
+    def local_row(self, place):
+        """Returns the lane's first row among those of the CTA."""
+        return place.warp * (self.of_group // WARPS) + (place.lane >> 3)
 
     def position(self, place):
         """Returns where lane c of a warp stores piece c of a row of factors: that of lane i of 8 and its piece j is at 8j + i."""
@@ -309,10 +324,10 @@ class RowsFirst:
         for address, n in self.pieces(start, place):
             ptx.store_global_streaming_x4(address, [state[n + e] for e in range(4)])
 
-    def factors(self, place, kind):
-        """Loads the factors of the lane's channels: of k (``kind`` 0), of q (1), or the decays (2)."""
-        start = place.factors + kind * ROW + (place.lane & 7) * 16
-        return [y for j in range(PIECES) for y in ptx.load_shared_x4(start + j * 128, Float32)]
+    def factors(self, place, start):
+        """Loads the lane's channels of a row of factors in shared memory."""
+        first = start + (place.lane & 7) * 16
+        return [y for j in range(PIECES) for y in ptx.load_shared_x4(first + j * 128, Float32)]
 
     def decay(self, state, decays):
         """Multiplies the channels by their decays."""
@@ -366,6 +381,10 @@ class ChannelsFirst:
         """Returns the lane's row."""
         return place.group * self.of_group + place.lane
 
+    def local_row(self, place):
+        """Returns the lane's row among those of the CTA."""
+        return place.lane
+
     def position(self, place):
         """Returns where lane c of a warp stores channels 4c to 4c + 3 of a row of factors."""
         return place.lane
@@ -397,10 +416,10 @@ class ChannelsFirst:
         for n, address in enumerate(self.addresses(start, place, 4)):
             ptx.store_global(address, state[n])
 
-    def factors(self, place, kind):
-        """Loads the factors of the warp's channels; ``kind`` as in `RowsFirst.factors`."""
-        start = place.factors + kind * ROW + place.warp * (4 * CHANNELS)
-        return [y for n in range(0, 4 * CHANNELS, 16) for y in ptx.load_shared_x4(start + n, Float32)]
+    def factors(self, place, start):
+        """Loads the warp's channels of a row of factors in shared memory."""
+        first = start + place.warp * (4 * CHANNELS)
+        return [y for n in range(0, 4 * CHANNELS, 16) for y in ptx.load_shared_x4(first + n, Float32)]
 
     def decay(self, state, decays):
         """Multiplies the channels by their decays."""

@@ -2,23 +2,36 @@
 
     S <- Diag(e^G_m) S_0 + sum_j (e^(G_m - G_j) k_j) u_j^T,   then the recurrence of `kda_cute.device.decode` for the new tokens
 
-A CTA has some values of one state in registers, as in the decode kernel. It applies the m records of the slot to them, one by one. A fold
-writes the result. Every token then leaves a record. CTAs need no order: the new records are in other rows than those that are read, and
-a CTA folds only the values that it has read.
+A CTA has some values of one state in registers, as in the decode kernel. It applies the m records of the slot to them, one by one. It
+loads up to eight records together into shared memory, so that their loads overlap. A fold writes the result. Every token then leaves a
+record. CTAs need no order: the new records are in other rows than those that are read, and a CTA folds only the values that it has read.
 """
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
+from kda_cute.decode import WARPS
 from kda_cute.device import ptx, slots
-from kda_cute.device.decode import ROW, DecodeKernel, element, inverse_norm, load_beta, load_bf16, uniform
+from kda_cute.device.decode import (
+    DECAYS,
+    KEY,
+    QUERY,
+    ROW,
+    DecodeKernel,
+    element,
+    inverse_norm,
+    load_beta,
+    load_bf16,
+    uniform,
+)
 from kda_cute.device.intra_chunk.gates import G_FLOOR
 from kda_cute.records import HEAD_DIM
 
 LN2 = 0.6931471805599453
+BATCH = 2 * WARPS  # records that are in shared memory at a time
+RECORD = 3 * ROW // 2  # bytes of one there: 128 decayed k, and u of at most 64 values of the CTA
 
 
 class Arguments(NamedTuple):
@@ -71,27 +84,25 @@ class Arguments(NamedTuple):
 class JournalKernel(DecodeKernel):
     """Takes a tensor, which determines the device and the stream, and the values of `Arguments`."""
 
-    spill_allowance = 0
+    spill_allowance = 4  # of [V, K], 32 values, bounded gate, fp32 g, bf16 states on sm_90a; others: 0
     Arguments = Arguments
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.shared_bytes += BATCH * RECORD
+
+    def ctas_per_sm(self) -> int:
+        """As `DecodeKernel.ctas_per_sm`."""
+        return {16: 5, 32: 4, 64: 2}[self.config.rows] if self.config.v_first else 4
 
     @cute.kernel
     def kernel(self, values: tuple):
         x = Arguments(*values)
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        task = block // self.groups
-        n, head = uniform(task // x.HV, task % x.HV)
-        place = SimpleNamespace(
-            row=n,
-            warp=cute.arch.make_warp_uniform(thread >> 5),
-            lane=thread & 31,
-            group=block % self.groups,
-            shared=shared,
-            factors=shared + (thread >> 5) * (3 * ROW),
-            head=head,
-            key_head=head // (x.HV // x.H),
-        )
+        n, place = self.place(thread, shared)
+        place.row, head = n, place.head
+        place.records = shared + self.shared_bytes - BATCH * RECORD
         state = cute.make_rmem_tensor((self.layout.size,), Float32)
         slot = slots.load_index(x.read + Int64(n) * x.index_bytes, x.index_bytes)
         valid = slots.is_slot(x, slot)
@@ -130,38 +141,55 @@ class JournalKernel(DecodeKernel):
         for i, y in enumerate(self.load_sums(x, place, last, count > 0)):
             sums[i] = y
         if count > 0:
-            self.store_row(place, 2, [natural_exp(sums[i]) for i in range(4)])
+            self.store_row(place, place.factors + DECAYS, [natural_exp(sums[i]) for i in range(4)])
             cute.arch.sync_warp()
-            self.layout.decay(state, self.layout.factors(place, 2))
-        for j in cutlass.range(count, unroll=1):
-            ring = (first + j) % x.R
-            row = place.values + ring
-            u = [
-                ptx.load_global_f32(
-                    x.record_u + (row * HEAD_DIM + self.layout.row(place) + step) * 4, Boolean(True)
-                )
-                for step in self.layout.steps
-            ]
-            key = place.keys + ring
-            words = ptx.load_global_words(
-                x.record_k + key * (2 * HEAD_DIM) + place.lane * 8, 2, Boolean(True)
-            )
-            factor = ptx.load_global_f32(x.record_factor + key * 4, Boolean(True))
+            self.layout.decay(state, self.layout.factors(place, place.factors + DECAYS))
+        for start in cutlass.range(0, count, BATCH, unroll=1):
+            self.store_records(x, place, sums, first + start, count - start)
+            cute.arch.sync_threads()  # the records are there
+            for j in cutlass.range(cutlass.min(count - start, BATCH), unroll=1):
+                self.add_record(place, state, place.records + j * RECORD)
+            cute.arch.sync_threads()  # the records have been read
+
+    def store_records(self, x, place, sums, first, count):
+        """Stores the decayed k and the u of up to `BATCH` records in shared memory. A warp loads every fourth record, all of its records
+        before it computes anything."""
+        loaded = []
+        for j in range(0, BATCH, WARPS):
+            index = j + place.warp
+            valid = index < count
+            ring = (first + index) % x.R
+            row, key = place.values + ring, place.keys + ring
+            words = ptx.load_global_words(x.record_k + key * (2 * HEAD_DIM) + place.lane * 8, 2, valid)
+            factor = ptx.load_global_f32(x.record_factor + key * 4, valid)
+            u = []
+            for part in range(0, self.layout.of_group, 32):
+                value = place.group * self.layout.of_group + part + place.lane
+                in_group = valid & (part + place.lane < self.layout.of_group)
+                u.append(ptx.load_global_f32(x.record_u + (row * HEAD_DIM + value) * 4, in_group))
+            loaded.append((index, words, factor, self.load_sums(x, place, row, valid), u))
+        for index, words, factor, G, u in loaded:
             k = [y for word in words for y in ptx.unpack_bf16x2(word)]
-            G = self.load_sums(x, place, row, Boolean(True))
-            self.store_row(place, 0, [y * factor * natural_exp(sums[i] - G[i]) for i, y in enumerate(k)])
-            cute.arch.sync_warp()
-            self.layout.add(state, self.layout.factors(place, 0), u)
-            cute.arch.sync_warp()  # the factors have been read
+            # the exponent of a record that does not exist is not above 0 either
+            values = [y * factor * natural_exp(sums[i] - G[i]) for i, y in enumerate(k)]
+            self.store_row(place, place.records + index * RECORD, values)
+            for part, y in enumerate(u):
+                ptx.store_shared(place.records + index * RECORD + ROW + part * 128 + place.lane * 4, y)
+
+    def add_record(self, place, state, record):
+        """Adds a record in shared memory to the state."""
+        first = record + ROW + self.layout.local_row(place) * 4
+        u = [ptx.load_shared(first + step * 4, Float32) for step in self.layout.steps]
+        self.layout.add(state, self.layout.factors(place, record), u)
 
     def load_sums(self, x, place, row, valid):
         """Loads G of a record, the lane's four channels."""
         words = ptx.load_global_words(x.record_g + row * ROW + place.lane * 16, 4, valid)
         return [ptx.float_of_bits(y) for y in words]
 
-    def store_row(self, place, kind, values):
-        """Stores the lane's four channels of a row of factors: ``kind`` 0, 1 or 2, as `RowsFirst.factors` loads them."""
-        ptx.store_shared_x4(place.factors + kind * ROW + self.layout.position(place) * 16, values)
+    def store_row(self, place, start, values):
+        """Stores the lane's four channels of a row of factors at ``start``, as `RowsFirst.factors` loads them."""
+        ptx.store_shared_x4(start + self.layout.position(place) * 16, values)
 
     def record_token(self, x, place, state, sums, token, ring):
         """Computes one token: the state behind it, its o, and its record in row ``ring`` of the slot."""
@@ -171,14 +199,15 @@ class JournalKernel(DecodeKernel):
         values = element(place, token, x.v_batch, x.v_token, place.head) + layout.row(place)
         v = [load_bf16(x.v + values * 2 + step * 2) for step in layout.steps]
         cute.arch.sync_warp()  # the factors are there
-        layout.decay(state, layout.factors(place, 2))
-        k = layout.factors(place, 0)
+        layout.decay(state, layout.factors(place, place.factors + DECAYS))
+        k = layout.factors(place, place.factors + KEY)
         u = [beta * (y - dot) for y, dot in zip(v, layout.dots(place, state, k, 0), strict=True)]
         layout.add(state, k, u)
         row = (place.values + ring) * HEAD_DIM + layout.row(place)
         for step, y in zip(layout.steps, u, strict=True):
             ptx.store_global_f32_if(x.record_u + (row + step) * 4, y, layout.writes(place))
-        self.store_o(x, place, token, layout.dots(place, state, layout.factors(place, 1), 1))
+        q = layout.factors(place, place.factors + QUERY)
+        self.store_o(x, place, token, layout.dots(place, state, q, 1))
         cute.arch.sync_warp()  # the factors have been read
 
     def record_factors(self, x, place, sums, token, ring):
@@ -202,9 +231,9 @@ class JournalKernel(DecodeKernel):
         ]
         factor = inverse_norm(x, k)
         query = inverse_norm(x, q) * x.scale
-        self.store_row(place, 0, [y * factor for y in k])
-        self.store_row(place, 1, [y * query for y in q])
-        self.store_row(place, 2, [ptx.ex2(y) for y in logs])
+        self.store_row(place, place.factors + KEY, [y * factor for y in k])
+        self.store_row(place, place.factors + QUERY, [y * query for y in q])
+        self.store_row(place, place.factors + DECAYS, [ptx.ex2(y) for y in logs])
         for i, y in enumerate(logs):
             sums[i] = ptx.fma(y, Float32(LN2), sums[i])
         # one warp of the state writes what its CTAs share, and one value head of a group what the group shares
