@@ -32,6 +32,9 @@ from kda_cute.records import HEAD_DIM
 LN2 = 0.6931471805599453
 BATCH = 2 * WARPS  # records that are in shared memory at a time
 RECORD = 3 * ROW // 2  # bytes of one there: 128 decayed k, and u of at most 64 values of the CTA
+# What a warp keeps of its token for the record, in bytes from its part of shared memory: the logs of the decays, and the factor of k
+LOGS, FACTOR = 0, ROW
+KEPT = ROW + 128
 
 
 class Arguments(NamedTuple):
@@ -84,16 +87,17 @@ class Arguments(NamedTuple):
 class JournalKernel(DecodeKernel):
     """Takes a tensor, which determines the device and the stream, and the values of `Arguments`."""
 
-    spill_allowance = 4  # of [V, K], 32 values, bounded gate, fp32 g, bf16 states on sm_90a; others: 0
+    spill_allowance = 36  # of [V, K] with fewer than 64 values: five CTAs on an SM are worth it
     Arguments = Arguments
 
     def __init__(self, config):
         super().__init__(config)
-        self.shared_bytes += BATCH * RECORD
+        self.own = self.shared_bytes  # where the memory begins that the decode kernel does not have
+        self.shared_bytes += WARPS * KEPT + ROW + BATCH * RECORD
 
     def ctas_per_sm(self) -> int:
         """As `DecodeKernel.ctas_per_sm`."""
-        return {16: 5, 32: 4, 64: 2}[self.config.rows] if self.config.v_first else 4
+        return {16: 5, 32: 5, 64: 3}[self.config.rows] if self.config.v_first else 4
 
     @cute.kernel
     def kernel(self, values: tuple):
@@ -102,7 +106,9 @@ class JournalKernel(DecodeKernel):
         thread, _, _ = cute.arch.thread_idx()
         n, place = self.place(thread, shared)
         place.row, head = n, place.head
-        place.records = shared + self.shared_bytes - BATCH * RECORD
+        place.kept = shared + self.own + place.warp * KEPT
+        place.sums = shared + self.own + WARPS * KEPT  # decays from the state in the pool to the last record
+        place.records = place.sums + ROW
         state = cute.make_rmem_tensor((self.layout.size,), Float32)
         slot = slots.load_index(x.read + Int64(n) * x.index_bytes, x.index_bytes)
         valid = slots.is_slot(x, slot)
@@ -110,6 +116,10 @@ class JournalKernel(DecodeKernel):
         slot = Int64(uniform(Int32(ptx.select(valid, slot, Int64(0))))[0])
         self.layout.load(self.matrix(x, head, slot), place, state, valid)
         first, count = self.span(x, n, slot, valid)
+        computed = ptx.select(valid, Int32(x.T), Int32(0))
+        # the factors of a token need no records: the first ones are computed while the state and the records are loaded
+        if computed > 0:
+            self.store_factors(x, place, Int32(0))
         place.values = (slot * x.HV + head) * x.R  # the first record of the value head, in rows
         place.keys = (slot * x.H + place.key_head) * x.R
         sums = cute.make_rmem_tensor((4,), Float32)  # G behind the last record, of the lane's four channels
@@ -119,9 +129,10 @@ class JournalKernel(DecodeKernel):
             self.layout.store(self.matrix(x, head, slot), place, state)
         for i in range(4):
             sums[i] = ptx.select(folds, Float32(0.0), sums[i])
-        computed = ptx.select(valid, Int32(x.T), Int32(0))
         for t in cutlass.range(computed, unroll=1):
             self.record_token(x, place, state, sums, t, (first + count + t) % x.R)
+            if t + 1 < computed:
+                self.store_factors(x, place, t + 1)
         for t in cutlass.range(computed, x.T, unroll=1):
             self.clear(x, place, t)
 
@@ -140,20 +151,18 @@ class JournalKernel(DecodeKernel):
         last = place.values + (first + count - 1) % x.R
         for i, y in enumerate(self.load_sums(x, place, last, count > 0)):
             sums[i] = y
-        if count > 0:
-            self.store_row(place, place.factors + DECAYS, [natural_exp(sums[i]) for i in range(4)])
-            cute.arch.sync_warp()
-            self.layout.decay(state, self.layout.factors(place, place.factors + DECAYS))
         for start in cutlass.range(0, count, BATCH, unroll=1):
             self.store_records(x, place, sums, first + start, count - start)
             cute.arch.sync_threads()  # the records are there
+            if start == 0:
+                self.layout.decay(state, self.layout.factors(place, place.sums))
             for j in cutlass.range(cutlass.min(count - start, BATCH), unroll=1):
                 self.add_record(place, state, place.records + j * RECORD)
             cute.arch.sync_threads()  # the records have been read
 
     def store_records(self, x, place, sums, first, count):
-        """Stores the decayed k and the u of up to `BATCH` records in shared memory. A warp loads every fourth record, all of its records
-        before it computes anything."""
+        """Stores the decayed k and the u of up to `BATCH` records in shared memory, and the decays to the last record. A warp loads every
+        fourth record, all of its records before it computes anything."""
         loaded = []
         for j in range(0, BATCH, WARPS):
             index = j + place.warp
@@ -168,6 +177,8 @@ class JournalKernel(DecodeKernel):
                 in_group = valid & (part + place.lane < self.layout.of_group)
                 u.append(ptx.load_global_f32(x.record_u + (row * HEAD_DIM + value) * 4, in_group))
             loaded.append((index, words, factor, self.load_sums(x, place, row, valid), u))
+        # every warp stores the same values
+        self.store_row(place, place.sums, [natural_exp(sums[i]) for i in range(4)])
         for index, words, factor, G, u in loaded:
             k = [y for word in words for y in ptx.unpack_bf16x2(word)]
             # the exponent of a record that does not exist is not above 0 either
@@ -192,8 +203,7 @@ class JournalKernel(DecodeKernel):
         ptx.store_shared_x4(start + self.layout.position(place) * 16, values)
 
     def record_token(self, x, place, state, sums, token, ring):
-        """Computes one token: the state behind it, its o, and its record in row ``ring`` of the slot."""
-        self.record_factors(x, place, sums, token, ring)
+        """Computes one token, whose factors are stored: the state behind it, its o, and its record in row ``ring`` of the slot."""
         beta = load_beta(x, place, token)
         layout = self.layout
         values = element(place, token, x.v_batch, x.v_token, place.head) + layout.row(place)
@@ -208,16 +218,33 @@ class JournalKernel(DecodeKernel):
             ptx.store_global_f32_if(x.record_u + (row + step) * 4, y, layout.writes(place))
         q = layout.factors(place, place.factors + QUERY)
         self.store_o(x, place, token, layout.dots(place, state, q, 1))
+        self.store_keys(x, place, sums, token, ring)
         cute.arch.sync_warp()  # the factors have been read
 
-    def record_factors(self, x, place, sums, token, ring):
-        """Stores k, q and the decays of a token in the warp's shared memory, and k, its factor and G in the record."""
+    def store_keys(self, x, place, sums, token, ring):
+        """Stores k, its factor and G of a token in its record, and adds the log decays of the token to ``sums``."""
+        logs = ptx.load_shared_x4(place.kept + LOGS + place.lane * 16, Float32)
+        for i, y in enumerate(logs):
+            sums[i] = ptx.fma(y, Float32(LN2), sums[i])
+        # one warp of the state writes what its CTAs share, and one value head of a group what the group shares
+        writes = (place.group == 0) & (place.warp == 0)
+        G = x.record_g + (place.values + ring) * ROW + place.lane * 16
+        ptx.store_global_words_if(G, [sums[i] for i in range(4)], writes)
+        owns = writes & (place.head % (x.HV // x.H) == 0)
+        key = place.keys + ring
+        k = element(place, token, x.k_batch, x.k_token, place.key_head) + place.lane * 4
+        raw = ptx.load_global_words(x.k + k * 2, 2, owns)
+        ptx.store_global_words_if(x.record_k + key * (2 * HEAD_DIM) + place.lane * 8, raw, owns)
+        factor = ptx.load_shared(place.kept + FACTOR + place.lane * 4, Float32)
+        ptx.store_global_f32_if(x.record_factor + key * 4, factor, owns & (place.lane == 0))
+
+    def store_factors(self, x, place, token):
+        """Stores k, q and the decays of a token in the warp's shared memory, and what `store_keys` needs: each lane reads what it stored."""
         gate, biases = self.gate(x, place)
         at = place.lane * 4
         load = lambda start, index: ptx.load_global_words(start + (index + at) * 2, 2, Boolean(True))
         unpack = lambda words: [y for word in words for y in ptx.unpack_bf16x2(word)]
-        raw = load(x.k, element(place, token, x.k_batch, x.k_token, place.key_head))
-        k = unpack(raw)
+        k = unpack(load(x.k, element(place, token, x.k_batch, x.k_token, place.key_head)))
         q = unpack(load(x.q, element(place, token, x.q_batch, x.q_token, place.key_head)))
         gates = element(place, token, x.g_batch, x.g_token, place.head)
         if self.config.gate_dtype == "float32":
@@ -234,16 +261,8 @@ class JournalKernel(DecodeKernel):
         self.store_row(place, place.factors + KEY, [y * factor for y in k])
         self.store_row(place, place.factors + QUERY, [y * query for y in q])
         self.store_row(place, place.factors + DECAYS, [ptx.ex2(y) for y in logs])
-        for i, y in enumerate(logs):
-            sums[i] = ptx.fma(y, Float32(LN2), sums[i])
-        # one warp of the state writes what its CTAs share, and one value head of a group what the group shares
-        writes = (place.group == 0) & (place.warp == 0)
-        G = x.record_g + (place.values + ring) * ROW + place.lane * 16
-        ptx.store_global_words_if(G, [sums[i] for i in range(4)], writes)
-        owns = writes & (place.head % (x.HV // x.H) == 0)
-        key = place.keys + ring
-        ptx.store_global_words_if(x.record_k + key * (2 * HEAD_DIM) + place.lane * 8, raw, owns)
-        ptx.store_global_f32_if(x.record_factor + key * 4, factor, owns & (place.lane == 0))
+        ptx.store_shared_x4(place.kept + LOGS + place.lane * 16, logs)
+        ptx.store_shared(place.kept + FACTOR + place.lane * 4, factor)
 
 
 def natural_exp(y: Float32) -> Float32:
