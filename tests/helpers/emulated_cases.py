@@ -123,7 +123,8 @@ class EmulatedCases:
         one = x | {n: x[n][1:] for n in ("q", "k", "v", "g", "beta", "initial_state")}
         want = o[1:], state[1:]
         assert same(kda.recurrent(one, output_final_state=True), want)
-        monkeypatch.setattr(decode, "MANY_STATES", dict.fromkeys(decode.MANY_STATES, 1))
+        rows = {dtype: choice._replace(many_states=1) for dtype, choice in decode.ROWS.items()}
+        monkeypatch.setattr(decode, "ROWS", rows)
         decode.make_decode.cache_clear()
         assert same(kda.recurrent(one, output_final_state=True), want)
         decode.make_decode.cache_clear()

@@ -23,12 +23,24 @@ from kda_cute.records import Gate, GateDtype, StateDtype
 #: Warps of a CTA.
 WARPS = 4
 
-#: Rows of a CTA for few and for many states, by the dtype of the states, if they are [V, K]. Few states need many CTAs, to have enough
-#: loads in flight. Many states need few CTAs, because each CTA computes the factors of a token anew.
-ROWS = {"float32": (16, 32), "bfloat16": (32, 64)}
 
-#: States (sequences times value heads) from which a CTA has the larger number of rows.
-MANY_STATES = {"float32": 96, "bfloat16": 256}
+class Rows(NamedTuple):
+    """Rows of a CTA if states are [V, K]. Few states need many CTAs, to have enough loads in flight. Many states need few CTAs, because
+    each CTA computes the factors of a token anew.
+
+    Attributes:
+        few: rows if there are few states.
+        many: rows if there are many states.
+        many_states: number of states (sequences times value heads) from which there are many.
+    """
+
+    few: int
+    many: int
+    many_states: int
+
+
+#: By the dtype of the states. The fastest on an H200.
+ROWS: dict[StateDtype, Rows] = {"float32": Rows(16, 32, 96), "bfloat16": Rows(32, 64, 256)}
 
 
 @dataclass(frozen=True)
@@ -36,7 +48,7 @@ class DecodeConfig:
     """Variant of the kernel.
 
     Attributes:
-        rows: values of a state that a CTA has: one of `ROWS` of the dtype of the states; 32 if states are [K, V].
+        rows: values of a state that a CTA has: 16, 32 or 64; 32 if states are [K, V].
         v_first: whether states are [V, K].
         gate: form of the gate.
         gate_dtype: dtype of g.
@@ -53,7 +65,7 @@ class DecodeConfig:
     state_dtype: StateDtype = "float32"
 
     def __post_init__(self) -> None:
-        served = ROWS[self.state_dtype] if self.v_first else (32,)
+        served = (16, 32, 64) if self.v_first else (32,)
         if self.rows not in served:
             raise ValueError(f"rows: expected one of {served}, got {self.rows}")
 
@@ -63,22 +75,28 @@ class DecodeConfig:
         return self.gate == "softplus"
 
 
+def variants(rows: dict[StateDtype, Rows]) -> tuple[DecodeConfig, ...]:
+    """Returns all variants with these numbers of rows."""
+    return tuple(
+        DecodeConfig(of_cta, v_first, gate, gate_dtype, state_dtype)
+        for state_dtype, choice in rows.items()
+        for of_cta, v_first in ((choice.few, True), (choice.many, True), (32, False))
+        for gate in ("bounded", "softplus", "precomputed")
+        for gate_dtype in ("bfloat16", "float32")
+    )
+
+
 #: All variants.
-DECODES = tuple(
-    DecodeConfig(rows, v_first, gate, gate_dtype, state_dtype)
-    for state_dtype, few_and_many in ROWS.items()
-    for rows, v_first in (*((rows, True) for rows in few_and_many), (32, False))
-    for gate in ("bounded", "softplus", "precomputed")
-    for gate_dtype in ("bfloat16", "float32")
-)
+DECODES = variants(ROWS)
 
 
-def decode_config(shape: ProblemShape) -> DecodeConfig:
-    """Returns the variant for a shape."""
-    v_first = shape.options.state_v_first
+def decode_config(shape: ProblemShape, rows: dict[StateDtype, Rows] | None = None) -> DecodeConfig:
+    """Returns the variant for a shape. ``rows``: `ROWS` unless given."""
     dtype = DTYPES[torch.float32 if shape.pool is None else shape.pool.dtype]
-    rows = ROWS[dtype][shape.N * shape.HV >= MANY_STATES[dtype]] if v_first else 32
-    return DecodeConfig(rows, v_first, gate_of(shape), DTYPES[shape.g_dtype], dtype)
+    choice = (rows or ROWS)[dtype]
+    v_first = shape.options.state_v_first
+    of_cta = (choice.many if shape.N * shape.HV >= choice.many_states else choice.few) if v_first else 32
+    return DecodeConfig(of_cta, v_first, gate_of(shape), DTYPES[shape.g_dtype], dtype)
 
 
 class Decode(NamedTuple):

@@ -16,7 +16,8 @@ from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
 from kda_cute import get_kernel
 from kda_cute.arguments import address
-from kda_cute.decode import DECODES, DecodeConfig, decode_config, token_strides
+from kda_cute.decode import DecodeConfig, Rows, decode_config, token_strides, variants
+from kda_cute.records import StateDtype
 
 #: No number of records is larger: nothing is folded.
 NEVER = 2**31 - 1
@@ -32,13 +33,16 @@ class JournalConfig(DecodeConfig):
         return True
 
 
+#: As `kda_cute.decode.ROWS`.
+ROWS: dict[StateDtype, Rows] = {"float32": Rows(16, 64, 96), "bfloat16": Rows(32, 64, 256)}
+
 #: All variants.
-JOURNALS = tuple(JournalConfig(**vars(config)) for config in DECODES)
+JOURNALS = tuple(JournalConfig(**vars(config)) for config in variants(ROWS))
 
 
 def journal_config(shape: ProblemShape) -> JournalConfig:
     """Returns the variant for a shape."""
-    return JournalConfig(**vars(decode_config(shape)))
+    return JournalConfig(**vars(decode_config(shape, ROWS)))
 
 
 class JournalLaunch(NamedTuple):

@@ -160,6 +160,7 @@ class DecodeKernel:
             group=block % self.groups,
             shared=shared,
             factors=shared + (thread >> 5) * FACTORS,
+            dots=shared + WARPS * FACTORS,
             head=key_head * members + member,
             key_head=key_head,
         )
@@ -431,7 +432,7 @@ class ChannelsFirst:
         sums = [Float32(0.0)] * 4
         for n in range(self.size):
             sums[n % 4] = ptx.fma(state[n], factors[n], sums[n % 4])
-        start = place.shared + WARPS * FACTORS + kind * (WARPS * 128) + place.lane * 4
+        start = place.dots + kind * (WARPS * 128) + place.lane * 4
         ptx.store_shared(start + place.warp * 128, (sums[0] + sums[1]) + (sums[2] + sums[3]))
         cute.arch.sync_threads()
         parts = [ptx.load_shared(start + warp * 128, Float32) for warp in range(WARPS)]

@@ -2,7 +2,7 @@
 
     S <- Diag(e^G_m) S_0 + sum_j (e^(G_m - G_j) k_j) u_j^T,   then the recurrence of `kda_cute.device.decode` for the new tokens
 
-A CTA has some values of one state in registers, as in the decode kernel. It applies the m records of the slot to them, one by one. It
+A CTA has some values of one state in registers, as in the decode kernel. Its warps share the factors of a token. It applies the m records of the slot to them, one by one. It
 loads up to eight records together into shared memory, so that their loads overlap. A fold writes the result. Every token then leaves a
 record. CTAs need no order: the new records are in other rows than those that are read, and a CTA folds only the values that it has read.
 """
@@ -16,6 +16,7 @@ from kda_cute.decode import WARPS
 from kda_cute.device import ptx, slots
 from kda_cute.device.decode import (
     DECAYS,
+    FACTORS,
     KEY,
     QUERY,
     ROW,
@@ -23,7 +24,6 @@ from kda_cute.device.decode import (
     element,
     inverse_norm,
     load_beta,
-    load_bf16,
     uniform,
 )
 from kda_cute.device.intra_chunk.gates import G_FLOOR
@@ -32,9 +32,11 @@ from kda_cute.records import HEAD_DIM
 LN2 = 0.6931471805599453
 BATCH = 2 * WARPS  # records that are in shared memory at a time
 RECORD = 3 * ROW // 2  # bytes of one there: 128 decayed k, and u of at most 64 values of the CTA
-# What a warp keeps of its token for the record, in bytes from its part of shared memory: the logs of the decays, and the factor of k
-LOGS, FACTOR = 0, ROW
-KEPT = ROW + 128
+# Parts of the CTA's memory for a token, in bytes from that of the factors
+LOGS = FACTORS  # of the decays, in base 2
+VALUES = LOGS + ROW  # v of the CTA's values
+FACTOR, BETA = VALUES + 256, VALUES + 512  # factors of k and of q, and beta: a value for each lane
+TOKEN = BETA + 128
 
 
 class Arguments(NamedTuple):
@@ -87,17 +89,16 @@ class Arguments(NamedTuple):
 class JournalKernel(DecodeKernel):
     """Takes a tensor, which determines the device and the stream, and the values of `Arguments`."""
 
-    spill_allowance = 36  # of [V, K] with fewer than 64 values: five CTAs on an SM are worth it
+    spill_allowance = 0
     Arguments = Arguments
 
     def __init__(self, config):
         super().__init__(config)
-        self.own = self.shared_bytes  # where the memory begins that the decode kernel does not have
-        self.shared_bytes += WARPS * KEPT + ROW + BATCH * RECORD
+        self.shared_bytes = TOKEN + self.layout.sum_bytes + ROW + BATCH * RECORD
 
     def ctas_per_sm(self) -> int:
         """As `DecodeKernel.ctas_per_sm`."""
-        return {16: 5, 32: 5, 64: 3}[self.config.rows] if self.config.v_first else 4
+        return {16: 6, 32: 6, 64: 4}[self.config.rows] if self.config.v_first else 4
 
     @cute.kernel
     def kernel(self, values: tuple):
@@ -106,8 +107,11 @@ class JournalKernel(DecodeKernel):
         thread, _, _ = cute.arch.thread_idx()
         n, place = self.place(thread, shared)
         place.row, head = n, place.head
-        place.kept = shared + self.own + place.warp * KEPT
-        place.sums = shared + self.own + WARPS * KEPT  # decays from the state in the pool to the last record
+        place.factors = shared  # of all warps
+        place.dots = shared + TOKEN
+        place.sums = (
+            place.dots + self.layout.sum_bytes
+        )  # decays from the state in the pool to the last record
         place.records = place.sums + ROW
         state = cute.make_rmem_tensor((self.layout.size,), Float32)
         slot = slots.load_index(x.read + Int64(n) * x.index_bytes, x.index_bytes)
@@ -130,7 +134,9 @@ class JournalKernel(DecodeKernel):
         for i in range(4):
             sums[i] = ptx.select(folds, Float32(0.0), sums[i])
         for t in cutlass.range(computed, unroll=1):
+            cute.arch.sync_threads()  # the factors are there
             self.record_token(x, place, state, sums, t, (first + count + t) % x.R)
+            cute.arch.sync_threads()  # the factors have been read
             if t + 1 < computed:
                 self.store_factors(x, place, t + 1)
         for t in cutlass.range(computed, x.T, unroll=1):
@@ -204,12 +210,11 @@ class JournalKernel(DecodeKernel):
 
     def record_token(self, x, place, state, sums, token, ring):
         """Computes one token, whose factors are stored: the state behind it, its o, and its record in row ``ring`` of the slot."""
-        beta = load_beta(x, place, token)
         layout = self.layout
-        values = element(place, token, x.v_batch, x.v_token, place.head) + layout.row(place)
-        v = [load_bf16(x.v + values * 2 + step * 2) for step in layout.steps]
-        cute.arch.sync_warp()  # the factors are there
         layout.decay(state, layout.factors(place, place.factors + DECAYS))
+        beta = ptx.load_shared(place.factors + BETA + place.lane * 4, Float32)
+        first = place.factors + VALUES + layout.local_row(place) * 4
+        v = [ptx.load_shared(first + step * 4, Float32) for step in layout.steps]
         k = layout.factors(place, place.factors + KEY)
         u = [beta * (y - dot) for y, dot in zip(v, layout.dots(place, state, k, 0), strict=True)]
         layout.add(state, k, u)
@@ -219,11 +224,10 @@ class JournalKernel(DecodeKernel):
         q = layout.factors(place, place.factors + QUERY)
         self.store_o(x, place, token, layout.dots(place, state, q, 1))
         self.store_keys(x, place, sums, token, ring)
-        cute.arch.sync_warp()  # the factors have been read
 
     def store_keys(self, x, place, sums, token, ring):
         """Stores k, its factor and G of a token in its record, and adds the log decays of the token to ``sums``."""
-        logs = ptx.load_shared_x4(place.kept + LOGS + place.lane * 16, Float32)
+        logs = ptx.load_shared_x4(place.factors + LOGS + place.lane * 16, Float32)
         for i, y in enumerate(logs):
             sums[i] = ptx.fma(y, Float32(LN2), sums[i])
         # one warp of the state writes what its CTAs share, and one value head of a group what the group shares
@@ -235,34 +239,62 @@ class JournalKernel(DecodeKernel):
         k = element(place, token, x.k_batch, x.k_token, place.key_head) + place.lane * 4
         raw = ptx.load_global_words(x.k + k * 2, 2, owns)
         ptx.store_global_words_if(x.record_k + key * (2 * HEAD_DIM) + place.lane * 8, raw, owns)
-        factor = ptx.load_shared(place.kept + FACTOR + place.lane * 4, Float32)
+        factor = ptx.load_shared(place.factors + FACTOR + place.lane * 4, Float32)
         ptx.store_global_f32_if(x.record_factor + key * 4, factor, owns & (place.lane == 0))
 
+    @cute.jit
     def store_factors(self, x, place, token):
-        """Stores k, q and the decays of a token in the warp's shared memory, and what `store_keys` needs: each lane reads what it stored."""
-        gate, biases = self.gate(x, place)
+        """Stores what the CTA needs of a token in shared memory: a warp each has k, q, the decays, and v with beta."""
+        if place.warp < 2:
+            self.store_vector(x, place, token)
+        elif place.warp == 2:
+            self.store_decays(x, place, token)
+        else:
+            self.store_values(x, place, token)
+
+    def store_vector(self, x, place, token):
+        """Stores k (warp 0) or q (warp 1), and the factor of k. A lane has four channels."""
+        is_key = place.warp == 0
         at = place.lane * 4
-        load = lambda start, index: ptx.load_global_words(start + (index + at) * 2, 2, Boolean(True))
-        unpack = lambda words: [y for word in words for y in ptx.unpack_bf16x2(word)]
-        k = unpack(load(x.k, element(place, token, x.k_batch, x.k_token, place.key_head)))
-        q = unpack(load(x.q, element(place, token, x.q_batch, x.q_token, place.key_head)))
-        gates = element(place, token, x.g_batch, x.g_token, place.head)
+        keys = x.k + (element(place, token, x.k_batch, x.k_token, place.key_head) + at) * 2
+        queries = x.q + (element(place, token, x.q_batch, x.q_token, place.key_head) + at) * 2
+        y = load_narrow(ptx.select(is_key, keys, queries))
+        norm = inverse_norm(x, y)
+        factor = ptx.select(is_key, norm, norm * x.scale)
+        start = place.factors + ptx.select(is_key, Int32(KEY), Int32(QUERY))
+        self.store_row(place, start, [z * factor for z in y])
+        ptx.store_shared(place.factors + FACTOR + place.warp * 128 + place.lane * 4, factor)
+
+    def store_decays(self, x, place, token):
+        """Stores the decays and their logs. A lane has four channels."""
+        gate, biases = self.gate(x, place)
+        index = element(place, token, x.g_batch, x.g_token, place.head) + place.lane * 4
         if self.config.gate_dtype == "float32":
-            words = ptx.load_global_words(x.g + (gates + at) * 4, 4, Boolean(True))
+            words = ptx.load_global_words(x.g + index * 4, 4, Boolean(True))
             g = [ptx.float_of_bits(y) for y in words]
         else:
-            g = unpack(load(x.g, gates))
+            g = load_narrow(x.g + index * 2)
         logs = [
             ptx.maximum(gate.activate(y, bias) * gate.log_scale, Float32(G_FLOOR))
             for y, bias in zip(g, biases, strict=True)
         ]
-        factor = inverse_norm(x, k)
-        query = inverse_norm(x, q) * x.scale
-        self.store_row(place, place.factors + KEY, [y * factor for y in k])
-        self.store_row(place, place.factors + QUERY, [y * query for y in q])
         self.store_row(place, place.factors + DECAYS, [ptx.ex2(y) for y in logs])
-        ptx.store_shared_x4(place.kept + LOGS + place.lane * 16, logs)
-        ptx.store_shared(place.kept + FACTOR + place.lane * 4, factor)
+        ptx.store_shared_x4(place.factors + LOGS + place.lane * 16, logs)
+
+    def store_values(self, x, place, token):
+        """Stores v of the CTA's values, and beta."""
+        first = element(place, token, x.v_batch, x.v_token, place.head) + place.group * self.layout.of_group
+        for part in range(0, self.layout.of_group, 32):
+            value = part + place.lane
+            word = ptx.load_global_u16(x.v + (first + value) * 2, value < self.layout.of_group)
+            ptx.store_shared(place.factors + VALUES + value * 4, ptx.unpack_bf16x2(word)[0])
+        ptx.store_shared(place.factors + BETA + place.lane * 4, load_beta(x, place, token))
+
+
+def load_narrow(address: Int64):
+    """Loads four bf16."""
+    words = ptx.load_global_words(address, 2, Boolean(True))
+    return [y for word in words for y in ptx.unpack_bf16x2(word)]
 
 
 def natural_exp(y: Float32) -> Float32:
