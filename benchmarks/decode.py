@@ -24,6 +24,7 @@ Implementations of decode:
   kda-<backend>, fla         `fused_recurrent_kda` with the states in place
   kda-<backend>+journal      `journal_decode_kda` with sequences that have 1 to 8 records, so that one of 8 is folded; T = 1
   kda-<backend>+verify       `verify_kda`, which writes no state; T > 1
+  kda-<backend>+commit       `verify_kda`, then `journal_fold` of all drafts; T > 1
   rmw                        multiplies the same states in place: the floor of T = 1
 
 Rows with records need a backend that declares the feature ``journal``.
@@ -58,7 +59,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
 
 from benchmarks import implementations, measure, mixed, pools, records
-from benchmarks.pools import JOURNAL, STATE_DTYPES, VERIFY, Launch
+from benchmarks.pools import RECORDS, STATE_DTYPES, Launch
 
 SCRIPT = "benchmarks/decode.py"
 KEY = ("call", "N", "HV", "T", "impl", "state_dtype")  # identifies a row of decode.json
@@ -119,9 +120,9 @@ def default(device: torch.device) -> list[str]:
         if impl in implementations.PEERS:
             continue
         if pools.has_journal(impl.removeprefix("kda-")):
-            found += [impl + JOURNAL, impl + VERIFY]
+            found += [impl + suffix for suffix in RECORDS]
         else:
-            print(f"{impl}: no rows {JOURNAL} and {VERIFY}, because it does not declare the feature journal")
+            print(f"{impl}: no rows {', '.join(RECORDS)}, because it does not declare the feature journal")
     return [*found, "rmw"]
 
 
@@ -145,9 +146,7 @@ def measured(args: argparse.Namespace, impls: list[str], device: torch.device) -
             del problem, launches
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    backends = [
-        i for i in impls if not i.endswith((JOURNAL, VERIFY)) and i not in ("rmw", *implementations.PEERS)
-    ]
+    backends = [i for i in impls if not i.endswith(RECORDS) and i not in ("rmw", *implementations.PEERS)]
     for impl in backends if "mixed" in args.call else ():
         load = mixed.SMALL if device.type == "cpu" else mixed.LOAD
         for row, launch in mixed.launches(impl, load, device):

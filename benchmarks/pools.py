@@ -20,7 +20,8 @@ from kda_core.testing import error, make_inputs, token_oracle
 D = 128  # K and V
 CHECKED = 2  # sequences of a launch that are compared with the oracle
 DRAWN = 8  # different sequences of a launch; the others repeat them
-VERIFY, JOURNAL = "+verify", "+journal"
+VERIFY, COMMIT, JOURNAL = "+verify", "+commit", "+journal"
+RECORDS = (VERIFY, COMMIT, JOURNAL)
 #: Records of a slot before they are folded, the default of kda_core.serving.
 LENGTH = 8
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -77,14 +78,14 @@ def make_problem(
 
 def slots_of(impl: str, T: int) -> int:
     """Returns the slots of a sequence: calls of several tokens store the state after each, unless they keep records."""
-    return 1 if impl.endswith((VERIFY, JOURNAL)) else T
+    return 1 if impl.endswith(RECORDS) else T
 
 
 def serves(impl: str, T: int) -> bool:
     """Returns whether an implementation has rows with T tokens of each sequence."""
     if impl == "rmw" or impl.endswith(JOURNAL):
         return T == 1
-    return T > 1 or not impl.endswith(VERIFY)
+    return T > 1 or not impl.endswith((VERIFY, COMMIT))
 
 
 def has_journal(backend: str) -> bool:
@@ -97,11 +98,11 @@ def has_journal(backend: str) -> bool:
 
 
 def variants(impl: str, problem: Problem) -> list[Launch]:
-    """Returns the launches of an implementation: "rmw", "fla", or a backend with or without `VERIFY` or `JOURNAL`. Several variants
+    """Returns the launches of an implementation: "rmw", "fla", or a backend with or without one of `RECORDS`. Several variants
     do the same; the fastest one counts."""
     if impl == "rmw":
         return _floors(problem)
-    if impl.endswith((VERIFY, JOURNAL)):
+    if impl.endswith(RECORDS):
         return [_records(impl, problem)]
     if impl == "fla":
         # Triton compiles for each stride and alignment of the slots: rows of 8 have one
@@ -169,10 +170,11 @@ def errors(x: dict[str, Any], before: Tensor, o: Tensor, after: Tensor, repeats:
 
 def _records(impl: str, problem: Problem) -> Launch:
     """Calls that keep records (`kda_core.serving`). The spans of `JOURNAL` are those of sequences in random phases: from 1 to `LENGTH`
-    records, so that one call in `LENGTH` folds. No call changes them, so every replay does the same work."""
+    records, so that one call in `LENGTH` folds. No call changes them, so every replay does the same work. `COMMIT` accepts all drafts."""
     serving: Any = import_module("kda_core.serving")
-    verifies = impl.endswith(VERIFY)
-    backend = impl.removesuffix(VERIFY).removesuffix(JOURNAL).removeprefix("kda-")
+    commits = impl.endswith(COMMIT)
+    verifies = commits or impl.endswith(VERIFY)
+    backend = impl.partition("+")[0].removeprefix("kda-")
     x, pool = {n: y for n, y in problem.tokens.items() if n != "state_v_first"}, problem.pool
     T, slots = x["v"].shape[1], problem.slots.squeeze(-1)
     # the rows are length + drafts: verification has no records before its tokens
@@ -187,10 +189,14 @@ def _records(impl: str, problem: Problem) -> Launch:
         else partial(serving.journal_decode_kda, journal=journal)
     )
 
+    accepted = torch.full_like(slots[0], T)
+
     def run(slots: Tensor) -> None:
         with record_calls() as calls:
             function(**x, pool=pool, slots=slots, out=o, backend=backend)
         assert [c.backend for c in calls] == [backend], calls
+        if commits:
+            serving.journal_fold(pool, slots, journal, accepted=accepted, backend=backend)
 
     def check() -> dict[str, Any]:
         first = slots[0]
@@ -200,8 +206,9 @@ def _records(impl: str, problem: Problem) -> Launch:
             run(first)
             if not verifies:
                 serving.journal_advance(journal, first, T, T)
-        accepted = {"accepted": torch.full_like(first, T)} if verifies else {}
-        serving.journal_fold(pool, first, journal, backend=backend, **accepted)
+        if not commits:
+            which = {"accepted": accepted} if verifies else {}
+            serving.journal_fold(pool, first, journal, backend=backend, **which)
         return errors(problem.tokens, before, o, pool[at], steps)
 
     def ready() -> None:

@@ -6,7 +6,7 @@ from benchmarks.pages import GENERATED, PEER, Data, Row, named, number, peer_nam
 from benchmarks.plots import Picture
 
 FLOOR = "rmw"
-VERIFY, JOURNAL = "+verify", "+journal"
+VERIFY, COMMIT, JOURNAL = "+verify", "+commit", "+journal"
 PREFILL, PLAIN = "prefill", "prefill without a pool"
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 #: The largest error of o of a correct row, and of the states of decode by their dtype: twice the unit of the last rounding. A prefill
@@ -24,7 +24,7 @@ def is_wrong(r: Row) -> bool:
 
 def backend(r: Row) -> str:
     """Returns the implementation without its suffix."""
-    name: str = r["impl"].removesuffix(VERIFY).removesuffix(JOURNAL)
+    name: str = r["impl"].partition("+")[0]
     return name
 
 
@@ -97,6 +97,7 @@ def _method(data: Data) -> list[str]:
         "  batch of sequences in random phases. The one `journal_advance` of all layers is not included.",
         f"- `{VERIFY}`: drafts with records of tokens, which writes no state. Other rows with several tokens store the state after each",
         "  token in a slot of its own.",
+        f"- `{COMMIT}`: the same, and a fold of all drafts into the states.",
         "",
         "Runs:",
         "",

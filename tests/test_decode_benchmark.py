@@ -66,14 +66,14 @@ def test_rows_with_records_are_measured_where_the_backend_has_them(tmp_path):
     assert pools.has_journal("reference") and not pools.has_journal("unknown")
     rows = measure_rows(tmp_path / "decode.json", "--call", "decode")["rows"]
     found = {(r["T"], r["impl"]) for r in rows}
-    assert found >= {(1, "reference+journal"), (4, "reference+verify")}
+    assert found >= {(1, "reference+journal"), (4, "reference+verify"), (4, "reference+commit")}
     assert not any(report_decode.is_wrong(r) for r in rows)
 
 
 def test_a_backend_without_records_is_named(monkeypatch, capsys):
     monkeypatch.setattr(pools, "has_journal", lambda backend: False)
     assert decode.default(CPU) == ["reference", "rmw"]
-    assert "reference: no rows +journal and +verify, because" in capsys.readouterr().out
+    assert "reference: no rows +verify, +commit, +journal, because" in capsys.readouterr().out
 
 
 def test_each_launch_has_slots_of_its_own_and_the_pool_is_large_enough():
@@ -111,6 +111,7 @@ def test_only_calls_that_exist_have_rows():
     assert [T for T in decode.T if pools.serves("rmw", T)] == [1]
     assert [T for T in decode.T if pools.serves("kda-sm90+journal", T)] == [1]
     assert [T for T in decode.T if pools.serves("kda-sm90+verify", T)] == [4, 8]
+    assert [T for T in decode.T if pools.serves("kda-sm90+commit", T)] == [4, 8]
     assert [T for T in decode.T if pools.serves("fla", T)] == [1, 4, 8]
     assert pools.slots_of("kda-sm90", 8) == 8 and pools.slots_of("kda-sm90+verify", 8) == 1
 

@@ -156,13 +156,24 @@ class EmulatedCases:
         self.needs_journal(kda)
         KIT.test_fold_then_decode(kda)
 
-    def test_gates_of_records(self, kda):
+    @pytest.mark.parametrize("form", ("fp32-kv", "fp32-vk"))
+    def test_gates_of_records(self, kda, form):
         self.needs_journal(kda)
-        KIT.test_gates_of_records(kda, 2)
+        KIT.test_gates_of_records(kda, 2, form)
 
-    def test_records_of_skipped_and_untouched_slots(self, kda):
+    @pytest.mark.parametrize("form", ("fp32-kv", "fp32-vk"))
+    def test_records_of_skipped_and_untouched_slots(self, kda, form):
         self.needs_journal(kda)
-        KIT.test_skipped_and_untouched_slots(kda, 1)
+        KIT.test_skipped_and_untouched_slots(kda, 1, form)
+
+    @pytest.mark.parametrize("form", ("fp32-vk", "bf16-vk"))
+    def test_verification_of_drafts(self, kda, form):
+        self.needs_journal(kda)
+        KIT.test_verify_agrees_with_decoding(kda, form)
+
+    def test_verification_in_grouped_heads_with_records(self, kda):
+        self.needs_journal(kda)
+        KIT.test_bits_of_records(kda, "fp32-vk")
 
     @pytest.mark.parametrize("function", ("journal_decode_kda", "fused_recurrent_kda"))
     def test_bound_calls(self, kda, function):

@@ -11,6 +11,7 @@ from kda_core.contract import PoolShape
 from kda_cute.decode import DECODES, decode_config
 from kda_cute.jit.key import Variant
 from kda_cute.journal import JOURNALS, journal_config
+from kda_cute.verify import VERIFIES
 from kda_sm90.config import ARCH, SPACINGS
 from kda_sm90.launch_config import backward_launch_config, launch_config, segment_launch_configs
 from kda_sm90.variants import ALL, SAMPLE
@@ -33,6 +34,7 @@ def test_every_variant_is_offered_once():
     assert {config for kernel, config in offered if kernel.__name__ == "MergeKernel"} == set(MERGES)
     assert {config for kernel, config in offered if kernel.__name__ == "DecodeKernel"} == set(DECODES)
     assert {config for kernel, config in offered if kernel.__name__ == "JournalKernel"} == set(JOURNALS)
+    assert {config for kernel, config in offered if kernel.__name__ == "VerifyKernel"} == set(VERIFIES)
     assert set(SAMPLE) <= set(ALL)
 
 

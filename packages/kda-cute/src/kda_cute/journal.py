@@ -1,4 +1,5 @@
-"""Decoding with records of tokens on a GPU: the configuration of the kernel `kda_cute.device.journal`, and its launch.
+"""Decoding with records of tokens on a GPU: the configuration of the kernel `kda_cute.device.journal`, and the launch of it or of
+`kda_cute.device.verify`, which `kda_cute.verify` chooses.
 
 Importing this needs torch, but not the DSL.
 """
@@ -18,6 +19,7 @@ from kda_cute import get_kernel
 from kda_cute.arguments import address
 from kda_cute.decode import DecodeConfig, Rows, decode_config, token_strides, variants
 from kda_cute.records import StateDtype
+from kda_cute.verify import verify_config
 
 #: No number of records is larger: nothing is folded.
 NEVER = 2**31 - 1
@@ -86,6 +88,7 @@ def records_of(pool: KdaPool, journal: KdaJournal) -> tuple[int, ...]:
 def make_journal(shape: ProblemShape, arch: str) -> JournalLaunch:
     """Returns the launch of a shape for an architecture such as "sm_90a". Compiles its kernel on first use."""
     from kda_cute.device.journal import JournalKernel
+    from kda_cute.device.verify import VerifyKernel
 
     o, pool, journal = shape.options, shape.pool, shape.journal
     assert pool is not None and journal is not None
@@ -98,4 +101,6 @@ def make_journal(shape: ProblemShape, arch: str) -> JournalLaunch:
         pool.index_dtype.itemsize, journal.rows, most, fold_above, shape.N, shape.T, shape.H, shape.HV,
         shape.beta_dtype.itemsize, int(o.use_qk_l2norm_in_kernel), shape.scale, o.lower_bound or 0.0, beta_factor,
     )  # fmt: skip
+    if (config := verify_config(shape)) is not None:
+        return JournalLaunch(get_kernel(VerifyKernel, config, arch), numbers)
     return JournalLaunch(get_kernel(JournalKernel, journal_config(shape), arch), numbers)

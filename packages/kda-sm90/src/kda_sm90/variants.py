@@ -12,6 +12,7 @@ from typing import Any
 
 from kda_cute.decode import DECODES
 from kda_cute.journal import JOURNALS
+from kda_cute.verify import VERIFIES
 from kda_sm90.config import ARCH, GateDtype, GradientsConfig, PrefillConfig
 
 GATES: tuple[dict[str, Any], ...] = (
@@ -110,6 +111,7 @@ def _pairs(configs: tuple[PrefillConfig | GradientsConfig, ...]) -> list[tuple[t
     from kda_cute.device.decode import DecodeKernel
     from kda_cute.device.journal import JournalKernel
     from kda_cute.device.merge_states import MERGES, MergeKernel
+    from kda_cute.device.verify import VerifyKernel
     from kda_sm90.kernels.gradients import GradientsKernel
     from kda_sm90.kernels.prefill import PrefillKernel
 
@@ -117,4 +119,5 @@ def _pairs(configs: tuple[PrefillConfig | GradientsConfig, ...]) -> list[tuple[t
     pairs: list[tuple[type, object]] = [(kernels[type(config)], config) for config in configs]
     pairs += [(DecodeKernel, config) for config in DECODES]
     pairs += [(JournalKernel, config) for config in JOURNALS]
+    pairs += [(VerifyKernel, config) for config in VERIFIES]
     return [*pairs, *((MergeKernel, config) for config in MERGES)]

@@ -37,6 +37,8 @@ STATE_LIMITS = {
 """The largest error of a state after any number of tokens, by the dtype of q. Records in bf16 exceed it, and keys that are rounded again."""
 GATES = (-104.0, float("-inf"), 0.0, -1e-3, -5.0, -1000.0)
 """Log decays that a test mixes."""
+LAYOUTS = ("fp32-kv", "fp32-vk")
+"""Forms of a pool with each layout of states."""
 
 
 class Engine:
@@ -215,11 +217,13 @@ class JournalConformance:
             engine.decode(tokens(kda, 3, drafts, family, HV=4, seed=step), slots, accepted)
         engine.fold(slots)
 
+    @pytest.mark.parametrize("form", LAYOUTS)
     @pytest.mark.parametrize("drafts", (1, 3))
-    def test_gates_of_records(self, kda: Runner, drafts: int) -> None:
+    def test_gates_of_records(self, kda: Runner, drafts: int, form: str) -> None:
         """Log decays of -104, -inf, 0 and others, which differ from channel to channel, in records and in the call."""
         kda.require(Feature.UNBOUNDED_GATE)
-        engine, slots, rng = Engine(kda, length=4, drafts=drafts), (6, 1), torch.Generator().manual_seed(3)
+        engine, slots = Engine(kda, form, length=4, drafts=drafts), (6, 1)
+        rng = torch.Generator().manual_seed(3)
         for step in range(8 // drafts + 2):
             x = tokens(kda, 2, drafts, "masked", seed=step)
             which = torch.randint(len(GATES), x["g"].shape, generator=rng)
@@ -229,11 +233,12 @@ class JournalConformance:
             engine.decode(x, slots)
         engine.fold(slots)
 
+    @pytest.mark.parametrize("form", ("fp32-vk", "bf16-vk"))
     @pytest.mark.parametrize("mechanism", ("verify", "journal"))
-    def test_rollback(self, kda: Runner, mechanism: str) -> None:
+    def test_rollback(self, kda: Runner, mechanism: str, form: str) -> None:
         """Drafts agree with the oracle. After any accepted number of them, 20 further steps and the state agree as well."""
         T, slots = 4, (3, 0, 6, 5, 1)
-        engine = Engine(kda, "fp32-vk", length=6, drafts=T)
+        engine = Engine(kda, form, length=6, drafts=T)
         x, accepted = tokens(kda, T + 1, T, seed=1), list(range(T + 1))
         engine.decode(tokens(kda, T + 1, 2, seed=2), slots)
         if mechanism == "verify":
@@ -256,12 +261,13 @@ class JournalConformance:
             engine.decode(tokens(kda, T + 1, 1, seed=10 + step), slots)
         engine.fold(slots)
 
-    def test_verify_agrees_with_decoding(self, kda: Runner) -> None:
+    @pytest.mark.parametrize("form", POOL_FORMS)
+    def test_verify_agrees_with_decoding(self, kda: Runner, form: str) -> None:
         """o of T drafts agrees with T calls of `fused_recurrent_kda`."""
         T, slots = 5, (4, 2, 7)
-        engine, x = Engine(kda, length=T), tokens(kda, 3, T)
+        engine, x = Engine(kda, form, length=T), tokens(kda, 3, T)
         o = engine.call(verify_kda, x, slots)
-        other, limit = Pool(kda), engine.case(x, slots).limits[0]
+        other, limit = Pool(kda, form), engine.case(x, slots).limits[0]
         for t in range(T):
             token = x | {name: x[name][:, t : t + 1] for name in PER_TOKEN}
             found, _ = kda_core.fused_recurrent_kda(**token, **other.arguments(slots), backend=kda.backend)
@@ -279,11 +285,12 @@ class JournalConformance:
         a, b = (engine.pool.states[list(slots)] for engine in engines)
         kda.within(error(a, b.double(), state=True), 2 * STATE_LIMITS[kda.dtype], "the state without folds")
 
+    @pytest.mark.parametrize("form", LAYOUTS)
     @pytest.mark.parametrize("first_slot", (0, 1))
-    def test_skipped_and_untouched_slots(self, kda: Runner, first_slot: int) -> None:
+    def test_skipped_and_untouched_slots(self, kda: Runner, first_slot: int, form: str) -> None:
         """Sequences without a slot have zeros in o, and their tokens are not read. Slots and records of no sequence, and the memory
         between slots, keep their bits."""
-        engine = Engine(kda, length=2, drafts=2)
+        engine = Engine(kda, form, length=2, drafts=2)
         slots = (-1, 3, 0 if first_slot else SLOTS, 5, -(2**31))
         for step in range(3):  # the last one folds
             x = tokens(kda, 5, 2, seed=step)
@@ -314,10 +321,11 @@ class JournalConformance:
             engine.check_state(slot, "a fold with padding")
         assert torch.equal(engine.pool.bits()[others], bits[others]) and not engine.journal.lengths.any()
 
-    def test_bits_of_records(self, kda: Runner) -> None:
+    @pytest.mark.parametrize("form", LAYOUTS)
+    def test_bits_of_records(self, kda: Runner, form: str) -> None:
         """The bits of a sequence depend on neither the batch, nor the slot, nor the row of its first record."""
         kda.require(Feature.GVA)
-        shape = {"length": 5, "drafts": 2, "HV": 4}
+        shape = {"form": form, "length": 5, "drafts": 2, "HV": 4}
         engine, slots = Engine(kda, **shape), (2, 7, 4)  # type: ignore[arg-type]
         alone = Engine(kda, **shape)  # type: ignore[arg-type]
         alone.pool.states[5] = alone.pool.states[7]
@@ -331,14 +339,15 @@ class JournalConformance:
         alone.fold((5,))
         assert torch.equal(alone.pool.states[5], engine.pool.states[7])
 
-    def test_strided_tokens(self, kda: Runner) -> None:
+    @pytest.mark.parametrize("form", LAYOUTS)
+    def test_strided_tokens(self, kda: Runner, form: str) -> None:
         """Views of wider tensors have the bits of dense tensors."""
         x = tokens(kda, 3, 2)
         views = dict(x)
         for name in PER_TOKEN:
             wide = torch.cat([x[name].flatten(2), torch.full_like(x[name].flatten(2), torch.nan)], -1)
             views[name] = wide[..., : x[name][0, 0].numel()].unflatten(-1, x[name].shape[2:])
-        a, b = Engine(kda, drafts=2), Engine(kda, drafts=2)
+        a, b = Engine(kda, form, drafts=2), Engine(kda, form, drafts=2)
         assert torch.equal(
             a.call(journal_decode_kda, x, (1, 5, 3)), b.call(journal_decode_kda, views, (1, 5, 3))
         )
