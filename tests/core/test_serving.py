@@ -5,7 +5,7 @@ import torch
 from helpers.inputs import call
 
 import kda_core
-from kda_core import explain, fused_recurrent_kda
+from kda_core import explain, fused_recurrent_kda, torch_private
 from kda_core.backend import SupportsPrepare
 from kda_core.errors import (
     ArgumentError,
@@ -274,16 +274,32 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("earlier", ("first call", "later call", "later call without TensorGuards"))
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_bound_call_refuses_other_tensors(change):
+def test_a_bound_call_refuses_other_tensors(change, earlier, monkeypatch):
     changed, error, words = CHANGES[change]
     step, x = bind(journal_decode_kda, **tokens(), **given()), tokens()
+    if earlier.endswith("TensorGuards"):
+        monkeypatch.setattr(torch_private, "GUARDS", None)
+    if earlier.startswith("later"):
+        want, out = step(**x), torch.empty_like(x["v"])
+        assert torch.equal(step(**x, out=out), want) and torch.equal(step(**tokens()), want)
     with record_calls() as calls:
         with pytest.raises(error, match=words):
             step(**x | {"v": changed(x["v"])})
         with pytest.raises(error, match=words.replace("v:", "out:")):
             step(**x, out=changed(torch.zeros_like(x["v"])))
     assert not calls
+
+
+def test_a_bound_call_of_tensors_that_require_grad_is_a_call_of_the_function():
+    step, x = bind(journal_decode_kda, **tokens(), **given()), tokens()
+    step(**x)
+    x["v"].requires_grad_()
+    with torch.no_grad():
+        step(**x)
+    with pytest.raises(ArgumentError, match="v: expected a tensor that requires no grad"):
+        step(**x)
 
 
 def test_bind_refuses_what_it_would_have_to_copy():

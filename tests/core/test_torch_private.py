@@ -29,6 +29,12 @@ def test_functorch_may_lack_its_stack():
     assert torch_private.probe(found) is None
 
 
+def test_guards_may_be_missing():
+    assert torch_private.probe_guards(torch._C) is not None
+    for found in (SimpleNamespace(), SimpleNamespace(_dynamo=SimpleNamespace(guards=SimpleNamespace()))):
+        assert torch_private.probe_guards(found) is None
+
+
 def test_calls_without_these_names_go_through_the_dispatcher(monkeypatch):
     x = call()
     x["v"].requires_grad_()

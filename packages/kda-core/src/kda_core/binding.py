@@ -33,7 +33,7 @@ from kda_core.journal_api import journal_decode_kda, verify_kda
 from kda_core.ops import can_skip_dispatcher
 from kda_core.pools import SlotArguments
 from kda_core.registry import notify
-from kda_core.torch_private import below_autograd
+from kda_core.torch_private import below_autograd, is_dispatcher_idle, metadata_guard
 
 PER_TOKEN = Tensors._fields[: Tensors._fields.index("beta") + 1]
 """The tensors that every bound call gets."""
@@ -91,6 +91,9 @@ class BoundCall:
         self._device = q.get_device()
         self._launch: PreparedLaunch = _prepared(found)
         self._notice = (self.backend, call.entry, call.shape.device_type)
+        # functions that accept tensors like those of an earlier call, without out and with it
+        self._is_known: Callable[..., bool] = _knows_none
+        self._is_known_with_out: Callable[..., bool] = _knows_none
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor | None = None
@@ -106,24 +109,27 @@ class BoundCall:
         Raises:
             ShapeError, StrideError, DtypeError, DeviceError, ArgumentError: a tensor differs from the example; the message names it.
         """
-        tensors = (q, k, v, g, beta)
-        if torch.compiler.is_compiling() or self._found.is_checked or not _is_plain(tensors, out):
-            result = self._function(*tensors, **self._fixed, out=out)
+        if torch.compiler.is_compiling() or self._found.is_checked:
+            result = self._function(q, k, v, g, beta, **self._fixed, out=out)
             return result
-        for name, x, (shape, stride, dtype, device) in zip(PER_TOKEN, tensors, self._facts):
-            if (
-                x.shape != shape or x.stride() != stride or x.dtype is not dtype or x.device != device
-                or (x.data_ptr() % ALIGNMENT and not (x is beta and self._beta_is_free))
-            ):  # fmt: skip
-                raise _difference(name, x, _Facts(shape, stride, dtype, device))
+        is_idle = is_dispatcher_idle()
+        if out is None:
+            is_known = is_idle and self._is_known(q, k, v, g, beta)
+        else:
+            is_known = is_idle and self._is_known_with_out(q, k, v, g, beta, out)
+        if not is_known and not self._accepts((q, k, v, g, beta), out):
+            result = self._function(q, k, v, g, beta, **self._fixed, out=out)
+            return result
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()
+        if not self._beta_is_free:
+            addresses |= beta.data_ptr()
         if out is None:
             # `empty_like` is the fastest way to allocate o, which has the shape of v
             out = torch.empty_like(v) if self._is_dense else v.new_empty(self._o.shape)
-        elif (
-            out.shape != self._o.shape or out.stride() != self._o.stride or out.dtype is not self._o.dtype
-            or out.device != self._o.device or out.data_ptr() % ALIGNMENT
-        ):  # fmt: skip
-            raise _difference("out", out, self._o)
+        else:
+            addresses |= out.data_ptr()
+        if addresses % ALIGNMENT:
+            self._refuse_unaligned((q, k, v, g, beta, out))
         with below_autograd():  # as in an operator's kernel
             if self._clears:
                 out.zero_()
@@ -132,10 +138,40 @@ class BoundCall:
             else:
                 with torch.cuda.device(self._device):
                     self._launch(q, k, v, g, beta, out)
-        torch.autograd.graph.increment_version(self._written)
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
         notify(*self._notice)
         state = self._found.state
         return (out, *state) if state else out
+
+    def _accepts(self, tensors: tuple[Tensor, ...], out: Tensor | None) -> bool:
+        """Compares the metadata of tensors with those of the example, and remembers them.
+
+        Returns:
+            False if torch's dispatcher has more to do than to call the operator.
+
+        Raises:
+            ShapeError, StrideError, DtypeError, DeviceError: a tensor differs from the example.
+        """
+        given = tensors if out is None else (*tensors, out)
+        if not can_skip_dispatcher(given):
+            return False
+        for name, x, facts in zip((*PER_TOKEN, "out"), given, (*self._facts, self._o)):
+            if (x.shape, x.stride(), x.dtype, x.device) != facts:
+                raise _difference(name, x, facts)
+        if not any(x.requires_grad for x in given):  # those would be accepted only without gradients
+            is_known = metadata_guard(given) or _knows_none
+            if out is None:
+                self._is_known = is_known
+            else:
+                self._is_known_with_out = is_known
+        return True
+
+    def _refuse_unaligned(self, tensors: tuple[Tensor, ...]) -> None:
+        """Raises an ArgumentError for the first tensor that does not start at a multiple of `ALIGNMENT` bytes."""
+        for name, x, facts in zip((*PER_TOKEN, "out"), tensors, (*self._facts, self._o)):
+            if x.data_ptr() % ALIGNMENT and not (name == "beta" and self._beta_is_free):
+                raise _difference(name, x, facts)
 
 
 def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
@@ -216,11 +252,8 @@ def parsed(
     return checked(call), pools.checked_slots(SlotArguments(**slots, writes=writes)), rest
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _is_plain(tensors: tuple[Tensor, ...], out: Tensor | None) -> bool:
-    return can_skip_dispatcher(tensors if out is None else (*tensors, out))
+def _knows_none(*tensors: Tensor) -> bool:
+    return False
 
 
 def _of_pool(args: Arguments, given: SlotArguments | None) -> _Resolved:

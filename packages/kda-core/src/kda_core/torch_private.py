@@ -4,16 +4,18 @@ Torch lacks a name of     Then
 ------------------------  ------------------------------------------------------------------------------------------
 `DispatcherState`         `STATE` is None, and every eager call goes through torch's dispatcher. Results and errors are
                           the same; a call takes more host time.
+`TensorGuards`            bound calls compare the metadata of their tensors in Python, which takes more host time.
 any other                 importing kda_core raises an ImportError or AttributeError that contains the name, because
                           torch has no public equivalent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
@@ -26,6 +28,7 @@ compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
 set_forward_gradients = forward_ad._set_fwd_grad_enabled
 
 __all__ = [
+    "GUARDS",
     "STATE",
     "DispatcherState",
     "FakeTensor",
@@ -38,6 +41,7 @@ __all__ = [
     "is_dispatcher_idle",
     "is_intercepted",
     "is_transformed",
+    "metadata_guard",
     "probe",
     "set_forward_gradients",
 ]
@@ -106,3 +110,21 @@ def is_transformed() -> bool:
 def is_intercepted() -> bool:
     """Returns whether a TorchDispatchMode is active; True if torch lacks the function that says so."""
     return STATE is None or STATE.dispatch_modes() > 0
+
+
+def probe_guards(torch_c: Any) -> Any:
+    """Returns the class of dynamo's metadata guards from torch's extension module `torch_c`, or None if it lacks one."""
+    dynamo = getattr(torch_c, "_dynamo", None)
+    return getattr(getattr(dynamo, "guards", None), "TensorGuards", None)
+
+
+GUARDS = probe_guards(torch._C)
+
+
+def metadata_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Returns a function of as many tensors that says, in one call of C++, whether each is like that of `tensors`: in class, dispatch
+    keys, dtype, device, ``requires_grad``, shape and strides. None if torch lacks it."""
+    if GUARDS is None:
+        return None
+    check: Callable[..., bool] = GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
