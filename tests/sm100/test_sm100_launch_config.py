@@ -61,12 +61,16 @@ def test_precompile_builds_each_variant_once():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the kernel classes import it")
     from kda_cute.decode import DECODES
     from kda_cute.device.merge_states import MERGES
+    from kda_cute.journal import JOURNALS
+    from kda_cute.verify import VERIFIES
     from kda_sm100.variants import ahead_of_time
 
     for arch in ARCHS:
         variants = [Variant(kernel, config, arch) for kernel, config in ahead_of_time(arch)]
         assert len(set(variants)) == len(variants)
-        assert {v.config for v in variants} == {*INTRA_CHUNK, *CHAIN, *SUMMARY, *MERGES, *DECODES}
+        assert {v.config for v in variants} == {
+            *INTRA_CHUNK, *CHAIN, *SUMMARY, *MERGES, *DECODES, *JOURNALS, *VERIFIES,
+        }  # fmt: skip
     assert set(SAMPLE) <= set(INTRA_CHUNK)
 
 

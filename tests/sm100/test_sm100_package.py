@@ -29,7 +29,6 @@ def test_the_spec_declares_every_feature_but_checkpoints_and_those_of_a_backward
         "backward",
         "saved_states",
         "checkpoints",
-        "journal",
     }
     assert SPEC.dtypes == {"bfloat16"} and SPEC.head_dims == {(HEAD_DIM, HEAD_DIM)}
 

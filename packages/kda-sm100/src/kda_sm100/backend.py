@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_core.backend import PreparedLaunch
+from kda_core.contract import KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
 from kda_cute import arch_of_capability, arch_of_device, get_kernel
 from kda_cute.arguments import address
 from kda_cute.decode import make_decode
 from kda_cute.host import dense, merge_segments, pass_states, refusal
+from kda_cute.journal import make_journal
 from kda_sm100.config import ARCHS, SMS
 from kda_sm100.launch_config import launch_config
 
@@ -32,7 +34,9 @@ class Sm100Backend:
         return launch_config(shape).workspace_bytes
 
     def compile(self, shape: ProblemShape) -> None:
-        if shape.options.recurrent:
+        if shape.journal is not None:
+            make_journal(shape, _arch_of(shape))
+        elif shape.options.recurrent:
             make_decode(shape, _arch_of(shape))
         else:
             launches_of(shape)
@@ -55,6 +59,25 @@ class Sm100Backend:
         with device_of(inputs.q):
             make_decode(inputs.shape, _arch_of(inputs.shape))(inputs, outputs)
         return outputs
+
+    # ---- decoding with records of tokens (the feature JOURNAL)
+
+    def journal_decode(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
+        with device_of(inputs.q):
+            make_journal(inputs.shape, _arch_of(inputs.shape))(inputs, outputs)
+        return outputs
+
+    def journal_fold(self, shape: ProblemShape, pool: KdaPool, journal: KdaJournal) -> None:
+        with device_of(pool.states):
+            make_journal(shape, _arch_of(shape)).fold(pool, journal)
+
+    # ---- bound calls of both
+
+    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
+        if inputs.shape.T == 0:
+            return lambda *tensors: pass_states(inputs, outputs)
+        make = make_decode if inputs.journal is None else make_journal
+        return make(inputs.shape, _arch_of(inputs.shape)).prepare(inputs, outputs)
 
     # ---- calls in segments (the feature SEGMENT_SUMMARY)
 

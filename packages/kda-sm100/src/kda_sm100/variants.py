@@ -9,6 +9,8 @@ from itertools import product
 from typing import Any
 
 from kda_cute.decode import DECODES
+from kda_cute.journal import JOURNALS
+from kda_cute.verify import VERIFIES
 from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, IntraChunkConfig, OutputConfig, SummaryConfig
 
 GATES: tuple[dict[str, Any], ...] = (
@@ -55,7 +57,9 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 
 def _of(configs: tuple[IntraChunkConfig, ...]) -> list[tuple[type, object]]:
     from kda_cute.device.decode import DecodeKernel
+    from kda_cute.device.journal import JournalKernel
     from kda_cute.device.merge_states import MERGES, MergeKernel
+    from kda_cute.device.verify import VerifyKernel
     from kda_sm100.kernels.chain import ChainKernel
     from kda_sm100.kernels.intra_chunk import IntraChunkKernel
     from kda_sm100.kernels.summary import SummaryKernel
@@ -64,4 +68,6 @@ def _of(configs: tuple[IntraChunkConfig, ...]) -> list[tuple[type, object]]:
     pairs += [(ChainKernel, config) for config in CHAIN]
     pairs += [(SummaryKernel, config) for config in SUMMARY]
     pairs += [(DecodeKernel, config) for config in DECODES]
+    pairs += [(JournalKernel, config) for config in JOURNALS]
+    pairs += [(VerifyKernel, config) for config in VERIFIES]
     return [*pairs, *((MergeKernel, config) for config in MERGES)]
