@@ -198,7 +198,7 @@ DEFECTS = [
     (IgnoresRecords, lambda: KIT.test_journal(kda(), "fp32-kv"), "error of o"),
     (RoundsRecords, lambda: KIT.test_journal(kda(), "fp32-kv"), "the state of slot"),
     (StoresOtherDecays, lambda: KIT.test_fold_then_decode(kda()), None),
-    (IgnoresAcceptedDrafts, lambda: KIT.test_rollback(kda(), "verify"), "no draft of slot 3"),
+    (IgnoresAcceptedDrafts, lambda: KIT.test_rollback(kda(), "verify", "fp32-vk"), "no draft of slot 3"),
     (IgnoresTheMask, lambda: KIT.test_requests(Runner("reference", "cpu", 16, False)), None),
 ]  # fmt: skip
 
