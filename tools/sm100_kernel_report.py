@@ -2,7 +2,7 @@
 
     python tools/sm100_kernel_report.py [page ...]
 
-The program compiles the kernels and prints the tables of docs/kernels/sm100-*.md and of docs/kernels/decode.md:
+The program compiles the kernels and prints the tables of docs/kernels/sm100-*.md, and of decode.md and verify.md beside them:
 
 - registers and spills by ptxas for both architectures, shared memory, columns of tensor memory;
 - the instructions of a kernel and of its loops, by nvdisasm;
@@ -28,6 +28,8 @@ from sm100_chain_model import BANDWIDTH, BLACKWELL_GHZ, COPIED, SMS, K
 
 from kda_cute.decode import DecodeConfig
 from kda_cute.jit import ptxas
+from kda_cute.journal import JournalConfig
+from kda_cute.verify import VerifyConfig
 from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, IntraChunkConfig, OutputConfig, SummaryConfig
 from kda_sm100.layouts import record_bytes
 
@@ -54,7 +56,22 @@ PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
             ("[K, V], 32 values", DecodeConfig(32, v_first=False)),
         ]
     },
+    "verify": {
+        "JournalKernel": [
+            ("[V, K], 64 values", JournalConfig(64)),
+            ("[V, K], 64 values of bf16", JournalConfig(64, state_dtype="bfloat16")),
+            ("[K, V], 32 values", JournalConfig(32, v_first=False)),
+        ],
+        "VerifyKernel": [
+            ("8 tokens", VerifyConfig(8)),
+            ("8 tokens, records", VerifyConfig(8, records=True)),
+            ("8 tokens, states of bf16", VerifyConfig(8, state_dtype="bfloat16")),
+        ],
+    },
 }
+
+#: Kernels without a table of clocks: `sm100_chain_model` predicts those of a chain, and calls over states are bound by HBM.
+UNTIMED = ("ChainKernel", "SummaryKernel", "DecodeKernel", "JournalKernel", "VerifyKernel")
 
 #: Names of loops, by the prefix of an instruction that a loop contains. The first entry that matches counts.
 LOOPS = {
@@ -302,7 +319,7 @@ def main(names: list[str]) -> None:
             configs = {v: MergeConfig(c) if name == "MergeKernel" else c for v, c in variants}
             codes = {variant: (config, code_of(kernel, config)) for variant, config in configs.items()}
             print(mixes({variant: code for variant, (_, code) in codes.items()}), end="\n\n")
-            if name not in ("ChainKernel", "SummaryKernel", "DecodeKernel"):
+            if name not in UNTIMED:
                 print(times(name, {v: c for v, c in codes.items() if "unbounded" not in v}), end="\n\n")
 
 

@@ -263,15 +263,15 @@ class JournalConformance:
 
     @pytest.mark.parametrize("form", POOL_FORMS)
     def test_verify_agrees_with_decoding(self, kda: Runner, form: str) -> None:
-        """o of T drafts agrees with T calls of `fused_recurrent_kda`."""
+        """o of T drafts agrees with T calls of `fused_recurrent_kda`, which round the states of a bf16 pool after every token."""
         T, slots = 5, (4, 2, 7)
         engine, x = Engine(kda, form, length=T), tokens(kda, 3, T)
         o = engine.call(verify_kda, x, slots)
-        other, limit = Pool(kda, form), engine.case(x, slots).limits[0]
+        other, limit = Pool(kda, form), 2 * engine.case(x, slots).limits[0] + engine.slack
         for t in range(T):
             token = x | {name: x[name][:, t : t + 1] for name in PER_TOKEN}
             found, _ = kda_core.fused_recurrent_kda(**token, **other.arguments(slots), backend=kda.backend)
-            kda.within(error(o[:, t : t + 1], found.double()), 2 * limit, f"o of draft {t}, against decoding")
+            kda.within(error(o[:, t : t + 1], found.double()), limit, f"o of draft {t}, against decoding")
 
     def test_fold_then_decode(self, kda: Runner) -> None:
         """A fold between two steps changes results within the accuracy only."""
