@@ -53,12 +53,12 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
 
-from benchmarks import cases, implementations, measure, records, rows, steps
-from kda_core.testing import Inputs
+from benchmarks import records
+from kda_core.bench import cases, implementations, peers, steps
+from kda_core.bench.training import Training, serves
 
 SCRIPT = "benchmarks/training.py"
 KEY = ("case", "gates", "impl", "disable_recompute")  # identifies a row of training.json
-SMALL = cases.Case("B1-T128-H2", "cpu", 1, 128, 2, 2)  # takes seconds on a CPU
 MODES = {"no": False, "yes": True}
 
 
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     selected = _select(args.case, device)
-    impls = args.impl or implementations.default(device, implementations.PEERS)
+    impls = args.impl or implementations.default(device, peers.TRAINING)
     modes = [MODES[name] for name in args.disable_recompute]
     run = records.describe(device, argv, SCRIPT)
     path = args.out or records.RESULTS / run["device"] / "training.json"
@@ -123,11 +123,6 @@ def calls(case: cases.Case, impls: list[str], modes: list[bool]) -> list[tuple[s
     return [(impl, mode) for impl in names for mode in modes if serves(impl, case, mode)]
 
 
-def serves(impl: str, case: cases.Case, disable_recompute: bool) -> bool:
-    """Returns whether an implementation has a case and mode. The backward of cuDNN has neither grouped value heads nor modes."""
-    return impl != "cudnn" or (case.H == case.HV and not disable_recompute)
-
-
 def measure_rows(
     case: cases.Case,
     gates: str,
@@ -137,60 +132,15 @@ def measure_rows(
     error_tokens: int,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each pair of implementation and mode; the module's docstring describes its fields."""
-    short = cases.shortened(case, error_tokens)
-    timed = {False: steps.problem(draw(case, gates), device, final_state=False)}
-    checked = {False: steps.problem(draw(short, gates, initial_state=True), device, final_state=True)}
-    if any(impl == "cudnn" for impl, _ in chosen):
-        timed[True], checked[True] = steps.prepared(timed[False]), steps.prepared(checked[False])
-    want: dict[bool, Any] = {}
-    of_fla: dict[str, torch.Tensor] | None = None
+    group = Training(case, gates, device, error_tokens)
     for impl, mode in chosen:
-        is_prepared = impl == "cudnn"
-        step = steps.Step(impl, timed[is_prepared], mode)
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-        row: dict[str, Any] = {
-            "case": case.name, "table": case.table, "B": case.B, "T": case.T, "H": case.H, "HV": case.HV,
-            "lengths": list(case.lengths), "gates": gates, "impl": impl, "disable_recompute": mode,
-            "prepared": is_prepared, "first_step_s": steps.first(step, device),
-        }  # fmt: skip
-        row |= (
-            steps.memory(step, before) if device.type == "cuda" else {"saved_bytes": None, "peak_bytes": None}
-        )
-        gradients = step()
-        peer = None if impl == "fla" or is_prepared else of_fla
-        row["difference_fla"] = peer and difference(gradients, peer, case.HV)
-        if impl == "fla" and of_fla is None:
-            of_fla = gradients
-        del gradients
-        row |= steps.times(step, device, repeats)
-        row["eager_ms"] = measure.eager_time(step, repeats)
-        del step
-        problem = checked[is_prepared]
-        if is_prepared not in want:
-            want[is_prepared] = steps.exact(problem)
-        # After the measured shape: FLA tunes its kernels for the first shape that it meets.
-        row |= {"error_case": short.name}
-        row |= steps.errors(steps.Step(impl, problem, mode), problem, want[is_prepared])
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        yield row
-
-
-def draw(case: cases.Case, gates: str, initial_state: bool = False) -> Inputs:
-    """Returns the inputs of a case on the CPU. Bounded gates come with the promise `safe_gate`, which FLA's fast kernels need."""
-    x = rows.draw(case, gates, initial_state)
-    return x if gates in cases.UNBOUNDED else x.replace(safe_gate=True)
-
-
-def difference(gradients: dict[str, torch.Tensor], peer: dict[str, torch.Tensor], heads: int) -> float:
-    """Returns the largest `steps.gradient_error` of the gradients from those of a peer on the same inputs."""
-    return max(steps.gradient_error(name, x, peer[name], heads) for name, x in gradients.items())
+        yield group.measure(impl, mode, repeats)
 
 
 def _select(names: list[str] | None, device: torch.device) -> list[cases.Case]:
     if not names:
-        return [SMALL] if device.type == "cpu" else cases.training()
-    known = {c.name: c for c in (*cases.training(), SMALL)}
+        return [cases.SMALL] if device.type == "cpu" else cases.training()
+    known = {c.name: c for c in (*cases.training(), cases.SMALL)}
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"--case: expected one of {', '.join(known)}, got {', '.join(unknown)}")
     return [known[name] for name in names]
