@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from benchmarks import (
     run,
     training,
 )  # fmt: skip
+from helpers import fake_peers
 
 from kda_core import chunk_kda
 from kda_core.bench import cases, implementations, measure, peers, plots, steps
@@ -203,24 +203,7 @@ def install_peers(monkeypatch, calls):
         calls.append(("fla", x))
         return chunk_kda(**x, backend="reference")
 
-    def cudnn(q, k, v, g, beta, cu_seqlens, scale, plan_name, initial_state=None, output_final_state=False):
-        calls.append(("cudnn", locals().copy()))
-        tokens = (t.unsqueeze(0) for t in (q, k, v, g, beta))
-        o, state = chunk_kda(
-            *tokens, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-            state_v_first=True, backend="reference",
-        )  # fmt: skip
-        return o.squeeze(0), o.new_empty(0) if state is None else state
-
-    for name, function in (
-        ("fla.ops.kda.chunk_kda", fla),
-        ("cudnn.linear_attention.kimi_delta_attention", cudnn),
-    ):
-        path, _, attribute = name.rpartition(".")
-        parts = path.split(".")
-        for end in range(1, len(parts) + 1):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
-        monkeypatch.setattr(sys.modules[path], attribute, function, raising=False)
+    fake_peers.install(monkeypatch, {"fla.ops.kda.chunk_kda": fla, fake_peers.CUDNN: fake_peers.cudnn(calls)})
 
 
 @pytest.mark.parametrize("case", [cases.fixed("training", 2, 40, 1), cases.packed("training", "x", (30, 17), 1)],

@@ -7,6 +7,7 @@ A row is a dictionary with the fields ``call``, ``case``, ``impl``, ``gates`` or
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
@@ -76,11 +77,10 @@ def run(args: argparse.Namespace) -> int:
     total = sum(len(group.impls) for group in groups)
     try:
         for group in groups:
-            for row in measured(group):
-                rows.append(row)
-                print(f"[{len(rows)}/{total}] {report.line(row)}", file=sys.stderr, flush=True)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no part of the report
+                for row in measured(group):
+                    rows.append(row)
+                    print(f"[{len(rows)}/{total}] {report.line(row)}", flush=True)
     except KeyboardInterrupt:
         interrupted = True
         print("interrupted: the report has the rows measured so far", file=sys.stderr)
@@ -105,6 +105,7 @@ def measured(group: Group) -> Iterator[Row]:
             if (reason := unavailable(impl, group.call)) is not None:
                 raise _Refused(reason)
             if measure is None:
+                torch.cuda.empty_cache()  # of the last group; does nothing without a GPU
                 measure = group.start()
             row |= measure(impl)
         except _Refused as refused:

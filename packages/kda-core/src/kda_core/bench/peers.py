@@ -16,7 +16,6 @@ With the suffix `PREPARED`, `prepared` computes all of it before the call, and i
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -136,6 +135,8 @@ def cudnn(engine: str | None) -> Callable[..., Outputs]:
     """
     from cudnn.linear_attention import kimi_delta_attention
 
+    prepare = fused() if torch.cuda.is_available() else ready
+
     def call(
         *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state_v_first: bool, cu_seqlens: Tensor,
         scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False, **x: Any,
@@ -152,7 +153,6 @@ def cudnn(engine: str | None) -> Callable[..., Outputs]:
                     "dt_bias": x["dt_bias"].reshape(v.shape[2], -1),
                 }  # fmt: skip
         if any(in_front.values()):
-            prepare = fused() if q.is_cuda else ready
             parameters = {name: x.get(name) for name in ("A_log", "dt_bias", "lower_bound")}
             q, k, g, beta = prepare(q, k, g, beta, **parameters, **in_front)
         tokens = (t.squeeze(0) for t in (q, k, v, g, beta))
@@ -230,9 +230,9 @@ def ready(
     return q, k, log_decay(g.float(), rate, bias, options), step_size(beta.float(), options)
 
 
-@functools.cache
 def fused() -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Returns `ready` as fused kernels, which torch compiles: what a caller of a kernel without gate and l2norm would run."""
+    torch.compiler.reset()  # torch compiles a function for eight shapes at most, and a benchmark has more
     return torch.compile(ready, fullgraph=True, dynamic=False)
 
 
