@@ -30,18 +30,8 @@ Implementations of decode:
 
 Rows with records need a backend that declares the feature ``journal``.
 
-Fields of a row:
-
-  call, N, HV, T, impl, state_dtype    what was measured: N sequences of T tokens; in mixed calls N counts all sequences, and T is the
-                        length of a prompt
-  us                    microseconds of a call
-  timing                "graph", or "eager" on a CPU
-  launches              calls of a graph
-  variant               number of the fastest variant, where there are several
-  error_o, error_state  largest relative Frobenius error over sequences and heads against the fp64 token loop, of a few sequences; for
-                        rmw the largest difference of a value; null where the call has none
-  first_call_s          the first call, with compilation, and its check
-  run                   the id of the run
+Rows have the fields of `kda_core.bench.decode.FIELDS`, shown at the end, and ``run``, the id of the run. In mixed calls N counts all
+sequences, and T is the length of a prompt. The error_state of rmw is the largest difference of a value.
 """
 
 from __future__ import annotations
@@ -93,7 +83,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=f"{__doc__}\n{pools.FIELDS}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument(
         "--call", nargs="+", choices=CALLS, default=list(CALLS),
         help="decode, or mixed with the calls of prefill (default: both)",

@@ -17,17 +17,10 @@ Implementations are "kda-<backend>", "reference" and peers. "fla" is FLA's `chun
 that it chooses, "cudnn-hopper" its engine kda_hopper, which has no gate, l2norm, sigmoid and grouped value heads; what an engine does not
 compute is computed before it, and counts. With the suffix "+prepared" it is computed before the call and does not count.
 
-Fields of a row:
+Rows have the fields of `kda_core.bench.prefill.FIELDS`, shown at the end, ``run``, the id of the run, and where FLA
+ran too:
 
-  case, table, B, T, H, HV, lengths, gates, impl    what was measured
-  median_ms             device time: replays of a CUDA graph with the L2 flushed; null on a CPU
-  timing                only of a peer that no CUDA graph captures: "events", CUDA events around an eager call with the L2 flushed
-  eager_ms              an eager call from its start to the end of its last kernel
-  error_o, error_state  largest relative Frobenius error over sequences and heads against the fp64 token loop; null above
-                        --errors-up-to tokens
-  rmse_fla, rel_max_fla, mean_diff_fla    difference of o from FLA's, if FLA ran
-  first_call_s          the first call, with compilation
-  run                   the id of the run
+  rmse_fla, rel_max_fla, mean_diff_fla    difference of o from FLA's
 
 Implementations "<backend>+cp" and "<backend>+certified" also have the plan:
 
@@ -57,7 +50,7 @@ if __name__ == "__main__":
 
 from benchmarks import records, rows
 from kda_core.bench import cases, implementations, peers
-from kda_core.bench.prefill import draw
+from kda_core.bench.prefill import FIELDS, draw
 from kda_core.testing import Inputs
 
 SCRIPT = "benchmarks/run.py"
@@ -97,11 +90,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=f"{__doc__}\n{FIELDS}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument(
         "--table", nargs="+", choices=(*cases.PREFILL, *cases.CONTEXT_PARALLEL), help="tables of cases"
     )
-    p.add_argument("--case", nargs="+", help="cases by name, of these tables or of prefill; see cases.py")
+    p.add_argument(
+        "--case", nargs="+", help="cases by name, of these tables or of prefill; see kda_core.bench.cases"
+    )
     p.add_argument("--hv", type=int, help="value heads of table gva (default: 64)")
     p.add_argument("--gates", nargs="+", choices=(*cases.GATES, *cases.UNBOUNDED), default=list(cases.GATES))
     p.add_argument("--impl", nargs="+", help="as described above (default: all that run here)")

@@ -15,29 +15,7 @@ Implementation "cudnn" is cuDNN frontend on its kernels for Hopper. They take no
 its calls are prepared: gate, l2norm and sigmoid are computed before the call, outside of its times, and its gradients are those of
 the prepared tensors. It has no grouped value heads and no disable_recompute.
 
-Fields of a row:
-
-  case, table, B, T, H, HV, lengths, gates, impl, disable_recompute    what was measured
-  prepared              whether gate, l2norm and sigmoid were computed before the call
-  inference_ms          forward without gradients, disable_recompute off
-  forward_ms            forward in training mode, which saves what the backward needs
-  backward_ms           backward alone; the saved tensors of one forward stay alive
-  step_ms               forward and backward
-  timing                how these four were measured: "graph", replays of a CUDA graph with the L2 flushed; "events", CUDA events
-                        around an eager call with the L2 flushed, for a peer that no graph captures; "eager" on a CPU
-  eager_ms              an eager step from its start to the end of its last kernel
-  peak_bytes            peak of allocated memory above the inputs in an eager step; null on a CPU
-  saved_bytes           what lives between forward and backward, besides inputs and outputs; null on a CPU
-  first_step_s          the first step, with compilation and tuning
-  difference_fla        largest `gradient_error` of a gradient from FLA's on the measured inputs, if FLA ran too
-  error_case            the call whose errors were measured: the same heads and gates, B = 1, at most ``--error-tokens`` tokens, with
-                        initial state and gradient of the final state, against autograd through the fp64 token loop
-  error_o, error_state  largest relative Frobenius error over sequences and heads
-  error_dq, error_dk, error_dv, error_dg, error_dbeta, error_dA_log, error_ddt_bias, error_dh0
-                        relative Frobenius error of a gradient in its worst head, for A_log over all heads together; null where
-                        the call has no such input
-  median_dq, ...        the same of the median head: that of the worst head varies by tens of percent with the rounding errors
-  run                   the id of the run
+Rows have the fields of `kda_core.bench.training.FIELDS`, shown at the end, and ``run``, the id of the run.
 """
 
 from __future__ import annotations
@@ -55,7 +33,7 @@ if __name__ == "__main__":
 
 from benchmarks import records
 from kda_core.bench import cases, implementations, peers, steps
-from kda_core.bench.training import Training, serves
+from kda_core.bench.training import FIELDS, Training, serves
 
 SCRIPT = "benchmarks/training.py"
 KEY = ("case", "gates", "impl", "disable_recompute")  # identifies a row of training.json
@@ -86,9 +64,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=f"{__doc__}\n{FIELDS}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument(
-        "--case", nargs="+", help="cases by name, see cases.py (default: all; on a CPU a small one)"
+        "--case",
+        nargs="+",
+        help="cases by name, see kda_core.bench.cases (default: all; on a CPU a small one)",
     )
     p.add_argument(
         "--gates",
@@ -131,7 +113,7 @@ def measure_rows(
     repeats: int,
     error_tokens: int,
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each pair of implementation and mode; the module's docstring describes its fields."""
+    """Yields a row for each pair of implementation and mode; see `FIELDS`."""
     group = Training(case, gates, device, error_tokens)
     for impl, mode in chosen:
         yield group.measure(impl, mode, repeats)

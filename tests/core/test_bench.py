@@ -206,10 +206,11 @@ def test_a_peer_that_raises_is_a_row_and_no_failure_of_the_run(capsys, monkeypat
         raise RuntimeError("no kernel | for this\nGPU " + "x" * 300)
 
     fake_peers.install(monkeypatch, {"fla.ops.kda.chunk_kda": broken})
-    page = bench(
+    shown = bench(
         capsys, "--quick", "--call", "prefill", "training", "--peers", "fla", "--backend", "reference"
-    ).out
-    rows = rows_of(page)
+    )
+    assert "what a library prints" in shown.err and "what a library prints" not in shown.out
+    rows = rows_of(shown.out)
     assert [r["impl"] for r in rows] == ["reference", "fla"] * 2
     for row in rows[1::2]:
         assert row["note"].startswith(r"RuntimeError: no kernel \| for this GPU xxx") and row[

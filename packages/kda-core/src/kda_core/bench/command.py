@@ -1,7 +1,8 @@
 """``python -m kda_core bench``: selects cases and implementations, measures them, and writes the report.
 
-A row is a dictionary with the fields ``call``, ``case``, ``impl``, ``gates`` or ``state_dtype``, and either what was measured or
-``failed``, the reason why nothing was. Progress goes to stderr, the report to stdout.
+A row is a dictionary with the fields ``call``, ``case``, ``impl``, ``gates`` or ``state_dtype``, and either ``failed``, the reason why
+nothing was measured, or ``ms``, ``timing`` and the fields of `prefill.FIELDS`, `training.FIELDS` or `decode.FIELDS`. ``ms`` is the time
+that implementations are compared by. Progress goes to stderr, the report to stdout.
 """
 
 from __future__ import annotations
@@ -148,7 +149,11 @@ def select(args: argparse.Namespace, device: torch.device) -> list[Group]:
         if not any(name in of_call for of_call in chosen.values()):
             forms = "a name of kda_core.bench.cases, B1-T8192-H16-HV64 or N64-HV32-T1"
             raise ArgumentError("--case", f"{forms}, of --call {' '.join(calls)}", name)
-    makers = {PREFILL: _prefill, TRAINING: _training, DECODE: _decode}
+    makers: dict[str, Callable[..., Iterator[Group]]] = {
+        PREFILL: _prefill,
+        TRAINING: _training,
+        DECODE: _decode,
+    }
     return [group for call in calls for group in makers[call](args, [*chosen[call].values()], device)]
 
 

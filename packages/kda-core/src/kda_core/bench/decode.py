@@ -35,6 +35,19 @@ STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOKENS = ("q", "k", "v", "g", "beta")
 
 
+FIELDS = """Fields of a row of decoding:
+
+  call, N, HV, T, impl, state_dtype    what was measured: N sequences of T tokens
+  us                    microseconds of a call
+  timing                "graph", or "eager" on a CPU
+  launches              calls of a graph
+  variant               number of the fastest variant, where there are several
+  error_o, error_state  largest relative Frobenius error over sequences and heads against the fp64 token loop, of a few sequences;
+                        null where the call has none
+  first_call_s          the first call, with compilation, and its check
+"""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One measured function on `launches` parts of a pool.
@@ -145,7 +158,7 @@ def launch(impl: str, problem: Problem) -> Launch:
 
 
 def times(variants: Sequence[Launch], device: torch.device, repeats: int) -> dict[str, Any]:
-    """Returns the fields of a row that are measured, of the fastest of the variants."""
+    """Returns the fields of a row that are measured, of the fastest of the variants; see `FIELDS`."""
     found = []
     for number, launch in enumerate(variants):
         started = time.perf_counter()
@@ -256,7 +269,7 @@ def _records(impl: str, problem: Problem) -> Launch:
             if not verifies:
                 serving.journal_advance(journal, first, T, T)
         if not commits:
-            which = {"accepted": accepted} if verifies else {}
+            which: dict[str, Any] = {"accepted": accepted} if verifies else {}
             serving.journal_fold(pool, first, journal, backend=backend, **which)
         return errors(problem.tokens, before, o, pool[at], steps)
 

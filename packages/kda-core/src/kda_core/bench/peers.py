@@ -126,6 +126,8 @@ def fla() -> Callable[..., Outputs]:
 
 #: What a kernel of KDA may compute from raw inputs: the gate, the normalisation of q and k, the sigmoid of beta.
 IN_KERNEL = ("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel")
+TOKENS = ("q", "k", "v", "g", "beta")
+PARAMETERS = ("A_log", "dt_bias", "lower_bound")  # of the gate
 
 
 def cudnn(engine: str | None) -> Callable[..., Outputs]:
@@ -141,7 +143,7 @@ def cudnn(engine: str | None) -> Callable[..., Outputs]:
         *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state_v_first: bool, cu_seqlens: Tensor,
         scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False, **x: Any,
     ) -> Outputs:  # fmt: skip
-        in_front = {name: bool(x.get(name)) for name in IN_KERNEL}
+        in_front: dict[str, Any] = {name: bool(x.get(name)) for name in IN_KERNEL}
         flags: dict[str, Any] = {}
         if engine is None:
             flags = {name: True for name in IN_KERNEL[1:] if in_front[name]}
@@ -153,8 +155,8 @@ def cudnn(engine: str | None) -> Callable[..., Outputs]:
                     "dt_bias": x["dt_bias"].reshape(v.shape[2], -1),
                 }  # fmt: skip
         if any(in_front.values()):
-            parameters = {name: x.get(name) for name in ("A_log", "dt_bias", "lower_bound")}
-            q, k, g, beta = prepare(q, k, g, beta, **parameters, **in_front)
+            in_front |= {name: x.get(name) for name in PARAMETERS}
+            q, k, g, beta = prepare(q, k, g, beta, **in_front)
         tokens = (t.squeeze(0) for t in (q, k, v, g, beta))
         o, state = kimi_delta_attention(
             *tokens, cu_seqlens, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
@@ -189,19 +191,16 @@ def packed(x: dict[str, Any]) -> dict[str, Any]:
     return found | {"output_final_state": x.get("output_final_state", False), "state_v_first": True}
 
 
-TOKENS = ("q", "k", "v", "g", "beta")
-
-
 def prepared(x: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call of the same values, `packed`, whose gate, l2norm and sigmoid are computed before it.
 
     q, k and v keep their dtype; the decay g and beta are fp32. There are no A_log and no dt_bias.
     """
-    flags = {name: bool(x.get(name)) for name in IN_KERNEL}
-    parameters = {name: x.get(name) for name in ("A_log", "dt_bias", "lower_bound")}
-    q, k, g, beta = ready(*(x[n] for n in ("q", "k", "g", "beta")), **parameters, **flags)
+    flags: dict[str, Any] = {name: bool(x.get(name)) for name in IN_KERNEL}
+    parameters: dict[str, Any] = {name: x.get(name) for name in PARAMETERS}
+    q, k, g, beta = ready(x["q"], x["k"], x["g"], x["beta"], **parameters, **flags)
     found = packed(x | {"q": q, "k": k, "g": g, "beta": beta})
-    return {n: y for n, y in found.items() if n not in (*IN_KERNEL, *parameters, "safe_gate")}
+    return {n: y for n, y in found.items() if n not in (*IN_KERNEL, *PARAMETERS, "safe_gate")}
 
 
 def ready(

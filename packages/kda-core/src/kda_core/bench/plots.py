@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 WIDTH, MOST_ROWS = 8.0, 24  # inches; rows of a picture that fits a screen
 COLORS = (  # distinguishable with colour-blind vision
@@ -69,7 +70,12 @@ def draw(picture: Picture, path: Path) -> None:
         raise ValueError(
             f"picture: expected at most {len(COLORS)} series, got {len(picture.series)}: {picture.title}"
         )
-    options = {"svg.fonttype": "none", "svg.hashsalt": "kda", "font.size": 9.5, "figure.facecolor": "white"}
+    options: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "kda",
+        "font.size": 9.5,
+        "figure.facecolor": "white",
+    }
     with pyplot.rc_context(options):
         figure, axes = pyplot.subplots(figsize=(WIDTH, 1.45 + 0.25 * max(len(rows), 3)), layout="constrained")
         if len(picture.series) == 1:

@@ -14,6 +14,17 @@ from kda_core.bench.cases import UNBOUNDED, Case
 from kda_core.bench.peers import Outputs
 from kda_core.testing import Inputs, error, make_inputs, token_oracle
 
+FIELDS = """Fields of a row of prefill:
+
+  case, table, B, T, H, HV, lengths, gates, impl    what was measured
+  median_ms             device time: replays of a CUDA graph with the L2 flushed; null on a CPU
+  timing                only of a peer that no CUDA graph captures: "events", CUDA events around an eager call with the L2 flushed
+  eager_ms              an eager call from its start to the end of its last kernel
+  error_o, error_state  largest relative Frobenius error over sequences and heads against the fp64 token loop; null for calls of so
+                        many tokens that no errors are measured
+  first_call_s          the first call, with compilation
+"""
+
 
 def draw(case: Case, gates: str, initial_state: bool = False) -> Inputs:
     """Returns the inputs of a case on the CPU, with seed 0. The memory family has an initial state in any case."""
@@ -66,7 +77,7 @@ class Prefill:
     def measure(
         self, impl: str, function: Callable[..., Outputs], repeats: int
     ) -> tuple[dict[str, Any], Tensor]:
-        """Returns the row of an implementation, and its o. benchmarks/run.py documents the fields."""
+        """Returns the row of an implementation, and its o; see `FIELDS`."""
         case, call, x = self._case, peers.arguments(impl, self.arguments), self.arguments
         with torch.inference_mode():
             started = time.perf_counter()

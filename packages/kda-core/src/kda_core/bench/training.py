@@ -10,6 +10,30 @@ from kda_core.bench import implementations, measure, peers, prefill, steps
 from kda_core.bench.cases import UNBOUNDED, Case, shortened
 from kda_core.testing import Inputs
 
+FIELDS = """Fields of a row of training:
+
+  case, table, B, T, H, HV, lengths, gates, impl, disable_recompute    what was measured
+  prepared              whether gate, l2norm and sigmoid were computed before the call
+  inference_ms          forward without gradients, disable_recompute off
+  forward_ms            forward in training mode, which saves what the backward needs
+  backward_ms           backward alone; the saved tensors of one forward stay alive
+  step_ms               forward and backward
+  timing                how these four were measured: "graph", replays of a CUDA graph with the L2 flushed; "events", CUDA events
+                        around an eager call with the L2 flushed, for a peer that no graph captures; "eager" on a CPU
+  eager_ms              an eager step from its start to the end of its last kernel
+  peak_bytes            peak of allocated memory above the inputs in an eager step; null on a CPU
+  saved_bytes           what lives between forward and backward, besides inputs and outputs; null on a CPU
+  first_step_s          the first step, with compilation and tuning
+  difference_fla        largest `gradient_error` of a gradient from FLA's on the measured inputs, if FLA ran too
+  error_case            the call whose errors were measured: the same heads and gates, B = 1, a limited number of tokens, with
+                        an initial state and gradient of the final state, against autograd through the fp64 token loop
+  error_o, error_state  largest relative Frobenius error over sequences and heads
+  error_dq, error_dk, error_dv, error_dg, error_dbeta, error_dA_log, error_ddt_bias, error_dh0
+                        relative Frobenius error of a gradient in its worst head, for A_log over all heads together; null where
+                        the call has no such input
+  median_dq, ...        the same of the median head: that of the worst head varies by tens of percent with the rounding errors
+"""
+
 
 def serves(impl: str, case: Case, disable_recompute: bool) -> bool:
     """Returns whether an implementation has a case and mode. Of the peers, only FLA has modes."""
@@ -41,8 +65,7 @@ class Training:
         self._of_fla: dict[str, torch.Tensor] | None = None
 
     def measure(self, impl: str, disable_recompute: bool, repeats: int) -> dict[str, Any]:
-        """Returns the row of an implementation and mode; benchmarks/training.py documents the fields. Rows after one of FLA have the
-        difference from it."""
+        """Returns the row of an implementation and mode; see `FIELDS`."""
         case, device, is_prepared = self._case, self._device, impl in peers.ENGINES
         if is_prepared and True not in self._timed:
             self._timed[True], self._checked[True] = map(
