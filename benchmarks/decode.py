@@ -22,6 +22,7 @@ Calls:
 Implementations of decode:
 
   kda-<backend>, fla         `fused_recurrent_kda` with the states in place
+  flashinfer                 FlashInfer's `recurrent_kda`, the same; bf16 states; on the GPUs that it serves
   kda-<backend>+journal      `journal_decode_kda` with sequences that have 1 to 8 records, so that one of 8 is folded; T = 1
   kda-<backend>+verify       `verify_kda`, which writes no state; T > 1
   kda-<backend>+commit       `verify_kda`, then `journal_fold` of all drafts; T > 1
@@ -29,18 +30,8 @@ Implementations of decode:
 
 Rows with records need a backend that declares the feature ``journal``.
 
-Fields of a row:
-
-  call, N, HV, T, impl, state_dtype    what was measured: N sequences of T tokens; in mixed calls N counts all sequences, and T is the
-                        length of a prompt
-  us                    microseconds of a call
-  timing                "graph", or "eager" on a CPU
-  launches              calls of a graph
-  variant               number of the fastest variant, where there are several
-  error_o, error_state  largest relative Frobenius error over sequences and heads against the fp64 token loop, of a few sequences; for
-                        rmw the largest difference of a value; null where the call has none
-  first_call_s          the first call, with compilation, and its check
-  run                   the id of the run
+Rows have the fields of `kda_core.bench.decode.FIELDS`, shown at the end, and ``run``, the id of the run. In mixed calls N counts all
+sequences, and T is the length of a prompt. The error_state of rmw is the largest difference of a value.
 """
 
 from __future__ import annotations
@@ -48,7 +39,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,12 +48,15 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
 
-from benchmarks import implementations, measure, mixed, pools, records
-from benchmarks.pools import RECORDS, STATE_DTYPES, Launch
+from benchmarks import floor, mixed, records
+from kda_core.bench import decode as pools
+from kda_core.bench import implementations, peers
+from kda_core.bench.decode import RECORDS, STATE_DTYPES, Launch, times
 
 SCRIPT = "benchmarks/decode.py"
 KEY = ("call", "N", "HV", "T", "impl", "state_dtype")  # identifies a row of decode.json
 CALLS = ("decode", "mixed")
+FLOOR = "rmw"
 N, HV, T = (1, 8, 64, 256), (12, 32, 64, 96), (1, 4, 8)
 SMALL = (2,), (2,), (1, 4)  # takes seconds on a CPU
 
@@ -90,7 +83,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=f"{__doc__}\n{pools.FIELDS}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument(
         "--call", nargs="+", choices=CALLS, default=list(CALLS),
         help="decode, or mixed with the calls of prefill (default: both)",
@@ -115,15 +110,15 @@ def parser() -> argparse.ArgumentParser:
 def default(device: torch.device) -> list[str]:
     """Returns all implementations that run here, and prints which backends have no rows with records."""
     found = []
-    for impl in implementations.default(device, ("fla",)):
+    for impl in implementations.default(device, peers.DECODE):
         found.append(impl)
-        if impl in implementations.PEERS:
+        if peers.is_peer(impl):
             continue
-        if pools.has_journal(impl.removeprefix("kda-")):
+        if pools.has_journal(implementations.backend_name(impl)):
             found += [impl + suffix for suffix in RECORDS]
         else:
             print(f"{impl}: no rows {', '.join(RECORDS)}, because it does not declare the feature journal")
-    return [*found, "rmw"]
+    return [*found, FLOOR]
 
 
 def measured(args: argparse.Namespace, impls: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
@@ -132,42 +127,35 @@ def measured(args: argparse.Namespace, impls: list[str], device: torch.device) -
     shapes = itertools.product(
         *(given or values for given, values in zip((args.T, args.N, args.HV), (usual[2], *usual[:2])))
     )
-    mib = args.pool_mib or (1 if device.type == "cpu" else 256)
+    pool_bytes = args.pool_mib << 20 if args.pool_mib else pools.POOL_BYTES[device.type]
     for tokens, n, heads in shapes if "decode" in args.call else ():
         for impl, dtype in itertools.product(impls, args.state_dtype):
-            if not pools.serves(impl, tokens):
+            if not serves(impl, tokens, dtype):
                 continue
             problem = pools.make_problem(
-                n, heads, tokens, pools.slots_of(impl, tokens), dtype, device, mib << 20
+                n, heads, tokens, pools.slots_of(impl, tokens), dtype, device, pool_bytes
             )
             row = {"call": "decode", "N": n, "HV": heads, "T": tokens, "impl": impl, "state_dtype": dtype}
-            launches = pools.variants(impl, problem)
+            launches = variants(impl, problem)
             yield row | times(launches, device, args.repeats)
             del problem, launches
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    backends = [i for i in impls if not i.endswith(RECORDS) and i not in ("rmw", *implementations.PEERS)]
+    backends = [i for i in impls if not i.endswith(RECORDS) and i != FLOOR and not peers.is_peer(i)]
     for impl in backends if "mixed" in args.call else ():
         load = mixed.SMALL if device.type == "cpu" else mixed.LOAD
         for row, launch in mixed.launches(impl, load, device):
             yield row | {"impl": impl, "state_dtype": "float32"} | times([launch], device, args.repeats)
 
 
-def times(variants: list[Launch], device: torch.device, repeats: int) -> dict[str, Any]:
-    """Returns the fields of a row that are measured, of the fastest of the variants."""
-    found = []
-    for number, launch in enumerate(variants):
-        started = time.perf_counter()
-        checked = launch.check()
-        first = time.perf_counter() - started
-        launch.ready()
-        timing = "eager" if device.type == "cpu" else "graph"
-        ms = {"eager": measure.eager_launch_time, "graph": measure.launch_time}[timing](launch.calls, repeats)
-        found.append({
-            "us": ms * 1e3, "timing": timing, "launches": len(launch.calls), "first_call_s": first,
-            "variant": number if len(variants) > 1 else None,
-        } | checked)  # fmt: skip
-    return min(found, key=lambda row: row["us"])
+def serves(impl: str, T: int, state_dtype: str) -> bool:
+    """Returns whether an implementation has rows with T tokens of each sequence."""
+    return T == 1 if impl == FLOOR else pools.serves(impl, T, state_dtype)
+
+
+def variants(impl: str, problem: pools.Problem) -> list[Launch]:
+    """Returns the launches of an implementation. Several variants do the same; the fastest one counts."""
+    return floor.floors(problem) if impl == FLOOR else [pools.launch(impl, problem)]
 
 
 def line(row: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kda_core
-from benchmarks.pools import TOKENS, D, Launch
+from kda_core.bench.decode import TOKENS, D, Launch
 from kda_core.registry import record_calls
 from kda_core.testing import error, make_inputs, token_oracle
 

@@ -37,8 +37,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
 
 from benchmarks import records
-from benchmarks.measure import FLUSH_BYTES
 from kda_core import chunk_kda
+from kda_core.bench.measure import FLUSH_BYTES
 from kda_core.testing import make_inputs
 from kda_cp import Plan
 from kda_cp.distributed import ContextParallel, FragmentTable

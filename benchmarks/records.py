@@ -5,7 +5,6 @@ A results file is JSON: {"runs": [record, ...], "rows": [row, ...]}. Each row ha
 
 from __future__ import annotations
 
-import datetime
 import json
 import platform
 import sys
@@ -15,12 +14,14 @@ from typing import Any
 
 import torch
 
+from kda_core.bench import environment
+
 RESULTS = Path(__file__).parent / "results"
 KEY = ("case", "gates", "impl")  # identifies a row of prefill.json and cp.json
 #: Distributions whose versions are part of the record.
 PACKAGES = (
     "kda-core", "kda-cute", "kda-cp", "kda-sm90", "kda-sm100", "fla-core", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi",
-    "nvidia-cudnn-frontend",
+    "nvidia-cudnn-frontend", "flashinfer-python",
 )  # fmt: skip
 
 
@@ -29,7 +30,7 @@ def describe(device: torch.device, argv: list[str] | None, script: str) -> dict[
 
     `argv` None stands for the arguments of the process.
     """
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
+    name, now = environment.device_name(device), environment.now()
     words = name.lower().replace("nvidia", "").split()
     versions = {}
     for package in PACKAGES:
@@ -37,7 +38,6 @@ def describe(device: torch.device, argv: list[str] | None, script: str) -> dict[
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    now = datetime.datetime.now(datetime.timezone.utc)
     return {
         "id": now.strftime("%Y%m%dT%H%M%SZ"),
         "date": now.isoformat(timespec="seconds"),

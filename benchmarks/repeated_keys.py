@@ -19,7 +19,7 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
 
-from benchmarks import implementations
+from kda_core.bench import implementations, peers
 from kda_core.testing import error, token_oracle
 
 BETAS = (None, 1.0, 1.5, 1.9, 2.0)
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             want = token_oracle(**x)
             errors: list[float] = []
             for name in args.impl:
-                call = implementations.fla() if name == "fla" else implementations.backend(name)
+                call = peers.fla() if name == "fla" else implementations.backend(name)
                 given = {n: v for n, v in x.items() if name != "fla" or n != "safe_gate"}
                 o, state = call(**given, output_final_state=True)
                 errors += [error(o, want[0]), error(state, want[1], state=True)]

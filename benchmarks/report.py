@@ -21,8 +21,9 @@ from typing import NamedTuple
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
 
-from benchmarks import plots, report_cp, report_decode, report_host, report_prefill, report_training
+from benchmarks import report_cp, report_decode, report_host, report_prefill, report_training
 from benchmarks.pages import Data
+from kda_core.bench import plots
 
 DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import cases
-from benchmarks.cases import CP, PLANNED
 from benchmarks.pages import (
     ERROR_RATIO,
     ERRORS,
@@ -15,14 +13,15 @@ from benchmarks.pages import (
     Row,
     geometric_mean,
     named,
-    number,
     peer_name,
     run_number,
     runs,
-    table,
     version,
-)  # fmt: skip
-from benchmarks.plots import Picture
+)
+from kda_core.bench import cases
+from kda_core.bench.cases import CP, PLANNED
+from kda_core.bench.markdown import number, table
+from kda_core.bench.plots import Picture
 
 TABLES = {
     "cp": "The shapes of published benchmarks of context parallelism within one GPU; 4 and 8 heads.",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.pages import GENERATED, PEER, Data, Row, named, number, peer_name, run_number, runs, table
-from benchmarks.plots import Picture
+from benchmarks.pages import GENERATED, PEER, Data, Row, named, peer_name, run_number, runs
+from kda_core.bench import peers
+from kda_core.bench.markdown import number, table
+from kda_core.bench.plots import Picture
 
 FLOOR = "rmw"
 VERIFY, COMMIT, JOURNAL = "+verify", "+commit", "+journal"
@@ -31,7 +33,7 @@ def backend(r: Row) -> str:
 def decoding(data: Data) -> list[Row]:
     """Returns the rows of decode by tokens, shape, dtype and implementation, without those that `mixed` measured alone."""
     rows = [r for r in data["rows"] if r["call"] == "decode"]
-    last = [FLOOR, PEER]
+    last = [FLOOR, *peers.PEERS]
     key = lambda r: (
         r["T"], r["N"] * r["HV"], r["N"], r["state_dtype"] != "float32", last.index(r["impl"]) + 1 if r["impl"] in last else 0,
         r["impl"],
@@ -56,7 +58,11 @@ def page(data: Data, device: str) -> str:
     """Returns the Markdown page of a results file."""
     gpu = data["runs"][-1]["device_name"]
     own = " and ".join(
-        dict.fromkeys(named(backend(r), data) for r in data["rows"] if r["impl"] not in (FLOOR, PEER))
+        dict.fromkeys(
+            named(backend(r), data)
+            for r in data["rows"]
+            if r["impl"] != FLOOR and not peers.is_peer(r["impl"])
+        )
     )
     lines = [f"# Serving on {gpu}", "", GENERATED, ""]
     lines += [

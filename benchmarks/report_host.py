@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.pages import GENERATED, Data, Row, run_number, runs, table
-from benchmarks.plots import Picture
+from benchmarks.pages import GENERATED, Data, Row, run_number, runs
+from kda_core.bench.markdown import table
+from kda_core.bench.plots import Picture
 
 TEXT = """
 How much host time does one call take? Kernels run asynchronously and are not included. Calls are of `kda_core.chunk_kda`. Those named

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from benchmarks import cases
 from benchmarks.pages import (
     ERROR_RATIO,
     ERRORS,
@@ -12,13 +11,13 @@ from benchmarks.pages import (
     Row,
     geometric_mean,
     named,
-    number,
     peer_name,
     run_number,
     runs,
-    table,
 )
-from benchmarks.plots import Picture
+from kda_core.bench import cases, peers
+from kda_core.bench.markdown import number, table
+from kda_core.bench.plots import Picture
 
 #: Gate families by description, in the order of the pages: the gates of models first.
 FAMILIES = {
@@ -58,8 +57,9 @@ def speedup(r: Row, rows: list[Row]) -> float | None:
 
 
 def compared(rows: list[Row]) -> list[Row]:
-    """Returns the rows with a device time and a row of the peer."""
-    return [r for r in rows if r["median_ms"] is not None and peer_row(r, rows) is not None]
+    """Returns the rows of backends with a device time and a row of the peer. Rows of other peers are in the measurements only."""
+    own = (r for r in rows if not peers.is_peer(r["impl"]))
+    return [r for r in own if r["median_ms"] is not None and peer_row(r, rows) is not None]
 
 
 def floor_ms(row: Row, device: str) -> float | None:
@@ -155,7 +155,7 @@ def _method(data: Data, device: str) -> list[str]:
 
 
 def _measurements(data: Data, name: str, device: str) -> list[str]:
-    """Returns the rows of one table, by case, gate family (unbounded first) and implementation (peer last)."""
+    """Returns the rows of one table, by case, gate family (unbounded first) and implementation (peers last)."""
     columns = (
         "case",
         "gates",
@@ -171,7 +171,7 @@ def _measurements(data: Data, name: str, device: str) -> list[str]:
     order = list(FAMILIES)
     found = cases.ordered([r for r in data["rows"] if r["table"] == name])
     places = {case: i for i, case in enumerate(dict.fromkeys(r["case"] for r in found))}
-    found.sort(key=lambda r: (places[r["case"]], order.index(r["gates"]), r["impl"] == PEER))
+    found.sort(key=lambda r: (places[r["case"]], order.index(r["gates"]), peers.is_peer(r["impl"])))
     return table(columns, (_cells(r, data, device) for r in found), ("case", "gates", "impl"))
 
 

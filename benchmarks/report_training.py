@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks import cases
-from benchmarks.implementations import PEERS
-from benchmarks.pages import (
-    ERROR_RATIO,
-    GENERATED,
-    PEER,
-    Data,
-    Row,
-    named,
-    number,
-    peer_name,
-    run_number,
-    runs,
-    table,
-)
-from benchmarks.plots import Picture
+from benchmarks.pages import ERROR_RATIO, GENERATED, PEER, Data, Row, named, peer_name, run_number, runs
 from benchmarks.report_prefill import FAMILIES, label
-from benchmarks.steps import ERRORS, MEDIANS
+from kda_core.bench import cases, peers
+from kda_core.bench.markdown import number, table
+from kda_core.bench.plots import Picture
+from kda_core.bench.steps import ERRORS, MEDIANS
 
 GIB = 2**30
 MAIN = "slow"  # the gate family that every shape was measured with
@@ -81,7 +69,9 @@ def gain(r: Row, rows: list[Row], time: str) -> str:
 def page(data: Data, device: str) -> str:
     """Returns the Markdown page of a results file."""
     gpu = data["runs"][-1]["device_name"]
-    own = " and ".join(dict.fromkeys(named(r["impl"], data) for r in data["rows"] if r["impl"] not in PEERS))
+    own = " and ".join(
+        dict.fromkeys(named(r["impl"], data) for r in data["rows"] if not peers.is_peer(r["impl"]))
+    )
     lines = [f"# Training on {gpu}", "", GENERATED, ""]
     lines += [
         f"How long does a training step take with {own} on one {gpu}, how much memory, and how exact are its gradients?"
@@ -228,8 +218,8 @@ def _ordered(data: Data) -> list[Row]:
     """Returns the rows by case, gate family, and implementation: ours, FLA, others."""
     rows = cases.ordered(data["rows"])
     places = {case: i for i, case in enumerate(dict.fromkeys(r["case"] for r in rows))}
-    families, last = list(FAMILIES), ["", *PEERS]
-    impl = lambda r: last.index(r["impl"]) if r["impl"] in PEERS else 0
+    families, last = list(FAMILIES), ["", *peers.PEERS]
+    impl = lambda r: last.index(r["impl"]) if peers.is_peer(r["impl"]) else 0
     key = lambda r: (
         places[r["case"]],
         families.index(r["gates"]),
@@ -258,7 +248,7 @@ def _gib(x: int | None) -> str:
 def pictures(data: Data) -> dict[str, Picture]:
     """Returns the pictures of the page by the end of their file names: times and peak memory with slow gates."""
     rows = [r for r in _ordered(data) if r["gates"] == MAIN]
-    own = [r["impl"] for r in rows if r["impl"] not in PEERS]
+    own = [r["impl"] for r in rows if not peers.is_peer(r["impl"])]
     if not own:
         return {}
     gpu = data["runs"][-1]["device_name"]
@@ -269,7 +259,7 @@ def pictures(data: Data) -> dict[str, Picture]:
     def series(field: str, unit: float) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
         for r in rows:  # FLA with disable_recompute is in the tables
-            if r[field] is None or (r["impl"] in PEERS and r["disable_recompute"]):
+            if r[field] is None or (peers.is_peer(r["impl"]) and r["disable_recompute"]):
                 continue
             impl: str = r["impl"]
             name = SHORT.get(impl, impl) + (", disable_recompute" if r["disable_recompute"] else "")

@@ -13,16 +13,14 @@ Rows go to ``benchmarks/results/<gpu>/prefill.json``, those of context paralleli
 file. A run replaces the rows that it measures again and keeps all others. ``--resume`` continues an interrupted run.
 ``report.py`` writes the pages of these files.
 
-Fields of a row:
+Implementations are "kda-<backend>", "reference" and peers. "fla" is FLA's `chunk_kda`. "cudnn" is cuDNN frontend with the engine
+that it chooses, "cudnn-hopper" its engine kda_hopper, which has no gate, l2norm, sigmoid and grouped value heads; what an engine does not
+compute is computed before it, and counts. With the suffix "+prepared" it is computed before the call and does not count.
 
-  case, table, B, T, H, HV, lengths, gates, impl    what was measured
-  median_ms             device time: replays of a CUDA graph with the L2 flushed; null on a CPU
-  eager_ms              an eager call from its start to the end of its last kernel
-  error_o, error_state  largest relative Frobenius error over sequences and heads against the fp64 token loop; null above
-                        --errors-up-to tokens
-  rmse_fla, rel_max_fla, mean_diff_fla    difference of o from FLA's, if FLA ran
-  first_call_s          the first call, with compilation
-  run                   the id of the run
+Rows have the fields of `kda_core.bench.prefill.FIELDS`, shown at the end, ``run``, the id of the run, and where FLA
+ran too:
+
+  rmse_fla, rel_max_fla, mean_diff_fla    difference of o from FLA's
 
 Implementations "<backend>+cp" and "<backend>+certified" also have the plan:
 
@@ -50,7 +48,9 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
 
-from benchmarks import cases, implementations, records, rows
+from benchmarks import records, rows
+from kda_core.bench import cases, implementations, peers
+from kda_core.bench.prefill import FIELDS, draw
 from kda_core.testing import Inputs
 
 SCRIPT = "benchmarks/run.py"
@@ -70,9 +70,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.resume:
         run, found = records.interrupted(path, run)
     done = {(r["case"], r["gates"]) for r in found}
-    total = len(args.gates) * sum(rows.serves(impl, c) for c in chosen for impl in impls)
-    if "fla" in impls and any(c.use_graph for c in chosen):
-        print("fla: cases with use_graph are skipped, because FLA does not support it")
+    total = len(args.gates) * sum(
+        implementations.serves(impl, "prefill", c) for c in chosen for impl in impls
+    )
+    for impl in filter(peers.is_peer, impls):
+        if left_out := [c.name for c in chosen if not implementations.serves(impl, "prefill", c)]:
+            print(
+                f"{impl}: {len(left_out)} cases are skipped, because it has no use_graph or no grouped value heads"
+            )
     groups = [(c, gates) for c in chosen for gates in args.gates if (c.name, gates) not in done]
     for (case, gates), x in zip(groups, _draw_ahead(groups), strict=True):
         for row in rows.measure_rows(case, gates, x, impls, device, options(args)):
@@ -85,14 +90,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=f"{__doc__}\n{FIELDS}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument(
         "--table", nargs="+", choices=(*cases.PREFILL, *cases.CONTEXT_PARALLEL), help="tables of cases"
     )
-    p.add_argument("--case", nargs="+", help="cases by name, of these tables or of prefill; see cases.py")
+    p.add_argument(
+        "--case", nargs="+", help="cases by name, of these tables or of prefill; see kda_core.bench.cases"
+    )
     p.add_argument("--hv", type=int, help="value heads of table gva (default: 64)")
     p.add_argument("--gates", nargs="+", choices=(*cases.GATES, *cases.UNBOUNDED), default=list(cases.GATES))
-    p.add_argument("--impl", nargs="+", help="kda-<backend>, reference, fla (default: all that run here)")
+    p.add_argument("--impl", nargs="+", help="as described above (default: all that run here)")
     p.add_argument("--repeats", type=int, default=20, help="timed repetitions of a row (default: 20)")
     p.add_argument(
         "--brute-force", action="store_true", help='also time other plans for "+cp", as described above'
@@ -148,8 +157,9 @@ def _select(args: argparse.Namespace, device: torch.device) -> list[cases.Case]:
 
 def _default_impls(device: torch.device, parallel: bool) -> list[str]:
     suffixes = ("", cases.CP) if parallel else ("",)
-    names = implementations.default(device, ("fla",))
-    return [n + suffix for n in names for suffix in (suffixes if n not in implementations.PEERS else ("",))]
+    found = implementations.default(device, peers.PREFILL)
+    names = [n for n in found if n == "fla" or not parallel or not peers.is_peer(n)]
+    return [n + suffix for n in names for suffix in (suffixes if not peers.is_peer(n) else ("",))]
 
 
 def _draw_ahead(groups: list[tuple[cases.Case, str]]) -> Iterator[Inputs]:
@@ -157,9 +167,9 @@ def _draw_ahead(groups: list[tuple[cases.Case, str]]) -> Iterator[Inputs]:
     if not groups:
         return
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(rows.draw, *groups[0])
+        following = pool.submit(draw, *groups[0])
         for group in groups[1:]:
-            x, following = following.result(), pool.submit(rows.draw, *group)
+            x, following = following.result(), pool.submit(draw, *group)
             yield x
         yield following.result()
 

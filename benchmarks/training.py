@@ -15,29 +15,7 @@ Implementation "cudnn" is cuDNN frontend on its kernels for Hopper. They take no
 its calls are prepared: gate, l2norm and sigmoid are computed before the call, outside of its times, and its gradients are those of
 the prepared tensors. It has no grouped value heads and no disable_recompute.
 
-Fields of a row:
-
-  case, table, B, T, H, HV, lengths, gates, impl, disable_recompute    what was measured
-  prepared              whether gate, l2norm and sigmoid were computed before the call
-  inference_ms          forward without gradients, disable_recompute off
-  forward_ms            forward in training mode, which saves what the backward needs
-  backward_ms           backward alone; the saved tensors of one forward stay alive
-  step_ms               forward and backward
-  timing                how these four were measured: "graph", replays of a CUDA graph with the L2 flushed; "events", CUDA events
-                        around an eager call with the L2 flushed, for a peer that no graph captures; "eager" on a CPU
-  eager_ms              an eager step from its start to the end of its last kernel
-  peak_bytes            peak of allocated memory above the inputs in an eager step; null on a CPU
-  saved_bytes           what lives between forward and backward, besides inputs and outputs; null on a CPU
-  first_step_s          the first step, with compilation and tuning
-  difference_fla        largest `gradient_error` of a gradient from FLA's on the measured inputs, if FLA ran too
-  error_case            the call whose errors were measured: the same heads and gates, B = 1, at most ``--error-tokens`` tokens, with
-                        initial state and gradient of the final state, against autograd through the fp64 token loop
-  error_o, error_state  largest relative Frobenius error over sequences and heads
-  error_dq, error_dk, error_dv, error_dg, error_dbeta, error_dA_log, error_ddt_bias, error_dh0
-                        relative Frobenius error of a gradient in its worst head, for A_log over all heads together; null where
-                        the call has no such input
-  median_dq, ...        the same of the median head: that of the worst head varies by tens of percent with the rounding errors
-  run                   the id of the run
+Rows have the fields of `kda_core.bench.training.FIELDS`, shown at the end, and ``run``, the id of the run.
 """
 
 from __future__ import annotations
@@ -53,12 +31,12 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # the folder of the package, not of this script
 
-from benchmarks import cases, implementations, measure, records, rows, steps
-from kda_core.testing import Inputs
+from benchmarks import records
+from kda_core.bench import cases, implementations, peers, steps
+from kda_core.bench.training import FIELDS, Training, serves
 
 SCRIPT = "benchmarks/training.py"
 KEY = ("case", "gates", "impl", "disable_recompute")  # identifies a row of training.json
-SMALL = cases.Case("B1-T128-H2", "cpu", 1, 128, 2, 2)  # takes seconds on a CPU
 MODES = {"no": False, "yes": True}
 
 
@@ -67,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     selected = _select(args.case, device)
-    impls = args.impl or implementations.default(device, implementations.PEERS)
+    impls = args.impl or implementations.default(device, peers.TRAINING)
     modes = [MODES[name] for name in args.disable_recompute]
     run = records.describe(device, argv, SCRIPT)
     path = args.out or records.RESULTS / run["device"] / "training.json"
@@ -86,9 +64,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=f"{__doc__}\n{FIELDS}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument(
-        "--case", nargs="+", help="cases by name, see cases.py (default: all; on a CPU a small one)"
+        "--case",
+        nargs="+",
+        help="cases by name, see kda_core.bench.cases (default: all; on a CPU a small one)",
     )
     p.add_argument(
         "--gates",
@@ -123,11 +105,6 @@ def calls(case: cases.Case, impls: list[str], modes: list[bool]) -> list[tuple[s
     return [(impl, mode) for impl in names for mode in modes if serves(impl, case, mode)]
 
 
-def serves(impl: str, case: cases.Case, disable_recompute: bool) -> bool:
-    """Returns whether an implementation has a case and mode. The backward of cuDNN has neither grouped value heads nor modes."""
-    return impl != "cudnn" or (case.H == case.HV and not disable_recompute)
-
-
 def measure_rows(
     case: cases.Case,
     gates: str,
@@ -136,61 +113,16 @@ def measure_rows(
     repeats: int,
     error_tokens: int,
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each pair of implementation and mode; the module's docstring describes its fields."""
-    short = cases.shortened(case, error_tokens)
-    timed = {False: steps.problem(draw(case, gates), device, final_state=False)}
-    checked = {False: steps.problem(draw(short, gates, initial_state=True), device, final_state=True)}
-    if any(impl == "cudnn" for impl, _ in chosen):
-        timed[True], checked[True] = steps.prepared(timed[False]), steps.prepared(checked[False])
-    want: dict[bool, Any] = {}
-    of_fla: dict[str, torch.Tensor] | None = None
+    """Yields a row for each pair of implementation and mode; see `FIELDS`."""
+    group = Training(case, gates, device, error_tokens)
     for impl, mode in chosen:
-        is_prepared = impl == "cudnn"
-        step = steps.Step(impl, timed[is_prepared], mode)
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-        row: dict[str, Any] = {
-            "case": case.name, "table": case.table, "B": case.B, "T": case.T, "H": case.H, "HV": case.HV,
-            "lengths": list(case.lengths), "gates": gates, "impl": impl, "disable_recompute": mode,
-            "prepared": is_prepared, "first_step_s": steps.first(step, device),
-        }  # fmt: skip
-        row |= (
-            steps.memory(step, before) if device.type == "cuda" else {"saved_bytes": None, "peak_bytes": None}
-        )
-        gradients = step()
-        peer = None if impl == "fla" or is_prepared else of_fla
-        row["difference_fla"] = peer and difference(gradients, peer, case.HV)
-        if impl == "fla" and of_fla is None:
-            of_fla = gradients
-        del gradients
-        row |= steps.times(step, device, repeats)
-        row["eager_ms"] = measure.eager_time(step, repeats)
-        del step
-        problem = checked[is_prepared]
-        if is_prepared not in want:
-            want[is_prepared] = steps.exact(problem)
-        # After the measured shape: FLA tunes its kernels for the first shape that it meets.
-        row |= {"error_case": short.name}
-        row |= steps.errors(steps.Step(impl, problem, mode), problem, want[is_prepared])
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        yield row
-
-
-def draw(case: cases.Case, gates: str, initial_state: bool = False) -> Inputs:
-    """Returns the inputs of a case on the CPU. Bounded gates come with the promise `safe_gate`, which FLA's fast kernels need."""
-    x = rows.draw(case, gates, initial_state)
-    return x if gates in cases.UNBOUNDED else x.replace(safe_gate=True)
-
-
-def difference(gradients: dict[str, torch.Tensor], peer: dict[str, torch.Tensor], heads: int) -> float:
-    """Returns the largest `steps.gradient_error` of the gradients from those of a peer on the same inputs."""
-    return max(steps.gradient_error(name, x, peer[name], heads) for name, x in gradients.items())
+        yield group.measure(impl, mode, repeats)
 
 
 def _select(names: list[str] | None, device: torch.device) -> list[cases.Case]:
     if not names:
-        return [SMALL] if device.type == "cpu" else cases.training()
-    known = {c.name: c for c in (*cases.training(), SMALL)}
+        return [cases.SMALL] if device.type == "cpu" else cases.training()
+    known = {c.name: c for c in (*cases.training(), cases.SMALL)}
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"--case: expected one of {', '.join(known)}, got {', '.join(unknown)}")
     return [known[name] for name in names]

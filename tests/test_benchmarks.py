@@ -6,17 +6,13 @@ import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks import (
-    cases,
-    implementations,
-    measure,
     pages,
-    plots,
+    plans,
     records,
     repeated_keys,
     report,
@@ -25,11 +21,14 @@ from benchmarks import (
     report_training,
     rows,
     run,
-    steps,
     training,
 )  # fmt: skip
+from helpers import fake_peers
 
 from kda_core import chunk_kda
+from kda_core.bench import cases, implementations, measure, peers, plots, steps
+from kda_core.bench.prefill import draw
+from kda_core.bench.training import draw as draw_training
 from kda_core.registry import record_calls
 from kda_core.testing import token_oracle
 from kda_core.testing.gradients import token_gradients
@@ -147,7 +146,7 @@ def test_hv_replaces_the_value_heads_of_table_gva():
 @pytest.mark.parametrize("T", [96, 160])
 def test_padded_case_sets_use_graph_and_compares_only_its_sequences(T, gates, monkeypatch):
     case = cases.Case("padded-64+32", "padded", 1, T, 1, 1, (64, 32), use_graph=True)
-    x = rows.draw(case, gates)
+    x = draw(case, gates)
     assert case.padding == T - 96 and x.arguments["q"].shape[1] == T
     assert x.arguments["cu_seqlens"].tolist() == [0, 64, 96] and x.lengths == (64, 32)
     seen = []
@@ -156,7 +155,7 @@ def test_padded_case_sets_use_graph_and_compares_only_its_sequences(T, gates, mo
         seen.append(call)
         return implementations.backend("reference")
 
-    monkeypatch.setattr(implementations, "named", named)
+    monkeypatch.setattr(plans, "named", named)
     (row,) = rows.measure_rows(case, gates, x, ["reference", "fla"], CPU, rows.Options(repeats=1))
     assert seen[0]["use_graph"] and seen[0]["max_num_seqs"] == 2 and row["impl"] == "reference"
     assert 0 < row["error_o"] < 1e-2 and 0 < row["error_state"] < 1e-2 and row["lengths"] == [64, 32]
@@ -164,7 +163,7 @@ def test_padded_case_sets_use_graph_and_compares_only_its_sequences(T, gates, mo
 
 def test_unbounded_gates_use_the_inputs_of_a_family_without_its_bound():
     case = cases.fixed("public", 1, 100, 2)
-    x, bounded = (rows.draw(case, gates).arguments for gates in ("slow-unbounded", "slow"))
+    x, bounded = (draw(case, gates).arguments for gates in ("slow-unbounded", "slow"))
     assert bounded["lower_bound"] == -5.0 and "lower_bound" not in x and x["use_gate_in_kernel"]
     assert x["g"].equal(bounded["g"]) and {*cases.UNBOUNDED.values()} < {*cases.GATES}
 
@@ -174,7 +173,7 @@ def test_brute_force_and_certified_decay_are_measured(monkeypatch):
     monkeypatch.setattr(rows, "SEGMENT_TOKENS", (1024, 2048, 4096))
     options = rows.Options(repeats=1, lengths_on_host=True, brute_force=True, most_segments=2)
     impls = ["reference", "reference+cp", "reference+certified"]
-    serial, cp, certified = rows.measure_rows(case, "slow", rows.draw(case, "slow"), impls, CPU, options)
+    serial, cp, certified = rows.measure_rows(case, "slow", draw(case, "slow"), impls, CPU, options)
     assert cp["best_fixed_ms"] > 0 and cp["best_fixed_tokens"] in (1024, 2048, 3072)
     assert certified["plan"].startswith("certified") and certified["pieces"] > 1
     assert certified["error_o"] <= 1.2 * serial["error_o"] and "best_fixed_ms" not in serial
@@ -204,24 +203,7 @@ def install_peers(monkeypatch, calls):
         calls.append(("fla", x))
         return chunk_kda(**x, backend="reference")
 
-    def cudnn(q, k, v, g, beta, cu_seqlens, plan_name, initial_state=None, output_final_state=False):
-        calls.append(("cudnn", locals().copy()))
-        tokens = (t.unsqueeze(0) for t in (q, k, v, g, beta))
-        o, state = chunk_kda(
-            *tokens, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-            state_v_first=True, backend="reference",
-        )  # fmt: skip
-        return o.squeeze(0), o.new_empty(0) if state is None else state
-
-    for name, function in (
-        ("fla.ops.kda.chunk_kda", fla),
-        ("cudnn.linear_attention.kimi_delta_attention", cudnn),
-    ):
-        path, _, attribute = name.rpartition(".")
-        parts = path.split(".")
-        for end in range(1, len(parts) + 1):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
-        monkeypatch.setattr(sys.modules[path], attribute, function, raising=False)
+    fake_peers.install(monkeypatch, {"fla.ops.kda.chunk_kda": fla, fake_peers.CUDNN: fake_peers.cudnn(calls)})
 
 
 @pytest.mark.parametrize("case", [cases.fixed("training", 2, 40, 1), cases.packed("training", "x", (30, 17), 1)],
@@ -263,8 +245,8 @@ def test_training_steps_of_peers_are_measured_on_the_same_inputs(gates, case, mo
 
 @pytest.mark.parametrize("gates", ["steep", "steep-unbounded", "memory"])
 def test_prepared_arguments_have_the_values_that_the_kernel_would_compute(gates, one_thread):
-    x = rows.draw(cases.fixed("training", 2, 40, 1, 2), gates, initial_state=True).arguments
-    found = implementations.prepared(x)
+    x = draw(cases.fixed("training", 2, 40, 1, 2), gates, initial_state=True).arguments
+    found = peers.prepared(x)
     options = (
         "use_gate_in_kernel",
         "use_qk_l2norm_in_kernel",
@@ -283,7 +265,7 @@ def test_prepared_arguments_have_the_values_that_the_kernel_would_compute(gates,
 @pytest.mark.parametrize("gates", ["slow", "memory"])
 def test_exact_gradients_in_segments_are_those_of_the_whole_loop(gates, case, monkeypatch, one_thread):
     monkeypatch.setattr(steps, "SEGMENT", 16)
-    problem = steps.problem(training.draw(case, gates, initial_state=True), CPU, final_state=True)
+    problem = steps.problem(draw_training(case, gates, initial_state=True), CPU, final_state=True)
     (o, state), found = steps.exact(problem)
     want_o, want_state = token_oracle(**problem.arguments)
     want = token_gradients(problem.arguments, *problem.grad_outputs).values
@@ -322,18 +304,18 @@ def test_only_peers_are_timed_without_a_graph(monkeypatch, capsys, one_thread):
     monkeypatch.setattr(measure, "device_time", refuse)
     monkeypatch.setattr(measure, "event_time", lambda call, repeats: 2.0)
     install_peers(monkeypatch, [])
-    small = steps.problem(rows.draw(cases.fixed("training", 1, 8, 1), "slow"), CPU, final_state=False)
+    small = steps.problem(draw(cases.fixed("training", 1, 8, 1), "slow"), CPU, final_state=False)
     found = steps.times(steps.Step("fla", small), torch.device("cuda"), 1)
     assert found == dict.fromkeys(("inference_ms", "forward_ms", "backward_ms", "step_ms"), 2.0) | {
         "timing": "events"
     }
-    assert "operation not permitted" in capsys.readouterr().out
+    assert "operation not permitted" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="operation not permitted"):
         steps.times(steps.Step("reference", small), torch.device("cuda"), 1)
 
 
 def test_backward_alone_runs_one_forward(one_thread):
-    small = steps.problem(rows.draw(cases.fixed("training", 1, 8, 1), "slow"), CPU, final_state=False)
+    small = steps.problem(draw(cases.fixed("training", 1, 8, 1), "slow"), CPU, final_state=False)
     step = steps.Step("reference", small)
     with record_calls() as ran:
         backward = step.backwards()
@@ -428,7 +410,7 @@ def test_unknown_names_are_refused_with_the_known_ones():
     ):
         run.main(["--table", "gva", "cp"])
     with pytest.raises(ValueError, match="impl: 'kda-sm01' cannot run here: known backends are reference, "):
-        implementations.named("kda-sm01", {})
+        implementations.named("kda-sm01")
 
 
 def test_run_of_context_parallelism_records_plans(tmp_path):

@@ -1,6 +1,5 @@
 """The benchmark of serving: rows are measured on any machine, the floor's kernel touches its slots only, the page compares rows."""
 
-import importlib.util
 import json
 import sys
 import types
@@ -8,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import decode, implementations, measure, mixed, plots, pools, report, report_decode
+from benchmarks import decode, mixed, report, report_decode
 
 from kda_core import fused_recurrent_kda
+from kda_core.bench import decode as pools
+from kda_core.bench import measure, peers, plots
 
 CPU = torch.device("cpu")
 RESULTS = sorted((Path(report.__file__).parent / "results").glob("*/decode.json"))
 RECORD = {"id": "r", "device": "h200", "device_name": "a GPU", "command": "benchmarks/decode.py", "torch": "2",
           "versions": {"kda-sm90": "0.1", "fla-core": "0.6"}}  # fmt: skip
-HAS_RECORDS = importlib.util.find_spec("kda_core.serving") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,6 @@ def test_rows_of_all_calls_are_measured_and_other_rows_stay(tmp_path):
         assert (row["error_o"] is None) == (row["impl"] == "rmw")
 
 
-@pytest.mark.skipif(not HAS_RECORDS, reason="this kda-core has no kda_core.serving")
 def test_rows_with_records_are_measured_where_the_backend_has_them(tmp_path):
     assert pools.has_journal("reference") and not pools.has_journal("unknown")
     rows = measure_rows(tmp_path / "decode.json", "--call", "decode")["rows"]
@@ -100,19 +99,20 @@ def test_fla_gets_the_slots_in_rows_of_one_stride_and_updates_the_same_states(T,
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules[names[-1]].fused_recurrent_kda_fwd = fwd
     problem = pools.make_problem(3, 1, T, T, "float32", CPU, 0)
-    (launch,) = pools.variants("fla", problem)
-    found = launch.check()
+    found = pools.launch("fla", problem).check()
     assert found["error_o"] < 3e-3 and found["error_state"] < 1e-5
     assert given[0].stride(0) == 8 and given[0].shape == ((3,) if T == 1 else (3, 4))
     assert given[0].view(3, -1).equal(problem.slots[0])
 
 
 def test_only_calls_that_exist_have_rows():
-    assert [T for T in decode.T if pools.serves("rmw", T)] == [1]
-    assert [T for T in decode.T if pools.serves("kda-sm90+journal", T)] == [1]
-    assert [T for T in decode.T if pools.serves("kda-sm90+verify", T)] == [4, 8]
-    assert [T for T in decode.T if pools.serves("kda-sm90+commit", T)] == [4, 8]
-    assert [T for T in decode.T if pools.serves("fla", T)] == [1, 4, 8]
+    def served(impl, dtype="float32"):
+        return [T for T in decode.T if decode.serves(impl, T, dtype)]
+
+    assert served("rmw") == served("kda-sm90+journal") == [1]
+    assert served("kda-sm90+verify") == served("kda-sm90+commit") == [4, 8]
+    assert served("fla") == served("flashinfer", "bfloat16") == [1, 4, 8]
+    assert served("flashinfer") == []
     assert pools.slots_of("kda-sm90", 8) == 8 and pools.slots_of("kda-sm90+verify", 8) == 1
 
 
@@ -220,7 +220,9 @@ def test_committed_results_of_serving_have_every_shape_and_no_wrong_row(path):
     rows = json.loads(path.read_text())["rows"]
     measured = {tuple(r[n] for n in decode.KEY) for r in rows}
     ours = [
-        r["impl"] for r in rows if r["impl"] not in ("rmw", *implementations.PEERS) and "+" not in r["impl"]
+        r["impl"]
+        for r in rows
+        if r["impl"] != "rmw" and not peers.is_peer(r["impl"]) and "+" not in r["impl"]
     ]
     for T, N, HV, dtype in (
         (T, N, HV, d) for T in decode.T for N in decode.N for HV in decode.HV for d in pools.STATE_DTYPES
@@ -228,5 +230,5 @@ def test_committed_results_of_serving_have_every_shape_and_no_wrong_row(path):
         for impl in (ours[0], *(["rmw"] if T == 1 else [])):
             assert ("decode", N, HV, T, impl, dtype) in measured
     assert {"prefill", "prefill without a pool", "mixed, prefill first"} <= {r["call"] for r in rows}
-    wrong = [r for r in rows if r["impl"] not in implementations.PEERS and report_decode.is_wrong(r)]
+    wrong = [r for r in rows if not peers.is_peer(r["impl"]) and report_decode.is_wrong(r)]
     assert not wrong

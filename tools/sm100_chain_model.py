@@ -18,14 +18,10 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-from benchmarks.cases import Case, public
+from kda_core.bench.cases import Case, public
 
 K = 128
 CHUNKS = 60  # chunks that the model runs; the first half fills the pipeline

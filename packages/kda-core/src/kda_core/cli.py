@@ -1,4 +1,4 @@
-"""``python -m kda_core``: demo, backends, explain, doctor, conformance, and what other packages add (`kda_core.extensions`).
+"""``python -m kda_core``: demo, bench, backends, explain, doctor, conformance, and what other packages add (`kda_core.extensions`).
 
 The output is plain text; a terminal gets colours if ``rich`` is installed.
 """
@@ -12,11 +12,13 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kda_core import contract, explanation, extensions, install, validate
+from kda_core.bench import cases, peers
 from kda_core.errors import ArgumentError, DeviceError, KdaError
 from kda_core.registry import default_arch
 
@@ -109,6 +111,8 @@ def _add_own(commands: Any) -> None:
     p.add_argument("--backend", help="the backend to use; no other one is asked")
     p.set_defaults(run=_demo)
 
+    _add_bench(commands)
+
     p = commands.add_parser("backends", help="all known backends with their status")
     p.set_defaults(run=_backends)
 
@@ -181,6 +185,47 @@ def _add_own(commands: Any) -> None:
     p.set_defaults(run=_conformance, takes_rest=True)
 
 
+def _add_bench(commands: Any) -> None:
+    p = commands.add_parser(
+        "bench",
+        help="times and errors of the backends and of installed peers on this machine, as Markdown for an issue",
+        description="Measures prefill, training steps and decoding with the backends that run here, and with FLA, cuDNN frontend and "
+        "FlashInfer where they are installed. Prints a Markdown report; progress goes to stderr. What fails is a row that says why. "
+        "Without a GPU, measures small calls by wall clock. Exit status: 0, or 1 if a backend failed or is wrong, 2 for wrong usage.",
+    )  # fmt: skip
+    p.add_argument("--quick", action="store_true", help="one case of each call")
+    p.add_argument("--call", nargs="+", choices=peers.CALLS, help="what to measure (default: all)")
+    p.add_argument(
+        "--case",
+        nargs="+",
+        metavar="NAME",
+        help="prefill and training: B1-T8192-H16-HV64 with any numbers, or a case of kda_core.bench.cases such as varlen-mixed-H64; "
+        "decode: N64-HV32-T1 with any numbers, T up to 8 (default: a selection)",
+    )
+    p.add_argument(
+        "--gates",
+        nargs="+",
+        choices=(*cases.GATES, *cases.UNBOUNDED),
+        help="gate families of prefill and training, see kda_core.testing.inputs (default: slow-unbounded and slow for prefill, slow "
+        "for training)",
+    )
+    p.add_argument("--backend", nargs="+", metavar="NAME", help="backends (default: all that run here)")
+    p.add_argument(
+        "--peers", nargs="+", choices=(*peers.PEERS, "none"), help="peers (default: all that run here)"
+    )
+    p.add_argument(
+        "--repeats", type=positive, default=20, help="timed repetitions of a row (default: %(default)s)"
+    )
+    p.add_argument("--json", type=Path, metavar="PATH", help="also write all rows to a JSON file")
+    p.add_argument(
+        "--plot",
+        type=Path,
+        metavar="PATH",
+        help="also draw the times, as .svg or .png; needs matplotlib. With several calls, PATH gets the name of each",
+    )
+    p.set_defaults(run=_bench, usage_error=p.error)
+
+
 def positive(text: str) -> int:
     """Parses an option that is a whole number of at least 1."""
     if (value := _natural(text)) == 0:
@@ -216,6 +261,12 @@ def _demo(args: argparse.Namespace, rest: list[str]) -> int:
 
     report = demo.run(args.device, args.tokens, args.backend, say=_print)
     return 0 if report.ok else 1
+
+
+def _bench(args: argparse.Namespace, rest: list[str]) -> int:
+    from kda_core.bench import command
+
+    return command.run(args)
 
 
 def _backends(args: argparse.Namespace, rest: list[str]) -> int:

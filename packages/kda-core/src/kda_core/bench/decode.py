@@ -1,19 +1,24 @@
-"""The measured calls over pools of states: decoding, verification of drafts, and a read and write of the same memory (`rmw`)."""
+"""The rows of decoding: calls over pools of states, in place or with records of tokens.
+
+A CUDA graph holds launches over different slots of a pool that is several times the L2, so that the states are not in the L2.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import kda_core
+from kda_core import serving
+from kda_core.bench import implementations, measure, peers
 from kda_core.registry import record_calls
 from kda_core.testing import error, make_inputs, token_oracle
 
@@ -22,10 +27,25 @@ CHECKED = 2  # sequences of a launch that are compared with the oracle
 DRAWN = 8  # different sequences of a launch; the others repeat them
 VERIFY, COMMIT, JOURNAL = "+verify", "+commit", "+journal"
 RECORDS = (VERIFY, COMMIT, JOURNAL)
+#: Least bytes of a pool: several times the L2 of any supported GPU; on a CPU there is no need.
+POOL_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 #: Records of a slot before they are folded, the default of kda_core.serving.
 LENGTH = 8
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOKENS = ("q", "k", "v", "g", "beta")
+
+
+FIELDS = """Fields of a row of decoding:
+
+  call, N, HV, T, impl, state_dtype    what was measured: N sequences of T tokens
+  us                    microseconds of a call
+  timing                "graph", or "eager" on a CPU
+  launches              calls of a graph
+  variant               number of the fastest variant, where there are several
+  error_o, error_state  largest relative Frobenius error over sequences and heads against the fp64 token loop, of a few sequences;
+                        null where the call has none
+  first_call_s          the first call, with compilation, and its check
+"""
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,25 @@ class Problem:
     slots: Tensor
 
 
+@dataclass(frozen=True)
+class Case:
+    """One shape of decoding: N sequences of T tokens with HV heads. Its name is "N<N>-HV<HV>-T<T>"."""
+
+    N: int
+    HV: int
+    T: int
+
+    @property
+    def name(self) -> str:
+        return f"N{self.N}-HV{self.HV}-T{self.T}"
+
+
+def parse(name: str) -> Case | None:
+    """Returns the case with this name; None if the name has another form."""
+    found = re.fullmatch(r"N([1-9]\d*)-HV([1-9]\d*)-T([1-8])", name)
+    return found and Case(*map(int, found.groups()))
+
+
 def make_problem(
     N: int, HV: int, T: int, W: int, state_dtype: str, device: torch.device, pool_bytes: int
 ) -> Problem:
@@ -81,34 +120,58 @@ def slots_of(impl: str, T: int) -> int:
     return 1 if impl.endswith(RECORDS) else T
 
 
-def serves(impl: str, T: int) -> bool:
-    """Returns whether an implementation has rows with T tokens of each sequence."""
-    if impl == "rmw" or impl.endswith(JOURNAL):
+def serves(impl: str, T: int, state_dtype: str) -> bool:
+    """Returns whether an implementation has rows with T tokens of each sequence. The kernels of FlashInfer have bf16 states."""
+    if impl == "flashinfer":
+        return state_dtype == "bfloat16"
+    if impl.endswith(JOURNAL):
         return T == 1
     return T > 1 or not impl.endswith((VERIFY, COMMIT))
 
 
 def has_journal(backend: str) -> bool:
-    """Returns whether kda-core has `kda_core.serving` and the backend declares the feature ``journal``."""
-    if find_spec("kda_core.serving") is None:
-        return False
+    """Returns whether the backend runs here and declares the feature ``journal``."""
     specs = {i.name: i.spec for i in kda_core.backends() if i.status == "ok"}
     spec = specs.get(backend)
     return spec is not None and "journal" in spec.features
 
 
-def variants(impl: str, problem: Problem) -> list[Launch]:
-    """Returns the launches of an implementation: "rmw", "fla", or a backend with or without one of `RECORDS`. Several variants
-    do the same; the fastest one counts."""
-    if impl == "rmw":
-        return _floors(problem)
-    if impl.endswith(RECORDS):
-        return [_records(impl, problem)]
+def launch(impl: str, problem: Problem) -> Launch:
+    """Returns the launches of an implementation: "fla", "flashinfer", or a backend with or without one of `RECORDS`.
+
+    Raises:
+        ValueError: the backend is unknown or cannot run on this machine.
+    """
     if impl == "fla":
         # Triton compiles for each stride and alignment of the slots: rows of 8 have one
         W = problem.slots.shape[2]
-        return [_pooled(problem, _fla(), torch.nn.functional.pad(problem.slots, (0, 8 - W))[..., :W])]
-    return [_pooled(problem, _backend(impl.removeprefix("kda-")), problem.slots)]
+        return _pooled(problem, _fla(), torch.nn.functional.pad(problem.slots, (0, 8 - W))[..., :W])
+    if impl == "flashinfer":
+        (N, T), device = problem.tokens["q"].shape[:2], problem.pool.device
+        bounds = torch.arange(N + 1, dtype=torch.int32, device=device) * T
+        return _pooled(problem, partial(peers.flashinfer(), cu_seqlens=bounds), problem.slots)
+    if (reason := implementations.unavailable(impl)) is not None:
+        raise ValueError(f"impl: {impl!r} cannot run here: {reason}")
+    if impl.endswith(RECORDS):
+        return _records(impl, problem)
+    return _pooled(problem, _backend(implementations.backend_name(impl)), problem.slots)
+
+
+def times(variants: Sequence[Launch], device: torch.device, repeats: int) -> dict[str, Any]:
+    """Returns the fields of a row that are measured, of the fastest of the variants; see `FIELDS`."""
+    found = []
+    for number, launch in enumerate(variants):
+        started = time.perf_counter()
+        checked = launch.check()
+        first = time.perf_counter() - started
+        launch.ready()
+        timing = "eager" if device.type == "cpu" else "graph"
+        ms = {"eager": measure.eager_launch_time, "graph": measure.launch_time}[timing](launch.calls, repeats)
+        found.append({
+            "us": ms * 1e3, "timing": timing, "launches": len(launch.calls), "first_call_s": first,
+            "variant": number if len(variants) > 1 else None,
+        } | checked)  # fmt: skip
+    return min(found, key=lambda row: row["us"])
 
 
 # ---- states in place
@@ -171,10 +234,9 @@ def errors(x: dict[str, Any], before: Tensor, o: Tensor, after: Tensor, repeats:
 def _records(impl: str, problem: Problem) -> Launch:
     """Calls that keep records (`kda_core.serving`). The spans of `JOURNAL` are those of sequences in random phases: from 1 to `LENGTH`
     records, so that one call in `LENGTH` folds. No call changes them, so every replay does the same work. `COMMIT` accepts all drafts."""
-    serving: Any = import_module("kda_core.serving")
     commits = impl.endswith(COMMIT)
     verifies = commits or impl.endswith(VERIFY)
-    backend = impl.partition("+")[0].removeprefix("kda-")
+    backend = implementations.backend_name(impl)
     x, pool = {n: y for n, y in problem.tokens.items() if n != "state_v_first"}, problem.pool
     T, slots = x["v"].shape[1], problem.slots.squeeze(-1)
     # the rows are length + drafts: verification has no records before its tokens
@@ -207,7 +269,7 @@ def _records(impl: str, problem: Problem) -> Launch:
             if not verifies:
                 serving.journal_advance(journal, first, T, T)
         if not commits:
-            which = {"accepted": accepted} if verifies else {}
+            which: dict[str, Any] = {"accepted": accepted} if verifies else {}
             serving.journal_fold(pool, first, journal, backend=backend, **which)
         return errors(problem.tokens, before, o, pool[at], steps)
 
@@ -221,47 +283,3 @@ def _records(impl: str, problem: Problem) -> Launch:
         spans[:, 1].random_(1, LENGTH + 1)
 
     return Launch([partial(run, s) for s in slots], check, ready)
-
-
-# ---- the floor
-
-
-def _floors(problem: Problem) -> list[Launch]:
-    """Returns the variants of `rmw`, which multiply the states of the slots by -1, so that their magnitudes stay."""
-    pool, slots = problem.pool, problem.slots.squeeze(-1)
-
-    def launch(function: Callable[[Tensor], Any]) -> Launch:
-        def check() -> dict[str, Any]:
-            changed, kept = slots[0].long(), slots[1].long()
-            want = torch.cat([-pool[changed], pool[kept]])
-            function(slots[0])
-            found = torch.cat([pool[changed], pool[kept]])
-            return {"error_o": None, "error_state": (found - want).abs().max().item()}
-
-        return Launch([partial(function, s) for s in slots], check)
-
-    return [launch(function) for function in _multiplications(pool)]
-
-
-def _multiplications(pool: Tensor) -> list[Callable[[Tensor], Any]]:
-    """Returns functions that multiply the states of slots by -1: `benchmarks.rmw` on a GPU, torch on a CPU."""
-    if pool.device.type == "cpu":
-        return [lambda slots: pool.index_copy_(0, slots.long(), -pool[slots.long()])]
-    from benchmarks.rmw import Arguments, RmwConfig, RmwKernel
-    from kda_cute import arch_of_device, arguments, get_kernel
-
-    leading = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16, device=pool.device)
-    arch, name = arch_of_device(pool.device), str(pool.dtype).removeprefix("torch.")
-
-    def function(loads: int) -> Callable[[Tensor], Any]:
-        kernel, of_slot = get_kernel(RmwKernel, RmwConfig(loads, name), arch), pool[0].nbytes
-
-        def run(slots: Tensor) -> None:
-            values = arguments.pack(
-                Arguments, states=pool, slots=slots, bytes=of_slot, N=len(slots), factor=-1.0
-            )
-            kernel(leading, *values)
-
-        return run
-
-    return [function(loads) for loads in (4, 8)]

@@ -1,5 +1,7 @@
 """The benchmark cases: shapes, and the tables that they belong to. This module needs no GPU.
 
+A name such as "B1-T8192-H16-HV64" describes a case of fixed length, so that `parse` also reads names that belong to no table.
+
 Each case is measured with the gate families `GATES` of `kda_core.testing` (steep, slow, memory), and on request with the
 families `UNBOUNDED`. The names of packed cases say how the lengths were chosen.
 """
@@ -7,6 +9,7 @@ families `UNBOUNDED`. The names of packed cases say how the lengths were chosen.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,11 +62,25 @@ def fixed(table: str, B: int, T: int, H: int, HV: int | None = None) -> Case:
     return Case(f"B{B}-T{T}-{heads}", table, B, T, H, HV)
 
 
+def parse(name: str) -> Case | None:
+    """Returns the case of fixed length with this name, in the table "custom"; None if the name has another form."""
+    found = re.fullmatch(r"B(\d+)-T(\d+)-H(\d+)(?:-HV(\d+))?", name)
+    if found is None:
+        return None
+    B, T, H, HV = (int(n) if n else None for n in found.groups())
+    if not B or not T or not H or HV == 0 or (HV or H) % H:
+        return None
+    return fixed("custom", B, T, H, HV)
+
+
 def packed(table: str, label: str, lengths: tuple[int, ...], H: int, HV: int | None = None) -> Case:
     """Returns a case of packed sequences; `label` describes the lengths in the case's name."""
     HV = HV or H
     heads = f"H{H}" if HV == H else f"H{H}-HV{HV}"
     return Case(f"varlen-{label}-{heads}", table, 1, sum(lengths), H, HV, lengths)
+
+
+SMALL = fixed("cpu", 1, 128, 2)  # takes seconds on a CPU, forward and backward
 
 
 # ---- lengths of packed sequences

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import implementations, measure
-from benchmarks.cases import CP
+from kda_core.bench import implementations, measure, peers
+from kda_core.bench.cases import CP
 from kda_core.contract import FLOAT_TENSORS
 from kda_core.registry import record_calls
 from kda_core.testing import Inputs, error, token_oracle
@@ -68,11 +68,11 @@ def problem(x: Inputs, device: torch.device, final_state: bool) -> Problem:
 
 
 def prepared(p: Problem) -> Problem:
-    """Returns the problem of the same values with `implementations.prepared` arguments."""
+    """Returns the problem of the same values with `peers.prepared` arguments."""
     B, T = p.arguments["q"].shape[:2]
     grad_o, *grad_state = p.grad_outputs
     grads = (grad_o.flatten(0, 1).unsqueeze(0), *(y.mT.contiguous() for y in grad_state))
-    return Problem(implementations.prepared(p.arguments), p.lengths or (T,) * B, grads)
+    return Problem(peers.prepared(p.arguments), p.lengths or (T,) * B, grads)
 
 
 class Forward(NamedTuple):
@@ -89,9 +89,9 @@ class Step:
     """
 
     def __init__(self, impl: str, problem: Problem, disable_recompute: bool = False):
-        is_peer = impl in implementations.PEERS
-        self.backend = None if is_peer else impl.removeprefix("kda-")
-        self._call = implementations.named(impl if is_peer else impl + CP, problem.arguments)
+        is_peer = peers.is_peer(impl)
+        self.backend = None if is_peer else implementations.backend_name(impl)
+        self._call = implementations.named(impl if is_peer else impl + CP, training=True)
         self._problem = problem
         self._mode = {"disable_recompute": True} if disable_recompute else {}
 
@@ -142,24 +142,11 @@ class Step:
 
 
 def times(step: Step, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Returns the fields of a row with the times of a step, and how they were measured (``timing``).
-
-    On a GPU "graph": device time by replays of a CUDA graph. A peer that no graph captures is timed by CUDA events ("events").
-    On a CPU "eager": the time of the call.
-    """
+    """Returns the fields of a row with the times of a step, and how they were measured (``timing``): see `measure.times`."""
     calls: dict[str, Callable[[], Any]] = {
         "inference_ms": step.inference, "forward_ms": step.forward, "backward_ms": step.backwards(), "step_ms": step,
     }  # fmt: skip
-    if device.type != "cuda":
-        return {n: measure.eager_time(call, repeats) for n, call in calls.items()} | {"timing": "eager"}
-    torch.cuda.synchronize()
-    try:
-        return {n: measure.device_time(call, repeats) for n, call in calls.items()} | {"timing": "graph"}
-    except RuntimeError as problem:
-        if step.backend is not None:
-            raise
-        print(f"timed by events, because no CUDA graph can be captured: {problem}", flush=True)
-    return {n: measure.event_time(call, repeats) for n, call in calls.items()} | {"timing": "events"}
+    return measure.times(calls, device, repeats, is_peer=step.backend is None)
 
 
 def first(step: Step, device: torch.device) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +71,28 @@ def event_time(call: Callable[[], Any], repeats: int = 20) -> float:
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     call()
     return _between_events(call, flush, repeats)
+
+
+def times(
+    calls: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int, is_peer: bool
+) -> dict[str, Any]:
+    """Returns the median milliseconds of each call by its name, and how they were measured (``timing``).
+
+    On a GPU "graph": device time by replays of a CUDA graph. A peer that no graph captures is timed by CUDA events ("events").
+    On a CPU "eager": the time of the call.
+    """
+    if device.type != "cuda":
+        return {n: eager_time(call, repeats) for n, call in calls.items()} | {"timing": "eager"}
+    torch.cuda.synchronize()
+    try:
+        return {n: device_time(call, repeats) for n, call in calls.items()} | {"timing": "graph"}
+    except RuntimeError as problem:
+        if not is_peer:
+            raise
+        print(
+            f"timed by events, because no CUDA graph can be captured: {problem}", file=sys.stderr, flush=True
+        )
+    return {n: event_time(call, repeats) for n, call in calls.items()} | {"timing": "events"}
 
 
 def peak_bytes(call: Callable[[], Any], before: int) -> int:

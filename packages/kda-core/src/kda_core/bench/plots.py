@@ -1,4 +1,4 @@
-"""Pictures of the pages. A `Picture` is data; `draw` needs matplotlib.
+"""Pictures of measurements. A `Picture` is data; `draw` needs matplotlib.
 
 Every picture answers one question. It is 768 px wide at 96 px/inch, at most 720 px high, and no text is below 9 pt (12 px).
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 WIDTH, MOST_ROWS = 8.0, 24  # inches; rows of a picture that fits a screen
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#999999")  # distinguishable with colour-blind vision
-MARKERS = ("o", "s", "^", "D")
+COLORS = (  # distinguishable with colour-blind vision
+    "#0072b2", "#d55e00", "#009e73", "#999999", "#cc79a7", "#e69f00", "#56b4e9", "#000000",
+)  # fmt: skip
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+SUFFIXES = (".svg", ".png")
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,10 @@ class Picture:
 
 
 def draw(picture: Picture, path: Path) -> None:
-    """Writes a picture as SVG. The same picture and version of matplotlib give the same bytes.
+    """Writes a picture as SVG or PNG, by the suffix of `path`. The same picture and version of matplotlib give the same bytes.
 
     Raises:
-        ValueError: the picture has more than `MOST_ROWS` rows.
+        ValueError: the picture has more than `MOST_ROWS` rows or more series than `COLORS`.
     """
     import matplotlib
 
@@ -62,7 +66,16 @@ def draw(picture: Picture, path: Path) -> None:
     rows = picture.rows
     if len(rows) > MOST_ROWS:
         raise ValueError(f"picture: expected at most {MOST_ROWS} rows, got {len(rows)}: {picture.title}")
-    options = {"svg.fonttype": "none", "svg.hashsalt": "kda", "font.size": 9.5, "figure.facecolor": "white"}
+    if len(picture.series) > len(COLORS):
+        raise ValueError(
+            f"picture: expected at most {len(COLORS)} series, got {len(picture.series)}: {picture.title}"
+        )
+    options: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "kda",
+        "font.size": 9.5,
+        "figure.facecolor": "white",
+    }
     with pyplot.rc_context(options):
         figure, axes = pyplot.subplots(figsize=(WIDTH, 1.45 + 0.25 * max(len(rows), 3)), layout="constrained")
         if len(picture.series) == 1:
@@ -86,7 +99,7 @@ def draw(picture: Picture, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         figure.suptitle(picture.title, fontsize=12, fontweight="bold")
         axes.set_title(picture.subtitle, fontsize=9.5)
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         pyplot.close(figure)
 
 
