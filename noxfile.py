@@ -6,9 +6,11 @@ Arguments after ``--`` go to the tool that the session runs, as in ``python -m n
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import shutil
+import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,8 +73,10 @@ def lowest(session: nox.Session, *packages: str) -> dict[str, str | None]:
     """Returns the low ends of the ranges of third-party distributions that `packages` require."""
     low: dict[str, str | None] = {}
     for requirement in itertools.chain.from_iterable(map(requirements, packages)):
+        if requirement.name in PACKAGES:
+            continue
         bound = next(s.version for s in requirement.specifier if s.operator == ">=")
-        if requirement.name not in PACKAGES and low.setdefault(requirement.name, bound) != bound:
+        if low.setdefault(requirement.name, bound) != bound:
             session.error(f"{' and '.join(packages)} differ in the lowest {requirement.name}")
     return low
 
@@ -209,22 +213,101 @@ def test_packaging(session: nox.Session) -> None:
 
 
 @nox.session
-def wheels(session: nox.Session) -> None:
-    """Builds the source archives and wheels of a release into dist/, and checks them with twine."""
-    session.install("-c", str(CONSTRAINTS), "build", "hatchling", "twine")
-    folder = ROOT / "dist"
-    shutil.rmtree(folder, ignore_errors=True)
-    for package in PACKAGES:  # each wheel is built from its source archive, outside the checkout
-        source = f"packages/{package}"
-        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(folder), source)
-    session.run("twine", "check", "--strict", *map(str, sorted(folder.iterdir())))
-
-
-@nox.session
 def compile(session: nox.Session) -> None:
     """Compiles every kernel for each of its architectures, without a GPU; a spill or an advisory of ptxas is a failure."""
     install_all(session)
     compile_kernels(session, *session.posargs)
+
+
+# ---- releases
+
+
+def version() -> str:
+    """Returns the version of all packages, from pyproject.toml."""
+    return nox.project.load_toml(ROOT / "pyproject.toml")["tool"]["bumpversion"]["current_version"]
+
+
+def build_archives(session: nox.Session, folder: Path) -> list[Path]:
+    """Builds the source archive and the wheel of each package into an empty `folder`. A wheel is built from its source archive,
+    outside the checkout. The bytes do not depend on the caller's SOURCE_DATE_EPOCH."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for package in PACKAGES:
+        command = ("python", "-m", "build", "--no-isolation", "--outdir", str(folder), f"packages/{package}")
+        session.run(*command, env={"SOURCE_DATE_EPOCH": None}, silent=True)
+    return sorted(folder.iterdir())
+
+
+def clean_environment(session: nox.Session, folder: Path, archives: Path, *words: str) -> str:
+    """Creates a virtual environment in `folder`, installs into it from the folder `archives` without a network, and returns its
+    Python. pip's configuration is ignored."""
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, symlinks=True)
+    python = str(folder / "bin" / "python")
+    pip = ("python", "-m", "pip", "--isolated", "--python", python)
+    session.run(*pip, "install", "--quiet", "--no-index", "--find-links", str(archives), *words)
+    session.run(*pip, "check")
+    return python
+
+
+@nox.session
+def bump(session: nox.Session) -> None:
+    """Writes the version of all packages to every place that states it: ``python -m nox -s bump -- 0.2.0``."""
+    if len(session.posargs) != 1:
+        session.error("name the new version: python -m nox -s bump -- 0.2.0")
+    session.install("-c", str(CONSTRAINTS), "bump-my-version")
+    session.run("bump-my-version", "bump", "--allow-dirty", "--new-version", *session.posargs)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Builds the archives of all packages into dist/, twice and compared, checks them with twine, installs them into clean
+    environments without a network, runs the quick conformance kit there, and writes an SBOM and checksums. Nothing is published.
+    ``-- v0.2.0`` also checks that the tag is that of the version."""
+    if session.posargs and session.posargs != [f"v{version()}"]:
+        session.error(f"the tag of version {version()} is v{version()}, got {' '.join(session.posargs)}")
+    if session.posargs and f"\n## [{version()}] - " not in (ROOT / "CHANGELOG.md").read_text():
+        session.error(f"CHANGELOG.md has no section for {version()}: rename Unreleased")
+    session.install("-c", str(CONSTRAINTS), "build", "hatchling", "twine", "cyclonedx-bom")
+    temporary, dist = Path(session.create_tmp()).resolve(), ROOT / "dist"
+    archives, again = (build_archives(session, folder) for folder in (dist, temporary / "again"))
+    if [path.read_bytes() for path in archives] != [path.read_bytes() for path in again]:
+        session.error(f"two builds differ: compare {dist} with {temporary / 'again'}")
+    session.run("twine", "check", "--strict", *map(str, archives))
+
+    session.log(DOWNLOADS)
+    downloads = (
+        temporary / "downloads"
+    )  # our wheels, and all that they require; the build backend for our source archives
+    shutil.rmtree(downloads, ignore_errors=True)
+    wheels = [
+        f"{path}[testing]" if "kda_core-" in path.name else str(path)
+        for path in archives
+        if path.suffix == ".whl"
+    ]
+    download = ("python", "-m", "pip", "download", "--quiet", "--dest", str(downloads))
+    session.run(*download, "-c", str(CONSTRAINTS), *wheels, "hatchling")
+    for path in archives:
+        shutil.copy(path, downloads)
+
+    from_source = clean_environment(
+        session, temporary / "from-source", downloads, "--no-binary", ",".join(PACKAGES), *PACKAGES
+    )
+    with session.chdir(temporary):
+        session.run(from_source, "-m", "kda_core", "demo", external=True)
+    shutil.rmtree(temporary / "from-source")
+    python = clean_environment(session, temporary / "from-wheels", downloads, *PACKAGES, "kda-core[testing]")
+    with session.chdir(temporary):
+        session.run(python, "-m", "kda_core", "conformance", "reference", "--kda-quick", external=True)
+
+    sbom = str(dist / f"kda-{version()}.cdx.json")
+    project = ("--pyproject", "packages/kda-core/pyproject.toml", "--mc-type", "library")
+    session.run(
+        "cyclonedx-py", "environment", "--output-reproducible", *project, "--output-file", sbom, python
+    )
+    sums = (
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(dist.iterdir())
+    )
+    (dist / "SHA256SUMS").write_text("".join(sums))
 
 
 # ---- checks

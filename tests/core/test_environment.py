@@ -32,6 +32,29 @@ def test_another_value_of_a_flag_is_an_error(monkeypatch):
         env.disable_jit()
 
 
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", None),
+        ("4096", 4096),
+        ("500M", 500 << 20),
+        (" 4g ", 4 << 30),
+        ("1.5K", 1536),
+        ("2T", 2 << 40),
+    ],
+)
+def test_the_limit_of_the_cache_folder(monkeypatch, text, size):
+    monkeypatch.setenv("KDA_CACHE_MAXSIZE", text)
+    assert env.cache_maxsize() == size
+
+
+@pytest.mark.parametrize("text", ["", "4GB", "-1", "1e9", "four"])
+def test_a_limit_that_is_no_size_is_an_error(monkeypatch, text):
+    monkeypatch.setenv("KDA_CACHE_MAXSIZE", text)
+    with pytest.raises(ArgumentError, match=f"KDA_CACHE_MAXSIZE: expected bytes, .* got '{text}'"):
+        env.cache_maxsize()
+
+
 def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("KDA_CACHE_DIR", raising=False)

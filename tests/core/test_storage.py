@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import pwd
 import signal
 import stat
@@ -227,6 +228,29 @@ def test_only_one_of_many_threads_warns(caplog):
 
 
 # ---- files
+
+
+def test_the_error_of_an_untrusted_file_passes_between_processes(tmp_path):
+    (tmp_path / "home" / "file").symlink_to(tmp_path)
+    with storage.opened(tmp_path / "home") as folder, pytest.raises(storage.UntrustedError) as caught:
+        folder.read("file", 10)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert str(error) == f"{tmp_path / 'home' / 'file'} is a symbolic link: remove it"
+    assert error.problem == f"{tmp_path / 'home' / 'file'} is a symbolic link"
+
+
+def test_moving_replaces_a_file_and_follows_no_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "home" / "file").symlink_to(victim)
+    (tmp_path / "other").mkdir(mode=0o700)
+    (tmp_path / "other" / "file").write_text("old")
+    with storage.opened(tmp_path / "home") as folder, storage.opened(tmp_path / "other") as other:
+        folder.move("file", other)
+        folder.move("file", other)  # it does not exist any more
+    assert not list((tmp_path / "home").iterdir())
+    assert (tmp_path / "other" / "file").readlink() == victim
+    assert victim.read_text() == "mine"
 
 
 def test_a_full_disk_leaves_no_partial_file(tmp_path):

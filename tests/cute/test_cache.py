@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from kda_cute.jit.cache import Entry
+from kda_cute.jit.cache import QUARANTINE, Entry
 
 INGREDIENTS = {"kernel": "package:Kernel", "config": "Config()", "arch": "sm_90a", "sources": "1"}
 CONTENT = bytes(range(256)) * 10
@@ -127,22 +127,100 @@ def test_a_file_that_is_not_regular_counts_as_absent_and_is_replaced(entry, capl
         make(path)
         assert entry.read() is None  # without blocking on the FIFO
         assert str(path) in caplog.text
-        entry.commit(CONTENT)
+        with entry.locked():
+            entry.commit(CONTENT)
         assert entry.read() == CONTENT and not path.is_symlink()
 
 
 @pytest.mark.parametrize("which", ["object", "metadata"])
 @pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
-def test_a_file_that_others_may_write_counts_as_absent(entry, caplog, which, mode):
+def test_a_file_that_others_may_write_is_not_used(entry, caplog, which, mode):
     path = getattr(entry, which)
     path.chmod(mode)
     assert entry.read() is None
     assert entry.read() is None
     (record,) = caplog.records
     assert record.name == "kda_cute" and f"mode {mode:04o}" in record.getMessage()
-    assert f"chmod go-w {path}" in record.getMessage()
-    path.chmod(mode & ~0o022)
+    assert entry.quarantined() in record.getMessage()
+
+
+@pytest.mark.parametrize("which", ["object", "metadata"])
+def test_a_file_of_another_user_is_not_used(entry, caplog, which):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(getattr(entry, which), 65534, 65534)
+    assert entry.read() is None
+    assert "belongs to uid 65534" in entry.quarantined() and entry.quarantined() in caplog.text
+
+
+# ---- the quarantine
+
+
+def quarantine(entry):
+    """Returns the content of the quarantine by name."""
+    return {path.name: path.read_bytes() for path in (entry.folder / QUARANTINE).iterdir()}
+
+
+DAMAGE = {
+    "object": (lambda entry: entry.object.write_bytes(CONTENT[:-1] + b"\0"), "is damaged: its sha256 is"),
+    "no object": (lambda entry: entry.object.unlink(), "does not exist"),
+    "metadata": (lambda entry: entry.metadata.write_text("{"), "is damaged: it is not JSON"),
+    "key": (lambda entry: entry.metadata.write_text('{"ingredients": {}}'), "describes another kernel"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_bad_entry_is_moved_to_the_quarantine_with_the_reason(entry, caplog, how):
+    damage, word = DAMAGE[how]
+    damage(entry)
+    files = {path.name: path.read_bytes() for path in (entry.metadata, entry.object) if path.exists()}
+    assert entry.read() is None and not entry.exists() and not entry.object.exists()
+    reason = entry.quarantined()
+    assert word in reason
+    assert quarantine(entry) == files | {f"{entry.name}.reason": reason.encode()}
+    assert stat.S_IMODE((entry.folder / QUARANTINE).stat().st_mode) == 0o700
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and reason in record.getMessage()
+    assert str(entry.folder / QUARANTINE) in record.getMessage()
+    with entry.locked():
+        entry.commit(CONTENT)
     assert entry.read() == CONTENT
+
+
+def test_the_newest_bad_entry_of_a_name_replaces_the_older_one(entry):
+    for content in (b"first", b"second"):
+        entry.object.write_bytes(content)
+        assert entry.read() is None
+        with entry.locked():
+            entry.commit(CONTENT)
+    assert quarantine(entry)[entry.object.name] == b"second"
+
+
+def test_an_entry_that_a_process_writes_at_the_moment_stays(entry, caplog):
+    """A reader may see the new object with the old metadata."""
+    with entry.locked():
+        entry.object.write_bytes(b"new")
+        assert entry.read() is None
+        assert entry.object.exists() and entry.quarantined() is None
+        entry.commit(CONTENT)
+    assert entry.read() == CONTENT and not caplog.records
+
+
+def test_a_bad_entry_stays_if_it_cannot_be_moved(entry, caplog):
+    (entry.folder / QUARANTINE).write_text("a file is in the way")
+    entry.object.write_bytes(b"")
+    assert entry.read() is None
+    assert "it cannot be moved" in caplog.text and entry.object.exists()
+    with entry.locked():
+        entry.commit(CONTENT)
+    assert entry.read() == CONTENT
+
+
+def test_an_entry_without_its_metadata_is_not_bad(entry, caplog):
+    """Its writer was killed."""
+    entry.metadata.unlink()
+    assert entry.read() is None
+    assert entry.quarantined() is None and not caplog.records
 
 
 def test_files_that_are_too_large_are_not_read(entry, monkeypatch, caplog):

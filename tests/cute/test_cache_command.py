@@ -1,4 +1,4 @@
-"""``python -m kda_core cache``: what it lists, and what ``prune`` and ``clear`` remove."""
+"""``python -m kda_core cache``: what it prints, what ``prune`` and ``clear`` remove, and the limit of the size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import time
 import pytest
 
 from kda_core.cli import main
-from kda_cute import get_kernel
+from kda_core.errors import ArgumentError
+from kda_cute import CacheInfo, cache_info, get_kernel
 from kda_cute.jit.cache import entry_of
 from kda_cute.jit.key import Variant
 
@@ -109,6 +110,93 @@ def test_a_kernel_that_is_loaded_counts_as_used(filled, kernels, capsys):
     assert run(capsys, "prune", "--unused-for", "29").out.startswith("removed 0 of 2")
 
 
+def size(entry):
+    return sum(path.stat().st_size for path in (entry.object, entry.metadata))
+
+
+def test_prune_removes_the_least_recently_used_kernels_beyond_the_limit(filled, kernels, capsys, monkeypatch):
+    old, new = (entry(kernels, config) for config in filled)
+    age(old, days=2)
+    both = size(old) + size(new) + 1000  # room for lock files
+    assert run(capsys, "prune", "--max-size", str(both)).out.startswith("removed 0 of 2")
+    assert run(capsys, "prune", "--max-size", "0").out.startswith("removed 0 of 2")
+    monkeypatch.setenv("KDA_CACHE_MAXSIZE", str(size(new) + 500))
+    assert run(capsys, "prune", "--max-size", "1G").out.startswith("removed 0 of 2")
+    assert run(capsys, "prune", "--dry-run").out.startswith("would remove 1 of 2")
+    assert run(capsys, "prune").out.startswith("removed 1 of 2")
+    assert not old.exists() and new.read() is not None
+
+
+def test_a_compilation_keeps_the_folder_below_its_limit(filled, kernels, monkeypatch, caplog):
+    old, used = (entry(kernels, config) for config in filled)
+    age(old, days=3)
+    age(used, days=4)
+    assert used.read() is not None  # now it was used today
+    monkeypatch.setenv("KDA_CACHE_MAXSIZE", str(size(old) + size(used) + 1000))
+    caplog.set_level("INFO", logger="kda_cute")
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=32), ARCH)
+    assert not old.exists() and used.exists()
+    assert entry(kernels, kernels.RmsConfig(dim=32)).read() is not None
+    assert "removed 1 compiled kernels" in caplog.text and "Raise the limit" not in caplog.text
+
+
+def test_a_limit_below_the_kernels_of_a_day_is_a_warning(filled, kernels, monkeypatch, caplog):
+    monkeypatch.setenv("KDA_CACHE_MAXSIZE", "1")
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=32), ARCH)
+    assert not any(entry(kernels, config).exists() for config in filled)
+    assert entry(kernels, kernels.RmsConfig(dim=32)).read() is not None  # the new one stays
+    (record,) = [r for r in caplog.records if "Raise the limit" in r.getMessage()]
+    assert "KDA_CACHE_MAXSIZE=1: 2 compiled kernels were removed" in record.getMessage()
+
+
+def test_a_limit_that_is_no_size_is_an_error_before_the_compilation(cache_dir, kernels, monkeypatch):
+    monkeypatch.setenv("KDA_CACHE_MAXSIZE", "plenty")
+    with pytest.raises(ArgumentError, match="KDA_CACHE_MAXSIZE: expected bytes, .*got 'plenty'"):
+        get_kernel(kernels.RmsNorm, kernels.RmsConfig(), ARCH)
+    assert cache_info() == CacheInfo()
+
+
+def test_the_quarantine_has_the_rest_of_the_limit(filled, kernels, cache_dir, monkeypatch):
+    bad, good = (entry(kernels, config) for config in filled)
+    bad.object.write_bytes(bytes(100_000))
+    assert bad.read() is None and bad.quarantined()
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=32), ARCH)
+    assert bad.quarantined()
+    monkeypatch.setenv("KDA_CACHE_MAXSIZE", "100000")
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(dim=256), ARCH)
+    assert not list((cache_dir / "quarantine").iterdir())
+    assert good.exists() and len(list(cache_dir.glob("*.o"))) == 3
+
+
+def test_info_prints_size_limit_and_quarantine(filled, kernels, cache_dir, capsys, monkeypatch):
+    stale, bad = (entry(kernels, config) for config in filled)
+    monkeypatch.setenv("KDA_CACHE_MAXSIZE", "2G")
+    change(stale, cpu="another")
+    bad.object.write_bytes(b"")
+    assert bad.read() is None
+    lines = run(capsys, "info").out.splitlines()
+    assert lines[0] == f"folder      {cache_dir}"
+    assert lines[1] == "usable      0 compiled kernels, 0.0 MB"
+    assert re.fullmatch(r"stale       1 compiled kernels, \d+\.\d MB", lines[2])
+    assert lines[3] == "limit       2147.5 MB (KDA_CACHE_MAXSIZE=2G)"
+    assert re.fullmatch(r"quarantine  1 bad entries, \d+\.\d MB", lines[4])
+    assert lines[5] == f"  {bad.name}: {bad.quarantined()}"
+    monkeypatch.setenv("KDA_CACHE_MAXSIZE", "0")
+    assert "limit       none (KDA_CACHE_MAXSIZE=0)" in run(capsys, "info").out
+
+
+@pytest.mark.parametrize("action", ["prune", "clear"])
+def test_prune_and_clear_empty_the_quarantine(filled, kernels, cache_dir, capsys, action):
+    bad = entry(kernels, filled[0])
+    bad.object.write_bytes(b"")
+    assert bad.read() is None
+    assert "would remove 1 bad entries" in run(capsys, action, "--dry-run").out
+    assert bad.quarantined()
+    assert re.search(r"removed 1 bad entries, \d+\.\d MB, from .*quarantine", run(capsys, action).out)
+    assert not list((cache_dir / "quarantine").iterdir())
+    assert "bad entries" not in run(capsys, action).out
+
+
 def test_clear_removes_all_kernels_and_nothing_else(filled, cache_dir, capsys):
     others = [cache_dir / "calibration.json", cache_dir / "notes.o", cache_dir / "RmsNorm.sm_90a.1234.o"]
     for path in others:
@@ -127,13 +215,13 @@ def test_a_kernel_that_another_process_compiles_stays(filled, kernels, capsys):
     assert held.read() is not None
 
 
-@pytest.mark.parametrize("action", ["list", "prune", "clear"])
+@pytest.mark.parametrize("action", ["info", "list", "prune", "clear"])
 def test_an_empty_folder_is_no_error(cache_dir, kernels, capsys, action):
     assert "0 " in run(capsys, action).out
     assert not cache_dir.exists()
 
 
-@pytest.mark.parametrize("action", ["list", "prune", "clear"])
+@pytest.mark.parametrize("action", ["info", "list", "prune", "clear"])
 def test_a_folder_that_is_not_trusted_is_an_error(filled, cache_dir, capsys, action):
     files = sorted(cache_dir.iterdir())
     cache_dir.chmod(0o777)
@@ -148,6 +236,7 @@ def test_a_folder_that_is_not_trusted_is_an_error(filled, cache_dir, capsys, act
         ([], "the following arguments are required: ACTION"),
         (["shrink"], "invalid choice: 'shrink'"),
         (["prune", "--unused-for", "0"], "--unused-for: expected a positive integer, got 0"),
+        (["prune", "--max-size", "2x"], "--max-size: expected bytes, or a number with K, M, G or T"),
         (["list", "--dry-run"], "unrecognized arguments: --dry-run"),
     ],
 )

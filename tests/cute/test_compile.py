@@ -467,6 +467,18 @@ def test_disable_jit(cache_dir, kernels, monkeypatch):
     assert not cache_dir.exists()
 
 
+def test_disable_jit_says_why_the_stored_kernel_is_not_used(cache_dir, kernels, monkeypatch):
+    get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
+    (path,) = cache_dir.glob("*.o")
+    path.chmod(0o666)
+    monkeypatch.setenv("KDA_DISABLE_JIT", "1")
+    for _ in range(2):  # the file has been moved before the second call
+        clear_memory()
+        with pytest.raises(JitDisabledError) as caught:
+            get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
+        assert f"moved to {cache_dir / 'quarantine'}: {path} can be written by others" in str(caught.value)
+
+
 def test_disable_jit_names_the_ingredients_that_differ(cache_dir, kernels, monkeypatch):
     get_kernel(kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
     clear_memory()

@@ -1,4 +1,4 @@
-"""The GitHub workflows name sessions and scripts that exist."""
+"""The GitHub workflows name sessions and scripts that exist, pin their actions, and have the least permissions."""
 
 import ast
 import re
@@ -26,12 +26,53 @@ def sessions():
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflow_runs_existing_sessions_and_needs_no_secret(path):
     text = path.read_text()
-    named = {name for line in re.findall(r"nox -s ([\w -]+)", text) for name in line.split()}
+    lines = re.findall(r"nox -s (.+)", text)
+    named = {name for line in lines for name in line.partition(" --")[0].split()}
     scripts = re.findall(r"run: bash (\S+)", text)
     assert named or scripts
     assert named <= sessions() and all((ROOT / script).is_file() for script in scripts)
     assert "secrets." not in text and "permissions:\n  contents: read\n" in text
 
 
-def test_workflows_cover_tests_wheels_and_docs():
-    assert {path.stem for path in WORKFLOWS} >= {"tests", "wheels", "docs"}
+def test_workflows_cover_tests_releases_and_docs():
+    assert {path.stem for path in WORKFLOWS} >= {"tests", "release", "docs"}
+
+
+def test_actions_are_pinned_by_commit():
+    """A tag can be moved to other code. Dependabot updates the commit and the version in the comment."""
+    uses = [line for path in WORKFLOWS for line in re.findall(r"uses: (.*)", path.read_text())]
+    pins = {}
+    for line in uses:
+        pinned = re.fullmatch(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40}) # v\d+\.\d+\.\d+", line)
+        assert pinned, line
+        assert pins.setdefault(pinned[1], pinned[2]) == pinned[2], line
+    assert len(pins) > 3
+
+
+def jobs(path):
+    """Returns the text of each job of a workflow by name."""
+    parts = re.split(r"^  ([\w-]+):\n", path.read_text().partition("\njobs:\n")[2], flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_only_the_release_of_a_tag_has_permissions_to_write():
+    granted = {
+        (path.stem, job): set(re.findall(r"^      ([\w-]+): write\b", text, re.MULTILINE))
+        for path in WORKFLOWS
+        for job, text in jobs(path).items()
+    }
+    assert {job: names for job, names in granted.items() if names} == {
+        ("release", "attest"): {"id-token", "attestations"},
+        ("release", "publish"): {"id-token"},
+        ("release", "github"): {"contents"},
+    }
+    assert all(len(re.findall(": write", path.read_text())) in (0, 4) for path in WORKFLOWS)
+    assert not any("write-all" in path.read_text() for path in WORKFLOWS)
+
+
+def test_publishing_follows_a_tag_and_the_checks():
+    found = jobs(ROOT / ".github" / "workflows" / "release.yml")
+    condition = "if: github.event_name == 'push' && github.ref_type == 'tag'\n"
+    assert condition in found["attest"] and "needs: build\n" in found["attest"]
+    assert "needs: attest\n" in found["publish"] and "environment: pypi" in found["publish"]
+    assert "needs: publish\n" in found["github"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,12 @@ KDA_CACHE_DIR = Variable(
     "",
     "Folder of compiled kernels and calibrations. Empty: `$XDG_CACHE_HOME/kda-core`, or `~/.cache/kda-core`.",
 )
+KDA_CACHE_MAXSIZE = Variable(
+    "KDA_CACHE_MAXSIZE",
+    "4G",
+    "Largest total size of the compiled kernels in the cache folder: bytes, or a number with K, M, G or T for powers of 1024. "
+    "Beyond it the least recently used ones are removed. 0: no limit.",
+)
 KDA_DISABLE_JIT = Variable(
     "KDA_DISABLE_JIT",
     "0",
@@ -117,6 +124,7 @@ VARIABLES = (
     KDA_BACKEND,
     KDA_CP,
     KDA_CACHE_DIR,
+    KDA_CACHE_MAXSIZE,
     KDA_DISABLE_JIT,
     KDA_CHECK,
     KDA_CHECK_SLOTS,
@@ -177,6 +185,27 @@ def _wanted_cache_dir() -> tuple[Path | None, str | None]:
     except RuntimeError as error:  # no HOME and an unknown user, as in `docker run --user 1234`
         return None, str(error).rstrip(".")
     return folder, storage.folder_problem(folder)
+
+
+def cache_maxsize() -> int | None:
+    """Returns the largest total size of the compiled kernels in bytes (``KDA_CACHE_MAXSIZE``); None: no limit.
+
+    Raises:
+        ArgumentError: the value is not a size.
+    """
+    return size_in_bytes(KDA_CACHE_MAXSIZE.name, KDA_CACHE_MAXSIZE.raw()) or None
+
+
+def size_in_bytes(name: str, text: str) -> int:
+    """Returns the bytes of a size, such as "500M" or "1.5G".
+
+    Raises:
+        ArgumentError: `text` is not a size. The message names `name`.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text.strip().upper())
+    if match is None:
+        raise ArgumentError(name, "bytes, or a number with K, M, G or T, such as 4G", repr(text))
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2] or " "))
 
 
 def disable_jit() -> bool:

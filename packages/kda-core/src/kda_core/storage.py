@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import filelock
@@ -39,7 +39,20 @@ _DAY_S = 86400.0
 
 
 class UntrustedError(PermissionError):
-    """A folder or file that another user may have written. The message gives the reason and the remedy."""
+    """A folder or file that another user may have written. The message gives the reason and the remedy.
+
+    Attributes:
+        problem: the reason alone.
+        remedy: the remedy, with the punctuation that separates it from the reason.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}{remedy}")
+        self.problem, self.remedy = problem, remedy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles with both arguments: a worker process of `precompile` may raise it."""
+        return type(self), (self.problem, self.remedy)
 
 
 def warn_once(key: object, message: str, *args: object, log: logging.Logger = logger) -> None:
@@ -62,20 +75,23 @@ def forget_warnings() -> None:
 # ---- trust
 
 
-def _foreign(status: os.stat_result, path: object) -> str | None:
-    """Returns why another user may have written a file or folder, with the remedy; None if only this process's user or root can
-    have."""
+def _check_owner(status: os.stat_result, path: object) -> None:
+    """Checks that only this process's user or root can have written a file or folder.
+
+    Raises:
+        UntrustedError: another user can have.
+    """
     if status.st_uid not in (0, os.geteuid()):
-        return (
+        raise UntrustedError(
             f"{path} belongs to uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}, and only files of this process's "
-            f"user (uid {os.geteuid()}) or of root are trusted: name another folder, or change the owner"
+            f"user (uid {os.geteuid()}) or of root are trusted",
+            ": name another folder, or change the owner",
         )
     if status.st_mode & 0o022:
-        return (
-            f"{path} can be written by others: owner uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}; "
-            f"if nobody else has written there, run `chmod go-w {path}`"
+        raise UntrustedError(
+            f"{path} can be written by others: owner uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}",
+            f"; if nobody else has written there, run `chmod go-w {path}`",
         )
-    return None
 
 
 @dataclass(frozen=True)
@@ -119,17 +135,16 @@ class Folder:
             descriptor = os.open(name, os.O_RDONLY | _OPEN, dir_fd=self.descriptor)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise UntrustedError(f"{path} is a symbolic link: remove it") from error
+                raise UntrustedError(f"{path} is a symbolic link", ": remove it") from error
             raise
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise UntrustedError(f"{path} is not a regular file: remove it")
-            if problem := _foreign(status, path):
-                raise UntrustedError(problem)
+                raise UntrustedError(f"{path} is not a regular file", ": remove it")
+            _check_owner(status, path)
             content = file.read(limit + 1)
             if len(content) > limit:
-                raise UntrustedError(f"{path} is larger than {limit} bytes: remove it")
+                raise UntrustedError(f"{path} is larger than {limit} bytes", ": remove it")
             if mark_used and time.time() - status.st_atime > _DAY_S:
                 with contextlib.suppress(OSError):
                     os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
@@ -159,6 +174,16 @@ class Folder:
         """Removes a file if it exists and this user may remove it."""
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=self.descriptor)
+
+    def move(self, name: str, target: Folder) -> None:
+        """Moves a file of any kind into another folder under the same name, where it replaces a file; does nothing if it does not
+        exist.
+
+        Raises:
+            OSError: this user may not move it.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(name, name, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
 
     def sweep(self, name: str) -> None:
         """Removes what killed writers of a file left behind. The caller holds the lock of the writers."""
@@ -194,7 +219,7 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
             if not stat.S_ISREG(status.st_mode):
-                raise UntrustedError(f"{self.path / name} is not a regular file: remove it")
+                raise UntrustedError(f"{self.path / name} is not a regular file", ": remove it")
 
     def _acquire(self, lock: filelock.BaseFileLock, name: str, patience: Patience) -> None:
         import filelock
@@ -250,11 +275,12 @@ def opened(path: Path) -> Iterator[Folder]:
     if not _POSIX:
         raise OSError(errno.ENOTSUP, "compiled kernels and calibrations are kept on POSIX systems only")
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
-        raise UntrustedError(f"{path} is a symbolic link that uid {link.st_uid} made: name another folder")
+        raise UntrustedError(
+            f"{path} is a symbolic link that uid {link.st_uid} made", ": name another folder"
+        )
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if problem := _foreign(os.fstat(descriptor), path):
-            raise UntrustedError(problem)
+        _check_owner(os.fstat(descriptor), path)
         yield Folder(path, descriptor)
     finally:
         os.close(descriptor)

@@ -10,6 +10,7 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from kda_core import env
@@ -19,6 +20,7 @@ from kda_core.extensions import Command
 from kda_core.registry import REGISTRY
 from kda_cute.jit import housekeeping
 from kda_cute.jit.ahead_of_time import Offer, offers
+from kda_cute.jit.cache import QUARANTINE
 from kda_cute.jit.key import Variant
 from kda_cute.jit.precompile import Built, precompile
 from kda_cute.jit.target import arch_of_capability, capability_of_arch, check_arch
@@ -178,19 +180,39 @@ PRECOMPILE = Command(
 
 def _add_cache_arguments(p: argparse.ArgumentParser) -> None:
     actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser(
+        "info", help="print the folder, its size, its limit, and why kernels are in the quarantine"
+    )
     actions.add_parser("list", help="print the compiled kernels: size, days since the last use, state, name")
-    prune = actions.add_parser("prune", help="remove the kernels that this installation cannot use")
+    prune = actions.add_parser(
+        "prune",
+        help="remove the kernels that this installation cannot use, and the least recently used ones beyond the limit",
+    )
     prune.add_argument(
         "--unused-for",
         type=positive,
         metavar="DAYS",
         help="also remove kernels that were not used for DAYS days",
     )
-    clear = actions.add_parser("clear", help="remove all compiled kernels")
+    prune.add_argument(
+        "--max-size",
+        type=_size,
+        metavar="SIZE",
+        help=f"the limit, such as 500M or 4G; 0 is no limit (default: {env.KDA_CACHE_MAXSIZE.name})",
+    )
+    clear = actions.add_parser("clear", help="remove all compiled kernels, and the quarantine")
     for action in (prune, clear):
         action.add_argument(
             "--dry-run", action="store_true", help="print what would be removed and remove nothing"
         )
+
+
+def _size(text: str) -> int:
+    """The type of ``--max-size``."""
+    try:
+        return env.size_in_bytes("--max-size", text)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(f"expected {error.expected}, got {error.actual}") from error
 
 
 def _cache(args: argparse.Namespace) -> int:
@@ -200,17 +222,42 @@ def _cache(args: argparse.Namespace) -> int:
         return 1
     folder = env.cache_dir()
     try:
-        found = housekeeping.entries(folder)
+        found, bad = housekeeping.entries(folder), housekeeping.quarantined(folder)
+        if args.action == "info":
+            return _info(folder, found, bad)
         if args.action == "list":
             return _list(folder, found)
-        if args.action == "clear":
-            chosen = found
-        else:
-            chosen = [e for e in found if e.stale or (args.unused_for and e.unused_days >= args.unused_for)]
-        return _remove(folder, chosen, len(found), args.dry_run)
+        chosen = found if args.action == "clear" else _prunable(found, args.unused_for, args.max_size)
+        status = _remove(folder, chosen, len(found), args.dry_run)
+        return _remove_quarantine(folder, bad, args.dry_run) or status
     except OSError as error:
         print(f"the cache folder {folder} cannot be used: {error}", file=sys.stderr)
         return 1
+
+
+def _prunable(
+    found: list[housekeeping.Stored], unused_for: int | None, max_size: int | None
+) -> list[housekeeping.Stored]:
+    """The kernels that ``prune`` removes: stale ones, unused ones, and the least recently used ones beyond the limit."""
+    limit = env.cache_maxsize() if max_size is None else max_size or None
+    chosen = [e for e in found if e.stale or (unused_for and e.unused_days >= unused_for)]
+    rest = [e for e in found if e not in chosen]
+    return chosen + ([] if limit is None else housekeeping.least_recently_used(rest, limit))
+
+
+def _info(folder: Path, found: list[housekeeping.Stored], bad: list[housekeeping.Quarantined]) -> int:
+    stale = [entry for entry in found if entry.stale]
+    usable = [entry for entry in found if not entry.stale]
+    limit = env.cache_maxsize()
+    size = "none" if limit is None else f"{limit / 1e6:.1f} MB"
+    _say(f"folder      {folder}")
+    _say(f"usable      {len(usable)} compiled kernels, {_megabytes(usable)} MB")
+    _say(f"stale       {len(stale)} compiled kernels, {_megabytes(stale)} MB")
+    _say(f"limit       {size} ({env.KDA_CACHE_MAXSIZE.name}={env.KDA_CACHE_MAXSIZE.raw()})")
+    _say(f"quarantine  {len(bad)} bad entries, {_megabytes(bad)} MB")
+    for entry in bad:
+        _say(f"  {entry.name}: {entry.reason}")
+    return 0
 
 
 def _list(folder: Path, found: list[housekeeping.Stored]) -> int:
@@ -243,13 +290,27 @@ def _remove(folder: Path, chosen: list[housekeeping.Stored], total: int, dry_run
     return 1 if kept else 0
 
 
-def _megabytes(entries: list[housekeeping.Stored]) -> str:
+def _remove_quarantine(folder: Path, bad: list[housekeeping.Quarantined], dry_run: bool) -> int:
+    if not bad:
+        return 0
+    quarantine = folder / QUARANTINE
+    if dry_run:
+        _say(f"would remove {len(bad)} bad entries, {_megabytes(bad)} MB, from {quarantine}")
+        return 0
+    removed, kept = housekeeping.remove(quarantine, bad)
+    _say(f"removed {len(removed)} bad entries, {_megabytes(removed)} MB, from {quarantine}")
+    for entry in kept:
+        print(f"not removed from {quarantine}: {entry.name}", file=sys.stderr)
+    return 1 if kept else 0
+
+
+def _megabytes(entries: Sequence[housekeeping.Files]) -> str:
     return f"{sum(entry.bytes for entry in entries) / 1e6:.1f}"
 
 
 CACHE = Command(
-    help="list the compiled kernels of the cache folder, or remove them",
-    description="Lists or removes the compiled kernels of the folder KDA_CACHE_DIR. A kernel is stale if this installation cannot "
+    help="show the compiled kernels of the cache folder, or remove them",
+    description="Shows or removes the compiled kernels of the folder KDA_CACHE_DIR. A kernel is stale if this installation cannot "
     "use it: its sources, the versions of Python, of the packages or of the CuTe DSL, or the CPU have changed. If several "
     "environments or machines share the folder, the kernels of the others are stale here: `prune --dry-run` prints what prune "
     "would remove. A kernel that is removed compiles again when a call needs it. Calibrations of kda-cp stay.",

@@ -5,17 +5,19 @@
 | ``<kernel>.<arch>.<digest>.o`` | the exported object |
 | ``<kernel>.<arch>.<digest>.json`` | the object's length and sha256, and the ingredients of the key |
 | ``<kernel>.<arch>.<digest>.lock`` | the advisory lock of the compiling process, and its process id |
+| ``quarantine/<kernel>.<arch>.<digest>.*`` | a bad entry, and the reason in a ``.reason`` file |
 
-The ``.json`` file is written last and commits the entry. An object without it, or one that differs from it, counts as absent.
-Reading needs no lock.
+The ``.json`` file is written last and commits the entry. An object without it counts as absent. Reading needs no lock.
 
 Objects are native code. `kda_core.storage` defines which folders and files are trusted. `kda_cute.jit.dsl.load` links the bytes
-that were read and checked, not the file.
+that were read and checked, not the file. A committed entry that is damaged or not trusted is bad: it counts as absent, and
+`Entry.read` moves it to the quarantine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -32,6 +34,10 @@ logger = logging.getLogger("kda_cute")
 OBJECT_BYTES = 256 << 20
 METADATA_BYTES = 1 << 20
 
+#: The folder of bad entries, in the cache folder.
+QUARANTINE = "quarantine"
+_AT_ONCE = storage.Patience(notice_s=0.0, limit_s=0.0)
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -47,8 +53,13 @@ class Entry:
     stem: str
     ingredients: dict[str, str]
 
+    @functools.cached_property
+    def name(self) -> str:
+        """The common part of the names of its files."""
+        return f"{self.stem}.{digest(self.ingredients)}"
+
     def _path(self, suffix: str) -> Path:
-        return self.folder / f"{self.stem}.{digest(self.ingredients)}{suffix}"
+        return self.folder / f"{self.name}{suffix}"
 
     @property
     def object(self) -> Path:
@@ -65,21 +76,86 @@ class Entry:
         except OSError:
             return False
 
-    def read(self) -> bytes | None:
-        """Returns the object if the entry is committed, undamaged and trusted, else None. Warns once of an untrusted file."""
+    def read(self, locked: bool = False) -> bytes | None:
+        """Returns the object if the entry is committed, undamaged and trusted, else None. Moves a bad entry to the quarantine, and
+        logs a warning with the reason.
+
+        Args:
+            locked: the caller holds the lock. Otherwise a bad entry is checked again under the lock, because its files may have
+                been read while another process wrote them. It stays if that process still holds the lock.
+        """
         try:
             with storage.opened(self.folder) as folder:
-                metadata = json.loads(folder.read(self.metadata.name, METADATA_BYTES))
-                content = folder.read(self.object.name, OBJECT_BYTES, mark_used=True)
+                content, problem = self._checked(folder)
+                if problem is not None and locked:
+                    self._set_aside(folder, problem)
         except storage.UntrustedError as error:
             storage.warn_once(
-                ("untrusted", str(error)), "a compiled kernel is not used: %s", error, log=logger
+                ("untrusted", str(error)), "compiled kernels are not used: %s", error, log=logger
             )
             return None
-        except (OSError, ValueError, RecursionError):
+        except OSError:
             return None
-        expected = {**_summary(content), "ingredients": self.ingredients}
-        return content if metadata == expected else None
+        if problem is None or locked:
+            return content
+        try:
+            with self.locked(_AT_ONCE):
+                return self.read(locked=True)
+        except TimeoutError:
+            return None
+        except OSError as error:
+            _warn_unused(problem, f"it cannot be moved to {QUARANTINE}: {error}")
+            return None
+
+    def _checked(self, folder: storage.Folder) -> tuple[bytes | None, str | None]:
+        """Returns the object, or why the entry is bad; both None if it is not committed or cannot be read."""
+        try:
+            text = folder.read(self.metadata.name, METADATA_BYTES)
+        except storage.UntrustedError as error:
+            return None, error.problem
+        except OSError:
+            return None, None
+        try:
+            content = folder.read(self.object.name, OBJECT_BYTES, mark_used=True)
+            metadata = json.loads(text)
+        except FileNotFoundError:
+            return None, f"{self.object} does not exist"
+        except storage.UntrustedError as error:
+            return None, error.problem
+        except (ValueError, RecursionError):
+            return None, f"{self.metadata} is damaged: it is not JSON"
+        except OSError:
+            return None, None
+        summary = _summary(content)
+        if metadata == {**summary, "ingredients": self.ingredients}:
+            return content, None
+        if not isinstance(metadata, dict) or metadata.get("ingredients") != self.ingredients:
+            return None, f"{self.metadata} is damaged: it describes another kernel"
+        return None, (
+            f"{self.object} is damaged: its sha256 is {summary['sha256']}, and its metadata says {metadata.get('sha256')}"
+        )
+
+    def _set_aside(self, folder: storage.Folder, problem: str) -> None:
+        """Moves a bad entry to the quarantine. The caller holds the lock."""
+        path = self.folder / QUARANTINE
+        try:
+            storage.make_folder(path)
+            with storage.opened(path) as quarantine:
+                for file in (self.metadata, self.object):
+                    folder.move(file.name, quarantine)
+                quarantine.write(f"{self.name}.reason", problem.encode())
+        except OSError as error:
+            _warn_unused(problem, f"it cannot be moved to {path}: {error}")
+        else:
+            _warn_unused(problem, f"it was moved to {path}")
+
+    def quarantined(self) -> str | None:
+        """Returns why an entry of this name was moved to the quarantine; None if there is none."""
+        try:
+            with storage.opened(self.folder / QUARANTINE) as quarantine:
+                return quarantine.read(f"{self.name}.reason", METADATA_BYTES).decode(errors="replace")
+        except OSError:
+            return None
 
     def commit(self, content: bytes) -> None:
         """Stores an object. The caller holds the lock.
@@ -128,6 +204,10 @@ class Entry:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             changed = []
         return [f"{path.name} differs in {', '.join(changed)}" if changed else f"{path.name} is damaged"]
+
+
+def _warn_unused(problem: str, moved: str) -> None:
+    storage.warn_once((problem, moved), "a compiled kernel is not used: %s; %s", problem, moved, log=logger)
 
 
 def _summary(content: bytes) -> dict[str, object]:

@@ -15,8 +15,9 @@ from typing import Any
 
 from kda_core import env, storage
 from kda_core.errors import CompileError, JitDisabledError
+from kda_cute.jit import housekeeping
 from kda_cute.jit.ahead_of_time import offering_backend
-from kda_cute.jit.cache import Entry, entry_of
+from kda_cute.jit.cache import QUARANTINE, Entry, entry_of
 from kda_cute.jit.dsl import export, load, require_dsl, with_ptx
 from kda_cute.jit.key import Variant, canonical
 
@@ -30,7 +31,7 @@ class CacheInfo:
     Attributes:
         loaded: variants loaded from the cache folder.
         compiled: variants compiled.
-        replaced: compiled variants that replaced a damaged entry of the folder.
+        replaced: compiled variants that replaced a bad entry of the folder, which is damaged or not trusted.
     """
 
     loaded: int = 0
@@ -140,15 +141,15 @@ def _load_or_compile(variant: Variant) -> Callable[..., Any]:
     require_dsl()
     entry = entry_of(variant)
     outdated = variant.outdated()
+    stored = entry.exists()  # before `Entry.read`, which moves a bad entry away
     if outdated is None and (content := entry.read()) is not None:
         function = load(variant, content)
         _count(loaded=1)
         return function
     if env.disable_jit():
         raise JitDisabledError(_missing(variant, entry, outdated))
-    return load(
-        variant, _compile_outdated(variant, outdated) if outdated else _compile_shared(variant, entry)
-    )
+    content = _compile_outdated(variant, outdated) if outdated else _compile_shared(variant, entry, stored)
+    return load(variant, content)
 
 
 def _compile_outdated(variant: Variant, outdated: str) -> bytes:
@@ -164,24 +165,28 @@ def _compile_outdated(variant: Variant, outdated: str) -> bytes:
     return content
 
 
-def _compile_shared(variant: Variant, entry: Entry) -> bytes:
+def _compile_shared(variant: Variant, entry: Entry, stored: bool) -> bytes:
     """Compiles into the cache folder, unless another process has. If the folder fails, compiles for this process alone.
+
+    Args:
+        stored: the folder had the entry, but it was bad.
 
     Returns the object: a kernel that was just compiled is loaded from it too, so that all processes run the same code.
     """
-    content = None
+    content, limit = None, env.cache_maxsize()
     try:
         with entry.locked():
-            content = entry.read()  # another process may have compiled it while this one waited for the lock
+            # another process may have compiled it while this one waited for the lock
+            content = entry.read(locked=True)
             if content is not None:
                 _count(loaded=1)
                 return content
-            damaged = entry.exists()
             _announce(variant, entry.folder)
             content = export(variant)
-            _count(compiled=1, replaced=int(damaged))
+            _count(compiled=1, replaced=int(stored))
             if variant.outdated(thorough=True) is None:
                 entry.commit(content)
+                housekeeping.make_room(entry, limit)
     except OSError as error:
         storage.warn_once(
             ("unstored", entry.folder),
@@ -209,16 +214,17 @@ def ensure_on_disk(variant: Variant) -> bool:
     require_dsl()
     if problem := env.cache_dir_problem() or variant.outdated():
         raise CompileError(f"{variant} was not compiled, because it could not be stored: {problem}")
-    entry = entry_of(variant)
+    entry, limit = entry_of(variant), env.cache_maxsize()
     if entry.read() is not None:
         return False
     with entry.locked():
-        if entry.read() is not None:
+        if entry.read(locked=True) is not None:
             return False
         content = export(variant)
         if problem := variant.outdated(thorough=True):
             raise CompileError(f"{variant} was compiled and not stored: {problem}")
         entry.commit(content)
+        housekeeping.make_room(entry, limit)
         return True
 
 
@@ -249,6 +255,7 @@ def _command(arch: str) -> str:
 
 def _missing(variant: Variant, entry: Entry, outdated: str | None) -> str:
     near = "" if outdated else "".join(f"\n  {line}" for line in entry.differences())
+    bad = None if outdated else entry.quarantined()
     command = _command(variant.arch)
     backend = offering_backend(variant)
     remedy = (
@@ -262,6 +269,7 @@ def _missing(variant: Variant, entry: Entry, outdated: str | None) -> str:
     return (
         f"{variant} is not in {entry.folder} ({env.KDA_CACHE_DIR.name}), "
         f"and {env.KDA_DISABLE_JIT.name}=1 forbids compiling it. {remedy}"
+        + (f"\nA stored one was moved to {entry.folder / QUARANTINE}: {bad}" if bad else "")
         + (f"\nEntries of the same kernel with other ingredients:{near}" if near else "")
         + (f"\n{unused}" if unused else "")
     )

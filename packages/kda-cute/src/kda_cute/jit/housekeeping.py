@@ -1,54 +1,83 @@
-"""The cache folder as a whole: its entries, which of them this installation can still use, and their removal.
+"""The cache folder as a whole: its entries, which of them this installation can still use, its size, and their removal.
 
 Only files with the names of `kda_cute.jit.cache` are touched; calibrations of kda-cp lie in the same folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
+import logging
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kda_core import storage
+from kda_core import env, storage
 from kda_core.discovery import FAILURES
-from kda_cute.jit.cache import METADATA_BYTES
+from kda_cute.jit.cache import METADATA_BYTES, QUARANTINE, Entry
 from kda_cute.jit.key import compile_options, kernel_sources, toolchain
 
-_FILE = re.compile(r"(?P<entry>[^/]+\.sm_\d+[af]?\.[0-9a-f]{64})\.(?P<suffix>o|json|lock)(\.[0-9a-f]+\.tmp)?")
+logger = logging.getLogger("kda_cute")
+
+_FILE = re.compile(
+    r"(?P<entry>[^/]+\.sm_\d+[af]?\.[0-9a-f]{64})\.(?P<suffix>o|json|lock|reason)(\.[0-9a-f]+\.tmp)?"
+)
 _DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
-class Stored:
-    """An entry of the cache folder.
+class Files:
+    """The files of an entry.
 
     Attributes:
-        name: ``<kernel>.<arch>.<digest>``, the common part of the names of its files.
-        files: the names of its files.
+        name: ``<kernel>.<arch>.<digest>``, the common part of their names.
+        files: their names.
         bytes: their total size.
         used: time of the last use, to the day, in seconds since the epoch.
-        variant: the kernel, its configuration and its architecture; `name` if they cannot be read.
-        stale: why this installation cannot use the entry; None if it can.
     """
 
     name: str
     files: tuple[str, ...]
     bytes: int
     used: float
-    variant: str
-    stale: str | None
 
     @property
     def unused_days(self) -> float:
         """Days since the last use."""
         return (time.time() - self.used) / _DAY_S
+
+
+@dataclass(frozen=True)
+class Stored(Files):
+    """An entry of the cache folder.
+
+    Attributes:
+        variant: the kernel, its configuration and its architecture; `name` if they cannot be read.
+        stale: why this installation cannot use the entry; None if it can.
+    """
+
+    variant: str
+    stale: str | None
+
+
+@dataclass(frozen=True)
+class Quarantined(Files):
+    """A bad entry in the quarantine.
+
+    Attributes:
+        reason: why it was moved there.
+    """
+
+    reason: str
+
+
+FilesType = TypeVar("FilesType", bound=Files)
 
 
 def entries(path: Path) -> list[Stored]:
@@ -61,15 +90,77 @@ def entries(path: Path) -> list[Stored]:
     if not os.path.lexists(path):
         return []
     with storage.opened(path) as folder:
-        groups: dict[str, list[str]] = {}
-        for name in sorted(os.listdir(folder.descriptor)):
-            if match := _FILE.fullmatch(name):
-                groups.setdefault(match["entry"], []).append(name)
-        return [_stored(folder, name, files) for name, files in groups.items() if files != [f"{name}.lock"]]
+        return [
+            Stored(f.name, f.files, f.bytes, f.used, *_examined(folder, f.name, f.files))
+            for f in _groups(folder)
+        ]
 
 
-def remove(path: Path, chosen: Iterable[Stored]) -> tuple[list[Stored], list[Stored]]:
-    """Removes entries from a cache folder. An entry that another process compiles at the moment stays.
+def quarantined(path: Path) -> list[Quarantined]:
+    """Returns the bad entries in the quarantine of a cache folder.
+
+    Raises:
+        OSError: the quarantine cannot be read or is not trusted.
+    """
+    if not os.path.lexists(path / QUARANTINE):
+        return []
+    with storage.opened(path / QUARANTINE) as folder:
+        return [
+            Quarantined(f.name, f.files, f.bytes, f.used, _reason(folder, f.name)) for f in _groups(folder)
+        ]
+
+
+def least_recently_used(found: Sequence[FilesType], limit: int) -> list[FilesType]:
+    """Returns the entries to remove, least recently used first, so that the others have at most `limit` bytes."""
+    excess = sum(entry.bytes for entry in found) - limit
+    chosen = []
+    for entry in sorted(found, key=lambda entry: (entry.used, entry.name)):
+        if excess <= 0:
+            break
+        chosen.append(entry)
+        excess -= entry.bytes
+    return chosen
+
+
+def make_room(new: Entry, limit: int | None) -> None:
+    """Removes the least recently used entries of the folder of `new`, but not `new`, until all have at most `limit` bytes. The
+    quarantine may have the rest of the limit. Never raises: an entry that cannot be removed stays.
+
+    Args:
+        limit: bytes; None: no limit.
+    """
+    if limit is None:
+        return
+    with contextlib.suppress(OSError):
+        with storage.opened(new.folder) as folder:
+            found = _groups(folder)
+        own = sum(entry.bytes for entry in found if entry.name == new.name)
+        others = [entry for entry in found if entry.name != new.name]
+        removed, _ = remove(new.folder, least_recently_used(others, limit - own))
+        _report(new.folder, removed)
+        left = own + sum(entry.bytes for entry in others) - sum(entry.bytes for entry in removed)
+        remove(new.folder / QUARANTINE, least_recently_used(quarantined(new.folder), limit - left))
+
+
+def _report(folder: Path, removed: list[Files]) -> None:
+    if not removed:
+        return
+    logger.info("removed %d compiled kernels from %s, the least recently used ones", len(removed), folder)
+    if recent := sum(entry.unused_days < 1 for entry in removed):
+        storage.warn_once(
+            ("full", folder),
+            "%s is larger than %s=%s: %d compiled kernels were removed although they were used within a day. Raise the limit, "
+            "or kernels compile again and again.",
+            folder,
+            env.KDA_CACHE_MAXSIZE.name,
+            env.KDA_CACHE_MAXSIZE.raw(),
+            recent,
+            log=logger,
+        )
+
+
+def remove(path: Path, chosen: Iterable[FilesType]) -> tuple[list[FilesType], list[FilesType]]:
+    """Removes entries from a cache folder or a quarantine. An entry that another process compiles at the moment stays.
 
     Returns:
         The entries that were removed, and those that were not.
@@ -77,8 +168,8 @@ def remove(path: Path, chosen: Iterable[Stored]) -> tuple[list[Stored], list[Sto
     Raises:
         OSError: the folder cannot be opened or is not trusted.
     """
-    removed: list[Stored] = []
-    kept: list[Stored] = []
+    removed: list[FilesType] = []
+    kept: list[FilesType] = []
     chosen = list(chosen)
     if not chosen:
         return removed, kept
@@ -88,7 +179,7 @@ def remove(path: Path, chosen: Iterable[Stored]) -> tuple[list[Stored], list[Sto
     return removed, kept
 
 
-def _remove(folder: storage.Folder, entry: Stored) -> bool:
+def _remove(folder: storage.Folder, entry: Files) -> bool:
     """Removes an entry under its lock. The commit marker goes first: a reader sees the whole entry or none. A process that waits
     for the lock meanwhile may compile together with one that comes later; both write the same entry."""
     lock = f"{entry.name}.lock"
@@ -104,7 +195,16 @@ def _remove(folder: storage.Folder, entry: Stored) -> bool:
     return left.isdisjoint(entry.files)
 
 
-def _stored(folder: storage.Folder, name: str, files: list[str]) -> Stored:
+def _groups(folder: storage.Folder) -> list[Files]:
+    """The entries of a folder by name. A lock without other files is not an entry."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(os.listdir(folder.descriptor)):
+        if match := _FILE.fullmatch(name):
+            groups.setdefault(match["entry"], []).append(name)
+    return [_files(folder, name, files) for name, files in groups.items() if files != [f"{name}.lock"]]
+
+
+def _files(folder: storage.Folder, name: str, files: list[str]) -> Files:
     total, used = 0, 0.0
     for file in files:
         try:
@@ -115,11 +215,17 @@ def _stored(folder: storage.Folder, name: str, files: list[str]) -> Stored:
         used = max(used, status.st_mtime)
         if file.endswith(".o"):  # the only file that nothing but `Entry.read` reads
             used = max(used, status.st_atime)
-    variant, stale = _examined(folder, name, files)
-    return Stored(name, tuple(files), total, used, variant, stale)
+    return Files(name, tuple(files), total, used)
 
 
-def _examined(folder: storage.Folder, name: str, files: list[str]) -> tuple[str, str | None]:
+def _reason(folder: storage.Folder, name: str) -> str:
+    try:
+        return folder.read(f"{name}.reason", METADATA_BYTES).decode(errors="replace")
+    except OSError as error:
+        return f"unknown ({error})"
+
+
+def _examined(folder: storage.Folder, name: str, files: Sequence[str]) -> tuple[str, str | None]:
     """The variant of an entry, and why it is stale."""
     if f"{name}.json" not in files or f"{name}.o" not in files:
         return name, "incomplete"
