@@ -219,6 +219,24 @@ def compile(session: nox.Session) -> None:
     compile_kernels(session, *session.posargs)
 
 
+def first_light(session: nox.Session, arch: str) -> None:
+    """Runs tools/first_light.py; the arguments after ``--`` go to it."""
+    install_all(session)
+    session.run("python", "tools/first_light.py", "--arch", arch, *session.posargs)
+
+
+@nox.session(name="first-light-sm90")
+def first_light_sm90(session: nox.Session) -> None:
+    """A Hopper GPU: unit kernels beside the emulator, conformance, tests, sanitizer, times and constants, with a report."""
+    first_light(session, "sm_90a")
+
+
+@nox.session(name="first-light-sm100")
+def first_light_sm100(session: nox.Session) -> None:
+    """A Blackwell GPU: unit kernels beside the emulator, conformance, tests, sanitizer, times and constants, with a report."""
+    first_light(session, "sm_100a")
+
+
 # ---- releases
 
 

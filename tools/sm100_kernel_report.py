@@ -42,7 +42,10 @@ PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
             *((f"C = {C}, unbounded", IntraChunkConfig(C, unbounded=True)) for C in CHUNKS),
         ]
     },
-    "sm100-chain": {"ChainKernel": [(f"C = {C}", ChainConfig(C)) for C in CHUNKS]},
+    "sm100-chain": {
+        "ChainKernel": [(f"C = {C}", ChainConfig(C)) for C in CHUNKS],
+        "ServingChainKernel": [(f"serving, C = {C}", ChainConfig(C, serving=True)) for C in CHUNKS],
+    },
     "sm100-segments": {
         "SummaryKernel": [(f"summary, C = {C}", SummaryConfig(C)) for C in CHUNKS],
         "MergeKernel": [(f"merge, {columns} columns", columns) for columns in (8, 16)],
@@ -71,7 +74,14 @@ PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
 }
 
 #: Kernels without a table of clocks: `sm100_chain_model` predicts those of a chain, and calls over states are bound by HBM.
-UNTIMED = ("ChainKernel", "SummaryKernel", "DecodeKernel", "JournalKernel", "VerifyKernel")
+UNTIMED = (
+    "ChainKernel",
+    "ServingChainKernel",
+    "SummaryKernel",
+    "DecodeKernel",
+    "JournalKernel",
+    "VerifyKernel",
+)
 
 #: Names of loops, by the prefix of an instruction that a loop contains. The first entry that matches counts.
 LOOPS = {

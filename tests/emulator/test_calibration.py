@@ -1,11 +1,14 @@
 """The emulator against recorded outputs of an H200 (`calibrate.py`), and the recorder with the emulator in place of the GPU."""
 
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
-from helpers.emulator import calibrate
+from helpers.emulator import calibrate, ptx
 from helpers.emulator.cases import CASES, TO_BE_RECORDED, Bits
+
+from kda_cute.jit.ptxas import ptxas_path
 
 PAGE = calibrate.WRITTEN.read_text().splitlines()
 
@@ -29,6 +32,22 @@ def test_the_emulator_matches_recorded_gpu_outputs(name):
     else:  # the figures of the row are those of the machine that wrote the page
         (row,) = (line for line in PAGE if line.startswith(f"| {case.name} | {case.group} |"))
         assert row.endswith(f" | {case.limit} |") and "not allowed" not in row
+
+
+def test_ptxas_accepts_the_cases_that_no_gpu_has_executed(tmp_path, monkeypatch):
+    """The first Blackwell GPU must not be the first to read them."""
+    texts: dict[str, str] = {}
+    monkeypatch.setattr(ptx, "target", "sm_100a")
+    monkeypatch.setattr(ptx, "execute", lambda text, *arguments, **options: texts.setdefault(text, name))
+    for name in TO_BE_RECORDED:
+        CASES[name].run()
+    assert len(texts) > 20
+    for number, (text, name) in enumerate(texts.items()):
+        path = tmp_path / f"{number}.ptx"
+        path.write_text(text)
+        command = [str(ptxas_path()), "-arch", "sm_100a", str(path), "-o", str(tmp_path / "code")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{name}: {done.stderr}"
 
 
 def test_the_page_lists_all_cases_and_recordings():

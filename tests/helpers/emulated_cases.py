@@ -40,7 +40,7 @@ def emulated_runner(backend, arch, record_property, **options):
         yield runner
 
 
-class EmulatedCases:
+class EmulatedBackend:
     """Base of a test class for one backend.
 
     Attributes:
@@ -57,6 +57,10 @@ class EmulatedCases:
     def kda(self, record_property):
         with emulated_runner(self.backend, self.arch, record_property, **self.options) as runner:
             yield runner
+
+
+class EmulatedCases(EmulatedBackend):
+    """The reduced set."""
 
     @pytest.mark.parametrize("T", (1, 70))
     def test_base(self, kda, T):

@@ -57,9 +57,7 @@ def problem_shape(
     )  # fmt: skip
 
 
-POOL = PoolShape(BF16, torch.int32, writes=True)
-
-#: Calls that no GPU backend serves: (changes of `problem_shape`, words of the refusal). For those over a pool core copies the states.
+#: Calls that no GPU backend serves: (changes of `problem_shape`, words of the refusal).
 NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"K": 64}, "K=64, V=128; serves K=128, V=128"),
     ({"V": 256}, "K=128, V=256; serves K=128, V=128"),
@@ -67,12 +65,6 @@ NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"g": torch.float16}, "g: expected torch.bfloat16 or torch.float32, got torch.float16"),
     ({"beta": torch.float64}, "beta: expected torch.bfloat16 or torch.float32, got torch.float64"),
     ({"B": 2**20, "T": 2**20}, "below 2^31"),
-)
-
-#: The same for a backend that reads pools in decoding alone.
-POOLS_NOT_BUILT: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"pool": POOL}, "a pool of states"),
-    ({"pool": POOL, "T": 0, "recurrent": True}, "a pool of states"),
 )
 
 #: Changes of `problem_shape`: the caller passes log decays, without a bound.

@@ -1,11 +1,13 @@
 """The launch configuration of a shape, and the variants that ``python -m kda_core precompile`` compiles."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers.support import FREE, NOT_BUILT, POOLS_NOT_BUILT, problem_shape, refused
+from helpers.support import FREE, NOT_BUILT, problem_shape, refused
 
+from kda_core.contract import PoolShape
 from kda_cute.jit.key import Variant
 from kda_sm100 import layouts
 from kda_sm100.config import ARCHS, ChainConfig, IntraChunkConfig, SummaryConfig
@@ -15,7 +17,7 @@ from kda_sm100.variants import CHAIN, INTRA_CHUNK, SAMPLE, SUMMARY
 shape = functools.partial(problem_shape, (10, 0))
 
 
-@pytest.mark.parametrize(("change", "reason"), (*NOT_BUILT, *POOLS_NOT_BUILT))
+@pytest.mark.parametrize(("change", "reason"), NOT_BUILT)
 def test_unsupported_shapes_are_refused_with_a_reason(change, reason):
     assert refused("sm100", shape()) is None
     assert reason in refused("sm100", shape(**change))
@@ -53,8 +55,12 @@ def test_precompiled_variants_serve_every_call(gate):
             {"return_intermediate_states": True},
             {"return_intermediate_states": True, "chunk_size": 32},
         ):
-            chosen = launch_config(shape(g=dtype, **gate, **states))
-            assert chosen.intra_chunk in INTRA_CHUNK and chosen.chain in CHAIN and chosen.summary in SUMMARY
+            call = shape(g=dtype, **gate, **states)
+            for pool in (None, PoolShape(torch.float32, torch.int32, True)):
+                chosen = launch_config(replace(call, pool=pool), strided=pool is None)
+                assert (
+                    chosen.intra_chunk in INTRA_CHUNK and chosen.chain in CHAIN and chosen.summary in SUMMARY
+                )
 
 
 def test_precompile_builds_each_variant_once():

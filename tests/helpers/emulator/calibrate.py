@@ -85,17 +85,17 @@ def outputs(case: Case) -> dict[str, np.ndarray]:
 # ---- recording
 
 
-def use_gpu() -> None:
-    """Execute PTX and encode tensor maps by the driver from now on."""
+def use_gpu(arch: str) -> None:
+    """Execute PTX for this architecture, and encode tensor maps, by the driver from now on."""
     from helpers.emulator import gpu
 
-    ptx.execute, tensor_maps.encode, ptx.images = gpu.run, gpu.encode, {}
+    ptx.execute, tensor_maps.encode, ptx.images, ptx.target = gpu.run, gpu.encode, {}, arch
 
 
-def serve(connection: Any, on_gpu: bool) -> None:
+def serve(connection: Any, gpu_arch: str | None) -> None:
     """Main function of a worker process: runs cases by name, until None. A failing case does not affect the others."""
-    if on_gpu:
-        use_gpu()
+    if gpu_arch is not None:
+        use_gpu(gpu_arch)
     while (name := connection.recv()) is not None:
         try:
             connection.send((outputs(CASES[name]), None))
@@ -106,15 +106,15 @@ def serve(connection: Any, on_gpu: bool) -> None:
 class Worker:
     """A worker process that runs `serve`. A failure or timeout replaces the process, because errors of a GPU are sticky."""
 
-    def __init__(self, on_gpu: bool) -> None:
-        self.on_gpu, self.process = on_gpu, None
+    def __init__(self, gpu_arch: str | None) -> None:
+        self.gpu_arch, self.process = gpu_arch, None
 
     def run(self, name: str) -> tuple[dict[str, np.ndarray] | None, str | None]:
         """The outputs of a case and None, or None and the error."""
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.connection, other = context.Pipe()
-            self.process = context.Process(target=serve, args=(other, self.on_gpu), daemon=True)
+            self.process = context.Process(target=serve, args=(other, self.gpu_arch), daemon=True)
             self.process.start()
             other.close()
         try:
@@ -155,11 +155,13 @@ def about(on_gpu: bool) -> dict[str, str]:
     return found
 
 
-def record(folder: Path, names: list[str], on_gpu: bool = True, jobs: int = 1) -> dict[str, str]:
-    """Write the fixtures of the named cases into ``folder``. Returns the errors of the cases that failed."""
+def record(
+    folder: Path, names: list[str], on_gpu: bool = True, jobs: int = 1, arch: str = "sm_90a"
+) -> dict[str, str]:
+    """Write the fixtures of the named cases into ``folder``. ``arch``: of the GPU. Returns the errors of the cases that failed."""
     start, errors = time.monotonic(), {}
     idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-    workers = [Worker(on_gpu) for _ in range(jobs)]
+    workers = [Worker(arch if on_gpu else None) for _ in range(jobs)]
     for worker in workers:
         idle.put(worker)
 
@@ -409,19 +411,26 @@ def main(arguments: list[str] | None = None) -> int:
     reporting = commands.add_parser("report", help="compare the emulator with the fixtures")
     reporting.add_argument("--write", action="store_true", help=f"write {WRITTEN.name}, with all cases")
     for one in (recording, reporting):
+        one.add_argument(
+            "--arch",
+            default="",
+            help="only cases that this architecture can run, such as sm_100a (record: sm_90a)",
+        )
         one.add_argument("names", nargs="*", help="parts of the names of cases (all cases)")
         one.add_argument("--fixtures", type=Path, default=FIXTURES, help="folder of the fixture files")
     options = parser.parse_args(arguments)
     names = [name for name in CASES if not options.names or any(part in name for part in options.names)]
+    if arch := options.arch or ("sm_90a" if options.command == "record" else ""):
+        names = [name for name in names if CASES[name].runs_on(arch)]
     if options.command == "record" and options.missing:
         names = [name for name in names if not recorded(CASES[name], options.fixtures)]
     if not names:
         parser.error("no case matches")
     if options.command == "record":
-        errors = record(options.fixtures, names, not options.emulate, options.jobs)
+        errors = record(options.fixtures, names, not options.emulate, options.jobs, arch)
         return 1 if errors else 0
-    if options.write and options.names:
-        parser.error("--write needs all cases: pass no names")
+    if options.write and (options.names or options.arch):
+        parser.error("--write needs all cases: pass no names and no --arch")
     table, good = report(names, options.fixtures)
     page = f"{PAGE}{machines(options.fixtures)}\n\n## Cases\n\n{table}\n"
     if options.write:

@@ -12,6 +12,9 @@ import ptx_emulator
 #: Executes PTX: the emulator, or `gpu.run` while fixtures are recorded.
 execute: Callable[..., int] = ptx_emulator.run
 
+#: Target of the texts. The emulator ignores it.
+target = "sm_90a"
+
 #: Machine code that the DSL compiled, by PTX text. A GPU executes it instead of the output of its driver's assembler, which is of
 #: another version. None on the emulator, which needs no machine code.
 images: dict[str, bytes] | None = None
@@ -28,7 +31,7 @@ def kernel(body: str, parameters: int = 2) -> str:
     head = ", ".join(f".param .u64 {name}" for name in names)
     return f"""
 .version 9.0
-.target sm_90a
+.target {target}
 .address_size 64
 .extern .shared .align 1024 .b8 shared_bytes[];
 .visible .entry test({head})

@@ -29,9 +29,25 @@ Importing this module imports neither torch nor the DSL.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NewType, TypeVar, get_type_hints
 
 Struct = TypeVar("Struct", bound=tuple)
+
+#: A global memory address; 0 for an absent tensor. On the device a 64-bit integer.
+Address = NewType("Address", int)
+
+#: A 64-bit number.
+Long = NewType("Long", int)
+
+
+def device_struct(name: str, *declared: type[tuple]) -> type[tuple]:
+    """Returns a ``NamedTuple`` of DSL scalars with the fields of some ``NamedTuple`` classes, whose types are `Address`, `Long`, ``int``
+    (32 bits) and ``float`` (fp32), or DSL scalars already."""
+    from cutlass import Float32, Int32, Int64
+
+    types = {Address: Int64, Long: Int64, int: Int32, float: Float32}
+    fields = [field for struct in declared for field in get_type_hints(struct).items()]
+    return NamedTuple(name, [(field, types.get(kind, kind)) for field, kind in fields])  # type: ignore[misc]
 
 
 def address(tensor: Any) -> int:

@@ -26,17 +26,14 @@ PER_TOKEN = ("q", "k", "v", "g", "beta")
 DTYPES: dict[torch.dtype, GateDtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-def refusal(shape: ProblemShape, *, prefills_pools: bool = False) -> str | None:
+def refusal(shape: ProblemShape) -> str | None:
     """Returns why no kernel serves this shape, or None if one does. dtype and head dimensions are declared in the backend's
-    spec, so that kda-core checks them. ``prefills_pools``: whether the backend serves pools in all calls, not only in decoding."""
+    spec, so that kda-core checks them."""
     for name, dtype in (("g", shape.g_dtype), ("beta", shape.beta_dtype)):
         if dtype not in DTYPES:
             return f"{name}: expected torch.bfloat16 or torch.float32, got {dtype}"
     if (items := (shape.B * shape.T + 64 * shape.N) * shape.HV) >= 2**31:
         return f"too large: (B*T + 64*N)*HV must be below 2^31, got {items}"
-    serves_pools = prefills_pools or shape.journal is not None or (shape.options.recurrent and shape.T > 0)
-    if shape.pool is not None and not serves_pools:
-        return "a pool of states: read by fused_recurrent_kda with at least one token, by no other call"
     return None
 
 
@@ -48,8 +45,8 @@ def gate_of(shape: ProblemShape) -> Gate:
 
 
 def dense(inputs: KdaInputs) -> KdaInputs:
-    """Returns a call with contiguous and aligned q, k, v, g and beta, as all kernels but that of decoding need them. A backend that
-    declares `Feature.STRIDED` for decoding receives strided tensors in all calls."""
+    """Returns a call with contiguous and aligned q, k, v, g and beta, as kernels need them that are no variants for strided inputs. A
+    backend that declares `Feature.STRIDED` receives strided tensors in all calls."""
     return _changed(inputs, aligned)
 
 

@@ -18,8 +18,9 @@ from kda_core.contract import KdaInputs, KdaJournal, KdaOutputs, KdaPool, Proble
 from kda_cute import arch_of_capability, arch_of_device, get_kernel
 from kda_cute.arguments import address
 from kda_cute.decode import make_decode
-from kda_cute.host import dense, merge_segments, pass_states, refusal
+from kda_cute.host import dense, is_strided, merge_segments, pass_states, refusal, with_token_strides
 from kda_cute.journal import make_journal
+from kda_cute.pools import pitch_arguments, pool_arguments
 from kda_sm100.config import ARCHS, SMS
 from kda_sm100.launch_config import launch_config
 
@@ -44,10 +45,11 @@ class Sm100Backend:
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         if inputs.shape.T == 0:
             return pass_states(inputs, outputs)
-        inputs = dense(inputs)
+        strided = is_strided(inputs)
+        inputs = with_token_strides(inputs) if strided else dense(inputs)
         with device_of(inputs.q):
-            intra_chunk, chain = launches_of(inputs.shape)
-            intra_chunk(inputs, outputs.workspace)
+            intra_chunk, chain = launches_of(inputs.shape, strided)
+            intra_chunk(inputs, outputs)
             chain(inputs, outputs)
         return outputs
 
@@ -88,7 +90,7 @@ class Sm100Backend:
         outputs = KdaOutputs(inputs.v, exits, None, workspace)  # the summary kernel writes no o
         with device_of(inputs.q):
             intra_chunk, summary = summary_launches_of(inputs.shape)
-            intra_chunk(inputs, workspace)
+            intra_chunk(inputs, outputs)
             summary(inputs, outputs, transitions)
 
     def merge_segments(self, initial: Tensor, exits: Tensor, transitions: Tensor, bounds: Tensor) -> None:
@@ -119,13 +121,15 @@ class IntraChunkLaunch(NamedTuple):
         kernel: the compiled kernel.
         arguments: makes the kernel's argument struct from the addresses of a call. It already has the arguments that the
             shape determines.
+        strided: whether the kernel is a variant for strided inputs.
     """
 
     kernel: Callable[..., Any]
     arguments: Callable[..., tuple[float, ...]]
+    strided: bool
 
-    def __call__(self, inputs: KdaInputs, workspace: Tensor | None) -> None:
-        """Launches on the current device and stream."""
+    def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
+        """Launches on the current device and stream. The records go to the workspace of the outputs."""
         arguments = self.arguments(
             q=inputs.q.data_ptr(),
             k=inputs.k.data_ptr(),
@@ -135,9 +139,10 @@ class IntraChunkLaunch(NamedTuple):
             a_log=address(inputs.A_log),
             dt_bias=address(inputs.dt_bias),
             offsets=address(inputs.cu_seqlens),
-            workspace=address(workspace),
+            workspace=address(outputs.workspace),
         )
-        self.kernel(inputs.q, *arguments)
+        # o names the device and the stream, because it is contiguous in any call
+        self.kernel(outputs.o, *arguments, *(pitch_arguments(inputs) if self.strided else ()))
 
 
 class ChainLaunch(NamedTuple):
@@ -146,10 +151,12 @@ class ChainLaunch(NamedTuple):
     Attributes:
         kernel: the compiled kernel.
         arguments: as in `IntraChunkLaunch`.
+        serving: whether the kernel is a variant for pools.
     """
 
     kernel: Callable[..., Any]
     arguments: Callable[..., tuple[float, ...]]
+    serving: bool = False
 
     def __call__(self, inputs: KdaInputs, outputs: KdaOutputs, transitions: Tensor | None = None) -> None:
         """Launches on the current device and stream."""
@@ -164,18 +171,21 @@ class ChainLaunch(NamedTuple):
             workspace=address(outputs.workspace),
             state_count=0 if states is None else states.shape[0] * states.shape[1],
         )
-        self.kernel(outputs.o, *arguments)
+        self.kernel(outputs.o, *arguments, *(pool_arguments(inputs, outputs) if self.serving else ()))
 
 
 @functools.lru_cache(maxsize=1024)
-def launches_of(shape: ProblemShape) -> tuple[IntraChunkLaunch, ChainLaunch]:
+def launches_of(shape: ProblemShape, strided: bool = False) -> tuple[IntraChunkLaunch, ChainLaunch]:
     """Returns the launches for a shape. Compiles their kernels on first use.
 
-    The cache holds the last 1024 results.
+    ``strided``: whether q, k, v, g or beta is not contiguous. The cache holds the last 1024 results.
     """
     from kda_sm100.kernels.chain import ChainKernel
+    from kda_sm100.kernels.serving import ServingChainKernel
 
-    return _intra_chunk_launch(shape), _chain_launch(shape, ChainKernel, launch_config(shape).chain)
+    config = launch_config(shape).chain
+    chain = _chain_launch(shape, ServingChainKernel if config.serving else ChainKernel, config)
+    return _intra_chunk_launch(shape, strided), chain._replace(serving=config.serving)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -186,7 +196,7 @@ def summary_launches_of(shape: ProblemShape) -> tuple[IntraChunkLaunch, ChainLau
     return _intra_chunk_launch(shape), _chain_launch(shape, SummaryKernel, launch_config(shape).summary)
 
 
-def _intra_chunk_launch(shape: ProblemShape) -> IntraChunkLaunch:
+def _intra_chunk_launch(shape: ProblemShape, strided: bool = False) -> IntraChunkLaunch:
     from kda_sm100.kernels.intra_chunk import IntraChunkArguments, IntraChunkKernel
 
     options = shape.options
@@ -203,8 +213,8 @@ def _intra_chunk_launch(shape: ProblemShape) -> IntraChunkLaunch:
         lower_bound=options.lower_bound or 0.0,
         beta_factor=(2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid_in_kernel else 0.0,
     )
-    kernel = get_kernel(IntraChunkKernel, launch_config(shape).intra_chunk, _arch_of(shape))
-    return IntraChunkLaunch(kernel, arguments)
+    kernel = get_kernel(IntraChunkKernel, launch_config(shape, strided).intra_chunk, _arch_of(shape))
+    return IntraChunkLaunch(kernel, arguments, strided)
 
 
 def _chain_launch(shape: ProblemShape, kernel: type, config: object) -> ChainLaunch:

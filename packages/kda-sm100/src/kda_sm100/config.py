@@ -43,6 +43,7 @@ class IntraChunkConfig:
         unbounded: whether log decays may lie below -5, so that the warps vote on split factors. False is the caller's
             promise that none does.
         gate_dtype: dtype of g.
+        strided: whether the tokens of q, k, v, g and beta may be at any distance.
 
     Raises:
         ValueError: the variant does not exist.
@@ -52,6 +53,7 @@ class IntraChunkConfig:
     gate: Gate = "bounded"
     unbounded: bool = False
     gate_dtype: GateDtype = "bfloat16"
+    strided: bool = False
 
     def __post_init__(self) -> None:
         _check_chunk(self.chunk)
@@ -66,6 +68,7 @@ class ChainConfig:
     Attributes:
         chunk: tokens per chunk, one of `CHUNKS`; the records must have the same chunk size.
         states: whether the kernel writes the bf16 states at the start of chunks.
+        serving: whether states may be in the slots of a pool, with checkpoints. The kernel is then `kernels.serving`.
 
     Raises:
         ValueError: the variant does not exist.
@@ -73,6 +76,7 @@ class ChainConfig:
 
     chunk: int = 64
     states: bool = False
+    serving: bool = False
 
     def __post_init__(self) -> None:
         _check_chunk(self.chunk)

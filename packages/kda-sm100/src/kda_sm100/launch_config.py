@@ -47,8 +47,9 @@ class LaunchConfig:
 
 
 @lru_cache(maxsize=1024)
-def launch_config(shape: ProblemShape) -> LaunchConfig:
-    """Returns the launch configuration of a shape that `kda_cute.host.refusal` accepts.
+def launch_config(shape: ProblemShape, strided: bool = False) -> LaunchConfig:
+    """Returns the launch configuration of a shape that `kda_cute.host.refusal` accepts. ``strided``: whether q, k, v, g or beta is not
+    contiguous.
 
     The variants do not depend on the batch, so a pinned call needs no configuration of its own. The cache holds the last
     1024 results.
@@ -58,7 +59,12 @@ def launch_config(shape: ProblemShape) -> LaunchConfig:
     # Take the longest chunk: a chunk of any length costs four round trips between tensor memory and registers.
     chunk = next(C for C in CHUNKS if states % C == 0)
     intra_chunk = IntraChunkConfig(
-        chunk, gate_of(shape), unbounded=not options.bounded_gate, gate_dtype=DTYPES[shape.g_dtype]
+        chunk,
+        gate_of(shape),
+        unbounded=not options.bounded_gate,
+        gate_dtype=DTYPES[shape.g_dtype],
+        strided=strided,
     )
     slots = layouts.slot_count(shape.B, shape.T, chunk, shape.N if shape.varlen else None)
-    return LaunchConfig(intra_chunk, ChainConfig(chunk, states > 0), slots * shape.HV)
+    chain = ChainConfig(chunk, states > 0, serving=shape.pool is not None)
+    return LaunchConfig(intra_chunk, chain, slots * shape.HV)

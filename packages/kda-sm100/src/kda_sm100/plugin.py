@@ -30,6 +30,7 @@ SPEC = BackendSpec(
             "bf16_pool",
             "token_states",
             "strided",
+            "checkpoints",
             "journal",
             "segment_summary",
         }

@@ -1,6 +1,7 @@
 """The variants of the kernels: all of them, and the sample that the tests and ``nox -s compile`` compile without a GPU.
 
-The sample has each form of the gate at each chunk size and alternates the dtype of g. It has every variant of the other kernels.
+The sample has each form of the gate at each chunk size and alternates the dtype of g; it has one variant for strided inputs at each chunk
+size. It has every variant of the other kernels.
 """
 
 from __future__ import annotations
@@ -22,20 +23,26 @@ GATES: tuple[dict[str, Any], ...] = (
 )
 
 INTRA_CHUNK = tuple(
-    IntraChunkConfig(chunk, gate_dtype=dtype, **gate)
-    for chunk, gate, dtype in product(CHUNKS, GATES, ("bfloat16", "float32"))
+    IntraChunkConfig(chunk, gate_dtype=dtype, strided=strided, **gate)
+    for chunk, gate, dtype, strided in product(CHUNKS, GATES, ("bfloat16", "float32"), (False, True))
 )
 
-CHAIN = tuple(ChainConfig(chunk, states) for chunk, states in product(CHUNKS, (False, True)))
+CHAIN = tuple(
+    ChainConfig(chunk, states, serving)
+    for chunk, states, serving in product(CHUNKS, (False, True), (False, True))
+)
 
 SUMMARY = tuple(SummaryConfig(chunk) for chunk in CHUNKS)
 
 #: Used by `kda_sm100.stages` only; `chunk_kda` needs no output kernel.
 OUTPUT = tuple(OutputConfig(chunk) for chunk in CHUNKS)
 
-SAMPLE = tuple(
-    IntraChunkConfig(chunk, gate_dtype=("bfloat16", "float32")[i % 2], **gate)
-    for i, (chunk, gate) in enumerate(product(CHUNKS, GATES))
+SAMPLE = (
+    *(
+        IntraChunkConfig(chunk, gate_dtype=("bfloat16", "float32")[i % 2], **gate)
+        for i, (chunk, gate) in enumerate(product(CHUNKS, GATES))
+    ),
+    *(IntraChunkConfig(chunk, strided=True) for chunk in CHUNKS),
 )
 
 
@@ -62,10 +69,11 @@ def _of(configs: tuple[IntraChunkConfig, ...]) -> list[tuple[type, object]]:
     from kda_cute.device.verify import VerifyKernel
     from kda_sm100.kernels.chain import ChainKernel
     from kda_sm100.kernels.intra_chunk import IntraChunkKernel
+    from kda_sm100.kernels.serving import ServingChainKernel
     from kda_sm100.kernels.summary import SummaryKernel
 
     pairs: list[tuple[type, object]] = [(IntraChunkKernel, config) for config in configs]
-    pairs += [(ChainKernel, config) for config in CHAIN]
+    pairs += [(ServingChainKernel if config.serving else ChainKernel, config) for config in CHAIN]
     pairs += [(SummaryKernel, config) for config in SUMMARY]
     pairs += [(DecodeKernel, config) for config in DECODES]
     pairs += [(JournalKernel, config) for config in JOURNALS]

@@ -21,7 +21,7 @@ class Sm90Backend:
     """Implements `kda_core.backend.Backend`. It has no state of its own: the process shares the compiled kernels."""
 
     def can_run(self, shape: ProblemShape) -> str | None:
-        return refusal(shape, prefills_pools=True)
+        return refusal(shape)
 
     def workspace_bytes(self, shape: ProblemShape) -> int:
         return workspace_bytes(shape, sm_count())

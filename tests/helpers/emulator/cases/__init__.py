@@ -19,6 +19,7 @@ from helpers.emulator.cases import atomics
 from helpers.emulator.cases import addresses
 from helpers.emulator.cases import mma
 from helpers.emulator.cases import wgmma
+from helpers.emulator.cases import tcgen05
 from helpers.emulator.cases import tensor_maps
 from helpers.emulator.cases import async_copies
 from helpers.emulator.cases import gemm
@@ -28,5 +29,5 @@ from helpers.emulator.cases.registry import CASES, TO_BE_RECORDED, Bits, Case, L
 
 __all__ = [
     "CASES", "TO_BE_RECORDED", "Bits", "Case", "Limit", "Near", "Norm", "addresses", "approximations", "arithmetic",
-    "async_copies", "atomics", "clusters", "conversions", "gemm", "lanes", "mma", "prefill", "tensor_maps", "wgmma",
+    "async_copies", "atomics", "clusters", "conversions", "gemm", "lanes", "mma", "prefill", "tcgen05", "tensor_maps", "wgmma",
 ]  # fmt: skip

@@ -44,5 +44,5 @@ def gemm(rows: int, whole: bool) -> Outputs:
 
 for rows in (64, 50):
     name = f"product of {rows} rows by tensor maps"
-    add("matrices", name, partial(gemm, rows, whole=False))
-    add("matrices", f"{name}, of integers", partial(gemm, rows, whole=True))
+    add("matrices", name, partial(gemm, rows, whole=False), arch="sm_90a")
+    add("matrices", f"{name}, of integers", partial(gemm, rows, whole=True), arch="sm_90a")

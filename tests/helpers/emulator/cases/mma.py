@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from helpers.emulator.cases.inputs import random
-from helpers.emulator.cases.registry import Outputs, add
+from helpers.emulator.cases.registry import TO_BE_RECORDED, Outputs, add
 from helpers.emulator.ptx import run
+from helpers.emulator.sums import SUMS, factors
 
 
 def mma(shape: str, d: str, kind: str, whole: bool, special: bool = False) -> Outputs:
@@ -57,3 +58,29 @@ for shape, d, kind in (
     add("matrices", name, partial(mma, shape, d, kind, whole=False))
     special = partial(mma, shape, d, kind, whole=True, special=True)
     add("matrices", f"{name} of integers, infinities and NaN", special)
+
+
+def sums() -> Outputs:
+    """One mma.sync for each tile of 16 by 8 of D, whose products differ widely in size (`helpers.emulator.sums`)."""
+    a, b = factors()
+    out = torch.zeros(len(a), len(b))
+    run(
+        f"""
+        mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ctaid.y; shr.u32 %r3, %r0, 2; and.b32 %r4, %r0, 3; shl.b32 %r5, %r4, 2;
+        mad.lo.s32 %r6, %r1, 16, %r3; mad.lo.s32 %r7, %r6, 32, %r5; mul.wide.s32 %q20, %r7, 1; add.s64 %q20, %q20, %q0;
+        ld.global.b32 %r10, [%q20]; ld.global.b32 %r11, [%q20+256]; ld.global.b32 %r12, [%q20+16]; ld.global.b32 %r13, [%q20+272];
+        mad.lo.s32 %r8, %r2, 8, %r3; mad.lo.s32 %r8, %r8, 32, %r5; mul.wide.s32 %q21, %r8, 1; add.s64 %q21, %q21, %q1;
+        ld.global.b32 %r14, [%q21]; ld.global.b32 %r15, [%q21+16]; mov.b32 %r16, 0;
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{%r20, %r21, %r22, %r23}}, {{%r10, %r11, %r12, %r13}},
+            {{%r14, %r15}}, {{%r16, %r16, %r16, %r16}};
+        mad.lo.s32 %r9, %r6, {len(b)}, 0; mad.lo.s32 %r9, %r2, 8, %r9; mad.lo.s32 %r9, %r4, 2, %r9; mul.wide.s32 %q22, %r9, 4;
+        add.s64 %q22, %q22, %q2; st.global.b32 [%q22], %r20; st.global.b32 [%q22+4], %r21;
+        st.global.b32 [%q22+{32 * len(b)}], %r22; st.global.b32 [%q22+{32 * len(b) + 4}], %r23;
+        """,
+        a, b, out, grid=(len(a) // 16, len(b) // 8),
+    )  # fmt: skip
+    return {"d": out}
+
+
+add("matrices", f"mma.m16n8k16.f32.bf16, {SUMS}", sums)
+TO_BE_RECORDED.add(f"matrices/mma.m16n8k16.f32.bf16, {SUMS}")

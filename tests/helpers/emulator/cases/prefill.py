@@ -45,7 +45,7 @@ for name, arguments, options in (
 ):  # fmt: skip
     _, _, chunk, warpgroups = arguments
     title = f"prefill chunk {chunk}, {warpgroups} warpgroup{'s' * (warpgroups > 1)}, {name}"
-    add("prefill", title, partial(kda, *arguments, **options), PREFILL)
+    add("prefill", title, partial(kda, *arguments, **options), PREFILL, arch="sm_90a")
 
 
 def segments(chunk: int, v_first: bool) -> Outputs:
@@ -57,7 +57,7 @@ def segments(chunk: int, v_first: bool) -> Outputs:
 
 for chunk, v_first in ((64, False), (32, True)):
     title = f"prefill chunk {chunk}, in segments{', V-first states' * v_first}"
-    add("prefill", title, partial(segments, chunk, v_first), PREFILL)
+    add("prefill", title, partial(segments, chunk, v_first), PREFILL, arch="sm_90a")
 
 
 def merged() -> Outputs:
@@ -70,4 +70,4 @@ def merged() -> Outputs:
     return {"starts": starts}
 
 
-add("prefill", "merge of segments", merged)
+add("prefill", "merge of segments", merged, arch="sm_90a")

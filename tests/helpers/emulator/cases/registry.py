@@ -48,12 +48,18 @@ Limit = Bits | Near | Norm
 
 @dataclass(frozen=True)
 class Case:
-    """``run`` returns the outputs by name. The fixtures of a ``group`` share one file."""
+    """``run`` returns the outputs by name. The fixtures of a ``group`` share one file. ``arch``: the only architecture that has the
+    instructions of the case; None: every one from sm_90a on."""
 
     group: str
     name: str
     run: Callable[[], Outputs]
     limit: Limit = Bits()
+    arch: str | None = None
+
+    def runs_on(self, arch: str) -> bool:
+        """Whether a GPU of this architecture has the instructions of the case."""
+        return self.arch is None or self.arch == arch
 
 
 #: All cases by "group/name".
@@ -63,11 +69,17 @@ CASES: dict[str, Case] = {}
 TO_BE_RECORDED: set[str] = set()
 
 
-def add(group: str, name: str, function: Callable[[], Outputs], limit: Limit = Bits()) -> None:
+def add(
+    group: str,
+    name: str,
+    function: Callable[[], Outputs],
+    limit: Limit = Bits(),
+    arch: str | None = None,
+) -> None:
     """Register a case. Its name must be new in its group."""
     key = f"{group}/{name}"
     assert key not in CASES, key
-    CASES[key] = Case(group, name, function, limit)
+    CASES[key] = Case(group, name, function, limit, arch)
 
 
 def instruction(group: str, text: str, result: str, *operands: np.ndarray, limit: Limit = Bits()) -> None:

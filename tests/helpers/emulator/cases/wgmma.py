@@ -12,6 +12,8 @@ from helpers.emulator.cases.inputs import matrix
 from helpers.emulator.cases.registry import Outputs, add
 from helpers.emulator.ptx import run
 
+hopper = partial(add, arch="sm_90a")
+
 
 def multiplied(
     n: int, kind: str, d: str, *, mode: int = 1, mn_major: bool = False, whole: bool = False, shared_a: bool = False,
@@ -62,16 +64,16 @@ TYPES = (("bf16", "f32"), ("f16", "f32"), ("f16", "f16"), ("tf32", "f32"))
 for kind, d in TYPES:
     for n in (8, 24, 64, 128, 256):
         name = f"wgmma.m64n{n}.{d}.{kind} RS"
-        add("matrices", f"{name} of integers", partial(multiplied, n, kind, d, whole=True))
-        add("matrices", name, partial(multiplied, n, kind, d))
+        hopper("matrices", f"{name} of integers", partial(multiplied, n, kind, d, whole=True))
+        hopper("matrices", name, partial(multiplied, n, kind, d))
     name = f"wgmma.m64n64.{d}.{kind} SS"
-    add("matrices", name, partial(multiplied, 64, kind, d, shared_a=True))
-    add("matrices", f"{name} of integers", partial(multiplied, 64, kind, d, shared_a=True, whole=True))
+    hopper("matrices", name, partial(multiplied, 64, kind, d, shared_a=True))
+    hopper("matrices", f"{name} of integers", partial(multiplied, 64, kind, d, shared_a=True, whole=True))
 
 bf16 = partial(multiplied, 64, "bf16", "f32", whole=True)
 for mode, mn_major in itertools.product(wgmma.WIDTHS, (False, True)):
     name = f"wgmma.m64n64.f32.bf16, B {'MN' if mn_major else 'K'}-major, rows of {wgmma.WIDTHS[mode]} bytes"
-    add("matrices", name, partial(bf16, mode=mode, mn_major=mn_major))
-add("matrices", "wgmma.m64n64.f32.bf16, A MN-major", partial(bf16, shared_a=True, a_mn_major=True))
-add("matrices", "wgmma.m64n64.f32.bf16, A negated", partial(bf16, factors=(-1, 1)))
-add("matrices", "wgmma.m64n64.f32.bf16, no D", partial(bf16, accumulates=False))
+    hopper("matrices", name, partial(bf16, mode=mode, mn_major=mn_major))
+hopper("matrices", "wgmma.m64n64.f32.bf16, A MN-major", partial(bf16, shared_a=True, a_mn_major=True))
+hopper("matrices", "wgmma.m64n64.f32.bf16, A negated", partial(bf16, factors=(-1, 1)))
+hopper("matrices", "wgmma.m64n64.f32.bf16, no D", partial(bf16, accumulates=False))

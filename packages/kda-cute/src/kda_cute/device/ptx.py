@@ -368,23 +368,30 @@ def load_global_words(address: Int64, count: int, valid, *, loc=None, ip=None) -
 
 
 @dsl_user_op
-def load_global_streaming(address: Int64, valid, *, loc=None, ip=None) -> Float32:
-    """Loads one fp32 that is used once, and that this thread may overwrite; zero unless ``valid``."""
+def load_global_streaming(address: Int64, valid, kind=Float32, *, loc=None, ip=None):
+    """Loads one 32-bit value that is used once, and that this thread may overwrite; zero unless ``valid``."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.cs.b32 $0, [$1]; }"
-    return inline_ptx(text, [Float32], [address, Int32(valid)], True, loc, ip)[0]
+    return inline_ptx(text, [kind], [address, Int32(valid)], True, loc, ip)[0]
+
+
+def load_global_streaming_x4(address: Int64, valid, kind=Float32) -> list:
+    """`load_global_streaming_words` of four 32-bit values."""
+    return load_global_streaming_words(address, 4, valid, kind)
 
 
 @dsl_user_op
-def load_global_streaming_x4(address: Int64, valid, kind=Float32, *, loc=None, ip=None) -> list:
-    """Loads four 32-bit values, aligned to 16 bytes, that are used once, and that this thread may overwrite; zeros unless
+def load_global_streaming_words(
+    address: Int64, count: int, valid, kind=Float32, *, loc=None, ip=None
+) -> list:
+    """Loads 2 or 4 32-bit values, aligned to their size, that are used once, and that this thread may overwrite; zeros unless
     ``valid``."""
-    names = [f"${n}" for n in range(4)]
+    names = [f"${n}" for n in range(count)]
     zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
     text = (
-        f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; {zeros} "
-        f"@p ld.global.cs.v4.b32 {{{', '.join(names)}}}, [$4]; }}"
+        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} "
+        f"@p ld.global.cs.v{count}.b32 {{{', '.join(names)}}}, [${count}]; }}"
     )
-    return inline_ptx(text, [kind] * 4, [address, Int32(valid)], True, loc, ip)
+    return inline_ptx(text, [kind] * count, [address, Int32(valid)], True, loc, ip)
 
 
 @dsl_user_op

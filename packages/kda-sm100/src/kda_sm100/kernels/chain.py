@@ -159,6 +159,7 @@ class ChainKernel:
     EARLY, LATE = ("w", "a", "u", "qd"), ("kg", "aqk")  # arrays of each ring
     OUTPUTS = True  # the kernel computes O
     CTAS = 1  # per sequence and value head
+    Arguments = ChainArguments
 
     def __init__(self, config: ChainConfig):
         self.config = config
@@ -176,12 +177,12 @@ class ChainKernel:
                 break
 
     def fake_args(self) -> tuple:
-        return arguments.fake_args(ChainArguments, BFloat16)
+        return arguments.fake_args(self.Arguments, BFloat16)
 
     @cute.jit
     def __call__(self, o: cute.Tensor, *values):
         *values, stream = values
-        args = ChainArguments(*values)
+        args = self.Arguments(*values)
         self.kernel(tuple(values)).launch(
             grid=(args.N * args.HV * self.CTAS, 1, 1),
             block=(32 * WARPS, 1, 1),
@@ -236,7 +237,7 @@ class ChainKernel:
         matrix in [N, HV]. Each role calls this for itself: DSL 4.6 would carry a namespace that one branch changes into the
         next branch.
         """
-        args = ChainArguments(*values)
+        args = self.Arguments(*values)
         seqs = workspace.sequences(args, self.chunk)
         n, head = index // args.HV, index % args.HV
         token, length, slot, _ = varlen.extent(seqs, n)
@@ -366,14 +367,35 @@ class ChainKernel:
         args, seqs, task = self.task(values, index)
         thread, _, _ = cute.arch.thread_idx()
         row = thread // 32 * tensor.ROWS  # the warp's first row of V
-        column, base = self.tensor_columns, self.columns(smem, row)
         S = cute.make_rmem_tensor((HEAD_DIM,), Float32)  # a tile [32, K]
         self.load_initial(args, task, row, S)
         early, _ = self.rings(PipelineUserType.Consumer)
         number = Int32(0)
         if const_expr(self.config.states):
             number = self.states_before(seqs, task.sequence, args.every * self.chunk)
-        for c in cutlass.range(task.chunks, unroll=1):
+        self.carry_task(smem, args, task, row, S, early, number)
+        self.store_final(args, task, row, S)
+
+    def carry_task(self, smem, args, task, row, S, early, number):
+        """Carries S through all chunks of the task. Arguments as those of `carry_chunks`."""
+        self.carry_chunks(smem, args, task, row, S, early, number, Int32(0), task.chunks)
+
+    @cute.jit
+    def carry_chunks(
+        self, smem, args, task, row: Int32, S: cute.Tensor, early, number: Int32, first: Int32, last: Int32
+    ):
+        """Carries S through chunks ``first`` to ``last - 1`` of the task.
+
+        Args:
+            row: the warp's first row of V.
+            early: the state of the early ring before chunk ``first``.
+            number: of the first bf16 state of the sequence.
+
+        Returns:
+            ``early`` after the last chunk.
+        """
+        column, base = self.tensor_columns, self.columns(smem, row)
+        for c in cutlass.range(first, last, unroll=1):
             tensor.store(base + column.s_bf16, self.round([S[i] for i in range(HEAD_DIM)]))
             tensor.wait_stores()
             self.publish(smem.s_bf16_full)
@@ -396,7 +418,7 @@ class ChainKernel:
             for i, value in enumerate(tensor.load(base + column.s, HEAD_DIM)):
                 S[i] = value
             early.advance()
-        self.store_final(args, task, row, S)
+        return early
 
     def load_initial(self, args, task, row, S):
         """Loads the state before the first chunk."""
@@ -458,17 +480,23 @@ class ChainKernel:
         """Stores S in bf16 as state ``number``. Skips numbers outside the array, which decreasing offsets may cause."""
         if number < args.state_count:
             matrix = args.states + (Int64(number) * args.HV + head) * (2 * HEAD_DIM * HEAD_DIM)
-            lane = cute.arch.lane_idx()
-            for i in cutlass.range_constexpr(HEAD_DIM // 4):
-                for j in cutlass.range_constexpr(2):
-                    # First row of V and column of K of an 8x8 matrix of S^T.
-                    v, k = row + 16 * (i // 16) + 8 * j, i % 16 * 8
-                    pair = ptx.pack_bf16x2(S[4 * i + 2 * j], S[4 * i + 2 * j + 1])
-                    element = (v + lane // 4) * HEAD_DIM + k + 2 * (lane % 4)
-                    if args.v_first == 0:
-                        pair = ptx.transpose_8x8(pair)
-                        element = (k + lane // 4) * HEAD_DIM + v + 2 * (lane % 4)
-                    ptx.store_global(matrix + element * 2, pair)
+            self.store_bf16_matrix(matrix, args.v_first, row, S)
+
+    @cute.jit
+    def store_bf16_matrix(self, matrix: Int64, v_first: Int32, row: Int32, S: cute.Tensor):
+        """Stores S in bf16 to the matrix at an address."""
+        lane = cute.arch.lane_idx()
+        for i, (v, k) in enumerate(self.corners(row)):
+            pair = ptx.pack_bf16x2(S[2 * i], S[2 * i + 1])
+            element = (v + lane // 4) * HEAD_DIM + k + 2 * (lane % 4)
+            if v_first == 0:
+                pair = ptx.transpose_8x8(pair)
+                element = (k + lane // 4) * HEAD_DIM + v + 2 * (lane % 4)
+            ptx.store_global(matrix + element * 2, pair)
+
+    def corners(self, row):
+        """Returns the first (row of V, column of K) of the 8x8 matrix of S^T to which each pair of the thread's tile belongs."""
+        return [(row + 16 * (i // 32) + 8 * (i % 2), i % 32 // 2 * 8) for i in range(HEAD_DIM // 2)]
 
     def matrix(self, start, number, strides):
         """Returns matrix ``number`` of the fp32 states at ``start`` as a tensor [V, K]."""

@@ -18,8 +18,11 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 
 from kda_cute import arguments
+from kda_cute.arguments import device_struct
 from kda_cute.device import ptx, varlen
 from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
+from kda_cute.device.intra_chunk.strided import StridedIntraChunk, token_address
+from kda_cute.pools import PitchArguments
 from kda_cute.records import BLOCK, HEAD_DIM, image_offset
 from kda_sm100.config import IntraChunkConfig
 from kda_sm100.kernels import warp_mma, workspace
@@ -49,6 +52,9 @@ class IntraChunkArguments(NamedTuple):
     beta_factor: Float32  # factor of sigmoid(beta); 0: beta is used as it is
 
 
+#: The same of the variants for strided inputs.
+StridedArguments = device_struct("StridedArguments", IntraChunkArguments, PitchArguments)
+
 #: Arrays that hold an intermediate operand until stage 5 has read it.
 HOLDS = {"kd": "w", "t": "u"}
 
@@ -67,7 +73,7 @@ class ProductsLayout:
 
 
 class IntraChunkKernel:
-    """Takes o, or any tensor of the device, and `IntraChunkArguments`.
+    """Takes o, or any tensor of the device, and `IntraChunkArguments`; for strided inputs `StridedArguments`.
 
     Sequences are rows of B (N = B), or with offsets are packed along T (B = 1). The kernel clamps offsets to [0, T]. It does not
     write slots without a chunk.
@@ -76,19 +82,20 @@ class IntraChunkKernel:
     def __init__(self, config: IntraChunkConfig):
         self.config = config
         self.chunk = config.chunk
-        self.stages = IntraChunk(config)
+        self.arguments = StridedArguments if config.strided else IntraChunkArguments
+        self.stages = (StridedIntraChunk if config.strided else IntraChunk)(config)
         self.threads = self.stages.threads
         at, image = self.stages.layout, 2 * self.chunk * HEAD_DIM
         self.layout = ProductsLayout(kd=at.exponents, v=at.exponents + image, t=at.tables, w=at.k, u=at.q)
         self.shared_bytes = at.bytes
 
     def fake_args(self) -> tuple:
-        return arguments.fake_args(IntraChunkArguments, BFloat16)
+        return arguments.fake_args(self.arguments, BFloat16)
 
     @cute.jit
     def __call__(self, tensor: cute.Tensor, *values):
         *values, stream = values
-        x = IntraChunkArguments(*values)
+        x = self.arguments(*values)
         s = workspace.sequences(x, self.chunk)
         self.kernel(tuple(values)).launch(
             grid=(s.span * x.HV, 1, 1),
@@ -101,7 +108,7 @@ class IntraChunkKernel:
 
     @cute.kernel
     def kernel(self, values: tuple):
-        x = IntraChunkArguments(*values)
+        x = self.arguments(*values)
         index, _, _ = cute.arch.block_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
         s = workspace.sequences(x, self.chunk)
@@ -132,7 +139,7 @@ class IntraChunkKernel:
         loaded = stages.request(x, worker, chunk)
         stages.compute(x, worker, chunk, loaded, record, Hooks(sync, nothing, nothing, nothing))
         self.copy(record("kd"), base + at.kd, 2 * self.chunk * HEAD_DIM, thread)
-        self.copy_values(x, token * x.HV + head, base + at.v, valid, thread)
+        self.copy_values(x, chunk, base + at.v, thread)
         stages.finish(worker, record)
         sync()
         self.copy(record("t"), base + at.t, 2 * self.chunk * self.chunk, thread)
@@ -155,16 +162,22 @@ class IntraChunkKernel:
             ptx.cp_async_x4(shared + place, address + place, True)
         cute.arch.cp_async_commit_group()
 
-    def copy_values(self, x, value_row, shared, valid, thread):
+    def copy_values(self, x, chunk: Chunk, shared, thread):
         """Copies v of the chunk to an image, asynchronously. Rows that do not exist are zeros."""
         units = HEAD_DIM * 2 // 16  # per row
         unit, first = thread % units, thread // units
         for start in range(0, self.chunk, self.threads // units):
             row = start + first
-            address = x.v + Int64(value_row + row * x.HV) * (2 * HEAD_DIM) + unit * 16
+            address = self.value_address(x, chunk, row) + unit * 16
             to = shared + image_offset(row, unit * 8, self.chunk, HEAD_DIM) * 2
-            ptx.cp_async_x4(to, address, row < valid)
+            ptx.cp_async_x4(to, address, row < chunk.valid)
         cute.arch.cp_async_commit_group()
+
+    def value_address(self, x, chunk: Chunk, row):
+        """Returns the address of v of token ``row`` of a chunk."""
+        if self.config.strided:
+            return token_address(x, "v", chunk, row) + Int64(chunk.head) * (2 * HEAD_DIM)
+        return x.v + Int64(chunk.token * x.HV + chunk.head + row * x.HV) * (2 * HEAD_DIM)
 
     @cute.jit
     def product(self, block: Int32, lane: Int32, t: Int32, source: Int32, target: Int32):

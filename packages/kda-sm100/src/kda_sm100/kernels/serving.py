@@ -1,0 +1,110 @@
+"""The chain for serving: states in the slots of a pool, and checkpoints inside of sequences (`kda_cute.device.pools`).
+
+Only the state warps know of checkpoints. They carry the state in *runs*, each of which ends at the next checkpoint, where they store it,
+or at the end of the sequence. A skipped sequence has no chunks; the output warps write zeros as its o.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from kda_cute.arguments import device_struct
+from kda_cute.device import pools, ptx
+from kda_cute.pools import PoolArguments
+from kda_cute.records import HEAD_DIM
+from kda_sm100.kernels.chain import WARPGROUP, ChainArguments, ChainKernel
+
+#: `initial_state` and `final_state` of the chain's own arguments are not used.
+ServingArguments = device_struct("ServingArguments", ChainArguments, PoolArguments)
+
+
+class ServingChainKernel(ChainKernel):
+    """Takes o and `ServingArguments`."""
+
+    spill_allowance = 8  # of the variants with bf16 states; others: 0
+
+    Arguments = ServingArguments
+
+    def task(self, values, index):
+        """Returns the same as the chain's method, with ``skipped``. A skipped sequence has no chunks."""
+        args, seqs, task = super().task(values, index)
+        task.skipped = pools.is_skipped(args, task.sequence)
+        task.chunks = ptx.select(task.skipped, Int32(0), task.chunks)
+        return args, seqs, task
+
+    @cute.jit
+    def write_outputs(self, smem, values: tuple, index: Int32):
+        args, _, task = self.task(values, index)
+        if task.skipped:
+            self.clear_outputs(args, task)
+        ChainKernel.write_outputs(self, smem, values, index)
+
+    @cute.jit
+    def clear_outputs(self, args, task):
+        """Stores zeros to the rows of o of the task."""
+        thread, _, _ = cute.arch.thread_idx()
+        unit, first = thread % 16, thread % WARPGROUP // 16
+        for row in cutlass.range(first, task.length, WARPGROUP // 16, unroll=1):
+            place = (Int64(task.token + row) * args.HV + task.head) * (2 * HEAD_DIM)
+            ptx.store_global_x4(args.o + place + unit * 16, [Int32(0)] * 4)
+
+    # ---- runs
+
+    @cute.jit
+    def carry_task(self, smem, args, task, row: Int32, S: cute.Tensor, early, number: Int32):
+        """Carries S from checkpoint to checkpoint, and to the end of the sequence."""
+        point, end = pools.checkpoints_of(args, task.sequence)
+        first, highest = Int32(0), Int32(0)
+        while first < task.chunks:
+            point, highest, position = pools.next_checkpoint(
+                args, task.length, first * self.chunk, point, end, highest
+            )
+            last = cutlass.min(position // self.chunk, task.chunks)
+            early = self.carry_chunks(smem, args, task, row, S, early, number, first, last)
+            first = last
+            if first * self.chunk == position:
+                exists, matrix = pools.checkpoint_state(args, point - 1, task.head)
+                self.store_pool_state(exists, matrix, args.checkpoint_narrow, args.v_first, row, S)
+
+    # ---- states
+
+    @cute.jit
+    def load_initial(self, args, task, row: Int32, S: cute.Tensor):
+        """Loads the state of the sequence from its slot; zeros if it has none."""
+        exists, matrix = pools.initial_state(args, task.sequence, task.head)
+        lane = cute.arch.lane_idx()
+        if args.narrow > 0:
+            for i, (v, k) in enumerate(self.corners(row)):
+                inside = (v + lane // 4) * HEAD_DIM + k + 2 * (lane % 4)
+                if args.v_first == 0:
+                    inside = (k + lane // 4) * HEAD_DIM + v + 2 * (lane % 4)
+                pair = ptx.load_global_streaming(matrix + inside * 2, exists, Int32)
+                if args.v_first == 0:
+                    pair = ptx.transpose_8x8(pair)
+                S[2 * i], S[2 * i + 1] = ptx.unpack_bf16x2(pair)
+        elif args.v_first > 0:
+            for i, (v, k) in enumerate(self.coordinates(row)[::2]):
+                place = matrix + (v * HEAD_DIM + k) * 4
+                S[2 * i], S[2 * i + 1] = ptx.load_global_streaming_words(place, 2, exists, Float32)
+        else:
+            for i, (v, k) in enumerate(self.coordinates(row)):
+                S[i] = ptx.load_global_streaming(matrix + (k * HEAD_DIM + v) * 4, exists)
+
+    def store_final(self, args, task, row, S):
+        exists, matrix = pools.final_state(args, task.sequence, task.head)
+        self.store_pool_state(exists, matrix, args.into_narrow, args.v_first, row, S)
+
+    @cute.jit
+    def store_pool_state(
+        self, exists, matrix: Int64, narrow: Int32, v_first: Int32, row: Int32, S: cute.Tensor
+    ):
+        """Stores S to the matrix at an address if it ``exists``, in bf16 if ``narrow``, else in fp32."""
+        if exists:
+            if narrow > 0:
+                self.store_bf16_matrix(matrix, v_first, row, S)
+            elif v_first > 0:
+                for i, (v, k) in enumerate(self.coordinates(row)[::2]):
+                    place = matrix + (v * HEAD_DIM + k) * 4
+                    ptx.store_global_words_if(place, [S[2 * i], S[2 * i + 1]], True)
+            else:
+                for i, (v, k) in enumerate(self.coordinates(row)):
+                    ptx.store_global(matrix + (k * HEAD_DIM + v) * 4, S[i])
