@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from helpers.fake_fla import HERE, fla_on_the_cpu, only_fla_in
+from helpers.fla_contexts import fake_context
 from helpers.inputs import call
 
 import kda_core
@@ -228,6 +229,18 @@ def test_a_training_call_is_refused_unless_a_backend_has_a_backward(prefill, ins
 def test_a_context_needs_kda_cp(prefill, ours, monkeypatch):
     monkeypatch.setattr(ours, "_has_kda_cp", lambda: False)
     refuses(prefill, "cp_context needs kda-cp: pip install", **call(), cp_context=object())
+
+
+def test_a_context_needs_a_backend_that_starts_from_states(prefill, install, monkeypatch):
+    x = call()
+    context = fake_context((20,), 0, 1, "contiguous")
+    features = {"unbounded_gate", "varlen", "final_state"}
+    install("stateless", archs={"cpu"}, features=features)
+    monkeypatch.setenv("KDA_BACKEND", "stateless")
+    refuses(prefill, "the backend 'stateless' has no initial_state", **x, cp_context=context)
+    monkeypatch.setenv("KDA_BACKEND", "reference,stateless")
+    backend = importlib.import_module(MODULE).KdaCoreBackend()
+    assert backend.chunk_kda_verifier(**x, cp_context=context) == (True, None)
 
 
 def test_reasons_are_logged_once(prefill, caplog):
