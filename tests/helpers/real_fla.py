@@ -19,6 +19,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("FLA_KDA_CORE", "0")
 
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels on CPU tensors need Triton's interpreter: hide the GPUs"
+)
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that there is no GPU
     from fla.ops.cp import build_cp_context
@@ -33,4 +37,5 @@ __all__ = [
     "fused_recurrent_kda",
     "fused_recurrent_kda_fwd",
     "integration",
+    "interpreted",
 ]

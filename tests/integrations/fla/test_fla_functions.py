@@ -5,7 +5,13 @@ import inspect
 import pytest
 import torch
 from helpers.inputs import call
-from helpers.real_fla import chunk_kda, fused_recurrent_kda, fused_recurrent_kda_fwd, integration
+from helpers.real_fla import (
+    chunk_kda,
+    fused_recurrent_kda,
+    fused_recurrent_kda_fwd,
+    integration,
+    interpreted,
+)
 
 import kda_core
 from kda_core.registry import record_calls
@@ -96,6 +102,7 @@ def close(found, wanted):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@interpreted
 @pytest.mark.parametrize(
     "changes",
     [
@@ -113,6 +120,7 @@ def test_decoding_agrees_with_flas_kernels(theirs, changes):
         close(ran(fused_recurrent_kda, x, "recurrent_fwd"), theirs(fused_recurrent_kda, x))
 
 
+@interpreted
 @pytest.mark.parametrize("cu_seqlens", [(0, 2, 5), (0, 2, 4)], ids=("full", "padded"))
 def test_packed_decoding_agrees_with_flas_kernels(theirs, cu_seqlens):
     x = inputs(B=1) | {"cu_seqlens": torch.tensor(cu_seqlens), "output_final_state": True}
@@ -127,6 +135,7 @@ POOLS = {
 }
 
 
+@interpreted
 @pytest.mark.parametrize("name", POOLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("fp32", "bf16"))
 def test_pools_agree_with_flas_kernels(theirs, name, dtype):
@@ -164,6 +173,7 @@ def test_the_signatures_are_those_of_flas_functions():
     assert backend.priority < 3  # that of FLA's FlashKDA
 
 
+@interpreted
 def test_the_backend_fla_does_not_come_back(monkeypatch):
     """Its calls pass by FLA's dispatch. FLA's own decoding kernel computes, in Triton's interpreter."""
     from dataclasses import replace

@@ -3,15 +3,18 @@
 import warnings
 from collections import Counter
 
-import helpers.real_fla  # noqa: F401 - registers kda-core
 import pytest
 import torch
+from helpers.real_fla import interpreted
 
 from kda_core.registry import record_calls
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+pytestmark = interpreted
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,9 @@
 
 import warnings
 
-import helpers.real_fla  # noqa: F401 - registers kda-core
 import pytest
 import torch
+from helpers.real_fla import interpreted
 from helpers.untuned import untuned
 
 from kda_core import nn
@@ -14,6 +14,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     layers = pytest.importorskip("fla.layers", reason="flash-linear-attention is not installed")
     from fla.models.utils import Cache
+
+
+pytestmark = interpreted
 
 
 @pytest.fixture(scope="module", autouse=True)
