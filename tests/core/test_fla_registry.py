@@ -322,6 +322,17 @@ def test_without_fla_the_import_names_the_command(tmp_path):
             imported()
 
 
+def test_an_old_fla_is_refused(monkeypatch):
+    """Its functions would ignore arguments."""
+    with only_fla_in(HERE):
+        module = importlib.import_module("fla.ops.kda.chunk")
+        monkeypatch.setattr(module, "chunk_kda", lambda q, k, v, g, beta, **kwargs: None)
+        monkeypatch.setattr(sys.modules["fla"], "__version__", "0.5.3")
+        with pytest.raises(ImportError, match=r"fla-core: expected version 0.6, got 0.5.3, .*pip install"):
+            imported()
+        assert not importlib.import_module("fla.backends").registries["kda"]
+
+
 # ---- loops
 
 
