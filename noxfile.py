@@ -205,6 +205,15 @@ def test_torch(session: nox.Session, torch: str) -> None:
     pytest(session, "tests/core", "tests/cp", *emulator)
 
 
+@nox.session(name="test-fla")
+def test_fla(session: nox.Session) -> None:
+    """`kda_core.integrations.fla` with FLA and Hugging Face's transformers themselves, which take 1 GB more. Without a GPU, FLA's kernels
+    run in Triton's interpreter."""
+    install_all(session)
+    session.install("-c", str(CONSTRAINTS), "flash-linear-attention[cuda]")
+    pytest(session, "tests/integrations/fla")
+
+
 @nox.session(name="test-packaging")
 def test_packaging(session: nox.Session) -> None:
     """Wheels: their contents, and their installation in clean environments, from wheels and from a checkout."""

@@ -282,7 +282,7 @@ def test_the_programs_about_the_layer_run_in_order():
 
 def test_programs_in_the_guide_to_models_name_what_exists():
     programs = GUIDE_TO_MODELS
-    assert len(programs) == 5
+    assert len(programs) == 6
     import kda_core
     from kda_core import registry
 

@@ -1,10 +1,9 @@
 """The backend `fla` on a GPU, with FLA itself. All tests but one use the first configuration of each kernel of FLA, because FLA tunes
 for minutes for each combination of head counts and head dimensions."""
 
-import gc
-
 import pytest
 import torch
+from helpers.untuned import untuned
 
 from kda_core import chunk_kda
 from kda_core.fla import is_installed
@@ -31,22 +30,15 @@ class FlaRunner(Runner):
 
 
 @pytest.fixture
-def untuned():
+def untuned_kernels():
     """Each kernel of FLA has one configuration, so nothing is tuned."""
-    from triton.runtime.autotuner import Autotuner
-
     REGISTRY.load(REGISTRY.find("fla").spec)
-    kept = [(x, x.configs) for x in gc.get_objects() if issubclass(type(x), Autotuner)]
-    assert kept
-    for tuner, configs in kept:
-        tuner.configs = configs[:1]
-    yield
-    for tuner, configs in kept:
-        tuner.configs = configs
+    with untuned():
+        yield
 
 
 @pytest.fixture
-def kda(untuned):
+def kda(untuned_kernels):
     return Runner("fla", "cuda", 128, quick=False)
 
 
@@ -99,7 +91,7 @@ def test_tuned_kernels_agree_with_the_oracle():
     kda.gradients_agree(GradientCase(case.inputs))
 
 
-@pytest.mark.usefixtures("untuned")
+@pytest.mark.usefixtures("untuned_kernels")
 class TestFla(BackendConformance):
     """The kit without the tests of many head counts, for each of which FLA compiles all kernels again."""
 

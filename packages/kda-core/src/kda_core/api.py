@@ -123,7 +123,8 @@ def chunk_kda(
             Values are read on the device, which clamps them to [0, T].
         cu_seqlens_cpu: the same values in host memory. They are checked, and allow a planner and the backend to choose by the
             lengths without synchronisation. With `pin` that changes no bit.
-        cp_context: FLA's context-parallel context; refused, because no planner serves it.
+        cp_context: FLA's context-parallel context; refused, because no planner serves it. FLA's function serves it with kda-cp after
+            ``import kda_core.integrations.fla``.
         use_graph: the contents of `cu_seqlens`, which it requires, may change between CUDA-graph replays. Nothing is derived
             from host copies, and ``cu_seqlens[-1]`` may be below T (tokens after it are not written).
         max_num_seqs: with `use_graph`, the number of sequences N to which cu_seqlens is padded by empty ones.

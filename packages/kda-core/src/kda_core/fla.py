@@ -82,8 +82,8 @@ class FlaBackend:
 
     def __init__(self) -> None:
         chunk, recurrent = "fla.ops.kda.chunk", "fla.ops.kda.fused_recurrent"
-        self._chunk = _function(chunk, "chunk_kda", "use_graph", "use_beta_sigmoid_in_kernel")
-        self._recurrent = _function(recurrent, "fused_recurrent_kda_fwd", "out", "use_gate_in_kernel")
+        self._chunk = fla_function(chunk, "chunk_kda", "use_graph", "use_beta_sigmoid_in_kernel")
+        self._recurrent = fla_function(recurrent, "fused_recurrent_kda_fwd", "out", "use_gate_in_kernel")
 
     def can_run(self, shape: ProblemShape) -> str | None:
         """Returns None, or which limit of FLA the shape exceeds."""
@@ -178,7 +178,7 @@ class FlaBackend:
         return KdaGradients(**gradients)
 
 
-def _function(module: str, name: str, *parameters: str) -> Callable[..., Any]:
+def fla_function(module: str, name: str, *parameters: str) -> Callable[..., Any]:
     """Returns a function of FLA below the decorators by which FLA chooses among implementations.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the functions of FLA expect of their arguments, and how FLA chooses implementations and caches chunks."""
+"""What the functions of FLA expect of their arguments, and how FLA caches chunks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,6 @@ from typing import Any
 import torch
 
 HALVES = (torch.bfloat16, torch.float16)
-
-
-def dispatch(function: Any) -> Any:
-    """Stands for FLA's choice among the implementations of a function, which may be those of another package."""
-
-    @functools.wraps(function)
-    def other(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError(f"{function.__name__} was called through FLA's choice of an implementation")
-
-    return other
 
 
 def tensor_cache(function: Any) -> Any:

@@ -8,7 +8,8 @@ import torch
 
 from kda_core.testing import token_oracle
 
-from .checks import check_call, dispatch, offsets
+from ...backends import dispatch
+from .checks import check_call, offsets
 
 
 @dispatch

@@ -9,10 +9,11 @@ import torch
 
 from kda_core.testing import token_oracle
 
-from .checks import check_call, dispatch
+from ...backends import dispatch
+from .checks import check_call
 
 
-@dispatch
+@dispatch("kda")
 def fused_recurrent_kda_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
