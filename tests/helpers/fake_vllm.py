@@ -84,6 +84,8 @@ def causal_conv1d_update(
     accepted = num_accepted_tokens.tolist() if num_accepted_tokens is not None else [1] * len(slots)
     for n, slot in enumerate(slots):
         new = x[bounds[n] : bounds[n + 1]].T
+        if not new.numel():  # a request that pads a graph
+            continue
         old = conv_state[slot, :, accepted[n] - 1 : accepted[n] - 1 + history]
         window = torch.cat([old, new], dim=1)
         out[bounds[n] : bounds[n + 1]] = _convolved(window, weight).T
@@ -112,6 +114,8 @@ class MambaPrefillCheckpointExporter:
     ) -> None:
         """Without `recurrent_checkpoint` only the states of the convolution are stored."""
         assert recurrent_checkpoint is None
+        if isinstance(raw_qkv, FakeTensor):
+            return
         length = conv_state.shape[-1]
         rows = zip(
             checkpoint.checkpoint_offsets.tolist(), checkpoint.state_indices.tolist(), cu_seqlens.tolist()
@@ -304,7 +308,7 @@ class Server:
         o = torch.full((1, tokens, HEADS, DIM), torch.nan)
         self.context.attn_metadata = {"layer": metadata}
         self.before = self.buffer.clone()
-        self.owned = {x.untyped_storage().data_ptr() for x in (g, beta, o)}
+        self.passed = g, beta, o
         with torch.inference_mode():
             self.layer._forward(mixed_qkv=qkv, g1=g, g2=gate, beta=beta[None], core_attn_out=o)
         return qkv.clone(), g[0], beta.clone(), o[0] / torch.sigmoid(gate)
