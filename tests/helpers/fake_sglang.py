@@ -13,7 +13,7 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 INSTALLED = importlib.util.find_spec("sglang") is not None
 LINEAR = "sglang.srt.layers.attention.linear"
@@ -44,7 +44,7 @@ class HookType(enum.Enum):
 
 
 class HookRegistry:
-    hooks: list[tuple[str, Any, HookType]] = []
+    hooks: ClassVar[list[tuple[str, Any, HookType]]] = []
 
     @classmethod
     def register(cls, target, hook, hook_type=HookType.AROUND, *, source=None):

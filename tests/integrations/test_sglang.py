@@ -155,7 +155,9 @@ def test_the_plugin_offers_a_choice_and_may_be_loaded_again(sglang, caplog):
         adapter.register()
         adapter.register()
     assert sglang.choices == ["triton", "cutedsl", "kda_core"]
-    assert [(target, hook) for target, hook, _ in sglang.hooks] == [(adapter.DISPATCHER, adapter.choose_kernels)]
+    assert [(target, hook) for target, hook, _ in sglang.hooks] == [
+        (adapter.DISPATCHER, adapter.choose_kernels)
+    ]
     assert caplog.text.count("--linear-attn-backend kda_core is available") == 1
 
 
@@ -165,8 +167,14 @@ def test_the_plugin_offers_a_choice_and_may_be_loaded_again(sglang, caplog):
         ({}, ("triton", "triton", "triton")),
         ({"linear_attn_backend": "kda_core"}, ("ours", "ours", "triton")),
         ({"linear_attn_prefill_backend": "kda_core"}, ("triton", "ours", "triton")),
-        ({"linear_attn_decode_backend": "kda_core", "linear_attn_backend": "cutedsl"}, ("ours", "cutedsl", "triton")),
-        ({"linear_attn_backend": "kda_core", "linear_attn_decode_backend": "triton"}, ("triton", "ours", "triton")),
+        (
+            {"linear_attn_decode_backend": "kda_core", "linear_attn_backend": "cutedsl"},
+            ("ours", "cutedsl", "triton"),
+        ),
+        (
+            {"linear_attn_backend": "kda_core", "linear_attn_decode_backend": "triton"},
+            ("triton", "ours", "triton"),
+        ),
         ({"linear_attn_verify_backend": "kda_core"}, ("triton", "triton", "ours")),
     ],
     ids=str,
@@ -244,7 +252,12 @@ def test_decode_of_separate_tensors(kernel):
 
 def test_decode_with_replayssm_stays_with_sglang(kernel):
     batch, pool = Batch(1), Pool()
-    given = {"ssm_states": pool.states, "cache_indices": ints([1]), "num_v_heads": HV, "head_v_dim": V} | batch.gate
+    given = {
+        "ssm_states": pool.states,
+        "cache_indices": ints([1]),
+        "num_v_heads": HV,
+        "head_v_dim": V,
+    } | batch.gate
     name, _, passed = kernel.packed_decode(
         batch.mixed, batch.a[0], batch.b, scale=1.0, replayssm_d="ring", replayssm_k="k", **given
     )
@@ -300,9 +313,7 @@ def test_extend_stores_tracked_states(kernel):
 
 def test_extend_without_tracked_states_returns_none_for_them(kernel):
     batch, pool = Batch(64), Pool()
-    o, h = extend(
-        kernel, batch, pool, [1], return_intermediate_states=True, track_ssm_h_src=torch.empty(0)
-    )
+    o, h = extend(kernel, batch, pool, [1], return_intermediate_states=True, track_ssm_h_src=torch.empty(0))
     assert h is None and o.shape == (1, 64, HV, V)
 
 
@@ -339,7 +350,11 @@ def test_extends_that_kda_core_cannot_serve_stay_with_sglang(kernel, more):
 
 def verify(kernel, batch, pool, slots, rows, buffer, steps=STEPS, **more):
     given = {"retrieve_parent_token": None, "cache_steps": steps, "intermediate_states_buffer": buffer}
-    given |= {"ssm_states": pool.states, "cache_indices": ints(slots), "intermediate_state_indices": ints(rows)}
+    given |= {
+        "ssm_states": pool.states,
+        "cache_indices": ints(slots),
+        "intermediate_state_indices": ints(rows),
+    }
     return kernel.target_verify(**batch.keywords | given | more)
 
 
@@ -394,7 +409,9 @@ def test_no_call_reads_a_tensor_on_the_host(kernel):
     """A fake tensor has no values, so it raises an exception where the host would wait for one."""
     with FakeTensorMode():
         batch, pool, buffer = Batch(2, 2), Pool(), torch.zeros(3, STEPS, HV, V, K)
-        extended = extend(kernel, batch, pool, [1, -1], track_state=torch.empty(2, HV, V, K), track_chunk_idx=ints([0, -1]))
+        extended = extend(
+            kernel, batch, pool, [1, -1], track_state=torch.empty(2, HV, V, K), track_chunk_idx=ints([0, -1])
+        )
         verified = verify(kernel, batch, pool, [1, -1], [0, 1], buffer)
         single = Batch(1, 1)
         decoded = kernel.packed_decode(

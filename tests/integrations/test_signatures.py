@@ -39,10 +39,20 @@ def test_a_record_names_the_version_that_the_adapter_was_written_for(name):
 
 
 def test_differences_are_found(tmp_path, monkeypatch):
-    (tmp_path / "__init__.py").write_text("def f(a, /, b, *c, d=1, **e): g(a, k=1)\nclass C:\n    x: int = 3\nY = 2\n")
+    (tmp_path / "__init__.py").write_text(
+        "def f(a, /, b, *c, d=1, **e): g(a, k=1)\nclass C:\n    x: int = 3\nY = 2\n"
+    )
     monkeypatch.setattr(signatures, "installed", lambda name: tmp_path)
     right = {"p:f": ["a", "/", "b", "*c", "d=1", "**e"], "p:C": ["x=3"], "p:Y": "2", "p:f -> g": [["a", "k"]]}
-    wrong = {"p:f": ["a"], "p:C": ["x=4"], "p:Y": "3", "p:f -> g": [["a"]], "p:h": [], "p.q:f": [], "p:f -> h": []}
+    wrong = {
+        "p:f": ["a"],
+        "p:C": ["x=4"],
+        "p:Y": "3",
+        "p:f -> g": [["a"]],
+        "p:h": [],
+        "p.q:f": [],
+        "p:f -> h": [],
+    }
     for entries, expected in ((right, 0), (wrong, len(wrong))):
         monkeypatch.setattr(signatures, "read", lambda name, entries=entries: {"entries": entries})
         assert len(signatures.differences("p")) == expected
@@ -70,8 +80,13 @@ def test_vllm_knows_the_fields_that_the_adapter_reads_and_replaces():
     source = inspect.getsource(vllm)
     read = set(re.findall(r"\bm\.(\w+)", source))
     assert len(read) > 14 and read - {"spec_token_start", "non_spec_token_start"} <= set(shared)
-    assert 'getattr(m, "spec_token_start", None)' in source and {"spec_token_start", "non_spec_token_start"} <= set(own)
-    assert set(re.findall(r"\bcheckpoint\.(\w+)", source)) - {"MambaPrefillCheckpointExporter"} <= {*checkpoint}
+    assert 'getattr(m, "spec_token_start", None)' in source and {
+        "spec_token_start",
+        "non_spec_token_start",
+    } <= set(own)
+    assert set(re.findall(r"\bcheckpoint\.(\w+)", source)) - {"MambaPrefillCheckpointExporter"} <= {
+        *checkpoint
+    }
     spec = names(entries["vllm.v1.kv_cache_interface:MambaSpec"])
     assert {"num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment"} <= set(spec)
 
@@ -98,13 +113,17 @@ def test_the_stand_ins_for_vllm_have_its_parameters(entry, function):
 def test_the_kernel_takes_what_sglang_passes(method):
     entries = signatures.read("sglang")["entries"]
     ours = inspect.signature(getattr(sglang.KdaCoreKernel, method))
-    caller = {"extend": "forward_extend", "target_verify": "_forward_target_verify"}.get(method, "forward_decode")
+    caller = {"extend": "forward_extend", "target_verify": "_forward_target_verify"}.get(
+        method, "forward_decode"
+    )
     calls = entries[f"{LINEAR}.kda_backend:KDAAttnBackend.{caller} -> kernel_dispatcher.{method}"]
     dispatched = entries[f"{LINEAR}.kda_backend:KDAKernelDispatcher.{method} -> {method}"]
     assert calls and dispatched
     for given in calls:
         ours.bind(None, **dict.fromkeys(name for name in given if name != "**"))
-    positional = [name for name in dispatched[0] if name in ("mixed_qkv", "q", "k", "v", "g", "a", "b", "beta")]
+    positional = [
+        name for name in dispatched[0] if name in ("mixed_qkv", "q", "k", "v", "g", "a", "b", "beta")
+    ]
     if method != "target_verify":  # which the dispatcher calls with keywords
         assert list(ours.parameters)[1 : 1 + len(positional)] == positional
     recorded = entries.get(f"{LINEAR}.kernels.kernel_backend:LinearAttnKernelBase.{method}", [])
@@ -133,7 +152,9 @@ def test_the_hook_takes_the_arguments_of_the_method_that_it_wraps():
 def test_the_flags_of_the_kernel_are_those_of_sglang():
     base = signatures.read("sglang")["entries"][f"{LINEAR}.kernels.kernel_backend:LinearAttnKernelBase"]
     assert all(hasattr(sglang.KdaCoreKernel, flag) for flag in names(base)[:2])
-    assert set(names(base)) <= {name for name in dir(sglang.KdaCoreKernel) if name.startswith(("supports", "uses"))}
+    assert set(names(base)) <= {
+        name for name in dir(sglang.KdaCoreKernel) if name.startswith(("supports", "uses"))
+    }
 
 
 @pytest.mark.parametrize(

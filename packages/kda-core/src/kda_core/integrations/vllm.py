@@ -57,7 +57,9 @@ class Replaced(NamedTuple):
 
 LAYERS = {
     "KimiK3DeltaAttention": Replaced("vllm.models.kimi_k3.nvidia.kda", True),
-    "KimiGatedDeltaNetAttention": Replaced("vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn", False),
+    "KimiGatedDeltaNetAttention": Replaced(
+        "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn", False
+    ),
 }
 ARGUMENTS = ("self", "mixed_qkv", "g1", "g2", "beta", "core_attn_out")
 """The parameters of the method ``_forward`` that the subclasses override."""
@@ -129,10 +131,13 @@ def layer_class(base: type, checkpoints: bool) -> type:
     found = tuple(inspect.signature(base._forward).parameters)  # type: ignore[attr-defined]
     if found != ARGUMENTS:
         raise TypeError(f"{base.__name__}._forward must have the parameters {ARGUMENTS}, found {found}")
-    parent = KdaCoreCheckpointingAttention if checkpoints else KdaCoreAttention
-    # vLLM decorates the method that this one replaces in the same way
-    members = {"_forward": eager_break_during_capture(parent._forward), "__module__": __name__}
-    return type(f"KdaCore{base.__name__}", (parent, base), members)
+    members = {
+        "__module__": __name__,
+        "kda_core_checkpoints": checkpoints,
+        # vLLM decorates the method that this one replaces in the same way
+        "_forward": eager_break_during_capture(KdaCoreAttention._forward),
+    }
+    return type(f"KdaCore{base.__name__}", (KdaCoreAttention, base), members)
 
 
 # ---- which modes kda_core serves
@@ -214,8 +219,18 @@ class KdaCoreAttention:
         self._kda_core_wanted = Modes(*(named.get(key, "auto") == "auto" for key in keys))
         self._kda_core_modes: Modes | None = None
 
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        """Asks for checkpoints at multiples of 64 tokens from the start of each query. vLLM calls this method after it has loaded the
+        weights, and before it captures CUDA graphs."""
+        spec, modes = super().get_kv_cache_spec(vllm_config), self.kda_core_modes()  # type: ignore[misc]
+        if not (self.kda_core_checkpoints and modes.prefill):
+            return spec
+        return dataclasses.replace(
+            spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=CHECKPOINT_SPACING
+        )
+
     def kda_core_modes(self: Any) -> Modes:
-        """Returns which modes run on kda_core. The answer is computed once, when the weights are on their device."""
+        """Returns which modes run on kda_core, which is decided once."""
         if self._kda_core_modes is None:
             wanted, reasons = self._kda_core_wanted, refusals(self, self.kda_core_checkpoints)
             served = Modes(*(w and reason is None for w, reason in zip(wanted, reasons)))
@@ -226,7 +241,9 @@ class KdaCoreAttention:
                 if on:
                     _log_once(logging.INFO, f"kda_core serves {mode} of KDA layers")
                 elif reason is not None and wish:
-                    _log_once(logging.WARNING, f"vLLM serves {mode} of KDA layers. kda_core does not: {reason}")
+                    _log_once(
+                        logging.WARNING, f"vLLM serves {mode} of KDA layers. kda_core does not: {reason}"
+                    )
             self._kda_core_modes = served
         return self._kda_core_modes
 
@@ -350,7 +367,9 @@ class KdaCoreAttention:
             activation="silu",
             conv_state_indices=slots,
             validate_data=True,
-            out=torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device),  # g2 and beta share the memory of qkv
+            out=torch.empty(
+                qkv.shape, dtype=qkv.dtype, device=qkv.device
+            ),  # g2 and beta share the memory of qkv
         )
         rows = (y.transpose(0, 1) for y in (*self._kda_core_qkv(x), g, beta))
         fused_recurrent_kda(
@@ -397,20 +416,6 @@ class KdaCoreAttention:
             first_slot=FIRST_SLOT,
             out=out,
             **layer_arguments(self),
-        )
-
-
-class KdaCoreCheckpointingAttention(KdaCoreAttention):
-    """A layer with checkpoints inside of prompts, at multiples of 64 tokens from the start of each query."""
-
-    kda_core_checkpoints = True
-
-    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
-        spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
-        if not self.kda_core_modes().prefill:
-            return spec
-        return dataclasses.replace(
-            spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=CHECKPOINT_SPACING
         )
 
 
