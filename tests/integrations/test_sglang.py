@@ -93,7 +93,7 @@ class Batch:
         names = ("q", "k", "v", "a", "b")
         return dict(zip(names, (*self.qkv, self.a, self.b))) | self.gate | {"query_start_loc": self.bounds}
 
-    def oracle(self, n, state, tokens=None):
+    def oracle(self, n, state, tokens=None, scale=None):
         """Returns o [tokens, HV, V] and the state of sequence n, from `state` or zeros, after its first tokens."""
         start, end = self.bounds[n : n + 2].tolist()
         end = end if tokens is None else start + tokens
@@ -105,6 +105,7 @@ class Batch:
             use_qk_l2norm_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
             state_v_first=True,
+            scale=scale,
             **self.gate | {"A_log": self.gate["A_log"].flatten()},
         )
         return o[0], final[0]
@@ -115,14 +116,14 @@ def far(x, want):
     return ((x.double() - want).abs().max() / want.abs().max()).item()
 
 
-def check(o, states, batch, slots, before, limit=2e-5, written=None):
+def check(o, states, batch, slots, before, limit=2e-5, scale=None):
     """Compares each sequence that has a slot, and the zeros of the others."""
     for n, slot in enumerate(slots):
         start, end = batch.bounds[n : n + 2].tolist()
         if slot < 0:
             assert not o[0, start:end].any()
             continue
-        want, final = batch.oracle(n, before[slot])
+        want, final = batch.oracle(n, before[slot], scale=scale)
         assert far(o[0, start:end], want) < limit
         if states is not None:
             assert far(states[slot], final) < limit
@@ -198,6 +199,16 @@ def test_the_options_choose_the_kernels_of_each_mode(sglang, options, expected):
     assert dispatcher.supports_packed_decode_safe_gate == (expected[0] == "ours")
 
 
+def test_a_backend_that_sglang_chose_itself_stays(sglang):
+    """SGLang may choose another kernel for a model than the options name."""
+    sglang.options.linear_attn_backend = "kda_core"
+    backends = [LinearAttnKernelBackend(name) for name in ("custom", "cutedsl", "triton")]
+    dispatcher = object.__new__(KDAKernelDispatcher)
+    adapter.choose_kernels(KDAKernelDispatcher.__init__, dispatcher, *backends)
+    assert isinstance(dispatcher.decode_kernel, adapter.KdaCoreKernel)
+    assert (dispatcher.extend_kernel, dispatcher.verify_kernel) == ("cutedsl kernel", "triton kernel")
+
+
 def test_unknown_names_of_others_are_refused_by_sglang(sglang):
     custom = LinearAttnKernelBackend("another plugin's")
     with pytest.raises(ValueError, match="Unsupported KDA backend"):
@@ -227,7 +238,7 @@ def test_packed_decode(kernel, dtype, bound):
             batch.mixed,
             batch.a[0],
             batch.b.transpose(0, 1),  # SGLang passes [N, 1, HV] or [1, N, HV]
-            scale=K**-0.5,
+            scale=0.7,
             ssm_states=pool.states,
             cache_indices=ints(slots),
             num_v_heads=HV,
@@ -236,7 +247,7 @@ def test_packed_decode(kernel, dtype, bound):
             **batch.gate,
         )
     assert [(c.backend, c.entry) for c in calls] == [("reference", "recurrent_fwd")]
-    check(o, pool.states, batch, slots, before, LIMIT[dtype])
+    check(o, pool.states, batch, slots, before, LIMIT[dtype], scale=0.7)
     pool.check_untouched(3, 0, 6)
 
 

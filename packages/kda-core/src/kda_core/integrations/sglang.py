@@ -274,7 +274,7 @@ class KdaCoreKernel:
                 track_chunk_idx=track_chunk_idx,
                 **kwargs,
             )
-        marks = {}
+        marks: dict[str, Any] = {}
         if track_state is not None and track_chunk_idx is not None:
             rows = torch.arange(len(track_chunk_idx) + 1, dtype=torch.int32, device=q.device)
             marks = {

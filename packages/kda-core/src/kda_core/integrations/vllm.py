@@ -321,7 +321,7 @@ class KdaCoreAttention:
             query_start_loc=bounds,
             metadata=m,
         ).transpose(0, 1)
-        marks = {}
+        marks: dict[str, Any] = {}
         if checkpoint is not None:
             offsets, indices = checkpoint.checkpoint_offsets, checkpoint.state_indices
             marks = {
@@ -329,8 +329,11 @@ class KdaCoreAttention:
                 "checkpoint_positions": offsets,  # 0 is none
                 "checkpoint_indices": indices.to(slots.dtype),
             }
+        q, k, v = self._kda_core_qkv(x)
         chunk_kda(
-            *self._kda_core_qkv(x),
+            q,
+            k,
+            v,
             g,
             beta,
             initial_state=pool,
@@ -371,9 +374,13 @@ class KdaCoreAttention:
                 qkv.shape, dtype=qkv.dtype, device=qkv.device
             ),  # g2 and beta share the memory of qkv
         )
-        rows = (y.transpose(0, 1) for y in (*self._kda_core_qkv(x), g, beta))
+        q, k, v, g, beta = (y.transpose(0, 1) for y in (*self._kda_core_qkv(x), g, beta))
         fused_recurrent_kda(
-            *rows,
+            q,
+            k,
+            v,
+            g,
+            beta,
             initial_state=pool,
             ssm_state_indices=slots,
             first_slot=FIRST_SLOT,
@@ -405,8 +412,11 @@ class KdaCoreAttention:
             validate_data=False,
             out=torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device),
         )
+        q, k, v = self._kda_core_qkv(x)
         fused_recurrent_kda(
-            *self._kda_core_qkv(x),
+            q,
+            k,
+            v,
             g,
             beta,
             initial_state=pool,
