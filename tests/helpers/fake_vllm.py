@@ -99,7 +99,10 @@ def _convolved(window: Tensor, weight: Tensor) -> Tensor:
     return y * torch.sigmoid(y)
 
 
+@dataclass(frozen=True)
 class MambaPrefillCheckpointExporter:
+    state_len: int | None = None
+
     def export(
         self,
         checkpoint: Any,
@@ -116,13 +119,13 @@ class MambaPrefillCheckpointExporter:
         assert recurrent_checkpoint is None
         if isinstance(raw_qkv, FakeTensor):
             return
-        length = conv_state.shape[-1]
+        length = conv_state.shape[-1] if self.state_len is None else self.state_len
         rows = zip(
             checkpoint.checkpoint_offsets.tolist(), checkpoint.state_indices.tolist(), cu_seqlens.tolist()
         )
         for offset, slot, start in rows:
             if offset > 0 and slot != NULL_SLOT:
-                conv_state[slot] = raw_qkv[start + offset - length : start + offset].T
+                conv_state[slot, :, :length] = raw_qkv[start + offset - length : start + offset].T
 
 
 def eager_break_during_capture(fn: Any) -> Any:

@@ -273,9 +273,10 @@ def test_drafts_beside_prompts(vllm, layer_class, form):
     server.check_untouched({*first.slots, *second.slots, 7})
 
 
-def test_checkpoints_are_stored_and_resumed(vllm):
+@pytest.mark.parametrize("drafts", (0, 2))
+def test_checkpoints_are_stored_and_resumed(vllm, drafts):
     layer = adapter.register_layers()["KimiK3DeltaAttention"]
-    server = Server(fake_vllm.new_layer(layer), vllm.context)
+    server = Server(fake_vllm.new_layer(layer, num_spec=drafts), vllm.context)
     (old,) = prefilled(server, 64)
     checkpoint = SimpleNamespace(checkpoint_offsets=ints([128, 0, 64]), state_indices=ints([9, 0, 10]))
     requests, lengths = [old, Request([2]), Request([3])], (130, 40, 64 + 3)

@@ -306,6 +306,7 @@ class KdaCoreAttention:
 
     def _kda_core_prefill(self: Any, m: Any, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor) -> None:
         """Prompts, and single tokens among them."""
+        from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointExporter
         from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn
 
         conv_state, pool, weights = self._kda_core_caches()
@@ -346,15 +347,10 @@ class KdaCoreAttention:
             **marks,
             **layer_arguments(self),
         )
-        if checkpoint is not None:
-            self._kda_core_export(checkpoint, qkv, conv_state, bounds)
-
-    def _kda_core_export(self: Any, checkpoint: Any, qkv: Tensor, conv_state: Tensor, bounds: Tensor) -> None:
-        """Stores the states of the convolution that belong to checkpoints; the other states are in the pool already."""
-        from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointExporter
-
-        exporter = MambaPrefillCheckpointExporter()
-        exporter.export(checkpoint, raw_qkv=qkv, conv_state=conv_state, cu_seqlens=bounds)
+        if checkpoint is not None:  # the states of the convolution that belong to the checkpoints
+            # drafts widen `conv_state`; a prompt uses its first columns
+            exporter = MambaPrefillCheckpointExporter(state_len=weights.shape[1] - 1)
+            exporter.export(checkpoint, raw_qkv=qkv, conv_state=conv_state, cu_seqlens=bounds)
 
     def _kda_core_decode(self: Any, m: Any, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor) -> None:
         """One token of each request. Rows that pad the batch for a CUDA graph have the null slot."""
