@@ -50,14 +50,14 @@ ENGINES = {
         ("compressed-tensors", "xgrammar"),
         (
             "aiohttp", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi<0.137", "llguidance<1.8", "loguru", "msgspec",
-            "openai", "oss-harmony", "partial-json-parser", "prometheus-client", "psutil", "py-cpuinfo", "pybase64", "pydantic",
+            "openai", "oss-harmony", "partial-json-parser", "pillow", "prometheus-client", "psutil", "py-cpuinfo", "pybase64", "pydantic",
             "pyyaml", "pyzmq", "regex", "requests", "sentencepiece", "tqdm", "transformers>=5.16.1,<5.21", "uvloop",
         ),
     ),
     "sglang": (
         ("triton",),
         (
-            "aiohttp", "ipython", "msgspec", "orjson", "psutil", "pybase64", "pydantic", "pyyaml", "pyzmq", "regex", "requests",
+            "aiohttp", "ipython", "msgspec", "orjson", "pillow", "psutil", "pybase64", "pydantic", "pyyaml", "pyzmq", "regex", "requests",
             "starlette", "tqdm", "transformers>=5.16.1,<5.21",
         ),
     ),
