@@ -209,6 +209,13 @@ def test_a_backend_that_sglang_chose_itself_stays(sglang):
     assert (dispatcher.extend_kernel, dispatcher.verify_kernel) == ("cutedsl kernel", "triton kernel")
 
 
+@pytest.mark.parametrize("backends, named", [((1, 2), {}), ((1, 2, 3), {"another": 4})], ids=str)
+def test_a_dispatcher_of_another_form_is_left_alone(sglang, backends, named):
+    seen = []
+    adapter.choose_kernels(lambda *x, **given: seen.append((x, given)), "dispatcher", *backends, **named)
+    assert seen == [(("dispatcher", *backends), named)]
+
+
 def test_unknown_names_of_others_are_refused_by_sglang(sglang):
     custom = LinearAttnKernelBackend("another plugin's")
     with pytest.raises(ValueError, match="Unsupported KDA backend"):

@@ -87,19 +87,25 @@ def wanted() -> Wanted:
     )
 
 
-def choose_kernels(
-    original: Any, dispatcher: Any, decode_backend: Any, prefill_backend: Any, verify_backend: Any
-) -> None:
+def choose_kernels(original: Any, dispatcher: Any, *backends: Any, **named: Any) -> None:
     """Wraps ``KDAKernelDispatcher.__init__``, which refuses names that it does not know. Where `CHOICE` is wanted, SGLang's dispatcher
-    is made with its Triton kernel, which this function then replaces."""
-    given = (decode_backend, prefill_backend, verify_backend)
+    is made with its Triton kernel, which this function then replaces.
+
+    Args:
+        original: the method. dispatcher: its ``self``.
+        backends: SGLang's names of the kernels that decode, extend and verify.
+        named: nothing, in the version that this module was written for.
+    """
     # SGLang has one value for all names that it does not know
-    ours = [asked and backend.is_custom() for asked, backend in zip(wanted(), given)]
-    if not any(ours):
-        original(dispatcher, *given)
+    if named or len(backends) != len(Wanted._fields) or not any(x.is_custom() for x in backends):
+        original(dispatcher, *backends, **named)
         return
-    triton = type(decode_backend)("triton")
-    original(dispatcher, *(triton if mine else backend for mine, backend in zip(ours, given)))
+    ours = [asked and backend.is_custom() for asked, backend in zip(wanted(), backends)]
+    if not any(ours):
+        original(dispatcher, *backends)
+        return
+    triton = type(backends[0])("triton")
+    original(dispatcher, *(triton if mine else backend for mine, backend in zip(ours, backends)))
     kernel = kernel_class()(dispatcher.triton_kernel)
     for mine, name in zip(ours, ("decode_kernel", "extend_kernel", "verify_kernel")):
         if mine:
@@ -107,8 +113,8 @@ def choose_kernels(
     if ours[0]:
         dispatcher.supports_packed_decode = kernel.supports_packed_decode
         dispatcher.supports_packed_decode_safe_gate = kernel.supports_packed_decode_safe_gate
-    named = [name for mine, name in zip(ours, Wanted._fields) if mine]
-    logger.info("kda_core serves %s of KDA layers", ", ".join(named))
+    modes = [name for mine, name in zip(ours, Wanted._fields) if mine]
+    logger.info("kda_core serves %s of KDA layers", ", ".join(modes))
 
 
 @functools.cache
