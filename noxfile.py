@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import shutil
 import venv
@@ -43,6 +44,26 @@ KERNELS = (
     ("kda_sm90.variants:kernels", "", ("sm_90a",)),
     ("kda_sm100.variants:kernels", "", ("sm_100a", "sm_103a")),
 )
+
+# The engines of the adapters in kda_core.integrations, and what their modules import. An engine requires a torch of its own and
+# gigabytes of kernels, so it is installed without its requirements.
+ENGINES = {
+    "vllm": (
+        ("compressed-tensors", "xgrammar"),
+        (
+            "aiohttp", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi<0.137", "llguidance<1.8", "loguru", "msgspec",
+            "openai", "oss-harmony", "partial-json-parser", "pillow", "prometheus-client", "psutil", "py-cpuinfo", "pybase64", "pydantic",
+            "pyyaml", "pyzmq", "regex", "requests", "sentencepiece", "tqdm", "transformers>=5.16.1,<5.21", "uvloop",
+        ),
+    ),
+    "sglang": (
+        ("triton",),
+        (
+            "aiohttp", "ipython", "msgspec", "orjson", "pillow", "psutil", "pybase64", "pydantic", "pyyaml", "pyzmq", "regex", "requests",
+            "starlette", "tqdm", "transformers>=5.16.1,<5.21",
+        ),
+    ),
+}  # fmt: skip
 
 nox.needs_version = ">=2025.10.14"
 nox.options.sessions = ["test", "lint", "typecheck"]
@@ -212,6 +233,32 @@ def test_fla(session: nox.Session) -> None:
     install_all(session)
     session.install("-c", str(CONSTRAINTS), "flash-linear-attention[cuda]")
     pytest(session, "tests/integrations/fla")
+
+
+def test_engine(session: nox.Session, name: str) -> None:
+    """Installs the version of an engine that its record names, and runs the tests of its adapter."""
+    record = ROOT / "tests" / "integrations" / "signatures" / f"{name}.json"
+    version = json.loads(record.read_text())["version"]
+    alone, imported = ENGINES[name]
+    session.install(
+        "-c", str(CONSTRAINTS), "-e", "packages/kda-core", "pytest", "hypothesis", "numpy", *imported
+    )
+    session.install("--no-deps", f"{name}=={version}", *alone)
+    tests = (f"tests/integrations/test_{part}.py" for part in ("signatures", name))
+    pytest(session, *tests)
+
+
+@nox.session(name="test-vllm")
+def test_vllm(session: nox.Session) -> None:
+    """The adapter for vLLM over vLLM's own classes, without a GPU; compares the record of signatures. It downloads 336 MB."""
+    test_engine(session, "vllm")
+
+
+@nox.session(name="test-sglang")
+def test_sglang(session: nox.Session) -> None:
+    """The adapter for SGLang over SGLang's own base class, without a GPU; compares the record of signatures. It downloads 40 MB, and
+    Triton."""
+    test_engine(session, "sglang")
 
 
 @nox.session(name="test-packaging")
