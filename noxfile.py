@@ -249,6 +249,18 @@ def clean_environment(session: nox.Session, folder: Path, archives: Path, *words
     return python
 
 
+def download(session: nox.Session, archives: list[Path], folder: Path) -> None:
+    """Downloads into an empty `folder` what the wheels of `archives` require and what builds source archives, and copies `archives`
+    there. The wheels are named by path, because an index may have other packages of their names."""
+    shutil.rmtree(folder, ignore_errors=True)
+    wheels = [str(path) for path in archives if path.suffix == ".whl"]
+    wheels = [f"{wheel}[testing]" if "kda_core-" in wheel else wheel for wheel in wheels]
+    pip = ("python", "-m", "pip", "download", "--quiet", "--dest", str(folder), "-c", str(CONSTRAINTS))
+    session.run(*pip, *wheels, "hatchling")
+    for path in archives:
+        shutil.copy(path, folder)
+
+
 @nox.session
 def bump(session: nox.Session) -> None:
     """Writes the version of all packages to every place that states it: ``python -m nox -s bump -- 0.2.0``."""
@@ -275,29 +287,17 @@ def release(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *map(str, archives))
 
     session.log(DOWNLOADS)
-    downloads = (
-        temporary / "downloads"
-    )  # our wheels, and all that they require; the build backend for our source archives
-    shutil.rmtree(downloads, ignore_errors=True)
-    wheels = [
-        f"{path}[testing]" if "kda_core-" in path.name else str(path)
-        for path in archives
-        if path.suffix == ".whl"
-    ]
-    download = ("python", "-m", "pip", "download", "--quiet", "--dest", str(downloads))
-    session.run(*download, "-c", str(CONSTRAINTS), *wheels, "hatchling")
-    for path in archives:
-        shutil.copy(path, downloads)
-
-    from_source = clean_environment(
-        session, temporary / "from-source", downloads, "--no-binary", ",".join(PACKAGES), *PACKAGES
-    )
-    with session.chdir(temporary):
-        session.run(from_source, "-m", "kda_core", "demo", external=True)
+    downloads = temporary / "downloads"
+    download(session, archives, downloads)
+    from_source = ("--no-binary", ",".join(PACKAGES), *PACKAGES)
+    python = clean_environment(session, temporary / "from-source", downloads, *from_source)
+    with session.chdir(temporary):  # outside the checkout, whose configuration pytest would find
+        session.run(python, "-m", "kda_core", "demo", external=True, env={"PYTHONPATH": None})
     shutil.rmtree(temporary / "from-source")
     python = clean_environment(session, temporary / "from-wheels", downloads, *PACKAGES, "kda-core[testing]")
+    kit = (python, "-m", "kda_core", "conformance", "reference", "--kda-quick")
     with session.chdir(temporary):
-        session.run(python, "-m", "kda_core", "conformance", "reference", "--kda-quick", external=True)
+        session.run(*kit, external=True, env={"PYTHONPATH": None})
 
     sbom = str(dist / f"kda-{version()}.cdx.json")
     project = ("--pyproject", "packages/kda-core/pyproject.toml", "--mc-type", "library")
