@@ -100,14 +100,15 @@ def install_for_this_machine(session: nox.Session) -> None:
     session.install("-c", str(CONSTRAINTS), *editable, "numpy")  # torch warns at import without numpy
 
 
+def test_environment() -> dict[str, str | None]:
+    """Returns the environment variables of tests. Their tensors are small, so more threads only wait for each other; PYTHONPATH
+    could name the packages of another checkout."""
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": None}
+
+
 def pytest(session: nox.Session, *default: str) -> None:
     """Runs pytest; the arguments after ``--`` replace the default ones."""
-    threads = os.environ.get(
-        "OMP_NUM_THREADS", "1"
-    )  # the tensors of the tests are small: more threads only wait for each other
-    # PYTHONPATH could name the packages of another checkout
-    env = {"OMP_NUM_THREADS": threads, "PYTHONPATH": None}
-    session.run("python", "-m", "pytest", *(session.posargs or default), env=env)
+    session.run("python", "-m", "pytest", *(session.posargs or default), env=test_environment())
 
 
 def compile_kernels(session: nox.Session, *arches: str) -> None:
@@ -292,12 +293,12 @@ def release(session: nox.Session) -> None:
     from_source = ("--no-binary", ",".join(PACKAGES), *PACKAGES)
     python = clean_environment(session, temporary / "from-source", downloads, *from_source)
     with session.chdir(temporary):  # outside the checkout, whose configuration pytest would find
-        session.run(python, "-m", "kda_core", "demo", external=True, env={"PYTHONPATH": None})
+        session.run(python, "-m", "kda_core", "demo", external=True, env=test_environment())
     shutil.rmtree(temporary / "from-source")
     python = clean_environment(session, temporary / "from-wheels", downloads, *PACKAGES, "kda-core[testing]")
     kit = (python, "-m", "kda_core", "conformance", "reference", "--kda-quick")
     with session.chdir(temporary):
-        session.run(*kit, external=True, env={"PYTHONPATH": None})
+        session.run(*kit, external=True, env=test_environment())
 
     sbom = str(dist / f"kda-{version()}.cdx.json")
     project = ("--pyproject", "packages/kda-core/pyproject.toml", "--mc-type", "library")
