@@ -121,14 +121,15 @@ def install_for_this_machine(session: nox.Session) -> None:
     session.install("-c", str(CONSTRAINTS), *editable, "numpy")  # torch warns at import without numpy
 
 
+def test_environment() -> dict[str, str | None]:
+    """Returns the environment variables of tests. Their tensors are small, so more threads only wait for each other; PYTHONPATH
+    could name the packages of another checkout."""
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": None}
+
+
 def pytest(session: nox.Session, *default: str) -> None:
     """Runs pytest; the arguments after ``--`` replace the default ones."""
-    threads = os.environ.get(
-        "OMP_NUM_THREADS", "1"
-    )  # the tensors of the tests are small: more threads only wait for each other
-    # PYTHONPATH could name the packages of another checkout
-    env = {"OMP_NUM_THREADS": threads, "PYTHONPATH": None}
-    session.run("python", "-m", "pytest", *(session.posargs or default), env=env)
+    session.run("python", "-m", "pytest", *(session.posargs or default), env=test_environment())
 
 
 def compile_kernels(session: nox.Session, *arches: str) -> None:
@@ -323,6 +324,18 @@ def clean_environment(session: nox.Session, folder: Path, archives: Path, *words
     return python
 
 
+def download(session: nox.Session, archives: list[Path], folder: Path) -> None:
+    """Downloads into an empty `folder` what the wheels of `archives` require and what builds source archives, and copies `archives`
+    there. The wheels are named by path, because an index may have other packages of their names."""
+    shutil.rmtree(folder, ignore_errors=True)
+    wheels = [str(path) for path in archives if path.suffix == ".whl"]
+    wheels = [f"{wheel}[testing]" if "kda_core-" in wheel else wheel for wheel in wheels]
+    pip = ("python", "-m", "pip", "download", "--quiet", "--dest", str(folder), "-c", str(CONSTRAINTS))
+    session.run(*pip, *wheels, "hatchling")
+    for path in archives:
+        shutil.copy(path, folder)
+
+
 @nox.session
 def bump(session: nox.Session) -> None:
     """Writes the version of all packages to every place that states it: ``python -m nox -s bump -- 0.2.0``."""
@@ -349,29 +362,17 @@ def release(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *map(str, archives))
 
     session.log(DOWNLOADS)
-    downloads = (
-        temporary / "downloads"
-    )  # our wheels, and all that they require; the build backend for our source archives
-    shutil.rmtree(downloads, ignore_errors=True)
-    wheels = [
-        f"{path}[testing]" if "kda_core-" in path.name else str(path)
-        for path in archives
-        if path.suffix == ".whl"
-    ]
-    download = ("python", "-m", "pip", "download", "--quiet", "--dest", str(downloads))
-    session.run(*download, "-c", str(CONSTRAINTS), *wheels, "hatchling")
-    for path in archives:
-        shutil.copy(path, downloads)
-
-    from_source = clean_environment(
-        session, temporary / "from-source", downloads, "--no-binary", ",".join(PACKAGES), *PACKAGES
-    )
-    with session.chdir(temporary):
-        session.run(from_source, "-m", "kda_core", "demo", external=True)
+    downloads = temporary / "downloads"
+    download(session, archives, downloads)
+    from_source = ("--no-binary", ",".join(PACKAGES), *PACKAGES)
+    python = clean_environment(session, temporary / "from-source", downloads, *from_source)
+    with session.chdir(temporary):  # outside the checkout, whose configuration pytest would find
+        session.run(python, "-m", "kda_core", "demo", external=True, env=test_environment())
     shutil.rmtree(temporary / "from-source")
     python = clean_environment(session, temporary / "from-wheels", downloads, *PACKAGES, "kda-core[testing]")
+    kit = (python, "-m", "kda_core", "conformance", "reference", "--kda-quick")
     with session.chdir(temporary):
-        session.run(python, "-m", "kda_core", "conformance", "reference", "--kda-quick", external=True)
+        session.run(*kit, external=True, env=test_environment())
 
     sbom = str(dist / f"kda-{version()}.cdx.json")
     project = ("--pyproject", "packages/kda-core/pyproject.toml", "--mc-type", "library")
