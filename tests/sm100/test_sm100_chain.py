@@ -20,7 +20,8 @@ from kda_sm100.config import HEAD_DIM, ChainConfig
     ids=str,
 )  # fmt: skip
 def test_chain_matches_the_fp64_recurrence(arch, C, lengths, v_first, seed):
-    from kda_sm100.kernels.chain import ChainArguments, ChainKernel
+    from kda_sm100.arguments import ChainArguments
+    from kda_sm100.kernels.chain import ChainKernel
 
     HV, (B, T) = 2, (2, 100) if lengths is None else (1, sum(lengths))
     N = B if lengths is None else len(lengths)

@@ -16,7 +16,8 @@ NAMES = {"w": "w", "u": "u", "Qd": "qd", "Kg": "kg", "Aqk": "aqk", "a": "a"}
 
 def computed(x, C, lengths, arch, seed=0):
     """Returns the records of a call as {name: [chunks, HV, ...]} in fp32. Checks that empty slots were not written."""
-    from kda_sm100.kernels.intra_chunk import IntraChunkArguments, IntraChunkKernel
+    from kda_sm100.arguments import IntraChunkArguments
+    from kda_sm100.kernels.intra_chunk import IntraChunkKernel
 
     (B, T, H, K), HV = x["q"].shape, x["v"].shape[2]
     chunks, slots = chunks_of(B, T, C, lengths)

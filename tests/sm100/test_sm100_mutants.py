@@ -40,7 +40,7 @@ def compiled(which):
 
 def run(which, ptx):
     """Returns o, the final state and the transition over random records; zeros if the kernel writes none."""
-    from kda_sm100.kernels.chain import ChainArguments
+    from kda_sm100.arguments import ChainArguments
 
     rng = torch.Generator().manual_seed(0)
     workspace = Workspace(CHUNKS, C, "cpu")

@@ -23,7 +23,7 @@ from kda_sm100.config import ARCHS, HEAD_DIM, SummaryConfig
     ids=str,
 )
 def test_summaries_match_the_recurrence_under_every_schedule(arch, C, lengths):
-    from kda_sm100.kernels.chain import ChainArguments
+    from kda_sm100.arguments import ChainArguments
     from kda_sm100.kernels.summary import SummaryKernel
 
     HV, N, T = 1, len(lengths), sum(lengths)

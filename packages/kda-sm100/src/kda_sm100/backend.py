@@ -19,7 +19,9 @@ from kda_cute import arch_of_capability, arch_of_device, get_kernel
 from kda_cute.arguments import address
 from kda_cute.decode import make_decode
 from kda_cute.host import dense, merge_segments, pass_states, refusal
+from kda_cute.interface import KernelInterface
 from kda_cute.journal import make_journal
+from kda_sm100.arguments import CHAIN, INTRA_CHUNK, SUMMARY, ChainArguments, IntraChunkArguments
 from kda_sm100.config import ARCHS, SMS
 from kda_sm100.launch_config import launch_config
 
@@ -173,22 +175,16 @@ def launches_of(shape: ProblemShape) -> tuple[IntraChunkLaunch, ChainLaunch]:
 
     The cache holds the last 1024 results.
     """
-    from kda_sm100.kernels.chain import ChainKernel
-
-    return _intra_chunk_launch(shape), _chain_launch(shape, ChainKernel, launch_config(shape).chain)
+    return _intra_chunk_launch(shape), _chain_launch(shape, CHAIN, launch_config(shape).chain)
 
 
 @functools.lru_cache(maxsize=1024)
 def summary_launches_of(shape: ProblemShape) -> tuple[IntraChunkLaunch, ChainLaunch]:
     """Returns the launches that summarise the segments of a shape; otherwise as `launches_of`."""
-    from kda_sm100.kernels.summary import SummaryKernel
-
-    return _intra_chunk_launch(shape), _chain_launch(shape, SummaryKernel, launch_config(shape).summary)
+    return _intra_chunk_launch(shape), _chain_launch(shape, SUMMARY, launch_config(shape).summary)
 
 
 def _intra_chunk_launch(shape: ProblemShape) -> IntraChunkLaunch:
-    from kda_sm100.kernels.intra_chunk import IntraChunkArguments, IntraChunkKernel
-
     options = shape.options
     arguments = functools.partial(
         IntraChunkArguments,
@@ -203,13 +199,11 @@ def _intra_chunk_launch(shape: ProblemShape) -> IntraChunkLaunch:
         lower_bound=options.lower_bound or 0.0,
         beta_factor=(2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid_in_kernel else 0.0,
     )
-    kernel = get_kernel(IntraChunkKernel, launch_config(shape).intra_chunk, _arch_of(shape))
+    kernel = get_kernel(INTRA_CHUNK, launch_config(shape).intra_chunk, _arch_of(shape))
     return IntraChunkLaunch(kernel, arguments)
 
 
-def _chain_launch(shape: ProblemShape, kernel: type, config: object) -> ChainLaunch:
-    from kda_sm100.kernels.chain import ChainArguments
-
+def _chain_launch(shape: ProblemShape, kernel: KernelInterface, config: object) -> ChainLaunch:
     options = shape.options
     arguments = functools.partial(
         ChainArguments,
