@@ -29,6 +29,49 @@ def run(folder: Path, name: str, *options: str, **environment: str) -> dict[str,
     return torch.load(result)
 
 
+NO_LAUNCHES = """
+import sys
+
+for name in ("cutlass", "tvm_ffi"):
+    sys.modules[name] = None
+from dataclasses import replace
+
+from helpers.exported_calls import calls
+from kda_core import use_backend
+from kda_core.registry import REGISTRY, record_calls
+from kda_cute.store import search
+
+wanted = set()
+
+
+def find(self, interface, config, arch):
+    count = len(interface.arguments(config)._fields)
+
+    def launch(tensor, *values):
+        assert len(values) == count
+        wanted.add(interface.name)
+
+    return launch, []
+
+
+search.KernelStore.find = find
+spec = REGISTRY.find("sm90").spec
+with REGISTRY.replaced(replace(spec, archs=frozenset({"cpu"})), REGISTRY.load(spec), "no launches"), use_backend("sm90"):
+    with record_calls() as served:
+        done = [name for name, _ in calls("cpu")]
+print(sorted(wanted), {call.backend for call in served}, len(done))
+"""
+
+
+def test_the_host_code_of_calls_needs_no_dsl():
+    """Of forward, backward and decoding, with kernels that do nothing."""
+    command = [sys.executable, "-c", NO_LAUNCHES]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kernels = "['DecodeKernel', 'GradientsKernel', 'PrefillKernel']"
+    assert done.stdout == f"{kernels} {{'sm90'}} 6\n"
+
+
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("blocked", [True, False], ids=["without-the-dsl", "beside-the-dsl"])
 def test_exported_kernels_compute_the_bits_of_the_dsls_launches(tmp_path, monkeypatch, blocked):
