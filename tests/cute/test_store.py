@@ -139,6 +139,7 @@ def test_errors_of_a_launch_name_the_kernel(folder):
         ({"symbol": "x"}, r"cubin.xz is not used: cuLibraryGetKernel: CUDA error 500"),
         ({"parameters": [[]]}, r"cubin.xz is not used: its parameters are not those of MergeKernel"),
         ({"kernels": 3}, r"manifest.json is not used: damaged: TypeError"),
+        ({"sources": {}}, r"manifest.json is not used: .* other sources of kda_cute than are installed"),
         ({"config": "another"}, r"has no kernel MergeKernel for MergeConfig\(columns=8\)"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -208,6 +209,16 @@ def test_symbolic_links_are_not_followed(folder, tmp_path):
     path.symlink_to(tmp_path / "elsewhere")
     kernel, (reason,) = find(folder)
     assert kernel is None and f"{path} is a symbolic link" in reason
+
+
+def test_a_folder_without_kernels_of_a_package_says_so(folder):
+    from kda_sm90.config import GradientsConfig
+    from kda_sm90.interfaces import GRADIENTS
+
+    store = KernelStore([Folder(folder, "KDA_KERNEL_DIR", trusted=False)], FakeDriver())
+    kernel, (reason,) = store.find(GRADIENTS, GradientsConfig(), ARCH)
+    assert kernel is None
+    assert re.fullmatch(rf"{folder / ARCH} has no kernel GradientsKernel for .* \(KDA_KERNEL_DIR\)", reason)
 
 
 # ---- the order of the sources

@@ -184,9 +184,14 @@ class KernelStore:
         self, folder: Folder, interface: KernelInterface, config: object, arch: str
     ) -> Callable[..., Any]:
         listed = folder.manifest(arch)
-        if problem := outdated(listed, interface):
-            raise Refused(f"{folder.path / arch / manifest.FILE} is not used: {problem}")
         kernel = listed.find(interface, config)
+        for package in manifest.source_packages(interface):
+            stated = listed.sources.get(package)  # None: the folder has no kernel of the package
+            if (kernel or stated) and stated != manifest.source_digest(package):
+                raise Refused(
+                    f"{folder.path / arch / manifest.FILE} is not used: its kernels were compiled from other sources of "
+                    f"{package} than are installed: export them again, or install the kernels of the same version"
+                )
         if kernel is None:
             raise Absent(
                 f"{folder.path / arch} has no kernel {interface.name} for {config} ({folder.origin})"
@@ -213,17 +218,6 @@ class KernelStore:
                 "of the manifest"
             )
         return launcher(driver, handle, kernel, interface, config)
-
-
-def outdated(listed: Manifest, interface: KernelInterface) -> str | None:
-    """Returns why the kernels of an interface in a manifest are not those of the installed sources; None if they are."""
-    for package in manifest.source_packages(interface):
-        if listed.sources.get(package) != manifest.source_digest(package):
-            return (
-                f"its kernels were compiled from other sources of {package} than are installed: export them again, or "
-                f"install the kernels of the same version"
-            )
-    return None
 
 
 def _unpacked(path: Path, kernel: Exported, content: bytes) -> bytes:
