@@ -270,6 +270,22 @@ def test_packaging(session: nox.Session) -> None:
 
 
 @nox.session
+def kernels(session: nox.Session) -> None:
+    """Exports the kernels of kda-sm90 and builds the wheel of kda-sm90-kernels into dist/. Compiles all variants, which takes hours of
+    CPU time but no GPU; arguments go to `precompile`, such as ``-- --only MergeKernel``."""
+    session.log(DOWNLOADS)
+    editable = [word for package in PACKAGES[:3] for word in ("-e", f"packages/{package}")]
+    session.install("-c", str(CONSTRAINTS), *editable, "build", "hatchling")
+    project = ROOT / "packages" / "kda-sm90-kernels"
+    folder = project / "src" / "kda_sm90_kernels"
+    shutil.rmtree(folder / "sm_90a", ignore_errors=True)
+    command = ("precompile", "--arch", "sm_90a", "--backend", "sm90", "--export", str(folder))
+    session.run("python", "-m", "kda_core", *command, *session.posargs)
+    build = ("--wheel", "--no-isolation", "--outdir", str(ROOT / "dist"), str(project))
+    session.run("python", "-m", "build", *build)
+
+
+@nox.session
 def compile(session: nox.Session) -> None:
     """Compiles every kernel for each of its architectures, without a GPU; a spill or an advisory of ptxas is a failure."""
     install_all(session)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from kda_cute import arguments
+from kda_cute.arguments import Address, Long
 from kda_cute.device import ptx
+from kda_cute.device.kernel import Kernel
+from kda_cute.interface import KernelInterface
 
 THREADS = 128
 
@@ -18,11 +20,11 @@ THREADS = 128
 class Arguments(NamedTuple):
     """Arguments after the leading tensor, which determines the device and the stream."""
 
-    states: Int64  # [slots, bytes of a slot]
-    slots: Int64  # [N] int32
-    bytes: Int64  # of a slot, a multiple of `RmwKernel.bytes`
-    N: Int32
-    factor: Float32
+    states: Address  # [slots, bytes of a slot]
+    slots: Address  # [N] int32
+    bytes: Long  # of a slot, a multiple of `RmwKernel.bytes`
+    N: int
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -37,24 +39,25 @@ class RmwConfig:
 RMWS = tuple(RmwConfig(loads, dtype) for loads in (4, 8) for dtype in ("float32", "bfloat16"))
 
 
-class RmwKernel:
+#: The interface of `RmwKernel`.
+RMW = KernelInterface(
+    "benchmarks.rmw:RmwKernel",
+    lambda config: Arguments,
+    lambda config, x: (x.N * Int32(x.bytes // (config.loads * THREADS * 16)), 1, 1),
+)
+
+
+class RmwKernel(Kernel):
     """Takes a tensor and the values of `Arguments`. Multiplies all values of the slots by the factor."""
 
     spill_allowance = 0
+    interface = RMW
+    threads = THREADS
+    shared_bytes = 0
 
     def __init__(self, config: RmwConfig):
         self.config = config
         self.bytes = config.loads * THREADS * 16  # of a CTA
-
-    def fake_args(self) -> tuple:
-        return arguments.fake_args(Arguments, BFloat16)
-
-    @cute.jit
-    def __call__(self, tensor: cute.Tensor, *values_and_stream):
-        *values, stream = values_and_stream
-        x = Arguments(*values)
-        groups = Int32(x.bytes // self.bytes)
-        self.kernel(tuple(values)).launch(grid=(x.N * groups, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, values: tuple):

@@ -317,7 +317,7 @@ def moved(kernel: str, config: Any) -> int:
 
 def main(names: list[str]) -> None:
     """Prints the tables of the pages with these names; of all pages if there are none."""
-    from kda_cute.device.merge_states import MergeConfig
+    from kda_cute.merge import MergeConfig
     from kda_sm100.variants import kernels
 
     every = kernels()

@@ -9,16 +9,16 @@ import torch
 import ptx_emulator
 from kda_cute import get_kernel, kernels_made_by
 from kda_cute.arguments import pack
+from kda_cute.interface import KernelInterface
 from kda_cute.records import decay_offset, image_offset
 from kda_sm100 import layouts
 from kda_sm100.config import HEAD_DIM
 
 
 def launch(
-    kernel: type,
+    kernel: KernelInterface,
     config: object,
     tensor: torch.Tensor,
-    struct: type[tuple],
     *,
     arch: str,
     seed: int = 0,
@@ -27,14 +27,13 @@ def launch(
     """Launches a kernel and waits for its end.
 
     Args:
-        kernel, config: kernel class and variant.
+        kernel, config: kernel and variant.
         tensor: the leading tensor of the kernel; it selects the device.
-        struct: argument struct of the kernel.
         arch: target of the compiler.
         seed: schedule of the emulator.
-        given: values of the struct, as for `kda_cute.arguments.pack`. An emulated kernel may access these tensors only.
+        given: values of the argument struct, as for `kda_cute.arguments.pack`. An emulated kernel may access these tensors only.
     """
-    arguments = pack(struct, **given)
+    arguments = pack(kernel.arguments(config), **given)
     if tensor.is_cuda:
         get_kernel(kernel, config, arch)(tensor, *arguments)
         torch.cuda.synchronize()

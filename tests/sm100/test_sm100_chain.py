@@ -8,6 +8,7 @@ from helpers.sm100_chain_cases import NAN, laid_out, recurrence
 from helpers.sm100_launch import launch
 
 from kda_core.testing import error
+from kda_sm100.arguments import CHAIN
 from kda_sm100.config import HEAD_DIM, ChainConfig
 
 
@@ -20,8 +21,6 @@ from kda_sm100.config import HEAD_DIM, ChainConfig
     ids=str,
 )  # fmt: skip
 def test_chain_matches_the_fp64_recurrence(arch, C, lengths, v_first, seed):
-    from kda_sm100.kernels.chain import ChainArguments, ChainKernel
-
     HV, (B, T) = 2, (2, 100) if lengths is None else (1, sum(lengths))
     N = B if lengths is None else len(lengths)
     records, chunks, workspace = laid_out(C, HV, B, T, lengths)
@@ -38,7 +37,7 @@ def test_chain_matches_the_fp64_recurrence(arch, C, lengths, v_first, seed):
     states = torch.full((len(saved), HV, HEAD_DIM, HEAD_DIM), NAN, dtype=torch.bfloat16)
     offsets = None if lengths is None else torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     launch(
-        ChainKernel, ChainConfig(C, states=True), o, ChainArguments, arch=arch, seed=seed, offsets=offsets, o=o,
+        CHAIN, ChainConfig(C, states=True), o, arch=arch, seed=seed, offsets=offsets, o=o,
         states=states, initial_state=layout(initial), final_state=final, workspace=workspace.bytes,
         state_count=len(saved), N=N, T=T, HV=HV, offset_bytes=0 if lengths is None else 4, v_first=int(v_first),
         every=every,

@@ -9,6 +9,7 @@ from helpers.intra_chunk_cases import LENGTHS, assert_close, specified, variant
 from helpers.sm100_launch import Workspace, chunks_of, launch
 
 from kda_core.testing import FAMILIES, make_inputs
+from kda_sm100.arguments import INTRA_CHUNK
 from kda_sm100.config import ARCHS, IntraChunkConfig
 
 NAMES = {"w": "w", "u": "u", "Qd": "qd", "Kg": "kg", "Aqk": "aqk", "a": "a"}
@@ -16,8 +17,6 @@ NAMES = {"w": "w", "u": "u", "Qd": "qd", "Kg": "kg", "Aqk": "aqk", "a": "a"}
 
 def computed(x, C, lengths, arch, seed=0):
     """Returns the records of a call as {name: [chunks, HV, ...]} in fp32. Checks that empty slots were not written."""
-    from kda_sm100.kernels.intra_chunk import IntraChunkArguments, IntraChunkKernel
-
     (B, T, H, K), HV = x["q"].shape, x["v"].shape[2]
     chunks, slots = chunks_of(B, T, C, lengths)
     workspace = Workspace(slots * HV, C, x["q"].device)
@@ -28,7 +27,7 @@ def computed(x, C, lengths, arch, seed=0):
     if lengths is not None:
         given["offsets"] = x["cu_seqlens"]
     launch(
-        IntraChunkKernel, config, x["q"], IntraChunkArguments, arch=arch, seed=seed, **given, workspace=workspace.bytes,
+        INTRA_CHUNK, config, x["q"], arch=arch, seed=seed, **given, workspace=workspace.bytes,
         N=B if lengths is None else len(lengths), T=T, H=H, HV=HV,
         offset_bytes=0 if lengths is None else x["cu_seqlens"].element_size(), beta_bytes=x["beta"].element_size(),
         l2norm=int(x["use_qk_l2norm_in_kernel"]), beta_factor=float(x["use_beta_sigmoid_in_kernel"]),

@@ -66,8 +66,8 @@ def test_precompiled_variants_serve_every_call(gate):
 def test_precompile_builds_each_variant_once():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the kernel classes import it")
     from kda_cute.decode import DECODES
-    from kda_cute.device.merge_states import MERGES
     from kda_cute.journal import JOURNALS
+    from kda_cute.merge import MERGES
     from kda_cute.verify import VERIFIES
     from kda_sm100.variants import ahead_of_time
 

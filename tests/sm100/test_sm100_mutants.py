@@ -13,6 +13,7 @@ from helpers.sm100_launch import Workspace
 import ptx_emulator
 from kda_cute.arguments import pack
 from kda_cute.jit.ptxas import keep_ptx
+from kda_sm100.arguments import ChainArguments
 from kda_sm100.config import ARCHS, HEAD_DIM, ChainConfig, SummaryConfig
 
 C, CHUNKS = 32, 9  # enough chunks to reuse every stage of both rings and both accumulators of O
@@ -40,8 +41,6 @@ def compiled(which):
 
 def run(which, ptx):
     """Returns o, the final state and the transition over random records; zeros if the kernel writes none."""
-    from kda_sm100.kernels.chain import ChainArguments
-
     rng = torch.Generator().manual_seed(0)
     workspace = Workspace(CHUNKS, C, "cpu")
     for name, rows, columns in (("w", C, 128), ("u", C, 128), ("qd", C, 128), ("kg", C, 128), ("aqk", C, C)):

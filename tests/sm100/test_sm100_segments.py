@@ -14,6 +14,7 @@ from kda_core import chunk_kda
 from kda_core.registry import record_calls
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_cute.testing.emulation import emulated
+from kda_sm100.arguments import SUMMARY
 from kda_sm100.config import ARCHS, HEAD_DIM, SummaryConfig
 
 
@@ -23,9 +24,6 @@ from kda_sm100.config import ARCHS, HEAD_DIM, SummaryConfig
     ids=str,
 )
 def test_summaries_match_the_recurrence_under_every_schedule(arch, C, lengths):
-    from kda_sm100.kernels.chain import ChainArguments
-    from kda_sm100.kernels.summary import SummaryKernel
-
     HV, N, T = 1, len(lengths), sum(lengths)
     records, chunks, workspace = laid_out(C, HV, 1, T, lengths)
     for name in ("qd", "aqk"):
@@ -44,7 +42,7 @@ def test_summaries_match_the_recurrence_under_every_schedule(arch, C, lengths):
     for seed in range(3):
         exits, transitions = (torch.full(shape, NAN) for _ in range(2))
         launch(
-            SummaryKernel, SummaryConfig(C), v, ChainArguments, arch=arch, seed=seed, offsets=offsets,
+            SUMMARY, SummaryConfig(C), v, arch=arch, seed=seed, offsets=offsets,
             initial_state=initial, final_state=exits, transitions=transitions, workspace=workspace.bytes,
             state_count=0, N=N, T=T, HV=HV, offset_bytes=4, v_first=0, every=1,
         )  # fmt: skip

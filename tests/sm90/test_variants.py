@@ -23,7 +23,7 @@ GATES = ({}, {"lower_bound": None}, FREE, FREE | {"safe_gate": True})
 
 def test_every_variant_is_offered_once():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the kernel class imports it")
-    from kda_cute.device.merge_states import MERGES
+    from kda_cute.merge import MERGES
     from kda_sm90.variants import ahead_of_time
 
     offered = ahead_of_time(ARCH)

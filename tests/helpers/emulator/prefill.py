@@ -172,7 +172,8 @@ def in_segments(
 @functools.cache
 def compiled_merge(columns: int) -> tuple[str, int]:
     """The PTX of the kernel that merges segments, and the bytes of its dynamic shared memory."""
-    from kda_cute.device.merge_states import MergeConfig, MergeKernel
+    from kda_cute.device.merge_states import MergeKernel
+    from kda_cute.merge import MergeConfig
 
     config = MergeConfig(columns)
     return ptx_of(MergeKernel, config), MergeKernel(config).shared_bytes

@@ -104,6 +104,11 @@ KDA_DISABLE_JIT = Variable(
     "0",
     "1 forbids compilation: only cached kernels run. A kernel that is not cached is an error with the command that compiles it.",
 )
+KDA_KERNEL_DIR = Variable(
+    "KDA_KERNEL_DIR",
+    "",
+    "Folder of exported kernels, which are used before compiled ones. Empty: none.",
+)
 KDA_CHECK = Variable(
     "KDA_CHECK",
     "0",
@@ -126,6 +131,7 @@ VARIABLES = (
     KDA_CACHE_DIR,
     KDA_CACHE_MAXSIZE,
     KDA_DISABLE_JIT,
+    KDA_KERNEL_DIR,
     KDA_CHECK,
     KDA_CHECK_SLOTS,
     KDA_REQUIRE_ARCH,

@@ -18,6 +18,9 @@
         @cute.kernel
         def kernel(self, ...): ...
 
+A kernel whose arguments are one struct derives from `kda_cute.device.kernel.Kernel` instead, and states a
+`kda_cute.interface.KernelInterface`, so that it can be exported and launched without the DSL.
+
 ``get_kernel(SomeKernel, config, arch)`` compiles it once for each configuration and architecture, and returns a callable that
 takes torch tensors and runs on torch's current stream. A new value of an extent that ``fake_args`` leaves dynamic needs no
 compilation. A backend that chooses its configuration by shape compiles each one when a call first needs it.

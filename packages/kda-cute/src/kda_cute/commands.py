@@ -24,6 +24,7 @@ from kda_cute.jit.cache import QUARANTINE
 from kda_cute.jit.key import Variant
 from kda_cute.jit.precompile import Built, precompile
 from kda_cute.jit.target import arch_of_capability, capability_of_arch, check_arch
+from kda_cute.store.export import check, write
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -40,6 +41,12 @@ def _add_precompile_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--backend", help="compile only what this backend lists")
     p.add_argument(
         "--only", metavar="TEXT", help="compile only variants whose name, as printed by --list, contains TEXT"
+    )
+    p.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="also write the kernels to DIR/ARCH, for machines without a compiler (KDA_KERNEL_DIR)",
     )
     p.add_argument("--jobs", type=positive, metavar="N", help="worker processes (default: the usable CPUs)")
     p.add_argument("--list", action="store_true", help="print the names of the variants and compile nothing")
@@ -63,7 +70,9 @@ def _precompile(args: argparse.Namespace) -> int:
     broken, or there is nothing to compile; 130 after Ctrl-C.
 
     Raises:
-        ArgumentError: no variant's name contains the text of ``--only``.
+        ArgumentError: no variant's name contains the text of ``--only``, or the folder of ``--export`` holds kernels of the
+            architecture.
+        CompileError: a variant cannot be exported.
         BackendNotFoundError: the backend of ``--backend`` is not installed.
     """
     if args.backend is not None:
@@ -78,7 +87,7 @@ def _precompile(args: argparse.Namespace) -> int:
             f"argument --arch: expected an architecture of an installed backend: {expected}; got {args.arch}"
         )
     try:
-        return _run_precompile(args.arch, args.backend, args.only, args.jobs, args.list)
+        return _run_precompile(args.arch, args.backend, args.only, args.jobs, args.list, args.export)
     except KeyboardInterrupt:
         print(
             "interrupted: the variants compiled so far are on disk; the same command compiles the rest",
@@ -98,7 +107,7 @@ def _architectures() -> dict[str, str]:
 
 
 def _run_precompile(
-    arch: str, backend: str | None, only: str | None, jobs: int | None, list_only: bool
+    arch: str, backend: str | None, only: str | None, jobs: int | None, list_only: bool, folder: Path | None
 ) -> int:
     found = offers(arch, backend)
     chosen = {offer.backend: _select(offer, only) for offer in found}
@@ -121,7 +130,11 @@ def _run_precompile(
     if not variants:
         print(f"nothing to compile for {arch}", file=sys.stderr)
         return 1
+    if folder is not None:
+        check(variants, folder, arch)
     done = list_only or _compile(variants, jobs)
+    if done and not list_only and folder is not None:
+        done = _export(variants, folder, arch)
     return 0 if done and not broken else 1
 
 
@@ -161,6 +174,21 @@ def _compile(variants: list[Variant], jobs: int | None) -> bool:
     return failure is None
 
 
+def _export(variants: list[Variant], folder: Path, arch: str) -> bool:
+    """Writes compiled variants into a folder and prints a summary. Returns whether all of them are there."""
+    try:
+        written = write(variants, folder, arch)
+    except CompileError as error:
+        print(error, file=sys.stderr)
+        return False
+    except OSError as error:
+        print(f"the folder {folder} cannot be written: {error}", file=sys.stderr)
+        return False
+    size = sum(path.stat().st_size for path in (folder / arch).iterdir())
+    _say(f"{len(written.kernels)} kernels, {size / 1e6:.1f} MB, exported to {folder / arch}")
+    return True
+
+
 def _say(line: str) -> None:
     print(line, flush=True)  # at once, also into a log file
 
@@ -169,7 +197,8 @@ PRECOMPILE = Command(
     help="compile the kernels of the installed backends into the cache folder, ahead of time",
     description="Compiles the variants that the installed backends list for an architecture, in worker processes and without a "
     "GPU, into the folder KDA_CACHE_DIR. Variants that are in the folder are not compiled again. A variant that no backend lists "
-    "compiles when a call first needs it. Run the command on a CPU of the model that will use the kernels.",
+    "compiles when a call first needs it. Run the command on a CPU of the model that will use the kernels; exported kernels run with "
+    "any CPU.",
     add_arguments=_add_precompile_arguments,
     run=_precompile,
 )

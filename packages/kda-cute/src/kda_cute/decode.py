@@ -16,9 +16,10 @@ from torch import Tensor
 from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
-from kda_cute.arguments import address
+from kda_cute.arguments import Address, Long, address
 from kda_cute.host import DTYPES, gate_of
-from kda_cute.records import Gate, GateDtype, StateDtype
+from kda_cute.interface import KernelInterface
+from kda_cute.records import HEAD_DIM, Gate, GateDtype, StateDtype
 
 #: Warps of a CTA.
 WARPS = 4
@@ -99,6 +100,61 @@ def decode_config(shape: ProblemShape, rows: dict[StateDtype, Rows] | None = Non
     return DecodeConfig(of_cta, v_first, gate_of(shape), DTYPES[shape.g_dtype], dtype)
 
 
+class DecodeArguments(NamedTuple):
+    """Arguments after the leading tensor. Strides, of the batch and of tokens, are in elements."""
+
+    q: Address  # [B, T, H, 128] bf16
+    k: Address  # [B, T, H, 128] bf16
+    v: Address  # [B, T, HV, 128] bf16
+    g: Address  # [B, T, HV, 128]
+    beta: Address  # [B, T, HV], elements of beta_bytes
+    a_log: Address  # [HV] fp32
+    dt_bias: Address  # [HV, 128] fp32
+    offsets: Address  # [N + 1], elements of offset_bytes
+    o: Address  # [B, T, HV, 128] bf16, contiguous
+    final_state: Address  # [N, HV, 128, 128] fp32. It may be the memory of states
+    q_batch: Long
+    q_token: Long
+    k_batch: Long
+    k_token: Long
+    v_batch: Long
+    v_token: Long
+    g_batch: Long
+    g_token: Long
+    beta_batch: Long
+    beta_token: Long
+    states: Address  # [slots, HV, 128, 128], those that are read; 0: all are zeros
+    pitch: Long  # elements between two slots
+    read: Address  # this and the following: see `kda_cute.device.slots`
+    write: Address
+    has_initial_state: Address
+    accepted: Address
+    slots: Long
+    first_slot: Long
+    W: int
+    index_bytes: int
+    writes: int  # whether states are written to slots
+    per_token: int  # whether that is the state after every token, and not only the final one
+    N: int
+    T: int
+    H: int
+    HV: int
+    offset_bytes: int  # 4 or 8; 0: sequences are not packed
+    beta_bytes: int  # 2: bf16, 4: fp32
+    l2norm: int
+    scale: float
+    lower_bound: float  # of the bounded gate
+    beta_factor: float  # factor on the sigmoid of beta; 0: beta is used without a sigmoid
+
+
+#: The interface of `kda_cute.device.decode.DecodeKernel`.
+DECODE = KernelInterface(
+    "kda_cute.device.decode:DecodeKernel",
+    lambda config: DecodeArguments,
+    lambda config, x: (x.N * (HEAD_DIM // config.rows), x.H, x.HV // x.H),  # no divisions in the kernel
+)
+
+
 class Decode(NamedTuple):
     """The launch of a shape."""
 
@@ -145,8 +201,6 @@ def slots_of(inputs: KdaInputs) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=1024)
 def make_decode(shape: ProblemShape, arch: str) -> Decode:
     """Returns the launch of a shape for an architecture such as "sm_90a". Compiles its kernel on first use."""
-    from kda_cute.device.decode import DecodeKernel
-
     o, pool = shape.options, shape.pool
     offset_bytes = 0 if shape.index_dtype is None else shape.index_dtype.itemsize
     beta_factor = (2.0 if o.allow_neg_eigval else 1.0) if o.use_beta_sigmoid_in_kernel else 0.0
@@ -155,4 +209,4 @@ def make_decode(shape: ProblemShape, arch: str) -> Decode:
         *facts, shape.N, shape.T, shape.H, shape.HV, offset_bytes, shape.beta_dtype.itemsize,
         int(o.use_qk_l2norm_in_kernel), shape.scale, o.lower_bound or 0.0, beta_factor,
     )  # fmt: skip
-    return Decode(get_kernel(DecodeKernel, decode_config(shape), arch), numbers)
+    return Decode(get_kernel(DECODE, decode_config(shape), arch), numbers)

@@ -1,4 +1,4 @@
-"""The CuTe DSL's part of ``python -m kda_core doctor``: its wheels, and the NVIDIA driver that its compilers need.
+"""The CuTe DSL's part of ``python -m kda_core doctor``: its wheels, the NVIDIA driver that its compilers need, exported kernels.
 
 The entry point ``cute`` of the group ``kda_core.diagnostics`` names `examine`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from kda_core.doctor import nvidia_driver
 from kda_core.extensions import Diagnosis
 from kda_cute.jit.versions import dsl_wheels
+from kda_cute.store import search
 
 DRIVERS = {12: "575.51.03", 13: "580"}
 """The lowest NVIDIA driver of each compiler of the DSL, by the compiler's CUDA major version: that of CUDA 12.9, and of any
@@ -15,13 +16,16 @@ DRIVERS = {12: "575.51.03", 13: "580"}
 
 
 def examine() -> Diagnosis:
-    """Returns the versions of the DSL's wheels, and the problems of the wheels and of the driver."""
+    """Returns the versions of the DSL's wheels, the exported kernels, and the problems of the wheels, of the driver and of the
+    folder of exported kernels."""
     wheels = dsl_wheels()
     problems = list(wheels.problems)
     driver = nvidia_driver()
     if driver is not None and (problem := driver_problem(driver, wheels.cuda)) is not None:
         problems.append(problem)
-    return Diagnosis({"dsl wheel": dict(wheels.versions)}, problems)
+    kernels, kernel_problems = search.status()
+    facts = {"dsl wheel": dict(wheels.versions)} | ({"kernels": kernels} if kernels else {})
+    return Diagnosis(facts, [*problems, *kernel_problems])
 
 
 def driver_problem(driver: str, compilers: tuple[int, ...]) -> str | None:

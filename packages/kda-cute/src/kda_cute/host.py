@@ -17,6 +17,7 @@ from kda_core import slots
 from kda_core.buffers import aligned
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
+from kda_cute.merge import MERGE, merge_config
 from kda_cute.records import Gate, GateDtype
 
 #: The inputs that have a row for every token.
@@ -108,6 +109,4 @@ def merge_segments(
 @functools.lru_cache(maxsize=256)
 def _merge_kernel(states: int, sms: int, arch: str, device_type: str) -> Callable[..., Any]:
     """Returns the merge kernel. ``device_type`` is part of the key, because kernels for a CPU are emulated."""
-    from kda_cute.device.merge_states import MergeKernel, merge_config
-
-    return get_kernel(MergeKernel, merge_config(states, sms), arch)
+    return get_kernel(MERGE, merge_config(states, sms), arch)

@@ -16,8 +16,9 @@ from torch import Tensor
 from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
 from kda_cute import get_kernel
-from kda_cute.arguments import address
-from kda_cute.decode import DecodeConfig, Rows, decode_config, token_strides, variants
+from kda_cute.arguments import Address, Long, address
+from kda_cute.decode import DECODE, DecodeConfig, Rows, decode_config, token_strides, variants
+from kda_cute.interface import KernelInterface
 from kda_cute.records import StateDtype
 from kda_cute.verify import verify_config
 
@@ -45,6 +46,66 @@ JOURNALS = tuple(JournalConfig(**vars(config)) for config in variants(ROWS))
 def journal_config(shape: ProblemShape) -> JournalConfig:
     """Returns the variant for a shape."""
     return JournalConfig(**vars(decode_config(shape, ROWS)))
+
+
+class JournalArguments(NamedTuple):
+    """Arguments after the leading tensor. Strides, of the batch and of tokens, are in elements."""
+
+    q: Address  # [N, T, H, 128] bf16
+    k: Address  # [N, T, H, 128] bf16
+    v: Address  # [N, T, HV, 128] bf16
+    g: Address  # [N, T, HV, 128]
+    beta: Address  # [N, T, HV], elements of beta_bytes
+    a_log: Address  # [HV] fp32
+    dt_bias: Address  # [HV, 128] fp32
+    o: Address  # [N, T, HV, 128] bf16, contiguous
+    q_batch: Long
+    q_token: Long
+    k_batch: Long
+    k_token: Long
+    v_batch: Long
+    v_token: Long
+    g_batch: Long
+    g_token: Long
+    beta_batch: Long
+    beta_token: Long
+    states: Address  # [slots, HV, 128, 128]
+    pitch: Long  # elements between two slots
+    read: Address  # [N] slots, elements of index_bytes
+    slots: Long
+    first_slot: Long
+    record_u: Address  # [slots, HV, R, 128] fp32
+    record_k: Address  # [slots, H, R, 128] bf16
+    record_factor: Address  # [slots, H, R] fp32
+    record_g: Address  # [slots, HV, R, 128] fp32
+    spans: Address  # [slots, 2] int32, or 0
+    accepted: Address  # [N] int32, or 0: records from row 0 on
+    index_bytes: int
+    R: int
+    most: int  # records of a slot
+    fold_above: int  # a slot folds if it has more records than this, with those of the call
+    N: int
+    T: int
+    H: int
+    HV: int
+    beta_bytes: int  # 2: bf16, 4: fp32
+    l2norm: int
+    scale: float
+    lower_bound: float  # of the bounded gate
+    beta_factor: float  # factor on the sigmoid of beta; 0: beta is used without a sigmoid
+
+
+#: The interface of `kda_cute.device.journal.JournalKernel`.
+JOURNAL = KernelInterface(
+    "kda_cute.device.journal:JournalKernel", lambda config: JournalArguments, DECODE.grid
+)
+
+#: The interface of `kda_cute.device.verify.VerifyKernel`.
+VERIFY = KernelInterface(
+    "kda_cute.device.verify:VerifyKernel",
+    lambda config: JournalArguments,
+    lambda config, x: (x.N, x.H, x.HV // x.H),  # no divisions in the kernel
+)
 
 
 class JournalLaunch(NamedTuple):
@@ -87,9 +148,6 @@ def records_of(pool: KdaPool, journal: KdaJournal) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=1024)
 def make_journal(shape: ProblemShape, arch: str) -> JournalLaunch:
     """Returns the launch of a shape for an architecture such as "sm_90a". Compiles its kernel on first use."""
-    from kda_cute.device.journal import JournalKernel
-    from kda_cute.device.verify import VerifyKernel
-
     o, pool, journal = shape.options, shape.pool, shape.journal
     assert pool is not None and journal is not None
     beta_factor = (2.0 if o.allow_neg_eigval else 1.0) if o.use_beta_sigmoid_in_kernel else 0.0
@@ -102,5 +160,5 @@ def make_journal(shape: ProblemShape, arch: str) -> JournalLaunch:
         shape.beta_dtype.itemsize, int(o.use_qk_l2norm_in_kernel), shape.scale, o.lower_bound or 0.0, beta_factor,
     )  # fmt: skip
     if (config := verify_config(shape)) is not None:
-        return JournalLaunch(get_kernel(VerifyKernel, config, arch), numbers)
-    return JournalLaunch(get_kernel(JournalKernel, journal_config(shape), arch), numbers)
+        return JournalLaunch(get_kernel(VERIFY, config, arch), numbers)
+    return JournalLaunch(get_kernel(JOURNAL, journal_config(shape), arch), numbers)

@@ -19,8 +19,17 @@ from kda_cute import arch_of_capability, arch_of_device, get_kernel
 from kda_cute.arguments import address
 from kda_cute.decode import make_decode
 from kda_cute.host import dense, is_strided, merge_segments, pass_states, refusal, with_token_strides
+from kda_cute.interface import KernelInterface
 from kda_cute.journal import make_journal
 from kda_cute.pools import pitch_arguments, pool_arguments
+from kda_sm100.arguments import (
+    CHAIN,
+    INTRA_CHUNK,
+    SERVING_CHAIN,
+    SUMMARY,
+    ChainArguments,
+    IntraChunkArguments,
+)
 from kda_sm100.config import ARCHS, SMS
 from kda_sm100.launch_config import launch_config
 
@@ -180,25 +189,18 @@ def launches_of(shape: ProblemShape, strided: bool = False) -> tuple[IntraChunkL
 
     ``strided``: whether q, k, v, g or beta is not contiguous. The cache holds the last 1024 results.
     """
-    from kda_sm100.kernels.chain import ChainKernel
-    from kda_sm100.kernels.serving import ServingChainKernel
-
     config = launch_config(shape).chain
-    chain = _chain_launch(shape, ServingChainKernel if config.serving else ChainKernel, config)
+    chain = _chain_launch(shape, SERVING_CHAIN if config.serving else CHAIN, config)
     return _intra_chunk_launch(shape, strided), chain._replace(serving=config.serving)
 
 
 @functools.lru_cache(maxsize=1024)
 def summary_launches_of(shape: ProblemShape) -> tuple[IntraChunkLaunch, ChainLaunch]:
     """Returns the launches that summarise the segments of a shape; otherwise as `launches_of`."""
-    from kda_sm100.kernels.summary import SummaryKernel
-
-    return _intra_chunk_launch(shape), _chain_launch(shape, SummaryKernel, launch_config(shape).summary)
+    return _intra_chunk_launch(shape), _chain_launch(shape, SUMMARY, launch_config(shape).summary)
 
 
 def _intra_chunk_launch(shape: ProblemShape, strided: bool = False) -> IntraChunkLaunch:
-    from kda_sm100.kernels.intra_chunk import IntraChunkArguments, IntraChunkKernel
-
     options = shape.options
     arguments = functools.partial(
         IntraChunkArguments,
@@ -213,13 +215,11 @@ def _intra_chunk_launch(shape: ProblemShape, strided: bool = False) -> IntraChun
         lower_bound=options.lower_bound or 0.0,
         beta_factor=(2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid_in_kernel else 0.0,
     )
-    kernel = get_kernel(IntraChunkKernel, launch_config(shape, strided).intra_chunk, _arch_of(shape))
+    kernel = get_kernel(INTRA_CHUNK, launch_config(shape, strided).intra_chunk, _arch_of(shape))
     return IntraChunkLaunch(kernel, arguments, strided)
 
 
-def _chain_launch(shape: ProblemShape, kernel: type, config: object) -> ChainLaunch:
-    from kda_sm100.kernels.chain import ChainArguments
-
+def _chain_launch(shape: ProblemShape, kernel: KernelInterface, config: object) -> ChainLaunch:
     options = shape.options
     arguments = functools.partial(
         ChainArguments,

@@ -17,8 +17,10 @@ from torch import Tensor
 from kda_core.errors import ArgumentError, DeviceError
 from kda_cute import arch_of_device, get_kernel
 from kda_cute.arguments import pack
+from kda_cute.interface import KernelInterface
 from kda_cute.records import decay_offset, image_offset
 from kda_sm100 import layouts
+from kda_sm100.arguments import CHAIN, OUTPUT
 from kda_sm100.config import ARCHS, CHUNKS, HEAD_DIM, ChainConfig, OutputConfig
 
 
@@ -68,13 +70,10 @@ def chunk_gated_delta_rule_fwd_h(
     final = torch.empty(N, HV, D, D, dtype=torch.float32, device=device) if output_final_state else None
     slots = _slots(B, T, C, cu_seqlens, device)
 
-    from kda_sm100.kernels.chain import ChainArguments, ChainKernel
-
     launch(
-        ChainKernel,
+        CHAIN,
         ChainConfig(C, states=True),
         v_new,
-        ChainArguments,
         offsets=cu_seqlens,
         initial_state=initial_state,
         o=v_new,
@@ -135,13 +134,10 @@ def chunk_gla_fwd_o_gk(
     number = (tokens > 0).cumsum(0) - 1  # of the state in h
     chunks = torch.stack([slots.tokens[:, 0], tokens, number, torch.zeros_like(number)], 1).int().contiguous()
 
-    from kda_sm100.kernels.output import OutputArguments, OutputKernel
-
     launch(
-        OutputKernel,
+        OUTPUT,
         OutputConfig(C),
         o,
-        OutputArguments,
         q=q,
         v_new=v,
         g=g,
@@ -149,7 +145,7 @@ def chunk_gla_fwd_o_gk(
         h=h,
         o=o,
         chunks=chunks,
-        count=len(chunks),
+        chunk_count=len(chunks),
         H=H,
         HV=HV,
         scale=D**-0.5 if scale is None else scale,
@@ -157,13 +153,13 @@ def chunk_gla_fwd_o_gk(
     return o
 
 
-def launch(kernel: type, config: object, tensor: Tensor, struct: type[tuple], **given: Any) -> None:
+def launch(kernel: KernelInterface, config: object, tensor: Tensor, **given: Any) -> None:
     """Launches a kernel on the device of ``tensor`` and on torch's current stream.
 
     Args:
-        kernel, config: kernel class and variant.
+        kernel, config: kernel and variant.
         tensor: the leading tensor of the kernel.
-        struct, given: the kernel's argument struct and its values, as for `kda_cute.arguments.pack`.
+        given: the values of the kernel's argument struct, as for `kda_cute.arguments.pack`.
 
     Raises:
         DeviceError: ``tensor`` is not on a Blackwell GPU.
@@ -172,7 +168,7 @@ def launch(kernel: type, config: object, tensor: Tensor, struct: type[tuple], **
     if arch not in ARCHS:
         raise DeviceError("device", f"a GPU of {' or '.join(ARCHS)}", f"one of {arch}")
     with torch.cuda.device(tensor.device):
-        get_kernel(kernel, config, arch)(tensor, *pack(struct, **given))
+        get_kernel(kernel, config, arch)(tensor, *pack(kernel.arguments(config), **given))
 
 
 class _Slots(NamedTuple):

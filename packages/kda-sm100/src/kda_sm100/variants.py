@@ -11,6 +11,7 @@ from typing import Any
 
 from kda_cute.decode import DECODES
 from kda_cute.journal import JOURNALS
+from kda_cute.merge import MERGES
 from kda_cute.verify import VERIFIES
 from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, IntraChunkConfig, OutputConfig, SummaryConfig
 
@@ -65,7 +66,7 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 def _of(configs: tuple[IntraChunkConfig, ...]) -> list[tuple[type, object]]:
     from kda_cute.device.decode import DecodeKernel
     from kda_cute.device.journal import JournalKernel
-    from kda_cute.device.merge_states import MERGES, MergeKernel
+    from kda_cute.device.merge_states import MergeKernel
     from kda_cute.device.verify import VerifyKernel
     from kda_sm100.kernels.chain import ChainKernel
     from kda_sm100.kernels.intra_chunk import IntraChunkKernel

@@ -1,29 +1,18 @@
 """Arguments of the kernel, in order: one definition for the compiler, the device code and the host.
 
-On the device an ``Address``, a ``Ticket`` and a ``Long`` are 64-bit integers, an ``int`` has 32 bits and a ``float`` is an fp32.
-The kernel trusts all values: the caller has checked shapes, dtypes, contiguity and alignment to 16 bytes.
+The types are those of `kda_cute.arguments`. The kernel trusts all values: the caller has checked shapes, dtypes, contiguity and alignment to 16 bytes.
 """
 
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, NamedTuple, NewType, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs
-from kda_cute.arguments import address
+from kda_cute.arguments import Address, Long, address
 from kda_cute.host import PER_TOKEN, token_stride
-
-#: A global memory address; 0 for an absent tensor.
-Address = NewType("Address", int)
-
-#: A 64-bit number that identifies a launch.
-Ticket = NewType("Ticket", int)
-
-
-#: A 64-bit number.
-Long = NewType("Long", int)
 
 
 class InputArguments(NamedTuple):
@@ -53,7 +42,7 @@ class OutputArguments(NamedTuple):
 class LaunchArguments(NamedTuple):
     """Other arguments that change from call to call."""
 
-    ticket: Ticket  # no earlier launch has had it; 0: the caller has cleared the counters
+    ticket: Long  # no earlier launch has had it; 0: the caller has cleared the counters
     transitions: Address  # [N, HV, 128, 128] fp32; written in the mode summarize
     state_count: int  # states per value head, over all rows of B
 
@@ -145,6 +134,51 @@ ARGUMENTS: dict[str, Any] = {
 
 #: The same of the variants for serving.
 SERVING_ARGUMENTS: dict[str, Any] = ARGUMENTS | get_type_hints(ServingArguments)
+
+#: Both as structs.
+PrefillArguments: Any = NamedTuple("PrefillArguments", list(ARGUMENTS.items()))  # type: ignore[misc]
+ServingPrefillArguments: Any = NamedTuple("ServingPrefillArguments", list(SERVING_ARGUMENTS.items()))  # type: ignore[misc]
+
+
+class GradientsArguments(NamedTuple):
+    """Arguments after the tensor ``grad_q``."""
+
+    q: Address  # [B, T, H, 128] bf16
+    k: Address  # [B, T, H, 128] bf16
+    g: Address  # [B, T, HV, 128]
+    beta: Address  # [B, T, HV], elements of beta_bytes
+    a_log: Address  # [HV] fp32
+    dt_bias: Address  # [HV, 128] fp32
+    offsets: Address  # [N + 1], elements of offset_bytes
+    grad_o: Address  # [B, T, HV, 128] bf16
+    grad_v: Address  # [B, T, HV, 128] bf16: dX
+    residual: Address  # [B, T, HV, 128] bf16, rows of residual_row bytes: R. It may be the memory of grad_g
+    states: Address  # [slots, HV, 128, 128] bf16: S before every chunk of the slab
+    grad_states: Address  # [slots, HV, 128, 128] bf16: dS' behind every chunk of the slab, as images (`layouts.unpack_states`)
+    grad_q: Address  # [B, T, H, 128] bf16
+    grad_k: Address  # [B, T, H, 128] bf16
+    grad_g: Address  # [B, T, HV, 128], dtype of g
+    grad_beta: Address  # [B, T, HV], dtype of beta
+    partials: Address  # [slots, HV, 2, 128] fp32: sums over a chunk for dt_bias, and for A_log
+    scratch: Address  # [CTAs, 2, 64 * 128] fp32: dq and dk of the value heads so far, if HV > H
+    N: int
+    T: int
+    H: int
+    HV: int
+    group: int  # HV / H
+    offset_bytes: int
+    beta_bytes: int
+    l2norm: int
+    ctas: int
+    first_slot: int  # of the slab, in slots of slot_tokens
+    slab_slots: int
+    slot_tokens: int  # 64 or 512
+    residual_row: int
+    state_images: int  # 1: states are images; 0: [K, V]
+    scale: float
+    lower_bound: float
+    beta_factor: float
+
 
 #: Names that differ in the contract.
 _CONTRACT_NAMES = {"a_log": "A_log", "offsets": "cu_seqlens"}

@@ -33,6 +33,7 @@ from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
 from kda_sm90.arguments import Address, BackwardArguments
 from kda_sm90.config import ARCH, HEAD_DIM, SPACINGS, GradientsConfig, Mode
+from kda_sm90.interfaces import GRADIENTS
 from kda_sm90.launch import Launch, make_launch, sm_count
 from kda_sm90.launch_config import SMS, backward_launch_config, launch_config
 from kda_sm90.launch_config import workspace_bytes as chains_bytes
@@ -264,8 +265,6 @@ def launch_of(
         longest: tokens of the longest packed sequence, as in `launch_config`.
         sms: SMs to use (None: those of the device).
     """
-    from kda_sm90.kernels.gradients import GradientsKernel
-
     sms = sms or sm_count()
     options = shape.options
     forward = None
@@ -283,7 +282,7 @@ def launch_of(
         "state_images": int(mode_of(spacing) == "recompute"),
         "scale": shape.scale, "lower_bound": shared.lower_bound, "beta_factor": shared.beta_factor,
     }  # fmt: skip
-    return Backward(forward, chains, get_kernel(GradientsKernel, config, ARCH), numbers, spacing, slabs, sms)
+    return Backward(forward, chains, get_kernel(GRADIENTS, config, ARCH), numbers, spacing, slabs, sms)
 
 
 def pass_gradient(grad_final_state: Tensor | None, gradients: KdaGradients) -> None:

@@ -170,6 +170,11 @@ class PrefillConfig:
         return HALVES[self.mode]
 
     @property
+    def chain_ctas(self) -> int:
+        """Chain CTAs of a queue."""
+        return self.halves // self.warpgroups
+
+    @property
     def carries(self) -> int:
         """Halves of states per queue in the workspace: those that chains pass on; in the mode ``recompute`` also dS, which a
         chain keeps there while it runs forward."""

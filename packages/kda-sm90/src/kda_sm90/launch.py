@@ -14,6 +14,7 @@ from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
 from kda_sm90.arguments import BackwardArguments, ShapeArguments, addresses, serving_arguments, states_of
 from kda_sm90.config import ARCH, PrefillConfig
+from kda_sm90.interfaces import PREFILL
 from kda_sm90.launch_config import SMS, LaunchConfig
 
 
@@ -103,6 +104,4 @@ def sm_count() -> int:
 
 def compiled(config: PrefillConfig) -> Callable[..., Any]:
     """Returns the compiled kernel of a variant."""
-    from kda_sm90.kernels.prefill import PrefillKernel
-
-    return get_kernel(PrefillKernel, config, ARCH)
+    return get_kernel(PREFILL, config, ARCH)

@@ -12,6 +12,7 @@ from typing import Any
 
 from kda_cute.decode import DECODES
 from kda_cute.journal import JOURNALS
+from kda_cute.merge import MERGES
 from kda_cute.verify import VERIFIES
 from kda_sm90.config import ARCH, GateDtype, GradientsConfig, PrefillConfig
 
@@ -110,7 +111,7 @@ def ahead_of_time(arch: str) -> list[tuple[type, object]]:
 def _pairs(configs: tuple[PrefillConfig | GradientsConfig, ...]) -> list[tuple[type, object]]:
     from kda_cute.device.decode import DecodeKernel
     from kda_cute.device.journal import JournalKernel
-    from kda_cute.device.merge_states import MERGES, MergeKernel
+    from kda_cute.device.merge_states import MergeKernel
     from kda_cute.device.verify import VerifyKernel
     from kda_sm90.kernels.gradients import GradientsKernel
     from kda_sm90.kernels.prefill import PrefillKernel

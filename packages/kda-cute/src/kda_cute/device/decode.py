@@ -22,15 +22,14 @@ Backends share this kernel: it uses nothing that is particular to an architectur
 """
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from kda_cute import arguments
-from kda_cute.decode import WARPS, DecodeConfig
+from kda_cute.decode import DECODE, WARPS, DecodeArguments, DecodeConfig
 from kda_cute.device import ptx, slots
 from kda_cute.device.intra_chunk.gates import Gate, gate_rate, sigmoid
+from kda_cute.device.kernel import Kernel
 from kda_cute.records import HEAD_DIM
 
 ROW = 4 * HEAD_DIM  # bytes of a row of an fp32 state
@@ -40,60 +39,15 @@ KEY, QUERY, DECAYS = 0, ROW, 2 * ROW  # bytes from a warp's factors to those of 
 FACTORS = 3 * ROW  # bytes of a warp's factors
 
 
-class Arguments(NamedTuple):
-    """Arguments after the leading tensor. Strides, of the batch and of tokens, are in elements."""
-
-    q: Int64  # [B, T, H, 128] bf16
-    k: Int64  # [B, T, H, 128] bf16
-    v: Int64  # [B, T, HV, 128] bf16
-    g: Int64  # [B, T, HV, 128]
-    beta: Int64  # [B, T, HV], elements of beta_bytes
-    a_log: Int64  # [HV] fp32
-    dt_bias: Int64  # [HV, 128] fp32
-    offsets: Int64  # [N + 1], elements of offset_bytes
-    o: Int64  # [B, T, HV, 128] bf16, contiguous
-    final_state: Int64  # [N, HV, 128, 128] fp32. It may be the memory of states
-    q_batch: Int64
-    q_token: Int64
-    k_batch: Int64
-    k_token: Int64
-    v_batch: Int64
-    v_token: Int64
-    g_batch: Int64
-    g_token: Int64
-    beta_batch: Int64
-    beta_token: Int64
-    states: Int64  # [slots, HV, 128, 128], those that are read; 0: all are zeros
-    pitch: Int64  # elements between two slots
-    read: Int64  # this and the following: see `kda_cute.device.slots`
-    write: Int64
-    has_initial_state: Int64
-    accepted: Int64
-    slots: Int64
-    first_slot: Int64
-    W: Int32
-    index_bytes: Int32
-    writes: Int32  # whether states are written to slots
-    per_token: Int32  # whether that is the state after every token, and not only the final one
-    N: Int32
-    T: Int32
-    H: Int32
-    HV: Int32
-    offset_bytes: Int32  # 4 or 8; 0: sequences are not packed
-    beta_bytes: Int32  # 2: bf16, 4: fp32
-    l2norm: Int32
-    scale: Float32
-    lower_bound: Float32  # of the bounded gate
-    beta_factor: Float32  # factor on the sigmoid of beta; 0: beta is used without a sigmoid
-
-
-class DecodeKernel:
-    """Takes a tensor, which determines the device and the stream, and the values of `Arguments`."""
+class DecodeKernel(Kernel):
+    """Takes a tensor, which determines the device and the stream, and the values of `DecodeArguments`."""
 
     spill_allowance = 0
     # At its default level 3, ptxas takes more registers for the same values.
     compile_options = "--ptxas-options '-O2'"
-    Arguments = Arguments
+    interface = DECODE
+    threads = 32 * WARPS
+    carveout = 50
 
     def __init__(self, config: DecodeConfig):
         self.config = config
@@ -103,29 +57,14 @@ class DecodeKernel:
         self.state_bytes = 2 if narrow else 4  # of an element
         self.shared_bytes = WARPS * FACTORS + self.layout.sum_bytes
 
-    def fake_args(self) -> tuple:
-        return arguments.fake_args(self.Arguments, BFloat16)
-
+    @property
     def ctas_per_sm(self) -> int:
         """Returns for how many CTAs on an SM ptxas limits the registers. The fastest of several numbers on an H200."""
         return {16: 5, 32: 7, 64: 3}[self.config.rows] if self.config.v_first else 4
 
-    @cute.jit
-    def __call__(self, tensor: cute.Tensor, *values_and_stream):
-        *values, stream = values_and_stream
-        x = self.Arguments(*values)
-        self.kernel(tuple(values)).launch(
-            grid=(x.N * self.groups, x.H, x.HV // x.H),  # no divisions in the kernel
-            block=(32 * WARPS, 1, 1),
-            smem=self.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=self.ctas_per_sm(),
-            preferred_smem_carveout=50,  # percent; without it the DSL queries a device at compile time
-        )
-
     @cute.kernel
     def kernel(self, values: tuple):
-        x = Arguments(*values)
+        x = DecodeArguments(*values)
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         thread, _, _ = cute.arch.thread_idx()
         n, place = self.place(thread, shared)

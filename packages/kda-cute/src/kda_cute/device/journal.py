@@ -7,8 +7,6 @@ loads up to eight records together into shared memory, so that their loads overl
 record. CTAs need no order: the new records are in other rows than those that are read, and a CTA folds only the values that it has read.
 """
 
-from typing import NamedTuple
-
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
@@ -27,6 +25,7 @@ from kda_cute.device.decode import (
     uniform,
 )
 from kda_cute.device.intra_chunk.gates import G_FLOOR
+from kda_cute.journal import JOURNAL, JournalArguments
 from kda_cute.records import HEAD_DIM
 
 LN2 = 0.6931471805599453
@@ -39,70 +38,24 @@ FACTOR, BETA = VALUES + 256, VALUES + 512  # factors of k and of q, and beta: a 
 TOKEN = BETA + 128
 
 
-class Arguments(NamedTuple):
-    """Arguments after the leading tensor. Strides, of the batch and of tokens, are in elements."""
-
-    q: Int64  # [N, T, H, 128] bf16
-    k: Int64  # [N, T, H, 128] bf16
-    v: Int64  # [N, T, HV, 128] bf16
-    g: Int64  # [N, T, HV, 128]
-    beta: Int64  # [N, T, HV], elements of beta_bytes
-    a_log: Int64  # [HV] fp32
-    dt_bias: Int64  # [HV, 128] fp32
-    o: Int64  # [N, T, HV, 128] bf16, contiguous
-    q_batch: Int64
-    q_token: Int64
-    k_batch: Int64
-    k_token: Int64
-    v_batch: Int64
-    v_token: Int64
-    g_batch: Int64
-    g_token: Int64
-    beta_batch: Int64
-    beta_token: Int64
-    states: Int64  # [slots, HV, 128, 128]
-    pitch: Int64  # elements between two slots
-    read: Int64  # [N] slots, elements of index_bytes
-    slots: Int64
-    first_slot: Int64
-    record_u: Int64  # [slots, HV, R, 128] fp32
-    record_k: Int64  # [slots, H, R, 128] bf16
-    record_factor: Int64  # [slots, H, R] fp32
-    record_g: Int64  # [slots, HV, R, 128] fp32
-    spans: Int64  # [slots, 2] int32, or 0
-    accepted: Int64  # [N] int32, or 0: records from row 0 on
-    index_bytes: Int32
-    R: Int32
-    most: Int32  # records of a slot
-    fold_above: Int32  # a slot folds if it has more records than this, with those of the call
-    N: Int32
-    T: Int32
-    H: Int32
-    HV: Int32
-    beta_bytes: Int32  # 2: bf16, 4: fp32
-    l2norm: Int32
-    scale: Float32
-    lower_bound: Float32  # of the bounded gate
-    beta_factor: Float32  # factor on the sigmoid of beta; 0: beta is used without a sigmoid
-
-
 class JournalKernel(DecodeKernel):
-    """Takes a tensor, which determines the device and the stream, and the values of `Arguments`."""
+    """Takes a tensor, which determines the device and the stream, and the values of `JournalArguments`."""
 
     spill_allowance = 12  # of [V, K], 16 values, softplus gate on sm_100a and sm_103a; others: 0
-    Arguments = Arguments
+    interface = JOURNAL
 
     def __init__(self, config):
         super().__init__(config)
         self.shared_bytes = TOKEN + self.layout.sum_bytes + ROW + BATCH * RECORD
 
+    @property
     def ctas_per_sm(self) -> int:
         """As `DecodeKernel.ctas_per_sm`."""
         return {16: 6, 32: 6, 64: 4}[self.config.rows] if self.config.v_first else 4
 
     @cute.kernel
     def kernel(self, values: tuple):
-        x = Arguments(*values)
+        x = JournalArguments(*values)
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         thread, _, _ = cute.arch.thread_idx()
         n, place = self.place(thread, shared)

@@ -14,14 +14,12 @@ last additions are ordinary ones.
 Backends share this kernel: it uses nothing that is particular to an architecture.
 """
 
-from dataclasses import dataclass
-from types import SimpleNamespace
-
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from kda_cute.device import ptx
+from kda_cute.device.kernel import Kernel
+from kda_cute.merge import MERGE, MergeArguments, MergeConfig
 from kda_cute.records import HEAD_DIM
 
 THREADS = 32 * HEAD_DIM // 16
@@ -32,67 +30,26 @@ SUMS = 4  # accumulators of the products of the high parts
 ROW = 4 * HEAD_DIM  # bytes
 MATRIX = HEAD_DIM * ROW
 
-#: The arguments by type, in order. Addresses: starts, exits and transitions [P,HV,128,128] fp32, and bounds [N+1] int32;
-#: sequence n has segments bounds[n] to bounds[n+1] - 1.
-ARGUMENTS = {Int64: ("starts", "exits", "transitions", "bounds"), Int32: ("N", "HV")}
 
-
-@dataclass(frozen=True)
-class MergeConfig:
-    """Variant of the merge. ``columns``: of a CTA, 8 or 16. Raises ValueError on others."""
-
-    columns: int = 8
-
-    def __post_init__(self) -> None:
-        if self.columns not in (8, 16):
-            raise ValueError(f"columns: expected 8 or 16, got {self.columns}")
-
-
-#: All variants.
-MERGES = MergeConfig(8), MergeConfig(16)
-
-
-def merge_config(states: int, sms: int) -> MergeConfig:
-    """Returns the variant for a number of states (sequences times value heads) on a device of ``sms`` SMs: 8 columns while
-    every CTA has an SM of its own, else 16, because each CTA reads the whole of M."""
-    return MergeConfig(8 if states * (HEAD_DIM // 8) <= sms else 16)
-
-
-class MergeKernel:
-    """Arguments: the tensor starts, which determines the device, and `ARGUMENTS`. Writes the starts of all segments but the
+class MergeKernel(Kernel):
+    """Takes the tensor starts, which determines the device and the stream, and the values of `MergeArguments`. Writes the starts of all segments but the
     first of each sequence."""
 
     spill_allowance = 0
+    interface = MERGE
+    threads = THREADS
+    carveout = 15  # one CTA's. The rest is L1, which M passes through
+    leading = Float32
 
     def __init__(self, config: MergeConfig):
+        self.config = config
         self.columns, self.tiles = config.columns, config.columns // 8
         self.parts_bytes = 2 * ROW * self.columns  # a state's columns in two parts
         self.shared_bytes = 2 * self.parts_bytes
 
-    def fake_args(self) -> tuple:
-        shape = tuple(cute.sym_int() for _ in range(4))
-        starts = make_fake_compact_tensor(Float32, shape, stride_order=(3, 2, 1, 0), assumed_align=16)
-        values = [kind(0) for kind, names in ARGUMENTS.items() for _ in names]
-        return (starts, *values, make_fake_stream(use_tvm_ffi_env_stream=True))
-
-    @cute.jit
-    def __call__(self, starts: cute.Tensor, *arguments):
-        *arguments, stream = arguments
-        names = [name for group in ARGUMENTS.values() for name in group]
-        x = SimpleNamespace(**dict(zip(names, arguments, strict=True)))
-        self.kernel(tuple(arguments)).launch(
-            grid=(x.N, x.HV, HEAD_DIM // self.columns),  # only the first may exceed 65535
-            block=(THREADS, 1, 1),
-            smem=self.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=15,  # percent: one CTA's. The rest is L1, which M passes through
-        )
-
     @cute.kernel
-    def kernel(self, arguments: tuple):
-        names = [name for group in ARGUMENTS.values() for name in group]
-        x = SimpleNamespace(**dict(zip(names, arguments, strict=True)))
+    def kernel(self, values: tuple):
+        x = MergeArguments(*values)
         thread, _, _ = cute.arch.thread_idx()
         n, head, block = cute.arch.block_idx()
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint())

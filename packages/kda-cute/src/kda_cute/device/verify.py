@@ -24,7 +24,8 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from kda_cute.device import ptx, slots
 from kda_cute.device.decode import ROW, element, inverse_norm, load_beta, uniform
 from kda_cute.device.intra_chunk.gates import G_FLOOR
-from kda_cute.device.journal import LN2, Arguments, JournalKernel, natural_exp
+from kda_cute.device.journal import LN2, JournalKernel, natural_exp
+from kda_cute.journal import VERIFY, JournalArguments
 from kda_cute.records import HEAD_DIM
 from kda_cute.verify import VerifyConfig
 
@@ -40,7 +41,11 @@ PRODUCTS = KEYS  # [128 rows][2 tokens + 1]; keys, queries and decays have been 
 
 
 class VerifyKernel(JournalKernel):
-    """Takes a tensor, which determines the device and the stream, and the values of `kda_cute.device.journal.Arguments`."""
+    """Takes a tensor, which determines the device and the stream, and the values of `kda_cute.journal.JournalArguments`."""
+
+    interface = VERIFY
+    threads = 32 * WARPS
+    ctas_per_sm = 2
 
     def __init__(self, config: VerifyConfig):
         self.config, self.tokens = config, config.tokens
@@ -55,22 +60,9 @@ class VerifyKernel(JournalKernel):
         columns = 2 * (WARPS if config.records else self.tokens)
         self.shared_bytes = OPERAND + columns * self.column_bytes
 
-    @cute.jit
-    def __call__(self, tensor: cute.Tensor, *values_and_stream):
-        *values, stream = values_and_stream
-        x = Arguments(*values)
-        self.kernel(tuple(values)).launch(
-            grid=(x.N, x.H, x.HV // x.H),  # no divisions in the kernel
-            block=(32 * WARPS, 1, 1),
-            smem=self.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=2,
-            preferred_smem_carveout=50,  # percent; without it the DSL queries a device at compile time
-        )
-
     @cute.kernel
     def kernel(self, values: tuple):
-        x = Arguments(*values)
+        x = JournalArguments(*values)
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         thread, _, _ = cute.arch.thread_idx()
         n, key_head, member = cute.arch.block_idx()

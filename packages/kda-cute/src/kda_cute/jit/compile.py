@@ -15,11 +15,14 @@ from typing import Any
 
 from kda_core import env, storage
 from kda_core.errors import CompileError, JitDisabledError
+from kda_cute.interface import KernelInterface
 from kda_cute.jit import housekeeping
 from kda_cute.jit.ahead_of_time import offering_backend
 from kda_cute.jit.cache import QUARANTINE, Entry, entry_of
 from kda_cute.jit.dsl import export, load, require_dsl, with_ptx
 from kda_cute.jit.key import Variant, canonical
+from kda_cute.jit.target import check_arch
+from kda_cute.store import search
 
 logger = logging.getLogger("kda_cute")
 
@@ -32,15 +35,17 @@ class CacheInfo:
         loaded: variants loaded from the cache folder.
         compiled: variants compiled.
         replaced: compiled variants that replaced a bad entry of the folder, which is damaged or not trusted.
+        exported: variants loaded from exported kernels (`kda_cute.store`).
     """
 
     loaded: int = 0
     compiled: int = 0
     replaced: int = 0
+    exported: int = 0
 
 
 Maker = Callable[[Any], Callable[..., Any]]
-Slot = tuple[type, str, str, "Maker | None"]
+Slot = tuple["type | KernelInterface", str, str, "Maker | None"]
 
 _maker: ContextVar[Maker | None] = ContextVar("kda_cute_kernel_maker", default=None)
 
@@ -75,6 +80,7 @@ def clear_memory() -> None:
     with _lock:
         _table.clear()
         _info = CacheInfo()
+    search.forget()
     storage.forget_warnings()
 
 
@@ -84,8 +90,11 @@ def _count(**more: int) -> None:
         _info = replace(_info, **{name: getattr(_info, name) + n for name, n in more.items()})
 
 
-def get_kernel(kernel: type, config: object, arch: str) -> Callable[..., Any]:
+def get_kernel(kernel: type | KernelInterface, config: object, arch: str) -> Callable[..., Any]:
     """Returns the compiled form of ``kernel(config)`` for `arch`, such as "sm_90a".
+
+    ``kernel`` is a class, or the interface of one. A class is compiled by the DSL. With an interface the kernel may also come from
+    exported kernels (`kda_cute.store.search.KernelStore`), and the DSL need not be installed.
 
     The callable takes the arguments of ``kernel.__call__`` by position, all but the stream: torch tensors for fake tensors,
     numbers for scalars, None where ``fake_args`` returned None. It checks them (dtype, rank, extents, strides, alignment,
@@ -97,20 +106,48 @@ def get_kernel(kernel: type, config: object, arch: str) -> Callable[..., Any]:
 
     Raises:
         ArgumentError: the configuration or the name of the architecture is not valid.
-        CompileError: the kernel does not compile, or the DSL is not installed.
+        CompileError: the kernel does not compile, or the DSL is not installed and no exported kernel serves.
         JitDisabledError: the variant is not cached and ``KDA_DISABLE_JIT=1``.
     """
     make = _maker.get()
     slot = (kernel, canonical(config), arch, make)
     found = _table.get(slot)
     if found is None:
-        variant = Variant(kernel, config, arch)
         with _variant_lock(slot):
             found = _table.get(slot)
             if found is None:
-                found = _load_or_compile(variant) if make is None else with_ptx(variant, make)
+                found = (
+                    _find(kernel, config, arch)
+                    if make is None
+                    else with_ptx(_variant(kernel, config, arch), make)
+                )
                 _table[slot] = found
     return found
+
+
+def _find(kernel: type | KernelInterface, config: object, arch: str) -> Callable[..., Any]:
+    """Returns an exported kernel, if `kernel` is an interface and the store has it; else one from the cache folder or the compiler."""
+    if not isinstance(kernel, KernelInterface):
+        return _load_or_compile(_variant(kernel, config, arch))
+    check_arch(arch)
+    found, reasons = search.KernelStore.of_this_process().find(kernel, config, arch)
+    if found is not None:
+        _count(exported=1)
+        return found
+    try:
+        return _load_or_compile(_variant(kernel, config, arch))
+    except CompileError as error:
+        if reasons:
+            lines = "".join(f"\n  {reason}" for reason in reasons)
+            raise type(error)(f"{error}\nExported kernels that were not used:{lines}") from error
+        raise
+
+
+def _variant(kernel: type | KernelInterface, config: object, arch: str) -> Variant:
+    if isinstance(kernel, KernelInterface):
+        require_dsl()  # whose error names the remedy
+        kernel = kernel.load()
+    return Variant(kernel, config, arch)
 
 
 def _variant_lock(slot: Slot) -> threading.Lock:

@@ -45,32 +45,14 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.pipeline import PipelineUserType, make_pipeline_state
 
-from kda_cute import arguments
 from kda_cute.device import ptx, varlen
+from kda_cute.device.kernel import Kernel
 from kda_cute.records import HEAD_DIM, decay_start, decay_units, image_offset
+from kda_sm100.arguments import CHAIN
 from kda_sm100.config import ChainConfig
 from kda_sm100.kernels import tensor, workspace
 from kda_sm100.kernels.tensor import Operand, TensorColumns
 from kda_sm100.layouts import record_bytes
-
-
-class ChainArguments(NamedTuple):
-    """Arguments of the chain and of the summary kernel beside the leading tensor. The caller has checked them."""
-
-    offsets: Int64  # [N + 1], integers of offset_bytes bytes
-    initial_state: Int64  # [N, HV, 128, 128] fp32
-    o: Int64  # [B, T, HV, 128] bf16
-    final_state: Int64  # [N, HV, 128, 128] fp32
-    states: Int64  # [state_count, HV, 128, 128] bf16
-    transitions: Int64  # [N, HV, 128, 128] fp32; summary kernel only
-    workspace: Int64  # records, as `kda_sm100.layouts` describes
-    state_count: Int32
-    N: Int32  # sequences
-    T: Int32  # tokens per sequence; with offsets, tokens of all sequences
-    HV: Int32  # value heads
-    offset_bytes: Int32  # 4 or 8; 0: sequences are rows of B, not packed
-    v_first: Int32  # 1: fp32 and bf16 states are [V, K]; 0: [K, V]
-    every: Int32  # chunks from one bf16 state to the next
 
 
 class FirstWarp(IntEnum):
@@ -147,7 +129,7 @@ def shared_memory(chunk: int, early: int, late: int, outputs: bool) -> type:
     return cute.struct(type("SharedMemory", (), {"__annotations__": fields}))
 
 
-class ChainKernel:
+class ChainKernel(Kernel):
     """Takes o and `ChainArguments`.
 
     A sequence without tokens passes its state on. The kernel does not write rows of o outside sequences.
@@ -158,8 +140,8 @@ class ChainKernel:
 
     EARLY, LATE = ("w", "a", "u", "qd"), ("kg", "aqk")  # arrays of each ring
     OUTPUTS = True  # the kernel computes O
-    CTAS = 1  # per sequence and value head
-    Arguments = ChainArguments
+    interface = CHAIN
+    threads = 32 * WARPS
 
     def __init__(self, config: ChainConfig):
         self.config = config
@@ -175,22 +157,6 @@ class ChainKernel:
             self.shared_bytes = self.SharedMemory.size_in_bytes()
             if self.shared_bytes <= SHARED_BYTES:
                 break
-
-    def fake_args(self) -> tuple:
-        return arguments.fake_args(self.Arguments, BFloat16)
-
-    @cute.jit
-    def __call__(self, o: cute.Tensor, *values):
-        *values, stream = values
-        args = self.Arguments(*values)
-        self.kernel(tuple(values)).launch(
-            grid=(args.N * args.HV * self.CTAS, 1, 1),
-            block=(32 * WARPS, 1, 1),
-            smem=self.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,  # percent; without it the DSL queries a device at compile time
-        )
 
     @cute.kernel
     def kernel(self, values: tuple):
@@ -237,7 +203,7 @@ class ChainKernel:
         matrix in [N, HV]. Each role calls this for itself: DSL 4.6 would carry a namespace that one branch changes into the
         next branch.
         """
-        args = self.Arguments(*values)
+        args = self.interface.arguments(self.config)(*values)
         seqs = workspace.sequences(args, self.chunk)
         n, head = index // args.HV, index % args.HV
         token, length, slot, _ = varlen.extent(seqs, n)

@@ -12,48 +12,18 @@ The kernel uses mma.sync, ldmatrix, stmatrix, cp.async and bulk stores only. Com
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import Int32, Int64, cute
 
-from kda_cute import arguments
-from kda_cute.arguments import device_struct
 from kda_cute.device import ptx, varlen
 from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
 from kda_cute.device.intra_chunk.strided import StridedIntraChunk, token_address
-from kda_cute.pools import PitchArguments
+from kda_cute.device.kernel import Kernel
 from kda_cute.records import BLOCK, HEAD_DIM, image_offset
+from kda_sm100.arguments import INTRA_CHUNK
 from kda_sm100.config import IntraChunkConfig
 from kda_sm100.kernels import warp_mma, workspace
-
-
-class IntraChunkArguments(NamedTuple):
-    """Arguments of the intra-chunk kernel beside the leading tensor. The caller has checked them."""
-
-    q: Int64  # [B, T, H, 128] bf16
-    k: Int64  # [B, T, H, 128] bf16
-    v: Int64  # [B, T, HV, 128] bf16
-    g: Int64  # [B, T, HV, 128], dtype of the configuration
-    beta: Int64  # [B, T, HV]
-    a_log: Int64  # [HV] fp32
-    dt_bias: Int64  # [HV, 128] fp32
-    offsets: Int64  # [N + 1], integers of offset_bytes bytes
-    workspace: Int64  # records, as `kda_sm100.layouts` describes
-    N: Int32  # sequences
-    T: Int32  # tokens per sequence; with offsets, tokens of all sequences
-    H: Int32  # query and key heads
-    HV: Int32  # value heads, a multiple of H
-    offset_bytes: Int32  # 4 or 8; 0: sequences are rows of B, not packed
-    beta_bytes: Int32  # 2: bf16; 4: fp32
-    l2norm: Int32  # 1: normalise q and k
-    scale: Float32  # factor of q
-    lower_bound: Float32  # of the bounded gate
-    beta_factor: Float32  # factor of sigmoid(beta); 0: beta is used as it is
-
-
-#: The same of the variants for strided inputs.
-StridedArguments = device_struct("StridedArguments", IntraChunkArguments, PitchArguments)
 
 #: Arrays that hold an intermediate operand until stage 5 has read it.
 HOLDS = {"kd": "w", "t": "u"}
@@ -72,43 +42,28 @@ class ProductsLayout:
     u: int  # q
 
 
-class IntraChunkKernel:
+class IntraChunkKernel(Kernel):
     """Takes o, or any tensor of the device, and `IntraChunkArguments`; for strided inputs `StridedArguments`.
 
     Sequences are rows of B (N = B), or with offsets are packed along T (B = 1). The kernel clamps offsets to [0, T]. It does not
     write slots without a chunk.
     """
 
+    interface = INTRA_CHUNK
+
     def __init__(self, config: IntraChunkConfig):
         self.config = config
         self.chunk = config.chunk
-        self.arguments = StridedArguments if config.strided else IntraChunkArguments
         self.stages = (StridedIntraChunk if config.strided else IntraChunk)(config)
         self.threads = self.stages.threads
         at, image = self.stages.layout, 2 * self.chunk * HEAD_DIM
         self.layout = ProductsLayout(kd=at.exponents, v=at.exponents + image, t=at.tables, w=at.k, u=at.q)
         self.shared_bytes = at.bytes
-
-    def fake_args(self) -> tuple:
-        return arguments.fake_args(self.arguments, BFloat16)
-
-    @cute.jit
-    def __call__(self, tensor: cute.Tensor, *values):
-        *values, stream = values
-        x = self.arguments(*values)
-        s = workspace.sequences(x, self.chunk)
-        self.kernel(tuple(values)).launch(
-            grid=(s.span * x.HV, 1, 1),
-            block=(self.threads, 1, 1),
-            smem=self.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=32 * WARPS_PER_SM // self.threads,
-            preferred_smem_carveout=100,  # percent; without it the DSL queries a device at compile time
-        )
+        self.ctas_per_sm = 32 * WARPS_PER_SM // self.threads
 
     @cute.kernel
     def kernel(self, values: tuple):
-        x = self.arguments(*values)
+        x = self.interface.arguments(self.config)(*values)
         index, _, _ = cute.arch.block_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
         s = workspace.sequences(x, self.chunk)

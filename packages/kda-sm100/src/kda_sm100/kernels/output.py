@@ -6,34 +6,17 @@ A warp computes 16 rows by mma.sync. `chunk_kda` does not need this kernel: its 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 
-from kda_cute import arguments
 from kda_cute.device import ptx
+from kda_cute.device.kernel import Kernel
 from kda_cute.device.ptx import LOG2E
 from kda_cute.records import BLOCK, HEAD_DIM, image_offset
+from kda_sm100.arguments import OUTPUT, OutputArguments
 from kda_sm100.config import OutputConfig
 from kda_sm100.kernels import warp_mma
-
-
-class OutputArguments(NamedTuple):
-    """Arguments of the output kernel beside the leading tensor. The caller has checked them."""
-
-    q: Int64  # [B, T, H, 128] bf16
-    v_new: Int64  # [B, T, HV, 128] bf16
-    g: Int64  # [B, T, HV, 128] fp32, log decays (base e), summed from the start of the chunk
-    a: Int64  # [B, T, HV, C] bf16
-    h: Int64  # [states, HV, 128, 128] bf16
-    o: Int64  # [B, T, HV, 128] bf16
-    chunks: Int64  # [count, 4] int32: first token in B*T, tokens (0: empty slot), number of the state, 0
-    count: Int32  # chunks
-    H: Int32  # query heads
-    HV: Int32  # value heads, a multiple of H
-    scale: Float32  # factor of q
-
 
 UNIT = 16  # bytes per access of a thread
 WIDE = 2 * HEAD_DIM  # bytes of a row of 128 bf16
@@ -60,8 +43,10 @@ class Layout:
         return cls(0, h, v_new, a, g, g + 2 * chunk * WIDE)
 
 
-class OutputKernel:
+class OutputKernel(Kernel):
     """Takes o and `OutputArguments`."""
+
+    interface = OUTPUT
 
     def __init__(self, config: OutputConfig):
         self.config = config
@@ -69,23 +54,8 @@ class OutputKernel:
         self.threads = 32 * (self.chunk // BLOCK)
         self.layout = Layout.of(self.chunk)
         self.shared_bytes = self.layout.bytes
-
-    def fake_args(self) -> tuple:
-        return arguments.fake_args(OutputArguments, BFloat16)
-
-    @cute.jit
-    def __call__(self, o: cute.Tensor, *values):
-        *values, stream = values
-        x = OutputArguments(*values)
-        self.kernel(tuple(values)).launch(
-            grid=(x.count * x.HV, 1, 1),
-            block=(self.threads, 1, 1),
-            smem=self.shared_bytes,
-            stream=stream,
-            # Registers for 8 warps per SM: 2 CTAs (C = 64) or 4 (C = 32, where shared memory admits 3).
-            min_blocks_per_mp=2 * 4 * BLOCK // self.chunk,
-            preferred_smem_carveout=100,  # percent; without it the DSL queries a device at compile time
-        )
+        # Registers for 8 warps per SM: 2 CTAs (C = 64) or 4 (C = 32, where shared memory admits 3).
+        self.ctas_per_sm = 2 * 4 * BLOCK // self.chunk
 
     @cute.kernel
     def kernel(self, values: tuple):

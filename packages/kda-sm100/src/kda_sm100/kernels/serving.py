@@ -7,14 +7,10 @@ or at the end of the sequence. A skipped sequence has no chunks; the output warp
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from kda_cute.arguments import device_struct
 from kda_cute.device import pools, ptx
-from kda_cute.pools import PoolArguments
 from kda_cute.records import HEAD_DIM
-from kda_sm100.kernels.chain import WARPGROUP, ChainArguments, ChainKernel
-
-#: `initial_state` and `final_state` of the chain's own arguments are not used.
-ServingArguments = device_struct("ServingArguments", ChainArguments, PoolArguments)
+from kda_sm100.arguments import SERVING_CHAIN
+from kda_sm100.kernels.chain import WARPGROUP, ChainKernel
 
 
 class ServingChainKernel(ChainKernel):
@@ -22,7 +18,7 @@ class ServingChainKernel(ChainKernel):
 
     spill_allowance = 8  # of the variants with bf16 states; others: 0
 
-    Arguments = ServingArguments
+    interface = SERVING_CHAIN
 
     def task(self, values, index):
         """Returns the same as the chain's method, with ``skipped``. A skipped sequence has no chunks."""

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.pipeline import PipelineUserType
 
 from kda_cute.device import ptx
+from kda_sm100.arguments import SUMMARY
 from kda_sm100.config import ChainConfig, SummaryConfig
 from kda_sm100.kernels import tensor
 from kda_sm100.kernels.chain import WARPS, ChainKernel
@@ -24,7 +25,7 @@ class SummaryKernel(ChainKernel):
 
     EARLY, LATE = ("w", "a", "u"), ("kg",)
     OUTPUTS = False
-    CTAS = 2
+    interface = SUMMARY
 
     def __init__(self, config: SummaryConfig):
         super().__init__(ChainConfig(config.chunk))

@@ -16,17 +16,16 @@ The launch is cooperative: all CTAs are co-resident, so any CTA may wait for any
 """
 
 import functools
-from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 
-from kda_cute import arguments
 from kda_cute.device import ptx
 from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
 from kda_cute.device.intra_chunk.strided import StridedIntraChunk
-from kda_sm90.arguments import ARGUMENTS, SERVING_ARGUMENTS, Address, Long, Ticket
+from kda_cute.device.kernel import Kernel
 from kda_sm90.config import THREADS, PrefillConfig
+from kda_sm90.interfaces import PREFILL
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
 from kda_sm90.kernels.recompute import RecomputeChain
@@ -37,13 +36,6 @@ from kda_sm90.kernels.summary import SummaryChain
 from kda_sm90.layouts import CARRY_BYTES, record_bytes
 
 SHARED_BYTES = 227 * 1024  # largest shared memory of a CTA on sm_90
-
-#: `ARGUMENTS` with the types of the DSL.
-TYPES = {Address: Int64, Ticket: Int64, Long: Int64, int: Int32, float: Float32}
-Arguments = NamedTuple("Arguments", [(name, TYPES[kind]) for name, kind in ARGUMENTS.items()])
-ServingArguments = NamedTuple(
-    "ServingArguments", [(name, TYPES[kind]) for name, kind in SERVING_ARGUMENTS.items()]
-)
 
 #: The chain of each mode.
 CHAINS = {
@@ -63,9 +55,9 @@ ITEMS, ITEM_BYTES = 4, 32
 FIRST_GROUP = 1
 
 
-class PrefillKernel:
-    """Takes a leading tensor, which determines the device and the stream, and the values of `ARGUMENTS`, for
-    serving those of `SERVING_ARGUMENTS`.
+class PrefillKernel(Kernel):
+    """Takes a leading tensor, which determines the device and the stream, and the values of
+    `kda_sm90.arguments.PrefillArguments`, for serving those of `ServingPrefillArguments`.
 
     Sequences are rows of B (N = B), or with offsets they are packed along T (B = 1).
     """
@@ -74,10 +66,12 @@ class PrefillKernel:
     #: are executed. Twelve warps per SM leave 168 registers per thread. Some variants spill values that the schedule
     #: computes once, and reload them for each item or each part of a queue.
     spill_allowance = 256
+    interface = PREFILL
+    threads = THREADS
 
     def __init__(self, config: PrefillConfig):
         self.config = config
-        self.arguments = ServingArguments if config.serving else Arguments
+        self.arguments = self.interface.arguments(config)
         self.intra_chunk = (StridedIntraChunk if config.serving else IntraChunk)(config)
         self.chain = (ServingChain if config.serving else CHAINS[config.mode])(
             config, SHARED_BYTES - schedule.TABLE_BYTES
@@ -85,26 +79,9 @@ class PrefillKernel:
         self.groups = THREADS // self.intra_chunk.threads
         self.group_bytes = self.intra_chunk.layout.bytes + ITEMS * ITEM_BYTES
         self.first_halves = range(0, config.halves, config.warpgroups)  # of the chain CTAs of a queue
-        self.chain_ctas = len(self.first_halves)  # per queue
+        self.chain_ctas = config.chain_ctas
         self.table_offset = max(self.groups * self.group_bytes, self.chain.shared_bytes)  # in shared memory
         self.shared_bytes = self.table_offset + schedule.TABLE_BYTES
-
-    def fake_args(self) -> tuple:
-        return arguments.fake_args(self.arguments, BFloat16)
-
-    @cute.jit
-    def __call__(self, o: cute.Tensor, *values_and_stream):
-        *values, stream = values_and_stream
-        args = self.arguments(*values)
-        self.kernel(tuple(values)).launch(
-            grid=(args.intra_chunk_ctas + args.queues * self.chain_ctas, 1, 1),
-            block=(THREADS, 1, 1),
-            smem=self.shared_bytes,
-            stream=stream,
-            cooperative=True,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,  # percent; otherwise the DSL asks a device, at compile time
-        )
 
     @cute.kernel
     def kernel(self, values: tuple):

@@ -21,16 +21,17 @@ order. No atomics.
 
 from enum import IntEnum
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from kda_cute import arguments
 from kda_cute.device import ptx, varlen
 from kda_cute.device.intra_chunk.gates import Gate, gate_rate
+from kda_cute.device.kernel import Kernel
+from kda_sm90.arguments import GradientsArguments
 from kda_sm90.config import HEAD_DIM, GradientsConfig
+from kda_sm90.interfaces import GRADIENTS
 from kda_sm90.kernels.barriers import release
 from kda_sm90.kernels.gradients import decay, elements, memory, outputs, products, steep
 from kda_sm90.kernels.gradients.decay_gradient import DecayGradient, partial_offset
@@ -48,47 +49,6 @@ from kda_sm90.kernels.gradients.memory import (
     Sum,
 )
 
-
-class Arguments(NamedTuple):
-    """Arguments after the tensor ``grad_q``."""
-
-    q: Int64  # [B, T, H, 128] bf16
-    k: Int64  # [B, T, H, 128] bf16
-    g: Int64  # [B, T, HV, 128]
-    beta: Int64  # [B, T, HV], elements of beta_bytes
-    a_log: Int64  # [HV] fp32
-    dt_bias: Int64  # [HV, 128] fp32
-    offsets: Int64  # [N + 1], elements of offset_bytes
-    grad_o: Int64  # [B, T, HV, 128] bf16
-    grad_v: Int64  # [B, T, HV, 128] bf16: dX
-    residual: Int64  # [B, T, HV, 128] bf16, rows of residual_row bytes: R. It may be the memory of grad_g
-    states: Int64  # [slots, HV, 128, 128] bf16: S before every chunk of the slab
-    grad_states: Int64  # [slots, HV, 128, 128] bf16: dS' behind every chunk of the slab, as images (`layouts.unpack_states`)
-    grad_q: Int64  # [B, T, H, 128] bf16
-    grad_k: Int64  # [B, T, H, 128] bf16
-    grad_g: Int64  # [B, T, HV, 128], dtype of g
-    grad_beta: Int64  # [B, T, HV], dtype of beta
-    partials: Int64  # [slots, HV, 2, 128] fp32: sums over a chunk for dt_bias, and for A_log
-    scratch: Int64  # [CTAs, 2, 64 * 128] fp32: dq and dk of the value heads so far, if HV > H
-    N: Int32
-    T: Int32
-    H: Int32
-    HV: Int32
-    group: Int32  # HV / H
-    offset_bytes: Int32
-    beta_bytes: Int32
-    l2norm: Int32
-    ctas: Int32
-    first_slot: Int32  # of the slab, in slots of slot_tokens
-    slab_slots: Int32
-    slot_tokens: Int32  # 64 or 512
-    residual_row: Int32
-    state_images: Int32  # 1: states are images; 0: [K, V]
-    scale: Float32
-    lower_bound: Float32
-    beta_factor: Float32
-
-
 THREADS = COMPUTE + 128
 COMPUTE_REGISTERS, PRODUCER_REGISTERS = 232, 40
 
@@ -101,38 +61,25 @@ class Barrier(IntEnum):
     PAIR = 4  # to 7: of the two warps of a block of rows
 
 
-class GradientsKernel:
-    """Takes grad_q as a tensor, which determines the device and the stream, and the values of `Arguments`."""
+class GradientsKernel(Kernel):
+    """Takes grad_q as a tensor, which determines the device and the stream, and the values of `GradientsArguments`."""
 
     #: Bytes of the spills of a variant, most of them in the branch for steep pairs.
     spill_allowance = 1280
+    interface = GRADIENTS
+    threads = THREADS
 
     def __init__(self, config: GradientsConfig):
         self.config = config
         self.unbounded = config.unbounded
+        self.shared_bytes = memory.shared_bytes(config.unbounded)
         self.decay = decay.Decay(config)
         self.decay_gradient = DecayGradient(config)
         self.producer = Producer(config)
 
-    def fake_args(self) -> tuple:
-        return arguments.fake_args(Arguments, BFloat16)
-
-    @cute.jit
-    def __call__(self, grad_q: cute.Tensor, *values_and_stream):
-        *values, stream = values_and_stream
-        x = Arguments(*values)
-        self.kernel(tuple(values)).launch(
-            grid=(x.ctas, 1, 1),
-            block=(THREADS, 1, 1),
-            smem=memory.shared_bytes(self.unbounded),
-            stream=stream,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,
-        )
-
     @cute.kernel
     def kernel(self, values: tuple):
-        x = Arguments(*values)
+        x = GradientsArguments(*values)
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
         thread, _, _ = cute.arch.thread_idx()
         barriers = self.barriers(shared)

@@ -1,0 +1,119 @@
+"""Arguments of the kernels, in order, and their interfaces. Importing this module does not import the DSL.
+
+The types are those of `kda_cute.arguments`. The kernels trust all values: the caller has checked them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kda_cute.arguments import Address, joined
+from kda_cute.interface import KernelInterface
+from kda_cute.pools import PitchArguments, PoolArguments
+from kda_sm100.config import IntraChunkConfig
+
+
+class IntraChunkArguments(NamedTuple):
+    """Arguments of the intra-chunk kernel beside the leading tensor. The caller has checked them."""
+
+    q: Address  # [B, T, H, 128] bf16
+    k: Address  # [B, T, H, 128] bf16
+    v: Address  # [B, T, HV, 128] bf16
+    g: Address  # [B, T, HV, 128], dtype of the configuration
+    beta: Address  # [B, T, HV]
+    a_log: Address  # [HV] fp32
+    dt_bias: Address  # [HV, 128] fp32
+    offsets: Address  # [N + 1], integers of offset_bytes bytes
+    workspace: Address  # records, as `kda_sm100.layouts` describes
+    N: int  # sequences
+    T: int  # tokens per sequence; with offsets, tokens of all sequences
+    H: int  # query and key heads
+    HV: int  # value heads, a multiple of H
+    offset_bytes: int  # 4 or 8; 0: sequences are rows of B, not packed
+    beta_bytes: int  # 2: bf16; 4: fp32
+    l2norm: int  # 1: normalise q and k
+    scale: float  # factor of q
+    lower_bound: float  # of the bounded gate
+    beta_factor: float  # factor of sigmoid(beta); 0: beta is used as it is
+
+
+class ChainArguments(NamedTuple):
+    """Arguments of the chain and of the summary kernel beside the leading tensor. The caller has checked them."""
+
+    offsets: Address  # [N + 1], integers of offset_bytes bytes
+    initial_state: Address  # [N, HV, 128, 128] fp32
+    o: Address  # [B, T, HV, 128] bf16
+    final_state: Address  # [N, HV, 128, 128] fp32
+    states: Address  # [state_count, HV, 128, 128] bf16
+    transitions: Address  # [N, HV, 128, 128] fp32; summary kernel only
+    workspace: Address  # records, as `kda_sm100.layouts` describes
+    state_count: int
+    N: int  # sequences
+    T: int  # tokens per sequence; with offsets, tokens of all sequences
+    HV: int  # value heads
+    offset_bytes: int  # 4 or 8; 0: sequences are rows of B, not packed
+    v_first: int  # 1: fp32 and bf16 states are [V, K]; 0: [K, V]
+    every: int  # chunks from one bf16 state to the next
+
+
+#: Those of the intra-chunk kernel for strided inputs.
+StridedArguments = joined("StridedArguments", IntraChunkArguments, PitchArguments)
+
+#: Those of the chain for serving. It does not use `initial_state` and `final_state` of the chain.
+ServingArguments = joined("ServingArguments", ChainArguments, PoolArguments)
+
+
+class OutputArguments(NamedTuple):
+    """Arguments of the output kernel beside the leading tensor. The caller has checked them."""
+
+    q: Address  # [B, T, H, 128] bf16
+    v_new: Address  # [B, T, HV, 128] bf16
+    g: Address  # [B, T, HV, 128] fp32, log decays (base e), summed from the start of the chunk
+    a: Address  # [B, T, HV, C] bf16
+    h: Address  # [states, HV, 128, 128] bf16
+    o: Address  # [B, T, HV, 128] bf16
+    chunks: (
+        Address  # [chunk_count, 4] int32: first token in B*T, tokens (0: empty slot), number of the state, 0
+    )
+    chunk_count: int
+    H: int  # query heads
+    HV: int  # value heads, a multiple of H
+    scale: float  # factor of q
+
+
+def _slots(config: IntraChunkConfig, x: Any) -> Any:
+    """Returns the slots of a head, as `layouts.slot_count` and `kda_cute.device.varlen.slots` do, without a branch."""
+    packed = (x.offset_bytes + 4) // 8
+    return (1 - packed) * x.N * ((x.T + config.chunk - 1) // config.chunk) + packed * (
+        x.T // config.chunk + x.N
+    )
+
+
+INTRA_CHUNK = KernelInterface(
+    "kda_sm100.kernels.intra_chunk:IntraChunkKernel",
+    lambda config: StridedArguments if config.strided else IntraChunkArguments,
+    lambda config, x: (_slots(config, x) * x.HV, 1, 1),
+)
+
+CHAIN = KernelInterface(
+    "kda_sm100.kernels.chain:ChainKernel",
+    lambda config: ChainArguments,
+    lambda config, x: (x.N * x.HV, 1, 1),
+)
+
+SERVING_CHAIN = KernelInterface(
+    "kda_sm100.kernels.serving:ServingChainKernel", lambda config: ServingArguments, CHAIN.grid
+)
+
+#: One CTA computes B of a sequence and value head, and the next CTA M.
+SUMMARY = KernelInterface(
+    "kda_sm100.kernels.summary:SummaryKernel",
+    lambda config: ChainArguments,
+    lambda config, x: (x.N * x.HV * 2, 1, 1),
+)
+
+OUTPUT = KernelInterface(
+    "kda_sm100.kernels.output:OutputKernel",
+    lambda config: OutputArguments,
+    lambda config, x: (x.chunk_count * x.HV, 1, 1),
+)

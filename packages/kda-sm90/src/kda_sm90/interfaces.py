@@ -1,0 +1,28 @@
+"""The interfaces of the kernels. Importing this module does not import the DSL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kda_cute.interface import KernelInterface
+from kda_sm90.arguments import GradientsArguments, PrefillArguments, ServingPrefillArguments
+from kda_sm90.config import PrefillConfig
+
+
+def _prefill_arguments(config: PrefillConfig) -> type[tuple]:
+    return ServingPrefillArguments if config.serving else PrefillArguments
+
+
+def _prefill_grid(config: PrefillConfig, x: Any) -> tuple[Any, Any, Any]:
+    return x.intra_chunk_ctas + x.queues * config.chain_ctas, 1, 1
+
+
+PREFILL = KernelInterface(
+    "kda_sm90.kernels.prefill:PrefillKernel", _prefill_arguments, _prefill_grid, cooperative=True
+)
+
+GRADIENTS = KernelInterface(
+    "kda_sm90.kernels.gradients:GradientsKernel",
+    lambda config: GradientsArguments,
+    lambda config, x: (x.ctas, 1, 1),
+)
