@@ -51,9 +51,9 @@ ENGINES = {
     "vllm": (
         ("compressed-tensors", "xgrammar"),
         (
-            "aiohttp", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi<0.137", "llguidance<1.8", "loguru", "msgspec",
-            "openai", "oss-harmony", "partial-json-parser", "pillow", "prometheus-client", "psutil", "py-cpuinfo", "pybase64", "pydantic",
-            "pyyaml", "pyzmq", "regex", "requests", "sentencepiece", "tqdm", "transformers>=5.16.1,<5.21", "uvloop",
+            "aiohttp", "apache-tvm-ffi", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi<0.137", "llguidance<1.8", "loguru",
+            "msgspec", "openai", "oss-harmony", "partial-json-parser", "pillow", "prometheus-client", "psutil", "py-cpuinfo", "pybase64",
+            "pydantic", "pyyaml", "pyzmq", "regex", "requests", "sentencepiece", "tqdm", "transformers>=5.16.1,<5.21", "uvloop",
         ),
     ),
     "sglang": (

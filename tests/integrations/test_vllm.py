@@ -142,6 +142,7 @@ def test_the_plugin_replaces_the_layers_and_may_be_loaded_again(vllm, caplog):
         base = getattr(sys.modules[adapter.LAYERS[name].module], name)
         assert issubclass(layer, base) and issubclass(layer, adapter.KdaCoreAttention)
         assert layer._forward is not base._forward
+        assert type(base.__new__(base)) is layer  # what a model constructs
     assert f"kda_core serves {', '.join(NAMES)}" in caplog.text
 
 
