@@ -21,7 +21,7 @@ from kda_cute.store.manifest import Manifest
 from kda_cute.verify import VerifyConfig
 from kda_sm90.config import GradientsConfig, PrefillConfig
 from kda_sm90.interfaces import GRADIENTS, PREFILL
-from kda_sm100.arguments import CHAIN, INTRA_CHUNK, OUTPUT, SUMMARY
+from kda_sm100.arguments import CHAIN, INTRA_CHUNK, OUTPUT, SERVING_CHAIN, SUMMARY
 from kda_sm100.config import ChainConfig, IntraChunkConfig, OutputConfig, SummaryConfig
 
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
@@ -36,7 +36,9 @@ VARIANTS: tuple[tuple[KernelInterface, Any, str], ...] = (
     (VERIFY, VerifyConfig(4), HOPPER),
     (MERGE, MergeConfig(16), HOPPER),
     (INTRA_CHUNK, IntraChunkConfig(32, "precomputed"), BLACKWELL),
+    (INTRA_CHUNK, IntraChunkConfig(32, strided=True), BLACKWELL),
     (CHAIN, ChainConfig(32), BLACKWELL),
+    (SERVING_CHAIN, ChainConfig(32, serving=True), BLACKWELL),
     (SUMMARY, SummaryConfig(32), BLACKWELL),
     (OUTPUT, OutputConfig(32), BLACKWELL),
 )
