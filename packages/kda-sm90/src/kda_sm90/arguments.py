@@ -136,6 +136,15 @@ class ServingArguments(NamedTuple):
     checkpoint_narrow: int  # and of `checkpoint_states`
 
 
+class SegmentArguments(NamedTuple):
+    """Further arguments of the variants for serving in the modes ``summarize`` and ``execute``: `KdaInputs.segments`. There N is the
+    number of segments, and the arrays of `ServingArguments` belong to their sequences."""
+
+    segment_sequence: Address  # [N] int32
+    segment_before: Address  # [N] int32
+    segment_ends: Address  # [N] bool
+
+
 #: Name and type of every argument after the leading tensor, in order.
 ARGUMENTS: dict[str, Any] = {
     name: kind
@@ -145,6 +154,9 @@ ARGUMENTS: dict[str, Any] = {
 
 #: The same of the variants for serving.
 SERVING_ARGUMENTS: dict[str, Any] = ARGUMENTS | get_type_hints(ServingArguments)
+
+#: The same of those in the modes ``summarize`` and ``execute``.
+SEGMENT_ARGUMENTS: dict[str, Any] = SERVING_ARGUMENTS | get_type_hints(SegmentArguments)
 
 #: Names that differ in the contract.
 _CONTRACT_NAMES = {"a_log": "A_log", "offsets": "cu_seqlens"}
@@ -177,6 +189,8 @@ def serving_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> ServingArgument
         values[f"{name}_pitch"] = (token_stride(y) or 0) * y.element_size()
     if pool is not None and s.pool is not None:
         states, index_bytes = _Slots.of(pool.states), pool.read.element_size()
+        if x.segments is not None:
+            into = _Slots(None, 0)  # the final states of segments are not those of sequences
         if s.pool.writes:
             into, values["write_bytes"] = states, index_bytes
         values |= {
@@ -196,6 +210,13 @@ def serving_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> ServingArgument
         "into": address(into.states), "into_pitch": into.pitch, "into_narrow": into.narrow,
     }  # fmt: skip
     return ServingArguments(**values)
+
+
+def segment_arguments(inputs: KdaInputs) -> SegmentArguments:
+    """Returns the further arguments of a variant for serving that summarizes or executes segments."""
+    segments = inputs.segments
+    assert segments is not None
+    return SegmentArguments(*map(address, (segments.sequence, segments.before, segments.ends)))  # type: ignore[arg-type]
 
 
 class _Slots(NamedTuple):

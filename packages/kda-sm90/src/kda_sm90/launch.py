@@ -12,7 +12,14 @@ import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
-from kda_sm90.arguments import BackwardArguments, ShapeArguments, addresses, serving_arguments, states_of
+from kda_sm90.arguments import (
+    BackwardArguments,
+    ShapeArguments,
+    addresses,
+    segment_arguments,
+    serving_arguments,
+    states_of,
+)
 from kda_sm90.config import ARCH, PrefillConfig
 from kda_sm90.launch_config import SMS, LaunchConfig
 
@@ -54,7 +61,9 @@ class Launch(NamedTuple):
         m = 0 if transitions is None else transitions.data_ptr()
         # A plain tuple in the order of `LaunchArguments`: constructing the NamedTuple takes 0.5 us.
         launch_arguments = (next(_tickets), m, count, *backward)
-        more = serving_arguments(inputs, outputs) if self.serving else ()
+        more: tuple[Any, ...] = serving_arguments(inputs, outputs) if self.serving else ()
+        if self.serving and inputs.segments is not None:
+            more += segment_arguments(inputs)
         # o names the device and the stream, because it is contiguous in any call
         self.kernel(outputs.o, *addresses(inputs, outputs), *launch_arguments, *self.shape_arguments, *more)
 

@@ -25,10 +25,11 @@ from kda_cute import arguments
 from kda_cute.device import ptx
 from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
 from kda_cute.device.intra_chunk.strided import StridedIntraChunk
-from kda_sm90.arguments import ARGUMENTS, SERVING_ARGUMENTS, Address, Long, Ticket
+from kda_sm90.arguments import ARGUMENTS, SEGMENT_ARGUMENTS, SERVING_ARGUMENTS, Address, Long, Ticket
 from kda_sm90.config import THREADS, PrefillConfig
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
+from kda_sm90.kernels.pool_segments import PoolSegmentChain, PoolSummaryChain
 from kda_sm90.kernels.recompute import RecomputeChain
 from kda_sm90.kernels.reverse import ReverseChain
 from kda_sm90.kernels.reverse_summary import ReverseSummaryChain
@@ -44,6 +45,9 @@ Arguments = NamedTuple("Arguments", [(name, TYPES[kind]) for name, kind in ARGUM
 ServingArguments = NamedTuple(
     "ServingArguments", [(name, TYPES[kind]) for name, kind in SERVING_ARGUMENTS.items()]
 )
+SegmentArguments = NamedTuple(
+    "SegmentArguments", [(name, TYPES[kind]) for name, kind in SEGMENT_ARGUMENTS.items()]
+)
 
 #: The chain of each mode.
 CHAINS = {
@@ -53,6 +57,13 @@ CHAINS = {
     "reverse": ReverseChain,
     "recompute": RecomputeChain,
     "reverse_summarize": ReverseSummaryChain,
+}
+
+#: Arguments and chain of the variants for serving, by mode.
+SERVING = {
+    "whole": (ServingArguments, ServingChain),
+    "summarize": (SegmentArguments, PoolSummaryChain),
+    "execute": (SegmentArguments, PoolSegmentChain),
 }
 
 #: Buffers for the claimed items of a group, and their bytes. Three are in use at a time: of the item to publish, the item
@@ -65,7 +76,7 @@ FIRST_GROUP = 1
 
 class PrefillKernel:
     """Takes a leading tensor, which determines the device and the stream, and the values of `ARGUMENTS`, for
-    serving those of `SERVING_ARGUMENTS`.
+    serving those of `SERVING_ARGUMENTS` or `SEGMENT_ARGUMENTS`.
 
     Sequences are rows of B (N = B), or with offsets they are packed along T (B = 1).
     """
@@ -77,11 +88,9 @@ class PrefillKernel:
 
     def __init__(self, config: PrefillConfig):
         self.config = config
-        self.arguments = ServingArguments if config.serving else Arguments
+        self.arguments, chain = SERVING[config.mode] if config.serving else (Arguments, CHAINS[config.mode])
         self.intra_chunk = (StridedIntraChunk if config.serving else IntraChunk)(config)
-        self.chain = (ServingChain if config.serving else CHAINS[config.mode])(
-            config, SHARED_BYTES - schedule.TABLE_BYTES
-        )
+        self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
         self.groups = THREADS // self.intra_chunk.threads
         self.group_bytes = self.intra_chunk.layout.bytes + ITEMS * ITEM_BYTES
         self.first_halves = range(0, config.halves, config.warpgroups)  # of the chain CTAs of a queue
