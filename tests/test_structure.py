@@ -148,7 +148,7 @@ def test_arguments_are_the_tensors_the_options_and_the_choice():
     choice = {"backend": None, "context_parallel": "auto", "saves": False}
     defaults = Tensors._field_defaults | options | choice
     assert Arguments._field_defaults == defaults
-    assert (*Tensors._fields, "shape", "pool", "journal") == tuple(KdaInputs.__dataclass_fields__)
+    assert (*Tensors._fields, "shape", "pool", "journal", "segments") == tuple(KdaInputs.__dataclass_fields__)
     types = {name: str(field.type) for name, field in KdaOptions.__dataclass_fields__.items()}
     for name, text in types.items():
         assert text == KINDS[name].type.__name__ + (" | None" if KINDS[name].optional else ""), name

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kda_cute import get_kernel
-from kda_sm90.arguments import ARGUMENTS
+from kda_sm90.arguments import PrefillArguments
 from kda_sm90.config import ARCH, PrefillConfig
 
 
@@ -18,14 +18,14 @@ def launch(config: PrefillConfig, o: torch.Tensor, **named: Any) -> None:
     Args:
         config: kernel variant.
         o: [B, T, HV, 128] bf16, the output.
-        named: arguments of `kda_sm90.arguments.ARGUMENTS`. A tensor stands for its address; missing arguments are 0.
+        named: arguments of `kda_sm90.arguments.PrefillArguments`. A tensor stands for its address; missing arguments are 0.
     """
     from kda_sm90.kernels.prefill import PrefillKernel
 
     given = {"o": o} | named
-    assert given.keys() <= ARGUMENTS.keys(), given.keys() - ARGUMENTS.keys()
+    assert given.keys() <= set(PrefillArguments._fields), given.keys() - set(PrefillArguments._fields)
     value = lambda x: x.data_ptr() if torch.is_tensor(x) else x or 0
-    get_kernel(PrefillKernel, config, ARCH)(o, *(value(given.get(name)) for name in ARGUMENTS))
+    get_kernel(PrefillKernel, config, ARCH)(o, *(value(given.get(name)) for name in PrefillArguments._fields))
     if o.is_cuda:
         torch.cuda.synchronize()
 

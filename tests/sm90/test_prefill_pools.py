@@ -42,7 +42,7 @@ class TestSm90(PoolCases):
         assert torch.equal(pool.states[1], pool.states[6])
 
 
-@pytest.mark.parametrize("change", ({"mode": "execute"}, {"states": True, "residual": True}))
+@pytest.mark.parametrize("change", ({"mode": "reverse", "states": True}, {"states": True, "residual": True}))
 def test_a_config_without_a_kernel_raises_an_error(change):
     with pytest.raises(ValueError, match="serving: expected False unless mode='whole'"):
         PrefillConfig(serving=True, **change)

@@ -4,7 +4,7 @@ import torch
 from helpers.support import problem_shape
 
 from kda_core.contract import KdaInputs, KdaOutputs
-from kda_sm90.arguments import ARGUMENTS, SERVING_ARGUMENTS, ServingArguments, ShapeArguments
+from kda_sm90.arguments import PrefillArguments, ShapeArguments
 from kda_sm90.launch import Launch
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
@@ -35,7 +35,7 @@ def passed_by(transitions, absent):
     launch = Launch(lambda *values: passed.extend(values), ShapeArguments(*range(16)))
     launch(KdaInputs(**inputs, shape=problem_shape((9, 0))), outputs, transitions)
     assert passed[0] is tensors["o"]  # it names the device and the stream
-    return dict(zip(ARGUMENTS, passed[1:], strict=True)), tensors
+    return dict(zip(PrefillArguments._fields, passed[1:], strict=True)), tensors
 
 
 def test_every_tensor_is_passed_by_its_name():
@@ -52,7 +52,7 @@ def test_saved_states_take_the_place_of_intermediate_states():
     inputs = dict.fromkeys((*INPUTS, "cu_seqlens_cpu")) | {"q": torch.zeros(1)}
     launch = Launch(lambda *values: passed.extend(values), ShapeArguments(*range(16)))
     launch(KdaInputs(**inputs, shape=problem_shape((9, 0))), KdaOutputs(inputs["q"], saved_states=saved))
-    values = dict(zip(ARGUMENTS, passed[1:], strict=True))
+    values = dict(zip(PrefillArguments._fields, passed[1:], strict=True))
     assert values["states"] == saved.data_ptr() and values["state_count"] == 7
 
 
@@ -65,7 +65,3 @@ def test_absent_tensors_are_passed_as_0():
 def test_every_launch_has_another_ticket():
     tickets = {passed_by(None, ())[0]["ticket"] for _ in range(3)}
     assert len(tickets) == 3 and 0 not in tickets
-
-
-def test_the_arguments_for_serving_follow_the_others():
-    assert list(SERVING_ARGUMENTS) == [*ARGUMENTS, *ServingArguments._fields]

@@ -103,13 +103,17 @@ def test_every_backward_has_its_variants(gate):
 def test_every_call_in_segments_has_its_variants(gate):
     launches = [
         segment_launch_configs(
-            shape(T=T, N=N, HV=heads, H=heads, g=dtype, index=torch.int32, **states, **gate), sms
+            replace(
+                shape(T=T, N=N, HV=heads, H=heads, g=dtype, index=torch.int32, **states, **gate), pool=pool
+            ),
+            sms,
         )
         for heads in (1, 4, 16, 64)
         for T, N in ((1, 1), (8192, 8), (10**6, 64))
         for dtype in (torch.bfloat16, torch.float32)
         for states in ({}, {"return_intermediate_states": True, "chunk_size": 32})
         for sms in (4, 132)
+        for pool in (None, PoolShape(torch.bfloat16, torch.int32, True))
     ]
     needed = {config for pair in launches for config in (pair.summarize.config, pair.execute.config)}
     assert needed <= set(ALL)

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.segmented_backend import SPEC as SEGMENTED
+from helpers.segmented_backend import Segmented
 
 from kda_core.contract import Feature
 from kda_core.reference import SPEC, ReferenceBackend
@@ -179,6 +181,71 @@ class ReadsDenseMemory(ReferenceBackend):
         q = inputs.q
         dense = torch.as_strided(q, q.shape, torch.empty(q.shape).stride())
         return super()._forward(replace(inputs, q=dense), outputs, block)
+
+
+class InSegments(Segmented):
+    """The test backend of segments with another `KdaSegments` than that of the call."""
+
+    def summarize(self, inputs, *rest):
+        super().summarize(replace(inputs, segments=self.changed(inputs.segments, "summarize")), *rest)
+
+    def execute_segments(self, inputs, outputs):
+        return super().execute_segments(
+            replace(inputs, segments=self.changed(inputs.segments, "execute")), outputs
+        )
+
+
+class StartsFromSlotsInside(InSegments):
+    def changed(self, segments, call):
+        return segments and replace(segments, before=torch.zeros_like(segments.before))
+
+
+class EndsEverywhere(InSegments):
+    def changed(self, segments, call):
+        return segments and replace(segments, ends=torch.ones_like(segments.ends))
+
+
+class CountsFromTheSegment(InSegments):
+    def changed(self, segments, call):
+        return replace(segments, before=segments.before * (call == "summarize"))
+
+
+class KeepsNoInitialStates(Segmented):
+    def summarize(self, inputs, *rest):
+        if inputs.segments is not None:
+            inputs = replace(inputs, initial_state=inputs.initial_state.clone())
+        super().summarize(inputs, *rest)
+
+
+class WritesSlotsEarly(Segmented):
+    def summarize(self, inputs, *rest):
+        super().summarize(inputs, *rest)
+        if inputs.pool is not None:
+            inputs.pool.states[5] = 0
+
+
+DEFECTS_IN_SEGMENTS = [
+    (StartsFromSlotsInside, lambda: KIT.test_segments_over_a_pool(kda(), "fp32-kv"), "exits have other bits"),
+    (
+        EndsEverywhere,
+        lambda: KIT.test_segments_over_a_pool(kda(), "bf16-vk"),
+        "at the ends of inner segments",
+    ),
+    (KeepsNoInitialStates, lambda: KIT.test_segments_over_a_pool(kda(), "fp32-kv"), "other initial states"),
+    (WritesSlotsEarly, lambda: KIT.test_segments_over_a_pool(kda(), "bf16-vk"), "summarize changed the pool"),
+    (CountsFromTheSegment, lambda: KIT.test_checkpoints_of_segments(kda(), "fp32-kv"), "the checkpoint of"),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "test", "words"), DEFECTS_IN_SEGMENTS, ids=[d[0].__name__ for d in DEFECTS_IN_SEGMENTS]
+)
+def test_a_defect_in_segments_is_found(backend, test, words):
+    spec = replace(SPEC, features=SEGMENTED.features)
+    with REGISTRY.replaced(spec, Segmented(), "in segments"):
+        test()
+    with REGISTRY.replaced(spec, backend(), "defective"), pytest.raises(AssertionError, match=words):
+        test()
 
 
 DEFECTS = [

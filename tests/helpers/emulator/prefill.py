@@ -15,7 +15,7 @@ from kda_cute.jit.dsl import trace
 from kda_cute.jit.key import Variant
 from kda_cute.jit.ptxas import keep_ptx
 from kda_sm90 import layouts
-from kda_sm90.arguments import ARGUMENTS
+from kda_sm90.arguments import PrefillArguments
 from kda_sm90.config import ARCH, THREADS, PrefillConfig
 
 
@@ -45,10 +45,10 @@ def launch(
     races: tuple[str, ...] = ("shared", "global"),
     **named: Any,
 ) -> int:
-    """One launch. ``named``: arguments of `kda_sm90.arguments.ARGUMENTS`, CPU tensors among them; absent arguments are 0. Returns
+    """One launch. ``named``: arguments of `kda_sm90.arguments.PrefillArguments`, CPU tensors among them; absent arguments are 0. Returns
     the number of executed instructions."""
-    assert named.keys() <= ARGUMENTS.keys(), named.keys() - ARGUMENTS.keys()
-    values = [0 if named.get(name) is None else named[name] for name in ARGUMENTS]
+    assert named.keys() <= set(PrefillArguments._fields), named.keys() - set(PrefillArguments._fields)
+    values = [0 if named.get(name) is None else named[name] for name in PrefillArguments._fields]
     text, shared = compiled(config)
     grid = (named["intra_chunk_ctas"] + named["queues"] * (config.halves // config.warpgroups),)
     return ptx.execute(

@@ -279,6 +279,16 @@ class SupportsSegments(Protocol):
     there. `inputs` are those of a packed call (B = 1) whose N sequences are the segments. Both calls have the same tokens. Their
     shapes differ only in `state_v_first`, which is False in `summarize`. `summarize` ignores whether final and intermediate states
     are asked for. `Backend.can_run` has accepted the shape of `execute_segments`. The rules of `Backend` hold.
+
+    With `Feature.POOL_SEGMENTS` (since ABI 2.7) the whole call may be one over a pool. `inputs.pool` is then that of the whole call, and
+    `inputs.segments` assigns the segments to its sequences. Both calls have the same shape, whose `state_v_first` is that of the pool,
+    while `initial_state`, `final_state` and exits are [N, HV, K, V]. Every slot is read before any slot is written:
+
+    - `summarize` starts a first segment from its slot, by the rules of `KdaPool`, and writes this state to its row of `initial_state`.
+      Other segments start from their rows. The pool is only read.
+    - `execute_segments` starts all segments from `initial_state` and reads no slot. The last segment of a sequence writes its final state
+      to the slot, if `PoolShape.writes`; others write theirs to `final_state`, if it is given. A segment of length n stores the
+      checkpoints of its sequence at positions in [before + 1, before + n]. Rows of o of skipped sequences are zeros.
     """
 
     def segment_workspace_bytes(self, shape: ProblemShape) -> int:
@@ -465,6 +475,20 @@ class SupportsTraining(Protocol):
         self, plan: Plan | None, inputs: KdaInputs, spec: BackendSpec, backend: Backend
     ) -> str:
         """As `SupportsExplanation.explain`, for the result of `plan_backward` or a plan of the caller."""
+        ...
+
+
+class SupportsPools(Protocol):
+    """Optional for a planner: it splits calls over a pool of states on backends with `Feature.POOL_SEGMENTS`. Since ABI 2.7.
+
+    The methods of the planner then also receive calls whose shape has a pool. `execute` finds it in `KdaInputs.pool`, and inputs that are
+    strided if the backend declares `Feature.STRIDED`. Without this method, and on other backends, core copies the states of split calls
+    out of the pool and back, and splits no call with checkpoints.
+    """
+
+    def executes_over_pools(self, plan: Plan | None, spec: BackendSpec, backend: Backend) -> bool:
+        """Returns whether `execute` takes this plan of a caller for calls over a pool; None stands for the plans of `Planner.plan`. Otherwise
+        core copies the states."""
         ...
 
 

@@ -80,7 +80,7 @@ def make_inputs(
     values = {
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
         "initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "shape": shape,
-        "pool": pool, "journal": journal,
+        "pool": pool, "journal": journal, "segments": None,
     }  # fmt: skip
     return unchecked(KdaInputs, values)
 

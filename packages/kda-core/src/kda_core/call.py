@@ -61,7 +61,7 @@ class ResolvedCall:
         planner: name and object of the planner to ask for a plan, or None.
         plan: JSON text of the plan that the caller passed; None if the planner makes one.
         saves: whether the forward can save states that the backward then reads.
-        strided: whether the backend receives strided inputs as they are; a planner never does.
+        strided: whether the backend receives strided inputs as they are; a planner only does in a call over a pool.
         checks_contents: whether the values of the inputs are checked before each run (``KDA_CHECK``).
         number: unique in the process; key of the planner's cached answers.
     """
@@ -215,7 +215,7 @@ def of_shape(shape: ProblemShape, choices: Choices, mode: str) -> ResolvedCall:
         return ResolvedCall(received, choice, backward, "recurrent_fwd", 0, None, None, strided=strided)
     planner, plan, saves = _planned(choices, shape, mode)
     size = _workspace_bytes(received, choice)
-    strided = strided and planner is None
+    strided = strided and (planner is None or shape.pool is not None)
     return ResolvedCall(received, choice, backward, "chunk_fwd", size, planner, plan, saves, strided)
 
 
@@ -237,6 +237,22 @@ def _planned(
 def is_training(planner: tuple[str, Planner]) -> bool:
     """Returns whether a planner splits calls whose inputs require grad (`kda_core.backend.SupportsTraining`)."""
     return hasattr(planner[1], "plan_backward")
+
+
+def splits_over_pools(options: KdaOptions, choice: registry.Choice, mode: str) -> bool:
+    """Returns whether the active planner splits calls over a pool without copies (`kda_core.backend.SupportsPools`), by its own plans or
+    by the caller's; `mode` as in `of_shape`.
+
+    Raises:
+        PlannerError: the planner is broken, or there is none for the caller's plan.
+    """
+    found, text = _planner(options, mode)
+    if found is None or Feature.POOL_SEGMENTS.value not in choice.spec.features:
+        return False
+    if not hasattr(found[1], "executes_over_pools"):
+        return False
+    plan = None if text is None else _from_planner(found, "plan_from_json", text)
+    return bool(_from_planner(found, "executes_over_pools", plan, choice.spec, choice.backend))
 
 
 def may_save(args: Arguments) -> bool:

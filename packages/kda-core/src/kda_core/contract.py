@@ -94,6 +94,7 @@ class Feature(str, Enum):
     TOKEN_STATES = "token_states"  # the same with a slot for the state after every token
     CHECKPOINTS = "checkpoints"  # states inside of sequences, see `KdaCheckpoints`
     STRIDED = "strided"  # strided q, k, v, g, beta, see `KdaInputs`; without it core copies them, so no call needs it
+    POOL_SEGMENTS = "pool_segments"  # segments of calls over a pool, see `KdaSegments`; without it core copies, so no call needs it
     JOURNAL = "journal"  # decoding and verification with records of tokens, see `KdaJournal`
 
 
@@ -105,6 +106,7 @@ OFFERS = frozenset(
         Feature.BF16_POOL,
         Feature.TOKEN_STATES,
         Feature.STRIDED,
+        Feature.POOL_SEGMENTS,
     }
 )
 """The features that no call needs. A backend that declares one offers its optional methods, or spares core a copy."""
@@ -275,7 +277,7 @@ class ProblemShape:
         arch: compute capability of the CUDA device of the inputs; None on other devices.
         options: `KdaOptions.resolved`, so `scale` is a number.
         pool: of a call whose states are in a pool, else None. Such a call has no `initial_state`, and asks for a `final_state` only if
-            it does not write to the pool. Since ABI 2.3.
+            it does not write to the pool. Since ABI 2.3. Calls of `SupportsSegments` over a pool have both, see there.
         journal: of a call with a `KdaJournal`, else None. Such a call has a pool, fixed lengths and `KdaOptions.recurrent`; T is 0 for
             `SupportsJournal.journal_fold`. Since ABI 2.5.
     """
@@ -466,6 +468,23 @@ class KdaPool:
 
 
 @dataclass(frozen=True)
+class KdaSegments:
+    """Where the segments of a call over a pool lie in its sequences, for `kda_core.backend.SupportsSegments`. All tensors are
+    contiguous and on the device of q, and only the device reads them. N is the number of segments. Since ABI 2.7.
+
+    Attributes:
+        sequence: [N] int32: the sequence of each segment, which is the index of its slots in the `KdaPool` of the whole call.
+        before: [N] int32: the tokens of the sequence before the segment, 0 for first segments only. With checkpoints all are multiples
+            of `CHECKPOINT_SPACING`.
+        ends: [N] bool: whether the segment is the last one of its sequence.
+    """
+
+    sequence: Tensor
+    before: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True)
 class KdaJournal:
     """The tokens since the state that a slot of the pool holds, as records from which the state after each of them follows. All
     tensors are contiguous, aligned to `ALIGNMENT` and on the device of q, and only the device reads them. Since ABI 2.5.
@@ -525,6 +544,8 @@ class KdaInputs:
         pool: the pool that holds the states of the call, in place of `initial_state` and `KdaOutputs.final_state`; else None.
             Only backends that declare `PoolShape.features` receive it. Since ABI 2.3.
         journal: the records of a call of `SupportsJournal.journal_decode`, else None. Since ABI 2.5.
+        segments: the segments of a call of `SupportsSegments` over a pool, else None. Only backends that declare
+            `Feature.POOL_SEGMENTS` receive it. Since ABI 2.7.
     """
 
     q: Tensor
@@ -540,6 +561,7 @@ class KdaInputs:
     shape: ProblemShape
     pool: KdaPool | None = None
     journal: KdaJournal | None = None
+    segments: KdaSegments | None = None
 
     @property
     def options(self) -> KdaOptions:

@@ -63,8 +63,8 @@ class Explanation:
             compilation of kernels are not checked.
         backward: name of the backend that would serve the backward. None if no input requires grad, or if no backend does.
         saved_bytes: what the forward keeps for the backward besides its inputs, in bytes; 0 if the backward recomputes it.
-        pool: who reads and writes the pool of the call: "the backend", or "copies by kda-core". None without a pool, and if the call
-            would fail.
+        pool: who reads and writes the pool of the call: "the backend", also in segments if `plan` splits the call, or "copies by
+            kda-core". None without a pool, and if the call would fail.
         backward_plan: how a planner would split the backward, in the words of `plan`. None if `backward` is.
     """
 
@@ -172,24 +172,27 @@ def _explain_pooled(
     shape: ProblemShape, call: Arguments, inputs: KdaInputs, known: bool, workspace: Tensor | None
 ) -> Explanation:
     """`_explain` of the call that serves one with a pool."""
+    mode, error = call.context_parallel, None
     try:
-        native, error = _is_native(shape, call, inputs, known), None
+        native, mode = _is_native(shape, call, inputs, known)
     except KdaError as found:
-        native, error = True, f"{type(found).__name__}: {found}"
-    served, mode = (shape, "off") if native else (pools.copied_shape(shape), call.context_parallel)
+        native, mode, error = True, "off", f"{type(found).__name__}: {found}"
+    served = shape if native else pools.copied_shape(shape)
     explained = _explain(served, call.backend, mode, replace(inputs, shape=served), known, workspace)
     by = None if error is not None else "the backend" if native else "copies by kda-core"
     return replace(explained, shape=shape, error=error or explained.error, pool=by)
 
 
-def _is_native(shape: ProblemShape, call: Arguments, inputs: KdaInputs, known: bool) -> bool:
-    """Returns whether the backend serves the pool itself; False if a planner splits the call. The lengths may be not ``known``."""
-    choice, native = pools.choose(shape, call.backend, call.context_parallel)
-    split = pools.calls_of(shape, choice, native, call.context_parallel)[1]
+def _is_native(shape: ProblemShape, call: Arguments, inputs: KdaInputs, known: bool) -> tuple[bool, str]:
+    """Returns whether the backend serves the pool itself, and the mode of the call that then runs. The lengths may be not ``known``."""
+    mode = call.context_parallel
+    choice, native = pools.choose(shape, call.backend, mode)
+    made, split = pools.calls_of(shape, choice, native, mode)
     if split is None or not known:
-        return native
+        return native, "off" if native and made.planner is None else mode
     inputs = replace(inputs, shape=split.shape)
-    return calls.ask_planner(split, inputs, inputs.sequence_lengths()) is None
+    native = calls.ask_planner(split, inputs, inputs.sequence_lengths()) is None
+    return native, "off" if native else mode
 
 
 def _parsed(*args: Any, **kwargs: Any) -> tuple[Arguments, SlotArguments | None, Tensor | None]:

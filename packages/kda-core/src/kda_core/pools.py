@@ -5,8 +5,9 @@ copies the initial states out of the pool, makes the call, and copies the final 
 host. The choice of the backend is that of the call with copied states, so a pool changes it only if the call has checkpoints, which
 copies cannot serve.
 
-A planner (context parallelism) knows no pools. If it would split the call with copied states, the call is served by copies, also on a
-backend that declares the features.
+A planner (context parallelism) splits a call over its pool if both it (`SupportsPools`) and the backend (`Feature.POOL_SEGMENTS`) can. If
+not, it knows no pools: where it would split the call with copied states, the call is served by copies, also on a backend that declares
+the other features.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kda_core.arguments import Arguments
 from kda_core.buffers import GivenOutputs
 from kda_core.contract import (
     ALIGNMENT,
+    Feature,
     KdaCheckpoints,
     KdaInputs,
     KdaOutputs,
@@ -267,8 +269,9 @@ class PooledCall:
     Attributes:
         shape: of the call.
         call: the call of the backend: that of `shape` if the backend serves the pool itself, else the one with copied states.
-        native: whether the backend serves the pool itself.
-        split: the call with copied states, which runs where a planner has a plan for it; None if no planner is asked, or if `call` is it.
+        native: whether the backend serves the pool itself, also where a planner splits `call`.
+        split: the call with copied states, which runs where a planner has a plan for it; None if no planner is asked, or if `call` is
+            the one that it splits.
         checks_slots: whether slots are checked before each run (``KDA_CHECK_SLOTS``).
     """
 
@@ -334,23 +337,34 @@ def choose(shape: ProblemShape, backend: str | None, mode: str) -> tuple[Choice,
     """Returns the backend of a call with a pool, and whether it serves the pool itself.
 
     Args:
-        mode: "off", "auto" or a planner's plan as JSON text. A plan needs copied states.
+        mode: "off", "auto" or a planner's plan as JSON text. A plan needs copied states unless the planner and the backend split calls over
+            pools.
 
     Raises:
         BackendError: as `Registry.resolve`. A call with checkpoints needs a backend that serves them.
-        ArgumentError: a plan for a call with checkpoints.
+        ArgumentError: a plan for a call with checkpoints that needs copied states.
+        PlannerError: as `kda_core.call.splits_over_pools`.
     """
     facts = shape.pool
     assert facts is not None
-    is_planned = mode not in ("auto", "off")
     if facts.checkpoint_dtype is not None:
-        if is_planned:
-            raise ArgumentError("context_parallel", "'auto' or 'off' with checkpoint_positions", "a plan")
-        return REGISTRY.resolve(shape, backend), True
+        choice = REGISTRY.resolve(shape, backend)
+        if not _takes_plan(shape, choice, mode):
+            wanted = (
+                f"'auto' or 'off' with checkpoint_positions, or a plan that backend {choice.spec.name!r} and the planner execute over a "
+                f"pool (feature {Feature.POOL_SEGMENTS.value})"
+            )
+            raise ArgumentError("context_parallel", wanted, "another plan")
+        return choice, True
     choice = REGISTRY.resolve(copied_shape(shape), backend)
     candidate = REGISTRY.find(choice.spec.name)
-    native = not is_planned and REGISTRY.refusal(candidate, shape, named=True) is None
+    native = REGISTRY.refusal(candidate, shape, named=True) is None and _takes_plan(shape, choice, mode)
     return choice, native
+
+
+def _takes_plan(shape: ProblemShape, choice: Choice, mode: str) -> bool:
+    """Returns whether a call can run without copied states in this mode. Only a plan of the caller may need them."""
+    return mode in ("auto", "off") or calls.splits_over_pools(shape.options, choice, mode)
 
 
 def calls_of(
@@ -360,13 +374,16 @@ def calls_of(
     copied = lambda: calls.of_shape(calls.interned(copied_shape(shape)), calls.Choices(choice, None), mode)
     if not native:
         return copied(), None
-    direct = calls.of_shape(shape, calls.Choices(choice, None), "off")
+    over = lambda mode: calls.of_shape(shape, calls.Choices(choice, None), mode)
+    # no planner splits decoding
+    if mode == "off" or shape.options.recurrent:
+        return over("off"), None
+    if calls.splits_over_pools(shape.options, choice, mode):
+        return over(mode), None
     facts = shape.pool
     assert facts is not None
-    # copies cannot serve checkpoints, and no planner splits decoding
-    may_split = mode == "auto" and facts.checkpoint_dtype is None and not shape.options.recurrent
-    split = copied() if may_split else None
-    return direct, None if split is None or split.planner is None else split
+    split = None if facts.checkpoint_dtype is not None else copied()  # copies cannot serve checkpoints
+    return over("off"), None if split is None or split.planner is None else split
 
 
 def copied_shape(shape: ProblemShape) -> ProblemShape:

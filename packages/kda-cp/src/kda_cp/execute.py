@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kda_core import contract
-from kda_core.backend import Backend, BackendSpec
-from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_core.backend import Backend, BackendSpec, SupportsSegments
+from kda_core.contract import CHECKPOINT_SPACING, KdaInputs, KdaOutputs, ProblemShape
 from kda_core.errors import ShapeError
 from kda_cp import certificate, native, saved_states
 from kda_cp.cache import Cache
@@ -127,6 +127,8 @@ def refusal(plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) 
         return None
     if (why := saved_states.refusal(plan, shape, spec, backend)) is not None:
         return why
+    if (why := _refusal_over_pool(plan, shape, backend)) is not None:
+        return why
     if options.return_intermediate_states:
         for n, segments in enumerate(plan.segments):
             *cuts, _ = accumulate(segments)
@@ -136,6 +138,26 @@ def refusal(plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) 
                     f"sequence {n} has segments {segments}"
                 )
     return not_served(shapes(plan, shape, backend), spec, backend)
+
+
+def executes_over_pools(plan: Plan | None, backend: Backend) -> bool:
+    """Returns whether calls over a pool are executed by this plan without copies of states; None is any automatic plan."""
+    exact = plan is None or not plan.is_split or plan.strategy == "exact"
+    return exact and isinstance(backend, SupportsSegments)
+
+
+def _refusal_over_pool(plan: Plan, shape: ProblemShape, backend: Backend) -> str | None:
+    """Returns None, or why this plan cannot execute a call over its pool."""
+    if shape.pool is None:
+        return None
+    if not executes_over_pools(plan, backend):
+        return "states in a pool require an exact plan, and a backend that summarises segments"
+    if shape.pool.checkpoint_dtype is not None:
+        for n, segments in enumerate(plan.segments):
+            *cuts, _ = accumulate(segments)
+            if any(cut % CHECKPOINT_SPACING for cut in cuts):
+                return f"checkpoints require cuts at multiples of {CHECKPOINT_SPACING}; sequence {n} has segments {segments}"
+    return None
 
 
 def mismatch(plan: Plan, inputs: KdaInputs) -> str | None:

@@ -1,7 +1,9 @@
 """Executes one call by a plan over a backend that summarises segments itself (`kda_core.backend.SupportsSegments`).
 
 The intra-chunk stage runs once, in `summarize`. Its records stay in the workspace for `execute_segments`. A long call is executed
-in windows of tokens, which keeps the workspace below `WORKSPACE_BYTES`. The states pass from window to window.
+in windows of tokens, which keeps the workspace below `WORKSPACE_BYTES`. The states pass from window to window (`window_states`).
+
+Over a pool the backend reads and writes the slots in the same two calls (`kda_core.contract.KdaSegments`), without copies of states.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from kda_cp.merge import MergeKernel, merge_kernel, merge_segments
 from kda_cp.plan import Plan
 from kda_cp.saved_states import Saving, Slots, granule, slots_of
 from kda_cp.segments import Segment, aligned, execution_shape, offsets_of, packed, segment_inputs
-from kda_cp.upload import Integers, Uploaded, upload_groups
+from kda_cp.upload import Integers
+from kda_cp.window_states import DenseStates, DenseTensors, PoolStates, PoolTensors
 
 WORKSPACE_BYTES = 4 << 30
 """Largest workspace of a window, without the bytes that the backend adds per segment. A window has at least `granule` tokens, even
@@ -31,33 +34,6 @@ if their workspace is larger."""
 
 TRAINING_WORKSPACE_BYTES = 640 << 20
 """The same for calls whose inputs require grad: a backward of kda-sm90 needs as much."""
-
-
-class WindowIntegers(NamedTuple):
-    """Integers that the calls of a window read on the device.
-
-    Attributes:
-        offsets: cu_seqlens over the segments.
-        bounds: `Window.bounds`.
-        firsts, lasts: number of the first and of the last segment of each sequence.
-        sequences: `Window.sequences`.
-    """
-
-    offsets: Integers
-    bounds: Integers
-    firsts: Integers
-    lasts: Integers
-    sequences: Integers
-
-
-class WindowTensors(NamedTuple):
-    """The fields of `WindowIntegers` on the device."""
-
-    offsets: Uploaded
-    bounds: Uploaded
-    firsts: Uploaded
-    lasts: Uploaded
-    sequences: Uploaded
 
 
 @dataclass(frozen=True)
@@ -72,7 +48,7 @@ class Window:
         execution_shape, summary_shape: the shapes of the two calls; the same object if they are equal.
         chunks: number of intermediate states per value head; 0 if the call does not return them.
         workspace_bytes: workspace of the calls.
-        integers: the integers that the calls read on the device.
+        integers: the integers of `DenseTensors`; over a pool those of `PoolTensors`.
         slots: where the saved states of the segments are; None for a call without gradients.
     """
 
@@ -83,13 +59,18 @@ class Window:
     summary_shape: ProblemShape
     chunks: int
     workspace_bytes: int
-    integers: WindowIntegers
+    integers: tuple[Integers, ...]
     slots: Slots | None
 
     @property
     def is_split(self) -> bool:
         """Whether a segment needs the summary of another one."""
         return len(self.segments) > len(self.sequences)
+
+    @property
+    def in_segments(self) -> bool:
+        """Whether the window is executed in segments. Over a pool every window is, because a window may begin inside of a sequence."""
+        return self.is_split or self.execution_shape.pool is not None
 
 
 @dataclass(frozen=True)
@@ -153,26 +134,22 @@ def window_tokens(shape: ProblemShape, backend: Any) -> int:
 
 def execute(execution: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> None:
     """Executes a call. `outputs.workspace` has at least `execution.workspace_bytes`."""
-    shape, device = inputs.shape, inputs.q.device
-    states = _states(inputs) if len(execution.windows) > 1 else None  # passed from window to window
+    states: DenseStates | PoolStates = (
+        DenseStates(inputs, outputs, len(execution.windows)) if inputs.pool is None else PoolStates(inputs)
+    )
     o, chunk = packed(outputs.o), 0
     h = None if outputs.intermediate_states is None else packed(outputs.intermediate_states)
     for window in execution.windows:
         first, call = window.segments[0].start, window.execution_shape
-        on_device = WindowTensors._make(upload_groups(window.integers, device))
-        starts = inputs.q.new_zeros((call.N, shape.HV, shape.K, shape.V), dtype=shape.state_dtype)
-        before = _given_states(inputs)
-        if states is not None:
-            before = states.index_select(0, on_device.sequences.device)
-        if before is not None:
-            starts.index_copy_(0, on_device.firsts.device, before)
+        on_device: Any = states.upload(window.integers)
+        starts = states.starts(call, on_device)
 
         # A slice of the caller's outputs may be unaligned; the backend then writes to a copy.
         window_o = o if call.T == o.shape[1] else o[:, first : first + call.T]
         window_h = None if h is None else h[:, chunk : chunk + window.chunks]
         written_o, written_h = aligned(window_o), None if window_h is None else aligned(window_h)
         chunk += window.chunks
-        final = starts.new_empty(call.state_shape) if call.options.output_final_state else None
+        final = states.ends(call, starts)
         saving = Saving.allocate(outputs, window.slots, first)
         own = KdaOutputs(written_o, final, written_h, outputs.workspace, *saving)
         _execute_window(execution, window, inputs, starts, own, on_device)
@@ -181,15 +158,8 @@ def execute(execution: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> Non
             window_o.copy_(written_o)
         if window_h is not None and written_h is not None and written_h is not window_h:
             window_h.copy_(written_h)
-        if final is not None:
-            if states is None:
-                torch.index_select(final, 0, on_device.lasts.device, out=outputs.final_state)
-            else:
-                after = final.index_select(0, on_device.lasts.device)
-                after = after.mT if shape.options.state_v_first else after
-                states.index_copy_(0, on_device.sequences.device, after)
-    if states is not None and outputs.final_state is not None:
-        outputs.final_state.copy_(states.mT if shape.options.state_v_first else states)
+        states.deliver(final, on_device)
+    states.finish()
 
 
 def _execute_window(
@@ -198,19 +168,23 @@ def _execute_window(
     inputs: KdaInputs,
     starts: Tensor,
     outputs: KdaOutputs,
-    on_device: WindowTensors,
+    on_device: DenseTensors | PoolTensors,
 ) -> None:
     """Writes the outputs of one window.
 
     `starts` [P, HV, K, V] contains the states at the starts of first segments, and zeros elsewhere. It is overwritten.
     """
     call, x, backend = execution.backend.chunk_fwd, None, execution.backend
-    if window.is_split:
-        x = segment_inputs(inputs, window.segments, window.summary_shape, starts, on_device.offsets)
+    if window.in_segments:
+        of = on_device.segments if isinstance(on_device, PoolTensors) else None
+        x = segment_inputs(inputs, window.segments, window.summary_shape, starts, on_device.offsets, of)
         exits = torch.empty_like(starts)
         transitions = starts.new_empty((*starts.shape[:-1], starts.shape[-2]))
         backend.summarize(x, exits, transitions, outputs.workspace)
-        merge_segments(execution.kernel, window.bounds, starts, exits, transitions, on_device.bounds.device)
+        if window.is_split:
+            merge_segments(
+                execution.kernel, window.bounds, starts, exits, transitions, on_device.bounds.device
+            )
         call = backend.execute_segments
     # If the shapes are equal, the inputs of the summaries serve again: the merge has written the true states into them.
     if x is None or window.execution_shape is not window.summary_shape:
@@ -230,12 +204,15 @@ def _windows(plan: Plan, shape: ProblemShape, backend: Any) -> tuple[Window, ...
     groups = windows(plan.segments, window_tokens(shape, backend), granule(shape))
     start = 0
     found: list[Window] = []
-    for group in groups:
+    for group, following in zip(groups, [*groups[1:], []]):
         segments: list[Segment] = []
         for sequence, length in group:
             segments.append(Segment(sequence, len(segments), start, length))
             start += length
-        passes_states = shape.options.output_final_state or len(found) + 1 < len(groups)
+        if shape.pool is None:
+            passes_states = shape.options.output_final_state or len(following) > 0
+        else:
+            passes_states = len(following) > 0 and following[0][0] == group[-1][0]
         found.append(_window(plan, segments, shape, backend, passes_states))
     return tuple(found)
 
@@ -243,19 +220,30 @@ def _windows(plan: Plan, shape: ProblemShape, backend: Any) -> tuple[Window, ...
 def _window(
     plan: Plan, segments: list[Segment], shape: ProblemShape, backend: Any, passes_states: bool
 ) -> Window:
-    """Returns a window. `passes_states`: whether its final states are needed, by the next window or by the caller."""
+    """Returns a window. `passes_states`: whether states at the ends of segments are needed, by the next window or by the caller."""
     by_sequence = [list(s) for _, s in groupby(segments, key=lambda p: p.sequence)]
     call = execution_shape(shape, by_sequence, output_final_state=passes_states)
     summary = call
-    if call.options.state_v_first:
+    if call.options.state_v_first and call.pool is None:
         summary = replace(call, options=replace(call.options, state_v_first=False))
     chunks = 0
     if shape.options.return_intermediate_states:
         # Cuts are multiples of chunk_size, so the chunks of the segments are those of the sequences.
         chunks = contract.num_chunks(tuple(p.length for p in segments), shape.options.chunk_size)
-    is_split = len(segments) > len(by_sequence)
+    in_segments = len(segments) > len(by_sequence) or call.pool is not None
     bounds = tuple(accumulate(map(len, by_sequence), initial=0))
     sequences = tuple(s[0].sequence for s in by_sequence)
+    common = offsets_of(segments), Integers(bounds, torch.int32)
+    integers: tuple[Integers, ...]
+    if call.pool is None:
+        integers = (
+            *common,
+            Integers(bounds[:-1], torch.int64),
+            Integers(tuple(end - 1 for end in bounds[1:]), torch.int64),
+            Integers(sequences, torch.int64),
+        )
+    else:
+        integers = (*common, *_places(plan, segments))
     return Window(
         segments=tuple(segments),
         sequences=sequences,
@@ -263,27 +251,17 @@ def _window(
         execution_shape=call,
         summary_shape=summary,
         chunks=chunks,
-        workspace_bytes=(backend.segment_workspace_bytes if is_split else backend.workspace_bytes)(call),
-        integers=WindowIntegers(
-            offsets=offsets_of(segments),
-            bounds=Integers(bounds, torch.int32),
-            firsts=Integers(bounds[:-1], torch.int64),
-            lasts=Integers(tuple(end - 1 for end in bounds[1:]), torch.int64),
-            sequences=Integers(sequences, torch.int64),
-        ),
+        workspace_bytes=(backend.segment_workspace_bytes if in_segments else backend.workspace_bytes)(call),
+        integers=integers,
         slots=slots_of(shape, plan.lengths, segments, call) if shape.options.needs_backward else None,
     )
 
 
-def _given_states(inputs: KdaInputs) -> Tensor | None:
-    """Returns the initial states of the call as [N, HV, K, V], or None."""
-    given = inputs.initial_state
-    return given.mT if given is not None and inputs.options.state_v_first else given
-
-
-def _states(inputs: KdaInputs) -> Tensor:
-    """Returns a copy of the states before the first tokens, [N, HV, K, V]."""
-    s, given = inputs.shape, _given_states(inputs)
-    if given is None:
-        return inputs.q.new_zeros((s.N, s.HV, s.K, s.V), dtype=s.state_dtype)
-    return given.clone(memory_format=torch.contiguous_format)
+def _places(plan: Plan, segments: list[Segment]) -> tuple[Integers, Integers, Integers]:
+    """Returns the fields of `KdaSegments`."""
+    starts = tuple(accumulate(plan.lengths, initial=0))
+    return (
+        Integers(tuple(p.sequence for p in segments), torch.int32),
+        Integers(tuple(p.start - starts[p.sequence] for p in segments), torch.int32),
+        Integers(tuple(p.start + p.length == starts[p.sequence + 1] for p in segments), torch.bool),
+    )

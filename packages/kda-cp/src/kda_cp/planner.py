@@ -28,8 +28,8 @@ _log = logging.getLogger("kda_cp")
 
 
 class ContextParallelPlanner:
-    """Implements `kda_core.backend.Planner`, `SupportsTraining`, `SupportsRefusal`, `SupportsExplanation`, `SupportsWorkspace` and
-    `SupportsDiagnosis`. Thread-safe."""
+    """Implements `kda_core.backend.Planner`, `SupportsTraining`, `SupportsPools`, `SupportsRefusal`, `SupportsExplanation`,
+    `SupportsWorkspace` and `SupportsDiagnosis`. Thread-safe."""
 
     def __init__(self) -> None:
         # Small, because a plan of 1000 sequences takes about 80 KB, and kda-core caches the results as well.
@@ -64,6 +64,10 @@ class ContextParallelPlanner:
     def execute(self, plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) -> KdaOutputs:
         """Executes the call by the plan; returns `outputs`."""
         return execute.execute(plan, inputs, outputs, backend)
+
+    def executes_over_pools(self, plan: Plan | None, spec: BackendSpec, backend: Backend) -> bool:
+        """Returns whether calls over a pool are executed by this plan, or by automatic plans, without copies of states."""
+        return execute.executes_over_pools(plan, backend)
 
     def refusal_of_backward(
         self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kda_core import buffers, contract
 from kda_core.backend import Backend
-from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape, Tensors
+from kda_core.contract import KdaInputs, KdaOutputs, KdaSegments, ProblemShape, Tensors
 from kda_core.errors import BackendContractError
 from kda_cp.plan import Plan
 from kda_cp.upload import Integers, Uploaded, upload
@@ -124,6 +124,8 @@ def index_dtype(T: int) -> torch.dtype:
 
 # ---- tensors
 
+_PER_TOKEN = ("q", "k", "v", "g", "beta")
+
 
 def packed(x: Tensor) -> Tensor:
     """Returns x [B, T, ...] as [1, B*T, ...]."""
@@ -163,6 +165,7 @@ def segment_inputs(
     shape: ProblemShape,
     initial_state: Tensor,
     offsets: Uploaded | None = None,
+    of: KdaSegments | None = None,
     **tensors: Tensor,
 ) -> KdaInputs:
     """Returns the inputs of a call over `segments`.
@@ -173,6 +176,7 @@ def segment_inputs(
         shape: shape of the new call.
         initial_state: states at the starts of the segments, [n, HV, K, V] or [n, HV, V, K].
         offsets: cu_seqlens of the new call; None to upload them.
+        of: where the segments lie in the sequences of a pool; None for a call without a pool.
         tensors: q, k, v, g or beta of the new call, [1, sum of lengths, ...]. The others are selected from `inputs`.
     """
     cu_seqlens, host = offsets or upload(*offsets_of(segments), inputs.q.device)
@@ -180,13 +184,14 @@ def segment_inputs(
     if spans == [[0, inputs.q.shape[1]]] and len(inputs.q) == 1 and not tensors:
         # Tensors of whole calls already have the form that a backend expects.
         return replace(
-            inputs, shape=shape, initial_state=initial_state.contiguous(), cu_seqlens=cu_seqlens, cu_seqlens_cpu=host
+            inputs, shape=shape, initial_state=initial_state.contiguous(), cu_seqlens=cu_seqlens, cu_seqlens_cpu=host,
+            segments=of,
         )  # fmt: skip
-    names = ("q", "k", "v", "g", "beta")
-    selected = {n: tensors[n] if n in tensors else _select(getattr(inputs, n), spans) for n in names}
-    return replaced(
+    selected = {n: tensors[n] if n in tensors else _select(getattr(inputs, n), spans) for n in _PER_TOKEN}
+    found = replaced(
         inputs, shape=shape, initial_state=initial_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=host, **selected
     )  # fmt: skip
+    return found if of is None else replace(found, segments=of)
 
 
 def offsets_of(segments: Sequence[Segment]) -> Integers:
@@ -196,9 +201,13 @@ def offsets_of(segments: Sequence[Segment]) -> Integers:
 
 
 def replaced(inputs: KdaInputs, *, shape: ProblemShape, **tensors: Tensor | None) -> KdaInputs:
-    """Returns `inputs` with another shape and other tensors, made contiguous and aligned as backends expect them."""
+    """Returns `inputs` with another shape and other tensors, made contiguous and aligned as backends expect them. In a call over a pool,
+    strided inputs may stay strided: only a backend that declares `Feature.STRIDED` receives them."""
     own = (tensors[name] if name in tensors else getattr(inputs, name) for name in Tensors._fields)
-    return buffers.make_inputs(Tensors._make(own), shape)
+    strided = inputs.pool is not None and not all(
+        getattr(inputs, name).is_contiguous() for name in _PER_TOKEN
+    )
+    return buffers.make_inputs(Tensors._make(own), shape, strided=strided, pool=inputs.pool)
 
 
 def aligned(x: Tensor) -> Tensor:

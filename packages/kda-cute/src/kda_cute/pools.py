@@ -62,6 +62,8 @@ def pool_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> PoolArguments:
     values["slots"] = s.N
     if pool is not None and s.pool is not None:
         states, index_bytes = _Slots.of(pool.states), pool.read.element_size()
+        if x.segments is not None:
+            into = _Slots(None, 0)  # the final states of segments are not those of sequences
         if s.pool.writes:
             into, values["write_bytes"] = states, index_bytes
         values |= {

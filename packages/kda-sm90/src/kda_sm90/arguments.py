@@ -6,13 +6,13 @@ The types are those of `kda_cute.arguments`. The kernel trusts all values: the c
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, NamedTuple, get_type_hints
+from typing import NamedTuple
 
 import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs
-from kda_cute.arguments import Address, Long, address
-from kda_cute.host import PER_TOKEN, token_stride
+from kda_cute.arguments import Address, Long, address, joined
+from kda_cute.pools import PitchArguments, PoolArguments, pitch_arguments, pool_arguments
 
 
 class InputArguments(NamedTuple):
@@ -91,53 +91,21 @@ class ShapeArguments(NamedTuple):
     beta_factor: float  # factor on the sigmoid of beta; 0: beta is used without a sigmoid
 
 
-class ServingArguments(NamedTuple):
-    """Further arguments of the variants for serving (`PrefillConfig.serving`). Pitches are in bytes.
+class SegmentArguments(NamedTuple):
+    """Further arguments of the variants for serving in the modes ``summarize`` and ``execute``: `KdaInputs.segments`. There N is the
+    number of segments, and the arrays of `kda_cute.pools.PoolArguments` belong to their sequences."""
 
-    In a call without a pool, state n is that of sequence n: `read_bytes` and `write_bytes` are 0, and `slots` is N.
-    """
-
-    pool: Address  # [slots, HV, 128, 128], from which sequences start; 0: all start from zeros
-    pool_pitch: Long  # from a slot to the next
-    into: Address  # the same, to which final states go; 0: they go nowhere
-    into_pitch: Long
-    read: Address  # [N], elements of read_bytes: the slot from which a sequence starts
-    write: Address  # [N], the slot of its final state
-    has_initial_state: Address  # [N] bool; 0: all have one
-    slots: Long  # those of the pool are [least_slot, slots)
-    least_slot: Long
-    checkpoint_states: Address  # [checkpoint_slots, HV, 128, 128]
-    checkpoint_pitch: Long
-    checkpoint_slots: Long
-    checkpoint_cu: Address  # [N + 1] int32; 0: the call has no checkpoints
-    checkpoint_positions: Address  # [checkpoint_count] int32
-    checkpoint_indices: Address  # [checkpoint_count], elements of read_bytes
-    q_pitch: Long  # from a token to the next, also from the last one of a row of B to the first one of the next row
-    k_pitch: Long
-    v_pitch: Long
-    g_pitch: Long
-    beta_pitch: Long
-    checkpoint_count: int
-    read_bytes: int  # 4 or 8; 0: state n is that of sequence n
-    write_bytes: int  # the same of `into`
-    narrow: int  # 1: the pool is in bf16; 0: fp32
-    into_narrow: int  # the same of `into`
-    checkpoint_narrow: int  # and of `checkpoint_states`
+    segment_sequence: Address  # [N] int32
+    segment_before: Address  # [N] int32
+    segment_ends: Address  # [N] bool
 
 
-#: Name and type of every argument after the leading tensor, in order.
-ARGUMENTS: dict[str, Any] = {
-    name: kind
-    for group in (InputArguments, OutputArguments, LaunchArguments, BackwardArguments, ShapeArguments)
-    for name, kind in get_type_hints(group).items()
-}
-
-#: The same of the variants for serving.
-SERVING_ARGUMENTS: dict[str, Any] = ARGUMENTS | get_type_hints(ServingArguments)
-
-#: Both as structs.
-PrefillArguments: Any = NamedTuple("PrefillArguments", list(ARGUMENTS.items()))  # type: ignore[misc]
-ServingPrefillArguments: Any = NamedTuple("ServingPrefillArguments", list(SERVING_ARGUMENTS.items()))  # type: ignore[misc]
+#: The arguments of a launch, and those of the variants for serving, in the mode ``whole`` and in the modes of segments.
+PrefillArguments = joined(
+    "PrefillArguments", InputArguments, OutputArguments, LaunchArguments, BackwardArguments, ShapeArguments
+)
+ServingPrefillArguments = joined("ServingPrefillArguments", PrefillArguments, PoolArguments, PitchArguments)
+SegmentPrefillArguments = joined("SegmentPrefillArguments", ServingPrefillArguments, SegmentArguments)
 
 
 class GradientsArguments(NamedTuple):
@@ -199,50 +167,14 @@ def addresses(inputs: KdaInputs, outputs: KdaOutputs) -> list[int]:
     return [0 if x is None else x.data_ptr() for x in tensors]
 
 
-def serving_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> ServingArguments:
+def serving_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> tuple[int, ...]:
     """Returns the further arguments of a variant for serving."""
-    x, s, pool = inputs, inputs.shape, inputs.pool
-    row = 4 * s.HV * s.K * s.V  # bytes of a state in fp32
-    states, into = _Slots(x.initial_state, row), _Slots(outputs.final_state, row)
-    values: dict[str, Any] = dict.fromkeys(ServingArguments._fields, 0)
-    values["slots"] = s.N
-    for name in PER_TOKEN:
-        y = getattr(x, name)
-        values[f"{name}_pitch"] = (token_stride(y) or 0) * y.element_size()
-    if pool is not None and s.pool is not None:
-        states, index_bytes = _Slots.of(pool.states), pool.read.element_size()
-        if s.pool.writes:
-            into, values["write_bytes"] = states, index_bytes
-        values |= {
-            "slots": len(pool.states), "least_slot": pool.first_slot, "read_bytes": index_bytes,
-            "read": address(pool.read), "write": address(pool.write), "has_initial_state": address(pool.has_initial_state),
-        }  # fmt: skip
-        if (points := pool.checkpoints) is not None and len(points.positions):
-            kept = _Slots.of(points.states)
-            values |= {
-                "checkpoint_states": address(kept.states), "checkpoint_pitch": kept.pitch, "checkpoint_narrow": kept.narrow,
-                "checkpoint_slots": len(points.states), "checkpoint_count": len(points.positions),
-                "checkpoint_cu": address(points.cu), "checkpoint_positions": address(points.positions),
-                "checkpoint_indices": address(points.indices),
-            }  # fmt: skip
-    values |= {
-        "pool": address(states.states), "pool_pitch": states.pitch, "narrow": states.narrow,
-        "into": address(into.states), "into_pitch": into.pitch, "into_narrow": into.narrow,
-    }  # fmt: skip
-    return ServingArguments(**values)
+    more = (*pool_arguments(inputs, outputs), *pitch_arguments(inputs))
+    return more if inputs.segments is None else (*more, *segment_arguments(inputs))
 
 
-class _Slots(NamedTuple):
-    """States in slots, and the bytes from a slot to the next."""
-
-    states: torch.Tensor | None
-    pitch: int
-
-    @classmethod
-    def of(cls, states: torch.Tensor) -> _Slots:
-        return cls(states, states.stride(0) * states.element_size())
-
-    @property
-    def narrow(self) -> int:
-        """1 for bf16, 0 for fp32."""
-        return int(self.states is not None and self.states.dtype == torch.bfloat16)
+def segment_arguments(inputs: KdaInputs) -> SegmentArguments:
+    """Returns the further arguments of a variant for serving that summarizes or executes segments."""
+    segments = inputs.segments
+    assert segments is not None
+    return SegmentArguments(*map(address, (segments.sequence, segments.before, segments.ends)))  # type: ignore[arg-type]

@@ -107,7 +107,9 @@ class Sm90Backend:
     def summarize(
         self, inputs: KdaInputs, exits: torch.Tensor, transitions: torch.Tensor, workspace: torch.Tensor
     ) -> None:
-        outputs = KdaOutputs(inputs.v, exits, None, workspace)  # this mode writes no o
+        # This mode writes no o. It names the device, and v may be strided.
+        o = inputs.v if inputs.pool is None else exits.view(torch.bfloat16)
+        outputs = KdaOutputs(o, exits, None, workspace)
         on_device_of(inputs.q, segment_launches(inputs.shape)[0], inputs, outputs, transitions)
 
     def merge_segments(

@@ -67,7 +67,8 @@ class PrefillConfig:
         gate_dtype: dtype of g.
         states: whether the kernel writes bf16 states at the start of chunks.
         serving: whether states may be in the slots of a pool, with checkpoints, and q, k, v, g and beta may be strided. The kernel then
-            takes the arguments of `arguments.ServingArguments` too. Only in the mode ``whole``, and without ``residual``.
+            takes the arguments of `kda_cute.pools` too. Only in the modes ``whole``, ``summarize`` and ``execute``, and
+            without ``residual``. In the last two, which also take those of `arguments.SegmentArguments`, states are in a pool.
         residual: whether the kernel writes R in bf16, for the backward. Requires ``states`` and mode ``whole`` or ``execute``.
         saved_states: whether the kernel writes fp32 states before every 512 tokens, for the backward. Requires mode ``whole`` or
             ``execute``, without ``states`` and ``serving``.
@@ -124,10 +125,10 @@ class PrefillConfig:
                 f"saved_states: expected False unless mode='whole' or 'execute', states=False and serving=False, got True with "
                 f"mode={self.mode!r}, states={self.states} and serving={self.serving}"
             )
-        if self.serving and (self.mode != "whole" or self.residual):
+        if self.serving and (self.backward or self.residual):
             raise ValueError(
-                f"serving: expected False unless mode='whole' and residual=False, got True with mode={self.mode!r} and "
-                f"residual={self.residual}"
+                f"serving: expected False unless mode='whole', 'summarize' or 'execute' and residual=False, got True with "
+                f"mode={self.mode!r} and residual={self.residual}"
             )
         if self.mode != "whole" and self.padded:
             raise ValueError(

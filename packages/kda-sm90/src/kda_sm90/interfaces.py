@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from kda_cute.interface import KernelInterface
-from kda_sm90.arguments import GradientsArguments, PrefillArguments, ServingPrefillArguments
+from kda_sm90.arguments import (
+    GradientsArguments,
+    PrefillArguments,
+    SegmentPrefillArguments,
+    ServingPrefillArguments,
+)
 from kda_sm90.config import PrefillConfig
 
 
 def _prefill_arguments(config: PrefillConfig) -> type[tuple]:
-    return ServingPrefillArguments if config.serving else PrefillArguments
+    if not config.serving:
+        return PrefillArguments
+    return ServingPrefillArguments if config.mode == "whole" else SegmentPrefillArguments
 
 
 def _prefill_grid(config: PrefillConfig, x: Any) -> tuple[Any, Any, Any]:

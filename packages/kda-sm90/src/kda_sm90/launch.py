@@ -12,7 +12,13 @@ import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
-from kda_sm90.arguments import BackwardArguments, ShapeArguments, addresses, serving_arguments, states_of
+from kda_sm90.arguments import (
+    BackwardArguments,
+    ShapeArguments,
+    addresses,
+    serving_arguments,
+    states_of,
+)
 from kda_sm90.config import ARCH, PrefillConfig
 from kda_sm90.interfaces import PREFILL
 from kda_sm90.launch_config import SMS, LaunchConfig

@@ -224,10 +224,15 @@ def segment_launch_configs(shape: ProblemShape, sms: int = SMS, spacing: int = 0
         candidates.append((summarize, execute))
     summarize, execute = min(candidates, key=lambda both: sum(choice.total_ns for choice in both))
     records = summarize.model.items + 1  # the last one takes the items of slots without a chunk
+    serving = shape.pool is not None
     return SegmentLaunchConfigs(
         summarize=LaunchConfig(
             PrefillConfig(
-                summarize.model.chunk, summarize.model.warpgroups, mode="summarize", **_gate(shape)
+                summarize.model.chunk,
+                summarize.model.warpgroups,
+                mode="summarize",
+                serving=serving,
+                **_gate(shape),
             ),
             summarize.model.intra_chunk_ctas(summarize.queues),
             summarize.queues,
@@ -238,6 +243,7 @@ def segment_launch_configs(shape: ProblemShape, sms: int = SMS, spacing: int = 0
                 execute.model.chunk,
                 execute.model.warpgroups,
                 mode="execute",
+                serving=serving,
                 **_written(shape, spacing),
             ),
             0,

@@ -7,7 +7,7 @@ SPEC = BackendSpec(
     name="sm90",
     abi=(
         2,
-        6,
+        7,
     ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     archs=frozenset({(9, 0)}),
     features=frozenset(
@@ -35,6 +35,7 @@ SPEC = BackendSpec(
             "checkpoints",
             "journal",
             "segment_summary",
+            "pool_segments",
         }
     ),
     target="kda_sm90.backend:Sm90Backend",

@@ -54,6 +54,11 @@ EXECUTE = tuple(
     PrefillConfig(chunk, warpgroups, mode="execute", **writes)
     for (chunk, warpgroups), writes in product(CHAINS, WRITES)
 )
+#: Both launches of calls in segments over pools.
+SERVING_SEGMENTS = (
+    *(replace(config, serving=True) for config in SUMMARIZE),
+    *(replace(config, serving=True) for config in EXECUTE if not (config.residual or config.saved_states)),
+)
 #: The launches of the chains of a backward.
 REVERSE = tuple(
     PrefillConfig(64, warpgroups, gate_dtype=dtype, states=True, mode=mode, **gate)
@@ -70,6 +75,7 @@ ALL: tuple[PrefillConfig | GradientsConfig, ...] = (
     *SERVING,
     *SUMMARIZE,
     *EXECUTE,
+    *SERVING_SEGMENTS,
     *REVERSE,
     *REVERSE_SUMMARIZE,
     *GRADIENTS,
@@ -91,6 +97,9 @@ SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
     *EXECUTE[:: len(WRITES)],
     *EXECUTE[len(WRITES) - 2 :: len(WRITES)],
     *EXECUTE[len(WRITES) - 1 :: len(WRITES)],
+    *(replace(config, serving=True) for config in SUMMARIZE[1 :: len(GATES) * 2 + 1]),
+    *(replace(config, serving=True) for config in EXECUTE[:: len(WRITES)]),
+    *(replace(config, serving=True) for config in EXECUTE[1 :: len(WRITES)]),
     *REVERSE[:: len(GATES) * 2],
     *REVERSE_SUMMARIZE[:: len(GATES) * 2],
     *GRADIENTS[:: len(DTYPES) * 2],

@@ -7,7 +7,8 @@ from the data (`kda_core.testing.limits`). Comparisons are counted, and a run wi
 declare are skipped and counted.
 
 `kda_core.testing.declared` tests each item that a spec declares, starting from a call that needs no feature.
-`kda_core.testing.backward` tests gradients, `kda_core.testing.serving` pools of states. Most tests of this module need several features.
+`kda_core.testing.backward` tests gradients, `kda_core.testing.serving` pools of states, `kda_core.testing.pool_segments` both calls of
+segments over them. Most tests of this module need several features.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from kda_core.testing.forms import FORMS, in_form
 from kda_core.testing.inputs import FAMILIES, PLAIN, Inputs, make_normalised
 from kda_core.testing.journal import JournalConformance
 from kda_core.testing.memory import amid, guarded
+from kda_core.testing.pool_segments import PoolSegmentsConformance
 from kda_core.testing.runner import NEEDS_GPU, NOT_DECLARED, TESTED, Case, Runner, spec_of, unusable
 from kda_core.testing.serving import ServingConformance
 from kda_core.testing.tolerance import error
@@ -64,7 +66,13 @@ def same(a: Any, b: Any) -> bool:
     return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
 
 
-class BackendConformance(DeclaredConformance, BackwardConformance, ServingConformance, JournalConformance):
+class BackendConformance(
+    DeclaredConformance,
+    BackwardConformance,
+    ServingConformance,
+    PoolSegmentsConformance,
+    JournalConformance,
+):
     """The kit. A subclass sets `backend`, and any other attribute.
 
     Attributes:

@@ -63,22 +63,25 @@ def checkpoints_of(args, n: Int32):
 
 
 @cute.jit
-def next_checkpoint(args, length: Int32, before: Int32, number: Int32, end: Int32, highest: Int32):
-    """Finds the first valid checkpoint behind the first ``before`` tokens of a sequence of ``length`` tokens.
+def next_checkpoint(
+    args, length: Int32, done: Int32, before: Int32, number: Int32, end: Int32, highest: Int32
+):
+    """Finds the first valid checkpoint behind the first ``done`` of ``length`` tokens, those of a sequence or of a segment of one.
 
     Args:
+        before: tokens of the sequence before these.
         number, end: the next checkpoint to be examined, and the end of those of the sequence.
         highest: the largest position before ``number``, at least 0.
 
     Returns:
-        ``number`` behind the checkpoint, ``highest``, and its position, `NOWHERE` if there is none.
+        ``number`` behind the checkpoint, ``highest``, and its position behind ``before``, `NOWHERE` if there is none.
     """
     position = Int32(NOWHERE)
     while (position == NOWHERE) & (number < end):
         found = ptx.load_global_i32(args.checkpoint_positions + Int64(number) * 4, True)
-        valid = (found > highest) & (found % SPACING == 0) & (found <= length)
-        if valid & (found > before):
-            position = found
+        valid = (found > highest) & (found % SPACING == 0) & (found - before <= length)
+        if valid & (found - before > done):
+            position = found - before
         highest = cutlass.max(highest, found)
         number += 1
     return number, highest, position

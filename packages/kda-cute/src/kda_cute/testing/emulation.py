@@ -21,6 +21,7 @@ from kda_core.contract import (
     KdaJournal,
     KdaOutputs,
     KdaPool,
+    KdaSegments,
     ProblemShape,
 )
 from kda_core.reference import SPEC as REFERENCE_SPEC
@@ -110,7 +111,9 @@ def tensors_of(x: Any) -> Iterator[Tensor]:
     """Yields the tensors of an argument of a backend's method."""
     if isinstance(x, Tensor):
         yield x
-    elif isinstance(x, KdaInputs | KdaOutputs | KdaGradients | KdaPool | KdaCheckpoints | KdaJournal):
+    elif isinstance(
+        x, KdaInputs | KdaOutputs | KdaGradients | KdaPool | KdaCheckpoints | KdaSegments | KdaJournal
+    ):
         for value in vars(x).values():
             yield from tensors_of(value)
 

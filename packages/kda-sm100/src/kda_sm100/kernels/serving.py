@@ -52,7 +52,7 @@ class ServingChainKernel(ChainKernel):
         first, highest = Int32(0), Int32(0)
         while first < task.chunks:
             point, highest, position = pools.next_checkpoint(
-                args, task.length, first * self.chunk, point, end, highest
+                args, task.length, first * self.chunk, Int32(0), point, end, highest
             )
             last = cutlass.min(position // self.chunk, task.chunks)
             early = self.carry_chunks(smem, args, task, row, S, early, number, first, last)

@@ -28,6 +28,7 @@ from kda_sm90.config import THREADS, PrefillConfig
 from kda_sm90.interfaces import PREFILL
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
+from kda_sm90.kernels.pool_segments import PoolSegmentChain, PoolSummaryChain
 from kda_sm90.kernels.recompute import RecomputeChain
 from kda_sm90.kernels.reverse import ReverseChain
 from kda_sm90.kernels.reverse_summary import ReverseSummaryChain
@@ -47,6 +48,9 @@ CHAINS = {
     "reverse_summarize": ReverseSummaryChain,
 }
 
+#: The same of the variants for serving.
+SERVING = {"whole": ServingChain, "summarize": PoolSummaryChain, "execute": PoolSegmentChain}
+
 #: Buffers for the claimed items of a group, and their bytes. Three are in use at a time: of the item to publish, the item
 #: to compute, and the item claimed next. A power of two, because the turn's low bits choose the buffer.
 ITEMS, ITEM_BYTES = 4, 32
@@ -56,8 +60,8 @@ FIRST_GROUP = 1
 
 
 class PrefillKernel(Kernel):
-    """Takes a leading tensor, which determines the device and the stream, and the values of
-    `kda_sm90.arguments.PrefillArguments`, for serving those of `ServingPrefillArguments`.
+    """Takes a leading tensor, which determines the device and the stream, and the values of `kda_sm90.arguments.PrefillArguments`; for
+    serving those of `ServingPrefillArguments`, and of segments over a pool those of `SegmentPrefillArguments`.
 
     Sequences are rows of B (N = B), or with offsets they are packed along T (B = 1).
     """
@@ -72,10 +76,9 @@ class PrefillKernel(Kernel):
     def __init__(self, config: PrefillConfig):
         self.config = config
         self.arguments = self.interface.arguments(config)
+        chain = (SERVING if config.serving else CHAINS)[config.mode]
         self.intra_chunk = (StridedIntraChunk if config.serving else IntraChunk)(config)
-        self.chain = (ServingChain if config.serving else CHAINS[config.mode])(
-            config, SHARED_BYTES - schedule.TABLE_BYTES
-        )
+        self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
         self.groups = THREADS // self.intra_chunk.threads
         self.group_bytes = self.intra_chunk.layout.bytes + ITEMS * ITEM_BYTES
         self.first_halves = range(0, config.halves, config.warpgroups)  # of the chain CTAs of a queue
