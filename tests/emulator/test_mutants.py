@@ -64,7 +64,7 @@ MUTANTS = {
         "written after the last wgmma.fence", r"wgmma\.fence\.sync\.aligned;", "", 1,
     ),
     "a wgmma without its wait": (
-        "a register of an instruction in flight is accessed before its wait", r"wgmma\.wait_group\.sync\.aligned\s+1;", "", 1,
+        "a register of a wgmma in flight is accessed before its wait", r"wgmma\.wait_group\.sync\.aligned\s+1;", "", 1,
     ),
     "a swizzle of 64 bytes": (WRONG, r"wgmma\.mma_async[^;]*?\}, (%rd\d+), p", SWIZZLE, 1),
     "no step of the substitution": (

@@ -463,3 +463,37 @@ def test_operands_may_be_overwritten_after_the_commit_is_seen():
     assert torch.equal(product(128, 64, a, b, change=behind), a.float() @ b.float().T)
     with pytest.raises(ExecutionError, match="a race|overwritten"):
         product(128, 64, a, b, change=before)
+
+
+#: Between a `tcgen05.ld` of %r100 and %r101 and its wait. None: allowed; else the error.
+IN_FLIGHT = {
+    "a copy": ("mov.b32 %r90, %r100;", None),
+    "packed, and unpacked after the wait": ("mov.b64 %q30, {%r100, %r101};", None),
+    "packed and unpacked": ("mov.b64 %q30, {%r100, %r101}; mov.b64 {%r90, %r91}, %q30;", None),
+    "a copy of other lanes": ("@%p2 mov.b32 %r90, %r100;", None),
+    "a copy that is written again and used": ("mov.b32 %r90, %r100; mov.b32 %r90, 1; add.s32 %r92, %r90, 1;", None),
+    "a use": ("add.s32 %r90, %r100, 1;", "tcgen05.ld in flight"),
+    "a use of a copy": ("mov.b32 %r90, %r100; add.s32 %r91, %r90, 1;", "tcgen05.ld in flight"),
+    "a use of a packed copy": ("mov.b64 %q30, {%r101, %r100}; add.s64 %q31, %q30, 1;", "tcgen05.ld in flight"),
+    "a store": ("mov.b32 %r90, %r100; st.global.b32 [%q1], %r90;", "tcgen05.ld in flight"),
+    "a write": ("mov.b32 %r100, 0;", "tcgen05.ld in flight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IN_FLIGHT)
+def test_registers_of_a_load_may_be_moved_before_its_wait(what):
+    """LLVM places copies before the wait. Only their use must come behind it."""
+    between, wrong = IN_FLIGHT[what]
+    body = HEAD + f"mov.b32 %r20, 41; tcgen05.st.sync.aligned.32x32b.x2.b32 [%r9], {{%r20, %r0}};"
+    body += "tcgen05.wait::st.sync.aligned; mov.b32 %r90, 41;"
+    body += f"tcgen05.ld.sync.aligned.32x32b.x2.b32 {{%r100, %r101}}, [%r9]; {between} tcgen05.wait::ld.sync.aligned;"
+    unpack = "mov.b64 {%r90, %r91}, %q30;" if "after the wait" in what else ""
+    body += unpack + "mul.wide.s32 %q20, %r0, 4; add.s64 %q20, %q20, %q1; st.global.b32 [%q20], %r90;" + TAIL
+    x, y = torch.zeros(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    launch = lambda: run(body, x, y, threads=128, shared=64)
+    if wrong:
+        with pytest.raises(ExecutionError, match=wrong):
+            launch()
+    else:
+        launch()
+        assert y.tolist() == [1 if "written again" in what else 41] * 128
