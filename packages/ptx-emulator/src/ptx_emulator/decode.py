@@ -40,13 +40,21 @@ HANDLERS: dict[str, Handler] = {}
 #: Generic address of the first parameter. Generic addresses of global memory are those of the host.
 PARAMETERS = 1 << 62
 
+class _Types(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        raise PtxError(f"the type .{name} is not modelled here")
+
+
 #: The numpy type of each PTX type.
-DTYPES: dict[str, Any] = (
+DTYPES: dict[str, Any] = _Types(
     {f"u{8 * n}": UNSIGNED[n] for n in (1, 2, 4, 8)}
     | {f"b{8 * n}": UNSIGNED[n] for n in (1, 2, 4, 8)}
     | {"s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64}
     | {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 )
+
+#: The numpy type of a register, by its bytes.
+WORDS: dict[int, Any] = UNSIGNED | {16: np.dtype("V16")}
 
 #: Value of each special register: a function of the warp that returns a number or 32 of them.
 SPECIALS: dict[str, Callable[[Warp], Any]] = {}
@@ -124,6 +132,9 @@ class Decoder:
                 if error.line:
                     raise
                 self.refuse(error.message)
+            except (KeyError, IndexError, ValueError, TypeError) as error:
+                # The operands or modifiers are not those that the handler takes apart.
+                raise PtxError("this form is not modelled", instruction.line, instruction.text) from error
             if instruction.guard is not None and instruction.opcode != "bra":
                 execute = self._guarded(execute, instruction.guard)
             code.append(execute)
@@ -173,10 +184,7 @@ class Decoder:
     def _declared(self, register: Register) -> int:
         slot = self._slots.get(register.name)
         if slot is None:
-            size = SIZES[register.type]
-            if size > 8:
-                self.refuse(f"registers of {size} bytes are not modelled")
-            value = 0 if register.type == "pred" else np.zeros(32, UNSIGNED[size])
+            value = 0 if register.type == "pred" else np.zeros(32, WORDS[SIZES[register.type]])
             slot = self._slots[register.name] = self._new(value, FULL)
         return slot
 
@@ -212,7 +220,7 @@ class Decoder:
     def destination(self, operand: Operand, kind: str, wider: bool = False) -> int:
         """Return the register number of a destination operand. A sink ``_`` gets a register of its own."""
         if isinstance(operand, Sink):
-            return self._new(0 if kind == "pred" else np.zeros(32, UNSIGNED[SIZES[kind]]), FULL)
+            return self._new(0 if kind == "pred" else np.zeros(32, WORDS[SIZES[kind]]), FULL)
         if not isinstance(operand, Register):
             self.refuse(f"expected a destination register, got {operand}")
         size = SIZES[operand.type]

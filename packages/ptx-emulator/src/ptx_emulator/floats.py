@@ -47,11 +47,28 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
 
 
 def cut32(x: Array) -> Array:
-    """Round fp64 to fp32 towards zero. Magnitudes of 2^128 or more become infinite."""
+    """Round fp64, or longer, to fp32 towards zero. Magnitudes of 2^128 or more become infinite."""
     with np.errstate(over="ignore"):
         near = x.astype(np.float32)
     too_far = (np.abs(near) > np.abs(x)) & (np.abs(x) < 2.0**128)
     return np.where(too_far, np.nextafter(near, np.float32(0)), near)
+
+
+def nearest32(x: Array) -> Array:
+    """Round to fp32, to nearest even."""
+    return x.astype(np.float32)
+
+
+def down32(x: Array) -> Array:
+    """Round to fp32 towards minus infinity."""
+    near = x.astype(np.float32)
+    return np.where(near.astype(x.dtype) > x, np.nextafter(near, np.float32(-np.inf)), near)
+
+
+def up32(x: Array) -> Array:
+    """Round to fp32 towards infinity."""
+    near = x.astype(np.float32)
+    return np.where(near.astype(x.dtype) < x, np.nextafter(near, np.float32(np.inf)), near)
 
 
 def odd32(x: Array) -> Array:
@@ -95,6 +112,23 @@ def f16_bits_towards_zero(x: Array) -> Array:
     near = x.astype(np.float16)
     too_far = np.abs(near.astype(np.float32)) > np.abs(x)
     return f16_bits(x) - too_far.astype(np.uint32)
+
+
+def f16_bits_down(x: Array) -> Array:
+    """Round fp32 to fp16, towards minus infinity."""
+    near = x.astype(np.float16)
+    return f16_bits(np.where(near > x, np.nextafter(near, np.float16(-np.inf)), near).astype(np.float32))
+
+
+def f16_bits_up(x: Array) -> Array:
+    """Round fp32 to fp16, towards infinity."""
+    near = x.astype(np.float16)
+    return f16_bits(np.where(near < x, np.nextafter(near, np.float16(np.inf)), near).astype(np.float32))
+
+
+def tf32_bits_towards_zero(x: Array) -> Array:
+    """Round fp32 to tf32, towards zero."""
+    return np.where(np.isnan(x), NAN32, x.view(np.uint32)) & np.uint32(0xFFFFE000)
 
 
 def tf32_bits(x: Array) -> Array:

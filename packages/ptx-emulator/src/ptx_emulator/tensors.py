@@ -8,7 +8,7 @@ Source of the rest: PTX ISA, "Tensors" (boxes, swizzling modes), `cp.async.bulk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from ptx_emulator.access import addresses, combiner, cta_at, mbarrier_at
 from ptx_emulator.decode import PARAMETERS, Decoder, Execute, handler
+from ptx_emulator.errors import PtxError
 from ptx_emulator.lanes import BOOLS, INDICES, Array
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import CTA_BITS, UNSIGNED, Region
@@ -110,6 +111,58 @@ def decoded(raw: bytes) -> TensorMap:
     extents = tuple(int(x) + 1 for x in words[8 : 8 + rank])
     pitch = width if swizzle else inner
     return TensorMap(address, kind, size, extents, strides, box, (1 << swizzle) - 1, pitch, fill)
+
+
+#: CUtensorMapDataType -> number of the type in a map, and flags.
+_DRIVER_TYPES = {n: (n, 0) for n in range(8)} | {8: (9, 0), 9: (10, 0), 10: (8, 0), 11: (7, _TF32), 12: (8, _TF32)}
+
+
+def encoded(
+    kind: int, address: int, extents: Sequence[int], strides: Sequence[int], box: Sequence[int], steps: Sequence[int],
+    interleave: int, swizzle: int, promotion: int, fill: int,
+) -> bytes:  # fmt: skip
+    """Encode a tensor map, as `cuTensorMapEncodeTiled` does.
+
+    Args:
+        kind, interleave, swizzle, promotion, fill: the driver's numbers.
+        address: of the tensor in global memory.
+        extents, box: in elements, innermost dimension first.
+        strides: in bytes, of all dimensions but the innermost.
+        steps: the element strides.
+
+    Raises:
+        ValueError: the driver refuses an argument.
+        PtxError: an argument is not modelled.
+    """
+    name, rank = "cuTensorMapEncodeTiled", len(extents)
+    if kind not in _DRIVER_TYPES:
+        raise PtxError(f"{name}: tensorDataType {kind} is not modelled")
+    if interleave or swizzle > 3:
+        raise PtxError(f"{name}: interleave {interleave} with swizzle {swizzle} is not modelled")
+    if any(step != 1 for step in steps):
+        raise PtxError(f"{name}: elementStrides other than 1 are not modelled, got {list(steps)}")
+    if not all(1 <= n <= 1 << 32 for n in extents):
+        raise ValueError(f"{name}: globalDim: expected 1 to {1 << 32}, got {list(extents)}")
+    if not all(1 <= n <= 256 for n in box):
+        raise ValueError(f"{name}: boxDim: expected 1 to 256, got {list(box)}")
+    if any(n % 16 or not 0 <= n < 1 << 40 for n in strides):
+        raise ValueError(f"{name}: globalStrides: expected multiples of 16 below {1 << 40}, got {list(strides)}")
+    if not 0 <= promotion <= 3 or not 0 <= fill <= 1:
+        raise ValueError(f"{name}: l2Promotion {promotion} or oobFill {fill}: no such value")
+    number, more = _DRIVER_TYPES[kind]
+    flags = (rank - 1) << 4 | number << 7 | swizzle << 13 | fill << 15 | promotion << 17 | more
+    words, raw = np.zeros(MAP_BYTES // 4, np.uint32), bytearray(MAP_BYTES)
+    words[:3] = address & 0xFFFFFFFF, address >> 32, flags
+    words[3 : 2 + rank] = [n >> 4 & 0xFFFFFFFF for n in strides]
+    words[7] = sum(n >> 36 << 4 * i for i, n in enumerate(strides))
+    words[8 : 8 + rank] = [n - 1 for n in extents]
+    raw[:] = words.tobytes()
+    raw[55 : 55 + rank] = bytes(n - 1 for n in box)
+    try:
+        decoded(bytes(raw))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return bytes(raw)
 
 
 @lru_cache(maxsize=64)
