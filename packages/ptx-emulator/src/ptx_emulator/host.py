@@ -210,6 +210,8 @@ class Function:
                 status(pointer, c_int, c_uint32, pointer, *[address] * 2, *[words] * 2, *[c_int] * 4),
                 self._encode_tensor_map,
             ),
+            # The runtime's own function ends the process. `_caught` already holds the error, and `_launch` starts no kernel then.
+            "cuda_dialect_assert_success": (ctypes.CFUNCTYPE(None, c_int), lambda code: None),
             "TVMFFIEnvGetStream": (ctypes.CFUNCTYPE(pointer, c_int32, c_int32), lambda device, index: 0),
             "TVMFFIErrorSetRaisedFromCStr": (ctypes.CFUNCTYPE(None, c_char_p, c_char_p), self._refuse),
             "TVMFFIErrorSetRaisedFromCStrParts": (
@@ -261,16 +263,12 @@ class Function:
     def _encode_tensor_map(
         self, out: int, kind: int, rank: int, place: int | None, extents: Any, strides: Any, box: Any, steps: Any, *rest: int
     ) -> int:  # fmt: skip
-        """Encode a tensor map. An error is kept for `__call__`: the host code aborts the process if it learns of one."""
-        try:
-            if not 1 <= rank <= 5:
-                raise ValueError(f"cuTensorMapEncodeTiled: tensorRank: expected 1 to 5, got {rank}")
-            raw = tensors.encoded(
-                kind, place or 0, extents[:rank], strides[: rank - 1] if rank > 1 else (), box[:rank], steps[:rank], *rest
-            )  # fmt: skip
-            ctypes.memmove(out, raw, len(raw))
-        except (PtxError, ValueError) as error:
-            self._call.error = self._call.error or error
+        if not 1 <= rank <= 5:
+            raise ValueError(f"cuTensorMapEncodeTiled: tensorRank: expected 1 to 5, got {rank}")
+        raw = tensors.encoded(
+            kind, place or 0, extents[:rank], strides[: rank - 1] if rank > 1 else (), box[:rank], steps[:rank], *rest
+        )  # fmt: skip
+        ctypes.memmove(out, raw, len(raw))
         return 0
 
     def _launch(self, config: Any, kernel: int, values: Any) -> int:
