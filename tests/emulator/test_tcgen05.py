@@ -472,17 +472,19 @@ IN_FLIGHT = {
     "packed and unpacked": ("mov.b64 %q30, {%r100, %r101}; mov.b64 {%r90, %r91}, %q30;", None),
     "a copy of other lanes": ("@%p2 mov.b32 %r90, %r100;", None),
     "a copy that is written again and used": ("mov.b32 %r90, %r100; mov.b32 %r90, 1; add.s32 %r92, %r90, 1;", None),
-    "a use": ("add.s32 %r90, %r100, 1;", "tcgen05.ld in flight"),
-    "a use of a copy": ("mov.b32 %r90, %r100; add.s32 %r91, %r90, 1;", "tcgen05.ld in flight"),
-    "a use of a packed copy": ("mov.b64 %q30, {%r101, %r100}; add.s64 %q31, %q30, 1;", "tcgen05.ld in flight"),
+    "a result": ("add.s32 %r90, %r100, 0;", None),
+    "an address": ("cvt.u64.u32 %q30, %r101; add.s64 %q30, %q30, %q1; ld.global.b32 %r92, [%q30];", "tcgen05.ld in flight"),
+    "a branch": ("setp.eq.s32 %p7, %r101, 0; @%p7 bra OVER; OVER:", "tcgen05.ld in flight"),
+    "a shuffle": ("shfl.sync.bfly.b32 %r92, %r100, 1, 31, -1;", "tcgen05.ld in flight"),
+    "a store of a packed copy": ("mov.b64 %q30, {%r101, %r100}; st.global.b64 [%q1], %q30;", "tcgen05.ld in flight"),
     "a store": ("mov.b32 %r90, %r100; st.global.b32 [%q1], %r90;", "tcgen05.ld in flight"),
     "a write": ("mov.b32 %r100, 0;", "tcgen05.ld in flight"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", IN_FLIGHT)
-def test_registers_of_a_load_may_be_moved_before_its_wait(what):
-    """LLVM places copies before the wait. Only their use must come behind it."""
+def test_registers_of_a_load_may_be_computed_with_before_its_wait(what):
+    """LLVM moves arithmetic before the wait. Memory, branches and other lanes must not see its results."""
     between, wrong = IN_FLIGHT[what]
     body = HEAD + f"mov.b32 %r20, 41; tcgen05.st.sync.aligned.32x32b.x2.b32 [%r9], {{%r20, %r0}};"
     body += "tcgen05.wait::st.sync.aligned; mov.b32 %r90, 41;"

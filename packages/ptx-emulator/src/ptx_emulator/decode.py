@@ -119,7 +119,7 @@ class Decoder:
         Raises:
             PtxError: an instruction is not modelled.
         """
-        code, reads, writes, relaxed, moves = [], [], [], [], []
+        code, reads, writes, relaxed, pure = [], [], [], [], []
         for instruction in self.kernel.instructions:
             self._instruction = instruction
             self._read, self._written, self.relaxed = set(), set(), False
@@ -141,13 +141,13 @@ class Decoder:
             reads.append(frozenset(self._read))
             writes.append(frozenset(self._written))
             relaxed.append(self.relaxed)
-            moves.append(instruction.opcode == "mov")
+            pure.append(found.__module__ == "ptx_emulator.arithmetic")  # the module without communication between lanes
         lines = [(i.line, i.text) for i in self.kernel.instructions]
         code.append(_past_the_end)
         lines.append((lines[-1][0], lines[-1][1]))
         return Program(
             self.kernel.name, code, lines, self.registers, self.unknown, self.specials,
-            [*reads, frozenset()], [*writes, frozenset()], [*relaxed, False], [*moves, False], self.local_bytes,
+            [*reads, frozenset()], [*writes, frozenset()], [*relaxed, False], [*pure, False], self.local_bytes,
         )  # fmt: skip
 
     def _guarded(self, execute: Execute, guard: tuple[Register, bool]) -> Execute:

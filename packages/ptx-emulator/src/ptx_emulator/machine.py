@@ -25,8 +25,8 @@ from ptx_emulator.races import Clock, Shadow
 
 POLLS = 256  # polls of a fragment without a change of memory, after which it counts as waiting forever
 QUANTUM = 400  # most instructions of one turn of a warp
-# In place of a group in `Warp.flight`: registers that a `tcgen05.ld` fills, and those that a `mov` before its wait has written.
-LOADING, COPIED = 1 << 60, 1 << 61
+# In place of a group in `Warp.flight`: registers that a `tcgen05.ld` fills, and those that were computed from them before its wait.
+LOADING, DERIVED = 1 << 60, 1 << 61
 ENDLESS = (
     5_000_000  # instructions without a change visible to other warps, after which the launch is a deadlock
 )
@@ -187,7 +187,7 @@ class Program:
         specials: (register, function of the warp that returns its value) for each special register.
         reads, writes: per instruction, the registers that it reads and writes.
         relaxed: per instruction, whether it may access registers of a wgmma in flight.
-        moves: per instruction, whether it is a `mov`.
+        pure: per instruction, whether it only computes registers from registers, lane by lane.
         local_bytes: local memory of a thread, a multiple of 16.
     """
 
@@ -200,7 +200,7 @@ class Program:
     reads: list[frozenset[int]]
     writes: list[frozenset[int]]
     relaxed: list[bool]
-    moves: list[bool]
+    pure: list[bool]
     local_bytes: int = 0
 
 
@@ -221,7 +221,7 @@ class Warp:
         bulk_group, bulk: of bulk copies to global memory: the current bulk group of each lane, and the stores that no
             `wait_group` has covered.
         tensor_loads, tensor_stores: words of tensor memory of `tcgen05.ld` and `.st` before their wait.
-        flight: registers of a wgmma or `tcgen05.ld` in flight, with their group: that of the wgmma, `LOADING`, or `COPIED`.
+        flight: registers of a wgmma or `tcgen05.ld` in flight, with their group: that of the wgmma, `LOADING`, or `DERIVED`.
         operands: (group, check that the operand is unchanged) of wgmmas in flight.
         wgmma_group: the current wgmma group.
         fenced: all registers at the last `wgmma.fence`.
@@ -405,8 +405,8 @@ class Warp:
     def _check_flight(self, pc: int, lanes: int) -> None:
         """Check that the next instruction accesses no register of an instruction in flight.
 
-        A `mov` of registers that a `tcgen05.ld` fills is no use of them: the copy is then in flight as well. LLVM places such
-        copies before the wait, and the assembler removes them.
+        Computing with registers that a `tcgen05.ld` fills is no error: the results are then in flight as well. LLVM moves such
+        instructions before the wait, and the assembler knows what they depend on.
         """
         program, flight = self.program, self.flight
         if program.relaxed[pc]:
@@ -415,19 +415,20 @@ class Warp:
         if read.isdisjoint(flight) and written.isdisjoint(flight):
             return
         groups = {flight[slot] for slot in read & flight.keys()}
-        if program.moves[pc] and groups <= {LOADING, COPIED}:
+        if program.pure[pc] and groups <= {LOADING, DERIVED}:
             groups = {flight[slot] for slot in written & flight.keys()}
-            if groups <= {COPIED}:
+            if groups <= {DERIVED}:
+                derived = not read.isdisjoint(flight)
                 whole = lanes == self.alive and not program.lines[pc][1].startswith("@")
                 for slot in written:
-                    if not read.isdisjoint(flight):
-                        flight[slot] = COPIED
+                    if derived:
+                        flight[slot] = DERIVED
                     elif whole:
                         flight.pop(slot, None)
                 return
         else:
             groups |= {flight[slot] for slot in written & flight.keys()}
-        if groups & {LOADING, COPIED}:
+        if groups & {LOADING, DERIVED}:
             self.fail("a register of a tcgen05.ld in flight is accessed before its wait (tcgen05.wait::ld)")
         self.fail("a register of a wgmma in flight is accessed before its wait (wgmma.wait_group)")
 

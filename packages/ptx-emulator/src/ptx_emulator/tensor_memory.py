@@ -21,7 +21,7 @@ from ptx_emulator import floats
 from ptx_emulator.access import addresses, mbarrier_at, scatter_to
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
-from ptx_emulator.machine import COPIED, LOADING, Cta, Warp
+from ptx_emulator.machine import DERIVED, LOADING, Cta, Warp
 from ptx_emulator.matrices import load_operand, values_of
 from ptx_emulator.memory import SHARED_WINDOW, WINDOW_BITS, Region
 from ptx_emulator.parser import Address, Instruction, Operand, Vector
@@ -329,7 +329,7 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
             for words in w.tensor_loads:
                 _record_read(w, memory, words)
             w.tensor_loads = []
-            w.flight = {slot: group for slot, group in w.flight.items() if group not in (LOADING, COPIED)}
+            w.flight = {slot: group for slot, group in w.flight.items() if group not in (LOADING, DERIVED)}
         else:
             for words in w.tensor_stores:
                 _record_write(w, memory, words)
