@@ -256,6 +256,7 @@ def scatter(
                     w,
                     words.reshape(changed.shape)[changed],
                     np.broadcast_to(who, words.shape).reshape(changed.shape)[changed],
+                    generic=True,
                 )
         region.store(places[part], size, count, values[part], missing)
         w.machine.clock += 1
@@ -549,11 +550,10 @@ def _arriving(d: Decoder, i: Instruction, kind: str, count: int, combine: Combin
     def start(w: Warp, lanes: int) -> None:
         places = addresses(w, base, offset, lanes)
         barriers = addresses(w, barrier_base, barrier_offset, lanes).tolist()
-        if any(w.unknown[s] & lanes for s in sources):
-            w.fail(
-                "an undefined value is stored to shared memory of the cluster: it depends on a value that nothing has written yet"
-            )
         values = np.stack([w.regs[s][INDICES[lanes]] for s in sources], 1)
+        undefined = np.stack([_flags(w.unknown[s], lanes) for s in sources], 1)
+        if combine is not None and undefined.any():
+            w.fail("an operand of red.async is undefined: it depends on a value that nothing has written yet")
         mbarriers = [mbarrier_at(w, place) for place in barriers]
         pc, clock = w.pc, w.clock.now
         if any(cta_at(w, a)[0] is not cta_at(w, b)[0] for a, b in zip(places.tolist(), barriers)):
@@ -569,7 +569,7 @@ def _arriving(d: Decoder, i: Instruction, kind: str, count: int, combine: Combin
 
         def complete() -> None:
             w.pc = pc
-            for place, value, barrier in zip(places.tolist(), values, mbarriers):
+            for place, value, missing, barrier in zip(places.tolist(), values, undefined, mbarriers):
                 cta, local = cta_at(w, place)
                 at, bits = np.array([local]), value[None]
                 if combine is not None:
@@ -577,7 +577,7 @@ def _arriving(d: Decoder, i: Instruction, kind: str, count: int, combine: Combin
                     if unknown is not None:
                         w.fail(f"red.async updates undefined memory at {place:#x}: nothing has written it")
                     bits = combine(before, bits)
-                cta.shared.store(at, size, count, bits, None)
+                cta.shared.store(at, size, count, bits, missing[None] if missing.any() else None)
                 barrier.release(issue_snapshot(w, clock))
                 barrier.count_bytes(size * count, w.fail)
 

@@ -21,7 +21,7 @@ import numpy as np
 from ptx_emulator.errors import ExecutionError
 from ptx_emulator.lanes import BOOLS, FULL
 from ptx_emulator.memory import CTA_BITS, GlobalMemory, Region, local_region, shared_region
-from ptx_emulator.races import Clock, Shadow
+from ptx_emulator.races import SECTIONS, Clock, Issuer, Shadow
 
 POLLS = 256  # polls of a fragment without a change of memory, after which it counts as waiting forever
 QUANTUM = 400  # most instructions of one turn of a warp
@@ -128,7 +128,7 @@ class Mbarrier:
             if any(w == clock.index or clock.known[w] >= at for w, at in self.seen[number].items()):
                 return number + 1
             if (arrived := self.arrived[number]) is not None:
-                behind = arrived > clock.known
+                behind = arrived[: clock.warps] > clock.known[: clock.warps]
                 behind[clock.index] = False
                 if not behind.any():
                     return number + 1
@@ -145,6 +145,7 @@ class NamedBarrier:
         generation: completions so far.
         released: merged vectors of the arrivals.
         complete: ``released`` of the last completion.
+        lanes: per warp, the lanes that have arrived where not all of them have (`barrier` without `.aligned`).
     """
 
     arrived: int = 0
@@ -152,6 +153,7 @@ class NamedBarrier:
     generation: int = 0
     released: Any = None
     complete: Any = None
+    lanes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -222,7 +224,7 @@ class Warp:
             `wait_group` has covered.
         tensor_loads, tensor_stores: words of tensor memory of `tcgen05.ld` and `.st` before their wait.
         flight: registers of a wgmma or `tcgen05.ld` in flight, with their group: that of the wgmma, `LOADING`, or `DERIVED`.
-        operands: (group, check that the operand is unchanged) of wgmmas in flight.
+        operands: (group, number of `Issuer`, check that the operands are unchanged) of wgmmas in flight.
         wgmma_group: the current wgmma group.
         fenced: all registers at the last `wgmma.fence`.
     """
@@ -230,7 +232,8 @@ class Warp:
     def __init__(self, cta: Cta, number: int, alive: int):
         program = cta.machine.program
         self.cta, self.machine, self.number, self.alive = cta, cta.machine, number, alive
-        self.clock = Clock(cta.number * cta.width + number, cta.machine.total * cta.width)
+        self.clock = Clock(cta.number * cta.width + number, cta.machine.total * cta.width, cta.machine.sections)
+        self.machine.clocks[self.clock.index] = self.clock
         self.program = program
         self.regs, self.unknown = list(program.registers), list(program.unknown)
         for slot, value in program.specials:
@@ -246,9 +249,14 @@ class Warp:
         self.tensor_loads: list[Any] = []
         self.tensor_stores: list[Any] = []
         self.flight: dict[int, int] = {}
-        self.operands: list[tuple[int, Callable[[], None]]] = []
+        self.operands: list[tuple[int, int, Callable[[], None]]] = []
         self.wgmma_group = 0
         self.fenced: list[Any] | None = None
+
+    @cached_property
+    def issuer(self) -> Issuer:
+        """The warp's tensor core instructions, for the race check."""
+        return Issuer(self)
 
     @cached_property
     def local(self) -> Region:
@@ -443,6 +451,7 @@ class Cta:
         barriers: by number.
         mbarriers: by address in shared memory.
         tensor_memory: `tensor_memory.TensorMemory`, created on first use.
+        wgmmas: per warpgroup, the instruction and the descriptors of each wgmma.
         width: warps of the CTA.
         live: warps that have not ended.
     """
@@ -462,6 +471,7 @@ class Cta:
         self.barriers: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, Mbarrier] = {}
         self.tensor_memory: Any = None
+        self.wgmmas: dict[int, list[Any]] = {}
         if machine.races:
             self.shared.shadow = Shadow(self.shared)
         threads = machine.block[0] * machine.block[1] * machine.block[2]
@@ -556,6 +566,7 @@ class Machine:
         executed: warp instructions.
         pending: completions of asynchronous operations.
         ctas: those on the device.
+        clocks: of the warps that have started, by their index.
         releases: per word that a strong access wrote, the vector that it published. The key is (CTA, address); the CTA is -1
             for global memory.
     """
@@ -576,7 +587,14 @@ class Machine:
     executed: int = 0
     pending: list[Callable[[], None]] = field(default_factory=list)
     ctas: list[Cta] = field(default_factory=list)
+    clocks: dict[int, Clock] = field(default_factory=dict)
     releases: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    @cached_property
+    def sections(self) -> int:
+        """Sections of a vector of `races.Clock`. Only programs with an async proxy or tensor cores need more than one."""
+        needing = ("tcgen05.", "wgmma.", "fence.proxy", "cp.async.bulk", "cp.reduce")
+        return SECTIONS if any(name in text for _, text in self.program.lines for name in needing) else 1
 
     @property
     def total(self) -> int:

@@ -16,6 +16,7 @@ from ptx_emulator.lanes import BOOLS, FULL, INDICES, LANES, Array, to_bits
 from ptx_emulator.machine import CONVERGE, EXIT, POLL, Mbarrier, NamedBarrier, Wait, Warp
 from ptx_emulator.memory import CTA_BITS, SHARED_WINDOW, WINDOW_BITS, Region
 from ptx_emulator.parser import Instruction, Label, Operand, Pair, Sink
+from ptx_emulator.races import GLOBAL, SHARED
 
 # ---- control flow
 
@@ -100,21 +101,36 @@ def _fence(d: Decoder, i: Instruction) -> Execute:
         w.machine.clock += 1
         for space in spaces:
             w.cta.fences[space] = w.machine.clock
+            w.clock.proxy_fence(_SECTIONS[space], lanes, lanes == w.alive)
+        w.clock.now += 1  # later writes are not fenced
         if "global" in spaces:
             w.machine.fences[w.cta.number] = w.machine.clock
 
     return fence
 
 
+_SECTIONS = {"shared": SHARED, "global": GLOBAL}
+
+
 def check_proxy(w: Warp, space: str, region: Region, units: Array | slice) -> None:
     """Check a read of the async proxy against earlier writes of the generic proxy (PTX ISA, "Proxies").
 
-    A `fence.proxy.async` is required between them, in the CTA that wrote or in this one. Any thread of the CTA counts.
+    A `fence.proxy.async` is required between them: of the thread that wrote, or of one that the write happens before, and before
+    the read. Where races are not checked, any thread of the CTA counts.
 
     Args:
         space: "shared" or "global".
         units: the 16-byte units that are read, counted from ``region.base``.
     """
+    if isinstance(units, slice):
+        units = np.arange(units.start, units.stop)
+    if region.shadow is not None:
+        here = (units[:, None] * 4 + np.arange(4)).reshape(-1)
+        if region.shadow.unfenced(w, here, _SECTIONS[space]):
+            w.fail(
+                f"the async proxy reads {region.name} after a write of the generic proxy without a fence.proxy.async between them "
+                "(of the writing thread, or of one that is ordered behind it)"
+            )
     late = region.written[units] > w.cta.fences[space]
     if late.any():
         writers = region.writer[units][late]
@@ -134,26 +150,34 @@ def aligned(execute: Execute) -> Execute:
     return together
 
 
-def members(d: Decoder, i: Instruction, index: int) -> Any:
-    """Decode the member mask of a ``.sync`` instruction, operand ``index``.
+def of_members(d: Decoder, i: Instruction, index: int, execute: Execute) -> Execute:
+    """Wrap a ``.sync`` instruction with a member mask, operand ``index``.
 
-    Returns:
-        A function of the warp and the active lanes: whether all members that have not ended have arrived.
+    It waits until all members that have not ended have arrived, then executes for each set of lanes with the same mask.
     """
     mask = d.source(i.operands[index], "b32")
 
-    def all_arrived(w: Warp, lanes: int) -> bool:
-        first = INDICES[lanes][0]
-        value = int(w.regs[mask][first])
+    def together(w: Warp, lanes: int) -> Any:
         if w.unknown[mask] & lanes:
             w.fail(
                 f"the member mask is undefined: nothing has written it (lanes {w.unknown[mask] & lanes:08x})"
             )
-        if lanes & ~value:
-            w.fail(f"lanes {lanes & ~value:08x} execute this but are not in the member mask {value:08x}")
-        return not value & w.alive & ~lanes
+        values = w.regs[mask][INDICES[lanes]]
+        parts = []
+        for value in [int(values[0])] if (values == values[0]).all() else np.unique(values).tolist():
+            part = lanes_of(values == value, lanes)
+            if part & ~value:
+                w.fail(f"lanes {part & ~value:08x} execute this but are not in the member mask {value:08x}")
+            if value & lanes & ~part:
+                w.fail(f"lanes {value & lanes & ~part:08x} are in the member mask {value:08x} but have another mask")
+            if value & w.alive & ~lanes:
+                return CONVERGE
+            parts.append(part)
+        for part in parts:
+            execute(w, part)
+        return None
 
-    return all_arrived
+    return together
 
 
 # ---- barriers of a CTA
@@ -162,22 +186,15 @@ def members(d: Decoder, i: Instruction, index: int) -> Any:
 @handler("bar", "barrier")
 def _bar(d: Decoder, i: Instruction) -> Execute:
     if i.modifiers[:2] == ("warp", "sync"):
-        all_arrived = members(d, i, 0)
-
-        def synchronize(w: Warp, lanes: int) -> Any:
-            if not all_arrived(w, lanes):
-                return CONVERGE
-            if lanes == w.alive:
-                w.clock.synchronize()
-            return None
-
-        return synchronize
+        # One clock stands for all lanes of a warp: lanes outside of the mask count as synchronized, too.
+        return of_members(d, i, 0, lambda w, lanes: w.clock.synchronize())
     if i.modifiers[0] == "cluster":
         return _cluster_barrier(d, i)
     kind = i.modifiers[0]
     d.only(i.modifiers, "sync", "arrive", "cta", "aligned")
     if kind == "cta":
         kind = i.modifiers[1]
+    divergent = i.opcode == "barrier" and "aligned" not in i.modifiers
     identity = d.source(i.operands[0], "u32")
     count = d.source(i.operands[1], "u32") if len(i.operands) > 1 else None
     if kind == "arrive" and count is None:
@@ -195,33 +212,44 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
             w.fail(
                 f"barrier {number}: {threads} threads expected here, {found.expected} by the warps that have already arrived"
             )
-        found.arrived += 32
         found.expected = threads
-        if found.arrived > threads:
-            w.fail(f"barrier {number}: {found.arrived} threads arrive, {threads} are expected")
-        w.clock.synchronize()
-        snapshot = w.clock.release()
-        found.released = snapshot if found.released is None else np.maximum(found.released, snapshot)
-        if found.arrived == threads:
-            found.arrived = 0
-            found.generation += 1
-            found.complete, found.released = found.released, None
-            if kind == "sync":
-                w.clock.acquire(found.complete)
-            return None
-        if kind == "arrive":
-            return None
+
+        def arrive() -> None:
+            """Count the warp. The last one completes the barrier."""
+            found.arrived += 32
+            if found.arrived > threads:
+                w.fail(f"barrier {number}: {found.arrived} threads arrive, {threads} are expected")
+            w.clock.synchronize()
+            snapshot = w.clock.release()
+            found.released = snapshot if found.released is None else np.maximum(found.released, snapshot)
+            if found.arrived == threads:
+                found.arrived = 0
+                found.generation += 1
+                found.complete, found.released = found.released, None
+
         generation = found.generation
+        if divergent:  # the warp arrives when its last lane does, or when the lanes that are left have ended
+            found.lanes[w.number] = found.lanes.get(w.number, 0) | lanes
 
         def complete() -> bool:
+            if found.generation == generation and divergent and not w.alive & ~found.lanes.get(w.number, 0):
+                del found.lanes[w.number]
+                arrive()
             if found.generation == generation:
                 return False
             w.clock.acquire(found.complete)
             return True
 
-        return Wait(complete, f"barrier {number} of {threads} threads", again=False)
+        if not divergent:
+            arrive()
+        if kind == "arrive":
+            if divergent and not w.alive & ~found.lanes[w.number]:
+                del found.lanes[w.number]
+                arrive()
+            return None
+        return None if complete() else Wait(complete, f"barrier {number} of {threads} threads", again=False)
 
-    return aligned(barrier)
+    return barrier if divergent else aligned(barrier)
 
 
 def _cluster_barrier(d: Decoder, i: Instruction) -> Execute:
@@ -538,11 +566,8 @@ def _vote(d: Decoder, i: Instruction) -> Execute:
         d.refuse(f".{kind} is not modelled")
     to = d.destination(i.operands[0], kind)
     p, negated = d.predicate(i.operands[1])
-    all_arrived = members(d, i, 2)
 
-    def vote(w: Warp, lanes: int) -> Any:
-        if not all_arrived(w, lanes):
-            return CONVERGE
+    def vote(w: Warp, lanes: int) -> None:
         value = (w.regs[p] ^ (FULL * negated)) & lanes
         unknown = lanes if w.unknown[p] & lanes else 0
         if mode == "ballot":
@@ -552,9 +577,8 @@ def _vote(d: Decoder, i: Instruction) -> Execute:
                 bool(value) if mode == "any" else value == lanes if mode == "all" else value in (0, lanes)
             )
             w.put_predicate(to, FULL * result, unknown, lanes)
-        return None
 
-    return vote
+    return of_members(d, i, 2, vote)
 
 
 @handler("activemask")
@@ -572,18 +596,14 @@ def _elect(d: Decoder, i: Instruction) -> Execute:
         d.refuse(f"expected two destinations, got {pair}")
     lane = None if isinstance(pair.first, Sink) else d.destination(pair.first, "b32")
     p = d.destination(pair.second, "pred")
-    all_arrived = members(d, i, 1)
 
-    def elect(w: Warp, lanes: int) -> Any:
-        if not all_arrived(w, lanes):
-            return CONVERGE
+    def elect(w: Warp, lanes: int) -> None:
         first = int(INDICES[lanes][0])
         if lane is not None:
             w.put(lane, np.full(32, first, np.uint32), 0, lanes)
         w.put_predicate(p, 1 << first, 0, lanes)
-        return None
 
-    return elect
+    return of_members(d, i, 1, elect)
 
 
 @handler("shfl")
@@ -597,11 +617,8 @@ def _shfl(d: Decoder, i: Instruction) -> Execute:
         first = first.first
     to = d.destination(first, "b32")
     a, b, c = d.source(i.operands[1], "b32"), d.source(i.operands[2], "b32"), d.source(i.operands[3], "b32")
-    all_arrived = members(d, i, 4)
 
-    def shuffle(w: Warp, lanes: int) -> Any:
-        if not all_arrived(w, lanes):
-            return CONVERGE
+    def shuffle(w: Warp, lanes: int) -> None:
         if (w.unknown[b] | w.unknown[c]) & lanes:
             w.fail(
                 f"an operand is undefined: it depends on a value that nothing has written yet "
@@ -613,9 +630,8 @@ def _shfl(d: Decoder, i: Instruction) -> Execute:
         w.put(to, w.regs[a][source], to_bits(BOOLS[w.unknown[a]][source]), lanes)
         if p is not None:
             w.put_predicate(p, to_bits(valid), 0, lanes)
-        return None
 
-    return shuffle
+    return of_members(d, i, 4, shuffle)
 
 
 def shuffled(mode: str, b: Array, c: Array) -> tuple[Array, Array]:

@@ -41,6 +41,7 @@ class TensorMemory:
         owner: per column, the first column of its allocation; -1: not allocated.
         busy: per word, the number of issued instructions that have yet to write it.
         queue: instructions that were issued and have yet to execute.
+        working: those of them that access tensor memory; a `commit` does not.
         relinquished: whether `relinquish_alloc_permit` was executed.
     """
 
@@ -48,6 +49,7 @@ class TensorMemory:
     owner: Array = field(default_factory=lambda: np.full(COLUMNS, -1))
     busy: Array = field(default_factory=lambda: np.zeros(LANES * COLUMNS, np.int32))
     queue: deque[Callable[[], None]] = field(default_factory=deque)
+    working: int = 0
     relinquished: bool = False
 
     def words(self, w: Warp, lanes: Array, column: int, count: int) -> Array:
@@ -155,9 +157,9 @@ def _dealloc(d: Decoder, i: Instruction) -> Execute:
         memory, first, count = memory_of(w.cta), uniform(w, base, lanes), _columns(w, slot, lanes)
         if first >= COLUMNS or np.count_nonzero(memory.owner == first) != count:
             w.fail(f"tcgen05.dealloc: no allocation of {count} columns starts at {first:#x}")
-        if memory.queue:
+        if memory.working:
             w.fail(
-                f"tcgen05.dealloc while {len(memory.queue)} tcgen05 instructions of this CTA are in flight"
+                f"tcgen05.dealloc while {memory.working} tcgen05 instructions of this CTA are in flight"
             )
         memory.owner[memory.owner == first] = -1
 
@@ -228,9 +230,14 @@ def _fragment(d: Decoder, i: Instruction, split: Operand | None) -> Fragment:
 
 
 def _accessed(w: Warp, address: int, rows: Array, columns: Array) -> Array:
-    """Return the word numbers of an access. The warp may access 32 lanes: those from 32 * (warp % 4) on."""
+    """Return the word numbers of an access. The warp may access 32 lanes: those from 32 * (warp % 4) on.
+
+    Lanes from 0 to 31 in the address stand for them as well, as on a device.
+    """
     first, column = address >> 16, address & 0xFFFF
     low = w.number % 4 * 32
+    if first < 32:
+        first += low
     if first < low or first + int(rows.max()) >= low + 32 or (first - low) % 16:
         w.fail(
             f"tensor memory: address {address:#x} starts at lane {first}; "
@@ -557,9 +564,18 @@ def _from_tensor_memory(memory: TensorMemory, words: Array, size: int) -> tuple[
     return np.ascontiguousarray(values).view(kind), np.any(unknown, axis=1)
 
 
-def _enqueue(w: Warp, memory: TensorMemory, execute: Callable[[], None]) -> None:
-    """Append an instruction to the queue. Each pending entry of the machine executes the queue's first instruction."""
-    memory.queue.append(execute)
+def _enqueue(w: Warp, memory: TensorMemory, execute: Callable[[], None], works: bool = True) -> None:
+    """Append an instruction to the queue. Each pending entry of the machine executes the queue's first instruction.
+
+    ``works``: whether it accesses tensor memory.
+    """
+
+    def last() -> None:
+        memory.working -= works
+        execute()
+
+    memory.working += works
+    memory.queue.append(last)
     w.machine.pending.append(lambda: memory.queue.popleft()())
 
 
@@ -597,7 +613,7 @@ def _commit(d: Decoder, i: Instruction) -> Execute:
                 barrier.release(known)
                 barrier.arrive(1, w.fail)
 
-        _enqueue(w, memory_of(w.cta), arrive)
+        _enqueue(w, memory_of(w.cta), arrive, works=False)
 
     return commit
 

@@ -322,9 +322,26 @@ class Store:
                 f"an undefined value is stored to {self.region.name}: it depends on a value that nothing has written yet"
             )
         if self.region.shadow is not None and combine is None:  # reductions are atomic
-            self.region.shadow.store(w, words(self.region, origins, size), SEVERAL)
+            changed = self._changed(w)
+            if changed.any():
+                self.region.shadow.store(w, words(self.region, origins[changed], size), SEVERAL)
         w.bulk.append(self)
         w.machine.pending.append(self.write)
+
+    def _changed(self, w: Warp) -> Array:
+        """Return bool[elements] of those whose bits differ from memory's, or from those of a store that has yet to write.
+
+        Several warps may store the same bytes: that is no race.
+        """
+        bits, unknown = self.region.load(self.origins, self.size, 1)
+        changed: Array = (bits != self.bits)[:, 0]
+        if unknown is not None or self.unknown is not None:
+            return np.ones_like(changed)
+        for one in (x for cta in w.machine.ctas for warp in cta.warps for x in warp.bulk if not x.has_written):
+            if one.region is self.region and one.combine is None and one.size == self.size:
+                _, mine, its = np.intersect1d(self.origins, one.origins, return_indices=True)
+                changed[mine] = (self.bits[mine] != one.bits[its])[:, 0]
+        return changed
 
     def _record_read(self, w: Warp) -> None:
         """Report the read of shared memory to the race check."""
@@ -392,7 +409,7 @@ def wait(d: Decoder, i: Instruction) -> Execute:
 def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
     """`cp.async.bulk.tensor` in tiled mode. With an ``operation``: `cp.reduce.async.bulk.tensor`."""
     multicast = "multicast::cluster" in i.modifiers
-    dropped = ("reduce", operation, "L2::cache_hint", "tile", "multicast::cluster")
+    dropped = ("reduce", operation, "L2::cache_hint", "tile", "multicast::cluster", "cta_group::1")
     shape = tuple(m for m in i.modifiers if m not in dropped)[3:]
     loads = shape[1:] in (
         ("shared::cta", "global", "mbarrier::complete_tx::bytes"),
