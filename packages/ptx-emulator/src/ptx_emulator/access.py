@@ -290,7 +290,7 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
     space, kind, count = space_of(d, i), i.modifiers[-1], _count(d, i)
     order = next((m for m in i.modifiers if m in ("weak", "relaxed", "acquire", "volatile")), "weak")
     d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "weak", "relaxed", "acquire", "volatile")
-    strong = order != "weak"
+    strong, constant = order != "weak", "nc" in i.modifiers and space == "global"
     size = SIZES[kind]
     targets = d.destinations(i.operands[0], kind, wider=True)
     if len(targets) != count:
@@ -309,6 +309,12 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
     def load(w: Warp, lanes: int) -> Any:
         places = addresses(w, base, offset, lanes)
         values, unknown = gather_from(w, space, places, size, count, lanes, strong)
+        if constant:
+            region = region_of(w, "global", places, size * count)
+            parts = [(region, places)] if region else [(w.machine.memory.at(x, x + 1, w.fail), places[n : n + 1]) for n, x in enumerate(places.tolist())]
+            for one, where in parts:
+                if one.shadow is not None:
+                    one.shadow.load_constant(w, touched(one, where, size * count, SEVERAL)[0].reshape(-1))
         if strong:
             for word in _words(w, space, places):
                 w.clock.read(order, w.machine.releases.get(word))
@@ -387,13 +393,21 @@ def cta_at(w: Warp, place: int) -> tuple[Cta, int]:
     return (w.cta.peer(rank - 1, w.fail) if rank else w.cta), place & (1 << CTA_BITS) - 1
 
 
-def mbarrier_at(w: Warp, place: int) -> Mbarrier:
-    """Return the mbarrier at an address of shared memory, of this CTA or another one of the cluster."""
+def mbarrier_at(w: Warp, place: int, proxy: bool = False) -> Mbarrier:
+    """Return the mbarrier at an address of shared memory, of this CTA or another one of the cluster.
+
+    ``proxy``: the async proxy counts the bytes of a copy there.
+    """
     cta, place = cta_at(w, place)
     found = cta.mbarriers.get(place)
     if found is None:
         w.fail(
             f"no mbarrier at {place:#x} of the shared memory of CTA {cta.number}: it was not initialised, or invalidated"
+        )
+    if not found.visible and (proxy or cta is not w.cta):
+        w.fail(
+            f"the mbarrier at {place:#x} of CTA {cta.number} is used by {'the async proxy' if proxy else 'another CTA'}, but the "
+            "warp that initialised it has executed no fence.mbarrier_init (or fence.proxy.async) since"
         )
     return found
 

@@ -7,6 +7,7 @@ lanes.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -93,6 +94,8 @@ class Decoder:
         self._instruction = kernel.instructions[0]
         self._read: set[int] = set()
         self._written: set[int] = set()
+        self._index = 0
+        self._observed: dict[int, tuple[int, str]] = {}
         self.relaxed = False
         self.symbols, end = {}, SHARED_BASE
         for variable in kernel.shared:
@@ -120,7 +123,7 @@ class Decoder:
             PtxError: an instruction is not modelled.
         """
         code, reads, writes, relaxed, pure = [], [], [], [], []
-        for instruction in self.kernel.instructions:
+        for self._index, instruction in enumerate(self.kernel.instructions):
             self._instruction = instruction
             self._read, self._written, self.relaxed = set(), set(), False
             found = HANDLERS.get(instruction.opcode)
@@ -138,16 +141,19 @@ class Decoder:
             if instruction.guard is not None and instruction.opcode != "bra":
                 execute = self._guarded(execute, instruction.guard)
             code.append(execute)
-            reads.append(frozenset(self._read))
-            writes.append(frozenset(self._written))
+            reads.append(self._read)
+            writes.append(self._written)
             relaxed.append(self.relaxed)
             pure.append(found.__module__ == "ptx_emulator.arithmetic")  # the module without communication between lanes
+        for index, (slot, message) in self._observed.items():
+            if not self._uses(slot, reads, writes, pure):
+                code[index] = functools.partial(_failing, message)
         lines = [(i.line, i.text) for i in self.kernel.instructions]
         code.append(_past_the_end)
         lines.append((lines[-1][0], lines[-1][1]))
         return Program(
             self.kernel.name, code, lines, self.registers, self.unknown, self.specials,
-            [*reads, frozenset()], [*writes, frozenset()], [*relaxed, False], [*pure, False], self.local_bytes,
+            [frozenset(x) for x in (*reads, ())], [frozenset(x) for x in (*writes, ())], [*relaxed, False], [*pure, False], self.local_bytes,
         )  # fmt: skip
 
     def _guarded(self, execute: Execute, guard: tuple[Register, bool]) -> Execute:
@@ -163,6 +169,23 @@ class Decoder:
             return execute(w, lanes) if lanes else None
 
         return guarded
+
+    def observed(self, slot: int, message: str) -> None:
+        """Make it an error to execute the current instruction if the program never uses its result in register ``slot``."""
+        self._observed[self._index] = slot, message
+
+    def _uses(self, slot: int, reads: list[set[int]], writes: list[set[int]], pure: list[bool]) -> bool:
+        """Return whether the value of a register reaches anything but registers."""
+        found, left = {slot}, [slot]
+        while left:
+            one = left.pop()
+            for index, read in enumerate(reads):
+                if one in read:
+                    if not pure[index]:
+                        return True
+                    left += writes[index] - found
+                    found |= writes[index]
+        return False
 
     def refuse(self, message: str) -> NoReturn:
         """Raise a `PtxError` for the instruction that is being decoded."""
@@ -308,6 +331,10 @@ class Decoder:
             value = SPECIALS[name]
             self.specials.append((slot, lambda w: np.broadcast_to(value(w), 32).astype(UNSIGNED[size])))
         return slot
+
+
+def _failing(message: str, w: Warp, lanes: int) -> NoReturn:
+    w.fail(message)
 
 
 def _past_the_end(w: Warp, lanes: int) -> NoReturn:

@@ -67,7 +67,7 @@ class _Array(ctypes.Structure):  # ffi::ArrayObj: TVMFFIObject, then TVMFFISeqCe
     )  # fmt: skip
 
 
-NONE, INTEGER, BOOLEAN, REAL, TENSOR, ARRAY = 0, 1, 2, 3, 7, 71  # TVMFFITypeIndex
+NONE, INTEGER, BOOLEAN, REAL, OPAQUE, TENSOR, ARRAY = 0, 1, 2, 3, 4, 7, 71  # TVMFFITypeIndex
 _CUDA = 2  # DLDeviceType
 _DTYPES = {  # (DLDataTypeCode, bits)
     torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8),
@@ -327,6 +327,8 @@ def _fill(value: _Any, argument: object) -> Any:
         tensor = _Tensor(argument.data_ptr(), _CUDA, 0, argument.ndim, code, bits, 1, shape, strides, 0)
         value.kind, value.value.address = TENSOR, ctypes.addressof(tensor)
         return tensor
+    elif type(argument).__name__ == "CUstream":  # of cuda-python; launches run one after the other on any stream
+        value.kind, value.value.address = OPAQUE, 0
     elif isinstance(argument, (tuple, list)):
         values = (_Any * max(len(argument), 1))()
         kept = [_fill(one, x) for one, x in zip(values, argument)]

@@ -24,6 +24,7 @@ from ptx_emulator.memory import CTA_BITS, GlobalMemory, Region, local_region, sh
 from ptx_emulator.races import SECTIONS, Clock, Issuer, Shadow
 
 POLLS = 256  # polls of a fragment without a change of memory, after which it counts as waiting forever
+MOST_BYTES = (1 << 20) - 1  # the largest tx-count of an mbarrier
 QUANTUM = 400  # most instructions of one turn of a warp
 # In place of a group in `Warp.flight`: registers that a `tcgen05.ld` fills, and those that were computed from them before its wait.
 LOADING, DERIVED = 1 << 60, 1 << 61
@@ -73,6 +74,11 @@ class Mbarrier:
         seen: per completed phase, the warps that observed it, each with its clock at that time.
         arrived: per completed phase, its ``released``; None if asynchronous operations took part.
         asynchronous: whether asynchronous operations take part in the current phase.
+        counted: whether bytes of copies have arrived in the current phase.
+        given_up: per warp, the last phase whose `try_wait` has given up.
+        initialiser: the warp that initialised the object, and its CTA.
+        visible: whether a fence has made the initialisation visible to other CTAs and the async proxy.
+        loaded: the last completed phase in which bytes arrived; -1: there is none.
     """
 
     count: int
@@ -84,6 +90,11 @@ class Mbarrier:
     seen: list[dict[int, int]] = field(default_factory=list)
     arrived: list[Any] = field(default_factory=list)
     asynchronous: bool = False
+    given_up: dict[int, int] = field(default_factory=dict)
+    initialiser: Warp | None = None
+    visible: bool = False
+    counted: bool = False
+    loaded: int = -1
 
     def release(self, snapshot: Any) -> None:
         """Merge the vector of an arrival into the current phase."""
@@ -104,16 +115,21 @@ class Mbarrier:
             self.complete = self.released
             self.seen.append({})
             self.arrived.append(None if self.asynchronous else self.released)
-            self.asynchronous = False
+            if self.counted:
+                self.loaded = self.phase - 1
+            self.asynchronous = self.counted = False
 
-    def expect(self, count: int) -> None:
+    def expect(self, count: int, fail: Callable[[str], NoReturn]) -> None:
         """Add ``count`` bytes to those that the current phase waits for (expect-tx operation)."""
         self.transactions += count
         self.asynchronous = True
+        if abs(self.transactions) > MOST_BYTES:
+            fail(f"mbarrier: a tx-count of {self.transactions} bytes; its range ends at {MOST_BYTES}")
 
     def count_bytes(self, count: int, fail: Callable[[str], NoReturn]) -> None:
         """Count bytes that have arrived (complete-tx operation)."""
-        self.expect(-count)
+        self.expect(-count, fail)
+        self.counted = True
         if self.pending == 0 and self.transactions < 0:
             fail(f"mbarrier: {-self.transactions} more bytes than it expects have arrived")
         self.advance()
@@ -226,6 +242,7 @@ class Warp:
         flight: registers of a wgmma or `tcgen05.ld` in flight, with their group: that of the wgmma, `LOADING`, or `DERIVED`.
         operands: (group, number of `Issuer`, check that the operands are unchanged) of wgmmas in flight.
         wgmma_group: the current wgmma group.
+        registers: the operands of its `setmaxnreg` so far.
         fenced: all registers at the last `wgmma.fence`.
     """
 
@@ -251,6 +268,7 @@ class Warp:
         self.flight: dict[int, int] = {}
         self.operands: list[tuple[int, int, Callable[[], None]]] = []
         self.wgmma_group = 0
+        self.registers: list[int] = []
         self.fenced: list[Any] | None = None
 
     @cached_property
@@ -452,6 +470,7 @@ class Cta:
         mbarriers: by address in shared memory.
         tensor_memory: `tensor_memory.TensorMemory`, created on first use.
         wgmmas: per warpgroup, the instruction and the descriptors of each wgmma.
+        incoming: bulk copies in flight that write its shared memory.
         width: warps of the CTA.
         live: warps that have not ended.
     """
@@ -471,6 +490,7 @@ class Cta:
         self.barriers: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, Mbarrier] = {}
         self.tensor_memory: Any = None
+        self.incoming = 0
         self.wgmmas: dict[int, list[Any]] = {}
         if machine.races:
             self.shared.shadow = Shadow(self.shared)
@@ -511,9 +531,28 @@ class Cta:
                     warp.fail(
                         "the CTA ends while a bulk copy may still read its shared memory: nothing has waited (wait_group)"
                     )
+            self._check_loads()
+            for first in range(0, self.width, 4):
+                for warp in self.warps[first : first + 4]:
+                    if warp.registers != self.warps[first].registers:
+                        warp.fail(
+                            f"setmaxnreg: all warps of a warpgroup must execute the same ones, but warp {first} executed "
+                            f"{self.warps[first].registers} and warp {warp.number} {warp.registers}"
+                        )
             if self.tensor_memory is not None and (self.tensor_memory.owner >= 0).any():
                 self.warps[0].fail("the CTA ends and has not freed its tensor memory (tcgen05.dealloc)")
             self.machine.cta_ended(self)
+
+    def _check_loads(self) -> None:
+        """Check that the CTA has observed the arrival of all bytes that copies write to its shared memory."""
+        unseen = any(
+            barrier.counted or (barrier.loaded >= 0 and not any(barrier.seen[barrier.loaded :]))
+            for barrier in self.mbarriers.values()
+        )
+        if self.incoming or unseen:
+            self.warps[0].fail(
+                "the CTA ends while a bulk copy may still write its shared memory: nothing has waited for its mbarrier"
+            )
 
 
 class Cluster:
@@ -589,6 +628,11 @@ class Machine:
     ctas: list[Cta] = field(default_factory=list)
     clocks: dict[int, Clock] = field(default_factory=dict)
     releases: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    @cached_property
+    def choices(self) -> random.Random:
+        """Decides what a device may choose within an instruction."""
+        return random.Random(self.seed)
 
     @cached_property
     def sections(self) -> int:

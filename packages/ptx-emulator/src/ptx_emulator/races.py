@@ -80,6 +80,10 @@ class Clock:
         else:
             self.fences.append((self.now, lanes))
 
+    def learn(self, index: int, time: int) -> None:
+        """Order the accesses up to ``time`` of an index before the next ones."""
+        self.known[index] = max(self.known[index], time)
+
     def fence(self) -> None:
         """`fence.acq_rel` or `.sc`: earlier relaxed reads become acquires, later relaxed writes become releases."""
         self.acquire(self.seen)
@@ -113,7 +117,7 @@ class Issuer:
     Attributes:
         w: the warp.
         clock: its ``now`` is the number of the next instructions.
-        lanes: the lanes that issued those since ``now`` was last advanced.
+        lanes: the lanes that issued tcgen05 instructions since the last commit that covers them.
         order: section `ORDERED` at the last `tcgen05.fence::after_thread_sync`.
     """
 
@@ -134,7 +138,6 @@ class Issuer:
 
     def advance(self) -> int:
         """Return the number of the instructions so far; the next ones get another."""
-        self.lanes = 0
         self.clock.now += 1
         return self.clock.now - 1
 

@@ -68,7 +68,7 @@ def _setmaxnreg(d: Decoder, i: Instruction) -> Execute:
     count = d.immediate(i.operands[0])
     if not 24 <= count <= 256 or count % 8:
         d.refuse(f"setmaxnreg: expected a multiple of 8 from 24 to 256, got {count}")
-    return aligned(lambda w, lanes: None)
+    return aligned(lambda w, lanes: w.registers.append(count))
 
 
 @handler("fence", "membar")
@@ -78,7 +78,7 @@ def _fence(d: Decoder, i: Instruction) -> Execute:
     Memory fences update the `Clock` of the race check; proxy fences update the times that `check_proxy` compares.
     """
     if i.modifiers[:1] == ("mbarrier_init",):
-        return lambda w, lanes: None
+        return lambda w, lanes: _show_mbarriers(w)
     if i.modifiers[:1] != ("proxy",):
         d.only(
             i.modifiers,
@@ -103,10 +103,17 @@ def _fence(d: Decoder, i: Instruction) -> Execute:
             w.cta.fences[space] = w.machine.clock
             w.clock.proxy_fence(_SECTIONS[space], lanes, lanes == w.alive)
         w.clock.now += 1  # later writes are not fenced
+        _show_mbarriers(w)
         if "global" in spaces:
             w.machine.fences[w.cta.number] = w.machine.clock
 
     return fence
+
+
+def _show_mbarriers(w: Warp) -> None:
+    """Make the mbarriers that this warp has initialised visible to the async proxy and to other CTAs."""
+    for barrier in w.cta.mbarriers.values():
+        barrier.visible |= barrier.initialiser is w
 
 
 _SECTIONS = {"shared": SHARED, "global": GLOBAL}
@@ -393,7 +400,7 @@ def _init(d: Decoder, i: Instruction) -> Execute:
             _check_place(w, place)
             if not 1 <= n < 1 << 20:
                 w.fail(f"mbarrier.init: expected a count from 1 to {(1 << 20) - 1}, got {n}")
-            w.cta.mbarriers[place] = Mbarrier(n, n)
+            w.cta.mbarriers[place] = Mbarrier(n, n, initialiser=w)
             region = w.cta.shared
             region.track()[place - region.base : place - region.base + 8] = (
                 0  # the object is opaque: its bytes cannot be read as data
@@ -450,7 +457,7 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
             barrier = mbarrier_at(w, place)
             states[n] = barrier.phase
             if expect:
-                barrier.expect(number)
+                barrier.expect(number, w.fail)
             barrier.release(w.clock.release())
             if drop:
                 barrier.count -= 1 if expect else number
@@ -477,14 +484,16 @@ def _transactions(d: Decoder, i: Instruction) -> Execute:
             if complete:
                 barrier.count_bytes(number, w.fail)
             else:
-                barrier.expect(number)
+                barrier.expect(number, w.fail)
         w.machine.changes += 1
 
     return transact
 
 
 def _wait(d: Decoder, i: Instruction) -> Execute:
-    """`test_wait` and `try_wait`. Lanes whose phase is complete continue with a true predicate. `try_wait` never times out.
+    """`test_wait` and `try_wait`. Lanes whose phase is complete continue with a true predicate.
+
+    `try_wait` may give up once (`_gives_up`); it then continues with a false predicate. After that it waits without a limit.
 
     A parity only distinguishes the current phase from the one before it. So a wait for phase k is safe only if
 
@@ -495,6 +504,7 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
     to be complete (`Mbarrier.known`).
     """
     to = d.destination(i.operands[0], "pred")
+    d.observed(to, f"mbarrier.{i.modifiers[0]}: nothing reads its result, and it may return before the phase is complete")
     places_of = _places(d, i, i.operands[1])
     parity = "parity" in i.modifiers
     phase = d.source(i.operands[2], "b32" if parity else "b64")
@@ -517,6 +527,9 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
             flags = [barrier.phase & 1 != n & 1 for barrier, n in pairs]
         else:
             flags = [barrier.phase != n for barrier, n in pairs]
+        if blocks and _gives_up(w, [barrier for barrier, _ in pairs], flags):
+            w.put_predicate(to, 0, 0, lanes)
+            return POLL
         if blocks and not any(flags):
             first = [(barrier, barrier.phase) for barrier, _ in pairs]
             reason = (
@@ -532,6 +545,22 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
         return None if blocks else POLL
 
     return wait
+
+
+def _gives_up(w: Warp, barriers: list[Mbarrier], flags: list[bool]) -> bool:
+    """Return whether a `try_wait` gives up. The seed decides; each warp gives up once in a phase, and only if it may.
+
+    It may if the warp does not know that the phase is complete: it could have come earlier, when it was not.
+    """
+    for barrier, done in zip(barriers, flags):
+        phase = barrier.phase - done  # the phase that the wait is for
+        if barrier.given_up.get(w.clock.index, -1) >= phase or barrier.known(w.clock) > phase:
+            return False
+    if w.machine.choices.random() < 0.5:
+        return False
+    for barrier, done in zip(barriers, flags):
+        barrier.given_up[w.clock.index] = barrier.phase - done
+    return True
 
 
 def _check_phase(w: Warp, barrier: Mbarrier, given: int, parity: bool) -> None:

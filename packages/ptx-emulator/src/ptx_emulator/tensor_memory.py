@@ -22,10 +22,10 @@ from ptx_emulator.access import addresses, mbarrier_at, scatter_to
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
 from ptx_emulator.machine import DERIVED, LOADING, Cta, Warp
-from ptx_emulator.matrices import load_operand, values_of
+from ptx_emulator.matrices import check_pattern, load_operand, values_of
 from ptx_emulator.memory import SHARED_WINDOW, WINDOW_BITS, Region
 from ptx_emulator.parser import Address, Instruction, Operand, Vector
-from ptx_emulator.races import Shadow
+from ptx_emulator.races import ORDERED, Issuer, Shadow
 from ptx_emulator.synchronize import aligned, uniform
 from ptx_emulator.tensors import multicast_places
 
@@ -107,9 +107,21 @@ def _tcgen05(d: Decoder, i: Instruction) -> Execute:
 
 
 def _fence(d: Decoder, i: Instruction) -> Execute:
-    """No operation: apart from `TensorMemory.queue`, the emulator is sequentially consistent."""
+    """`fence::before_thread_sync` and `fence::after_thread_sync`: they order instructions that several warps issue.
+
+    They complete nothing: `ld` needs a `commit` and a wait for its mbarrier.
+    """
     d.only(i.modifiers[1:])
-    return lambda w, lanes: None
+
+    def before(w: Warp, lanes: int) -> None:
+        if w.machine.sections > ORDERED:
+            w.clock.learn(ORDERED * w.clock.warps + w.clock.index, w.issuer.advance())
+
+    def after(w: Warp, lanes: int) -> None:
+        if w.machine.sections > ORDERED:
+            w.issuer.order = w.clock.known[ORDERED * w.clock.warps :].copy()
+
+    return before if i.modifiers[0] == "fence::before_thread_sync" else after
 
 
 # ---- allocation
@@ -162,6 +174,9 @@ def _dealloc(d: Decoder, i: Instruction) -> Execute:
                 f"tcgen05.dealloc while {memory.working} tcgen05 instructions of this CTA are in flight"
             )
         memory.owner[memory.owner == first] = -1
+        if memory.region.shadow is not None:  # to free them is to write them: all accesses must come before
+            words = np.arange(LANES)[:, None] * COLUMNS + np.arange(first, first + count)
+            memory.region.shadow.store(w, words.reshape(-1), 0)
 
     return aligned(free)
 
@@ -309,13 +324,13 @@ def _only_stores(w: Warp, words: Array) -> bool:
     return bool((memory_of(w.cta).busy[words] <= mine[words]).all())
 
 
-def _record_read(w: Warp, memory: TensorMemory, words: Array) -> None:
+def _record_read(w: Warp | Issuer, memory: TensorMemory, words: Array) -> None:
     """Report reads to the race check, as lane 0: the warp waits as a whole, so its own accesses are ordered."""
     if memory.region.shadow is not None:
         memory.region.shadow.load(w, words.reshape(-1), 0)
 
 
-def _record_write(w: Warp, memory: TensorMemory, words: Array) -> None:
+def _record_write(w: Warp | Issuer, memory: TensorMemory, words: Array) -> None:
     """Report writes to the race check, see `_record_read`."""
     if memory.region.shadow is not None:
         memory.region.shadow.store(w, words.reshape(-1), 0)
@@ -417,6 +432,7 @@ def matrix_of(w: Warp, descriptor: int) -> tuple[int, int, int, int]:
             "(base offset, absolute leading dimension, 128-byte swizzle with 32-byte atoms)"
         )
     start, leading, stride = ((descriptor >> place & 0x3FFF) << 4 for place in (0, 16, 32))
+    check_pattern(w, descriptor, start, _SWIZZLE[descriptor >> 61])
     return start, leading, stride, _SWIZZLE[descriptor >> 61]
 
 
@@ -488,13 +504,14 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
             if place >> 16 != first:
                 w.fail(f"tcgen05.mma: A must start at the lane of D, {first}; got {place >> 16}")
             a_words = memory.words(w, rows, place & 0xFFFF, 8)
-            _record_read(w, memory, a_words)
+            _record_read(w.issuer.start(), memory, a_words)
         else:
             left, a_unknown, more = _operand(w, value(a), shape.m, shape.a_mn_major, size)
             checks += more
         if add:
-            _record_read(w, memory, words)
-        _record_write(w, memory, words[written])
+            _record_read(w.issuer.start(), memory, words)
+        _record_write(w.issuer.start(), memory, words[written])
+        w.issuer.lanes |= lanes
         np.add.at(memory.busy, words.reshape(-1), 1)
 
         def execute() -> None:
@@ -602,12 +619,14 @@ def _commit(d: Decoder, i: Instruction) -> Execute:
         places = [(place,)] if mask is None else multicast_places(w, mask, int(lane), place)
         barriers = [mbarrier_at(w, place) for (place,) in places]
         # The completed instructions have read their operands. A warp that observes this arrival may overwrite them.
+        # That holds for instructions of the same thread only: a commit of another lane says nothing about them.
         known, pc = w.clock.release(), w.pc
+        if w.issuer.lanes == lanes:
+            known[w.issuer.clock.index] = w.issuer.advance()
+            w.issuer.lanes = 0
 
         def arrive() -> None:
             w.pc = pc
-            known[w.clock.index] = w.clock.now  # the operands may have been read as late as now
-            w.clock.now += 1
             for barrier in barriers:
                 barrier.asynchronous = True
                 barrier.release(known)
@@ -659,8 +678,9 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
         unknown = None if missing is None else np.repeat(missing[:, None], count, 1)
         places = [memory.words(w, rows, target, count) for rows in replicas]
         for words in places:
-            _record_write(w, memory, words)
+            _record_write(w.issuer.start(), memory, words)
             np.add.at(memory.busy, words.reshape(-1), 1)
+        w.issuer.lanes |= lanes
 
         def execute() -> None:
             w.pc = pc

@@ -231,7 +231,7 @@ def region_of(w: Warp, places: Array, size: int) -> Region:
 # ---- global to shared memory
 
 
-def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_place: int) -> None:
+def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_place: int, lane: int) -> None:
     """Start a copy of a box to shared memory. At some later time its bytes arrive, and the mbarrier counts them.
 
     Elements outside of the tensor get the map's fill value.
@@ -239,12 +239,12 @@ def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_pla
     (cta, place), pc, clock = cta_at(w, place), w.pc, w.clock.now
     if cta_at(w, barrier_place)[0] is not cta:
         w.fail("bulk tensor copy: the mbarrier is not in the CTA whose shared memory is written")
-    barrier, shared = mbarrier_at(w, barrier_place), cta.shared
+    barrier, shared = mbarrier_at(w, barrier_place, proxy=True), cta.shared
     places, inside, origins = _checked(w, m, shared, place, corner)
     shared.track()
     shared.known_view(m.size, 1)[(places - shared.base) // m.size] = 0
     if shared.shadow is not None:
-        shared.shadow.store(w, words(shared, places, m.size), SEVERAL)
+        shared.shadow.store(w, words(shared, places, m.size), lane)
     region = region_of(w, origins, m.size) if len(origins) else None
     if region is not None and region.shadow is not None:
         region.shadow.observe(w, words(region, origins, m.size))
@@ -259,9 +259,11 @@ def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_pla
             if missing is not None:
                 unknown[inside] = missing
         shared.store(places, m.size, 1, values, unknown)
+        cta.incoming -= 1
         barrier.release(issue_snapshot(w, clock))
         barrier.count_bytes(m.bytes, w.fail)
 
+    cta.incoming += 1
     w.machine.pending.append(complete)
 
 
@@ -313,14 +315,17 @@ class Store:
         self.places, self.origins, self.size, self.combine = places, origins, size, combine
         self.has_read = self.has_written = self.was_awaited = False
         shared = w.cta.shared
+        self._record_read(w)
         check_proxy(w, "shared", shared, units(shared, places))
         self.bits, self.unknown = shared.load(places, size, 1)
-        self._record_read(w)
         self.region = region_of(w, origins, size)
         if self.unknown is not None and not (self.region.scratch and combine is None):
             w.fail(
                 f"an undefined value is stored to {self.region.name}: it depends on a value that nothing has written yet"
             )
+        self.read_words = words(shared, places, size)
+        if shared.shadow is not None:
+            shared.shadow.start_reading(self.read_words)
         if self.region.shadow is not None and combine is None:  # reductions are atomic
             changed = self._changed(w)
             if changed.any():
@@ -347,7 +352,8 @@ class Store:
         """Report the read of shared memory to the race check."""
         shared = w.cta.shared
         if shared.shadow is not None:
-            shared.shadow.load(w, words(shared, self.places, self.size), SEVERAL)
+            lane = next(iter(self.groups)) if len(self.groups) == 1 else SEVERAL
+            shared.shadow.load(w, words(shared, self.places, self.size), lane)
 
     def read(self) -> None:
         """Read shared memory, once. An error if it was overwritten since the issue."""
@@ -391,9 +397,12 @@ def wait(d: Decoder, i: Instruction) -> Execute:
             if any(
                 lanes >> lane & 1 and group < w.bulk_group[lane] - left for lane, group in one.groups.items()
             ):
-                one.was_awaited = True
+                if not one.was_awaited:
+                    one.was_awaited = True
+                    one._record_read(w)  # the read may happen as late as now
+                    if w.cta.shared.shadow is not None:
+                        w.cta.shared.shadow.end_reading(one.read_words)
                 if reading:
-                    one._record_read(w)
                     one.read()
                 else:
                     one.write()
@@ -439,9 +448,9 @@ def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
         for n, lane in enumerate(INDICES[lanes].tolist()):
             if mask is not None:
                 for place, mbarrier in multicast_places(w, mask, lane, places[n], barriers[n]):
-                    start_load(w, map_at(w, maps[n]), place, corners[n], mbarrier)
+                    start_load(w, map_at(w, maps[n]), place, corners[n], mbarrier, lane)
             elif loads:
-                start_load(w, map_at(w, maps[n]), places[n], corners[n], barriers[n])
+                start_load(w, map_at(w, maps[n]), places[n], corners[n], barriers[n], lane)
             else:
                 # The reduction of each lane counts, even if it is the same.
                 key = (maps[n], places[n], lane if operation else -1, *corners[n])
