@@ -117,14 +117,15 @@ class Issuer:
     Attributes:
         w: the warp.
         clock: its ``now`` is the number of the next instructions.
-        lanes: the lanes that issued tcgen05 instructions since the last commit that covers them.
+        last: per lane, the number of its last tcgen05 instruction; ``uncommitted``: that of the first one without a commit.
         order: section `ORDERED` at the last `tcgen05.fence::after_thread_sync`.
     """
 
     def __init__(self, w: Warp):
         self.w, self.cta, self.fail = w, w.cta, w.fail
         self.clock = Clock(TENSOR * w.clock.warps + w.clock.index, w.clock.warps)
-        self.lanes = 0
+        self.last: dict[int, int] = {}
+        self.uncommitted: dict[int, int] = {}
         self.order: Array | None = None
 
     def start(self) -> Issuer:
@@ -135,6 +136,21 @@ class Issuer:
         if self.order is not None:
             np.maximum(known[TENSOR * n : (TENSOR + 1) * n], self.order, out=known[TENSOR * n : (TENSOR + 1) * n])
         return self
+
+    def issue(self, lane: int) -> None:
+        """Note that a lane has issued a tcgen05 instruction."""
+        if self.last.keys() - {lane}:
+            self.advance()
+        self.last[lane] = self.clock.now
+        self.uncommitted.setdefault(lane, self.clock.now)
+
+    def commit(self, lane: int) -> int:
+        """Return up to which number the instructions are complete when a commit of ``lane`` arrives: those of this lane only."""
+        if lane not in self.last:
+            return 0
+        self.uncommitted.pop(lane, None)
+        self.advance()
+        return min(self.last[lane], *(number - 1 for number in self.uncommitted.values())) if self.uncommitted else self.last[lane]
 
     def advance(self) -> int:
         """Return the number of the instructions so far; the next ones get another."""

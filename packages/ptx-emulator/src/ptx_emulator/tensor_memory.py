@@ -494,6 +494,7 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
         add = bool((w.regs[scale] ^ FULL * negated) >> lane & 1)
         kept = sum(value(s) << 32 * n for n, s in enumerate(masks))
         written = np.array([not kept >> int(row) & 1 for row in rows])
+        w.issuer.issue(int(lane))
         right, b_unknown, checks = _operand(w, value(b), shape.n, shape.b_mn_major, size)
         if in_tensor_memory:
             if shape.a_mn_major:
@@ -511,7 +512,6 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
         if add:
             _record_read(w.issuer.start(), memory, words)
         _record_write(w.issuer.start(), memory, words[written])
-        w.issuer.lanes |= lanes
         np.add.at(memory.busy, words.reshape(-1), 1)
 
         def execute() -> None:
@@ -621,9 +621,8 @@ def _commit(d: Decoder, i: Instruction) -> Execute:
         # The completed instructions have read their operands. A warp that observes this arrival may overwrite them.
         # That holds for instructions of the same thread only: a commit of another lane says nothing about them.
         known, pc = w.clock.release(), w.pc
-        if w.issuer.lanes == lanes:
-            known[w.issuer.clock.index] = w.issuer.advance()
-            w.issuer.lanes = 0
+        index = w.issuer.clock.index
+        known[index] = max(known[index], w.issuer.commit(int(lane)))
 
         def arrive() -> None:
             w.pc = pc
@@ -672,6 +671,7 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
             w.fail(
                 f"tcgen05.cp: the destination {target:#x} must start at lane 0 and at a multiple of 4 columns"
             )
+        w.issuer.issue(int(lane))
         matrix = matrix_of(w, int(w.regs[source][lane]))
         bits, missing, check = load_operand(w, *matrix, replicas.shape[1], False, 2, 4 * count)
         values = np.ascontiguousarray(bits).view(np.uint32)
@@ -680,7 +680,6 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
         for words in places:
             _record_write(w.issuer.start(), memory, words)
             np.add.at(memory.busy, words.reshape(-1), 1)
-        w.issuer.lanes |= lanes
 
         def execute() -> None:
             w.pc = pc
