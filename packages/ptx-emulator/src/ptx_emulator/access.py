@@ -260,7 +260,7 @@ def scatter(
                 )
         region.store(places[part], size, count, values[part], missing)
         w.machine.clock += 1
-        region.stamp(places[part], w.machine.clock, w.cta.number)
+        region.stamp(places[part], w.machine.clock, w.cta.number, size * count)
 
 
 def spread(values: Array, lanes: int) -> Array:
@@ -282,6 +282,8 @@ def lanes_of(flags: Array | None, lanes: int) -> int:
 
 
 def _count(d: Decoder, i: Instruction) -> int:
+    if ("v8" in i.modifiers or ("v4" in i.modifiers and SIZES[i.modifiers[-1]] == 8)) and "global" not in i.modifiers:
+        d.refuse("vectors of 32 bytes are only in global memory")
     return 2 if "v2" in i.modifiers else 4 if "v4" in i.modifiers else 8 if "v8" in i.modifiers else 1
 
 
@@ -289,7 +291,7 @@ def _count(d: Decoder, i: Instruction) -> int:
 def _ld(d: Decoder, i: Instruction) -> Execute:
     space, kind, count = space_of(d, i), i.modifiers[-1], _count(d, i)
     order = next((m for m in i.modifiers if m in ("weak", "relaxed", "acquire", "volatile")), "weak")
-    d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "weak", "relaxed", "acquire", "volatile")
+    d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "v8", "weak", "relaxed", "acquire", "volatile")
     strong, constant = order != "weak", "nc" in i.modifiers and space == "global"
     size = SIZES[kind]
     targets = d.destinations(i.operands[0], kind, wider=True)
@@ -341,7 +343,7 @@ def _st(d: Decoder, i: Instruction) -> Execute:
     if i.modifiers[0] == "async":
         return _st_async(d, i)
     space, kind, count = space_of(d, i), i.modifiers[-1], _count(d, i)
-    d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "weak", "relaxed", "release", "volatile")
+    d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "v8", "weak", "relaxed", "release", "volatile")
     if space == "param":
         d.refuse("parameters are read-only")
     order = next((m for m in i.modifiers if m in ("relaxed", "release", "volatile")), "weak")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptx_emulator import floats, narrow
+from ptx_emulator import floats, half, narrow
 from ptx_emulator.decode import DTYPES, PARAMETERS, WORDS, Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, Array, to_bits
 from ptx_emulator.machine import Warp
@@ -102,6 +102,10 @@ def _add(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
     if kind in ("f32", "f64"):
         return _fp(d, i, _SIMPLE[i.opcode], "sat")
+    if (found := half.mixed(i.opcode, i.modifiers)) is not None:
+        return elementwise(d, i, found[0], "f32", kinds=found[1])
+    if kind in half.REGISTERS:
+        return _half(d, i)
     d.only(i.modifiers, "u16", "s16", "u32", "s32", "u64", "s64")
     return elementwise(d, i, _SIMPLE[i.opcode], kind.replace("s", "u"))
 
@@ -117,8 +121,8 @@ def _mul(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
     if kind in ("f32", "f64"):
         return _fp(d, i, np.multiply, "sat")
-    if kind == "bf16x2":
-        return _bf16x2(d, i, np.multiply)
+    if kind in half.REGISTERS:
+        return _half(d, i)
     d.only(i.modifiers[1:], "u16", "s16", "u32", "s32", "u64", "s64")
     if i.modifiers[0] == "lo":
         return elementwise(d, i, np.multiply, kind.replace("s", "u"))
@@ -146,24 +150,18 @@ def _mad(d: Decoder, i: Instruction) -> Execute:
 
 @handler("fma")
 def _fma(d: Decoder, i: Instruction) -> Execute:
+    if (found := half.mixed(i.opcode, i.modifiers)) is not None:
+        return elementwise(d, i, found[0], "f32", kinds=found[1])
+    if i.modifiers[-1] in half.REGISTERS:
+        return _half(d, i)
     if i.modifiers[-1] != "f32" or "rn" not in i.modifiers:
         d.refuse("only fma.rn.f32 is modelled")
     return _fp(d, i, floats.fma32, "sat")
 
 
-def _bf16x2(d: Decoder, i: Instruction, function: Function) -> Execute:
-    """Build a `.bf16x2` instruction. Each result is rounded once, from fp64."""
-    if i.modifiers != ("rn", "bf16x2"):
-        d.refuse(f"only {i.opcode}.rn.bf16x2 is modelled")
-
-    def rounded(*halves: Array) -> Array:
-        exact = function(*(floats.bf16_values(x.astype(np.uint16)).astype(np.float64) for x in halves))
-        return floats.bf16_bits(floats.odd32(exact))
-
-    def apply(*pairs: Array) -> Array:
-        return rounded(*(x >> np.uint32(16) for x in pairs)) << np.uint32(16) | rounded(*pairs)
-
-    return elementwise(d, i, apply, "b32")
+def _half(d: Decoder, i: Instruction) -> Execute:
+    """Build an instruction of a type of `half.REGISTERS`."""
+    return elementwise(d, i, half.operation(i.opcode, i.modifiers), half.REGISTERS[i.modifiers[-1]])
 
 
 def _divide(a: Array, b: Array) -> Array:
@@ -193,21 +191,14 @@ def _div(d: Decoder, i: Instruction) -> Execute:
     return elementwise(d, i, _remainder, kind)
 
 
-def _extreme(function: Function) -> Function:
-    """Build max or min of floats. A number wins over NaN, and -0 is less than +0."""
-
-    def extreme(a: Array, b: Array) -> Array:
-        signs = np.signbit(a) if function is np.fmax else ~np.signbit(a)
-        return np.where((a == b) & (a == 0), np.where(signs, b, a), function(a, b))
-
-    return extreme
-
-
 @handler("min", "max")
 def _min(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
     if kind in ("f32", "f64"):
-        return _fp(d, i, _extreme(np.fmin if i.opcode == "min" else np.fmax))
+        function = half.extreme(np.fmin if i.opcode == "min" else np.fmax, "NaN" in i.modifiers)
+        return _fp(d, i, function, "NaN")
+    if kind in half.REGISTERS:
+        return _half(d, i)
     function = np.minimum if i.opcode == "min" else np.maximum
     if i.modifiers == ("relu", "s32"):
         return elementwise(d, i, lambda a, b: np.maximum(function(a, b), np.int32(0)), kind)
@@ -232,6 +223,8 @@ def _neg(d: Decoder, i: Instruction) -> Execute:
             return floats.flush(y) if ftz else y
 
         return elementwise(d, i, apply, kind)
+    if kind in half.REGISTERS:
+        return _half(d, i)
     d.only(i.modifiers, "s16", "s32", "s64")
     return elementwise(d, i, np.negative if i.opcode == "neg" else np.abs, kind)
 
@@ -418,7 +411,7 @@ def _comparison(d: Decoder, name: str, kind: str) -> Function:
 @handler("setp")
 def _setp(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
-    if kind not in DTYPES or SIZES[kind] < 2 or kind == "f16":
+    if kind != "bf16" and (kind not in DTYPES or SIZES[kind] < 2):
         d.refuse(f".{kind} is not modelled")
     compare = _comparison(d, i.modifiers[0], kind)
     combine = next((x for x in i.modifiers[1:-1] if x in ("and", "or", "xor")), None)
@@ -431,11 +424,13 @@ def _setp(d: Decoder, i: Instruction) -> Execute:
     other = None if isinstance(second, Sink) else d.destination(second, "pred")
     a, b = d.source(i.operands[1], kind), d.source(i.operands[2], kind)
     c, negated = d.predicate(i.operands[3]) if combine else (0, False)
-    dtype = DTYPES[kind]
+    dtype = DTYPES["u16" if kind == "bf16" else kind]
     ftz = "ftz" in i.modifiers
 
     def compared(w: Warp, lanes: int) -> None:
         x, y = w.regs[a].view(dtype), w.regs[b].view(dtype)
+        if kind == "bf16":
+            x, y = floats.bf16_values(x), floats.bf16_values(y)
         if ftz:
             x, y = floats.flush(x), floats.flush(y)
         value = to_bits(compare(x, y))

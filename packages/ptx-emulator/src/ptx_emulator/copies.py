@@ -196,6 +196,8 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
         return tensors.wait(d, i)
     if i.modifiers[2:] == ("prefetch", "L2", "global"):
         return _prefetch(d, i)
+    if i.modifiers[2:4] == ("prefetch", "tensor"):
+        return tensors.tensor_prefetch(d, i)
     if i.modifiers[2] == "tensor":
         return tensors.tensor_copy(d, i)
     multicast = "multicast::cluster" in i.modifiers

@@ -27,13 +27,12 @@ def canonical(x: Array) -> Array:
     return np.where(nan, NAN32, x.view(np.uint32)).view(np.float32) if nan.any() else x
 
 
-def fma32(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in fp32, rounded once to nearest even.
+def odd_fma(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c in fp64, rounded to odd, for operands whose product is exact in fp64.
 
-    The product of two fp32 numbers is exact in fp64. The fp64 sum is rounded to odd, so the second rounding, to fp32,
-    gives the same result as a single one.
+    A second rounding to fp32 or less gives the same result as a single one.
     """
-    product, wide = a.astype(np.float64) * b, c.astype(np.float64)
+    product, wide = a * b, c
     total = product + wide
     part = total - product
     rest = (product - (total - part)) + (wide - part)
@@ -43,7 +42,12 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
     )  # the rounding error points away from zero, or towards it
     inexact = (rest != 0) & np.isfinite(total) & np.isfinite(rest)
     odd = np.where(inexact & (bits & 1 == 0), (bits + away) | 1, bits)
-    return odd.view(np.float64).astype(np.float32)
+    return odd.view(np.float64)
+
+
+def fma32(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c in fp32, rounded once to nearest even."""
+    return odd_fma(a.astype(np.float64), b.astype(np.float64), c.astype(np.float64)).astype(np.float32)
 
 
 def cut32(x: Array) -> Array:

@@ -161,6 +161,7 @@ class NamedBarrier:
         generation: completions so far.
         released: merged vectors of the arrivals.
         complete: ``released`` of the last completion.
+        votes: true and false predicates of `bar.red` so far; ``result``: those of the last completion.
         lanes: per warp, the lanes that have arrived where not all of them have (`barrier` without `.aligned`).
     """
 
@@ -169,6 +170,8 @@ class NamedBarrier:
     generation: int = 0
     released: Any = None
     complete: Any = None
+    votes: tuple[int, int] = (0, 0)
+    result: tuple[int, int] = (0, 0)
     lanes: dict[int, int] = field(default_factory=dict)
 
 

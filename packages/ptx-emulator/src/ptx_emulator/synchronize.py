@@ -198,12 +198,18 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
     if i.modifiers[0] == "cluster":
         return _cluster_barrier(d, i)
     kind = i.modifiers[0]
-    d.only(i.modifiers, "sync", "arrive", "cta", "aligned")
+    d.only(i.modifiers, "sync", "arrive", "cta", "aligned", "red", "popc", "and", "or", "u32", "pred")
     if kind == "cta":
         kind = i.modifiers[1]
     divergent = i.opcode == "barrier" and "aligned" not in i.modifiers
-    identity = d.source(i.operands[0], "u32")
-    count = d.source(i.operands[1], "u32") if len(i.operands) > 1 else None
+    operands, vote, negated, put = list(i.operands), None, False, None
+    if kind == "red":
+        vote, negated = d.predicate(operands.pop())
+        put = _reduced(d, i, operands.pop(0))
+    elif set(i.modifiers) & {"red", "popc", "and", "or", "u32", "pred"}:
+        d.refuse("this barrier is not modelled")
+    identity = d.source(operands[0], "u32")
+    count = d.source(operands[1], "u32") if len(operands) > 1 else None
     if kind == "arrive" and count is None:
         d.refuse("bar.arrive: expected a number of threads, got none")
 
@@ -220,6 +226,11 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
                 f"barrier {number}: {threads} threads expected here, {found.expected} by the warps that have already arrived"
             )
         found.expected = threads
+        if vote is not None:
+            if w.unknown[vote] & lanes:
+                w.fail(f"the predicate of a barrier is undefined: nothing has written it (lanes {w.unknown[vote] & lanes:08x})")
+            value = (w.regs[vote] ^ FULL * negated) & lanes
+            found.votes = found.votes[0] + value.bit_count(), found.votes[1] + (lanes & ~value).bit_count()
 
         def arrive() -> None:
             """Count the warp. The last one completes the barrier."""
@@ -233,6 +244,7 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
                 found.arrived = 0
                 found.generation += 1
                 found.complete, found.released = found.released, None
+                found.result, found.votes = found.votes, (0, 0)
 
         generation = found.generation
         if divergent:  # the warp arrives when its last lane does, or when the lanes that are left have ended
@@ -245,6 +257,8 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
             if found.generation == generation:
                 return False
             w.clock.acquire(found.complete)
+            if put is not None:
+                put(w, lanes, *found.result)
             return True
 
         if not divergent:
@@ -257,6 +271,17 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
         return None if complete() else Wait(complete, f"barrier {number} of {threads} threads", again=False)
 
     return barrier if divergent else aligned(barrier)
+
+
+def _reduced(d: Decoder, i: Instruction, target: Operand) -> Callable[[Warp, int, int, int], None]:
+    """Return the function that writes the result of `bar.red`, from the numbers of true and false predicates."""
+    mode, kind = [m for m in i.modifiers if m != "aligned"][-2:]
+    to = d.destination(target, kind)
+    if (mode, kind) == ("popc", "u32"):
+        return lambda w, lanes, true, false: w.put(to, np.full(32, true, np.uint32), 0, lanes)
+    if mode not in ("and", "or") or kind != "pred":
+        d.refuse("this barrier is not modelled")
+    return lambda w, lanes, true, false: w.put_predicate(to, FULL * (true > 0 if mode == "or" else false == 0), 0, lanes)
 
 
 def _cluster_barrier(d: Decoder, i: Instruction) -> Execute:
@@ -633,6 +658,43 @@ def _elect(d: Decoder, i: Instruction) -> Execute:
         w.put_predicate(p, 1 << first, 0, lanes)
 
     return of_members(d, i, 1, elect)
+
+
+_REDUX: dict[str, Any] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
+
+
+@handler("redux")
+def _redux(d: Decoder, i: Instruction) -> Execute:
+    """`redux.sync`: a reduction over the lanes of the member mask."""
+    operation, kind, how = i.modifiers[1], i.modifiers[-1], i.modifiers[2:-1]
+    d.only(i.modifiers[:1], "sync")
+    bits = operation in ("and", "or", "xor")
+    if operation not in _REDUX or kind not in (("b32",) if bits else ("u32", "s32", "f32")):
+        d.refuse("this form of redux is not modelled")
+    d.only(how, *(("abs", "NaN") if kind == "f32" and operation != "add" else ()))
+    if kind == "f32" and operation == "add":
+        d.refuse("redux.sync.add.f32 does not exist")
+    to, source = d.destination(i.operands[0], "b32"), d.source(i.operands[1], "b32")
+    dtype: Any = {"s32": np.int32, "f32": np.float32}.get(kind, np.uint32)
+
+    def reduce(w: Warp, lanes: int) -> None:
+        values = w.regs[source].view(dtype)[INDICES[lanes]]
+        if kind == "f32":
+            values = np.abs(values) if "abs" in how else values
+            # A number wins over NaN, without .NaN. Of zeros, -0 is less than +0.
+            if np.isnan(values).any() and ("NaN" in how or np.isnan(values).all()):
+                found = np.uint32(0x7FFFFFFF)
+            else:
+                order = np.lexsort((~np.signbit(values), np.where(np.isnan(values), np.inf, values)))
+                order = order[: np.count_nonzero(~np.isnan(values))]
+                found = values[order[-1 if operation == "max" else 0]].view(np.uint32)
+        else:
+            found = _REDUX[operation].reduce(values).astype(dtype).view(np.uint32)
+        w.put(to, np.full(32, found, np.uint32), lanes if w.unknown[source] & lanes else 0, lanes)
+
+    return of_members(d, i, 2, reduce)
 
 
 @handler("shfl")

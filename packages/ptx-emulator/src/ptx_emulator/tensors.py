@@ -469,6 +469,27 @@ def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
     return start
 
 
+def tensor_prefetch(d: Decoder, i: Instruction) -> Execute:
+    """`cp.async.bulk.prefetch.tensor` in tiled mode: only checks the tensor map and the rank."""
+    d.only(i.modifiers[5:], "L2", "global", "tile", "L2::cache_hint")
+    (tensor, *rest), rank = i.operands, i.modifiers[4]
+    if not isinstance(tensor, Coordinates) or rank != f"{len(tensor.elements)}d":
+        d.refuse(f"expected coordinates of a .{rank} tensor, got {tensor}")
+    base = d.source(tensor.base, "b64")
+    coordinates = [d.source(x, "b32") for x in tensor.elements]
+    for hint in rest:
+        d.source(hint, "b64")
+
+    def prefetch(w: Warp, lanes: int) -> None:
+        for slot in coordinates:
+            addresses(w, slot, 0, lanes, "a coordinate")
+        for address in addresses(w, base, 0, lanes).tolist():
+            if len(map_at(w, address).box) != len(coordinates):
+                w.fail(f"prefetch: tensor map of rank {len(map_at(w, address).box)}, {len(coordinates)} coordinates")
+
+    return prefetch
+
+
 def multicast_places(w: Warp, mask: int, lane: int, *places: int) -> list[tuple[int, ...]]:
     """Return the same addresses of shared memory in each CTA of a multicast mask.
 
