@@ -282,7 +282,9 @@ def lanes_of(flags: Array | None, lanes: int) -> int:
 
 
 def _count(d: Decoder, i: Instruction) -> int:
-    if ("v8" in i.modifiers or ("v4" in i.modifiers and SIZES[i.modifiers[-1]] == 8)) and "global" not in i.modifiers:
+    if (
+        "v8" in i.modifiers or ("v4" in i.modifiers and SIZES[i.modifiers[-1]] == 8)
+    ) and "global" not in i.modifiers:
         d.refuse("vectors of 32 bytes are only in global memory")
     return 2 if "v2" in i.modifiers else 4 if "v4" in i.modifiers else 8 if "v8" in i.modifiers else 1
 
@@ -313,7 +315,14 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
         values, unknown = gather_from(w, space, places, size, count, lanes, strong)
         if constant:
             region = region_of(w, "global", places, size * count)
-            parts = [(region, places)] if region else [(w.machine.memory.at(x, x + 1, w.fail), places[n : n + 1]) for n, x in enumerate(places.tolist())]
+            parts = (
+                [(region, places)]
+                if region
+                else [
+                    (w.machine.memory.at(x, x + 1, w.fail), places[n : n + 1])
+                    for n, x in enumerate(places.tolist())
+                ]
+            )
             for one, where in parts:
                 if one.shadow is not None:
                     one.shadow.load_constant(w, touched(one, where, size * count, SEVERAL)[0].reshape(-1))

@@ -10,7 +10,16 @@ import numpy as np
 import torch
 
 # These modules register their handlers when they are imported.
-from ptx_emulator import access, arithmetic, copies, matrices, synchronize, tensor_memory  # noqa: F401
+from ptx_emulator import (  # noqa: F401
+    access,
+    arithmetic,
+    conversions,
+    copies,
+    matrices,
+    reductions,
+    synchronize,
+    tensor_memory,
+)
 from ptx_emulator.decode import Decoder
 from ptx_emulator.errors import PtxError
 from ptx_emulator.machine import Machine, Program

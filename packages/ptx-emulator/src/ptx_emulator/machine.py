@@ -252,7 +252,9 @@ class Warp:
     def __init__(self, cta: Cta, number: int, alive: int):
         program = cta.machine.program
         self.cta, self.machine, self.number, self.alive = cta, cta.machine, number, alive
-        self.clock = Clock(cta.number * cta.width + number, cta.machine.total * cta.width, cta.machine.sections)
+        self.clock = Clock(
+            cta.number * cta.width + number, cta.machine.total * cta.width, cta.machine.sections
+        )
         self.machine.clocks[self.clock.index] = self.clock
         self.program = program
         self.regs, self.unknown = list(program.registers), list(program.unknown)

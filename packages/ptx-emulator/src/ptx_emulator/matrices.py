@@ -424,7 +424,9 @@ def _wgmma(d: Decoder, i: Instruction) -> Execute:
         warps = warpgroup(w)
         if any(one.issuer.clock.now <= last for one in warps):
             ready = lambda: all(one.issuer.clock.now > last for one in warps)
-            return Wait(ready, "the other warps of the warpgroup, which have not executed this wgmma", again=True)
+            return Wait(
+                ready, "the other warps of the warpgroup, which have not executed this wgmma", again=True
+            )
         for one in warps:
             for _, number, check in one.operands:
                 if number <= last:
@@ -460,7 +462,9 @@ def _agree(w: Warp, number: int, descriptors: list[Any]) -> None:
         issued.append(mine)
     elif issued[number - 1] != mine:
         line, _ = w.program.lines[issued[number - 1][0]]
-        w.fail(f"the warps of a warpgroup execute different wgmmas here: another warp executed that of PTX line {line}, or with other operands")
+        w.fail(
+            f"the warps of a warpgroup execute different wgmmas here: another warp executed that of PTX line {line}, or with other operands"
+        )
 
 
 def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:

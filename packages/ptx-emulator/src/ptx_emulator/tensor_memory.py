@@ -170,9 +170,7 @@ def _dealloc(d: Decoder, i: Instruction) -> Execute:
         if first >= COLUMNS or np.count_nonzero(memory.owner == first) != count:
             w.fail(f"tcgen05.dealloc: no allocation of {count} columns starts at {first:#x}")
         if memory.working:
-            w.fail(
-                f"tcgen05.dealloc while {memory.working} tcgen05 instructions of this CTA are in flight"
-            )
+            w.fail(f"tcgen05.dealloc while {memory.working} tcgen05 instructions of this CTA are in flight")
         memory.owner[memory.owner == first] = -1
         if memory.region.shadow is not None:  # to free them is to write them: all accesses must come before
             words = np.arange(LANES)[:, None] * COLUMNS + np.arange(first, first + count)

@@ -114,7 +114,13 @@ def decoded(raw: bytes) -> TensorMap:
 
 
 #: CUtensorMapDataType -> number of the type in a map, and flags.
-_DRIVER_TYPES = {n: (n, 0) for n in range(8)} | {8: (9, 0), 9: (10, 0), 10: (8, 0), 11: (7, _TF32), 12: (8, _TF32)}
+_DRIVER_TYPES = {n: (n, 0) for n in range(8)} | {
+    8: (9, 0),
+    9: (10, 0),
+    10: (8, 0),
+    11: (7, _TF32),
+    12: (8, _TF32),
+}
 
 
 def encoded(
@@ -146,7 +152,9 @@ def encoded(
     if not all(1 <= n <= 256 for n in box):
         raise ValueError(f"{name}: boxDim: expected 1 to 256, got {list(box)}")
     if any(n % 16 or not 0 <= n < 1 << 40 for n in strides):
-        raise ValueError(f"{name}: globalStrides: expected multiples of 16 below {1 << 40}, got {list(strides)}")
+        raise ValueError(
+            f"{name}: globalStrides: expected multiples of 16 below {1 << 40}, got {list(strides)}"
+        )
     if not 0 <= promotion <= 3 or not 0 <= fill <= 1:
         raise ValueError(f"{name}: l2Promotion {promotion} or oobFill {fill}: no such value")
     number, more = _DRIVER_TYPES[kind]
@@ -342,7 +350,9 @@ class Store:
         changed: Array = (bits != self.bits)[:, 0]
         if unknown is not None or self.unknown is not None:
             return np.ones_like(changed)
-        for one in (x for cta in w.machine.ctas for warp in cta.warps for x in warp.bulk if not x.has_written):
+        for one in (
+            x for cta in w.machine.ctas for warp in cta.warps for x in warp.bulk if not x.has_written
+        ):
             if one.region is self.region and one.combine is None and one.size == self.size:
                 _, mine, its = np.intersect1d(self.origins, one.origins, return_indices=True)
                 changed[mine] = (self.bits[mine] != one.bits[its])[:, 0]
@@ -485,7 +495,9 @@ def tensor_prefetch(d: Decoder, i: Instruction) -> Execute:
             addresses(w, slot, 0, lanes, "a coordinate")
         for address in addresses(w, base, 0, lanes).tolist():
             if len(map_at(w, address).box) != len(coordinates):
-                w.fail(f"prefetch: tensor map of rank {len(map_at(w, address).box)}, {len(coordinates)} coordinates")
+                w.fail(
+                    f"prefetch: tensor map of rank {len(map_at(w, address).box)}, {len(coordinates)} coordinates"
+                )
 
     return prefetch
 
