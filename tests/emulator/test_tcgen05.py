@@ -264,7 +264,13 @@ VERSION = 1 << 46  # the constant of bits 46 to 48 of a matrix descriptor of tcg
 
 def instruction_descriptor(m, n, dtype=torch.bfloat16, half=False, majors=(False, False)):
     """Of an mma of operands of ``dtype``. ``half``: D is fp16, else fp32. ``majors``: which operands are MN-major."""
-    types = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}[dtype]
+    types = {
+        torch.float16: 0,
+        torch.bfloat16: 1,
+        torch.float32: 2,
+        torch.float8_e4m3fn: 0,
+        torch.float8_e5m2: 1,
+    }[dtype]
     descriptor = (not half) << 4 | types << 7 | types << 10 | n // 8 << 17 | m // 16 << 24
     return descriptor | majors[0] << 15 | majors[1] << 16
 
@@ -339,7 +345,14 @@ def product(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind", "k"), [("bfloat16", "f16", 16), ("float16", "f16", 16), ("float32", "tf32", 8)]
+    ("dtype", "kind", "k"),
+    [
+        ("bfloat16", "f16", 16),
+        ("float16", "f16", 16),
+        ("float32", "tf32", 8),
+        ("float8_e4m3fn", "f8f6f4", 32),
+        ("float8_e5m2", "f8f6f4", 32),
+    ],
 )
 @pytest.mark.parametrize(("m", "n"), [(128, 64), (128, 16), (64, 64), (64, 8)])
 def test_one_mma(m, n, dtype, kind, k):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator import floats
+from ptx_emulator import floats, narrow
 from ptx_emulator.access import addresses, gather, region_of, scatter
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, Array, to_bits
@@ -113,7 +113,9 @@ ELEMENT = {"bf16": 2, "f16": 2, "tf32": 4}
 
 
 def values_of(bits: Array, kind: str) -> Array:
-    """Convert the bits of operands to fp64. Elements have 2 bytes; those of tf32 have 4, of which the upper 19 bits count."""
+    """Convert the bits of operands to fp64. Of the 4 bytes of tf32 the upper 19 bits count."""
+    if kind in narrow.FORMATS:
+        return narrow.FORMATS[kind].values[bits]
     if kind == "bf16":
         return floats.bf16_values(bits.astype(np.uint16)).astype(np.float64)
     if kind == "f16":
