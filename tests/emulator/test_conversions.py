@@ -185,7 +185,7 @@ def test_registers_of_16_bytes_are_moved():
     (
         "cvt.rn.satfinite.s2f6x2.f32 %h1, %f1, %f2;", "cvt.rs.satfinite.e4m3x4.f32 %r1, {%f1, %f1, %f1, %f1}, %r2;",
         "cvt.rm.bf16.f32 %h1, %f1;", "cvt.f32 %f1, %f2;", "mov.b32 {%h1}, %r1;", "mov.b128 %r1, %r2;", "mov.b64 %q1, {%h1, %h2};",
-        "ld.global.b128 %r1, [%q0];", "set.eq.f32.bf16 %f1, %h1, %h2;", "add.rn.bf16x3 %r1, %r2, %r3;",
+        "st.global.b128 [%q0], %r1;", "set.eq.f32.bf16 %f1, %h1, %h2;", "add.rn.bf16x3 %r1, %r2, %r3;",
     ),
 )  # fmt: skip
 def test_forms_that_are_not_modelled_are_refused_by_name(text):

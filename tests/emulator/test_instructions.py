@@ -480,7 +480,7 @@ NOT_MODELLED = {
     "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %q1, %q2, %r2, %p1;": "ws is not modelled",
     "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %q1, %q2, [%r3], %r2, %p1;": "sp is not modelled",
     "tcgen05.ld.red.sync.aligned.32x32b.x1.min.f32 {%f1}, %f2, [%r1];": "not modelled",
-    "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r1], [%r2];": "clusterlaunchcontrol is not modelled",
+    "clusterlaunchcontrol.query_cancel.other.b128 %r1, %r2;": "query_cancel.other.b128 is not modelled",
     "tex.2d.v4.f32.s32 {%f1, %f2, %f3, %f4}, [%q0, {%r1, %r2}];": "tex is not modelled",
 }  # fmt: skip
 

@@ -291,6 +291,8 @@ def _count(d: Decoder, i: Instruction) -> int:
 
 @handler("ld")
 def _ld(d: Decoder, i: Instruction) -> Execute:
+    if i.modifiers[-1] == "b128":
+        return _ld_128(d, i)
     space, kind, count = space_of(d, i), i.modifiers[-1], _count(d, i)
     order = next((m for m in i.modifiers if m in ("weak", "relaxed", "acquire", "volatile")), "weak")
     d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "v8", "weak", "relaxed", "acquire", "volatile")
@@ -345,6 +347,23 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
         return POLL
 
     return poll
+
+
+def _ld_128(d: Decoder, i: Instruction) -> Execute:
+    """`ld` of a register of 16 bytes, from global or shared memory."""
+    space = space_of(d, i)
+    d.only(i.modifiers[:-1], *HINTS, "weak", "global", "shared", "shared::cta")
+    to = d.destination(i.operands[0], "b128")
+    base, offset = d.address(i.operands[1], "b32")
+
+    def load(w: Warp, lanes: int) -> None:
+        values, unknown = gather_from(w, space, addresses(w, base, offset, lanes), 8, 2, lanes, False)
+        whole = np.zeros((32, 2), np.uint64)
+        whole[INDICES[lanes]] = values
+        missing = 0 if unknown is None else lanes_of(unknown.any(1), lanes)
+        w.put(to, whole.view(np.dtype("V16"))[:, 0], missing, lanes)
+
+    return load
 
 
 @handler("st")

@@ -17,6 +17,7 @@ from ptx_emulator import (  # noqa: F401
     copies,
     matrices,
     reductions,
+    scheduling,
     synchronize,
     tensor_memory,
 )
