@@ -15,6 +15,7 @@ from ptx_emulator import (  # noqa: F401
     arithmetic,
     conversions,
     copies,
+    map_updates,
     matrices,
     reductions,
     scheduling,

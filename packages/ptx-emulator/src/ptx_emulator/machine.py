@@ -475,6 +475,7 @@ class Cta:
         mbarriers: by address in shared memory.
         tensor_memory: `tensor_memory.TensorMemory`, created on first use.
         wgmmas: per warpgroup, the instruction and the descriptors of each wgmma.
+        acquired_maps: per address, `Machine.clock` at the last `fence.proxy.tensormap::generic.acquire` of that tensor map.
         incoming: bulk copies in flight that write its shared memory.
         width: warps of the CTA.
         live: warps that have not ended.
@@ -495,6 +496,7 @@ class Cta:
         self.barriers: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, Mbarrier] = {}
         self.tensor_memory: Any = None
+        self.acquired_maps: dict[int, int] = {}
         self.incoming = 0
         self.wgmmas: dict[int, list[Any]] = {}
         if machine.races:

@@ -91,6 +91,8 @@ def _fence(d: Decoder, i: Instruction) -> Execute:
             *(("gl",) if i.opcode == "membar" else ()),
         )
         return lambda w, lanes: w.clock.fence()
+    if i.modifiers[1] == "tensormap::generic":
+        return _tensor_map_fence(d, i)
     d.only(i.modifiers[1:2], "async")
     scope = i.modifiers[2] if len(i.modifiers) > 2 else ""
     spaces = {"": ("shared", "global"), "global": ("global",), "shared::cta": ("shared",)}.get(scope)
@@ -108,6 +110,21 @@ def _fence(d: Decoder, i: Instruction) -> Execute:
             w.machine.fences[w.cta.number] = w.machine.clock
 
     return fence
+
+
+def _tensor_map_fence(d: Decoder, i: Instruction) -> Execute:
+    """`fence.proxy.tensormap::generic`: `.acquire` makes a tensor map that a kernel has changed usable by this CTA."""
+    d.only(i.modifiers[2:], "acquire", "release", "cta", "cluster", "gpu", "sys")
+    if "acquire" not in i.modifiers:
+        return lambda w, lanes: w.clock.fence()
+    base, offset = d.address(i.operands[0], "b64")
+
+    def acquire(w: Warp, lanes: int) -> None:
+        w.clock.fence()
+        for address in addresses(w, base, offset, lanes).tolist():
+            w.cta.acquired_maps[address] = w.machine.clock
+
+    return acquire
 
 
 def _show_mbarriers(w: Warp) -> None:

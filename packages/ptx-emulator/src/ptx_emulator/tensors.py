@@ -25,12 +25,12 @@ from ptx_emulator.races import SEVERAL, issue_snapshot
 from ptx_emulator.synchronize import check_proxy
 
 MAP_BYTES = 128
-#: Type and bytes of the elements, by their number in a map. Number 8 is fp32 that flushes subnormals; `_TF32` makes fp32 tf32.
+#: Type and bytes of the elements, by their number in a map. Number 8 is fp32 that flushes subnormals; `TF32` makes fp32 tf32.
 _ELEMENTS = {
     0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 4: ("u64", 8), 5: ("s64", 8), 6: ("f16", 2), 7: ("f32", 4),
     8: ("f32", 4), 9: ("f64", 8), 10: ("bf16", 2),
 }  # fmt: skip
-_FILL, _TF32 = 1 << 15, 1 << 16
+FILL, TF32 = 1 << 15, 1 << 16
 #: The flags that are decoded, and 1, 17, 18 and 21, which only change the use of L2.
 _FLAGS = 0x27_E7F2
 _NAN = 0x7FF7  # each 2 bytes outside of a tensor, if its map fills with NaN
@@ -82,7 +82,7 @@ def decoded(raw: bytes) -> TensorMap:
     words = np.frombuffer(raw, np.uint32)
     flags = int(words[2])
     rank, number, swizzle = (flags >> 4 & 7) + 1, flags >> 7 & 15, flags >> 13 & 3
-    if flags & ~_FLAGS or rank > 5 or number not in _ELEMENTS or (flags & _TF32 and number not in (7, 8)):
+    if flags & ~_FLAGS or rank > 5 or number not in _ELEMENTS or (flags & TF32 and number not in (7, 8)):
         raise ValueError(
             f"flags {flags:#x}: bits {flags & ~_FLAGS:#x}, rank {rank} or element type {number} are not understood"
         )
@@ -104,7 +104,7 @@ def decoded(raw: bytes) -> TensorMap:
     if swizzle and inner > width:
         raise ValueError(f"a row of a box has {inner} bytes, more than the {width} of the swizzle")
     fill = 0
-    if flags & _FILL:
+    if flags & FILL:
         if "f" not in kind:
             raise ValueError(f"fill with NaN outside of a tensor of integers (.{kind})")
         fill = int.from_bytes(_NAN.to_bytes(2, "little") * (size // 2), "little")
@@ -118,8 +118,8 @@ _DRIVER_TYPES = {n: (n, 0) for n in range(8)} | {
     8: (9, 0),
     9: (10, 0),
     10: (8, 0),
-    11: (7, _TF32),
-    12: (8, _TF32),
+    11: (7, TF32),
+    12: (8, TF32),
 }
 
 
@@ -212,6 +212,12 @@ def map_at(w: Warp, address: int) -> TensorMap:
             )
     else:
         region, start = w.machine.memory.at(address, address + MAP_BYTES, w.fail), address
+        first = (start - region.base) >> 4
+        if (region.written[first : first + MAP_BYTES // 16] > w.cta.acquired_maps.get(address, 0)).any():
+            w.fail(
+                f"tensor map at {address:#x}: this kernel has written it, and no thread of this CTA has executed a "
+                "fence.proxy.tensormap::generic.acquire of it since"
+            )
     raw = region.data[start - region.base : start - region.base + MAP_BYTES].tobytes()
     try:
         return decoded(raw)
