@@ -16,7 +16,7 @@ def integers(*shape, seed=0):
 HEAD = """
     mov.b32 %r1, shared_bytes; add.s32 %r2, %r1, 16; shr.u32 %r3, %r0, 5; setp.eq.s32 %p1, %r3, 0; @!%p1 bra READY;
     tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 64; setp.eq.s32 %p2, %r0, 0;
-    @%p2 mbarrier.init.shared.b64 [%r2], 1; READY: bar.sync 0; ld.shared.b32 %r8, [%r1]; shl.b32 %r4, %r3, 21;
+    @%p2 mbarrier.init.shared.b64 [%r2], 1; fence.mbarrier_init.release.cluster; READY: bar.sync 0; ld.shared.b32 %r8, [%r1]; shl.b32 %r4, %r3, 21;
     add.s32 %r9, %r8, %r4; setp.eq.s32 %p2, %r0, 0;
 """
 TAIL = "bar.sync 0; @!%p1 bra END; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r8, 64; END:"
@@ -64,7 +64,13 @@ VERSION = 1 << 46  # the constant of bits 46 to 48 of a matrix descriptor of tcg
 
 def instruction_descriptor(m, n, dtype=torch.bfloat16, half=False, majors=(False, False)):
     """Of an mma of operands of ``dtype``. ``half``: D is fp16, else fp32. ``majors``: which operands are MN-major."""
-    types = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}[dtype]
+    types = {
+        torch.float16: 0,
+        torch.bfloat16: 1,
+        torch.float32: 2,
+        torch.float8_e4m3fn: 0,
+        torch.float8_e5m2: 1,
+    }[dtype]
     descriptor = (not half) << 4 | types << 7 | types << 10 | n // 8 << 17 | m // 16 << 24
     return descriptor | majors[0] << 15 | majors[1] << 16
 
@@ -109,6 +115,7 @@ def product(
     modes=None,
     majors=(False, False),
     half=False,
+    seed=0,
 ):
     """The words [128, 64] of tensor memory after one mma of a [m, k] and b [n, k].
 
@@ -133,5 +140,5 @@ def product(
     multiply = MULTIPLY.replace("<kind>", kind).replace("<a>", "%q10").replace("<commit>", COMMIT)
     body += multiply + (copied_out("%q1", 32, ".pack::16b") if half else copied_out("%q1")) + TAIL
     out = torch.full((128, 32 if half else 64), -7, dtype=torch.int32)
-    run(change(body), image, out, threads=128, shared=1024 + image.numel() * 4)
+    run(change(body), image, out, threads=128, shared=1024 + image.numel() * 4, seed=seed)
     return out.view(torch.float16 if half else torch.float32)
