@@ -237,7 +237,7 @@ def _neg(d: Decoder, i: Instruction) -> Execute:
 
 
 _APPROXIMATE: dict[str, Function] = {
-    "ex2": np.exp2,
+    "ex2": floats.exp2,
     "lg2": np.log2,
     "rcp": lambda x: 1 / x,
     "rsqrt": lambda x: 1 / np.sqrt(x),

@@ -11,6 +11,9 @@ import torch
 
 # These modules register their handlers when they are imported.
 from ptx_emulator import access, arithmetic, copies, matrices, synchronize, tensor_memory  # noqa: F401
+from ptx_emulator.compiled.memory_map import MachineMap
+from ptx_emulator.compiled.program import CompiledProgram
+from ptx_emulator.compiled.warp import CompiledWarp
 from ptx_emulator.decode import Decoder
 from ptx_emulator.errors import PtxError
 from ptx_emulator.machine import Machine, Program
@@ -54,6 +57,11 @@ def _decoded(ptx: str, name: str | None) -> tuple[Program, Decoder]:
     return decoder.decode(), decoder
 
 
+@lru_cache(maxsize=64)
+def _compiled(ptx: str, name: str | None) -> CompiledProgram:
+    return CompiledProgram(*_decoded(ptx, name))
+
+
 def run(
     ptx: str,
     grid: Sequence[int],
@@ -68,6 +76,7 @@ def run(
     resident: int | None = None,
     races: Collection[str] = ("shared", "global"),
     cluster: Sequence[int] = (1, 1, 1),
+    compiled: bool = True,
 ) -> int:
     """Execute an entry of a PTX module to its end.
 
@@ -85,6 +94,8 @@ def run(
         races: the state spaces that are checked for races: "shared" (with tensor memory), "global".
         resident: CTAs that are on the device at once. Default: all of them, as in a cooperative launch.
         cluster: extents of a cluster, in CTAs.
+        compiled: whether instructions are executed as machine code. Results, errors and the order of execution are the same
+            without it: in Python, which is slower.
 
     Returns:
         The number of warp instructions that were executed.
@@ -123,6 +134,9 @@ def run(
         program, memory, grid, block, total, _parameters(decoder, arguments), seed,
         count if resident is None else resident, cluster, "shared" in races,
     )  # fmt: skip
+    if compiled:
+        machine.compiled, machine.warp_type = _compiled(ptx, name), CompiledWarp
+        machine.map = MachineMap(memory, count * -(-threads // 32))
     with np.errstate(all="ignore"):
         machine.run()
     return machine.executed

@@ -228,10 +228,10 @@ class Warp:
         self.cta, self.machine, self.number, self.alive = cta, cta.machine, number, alive
         self.clock = Clock(cta.number * cta.width + number, cta.machine.total * cta.width)
         self.program = program
-        self.regs, self.unknown = list(program.registers), list(program.unknown)
+        self.packed: dict[int, tuple[Any, list[int]]] = {}
+        self._start_registers()
         for slot, value in program.specials:
             self.regs[slot], self.unknown[slot] = value(self), 0
-        self.packed: dict[int, tuple[Any, list[int]]] = {}
         self.pc = 0
         self.arrived: int | None = None
         self.fragments = [Fragment(0, alive)]
@@ -255,6 +255,21 @@ class Warp:
         """Raise an `ExecutionError` for the executing instruction."""
         line, text = self.program.lines[self.pc]
         raise ExecutionError(message, self.program.name, self.cta.number, self.number, line, text)
+
+    def _start_registers(self) -> None:
+        """Create the registers."""
+        self.regs, self.unknown = list(self.program.registers), list(self.program.unknown)
+
+    def advance(self, pc: int, lanes: int, stop: int, budget: int) -> tuple[int, int, bool]:
+        """Execute instructions that need no closure, as many as there are.
+
+        Args:
+            stop: the instruction at which the fragment has to merge; -1: there is none.
+
+        Returns:
+            The next instruction, what is left of the budget, and whether the fragment has to merge.
+        """
+        return pc, budget, False
 
     def put(self, slot: int, value: Any, unknown: int, lanes: int) -> None:
         """Write ``lanes`` of a register. ``value``: 32 unsigned words; ``unknown``: the lanes that become undefined."""
@@ -283,6 +298,19 @@ class Warp:
             self.packed[slot] = self.regs[slot], unknown
         else:
             self.put(slot, value, 0, lanes)
+
+    def fence_registers(self) -> None:
+        """`wgmma.fence`: note the values of all registers."""
+        self.fenced = list(self.regs)
+
+    def written_since_fence(self, slots: list[int]) -> bool:
+        """Return whether one of these registers was written after the last `wgmma.fence`, other than by a wgmma."""
+        return self.fenced is None or any(self.regs[s] is not self.fenced[s] for s in slots)
+
+    def accumulate(self, slot: int) -> None:
+        """Note that a wgmma wrote a register."""
+        assert self.fenced is not None
+        self.fenced[slot] = self.regs[slot]
 
     # ---- fragments
 
@@ -318,6 +346,9 @@ class Warp:
         code, pc, lanes = self.program.code, fragment.pc, fragment.lanes
         self.machine.executed += budget
         while budget:
+            pc, budget, merge = self.advance(pc, lanes, limit, budget)
+            if merge or not budget:
+                break
             budget -= 1
             self.pc = pc
             if self.flight:
@@ -444,7 +475,7 @@ class Cta:
         self.warps: list[Warp] = []
         for warp in range(self.width):
             alive = FULL if (warp + 1) * 32 <= threads else (1 << threads % 32) - 1
-            self.warps.append(Warp(self, warp, alive))
+            self.warps.append(machine.warp_type(self, warp, alive))
         self.live = len(self.warps)
 
     def peer(self, rank: int, fail: Callable[[str], NoReturn]) -> Cta:
@@ -533,6 +564,7 @@ class Machine:
         ctas: those on the device.
         releases: per word that a strong access wrote, the vector that it published. The key is (CTA, address); the CTA is -1
             for global memory.
+        warp_type, compiled, map: `Warp`; or `compiled.warp.CompiledWarp`, with the compiled program and its map of memory.
     """
 
     program: Program
@@ -552,6 +584,9 @@ class Machine:
     pending: list[Callable[[], None]] = field(default_factory=list)
     ctas: list[Cta] = field(default_factory=list)
     releases: dict[tuple[int, int], Any] = field(default_factory=dict)
+    warp_type: type[Warp] = Warp
+    compiled: Any = None
+    map: Any = None
 
     @property
     def total(self) -> int:

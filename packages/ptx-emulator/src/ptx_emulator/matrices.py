@@ -395,7 +395,7 @@ def _wgmma(d: Decoder, i: Instruction) -> Execute:
     if operation == "fence":
 
         def fence(w: Warp, lanes: int) -> None:
-            w.fenced = list(w.regs)
+            w.fence_registers()
 
         return aligned(fence)
     if operation == "commit_group":
@@ -454,7 +454,7 @@ def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
     touched = acc + a if in_registers else acc
 
     def multiply(w: Warp, lanes: int) -> None:
-        if w.fenced is None or any(w.regs[s] is not w.fenced[s] for s in touched):
+        if w.written_since_fence(touched):
             w.fail("registers of this wgmma were written after the last wgmma.fence")
         if in_registers and not w.flight.keys().isdisjoint(a):
             w.fail("A in registers is the accumulator of a wgmma in flight")
@@ -477,7 +477,7 @@ def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
         _put_product(w, acc, acc, sign * left, right.T, add, rows, b_unknown, d_type)
         for s in acc:
             w.flight[s] = w.wgmma_group
-            w.fenced[s] = w.regs[s]
+            w.accumulate(s)
         w.operands += [(w.wgmma_group, check) for check in checks]
 
     return aligned(multiply)

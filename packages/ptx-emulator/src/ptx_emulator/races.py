@@ -107,6 +107,8 @@ class Shadow:
                 np.zeros(len(self.written), np.int64),
                 np.zeros(len(self.written), np.int8),
             )
+            if self.region.map is not None:
+                self.region.map.reader(clock.index, *self.read[clock.index])
         times, readers = self.read[clock.index]
         again = (times[words] > clock.known[clock.index]) & (readers[words] != lanes)
         readers[words] = np.where(again, SEVERAL, lanes)
