@@ -103,37 +103,26 @@ def element(b: Any, base: Value, index: Value, kind: Any) -> Value:
 def allocate(b: Any, kind: Any, count: int = 1) -> Value:
     """Allocate an array in the entry block, so that a loop does not grow the stack."""
     with b.goto_entry_block():
-        return b.alloca(ir.ArrayType(kind, count))
+        found = b.alloca(ir.ArrayType(kind, count))
+    found.type = POINTER  # llvmlite gives it a typed pointer, which it checks against what is stored there
+    return found
 
 
-class Operation:
-    """An operation that is being built.
+class Routine:
+    """A function of the context of a warp that is being built. It returns 1 if it did nothing, otherwise 0.
 
     Attributes:
         b: the builder.
-        context, record, lanes: the arguments.
+        context: the first argument.
     """
 
-    def __init__(self, module: Any, name: str):
-        self.function = ir.Function(module, OPERATION, name)
-        self.context, self.record, self.lanes = self.function.args
-        entry = self.function.append_basic_block("entry")
+    def __init__(self, module: Any, name: str, kind: Any):
+        self.function = ir.Function(module, kind, name)
+        self.context = self.function.args[0]
+        entry = self.function.append_basic_block("entry")  # for allocations
         self.b = ir.IRBuilder(self.function.append_basic_block("start"))
         with self.b.goto_block(entry):
             self.b.branch(self.function.blocks[1])
-        self._operands = self.field(RECORD, "operands")
-        self.file = self.get("file")
-        self.state = self.get("state")
-
-    def pointer(self, value: Value) -> Value:
-        """Convert an address to a pointer."""
-        return self.b.inttoptr(value, POINTER)
-
-    def field(self, layout: Any, name: str) -> Value:
-        """Load a field of the record: a pointer if its name is that of one, otherwise an integer."""
-        offset, kind, is_pointer = layout[name]
-        place = at(self.b, self.record, I64(offset), I8)
-        return self.b.load(place, typ=POINTER if is_pointer else INTEGERS[kind], align=kind)
 
     def place(self, name: str) -> Value:
         """Return the address of a field of the context."""
@@ -142,6 +131,71 @@ class Operation:
     def get(self, name: str, kind: Any = POINTER) -> Value:
         """Load a field of the context."""
         return self.b.load(self.place(name), typ=kind, align=8)
+
+    def bail_if(self, condition: Value) -> None:
+        """Leave this instruction to its closure."""
+        with self.b.if_then(condition, likely=False):
+            self.b.ret(I32(1))
+
+    def nonzero(self, value: Value) -> Value:
+        """Return whether an integer is not 0."""
+        return self.b.icmp_unsigned("!=", value, constant(value, 0))
+
+    def flags(self, lanes: Value) -> Value:
+        """Convert a set of lanes to a vector of i1."""
+        return self.b.bitcast(lanes, lanes_of(I1))
+
+    def set_of(self, flags: Value) -> Value:
+        """Convert a vector of i1 to a set of lanes."""
+        return self.b.bitcast(flags, I32)
+
+    def spread(self, value: Value) -> Value:
+        """Return a vector with the same value in all lanes."""
+        one = self.b.insert_element(ir.Constant(lanes_of(value.type), ir.Undefined), value, I32(0))
+        return self.b.shuffle_vector(one, one, splat(I32, 0))
+
+    def call(self, address: int, *arguments: Value) -> Value:
+        """Call a routine at an address, whose first argument is the context."""
+        arguments = (self.context, *arguments)
+        kind = ir.FunctionType(I32, [x.type for x in arguments])
+        routine = I64(address).inttoptr(kind.as_pointer())
+        return self.b.call(_Callee(kind, routine), arguments)
+
+    def done(self) -> None:
+        """End the function."""
+        self.b.ret(I32(0))
+
+
+class _Callee:
+    """A constant address as the callee of a call."""
+
+    def __init__(self, kind: Any, address: Value):
+        self.function_type, self.type, self._address = kind, POINTER, address
+
+    def get_reference(self) -> str:
+        return str(self._address.get_reference())
+
+
+class Operation(Routine):
+    """An operation that is being built.
+
+    Attributes:
+        record, lanes: the further arguments.
+        file, state: where the register file and its states start.
+    """
+
+    def __init__(self, module: Any, name: str):
+        super().__init__(module, name, OPERATION)
+        _, self.record, self.lanes = self.function.args
+        self._operands = self.field("operands")
+        self.file = self.get("file")
+        self.state = self.get("state")
+
+    def field(self, name: str) -> Value:
+        """Load a field of the record."""
+        offset, size, is_pointer = RECORD[name]
+        place = at(self.b, self.record, I64(offset), I8)
+        return self.b.load(place, typ=POINTER if is_pointer else INTEGERS[size], align=size)
 
     def slot(self, number: int) -> Value:
         """Return the register number of an operand."""
@@ -171,18 +225,9 @@ class Operation:
             found = self.b.or_(found, self.b.load(self.unknown_place(number), typ=I32, align=4))
         return found
 
-    def bail_if(self, condition: Value) -> None:
-        """Leave this instruction to its closure."""
-        with self.b.if_then(condition, likely=False):
-            self.b.ret(I32(1))
-
     def bail_unless_known(self, *numbers: int) -> None:
         """Leave this instruction to its closure if an operand of an active lane is undefined."""
         self.bail_if(self.nonzero(self.b.and_(self.unknown(*numbers), self.lanes)))
-
-    def nonzero(self, value: Value) -> Value:
-        """Return whether an integer is not 0."""
-        return self.b.icmp_unsigned("!=", value, constant(value, 0))
 
     def state_place(self, number: int) -> Value:
         """Return the address of the state of an operand's register (`layout.WRITTEN`)."""
@@ -210,17 +255,6 @@ class Operation:
             return b.or_(b.and_(value, self.lanes), b.and_(before, b.not_(self.lanes)))
         return b.select(self.flags(self.lanes), value, before)
 
-    def flags(self, lanes: Value) -> Value:
-        """Convert a set of lanes to a vector of i1."""
-        return self.b.bitcast(lanes, lanes_of(I1))
-
-    def set_of(self, flags: Value) -> Value:
-        """Convert a vector of i1 to a set of lanes."""
-        return self.b.bitcast(flags, I32)
-
-    def done(self) -> None:
-        """End the operation."""
-        self.b.ret(I32(0))
 
 
 def joined(b: Any, parts: Sequence[Value]) -> Value:

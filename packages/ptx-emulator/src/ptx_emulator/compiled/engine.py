@@ -27,7 +27,8 @@ class Engine:
             cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2, reloc="pic"
         )
         self._jit = llvm.create_lljit_compiler(use_jit_link=True)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a form may need another function while it is built
+        self._modules = 0
         self._libraries: list[Any] = []
         self._addresses: dict[str, int] = {}
 
@@ -52,7 +53,8 @@ class Engine:
             return self._addresses[name]
 
     def _compile(self, builds: dict[str, Build]) -> None:
-        module = ir.Module(f"ptx_emulator_{len(self._libraries)}")
+        self._modules += 1
+        module = ir.Module(f"ptx_emulator_{self._modules}")
         module.triple = self._machine.triple
         module.data_layout = str(self._machine.target_data)
         for build in builds.values():
