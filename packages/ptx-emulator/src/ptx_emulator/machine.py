@@ -312,6 +312,16 @@ class Warp:
         assert self.fenced is not None
         self.fenced[slot] = self.regs[slot]
 
+    # ---- what compiled code does faster
+
+    def checked(self, what: str, region: Region, words: Any, lanes: Any) -> bool:
+        """Do the same as a method of `races.Shadow`, "load", "store" or "observe". False: nothing was done."""
+        return False
+
+    def product(self, left: Any, right: Any, c: Any) -> Any:
+        """Return the bits of left @ right + c in fp32, as `matrices` computes it. None: nothing was done."""
+        return None
+
     # ---- fragments
 
     def runnable(self) -> bool:

@@ -226,11 +226,15 @@ def _put_product(
         rows, columns: bool, the rows of ``left`` and the columns of ``right`` with undefined elements; None: there are none.
         kind: "f32" (rounded towards zero) or "f16" (rounded to nearest).
     """
-    product = tensor_core_sum(left, right, _c_matrix(np.stack([w.regs[s] for s in c]), kind) if add else None)
-    words = _c_words(product, kind)
+    before = _c_matrix(np.stack([w.regs[s] for s in c]), kind) if add else None
+    bits = w.product(left, right, before) if kind == "f32" else None
+    if bits is None:
+        words = _c_words(tensor_core_sum(left, right, before), kind)
+    else:
+        words = _spread(bits, kind)
     missing = [w.unknown[s] if add else 0 for s in c]
     if rows is not None or columns is not None:
-        flags = np.zeros(product.shape, np.bool_)
+        flags = np.zeros((len(left), right.shape[1]), np.bool_)
         if rows is not None:
             flags |= rows[:, None]
         if columns is not None:

@@ -100,6 +100,8 @@ class Shadow:
 
     def load(self, w: Warp, words: Array, lanes: Any) -> None:
         """Check and record a read. ``lanes``: the lane of each word, or `SEVERAL`."""
+        if w.checked("load", self.region, words, lanes):
+            return
         clock, lanes = w.clock, np.broadcast_to(lanes, words.shape)
         self._after_writes(w, words, lanes)
         if clock.index not in self.read:
@@ -119,6 +121,8 @@ class Shadow:
 
     def store(self, w: Warp, words: Array, lanes: Any) -> None:
         """Check and record a write. ``lanes``: the lane of each word, or `SEVERAL`."""
+        if w.checked("store", self.region, words, lanes):
+            return
         clock, lanes = w.clock, np.broadcast_to(lanes, words.shape)
         self._after_writes(w, words, lanes)
         for index, (times, readers) in self.read.items():
@@ -135,7 +139,8 @@ class Shadow:
         Later writes are not compared with this read. A relaxed flag may tell the writer that the copy has completed; a
         write after that cannot reach the copy, although no vector orders it.
         """
-        self._after_writes(w, words, np.broadcast_to(SEVERAL, words.shape))
+        if not w.checked("observe", self.region, words, SEVERAL):
+            self._after_writes(w, words, np.broadcast_to(SEVERAL, words.shape))
 
     def _after_writes(self, w: Warp, words: Array, lanes: Array) -> None:
         writers = self.writer[words]

@@ -45,14 +45,83 @@ SPACES = {"global": GLOBAL, "generic": GENERIC, "shared": SHARED, "param": PARAM
 ACCESS = ir.FunctionType(I32, (POINTER, POINTER, I32, I32, I64, I1, POINTER, POINTER))
 
 
-class Access(Routine):
+class RaceCheck(Routine):
+    """A routine with the checks and records of `races.Shadow` that is being built.
+
+    Attributes:
+        region: the address of the region's fields.
+    """
+
+    region: Value
+
+    def start(self, region: Value) -> None:
+        """Set the region, and load what the checks need of the warp."""
+        self.region = region
+        self._me, self._now = self.get("index", I64), self.get("now", I64)
+        self._clocks = self.get("known")
+
+    def of_region(self, name: str, kind: Any = I64) -> Value:
+        """Load a field of the region."""
+        return element(self.b, self.region, I64(REGION[name]), kind)
+
+    def own_reads(self) -> tuple[Value, Value]:
+        """Return the times and the lanes of this warp's reads; null: it has not read this region."""
+        b = self.b
+        row, mine = b.shl(self._me, I64(1)), self.of_region("by_warp", POINTER)
+        return element(b, mine, row, POINTER), element(b, mine, b.add(row, I64(1)), POINTER)
+
+    def check_writes(self, word: Value, who: Value) -> None:
+        """`races.Shadow._after_writes`: leave the instruction to its closure if a write is not ordered before it."""
+        b = self.b
+        writer = element(b, self.of_region("shadow_writer", POINTER), word, I32)
+        written = element(b, self.of_region("shadow_written", POINTER), word, I64)
+        known = element(b, self._clocks, b.zext(writer, I64), I64)
+        with b.if_then(b.icmp_signed(">", written, known), likely=False):
+            lane = element(b, self.of_region("shadow_lane", POINTER), word, I8)
+            mine = b.icmp_unsigned("==", b.zext(writer, I64), self._me)
+            self.bail_if(b.not_(b.and_(mine, self._same(lane, who))))
+
+    def _same(self, lane: Value, who: Value) -> Value:
+        b = self.b
+        return b.and_(b.icmp_unsigned("==", lane, who), b.icmp_unsigned("!=", who, I8(SEVERAL)))
+
+    def check_reads(self, word: Value, who: Value) -> None:
+        """The part of `races.Shadow.store` that compares a write with earlier reads."""
+        b, readers = self.b, self.of_region("readers", POINTER)
+        with loop(b, self.of_region("reader_count")) as n:
+            row = b.mul(n, I64(3))
+            index = element(b, readers, row, I64)
+            times = element(b, readers, b.add(row, I64(1)), POINTER)
+            late = b.icmp_signed(">", element(b, times, word, I64), element(b, self._clocks, index, I64))
+            with b.if_then(late, likely=False):
+                lane = element(b, element(b, readers, b.add(row, I64(2)), POINTER), word, I8)
+                mine = b.icmp_unsigned("==", index, self._me)
+                self.bail_if(b.not_(b.and_(mine, self._same(lane, who))))
+
+    def record_read(self, times: Value, readers: Value, word: Value, who: Value) -> None:
+        """Record a read as `races.Shadow.load` does."""
+        b = self.b
+        reader = at(b, readers, word, I8)
+        again = b.icmp_signed(">", element(b, times, word, I64), element(b, self._clocks, self._me, I64))
+        other = b.icmp_unsigned("!=", b.load(reader, typ=I8), who)
+        b.store(b.select(b.and_(again, other), I8(SEVERAL), who), reader)
+        b.store(self._now, at(b, times, word, I64), align=8)
+
+    def record_write(self, word: Value, who: Value) -> None:
+        """Record a write as `races.Shadow.store` does."""
+        b = self.b
+        for name, value in (("writer", b.trunc(self._me, I32)), ("lane", who), ("written", self._now)):
+            place = at(b, self.of_region(f"shadow_{name}", POINTER), word, value.type)
+            b.store(value, place, align=1)
+
+
+class Access(RaceCheck):
     """A routine for words of ``size`` bytes that is being built. It has located the accesses.
 
     Attributes:
         size, kind: bytes and type of a word.
         lanes, count, several, values, unknown: the arguments.
         places: the addresses.
-        region: the address of the region's fields.
         space: the argument.
         base, data: of the region.
         known: of the region; null: all its bytes are defined.
@@ -75,12 +144,6 @@ class Access(Routine):
         self.known = self.of_region("known", POINTER)
         self.tracked = b.icmp_unsigned("!=", self.known, NULL)
         self.watched = b.icmp_unsigned("!=", self.of_region("shadow_writer"), I64(0))
-        self._me, self._now = self.get("index", I64), self.get("now", I64)
-        self._clocks = self.get("known")
-
-    def of_region(self, name: str, kind: Any = I64) -> Value:
-        """Load a field of the region."""
-        return element(self.b, self.region, I64(REGION[name]), kind)
 
     # ---- where the accesses are
 
@@ -101,7 +164,7 @@ class Access(Routine):
         with b.if_then(b.not_(b.or_(shared, parameters))):
             b.store(NULL, found)
             self._search(first, found)
-        self.region = b.load(found, typ=POINTER)
+        self.start(b.load(found, typ=POINTER))
         self.bail_if(b.icmp_unsigned("==", self.region, NULL))
         places = b.sub(b.load(self.places, typ=lanes_of(I64), align=8), self.spread(offset))
         b.store(places, self.places, align=8)
@@ -151,70 +214,18 @@ class Access(Routine):
         """Return the address of word ``n`` of a lane in an array of the region's bytes."""
         return at(self.b, array, self.b.add(offset, self.b.mul(n, I64(self.size))), I8)
 
-    # ---- the race check
-
-    def check_writes(self, word: Value, who: Value) -> None:
-        """`races.Shadow._after_writes`: leave the instruction to its closure if a write is not ordered before it."""
-        b = self.b
-        writer = element(b, self.of_region("shadow_writer", POINTER), word, I32)
-        written = element(b, self.of_region("shadow_written", POINTER), word, I64)
-        known = element(b, self._clocks, b.zext(writer, I64), I64)
-        with b.if_then(b.icmp_signed(">", written, known), likely=False):
-            lane = element(b, self.of_region("shadow_lane", POINTER), word, I8)
-            mine = b.icmp_unsigned("==", b.zext(writer, I64), self._me)
-            self.bail_if(b.not_(b.and_(mine, self._same(lane, who))))
-
-    def _same(self, lane: Value, who: Value) -> Value:
-        b = self.b
-        return b.and_(b.icmp_unsigned("==", lane, who), b.icmp_unsigned("!=", who, I8(SEVERAL)))
-
-    def check_reads(self, word: Value, who: Value) -> None:
-        """The part of `races.Shadow.store` that compares a write with earlier reads."""
-        b, readers = self.b, self.of_region("readers", POINTER)
-        with loop(b, self.of_region("reader_count")) as n:
-            row = b.mul(n, I64(3))
-            index = element(b, readers, row, I64)
-            times = element(b, readers, b.add(row, I64(1)), POINTER)
-            late = b.icmp_signed(">", element(b, times, word, I64), element(b, self._clocks, index, I64))
-            with b.if_then(late, likely=False):
-                lane = element(b, element(b, readers, b.add(row, I64(2)), POINTER), word, I8)
-                mine = b.icmp_unsigned("==", index, self._me)
-                self.bail_if(b.not_(b.and_(mine, self._same(lane, who))))
-
-    def _record_read(self, times: Value, readers: Value) -> None:
-        """Record a read as `races.Shadow.load` does."""
-        b = self.b
-        known = element(b, self._clocks, self._me, I64)
-        with self._each_word() as (word, who, _):
-            reader = at(b, readers, word, I8)
-            again = b.icmp_signed(">", element(b, times, word, I64), known)
-            other = b.icmp_unsigned("!=", b.load(reader, typ=I8), who)
-            b.store(b.select(b.and_(again, other), I8(SEVERAL), who), reader)
-            b.store(self._now, at(b, times, word, I64), align=8)
-
-    def _record_write(self, changed: Value) -> None:
-        """Record the writes of changed words as `races.Shadow.store` does."""
-        b = self.b
-        me = b.trunc(self._me, I32)
-        arrays = [self.of_region(f"shadow_{name}", POINTER) for name in ("writer", "lane", "written")]
-        with self._each_word() as (word, who, place):
-            with b.if_then(b.trunc(element(b, changed, place, I8), I1)):
-                for array, value in zip(arrays, (me, who, self._now)):
-                    b.store(value, at(b, array, word, value.type), align=1)
-
     # ---- reading and writing
 
     def load(self) -> None:
         """Read. The first read of a warp in a region stays with its closure, which creates its record."""
         b = self.b
         with b.if_then(self.watched):
-            row = b.shl(self._me, I64(1))
-            mine = self.of_region("by_warp", POINTER)
-            times, readers = (element(b, mine, b.add(row, I64(n)), POINTER) for n in (0, 1))
+            times, readers = self.own_reads()
             self.bail_if(b.icmp_unsigned("==", times, NULL))
             with self._each_word() as (word, who, _):
                 self.check_writes(word, who)
-            self._record_read(times, readers)
+            with self._each_word() as (word, who, _):
+                self.record_read(times, readers, word, who)
         with loop(b, self.count) as n:
             b.store(I32(0), at(b, self.unknown, n, I32))
         with self._each() as (_, wide, offset), loop(b, self.count) as n:
@@ -244,7 +255,9 @@ class Access(Routine):
                 with b.if_then(b.trunc(element(b, changed, place, I8), I1)):
                     self.check_writes(word, who)
                     self.check_reads(word, who)
-            self._record_write(changed)
+            with self._each_word() as (word, who, place):
+                with b.if_then(b.trunc(element(b, changed, place, I8), I1)):
+                    self.record_write(word, who)
         machine = self.get("machine")
         clock_at, changes_at = (at(b, machine, I64(MACHINE[name]), I64) for name in ("clock", "changes"))
         clock = b.add(b.load(clock_at, typ=I64), I64(1))

@@ -28,6 +28,7 @@ from ptx_emulator.compiled.emit import (
     picked,
     suffix,
 )
+from ptx_emulator.compiled.engine import engine
 from ptx_emulator.compiled.forms import Form, form, name_of
 from ptx_emulator.compiled.layout import PACKED
 from ptx_emulator.decode import Decoder
@@ -513,6 +514,8 @@ _NARROW: dict[str, Function] = {
 @form("cvt")
 def _cvt(d: Decoder, i: Instruction) -> Form | None:
     *rest, result, kind = i.modifiers
+    if "f16" in (kind, result.removesuffix("x2")) and not engine().converts_f16:
+        return None
     if kind == "f32" and rest and f"{result.removesuffix('x2')}.{rest[0]}" in _NARROW:
         return _cvt_narrow(d, i, result, rest)
     to = i.operands[0]

@@ -26,6 +26,8 @@ class Engine:
         self._machine = target.create_target_machine(
             cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2, reloc="pic"
         )
+        #: Whether this machine converts fp16 in hardware. Otherwise LLVM would call functions that the process may lack.
+        self.converts_f16 = bool(llvm.get_host_cpu_features().get("f16c"))
         self._jit = llvm.create_lljit_compiler(use_jit_link=True)
         self._lock = threading.RLock()  # a form may need another function while it is built
         self._modules = 0

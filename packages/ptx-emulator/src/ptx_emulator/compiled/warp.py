@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ptx_emulator.compiled import shadow
 from ptx_emulator.compiled.dispatch import MERGE
+from ptx_emulator.compiled.engine import engine
 from ptx_emulator.compiled.layout import CONTEXT, PACKED, WRITTEN
 from ptx_emulator.compiled.memory_map import MachineMap
+from ptx_emulator.compiled.products import product
 from ptx_emulator.compiled.program import CompiledProgram
 from ptx_emulator.lanes import BOOLS, FULL, Array
 from ptx_emulator.machine import Warp
 
 if TYPE_CHECKING:
-    from ptx_emulator.machine import Cta
+    from ptx_emulator.memory import Region
 
 _FILE, _STATE, _CODE, _PC, _LANES, _BUDGET, _STOP, _FLIGHT = (
     CONTEXT[name] for name in ("file", "state", "code", "pc", "lanes", "budget", "stop", "flight")
@@ -24,6 +28,8 @@ _FILE, _STATE, _CODE, _PC, _LANES, _BUDGET, _STOP, _FLIGHT = (
 _INDEX, _NOW, _KNOWN, _MACHINE, _SHARED, _PARAMETERS, _ALIVE, _CTA = (
     CONTEXT[name] for name in ("index", "now", "known", "machine", "shared", "parameters", "alive", "cta")
 )
+
+_Words = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int64)
 
 
 class Registers:
@@ -160,3 +166,19 @@ class CompiledWarp(Warp):
 
     def accumulate(self, slot: int) -> None:
         self._state[slot] &= ~WRITTEN & 0xFF
+
+    # ---- what handlers delegate to compiled code
+
+    def checked(self, what: str, region: Region, words: Array, lanes: Any) -> bool:
+        if region.map is None:
+            return False
+        words = np.ascontiguousarray(words, np.int64)
+        who = np.empty(words.shape, np.int8)
+        who[...] = lanes
+        self._context[_NOW] = self.clock.now
+        routine = _Words(engine().function(*shadow.build(what)))
+        left = routine(self._address, region.map.address, words.ctypes.data, who.ctypes.data, words.size)
+        return left == 0
+
+    def product(self, left: Array, right: Array, c: Array | None) -> Array | None:
+        return product(left, right, c)
