@@ -330,6 +330,8 @@ class Warp:
         A fragment that polls makes progress only if memory changed. Fragments whose wait is over are resumed first.
         """
         found, changes = False, self.machine.changes
+        if len(self.fragments) == 1 and self.fragments[0].wait is None:
+            return self.fragments[0].seen != changes
         for fragment in self.fragments:
             wait = fragment.wait
             if wait is None:

@@ -351,6 +351,14 @@ def operand_places(
     return place
 
 
+@lru_cache(maxsize=4096)
+def _operand_units(base: int, shift: int, *form: int) -> Array:
+    """Return the units of 2^``shift`` bytes from ``base`` on that an operand touches. ``form``: see `operand_places`."""
+    units: Array = np.unique((operand_places(*form) - base) >> shift)  # type: ignore[arg-type]
+    units.flags.writeable = False
+    return units
+
+
 def load_operand(
     w: Warp, start: int, leading: int, stride: int, width: int, rows: int, mn_major: bool, size: int = 2, depth: int = 32
 ) -> tuple[Array, Array | None, Callable[[], None]]:  # fmt: skip
@@ -363,8 +371,9 @@ def load_operand(
     places = operand_places(start, leading, stride, width, rows, mn_major, size, depth)
     region = region_of(w, "shared", places.reshape(-1), size)
     assert region is not None
-    check_proxy(w, "shared", region, np.unique((places - region.base) >> 4))
-    words = np.unique((places - region.base) >> 2)
+    form = (start, leading, stride, width, rows, mn_major, size, depth)
+    check_proxy(w, "shared", region, _operand_units(region.base, 4, *form))
+    words = _operand_units(region.base, 2, *form)
     shape, places = places.shape, places.reshape(-1)
     if region.shadow is not None:
         region.shadow.load(w, words, SEVERAL)

@@ -100,10 +100,7 @@ class Shadow:
 
     def load(self, w: Warp, words: Array, lanes: Any) -> None:
         """Check and record a read. ``lanes``: the lane of each word, or `SEVERAL`."""
-        if w.checked("load", self.region, words, lanes):
-            return
-        clock, lanes = w.clock, np.broadcast_to(lanes, words.shape)
-        self._after_writes(w, words, lanes)
+        clock = w.clock
         if clock.index not in self.read:
             self.read[clock.index] = (
                 np.zeros(len(self.written), np.int64),
@@ -111,6 +108,10 @@ class Shadow:
             )
             if self.region.map is not None:
                 self.region.map.reader(clock.index, *self.read[clock.index])
+        if w.checked("load", self.region, words, lanes):
+            return
+        lanes = np.broadcast_to(lanes, words.shape)
+        self._after_writes(w, words, lanes)
         times, readers = self.read[clock.index]
         again = (times[words] > clock.known[clock.index]) & (readers[words] != lanes)
         readers[words] = np.where(again, SEVERAL, lanes)

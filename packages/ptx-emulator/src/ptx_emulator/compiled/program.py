@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 
 # These modules register their forms when they are imported.
-from ptx_emulator.compiled import elementwise, memory, products  # noqa: F401
+from ptx_emulator.compiled import elementwise, exchange, memory, products  # noqa: F401
 from ptx_emulator.compiled.dispatch import NAME
 from ptx_emulator.compiled.engine import engine
 from ptx_emulator.compiled.forms import FORMS, Form
