@@ -11,7 +11,7 @@ from ptx_emulator.compiled import elementwise, exchange, memory, products  # noq
 from ptx_emulator.compiled.dispatch import NAME
 from ptx_emulator.compiled.engine import engine
 from ptx_emulator.compiled.forms import FORMS, Form
-from ptx_emulator.compiled.layout import BRANCH, CLOSURE, COMPILED, RECORD_TYPE
+from ptx_emulator.compiled.layout import BRANCH, CLOSURE, COMPILED, OPERAND_BYTES, RECORD, RECORD_TYPE
 from ptx_emulator.decode import Decoder
 from ptx_emulator.lanes import Array
 from ptx_emulator.machine import Program
@@ -46,29 +46,29 @@ class CompiledProgram:
         addresses = engine().addresses(form for form in forms if form is not None)
         self.advance = ADVANCE(addresses[NAME])
         self._lay_out(program)
-        self._records = np.zeros(len(program.code), RECORD_TYPE)
         slots = [slot for form in forms if form is not None for slot in form.operands]
         self._operands = np.array([(slot, self.places[slot]) for slot in slots], np.int32).reshape(-1, 2)
-        touched = [sorted(r | w) if not relaxed else [] for r, w, relaxed in zip(program.reads, program.writes, program.relaxed)]
+        checked = zip(program.reads, program.writes, program.relaxed)
+        touched = [[] if relaxed else sorted(reads | writes) for reads, writes, relaxed in checked]
         self._touched = np.array([slot for slots in touched for slot in slots], np.int32)
         operand, first = self._operands.ctypes.data, self._touched.ctypes.data
-        for n, (i, form, guard, found) in enumerate(zip(instructions, forms, guards, touched)):
-            record = self._records[n]
-            record["touched"], record["touched_count"] = first, len(found)
-            first += 4 * len(found)
-            record["guard"] = -1 if guard is None else guard
+        rows = []
+        for i, form, guard, found in zip(instructions, forms, guards, touched):
+            row = dict.fromkeys(RECORD, 0) | {"touched": first, "touched_count": len(found), "guard": -1}
+            first += self._touched.itemsize * len(found)
             if guard is not None and i.guard is not None:
-                record["guard_place"] = self.places[guard]
-                record["negated"] = 0xFFFFFFFF * i.guard[1]
-            record["kind"] = CLOSURE
+                row |= {"guard": guard, "guard_place": self.places[guard], "negated": 0xFFFFFFFF * i.guard[1]}
             if i.opcode == "bra":
                 (label,) = i.operands
                 assert isinstance(label, Label)
-                record["kind"], record["target"] = BRANCH, label.target
+                row |= {"kind": BRANCH, "target": label.target}
             elif form is not None:
-                record["kind"], record["function"] = COMPILED, addresses[form.name]
-                record["operands"], record["immediate"] = operand, form.immediate
-                operand += 8 * len(form.operands)
+                row |= {"kind": COMPILED, "function": addresses[form.name], "operands": operand}
+                row["immediate"] = form.immediate
+                operand += OPERAND_BYTES * len(form.operands)
+            rows.append(tuple(row.values()))
+        rows.append(tuple(dict.fromkeys(RECORD, 0).values()))  # past the end
+        self._records = np.array(rows, RECORD_TYPE)
         self.code = self._records.ctypes.data
         self.compiled = (self._records["kind"] != CLOSURE).tolist()
 
