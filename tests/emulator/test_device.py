@@ -4,10 +4,20 @@ import threading
 
 import pytest
 import torch
-from helpers.emulator.dsl_kernels import THREADS, compiled, compiled_ranks
+from cutlass import Float8E4M3FN, Float32
+from helpers.emulator import ptx
+from helpers.emulator.dsl_kernels import (
+    THREADS,
+    TILE,
+    compiled,
+    compiled_copy_pair,
+    compiled_load_tile,
+    compiled_ranks,
+)
 
 import ptx_emulator
-from ptx_emulator import ExecutionError
+from ptx_emulator import ExecutionError, PtxError
+from ptx_emulator.host import Function
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +100,53 @@ def test_each_thread_has_its_own_device(function):
 def test_a_function_without_ptx_is_refused():
     with pytest.raises(ValueError, match="--keep-ptx"):
         ptx_emulator.load(compiled("sm_90a", options=""))
+
+
+@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
+def test_host_code_encodes_tensor_maps(arch):
+    x, y = torch.arange(64 * 128).reshape(64, 128).half(), torch.zeros(TILE[0] * TILE[1]).half()
+    with ptx_emulator.device(arch):
+        ptx_emulator.load(compiled_load_tile(arch))(x, y)
+    assert torch.equal(y.view(TILE), x[: TILE[0], : TILE[1]])
+
+
+def test_a_refused_tensor_map_is_an_error():
+    with ptx_emulator.device("sm_90a"), pytest.raises(ValueError, match="cuTensorMapEncodeTiled: globalDim"):
+        ptx_emulator.load(compiled_load_tile("sm_90a"))(torch.zeros(0, 128).half(), torch.zeros(2048).half())
+
+
+def test_a_function_that_is_not_modelled_is_an_error_that_names_it(monkeypatch):
+    symbols = Function._symbols
+    without = lambda self: {name: body for name, body in symbols(self).items() if name != "_cudaGetDevice"}
+    monkeypatch.setattr(Function, "_symbols", without)
+    with pytest.raises(PtxError, match="the host code calls _cudaGetDevice, which is not modelled"):
+        ptx_emulator.load(compiled("sm_90a"))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Float32, "float32"), (Float8E4M3FN, "float8_e4m3fn")])
+def test_tuples_lists_and_fp8_tensors_are_arguments(kind, dtype):
+    function = ptx_emulator.load(compiled_copy_pair(kind))
+    x = [torch.arange(8 * (n + 1)).float().to(getattr(torch, dtype)) for n in range(2)]
+    y = [torch.zeros_like(v) for v in x]
+    with ptx_emulator.device("sm_90a") as device:
+        function(((x[0], y[0]), [x[1], y[1]]), [8, 3])
+        with pytest.raises(ValueError, match="expected dtype="):
+            function(((x[0].double(), y[0]), (x[1], y[1])), (8, 3))
+        with pytest.raises(TypeError, match="argument of type str"):
+            function(((x[0], y[0]), (x[1], "y")), (8, 3))
+    assert len(device.launches) == 2
+    assert torch.equal(y[0].float(), x[0].float())
+    assert torch.equal(y[1].float(), torch.where(torch.arange(16) < 3, x[1].float(), 0.0))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (2, 1, 0)])
+def test_tensors_may_be_dense_in_any_order_of_their_dimensions(order):
+    """Column-major and permuted tensors have no gaps; a slice has some."""
+    x = torch.zeros(4, 2, 8, dtype=torch.int32).permute(order)
+    body = "shl.b32 %r1, %r0, 2; cvt.u64.u32 %q8, %r1; add.s64 %q8, %q8, %q0; st.global.b32 [%q8], %r0;"
+    ptx.run(body, x, threads=64)
+    assert x.permute([order.index(n) for n in range(3)]).flatten().tolist() == list(range(64))
+    with pytest.raises(ValueError, match="tensor 0: expected a dense CPU tensor, without gaps"):
+        ptx.run(body, torch.zeros(4, 2, 16)[..., :8].permute(order), threads=64)
+    with pytest.raises(ValueError, match="expected a dense CPU tensor"):
+        ptx.run(body, torch.zeros(1, 8).expand(8, 8), threads=64)

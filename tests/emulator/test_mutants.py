@@ -53,7 +53,7 @@ MUTANTS = {
     "an intra-chunk stage without its barrier": (RACE, BEFORE_LDMATRIX, "", 1),
     "lanes that read what others store, without their barrier": (RACE, AFTER_STMATRIX, r"\1", 1),
     "o stored before it is ready": (UNWRITTEN, O_READY, "", 1),
-    "an mbarrier of too few arrivals": (UNWRITTEN, ARRIVALS, lowered(1), 1),
+    "an mbarrier of too few arrivals": (RACE, ARRIVALS, lowered(1), 1),
     "the wrong phase of an mbarrier": (
         DEADLOCK, r"(mbarrier\.try_wait\.parity\.shared\.b64 P1, \[%r\d+\]), %r\d+", r"\1, 0", 1,
     ),
@@ -64,7 +64,7 @@ MUTANTS = {
         "written after the last wgmma.fence", r"wgmma\.fence\.sync\.aligned;", "", 1,
     ),
     "a wgmma without its wait": (
-        "a register of an instruction in flight is accessed before its wait", r"wgmma\.wait_group\.sync\.aligned\s+1;", "", 1,
+        "a register of a wgmma in flight is accessed before its wait", r"wgmma\.wait_group\.sync\.aligned\s+1;", "", 1,
     ),
     "a swizzle of 64 bytes": (WRONG, r"wgmma\.mma_async[^;]*?\}, (%rd\d+), p", SWIZZLE, 1),
     "no step of the substitution": (

@@ -309,6 +309,7 @@ def product(
     modes=None,
     majors=(False, False),
     half=False,
+    seed=0,
 ):
     """The words [128, 64] of tensor memory after one mma of a [m, k] and b [n, k].
 
@@ -333,7 +334,7 @@ def product(
     multiply = MULTIPLY.replace("<kind>", kind).replace("<a>", "%q10").replace("<commit>", COMMIT)
     body += multiply + (copied_out("%q1", 32, ".pack::16b") if half else copied_out("%q1")) + TAIL
     out = torch.full((128, 32 if half else 64), -7, dtype=torch.int32)
-    run(change(body), image, out, threads=128, shared=1024 + image.numel() * 4)
+    run(change(body), image, out, threads=128, shared=1024 + image.numel() * 4, seed=seed)
     return out.view(torch.float16 if half else torch.float32)
 
 
@@ -463,3 +464,104 @@ def test_operands_may_be_overwritten_after_the_commit_is_seen():
     assert torch.equal(product(128, 64, a, b, change=behind), a.float() @ b.float().T)
     with pytest.raises(ExecutionError, match="a race|overwritten"):
         product(128, 64, a, b, change=before)
+
+
+#: Between a `tcgen05.ld` of %r100 and %r101 and its wait. None: allowed; else the error.
+IN_FLIGHT = {
+    "a copy": ("mov.b32 %r90, %r100;", None),
+    "packed, and unpacked after the wait": ("mov.b64 %q30, {%r100, %r101};", None),
+    "packed and unpacked": ("mov.b64 %q30, {%r100, %r101}; mov.b64 {%r90, %r91}, %q30;", None),
+    "a copy of other lanes": ("@%p2 mov.b32 %r90, %r100;", None),
+    "a copy that is written again and used": ("mov.b32 %r90, %r100; mov.b32 %r90, 1; add.s32 %r92, %r90, 1;", None),
+    "a result": ("add.s32 %r90, %r100, 0;", None),
+    "an address": ("cvt.u64.u32 %q30, %r101; add.s64 %q30, %q30, %q1; ld.global.b32 %r92, [%q30];", "tcgen05.ld in flight"),
+    "a branch": ("setp.eq.s32 %p7, %r101, 0; @%p7 bra OVER; OVER:", "tcgen05.ld in flight"),
+    "a shuffle": ("shfl.sync.bfly.b32 %r92, %r100, 1, 31, -1;", "tcgen05.ld in flight"),
+    "a store of a packed copy": ("mov.b64 %q30, {%r101, %r100}; st.global.b64 [%q1], %q30;", "tcgen05.ld in flight"),
+    "a store": ("mov.b32 %r90, %r100; st.global.b32 [%q1], %r90;", "tcgen05.ld in flight"),
+    "a write": ("mov.b32 %r100, 0;", "tcgen05.ld in flight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IN_FLIGHT)
+def test_registers_of_a_load_may_be_computed_with_before_its_wait(what):
+    """LLVM moves arithmetic before the wait. Memory, branches and other lanes must not see its results."""
+    between, wrong = IN_FLIGHT[what]
+    body = HEAD + f"mov.b32 %r20, 41; tcgen05.st.sync.aligned.32x32b.x2.b32 [%r9], {{%r20, %r0}};"
+    body += "tcgen05.wait::st.sync.aligned; mov.b32 %r90, 41;"
+    body += f"tcgen05.ld.sync.aligned.32x32b.x2.b32 {{%r100, %r101}}, [%r9]; {between} tcgen05.wait::ld.sync.aligned;"
+    unpack = "mov.b64 {%r90, %r91}, %q30;" if "after the wait" in what else ""
+    body += unpack + "mul.wide.s32 %q20, %r0, 4; add.s64 %q20, %q20, %q1; st.global.b32 [%q20], %r90;" + TAIL
+    x, y = torch.zeros(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    launch = lambda: run(body, x, y, threads=128, shared=64)
+    if wrong:
+        with pytest.raises(ExecutionError, match=wrong):
+            launch()
+    else:
+        launch()
+        assert y.tolist() == [1 if "written again" in what else 41] * 128
+
+
+#: Thread 32, in another warp, behind a barrier.
+OTHER_WARP = "ISSUED: bar.sync 0; setp.ne.s32 %p7, %r0, 32; @%p7 bra OVER; {} OVER: W:"
+ANOTHER_MMA = "tcgen05.mma.cta_group::1.kind::f16 [%r8], %q10, %q11, %r11, {%r12, %r12, %r12, %r12}, %p5;"
+FENCES = ("tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;")
+
+#: Edits of a product by thread 0: (pattern, replacement) each, and the error. None: it is allowed.
+ISSUERS = {
+    "a commit of another warp": ([(COMMIT, ""), ("ISSUED: W:", OTHER_WARP.format(COMMIT))], "a race|nothing has written"),
+    "a commit of another lane": (
+        [(COMMIT, ""), ("ISSUED: W:", f"ISSUED: setp.ne.s32 %p7, %r0, 1; @%p7 bra OVER; {COMMIT} OVER: W:")],
+        "a race|nothing has written",
+    ),
+    "a second commit": ([(COMMIT, COMMIT.replace("%r2", "%r2+8") + COMMIT)], None),
+    "an MMA of another warp": ([(COMMIT, ""), ("ISSUED: W:", OTHER_WARP.format(ANOTHER_MMA + COMMIT))], "a race"),
+    "an MMA of another warp behind fences": (
+        [(COMMIT, FENCES[0]), ("ISSUED: W:", OTHER_WARP.format(FENCES[1] + ANOTHER_MMA + COMMIT))], None,
+    ),
+    "only the first fence": ([(COMMIT, FENCES[0]), ("ISSUED: W:", OTHER_WARP.format(ANOTHER_MMA + COMMIT))], "a race"),
+    "only the second fence": (
+        [(COMMIT, ""), ("ISSUED: W:", OTHER_WARP.format(FENCES[1] + ANOTHER_MMA + COMMIT))], "a race",
+    ),
+    "operands overwritten behind a barrier": (
+        [("ISSUED: W:", "ISSUED: bar.sync 0; setp.eq.s32 %p7, %r0, 64; @%p7 st.shared.b32 [%r1+1024], %r12; W:")],
+        "a race|overwritten",
+    ),
+    "a dealloc behind a pending commit": (
+        [("@!%p1 bra END; tcgen05.dealloc", f"@%p2 {COMMIT.replace('%r2', '%r2+8')} @!%p1 bra END; tcgen05.dealloc")], None,
+    ),
+    "a dealloc behind a pending MMA": (
+        [("@!%p1 bra END; tcgen05.dealloc", f"@%p2 {ANOTHER_MMA} @!%p1 bra END; tcgen05.dealloc")], "tcgen05.dealloc|a race",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ISSUERS)
+def test_what_is_complete_depends_on_the_thread_that_issued_it(what):
+    changes, wrong = ISSUERS[what]
+    a, b = integers(128, 16).bfloat16(), integers(64, 16, seed=1).bfloat16()
+
+    def change(body):
+        body = body.replace("mbarrier.init.shared.b64 [%r2], 1;", "mbarrier.init.shared.b64 [%r2], 1; @%p2 mbarrier.init.shared.b64 [%r2+8], 1;")
+        for old, new in changes:
+            assert old in body
+            body = body.replace(old, new)
+        return body
+
+    for seed in range(3):
+        if wrong is None:
+            assert torch.equal(product(128, 64, a, b, change=change, seed=seed), a.float() @ b.float().T)
+        else:
+            with pytest.raises(ExecutionError, match=wrong):
+                product(128, 64, a, b, change=change, seed=seed)
+
+
+def test_lanes_0_to_31_of_an_address_stand_for_the_lanes_of_the_warp():
+    """All warps use the address of lane 0."""
+    body = HEAD + f"mov.b32 %r20, %r0; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r8], {{%r20}}; tcgen05.wait::st.sync.aligned;"
+    body += copied_out("%q0", 1) + TAIL
+    out = torch.zeros(128, dtype=torch.int32)
+    run(body, out, threads=128, shared=64)
+    assert out.tolist() == list(range(128))
+    with pytest.raises(ExecutionError, match="only accesses lanes 0 to 31"):
+        run(body.replace("st.sync.aligned.32x32b.x1.b32 [%r8]", "st.sync.aligned.32x32b.x1.b32 [%r8+2097152]"), out, threads=128, shared=64)

@@ -10,7 +10,7 @@ from helpers.emulator.ptx import run
 from helpers.emulator.tensor_maps import OUT, START, STORE, WAIT, filled, tensor_map
 
 import ptx_emulator
-from ptx_emulator import ExecutionError
+from ptx_emulator import ExecutionError, tensors
 
 KINDS = ("K_INTER", "K_SW32", "K_SW64", "K_SW128")
 
@@ -70,9 +70,15 @@ def test_swizzled_boxes(swizzle, mask):
     assert np.array_equal(out.numpy()[(place ^ (place >> 7 & mask) << 4) // 4], x.numpy().reshape(-1))
 
 
-def changed(tensor, byte):
-    """The map with a bit set that the emulator does not know."""
-    tensor[8 + byte] |= 0x10
+def changed(tensor, byte, bits=0x10):
+    """The map with further flags set. Byte 2 has a bit that the emulator does not know."""
+    tensor[8 + byte] |= bits
+    return tensor
+
+
+def with_box(tensor, *extents):
+    """The map with another box."""
+    tensor[55 : 55 + len(extents)] = torch.tensor(extents) - 1
     return tensor
 
 
@@ -82,15 +88,15 @@ def test_malformed_maps_and_copies_are_errors():
     run(body(), tensor_map(x, (8, 8)), x, out, shared=16400)
     for text, m, wrong in (
         (body(), changed(tensor_map(x, (8, 8)), 2), "flags 0x100"),
-        (body(), tensor_map(x, (16, 8), swizzle=1), "more than the 32 of the swizzle"),
-        (body(), tensor_map(x, (3, 8)), "multiples of 16"),
+        (body(), changed(tensor_map(x, (16, 8)), 1, 0x20), "more than the 32 of the swizzle"),
+        (body(), with_box(tensor_map(x, (8, 8)), 3, 8), "multiples of 16"),
         (body(corner="0", rank=1), tensor_map(x, (8, 8)), "rank 2, 1 coordinates"),
         (
             body(corner="2, 0"),
             tensor_map(x, (8, 8)),
             "coordinate 2 of elements of 4 bytes is not aligned to 16 bytes",
         ),
-        (body(), tensor_map(x, (8, 8), fill=1), "NaN outside of a tensor of integers"),
+        (body(), changed(tensor_map(x, (8, 8)), 1, 0x80), "NaN outside of a tensor of integers"),
         (body(bytes=128), tensor_map(x, (8, 8)), "more bytes than it expects"),
         (body(bytes=512), tensor_map(x, (8, 8)), "deadlock(.|\n)*bytes pending"),
         (body().replace("[%r1], [%q0", "[%r1+64], [%q0"), tensor_map(x, (8, 8)), "not aligned to 128"),
@@ -99,6 +105,30 @@ def test_malformed_maps_and_copies_are_errors():
             run(text, m, x, out, shared=16400)
     with pytest.raises(ExecutionError, match="outside|out of bounds"):
         run(body(), tensor_map(x, (8, 8)), x[:4], out, shared=16400)
+
+
+def encode(**changes):
+    """A map of 16-bit elements with some arguments changed."""
+    given = {
+        "kind": 6, "address": 256, "extents": (64, 8), "strides": (128,), "box": (64, 8), "steps": (1, 1), "interleave": 0,
+        "swizzle": 3, "promotion": 0, "fill": 0,
+    }  # fmt: skip
+    return tensors.encoded(**(given | changes))
+
+
+def test_the_encoder_names_what_it_refuses():
+    """That it encodes as the driver does is part of the calibration."""
+    assert len(encode()) == 128
+    for changes, wrong in (
+        ({"box": (0, 8)}, "boxDim"), ({"box": (128, 8)}, "more than the 128 of the swizzle"), ({"box": (9, 8)}, "multiples of 16"),
+        ({"extents": (0, 8)}, "globalDim"), ({"strides": (24,)}, "globalStrides"), ({"address": 264}, "address 0x108"),
+        ({"promotion": 4}, "l2Promotion"), ({"kind": 2, "box": (32, 8), "fill": 1}, "NaN outside of a tensor of integers"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"cuTensorMapEncodeTiled: .*{wrong}"):
+            encode(**changes)
+    for changes in ({"kind": 13}, {"swizzle": 4}, {"interleave": 1}, {"steps": (1, 2)}):
+        with pytest.raises(ptx_emulator.PtxError, match="cuTensorMapEncodeTiled: .*not modelled"):
+            encode(**changes)
 
 
 def test_rows_narrower_than_their_swizzle_leave_gaps():

@@ -99,7 +99,7 @@ MISTAKES = {
         "overwritten while a multiplication was in flight|a race",
     ),
     "written by the generic proxy": (
-        "wgmma.fence.sync.aligned;", "st.shared.b32 [shared_bytes], 0; wgmma.fence.sync.aligned;", "without a fence.proxy.async",
+        "wgmma.fence.sync.aligned;", "@%p1 st.shared.b32 [shared_bytes], 0; bar.sync 0; wgmma.fence.sync.aligned;", "without a fence.proxy.async",
     ),
     "not waited for its bytes": ("@done bra OUT; bra AGAIN;", "", None),
     "a base offset": ("add.s64 %q44, %q45, ", "add.s64 %q45, %q45, 0x2000000000000; add.s64 %q44, %q45, ", "base offset"),
@@ -117,7 +117,7 @@ def test_misuse_is_an_error(mistake):
         text = text.replace(
             "AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%r3], 0; @done bra OUT; bra AGAIN; OUT:", ""
         )
-        message = "nothing orders them|nothing has written"
+        message = "nothing orders them|nothing has written|overwritten while|nothing has waited"
     else:
         text = text.replace(old, new)
     with pytest.raises(ptx_emulator.ExecutionError, match=message):

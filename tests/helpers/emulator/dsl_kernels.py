@@ -7,6 +7,8 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.experimental import primitives as prims
+from cutlass.experimental.cuda import TensorMap, create_tensor_map_tiled
 from cutlass.utils import SmemAllocator
 
 THREADS = 64
@@ -134,3 +136,66 @@ def compiled_map_tiles(arch, kind):
             map_tiles, matrix(), matrix(), getattr(warpgroup.SmemLayoutAtomKind, kind), stream,
             options=f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --dump-dir {folder}",
         )  # fmt: skip
+
+
+@cute.kernel
+def _load_tile(tensor_map: cutlass.GridConstant[TensorMap], y: cute.Tensor):
+    """Loads one tile of `TILE` elements of 2 bytes through a map that the driver encodes."""
+    thread, _, _ = cute.arch.thread_idx()
+    count: cutlass.Constexpr[int] = TILE[0] * TILE[1]
+    tile = cutlass.Array(cutlass.Float16, count, space=cutlass.AddressSpace.smem, alignment=128)
+    barrier = cutlass.Array(Int64, 1, space=cutlass.AddressSpace.smem, alignment=8)
+    if thread == 0:
+        prims.mbarrier_init(barrier, 1)
+    prims.fence_mbarrier_init()
+    prims.barrier_cta_sync(0)
+    if thread == 0:
+        prims.mbarrier_arrive_expect_tx(barrier, tensor_map.global_tx_bytes())
+        prims.cp_async_bulk_tensor_shared_cta_global(tile, tensor_map.get_ptr(), (0, 0), barrier)
+    while not prims.mbarrier_try_wait_parity(barrier, 0):
+        pass
+    for n in cutlass.range_constexpr(count // THREADS):
+        i = n * THREADS + thread
+        y[i] = (tile.data_ptr() + i).load()
+
+
+@cute.jit
+def load_tile(x: cute.Tensor, y: cute.Tensor):
+    """y = the first tile of x."""
+    tensor_map = create_tensor_map_tiled(
+        global_address=x.iterator.toint(), dtype=cutlass.Float16, global_dims=[x.shape[1], x.shape[0]],
+        global_strides=[x.shape[1] * 2 // 16], box_dims=[TILE[1], TILE[0]],
+    )  # fmt: skip
+    _load_tile(tensor_map, y).launch(grid=(1, 1, 1), block=(THREADS, 1, 1))
+
+
+def compiled_load_tile(arch):
+    matrix = make_fake_compact_tensor(cutlass.Float16, (cute.sym_int(), cute.sym_int()), stride_order=(1, 0), assumed_align=16)
+    vector = make_fake_compact_tensor(cutlass.Float16, (TILE[0] * TILE[1],))
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --dump-dir {folder}"
+        return cute.compile(load_tile, matrix, vector, options=options)
+
+
+@cute.kernel
+def _copy(x: cute.Tensor, y: cute.Tensor, n: Int32):
+    """y[:n] = x[:n]."""
+    thread, _, _ = cute.arch.thread_idx()
+    if thread < n:
+        y[thread] = x[thread]
+
+
+@cute.jit
+def copy_pair(pairs: tuple, counts: tuple, stream):
+    """Copies the first counts[i] elements of pairs[i][0] to pairs[i][1]."""
+    for i in cutlass.range_constexpr(2):
+        _copy(pairs[i][0], pairs[i][1], counts[i]).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+
+def compiled_copy_pair(dtype):
+    vector = lambda: make_fake_compact_tensor(dtype, (cute.sym_int(),))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    pairs = ((vector(), vector()), (vector(), vector()))
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir {folder}"
+        return cute.compile(copy_pair, pairs, (Int32(0), Int32(0)), stream, options=options)

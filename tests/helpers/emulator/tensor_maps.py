@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from ptx_emulator import tensors
 
 
 @dataclass(frozen=True)
@@ -24,22 +25,13 @@ class Form:
     fill: int = 0
 
 
-#: The driver's numbers of types -> the numbers in a map.
-KINDS = {n: n for n in range(8)} | {8: 9, 9: 10, 10: 8, 11: 7 | 1 << 9, 12: 8 | 1 << 9}
-
-
 def packed(form: Form) -> bytes:
-    """The 128 bytes of a map. The bytes after the known fields are 0xFF; the emulator ignores them."""
-    rank = len(form.extents)
-    pad = lambda values, count=5: [*values, *[0] * (count - len(values))]
-    strides = [s // 16 for s in form.strides]
-    flags = (
-        (rank - 1) << 4 | KINDS[form.kind] << 7 | form.swizzle << 13 | form.fill << 15 | form.promotion << 17
-    )
-    low, high = [s & 0xFFFFFFFF for s in strides], sum(s >> 32 << 4 * n for n, s in enumerate(strides))
-    raw = struct.pack("<QI4II", form.address, flags, *pad(low, 4), high)
-    raw += struct.pack("<5I3x5B4x", *pad([n - 1 for n in form.extents]), *pad([n - 1 for n in form.box]))
-    return raw.ljust(128, b"\xff")
+    """The 128 bytes of a map. Those behind the known half are 0xFF; the emulator ignores them."""
+    raw = tensors.encoded(
+        form.kind, form.address, form.extents, form.strides, form.box, [1] * len(form.box), 0, form.swizzle,
+        form.promotion, form.fill,
+    )  # fmt: skip
+    return raw[:64].ljust(128, b"\xff")
 
 
 #: Encodes maps: `packed`, or the driver while fixtures are recorded.

@@ -256,10 +256,11 @@ def scatter(
                     w,
                     words.reshape(changed.shape)[changed],
                     np.broadcast_to(who, words.shape).reshape(changed.shape)[changed],
+                    generic=True,
                 )
         region.store(places[part], size, count, values[part], missing)
         w.machine.clock += 1
-        region.stamp(places[part], w.machine.clock, w.cta.number)
+        region.stamp(places[part], w.machine.clock, w.cta.number, size * count)
 
 
 def spread(values: Array, lanes: int) -> Array:
@@ -281,6 +282,8 @@ def lanes_of(flags: Array | None, lanes: int) -> int:
 
 
 def _count(d: Decoder, i: Instruction) -> int:
+    if ("v8" in i.modifiers or ("v4" in i.modifiers and SIZES[i.modifiers[-1]] == 8)) and "global" not in i.modifiers:
+        d.refuse("vectors of 32 bytes are only in global memory")
     return 2 if "v2" in i.modifiers else 4 if "v4" in i.modifiers else 8 if "v8" in i.modifiers else 1
 
 
@@ -288,8 +291,8 @@ def _count(d: Decoder, i: Instruction) -> int:
 def _ld(d: Decoder, i: Instruction) -> Execute:
     space, kind, count = space_of(d, i), i.modifiers[-1], _count(d, i)
     order = next((m for m in i.modifiers if m in ("weak", "relaxed", "acquire", "volatile")), "weak")
-    d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "weak", "relaxed", "acquire", "volatile")
-    strong = order != "weak"
+    d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "v8", "weak", "relaxed", "acquire", "volatile")
+    strong, constant = order != "weak", "nc" in i.modifiers and space == "global"
     size = SIZES[kind]
     targets = d.destinations(i.operands[0], kind, wider=True)
     if len(targets) != count:
@@ -308,6 +311,12 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
     def load(w: Warp, lanes: int) -> Any:
         places = addresses(w, base, offset, lanes)
         values, unknown = gather_from(w, space, places, size, count, lanes, strong)
+        if constant:
+            region = region_of(w, "global", places, size * count)
+            parts = [(region, places)] if region else [(w.machine.memory.at(x, x + 1, w.fail), places[n : n + 1]) for n, x in enumerate(places.tolist())]
+            for one, where in parts:
+                if one.shadow is not None:
+                    one.shadow.load_constant(w, touched(one, where, size * count, SEVERAL)[0].reshape(-1))
         if strong:
             for word in _words(w, space, places):
                 w.clock.read(order, w.machine.releases.get(word))
@@ -334,7 +343,7 @@ def _st(d: Decoder, i: Instruction) -> Execute:
     if i.modifiers[0] == "async":
         return _st_async(d, i)
     space, kind, count = space_of(d, i), i.modifiers[-1], _count(d, i)
-    d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "weak", "relaxed", "release", "volatile")
+    d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "v8", "weak", "relaxed", "release", "volatile")
     if space == "param":
         d.refuse("parameters are read-only")
     order = next((m for m in i.modifiers if m in ("relaxed", "release", "volatile")), "weak")
@@ -386,13 +395,21 @@ def cta_at(w: Warp, place: int) -> tuple[Cta, int]:
     return (w.cta.peer(rank - 1, w.fail) if rank else w.cta), place & (1 << CTA_BITS) - 1
 
 
-def mbarrier_at(w: Warp, place: int) -> Mbarrier:
-    """Return the mbarrier at an address of shared memory, of this CTA or another one of the cluster."""
+def mbarrier_at(w: Warp, place: int, proxy: bool = False) -> Mbarrier:
+    """Return the mbarrier at an address of shared memory, of this CTA or another one of the cluster.
+
+    ``proxy``: the async proxy counts the bytes of a copy there.
+    """
     cta, place = cta_at(w, place)
     found = cta.mbarriers.get(place)
     if found is None:
         w.fail(
             f"no mbarrier at {place:#x} of the shared memory of CTA {cta.number}: it was not initialised, or invalidated"
+        )
+    if not found.visible and (proxy or cta is not w.cta):
+        w.fail(
+            f"the mbarrier at {place:#x} of CTA {cta.number} is used by {'the async proxy' if proxy else 'another CTA'}, but the "
+            "warp that initialised it has executed no fence.mbarrier_init (or fence.proxy.async) since"
         )
     return found
 
@@ -549,11 +566,10 @@ def _arriving(d: Decoder, i: Instruction, kind: str, count: int, combine: Combin
     def start(w: Warp, lanes: int) -> None:
         places = addresses(w, base, offset, lanes)
         barriers = addresses(w, barrier_base, barrier_offset, lanes).tolist()
-        if any(w.unknown[s] & lanes for s in sources):
-            w.fail(
-                "an undefined value is stored to shared memory of the cluster: it depends on a value that nothing has written yet"
-            )
         values = np.stack([w.regs[s][INDICES[lanes]] for s in sources], 1)
+        undefined = np.stack([_flags(w.unknown[s], lanes) for s in sources], 1)
+        if combine is not None and undefined.any():
+            w.fail("an operand of red.async is undefined: it depends on a value that nothing has written yet")
         mbarriers = [mbarrier_at(w, place) for place in barriers]
         pc, clock = w.pc, w.clock.now
         if any(cta_at(w, a)[0] is not cta_at(w, b)[0] for a, b in zip(places.tolist(), barriers)):
@@ -569,7 +585,7 @@ def _arriving(d: Decoder, i: Instruction, kind: str, count: int, combine: Combin
 
         def complete() -> None:
             w.pc = pc
-            for place, value, barrier in zip(places.tolist(), values, mbarriers):
+            for place, value, missing, barrier in zip(places.tolist(), values, undefined, mbarriers):
                 cta, local = cta_at(w, place)
                 at, bits = np.array([local]), value[None]
                 if combine is not None:
@@ -577,7 +593,7 @@ def _arriving(d: Decoder, i: Instruction, kind: str, count: int, combine: Combin
                     if unknown is not None:
                         w.fail(f"red.async updates undefined memory at {place:#x}: nothing has written it")
                     bits = combine(before, bits)
-                cta.shared.store(at, size, count, bits, None)
+                cta.shared.store(at, size, count, bits, missing[None] if missing.any() else None)
                 barrier.release(issue_snapshot(w, clock))
                 barrier.count_bytes(size * count, w.fail)
 

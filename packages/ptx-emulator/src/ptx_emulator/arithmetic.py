@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptx_emulator import floats
-from ptx_emulator.decode import DTYPES, PARAMETERS, Decoder, Execute, handler
+from ptx_emulator import floats, half, narrow
+from ptx_emulator.decode import DTYPES, PARAMETERS, WORDS, Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, Array, to_bits
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import CTA_BITS, LOCAL_WINDOW, SHARED_WINDOW, UNSIGNED, WINDOW_BITS
@@ -102,6 +102,10 @@ def _add(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
     if kind in ("f32", "f64"):
         return _fp(d, i, _SIMPLE[i.opcode], "sat")
+    if (found := half.mixed(i.opcode, i.modifiers)) is not None:
+        return elementwise(d, i, found[0], "f32", kinds=found[1])
+    if kind in half.REGISTERS:
+        return _half(d, i)
     d.only(i.modifiers, "u16", "s16", "u32", "s32", "u64", "s64")
     return elementwise(d, i, _SIMPLE[i.opcode], kind.replace("s", "u"))
 
@@ -117,8 +121,8 @@ def _mul(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
     if kind in ("f32", "f64"):
         return _fp(d, i, np.multiply, "sat")
-    if kind == "bf16x2":
-        return _bf16x2(d, i, np.multiply)
+    if kind in half.REGISTERS:
+        return _half(d, i)
     d.only(i.modifiers[1:], "u16", "s16", "u32", "s32", "u64", "s64")
     if i.modifiers[0] == "lo":
         return elementwise(d, i, np.multiply, kind.replace("s", "u"))
@@ -146,24 +150,18 @@ def _mad(d: Decoder, i: Instruction) -> Execute:
 
 @handler("fma")
 def _fma(d: Decoder, i: Instruction) -> Execute:
+    if (found := half.mixed(i.opcode, i.modifiers)) is not None:
+        return elementwise(d, i, found[0], "f32", kinds=found[1])
+    if i.modifiers[-1] in half.REGISTERS:
+        return _half(d, i)
     if i.modifiers[-1] != "f32" or "rn" not in i.modifiers:
         d.refuse("only fma.rn.f32 is modelled")
     return _fp(d, i, floats.fma32, "sat")
 
 
-def _bf16x2(d: Decoder, i: Instruction, function: Function) -> Execute:
-    """Build a `.bf16x2` instruction. Each result is rounded once, from fp64."""
-    if i.modifiers != ("rn", "bf16x2"):
-        d.refuse(f"only {i.opcode}.rn.bf16x2 is modelled")
-
-    def rounded(*halves: Array) -> Array:
-        exact = function(*(floats.bf16_values(x.astype(np.uint16)).astype(np.float64) for x in halves))
-        return floats.bf16_bits(floats.odd32(exact))
-
-    def apply(*pairs: Array) -> Array:
-        return rounded(*(x >> np.uint32(16) for x in pairs)) << np.uint32(16) | rounded(*pairs)
-
-    return elementwise(d, i, apply, "b32")
+def _half(d: Decoder, i: Instruction) -> Execute:
+    """Build an instruction of a type of `half.REGISTERS`."""
+    return elementwise(d, i, half.operation(i.opcode, i.modifiers), half.REGISTERS[i.modifiers[-1]])
 
 
 def _divide(a: Array, b: Array) -> Array:
@@ -193,21 +191,14 @@ def _div(d: Decoder, i: Instruction) -> Execute:
     return elementwise(d, i, _remainder, kind)
 
 
-def _extreme(function: Function) -> Function:
-    """Build max or min of floats. A number wins over NaN, and -0 is less than +0."""
-
-    def extreme(a: Array, b: Array) -> Array:
-        signs = np.signbit(a) if function is np.fmax else ~np.signbit(a)
-        return np.where((a == b) & (a == 0), np.where(signs, b, a), function(a, b))
-
-    return extreme
-
-
 @handler("min", "max")
 def _min(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
     if kind in ("f32", "f64"):
-        return _fp(d, i, _extreme(np.fmin if i.opcode == "min" else np.fmax))
+        function = half.extreme(np.fmin if i.opcode == "min" else np.fmax, "NaN" in i.modifiers)
+        return _fp(d, i, function, "NaN")
+    if kind in half.REGISTERS:
+        return _half(d, i)
     function = np.minimum if i.opcode == "min" else np.maximum
     if i.modifiers == ("relu", "s32"):
         return elementwise(d, i, lambda a, b: np.maximum(function(a, b), np.int32(0)), kind)
@@ -232,6 +223,8 @@ def _neg(d: Decoder, i: Instruction) -> Execute:
             return floats.flush(y) if ftz else y
 
         return elementwise(d, i, apply, kind)
+    if kind in half.REGISTERS:
+        return _half(d, i)
     d.only(i.modifiers, "s16", "s32", "s64")
     return elementwise(d, i, np.negative if i.opcode == "neg" else np.abs, kind)
 
@@ -418,7 +411,7 @@ def _comparison(d: Decoder, name: str, kind: str) -> Function:
 @handler("setp")
 def _setp(d: Decoder, i: Instruction) -> Execute:
     kind = i.modifiers[-1]
-    if kind not in DTYPES or SIZES[kind] < 2 or kind == "f16":
+    if kind != "bf16" and (kind not in DTYPES or SIZES[kind] < 2):
         d.refuse(f".{kind} is not modelled")
     compare = _comparison(d, i.modifiers[0], kind)
     combine = next((x for x in i.modifiers[1:-1] if x in ("and", "or", "xor")), None)
@@ -431,11 +424,13 @@ def _setp(d: Decoder, i: Instruction) -> Execute:
     other = None if isinstance(second, Sink) else d.destination(second, "pred")
     a, b = d.source(i.operands[1], kind), d.source(i.operands[2], kind)
     c, negated = d.predicate(i.operands[3]) if combine else (0, False)
-    dtype = DTYPES[kind]
+    dtype = DTYPES["u16" if kind == "bf16" else kind]
     ftz = "ftz" in i.modifiers
 
     def compared(w: Warp, lanes: int) -> None:
         x, y = w.regs[a].view(dtype), w.regs[b].view(dtype)
+        if kind == "bf16":
+            x, y = floats.bf16_values(x), floats.bf16_values(y)
         if ftz:
             x, y = floats.flush(x), floats.flush(y)
         value = to_bits(compare(x, y))
@@ -486,13 +481,16 @@ def _mov(d: Decoder, i: Instruction) -> Execute:
 
         return predicate
     size = SIZES[kind]
+    for operand in (source, to):
+        if isinstance(operand, Vector) and size not in (n * len(operand.elements) for n in UNSIGNED):
+            d.refuse(f"mov.{kind}: {len(operand.elements)} elements do not fill it")
     if isinstance(source, Vector):
         part = size // len(source.elements)
         parts = d.sources(source, f"b{8 * part}")
         t = d.destination(to, kind)
 
         def pack(w: Warp, lanes: int) -> None:
-            value = np.stack([w.regs[x] for x in parts], 1).view(UNSIGNED[size])[:, 0]
+            value = np.stack([w.regs[x] for x in parts], 1).view(WORDS[size])[:, 0]
             w.put_bytes(t, value, [lane for x in parts for lane in w.unknown_bytes(x)], lanes)
 
         return pack
@@ -581,19 +579,28 @@ def _from_float(d: Decoder, modifiers: tuple[str, ...], result: str) -> Callable
     return convert
 
 
+#: Roundings of floating-point results.
+_ROUNDED: dict[str, Function] = {
+    "rn": floats.nearest32, "rz": floats.cut32, "rm": floats.down32, "rp": floats.up32,
+}  # fmt: skip
+
+
 @handler("cvt")
 def _cvt(d: Decoder, i: Instruction) -> Execute:
+    if len(i.modifiers) < 2:
+        d.refuse("cvt: expected the types of the result and of the source")
+    if (found := narrow.conversion(i.modifiers)) is not None:
+        function, result, kinds = found
+        return elementwise(d, i, function, kinds[0], result, kinds)
     if i.modifiers[-1] == "f32" and i.modifiers[-2] in _NARROW:
         return _cvt_narrow(d, i)
     *rest, result, kind = i.modifiers
     to, source = d.destination(i.operands[0], result, wider=True), d.source(i.operands[1], kind, wider=True)
     size, width = SIZES[kind], d.size_of(i.operands[0])
-    d.only(rest, "rn", "rni", "rzi", "rmi", "rpi", "ftz", "sat")
-    integer = result[0] in "us" and kind[0] in "us"
-    if "sat" in rest and not integer:
-        d.refuse("cvt.sat is only modelled between integers")
+    d.only(rest, "rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat")
+    rounding = next((m for m in rest if m in _ROUNDED), None)
     convert: Function
-    if integer:
+    if result[0] in "us" and kind[0] in "us":
         d.only(rest, "sat")
         info = np.iinfo(DTYPES[result])
 
@@ -603,25 +610,37 @@ def _cvt(d: Decoder, i: Instruction) -> Execute:
             return x.astype(DTYPES[result])
 
         convert = integers
-    elif result[0] in "us" and kind in ("f32", "f64"):
-        convert = _from_float(d, tuple(rest), result)
-    elif kind[0] in "us" and result in ("f32", "f64"):
-        d.only(rest, "rn")
-        convert = lambda x: x.astype(DTYPES[result])
-    elif kind == result == "f32" and rest and rest[0] in _INTEGRAL:
-        d.only(rest[1:], "ftz")
-        integral = _INTEGRAL[rest[0]]
-        flushed = floats.flush if "ftz" in rest else lambda x: x
-        convert = lambda x: floats.canonical(integral(flushed(x)))
+    elif result[0] in "us" and kind in ("f16", "f32", "f64"):
+        d.only(rest, *_INTEGRAL, "ftz", "sat")  # the result saturates with and without .sat
+        whole = _from_float(d, tuple(rest), result)
+        convert = (lambda x: whole(floats.flush(x))) if "ftz" in rest and kind == "f32" else whole
+    elif kind[0] in "us" and result in ("f16", "f32", "f64"):
+        d.only(rest, *_ROUNDED)
+        if rounding is None:
+            d.refuse(f"cvt of .{kind} to .{result}: expected .rn, .rz, .rm or .rp")
+        if result == "f32":
+            convert = lambda x: _ROUNDED[rounding](x.astype(np.longdouble))
+        elif rounding == "rn":
+            convert = lambda x: x.astype(DTYPES[result])
+        else:
+            d.refuse(f"cvt.{rounding} of .{kind} to .{result} is not modelled")
+    elif kind == result == "f32":
+        d.only(rest, *_INTEGRAL, "ftz", "sat")
+        integral = next((_INTEGRAL[m] for m in rest if m in _INTEGRAL), lambda x: x)
+        convert = _float(integral, "ftz" in rest)
+        if "sat" in rest:
+            unlimited = convert
+            convert = lambda x: _saturated(unlimited(x))
     elif (kind, result) in (("f32", "f64"), ("f64", "f32"), ("f16", "f32")):
-        d.only(rest, "rn", "ftz")
+        d.only(rest, *(_ROUNDED if result == "f32" and kind == "f64" else ("rn",)), "ftz", "sat")
         ftz = "ftz" in rest
 
         def reals(x: Array) -> Array:
             x = floats.flush(x) if ftz and kind == "f32" else x
-            y = x.astype(DTYPES[result])
+            y = _ROUNDED[rounding or "rn"](x) if kind == "f64" else x.astype(DTYPES[result])
             y = floats.canonical(y) if kind == "f16" else y
-            return floats.flush(y) if ftz and result == "f32" else y
+            y = floats.flush(y) if ftz and result == "f32" else y
+            return np.where(y > 0, np.minimum(y, DTYPES[result](1)), DTYPES[result](0)) if "sat" in rest else y
 
         convert = reals
     elif (kind, result) == ("bf16", "f32"):
@@ -630,11 +649,13 @@ def _cvt(d: Decoder, i: Instruction) -> Execute:
     else:
         d.refuse(f"cvt of .{kind} to .{result} is not modelled")
     view = DTYPES.get(kind, np.uint16)
-    narrow = UNSIGNED[size]
+    unsigned = UNSIGNED[size]
     extended = DTYPES[f"{'s' if result[0] == 's' else 'u'}{8 * width}"]
 
     def converted(w: Warp, lanes: int) -> None:
-        found = convert(w.regs[source].astype(narrow).view(view))
+        found = convert(w.regs[source].astype(unsigned).view(view))
+        if found.dtype.kind == "f" and found.dtype.itemsize < width:
+            found = found.view(UNSIGNED[found.dtype.itemsize])
         if found.dtype.itemsize < width:
             found = found.astype(extended)
         w.put(to, found.view(UNSIGNED[width]), w.unknown[source], lanes)
@@ -645,23 +666,39 @@ def _cvt(d: Decoder, i: Instruction) -> Execute:
 #: Conversions of fp32 to the bits of narrower types, by type and rounding.
 _NARROW: dict[str, dict[str, Function]] = {
     "bf16": {"rn": floats.bf16_bits, "rz": floats.bf16_bits_towards_zero},
-    "f16": {"rn": floats.f16_bits, "rz": floats.f16_bits_towards_zero},
-    "tf32": {"rn": floats.tf32_bits, "rna": floats.tf32_bits_away},
-}
-_NARROW |= {f"{kind}x2": _NARROW[kind] for kind in ("bf16", "f16")}
+    "f16": {
+        "rn": floats.f16_bits, "rz": floats.f16_bits_towards_zero, "rm": floats.f16_bits_down, "rp": floats.f16_bits_up,
+    },
+    "tf32": {"rn": floats.tf32_bits, "rna": floats.tf32_bits_away, "rz": floats.tf32_bits_towards_zero},
+}  # fmt: skip
+_NARROW |= {f"{kind}x2": {how: _NARROW[kind][how] for how in ("rn", "rz")} for kind in ("bf16", "f16")}
+#: The largest number of each of these types.
+_LARGEST = {"bf16": float.fromhex("0x1.fep127"), "f16": 65504.0, "tf32": float.fromhex("0x1.ffcp127")}
 
 
 def _cvt_narrow(d: Decoder, i: Instruction) -> Execute:
-    """Build `cvt` of fp32, one or a pair, to a narrower type. With `.relu` negative numbers become 0, and NaN canonical."""
+    """Build `cvt` of fp32, one or a pair, to a narrower type.
+
+    With `.relu` negative numbers become 0, and NaN canonical. With `.satfinite` numbers beyond the largest one become that.
+    """
     *how, kind, _ = i.modifiers
-    d.only(how[1:], "relu")
+    d.only(how[1:], "relu", "satfinite", *(("ftz", "sat") if kind == "f16" else ()))
     if not how or how[0] not in _NARROW[kind]:
         d.refuse(f"cvt: this rounding to .{kind} is not modelled")
     function = _NARROW[kind][how[0]]
-    if "relu" in how:
-        convert: Function = lambda x: function(np.where(x < 0, np.float32(0), x) + np.float32(0))
-    else:
-        convert = function
+    largest = np.float32(_LARGEST[kind.removesuffix("x2")])
+
+    def convert(x: Array) -> Array:
+        if "ftz" in how:
+            x = floats.flush(x)
+        if "sat" in how:
+            x = _saturated(x)
+        if "relu" in how:
+            x = np.where(x < 0, np.float32(0), x) + np.float32(0)
+        if "satfinite" in how:
+            x = np.where(np.isnan(x), x, np.clip(x, -largest, largest))
+        return function(x)
+
     if kind.endswith("x2"):
         pair = lambda high, low: convert(high) << np.uint32(16) | convert(low)
         return elementwise(d, i, pair, "b32", kinds=("f32", "f32"))

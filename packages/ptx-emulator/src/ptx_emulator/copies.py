@@ -20,7 +20,7 @@ from ptx_emulator.lanes import BOOLS, INDICES, Array
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import copy
 from ptx_emulator.parser import Instruction
-from ptx_emulator.races import SEVERAL, issue_snapshot
+from ptx_emulator.races import issue_snapshot
 from ptx_emulator.synchronize import check_proxy
 
 REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
@@ -196,6 +196,8 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
         return tensors.wait(d, i)
     if i.modifiers[2:] == ("prefetch", "L2", "global"):
         return _prefetch(d, i)
+    if i.modifiers[2:4] == ("prefetch", "tensor"):
+        return tensors.tensor_prefetch(d, i)
     if i.modifiers[2] == "tensor":
         return tensors.tensor_copy(d, i)
     multicast = "multicast::cluster" in i.modifiers
@@ -232,7 +234,7 @@ def _bulk(d: Decoder, i: Instruction) -> Execute:
                 if mask is None
                 else tensors.multicast_places(w, mask, lane, place, barrier)
             ):
-                _start_bulk(w, target, origin, count, mbarrier, from_shared)
+                _start_bulk(w, target, origin, count, mbarrier, from_shared, lane)
 
     return start
 
@@ -252,13 +254,16 @@ def _prefetch(d: Decoder, i: Instruction) -> Execute:
     return prefetch
 
 
-def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int, from_shared: bool) -> None:
+def _start_bulk(
+    w: Warp, place: int, origin: int, count: int, barrier_place: int, from_shared: bool, lane: int
+) -> None:
     """Start one bulk copy to shared memory.
 
     Args:
         place, barrier_place: addresses of the destination and of the mbarrier in shared memory of the cluster.
         origin: address of the source.
         count: bytes.
+        lane: the lane that issues it.
         from_shared: the source is this CTA's shared memory; otherwise global memory.
     """
     if count % 16 or place % 16 or origin % 16:
@@ -266,7 +271,7 @@ def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int
             f"bulk copy of {count} bytes from {origin:#x} to {place:#x}: size and addresses must be multiples of 16"
         )
     (cta, place), pc, clock = cta_at(w, place), w.pc, w.clock.now
-    barrier, shared = mbarrier_at(w, barrier_place), cta.shared
+    barrier, shared = mbarrier_at(w, barrier_place, proxy=True), cta.shared
     if cta_at(w, barrier_place)[0] is not cta:
         w.fail("bulk copy: the mbarrier is not in the CTA whose shared memory is written")
     if count:
@@ -285,7 +290,7 @@ def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int
         sent = region.load(origin + words, 4, 1)[0] if from_shared else None
         shared.track()[place - shared.base : place - shared.base + count] = 0
         if shared.shadow is not None:
-            shared.shadow.store(w, (place - shared.base + words) >> 2, SEVERAL)
+            shared.shadow.store(w, (place - shared.base + words) >> 2, lane)
 
     def complete() -> None:
         w.pc = pc
@@ -300,9 +305,11 @@ def _start_bulk(w: Warp, place: int, origin: int, count: int, barrier_place: int
             elif (region.load(origin + words, 4, 1)[0] != sent).any():
                 w.fail("shared memory was overwritten before a bulk copy had read it")
             copy(region, origin, shared, place, count)
+        cta.incoming -= 1
         barrier.release(issue_snapshot(w, clock))
         barrier.count_bytes(count, w.fail)
 
+    cta.incoming += 1
     w.machine.pending.append(complete)
 
 

@@ -7,6 +7,7 @@ lanes.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -40,13 +41,21 @@ HANDLERS: dict[str, Handler] = {}
 #: Generic address of the first parameter. Generic addresses of global memory are those of the host.
 PARAMETERS = 1 << 62
 
+class _Types(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        raise PtxError(f"the type .{name} is not modelled here")
+
+
 #: The numpy type of each PTX type.
-DTYPES: dict[str, Any] = (
+DTYPES: dict[str, Any] = _Types(
     {f"u{8 * n}": UNSIGNED[n] for n in (1, 2, 4, 8)}
     | {f"b{8 * n}": UNSIGNED[n] for n in (1, 2, 4, 8)}
     | {"s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64}
     | {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 )
+
+#: The numpy type of a register, by its bytes.
+WORDS: dict[int, Any] = UNSIGNED | {16: np.dtype("V16")}
 
 #: Value of each special register: a function of the warp that returns a number or 32 of them.
 SPECIALS: dict[str, Callable[[Warp], Any]] = {}
@@ -85,6 +94,8 @@ class Decoder:
         self._instruction = kernel.instructions[0]
         self._read: set[int] = set()
         self._written: set[int] = set()
+        self._index = 0
+        self._observed: dict[int, tuple[int, str]] = {}
         self.relaxed = False
         self.symbols, end = {}, SHARED_BASE
         for variable in kernel.shared:
@@ -111,8 +122,8 @@ class Decoder:
         Raises:
             PtxError: an instruction is not modelled.
         """
-        code, reads, writes, relaxed = [], [], [], []
-        for instruction in self.kernel.instructions:
+        code, reads, writes, relaxed, pure = [], [], [], [], []
+        for self._index, instruction in enumerate(self.kernel.instructions):
             self._instruction = instruction
             self._read, self._written, self.relaxed = set(), set(), False
             found = HANDLERS.get(instruction.opcode)
@@ -124,18 +135,25 @@ class Decoder:
                 if error.line:
                     raise
                 self.refuse(error.message)
+            except (KeyError, IndexError, ValueError, TypeError) as error:
+                # The operands or modifiers are not those that the handler takes apart.
+                raise PtxError("this form is not modelled", instruction.line, instruction.text) from error
             if instruction.guard is not None and instruction.opcode != "bra":
                 execute = self._guarded(execute, instruction.guard)
             code.append(execute)
-            reads.append(frozenset(self._read))
-            writes.append(frozenset(self._written))
+            reads.append(self._read)
+            writes.append(self._written)
             relaxed.append(self.relaxed)
+            pure.append(found.__module__ == "ptx_emulator.arithmetic")  # the module without communication between lanes
+        for index, (slot, message) in self._observed.items():
+            if not self._uses(slot, reads, writes, pure):
+                code[index] = functools.partial(_failing, message)
         lines = [(i.line, i.text) for i in self.kernel.instructions]
         code.append(_past_the_end)
         lines.append((lines[-1][0], lines[-1][1]))
         return Program(
             self.kernel.name, code, lines, self.registers, self.unknown, self.specials,
-            [*reads, frozenset()], [*writes, frozenset()], [*relaxed, False], self.local_bytes,
+            [frozenset(x) for x in (*reads, ())], [frozenset(x) for x in (*writes, ())], [*relaxed, False], [*pure, False], self.local_bytes,
         )  # fmt: skip
 
     def _guarded(self, execute: Execute, guard: tuple[Register, bool]) -> Execute:
@@ -151,6 +169,23 @@ class Decoder:
             return execute(w, lanes) if lanes else None
 
         return guarded
+
+    def observed(self, slot: int, message: str) -> None:
+        """Make it an error to execute the current instruction if the program never uses its result in register ``slot``."""
+        self._observed[self._index] = slot, message
+
+    def _uses(self, slot: int, reads: list[set[int]], writes: list[set[int]], pure: list[bool]) -> bool:
+        """Return whether the value of a register reaches anything but registers."""
+        found, left = {slot}, [slot]
+        while left:
+            one = left.pop()
+            for index, read in enumerate(reads):
+                if one in read:
+                    if not pure[index]:
+                        return True
+                    left += writes[index] - found
+                    found |= writes[index]
+        return False
 
     def refuse(self, message: str) -> NoReturn:
         """Raise a `PtxError` for the instruction that is being decoded."""
@@ -172,10 +207,7 @@ class Decoder:
     def _declared(self, register: Register) -> int:
         slot = self._slots.get(register.name)
         if slot is None:
-            size = SIZES[register.type]
-            if size > 8:
-                self.refuse(f"registers of {size} bytes are not modelled")
-            value = 0 if register.type == "pred" else np.zeros(32, UNSIGNED[size])
+            value = 0 if register.type == "pred" else np.zeros(32, WORDS[SIZES[register.type]])
             slot = self._slots[register.name] = self._new(value, FULL)
         return slot
 
@@ -211,7 +243,7 @@ class Decoder:
     def destination(self, operand: Operand, kind: str, wider: bool = False) -> int:
         """Return the register number of a destination operand. A sink ``_`` gets a register of its own."""
         if isinstance(operand, Sink):
-            return self._new(0 if kind == "pred" else np.zeros(32, UNSIGNED[SIZES[kind]]), FULL)
+            return self._new(0 if kind == "pred" else np.zeros(32, WORDS[SIZES[kind]]), FULL)
         if not isinstance(operand, Register):
             self.refuse(f"expected a destination register, got {operand}")
         size = SIZES[operand.type]
@@ -299,6 +331,10 @@ class Decoder:
             value = SPECIALS[name]
             self.specials.append((slot, lambda w: np.broadcast_to(value(w), 32).astype(UNSIGNED[size])))
         return slot
+
+
+def _failing(message: str, w: Warp, lanes: int) -> NoReturn:
+    w.fail(message)
 
 
 def _past_the_end(w: Warp, lanes: int) -> NoReturn:

@@ -28,13 +28,12 @@ def canonical(x: Array) -> Array:
     return np.where(nan, NAN32, x.view(np.uint32)).view(np.float32) if nan.any() else x
 
 
-def fma32(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in fp32, rounded once to nearest even.
+def odd_fma(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c in fp64, rounded to odd, for operands whose product is exact in fp64.
 
-    The product of two fp32 numbers is exact in fp64. The fp64 sum is rounded to odd, so the second rounding, to fp32,
-    gives the same result as a single one.
+    A second rounding to fp32 or less gives the same result as a single one.
     """
-    product, wide = a.astype(np.float64) * b, c.astype(np.float64)
+    product, wide = a * b, c
     total = product + wide
     part = total - product
     rest = (product - (total - part)) + (wide - part)
@@ -44,15 +43,37 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
     )  # the rounding error points away from zero, or towards it
     inexact = (rest != 0) & np.isfinite(total) & np.isfinite(rest)
     odd = np.where(inexact & (bits & 1 == 0), (bits + away) | 1, bits)
-    return odd.view(np.float64).astype(np.float32)
+    return odd.view(np.float64)
+
+
+def fma32(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c in fp32, rounded once to nearest even."""
+    return odd_fma(a.astype(np.float64), b.astype(np.float64), c.astype(np.float64)).astype(np.float32)
 
 
 def cut32(x: Array) -> Array:
-    """Round fp64 to fp32 towards zero. Magnitudes of 2^128 or more become infinite."""
+    """Round fp64, or longer, to fp32 towards zero. Magnitudes of 2^128 or more become infinite."""
     with np.errstate(over="ignore"):
         near = x.astype(np.float32)
     too_far = (np.abs(near) > np.abs(x)) & (np.abs(x) < 2.0**128)
     return np.where(too_far, np.nextafter(near, np.float32(0)), near)
+
+
+def nearest32(x: Array) -> Array:
+    """Round to fp32, to nearest even."""
+    return x.astype(np.float32)
+
+
+def down32(x: Array) -> Array:
+    """Round to fp32 towards minus infinity."""
+    near = x.astype(np.float32)
+    return np.where(near.astype(x.dtype) > x, np.nextafter(near, np.float32(-np.inf)), near)
+
+
+def up32(x: Array) -> Array:
+    """Round to fp32 towards infinity."""
+    near = x.astype(np.float32)
+    return np.where(near.astype(x.dtype) < x, np.nextafter(near, np.float32(np.inf)), near)
 
 
 def odd32(x: Array) -> Array:
@@ -96,6 +117,23 @@ def f16_bits_towards_zero(x: Array) -> Array:
     near = x.astype(np.float16)
     too_far = np.abs(near.astype(np.float32)) > np.abs(x)
     return f16_bits(x) - too_far.astype(np.uint32)
+
+
+def f16_bits_down(x: Array) -> Array:
+    """Round fp32 to fp16, towards minus infinity."""
+    near = x.astype(np.float16)
+    return f16_bits(np.where(near > x, np.nextafter(near, np.float16(-np.inf)), near).astype(np.float32))
+
+
+def f16_bits_up(x: Array) -> Array:
+    """Round fp32 to fp16, towards infinity."""
+    near = x.astype(np.float16)
+    return f16_bits(np.where(near < x, np.nextafter(near, np.float16(np.inf)), near).astype(np.float32))
+
+
+def tf32_bits_towards_zero(x: Array) -> Array:
+    """Round fp32 to tf32, towards zero."""
+    return np.where(np.isnan(x), NAN32, x.view(np.uint32)) & np.uint32(0xFFFFE000)
 
 
 def tf32_bits(x: Array) -> Array:

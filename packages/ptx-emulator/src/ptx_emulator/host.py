@@ -8,16 +8,18 @@ parameters exactly as for a GPU, and its launches go to the emulator.
 from __future__ import annotations
 
 import ctypes
+import struct
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64
 from ctypes import c_void_p as pointer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from ptx_emulator import tensors
 from ptx_emulator.errors import PtxError
 from ptx_emulator.gpu import SHARED_LIMIT, Device, current_device
 from ptx_emulator.launch import kernel_of
@@ -58,17 +60,52 @@ class _Config(ctypes.Structure):  # cudaLaunchConfig_t
     )  # fmt: skip
 
 
-NONE, INTEGER, BOOLEAN, REAL, TENSOR = 0, 1, 2, 3, 7  # TVMFFITypeIndex
+class _Array(ctypes.Structure):  # ffi::ArrayObj: TVMFFIObject, then TVMFFISeqCell
+    _fields_ = (
+        ("references", c_uint64), ("kind", c_int32), ("padding", c_uint32), ("deleter", pointer),
+        ("data", POINTER(_Any)), ("size", c_int64), ("capacity", c_int64), ("data_deleter", pointer),
+    )  # fmt: skip
+
+
+NONE, INTEGER, BOOLEAN, REAL, OPAQUE, TENSOR, ARRAY = 0, 1, 2, 3, 4, 7, 71  # TVMFFITypeIndex
 _CUDA = 2  # DLDeviceType
 _DTYPES = {  # (DLDataTypeCode, bits)
     torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8),
     torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16), torch.bool: (6, 8),
+    torch.float8_e4m3fn: (10, 8), torch.float8_e4m3fnuz: (11, 8), torch.float8_e5m2: (12, 8), torch.float8_e5m2fnuz: (13, 8),
+    torch.float8_e8m0fnu: (14, 8),
 }  # fmt: skip
+
+Argument: TypeAlias = "torch.Tensor | float | None | tuple[Argument, ...] | list[Argument]"
 
 _ERRORS = {b"TypeError": TypeError, b"ValueError": ValueError, b"IndexError": IndexError}
 
 #: A destructor calls this symbol, possibly after Python has shut down. So it is not a Python callback.
 _UNLOAD = "define void @cuda_dialect_unload_library_once(ptr %library) { ret void }"
+
+
+#: Undefined symbols that the linker provides itself.
+LINKED = {"_GLOBAL_OFFSET_TABLE_", "cuda_dialect_unload_library_once"}
+
+
+def undefined_symbols(content: bytes) -> set[str]:
+    """Return the names of the symbols that an ELF object of 64 bits expects from elsewhere, without those of the C library."""
+    (sections,) = struct.unpack_from("<Q", content, 0x28)
+    size, count = struct.unpack_from("<HH", content, 0x3A)
+    # Per section: type, offset, bytes, the linked section of names.
+    headers = [struct.unpack_from("<4xI16xQQI", content, sections + n * size) for n in range(count)]
+    found = set()
+    for kind, offset, length, names in headers:
+        if kind != 2:  # SHT_SYMTAB
+            continue
+        for place in range(offset, offset + length, 24):
+            name, _, _, section = struct.unpack_from("<IBBH", content, place)
+            if name and section == 0:
+                start = headers[names][1] + name
+                found.add(content[start : content.index(b"\0", start)].decode())
+    # Not those of the whole process: it holds the DSL's runtime, which needs a GPU.
+    libraries = [ctypes.CDLL(name) for name in ("libc.so.6", "libm.so.6")]
+    return {name for name in found if not any(hasattr(library, name) for library in libraries)}
 
 
 class _Call(threading.local):
@@ -88,7 +125,11 @@ class Function:
         self._call = _Call()
         self._kernels: list[str] = []  # a kernel's handle is its index + 1
         # Keep the callbacks alive: ctypes frees those without a reference.
-        self._callbacks = {name: kind(self._caught(body)) for name, (kind, body) in self._symbols().items()}
+        symbols = self._symbols()
+        # Without this check the linker ends the process.
+        if unknown := undefined_symbols(content) - symbols.keys() - LINKED:
+            raise PtxError(f"the host code calls {', '.join(sorted(unknown))}, which is not modelled")
+        self._callbacks = {name: kind(self._caught(body)) for name, (kind, body) in symbols.items()}
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self._jit = llvm.create_lljit_compiler(use_jit_link=True)
@@ -96,21 +137,17 @@ class Function:
         for name, callback in self._callbacks.items():
             library.import_symbol(name, ctypes.cast(callback, pointer).value)
         entry = f"__tvm_ffi_{NAME}"
-        try:
-            self._library = library.export_symbol(entry).link(self._jit, NAME)
-        except RuntimeError as error:
-            raise PtxError(
-                f"the host code cannot be linked; it may call a function that is not modelled: {error}"
-            ) from None
+        self._library = library.export_symbol(entry).link(self._jit, NAME)
         self._entry = ctypes.CFUNCTYPE(c_int, pointer, POINTER(_Any), c_int32, POINTER(_Any))(
             self._library[entry]
         )
 
-    def __call__(self, *arguments: torch.Tensor | float | None) -> None:
+    def __call__(self, *arguments: Argument) -> None:
         """Run the host code and its launches to their end.
 
         Args:
-            arguments: those of the DSL's function, with contiguous CPU tensors in place of GPU tensors; numbers; None.
+            arguments: those of the DSL's function, with dense CPU tensors in place of GPU tensors; numbers; None; tuples and lists
+                of all these.
 
         Raises:
             PtxError, ExecutionError: see `run`.
@@ -120,7 +157,7 @@ class Function:
         current_device()
         values = (_Any * max(len(arguments), 1))()
         kept = [_fill(value, argument) for value, argument in zip(values, arguments)]
-        self._call.tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        self._call.tensors = _tensors_of(arguments)
         self._call.error = None
         try:
             status = self._entry(None, values, len(arguments), ctypes.byref(_Any()))
@@ -154,7 +191,7 @@ class Function:
             return ctypes.CFUNCTYPE(c_int, *kinds)
 
         nothing = ctypes.CFUNCTYPE(None, pointer, pointer)
-        number, address = POINTER(c_int), POINTER(c_uint64)
+        number, address, words = POINTER(c_int), POINTER(c_uint64), POINTER(c_uint32)
         return {
             "_cudaGetDevice": (status(number), lambda out: _put(out, 0)),
             "_cudaSetDevice": (status(c_int), lambda index: 0),
@@ -169,6 +206,12 @@ class Function:
             "_cudaKernelSetAttributeForDevice": (status(c_uint64, c_int, c_int, c_int), self._set_attribute),
             "_cudaLaunchKernelEx": (status(POINTER(_Config), c_uint64, POINTER(pointer)), self._launch),
             "cuda_dialect_init_library_once": (status(address, pointer, pointer, pointer), self._initialize),
+            "_cuTensorMapEncodeTiled": (
+                status(pointer, c_int, c_uint32, pointer, *[address] * 2, *[words] * 2, *[c_int] * 4),
+                self._encode_tensor_map,
+            ),
+            # The runtime's own function ends the process. `_caught` already holds the error, and `_launch` starts no kernel then.
+            "cuda_dialect_assert_success": (ctypes.CFUNCTYPE(None, c_int), lambda code: None),
             "TVMFFIEnvGetStream": (ctypes.CFUNCTYPE(pointer, c_int32, c_int32), lambda device, index: 0),
             "TVMFFIErrorSetRaisedFromCStr": (ctypes.CFUNCTYPE(None, c_char_p, c_char_p), self._refuse),
             "TVMFFIErrorSetRaisedFromCStrParts": (
@@ -217,7 +260,20 @@ class Function:
             raise PtxError(f"the host code sets cudaFuncAttribute {attribute}, which is not modelled")
         return 0
 
+    def _encode_tensor_map(
+        self, out: int, kind: int, rank: int, place: int | None, extents: Any, strides: Any, box: Any, steps: Any, *rest: int
+    ) -> int:  # fmt: skip
+        if not 1 <= rank <= 5:
+            raise ValueError(f"cuTensorMapEncodeTiled: tensorRank: expected 1 to 5, got {rank}")
+        raw = tensors.encoded(
+            kind, place or 0, extents[:rank], strides[: rank - 1] if rank > 1 else (), box[:rank], steps[:rank], *rest
+        )  # fmt: skip
+        ctypes.memmove(out, raw, len(raw))
+        return 0
+
     def _launch(self, config: Any, kernel: int, values: Any) -> int:
+        if self._call.error is not None:
+            return INVALID_VALUE
         given = config.contents
         cooperative, cluster = False, (1, 1, 1)
         for n in range(given.count):
@@ -271,9 +327,27 @@ def _fill(value: _Any, argument: object) -> Any:
         tensor = _Tensor(argument.data_ptr(), _CUDA, 0, argument.ndim, code, bits, 1, shape, strides, 0)
         value.kind, value.value.address = TENSOR, ctypes.addressof(tensor)
         return tensor
+    elif type(argument).__name__ == "CUstream":  # of cuda-python; launches run one after the other on any stream
+        value.kind, value.value.address = OPAQUE, 0
+    elif isinstance(argument, (tuple, list)):
+        values = (_Any * max(len(argument), 1))()
+        kept = [_fill(one, x) for one, x in zip(values, argument)]
+        # The host code only borrows the array: one reference stays here.
+        array = _Array(1, ARRAY, 0, None, values, len(argument), len(argument), None)
+        value.kind, value.value.address = ARRAY, ctypes.addressof(array)
+        return array, values, kept
     else:
-        raise TypeError(f"an argument of type {type(argument).__name__}: expected a tensor, a number or None")
+        raise TypeError(
+            f"an argument of type {type(argument).__name__}: expected a tensor, a number, None, or a tuple or list of them"
+        )
     return None
+
+
+def _tensors_of(argument: object) -> list[torch.Tensor]:
+    """Return the tensors of an argument, those in tuples and lists included."""
+    if isinstance(argument, (tuple, list)):
+        return [x for one in argument for x in _tensors_of(one)]
+    return [argument] if isinstance(argument, torch.Tensor) else []
 
 
 def load(compiled: Any) -> Function:

@@ -85,7 +85,7 @@ def run(
         grid: up to three extents, in CTAs.
         block: up to three extents, in threads.
         shared_bytes: dynamic shared memory.
-        arguments: one for each parameter. A contiguous CPU tensor stands for its address, and the kernel may access it.
+        arguments: one for each parameter. A dense CPU tensor, in any order of its dimensions, stands for its address, and the kernel may access it.
             Bytes are passed unchanged.
         tensors: further tensors that the kernel may access.
         scratch: tensors whose contents are undefined until the kernel writes them.
@@ -160,9 +160,9 @@ def _register(
     ]
     seen: set[int] = set()
     for number, (tensor, initialized) in enumerate(given):
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if tensor.device.type != "cpu" or not _is_dense(tensor):
             raise ValueError(
-                f"tensor {number}: expected a contiguous CPU tensor, "
+                f"tensor {number}: expected a dense CPU tensor, without gaps, "
                 f"got {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
             )
         if tensor.data_ptr() in seen or tensor.numel() == 0:
@@ -170,6 +170,16 @@ def _register(
         seen.add(tensor.data_ptr())
         kind = f"tensor {number} {tuple(tensor.shape)} {str(tensor.dtype)[6:]}"
         memory.add(kind, tensor.data_ptr(), tensor.numel() * tensor.element_size(), initialized=initialized)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill their memory without gaps, in any order of the dimensions."""
+    expected = 1
+    for stride, extent in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n != 1):
+        if stride != expected and extent:
+            return False
+        expected *= extent
+    return True
 
 
 def _parameters(decoder: Decoder, arguments: Sequence[int | float | bytes | torch.Tensor]) -> Region:

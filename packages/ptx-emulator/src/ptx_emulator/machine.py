@@ -21,10 +21,13 @@ import numpy as np
 from ptx_emulator.errors import ExecutionError
 from ptx_emulator.lanes import BOOLS, FULL
 from ptx_emulator.memory import CTA_BITS, GlobalMemory, Region, local_region, shared_region
-from ptx_emulator.races import Clock, Shadow
+from ptx_emulator.races import SECTIONS, Clock, Issuer, Shadow
 
 POLLS = 256  # polls of a fragment without a change of memory, after which it counts as waiting forever
+MOST_BYTES = (1 << 20) - 1  # the largest tx-count of an mbarrier
 QUANTUM = 400  # most instructions of one turn of a warp
+# In place of a group in `Warp.flight`: registers that a `tcgen05.ld` fills, and those that were computed from them before its wait.
+LOADING, DERIVED = 1 << 60, 1 << 61
 ENDLESS = (
     5_000_000  # instructions without a change visible to other warps, after which the launch is a deadlock
 )
@@ -71,6 +74,11 @@ class Mbarrier:
         seen: per completed phase, the warps that observed it, each with its clock at that time.
         arrived: per completed phase, its ``released``; None if asynchronous operations took part.
         asynchronous: whether asynchronous operations take part in the current phase.
+        counted: whether bytes of copies have arrived in the current phase.
+        given_up: per warp, the last phase whose `try_wait` has given up.
+        initialiser: the warp that initialised the object, and its CTA.
+        visible: whether a fence has made the initialisation visible to other CTAs and the async proxy.
+        loaded: the last completed phase in which bytes arrived; -1: there is none.
     """
 
     count: int
@@ -82,6 +90,11 @@ class Mbarrier:
     seen: list[dict[int, int]] = field(default_factory=list)
     arrived: list[Any] = field(default_factory=list)
     asynchronous: bool = False
+    given_up: dict[int, int] = field(default_factory=dict)
+    initialiser: Warp | None = None
+    visible: bool = False
+    counted: bool = False
+    loaded: int = -1
 
     def release(self, snapshot: Any) -> None:
         """Merge the vector of an arrival into the current phase."""
@@ -102,16 +115,21 @@ class Mbarrier:
             self.complete = self.released
             self.seen.append({})
             self.arrived.append(None if self.asynchronous else self.released)
-            self.asynchronous = False
+            if self.counted:
+                self.loaded = self.phase - 1
+            self.asynchronous = self.counted = False
 
-    def expect(self, count: int) -> None:
+    def expect(self, count: int, fail: Callable[[str], NoReturn]) -> None:
         """Add ``count`` bytes to those that the current phase waits for (expect-tx operation)."""
         self.transactions += count
         self.asynchronous = True
+        if abs(self.transactions) > MOST_BYTES:
+            fail(f"mbarrier: a tx-count of {self.transactions} bytes; its range ends at {MOST_BYTES}")
 
     def count_bytes(self, count: int, fail: Callable[[str], NoReturn]) -> None:
         """Count bytes that have arrived (complete-tx operation)."""
-        self.expect(-count)
+        self.expect(-count, fail)
+        self.counted = True
         if self.pending == 0 and self.transactions < 0:
             fail(f"mbarrier: {-self.transactions} more bytes than it expects have arrived")
         self.advance()
@@ -126,7 +144,7 @@ class Mbarrier:
             if any(w == clock.index or clock.known[w] >= at for w, at in self.seen[number].items()):
                 return number + 1
             if (arrived := self.arrived[number]) is not None:
-                behind = arrived > clock.known
+                behind = arrived[: clock.warps] > clock.known[: clock.warps]
                 behind[clock.index] = False
                 if not behind.any():
                     return number + 1
@@ -143,6 +161,8 @@ class NamedBarrier:
         generation: completions so far.
         released: merged vectors of the arrivals.
         complete: ``released`` of the last completion.
+        votes: true and false predicates of `bar.red` so far; ``result``: those of the last completion.
+        lanes: per warp, the lanes that have arrived where not all of them have (`barrier` without `.aligned`).
     """
 
     arrived: int = 0
@@ -150,6 +170,9 @@ class NamedBarrier:
     generation: int = 0
     released: Any = None
     complete: Any = None
+    votes: tuple[int, int] = (0, 0)
+    result: tuple[int, int] = (0, 0)
+    lanes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -185,6 +208,7 @@ class Program:
         specials: (register, function of the warp that returns its value) for each special register.
         reads, writes: per instruction, the registers that it reads and writes.
         relaxed: per instruction, whether it may access registers of a wgmma in flight.
+        pure: per instruction, whether it only computes registers from registers, lane by lane.
         local_bytes: local memory of a thread, a multiple of 16.
     """
 
@@ -197,6 +221,7 @@ class Program:
     reads: list[frozenset[int]]
     writes: list[frozenset[int]]
     relaxed: list[bool]
+    pure: list[bool]
     local_bytes: int = 0
 
 
@@ -217,16 +242,18 @@ class Warp:
         bulk_group, bulk: of bulk copies to global memory: the current bulk group of each lane, and the stores that no
             `wait_group` has covered.
         tensor_loads, tensor_stores: words of tensor memory of `tcgen05.ld` and `.st` before their wait.
-        flight: registers of a wgmma or `tcgen05.ld` in flight, with their group.
-        operands: (group, check that the operand is unchanged) of wgmmas in flight.
+        flight: registers of a wgmma or `tcgen05.ld` in flight, with their group: that of the wgmma, `LOADING`, or `DERIVED`.
+        operands: (group, number of `Issuer`, check that the operands are unchanged) of wgmmas in flight.
         wgmma_group: the current wgmma group.
+        registers: the operands of its `setmaxnreg` so far.
         fenced: all registers at the last `wgmma.fence`.
     """
 
     def __init__(self, cta: Cta, number: int, alive: int):
         program = cta.machine.program
         self.cta, self.machine, self.number, self.alive = cta, cta.machine, number, alive
-        self.clock = Clock(cta.number * cta.width + number, cta.machine.total * cta.width)
+        self.clock = Clock(cta.number * cta.width + number, cta.machine.total * cta.width, cta.machine.sections)
+        self.machine.clocks[self.clock.index] = self.clock
         self.program = program
         self.packed: dict[int, tuple[Any, list[int]]] = {}
         self._start_registers()
@@ -242,9 +269,15 @@ class Warp:
         self.tensor_loads: list[Any] = []
         self.tensor_stores: list[Any] = []
         self.flight: dict[int, int] = {}
-        self.operands: list[tuple[int, Callable[[], None]]] = []
+        self.operands: list[tuple[int, int, Callable[[], None]]] = []
         self.wgmma_group = 0
+        self.registers: list[int] = []
         self.fenced: list[Any] | None = None
+
+    @cached_property
+    def issuer(self) -> Issuer:
+        """The warp's tensor core instructions, for the race check."""
+        return Issuer(self)
 
     @cached_property
     def local(self) -> Region:
@@ -314,10 +347,6 @@ class Warp:
 
     # ---- what compiled code does faster
 
-    def checked(self, what: str, region: Region, words: Any, lanes: Any) -> bool:
-        """Do the same as a method of `races.Shadow`, "load", "store" or "observe". False: nothing was done."""
-        return False
-
     def product(self, left: Any, right: Any, c: Any) -> Any:
         """Return the bits of left @ right + c in fp32, as `matrices` computes it. None: nothing was done."""
         return None
@@ -364,7 +393,7 @@ class Warp:
             budget -= 1
             self.pc = pc
             if self.flight:
-                self._check_flight(pc)
+                self._check_flight(pc, lanes)
             result = code[pc](self, lanes)
             if result is None:
                 pc += 1
@@ -441,14 +470,35 @@ class Warp:
             parts.append(f"lanes {f.lanes:08x} at PTX line {line} ({text[:60]}) wait for {why}")
         return "; ".join(parts)
 
-    def _check_flight(self, pc: int) -> None:
-        program = self.program
+    def _check_flight(self, pc: int, lanes: int) -> None:
+        """Check that the next instruction accesses no register of an instruction in flight.
+
+        Computing with registers that a `tcgen05.ld` fills is no error: the results are then in flight as well. LLVM moves such
+        instructions before the wait, and the assembler knows what they depend on.
+        """
+        program, flight = self.program, self.flight
         if program.relaxed[pc]:
             return
-        if not (program.reads[pc].isdisjoint(self.flight) and program.writes[pc].isdisjoint(self.flight)):
-            self.fail(
-                "a register of an instruction in flight is accessed before its wait (wgmma.wait_group, tcgen05.wait::ld)"
-            )
+        read, written = program.reads[pc], program.writes[pc]
+        if read.isdisjoint(flight) and written.isdisjoint(flight):
+            return
+        groups = {flight[slot] for slot in read & flight.keys()}
+        if program.pure[pc] and groups <= {LOADING, DERIVED}:
+            groups = {flight[slot] for slot in written & flight.keys()}
+            if groups <= {DERIVED}:
+                derived = not read.isdisjoint(flight)
+                whole = lanes == self.alive and not program.lines[pc][1].startswith("@")
+                for slot in written:
+                    if derived:
+                        flight[slot] = DERIVED
+                    elif whole:
+                        flight.pop(slot, None)
+                return
+        else:
+            groups |= {flight[slot] for slot in written & flight.keys()}
+        if groups & {LOADING, DERIVED}:
+            self.fail("a register of a tcgen05.ld in flight is accessed before its wait (tcgen05.wait::ld)")
+        self.fail("a register of a wgmma in flight is accessed before its wait (wgmma.wait_group)")
 
 
 class Cta:
@@ -461,6 +511,8 @@ class Cta:
         barriers: by number.
         mbarriers: by address in shared memory.
         tensor_memory: `tensor_memory.TensorMemory`, created on first use.
+        wgmmas: per warpgroup, the instruction and the descriptors of each wgmma.
+        incoming: bulk copies in flight that write its shared memory.
         width: warps of the CTA.
         live: warps that have not ended.
     """
@@ -480,6 +532,8 @@ class Cta:
         self.barriers: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, Mbarrier] = {}
         self.tensor_memory: Any = None
+        self.incoming = 0
+        self.wgmmas: dict[int, list[Any]] = {}
         if machine.races:
             self.shared.shadow = Shadow(self.shared)
         threads = machine.block[0] * machine.block[1] * machine.block[2]
@@ -519,9 +573,28 @@ class Cta:
                     warp.fail(
                         "the CTA ends while a bulk copy may still read its shared memory: nothing has waited (wait_group)"
                     )
+            self._check_loads()
+            for first in range(0, self.width, 4):
+                for warp in self.warps[first : first + 4]:
+                    if warp.registers != self.warps[first].registers:
+                        warp.fail(
+                            f"setmaxnreg: all warps of a warpgroup must execute the same ones, but warp {first} executed "
+                            f"{self.warps[first].registers} and warp {warp.number} {warp.registers}"
+                        )
             if self.tensor_memory is not None and (self.tensor_memory.owner >= 0).any():
                 self.warps[0].fail("the CTA ends and has not freed its tensor memory (tcgen05.dealloc)")
             self.machine.cta_ended(self)
+
+    def _check_loads(self) -> None:
+        """Check that the CTA has observed the arrival of all bytes that copies write to its shared memory."""
+        unseen = any(
+            barrier.counted or (barrier.loaded >= 0 and not any(barrier.seen[barrier.loaded :]))
+            for barrier in self.mbarriers.values()
+        )
+        if self.incoming or unseen:
+            self.warps[0].fail(
+                "the CTA ends while a bulk copy may still write its shared memory: nothing has waited for its mbarrier"
+            )
 
 
 class Cluster:
@@ -574,6 +647,7 @@ class Machine:
         executed: warp instructions.
         pending: completions of asynchronous operations.
         ctas: those on the device.
+        clocks: of the warps that have started, by their index.
         releases: per word that a strong access wrote, the vector that it published. The key is (CTA, address); the CTA is -1
             for global memory.
         warp_type, compiled, map: `Warp`; or `compiled.warp.CompiledWarp`, with the compiled program and its map of memory.
@@ -595,10 +669,22 @@ class Machine:
     executed: int = 0
     pending: list[Callable[[], None]] = field(default_factory=list)
     ctas: list[Cta] = field(default_factory=list)
+    clocks: dict[int, Clock] = field(default_factory=dict)
     releases: dict[tuple[int, int], Any] = field(default_factory=dict)
     warp_type: type[Warp] = Warp
     compiled: Any = None
     map: Any = None
+
+    @cached_property
+    def choices(self) -> random.Random:
+        """Decides what a device may choose within an instruction."""
+        return random.Random(self.seed)
+
+    @cached_property
+    def sections(self) -> int:
+        """Sections of a vector of `races.Clock`. Only programs with an async proxy or tensor cores need more than one."""
+        needing = ("tcgen05.", "wgmma.", "fence.proxy", "cp.async.bulk", "cp.reduce")
+        return SECTIONS if any(name in text for _, text in self.program.lines for name in needing) else 1
 
     @property
     def total(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +18,8 @@ from ptx_emulator import floats
 from ptx_emulator.access import addresses, gather, region_of, scatter
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, Array, to_bits
-from ptx_emulator.machine import Warp
+from ptx_emulator.machine import Wait, Warp
 from ptx_emulator.parser import Instruction, Vector
-from ptx_emulator.races import SEVERAL
 from ptx_emulator.synchronize import aligned, check_proxy, uniform
 
 # ---- 8x8 matrices in shared memory
@@ -308,7 +308,17 @@ def matrix_of(w: Warp, descriptor: int) -> tuple[int, int, int, int]:
             f"matrix descriptor {descriptor:#x}: reserved bits are set ({descriptor & ~0xC00E_3FFF_3FFF_3FFF:#x})"
         )
     start, leading, stride = ((descriptor >> place & 0x3FFF) << 4 for place in (0, 16, 32))
+    check_pattern(w, descriptor, start, _SWIZZLE[descriptor >> 62])
     return start, leading, stride, _SWIZZLE[descriptor >> 62]
+
+
+def check_pattern(w: Warp, descriptor: int, start: int, width: int) -> None:
+    """Check that an operand with base offset 0 starts in the first row of its swizzle pattern: 8 rows of ``width`` bytes."""
+    if width > 16 and start & (8 * width - 1) & ~127:
+        w.fail(
+            f"matrix descriptor {descriptor:#x}: the operand starts at {start:#x}, {start % (8 * width)} bytes into its swizzle "
+            f"pattern of {8 * width} bytes, with base offset 0"
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -372,19 +382,18 @@ def load_operand(
     region = region_of(w, "shared", places.reshape(-1), size)
     assert region is not None
     form = (start, leading, stride, width, rows, mn_major, size, depth)
-    check_proxy(w, "shared", region, _operand_units(region.base, 4, *form))
     words = _operand_units(region.base, 2, *form)
-    shape, places = places.shape, places.reshape(-1)
     if region.shadow is not None:
-        region.shadow.load(w, words, SEVERAL)
+        region.shadow.observe(w, words)
+        region.shadow.load(w.issuer.start(), words, 0)
+    check_proxy(w, "shared", region, _operand_units(region.base, 4, *form))
+    shape, places = places.shape, places.reshape(-1)
     bits, unknown = region.load(places, size, 1)
 
     def check() -> None:
         now, missing = region.load(places, size, 1)
         if (now != bits).any() or (missing is not None and (unknown is None or (missing & ~unknown).any())):
             w.fail("an operand in shared memory was overwritten while a multiplication was in flight")
-        if region.shadow is not None:  # the read may happen as late as now
-            region.shadow.load(w, words, SEVERAL)
 
     flags = None if unknown is None else np.any(unknown.reshape(shape), axis=1)
     return bits.reshape(shape), flags, check
@@ -421,15 +430,50 @@ def _wgmma(d: Decoder, i: Instruction) -> Execute:
         d.refuse(f".{operation} is not modelled")
     left = d.immediate(i.operands[0])
 
-    def wait(w: Warp, lanes: int) -> None:
+    def wait(w: Warp, lanes: int) -> Any:
         done = w.wgmma_group - left  # groups below this one are complete
-        for group, check in w.operands:
-            if group < done:
-                check()
+        last = max((number for group, number, _ in w.operands if group < done), default=0)
+        # A wgmma is one instruction of four warps: it is complete only if all of them have issued it.
+        warps = warpgroup(w)
+        if any(one.issuer.clock.now <= last for one in warps):
+            ready = lambda: all(one.issuer.clock.now > last for one in warps)
+            return Wait(ready, "the other warps of the warpgroup, which have not executed this wgmma", again=True)
+        for one in warps:
+            for _, number, check in one.operands:
+                if number <= last:
+                    check()
+            # The others still wait for their part, but its operands may be overwritten from now on.
+            one.operands = [(g, n, _unchecked if n <= last else check) for g, n, check in one.operands]
         w.operands = [x for x in w.operands if x[0] >= done]
         w.flight = {slot: group for slot, group in w.flight.items() if group >= done}
+        for one in warps:
+            w.clock.learn(one.issuer.clock.index, last)
+        return None
 
     return aligned(wait)
+
+
+def _unchecked() -> None:
+    """The check of operands that have been read."""
+
+
+def warpgroup(w: Warp) -> list[Warp]:
+    """Return the four warps of a warp's warpgroup."""
+    first = w.number // 4 * 4
+    found = w.cta.warps[first : first + 4]
+    if len(found) < 4:
+        w.fail(f"a warpgroup has four warps, but the CTA ends with warp {w.cta.width - 1}")
+    return found
+
+
+def _agree(w: Warp, number: int, descriptors: list[Any]) -> None:
+    """Check that the warps of a warpgroup execute the same wgmma: that with this number."""
+    issued, mine = w.cta.wgmmas.setdefault(w.number // 4, []), (w.pc, descriptors)
+    if len(issued) < number:
+        issued.append(mine)
+    elif issued[number - 1] != mine:
+        line, _ = w.program.lines[issued[number - 1][0]]
+        w.fail(f"the warps of a warpgroup execute different wgmmas here: another warp executed that of PTX line {line}, or with other operands")
 
 
 def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
@@ -465,6 +509,7 @@ def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
     majors = majors or [False, False]
     sign = factors[0] * factors[1]
     touched = acc + a if in_registers else acc
+    descriptors = [b] if in_registers else [b, *a]
 
     def multiply(w: Warp, lanes: int) -> None:
         if w.written_since_fence(touched):
@@ -491,6 +536,8 @@ def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
         for s in acc:
             w.flight[s] = w.wgmma_group
             w.accumulate(s)
-        w.operands += [(w.wgmma_group, check) for check in checks]
+        number = w.issuer.advance()
+        w.operands += [(w.wgmma_group, number, check) for check in checks]
+        _agree(w, number, [w.regs[s][0] for s in descriptors])
 
     return aligned(multiply)

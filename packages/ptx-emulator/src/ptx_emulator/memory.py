@@ -35,8 +35,8 @@ class Region:
 
     Attributes:
         name: for error messages.
-        base: ``low`` rounded down to 16 bytes; ``data`` starts there.
-        data: uint8, rounded up to 16 bytes at both ends.
+        base: ``low`` rounded down to 32 bytes; ``data`` starts there.
+        data: uint8, rounded up to 16 bytes at the end, or more.
         known: uint8, 255 for each defined byte and 0 for each undefined one. None: all are defined.
         scratch: whether an undefined value may be stored here. Elsewhere that is an error.
         written: per 16 bytes, `Machine.clock` at the last write of the generic proxy.
@@ -46,7 +46,7 @@ class Region:
     """
 
     def __init__(self, name: str, low: int, high: int, data: Array, *, initialized: bool, scratch: bool):
-        self.name, self.low, self.high, self.base = name, low, high, low & -16
+        self.name, self.low, self.high, self.base = name, low, high, low & -32
         self.data, self.scratch = data, scratch
         self.known: Array | None = None if initialized else np.zeros(len(data), np.uint8)
         self.written = np.zeros(-(-len(data) // 16), np.int64)
@@ -88,12 +88,14 @@ class Region:
         if self.known is None:
             self.known = np.full(len(self.data), 255, np.uint8)
             if self.map is not None:
-                self.map.tracked()
+                self.map.set("known", self.known)
         return self.known
 
-    def stamp(self, addresses: Array, clock: int, cta: int) -> None:
-        """Record writes of the generic proxy: aligned, at most 16 bytes each. ``clock``: `Machine.clock`."""
+    def stamp(self, addresses: Array, clock: int, cta: int, size: int = 16) -> None:
+        """Record writes of the generic proxy: aligned, at most 32 bytes each. ``clock``: `Machine.clock`."""
         units = (addresses - self.base) >> 4
+        if size > 16:
+            units = np.concatenate([units, units + 1])
         self.written[units] = clock
         self.writer[units] = cta
 
@@ -155,7 +157,7 @@ class GlobalMemory:
         """
         if size == 0:
             return
-        base, end = address & -16, -(-(address + size) // 16) * 16
+        base, end = address & -32, -(-(address + size) // 32) * 32
         buffer = (ctypes.c_uint8 * (end - base)).from_address(base)
         data = np.ctypeslib.as_array(buffer)
         region = Region(name, address, address + size, data, initialized=initialized, scratch=not initialized)

@@ -16,6 +16,7 @@ from ptx_emulator.lanes import BOOLS, FULL, INDICES, LANES, Array, to_bits
 from ptx_emulator.machine import CONVERGE, EXIT, POLL, Mbarrier, NamedBarrier, Wait, Warp
 from ptx_emulator.memory import CTA_BITS, SHARED_WINDOW, WINDOW_BITS, Region
 from ptx_emulator.parser import Instruction, Label, Operand, Pair, Sink
+from ptx_emulator.races import GLOBAL, SHARED
 
 # ---- control flow
 
@@ -67,7 +68,7 @@ def _setmaxnreg(d: Decoder, i: Instruction) -> Execute:
     count = d.immediate(i.operands[0])
     if not 24 <= count <= 256 or count % 8:
         d.refuse(f"setmaxnreg: expected a multiple of 8 from 24 to 256, got {count}")
-    return aligned(lambda w, lanes: None)
+    return aligned(lambda w, lanes: w.registers.append(count))
 
 
 @handler("fence", "membar")
@@ -77,7 +78,7 @@ def _fence(d: Decoder, i: Instruction) -> Execute:
     Memory fences update the `Clock` of the race check; proxy fences update the times that `check_proxy` compares.
     """
     if i.modifiers[:1] == ("mbarrier_init",):
-        return lambda w, lanes: None
+        return lambda w, lanes: _show_mbarriers(w)
     if i.modifiers[:1] != ("proxy",):
         d.only(
             i.modifiers,
@@ -100,21 +101,43 @@ def _fence(d: Decoder, i: Instruction) -> Execute:
         w.machine.clock += 1
         for space in spaces:
             w.cta.fences[space] = w.machine.clock
+            w.clock.proxy_fence(_SECTIONS[space], lanes, lanes == w.alive)
+        w.clock.now += 1  # later writes are not fenced
+        _show_mbarriers(w)
         if "global" in spaces:
             w.machine.fences[w.cta.number] = w.machine.clock
 
     return fence
 
 
+def _show_mbarriers(w: Warp) -> None:
+    """Make the mbarriers that this warp has initialised visible to the async proxy and to other CTAs."""
+    for barrier in w.cta.mbarriers.values():
+        barrier.visible |= barrier.initialiser is w
+
+
+_SECTIONS = {"shared": SHARED, "global": GLOBAL}
+
+
 def check_proxy(w: Warp, space: str, region: Region, units: Array | slice) -> None:
     """Check a read of the async proxy against earlier writes of the generic proxy (PTX ISA, "Proxies").
 
-    A `fence.proxy.async` is required between them, in the CTA that wrote or in this one. Any thread of the CTA counts.
+    A `fence.proxy.async` is required between them: of the thread that wrote, or of one that the write happens before, and before
+    the read. Where races are not checked, any thread of the CTA counts.
 
     Args:
         space: "shared" or "global".
         units: the 16-byte units that are read, counted from ``region.base``.
     """
+    if isinstance(units, slice):
+        units = np.arange(units.start, units.stop)
+    if region.shadow is not None:
+        here = (units[:, None] * 4 + np.arange(4)).reshape(-1)
+        if region.shadow.unfenced(w, here, _SECTIONS[space]):
+            w.fail(
+                f"the async proxy reads {region.name} after a write of the generic proxy without a fence.proxy.async between them "
+                "(of the writing thread, or of one that is ordered behind it)"
+            )
     late = region.written[units] > w.cta.fences[space]
     if late.any():
         writers = region.writer[units][late]
@@ -134,26 +157,34 @@ def aligned(execute: Execute) -> Execute:
     return together
 
 
-def members(d: Decoder, i: Instruction, index: int) -> Any:
-    """Decode the member mask of a ``.sync`` instruction, operand ``index``.
+def of_members(d: Decoder, i: Instruction, index: int, execute: Execute) -> Execute:
+    """Wrap a ``.sync`` instruction with a member mask, operand ``index``.
 
-    Returns:
-        A function of the warp and the active lanes: whether all members that have not ended have arrived.
+    It waits until all members that have not ended have arrived, then executes for each set of lanes with the same mask.
     """
     mask = d.source(i.operands[index], "b32")
 
-    def all_arrived(w: Warp, lanes: int) -> bool:
-        first = INDICES[lanes][0]
-        value = int(w.regs[mask][first])
+    def together(w: Warp, lanes: int) -> Any:
         if w.unknown[mask] & lanes:
             w.fail(
                 f"the member mask is undefined: nothing has written it (lanes {w.unknown[mask] & lanes:08x})"
             )
-        if lanes & ~value:
-            w.fail(f"lanes {lanes & ~value:08x} execute this but are not in the member mask {value:08x}")
-        return not value & w.alive & ~lanes
+        values = w.regs[mask][INDICES[lanes]]
+        parts = []
+        for value in [int(values[0])] if (values == values[0]).all() else np.unique(values).tolist():
+            part = lanes_of(values == value, lanes)
+            if part & ~value:
+                w.fail(f"lanes {part & ~value:08x} execute this but are not in the member mask {value:08x}")
+            if value & lanes & ~part:
+                w.fail(f"lanes {value & lanes & ~part:08x} are in the member mask {value:08x} but have another mask")
+            if value & w.alive & ~lanes:
+                return CONVERGE
+            parts.append(part)
+        for part in parts:
+            execute(w, part)
+        return None
 
-    return all_arrived
+    return together
 
 
 # ---- barriers of a CTA
@@ -162,24 +193,23 @@ def members(d: Decoder, i: Instruction, index: int) -> Any:
 @handler("bar", "barrier")
 def _bar(d: Decoder, i: Instruction) -> Execute:
     if i.modifiers[:2] == ("warp", "sync"):
-        all_arrived = members(d, i, 0)
-
-        def synchronize(w: Warp, lanes: int) -> Any:
-            if not all_arrived(w, lanes):
-                return CONVERGE
-            if lanes == w.alive:
-                w.clock.synchronize()
-            return None
-
-        return synchronize
+        # One clock stands for all lanes of a warp: lanes outside of the mask count as synchronized, too.
+        return of_members(d, i, 0, lambda w, lanes: w.clock.synchronize())
     if i.modifiers[0] == "cluster":
         return _cluster_barrier(d, i)
     kind = i.modifiers[0]
-    d.only(i.modifiers, "sync", "arrive", "cta", "aligned")
+    d.only(i.modifiers, "sync", "arrive", "cta", "aligned", "red", "popc", "and", "or", "u32", "pred")
     if kind == "cta":
         kind = i.modifiers[1]
-    identity = d.source(i.operands[0], "u32")
-    count = d.source(i.operands[1], "u32") if len(i.operands) > 1 else None
+    divergent = i.opcode == "barrier" and "aligned" not in i.modifiers
+    operands, vote, negated, put = list(i.operands), None, False, None
+    if kind == "red":
+        vote, negated = d.predicate(operands.pop())
+        put = _reduced(d, i, operands.pop(0))
+    elif set(i.modifiers) & {"red", "popc", "and", "or", "u32", "pred"}:
+        d.refuse("this barrier is not modelled")
+    identity = d.source(operands[0], "u32")
+    count = d.source(operands[1], "u32") if len(operands) > 1 else None
     if kind == "arrive" and count is None:
         d.refuse("bar.arrive: expected a number of threads, got none")
 
@@ -195,33 +225,63 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
             w.fail(
                 f"barrier {number}: {threads} threads expected here, {found.expected} by the warps that have already arrived"
             )
-        found.arrived += 32
         found.expected = threads
-        if found.arrived > threads:
-            w.fail(f"barrier {number}: {found.arrived} threads arrive, {threads} are expected")
-        w.clock.synchronize()
-        snapshot = w.clock.release()
-        found.released = snapshot if found.released is None else np.maximum(found.released, snapshot)
-        if found.arrived == threads:
-            found.arrived = 0
-            found.generation += 1
-            found.complete, found.released = found.released, None
-            if kind == "sync":
-                w.clock.acquire(found.complete)
-            return None
-        if kind == "arrive":
-            return None
+        if vote is not None:
+            if w.unknown[vote] & lanes:
+                w.fail(f"the predicate of a barrier is undefined: nothing has written it (lanes {w.unknown[vote] & lanes:08x})")
+            value = (w.regs[vote] ^ FULL * negated) & lanes
+            found.votes = found.votes[0] + value.bit_count(), found.votes[1] + (lanes & ~value).bit_count()
+
+        def arrive() -> None:
+            """Count the warp. The last one completes the barrier."""
+            found.arrived += 32
+            if found.arrived > threads:
+                w.fail(f"barrier {number}: {found.arrived} threads arrive, {threads} are expected")
+            w.clock.synchronize()
+            snapshot = w.clock.release()
+            found.released = snapshot if found.released is None else np.maximum(found.released, snapshot)
+            if found.arrived == threads:
+                found.arrived = 0
+                found.generation += 1
+                found.complete, found.released = found.released, None
+                found.result, found.votes = found.votes, (0, 0)
+
         generation = found.generation
+        if divergent:  # the warp arrives when its last lane does, or when the lanes that are left have ended
+            found.lanes[w.number] = found.lanes.get(w.number, 0) | lanes
 
         def complete() -> bool:
+            if found.generation == generation and divergent and not w.alive & ~found.lanes.get(w.number, 0):
+                del found.lanes[w.number]
+                arrive()
             if found.generation == generation:
                 return False
             w.clock.acquire(found.complete)
+            if put is not None:
+                put(w, lanes, *found.result)
             return True
 
-        return Wait(complete, f"barrier {number} of {threads} threads", again=False)
+        if not divergent:
+            arrive()
+        if kind == "arrive":
+            if divergent and not w.alive & ~found.lanes[w.number]:
+                del found.lanes[w.number]
+                arrive()
+            return None
+        return None if complete() else Wait(complete, f"barrier {number} of {threads} threads", again=False)
 
-    return aligned(barrier)
+    return barrier if divergent else aligned(barrier)
+
+
+def _reduced(d: Decoder, i: Instruction, target: Operand) -> Callable[[Warp, int, int, int], None]:
+    """Return the function that writes the result of `bar.red`, from the numbers of true and false predicates."""
+    mode, kind = [m for m in i.modifiers if m != "aligned"][-2:]
+    to = d.destination(target, kind)
+    if (mode, kind) == ("popc", "u32"):
+        return lambda w, lanes, true, false: w.put(to, np.full(32, true, np.uint32), 0, lanes)
+    if mode not in ("and", "or") or kind != "pred":
+        d.refuse("this barrier is not modelled")
+    return lambda w, lanes, true, false: w.put_predicate(to, FULL * (true > 0 if mode == "or" else false == 0), 0, lanes)
 
 
 def _cluster_barrier(d: Decoder, i: Instruction) -> Execute:
@@ -365,7 +425,7 @@ def _init(d: Decoder, i: Instruction) -> Execute:
             _check_place(w, place)
             if not 1 <= n < 1 << 20:
                 w.fail(f"mbarrier.init: expected a count from 1 to {(1 << 20) - 1}, got {n}")
-            w.cta.mbarriers[place] = Mbarrier(n, n)
+            w.cta.mbarriers[place] = Mbarrier(n, n, initialiser=w)
             region = w.cta.shared
             region.track()[place - region.base : place - region.base + 8] = (
                 0  # the object is opaque: its bytes cannot be read as data
@@ -422,7 +482,7 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
             barrier = mbarrier_at(w, place)
             states[n] = barrier.phase
             if expect:
-                barrier.expect(number)
+                barrier.expect(number, w.fail)
             barrier.release(w.clock.release())
             if drop:
                 barrier.count -= 1 if expect else number
@@ -449,14 +509,16 @@ def _transactions(d: Decoder, i: Instruction) -> Execute:
             if complete:
                 barrier.count_bytes(number, w.fail)
             else:
-                barrier.expect(number)
+                barrier.expect(number, w.fail)
         w.machine.changes += 1
 
     return transact
 
 
 def _wait(d: Decoder, i: Instruction) -> Execute:
-    """`test_wait` and `try_wait`. Lanes whose phase is complete continue with a true predicate. `try_wait` never times out.
+    """`test_wait` and `try_wait`. Lanes whose phase is complete continue with a true predicate.
+
+    `try_wait` may give up once (`_gives_up`); it then continues with a false predicate. After that it waits without a limit.
 
     A parity only distinguishes the current phase from the one before it. So a wait for phase k is safe only if
 
@@ -467,6 +529,7 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
     to be complete (`Mbarrier.known`).
     """
     to = d.destination(i.operands[0], "pred")
+    d.observed(to, f"mbarrier.{i.modifiers[0]}: nothing reads its result, and it may return before the phase is complete")
     places_of = _places(d, i, i.operands[1])
     parity = "parity" in i.modifiers
     phase = d.source(i.operands[2], "b32" if parity else "b64")
@@ -489,6 +552,9 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
             flags = [barrier.phase & 1 != n & 1 for barrier, n in pairs]
         else:
             flags = [barrier.phase != n for barrier, n in pairs]
+        if blocks and _gives_up(w, [barrier for barrier, _ in pairs], flags):
+            w.put_predicate(to, 0, 0, lanes)
+            return POLL
         if blocks and not any(flags):
             first = [(barrier, barrier.phase) for barrier, _ in pairs]
             reason = (
@@ -504,6 +570,22 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
         return None if blocks else POLL
 
     return wait
+
+
+def _gives_up(w: Warp, barriers: list[Mbarrier], flags: list[bool]) -> bool:
+    """Return whether a `try_wait` gives up. The seed decides; each warp gives up once in a phase, and only if it may.
+
+    It may if the warp does not know that the phase is complete: it could have come earlier, when it was not.
+    """
+    for barrier, done in zip(barriers, flags):
+        phase = barrier.phase - done  # the phase that the wait is for
+        if barrier.given_up.get(w.clock.index, -1) >= phase or barrier.known(w.clock) > phase:
+            return False
+    if w.machine.choices.random() < 0.5:
+        return False
+    for barrier, done in zip(barriers, flags):
+        barrier.given_up[w.clock.index] = barrier.phase - done
+    return True
 
 
 def _check_phase(w: Warp, barrier: Mbarrier, given: int, parity: bool) -> None:
@@ -538,11 +620,8 @@ def _vote(d: Decoder, i: Instruction) -> Execute:
         d.refuse(f".{kind} is not modelled")
     to = d.destination(i.operands[0], kind)
     p, negated = d.predicate(i.operands[1])
-    all_arrived = members(d, i, 2)
 
-    def vote(w: Warp, lanes: int) -> Any:
-        if not all_arrived(w, lanes):
-            return CONVERGE
+    def vote(w: Warp, lanes: int) -> None:
         value = (w.regs[p] ^ (FULL * negated)) & lanes
         unknown = lanes if w.unknown[p] & lanes else 0
         if mode == "ballot":
@@ -552,9 +631,8 @@ def _vote(d: Decoder, i: Instruction) -> Execute:
                 bool(value) if mode == "any" else value == lanes if mode == "all" else value in (0, lanes)
             )
             w.put_predicate(to, FULL * result, unknown, lanes)
-        return None
 
-    return vote
+    return of_members(d, i, 2, vote)
 
 
 @handler("activemask")
@@ -572,18 +650,51 @@ def _elect(d: Decoder, i: Instruction) -> Execute:
         d.refuse(f"expected two destinations, got {pair}")
     lane = None if isinstance(pair.first, Sink) else d.destination(pair.first, "b32")
     p = d.destination(pair.second, "pred")
-    all_arrived = members(d, i, 1)
 
-    def elect(w: Warp, lanes: int) -> Any:
-        if not all_arrived(w, lanes):
-            return CONVERGE
+    def elect(w: Warp, lanes: int) -> None:
         first = int(INDICES[lanes][0])
         if lane is not None:
             w.put(lane, np.full(32, first, np.uint32), 0, lanes)
         w.put_predicate(p, 1 << first, 0, lanes)
-        return None
 
-    return elect
+    return of_members(d, i, 1, elect)
+
+
+_REDUX: dict[str, Any] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
+
+
+@handler("redux")
+def _redux(d: Decoder, i: Instruction) -> Execute:
+    """`redux.sync`: a reduction over the lanes of the member mask."""
+    operation, kind, how = i.modifiers[1], i.modifiers[-1], i.modifiers[2:-1]
+    d.only(i.modifiers[:1], "sync")
+    bits = operation in ("and", "or", "xor")
+    if operation not in _REDUX or kind not in (("b32",) if bits else ("u32", "s32", "f32")):
+        d.refuse("this form of redux is not modelled")
+    d.only(how, *(("abs", "NaN") if kind == "f32" and operation != "add" else ()))
+    if kind == "f32" and operation == "add":
+        d.refuse("redux.sync.add.f32 does not exist")
+    to, source = d.destination(i.operands[0], "b32"), d.source(i.operands[1], "b32")
+    dtype: Any = {"s32": np.int32, "f32": np.float32}.get(kind, np.uint32)
+
+    def reduce(w: Warp, lanes: int) -> None:
+        values = w.regs[source].view(dtype)[INDICES[lanes]]
+        if kind == "f32":
+            values = np.abs(values) if "abs" in how else values
+            # A number wins over NaN, without .NaN. Of zeros, -0 is less than +0.
+            if np.isnan(values).any() and ("NaN" in how or np.isnan(values).all()):
+                found = np.uint32(0x7FFFFFFF)
+            else:
+                order = np.lexsort((~np.signbit(values), np.where(np.isnan(values), np.inf, values)))
+                order = order[: np.count_nonzero(~np.isnan(values))]
+                found = values[order[-1 if operation == "max" else 0]].view(np.uint32)
+        else:
+            found = _REDUX[operation].reduce(values).astype(dtype).view(np.uint32)
+        w.put(to, np.full(32, found, np.uint32), lanes if w.unknown[source] & lanes else 0, lanes)
+
+    return of_members(d, i, 2, reduce)
 
 
 @handler("shfl")
@@ -597,11 +708,8 @@ def _shfl(d: Decoder, i: Instruction) -> Execute:
         first = first.first
     to = d.destination(first, "b32")
     a, b, c = d.source(i.operands[1], "b32"), d.source(i.operands[2], "b32"), d.source(i.operands[3], "b32")
-    all_arrived = members(d, i, 4)
 
-    def shuffle(w: Warp, lanes: int) -> Any:
-        if not all_arrived(w, lanes):
-            return CONVERGE
+    def shuffle(w: Warp, lanes: int) -> None:
         if (w.unknown[b] | w.unknown[c]) & lanes:
             w.fail(
                 f"an operand is undefined: it depends on a value that nothing has written yet "
@@ -613,9 +721,8 @@ def _shfl(d: Decoder, i: Instruction) -> Execute:
         w.put(to, w.regs[a][source], to_bits(BOOLS[w.unknown[a]][source]), lanes)
         if p is not None:
             w.put_predicate(p, to_bits(valid), 0, lanes)
-        return None
 
-    return shuffle
+    return of_members(d, i, 4, shuffle)
 
 
 def shuffled(mode: str, b: Array, c: Array) -> tuple[Array, Array]:

@@ -21,16 +21,15 @@ from ptx_emulator import floats
 from ptx_emulator.access import addresses, mbarrier_at, scatter_to
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
-from ptx_emulator.machine import Cta, Warp
-from ptx_emulator.matrices import load_operand, values_of
+from ptx_emulator.machine import DERIVED, LOADING, Cta, Warp
+from ptx_emulator.matrices import check_pattern, load_operand, values_of
 from ptx_emulator.memory import SHARED_WINDOW, WINDOW_BITS, Region
 from ptx_emulator.parser import Address, Instruction, Operand, Vector
-from ptx_emulator.races import Shadow
+from ptx_emulator.races import ORDERED, Issuer, Shadow
 from ptx_emulator.synchronize import aligned, uniform
 from ptx_emulator.tensors import multicast_places
 
 LANES, COLUMNS = 128, 512
-LOADING = 1 << 60  # the group in `Warp.flight` of registers that `tcgen05.ld` fills
 
 
 @dataclass
@@ -42,6 +41,7 @@ class TensorMemory:
         owner: per column, the first column of its allocation; -1: not allocated.
         busy: per word, the number of issued instructions that have yet to write it.
         queue: instructions that were issued and have yet to execute.
+        working: those of them that access tensor memory; a `commit` does not.
         relinquished: whether `relinquish_alloc_permit` was executed.
     """
 
@@ -49,6 +49,7 @@ class TensorMemory:
     owner: Array = field(default_factory=lambda: np.full(COLUMNS, -1))
     busy: Array = field(default_factory=lambda: np.zeros(LANES * COLUMNS, np.int32))
     queue: deque[Callable[[], None]] = field(default_factory=deque)
+    working: int = 0
     relinquished: bool = False
 
     def words(self, w: Warp, lanes: Array, column: int, count: int) -> Array:
@@ -86,6 +87,8 @@ def memory_of(cta: Cta) -> TensorMemory:
         region = Region("tensor memory", 0, size, data, initialized=False, scratch=True)
         if cta.machine.races:
             region.shadow = Shadow(region)
+        if cta.machine.map is not None:
+            cta.machine.map.of(region)
         cta.tensor_memory = TensorMemory(region)
     found = cta.tensor_memory
     assert isinstance(found, TensorMemory)
@@ -106,9 +109,21 @@ def _tcgen05(d: Decoder, i: Instruction) -> Execute:
 
 
 def _fence(d: Decoder, i: Instruction) -> Execute:
-    """No operation: apart from `TensorMemory.queue`, the emulator is sequentially consistent."""
+    """`fence::before_thread_sync` and `fence::after_thread_sync`: they order instructions that several warps issue.
+
+    They complete nothing: `ld` needs a `commit` and a wait for its mbarrier.
+    """
     d.only(i.modifiers[1:])
-    return lambda w, lanes: None
+
+    def before(w: Warp, lanes: int) -> None:
+        if w.machine.sections > ORDERED:
+            w.clock.learn(ORDERED * w.clock.warps + w.clock.index, w.issuer.advance())
+
+    def after(w: Warp, lanes: int) -> None:
+        if w.machine.sections > ORDERED:
+            w.issuer.order = w.clock.known[ORDERED * w.clock.warps :].copy()
+
+    return before if i.modifiers[0] == "fence::before_thread_sync" else after
 
 
 # ---- allocation
@@ -156,11 +171,14 @@ def _dealloc(d: Decoder, i: Instruction) -> Execute:
         memory, first, count = memory_of(w.cta), uniform(w, base, lanes), _columns(w, slot, lanes)
         if first >= COLUMNS or np.count_nonzero(memory.owner == first) != count:
             w.fail(f"tcgen05.dealloc: no allocation of {count} columns starts at {first:#x}")
-        if memory.queue:
+        if memory.working:
             w.fail(
-                f"tcgen05.dealloc while {len(memory.queue)} tcgen05 instructions of this CTA are in flight"
+                f"tcgen05.dealloc while {memory.working} tcgen05 instructions of this CTA are in flight"
             )
         memory.owner[memory.owner == first] = -1
+        if memory.region.shadow is not None:  # to free them is to write them: all accesses must come before
+            words = np.arange(LANES)[:, None] * COLUMNS + np.arange(first, first + count)
+            memory.region.shadow.store(w, words.reshape(-1), 0)
 
     return aligned(free)
 
@@ -229,9 +247,14 @@ def _fragment(d: Decoder, i: Instruction, split: Operand | None) -> Fragment:
 
 
 def _accessed(w: Warp, address: int, rows: Array, columns: Array) -> Array:
-    """Return the word numbers of an access. The warp may access 32 lanes: those from 32 * (warp % 4) on."""
+    """Return the word numbers of an access. The warp may access 32 lanes: those from 32 * (warp % 4) on.
+
+    Lanes from 0 to 31 in the address stand for them as well, as on a device.
+    """
     first, column = address >> 16, address & 0xFFFF
     low = w.number % 4 * 32
+    if first < 32:
+        first += low
     if first < low or first + int(rows.max()) >= low + 32 or (first - low) % 16:
         w.fail(
             f"tensor memory: address {address:#x} starts at lane {first}; "
@@ -303,13 +326,13 @@ def _only_stores(w: Warp, words: Array) -> bool:
     return bool((memory_of(w.cta).busy[words] <= mine[words]).all())
 
 
-def _record_read(w: Warp, memory: TensorMemory, words: Array) -> None:
+def _record_read(w: Warp | Issuer, memory: TensorMemory, words: Array) -> None:
     """Report reads to the race check, as lane 0: the warp waits as a whole, so its own accesses are ordered."""
     if memory.region.shadow is not None:
         memory.region.shadow.load(w, words.reshape(-1), 0)
 
 
-def _record_write(w: Warp, memory: TensorMemory, words: Array) -> None:
+def _record_write(w: Warp | Issuer, memory: TensorMemory, words: Array) -> None:
     """Report writes to the race check, see `_record_read`."""
     if memory.region.shadow is not None:
         memory.region.shadow.store(w, words.reshape(-1), 0)
@@ -330,7 +353,7 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
             for words in w.tensor_loads:
                 _record_read(w, memory, words)
             w.tensor_loads = []
-            w.flight = {slot: group for slot, group in w.flight.items() if group != LOADING}
+            w.flight = {slot: group for slot, group in w.flight.items() if group not in (LOADING, DERIVED)}
         else:
             for words in w.tensor_stores:
                 _record_write(w, memory, words)
@@ -411,6 +434,7 @@ def matrix_of(w: Warp, descriptor: int) -> tuple[int, int, int, int]:
             "(base offset, absolute leading dimension, 128-byte swizzle with 32-byte atoms)"
         )
     start, leading, stride = ((descriptor >> place & 0x3FFF) << 4 for place in (0, 16, 32))
+    check_pattern(w, descriptor, start, _SWIZZLE[descriptor >> 61])
     return start, leading, stride, _SWIZZLE[descriptor >> 61]
 
 
@@ -472,6 +496,7 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
         add = bool((w.regs[scale] ^ FULL * negated) >> lane & 1)
         kept = sum(value(s) << 32 * n for n, s in enumerate(masks))
         written = np.array([not kept >> int(row) & 1 for row in rows])
+        w.issuer.issue(int(lane))
         right, b_unknown, checks = _operand(w, value(b), shape.n, shape.b_mn_major, size)
         if in_tensor_memory:
             if shape.a_mn_major:
@@ -482,13 +507,13 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
             if place >> 16 != first:
                 w.fail(f"tcgen05.mma: A must start at the lane of D, {first}; got {place >> 16}")
             a_words = memory.words(w, rows, place & 0xFFFF, 8)
-            _record_read(w, memory, a_words)
+            _record_read(w.issuer.start(), memory, a_words)
         else:
             left, a_unknown, more = _operand(w, value(a), shape.m, shape.a_mn_major, size)
             checks += more
         if add:
-            _record_read(w, memory, words)
-        _record_write(w, memory, words[written])
+            _record_read(w.issuer.start(), memory, words)
+        _record_write(w.issuer.start(), memory, words[written])
         np.add.at(memory.busy, words.reshape(-1), 1)
 
         def execute() -> None:
@@ -558,9 +583,18 @@ def _from_tensor_memory(memory: TensorMemory, words: Array, size: int) -> tuple[
     return np.ascontiguousarray(values).view(kind), np.any(unknown, axis=1)
 
 
-def _enqueue(w: Warp, memory: TensorMemory, execute: Callable[[], None]) -> None:
-    """Append an instruction to the queue. Each pending entry of the machine executes the queue's first instruction."""
-    memory.queue.append(execute)
+def _enqueue(w: Warp, memory: TensorMemory, execute: Callable[[], None], works: bool = True) -> None:
+    """Append an instruction to the queue. Each pending entry of the machine executes the queue's first instruction.
+
+    ``works``: whether it accesses tensor memory.
+    """
+
+    def last() -> None:
+        memory.working -= works
+        execute()
+
+    memory.working += works
+    memory.queue.append(last)
     w.machine.pending.append(lambda: memory.queue.popleft()())
 
 
@@ -587,18 +621,19 @@ def _commit(d: Decoder, i: Instruction) -> Execute:
         places = [(place,)] if mask is None else multicast_places(w, mask, int(lane), place)
         barriers = [mbarrier_at(w, place) for (place,) in places]
         # The completed instructions have read their operands. A warp that observes this arrival may overwrite them.
+        # That holds for instructions of the same thread only: a commit of another lane says nothing about them.
         known, pc = w.clock.release(), w.pc
+        index = w.issuer.clock.index
+        known[index] = max(known[index], w.issuer.commit(int(lane)))
 
         def arrive() -> None:
             w.pc = pc
-            known[w.clock.index] = w.clock.now  # the operands may have been read as late as now
-            w.clock.now += 1
             for barrier in barriers:
                 barrier.asynchronous = True
                 barrier.release(known)
                 barrier.arrive(1, w.fail)
 
-        _enqueue(w, memory_of(w.cta), arrive)
+        _enqueue(w, memory_of(w.cta), arrive, works=False)
 
     return commit
 
@@ -638,13 +673,14 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
             w.fail(
                 f"tcgen05.cp: the destination {target:#x} must start at lane 0 and at a multiple of 4 columns"
             )
+        w.issuer.issue(int(lane))
         matrix = matrix_of(w, int(w.regs[source][lane]))
         bits, missing, check = load_operand(w, *matrix, replicas.shape[1], False, 2, 4 * count)
         values = np.ascontiguousarray(bits).view(np.uint32)
         unknown = None if missing is None else np.repeat(missing[:, None], count, 1)
         places = [memory.words(w, rows, target, count) for rows in replicas]
         for words in places:
-            _record_write(w, memory, words)
+            _record_write(w.issuer.start(), memory, words)
             np.add.at(memory.busy, words.reshape(-1), 1)
 
         def execute() -> None:

@@ -8,7 +8,7 @@ Source of the rest: PTX ISA, "Tensors" (boxes, swizzling modes), `cp.async.bulk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from ptx_emulator.access import addresses, combiner, cta_at, mbarrier_at
 from ptx_emulator.decode import PARAMETERS, Decoder, Execute, handler
+from ptx_emulator.errors import PtxError
 from ptx_emulator.lanes import BOOLS, INDICES, Array
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import CTA_BITS, UNSIGNED, Region
@@ -112,6 +113,58 @@ def decoded(raw: bytes) -> TensorMap:
     return TensorMap(address, kind, size, extents, strides, box, (1 << swizzle) - 1, pitch, fill)
 
 
+#: CUtensorMapDataType -> number of the type in a map, and flags.
+_DRIVER_TYPES = {n: (n, 0) for n in range(8)} | {8: (9, 0), 9: (10, 0), 10: (8, 0), 11: (7, _TF32), 12: (8, _TF32)}
+
+
+def encoded(
+    kind: int, address: int, extents: Sequence[int], strides: Sequence[int], box: Sequence[int], steps: Sequence[int],
+    interleave: int, swizzle: int, promotion: int, fill: int,
+) -> bytes:  # fmt: skip
+    """Encode a tensor map, as `cuTensorMapEncodeTiled` does.
+
+    Args:
+        kind, interleave, swizzle, promotion, fill: the driver's numbers.
+        address: of the tensor in global memory.
+        extents, box: in elements, innermost dimension first.
+        strides: in bytes, of all dimensions but the innermost.
+        steps: the element strides.
+
+    Raises:
+        ValueError: the driver refuses an argument.
+        PtxError: an argument is not modelled.
+    """
+    name, rank = "cuTensorMapEncodeTiled", len(extents)
+    if kind not in _DRIVER_TYPES:
+        raise PtxError(f"{name}: tensorDataType {kind} is not modelled")
+    if interleave or swizzle > 3:
+        raise PtxError(f"{name}: interleave {interleave} with swizzle {swizzle} is not modelled")
+    if any(step != 1 for step in steps):
+        raise PtxError(f"{name}: elementStrides other than 1 are not modelled, got {list(steps)}")
+    if not all(1 <= n <= 1 << 32 for n in extents):
+        raise ValueError(f"{name}: globalDim: expected 1 to {1 << 32}, got {list(extents)}")
+    if not all(1 <= n <= 256 for n in box):
+        raise ValueError(f"{name}: boxDim: expected 1 to 256, got {list(box)}")
+    if any(n % 16 or not 0 <= n < 1 << 40 for n in strides):
+        raise ValueError(f"{name}: globalStrides: expected multiples of 16 below {1 << 40}, got {list(strides)}")
+    if not 0 <= promotion <= 3 or not 0 <= fill <= 1:
+        raise ValueError(f"{name}: l2Promotion {promotion} or oobFill {fill}: no such value")
+    number, more = _DRIVER_TYPES[kind]
+    flags = (rank - 1) << 4 | number << 7 | swizzle << 13 | fill << 15 | promotion << 17 | more
+    words, raw = np.zeros(MAP_BYTES // 4, np.uint32), bytearray(MAP_BYTES)
+    words[:3] = address & 0xFFFFFFFF, address >> 32, flags
+    words[3 : 2 + rank] = [n >> 4 & 0xFFFFFFFF for n in strides]
+    words[7] = sum(n >> 36 << 4 * i for i, n in enumerate(strides))
+    words[8 : 8 + rank] = [n - 1 for n in extents]
+    raw[:] = words.tobytes()
+    raw[55 : 55 + rank] = bytes(n - 1 for n in box)
+    try:
+        decoded(bytes(raw))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return bytes(raw)
+
+
 @lru_cache(maxsize=64)
 def _grid(box: tuple[int, ...]) -> Array:
     """Return the coordinates of each element in a box, [rank, elements]. The innermost dimension is first and fastest."""
@@ -178,7 +231,7 @@ def region_of(w: Warp, places: Array, size: int) -> Region:
 # ---- global to shared memory
 
 
-def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_place: int) -> None:
+def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_place: int, lane: int) -> None:
     """Start a copy of a box to shared memory. At some later time its bytes arrive, and the mbarrier counts them.
 
     Elements outside of the tensor get the map's fill value.
@@ -186,12 +239,12 @@ def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_pla
     (cta, place), pc, clock = cta_at(w, place), w.pc, w.clock.now
     if cta_at(w, barrier_place)[0] is not cta:
         w.fail("bulk tensor copy: the mbarrier is not in the CTA whose shared memory is written")
-    barrier, shared = mbarrier_at(w, barrier_place), cta.shared
+    barrier, shared = mbarrier_at(w, barrier_place, proxy=True), cta.shared
     places, inside, origins = _checked(w, m, shared, place, corner)
     shared.track()
     shared.known_view(m.size, 1)[(places - shared.base) // m.size] = 0
     if shared.shadow is not None:
-        shared.shadow.store(w, words(shared, places, m.size), SEVERAL)
+        shared.shadow.store(w, words(shared, places, m.size), lane)
     region = region_of(w, origins, m.size) if len(origins) else None
     if region is not None and region.shadow is not None:
         region.shadow.observe(w, words(region, origins, m.size))
@@ -206,9 +259,11 @@ def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_pla
             if missing is not None:
                 unknown[inside] = missing
         shared.store(places, m.size, 1, values, unknown)
+        cta.incoming -= 1
         barrier.release(issue_snapshot(w, clock))
         barrier.count_bytes(m.bytes, w.fail)
 
+    cta.incoming += 1
     w.machine.pending.append(complete)
 
 
@@ -260,24 +315,45 @@ class Store:
         self.places, self.origins, self.size, self.combine = places, origins, size, combine
         self.has_read = self.has_written = self.was_awaited = False
         shared = w.cta.shared
+        self._record_read(w)
         check_proxy(w, "shared", shared, units(shared, places))
         self.bits, self.unknown = shared.load(places, size, 1)
-        self._record_read(w)
         self.region = region_of(w, origins, size)
         if self.unknown is not None and not (self.region.scratch and combine is None):
             w.fail(
                 f"an undefined value is stored to {self.region.name}: it depends on a value that nothing has written yet"
             )
+        self.read_words = words(shared, places, size)
+        if shared.shadow is not None:
+            shared.shadow.start_reading(self.read_words)
         if self.region.shadow is not None and combine is None:  # reductions are atomic
-            self.region.shadow.store(w, words(self.region, origins, size), SEVERAL)
+            changed = self._changed(w)
+            if changed.any():
+                self.region.shadow.store(w, words(self.region, origins[changed], size), SEVERAL)
         w.bulk.append(self)
         w.machine.pending.append(self.write)
+
+    def _changed(self, w: Warp) -> Array:
+        """Return bool[elements] of those whose bits differ from memory's, or from those of a store that has yet to write.
+
+        Several warps may store the same bytes: that is no race.
+        """
+        bits, unknown = self.region.load(self.origins, self.size, 1)
+        changed: Array = (bits != self.bits)[:, 0]
+        if unknown is not None or self.unknown is not None:
+            return np.ones_like(changed)
+        for one in (x for cta in w.machine.ctas for warp in cta.warps for x in warp.bulk if not x.has_written):
+            if one.region is self.region and one.combine is None and one.size == self.size:
+                _, mine, its = np.intersect1d(self.origins, one.origins, return_indices=True)
+                changed[mine] = (self.bits[mine] != one.bits[its])[:, 0]
+        return changed
 
     def _record_read(self, w: Warp) -> None:
         """Report the read of shared memory to the race check."""
         shared = w.cta.shared
         if shared.shadow is not None:
-            shared.shadow.load(w, words(shared, self.places, self.size), SEVERAL)
+            lane = next(iter(self.groups)) if len(self.groups) == 1 else SEVERAL
+            shared.shadow.load(w, words(shared, self.places, self.size), lane)
 
     def read(self) -> None:
         """Read shared memory, once. An error if it was overwritten since the issue."""
@@ -321,9 +397,12 @@ def wait(d: Decoder, i: Instruction) -> Execute:
             if any(
                 lanes >> lane & 1 and group < w.bulk_group[lane] - left for lane, group in one.groups.items()
             ):
-                one.was_awaited = True
+                if not one.was_awaited:
+                    one.was_awaited = True
+                    one._record_read(w)  # the read may happen as late as now
+                    if w.cta.shared.shadow is not None:
+                        w.cta.shared.shadow.end_reading(one.read_words)
                 if reading:
-                    one._record_read(w)
                     one.read()
                 else:
                     one.write()
@@ -339,7 +418,7 @@ def wait(d: Decoder, i: Instruction) -> Execute:
 def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
     """`cp.async.bulk.tensor` in tiled mode. With an ``operation``: `cp.reduce.async.bulk.tensor`."""
     multicast = "multicast::cluster" in i.modifiers
-    dropped = ("reduce", operation, "L2::cache_hint", "tile", "multicast::cluster")
+    dropped = ("reduce", operation, "L2::cache_hint", "tile", "multicast::cluster", "cta_group::1")
     shape = tuple(m for m in i.modifiers if m not in dropped)[3:]
     loads = shape[1:] in (
         ("shared::cta", "global", "mbarrier::complete_tx::bytes"),
@@ -369,9 +448,9 @@ def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
         for n, lane in enumerate(INDICES[lanes].tolist()):
             if mask is not None:
                 for place, mbarrier in multicast_places(w, mask, lane, places[n], barriers[n]):
-                    start_load(w, map_at(w, maps[n]), place, corners[n], mbarrier)
+                    start_load(w, map_at(w, maps[n]), place, corners[n], mbarrier, lane)
             elif loads:
-                start_load(w, map_at(w, maps[n]), places[n], corners[n], barriers[n])
+                start_load(w, map_at(w, maps[n]), places[n], corners[n], barriers[n], lane)
             else:
                 # The reduction of each lane counts, even if it is the same.
                 key = (maps[n], places[n], lane if operation else -1, *corners[n])
@@ -388,6 +467,27 @@ def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
                 Store(w, issuers, sources[inside], targets, m.size, combine)
 
     return start
+
+
+def tensor_prefetch(d: Decoder, i: Instruction) -> Execute:
+    """`cp.async.bulk.prefetch.tensor` in tiled mode: only checks the tensor map and the rank."""
+    d.only(i.modifiers[5:], "L2", "global", "tile", "L2::cache_hint")
+    (tensor, *rest), rank = i.operands, i.modifiers[4]
+    if not isinstance(tensor, Coordinates) or rank != f"{len(tensor.elements)}d":
+        d.refuse(f"expected coordinates of a .{rank} tensor, got {tensor}")
+    base = d.source(tensor.base, "b64")
+    coordinates = [d.source(x, "b32") for x in tensor.elements]
+    for hint in rest:
+        d.source(hint, "b64")
+
+    def prefetch(w: Warp, lanes: int) -> None:
+        for slot in coordinates:
+            addresses(w, slot, 0, lanes, "a coordinate")
+        for address in addresses(w, base, 0, lanes).tolist():
+            if len(map_at(w, address).box) != len(coordinates):
+                w.fail(f"prefetch: tensor map of rank {len(map_at(w, address).box)}, {len(coordinates)} coordinates")
+
+    return prefetch
 
 
 def multicast_places(w: Warp, mask: int, lane: int, *places: int) -> list[tuple[int, ...]]:

@@ -40,9 +40,9 @@ GLOBAL, GENERIC, SHARED, PARAMETERS = range(4)
 SPACES = {"global": GLOBAL, "generic": GENERIC, "shared": SHARED, "param": PARAMETERS}
 
 #: A routine takes the context; the addresses, an array of 32, which it may change; the set of lanes; the state space, of
-#: `SPACES`; how many words each lane accesses; whether the lanes count as `SEVERAL` in the race check; the words, an array
-#: [count, 32]; and per word the set of lanes where it is undefined.
-ACCESS = ir.FunctionType(I32, (POINTER, POINTER, I32, I32, I64, I1, POINTER, POINTER))
+#: `SPACES`; how many words each lane accesses, up to 16 bytes; whether the lanes count as `SEVERAL` in the race check; whether
+#: this is `ld.global.nc`; the words, an array [count, 32]; and per word the set of lanes where it is undefined.
+ACCESS = ir.FunctionType(I32, (POINTER, POINTER, I32, I32, I64, I1, I1, POINTER, POINTER))
 
 
 class RaceCheck(Routine):
@@ -67,7 +67,7 @@ class RaceCheck(Routine):
     def own_reads(self) -> tuple[Value, Value]:
         """Return the times and the lanes of this warp's reads; null: it has not read this region."""
         b = self.b
-        row, mine = b.shl(self._me, I64(1)), self.of_region("by_warp", POINTER)
+        row, mine = b.shl(self._me, I64(1)), self.of_region("by_index", POINTER)
         return element(b, mine, row, POINTER), element(b, mine, b.add(row, I64(1)), POINTER)
 
     def check_writes(self, word: Value, who: Value) -> None:
@@ -107,10 +107,19 @@ class RaceCheck(Routine):
         b.store(b.select(b.and_(again, other), I8(SEVERAL), who), reader)
         b.store(self._now, at(b, times, word, I64), align=8)
 
-    def record_write(self, word: Value, who: Value) -> None:
-        """Record a write as `races.Shadow.store` does."""
+    def check_marks(self, word: Value) -> None:
+        """The parts of `races.Shadow.store` about copies in flight and `ld.global.nc`."""
         b = self.b
-        for name, value in (("writer", b.trunc(self._me, I32)), ("lane", who), ("written", self._now)):
+        for name, kind in (("shadow_reading", I32), ("shadow_constant", I8)):
+            array = self.of_region(name, POINTER)
+            with b.if_then(b.icmp_unsigned("!=", array, NULL), likely=False):
+                self.bail_if(self.nonzero(element(b, array, word, kind)))
+
+    def record_write(self, word: Value, who: Value, generic: Value) -> None:
+        """Record a write as `races.Shadow.store` does. ``generic``: whether it is of the generic proxy (i8)."""
+        b = self.b
+        record = (("writer", b.trunc(self._me, I32)), ("lane", who), ("written", self._now), ("generic", generic))
+        for name, value in record:
             place = at(b, self.of_region(f"shadow_{name}", POINTER), word, value.type)
             b.store(value, place, align=1)
 
@@ -120,7 +129,7 @@ class Access(RaceCheck):
 
     Attributes:
         size, kind: bytes and type of a word.
-        lanes, count, several, values, unknown: the arguments.
+        lanes, count, several, constant, values, unknown: the arguments.
         places: the addresses.
         space: the argument.
         base, data: of the region.
@@ -131,9 +140,9 @@ class Access(RaceCheck):
 
     def __init__(self, module: Any, name: str, size: int):
         super().__init__(module, name, ACCESS)
-        _, self.places, self.lanes, self.space, self.count, self.several, self.values, self.unknown = (
-            self.function.args
-        )
+        arguments = self.function.args[1:]
+        self.places, self.lanes, self.space, self.count = arguments[:4]
+        self.several, self.constant, self.values, self.unknown = arguments[4:]
         self.size, self.kind = size, INTEGERS[size]
         b = self.b
         bytes_ = b.mul(self.count, I64(size))
@@ -217,13 +226,20 @@ class Access(RaceCheck):
     # ---- reading and writing
 
     def load(self) -> None:
-        """Read. The first read of a warp in a region stays with its closure, which creates its record."""
+        """Read. The first read of a warp in a region, and the first `ld.global.nc`, stay with their closures, which create the
+        records."""
         b = self.b
         with b.if_then(self.watched):
             times, readers = self.own_reads()
             self.bail_if(b.icmp_unsigned("==", times, NULL))
+            marks, written = (self.of_region(f"shadow_{name}", POINTER) for name in ("constant", "written"))
+            self.bail_if(b.and_(self.constant, b.icmp_unsigned("==", marks, NULL)))
             with self._each_word() as (word, who, _):
                 self.check_writes(word, who)
+                with b.if_then(self.constant):
+                    self.bail_if(self.nonzero(element(b, written, word, I64)))
+            with b.if_then(self.constant), self._each_word() as (word, _, _):
+                b.store(I8(1), at(b, marks, word, I8))
             with self._each_word() as (word, who, _):
                 self.record_read(times, readers, word, who)
         with loop(b, self.count) as n:
@@ -253,11 +269,12 @@ class Access(RaceCheck):
             self._compare(changed)
             with self._each_word() as (word, who, place):
                 with b.if_then(b.trunc(element(b, changed, place, I8), I1)):
+                    self.check_marks(word)
                     self.check_writes(word, who)
                     self.check_reads(word, who)
             with self._each_word() as (word, who, place):
                 with b.if_then(b.trunc(element(b, changed, place, I8), I1)):
-                    self.record_write(word, who)
+                    self.record_write(word, who, I8(1))
         machine = self.get("machine")
         clock_at, changes_at = (at(b, machine, I64(MACHINE[name]), I64) for name in ("clock", "changes"))
         clock = b.add(b.load(clock_at, typ=I64), I64(1))

@@ -81,6 +81,15 @@ def _real(i: Instruction, function: Function) -> Function:
     return rounded
 
 
+#: Types of integers that have arithmetic.
+WHOLE = ("u16", "s16", "u32", "s32", "u64", "s64")
+
+
+def _fp32(i: Instruction, *more: str) -> bool:
+    """Return whether an instruction is one of fp32 and has only these modifiers, `.rn` and `.ftz`."""
+    return i.modifiers[-1] == "f32" and {*i.modifiers[:-1]} <= {"rn", "ftz", *more}
+
+
 def _signed(kind: str) -> bool:
     return kind[0] == "s"
 
@@ -91,11 +100,11 @@ def _signed(kind: str) -> bool:
 @form("add", "sub")
 def _add(d: Decoder, i: Instruction) -> Form | None:
     kind, name = i.modifiers[-1], i.opcode
-    if kind == "f64":
+    if not _fp32(i, "sat") and i.modifiers != (kind,):
         return None
     if kind == "f32":
         return elementwise(d, i, _real(i, lambda b, x, y: getattr(b, f"f{name}")(x, y)), kind)
-    return elementwise(d, i, lambda b, x, y: getattr(b, name)(x, y), kind)
+    return elementwise(d, i, lambda b, x, y: getattr(b, name)(x, y), kind) if kind in WHOLE else None
 
 
 def _widened(b: Any, x: Value, kind: str, factor: int = 2) -> Value:
@@ -123,16 +132,19 @@ def _result_of(i: Instruction) -> str:
 @form("mul")
 def _mul(d: Decoder, i: Instruction) -> Form | None:
     kind = i.modifiers[-1]
-    if kind in ("f64", "bf16x2"):
-        return None
-    if kind == "f32":
+    if _fp32(i, "sat"):
         return elementwise(d, i, _real(i, lambda b, x, y: b.fmul(x, y)), kind)
+    if kind not in WHOLE:
+        return None
     return elementwise(d, i, _product(kind, i.modifiers[0]), kind, _result_of(i), (kind, kind))
 
 
 @form("mad")
 def _mad(d: Decoder, i: Instruction) -> Form | None:
-    kind, result = i.modifiers[-1], _result_of(i)
+    kind = i.modifiers[-1]
+    if kind not in WHOLE:
+        return None
+    result = _result_of(i)
     multiply = _product(kind, i.modifiers[0])
     return elementwise(
         d, i, lambda b, x, y, z: b.add(multiply(b, x, y), z), kind, result, (kind, kind, result)
@@ -141,6 +153,8 @@ def _mad(d: Decoder, i: Instruction) -> Form | None:
 
 @form("fma")
 def _fma(d: Decoder, i: Instruction) -> Form | None:
+    if not _fp32(i, "sat"):
+        return None
     fused = lambda b, x, y, z: intrinsic(b, f"llvm.fma.{suffix(x)}", x.type, x, y, z)
     return elementwise(d, i, _real(i, fused), "f32")
 
@@ -148,7 +162,7 @@ def _fma(d: Decoder, i: Instruction) -> Form | None:
 @form("div", "rem")
 def _div(d: Decoder, i: Instruction) -> Form | None:
     kind = i.modifiers[-1]
-    if kind == "f32":
+    if _fp32(i):
         return elementwise(d, i, _real(i, lambda b, x, y: b.fdiv(x, y)), kind)
     if kind not in ("u32", "s32"):
         return None
@@ -167,7 +181,7 @@ def _div(d: Decoder, i: Instruction) -> Form | None:
 @form("min", "max")
 def _min(d: Decoder, i: Instruction) -> Form | None:
     kind, largest = i.modifiers[-1], i.opcode == "max"
-    if kind == "f64":
+    if kind not in WHOLE and (not _fp32(i) or len(i.operands) != 3):
         return None
     if kind == "f32":
         return elementwise(d, i, _real(i, lambda b, x, y: floating.extreme(b, x, y, largest)), kind)
@@ -184,7 +198,7 @@ def _min(d: Decoder, i: Instruction) -> Form | None:
 @form("neg", "abs")
 def _neg(d: Decoder, i: Instruction) -> Form | None:
     kind, negate = i.modifiers[-1], i.opcode == "neg"
-    if kind == "f64":
+    if kind not in (*WHOLE, "f32"):
         return None
     if kind != "f32":
         below = lambda b, x: b.icmp_signed("<", x, constant(x, 0))
@@ -202,6 +216,9 @@ def _neg(d: Decoder, i: Instruction) -> Form | None:
 
 @form("ex2", "rcp", "rsqrt", "sqrt")
 def _approximate(d: Decoder, i: Instruction) -> Form | None:
+    if not _fp32(i, "approx"):
+        return None
+
     def apply(b: Any, x: Value) -> Value:
         wide = b.fpext(x, lanes_of(F64))
         if i.opcode == "ex2":
@@ -373,7 +390,7 @@ def _compared(b: Any, name: str, kind: str, x: Value, y: Value) -> Value:
 @form("setp")
 def _setp(d: Decoder, i: Instruction) -> Form | None:
     kind, name = i.modifiers[-1], i.modifiers[0]
-    if kind == "f64":
+    if kind not in (*WHOLE, "b16", "b32", "b64", "f32"):
         return None
     combine = next((x for x in i.modifiers[1:-1] if x in ("and", "or", "xor")), None)
     first, second = i.operands[0], None
@@ -406,10 +423,10 @@ def _setp(d: Decoder, i: Instruction) -> Form | None:
 
 @form("selp")
 def _selp(d: Decoder, i: Instruction) -> Form | None:
-    (kind,) = i.modifiers
-    kind = f"b{8 * SIZES[kind]}"
+    (name,) = i.modifiers
+    kind = f"b{8 * SIZES[name]}"
     p, negated = d.predicate(i.operands[3])
-    to, x, y = d.destination(i.operands[0], kind), d.source(i.operands[1], i.modifiers[0]), d.source(i.operands[2], i.modifiers[0])
+    to, x, y = d.destination(i.operands[0], name), d.source(i.operands[1], name), d.source(i.operands[2], name)
 
     def build(o: Operation) -> None:
         b = o.b
@@ -446,6 +463,8 @@ def _mov(d: Decoder, i: Instruction) -> Form | None:
 
         return Form(name_of(i, negated), (d.destination(to, "pred"), p), predicate)
     size = SIZES[kind]
+    if size > 8:
+        return None
     if isinstance(source, Vector):
         return _pack(d, i, source, size)
     if isinstance(to, Vector):
@@ -518,13 +537,10 @@ def _cvt(d: Decoder, i: Instruction) -> Form | None:
         return None
     if kind == "f32" and rest and f"{result.removesuffix('x2')}.{rest[0]}" in _NARROW:
         return _cvt_narrow(d, i, result, rest)
-    to = i.operands[0]
-    if kind == "f64" or result == "f64" or "sat" in rest or not isinstance(to, Register):
+    to, source = i.operands
+    if not isinstance(to, Register) or not _converts(kind, result, rest):
         return None
-    if result not in ("f32", *(f"{s}{n}" for s in "us" for n in (8, 16, 32, 64))):
-        return None
-    slots = d.destination(to, result, wider=True), d.source(i.operands[1], kind, wider=True)
-    source = i.operands[1]
+    slots = d.destination(to, result, wider=True), d.source(source, kind, wider=True)
     held = SIZES[source.type] if isinstance(source, Register) else SIZES[kind]
     size, width = SIZES[result], SIZES[to.type]
 
@@ -539,9 +555,18 @@ def _cvt(d: Decoder, i: Instruction) -> Form | None:
         o.put(0, found, o.unknown(1))
         o.done()
 
-    if kind[0] not in "us" and (kind, result[0]) not in (("f32", "u"), ("f32", "s"), ("f32", "f"), ("f16", "f"), ("bf16", "f")):
-        return None
     return Form(name_of(i, held, width), slots, build)
+
+
+def _converts(kind: str, result: str, rest: list[str]) -> bool:
+    """Return whether `_converted` has a conversion."""
+    whole = tuple(f"{sign}{bits}" for sign in "us" for bits in (8, 16, 32, 64))
+    integral = [m for m in rest if m in _ROUNDINGS]
+    if kind in whole:
+        return not rest if result in whole else result == "f32" and rest == ["rn"]
+    if kind == "f32" and (result in whole or result == "f32"):
+        return len(integral) == 1 and {*rest} <= {*integral, "ftz"}
+    return result == "f32" and (kind == "bf16" and not rest or kind == "f16" and {*rest} <= {"rn", "ftz"})
 
 
 def _converted(b: Any, x: Value, kind: str, result: str, rest: list[str]) -> Value:
@@ -560,8 +585,8 @@ def _converted(b: Any, x: Value, kind: str, result: str, rest: list[str]) -> Val
         y = floating.canonical(b, b.fpext(b.bitcast(x, lanes_of(F16)), lanes_of(F32)))
         return floating.bits_of(b, floating.flush(b, y) if "ftz" in rest else y)
     y = floating.real_of(b, x)
+    y = floating.flush(b, y) if "ftz" in rest else y
     if result == "f32":
-        y = floating.flush(b, y) if "ftz" in rest else y
         return floating.bits_of(b, floating.canonical(b, _integral(b, y, rest)))
     target = lanes_of(INTEGERS[size])
     kind_of = "fptosi" if _signed(result) else "fptoui"
@@ -578,6 +603,8 @@ def _integral(b: Any, x: Value, rest: list[str]) -> Value:
 
 def _cvt_narrow(d: Decoder, i: Instruction, result: str, rest: list[str]) -> Form | None:
     narrow = _NARROW[f"{result.removesuffix('x2')}.{rest[0]}"]
+    if {*rest[1:]} - {"relu"}:
+        return None
 
     def convert(b: Any, x: Value) -> Value:
         if "relu" in rest:

@@ -36,7 +36,10 @@ def _members(o: Operation, number: int) -> None:
     """Leave the instruction to its closure unless all members of the mask in an operand have arrived, as `synchronize.members`."""
     b = o.b
     o.bail_unless_known(number)
+    masks = o.source(number, I32)
     mask = element(b, o.words(number), b.zext(_first(o), I64), I32)
+    others = o.set_of(b.icmp_unsigned("!=", masks, o.spread(mask)))
+    o.bail_if(o.nonzero(b.and_(others, o.lanes)))
     missing = b.and_(b.and_(mask, o.get("alive", I32)), b.not_(o.lanes))
     o.bail_if(o.nonzero(b.or_(missing, b.and_(o.lanes, b.not_(mask)))))
 
@@ -49,10 +52,9 @@ def _bar(d: Decoder, i: Instruction) -> Form | None:
     def synchronize(o: Operation) -> None:
         b = o.b
         _members(o, 0)
-        with b.if_then(b.icmp_unsigned("==", o.lanes, o.get("alive", I32))):
-            now = o.get("now", I64)
-            b.store(now, at(b, o.get("known"), o.get("index", I64), I64), align=8)
-            b.store(b.add(now, I64(1)), o.place("now"), align=8)
+        now = o.get("now", I64)
+        b.store(now, at(b, o.get("known"), o.get("index", I64), I64), align=8)
+        b.store(b.add(now, I64(1)), o.place("now"), align=8)
         o.done()
 
     return Form("bar.warp.sync", (d.source(i.operands[0], "b32"),), synchronize)

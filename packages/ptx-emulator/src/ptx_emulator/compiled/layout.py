@@ -29,10 +29,10 @@ CONTEXT = _numbered(
 #: Fields of a machine: `Machine.clock`, `Machine.changes`, and the regions of global memory.
 MACHINE = _numbered("clock changes count regions")
 #: Fields of a region: those of `memory.Region`, then those of its `races.Shadow` (null: there is none), and its readers: rows
-#: (warp, times, lanes) of those that exist, and per warp of the launch (times, lanes), null at first.
+#: (index of the clock, times, lanes) of those that exist, and per index (times, lanes), null at first.
 REGION = _numbered(
-    "low high base data known written writer scratch "
-    "shadow_writer shadow_lane shadow_written readers reader_count by_warp"
+    "low high base data known written writer scratch shadow_writer shadow_lane shadow_written shadow_generic "
+    "shadow_constant shadow_reading readers reader_count by_index"
 )
 
 #: An operand of a record: the number of its register, and the place of its words in the register file.

@@ -27,15 +27,18 @@ from ptx_emulator.compiled.forms import Form, form
 from ptx_emulator.decode import Decoder
 from ptx_emulator.parser import SIZES, Instruction, Register, Vector
 
+MOST_BYTES = 16  # of a lane
+
 
 def access(
-    o: Operation, what: str, size: int, count: int, space: str, places: Value, lanes: Value, several: bool, values: Value, unknown: Value
+    o: Operation, what: str, size: int, count: int, space: str, places: Value, lanes: Value, values: Value, unknown: Value,
+    *, several: bool = False, constant: bool = False,
 ) -> None:  # fmt: skip
     """Call a routine of `compiled.access`, and leave the instruction to its closure if the routine does. ``places``: a vector."""
     array = allocate(o.b, I64, 32)
     o.b.store(places, array, align=8)
     address = engine().function(*build(what, size))
-    left = o.call(address, array, lanes, I32(SPACES[space]), I64(count), I1(several), values, unknown)
+    left = o.call(address, array, lanes, I32(SPACES[space]), I64(count), I1(several), I1(constant), values, unknown)
     o.bail_if(o.nonzero(left))
 
 
@@ -79,15 +82,15 @@ def _ld(d: Decoder, i: Instruction) -> Form | None:
     targets = d.destinations(i.operands[0], kind, wider=True)
     base, base_size, offset = _base(d, i, 1, space)
     count = len(targets)
-    if kind[0] == "f" and any(width != size for width in widths):
+    if size * count > MOST_BYTES or (kind[0] not in "bus" and any(width != size for width in widths)):
         return None
-    signed = kind[0] == "s"
+    signed, constant = kind[0] == "s", "nc" in i.modifiers and space == "global"
 
     def build(o: Operation) -> None:
         b, word = o.b, INTEGERS[size]
         places = addresses(o, count, base_size, o.lanes)
         values, unknown = allocate(b, word, 32 * count), allocate(b, I32, count)
-        access(o, "load", size, count, space, places, o.lanes, False, values, unknown)
+        access(o, "load", size, count, space, places, o.lanes, values, unknown, constant=constant)
         for n, width in enumerate(widths):
             value = b.load(at(b, values, I64(32 * n), word), typ=lanes_of(word), align=size)
             if width > size:
@@ -95,7 +98,7 @@ def _ld(d: Decoder, i: Instruction) -> Form | None:
             o.put(n, value, element(b, unknown, I64(n), I32))
         o.done()
 
-    name = ".".join(map(str, ("ld", space, "s" if signed else "u", size, base_size, *widths)))
+    name = ".".join(map(str, ("ld", space, constant, signed, size, base_size, *widths)))
     return Form(name, (*targets, base), build, offset)
 
 
@@ -109,6 +112,8 @@ def _st(d: Decoder, i: Instruction) -> Form | None:
     sources = d.sources(i.operands[1], kind, wider=True)
     base, base_size, offset = _base(d, i, 0, space)
     count = len(sources)
+    if size * count > MOST_BYTES:
+        return None
 
     def build(o: Operation) -> None:
         b, word = o.b, INTEGERS[size]
@@ -119,7 +124,7 @@ def _st(d: Decoder, i: Instruction) -> Form | None:
             value = b.trunc(value, lanes_of(word)) if width > size else value
             b.store(value, at(b, values, I64(32 * n), word), align=size)
             b.store(o.unknown(n), at(b, unknown, I64(n), I32))
-        access(o, "store", size, count, space, places, o.lanes, False, values, unknown)
+        access(o, "store", size, count, space, places, o.lanes, values, unknown)
         o.done()
 
     name = ".".join(map(str, ("st", space, size, base_size, *widths)))
@@ -162,7 +167,7 @@ def _ldmatrix(d: Decoder, i: Instruction) -> Form | None:
         rows = I32((1 << 8 * count) - 1)
         places = addresses(o, count, base_size, rows)
         values, unknown = allocate(b, I16, 256), allocate(b, I32, 8)
-        access(o, "load", 2, 8, "shared", places, rows, True, values, unknown)
+        access(o, "load", 2, 8, "shared", places, rows, values, unknown, several=True)
         missing: Value = I32(0)
         for n in range(8):
             missing = b.or_(missing, element(b, unknown, I64(n), I32))
@@ -199,7 +204,7 @@ def _stmatrix(d: Decoder, i: Instruction) -> Form | None:
         b.store(ordered, values, align=2)
         for n in range(8):
             b.store(I32(0), at(b, unknown, I64(n), I32))
-        access(o, "store", 2, 8, "shared", places, rows, True, values, unknown)
+        access(o, "store", 2, 8, "shared", places, rows, values, unknown, several=True)
         o.done()
 
     return Form(f"stmatrix.{count}.{transposed}.{base_size}", (*sources, base), build, offset)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx_emulator.compiled.layout import MACHINE, REGION
+from ptx_emulator.compiled import shadow
+from ptx_emulator.compiled.engine import engine
+from ptx_emulator.compiled.layout import CONTEXT, MACHINE, REGION
 from ptx_emulator.lanes import Array
+from ptx_emulator.races import SECTIONS, Clock
 
 if TYPE_CHECKING:
     from ptx_emulator.memory import GlobalMemory, Region
+
+_Words = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_bool)
 
 
 class RegionMap:
@@ -20,44 +26,49 @@ class RegionMap:
         address: of the fields.
     """
 
-    def __init__(self, region: Region, warps: int):
-        self._region, self._warps = region, warps
+    def __init__(self, region: Region, clocks: int):
+        """``clocks``: the number of indices of clocks in the launch (`races.Clock`)."""
         self._fields = np.zeros(len(REGION), np.int64)
         self.address = self._fields.ctypes.data
-        self._readers: Array | None = None
-        self._by_warp: Array | None = None
-        self._set("low", region.low)
-        self._set("high", region.high)
-        self._set("base", region.base)
-        self._set("data", region.data.ctypes.data)
-        self._set("written", region.written.ctypes.data)
-        self._set("writer", region.writer.ctypes.data)
-        self._set("scratch", int(region.scratch))
-        self.tracked()
-        if region.shadow is not None:
-            self._set("shadow_writer", region.shadow.writer.ctypes.data)
-            self._set("shadow_lane", region.shadow.write_lane.ctypes.data)
-            self._set("shadow_written", region.shadow.written.ctypes.data)
-            self._readers = np.zeros((warps, 3), np.int64)
-            self._by_warp = np.zeros((warps, 2), np.int64)
-            self._set("readers", self._readers.ctypes.data)
-            self._set("by_warp", self._by_warp.ctypes.data)
+        for name in ("low", "high", "base", "scratch"):
+            self._fields[REGION[name]] = int(getattr(region, name))
+        for name in ("data", "known", "written", "writer"):
+            self.set(name, getattr(region, name))
+        self._readers, self._by_index = np.zeros((0, 3), np.int64), np.zeros((0, 2), np.int64)
+        if (found := region.shadow) is not None:
+            self.set("shadow_lane", found.write_lane)
+            for name in ("writer", "written", "generic", "constant", "reading"):
+                self.set(f"shadow_{name}", getattr(found, name))
+            self._readers, self._by_index = np.zeros((clocks, 3), np.int64), np.zeros((clocks, 2), np.int64)
+            self.set("readers", self._readers)
+            self.set("by_index", self._by_index)
+            for index, arrays in found.read.items():
+                self.reader(index, *arrays)
 
-    def _set(self, name: str, value: int) -> None:
-        self._fields[REGION[name]] = value
-
-    def tracked(self) -> None:
-        """Note that `Region.known` is another array."""
-        known = self._region.known
-        self._set("known", 0 if known is None else known.ctypes.data)
+    def set(self, name: str, array: Array | None) -> None:
+        """Note the array of a field."""
+        self._fields[REGION[name]] = 0 if array is None else array.ctypes.data
 
     def reader(self, index: int, times: Array, lanes: Array) -> None:
-        """Note that warp ``index`` of the launch has read the region for the first time (`Shadow.read`)."""
-        assert self._readers is not None and self._by_warp is not None
+        """Note that the clock ``index`` has read the region for the first time (`Shadow.read`)."""
         count = self._fields[REGION["reader_count"]]
         self._readers[count] = index, times.ctypes.data, lanes.ctypes.data
-        self._by_warp[index] = self._readers[count, 1:]
-        self._set("reader_count", count + 1)
+        self._by_index[index] = self._readers[count, 1:]
+        self._fields[REGION["reader_count"]] = count + 1
+
+    def checked(self, what: str, clock: Clock, words: Array, lanes: Any, generic: bool) -> bool:
+        """Do the same as a method of `races.Shadow`. False: nothing was done, because it would raise an error."""
+        words = np.ascontiguousarray(words, np.int64)
+        who = np.empty(words.shape, np.int8)
+        who[...] = lanes
+        context = np.zeros(len(CONTEXT), np.int64)
+        context[CONTEXT["index"]], context[CONTEXT["now"]] = clock.index, clock.now
+        context[CONTEXT["known"]] = clock.known.ctypes.data
+        routine = _Words(engine().function(*shadow.build(what)))
+        left = routine(
+            context.ctypes.data, self.address, words.ctypes.data, who.ctypes.data, words.size, generic
+        )
+        return left == 0
 
 
 class MachineMap:
@@ -68,7 +79,7 @@ class MachineMap:
     """
 
     def __init__(self, memory: GlobalMemory, warps: int):
-        self._warps = warps
+        self._clocks = SECTIONS * warps
         self._fields = np.zeros(len(MACHINE), np.int64)
         self._view = memoryview(self._fields)
         self.address = self._fields.ctypes.data
@@ -79,7 +90,7 @@ class MachineMap:
     def of(self, region: Region) -> int:
         """Return the address of the fields of a region; create them first if there are none."""
         if region.map is None:
-            region.map = RegionMap(region, self._warps)
+            region.map = RegionMap(region, self._clocks)
         return region.map.address
 
     @property

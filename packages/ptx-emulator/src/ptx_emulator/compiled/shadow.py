@@ -9,10 +9,11 @@ from typing import Any
 from llvmlite import ir
 
 from ptx_emulator.compiled.access import NULL, RaceCheck
-from ptx_emulator.compiled.emit import I8, I32, I64, POINTER, Value, at, element, loop
+from ptx_emulator.compiled.emit import I1, I8, I32, I64, POINTER, Value, at, element, loop
 
-#: The context, the region's fields, the words (i64), the lane of each word (i8), and how many there are.
-WORDS = ir.FunctionType(I32, (POINTER, POINTER, POINTER, POINTER, I64))
+#: The context, of which ``index``, ``now`` and ``known`` are used; the region's fields; the words (i64), the lane of each word (i8),
+#: and how many there are; whether a write is of the generic proxy.
+WORDS = ir.FunctionType(I32, (POINTER, POINTER, POINTER, POINTER, I64, I1))
 
 
 def build(what: str) -> tuple[str, Callable[[Any], None]]:
@@ -23,7 +24,7 @@ def build(what: str) -> tuple[str, Callable[[Any], None]]:
 
 def _build(what: str, name: str, module: Any) -> None:
     check = RaceCheck(module, name, WORDS)
-    _, region, words, lanes, count = check.function.args
+    _, region, words, lanes, count, generic = check.function.args
     b = check.b
     check.start(region)
 
@@ -34,10 +35,12 @@ def _build(what: str, name: str, module: Any) -> None:
     if what == "load":
         times, readers = check.own_reads()
         check.bail_if(b.icmp_unsigned("==", times, NULL))
+    if what == "store":
+        each(lambda word, who: check.check_marks(word))
     each(check.check_writes)
     if what == "load":
         each(partial(check.record_read, times, readers))
     elif what == "store":
         each(check.check_reads)
-        each(check.record_write)
+        each(lambda word, who: check.record_write(word, who, b.zext(generic, I8)))
     check.done()

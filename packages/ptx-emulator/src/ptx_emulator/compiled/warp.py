@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ptx_emulator.compiled import shadow
 from ptx_emulator.compiled.dispatch import MERGE
-from ptx_emulator.compiled.engine import engine
 from ptx_emulator.compiled.layout import CONTEXT, PACKED, WRITTEN
 from ptx_emulator.compiled.memory_map import MachineMap
 from ptx_emulator.compiled.products import product
 from ptx_emulator.compiled.program import CompiledProgram
+from ptx_emulator.decode import WORDS
 from ptx_emulator.lanes import BOOLS, FULL, Array
 from ptx_emulator.machine import Warp
-
-if TYPE_CHECKING:
-    from ptx_emulator.memory import Region
 
 _FILE, _STATE, _CODE, _PC, _LANES, _BUDGET, _STOP, _FLIGHT = (
     CONTEXT[name] for name in ("file", "state", "code", "pc", "lanes", "budget", "stop", "flight")
@@ -29,15 +24,13 @@ _INDEX, _NOW, _KNOWN, _MACHINE, _SHARED, _PARAMETERS, _ALIVE, _CTA = (
     CONTEXT[name] for name in ("index", "now", "known", "machine", "shared", "parameters", "alive", "cta")
 )
 
-_Words = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int64)
-
 
 class Registers:
     """The values of a warp's registers, as `Warp.regs` has them. Reading one copies it."""
 
     def __init__(self, program: CompiledProgram, file: Array):
         self._places, self._sizes = program.places, program.sizes
-        self._words = {size: file.view(f"u{size}") for size in (2, 4, 8)}
+        self._words = {size: file.view(WORDS[size]) for size in (2, 4, 8, 16)}
         self._predicates = memoryview(self._words[4])
 
     def view(self, slot: int) -> Array:
@@ -69,6 +62,10 @@ class Flight(dict[int, int]):
     def __setitem__(self, slot: int, group: int) -> None:
         super().__setitem__(slot, group)
         self._flags[slot] = 1
+
+    def pop(self, slot: int, *default: Any) -> Any:
+        self._flags[slot] = 0
+        return super().pop(slot, *default)
 
 
 class CompiledWarp(Warp):
@@ -168,17 +165,6 @@ class CompiledWarp(Warp):
         self._state[slot] &= ~WRITTEN & 0xFF
 
     # ---- what handlers delegate to compiled code
-
-    def checked(self, what: str, region: Region, words: Array, lanes: Any) -> bool:
-        if region.map is None:
-            return False
-        words = np.ascontiguousarray(words, np.int64)
-        who = np.empty(words.shape, np.int8)
-        who[...] = lanes
-        self._context[_NOW] = self.clock.now
-        routine = _Words(engine().function(*shadow.build(what)))
-        left = routine(self._address, region.map.address, words.ctypes.data, who.ctypes.data, words.size)
-        return left == 0
 
     def product(self, left: Array, right: Array, c: Array | None) -> Array | None:
         return product(left, right, c)
