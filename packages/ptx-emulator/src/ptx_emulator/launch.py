@@ -58,7 +58,8 @@ def _decoded(ptx: str, name: str | None) -> tuple[Program, Decoder]:
 
 
 @lru_cache(maxsize=64)
-def _compiled(ptx: str, name: str | None) -> CompiledProgram:
+def compiled_of(ptx: str, name: str | None) -> CompiledProgram:
+    """Return the compiled program of an entry. ``name``: as for `kernel_of`."""
     return CompiledProgram(*_decoded(ptx, name))
 
 
@@ -135,7 +136,7 @@ def run(
         count if resident is None else resident, cluster, "shared" in races,
     )  # fmt: skip
     if compiled:
-        machine.compiled, machine.warp_type = _compiled(ptx, name), CompiledWarp
+        machine.compiled, machine.warp_type = compiled_of(ptx, name), CompiledWarp
         machine.map = MachineMap(memory, count * -(-threads // 32))
     with np.errstate(all="ignore"):
         machine.run()

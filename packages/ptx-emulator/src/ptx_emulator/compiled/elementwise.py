@@ -537,9 +537,9 @@ def _cvt(d: Decoder, i: Instruction) -> Form | None:
         return None
     if kind == "f32" and rest and f"{result.removesuffix('x2')}.{rest[0]}" in _NARROW:
         return _cvt_narrow(d, i, result, rest)
-    to, source = i.operands
-    if not isinstance(to, Register) or not _converts(kind, result, rest):
+    if not _converts(kind, result, rest) or not isinstance(i.operands[0], Register):
         return None
+    to, source = i.operands
     slots = d.destination(to, result, wider=True), d.source(source, kind, wider=True)
     held = SIZES[source.type] if isinstance(source, Register) else SIZES[kind]
     size, width = SIZES[result], SIZES[to.type]

@@ -30,7 +30,7 @@ class Registers:
 
     def __init__(self, program: CompiledProgram, file: Array):
         self._places, self._sizes = program.places, program.sizes
-        self._words = {size: file.view(WORDS[size]) for size in (2, 4, 8, 16)}
+        self._words = {size: file.view(WORDS[size]) for size in WORDS}
         self._predicates = memoryview(self._words[4])
 
     def view(self, slot: int) -> Array:
