@@ -67,7 +67,9 @@ def random_program(seed, length=40):
     """A kernel: registers with random values, some of them undefined in some lanes, and random instructions over them."""
     r = np.random.default_rng(seed)
     words = np.frombuffer(r.bytes(32 * 4 * 64), np.uint32).copy().reshape(64, 32)
-    edges = np.array([0, 1, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00001, 0x00000001, 0x807FFFFF, 0xFFFFFFFF, 31, 32, 64])
+    edges = np.array(
+        [0, 1, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00001, 0x00000001, 0x807FFFFF, 0xFFFFFFFF, 31, 32, 64]
+    )
     chosen = r.random(words.shape) < 0.3
     words[chosen] = r.choice(edges, np.count_nonzero(chosen)).astype(np.uint32)
     body, row = ["mul.wide.u32 %q20, %r0, 4; add.s64 %q20, %q20, %q0;"], 0
@@ -79,7 +81,9 @@ def random_program(seed, length=40):
         for n in range(10, 10 + count):
             if r.random() < 0.1:  # leave it undefined in some lanes
                 body.append(f"setp.lt.u32 %p9, %r0, {r.integers(33)}; @%p9 bra SKIP{row};")
-            body.append(f"ld.global.b32 %r5, [%q20+{row * 128}]; ld.global.b32 %r6, [%q20+{row * 128 + 128}];")
+            body.append(
+                f"ld.global.b32 %r5, [%q20+{row * 128}]; ld.global.b32 %r6, [%q20+{row * 128 + 128}];"
+            )
             body.append({
                 "r": f"mov.b32 %r{n}, %r5;", "f": f"mov.b32 %f{n}, %r5;", "q": f"mov.b64 %q{n}, {{%r5, %r6}};",
                 "h": f"cvt.u16.u32 %h{n}, %r5;", "p": f"setp.lt.s32 %p{n}, %r5, 0;",
@@ -90,7 +94,11 @@ def random_program(seed, length=40):
     for _ in range(length):
         opcode, *operands = r.choice(INSTRUCTIONS).split()
         operands = [re.sub(r"\b[rqhfp]\b", lambda m: name(m[0]), x) for x in operands]
-        guard = "" if opcode.startswith(OPCODES_OF_ALL_LANES) else r.choice(["", "", "", "@%p8 ", "@!%p8 ", "@%p10 "])
+        guard = (
+            ""
+            if opcode.startswith(OPCODES_OF_ALL_LANES)
+            else r.choice(["", "", "", "@%p8 ", "@!%p8 ", "@%p10 "])
+        )
         body.append(f"{guard}{opcode} {', '.join(operands)};")
     body.append("mul.wide.u32 %q21, %r0, 8; add.s64 %q21, %q21, %q1;")
     for row, (kind, n) in enumerate((k, n) for k, count in COUNTS.items() for n in range(10, 10 + count)):
@@ -110,7 +118,7 @@ def test_random_programs(first):
 
         def execute(compiled, body=body, words=words, seed=seed):
             out = torch.zeros(24, 256, dtype=torch.uint8)
-            states = dict(scratch=[out]) if seed % 2 else {}
+            states = {"scratch": [out]} if seed % 2 else {}
             ptx.run(body, words, out, compiled=compiled, **states)
             return [out]
 
@@ -122,7 +130,9 @@ def test_the_random_instructions_are_compiled():
     """Apart from lg2, which stays with its closure."""
     for text in INSTRUCTIONS:
         opcode, *operands = text.split()
-        operands = [re.sub(r"\b[rqhfp]\b", lambda m, n=n: f"%{m[0]}{10 + n}", x) for n, x in enumerate(operands)]
+        operands = [
+            re.sub(r"\b[rqhfp]\b", lambda m, n=n: f"%{m[0]}{10 + n}", x) for n, x in enumerate(operands)
+        ]
         compiled = compiled_of(ptx.kernel(f"{opcode} {', '.join(operands)};", 0), None).compiled
         assert compiled[1] == (opcode != "lg2.approx.f32"), text
 

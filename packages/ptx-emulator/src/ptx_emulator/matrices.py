@@ -364,7 +364,7 @@ def operand_places(
 @lru_cache(maxsize=4096)
 def _operand_units(base: int, shift: int, *form: int) -> Array:
     """Return the units of 2^``shift`` bytes from ``base`` on that an operand touches. ``form``: see `operand_places`."""
-    units: Array = np.unique((operand_places(*form) - base) >> shift)  # type: ignore[arg-type]
+    units: Array = np.unique((operand_places(*form) - base) >> shift)
     units.flags.writeable = False
     return units
 

@@ -118,7 +118,12 @@ class RaceCheck(Routine):
     def record_write(self, word: Value, who: Value, generic: Value) -> None:
         """Record a write as `races.Shadow.store` does. ``generic``: whether it is of the generic proxy (i8)."""
         b = self.b
-        record = (("writer", b.trunc(self._me, I32)), ("lane", who), ("written", self._now), ("generic", generic))
+        record = (
+            ("writer", b.trunc(self._me, I32)),
+            ("lane", who),
+            ("written", self._now),
+            ("generic", generic),
+        )
         for name, value in record:
             place = at(b, self.of_region(f"shadow_{name}", POINTER), word, value.type)
             b.store(value, place, align=1)
@@ -267,14 +272,12 @@ class Access(RaceCheck):
         changed = allocate(b, I8, 32 * 8)
         with b.if_then(self.watched):
             self._compare(changed)
-            with self._each_word() as (word, who, place):
-                with b.if_then(b.trunc(element(b, changed, place, I8), I1)):
-                    self.check_marks(word)
-                    self.check_writes(word, who)
-                    self.check_reads(word, who)
-            with self._each_word() as (word, who, place):
-                with b.if_then(b.trunc(element(b, changed, place, I8), I1)):
-                    self.record_write(word, who, I8(1))
+            with self._each_changed(changed) as (word, who):
+                self.check_marks(word)
+                self.check_writes(word, who)
+                self.check_reads(word, who)
+            with self._each_changed(changed) as (word, who):
+                self.record_write(word, who, I8(1))
         machine = self.get("machine")
         clock_at, changes_at = (at(b, machine, I64(MACHINE[name]), I64) for name in ("clock", "changes"))
         clock = b.add(b.load(clock_at, typ=I64), I64(1))
@@ -293,6 +296,13 @@ class Access(RaceCheck):
             b.store(clock, at(b, written, unit, I64), align=8)
             b.store(cta, at(b, writer, unit, I32), align=4)
         self.done()
+
+    @contextmanager
+    def _each_changed(self, changed: Value) -> Iterator[tuple[Value, Value]]:
+        """Repeat the body for each word of `_each_word` that changes, see `_compare`."""
+        b = self.b
+        with self._each_word() as (word, who, place), b.if_then(b.trunc(element(b, changed, place, I8), I1)):
+            yield word, who
 
     def _missing(self, n: Value, lane: Value) -> Value:
         b = self.b

@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ptx_emulator.compiled.emit import I8, I32, I64, POINTER, OPERATION, at, element
+from ptx_emulator.compiled.emit import I8, I32, I64, OPERATION, POINTER, at, element
 from ptx_emulator.compiled.layout import BRANCH, CLOSURE, CONTEXT, RECORD, RECORD_TYPE
 
 NAME = "advance"
@@ -69,9 +69,7 @@ def build(module: Any) -> None:
         b.position_at_end(body)
         slot = element(b, touched, b.zext(number, I64), I32)
         number.add_incoming(b.add(number, I32(1)), body)
-        b.cbranch(
-            b.icmp_unsigned("!=", element(b, flight, b.zext(slot, I64), I8), I8(0)), python, check
-        )
+        b.cbranch(b.icmp_unsigned("!=", element(b, flight, b.zext(slot, I64), I8), I8(0)), python, check)
         b.position_at_end(clear)
     guard = field("guard")
     guarded, execute = b.append_basic_block("guarded"), b.append_basic_block("execute")

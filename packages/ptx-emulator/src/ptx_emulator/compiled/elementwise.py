@@ -203,7 +203,9 @@ def _neg(d: Decoder, i: Instruction) -> Form | None:
     if kind != "f32":
         below = lambda b, x: b.icmp_signed("<", x, constant(x, 0))
         minus = lambda b, x: b.sub(constant(x, 0), x)
-        return elementwise(d, i, lambda b, x: minus(b, x) if negate else b.select(below(b, x), minus(b, x), x), kind)
+        return elementwise(
+            d, i, lambda b, x: minus(b, x) if negate else b.select(below(b, x), minus(b, x), x), kind
+        )
 
     def apply(b: Any, x: Value) -> Value:
         bits = floating.bits_of(b, x)
@@ -426,7 +428,11 @@ def _selp(d: Decoder, i: Instruction) -> Form | None:
     (name,) = i.modifiers
     kind = f"b{8 * SIZES[name]}"
     p, negated = d.predicate(i.operands[3])
-    to, x, y = d.destination(i.operands[0], name), d.source(i.operands[1], name), d.source(i.operands[2], name)
+    to, x, y = (
+        d.destination(i.operands[0], name),
+        d.source(i.operands[1], name),
+        d.source(i.operands[2], name),
+    )
 
     def build(o: Operation) -> None:
         b = o.b
@@ -537,9 +543,9 @@ def _cvt(d: Decoder, i: Instruction) -> Form | None:
         return None
     if kind == "f32" and rest and f"{result.removesuffix('x2')}.{rest[0]}" in _NARROW:
         return _cvt_narrow(d, i, result, rest)
-    if not _converts(kind, result, rest) or not isinstance(i.operands[0], Register):
+    to, source = i.operands[:2]
+    if not _converts(kind, result, rest) or not isinstance(to, Register):
         return None
-    to, source = i.operands
     slots = d.destination(to, result, wider=True), d.source(source, kind, wider=True)
     held = SIZES[source.type] if isinstance(source, Register) else SIZES[kind]
     size, width = SIZES[result], SIZES[to.type]

@@ -243,9 +243,7 @@ class Operation(Routine):
             with some:
                 before = b.load(place, typ=value.type, align=4)
                 b.store(self.chosen(value, before), place, align=4)
-                b.store(
-                    self.chosen(unknown, b.load(unknown_at, typ=I32, align=4)), unknown_at, align=4
-                )
+                b.store(self.chosen(unknown, b.load(unknown_at, typ=I32, align=4)), unknown_at, align=4)
         b.store(I8(1), self.state_place(number))
 
     def chosen(self, value: Value, before: Value) -> Value:
@@ -254,7 +252,6 @@ class Operation(Routine):
         if value.type == I32:
             return b.or_(b.and_(value, self.lanes), b.and_(before, b.not_(self.lanes)))
         return b.select(self.flags(self.lanes), value, before)
-
 
 
 def joined(b: Any, parts: Sequence[Value]) -> Value:

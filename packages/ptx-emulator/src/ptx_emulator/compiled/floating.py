@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from ptx_emulator.compiled.emit import F16, F32, F64, I16, I32, I64, Value, constant, intrinsic, lanes_of, suffix
+from ptx_emulator.compiled.emit import (
+    F16,
+    F32,
+    F64,
+    I16,
+    I32,
+    I64,
+    Value,
+    constant,
+    intrinsic,
+    lanes_of,
+    suffix,
+)
 from ptx_emulator.floats import EXP2, EXP2_LIMIT
 
 NAN32 = 0x7FFFFFFF

@@ -38,7 +38,9 @@ def access(
     array = allocate(o.b, I64, 32)
     o.b.store(places, array, align=8)
     address = engine().function(*build(what, size))
-    left = o.call(address, array, lanes, I32(SPACES[space]), I64(count), I1(several), I1(constant), values, unknown)
+    left = o.call(
+        address, array, lanes, I32(SPACES[space]), I64(count), I1(several), I1(constant), values, unknown
+    )
     o.bail_if(o.nonzero(left))
 
 

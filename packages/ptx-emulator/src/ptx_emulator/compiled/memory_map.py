@@ -81,7 +81,7 @@ class MachineMap:
     def __init__(self, memory: GlobalMemory, warps: int):
         self._clocks = SECTIONS * warps
         self._fields = np.zeros(len(MACHINE), np.int64)
-        self._view = memoryview(self._fields)
+        self._view = self._fields.data
         self.address = self._fields.ctypes.data
         self._regions = np.array([self.of(region) for region in memory.regions], np.int64)
         self._fields[MACHINE["count"]] = len(self._regions)

@@ -99,9 +99,13 @@ def build(module: Any) -> None:
             save(b.fadd(load(total), cut(b.fmul(product, scale))), total)
             save(b.fadd(load(plain), product), plain)
         exact = b.fdiv(b.fadd(load(total), cut(b.fmul(load(added), scale))), scale)
-        magnitude = b.and_(b.bitcast(load(plain), wide), ir.Constant(wide, [ir.Constant(I64, (1 << 63) - 1)] * WIDTH))
+        magnitude = b.and_(
+            b.bitcast(load(plain), wide), ir.Constant(wide, [ir.Constant(I64, (1 << 63) - 1)] * WIDTH)
+        )
         finite = b.icmp_unsigned("<", magnitude, exponent)
-        save_words = b.store(_towards_zero(b, b.select(finite, exact, load(plain))), at(b, result, place, I32))
+        save_words = b.store(
+            _towards_zero(b, b.select(finite, exact, load(plain))), at(b, result, place, I32)
+        )
         save_words.align = 4
     o.done()
 
@@ -116,7 +120,9 @@ def _towards_zero(b: Any, x: Value) -> Value:
     far = b.fcmp_ordered(">", absolute(b.fpext(near, x.type), x.type), size)
     far = b.and_(far, b.fcmp_ordered("<", size, limit))
     found = b.sub(b.bitcast(near, bits), b.zext(far, bits))
-    return b.select(b.fcmp_unordered("uno", x, x), ir.Constant(bits, [ir.Constant(I32, NAN32)] * count), found)
+    return b.select(
+        b.fcmp_unordered("uno", x, x), ir.Constant(bits, [ir.Constant(I32, NAN32)] * count), found
+    )
 
 
 _Product = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 5, ctypes.c_int64, ctypes.c_int64)

@@ -9,7 +9,7 @@ from typing import Any
 from llvmlite import ir
 
 from ptx_emulator.compiled.access import NULL, RaceCheck
-from ptx_emulator.compiled.emit import I1, I8, I32, I64, POINTER, Value, at, element, loop
+from ptx_emulator.compiled.emit import I1, I8, I32, I64, POINTER, Value, element, loop
 
 #: The context, of which ``index``, ``now`` and ``known`` are used; the region's fields; the words (i64), the lane of each word (i8),
 #: and how many there are; whether a write is of the generic proxy.

@@ -31,7 +31,7 @@ class Registers:
     def __init__(self, program: CompiledProgram, file: Array):
         self._places, self._sizes = program.places, program.sizes
         self._words = {size: file.view(WORDS[size]) for size in WORDS}
-        self._predicates = memoryview(self._words[4])
+        self._predicates = self._words[4].data
 
     def view(self, slot: int) -> Array:
         """Return the words of a register, not a copy."""
@@ -86,14 +86,14 @@ class CompiledWarp(Warp):
         count = len(compiled.places)
         file[: 4 * count] = compiled.unknown.view(np.uint8)
         file[compiled.constants :] = compiled.image
-        self.unknown = memoryview(file[: 4 * count].view(np.uint32))
+        self.unknown = file[: 4 * count].view(np.uint32).data
         self.regs = Registers(compiled, file)
         self._states = file[compiled.state : compiled.state + count]
-        self._state = memoryview(self._states)
+        self._state = self._states.data
         self._flags = file[compiled.flight : compiled.flight + count]
         self._fenced_once = False
         self._fields = np.zeros(len(CONTEXT), np.int64)
-        fields = self._context = memoryview(self._fields)
+        fields = self._context = self._fields.data
         self._address = self._fields.ctypes.data
         base = file.ctypes.data
         fields[_FILE], fields[_STATE], fields[_CODE] = base, base + compiled.state, compiled.code
@@ -101,7 +101,7 @@ class CompiledWarp(Warp):
         fields[_MACHINE], fields[_SHARED] = map_.address, map_.of(self.cta.shared)
         fields[_PARAMETERS], fields[_CTA] = map_.of(self.machine.parameters), self.cta.number
 
-    @property  # type: ignore[override]
+    @property
     def flight(self) -> dict[int, int]:
         return self._flight
 
