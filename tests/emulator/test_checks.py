@@ -127,8 +127,14 @@ def test_the_warps_of_a_warpgroup_execute_the_same_wgmma():
     with pytest.raises(ExecutionError, match="warps of a warpgroup execute different wgmmas"):
         multiplied(lambda body: body.replace("wgmma.fence.sync.aligned;", other))
     with pytest.raises(ExecutionError, match="deadlock(.|\n)*the other warps of the warpgroup"):
-        multiplied(lambda body: body.replace("{ .reg .pred", "shr.u32 %r14, %r0, 5; { .reg .pred").replace(
-            wgmma.ORIGIN, wgmma.ORIGIN + "setp.eq.s32 %p3, %r14, 1; @%p3 bra OVER;") + "OVER: ")
+        multiplied(
+            lambda body: (
+                body.replace("{ .reg .pred", "shr.u32 %r14, %r0, 5; { .reg .pred").replace(
+                    wgmma.ORIGIN, wgmma.ORIGIN + "setp.eq.s32 %p3, %r14, 1; @%p3 bra OVER;"
+                )
+                + "OVER: "
+            )
+        )
 
 
 # ---- what passes on most runs of a device
@@ -170,7 +176,13 @@ def test_a_try_wait_may_give_up():
     outcomes = set()
     for seed in range(12):
         x = lanes(64)
-        run(body.replace("mbarrier.try_wait", "W: mbarrier.try_wait").replace("<again>", "@!%p2 bra W;"), x, threads=64, shared=144, seed=seed)
+        run(
+            body.replace("mbarrier.try_wait", "W: mbarrier.try_wait").replace("<again>", "@!%p2 bra W;"),
+            x,
+            threads=64,
+            shared=144,
+            seed=seed,
+        )
         assert x[32:].tolist() == [1] * 32
         try:
             run(body.replace("<again>", ""), x, threads=64, shared=144, seed=seed)
@@ -193,7 +205,11 @@ FENCE, READ = "fence.proxy.async.shared::cta;", "cp.async.bulk.wait_group.read 0
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_staging_buffer_needs_its_fence_and_its_wait(seed):
     staged = lambda **parts: run(
-        filled(STAGED, **({"fence": FENCE, "late": "", "wait": READ} | parts)), x, threads=64, shared=128, seed=seed
+        filled(STAGED, **({"fence": FENCE, "late": "", "wait": READ} | parts)),
+        x,
+        threads=64,
+        shared=128,
+        seed=seed,
     )
     x = lanes()
     staged()
@@ -212,14 +228,22 @@ def test_a_thread_may_fence_what_it_has_written_alone():
         cp.async.bulk.global.shared::cta.bulk_group [%q0], [%r1], 16; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END:
     """
     x = lanes(4)
-    run(body.replace("{1, 2, 3, 4}", "{%r5, %r6, %r7, %r8}").replace("setp.eq", "mov.b32 %r5, 1; mov.b32 %r6, 2; mov.b32 %r7, 3; mov.b32 %r8, 4; setp.eq", 1), x, shared=16)
+    run(
+        body.replace("{1, 2, 3, 4}", "{%r5, %r6, %r7, %r8}").replace(
+            "setp.eq", "mov.b32 %r5, 1; mov.b32 %r6, 2; mov.b32 %r7, 3; mov.b32 %r8, 4; setp.eq", 1
+        ),
+        x,
+        shared=16,
+    )
     assert x.tolist() == [1, 2, 3, 4]
 
 
 NC = "ld.global.nc.b32 %r5, [%q0+<read>];"
 
 
-@pytest.mark.parametrize("text", (f"{NC} @%p1 st.global.b32 [%q0], 5;", f"@%p1 st.global.b32 [%q0], 5; bar.warp.sync -1; {NC}"))
+@pytest.mark.parametrize(
+    "text", (f"{NC} @%p1 st.global.b32 [%q0], 5;", f"@%p1 st.global.b32 [%q0], 5; bar.warp.sync -1; {NC}")
+)
 def test_constant_loads_are_of_data_that_the_kernel_does_not_write(text):
     text = "setp.eq.s32 %p1, %r0, 0; " + text
     run(text.replace("<read>", "4"), lanes())
@@ -230,13 +254,18 @@ def test_constant_loads_are_of_data_that_the_kernel_does_not_write(text):
 def test_all_warps_of_a_warpgroup_set_their_registers():
     body = "shr.u32 %r1, %r0, 5; setp.ge.u32 %p1, %r1, <first>; @%p1 bra END; setmaxnreg.inc.sync.aligned.u32 240; END:"
     run(filled(body, first=4), threads=256)
-    with pytest.raises(ExecutionError, match=r"setmaxnreg: all warps of a warpgroup .* warp 0 executed \[240\] and warp 1 \[\]"):
+    with pytest.raises(
+        ExecutionError,
+        match=r"setmaxnreg: all warps of a warpgroup .* warp 0 executed \[240\] and warp 1 \[\]",
+    ):
         run(filled(body, first=1), threads=256)
 
 
 @pytest.mark.parametrize(("mode", "start"), [(1, 512), (2, 256), (3, 128)])
 def test_an_operand_starts_at_its_swizzle_pattern(mode, start):
     """512 mod 1024 for a swizzle of 128 bytes, with base offset 0."""
-    moved = lambda body: re.sub(r"(add\.s64 %q44, %q45, )(\d+)", lambda m: m[1] + str(wgmma.descriptor(start, mode, 0, 1024)), body)
+    moved = lambda body: re.sub(
+        r"(add\.s64 %q44, %q45, )(\d+)", lambda m: m[1] + str(wgmma.descriptor(start, mode, 0, 1024)), body
+    )
     with pytest.raises(ExecutionError, match=f"{start} bytes into its swizzle pattern of {2 * start} bytes"):
         multiplied(moved)

@@ -10,7 +10,23 @@ from helpers.emulator.ptx import lanewise, run
 import ptx_emulator
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-EDGES = [0.0, -0.0, np.inf, -np.inf, np.nan, 448.0, 449.0, 464.0, 57344.0, 1e9, -1e9, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 1e-30]
+EDGES = [
+    0.0,
+    -0.0,
+    np.inf,
+    -np.inf,
+    np.nan,
+    448.0,
+    449.0,
+    464.0,
+    57344.0,
+    1e9,
+    -1e9,
+    2.0**-9,
+    2.0**-10,
+    3 * 2.0**-10,
+    1e-30,
+]
 
 
 def numbers(scale=8):
@@ -37,7 +53,9 @@ def test_pairs_of_fp8(name):
     halves = torch.from_numpy(np.stack([y, x], 1)).half()  # the lower half first
     packed = halves.view(torch.int32).numpy().view(np.uint32)[:, 0]
     found = lanewise(f"cvt.rn.satfinite.relu.{name}x2.f16x2 {{d}}, {{0}};", "b16", packed)
-    assert np.array_equal((found >> 8)[~nan], want(np.where(x > 0, halves[:, 1].float().numpy(), np.float32(0)))[~nan])
+    assert np.array_equal(
+        (found >> 8)[~nan], want(np.where(x > 0, halves[:, 1].float().numpy(), np.float32(0)))[~nan]
+    )
 
 
 @pytest.mark.parametrize("name", FP8)
@@ -52,7 +70,10 @@ def test_fp8_to_fp16(name):
     ("name", "values"),
     [
         ("e2m1", [0, 0.5, 1, 1.5, 2, 3, 4, 6]),
-        ("e2m3", [n / 8 for n in range(16)] + [(8 + n) / 4 for n in range(8)] + [(8 + n) / 2 for n in range(8)]),
+        (
+            "e2m3",
+            [n / 8 for n in range(16)] + [(8 + n) / 4 for n in range(8)] + [(8 + n) / 2 for n in range(8)],
+        ),
         ("e3m2", [n / 16 for n in range(4)] + [(4 + n) / 16 * 2**e for e in range(7) for n in range(4)]),
     ],
 )
@@ -67,7 +88,9 @@ def test_fp4_and_fp6_are_the_nearest_value(name, values):
         if np.isnan(number):
             assert code == len(values) - 1  # the largest number
             continue
-        near = min(range(len(values)), key=lambda n: (abs(abs(number) - values[n]) if number**2 < 1e9 else -n, n % 2))
+        near = min(
+            range(len(values)), key=lambda n: (abs(abs(number) - values[n]) if number**2 < 1e9 else -n, n % 2)
+        )
         assert code == near | (np.signbit(number) << (len(values) - 1).bit_length()), number
 
 
@@ -76,7 +99,9 @@ def test_scales():
     x = np.array([1.0, 1.5, 2.0**-127, 2.0**-126, 3.0, 1e-45, np.inf, np.nan] * 4, np.float32)
     down = lanewise("cvt.rz.satfinite.ue8m0x2.f32 {d}, {0}, {0};", "b16", x)
     up = lanewise("cvt.rp.satfinite.ue8m0x2.f32 {d}, {0}, {0};", "b16", x)
-    assert (down & 255).tolist()[:8] == [127, 127, 0, 1, 128, 0, 254, 255] and np.array_equal(down >> 8, down & 255)
+    assert (down & 255).tolist()[:8] == [127, 127, 0, 1, 128, 0, 254, 255] and np.array_equal(
+        down >> 8, down & 255
+    )
     assert (up & 255).tolist()[:8] == [127, 128, 0, 1, 129, 0, 254, 255]
     codes = np.arange(32, dtype=np.uint16) * 8
     found = lanewise("cvt.rn.bf16x2.ue8m0x2 {d}, {0};", "b32", codes)
@@ -106,7 +131,9 @@ def test_roundings_to_fp32(how):
 
 @pytest.mark.parametrize("how", ("rz", "rm", "rp"))
 def test_roundings_to_fp16(how):
-    x = np.random.default_rng(2).uniform(-2048, -1024, 64).astype(np.float32) * np.resize([1, -1], 64).astype(np.float32)
+    x = np.random.default_rng(2).uniform(-2048, -1024, 64).astype(np.float32) * np.resize([1, -1], 64).astype(
+        np.float32
+    )
     found = lanewise(f"cvt.{how}.f16.f32 {{d}}, {{0}};", "b16", x).view(np.float16)
     assert found.tolist() == [float(exactly(v, 1, how)) for v in x.tolist()]
 
@@ -115,16 +142,29 @@ def test_subnormals_and_limits():
     x = np.resize(np.array([1e-40, -1e-40, 0.3, 7.0, -3.0, np.nan, 1e30, -1e30], np.float32), 32)
     reals = lambda text, result="f32": lanewise(text + " {d}, {0};", result, x)[:8]
     assert reals("cvt.ftz.f32.f32").view(np.float32)[:2].tolist() == [0, 0]
-    assert reals("cvt.sat.f32.f32").view(np.float32).tolist() == [np.float32(1e-40), 0, np.float32(0.3), 1, 0, 0, 1, 0]
+    assert reals("cvt.sat.f32.f32").view(np.float32).tolist() == [
+        np.float32(1e-40),
+        0,
+        np.float32(0.3),
+        1,
+        0,
+        0,
+        1,
+        0,
+    ]
     assert reals("cvt.rpi.s32.f32", "b32")[0] == 1 and reals("cvt.rpi.ftz.s32.f32", "b32")[0] == 0
     largest = float.fromhex("0x1.ffcp127")
     for name, shift, value in (("bf16", 16, float.fromhex("0x1.fep127")), ("tf32", 0, largest)):
         y = np.resize(np.array([3.4e38, -3.4e38, np.inf, 1.0], np.float32), 32)
         result = "b16" if name == "bf16" else "b32"
         how = "rn" if name == "bf16" else "rna"
-        found = lanewise(f"cvt.{how}.satfinite.{name}.f32 {{d}}, {{0}};", result, y).astype(np.uint32) << np.uint32(shift)
+        found = lanewise(f"cvt.{how}.satfinite.{name}.f32 {{d}}, {{0}};", result, y).astype(
+            np.uint32
+        ) << np.uint32(shift)
         assert found.view(np.float32)[[2, 3]].tolist() == [value, 1.0]
-    found = lanewise("cvt.rn.satfinite.f16x2.f32 {d}, {0}, {0};", "b32", np.resize(np.float32([7e4, -np.inf]), 32))
+    found = lanewise(
+        "cvt.rn.satfinite.f16x2.f32 {d}, {0}, {0};", "b32", np.resize(np.float32([7e4, -np.inf]), 32)
+    )
     assert found.view(np.float16)[:4].tolist() == [65504, 65504, -65504, -65504]
 
 
@@ -145,7 +185,7 @@ def test_registers_of_16_bytes_are_moved():
     (
         "cvt.rn.satfinite.s2f6x2.f32 %h1, %f1, %f2;", "cvt.rs.satfinite.e4m3x4.f32 %r1, {%f1, %f1, %f1, %f1}, %r2;",
         "cvt.rm.bf16.f32 %h1, %f1;", "cvt.f32 %f1, %f2;", "mov.b32 {%h1}, %r1;", "mov.b128 %r1, %r2;", "mov.b64 %q1, {%h1, %h2};",
-        "ld.global.b128 %r1, [%q0];", "setp.eq.bf16 %p1, %h1, %h2;", "add.rn.bf16x3 %r1, %r2, %r3;",
+        "st.global.b128 [%q0], %r1;", "set.eq.f32.bf16 %f1, %h1, %h2;", "add.rn.bf16x3 %r1, %r2, %r3;",
     ),
 )  # fmt: skip
 def test_forms_that_are_not_modelled_are_refused_by_name(text):

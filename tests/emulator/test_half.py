@@ -50,7 +50,13 @@ def test_fma_rounds_once(kind):
     dtype = HALVES[kind]
     (x, a), (y, b), (z, c) = (halves(dtype, seed) for seed in range(3))
     n = 10 if kind == "f16" else 7
-    edge = torch.tensor([1 + 2.0**-n, 1 - 2.0 ** -(n + 1), 2.0 ** -(3 * n)]).to(dtype).view(torch.int16).numpy().view(np.uint16)
+    edge = (
+        torch.tensor([1 + 2.0**-n, 1 - 2.0 ** -(n + 1), 2.0 ** -(3 * n)])
+        .to(dtype)
+        .view(torch.int16)
+        .numpy()
+        .view(np.uint16)
+    )
     x[10], y[10], z[10] = edge
     found = lanewise(f"fma.rn.{kind} {{d}}, {{0}}, {{1}}, {{2}};", "b16", x, y, z)
     keep = torch.isfinite(a * b + c)
@@ -112,7 +118,9 @@ def test_nan_wins_if_it_is_asked_for():
 def test_reductions_over_a_warp():
     x = np.random.default_rng(5).integers(-1000, 1000, 32).astype(np.int32)
     for operation, want in (("add", x.sum()), ("min", x.min()), ("max", x.max())):
-        found = lanewise(f"redux.sync.{operation}.s32 {{d}}, {{0}}, -1;", "b32", x.view(np.uint32)).view(np.int32)
+        found = lanewise(f"redux.sync.{operation}.s32 {{d}}, {{0}}, -1;", "b32", x.view(np.uint32)).view(
+            np.int32
+        )
         assert (found == want).all()
     found = lanewise("redux.sync.xor.b32 {d}, {0}, -1;", "b32", x.view(np.uint32))
     assert (found == np.bitwise_xor.reduce(x.view(np.uint32))).all()

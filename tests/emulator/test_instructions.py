@@ -475,12 +475,12 @@ NOT_MODELLED = {
     "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16 {%r1}, %q1, %q2, %r3, 0, 1, 1, 1, 0, 0;": "this form",
     "tcgen05.shift.cta_group::1.down [%r1];": "tcgen05.shift is not modelled",
     "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1], 64;": "cta_group::2 is not modelled",
-    "tcgen05.mma.cta_group::1.kind::f8f6f4 [%r1], %q1, %q2, %r2, %p1;": "kind::f8f6f4 is not modelled",
+    "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%r1], %q1, %q2, %r2, [%r3], [%r4], %p1;": "kind::mxf8f6f4 is not modelled",
     "tcgen05.mma.cta_group::1.kind::i8 [%r1], %q1, %q2, %r2, %p1;": "kind::i8 is not modelled",
     "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %q1, %q2, %r2, %p1;": "ws is not modelled",
     "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %q1, %q2, [%r3], %r2, %p1;": "sp is not modelled",
     "tcgen05.ld.red.sync.aligned.32x32b.x1.min.f32 {%f1}, %f2, [%r1];": "not modelled",
-    "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r1], [%r2];": "clusterlaunchcontrol is not modelled",
+    "clusterlaunchcontrol.query_cancel.other.b128 %r1, %r2;": "query_cancel.other.b128 is not modelled",
     "tex.2d.v4.f32.s32 {%f1, %f2, %f3, %f4}, [%q0, {%r1, %r2}];": "tex is not modelled",
 }  # fmt: skip
 

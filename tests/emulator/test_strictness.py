@@ -248,7 +248,8 @@ def test_a_wait_for_the_first_load_of_a_refilled_stage_is_an_error():
     load = """@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;
         @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1+16], [%q0], 16, [%r1];"""
     late, read, right = (
-        WAIT.format(name=name, kind="try_wait", place=0, parity=parity) for name, parity in (("A", 0), ("B", 0), ("C", 1))
+        WAIT.format(name=name, kind="try_wait", place=0, parity=parity)
+        for name, parity in (("A", 0), ("B", 0), ("C", 1))
     )
     body = f"{PHASES} {load} bar.sync 1, 64; {load} <wait> bra END; WAIT: {read} bar.sync 1, 64; END:"
     for seed in range(4):

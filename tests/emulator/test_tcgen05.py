@@ -264,7 +264,13 @@ VERSION = 1 << 46  # the constant of bits 46 to 48 of a matrix descriptor of tcg
 
 def instruction_descriptor(m, n, dtype=torch.bfloat16, half=False, majors=(False, False)):
     """Of an mma of operands of ``dtype``. ``half``: D is fp16, else fp32. ``majors``: which operands are MN-major."""
-    types = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}[dtype]
+    types = {
+        torch.float16: 0,
+        torch.bfloat16: 1,
+        torch.float32: 2,
+        torch.float8_e4m3fn: 0,
+        torch.float8_e5m2: 1,
+    }[dtype]
     descriptor = (not half) << 4 | types << 7 | types << 10 | n // 8 << 17 | m // 16 << 24
     return descriptor | majors[0] << 15 | majors[1] << 16
 
@@ -339,7 +345,14 @@ def product(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind", "k"), [("bfloat16", "f16", 16), ("float16", "f16", 16), ("float32", "tf32", 8)]
+    ("dtype", "kind", "k"),
+    [
+        ("bfloat16", "f16", 16),
+        ("float16", "f16", 16),
+        ("float32", "tf32", 8),
+        ("float8_e4m3fn", "f8f6f4", 32),
+        ("float8_e5m2", "f8f6f4", 32),
+    ],
 )
 @pytest.mark.parametrize(("m", "n"), [(128, 64), (128, 16), (64, 64), (64, 8)])
 def test_one_mma(m, n, dtype, kind, k):
@@ -487,7 +500,7 @@ IN_FLIGHT = {
 def test_registers_of_a_load_may_be_computed_with_before_its_wait(what):
     """LLVM moves arithmetic before the wait. Memory, branches and other lanes must not see its results."""
     between, wrong = IN_FLIGHT[what]
-    body = HEAD + f"mov.b32 %r20, 41; tcgen05.st.sync.aligned.32x32b.x2.b32 [%r9], {{%r20, %r0}};"
+    body = HEAD + "mov.b32 %r20, 41; tcgen05.st.sync.aligned.32x32b.x2.b32 [%r9], {%r20, %r0};"
     body += "tcgen05.wait::st.sync.aligned; mov.b32 %r90, 41;"
     body += f"tcgen05.ld.sync.aligned.32x32b.x2.b32 {{%r100, %r101}}, [%r9]; {between} tcgen05.wait::ld.sync.aligned;"
     unpack = "mov.b64 {%r90, %r91}, %q30;" if "after the wait" in what else ""
@@ -542,7 +555,10 @@ def test_what_is_complete_depends_on_the_thread_that_issued_it(what):
     a, b = integers(128, 16).bfloat16(), integers(64, 16, seed=1).bfloat16()
 
     def change(body):
-        body = body.replace("mbarrier.init.shared.b64 [%r2], 1;", "mbarrier.init.shared.b64 [%r2], 1; @%p2 mbarrier.init.shared.b64 [%r2+8], 1;")
+        body = body.replace(
+            "mbarrier.init.shared.b64 [%r2], 1;",
+            "mbarrier.init.shared.b64 [%r2], 1; @%p2 mbarrier.init.shared.b64 [%r2+8], 1;",
+        )
         for old, new in changes:
             assert old in body
             body = body.replace(old, new)
@@ -558,10 +574,20 @@ def test_what_is_complete_depends_on_the_thread_that_issued_it(what):
 
 def test_lanes_0_to_31_of_an_address_stand_for_the_lanes_of_the_warp():
     """All warps use the address of lane 0."""
-    body = HEAD + f"mov.b32 %r20, %r0; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r8], {{%r20}}; tcgen05.wait::st.sync.aligned;"
+    body = (
+        HEAD
+        + "mov.b32 %r20, %r0; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r8], {%r20}; tcgen05.wait::st.sync.aligned;"
+    )
     body += copied_out("%q0", 1) + TAIL
     out = torch.zeros(128, dtype=torch.int32)
     run(body, out, threads=128, shared=64)
     assert out.tolist() == list(range(128))
     with pytest.raises(ExecutionError, match="only accesses lanes 0 to 31"):
-        run(body.replace("st.sync.aligned.32x32b.x1.b32 [%r8]", "st.sync.aligned.32x32b.x1.b32 [%r8+2097152]"), out, threads=128, shared=64)
+        run(
+            body.replace(
+                "st.sync.aligned.32x32b.x1.b32 [%r8]", "st.sync.aligned.32x32b.x1.b32 [%r8+2097152]"
+            ),
+            out,
+            threads=128,
+            shared=64,
+        )

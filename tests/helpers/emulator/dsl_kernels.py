@@ -170,7 +170,9 @@ def load_tile(x: cute.Tensor, y: cute.Tensor):
 
 
 def compiled_load_tile(arch):
-    matrix = make_fake_compact_tensor(cutlass.Float16, (cute.sym_int(), cute.sym_int()), stride_order=(1, 0), assumed_align=16)
+    matrix = make_fake_compact_tensor(
+        cutlass.Float16, (cute.sym_int(), cute.sym_int()), stride_order=(1, 0), assumed_align=16
+    )
     vector = make_fake_compact_tensor(cutlass.Float16, (TILE[0] * TILE[1],))
     with tempfile.TemporaryDirectory() as folder:
         options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --dump-dir {folder}"

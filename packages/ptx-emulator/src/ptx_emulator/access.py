@@ -282,13 +282,17 @@ def lanes_of(flags: Array | None, lanes: int) -> int:
 
 
 def _count(d: Decoder, i: Instruction) -> int:
-    if ("v8" in i.modifiers or ("v4" in i.modifiers and SIZES[i.modifiers[-1]] == 8)) and "global" not in i.modifiers:
+    if (
+        "v8" in i.modifiers or ("v4" in i.modifiers and SIZES[i.modifiers[-1]] == 8)
+    ) and "global" not in i.modifiers:
         d.refuse("vectors of 32 bytes are only in global memory")
     return 2 if "v2" in i.modifiers else 4 if "v4" in i.modifiers else 8 if "v8" in i.modifiers else 1
 
 
 @handler("ld")
 def _ld(d: Decoder, i: Instruction) -> Execute:
+    if i.modifiers[-1] == "b128":
+        return _ld_128(d, i)
     space, kind, count = space_of(d, i), i.modifiers[-1], _count(d, i)
     order = next((m for m in i.modifiers if m in ("weak", "relaxed", "acquire", "volatile")), "weak")
     d.only(i.modifiers[:-1], *SPACES, *HINTS, "v2", "v4", "v8", "weak", "relaxed", "acquire", "volatile")
@@ -313,7 +317,14 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
         values, unknown = gather_from(w, space, places, size, count, lanes, strong)
         if constant:
             region = region_of(w, "global", places, size * count)
-            parts = [(region, places)] if region else [(w.machine.memory.at(x, x + 1, w.fail), places[n : n + 1]) for n, x in enumerate(places.tolist())]
+            parts = (
+                [(region, places)]
+                if region
+                else [
+                    (w.machine.memory.at(x, x + 1, w.fail), places[n : n + 1])
+                    for n, x in enumerate(places.tolist())
+                ]
+            )
             for one, where in parts:
                 if one.shadow is not None:
                     one.shadow.load_constant(w, touched(one, where, size * count, SEVERAL)[0].reshape(-1))
@@ -336,6 +347,23 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
         return POLL
 
     return poll
+
+
+def _ld_128(d: Decoder, i: Instruction) -> Execute:
+    """`ld` of a register of 16 bytes, from global or shared memory."""
+    space = space_of(d, i)
+    d.only(i.modifiers[:-1], *HINTS, "weak", "global", "shared", "shared::cta")
+    to = d.destination(i.operands[0], "b128")
+    base, offset = d.address(i.operands[1], "b32")
+
+    def load(w: Warp, lanes: int) -> None:
+        values, unknown = gather_from(w, space, addresses(w, base, offset, lanes), 8, 2, lanes, False)
+        whole = np.zeros((32, 2), np.uint64)
+        whole[INDICES[lanes]] = values
+        missing = 0 if unknown is None else lanes_of(unknown.any(1), lanes)
+        w.put(to, whole.view(np.dtype("V16"))[:, 0], missing, lanes)
+
+    return load
 
 
 @handler("st")

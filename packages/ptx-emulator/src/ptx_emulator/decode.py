@@ -37,9 +37,12 @@ Execute = Callable[[Warp, int], Any]
 Handler = Callable[["Decoder", Instruction], Execute]
 
 HANDLERS: dict[str, Handler] = {}
+#: The modules of handlers that only compute registers from registers, lane by lane.
+_PURE = ("ptx_emulator.arithmetic", "ptx_emulator.conversions")
 
 #: Generic address of the first parameter. Generic addresses of global memory are those of the host.
 PARAMETERS = 1 << 62
+
 
 class _Types(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
@@ -123,8 +126,8 @@ class Decoder:
             PtxError: an instruction is not modelled.
         """
         code, reads, writes, relaxed, pure = [], [], [], [], []
-        for self._index, instruction in enumerate(self.kernel.instructions):
-            self._instruction = instruction
+        for index, instruction in enumerate(self.kernel.instructions):
+            self._index, self._instruction = index, instruction
             self._read, self._written, self.relaxed = set(), set(), False
             found = HANDLERS.get(instruction.opcode)
             if found is None:
@@ -144,7 +147,7 @@ class Decoder:
             reads.append(self._read)
             writes.append(self._written)
             relaxed.append(self.relaxed)
-            pure.append(found.__module__ == "ptx_emulator.arithmetic")  # the module without communication between lanes
+            pure.append(found.__module__ in _PURE)
         for index, (slot, message) in self._observed.items():
             if not self._uses(slot, reads, writes, pure):
                 code[index] = functools.partial(_failing, message)

@@ -50,7 +50,14 @@ def operation(opcode: str, modifiers: tuple[str, ...]) -> Function:
         PtxError: a modifier is not modelled.
     """
     *how, kind = modifiers
-    allowed = {"add": ("rn",), "sub": ("rn",), "mul": ("rn",), "fma": ("rn", "relu"), "min": ("NaN",), "max": ("NaN",)}
+    allowed = {
+        "add": ("rn",),
+        "sub": ("rn",),
+        "mul": ("rn",),
+        "fma": ("rn", "relu"),
+        "min": ("NaN",),
+        "max": ("NaN",),
+    }
     if kind == "f32x2":
         allowed = {name: ("rn", "ftz") for name in _EXACT}
     for modifier in how:

@@ -327,7 +327,9 @@ def _fill(value: _Any, argument: object) -> Any:
         tensor = _Tensor(argument.data_ptr(), _CUDA, 0, argument.ndim, code, bits, 1, shape, strides, 0)
         value.kind, value.value.address = TENSOR, ctypes.addressof(tensor)
         return tensor
-    elif type(argument).__name__ == "CUstream":  # of cuda-python; launches run one after the other on any stream
+    elif (
+        type(argument).__name__ == "CUstream"
+    ):  # of cuda-python; launches run one after the other on any stream
         value.kind, value.value.address = OPAQUE, 0
     elif isinstance(argument, (tuple, list)):
         values = (_Any * max(len(argument), 1))()

@@ -10,7 +10,18 @@ import numpy as np
 import torch
 
 # These modules register their handlers when they are imported.
-from ptx_emulator import access, arithmetic, copies, matrices, synchronize, tensor_memory  # noqa: F401
+from ptx_emulator import (  # noqa: F401
+    access,
+    arithmetic,
+    conversions,
+    copies,
+    map_updates,
+    matrices,
+    reductions,
+    scheduling,
+    synchronize,
+    tensor_memory,
+)
 from ptx_emulator.compiled.memory_map import MachineMap
 from ptx_emulator.compiled.program import CompiledProgram
 from ptx_emulator.compiled.warp import CompiledWarp

@@ -252,7 +252,9 @@ class Warp:
     def __init__(self, cta: Cta, number: int, alive: int):
         program = cta.machine.program
         self.cta, self.machine, self.number, self.alive = cta, cta.machine, number, alive
-        self.clock = Clock(cta.number * cta.width + number, cta.machine.total * cta.width, cta.machine.sections)
+        self.clock = Clock(
+            cta.number * cta.width + number, cta.machine.total * cta.width, cta.machine.sections
+        )
         self.machine.clocks[self.clock.index] = self.clock
         self.program = program
         self.packed: dict[int, tuple[Any, list[int]]] = {}
@@ -512,6 +514,7 @@ class Cta:
         mbarriers: by address in shared memory.
         tensor_memory: `tensor_memory.TensorMemory`, created on first use.
         wgmmas: per warpgroup, the instruction and the descriptors of each wgmma.
+        acquired_maps: per address, `Machine.clock` at the last `fence.proxy.tensormap::generic.acquire` of that tensor map.
         incoming: bulk copies in flight that write its shared memory.
         width: warps of the CTA.
         live: warps that have not ended.
@@ -532,6 +535,7 @@ class Cta:
         self.barriers: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, Mbarrier] = {}
         self.tensor_memory: Any = None
+        self.acquired_maps: dict[int, int] = {}
         self.incoming = 0
         self.wgmmas: dict[int, list[Any]] = {}
         if machine.races:
@@ -607,6 +611,7 @@ class Cluster:
         generation: completions of the barrier.
         released: merged vectors of the arrivals.
         complete: ``released`` of the last completion.
+        declined: whether a `clusterlaunchcontrol.try_cancel` has found no cluster.
     """
 
     def __init__(self, index: tuple[int, int, int]):
@@ -616,6 +621,7 @@ class Cluster:
         self.generation = 0
         self.released: Any = None
         self.complete: Any = None
+        self.declined = False
 
     def arrive(self, warp: Warp, snapshot: Any) -> None:
         """Record an arrival. ``snapshot``: its vector; None: the arrival is relaxed."""
@@ -647,6 +653,7 @@ class Machine:
         executed: warp instructions.
         pending: completions of asynchronous operations.
         ctas: those on the device.
+        clusters: those that have not started, the next one last.
         clocks: of the warps that have started, by their index.
         releases: per word that a strong access wrote, the vector that it published. The key is (CTA, address); the CTA is -1
             for global memory.
@@ -669,6 +676,7 @@ class Machine:
     executed: int = 0
     pending: list[Callable[[], None]] = field(default_factory=list)
     ctas: list[Cta] = field(default_factory=list)
+    clusters: list[tuple[int, int, int]] = field(default_factory=list)
     clocks: dict[int, Clock] = field(default_factory=dict)
     releases: dict[tuple[int, int], Any] = field(default_factory=dict)
     warp_type: type[Warp] = Warp
@@ -691,6 +699,10 @@ class Machine:
         """The number of CTAs of the grid."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
+    def cancel(self) -> tuple[int, ...] | None:
+        """Cancel the next cluster that has not started. Return the index of its first CTA; None: all have started."""
+        return tuple(n * c for n, c in zip(self.clusters.pop(), self.cluster)) if self.clusters else None
+
     def cta_ended(self, cta: Cta) -> None:
         """Remove a CTA from the device."""
         self.ctas.remove(cta)
@@ -698,17 +710,16 @@ class Machine:
     def run(self) -> None:
         """Run until all CTAs have ended and all asynchronous operations are complete."""
         rng = random.Random(self.seed)
-        started, changes, since = 0, 0, 0
+        changes, since = 0, 0
         size = self.cluster[0] * self.cluster[1] * self.cluster[2]
-        clusters = _places([g // c for g, c in zip(self.grid, self.cluster)])
+        self.clusters = _places([g // c for g, c in zip(self.grid, self.cluster)])[::-1]
         while True:
             if self.changes != changes:
                 changes, since = self.changes, self.executed
             elif self.executed - since > ENDLESS:
                 self._deadlock()
-            while started < len(clusters) and len(self.ctas) + size <= max(self.resident, size):
-                self._start(clusters[started])
-                started += 1
+            while self.clusters and len(self.ctas) + size <= max(self.resident, size):
+                self._start(self.clusters.pop())
             if not self.ctas:
                 break
             if self.pending and rng.random() < 0.25:

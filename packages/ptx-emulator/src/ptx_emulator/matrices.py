@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator import floats
+from ptx_emulator import floats, narrow
 from ptx_emulator.access import addresses, gather, region_of, scatter
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, Array, to_bits
@@ -113,7 +113,9 @@ ELEMENT = {"bf16": 2, "f16": 2, "tf32": 4}
 
 
 def values_of(bits: Array, kind: str) -> Array:
-    """Convert the bits of operands to fp64. Elements have 2 bytes; those of tf32 have 4, of which the upper 19 bits count."""
+    """Convert the bits of operands to fp64. Of the 4 bytes of tf32 the upper 19 bits count."""
+    if kind in narrow.FORMATS:
+        return narrow.FORMATS[kind].values[bits]
     if kind == "bf16":
         return floats.bf16_values(bits.astype(np.uint16)).astype(np.float64)
     if kind == "f16":
@@ -437,7 +439,9 @@ def _wgmma(d: Decoder, i: Instruction) -> Execute:
         warps = warpgroup(w)
         if any(one.issuer.clock.now <= last for one in warps):
             ready = lambda: all(one.issuer.clock.now > last for one in warps)
-            return Wait(ready, "the other warps of the warpgroup, which have not executed this wgmma", again=True)
+            return Wait(
+                ready, "the other warps of the warpgroup, which have not executed this wgmma", again=True
+            )
         for one in warps:
             for _, number, check in one.operands:
                 if number <= last:
@@ -473,7 +477,9 @@ def _agree(w: Warp, number: int, descriptors: list[Any]) -> None:
         issued.append(mine)
     elif issued[number - 1] != mine:
         line, _ = w.program.lines[issued[number - 1][0]]
-        w.fail(f"the warps of a warpgroup execute different wgmmas here: another warp executed that of PTX line {line}, or with other operands")
+        w.fail(
+            f"the warps of a warpgroup execute different wgmmas here: another warp executed that of PTX line {line}, or with other operands"
+        )
 
 
 def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:

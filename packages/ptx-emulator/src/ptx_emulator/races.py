@@ -134,7 +134,9 @@ class Issuer:
         known = self.clock.known = clock.known.copy()
         known[clock.index], known[self.clock.index] = clock.now, self.clock.now
         if self.order is not None:
-            np.maximum(known[TENSOR * n : (TENSOR + 1) * n], self.order, out=known[TENSOR * n : (TENSOR + 1) * n])
+            np.maximum(
+                known[TENSOR * n : (TENSOR + 1) * n], self.order, out=known[TENSOR * n : (TENSOR + 1) * n]
+            )
         return self
 
     def issue(self, lane: int) -> None:
@@ -150,7 +152,11 @@ class Issuer:
             return 0
         self.uncommitted.pop(lane, None)
         self.advance()
-        return min(self.last[lane], *(number - 1 for number in self.uncommitted.values())) if self.uncommitted else self.last[lane]
+        return (
+            min(self.last[lane], *(number - 1 for number in self.uncommitted.values()))
+            if self.uncommitted
+            else self.last[lane]
+        )
 
     def advance(self) -> int:
         """Return the number of the instructions so far; the next ones get another."""

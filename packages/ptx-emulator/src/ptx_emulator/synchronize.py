@@ -91,6 +91,8 @@ def _fence(d: Decoder, i: Instruction) -> Execute:
             *(("gl",) if i.opcode == "membar" else ()),
         )
         return lambda w, lanes: w.clock.fence()
+    if i.modifiers[1] == "tensormap::generic":
+        return _tensor_map_fence(d, i)
     d.only(i.modifiers[1:2], "async")
     scope = i.modifiers[2] if len(i.modifiers) > 2 else ""
     spaces = {"": ("shared", "global"), "global": ("global",), "shared::cta": ("shared",)}.get(scope)
@@ -108,6 +110,21 @@ def _fence(d: Decoder, i: Instruction) -> Execute:
             w.machine.fences[w.cta.number] = w.machine.clock
 
     return fence
+
+
+def _tensor_map_fence(d: Decoder, i: Instruction) -> Execute:
+    """`fence.proxy.tensormap::generic`: `.acquire` makes a tensor map that a kernel has changed usable by this CTA."""
+    d.only(i.modifiers[2:], "acquire", "release", "cta", "cluster", "gpu", "sys")
+    if "acquire" not in i.modifiers:
+        return lambda w, lanes: w.clock.fence()
+    base, offset = d.address(i.operands[0], "b64")
+
+    def acquire(w: Warp, lanes: int) -> None:
+        w.clock.fence()
+        for address in addresses(w, base, offset, lanes).tolist():
+            w.cta.acquired_maps[address] = w.machine.clock
+
+    return acquire
 
 
 def _show_mbarriers(w: Warp) -> None:
@@ -176,7 +193,9 @@ def of_members(d: Decoder, i: Instruction, index: int, execute: Execute) -> Exec
             if part & ~value:
                 w.fail(f"lanes {part & ~value:08x} execute this but are not in the member mask {value:08x}")
             if value & lanes & ~part:
-                w.fail(f"lanes {value & lanes & ~part:08x} are in the member mask {value:08x} but have another mask")
+                w.fail(
+                    f"lanes {value & lanes & ~part:08x} are in the member mask {value:08x} but have another mask"
+                )
             if value & w.alive & ~lanes:
                 return CONVERGE
             parts.append(part)
@@ -228,7 +247,9 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
         found.expected = threads
         if vote is not None:
             if w.unknown[vote] & lanes:
-                w.fail(f"the predicate of a barrier is undefined: nothing has written it (lanes {w.unknown[vote] & lanes:08x})")
+                w.fail(
+                    f"the predicate of a barrier is undefined: nothing has written it (lanes {w.unknown[vote] & lanes:08x})"
+                )
             value = (w.regs[vote] ^ FULL * negated) & lanes
             found.votes = found.votes[0] + value.bit_count(), found.votes[1] + (lanes & ~value).bit_count()
 
@@ -281,7 +302,9 @@ def _reduced(d: Decoder, i: Instruction, target: Operand) -> Callable[[Warp, int
         return lambda w, lanes, true, false: w.put(to, np.full(32, true, np.uint32), 0, lanes)
     if mode not in ("and", "or") or kind != "pred":
         d.refuse("this barrier is not modelled")
-    return lambda w, lanes, true, false: w.put_predicate(to, FULL * (true > 0 if mode == "or" else false == 0), 0, lanes)
+    return lambda w, lanes, true, false: w.put_predicate(
+        to, FULL * (true > 0 if mode == "or" else false == 0), 0, lanes
+    )
 
 
 def _cluster_barrier(d: Decoder, i: Instruction) -> Execute:
@@ -529,7 +552,10 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
     to be complete (`Mbarrier.known`).
     """
     to = d.destination(i.operands[0], "pred")
-    d.observed(to, f"mbarrier.{i.modifiers[0]}: nothing reads its result, and it may return before the phase is complete")
+    d.observed(
+        to,
+        f"mbarrier.{i.modifiers[0]}: nothing reads its result, and it may return before the phase is complete",
+    )
     places_of = _places(d, i, i.operands[1])
     parity = "parity" in i.modifiers
     phase = d.source(i.operands[2], "b32" if parity else "b64")
@@ -658,43 +684,6 @@ def _elect(d: Decoder, i: Instruction) -> Execute:
         w.put_predicate(p, 1 << first, 0, lanes)
 
     return of_members(d, i, 1, elect)
-
-
-_REDUX: dict[str, Any] = {
-    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
-
-
-@handler("redux")
-def _redux(d: Decoder, i: Instruction) -> Execute:
-    """`redux.sync`: a reduction over the lanes of the member mask."""
-    operation, kind, how = i.modifiers[1], i.modifiers[-1], i.modifiers[2:-1]
-    d.only(i.modifiers[:1], "sync")
-    bits = operation in ("and", "or", "xor")
-    if operation not in _REDUX or kind not in (("b32",) if bits else ("u32", "s32", "f32")):
-        d.refuse("this form of redux is not modelled")
-    d.only(how, *(("abs", "NaN") if kind == "f32" and operation != "add" else ()))
-    if kind == "f32" and operation == "add":
-        d.refuse("redux.sync.add.f32 does not exist")
-    to, source = d.destination(i.operands[0], "b32"), d.source(i.operands[1], "b32")
-    dtype: Any = {"s32": np.int32, "f32": np.float32}.get(kind, np.uint32)
-
-    def reduce(w: Warp, lanes: int) -> None:
-        values = w.regs[source].view(dtype)[INDICES[lanes]]
-        if kind == "f32":
-            values = np.abs(values) if "abs" in how else values
-            # A number wins over NaN, without .NaN. Of zeros, -0 is less than +0.
-            if np.isnan(values).any() and ("NaN" in how or np.isnan(values).all()):
-                found = np.uint32(0x7FFFFFFF)
-            else:
-                order = np.lexsort((~np.signbit(values), np.where(np.isnan(values), np.inf, values)))
-                order = order[: np.count_nonzero(~np.isnan(values))]
-                found = values[order[-1 if operation == "max" else 0]].view(np.uint32)
-        else:
-            found = _REDUX[operation].reduce(values).astype(dtype).view(np.uint32)
-        w.put(to, np.full(32, found, np.uint32), lanes if w.unknown[source] & lanes else 0, lanes)
-
-    return of_members(d, i, 2, reduce)
 
 
 @handler("shfl")

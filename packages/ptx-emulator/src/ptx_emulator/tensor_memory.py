@@ -23,7 +23,7 @@ from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
 from ptx_emulator.machine import DERIVED, LOADING, Cta, Warp
 from ptx_emulator.matrices import check_pattern, load_operand, values_of
-from ptx_emulator.memory import SHARED_WINDOW, WINDOW_BITS, Region
+from ptx_emulator.memory import SHARED_WINDOW, UNSIGNED, WINDOW_BITS, Region
 from ptx_emulator.parser import Address, Instruction, Operand, Vector
 from ptx_emulator.races import ORDERED, Issuer, Shadow
 from ptx_emulator.synchronize import aligned, uniform
@@ -172,9 +172,7 @@ def _dealloc(d: Decoder, i: Instruction) -> Execute:
         if first >= COLUMNS or np.count_nonzero(memory.owner == first) != count:
             w.fail(f"tcgen05.dealloc: no allocation of {count} columns starts at {first:#x}")
         if memory.working:
-            w.fail(
-                f"tcgen05.dealloc while {memory.working} tcgen05 instructions of this CTA are in flight"
-            )
+            w.fail(f"tcgen05.dealloc while {memory.working} tcgen05 instructions of this CTA are in flight")
         memory.owner[memory.owner == first] = -1
         if memory.region.shadow is not None:  # to free them is to write them: all accesses must come before
             words = np.arange(LANES)[:, None] * COLUMNS + np.arange(first, first + count)
@@ -373,7 +371,7 @@ class Shape:
     Attributes:
         m, n: extents of D.
         bits: of an element of D, 32 (fp32) or 16 (fp16).
-        a, b: operand types, "f16", "bf16" or "tf32".
+        a, b: operand types, "f16", "bf16", "tf32", "e4m3" or "e5m2".
         negative: whether the product is negated.
         a_mn_major, b_mn_major: whether M or N is contiguous; otherwise K is.
     """
@@ -388,8 +386,17 @@ class Shape:
     b_mn_major: bool
 
 
+#: Kind -> bytes of an element of A and B, and their types by their number in the instruction descriptor. Types of 6 and 4 bits,
+#: which f8f6f4 also takes, are not modelled.
+KINDS = {
+    "f16": (2, {0: "f16", 1: "bf16"}),
+    "tf32": (4, {2: "tf32"}),
+    "f8f6f4": (1, {0: "e4m3", 1: "e5m2"}),
+}
+
+
 def shape_of(descriptor: int, kind: str) -> Shape:
-    """Decode an instruction descriptor (PTX ISA, "Instruction descriptor"). ``kind``: "f16" or "tf32".
+    """Decode an instruction descriptor (PTX ISA, "Instruction descriptor"). ``kind``: a key of `KINDS`.
 
     Raises:
         ValueError: the descriptor is malformed, or not modelled.
@@ -400,9 +407,9 @@ def shape_of(descriptor: int, kind: str) -> Shape:
             f"sparsity, saturation, shifts and reserved bits are not modelled, got bits {descriptor & 0xE080_004F:#x}"
         )
     form = descriptor >> 4 & 3
-    if form > 1 or (form == 0 and kind != "f16"):
+    if form > 1 or (form == 0 and kind == "tf32"):
         raise ValueError(f"kind::{kind} has no type {form} of D")
-    types = {"f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}}[kind]
+    _, types = KINDS[kind]
     a, b = types.get(descriptor >> 7 & 7), types.get(descriptor >> 10 & 7)
     if a is None or b is None:
         raise ValueError(
@@ -451,13 +458,14 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
         "cta_group::1",
         "kind::f16",
         "kind::tf32",
+        "kind::f8f6f4",
         "collector::a::discard",
         "collector::a::fill",
     )
     if len(kinds) != 1 or "cta_group::1" not in i.modifiers:
         d.refuse("this form of tcgen05.mma is not modelled")
     (kind,) = kinds
-    size = 2 if kind == "f16" else 4
+    size, _ = KINDS[kind]
     operands = list(i.operands)
     to, to_offset = d.address(operands[0], "b32")
     in_tensor_memory = isinstance(operands[1], Address)
@@ -570,17 +578,18 @@ def _operand(
     Returns:
         Its bits [rows, 32 / size]; bool[rows], the rows with undefined elements; and checks that it has not changed.
     """
-    if size == 4 and mn_major:
-        w.fail("tcgen05.mma: tf32 is modelled K-major only, the instruction descriptor says MN-major")
+    if size != 2 and mn_major:
+        w.fail(
+            "tcgen05.mma: tf32 and fp8 are modelled K-major only, the instruction descriptor says MN-major"
+        )
     bits, unknown, check = load_operand(w, *matrix_of(w, descriptor), rows, mn_major, size)
     return bits, np.zeros(rows, np.bool_) if unknown is None else unknown, [check]
 
 
 def _from_tensor_memory(memory: TensorMemory, words: Array, size: int) -> tuple[Array, Array]:
-    """Read A from tensor memory, in the form of `_operand`. A word holds two elements of 2 bytes, the lower one first."""
+    """Read A from tensor memory, in the form of `_operand`. A word holds several elements below 4 bytes, the lowest one first."""
     values, unknown = memory.load(words)
-    kind: Any = np.uint16 if size == 2 else np.uint32
-    return np.ascontiguousarray(values).view(kind), np.any(unknown, axis=1)
+    return np.ascontiguousarray(values).view(UNSIGNED[size]), np.any(unknown, axis=1)
 
 
 def _enqueue(w: Warp, memory: TensorMemory, execute: Callable[[], None], works: bool = True) -> None:

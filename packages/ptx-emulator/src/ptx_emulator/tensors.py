@@ -25,12 +25,12 @@ from ptx_emulator.races import SEVERAL, issue_snapshot
 from ptx_emulator.synchronize import check_proxy
 
 MAP_BYTES = 128
-#: Type and bytes of the elements, by their number in a map. Number 8 is fp32 that flushes subnormals; `_TF32` makes fp32 tf32.
+#: Type and bytes of the elements, by their number in a map. Number 8 is fp32 that flushes subnormals; `TF32` makes fp32 tf32.
 _ELEMENTS = {
     0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 4: ("u64", 8), 5: ("s64", 8), 6: ("f16", 2), 7: ("f32", 4),
     8: ("f32", 4), 9: ("f64", 8), 10: ("bf16", 2),
 }  # fmt: skip
-_FILL, _TF32 = 1 << 15, 1 << 16
+FILL, TF32 = 1 << 15, 1 << 16
 #: The flags that are decoded, and 1, 17, 18 and 21, which only change the use of L2.
 _FLAGS = 0x27_E7F2
 _NAN = 0x7FF7  # each 2 bytes outside of a tensor, if its map fills with NaN
@@ -82,7 +82,7 @@ def decoded(raw: bytes) -> TensorMap:
     words = np.frombuffer(raw, np.uint32)
     flags = int(words[2])
     rank, number, swizzle = (flags >> 4 & 7) + 1, flags >> 7 & 15, flags >> 13 & 3
-    if flags & ~_FLAGS or rank > 5 or number not in _ELEMENTS or (flags & _TF32 and number not in (7, 8)):
+    if flags & ~_FLAGS or rank > 5 or number not in _ELEMENTS or (flags & TF32 and number not in (7, 8)):
         raise ValueError(
             f"flags {flags:#x}: bits {flags & ~_FLAGS:#x}, rank {rank} or element type {number} are not understood"
         )
@@ -104,7 +104,7 @@ def decoded(raw: bytes) -> TensorMap:
     if swizzle and inner > width:
         raise ValueError(f"a row of a box has {inner} bytes, more than the {width} of the swizzle")
     fill = 0
-    if flags & _FILL:
+    if flags & FILL:
         if "f" not in kind:
             raise ValueError(f"fill with NaN outside of a tensor of integers (.{kind})")
         fill = int.from_bytes(_NAN.to_bytes(2, "little") * (size // 2), "little")
@@ -114,7 +114,13 @@ def decoded(raw: bytes) -> TensorMap:
 
 
 #: CUtensorMapDataType -> number of the type in a map, and flags.
-_DRIVER_TYPES = {n: (n, 0) for n in range(8)} | {8: (9, 0), 9: (10, 0), 10: (8, 0), 11: (7, _TF32), 12: (8, _TF32)}
+_DRIVER_TYPES = {n: (n, 0) for n in range(8)} | {
+    8: (9, 0),
+    9: (10, 0),
+    10: (8, 0),
+    11: (7, TF32),
+    12: (8, TF32),
+}
 
 
 def encoded(
@@ -146,7 +152,9 @@ def encoded(
     if not all(1 <= n <= 256 for n in box):
         raise ValueError(f"{name}: boxDim: expected 1 to 256, got {list(box)}")
     if any(n % 16 or not 0 <= n < 1 << 40 for n in strides):
-        raise ValueError(f"{name}: globalStrides: expected multiples of 16 below {1 << 40}, got {list(strides)}")
+        raise ValueError(
+            f"{name}: globalStrides: expected multiples of 16 below {1 << 40}, got {list(strides)}"
+        )
     if not 0 <= promotion <= 3 or not 0 <= fill <= 1:
         raise ValueError(f"{name}: l2Promotion {promotion} or oobFill {fill}: no such value")
     number, more = _DRIVER_TYPES[kind]
@@ -204,6 +212,12 @@ def map_at(w: Warp, address: int) -> TensorMap:
             )
     else:
         region, start = w.machine.memory.at(address, address + MAP_BYTES, w.fail), address
+        first = (start - region.base) >> 4
+        if (region.written[first : first + MAP_BYTES // 16] > w.cta.acquired_maps.get(address, 0)).any():
+            w.fail(
+                f"tensor map at {address:#x}: this kernel has written it, and no thread of this CTA has executed a "
+                "fence.proxy.tensormap::generic.acquire of it since"
+            )
     raw = region.data[start - region.base : start - region.base + MAP_BYTES].tobytes()
     try:
         return decoded(raw)
@@ -342,7 +356,9 @@ class Store:
         changed: Array = (bits != self.bits)[:, 0]
         if unknown is not None or self.unknown is not None:
             return np.ones_like(changed)
-        for one in (x for cta in w.machine.ctas for warp in cta.warps for x in warp.bulk if not x.has_written):
+        for one in (
+            x for cta in w.machine.ctas for warp in cta.warps for x in warp.bulk if not x.has_written
+        ):
             if one.region is self.region and one.combine is None and one.size == self.size:
                 _, mine, its = np.intersect1d(self.origins, one.origins, return_indices=True)
                 changed[mine] = (self.bits[mine] != one.bits[its])[:, 0]
@@ -485,7 +501,9 @@ def tensor_prefetch(d: Decoder, i: Instruction) -> Execute:
             addresses(w, slot, 0, lanes, "a coordinate")
         for address in addresses(w, base, 0, lanes).tolist():
             if len(map_at(w, address).box) != len(coordinates):
-                w.fail(f"prefetch: tensor map of rank {len(map_at(w, address).box)}, {len(coordinates)} coordinates")
+                w.fail(
+                    f"prefetch: tensor map of rank {len(map_at(w, address).box)}, {len(coordinates)} coordinates"
+                )
 
     return prefetch
 

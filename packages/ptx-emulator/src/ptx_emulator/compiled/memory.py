@@ -84,7 +84,7 @@ def _ld(d: Decoder, i: Instruction) -> Form | None:
     targets = d.destinations(i.operands[0], kind, wider=True)
     base, base_size, offset = _base(d, i, 1, space)
     count = len(targets)
-    if size * count > MOST_BYTES or (kind[0] not in "bus" and any(width != size for width in widths)):
+    if size > 8 or size * count > MOST_BYTES or (kind[0] not in "bus" and any(width != size for width in widths)):
         return None
     signed, constant = kind[0] == "s", "nc" in i.modifiers and space == "global"
 
@@ -114,7 +114,7 @@ def _st(d: Decoder, i: Instruction) -> Form | None:
     sources = d.sources(i.operands[1], kind, wider=True)
     base, base_size, offset = _base(d, i, 0, space)
     count = len(sources)
-    if size * count > MOST_BYTES:
+    if size > 8 or size * count > MOST_BYTES:
         return None
 
     def build(o: Operation) -> None:
