@@ -342,10 +342,21 @@ class Warp:
         """Return whether one of these registers was written after the last `wgmma.fence`, other than by a wgmma."""
         return self.fenced is None or any(self.regs[s] is not self.fenced[s] for s in slots)
 
-    def accumulate(self, slot: int) -> None:
-        """Note that a wgmma wrote a register."""
+    def accumulate(self, slots: list[int]) -> None:
+        """Note that a wgmma of the current group wrote these registers."""
         assert self.fenced is not None
-        self.fenced[slot] = self.regs[slot]
+        for slot in slots:
+            self.flight[slot] = self.wgmma_group
+            self.fenced[slot] = self.regs[slot]
+
+    def values(self, slots: list[int]) -> Any:
+        """Return the words [n, 32] of registers of 4 bytes."""
+        return np.stack([self.regs[s] for s in slots])
+
+    def put_all(self, slots: list[int], words: Any, unknown: list[int]) -> None:
+        """`put` of registers of 4 bytes in all lanes. ``words``: [n, 32]; ``unknown``: per register."""
+        for slot, word, missing in zip(slots, words, unknown):
+            self.put(slot, word, missing, FULL)
 
     # ---- what compiled code does faster
 

@@ -228,7 +228,7 @@ def _put_product(
         rows, columns: bool, the rows of ``left`` and the columns of ``right`` with undefined elements; None: there are none.
         kind: "f32" (rounded towards zero) or "f16" (rounded to nearest).
     """
-    before = _c_matrix(np.stack([w.regs[s] for s in c]), kind) if add else None
+    before = _c_matrix(w.values(c), kind) if add else None
     bits = w.product(left, right, before) if kind == "f32" else None
     if bits is None:
         words = _c_words(tensor_core_sum(left, right, before), kind)
@@ -245,8 +245,7 @@ def _put_product(
         if kind == "f16":
             spread = spread[..., 0] | spread[..., 1]
         missing = [old | to_bits(new) for old, new in zip(missing, spread)]
-    for target, word, unknown in zip(targets, words, missing):
-        w.put(target, word, unknown, FULL)
+    w.put_all(targets, words, missing)
 
 
 #: Number of registers of A and B, by shape and operand type.
@@ -539,9 +538,7 @@ def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
             rows = None if missing is None else missing[first : first + 16]
             checks.append(check)
         _put_product(w, acc, acc, sign * left, right.T, add, rows, b_unknown, d_type)
-        for s in acc:
-            w.flight[s] = w.wgmma_group
-            w.accumulate(s)
+        w.accumulate(acc)
         number = w.issuer.advance()
         w.operands += [(w.wgmma_group, number, check) for check in checks]
         _agree(w, number, [w.regs[s][0] for s in descriptors])

@@ -84,7 +84,11 @@ def _ld(d: Decoder, i: Instruction) -> Form | None:
     targets = d.destinations(i.operands[0], kind, wider=True)
     base, base_size, offset = _base(d, i, 1, space)
     count = len(targets)
-    if size > 8 or size * count > MOST_BYTES or (kind[0] not in "bus" and any(width != size for width in widths)):
+    if (
+        size > 8
+        or size * count > MOST_BYTES
+        or (kind[0] not in "bus" and any(width != size for width in widths))
+    ):
         return None
     signed, constant = kind[0] == "s", "nc" in i.modifiers and space == "global"
 

@@ -14,7 +14,7 @@ from ptx_emulator.compiled.memory_map import MachineMap
 from ptx_emulator.compiled.products import product
 from ptx_emulator.compiled.program import CompiledProgram
 from ptx_emulator.decode import WORDS
-from ptx_emulator.lanes import BOOLS, FULL, Array
+from ptx_emulator.lanes import BOOLS, FULL, LANES, Array
 from ptx_emulator.machine import Warp
 
 _FILE, _STATE, _CODE, _PC, _LANES, _BUDGET, _STOP, _FLIGHT = (
@@ -37,6 +37,15 @@ class Registers:
         """Return the words of a register, not a copy."""
         size, place = self._sizes[slot], self._places[slot]
         return self._words[size][place // size : place // size + 32]
+
+    @property
+    def words(self) -> Array:
+        """All words of 4 bytes."""
+        return self._words[4]
+
+    def rows(self, slots: list[int]) -> Array:
+        """Return the places [n, 32] of the words of registers of 4 bytes among `words`."""
+        return np.array([self._places[slot] >> 2 for slot in slots])[:, None] + LANES
 
     def __getitem__(self, slot: int) -> Any:
         if self._sizes[slot] == 0:
@@ -63,6 +72,10 @@ class Flight(dict[int, int]):
         super().__setitem__(slot, group)
         self._flags[slot] = 1
 
+    def update(self, given: Any) -> None:  # type: ignore[override]
+        super().update(given)
+        self._flags[list(given)] = 1
+
     def pop(self, slot: int, *default: Any) -> Any:
         self._flags[slot] = 0
         return super().pop(slot, *default)
@@ -86,7 +99,8 @@ class CompiledWarp(Warp):
         count = len(compiled.places)
         file[: 4 * count] = compiled.unknown.view(np.uint8)
         file[compiled.constants :] = compiled.image
-        self.unknown = file[: 4 * count].view(np.uint32).data
+        self._unknown = file[: 4 * count].view(np.uint32)
+        self.unknown = self._unknown.data
         self.regs = Registers(compiled, file)
         self._states = file[compiled.state : compiled.state + count]
         self._state = self._states.data
@@ -159,10 +173,19 @@ class CompiledWarp(Warp):
         self._states &= np.uint8(~WRITTEN & 0xFF)
 
     def written_since_fence(self, slots: list[int]) -> bool:
-        return not self._fenced_once or any(self._state[slot] & WRITTEN for slot in slots)
+        return not self._fenced_once or bool((self._states[slots] & WRITTEN).any())
 
-    def accumulate(self, slot: int) -> None:
-        self._state[slot] &= ~WRITTEN & 0xFF
+    def accumulate(self, slots: list[int]) -> None:
+        self._states[slots] &= np.uint8(~WRITTEN & 0xFF)
+        self._flight.update(dict.fromkeys(slots, self.wgmma_group))
+
+    def values(self, slots: list[int]) -> Any:
+        return self.regs.words[self.regs.rows(slots)]
+
+    def put_all(self, slots: list[int], words: Any, unknown: list[int]) -> None:
+        self.regs.words[self.regs.rows(slots)] = words
+        self._unknown[slots] = unknown
+        self._states[slots] = WRITTEN
 
     # ---- what handlers delegate to compiled code
 
