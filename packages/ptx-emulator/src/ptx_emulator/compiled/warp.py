@@ -72,7 +72,7 @@ class Flight(dict[int, int]):
         super().__setitem__(slot, group)
         self._flags[slot] = 1
 
-    def update(self, given: Any) -> None:  # type: ignore[override]
+    def update(self, given: Any) -> None:
         super().update(given)
         self._flags[list(given)] = 1
 
