@@ -275,6 +275,13 @@ def train(session: nox.Session) -> None:
     session.run("python", "examples/train_bytes_lm.py", *session.posargs)
 
 
+@nox.session(name="public-kernels")
+def public_kernels(session: nox.Session) -> None:
+    """Runs CUTLASS's examples of CuTe DSL primitives on ptx-emulator: ``-- CHECKOUT``, a checkout of NVIDIA/cutlass."""
+    install_all(session)
+    session.run("python", "tools/public_kernels.py", *session.posargs)
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measures prefill on every backend that this machine can run, and writes benchmarks/results/."""

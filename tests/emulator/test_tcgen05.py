@@ -41,7 +41,7 @@ def test_products_compiled_by_the_dsl(n, k, majors):
 HEAD = """
     mov.b32 %r1, shared_bytes; add.s32 %r2, %r1, 16; shr.u32 %r3, %r0, 5; setp.eq.s32 %p1, %r3, 0; @!%p1 bra READY;
     tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 64; setp.eq.s32 %p2, %r0, 0;
-    @%p2 mbarrier.init.shared.b64 [%r2], 1; READY: bar.sync 0; ld.shared.b32 %r8, [%r1]; shl.b32 %r4, %r3, 21;
+    @%p2 mbarrier.init.shared.b64 [%r2], 1; fence.mbarrier_init.release.cluster; READY: bar.sync 0; ld.shared.b32 %r8, [%r1]; shl.b32 %r4, %r3, 21;
     add.s32 %r9, %r8, %r4; setp.eq.s32 %p2, %r0, 0;
 """
 TAIL = "bar.sync 0; @!%p1 bra END; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r8, 64; END:"

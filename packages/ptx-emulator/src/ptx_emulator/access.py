@@ -360,7 +360,7 @@ def _ld_128(d: Decoder, i: Instruction) -> Execute:
         values, unknown = gather_from(w, space, addresses(w, base, offset, lanes), 8, 2, lanes, False)
         whole = np.zeros((32, 2), np.uint64)
         whole[INDICES[lanes]] = values
-        missing = 0 if unknown is None else lanes_of(unknown.any(1), lanes)
+        missing = 0 if unknown is None else lanes_of(np.any(unknown, axis=1), lanes)
         w.put(to, whole.view(np.dtype("V16"))[:, 0], missing, lanes)
 
     return load
