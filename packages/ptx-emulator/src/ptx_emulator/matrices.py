@@ -249,7 +249,7 @@ def _put_product(
 
 
 #: Number of registers of A and B, by shape and operand type.
-_MMA = {
+MMA_REGISTERS = {
     ("m16n8k8", "bf16"): (2, 1), ("m16n8k16", "bf16"): (4, 2), ("m16n8k8", "f16"): (2, 1), ("m16n8k16", "f16"): (4, 2),
     ("m16n8k4", "tf32"): (2, 1), ("m16n8k8", "tf32"): (4, 2),
 }  # fmt: skip
@@ -260,16 +260,16 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
     if len(i.modifiers) != 9 or i.modifiers[:2] != ("sync", "aligned") or i.modifiers[3:5] != ("row", "col"):
         d.refuse("this form of mma is not modelled")
     shape, d_type, kind, b_type, c_type = i.modifiers[2], *i.modifiers[5:]
-    if (shape, kind) not in _MMA or b_type != kind:
+    if (shape, kind) not in MMA_REGISTERS or b_type != kind:
         d.refuse("this shape or these types are not modelled")
     if d_type != c_type or d_type not in (("f32", "f16") if kind == "f16" else ("f32",)):
         d.refuse(f"mma: D .{d_type} and C .{c_type} with A and B .{kind} are not modelled")
     targets = d.destinations(i.operands[0], "b32")
     a, b, c = (d.sources(x, "b32") for x in i.operands[1:])
     count = 4 if d_type == "f32" else 2
-    if (len(a), len(b), len(c), len(targets)) != (*_MMA[shape, kind], count, count):
+    if (len(a), len(b), len(c), len(targets)) != (*MMA_REGISTERS[shape, kind], count, count):
         d.refuse(
-            f"expected {(*_MMA[shape, kind], count, count)} registers of A, B, C and D, "
+            f"expected {(*MMA_REGISTERS[shape, kind], count, count)} registers of A, B, C and D, "
             f"got {(len(a), len(b), len(c), len(targets))}"
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ptx_emulator.arithmetic import _GENERIC as GENERIC
+from ptx_emulator.arithmetic import GENERIC
 from ptx_emulator.compiled import floating
 from ptx_emulator.compiled.emit import (
     F16,

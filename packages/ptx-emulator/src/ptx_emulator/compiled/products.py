@@ -33,8 +33,7 @@ from ptx_emulator.compiled.floating import NAN32, bf16_values
 from ptx_emulator.compiled.forms import Form, form, name_of
 from ptx_emulator.decode import Decoder
 from ptx_emulator.lanes import Array
-from ptx_emulator.matrices import _MMA as SHAPES
-from ptx_emulator.matrices import ALIGNED, ELEMENT
+from ptx_emulator.matrices import ALIGNED, ELEMENT, MMA_REGISTERS
 from ptx_emulator.parser import Instruction
 
 NAME = "product"
@@ -166,7 +165,7 @@ def _mma(d: Decoder, i: Instruction) -> Form | None:
     shape, d_type, kind = i.modifiers[2], *i.modifiers[5:7]
     if d_type != "f32" or (kind == "f16" and not engine().converts_f16):
         return None
-    a_count, b_count = SHAPES[shape, kind]
+    a_count, b_count = MMA_REGISTERS[shape, kind]
     targets = d.destinations(i.operands[0], "b32")
     sources = [slot for x in i.operands[1:] for slot in d.sources(x, "b32")]
     width = 16 // ELEMENT[kind]  # elements of K that a register holds
