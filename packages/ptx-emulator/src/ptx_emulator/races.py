@@ -279,9 +279,7 @@ class Shadow:
         if not self._compiled("observe", w, words, SEVERAL):
             self._after_writes(w, words, np.broadcast_to(SEVERAL, words.shape))
 
-    def _compiled(
-        self, what: str, w: Warp | Issuer, words: Array, lanes: Any, generic: bool = False
-    ) -> bool:
+    def _compiled(self, what: str, w: Warp | Issuer, words: Array, lanes: Any, generic: bool = False) -> bool:
         """Let compiled code do the same as a method of this class. False: nothing was done."""
         map_ = self.region.map
         return map_ is not None and map_.checked(what, w.clock, words, lanes, generic)
