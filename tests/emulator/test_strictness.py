@@ -46,8 +46,9 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("compiled", (True, False), ids=("compiled", "closures"))
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_undefined_behaviour_is_an_error(mistake):
+def test_undefined_behaviour_is_an_error(mistake, compiled):
     text, message = MISTAKES[mistake]
     with pytest.raises(ptx_emulator.ExecutionError, match=message):
         run(
@@ -56,6 +57,7 @@ def test_undefined_behaviour_is_an_error(mistake):
             torch.zeros(32, dtype=torch.int32),
             threads=64,
             shared=256,
+            compiled=compiled,
         )
 
 

@@ -230,7 +230,7 @@ def _neg(d: Decoder, i: Instruction) -> Execute:
 
 
 _APPROXIMATE: dict[str, Function] = {
-    "ex2": np.exp2,
+    "ex2": floats.exp2,
     "lg2": np.log2,
     "rcp": lambda x: 1 / x,
     "rsqrt": lambda x: 1 / np.sqrt(x),
@@ -517,7 +517,7 @@ def _mov(d: Decoder, i: Instruction) -> Execute:
 
 
 #: Generic address of the first byte of each state space. Those of global memory are the host's.
-_GENERIC = {
+GENERIC = {
     "global": 0,
     "param": PARAMETERS,
     "local": LOCAL_WINDOW << WINDOW_BITS,
@@ -530,10 +530,10 @@ def _cvta(d: Decoder, i: Instruction) -> Execute:
     """`cvta`: convert addresses of a state space to generic ones, or back with `.to`."""
     back = i.modifiers[0] == "to"
     space = i.modifiers[back].partition("::")[0]
-    if space not in _GENERIC or i.modifiers[-1] != "u64" or len(i.modifiers) != 2 + back:
+    if space not in GENERIC or i.modifiers[-1] != "u64" or len(i.modifiers) != 2 + back:
         d.refuse("this form of cvta is not modelled")
     t, s = d.destination(i.operands[0], "u64"), d.source(i.operands[1], "u64")
-    base = np.uint64(-_GENERIC[space] & (1 << 64) - 1 if back else _GENERIC[space])
+    base = np.uint64(-GENERIC[space] & (1 << 64) - 1 if back else GENERIC[space])
     return lambda w, lanes: w.put(t, w.regs[s] + base, w.unknown[s], lanes)
 
 
@@ -541,10 +541,10 @@ def _cvta(d: Decoder, i: Instruction) -> Execute:
 def _isspacep(d: Decoder, i: Instruction) -> Execute:
     (space,) = i.modifiers
     name = space.partition("::")[0]
-    if name not in _GENERIC:
+    if name not in GENERIC:
         d.refuse(f".{space} is not modelled")
     to, s = d.destination(i.operands[0], "pred"), d.source(i.operands[1], "u64")
-    window, bits = np.uint64(_GENERIC[name] >> WINDOW_BITS), np.uint64(WINDOW_BITS)
+    window, bits = np.uint64(GENERIC[name] >> WINDOW_BITS), np.uint64(WINDOW_BITS)
 
     def check(w: Warp, lanes: int) -> None:
         found = w.regs[s] >> bits == window

@@ -50,7 +50,10 @@ class Copy:
 
     def complete(self, w: Warp, flags: Array) -> None:
         """Let the bytes of the lanes in ``flags`` (bool[32]) arrive."""
-        for lane in np.flatnonzero(self.left & flags).tolist():
+        arriving = np.flatnonzero(self.left & flags)
+        if self._complete_whole(w, arriving):
+            arriving = arriving[:0]
+        for lane in arriving.tolist():
             place, count = int(self.targets[lane]), int(self.bytes[lane])
             shared = w.cta.shared
             if count:
@@ -62,6 +65,24 @@ class Copy:
             w.machine.clock += 1
             shared.stamp(self.targets[lane : lane + 1], w.machine.clock, w.cta.number)
         self.left = self.left & ~flags
+
+    def _complete_whole(self, w: Warp, lanes: Array) -> bool:
+        """Do the same for lanes whose bytes all come from the same region, at once. False: nothing was done."""
+        if len(lanes) == 0 or (self.bytes[lanes] != self.size).any():
+            return False
+        sources, targets = self.sources[lanes], self.targets[lanes]
+        region = w.machine.memory.region(int(sources.min()), int(sources.max()) + self.size)
+        if region is None:
+            return False
+        shared, steps = w.cta.shared, np.arange(self.size)
+        here, there = (sources - region.base)[:, None] + steps, (targets - shared.base)[:, None] + steps
+        shared.data[there] = region.data[here]
+        shared.track()[there] = 255 if region.known is None else region.known[here]
+        clock, units = w.machine.clock, (targets - shared.base) >> 4
+        shared.written[units] = clock + 1 + np.arange(len(lanes))
+        shared.writer[units] = w.cta.number
+        w.machine.clock = clock + len(lanes)
+        return True
 
 
 @handler("cp")

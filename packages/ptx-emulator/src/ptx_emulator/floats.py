@@ -6,6 +6,7 @@ any shape.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,25 @@ def tf32_bits_away(x: Array) -> Array:
 def bf16_values(bits: Array) -> Array:
     """Convert the bits of bf16 (uint16) to fp32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+#: Coefficients of `exp2`: the powers of ln 2 over the factorials. Beyond the limit, fp32 has no further values.
+EXP2 = [math.log(2) ** n / math.factorial(n) for n in range(14)]
+EXP2_LIMIT = 200.0
+
+
+def exp2(x: Array) -> Array:
+    """2^x in fp64, within 1e-15 of the exact value, as a fixed sequence of operations: the bits are the same on all machines.
+
+    x is clamped to `EXP2_LIMIT`, which changes no result in fp32.
+    """
+    x = np.clip(x, -EXP2_LIMIT, EXP2_LIMIT)
+    whole = np.rint(x)
+    rest = x - whole
+    total = np.full_like(x, EXP2[-1])
+    for factor in reversed(EXP2[:-1]):
+        total = total * rest + factor
+    return np.ldexp(total, np.nan_to_num(whole).astype(np.int32))
 
 
 def approximated(function: Any, x: Array) -> Array:

@@ -48,6 +48,7 @@ class Device:
     races: Collection[str]
     tensors: Sequence[torch.Tensor]
     scratch: Sequence[torch.Tensor]
+    compiled: bool = True
     launches: list[Launch] = field(default_factory=list)
 
     def launch(
@@ -89,7 +90,7 @@ class Device:
         seed = self.seed + len(self.launches)
         instructions = run(
             ptx, grid, block, shared_bytes, arguments, (*tensors, *self.tensors), scratch=self.scratch, name=name,
-            seed=seed, resident=min(count, self.sms), races=self.races, cluster=cluster,
+            seed=seed, resident=min(count, self.sms), races=self.races, cluster=cluster, compiled=self.compiled,
         )  # fmt: skip
         self.launches.append(Launch(name, grid, block, cluster, shared_bytes, instructions))
 
@@ -118,6 +119,7 @@ def device(
     races: Collection[str] = ("shared", "global"),
     tensors: Iterable[torch.Tensor] = (),
     scratch: Iterable[torch.Tensor] = (),
+    compiled: bool = True,
 ) -> Iterator[Device]:
     """Open an emulated GPU. Within the block, functions of `load` run on it.
 
@@ -126,12 +128,13 @@ def device(
         seed: seed of the first launch, see `run`. Each later launch adds 1.
         sms: number of SMs; one CTA is resident per SM.
         races: see `run`.
+        compiled: see `run`.
         tensors, scratch: see `run`. Launches may access these CPU tensors in addition to the arguments of a call.
 
     Yields:
         The `Device`. Its ``launches`` grows with each launch.
     """
-    token = _device.set(Device(arch, seed, sms, races, tuple(tensors), tuple(scratch)))
+    token = _device.set(Device(arch, seed, sms, races, tuple(tensors), tuple(scratch), compiled))
     try:
         yield current_device()
     finally:

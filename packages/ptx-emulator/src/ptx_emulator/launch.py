@@ -22,6 +22,9 @@ from ptx_emulator import (  # noqa: F401
     synchronize,
     tensor_memory,
 )
+from ptx_emulator.compiled.memory_map import MachineMap
+from ptx_emulator.compiled.program import CompiledProgram
+from ptx_emulator.compiled.warp import CompiledWarp
 from ptx_emulator.decode import Decoder
 from ptx_emulator.errors import PtxError
 from ptx_emulator.machine import Machine, Program
@@ -65,6 +68,12 @@ def _decoded(ptx: str, name: str | None) -> tuple[Program, Decoder]:
     return decoder.decode(), decoder
 
 
+@lru_cache(maxsize=64)
+def compiled_of(ptx: str, name: str | None) -> CompiledProgram:
+    """Return the compiled program of an entry. ``name``: as for `kernel_of`."""
+    return CompiledProgram(*_decoded(ptx, name))
+
+
 def run(
     ptx: str,
     grid: Sequence[int],
@@ -79,6 +88,7 @@ def run(
     resident: int | None = None,
     races: Collection[str] = ("shared", "global"),
     cluster: Sequence[int] = (1, 1, 1),
+    compiled: bool = True,
 ) -> int:
     """Execute an entry of a PTX module to its end.
 
@@ -96,6 +106,8 @@ def run(
         races: the state spaces that are checked for races: "shared" (with tensor memory), "global".
         resident: CTAs that are on the device at once. Default: all of them, as in a cooperative launch.
         cluster: extents of a cluster, in CTAs.
+        compiled: whether instructions are executed as machine code. Results, errors and the order of execution are the same
+            without it: in Python, which is slower.
 
     Returns:
         The number of warp instructions that were executed.
@@ -134,6 +146,9 @@ def run(
         program, memory, grid, block, total, _parameters(decoder, arguments), seed,
         count if resident is None else resident, cluster, "shared" in races,
     )  # fmt: skip
+    if compiled:
+        machine.compiled, machine.warp_type = compiled_of(ptx, name), CompiledWarp
+        machine.map = MachineMap(memory, count * -(-threads // 32))
     with np.errstate(all="ignore"):
         machine.run()
     return machine.executed

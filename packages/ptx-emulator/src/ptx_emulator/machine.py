@@ -257,10 +257,10 @@ class Warp:
         )
         self.machine.clocks[self.clock.index] = self.clock
         self.program = program
-        self.regs, self.unknown = list(program.registers), list(program.unknown)
+        self.packed: dict[int, tuple[Any, list[int]]] = {}
+        self._start_registers()
         for slot, value in program.specials:
             self.regs[slot], self.unknown[slot] = value(self), 0
-        self.packed: dict[int, tuple[Any, list[int]]] = {}
         self.pc = 0
         self.arrived: int | None = None
         self.fragments = [Fragment(0, alive)]
@@ -291,6 +291,21 @@ class Warp:
         line, text = self.program.lines[self.pc]
         raise ExecutionError(message, self.program.name, self.cta.number, self.number, line, text)
 
+    def _start_registers(self) -> None:
+        """Create the registers."""
+        self.regs, self.unknown = list(self.program.registers), list(self.program.unknown)
+
+    def advance(self, pc: int, lanes: int, stop: int, budget: int) -> tuple[int, int, bool]:
+        """Execute instructions that need no closure, as many as there are.
+
+        Args:
+            stop: the instruction at which the fragment has to merge; -1: there is none.
+
+        Returns:
+            The next instruction, what is left of the budget, and whether the fragment has to merge.
+        """
+        return pc, budget, False
+
     def put(self, slot: int, value: Any, unknown: int, lanes: int) -> None:
         """Write ``lanes`` of a register. ``value``: 32 unsigned words; ``unknown``: the lanes that become undefined."""
         if lanes == FULL:
@@ -319,6 +334,36 @@ class Warp:
         else:
             self.put(slot, value, 0, lanes)
 
+    def fence_registers(self) -> None:
+        """`wgmma.fence`: note the values of all registers."""
+        self.fenced = list(self.regs)
+
+    def written_since_fence(self, slots: list[int]) -> bool:
+        """Return whether one of these registers was written after the last `wgmma.fence`, other than by a wgmma."""
+        return self.fenced is None or any(self.regs[s] is not self.fenced[s] for s in slots)
+
+    def accumulate(self, slots: list[int]) -> None:
+        """Note that a wgmma of the current group wrote these registers."""
+        assert self.fenced is not None
+        for slot in slots:
+            self.flight[slot] = self.wgmma_group
+            self.fenced[slot] = self.regs[slot]
+
+    def values(self, slots: list[int]) -> Any:
+        """Return the words [n, 32] of registers of 4 bytes."""
+        return np.stack([self.regs[s] for s in slots])
+
+    def put_all(self, slots: list[int], words: Any, unknown: list[int]) -> None:
+        """`put` of registers of 4 bytes in all lanes. ``words``: [n, 32]; ``unknown``: per register."""
+        for slot, word, missing in zip(slots, words, unknown):
+            self.put(slot, word, missing, FULL)
+
+    # ---- what compiled code does faster
+
+    def product(self, left: Any, right: Any, c: Any) -> Any:
+        """Return the bits of left @ right + c in fp32, as `matrices` computes it. None: nothing was done."""
+        return None
+
     # ---- fragments
 
     def runnable(self) -> bool:
@@ -327,6 +372,8 @@ class Warp:
         A fragment that polls makes progress only if memory changed. Fragments whose wait is over are resumed first.
         """
         found, changes = False, self.machine.changes
+        if len(self.fragments) == 1 and self.fragments[0].wait is None:
+            return self.fragments[0].seen != changes
         for fragment in self.fragments:
             wait = fragment.wait
             if wait is None:
@@ -353,6 +400,9 @@ class Warp:
         code, pc, lanes = self.program.code, fragment.pc, fragment.lanes
         self.machine.executed += budget
         while budget:
+            pc, budget, merge = self.advance(pc, lanes, limit, budget)
+            if merge or not budget:
+                break
             budget -= 1
             self.pc = pc
             if self.flight:
@@ -506,7 +556,7 @@ class Cta:
         self.warps: list[Warp] = []
         for warp in range(self.width):
             alive = FULL if (warp + 1) * 32 <= threads else (1 << threads % 32) - 1
-            self.warps.append(Warp(self, warp, alive))
+            self.warps.append(machine.warp_type(self, warp, alive))
         self.live = len(self.warps)
 
     def peer(self, rank: int, fail: Callable[[str], NoReturn]) -> Cta:
@@ -618,6 +668,7 @@ class Machine:
         clocks: of the warps that have started, by their index.
         releases: per word that a strong access wrote, the vector that it published. The key is (CTA, address); the CTA is -1
             for global memory.
+        warp_type, compiled, map: `Warp`; or `compiled.warp.CompiledWarp`, with the compiled program and its map of memory.
     """
 
     program: Program
@@ -639,6 +690,9 @@ class Machine:
     clusters: list[tuple[int, int, int]] = field(default_factory=list)
     clocks: dict[int, Clock] = field(default_factory=dict)
     releases: dict[tuple[int, int], Any] = field(default_factory=dict)
+    warp_type: type[Warp] = Warp
+    compiled: Any = None
+    map: Any = None
 
     @cached_property
     def choices(self) -> random.Random:

@@ -228,11 +228,15 @@ def _put_product(
         rows, columns: bool, the rows of ``left`` and the columns of ``right`` with undefined elements; None: there are none.
         kind: "f32" (rounded towards zero) or "f16" (rounded to nearest).
     """
-    product = tensor_core_sum(left, right, _c_matrix(np.stack([w.regs[s] for s in c]), kind) if add else None)
-    words = _c_words(product, kind)
+    before = _c_matrix(w.values(c), kind) if add else None
+    bits = w.product(left, right, before) if kind == "f32" else None
+    if bits is None:
+        words = _c_words(tensor_core_sum(left, right, before), kind)
+    else:
+        words = _spread(bits, kind)
     missing = [w.unknown[s] if add else 0 for s in c]
     if rows is not None or columns is not None:
-        flags = np.zeros(product.shape, np.bool_)
+        flags = np.zeros((len(left), right.shape[1]), np.bool_)
         if rows is not None:
             flags |= rows[:, None]
         if columns is not None:
@@ -241,12 +245,11 @@ def _put_product(
         if kind == "f16":
             spread = spread[..., 0] | spread[..., 1]
         missing = [old | to_bits(new) for old, new in zip(missing, spread)]
-    for target, word, unknown in zip(targets, words, missing):
-        w.put(target, word, unknown, FULL)
+    w.put_all(targets, words, missing)
 
 
 #: Number of registers of A and B, by shape and operand type.
-_MMA = {
+MMA_REGISTERS = {
     ("m16n8k8", "bf16"): (2, 1), ("m16n8k16", "bf16"): (4, 2), ("m16n8k8", "f16"): (2, 1), ("m16n8k16", "f16"): (4, 2),
     ("m16n8k4", "tf32"): (2, 1), ("m16n8k8", "tf32"): (4, 2),
 }  # fmt: skip
@@ -257,16 +260,16 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
     if len(i.modifiers) != 9 or i.modifiers[:2] != ("sync", "aligned") or i.modifiers[3:5] != ("row", "col"):
         d.refuse("this form of mma is not modelled")
     shape, d_type, kind, b_type, c_type = i.modifiers[2], *i.modifiers[5:]
-    if (shape, kind) not in _MMA or b_type != kind:
+    if (shape, kind) not in MMA_REGISTERS or b_type != kind:
         d.refuse("this shape or these types are not modelled")
     if d_type != c_type or d_type not in (("f32", "f16") if kind == "f16" else ("f32",)):
         d.refuse(f"mma: D .{d_type} and C .{c_type} with A and B .{kind} are not modelled")
     targets = d.destinations(i.operands[0], "b32")
     a, b, c = (d.sources(x, "b32") for x in i.operands[1:])
     count = 4 if d_type == "f32" else 2
-    if (len(a), len(b), len(c), len(targets)) != (*_MMA[shape, kind], count, count):
+    if (len(a), len(b), len(c), len(targets)) != (*MMA_REGISTERS[shape, kind], count, count):
         d.refuse(
-            f"expected {(*_MMA[shape, kind], count, count)} registers of A, B, C and D, "
+            f"expected {(*MMA_REGISTERS[shape, kind], count, count)} registers of A, B, C and D, "
             f"got {(len(a), len(b), len(c), len(targets))}"
         )
 
@@ -359,6 +362,14 @@ def operand_places(
     return place
 
 
+@lru_cache(maxsize=4096)
+def _operand_units(base: int, shift: int, *form: int) -> Array:
+    """Return the units of 2^``shift`` bytes from ``base`` on that an operand touches. ``form``: see `operand_places`."""
+    units: Array = np.unique((operand_places(*form) - base) >> shift)
+    units.flags.writeable = False
+    return units
+
+
 def load_operand(
     w: Warp, start: int, leading: int, stride: int, width: int, rows: int, mn_major: bool, size: int = 2, depth: int = 32
 ) -> tuple[Array, Array | None, Callable[[], None]]:  # fmt: skip
@@ -371,11 +382,12 @@ def load_operand(
     places = operand_places(start, leading, stride, width, rows, mn_major, size, depth)
     region = region_of(w, "shared", places.reshape(-1), size)
     assert region is not None
-    words = np.unique((places - region.base) >> 2)
+    form = (start, leading, stride, width, rows, mn_major, size, depth)
+    words = _operand_units(region.base, 2, *form)
     if region.shadow is not None:
         region.shadow.observe(w, words)
         region.shadow.load(w.issuer.start(), words, 0)
-    check_proxy(w, "shared", region, np.unique(words >> 2))
+    check_proxy(w, "shared", region, _operand_units(region.base, 4, *form))
     shape, places = places.shape, places.reshape(-1)
     bits, unknown = region.load(places, size, 1)
 
@@ -406,7 +418,7 @@ def _wgmma(d: Decoder, i: Instruction) -> Execute:
     if operation == "fence":
 
         def fence(w: Warp, lanes: int) -> None:
-            w.fenced = list(w.regs)
+            w.fence_registers()
 
         return aligned(fence)
     if operation == "commit_group":
@@ -505,7 +517,7 @@ def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
     descriptors = [b] if in_registers else [b, *a]
 
     def multiply(w: Warp, lanes: int) -> None:
-        if w.fenced is None or any(w.regs[s] is not w.fenced[s] for s in touched):
+        if w.written_since_fence(touched):
             w.fail("registers of this wgmma were written after the last wgmma.fence")
         if in_registers and not w.flight.keys().isdisjoint(a):
             w.fail("A in registers is the accumulator of a wgmma in flight")
@@ -526,9 +538,7 @@ def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
             rows = None if missing is None else missing[first : first + 16]
             checks.append(check)
         _put_product(w, acc, acc, sign * left, right.T, add, rows, b_unknown, d_type)
-        for s in acc:
-            w.flight[s] = w.wgmma_group
-            w.fenced[s] = w.regs[s]
+        w.accumulate(acc)
         number = w.issuer.advance()
         w.operands += [(w.wgmma_group, number, check) for check in checks]
         _agree(w, number, [w.regs[s][0] for s in descriptors])

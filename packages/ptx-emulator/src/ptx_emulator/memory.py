@@ -10,12 +10,15 @@ import ctypes
 from bisect import bisect_right
 from collections.abc import Callable
 from copy import copy as copy_of
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from ptx_emulator.lanes import Array
 from ptx_emulator.races import Shadow
+
+if TYPE_CHECKING:
+    from ptx_emulator.compiled.memory_map import RegionMap
 
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SHARED_BASE = 1024  # the system reserves the bytes below
@@ -39,6 +42,7 @@ class Region:
         written: per 16 bytes, `Machine.clock` at the last write of the generic proxy.
         writer: per 16 bytes, the CTA of that write; -1: none.
         shadow: the access history of the race check. None: races are not checked.
+        map: what compiled code knows about the region. None: nothing.
     """
 
     def __init__(self, name: str, low: int, high: int, data: Array, *, initialized: bool, scratch: bool):
@@ -48,6 +52,7 @@ class Region:
         self.written = np.zeros(-(-len(data) // 16), np.int64)
         self.writer = np.full(len(self.written), -1, np.int32)
         self.shadow: Shadow | None = None
+        self.map: RegionMap | None = None
         self._views: dict[tuple[int, int], Array] = {}
         self._known_views: dict[tuple[int, int], Array] = {}
 
@@ -82,6 +87,8 @@ class Region:
         """Return `known`; create it first if it is None."""
         if self.known is None:
             self.known = np.full(len(self.data), 255, np.uint8)
+            if self.map is not None:
+                self.map.set("known", self.known)
         return self.known
 
     def stamp(self, addresses: Array, clock: int, cta: int, size: int = 16) -> None:
@@ -161,6 +168,11 @@ class GlobalMemory:
             raise ValueError(f"{name} at {address:#x}, {size} bytes: overlaps another region")
         self._regions.insert(place, region)
         self._lows.insert(place, address)
+
+    @property
+    def regions(self) -> list[Region]:
+        """The regions, in ascending order of their addresses."""
+        return self._regions
 
     def watch(self) -> None:
         """Check all regions for races."""

@@ -188,13 +188,18 @@ class Shadow:
 
     def load(self, w: Warp | Issuer, words: Array, lanes: Any) -> None:
         """Check and record a read. ``lanes``: the lane of each word, or `SEVERAL`."""
-        clock, lanes = w.clock, np.broadcast_to(lanes, words.shape)
-        self._after_writes(w, words, lanes)
+        clock = w.clock
         if clock.index not in self.read:
             self.read[clock.index] = (
                 np.zeros(len(self.written), np.int64),
                 np.zeros(len(self.written), np.int8),
             )
+            if self.region.map is not None:
+                self.region.map.reader(clock.index, *self.read[clock.index])
+        if self._compiled("load", w, words, lanes):
+            return
+        lanes = np.broadcast_to(lanes, words.shape)
+        self._after_writes(w, words, lanes)
         times, readers = self.read[clock.index]
         again = (times[words] > clock.known[clock.index]) & (readers[words] != lanes)
         readers[words] = np.where(again, SEVERAL, lanes)
@@ -205,6 +210,8 @@ class Shadow:
 
     def store(self, w: Warp | Issuer, words: Array, lanes: Any, generic: bool = False) -> None:
         """Check and record a write. ``lanes``: the lane of each word, or `SEVERAL`. ``generic``: it is of the generic proxy."""
+        if self._compiled("store", w, words, lanes, generic):
+            return
         clock, lanes = w.clock, np.broadcast_to(lanes, words.shape)
         if self.reading is not None and self.reading[words].any():
             w.fail(
@@ -229,12 +236,16 @@ class Shadow:
             w.fail(f"ld.global.nc reads {self.region.name} where this kernel has written it")
         if self.constant is None:
             self.constant = np.zeros(len(self.written), np.bool_)
+            if self.region.map is not None:
+                self.region.map.set("shadow_constant", self.constant)
         self.constant[words] = True
 
     def start_reading(self, words: Array) -> None:
         """Record that a bulk copy reads these words at some later time, until `end_reading`."""
         if self.reading is None:
             self.reading = np.zeros(len(self.written), np.int32)
+            if self.region.map is not None:
+                self.region.map.set("shadow_reading", self.reading)
         self.reading[words] += 1
 
     def end_reading(self, words: Array) -> None:
@@ -265,7 +276,13 @@ class Shadow:
         Later writes are not compared with this read. A relaxed flag may tell the writer that the copy has completed; a
         write after that cannot reach the copy, although no vector orders it.
         """
-        self._after_writes(w, words, np.broadcast_to(SEVERAL, words.shape))
+        if not self._compiled("observe", w, words, SEVERAL):
+            self._after_writes(w, words, np.broadcast_to(SEVERAL, words.shape))
+
+    def _compiled(self, what: str, w: Warp | Issuer, words: Array, lanes: Any, generic: bool = False) -> bool:
+        """Let compiled code do the same as a method of this class. False: nothing was done."""
+        map_ = self.region.map
+        return map_ is not None and map_.checked(what, w.clock, words, lanes, generic)
 
     def _after_writes(self, w: Warp | Issuer, words: Array, lanes: Array) -> None:
         writers = self.writer[words]

@@ -87,6 +87,8 @@ def memory_of(cta: Cta) -> TensorMemory:
         region = Region("tensor memory", 0, size, data, initialized=False, scratch=True)
         if cta.machine.races:
             region.shadow = Shadow(region)
+        if cta.machine.map is not None:
+            cta.machine.map.of(region)
         cta.tensor_memory = TensorMemory(region)
     found = cta.tensor_memory
     assert isinstance(found, TensorMemory)

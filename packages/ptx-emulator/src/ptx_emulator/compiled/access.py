@@ -1,0 +1,342 @@
+"""Routines that read and write memory for the active lanes, with the race check. Forms call them.
+
+A routine executes accesses whose lanes all lie in one region and are aligned, and which are no race; any other access stays with
+the closure of its instruction. It checks everything before it changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from ptx_emulator.compiled.emit import (
+    I1,
+    I8,
+    I32,
+    I64,
+    INTEGERS,
+    POINTER,
+    Routine,
+    Value,
+    allocate,
+    at,
+    each_lane,
+    element,
+    intrinsic,
+    lanes_of,
+    loop,
+    splat,
+)
+from ptx_emulator.compiled.layout import MACHINE, REGION
+from ptx_emulator.memory import SHARED_WINDOW, WINDOW_BITS
+from ptx_emulator.races import SEVERAL
+
+NULL, FALSE = ir.Constant(POINTER, None), I1(0)
+GLOBAL, GENERIC, SHARED, PARAMETERS = range(4)
+SPACES = {"global": GLOBAL, "generic": GENERIC, "shared": SHARED, "param": PARAMETERS}
+
+#: A routine takes the context; the addresses, an array of 32, which it may change; the set of lanes; the state space, of
+#: `SPACES`; how many words each lane accesses, up to 16 bytes; whether the lanes count as `SEVERAL` in the race check; whether
+#: this is `ld.global.nc`; the words, an array [count, 32]; and per word the set of lanes where it is undefined.
+ACCESS = ir.FunctionType(I32, (POINTER, POINTER, I32, I32, I64, I1, I1, POINTER, POINTER))
+
+
+class RaceCheck(Routine):
+    """A routine with the checks and records of `races.Shadow` that is being built.
+
+    Attributes:
+        region: the address of the region's fields.
+    """
+
+    region: Value
+
+    def start(self, region: Value) -> None:
+        """Set the region, and load what the checks need of the warp."""
+        self.region = region
+        self._me, self._now = self.get("index", I64), self.get("now", I64)
+        self._clocks = self.get("known")
+
+    def of_region(self, name: str, kind: Any = I64) -> Value:
+        """Load a field of the region."""
+        return element(self.b, self.region, I64(REGION[name]), kind)
+
+    def own_reads(self) -> tuple[Value, Value]:
+        """Return the times and the lanes of this warp's reads; null: it has not read this region."""
+        b = self.b
+        row, mine = b.shl(self._me, I64(1)), self.of_region("by_index", POINTER)
+        return element(b, mine, row, POINTER), element(b, mine, b.add(row, I64(1)), POINTER)
+
+    def check_writes(self, word: Value, who: Value) -> None:
+        """`races.Shadow._after_writes`: leave the instruction to its closure if a write is not ordered before it."""
+        b = self.b
+        writer = element(b, self.of_region("shadow_writer", POINTER), word, I32)
+        written = element(b, self.of_region("shadow_written", POINTER), word, I64)
+        known = element(b, self._clocks, b.zext(writer, I64), I64)
+        with b.if_then(b.icmp_signed(">", written, known), likely=False):
+            lane = element(b, self.of_region("shadow_lane", POINTER), word, I8)
+            mine = b.icmp_unsigned("==", b.zext(writer, I64), self._me)
+            self.bail_if(b.not_(b.and_(mine, self._same(lane, who))))
+
+    def _same(self, lane: Value, who: Value) -> Value:
+        b = self.b
+        return b.and_(b.icmp_unsigned("==", lane, who), b.icmp_unsigned("!=", who, I8(SEVERAL)))
+
+    def check_reads(self, word: Value, who: Value) -> None:
+        """The part of `races.Shadow.store` that compares a write with earlier reads."""
+        b, readers = self.b, self.of_region("readers", POINTER)
+        with loop(b, self.of_region("reader_count")) as n:
+            row = b.mul(n, I64(3))
+            index = element(b, readers, row, I64)
+            times = element(b, readers, b.add(row, I64(1)), POINTER)
+            late = b.icmp_signed(">", element(b, times, word, I64), element(b, self._clocks, index, I64))
+            with b.if_then(late, likely=False):
+                lane = element(b, element(b, readers, b.add(row, I64(2)), POINTER), word, I8)
+                mine = b.icmp_unsigned("==", index, self._me)
+                self.bail_if(b.not_(b.and_(mine, self._same(lane, who))))
+
+    def record_read(self, times: Value, readers: Value, word: Value, who: Value) -> None:
+        """Record a read as `races.Shadow.load` does."""
+        b = self.b
+        reader = at(b, readers, word, I8)
+        again = b.icmp_signed(">", element(b, times, word, I64), element(b, self._clocks, self._me, I64))
+        other = b.icmp_unsigned("!=", b.load(reader, typ=I8), who)
+        b.store(b.select(b.and_(again, other), I8(SEVERAL), who), reader)
+        b.store(self._now, at(b, times, word, I64), align=8)
+
+    def check_marks(self, word: Value) -> None:
+        """The parts of `races.Shadow.store` about copies in flight and `ld.global.nc`."""
+        b = self.b
+        for name, kind in (("shadow_reading", I32), ("shadow_constant", I8)):
+            array = self.of_region(name, POINTER)
+            with b.if_then(b.icmp_unsigned("!=", array, NULL), likely=False):
+                self.bail_if(self.nonzero(element(b, array, word, kind)))
+
+    def record_write(self, word: Value, who: Value, generic: Value) -> None:
+        """Record a write as `races.Shadow.store` does. ``generic``: whether it is of the generic proxy (i8)."""
+        b = self.b
+        record = (
+            ("writer", b.trunc(self._me, I32)),
+            ("lane", who),
+            ("written", self._now),
+            ("generic", generic),
+        )
+        for name, value in record:
+            place = at(b, self.of_region(f"shadow_{name}", POINTER), word, value.type)
+            b.store(value, place, align=1)
+
+
+class Access(RaceCheck):
+    """A routine for words of ``size`` bytes that is being built. It has located the accesses.
+
+    Attributes:
+        size, kind: bytes and type of a word.
+        lanes, count, several, constant, values, unknown: the arguments.
+        places: the addresses.
+        space: the argument.
+        base, data: of the region.
+        known: of the region; null: all its bytes are defined.
+        watched: whether the region is checked for races.
+        words: the words of 4 bytes that each lane accesses.
+    """
+
+    def __init__(self, module: Any, name: str, size: int):
+        super().__init__(module, name, ACCESS)
+        arguments = self.function.args[1:]
+        self.places, self.lanes, self.space, self.count = arguments[:4]
+        self.several, self.constant, self.values, self.unknown = arguments[4:]
+        self.size, self.kind = size, INTEGERS[size]
+        b = self.b
+        bytes_ = b.mul(self.count, I64(size))
+        words = b.lshr(bytes_, I64(2))
+        self.words = b.select(b.icmp_unsigned("==", words, I64(0)), I64(1), words)
+        self._locate(bytes_)
+        self.base, self.data = self.of_region("base"), self.of_region("data", POINTER)
+        self.known = self.of_region("known", POINTER)
+        self.tracked = b.icmp_unsigned("!=", self.known, NULL)
+        self.watched = b.icmp_unsigned("!=", self.of_region("shadow_writer"), I64(0))
+
+    # ---- where the accesses are
+
+    def _locate(self, bytes_: Value) -> None:
+        """Find the region of the first lane, and check that all lanes are within it and aligned."""
+        b = self.b
+        first_lane = intrinsic(b, "llvm.cttz.i32", I32, self.lanes, I1(0))
+        first = element(b, self.places, b.zext(first_lane, I64), I64)
+        window = b.lshr(first, I64(WINDOW_BITS))
+        generic = b.icmp_unsigned("==", self.space, I32(GENERIC))
+        self.bail_if(b.and_(generic, b.icmp_unsigned(">", window, I64(SHARED_WINDOW))))
+        in_window = b.and_(generic, b.icmp_unsigned("==", window, I64(SHARED_WINDOW)))
+        shared = b.or_(in_window, b.icmp_unsigned("==", self.space, I32(SHARED)))
+        offset = b.select(in_window, I64(SHARED_WINDOW << WINDOW_BITS), I64(0))
+        found = allocate(b, POINTER)
+        parameters = b.icmp_unsigned("==", self.space, I32(PARAMETERS))
+        b.store(b.select(parameters, self.get("parameters"), self.get("shared")), found)
+        with b.if_then(b.not_(b.or_(shared, parameters))):
+            b.store(NULL, found)
+            self._search(first, found)
+        self.start(b.load(found, typ=POINTER))
+        self.bail_if(b.icmp_unsigned("==", self.region, NULL))
+        places = b.sub(b.load(self.places, typ=lanes_of(I64), align=8), self.spread(offset))
+        b.store(places, self.places, align=8)
+        low, high = self.of_region("low"), self.of_region("high")
+        self.bail_if(b.icmp_unsigned("<", b.sub(high, low), bytes_))
+        # Addresses are unsigned here: each one outside of [low, high - bytes] is out of bounds.
+        bad = b.icmp_unsigned("<", places, self.spread(low))
+        bad = b.or_(bad, b.icmp_unsigned(">", places, self.spread(b.sub(high, bytes_))))
+        rest = b.and_(places, self.spread(b.sub(bytes_, I64(1))))
+        bad = b.or_(bad, b.icmp_unsigned("!=", rest, splat(I64, 0)))
+        self.bail_if(self.nonzero(b.and_(self.set_of(bad), self.lanes)))
+        self._in_global = b.not_(b.or_(shared, parameters))
+
+    def _search(self, first: Value, found: Value) -> None:
+        """Store the region of global memory with an address to ``found``."""
+        b, machine = self.b, self.get("machine")
+        regions = element(b, machine, I64(MACHINE["regions"]), POINTER)
+        with loop(b, element(b, machine, I64(MACHINE["count"]), I64)) as n:
+            region = element(b, regions, n, POINTER)
+            low, high = (element(b, region, I64(REGION[name]), I64) for name in ("low", "high"))
+            with b.if_then(b.and_(b.icmp_unsigned(">=", first, low), b.icmp_unsigned("<", first, high))):
+                b.store(region, found)
+
+    @contextmanager
+    def _each(self) -> Iterator[tuple[Value, Value, Value]]:
+        """Repeat the body for each lane; yield the lane, as i64 too, and its offset from the region's base."""
+        with each_lane(self.b, self.lanes) as lane:
+            wide = self.b.zext(lane, I64)
+            yield lane, wide, self.b.sub(element(self.b, self.places, wide, I64), self.base)
+
+    @contextmanager
+    def _each_word(self) -> Iterator[tuple[Value, Value, Value]]:
+        """Repeat the body for each word of 4 bytes; yield its number in the region, its lane for the race check, and its
+        place among all words of the access."""
+        b = self.b
+        with self._each() as (lane, wide, offset):
+            who = b.select(self.several, I8(SEVERAL), b.trunc(lane, I8))
+            first = b.lshr(offset, I64(2))
+            with loop(b, self.words) as n:
+                yield b.add(first, n), who, b.add(b.mul(n, I64(32)), wide)
+
+    def _value_at(self, n: Value, lane: Value) -> Value:
+        """Return the address of word ``n`` of a lane among the values."""
+        return at(self.b, self.values, self.b.add(self.b.mul(n, I64(32)), lane), self.kind)
+
+    def _in(self, array: Value, offset: Value, n: Value) -> Value:
+        """Return the address of word ``n`` of a lane in an array of the region's bytes."""
+        return at(self.b, array, self.b.add(offset, self.b.mul(n, I64(self.size))), I8)
+
+    # ---- reading and writing
+
+    def load(self) -> None:
+        """Read. The first read of a warp in a region, and the first `ld.global.nc`, stay with their closures, which create the
+        records."""
+        b = self.b
+        with b.if_then(self.watched):
+            times, readers = self.own_reads()
+            self.bail_if(b.icmp_unsigned("==", times, NULL))
+            marks, written = (self.of_region(f"shadow_{name}", POINTER) for name in ("constant", "written"))
+            self.bail_if(b.and_(self.constant, b.icmp_unsigned("==", marks, NULL)))
+            with self._each_word() as (word, who, _):
+                self.check_writes(word, who)
+                with b.if_then(self.constant):
+                    self.bail_if(self.nonzero(element(b, written, word, I64)))
+            with b.if_then(self.constant), self._each_word() as (word, _, _):
+                b.store(I8(1), at(b, marks, word, I8))
+            with self._each_word() as (word, who, _):
+                self.record_read(times, readers, word, who)
+        with loop(b, self.count) as n:
+            b.store(I32(0), at(b, self.unknown, n, I32))
+        with self._each() as (_, wide, offset), loop(b, self.count) as n:
+            value = b.load(self._in(self.data, offset, n), typ=self.kind, align=self.size)
+            b.store(value, self._value_at(n, wide), align=self.size)
+        with b.if_then(self.tracked), self._each() as (lane, _, offset), loop(b, self.count) as n:
+            mask = b.load(self._in(self.known, offset, n), typ=self.kind, align=self.size)
+            missing = b.zext(b.icmp_unsigned("!=", mask, self.kind(-1)), I32)
+            place = at(b, self.unknown, n, I32)
+            b.store(b.or_(b.load(place, typ=I32), b.shl(missing, lane)), place)
+        self.done()
+
+    def store(self) -> None:
+        """Write, as `access.scatter`."""
+        b = self.b
+        undefined = allocate(b, I32)
+        b.store(I32(0), undefined)
+        with loop(b, self.count) as n:
+            b.store(b.or_(b.load(undefined, typ=I32), element(b, self.unknown, n, I32)), undefined)
+        some = self.nonzero(b.and_(b.load(undefined, typ=I32), self.lanes))
+        accepted = b.and_(self.nonzero(self.of_region("scratch")), self.tracked)
+        self.bail_if(b.and_(some, b.not_(accepted)))
+        changed = allocate(b, I8, 32 * 8)
+        with b.if_then(self.watched):
+            self._compare(changed)
+            with self._each_changed(changed) as (word, who):
+                self.check_marks(word)
+                self.check_writes(word, who)
+                self.check_reads(word, who)
+            with self._each_changed(changed) as (word, who):
+                self.record_write(word, who, I8(1))
+        machine = self.get("machine")
+        clock_at, changes_at = (at(b, machine, I64(MACHINE[name]), I64) for name in ("clock", "changes"))
+        clock = b.add(b.load(clock_at, typ=I64), I64(1))
+        b.store(clock, clock_at)
+        b.store(b.add(b.load(changes_at, typ=I64), b.zext(self._in_global, I64)), changes_at)
+        cta = b.trunc(self.get("cta", I64), I32)
+        written, writer = self.of_region("written", POINTER), self.of_region("writer", POINTER)
+        with self._each() as (lane, wide, offset):
+            with loop(b, self.count) as n:
+                value = b.load(self._value_at(n, wide), typ=self.kind, align=self.size)
+                b.store(value, self._in(self.data, offset, n), align=self.size)
+                with b.if_then(self.tracked):
+                    mask = b.select(self._missing(n, lane), self.kind(0), self.kind(-1))
+                    b.store(mask, self._in(self.known, offset, n), align=self.size)
+            unit = b.lshr(offset, I64(4))
+            b.store(clock, at(b, written, unit, I64), align=8)
+            b.store(cta, at(b, writer, unit, I32), align=4)
+        self.done()
+
+    @contextmanager
+    def _each_changed(self, changed: Value) -> Iterator[tuple[Value, Value]]:
+        """Repeat the body for each word of `_each_word` that changes, see `_compare`."""
+        b = self.b
+        with self._each_word() as (word, who, place), b.if_then(b.trunc(element(b, changed, place, I8), I1)):
+            yield word, who
+
+    def _missing(self, n: Value, lane: Value) -> Value:
+        b = self.b
+        return b.trunc(b.lshr(element(b, self.unknown, n, I32), lane), I1)
+
+    def _compare(self, changed: Value) -> None:
+        """Store for each word of 4 bytes whether its value or its state changes. Writing what is there is not a race."""
+        b = self.b
+        with self._each_word() as (_, _, place):
+            b.store(I8(0), at(b, changed, place, I8))
+        with self._each() as (lane, wide, offset), loop(b, self.count) as n:
+            before = b.load(self._in(self.data, offset, n), typ=self.kind, align=self.size)
+            value = b.load(self._value_at(n, wide), typ=self.kind, align=self.size)
+            differs = allocate(b, I1)
+            missing = self._missing(n, lane)
+            b.store(b.or_(b.icmp_unsigned("!=", before, value), missing), differs)
+            with b.if_then(self.tracked):
+                mask = b.load(self._in(self.known, offset, n), typ=self.kind, align=self.size)
+                unset = b.icmp_unsigned("!=", mask, self.kind(-1))
+                b.store(b.or_(b.load(differs, typ=I1), unset), differs)
+            flag = b.zext(b.load(differs, typ=I1), I8)
+            word = b.lshr(b.mul(n, I64(self.size)), I64(2))
+            for part in range(max(self.size // 4, 1)):
+                row = b.mul(b.add(word, I64(part)), I64(32))
+                place = at(b, changed, b.add(row, wide), I8)
+                b.store(b.or_(b.load(place, typ=I8), flag), place)
+
+
+def build(what: str, size: int) -> tuple[str, Callable[[Any], None]]:
+    """Return the name of a routine, "load" or "store", for words of ``size`` bytes, and the function that builds it."""
+    name = f"access.{what}.{size}"
+    return name, partial(_build, what, name, size)
+
+
+def _build(what: str, name: str, size: int, module: Any) -> None:
+    access = Access(module, name, size)
+    access.load() if what == "load" else access.store()

@@ -1,0 +1,112 @@
+"""What compiled code knows about memory: the regions of a launch, and its counters."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptx_emulator.compiled import shadow
+from ptx_emulator.compiled.engine import engine
+from ptx_emulator.compiled.layout import CONTEXT, MACHINE, REGION
+from ptx_emulator.lanes import Array
+from ptx_emulator.races import SECTIONS, Clock
+
+if TYPE_CHECKING:
+    from ptx_emulator.memory import GlobalMemory, Region
+
+_Words = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_bool)
+
+
+class RegionMap:
+    """The fields of a region (`layout.REGION`). `memory.Region` and `races.Shadow` report what changes.
+
+    Attributes:
+        address: of the fields.
+    """
+
+    def __init__(self, region: Region, clocks: int):
+        """``clocks``: the number of indices of clocks in the launch (`races.Clock`)."""
+        self._fields = np.zeros(len(REGION), np.int64)
+        self.address = self._fields.ctypes.data
+        for name in ("low", "high", "base", "scratch"):
+            self._fields[REGION[name]] = int(getattr(region, name))
+        for name in ("data", "known", "written", "writer"):
+            self.set(name, getattr(region, name))
+        self._readers, self._by_index = np.zeros((0, 3), np.int64), np.zeros((0, 2), np.int64)
+        if (found := region.shadow) is not None:
+            self.set("shadow_lane", found.write_lane)
+            for name in ("writer", "written", "generic", "constant", "reading"):
+                self.set(f"shadow_{name}", getattr(found, name))
+            self._readers, self._by_index = np.zeros((clocks, 3), np.int64), np.zeros((clocks, 2), np.int64)
+            self.set("readers", self._readers)
+            self.set("by_index", self._by_index)
+            for index, arrays in found.read.items():
+                self.reader(index, *arrays)
+
+    def set(self, name: str, array: Array | None) -> None:
+        """Note the array of a field."""
+        self._fields[REGION[name]] = 0 if array is None else array.ctypes.data
+
+    def reader(self, index: int, times: Array, lanes: Array) -> None:
+        """Note that the clock ``index`` has read the region for the first time (`Shadow.read`)."""
+        count = self._fields[REGION["reader_count"]]
+        self._readers[count] = index, times.ctypes.data, lanes.ctypes.data
+        self._by_index[index] = self._readers[count, 1:]
+        self._fields[REGION["reader_count"]] = count + 1
+
+    def checked(self, what: str, clock: Clock, words: Array, lanes: Any, generic: bool) -> bool:
+        """Do the same as a method of `races.Shadow`. False: nothing was done, because it would raise an error."""
+        words = np.ascontiguousarray(words, np.int64)
+        who = np.empty(words.shape, np.int8)
+        who[...] = lanes
+        context = np.zeros(len(CONTEXT), np.int64)
+        context[CONTEXT["index"]], context[CONTEXT["now"]] = clock.index, clock.now
+        context[CONTEXT["known"]] = clock.known.ctypes.data
+        routine = _Words(engine().function(*shadow.build(what)))
+        left = routine(
+            context.ctypes.data, self.address, words.ctypes.data, who.ctypes.data, words.size, generic
+        )
+        return left == 0
+
+
+class MachineMap:
+    """The fields of a launch (`layout.MACHINE`).
+
+    Attributes:
+        address: of the fields.
+    """
+
+    def __init__(self, memory: GlobalMemory, warps: int):
+        self._clocks = SECTIONS * warps
+        self._fields = np.zeros(len(MACHINE), np.int64)
+        self._view = self._fields.data
+        self.address = self._fields.ctypes.data
+        self._regions = np.array([self.of(region) for region in memory.regions], np.int64)
+        self._fields[MACHINE["count"]] = len(self._regions)
+        self._fields[MACHINE["regions"]] = self._regions.ctypes.data
+
+    def of(self, region: Region) -> int:
+        """Return the address of the fields of a region; create them first if there are none."""
+        if region.map is None:
+            region.map = RegionMap(region, self._clocks)
+        return region.map.address
+
+    @property
+    def clock(self) -> int:
+        """`Machine.clock`."""
+        return self._view[MACHINE["clock"]]
+
+    @clock.setter
+    def clock(self, value: int) -> None:
+        self._view[MACHINE["clock"]] = value
+
+    @property
+    def changes(self) -> int:
+        """`Machine.changes`."""
+        return self._view[MACHINE["changes"]]
+
+    @changes.setter
+    def changes(self, value: int) -> None:
+        self._view[MACHINE["changes"]] = value
