@@ -236,5 +236,6 @@ def require_arch() -> bool:
 
 def markdown() -> str:
     """Returns the table of ``docs/env.md``."""
-    rows = [f"| `{v.name}` | `{v.default}` | {v.help} |" for v in VARIABLES]
+    default = lambda v: f"`{v.default}`" if v.default else "empty"
+    rows = [f"| `{v.name}` | {default(v)} | {v.help} |" for v in VARIABLES]
     return "\n".join(["| variable | default | meaning |", "| --- | --- | --- |", *rows])

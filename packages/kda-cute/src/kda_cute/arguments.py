@@ -57,7 +57,7 @@ def types(struct: type[tuple]) -> dict[str, Any]:
 def joined(name: str, *structs: type[tuple]) -> Any:
     """Returns a ``NamedTuple`` that has the fields of several ones, in order."""
     fields = [field for struct in structs for field in types(struct).items()]
-    return NamedTuple(name, fields)  # type: ignore[misc]
+    return NamedTuple(name, fields)
 
 
 def pack(struct: type[Struct], **given: Any) -> Struct:
