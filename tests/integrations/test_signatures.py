@@ -13,6 +13,9 @@ from kda_core.integrations import sglang, vllm
 ADAPTERS = {"vllm": vllm, "sglang": sglang}
 LINEAR = "sglang.srt.layers.attention.linear"
 MAMBA = "vllm.model_executor.layers.mamba"
+NAME = lambda value: (
+    value if isinstance(value, str) else value.__name__
+)  # not the address, which differs from process to process
 
 
 def names(recorded):
@@ -100,7 +103,7 @@ def test_vllm_knows_the_fields_that_the_adapter_reads_and_replaces():
         ("vllm.model_executor.custom_op:PluggableLayer.register_oot", fake_vllm.PluggableLayer.register_oot.__func__),
         ("vllm.compilation.breakable_cudagraph:eager_break_during_capture", fake_vllm.eager_break_during_capture),
     ],
-    ids=str,
+    ids=NAME,
 )  # fmt: skip
 def test_the_stand_ins_for_vllm_have_its_parameters(entry, function):
     assert parameters(function) == names(signatures.read("vllm")["entries"][entry])
@@ -166,7 +169,7 @@ def test_the_flags_of_the_kernel_are_those_of_sglang():
         ("sglang.srt.plugins.hook_registry:HookRegistry.register", fake_sglang.HookRegistry.register.__func__),
         (f"{LINEAR}.kda_backend:KDAKernelDispatcher.__init__", fake_sglang.KDAKernelDispatcher.__init__),
     ],
-    ids=str,
+    ids=NAME,
 )  # fmt: skip
 def test_the_stand_ins_for_sglang_have_its_parameters(entry, function):
     assert parameters(function) == names(signatures.read("sglang")["entries"][entry])
