@@ -165,7 +165,8 @@ for p, want in zip(model.parameters(), total):
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want, rtol=0, atol=2e-2 * want.abs().max().item())
 dist.destroy_process_group()
-print("agrees")
+print("agrees", flush=True)
+os._exit(0)  # as in helpers.ranks
 """
 
 

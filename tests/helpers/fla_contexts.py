@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import kda_core
 from helpers.inputs import call
+from helpers.ranks import leave
 from kda_core.registry import record_calls
 from kda_cp import fla_context
 
@@ -124,7 +125,7 @@ def work(rank, ranks, folder, real):
     except Exception:  # noqa: BLE001 - the test prints it
         results["crashed"] = traceback.format_exc()
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def failure(rank, ranks):

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import kda_core
 from helpers import segmented_backend
+from helpers.ranks import leave
 from kda_core.reference import ReferenceBackend
 from kda_core.registry import record_calls
 from kda_core.testing import error, make_inputs, token_oracle
@@ -423,7 +424,7 @@ def work(rank, ranks, folder):
     except Exception:  # noqa: BLE001 - the test prints it
         results["crashed"] = traceback.format_exc()
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def behind_a_busy_gpu(rank, ranks, folder, backend):
@@ -454,4 +455,4 @@ def behind_a_busy_gpu(rank, ranks, folder, backend):
         busy,
     )
     torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()

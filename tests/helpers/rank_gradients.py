@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kda_core
 from helpers.rank_checks import COLLECTIVES, LANES, LENGTHS, LONG, TOKENS, fails, tables
+from helpers.ranks import leave
 from kda_core import chunk_kda
 from kda_core.contract import FLOAT_TENSORS
 from kda_core.registry import record_calls
@@ -355,7 +356,7 @@ def work(rank, ranks, folder):
     except Exception:  # noqa: BLE001 - the test prints it
         results["crashed"] = f"{name if results else ''}: {traceback.format_exc()}"
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def on_gpus(rank, ranks, folder, backend):
@@ -367,4 +368,4 @@ def on_gpus(rank, ranks, folder, backend):
     tables = (FragmentTable.contiguous(lengths, ranks), FragmentTable.zigzag(lengths, ranks))
     found = [compare(table, form, on, backend="sm90") for table in tables for on in ("owner", "all")]
     torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
