@@ -158,8 +158,8 @@ def refusal(found: Explanation) -> str | None:
     return None if found.pool == "the backend" else f"backend {found.backend!r} has no pools of states"
 
 
-def refusals(layer: Any, checkpoints: bool) -> Modes:
-    """Returns why kda_core does not serve each mode of a layer, as text; None for a mode that it serves. Nothing is launched."""
+def refusals(layer: Any, checkpoints: bool) -> tuple[str | None, str | None, str | None]:
+    """Returns why kda_core does not serve each mode of a layer, in the order of `Modes`; None for a mode that it serves. Nothing is launched."""
     H, K, device = layer.local_num_heads, layer.head_dim, layer.A_log.device
     dtype, state_dtype = layer.model_config.dtype, layer.get_state_dtype()[1]
     window = 1 + layer.num_spec
@@ -186,7 +186,7 @@ def refusals(layer: Any, checkpoints: bool) -> Modes:
         bounds = {"cu_seqlens": torch.tensor([0, window], dtype=torch.int32, device=device)}
         drafts = {"ssm_state_indices": ints((1, window)), "num_accepted_tokens": ints(1)}
         speculation = explain(fused_recurrent_kda, *tokens(window), **given | bounds | drafts)
-    return Modes(*map(refusal, (prefill, decode, speculation)))  # type: ignore[arg-type]
+    return refusal(prefill), refusal(decode), refusal(speculation)
 
 
 def layer_arguments(layer: Any) -> dict[str, Any]:
