@@ -96,7 +96,8 @@ def run(step: Step, folder: Path) -> Result:
     if program is None:
         return Result(step, f"not run: {step.command[0]} is not on PATH", 0.0, "")
     path, start = folder / f"{step.name}.txt", time.monotonic()
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "PYTHONUNBUFFERED": "1"}
+    folders = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": folders, "PYTHONUNBUFFERED": "1"}
     with path.open("w") as file:
         try:
             done = subprocess.run(

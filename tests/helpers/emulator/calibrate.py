@@ -379,7 +379,7 @@ def machines(folder: Path = FIXTURES) -> str:
 
 PAGE = """# The emulator beside a GPU
 
-This page compares the emulator with outputs that an H200 recorded for the cases of `tests/helpers/emulator/cases`. The last column is
+This page compares the emulator with outputs that an H200 and, where noted, an H100 recorded for the cases of `tests/helpers/emulator/cases`. The last column is
 the largest difference that a case may have:
 
 | what a case computes | the emulator must match |

@@ -121,10 +121,9 @@ class Region:
             if unknown is None:
                 return
             self.track()
-        mask = (1 << 8 * size) - 1
-        self.known_view(size, count)[index] = (
-            mask if unknown is None else np.where(unknown, 0, mask).astype(UNSIGNED[size])
-        )
+        word = UNSIGNED[size]
+        mask = word((1 << 8 * size) - 1)
+        self.known_view(size, count)[index] = mask if unknown is None else np.where(unknown, word(0), mask)
 
 
 def shared_region(size: int) -> Region:
