@@ -33,6 +33,7 @@ TEST_TOOLS = (
     "hatchling",
     "matplotlib",
     "nvidia-cuda-nvcc",
+    "nvidia-cuda-nvdisasm",
 )
 
 DOWNLOADS = "missing packages are downloaded now; PyPI's torch for Linux includes CUDA, several gigabytes"

@@ -152,6 +152,7 @@ DECODE = KernelInterface(
     "kda_cute.device.decode:DecodeKernel",
     lambda config: DecodeArguments,
     lambda config, x: (x.N * (HEAD_DIM // config.rows), x.H, x.HV // x.H),  # no divisions in the kernel
+    overlaps=True,
 )
 
 

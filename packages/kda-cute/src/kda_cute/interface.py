@@ -25,12 +25,15 @@ class KernelInterface:
             function, and exported kernels call it with Python's numbers: it may add, subtract, multiply, and divide numbers that are
             not negative by ``//``, but not branch on values.
         cooperative: whether all CTAs of a launch must be co-resident.
+        overlaps: whether a launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch). Such
+            a kernel begins with `kda_cute.device.kernel.Kernel.wait_for_stream`.
     """
 
     kernel: str
     arguments: Callable[[Any], type[tuple]]
     grid: Callable[[Any, Any], tuple[Any, Any, Any]]
     cooperative: bool = False
+    overlaps: bool = False
 
     @property
     def package(self) -> str:

@@ -97,7 +97,7 @@ class JournalArguments(NamedTuple):
 
 #: The interface of `kda_cute.device.journal.JournalKernel`.
 JOURNAL = KernelInterface(
-    "kda_cute.device.journal:JournalKernel", lambda config: JournalArguments, DECODE.grid
+    "kda_cute.device.journal:JournalKernel", lambda config: JournalArguments, DECODE.grid, overlaps=True
 )
 
 #: The interface of `kda_cute.device.verify.VerifyKernel`.
@@ -105,6 +105,7 @@ VERIFY = KernelInterface(
     "kda_cute.device.verify:VerifyKernel",
     lambda config: JournalArguments,
     lambda config, x: (x.N, x.H, x.HV // x.H),  # no divisions in the kernel
+    overlaps=True,
 )
 
 

@@ -65,6 +65,7 @@ class DecodeKernel(Kernel):
     @cute.kernel
     def kernel(self, values: tuple):
         x = DecodeArguments(*values)
+        self.wait_for_stream()
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         thread, _, _ = cute.arch.thread_idx()
         n, place = self.place(thread, shared)

@@ -25,6 +25,12 @@ class Kernel:
     carveout = 100
     leading = BFloat16
 
+    def wait_for_stream(self):
+        """Waits until all kernels ahead in the stream have ended, and lets the next one begin, which waits in turn. A kernel whose
+        interface ``overlaps`` calls it before it accesses global memory."""
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
     def fake_args(self) -> tuple:
         return arguments.fake_args(self.interface.arguments(self.config), self.leading)
 
@@ -38,6 +44,7 @@ class Kernel:
             smem=self.shared_bytes,
             stream=stream,
             cooperative=self.interface.cooperative,
+            use_pdl=self.interface.overlaps,
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=self.carveout,
         )

@@ -63,6 +63,7 @@ class VerifyKernel(JournalKernel):
     @cute.kernel
     def kernel(self, values: tuple):
         x = JournalArguments(*values)
+        self.wait_for_stream()
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         thread, _, _ = cute.arch.thread_idx()
         n, key_head, member = cute.arch.block_idx()

@@ -73,6 +73,7 @@ def exported(variant: Variant, content: bytes) -> tuple[Exported, bytes]:
         threads=instance.threads,
         shared_bytes=instance.shared_bytes,
         cooperative=interface.cooperative,
+        overlaps=interface.overlaps,
     )
     return description, packed
 

@@ -13,7 +13,10 @@ from kda_cute.interface import KernelInterface
 from kda_cute.store.driver import Driver
 from kda_cute.store.manifest import Exported, layout
 
-_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+_COOPERATIVE, _OVERLAPS = (
+    2,
+    6,
+)  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _BUFFER, _BUFFER_BYTES, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 
 
@@ -38,10 +41,13 @@ class _Call:
     def __init__(self, kernel: Exported, parameter_bytes: int) -> None:
         self.buffer = ctypes.create_string_buffer(parameter_bytes)
         self.size = ctypes.c_size_t(parameter_bytes)
-        self.attribute = _Attribute(_COOPERATIVE, 0, (1,))
+        identities = [
+            i for i, wanted in ((_COOPERATIVE, kernel.cooperative), (_OVERLAPS, kernel.overlaps)) if wanted
+        ]
+        self.attributes = (_Attribute * len(identities))(*(_Attribute(i, 0, (1,)) for i in identities))
         self.config = _Config(
-            (1, 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, None, ctypes.addressof(self.attribute),
-            int(kernel.cooperative),
+            (1, 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, None, ctypes.addressof(self.attributes),
+            len(identities),
         )  # fmt: skip
         self.extra = (ctypes.c_void_p * 5)(
             _BUFFER, ctypes.addressof(self.buffer), _BUFFER_BYTES, ctypes.addressof(self.size), _END

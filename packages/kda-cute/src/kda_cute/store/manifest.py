@@ -84,7 +84,7 @@ class Exported:
         parameters: in order.
         threads: of a CTA, along x.
         shared_bytes: dynamic shared memory of a CTA.
-        cooperative: whether all CTAs of a launch must be co-resident.
+        cooperative, overlaps: as in `KernelInterface`.
     """
 
     kernel: str
@@ -97,6 +97,7 @@ class Exported:
     threads: int
     shared_bytes: int
     cooperative: bool
+    overlaps: bool
 
 
 @dataclass(frozen=True)
