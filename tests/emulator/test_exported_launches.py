@@ -18,10 +18,7 @@ from kda_sm90 import variants as sm90
 from kda_sm100 import variants as sm100
 from ptx_emulator import gpu, host
 
-COOPERATIVE, OVERLAPS = (
-    2,
-    6,
-)  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+COOPERATIVE, OVERLAPS = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, ..._PROGRAMMATIC_STREAM_SERIALIZATION
 DYNAMIC_SHARED_BYTES, PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 IDS = [f"{interface.name}-{arch}-{i}" for i, (interface, _, arch) in enumerate(VARIANTS)]
 
