@@ -123,6 +123,11 @@ def allocate_workspace(size: int, like: Tensor) -> Tensor:
     return like.new_empty(size, dtype=torch.uint8)
 
 
+def sized(size: int, like: Tensor) -> Tensor:
+    """Returns a tensor of little memory, of which `torch.empty_like` makes `allocate_workspace`, in less time."""
+    return like.new_empty(1, dtype=torch.uint8).expand(size)
+
+
 def allocate_saved(shape: ProblemShape, like: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns uninitialised `KdaOutputs.saved_states` and `KdaOutputs.residual`, on the device of `like`."""
     states = like.new_empty(shape.saved_states_shape, dtype=shape.saved_states_dtype)

@@ -1,4 +1,5 @@
-"""The callable of an exported kernel: it packs the values of the argument struct and launches by ``cuLaunchKernelEx``."""
+"""The callable of a kernel, exported or just compiled: it packs the values of the argument struct and launches by
+``cuLaunchKernelEx``."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kda_core.errors import KdaError
 from kda_cute.interface import KernelInterface
-from kda_cute.store.driver import Driver
-from kda_cute.store.manifest import Exported, layout
+from kda_cute.store.driver import Driver, DriverError
+from kda_cute.store.manifest import Described, layout
 
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _BUFFER, _BUFFER_BYTES, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*
@@ -35,9 +36,9 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
 class _Call:
     """The memory of the launches of one thread on one device. The driver copies it during a launch."""
 
-    def __init__(self, kernel: Exported, parameter_bytes: int) -> None:
-        self.buffer = ctypes.create_string_buffer(parameter_bytes)
-        self.size = ctypes.c_size_t(parameter_bytes)
+    def __init__(self, handle: int, kernel: Described, parameters: bytes) -> None:
+        self.buffer = ctypes.create_string_buffer(parameters, len(parameters))
+        self.size = ctypes.c_size_t(len(parameters))
         self.attribute = _Attribute(_COOPERATIVE, 0, (1,))
         self.config = _Config(
             (1, 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, None, ctypes.addressof(self.attribute),
@@ -46,50 +47,105 @@ class _Call:
         self.extra = (ctypes.c_void_p * 5)(
             _BUFFER, ctypes.addressof(self.buffer), _BUFFER_BYTES, ctypes.addressof(self.size), _END
         )
-        self.arguments = ctypes.addressof(self.config), ctypes.addressof(self.extra)
+        self.arguments = ctypes.addressof(self.config), handle, None, ctypes.addressof(self.extra)
 
 
-def launcher(
-    driver: Driver, handle: int, kernel: Exported, interface: KernelInterface, config: Any
-) -> Callable[..., None]:
-    """Returns the callable of a loaded kernel, with the arguments of ``kernel.__call__``: a tensor, which determines the device,
-    and the values of the argument struct. It launches on torch's current stream, and is safe in threads.
+class Loaded(NamedTuple):
+    """A kernel in the driver.
+
+    Attributes:
+        driver: the driver.
+        handle: of the kernel, valid on every device.
+    """
+
+    driver: Driver
+    handle: int
+
+    @classmethod
+    def of(cls, driver: Driver, cubin: bytes, kernel: Described) -> Loaded:
+        """Loads a kernel.
+
+        Raises:
+            DriverError: the driver cannot load it, or finds other parameters.
+        """
+        handle = driver.load(cubin, kernel.symbol)
+        expected = [(one.offset, one.size) for one in kernel.parameters]
+        found = driver.parameters(handle, len(expected) + 1)
+        if found != expected:
+            raise DriverError(
+                f"the driver finds {len(found)} parameters at other places than the {len(expected)} of the kernel"
+            )
+        return cls(driver, handle)
+
+
+class Launcher:
+    """The callable of a kernel, with the arguments of ``kernel.__call__``: a tensor, which determines the device, and the values of
+    the argument struct. It launches on torch's current stream, and is safe in threads.
 
     The tensor's device must be torch's current device.
+
+    Args:
+        kernel: its description.
+        interface, config: of the kernel.
+        load: returns the loaded kernel. Called before the first launch of a thread on a device.
     """
-    arguments = interface.arguments(config)
-    buffer_format = struct.Struct(layout(arguments))
-    pack, make, grid, parameter_bytes = (
-        buffer_format.pack_into,
-        arguments._make,  # type: ignore[attr-defined]
-        interface.grid,
-        buffer_format.size,
-    )
-    set_grid = struct.Struct("@3I").pack_into
-    launch_kernel, stream = driver.launch_kernel, driver.stream
-    threads = threading.local()
 
-    def prepare(device: int) -> _Call:
-        if device < 0:
-            raise LaunchError(f"{interface.name}: expected a CUDA tensor, got one on a CPU")
-        driver.prepare(handle, device, kernel.shared_bytes)
-        calls = threads.__dict__.setdefault("calls", {})
-        return calls.setdefault(device, _Call(kernel, parameter_bytes))
+    def __init__(
+        self, kernel: Described, interface: KernelInterface, config: Any, load: Callable[[], Loaded]
+    ) -> None:
+        self._kernel, self._interface, self._config, self._load = kernel, interface, config, load
+        self._arguments: Any = interface.arguments(config)
+        self._launch = self._launch_of(len(self._arguments._fields), ())
 
-    def launch(tensor: Any, *values: Any) -> None:
-        device = tensor.get_device()
-        try:
-            call = threads.calls[device]
-        except (AttributeError, KeyError):
-            call = prepare(device)
-        pack(call.buffer, 0, *values)
-        set_grid(call.config, 0, *grid(config, make(values)))
-        call.config.stream = stream(device)
-        at, extra = call.arguments
-        if code := launch_kernel(at, handle, None, extra):
-            raise LaunchError(
-                f"{interface.name}: cuLaunchKernelEx: {driver.error_name(code)}; grid {list(call.config.grid)}, "
-                f"{kernel.threads} threads, {kernel.shared_bytes} bytes of dynamic shared memory"
-            )
+    def __call__(self, tensor: Any, *values: Any) -> None:
+        self._launch(tensor, *values)
 
-    return launch
+    def bound(self, *last: Any) -> Callable[..., None]:
+        """Returns the callable with the last values fixed: it takes the tensor and the values before them, and packs only these. The
+        grid must follow from the last values alone.
+
+        See `kda_cute.arguments.bound`.
+        """
+        return self._launch_of(len(self._arguments._fields) - len(last), last)
+
+    def _launch_of(self, count: int, last: tuple[Any, ...]) -> Callable[..., None]:
+        """Returns the callable of the first `count` values."""
+        kernel, interface, config, load = self._kernel, self._interface, self._config, self._load
+        pack = struct.Struct(layout(self._arguments, count)).pack_into
+        make, find_grid, set_grid = self._arguments._make, interface.grid, struct.Struct("@3I").pack_into
+        parameters = struct.pack(layout(self._arguments), *[0] * count, *last)
+        # a grid that needs an open value fails on None
+        fixed_grid = find_grid(config, make([*[None] * count, *last])) if last else None
+        threads = threading.local()
+
+        def prepare(device: int) -> tuple[_Call, Any, Any, Any, Any]:
+            if device < 0:
+                raise LaunchError(f"{interface.name}: expected a CUDA tensor, got one on a CPU")
+            try:
+                driver, handle = load()
+                driver.prepare(handle, device, kernel.shared_bytes)
+            except DriverError as error:
+                raise LaunchError(f"{interface.name}: {error}") from error
+            call = _Call(handle, kernel, parameters)
+            if fixed_grid is not None:
+                set_grid(call.config, 0, *fixed_grid)
+            made = call, call.buffer, call.config, driver.stream, driver.launch_kernel
+            return threads.__dict__.setdefault(device, made)
+
+        def launch(tensor: Any, *values: Any) -> None:
+            device = tensor.get_device()
+            try:
+                call, buffer, launch_config, stream, launch_kernel = threads.__dict__[device]
+            except KeyError:
+                call, buffer, launch_config, stream, launch_kernel = prepare(device)
+            pack(buffer, 0, *values)
+            if fixed_grid is None:
+                set_grid(launch_config, 0, *find_grid(config, make(values)))
+            launch_config.stream = stream(device)
+            if code := launch_kernel(*call.arguments):
+                raise LaunchError(
+                    f"{interface.name}: cuLaunchKernelEx: {load().driver.error_name(code)}; grid {list(launch_config.grid)}, "
+                    f"{kernel.threads} threads, {kernel.shared_bytes} bytes of dynamic shared memory"
+                )
+
+        return launch

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +24,41 @@ from kda_core.contract import (
     KdaPool,
     KdaSegments,
     ProblemShape,
+    Tensors,
 )
 from kda_core.reference import SPEC as REFERENCE_SPEC
 from kda_core.registry import REGISTRY
+from kda_core.validate import extent
 from kda_cute import kernels_made_by
-from kda_cute.host import PER_TOKEN
 
 OPTIONAL = (
     "segment_workspace_bytes", "summarize", "merge_segments", "execute_segments",
     "backward_workspace_bytes", "chunk_bwd_into", "recurrent_fwd", "journal_decode", "journal_fold",
     "state_gradients_workspace_bytes", "initial_state_gradients",
 )  # fmt: skip
+
+
+_OPEN = Tensors._fields[: Tensors._fields.index("cu_seqlens") + 1]
+
+
+class Layout(NamedTuple):
+    """The metadata of a tensor in host memory."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Layout:
+        return cls(x.shape, x.stride(), x.dtype, extent(x))
+
+    def at(self, address: int) -> Tensor:
+        """Returns the tensor at an address, which the caller keeps alive."""
+        if not self.bytes:
+            return torch.empty(self.shape, dtype=self.dtype)
+        memory = (ctypes.c_char * self.bytes).from_address(address)
+        return torch.frombuffer(memory, dtype=self.dtype).as_strided(self.shape, self.strides)
 
 
 class EmulatedBackend:
@@ -69,13 +94,24 @@ class EmulatedBackend:
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         return self._emulate(self.backend.chunk_fwd, inputs, outputs)
 
-    def _prepare(self, backend: SupportsPrepare, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
-        """Implements `SupportsPrepare.prepare`. A launch may not access the tensors of the example that it replaces."""
+    def _prepare(
+        self, backend: SupportsPrepare, inputs: KdaInputs, outputs: KdaOutputs
+    ) -> PreparedLaunch | None:
+        """Implements `SupportsPrepare.prepare`. A launch may only access the memory at its addresses, and the fixed tensors."""
         launch = self._emulate(backend.prepare, inputs, outputs)
-        fixed = [x for name, x in vars(inputs).items() if name not in PER_TOKEN]
+        if launch is None:
+            return None
+        examples = (
+            [getattr(inputs, name) for name in _OPEN],
+            (outputs.o, outputs.final_state, outputs.workspace),
+        )
+        layouts = [None if x is None else Layout.of(x) for group in examples for x in group]
+        fixed = [x for name, x in vars(inputs).items() if name not in Tensors._fields]
 
-        def emulated_launch(*tensors: Tensor) -> None:
-            self._emulate(lambda *_: launch(*tensors), *tensors, *fixed)
+        def emulated_launch(o: Tensor, given: tuple[int, ...], *written: int) -> None:
+            places = zip((*given, *written), layouts, strict=True)
+            tensors = [layout.at(address) for address, layout in places if layout is not None]
+            self._emulate(lambda *_: launch(o, given, *written), *tensors, *fixed)
 
         return emulated_launch
 
