@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         print(
             f"T={args.T} H={args.H} on {name}, torch {torch.__version__}: us a call, {args.calls} calls a round"
         )
-        print(f"{'case':<26}" + "".join(f"{' '.join(c):>14}" for c in columns))
+        print(f"{'case':<32}" + "".join(f"{' '.join(c):>14}" for c in columns))
         with torch.inference_mode():
             calls: list[Call | None]
             for case, x in cases(args.T, args.H, device).items():
@@ -220,7 +220,11 @@ def decode_cases(H: int, device: torch.device) -> dict[str, Callable[[str], Call
         "journal": (journal_decode_kda, recorded, Feature.JOURNAL),
         "verify": (verify_kda, verified, Feature.JOURNAL),
     }
-    return {name + form: case(*kind, form) for name, kind in kinds.items() for form in ("", ", bound", ", bound, out")}
+    return {
+        name + form: case(*kind, form)
+        for name, kind in kinds.items()
+        for form in ("", ", bound", ", bound, out")
+    }
 
 
 def _measured(
@@ -235,7 +239,7 @@ def _measured(
 
 
 def _print(case: str, row: Sequence[float | None]) -> None:
-    print(f"{case:<26}" + "".join(f"{'-' if us is None else f'{us:.1f}':>14}" for us in row), flush=True)
+    print(f"{case:<32}" + "".join(f"{'-' if us is None else f'{us:.1f}':>14}" for us in row), flush=True)
 
 
 def microseconds(kinds: list[tuple[Call, str]], calls: int, rounds: int) -> list[float]:

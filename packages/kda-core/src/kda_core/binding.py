@@ -102,9 +102,10 @@ class BoundCall:
             map(_address, (inputs.A_log, inputs.dt_bias, inputs.initial_state, inputs.cu_seqlens))
         )
         options = call.shape.options
-        self._state_size = call.shape.state_shape if options.output_final_state else None
+        state = call.shape.state_shape, call.shape.state_dtype
+        self._like_state = buffers.example(*state, q) if options.output_final_state else None
         needed = 0 if found.workspace is not None else calls.needed_workspace(call, found.plan, inputs)
-        self._like_workspace = buffers.sized(needed, q) if needed else None
+        self._like_workspace = buffers.example((needed,), torch.uint8, q) if needed else None
         planner = None if found.plan is None or call.planner is None else call.planner[0]
         self._notice = (self.backend, call.entry, call.shape.device_type, planner)
         # without what an object keeps
@@ -146,10 +147,10 @@ class BoundCall:
         if (a | b | c | d | o_at | (0 if self._beta_is_free else e)) % ALIGNMENT:
             self._refuse_unaligned((q, k, v, g, beta, out))
         state = workspace = None
-        if self._state_size is not None:
-            state = q.new_empty(self._state_size, dtype=self._found.call.shape.state_dtype)
+        if self._like_state is not None:
+            state = buffers.like_example(self._like_state)
         if self._like_workspace is not None:
-            workspace = torch.empty_like(self._like_workspace)
+            workspace = buffers.like_example(self._like_workspace)
         elif self._found.workspace is not None:
             workspace = self._found.workspace
         device = self._device
@@ -407,10 +408,13 @@ def _arguments(a: dict[str, Any]) -> Arguments:
     return Arguments(**named | {"recurrent": True, "context_parallel": "off"})
 
 
-def _inputs(args: Arguments, call: calls.ResolvedCall, pool: KdaPool | None = None, journal: KdaJournal | None = None) -> KdaInputs:
+def _inputs(
+    args: Arguments, call: calls.ResolvedCall, pool: KdaPool | None = None, journal: KdaJournal | None = None
+) -> KdaInputs:
     """Returns the inputs of a call, none of which is a copy."""
     tensors: list[Tensor | None] = list(args[:N_TENSORS])  # type: ignore[arg-type]
-    tensors[_STATE] = None
+    if pool is not None:
+        tensors[_STATE] = None
     inputs = buffers.make_inputs(tensors, call.shape, strided=call.strided, pool=pool, journal=journal)
     for name, x in zip(Tensors._fields, tensors):
         if x is not None and name != "cu_seqlens_cpu" and getattr(inputs, name).data_ptr() != x.data_ptr():

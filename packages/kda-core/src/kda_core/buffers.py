@@ -123,9 +123,14 @@ def allocate_workspace(size: int, like: Tensor) -> Tensor:
     return like.new_empty(size, dtype=torch.uint8)
 
 
-def sized(size: int, like: Tensor) -> Tensor:
-    """Returns a tensor of little memory, of which `torch.empty_like` makes `allocate_workspace`, in less time."""
-    return like.new_empty(1, dtype=torch.uint8).expand(size)
+def example(size: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Returns a tensor of little memory of which `like_example` makes one of this size, in less time than ``new_empty`` takes."""
+    return like.new_empty(1, dtype=dtype).expand(size)
+
+
+def like_example(x: Tensor) -> Tensor:
+    """Returns an uninitialised contiguous tensor with the metadata of `x`."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def allocate_saved(shape: ProblemShape, like: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -42,8 +42,7 @@ class Known:
         requires_grad: whether one of them requires grad, which is no matter where grad mode is off.
         call: what its metadata decided.
         launch: the backend's.
-        workspace: as `kda_core.buffers.sized` makes it, or None.
-        state: shape and dtype of the final states, or None.
+        state, workspace: examples of the final states and of the workspace (`kda_core.buffers.example`), or None.
     """
 
     values: tuple[Any, ...]
@@ -54,8 +53,8 @@ class Known:
     requires_grad: bool
     call: calls.ResolvedCall
     launch: PreparedLaunch
+    state: Tensor | None
     workspace: Tensor | None
-    state: tuple[tuple[int, ...], torch.dtype] | None
 
     def has_options(self, values: tuple[Any, ...]) -> bool:
         """Returns whether these are the same options: usually the same objects."""
@@ -105,10 +104,9 @@ def run(args: Arguments) -> tuple[Tensor, Tensor | None] | None:
     o = torch.empty_like(v)
     state = workspace = None
     if known.state is not None:
-        size, dtype = known.state
-        state = q.new_empty(size, dtype=dtype)
+        state = buffers.like_example(known.state)
     if known.workspace is not None:
-        workspace = torch.empty_like(known.workspace)
+        workspace = buffers.like_example(known.workspace)
     outputs = (
         o.data_ptr(), 0 if state is None else state.data_ptr(), 0 if workspace is None else workspace.data_ptr(),
     )  # fmt: skip
@@ -158,8 +156,10 @@ def remember(args: Arguments, call: calls.ResolvedCall) -> None:
         any(x.requires_grad for x in tensors),
         call,
         launch,
-        buffers.sized(size, args.q) if size else None,
-        (shape.state_shape, shape.state_dtype) if shape.options.output_final_state else None,
+        buffers.example(shape.state_shape, shape.state_dtype, args.q)
+        if shape.options.output_final_state
+        else None,
+        buffers.example((size,), torch.uint8, args.q) if size else None,
     )
     KNOWN.put(key, (found, *alike)[:MOST_ALIKE])
 

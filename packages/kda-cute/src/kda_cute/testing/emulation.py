@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, update_wrapper
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from kda_core.contract import (
 )
 from kda_core.reference import SPEC as REFERENCE_SPEC
 from kda_core.registry import REGISTRY
-from kda_core.validate import extent
+from kda_core.testing.memory import Layout
 from kda_cute import kernels_made_by
 
 OPTIONAL = (
@@ -39,26 +38,6 @@ OPTIONAL = (
 
 
 _OPEN = Tensors._fields[: Tensors._fields.index("cu_seqlens") + 1]
-
-
-class Layout(NamedTuple):
-    """The metadata of a tensor in host memory."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> Layout:
-        return cls(x.shape, x.stride(), x.dtype, extent(x))
-
-    def at(self, address: int) -> Tensor:
-        """Returns the tensor at an address, which the caller keeps alive."""
-        if not self.bytes:
-            return torch.empty(self.shape, dtype=self.dtype)
-        memory = (ctypes.c_char * self.bytes).from_address(address)
-        return torch.frombuffer(memory, dtype=self.dtype).as_strided(self.shape, self.strides)
 
 
 class EmulatedBackend:
