@@ -160,7 +160,7 @@ def cases(T: int, H: int, device: torch.device) -> dict[str, dict[str, Any]]:
         "precomputed gate": plain,
         "gate in kernel": gated,
         "packed": gated | {"cu_seqlens": bounds.to(device)},
-        "packed, cu_seqlens_cpu": gated | {"cu_seqlens": bounds.to(device), "cu_seqlens_cpu": bounds},
+        "packed, cu_seqlens_cpu": gated | {"cu_seqlens": bounds.clone().to(device), "cu_seqlens_cpu": bounds},
         "states": stateful,
         "out": gated | {"out": torch.empty_like(v)},
         "states, out": stateful | {"out": (torch.empty_like(v), torch.empty_like(state))},
@@ -171,15 +171,15 @@ def bound_cases(T: int, H: int, device: torch.device) -> dict[str, Callable[[str
     """Returns for each case of a bound call of ``chunk_kda``, by its name, a function that makes the call for a backend and a mode of
     context parallelism."""
     x = cases(T, H, device)["gate in kernel"]
-    tokens, out = [x[name] for name in PER_TOKEN], torch.empty_like(x["v"])
+    tokens, out = {name: x[name] for name in PER_TOKEN}, torch.empty_like(x["v"])
 
     def make(owned: bool, backend: str, mode: str) -> Call:
         given: dict[str, Any] = x | {"backend": backend, "context_parallel": mode}
         if not owned:
-            return partial(bind(kda_core.chunk_kda, **given), *tokens)
+            return partial(bind(kda_core.chunk_kda, **given), **tokens)
         size = kda_core.explain(**given).workspace_bytes
         given["workspace"] = torch.empty(size, dtype=torch.uint8, device=device)
-        return partial(bind(kda_core.chunk_kda, **given), *tokens, out=out)
+        return partial(bind(kda_core.chunk_kda, **given), **tokens, out=out)
 
     return {"bound": partial(make, False), "bound, out and workspace": partial(make, True)}
 
@@ -210,12 +210,12 @@ def decode_cases(H: int, device: torch.device) -> dict[str, Callable[[str], Call
                 return None
             if not form:
                 return partial(function, **tokens, **given, backend=backend)
-            call = partial(bind(function, **tokens, **given, backend=backend), *tokens.values())
+            call = partial(bind(function, **tokens, **given, backend=backend), **tokens)
             return partial(call, out=out) if form.endswith("out") else call
 
         return make
 
-    kinds = {
+    kinds: dict[str, tuple[Callable[..., Any], dict[str, Any], Feature]] = {
         "decode over a pool": (kda_core.fused_recurrent_kda, others | pooled, Feature.RECURRENT),
         "journal": (journal_decode_kda, recorded, Feature.JOURNAL),
         "verify": (verify_kda, verified, Feature.JOURNAL),

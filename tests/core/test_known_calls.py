@@ -151,13 +151,17 @@ def test_the_environment_decides_anew(monkeypatch, install):
             chunk_kda(**X | {"beta": torch.full_like(X["beta"], torch.nan)})
 
 
-def test_lengths_that_the_host_knows_are_read_in_every_call(backend):
-    x = X | {"cu_seqlens": torch.tensor([0, 5, 20])}
-    for bounds in ([0, 5, 20], [0, 12, 20], [0, 0, 20]) * 2:
-        x["cu_seqlens"].copy_(torch.tensor(bounds))
-        assert same(chunk_kda(**x), through_the_dispatcher(**x))
-    assert not backend.prepared
-    x["cu_seqlens"][1] = 30
+@pytest.mark.parametrize("name", ("cu_seqlens", "cu_seqlens_cpu"))
+def test_lengths_that_the_host_knows_are_read_in_every_call(backend, name):
+    x = X | {"cu_seqlens": torch.tensor([0, 5, 20]), name: torch.tensor([0, 5, 20])}
+    make_known(backend, **x)
+    for bounds in ([0, 12, 20], [0, 5, 20], [0, 0, 20]):
+        for offsets in {x["cu_seqlens"], x[name]}:
+            offsets.copy_(torch.tensor(bounds))
+        for _ in range(3):
+            assert same(chunk_kda(**x), through_the_dispatcher(**x))
+    assert backend.launched == [4, 2, 2]
+    x[name][1] = 30
     with pytest.raises(ArgumentError, match="30 before 20"):
         chunk_kda(**x)
 
@@ -204,6 +208,14 @@ def test_threads_make_known_calls(backend):
     for thread in threads:
         thread.join()
     assert not failed and sum(backend.launched) > 40
+
+
+def test_a_tensor_may_be_passed_twice(backend):
+    x = X | {"k": X["q"]}
+    for _ in range(4):
+        assert same(chunk_kda(**x), through_the_dispatcher(**x))
+    step = bind(chunk_kda, **x)
+    assert same(step(**x), through_the_dispatcher(**x)) and same(step(**X), through_the_dispatcher(**X))
 
 
 def test_few_calls_of_equal_sizes_are_kept(backend, monkeypatch):

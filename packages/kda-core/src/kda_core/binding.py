@@ -206,7 +206,8 @@ class BoundCall:
         for name, x, facts in zip((*PER_TOKEN, "out"), given, (*self._facts, self._o)):
             if (x.shape, x.stride(), x.dtype, x.device) != facts:
                 raise _difference(name, x, facts)
-        if not any(x.requires_grad for x in given):  # those would be accepted only without gradients
+        # those with gradients would be accepted only without grad mode, and the comparison takes no tensor twice
+        if not any(x.requires_grad for x in given) and len(set(map(id, given))) == len(given):
             is_known = metadata_guard(given) or _knows_none
             if out is None:
                 self._is_known = is_known
@@ -335,7 +336,7 @@ def _of_chunk(args: Arguments, given: SlotArguments | None, workspace: Any) -> _
     if args.return_intermediate_states:
         raise ArgumentError("return_intermediate_states", "False (a bound call returns no h)", "True")
     if given is None:
-        for name, x in zip(Tensors._fields, args[:N_TENSORS]):
+        for name, x in zip(Tensors._fields, args.tensors):
             if args.needs_backward and x is not None and x.requires_grad:
                 raise ArgumentError(
                     name, "a tensor that requires no grad (a bound call has no gradients)", describe(x)
@@ -379,9 +380,9 @@ def _over_pool(args: Arguments, given: SlotArguments) -> _Resolved:
     _check_same({name: getattr(given, name) for name in names}, used)
     written = [pool.states] if given.writes else []
     if (points := pool.checkpoints) is not None:
-        names = ("checkpoint_cu", "checkpoint_positions", "checkpoint_indices")
+        of_points = ("checkpoint_cu", "checkpoint_positions", "checkpoint_indices")
         _check_same(
-            {name: getattr(given, name) for name in names}, (points.cu, points.positions, points.indices)
+            {name: getattr(given, name) for name in of_points}, (points.cu, points.positions, points.indices)
         )
         written.append(points.states)
     inputs = _inputs(args, call.call, pool=pool)

@@ -2,8 +2,8 @@
 
 A call is known if a launch was prepared (`kda_core.backend.SupportsPrepare`) for an earlier call with the same options, in the same
 environment, whose tensors one call of C++ finds to be like those of this one (`kda_core.torch_private.metadata_guard`). Only addresses
-may differ: they are checked for alignment, outputs are allocated, and the launch gets them. Everything else takes the ordinary way of
-`kda_core.ops`, as do calls whose lengths the host knows, because their launch depends on the lengths.
+may differ: they are checked for alignment, outputs are allocated, and the launch gets them. Where the host knows the lengths of packed
+sequences, they must be the same too, as in the layers of a model. Everything else takes the ordinary way of `kda_core.ops`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Known:
         environment: as in `kda_core.call.look_up`.
         present: returns the tensors of arguments without those that are None here.
         is_like: whether such tensors are like those of the call.
+        offsets: the contents of cu_seqlens that the host knows, or None.
+        lengths: those of the sequences, or None.
         requires_grad: whether one of them requires grad, which is no matter where grad mode is off.
         call: what its metadata decided.
         launch: the backend's.
@@ -50,6 +52,8 @@ class Known:
     environment: tuple[Any, ...]
     present: Callable[[Arguments], tuple[Tensor, ...]]
     is_like: Callable[..., bool]
+    offsets: list[int] | None
+    lengths: tuple[int, ...] | None
     requires_grad: bool
     call: calls.ResolvedCall
     launch: PreparedLaunch
@@ -72,27 +76,31 @@ _VALUES = slice(N_TENSORS, -1)  # `saves` decides nothing here
 def run(args: Arguments) -> tuple[Tensor, Tensor | None] | None:
     """Makes a known call and returns o and the final states, or returns None and has done nothing. Must not be called while
     `torch.compiler.is_compiling`. Types of arguments need not have been checked."""
-    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = args[:N_TENSORS]
-    if cu_seqlens_cpu is not None:
-        return None
+    tensors: Any = args[:N_TENSORS]
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
+    absent = A_log is None, dt_bias is None, initial_state is None, cu_seqlens is None, cu_seqlens_cpu is None
     try:
-        alike = KNOWN.get(
-            (q.shape, A_log is None, dt_bias is None, initial_state is None, cu_seqlens is None)
-        )
+        alike = KNOWN.get((q.shape, *absent))
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, or one without a shape
         return None
     if alike is None or not is_dispatcher_idle():
         return None
-    values = args[_VALUES]
+    values: Any = args[_VALUES]
+    offsets = None
     for known in alike:
         if known.has_options(values) and known.is_like(*known.present(args)):
-            break
+            if known.offsets is None:
+                break
+            if offsets is None:
+                offsets = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
+            if known.offsets == offsets:
+                break
     else:
         return None
     call = known.call
     if known.environment != calls.environment(args) or (known.requires_grad and torch.is_grad_enabled()):
         return None
-    if call.planner is not None and not _is_direct(call):
+    if call.planner is not None and not _is_direct(call, known.lengths):
         return None
     addresses = a, b, c, d, e, f, g_, h, i = (
         q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(),
@@ -120,9 +128,9 @@ def run(args: Arguments) -> tuple[Tensor, Tensor | None] | None:
     return o, state
 
 
-def _is_direct(call: calls.ResolvedCall) -> bool:
+def _is_direct(call: calls.ResolvedCall, lengths: tuple[int, ...] | None) -> bool:
     """Returns whether the planner has already answered that this call is direct."""
-    answer = calls.ANSWERS.get((call.number, None, False))
+    answer = calls.ANSWERS.get((call.number, lengths, False))
     return answer is not None and answer[0] is None
 
 
@@ -134,16 +142,29 @@ def remember(args: Arguments, call: calls.ResolvedCall) -> None:
         call: what its metadata decided.
     """
     tensors = [x for x in args.tensors if x is not None]
-    if not _may_be_known(args, call) or not all(x.is_contiguous() and _is_aligned(x) for x in tensors):
+    if call.entry != "chunk_fwd" or call.backward is not None or call.checks_contents:
         return
-    key = (args.q.shape, *(x is None for x in args.tensors[5:-1]))
-    alike, values = KNOWN.get(key) or (), args[_VALUES]
-    environment = calls.environment(args)
+    if any(x is not None and x.dtype in HALF_DTYPES for x in (args.A_log, args.dt_bias)):
+        return  # core converts them in every call
+    if len(set(map(id, tensors))) < len(tensors):
+        return  # the comparison takes no tensor twice
+    if not all(x.is_contiguous() and _is_aligned(x) for x in tensors):
+        return
+    host = args.cu_seqlens if args.cu_seqlens_cpu is None else args.cu_seqlens_cpu
+    offsets = None if host is None or host.device.type != "cpu" else host.tolist()
+    key = (args.q.shape, *(x is None for x in args.tensors[5:]))
+    values: Any = args[_VALUES]
+    alike, environment = KNOWN.get(key) or (), calls.environment(args)
     alike = tuple(known for known in alike if known.environment == environment)
-    if any(known.has_options(values) and known.is_like(*tensors) for known in alike):
+    if any(
+        known.has_options(values) and known.is_like(*tensors) and known.offsets == offsets for known in alike
+    ):
+        return
+    inputs = buffers.make_inputs(args.tensors, call.shape)
+    lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
+    if call.planner is not None and not _is_direct(call, lengths):
         return
     is_like = metadata_guard(tensors)
-    inputs = buffers.make_inputs(args.tensors, call.shape)
     if is_like is None or (launch := calls.prepared(call, inputs)) is None:
         return
     shape, size = call.shape, call.workspace_bytes
@@ -153,6 +174,8 @@ def remember(args: Arguments, call: calls.ResolvedCall) -> None:
         environment,
         itemgetter(*(i for i, x in enumerate(args.tensors) if x is not None)),
         is_like,
+        offsets,
+        lengths,
         any(x.requires_grad for x in tensors),
         call,
         launch,
@@ -162,18 +185,6 @@ def remember(args: Arguments, call: calls.ResolvedCall) -> None:
         buffers.example((size,), torch.uint8, args.q) if size else None,
     )
     KNOWN.put(key, (found, *alike)[:MOST_ALIKE])
-
-
-def _may_be_known(args: Arguments, call: calls.ResolvedCall) -> bool:
-    """Returns whether all that decides about the launch of a call is in its metadata."""
-    if call.entry != "chunk_fwd" or call.backward is not None or call.checks_contents:
-        return False
-    if args.cu_seqlens_cpu is not None or (
-        args.cu_seqlens is not None and args.cu_seqlens.device.type == "cpu"
-    ):
-        return False  # the host knows the lengths
-    half = any(x is not None and x.dtype in HALF_DTYPES for x in (args.A_log, args.dt_bias))  # are converted
-    return not half and (call.planner is None or _is_direct(call))
 
 
 def _is_aligned(x: Tensor) -> bool:

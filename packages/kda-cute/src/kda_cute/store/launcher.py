@@ -94,8 +94,9 @@ class Launcher:
         self, kernel: Described, interface: KernelInterface, config: Any, load: Callable[[], Loaded]
     ) -> None:
         self._kernel, self._interface, self._config, self._load = kernel, interface, config, load
-        self._arguments: Any = interface.arguments(config)
-        self._launch = self._launch_of(len(self._arguments._fields), ())
+        arguments: Any = interface.arguments(config)
+        self._arguments, self._count, self._threads = arguments, len(arguments._fields), threading.local()
+        self._launch = self._launch_of(self._count, ())
 
     def __call__(self, tensor: Any, *values: Any) -> None:
         self._launch(tensor, *values)
@@ -106,37 +107,61 @@ class Launcher:
 
         See `kda_cute.arguments.bound`.
         """
-        return self._launch_of(len(self._arguments._fields) - len(last), last)
+        return self._launch_of(self._count - len(last), last)
+
+    def _grid_of(self, count: int, last: tuple[Any, ...]) -> tuple[int, int, int]:
+        """Returns the grid of fixed values.
+
+        Raises:
+            TypeError: it follows from one of the first `count` values, which are open.
+        """
+        try:
+            grid = self._interface.grid(self._config, self._arguments._make([*[None] * count, *last]))
+            struct.pack("@3I", *grid)
+        except (TypeError, struct.error) as error:
+            raise TypeError(f"{self._interface.name}: its grid needs a value that is not fixed") from error
+        return grid
+
+    def _ready(self, device: int) -> Loaded:
+        """Returns the loaded kernel, ready for launches of this thread on a device.
+
+        Raises:
+            LaunchError: there is no such device, or the driver cannot load the kernel.
+        """
+        name, ready = self._interface.name, self._threads.__dict__.setdefault("ready", set())
+        if device < 0:
+            raise LaunchError(f"{name}: expected a CUDA tensor, got one on a CPU")
+        try:
+            loaded = self._load()
+            if device not in ready:  # not in the capture of a CUDA graph, if the kernel has run before
+                loaded.driver.prepare(loaded.handle, device, self._kernel.shared_bytes)
+        except DriverError as error:
+            raise LaunchError(f"{name}: {error}") from error
+        ready.add(device)
+        return loaded
 
     def _launch_of(self, count: int, last: tuple[Any, ...]) -> Callable[..., None]:
         """Returns the callable of the first `count` values."""
-        kernel, interface, config, load = self._kernel, self._interface, self._config, self._load
+        kernel, interface, config = self._kernel, self._interface, self._config
         pack = struct.Struct(layout(self._arguments, count)).pack_into
         make, find_grid, set_grid = self._arguments._make, interface.grid, struct.Struct("@3I").pack_into
         parameters = struct.pack(layout(self._arguments), *[0] * count, *last)
-        # a grid that needs an open value fails on None
-        fixed_grid = find_grid(config, make([*[None] * count, *last])) if last else None
+        fixed_grid = self._grid_of(count, last) if last else None
         threads = threading.local()
 
         def prepare(device: int) -> tuple[_Call, Any, Any, Any, Any]:
-            if device < 0:
-                raise LaunchError(f"{interface.name}: expected a CUDA tensor, got one on a CPU")
-            try:
-                driver, handle = load()
-                driver.prepare(handle, device, kernel.shared_bytes)
-            except DriverError as error:
-                raise LaunchError(f"{interface.name}: {error}") from error
+            driver, handle = self._ready(device)
             call = _Call(handle, kernel, parameters)
             if fixed_grid is not None:
                 set_grid(call.config, 0, *fixed_grid)
             made = call, call.buffer, call.config, driver.stream, driver.launch_kernel
-            return threads.__dict__.setdefault(device, made)
+            return threads.__dict__.setdefault("calls", {}).setdefault(device, made)
 
         def launch(tensor: Any, *values: Any) -> None:
             device = tensor.get_device()
             try:
-                call, buffer, launch_config, stream, launch_kernel = threads.__dict__[device]
-            except KeyError:
+                call, buffer, launch_config, stream, launch_kernel = threads.calls[device]
+            except (AttributeError, KeyError):
                 call, buffer, launch_config, stream, launch_kernel = prepare(device)
             pack(buffer, 0, *values)
             if fixed_grid is None:
@@ -144,7 +169,7 @@ class Launcher:
             launch_config.stream = stream(device)
             if code := launch_kernel(*call.arguments):
                 raise LaunchError(
-                    f"{interface.name}: cuLaunchKernelEx: {load().driver.error_name(code)}; grid {list(launch_config.grid)}, "
+                    f"{interface.name}: cuLaunchKernelEx: {self._load().driver.error_name(code)}; grid {list(launch_config.grid)}, "
                     f"{kernel.threads} threads, {kernel.shared_bytes} bytes of dynamic shared memory"
                 )
 
