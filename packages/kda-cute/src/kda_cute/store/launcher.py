@@ -15,7 +15,6 @@ from kda_cute.store.driver import Driver, DriverError
 from kda_cute.store.manifest import Described, layout
 
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-_BUFFER, _BUFFER_BYTES, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 
 
 class LaunchError(KdaError, RuntimeError):
@@ -34,20 +33,23 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
 
 
 class _Call:
-    """The memory of the launches of one thread on one device. The driver copies it during a launch."""
+    """The memory of the launches of one thread on one device. The driver copies it during a launch.
+
+    The driver gets the address of each parameter, not of the whole buffer (``CU_LAUNCH_PARAM_BUFFER_POINTER``): with that it refuses to
+    capture a cooperative launch into a CUDA graph.
+    """
 
     def __init__(self, handle: int, kernel: Described, parameters: bytes) -> None:
         self.buffer = ctypes.create_string_buffer(parameters, len(parameters))
-        self.size = ctypes.c_size_t(len(parameters))
         self.attribute = _Attribute(_COOPERATIVE, 0, (1,))
         self.config = _Config(
             (1, 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, None, ctypes.addressof(self.attribute),
             int(kernel.cooperative),
         )  # fmt: skip
-        self.extra = (ctypes.c_void_p * 5)(
-            _BUFFER, ctypes.addressof(self.buffer), _BUFFER_BYTES, ctypes.addressof(self.size), _END
-        )
-        self.arguments = ctypes.addressof(self.config), handle, None, ctypes.addressof(self.extra)
+        start = ctypes.addressof(self.buffer)
+        places = [start + parameter.offset for parameter in kernel.parameters]
+        self.places = (ctypes.c_void_p * len(places))(*places)
+        self.arguments = ctypes.addressof(self.config), handle, ctypes.addressof(self.places), None
 
 
 class Loaded(NamedTuple):
