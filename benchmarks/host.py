@@ -38,7 +38,7 @@ from benchmarks import records
 from kda_core.backend import BackendSpec, PreparedLaunch
 from kda_core.contract import Feature, KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
 from kda_core.registry import REGISTRY, record_calls
-from kda_core.serving import Journal, bind, journal_decode_kda
+from kda_core.serving import Journal, bind, journal_decode_kda, verify_kda
 
 Call = Callable[[], object]
 
@@ -75,7 +75,7 @@ class Nothing:
         pass
 
     def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
-        return lambda *tensors: None
+        return lambda *addresses: None
 
 
 SPEC = BackendSpec(
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         print(
             f"T={args.T} H={args.H} on {name}, torch {torch.__version__}: us a call, {args.calls} calls a round"
         )
-        print(f"{'case':<26}" + "".join(f"{' '.join(c):>14}" for c in columns))
+        print(f"{'case':<32}" + "".join(f"{' '.join(c):>14}" for c in columns))
         with torch.inference_mode():
             calls: list[Call | None]
             for case, x in cases(args.T, args.H, device).items():
@@ -120,8 +120,11 @@ def main(argv: list[str] | None = None) -> int:
                     partial(kda_core.chunk_kda, **x, backend=n, context_parallel=cp) for n, cp in columns
                 ]
                 found[case] = _measured(case, calls, columns, args)
-            for case, make in decode_cases(args.H, device).items():
-                calls = [make(n) for n, _ in columns]
+            for case, make in bound_cases(args.T, args.H, device).items():
+                calls = [make(n, cp) for n, cp in columns]
+                found[case] = _measured(case, calls, columns, args)
+            for case, make_one in decode_cases(args.H, device).items():
+                calls = [make_one(n) for n, _ in columns]
                 found[case] = _measured(case, calls, columns, args)
             found[NEW_SHAPE] = [*first_calls(columns, args.T, args.H, device, args.rounds)]
             _print(NEW_SHAPE, found[NEW_SHAPE])
@@ -157,16 +160,33 @@ def cases(T: int, H: int, device: torch.device) -> dict[str, dict[str, Any]]:
         "precomputed gate": plain,
         "gate in kernel": gated,
         "packed": gated | {"cu_seqlens": bounds.to(device)},
-        "packed, cu_seqlens_cpu": gated | {"cu_seqlens": bounds.to(device), "cu_seqlens_cpu": bounds},
+        "packed, cu_seqlens_cpu": gated | {"cu_seqlens": bounds.clone().to(device), "cu_seqlens_cpu": bounds},
         "states": stateful,
         "out": gated | {"out": torch.empty_like(v)},
         "states, out": stateful | {"out": (torch.empty_like(v), torch.empty_like(state))},
     }
 
 
+def bound_cases(T: int, H: int, device: torch.device) -> dict[str, Callable[[str, str], Call]]:
+    """Returns for each case of a bound call of ``chunk_kda``, by its name, a function that makes the call for a backend and a mode of
+    context parallelism."""
+    x = cases(T, H, device)["gate in kernel"]
+    tokens, out = {name: x[name] for name in PER_TOKEN}, torch.empty_like(x["v"])
+
+    def make(owned: bool, backend: str, mode: str) -> Call:
+        given: dict[str, Any] = x | {"backend": backend, "context_parallel": mode}
+        if not owned:
+            return partial(bind(kda_core.chunk_kda, **given), **tokens)
+        size = kda_core.explain(**given).workspace_bytes
+        given["workspace"] = torch.empty(size, dtype=torch.uint8, device=device)
+        return partial(bind(kda_core.chunk_kda, **given), **tokens, out=out)
+
+    return {"bound": partial(make, False), "bound, out and workspace": partial(make, True)}
+
+
 def decode_cases(H: int, device: torch.device) -> dict[str, Callable[[str], Call | None]]:
     """Returns for each case, by its name, a function that makes the call for a backend; None if the backend does not serve it. A call
-    decodes one token of `SEQUENCES` sequences over a pool."""
+    decodes or verifies one token of `SEQUENCES` sequences over a pool."""
     x = cases(SEQUENCES, H, device)["gate in kernel"]
     tokens = {name: x[name].view(SEQUENCES, 1, *x[name].shape[2:]) for name in PER_TOKEN}
     others = {name: y for name, y in x.items() if name not in (*PER_TOKEN, "safe_gate")}
@@ -181,23 +201,29 @@ def decode_cases(H: int, device: torch.device) -> dict[str, Callable[[str], Call
     journal = Journal.allocate(SEQUENCES, H, D, D, state_v_first=True, dtype=torch.bfloat16, device=device)
     recorded = others | {"pool": pool, "slots": slots, "journal": journal}
 
-    def case(function: Callable[..., Any], given: dict[str, Any], feature: Feature, is_bound: bool) -> Any:
+    verified = others | {"pool": pool, "slots": slots, "records": journal}
+    out = torch.empty_like(tokens["v"])
+
+    def case(function: Callable[..., Any], given: dict[str, Any], feature: Feature, form: str) -> Any:
         def make(backend: str) -> Call | None:
             if feature.value not in REGISTRY.find(backend).spec.features:
                 return None
-            if is_bound:
-                return partial(bind(function, **tokens, **given, backend=backend), *tokens.values())
-            return partial(function, **tokens, **given, backend=backend)
+            if not form:
+                return partial(function, **tokens, **given, backend=backend)
+            call = partial(bind(function, **tokens, **given, backend=backend), **tokens)
+            return partial(call, out=out) if form.endswith("out") else call
 
         return make
 
-    decode = kda_core.fused_recurrent_kda, others | pooled, Feature.RECURRENT
-    records_tokens = journal_decode_kda, recorded, Feature.JOURNAL
+    kinds: dict[str, tuple[Callable[..., Any], dict[str, Any], Feature]] = {
+        "decode over a pool": (kda_core.fused_recurrent_kda, others | pooled, Feature.RECURRENT),
+        "journal": (journal_decode_kda, recorded, Feature.JOURNAL),
+        "verify": (verify_kda, verified, Feature.JOURNAL),
+    }
     return {
-        "decode over a pool": case(*decode, False),
-        "decode over a pool, bound": case(*decode, True),
-        "journal": case(*records_tokens, False),
-        "journal, bound": case(*records_tokens, True),
+        name + form: case(*kind, form)
+        for name, kind in kinds.items()
+        for form in ("", ", bound", ", bound, out")
     }
 
 
@@ -213,7 +239,7 @@ def _measured(
 
 
 def _print(case: str, row: Sequence[float | None]) -> None:
-    print(f"{case:<26}" + "".join(f"{'-' if us is None else f'{us:.1f}':>14}" for us in row), flush=True)
+    print(f"{case:<32}" + "".join(f"{'-' if us is None else f'{us:.1f}':>14}" for us in row), flush=True)
 
 
 def microseconds(kinds: list[tuple[Call, str]], calls: int, rounds: int) -> list[float]:

@@ -8,8 +8,9 @@ from kda_core.bench.plots import Picture
 
 TEXT = """
 How much host time does one call take? Kernels run asynchronously and are not included. Calls are of `kda_core.chunk_kda`. Those named
-"decode" are of `kda_core.fused_recurrent_kda`, and those named "journal" of `kda_core.serving.journal_decode_kda`: one token of 8
-sequences over a pool. A bound call is one of `kda_core.serving.bind`.
+"decode" are of `kda_core.fused_recurrent_kda`, those named "journal" and "verify" of `kda_core.serving.journal_decode_kda` and
+`verify_kda`: one token of 8 sequences over a pool. A bound call is one of `kda_core.serving.bind`. With "out" it gets the tensor for o,
+and with "workspace" its scratch memory was bound: such a call allocates nothing.
 """.strip()
 MODES = {"auto": "the planner is asked", "off": "the planner is not asked"}
 

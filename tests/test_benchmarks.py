@@ -428,11 +428,11 @@ def test_host_times_are_measured_on_any_machine(tmp_path):
     out = script("host.py", "--backend", "nothing", "--T", "5", "--calls", "2", "--rounds", "1",
                  "--context-parallel", "auto", "off", "--out", str(path))  # fmt: skip
     head, *lines = out.splitlines()[1:-1]
-    assert head.split() == ["case", "nothing", "auto", "nothing", "off"] and len(lines) == 12
+    assert head.split() == ["case", "nothing", "auto", "nothing", "off"] and len(lines) == 19
     assert all(float(us) > 0 for line in lines for us in line.split()[-2:])
     assert lines[-1].startswith("gate in kernel, new shape")
     data = json.loads(path.read_text())
-    assert len(data["rows"]) == 24 and {r["context_parallel"] for r in data["rows"]} == {"auto", "off"}
+    assert len(data["rows"]) == 38 and {r["context_parallel"] for r in data["rows"]} == {"auto", "off"}
     assert data["runs"][0]["command"].startswith("benchmarks/host.py --backend nothing --T 5")
     name, page = report.rendered("host", data, "cpu")
     assert name == "cpu-host.md" and "### T = 5, H = 1" in page

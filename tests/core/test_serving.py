@@ -3,8 +3,8 @@
 import pytest
 import torch
 from helpers.inputs import call
+from helpers.prepared_backend import PreparedReference, prepared
 
-import kda_core
 from kda_core import explain, fused_recurrent_kda, torch_private
 from kda_core.backend import SupportsPrepare
 from kda_core.errors import (
@@ -178,7 +178,7 @@ def test_explain_names_the_backend():
     assert explain(verify_kda, **x, **more, **records).shape.journal.has_spans is False
     assert explain(fused_recurrent_kda, **x, **pooled()).pool == "the backend"
     assert explain(fused_recurrent_kda, **x).backend == "reference"
-    with pytest.raises(ArgumentError, match="function: expected fused_recurrent_kda or"):
+    with pytest.raises(ArgumentError, match="function: expected chunk_kda or fused_recurrent_kda or"):
         explain(journal_fold, **x)
 
 
@@ -248,22 +248,28 @@ def test_the_operators_have_correct_schemas_and_fakes():
 # ---- bound calls
 
 
-class Prepared(ReferenceBackend):
-    """`reference` with launches of its own."""
-
-    def prepare(self, inputs, outputs):
-        def launch(q, k, v, g, beta, o):
-            o.fill_(float(q[0, 0, 0, 0]))
-
-        return launch
-
-
-def test_a_backend_may_prepare_the_launch():
-    assert isinstance(Prepared(), SupportsPrepare) and not isinstance(ReferenceBackend(), SupportsPrepare)
-    with REGISTRY.replaced(SPEC, Prepared(), "prepared"), record_calls() as calls:
-        step = bind(journal_decode_kda, **tokens(), **given())
-        x = tokens(seed=4)
-        assert not calls and (step(**x) == x["q"][0, 0, 0, 0]).all() and len(calls) == 1
+@pytest.mark.parametrize("function", (journal_decode_kda, verify_kda, fused_recurrent_kda))
+def test_a_backend_may_prepare_the_launch(function):
+    assert isinstance(PreparedReference(), SupportsPrepare) and not isinstance(
+        ReferenceBackend(), SupportsPrepare
+    )
+    more = pooled() if function is fused_recurrent_kda else given()
+    if function is verify_kda:
+        more["records"] = more.pop("journal")
+    with prepared() as backend, record_calls() as calls:
+        step = bind(function, **tokens(), **more)
+        assert not calls and backend.launched == [0]
+        got = step(**tokens(seed=4))
+        assert len(calls) == 1 and backend.launched == [1]
+    fresh = {
+        name: states() if name in ("pool", "initial_state") else new_journal() if name in ("journal", "records") else x
+        for name, x in more.items()
+    }  # fmt: skip
+    want = function(**tokens(seed=4), **fresh)
+    if function is fused_recurrent_kda:
+        assert torch.equal(*(x[0] for x in (got, want))) and torch.equal(*(x[1] for x in (got, want)))
+    else:
+        assert torch.equal(got, want)
 
 
 CHANGES = {
@@ -306,8 +312,8 @@ def test_bind_refuses_what_it_would_have_to_copy():
     x = tokens()
     with pytest.raises(ArgumentError, match="ssm_state_indices: expected the slots of a pool"):
         bind(fused_recurrent_kda, **x)
-    with pytest.raises(ArgumentError, match="function: expected fused_recurrent_kda or"):
-        bind(kda_core.chunk_kda, **x)
+    with pytest.raises(ArgumentError, match="function: expected chunk_kda or fused_recurrent_kda or"):
+        bind(journal_fold, **x)
     with pytest.raises(ArgumentError, match="inplace_final_state"):
         bind(fused_recurrent_kda, **x, **pooled(inplace_final_state=False))
     with pytest.raises(ArgumentError, match="out: expected None"):

@@ -10,7 +10,7 @@ import torch
 
 from kda_core import chunk_kda, explain
 from kda_core.buffers import make_inputs
-from kda_core.contract import KdaOptions
+from kda_core.contract import KdaOptions, Tensors
 from kda_core.errors import ArgumentError, DtypeError, PlannerError
 from kda_core.reference import SPEC as REFERENCE
 from kda_core.reference import ReferenceBackend
@@ -19,6 +19,8 @@ from kda_core.testing import error, token_oracle
 from kda_core.testing import make_inputs as draw
 from kda_core.validate import problem_shape
 from kda_cp import Constants, Pass, Plan
+from kda_cp import planner as planner_module
+from kda_cp.choose import make_plan
 from kda_cp.planner import UNKNOWN_LENGTHS, ContextParallelPlanner
 
 LANES = Constants(Pass(((64, 100.0),), 0.01, 0.01, 1.0), 0.1, 0.01)  # many idle lanes: long sequences gain
@@ -59,6 +61,45 @@ def test_a_call_with_a_predicted_gain_is_split(idle):
     assert text.startswith("cp: exact (1100 in ") and "calibrated constants" in text
     planned, serial = (int(text.split(word)[1].split()[0]) for word in ("predicted ", "serial "))
     assert planned < serial
+
+
+def test_new_lengths_of_direct_calls_need_no_new_decision(monkeypatch):
+    made = []
+    monkeypatch.setattr(planner_module, "make_plan", lambda *a, **k: made.append(a[0]) or make_plan(*a, **k))
+    chooser, backend = ContextParallelPlanner(), ReferenceBackend()
+
+    def inputs_of(T):
+        x = draw("memory", T, H=1, K=16, V=16).arguments
+        tensors = tuple(x.get(name) for name in Tensors._fields)
+        return make_inputs(tensors, problem_shape(*tensors, options=KdaOptions()))
+
+    for T in (*range(1, 300, 7), 64, 128):
+        assert chooser.plan(inputs_of(T), REFERENCE, backend) is None
+    assert sorted(made) == [(64,), (128,), (192,), (256,), (320,)]  # whatever the order of lengths
+    assert str(chooser.decide(inputs_of(100), REFERENCE, backend)).startswith("serial (1 sequences)")
+    many = (1,) * (planner_module.ROUNDED + 1)
+    made.clear()
+    x = draw("memory", len(many), H=1, K=16, V=16, lengths=many).arguments
+    tensors = tuple(x.get(name) for name in Tensors._fields)
+    shape = problem_shape(*tensors, options=KdaOptions())
+    assert chooser.plan(make_inputs(tensors, shape), REFERENCE, backend) is None and made == [many]
+
+
+def test_a_call_is_direct_if_its_rounded_lengths_are(idle, monkeypatch):
+    """`explain` says so, where the plan of the exact lengths would be a split."""
+    chooser, x = ContextParallelPlanner(), long_call()
+    tensors = tuple(x.get(name) for name in Tensors._fields)
+    inputs = make_inputs(tensors, problem_shape(*tensors, options=KdaOptions()))
+    assert chooser.plan(inputs, REFERENCE, ReferenceBackend()).is_split
+    whole = lambda lengths, **more: make_plan(lengths, **more | {"constants": None, "SMs": 0})
+    monkeypatch.setattr(
+        planner_module, "make_plan",
+        lambda lengths, **more: (make_plan if 1100 in lengths else whole)(lengths, **more),
+    )  # fmt: skip
+    chooser = ContextParallelPlanner()
+    assert chooser.plan(inputs, REFERENCE, ReferenceBackend()) is None
+    chosen = chooser.decide(inputs, REFERENCE, ReferenceBackend())
+    assert not chosen.is_split and "rounded up to multiples of 64" in str(chosen)
 
 
 def test_calls_that_are_off_or_not_split_equal_direct_calls_bit_for_bit(idle, monkeypatch):

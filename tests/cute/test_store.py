@@ -24,10 +24,11 @@ from kda_core import storage
 from kda_core.cli import main
 from kda_core.errors import ArgumentError, CompileError
 from kda_cute import cache_info, clear_memory, get_kernel
+from kda_cute.arguments import bound
 from kda_cute.merge import MERGE, MergeConfig
-from kda_cute.store import manifest, search
+from kda_cute.store import export, manifest, search
 from kda_cute.store.driver import DriverError
-from kda_cute.store.launcher import LaunchError
+from kda_cute.store.launcher import Launcher, LaunchError
 from kda_cute.store.search import Folder, KernelStore
 
 ARCH = "sm_90a"
@@ -104,6 +105,59 @@ def test_threads_and_devices_do_not_share_memory(folder):
         assert launch.grid[:2] == (N, HV) == (number + 1, n + 1)
         assert launch.stream == STREAM + number % 2
     assert driver.cuda.current == CONTEXT
+
+
+def test_the_last_values_of_a_launch_may_be_fixed(folder):
+    driver = FakeDriver()
+    kernel, _ = find(folder, driver)
+    launch = bound(kernel, *VALUES[2:])
+    assert not driver.cuda.launches  # nothing is launched yet
+
+    def run(number: int) -> None:
+        for n in range(50):
+            launch(OnDevice(number % 2), number, n)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kernel(OnDevice(), *VALUES)  # has memory of its own
+    *launches, whole = driver.cuda.launches
+    assert len(launches) == 200 and whole.parameters == struct.pack("<4q2i", *VALUES)
+    found = sorted(struct.unpack("<4q2i", one.parameters) for one in launches)
+    assert found == sorted((number, n, *VALUES[2:]) for number in range(4) for n in range(50))
+    assert {one.grid for one in launches} == {whole.grid}
+    assert {one.stream - STREAM for one in launches} == {0, 1}
+    with pytest.raises(TypeError):
+        bound(kernel, VALUES[-1])  # N, which is open, decides about the grid
+    with pytest.raises(struct.error):
+        launch(OnDevice(), 1)
+    calls = []
+    bound(lambda *values: calls.append(values), 3, 4)("tensor", 1, 2)  # another callable gets all values
+    assert calls == [("tensor", 1, 2, 3, 4)]
+
+
+def test_a_compiled_kernel_has_the_same_launcher(cache_dir, monkeypatch):
+    """It is loaded before its first launch, because this process uses no GPU when it is compiled."""
+    drivers = []
+    monkeypatch.setattr(export, "current", lambda: drivers.append(FakeDriver()) or drivers[-1])
+    monkeypatch.delenv("KDA_KERNEL_DIR", raising=False)
+    clear_memory()
+    kernel = get_kernel(*ONE)
+    assert isinstance(kernel, Launcher) and cache_info().exported == 0 and not drivers
+    kernel(OnDevice(1), *VALUES)
+    kernel(OnDevice(0), *VALUES)
+    (driver,) = drivers
+    assert [launch.parameters for launch in driver.cuda.launches] == [struct.pack("<4q2i", *VALUES)] * 2
+
+    def missing():
+        raise DriverError("the NVIDIA driver cannot be loaded: libcuda.so.1")
+
+    monkeypatch.setattr(export, "current", missing)
+    clear_memory()
+    with pytest.raises(LaunchError, match=r"MergeKernel: the NVIDIA driver cannot be loaded: libcuda"):
+        get_kernel(*ONE)(OnDevice(), *VALUES)
 
 
 def test_errors_of_a_launch_name_the_kernel(folder):

@@ -101,6 +101,10 @@ class EmulatedCases(EmulatedBackend):
     def test_rows_of_no_sequence(self, kda):
         KIT.test_rows_of_no_sequence(kda)
 
+    @pytest.mark.parametrize("states", (False, True))
+    def test_calls_like_an_earlier_one(self, kda, states):
+        KIT.test_calls_like_an_earlier_one(kda, states)
+
     def test_segments(self, kda):
         KIT.test_segments(kda, "memory")
 

@@ -78,6 +78,15 @@ def calls(device: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
             fused_recurrent_kda(**x, **step, out=out)
         graph.replay()
         yield "graph", [out, pool]
+        x = inputs(device, 1, 300, 2, 2, 8)
+        chunk_kda(**x, **common)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # of a cooperative launch
+            found = list(chunk_kda(**x, **common))
+        x["v"].add_(1)
+        graph.replay()
+        yield "graph of a prefill", found
 
 
 def main(result: str, device: str, *options: str) -> None:

@@ -122,18 +122,22 @@ class FakeCuda:
     def _cuCtxSetCurrent(self, context: int) -> None:
         self.current = context
 
-    def _cuLaunchKernelEx(self, config: int, kernel: int, parameters: Any, extra: int) -> None:
-        """Decodes ``CUlaunchConfig`` and the list of ``CU_LAUNCH_PARAM_*`` as ``cuda.h`` declares them."""
-        assert parameters is None
+    def _cuLaunchKernelEx(self, config: int, kernel: int, parameters: int, extra: Any) -> None:
+        """Decodes ``CUlaunchConfig`` and the addresses of the parameters as ``cuda.h`` declares them."""
+        assert extra is None  # a cooperative launch with it cannot be captured
         *sizes, stream, at, count = struct.unpack("<7I4x2QI", ctypes.string_at(config, 52))
-        pairs = struct.unpack("<5Q", ctypes.string_at(extra, 40))
-        assert pairs[::2] == (1, 2, 0)
-        (size,) = struct.unpack("<Q", ctypes.string_at(pairs[3], 8))
+        entry = self.kernels[kernel - 1]
+        places = struct.unpack(
+            f"<{len(entry.parameters)}Q", ctypes.string_at(parameters, 8 * len(entry.parameters))
+        )
+        content = bytearray(entry.parameter_bytes)
+        for (offset, size), place in zip(entry.parameters, places):
+            content[offset : offset + size] = ctypes.string_at(place, size)
         attributes = (ctypes.string_at(at + 72 * n, 72) for n in range(count))
         self.launches.append(
             Launch(
-                self.kernels[kernel - 1].symbol, tuple(sizes[:3]), tuple(sizes[3:6]), sizes[6], stream,
-                dict(struct.unpack("<I4xI60x", one) for one in attributes), ctypes.string_at(pairs[1], size),
+                entry.symbol, tuple(sizes[:3]), tuple(sizes[3:6]), sizes[6], stream,
+                dict(struct.unpack("<I4xI60x", one) for one in attributes), bytes(content),
             )
         )  # fmt: skip
 

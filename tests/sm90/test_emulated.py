@@ -25,7 +25,7 @@ class TestSm90(EmulatedCases):
     def test_packed(self, kda, bounds, family):
         super().test_packed(kda, bounds, family)
 
-    @pytest.mark.parametrize("function", ("journal_decode_kda", "fused_recurrent_kda"))
+    @pytest.mark.parametrize("function", ("journal_decode_kda", "fused_recurrent_kda", "chunk_kda"))
     def test_bound_calls(self, kda, function, monkeypatch):
         """The backend prepares the launches of bound calls: they build no `KdaInputs`."""
         prepared = []

@@ -184,3 +184,21 @@ def test_the_workspace_of_a_backward_is_bounded(HV, T, disable_recompute):
     starts = list(slabs.starts())
     assert starts[-1] == 0 and starts[0] + slabs.slots >= slabs.total > starts[0]
     assert len(starts) == 1 or slabs.chunks * HV * CHUNK >= 10**5  # token-heads of a slab
+
+
+def test_shapes_with_as_many_slots_share_a_launch():
+    """In serving nearly every call has a new T. The choice is the one without the cache."""
+    seen: dict[int, set[int]] = {}
+    for choose in (launch_config, segment_launch_configs):
+        for sizes in ({}, {"B": 3}, {"N": 5, "index": torch.int32}):
+            for T in (*range(1, 200), *range(8000, 8200)):
+                s = shape(T=T, **sizes)
+                found = choose(s)
+                assert found == choose.__wrapped__(s)
+                seen.setdefault(id(found), set()).add(T)
+    assert max(len(lengths) for lengths in seen.values()) >= 32
+    s = shape(T=100)
+    assert launch_config(s) is launch_config(s, 132, None, 0, False) is launch_config(s, strided=False)
+    assert launch_config(s) is not launch_config(s, 131) and launch_config(s) != launch_config(
+        s, strided=True
+    )

@@ -250,23 +250,30 @@ class SupportsJournal(Protocol):
         ...
 
 
-PreparedLaunch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], object]
-"""Launches one call on the current device and stream with other q, k, v, g, beta and o."""
+PreparedLaunch = Callable[[Tensor, tuple[int, int, int, int, int, int, int, int, int], int, int, int], object]
+"""Launches one call on the current device and stream. Gets o, which is on that device; the addresses of q, k, v, g, beta, A_log, dt_bias,
+initial_state and cu_seqlens; and those of o, final_state and workspace. The address of a tensor that the call does not have is 0."""
+
+PREPARES_SINCE = (2, 8)
+"""The ABI since which a backend may have `SupportsPrepare`."""
 
 
 @runtime_checkable
 class SupportsPrepare(Protocol):
-    """Optional: launches with little host time, for `kda_core.serving.bind`. Since ABI 2.5.
+    """Optional: launches with little host time, for calls like an earlier one and for `kda_core.serving.bind`. Since ABI 2.8.
 
-    Without it, a bound call makes new `KdaInputs` and `KdaOutputs` and calls `recurrent_fwd` or `journal_decode`.
+    Without it, core makes new `KdaInputs` and `KdaOutputs` for every call, and calls `chunk_fwd`, `recurrent_fwd` or `journal_decode`.
     """
 
-    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
-        """Returns a launch of ``recurrent_fwd(inputs, outputs)``, or of ``journal_decode`` if `inputs.journal` is given, with all tensors
-        but q, k, v, g, beta and o fixed. Their contents may change.
+    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch | None:
+        """Returns a launch of ``chunk_fwd(inputs, outputs)``, of ``recurrent_fwd`` if the shape is `recurrent`, or of ``journal_decode`` if
+        `inputs.journal` is given, with tensors at other addresses. Returns None if the call has no such launch.
 
-        The six tensors of a launch have the shapes, dtypes, strides, device and alignment of the example. Nothing is launched here; what
-        must be compiled is compiled.
+        The tensors of a launch have the shapes, dtypes, strides, device and alignment of the example, and that device is the current one.
+        All else of `inputs` is fixed, such as the tensors of `KdaInputs.pool` and what the host knows of the lengths. Core asks only for
+        calls with tokens, without intermediate and saved states. Nothing is launched here; what must be compiled is compiled.
+
+        A launch is safe in threads, keeps no tensor alive, and calls no operator of torch.
         """
         ...
 

@@ -1,6 +1,6 @@
 """`bind`: a call that is validated once, for engines whose host time counts.
 
-Everything that follows from metadata is decided when the call is bound: validity, the backend, and with a backend that has
+Everything that follows from metadata is decided when the call is bound: validity, the backend, the plan, and with a backend that has
 `kda_core.backend.SupportsPrepare` also the launch. A bound call compares the metadata of the tensors of its tokens, and launches.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kda_core import buffers, journal, pools
-from kda_core.api import fused_recurrent_kda
-from kda_core.arguments import N_TENSORS, Arguments, checked
-from kda_core.backend import PreparedLaunch, SupportsPrepare
+from kda_core import call as calls
+from kda_core.api import chunk_kda, cp_context_error, fused_recurrent_kda, renamed_layout
+from kda_core.arguments import N_TENSORS, Arguments, checked, given_outputs, unknown_keyword
+from kda_core.backend import Plan
 from kda_core.contract import ALIGNMENT, KdaInputs, KdaJournal, KdaOutputs, KdaPool, Tensors, unchecked
 from kda_core.errors import (
     ArgumentError,
@@ -33,11 +35,12 @@ from kda_core.journal_api import journal_decode_kda, verify_kda
 from kda_core.ops import can_skip_dispatcher
 from kda_core.pools import SlotArguments
 from kda_core.registry import notify
-from kda_core.torch_private import below_autograd, is_dispatcher_idle, metadata_guard
+from kda_core.torch_private import below_autograd, current_device, is_dispatcher_idle, metadata_guard
+from kda_core.validate import check_memory, check_outputs
 
 PER_TOKEN = Tensors._fields[: Tensors._fields.index("beta") + 1]
 """The tensors that every bound call gets."""
-FUNCTIONS = (fused_recurrent_kda, journal_decode_kda, verify_kda)
+FUNCTIONS = (chunk_kda, fused_recurrent_kda, journal_decode_kda, verify_kda)
 """The functions that can be bound."""
 _STATE = Tensors._fields.index("initial_state")
 
@@ -57,16 +60,20 @@ class _Resolved(NamedTuple):
     Attributes:
         call: of the backend; its shape, choice, entry, and whether values are checked.
         inputs: as the backend receives them.
-        state: what the function returns besides o: a tuple of nothing, or of the pool or None.
+        state: what the function returns besides o, if that is not new: a tuple of nothing, or of the pool or None.
         written: tensors besides o that the call writes.
         is_checked: whether a debugging variable asks for checks of values in every call.
+        plan: of a planner, else None.
+        workspace: that the caller bound, else None.
     """
 
-    call: Any
+    call: calls.ResolvedCall
     inputs: KdaInputs
     state: tuple[Tensor | None, ...]
     written: list[Tensor]
     is_checked: bool
+    plan: Plan | None = None
+    workspace: Tensor | None = None
 
 
 class BoundCall:
@@ -85,12 +92,24 @@ class BoundCall:
         q, v = inputs.q, inputs.v
         self._o = _Facts(v.shape, v.new_empty(v.shape, device="meta").stride(), q.dtype, q.device)
         self._is_dense = v.is_contiguous()
-        self._beta_is_free = call.strided
-        self._clears = call.shape.varlen  # tokens outside of every sequence have zeros
+        decodes = call.shape.options.recurrent
+        self._beta_is_free = call.strided and decodes
+        self._clears = call.shape.varlen and decodes  # tokens outside of every sequence have zeros
         self._written = [x for x in found.written if not x.is_inference()]
         self._device = q.get_device()
-        self._launch: PreparedLaunch = _prepared(found)
-        self._notice = (self.backend, call.entry, call.shape.device_type)
+        self._launch = calls.prepared(call, inputs) if found.plan is None else None
+        self._fixed_addresses = tuple(
+            map(_address, (inputs.A_log, inputs.dt_bias, inputs.initial_state, inputs.cu_seqlens))
+        )
+        options = call.shape.options
+        state = call.shape.state_shape, call.shape.state_dtype
+        self._like_state = buffers.example(*state, q) if options.output_final_state else None
+        needed = 0 if found.workspace is not None else calls.needed_workspace(call, found.plan, inputs)
+        self._like_workspace = buffers.example((needed,), torch.uint8, q) if needed else None
+        planner = None if found.plan is None or call.planner is None else call.planner[0]
+        self._notice = (self.backend, call.entry, call.shape.device_type, planner)
+        # without what an object keeps
+        self._inputs = {f.name: getattr(inputs, f.name) for f in fields(KdaInputs)}
         # functions that accept tensors like those of an earlier call, without out and with it
         self._is_known: Callable[..., bool] = _knows_none
         self._is_known_with_out: Callable[..., bool] = _knows_none
@@ -120,29 +139,57 @@ class BoundCall:
         if not is_known and not self._accepts((q, k, v, g, beta), out):
             result = self._function(q, k, v, g, beta, **self._fixed, out=out)
             return result
-        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()
-        if not self._beta_is_free:
-            addresses |= beta.data_ptr()
+        tokens = a, b, c, d, e = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()
         if out is None:
             # `empty_like` is the fastest way to allocate o, which has the shape of v
             out = torch.empty_like(v) if self._is_dense else v.new_empty(self._o.shape)
-        else:
-            addresses |= out.data_ptr()
-        if addresses % ALIGNMENT:
+        o_at = out.data_ptr()
+        if (a | b | c | d | o_at | (0 if self._beta_is_free else e)) % ALIGNMENT:
             self._refuse_unaligned((q, k, v, g, beta, out))
-        with below_autograd():  # as in an operator's kernel
-            if self._clears:
-                out.zero_()
-            if self._device < 0 or self._device == torch.cuda.current_device():
-                self._launch(q, k, v, g, beta, out)
-            else:
-                with torch.cuda.device(self._device):
-                    self._launch(q, k, v, g, beta, out)
+        state = workspace = None
+        if self._like_state is not None:
+            state = buffers.like_example(self._like_state)
+        if self._like_workspace is not None:
+            workspace = buffers.like_example(self._like_workspace)
+        elif self._found.workspace is not None:
+            workspace = self._found.workspace
+        device = self._device
+        is_current = device < 0 or device == current_device()
+        if is_current and self._launch is not None and not self._clears:
+            given = (*tokens, *self._fixed_addresses)
+            self._launch(out, given, o_at, _address(state), _address(workspace))  # type: ignore[arg-type]
+        else:
+            with (
+                torch.cuda.device(device) if not is_current else nullcontext(),
+                below_autograd(),
+            ):  # as in an operator's kernel
+                self._run(q, k, v, g, beta, out, state, workspace)
         if self._written:
             torch.autograd.graph.increment_version(self._written)
         notify(*self._notice)
-        state = self._found.state
-        return (out, *state) if state else out
+        if state is not None:
+            return out, state
+        return (out, *self._found.state) if self._found.state else out
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor, state: Tensor | None,
+        workspace: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Makes the call on the current device, whatever the backend prepares."""
+        if self._clears:
+            o.zero_()
+        if self._launch is not None:
+            tokens = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()
+            given: Any = (*tokens, *self._fixed_addresses)
+            self._launch(o, given, o.data_ptr(), _address(state), _address(workspace))
+            return
+        inputs = {**self._inputs, "q": q, "k": k, "v": v, "g": g, "beta": beta}
+        outputs = {
+            "o": o, "final_state": state, "intermediate_states": None, "workspace": workspace, "saved_states": None,
+            "residual": None,
+        }  # fmt: skip
+        found = self._found
+        calls.run(found.call, found.plan, unchecked(KdaInputs, inputs), unchecked(KdaOutputs, outputs))
 
     def _accepts(self, tensors: tuple[Tensor, ...], out: Tensor | None) -> bool:
         """Compares the metadata of tensors with those of the example, and remembers them.
@@ -159,7 +206,8 @@ class BoundCall:
         for name, x, facts in zip((*PER_TOKEN, "out"), given, (*self._facts, self._o)):
             if (x.shape, x.stride(), x.dtype, x.device) != facts:
                 raise _difference(name, x, facts)
-        if not any(x.requires_grad for x in given):  # those would be accepted only without gradients
+        # those with gradients would be accepted only without grad mode, and the comparison takes no tensor twice
+        if not any(x.requires_grad for x in given) and len(set(map(id, given))) == len(given):
             is_known = metadata_guard(given) or _knows_none
             if out is None:
                 self._is_known = is_known
@@ -178,19 +226,23 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
     """Returns ``function`` as a function of q, k, v, g, beta and `out` alone, validated once for these example arguments.
 
     Nothing is launched. A call of the result takes little host time: it compares metadata, and launches on the backend that was chosen
-    when it was bound. Later changes of installed plugins, `use_backend` or ``KDA_BACKEND`` do not matter. All other tensors stay bound.
-    Their contents may change, so an engine copies new slots into the tensor that it has bound, as for a CUDA graph.
+    when it was bound, by the plan that the planner then made. Later changes of installed plugins, `use_backend` or ``KDA_BACKEND`` do not
+    matter. All other tensors stay bound. Their contents may change, so an engine copies new slots into the tensor that it has bound, as
+    for a CUDA graph. Only lengths in host memory, `cu_seqlens_cpu`, are read once: the same lengths must then be in cu_seqlens.
 
-    A bound call never copies a tensor. With ``KDA_CHECK=1`` or ``KDA_CHECK_SLOTS=1`` when it is bound, with inputs that require grad, in a
+    A bound call never copies a tensor. It allocates o unless it gets `out`, new final states that it returns, and the workspace of
+    `chunk_kda` unless one is bound; calls that may overlap must not share that. With ``KDA_CHECK=1`` or ``KDA_CHECK_SLOTS=1`` when it is bound, with inputs that require grad, in a
     trace, or under a mode of torch, it is a call of `function`.
 
     Args:
-        function: `kda_core.fused_recurrent_kda` over a pool, `kda_core.serving.journal_decode_kda` or `kda_core.serving.verify_kda`.
+        function: `kda_core.chunk_kda`; `kda_core.fused_recurrent_kda` over a pool; `kda_core.serving.journal_decode_kda` or
+            `kda_core.serving.verify_kda`.
         args, kwargs: its arguments without `out`.
 
     Raises:
         TypeError, KdaError: as `function`.
-        ArgumentError: another function; a call without a pool; a call that returns new states, or whose inputs need copies.
+        ArgumentError: another function; decoding without a pool, or with new final states; intermediate states; inputs that require grad
+            or need copies.
         BackendUnsupportedError: the backend serves the pool only by copies.
     """
     args_of_call, given, options = parsed(function, args, kwargs)
@@ -198,6 +250,8 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
         raise ArgumentError("out", "None (a bound call gets it in every call)", describe(options.out))
     if isinstance(given, JournalArguments):
         found = _of_journal(args_of_call, given)
+    elif function is chunk_kda:
+        found = _of_chunk(args_of_call, given, options.workspace)
     else:
         found = _of_pool(args_of_call, given)
     return BoundCall(function, options.fixed, found)
@@ -207,12 +261,14 @@ class Rest(NamedTuple):
     """What `parsed` returns besides the arguments of the call.
 
     Attributes:
-        out: the tensor for o, or None.
+        out: what the caller passed to be written, or None.
         fixed: the given arguments by name, without q, k, v, g, beta and out.
+        workspace: as the caller passed it.
     """
 
     out: Any
     fixed: dict[str, Any]
+    workspace: Any = None
 
 
 def parsed(
@@ -226,11 +282,16 @@ def parsed(
     if function not in FUNCTIONS:
         wanted = " or ".join(f.__name__ for f in FUNCTIONS)
         raise ArgumentError("function", wanted, getattr(function, "__name__", describe(function)))
-    bound = inspect.signature(function).bind(*args, **kwargs)
+    signature = inspect.signature(function)
+    if unknown := {name: x for name, x in kwargs.items() if name not in signature.parameters}:
+        raise unknown_keyword(function, unknown, chunk_kda)
+    bound = signature.bind(*args, **kwargs)
     fixed = {name: x for name, x in bound.arguments.items() if name not in (*PER_TOKEN, "out")}
     bound.apply_defaults()
     a = dict(bound.arguments)
-    rest = Rest(a["out"], fixed)
+    rest = Rest(a["out"], fixed, a.get("workspace"))
+    if function is chunk_kda:
+        return *_parsed_chunk(a), rest
     if function is not fused_recurrent_kda:
         verifies = function is verify_kda
         name = "records" if verifies else "journal"
@@ -252,8 +313,48 @@ def parsed(
     return checked(call), pools.checked_slots(SlotArguments(**slots, writes=writes)), rest
 
 
+def _parsed_chunk(a: dict[str, Any]) -> tuple[Arguments, SlotArguments | None]:
+    """Returns the first two results of `parsed` for the arguments of `chunk_kda` by name."""
+    if (transposed := a["transpose_state_layout"]) is not None:
+        a["state_v_first"] = renamed_layout(a["state_v_first"], transposed)
+    if a["cp_context"] is not None:
+        raise cp_context_error(a["cp_context"])
+    slots = None
+    given = {name: a[name] for name in SlotArguments._fields if name in a}
+    if any(x is not None for name, x in given.items() if name != "first_slot") or given["first_slot"] != 0:
+        slots = pools.checked_slots(SlotArguments(**given, writes=bool(a["output_final_state"])))
+        a["output_final_state"] = False
+    return checked(Arguments(**{name: a[name] for name in Arguments._fields if name in a})), slots
+
+
 def _knows_none(*tensors: Tensor) -> bool:
     return False
+
+
+def _of_chunk(args: Arguments, given: SlotArguments | None, workspace: Any) -> _Resolved:
+    """Resolves a call of `chunk_kda` with these arguments."""
+    if args.return_intermediate_states:
+        raise ArgumentError("return_intermediate_states", "False (a bound call returns no h)", "True")
+    if given is None:
+        for name, x in zip(Tensors._fields, args.tensors):
+            if args.needs_backward and x is not None and x.requires_grad:
+                raise ArgumentError(
+                    name, "a tensor that requires no grad (a bound call has no gradients)", describe(x)
+                )
+        call = calls.resolved(args)
+        inputs = _inputs(args, call)
+        found = _Resolved(call, inputs, (None,), [], call.checks_contents)
+    else:
+        pools.refuse_gradients(args)
+        found = _over_pool(args, given)
+    call, inputs = found.call, found.inputs
+    plan = calls.ask_planner(call, inputs, None if inputs.cu_seqlens is None else inputs.sequence_lengths())
+    workspace = given_outputs(None, workspace).workspace
+    plan, needed = calls.fitting(call, plan, calls.needed_workspace(call, plan, inputs), workspace)
+    outputs = buffers.allocate_outputs(inputs, needed, buffers.GivenOutputs(workspace=workspace))
+    check_outputs(inputs, outputs, needed)
+    check_memory(inputs, outputs)
+    return found._replace(plan=plan, workspace=workspace)
 
 
 def _of_pool(args: Arguments, given: SlotArguments | None) -> _Resolved:
@@ -262,6 +363,11 @@ def _of_pool(args: Arguments, given: SlotArguments | None) -> _Resolved:
         raise ArgumentError("ssm_state_indices", "the slots of a pool (bind needs one)", "None")
     if args.output_final_state:
         raise ArgumentError("inplace_final_state", "None or True with output_final_state", "False")
+    return _over_pool(args, given)
+
+
+def _over_pool(args: Arguments, given: SlotArguments) -> _Resolved:
+    """Resolves a call over a pool, which the backend reads and writes itself."""
     call = pools.resolve(args, given)
     if not call.native:
         name = call.call.choice.spec.name
@@ -272,11 +378,18 @@ def _of_pool(args: Arguments, given: SlotArguments | None) -> _Resolved:
     names = ("ssm_state_indices", "final_state_indices", "has_initial_state", "num_accepted_tokens")
     used = (pool.read, pool.write, pool.has_initial_state, pool.num_accepted_tokens)
     _check_same({name: getattr(given, name) for name in names}, used)
+    written = [pool.states] if given.writes else []
+    if (points := pool.checkpoints) is not None:
+        of_points = ("checkpoint_cu", "checkpoint_positions", "checkpoint_indices")
+        _check_same(
+            {name: getattr(given, name) for name in of_points}, (points.cu, points.positions, points.indices)
+        )
+        written.append(points.states)
     inputs = _inputs(args, call.call, pool=pool)
     inputs.sequence_lengths()  # checks host contents of cu_seqlens
     state = (pool.states if given.writes else None,)
     is_checked = call.checks_slots or call.call.checks_contents
-    return _Resolved(call.call, inputs, state, [pool.states] if given.writes else [], is_checked)
+    return _Resolved(call.call, inputs, state, written, is_checked)
 
 
 def _of_journal(args: Arguments, given: JournalArguments) -> _Resolved:
@@ -296,13 +409,16 @@ def _arguments(a: dict[str, Any]) -> Arguments:
     return Arguments(**named | {"recurrent": True, "context_parallel": "off"})
 
 
-def _inputs(args: Arguments, call: Any, pool: KdaPool, journal: KdaJournal | None = None) -> KdaInputs:
+def _inputs(
+    args: Arguments, call: calls.ResolvedCall, pool: KdaPool | None = None, journal: KdaJournal | None = None
+) -> KdaInputs:
     """Returns the inputs of a call, none of which is a copy."""
     tensors: list[Tensor | None] = list(args[:N_TENSORS])  # type: ignore[arg-type]
-    tensors[_STATE] = None
+    if pool is not None:
+        tensors[_STATE] = None
     inputs = buffers.make_inputs(tensors, call.shape, strided=call.strided, pool=pool, journal=journal)
     for name, x in zip(Tensors._fields, tensors):
-        if x is not None and getattr(inputs, name).data_ptr() != x.data_ptr():
+        if x is not None and name != "cu_seqlens_cpu" and getattr(inputs, name).data_ptr() != x.data_ptr():
             came = (
                 f"{describe(x)}, strides {list(x.stride())}, {x.data_ptr() % ALIGNMENT} bytes past a multiple"
             )
@@ -320,26 +436,9 @@ def _check_same(named: dict[str, Tensor | None], used: Sequence[Tensor | None]) 
             )
 
 
-def _prepared(found: _Resolved) -> PreparedLaunch:
-    """Returns the launch of the backend, or one that calls the backend's entry with new inputs."""
-    backend, inputs = found.call.choice.backend, found.inputs
-    if isinstance(backend, SupportsPrepare) and found.call.choice.spec.abi >= (2, 5):
-        return backend.prepare(inputs, unchecked(KdaOutputs, _outputs(inputs.v.new_empty(inputs.v.shape))))
-    entry = getattr(backend, found.call.entry)
-    fixed = {f.name: getattr(inputs, f.name) for f in fields(KdaInputs)}  # without what an object keeps
-
-    def launch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor) -> None:
-        changed = {**fixed, "q": q, "k": k, "v": v, "g": g, "beta": beta}
-        entry(unchecked(KdaInputs, changed), unchecked(KdaOutputs, _outputs(o)))
-
-    return launch
-
-
-def _outputs(o: Tensor) -> dict[str, Any]:
-    return {
-        "o": o, "final_state": None, "intermediate_states": None, "workspace": None, "saved_states": None,
-        "residual": None,
-    }  # fmt: skip
+def _address(x: Tensor | None) -> int:
+    """Returns the address of a tensor, 0 for None."""
+    return 0 if x is None else x.data_ptr()
 
 
 def _difference(name: str, x: Tensor, wanted: _Facts) -> ArgumentError:

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from kda_core import backward, contents, env, install, registry
 from kda_core.arguments import N_TENSORS, Arguments
-from kda_core.backend import Plan, Planner, saves_states
+from kda_core.backend import (
+    PREPARES_SINCE,
+    Plan,
+    Planner,
+    PreparedLaunch,
+    SupportsPrepare,
+    saves_states,
+)
 from kda_core.buffers import GivenOutputs, allocate_outputs, has_other_rows, make_inputs
 from kda_core.contract import (
     Feature,
@@ -98,7 +105,7 @@ a tuple and an int for each length, and for a plan the size of one with some hun
 
 
 Key = tuple[tuple[Any, ...], ...]
-"""What a `ResolvedCall` is computed from: `_environment`; shape, dtype and device of each tensor, or None; the other arguments;
+"""What a `ResolvedCall` is computed from: `environment`; shape, dtype and device of each tensor, or None; the other arguments;
 their types, because ``1 == True`` and both have the same hash. Addresses and contents are not part of it: `execute` checks
 those."""
 
@@ -111,14 +118,14 @@ def look_up(args: Arguments) -> tuple[Key | None, ResolvedCall | None]:
     except RuntimeError:  # a nested tensor has no shape
         return None, None
     values = args[N_TENSORS:-1]  # `saves` decides nothing here
-    key = (_environment(args), tensors, values, tuple(map(type, values)))
+    key = (environment(args), tensors, values, tuple(map(type, values)))
     try:
         return key, CALLS.get(key)
     except TypeError:  # a value that cannot be hashed
         return None, None
 
 
-def _environment(args: Arguments) -> tuple[Any, ...]:
+def environment(args: Arguments) -> tuple[Any, ...]:
     """Returns what decides about a call besides its arguments: the state of the registry and environment variables."""
     return (
         registry.REGISTRY.generation,
@@ -144,7 +151,7 @@ def resolve(args: Arguments, key: Key | None) -> ResolvedCall:
     if env.check():
         call = replace(call, checks_contents=True)
     # plugins and other threads may have changed the environment meanwhile
-    if key is not None and key[0] == _environment(args):
+    if key is not None and key[0] == environment(args):
         CALLS.put(key, call)
     return call
 
@@ -350,7 +357,20 @@ def execute(
         check_memory(inputs, outputs)
         if has_other_rows(inputs):
             outputs.o.zero_()
-    planner = None
+    planner = run(call, plan, inputs, outputs)
+    if given is not None:  # as torch's own functions do, so that autograd detects changes of what it saved
+        torch.autograd.graph.increment_version([x for x in given if x is not None])
+    registry.notify(choice.spec.name, call.entry, shape.device_type, planner)
+    return outputs
+
+
+def run(call: ResolvedCall, plan: Plan | None, inputs: KdaInputs, outputs: KdaOutputs) -> str | None:
+    """Runs the backend, or the planner with its plan. Returns the name of the planner if it ran.
+
+    Raises:
+        KdaError: the backend or the planner violated the ABI.
+    """
+    choice, planner = call.choice, None
     if plan is not None and call.planner is not None:
         planner = call.planner[0]
         returned = _from_planner(call.planner, "execute", plan, inputs, outputs, choice.backend)
@@ -361,10 +381,18 @@ def execute(
         if planner is not None:
             raise registry.REGISTRY.planner_error(planner, f"execute {what}")
         raise BackendContractError(f"{choice.spec.name}.{call.entry} {what}")
-    if given is not None:  # as torch's own functions do, so that autograd detects changes of what it saved
-        torch.autograd.graph.increment_version([x for x in given if x is not None])
-    registry.notify(choice.spec.name, call.entry, shape.device_type, planner)
-    return outputs
+    return planner
+
+
+def prepared(call: ResolvedCall, inputs: KdaInputs) -> PreparedLaunch | None:
+    """Returns the backend's launch of direct calls like this one, or None if it has none. Nothing is launched."""
+    choice, shape = call.choice, call.shape
+    backend = choice.backend
+    if choice.spec.abi < PREPARES_SINCE or not isinstance(backend, SupportsPrepare):
+        return None
+    if shape.T == 0 or call.saves or shape.options.return_intermediate_states:
+        return None
+    return backend.prepare(inputs, allocate_outputs(inputs, call.workspace_bytes))
 
 
 def execute_backward(

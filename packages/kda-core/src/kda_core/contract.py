@@ -409,6 +409,10 @@ class ProblemShape:
 
 
 _fields_of_shape = attrgetter(*(f.name for f in fields(ProblemShape)))
+besides_tokens: Callable[[ProblemShape], tuple[Any, ...]] = attrgetter(
+    *(f.name for f in fields(ProblemShape) if f.name != "T")
+)
+"""Returns the values of all fields but T: for the keys of caches that round T, because in serving nearly every call has a new one."""
 
 
 @dataclass(frozen=True)

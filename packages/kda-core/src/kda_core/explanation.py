@@ -3,7 +3,6 @@ call."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -14,13 +13,13 @@ from torch import Tensor
 
 from kda_core import call as calls
 from kda_core import journal, pools
-from kda_core.api import chunk_kda, cp_context_error, renamed_layout
-from kda_core.arguments import Arguments, checked, checked_choice, given_outputs, unknown_keyword
+from kda_core.api import chunk_kda
+from kda_core.arguments import Arguments, checked_choice, given_outputs
 from kda_core.binding import parsed
 from kda_core.contract import KdaInputs, ProblemShape, Tensors, intermediate_states_count
 from kda_core.errors import ArgumentError, KdaError, ShapeError
 from kda_core.journal import JournalArguments
-from kda_core.pools import SlotArguments, checked_slots
+from kda_core.pools import SlotArguments
 from kda_core.registry import REGISTRY, Choice, Refusal, show_archs
 from kda_core.torch_private import FakeTensor
 from kda_core.validate import problem_shape
@@ -123,7 +122,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     that this machine does not have. `lengths` are those of the sequences of a packed call, as `cu_seqlens_cpu` would give
     them.
 
-    ``explain(function, ...)`` does it for a call ``function(...)`` of `kda_core.fused_recurrent_kda`,
+    ``explain(function, ...)`` does it for a call ``function(...)`` of `kda_core.chunk_kda`, `kda_core.fused_recurrent_kda`,
     `kda_core.serving.journal_decode_kda` or `kda_core.serving.verify_kda`.
 
     Raises:
@@ -132,6 +131,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     """
     if args and isinstance(args[0], ProblemShape):
         return _explain_shape(*args, **kwargs)
+    if args and args[0] is chunk_kda:
+        args = args[1:]
     if args and callable(args[0]):
         return _explain_decode(args[0], args[1:], kwargs)
     call, slots, workspace = _parsed(*args, **kwargs)
@@ -202,23 +203,9 @@ def _parsed(*args: Any, **kwargs: Any) -> tuple[Arguments, SlotArguments | None,
     Raises:
         TypeError, ArgumentError, DtypeError: as `chunk_kda`.
     """
-    signature = inspect.signature(chunk_kda)
-    if unknown := {name: x for name, x in kwargs.items() if name not in signature.parameters}:
-        raise unknown_keyword(chunk_kda, unknown, chunk_kda)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    a = dict(bound.arguments)
-    if (transposed := a.pop("transpose_state_layout")) is not None:
-        a["state_v_first"] = renamed_layout(a["state_v_first"], transposed)
-    if (cp_context := a.pop("cp_context")) is not None:
-        raise cp_context_error(cp_context)
-    workspace = given_outputs(a.pop("out"), a.pop("workspace")).workspace
-    given = {name: a.pop(name) for name in SlotArguments._fields if name in a}
-    slots = None
-    if any(x is not None for name, x in given.items() if name != "first_slot") or given["first_slot"] != 0:
-        slots = checked_slots(SlotArguments(**given, writes=bool(a["output_final_state"])))
-        a["output_final_state"] = False
-    return checked(Arguments(**a)), slots, workspace
+    call, slots, rest = parsed(chunk_kda, args, kwargs)
+    assert not isinstance(slots, JournalArguments)
+    return call, slots, given_outputs(rest.out, rest.workspace).workspace
 
 
 def _explain_shape(

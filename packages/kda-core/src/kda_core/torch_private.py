@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as act
 
 # a context in which the dispatcher skips autograd's kernels
 below_autograd = torch._C._AutoDispatchBelowAutograd
+# the current device, without the check that CUDA is initialised: it is, where there is a tensor on a GPU
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
 set_forward_gradients = forward_ad._set_fwd_grad_enabled
 
@@ -36,6 +38,7 @@ __all__ = [
     "active_dispatch_modes",
     "below_autograd",
     "compiled_autograd_key",
+    "current_device",
     "enable_single_level_autograd_function",
     "forward_level",
     "is_dispatcher_idle",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kda_core import contract
 from kda_core.backend import SupportsSegments
-from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape, besides_tokens
 from kda_core.errors import BackendContractError
 from kda_cp.cache import Cache
 from kda_cp.cuts import windows
@@ -127,9 +127,17 @@ def window_tokens(shape: ProblemShape, backend: Any) -> int:
     tokens, limit, unit = shape.B * shape.T, most_bytes(shape), granule(shape)
     # A backend takes long to answer for a new number of tokens. So tokens are rounded up to one of 8 steps per power of 2.
     step = 1 << max(0, tokens.bit_length() - 4)
-    if needed(-(-tokens // step) * step) <= limit or (most := needed(tokens)) <= limit:
+    rounded = -(-tokens // step) * step
+    key = (rounded, limit, id(backend), *besides_tokens(shape))
+    if _fits.get(key, lambda: (needed(rounded) <= limit, backend))[0]:
+        return 0
+    if (most := needed(tokens)) <= limit:
         return 0
     return max(unit, tokens * limit // most // unit * unit)
+
+
+_fits = Cache(256)
+"""Whether the tokens of a call fit into one window, and the backend, which is kept alive for its id in the key."""
 
 
 def execute(execution: Execution, inputs: KdaInputs, outputs: KdaOutputs) -> None:

@@ -11,11 +11,12 @@ from typing import TypedDict
 from torch import Tensor
 
 from kda_core.backend import Backend, BackendSpec, SupportsSegments, SupportsStateGradients, saves_states
-from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape
+from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape, besides_tokens
 from kda_core.errors import ArgumentError, PlannerError
 from kda_cp import backward, constants, execute, native
 from kda_cp.cache import Cache
 from kda_cp.choose import make_plan, predict
+from kda_cp.cuts import GRANULE
 from kda_cp.machine import Machine, device_text, machine
 from kda_cp.plan import Plan, Prediction
 from kda_cp.saved_states import granule
@@ -23,6 +24,9 @@ from kda_cp.saved_states import granule
 UNKNOWN_LENGTHS = (
     "serial: the host does not know the lengths of the sequences; pass cu_seqlens_cpu, without use_graph"
 )
+
+ROUNDED = 64
+"""Most sequences of a call whose decision is kept by rounded lengths."""
 
 _log = logging.getLogger("kda_cp")
 
@@ -34,12 +38,15 @@ class ContextParallelPlanner:
     def __init__(self) -> None:
         # Small, because a plan of 1000 sequences takes about 80 KB, and kda-core caches the results as well.
         self._plans = Cache(128)
+        self._whole = Cache(4096)
 
     def plan(self, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan | None:
         """Returns a plan that splits the call.
 
         Returns None if no split is predicted to be fast enough, or if the host does not know the lengths.
         """
+        if self._stays_whole(inputs, spec, backend):
+            return None
         return _split(self.decide(inputs, spec, backend))
 
     def plan_backward(self, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan | None:
@@ -130,7 +137,29 @@ class ContextParallelPlanner:
             lengths, inputs.shape, spec.name, spec.features, inputs.q.device.index, constants.version(), of_backward
         )  # fmt: skip
         choose = _choose_backward if of_backward else _choose
-        return self._plans.get(key, lambda: choose(lengths, inputs, spec, backend))
+        found = self._plans.get(key, lambda: choose(lengths, inputs, spec, backend))
+        if found.is_split and not of_backward and self._stays_whole(inputs, spec, backend):
+            return _serial(
+                lengths, f"no split of the lengths, rounded up to multiples of {GRANULE}, is faster"
+            )
+        return found
+
+    def _stays_whole(self, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> bool:
+        """Returns whether a call is direct because one of rounded lengths is.
+
+        In serving nearly every call has new lengths, and most calls are direct. Their decision is kept for all lengths between two
+        multiples of `GRANULE`. A call of more than `ROUNDED` sequences seldom has the rounded lengths of an earlier one.
+        """
+        lengths = inputs.sequence_lengths()
+        if lengths is None or len(lengths) > ROUNDED:
+            return False
+        rounded = tuple([-(-n // GRANULE) * GRANULE for n in lengths])
+        key = (
+            rounded, besides_tokens(inputs.shape), spec.name, spec.features, inputs.q.device.index, id(backend),
+            constants.version(),
+        )  # fmt: skip
+        decide = lambda: (not _choose(rounded, inputs, spec, backend, refuse=False).is_split, backend)
+        return self._whole.get(key, decide)[0]
 
 
 def _split(chosen: Plan | None) -> Plan | None:
@@ -151,9 +180,11 @@ def _explained(plan: Plan, s: ProblemShape, m: Machine, options: NativeOptions) 
     return str(replace(plan, prediction=replace(prediction, rule=rule)))
 
 
-def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> Plan:
-    """Returns the plan of `make_plan`, or a serial one if the backend cannot execute that plan. Training calls are split only where
-    their backward has been measured."""
+def _choose(
+    lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, backend: Backend, refuse: bool = True
+) -> Plan:
+    """Returns the plan of `make_plan`, or a serial one if the backend cannot execute that plan, unless not to ``refuse``. Training calls
+    are split only where their backward has been measured."""
     s, m = inputs.shape, machine(inputs, spec)
     if m.constants is None and m.SMs < 1 and s.device_type == "cuda":
         return _serial(lengths, f"the number of SMs of {device_text(s)} is not known")
@@ -163,7 +194,7 @@ def _choose(lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, back
         lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, SMs=m.SMs, granule=granule(s),
         **native_options(s, backend),
     )  # fmt: skip
-    why = execute.refusal(plan, inputs, spec, backend)
+    why = execute.refusal(plan, inputs, spec, backend) if refuse else None
     return plan if why is None else _serial(lengths, why)
 
 

@@ -23,8 +23,9 @@ float     a factor                                     fp32
 
 `kda_cute.interface` has the rest of the interface, `kda_cute.device.kernel` the base of the kernel class.
 
-The host passes the values to the compiled function one by one, because this costs it least. Only the declaration states their
-order. The launcher takes the device, and with it torch's current stream, from the leading tensor.
+The host passes the values to the kernel's callable one by one, because this costs it least. Only the declaration states their
+order: what changes from call to call comes first, so that `bound` can fix the rest. The callable takes the device, and with it torch's
+current stream, from the leading tensor.
 
 Importing this module imports neither torch nor the DSL.
 """
@@ -32,6 +33,7 @@ Importing this module imports neither torch nor the DSL.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, NewType, TypeVar, get_type_hints
 
 Struct = TypeVar("Struct", bound=tuple)
@@ -71,6 +73,17 @@ def pack(struct: type[Struct], **given: Any) -> Struct:
     absent = {name: 0 for name, kind in types(struct).items() if kind is Address}
     values = {name: x if isinstance(x, int | float) else address(x) for name, x in given.items()}
     return struct(**absent | values)
+
+
+def bound(kernel: Callable[..., Any], *last: Any) -> Callable[..., Any]:
+    """Returns a compiled kernel with the last values of its struct fixed: it takes the tensor and the values before them.
+
+    A `kda_cute.store.launcher.Launcher` packs the fixed values once, and its grid must follow from them. Any other callable, as that of
+    an emulator, gets all values in every call.
+    """
+    if (make := getattr(kernel, "bound", None)) is not None:
+        return make(*last)
+    return lambda tensor, *first: kernel(tensor, *first, *last)
 
 
 def fake_args(struct: type[tuple], dtype: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
-from kda_cute.arguments import Address, Long, address
+from kda_cute.arguments import Address, Long, address, bound
 from kda_cute.host import DTYPES, gate_of
 from kda_cute.interface import KernelInterface
 from kda_cute.records import HEAD_DIM, Gate, GateDtype, StateDtype
@@ -110,9 +110,10 @@ class DecodeArguments(NamedTuple):
     beta: Address  # [B, T, HV], elements of beta_bytes
     a_log: Address  # [HV] fp32
     dt_bias: Address  # [HV, 128] fp32
+    states: Address  # [slots, HV, 128, 128], those that are read; 0: all are zeros
     offsets: Address  # [N + 1], elements of offset_bytes
     o: Address  # [B, T, HV, 128] bf16, contiguous
-    final_state: Address  # [N, HV, 128, 128] fp32. It may be the memory of states
+    final_state: Address  # [N, HV, 128, 128] fp32. It may be the memory of states. A prepared launch fixes all that follows
     q_batch: Long
     q_token: Long
     k_batch: Long
@@ -123,7 +124,6 @@ class DecodeArguments(NamedTuple):
     g_token: Long
     beta_batch: Long
     beta_token: Long
-    states: Address  # [slots, HV, 128, 128], those that are read; 0: all are zeros
     pitch: Long  # elements between two slots
     read: Address  # this and the following: see `kda_cute.device.slots`
     write: Address
@@ -164,19 +164,31 @@ class Decode(NamedTuple):
 
     def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
         """Launches on the current device and stream."""
-        x = inputs
-        self.prepare(inputs, outputs)(x.q, x.k, x.v, x.g, x.beta, outputs.o)
+        x, o = inputs, outputs.o
+        states = x.initial_state if x.pool is None else x.pool.states
+        tensors = (
+            x.q,
+            x.k,
+            x.v,
+            x.g,
+            x.beta,
+            x.A_log,
+            x.dt_bias,
+            states,
+            x.cu_seqlens,
+            o,
+            outputs.final_state,
+        )
+        self.kernel(o, *map(address, tensors), *token_strides(x), *slots_of(x), *self.numbers)
 
     def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
         """Implements `kda_core.backend.SupportsPrepare.prepare`."""
-        x, kernel = inputs, self.kernel
-        fixed = [address(y) for y in (x.A_log, x.dt_bias, x.cu_seqlens)]
-        # o is contiguous in any call
-        rest = (address(outputs.final_state), *token_strides(x), *slots_of(x), *self.numbers)
+        x = inputs
+        kernel = bound(self.kernel, *token_strides(x), *slots_of(x), *self.numbers)
+        pool = 0 if x.pool is None else x.pool.states.data_ptr()
 
-        def launch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor) -> None:
-            tokens = (q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr())
-            kernel(o, *tokens, *fixed, o.data_ptr(), *rest)
+        def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
+            kernel(o, *given[:7], pool or given[7], given[8], o_at, final_state)
 
         return launch
 
@@ -188,15 +200,15 @@ def token_strides(inputs: KdaInputs) -> list[int]:
 
 
 def slots_of(inputs: KdaInputs) -> tuple[int, ...]:
-    """Returns the arguments of the kernel from ``states`` to ``W``. Without a pool they are those of a pool whose state n is that of
+    """Returns the arguments of the kernel from ``pitch`` to ``W``. Without a pool they are those of a pool whose state n is that of
     sequence n."""
     pool, s = inputs.pool, inputs.shape
     if pool is None:
-        return (address(inputs.initial_state), s.HV * s.K * s.V, 0, 0, 0, 0, s.N, 0, 1)
+        return (s.HV * s.K * s.V, 0, 0, 0, 0, s.N, 0, 1)
     states, read = pool.states, pool.read
     tensors = (read, pool.write, pool.has_initial_state, pool.num_accepted_tokens)
     slots = (len(states), pool.first_slot, read.shape[1] if read.dim() == 2 else 1)
-    return (states.data_ptr(), states.stride(0), *(address(y) for y in tensors), *slots)
+    return (states.stride(0), *(address(y) for y in tensors), *slots)
 
 
 @functools.lru_cache(maxsize=1024)

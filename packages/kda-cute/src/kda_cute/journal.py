@@ -16,7 +16,7 @@ from torch import Tensor
 from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
 from kda_cute import get_kernel
-from kda_cute.arguments import Address, Long, address
+from kda_cute.arguments import Address, Long, address, bound
 from kda_cute.decode import DECODE, DecodeConfig, Rows, decode_config, token_strides, variants
 from kda_cute.interface import KernelInterface
 from kda_cute.records import StateDtype
@@ -58,7 +58,7 @@ class JournalArguments(NamedTuple):
     beta: Address  # [N, T, HV], elements of beta_bytes
     a_log: Address  # [HV] fp32
     dt_bias: Address  # [HV, 128] fp32
-    o: Address  # [N, T, HV, 128] bf16, contiguous
+    o: Address  # [N, T, HV, 128] bf16, contiguous. A prepared launch fixes all that follows
     q_batch: Long
     q_token: Long
     k_batch: Long
@@ -117,21 +117,24 @@ class JournalLaunch(NamedTuple):
 
     def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
         """Launches `kda_core.backend.SupportsJournal.journal_decode`."""
-        x = inputs
-        self.prepare(inputs, outputs)(x.q, x.k, x.v, x.g, x.beta, outputs.o)
+        x, o = inputs, outputs.o
+        tensors = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, o)
+        self.kernel(o, *map(address, tensors), *self._fixed(inputs))
 
     def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
         """Implements `kda_core.backend.SupportsPrepare.prepare`."""
-        x, kernel = inputs, self.kernel
-        assert x.pool is not None and x.journal is not None  # core sets them with the entry
-        fixed = address(x.A_log), address(x.dt_bias)
-        rest = (*token_strides(x), *records_of(x.pool, x.journal), *self.numbers)
+        kernel = bound(self.kernel, *self._fixed(inputs))
 
-        def launch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor) -> None:
-            tokens = (q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr())
-            kernel(o, *tokens, *fixed, o.data_ptr(), *rest)
+        def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
+            kernel(o, *given[:7], o_at)
 
         return launch
+
+    def _fixed(self, inputs: KdaInputs) -> tuple[int | float, ...]:
+        """Returns the arguments behind ``o``."""
+        x = inputs
+        assert x.pool is not None and x.journal is not None  # core sets them with the entry
+        return (*token_strides(x), *records_of(x.pool, x.journal), *self.numbers)
 
     def fold(self, pool: KdaPool, journal: KdaJournal) -> None:
         """Launches `kda_core.backend.SupportsJournal.journal_fold`."""

@@ -82,11 +82,11 @@ class Sm100Backend:
         with device_of(pool.states):
             make_journal(shape, _arch_of(shape)).fold(pool, journal)
 
-    # ---- bound calls of both
+    # ---- prepared launches of both
 
-    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
-        if inputs.shape.T == 0:
-            return lambda *tensors: pass_states(inputs, outputs)
+    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch | None:
+        if not inputs.shape.options.recurrent:
+            return None
         make = make_decode if inputs.journal is None else make_journal
         return make(inputs.shape, _arch_of(inputs.shape)).prepare(inputs, outputs)
 

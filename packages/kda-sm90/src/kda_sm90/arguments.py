@@ -16,7 +16,7 @@ from kda_cute.pools import PitchArguments, PoolArguments, pitch_arguments, pool_
 
 
 class InputArguments(NamedTuple):
-    """Tensors of `KdaInputs`."""
+    """Tensors of `KdaInputs`, in its order, in which a prepared launch gets their addresses."""
 
     q: Address  # [B, T, H, 128] bf16
     k: Address  # [B, T, H, 128] bf16
@@ -25,8 +25,8 @@ class InputArguments(NamedTuple):
     beta: Address  # [B, T, HV], elements of beta_bytes
     a_log: Address  # [HV] fp32
     dt_bias: Address  # [HV, 128] fp32
-    offsets: Address  # [N + 1], elements of offset_bytes: bounds of packed sequences, clamped to [0, T]
     initial_state: Address  # [N, HV, 128, 128] fp32
+    offsets: Address  # [N + 1], elements of offset_bytes: bounds of packed sequences, clamped to [0, T]
 
 
 class OutputArguments(NamedTuple):

@@ -68,13 +68,20 @@ class Sm90Backend:
     def journal_fold(self, shape: ProblemShape, pool: KdaPool, journal: KdaJournal) -> None:
         on_device_of(pool.states, make_journal(shape, ARCH).fold, pool, journal)
 
-    # ---- bound calls of both
+    # ---- prepared launches of all three
 
-    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
-        if inputs.shape.T == 0:
-            return lambda *tensors: pass_states(inputs, outputs)
-        make = make_decode if inputs.journal is None else make_journal
-        return make(inputs.shape, ARCH).prepare(inputs, outputs)
+    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch | None:
+        if inputs.journal is not None:
+            return make_journal(inputs.shape, ARCH).prepare(inputs, outputs)
+        if inputs.shape.options.recurrent:
+            return make_decode(inputs.shape, ARCH).prepare(inputs, outputs)
+        strided = is_strided(inputs)
+        if (with_token_strides(inputs) if strided else dense(inputs)) is not inputs:
+            return None  # a launch would need copies
+        launch = launch_of(inputs.shape, longest_of(inputs), 0, strided)
+        if launch.serving and inputs.pool is None and has_states(inputs, outputs):
+            return None  # their addresses are among the arguments that a prepared launch fixes
+        return launch.prepare(inputs, outputs)
 
     # ---- gradients (the feature BACKWARD)
 
@@ -144,6 +151,11 @@ class Sm90Backend:
         launch = backward.summary_of(inputs.shape)
         arguments = (inputs, grad_o, grad_final_state, gradients, transitions, workspace)
         on_device_of(inputs.q, launch, *arguments)
+
+
+def has_states(inputs: KdaInputs, outputs: KdaOutputs) -> bool:
+    """Returns whether a call gets or returns states as tensors of their own."""
+    return inputs.initial_state is not None or outputs.final_state is not None
 
 
 @functools.lru_cache(maxsize=1024)

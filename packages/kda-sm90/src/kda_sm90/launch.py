@@ -9,9 +9,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
+from kda_cute.arguments import bound
 from kda_sm90.arguments import (
     BackwardArguments,
     ShapeArguments,
@@ -64,6 +67,17 @@ class Launch(NamedTuple):
         more = serving_arguments(inputs, outputs) if self.serving else ()
         # o names the device and the stream, because it is contiguous in any call
         self.kernel(outputs.o, *addresses(inputs, outputs), *launch_arguments, *self.shape_arguments, *more)
+
+    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
+        """Implements `kda_core.backend.SupportsPrepare.prepare`."""
+        more = serving_arguments(inputs, outputs) if self.serving else ()
+        kernel, tickets = bound(self.kernel, *NO_BACKWARD, *self.shape_arguments, *more), _tickets
+
+        def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
+            # `InputArguments`, `OutputArguments`, `LaunchArguments`
+            kernel(o, *given, o_at, final_state, 0, workspace, 0, next(tickets), 0, 0)
+
+        return launch
 
 
 #: Tickets that no other launch on the same workspace has had, in any process. See ``schedule.clear``.

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, update_wrapper
+from inspect import signature
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from kda_core.contract import ProblemShape
+from kda_core.contract import ProblemShape, besides_tokens
 from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
 from kda_sm90.config import HALVES, SPACINGS, THREADS, Mode, PrefillConfig
@@ -115,11 +117,50 @@ class LaunchConfig:
         return layouts.workspace_bytes(self.records, self.queues, self.chunk, self.config.carries)
 
 
-@lru_cache(maxsize=1024)
+class _Slots:
+    """A shape as the key of a cache: shapes with as many slots are equal, because only the slots of T matter here. In serving nearly
+    every call has a new T."""
+
+    __slots__ = ("key", "shape")
+
+    def __init__(self, shape: ProblemShape) -> None:
+        N = shape.N if shape.varlen else None
+        slots = [layouts.slot_count(shape.B, shape.T, tokens, N) for tokens in (*CHUNKS, max(SPACINGS))]
+        self.key, self.shape = (*slots, *besides_tokens(shape)), shape
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Slots) and self.key == other.key
+
+
+_Answer = TypeVar("_Answer")
+
+
+class _OfSlots(Generic[_Answer]):
+    """A function of a shape and other arguments that keeps its last 1024 results by `_Slots`."""
+
+    def __init__(self, compute: Callable[..., _Answer]) -> None:
+        update_wrapper(self, compute)
+        _, *others = signature(compute).parameters.values()
+        self._defaults = [parameter.default for parameter in others]
+        self._places = {parameter.name: i for i, parameter in enumerate(others)}
+        self._kept = lru_cache(maxsize=1024)(lambda slots, *given: compute(slots.shape, *given))
+        self.cache_clear = self._kept.cache_clear
+
+    def __call__(self, shape: ProblemShape, *args: Any, **kwargs: Any) -> _Answer:
+        given = [*args, *self._defaults[len(args) :]]  # a default has the same key as its value
+        for name, value in kwargs.items():
+            given[self._places[name]] = value
+        return self._kept(_Slots(shape), *given)
+
+
+@_OfSlots
 def launch_config(
     shape: ProblemShape, sms: int = SMS, longest: int | None = None, spacing: int = 0, strided: bool = False
 ) -> LaunchConfig:
-    """Returns the launch with the smallest predicted time. The cache holds the last 1024 results.
+    """Returns the launch with the smallest predicted time.
 
     Args:
         shape: a shape that the backend serves.
@@ -144,7 +185,7 @@ def launch_config(
     )
 
 
-@lru_cache(maxsize=1024)
+@_OfSlots
 def backward_launch_config(
     shape: ProblemShape, sms: int = SMS, longest: int | None = None, mode: Mode = "reverse"
 ) -> LaunchConfig:
@@ -170,7 +211,7 @@ def _with_rings(shape: ProblemShape, models: list[_Model], **fields: Any) -> Lau
     return LaunchConfig(config, ctas, queues, depth)
 
 
-@lru_cache(maxsize=1024)
+@_OfSlots
 def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -> int:
     """Returns the workspace size in bytes that serves a shape, for all lengths of packed sequences. ``mode``: ``whole``, ``reverse``
     or ``recompute``."""
@@ -209,12 +250,9 @@ class SegmentLaunchConfigs:
         return max(self.summarize.workspace_bytes, self.execute.workspace_bytes)
 
 
-@lru_cache(maxsize=1024)
+@_OfSlots
 def segment_launch_configs(shape: ProblemShape, sms: int = SMS, spacing: int = 0) -> SegmentLaunchConfigs:
-    """Returns the launches for N segments packed along T, on a device of at least 4 SMs; ``spacing`` as in `launch_config`.
-
-    The cache holds the last 1024 results.
-    """
+    """Returns the launches for N segments packed along T, on a device of at least 4 SMs; ``spacing`` as in `launch_config`."""
     candidates = []
     for chunk in _chunks(shape):
         summarize, execute = (

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import kda_core
 from kda_core import arguments, buffers, contract
@@ -31,6 +32,7 @@ from kda_core.backend import SAVES_SINCE, SupportsMerge, SupportsSegments
 from kda_core.contract import Feature
 from kda_core.errors import ArgumentError
 from kda_core.registry import REGISTRY, arch_matches, record_calls
+from kda_core.serving import bind
 from kda_core.testing.backward import BackwardConformance
 from kda_core.testing.declared import DeclaredConformance, lengths_of
 from kda_core.testing.forms import FORMS, in_form
@@ -39,7 +41,7 @@ from kda_core.testing.journal import JournalConformance
 from kda_core.testing.memory import amid, guarded
 from kda_core.testing.pool_segments import PoolSegmentsConformance
 from kda_core.testing.runner import NEEDS_GPU, NOT_DECLARED, TESTED, Case, Runner, spec_of, unusable
-from kda_core.testing.serving import ServingConformance
+from kda_core.testing.serving import PER_TOKEN, ServingConformance
 from kda_core.testing.tolerance import error
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, 1000, 1500, 2048, 4096)
@@ -230,6 +232,25 @@ class BackendConformance(
         first = kda(x)
         for _ in range(3):
             assert same(kda(x), first)
+
+    @pytest.mark.parametrize("states", (False, True), ids=("without states", "with states"))
+    def test_calls_like_an_earlier_one(self, kda: Runner, states: bool) -> None:
+        """Calls that differ in tensors alone skip most checks, and bound calls all but one. Both have the bits of calls through torch's
+        dispatcher, which skip nothing."""
+        given: dict[str, Any] = {"output_final_state": states}
+        calls = [kda.inputs("slow", 130, initial_state=states, seed=seed) for seed in range(4)]
+        with FlopCounterMode(display=False):
+            wanted = [kda(x, **given) for x in calls]
+        assert all(same(kda(x, **given), want) for x, want in zip(calls, wanted))
+        bound = bind(kda_core.chunk_kda, **calls[0], **given, backend=kda.backend, context_parallel="off")
+        fixed = {name: x for name, x in calls[0].items() if name not in PER_TOKEN}
+        for x in calls:
+            with FlopCounterMode(display=False):
+                want = kda(x | fixed, **given)
+            with record_calls() as ran:
+                got = bound(*(x[name] for name in PER_TOKEN))
+            kda.assert_ran(ran, "chunk_fwd")
+            assert same(got, want)
 
     def test_no_final_state_is_none(self, kda: Runner) -> None:
         """Without output_final_state no state is returned, and o is unchanged."""

@@ -378,17 +378,22 @@ class JournalConformance:
             engine.accept(x, chosen, (1, 1))
             journal_advance(engine.journal, slots, 1, 1)
 
-    @pytest.mark.parametrize("function", ("journal_decode_kda", "verify_kda", "fused_recurrent_kda"))
+    @pytest.mark.parametrize(
+        "function", ("journal_decode_kda", "verify_kda", "fused_recurrent_kda", "chunk_kda")
+    )
     def test_bound_calls(self, kda: Runner, function: str) -> None:
         """A bound call has the bits of the call, with other tokens and with other values in the bound tensors."""
         first, x = tokens(kda, 3, 2, seed=1), tokens(kda, 3, 2, seed=2)
         x = first | {name: x[name] for name in PER_TOKEN}  # A_log and dt_bias are bound
-        if function == "fused_recurrent_kda":
-            kda.require(Feature.RECURRENT, Feature.STATE_POOL)
+        whole: Any
+        if function in ("fused_recurrent_kda", "chunk_kda"):
+            kda.require(Feature.STATE_POOL)
             a, b = Pool(kda), Pool(kda)
-            whole: Any = kda_core.fused_recurrent_kda
             given, others = (p.arguments((4, -1, 2)) | {"backend": kda.backend} for p in (a, b))
-            slots, pools, entry = given["ssm_state_indices"], (a, b), "recurrent_fwd"
+            slots, pools, whole, entry = given["ssm_state_indices"], (a, b), kda_core.chunk_kda, "chunk_fwd"
+            if function == "fused_recurrent_kda":
+                kda.require(Feature.RECURRENT)
+                whole, entry = kda_core.fused_recurrent_kda, "recurrent_fwd"
         else:
             engines = Engine(kda, drafts=2), Engine(kda, drafts=2)
             whole = verify_kda if function == "verify_kda" else journal_decode_kda
@@ -407,7 +412,7 @@ class JournalConformance:
                 found = step(*(x[name] for name in PER_TOKEN))
             kda.assert_ran(calls, entry)
             want = whole(**x, **others)
-            if entry == "recurrent_fwd":
+            if entry != "journal_decode":
                 assert found[1] is pools[0].states
                 found, want = found[0], want[0]
             assert torch.equal(found, want) and torch.equal(pools[0].bits(), pools[1].bits())

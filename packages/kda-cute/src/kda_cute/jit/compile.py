@@ -23,6 +23,7 @@ from kda_cute.jit.dsl import export, load, require_dsl, with_ptx
 from kda_cute.jit.key import Variant, canonical
 from kda_cute.jit.target import check_arch
 from kda_cute.store import search
+from kda_cute.store.export import launcher_of
 
 logger = logging.getLogger("kda_cute")
 
@@ -97,8 +98,9 @@ def get_kernel(kernel: type | KernelInterface, config: object, arch: str) -> Cal
     exported kernels (`kda_cute.store.search.KernelStore`), and the DSL need not be installed.
 
     The callable takes the arguments of ``kernel.__call__`` by position, all but the stream: torch tensors for fake tensors,
-    numbers for scalars, None where ``fake_args`` returned None. It checks them (dtype, rank, extents, strides, alignment,
-    device) and launches on torch's current stream without a copy to the host. Keep the callable on a hot path.
+    numbers for scalars, None where ``fake_args`` returned None. It launches on torch's current stream without a copy to the host. With
+    an interface it is a `kda_cute.store.launcher.Launcher`, wherever the kernel comes from; otherwise it is the DSL's function, which
+    checks dtype, rank, extents, strides, alignment and device. Keep the callable on a hot path.
 
     The function is safe in threads, in processes and in children of `os.fork`. One of them compiles a variant, and the others
     wait. After 300 seconds a process stops waiting for another one and compiles for itself. The threads of a process compile
@@ -128,14 +130,16 @@ def get_kernel(kernel: type | KernelInterface, config: object, arch: str) -> Cal
 def _find(kernel: type | KernelInterface, config: object, arch: str) -> Callable[..., Any]:
     """Returns an exported kernel, if `kernel` is an interface and the store has it; else one from the cache folder or the compiler."""
     if not isinstance(kernel, KernelInterface):
-        return _load_or_compile(_variant(kernel, config, arch))
+        variant = _variant(kernel, config, arch)
+        return load(variant, _load_or_compile(variant))
     check_arch(arch)
     found, reasons = search.KernelStore.of_this_process().find(kernel, config, arch)
     if found is not None:
         _count(exported=1)
         return found
     try:
-        return _load_or_compile(_variant(kernel, config, arch))
+        variant = _variant(kernel, config, arch)
+        return launcher_of(variant, _load_or_compile(variant))
     except CompileError as error:
         if reasons:
             lines = "".join(f"\n  {reason}" for reason in reasons)
@@ -174,19 +178,18 @@ def kernels_made_by(make: Maker) -> Iterator[None]:
 # ---- the cache folder
 
 
-def _load_or_compile(variant: Variant) -> Callable[..., Any]:
+def _load_or_compile(variant: Variant) -> bytes:
+    """Returns the object file of a variant."""
     require_dsl()
     entry = entry_of(variant)
     outdated = variant.outdated()
     stored = entry.exists()  # before `Entry.read`, which moves a bad entry away
     if outdated is None and (content := entry.read()) is not None:
-        function = load(variant, content)
         _count(loaded=1)
-        return function
+        return content
     if env.disable_jit():
         raise JitDisabledError(_missing(variant, entry, outdated))
-    content = _compile_outdated(variant, outdated) if outdated else _compile_shared(variant, entry, stored)
-    return load(variant, content)
+    return _compile_outdated(variant, outdated) if outdated else _compile_shared(variant, entry, stored)
 
 
 def _compile_outdated(variant: Variant, outdated: str) -> bytes:

@@ -44,12 +44,32 @@ def canonical(value: object, where: str = "config") -> str:
         cls = type(value)
         if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
             raise ArgumentError(where, "a frozen dataclass", f"{cls.__qualname__}, which is not frozen")
-        fields = (
-            f"{f.name}={_literal(getattr(value, f.name), f'{where}.{f.name}')}"
-            for f in dataclasses.fields(cls)
-        )
-        return f"{cls.__module__}:{cls.__qualname__}({', '.join(fields)})"
+        values = [getattr(value, name) for name in _names(cls)]
+        if all(type(x) in _PLAIN for x in values):
+            return _text(cls, *values)
+        texts = [_literal(x, f"{where}.{name}") for name, x in zip(_names(cls), values, strict=True)]
+        return _written(cls, texts)
     raise ArgumentError(where, "a frozen dataclass", repr(value))
+
+
+#: Types whose equal values have equal texts, unlike 0.0 and -0.0.
+_PLAIN = frozenset({type(None), bool, int, str})
+
+
+@functools.cache
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls))
+
+
+@functools.lru_cache(maxsize=4096, typed=True)  # True is not 1
+def _text(cls: type, *values: object) -> str:
+    """Returns the text of a configuration of such values. Every first call of a shape needs one."""
+    return _written(cls, [repr(x) for x in values])
+
+
+def _written(cls: type, texts: list[str]) -> str:
+    fields = (f"{name}={text}" for name, text in zip(_names(cls), texts, strict=True))
+    return f"{cls.__module__}:{cls.__qualname__}({', '.join(fields)})"
 
 
 def _literal(value: object, where: str) -> str:

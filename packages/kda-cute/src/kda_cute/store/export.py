@@ -1,7 +1,10 @@
-"""Writes the kernels of compiled variants into a folder: their cubins and a manifest. Needs the DSL."""
+"""From the object file of a compiled variant to its cubin: to launch it, or to write it with others and a manifest into a folder.
+
+Needs the DSL."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import lzma
 import os
@@ -16,7 +19,9 @@ from kda_cute.interface import KernelInterface
 from kda_cute.jit.cache import entry_of
 from kda_cute.jit.key import Variant, canonical, toolchain
 from kda_cute.store import cubin, manifest
-from kda_cute.store.manifest import Exported, Manifest
+from kda_cute.store.driver import DriverError, current
+from kda_cute.store.launcher import Launcher, Loaded
+from kda_cute.store.manifest import Described, Exported, Manifest
 
 
 def interface_of(variant: Variant) -> KernelInterface:
@@ -32,8 +37,8 @@ def interface_of(variant: Variant) -> KernelInterface:
     return interface
 
 
-def exported(variant: Variant, content: bytes) -> tuple[Exported, bytes]:
-    """Returns the description of a kernel and its compressed cubin.
+def described(variant: Variant, content: bytes) -> tuple[Described, bytes]:
+    """Returns the description of a kernel and its cubin.
 
     Args:
         content: the object file of the variant, as the compile cache has it.
@@ -48,26 +53,22 @@ def exported(variant: Variant, content: bytes) -> tuple[Exported, bytes]:
         image = cubin.cubin_of(content)
         entries = cubin.entries(image)
     except cubin.CubinError as error:
-        raise CompileError(f"{variant} cannot be exported: {error}") from error
+        raise CompileError(f"{variant} cannot be launched: {error}") from error
     if len(entries) != 1:
-        raise CompileError(f"{variant} cannot be exported: expected one kernel, found {len(entries)}")
+        raise CompileError(f"{variant} cannot be launched: expected one kernel, found {len(entries)}")
     entry = entries[0]
     expected = [(one.offset, one.size) for one in parameters]
     if expected != list(entry.parameters):
         raise CompileError(
-            f"{variant} cannot be exported: expected parameters at {expected}, got {list(map(tuple, entry.parameters))}"
+            f"{variant} cannot be launched: expected parameters at {expected}, got {list(map(tuple, entry.parameters))}"
         )
     if entry.max_threads != (instance.threads, 1, 1):
         raise CompileError(
-            f"{variant} cannot be exported: expected {instance.threads} threads, got {entry.max_threads}"
+            f"{variant} cannot be launched: expected {instance.threads} threads, got {entry.max_threads}"
         )
-    packed = lzma.compress(image, lzma.FORMAT_XZ, preset=9)
-    description = Exported(
+    description = Described(
         kernel=interface.kernel,
         config=canonical(variant.config),
-        file=manifest.file_of(interface, variant.config),
-        sha256=hashlib.sha256(packed).hexdigest(),
-        bytes=len(image),
         symbol=entry.symbol,
         parameters=parameters,
         threads=instance.threads,
@@ -75,7 +76,38 @@ def exported(variant: Variant, content: bytes) -> tuple[Exported, bytes]:
         cooperative=interface.cooperative,
         overlaps=interface.overlaps,
     )
-    return description, packed
+    return description, image
+
+
+def exported(variant: Variant, content: bytes) -> tuple[Exported, bytes]:
+    """Returns the description of an exported kernel and its compressed cubin; `content` and errors as in `described`."""
+    description, image = described(variant, content)
+    packed = lzma.compress(image, lzma.FORMAT_XZ, preset=9)
+    file = manifest.file_of(interface_of(variant), variant.config)
+    digest = hashlib.sha256(packed).hexdigest()
+    return Exported(**vars(description), file=file, sha256=digest, bytes=len(image)), packed
+
+
+def launcher_of(variant: Variant, content: bytes) -> Launcher:
+    """Returns the callable of a compiled kernel; `content` and errors as in `described`.
+
+    The driver loads it at once if torch uses a GPU already, and otherwise before the first launch: a machine that only compiles has
+    no driver, and a process that may still fork must not initialise it.
+    """
+    import torch
+
+    description, image = described(variant, content)
+    loaded: list[Loaded] = []
+
+    def load() -> Loaded:
+        if not loaded:
+            loaded.append(Loaded.of(current(), image, description))
+        return loaded[0]
+
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(DriverError):  # the launch raises it
+            load()
+    return Launcher(description, interface_of(variant), variant.config, load)
 
 
 def check(variants: Iterable[Variant], folder: Path, arch: str) -> None:

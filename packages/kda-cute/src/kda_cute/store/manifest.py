@@ -54,9 +54,9 @@ class Parameter:
     size: int
 
 
-def layout(arguments: type[tuple]) -> str:
-    """Returns the parameter buffer of an argument struct as a format of `struct`."""
-    return "@" + "".join(KINDS[kind][1] for kind in types(arguments).values())
+def layout(arguments: type[tuple], count: int | None = None) -> str:
+    """Returns the parameter buffer of an argument struct, or its first `count` parameters, as a format of `struct`."""
+    return "@" + "".join(KINDS[kind][1] for kind in list(types(arguments).values())[:count])
 
 
 def parameters(arguments: type[tuple]) -> tuple[Parameter, ...]:
@@ -71,15 +71,12 @@ def parameters(arguments: type[tuple]) -> tuple[Parameter, ...]:
 
 
 @dataclass(frozen=True)
-class Exported:
-    """An exported kernel.
+class Described:
+    """What a launch of a cubin needs.
 
     Attributes:
         kernel: its class, as in `KernelInterface.kernel`.
         config: the text of its configuration, as `kda_cute.jit.key.canonical` writes it.
-        file: the compressed cubin.
-        sha256: of the file.
-        bytes: of the cubin.
         symbol: of the kernel in the cubin.
         parameters: in order.
         threads: of a CTA, along x.
@@ -89,15 +86,27 @@ class Exported:
 
     kernel: str
     config: str
-    file: str
-    sha256: str
-    bytes: int
     symbol: str
     parameters: tuple[Parameter, ...]
     threads: int
     shared_bytes: int
     cooperative: bool
     overlaps: bool
+
+
+@dataclass(frozen=True)
+class Exported(Described):
+    """An exported kernel.
+
+    Attributes:
+        file: the compressed cubin.
+        sha256: of the file.
+        bytes: of the cubin.
+    """
+
+    file: str
+    sha256: str
+    bytes: int
 
 
 @dataclass(frozen=True)

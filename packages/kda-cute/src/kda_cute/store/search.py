@@ -15,7 +15,7 @@ from kda_core import env, extensions, storage
 from kda_cute.interface import KernelInterface
 from kda_cute.store import manifest
 from kda_cute.store.driver import Driver, DriverError, current
-from kda_cute.store.launcher import launcher
+from kda_cute.store.launcher import Launcher, Loaded
 from kda_cute.store.manifest import Exported, Manifest, ManifestError
 
 logger = logging.getLogger("kda_cute")
@@ -207,17 +207,10 @@ class KernelStore:
                     f"{path} is not used: it needs a driver for CUDA {_cuda(listed.minimum_driver)} or newer, "
                     f"and this one is for CUDA {_cuda(version)}"
                 )
-            handle = driver.load(cubin, kernel.symbol)
-            expected = [(one.offset, one.size) for one in kernel.parameters]
-            found = driver.parameters(handle, len(expected) + 1)
+            loaded = Loaded.of(driver, cubin, kernel)
         except DriverError as error:
             raise Refused(f"{path} is not used: {error}") from error
-        if found != expected:
-            raise Refused(
-                f"{path} is not used: the driver finds {len(found)} parameters at other places than the {len(expected)} "
-                "of the manifest"
-            )
-        return launcher(driver, handle, kernel, interface, config)
+        return Launcher(kernel, interface, config, lambda: loaded)
 
 
 def _unpacked(path: Path, kernel: Exported, content: bytes) -> bytes:

@@ -23,17 +23,21 @@ from kda_core.contract import (
     KdaPool,
     KdaSegments,
     ProblemShape,
+    Tensors,
 )
 from kda_core.reference import SPEC as REFERENCE_SPEC
 from kda_core.registry import REGISTRY
+from kda_core.testing.memory import Layout
 from kda_cute import kernels_made_by
-from kda_cute.host import PER_TOKEN
 
 OPTIONAL = (
     "segment_workspace_bytes", "summarize", "merge_segments", "execute_segments",
     "backward_workspace_bytes", "chunk_bwd_into", "recurrent_fwd", "journal_decode", "journal_fold",
     "state_gradients_workspace_bytes", "initial_state_gradients",
 )  # fmt: skip
+
+
+_OPEN = Tensors._fields[: Tensors._fields.index("cu_seqlens") + 1]
 
 
 class EmulatedBackend:
@@ -69,13 +73,24 @@ class EmulatedBackend:
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         return self._emulate(self.backend.chunk_fwd, inputs, outputs)
 
-    def _prepare(self, backend: SupportsPrepare, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
-        """Implements `SupportsPrepare.prepare`. A launch may not access the tensors of the example that it replaces."""
+    def _prepare(
+        self, backend: SupportsPrepare, inputs: KdaInputs, outputs: KdaOutputs
+    ) -> PreparedLaunch | None:
+        """Implements `SupportsPrepare.prepare`. A launch may only access the memory at its addresses, and the fixed tensors."""
         launch = self._emulate(backend.prepare, inputs, outputs)
-        fixed = [x for name, x in vars(inputs).items() if name not in PER_TOKEN]
+        if launch is None:
+            return None
+        examples = (
+            [getattr(inputs, name) for name in _OPEN],
+            (outputs.o, outputs.final_state, outputs.workspace),
+        )
+        layouts = [None if x is None else Layout.of(x) for group in examples for x in group]
+        fixed = [x for name, x in vars(inputs).items() if name not in Tensors._fields]
 
-        def emulated_launch(*tensors: Tensor) -> None:
-            self._emulate(lambda *_: launch(*tensors), *tensors, *fixed)
+        def emulated_launch(o: Tensor, given: tuple[int, ...], *written: int) -> None:
+            places = zip((*given, *written), layouts, strict=True)
+            tensors = [layout.at(address) for address, layout in places if layout is not None]
+            self._emulate(lambda *_: launch(o, given, *written), *tensors, *fixed)
 
         return emulated_launch
 
