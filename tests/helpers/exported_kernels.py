@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from kda_cute.arguments import Address, Long, types
 from kda_cute.decode import DECODE, DecodeConfig
+from kda_cute.gradients import GradientsConfig
 from kda_cute.interface import KernelInterface
 from kda_cute.jit.dsl import with_ptx
 from kda_cute.jit.key import Variant
@@ -19,7 +20,7 @@ from kda_cute.store import manifest
 from kda_cute.store.export import exported
 from kda_cute.store.manifest import Manifest
 from kda_cute.verify import VerifyConfig
-from kda_sm90.config import GradientsConfig, PrefillConfig
+from kda_sm90.config import PrefillConfig
 from kda_sm90.interfaces import GRADIENTS, PREFILL
 from kda_sm100.arguments import CHAIN, INTRA_CHUNK, OUTPUT, SERVING_CHAIN, SUMMARY
 from kda_sm100.config import ChainConfig, IntraChunkConfig, OutputConfig, SummaryConfig

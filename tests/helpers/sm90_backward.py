@@ -94,7 +94,7 @@ def gradients(
         if change is not None:
             recorded = lambda part: part and part._replace(kernel=tape.recorded(part.kernel))
             forward, own, chains = (recorded(part) for part in (forward, launch.forward, launch.chains))
-            launch = launch._replace(forward=own, chains=chains, gradients=tape.recorded(launch.gradients))
+            launch = launch._replace(forward=own, chains=chains, gradients=recorded(launch.gradients))
         with nullcontext() if change is None else tape:
             if forward is not None:
                 forward(inputs, KdaOutputs(o, None, None, space, saved, residual))
