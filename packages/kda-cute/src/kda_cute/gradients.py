@@ -34,17 +34,18 @@ class GradientsConfig:
             raise ValueError("unbounded: softplus gates are unbounded; set unbounded=True, got False")
 
 
+_GATES: tuple[tuple[Gate, bool], ...] = (
+    ("bounded", False),
+    ("bounded", True),
+    ("softplus", True),
+    ("precomputed", False),
+    ("precomputed", True),
+)
+_DTYPES: tuple[GateDtype, ...] = ("bfloat16", "float32")
+
 #: All variants.
 GRADIENT_CONFIGS = tuple(
-    GradientsConfig(gate, unbounded, gate_dtype)
-    for gate, unbounded in (
-        ("bounded", False),
-        ("bounded", True),
-        ("softplus", True),
-        ("precomputed", False),
-        ("precomputed", True),
-    )
-    for gate_dtype in ("bfloat16", "float32")
+    GradientsConfig(gate, unbounded, dtype) for gate, unbounded in _GATES for dtype in _DTYPES
 )
 
 

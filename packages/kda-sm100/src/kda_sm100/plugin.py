@@ -7,7 +7,7 @@ SPEC = BackendSpec(
     name="sm100",
     abi=(
         2,
-        5,
+        7,
     ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     archs=frozenset({(10, 0), (10, 3)}),
     features=frozenset(
@@ -25,6 +25,8 @@ SPEC = BackendSpec(
             "intermediate_states",
             "pin",
             "graph",
+            "backward",
+            "saved_states",
             "recurrent",
             "state_pool",
             "bf16_pool",

@@ -98,8 +98,8 @@ def slabs_of(shape: ProblemShape, spacing: int, sms: int = SMS, budget: int | No
 
     Args:
         spacing: as in `mode_of`.
-        budget: bytes of the workspace (None: those of `kda_cute.backward.BUDGETS`). A slab of one slot may exceed it. If the forward saved nothing, the
-            states every 512 tokens may take half of it; beyond that it grows with them.
+        budget: bytes of the workspace (None: those of `kda_cute.backward.BUDGETS`). A slab of one slot may exceed it. If the forward
+            saved nothing, the states every 512 tokens may take half of it; beyond that it grows with them.
     """
     budget = BUDGETS[shape.options.disable_recompute] if budget is None else budget
     tokens = CHUNK if mode_of(spacing) == "reverse" else CHECKPOINT
