@@ -327,7 +327,7 @@ class ChainKernel(Kernel):
             with cute.arch.elect_one():
                 tensor.product(r, s_bf16, self.w, self.stage(smem, "w", early.index), add=False)
                 self.commit(smem.r_full)
-            self.wait(smem.o_empty, output.phase, output.index)
+            self.await_accumulator(smem, output)
             with cute.arch.elect_one():
                 # Qd, by the descriptor of w
                 tensor.product(o, s_bf16, self.w, self.stage(smem, "qd", early.index), add=False)
@@ -344,6 +344,10 @@ class ChainKernel(Kernel):
             early.advance()
             late.advance()
             output.advance()
+
+    def await_accumulator(self, smem, output):
+        """Waits until the output warps have loaded what an accumulator of O has held."""
+        self.wait(smem.o_empty, output.phase, output.index)
 
     # ---- state, four warps
 

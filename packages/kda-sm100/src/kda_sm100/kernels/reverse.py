@@ -30,7 +30,7 @@ Order of one chunk, as in `chain`:
     decay dS', store it   - s_decayed ->      dS += dO Qd
     load Y                <- r_full -         (Y is done)
     round Y, store it     - r_bf16_full ->    dS += Y w
-    load dS               <- s_full -         dX = Y T     <- o_empty -   loaded dX of two chunks before
+    load dS               <- s_full -         dX = Y T
                                                            - o_full ->    load dX, copy it out
 
 The commit that publishes Y of the next chunk also shows that dX has read the old Y, as in `chain`.
@@ -144,7 +144,6 @@ class ReverseChainKernel(StoresChunks, SlabChain, ChainKernel):
                 qd = self.stage(smem, "qd", late.index)
                 tensor.product_of_images(s, self.columns_of, stage("grad_o"), self.columns_of, qd, add=True)
                 self.commit(smem.early_empty, early.index)
-            self.wait(smem.o_empty, output.phase, output.index)
             self.wait(smem.r_bf16_full, c % 2)
             with cute.arch.elect_one():
                 tensor.product(s, y_bf16, self.columns_of, self.stage(smem, "w", late.index), add=True)

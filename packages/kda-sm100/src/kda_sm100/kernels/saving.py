@@ -42,8 +42,10 @@ class StoresCheckpoints:
 class StoresChunks:
     """Mixin of a chain kernel whose output warps store S before every chunk in bf16, and R if it ``stores_residual``.
 
-    The state warps may write the next operand S or R when the output warps have read this one (`await_reader`). The state of a chunk
-    has the number of its record.
+    The state warps may write the next operand S or R when the output warps have read this one (`await_reader`). When they have read S
+    of a chunk, they have also loaded O of the chunk before it. So the accumulators of O need no barrier: S of chunk c is published
+    after S of chunk c - 1 has been read, and O of chunk c has the accumulator of c - 2. The state of a chunk has the number of its
+    record.
     """
 
     stores_chunks = True
@@ -55,6 +57,7 @@ class StoresChunks:
     def mbarriers(self):
         groups = super().mbarriers()
         if self.stores_chunks:
+            del groups["o_empty"]
             groups["s_read"] = Mbarriers(1, 4)
             if self.stores_residual:
                 groups["r_read"] = Mbarriers(1, 4)
@@ -63,6 +66,10 @@ class StoresChunks:
     def await_reader(self, smem, name, c):
         if self.stores_chunks:
             self.wait(getattr(smem, name), c % 2 ^ 1)
+
+    def await_accumulator(self, smem, output):
+        if not self.stores_chunks:
+            super().await_accumulator(smem, output)
 
     def write_outputs(self, smem, values, index):
         write = self.write_chunks if self.stores_chunks else super().write_outputs
@@ -96,7 +103,6 @@ class StoresChunks:
             if const_expr(self.OUTPUTS):
                 self.wait(smem.o_full, output.phase, output.index)
                 words = self.round(tensor.load(base + column.o + output.index * self.chunk, self.chunk))
-                self.publish(smem.o_empty, output.index)
                 output.advance()
                 self.copy_tokens(image, words, row, thread, args, task, at, args.o, 2 * HEAD_DIM)
 
