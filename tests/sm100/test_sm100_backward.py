@@ -55,6 +55,10 @@ class TestGradients(EmulatedBackend):
     def test_scale(self, kda, exponent):
         KIT.test_gradients_at_a_scale(kda, "steep", exponent)
 
+    @pytest.mark.parametrize("disable_recompute", (False, True))
+    def test_segments_that_save_states(self, kda, disable_recompute):
+        KIT.test_segments_that_save_states(kda, disable_recompute)
+
     def test_tokens_behind_the_last_used_output(self, kda):
         KIT.test_gradients_behind_the_last_used_output(kda, "masked")
 

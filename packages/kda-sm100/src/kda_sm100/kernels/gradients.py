@@ -40,6 +40,7 @@ class GradientsKernel(gradients.GradientsKernel):
     """Takes grad_q and `GradientsArguments`."""
 
     interface = GRADIENTS
+    tensor_columns = SimpleNamespace(used=ACROSS + HEAD_DIM)
 
     def __init__(self, config: GradientsConfig):
         super().__init__(config)

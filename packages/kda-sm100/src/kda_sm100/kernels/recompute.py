@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Int32, Int64
 
 from kda_cute.device import ptx, varlen
+from kda_sm100.arguments import BACKWARD_CHAINS
 from kda_sm100.config import BackwardChainConfig, ChainConfig
 from kda_sm100.kernels import workspace
 from kda_sm100.kernels.saving import EVERY, StoresCheckpoints, StoresChunks
@@ -18,6 +19,8 @@ from kda_sm100.kernels.state_chain import StateChainKernel
 
 class CheckpointChainKernel(StoresCheckpoints, SlabChain, StateChainKernel):
     """Takes any tensor of the device and `BackwardChainArguments`."""
+
+    interface = BACKWARD_CHAINS["checkpoint"]
 
     def __init__(self, config: BackwardChainConfig):
         super().__init__(ChainConfig())
@@ -35,6 +38,8 @@ class CheckpointChainKernel(StoresCheckpoints, SlabChain, StateChainKernel):
 
 class RecomputeChainKernel(StoresChunks, SlabChain, StateChainKernel):
     """Takes any tensor of the device and `BackwardChainArguments`."""
+
+    interface = BACKWARD_CHAINS["recompute"]
 
     def __init__(self, config: BackwardChainConfig):
         super().__init__(ChainConfig())

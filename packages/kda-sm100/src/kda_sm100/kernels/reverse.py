@@ -42,6 +42,7 @@ from cutlass.pipeline import PipelineUserType, make_pipeline_state
 
 from kda_cute.device import ptx
 from kda_cute.records import HEAD_DIM, image_offset
+from kda_sm100.arguments import BACKWARD_CHAINS
 from kda_sm100.config import BackwardChainConfig, ChainConfig
 from kda_sm100.kernels import tensor
 from kda_sm100.kernels.chain import ACCUMULATORS, WARPGROUP, ChainKernel, FirstWarp, Mbarriers
@@ -56,6 +57,7 @@ COPIERS = 2  # warps that copy dO
 class ReverseChainKernel(StoresChunks, SlabChain, ChainKernel):
     """Takes any tensor of the device and `BackwardChainArguments`."""
 
+    interface = BACKWARD_CHAINS["reverse"]
     stores_residual = False
 
     EARLY, LATE = ("kg", "aqk", "grad_o", "a"), ("qd", "w", "t")

@@ -19,12 +19,6 @@ class SlabChain:
     chunks of the sequence. Its first token, length, chunks and record are those of the slab.
     """
 
-    @property
-    def interface(self):
-        from kda_sm100.arguments import BACKWARD_CHAINS
-
-        return BACKWARD_CHAINS[self.config.mode]
-
     def record_addresses(self, args, seqs):
         return workspace.slab_record_addresses(args, self.chunk)
 
@@ -40,7 +34,9 @@ class SlabChain:
         """Returns the task of chunks ``begin`` to ``end - 1`` of a sequence, as far as they exist. ``slab``: the first slot of the slab."""
         token, length, slot, _ = varlen.extent(seqs, n)
         chunks = cute.ceil_div(length, self.chunk)
-        begin, end = cutlass.max(begin, 0), cutlass.min(end, chunks)
+        # If device offsets decrease, the task may be any, but must stay within the records of the slab.
+        begin = cutlass.max(cutlass.max(begin, slab - slot), 0)
+        end = cutlass.min(cutlass.min(end, slab - slot + args.records // args.HV), chunks)
         return SimpleNamespace(
             sequence=n, head=head, token=token + begin * self.chunk, length=length - begin * self.chunk,
             chunks=cutlass.max(end - begin, 0), record=(slot + begin - slab) * args.HV + head, matrix=n * args.HV + head,
