@@ -27,10 +27,20 @@ from typing import Any
 from sm100_chain_model import BANDWIDTH, BLACKWELL_GHZ, COPIED, SMS, K
 
 from kda_cute.decode import DecodeConfig
+from kda_cute.gradients import GradientsConfig
 from kda_cute.jit import ptxas
 from kda_cute.journal import JournalConfig
 from kda_cute.verify import VerifyConfig
-from kda_sm100.config import ARCHS, CHUNKS, ChainConfig, IntraChunkConfig, OutputConfig, SummaryConfig
+from kda_sm100.config import (
+    ARCHS,
+    CHUNKS,
+    SPACINGS,
+    BackwardChainConfig,
+    ChainConfig,
+    IntraChunkConfig,
+    OutputConfig,
+    SummaryConfig,
+)
 from kda_sm100.layouts import record_bytes
 
 #: The kernels of each page, with the variants whose instructions it shows: (name, configuration). For the merge, whose
@@ -49,6 +59,18 @@ PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
     "sm100-segments": {
         "SummaryKernel": [(f"summary, C = {C}", SummaryConfig(C)) for C in CHUNKS],
         "MergeKernel": [(f"merge, {columns} columns", columns) for columns in (8, 16)],
+    },
+    "sm100-backward": {
+        "SavingChainKernel": [
+            (f"saves every {spacing} tokens", ChainConfig(saves=spacing)) for spacing in SPACINGS
+        ],
+        "CheckpointChainKernel": [("checkpoint", BackwardChainConfig("checkpoint"))],
+        "RecomputeChainKernel": [("recompute", BackwardChainConfig("recompute"))],
+        "ReverseChainKernel": [("reverse", BackwardChainConfig())],
+        "GradientsKernel": [
+            ("gradients, bounded", GradientsConfig()),
+            ("gradients, unbounded", GradientsConfig(unbounded=True)),
+        ],
     },
     "sm100-output": {"OutputKernel": [(f"C = {C}", OutputConfig(C)) for C in CHUNKS]},
     "decode": {
@@ -78,6 +100,11 @@ UNTIMED = (
     "ChainKernel",
     "ServingChainKernel",
     "SummaryKernel",
+    "SavingChainKernel",
+    "CheckpointChainKernel",
+    "RecomputeChainKernel",
+    "ReverseChainKernel",
+    "GradientsKernel",
     "DecodeKernel",
     "JournalKernel",
     "VerifyKernel",

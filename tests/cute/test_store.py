@@ -266,7 +266,7 @@ def test_symbolic_links_are_not_followed(folder, tmp_path):
 
 
 def test_a_folder_without_kernels_of_a_package_says_so(folder):
-    from kda_sm90.config import GradientsConfig
+    from kda_cute.gradients import GradientsConfig
     from kda_sm90.interfaces import GRADIENTS
 
     store = KernelStore([Folder(folder, "KDA_KERNEL_DIR", trusted=False)], FakeDriver())

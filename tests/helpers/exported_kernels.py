@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from kda_cute.arguments import Address, Long, types
 from kda_cute.decode import DECODE, DecodeConfig
+from kda_cute.gradients import GradientsConfig
 from kda_cute.interface import KernelInterface
 from kda_cute.jit.dsl import with_ptx
 from kda_cute.jit.key import Variant
@@ -19,10 +20,18 @@ from kda_cute.store import manifest
 from kda_cute.store.export import exported
 from kda_cute.store.manifest import Manifest
 from kda_cute.verify import VerifyConfig
-from kda_sm90.config import GradientsConfig, PrefillConfig
+from kda_sm90.config import PrefillConfig
 from kda_sm90.interfaces import GRADIENTS, PREFILL
+from kda_sm100 import arguments as sm100
 from kda_sm100.arguments import CHAIN, INTRA_CHUNK, OUTPUT, SERVING_CHAIN, SUMMARY
-from kda_sm100.config import ChainConfig, IntraChunkConfig, OutputConfig, SummaryConfig
+from kda_sm100.config import (
+    MODES,
+    BackwardChainConfig,
+    ChainConfig,
+    IntraChunkConfig,
+    OutputConfig,
+    SummaryConfig,
+)
 
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
 
@@ -37,7 +46,11 @@ VARIANTS: tuple[tuple[KernelInterface, Any, str], ...] = (
     (MERGE, MergeConfig(16), HOPPER),
     (INTRA_CHUNK, IntraChunkConfig(32, "precomputed"), BLACKWELL),
     (INTRA_CHUNK, IntraChunkConfig(32, strided=True), BLACKWELL),
+    (INTRA_CHUNK, IntraChunkConfig(64, "precomputed", backward=True), BLACKWELL),
     (CHAIN, ChainConfig(32), BLACKWELL),
+    (sm100.SAVING_CHAIN, ChainConfig(saves=64), BLACKWELL),
+    *((sm100.BACKWARD_CHAINS[mode], BackwardChainConfig(mode), BLACKWELL) for mode in MODES),
+    (sm100.GRADIENTS, GradientsConfig("precomputed"), BLACKWELL),
     (SERVING_CHAIN, ChainConfig(32, serving=True), BLACKWELL),
     (SUMMARY, SummaryConfig(32), BLACKWELL),
     (OUTPUT, OutputConfig(32), BLACKWELL),

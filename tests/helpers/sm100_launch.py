@@ -46,20 +46,21 @@ def launch(
 class Workspace:
     """A workspace whose arrays are read and written by name, as [records, rows, columns]. All its bits are 1 at first (NaN)."""
 
-    def __init__(self, records: int, C: int, device: str) -> None:
-        size = layouts.workspace_bytes(records, C)
+    def __init__(self, records: int, C: int, device: str, backward: bool = False) -> None:
+        size = layouts.workspace_bytes(records, C, backward)
         memory = torch.full((size + 128,), 0xFF, dtype=torch.uint8, device=device)
         self.bytes, self.C = memory[-memory.data_ptr() % 128 :][:size], C
-        self.start, self.records = layouts.addresses(0, records, C), records
+        self.start, self.records = layouts.addresses(0, records, C, backward), records
+        self.sizes = layouts.record_bytes(C, backward)
 
     def _view(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the records of an array, [records, elements], and the index of each matrix element in a record."""
-        size = self.records * layouts.record_bytes(self.C)[name]
+        size = self.records * self.sizes[name]
         flat = self.bytes[self.start[name] :][:size]
         flat = flat.view(torch.float32 if name == "a" else torch.bfloat16).view(self.records, -1)
         if name == "a":
             return flat, decay_offset(torch.arange(HEAD_DIM)).to(flat.device)
-        columns = self.C if name == "aqk" else HEAD_DIM
+        columns = self.C if name in ("aqk", "t") else HEAD_DIM
         row, column = torch.arange(self.C)[:, None], torch.arange(columns)
         return flat, image_offset(row, column, self.C, columns).to(flat.device)
 

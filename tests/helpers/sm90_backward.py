@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from helpers.aligned import aligned
 from helpers.replay import Tape
 from kda_core import buffers, validate
 from kda_core.contract import KdaGradients, KdaOptions, KdaOutputs
@@ -20,12 +21,6 @@ from kda_sm90.launch import make_launch
 from kda_sm90.launch_config import launch_config
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-
-
-def aligned(size: int, device: str) -> torch.Tensor:
-    """Returns poisoned bytes at an address that is a multiple of 128."""
-    buffer = torch.full((size + 128,), 0xFF, dtype=torch.uint8, device=device)
-    return buffer[-buffer.data_ptr() % 128 :][:size]
 
 
 def gradients(
@@ -94,7 +89,7 @@ def gradients(
         if change is not None:
             recorded = lambda part: part and part._replace(kernel=tape.recorded(part.kernel))
             forward, own, chains = (recorded(part) for part in (forward, launch.forward, launch.chains))
-            launch = launch._replace(forward=own, chains=chains, gradients=tape.recorded(launch.gradients))
+            launch = launch._replace(forward=own, chains=chains, gradients=recorded(launch.gradients))
         with nullcontext() if change is None else tape:
             if forward is not None:
                 forward(inputs, KdaOutputs(o, None, None, space, saved, residual))

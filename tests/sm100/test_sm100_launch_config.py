@@ -8,11 +8,13 @@ import torch
 from helpers.support import FREE, NOT_BUILT, problem_shape, refused
 
 from kda_core.contract import PoolShape
+from kda_cute.backward import BUDGETS
+from kda_cute.gradients import GRADIENT_CONFIGS
 from kda_cute.jit.key import Variant
-from kda_sm100 import layouts
-from kda_sm100.config import ARCHS, ChainConfig, IntraChunkConfig, SummaryConfig
+from kda_sm100 import backward, layouts
+from kda_sm100.config import ARCHS, BackwardChainConfig, ChainConfig, IntraChunkConfig, SummaryConfig
 from kda_sm100.launch_config import launch_config
-from kda_sm100.variants import CHAIN, INTRA_CHUNK, SAMPLE, SUMMARY
+from kda_sm100.variants import BACKWARD, CHAIN, INTRA_CHUNK, SAMPLE, SAVING, SUMMARY
 
 shape = functools.partial(problem_shape, (10, 0))
 
@@ -63,6 +65,30 @@ def test_precompiled_variants_serve_every_call(gate):
                 )
 
 
+@pytest.mark.parametrize("T", (100, 8192, 1 << 20))
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("recompute", (False, True))
+def test_the_workspace_of_a_backward_is_bounded(recompute, packed, T):
+    call = shape(
+        T=T,
+        H=8,
+        HV=64,
+        N=3 if packed else None,
+        index=torch.int32 if packed else None,
+        disable_recompute=not recompute,
+    )
+    budget = BUDGETS[not recompute]
+    for spacing in (64, 512):
+        slabs = backward.slabs_of(call, spacing)
+        size = backward.total_bytes(backward.arrays(call, spacing, slabs))
+        assert size <= budget or slabs.slots == 1
+        assert len(list(slabs.starts())) == -(-slabs.total // slabs.slots)
+    kept = (
+        4 * 64 * 128 * 128 * backward.slabs_of(call, 0).total
+    )  # S before every 512 tokens, if the forward saves nothing
+    assert backward.workspace_bytes(call) <= kept + 2 * budget
+
+
 def test_precompile_builds_each_variant_once():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the kernel classes import it")
     from kda_cute.decode import DECODES
@@ -75,7 +101,7 @@ def test_precompile_builds_each_variant_once():
         variants = [Variant(kernel, config, arch) for kernel, config in ahead_of_time(arch)]
         assert len(set(variants)) == len(variants)
         assert {v.config for v in variants} == {
-            *INTRA_CHUNK, *CHAIN, *SUMMARY, *MERGES, *DECODES, *JOURNALS, *VERIFIES,
+            *INTRA_CHUNK, *CHAIN, *SAVING, *BACKWARD, *GRADIENT_CONFIGS, *SUMMARY, *MERGES, *DECODES, *JOURNALS, *VERIFIES,
         }  # fmt: skip
     assert set(SAMPLE) <= set(INTRA_CHUNK)
 
@@ -85,7 +111,11 @@ def test_precompile_builds_each_variant_once():
     [
         (IntraChunkConfig, {"chunk": 16}, "chunk"),
         (IntraChunkConfig, {"gate": "softplus"}, "unbounded"),
+        (IntraChunkConfig, {"chunk": 32, "backward": True}, "backward"),
         (ChainConfig, {"chunk": 128}, "chunk"),
+        (ChainConfig, {"saves": 128}, "saves"),
+        (ChainConfig, {"saves": 64, "states": True}, "saves"),
+        (BackwardChainConfig, {"mode": "whole"}, "mode"),
         (SummaryConfig, {"chunk": 16}, "chunk"),
     ],
 )

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.sm90_backward import NAMES, aligned, oracle, relative_error
+from helpers.aligned import aligned
+from helpers.sm90_backward import NAMES, oracle, relative_error
 
 from kda_core import buffers, validate
 from kda_core.contract import KdaOptions, KdaOutputs

@@ -5,7 +5,8 @@ from itertools import accumulate
 
 import pytest
 import torch
-from helpers.sm90_backward import aligned, relative_error
+from helpers.aligned import aligned
+from helpers.sm90_backward import relative_error
 
 from kda_core import buffers, validate
 from kda_core.backend import SupportsStateGradients

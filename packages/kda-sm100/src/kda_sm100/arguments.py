@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kda_cute.arguments import Address, joined
+from kda_cute.gradients import GradientsArguments
 from kda_cute.interface import KernelInterface
 from kda_cute.pools import PitchArguments, PoolArguments
 from kda_sm100.config import IntraChunkConfig
@@ -56,6 +57,52 @@ class ChainArguments(NamedTuple):
     every: int  # chunks from one bf16 state to the next
 
 
+class SlabArguments(NamedTuple):
+    """Further arguments of the kernels of a backward, which compute a *slab*: some consecutive slots of every head."""
+
+    records: int  # of the workspace: slots of 64 tokens of a slab, times HV
+    first_slot: int  # of the slab, in slots of slot_tokens
+    slab_slots: int
+    slot_tokens: int  # 64 or 512
+
+
+class SavedArguments(NamedTuple):
+    """Further arguments of the chain that saves for a backward. Its ``states`` are `KdaOutputs.saved_states`: fp32 before every 512
+    tokens, or bf16 before every 64."""
+
+    residual: Address  # [B, T, HV, 128] bf16; with states before every 64 tokens
+
+
+class SlabChainArguments(NamedTuple):
+    """Arguments of the chains of a backward beside the leading tensor and those of `SlabArguments`. Arrays of chunks begin with the
+    slab."""
+
+    offsets: Address  # [N + 1], integers of offset_bytes bytes
+    entry: (
+        Address  # [N, HV, 128, 128] fp32: initial states; in the mode reverse, gradients of the final states
+    )
+    exit: Address  # [N, HV, 128, 128] fp32; mode reverse: gradients of the initial states
+    from_slab: Address  # [HV, 128, 128] fp32, [V, K]: the state of the sequence that continues in the slab before this one in time
+    to_slab: Address  # the same, written
+    checkpoints: Address  # [slots of 512 tokens, HV, 128, 128] fp32, [K, V], of all slabs; written in the mode checkpoint
+    states: Address  # [chunks, HV, 128, 128] bf16, written: S, [K, V]; mode reverse: dS', as images
+    residual: Address  # [B, T, HV, 128] bf16, rows of residual_row bytes; written in the mode recompute
+    grad_o: Address  # [B, T, HV, 128] bf16; mode reverse
+    o: Address  # [B, T, HV, 128] bf16: dX; mode reverse
+    workspace: Address  # records with T, as `kda_sm100.layouts` describes
+    residual_row: int
+    N: int  # sequences
+    T: int  # tokens per sequence; with offsets, tokens of all sequences
+    HV: int  # value heads
+    offset_bytes: int  # 4 or 8; 0: sequences are rows of B, not packed
+    v_first: int  # 1: entry and exit are [V, K]; 0: [K, V]
+
+
+#: Those of the intra-chunk kernel of a backward, of the chain that saves, and of the chains of a backward.
+SlabIntraChunkArguments = joined("SlabIntraChunkArguments", IntraChunkArguments, SlabArguments)
+SavingArguments = joined("SavingArguments", ChainArguments, SavedArguments)
+BackwardChainArguments = joined("BackwardChainArguments", SlabChainArguments, SlabArguments)
+
 #: Those of the intra-chunk kernel for strided inputs.
 StridedArguments = joined("StridedArguments", IntraChunkArguments, PitchArguments)
 
@@ -89,10 +136,16 @@ def _slots(config: IntraChunkConfig, x: Any) -> Any:
     )
 
 
+def _intra_chunk_arguments(config: IntraChunkConfig) -> Any:
+    if config.backward:
+        return SlabIntraChunkArguments
+    return StridedArguments if config.strided else IntraChunkArguments
+
+
 INTRA_CHUNK = KernelInterface(
     "kda_sm100.kernels.intra_chunk:IntraChunkKernel",
-    lambda config: StridedArguments if config.strided else IntraChunkArguments,
-    lambda config, x: (_slots(config, x) * x.HV, 1, 1),
+    _intra_chunk_arguments,
+    lambda config, x: (x.records if config.backward else _slots(config, x) * x.HV, 1, 1),
 )
 
 CHAIN = KernelInterface(
@@ -103,6 +156,31 @@ CHAIN = KernelInterface(
 
 SERVING_CHAIN = KernelInterface(
     "kda_sm100.kernels.serving:ServingChainKernel", lambda config: ServingArguments, CHAIN.grid
+)
+
+SAVING_CHAIN = KernelInterface(
+    "kda_sm100.kernels.saving:SavingChainKernel", lambda config: SavingArguments, CHAIN.grid
+)
+
+#: A CTA has a sequence and value head; in the mode recompute, a slot of 512 tokens and a value head.
+_CLASSES = {
+    "checkpoint": "kda_sm100.kernels.recompute:CheckpointChainKernel",
+    "recompute": "kda_sm100.kernels.recompute:RecomputeChainKernel",
+    "reverse": "kda_sm100.kernels.reverse:ReverseChainKernel",
+}
+BACKWARD_CHAINS = {
+    mode: KernelInterface(
+        kernel,
+        lambda config: BackwardChainArguments,
+        lambda config, x: ((x.slab_slots if config.mode == "recompute" else x.N) * x.HV, 1, 1),
+    )
+    for mode, kernel in _CLASSES.items()
+}
+
+GRADIENTS = KernelInterface(
+    "kda_sm100.kernels.gradients:GradientsKernel",
+    lambda config: GradientsArguments,
+    lambda config, x: (x.ctas, 1, 1),
 )
 
 #: One CTA computes B of a sequence and value head, and the next CTA M.

@@ -47,9 +47,9 @@ class LaunchConfig:
 
 
 @lru_cache(maxsize=1024)
-def launch_config(shape: ProblemShape, strided: bool = False) -> LaunchConfig:
+def launch_config(shape: ProblemShape, strided: bool = False, saves: int = 0) -> LaunchConfig:
     """Returns the launch configuration of a shape that `kda_cute.host.refusal` accepts. ``strided``: whether q, k, v, g or beta is not
-    contiguous.
+    contiguous. ``saves``: as in `ChainConfig`.
 
     The variants do not depend on the batch, so a pinned call needs no configuration of its own. The cache holds the last
     1024 results.
@@ -66,5 +66,5 @@ def launch_config(shape: ProblemShape, strided: bool = False) -> LaunchConfig:
         strided=strided,
     )
     slots = layouts.slot_count(shape.B, shape.T, chunk, shape.N if shape.varlen else None)
-    chain = ChainConfig(chunk, states > 0, serving=shape.pool is not None)
+    chain = ChainConfig(chunk, states > 0, serving=shape.pool is not None, saves=saves)
     return LaunchConfig(intra_chunk, chain, slots * shape.HV)

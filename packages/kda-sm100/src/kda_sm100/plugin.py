@@ -25,6 +25,8 @@ SPEC = BackendSpec(
             "intermediate_states",
             "pin",
             "graph",
+            "backward",
+            "saved_states",
             "recurrent",
             "state_pool",
             "bf16_pool",

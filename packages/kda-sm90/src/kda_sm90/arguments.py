@@ -108,46 +108,6 @@ ServingPrefillArguments = joined("ServingPrefillArguments", PrefillArguments, Po
 SegmentPrefillArguments = joined("SegmentPrefillArguments", ServingPrefillArguments, SegmentArguments)
 
 
-class GradientsArguments(NamedTuple):
-    """Arguments after the tensor ``grad_q``."""
-
-    q: Address  # [B, T, H, 128] bf16
-    k: Address  # [B, T, H, 128] bf16
-    g: Address  # [B, T, HV, 128]
-    beta: Address  # [B, T, HV], elements of beta_bytes
-    a_log: Address  # [HV] fp32
-    dt_bias: Address  # [HV, 128] fp32
-    offsets: Address  # [N + 1], elements of offset_bytes
-    grad_o: Address  # [B, T, HV, 128] bf16
-    grad_v: Address  # [B, T, HV, 128] bf16: dX
-    residual: Address  # [B, T, HV, 128] bf16, rows of residual_row bytes: R. It may be the memory of grad_g
-    states: Address  # [slots, HV, 128, 128] bf16: S before every chunk of the slab
-    grad_states: Address  # [slots, HV, 128, 128] bf16: dS' behind every chunk of the slab, as images (`layouts.unpack_states`)
-    grad_q: Address  # [B, T, H, 128] bf16
-    grad_k: Address  # [B, T, H, 128] bf16
-    grad_g: Address  # [B, T, HV, 128], dtype of g
-    grad_beta: Address  # [B, T, HV], dtype of beta
-    partials: Address  # [slots, HV, 2, 128] fp32: sums over a chunk for dt_bias, and for A_log
-    scratch: Address  # [CTAs, 2, 64 * 128] fp32: dq and dk of the value heads so far, if HV > H
-    N: int
-    T: int
-    H: int
-    HV: int
-    group: int  # HV / H
-    offset_bytes: int
-    beta_bytes: int
-    l2norm: int
-    ctas: int
-    first_slot: int  # of the slab, in slots of slot_tokens
-    slab_slots: int
-    slot_tokens: int  # 64 or 512
-    residual_row: int
-    state_images: int  # 1: states are images; 0: [K, V]
-    scale: float
-    lower_bound: float
-    beta_factor: float
-
-
 #: Names that differ in the contract.
 _CONTRACT_NAMES = {"a_log": "A_log", "offsets": "cu_seqlens"}
 

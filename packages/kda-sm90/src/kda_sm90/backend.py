@@ -8,11 +8,12 @@ import torch
 
 from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaGradients, KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
+from kda_cute.backward import pass_gradient, spacing_between, spacing_of
 from kda_cute.decode import make_decode
 from kda_cute.host import dense, is_strided, merge_segments, pass_states, refusal, with_token_strides
 from kda_cute.journal import make_journal
 from kda_sm90 import backward
-from kda_sm90.config import ARCH, SPACINGS
+from kda_sm90.config import ARCH
 from kda_sm90.launch import Launch, compiled, make_launch, on_device_of, sm_count
 from kda_sm90.launch_config import launch_config, segment_launch_configs, workspace_bytes
 
@@ -99,7 +100,7 @@ class Sm90Backend:
         residual: torch.Tensor | None = None,
     ) -> None:
         if inputs.shape.T == 0:
-            backward.pass_gradient(grad_final_state, gradients)
+            pass_gradient(grad_final_state, gradients)
         else:
             spacing = spacing_between(saved_states, residual)
             launch = backward.launch_of(inputs.shape, spacing, longest_of(inputs))
@@ -167,21 +168,6 @@ def launch_of(
     The cache holds the last 1024 results.
     """
     return make_launch(shape, launch_config(shape, sm_count(), longest, spacing, strided), spacing)
-
-
-def spacing_of(shape: ProblemShape) -> int:
-    """Returns the spacing of the states that a call saves for its backward; 0 if it needs none."""
-    every, residual = SPACINGS
-    if not shape.options.needs_backward:
-        return 0
-    return residual if shape.options.disable_recompute else every
-
-
-def spacing_between(saved_states: torch.Tensor | None, residual: torch.Tensor | None) -> int:
-    """Returns the spacing of saved states; 0 if there are none."""
-    if saved_states is None:
-        return 0
-    return max(SPACINGS) if residual is None else min(SPACINGS)
 
 
 #: The length of the longest packed sequence is rounded up to a multiple of T / LENGTH_STEPS. Calls of one shape then

@@ -8,7 +8,7 @@
 
 `Summary` computes how the segments of a sequence act on gradients of states, so that `kda-cp` can cut the sequence.
 
-A backward takes one slab of slots after the other, from the last to the first, so that its workspace is bounded (`BUDGETS`). The
+A backward takes one slab of slots after the other, from the last to the first, so that its workspace is bounded (`kda_cute.backward`). The
 gradients of states pass from slab to slab through memory.
 
 The gradients of dt_bias and A_log are sums of one partial for each chunk. Their order is fixed, and no launch uses atomics
@@ -18,51 +18,38 @@ on values, so two runs have the same bits.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
-from kda_cute.arguments import address
+from kda_cute.backward import (
+    BUDGETS,
+    CHECKPOINT,
+    CHUNK,
+    Arrays,
+    GradientsLaunch,
+    GradientTensors,
+    Slabs,
+    cut,
+    gradients_launch,
+    scratch_shape,
+    split,
+    store_sums,
+    total_bytes,
+)
+from kda_cute.gradients import GradientsConfig
 from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
 from kda_sm90.arguments import Address, BackwardArguments
-from kda_sm90.config import ARCH, HEAD_DIM, SPACINGS, GradientsConfig, Mode
+from kda_sm90.config import ARCH, HEAD_DIM, Mode
 from kda_sm90.interfaces import GRADIENTS
 from kda_sm90.launch import Launch, make_launch, sm_count
 from kda_sm90.launch_config import SMS, backward_launch_config, launch_config
 from kda_sm90.launch_config import workspace_bytes as chains_bytes
-
-#: Tokens of a chunk, and between the states that `kernels.gradients` needs.
-CHUNK = min(SPACINGS)
-
-#: Tokens between the states from which the mode ``recompute`` starts.
-CHECKPOINT = max(SPACINGS)
-
-#: Bytes of the workspace, by `disable_recompute`.
-BUDGETS = {True: 256 << 20, False: 640 << 20}
-
-
-class Slabs(NamedTuple):
-    """How a backward cuts the slots of a head: it takes one slab of slots after the other, from the last to the first."""
-
-    slot_tokens: int
-    total: int  # slots of a head
-    slots: int  # slots of a slab; the last slab may have fewer
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a head for which the workspace has states."""
-        return self.slots * self.slot_tokens // CHUNK
-
-    def starts(self) -> Iterator[int]:
-        """Returns the first slot of every slab, from the last slab to the first."""
-        return reversed(range(0, self.total, self.slots))
 
 
 class Workspace(NamedTuple):
@@ -84,9 +71,7 @@ def mode_of(spacing: int) -> Mode:
     return "reverse" if spacing == CHUNK else "recompute"
 
 
-def arrays(
-    shape: ProblemShape, spacing: int, slabs: Slabs, sms: int = SMS
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def arrays(shape: ProblemShape, spacing: int, slabs: Slabs, sms: int = SMS) -> Arrays:
     """Returns the dtype and shape of every array of `Workspace`; ``spacing`` as in `mode_of`."""
     mode, matrix = mode_of(spacing), (shape.HV, HEAD_DIM, HEAD_DIM)
     chains = chains_bytes(shape, sms, mode)
@@ -99,17 +84,12 @@ def arrays(
         "states": (torch.bfloat16, (slabs.chunks if mode == "recompute" else 0, *matrix)),
         "grad_states": (torch.bfloat16, (slabs.chunks, *matrix)),
         "partials": (torch.float32, (slabs.chunks, shape.HV, 2, HEAD_DIM)),
-        "scratch": (torch.float32, (sms if shape.HV > shape.H else 0, 2, CHUNK * HEAD_DIM)),
+        "scratch": (torch.float32, scratch_shape(shape, sms)),
     }
 
 
-def _bytes(dtype: torch.dtype, size: tuple[int, ...]) -> int:
-    """Returns the bytes of an array in the workspace, a multiple of 128."""
-    return -(-math.prod(size) * dtype.itemsize // 128) * 128
-
-
 def _total_bytes(shape: ProblemShape, spacing: int, slabs: Slabs, sms: int) -> int:
-    return sum(_bytes(*array) for array in arrays(shape, spacing, slabs, sms).values())
+    return total_bytes(arrays(shape, spacing, slabs, sms))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -118,19 +98,14 @@ def slabs_of(shape: ProblemShape, spacing: int, sms: int = SMS, budget: int | No
 
     Args:
         spacing: as in `mode_of`.
-        budget: bytes of the workspace (None: those of `BUDGETS`). A slab of one slot may exceed it. If the forward saved nothing, the
-            states every 512 tokens may take half of it; beyond that it grows with them.
+        budget: bytes of the workspace (None: those of `kda_cute.backward.BUDGETS`). A slab of one slot may exceed it. If the forward
+            saved nothing, the states every 512 tokens may take half of it; beyond that it grows with them.
     """
     budget = BUDGETS[shape.options.disable_recompute] if budget is None else budget
     tokens = CHUNK if mode_of(spacing) == "reverse" else CHECKPOINT
     total = layouts.slot_count(shape.B, shape.T, tokens, shape.N if shape.varlen else None)
-    of = lambda slots: _total_bytes(shape, spacing, Slabs(tokens, total, slots), sms)
-    if of(total) <= budget:
-        return Slabs(tokens, total, total)
-    # In slabs of several slots, the bytes grow by the same amount with every slot.
-    fixed, each = of(0), of(1) - of(0)
-    most = max(1, min(total - 1, max(budget - fixed, 0 if spacing else budget // 4) // each))
-    return Slabs(tokens, total, -(-total // -(-total // most)))
+    size = lambda slabs: _total_bytes(shape, spacing, slabs, sms)
+    return cut(tokens, total, size, budget, 0 if spacing else budget // 4)
 
 
 def workspace_bytes(shape: ProblemShape, sms: int = SMS) -> int:
@@ -144,19 +119,14 @@ class Backward(NamedTuple):
 
     forward: Launch | None  # saves states every 512 tokens; None if the call's forward saved states
     chains: Launch
-    gradients: Callable[..., Any]
-    numbers: dict[str, int | float]  # arguments of the gradients kernel that the shape determines
+    gradients: GradientsLaunch
     spacing: int  # see `mode_of`
     slabs: Slabs
     sms: int
 
     def split(self, buffer: Tensor, shape: ProblemShape) -> Workspace:
         """Returns the arrays in a buffer of uint8 that is aligned to 128 bytes."""
-        views, start = [], 0
-        for dtype, size in arrays(shape, self.spacing, self.slabs, self.sms).values():
-            views.append(buffer[start : start + math.prod(size) * dtype.itemsize].view(dtype).view(size))
-            start += _bytes(dtype, size)
-        return Workspace(*views)
+        return Workspace(*split(buffer, arrays(shape, self.spacing, self.slabs, self.sms)))
 
     def __call__(
         self,
@@ -196,10 +166,7 @@ class Backward(NamedTuple):
             of_slab = workspace.partials.sum(0)
             sums = of_slab if sums is None else sums.add_(of_slab)
         assert sums is not None  # a call has a slab at least
-        if gradients.dt_bias is not None:
-            gradients.dt_bias.copy_(sums[:, 0].reshape(gradients.dt_bias.shape))
-        if gradients.A_log is not None:
-            gradients.A_log.copy_(sums[:, 1].sum(-1).reshape(gradients.A_log.shape))
+        store_sums(gradients, sums)
 
     def run_slab(
         self,
@@ -242,16 +209,10 @@ class Backward(NamedTuple):
             saved_states=workspace.grad_states, residual=residual,
         )  # fmt: skip
         self.chains(mirrored, outputs, backward=arguments)
-        tensors = {
-            "q": inputs.q, "k": inputs.k, "g": inputs.g, "beta": inputs.beta, "a_log": inputs.A_log,
-            "dt_bias": inputs.dt_bias, "offsets": inputs.cu_seqlens, "grad_o": grad_o, "grad_v": gradients.v,
-            "residual": residual, "states": states, "grad_states": workspace.grad_states,
-            "grad_q": gradients.q, "grad_k": gradients.k, "grad_g": gradients.g, "grad_beta": gradients.beta,
-            "partials": workspace.partials, "scratch": workspace.scratch,
-        }  # fmt: skip
-        of_slab = {"first_slot": first, "slab_slots": slabs.slots, "residual_row": residual_row}
-        numbers = self.numbers | of_slab
-        self.gradients(gradients.q, *(address(x) for x in tensors.values()), *numbers.values())
+        of_slab = GradientTensors(
+            residual, states, workspace.grad_states, workspace.partials, workspace.scratch
+        )
+        self.gradients(inputs, grad_o, gradients, of_slab, first, slabs.slots)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -273,28 +234,10 @@ def launch_of(
     chains = make_launch(shape, backward_launch_config(shape, sms, longest, mode_of(spacing)), CHUNK)
     slabs = slabs_of(shape, spacing, sms)
     config = GradientsConfig(gate_of(shape), not options.bounded_gate, DTYPES[shape.g_dtype])
-    shared = chains.shape_arguments
-    numbers = {
-        "N": shape.N, "T": shape.T, "H": shape.H, "HV": shape.HV, "group": shape.HV // shape.H,
-        "offset_bytes": shared.offset_bytes,
-        "beta_bytes": shared.beta_bytes, "l2norm": shared.l2norm, "ctas": min(sms, slabs.chunks * shape.H),
-        "first_slot": 0, "slab_slots": 0, "slot_tokens": slabs.slot_tokens, "residual_row": 0,  # of a slab, see `run_slab`
-        "state_images": int(mode_of(spacing) == "recompute"),
-        "scale": shape.scale, "lower_bound": shared.lower_bound, "beta_factor": shared.beta_factor,
-    }  # fmt: skip
-    return Backward(forward, chains, get_kernel(GRADIENTS, config, ARCH), numbers, spacing, slabs, sms)
-
-
-def pass_gradient(grad_final_state: Tensor | None, gradients: KdaGradients) -> None:
-    """Serves a call without tokens: the gradient of the final states is that of the initial ones."""
-    for x in (gradients.A_log, gradients.dt_bias):
-        if x is not None:
-            x.zero_()
-    if gradients.initial_state is not None:
-        if grad_final_state is None:
-            gradients.initial_state.zero_()
-        else:
-            gradients.initial_state.copy_(grad_final_state)
+    gradients = gradients_launch(
+        get_kernel(GRADIENTS, config, ARCH), shape, slabs, sms, state_images=mode_of(spacing) == "recompute"
+    )
+    return Backward(forward, chains, gradients, spacing, slabs, sms)
 
 
 # ---- how segments act on gradients of states

@@ -180,20 +180,3 @@ class PrefillConfig:
         """Halves of states per queue in the workspace: those that chains pass on; in the mode ``recompute`` also dS, which a
         chain keeps there while it runs forward."""
         return self.halves * (2 if self.mode == "recompute" else 1)
-
-
-@dataclass(frozen=True)
-class GradientsConfig:
-    """Variant of the kernel that computes the gradients of chunks (`kernels.gradients`).
-
-    Attributes:
-        gate, unbounded, gate_dtype: as in `PrefillConfig`.
-    """
-
-    gate: Gate = "bounded"
-    unbounded: bool = False
-    gate_dtype: GateDtype = "bfloat16"
-
-    def __post_init__(self) -> None:
-        if self.gate == "softplus" and not self.unbounded:
-            raise ValueError("unbounded: softplus gates are unbounded; set unbounded=True, got False")

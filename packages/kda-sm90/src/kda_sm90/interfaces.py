@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kda_cute.gradients import GradientsArguments
 from kda_cute.interface import KernelInterface
 from kda_sm90.arguments import (
-    GradientsArguments,
     PrefillArguments,
     SegmentPrefillArguments,
     ServingPrefillArguments,

@@ -11,10 +11,11 @@ from itertools import product
 from typing import Any
 
 from kda_cute.decode import DECODES
+from kda_cute.gradients import GRADIENT_CONFIGS, GradientsConfig
 from kda_cute.journal import JOURNALS
 from kda_cute.merge import MERGES
 from kda_cute.verify import VERIFIES
-from kda_sm90.config import ARCH, GateDtype, GradientsConfig, PrefillConfig
+from kda_sm90.config import ARCH, GateDtype, PrefillConfig
 
 GATES: tuple[dict[str, Any], ...] = (
     {"gate": "bounded"},
@@ -69,7 +70,6 @@ REVERSE_SUMMARIZE = tuple(
     PrefillConfig(64, warpgroups, gate_dtype=dtype, mode="reverse_summarize", **gate)
     for warpgroups, gate, dtype in product((1, 2), GATES, DTYPES)
 )
-GRADIENTS = tuple(GradientsConfig(gate_dtype=dtype, **gate) for gate, dtype in product(GATES, DTYPES))
 ALL: tuple[PrefillConfig | GradientsConfig, ...] = (
     *WHOLE,
     *SERVING,
@@ -78,7 +78,7 @@ ALL: tuple[PrefillConfig | GradientsConfig, ...] = (
     *SERVING_SEGMENTS,
     *REVERSE,
     *REVERSE_SUMMARIZE,
-    *GRADIENTS,
+    *GRADIENT_CONFIGS,
 )
 
 SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
@@ -102,7 +102,7 @@ SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
     *(replace(config, serving=True) for config in EXECUTE[1 :: len(WRITES)]),
     *REVERSE[:: len(GATES) * 2],
     *REVERSE_SUMMARIZE[:: len(GATES) * 2],
-    *GRADIENTS[:: len(DTYPES) * 2],
+    *GRADIENT_CONFIGS[:: len(DTYPES) * 2],
 )
 
 

@@ -106,6 +106,14 @@ def finer_slot(s, slot: Int32, fine: cutlass.Constexpr[int]) -> Int32:
 
 
 @cute.jit
+def slab(s, first_slot: Int32, slab_slots: Int32, fine: cutlass.Constexpr[int]):
+    """Returns the first and the end slot of ``fine`` tokens of a slab, which has ``slab_slots`` slots from ``first_slot`` on, or fewer
+    where they end. A whole warp calls it."""
+    first = finer_slot(s, first_slot, fine)
+    return first, finer_slot(s, cutlass.min(first_slot + slab_slots, s.span), fine)
+
+
+@cute.jit
 def extent(s, n: Int32):
     """Returns a sequence's first token in B*T, length and first slot, and the first slot of the next sequence."""
     each = cute.ceil_div(s.T, s.chunk)

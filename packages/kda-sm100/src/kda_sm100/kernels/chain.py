@@ -108,22 +108,18 @@ def mbarriers(early: int, late: int) -> dict[str, Mbarriers]:
     }
 
 
-def shared_memory(chunk: int, early: int, late: int, outputs: bool) -> type:
+def shared_memory(chunk: int, stages: dict[str, int], groups: dict[str, Mbarriers]) -> type:
     """Returns the ``cute.struct`` of a CTA's shared memory.
 
-    ``outputs``: whether the kernel has Qd, Aqk and O. Images start at multiples of 1024 bytes, as the swizzle requires.
+    ``stages``: of each image. ``groups``: the mbarriers. Images start at multiples of 1024 bytes, as the swizzle requires.
     """
     MemRange, Align = cute.struct.MemRange, cute.struct.Align
-    image = lambda columns, stages: Align[MemRange[BFloat16, chunk * columns * stages], 1024]
+    columns = {"aqk": chunk, "t": chunk}
+    image = lambda name, count: Align[MemRange[BFloat16, chunk * columns.get(name, HEAD_DIM) * count], 1024]
     fields = {
-        "w": image(HEAD_DIM, early),
-        "u": image(HEAD_DIM, early),
-        "qd": image(HEAD_DIM, early * outputs),
-        "kg": image(HEAD_DIM, late),
-        "aqk": image(chunk, late * outputs),
-        "o": image(HEAD_DIM, int(outputs)),
-        "a": Align[MemRange[Float32, HEAD_DIM * early], 128],  # `decay_units` relies on it
-        **{name: MemRange[Int64, group.count] for name, group in mbarriers(early, late).items()},
+        **{name: image(name, count) for name, count in stages.items() if name != "a"},
+        "a": Align[MemRange[Float32, HEAD_DIM * stages["a"]], 128],  # `decay_units` relies on it
+        **{name: MemRange[Int64, group.count] for name, group in groups.items()},
         "tensor_memory": Int32,  # address of the allocated columns
     }
     return cute.struct(type("SharedMemory", (), {"__annotations__": fields}))
@@ -140,12 +136,14 @@ class ChainKernel(Kernel):
 
     EARLY, LATE = ("w", "a", "u", "qd"), ("kg", "aqk")  # arrays of each ring
     OUTPUTS = True  # the kernel computes O
+    STEP = 1  # from a chunk to the next one; -1: the chain runs from the last chunk to the first
     interface = CHAIN
     threads = 32 * WARPS
 
     def __init__(self, config: ChainConfig):
         self.config = config
         C = self.chunk = config.chunk
+        self.writes_states = config.states
         self.bytes = record_bytes(C)
         # Operands B of the products. Qd has the shape and layout of w, so `self.w` describes both.
         self.w = Operand(C, HEAD_DIM)
@@ -153,10 +151,19 @@ class ChainKernel(Kernel):
         self.aqk = Operand(C, C)
         self.tensor_columns = TensorColumns(C, self.OUTPUTS)
         for self.early_depth, self.late_depth in RINGS:
-            self.SharedMemory = shared_memory(C, self.early_depth, self.late_depth, self.OUTPUTS)
+            stages = dict.fromkeys(self.EARLY, self.early_depth) | dict.fromkeys(self.LATE, self.late_depth)
+            self.SharedMemory = shared_memory(C, stages | {"o": self.output_images()}, self.mbarriers())
             self.shared_bytes = self.SharedMemory.size_in_bytes()
             if self.shared_bytes <= SHARED_BYTES:
                 break
+
+    def output_images(self):
+        """Returns how many images [C, V] the output warps need."""
+        return int(self.OUTPUTS)
+
+    def mbarriers(self):
+        """Returns the mbarriers of a CTA by name."""
+        return mbarriers(self.early_depth, self.late_depth)
 
     @cute.kernel
     def kernel(self, values: tuple):
@@ -165,7 +172,7 @@ class ChainKernel(Kernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = self.SharedMemory(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024))
         if thread == 0:
-            for name, group in mbarriers(self.early_depth, self.late_depth).items():
+            for name, group in self.mbarriers().items():
                 for i in cutlass.range_constexpr(group.count):
                     cute.arch.mbarrier_init(getattr(smem, name).data_ptr() + i, group.arrivals)
         cute.arch.mbarrier_init_fence()
@@ -187,6 +194,8 @@ class ChainKernel(Kernel):
                 self.produce(smem, values, index)
             if warp == FirstWarp.MMA:
                 self.multiply(smem, values, index)
+            if warp > FirstWarp.MMA:
+                self.produce_values(smem, values, index)
         tensor.fence_before()
         cute.arch.sync_threads()
         if warp == 0:
@@ -265,10 +274,10 @@ class ChainKernel(Kernel):
     def produce(self, smem, values: tuple, index: Int32):
         """Copies the records of the task into both rings."""
         args, seqs, task = self.task(values, index)
-        address = workspace.record_addresses(args, seqs)
+        address = self.record_addresses(args, seqs)
         early, late = self.rings(PipelineUserType.Producer)
         for c in cutlass.range(task.chunks, unroll=1):
-            record = task.record + c * args.HV
+            record = task.record + self.chunk_at(task, c) * args.HV
             self.acquire(smem.early_empty, early)
             with cute.arch.elect_one():
                 self.load_early(smem, address, record, early.index, task)
@@ -277,6 +286,17 @@ class ChainKernel(Kernel):
             with cute.arch.elect_one():
                 self.load(smem, address, record, smem.late_full, late.index, self.LATE)
             late.advance()
+
+    def record_addresses(self, args, seqs):
+        """Returns a function from (array, record number) to the address of the record in the array."""
+        return workspace.record_addresses(args, seqs)
+
+    def produce_values(self, smem, values, index):
+        """What the last two warps do: nothing."""
+
+    def chunk_at(self, task, c):
+        """Returns which chunk of the task is number ``c`` in the order of the chain."""
+        return c if self.STEP > 0 else task.chunks - 1 - c
 
     def load_early(self, smem, address, record, stage, task):
         """Copies the early arrays of a record."""
@@ -307,7 +327,7 @@ class ChainKernel(Kernel):
             with cute.arch.elect_one():
                 tensor.product(r, s_bf16, self.w, self.stage(smem, "w", early.index), add=False)
                 self.commit(smem.r_full)
-            self.wait(smem.o_empty, output.phase, output.index)
+            self.await_accumulator(smem, output)
             with cute.arch.elect_one():
                 # Qd, by the descriptor of w
                 tensor.product(o, s_bf16, self.w, self.stage(smem, "qd", early.index), add=False)
@@ -325,6 +345,10 @@ class ChainKernel(Kernel):
             late.advance()
             output.advance()
 
+    def await_accumulator(self, smem, output):
+        """Waits until the output warps have loaded what an accumulator of O has held."""
+        self.wait(smem.o_empty, output.phase, output.index)
+
     # ---- state, four warps
 
     @cute.jit
@@ -337,7 +361,7 @@ class ChainKernel(Kernel):
         self.load_initial(args, task, row, S)
         early, _ = self.rings(PipelineUserType.Consumer)
         number = Int32(0)
-        if const_expr(self.config.states):
+        if const_expr(self.writes_states):
             number = self.states_before(seqs, task.sequence, args.every * self.chunk)
         self.carry_task(smem, args, task, row, S, early, number)
         self.store_final(args, task, row, S)
@@ -362,12 +386,11 @@ class ChainKernel(Kernel):
         """
         column, base = self.tensor_columns, self.columns(smem, row)
         for c in cutlass.range(first, last, unroll=1):
+            self.await_reader(smem, "s_read", c)
             tensor.store(base + column.s_bf16, self.round([S[i] for i in range(HEAD_DIM)]))
             tensor.wait_stores()
             self.publish(smem.s_bf16_full)
-            if const_expr(self.config.states):  # noqa: SIM102 - the outer condition is decided while tracing
-                if c % args.every == 0:
-                    self.store_bf16(args, number + c // args.every, task.head, row, S)
+            self.save_state(args, task, number, c, row, S)
             self.acquire(smem.early_full, early)
             decay = self.load_decay(self.stage(smem, "a", early.index))
             # Element i of the tile is in the thread's column group ``i % 64 // 4``, left or right (`coordinates`). The
@@ -377,6 +400,7 @@ class ChainKernel(Kernel):
             self.release(smem.early_empty, early.index)
             self.wait(smem.r_full, c % 2)
             R = tensor.load(base + column.r, self.chunk)
+            self.await_reader(smem, "r_read", c)
             tensor.store(base + column.r_bf16, self.round([r + y for r, y in zip(R, u, strict=True)]))
             tensor.wait_stores()
             self.publish(smem.r_bf16_full)
@@ -386,13 +410,23 @@ class ChainKernel(Kernel):
             early.advance()
         return early
 
+    @cute.jit
+    def save_state(self, args, task, number: Int32, c: Int32, row: Int32, S: cute.Tensor):
+        """Stores S before chunk ``c`` of the task, if it is one of the states that the kernel writes."""
+        if const_expr(self.writes_states):  # noqa: SIM102 - the outer condition is decided while tracing
+            if c % args.every == 0:
+                self.store_bf16(args, number + c // args.every, task.head, row, S)
+
+    def await_reader(self, smem, name, c):
+        """Waits until the output warps have read bf16 S (``s_read``) or R (``r_read``) of the chunk before, if they store it."""
+
     def load_initial(self, args, task, row, S):
         """Loads the state before the first chunk."""
-        self.load_state(args, task.matrix, row, S)
+        self.load_state(args.initial_state, args.v_first, task.matrix, row, S)
 
     def store_final(self, args, task, row, S):
         """Stores the state after the last chunk, if the caller wants it."""
-        self.store_state(args, args.final_state, task.matrix, row, S)
+        self.store_state(args.final_state, args.v_first, task.matrix, row, S)
 
     def round(self, values):
         """Returns fp32 values as bf16x2, in pairs."""
@@ -403,20 +437,20 @@ class ChainKernel(Kernel):
         values = []
         for half in range(2):
             for i in range(self.chunk // 16):
-                address = shared + self.transposed(row + 16 * half, 16 * i)
+                address = shared + self.transposed(row + 16 * half, 16 * i, self.chunk)
                 for pair in ptx.ldmatrix_x4(address, transpose=True):
                     values += ptx.unpack_bf16x2(pair)
         return values
 
-    def transposed(self, row, token):
-        """Returns the byte offset of the lane's 16 bytes of four 8x8 matrices in an image [C, V].
+    def transposed(self, row, token, rows):
+        """Returns the byte offset of the lane's 16 bytes of four 8x8 matrices in an image [``rows``, V].
 
         The matrices cover 16 rows of V from ``row`` on and 16 tokens from ``token`` on.
         """
         lane = cute.arch.lane_idx()
         matrix = lane // 8
         token, row = token + 8 * (matrix // 2) + lane % 8, row + 8 * (matrix % 2)
-        return image_offset(token, row, self.chunk, HEAD_DIM) * 2
+        return image_offset(token, row, rows, HEAD_DIM) * 2
 
     def load_decay(self, shared):
         """Returns the decays of the thread's columns 8j + 2*(lane%4) + 0..1, j < 16, of a record's decays at ``shared``."""
@@ -481,16 +515,16 @@ class ChainKernel(Kernel):
         return [(v + 16 * (i // 64) + 8 * (i // 2 % 2), k + i % 64 // 4 * 8 + i % 2) for i in range(HEAD_DIM)]
 
     @cute.jit
-    def load_state(self, args, matrix: Int32, row: Int32, S: cute.Tensor):
-        """Loads a matrix of the initial state; zeros if there is none."""
+    def load_state(self, start: Int64, v_first: Int32, matrix: Int32, row: Int32, S: cute.Tensor):
+        """Loads a matrix of the fp32 states at ``start``; zeros if that is 0."""
         # Predicated loads. A branch around plain loads makes the compiler compute addresses anew in the loop over chunks.
-        exists = args.initial_state != Int64(0)
-        if args.v_first > 0:
-            source = self.matrix(args.initial_state, matrix, (HEAD_DIM, 1))
+        exists = start != Int64(0)
+        if v_first > 0:
+            source = self.matrix(start, matrix, (HEAD_DIM, 1))
             for i, at in enumerate(self.coordinates(row)[::2]):
                 S[2 * i], S[2 * i + 1] = ptx.load_global_f32_x2(self.address(source, at), exists)
         else:
-            source = self.matrix(args.initial_state, matrix, (1, HEAD_DIM))
+            source = self.matrix(start, matrix, (1, HEAD_DIM))
             for i, at in enumerate(self.coordinates(row)):
                 S[i] = ptx.load_global_f32(self.address(source, at), exists)
 
@@ -499,10 +533,10 @@ class ChainKernel(Kernel):
         return Int64((source.iterator + cute.crd2idx(coordinates, source.layout)).toint())
 
     @cute.jit
-    def store_state(self, args, target: Int64, matrix: Int32, row: Int32, S: cute.Tensor):
+    def store_state(self, target: Int64, v_first: Int32, matrix: Int32, row: Int32, S: cute.Tensor):
         """Stores S as a matrix of the fp32 states at ``target``; does nothing if that is 0."""
         if target != Int64(0):
-            if args.v_first > 0:
+            if v_first > 0:
                 self.store_tile(self.matrix(target, matrix, (HEAD_DIM, 1)), row, S)
             else:
                 self.store_tile(self.matrix(target, matrix, (1, HEAD_DIM)), row, S)
@@ -526,26 +560,34 @@ class ChainKernel(Kernel):
         output = make_pipeline_state(PipelineUserType.Consumer, ACCUMULATORS)
         pitch = Int64(args.HV) * (2 * HEAD_DIM)  # bytes from a token to the next
         address = args.o + (task.token * args.HV + task.head) * (2 * HEAD_DIM)
+        address += pitch * (self.chunk_at(task, 0) * self.chunk)
         for c in cutlass.range(task.chunks, unroll=1):
             self.wait(smem.o_full, output.phase, output.index)
             words = self.round(tensor.load(base + output.index * self.chunk, self.chunk))
             self.publish(smem.o_empty, output.index)
             output.advance()
-            self.sync_output_warps()  # the copy of the chunk before has read the image
-            for i in cutlass.range_constexpr(self.chunk // 8):
-                half, token = i // (self.chunk // 16), i % (self.chunk // 16) * 16
-                tile = image + self.transposed(row + 16 * half, token)
-                ptx.stmatrix_x4(tile, words[4 * i : 4 * i + 4], transpose=True)
-            self.sync_output_warps()
-            self.copy_out(image, address, pitch, thread, task.length - c * self.chunk)
-            address += pitch * self.chunk
+            self.store_transposed(image, words, row, self.chunk)
+            valid = task.length - self.chunk_at(task, c) * self.chunk
+            self.copy_out(image, address, pitch, thread, valid)
+            address += pitch * (self.STEP * self.chunk)
 
-    def copy_out(self, image, address, pitch, thread, valid):
-        """Copies the first ``valid`` rows of the image of O to rows that lie ``pitch`` bytes apart."""
+    def store_transposed(self, image, words, row, rows):
+        """Stores the transpose of a tile in bf16x2, ``row`` its first row of V, to an image [``rows``, V] between two barriers. The
+        first one waits for the copy of what was in the image before."""
+        self.sync_output_warps()
+        for i in range(rows // 8):
+            half, token = i // (rows // 16), i % (rows // 16) * 16
+            tile = image + self.transposed(row + 16 * half, token, rows)
+            ptx.stmatrix_x4(tile, words[4 * i : 4 * i + 4], transpose=True)
+        self.sync_output_warps()
+
+    def copy_out(self, image, address, pitch, thread, valid, rows=None):
+        """Copies the first ``valid`` rows of an image [``rows``, V], by default [C, V], to rows that lie ``pitch`` bytes apart."""
+        rows = self.chunk if rows is None else rows
         unit, first = thread % 16, thread // 16
-        for start in range(0, self.chunk, WARPGROUP // 16):
+        for start in range(0, rows, WARPGROUP // 16):
             row = start + first
-            values = ptx.load_shared_x4(image + image_offset(row, unit * 8, self.chunk, HEAD_DIM) * 2, Int32)
+            values = ptx.load_shared_x4(image + image_offset(row, unit * 8, rows, HEAD_DIM) * 2, Int32)
             ptx.store_global_evict_first_x4(address + pitch * row + unit * 16, values, row < valid)
 
     def sync_output_warps(self):

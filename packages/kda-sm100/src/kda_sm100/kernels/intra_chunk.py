@@ -14,7 +14,7 @@ The kernel uses mma.sync, ldmatrix, stmatrix, cp.async and bulk stores only. Com
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, const_expr, cute
 
 from kda_cute.device import ptx, varlen
 from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
@@ -25,8 +25,8 @@ from kda_sm100.arguments import INTRA_CHUNK
 from kda_sm100.config import IntraChunkConfig
 from kda_sm100.kernels import warp_mma, workspace
 
-#: Arrays that hold an intermediate operand until stage 5 has read it.
-HOLDS = {"kd": "w", "t": "u"}
+#: Arrays that hold an intermediate operand until stage 5 has read it. Records of a backward keep T.
+HOLDS, HOLDS_WITH_T = {"kd": "w", "t": "u"}, {"kd": "w"}
 
 WARPS_PER_SM = 12  # what the register budget allows; see docs/kernels/sm100-intra-chunk.md
 
@@ -67,11 +67,24 @@ class IntraChunkKernel(Kernel):
         index, _, _ = cute.arch.block_idx()
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
         s = workspace.sequences(x, self.chunk)
-        token, valid = self.locate(s, index // x.HV)
+        if const_expr(self.config.backward):
+            first, end = workspace.slab(x, self.chunk)
+            slot = first + index // x.HV
+            token, valid = self.locate(s, cutlass.min(slot, s.span - 1))
+            valid = ptx.select(slot < end, valid, Int32(0))
+        else:
+            token, valid = self.locate(s, index // x.HV)
         if valid > 0:
-            address = workspace.record_addresses(x, s)
-            record = lambda name: address(HOLDS.get(name, name), index)
+            record = self.record(x, s, index)
             self.compute(x, record, Int32(shared.toint()), index % x.HV, token, valid, index)
+
+    def record(self, x, s, index):
+        """Returns a function from the name of an array to the address of record ``index`` in it."""
+        if self.config.backward:
+            address, holds = workspace.slab_record_addresses(x, self.chunk), HOLDS_WITH_T
+        else:
+            address, holds = workspace.record_addresses(x, s), HOLDS
+        return lambda name: address(holds.get(name, name), index)
 
     @cute.jit
     def locate(self, s, slot: Int32):

@@ -5,26 +5,22 @@ state of another chain, which starts from the identity and has u = 0:
 
     R^T = u^T + S^T w^T      S^T <- S^T diag(a) + R^T Kg
 
-One CTA computes B of a sequence and value head, and the next CTA computes M. Both run `ChainKernel` without Qd, Aqk and O, so that
-their output warps are idle. The CTA of M holds zeros in the shared memory of u.
+One CTA computes B of a sequence and value head, and the next CTA computes M. Both run `StateChainKernel`. The CTA of M holds zeros in the shared memory of u.
 """
 
 import cutlass
 from cutlass import Float32, Int32, cute
-from cutlass.pipeline import PipelineUserType
 
 from kda_cute.device import ptx
 from kda_sm100.arguments import SUMMARY
 from kda_sm100.config import ChainConfig, SummaryConfig
-from kda_sm100.kernels import tensor
-from kda_sm100.kernels.chain import WARPS, ChainKernel
+from kda_sm100.kernels.chain import WARPS
+from kda_sm100.kernels.state_chain import StateChainKernel
 
 
-class SummaryKernel(ChainKernel):
+class SummaryKernel(StateChainKernel):
     """Takes v, or any tensor of the device, and `ChainArguments`. Writes B to final_state and M to transitions."""
 
-    EARLY, LATE = ("w", "a", "u"), ("kg",)
-    OUTPUTS = False
     interface = SUMMARY
 
     def __init__(self, config: SummaryConfig):
@@ -62,36 +58,11 @@ class SummaryKernel(ChainKernel):
             self.load(smem, address, record, smem.early_full, stage, self.EARLY)
 
     @cute.jit
-    def multiply(self, smem, values: tuple, index: Int32):
-        _, _, task = self.task(values, index)
-        early, late = self.rings(PipelineUserType.Consumer)
-        column, base = self.tensor_columns, self.columns(smem, 0)
-        s, s_bf16, r, r_bf16 = base + column.s, base + column.s_bf16, base + column.r, base + column.r_bf16
-        for c in cutlass.range(task.chunks, unroll=1):
-            self.acquire(smem.early_full, early)
-            self.wait(smem.s_bf16_full, c % 2)
-            with cute.arch.elect_one():
-                tensor.product(r, s_bf16, self.w, self.stage(smem, "w", early.index), add=False)
-                self.commit(smem.early_empty, early.index)
-                self.commit(smem.r_full)
-            self.acquire(smem.late_full, late)
-            self.wait(smem.r_bf16_full, c % 2)
-            with cute.arch.elect_one():
-                tensor.product(s, r_bf16, self.kg, self.stage(smem, "kg", late.index), add=True)
-                self.commit(smem.late_empty, late.index)
-                self.commit(smem.s_full)  # the last commit: after it, no product is in flight
-            early.advance()
-            late.advance()
-
-    def write_outputs(self, smem, values, index):
-        """Does nothing: a summary has no outputs. The state warps wait for the last commit, s_full, before the CTA ends."""
-
-    @cute.jit
     def load_initial(self, args, task, row: Int32, S: cute.Tensor):
         if task.transition > 0:
             self.load_identity(row, S)
         else:
-            self.load_state(args, task.matrix, row, S)
+            self.load_state(args.initial_state, args.v_first, task.matrix, row, S)
 
     def load_identity(self, row, S):
         """Sets S to the identity."""
@@ -100,4 +71,4 @@ class SummaryKernel(ChainKernel):
 
     def store_final(self, args, task, row, S):
         target = ptx.select(task.transition > 0, args.transitions, args.final_state)
-        self.store_state(args, target, task.matrix, row, S)
+        self.store_state(target, args.v_first, task.matrix, row, S)

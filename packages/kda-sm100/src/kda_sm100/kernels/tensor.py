@@ -2,7 +2,8 @@
 
 Tensor memory has 128 lanes, which are the rows of D and A, and 512 columns of 4 bytes. An address is lane << 16 | column. A
 product has M = 128. Row i of D is lane i, and column j of D is a column. A column of A in tensor memory holds two neighbours of a
-row. B is an image in shared memory (`kda_cute.records`): K-major [N, K], or MN-major [K, N].
+row. B is an image in shared memory (`kda_cute.records`): K-major [N, K], or MN-major [K, N]. A may be such an image as well (`product_of_images`), and
+M may then be 64: rows 16w to 16w + 15 of D are lanes 32w to 32w + 15, or the next 16.
 
 A *tile* is a warp's part of a matrix in registers, in the layout of an accumulator of ``mma.sync``. Its 32 rows are two halves of
 16. Of each half and every 8 columns a thread has rows lane // 4 and lane // 4 + 8, columns 2 * (lane % 4) and its right
@@ -53,10 +54,11 @@ class TensorColumns:
         self.used = end if outputs else end - 2 * chunk
 
 
-def instruction(n, mn_major=False):
-    """Returns the descriptor of a product of M = 128 and N = ``n``. B is MN-major or K-major."""
+def instruction(n, mn_major=False, m=128, a_mn_major=False):
+    """Returns the descriptor of a product of M = ``m`` and N = ``n``. B and A are MN-major or K-major."""
     fp32, bf16 = 1, 1
-    return fp32 << 4 | bf16 << 7 | bf16 << 10 | int(mn_major) << 16 | n // 8 << 17 | 128 // 16 << 24
+    majors = int(a_mn_major) << 15 | int(mn_major) << 16
+    return fp32 << 4 | bf16 << 7 | bf16 << 10 | majors | n // 8 << 17 | m // 16 << 24
 
 
 def operand(leading, stride, row_bytes):
@@ -70,15 +72,15 @@ def operand(leading, stride, row_bytes):
 
 
 class Operand:
-    """Operand B of a product, which is executed in steps of 16 of K. ``rows``, ``columns``: extents of the image."""
+    """An image as operand B of a product, or A, which is executed in steps of 16 of K. ``rows``, ``columns``: extents of the image."""
 
     def __init__(self, rows, columns, mn_major=False):
         self.row_bytes = min(columns * 2, 128)
         self.panel = rows * self.row_bytes
         self.mn_major = mn_major
-        n, k = (columns, rows) if mn_major else (rows, columns)
+        self.n, k = (columns, rows) if mn_major else (rows, columns)
         self.steps = k // 16
-        self.instruction = instruction(n, mn_major)
+        self.instruction = instruction(self.n, mn_major)
         self.bits = operand(self.panel if mn_major else 16, 8 * self.row_bytes, self.row_bytes)
 
     def offset(self, step):
@@ -126,6 +128,26 @@ def product(d, a, operand, shared, add):
         mma(d, a + 8 * step, b, Int32(operand.instruction), Int32(add or step > 0))
 
 
+@dsl_user_op
+def mma_of_images(d: Int32, a, b, instruction: Int32, add: Int32, *, loc=None, ip=None) -> None:
+    """`mma` with A in shared memory: ``a`` are the two words of its descriptor."""
+    text = (
+        "{ .reg .pred add; .reg .b64 a, b; setp.ne.b32 add, $6, 0; mov.b64 a, {$1, $2}; mov.b64 b, {$3, $4}; "
+        "tcgen05.mma.cta_group::1.kind::f16 [$0], a, b, $5, add; }"
+    )
+    inline_ptx(text, [], [d, *a, *b, instruction, add], True, loc, ip)
+
+
+def product_of_images(d, a, a_shared, b, b_shared, add):
+    """Issues D = A B, or D += A B if ``add``. ``a``, ``b``: `Operand`; the rows of D are those that ``a`` has as N, 64 or 128.
+    ``*_shared``: addresses of the images."""
+    (a_low, a_high), (b_low, b_high) = a.words(a_shared), b.words(b_shared)
+    kind = instruction(b.n, b.mn_major, a.n, a.mn_major)
+    for step in range(b.steps):
+        words = [(a_low + a.offset(step) // 16, a_high), (b_low + b.offset(step) // 16, b_high)]
+        mma_of_images(d, *words, Int32(kind), Int32(add or step > 0))
+
+
 def commit(barrier):
     """Arrives once at an mbarrier when all products that this thread has issued are done."""
     tcgen05.commit(barrier)
@@ -167,6 +189,26 @@ def load(address: Int32, columns: int, *, loc=None, ip=None) -> list[Float32]:
     text = f"{kind} {{{registers(0)}}}, [${2 * count}]; {kind} {{{registers(1)}}}, [${2 * count + 1}]; "
     text += "tcgen05.wait::ld.sync.aligned;"
     return inline_ptx(text, [Float32] * (2 * count), [address, address + Int32(16 << 16)], True, loc, ip)
+
+
+@dsl_user_op
+def load_half(address: Int32, columns: int, *, loc=None, ip=None) -> list[Float32]:
+    """Returns the half of an fp32 tile at ``address``: 16 lanes, ``columns`` columns; see `load`."""
+    count = columns // 2
+    registers = ", ".join(f"${i}" for i in range(count))
+    text = f"tcgen05.ld.sync.aligned.16x256b.x{columns // 8}.b32 {{{registers}}}, [${count}]; tcgen05.wait::ld.sync.aligned;"
+    return inline_ptx(text, [Float32] * count, [address], True, loc, ip)
+
+
+@dsl_user_op
+def load_bf16(address: Int32, columns: int, *, loc=None, ip=None) -> list[Int32]:
+    """Returns the bf16x2 tile of the warp's lanes and ``columns`` columns, in the order in which `store` takes it; see `load`."""
+    count = columns // 2  # registers of a half
+    registers = lambda half: ", ".join(f"${half * count + i}" for i in range(count))
+    kind = f"tcgen05.ld.sync.aligned.16x128b.x{columns // 4}.b32"
+    text = f"{kind} {{{registers(0)}}}, [${2 * count}]; {kind} {{{registers(1)}}}, [${2 * count + 1}]; "
+    text += "tcgen05.wait::ld.sync.aligned;"
+    return inline_ptx(text, [Int32] * (2 * count), [address, address + Int32(16 << 16)], True, loc, ip)
 
 
 @dsl_user_op

@@ -2,7 +2,11 @@
 
 from enum import IntEnum
 
-from cutlass import Int32, cute
+from cutlass import cute
+
+from kda_cute.device.barriers import release
+
+__all__ = ["WARPGROUP", "NamedBarrier", "arrive", "release", "sync", "test", "wait", "wait_unless"]
 
 WARPGROUP = 128  # threads
 
@@ -29,17 +33,6 @@ def sync(name: NamedBarrier, wg, threads: int = WARPGROUP + 32):
 def arrive(name: NamedBarrier, wg):
     """Arrives at a named barrier of a chain warpgroup and its store warp without waiting."""
     cute.arch.barrier_arrive(barrier_id=_id(name, wg), number_of_threads=WARPGROUP + 32)
-
-
-def release(barrier):
-    """Arrives at an mbarrier once for the warp, without a branch. All lanes pass ``elect.sync`` after their own accesses,
-    so one arrival stands for all of them. ``elect.sync`` also chooses the lane: a comparison of the lane index would read
-    that index again each time, which takes longer."""
-    cute.arch.inline_ptx(
-        "{ .reg .pred first; elect.sync _|first, 0xffffffff; "
-        "@first mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}]; }",
-        read_only_args=[Int32(barrier.toint())],
-    )
 
 
 def wait(barrier, ring):

@@ -1,7 +1,7 @@
 """The gradients kernel: everything of the backward that is parallel over chunks.
 
 From the inputs, dO, and what the chains left (S before and dS' behind every chunk, R and dX), it computes dq, dk, dg and dbeta. With
-the notation of `kernels.reverse`, E = 2^{G_i - G_j} and b = beta k:
+R = T (V - Kd S), dX the gradient of v, E = 2^{G_i - G_j} and b = beta k:
 
     across chunks      dQd = dO S^T        dKd = -dX S^T       dKg = R dS'^T
     within a chunk     Dq = tril(dO R^T)   Dk = -stril(dX R^T)
@@ -17,6 +17,9 @@ integers: a factor has the same mantissa for every anchor (``backward`` of docs/
 A CTA has two compute warpgroups, one for each half of the channels, and a producer warpgroup, which also finds the steps of the
 CTA. A CTA takes items (chunk, query head) in a fixed order; value heads of a group follow one another, and sum dq and dk in a fixed
 order. No atomics.
+
+The five products between chunks, dO R^T and dX R^T as well as dQd, dKd and dKg, are those of the backend (`BetweenChunks`). All else
+is `mma.sync` and arithmetic, the same on every GPU.
 """
 
 from enum import IntEnum
@@ -24,23 +27,16 @@ from types import SimpleNamespace
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import warpgroup
 
 from kda_cute.device import ptx, varlen
-from kda_cute.device.intra_chunk.gates import Gate, gate_rate
-from kda_cute.device.kernel import Kernel
-from kda_sm90.arguments import GradientsArguments
-from kda_sm90.config import HEAD_DIM, GradientsConfig
-from kda_sm90.interfaces import GRADIENTS
-from kda_sm90.kernels.barriers import release
-from kda_sm90.kernels.gradients import decay, elements, memory, outputs, products, steep
-from kda_sm90.kernels.gradients.decay_gradient import DecayGradient, partial_offset
-from kda_sm90.kernels.gradients.loads import Producer, Raw, load_beta
-from kda_sm90.kernels.gradients.memory import (
+from kda_cute.device.barriers import release
+from kda_cute.device.gradients import decay, elements, memory, outputs, products, steep
+from kda_cute.device.gradients.decay_gradient import DecayGradient, partial_offset
+from kda_cute.device.gradients.loads import Producer, Raw, load_beta
+from kda_cute.device.gradients.memory import (
     BLOCK,
     CHUNK,
     COMPUTE,
-    HALF,
     OFFSETS,
     PANEL,
     TILES,
@@ -48,6 +44,10 @@ from kda_sm90.kernels.gradients.memory import (
     Step,
     Sum,
 )
+from kda_cute.device.intra_chunk.gates import Gate, gate_rate
+from kda_cute.device.kernel import Kernel
+from kda_cute.gradients import GradientsArguments, GradientsConfig
+from kda_cute.records import HEAD_DIM
 
 THREADS = COMPUTE + 128
 COMPUTE_REGISTERS, PRODUCER_REGISTERS = 232, 40
@@ -61,12 +61,41 @@ class Barrier(IntEnum):
     PAIR = 4  # to 7: of the two warps of a block of rows
 
 
+class BetweenChunks:
+    """The products of a step between chunks, by the tensor core of a backend. A kernel makes one object for each step.
+
+    A thread's part of an accumulator [64 tokens, 64 channels] has the layout of ``mma.sync`` (`products`). The operands are the
+    regions of `memory`; the caller has waited for them.
+    """
+
+    def start_rows(self):
+        """Starts dO R^T or dX R^T, dO S^T and dX S^T. Returns their accumulators: the first belongs to dO in the first half of the
+        channels, and to dX in the second."""
+        raise NotImplementedError
+
+    def finish_d(self):
+        """Waits for the first accumulator of `start_rows`."""
+        raise NotImplementedError
+
+    def finish_rows(self):
+        """Waits for the other two accumulators of `start_rows`."""
+        raise NotImplementedError
+
+    def start_across(self):
+        """Starts R dS'^T and returns its accumulator."""
+        raise NotImplementedError
+
+    def finish_across(self):
+        """Waits for the accumulator of `start_across`."""
+        raise NotImplementedError
+
+
 class GradientsKernel(Kernel):
-    """Takes grad_q as a tensor, which determines the device and the stream, and the values of `GradientsArguments`."""
+    """Base of the kernel of a backend, which sets ``interface`` and implements `between_chunks`. It takes grad_q as a tensor, which
+    determines the device and the stream, and the values of `GradientsArguments`."""
 
     #: Bytes of the spills of a variant, most of them in the branch for steep pairs.
     spill_allowance = 1280
-    interface = GRADIENTS
     threads = THREADS
 
     def __init__(self, config: GradientsConfig):
@@ -90,14 +119,30 @@ class GradientsKernel(Kernel):
             for number in range(2):
                 cute.arch.mbarrier_init(barriers.step_full + number, 128)
                 cute.arch.mbarrier_init(barriers.step_empty + number, COMPUTE // 32)
+        self.prepare(shared, thread)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        self.begin()
         if thread < COMPUTE:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
             self.compute(x, shared, barriers, thread)
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             self.produce(x, shared, barriers, thread - COMPUTE)
+        self.finish(shared, thread)
+
+    def between_chunks(self, shared, place, phase) -> BetweenChunks:
+        """Returns the products of a step. ``place``: the calling thread. ``phase``: 0 and 1 alternately."""
+        raise NotImplementedError
+
+    def prepare(self, shared, thread):
+        """Prepares what the products need, before the barrier of all threads at the start."""
+
+    def begin(self):
+        """Executed behind that barrier."""
+
+    def finish(self, shared, thread):
+        """Executed by all threads at the end."""
 
     def barriers(self, shared):
         """Returns the pointers to the full and the empty mbarriers of the operands and of the steps."""
@@ -113,14 +158,8 @@ class GradientsKernel(Kernel):
             chunk=tokens, N=x.N, T=x.T, offsets=x.offsets, offset_bytes=x.offset_bytes,
             span=varlen.slots(tokens, x.offset_bytes, x.N, x.T),
         )  # fmt: skip
-        first, end = self.slab(of(x.slot_tokens), x.first_slot, x.slab_slots)
+        first, end = varlen.slab(of(x.slot_tokens), x.first_slot, x.slab_slots, CHUNK)
         return SimpleNamespace(**vars(of(CHUNK)), first=first, end=end)
-
-    @cute.jit
-    def slab(self, coarse, first_slot: Int32, slab_slots: Int32):
-        """Returns the first and the end slot of the slab, in slots of 64 tokens."""
-        first = varlen.finer_slot(coarse, first_slot, CHUNK)
-        return first, varlen.finer_slot(coarse, cutlass.min(first_slot + slab_slots, coarse.span), CHUNK)
 
     @cute.jit
     def chunk_of(self, s, slot: Int32):
@@ -252,13 +291,7 @@ class GradientsKernel(Kernel):
         half, block, phase = place.half, place.block, number & 1
         step, l2norm = self.step(base, number), x.l2norm > 0
         unbounded = self.unbounded
-        mma = products.tiled_mma()
         wait = lambda operand: cute.arch.mbarrier_wait(barriers.full + int(operand), phase)
-        warps = thread & 127
-        rows_of = lambda name, count=1: products.matrix(shared, name, CHUNK, count)
-        half_of = lambda name: cute.local_tile(
-            products.matrix(shared, name, HEAD_DIM)[None, None, 0], (HALF, HEAD_DIM), (half, 0)
-        )
 
         # gates, their sums, anchors
         q, k = raw.elements(raw.q), raw.elements(raw.k)
@@ -275,23 +308,19 @@ class GradientsKernel(Kernel):
         self.sync(Barrier.HALF, half, 128)
 
         # Dq and Dk, dO S^T and dX S^T; factors meanwhile
-        d, acc_q, acc_k = (products.accumulator(mma) for _ in range(3))
+        between = self.between_chunks(shared, place, phase)
         for operand in (Operand.GRAD_O, Operand.RESIDUAL, Operand.GRAD_V, Operand.STATE):
             wait(operand)
-        products.start(
-            mma, d, rows_of("grad_o", 2)[None, None, half], rows_of("residual")[None, None, 0], warps
-        )
-        products.start(mma, acc_q, rows_of("grad_o")[None, None, 0], half_of("state"), warps)
-        products.start(mma, acc_k, rows_of("grad_v")[None, None, 0], half_of("state"), warps)
+        d, acc_q, acc_k = between.start_rows()
         products.store_scales(place, unbounded)
         q_inverse = elements.norms(place, Sum.Q_SQUARE, l2norm)
         k_inverse = elements.norms(place, Sum.K_SQUARE, l2norm)
         q_factors = [y * x.scale for y in q_inverse]
         column_factors = [y * beta for y, beta in zip(k_inverse, self.betas(place, step), strict=True)]
         elements.store_factors(place, q, k, q_factors, k_inverse, column_factors, kept)
-        warpgroup.wait_group(2)
+        between.finish_d()
         products.store_image(base + OFFSETS["d_q"] + half * PANEL, d, place)
-        warpgroup.wait_group(0)
+        between.finish_rows()
         self.release(barriers, Operand.GRAD_O, Operand.GRAD_V)
         elements.to_anchor(place, acc_q, acc_k)
         self.sync(Barrier.ALL, 0, COMPUTE)
@@ -315,13 +344,13 @@ class GradientsKernel(Kernel):
 
         # dk, dbeta
         place, step = self.place(base, thread), self.step(base, number)
-        across, grad_b = (products.accumulator(mma) for _ in range(2))
+        grad_b = cute.make_rmem_tensor((4 * TILES,), Float32)
         grad_b.fill(0.0)
         products.add_column_products(base, place.thread, grad_b, unbounded)
         wait(Operand.GRAD_STATE)
-        products.start(mma, across, rows_of("residual")[None, None, 0], half_of("grad_state"), warps)
+        across = between.start_across()
         through = products.through_diagonal(place)
-        warpgroup.wait_group(0)
+        between.finish_across()
         self.release(barriers, Operand.RESIDUAL, Operand.STATE, Operand.GRAD_STATE)
         k = raw.elements(raw.k, self.zero(step))
         elements.column_gradients(place, k, column_factors, across, grad_b, terms, kept)

@@ -1,57 +1,19 @@
-"""Products of a chunk: those between chunks on wgmma, those within the chunk on mma.sync.
+"""Products within a chunk, on mma.sync.
 
-An accumulator [64 tokens, 64 channels] of a warpgroup has the layout of a wgmma accumulator, which is that of ``mma.sync``: warp w
+An accumulator [64 tokens, 64 channels] of a warpgroup has the layout of ``mma.sync``: warp w
 has block w of 16 rows, and thread (row, quad) of it the elements (e, r, j) at row ``16w + 8r + row`` and column ``8j + 2 quad +
 e``, the channel ``16 quad + 2j + e`` (`memory.position`). So all that belongs to one token and channel meets in one thread.
 """
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, cute
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.utils import hopper_helpers
+from cutlass import Float32, Int32, cute
 
 from kda_cute.device import ptx
-from kda_sm90.config import HEAD_DIM
-from kda_sm90.kernels.gradients import memory
-from kda_sm90.kernels.gradients.memory import BLOCK, BLOCKS, CHUNK, HALF, OFFSETS, PAIRS, PANEL, TILES, Table
+from kda_cute.device.gradients import memory
+from kda_cute.device.gradients.memory import BLOCK, BLOCKS, HALF, OFFSETS, PAIRS, PANEL, TILES, Table
+from kda_cute.records import HEAD_DIM
 
-# ---- between chunks, of a warpgroup
-
-
-def tiled_mma():
-    """Returns the wgmma [64, 64] of two operands in shared memory."""
-    return hopper_helpers.make_trivial_tiled_mma(
-        BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (CHUNK, HALF)
-    )
-
-
-def matrix(shared: cute.Pointer, name, rows, count=1):
-    """Returns the tensor [rows, 128, count] of a region: images in two panels of 64 columns."""
-    from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind, make_smem_layout_atom
-
-    atom = make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, BFloat16)
-    layout = cute.tile_to_shape(atom, (rows, HEAD_DIM, count), order=(0, 1, 2))
-    pointer = cute.recast_ptr(shared + OFFSETS[name], layout.inner, dtype=BFloat16)
-    return cute.make_tensor(pointer, layout.outer)
-
-
-def start(mma, acc, a, b, thread):
-    """Starts ``acc = a b^T`` as one group of wgmmas. ``a`` [64, 128], ``b`` [64, 128]: tensors in shared memory."""
-    part = mma.get_slice(thread)
-    tCrA = mma.make_fragment_A(part.partition_A(a))
-    tCrB = mma.make_fragment_B(part.partition_B(b))
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, False)
-    warpgroup.fence()
-    for k in range(HEAD_DIM // 16):
-        cute.gemm(atom, acc, tCrA[None, None, k], tCrB[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
-
-
-def accumulator(mma):
-    """Returns an accumulator [64, 64]."""
-    return cute.make_rmem_tensor(mma.partition_shape_C((CHUNK, HALF)), Float32)
+# ---- images
 
 
 def store_image(shared, acc, place):
@@ -201,7 +163,7 @@ def add_row_products(
 ):
     """Adds Dq c to ``acc_q`` and Dk c to ``acc_k``: of a block of rows over its own and all earlier blocks of columns, relative to the
     block's anchor."""
-    from kda_sm90.kernels.gradients.elements import Place
+    from kda_cute.device.gradients.elements import Place
 
     place = Place(base, thread)
     block, columns = place.block, place.panel("column")
@@ -225,7 +187,7 @@ def add_row_products(
 @cute.jit
 def add_column_products(base: Int32, thread, acc: cute.Tensor, unbounded: cutlass.Constexpr[bool]):
     """Adds Dq^T r and Dk^T r of a block of columns over its own and all later blocks of rows, relative to the block's anchor."""
-    from kda_sm90.kernels.gradients.elements import Place
+    from kda_cute.device.gradients.elements import Place
 
     place = Place(base, thread)
     add_outer_column_products(base, thread, acc, 0, unbounded)
@@ -247,7 +209,7 @@ def add_outer_column_products(
 ):
     """Adds the products of a block of columns with all later blocks of rows: of columns with the middle anchor (``kind`` 0) or of the
     others (1)."""
-    from kda_sm90.kernels.gradients.elements import Place
+    from kda_cute.device.gradients.elements import Place
 
     place = Place(base, thread)
     operands = [(base + OFFSETS[d], place.panel(rows)) for d, rows in (("d_q", "row_q"), ("d_k", "row_k"))]

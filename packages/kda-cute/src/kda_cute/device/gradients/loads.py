@@ -3,11 +3,11 @@
 from cutlass import Float32, Int32, Int64, cute
 
 from kda_cute.device import ptx
+from kda_cute.device.gradients import memory
+from kda_cute.device.gradients.decay import ROWS, WIDTH, Lane
+from kda_cute.device.gradients.memory import CHUNK, HALF, OFFSETS, PANEL, REGION, RUN, TILES, Operand
 from kda_cute.device.intra_chunk.gates import sigmoid
-from kda_sm90.config import HEAD_DIM
-from kda_sm90.kernels.gradients import memory
-from kda_sm90.kernels.gradients.decay import ROWS, WIDTH, Lane
-from kda_sm90.kernels.gradients.memory import CHUNK, HALF, OFFSETS, PANEL, REGION, RUN, TILES, Operand
+from kda_cute.records import HEAD_DIM
 
 THREADS = 128
 ROW = 2 * HEAD_DIM  # bytes of a row of 128 bf16

@@ -14,8 +14,8 @@ from __future__ import annotations
 from cutlass import Boolean, Float32, Int32, cute
 
 from kda_cute.device import ptx
-from kda_sm90.kernels.gradients import memory
-from kda_sm90.kernels.gradients.memory import BLOCK, BLOCKS, HALF, OFFSETS, PANEL, RUN, TILES, Table
+from kda_cute.device.gradients import memory
+from kda_cute.device.gradients.memory import BLOCK, BLOCKS, HALF, OFFSETS, PANEL, RUN, TILES, Table
 
 
 class Place:

@@ -4,9 +4,9 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from kda_cute.device import ptx
-from kda_sm90.config import HEAD_DIM
-from kda_sm90.kernels.gradients.loads import ROW, row_offset
-from kda_sm90.kernels.gradients.memory import CHUNK, COMPUTE, TILES
+from kda_cute.device.gradients.loads import ROW, row_offset
+from kda_cute.device.gradients.memory import CHUNK, COMPUTE, TILES
+from kda_cute.records import HEAD_DIM
 
 SCRATCH = CHUNK * HEAD_DIM * 4  # bytes of dq or dk of a chunk
 

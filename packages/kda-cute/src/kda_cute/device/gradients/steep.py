@@ -10,9 +10,9 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from kda_cute.device import ptx
-from kda_sm90.kernels.gradients import elements, memory
-from kda_sm90.kernels.gradients.loads import row_offset
-from kda_sm90.kernels.gradients.memory import BLOCK, OFFSETS, RUN, TILES, Sum
+from kda_cute.device.gradients import elements, memory
+from kda_cute.device.gradients.loads import row_offset
+from kda_cute.device.gradients.memory import BLOCK, OFFSETS, RUN, TILES, Sum
 
 
 def row_loaders(x, place, step):

@@ -7,13 +7,13 @@ A lane has four channels and 8 rows of the warp's block, as where the gates were
 from cutlass import Float32, Int64, cute
 
 from kda_cute.device import ptx
+from kda_cute.device.gradients import memory
+from kda_cute.device.gradients.decay import ROWS, WIDTH, from_lane, store_if
+from kda_cute.device.gradients.loads import gate_offset
+from kda_cute.device.gradients.memory import BLOCKS, HALF, Table
 from kda_cute.device.intra_chunk.gates import sigmoid
 from kda_cute.device.ptx import LOG2E
-from kda_sm90.config import HEAD_DIM
-from kda_sm90.kernels.gradients import memory
-from kda_sm90.kernels.gradients.decay import ROWS, WIDTH, from_lane, store_if
-from kda_sm90.kernels.gradients.loads import gate_offset
-from kda_sm90.kernels.gradients.memory import BLOCKS, HALF, Table
+from kda_cute.records import HEAD_DIM
 
 
 def partial_offset(x, slot, head):

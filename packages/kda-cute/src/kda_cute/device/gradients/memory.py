@@ -29,7 +29,7 @@ import cutlass
 from cutlass import Float32, Int32
 
 from kda_cute.device import ptx
-from kda_sm90.config import HEAD_DIM
+from kda_cute.records import HEAD_DIM
 
 CHUNK = 64
 BLOCKS = 4

@@ -10,9 +10,9 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from kda_cute.device import ptx
+from kda_cute.device.gradients import memory
+from kda_cute.device.gradients.memory import BLOCK, BLOCKS, HALF, Table
 from kda_cute.device.ptx import LOG2E
-from kda_sm90.kernels.gradients import memory
-from kda_sm90.kernels.gradients.memory import BLOCK, BLOCKS, HALF, Table
 
 #: Rows and channels of a lane.
 ROWS, WIDTH = BLOCK // 2, HALF // 16

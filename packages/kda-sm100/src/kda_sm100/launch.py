@@ -1,0 +1,165 @@
+"""The launches of a call: their kernels, and the arguments that the shape determines."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_cute import arch_of_capability, get_kernel
+from kda_cute.arguments import Address, address
+from kda_cute.interface import KernelInterface
+from kda_cute.pools import pitch_arguments, pool_arguments
+from kda_sm100.arguments import (
+    CHAIN,
+    INTRA_CHUNK,
+    SAVING_CHAIN,
+    SERVING_CHAIN,
+    SUMMARY,
+    ChainArguments,
+    IntraChunkArguments,
+    SavedArguments,
+)
+from kda_sm100.config import ARCHS
+from kda_sm100.launch_config import launch_config
+
+
+class IntraChunkLaunch(NamedTuple):
+    """The first launch for a shape.
+
+    Attributes:
+        kernel: the compiled kernel.
+        arguments: makes the kernel's argument struct from the addresses of a call. It already has the arguments that the
+            shape determines.
+        strided: whether the kernel is a variant for strided inputs.
+    """
+
+    kernel: Callable[..., Any]
+    arguments: Callable[..., tuple[float, ...]]
+    strided: bool
+
+    def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
+        """Launches on the current device and stream. The records go to the workspace of the outputs."""
+        arguments = self.arguments(
+            q=inputs.q.data_ptr(),
+            k=inputs.k.data_ptr(),
+            v=inputs.v.data_ptr(),
+            g=inputs.g.data_ptr(),
+            beta=inputs.beta.data_ptr(),
+            a_log=address(inputs.A_log),
+            dt_bias=address(inputs.dt_bias),
+            offsets=address(inputs.cu_seqlens),
+            workspace=address(outputs.workspace),
+        )
+        # o names the device and the stream, because it is contiguous in any call
+        self.kernel(outputs.o, *arguments, *(pitch_arguments(inputs) if self.strided else ()))
+
+
+class ChainLaunch(NamedTuple):
+    """A launch for a shape that reads the records: of the chain, or of the summary kernel.
+
+    Attributes:
+        kernel: the compiled kernel.
+        arguments: as in `IntraChunkLaunch`.
+        extra: returns the further arguments of a variant for pools, or of one that saves states.
+    """
+
+    kernel: Callable[..., Any]
+    arguments: Callable[..., tuple[float, ...]]
+    extra: Callable[[KdaInputs, KdaOutputs], tuple[int, ...]] = lambda *_: ()
+
+    def __call__(self, inputs: KdaInputs, outputs: KdaOutputs, transitions: Tensor | None = None) -> None:
+        """Launches on the current device and stream."""
+        states = outputs.intermediate_states if outputs.saved_states is None else outputs.saved_states
+        arguments = self.arguments(
+            offsets=address(inputs.cu_seqlens),
+            initial_state=address(inputs.initial_state),
+            o=outputs.o.data_ptr(),
+            final_state=address(outputs.final_state),
+            states=address(states),
+            transitions=address(transitions),
+            workspace=address(outputs.workspace),
+            state_count=0 if states is None else states.shape[0] * states.shape[1],
+        )
+        self.kernel(outputs.o, *arguments, *self.extra(inputs, outputs))
+
+
+@functools.lru_cache(maxsize=1024)
+def launches_of(
+    shape: ProblemShape, strided: bool = False, saves: int = 0
+) -> tuple[IntraChunkLaunch, ChainLaunch]:
+    """Returns the launches for a shape. Compiles their kernels on first use.
+
+    ``strided``: whether q, k, v, g or beta is not contiguous. ``saves``: tokens between the states that the chain saves for a
+    backward, or 0. The cache holds the last 1024 results.
+    """
+    config = launch_config(shape, saves=saves).chain
+    if config.serving:
+        chain = _chain_launch(shape, SERVING_CHAIN, config)._replace(extra=pool_arguments)
+    elif config.saves:
+        chain = _chain_launch(shape, SAVING_CHAIN, config)._replace(extra=_saved_arguments)
+    else:
+        chain = _chain_launch(shape, CHAIN, config)
+    return _intra_chunk_launch(shape, strided), chain
+
+
+def _saved_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> SavedArguments:
+    return SavedArguments(Address(address(outputs.residual)))
+
+
+@functools.lru_cache(maxsize=1024)
+def summary_launches_of(shape: ProblemShape) -> tuple[IntraChunkLaunch, ChainLaunch]:
+    """Returns the launches that summarise the segments of a shape; otherwise as `launches_of`."""
+    return _intra_chunk_launch(shape), _chain_launch(shape, SUMMARY, launch_config(shape).summary)
+
+
+def _intra_chunk_launch(shape: ProblemShape, strided: bool = False) -> IntraChunkLaunch:
+    arguments = functools.partial(IntraChunkArguments, **intra_chunk_numbers(shape))
+    kernel = get_kernel(INTRA_CHUNK, launch_config(shape, strided).intra_chunk, arch_of(shape))
+    return IntraChunkLaunch(kernel, arguments, strided)
+
+
+def intra_chunk_numbers(shape: ProblemShape) -> dict[str, Any]:
+    """Returns the arguments of the intra-chunk kernel that a shape determines."""
+    options = shape.options
+    return {
+        "N": shape.N,
+        "T": shape.T,
+        "H": shape.H,
+        "HV": shape.HV,
+        "offset_bytes": offset_bytes(shape),
+        "beta_bytes": shape.beta_dtype.itemsize,
+        "l2norm": int(options.use_qk_l2norm_in_kernel),
+        "scale": shape.scale,
+        "lower_bound": options.lower_bound or 0.0,
+        "beta_factor": (2.0 if options.allow_neg_eigval else 1.0)
+        if options.use_beta_sigmoid_in_kernel
+        else 0.0,
+    }
+
+
+def _chain_launch(shape: ProblemShape, kernel: KernelInterface, config: object) -> ChainLaunch:
+    options = shape.options
+    arguments = functools.partial(
+        ChainArguments,
+        N=shape.N,
+        T=shape.T,
+        HV=shape.HV,
+        offset_bytes=offset_bytes(shape),
+        v_first=int(options.state_v_first),
+        every=max(1, options.chunk_size // launch_config(shape).chunk),
+    )
+    return ChainLaunch(get_kernel(kernel, config, arch_of(shape)), arguments)
+
+
+def arch_of(shape: ProblemShape) -> str:
+    """Returns the target of the compiler, such as "sm_100a". A call without a GPU is emulated."""
+    return ARCHS[0] if shape.arch is None else arch_of_capability(shape.arch)
+
+
+def offset_bytes(shape: ProblemShape) -> int:
+    """Returns the bytes of an element of cu_seqlens; 0 if sequences are not packed."""
+    return 0 if shape.index_dtype is None else shape.index_dtype.itemsize

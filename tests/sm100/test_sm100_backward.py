@@ -1,0 +1,99 @@
+"""The backward on ptx-emulator: a reduced set of the kit's gradient cases, slabs, and what a forward saves for it.
+
+No Blackwell GPU has run the kernels yet. `test_sm100_conformance` is for the first one.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers.emulated_cases import BOUNDS, KIT, EmulatedBackend
+from helpers.saved_states import PACKED, check
+from helpers.sm100_backward import gradients
+
+from kda_core.testing import FAMILIES, make_inputs, record_calls
+from kda_core.testing.gradients import GradientCase, gradient_errors
+from kda_sm100.backend import Sm100Backend
+from kda_sm100.config import ARCHS
+
+
+class TestGradients(EmulatedBackend):
+    backend, arch = "sm100", ARCHS[0]
+
+    @pytest.mark.parametrize("family", (*FAMILIES, "spikes"))
+    def test_gates(self, kda, family):
+        with record_calls() as calls:
+            kda.gradients_agree(kda.gradient_case(family, 70, H=1, HV=2, initial_state=True))
+        assert {call.backend for call in calls} == {"sm100"}
+
+    @pytest.mark.parametrize("T", (0, 1, 15, 64))
+    def test_length(self, kda, T):
+        kda.gradients_agree(kda.gradient_case("slow", T, H=1, initial_state=True))
+
+    @pytest.mark.parametrize("bounds", BOUNDS[:2], ids=str)
+    @pytest.mark.parametrize("disable_recompute", (False, True))
+    def test_packed(self, kda, bounds, disable_recompute):
+        lengths = tuple(b - a for a, b in pairwise(bounds))
+        case = kda.gradient_case("memory", bounds[-1], H=1, HV=2, lengths=lengths, initial_state=True)
+        call = case.arguments | {"disable_recompute": disable_recompute}
+        kda.check_gradients(case, kda.gradients(call, case.grad_o, case.grad_final_state))
+
+    def test_batches_without_states(self, kda):
+        case = kda.case("steep", 40, B=2, H=2, HV=4)
+        kda.gradients_agree(GradientCase(case.inputs, of=("o",)))
+
+    @pytest.mark.parametrize(
+        "form", ("softplus, no dt_bias", "bf16 g", "fp32 beta", "negative eigenvalues", "no l2norm")
+    )
+    def test_form(self, kda, form):
+        KIT.test_gradients_of_a_form(kda, form)
+
+    def test_state_layouts(self, kda):
+        KIT.test_gradients_of_state_layouts(kda, (0, 17, 17, 64, 130))
+
+    @pytest.mark.parametrize("exponent", (-20, 20))
+    def test_scale(self, kda, exponent):
+        KIT.test_gradients_at_a_scale(kda, "steep", exponent)
+
+    @pytest.mark.parametrize("disable_recompute", (False, True))
+    def test_segments_that_save_states(self, kda, disable_recompute):
+        KIT.test_segments_that_save_states(kda, disable_recompute)
+
+    def test_tokens_behind_the_last_used_output(self, kda):
+        KIT.test_gradients_behind_the_last_used_output(kda, "masked")
+
+
+def case(family, T, **options):
+    """Returns the arguments of a call, and its `GradientCase` with gradients of all outputs."""
+    found = GradientCase(make_inputs(family, T, initial_state=True, **options), seed=1)
+    return {n: y for n, y in found.arguments.items() if n != "output_final_state"}, found
+
+
+def test_slabs_and_saved_states_change_no_bit_of_the_gradients_of_tokens():
+    """A sequence of three slots of 512 tokens is cut between slabs; others are empty, or lie in one slab."""
+    x, given = case("slow", 1100, H=1, lengths=(0, 1080, 20, 0))
+    outputs = given.grad_o, given.grad_final_state
+    want = gradients(x, *outputs, spacing=512)
+    errors = gradient_errors(want, given.exact, given.inputs.lengths)
+    assert not {n: (e, given.limits[n]) for n, e in errors.items() if not e <= given.limits[n]}
+    for spacing, slab_slots in ((512, 1), (64, 7), (0, 2)):
+        found = gradients(x, *outputs, spacing=spacing, slab_slots=slab_slots)
+        for name, gradient in want.items():
+            if name in ("A_log", "dt_bias"):  # sums of the slabs, in another order
+                assert torch.allclose(found[name], gradient, rtol=1e-5, atol=1e-5), (spacing, name)
+            else:
+                assert torch.equal(found[name], gradient), (spacing, name)
+
+
+def test_every_schedule_gives_the_same_bits():
+    x, given = case("mixed", 130, H=1, HV=2)
+    found = [gradients(x, given.grad_o, given.grad_final_state, seed=seed) for seed in range(3)]
+    assert all(torch.equal(one[n], found[0][n]) for one in found[1:] for n in one)
+
+
+@pytest.mark.parametrize(("lengths", "spacing"), ((None, 64), (PACKED, 64), (PACKED, 512)), ids=str)
+def test_saved_states_and_residuals(lengths, spacing):
+    T = 70 if lengths is None else sum(lengths)
+    x = make_inputs("slow", T, B=2 if lengths is None else 1, H=1, HV=2, lengths=lengths, initial_state=True)
+    v_first = {"state_v_first": True, "initial_state": x.arguments["initial_state"].mT.contiguous()}
+    check(Sm100Backend(), ARCHS[0], x.arguments | (v_first if spacing == 64 else {}), spacing)
