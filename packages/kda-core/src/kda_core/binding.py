@@ -150,7 +150,7 @@ class BoundCall:
         if self._like_state is not None:
             state = buffers.like_example(self._like_state)
         if self._like_workspace is not None:
-            workspace = buffers.like_example(self._like_workspace)
+            workspace = torch.empty_like(self._like_workspace)
         elif self._found.workspace is not None:
             workspace = self._found.workspace
         device = self._device

@@ -129,7 +129,7 @@ def example(size: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
 
 
 def like_example(x: Tensor) -> Tensor:
-    """Returns an uninitialised contiguous tensor with the metadata of `x`."""
+    """Returns an uninitialised contiguous tensor with the metadata of `x`. For one dimension `torch.empty_like` does it too, faster."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -114,7 +114,7 @@ def run(args: Arguments) -> tuple[Tensor, Tensor | None] | None:
     if known.state is not None:
         state = buffers.like_example(known.state)
     if known.workspace is not None:
-        workspace = buffers.like_example(known.workspace)
+        workspace = torch.empty_like(known.workspace)
     outputs = (
         o.data_ptr(), 0 if state is None else state.data_ptr(), 0 if workspace is None else workspace.data_ptr(),
     )  # fmt: skip
