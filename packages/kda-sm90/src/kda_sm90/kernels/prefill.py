@@ -145,6 +145,7 @@ class PrefillKernel(Kernel):
                                       claim item t + 1 (claim_next)
             stage 3
                                       store the claim to the buffer of turn t + 1 (store_claim)
+                                      look up the room for record t + 1 (prefetch_read)
                                       request the inputs of item t + 1
             stage 4
 
@@ -176,13 +177,13 @@ class PrefillKernel(Kernel):
         loaded = self.request_inputs(args, thread, base, turn)
         if thread == 0 and args.ticket != Int64(0):
             schedule.wait_for_clear(sched, args.ticket, waiters)
+        read = self.prefetch_read(sched, thread, base, turn)
         queue, number, valid = self.load_item(base, turn)
         while number >= 0:
             # Everything derived from these is computed in each turn, because registers are scarce.
             # The mask tells the compiler that the thread index is not negative, which makes divisions cheap.
             thread, base = ptx.opaque(thread) & (size - 1), ptx.opaque(base)
             ring = schedule.ring(sched, queue)
-            read = self.prefetch_read(ring, thread)
             index_of_record = schedule.record(ring, number)
             record = functools.partial(self.record_address, records, index_of_record)
             acquire_record = functools.partial(self.acquire_record, sched, thread, base, turn, read)
@@ -198,6 +199,8 @@ class PrefillKernel(Kernel):
                 sync()  # as in `IntraChunk.compute`: claim only when the item has room
                 store_claim(claim_next())
                 sync()
+            # Before the request: the load would share the scoreboard of the copies that it starts, and wait for them.
+            read = self.prefetch_read(sched, thread, base, turn + 1)
             loaded = self.request_inputs(args, thread, base, turn + 1)
             if exists:
                 self.intra_chunk.finish(Worker(thread, base, turn), record)
@@ -248,12 +251,13 @@ class PrefillKernel(Kernel):
         return loaded
 
     @cute.jit
-    def prefetch_read(self, ring, thread: Int32):
-        """Returns, in thread 0, the number below which the chain has read all records. `acquire_record` uses it about
-        1 us later."""
+    def prefetch_read(self, sched, thread: Int32, base: Int32, turn: Int32):
+        """Returns, in thread 0, the number below which the chain of the turn's item has read all records. `acquire_record` of that
+        turn uses it 1 to 2 us later."""
         read = Int32(0)
         if thread == 0:
-            read = schedule.numbers_read(ring, self.first_halves)
+            queue, _, _ = self.load_item(base, turn)
+            read = schedule.numbers_read(schedule.ring(sched, queue), self.first_halves)
         return read
 
     @cute.jit
