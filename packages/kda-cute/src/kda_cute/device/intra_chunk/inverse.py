@@ -41,20 +41,9 @@ class Inverse:
                 for e in range(2):
                     column = 8 * tile + 2 * p.quad_lane + e
                     ptx.store_shared(start + column * COLUMN + row * 4, -l_acc[tile][2 * half + e])
-        cute.arch.sync_warp()
-        column = p.lane % 16  # computed again: registers are scarce between stage 1 and here
-        x = [ptx.select(column == i, Float32(1.0), Float32(0.0)) for i in range(BLOCK)]
-        for i in range(BLOCK - 1):  # x[i] is final: add its part to all rows below
-            first = (i + 1) // 4 * 4  # aligned to the 16 bytes of a load
-            minus_l = []
-            for at in range(first, BLOCK, 4):
-                minus_l += ptx.load_shared_x4(start + i * COLUMN + at * 4, Float32)
-            for row in range(i + 1, BLOCK):
-                x[row] = ptx.fma(minus_l[row - first], x[i], x[row])
-        cute.arch.sync_warp()
-        for row in range(0, BLOCK, 4):
-            ptx.store_shared_x4(start + column * COLUMN + row * 4, x[row : row + 4])
-        cute.arch.sync_warp()
+        eliminate(
+            start, p.lane % 16
+        )  # the column is computed again: registers are scarce between stage 1 and here
         # From columns to an A fragment, in two parts.
         values = []
         for i in range(4):
@@ -98,22 +87,44 @@ class Inverse:
         for d in range(distance):
             x = [[parts[d * 8 + part * 4 + n] for n in range(4)] for part in range(2)]
             l_block = load_parts(self.layout.l_block(p.base, i, p.block + d) + p.lane * 16)
-            total = self.product_in_parts(x, l_block, total)
+            total = product_in_parts(x, l_block, total)
         zero = [[Float32(0.0)] * 4 for _ in range(2)]
         x_ii = load_parts(self.layout.inverse(p.base, i) + p.lane * 16)
-        product = self.product_in_parts(fragment_in_parts(total), x_ii, zero)
+        product = product_in_parts(fragment_in_parts(total), x_ii, zero)
         minus = [[-x for x in tile] for tile in product]
         heads, tails = fragment_in_parts(minus)
         for n, x in enumerate([*heads, *tails]):
             parts[distance * 8 + n] = x
         self.image.store(t_image, ptx.transpose_16x16(heads), i, p.block, p.lane, p.base)
 
-    def product_in_parts(self, a, b, acc):
-        """Returns a @ b^T + acc of 16x16 matrices in two parts, both as A fragments.
 
-        An A fragment of b is a B fragment of b^T: registers 0 and 2 are its columns 0 to 7, 1 and 3 its columns 8 to 15.
-        The product of the two tails is left out: it is at most 2^-18 of the product of the absolute values.
-        """
-        for i, j in ((0, 1), (1, 0), (0, 0)):
-            acc = [ptx.mma_m16n8k16(a[i], [b[j][tile], b[j][tile + 2]], acc[tile]) for tile in range(2)]
-        return acc
+def eliminate(start, column):
+    """Replaces -L by (I + L)^-1, by forward substitution in fp32, one lane for each column.
+
+    Both are a diagonal block by columns, `COLUMN` apart, from the shared address ``start`` on, of which only elements below the diagonal
+    are read. A warp calls it, and sees all columns when it returns.
+    """
+    cute.arch.sync_warp()
+    x = [ptx.select(column == i, Float32(1.0), Float32(0.0)) for i in range(BLOCK)]
+    for i in range(BLOCK - 1):  # x[i] is final: add its part to all rows below
+        first = (i + 1) // 4 * 4  # aligned to the 16 bytes of a load
+        minus_l = []
+        for at in range(first, BLOCK, 4):
+            minus_l += ptx.load_shared_x4(start + i * COLUMN + at * 4, Float32)
+        for row in range(i + 1, BLOCK):
+            x[row] = ptx.fma(minus_l[row - first], x[i], x[row])
+    cute.arch.sync_warp()
+    for row in range(0, BLOCK, 4):
+        ptx.store_shared_x4(start + column * COLUMN + row * 4, x[row : row + 4])
+    cute.arch.sync_warp()
+
+
+def product_in_parts(a, b, acc):
+    """Returns a @ b^T + acc of 16x16 matrices in two parts, both as A fragments.
+
+    An A fragment of b is a B fragment of b^T: registers 0 and 2 are its columns 0 to 7, 1 and 3 its columns 8 to 15.
+    The product of the two tails is left out: it is at most 2^-18 of the product of the absolute values.
+    """
+    for i, j in ((0, 1), (1, 0), (0, 0)):
+        acc = [ptx.mma_m16n8k16(a[i], [b[j][tile], b[j][tile + 2]], acc[tile]) for tile in range(2)]
+    return acc
