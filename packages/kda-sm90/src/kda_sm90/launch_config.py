@@ -27,7 +27,7 @@ SMS = 132
 
 #: ns per chunk of an intra-chunk group, by (chunk size, unbounded gate). The values for unbounded gates lie between
 #: those of slow gates and those of steep gates.
-ITEM_NS = {(64, False): 13600, (32, False): 5700, (64, True): 14400, (32, True): 11300}
+ITEM_NS = {(64, False): 13600, (32, False): 7000, (64, True): 14400, (32, True): 11300}
 
 #: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain that runs alone, or
 #: whose start is a small part of a long call, is up to 15% faster.
