@@ -187,8 +187,8 @@ class IntraChunk(Inputs):
         hop = self.decay.store_anchors(p)
         self.decay.store_chunk_decay(p, decay_address)
         steep = self.decay.is_steep(hop)
-        cute.arch.cp_async_wait_group(0)  # k; each thread reads only what it has copied of q and k
-        cute.arch.sync_warp()  # anchors and hops: stage 2 reads those of its own block
+        cute.arch.cp_async_wait_group(0)  # k
+        cute.arch.sync_warp()  # k and q of the block, anchors and hops: stage 2 reads those of its own block
 
         l_acc, a_acc = self.rows.compute(p, steep, l2norm, x.scale, record("kd"), record("qd"))
         hooks.sync()
@@ -239,14 +239,21 @@ class IntraChunk(Inputs):
         cute.arch.cp_async_commit_group()
 
     def copy_rows(self, p: Place, x, name, chunk: Chunk, region):
-        """Copies rows of q or k (``name``) to shared memory asynchronously, in fragment order: each thread copies what it alone reads,
-        so that the data need no barrier."""
+        """Copies the warp's block of q or k (``name``) to shared memory asynchronously, in fragment order.
+
+        A warp copies 4 rows of 128 bytes at a time, whole lines of global memory: half the wavefronts of 8 rows of 64 bytes, which
+        each thread would copy for itself. Eight lanes have two rows of one slice, which are 128 contiguous bytes in shared memory.
+        """
+        row_of_pair, quad_lane = p.lane // 4 % 2, p.lane % 4
+        m, pair = p.lane // 8 % 2, p.lane // 16
         for half in range(2):
-            row = p.block * BLOCK + p.row + 8 * half
-            address = self.key_address(x, name, chunk, row) + p.quad_lane * 16
-            for m in range(4):
-                to = fragment_address(region, p.block, p.lane, half, m)
-                ptx.cp_async_x4(to, address + 64 * m, row < chunk.valid)
+            for first in (0, 4):
+                row = first + 2 * pair + row_of_pair
+                token = p.block * BLOCK + row + 8 * half
+                address = self.key_address(x, name, chunk, token) + m * 64 + quad_lane * 16
+                to = fragment_address(region, p.block, row * 4 + quad_lane, half, m)
+                for slices in (0, 2):
+                    ptx.cp_async_x4(to + slices * 512, address + slices * 64, token < chunk.valid)
 
     def store_beta(self, p: Place, x, beta_bf16, beta_fp32, valid):
         """Stores beta of row ``thread % C`` to shared memory; two threads the same one. Rows beyond the sequence are 0."""
