@@ -12,7 +12,7 @@ from kda_cute.decode import DECODES, decode_config
 from kda_cute.jit.key import Variant
 from kda_cute.journal import JOURNALS, journal_config
 from kda_cute.verify import VERIFIES
-from kda_sm90.config import ARCH, SPACINGS
+from kda_sm90.config import ARCH, SPACINGS, PrefillConfig
 from kda_sm90.launch_config import backward_launch_config, launch_config, segment_launch_configs
 from kda_sm90.variants import ALL, SAMPLE
 
@@ -117,3 +117,27 @@ def test_every_call_in_segments_has_its_variants(gate):
     ]
     needed = {config for pair in launches for config in (pair.summarize.config, pair.execute.config)}
     assert needed <= set(ALL)
+
+
+def test_warpgroups_compute_chunks_of_32_with_bounded_gates_and_nothing_else():
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the kernel class imports it")
+    from kda_sm90.kernels.intra_chunk import WarpgroupIntraChunk
+    from kda_sm90.kernels.prefill import SHARED_BYTES, PrefillKernel
+
+    of_warpgroups = set()
+    for config in (
+        config for config in ALL if isinstance(config, PrefillConfig) and not config.reads_records
+    ):
+        kernel = PrefillKernel(config)
+        assert kernel.groups * kernel.intra_chunk.threads == kernel.threads == config.threads
+        assert kernel.group_bytes % 128 == 0 and kernel.shared_bytes <= SHARED_BYTES
+        if isinstance(kernel.intra_chunk, WarpgroupIntraChunk):
+            assert kernel.group_bytes % 1024 == 0  # operand images of a group start at its memory
+            of_warpgroups.add(config)
+    assert of_warpgroups == {
+        config
+        for config in ALL
+        if isinstance(config, PrefillConfig)
+        and config.mode in ("whole", "summarize")
+        and (config.chunk, config.unbounded) == (32, False)
+    }

@@ -16,7 +16,7 @@ from kda_cute.jit.key import Variant
 from kda_cute.jit.ptxas import keep_ptx
 from kda_sm90 import layouts
 from kda_sm90.arguments import PrefillArguments
-from kda_sm90.config import ARCH, THREADS, PrefillConfig
+from kda_sm90.config import ARCH, PrefillConfig
 
 
 def ptx_of(kernel: type, config: object) -> str:
@@ -52,7 +52,7 @@ def launch(
     text, shared = compiled(config)
     grid = (named["intra_chunk_ctas"] + named["queues"] * (config.halves // config.warpgroups),)
     return ptx.execute(
-        text, grid, (THREADS,), shared, values, tensors, scratch=scratch, seed=seed, races=races
+        text, grid, (config.threads,), shared, values, tensors, scratch=scratch, seed=seed, races=races
     )
 
 

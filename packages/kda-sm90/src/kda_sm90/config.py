@@ -26,8 +26,11 @@ __all__ = [
 #: The architecture that the kernel is compiled for.
 ARCH = "sm_90a"
 
-#: Threads of a CTA: three warpgroups in a chain CTA, or 384 / (2 * chunk) groups in an intra-chunk CTA.
+#: Threads of a CTA with chains and groups of `kda_cute.device.intra_chunk`: three warpgroups, or 384 / (2 * chunk) groups.
 THREADS = 384
+
+#: Threads of a CTA with groups of `kernels.intra_chunk`: four warpgroups, each of which is a group.
+WARPGROUP_THREADS = 512
 
 #: The work of a launch. ``whole`` is a complete call. A call in segments has two launches: ``summarize`` runs the
 #: intra-chunk stage on all chunks, keeps their records, and computes the summary of every segment; ``execute`` runs the
@@ -51,6 +54,16 @@ HALVES: dict[Mode, int] = {
     "recompute": 2,
     "reverse_summarize": 4,
 }
+
+
+def by_warpgroup(chunk: int, unbounded: bool) -> bool:
+    """Returns whether a warpgroup computes a chunk (`kernels.intra_chunk`), by tokens per chunk and whether gates are unbounded."""
+    return chunk == 32 and not unbounded
+
+
+def groups_of(chunk: int, unbounded: bool) -> int:
+    """Returns the groups of an intra-chunk CTA, by the same."""
+    return WARPGROUP_THREADS // 128 if by_warpgroup(chunk, unbounded) else THREADS // (2 * chunk)
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,22 @@ class PrefillConfig:
     def summarizes(self) -> bool:
         """Whether the launch computes how segments act on states or their gradients, and nothing for single chunks."""
         return self.mode in ("summarize", "reverse_summarize")
+
+    @property
+    def by_warpgroup(self) -> bool:
+        """Whether the intra-chunk stage is that of `kernels.intra_chunk`, whose groups are warpgroups. If not, it is that of
+        `kda_cute.device.intra_chunk`."""
+        return by_warpgroup(self.chunk, self.unbounded) and not self.reads_records
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return WARPGROUP_THREADS if self.by_warpgroup else THREADS
+
+    @property
+    def groups(self) -> int:
+        """Groups of an intra-chunk CTA."""
+        return groups_of(self.chunk, self.unbounded)
 
     @property
     def backward(self) -> bool:

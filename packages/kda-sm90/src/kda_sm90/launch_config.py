@@ -22,14 +22,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from kda_core.contract import ProblemShape, besides_tokens
 from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
-from kda_sm90.config import HALVES, SPACINGS, THREADS, Mode, PrefillConfig
+from kda_sm90.config import HALVES, SPACINGS, Mode, PrefillConfig, groups_of
 
 #: SMs of an H100 SXM and of an H200. A launch puts one CTA on each.
 SMS = 132
 
 #: ns per chunk of an intra-chunk group, by (chunk size, unbounded gate). The values for unbounded gates lie between
 #: those of slow gates and those of steep gates.
-ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True): 11300}
+ITEM_NS = {(64, False): 13600, (32, False): 7000, (64, True): 14400, (32, True): 11300}
 
 #: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain that runs alone, or
 #: whose start is a small part of a long call, is up to 15% faster.
@@ -206,7 +206,7 @@ def _with_rings(shape: ProblemShape, models: list[_Model], **fields: Any) -> Lau
         slot = config.chunks_per_slot
         depth = max(slot, min(RING_RECORDS // queues, min(most, 2) * slot))
     else:
-        wanted = math.ceil(RECORDS_PER_GROUP[config.unbounded] * ctas * groups_of(model.chunk) / queues)
+        wanted = math.ceil(RECORDS_PER_GROUP[config.unbounded] * ctas * config.groups / queues)
         depth = max(1, min(max(wanted, LEAST_DEPTH), most))
     return LaunchConfig(config, ctas, queues, depth)
 
@@ -219,7 +219,8 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
         if mode == "whole":
             return launch_config(shape, sms).workspace_bytes
         return backward_launch_config(shape, sms, mode=mode).workspace_bytes
-    per_group, found = RECORDS_PER_GROUP[not shape.options.bounded_gate], 0
+    unbounded = not shape.options.bounded_gate
+    per_group, found = RECORDS_PER_GROUP[unbounded], 0
     for chunk, warpgroups in TOKEN_NS[mode]:
         model = _model(shape, chunk, warpgroups, sms, mode=mode)
         if model.most and mode == "recompute":
@@ -231,7 +232,7 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
         elif model.most:
             # Each queue rounds its records up, by less than one. An additional queue displaces intra-chunk groups, which
             # need more records than that. So these totals bound the records for every number of queues.
-            rings = max(math.ceil(per_group * sms * groups_of(chunk)), model.most * LEAST_DEPTH)
+            rings = max(math.ceil(per_group * sms * groups_of(chunk, unbounded)), model.most * LEAST_DEPTH)
             records = min(rings, model.most * _most_depth(shape, model, model.most))
             found = max(found, layouts.workspace_bytes(records, model.most, chunk))
     return found
@@ -305,11 +306,6 @@ def predicted_ns(
     return _model(shape, chunk, warpgroups, sms, longest, mode).total_ns(queues)
 
 
-def groups_of(chunk: int) -> int:
-    """Returns the number of intra-chunk groups in a CTA."""
-    return THREADS // (2 * chunk)
-
-
 # ---- the model
 
 
@@ -319,6 +315,7 @@ class _Model:
 
     Attributes:
         chunk, warpgroups, mode: the kind of launch.
+        groups: `PrefillConfig.groups`.
         chunks_per_slot: `PrefillConfig.chunks_per_slot`.
         most: largest number of queues, which leaves an SM to the intra-chunk stage and gives each queue a sequence. 0 if
             one chain needs more CTAs than the device has.
@@ -334,6 +331,7 @@ class _Model:
     chunk: int
     warpgroups: int
     mode: Mode
+    groups: int
     chunks_per_slot: int
     most: int
     items: int
@@ -347,7 +345,7 @@ class _Model:
     def intra_chunk_ctas(self, queues: int) -> int:
         """Returns the CTAs of the intra-chunk stage: all that the chains leave, but no more than have work."""
         free = self.sms - queues * self.chain_ctas
-        return max(1, min(free, -(-self.items * self.chunks_per_slot // groups_of(self.chunk))))
+        return max(1, min(free, -(-self.items * self.chunks_per_slot // self.groups)))
 
     def width(self, queues: int) -> int:
         """Returns the slots per queue, at least 1."""
@@ -357,7 +355,7 @@ class _Model:
         """Returns the time of the intra-chunk stage in ns. It never falls as queues are added."""
         if not self.item_ns:
             return self.least_ns
-        groups = self.intra_chunk_ctas(queues) * groups_of(self.chunk)
+        groups = self.intra_chunk_ctas(queues) * self.groups
         return max(1.0, self.items / groups) * self.item_ns
 
     def chains_ns(self, queues: int) -> float:
@@ -404,12 +402,14 @@ def _model(
     per_slot = PrefillConfig(64, states=True, mode=mode).chunks_per_slot if mode == "recompute" else 1
     tokens = chunk * per_slot
     slots = layouts.slot_count(shape.B, shape.T, tokens, shape.N if shape.varlen else None)
-    item_ns = ITEM_NS[chunk, not shape.options.bounded_gate]
+    unbounded = not shape.options.bounded_gate
+    item_ns = ITEM_NS[chunk, unbounded]
     token_ns = TOKEN_NS[mode]
     return _Model(
         chunk=chunk,
         warpgroups=warpgroups,
         mode=mode,
+        groups=groups_of(chunk, unbounded),
         chunks_per_slot=per_slot,
         most=min(free // chain_ctas, shape.HV * shape.N),
         items=slots * shape.HV,

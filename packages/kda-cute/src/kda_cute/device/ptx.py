@@ -121,6 +121,12 @@ def float_of_bits(bits: Int32, *, loc=None, ip=None) -> Float32:
     return Float32(llvm.bitcast(T.f32(), bits.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
+@dsl_user_op
+def bits_of_float(x: Float32, *, loc=None, ip=None) -> Int32:
+    """Returns the bits of an fp32."""
+    return Int32(llvm.bitcast(T.i32(), x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
 def select(condition, x, y):
     """Returns x where the condition holds, else y (one DSL type), without a branch."""
     return type(x)(select_(condition, x, y))
@@ -299,6 +305,20 @@ def store_shared(address: Int32, value, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def store_shared_if(address: Int32, value, valid, *, loc=None, ip=None) -> None:
+    """Stores one 32-bit value; no access unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.shared.b32 [$0], $1; }"
+    inline_ptx(text, [], [address, value, Int32(valid)], True, loc, ip)
+
+
+@dsl_user_op
+def store_shared_x2_if(address: Int32, values, valid, *, loc=None, ip=None) -> None:
+    """Stores two 32-bit values, aligned to 8 bytes; no access unless ``valid``."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.v2.b32 [$0], {$1, $2}; }"
+    inline_ptx(text, [], [address, *values, Int32(valid)], True, loc, ip)
+
+
+@dsl_user_op
 def store_shared_x2(address: Int32, values, *, loc=None, ip=None) -> None:
     """Stores two 32-bit values, aligned to 8 bytes."""
     inline_ptx("st.shared.v2.b32 [$0], {$1, $2};", [], [address, *values], True, loc, ip)
@@ -461,9 +481,13 @@ def store_global_u16(address: Int64, value: Int32, valid, *, loc=None, ip=None) 
 
 
 @dsl_user_op
-def store_global_x2(address: Int64, values, *, loc=None, ip=None) -> None:
-    """Stores two 32-bit values, aligned to 8 bytes."""
-    inline_ptx("st.global.v2.b32 [$0], {$1, $2};", [], [address, *values], True, loc, ip)
+def store_global_x2(address: Int64, values, *, keep: bool = False, loc=None, ip=None) -> None:
+    """Stores two 32-bit values, aligned to 8 bytes. ``keep``: the L2 evicts them last."""
+    if keep:
+        text = "st.global.L2::cache_hint.v2.b32 [$0], {$1, $2}, $3;"
+        inline_ptx(text, [], [address, *values, Int64(EVICT_LAST)], True, loc, ip)
+    else:
+        inline_ptx("st.global.v2.b32 [$0], {$1, $2};", [], [address, *values], True, loc, ip)
 
 
 @dsl_user_op
@@ -548,19 +572,27 @@ def cp_async_arrive(barrier: Int32, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def bulk_store(
-    address: Int64, shared: Int32, size: Int32, *, evict_first: bool = False, loc=None, ip=None
+    address: Int64,
+    shared: Int32,
+    size: Int32,
+    *,
+    evict_first: bool = False,
+    keep: bool = False,
+    loc=None,
+    ip=None,
 ) -> None:
     """Copies ``size`` bytes (a multiple of 16) from shared to global memory as one committed bulk group. ``evict_first``: the L2 evicts
-    them first.
+    them first. ``keep``: it evicts them last.
 
     The threads that wrote the bytes must fence towards the async proxy before the barrier that precedes this.
     """
-    if evict_first:
+    if evict_first or keep:
         text = (
             "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [$0], [$1], $2, $3; "
             "cp.async.bulk.commit_group;"
         )
-        inline_ptx(text, [], [address, shared, size, Int64(EVICT_FIRST)], True, loc, ip)
+        policy = Int64(EVICT_LAST if keep else EVICT_FIRST)
+        inline_ptx(text, [], [address, shared, size, policy], True, loc, ip)
     else:
         text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2; cp.async.bulk.commit_group;"
         inline_ptx(text, [], [address, shared, size], True, loc, ip)

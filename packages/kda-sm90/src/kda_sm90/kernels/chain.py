@@ -106,9 +106,9 @@ STAGES = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
 #: arrival. A ring in global memory must hold more records than that (`schedule`, "No deadlock").
 IN_FLIGHT = 2
 
-#: Registers per thread of the chain warps and of the other warps. A CTA has three warpgroups, so equal shares would be 168.
-#: Two chain warpgroups and one of other warps take 2 * 224 + 56 = 504 of 65536 / 128 = 512.
-CHAIN_REGISTERS, OTHER_REGISTERS = 224, 56
+#: Registers per thread of the chain warps, of the other warps and of idle ones, by threads of a CTA: shares of 65536 / 128 = 512. Two
+#: warpgroups of chain warps and one of other warps take 2 * 224 + 56 = 504, with an idle one 2 * 216 + 56 + 24 = 512.
+REGISTERS = {384: (224, 56, 56), 512: (216, 56, 24)}
 
 
 def shared_storage(config: PrefillConfig, stages, early, late, stores):
@@ -211,8 +211,11 @@ class Chain:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        if warp >= 4 * self.warpgroups:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+        of_chain, of_others, of_idle = REGISTERS[self.config.threads]
+        if warp >= 4 * self.warpgroups + 4:
+            cute.arch.setmaxregister_decrease(of_idle)
+        elif warp >= 4 * self.warpgroups:
+            cute.arch.setmaxregister_decrease(of_others)
             if warp == 4 * self.warpgroups:
                 self.produce_records(smem, records, sched, queue, half)
             if warp == 4 * self.warpgroups + 1:
@@ -221,7 +224,7 @@ class Chain:
                 if warp >= 4 * self.warpgroups + 2 and warp < 5 * self.warpgroups + 2:
                     self.store_warp.run(smem, sched, queue, args, half)
         else:
-            cute.arch.setmaxregister_increase(CHAIN_REGISTERS)
+            cute.arch.setmaxregister_increase(of_chain)
             self.chain(smem, sched, queue, self.tiles(storage), args, carry, half)
 
     def pointers(self, storage):

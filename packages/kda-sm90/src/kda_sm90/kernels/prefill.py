@@ -24,10 +24,12 @@ from kda_cute.device import ptx
 from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
 from kda_cute.device.intra_chunk.strided import StridedIntraChunk
 from kda_cute.device.kernel import Kernel
-from kda_sm90.config import THREADS, PrefillConfig
+from kda_sm90.config import PrefillConfig
 from kda_sm90.interfaces import PREFILL
 from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
+from kda_sm90.kernels.intra_chunk import Hooks as WarpgroupHooks
+from kda_sm90.kernels.intra_chunk import StridedWarpgroupIntraChunk, WarpgroupIntraChunk
 from kda_sm90.kernels.pool_segments import PoolSegmentChain, PoolSummaryChain
 from kda_sm90.kernels.recompute import RecomputeChain
 from kda_sm90.kernels.reverse import ReverseChain
@@ -71,15 +73,20 @@ class PrefillKernel(Kernel):
     #: computes once, and reload them for each item or each part of a queue.
     spill_allowance = 256
     interface = PREFILL
-    threads = THREADS
 
     def __init__(self, config: PrefillConfig):
         self.config = config
         self.arguments = self.interface.arguments(config)
         chain = (SERVING if config.serving else CHAINS)[config.mode]
-        self.intra_chunk = (StridedIntraChunk if config.serving else IntraChunk)(config)
+        self.threads = config.threads
+        if config.by_warpgroup:
+            stage = StridedWarpgroupIntraChunk if config.serving else WarpgroupIntraChunk
+            self.intra_chunk = stage(config, ITEMS * ITEM_BYTES)
+        else:
+            self.intra_chunk = (StridedIntraChunk if config.serving else IntraChunk)(config)
         self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
-        self.groups = THREADS // self.intra_chunk.threads
+        self.leader = WarpgroupIntraChunk.leader if config.by_warpgroup else 0  # of a group
+        self.groups = config.groups
         self.group_bytes = self.intra_chunk.layout.bytes + ITEMS * ITEM_BYTES
         self.first_halves = range(0, config.halves, config.warpgroups)  # of the chain CTAs of a queue
         self.chain_ctas = config.chain_ctas
@@ -104,13 +111,13 @@ class PrefillKernel(Kernel):
         if args.ticket != Int64(0):
             thread, _, _ = cute.arch.thread_idx()
             if index == 0:
-                schedule.clear(sched, args.ticket, THREADS)
+                schedule.clear(sched, args.ticket, self.threads)
             elif index < chains and thread == 0:
                 schedule.wait_for_clear(sched, args.ticket, waiters)
         table = Int32(shared.toint()) + self.table_offset
-        schedule.fill_table(sched, table, THREADS // 32)
+        schedule.fill_table(sched, table, self.threads // 32)
         cute.arch.sync_threads()
-        sched = schedule.with_width(sched, table, THREADS // 32)
+        sched = schedule.with_width(sched, table, self.threads // 32)
         queue, half = index // self.chain_ctas, index % self.chain_ctas * self.config.warpgroups
         if const_expr(self.config.reads_records):  # noqa: SIM114 - decided at compile time
             self.chain.run(shared, args, records, carry, sched, queue, half)
@@ -145,6 +152,7 @@ class PrefillKernel(Kernel):
                                       claim item t + 1 (claim_next)
             stage 3
                                       store the claim to the buffer of turn t + 1 (store_claim)
+                                      look up the room for record t + 1 (prefetch_read)
                                       request the inputs of item t + 1
             stage 4
 
@@ -174,39 +182,47 @@ class PrefillKernel(Kernel):
             )
         sync()
         loaded = self.request_inputs(args, thread, base, turn)
-        if thread == 0 and args.ticket != Int64(0):
+        if thread == self.leader and args.ticket != Int64(0):
             schedule.wait_for_clear(sched, args.ticket, waiters)
-        queue, number, valid = self.load_item(base, turn)
+        read = self.prefetch_read(sched, thread, base, turn)
+        _, number, valid, index_of_record = self.load_item(base, turn)
         while number >= 0:
             # Everything derived from these is computed in each turn, because registers are scarce.
             # The mask tells the compiler that the thread index is not negative, which makes divisions cheap.
             thread, base = ptx.opaque(thread) & (size - 1), ptx.opaque(base)
-            ring = schedule.ring(sched, queue)
-            read = self.prefetch_read(ring, thread)
-            index_of_record = schedule.record(ring, number)
             record = functools.partial(self.record_address, records, index_of_record)
             acquire_record = functools.partial(self.acquire_record, sched, thread, base, turn, read)
             claim_next = functools.partial(self.claim_next, sched, args, thread, turn)
             store_claim = functools.partial(self.store_claim, sched, args, thread, base, turn)
+            publish_previous = functools.partial(self.publish_previous, sched, thread, base, turn)
             exists = valid > 0
             if exists:
                 chunk = self.load_chunk(base, turn)
                 hooks = Hooks(sync, acquire_record, claim_next, store_claim)
+                if const_expr(self.config.by_warpgroup):
+                    hooks = WarpgroupHooks(*hooks, functools.partial(publish_previous, 2))
                 self.intra_chunk.compute(args, Worker(thread, base, turn), chunk, loaded, record, hooks)
             else:
-                acquire_record()
+                published = acquire_record()
                 sync()  # as in `IntraChunk.compute`: claim only when the item has room
                 store_claim(claim_next())
                 sync()
+                if const_expr(self.config.by_warpgroup):
+                    publish_previous(0, published)
+            # Before the request: the load would share the scoreboard of the copies that it starts, and wait for them.
+            read = self.prefetch_read(sched, thread, base, turn + 1)
             loaded = self.request_inputs(args, thread, base, turn + 1)
             if exists:
                 self.intra_chunk.finish(Worker(thread, base, turn), record)
             sync()
-            if thread == 0 and turn == 0:  # the first record, at once
+            if const_expr(self.config.by_warpgroup):  # noqa: SIM102 - decided at compile time
+                if exists:
+                    self.intra_chunk.store_squares(Worker(thread, base, turn), record)
+            if thread == self.leader and turn == 0:  # the first record, at once
                 self.publish(sched, base, turn)
             turn += 1
-            queue, number, valid = self.load_item(base, turn)
-        if thread == 0 and turn > 1:  # the last record, unless it was also the first
+            _, number, valid, index_of_record = self.load_item(base, turn)
+        if thread == self.leader and turn > 1:  # the last record, unless it was also the first
             self.publish(sched, base, turn - 1)
 
     def record_address(self, records, index, name):
@@ -214,16 +230,15 @@ class PrefillKernel(Kernel):
         return records(name, index)
 
     # Buffer of an item, 32-bit words: value head, first token in B*T, its row of q and k, tokens (a `Chunk`); queue,
-    # number (-1: no item), tokens, unused.
+    # number (-1: no item), tokens, index of its record.
 
     def item_address(self, base, turn):
         """Returns the shared address of the buffer with the item of a turn."""
         return base + self.intra_chunk.layout.bytes + (turn & (ITEMS - 1)) * ITEM_BYTES
 
     def load_item(self, base, turn):
-        """Returns (queue, number, tokens) of the item of a turn."""
-        queue, number, valid, _ = ptx.load_shared_x4(self.item_address(base, turn) + 16, Int32)
-        return queue, number, valid
+        """Returns (queue, number, tokens, index of the record) of the item of a turn."""
+        return tuple(ptx.load_shared_x4(self.item_address(base, turn) + 16, Int32))
 
     def load_chunk(self, base, turn):
         """Returns the chunk of the item of a turn."""
@@ -233,10 +248,11 @@ class PrefillKernel(Kernel):
     def store_item(self, sched, args, address: Int32, index: Int32, lane: Int32):
         """Stores an item to its buffer; a whole warp calls it. ``index``: of the item, in lane 0."""
         queue, number, head, token, valid = schedule.item(sched, cute.arch.shuffle_sync(index, 0))
+        record = schedule.record(schedule.ring(sched, queue), number)
         if lane == 0:
             key_row = token * args.H + head // (args.HV // args.H)
             ptx.store_shared_x4(address, [head, token, key_row, valid])
-            ptx.store_shared_x4(address + 16, [queue, number, valid, Int32(0)])
+            ptx.store_shared_x4(address + 16, [queue, number, valid, record])
 
     @cute.jit
     def request_inputs(self, args, thread: Int32, base: Int32, turn: Int32):
@@ -248,24 +264,48 @@ class PrefillKernel(Kernel):
         return loaded
 
     @cute.jit
-    def prefetch_read(self, ring, thread: Int32):
-        """Returns, in thread 0, the number below which the chain has read all records. `acquire_record` uses it about
-        1 us later."""
+    def prefetch_read(self, sched, thread: Int32, base: Int32, turn: Int32):
+        """Returns, in the leader, the number below which the chain of the turn's item has read all records. `acquire_record` of that
+        turn uses it 1 to 2 us later."""
         read = Int32(0)
-        if thread == 0:
-            read = schedule.numbers_read(ring, self.first_halves)
+        if thread == self.leader:
+            queue, _, _, _ = self.load_item(base, turn)
+            read = schedule.numbers_read(schedule.ring(sched, queue), self.first_halves)
         return read
 
     @cute.jit
     def acquire_record(self, sched, thread: Int32, base: Int32, turn: Int32, read: Int32):
-        """Publishes the record of the previous turn, except the first, and waits for room in the ring. ``read``: result of
-        `prefetch_read`; if it already shows room, nothing is waited for. The group writes the record after this."""
-        if thread == 0:
-            if turn > 1:
-                self.publish(sched, base, turn - 1)
-            queue, number, _ = self.load_item(base, turn)
+        """Waits for room in the ring. ``read``: result of `prefetch_read`; if it already shows room, nothing is waited for. The group
+        writes the record after this.
+
+        Publishes the record of the previous turn, except the first, before it waits. Groups of `kda_sm90.kernels.intra_chunk` do so only
+        if they wait, because they have a better place (`publish_previous`). Returns whether it has published it.
+        """
+        published = Int32(0)
+        if thread == self.leader:
+            if const_expr(not self.config.by_warpgroup):
+                self.publish_previous(sched, thread, base, turn, 0, Int32(0))
+            queue, number, _, _ = self.load_item(base, turn)
             if not schedule.has_room(sched, number, read):
+                if const_expr(self.config.by_warpgroup):
+                    self.publish_previous(sched, thread, base, turn, 0, Int32(0))
+                    published = Int32(1)
                 schedule.wait_for_room(schedule.ring(sched, queue), number, self.first_halves)
+        return published
+
+    @cute.jit
+    def publish_previous(
+        self,
+        sched,
+        thread: Int32,
+        base: Int32,
+        turn: Int32,
+        pending: cutlass.Constexpr[int],
+        published: Int32,
+    ):
+        """Publishes the record of the previous turn, except the first, unless it is ``published``. ``pending``: bulk copies of this turn."""
+        if thread == self.leader and turn > 1 and published == 0:
+            self.publish(sched, base, turn - 1, pending)
 
     @cute.jit
     def claim_next(self, sched, args, thread: Int32, turn: Int32):
@@ -282,8 +322,10 @@ class PrefillKernel(Kernel):
         if self.intra_chunk.has_least_work(thread, turn):
             self.store_item(sched, args, self.item_address(base, turn + 1), index, thread % 32)
 
-    def publish(self, sched, base: Int32, turn: Int32):
-        """Publishes the record of a turn."""
-        queue, number, _ = self.load_item(base, turn)
+    def publish(self, sched, base: Int32, turn: Int32, pending=0):
+        """Publishes the record of a turn. ``pending``: bulk copies that the leader has started since."""
+        if self.config.by_warpgroup:
+            self.intra_chunk.wait_for_stores(pending)
+        _, number, _, index = self.load_item(base, turn)
         ptx.fence_proxy_async()  # chains read records through the async proxy
-        schedule.publish_record(schedule.ring(sched, queue), number)
+        schedule.publish_record(sched, index, number)

@@ -341,11 +341,11 @@ def wait_for_room(r, number: Int32, first_halves: cutlass.Constexpr[range]):
         ptx.nanosleep(Int32(POLL_NS))
 
 
-def publish_record(r, number):
-    """Publishes the record of a number. The calling thread has synchronised with the threads that wrote it. A slot of several
-    chunks may have many without tokens, which no chain waits for: they are published in any order."""
-    address = r.ready + Int64(place(r, number)) * 4
-    if r.chunks_per_slot == 1:
+def publish_record(s, index, number):
+    """Publishes the record of a number, whose `record` is ``index``. The calling thread has synchronised with the threads that wrote it. A
+    slot of several chunks may have many without tokens, which no chain waits for: they are published in any order."""
+    address = _launch_line(s) + LINE * 4 + Int64(index) * 4
+    if s.chunks_per_slot == 1:
         ptx.store_release(address, number + 1)
     else:
         ptx.raise_release(address, number + 1)

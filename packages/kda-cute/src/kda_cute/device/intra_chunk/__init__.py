@@ -55,7 +55,8 @@ from kda_cute.device import ptx
 from kda_cute.device.intra_chunk.blocks import fragment
 from kda_cute.device.intra_chunk.columns import Columns
 from kda_cute.device.intra_chunk.decay import Decay
-from kda_cute.device.intra_chunk.gates import Gate, gate_rate, sigmoid
+from kda_cute.device.intra_chunk.gates import Gate, gate_rate
+from kda_cute.device.intra_chunk.inputs import Chunk, Inputs
 from kda_cute.device.intra_chunk.inverse import Inverse
 from kda_cute.device.intra_chunk.memory import BLOCK_BYTES, SLICE_BYTES, Layout, Place, fragment_address
 from kda_cute.device.intra_chunk.rows import Rows
@@ -75,20 +76,6 @@ class Worker(NamedTuple):
     turn: Any
 
 
-class Chunk(NamedTuple):
-    """One chunk of one sequence and value head.
-
-    ``head``: value head. ``token``: first token in B*T. ``key_row``: row of that token and its key head in q and k,
-    ``token * H + key head``. ``valid``: tokens of the chunk, 1 to C; rows from there on count as zero in q, k, g and beta.
-    All are Int32.
-    """
-
-    head: Any
-    token: Any
-    key_row: Any
-    valid: Any
-
-
 class Hooks(NamedTuple):
     """What a kernel does between the stages of a chunk. All threads of the group call each hook.
 
@@ -104,7 +91,7 @@ class Hooks(NamedTuple):
     store_claim: Callable[[Any], None]
 
 
-class IntraChunk:
+class IntraChunk(Inputs):
     """The intra-chunk stage of one group of ``threads`` threads (2C). ``layout``: the group's shared memory.
 
     For each chunk a kernel calls::
@@ -139,7 +126,7 @@ class IntraChunk:
     """
 
     def __init__(self, config: IntraChunkConfig):
-        self.config = config
+        super().__init__(config)
         self.chunk = config.chunk
         self.layout = Layout.of(config)
         self.blocks = self.layout.blocks
@@ -160,7 +147,7 @@ class IntraChunk:
         """
         p = self.place(worker)
         a_log, biases = self.load_gate_parameters(p, x, chunk.head)
-        beta = self.load_beta(p, x, chunk)
+        beta = self.load_beta(x, chunk, p.thread % self.chunk)
         self.copy_gates(p, x, chunk)
         self.copy_rows(p, x, "q", chunk, p.q)
         cute.arch.cp_async_commit_group()
@@ -200,8 +187,8 @@ class IntraChunk:
         hop = self.decay.store_anchors(p)
         self.decay.store_chunk_decay(p, decay_address)
         steep = self.decay.is_steep(hop)
-        cute.arch.cp_async_wait_group(0)  # k; each thread reads only what it has copied of q and k
-        cute.arch.sync_warp()  # anchors and hops: stage 2 reads those of its own block
+        cute.arch.cp_async_wait_group(0)  # k
+        cute.arch.sync_warp()  # k and q of the block, anchors and hops: stage 2 reads those of its own block
 
         l_acc, a_acc = self.rows.compute(p, steep, l2norm, x.scale, record("kd"), record("qd"))
         hooks.sync()
@@ -233,24 +220,10 @@ class IntraChunk:
 
     # ---- loads
 
-    def key_address(self, x, name, chunk: Chunk, row):
-        """Returns the address of q or k (``name``) of token ``row`` of a chunk."""
-        return getattr(x, name) + Int64(chunk.key_row + row * x.H) * (2 * HEAD_DIM)
-
-    def gate_address(self, x, chunk: Chunk, row):
-        """Returns the address of g of token ``row`` of a chunk."""
-        value_row = chunk.token * x.HV + chunk.head
-        return x.g + Int64(value_row + row * x.HV) * (HEAD_DIM * self.decay.gate_bytes)
-
-    def beta_address(self, x, chunk: Chunk, row):
-        """Returns the address of beta of token ``row`` of a chunk."""
-        value_row = chunk.token * x.HV + chunk.head
-        return x.beta + (Int64(value_row) + row * x.HV) * x.beta_bytes
-
     def copy_gates(self, p: Place, x, chunk: Chunk):
         """Copies g of the warp's block to shared memory asynchronously, into the region of the exponents that replace it.
         `memory.Layout` has the form for each dtype."""
-        size = self.decay.gate_bytes
+        size = self.gate_bytes
         units = HEAD_DIM * size // 16  # of 16 bytes, in a row
         unit, first = p.lane % units, p.lane // units
         start = p.exponents + p.block * BLOCK_BYTES
@@ -266,33 +239,26 @@ class IntraChunk:
         cute.arch.cp_async_commit_group()
 
     def copy_rows(self, p: Place, x, name, chunk: Chunk, region):
-        """Copies rows of q or k (``name``) to shared memory asynchronously, in fragment order: each thread copies what it alone reads,
-        so that the data need no barrier."""
-        for half in range(2):
-            row = p.block * BLOCK + p.row + 8 * half
-            address = self.key_address(x, name, chunk, row) + p.quad_lane * 16
-            for m in range(4):
-                to = fragment_address(region, p.block, p.lane, half, m)
-                ptx.cp_async_x4(to, address + 64 * m, row < chunk.valid)
+        """Copies the warp's block of q or k (``name``) to shared memory asynchronously, in fragment order.
 
-    def load_beta(self, p: Place, x, chunk: Chunk):
-        """Returns beta of row ``thread % C`` as bf16 bits and as fp32, one of which is 0. Two threads load the same row."""
-        row = p.thread % self.chunk
-        address = self.beta_address(x, chunk, row)
-        exists, is_bf16 = row < chunk.valid, x.beta_bytes == 2
-        # Two loads, one of which does nothing. An instruction that combined them here would wait for memory.
-        return (
-            ptx.load_global_u16(address, exists & is_bf16),
-            ptx.load_global_f32(address, exists & (x.beta_bytes == 4)),
-        )
+        A warp copies 4 rows of 128 bytes at a time, whole lines of global memory: half the wavefronts of 8 rows of 64 bytes, which
+        each thread would copy for itself. Eight lanes have two rows of one slice, which are 128 contiguous bytes in shared memory.
+        """
+        row_of_pair, quad_lane = p.lane // 4 % 2, p.lane % 4
+        m, pair = p.lane // 8 % 2, p.lane // 16
+        for half in range(2):
+            for first in (0, 4):
+                row = first + 2 * pair + row_of_pair
+                token = p.block * BLOCK + row + 8 * half
+                address = self.key_address(x, name, chunk, token) + m * 64 + quad_lane * 16
+                to = fragment_address(region, p.block, row * 4 + quad_lane, half, m)
+                for slices in (0, 2):
+                    ptx.cp_async_x4(to + slices * 512, address + slices * 64, token < chunk.valid)
 
     def store_beta(self, p: Place, x, beta_bf16, beta_fp32, valid):
-        """Stores beta of row ``thread % C`` to shared memory: ``beta_factor`` times its sigmoid, or beta as it is if
-        ``beta_factor`` is 0. Rows beyond the sequence are 0."""
+        """Stores beta of row ``thread % C`` to shared memory; two threads the same one. Rows beyond the sequence are 0."""
         row = p.thread % self.chunk
-        beta = ptx.unpack_bf16x2(beta_bf16)[0] + beta_fp32
-        beta = ptx.select(x.beta_factor > Float32(0.0), sigmoid(beta) * x.beta_factor, beta)
-        ptx.store_shared(p.beta + row * 4, ptx.select(row < valid, beta, Float32(0.0)))
+        ptx.store_shared(p.beta + row * 4, self.activated_beta(x, beta_bf16, beta_fp32, row < valid))
 
     def load_gate_parameters(self, p: Place, x, head):
         """Returns A_log of the head and dt_bias of the lane's four channels, 2*lane, 2*lane + 1 and these plus 64, as

@@ -16,6 +16,10 @@ from kda_cute.device.intra_chunk.blocks import Image, fragment_in_parts, load_pa
 from kda_cute.device.intra_chunk.memory import Layout, Place
 from kda_cute.records import BLOCK
 
+#: Bytes from one column of a diagonal block to the next while it is inverted: 20 words, so that stores of four columns and loads of a
+#: fragment touch all banks.
+COLUMN = 80
+
 
 class Inverse:
     """The inverse of a group's chunk: one warp for each diagonal block, and then for the column of blocks below it."""
@@ -30,32 +34,21 @@ class Inverse:
         ``l_acc``: the diagonal block of L, two accumulator tiles. Only elements below its diagonal are read.
         """
         start = self.layout.inverse(p.base, p.block)
-        # -L, column by column: lanes then load four rows of column i at once, all lanes the same.
+        # -L, column by column: lanes then load four rows of column i at once, all lanes the same. Columns are `COLUMN` apart.
         for half in range(2):
             row = p.row + 8 * half
             for tile in range(2):
                 for e in range(2):
                     column = 8 * tile + 2 * p.quad_lane + e
-                    ptx.store_shared(start + (column * 16 + row) * 4, -l_acc[tile][2 * half + e])
-        cute.arch.sync_warp()
-        column = p.lane % 16  # computed again: registers are scarce between stage 1 and here
-        x = [ptx.select(column == i, Float32(1.0), Float32(0.0)) for i in range(BLOCK)]
-        for i in range(BLOCK - 1):  # x[i] is final: add its part to all rows below
-            first = (i + 1) // 4 * 4  # aligned to the 16 bytes of a load
-            minus_l = []
-            for at in range(first, BLOCK, 4):
-                minus_l += ptx.load_shared_x4(start + (i * 16 + at) * 4, Float32)
-            for row in range(i + 1, BLOCK):
-                x[row] = ptx.fma(minus_l[row - first], x[i], x[row])
-        cute.arch.sync_warp()
-        for row in range(BLOCK):
-            ptx.store_shared(start + (row * 16 + column) * 4, x[row])
-        cute.arch.sync_warp()
-        # From rows to an A fragment, in two parts.
+                    ptx.store_shared(start + column * COLUMN + row * 4, -l_acc[tile][2 * half + e])
+        eliminate(
+            start, p.lane % 16
+        )  # the column is computed again: registers are scarce between stage 1 and here
+        # From columns to an A fragment, in two parts.
         values = []
         for i in range(4):
-            at = (p.row + 8 * (i % 2)) * 16 + 2 * p.quad_lane + 8 * (i // 2)
-            values.append(ptx.load_shared_x2(start + at * 4, Float32))
+            at = start + (2 * p.quad_lane + 8 * (i // 2)) * COLUMN + (p.row + 8 * (i % 2)) * 4
+            values.append([ptx.load_shared(at + e * COLUMN, Float32) for e in range(2)])
         cute.arch.sync_warp()
         heads, tails = zip(*(ptx.split_bf16x2(*pair) for pair in values), strict=True)
         store_parts(start + p.lane * 16, (heads, tails))
@@ -94,22 +87,44 @@ class Inverse:
         for d in range(distance):
             x = [[parts[d * 8 + part * 4 + n] for n in range(4)] for part in range(2)]
             l_block = load_parts(self.layout.l_block(p.base, i, p.block + d) + p.lane * 16)
-            total = self.product_in_parts(x, l_block, total)
+            total = product_in_parts(x, l_block, total)
         zero = [[Float32(0.0)] * 4 for _ in range(2)]
         x_ii = load_parts(self.layout.inverse(p.base, i) + p.lane * 16)
-        product = self.product_in_parts(fragment_in_parts(total), x_ii, zero)
+        product = product_in_parts(fragment_in_parts(total), x_ii, zero)
         minus = [[-x for x in tile] for tile in product]
         heads, tails = fragment_in_parts(minus)
         for n, x in enumerate([*heads, *tails]):
             parts[distance * 8 + n] = x
         self.image.store(t_image, ptx.transpose_16x16(heads), i, p.block, p.lane, p.base)
 
-    def product_in_parts(self, a, b, acc):
-        """Returns a @ b^T + acc of 16x16 matrices in two parts, both as A fragments.
 
-        An A fragment of b is a B fragment of b^T: registers 0 and 2 are its columns 0 to 7, 1 and 3 its columns 8 to 15.
-        The product of the two tails is left out: it is at most 2^-18 of the product of the absolute values.
-        """
-        for i, j in ((0, 1), (1, 0), (0, 0)):
-            acc = [ptx.mma_m16n8k16(a[i], [b[j][tile], b[j][tile + 2]], acc[tile]) for tile in range(2)]
-        return acc
+def eliminate(start, column):
+    """Replaces -L by (I + L)^-1, by forward substitution in fp32, one lane for each column.
+
+    Both are a diagonal block by columns, `COLUMN` apart, from the shared address ``start`` on, of which only elements below the diagonal
+    are read. A warp calls it, and sees all columns when it returns.
+    """
+    cute.arch.sync_warp()
+    x = [ptx.select(column == i, Float32(1.0), Float32(0.0)) for i in range(BLOCK)]
+    for i in range(BLOCK - 1):  # x[i] is final: add its part to all rows below
+        first = (i + 1) // 4 * 4  # aligned to the 16 bytes of a load
+        minus_l = []
+        for at in range(first, BLOCK, 4):
+            minus_l += ptx.load_shared_x4(start + i * COLUMN + at * 4, Float32)
+        for row in range(i + 1, BLOCK):
+            x[row] = ptx.fma(minus_l[row - first], x[i], x[row])
+    cute.arch.sync_warp()
+    for row in range(0, BLOCK, 4):
+        ptx.store_shared_x4(start + column * COLUMN + row * 4, x[row : row + 4])
+    cute.arch.sync_warp()
+
+
+def product_in_parts(a, b, acc):
+    """Returns a @ b^T + acc of 16x16 matrices in two parts, both as A fragments.
+
+    An A fragment of b is a B fragment of b^T: registers 0 and 2 are its columns 0 to 7, 1 and 3 its columns 8 to 15.
+    The product of the two tails is left out: it is at most 2^-18 of the product of the absolute values.
+    """
+    for i, j in ((0, 1), (1, 0), (0, 0)):
+        acc = [ptx.mma_m16n8k16(a[i], [b[j][tile], b[j][tile + 2]], acc[tile]) for tile in range(2)]
+    return acc

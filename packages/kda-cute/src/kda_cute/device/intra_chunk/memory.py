@@ -68,7 +68,8 @@ class Layout:
           row factors [4 slices m][k, q][2 steps] of 512 bytes: an A fragment, [4 matrices of 8x8][8 rows][16 bytes]
         k, q          [2 halves][4 slices m][32 lanes] of 16 bytes: 8 channels of a row in bf16
           columns     as k and q, but 4 channels in fp32: k has those of step 0, q those of step 1
-          inverse     in k: 1024 bytes, a block in two parts; then 512 bytes of scratch
+          inverse     in k: 1280 bytes, the columns of a block while it is inverted; then 1024 bytes, the block in two parts. Behind
+                      them 512 bytes of scratch
         tables        128 fp32, in the order of the channels
           blocks of L (1,0) (2,0) (2,1) (3,0) (3,1) (3,2) from first_decay on, 1024 bytes each, in two parts
     """
@@ -130,7 +131,7 @@ class Layout:
     def scratch(self, base, block):
         """Returns the address of the 512 bytes of scratch of a block's warp in stages 3 and 4. They lie behind its inverse, and
         held columns before."""
-        return self.inverse(base, block) + TILE
+        return self.inverse(base, block) + 2 * TILE
 
 
 class Place:

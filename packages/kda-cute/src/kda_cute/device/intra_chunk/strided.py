@@ -3,11 +3,12 @@
 from cutlass import Int64
 
 from kda_cute.device.intra_chunk import Chunk, IntraChunk
+from kda_cute.device.intra_chunk.inputs import Inputs
 from kda_cute.records import HEAD_DIM
 
 
-class StridedIntraChunk(IntraChunk):
-    """`IntraChunk` for inputs whose tokens are at any distance.
+class StridedInputs(Inputs):
+    """`Inputs` whose tokens are at any distance.
 
     ``x`` also has ``q_pitch``, ``k_pitch``, ``g_pitch`` and ``beta_pitch`` (Int64): bytes from a token to the next. The heads of a token
     are contiguous. Rows of q, k and g start at multiples of 16 bytes.
@@ -18,10 +19,14 @@ class StridedIntraChunk(IntraChunk):
         return token_address(x, name, chunk, row) + Int64(key_head) * (2 * HEAD_DIM)
 
     def gate_address(self, x, chunk: Chunk, row):
-        return token_address(x, "g", chunk, row) + Int64(chunk.head) * (HEAD_DIM * self.decay.gate_bytes)
+        return token_address(x, "g", chunk, row) + Int64(chunk.head) * (HEAD_DIM * self.gate_bytes)
 
     def beta_address(self, x, chunk: Chunk, row):
         return token_address(x, "beta", chunk, row) + Int64(chunk.head) * x.beta_bytes
+
+
+class StridedIntraChunk(StridedInputs, IntraChunk):
+    """`IntraChunk` over strided inputs."""
 
 
 def token_address(x, name, chunk: Chunk, row):

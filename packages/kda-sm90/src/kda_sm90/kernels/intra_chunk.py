@@ -1,0 +1,557 @@
+"""The intra-chunk stage of chunks of 32 tokens with bounded gates, one warpgroup per chunk and value head.
+
+It writes the records of `kda_cute.device.intra_chunk` (whose words this file uses) with two thirds of the shared-memory traffic:
+
+- A lane has four channels of eight rows, in accesses of 8 bytes that are free of bank conflicts. Gates, their sums and all factors stay
+  in its registers from the load of g to the last product with them.
+- Operands replace q and k where these lie, as the operand images of one wgmma, which computes all blocks of L and Aqk.
+- An anchor is rounded to an integer. A hop is then an exact power of two: multiplied by it, an operand in bf16 is not rounded
+  again, so Kd, Qd and the hopped columns come from operands by one packed product each.
+
+With A_b the rounded G of the first row of block b, X = G - A_b, and s = beta times the inverse norm of k:
+
+    rows      k' = k / |k| 2^X,  q' = scale q / |q| 2^X           bf16, A operand, rows k0 k1 q0 q1 (64)
+    columns   c_b = s k 2^-X                                      bf16, B operand, rows c0, c0 2^(A_1 - A_0), c1 (48)
+    record    Kd = -k' 2^(A_b),  Qd = q' 2^(A_b),  Kg = s k 2^-X 2^(G_end - A_b)
+
+            c0    c0 hopped   c1
+    k0      L00                           warp 0
+    k1            L10         L11         warp 1
+    q0      Aqk00                         warp 2
+    q1            Aqk10       Aqk11       warp 3
+
+T is the inverse of I + L, computed by one warp: both diagonal blocks, a lane for each column, then the block below them.
+
+Time runs downwards. ``|`` is a barrier of the group::
+
+    all warps        own q, k, g are here; sums of squares; gates and their sums -> tables
+    leader           room for the record (acquire_record)
+    |
+    all warps        anchors, factors, operands -> images; Kd, Qd, a -> record
+    |
+    leader           Kg -> record, by a bulk copy
+    claiming warp    claim of the next chunk (claim_next)
+    all warps        wgmma; L and Aqk -> shared memory; the claim is stored (store_claim)
+    |
+    leader           publish the record of the turn before (publish_previous)
+    all warps        request g, k, q of the next chunk
+    finishing warp   T -> shared memory
+    |
+    leader           T, Aqk -> record, by bulk copies (`store_squares`)
+
+A warp loads the part of q, k and g that it alone uses, so a wait for its own copies and a `sync_warp` suffice. What an asynchronous copy
+reads is overwritten only behind a wait of the leader, which has issued all of them, and a barrier.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers
+
+from kda_cute.device import ptx
+from kda_cute.device.intra_chunk import Worker
+from kda_cute.device.intra_chunk.blocks import fragment, fragment_in_parts, load_parts, pack, store_parts
+from kda_cute.device.intra_chunk.gates import Gate, gate_rate
+from kda_cute.device.intra_chunk.inputs import Chunk, Inputs
+from kda_cute.device.intra_chunk.inverse import COLUMN, eliminate, product_in_parts
+from kda_cute.device.intra_chunk.strided import StridedInputs
+from kda_cute.records import BLOCK, HEAD_DIM, PANEL
+from kda_sm90.config import PrefillConfig
+from kda_sm90.kernels.barriers import WARPGROUP
+
+CHUNK = 32
+ROW = 2 * PANEL  # bytes of a row of an image
+ROWS = 8  # of a lane
+IMAGE = CHUNK * ROW  # of a panel of k, q or Kg
+
+#: Offsets in a panel of 64 channels: the rows of k and q (at first k and q), Kg, and the columns (at first g). `Layout` has the size.
+K, Q, KG, COLUMNS = 0, IMAGE, 2 * IMAGE, 3 * IMAGE
+SQUARE = 2 * CHUNK * CHUNK  # bytes of T or Aqk
+MAGIC = 1.5 * 2**23  # x + MAGIC rounds x to an integer, which the low bits then hold
+LOWEST = -126.0  # of an anchor: 2^A is a normal number
+
+
+class Layout(NamedTuple):
+    """Byte offsets in a group's shared memory. Panel p (64 channels) starts at ``p * panel``.
+
+    ======== ================== ==============================================================================
+    region   bytes              content
+    ======== ================== ==============================================================================
+    panels   2 x panel          k, q -> rows [64 rows]; Kg [32]; g -> columns [48], each row 128 bytes, swizzled as
+                                an image. g in fp32: [32 rows][64], not swizzled
+    minus_l  2 x 1280           diagonal blocks of -L, then of T, by columns `COLUMN` apart
+    l_block  1024               L10, in two bf16 parts
+    squares  2 x 2048           T, Aqk: images
+    sums     2 x 512            sum of the log decays of a block, fp32 [128]
+    firsts   2 x 512            log decay of its first row
+    norms    2 x 256            sum of squares over a panel: k [32], q [32]
+    scales   4 x 256            of a warp's block: inverse norms of k [16], of q [16] with scale; s [16]
+    ======== ================== ==============================================================================
+    """
+
+    panel: int
+    minus_l: int
+    l_block: int
+    squares: int
+    sums: int
+    firsts: int
+    norms: int
+    scales: int
+    bytes: int
+
+    @classmethod
+    def of(cls, config: PrefillConfig, reserved: int) -> "Layout":
+        """Returns the layout for a configuration. With ``reserved`` bytes behind it, the next group starts at a multiple of 1024."""
+        panel = COLUMNS + (48 * ROW if config.gate_dtype == "bfloat16" else CHUNK * 4 * PANEL)
+        sizes = (2 * panel, 2 * 16 * COLUMN, 1024, 2 * SQUARE, 1024, 1024, 512, 1024)
+        starts = [sum(sizes[:i]) for i in range(1, len(sizes))]
+        end = -(-(sum(sizes) + reserved) // 1024) * 1024
+        return cls(panel, *starts, end - reserved)
+
+
+class Hooks(NamedTuple):
+    """What a kernel does between the stages of a chunk. All threads of the group call each hook.
+
+    ``acquire_record``: the leader waits until the record may be written. It returns whether it has published the record of the turn
+    before, for ``publish_previous``, which publishes it otherwise. The others: `kda_cute.device.intra_chunk.Hooks`.
+    """
+
+    sync: Callable[[], None]
+    acquire_record: Callable[[], Any]
+    claim_next: Callable[[], Any]
+    store_claim: Callable[[Any], None]
+    publish_previous: Callable[[Any], None]
+
+
+class Place:
+    """Where the calling thread works: warp w of the group has block ``w // 2`` and the panel ``w % 2``, its lane four channels of the
+    rows ``first_row`` to ``first_row + 7``, in the upper or the lower half of the block."""
+
+    def __init__(self, layout: Layout, worker: Worker):
+        thread, base = worker.thread, worker.base
+        self.thread, self.lane, self.base, self.layout = thread, thread % 32, base, layout
+        # The mask tells the compiler that the number is not negative.
+        self.warp = cute.arch.make_warp_uniform(thread // 32) & 3
+        self.block, self.panel_index = self.warp // 2, self.warp % 2
+        self.half, self.quad_of_channels = self.lane // 16, self.lane % 16
+        self.first_row = self.block * BLOCK + self.half * ROWS
+        self.panel = base + self.panel_index * layout.panel
+        self.channel = self.panel_index * PANEL + self.quad_of_channels * 4
+        #: Offset in an image of the lane's 8 bytes of its first row.
+        self.cell = self.first_row * ROW + self.quad_of_channels // 2 * 16 + self.quad_of_channels % 2 * 8
+
+
+class WarpgroupIntraChunk(Inputs):
+    """The intra-chunk stage of one group. For each chunk a kernel calls::
+
+        loaded = request(x, worker, chunk)
+        compute(x, worker, chunk, loaded, record, hooks)
+        finish(worker, record)
+        barrier of the group
+        store_squares(worker, record)
+
+    ``x``, ``record`` and the order of the calls are those of `kda_cute.device.intra_chunk.IntraChunk`. A record is complete once the leader
+    has called `wait_for_stores`.
+    """
+
+    threads = WARPGROUP
+    #: The thread that waits for room, issues bulk copies and publishes records. Its warp also claims chunks.
+    leader = 96
+
+    def __init__(self, config: PrefillConfig, reserved: int):
+        super().__init__(config)
+        self.chunk = config.chunk
+        self.layout = Layout.of(config, reserved)
+
+    def has_least_work(self, thread, turn):
+        """Returns whether the thread's warp claims chunks: it never inverts L."""
+        return thread // 32 == self.leader // 32
+
+    def request(self, x, worker: Worker, chunk: Chunk):
+        """Starts the loads of a chunk: g, then k and q, to shared memory, the small inputs to registers. Their regions are free once
+        `compute` has returned."""
+        p = Place(self.layout, worker)
+        a_log, biases = Float32(0.0), [Float32(0.0)] * 4
+        if self.config.gate != "precomputed":
+            a_log = ptx.load_global_f32(x.a_log + Int64(chunk.head) * 4, x.a_log != Int64(0))
+            first = x.dt_bias + (Int64(chunk.head) * HEAD_DIM + p.channel) * 4
+            biases = [y for at in (0, 8) for y in ptx.load_global_f32_x2(first + at, x.dt_bias != Int64(0))]
+        beta = self.load_beta(x, chunk, p.block * BLOCK + p.lane % BLOCK)
+        self.copy_gates(p, x, chunk)
+        cute.arch.cp_async_commit_group()
+        # Whole lines of 128 bytes of four rows, to eight units of a row that touch all banks.
+        unit, first_row = p.lane % 8, p.block * BLOCK + p.lane // 8
+        for name, region in (("k", K), ("q", Q)):
+            for at in range(0, BLOCK, 4):
+                row = first_row + at
+                address = self.key_address(x, name, chunk, row) + p.panel_index * ROW + unit * 16
+                to = p.panel + region + row * ROW + (unit ^ row % 8) * 16
+                ptx.cp_async_x4(to, address, row < chunk.valid)
+        cute.arch.cp_async_commit_group()
+        return *beta, a_log, *biases
+
+    def copy_gates(self, p: Place, x, chunk: Chunk):
+        """Copies the warp's part of g to shared memory asynchronously."""
+        width = PANEL * self.gate_bytes
+        units = width // 16  # of a row
+        unit, first_row = p.lane % units, p.block * BLOCK + p.lane // units
+        for at in range(0, BLOCK, 32 // units):
+            row = first_row + at
+            address = self.gate_address(x, chunk, row) + p.panel_index * width + unit * 16
+            place = (unit ^ row % 8) if self.gate_bytes == 2 else unit
+            ptx.cp_async_x4(p.panel + COLUMNS + row * width + place * 16, address, row < chunk.valid)
+
+    def compute(self, x, worker: Worker, chunk: Chunk, loaded, record, hooks: Hooks):
+        """Computes all of a requested chunk but T. ``loaded``: what `request` returned."""
+        p = Place(self.layout, worker)
+        beta_bf16, beta_fp32, a_log, *biases = loaded
+        gate = Gate(self.config, gate_rate(a_log), x.lower_bound)
+        cute.arch.cp_async_wait_group(1)  # g is here
+        cute.arch.sync_warp()
+        sums, total = self.sums_of_decays(p, gate, biases, chunk.valid)
+        first = [cute.arch.shuffle_sync(y, p.quad_of_channels) for y in sums[0]]
+        other = [cute.arch.shuffle_sync_bfly(y, 16) for y in total]
+        block_sum = [y + z for y, z in zip(total, other, strict=True)]
+        # The lanes of the upper eight rows store the sum of the block, the others its first row.
+        upper = p.half == 0
+        table = p.base + ptx.select(upper, Int32(self.layout.sums), Int32(self.layout.firsts))
+        values = [ptx.select(upper, y, z) for y, z in zip(block_sum, first, strict=True)]
+        ptx.store_shared_x4(table + p.block * 512 + p.channel * 4, values)
+        cute.arch.cp_async_wait_group(0)  # k and q
+        cute.arch.sync_warp()
+        self.store_norms(p)
+        published = hooks.acquire_record()
+        self.wait_for_reads(worker, 2)  # of Kg of the turn before; T and Aqk may follow
+        hooks.sync()
+
+        self.operands(p, x, sums, first, other, (beta_bf16, beta_fp32), chunk.valid, record)
+        self.wait_for_reads(worker, 0)  # of T and Aqk of the turn before
+        cute.arch.fence_proxy("async.shared", space="cta")
+        hooks.sync()
+
+        self.store_kg(worker, record("kg"))
+        claimed = hooks.claim_next()
+        self.store_blocks(p, self.multiply(p))
+        hooks.store_claim(claimed)
+        hooks.sync()
+        hooks.publish_previous(published)
+
+    # ---- decays and norms
+
+    def sums_of_decays(self, p: Place, gate: Gate, biases, valid):
+        """Returns [8 rows][4 channels]: the log decays, summed from the lane's first row on; and [4]: their sum, in which rows beyond the
+        sequence do not decay."""
+        raw = []
+        for r in range(ROWS):
+            if self.gate_bytes == 2:
+                pairs = ptx.load_shared_x2(in_row(p.panel + p.cell, r) + COLUMNS, Int32)
+                raw.append([y for pair in pairs for y in ptx.unpack_bf16x2(pair)])
+            else:
+                row = p.panel + COLUMNS + (p.first_row + r) * (4 * PANEL)
+                raw.append(ptx.load_shared_x4(row + p.quad_of_channels * 16, Float32))
+        sums, total = [], [Float32(0.0)] * 4
+        for r in range(ROWS):
+            total = [
+                ptx.fma(gate.activate(g, bias), gate.log_scale, y)
+                for g, bias, y in zip(raw[r], biases, total, strict=True)
+            ]
+            sums.append(total)
+        return sums, self.total_of_valid(p, sums, valid)
+
+    @cute.jit
+    def total_of_valid(self, p: Place, sums: list, valid: Int32):
+        """Returns [4]: the last of the ``sums`` whose row is in the sequence. Those of further rows decay only zeros."""
+        total = cute.make_rmem_tensor((4,), Float32)
+        for c in cutlass.range_constexpr(4):
+            total[c] = sums[ROWS - 1][c]
+        if valid < self.chunk:
+            for c in cutlass.range_constexpr(4):
+                last = Float32(0.0)
+                for r in cutlass.range_constexpr(ROWS):
+                    last = ptx.select(p.first_row + r < valid, sums[r][c], last)
+                total[c] = last
+        return [total[c] for c in range(4)]
+
+    def store_norms(self, p: Place):
+        """Stores the sums of squares of the warp's rows of k and q over its panel.
+
+        They are the diagonal of x x^T. Element [r, r] of an accumulator is in the lane with quad r and pair r // 2.
+        """
+        row, units = p.lane % BLOCK, p.lane // BLOCK
+        diagonal = p.lane % 4 == p.lane // 8
+        odd = p.lane // 4 % 2 > 0
+        for kind, region in enumerate((K, Q)):
+            low, high = ([Float32(0.0)] * 4 for _ in range(2))
+            start = p.panel + region + (p.block * BLOCK + row) * ROW
+            for k in range(PANEL // 16):
+                a = ptx.ldmatrix_x4(start + ((2 * k + units) ^ row % 8) * 16)
+                for step in (a[:2], a[2:]):  # eight channels of rows r and r + 8
+                    low = ptx.mma_m16n8k8(step, step[0], low)
+                    high = ptx.mma_m16n8k8(step, step[1], high)
+            norms = p.base + self.layout.norms + p.panel_index * 256 + kind * 128
+            at = norms + (p.block * BLOCK + p.lane // 4) * 4
+            ptx.store_shared_if(at, ptx.select(odd, low[1], low[0]), diagonal)
+            ptx.store_shared_if(at + 32, ptx.select(odd, high[3], high[2]), diagonal)
+
+    def store_scales(self, p: Place, x, beta, valid):
+        """Stores the factors of the rows of the warp's block to its table, each lane that of one row of k or q."""
+        row = p.block * BLOCK + p.lane % BLOCK
+        is_key = p.lane < BLOCK
+        norms = p.base + self.layout.norms + p.lane // BLOCK * 128 + row * 4
+        total = ptx.load_shared(norms, Float32) + ptx.load_shared(norms + 256, Float32)
+        factor = ptx.select(x.l2norm > 0, ptx.rsqrt(total + Float32(1e-6)), Float32(1.0))
+        factor = factor * ptx.select(is_key, Float32(1.0), x.scale)
+        table = p.base + self.layout.scales + p.warp * 256 + p.lane * 4
+        ptx.store_shared(table, factor)
+        ptx.store_shared(table + 128, factor * self.activated_beta(x, *beta, row < valid))
+        cute.arch.sync_warp()
+
+    # ---- operands
+
+    def operands(self, p: Place, x, sums, first, other, beta, valid, record):
+        """Stores rows, columns and Kg to shared memory, Kd, Qd and a to the record."""
+        self.store_scales(p, x, beta, valid)
+        cell = p.base + p.channel * 4
+        sum_0, sum_1, first_1 = (
+            ptx.load_shared_x4(cell + table, Float32)
+            for table in (self.layout.sums, self.layout.sums + 512, self.layout.firsts + 512)
+        )
+        end = [y + z for y, z in zip(sum_0, sum_1, strict=True)]
+        first_0 = first  # in block 0
+        later = p.block > 0
+        anchors_0 = [rounded(y) for y in first_0]
+        anchors_1 = [rounded(y + z) for y, z in zip(sum_0, first_1, strict=True)]
+        anchors = [ptx.select(later, z, y) for y, z in zip(anchors_0, anchors_1, strict=True)]
+        before = [
+            ptx.select(later, y, Float32(0.0)) + ptx.select(p.half > 0, z, Float32(0.0))
+            for y, z in zip(sum_0, other, strict=True)
+        ]
+        shift = [y - value(a) for y, a in zip(before, anchors, strict=True)]
+        to_end = [ptx.ex2(y - value(a)) for y, a in zip(end, anchors, strict=True)]
+        from_start = pack([power(a) for a in anchors])
+        minus = [y ^ Int32(-0x7FFF8000) for y in from_start]  # both signs
+        hop = pack([power_of_difference(z, y) for y, z in zip(anchors_0, anchors_1, strict=True)])
+        # `decay_offset` of channels 4n and 4n + 2, whose terms are bits of the lane
+        unit, quad_lane = p.channel // 16, p.quad_of_channels % 2 * 2
+        for i in range(2):
+            at = (quad_lane + i) * 32 + (unit ^ (quad_lane + i)) * 4 + p.quad_of_channels // 2 % 2 * 2
+            pair = [ptx.ex2(y) for y in end[2 * i : 2 * i + 2]]
+            ptx.store_global_words_if(record("a") + at * 4, pair, later & (p.half == 0))
+        scales = p.base + self.layout.scales + p.warp * 256 + p.half * 32
+        norm_k, norm_q, factor_k = (
+            [y for i in range(2) for y in ptx.load_shared_x4(scales + at + 16 * i, Float32)]
+            for at in (0, 64, 128)
+        )
+        own = p.panel + p.cell
+        # c0 and c0 hopped are rows 0 to 31 of the columns, c1 rows 32 to 47.
+        own_columns = own + p.block * (BLOCK * ROW)
+        # Of rows 0 to 3 and of rows 4 to 7, because a record may start at any multiple of 64 bytes on a CPU.
+        starts = [Int64(p.panel_index * IMAGE + (p.cell ^ at)) for at in (0, 64)]
+        kd, qd = ([record(name) + start for start in starts] for name in ("kd", "qd"))
+        for r in range(ROWS):
+            shared = in_row(own, r)
+            k = [y for pair in ptx.load_shared_x2(shared + K, Int32) for y in ptx.unpack_bf16x2(pair)]
+            q = [y for pair in ptx.load_shared_x2(shared + Q, Int32) for y in ptx.unpack_bf16x2(pair)]
+            k_row, q_row, column, kg = [], [], [], []
+            for c in range(4):
+                exponent = sums[r][c] + shift[c]
+                decay, growth = ptx.ex2(exponent), ptx.ex2(-exponent)
+                k_row.append(k[c] * norm_k[r] * decay)
+                q_row.append(q[c] * norm_q[r] * decay)
+                column.append(k[c] * factor_k[r] * growth)
+                kg.append(column[c] * to_end[c])
+            k_row, q_row, column, kg = pack(k_row), pack(q_row), pack(column), pack(kg)
+            ptx.store_shared_x2(shared + K, k_row)
+            ptx.store_shared_x2(shared + Q, q_row)
+            ptx.store_shared_x2(shared + KG, kg)
+            columns = in_row(own_columns, r) + COLUMNS
+            ptx.store_shared_x2(columns, column)
+            ptx.store_shared_x2_if(columns + BLOCK * ROW, product(column, hop), p.block == 0)
+            kd_row, qd_row = (cells[r // 4] ^ Int64(r % 4 * 16) for cells in (kd, qd))
+            ptx.store_global_x2(kd_row + r * ROW, product(k_row, minus), keep=True)
+            ptx.store_global_x2(qd_row + r * ROW, product(q_row, from_start), keep=True)
+
+    # ---- L and Aqk
+
+    def multiply(self, p: Place):
+        """Returns the warp's 16 rows of (rows) (columns)^T, three pairs of accumulator tiles, each of one block."""
+        mma = hopper_helpers.make_trivial_tiled_mma(
+            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, 48)
+        )
+        part = mma.get_slice(p.thread)
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((64, 48)), Float32)
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        warpgroup.fence()
+        for panel in range(2):
+            start = p.base + panel * self.layout.panel
+            a = mma.make_fragment_A(part.partition_A(image(start + K, 64)))
+            b = mma.make_fragment_B(part.partition_B(image(start + COLUMNS, 48)))
+            for k in range(PANEL // 16):
+                cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+                atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        return [[[acc[8 * i + 4 * tile + e] for e in range(4)] for tile in range(2)] for i in range(3)]
+
+    @cute.jit
+    def store_blocks(self, p: Place, blocks):
+        """Stores the blocks of L for `finish`, and those of Aqk as an image. ``blocks``: of `multiply`."""
+        lower = p.warp % 2 > 0
+        diagonal = [
+            [ptx.select(lower, y, z) for y, z in zip(blocks[2][tile], blocks[0][tile], strict=True)]
+            for tile in range(2)
+        ]
+        row, pair = p.lane // 4, 2 * (p.lane % 4)
+        if p.warp < 2:
+            start = p.base + self.layout.minus_l + p.warp * (16 * COLUMN)
+            for tile in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(4):
+                    at = start + (8 * tile + pair + i % 2) * COLUMN + (row + 8 * (i // 2)) * 4
+                    ptx.store_shared(at, -diagonal[tile][i])
+            if lower:
+                store_parts(p.base + self.layout.l_block + p.lane * 16, fragment_in_parts(blocks[1]))
+        else:
+            masked = [
+                [
+                    ptx.select(row + 8 * (i // 2) >= 8 * tile + pair + i % 2, diagonal[tile][i], Float32(0.0))
+                    for i in range(4)
+                ]
+                for tile in range(2)
+            ]
+            below = [ptx.select(lower, y, Int32(0)) for y in fragment(blocks[1])]
+            own = fragment(masked)
+            square = p.base + self.layout.squares + SQUARE
+            left = [ptx.select(lower, y, z) for y, z in zip(below, own, strict=True)]
+            right = [ptx.select(lower, y, Int32(0)) for y in own]
+            block_row = p.warp % 2
+            store_square(square, left, block_row, 0, p.lane)
+            store_square(square, right, block_row, 1, p.lane)
+
+    # ---- T
+
+    @cute.jit
+    def finish(self, worker: Worker, record):
+        """Computes T, in one warp, which changes from turn to turn. A barrier of the group must follow."""
+        if worker.thread // 32 == worker.turn % 3:
+            self.invert(worker.base, worker.thread % 32)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def invert(self, base, lane):
+        """Computes T from what `store_blocks` has stored. Lanes 0 to 15 have the columns of the upper diagonal block, the others those of
+        the lower one."""
+        start = base + self.layout.minus_l
+        eliminate(start + lane // BLOCK * (16 * COLUMN), lane % BLOCK)
+        quad, pair = lane // 4, 2 * (lane % 4)
+        upper, lower = start, start + 16 * COLUMN
+        x_00, x_11 = [], []
+        for i in range(4):
+            # the transpose of T00: its rows are columns, contiguous in memory
+            at = upper + (quad + 8 * (i % 2)) * COLUMN + (pair + 8 * (i // 2)) * 4
+            x_00.append(ptx.load_shared_x2(at, Float32))
+            at = lower + (pair + 8 * (i // 2)) * COLUMN + (quad + 8 * (i % 2)) * 4
+            x_11.append([ptx.load_shared(at + e * COLUMN, Float32) for e in range(2)])
+        x_00, x_11 = (list(zip(*(ptx.split_bf16x2(*y) for y in x), strict=True)) for x in (x_00, x_11))
+        zero = [[Float32(0.0)] * 4 for _ in range(2)]
+        l_block = load_parts(base + self.layout.l_block + lane * 16)
+        # T10^T = -(T00^T L10^T) T11^T
+        product = product_in_parts(x_00, l_block, zero)
+        product = product_in_parts(fragment_in_parts(product), x_11, zero)
+        below = fragment([[-y for y in tile] for tile in product])
+        square = base + self.layout.squares
+        store_square(square, x_00[0], 0, 0, lane, transpose=True)
+        store_square(square, [Int32(0)] * 4, 0, 1, lane)
+        store_square(square, below, 1, 0, lane, transpose=True)
+        store_square(square, x_11[0], 1, 1, lane)
+
+    # ---- bulk copies, of the leader
+
+    @cute.jit
+    def store_kg(self, worker: Worker, kg_image: Int64):
+        """Copies Kg to the record asynchronously."""
+        if worker.thread == self.leader:
+            for panel in cutlass.range_constexpr(2):
+                shared = worker.base + panel * self.layout.panel + KG
+                ptx.bulk_store(kg_image + panel * IMAGE, shared, Int32(IMAGE), keep=True)
+
+    @cute.jit
+    def store_squares(self, worker: Worker, record):
+        """Copies T and Aqk to the record asynchronously."""
+        if worker.thread == self.leader:
+            for i, name in enumerate(("t", "aqk")):
+                shared = worker.base + self.layout.squares + i * SQUARE
+                ptx.bulk_store(record(name), shared, Int32(SQUARE), keep=True)
+
+    @cute.jit
+    def wait_for_reads(self, worker: Worker, pending: cutlass.Constexpr[int]):
+        """The leader waits until all but the last ``pending`` bulk copies have read shared memory."""
+        if worker.thread == self.leader:
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
+
+    def wait_for_stores(self, pending):
+        """Waits until all but the last ``pending`` bulk copies are complete. The leader calls it. Each turn has two copies of Kg, then two
+        of T and Aqk."""
+        cute.arch.cp_async_bulk_wait_group(pending)
+
+
+class StridedWarpgroupIntraChunk(StridedInputs, WarpgroupIntraChunk):
+    """`WarpgroupIntraChunk` over strided inputs."""
+
+
+# ---- anchors: numbers of the form integer + MAGIC
+
+
+def rounded(x: Float32) -> Float32:
+    """Returns x, rounded to an integer of at least `LOWEST`, as an anchor."""
+    return ptx.maximum(x, Float32(LOWEST)) + Float32(MAGIC)
+
+
+def value(anchor: Float32) -> Float32:
+    """Returns the integer of an anchor."""
+    return anchor - Float32(MAGIC)
+
+
+def power(anchor: Float32) -> Float32:
+    """Returns 2^A of an anchor."""
+    return ptx.float_of_bits((ptx.bits_of_float(anchor) << 23) + Int32(0x3F800000))
+
+
+def power_of_difference(anchor: Float32, other: Float32) -> Float32:
+    """Returns 2^(A - other)."""
+    return ptx.float_of_bits(
+        ((ptx.bits_of_float(anchor) - ptx.bits_of_float(other)) << 23) + Int32(0x3F800000)
+    )
+
+
+def product(a, b):
+    """Returns the products of lists of bf16x2."""
+    return [ptx.mul_bf16x2(x, y) for x, y in zip(a, b, strict=True)]
+
+
+# ---- images in shared memory
+
+
+def image(address: Int32, rows: int):
+    """Returns the tensor [rows, 64] of an image panel at a shared address, a multiple of 1024."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+    layout = cute.tile_to_shape(atom, (rows, PANEL), order=(0, 1))
+    pointer = cute.make_ptr(BFloat16, address, cute.AddressSpace.smem, assumed_align=1024)
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=BFloat16), layout.outer)
+
+
+def in_row(cell, r):
+    """Returns the address of the lane's 8 bytes of its row r, from that of row 0. Images start at multiples of 128 bytes, so the XOR of the
+    swizzle is one instruction, and the rest is the offset of the access."""
+    return (cell ^ (r * 16)) + r * ROW
+
+
+def store_square(square, a, i, j, lane, transpose=False):
+    """Stores block (i, j), an A fragment, to an image [32, 32]; with ``transpose`` the fragment is that of the block's transpose."""
+    # Matrices 1 and 2 of a fragment of the transpose change places.
+    low, high = (lane // 16, lane // 8 % 2) if transpose else (lane // 8 % 2, lane // 16)
+    row = i * BLOCK + 8 * low + lane % 8
+    unit = (2 * j + high) ^ (row // 2 % 4)
+    ptx.stmatrix_x4(square + row * (2 * CHUNK) + unit * 16, [a[n] for n in range(4)], transpose=transpose)
