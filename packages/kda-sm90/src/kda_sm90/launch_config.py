@@ -75,9 +75,9 @@ RECORDS_PER_GROUP = {False: 2.05, True: 2.2}
 #: (``kernels.chain.IN_FLIGHT``), so a ring of fewer than 3 records would deadlock.
 LEAST_DEPTH = 8
 
-#: Records of all rings together in the mode ``recompute`` that stay in the L2 until the chains have read them twice. A ring holds the
-#: slot that its chain reads, and of the next slot as many records as this allows.
-RING_RECORDS = 640
+#: Records of all rings together in the mode ``recompute``. A ring holds the slot that its chain reads, and of the next slot as many
+#: records as this allows. With more, more of them leave the L2 before the chains have read them twice.
+RING_RECORDS = 512
 
 CHUNKS = (64, 32)
 
