@@ -51,13 +51,17 @@ def pad_rows(t: Tensor, C: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, 0) * (t.dim() - 2) + (0, C - t.shape[1]))
 
 
-def assert_close(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    """Asserts that each operand of each head differs from the specification by at most 2^-8 of its Frobenius norm.
+def assert_close(
+    found: dict[str, Tensor], want: dict[str, Tensor], limits: dict[str, float] | None = None
+) -> None:
+    """Asserts that each operand of each head differs from the specification by at most 2^-8 of its Frobenius norm, or by its limit.
 
-    One rounding to bf16, after a summation in another order, may change the operand by this much.
+    One rounding to bf16, after a summation in another order, may change the operand by 2^-8.
     """
     assert found.keys() == want.keys()
     for name, tensor in want.items():
         a, b = (t.double().transpose(0, 1).flatten(1) for t in (found[name], tensor))
         off = ((a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-30)).max().item()
-        assert off <= 2**-8, f"{name}: relative difference {off:.2e} from the specification"
+        assert off <= (limits or {}).get(name, 2**-8), (
+            f"{name}: relative difference {off:.2e} from the specification"
+        )

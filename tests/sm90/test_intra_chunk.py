@@ -90,12 +90,18 @@ def wanted(x, C, lengths):
     return {n: torch.stack([getattr(p, n) for p in found]) for n in NAMES}
 
 
+def limits(x, C):
+    """Returns the limits of operands that are rounded otherwise than in the specification: the anchors of a warpgroup are integers, so the
+    factors of Aqk have other roundings."""
+    return {"Aqk": 2**-7} if PrefillConfig(C, **variant(x)).by_warpgroup else {}
+
+
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("C", (32, 64))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_operand_matches_the_specification(family, C):
     x = make_inputs(family, 200, B=2, H=2, HV=4, device="cuda").arguments
-    assert_close(computed(x, C, None), wanted(x, C, None))
+    assert_close(computed(x, C, None), wanted(x, C, None), limits(x, C))
 
 
 @pytest.mark.arch((9, 0))
@@ -103,7 +109,7 @@ def test_every_operand_matches_the_specification(family, C):
 @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
 def test_packed_sequences_and_tails_match_the_specification(family, C):
     x = make_inputs(family, sum(LENGTHS), H=1, HV=2, lengths=LENGTHS, device="cuda").arguments
-    assert_close(computed(x, C, LENGTHS), wanted(x, C, LENGTHS))
+    assert_close(computed(x, C, LENGTHS), wanted(x, C, LENGTHS), limits(x, C))
 
 
 @pytest.mark.parametrize("config", SAMPLE, ids=str)
