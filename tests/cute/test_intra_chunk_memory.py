@@ -61,7 +61,7 @@ def test_blocks_of_l_fit_into_the_tables_that_they_replace(layout):
 def test_inverses_and_scratch_fit_into_k(layout):
     for block in range(layout.blocks):
         start = layout.k + block * FRAGMENT_BYTES
-        assert layout.inverse(0, block) == start and layout.scratch(0, block) == start + TILE
+        assert layout.inverse(0, block) == start and layout.scratch(0, block) == start + 2 * TILE
         assert layout.scratch(0, block) + 512 <= start + FRAGMENT_BYTES
 
 
