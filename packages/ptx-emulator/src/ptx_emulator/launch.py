@@ -37,7 +37,10 @@ _FORMATS = {"u8": "B", "s8": "b", "u16": "H", "s16": "h", "u32": "I", "s32": "i"
 _FORMATS |= {"b8": "B", "b16": "H", "b32": "I", "b64": "Q", "f32": "f", "f64": "d"}
 
 
-_parsed = lru_cache(maxsize=16)(parse)
+#: Programs that a process keeps, with their decoded instructions and machine code.
+PROGRAMS = 16
+
+_parsed = lru_cache(maxsize=PROGRAMS)(parse)
 
 
 def target_of(ptx: str) -> str:
@@ -45,7 +48,7 @@ def target_of(ptx: str) -> str:
     return _parsed(ptx).target
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=PROGRAMS)
 def kernel_of(ptx: str, name: str | None) -> Decoder:
     """Return the decoder of an entry of a PTX module. ``name`` None: the only entry.
 
@@ -62,13 +65,13 @@ def kernel_of(ptx: str, name: str | None) -> Decoder:
     return Decoder(kernels[name])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=PROGRAMS)
 def _decoded(ptx: str, name: str | None) -> tuple[Program, Decoder]:
     decoder = kernel_of(ptx, name)
     return decoder.decode(), decoder
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=PROGRAMS)
 def compiled_of(ptx: str, name: str | None) -> CompiledProgram:
     """Return the compiled program of an entry. ``name``: as for `kernel_of`."""
     return CompiledProgram(*_decoded(ptx, name))

@@ -46,7 +46,9 @@ for name, arguments, options in (
     _, _, chunk, warpgroups = arguments
     title = f"prefill chunk {chunk}, {warpgroups} warpgroup{'s' * (warpgroups > 1)}, {name}"
     add("prefill", title, partial(kda, *arguments, **options), PREFILL, arch="sm_90a")
-    if chunk == 32 and name.startswith(("bounded", "packed")):  # no GPU has recorded them since a warpgroup prepares a chunk
+    if chunk == 32 and name.startswith(
+        ("bounded", "packed")
+    ):  # no GPU has recorded them since a warpgroup prepares a chunk
         TO_BE_RECORDED.add(f"prefill/{title}")
 
 
