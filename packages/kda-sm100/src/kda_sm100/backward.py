@@ -55,13 +55,9 @@ class Workspace(NamedTuple):
     """Arrays of the workspace of a backward, in memory order."""
 
     records: Tensor  # uint8: records of a slab, with T (`layouts`)
-    checkpoints: (
-        Tensor  # [slots of 512 tokens, HV, 128, 128] fp32: S of all slabs; empty if the forward saved states
-    )
+    checkpoints: Tensor  # [slots of 512 tokens, HV, 128, 128] fp32: S of all slabs; empty if S is saved
     between: Tensor  # [2, HV, 128, 128] fp32: the state that passes from slab to slab; empty for one slab
-    states: (
-        Tensor  # [chunks, HV, 128, 128] bf16: S before every chunk of a slab; empty if the forward saved it
-    )
+    states: Tensor  # [chunks, HV, 128, 128] bf16: S before every chunk of a slab; empty if S is saved
     grad_states: Tensor  # [chunks, HV, 128, 128] bf16: images of dS' behind every chunk of a slab
     partials: Tensor  # [chunks, HV, 2, 128] fp32: (dt_bias, A_log) of a chunk
     scratch: Tensor  # [CTAs, 2, 64 * 128] fp32; empty unless HV > H

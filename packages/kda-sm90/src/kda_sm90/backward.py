@@ -56,9 +56,7 @@ class Workspace(NamedTuple):
     """Arrays of the workspace of a backward, in memory order."""
 
     chains: Tensor  # records and counters of the chains (`layouts`), uint8
-    checkpoints: (
-        Tensor  # [slots of 512 tokens, HV, 128, 128] fp32: S of all slabs; empty if the forward saved states
-    )
+    checkpoints: Tensor  # [slots of 512 tokens, HV, 128, 128] fp32: S of all slabs; empty if S is saved
     between: Tensor  # [2, HV, 2, 64 * 128] fp32: dS that passes from slab to slab; empty for one slab
     states: Tensor  # [chunks, HV, 128, 128] bf16: images of S before every chunk of a slab; empty in the mode ``reverse``
     grad_states: Tensor  # [chunks, HV, 128, 128] bf16: images of dS' behind every chunk of a slab
@@ -99,7 +97,7 @@ def slabs_of(shape: ProblemShape, spacing: int, sms: int = SMS, budget: int | No
     Args:
         spacing: as in `mode_of`.
         budget: bytes of the workspace (None: those of `kda_cute.backward.BUDGETS`). A slab of one slot may exceed it. If the forward
-            saved nothing, the states every 512 tokens may take half of it; beyond that it grows with them.
+            saved nothing, the states every 512 tokens may take three quarters of it; beyond that it grows with them.
     """
     budget = BUDGETS[shape.options.disable_recompute] if budget is None else budget
     tokens = CHUNK if mode_of(spacing) == "reverse" else CHECKPOINT

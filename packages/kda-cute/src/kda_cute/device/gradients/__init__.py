@@ -22,6 +22,7 @@ The five products between chunks, dO R^T and dX R^T as well as dQd, dKd and dKg,
 is `mma.sync` and arithmetic, the same on every GPU.
 """
 
+from abc import ABC, abstractmethod
 from enum import IntEnum
 from types import SimpleNamespace
 
@@ -61,36 +62,36 @@ class Barrier(IntEnum):
     PAIR = 4  # to 7: of the two warps of a block of rows
 
 
-class BetweenChunks:
+class BetweenChunks(ABC):
     """The products of a step between chunks, by the tensor core of a backend. A kernel makes one object for each step.
 
     A thread's part of an accumulator [64 tokens, 64 channels] has the layout of ``mma.sync`` (`products`). The operands are the
     regions of `memory`; the caller has waited for them.
     """
 
+    @abstractmethod
     def start_rows(self):
         """Starts dO R^T or dX R^T, dO S^T and dX S^T. Returns their accumulators: the first belongs to dO in the first half of the
         channels, and to dX in the second."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish_d(self):
         """Waits for the first accumulator of `start_rows`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish_rows(self):
         """Waits for the other two accumulators of `start_rows`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start_across(self):
         """Starts R dS'^T and returns its accumulator."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish_across(self):
         """Waits for the accumulator of `start_across`."""
-        raise NotImplementedError
 
 
-class GradientsKernel(Kernel):
+class GradientsKernel(Kernel, ABC):
     """Base of the kernel of a backend, which sets ``interface`` and implements `between_chunks`. It takes grad_q as a tensor, which
     determines the device and the stream, and the values of `GradientsArguments`."""
 
@@ -131,9 +132,9 @@ class GradientsKernel(Kernel):
             self.produce(x, shared, barriers, thread - COMPUTE)
         self.finish(shared, thread)
 
+    @abstractmethod
     def between_chunks(self, shared, place, phase) -> BetweenChunks:
         """Returns the products of a step. ``place``: the calling thread. ``phase``: 0 and 1 alternately."""
-        raise NotImplementedError
 
     def prepare(self, shared, thread):
         """Prepares what the products need, before the barrier of all threads at the start."""
