@@ -88,6 +88,19 @@ def test_only_selects_by_a_part_of_the_name(demo, capsys):
     assert "--only: expected a part of the name of one of 4 variants" in capsys.readouterr().err
 
 
+def test_cached_selects_what_the_cache_folder_has(demo, cache_dir, capsys):
+    demo()
+    assert main([*COMMAND, "--cached"]) == 1
+    assert "no variant of 4 is in the cache folder" in capsys.readouterr().err
+    assert main([*COMMAND, "--only", "dim=64"]) == 0
+    stored = objects(cache_dir)
+    capsys.readouterr()
+    assert main([*COMMAND, "--cached"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 4 variants" in out and ": 0 compiled, 2 already on disk, 0 failed" in out
+    assert objects(cache_dir) == stored
+
+
 def test_every_backend_is_listed_with_its_variants_or_the_reason_for_none(demo, install, capsys):
     demo()
     demo(name="second", function="offered_and_broken")

@@ -70,7 +70,7 @@ def cubin_file(folder: Path) -> Path:
 
 
 def test_a_kernel_is_launched_with_its_arguments(folder):
-    driver = FakeDriver()
+    driver = FakeDriver(device=1)
     kernel, reasons = find(folder, driver)
     assert kernel is not None and not reasons
     kernel(OnDevice(1), *VALUES)
@@ -214,6 +214,9 @@ def test_a_cubin_with_other_parameters_is_refused(folder):
     driver.cuda.parameters = [(8 * n, 8) for n in range(8)]  # no more than one too many is read
     kernel, (reason,) = find(folder, driver)
     assert kernel is None and "the driver finds 7 parameters" in reason
+    driver.cuda.fails["cuKernelGetParamInfo"] = 201
+    kernel, (reason,) = find(folder, driver)
+    assert kernel is None and reason.endswith("cuKernelGetParamInfo: CUDA_ERROR_INVALID_CONTEXT")
 
 
 def test_damaged_files_are_refused(folder):
@@ -325,12 +328,8 @@ def test_without_a_driver_the_next_source_serves(folder, monkeypatch):
     assert kernel is None and reason.endswith("is not used: the NVIDIA driver cannot be loaded: libcuda.so.1")
 
 
-def test_packages_serve_only_without_a_compiler_or_with_a_named_folder(
-    folder, install, monkeypatch, tmp_path
-):
+def test_installed_packages_serve_after_the_named_folder(folder, install, monkeypatch, tmp_path):
     monkeypatch.delenv("KDA_KERNEL_DIR", raising=False)
-    assert KernelStore.of_this_process().folders == ()
-    monkeypatch.setattr(search, "has_compiler", lambda: False)
     before = len(KernelStore.of_this_process().folders)
     distribution(tmp_path, folder)
     (found,) = KernelStore.of_this_process().folders[before:]

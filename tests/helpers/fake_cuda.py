@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 from kda_cute.store import cubin
 from kda_cute.store.driver import Driver
 
-INVALID_VALUE, INVALID_IMAGE, NOT_FOUND = 1, 200, 500
-NAMES = {INVALID_VALUE: b"CUDA_ERROR_INVALID_VALUE", INVALID_IMAGE: b"CUDA_ERROR_INVALID_IMAGE"}
+INVALID_VALUE, INVALID_IMAGE, INVALID_CONTEXT, NOT_FOUND = 1, 200, 201, 500
+NAMES = {
+    INVALID_VALUE: b"CUDA_ERROR_INVALID_VALUE",
+    INVALID_IMAGE: b"CUDA_ERROR_INVALID_IMAGE",
+    INVALID_CONTEXT: b"CUDA_ERROR_INVALID_CONTEXT",
+}
 STREAM, CONTEXT = 0x51, 0xC0
 
 
@@ -101,6 +105,8 @@ class FakeCuda:
         return 0 if self.kernels[library - 1].symbol == name.decode() else NOT_FOUND
 
     def _cuKernelGetParamInfo(self, kernel: int, index: int, offset: Any, size: Any) -> int:
+        if not self.current:  # as the driver does
+            return INVALID_CONTEXT
         parameters = self.kernels[kernel - 1].parameters if self.parameters is None else self.parameters
         if index >= len(parameters):
             return INVALID_VALUE
@@ -143,14 +149,17 @@ class FakeCuda:
 
 
 class FakeDriver(Driver):
-    """The driver over a `FakeCuda`. Torch's current stream is `STREAM` plus the device's number."""
+    """The driver over a `FakeCuda`. Torch's current stream is `STREAM` plus the device's number, its current device is `device`."""
 
-    def __init__(self, **options: Any) -> None:
-        self.cuda = FakeCuda(**options)
+    def __init__(self, device: int = 0, **options: Any) -> None:
+        self.cuda, self.device = FakeCuda(**options), device
         super().__init__(self.cuda)
 
     def stream(self, ordinal: int) -> int:
         return STREAM + ordinal
+
+    def current_device(self) -> int:
+        return self.device
 
 
 class OnDevice:

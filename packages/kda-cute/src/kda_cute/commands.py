@@ -20,7 +20,7 @@ from kda_core.extensions import Command
 from kda_core.registry import REGISTRY
 from kda_cute.jit import housekeeping
 from kda_cute.jit.ahead_of_time import Offer, offers
-from kda_cute.jit.cache import QUARANTINE
+from kda_cute.jit.cache import QUARANTINE, entry_of
 from kda_cute.jit.key import Variant
 from kda_cute.jit.precompile import Built, precompile
 from kda_cute.jit.target import arch_of_capability, capability_of_arch, check_arch
@@ -41,6 +41,11 @@ def _add_precompile_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--backend", help="compile only what this backend lists")
     p.add_argument(
         "--only", metavar="TEXT", help="compile only variants whose name, as printed by --list, contains TEXT"
+    )
+    p.add_argument(
+        "--cached",
+        action="store_true",
+        help="only variants that are in the cache folder already, such as those that a workload has used",
     )
     p.add_argument(
         "--export",
@@ -70,7 +75,7 @@ def _precompile(args: argparse.Namespace) -> int:
     broken, or there is nothing to compile; 130 after Ctrl-C.
 
     Raises:
-        ArgumentError: no variant's name contains the text of ``--only``, or the folder of ``--export`` holds kernels of the
+        ArgumentError: without ``--cached``, no variant's name contains the text of ``--only``; or the folder of ``--export`` holds kernels of the
             architecture.
         CompileError: a variant cannot be exported.
         BackendNotFoundError: the backend of ``--backend`` is not installed.
@@ -87,7 +92,9 @@ def _precompile(args: argparse.Namespace) -> int:
             f"argument --arch: expected an architecture of an installed backend: {expected}; got {args.arch}"
         )
     try:
-        return _run_precompile(args.arch, args.backend, args.only, args.jobs, args.list, args.export)
+        return _run_precompile(
+            args.arch, args.backend, args.only, args.cached, args.jobs, args.list, args.export
+        )
     except KeyboardInterrupt:
         print(
             "interrupted: the variants compiled so far are on disk; the same command compiles the rest",
@@ -107,13 +114,19 @@ def _architectures() -> dict[str, str]:
 
 
 def _run_precompile(
-    arch: str, backend: str | None, only: str | None, jobs: int | None, list_only: bool, folder: Path | None
+    arch: str,
+    backend: str | None,
+    only: str | None,
+    cached: bool,
+    jobs: int | None,
+    list_only: bool,
+    folder: Path | None,
 ) -> int:
     found = offers(arch, backend)
-    chosen = {offer.backend: _select(offer, only) for offer in found}
+    chosen = {offer.backend: _select(offer, only, cached) for offer in found}
     variants = [variant for selected in chosen.values() for variant in selected]
     total = sum(len(offer.variants) for offer in found)
-    if total and only is not None and not variants:
+    if total and only is not None and not cached and not variants:
         expected = f"a part of the name of one of {total} variants (--list prints them)"
         raise ArgumentError("--only", expected, repr(only))
 
@@ -128,7 +141,10 @@ def _run_precompile(
     for offer in broken:
         print(f"backend {offer.backend} is {offer.reason}", file=sys.stderr)
     if not variants:
-        print(f"nothing to compile for {arch}", file=sys.stderr)
+        print(
+            f"no variant of {total} is in the cache folder" if cached else f"nothing to compile for {arch}",
+            file=sys.stderr,
+        )
         return 1
     if folder is not None:
         check(variants, folder, arch)
@@ -138,8 +154,9 @@ def _run_precompile(
     return 0 if done and not broken else 1
 
 
-def _select(offer: Offer, only: str | None) -> list[Variant]:
-    return [variant for variant in offer.variants if only is None or only in str(variant)]
+def _select(offer: Offer, only: str | None, cached: bool) -> list[Variant]:
+    named = [variant for variant in offer.variants if only is None or only in str(variant)]
+    return [variant for variant in named if not cached or entry_of(variant).read() is not None]
 
 
 def _count(offer: Offer, selected: list[Variant]) -> str:

@@ -15,6 +15,7 @@ LIBRARY = "libcuda.so.1"
 
 #: Of CUfunction_attribute. The DSL's host code sets no carveout, so none is set here.
 _DYNAMIC_SHARED_BYTES = 8
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 
 _P = c_void_p
 #: The functions, and the types of their arguments. All return a CUresult.
@@ -85,25 +86,43 @@ class Driver:
         return kernel.value
 
     def parameters(self, kernel: int, limit: int) -> list[tuple[int, int]]:
-        """Returns (offset, size) of the parameters of a kernel, of at most `limit` parameters."""
+        """Returns (offset, size) of the parameters of a kernel, of at most `limit` parameters. The thread needs a current context."""
         found: list[tuple[int, int]] = []
         offset, size = c_size_t(), c_size_t()
-        while len(found) < limit and not self._library.cuKernelGetParamInfo(
-            kernel, len(found), byref(offset), byref(size)
-        ):
+        while len(found) < limit:
+            code = self._library.cuKernelGetParamInfo(kernel, len(found), byref(offset), byref(size))
+            if code == _INVALID_VALUE:  # there is no parameter of this number
+                break
+            if code:
+                raise DriverError(f"cuKernelGetParamInfo: {self.error_name(code)}")
             found.append((offset.value, size.value))
         return found
 
-    def prepare(self, kernel: int, ordinal: int, shared_bytes: int) -> None:
-        """Allows a kernel its dynamic shared memory on a device, and makes the device's primary context current if the thread has none: a
-        new thread has none until its first call of the CUDA runtime."""
+    def make_current(self, ordinal: int) -> None:
+        """Makes the primary context of a device current if the thread has no context.
+
+        A new thread has none until its first call of the CUDA runtime. Torch's threads for backwards are such threads: memory from
+        torch's cache needs no call of the runtime.
+        """
         device, context = c_int(), c_void_p()
-        self._call("cuDeviceGet", byref(device), ordinal)
         self._call("cuCtxGetCurrent", byref(context))
         if not context.value:
+            self._call("cuDeviceGet", byref(device), ordinal)
             self._call("cuDevicePrimaryCtxRetain", byref(context), device)
             self._call("cuCtxSetCurrent", context)
+
+    def prepare(self, kernel: int, ordinal: int, shared_bytes: int) -> None:
+        """Makes a context current (see `make_current`), and allows a kernel its dynamic shared memory on a device."""
+        device = c_int()
+        self.make_current(ordinal)
+        self._call("cuDeviceGet", byref(device), ordinal)
         self._call("cuKernelSetAttribute", _DYNAMIC_SHARED_BYTES, shared_bytes, kernel, device)
+
+    def current_device(self) -> int:
+        """Returns the number of torch's current device."""
+        import torch
+
+        return torch.cuda.current_device()
 
     def stream(self, ordinal: int) -> int:
         """Returns torch's current stream on a device."""

@@ -68,11 +68,12 @@ class Loaded(NamedTuple):
 
     @classmethod
     def of(cls, driver: Driver, cubin: bytes, kernel: Described) -> Loaded:
-        """Loads a kernel.
+        """Loads a kernel. A thread without a current context gets that of torch's current device.
 
         Raises:
             DriverError: the driver cannot load it, or finds other parameters.
         """
+        driver.make_current(driver.current_device())  # to read the parameters
         handle = driver.load(cubin, kernel.symbol)
         expected = [(one.offset, one.size) for one in kernel.parameters]
         found = driver.parameters(handle, len(expected) + 1)

@@ -131,14 +131,6 @@ def installed_folders() -> list[Folder]:
     return folders
 
 
-def has_compiler() -> bool:
-    """Returns whether the DSL and what loads its kernels are installed. Imports nothing."""
-    try:
-        return all(importlib.util.find_spec(name) is not None for name in ("cutlass", "tvm_ffi"))
-    except (ImportError, ValueError):
-        return False
-
-
 @dataclass(frozen=True)
 class KernelStore:
     """Finds exported kernels.
@@ -153,14 +145,8 @@ class KernelStore:
 
     @classmethod
     def of_this_process(cls) -> KernelStore:
-        """Returns the store of the environment: the folder of ``KDA_KERNEL_DIR``, then the installed packages.
-
-        If the DSL is installed and ``KDA_KERNEL_DIR`` is not set, the store is empty: kernels come from the compile cache and the
-        compiler.
-        """
+        """Returns the store of the environment: the folder of ``KDA_KERNEL_DIR``, then the installed packages."""
         named = named_folder()
-        if named is None and has_compiler():
-            return cls(())
         return cls([*([] if named is None else [named]), *installed_folders()])
 
     def find(
