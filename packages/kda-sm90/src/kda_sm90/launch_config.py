@@ -76,8 +76,9 @@ RECORDS_PER_GROUP = {False: 2.05, True: 2.2}
 LEAST_DEPTH = 8
 
 #: Records of all rings together in the mode ``recompute``. A ring holds the slot that its chain reads, and of the next slot as many
-#: records as this allows. With more, more of them leave the L2 before the chains have read them twice.
-RING_RECORDS = 512
+#: records as this allows. With more, more of them leave the L2 before the chains have read them twice. So a ring of 32 queues has 10
+#: records, which was fastest on an H100 (docs/kernels/backward.md).
+RING_RECORDS = 320
 
 CHUNKS = (64, 32)
 

@@ -555,10 +555,14 @@ def fence_proxy_async(*, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def cp_async_x4(shared: Int32, address: Int64, valid, *, loc=None, ip=None) -> None:
-    """Copies 16 aligned bytes to shared memory asynchronously; the L2 evicts them first. Unless ``valid`` it does not access
-    global memory and writes zeros."""
+def cp_async_x4(shared: Int32, address: Int64, valid, *, evict_first: bool = True, loc=None, ip=None) -> None:
+    """Copies 16 aligned bytes to shared memory asynchronously, past the L1. ``evict_first``: the L2 evicts them first. Unless
+    ``valid`` it does not access global memory and writes zeros."""
     size = Int32(valid) * 16
+    if not evict_first:
+        text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+        inline_ptx(text, [], [shared, address, size], True, loc, ip)
+        return
     text = "cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, $2, $3;"
     inline_ptx(text, [], [shared, address, size, Int64(EVICT_FIRST)], True, loc, ip)
 

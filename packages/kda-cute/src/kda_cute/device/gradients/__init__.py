@@ -233,10 +233,11 @@ class GradientsKernel(Kernel, ABC):
         base = Int32(shared.toint())
         raw = Raw(self.config)
         number = Int32(0)
-        valid = self.load_raw(x, raw, base, barriers, thread, number)
+        valid = self.request(x, raw, base, barriers, thread, number)
         while valid > 0:
             valid = self.gradients(x, shared, base, barriers, thread, raw, number)
             number = number + 1
+        cute.arch.cp_async_wait_group(0)  # the zeros of the step behind the last one
 
     def step(self, base, number):
         """Loads a step. Each stage does, because the words would occupy registers."""
@@ -261,11 +262,11 @@ class GradientsKernel(Kernel, ABC):
         rate = ptx.load_shared(step.address + 4 * int(Step.RATE), Float32)
         return Gate(self.config, rate, x.lower_bound), biases
 
-    def load_raw(self, x, raw, base, barriers, thread, number):
-        """Waits for a step, loads its inputs, and returns its number of tokens."""
+    def request(self, x, raw, base, barriers, thread, number):
+        """Waits for a step, requests its inputs, and returns its number of tokens."""
         cute.arch.mbarrier_wait(barriers.step_full + (number & 1), number >> 1 & 1)
         step = self.step(base, number)
-        raw.load(x, self.place(base, thread), step)
+        raw.request(x, self.place(base, thread), step)
         return step.valid
 
     def sync(self, barrier, index, threads):
@@ -284,7 +285,7 @@ class GradientsKernel(Kernel, ABC):
     def gradients(self, x, shared, base: Int32, barriers, thread: Int32, raw, number: Int32):
         """Computes the gradients of a step; dq and dk are complete after the last member of the group.
 
-        ``raw`` holds its inputs; the function loads those of the next step, and returns its number of tokens.
+        Its inputs have been requested by ``raw``; the function requests those of the next step, and returns its number of tokens.
         """
         # Each stage computes its addresses anew: kept over the loop they would occupy registers that the stages need.
         place = self.place(base, thread)
@@ -295,6 +296,7 @@ class GradientsKernel(Kernel, ABC):
         wait = lambda operand: cute.arch.mbarrier_wait(barriers.full + int(operand), phase)
 
         # gates, their sums, anchors
+        raw.take(place)
         q, k = raw.elements(raw.q), raw.elements(raw.k)
         gate, biases = self.gate(x, at, step)
         rows = self.decay.log_decays(gate, raw.gates(raw.g), biases, at, step.valid)
@@ -377,11 +379,12 @@ class GradientsKernel(Kernel, ABC):
         # the gradient of the gates
         place, step = self.place(base, thread), self.step(base, number)
         at = decay.Lane(place)
-        following = self.load_raw(x, raw, base, barriers, thread, number + 1)
         self.store_through(place, through)
         cute.arch.sync_warp()
         sums, decays = self.decay_gradient.suffix_sums(at), self.decay_gradient.chunk_decays(at)
         self.sync(Barrier.HALF, half, 128)
+        # All warps of the half have read the factors of rows, whose place the inputs take.
+        following = self.request(x, raw, base, barriers, thread, number + 1)
         behind = self.decay_gradient.behind(at, decays)
         gate, biases = self.gate(x, at, step)
         self.decay_gradient.store(x, at, step, gate, raw.gates(raw_gates), biases, sums, behind)

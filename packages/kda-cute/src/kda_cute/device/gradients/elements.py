@@ -40,6 +40,7 @@ class Place:
             8 * (self.matrix >> 1),
         )
         self.first_exponent = memory.exponent(base, self.block * BLOCK + self.row, self.channel)
+        self.first_entry = memory.table(base, Table.TOTAL, 0, self.channel)
 
     def rows(self):
         """Returns the thread's two rows of the chunk."""
@@ -67,10 +68,10 @@ class Place:
         """Loads G - M of a row, [4 channels of two tiles]."""
         return memory.load_floats(self.exponent(pair, r))
 
-    def table(self, kind, pair, block=None):
-        """Loads entries of a block, by default the thread's, for the four channels of two tiles."""
-        block = self.block if block is None else block
-        return memory.load_floats(memory.table(self.base, kind, block, self.channel + 4 * pair))
+    def table(self, kind, pair):
+        """Loads entries of the thread's block for the four channels of two tiles."""
+        start = (int(kind) * BLOCKS + self.block) * memory.TABLE_ROW
+        return memory.load_floats((self.first_entry ^ pair * 16) + start)
 
 
 def pairs_of_tiles():
@@ -164,10 +165,14 @@ def store_factors(place, q, k, q_factors, k_factors, column_factors, kept):
     """Stores the factors of the thread's elements: rows ``q 2^(G - M)`` and ``-k 2^(G - M)``, columns ``beta k 2^(M - G)``.
 
     ``*_factors``: of the two rows, by which raw elements are multiplied."""
+    load = lambda pair: [place.exponents(pair, r) for r in range(2)]
+    following = load(0)
     for pair in pairs_of_tiles():
+        both = following
+        if pair + 1 < TILES // 2:  # before the stores, because the compiler moves no load up past a store
+            following = load(pair + 1)
         rows_q, rows_k, columns = ([None] * 4 for _ in range(3))
-        for r in range(2):
-            exponents = place.exponents(pair, r)
+        for r, exponents in enumerate(both):
             falls, rise = [ptx.ex2(y) for y in exponents], rises(place, pair, r, exponents, kept)
             for tile in range(2):
                 queries, keys = (x[2 * pair + tile][r] for x in (q, k))
@@ -216,12 +221,7 @@ def column_gradients(place, k, column_factors, across, acc, terms, kept):
     """
     ends = []
     for pair in pairs_of_tiles():
-        last = zip(
-            place.table(Table.MIDDLE, pair, BLOCKS - 1),
-            place.table(Table.LAST, pair, BLOCKS - 1),
-            strict=True,
-        )
-        moves = [(m - own) + y for (m, y), own in zip(last, place.table(Table.MIDDLE, pair), strict=True)]
+        moves = place.table(Table.END, pair)
         powers = [ptx.ex2(y) for y in moves]
         if kept is not None:
             lowest = [Float32(cute.math.floor(y)) for y in place.table(Table.LAST, pair)]

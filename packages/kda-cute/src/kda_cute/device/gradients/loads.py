@@ -5,7 +5,17 @@ from cutlass import Float32, Int32, Int64, cute
 from kda_cute.device import ptx
 from kda_cute.device.gradients import memory
 from kda_cute.device.gradients.decay import ROWS, WIDTH, Lane
-from kda_cute.device.gradients.memory import CHUNK, HALF, OFFSETS, PANEL, REGION, RUN, TILES, Operand
+from kda_cute.device.gradients.memory import (
+    BLOCK,
+    CHUNK,
+    HALF,
+    OFFSETS,
+    PANEL,
+    REGION,
+    RUN,
+    TILES,
+    Operand,
+)
 from kda_cute.device.intra_chunk.gates import sigmoid
 from kda_cute.records import HEAD_DIM
 
@@ -102,11 +112,17 @@ class Producer:
 
 
 class Raw:
-    """The inputs of a chunk and value head in registers, as a thread needs them. They are loaded one chunk ahead.
+    """The inputs of a chunk and value head. `request` copies them to shared memory one chunk ahead, `take` loads them into registers.
 
-    ``q``, ``k``: its 32 elements in the order of an accumulator, bf16x2 [tile][row]. ``g``: raw g of 8 rows and four channels
-    (`decay.Lane`).
+    The copies of a warp are those of its block of rows and half of the channels. So they need no barrier but `sync_warp`. They go past
+    the L1, which beside the shared memory has too little room for them.
+
+    ``q``, ``k``: 32 elements of the thread in the order of an accumulator, bf16x2 [tile][row]. ``g``: raw g of 8 rows and four
+    channels (`decay.Lane`).
     """
+
+    #: Regions of the copies of q and k.
+    REGIONS = ("row_q", "row_k")
 
     def __init__(self, config):
         self.wide = config.gate_dtype == "float32"
@@ -114,23 +130,47 @@ class Raw:
         self.q, self.k = (cute.make_rmem_tensor((2 * TILES,), Int32) for _ in range(2))
         self.g = cute.make_rmem_tensor((ROWS * self.words,), Int32)
 
-    def load(self, x, place, step):
-        """Loads the inputs of a step; zeros behind the end of its sequence."""
-        for n, y in enumerate(self.load_gates(x, place, step)):
-            self.g[n] = y
-        for source, found in ((x.q, self.q), (x.k, self.k)):
-            for n, y in enumerate(y for pair in self.load_rows(x, source, place, step) for y in pair):
-                found[n] = y
+    def request(self, x, place, step):
+        """Requests the inputs of a step; zeros behind the end of its sequence. q and k take the place of factors of rows, g that of
+        exponents."""
+        first = step.token + place.block * BLOCK
+        row = (Int64(first) * x.H + step.key_head) * ROW + place.half * (2 * HALF)
+        in_panel = lambda panel: lambda row, unit: memory.image(panel, place.block * BLOCK + row, unit * 8)
+        for source, name in zip((x.q, x.k), self.REGIONS, strict=True):
+            at = in_panel(place.panel(name))
+            self.copy(place, step, source + row, Int64(x.H) * ROW, 2 * HALF, at)
+        size = 4 if self.wide else 2
+        row = (Int64(first) * x.HV + step.head) * (size * HEAD_DIM) + place.half * (size * HALF)
+        at = lambda row, unit: memory.raw_gate(place, row) + unit * 16
+        self.copy(place, step, x.g + row, Int64(x.HV) * (size * HEAD_DIM), size * HALF, at)
+        cute.arch.cp_async_commit_group()
 
-    def load_rows(self, x, source, place, step):
-        """Loads the thread's elements of q or k as bf16x2, [tile][row]."""
-        row = place.rows()[0]
-        start = source + row_offset(place, step.token + row, x.H, step.key_head)
-        found = []
-        for r in range(2):
-            address, exists = start + Int64(x.H) * (8 * ROW * r), row + 8 * r < step.valid
-            found.append([y for n in (0, 16) for y in ptx.load_global_words(address + n, 4, exists)])
-        return [list(pair) for pair in zip(*found, strict=True)]
+    def copy(self, place, step, source, pitch, size, at):
+        """Requests copies of ``size`` bytes of each row of the warp's block. ``at``: returns the address of a unit of 16 bytes of a row of
+        the block."""
+        units = size // 16
+        unit, first = place.lane & units - 1, place.lane >> units.bit_length() - 1
+        left, address = step.valid - place.block * BLOCK - first, source + pitch * first + unit * 16
+        for row in range(0, BLOCK, 32 // units):
+            ptx.cp_async_x4(at(first + row, unit), address, row < left, evict_first=False)
+            address = address + pitch * (32 // units)
+
+    def take(self, place):
+        """Waits for the requested inputs and loads them."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_warp()
+        at = Lane(place)
+        load = ptx.load_shared_x4 if self.wide else ptx.load_shared_x2
+        for row in range(ROWS):
+            start = memory.raw_gate(place, ROWS * at.late + row) + at.unit * (4 * self.words)
+            for n, y in enumerate(load(start, Int32)):
+                self.g[self.words * row + n] = y
+        for name, found in zip(self.REGIONS, (self.q, self.k), strict=True):
+            for r, row in enumerate(place.rows()):
+                for n in range(2):
+                    start = memory.image(place.panel(name), row, place.quad * RUN + 8 * n)
+                    for i, y in enumerate(ptx.load_shared_x4(start, Int32)):
+                        found[2 * (4 * n + i) + r] = y
 
     def load_gates(self, x, place, step):
         """Loads raw g of the lane's rows and channels; see `gates`."""

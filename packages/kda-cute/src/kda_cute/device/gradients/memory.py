@@ -8,10 +8,11 @@ grad_v        16384  dX, the same, behind dO: a warpgroup indexes the two
 residual      16384  R, the same; operand A of R dS'^T, and B [N = 64 tokens, K = V] of dO R^T and dX R^T
 state         32768  S [K, V]: image in two panels of 64 values, operand B [N = K, K = V]; rows in the order of `position`
 grad_state    32768  dS' [K, V], the same
-row_q, row_k  16384  rows with factors: image in two panels of 64 channels, in the order of `position`; those of k are negative
+row_q, row_k  16384  raw q and k, an image in two panels of 64 channels; then rows with factors, an image with channels in the order
+                     of `position`; those of k are negative
 column        16384  columns with factors, the same
 d_q, d_k       8192  dO R^T and dX R^T [64, 64], an image; their upper triangles do not count
-exponent      32768  G - M of every token and channel in fp32; then what the running sum of dg adds up
+exponent      32768  raw g; then G - M of every token and channel in fp32; then what the running sum of dg adds up
 scales        3072   powers of two as bf16x2 that move factors between blocks: `scale_place`; twice for unbounded gates
 tables        8192   one fp32 for each block of 16 rows and channel; see `Table`
 sums          2560   sums over the channels of a half: [kind][half][row] fp32
@@ -57,17 +58,19 @@ class Table(IntEnum):
     """Tables [4 blocks][128 channels] of fp32.
 
     ``TOTAL``: log decay of the block. ``MIDDLE``: the anchor M, an integer in the middle of G of the block. ``LAST``: G - M in
-    the last row. ``TERMS``: sum of the terms of dg over the block. A later stage of the chunk overwrites the first three:
+    the last row. ``END``: G - M of the last row of the chunk, with M of the block. A later stage of the chunk overwrites them:
     ``ENDS``: sums of Kg dKg over the rows of the block. ``RATE_SUM`` and ``BIAS_SUM``: sums of the gradients of A_log and dt_bias.
+    ``TERMS``: sum of the terms of dg over the block.
     """
 
     TOTAL = 0
     MIDDLE = 1
     LAST = 2
-    TERMS = 3
+    END = 3
     ENDS = 0
     RATE_SUM = 1
     BIAS_SUM = 2
+    TERMS = 3
 
 
 class Sum(IntEnum):
@@ -153,8 +156,11 @@ def position(channel):
 
 
 def table(base, kind: Table, block, channel):
-    """Returns the address of a table's entry."""
-    return base + OFFSETS["tables"] + int(kind) * (BLOCKS * TABLE_ROW) + block * TABLE_ROW + channel * 4
+    """Returns the address of a table's entry.
+
+    Units of 16 bytes are swizzled, so that four quads access different banks, as those of `exponent`."""
+    start = base + OFFSETS["tables"] + int(kind) * (BLOCKS * TABLE_ROW) + block * TABLE_ROW
+    return start + ((channel * 4) ^ (channel >> 1 & 16))
 
 
 def sum_address(base, kind: Sum, half, row):
@@ -176,6 +182,12 @@ def exponent(base, row, channel):
     unit = channel >> 2
     unit = unit ^ ((unit >> 3) & 1) ^ (row & 1) * 2
     return base + OFFSETS["exponent"] + row * TABLE_ROW + unit * 16 + (channel & 3) * 4
+
+
+def raw_gate(place, row):
+    """Returns the address of raw g of a row of the warp's block, the half's channels. It lies in the place of exponents of the row."""
+    start = place.base + OFFSETS["exponent"] + place.half * (4 * HALF)
+    return start + (place.block * BLOCK + row) * TABLE_ROW
 
 
 def scale_place(base, i, j, half, row, kind=0):

@@ -37,13 +37,15 @@ def scale_bits(n):
 
 
 def store_scales(place, unbounded):
-    """Stores the powers of two that move factors between the anchors of two blocks. A thread has a channel of the half, and three of
-    the six pairs of blocks."""
+    """Stores the powers of two that move factors between the anchors of two blocks, and the table END. A thread has a channel of the
+    half, three of the six pairs of blocks, and two of the four blocks."""
     thread = place.thread & 127
     late, channel = thread >> 6, thread & 63
-    entry = lambda kind, block: ptx.load_shared(
-        memory.table(place.base, kind, block, place.half * HALF + channel), Float32
-    )
+    address = lambda kind, block: memory.table(place.base, kind, block, place.half * HALF + channel)
+    entry = lambda kind, block: ptx.load_shared(address(kind, block), Float32)
+    middles = [entry(Table.MIDDLE, block) for block in range(BLOCKS)]
+    end = entry(Table.LAST, BLOCKS - 1)
+    of_pair = lambda one, other: ptx.select(late > 0, middles[other], middles[one])
     position = memory.position(channel)
     at = lambda i, j, kind: (
         memory.scale_place(place.base, i, j, place.half, position & 7, kind) + (position >> 3) * 4
@@ -55,7 +57,10 @@ def store_scales(place, unbounded):
         )
         for n in range(PAIRS // 2)
     ]
-    moves = [entry(Table.MIDDLE, i) - entry(Table.MIDDLE, j) for i, j in pairs]
+    moves = [of_pair((1, 2, 2)[n], BLOCKS - 1) - of_pair((0, 0, 1)[n], n) for n in range(len(pairs))]
+    for n in range(2):
+        move = (middles[BLOCKS - 1] - of_pair(n, 2 + n)) + end
+        ptx.store_shared(address(Table.END, 2 * late + n), move)
     lasts = [entry(Table.LAST, j) for _, j in pairs] if unbounded else moves
     for (i, j), move, last in zip(pairs, moves, lasts, strict=True):
         ptx.store_shared(at(i, j, 0), scale_bits(move))
