@@ -41,7 +41,7 @@ def test_the_workspace_is_split_without_overlap(C):
         layouts.split_workspace(buffer[: size - 1], queues * depth, queues, C)
 
 
-def computed(x, C, lengths):
+def computed(x, C, warpgroups, lengths):
     """Returns the records of a call as {name: [chunks, HV, ...]} in fp32. Checks that empty slots were not written.
 
     Each ring holds all chunks of its queue, so no record is overwritten.
@@ -58,7 +58,7 @@ def computed(x, C, lengths):
     )
     workspace = layouts.split_workspace(buffer, queues * depth, queues, C)
     workspace.counters.zero_()
-    config = PrefillConfig(C, **variant(x))
+    config = PrefillConfig(C, warpgroups, **variant(x))
     inputs = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
     if config.gate != "precomputed":
         inputs |= {n.lower(): x[n] for n in ("A_log", "dt_bias") if n in x}
@@ -90,26 +90,26 @@ def wanted(x, C, lengths):
     return {n: torch.stack([getattr(p, n) for p in found]) for n in NAMES}
 
 
-def limits(x, C):
+def limits(x, C, warpgroups):
     """Returns the limits of operands that are rounded otherwise than in the specification: the anchors of a warpgroup are integers, so the
     factors of Aqk have other roundings."""
-    return {"Aqk": 2**-7} if PrefillConfig(C, **variant(x)).by_warpgroup else {}
+    return {"Aqk": 2**-7} if PrefillConfig(C, warpgroups, **variant(x)).by_warpgroup else {}
 
 
 @pytest.mark.arch((9, 0))
-@pytest.mark.parametrize("C", (32, 64))
+@pytest.mark.parametrize(("C", "warpgroups"), ((32, 1), (32, 2), (64, 1)))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_operand_matches_the_specification(family, C):
+def test_every_operand_matches_the_specification(family, C, warpgroups):
     x = make_inputs(family, 200, B=2, H=2, HV=4, device="cuda").arguments
-    assert_close(computed(x, C, None), wanted(x, C, None), limits(x, C))
+    assert_close(computed(x, C, warpgroups, None), wanted(x, C, None), limits(x, C, warpgroups))
 
 
 @pytest.mark.arch((9, 0))
-@pytest.mark.parametrize("C", (32, 64))
+@pytest.mark.parametrize(("C", "warpgroups"), ((32, 1), (32, 2), (64, 1)))
 @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
-def test_packed_sequences_and_tails_match_the_specification(family, C):
+def test_packed_sequences_and_tails_match_the_specification(family, C, warpgroups):
     x = make_inputs(family, sum(LENGTHS), H=1, HV=2, lengths=LENGTHS, device="cuda").arguments
-    assert_close(computed(x, C, LENGTHS), wanted(x, C, LENGTHS), limits(x, C))
+    assert_close(computed(x, C, warpgroups, LENGTHS), wanted(x, C, LENGTHS), limits(x, C, warpgroups))
 
 
 @pytest.mark.parametrize("config", SAMPLE, ids=str)

@@ -56,14 +56,15 @@ HALVES: dict[Mode, int] = {
 }
 
 
-def by_warpgroup(chunk: int, unbounded: bool) -> bool:
-    """Returns whether a warpgroup computes a chunk (`kernels.intra_chunk`), by tokens per chunk and whether gates are unbounded."""
-    return chunk == 32 and not unbounded
+def by_warpgroup(chunk: int, unbounded: bool, warpgroups: int) -> bool:
+    """Returns whether a warpgroup computes a chunk (`kernels.intra_chunk`), by fields of a `PrefillConfig`. With chains of one half it would
+    be slower (docs/kernels/intra-chunk.md)."""
+    return chunk == 32 and not unbounded and warpgroups == 2
 
 
-def groups_of(chunk: int, unbounded: bool) -> int:
+def groups_of(chunk: int, unbounded: bool, warpgroups: int) -> int:
     """Returns the groups of an intra-chunk CTA, by the same."""
-    return WARPGROUP_THREADS // 128 if by_warpgroup(chunk, unbounded) else THREADS // (2 * chunk)
+    return WARPGROUP_THREADS // 128 if by_warpgroup(chunk, unbounded, warpgroups) else THREADS // (2 * chunk)
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class PrefillConfig:
     def by_warpgroup(self) -> bool:
         """Whether the intra-chunk stage is that of `kernels.intra_chunk`, whose groups are warpgroups. If not, it is that of
         `kda_cute.device.intra_chunk`."""
-        return by_warpgroup(self.chunk, self.unbounded) and not self.reads_records
+        return by_warpgroup(self.chunk, self.unbounded, self.warpgroups) and not self.reads_records
 
     @property
     def threads(self) -> int:
@@ -177,7 +178,7 @@ class PrefillConfig:
     @property
     def groups(self) -> int:
         """Groups of an intra-chunk CTA."""
-        return groups_of(self.chunk, self.unbounded)
+        return groups_of(self.chunk, self.unbounded, self.warpgroups)
 
     @property
     def backward(self) -> bool:

@@ -22,14 +22,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from kda_core.contract import ProblemShape, besides_tokens
 from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
-from kda_sm90.config import HALVES, SPACINGS, Mode, PrefillConfig, groups_of
+from kda_sm90.config import HALVES, SPACINGS, Mode, PrefillConfig, by_warpgroup, groups_of
 
 #: SMs of an H100 SXM and of an H200. A launch puts one CTA on each.
 SMS = 132
 
 #: ns per chunk of an intra-chunk group, by (chunk size, unbounded gate). The values for unbounded gates lie between
 #: those of slow gates and those of steep gates.
-ITEM_NS = {(64, False): 13600, (32, False): 7000, (64, True): 14400, (32, True): 11300}
+ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True): 11300}
+
+#: The same of a group that is a warpgroup (`config.by_warpgroup`).
+WARPGROUP_ITEM_NS = 7000
 
 #: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain that runs alone, or
 #: whose start is a small part of a long call, is up to 15% faster.
@@ -233,7 +236,9 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
         elif model.most:
             # Each queue rounds its records up, by less than one. An additional queue displaces intra-chunk groups, which
             # need more records than that. So these totals bound the records for every number of queues.
-            rings = max(math.ceil(per_group * sms * groups_of(chunk, unbounded)), model.most * LEAST_DEPTH)
+            rings = max(
+                math.ceil(per_group * sms * groups_of(chunk, unbounded, warpgroups)), model.most * LEAST_DEPTH
+            )
             records = min(rings, model.most * _most_depth(shape, model, model.most))
             found = max(found, layouts.workspace_bytes(records, model.most, chunk))
     return found
@@ -325,6 +330,7 @@ class _Model:
         sms: SMs of the device.
         chain_ctas: CTAs per queue.
         item_ns: ns per slot of an intra-chunk group; 0 in the mode ``execute``.
+        first_ns: ns until a group has computed its first chunk; 0 in the mode ``execute``.
         chain_ns: ns per slot of a chain.
         least_ns: ns that all records together take through HBM; 0 except in the mode ``execute``.
     """
@@ -340,6 +346,7 @@ class _Model:
     sms: int
     chain_ctas: int
     item_ns: float
+    first_ns: float
     chain_ns: float
     least_ns: float
 
@@ -357,7 +364,7 @@ class _Model:
         if not self.item_ns:
             return self.least_ns
         groups = self.intra_chunk_ctas(queues) * self.groups
-        return max(1.0, self.items / groups) * self.item_ns
+        return self.first_ns * self.chunks_per_slot + max(0.0, self.items / groups - 1.0) * self.item_ns
 
     def chains_ns(self, queues: int) -> float:
         """Returns the time of the chains in ns. It never rises as queues are added."""
@@ -365,8 +372,7 @@ class _Model:
 
     def total_ns(self, queues: int) -> float:
         """Returns the time of the launch in ns."""
-        first = self.item_ns / self.chunks_per_slot
-        return START_NS + first + max(self.intra_chunk_ns(queues), self.chains_ns(queues))
+        return START_NS + self.first_ns + max(self.intra_chunk_ns(queues), self.chains_ns(queues))
 
     def best(self) -> int:
         """Returns the number of queues with the smallest time.
@@ -404,20 +410,26 @@ def _model(
     tokens = chunk * per_slot
     slots = layouts.slot_count(shape.B, shape.T, tokens, shape.N if shape.varlen else None)
     unbounded = not shape.options.bounded_gate
-    item_ns = ITEM_NS[chunk, unbounded]
+    # A first chunk, which others hardly delay, counts the same with either stage.
+    item_ns, first_ns = (
+        WARPGROUP_ITEM_NS if by_warpgroup(chunk, unbounded, n) else ITEM_NS[chunk, unbounded]
+        for n in (warpgroups, 2)
+    )
+    factor = 0.0 if reads_records else KEPT if mode == "summarize" else 1.0
     token_ns = TOKEN_NS[mode]
     return _Model(
         chunk=chunk,
         warpgroups=warpgroups,
         mode=mode,
-        groups=groups_of(chunk, unbounded),
+        groups=groups_of(chunk, unbounded, warpgroups),
         chunks_per_slot=per_slot,
         most=min(free // chain_ctas, shape.HV * shape.N),
         items=slots * shape.HV,
         longest=-(-slots // max(shape.N, 1)) if longest is None else -(-longest // tokens),
         sms=sms,
         chain_ctas=chain_ctas,
-        item_ns=0.0 if reads_records else (KEPT if mode == "summarize" else 1.0) * per_slot * item_ns,
+        item_ns=factor * per_slot * item_ns,
+        first_ns=factor * first_ns,
         chain_ns=tokens * token_ns[chunk, warpgroups],
         least_ns=slots * shape.HV * RECORD_NS[chunk] if reads_records else 0.0,
     )

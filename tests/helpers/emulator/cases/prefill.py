@@ -48,7 +48,7 @@ for name, arguments, options in (
     add("prefill", title, partial(kda, *arguments, **options), PREFILL, arch="sm_90a")
     if chunk == 32 and name.startswith(
         ("bounded", "packed")
-    ):  # no GPU has recorded them since a warpgroup prepares a chunk
+    ):  # no GPU has recorded them since warpgroups prepare most of these chunks
         TO_BE_RECORDED.add(f"prefill/{title}")
 
 

@@ -1,4 +1,4 @@
-"""The intra-chunk stage of chunks of 32 tokens with bounded gates, one warpgroup per chunk and value head.
+"""The intra-chunk stage of chunks of 32 tokens with bounded gates for chains of both halves of V: one warpgroup per chunk and value head.
 
 It writes the records of `kda_cute.device.intra_chunk` (whose words this file uses) with two thirds of the shared-memory traffic:
 
@@ -185,11 +185,11 @@ class WarpgroupIntraChunk(Inputs):
         # Whole lines of 128 bytes of four rows, to eight units of a row that touch all banks.
         unit, first_row = p.lane % 8, p.block * BLOCK + p.lane // 8
         for name, region in (("k", K), ("q", Q)):
+            start = self.key_address(x, name, chunk, first_row) + (p.panel_index * ROW + unit * 16)
             for at in range(0, BLOCK, 4):
                 row = first_row + at
-                address = self.key_address(x, name, chunk, row) + p.panel_index * ROW + unit * 16
                 to = p.panel + region + row * ROW + (unit ^ row % 8) * 16
-                ptx.cp_async_x4(to, address, row < chunk.valid)
+                ptx.cp_async_x4(to, start + Int64(self.key_pitch(x, name) * at), row < chunk.valid)
         cute.arch.cp_async_commit_group()
         return *beta, a_log, *biases
 
@@ -198,9 +198,10 @@ class WarpgroupIntraChunk(Inputs):
         width = PANEL * self.gate_bytes
         units = width // 16  # of a row
         unit, first_row = p.lane % units, p.block * BLOCK + p.lane // units
+        start = self.gate_address(x, chunk, first_row) + (p.panel_index * width + unit * 16)
         for at in range(0, BLOCK, 32 // units):
             row = first_row + at
-            address = self.gate_address(x, chunk, row) + p.panel_index * width + unit * 16
+            address = start + Int64(self.gate_pitch(x) * at)
             place = (unit ^ row % 8) if self.gate_bytes == 2 else unit
             ptx.cp_async_x4(p.panel + COLUMNS + row * width + place * 16, address, row < chunk.valid)
 

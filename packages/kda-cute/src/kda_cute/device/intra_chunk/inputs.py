@@ -35,6 +35,14 @@ class Inputs:
         """Returns the address of q or k (``name``) of token ``row`` of a chunk."""
         return getattr(x, name) + Int64(chunk.key_row + row * x.H) * (2 * HEAD_DIM)
 
+    def key_pitch(self, x, name):
+        """Returns the bytes from a token of q or k (``name``) to the next."""
+        return x.H * (2 * HEAD_DIM)
+
+    def gate_pitch(self, x):
+        """Returns the bytes from a token of g to the next."""
+        return x.HV * (HEAD_DIM * self.gate_bytes)
+
     def gate_address(self, x, chunk: Chunk, row):
         """Returns the address of g of token ``row`` of a chunk."""
         value_row = chunk.token * x.HV + chunk.head

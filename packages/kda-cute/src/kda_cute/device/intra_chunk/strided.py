@@ -18,6 +18,12 @@ class StridedInputs(Inputs):
         key_head = chunk.key_row - chunk.token * x.H
         return token_address(x, name, chunk, row) + Int64(key_head) * (2 * HEAD_DIM)
 
+    def key_pitch(self, x, name):
+        return getattr(x, f"{name}_pitch")
+
+    def gate_pitch(self, x):
+        return x.g_pitch
+
     def gate_address(self, x, chunk: Chunk, row):
         return token_address(x, "g", chunk, row) + Int64(chunk.head) * (HEAD_DIM * self.gate_bytes)
 
