@@ -12,11 +12,13 @@ from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import arch_of_capability, get_kernel
 from kda_cute.arguments import Address, address
 from kda_cute.interface import KernelInterface
-from kda_cute.pools import pitch_arguments, pool_arguments
+from kda_cute.pools import pitch_arguments, pool_arguments, segment_arguments
 from kda_sm100.arguments import (
     CHAIN,
     INTRA_CHUNK,
     SAVING_CHAIN,
+    SEGMENT_CHAIN,
+    SEGMENT_SUMMARY,
     SERVING_CHAIN,
     SUMMARY,
     ChainArguments,
@@ -96,14 +98,17 @@ def launches_of(
     ``strided``: whether q, k, v, g or beta is not contiguous. ``saves``: tokens between the states that the chain saves for a
     backward, or 0. The cache holds the last 1024 results.
     """
+    return _intra_chunk_launch(shape, strided), chain_launch_of(shape, saves)
+
+
+def chain_launch_of(shape: ProblemShape, saves: int) -> ChainLaunch:
+    """Returns the second launch for a shape; ``saves`` as in `launches_of`."""
     config = launch_config(shape, saves=saves).chain
     if config.serving:
-        chain = _chain_launch(shape, SERVING_CHAIN, config)._replace(extra=pool_arguments)
-    elif config.saves:
-        chain = _chain_launch(shape, SAVING_CHAIN, config)._replace(extra=_saved_arguments)
-    else:
-        chain = _chain_launch(shape, CHAIN, config)
-    return _intra_chunk_launch(shape, strided), chain
+        return _chain_launch(shape, SERVING_CHAIN, config)._replace(extra=pool_arguments)
+    if config.saves:
+        return _chain_launch(shape, SAVING_CHAIN, config)._replace(extra=_saved_arguments)
+    return _chain_launch(shape, CHAIN, config)
 
 
 def _saved_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> SavedArguments:
@@ -111,9 +116,27 @@ def _saved_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> SavedArguments:
 
 
 @functools.lru_cache(maxsize=1024)
-def summary_launches_of(shape: ProblemShape) -> tuple[IntraChunkLaunch, ChainLaunch]:
+def summary_launches_of(shape: ProblemShape, strided: bool = False) -> tuple[IntraChunkLaunch, ChainLaunch]:
     """Returns the launches that summarise the segments of a shape; otherwise as `launches_of`."""
-    return _intra_chunk_launch(shape), _chain_launch(shape, SUMMARY, launch_config(shape).summary)
+    config = launch_config(shape).summary
+    if shape.pool is None:
+        summary = _chain_launch(shape, SUMMARY, config)
+    else:
+        summary = _chain_launch(shape, SEGMENT_SUMMARY, config)._replace(extra=_pool_segment_arguments)
+    return _intra_chunk_launch(shape, strided), summary
+
+
+@functools.lru_cache(maxsize=1024)
+def execution_launch_of(shape: ProblemShape, saves: int = 0) -> ChainLaunch:
+    """Returns the launch that executes the segments of a shape from the records of `summary_launches_of`; otherwise as `launches_of`."""
+    if shape.pool is None:
+        return chain_launch_of(shape, saves)
+    chain = _chain_launch(shape, SEGMENT_CHAIN, launch_config(shape).chain)
+    return chain._replace(extra=_pool_segment_arguments)
+
+
+def _pool_segment_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> tuple[int, ...]:
+    return (*pool_arguments(inputs, outputs), *segment_arguments(inputs))
 
 
 def _intra_chunk_launch(shape: ProblemShape, strided: bool = False) -> IntraChunkLaunch:
