@@ -134,7 +134,8 @@ def run(which, ptx):
     """Returns the outputs over random inputs; zeros where the kernel writes none."""
     grid, values, outputs, inputs = CALLS[which](which)
     _, shared, threads = compiled(which)
-    ptx_emulator.run(ptx, (grid,), (threads,), shared, list(values), tensors=[*outputs, *inputs])
+    tensors = [*outputs, *inputs]
+    ptx_emulator.run(ptx, (grid,), (threads,), shared, list(values), tensors=tensors, commits=True)
     return outputs
 
 

@@ -286,6 +286,14 @@ class ChainKernel(Kernel):
             with cute.arch.elect_one():
                 self.load_late(smem, address, record, late.index, task)
             late.advance()
+        self.drain(smem.early_empty, early, self.early_depth)
+        self.drain(smem.late_empty, late, self.late_depth)
+
+    def drain(self, empty, ring, stages):
+        """Waits for the release of every stage of a ring, so that no commit arrives at its mbarrier after the CTA has ended."""
+        for _ in range(stages):
+            self.acquire(empty, ring)
+            ring.advance()
 
     def record_addresses(self, args, seqs):
         """Returns a function from (array, record number) to the address of the record in the array."""
