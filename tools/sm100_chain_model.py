@@ -9,8 +9,8 @@ clocks from one chunk to the next. No constant is fitted to a chain: constants c
 microbenchmarks of instructions. For Blackwell no microbenchmark exists yet, so its constants are assumptions.
 
 The program prints three tables: the model beside the measured times of kda-sm90's chain on an H200 (docs/kernels/chain.md); the
-predicted times of kda-sm100's chain; and the predicted times of whole calls on a B200, beside times that others publish. The
-last two are predictions: no Blackwell GPU has run these kernels.
+predicted times of kda-sm100's chain; and, in two parts, the predicted times of whole calls on a B200 beside times that others publish.
+All but the first are predictions: no Blackwell GPU has run these kernels.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kda_core.bench.cases import Case, public
+from kda_core.bench.cases import blackwell as blackwell_cases
 
 K = 128
 CHUNKS = 60  # chunks that the model runs; the first half fills the pipeline
@@ -237,6 +238,35 @@ PUBLISHED = {
 }
 
 
+#: ms on a GB200 that cuLA publishes, by case: with CUDA 12.9 and with CUDA 13.0. Source: BENCHMARK_GB200.md of 2026-03-29 and
+#: BENCHMARK_GB200_CUDA_130.md of 2026-05-19, https://github.com/inclusionAI/cuLA. Cases of random lengths are left out, because theirs are
+#: others.
+CULA_GB200 = {
+    "B1-T512-H64": (0.603, 0.455),
+    "B1-T1024-H64": (0.590, 0.444),
+    "B1-T4096-H64": (0.561, 0.551),
+    "B1-T8192-H64": (1.056, 1.021),
+    "B1-T16384-H64": (2.046, 1.961),
+    "B2-T512-H64": (0.606, 0.453),
+    "B2-T1024-H64": (0.563, 0.451),
+    "B2-T4096-H64": (1.062, 1.026),
+    "B2-T8192-H64": (2.064, 1.975),
+    "B2-T16384-H64": (4.073, 3.874),
+    "varlen-uniform-10x-T4096-H64": (0.608, 0.595),
+    "varlen-skewed-10x-T4096-H64": (0.604, 0.586),
+    "varlen-uniform-20x-T4096-H64": (0.673, 0.647),
+    "varlen-skewed-20x-T4096-H64": (0.625, 0.608),
+    "varlen-uniform-10x-T8192-H64": (1.081, 1.043),
+    "varlen-skewed-10x-T8192-H64": (1.106, 1.069),
+    "varlen-uniform-20x-T8192-H64": (1.133, 1.091),
+    "varlen-skewed-20x-T8192-H64": (1.140, 1.101),
+    "varlen-uniform-10x-T16384-H64": (2.077, 1.988),
+    "varlen-skewed-10x-T16384-H64": (2.086, 1.997),
+    "varlen-uniform-20x-T16384-H64": (2.069, 1.991),
+    "varlen-skewed-20x-T16384-H64": (2.074, 1.994),
+}
+
+
 def call_ms(case: Case, hop: int, bandwidth: int) -> tuple[float, float]:
     """Returns the ms of the intra-chunk kernel and of the chains, for a call without segments, bounded gates in bf16."""
     chunks = [-(-length // 64) for length in case.lengths or (case.T,) * case.B]
@@ -259,10 +289,26 @@ def table() -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for case in public():
-        found = [call_ms(case, *assumed) for assumed in zip(HOP_NS, BANDWIDTH)]
-        columns = (*zip(*found), [sum(times) for times in found])
-        ranges = [" to ".join(sorted({f"{x[0]:.2f}", f"{x[-1]:.2f}"})) for x in columns]
-        lines.append(f"| {case.name} | {' | '.join(ranges)} | {PUBLISHED.get(case.name, '')} |")
+        lines.append(f"| {case.name} | {' | '.join(ranges(case))} | {PUBLISHED.get(case.name, '')} |")
+    return "\n".join(lines)
+
+
+def ranges(case: Case) -> list[str]:
+    """Returns the predicted ms of the intra-chunk kernel, of the chains and of both, over the assumptions."""
+    found = [call_ms(case, *assumed) for assumed in zip(HOP_NS, BANDWIDTH)]
+    columns = (*zip(*found), [sum(times) for times in found])
+    return [" to ".join(sorted({f"{x[0]:.2f}", f"{x[-1]:.2f}"})) for x in columns]
+
+
+def cula_table() -> str:
+    """Returns the predictions for the shapes of cuLA's pages as a Markdown table, the one of docs/kernels/sm100-chain.md."""
+    lines = [
+        "| shape | predicted, a B200 | cuLA, a GB200, CUDA 12.9 | CUDA 13.0 |",
+        "| --- | --- | --- | --- |",
+    ]
+    cases = {case.name: case for case in blackwell_cases()}
+    for name, published in CULA_GB200.items():
+        lines.append(f"| {name} | {ranges(cases[name])[-1]} | {' | '.join(f'{x:.3f}' for x in published)} |")
     return "\n".join(lines)
 
 
@@ -283,6 +329,8 @@ def main() -> None:
         print(f"  {what:38} {clocks:22.0f} {us:12.2f} {us * 1000 / chunk:12.1f}")
     print("\ncalls of kda-sm100 on a B200, predicted from assumptions, not measured, ms\n")
     print(table())
+    print("\nthe same for the shapes of cuLA's pages, beside its times on a GB200, ms\n")
+    print(cula_table())
 
 
 if __name__ == "__main__":
