@@ -232,9 +232,14 @@ BANDWIDTH = (7000, 6650, 6300)  # bytes per ns that others report for a B200; on
 INTRA_CHUNK_NS = 14100 * HOPPER_GHZ / BLACKWELL_GHZ
 RECORD = 1160  # bytes per token and value head, written once and read once
 
-#: Times on Blackwell that others publish, in ms, by case.
+#: Times on Blackwell that others publish, in ms, by case. Those with three digits throughout are of the table in FlashInfer's pull request 4675,
+#: which names no GPU; https://github.com/flashinfer-ai/flashinfer/pull/4675.
 PUBLISHED = {
-    "B1-T8192-H64": "FlashInfer 0.328 (CUDA), 0.39 to 0.46 (CuTe DSL); FlashKDA 0.92 to 1.00; cuLA 0.984"
+    "B1-T8192-H32": "FlashInfer 0.351 (CUDA), 0.340 (CuTe DSL); FlashKDA 0.907",
+    "B1-T8192-H64": "FlashInfer 0.328 (CUDA), 0.39 to 0.46 (CuTe DSL); FlashKDA 0.92 to 1.00; cuLA 0.984",
+    "B1-T8192-H96": "FlashInfer 0.453 (CUDA), 0.483 (CuTe DSL); FlashKDA 1.094",
+    "varlen-mixed-H64": "FlashInfer 0.245 (CUDA), 0.253 (CuTe DSL); FlashKDA 0.685",
+    "varlen-mixed-H96": "FlashInfer 0.364 (CUDA), 0.359 (CuTe DSL); FlashKDA 0.907",
 }
 
 
