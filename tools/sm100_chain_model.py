@@ -9,7 +9,7 @@ clocks from one chunk to the next. No constant is fitted to a chain: constants c
 microbenchmarks of instructions. For Blackwell no microbenchmark exists yet, so its constants are assumptions.
 
 The program prints three tables: the model beside the measured times of kda-sm90's chain on an H200 (docs/kernels/chain.md); the
-predicted times of kda-sm100's chain; and, in two parts, the predicted times of whole calls on a B200 beside times that others publish.
+predicted times of kda-sm100's chains, forward and backward; and, in two parts, the predicted times of whole calls on a B200 beside times that others publish.
 All but the first are predictions: no Blackwell GPU has run these kernels.
 """
 
@@ -221,6 +221,79 @@ def blackwell(chunk: int, hop: float, outputs: bool = True) -> float:
     return loop.clocks()
 
 
+@functools.cache
+def blackwell_reverse(hop: float, stores: bool = True, values: bool = True) -> float:
+    """Returns the clocks per chunk of 64 of kda-sm100's reverse chain, by the assumptions of `blackwell`.
+
+    Args:
+        hop: clocks.
+        stores: whether the output warps store dS' and dX; False for the summaries of a backward.
+        values: whether there are products of dO; False for the transitions.
+    """
+    chunk, half = 64, hop / 2
+    issued: dict[str, Any] = {"latency": half, "blocks": False}
+    published = lambda name: [Step(f"{name} stored", "", 0, half), Step(name, "", 0, half, blocks=False)]
+    a_read = K * 32 / 128  # clocks of shared memory for 16 of K of A, which lies there in the products of dO
+
+    def of_images(name: str, n: int, k: int, **more: Any) -> list[Step]:
+        return [step._replace(reads=step.reads + a_read) for step in product(name, n, k, **more)]
+
+    multiplier = product("Y", chunk, K, after=("dS rounded", "-copied"), **issued)
+    if values:
+        multiplier = [*of_images("dO Aqk", chunk, chunk, after=("-copied",), blocks=False), *multiplier]
+        multiplier += of_images("dO Qd", K, chunk, after=("dS decayed",), blocks=False)
+    multiplier += product("dS", K, chunk, after=("Y rounded", "dS decayed"), **issued)
+    loop = Loop(
+        {
+            "state": [
+                Step("dS loaded", "", 0, half, ("-dS",)),
+                Step("dS in bf16", "", K / 2 * CONVERT),
+                *published("dS rounded"),
+                *accesses("decays", 8),
+                Step("dS decays", "", K * ISSUE),
+                *published("dS decayed"),
+                Step("Y loaded", "", 0, half, ("Y",)),
+                Step("Y in bf16", "", chunk / 2 * CONVERT),
+                *published("Y rounded"),
+            ],
+            "multiplier": multiplier,
+        }
+    )
+    wide, square = 2 * chunk * K, 2 * chunk * chunk
+    size = 2 * wide + 4 * K  # Kg, w; a
+    if values:
+        size += 2 * wide + square  # dO, Qd; Aqk
+    if stores:
+        multiplier += product("dX", chunk, chunk, after=("Y rounded", "-dX loaded"), **issued)
+        size += square  # T
+        loop.roles["output"] = [
+            Step("dS copied", "", 0, half, ("dS rounded",)),
+            *accesses("dS out", 2 * K // 8),
+            Step("dX loaded", "", 0, half, ("dX",)),
+            Step("dX rounded", "", chunk / 2 * CONVERT),
+            *accesses("dX out", 2 * chunk // 8),
+        ]
+    loop.roles["producer"] = copies(size, "-dX" if stores else "-dS")
+    return loop.clocks()
+
+
+def reverse_table() -> str:
+    """Returns the predictions of `blackwell_reverse` as a Markdown table, the one of docs/kernels/sm100-backward.md."""
+    kernels = {
+        "reverse chain": (True, True),
+        "summary of a backward, N": (False, True),
+        "summary of a backward, M^T": (False, False),
+    }
+    lines = [
+        f"| us per chunk of 64 | {' | '.join(f'{hop} ns per hop' for hop in HOP_NS)} |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, parts in kernels.items():
+        us = (blackwell_reverse(hop * BLACKWELL_GHZ, *parts) / BLACKWELL_GHZ / 1000 for hop in HOP_NS)
+        lines.append(f"| {name} | {' | '.join(f'{x:.2f}' for x in us)} |")
+    return "\n".join(lines)
+
+
 # ---- calls of kda-sm100 on a B200, predicted: the intra-chunk kernel over all chunks of 64, then the chains. The prediction leaves
 # out launch overhead and hits in the L2.
 
@@ -232,8 +305,8 @@ BANDWIDTH = (7000, 6650, 6300)  # bytes per ns that others report for a B200; on
 INTRA_CHUNK_NS = 14100 * HOPPER_GHZ / BLACKWELL_GHZ
 RECORD = 1160  # bytes per token and value head, written once and read once
 
-#: Times on Blackwell that others publish, in ms, by case. Those with three digits throughout are of the table in FlashInfer's pull request 4675,
-#: which names no GPU; https://github.com/flashinfer-ai/flashinfer/pull/4675.
+#: Times on Blackwell that others publish, in ms, by case. All but those of B1-T8192-H64 are from FlashInfer's pull request 4675, whose table
+#: names no GPU: https://github.com/flashinfer-ai/flashinfer/pull/4675
 PUBLISHED = {
     "B1-T8192-H32": "FlashInfer 0.351 (CUDA), 0.340 (CuTe DSL); FlashKDA 0.907",
     "B1-T8192-H64": "FlashInfer 0.328 (CUDA), 0.39 to 0.46 (CuTe DSL); FlashKDA 0.92 to 1.00; cuLA 0.984",
@@ -332,6 +405,8 @@ def main() -> None:
         us = clocks / BLACKWELL_GHZ / 1000
         what = f"C = {chunk}, {hop:3} ns per hop{'' if outputs else ', summary'}"
         print(f"  {what:38} {clocks:22.0f} {us:12.2f} {us * 1000 / chunk:12.1f}")
+    print("\nchains of kda-sm100's backward, predicted from assumptions, us per chunk of 64\n")
+    print(reverse_table())
     print("\ncalls of kda-sm100 on a B200, predicted from assumptions, not measured, ms\n")
     print(table())
     print("\nthe same for the shapes of cuLA's pages, beside its times on a GB200, ms\n")

@@ -30,6 +30,7 @@ def test_the_chain_page_shows_the_predictions_of_the_model():
 
     page = (PAGES / "sm100-chain.md").read_text()
     assert model.table() in page and model.cula_table() in page
+    assert model.reverse_table() in (PAGES / "sm100-backward.md").read_text()
     assert model.PUBLISHED.keys() <= {case.name for case in model.public()}
 
 
