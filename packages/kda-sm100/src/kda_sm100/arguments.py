@@ -75,20 +75,19 @@ class SavedArguments(NamedTuple):
 
 class SlabChainArguments(NamedTuple):
     """Arguments of the chains of a backward beside the leading tensor and those of `SlabArguments`. Arrays of chunks begin with the
-    slab."""
+    slab. The states that pass between slabs are [2, HV, 128, 128] in the mode reverse_summarize, those of N and of M^T.
+    """
 
     offsets: Address  # [N + 1], integers of offset_bytes bytes
-    entry: (
-        Address  # [N, HV, 128, 128] fp32: initial states; in the mode reverse, gradients of the final states
-    )
-    exit: Address  # [N, HV, 128, 128] fp32; modes reverse and reverse_summarize: gradients of the initial states
+    entry: Address  # [N, HV, 128, 128] fp32: initial states; in both reverse modes, gradients of the final states
+    exit: Address  # [N, HV, 128, 128] fp32; both reverse modes: gradients of the initial states
     transitions: Address  # [N, HV, 128, 128] fp32: M^T; mode reverse_summarize
-    from_slab: Address  # [HV, 128, 128] fp32, [V, K]: the state of the sequence that continues in the slab before this one in time. Mode reverse_summarize: [2, HV, 128, 128], of N and of M^T
+    from_slab: Address  # [HV, 128, 128] fp32, [V, K]: the state of the sequence that continues in the slab before this one in time
     to_slab: Address  # the same, written
     checkpoints: Address  # [slots of 512 tokens, HV, 128, 128] fp32, [K, V], of all slabs; written in the mode checkpoint
     states: Address  # [chunks, HV, 128, 128] bf16, written: S, [K, V]; mode reverse: dS', as images
     residual: Address  # [B, T, HV, 128] bf16, rows of residual_row bytes; written in the mode recompute
-    grad_o: Address  # [B, T, HV, 128] bf16; modes reverse and reverse_summarize
+    grad_o: Address  # [B, T, HV, 128] bf16; both reverse modes
     o: Address  # [B, T, HV, 128] bf16: dX; mode reverse
     workspace: Address  # records with T, as `kda_sm100.layouts` describes
     residual_row: int
