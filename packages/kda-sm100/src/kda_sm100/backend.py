@@ -21,7 +21,7 @@ from kda_cute.host import dense, is_strided, merge_segments, pass_states, refusa
 from kda_cute.journal import make_journal
 from kda_sm100 import backward
 from kda_sm100.config import ARCHS, SMS
-from kda_sm100.launch import arch_of, execution_launch_of, launches_of, summary_launches_of
+from kda_sm100.launch import arch_of, execution_launch_of, launches_of, prepared, summary_launches_of
 from kda_sm100.launch_config import launch_config
 
 
@@ -97,13 +97,18 @@ class Sm100Backend:
             launch = backward.launch_of(inputs.shape, spacing_between(saved_states, residual))
             launch(inputs, grad_o, grad_final_state, gradients, workspace, saved_states, residual)
 
-    # ---- prepared launches of both
+    # ---- prepared launches of prefill, decoding and records
 
     def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch | None:
-        if not inputs.shape.options.recurrent:
-            return None
-        make = make_decode if inputs.journal is None else make_journal
-        return make(inputs.shape, arch_of(inputs.shape)).prepare(inputs, outputs)
+        if inputs.shape.options.recurrent:
+            make = make_decode if inputs.journal is None else make_journal
+            return make(inputs.shape, arch_of(inputs.shape)).prepare(inputs, outputs)
+        strided = is_strided(inputs)
+        if (with_token_strides(inputs) if strided else dense(inputs)) is not inputs:
+            return None  # a launch would need copies
+        if inputs.pool is not None and outputs.final_state is not None:
+            return None  # its address is among the arguments that a prepared launch fixes
+        return prepared(inputs, outputs, strided)
 
     # ---- calls in segments (the feature SEGMENT_SUMMARY)
 
