@@ -293,6 +293,14 @@ def compile(session: nox.Session) -> None:
     compile_kernels(session, *session.posargs)
 
 
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """The full conformance kit on the emulated kernels of kda-sm90 and kda-sm100, which takes hours. ``-- tests/nightly -k TestSm100``
+    selects a backend."""
+    install_all(session)
+    pytest(session, "tests/nightly", "-n", "auto", "--dist", "worksteal")
+
+
 def first_light(session: nox.Session, arch: str) -> None:
     """Runs tools/first_light.py; the arguments after ``--`` go to it."""
     install_all(session)

@@ -9,8 +9,8 @@ clocks from one chunk to the next. No constant is fitted to a chain: constants c
 microbenchmarks of instructions. For Blackwell no microbenchmark exists yet, so its constants are assumptions.
 
 The program prints three tables: the model beside the measured times of kda-sm90's chain on an H200 (docs/kernels/chain.md); the
-predicted times of kda-sm100's chain; and the predicted times of whole calls on a B200, beside times that others publish. The
-last two are predictions: no Blackwell GPU has run these kernels.
+predicted times of kda-sm100's chains, forward and backward; and, in two parts, the predicted times of whole calls on a B200 beside times that others publish.
+All but the first are predictions: no Blackwell GPU has run these kernels.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kda_core.bench.cases import Case, public
+from kda_core.bench.cases import blackwell as blackwell_cases
 
 K = 128
 CHUNKS = 60  # chunks that the model runs; the first half fills the pipeline
@@ -220,6 +221,79 @@ def blackwell(chunk: int, hop: float, outputs: bool = True) -> float:
     return loop.clocks()
 
 
+@functools.cache
+def blackwell_reverse(hop: float, stores: bool = True, values: bool = True) -> float:
+    """Returns the clocks per chunk of 64 of kda-sm100's reverse chain, by the assumptions of `blackwell`.
+
+    Args:
+        hop: clocks.
+        stores: whether the output warps store dS' and dX; False for the summaries of a backward.
+        values: whether there are products of dO; False for the transitions.
+    """
+    chunk, half = 64, hop / 2
+    issued: dict[str, Any] = {"latency": half, "blocks": False}
+    published = lambda name: [Step(f"{name} stored", "", 0, half), Step(name, "", 0, half, blocks=False)]
+    a_read = K * 32 / 128  # clocks of shared memory for 16 of K of A, which lies there in the products of dO
+
+    def of_images(name: str, n: int, k: int, **more: Any) -> list[Step]:
+        return [step._replace(reads=step.reads + a_read) for step in product(name, n, k, **more)]
+
+    multiplier = product("Y", chunk, K, after=("dS rounded", "-copied"), **issued)
+    if values:
+        multiplier = [*of_images("dO Aqk", chunk, chunk, after=("-copied",), blocks=False), *multiplier]
+        multiplier += of_images("dO Qd", K, chunk, after=("dS decayed",), blocks=False)
+    multiplier += product("dS", K, chunk, after=("Y rounded", "dS decayed"), **issued)
+    loop = Loop(
+        {
+            "state": [
+                Step("dS loaded", "", 0, half, ("-dS",)),
+                Step("dS in bf16", "", K / 2 * CONVERT),
+                *published("dS rounded"),
+                *accesses("decays", 8),
+                Step("dS decays", "", K * ISSUE),
+                *published("dS decayed"),
+                Step("Y loaded", "", 0, half, ("Y",)),
+                Step("Y in bf16", "", chunk / 2 * CONVERT),
+                *published("Y rounded"),
+            ],
+            "multiplier": multiplier,
+        }
+    )
+    wide, square = 2 * chunk * K, 2 * chunk * chunk
+    size = 2 * wide + 4 * K  # Kg, w; a
+    if values:
+        size += 2 * wide + square  # dO, Qd; Aqk
+    if stores:
+        multiplier += product("dX", chunk, chunk, after=("Y rounded", "-dX loaded"), **issued)
+        size += square  # T
+        loop.roles["output"] = [
+            Step("dS copied", "", 0, half, ("dS rounded",)),
+            *accesses("dS out", 2 * K // 8),
+            Step("dX loaded", "", 0, half, ("dX",)),
+            Step("dX rounded", "", chunk / 2 * CONVERT),
+            *accesses("dX out", 2 * chunk // 8),
+        ]
+    loop.roles["producer"] = copies(size, "-dX" if stores else "-dS")
+    return loop.clocks()
+
+
+def reverse_table() -> str:
+    """Returns the predictions of `blackwell_reverse` as a Markdown table, the one of docs/kernels/sm100-backward.md."""
+    kernels = {
+        "reverse chain": (True, True),
+        "summary of a backward, N": (False, True),
+        "summary of a backward, M^T": (False, False),
+    }
+    lines = [
+        f"| us per chunk of 64 | {' | '.join(f'{hop} ns per hop' for hop in HOP_NS)} |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, parts in kernels.items():
+        us = (blackwell_reverse(hop * BLACKWELL_GHZ, *parts) / BLACKWELL_GHZ / 1000 for hop in HOP_NS)
+        lines.append(f"| {name} | {' | '.join(f'{x:.2f}' for x in us)} |")
+    return "\n".join(lines)
+
+
 # ---- calls of kda-sm100 on a B200, predicted: the intra-chunk kernel over all chunks of 64, then the chains. The prediction leaves
 # out launch overhead and hits in the L2.
 
@@ -231,9 +305,43 @@ BANDWIDTH = (7000, 6650, 6300)  # bytes per ns that others report for a B200; on
 INTRA_CHUNK_NS = 14100 * HOPPER_GHZ / BLACKWELL_GHZ
 RECORD = 1160  # bytes per token and value head, written once and read once
 
-#: Times on Blackwell that others publish, in ms, by case.
+#: Times on Blackwell that others publish, in ms, by case. All but those of B1-T8192-H64 are from FlashInfer's pull request 4675, whose table
+#: names no GPU: https://github.com/flashinfer-ai/flashinfer/pull/4675
 PUBLISHED = {
-    "B1-T8192-H64": "FlashInfer 0.328 (CUDA), 0.39 to 0.46 (CuTe DSL); FlashKDA 0.92 to 1.00; cuLA 0.984"
+    "B1-T8192-H32": "FlashInfer 0.351 (CUDA), 0.340 (CuTe DSL); FlashKDA 0.907",
+    "B1-T8192-H64": "FlashInfer 0.328 (CUDA), 0.39 to 0.46 (CuTe DSL); FlashKDA 0.92 to 1.00; cuLA 0.984",
+    "B1-T8192-H96": "FlashInfer 0.453 (CUDA), 0.483 (CuTe DSL); FlashKDA 1.094",
+    "varlen-mixed-H64": "FlashInfer 0.245 (CUDA), 0.253 (CuTe DSL); FlashKDA 0.685",
+    "varlen-mixed-H96": "FlashInfer 0.364 (CUDA), 0.359 (CuTe DSL); FlashKDA 0.907",
+}
+
+
+#: ms on a GB200 that cuLA publishes, by case: with CUDA 12.9 and with CUDA 13.0. Source: BENCHMARK_GB200.md of 2026-03-29 and
+#: BENCHMARK_GB200_CUDA_130.md of 2026-05-19, https://github.com/inclusionAI/cuLA. Cases of random lengths are left out, because theirs are
+#: others.
+CULA_GB200 = {
+    "B1-T512-H64": (0.603, 0.455),
+    "B1-T1024-H64": (0.590, 0.444),
+    "B1-T4096-H64": (0.561, 0.551),
+    "B1-T8192-H64": (1.056, 1.021),
+    "B1-T16384-H64": (2.046, 1.961),
+    "B2-T512-H64": (0.606, 0.453),
+    "B2-T1024-H64": (0.563, 0.451),
+    "B2-T4096-H64": (1.062, 1.026),
+    "B2-T8192-H64": (2.064, 1.975),
+    "B2-T16384-H64": (4.073, 3.874),
+    "varlen-uniform-10x-T4096-H64": (0.608, 0.595),
+    "varlen-skewed-10x-T4096-H64": (0.604, 0.586),
+    "varlen-uniform-20x-T4096-H64": (0.673, 0.647),
+    "varlen-skewed-20x-T4096-H64": (0.625, 0.608),
+    "varlen-uniform-10x-T8192-H64": (1.081, 1.043),
+    "varlen-skewed-10x-T8192-H64": (1.106, 1.069),
+    "varlen-uniform-20x-T8192-H64": (1.133, 1.091),
+    "varlen-skewed-20x-T8192-H64": (1.140, 1.101),
+    "varlen-uniform-10x-T16384-H64": (2.077, 1.988),
+    "varlen-skewed-10x-T16384-H64": (2.086, 1.997),
+    "varlen-uniform-20x-T16384-H64": (2.069, 1.991),
+    "varlen-skewed-20x-T16384-H64": (2.074, 1.994),
 }
 
 
@@ -259,10 +367,26 @@ def table() -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for case in public():
-        found = [call_ms(case, *assumed) for assumed in zip(HOP_NS, BANDWIDTH)]
-        columns = (*zip(*found), [sum(times) for times in found])
-        ranges = [" to ".join(sorted({f"{x[0]:.2f}", f"{x[-1]:.2f}"})) for x in columns]
-        lines.append(f"| {case.name} | {' | '.join(ranges)} | {PUBLISHED.get(case.name, '')} |")
+        lines.append(f"| {case.name} | {' | '.join(ranges(case))} | {PUBLISHED.get(case.name, '')} |")
+    return "\n".join(lines)
+
+
+def ranges(case: Case) -> list[str]:
+    """Returns the predicted ms of the intra-chunk kernel, of the chains and of both, over the assumptions."""
+    found = [call_ms(case, *assumed) for assumed in zip(HOP_NS, BANDWIDTH)]
+    columns = (*zip(*found), [sum(times) for times in found])
+    return [" to ".join(sorted({f"{x[0]:.2f}", f"{x[-1]:.2f}"})) for x in columns]
+
+
+def cula_table() -> str:
+    """Returns the predictions for the shapes of cuLA's pages as a Markdown table, the one of docs/kernels/sm100-chain.md."""
+    lines = [
+        "| shape | predicted, a B200 | cuLA, a GB200, CUDA 12.9 | CUDA 13.0 |",
+        "| --- | --- | --- | --- |",
+    ]
+    cases = {case.name: case for case in blackwell_cases()}
+    for name, published in CULA_GB200.items():
+        lines.append(f"| {name} | {ranges(cases[name])[-1]} | {' | '.join(f'{x:.3f}' for x in published)} |")
     return "\n".join(lines)
 
 
@@ -281,8 +405,12 @@ def main() -> None:
         us = clocks / BLACKWELL_GHZ / 1000
         what = f"C = {chunk}, {hop:3} ns per hop{'' if outputs else ', summary'}"
         print(f"  {what:38} {clocks:22.0f} {us:12.2f} {us * 1000 / chunk:12.1f}")
+    print("\nchains of kda-sm100's backward, predicted from assumptions, us per chunk of 64\n")
+    print(reverse_table())
     print("\ncalls of kda-sm100 on a B200, predicted from assumptions, not measured, ms\n")
     print(table())
+    print("\nthe same for the shapes of cuLA's pages, beside its times on a GB200, ms\n")
+    print(cula_table())
 
 
 if __name__ == "__main__":

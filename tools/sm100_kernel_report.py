@@ -58,6 +58,9 @@ PAGES: dict[str, dict[str, list[tuple[str, Any]]]] = {
     },
     "sm100-segments": {
         "SummaryKernel": [(f"summary, C = {C}", SummaryConfig(C)) for C in CHUNKS],
+        "PoolSummaryKernel": [("summary over a pool, C = 64", SummaryConfig())],
+        "PoolSegmentChainKernel": [("segments over a pool, C = 64", ChainConfig(serving=True))],
+        "ReverseSummaryKernel": [("summary of a backward", BackwardChainConfig("reverse_summarize"))],
         "MergeKernel": [(f"merge, {columns} columns", columns) for columns in (8, 16)],
     },
     "sm100-backward": {
@@ -100,6 +103,9 @@ UNTIMED = (
     "ChainKernel",
     "ServingChainKernel",
     "SummaryKernel",
+    "PoolSummaryKernel",
+    "PoolSegmentChainKernel",
+    "ReverseSummaryKernel",
     "SavingChainKernel",
     "CheckpointChainKernel",
     "RecomputeChainKernel",

@@ -448,6 +448,9 @@ def test_what_is_complete_depends_on_the_thread_that_issued_it(what):
     for seed in range(3):
         if wrong is None:
             assert torch.equal(product(128, 64, a, b, change=change, seed=seed), a.float() @ b.float().T)
+            if " commit" in what:  # the arrival of a commit that nobody waits for
+                with pytest.raises(ExecutionError, match=r"the CTA ends while .* a tcgen05\.commit"):
+                    product(128, 64, a, b, change=change, seed=seed, commits=True)
         else:
             with pytest.raises(ExecutionError, match=wrong):
                 product(128, 64, a, b, change=change, seed=seed)

@@ -183,11 +183,21 @@ class EmulatedCases(EmulatedBackend):
         self.needs_journal(kda)
         KIT.test_bits_of_records(kda, "fp32-vk")
 
-    @pytest.mark.parametrize("function", ("journal_decode_kda", "fused_recurrent_kda"))
-    def test_bound_calls(self, kda, function):
+    @pytest.mark.parametrize("function", ("journal_decode_kda", "fused_recurrent_kda", "chunk_kda"))
+    def test_bound_calls(self, kda, function, monkeypatch):
+        """The backend prepares the launches of bound calls: they build no `KdaInputs`."""
         if function == "journal_decode_kda":
             self.needs_journal(kda)
+        found, kind = [], type(REGISTRY.load(REGISTRY.find(self.backend).spec).backend)
+        prepare = kind.prepare
+
+        def prepared(*given):
+            found.append(launch := prepare(*given))
+            return launch
+
+        monkeypatch.setattr(kind, "prepare", prepared)
         KIT.test_bound_calls(kda, function)
+        assert len(found) == 1 and found[0] is not None
 
     def needs_journal(self, kda):
         if "journal" not in REGISTRY.find(self.backend).spec.features:

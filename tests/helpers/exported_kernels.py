@@ -53,6 +53,8 @@ VARIANTS: tuple[tuple[KernelInterface, Any, str], ...] = (
     (sm100.GRADIENTS, GradientsConfig("precomputed"), BLACKWELL),
     (SERVING_CHAIN, ChainConfig(32, serving=True), BLACKWELL),
     (SUMMARY, SummaryConfig(32), BLACKWELL),
+    (sm100.SEGMENT_CHAIN, ChainConfig(32, serving=True), BLACKWELL),
+    (sm100.SEGMENT_SUMMARY, SummaryConfig(32), BLACKWELL),
     (OUTPUT, OutputConfig(32), BLACKWELL),
 )
 

@@ -67,9 +67,13 @@ def gradients(
     found = KdaGradients(*(None if x.get(n) is None else torch.full_like(x[n], NAN) for n in NAMES))
     with kernels_made_by(ptx_emulator.load):
         launch = backward.launch_of(s, spacing)
-        slabs = launch.slabs._replace(slots=slab_slots or launch.slabs.slots)
+        slabs = launch.launches.slabs
+        slabs = slabs._replace(slots=slab_slots or slabs.slots)
         numbers = launch.gradients.numbers | {"ctas": 6}
-        launch = launch._replace(slabs=slabs, gradients=launch.gradients._replace(numbers=numbers))
+        launch = launch._replace(
+            launches=launch.launches._replace(slabs=slabs),
+            gradients=launch.gradients._replace(numbers=numbers),
+        )
         workspace = backward.Workspace(
             *(
                 aligned(math.prod(size) * dtype.itemsize, "cpu").view(dtype).view(size)

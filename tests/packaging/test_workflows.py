@@ -35,7 +35,18 @@ def test_workflow_runs_existing_sessions_and_needs_no_secret(path):
 
 
 def test_workflows_cover_tests_releases_and_docs():
-    assert {path.stem for path in WORKFLOWS} >= {"tests", "release", "docs"}
+    assert {path.stem for path in WORKFLOWS} >= {"tests", "release", "docs", "nightly"}
+
+
+def test_the_nightly_workflow_runs_every_class_of_the_full_conformance_kit():
+    text = next(path for path in WORKFLOWS if path.stem == "nightly").read_text()
+    (backends,) = re.findall(r"backend: \[(.*)\]", text)
+    assert "nox -s nightly -- tests/nightly -k Test${{ matrix.backend }} " in text
+    assert re.search(r'\n  schedule:\n    - cron: "[^"]+"\n', text)
+    source = (ROOT / "tests" / "nightly" / "test_full_conformance.py").read_text()
+    classes = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    tested = {name for name in classes if name.startswith("Test")}
+    assert {f"Test{name}" for name in backends.split(", ")} == tested and len(tested) == 2
 
 
 def test_actions_are_pinned_by_commit():

@@ -31,6 +31,7 @@ INTERFACES = {
     "summary": (SUMMARY, SummaryConfig(C)),
     "recompute": (BACKWARD_CHAINS["recompute"], BackwardChainConfig("recompute")),
     "reverse": (BACKWARD_CHAINS["reverse"], BackwardChainConfig()),
+    "reverse_summarize": (BACKWARD_CHAINS["reverse_summarize"], BackwardChainConfig("reverse_summarize")),
     "gradients": (GRADIENTS, GradientsConfig()),
 }
 
@@ -89,17 +90,18 @@ def backward_call(which):
     """As `chain_call`, for the chains of a backward."""
     T = 64 * BACKWARD_CHUNKS
     o, residual = torch.zeros(2, 1, T, 1, HEAD_DIM).bfloat16().unbind()
-    final, checkpoint = torch.zeros(2, 1, 1, HEAD_DIM, HEAD_DIM).unbind()
+    final, transition, checkpoint = torch.zeros(3, 1, 1, HEAD_DIM, HEAD_DIM).unbind()
     slots = 512 // 64 if which == "recompute" else BACKWARD_CHUNKS
     states = torch.zeros(slots, 1, HEAD_DIM, HEAD_DIM).bfloat16()
     grad_o = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     workspace, tokens = random_records(slots, 64, backward=True), 512 if which == "recompute" else 64
     values = pack(
-        BackwardChainArguments, o=o, grad_o=grad_o, exit=final, checkpoints=checkpoint, states=states, residual=residual,
+        BackwardChainArguments, o=o, grad_o=grad_o, exit=final, transitions=transition, checkpoints=checkpoint, states=states, residual=residual,
         workspace=workspace, residual_row=2 * HEAD_DIM, N=1, T=T, HV=1, offset_bytes=0, v_first=0, records=slots, first_slot=0,
         slab_slots=slots * 64 // tokens, slot_tokens=tokens,
     )  # fmt: skip
-    return 1, values, (o, residual, final, states), [workspace, grad_o, checkpoint]
+    ctas = 2 if which == "reverse_summarize" else 1
+    return ctas, values, (o, residual, final, transition, states), [workspace, grad_o, checkpoint]
 
 
 def gradients_call(which):
@@ -132,7 +134,8 @@ def run(which, ptx):
     """Returns the outputs over random inputs; zeros where the kernel writes none."""
     grid, values, outputs, inputs = CALLS[which](which)
     _, shared, threads = compiled(which)
-    ptx_emulator.run(ptx, (grid,), (threads,), shared, list(values), tensors=[*outputs, *inputs])
+    tensors = [*outputs, *inputs]
+    ptx_emulator.run(ptx, (grid,), (threads,), shared, list(values), tensors=tensors, commits=True)
     return outputs
 
 

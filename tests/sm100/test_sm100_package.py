@@ -22,10 +22,10 @@ def test_the_backend_is_listed_on_every_machine():
     assert info.spec is SPEC
 
 
-def test_the_spec_declares_every_feature_but_that_of_segments_over_pools():
+def test_the_spec_declares_every_feature():
     assert SPEC.archs == BLACKWELL
     assert SPEC.unavailable is None
-    assert SPEC.features == {f.value for f in Feature} - {"pool_segments"}
+    assert SPEC.features == {f.value for f in Feature}
     assert SPEC.dtypes == {"bfloat16"} and SPEC.head_dims == {(HEAD_DIM, HEAD_DIM)}
 
 

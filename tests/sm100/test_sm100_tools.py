@@ -28,7 +28,9 @@ def test_the_model_is_near_the_measured_times(copied, monkeypatch):
 def test_the_chain_page_shows_the_predictions_of_the_model():
     import sm100_chain_model as model
 
-    assert model.table() in (PAGES / "sm100-chain.md").read_text()
+    page = (PAGES / "sm100-chain.md").read_text()
+    assert model.table() in page and model.cula_table() in page
+    assert model.reverse_table() in (PAGES / "sm100-backward.md").read_text()
     assert model.PUBLISHED.keys() <= {case.name for case in model.public()}
 
 

@@ -10,7 +10,6 @@ from kda_core import chunk_kda
 from kda_core.errors import BackendUnavailableError
 from kda_core.testing import make_inputs, record_calls
 from kda_cute.testing.emulation import emulated
-from kda_sm90.backend import Sm90Backend
 from kda_sm90.config import ARCH
 
 
@@ -24,17 +23,6 @@ class TestSm90(EmulatedCases):
     @pytest.mark.parametrize("family", ("slow", "memory"))
     def test_packed(self, kda, bounds, family):
         super().test_packed(kda, bounds, family)
-
-    @pytest.mark.parametrize("function", ("journal_decode_kda", "fused_recurrent_kda", "chunk_kda"))
-    def test_bound_calls(self, kda, function, monkeypatch):
-        """The backend prepares the launches of bound calls: they build no `KdaInputs`."""
-        prepared = []
-        prepare = Sm90Backend.prepare
-        monkeypatch.setattr(
-            Sm90Backend, "prepare", lambda *given: prepared.append(function) or prepare(*given)
-        )
-        super().test_bound_calls(kda, function)
-        assert prepared == [function]
 
 
 def test_calls_without_a_backend_name_are_not_emulated():

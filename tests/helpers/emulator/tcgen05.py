@@ -116,11 +116,12 @@ def product(
     majors=(False, False),
     half=False,
     seed=0,
+    **options,
 ):
     """The words [128, 64] of tensor memory after one mma of a [m, k] and b [n, k].
 
     ``first``: PTX before the mma. ``change``: edits the body. ``modes``: swizzles of a and b, as numbers of wgmma. ``majors``: which
-    of them are MN-major. ``half``: D is fp16; the result is [128, 32] then.
+    of them are MN-major. ``half``: D is fp16; the result is [128, 32] then. ``options``: of `ptx_emulator.run`.
     """
     if modes is None:
         images, modes = [core_matrices(x) for x in (a, b)], (0, 0)
@@ -140,5 +141,5 @@ def product(
     multiply = MULTIPLY.replace("<kind>", kind).replace("<a>", "%q10").replace("<commit>", COMMIT)
     body += multiply + (copied_out("%q1", 32, ".pack::16b") if half else copied_out("%q1")) + TAIL
     out = torch.full((128, 32 if half else 64), -7, dtype=torch.int32)
-    run(change(body), image, out, threads=128, shared=1024 + image.numel() * 4, seed=seed)
+    run(change(body), image, out, threads=128, shared=1024 + image.numel() * 4, seed=seed, **options)
     return out.view(torch.float16 if half else torch.float32)

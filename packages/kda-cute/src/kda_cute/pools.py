@@ -43,6 +43,15 @@ class PoolArguments(NamedTuple):
     checkpoint_narrow: int  # and of `checkpoint_states`
 
 
+class SegmentArguments(NamedTuple):
+    """Further arguments of a call in segments over a pool: `kda_core.contract.KdaSegments`. N is then the number of segments, and the arrays
+    of `PoolArguments` belong to their sequences."""
+
+    segment_sequence: Address  # [N] int32
+    segment_before: Address  # [N] int32
+    segment_ends: Address  # [N] bool
+
+
 class PitchArguments(NamedTuple):
     """Bytes from a token to the next in each input, also from the last token of a row of B to the first one of the next row."""
 
@@ -83,6 +92,13 @@ def pool_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> PoolArguments:
         "into": address(into.states), "into_pitch": into.pitch, "into_narrow": into.narrow,
     }  # fmt: skip
     return PoolArguments(**values)
+
+
+def segment_arguments(inputs: KdaInputs) -> SegmentArguments:
+    """Returns where the segments of a call over a pool lie in its sequences."""
+    segments = inputs.segments
+    assert segments is not None
+    return SegmentArguments(*map(address, (segments.sequence, segments.before, segments.ends)))  # type: ignore[arg-type]
 
 
 def pitch_arguments(inputs: KdaInputs) -> PitchArguments:

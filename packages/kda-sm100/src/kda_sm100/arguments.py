@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from kda_cute.arguments import Address, joined
 from kda_cute.gradients import GradientsArguments
 from kda_cute.interface import KernelInterface
-from kda_cute.pools import PitchArguments, PoolArguments
-from kda_sm100.config import IntraChunkConfig
+from kda_cute.pools import PitchArguments, PoolArguments, SegmentArguments
+from kda_sm100.config import BackwardChainConfig, IntraChunkConfig
 
 
 class IntraChunkArguments(NamedTuple):
@@ -75,19 +75,19 @@ class SavedArguments(NamedTuple):
 
 class SlabChainArguments(NamedTuple):
     """Arguments of the chains of a backward beside the leading tensor and those of `SlabArguments`. Arrays of chunks begin with the
-    slab."""
+    slab. The states that pass between slabs are [2, HV, 128, 128] in the mode reverse_summarize, those of N and of M^T.
+    """
 
     offsets: Address  # [N + 1], integers of offset_bytes bytes
-    entry: (
-        Address  # [N, HV, 128, 128] fp32: initial states; in the mode reverse, gradients of the final states
-    )
-    exit: Address  # [N, HV, 128, 128] fp32; mode reverse: gradients of the initial states
+    entry: Address  # [N, HV, 128, 128] fp32: initial states; in both reverse modes, gradients of the final states
+    exit: Address  # [N, HV, 128, 128] fp32; both reverse modes: gradients of the initial states
+    transitions: Address  # [N, HV, 128, 128] fp32: M^T; mode reverse_summarize
     from_slab: Address  # [HV, 128, 128] fp32, [V, K]: the state of the sequence that continues in the slab before this one in time
     to_slab: Address  # the same, written
     checkpoints: Address  # [slots of 512 tokens, HV, 128, 128] fp32, [K, V], of all slabs; written in the mode checkpoint
     states: Address  # [chunks, HV, 128, 128] bf16, written: S, [K, V]; mode reverse: dS', as images
     residual: Address  # [B, T, HV, 128] bf16, rows of residual_row bytes; written in the mode recompute
-    grad_o: Address  # [B, T, HV, 128] bf16; mode reverse
+    grad_o: Address  # [B, T, HV, 128] bf16; both reverse modes
     o: Address  # [B, T, HV, 128] bf16: dX; mode reverse
     workspace: Address  # records with T, as `kda_sm100.layouts` describes
     residual_row: int
@@ -106,8 +106,10 @@ BackwardChainArguments = joined("BackwardChainArguments", SlabChainArguments, Sl
 #: Those of the intra-chunk kernel for strided inputs.
 StridedArguments = joined("StridedArguments", IntraChunkArguments, PitchArguments)
 
-#: Those of the chain for serving. It does not use `initial_state` and `final_state` of the chain.
+#: Those of the chain for serving, which does not use `initial_state` and `final_state` of the chain, and those of the kernels of segments
+#: over a pool, which do.
 ServingArguments = joined("ServingArguments", ChainArguments, PoolArguments)
+PoolSegmentArguments = joined("PoolSegmentArguments", ServingArguments, SegmentArguments)
 
 
 class OutputArguments(NamedTuple):
@@ -162,18 +164,24 @@ SAVING_CHAIN = KernelInterface(
     "kda_sm100.kernels.saving:SavingChainKernel", lambda config: SavingArguments, CHAIN.grid
 )
 
-#: A CTA has a sequence and value head; in the mode recompute, a slot of 512 tokens and a value head.
 _CLASSES = {
     "checkpoint": "kda_sm100.kernels.recompute:CheckpointChainKernel",
     "recompute": "kda_sm100.kernels.recompute:RecomputeChainKernel",
     "reverse": "kda_sm100.kernels.reverse:ReverseChainKernel",
+    "reverse_summarize": "kda_sm100.kernels.reverse_summary:ReverseSummaryKernel",
 }
+
+
+def _chain_grid(config: BackwardChainConfig, x: Any) -> tuple[Any, Any, Any]:
+    """A CTA has a sequence and value head; in the mode recompute, a slot of 512 tokens and a value head. In the mode reverse_summarize, one
+    CTA computes N of a sequence and value head, and the next CTA M^T."""
+    if config.mode == "recompute":
+        return x.slab_slots * x.HV, 1, 1
+    return x.N * x.HV * (2 if config.mode == "reverse_summarize" else 1), 1, 1
+
+
 BACKWARD_CHAINS = {
-    mode: KernelInterface(
-        kernel,
-        lambda config: BackwardChainArguments,
-        lambda config, x: ((x.slab_slots if config.mode == "recompute" else x.N) * x.HV, 1, 1),
-    )
+    mode: KernelInterface(kernel, lambda config: BackwardChainArguments, _chain_grid)
     for mode, kernel in _CLASSES.items()
 }
 
@@ -188,6 +196,14 @@ SUMMARY = KernelInterface(
     "kda_sm100.kernels.summary:SummaryKernel",
     lambda config: ChainArguments,
     lambda config, x: (x.N * x.HV * 2, 1, 1),
+)
+
+#: The chain and the summary kernel for segments over a pool.
+SEGMENT_CHAIN = KernelInterface(
+    "kda_sm100.kernels.pool_segments:PoolSegmentChainKernel", lambda config: PoolSegmentArguments, CHAIN.grid
+)
+SEGMENT_SUMMARY = KernelInterface(
+    "kda_sm100.kernels.pool_segments:PoolSummaryKernel", lambda config: PoolSegmentArguments, SUMMARY.grid
 )
 
 OUTPUT = KernelInterface(

@@ -21,7 +21,7 @@ from kda_cute.host import dense, is_strided, merge_segments, pass_states, refusa
 from kda_cute.journal import make_journal
 from kda_sm100 import backward
 from kda_sm100.config import ARCHS, SMS
-from kda_sm100.launch import arch_of, launches_of, summary_launches_of
+from kda_sm100.launch import arch_of, execution_launch_of, launches_of, prepared, summary_launches_of
 from kda_sm100.launch_config import launch_config
 
 
@@ -97,13 +97,18 @@ class Sm100Backend:
             launch = backward.launch_of(inputs.shape, spacing_between(saved_states, residual))
             launch(inputs, grad_o, grad_final_state, gradients, workspace, saved_states, residual)
 
-    # ---- prepared launches of both
+    # ---- prepared launches of prefill, decoding and records
 
     def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch | None:
-        if not inputs.shape.options.recurrent:
-            return None
-        make = make_decode if inputs.journal is None else make_journal
-        return make(inputs.shape, arch_of(inputs.shape)).prepare(inputs, outputs)
+        if inputs.shape.options.recurrent:
+            make = make_decode if inputs.journal is None else make_journal
+            return make(inputs.shape, arch_of(inputs.shape)).prepare(inputs, outputs)
+        strided = is_strided(inputs)
+        if (with_token_strides(inputs) if strided else dense(inputs)) is not inputs:
+            return None  # a launch would need copies
+        if inputs.pool is not None and outputs.final_state is not None:
+            return None  # its address is among the arguments that a prepared launch fixes
+        return prepared(inputs, outputs, strided)
 
     # ---- calls in segments (the feature SEGMENT_SUMMARY)
 
@@ -111,9 +116,10 @@ class Sm100Backend:
         return self.workspace_bytes(shape)
 
     def summarize(self, inputs: KdaInputs, exits: Tensor, transitions: Tensor, workspace: Tensor) -> None:
-        outputs = KdaOutputs(inputs.v, exits, None, workspace)  # the summary kernel writes no o
+        # These launches write no o. A contiguous tensor names the device in its place; v may be strided.
+        outputs = KdaOutputs(exits.view(torch.bfloat16), exits, None, workspace)
         with device_of(inputs.q):
-            intra_chunk, summary = summary_launches_of(inputs.shape)
+            intra_chunk, summary = summary_launches_of(inputs.shape, is_strided(inputs))
             intra_chunk(inputs, outputs)
             summary(inputs, outputs, transitions)
 
@@ -125,9 +131,26 @@ class Sm100Backend:
     def execute_segments(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         with device_of(inputs.q):
             saves = spacing_between(outputs.saved_states, outputs.residual)
-            _, chain = launches_of(inputs.shape, saves=saves)
-            chain(inputs, outputs)
+            execution_launch_of(inputs.shape, saves)(inputs, outputs)
         return outputs
+
+    # ---- gradients of the states between segments
+
+    def state_gradients_workspace_bytes(self, shape: ProblemShape) -> int:
+        return backward.summary_workspace_bytes(shape)
+
+    def initial_state_gradients(
+        self,
+        inputs: KdaInputs,
+        grad_o: Tensor,
+        grad_final_state: Tensor | None,
+        gradients: Tensor,
+        transitions: Tensor,
+        workspace: Tensor,
+    ) -> None:
+        with device_of(inputs.q):
+            launch = backward.summary_of(inputs.shape)
+            launch(inputs, grad_o, grad_final_state, gradients, transitions, workspace)
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:

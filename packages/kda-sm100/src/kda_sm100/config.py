@@ -40,7 +40,7 @@ CHUNKS = (64, 32)
 #: Tokens between the states that a forward saves for the backward: the default, and with ``disable_recompute``.
 SPACINGS = (512, 64)
 
-Mode = Literal["checkpoint", "recompute", "reverse"]
+Mode = Literal["checkpoint", "recompute", "reverse", "reverse_summarize"]
 
 #: Modes of `BackwardChainConfig`.
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -118,7 +118,7 @@ class BackwardChainConfig:
 
     Attributes:
         mode: ``checkpoint``: from S before a slab to S before every 512 tokens. ``recompute``: from those to S before every 64 tokens,
-            and R. ``reverse``: the gradients of states and of v.
+            and R. ``reverse``: the gradients of states and of v. ``reverse_summarize``: how segments act on gradients of states.
 
     Raises:
         ValueError: the variant does not exist.

@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import arch_of_capability, get_kernel
-from kda_cute.arguments import Address, address
+from kda_cute.arguments import Address, address, bound
 from kda_cute.interface import KernelInterface
-from kda_cute.pools import pitch_arguments, pool_arguments
+from kda_cute.pools import pitch_arguments, pool_arguments, segment_arguments
 from kda_sm100.arguments import (
     CHAIN,
     INTRA_CHUNK,
     SAVING_CHAIN,
+    SEGMENT_CHAIN,
+    SEGMENT_SUMMARY,
     SERVING_CHAIN,
     SUMMARY,
     ChainArguments,
@@ -96,24 +99,68 @@ def launches_of(
     ``strided``: whether q, k, v, g or beta is not contiguous. ``saves``: tokens between the states that the chain saves for a
     backward, or 0. The cache holds the last 1024 results.
     """
+    return _intra_chunk_launch(shape, strided), chain_launch_of(shape, saves)
+
+
+def chain_launch_of(shape: ProblemShape, saves: int) -> ChainLaunch:
+    """Returns the second launch for a shape; ``saves`` as in `launches_of`."""
     config = launch_config(shape, saves=saves).chain
     if config.serving:
-        chain = _chain_launch(shape, SERVING_CHAIN, config)._replace(extra=pool_arguments)
-    elif config.saves:
-        chain = _chain_launch(shape, SAVING_CHAIN, config)._replace(extra=_saved_arguments)
-    else:
-        chain = _chain_launch(shape, CHAIN, config)
-    return _intra_chunk_launch(shape, strided), chain
+        return _chain_launch(shape, SERVING_CHAIN, config)._replace(extra=pool_arguments)
+    if config.saves:
+        return _chain_launch(shape, SAVING_CHAIN, config)._replace(extra=_saved_arguments)
+    return _chain_launch(shape, CHAIN, config)
 
 
 def _saved_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> SavedArguments:
     return SavedArguments(Address(address(outputs.residual)))
 
 
+def prepared(inputs: KdaInputs, outputs: KdaOutputs, strided: bool) -> PreparedLaunch:
+    """Implements `kda_core.backend.SupportsPrepare.prepare` for `chunk_fwd`; ``strided`` as in `launches_of`.
+
+    The inputs need no copies. In a call over a pool no final state is a tensor of its own.
+    """
+    first, second = launches_of(inputs.shape, strided)
+    numbers = intra_chunk_numbers(inputs.shape)
+    pitches = pitch_arguments(inputs) if strided else ()
+    intra_chunk = bound(
+        first.kernel, *(numbers[name] for name in IntraChunkArguments._fields if name in numbers), *pitches
+    )
+    numbers = chain_numbers(inputs.shape) | {"state_count": 0}
+    fixed = (numbers[name] for name in ChainArguments._fields if name in numbers)
+    chain = bound(second.kernel, *fixed, *second.extra(inputs, outputs))
+
+    def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
+        *tokens, initial_state, offsets = given
+        intra_chunk(o, *tokens, offsets, workspace)
+        chain(o, offsets, initial_state, o_at, final_state, 0, 0, workspace)
+
+    return launch
+
+
 @functools.lru_cache(maxsize=1024)
-def summary_launches_of(shape: ProblemShape) -> tuple[IntraChunkLaunch, ChainLaunch]:
+def summary_launches_of(shape: ProblemShape, strided: bool = False) -> tuple[IntraChunkLaunch, ChainLaunch]:
     """Returns the launches that summarise the segments of a shape; otherwise as `launches_of`."""
-    return _intra_chunk_launch(shape), _chain_launch(shape, SUMMARY, launch_config(shape).summary)
+    config = launch_config(shape).summary
+    if shape.pool is None:
+        summary = _chain_launch(shape, SUMMARY, config)
+    else:
+        summary = _chain_launch(shape, SEGMENT_SUMMARY, config)._replace(extra=_pool_segment_arguments)
+    return _intra_chunk_launch(shape, strided), summary
+
+
+@functools.lru_cache(maxsize=1024)
+def execution_launch_of(shape: ProblemShape, saves: int = 0) -> ChainLaunch:
+    """Returns the launch that executes the segments of a shape from the records of `summary_launches_of`; otherwise as `launches_of`."""
+    if shape.pool is None:
+        return chain_launch_of(shape, saves)
+    chain = _chain_launch(shape, SEGMENT_CHAIN, launch_config(shape).chain)
+    return chain._replace(extra=_pool_segment_arguments)
+
+
+def _pool_segment_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> tuple[int, ...]:
+    return (*pool_arguments(inputs, outputs), *segment_arguments(inputs))
 
 
 def _intra_chunk_launch(shape: ProblemShape, strided: bool = False) -> IntraChunkLaunch:
@@ -142,17 +189,20 @@ def intra_chunk_numbers(shape: ProblemShape) -> dict[str, Any]:
 
 
 def _chain_launch(shape: ProblemShape, kernel: KernelInterface, config: object) -> ChainLaunch:
-    options = shape.options
-    arguments = functools.partial(
-        ChainArguments,
-        N=shape.N,
-        T=shape.T,
-        HV=shape.HV,
-        offset_bytes=offset_bytes(shape),
-        v_first=int(options.state_v_first),
-        every=max(1, options.chunk_size // launch_config(shape).chunk),
-    )
+    arguments = functools.partial(ChainArguments, **chain_numbers(shape))
     return ChainLaunch(get_kernel(kernel, config, arch_of(shape)), arguments)
+
+
+def chain_numbers(shape: ProblemShape) -> dict[str, Any]:
+    """Returns the arguments of the chain that a shape determines."""
+    return {
+        "N": shape.N,
+        "T": shape.T,
+        "HV": shape.HV,
+        "offset_bytes": offset_bytes(shape),
+        "v_first": int(shape.options.state_v_first),
+        "every": max(1, shape.options.chunk_size // launch_config(shape).chunk),
+    }
 
 
 def arch_of(shape: ProblemShape) -> str:

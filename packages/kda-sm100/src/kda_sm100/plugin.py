@@ -35,6 +35,7 @@ SPEC = BackendSpec(
             "checkpoints",
             "journal",
             "segment_summary",
+            "pool_segments",
         }
     ),
     target="kda_sm100.backend:Sm100Backend",

@@ -95,8 +95,10 @@ def _of(
     from kda_sm100.kernels.chain import ChainKernel
     from kda_sm100.kernels.gradients import GradientsKernel
     from kda_sm100.kernels.intra_chunk import IntraChunkKernel
+    from kda_sm100.kernels.pool_segments import PoolSegmentChainKernel, PoolSummaryKernel
     from kda_sm100.kernels.recompute import CheckpointChainKernel, RecomputeChainKernel
     from kda_sm100.kernels.reverse import ReverseChainKernel
+    from kda_sm100.kernels.reverse_summary import ReverseSummaryKernel
     from kda_sm100.kernels.saving import SavingChainKernel
     from kda_sm100.kernels.serving import ServingChainKernel
     from kda_sm100.kernels.summary import SummaryKernel
@@ -104,9 +106,12 @@ def _of(
     pairs: list[tuple[type, object]] = [(IntraChunkKernel, config) for config in configs]
     pairs += [(ServingChainKernel if config.serving else ChainKernel, config) for config in CHAIN]
     pairs += [(SavingChainKernel, config) for config in SAVING]
-    pairs += zip((CheckpointChainKernel, RecomputeChainKernel, ReverseChainKernel), BACKWARD, strict=True)
+    chains = CheckpointChainKernel, RecomputeChainKernel, ReverseChainKernel, ReverseSummaryKernel
+    pairs += zip(chains, BACKWARD, strict=True)
     pairs += [(GradientsKernel, config) for config in gradients]
     pairs += [(SummaryKernel, config) for config in SUMMARY]
+    pairs += [(PoolSegmentChainKernel, config) for config in CHAIN if config.serving]
+    pairs += [(PoolSummaryKernel, config) for config in SUMMARY]
     pairs += [(DecodeKernel, config) for config in DECODES]
     pairs += [(JournalKernel, config) for config in JOURNALS]
     pairs += [(VerifyKernel, config) for config in VERIFIES]

@@ -11,8 +11,15 @@ from typing import NamedTuple
 import torch
 
 from kda_core.contract import KdaInputs, KdaOutputs
-from kda_cute.arguments import Address, Long, address, joined
-from kda_cute.pools import PitchArguments, PoolArguments, pitch_arguments, pool_arguments
+from kda_cute.arguments import Address, Long, joined
+from kda_cute.pools import (
+    PitchArguments,
+    PoolArguments,
+    SegmentArguments,
+    pitch_arguments,
+    pool_arguments,
+    segment_arguments,
+)
 
 
 class InputArguments(NamedTuple):
@@ -91,15 +98,6 @@ class ShapeArguments(NamedTuple):
     beta_factor: float  # factor on the sigmoid of beta; 0: beta is used without a sigmoid
 
 
-class SegmentArguments(NamedTuple):
-    """Further arguments of the variants for serving in the modes ``summarize`` and ``execute``: `KdaInputs.segments`. There N is the
-    number of segments, and the arrays of `kda_cute.pools.PoolArguments` belong to their sequences."""
-
-    segment_sequence: Address  # [N] int32
-    segment_before: Address  # [N] int32
-    segment_ends: Address  # [N] bool
-
-
 #: The arguments of a launch, and those of the variants for serving, in the mode ``whole`` and in the modes of segments.
 PrefillArguments = joined(
     "PrefillArguments", InputArguments, OutputArguments, LaunchArguments, BackwardArguments, ShapeArguments
@@ -131,10 +129,3 @@ def serving_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> tuple[int, ...]
     """Returns the further arguments of a variant for serving."""
     more = (*pool_arguments(inputs, outputs), *pitch_arguments(inputs))
     return more if inputs.segments is None else (*more, *segment_arguments(inputs))
-
-
-def segment_arguments(inputs: KdaInputs) -> SegmentArguments:
-    """Returns the further arguments of a variant for serving that summarizes or executes segments."""
-    segments = inputs.segments
-    assert segments is not None
-    return SegmentArguments(*map(address, (segments.sequence, segments.before, segments.ends)))  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ class PrefillConfig:
         states: whether the kernel writes bf16 states at the start of chunks.
         serving: whether states may be in the slots of a pool, with checkpoints, and q, k, v, g and beta may be strided. The kernel then
             takes the arguments of `kda_cute.pools` too. Only in the modes ``whole``, ``summarize`` and ``execute``, and
-            without ``residual``. In the last two, which also take those of `arguments.SegmentArguments`, states are in a pool.
+            without ``residual``. In the last two, which also take those of `kda_cute.pools.SegmentArguments`, states are in a pool.
         residual: whether the kernel writes R in bf16, for the backward. Requires ``states`` and mode ``whole`` or ``execute``.
         saved_states: whether the kernel writes fp32 states before every 512 tokens, for the backward. Requires mode ``whole`` or
             ``execute``, without ``states`` and ``serving``.

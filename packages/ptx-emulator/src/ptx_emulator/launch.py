@@ -90,6 +90,7 @@ def run(
     seed: int = 0,
     resident: int | None = None,
     races: Collection[str] = ("shared", "global"),
+    commits: bool = False,
     cluster: Sequence[int] = (1, 1, 1),
     compiled: bool = True,
 ) -> int:
@@ -107,6 +108,8 @@ def run(
         name: the entry; required if there are several.
         seed: decides the order in which warps run and asynchronous operations complete.
         races: the state spaces that are checked for races: "shared" (with tensor memory), "global".
+        commits: whether a CTA may only end when it has observed the arrival of every `tcgen05.commit`. Kernels that others ship end
+            earlier.
         resident: CTAs that are on the device at once. Default: all of them, as in a cooperative launch.
         cluster: extents of a cluster, in CTAs.
         compiled: whether instructions are executed as machine code. Results, errors and the order of execution are the same
@@ -147,7 +150,7 @@ def run(
     count = grid[0] * grid[1] * grid[2]
     machine = Machine(
         program, memory, grid, block, total, _parameters(decoder, arguments), seed,
-        count if resident is None else resident, cluster, "shared" in races,
+        count if resident is None else resident, cluster, "shared" in races, commits,
     )  # fmt: skip
     if compiled:
         machine.compiled, machine.warp_type = compiled_of(ptx, name), CompiledWarp

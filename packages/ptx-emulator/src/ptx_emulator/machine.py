@@ -74,11 +74,11 @@ class Mbarrier:
         seen: per completed phase, the warps that observed it, each with its clock at that time.
         arrived: per completed phase, its ``released``; None if asynchronous operations took part.
         asynchronous: whether asynchronous operations take part in the current phase.
-        counted: whether bytes of copies have arrived in the current phase.
+        counted: whether bytes of copies, or a commit that must be observed, have arrived in the current phase.
         given_up: per warp, the last phase whose `try_wait` has given up.
         initialiser: the warp that initialised the object, and its CTA.
         visible: whether a fence has made the initialisation visible to other CTAs and the async proxy.
-        loaded: the last completed phase in which bytes arrived; -1: there is none.
+        loaded: the last completed phase in which they arrived; -1: there is none.
     """
 
     count: int
@@ -601,14 +601,17 @@ class Cta:
             self.machine.cta_ended(self)
 
     def _check_loads(self) -> None:
-        """Check that the CTA has observed the arrival of all bytes that copies write to its shared memory."""
+        """Check that the CTA has observed the arrival of all bytes that copies write to its shared memory, and of all commits of tcgen05 if
+        the machine checks them."""
         unseen = any(
             barrier.counted or (barrier.loaded >= 0 and not any(barrier.seen[barrier.loaded :]))
             for barrier in self.mbarriers.values()
         )
-        if self.incoming or unseen:
+        queued = self.machine.commits and self.tensor_memory is not None and self.tensor_memory.queue
+        if self.incoming or queued or unseen:
+            what = "a bulk copy or a tcgen05.commit" if self.machine.commits else "a bulk copy"
             self.warps[0].fail(
-                "the CTA ends while a bulk copy may still write its shared memory: nothing has waited for its mbarrier"
+                f"the CTA ends while {what} may still write its shared memory: nothing has waited for its mbarrier"
             )
 
 
@@ -658,6 +661,7 @@ class Machine:
         resident: CTAs that are on the device at once.
         cluster: extents of a cluster in CTAs.
         races: whether shared and tensor memory are checked for races.
+        commits: whether a CTA must observe the arrivals of its commits.
         changes: counts changes that other warps may see.
         clock: counts writes of the generic proxy and proxy fences.
         fences: per CTA, ended ones included, ``clock`` at its last `fence.proxy.async` for global memory.
@@ -681,6 +685,7 @@ class Machine:
     resident: int
     cluster: tuple[int, int, int]
     races: bool
+    commits: bool
     changes: int = 0
     clock: int = 0
     fences: dict[int, int] = field(default_factory=dict)

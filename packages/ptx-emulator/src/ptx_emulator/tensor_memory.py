@@ -639,6 +639,7 @@ def _commit(d: Decoder, i: Instruction) -> Execute:
             w.pc = pc
             for barrier in barriers:
                 barrier.asynchronous = True
+                barrier.counted |= w.machine.commits
                 barrier.release(known)
                 barrier.arrive(1, w.fail)
 

@@ -39,12 +39,14 @@ def rounded_to_half(m: int) -> Outputs:
     return {"d": product(m, 64, a, b, first=ZERO, half=True)}
 
 
-def swizzled(mode: int, majors: tuple[bool, bool]) -> Outputs:
-    """One mma of integers in bf16, with a swizzle (a number of wgmma) and an order of each operand."""
+def swizzled(mode: int, majors: tuple[bool, bool], m: int = 128, lane: int = 0) -> Outputs:
+    """One mma of integers in bf16, with a swizzle (a number of wgmma) and an order of each operand. ``lane``: the first one of D."""
     deep = {1: 64, 2: 32, 3: 16}[mode]
-    shapes = ((128, 16 if majors[0] else deep), (64, 16 if majors[1] else deep))
+    shapes = ((m, 16 if majors[0] else deep), (64, 16 if majors[1] else deep))
     a, b = (matrix(*shape, torch.bfloat16, True, f"swizzled {i}") for i, shape in enumerate(shapes))
-    return {"d": product(128, 64, a, b, first=ZERO, modes=(mode, mode), majors=majors)}
+    at = f"add.s32 %r10, %r8, {lane << 16};"
+    change = lambda body: body.replace("kind::f16 [%r8]", "kind::f16 [%r10]")
+    return {"d": product(m, 64, a, b, first=ZERO + at, change=change, modes=(mode, mode), majors=majors)}
 
 
 def loaded(shape: str) -> Outputs:
@@ -84,6 +86,13 @@ for mode in (1, 2, 3):
     for majors in ((False, False), (False, True), (True, True)):
         text = ", ".join("MN" if major else "K" for major in majors)
         blackwell(f"tcgen05.mma, swizzle {mode}, {text}", partial(swizzled, mode, majors))
+# What the backward needs: A with its rows contiguous, and 64 rows of D in either half of the lanes.
+for lane in (0, 16):
+    for majors in ((False, False), (False, True), (True, False), (True, True)):
+        text = ", ".join("MN" if major else "K" for major in majors)
+        name = f"tcgen05.mma.m64 from lane {lane}, swizzle 1, {text}"
+        blackwell(name, partial(swizzled, 1, majors, m=64, lane=lane))
+blackwell("tcgen05.mma, swizzle 1, MN, K", partial(swizzled, 1, (True, False)))
 for shape in LAYOUTS:
     blackwell(f"tcgen05.ld.{shape}", partial(loaded, shape))
     blackwell(f"tcgen05.st.{shape}", partial(stored, shape))

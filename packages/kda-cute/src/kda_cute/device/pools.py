@@ -2,6 +2,11 @@
 
 ``args`` are the arguments of a kernel, which contain `kda_cute.pools.PoolArguments`. The rules are those of
 `kda_core.contract.KdaPool` and `KdaCheckpoints`.
+
+In a call in segments, ``args`` also contain `kda_cute.pools.SegmentArguments`. The slots belong to the sequences of the call. States with
+one row for each segment are [K, V] in fp32, whatever the layout of the pool. A slot may be read and written by one call, and the last
+segment may end before the first one starts. So only the launch that summarises segments reads slots: it keeps the states that it finds in
+``initial_state``. The launch that executes segments writes slots and starts from there.
 """
 
 from types import SimpleNamespace
@@ -99,3 +104,66 @@ def checkpoint_state(args, number, head):
 def matrix_address(states, pitch, slot, head, narrow):
     """Returns the address of a value head's state in a slot."""
     return states + slot * pitch + Int64(head) * (HEAD_DIM * HEAD_DIM * (4 - 2 * narrow))
+
+
+# ---- segments
+
+
+def segment_sequence(args, segment):
+    """Returns the sequence of a segment."""
+    return ptx.load_global_i32(args.segment_sequence + Int64(segment) * 4, True)
+
+
+def tokens_before(args, segment):
+    """Returns the tokens of the sequence before a segment."""
+    return ptx.load_global_i32(args.segment_before + Int64(segment) * 4, True)
+
+
+def row_of(states, args, segment, head):
+    """Returns the address of the matrix of a segment and value head in ``states`` [N, HV, 128, 128] fp32."""
+    return states + (Int64(segment) * args.HV + head) * (4 * HEAD_DIM * HEAD_DIM)
+
+
+def segment_start(args, segment, head):
+    """Returns where the state at the start of a segment is found, for the launch that summarises: for a first segment in its slot, for
+    another one in its row of ``initial_state``.
+
+    Returns:
+        whether there is a state, if not zeros; the address of its matrix; 1 if it is bf16, else 0; 1 if it is [V, K], else 0; whether the
+        segment is a first one, whose state is to be kept; and the address of its row.
+    """
+    pool, n = pool_of(args, args.read_bytes), segment_sequence(args, segment)
+    before = tokens_before(args, segment)
+    is_first, is_inside = before == 0, before != 0
+    slot = slots.read_slot(pool, n)
+    row = row_of(args.initial_state, args, segment, head)
+    found = matrix_address(args.pool, args.pool_pitch, slot, head, args.narrow)
+    return (
+        slots.has_state(pool, n, slot) | is_inside,
+        ptx.select(is_first, found, row),
+        ptx.select(is_first, args.narrow, Int32(0)),
+        ptx.select(is_first, args.v_first, Int32(0)),
+        is_first,
+        row,
+    )
+
+
+def segment_end(args, segment, head):
+    """Returns where the state at the end of a segment goes, in the launch that executes: of a last segment to the slot of the final state
+    of its sequence, of another one to its row of ``final_state``.
+
+    Returns:
+        whether the state is stored; the address of its matrix; 1 if it is bf16, else 0; 1 if it is [V, K], else 0.
+    """
+    pool, n = pool_of(args, args.write_bytes), segment_sequence(args, segment)
+    flag = ptx.load_global_u8(args.segment_ends + Int64(segment), True)
+    ends, goes_on = flag != 0, flag == 0
+    slot = slots.write_slot(pool, n, Int32(0), True)
+    found = matrix_address(args.into, args.into_pitch, slot, head, args.into_narrow)
+    in_pool = ends & (args.into != Int64(0)) & slots.is_slot(pool, slot)
+    return (
+        in_pool | (goes_on & (args.final_state != Int64(0))),
+        ptx.select(ends, found, row_of(args.final_state, args, segment, head)),
+        ptx.select(ends, args.into_narrow, Int32(0)),
+        ptx.select(ends, args.v_first, Int32(0)),
+    )

@@ -284,8 +284,16 @@ class ChainKernel(Kernel):
             early.advance()
             self.acquire(smem.late_empty, late)
             with cute.arch.elect_one():
-                self.load(smem, address, record, smem.late_full, late.index, self.LATE)
+                self.load_late(smem, address, record, late.index, task)
             late.advance()
+        self.drain(smem.early_empty, early, self.early_depth)
+        self.drain(smem.late_empty, late, self.late_depth)
+
+    def drain(self, empty, ring, stages):
+        """Waits for the release of every stage of a ring, so that no commit arrives at its mbarrier after the CTA has ended."""
+        for _ in range(stages):
+            self.acquire(empty, ring)
+            ring.advance()
 
     def record_addresses(self, args, seqs):
         """Returns a function from (array, record number) to the address of the record in the array."""
@@ -301,6 +309,10 @@ class ChainKernel(Kernel):
     def load_early(self, smem, address, record, stage, task):
         """Copies the early arrays of a record."""
         self.load(smem, address, record, smem.early_full, stage, self.EARLY)
+
+    def load_late(self, smem, address, record, stage, task):
+        """Copies the late arrays of a record."""
+        self.load(smem, address, record, smem.late_full, stage, self.LATE)
 
     def load(self, smem, address, record, full, stage, names):
         """Copies the arrays ``names`` of a record to a stage. The stage's mbarrier in ``full`` counts the bytes."""
@@ -527,6 +539,11 @@ class ChainKernel(Kernel):
             source = self.matrix(start, matrix, (1, HEAD_DIM))
             for i, at in enumerate(self.coordinates(row)):
                 S[i] = ptx.load_global_f32(self.address(source, at), exists)
+
+    def load_identity(self, row, S):
+        """Sets S to the identity."""
+        for i, (v, k) in enumerate(self.coordinates(row)):
+            S[i] = ptx.select(v == k, Float32(1.0), Float32(0.0))
 
     def address(self, source, coordinates):
         """Returns the address of an element of a tensor in global memory."""

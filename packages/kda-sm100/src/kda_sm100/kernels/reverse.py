@@ -103,7 +103,7 @@ class ReverseChainKernel(StoresChunks, SlabChain, ChainKernel):
             for start in range(0, self.chunk, 2 * COPIERS):
                 row = start + first
                 to = image + image_offset(row, unit * 8, self.chunk, HEAD_DIM) * 2
-                ptx.cp_async_x4(to, source + pitch * (token + row), token + row < task.length)
+                ptx.cp_async_x4(to, source + pitch * (token + row), token + row < self.rows_of(task))
             cute.arch.cp_async_commit_group()
             if c > 0:
                 self.publish_values(smem, before, 1)
@@ -111,6 +111,10 @@ class ReverseChainKernel(StoresChunks, SlabChain, ChainKernel):
             early.advance()
         if task.chunks > 0:
             self.publish_values(smem, before, 0)
+
+    def rows_of(self, task):
+        """Returns how many rows of dO are copied. Those behind them are zeros."""
+        return task.length
 
     def publish_values(self, smem, stage, pending):
         """Waits for all copies but the last ``pending`` ones, and publishes a stage. The products read it through the async proxy."""

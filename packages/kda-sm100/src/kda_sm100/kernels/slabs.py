@@ -15,8 +15,9 @@ from kda_sm100.kernels import workspace
 class SlabChain:
     """Mixin of a chain kernel that takes `BackwardChainArguments`.
 
-    A task has, besides what `ChainKernel.task` describes: ``begin`` and ``end``, its chunks within the sequence, and ``all``, the
-    chunks of the sequence. Its first token, length, chunks and record are those of the slab.
+    A task has, besides what `ChainKernel.task` describes: ``begin`` and ``end``, its chunks within the sequence; ``all``, the
+    chunks of the sequence; ``between``, the number of its matrix among the states that pass from slab to slab. Its first token, length,
+    chunks and record are those of the slab.
     """
 
     def record_addresses(self, args, seqs):
@@ -40,7 +41,7 @@ class SlabChain:
         return SimpleNamespace(
             sequence=n, head=head, token=token + begin * self.chunk, length=length - begin * self.chunk,
             chunks=cutlass.max(end - begin, 0), record=(slot + begin - slab) * args.HV + head, matrix=n * args.HV + head,
-            begin=begin, end=end, all=chunks,
+            begin=begin, end=end, all=chunks, between=head,
         )  # fmt: skip
 
     def enter(self, args, task, continues, row, S):
@@ -49,7 +50,7 @@ class SlabChain:
         continues = continues & (task.chunks > 0)
         self.load_state(
             ptx.select(continues, args.from_slab, args.entry), ptx.select(continues, Int32(1), args.v_first),
-            ptx.select(continues, task.head, task.matrix), row, S,
+            ptx.select(continues, task.between, task.matrix), row, S,
         )  # fmt: skip
 
     def leave(self, args, task, continues, exit, row, S):
@@ -60,5 +61,5 @@ class SlabChain:
         exists = (task.chunks > 0) | (task.all == 0)
         self.store_state(
             ptx.select(exists, target, Int64(0)), ptx.select(continues, Int32(1), args.v_first),
-            ptx.select(continues, task.head, task.matrix), row, S,
+            ptx.select(continues, task.between, task.matrix), row, S,
         )  # fmt: skip

@@ -9,7 +9,7 @@ One CTA computes B of a sequence and value head, and the next CTA computes M. Bo
 """
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Int32, cute
 
 from kda_cute.device import ptx
 from kda_sm100.arguments import SUMMARY
@@ -63,11 +63,6 @@ class SummaryKernel(StateChainKernel):
             self.load_identity(row, S)
         else:
             self.load_state(args.initial_state, args.v_first, task.matrix, row, S)
-
-    def load_identity(self, row, S):
-        """Sets S to the identity."""
-        for i, (v, k) in enumerate(self.coordinates(row)):
-            S[i] = ptx.select(v == k, Float32(1.0), Float32(0.0))
 
     def store_final(self, args, task, row, S):
         target = ptx.select(task.transition > 0, args.transitions, args.final_state)

@@ -121,11 +121,11 @@ def mma(d: Int32, a: Int32, b, instruction: Int32, add: Int32, *, loc=None, ip=N
 
 
 def product(d, a, operand, shared, add):
-    """Issues D = A B, or D += A B if ``add``, over all of K. ``shared``: address of the image of B."""
+    """Issues D = A B, or D += A B if ``add``, over all of K. ``shared``: address of the image of B. ``add``: a bool, or an ``Int32``."""
     low, high = operand.words(shared)
     for step in range(operand.steps):
         b = low + operand.offset(step) // 16, high
-        mma(d, a + 8 * step, b, Int32(operand.instruction), Int32(add or step > 0))
+        mma(d, a + 8 * step, b, Int32(operand.instruction), Int32(1 if step > 0 else add))
 
 
 @dsl_user_op
