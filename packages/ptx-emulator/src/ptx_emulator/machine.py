@@ -599,6 +599,16 @@ class Cta:
             if self.tensor_memory is not None and (self.tensor_memory.owner >= 0).any():
                 self.warps[0].fail("the CTA ends and has not freed its tensor memory (tcgen05.dealloc)")
             self.machine.cta_ended(self)
+            self.free()
+
+    def free(self) -> None:
+        """Break the reference cycles of the CTA, so that its memory is freed at once when the CTA has ended.
+
+        Python's garbage collector comes late: it counts objects, of which the DSL makes millions, and not bytes.
+        """
+        self.live, self.warps, self.mbarriers = 0, [], {}
+        if not any(cta.live for cta in self.cluster.ctas):
+            self.cluster.ctas = []
 
     def _check_loads(self) -> None:
         """Check that the CTA has observed the arrival of all bytes that copies write to its shared memory."""
@@ -720,6 +730,15 @@ class Machine:
 
     def run(self) -> None:
         """Run until all CTAs have ended and all asynchronous operations are complete."""
+        try:
+            self._run()
+        finally:  # after an error, too: its traceback holds this object
+            self.pending.clear()
+            for cta in self.ctas:
+                cta.free()
+            self.ctas.clear()
+
+    def _run(self) -> None:
         rng = random.Random(self.seed)
         changes, since = 0, 0
         size = self.cluster[0] * self.cluster[1] * self.cluster[2]
