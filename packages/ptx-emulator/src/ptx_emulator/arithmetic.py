@@ -550,7 +550,7 @@ def _isspacep(d: Decoder, i: Instruction) -> Execute:
         found = w.regs[s] >> bits == window
         if space in ("shared", "shared::cta"):
             rank = (w.regs[s] & np.uint64((1 << WINDOW_BITS) - 1)) >> np.uint64(CTA_BITS)
-            found &= (rank == 0) | (rank == w.cta.rank + 1)
+            found &= rank == w.cta.rank
         w.put_predicate(to, to_bits(found), w.unknown[s], lanes)
 
     return check

@@ -17,7 +17,7 @@ import numpy as np
 from ptx_emulator.errors import PtxError
 from ptx_emulator.lanes import FULL, Array
 from ptx_emulator.machine import Program, Warp
-from ptx_emulator.memory import SHARED_BASE, UNSIGNED
+from ptx_emulator.memory import CTA_BITS, SHARED_BASE, UNSIGNED
 from ptx_emulator.parser import (
     SIZES,
     Address,
@@ -81,7 +81,9 @@ class Decoder:
         kernel: the parsed entry.
         registers, unknown, specials: as in `Program`.
         relaxed: set by a handler whose instruction may access registers of a wgmma in flight.
-        symbols: addresses of the variables in shared and local memory.
+        symbols: addresses of the variables in shared memory, without the rank of the CTA, and in local memory.
+        shared: the names of those in shared memory.
+        cta_group: the `.cta_group` of the tcgen05 instructions so far; "": there were none.
         static_bytes: static shared memory of a CTA.
         local_bytes: local memory of a thread, a multiple of 16.
         offsets: of the parameters, in bytes.
@@ -100,6 +102,7 @@ class Decoder:
         self._index = 0
         self._observed: dict[int, tuple[int, str]] = {}
         self.relaxed = False
+        self.cta_group = ""
         self.symbols, end = {}, SHARED_BASE
         for variable in kernel.shared:
             end = -(-end // variable.align) * variable.align
@@ -107,6 +110,7 @@ class Decoder:
             end += variable.size
         self.static_bytes = end - SHARED_BASE
         end = 0
+        self.shared = frozenset(self.symbols)
         for variable in kernel.local:
             end = -(-end // variable.align) * variable.align
             self.symbols[variable.name] = end
@@ -235,7 +239,10 @@ class Decoder:
             place = self.symbols.get(operand.name, self.offsets.get(operand.name))
             if place is None:
                 self.refuse(f"{operand.name}: expected a variable or a parameter, found no such declaration")
-            slot = self._constant(place, SIZES[kind])
+            if operand.name in self.shared:
+                slot = self._shared(operand.name, place, SIZES[kind])
+            else:
+                slot = self._constant(place, SIZES[kind])
         elif isinstance(operand, Special):
             slot = self._special(operand.name, SIZES[kind])
         else:
@@ -326,12 +333,19 @@ class Decoder:
         return slot
 
     def _special(self, name: str, size: int) -> int:
+        if name not in SPECIALS:
+            self.refuse(f"{name} is not modelled")
+        return self._of_warp(name, size, SPECIALS[name])
+
+    def _shared(self, name: str, place: int, size: int) -> int:
+        """Return the register of the address of a variable in shared memory: it depends on the rank of the CTA."""
+        return self._of_warp(name, size, lambda w: place + (w.cta.rank << CTA_BITS))
+
+    def _of_warp(self, name: str, size: int, value: Callable[[Warp], Any]) -> int:
+        """Return the register of a value that is fixed for each warp."""
         slot = self._slots.get((name, size))
         if slot is None:
-            if name not in SPECIALS:
-                self.refuse(f"{name} is not modelled")
             slot = self._slots[name, size] = self._new(np.zeros(32, UNSIGNED[size]), 0)
-            value = SPECIALS[name]
             self.specials.append((slot, lambda w: np.broadcast_to(value(w), 32).astype(UNSIGNED[size])))
         return slot
 

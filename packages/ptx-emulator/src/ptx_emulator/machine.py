@@ -20,7 +20,7 @@ import numpy as np
 
 from ptx_emulator.errors import ExecutionError
 from ptx_emulator.lanes import BOOLS, FULL
-from ptx_emulator.memory import CTA_BITS, GlobalMemory, Region, local_region, shared_region
+from ptx_emulator.memory import GlobalMemory, Region, local_region, shared_region
 from ptx_emulator.races import SECTIONS, Clock, Issuer, Shadow
 
 POLLS = 256  # polls of a fragment without a change of memory, after which it counts as waiting forever
@@ -541,7 +541,7 @@ class Cta:
     ):
         self.machine, self.number, self.index = machine, number, index
         self.cluster, self.place, self.rank = cluster, place, len(cluster.ctas)
-        self.shared: Region = shared_region(machine.shared_bytes)
+        self.shared: Region = shared_region(machine.shared_bytes, self.rank)
         self.fences = {"shared": 0, "global": 0}
         self.barriers: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, Mbarrier] = {}
@@ -571,13 +571,8 @@ class Cta:
         return found
 
     def window(self, rank: int, fail: Callable[[str], NoReturn]) -> Region:
-        """Return the shared memory that addresses with this CTA field reach, at those addresses.
-
-        ``rank``: the CTA's rank + 1; 0: this CTA (`memory.CTA_BITS`).
-        """
-        if rank == 0:
-            return self.shared
-        return self.peer(rank - 1, fail).shared.moved(rank << CTA_BITS)
+        """Return the shared memory of a CTA of the cluster."""
+        return self.shared if rank == self.rank else self.peer(rank, fail).shared
 
     def warp_ended(self) -> None:
         """Count a warp that has ended. The last one checks that bulk copies were waited for and tensor memory was freed."""

@@ -13,7 +13,7 @@ import numpy as np
 from ptx_emulator.access import addresses, lanes_of, mbarrier_at, space_of, spread
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, LANES, Array, to_bits
-from ptx_emulator.machine import CONVERGE, EXIT, POLL, Mbarrier, NamedBarrier, Wait, Warp
+from ptx_emulator.machine import CONVERGE, EXIT, POLL, Cta, Mbarrier, NamedBarrier, Wait, Warp
 from ptx_emulator.memory import CTA_BITS, SHARED_WINDOW, WINDOW_BITS, Region
 from ptx_emulator.parser import Instruction, Label, Operand, Pair, Sink
 from ptx_emulator.races import GLOBAL, SHARED
@@ -136,7 +136,7 @@ def _show_mbarriers(w: Warp) -> None:
 _SECTIONS = {"shared": SHARED, "global": GLOBAL}
 
 
-def check_proxy(w: Warp, space: str, region: Region, units: Array | slice) -> None:
+def check_proxy(w: Warp, space: str, region: Region, units: Array | slice, owner: Cta | None = None) -> None:
     """Check a read of the async proxy against earlier writes of the generic proxy (PTX ISA, "Proxies").
 
     A `fence.proxy.async` is required between them: of the thread that wrote, or of one that the write happens before, and before
@@ -145,6 +145,7 @@ def check_proxy(w: Warp, space: str, region: Region, units: Array | slice) -> No
     Args:
         space: "shared" or "global".
         units: the 16-byte units that are read, counted from ``region.base``.
+        owner: the CTA whose shared memory is read, by default the warp's. Fences of its threads count, too.
     """
     if isinstance(units, slice):
         units = np.arange(units.start, units.stop)
@@ -155,7 +156,7 @@ def check_proxy(w: Warp, space: str, region: Region, units: Array | slice) -> No
                 f"the async proxy reads {region.name} after a write of the generic proxy without a fence.proxy.async between them "
                 "(of the writing thread, or of one that is ordered behind it)"
             )
-    late = region.written[units] > w.cta.fences[space]
+    late = region.written[units] > max(w.cta.fences[space], (owner or w.cta).fences[space])
     if late.any():
         writers = region.writer[units][late]
         own = np.array([w.machine.fences.get(int(cta), 0) if space == "global" else 0 for cta in writers])
@@ -359,7 +360,7 @@ def _mapa(d: Decoder, i: Instruction) -> Execute:
 
     def map_address(w: Warp, lanes: int) -> None:
         local = w.regs[place] & word((1 << CTA_BITS) - 1)
-        found = local | w.regs[rank].astype(word) + word(1) << word(CTA_BITS)
+        found = local | w.regs[rank].astype(word) << word(CTA_BITS)
         w.put(to, found | base, w.unknown[place] | w.unknown[rank], lanes)
 
     return map_address
@@ -374,7 +375,7 @@ def _getctarank(d: Decoder, i: Instruction) -> Execute:
 
     def rank(w: Warp, lanes: int) -> None:
         found = (w.regs[place].astype(np.int64) & mask) >> CTA_BITS
-        w.put(to, np.where(found == 0, w.cta.rank, found - 1).astype(np.uint32), w.unknown[place], lanes)
+        w.put(to, found.astype(np.uint32), w.unknown[place], lanes)
 
     return rank
 
