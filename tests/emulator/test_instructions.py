@@ -474,7 +474,6 @@ NOT_MODELLED = {
     "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%r1}, {%r1}, {%r1}, {%r1};": "this shape or these types",
     "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16 {%r1}, %q1, %q2, %r3, 0, 1, 1, 1, 0, 0;": "this form",
     "tcgen05.shift.cta_group::1.down [%r1];": "tcgen05.shift is not modelled",
-    "tcgen05.shift.cta_group::1.down [%r1];": "tcgen05.shift is not modelled",
     "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%r1], %q1, %q2, %r2, [%r3], [%r4], %p1;": "kind::mxf8f6f4 is not modelled",
     "tcgen05.mma.cta_group::1.kind::i8 [%r1], %q1, %q2, %r2, %p1;": "kind::i8 is not modelled",
     "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %q1, %q2, %r2, %p1;": "ws is not modelled",

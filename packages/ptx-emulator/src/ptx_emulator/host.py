@@ -146,8 +146,8 @@ class Function:
         """Run the host code and its launches to their end.
 
         Args:
-            arguments: those of the DSL's function, with dense CPU tensors in place of GPU tensors; numbers; None; tuples and lists
-                of all these.
+            arguments: those of the DSL's function, with dense CPU tensors in place of GPU tensors; numbers, the DSL's too; None;
+                tuples and lists of all these.
 
         Raises:
             PtxError, ExecutionError: see `run`.
@@ -317,6 +317,10 @@ def _fill(value: _Any, argument: object) -> Any:
         value.value.integer = argument
     elif isinstance(argument, float):
         value.kind, value.value.real = REAL, argument
+    elif hasattr(argument, "__tvm_ffi_int__"):  # TVM-FFI's protocol, of the DSL's numbers
+        value.kind, value.value.integer = INTEGER, argument.__tvm_ffi_int__()
+    elif hasattr(argument, "__tvm_ffi_float__"):
+        value.kind, value.value.real = REAL, argument.__tvm_ffi_float__()
     elif isinstance(argument, torch.Tensor):
         if argument.device.type != "cpu" or argument.dtype not in _DTYPES:
             raise ValueError(
