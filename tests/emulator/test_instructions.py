@@ -484,6 +484,14 @@ NOT_MODELLED = {
 }  # fmt: skip
 
 
+def test_vector_registers_have_elements():
+    out = torch.zeros(8, dtype=torch.int32)
+    body = """{ .reg .v4 .s32 part; .reg .v2 .b32 pair; mov.s32 part.x, 1; mov.s32 part.y, 2; mov.s32 part.z, 3; mov.s32 part.w, 4;
+        st.global.v4.b32 [%q0], part; ld.global.v2.b32 pair, [%q0+8]; st.global.b32 [%q0+16], pair.y; st.global.b32 [%q0+20], pair.x; }"""
+    run(body, out, threads=1)
+    assert out.tolist() == [1, 2, 3, 4, 4, 3, 0, 0]
+
+
 @pytest.mark.parametrize("instruction", NOT_MODELLED)
 def test_an_instruction_that_is_not_modelled_is_named(instruction):
     with pytest.raises(ptx_emulator.PtxError, match=rf"PTX line \d+: .*{NOT_MODELLED[instruction]}") as error:

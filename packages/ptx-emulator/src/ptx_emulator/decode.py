@@ -7,7 +7,6 @@ lanes.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -100,7 +99,7 @@ class Decoder:
         self._read: set[int] = set()
         self._written: set[int] = set()
         self._index = 0
-        self._observed: dict[int, tuple[int, str]] = {}
+        self._observed: dict[int, tuple[int, Execute]] = {}
         self.relaxed = False
         self.cta_group = ""
         self.symbols, end = {}, SHARED_BASE
@@ -152,9 +151,10 @@ class Decoder:
             writes.append(self._written)
             relaxed.append(self.relaxed)
             pure.append(found.__module__ in _PURE)
-        for index, (slot, message) in self._observed.items():
+        for index, (slot, execute) in self._observed.items():
             if not self._uses(slot, reads, writes, pure):
-                code[index] = functools.partial(_failing, message)
+                guard = self.kernel.instructions[index].guard
+                code[index] = execute if guard is None else self._guarded(execute, guard)
         lines = [(i.line, i.text) for i in self.kernel.instructions]
         code.append(_past_the_end)
         lines.append((lines[-1][0], lines[-1][1]))
@@ -177,9 +177,9 @@ class Decoder:
 
         return guarded
 
-    def observed(self, slot: int, message: str) -> None:
-        """Make it an error to execute the current instruction if the program never uses its result in register ``slot``."""
-        self._observed[self._index] = slot, message
+    def unobserved(self, slot: int, execute: Execute) -> None:
+        """Let the current instruction do this instead if the program never uses its result in register ``slot``."""
+        self._observed[self._index] = slot, execute
 
     def _uses(self, slot: int, reads: list[set[int]], writes: list[set[int]], pure: list[bool]) -> bool:
         """Return whether the value of a register reaches anything but registers."""
@@ -348,10 +348,6 @@ class Decoder:
             slot = self._slots[name, size] = self._new(np.zeros(32, UNSIGNED[size]), 0)
             self.specials.append((slot, lambda w: np.broadcast_to(value(w), 32).astype(UNSIGNED[size])))
         return slot
-
-
-def _failing(message: str, w: Warp, lanes: int) -> NoReturn:
-    w.fail(message)
 
 
 def _past_the_end(w: Warp, lanes: int) -> NoReturn:

@@ -663,6 +663,7 @@ class Machine:
         resident: CTAs that are on the device at once.
         cluster: extents of a cluster in CTAs.
         races: whether shared and tensor memory are checked for races.
+        assume: see `launch.run`.
         changes: counts changes that other warps may see.
         clock: counts writes of the generic proxy and proxy fences.
         fences: per CTA, ended ones included, ``clock`` at its last `fence.proxy.async` for global memory.
@@ -686,6 +687,7 @@ class Machine:
     resident: int
     cluster: tuple[int, int, int]
     races: bool
+    assume: frozenset[str] = frozenset()
     changes: int = 0
     clock: int = 0
     fences: dict[int, int] = field(default_factory=dict)

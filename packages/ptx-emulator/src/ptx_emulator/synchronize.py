@@ -543,6 +543,7 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
     """`test_wait` and `try_wait`. Lanes whose phase is complete continue with a true predicate.
 
     `try_wait` may give up once (`_gives_up`); it then continues with a false predicate. After that it waits without a limit.
+    If the program never uses the predicate, the instruction has no effect.
 
     A parity only distinguishes the current phase from the one before it. So a wait for phase k is safe only if
 
@@ -553,11 +554,15 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
     to be complete (`Mbarrier.known`).
     """
     to = d.destination(i.operands[0], "pred")
-    d.observed(
-        to,
-        f"mbarrier.{i.modifiers[0]}: nothing reads its result, and it may return before the phase is complete",
-    )
     places_of = _places(d, i, i.operands[1])
+
+    def ignored(w: Warp, lanes: int) -> None:
+        """It may return before the phase is complete, and orders something only if it returns true."""
+        for place in places_of(w, lanes).tolist():
+            mbarrier_at(w, place)
+        w.put_predicate(to, 0, 0, lanes)
+
+    d.unobserved(to, ignored)
     parity = "parity" in i.modifiers
     phase = d.source(i.operands[2], "b32" if parity else "b64")
     if len(i.operands) > 3:

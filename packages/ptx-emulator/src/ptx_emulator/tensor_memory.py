@@ -386,7 +386,8 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
             values, unknown = values | found << np.uint32(16 * n), unknown | missing
         for target, value, missing in zip(targets, values, unknown):
             w.put(target, value, to_bits(missing), FULL)
-            w.flight[target] = LOADING
+            if "tcgen05.ld" not in w.machine.assume:
+                w.flight[target] = LOADING
         w.tensor_loads += parts
 
     return aligned(load)
