@@ -372,8 +372,6 @@ class Warp:
         A fragment that polls makes progress only if memory changed. Fragments whose wait is over are resumed first.
         """
         found, changes = False, self.machine.changes
-        if len(self.fragments) == 1 and self.fragments[0].wait is None:
-            return self.fragments[0].seen != changes
         for fragment in self.fragments:
             wait = fragment.wait
             if wait is None:
@@ -751,7 +749,7 @@ class Machine:
                 break
             if self.pending and rng.random() < 0.25:
                 self._complete(rng)
-            ready = [w for cta in self.ctas for w in cta.warps if w.fragments and w.runnable()]
+            ready = self._ready()
             if ready:
                 rng.choice(ready).run(rng.randint(1, QUANTUM))
             elif self.pending:
@@ -763,6 +761,20 @@ class Machine:
                 rng.choice(polling).run(rng.randint(1, QUANTUM))
         while self.pending:
             self._complete(rng)
+
+    def _ready(self) -> list[Warp]:
+        """Return the warps that are `Warp.runnable`. The loop is inlined where one fragment waits for nothing."""
+        found = []
+        changes = self.changes
+        for cta in self.ctas:
+            for warp in cta.warps:
+                fragments = warp.fragments
+                if len(fragments) == 1 and fragments[0].wait is None:
+                    if fragments[0].seen != changes:
+                        found.append(warp)
+                elif fragments and warp.runnable():
+                    found.append(warp)
+        return found
 
     def _start(self, index: tuple[int, int, int]) -> None:
         """Start the CTAs of a cluster."""

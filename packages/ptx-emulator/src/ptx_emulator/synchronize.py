@@ -577,28 +577,29 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
                 f"(lanes {w.unknown[phase] & lanes:08x})"
             )
         phases = w.regs[phase][INDICES[lanes]].tolist()
-        pairs = [(mbarrier_at(w, place), n) for place, n in zip(places, phases)]
-        for barrier, n in pairs:
+        # Most lanes wait for the same phase of the same mbarrier.
+        barriers = {key: mbarrier_at(w, key[0]) for key in zip(places, phases)}
+        done = {}
+        for (place, n), barrier in barriers.items():
             _check_phase(w, barrier, n, parity)
-        if parity:
-            flags = [barrier.phase & 1 != n & 1 for barrier, n in pairs]
-        else:
-            flags = [barrier.phase != n for barrier, n in pairs]
-        if blocks and _gives_up(w, [barrier for barrier, _ in pairs], flags):
+            done[place, n] = barrier.phase & 1 != n & 1 if parity else barrier.phase != n
+        if blocks and _gives_up(w, list(barriers.values()), list(done.values())):
             w.put_predicate(to, 0, 0, lanes)
             return POLL
-        if blocks and not any(flags):
-            first = [(barrier, barrier.phase) for barrier, _ in pairs]
-            reason = (
-                f"mbarrier at {places[0]:#x} (phase {pairs[0][0].phase}, {pairs[0][0].pending} arrivals and "
-            )
-            reason += f"{pairs[0][0].transactions} bytes pending)"
-            return Wait(lambda: any(b.phase != n for b, n in first), reason, again=True)
-        for (barrier, _), flag in zip(pairs, flags):
-            if flag and barrier.phase:
+        if blocks and not any(done.values()):
+            waiting = [(barrier, barrier.phase) for barrier in barriers.values()]
+            barrier, phase_now = waiting[0]
+            reason = f"mbarrier at {places[0]:#x} (phase {phase_now}, {barrier.pending} arrivals and "
+            reason += f"{barrier.transactions} bytes pending)"
+            if len(waiting) == 1:
+                return Wait(lambda: barrier.phase != phase_now, reason, again=True)
+            return Wait(lambda: any(b.phase != n for b, n in waiting), reason, again=True)
+        for key, barrier in barriers.items():
+            if done[key] and barrier.phase:
                 w.clock.acquire(barrier.complete)
                 barrier.seen[-1].setdefault(w.clock.index, w.clock.now)
-        w.put_predicate(to, lanes_of(np.array(flags), lanes), 0, lanes)
+        flags = np.array([done[key] for key in zip(places, phases)])
+        w.put_predicate(to, lanes_of(flags, lanes), 0, lanes)
         return None if blocks else POLL
 
     return wait
