@@ -116,9 +116,19 @@ class _Call(threading.local):
 
 
 class Function:
-    """A compiled DSL function whose launches run on the open `device`. Created by `load`."""
+    """A compiled DSL function whose launches run on the open `device`. Created by `load`, or from an exported function."""
 
-    def __init__(self, ptx: str, content: bytes):
+    def __init__(self, ptx: str, content: bytes, name: str = NAME):
+        """Link the host code of an exported function.
+
+        Args:
+            ptx: the PTX of its kernels.
+            content: the object file of ``export_to_c``.
+            name: the ``function_name`` of ``export_to_c``.
+
+        Raises:
+            PtxError: the host code calls a function that is not modelled.
+        """
         import llvmlite.binding as llvm
 
         self.ptx = ptx
@@ -134,9 +144,9 @@ class Function:
         llvm.initialize_native_asmprinter()
         self._jit = llvm.create_lljit_compiler(use_jit_link=True)
         library = llvm.JITLibraryBuilder().add_object_img(content).add_ir(_UNLOAD)
-        for name, callback in self._callbacks.items():
-            library.import_symbol(name, ctypes.cast(callback, pointer).value)
-        entry = f"__tvm_ffi_{NAME}"
+        for symbol, callback in self._callbacks.items():
+            library.import_symbol(symbol, ctypes.cast(callback, pointer).value)
+        entry = f"__tvm_ffi_{name}"
         self._library = library.export_symbol(entry).link(self._jit, NAME)
         self._entry = ctypes.CFUNCTYPE(c_int, pointer, POINTER(_Any), c_int32, POINTER(_Any))(
             self._library[entry]
