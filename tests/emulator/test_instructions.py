@@ -502,5 +502,5 @@ def test_an_instruction_that_is_not_modelled_is_named(instruction):
 def test_an_unknown_instruction_is_named_with_its_line():
     with pytest.raises(ptx_emulator.PtxError, match=r"PTX line \d+: wombat is not modelled"):
         run("wombat.u32 %r1, %r0;", torch.zeros(1), torch.zeros(1))
-    with pytest.raises(ptx_emulator.PtxError, match=r"PTX line \d+: \.rz is not modelled"):
-        run("add.rz.f32 %f1, %f1, %f1;", torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ptx_emulator.PtxError, match=r"PTX line \d+: \.rna is not modelled"):
+        run("add.rna.f32 %f1, %f1, %f1;", torch.zeros(1), torch.zeros(1))
