@@ -52,7 +52,7 @@ class TensorMemory:
     Attributes:
         region: its bytes, word after word.
         owner: per column, the first column of its allocation; -1: not allocated.
-        busy: per word, the number of issued instructions that have yet to write it.
+        busy: per word, the number of issued instructions that have yet to write it; ``storing``: those of them that are `st`.
         queue: instructions that were issued and have yet to execute.
         working: those of them that access tensor memory; a `commit` does not.
         relinquished: whether `relinquish_alloc_permit` was executed.
@@ -62,6 +62,7 @@ class TensorMemory:
     region: Region
     owner: Array = field(default_factory=lambda: np.full(COLUMNS, -1))
     busy: Array = field(default_factory=lambda: np.zeros(LANES * COLUMNS, np.int32))
+    storing: Array = field(default_factory=lambda: np.zeros(LANES * COLUMNS, np.int32))
     queue: deque[Callable[[], None]] = field(default_factory=deque)
     working: int = 0
     relinquished: bool = False
@@ -416,7 +417,8 @@ def _st(d: Decoder, i: Instruction) -> Execute:
                 )
             _record_write(w, memory, words)
             memory.store(words, values >> np.uint32(16 * n) & np.uint32((1 << bits) - 1), unknown, bits)
-            np.add.at(memory.busy, words.reshape(-1), 1)
+            for counts in (memory.busy, memory.storing):
+                np.add.at(counts, words.reshape(-1), 1)
         w.tensor_stores += parts
 
     return aligned(store)
@@ -461,7 +463,8 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
         else:
             for words in w.tensor_stores:
                 _record_write(w, memory, words)
-                np.subtract.at(memory.busy, words.reshape(-1), 1)
+                for counts in (memory.busy, memory.storing):
+                    np.subtract.at(counts, words.reshape(-1), 1)
             w.tensor_stores = []
 
     return aligned(wait)
@@ -644,8 +647,10 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
             words = _places_of_d(w, cta, shape, pair, first, column)
             written = np.array([not kept >> int(row) & 1 for row in words[:, 0] // COLUMNS])
             left: Matrix | Array
+            stored: Array = np.zeros(len(words), np.bool_)
             if in_tensor_memory:
                 left = memory.words(w, words[:, 0] // COLUMNS, place & 0xFFFF, 8)
+                stored = np.any(memory.storing[left], axis=1)  # rows that no wait has completed
                 _record_read(w.issuer.start(), memory, left)
             else:
                 left = lefts[n]
@@ -653,7 +658,7 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
                 _record_read(w.issuer.start(), memory, words)
             _record_write(w.issuer.start(), memory, words[written])
             np.add.at(memory.busy, words.reshape(-1), 1)
-            parts.append((memory, words, written, left))
+            parts.append((memory, words, written, left, stored))
 
         def execute() -> None:
             w.pc = pc
@@ -661,11 +666,12 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
                 operand.check()
             y = np.concatenate([values_of(right.bits, shape.b) for right in rights])
             y_unknown = np.concatenate([right.unknown for right in rights])
-            for memory, words, written, left in parts:
+            for memory, words, written, left, stored in parts:
                 if isinstance(left, Matrix):
                     x, x_unknown = left.bits, left.unknown
                 else:
                     x, x_unknown = _from_tensor_memory(memory, left, size)
+                    x_unknown = x_unknown | stored
                 product = values_of(x, shape.a) @ y.T * (-1 if shape.negative else 1)
                 np.subtract.at(memory.busy, words.reshape(-1), 1)
                 missing = x_unknown[:, None] | y_unknown[None, :]
@@ -732,7 +738,7 @@ def _operand(w: Warp, cta: Cta, descriptor: int, rows: int, mn_major: bool, size
 
 def _from_tensor_memory(memory: TensorMemory, words: Array, size: int) -> tuple[Array, Array]:
     """Read A from tensor memory: the bits and undefined rows of a `Matrix`. A word holds several elements below 4 bytes, the lowest one first."""
-    values, unknown = memory.load(words)
+    values, unknown = memory.at(words)  # not `load`: later instructions of the queue may write these words
     return np.ascontiguousarray(values).view(UNSIGNED[size]), np.any(unknown, axis=1)
 
 
