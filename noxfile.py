@@ -460,8 +460,10 @@ def train(session: nox.Session) -> None:
 
 @nox.session(name="public-kernels")
 def public_kernels(session: nox.Session) -> None:
-    """Runs CUTLASS's examples of CuTe DSL primitives on ptx-emulator: ``-- CHECKOUT``, a checkout of NVIDIA/cutlass."""
+    """Runs kernels of CUTLASS, quack and FlashAttention on ptx-emulator: ``-- FOLDER``, with checkouts named cutlass, quack and
+    flash-attention. It downloads what quack imports, einops and Triton, several hundred megabytes."""
     install_all(session)
+    session.install("-c", str(CONSTRAINTS), "einops", "triton")
     session.run("python", "tools/public_kernels.py", *session.posargs)
 
 

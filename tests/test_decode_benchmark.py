@@ -139,12 +139,13 @@ def test_kernel_of_the_floor_multiplies_its_slots_only(dtype, loads):
     from benchmarks.rmw import Arguments, RmwConfig, RmwKernel
 
     from kda_cute import arguments, get_kernel, kernels_made_by
+    from kda_cute.testing.emulation import load
 
     pool = torch.randn(5, 2, 128, 128).to(pools.STATE_DTYPES[dtype])
     want, slots = pool.clone(), torch.tensor([3, 0], dtype=torch.int32)
     want[slots.long()] *= -1
     leading = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16)
-    with kernels_made_by(emulator.load), emulator.device("sm_90a", tensors=[leading, pool, slots]):
+    with kernels_made_by(load), emulator.device("sm_90a", tensors=[leading, pool, slots]):
         values = arguments.pack(Arguments, states=pool, slots=slots, bytes=pool[0].nbytes, N=2, factor=-1.0)
         get_kernel(RmwKernel, RmwConfig(loads, dtype), "sm_90a")(leading, *values)
     assert pool.equal(want)

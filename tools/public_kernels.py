@@ -1,25 +1,37 @@
-"""Run CUTLASS's examples of CuTe DSL primitives on ptx-emulator, unchanged, from a checkout of the user's.
+"""Run public CuTe DSL kernels on ptx-emulator, unchanged, from checkouts of the user's.
 
-    python tools/public_kernels.py CHECKOUT             # all of them: prints a table
-    python tools/public_kernels.py CHECKOUT PATTERN ..  # those whose path contains a pattern
+    python tools/public_kernels.py FOLDER             # all of them: prints a table for each checkout
+    python tools/public_kernels.py FOLDER PATTERN ..  # those whose name contains a pattern
 
-Each example runs in a process of its own. There, torch's CUDA tensors are CPU tensors, and `cute.compile` returns functions of
-`ptx_emulator.load`. An example compares its result with torch itself: its outcome is "ok" if it says nothing and launched a kernel.
+The folder has checkouts of NVIDIA/cutlass, Dao-AILab/quack and Dao-AILab/flash-attention, or some of them, in folders of these names.
+
+Each kernel runs in a process of its own. There, torch's CUDA tensors are CPU tensors, and `cute.compile` returns functions of
+`ptx_emulator.load`. CUTLASS's examples of primitives compare their results with torch themselves; the calls of
+`public_kernel_calls` do, too. The outcome is "ok" if nothing is said and a kernel was launched.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-EXAMPLES = Path("examples/python/CuTeDSL/experimental/primitives")
+from public_kernel_calls import CALLS
+
+REPOSITORIES = {
+    "cutlass": "NVIDIA/cutlass",
+    "quack": "Dao-AILab/quack",
+    "flash-attention": "Dao-AILab/flash-attention",
+}
+EXAMPLES = Path("cutlass/examples/python/CuTeDSL/experimental/primitives")
 BLACKWELL = (
     "tcgen05/",
     "minimal_tensor_mma",
@@ -29,10 +41,20 @@ BLACKWELL = (
 )  # these need sm_100a
 SECONDS = 300  # for one example
 ALIGNED = 256
+SMS = 4
+CUDA = 2  # DLDeviceType
+ASSUME = "PUBLIC_KERNELS_ASSUME"  # to a process: what the kernel may rely on
+#: Parts of an error -> the assumption of `ptx_emulator.run` without which it is raised.
+ASSUMPTIONS = {
+    "tcgen05.ld in flight": "tcgen05.ld",
+    "into its swizzle pattern": "swizzle",
+}
 
 
 def arch_of(path: str) -> str:
-    """Return the architecture that an example is compiled for."""
+    """Return the architecture that a call or an example is compiled for."""
+    if path in CALLS:
+        return CALLS[path][0]
     return "sm_100a" if any(part in path for part in BLACKWELL) else "sm_90a"
 
 
@@ -60,10 +82,22 @@ def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def pretend_gpu(capsule: object) -> None:
+    """Let a DLPack capsule say that its tensor is on a GPU: the DSL traces other pointers for those of a CPU."""
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    device = pointer_of(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)  # DLTensor.device
+    ctypes.c_int32.from_address(device).value = CUDA
+
+
 def pretend(arch: str) -> None:
     """Let torch claim a GPU whose tensors lie in the CPU's memory, and the DSL compile for the emulator."""
+    import cutlass.utils
     import torch
     from cutlass import cute
+    from cutlass.base_dsl.tvm_ffi_builder import spec
+    from cutlass.cute._tvm_ffi_args_spec_converter import ConverterContext
+    from cutlass.cute.runtime import _Tensor
 
     import ptx_emulator
 
@@ -77,13 +111,28 @@ def pretend(arch: str) -> None:
         def __new__(cls, device: object = None) -> Any:
             return super().__new__(cls)
 
+    class Hardware:
+        def __init__(self, device: int = 0) -> None:
+            """Of any device."""
+
+        def get_max_active_clusters(self, cluster_size: int, stream: object = None) -> int:
+            return SMS // cluster_size
+
+        def get_device_multiprocessor_count(self) -> int:
+            return SMS
+
     capability = divmod(int(arch[3:-1]), 10)
     fakes: dict[str, Any] = {
         "is_available": lambda: True, "synchronize": lambda *_: None, "current_device": lambda: 0, "_lazy_init": lambda: None,
         "get_device_capability": lambda *_: capability, "current_stream": lambda *_: Stream(), "Stream": Stream,
+        "get_device_properties": lambda *_: types.SimpleNamespace(
+            major=capability[0], minor=capability[1], multi_processor_count=SMS, name=arch
+        ),
     }  # fmt: skip
     for name, fake in fakes.items():
         setattr(torch.cuda, name, fake)
+    cutlass.utils.HardwareInfo = cutlass.utils.hardware_info.HardwareInfo = Hardware
+    torch.Tensor.is_cuda = property(lambda x: True)  # type: ignore[assignment]
     makers = "arange zeros ones empty full randn rand randint tensor randperm linspace eye as_tensor"
     for name in (
         *makers.split(),
@@ -93,6 +142,27 @@ def pretend(arch: str) -> None:
     torch.Tensor.to = on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda x, *_, **__: x  # type: ignore[method-assign]
     torch.Generator = Generator  # type: ignore[misc]
+    custom_op = torch.library.custom_op
+
+    def anywhere(*args: Any, device_types: object = None, **others: Any) -> Any:
+        return custom_op(*args, **others)
+
+    torch.library.custom_op = anywhere
+    wrap = _Tensor.__init__
+
+    def wrapped(self: Any, *args: Any, **others: Any) -> None:
+        wrap(self, *args, **others)
+        pretend_gpu(self._dlpack_data)
+
+    _Tensor.__init__ = wrapped
+    allocate, describe = ConverterContext.alloc_or_reuse_device_id, spec.Tensor.__init__
+
+    def described(self: Any, *args: Any, device_type: str | None = None, **others: Any) -> None:
+        """A tensor of the host code is one of a GPU."""
+        describe(self, *args, device_type="cuda" if device_type == "cpu" else device_type, **others)
+
+    ConverterContext.alloc_or_reuse_device_id = lambda self, kind, index: allocate(self, "cuda", 0)
+    spec.Tensor.__init__ = described
     compile_it = cute.compile
 
     def compiled(*args: Any, options: str = "", **others: Any) -> ptx_emulator.Function:
@@ -104,16 +174,21 @@ def pretend(arch: str) -> None:
     cute.compile = compiled
 
 
-def run_one(path: Path) -> str:
-    """Run an example in this process and return its outcome."""
+def run_one(folder: Path, name: str) -> str:
+    """Run a call or an example in this process and return its outcome."""
     import ptx_emulator
 
-    arch = arch_of(str(path))
+    arch, path = arch_of(name), str(folder / EXAMPLES / name)
+    assume = [x for x in os.environ.get(ASSUME, "").split(",") if x]
     pretend(arch)
-    sys.argv, found = [str(path)], "ok"
-    with ptx_emulator.device(arch, sms=4) as device:
+    sys.argv, found = [path], "ok"
+    with ptx_emulator.device(arch, sms=SMS, assume=assume) as device:
         try:
-            runpy.run_path(str(path), run_name="__main__")
+            if name in CALLS:
+                CALLS[name][1](folder)
+            else:
+                sys.path.insert(0, str(Path(path).parent))
+                runpy.run_path(path, run_name="__main__")
         except SystemExit as error:
             found = f"exits with {error.code}" if error.code else found
         except Exception as error:  # noqa: BLE001 - any error is the outcome
@@ -121,35 +196,70 @@ def run_one(path: Path) -> str:
     return "no launch" if found == "ok" and not device.launches else found
 
 
+def commit_of(checkout: Path) -> str:
+    """Return the commit of a checkout; "unknown" if git does not know it."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short=12", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def outcome_of(folder: Path, name: str) -> str:
+    """Return the outcome of a call or an example. If an assumption prevents an error, it runs again with it."""
+    first = found = outcome_in_process(folder, name)
+    assumed: list[str] = []
+    while more := [x for text, x in ASSUMPTIONS.items() if text in found and x not in assumed]:
+        assumed += more
+        found = outcome_in_process(folder, name, assumed)
+    if not assumed:
+        return first
+    return f"{found} if `assume` has {' and '.join(assumed)}; else {first}"
+
+
+def outcome_in_process(folder: Path, name: str, assume: Sequence[str] = ()) -> str:
+    """Run a call or an example in a process of its own and return its outcome."""
+    command = [sys.executable, __file__, "--one", str(folder), name]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "CUTE_DSL_ARCH": arch_of(name), ASSUME: ",".join(assume)},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {SECONDS} s"
+    lines = [x[8:] for x in done.stdout.splitlines() if x.startswith("OUTCOME ")]
+    return lines[-1] if lines else f"ends with {done.returncode}"
+
+
 def main() -> None:
     """Read the arguments and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("checkout", type=Path, help="a checkout of NVIDIA/cutlass, or one example with --one")
-    parser.add_argument("patterns", nargs="*", help="parts of the paths of examples")
-    parser.add_argument("--one", action="store_true", help="run one example in this process")
+    parser.add_argument("folder", type=Path, help=f"holds checkouts: {', '.join(REPOSITORIES)}")
+    parser.add_argument("patterns", nargs="*", help="parts of the names of kernels")
+    parser.add_argument("--one", action="store_true", help="run the kernel of this name in this process")
     given = parser.parse_args()
+    folder = given.folder.absolute()
     if given.one:
-        print("OUTCOME", " ".join(run_one(given.checkout).split()))
+        print("OUTCOME", " ".join(run_one(folder, given.patterns[0]).split()))
         return
-    folder = given.checkout / EXAMPLES
-    if not folder.is_dir():
-        parser.error(f"checkout: expected a folder with {EXAMPLES}, got {given.checkout}")
-    print("| example | target | outcome |\n| --- | --- | --- |", flush=True)
-    for path in sorted(folder.rglob("*.py")):
-        name = str(path.relative_to(folder))
-        if given.patterns and not any(x in name for x in given.patterns):
-            continue
-        command = [sys.executable, __file__, "--one", str(path)]
-        environment = {**os.environ, "CUTE_DSL_ARCH": arch_of(name), "PYTHONPATH": str(path.parent)}
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
-            )
-            lines = [x[8:] for x in done.stdout.splitlines() if x.startswith("OUTCOME ")]
-            outcome = lines[-1] if lines else f"ends with {done.returncode}"
-        except subprocess.TimeoutExpired:
-            outcome = f"not done after {SECONDS} s"
-        print(f"| {name} | {arch_of(name)} | {outcome[:160].replace('|', '/')} |", flush=True)
+    found = [name for name in REPOSITORIES if (folder / name).is_dir()]
+    if not found:
+        parser.error(f"folder: expected one with checkouts named {', '.join(REPOSITORIES)}, got {folder}")
+    for repository in found:
+        names = [name for name in CALLS if name.startswith(f"{repository}/")]
+        if repository == "cutlass":
+            examples = folder / EXAMPLES
+            names += sorted(str(path.relative_to(examples)) for path in examples.rglob("*.py"))
+        names = [x for x in names if not given.patterns or any(part in x for part in given.patterns)]
+        if names:
+            print(f"\n{REPOSITORIES[repository]}, commit `{commit_of(folder / repository)}`\n")
+            print("| kernel | target | outcome |\n| --- | --- | --- |", flush=True)
+        for name in names:
+            outcome = outcome_of(folder, name)[:160].replace("|", "/")
+            shown = name.removeprefix(f"{repository}/").removesuffix(f" ({arch_of(name)})")
+            print(f"| {shown} | {arch_of(name)} | {outcome} |", flush=True)
 
 
 if __name__ == "__main__":

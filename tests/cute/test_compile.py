@@ -18,6 +18,7 @@ from kda_core import env, storage
 from kda_core.errors import ArgumentError, CompileError, JitDisabledError
 from kda_cute import CacheInfo, arch_of_capability, cache_info, clear_memory, get_kernel, precompile
 from kda_cute.jit import compile as compiling
+from kda_cute.jit import housekeeping
 from kda_cute.jit.ptxas import keep_ptx
 
 ARCHS = ["sm_90a", "sm_100a"]
@@ -74,14 +75,21 @@ def test_the_code_is_for_the_architecture(kernels, arch):
 
 
 def test_kernels_can_be_made_for_an_instrument_instead_of_a_gpu(cache_dir, kernels):
-    make = lambda compiled: [compiled.__ptx__]
+    make = lambda ptx, content: [ptx, content]
     wanted = (kernels.RmsNorm, kernels.RmsConfig(), "sm_90a")
     with compiling.kernels_made_by(make):
         found = get_kernel(*wanted)
-        assert ".target sm_90a" in found[0]
+        assert ".target sm_90a" in found[0] and found[1].startswith(b"\x7fELF")
         assert get_kernel(*wanted) is found
-    assert cache_info() == CacheInfo() and not list(cache_dir.glob("*.o"))
+        clear_memory()
+        assert get_kernel(*wanted) == found
+    assert cache_info() == CacheInfo(loaded=1)
+    (entry,) = housekeeping.entries(cache_dir)
+    assert entry.name.startswith("RmsNorm-ptx.sm_90a.") and entry.stale is None
     assert callable(get_kernel(*wanted))
+    assert cache_info() == CacheInfo(
+        loaded=1, compiled=1
+    )  # a GPU does not get what was made for the instrument
 
 
 def test_each_variant_is_compiled_once(cache_dir, kernels):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from cutlass import Float8E4M3FN, Float32
+from cutlass import Float8E4M3FN, Float32, Int32
 from helpers.emulator import ptx
 from helpers.emulator.dsl_kernels import (
     THREADS,
@@ -35,6 +35,13 @@ def test_host_code_launches_its_kernels(function):
     assert scale.grid == add.grid == (2, 1, 1) and scale.block == (THREADS, 1, 1)
     assert (scale.shared_bytes, add.shared_bytes) == (0, 1024)
     assert min(scale.instructions, add.instructions) > 0
+
+
+def test_numbers_of_the_dsl_are_arguments(function):
+    x, y = torch.arange(128.0), torch.zeros(128)
+    with ptx_emulator.device("sm_90a"):
+        function(x, y, Float32(2.5), Int32(100))
+    assert torch.equal(y[:100], 3.5 * x[:100])
 
 
 @pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))

@@ -1,5 +1,7 @@
 """Arithmetic of fp16, bf16 and pairs, and reductions over a warp or a CTA."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -164,3 +166,49 @@ def test_a_prefetch_of_a_box_checks_its_tensor_map():
     run(body, tensor_map(x, (8, 8)), x)
     with pytest.raises(ExecutionError, match="tensor map of rank 2, 1 coordinates"):
         run(body.replace("2d", "1d").replace("{0, 0}", "{0}"), tensor_map(x, (8, 8)), x)
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def rounded(exact, how):
+    """The fp32 number of an exact one: the nearest that is not beyond it."""
+    near = np.float32(min(max(exact, -Fraction(LARGEST)), Fraction(LARGEST)))
+    beyond = {
+        "rm": Fraction(float(near)) > exact, "rp": Fraction(float(near)) < exact,
+        "rz": abs(Fraction(float(near))) > abs(exact),
+    }[how]  # fmt: skip
+    away = {"rm": -np.inf, "rp": np.inf, "rz": 0.0}[how]
+    with np.errstate(over="ignore"):
+        outside = abs(exact) > Fraction(LARGEST) and (exact > 0) == (how == "rp") and how != "rz"
+        return np.nextafter(near, np.float32(away)) if beyond or outside else near
+
+
+@pytest.mark.parametrize("how", ("rz", "rm", "rp"))
+@pytest.mark.parametrize("opcode", ("add", "sub", "mul", "fma"))
+def test_directed_rounding_of_fp32_and_its_pairs(opcode, how):
+    rng = np.random.default_rng(3)
+    scale = lambda: np.exp2(rng.integers(-30, 30, 512)).astype(np.float32)
+    a, b, c = (rng.standard_normal(512).astype(np.float32) * scale() for _ in range(3))
+    a[:6] = 1.0, 2.0**-149, LARGEST, -LARGEST, 3.0, 1.5
+    b[:6] = 2.0**-30, 2.0**-149, LARGEST, -LARGEST, -3.0, 1.5
+    given = (a, b, c) if opcode == "fma" else (a, b)
+    function = {
+        "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "fma": lambda x, y, z: x * y + z,
+    }[opcode]  # fmt: skip
+    exact = [function(*(Fraction(float(v)) for v in x)) for x in zip(*given)]
+    want = np.array([rounded(x, how) for x in exact])
+    operands = ", ".join(f"{{{n}}}" for n in range(len(given)))
+    one = lanewise(f"{opcode}.{how}.f32 {{d}}, {operands};", "f32", *given).astype(np.uint32).view(np.float32)
+    assert np.array_equal(one, want)
+    pairs = [np.ascontiguousarray(x).view(np.uint64) for x in given]
+    two = lanewise(f"{opcode}.{how}.f32x2 {{d}}, {operands};", "b64", *pairs)
+    assert np.array_equal(np.ascontiguousarray(two.astype(np.uint64)).view(np.float32), want)
+
+
+@pytest.mark.parametrize(("how", "negative"), [("rz", False), ("rm", True), ("rp", False)])
+def test_zeros_of_numbers_that_cancel(how, negative):
+    """Under rounding towards minus infinity they are negative; the sum of positive zeros is positive."""
+    a, b = np.tile(np.float32([3, 0, 0, -0.0]), 8), np.tile(np.float32([-3, 0, -0.0, -0.0]), 8)
+    found = lanewise(f"add.{how}.f32 {{d}}, {{0}}, {{1}};", "f32", a, b).astype(np.uint32).view(np.float32)
+    assert not found.any() and np.signbit(found[:4]).tolist() == [negative, False, negative, True]

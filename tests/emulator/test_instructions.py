@@ -474,7 +474,6 @@ NOT_MODELLED = {
     "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%r1}, {%r1}, {%r1}, {%r1};": "this shape or these types",
     "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16 {%r1}, %q1, %q2, %r3, 0, 1, 1, 1, 0, 0;": "this form",
     "tcgen05.shift.cta_group::1.down [%r1];": "tcgen05.shift is not modelled",
-    "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1], 64;": "cta_group::2 is not modelled",
     "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%r1], %q1, %q2, %r2, [%r3], [%r4], %p1;": "kind::mxf8f6f4 is not modelled",
     "tcgen05.mma.cta_group::1.kind::i8 [%r1], %q1, %q2, %r2, %p1;": "kind::i8 is not modelled",
     "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %q1, %q2, %r2, %p1;": "ws is not modelled",
@@ -483,6 +482,14 @@ NOT_MODELLED = {
     "clusterlaunchcontrol.query_cancel.other.b128 %r1, %r2;": "query_cancel.other.b128 is not modelled",
     "tex.2d.v4.f32.s32 {%f1, %f2, %f3, %f4}, [%q0, {%r1, %r2}];": "tex is not modelled",
 }  # fmt: skip
+
+
+def test_vector_registers_have_elements():
+    out = torch.zeros(8, dtype=torch.int32)
+    body = """{ .reg .v4 .s32 part; .reg .v2 .b32 pair; mov.s32 part.x, 1; mov.s32 part.y, 2; mov.s32 part.z, 3; mov.s32 part.w, 4;
+        st.global.v4.b32 [%q0], part; ld.global.v2.b32 pair, [%q0+8]; st.global.b32 [%q0+16], pair.y; st.global.b32 [%q0+20], pair.x; }"""
+    run(body, out, threads=1)
+    assert out.tolist() == [1, 2, 3, 4, 4, 3, 0, 0]
 
 
 @pytest.mark.parametrize("instruction", NOT_MODELLED)
@@ -495,5 +502,5 @@ def test_an_instruction_that_is_not_modelled_is_named(instruction):
 def test_an_unknown_instruction_is_named_with_its_line():
     with pytest.raises(ptx_emulator.PtxError, match=r"PTX line \d+: wombat is not modelled"):
         run("wombat.u32 %r1, %r0;", torch.zeros(1), torch.zeros(1))
-    with pytest.raises(ptx_emulator.PtxError, match=r"PTX line \d+: \.rz is not modelled"):
-        run("add.rz.f32 %f1, %f1, %f1;", torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ptx_emulator.PtxError, match=r"PTX line \d+: \.rna is not modelled"):
+        run("add.rna.f32 %f1, %f1, %f1;", torch.zeros(1), torch.zeros(1))

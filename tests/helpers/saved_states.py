@@ -13,6 +13,7 @@ from kda_core.contract import KdaOptions, KdaOutputs
 from kda_core.testing import token_oracle
 from kda_core.testing.oracle import log_decay, sequence_bounds
 from kda_cute import kernels_made_by
+from kda_cute.testing.emulation import load
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
 NAN = float("nan")
@@ -45,7 +46,7 @@ def forward(backend: Any, arch: str, x: dict[str, Any], spacing: int, **emulatio
     )  # fmt: skip
     with ExitStack() as stack:
         if device == "cpu":
-            stack.enter_context(kernels_made_by(ptx_emulator.load))
+            stack.enter_context(kernels_made_by(load))
             reachable = [y for y in (*tensors, *vars(outputs).values()) if y is not None]
             stack.enter_context(ptx_emulator.device(arch, tensors=reachable, **emulation))
         backend.chunk_fwd(inputs, outputs)

@@ -12,6 +12,7 @@ from helpers.aligned import aligned
 from kda_core import buffers, validate
 from kda_core.contract import KdaGradients, KdaInputs, KdaOptions, KdaOutputs
 from kda_cute import kernels_made_by
+from kda_cute.testing.emulation import load
 from kda_sm100 import backward
 from kda_sm100.config import ARCHS
 from kda_sm100.launch import launches_of
@@ -65,7 +66,7 @@ def gradients(
     inputs = inputs_of(x)
     s, outputs = inputs.shape, saved(inputs, spacing)
     found = KdaGradients(*(None if x.get(n) is None else torch.full_like(x[n], NAN) for n in NAMES))
-    with kernels_made_by(ptx_emulator.load):
+    with kernels_made_by(load):
         launch = backward.launch_of(s, spacing)
         slabs = launch.launches.slabs
         slabs = slabs._replace(slots=slab_slots or slabs.slots)

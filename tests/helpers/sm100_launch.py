@@ -11,6 +11,7 @@ from kda_cute import get_kernel, kernels_made_by
 from kda_cute.arguments import pack
 from kda_cute.interface import KernelInterface
 from kda_cute.records import decay_offset, image_offset
+from kda_cute.testing.emulation import load
 from kda_sm100 import layouts
 from kda_sm100.config import HEAD_DIM
 
@@ -39,7 +40,7 @@ def launch(
         torch.cuda.synchronize()
         return
     tensors = [x for x in given.values() if torch.is_tensor(x)]
-    with kernels_made_by(ptx_emulator.load), ptx_emulator.device(arch, seed=seed, tensors=tensors):
+    with kernels_made_by(load), ptx_emulator.device(arch, seed=seed, tensors=tensors):
         get_kernel(kernel, config, arch)(tensor, *arguments)
 
 

@@ -15,6 +15,7 @@ from kda_core import buffers, validate
 from kda_core.contract import KdaGradients, KdaOptions, KdaOutputs
 from kda_core.testing import token_oracle
 from kda_cute import kernels_made_by
+from kda_cute.testing.emulation import load
 from kda_sm90 import backward, layouts
 from kda_sm90.config import ARCH
 from kda_sm90.launch import make_launch
@@ -51,7 +52,7 @@ def gradients(
     found = KdaGradients(*(poison(x.get(name)) for name in NAMES))
     with ExitStack() as stack:
         if device == "cpu":
-            stack.enter_context(kernels_made_by(ptx_emulator.load))
+            stack.enter_context(kernels_made_by(load))
         launch = backward.launch_of(shape, spacing, sms=sms)
         launch = launch._replace(slabs=launch.slabs._replace(slots=slab_slots or launch.slabs.slots))
         # Arrays of their own: the emulator then finds accesses behind the end of each.

@@ -14,6 +14,7 @@ from kda_core.contract import KdaOptions, KdaOutputs
 from kda_core.testing import make_inputs, token_oracle
 from kda_core.testing.oracle import sequence_bounds
 from kda_cute import kernels_made_by
+from kda_cute.testing.emulation import load
 from kda_sm90 import layouts
 from kda_sm90.arguments import BackwardArguments
 from kda_sm90.config import ARCH, PrefillConfig
@@ -82,7 +83,7 @@ def check(lengths, HV, warpgroups, queues, depth, ctas, device, slab_slots=1000)
     between = torch.full((2, HV, 128, 128), NAN, device=device)
     with ExitStack() as stack:
         if device == "cpu":
-            stack.enter_context(kernels_made_by(ptx_emulator.load))
+            stack.enter_context(kernels_made_by(load))
             reachable = [
                 *tensors, grad_o, grad_final, checkpoints, grad_v, residual, states, grad_states, grad_initial, workspace,
                 between,

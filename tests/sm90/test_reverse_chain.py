@@ -11,6 +11,7 @@ from helpers.sm90_launch import launch, record_places
 import ptx_emulator
 from kda_core.testing import error
 from kda_cute import kernels_made_by
+from kda_cute.testing.emulation import load
 from kda_sm90 import layouts
 from kda_sm90.config import ARCH, HEAD_DIM, PrefillConfig
 
@@ -100,7 +101,7 @@ def test_the_reverse_chain_computes_the_recurrence(device, warpgroups, queues, l
     given = {"v": grad_o, "initial_state": layout(grad_final), "final_state": grad_initial, "states": states}
     with ExitStack() as stack:
         if device == "cpu":
-            stack.enter_context(kernels_made_by(ptx_emulator.load))
+            stack.enter_context(kernels_made_by(load))
             tensors = [x for x in (*given.values(), grad_v, buffer, offsets) if x is not None]
             stack.enter_context(ptx_emulator.device(ARCH, tensors=tensors, races=("shared",)))
         launch(

@@ -417,10 +417,10 @@ def _words(w: Warp, space: str, places: Array) -> list[tuple[int, int]]:
 
 
 def cta_at(w: Warp, place: int) -> tuple[Cta, int]:
-    """Return the CTA whose shared memory an address (generic or not) points to, and the address within that CTA."""
+    """Return the CTA whose shared memory an address (generic or not) points to, and the address in shared memory."""
     place &= (1 << WINDOW_BITS) - 1
     rank = place >> CTA_BITS
-    return (w.cta.peer(rank - 1, w.fail) if rank else w.cta), place & (1 << CTA_BITS) - 1
+    return w.cta if rank == w.cta.rank else w.cta.peer(rank, w.fail), place
 
 
 def mbarrier_at(w: Warp, place: int, proxy: bool = False) -> Mbarrier:

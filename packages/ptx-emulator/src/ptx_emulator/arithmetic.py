@@ -75,6 +75,9 @@ def fp32(function: Function, ftz: bool) -> Function:
 def _fp(d: Decoder, i: Instruction, function: Function, *more: str) -> Execute:
     """Build a rounded fp32 or fp64 instruction. ``more``: further modifiers of fp32 (`.sat`)."""
     kind = i.modifiers[-1]
+    directed = [m for m in i.modifiers if m in ("rz", "rm", "rp")]
+    if directed and kind == "f32" and i.opcode in ("add", "sub", "mul", "fma"):
+        function, more = floats.directed(i.opcode, directed[0]), (*more, directed[0])
     d.only(i.modifiers[:-1], "rn", "ftz", *more)
     if kind == "f64":
         d.only(i.modifiers[:-1], "rn")
@@ -154,8 +157,8 @@ def _fma(d: Decoder, i: Instruction) -> Execute:
         return elementwise(d, i, found[0], "f32", kinds=found[1])
     if i.modifiers[-1] in half.REGISTERS:
         return _half(d, i)
-    if i.modifiers[-1] != "f32" or "rn" not in i.modifiers:
-        d.refuse("only fma.rn.f32 is modelled")
+    if i.modifiers[-1] != "f32" or not {"rn", "rz", "rm", "rp"} & {*i.modifiers}:
+        d.refuse("only fma of fp32 with a rounding is modelled")
     return _fp(d, i, floats.fma32, "sat")
 
 
@@ -550,7 +553,7 @@ def _isspacep(d: Decoder, i: Instruction) -> Execute:
         found = w.regs[s] >> bits == window
         if space in ("shared", "shared::cta"):
             rank = (w.regs[s] & np.uint64((1 << WINDOW_BITS) - 1)) >> np.uint64(CTA_BITS)
-            found &= (rank == 0) | (rank == w.cta.rank + 1)
+            found &= rank == w.cta.rank
         w.put_predicate(to, to_bits(found), w.unknown[s], lanes)
 
     return check

@@ -7,7 +7,6 @@ lanes.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -17,7 +16,7 @@ import numpy as np
 from ptx_emulator.errors import PtxError
 from ptx_emulator.lanes import FULL, Array
 from ptx_emulator.machine import Program, Warp
-from ptx_emulator.memory import SHARED_BASE, UNSIGNED
+from ptx_emulator.memory import CTA_BITS, SHARED_BASE, UNSIGNED
 from ptx_emulator.parser import (
     SIZES,
     Address,
@@ -81,7 +80,9 @@ class Decoder:
         kernel: the parsed entry.
         registers, unknown, specials: as in `Program`.
         relaxed: set by a handler whose instruction may access registers of a wgmma in flight.
-        symbols: addresses of the variables in shared and local memory.
+        symbols: addresses of the variables in shared memory, without the rank of the CTA, and in local memory.
+        shared: the names of those in shared memory.
+        cta_group: the `.cta_group` of the tcgen05 instructions so far; "": there were none.
         static_bytes: static shared memory of a CTA.
         local_bytes: local memory of a thread, a multiple of 16.
         offsets: of the parameters, in bytes.
@@ -98,8 +99,9 @@ class Decoder:
         self._read: set[int] = set()
         self._written: set[int] = set()
         self._index = 0
-        self._observed: dict[int, tuple[int, str]] = {}
+        self._observed: dict[int, tuple[int, Execute]] = {}
         self.relaxed = False
+        self.cta_group = ""
         self.symbols, end = {}, SHARED_BASE
         for variable in kernel.shared:
             end = -(-end // variable.align) * variable.align
@@ -107,6 +109,7 @@ class Decoder:
             end += variable.size
         self.static_bytes = end - SHARED_BASE
         end = 0
+        self.shared = frozenset(self.symbols)
         for variable in kernel.local:
             end = -(-end // variable.align) * variable.align
             self.symbols[variable.name] = end
@@ -148,9 +151,10 @@ class Decoder:
             writes.append(self._written)
             relaxed.append(self.relaxed)
             pure.append(found.__module__ in _PURE)
-        for index, (slot, message) in self._observed.items():
+        for index, (slot, execute) in self._observed.items():
             if not self._uses(slot, reads, writes, pure):
-                code[index] = functools.partial(_failing, message)
+                guard = self.kernel.instructions[index].guard
+                code[index] = execute if guard is None else self._guarded(execute, guard)
         lines = [(i.line, i.text) for i in self.kernel.instructions]
         code.append(_past_the_end)
         lines.append((lines[-1][0], lines[-1][1]))
@@ -173,9 +177,9 @@ class Decoder:
 
         return guarded
 
-    def observed(self, slot: int, message: str) -> None:
-        """Make it an error to execute the current instruction if the program never uses its result in register ``slot``."""
-        self._observed[self._index] = slot, message
+    def unobserved(self, slot: int, execute: Execute) -> None:
+        """Let the current instruction do this instead if the program never uses its result in register ``slot``."""
+        self._observed[self._index] = slot, execute
 
     def _uses(self, slot: int, reads: list[set[int]], writes: list[set[int]], pure: list[bool]) -> bool:
         """Return whether the value of a register reaches anything but registers."""
@@ -235,7 +239,10 @@ class Decoder:
             place = self.symbols.get(operand.name, self.offsets.get(operand.name))
             if place is None:
                 self.refuse(f"{operand.name}: expected a variable or a parameter, found no such declaration")
-            slot = self._constant(place, SIZES[kind])
+            if operand.name in self.shared:
+                slot = self._shared(operand.name, place, SIZES[kind])
+            else:
+                slot = self._constant(place, SIZES[kind])
         elif isinstance(operand, Special):
             slot = self._special(operand.name, SIZES[kind])
         else:
@@ -326,18 +333,21 @@ class Decoder:
         return slot
 
     def _special(self, name: str, size: int) -> int:
+        if name not in SPECIALS:
+            self.refuse(f"{name} is not modelled")
+        return self._of_warp(name, size, SPECIALS[name])
+
+    def _shared(self, name: str, place: int, size: int) -> int:
+        """Return the register of the address of a variable in shared memory: it depends on the rank of the CTA."""
+        return self._of_warp(name, size, lambda w: place + (w.cta.rank << CTA_BITS))
+
+    def _of_warp(self, name: str, size: int, value: Callable[[Warp], Any]) -> int:
+        """Return the register of a value that is fixed for each warp."""
         slot = self._slots.get((name, size))
         if slot is None:
-            if name not in SPECIALS:
-                self.refuse(f"{name} is not modelled")
             slot = self._slots[name, size] = self._new(np.zeros(32, UNSIGNED[size]), 0)
-            value = SPECIALS[name]
             self.specials.append((slot, lambda w: np.broadcast_to(value(w), 32).astype(UNSIGNED[size])))
         return slot
-
-
-def _failing(message: str, w: Warp, lanes: int) -> NoReturn:
-    w.fail(message)
 
 
 def _past_the_end(w: Warp, lanes: int) -> NoReturn:

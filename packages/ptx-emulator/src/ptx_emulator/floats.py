@@ -7,6 +7,7 @@ any shape.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,39 @@ def up32(x: Array) -> Array:
     """Round to fp32 towards infinity."""
     near = x.astype(np.float32)
     return np.where(near.astype(x.dtype) < x, np.nextafter(near, np.float32(np.inf)), near)
+
+
+def directed(opcode: str, how: str) -> Callable[..., Array]:
+    """Return add, sub, mul or fma of fp32, rounded once.
+
+    Args:
+        how: "rz" (towards zero), "rm" (towards minus infinity) or "rp" (towards infinity).
+    """
+    end = {"rz": cut32, "rm": down32, "rp": up32}[how]
+    one, largest = np.float64(1), np.float64(np.finfo(np.float32).max)
+
+    def compute(a: Array, b: Array, c: Array | None = None) -> Array:
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        product, z = x * y, np.zeros_like(x)
+        if opcode == "mul":
+            wide = product  # exact
+        else:
+            if opcode == "fma":
+                assert c is not None
+                z = c.astype(np.float64)
+                wide = odd_fma(x, y, z)
+            else:
+                product, z = x, -y if opcode == "sub" else y
+                wide = odd_fma(x, one, z)
+        if how == "rz":
+            wide = np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide)
+        found = end(wide)
+        if how == "rm" and opcode != "mul":  # the zero of numbers that cancel is negative
+            negative = (wide == 0) & (np.signbit(product) | np.signbit(z))
+            found = np.where(negative, np.float32(-0.0), found)
+        return found.astype(np.float32)
+
+    return compute
 
 
 def odd32(x: Array) -> Array:

@@ -49,6 +49,7 @@ class Device:
     tensors: Sequence[torch.Tensor]
     scratch: Sequence[torch.Tensor]
     compiled: bool = True
+    assume: Collection[str] = ()
     launches: list[Launch] = field(default_factory=list)
 
     def launch(
@@ -90,7 +91,7 @@ class Device:
         seed = self.seed + len(self.launches)
         instructions = run(
             ptx, grid, block, shared_bytes, arguments, (*tensors, *self.tensors), scratch=self.scratch, name=name,
-            seed=seed, resident=min(count, self.sms), races=self.races, cluster=cluster, compiled=self.compiled,
+            seed=seed, resident=min(count, self.sms), races=self.races, cluster=cluster, compiled=self.compiled, assume=self.assume,
         )  # fmt: skip
         self.launches.append(Launch(name, grid, block, cluster, shared_bytes, instructions))
 
@@ -120,6 +121,7 @@ def device(
     tensors: Iterable[torch.Tensor] = (),
     scratch: Iterable[torch.Tensor] = (),
     compiled: bool = True,
+    assume: Collection[str] = (),
 ) -> Iterator[Device]:
     """Open an emulated GPU. Within the block, functions of `load` run on it.
 
@@ -128,13 +130,13 @@ def device(
         seed: seed of the first launch, see `run`. Each later launch adds 1.
         sms: number of SMs; one CTA is resident per SM.
         races: see `run`.
-        compiled: see `run`.
+        compiled, assume: see `run`.
         tensors, scratch: see `run`. Launches may access these CPU tensors in addition to the arguments of a call.
 
     Yields:
         The `Device`. Its ``launches`` grows with each launch.
     """
-    token = _device.set(Device(arch, seed, sms, races, tuple(tensors), tuple(scratch), compiled))
+    token = _device.set(Device(arch, seed, sms, races, tuple(tensors), tuple(scratch), compiled, assume))
     try:
         yield current_device()
     finally:

@@ -59,14 +59,14 @@ def operation(opcode: str, modifiers: tuple[str, ...]) -> Function:
         "max": ("NaN",),
     }
     if kind == "f32x2":
-        allowed = {name: ("rn", "ftz") for name in _EXACT}
+        allowed = {name: ("rn", "rz", "rm", "rp", "ftz") for name in _EXACT}
     for modifier in how:
         if modifier not in allowed.get(opcode, ()):
             raise PtxError(f".{modifier} is not modelled")
     if opcode not in (*_EXACT, *(("min", "max", "neg", "abs") if kind != "f32x2" else ())):
         raise PtxError(f"{opcode}.{kind} is not modelled")
     if kind == "f32x2":
-        return _pairs32(opcode, "ftz" in how)
+        return _pairs32(opcode, "ftz" in how, next((m for m in how if m in ("rz", "rm", "rp")), "rn"))
     single = _single(opcode, kind.removesuffix("x2"), "NaN" in how, "relu" in how)
     if not kind.endswith("x2"):
         return lambda *x: single(*x).astype(np.uint16)
@@ -99,9 +99,12 @@ def _single(opcode: str, kind: str, nan: bool, relu: bool) -> Function:
     return apply
 
 
-def _pairs32(opcode: str, ftz: bool) -> Function:
-    """Return an operation on the bits of pairs of fp32 (uint64)."""
-    function = floats.fma32 if opcode == "fma" else _EXACT[opcode]
+def _pairs32(opcode: str, ftz: bool, how: str) -> Function:
+    """Return an operation on the bits of pairs of fp32 (uint64). ``how``: the rounding."""
+    if how == "rn":
+        function = floats.fma32 if opcode == "fma" else _EXACT[opcode]
+    else:
+        function = floats.directed(opcode, how)
 
     def apply(*x: Array) -> Array:
         values = [np.ascontiguousarray(v).view(np.float32) for v in x]

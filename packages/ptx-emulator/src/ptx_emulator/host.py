@@ -116,9 +116,19 @@ class _Call(threading.local):
 
 
 class Function:
-    """A compiled DSL function whose launches run on the open `device`. Created by `load`."""
+    """A compiled DSL function whose launches run on the open `device`. Created by `load`, or from an exported function."""
 
-    def __init__(self, ptx: str, content: bytes):
+    def __init__(self, ptx: str, content: bytes, name: str = NAME):
+        """Link the host code of an exported function.
+
+        Args:
+            ptx: the PTX of its kernels.
+            content: the object file of ``export_to_c``.
+            name: the ``function_name`` of ``export_to_c``.
+
+        Raises:
+            PtxError: the host code calls a function that is not modelled.
+        """
         import llvmlite.binding as llvm
 
         self.ptx = ptx
@@ -134,9 +144,9 @@ class Function:
         llvm.initialize_native_asmprinter()
         self._jit = llvm.create_lljit_compiler(use_jit_link=True)
         library = llvm.JITLibraryBuilder().add_object_img(content).add_ir(_UNLOAD)
-        for name, callback in self._callbacks.items():
-            library.import_symbol(name, ctypes.cast(callback, pointer).value)
-        entry = f"__tvm_ffi_{NAME}"
+        for symbol, callback in self._callbacks.items():
+            library.import_symbol(symbol, ctypes.cast(callback, pointer).value)
+        entry = f"__tvm_ffi_{name}"
         self._library = library.export_symbol(entry).link(self._jit, NAME)
         self._entry = ctypes.CFUNCTYPE(c_int, pointer, POINTER(_Any), c_int32, POINTER(_Any))(
             self._library[entry]
@@ -146,8 +156,8 @@ class Function:
         """Run the host code and its launches to their end.
 
         Args:
-            arguments: those of the DSL's function, with dense CPU tensors in place of GPU tensors; numbers; None; tuples and lists
-                of all these.
+            arguments: those of the DSL's function, with dense CPU tensors in place of GPU tensors; numbers, the DSL's too; None;
+                tuples and lists of all these.
 
         Raises:
             PtxError, ExecutionError: see `run`.
@@ -317,6 +327,10 @@ def _fill(value: _Any, argument: object) -> Any:
         value.value.integer = argument
     elif isinstance(argument, float):
         value.kind, value.value.real = REAL, argument
+    elif hasattr(argument, "__tvm_ffi_int__"):  # TVM-FFI's protocol, of the DSL's numbers
+        value.kind, value.value.integer = INTEGER, argument.__tvm_ffi_int__()
+    elif hasattr(argument, "__tvm_ffi_float__"):
+        value.kind, value.value.real = REAL, argument.__tvm_ffi_float__()
     elif isinstance(argument, torch.Tensor):
         if argument.device.type != "cpu" or argument.dtype not in _DTYPES:
             raise ValueError(

@@ -37,6 +37,12 @@ _FORMATS = {"u8": "B", "s8": "b", "u16": "H", "s16": "h", "u32": "I", "s32": "i"
 _FORMATS |= {"b8": "B", "b16": "H", "b32": "I", "b64": "Q", "f32": "f", "f64": "d"}
 
 
+#: What public kernels rely on, although the PTX ISA does not promise it.
+#:
+#: - "tcgen05.ld": the assembler waits for a register of a `tcgen05.ld` where an instruction reads it, without `wait::ld`.
+#: - "swizzle": an operand may start anywhere in its swizzle pattern with base offset 0, because the bits of its addresses count.
+ASSUMPTIONS = ("tcgen05.ld", "swizzle")
+
 #: Programs that a process keeps, with their decoded instructions and machine code.
 PROGRAMS = 16
 
@@ -93,6 +99,7 @@ def run(
     commits: bool = False,
     cluster: Sequence[int] = (1, 1, 1),
     compiled: bool = True,
+    assume: Collection[str] = (),
 ) -> int:
     """Execute an entry of a PTX module to its end.
 
@@ -114,6 +121,7 @@ def run(
         cluster: extents of a cluster, in CTAs.
         compiled: whether instructions are executed as machine code. Results, errors and the order of execution are the same
             without it: in Python, which is slower.
+        assume: what the kernel may rely on although the PTX ISA does not promise it, a part of `ASSUMPTIONS`.
 
     Returns:
         The number of warp instructions that were executed.
@@ -145,12 +153,14 @@ def run(
     _register(memory, arguments, tensors, scratch)
     if unknown := set(races) - {"shared", "global"}:
         raise ValueError(f"races: expected 'shared' and 'global', got {sorted(unknown)}")
+    if unknown := set(assume) - set(ASSUMPTIONS):
+        raise ValueError(f"assume: expected {' and '.join(ASSUMPTIONS)}, got {sorted(unknown)}")
     if "global" in races:
         memory.watch()
     count = grid[0] * grid[1] * grid[2]
     machine = Machine(
         program, memory, grid, block, total, _parameters(decoder, arguments), seed,
-        count if resident is None else resident, cluster, "shared" in races, commits,
+        count if resident is None else resident, cluster, "shared" in races, commits, frozenset(assume),
     )  # fmt: skip
     if compiled:
         machine.compiled, machine.warp_type = compiled_of(ptx, name), CompiledWarp

@@ -20,7 +20,7 @@ import numpy as np
 
 from ptx_emulator.errors import ExecutionError
 from ptx_emulator.lanes import BOOLS, FULL
-from ptx_emulator.memory import CTA_BITS, GlobalMemory, Region, local_region, shared_region
+from ptx_emulator.memory import GlobalMemory, Region, local_region, shared_region
 from ptx_emulator.races import SECTIONS, Clock, Issuer, Shadow
 
 POLLS = 256  # polls of a fragment without a change of memory, after which it counts as waiting forever
@@ -372,8 +372,6 @@ class Warp:
         A fragment that polls makes progress only if memory changed. Fragments whose wait is over are resumed first.
         """
         found, changes = False, self.machine.changes
-        if len(self.fragments) == 1 and self.fragments[0].wait is None:
-            return self.fragments[0].seen != changes
         for fragment in self.fragments:
             wait = fragment.wait
             if wait is None:
@@ -541,7 +539,7 @@ class Cta:
     ):
         self.machine, self.number, self.index = machine, number, index
         self.cluster, self.place, self.rank = cluster, place, len(cluster.ctas)
-        self.shared: Region = shared_region(machine.shared_bytes)
+        self.shared: Region = shared_region(machine.shared_bytes, self.rank)
         self.fences = {"shared": 0, "global": 0}
         self.barriers: dict[int, NamedBarrier] = {}
         self.mbarriers: dict[int, Mbarrier] = {}
@@ -571,13 +569,8 @@ class Cta:
         return found
 
     def window(self, rank: int, fail: Callable[[str], NoReturn]) -> Region:
-        """Return the shared memory that addresses with this CTA field reach, at those addresses.
-
-        ``rank``: the CTA's rank + 1; 0: this CTA (`memory.CTA_BITS`).
-        """
-        if rank == 0:
-            return self.shared
-        return self.peer(rank - 1, fail).shared.moved(rank << CTA_BITS)
+        """Return the shared memory of a CTA of the cluster."""
+        return self.shared if rank == self.rank else self.peer(rank, fail).shared
 
     def warp_ended(self) -> None:
         """Count a warp that has ended. The last one checks that bulk copies were waited for and tensor memory was freed."""
@@ -599,6 +592,16 @@ class Cta:
             if self.tensor_memory is not None and (self.tensor_memory.owner >= 0).any():
                 self.warps[0].fail("the CTA ends and has not freed its tensor memory (tcgen05.dealloc)")
             self.machine.cta_ended(self)
+            self.free()
+
+    def free(self) -> None:
+        """Break the reference cycles of the CTA, so that its memory is freed at once when the CTA has ended.
+
+        Python's garbage collector comes late: it counts objects, of which the DSL makes millions, and not bytes.
+        """
+        self.live, self.warps, self.mbarriers = 0, [], {}
+        if not any(cta.live for cta in self.cluster.ctas):
+            self.cluster.ctas = []
 
     def _check_loads(self) -> None:
         """Check that the CTA has observed the arrival of all bytes that copies write to its shared memory, and of all commits of tcgen05 if
@@ -662,6 +665,7 @@ class Machine:
         cluster: extents of a cluster in CTAs.
         races: whether shared and tensor memory are checked for races.
         commits: whether a CTA must observe the arrivals of its commits.
+        assume: see `launch.run`.
         changes: counts changes that other warps may see.
         clock: counts writes of the generic proxy and proxy fences.
         fences: per CTA, ended ones included, ``clock`` at its last `fence.proxy.async` for global memory.
@@ -686,6 +690,7 @@ class Machine:
     cluster: tuple[int, int, int]
     races: bool
     commits: bool
+    assume: frozenset[str] = frozenset()
     changes: int = 0
     clock: int = 0
     fences: dict[int, int] = field(default_factory=dict)
@@ -725,6 +730,15 @@ class Machine:
 
     def run(self) -> None:
         """Run until all CTAs have ended and all asynchronous operations are complete."""
+        try:
+            self._run()
+        finally:  # after an error, too: its traceback holds this object
+            self.pending.clear()
+            for cta in self.ctas:
+                cta.free()
+            self.ctas.clear()
+
+    def _run(self) -> None:
         rng = random.Random(self.seed)
         changes, since = 0, 0
         size = self.cluster[0] * self.cluster[1] * self.cluster[2]
@@ -740,7 +754,7 @@ class Machine:
                 break
             if self.pending and rng.random() < 0.25:
                 self._complete(rng)
-            ready = [w for cta in self.ctas for w in cta.warps if w.fragments and w.runnable()]
+            ready = self._ready()
             if ready:
                 rng.choice(ready).run(rng.randint(1, QUANTUM))
             elif self.pending:
@@ -752,6 +766,20 @@ class Machine:
                 rng.choice(polling).run(rng.randint(1, QUANTUM))
         while self.pending:
             self._complete(rng)
+
+    def _ready(self) -> list[Warp]:
+        """Return the warps that are `Warp.runnable`. The loop is inlined where one fragment waits for nothing."""
+        found = []
+        changes = self.changes
+        for cta in self.ctas:
+            for warp in cta.warps:
+                fragments = warp.fragments
+                if len(fragments) == 1 and fragments[0].wait is None:
+                    if fragments[0].seen != changes:
+                        found.append(warp)
+                elif fragments and warp.runnable():
+                    found.append(warp)
+        return found
 
     def _start(self, index: tuple[int, int, int]) -> None:
         """Start the CTAs of a cluster."""

@@ -18,7 +18,8 @@ from ptx_emulator import floats, narrow
 from ptx_emulator.access import addresses, gather, region_of, scatter
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, Array, to_bits
-from ptx_emulator.machine import Wait, Warp
+from ptx_emulator.machine import Cta, Wait, Warp
+from ptx_emulator.memory import CTA_BITS
 from ptx_emulator.parser import Instruction, Vector
 from ptx_emulator.synchronize import aligned, check_proxy, uniform
 
@@ -315,7 +316,7 @@ def matrix_of(w: Warp, descriptor: int) -> tuple[int, int, int, int]:
 
 def check_pattern(w: Warp, descriptor: int, start: int, width: int) -> None:
     """Check that an operand with base offset 0 starts in the first row of its swizzle pattern: 8 rows of ``width`` bytes."""
-    if width > 16 and start & (8 * width - 1) & ~127:
+    if width > 16 and start & (8 * width - 1) & ~127 and "swizzle" not in w.machine.assume:
         w.fail(
             f"matrix descriptor {descriptor:#x}: the operand starts at {start:#x}, {start % (8 * width)} bytes into its swizzle "
             f"pattern of {8 * width} bytes, with base offset 0"
@@ -371,23 +372,28 @@ def _operand_units(base: int, shift: int, *form: int) -> Array:
 
 
 def load_operand(
-    w: Warp, start: int, leading: int, stride: int, width: int, rows: int, mn_major: bool, size: int = 2, depth: int = 32
+    w: Warp, start: int, leading: int, stride: int, width: int, rows: int, mn_major: bool, size: int = 2, depth: int = 32,
+    cta: Cta | None = None,
 ) -> tuple[Array, Array | None, Callable[[], None]]:  # fmt: skip
-    """Read an operand in shared memory through the async proxy. Arguments: see `operand_places`.
+    """Read an operand in shared memory through the async proxy. Arguments: see `operand_places`; ``cta``: whose memory it is, by
+    default the warp's.
 
     Returns:
         The bits [rows, depth / size]; bool[rows], the rows with undefined elements (None: there are none); and a check that
         raises an error if the operand has changed since.
     """
+    cta = cta or w.cta
+    start += cta.rank << CTA_BITS
     places = operand_places(start, leading, stride, width, rows, mn_major, size, depth)
-    region = region_of(w, "shared", places.reshape(-1), size)
-    assert region is not None
+    region = region_of(w, "shared::cluster", places.reshape(-1), size)
+    if region is None:
+        w.fail(f"an operand ends at {int(places.max()) + size:#x}, outside of shared memory")
     form = (start, leading, stride, width, rows, mn_major, size, depth)
     words = _operand_units(region.base, 2, *form)
     if region.shadow is not None:
         region.shadow.observe(w, words)
         region.shadow.load(w.issuer.start(), words, 0)
-    check_proxy(w, "shared", region, _operand_units(region.base, 4, *form))
+    check_proxy(w, "shared", region, _operand_units(region.base, 4, *form), cta)
     shape, places = places.shape, places.reshape(-1)
     bits, unknown = region.load(places, size, 1)
 

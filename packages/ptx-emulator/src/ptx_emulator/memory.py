@@ -1,7 +1,7 @@
 """Memory as bytes with bounds, and the state of each byte: defined or undefined.
 
-Addresses of global memory are those of the host. The shared memory of each CTA starts at `SHARED_BASE`. Windows of generic
-addresses are this emulator's choice; PTX ("Generic Addressing") does not fix them.
+Addresses of global memory are those of the host. The shared memory of a CTA starts at `SHARED_BASE`, with its rank in the bits
+from `CTA_BITS` on. Windows of generic addresses are this emulator's choice; PTX ("Generic Addressing") does not fix them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from collections.abc import Callable
-from copy import copy as copy_of
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
 
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SHARED_BASE = 1024  # the system reserves the bytes below
-# A shared::cluster address holds its CTA in the bits from CTA_BITS on: rank + 1, or 0 for the executing CTA.
+# An address of shared memory holds the rank of its CTA in the cluster in the bits from CTA_BITS on. PTX only says that the window
+# shared::cta lies in shared::cluster. CUTLASS clears bit 24 of an address to reach the CTA of even rank, so devices do the same.
 CTA_BITS = 24
 WINDOW_BITS = 60  # bits of a generic address below its window number; window 0 is global memory
 LOCAL_WINDOW, SHARED_WINDOW = 1, 2
@@ -76,13 +76,6 @@ class Region:
             )
         return found
 
-    def moved(self, offset: int) -> Region:
-        """Return a region of the same bytes at addresses that are higher by ``offset``."""
-        assert self.known is not None
-        found = copy_of(self)
-        found.low, found.high, found.base = self.low + offset, self.high + offset, self.base + offset
-        return found
-
     def track(self) -> Array:
         """Return `known`; create it first if it is None."""
         if self.known is None:
@@ -126,11 +119,11 @@ class Region:
         self.known_view(size, count)[index] = mask if unknown is None else np.where(unknown, word(0), mask)
 
 
-def shared_region(size: int) -> Region:
-    """Return the shared memory of a CTA, ``size`` bytes, all undefined."""
-    padded = -(-size // 16) * 16
+def shared_region(size: int, rank: int) -> Region:
+    """Return the shared memory of the CTA of this rank, ``size`` bytes, all undefined."""
+    padded, low = -(-size // 16) * 16, SHARED_BASE + (rank << CTA_BITS)
     data = np.frombuffer(bytearray(padded), np.uint8)
-    return Region("shared memory", SHARED_BASE, SHARED_BASE + size, data, initialized=False, scratch=True)
+    return Region("shared memory", low, low + size, data, initialized=False, scratch=True)
 
 
 def local_region(size: int) -> Region:

@@ -171,7 +171,7 @@ _VARIABLE = re.compile(
 #: Directives that end with their line instead of a semicolon.
 _LINE_INFO = re.compile(r"\.(?:loc|file)\b[^\n]*")
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
-_REGISTERS = re.compile(r"\.reg\s+(?:\.v[24]\s+)?\.(\w+)\s+(.*)", re.DOTALL)
+_REGISTERS = re.compile(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)", re.DOTALL)
 _RANGE = re.compile(r"([\w$%]+)<(\d+)>")
 _SPECIAL = re.compile(
     r"%(?:(?:tid|ntid|ctaid|nctaid|clusterid|nclusterid|cluster_ctaid|cluster_nctaid)\.[xyz]|laneid|warpid|nwarpid|smid|"
@@ -246,6 +246,7 @@ class _Scope:
     number: int
     parent: _Scope | None
     registers: dict[str, Register] = field(default_factory=dict)
+    vectors: dict[str, Vector] = field(default_factory=dict)
     ranges: dict[str, tuple[int, str]] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
 
@@ -321,12 +322,16 @@ class _Body:
 
     def _directive(self, text: str) -> None:
         if match := _REGISTERS.match(text):
-            for name in (x.strip() for x in match[2].split(",")):
+            for name in (x.strip() for x in match[3].split(",")):
                 if found := _RANGE.match(name):
-                    self.scope.ranges[found[1]] = (int(found[2]), match[1])
+                    if match[1]:
+                        raise PtxError("ranges of vector registers are not modelled", self.line, text)
+                    self.scope.ranges[found[1]] = (int(found[2]), match[2])
+                elif match[1]:  # its elements are registers
+                    parts = [f"{name}.{letter}" for letter in "xyzw"[: int(match[1])]]
+                    self.scope.vectors[name] = Vector(tuple(self._declared(x, match[2]) for x in parts))
                 else:
-                    unique = f"{name}#{self.scope.number}" if self.scope.parent else name
-                    self.scope.registers[name] = Register(unique, match[1])
+                    self._declared(name, match[2])
         elif text.startswith(".shared"):
             self.shared.append(_variable(text))
         elif text.startswith(".local"):
@@ -334,11 +339,19 @@ class _Body:
         elif not text.startswith(".pragma"):
             raise PtxError("this directive is not modelled", self.line, text)
 
-    def _name(self, name: str) -> Register | Symbol:
+    def _declared(self, name: str, kind: str) -> Register:
+        """Declare a register in the current scope."""
+        unique = f"{name}#{self.scope.number}" if self.scope.parent else name
+        self.scope.registers[name] = Register(unique, kind)
+        return self.scope.registers[name]
+
+    def _name(self, name: str) -> Register | Vector | Symbol:
         scope: _Scope | None = self.scope
         while scope is not None:
             if name in scope.registers:
                 return scope.registers[name]
+            if name in scope.vectors:
+                return scope.vectors[name]
             if (match := re.match(r"(.*?)(\d+)$", name)) and match[1] in scope.ranges:
                 count, kind = scope.ranges[match[1]]
                 if int(match[2]) < count:
@@ -375,7 +388,7 @@ class _Body:
             return Special(text)
         if re.match(r"[A-Za-z_$%][\w$.]*$", text):
             found = self._name(text)
-            if isinstance(found, Register) or not text.startswith("%"):
+            if isinstance(found, (Register, Vector)) or not text.startswith("%"):
                 return found
         raise PtxError(f"an operand was expected, got {text}", self.line, whole)
 

@@ -12,14 +12,15 @@ One lane is enough: the whole warp is then synchronised. Accesses of different l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from ptx_emulator.lanes import Array
 
 if TYPE_CHECKING:
-    from ptx_emulator.machine import Warp
+    from ptx_emulator.machine import Cta, Warp
     from ptx_emulator.memory import Region
 
 SEVERAL = -2  # in place of a lane: several lanes of the warp
@@ -122,11 +123,16 @@ class Issuer:
     """
 
     def __init__(self, w: Warp):
-        self.w, self.cta, self.fail = w, w.cta, w.fail
+        self.w: Warp = weakref.proxy(w)  # the warp holds this object: see `machine.Cta.free`
+        self.cta: Cta = weakref.proxy(w.cta)
         self.clock = Clock(TENSOR * w.clock.warps + w.clock.index, w.clock.warps)
         self.last: dict[int, int] = {}
         self.uncommitted: dict[int, int] = {}
         self.order: Array | None = None
+
+    def fail(self, message: str) -> NoReturn:
+        """`Warp.fail`."""
+        self.w.fail(message)
 
     def start(self) -> Issuer:
         """Take over what the warp knows, before an instruction is issued. Instructions of the same warp keep their order."""
@@ -177,7 +183,7 @@ class Shadow:
     """
 
     def __init__(self, region: Region):
-        self.region = region
+        self.region: Region = weakref.proxy(region)  # the region holds this object
         words = -(-len(region.data) // 4)
         self.writer, self.write_lane = np.zeros(words, np.int32), np.zeros(words, np.int8)
         self.written = np.zeros(words, np.int64)
@@ -297,7 +303,7 @@ class Shadow:
 
     def _report(self, w: Warp | Issuer, now: str, word: int, index: int, lane: int, before: str) -> None:
         section, index = divmod(index, w.clock.warps)
-        cta, warp = divmod(index, len(w.cta.warps))
+        cta, warp = divmod(index, w.cta.width)
         who = f"CTA {cta}, warp {warp}, " + (f"lane {lane}" if lane >= 0 else "several lanes")
         if section:
             who = f"a tensor core instruction of CTA {cta}, warp {warp}"

@@ -61,14 +61,14 @@ def _request(w: Warp, place: int, barrier: int, lane: int, multicast: bool) -> N
     local = (1 << CTA_BITS) - 1
     found = []
     for rank in ranks:
-        cta, here = cta_at(w, place & local | rank + 1 << CTA_BITS)
+        cta, here = cta_at(w, place & local | rank << CTA_BITS)
         shared = cta.shared
         if here < shared.low or here + BYTES > shared.high:
             w.fail(f"try_cancel: shared memory out of bounds: {BYTES} bytes at {here:#x}")
         shared.track()[here - shared.base : here - shared.base + BYTES] = 0
         if shared.shadow is not None:
             shared.shadow.store(w, np.arange(4) + ((here - shared.base) >> 2), lane)
-        found.append((cta, here, mbarrier_at(w, barrier & local | rank + 1 << CTA_BITS, proxy=True)))
+        found.append((cta, here, mbarrier_at(w, barrier & local | rank << CTA_BITS, proxy=True)))
         cta.incoming += 1
     pc, clock = w.pc, w.clock.now
 

@@ -13,7 +13,7 @@ import numpy as np
 from ptx_emulator.access import addresses, lanes_of, mbarrier_at, space_of, spread
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, LANES, Array, to_bits
-from ptx_emulator.machine import CONVERGE, EXIT, POLL, Mbarrier, NamedBarrier, Wait, Warp
+from ptx_emulator.machine import CONVERGE, EXIT, POLL, Cta, Mbarrier, NamedBarrier, Wait, Warp
 from ptx_emulator.memory import CTA_BITS, SHARED_WINDOW, WINDOW_BITS, Region
 from ptx_emulator.parser import Instruction, Label, Operand, Pair, Sink
 from ptx_emulator.races import GLOBAL, SHARED
@@ -136,7 +136,7 @@ def _show_mbarriers(w: Warp) -> None:
 _SECTIONS = {"shared": SHARED, "global": GLOBAL}
 
 
-def check_proxy(w: Warp, space: str, region: Region, units: Array | slice) -> None:
+def check_proxy(w: Warp, space: str, region: Region, units: Array | slice, owner: Cta | None = None) -> None:
     """Check a read of the async proxy against earlier writes of the generic proxy (PTX ISA, "Proxies").
 
     A `fence.proxy.async` is required between them: of the thread that wrote, or of one that the write happens before, and before
@@ -145,6 +145,7 @@ def check_proxy(w: Warp, space: str, region: Region, units: Array | slice) -> No
     Args:
         space: "shared" or "global".
         units: the 16-byte units that are read, counted from ``region.base``.
+        owner: the CTA whose shared memory is read, by default the warp's. Fences of its threads count, too.
     """
     if isinstance(units, slice):
         units = np.arange(units.start, units.stop)
@@ -155,7 +156,7 @@ def check_proxy(w: Warp, space: str, region: Region, units: Array | slice) -> No
                 f"the async proxy reads {region.name} after a write of the generic proxy without a fence.proxy.async between them "
                 "(of the writing thread, or of one that is ordered behind it)"
             )
-    late = region.written[units] > w.cta.fences[space]
+    late = region.written[units] > max(w.cta.fences[space], (owner or w.cta).fences[space])
     if late.any():
         writers = region.writer[units][late]
         own = np.array([w.machine.fences.get(int(cta), 0) if space == "global" else 0 for cta in writers])
@@ -359,7 +360,7 @@ def _mapa(d: Decoder, i: Instruction) -> Execute:
 
     def map_address(w: Warp, lanes: int) -> None:
         local = w.regs[place] & word((1 << CTA_BITS) - 1)
-        found = local | w.regs[rank].astype(word) + word(1) << word(CTA_BITS)
+        found = local | w.regs[rank].astype(word) << word(CTA_BITS)
         w.put(to, found | base, w.unknown[place] | w.unknown[rank], lanes)
 
     return map_address
@@ -374,7 +375,7 @@ def _getctarank(d: Decoder, i: Instruction) -> Execute:
 
     def rank(w: Warp, lanes: int) -> None:
         found = (w.regs[place].astype(np.int64) & mask) >> CTA_BITS
-        w.put(to, np.where(found == 0, w.cta.rank, found - 1).astype(np.uint32), w.unknown[place], lanes)
+        w.put(to, found.astype(np.uint32), w.unknown[place], lanes)
 
     return rank
 
@@ -542,6 +543,7 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
     """`test_wait` and `try_wait`. Lanes whose phase is complete continue with a true predicate.
 
     `try_wait` may give up once (`_gives_up`); it then continues with a false predicate. After that it waits without a limit.
+    If the program never uses the predicate, the instruction has no effect.
 
     A parity only distinguishes the current phase from the one before it. So a wait for phase k is safe only if
 
@@ -552,11 +554,15 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
     to be complete (`Mbarrier.known`).
     """
     to = d.destination(i.operands[0], "pred")
-    d.observed(
-        to,
-        f"mbarrier.{i.modifiers[0]}: nothing reads its result, and it may return before the phase is complete",
-    )
     places_of = _places(d, i, i.operands[1])
+
+    def ignored(w: Warp, lanes: int) -> None:
+        """It may return before the phase is complete, and orders something only if it returns true."""
+        for place in places_of(w, lanes).tolist():
+            mbarrier_at(w, place)
+        w.put_predicate(to, 0, 0, lanes)
+
+    d.unobserved(to, ignored)
     parity = "parity" in i.modifiers
     phase = d.source(i.operands[2], "b32" if parity else "b64")
     if len(i.operands) > 3:
@@ -571,28 +577,29 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
                 f"(lanes {w.unknown[phase] & lanes:08x})"
             )
         phases = w.regs[phase][INDICES[lanes]].tolist()
-        pairs = [(mbarrier_at(w, place), n) for place, n in zip(places, phases)]
-        for barrier, n in pairs:
+        # Most lanes wait for the same phase of the same mbarrier.
+        barriers = {key: mbarrier_at(w, key[0]) for key in zip(places, phases)}
+        done = {}
+        for (place, n), barrier in barriers.items():
             _check_phase(w, barrier, n, parity)
-        if parity:
-            flags = [barrier.phase & 1 != n & 1 for barrier, n in pairs]
-        else:
-            flags = [barrier.phase != n for barrier, n in pairs]
-        if blocks and _gives_up(w, [barrier for barrier, _ in pairs], flags):
+            done[place, n] = barrier.phase & 1 != n & 1 if parity else barrier.phase != n
+        if blocks and _gives_up(w, list(barriers.values()), list(done.values())):
             w.put_predicate(to, 0, 0, lanes)
             return POLL
-        if blocks and not any(flags):
-            first = [(barrier, barrier.phase) for barrier, _ in pairs]
-            reason = (
-                f"mbarrier at {places[0]:#x} (phase {pairs[0][0].phase}, {pairs[0][0].pending} arrivals and "
-            )
-            reason += f"{pairs[0][0].transactions} bytes pending)"
-            return Wait(lambda: any(b.phase != n for b, n in first), reason, again=True)
-        for (barrier, _), flag in zip(pairs, flags):
-            if flag and barrier.phase:
+        if blocks and not any(done.values()):
+            waiting = [(barrier, barrier.phase) for barrier in barriers.values()]
+            barrier, phase_now = waiting[0]
+            reason = f"mbarrier at {places[0]:#x} (phase {phase_now}, {barrier.pending} arrivals and "
+            reason += f"{barrier.transactions} bytes pending)"
+            if len(waiting) == 1:
+                return Wait(lambda: barrier.phase != phase_now, reason, again=True)
+            return Wait(lambda: any(b.phase != n for b, n in waiting), reason, again=True)
+        for key, barrier in barriers.items():
+            if done[key] and barrier.phase:
                 w.clock.acquire(barrier.complete)
                 barrier.seen[-1].setdefault(w.clock.index, w.clock.now)
-        w.put_predicate(to, lanes_of(np.array(flags), lanes), 0, lanes)
+        flags = np.array([done[key] for key in zip(places, phases)])
+        w.put_predicate(to, lanes_of(flags, lanes), 0, lanes)
         return None if blocks else POLL
 
     return wait

@@ -1,8 +1,8 @@
-"""Tensor memory and the tcgen05 instructions, for one CTA (`cta_group::1`).
+"""Tensor memory and the tcgen05 instructions, of one CTA (`cta_group::1`) or of a pair (`cta_group::2`).
 
 Tensor memory has 128 lanes of 512 columns of 4 bytes. A word's number is lane * 512 + column.
 
-- `mma`, `cp` and `commit` enter a queue of their CTA. They execute in this order, at times that the seed decides.
+- `mma`, `cp` and `commit` enter a queue of the CTA that issues them. They execute in this order, at times that the seed decides.
 - Words that a queued instruction writes are undefined until it executes; words that `st` writes, until its wait.
 
 Source: PTX ISA, "TensorCore 5th Generation Family Instructions". No instruction of this module was compared with a device.
@@ -21,7 +21,7 @@ from ptx_emulator import floats
 from ptx_emulator.access import addresses, mbarrier_at, scatter_to
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
-from ptx_emulator.machine import DERIVED, LOADING, Cta, Warp
+from ptx_emulator.machine import DERIVED, LOADING, Cta, Wait, Warp
 from ptx_emulator.matrices import check_pattern, load_operand, values_of
 from ptx_emulator.memory import SHARED_WINDOW, UNSIGNED, WINDOW_BITS, Region
 from ptx_emulator.parser import Address, Instruction, Operand, Vector
@@ -32,6 +32,19 @@ from ptx_emulator.tensors import multicast_places
 LANES, COLUMNS = 128, 512
 
 
+@dataclass(frozen=True)
+class Request:
+    """An operation that a warp of each CTA of a pair executes: the first one waits for the second.
+
+    Attributes:
+        what: the operation and its operands, which must be the same in both CTAs.
+        finish: completes the operation in the CTA of the warp that waits.
+    """
+
+    what: tuple[str, ...]
+    finish: Callable[[], None]
+
+
 @dataclass
 class TensorMemory:
     """The tensor memory of a CTA.
@@ -39,18 +52,25 @@ class TensorMemory:
     Attributes:
         region: its bytes, word after word.
         owner: per column, the first column of its allocation; -1: not allocated.
-        busy: per word, the number of issued instructions that have yet to write it.
+        busy: per word, the number of issued instructions that have yet to write it; ``storing``: those of them that are `st`.
         queue: instructions that were issued and have yet to execute.
         working: those of them that access tensor memory; a `commit` does not.
         relinquished: whether `relinquish_alloc_permit` was executed.
+        request: the collective operation of a pair for which a warp of this CTA waits; None: there is none.
     """
 
     region: Region
     owner: Array = field(default_factory=lambda: np.full(COLUMNS, -1))
     busy: Array = field(default_factory=lambda: np.zeros(LANES * COLUMNS, np.int32))
+    storing: Array = field(default_factory=lambda: np.zeros(LANES * COLUMNS, np.int32))
     queue: deque[Callable[[], None]] = field(default_factory=deque)
     working: int = 0
     relinquished: bool = False
+    request: Request | None = None
+
+    def free(self, count: int) -> list[int]:
+        """Return the aligned places of ``count`` free columns."""
+        return [c for c in range(0, COLUMNS, count) if (self.owner[c : c + count] < 0).all()]
 
     def words(self, w: Warp, lanes: Array, column: int, count: int) -> Array:
         """Return the word numbers [lanes, count] of columns; an error if not all of them are allocated."""
@@ -95,6 +115,64 @@ def memory_of(cta: Cta) -> TensorMemory:
     return found
 
 
+def _group(d: Decoder, i: Instruction) -> tuple[bool, list[str]]:
+    """Return whether an instruction is one of a pair of CTAs, and its modifiers behind the operation, without the group.
+
+    All instructions of a kernel must have the same `.cta_group` (PTX ISA, "CTA pair").
+    """
+    groups = [m for m in i.modifiers if m.startswith("cta_group::")]
+    if groups not in (["cta_group::1"], ["cta_group::2"]):
+        d.refuse("expected .cta_group::1 or .cta_group::2")
+    if d.cta_group not in ("", groups[0]):
+        d.refuse(
+            f".{groups[0]} in a kernel with .{d.cta_group}: all tcgen05 instructions must have the same one"
+        )
+    d.cta_group = groups[0]
+    return d.cta_group == "cta_group::2", [m for m in i.modifiers[1:] if m not in groups]
+
+
+def _ctas(w: Warp, pair: bool) -> list[Cta]:
+    """Return the CTAs of an instruction: the warp's, or both of its pair, whose ranks differ in the last bit. The even one is first."""
+    if not pair:
+        return [w.cta]
+    first, ctas = w.cta.rank & ~1, w.cta.cluster.ctas
+    if first + 2 > len(ctas):
+        w.fail(f"cta_group::2: CTA {w.cta.rank} of a cluster of {len(ctas)} has no peer CTA")
+    for cta in ctas[first : first + 2]:
+        if not cta.live:
+            w.fail(f"cta_group::2: the peer CTA {cta.number} has ended")
+    return ctas[first : first + 2]
+
+
+def _collective(
+    pair: bool, w: Warp, what: tuple[str, ...], check: Callable[[], None], finish: Callable[[], None]
+) -> Any:
+    """Execute an operation of a warp, or of a warp in each CTA of a pair.
+
+    Args:
+        what: the operation and its operands, which must be the same in both CTAs.
+        check, finish: check and complete it in the warp's CTA. Both CTAs are checked before one of them changes.
+    """
+    check()
+    if not pair:
+        return finish()
+    ctas, mine = _ctas(w, pair), memory_of(w.cta)
+    other = memory_of(ctas[w.cta.rank & 1 ^ 1])
+    if mine.request is not None:  # of another warp of this CTA
+        return Wait(lambda: mine.request is None, "an operation of another warp on tensor memory", again=True)
+    request = other.request
+    if request is None:
+        request = mine.request = Request(what, finish)
+        return Wait(lambda: mine.request is not request, f"the peer CTA to execute {what[0]}", again=False)
+    if request.what != what:
+        w.fail(f"cta_group::2: {' '.join(what)} here, and {' '.join(request.what)} in the peer CTA")
+    other.request = None
+    request.finish()
+    finish()
+    w.machine.changes += 1
+    return None
+
+
 @handler("tcgen05")
 def _tcgen05(d: Decoder, i: Instruction) -> Execute:
     operation = i.modifiers[0]
@@ -130,25 +208,36 @@ def _fence(d: Decoder, i: Instruction) -> Execute:
 
 
 def _alloc(d: Decoder, i: Instruction) -> Execute:
-    d.only(i.modifiers[1:], "cta_group::1", "sync", "aligned", "shared::cta", "b32")
-    space = "shared" if "shared::cta" in i.modifiers else "generic"
+    pair, rest = _group(d, i)
+    d.only(rest, "sync", "aligned", "shared::cta", "b32")
+    space = "shared" if "shared::cta" in rest else "generic"
     to, offset = d.address(i.operands[0], "b32")
     slot = d.source(i.operands[1], "u32")
 
-    def allocate(w: Warp, lanes: int) -> None:
-        memory, count = memory_of(w.cta), _columns(w, slot, lanes)
-        if memory.relinquished:
-            w.fail("tcgen05.alloc after tcgen05.relinquish_alloc_permit of this CTA")
-        free = [c for c in range(0, COLUMNS, count) if (memory.owner[c : c + count] < 0).all()]
-        if not free:
-            w.fail(
-                f"tcgen05.alloc: no {count} aligned columns are free "
-                f"({np.count_nonzero(memory.owner >= 0)} of {COLUMNS} are allocated); to wait for a dealloc is not modelled"
-            )
-        memory.owner[free[0] : free[0] + count] = free[0]
-        memory.region.track().reshape(LANES, COLUMNS * 4)[:, free[0] * 4 : (free[0] + count) * 4] = 0
+    def allocate(w: Warp, lanes: int) -> Any:
+        count = _columns(w, slot, lanes)
         place = addresses(w, to, offset, lanes)[:1]
-        scatter_to(w, space, place, 4, np.array([[free[0]]], np.uint32), None, 1, strong=False)
+
+        def check() -> None:
+            memory = memory_of(w.cta)
+            if memory.relinquished:
+                w.fail("tcgen05.alloc after tcgen05.relinquish_alloc_permit of this CTA")
+            if not memory.free(count):
+                w.fail(
+                    f"tcgen05.alloc: no {count} aligned columns are free "
+                    f"({np.count_nonzero(memory.owner >= 0)} of {COLUMNS} are allocated); to wait for a dealloc is not modelled"
+                )
+
+        def finish() -> None:
+            memory = memory_of(w.cta)
+            first = memory.free(count)[
+                0
+            ]  # of a pair: the same columns in both CTAs, because they allocate and free together
+            memory.owner[first : first + count] = first
+            memory.region.track().reshape(LANES, COLUMNS * 4)[:, first * 4 : (first + count) * 4] = 0
+            scatter_to(w, space, place, 4, np.array([[first]], np.uint32), None, 1, strong=False)
+
+        return _collective(pair, w, ("tcgen05.alloc", str(count)), check, finish)
 
     return aligned(allocate)
 
@@ -164,28 +253,45 @@ def _columns(w: Warp, slot: int, lanes: int) -> int:
 
 
 def _dealloc(d: Decoder, i: Instruction) -> Execute:
-    d.only(i.modifiers[1:], "cta_group::1", "sync", "aligned", "b32")
+    pair, rest = _group(d, i)
+    d.only(rest, "sync", "aligned", "b32")
     base, slot = d.source(i.operands[0], "b32"), d.source(i.operands[1], "u32")
 
-    def free(w: Warp, lanes: int) -> None:
-        memory, first, count = memory_of(w.cta), uniform(w, base, lanes), _columns(w, slot, lanes)
-        if first >= COLUMNS or np.count_nonzero(memory.owner == first) != count:
-            w.fail(f"tcgen05.dealloc: no allocation of {count} columns starts at {first:#x}")
-        if memory.working:
-            w.fail(f"tcgen05.dealloc while {memory.working} tcgen05 instructions of this CTA are in flight")
-        memory.owner[memory.owner == first] = -1
-        if memory.region.shadow is not None:  # to free them is to write them: all accesses must come before
-            words = np.arange(LANES)[:, None] * COLUMNS + np.arange(first, first + count)
-            memory.region.shadow.store(w, words.reshape(-1), 0)
+    def free(w: Warp, lanes: int) -> Any:
+        first, count = uniform(w, base, lanes), _columns(w, slot, lanes)
+
+        def check() -> None:
+            memory = memory_of(w.cta)
+            if first >= COLUMNS or np.count_nonzero(memory.owner == first) != count:
+                w.fail(f"tcgen05.dealloc: no allocation of {count} columns starts at {first:#x}")
+
+        def finish() -> None:
+            memory = memory_of(w.cta)
+            if memory.working:
+                w.fail(
+                    f"tcgen05.dealloc while {memory.working} tcgen05 instructions of this CTA are in flight"
+                )
+            memory.owner[memory.owner == first] = -1
+            if (
+                memory.region.shadow is not None
+            ):  # to free them is to write them: all accesses must come before
+                words = np.arange(LANES)[:, None] * COLUMNS + np.arange(first, first + count)
+                memory.region.shadow.store(w, words.reshape(-1), 0)
+
+        return _collective(pair, w, ("tcgen05.dealloc", hex(first), str(count)), check, finish)
 
     return aligned(free)
 
 
 def _relinquish(d: Decoder, i: Instruction) -> Execute:
-    d.only(i.modifiers[1:], "cta_group::1", "sync", "aligned")
+    pair, rest = _group(d, i)
+    d.only(rest, "sync", "aligned")
 
-    def relinquish(w: Warp, lanes: int) -> None:
-        memory_of(w.cta).relinquished = True
+    def relinquish(w: Warp, lanes: int) -> Any:
+        def finish() -> None:
+            memory_of(w.cta).relinquished = True
+
+        return _collective(pair, w, ("tcgen05.relinquish_alloc_permit",), lambda: None, finish)
 
     return aligned(relinquish)
 
@@ -281,7 +387,8 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
             values, unknown = values | found << np.uint32(16 * n), unknown | missing
         for target, value, missing in zip(targets, values, unknown):
             w.put(target, value, to_bits(missing), FULL)
-            w.flight[target] = LOADING
+            if "tcgen05.ld" not in w.machine.assume:
+                w.flight[target] = LOADING
         w.tensor_loads += parts
 
     return aligned(load)
@@ -310,7 +417,8 @@ def _st(d: Decoder, i: Instruction) -> Execute:
                 )
             _record_write(w, memory, words)
             memory.store(words, values >> np.uint32(16 * n) & np.uint32((1 << bits) - 1), unknown, bits)
-            np.add.at(memory.busy, words.reshape(-1), 1)
+            for counts in (memory.busy, memory.storing):
+                np.add.at(counts, words.reshape(-1), 1)
         w.tensor_stores += parts
 
     return aligned(store)
@@ -355,7 +463,8 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
         else:
             for words in w.tensor_stores:
                 _record_write(w, memory, words)
-                np.subtract.at(memory.busy, words.reshape(-1), 1)
+                for counts in (memory.busy, memory.storing):
+                    np.subtract.at(counts, words.reshape(-1), 1)
             w.tensor_stores = []
 
     return aligned(wait)
@@ -395,8 +504,8 @@ KINDS = {
 }
 
 
-def shape_of(descriptor: int, kind: str) -> Shape:
-    """Decode an instruction descriptor (PTX ISA, "Instruction descriptor"). ``kind``: a key of `KINDS`.
+def shape_of(descriptor: int, kind: str, pair: bool = False) -> Shape:
+    """Decode an instruction descriptor (PTX ISA, "Instruction descriptor"). ``kind``: a key of `KINDS`; ``pair``: of two CTAs.
 
     Raises:
         ValueError: the descriptor is malformed, or not modelled.
@@ -415,7 +524,11 @@ def shape_of(descriptor: int, kind: str) -> Shape:
         raise ValueError(
             f"kind::{kind} has no types {descriptor >> 7 & 7} of A and {descriptor >> 10 & 7} of B"
         )
-    if m not in (64, 128) or not 8 <= n <= 256 or (m == 128 and n % 16):
+    if pair and (m not in (128, 256) or not 16 <= n <= 256 or n % 16):
+        raise ValueError(
+            f"cta_group::2: expected M = 128 or 256, and N a multiple of 16, at most 256; got M = {m}, N = {n}"
+        )
+    if not pair and (m not in (64, 128) or not 8 <= n <= 256 or (m == 128 and n % 16)):
         raise ValueError(
             f"expected M = 64 with N a multiple of 8, or M = 128 with N a multiple of 16, N at most 256; got M = {m}, N = {n}"
         )
@@ -451,18 +564,27 @@ def rows_of(m: int, first: int) -> Array:
     return rows if m == 128 else first + rows // 16 * 32 + rows % 16
 
 
+def _places_of_d(w: Warp, cta: Cta, shape: Shape, pair: bool, first: int, column: int) -> Array:
+    """Return the words [rows, N] of D in the tensor memory of a CTA (PTX ISA, "Data Path Layout Organization").
+
+    A pair with M = 128 has 64 rows in each CTA: the lanes from 64 on hold the second half of the columns.
+    """
+    memory = memory_of(cta)
+    if not pair or shape.m == 256:
+        return memory.words(w, rows_of(128 if pair else shape.m, first), column, shape.n)
+    half = shape.n // 2
+    lower = memory.words(w, np.arange(64), column, half)
+    return np.concatenate([lower, lower + 64 * COLUMNS], axis=1)
+
+
 def _mma(d: Decoder, i: Instruction) -> Execute:
-    kinds = [m[6:] for m in i.modifiers if m.startswith("kind::")]
+    """`mma`. Of a pair, each CTA holds half of the rows of A and D, and of the columns of B, at the same addresses."""
+    pair, modifiers = _group(d, i)
+    kinds = [m[6:] for m in modifiers if m.startswith("kind::")]
     d.only(
-        i.modifiers[1:],
-        "cta_group::1",
-        "kind::f16",
-        "kind::tf32",
-        "kind::f8f6f4",
-        "collector::a::discard",
-        "collector::a::fill",
+        modifiers, "kind::f16", "kind::tf32", "kind::f8f6f4", "collector::a::discard", "collector::a::fill"
     )
-    if len(kinds) != 1 or "cta_group::1" not in i.modifiers:
+    if len(kinds) != 1:
         d.refuse("this form of tcgen05.mma is not modelled")
     (kind,) = kinds
     size, _ = KINDS[kind]
@@ -473,9 +595,10 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
     b, instruction = d.source(operands[2], "b64"), d.source(operands[3], "b32")
     rest = operands[4:]
     masks = d.sources(rest.pop(0), "b32") if isinstance(rest[0], Vector) else []
-    if len(rest) not in (1, 2) or len(masks) not in (0, 4):
+    if len(rest) not in (1, 2) or len(masks) not in (0, 8 if pair else 4):
         d.refuse(
-            "tcgen05.mma: expected d, a, b, idesc, an optional mask of 4 registers, enable-input-d, an optional scale-input-d"
+            f"tcgen05.mma: expected d, a, b, idesc, an optional mask of {8 if pair else 4} registers, enable-input-d, "
+            "an optional scale-input-d"
         )
     scale, negated = d.predicate(rest[0])
     factor = 2.0 ** -d.immediate(rest[1]) if len(rest) == 2 else 1.0
@@ -489,60 +612,78 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
             )
         value = lambda slot: int(w.regs[slot][lane])
         try:
-            shape = shape_of(value(instruction), kind)
+            shape = shape_of(value(instruction), kind, pair)
         except ValueError as error:
             w.fail(f"instruction descriptor {value(instruction):#x}: {error}")
-        memory, pc = memory_of(w.cta), w.pc
-        target = value(to) + to_offset
+        target, pc = value(to) + to_offset, w.pc
         first, column = target >> 16, target & 0xFFFF
-        if first not in ((0,) if shape.m == 128 else (0, 16)):
+        if first not in ((0, 16) if shape.m == 64 else (0,)):
             w.fail(
-                f"tcgen05.mma: D of M = {shape.m} must start at lane 0{'' if shape.m == 128 else ' or 16'}, got {first}"
+                f"tcgen05.mma: D of M = {shape.m} must start at lane 0{' or 16' if shape.m == 64 else ''}, got {first}"
             )
-        rows = rows_of(shape.m, first)
-        words = memory.words(w, rows, column, shape.n)
         add = bool((w.regs[scale] ^ FULL * negated) >> lane & 1)
         kept = sum(value(s) << 32 * n for n, s in enumerate(masks))
-        written = np.array([not kept >> int(row) & 1 for row in rows])
+        if pair and kept:
+            w.fail("tcgen05.mma: lanes of D that are disabled are not modelled for cta_group::2")
+        ctas = _ctas(w, pair)
+        rows, columns = shape.m // len(ctas), shape.n // len(ctas)
         w.issuer.issue(int(lane))
-        right, b_unknown, checks = _operand(w, value(b), shape.n, shape.b_mn_major, size)
+        rights = [_operand(w, cta, value(b), columns, shape.b_mn_major, size) for cta in ctas]
         if in_tensor_memory:
             if shape.a_mn_major:
                 w.fail(
                     "tcgen05.mma: A in tensor memory must be K-major; the instruction descriptor says MN-major"
                 )
+            if pair and shape.m == 128:
+                w.fail("tcgen05.mma: A in tensor memory with M = 128 is not modelled for cta_group::2")
             place = value(a) + a_offset
             if place >> 16 != first:
                 w.fail(f"tcgen05.mma: A must start at the lane of D, {first}; got {place >> 16}")
-            a_words = memory.words(w, rows, place & 0xFFFF, 8)
-            _record_read(w.issuer.start(), memory, a_words)
         else:
-            left, a_unknown, more = _operand(w, value(a), shape.m, shape.a_mn_major, size)
-            checks += more
-        if add:
-            _record_read(w.issuer.start(), memory, words)
-        _record_write(w.issuer.start(), memory, words[written])
-        np.add.at(memory.busy, words.reshape(-1), 1)
+            lefts = [_operand(w, cta, value(a), rows, shape.a_mn_major, size) for cta in ctas]
+        parts = []
+        for n, cta in enumerate(ctas):
+            memory = memory_of(cta)
+            words = _places_of_d(w, cta, shape, pair, first, column)
+            written = np.array([not kept >> int(row) & 1 for row in words[:, 0] // COLUMNS])
+            left: Matrix | Array
+            stored: Array = np.zeros(len(words), np.bool_)
+            if in_tensor_memory:
+                left = memory.words(w, words[:, 0] // COLUMNS, place & 0xFFFF, 8)
+                stored = np.any(memory.storing[left], axis=1)  # rows that no wait has completed
+                _record_read(w.issuer.start(), memory, left)
+            else:
+                left = lefts[n]
+            if add:
+                _record_read(w.issuer.start(), memory, words)
+            _record_write(w.issuer.start(), memory, words[written])
+            np.add.at(memory.busy, words.reshape(-1), 1)
+            parts.append((memory, words, written, left, stored))
 
         def execute() -> None:
             w.pc = pc
-            for check in checks:
-                check()
-            x, x_unknown = (
-                _from_tensor_memory(memory, a_words, size) if in_tensor_memory else (left, a_unknown)
-            )
-            product = values_of(x, shape.a) @ values_of(right, shape.b).T * (-1 if shape.negative else 1)
-            np.subtract.at(memory.busy, words.reshape(-1), 1)
-            missing = x_unknown[:, None] | b_unknown[None, :]
-            if add:
-                # Pending writes of later instructions do not count: this one precedes them in the queue.
-                before, empty = memory.at(words, shape.bits)
-                missing = missing | empty
-                product = product + _values(before, shape.bits) * factor
-            bits = _rounded(product, shape.bits)
-            memory.store(words[written], bits[written], missing[written], shape.bits)
+            for operand in rights if in_tensor_memory else rights + lefts:
+                operand.check()
+            y = np.concatenate([values_of(right.bits, shape.b) for right in rights])
+            y_unknown = np.concatenate([right.unknown for right in rights])
+            for memory, words, written, left, stored in parts:
+                if isinstance(left, Matrix):
+                    x, x_unknown = left.bits, left.unknown
+                else:
+                    x, x_unknown = _from_tensor_memory(memory, left, size)
+                    x_unknown = x_unknown | stored
+                product = values_of(x, shape.a) @ y.T * (-1 if shape.negative else 1)
+                np.subtract.at(memory.busy, words.reshape(-1), 1)
+                missing = x_unknown[:, None] | y_unknown[None, :]
+                if add:
+                    # Pending writes of later instructions do not count: this one precedes them in the queue.
+                    before, empty = memory.at(words, shape.bits)
+                    missing = missing | empty
+                    product = product + _values(before, shape.bits) * factor
+                bits = _rounded(product, shape.bits)
+                memory.store(words[written], bits[written], missing[written], shape.bits)
 
-        _enqueue(w, memory, execute)
+        _enqueue(w, [memory_of(cta) for cta in ctas], execute)
 
     return multiply
 
@@ -570,41 +711,53 @@ def _one_lane(w: Warp, lanes: int) -> Array:
     return found
 
 
-def _operand(
-    w: Warp, descriptor: int, rows: int, mn_major: bool, size: int
-) -> tuple[Array, Array, list[Callable[[], None]]]:
-    """Read an operand in shared memory.
+@dataclass(frozen=True)
+class Matrix:
+    """An operand in the shared memory of a CTA.
 
-    Returns:
-        Its bits [rows, 32 / size]; bool[rows], the rows with undefined elements; and checks that it has not changed.
+    Attributes:
+        bits: [rows, 32 / size].
+        unknown: bool[rows], the rows with undefined elements.
+        check: checks that it has not changed.
     """
+
+    bits: Array
+    unknown: Array
+    check: Callable[[], None]
+
+
+def _operand(w: Warp, cta: Cta, descriptor: int, rows: int, mn_major: bool, size: int) -> Matrix:
+    """Read an operand in the shared memory of a CTA."""
     if size != 2 and mn_major:
         w.fail(
             "tcgen05.mma: tf32 and fp8 are modelled K-major only, the instruction descriptor says MN-major"
         )
-    bits, unknown, check = load_operand(w, *matrix_of(w, descriptor), rows, mn_major, size)
-    return bits, np.zeros(rows, np.bool_) if unknown is None else unknown, [check]
+    bits, unknown, check = load_operand(w, *matrix_of(w, descriptor), rows, mn_major, size, cta=cta)
+    return Matrix(bits, np.zeros(rows, np.bool_) if unknown is None else unknown, check)
 
 
 def _from_tensor_memory(memory: TensorMemory, words: Array, size: int) -> tuple[Array, Array]:
-    """Read A from tensor memory, in the form of `_operand`. A word holds several elements below 4 bytes, the lowest one first."""
-    values, unknown = memory.load(words)
+    """Read A from tensor memory: the bits and undefined rows of a `Matrix`. A word holds several elements below 4 bytes, the lowest one first."""
+    values, unknown = memory.at(words)  # not `load`: later instructions of the queue may write these words
     return np.ascontiguousarray(values).view(UNSIGNED[size]), np.any(unknown, axis=1)
 
 
-def _enqueue(w: Warp, memory: TensorMemory, execute: Callable[[], None], works: bool = True) -> None:
-    """Append an instruction to the queue. Each pending entry of the machine executes the queue's first instruction.
+def _enqueue(w: Warp, accessed: list[TensorMemory], execute: Callable[[], None]) -> None:
+    """Append an instruction to the queue of the warp's CTA. Each pending entry of the machine executes the queue's first instruction.
 
-    ``works``: whether it accesses tensor memory.
+    ``accessed``: the tensor memory that it accesses, of one CTA or of both in a pair.
     """
+    queue = memory_of(w.cta).queue
 
     def last() -> None:
-        memory.working -= works
+        for memory in accessed:
+            memory.working -= 1
         execute()
 
-    memory.working += works
-    memory.queue.append(last)
-    w.machine.pending.append(lambda: memory.queue.popleft()())
+    for memory in accessed:
+        memory.working += 1
+    queue.append(last)
+    w.machine.pending.append(lambda: queue.popleft()())
 
 
 def _commit(d: Decoder, i: Instruction) -> Execute:
@@ -612,9 +765,8 @@ def _commit(d: Decoder, i: Instruction) -> Execute:
 
     With multicast: at the same mbarrier of several CTAs of the cluster.
     """
-    d.only(
-        i.modifiers[1:], "cta_group::1", "mbarrier::arrive::one", "shared::cluster", "multicast::cluster", "b64"
-    )  # fmt: skip
+    _, modifiers = _group(d, i)
+    d.only(modifiers, "mbarrier::arrive::one", "shared::cluster", "multicast::cluster", "b64")
     base, offset = d.address(i.operands[0], "b32")
     multicast = "multicast::cluster" in i.modifiers
     if len(i.operands) != 1 + multicast:
@@ -643,7 +795,7 @@ def _commit(d: Decoder, i: Instruction) -> Execute:
                 barrier.release(known)
                 barrier.arrive(1, w.fail)
 
-        _enqueue(w, memory_of(w.cta), arrive, works=False)
+        _enqueue(w, [], arrive)
 
     return commit
 
@@ -662,11 +814,14 @@ _COPIES = {
 
 
 def _cp(d: Decoder, i: Instruction) -> Execute:
-    """`cp`: rows of a K-major operand in shared memory to columns of tensor memory. It stays in order with `mma`."""
-    rest = [m for m in i.modifiers[1:] if m != "cta_group::1"]
+    """`cp`: rows of a K-major operand in shared memory to columns of tensor memory. It stays in order with `mma`.
+
+    In a pair, each CTA copies from its shared memory to its tensor memory.
+    """
+    pair, rest = _group(d, i)
     shape = next((m for m in rest if m[0].isdigit()), "")
     form = shape, ".".join(m for m in rest if m != shape)
-    if "cta_group::1" not in i.modifiers or form not in _COPIES:
+    if form not in _COPIES:
         d.refuse("this copy to tensor memory is not modelled")
     replicas, count = _COPIES[form]
     to, offset = d.address(i.operands[0], "b32")
@@ -678,28 +833,33 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
             w.fail(
                 f"an operand is undefined: it depends on a value that nothing has written yet (lane {lane})"
             )
-        memory, pc, target = memory_of(w.cta), w.pc, int(w.regs[to][lane]) + offset
+        pc, target = w.pc, int(w.regs[to][lane]) + offset
         if target >> 16 or target % 4:
             w.fail(
                 f"tcgen05.cp: the destination {target:#x} must start at lane 0 and at a multiple of 4 columns"
             )
         w.issuer.issue(int(lane))
         matrix = matrix_of(w, int(w.regs[source][lane]))
-        bits, missing, check = load_operand(w, *matrix, replicas.shape[1], False, 2, 4 * count)
-        values = np.ascontiguousarray(bits).view(np.uint32)
-        unknown = None if missing is None else np.repeat(missing[:, None], count, 1)
-        places = [memory.words(w, rows, target, count) for rows in replicas]
-        for words in places:
-            _record_write(w.issuer.start(), memory, words)
-            np.add.at(memory.busy, words.reshape(-1), 1)
+        parts = []
+        for cta in _ctas(w, pair):
+            bits, missing, check = load_operand(w, *matrix, replicas.shape[1], False, 2, 4 * count, cta)
+            values = np.ascontiguousarray(bits).view(np.uint32)
+            unknown = None if missing is None else np.repeat(missing[:, None], count, 1)
+            memory = memory_of(cta)
+            places = [memory.words(w, rows, target, count) for rows in replicas]
+            for words in places:
+                _record_write(w.issuer.start(), memory, words)
+                np.add.at(memory.busy, words.reshape(-1), 1)
+            parts.append((memory, places, values, unknown, check))
 
         def execute() -> None:
             w.pc = pc
-            check()
-            for words in places:
-                np.subtract.at(memory.busy, words.reshape(-1), 1)
-                memory.store(words, values, unknown)
+            for memory, places, values, unknown, check in parts:
+                check()
+                for words in places:
+                    np.subtract.at(memory.busy, words.reshape(-1), 1)
+                    memory.store(words, values, unknown)
 
-        _enqueue(w, memory, execute)
+        _enqueue(w, [memory for memory, *_ in parts], execute)
 
     return copy

@@ -245,14 +245,20 @@ def region_of(w: Warp, places: Array, size: int) -> Region:
 # ---- global to shared memory
 
 
-def start_load(w: Warp, m: TensorMap, place: int, corner: list[int], barrier_place: int, lane: int) -> None:
+def start_load(
+    w: Warp, m: TensorMap, place: int, corner: list[int], barrier_place: int, lane: int, pair: bool = False
+) -> None:
     """Start a copy of a box to shared memory. At some later time its bytes arrive, and the mbarrier counts them.
 
-    Elements outside of the tensor get the map's fill value.
+    Elements outside of the tensor get the map's fill value. ``pair``: the mbarrier may be in the peer CTA of the destination's.
     """
     (cta, place), pc, clock = cta_at(w, place), w.pc, w.clock.now
-    if cta_at(w, barrier_place)[0] is not cta:
-        w.fail("bulk tensor copy: the mbarrier is not in the CTA whose shared memory is written")
+    counting = cta_at(w, barrier_place)[0]
+    if counting is not cta and not (pair and counting.rank == cta.rank ^ 1):
+        w.fail(
+            "bulk tensor copy: the mbarrier is not in the CTA whose shared memory is written"
+            + (", nor in its peer" if pair else "")
+        )
     barrier, shared = mbarrier_at(w, barrier_place, proxy=True), cta.shared
     places, inside, origins = _checked(w, m, shared, place, corner)
     shared.track()
@@ -434,13 +440,20 @@ def wait(d: Decoder, i: Instruction) -> Execute:
 def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
     """`cp.async.bulk.tensor` in tiled mode. With an ``operation``: `cp.reduce.async.bulk.tensor`."""
     multicast = "multicast::cluster" in i.modifiers
-    dropped = ("reduce", operation, "L2::cache_hint", "tile", "multicast::cluster", "cta_group::1")
+    pair = "cta_group::2" in i.modifiers
+    dropped = (
+        "reduce", operation, "L2::cache_hint", "tile", "multicast::cluster", "cta_group::1", "cta_group::2",
+    )  # fmt: skip
     shape = tuple(m for m in i.modifiers if m not in dropped)[3:]
     loads = shape[1:] in (
         ("shared::cta", "global", "mbarrier::complete_tx::bytes"),
         ("shared::cluster", "global", "mbarrier::complete_tx::bytes"),
     )
-    if (not loads or operation) and shape[1:] != ("global", "shared::cta", "bulk_group"):
+    if (
+        pair
+        and not loads
+        or ((not loads or operation) and shape[1:] != ("global", "shared::cta", "bulk_group"))
+    ):
         d.refuse("this bulk tensor copy is not modelled")
     operands = list(i.operands)
     if "L2::cache_hint" in i.modifiers:
@@ -464,9 +477,12 @@ def tensor_copy(d: Decoder, i: Instruction, operation: str = "") -> Execute:
         for n, lane in enumerate(INDICES[lanes].tolist()):
             if mask is not None:
                 for place, mbarrier in multicast_places(w, mask, lane, places[n], barriers[n]):
-                    start_load(w, map_at(w, maps[n]), place, corners[n], mbarrier, lane)
+                    if pair:  # the CTA of each pair whose rank has the parity of that of the given mbarrier
+                        odd = barriers[n] >> CTA_BITS & 1
+                        mbarrier = mbarrier & ~(1 << CTA_BITS) | odd << CTA_BITS
+                    start_load(w, map_at(w, maps[n]), place, corners[n], mbarrier, lane, pair)
             elif loads:
-                start_load(w, map_at(w, maps[n]), places[n], corners[n], barriers[n], lane)
+                start_load(w, map_at(w, maps[n]), places[n], corners[n], barriers[n], lane, pair)
             else:
                 # The reduction of each lane counts, even if it is the same.
                 key = (maps[n], places[n], lane if operation else -1, *corners[n])
@@ -525,7 +541,7 @@ def multicast_places(w: Warp, mask: int, lane: int, *places: int) -> list[tuple[
     if bits == 0:
         w.fail(f"multicast: the CTA mask of lane {lane} is 0, expected at least one CTA")
     local = (1 << CTA_BITS) - 1
-    return [tuple(x & local | rank + 1 << CTA_BITS for x in places) for rank in range(16) if bits >> rank & 1]
+    return [tuple(x & local | rank << CTA_BITS for x in places) for rank in range(16) if bits >> rank & 1]
 
 
 def bulk_store(d: Decoder, i: Instruction, operation: str = "", kind: str = "b32") -> Execute:

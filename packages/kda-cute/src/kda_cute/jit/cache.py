@@ -2,7 +2,7 @@
 
 | file | content |
 | --- | --- |
-| ``<kernel>.<arch>.<digest>.o`` | the exported object |
+| ``<kernel>.<arch>.<digest>.o`` | the exported object; ``<kernel>-ptx.<arch>.<digest>.o``: PTX and object, for an instrument (`kernels_made_by`) |
 | ``<kernel>.<arch>.<digest>.json`` | the object's length and sha256, and the ingredients of the key |
 | ``<kernel>.<arch>.<digest>.lock`` | the advisory lock of the compiling process, and its process id |
 | ``quarantine/<kernel>.<arch>.<digest>.*`` | a bad entry, and the reason in a ``.reason`` file |
@@ -214,6 +214,9 @@ def _summary(content: bytes) -> dict[str, object]:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def entry_of(variant: Variant) -> Entry:
-    """Returns the place of a variant in the folder `env.cache_dir`. Imports the DSL."""
+def entry_of(variant: Variant, with_ptx: bool = False) -> Entry:
+    """Returns the place of a variant in the folder `env.cache_dir`. Imports the DSL. ``with_ptx``: of `dsl.export_with_ptx`."""
+    if with_ptx:
+        stem = f"{variant.kernel.__qualname__}-ptx.{variant.arch}"
+        return Entry(env.cache_dir(), stem, variant.ingredients() | {"content": "PTX and object"})
     return Entry(env.cache_dir(), variant.stem, variant.ingredients())

@@ -19,7 +19,7 @@ from kda_cute.interface import KernelInterface
 from kda_cute.jit import housekeeping
 from kda_cute.jit.ahead_of_time import offering_backend
 from kda_cute.jit.cache import QUARANTINE, Entry, entry_of
-from kda_cute.jit.dsl import export, load, require_dsl, with_ptx
+from kda_cute.jit.dsl import export, export_with_ptx, load, parts, require_dsl
 from kda_cute.jit.key import Variant, canonical
 from kda_cute.jit.target import check_arch
 from kda_cute.store import search
@@ -45,7 +45,7 @@ class CacheInfo:
     exported: int = 0
 
 
-Maker = Callable[[Any], Callable[..., Any]]
+Maker = Callable[[str, bytes], Callable[..., Any]]
 Slot = tuple["type | KernelInterface", str, str, "Maker | None"]
 
 _maker: ContextVar[Maker | None] = ContextVar("kda_cute_kernel_maker", default=None)
@@ -121,7 +121,7 @@ def get_kernel(kernel: type | KernelInterface, config: object, arch: str) -> Cal
                 found = (
                     _find(kernel, config, arch)
                     if make is None
-                    else with_ptx(_variant(kernel, config, arch), make)
+                    else make(*parts(_load_or_compile(_variant(kernel, config, arch), with_ptx=True)))
                 )
                 _table[slot] = found
     return found
@@ -162,11 +162,11 @@ def _variant_lock(slot: Slot) -> threading.Lock:
 
 @contextlib.contextmanager
 def kernels_made_by(make: Maker) -> Iterator[None]:
-    """Makes `get_kernel` return ``make(compiled)``, within the block and in this thread. For test instruments that run
+    """Makes `get_kernel` return ``make(ptx, object)``, within the block and in this thread. For test instruments that run
     kernels without a GPU.
 
-    ``compiled`` is the DSL's compiled function with its PTX (``__ptx__``). The results are kept in memory for each `make`. The
-    cache folder is neither read nor written, and ``KDA_DISABLE_JIT`` has no effect.
+    ``object`` is the content of the object file that the DSL exports, with the function `kda_cute.jit.dsl.FUNCTION`. The results are
+    kept in memory for each `make`, PTX and object in the cache folder. ``KDA_DISABLE_JIT`` has no effect.
     """
     token = _maker.set(make)
     try:
@@ -178,21 +178,23 @@ def kernels_made_by(make: Maker) -> Iterator[None]:
 # ---- the cache folder
 
 
-def _load_or_compile(variant: Variant) -> bytes:
-    """Returns the object file of a variant."""
+def _load_or_compile(variant: Variant, with_ptx: bool = False) -> bytes:
+    """Returns the object file of a variant; with its PTX, see `dsl.export_with_ptx`."""
     require_dsl()
-    entry = entry_of(variant)
+    entry, make = entry_of(variant, with_ptx), export_with_ptx if with_ptx else export
     outdated = variant.outdated()
     stored = entry.exists()  # before `Entry.read`, which moves a bad entry away
     if outdated is None and (content := entry.read()) is not None:
         _count(loaded=1)
         return content
-    if env.disable_jit():
+    if env.disable_jit() and not with_ptx:
         raise JitDisabledError(_missing(variant, entry, outdated))
-    return _compile_outdated(variant, outdated) if outdated else _compile_shared(variant, entry, stored)
+    if outdated:
+        return _compile_outdated(variant, outdated, make)
+    return _compile_shared(variant, entry, stored, make)
 
 
-def _compile_outdated(variant: Variant, outdated: str) -> bytes:
+def _compile_outdated(variant: Variant, outdated: str, make: Callable[[Variant], bytes]) -> bytes:
     """Compiles for this process alone, which runs other sources than are installed."""
     storage.warn_once(
         "outdated",
@@ -200,16 +202,17 @@ def _compile_outdated(variant: Variant, outdated: str) -> bytes:
         outdated,
         log=logger,
     )
-    content = export(variant)
+    content = make(variant)
     _count(compiled=1)
     return content
 
 
-def _compile_shared(variant: Variant, entry: Entry, stored: bool) -> bytes:
+def _compile_shared(variant: Variant, entry: Entry, stored: bool, make: Callable[[Variant], bytes]) -> bytes:
     """Compiles into the cache folder, unless another process has. If the folder fails, compiles for this process alone.
 
     Args:
         stored: the folder had the entry, but it was bad.
+        make: `export` or `export_with_ptx`.
 
     Returns the object: a kernel that was just compiled is loaded from it too, so that all processes run the same code.
     """
@@ -222,7 +225,7 @@ def _compile_shared(variant: Variant, entry: Entry, stored: bool) -> bytes:
                 _count(loaded=1)
                 return content
             _announce(variant, entry.folder)
-            content = export(variant)
+            content = make(variant)
             _count(compiled=1, replaced=int(stored))
             if variant.outdated(thorough=True) is None:
                 entry.commit(content)
@@ -238,7 +241,7 @@ def _compile_shared(variant: Variant, entry: Entry, stored: bool) -> bytes:
             log=logger,
         )
         if content is None:
-            content = export(variant)
+            content = make(variant)
             _count(compiled=1)
     return content
 

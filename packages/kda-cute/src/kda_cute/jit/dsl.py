@@ -106,13 +106,37 @@ def export(variant: Variant) -> bytes:
         CompileError: as `trace`, or the object cannot be written.
     """
     with _compiler:
-        compiled = trace(variant)
-        try:
-            with _memory_file() as path:
-                compiled.export_to_c(path, function_name=FUNCTION)
-                return Path(path).read_bytes()
-        except Exception as error:
-            raise CompileError(f"{variant} could not be exported: {type(error).__name__}: {error}") from error
+        return _exported(variant, trace(variant))
+
+
+def _exported(variant: Variant, compiled: Any) -> bytes:
+    """Returns the content of the object file of the DSL's compiled function."""
+    try:
+        with _memory_file() as path:
+            compiled.export_to_c(path, function_name=FUNCTION)
+            return Path(path).read_bytes()
+    except Exception as error:
+        raise CompileError(f"{variant} could not be exported: {type(error).__name__}: {error}") from error
+
+
+def export_with_ptx(variant: Variant) -> bytes:
+    """Compiles a variant and returns its PTX with the content of its object file, for `parts`.
+
+    Raises:
+        CompileError: as `export`.
+    """
+
+    def both(compiled: Any) -> bytes:
+        ptx = compiled.__ptx__.encode()
+        return len(ptx).to_bytes(8, "little") + ptx + _exported(variant, compiled)
+
+    return with_ptx(variant, both)
+
+
+def parts(content: bytes) -> tuple[str, bytes]:
+    """Returns the PTX and the object of `export_with_ptx`."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    return content[8:end].decode(), content[end:]
 
 
 def load(variant: Variant, content: bytes) -> Callable[..., Any]:

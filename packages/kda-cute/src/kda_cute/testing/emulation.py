@@ -29,6 +29,7 @@ from kda_core.reference import SPEC as REFERENCE_SPEC
 from kda_core.registry import REGISTRY
 from kda_core.testing.memory import Layout
 from kda_cute import kernels_made_by
+from kda_cute.jit.dsl import FUNCTION
 
 OPTIONAL = (
     "segment_workspace_bytes", "summarize", "merge_segments", "execute_segments",
@@ -38,6 +39,13 @@ OPTIONAL = (
 
 
 _OPEN = Tensors._fields[: Tensors._fields.index("cu_seqlens") + 1]
+
+
+def load(ptx: str, content: bytes) -> Callable[..., Any]:
+    """Returns the emulated function of a kernel, for `kda_cute.kernels_made_by`."""
+    import ptx_emulator
+
+    return ptx_emulator.Function(ptx, content, FUNCTION)
 
 
 class EmulatedBackend:
@@ -65,9 +73,7 @@ class EmulatedBackend:
         return self.backend.workspace_bytes(shape)
 
     def compile(self, shape: ProblemShape) -> None:
-        import ptx_emulator
-
-        with kernels_made_by(ptx_emulator.load):
+        with kernels_made_by(load):
             self.backend.compile(shape)
 
     def chunk_fwd(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
@@ -100,7 +106,7 @@ class EmulatedBackend:
 
         tensors = [part for x in arguments for tensor in tensors_of(x) for part in dense_parts(tensor)]
         with (
-            kernels_made_by(ptx_emulator.load),
+            kernels_made_by(load),
             ptx_emulator.device(self.arch, tensors=tensors, **self.options) as device,
             Copies(device),
         ):

@@ -1,0 +1,47 @@
+"""The memory of a launch is given back when it ends, without the help of Python's garbage collector."""
+
+import gc
+
+import pytest
+import torch
+from helpers.emulator import tcgen05
+from helpers.emulator.ptx import run
+
+from ptx_emulator import ExecutionError
+from ptx_emulator.machine import Cta, Machine, Warp
+from ptx_emulator.memory import Region
+
+COPY = "mul.wide.s32 %q20, %r0, 4; add.s64 %q20, %q20, %q0; st.global.b32 [%q20], %r0; cp.async.bulk.commit_group;"
+PRODUCT = tcgen05.HEAD + tcgen05.ZERO + tcgen05.copied_out("%q0") + tcgen05.TAIL
+PENDING = "add.s32 %r5, %r1, 1024; @%p2 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r5], [%q0], 16, [%r2];"
+
+
+@pytest.fixture
+def without_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def kept():
+    return [x for x in gc.get_objects() if type(x) in (Machine, Cta, Region) or issubclass(type(x), Warp)]
+
+
+@pytest.mark.parametrize("compiled", (True, False))
+@pytest.mark.parametrize("body", (COPY, PRODUCT), ids=("copy", "tensor memory"))
+def test_nothing_is_kept(without_collector, body, compiled):
+    out = torch.zeros((128, 64), dtype=torch.int32)
+    run(body, out, threads=128, grid=3, shared=4096, compiled=compiled)
+    assert kept() == []
+
+
+def test_nothing_is_kept_after_an_error(without_collector):
+    out = torch.zeros((128, 64), dtype=torch.int32)
+    with pytest.raises(ExecutionError, match="has not freed its tensor memory"):
+        run(tcgen05.HEAD, out, threads=128, shared=4096)
+    assert kept() == []
+    with pytest.raises(ExecutionError, match="the CTA ends while a bulk copy") as error:
+        run(tcgen05.HEAD + PENDING + tcgen05.TAIL, out, threads=128, shared=4096)
+    del error
+    assert kept() == []
