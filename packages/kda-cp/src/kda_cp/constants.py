@@ -133,26 +133,28 @@ Key = tuple[str, str, str]
 #
 # backward, backward_dense, state_gradients: from single measurements (docs/kernels/backward.md), not fitted to sweeps. A backward has
 # two launches. The chains of the first one are those of the modes `recompute` and `reverse`. The second one computes the gradients of
-# chunks; intra_chunk_ns is its time, which a split does not change. `initial_state_gradients` was not measured: its chains are taken to
-# be as fast as those of `reverse` without stores, with twice as many halves. work_ns is the time of the intra-chunk stage.
+# chunks; intra_chunk_ns is its time, which a split does not change. The chains of `initial_state_gradients` are taken to be as fast as
+# those of `reverse` without stores, with twice as many halves. work_ns is the time of the intra-chunk stage.
+#
+# All values were then scaled to the times of one run of ``python -m kda_cp calibrate`` on an H200.
 _SM90 = Constants(
     forward=Pass(
-        chain=((20, 15.9), (28, 21.8), (46, 31.1)), intra_chunk_ns=0.0, work_ns=0.0, call_us=30.0, even=True
+        chain=((20, 15.1), (28, 20.8), (46, 29.6)), intra_chunk_ns=0.0, work_ns=0.0, call_us=28.6, even=True
     ),
-    merge_us=1.2,
+    merge_us=1.7,
     gather_ns=0.62,
     summarize=Pass(
-        chain=((14, 12.7), (24, 20.0), (32, 25.8)), intra_chunk_ns=0.0, work_ns=0.83, call_us=28.0, even=True
+        chain=((14, 12.4), (24, 19.5), (32, 25.2)), intra_chunk_ns=0.0, work_ns=0.81, call_us=27.3, even=True
     ),
     execute=Pass(
-        chain=((32, 15.7), (66, 19.6), (132, 29.5)), intra_chunk_ns=0.0, work_ns=0.37, call_us=15.0, even=True
+        chain=((32, 15.3), (66, 19.1), (132, 28.8)), intra_chunk_ns=0.0, work_ns=0.36, call_us=14.6, even=True
     ),
-    backward=Pass(chain=((32, 50.0), (64, 95.0)), intra_chunk_ns=1.4, work_ns=0.0, call_us=45.0, even=True),
+    backward=Pass(chain=((32, 47.6), (64, 90.5)), intra_chunk_ns=1.33, work_ns=0.0, call_us=42.9, even=True),
     backward_dense=Pass(
-        chain=((26, 24.5), (46, 41.0)), intra_chunk_ns=1.4, work_ns=0.0, call_us=45.0, even=True
+        chain=((26, 22.9), (46, 38.4)), intra_chunk_ns=1.31, work_ns=0.0, call_us=42.1, even=True
     ),
     state_gradients=Pass(
-        chain=((17, 20.0), (32, 34.0)), intra_chunk_ns=0.0, work_ns=0.83, call_us=30.0, even=True
+        chain=((17, 16.1), (32, 27.3)), intra_chunk_ns=0.0, work_ns=0.67, call_us=24.1, even=True
     ),
 )
 

@@ -9,7 +9,7 @@ import torch
 
 from helpers.emulator import prefill
 from helpers.emulator.cases.inputs import random
-from helpers.emulator.cases.registry import TO_BE_RECORDED, Norm, Outputs, add
+from helpers.emulator.cases.registry import Norm, Outputs, add
 from kda_core.testing import make_inputs
 
 
@@ -46,10 +46,6 @@ for name, arguments, options in (
     _, _, chunk, warpgroups = arguments
     title = f"prefill chunk {chunk}, {warpgroups} warpgroup{'s' * (warpgroups > 1)}, {name}"
     add("prefill", title, partial(kda, *arguments, **options), PREFILL, arch="sm_90a")
-    if chunk == 32 and name.startswith(
-        ("bounded", "packed")
-    ):  # no GPU has recorded them since warpgroups prepare most of these chunks
-        TO_BE_RECORDED.add(f"prefill/{title}")
 
 
 def segments(chunk: int, v_first: bool) -> Outputs:
@@ -62,7 +58,6 @@ def segments(chunk: int, v_first: bool) -> Outputs:
 for chunk, v_first in ((64, False), (32, True)):
     title = f"prefill chunk {chunk}, in segments{', V-first states' * v_first}"
     add("prefill", title, partial(segments, chunk, v_first), PREFILL, arch="sm_90a")
-TO_BE_RECORDED.add(f"prefill/{title}")  # the last one, for the same reason
 
 
 def merged() -> Outputs:
