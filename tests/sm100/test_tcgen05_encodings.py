@@ -19,11 +19,11 @@ def decoded(monkeypatch):
     """Returns two lists that the emulator fills: the instruction descriptors and the matrix descriptors that it decodes."""
     instructions, matrices = [], []
 
-    def shape_of(descriptor, kind, decode=tensor_memory.shape_of):
+    def shape_of(descriptor, kind, pair=False, *, decode=tensor_memory.shape_of):
         instructions.append(descriptor)
-        return decode(descriptor, kind)
+        return decode(descriptor, kind, pair)
 
-    def matrix_of(warp, descriptor, decode=tensor_memory.matrix_of):
+    def matrix_of(warp, descriptor, *, decode=tensor_memory.matrix_of):
         matrices.append(descriptor)
         return decode(warp, descriptor)
 
