@@ -98,7 +98,8 @@ def segment_arguments(inputs: KdaInputs) -> SegmentArguments:
     """Returns where the segments of a call over a pool lie in its sequences."""
     segments = inputs.segments
     assert segments is not None
-    return SegmentArguments(*map(address, (segments.sequence, segments.before, segments.ends)))  # type: ignore[arg-type]
+    found = segments.sequence, segments.before, segments.ends
+    return SegmentArguments(*(Address(address(x)) for x in found))
 
 
 def pitch_arguments(inputs: KdaInputs) -> PitchArguments:
