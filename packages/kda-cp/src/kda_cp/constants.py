@@ -137,7 +137,7 @@ Key = tuple[str, str, str]
 # those of `reverse` without stores, with twice as many halves. work_ns is the time of the intra-chunk stage.
 #
 # All values were then scaled to the times of one run of ``python -m kda_cp calibrate`` on an H200.
-_SM90 = Constants(
+_H200 = Constants(
     forward=Pass(
         chain=((20, 15.1), (28, 20.8), (46, 29.6)), intra_chunk_ns=0.0, work_ns=0.0, call_us=28.6, even=True
     ),
@@ -158,9 +158,35 @@ _SM90 = Constants(
     ),
 )
 
+# kda-sm90 on an H100 with 132 SMs and 80 GB of HBM3: `_H200`, scaled by one run of ``python -m kda_cp calibrate`` there.
+_H100 = Constants(
+    forward=Pass(
+        chain=((20, 16.2), (28, 22.4), (46, 31.8)), intra_chunk_ns=0.0, work_ns=0.0, call_us=30.8, even=True
+    ),
+    merge_us=1.88,
+    gather_ns=0.77,
+    summarize=Pass(
+        chain=((14, 12.9), (24, 20.3), (32, 26.3)), intra_chunk_ns=0.0, work_ns=0.84, call_us=28.5, even=True
+    ),
+    execute=Pass(
+        chain=((32, 18.0), (66, 22.5), (132, 33.9)), intra_chunk_ns=0.0, work_ns=0.42, call_us=17.2, even=True
+    ),
+    backward=Pass(chain=((32, 52.4), (64, 99.7)), intra_chunk_ns=1.47, work_ns=0.0, call_us=47.3, even=True),
+    backward_dense=Pass(
+        chain=((26, 25.7), (46, 43.1)), intra_chunk_ns=1.47, work_ns=0.0, call_us=47.2, even=True
+    ),
+    state_gradients=Pass(
+        chain=((17, 16.4), (32, 27.9)), intra_chunk_ns=0.0, work_ns=0.68, call_us=24.6, even=True
+    ),
+)
+
 #: SMs of the devices of `SHIPPED`.
 SHIPPED_SMS = 132
-SHIPPED: dict[Key, Constants] = {("NVIDIA H200", "sm90", "bfloat16"): _SM90}
+#: The first device of a backend also stands for its devices that the table lacks.
+SHIPPED: dict[Key, Constants] = {
+    ("NVIDIA H200", "sm90", "bfloat16"): _H200,
+    ("NVIDIA H100 80GB HBM3", "sm90", "bfloat16"): _H100,
+}
 
 FILE = "constants.json"
 #: Larger files are not read: no calibration file is that large.
