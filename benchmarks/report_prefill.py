@@ -78,13 +78,12 @@ def page(data: Data, device: str) -> str:
     """Returns the Markdown page of a results file."""
     gpu, rows = data["runs"][-1]["device_name"], data["rows"]
     shown = pictures(data)
-    own = " and ".join(dict.fromkeys(named(r["impl"], data) for r in compared(rows))) or "the backends"
+    with_peer = bool(compared(rows))
+    own = " and ".join(dict.fromkeys(named(r["impl"], data) for r in rows if not peers.is_peer(r["impl"])))
     lines = [f"# Prefill on {gpu}", "", GENERATED, ""]
-    lines += [
-        f"How fast and how accurate is prefill with {own} on one {gpu}, compared with {peer_name(data)}?",
-        "",
-    ]
-    lines += ["## Speed-up over FLA", "", *summary(data)]
+    question = f"How fast and how accurate is prefill with {own} on one {gpu}"
+    lines += [f"{question}, compared with {peer_name(data)}?" if with_peer else f"{question}?", ""]
+    lines += ["## Speed-up over FLA" if with_peer else "## Times", "", *summary(data)]
     for name, picture in shown.items():
         lines += [
             "",
@@ -138,13 +137,14 @@ def _mean(found: list[Row], rows: list[Row]) -> str:
 def _method(data: Data, device: str) -> list[str]:
     columns = {
         "device ms": "Device time: median over replays of a CUDA graph, with the L2 flushed before each.",
-        "x floor": "Device time divided by the time that a device copy needs to read q, k, v, g and beta and to write o once"
-        + (f", at {BANDWIDTH[device] / 1e12:g} TB/s." if device in BANDWIDTH else "."),
+        "x floor": "Device time divided by the time that a device copy needs to read q, k, v, g and beta and to write o once, at"
+        f" {BANDWIDTH.get(device, 0) / 1e12:g} TB/s.",
         "vs FLA": f"FLA's device time divided by this row's. \"wrong\": an error above {ERROR_RATIO} times FLA's.",
         "eager ms": "An eager call from its start to the end of its last kernel, with the host's work.",
         "error o, error state": "Largest relative Frobenius error over sequences and heads, against the fp64 token loop.",
         "run": "Number of the run in the list below.",
     }  # fmt: skip
+    columns = {name: meaning for name, meaning in columns.items() if name not in _unknown(data, device)}
     measured = {r["gates"] for r in data["rows"]}
     families = [(f"`{name}`", text) for name, text in FAMILIES.items() if name in measured]
     return [
@@ -152,6 +152,13 @@ def _method(data: Data, device: str) -> list[str]:
         *table(("gates", "meaning"), families, ("gates", "meaning")), "",
         "Runs:", "", *runs(data),
     ]  # fmt: skip
+
+
+def _unknown(data: Data, device: str) -> set[str]:
+    """Returns the columns that the results cannot fill."""
+    return ({"x floor"} if device not in BANDWIDTH else set()) | (
+        {"vs FLA"} if not compared(data["rows"]) else set()
+    )
 
 
 def _measurements(data: Data, name: str, device: str) -> list[str]:
@@ -172,7 +179,9 @@ def _measurements(data: Data, name: str, device: str) -> list[str]:
     found = cases.ordered([r for r in data["rows"] if r["table"] == name])
     places = {case: i for i, case in enumerate(dict.fromkeys(r["case"] for r in found))}
     found.sort(key=lambda r: (places[r["case"]], order.index(r["gates"]), peers.is_peer(r["impl"])))
-    return table(columns, (_cells(r, data, device) for r in found), ("case", "gates", "impl"))
+    shown = [i for i, column in enumerate(columns) if column not in _unknown(data, device)]
+    lines = ([cells[i] for i in shown] for cells in (_cells(r, data, device) for r in found))
+    return table([columns[i] for i in shown], lines, ("case", "gates", "impl"))
 
 
 def _cells(r: Row, data: Data, device: str) -> list[str]:
@@ -199,7 +208,7 @@ def pictures(data: Data) -> dict[str, Picture]:
     rows = data["rows"]
     own = compared(rows)
     if not own:
-        return {}
+        return _times(data)
     impl = own[0]["impl"]
     gains = [
         (r, gain)
@@ -247,6 +256,25 @@ def pictures(data: Data) -> dict[str, Picture]:
         if series:
             found[name] = Picture(question, title, TABLES[name], xlabel, series, reference=1)
     return found
+
+
+def _times(data: Data) -> dict[str, Picture]:
+    """Returns the picture of results without a peer: device times of the published shapes."""
+    of_model = [r for r in data["rows"] if (r["table"], r["gates"]) == (COMMON, MODEL)]
+    times = {label(r): r["median_ms"] for r in cases.ordered(of_model) if r["median_ms"] is not None}
+    if not times:
+        return {}
+    impl = of_model[0]["impl"]
+    picture = Picture(
+        "How long does each published shape take with Kimi Linear's gate?",
+        f"Prefill on {data['runs'][-1]['device_name']}: {named(impl, data)}",
+        f"gate: {FAMILIES[MODEL]}",
+        "device time, ms",
+        {impl: times},
+        texts={row: f"{ms:.3f} ms" for row, ms in times.items()},
+        log=True,
+    )
+    return {"times": picture}
 
 
 def label(r: Row) -> str:
