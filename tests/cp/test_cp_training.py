@@ -294,7 +294,7 @@ def test_tokens_behind_the_last_sequence_are_refused(backend):
     x |= {"use_graph": True, "max_num_seqs": 1, "cu_seqlens": torch.tensor([0, 1100], dtype=torch.int32)}
     x["v"].requires_grad_()
     with pytest.raises(
-        PlannerError, match="in the backward: tokens behind the last sequence: .* 1100 of 1200"
+        PlannerError, match="in the backward: tokens after the last sequence: .* 1100 of 1200"
     ):
         chunk_kda(**x, context_parallel=Plan(((512, 588),)))
 

@@ -85,8 +85,8 @@ def chunk_kda(
 
         S *= exp(g_t)[:, None];  S += (beta_t k_t) (v_t - k_t^T S);  o_t = scale * q_t^T S
 
-    The same call returns the same bits on every run. Inputs that are not contiguous are copied. If a backend with a backward serves the
-    call, every floating-point input has a gradient; otherwise inputs that require grad are refused. Forward and backward may run on two
+    The same call returns the same bits on every run. Inputs that are not contiguous are copied. If a backend has a backward for the call,
+    every floating-point input has a gradient; otherwise inputs that require grad raise an error. Forward and backward may run on two
     backends. Forward-mode AD and second derivatives raise a `DerivativeError`.
 
     Args:
@@ -100,7 +100,7 @@ def chunk_kda(
         initial_state: [N, HV, K, V] fp32 (fp64 for fp64 inputs), or [N, HV, V, K] with `state_v_first`. N is B, or
             ``len(cu_seqlens) - 1``. None gives the same bits as zeros. With `ssm_state_indices` a pool [slots, HV, K, V] or
             [slots, HV, V, K], fp32 or bf16, whose slots the call reads and writes in place. A slot is contiguous; the distance
-            between slots is any multiple of 16 bytes. bf16 states are read to fp32 and rounded once, when they are written.
+            between slots is any multiple of 16 bytes. bf16 states are converted to fp32 when read, and rounded once, when written.
         output_final_state: return the state after the last token of each sequence; for a sequence of length zero its initial
             state. With a pool: write the final states to their slots, and return the pool itself; False only reads the pool.
         use_qk_l2norm_in_kernel: q and k are divided by ``sqrt(sum(x**2) + 1e-6)`` over K.
@@ -112,9 +112,9 @@ def chunk_kda(
             ``KDA_CHECK=1`` detects. With `use_gate_in_kernel` it requires `lower_bound` in [-5, 0), which guarantees it.
         lower_bound: a number below 0, see `use_gate_in_kernel`. With a precomputed g it needs `safe_gate` and is part of that
             promise: every g lies in [lower_bound, 0]. A value below -5 is too weak a promise and has no effect.
-        disable_recompute: keep more for the backward, so that it computes less: of a bf16 or fp16 call the state before every 64
-            tokens instead of every 512, and the residual of every token; `explain(...).saved_bytes` is the memory. Backends that do not
-            offer that recompute. It changes no bit of the outputs.
+        disable_recompute: keep more memory for the backward, so that it computes less. A bf16 or fp16 call then keeps the state before
+            every 64 tokens instead of every 512, and the residual of every token; `explain(...).saved_bytes` is the memory. Backends
+            without this mode recompute. It changes no bit of the outputs.
         return_intermediate_states: also return h, the states at the start of every chunk of `chunk_size` tokens; not
             differentiable. A packed call needs `cu_seqlens_cpu` (or CPU cu_seqlens, or `use_graph`), because the shape of h
             contains the number of chunks.
@@ -123,8 +123,8 @@ def chunk_kda(
             Values are read on the device, which clamps them to [0, T].
         cu_seqlens_cpu: the same values in host memory. They are checked, and allow a planner and the backend to choose by the
             lengths without synchronisation. With `pin` that changes no bit.
-        cp_context: FLA's context-parallel context; refused, because no planner serves it. FLA's function serves it with kda-cp after
-            ``import kda_core.integrations.fla``.
+        cp_context: FLA's context-parallel context. Anything but None raises an error, because no planner serves it. FLA's function
+            serves it with kda-cp after ``import kda_core.integrations.fla``.
         use_graph: the contents of `cu_seqlens`, which it requires, may change between CUDA-graph replays. Nothing is derived
             from host copies, and ``cu_seqlens[-1]`` may be below T (tokens after it are not written).
         max_num_seqs: with `use_graph`, the number of sequences N to which cu_seqlens is padded by empty ones.
@@ -133,18 +133,18 @@ def chunk_kda(
         dt_bias: [HV*K] or [HV, K], as A_log.
         ssm_state_indices: [N] int32 or int64, on q's device as all slots: the slot of the pool from which each sequence starts. Several
             sequences may read one slot. No input may require grad.
-        final_state_indices: [N], dtype of `ssm_state_indices`, which it is by default: the slot of the final state. A slot that
-            is written twice, or written by one sequence and read by another, gives undefined numbers;
+        final_state_indices: [N], dtype of `ssm_state_indices`: the slot of the final state. None: `ssm_state_indices`. If a slot
+            is written twice, or written by one sequence and read by another, the numbers are undefined;
             ``KDA_CHECK_SLOTS=1`` detects that.
-        has_initial_state: [N] bool. False starts the sequence from zeros, whatever its slot holds. None: all True.
-        first_slot: the first slot that holds states. An index below it (and one beyond the pool) is no slot: nothing is read, or
-            the final state is dropped. A sequence with neither slot is skipped: its o is zeros, and nothing else of it is read or
-            written. 0 makes negative indices such; 1 also slot 0.
-        checkpoint_pool: [slots, HV, K, V] or [slots, HV, V, K], as `initial_state`: where checkpoints go. None: to the
-            pool.
+        has_initial_state: [N] bool. False starts the sequence from zeros and ignores its slot. None: all True.
+        first_slot: the first slot that holds states. With an index below it or beyond the pool, nothing is read, or the final
+            state is dropped. A sequence with neither a read slot nor a write slot is skipped: its o is zeros, and nothing else of
+            it is read or written. With 0, negative indices are padding; with 1, slot 0 is too.
+        checkpoint_pool: [slots, HV, K, V] or [slots, HV, V, K], as `initial_state`: the pool that gets the checkpoints.
+            None: the pool of the states.
         checkpoint_cu: [N+1] int32: sequence n has the checkpoints ``checkpoint_cu[n]`` to ``checkpoint_cu[n+1] - 1``.
-        checkpoint_positions: [C] int32, ascending multiples of 64 for each sequence: the state after that many of its tokens in
-            this call is stored, rounded once. Other positions and those beyond the sequence are ignored.
+        checkpoint_positions: [C] int32, ascending multiples of 64 for each sequence. The state after that many of its tokens in
+            this call is stored, rounded once. Other positions, and positions beyond the sequence, are ignored.
         checkpoint_indices: [C], dtype of `ssm_state_indices`: the slot of each checkpoint.
         chunk_size: 64 or 32, the spacing of h. Kernels choose their own chunk.
         transpose_state_layout: deprecated name of `state_v_first`.
@@ -153,16 +153,16 @@ def chunk_kda(
         context_parallel: "auto" (a planner may split long sequences), "off", or a plan of a planner.
         out: tensors to write: o, (o, final_state) or (o, final_state, h), with None for outputs that the call does not ask for;
             contiguous, not overlapping the inputs. Not differentiable.
-        workspace: 1-D uint8 scratch memory of at least ``explain(...).workspace_bytes``. If a planner's own plan needs more, the
-            call is direct; if a direct call needs more too, or `context_parallel` is a plan, the call raises. Calls that may
-            overlap, on several streams or threads, must not share one.
+        workspace: 1-D uint8 scratch memory of at least ``explain(...).workspace_bytes``. If it is too small for a planner's automatic
+            plan, the call runs without a plan. If it is too small for that too, or `context_parallel` is a plan, the call raises an
+            error. Calls that may overlap, on several streams or threads, must not share one.
         pin: fix kernel, chunk and plan, so that the bits of an output depend only on its own sequence up to its own token, not on
             the rest of the batch or on later tokens.
 
     Returns:
         o [B, T, HV, V] in q's dtype; the final states, fp32, shaped as `initial_state` (with `ssm_state_indices` the pool), or
-        None; and with `return_intermediate_states` h [B, NT, HV, K, V] (or [B, NT, HV, V, K]), bf16, NT = ceil(T / chunk_size), packed
-        the total over sequences.
+        None; and with `return_intermediate_states` h [B, NT, HV, K, V] (or [B, NT, HV, V, K]), bf16. NT is ceil(T / chunk_size); for a packed
+        call, the sum over sequences.
 
     Raises:
         UnknownArgumentError: an unknown keyword (a TypeError).
@@ -238,7 +238,7 @@ def fused_recurrent_kda(
     becomes one of `chunk_kda`, so that it has gradients; it then needs a backend with a backward.
 
     q, k, v, g and beta may be views with any stride of B and T, such as parts of a projection. A backend that declares the feature
-    ``strided`` reads them in place; for another one they are copied.
+    ``strided`` reads them in place; for other backends they are copied.
 
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V]. g: [B, T, HV, K]. beta: [B, T, HV]. A_log: [HV]. dt_bias: [HV*K] or
@@ -248,9 +248,9 @@ def fused_recurrent_kda(
             token t goes to slot ``ssm_state_indices[n, t]``, as in FLA.
         num_accepted_tokens: [N] int32, with [N, W] slots: a sequence starts from slot
             ``ssm_state_indices[n, num_accepted_tokens[n] - 1]``, with the number clamped to [1, W]. None: all 1.
-        inplace_final_state: with a pool: True writes the states to their slots, also without `output_final_state`. False only
-            reads the pool; `output_final_state` then returns the final states [N, ..] as a new tensor. None: True if
-            `output_final_state`.
+        inplace_final_state: for a call with a pool. True writes the states to their slots, also without `output_final_state`. False
+            only reads the pool; with `output_final_state` the call then returns the final states [N, ..] as a new tensor. None:
+            the value of `output_final_state`.
         final_state_indices, has_initial_state, first_slot: as in `chunk_kda`.
         out: o to write, as in `chunk_kda`.
 

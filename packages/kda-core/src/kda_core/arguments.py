@@ -1,7 +1,7 @@
 """The arguments of a call in one NamedTuple, and the checks of their types.
 
-`Arguments` is what a call consists of on its way from the public functions to a backend, and its fields define the schema of
-the operators in `kda_core.ops`. The schema would also refuse a wrong type, but without the name that the caller used.
+`Arguments` carries a call from the public functions to a backend, and its fields define the schema of the operators in
+`kda_core.ops`. The schema would also refuse a wrong type, but its message would lack the caller's name of the argument.
 """
 
 from __future__ import annotations

@@ -148,8 +148,8 @@ class SupportsBackwardInto(Protocol):
             grad_o: [B, T, HV, V], dtype of q, contiguous and aligned to `kda_core.contract.ALIGNMENT`.
             grad_final_state: like the final states, or None for zeros.
             gradients: written, for every token that belongs to a sequence; shapes and dtypes of `inputs`. Rows of other tokens are
-                zero already and must stay zero. For a spec of ABI 2.2 or newer, those of A_log, dt_bias and initial_state are None
-                where nobody needs them.
+                zero already and must stay zero. For a spec of ABI 2.2 or newer, the gradients of A_log, dt_bias and initial_state are
+                None if autograd does not need them.
             workspace: [`backward_workspace_bytes`] uint8, written.
         """
         ...
@@ -159,12 +159,12 @@ class SupportsSavedStates(SupportsBackwardInto, Protocol):
     """Optional; requires `Feature.SAVED_STATES`. The forward saves states, so that the backward computes less. Since ABI 2.6
     (`SAVES_SINCE`): core lets a backend of ABI 2.2 to 2.5, whose saved states are all bf16, save nothing.
 
-    `Backend.chunk_fwd` fills `KdaOutputs.saved_states` and `KdaOutputs.residual` where they are given, also if `needs_backward` is
-    not set, because another backend may have the backward. `Backend.workspace_bytes` suffices in either case.
+    `Backend.chunk_fwd` fills `KdaOutputs.saved_states` and `KdaOutputs.residual` if they are not None, even if `needs_backward` is
+    not set, because another backend may serve the backward. `Backend.workspace_bytes` suffices in either case.
 
-    What is saved are values of the recurrence, which do not depend on how a backend computes them. So the backward of any backend
-    takes what the forward of any other has saved. A backend may declare the feature without having a backward, and the feature says
-    nothing about a backward in the form of `SupportsBackward`, which recomputes.
+    The saved values belong to the recurrence and do not depend on how a backend computes it. So the backward of any backend can read
+    what the forward of another has saved. A backend may declare the feature without having a backward. The feature does not apply to a
+    backward in the form of `SupportsBackward`, which recomputes.
     """
 
     def chunk_bwd_into(
@@ -221,7 +221,7 @@ class SupportsRecurrent(Protocol):
 
 
 class SupportsJournal(Protocol):
-    """Optional; requires `Feature.JOURNAL`. Decoding that leaves the pool as it is, and records its tokens. Since ABI 2.5.
+    """Optional; requires `Feature.JOURNAL`. Decoding that records tokens instead of writing states. Since ABI 2.5.
 
     The bits of a sequence depend neither on the other sequences nor on its slot nor on the first row of its records. They may depend on
     the number of records.
@@ -230,9 +230,9 @@ class SupportsJournal(Protocol):
     def journal_decode(self, inputs: KdaInputs, outputs: KdaOutputs) -> KdaOutputs:
         """Computes T tokens of each of N sequences from the state that their slots and records describe. Returns `outputs`.
 
-        Writes o, a record of every token to `inputs.journal`, and where a slot is folded its state to the pool. Rows of o of sequences
-        without a slot (`KdaPool`) are zeros; nothing else of them is read or written. Other records, other slots and the spans keep
-        their bits. The state after the tokens is not stored.
+        Writes o, and a record of every token to `inputs.journal`. If it folds a slot, it writes the state of the slot to the pool. Rows of
+        o of sequences without a slot (`KdaPool`) are zeros; nothing else of them is read or written. Other records, other slots and the
+        spans keep their bits. The state after the tokens is not stored.
 
         Args:
             inputs: B is N; `pool` has one slot for each sequence, which is read and written; `journal` is given.
@@ -266,14 +266,15 @@ class SupportsPrepare(Protocol):
     """
 
     def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch | None:
-        """Returns a launch of ``chunk_fwd(inputs, outputs)``, of ``recurrent_fwd`` if the shape is `recurrent`, or of ``journal_decode`` if
-        `inputs.journal` is given, with tensors at other addresses. Returns None if the call has no such launch.
+        """Returns a function that launches ``chunk_fwd(inputs, outputs)`` with tensors at other addresses, or None if the call has no such
+        launch. It launches ``recurrent_fwd`` if the shape is `recurrent`, and ``journal_decode`` if `inputs.journal` is given.
 
-        The tensors of a launch have the shapes, dtypes, strides, device and alignment of the example, and that device is the current one.
-        All else of `inputs` is fixed, such as the tensors of `KdaInputs.pool` and what the host knows of the lengths. Core asks only for
-        calls with tokens, without intermediate and saved states. Nothing is launched here; what must be compiled is compiled.
+        The tensors of a launch have the shapes, dtypes, strides, device and alignment of those in `inputs` and `outputs`, and that device is
+        the current one. All else of `inputs` stays the same, such as the tensors of `KdaInputs.pool` and the lengths that the host knows.
+        Core calls `prepare` only for calls with tokens, without intermediate and saved states. `prepare` compiles the kernels that the
+        launch needs, and launches nothing.
 
-        A launch is safe in threads, keeps no tensor alive, and calls no operator of torch.
+        A launch is thread-safe, keeps no tensor alive, and calls no operator of torch.
         """
         ...
 
@@ -310,8 +311,8 @@ class SupportsSegments(Protocol):
             exits: [N, HV, K, V], written: the final states from those initial states.
             transitions: [N, HV, K, K], written: M, prod (I - beta k k^T) Diag(e^g); the identity for a segment of length zero.
                 Both are fp32 (fp64 for fp64 inputs).
-            workspace: [`segment_workspace_bytes`] uint8, written: what `execute_segments` can use, so that work that depends only
-                on tokens is done once.
+            workspace: [`segment_workspace_bytes`] uint8, written: results that `execute_segments` can use, so that work that depends
+                only on tokens is done once.
         """
         ...
 
@@ -494,8 +495,8 @@ class SupportsPools(Protocol):
     """
 
     def executes_over_pools(self, plan: Plan | None, spec: BackendSpec, backend: Backend) -> bool:
-        """Returns whether `execute` takes this plan of a caller for calls over a pool; None stands for the plans of `Planner.plan`. Otherwise
-        core copies the states."""
+        """Returns whether `execute` can execute this plan of a caller over a pool; None stands for the plans of `Planner.plan`. If not, core
+        copies the states."""
         ...
 
 

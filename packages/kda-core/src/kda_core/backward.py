@@ -24,7 +24,7 @@ class Reserved(NamedTuple):
     """The memory that `chunk_bwd_into` writes.
 
     Attributes:
-        gradients: uninitialised, None for those that nobody needs.
+        gradients: uninitialised, None for those that autograd does not need.
         workspace: [bytes] uint8.
     """
 

@@ -117,7 +117,7 @@ def look_up(args: Arguments) -> tuple[Key | None, ResolvedCall | None]:
         tensors = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in args[:N_TENSORS]])  # type: ignore[union-attr]
     except RuntimeError:  # a nested tensor has no shape
         return None, None
-    values = args[N_TENSORS:-1]  # `saves` decides nothing here
+    values = args[N_TENSORS:-1]  # without `saves`, which does not affect the look-up
     key = (environment(args), tensors, values, tuple(map(type, values)))
     try:
         return key, CALLS.get(key)
@@ -126,7 +126,7 @@ def look_up(args: Arguments) -> tuple[Key | None, ResolvedCall | None]:
 
 
 def environment(args: Arguments) -> tuple[Any, ...]:
-    """Returns what decides about a call besides its arguments: the state of the registry and environment variables."""
+    """Returns what a call depends on besides its arguments: the state of the registry and environment variables."""
     return (
         registry.REGISTRY.generation,
         registry.REGISTRY.rules(args.backend),

@@ -356,7 +356,7 @@ class ProblemShape:
 
     @property
     def saved_states_shape(self) -> tuple[int, int, int, int]:
-        """[slots, HV, K, V], whatever `state_v_first`: ``B * ceil(T/spacing)`` slots, packed ``T//spacing + N``.
+        """[slots, HV, K, V], also with `state_v_first`: ``B * ceil(T/spacing)`` slots, or ``T//spacing + N`` in a packed call.
         `saved_slots` has their order. The host need not know the lengths."""
         spacing = self.saved_spacing
         slots = self.T // spacing + self.N if self.varlen else self.B * -(-self.T // spacing)
@@ -364,8 +364,8 @@ class ProblemShape:
 
     @property
     def saved_states_dtype(self) -> torch.dtype:
-        """fp32, or bf16 with `KdaOptions.disable_recompute`. A backward computes 512 tokens from each state of the default mode, so
-        that a rounding of that state would enter all their gradients."""
+        """fp32, or bf16 with `KdaOptions.disable_recompute`. In the default mode a backward computes 512 tokens from each
+        state, so a rounding of that state would affect all their gradients."""
         return torch.bfloat16 if self.options.disable_recompute else torch.float32
 
     @property
@@ -442,9 +442,9 @@ class KdaPool:
     """The slots of a pool that a call reads and writes. All tensors are on the device of q, and only the device reads them. Since
     ABI 2.3.
 
-    A slot is one of the pool if it is in [first_slot, slots). A sequence whose read and write slots all are not is skipped: its
-    rows of o are zeros, and nothing else of it is read or written. If only the read slot is not, the sequence starts from zeros. If
-    only the write slot is not, its final state is dropped. A state is read to fp32 (fp64 for fp64 inputs), and rounded to nearest
+    A slot is valid if it is in [first_slot, slots). A sequence without any valid slot is skipped: its rows of o are zeros, and nothing
+    else of it is read or written. If only the read slot is not valid, the sequence starts from zeros. If only the write slot is not
+    valid, its final state is dropped. A state is converted to fp32 (fp64 for fp64 inputs) when it is read, and rounded to nearest
     when it is written.
 
     Attributes:
@@ -456,8 +456,8 @@ class KdaPool:
             promises that no sequence then has more than W tokens: the numbers of longer ones are undefined. Only
             `PoolShape.writes` says whether the call writes.
         first_slot: the first slot of the pool that holds states.
-        has_initial_state: [N] bool, or None for all True. Where it is False, the sequence starts from zeros, whatever the
-            read slot holds.
+        has_initial_state: [N] bool, or None for all True. Where it is False, the sequence starts from zeros, and its
+            read slot is ignored.
         num_accepted_tokens: [N] int32, or None.
         checkpoints: or None.
     """
@@ -498,8 +498,8 @@ class KdaJournal:
 
         S_m = e^{G_m} S_0 + sum_j (e^{G_m - G_j} k_j) u_j^T,   u_t = beta_t (v_t - k_t^T e^{g_t} S_{t-1})
 
-    No exponent is above 0, so any gate is served. The records of a slot are a ring: record i is in row ``(first + i) % R``, with
-    (first, m) the span of the slot. A call appends its tokens behind them. If m + T exceeds `length`, the call first writes S_m to the
+    No exponent is above 0, so any gate is served. The records of a slot are a ring buffer: record i is in row ``(first + i) % R``, with
+    (first, m) the span of the slot. A call appends its tokens to them. If m + T exceeds `length`, the call first writes S_m to the
     slot of the pool (it folds), and G starts from 0. The new records are in the same rows whether or not it folds, and R is at least
     `length` + T, so they never replace a record that the call reads. `spans` does not change before
     `kda_core.serving.journal_advance`.
@@ -507,10 +507,10 @@ class KdaJournal:
     Attributes:
         u: [slots, HV, R, V], fp32 (fp64 for fp64 inputs), with as many slots as the pool.
         k: [slots, H, R, K], dtype of q: k as the call received it, before the l2norm.
-        k_factor: [slots, H, R], dtype of u: what normalises k, ``1 / sqrt(sum(k**2) + 1e-6)``; 1 without the l2norm.
+        k_factor: [slots, H, R], dtype of u: the factor that normalises k, ``1 / sqrt(sum(k**2) + 1e-6)``; 1 without the l2norm.
         G: [slots, HV, R, K], dtype of u: sum of the natural log decays since the state in the pool, each clamped to at least -104 (-746
             in fp64), whose exponential is 0.
-        length: records from which on a slot is folded.
+        length: largest number of records of a slot; a call that would exceed it folds first.
         spans: [slots, 2] int32: first row, clamped to [0, R), and number of records, clamped to [0, `length`]. None: no slot has
             records, new ones start at row 0, and nothing is folded.
         accepted: [N] int32, clamped to [0, R]; only for `SupportsJournal.journal_fold` without spans: the number of records of each
@@ -632,7 +632,7 @@ class KdaOutputs:
 @dataclass(frozen=True)
 class KdaGradients:
     """The gradients of the floating-point inputs, with the shapes and dtypes of `KdaInputs`; None for inputs that are
-    None. Since ABI 2.2 `A_log`, `dt_bias` and `initial_state` are also None if nobody needs their gradient."""
+    None. Since ABI 2.2 `A_log`, `dt_bias` and `initial_state` are also None if autograd does not need their gradient."""
 
     q: Tensor
     k: Tensor

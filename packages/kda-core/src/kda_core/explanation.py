@@ -64,7 +64,7 @@ class Explanation:
         saved_bytes: what the forward keeps for the backward besides its inputs, in bytes; 0 if the backward recomputes it.
         pool: who reads and writes the pool of the call: "the backend", also in segments if `plan` splits the call, or "copies by
             kda-core". None without a pool, and if the call would fail.
-        backward_plan: how a planner would split the backward, in the words of `plan`. None if `backward` is.
+        backward_plan: how a planner would split the backward, in the format of `plan`. None if `backward` is None.
     """
 
     shape: ProblemShape

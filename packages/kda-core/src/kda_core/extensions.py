@@ -2,7 +2,7 @@
 
 | entry-point group | what the entry point names | when it is imported |
 | --- | --- | --- |
-| ``kda_core.commands`` | a `Command`; the entry point's name is the subcommand's | when the subcommand or the help is asked for |
+| ``kda_core.commands`` | a `Command`; the entry point's name is the subcommand's | when the user calls the subcommand or asks for help |
 | ``kda_core.diagnostics`` | a function without arguments that returns a `Diagnosis` | by ``doctor`` |
 
 The modules should be cheap to import: no compiler, no CUDA. A broken extension is reported and never affects others.
@@ -53,7 +53,7 @@ class Diagnosis:
 
     Attributes:
         facts: label of a line (at most 11 characters) -> name -> value, such as ``{"wheel": {"package": "1.0"}}``.
-        problems: one text for each thing that the user should mend, with the remedy.
+        problems: one text for each thing that the user should fix, with the remedy.
     """
 
     facts: Mapping[str, Mapping[str, str]]
@@ -72,7 +72,7 @@ class Extension:
 
     @property
     def distribution(self) -> str:
-        """The name and version of the distribution that brings it, for messages."""
+        """The name and version of the distribution that contains it, for messages."""
         dist = self.point.dist
         return "an unknown distribution" if dist is None else f"{dist.name} {dist.version}"
 
@@ -127,7 +127,7 @@ class Extension:
 
 
 def find(group: str) -> dict[str, Extension]:
-    """Returns the extensions of a group by name, sorted. If two distributions use one name, the distribution that sorts first has
+    """Returns the extensions of a group by name, sorted. If two distributions use one name, the distribution that sorts first owns
     it."""
     found: dict[str, Extension] = {}
     for extension in sorted(map(Extension, _points(group)), key=lambda e: (e.name, e.distribution)):

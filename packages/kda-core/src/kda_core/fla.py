@@ -1,13 +1,13 @@
 """The `fla` backend: the Triton kernels of flash-linear-attention (FLA), for what this project's own GPU backends do not serve.
 
-Importing this module imports neither FLA nor Triton; `FlaBackend` does. FLA's functions are called below FLA's registry of
-implementations, which may lead elsewhere: to the kernels of another package, or back to kda-core.
+Importing this module imports neither FLA nor Triton; `FlaBackend` does. The backend bypasses FLA's backend dispatch,
+which could call the kernels of another package, or kda-core again.
 
 Where FLA differs from the contract, this module adapts the call:
 
 - States are [K, V] in FLA's kernels. States as [V, K] are transposed before and after, so both layouts have the same bits.
 - FLA derives the chunks of packed sequences from cu_seqlens, and caches the result by the identity of that tensor. It always gets a
-  new tensor, so contents that changed in place count. Offsets are in [0, T] and never decrease, whatever the caller's are.
+  new tensor, so FLA sees contents that changed in place. Its offsets are in [0, T] and never decrease, even if the caller's do.
 - A packed forward uses FLA's graph mode, which computes the chunks on the device and does not wait for it.
 - FLA's graph mode keeps the buffers of a backward for the life of the process, so a backward never uses it.
 """
@@ -179,7 +179,7 @@ class FlaBackend:
 
 
 def fla_function(module: str, name: str, *parameters: str) -> Callable[..., Any]:
-    """Returns a function of FLA below the decorators by which FLA chooses among implementations.
+    """Returns a function of FLA without the decorators of FLA's backend dispatch.
 
     Args:
         parameters: those that older versions of FLA lack, and would ignore.

@@ -13,10 +13,10 @@ GPUS: dict[tuple[int, int], str] = {(9, 0): "kda-sm90", (10, 0): "kda-sm100", (1
 """The package of this project that drives a compute capability."""
 
 FLA = "kda-core[fla]"
-"""What brings the backend `fla`, which drives GPUs that `GPUS` lacks: kda-core with an extra."""
+"""The package that contains the backend `fla`, for GPUs that `GPUS` lacks: kda-core with an extra."""
 
 COMMANDS: dict[str, str] = {"cache": "kda-cute", "precompile": "kda-cute"}
-"""Subcommands of ``python -m kda_core`` that another package of this project brings."""
+"""Subcommands of ``python -m kda_core`` that another package of this project adds."""
 
 
 def command(*distributions: str) -> str:

@@ -34,17 +34,18 @@ def journal_decode_kda(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Computes T tokens of each of N sequences, and records them behind the records of their slots.
+    """Computes T tokens of each of N sequences, and appends them to the records of their slots.
 
     The formula, the other arguments and the errors are those of `kda_core.fused_recurrent_kda`. If a slot has more than
-    ``journal.length - T`` records, its state goes to the pool first, and its records start anew. That follows from the number of records
-    alone, so all layers do it in the same step. `journal_advance` must follow, once for all layers, also if no token is accepted.
+    ``journal.length - T`` records, the call first writes the state of the slot to the pool, and then starts with no records. This depends
+    on the number of records alone, so all layers do it in the same step. `journal_advance` must follow, once for all layers, also if no
+    token is accepted.
 
     q, k, v, g and beta may be strided as in `kda_core.fused_recurrent_kda`. No input may require grad.
 
     Args:
-        q, k: [N, T, H, K]. v: [N, T, HV, V]. g: [N, T, HV, K]. beta: [N, T, HV]. T is at most the `drafts` of the journal. A sequence
-            with fewer tokens may have any finite ones behind them.
+        q, k: [N, T, H, K]. v: [N, T, HV, V]. g: [N, T, HV, K]. beta: [N, T, HV]. T is at most the `drafts` of the journal. For a
+            sequence with fewer tokens, pad with any finite values.
         pool: [slots, HV, K, V], or [slots, HV, V, K] with ``journal.state_v_first``; as `initial_state` of `kda_core.chunk_kda` with slots.
         slots: [N] int32 or int64 on q's device, all different. A sequence whose index is below `first_slot` or beyond the pool is
             skipped: its o is zeros, and nothing of it is read or written.
@@ -89,7 +90,7 @@ def verify_kda(
     """Computes T drafts of each of N sequences from the states in the pool, which it reads once and never writes.
 
     The arguments are those of `journal_decode_kda`. The call is one of `journal_decode_kda` in which no slot has records: it ignores
-    ``records.spans``, and replaces whatever `records` held for these slots. ``journal_fold(pool, slots, records, accepted=...)`` then
+    ``records.spans``, and replaces all records of these slots. ``journal_fold(pool, slots, records, accepted=...)`` then
     writes the states after the accepted drafts to the pool, and does nothing for sequences of which none is accepted.
 
     Args:
@@ -145,7 +146,7 @@ def journal_advance(
 ) -> None:
     """Accepts the first tokens of the last `journal_decode_kda` of these slots, for all layers that share ``journal.spans``.
 
-    Every step of `journal_decode_kda` needs it once, with its T. The records of the other tokens are forgotten: that is the rollback.
+    Call it once after every step of `journal_decode_kda`, with the same T. It drops the records of the other tokens, which is the rollback.
 
     Args:
         journal: of any layer.
@@ -177,7 +178,7 @@ def journal_advance(
 
 
 def journal_reset(journal: Journal, slots: Tensor, *, first_slot: int = 0) -> None:
-    """Forgets the records of slots, for all layers that share ``journal.spans``: their states are those in the pool.
+    """Drops the records of slots, for all layers that share ``journal.spans``. Their states are then those in the pool.
 
     Args:
         journal: of any layer.

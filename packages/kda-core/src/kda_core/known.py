@@ -1,9 +1,9 @@
 """Calls of `kda_core.chunk_kda` like an earlier one, which need none of its checks.
 
-A call is known if a launch was prepared (`kda_core.backend.SupportsPrepare`) for an earlier call with the same options, in the same
-environment, whose tensors one call of C++ finds to be like those of this one (`kda_core.torch_private.metadata_guard`). Only addresses
-may differ: they are checked for alignment, outputs are allocated, and the launch gets them. Where the host knows the lengths of packed
-sequences, they must be the same too, as in the layers of a model. Everything else takes the ordinary way of `kda_core.ops`.
+A call is known if a launch was prepared (`kda_core.backend.SupportsPrepare`) for an earlier call with the same options, the same
+environment, and tensors of the same metadata. One call of C++ compares the metadata (`kda_core.torch_private.metadata_guard`). Only
+addresses may differ. A known call checks their alignment, allocates its outputs, and launches. If the host knows the lengths of packed
+sequences, they must be the same too, as in the layers of a model. All other calls go through `kda_core.ops`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Known:
         is_like: whether such tensors are like those of the call.
         offsets: the contents of cu_seqlens that the host knows, or None.
         lengths: those of the sequences, or None.
-        requires_grad: whether one of them requires grad, which is no matter where grad mode is off.
+        requires_grad: whether one of them requires grad. It only matters while grad mode is on.
         call: what its metadata decided.
         launch: the backend's.
         state, workspace: examples of the final states and of the workspace (`kda_core.buffers.example`), or None.
@@ -70,11 +70,11 @@ class Known:
 KNOWN: Recent[tuple[Known, ...]] = Recent(calls.MAX_CALLS, lambda key, known: len(known))
 """Known calls by the size of q and which tensors are None, in each tuple the newest first."""
 
-_VALUES = slice(N_TENSORS, -1)  # `saves` decides nothing here
+_VALUES = slice(N_TENSORS, -1)  # without `saves`, which does not affect the look-up
 
 
 def run(args: Arguments) -> tuple[Tensor, Tensor | None] | None:
-    """Makes a known call and returns o and the final states, or returns None and has done nothing. Must not be called while
+    """Makes a known call and returns o and the final states. If the call is not known, returns None and does nothing. Must not be called while
     `torch.compiler.is_compiling`. Types of arguments need not have been checked."""
     tensors: Any = args[:N_TENSORS]
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = tensors

@@ -194,8 +194,8 @@ class KimiDeltaAttention(nn.Module):
         num_heads: H, the number of query/key heads.
         num_v_heads: HV, a multiple of `num_heads`; None for `num_heads`.
         mode: "chunk" calls `chunk_kda`. "fused_recurrent" calls `fused_recurrent_kda`, which runs token by token and suits decoding
-            on a device whose backend serves it. Both compute the same function. FLA's layer changes to the second one by itself for
-            at most 64 tokens; here the mode decides alone, because no GPU backend decodes token by token yet.
+            on a device whose backend serves it. Both compute the same function. FLA's layer also uses the second one for at most
+            64 tokens; this layer never changes its mode.
         use_short_conv: False leaves out the convolutions, and keeps SiLU.
         allow_neg_eigval: beta is in [0, 2] instead of [0, 1].
         safe_gate: promise that the gate is bounded, which is faster; it needs a `lower_bound` in [-5, 0). New layers then start

@@ -32,7 +32,7 @@ def installed() -> dict[str, metadata.Distribution]:
 
 
 def ours(found: Mapping[str, metadata.Distribution]) -> list[str]:
-    """Returns the names of kda-core, its siblings (kda-*) and every distribution that brings a plugin or an extension."""
+    """Returns the names of kda-core, its siblings (kda-*) and every distribution that contains a plugin or an extension."""
     groups = {BACKEND_GROUP, PLANNER_GROUP, COMMAND_GROUP, DIAGNOSTIC_GROUP}
     return sorted(
         name

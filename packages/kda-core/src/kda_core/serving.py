@@ -1,19 +1,19 @@
 """Decoding and verification of drafts over a pool of states, without writing the states in every step.
 
-A decode step that updates the states in a pool reads and writes each of them. Here a step reads them, and stores a record of each token
-in place of the new state. From the records follows the state after any number of tokens, so a draft that is rejected costs nothing.
+A decode step that updates the states in a pool reads and writes each of them. Here a step only reads them, and stores a record of each
+token instead of the new state. The records determine the state after any number of tokens, so rejecting a draft costs nothing.
 
 =======================  ======================================================================================================
 `Journal`                the records of a layer, `length` of them for each slot
-`journal_decode_kda`     o of T tokens of each sequence, from the pool and the records; where the records are full, it folds first
+`journal_decode_kda`     o of T tokens of each sequence, from the pool and the records; if the records are full, it folds first
 `journal_advance`        accepts the first of these tokens: once in a step, for all layers
-`journal_fold`           writes the state to the pool, for whoever reads the pool itself
-`journal_reset`          forgets the records, after a fold of all layers or when a slot gets another sequence
+`journal_fold`           writes the state to the pool, before another function reads the pool
+`journal_reset`          drops the records, after a fold of all layers or when a slot gets another sequence
 `verify_kda`             o of T drafts from the pool alone, which it never writes; `journal_fold` with `accepted` commits
 `bind`                   a call that is validated once, for little host time
 =======================  ======================================================================================================
 
-``docs/serving.md`` has examples. Only backends that declare the feature ``journal`` serve these functions; no other way is taken.
+``docs/serving.md`` has examples. Only backends that declare the feature ``journal`` serve these functions. They have no fallback.
 """
 
 from kda_core.binding import BoundCall, bind

@@ -5,7 +5,7 @@ backward of a split call is the mirror image of its forward:
 
 1. N and M^T of all segments, in parallel: by `initial_state_gradients` of a backend (`SupportsStateGradients`). Otherwise N comes from
    a backward over all segments, and M from forward calls (`kda_cp.summary`).
-2. The merge from behind gives the gradient of the state at the end of every segment.
+2. The merge from the last segment to the first gives the gradient of the state at the end of every segment.
 3. One packed backward of the backend over all segments, from these gradients and from the saved states of the call.
 """
 
@@ -71,7 +71,7 @@ def refusal(plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) 
         return None
     if sum(plan.lengths) != shape.B * shape.T:
         return (
-            f"tokens behind the last sequence: the sequences have {sum(plan.lengths)} of {shape.B * shape.T}"
+            f"tokens after the last sequence: the sequences have {sum(plan.lengths)} of {shape.B * shape.T}"
         )
     if (why := saved_states.refusal(plan, shape, spec, backend)) is not None:
         return why

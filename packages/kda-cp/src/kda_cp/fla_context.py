@@ -1,7 +1,7 @@
 """FLA's context of context parallelism (`fla.ops.cp.FLACPContext`, of its ``build_cp_context``), served by `kda_cp.distributed`.
 
 FLA splits the packed sequences into intervals of equal length: one for each rank, or with its layout "zigzag" two, of which rank r of W
-holds numbers r and 2 W - 1 - r. A context has the sequences of its own rank only. So the ranks gather theirs once for each context, and
+holds numbers r and 2 W - 1 - r. A context has the sequences of its own rank only. So the ranks exchange their sequences once for each context, and
 every rank makes the same `FragmentTable` from them.
 
 This module reads attributes of the context and imports nothing of FLA.
@@ -32,7 +32,7 @@ class Interval(NamedTuple):
     Attributes:
         lengths: tokens of each sequence in the interval.
         begins_inside: whether its first sequence began in an earlier interval.
-        ends_inside: whether its last sequence goes on in the next one.
+        ends_inside: whether its last sequence continues in the next one.
     """
 
     lengths: tuple[int, ...]
@@ -152,7 +152,7 @@ def table(by_rank: Sequence[Sequence[Interval]]) -> FragmentTable:
     ends = [False, *(interval.ends_inside for _, interval in chain)]
     begins = [*(interval.begins_inside for _, interval in chain), False]
     if begins != ends:
-        wanted = "a sequence that goes on in the next interval wherever one says so"
+        wanted = "intervals that agree on which sequences continue from one interval to the next"
         raise ArgumentError("cp_context", wanted, f"begins {begins[:-1]}, ends {ends[1:]}")
     totals: list[int] = []
     fragments: list[Fragment] = []

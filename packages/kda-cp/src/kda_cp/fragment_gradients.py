@@ -1,7 +1,7 @@
 """The backward of the fragments of one rank (`kda_cp.distributed`).
 
 A fragment maps the gradient of the state at its end to that at its start, ``dS_in = M^T dS_out + N``. A rank computes N of its
-fragments (`kda_cp.state_gradients`), gets those of other ranks, merges them from behind, and runs the backward of its fragments.
+fragments (`kda_cp.state_gradients`), gets those of other ranks, merges them from the last to the first, and runs the backward of its fragments.
 """
 
 from __future__ import annotations

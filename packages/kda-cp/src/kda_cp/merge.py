@@ -1,7 +1,7 @@
 """The merge: computes the state at the start of every segment from the summaries of the segments.
 
 A segment maps the state affinely, ``S_out = M S_in + B``, because each step of the recurrence does (the associative scan of
-linear recurrences, Blelloch 1990, Martin and Cundy 2018). Gradients of states follow the transposed map from behind,
+linear recurrences, Blelloch 1990, Martin and Cundy 2018). Gradients of states follow the transposed map from the last segment to the first,
 ``dS_in = M^T dS_out + N``, where N is the gradient that comes from the outputs of the segment.
 
 torch computes the scan in fp64: that costs little compared with the summaries, and neither TF32 settings nor autocast apply to
@@ -97,7 +97,7 @@ def merge_segments(
 def merge_segments_backward(
     kernel: MergeKernel | None, bounds: Sequence[int], ends: Tensor, starts: Tensor, transitions: Tensor
 ) -> None:
-    """Merges the gradients of the states of P segments that lie one after the other, in place and from behind.
+    """Merges the gradients of the states of P segments that lie one after the other, in place, from the last to the first.
 
     Args:
         kernel, bounds, transitions: as in `merge_segments`, which computes this merge, too. The transitions are those of the
@@ -107,7 +107,7 @@ def merge_segments_backward(
         starts: [P, HV, K, V], the gradients of the states at the starts of the segments: of last segments from their given
             `ends`, of the others from zeros (N). Those of first segments are not used.
     """
-    # From behind a last segment is a first one, M^T stands for M, and N for B.
+    # In reverse order, a last segment is a first one, M^T replaces M, and N replaces B.
     reversed_bounds = [bounds[-1] - bound for bound in reversed(bounds)]
     merged, exits, M = (x.flip(0).contiguous() for x in (ends, starts, transitions.mT))
     merge_segments(kernel, reversed_bounds, merged, exits, M)

@@ -201,8 +201,8 @@ def _choose(
 def _choose_backward(
     lengths: tuple[int, ...], inputs: KdaInputs, spec: BackendSpec, backend: Backend
 ) -> Plan:
-    """Returns the plan of `make_plan` for a backward, or a serial one if the backend cannot execute it, or if nobody has measured
-    its backward."""
+    """Returns the plan of `make_plan` for a backward, or a serial one if the backend cannot execute it, or if there are no
+    constants of its backward."""
     s, m = inputs.shape, _machine_of_backward(inputs, spec)
     if not isinstance(backend, SupportsStateGradients):
         return _serial(lengths, f"backend {spec.name!r} has no initial_state_gradients")
