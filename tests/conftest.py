@@ -3,6 +3,7 @@ about tests that were skipped because their GPU is missing."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections import Counter
@@ -28,7 +29,19 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+_FROZEN: set[str] = set()
+
+
+def _spare_the_collector() -> None:
+    """Excludes what torch and the DSL have created so far from garbage collections. These are millions of objects that stay, and each
+    full collection goes through all of them."""
+    if not _FROZEN.issuperset(loaded := {"torch", "cutlass"} & sys.modules.keys()):
+        _FROZEN.update(loaded)
+        gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    _spare_the_collector()
     marker = item.get_closest_marker("arch")
     if marker is None:
         return

@@ -8,8 +8,8 @@ other's steps; a resource serves the steps in the order in which they become rea
 clocks from one chunk to the next. No constant is fitted to a chain: constants come from the CUDA guide and from
 microbenchmarks of instructions. For Blackwell no microbenchmark exists yet, so its constants are assumptions.
 
-The program prints three tables: the model beside the measured times of kda-sm90's chain on an H200 (docs/kernels/chain.md); the
-predicted times of kda-sm100's chains, forward and backward; and, in two parts, the predicted times of whole calls on a B200 beside times that others publish.
+The program prints the model beside the measured times of kda-sm90's chain on an H200 (docs/kernels/chain.md), and predictions: for
+kda-sm100's chains, forward and backward; for whole backwards on a B200; and for whole forwards there, beside times that others publish.
 All but the first are predictions: no Blackwell GPU has run these kernels.
 """
 
@@ -18,11 +18,13 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kda_core.bench.cases import Case, public
+from kda_core.bench.cases import Case, public, training
 from kda_core.bench.cases import blackwell as blackwell_cases
+from kda_cute.backward import BUDGETS, cut
 
 K = 128
 CHUNKS = 60  # chunks that the model runs; the first half fills the pipeline
@@ -178,10 +180,15 @@ HOP_NS = (80, 120, 160)
 
 
 @functools.cache
-def blackwell(chunk: int, hop: float, outputs: bool = True) -> float:
-    """Returns the clocks per chunk of kda-sm100's chain, or of the summary kernel if ``outputs`` is False.
+def blackwell(chunk: int, hop: float, outputs: bool = True, stores: bool = False) -> float:
+    """Returns the clocks per chunk of kda-sm100's chain.
 
-    A tcgen05.mma of M = 128 and 16 of K takes N / 2 clocks (8192 FLOP per clock and SM) and reads B meanwhile. ``hop``: clocks.
+    A tcgen05.mma of M = 128 and 16 of K takes N / 2 clocks (8192 FLOP per clock and SM) and reads B meanwhile.
+
+    Args:
+        hop: clocks.
+        outputs: whether it computes O; False for the summary kernel and for `recompute`.
+        stores: whether the output warps store S and R of every chunk, as `recompute` does.
     """
     tile, state, half = chunk, K, hop / 2  # values per thread
     issued: dict[str, Any] = {"latency": half, "blocks": False}
@@ -218,6 +225,14 @@ def blackwell(chunk: int, hop: float, outputs: bool = True) -> float:
         del loop.roles["output"]
         loop.roles["multiplier"] = [x for x in loop.roles["multiplier"] if "O" not in x.name]
         loop.roles["producer"] = copies(3 * 2 * chunk * K + 4 * K, "-S")  # w, u; Kg; a
+    if stores:
+        loop.roles["state"][0] = loop.roles["state"][0]._replace(after=("-S", "-S copied"))
+        loop.roles["output"] = [
+            Step("S copied", "", 0, half, ("S rounded",)),
+            *accesses("S out", 2 * K // 8),
+            Step("R copied", "", 0, half, ("R rounded",)),
+            *accesses("R out", 2 * chunk // 8),
+        ]
     return loop.clocks()
 
 
@@ -278,18 +293,19 @@ def blackwell_reverse(hop: float, stores: bool = True, values: bool = True) -> f
 
 
 def reverse_table() -> str:
-    """Returns the predictions of `blackwell_reverse` as a Markdown table, the one of docs/kernels/sm100-backward.md."""
-    kernels = {
-        "reverse chain": (True, True),
-        "summary of a backward, N": (False, True),
-        "summary of a backward, M^T": (False, False),
+    """Returns the predictions for the chains of a backward as a Markdown table, the one of docs/kernels/sm100-backward.md."""
+    kernels: dict[str, Callable[[float], float]] = {
+        "recompute": lambda hop: blackwell(64, hop, False, True),
+        "reverse chain": blackwell_reverse,
+        "summary of a backward, N": lambda hop: blackwell_reverse(hop, False),
+        "summary of a backward, M^T": lambda hop: blackwell_reverse(hop, False, False),
     }
     lines = [
         f"| us per chunk of 64 | {' | '.join(f'{hop} ns per hop' for hop in HOP_NS)} |",
         "| --- | --- | --- | --- |",
     ]
-    for name, parts in kernels.items():
-        us = (blackwell_reverse(hop * BLACKWELL_GHZ, *parts) / BLACKWELL_GHZ / 1000 for hop in HOP_NS)
+    for name, clocks in kernels.items():
+        us = (clocks(hop * BLACKWELL_GHZ) / BLACKWELL_GHZ / 1000 for hop in HOP_NS)
         lines.append(f"| {name} | {' | '.join(f'{x:.2f}' for x in us)} |")
     return "\n".join(lines)
 
@@ -304,6 +320,10 @@ BANDWIDTH = (7000, 6650, 6300)  # bytes per ns that others report for a B200; on
 #: computes, are left out.
 INTRA_CHUNK_NS = 14100 * HOPPER_GHZ / BLACKWELL_GHZ
 RECORD = 1160  # bytes per token and value head, written once and read once
+RECORD_WITH_T = RECORD + 2 * 64
+#: ns per chunk and value head of the gradients kernel on one SM: 0.63 ms for 128 chunks of 64 heads on the 132 SMs of an H200
+#: (docs/kernels/backward.md). Assumption: a B200 takes as many clocks, although five of the products are those of tcgen05.
+GRADIENTS_NS = 0.63e6 / (128 * 64 / 132) * HOPPER_GHZ / BLACKWELL_GHZ
 
 #: Times on Blackwell that others publish, in ms, by case. All but those of B1-T8192-H64 are from FlashInfer's pull request 4675, whose table
 #: names no GPU: https://github.com/flashinfer-ai/flashinfer/pull/4675
@@ -352,12 +372,63 @@ def call_ms(case: Case, hop: int, bandwidth: int) -> tuple[float, float]:
     moved = lambda each: items * 64 * each / bandwidth  # ns for ``each`` bytes per token and value head
     inputs = 2 * K * (2 + 2 * case.H / case.HV)  # v, g; q, k
     intra_chunk = max(max(1, items / (3 * SMS)) * INTRA_CHUNK_NS, moved(inputs + RECORD))
-    chunk = blackwell(64, hop * BLACKWELL_GHZ) / BLACKWELL_GHZ
-    busy = [0.0] * SMS  # ns until each SM is free; one CTA per sequence and value head, in order
+    chain = longest(chunks, case.HV, blackwell(64, hop * BLACKWELL_GHZ) / BLACKWELL_GHZ)
+    return intra_chunk / 1e6, max(chain, moved(RECORD + 2 * K)) / 1e6
+
+
+def longest(chunks: Sequence[int], heads: int, each: float) -> float:
+    """Returns the ns until all chains have ended, one CTA on an SM at a time, in order: one for each head and entry of ``chunks``, of so
+    many chunks that take ``each`` ns."""
+    busy = [0.0] * SMS  # ns until each SM is free
     for n in chunks:
-        for _ in range(case.HV):
-            heapq.heapreplace(busy, busy[0] + n * chunk)
-    return intra_chunk / 1e6, max(*busy, moved(RECORD + 2 * K)) / 1e6
+        for _ in range(heads):
+            heapq.heapreplace(busy, busy[0] + n * each)
+    return max(busy)
+
+
+def backward_ms(case: Case, hop: int, bandwidth: int, recompute: bool) -> dict[str, float]:
+    """Returns the ms of each launch of a backward, all slabs together, for bounded gates in bf16.
+
+    ``recompute``: the forward has saved states every 512 tokens. Otherwise it has saved those of every chunk, and R (``disable_recompute``).
+    """
+    tokens = 512 if recompute else 64
+    slots = [  # (sequence, chunks)
+        (n, -(-min(tokens, length - first) // 64))
+        for n, length in enumerate(case.lengths or (case.T,) * case.B)
+        for first in range(0, length, tokens)
+    ]
+    states = 2 * K * K // 64  # bytes of bf16 S per token and value head
+    workspace = RECORD_WITH_T + states * (1 + recompute) + 16
+    slabs = cut(
+        tokens, len(slots), lambda x: x.slots * tokens * case.HV * workspace, BUDGETS[not recompute], 0
+    )
+    wide, square, raw = 2 * K, 2 * 64, 4 * K * case.H / case.HV
+    sizes = {  # bytes per token and value head that a launch reads, then writes
+        "intra-chunk": 2 * wide + raw + RECORD_WITH_T,  # v, g, q, k; the record
+        "recompute": 3 * wide + 8 + 4 * K * K // 512 + states + wide,  # w, u, Kg, a, saved S; S, R
+        "reverse": 4 * wide + 2 * square + 8 + wide + states,  # w, Qd, Kg, dO, Aqk, T, a; dv, dS'
+        "gradients": raw
+        + 4 * wide
+        + 2 * states
+        + raw
+        + wide
+        + 16,  # q, k, g, dO, dv, R, S, dS'; dq, dk, dg, sums
+    }
+    clocks = hop * BLACKWELL_GHZ
+    chunk = {"recompute": blackwell(64, clocks, False, True), "reverse": blackwell_reverse(clocks)}
+    parts = dict.fromkeys(sizes, 0.0)
+    for first in slabs.starts():
+        slab = slots[first : first + slabs.slots]
+        sequences = [sum(n for _, n in group) for _, group in itertools.groupby(slab, lambda x: x[0])]
+        chains = {"recompute": [n for _, n in slab], "reverse": sequences}
+        items = sum(sequences) * case.HV
+        busy = {name: longest(x, case.HV, chunk[name] / BLACKWELL_GHZ) for name, x in chains.items()}
+        busy["intra-chunk"] = max(1, items / (3 * SMS)) * INTRA_CHUNK_NS
+        busy["gradients"] = -(-items // SMS) * GRADIENTS_NS
+        for name, size in sizes.items():
+            if recompute or name != "recompute":
+                parts[name] += max(busy[name], items * 64 * size / bandwidth)
+    return {name: ns / 1e6 for name, ns in parts.items()}
 
 
 def table() -> str:
@@ -373,9 +444,28 @@ def table() -> str:
 
 def ranges(case: Case) -> list[str]:
     """Returns the predicted ms of the intra-chunk kernel, of the chains and of both, over the assumptions."""
-    found = [call_ms(case, *assumed) for assumed in zip(HOP_NS, BANDWIDTH)]
+    return spread([call_ms(case, *assumed) for assumed in zip(HOP_NS, BANDWIDTH)])
+
+
+def spread(found: Sequence[Sequence[float]]) -> list[str]:
+    """Returns the least and the largest ms of each launch, and of all of them together. ``found``: for each assumption."""
     columns = (*zip(*found), [sum(times) for times in found])
     return [" to ".join(sorted({f"{x[0]:.2f}", f"{x[-1]:.2f}"})) for x in columns]
+
+
+def backward_table() -> str:
+    """Returns the predictions of `backward_ms` as a Markdown table, the one of docs/kernels/sm100-backward.md."""
+    lines = [
+        "| shape | intra-chunk | recompute | reverse | gradients | together | with `disable_recompute` |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in training():
+        both = [
+            spread([[*backward_ms(case, *assumed, recompute).values()] for assumed in zip(HOP_NS, BANDWIDTH)])
+            for recompute in (True, False)
+        ]
+        lines.append(f"| {case.name} | {' | '.join(both[0])} | {both[1][-1]} |")
+    return "\n".join(lines)
 
 
 def cula_table() -> str:
@@ -407,6 +497,8 @@ def main() -> None:
         print(f"  {what:38} {clocks:22.0f} {us:12.2f} {us * 1000 / chunk:12.1f}")
     print("\nchains of kda-sm100's backward, predicted from assumptions, us per chunk of 64\n")
     print(reverse_table())
+    print("\nbackwards of kda-sm100 on a B200, predicted from assumptions, not measured, ms\n")
+    print(backward_table())
     print("\ncalls of kda-sm100 on a B200, predicted from assumptions, not measured, ms\n")
     print(table())
     print("\nthe same for the shapes of cuLA's pages, beside its times on a GB200, ms\n")

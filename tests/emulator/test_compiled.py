@@ -38,6 +38,7 @@ cvt.rn.f32.s32 f r; cvt.rn.f32.u32 f r; cvt.rn.f32.s64 f q; cvt.rn.f32.u64 f q; 
 cvt.rmi.s64.f32 q f; cvt.rpi.ftz.u64.f32 q f; cvt.rni.f32.f32 f f; cvt.rmi.ftz.f32.f32 f f; cvt.f32.f16 f h; cvt.f32.bf16 f h
 cvt.rn.bf16.f32 h f; cvt.rz.bf16.f32 h f; cvt.rn.f16.f32 h f; cvt.rn.relu.f16.f32 h f; cvt.rn.bf16x2.f32 r f f
 cvt.rn.relu.bf16x2.f32 r f f; cvt.rn.f16x2.f32 r f f; cvt.rn.tf32.f32 r f
+add.bf16 h h h; add.rn.bf16x2 r r r; sub.bf16x2 r r r; mul.bf16 h h h; mul.rn.bf16x2 r r r; fma.rn.bf16 h h h h; fma.rn.bf16x2 r r r r
 vote.sync.ballot.b32 r p -1; vote.sync.any.pred p p -1; vote.sync.all.pred p !p -1; vote.sync.uni.pred p p -1
 shfl.sync.idx.b32 r r r 31 -1; shfl.sync.bfly.b32 r|p r 5 31 -1; shfl.sync.up.b32 r|p r 3 0 -1; shfl.sync.down.b32 r r 2 0x1807 -1
 movmatrix.sync.aligned.m8n8.trans.b16 r r; activemask.b32 r

@@ -11,6 +11,7 @@ from helpers.exported_kernels import VARIANTS, compiled, values_of, write
 from helpers.fake_cuda import STREAM, FakeDriver, OnDevice
 
 from kda_core.errors import CompileError
+from kda_cute.jit.dsl import FUNCTION
 from kda_cute.store import cubin, manifest
 from kda_cute.store.export import exported
 from kda_cute.store.search import Folder, KernelStore
@@ -64,7 +65,7 @@ def test_a_launch_is_that_of_the_dsl(one, tmp_path, monkeypatch):
         ),
     )
     _, ptx, content = compiled(*one)
-    of_the_dsl = host.Function(ptx, content)
+    of_the_dsl = host.Function(ptx, content, FUNCTION)
     kind = {"MergeKernel": torch.float32}.get(interface.name, torch.bfloat16)
     tensor = torch.zeros(1, 1, 1, 128, dtype=kind)
     with gpu.device(arch):

@@ -7,7 +7,7 @@ import torch
 from helpers.emulator import tcgen05
 from helpers.emulator.ptx import run
 
-from ptx_emulator import ExecutionError
+from ptx_emulator import ExecutionError, PtxError
 from ptx_emulator.machine import Cta, Machine, Warp
 from ptx_emulator.memory import Region
 
@@ -45,3 +45,16 @@ def test_nothing_is_kept_after_an_error(without_collector):
         run(tcgen05.HEAD + PENDING + tcgen05.TAIL, out, threads=128, shared=4096)
     del error
     assert kept() == []
+
+
+@pytest.mark.parametrize("enabled", (True, False))
+def test_decoding_leaves_the_garbage_collector_as_it_was(enabled):
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        run(f"mov.b32 %r1, {int(enabled)};")
+        with pytest.raises(PtxError):
+            run(f"no_such_instruction %r1, {int(enabled)};")
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import random
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from helpers.compiled import compiled as cached
 from kda_cute.arguments import Address, Long, types
 from kda_cute.decode import DECODE, DecodeConfig
 from kda_cute.gradients import GradientsConfig
 from kda_cute.interface import KernelInterface
-from kda_cute.jit.dsl import with_ptx
 from kda_cute.jit.key import Variant
 from kda_cute.journal import JOURNAL, VERIFY, JournalConfig
 from kda_cute.merge import MERGE, MergeConfig
@@ -69,20 +68,12 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def compiled(interface: KernelInterface, config: Any, arch: str) -> Compiled:
-    """Compiles a variant, once a process."""
-
-    def use(function: Any) -> tuple[str, bytes]:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "kernel.o"
-            function.export_to_c(str(path), function_name="emulated")
-            return function.__ptx__, path.read_bytes()
-
-    variant = Variant(interface.load(), config, arch)
-    return Compiled(variant, *with_ptx(variant, use))
+    """Compiles a variant, once for all processes."""
+    return Compiled(Variant(interface.load(), config, arch), *cached(interface, config, arch))
 
 
 def write(folder: Path, *variants: tuple[KernelInterface, Any, str], **changes: Any) -> Path:
-    """Writes exported kernels of one architecture as ``precompile --export`` does, without the compile cache. ``changes``: fields of
+    """Writes exported kernels of one architecture as ``precompile --export`` does. ``changes``: fields of
     the manifest. Returns the folder of the architecture."""
     (arch,) = {arch for _, _, arch in variants}
     target = folder / arch

@@ -69,20 +69,36 @@ def case(family, T, **options):
     return {n: y for n, y in found.arguments.items() if n != "output_final_state"}, found
 
 
-def test_slabs_and_saved_states_change_no_bit_of_the_gradients_of_tokens():
-    """A sequence of three slots of 512 tokens is cut between slabs; others are empty, or lie in one slab."""
-    x, given = case("slow", 1100, H=1, lengths=(0, 1080, 20, 0))
+def differences(found, want):
+    """Returns the names of gradients that differ. Those of A_log and dt_bias are sums of slabs, in another order, and may differ a little."""
+    near = lambda x, y: torch.allclose(x, y, rtol=1e-5, atol=1e-5)
+    return [
+        n for n, y in want.items() if not (near if n in ("A_log", "dt_bias") else torch.equal)(found[n], y)
+    ]
+
+
+def check_errors(found, given):
+    errors = gradient_errors(found, given.exact, given.inputs.lengths)
+    assert not {n: (e, given.limits[n]) for n, e in errors.items() if not e <= given.limits[n]}
+
+
+def test_slabs_of_512_tokens_change_no_bit_of_the_gradients_of_tokens():
+    """A sequence of three slots is cut between slabs, twice; others are empty, or lie in one slab. One call finds saved states, the
+    other computes them anew, slab by slab."""
+    x, given = case("slow", 1050, H=1, lengths=(0, 1030, 20, 0))
     outputs = given.grad_o, given.grad_final_state
     want = gradients(x, *outputs, spacing=512)
-    errors = gradient_errors(want, given.exact, given.inputs.lengths)
-    assert not {n: (e, given.limits[n]) for n, e in errors.items() if not e <= given.limits[n]}
-    for spacing, slab_slots in ((512, 1), (64, 7), (0, 2)):
-        found = gradients(x, *outputs, spacing=spacing, slab_slots=slab_slots)
-        for name, gradient in want.items():
-            if name in ("A_log", "dt_bias"):  # sums of the slabs, in another order
-                assert torch.allclose(found[name], gradient, rtol=1e-5, atol=1e-5), (spacing, name)
-            else:
-                assert torch.equal(found[name], gradient), (spacing, name)
+    check_errors(want, given)
+    assert not differences(gradients(x, *outputs, spacing=0, slab_slots=1), want)
+
+
+def test_slabs_of_64_tokens_change_no_bit_of_the_gradients_of_tokens():
+    """As above, with what a forward saves every 64 tokens."""
+    x, given = case("slow", 350, H=1, lengths=(0, 330, 20, 0))
+    outputs = given.grad_o, given.grad_final_state
+    want = gradients(x, *outputs, spacing=512)
+    check_errors(want, given)
+    assert not differences(gradients(x, *outputs, spacing=64, slab_slots=2), want)
 
 
 def test_every_schedule_gives_the_same_bits():

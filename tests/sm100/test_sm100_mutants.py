@@ -8,12 +8,12 @@ import re
 
 import pytest
 import torch
+from helpers.compiled import compiled as cached
 from helpers.sm100_launch import Workspace
 
 import ptx_emulator
 from kda_cute.arguments import pack
 from kda_cute.gradients import GradientsArguments, GradientsConfig
-from kda_cute.jit.ptxas import keep_ptx
 from kda_sm100.arguments import (
     BACKWARD_CHAINS,
     CHAIN,
@@ -59,7 +59,7 @@ SHARES = 3  # tests that share the occurrences of one kind
 def compiled(which):
     interface, config = INTERFACES[which]
     kernel = interface.load()
-    return keep_ptx(kernel, config, ARCHS[0]), kernel(config).shared_bytes, kernel.threads
+    return cached(interface, config, ARCHS[0]).ptx, kernel(config).shared_bytes, kernel.threads
 
 
 def random_records(count, chunk, backward=False):

@@ -30,8 +30,22 @@ def test_the_chain_page_shows_the_predictions_of_the_model():
 
     page = (PAGES / "sm100-chain.md").read_text()
     assert model.table() in page and model.cula_table() in page
-    assert model.reverse_table() in (PAGES / "sm100-backward.md").read_text()
+    backward = (PAGES / "sm100-backward.md").read_text()
+    assert model.reverse_table() in backward and model.backward_table() in backward
     assert model.PUBLISHED.keys() <= {case.name for case in model.public()}
+
+
+def test_a_backward_is_predicted_from_its_parts():
+    """Twice the sequences take twice as long where heads are many; saved states spare `recompute`; a slower memory or hop is not faster."""
+    import sm100_chain_model as model
+
+    cases = {case.name: case for case in model.training()}
+    one, two = (model.backward_ms(cases[f"B{B}-T8192-H64"], 120, 6650, True) for B in (1, 2))
+    assert all(1.9 < two[name] / ms < 2.1 for name, ms in one.items())
+    saved = model.backward_ms(cases["B1-T8192-H64"], 120, 6650, False)
+    assert saved["recompute"] == 0 < one["recompute"] and saved["gradients"] < 1.02 * one["gradients"]
+    slow = model.backward_ms(cases["B1-T8192-H64"], 160, 3000, True)
+    assert all(slow[name] >= ms for name, ms in one.items())
 
 
 SASS = """

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from helpers.compiled import compiled as cached
 from helpers.emulator import ptx
 from kda_cute.jit.dsl import trace
 from kda_cute.jit.key import Variant
-from kda_cute.jit.ptxas import keep_ptx
 from kda_sm90 import layouts
 from kda_sm90.arguments import PrefillArguments
 from kda_sm90.config import ARCH, PrefillConfig
@@ -22,7 +22,7 @@ from kda_sm90.config import ARCH, PrefillConfig
 def ptx_of(kernel: type, config: object) -> str:
     """The PTX of a variant. Its machine code is added to `ptx.images` unless that is None."""
     if ptx.images is None:
-        return keep_ptx(kernel, config, ARCH)
+        return cached(kernel, config, ARCH).ptx
     with tempfile.TemporaryDirectory() as folder:
         made = trace(Variant(kernel, config, ARCH), f"--keep-ptx --keep-cubin --dump-dir {folder}")
     ptx.images[made.__ptx__] = made.__cubin__

@@ -18,7 +18,7 @@ from ptx_emulator.access import addresses, cta_at, mbarrier_at, region_of, touch
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, INDICES, Array
 from ptx_emulator.machine import Warp
-from ptx_emulator.memory import copy
+from ptx_emulator.memory import Region, copy
 from ptx_emulator.parser import Instruction
 from ptx_emulator.races import issue_snapshot
 from ptx_emulator.synchronize import check_proxy
@@ -38,6 +38,7 @@ class Copy:
         sources: addresses in global memory.
         bytes: bytes that are read; the rest of ``size`` is filled with zeros.
         clock: the warp's `Clock.now` at the issue.
+        region: that of all sources, if every lane reads ``size`` bytes; otherwise None.
     """
 
     size: int
@@ -47,13 +48,11 @@ class Copy:
     sources: Array
     bytes: Array
     clock: int
+    region: Region | None
 
-    def complete(self, w: Warp, flags: Array) -> None:
-        """Let the bytes of the lanes in ``flags`` (bool[32]) arrive."""
-        arriving = np.flatnonzero(self.left & flags)
-        if self._complete_whole(w, arriving):
-            arriving = arriving[:0]
-        for lane in arriving.tolist():
+    def complete(self, w: Warp, lanes: Array) -> None:
+        """Let the bytes of ``lanes`` (indices) arrive, one lane after the other."""
+        for lane in lanes.tolist():
             place, count = int(self.targets[lane]), int(self.bytes[lane])
             shared = w.cta.shared
             if count:
@@ -64,25 +63,38 @@ class Copy:
             shared.track()[start + count : start + self.size] = 255
             w.machine.clock += 1
             shared.stamp(self.targets[lane : lane + 1], w.machine.clock, w.cta.number)
-        self.left = self.left & ~flags
 
-    def _complete_whole(self, w: Warp, lanes: Array) -> bool:
-        """Do the same for lanes whose bytes all come from the same region, at once. False: nothing was done."""
-        if len(lanes) == 0 or (self.bytes[lanes] != self.size).any():
-            return False
-        sources, targets = self.sources[lanes], self.targets[lanes]
-        region = w.machine.memory.region(int(sources.min()), int(sources.max()) + self.size)
+
+def arrive(w: Warp, copies: list[Copy], flags: list[Array]) -> None:
+    """Let the bytes of the lanes in ``flags`` (bool[32] for each copy) arrive."""
+    together: dict[tuple[int, int], tuple[Region, list[tuple[Array, Array]]]] = {}
+    for one, flag in zip(copies, flags, strict=True):
+        arriving = np.flatnonzero(one.left & flag)
+        if len(arriving) == 0:
+            continue
+        one.left = one.left & ~flag
+        region = one.region
         if region is None:
-            return False
-        shared, steps = w.cta.shared, np.arange(self.size)
-        here, there = (sources - region.base)[:, None] + steps, (targets - shared.base)[:, None] + steps
-        shared.data[there] = region.data[here]
-        shared.track()[there] = 255 if region.known is None else region.known[here]
-        clock, units = w.machine.clock, (targets - shared.base) >> 4
-        shared.written[units] = clock + 1 + np.arange(len(lanes))
-        shared.writer[units] = w.cta.number
-        w.machine.clock = clock + len(lanes)
-        return True
+            one.complete(w, arriving)
+        else:
+            _, places = together.setdefault((id(region), one.size), (region, []))
+            places.append((one.sources[arriving], one.targets[arriving]))
+    for (_, size), (region, places) in together.items():
+        _arrive_whole(w, size, region, *map(np.concatenate, zip(*places)))
+    w.copies = [one for one in w.copies if one.left.any()]
+
+
+def _arrive_whole(w: Warp, size: int, region: Region, sources: Array, targets: Array) -> None:
+    """Let ``size`` bytes of each source, all of them in ``region``, arrive."""
+    shared, form = w.cta.shared, (4, size // 4)
+    here, there = (sources - region.base) // size, (targets - shared.base) // size
+    shared.view(*form)[there] = region.view(*form)[here]
+    shared.track()
+    shared.known_view(*form)[there] = 0xFFFFFFFF if region.known is None else region.known_view(*form)[here]
+    clock, units = w.machine.clock, (targets - shared.base) >> 4
+    shared.written[units] = clock + 1 + np.arange(len(targets))
+    shared.writer[units] = w.cta.number
+    w.machine.clock = clock + len(targets)
 
 
 @handler("cp")
@@ -110,9 +122,9 @@ def _commit(w: Warp, lanes: int) -> None:
 
 def _wait(w: Warp, flags: Array, left: int | None) -> None:
     """Let all but the last ``left`` groups of the lanes in ``flags`` arrive. None: all copies of these lanes."""
-    for one in w.copies:
-        one.complete(w, flags if left is None else flags & (one.groups < w.group - left))
-    w.copies = [one for one in w.copies if one.left.any()]
+    if w.copies:
+        done = None if left is None else w.group - left
+        arrive(w, w.copies, [flags if done is None else flags & (one.groups < done) for one in w.copies])
 
 
 def _cp_async(d: Decoder, i: Instruction) -> Execute:
@@ -157,17 +169,23 @@ def _cp_async(d: Decoder, i: Instruction) -> Execute:
         # A lane that reads 0 bytes may have any address.
         reading = index[counts[index] > 0]
         sources = np.zeros(32, np.int64)
+        region = None
         if len(reading):
-            bits = int(sum(1 << int(lane) for lane in reading))
+            whole = len(reading) == len(index)
+            bits = lanes if whole else int(sum(1 << int(lane) for lane in reading))
             sources[reading] = addresses(w, source, source_offset, bits)
-            region_of(w, "global", sources[reading], size)
+            region = region_of(w, "global", sources[reading], size)
+            if not whole or (counts[index] != size).any():
+                region = None
         targets = np.zeros(32, np.int64)
         targets[index] = places
         shared.track()
         shared.known_view(4, size // 4)[(places - shared.base) // size] = 0
         if shared.shadow is not None:
             shared.shadow.store(w, *touched(shared, places, size, index))
-        w.copies.append(Copy(size, BOOLS[lanes].copy(), w.group, targets, sources, counts, w.clock.now))
+        w.copies.append(
+            Copy(size, BOOLS[lanes].copy(), w.group, targets, sources, counts, w.clock.now, region)
+        )
 
     return start
 
@@ -179,15 +197,13 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
         d.refuse("only cp.async.mbarrier.arrive.noinc is modelled")
     base, offset = d.address(i.operands[0], "b32")
 
-    def arrive(w: Warp, lanes: int) -> None:
+    def start(w: Warp, lanes: int) -> None:
         barriers = [mbarrier_at(w, place) for place in addresses(w, base, offset, lanes).tolist()]
         copies, flags, pc = list(w.copies), BOOLS[lanes], w.pc
 
         def complete() -> None:
             w.pc = pc
-            for one in copies:
-                one.complete(w, flags)
-            w.copies = [one for one in w.copies if one.left.any()]
+            arrive(w, copies, [flags] * len(copies))
             for barrier in barriers:
                 barrier.asynchronous = True
                 for one in copies:
@@ -196,7 +212,7 @@ def _arrive(d: Decoder, i: Instruction) -> Execute:
 
         w.machine.pending.append(complete)
 
-    return arrive
+    return start
 
 
 #: Destination, source and completion mechanism of the bulk copies whose bytes an mbarrier counts.

@@ -58,6 +58,10 @@ DTYPES: dict[str, Any] = _Types(
 
 #: The numpy type of a register, by its bytes.
 WORDS: dict[int, Any] = UNSIGNED | {16: np.dtype("V16")}
+#: The value of a register that nothing has written, by its bytes. Values are never changed in place.
+_ZEROS = {size: np.zeros(32, word) for size, word in WORDS.items()}
+for _zero in _ZEROS.values():
+    _zero.flags.writeable = False
 
 #: Value of each special register: a function of the warp that returns a number or 32 of them.
 SPECIALS: dict[str, Callable[[Warp], Any]] = {}
@@ -214,7 +218,7 @@ class Decoder:
     def _declared(self, register: Register) -> int:
         slot = self._slots.get(register.name)
         if slot is None:
-            value = 0 if register.type == "pred" else np.zeros(32, WORDS[SIZES[register.type]])
+            value = 0 if register.type == "pred" else _ZEROS[SIZES[register.type]]
             slot = self._slots[register.name] = self._new(value, FULL)
         return slot
 
@@ -253,7 +257,7 @@ class Decoder:
     def destination(self, operand: Operand, kind: str, wider: bool = False) -> int:
         """Return the register number of a destination operand. A sink ``_`` gets a register of its own."""
         if isinstance(operand, Sink):
-            return self._new(0 if kind == "pred" else np.zeros(32, WORDS[SIZES[kind]]), FULL)
+            return self._new(0 if kind == "pred" else _ZEROS[SIZES[kind]], FULL)
         if not isinstance(operand, Register):
             self.refuse(f"expected a destination register, got {operand}")
         size = SIZES[operand.type]

@@ -40,6 +40,12 @@ class _Indices(dict[int, Array]):
 BOOLS, INDICES = _Bools(), _Indices()
 
 
+def address_of(x: Array) -> int:
+    """Return the address of the first element. ``ctypes.data`` takes longer."""
+    place: int = x.__array_interface__["data"][0]
+    return place
+
+
 def to_bits(flags: Array) -> int:
     """Convert bool[32] to a set of lanes."""
     return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
@@ -29,7 +31,7 @@ from ptx_emulator.decode import Decoder
 from ptx_emulator.errors import PtxError
 from ptx_emulator.machine import Machine, Program
 from ptx_emulator.memory import GlobalMemory, Region
-from ptx_emulator.parser import parse
+from ptx_emulator.parser import Module, parse
 
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory of a CTA on sm_90 and sm_100
 
@@ -46,7 +48,25 @@ ASSUMPTIONS = ("tcgen05.ld", "swizzle")
 #: Programs that a process keeps, with their decoded instructions and machine code.
 PROGRAMS = 16
 
-_parsed = lru_cache(maxsize=PROGRAMS)(parse)
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Within the block, Python's garbage collector does not run. Programs consist of many objects that stay: collections would only go
+    through all others, of which the DSL has millions."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@lru_cache(maxsize=PROGRAMS)
+def _parsed(ptx: str) -> Module:
+    with _uncollected():
+        return parse(ptx)
 
 
 def target_of(ptx: str) -> str:
@@ -74,13 +94,15 @@ def kernel_of(ptx: str, name: str | None) -> Decoder:
 @lru_cache(maxsize=PROGRAMS)
 def _decoded(ptx: str, name: str | None) -> tuple[Program, Decoder]:
     decoder = kernel_of(ptx, name)
-    return decoder.decode(), decoder
+    with _uncollected():
+        return decoder.decode(), decoder
 
 
 @lru_cache(maxsize=PROGRAMS)
 def compiled_of(ptx: str, name: str | None) -> CompiledProgram:
     """Return the compiled program of an entry. ``name``: as for `kernel_of`."""
-    return CompiledProgram(*_decoded(ptx, name))
+    with _uncollected():
+        return CompiledProgram(*_decoded(ptx, name))
 
 
 def run(

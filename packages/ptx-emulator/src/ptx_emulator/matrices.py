@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ptx_emulator import floats, narrow
-from ptx_emulator.access import addresses, gather, region_of, scatter
+from ptx_emulator.access import addresses, gather, scatter
 from ptx_emulator.decode import Decoder, Execute, handler
 from ptx_emulator.lanes import BOOLS, FULL, Array, to_bits
 from ptx_emulator.machine import Cta, Wait, Warp
-from ptx_emulator.memory import CTA_BITS
+from ptx_emulator.memory import CTA_BITS, UNSIGNED, Region
 from ptx_emulator.parser import Instruction, Vector
 from ptx_emulator.synchronize import aligned, check_proxy, uniform
 
@@ -363,12 +364,37 @@ def operand_places(
     return place
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where an operand lies in a region, counted from its base.
+
+    Attributes:
+        shape: rows and elements of K.
+        low, high: the addresses of its first byte and behind its last one.
+        elements: the numbers of its elements, flat.
+        words, units: the words of 4 bytes and units of 16 bytes that it touches, ascending.
+        words_of_units: the words of ``units``.
+    """
+
+    shape: tuple[int, ...]
+    low: int
+    high: int
+    elements: Array
+    words: Array
+    units: Array
+    words_of_units: Array
+
+
 @lru_cache(maxsize=4096)
-def _operand_units(base: int, shift: int, *form: int) -> Array:
-    """Return the units of 2^``shift`` bytes from ``base`` on that an operand touches. ``form``: see `operand_places`."""
-    units: Array = np.unique((operand_places(*form) - base) >> shift)
-    units.flags.writeable = False
-    return units
+def _places_from(base: int, *form: Any) -> Places:
+    """Return the places of an operand in a region with this base. ``form``: see `operand_places`."""
+    places, size = operand_places(*form), form[6]
+    offsets = places.reshape(-1) - base
+    words, units = (np.unique(offsets >> shift) for shift in (2, 4))
+    found = (offsets // size, words, units, (units[:, None] * 4 + np.arange(4)).reshape(-1))
+    for x in found:
+        x.flags.writeable = False
+    return Places(places.shape, int(places.min()), int(places.max()) + size, *found)
 
 
 def load_operand(
@@ -383,27 +409,37 @@ def load_operand(
         raises an error if the operand has changed since.
     """
     cta = cta or w.cta
-    start += cta.rank << CTA_BITS
-    places = operand_places(start, leading, stride, width, rows, mn_major, size, depth)
-    region = region_of(w, "shared::cluster", places.reshape(-1), size)
-    if region is None:
-        w.fail(f"an operand ends at {int(places.max()) + size:#x}, outside of shared memory")
-    form = (start, leading, stride, width, rows, mn_major, size, depth)
-    words = _operand_units(region.base, 2, *form)
+    region = w.cta.window(cta.rank, w.fail)
+    form = (start + (cta.rank << CTA_BITS), leading, stride, width, rows, mn_major, size, depth)
+    places = _places_from(region.base, *form)
+    if places.low < region.low or places.high > region.high:
+        w.fail(
+            f"an operand in shared memory out of bounds: {places.low:#x} to {places.high:#x} is read, "
+            f"{region.low:#x} to {region.high:#x} exists"
+        )
     if region.shadow is not None:
-        region.shadow.observe(w, words)
-        region.shadow.load(w.issuer.start(), words, 0)
-    check_proxy(w, "shared", region, _operand_units(region.base, 4, *form), cta)
-    shape, places = places.shape, places.reshape(-1)
-    bits, unknown = region.load(places, size, 1)
+        region.shadow.observe(w, places.words)
+        region.shadow.load(w.issuer.start(), places.words, 0)
+    check_proxy(w, "shared", region, places.units, cta, places.words_of_units)
+    bits = region.view(size, 1)[places.elements, 0]
+    unknown = _unknown_elements(region, places, size)
 
     def check() -> None:
-        now, missing = region.load(places, size, 1)
-        if (now != bits).any() or (missing is not None and (unknown is None or (missing & ~unknown).any())):
+        changed = (region.view(size, 1)[places.elements, 0] != bits).any()
+        missing = None if changed else _unknown_elements(region, places, size)
+        if changed or (missing is not None and (unknown is None or (missing & ~unknown).any())):
             w.fail("an operand in shared memory was overwritten while a multiplication was in flight")
 
-    flags = None if unknown is None else np.any(unknown.reshape(shape), axis=1)
-    return bits.reshape(shape), flags, check
+    flags = None if unknown is None else np.any(unknown.reshape(places.shape), axis=1)
+    return bits.reshape(places.shape), flags, check
+
+
+def _unknown_elements(region: Region, places: Places, size: int) -> Array | None:
+    """Return bool of the undefined elements of an operand. None: all are defined."""
+    if region.known is None or (region.known_view(4, 1)[places.words, 0] == 0xFFFFFFFF).all():
+        return None
+    missing: Array = region.known_view(size, 1)[places.elements, 0] != UNSIGNED[size]((1 << 8 * size) - 1)
+    return missing if missing.any() else None
 
 
 def _load_operand(

@@ -170,6 +170,8 @@ _VARIABLE = re.compile(
 )
 #: Directives that end with their line instead of a semicolon.
 _LINE_INFO = re.compile(r"\.(?:loc|file)\b[^\n]*")
+_BRACKETS = re.compile(r"[\[{(]")
+_BLANKS = re.compile(r"\s*")
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _REGISTERS = re.compile(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)", re.DOTALL)
 _RANGE = re.compile(r"([\w$%]+)<(\d+)>")
@@ -178,6 +180,7 @@ _SPECIAL = re.compile(
     r"lanemask_(?:eq|le|lt|ge|gt)|clock(?:_hi|64)?|globaltimer(?:_lo|_hi)?|dynamic_smem_size|total_smem_size|"
     r"cluster_ctarank|cluster_nctarank|gridid)$"
 )
+_NUMBERED = re.compile(r"(.*?)(\d+)$")
 _NUMBER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+U?|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|\d+U?)$")
 
 
@@ -249,6 +252,7 @@ class _Scope:
     vectors: dict[str, Vector] = field(default_factory=dict)
     ranges: dict[str, tuple[int, str]] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
+    operands: dict[str, Operand] = field(default_factory=dict)  # by their text, since the last declaration
 
 
 class _Body:
@@ -293,8 +297,9 @@ class _Body:
             self.instructions[index] = self._resolved(self.instructions[index], scope)
 
     def _skip(self) -> None:
-        while self.place < len(self.text) and self.text[self.place].isspace():
-            self.place += 1
+        blanks = _BLANKS.match(self.text, self.place)
+        assert blanks is not None
+        self.place = blanks.end()
         self.line += self.text.count("\n", self.counted, self.place)
         self.counted = self.place
 
@@ -312,7 +317,7 @@ class _Body:
                 raise PtxError(f"the guard {name} is not a predicate register", self.line, whole)
             guard = (register, name.startswith("!"))
         name, _, rest = text.strip().partition(" ")
-        opcode, *modifiers = re.split(r"\.(?=\w)", name)
+        opcode, *modifiers = name.split(".")
         if opcode == "bra":
             operands: tuple[Operand, ...] = (Label(rest.strip()),)
         else:
@@ -321,6 +326,7 @@ class _Body:
         return opcode == "bra"
 
     def _directive(self, text: str) -> None:
+        self.scope.operands.clear()
         if match := _REGISTERS.match(text):
             for name in (x.strip() for x in match[3].split(",")):
                 if found := _RANGE.match(name):
@@ -352,7 +358,7 @@ class _Body:
                 return scope.registers[name]
             if name in scope.vectors:
                 return scope.vectors[name]
-            if (match := re.match(r"(.*?)(\d+)$", name)) and match[1] in scope.ranges:
+            if scope.ranges and (match := _NUMBERED.match(name)) and match[1] in scope.ranges:
                 count, kind = scope.ranges[match[1]]
                 if int(match[2]) < count:
                     unique = f"{name}#{scope.number}" if scope.parent else name
@@ -361,6 +367,12 @@ class _Body:
         return Symbol(name)
 
     def _operand(self, text: str, whole: str) -> Operand:
+        found = self.scope.operands.get(text)
+        if found is None:
+            found = self.scope.operands[text] = self._parsed_operand(text, whole)
+        return found
+
+    def _parsed_operand(self, text: str, whole: str) -> Operand:
         if text == "_":
             return Sink()
         if text.startswith("["):
@@ -412,6 +424,9 @@ class _Body:
 
 def _split(text: str) -> list[str]:
     """Split at the commas outside of brackets."""
+    if not _BRACKETS.search(text):
+        found = [part.strip() for part in text.split(",")]
+        return found[:-1] if not found[-1] and len(found) == 1 else found
     parts, depth, start = [], 0, 0
     for i, c in enumerate(text):
         if c in "[{(":

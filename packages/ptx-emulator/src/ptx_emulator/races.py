@@ -264,7 +264,9 @@ class Shadow:
 
         The fence must be one of the writing thread, or come after the write was ordered before it. ``section``: `SHARED` or `GLOBAL`.
         """
-        clock = w.clock
+        clock, map_ = w.clock, self.region.map
+        if map_ is not None and map_.checked("fenced", clock, words, 0, False, section):
+            return False
         words = words[self.generic[words]]
         writers, times = self.writer[words], self.written[words]
         late = times > clock.known[section * clock.warps + writers]

@@ -136,7 +136,14 @@ def _show_mbarriers(w: Warp) -> None:
 _SECTIONS = {"shared": SHARED, "global": GLOBAL}
 
 
-def check_proxy(w: Warp, space: str, region: Region, units: Array | slice, owner: Cta | None = None) -> None:
+def check_proxy(
+    w: Warp,
+    space: str,
+    region: Region,
+    units: Array | slice,
+    owner: Cta | None = None,
+    words: Array | None = None,
+) -> None:
     """Check a read of the async proxy against earlier writes of the generic proxy (PTX ISA, "Proxies").
 
     A `fence.proxy.async` is required between them: of the thread that wrote, or of one that the write happens before, and before
@@ -146,11 +153,12 @@ def check_proxy(w: Warp, space: str, region: Region, units: Array | slice, owner
         space: "shared" or "global".
         units: the 16-byte units that are read, counted from ``region.base``.
         owner: the CTA whose shared memory is read, by default the warp's. Fences of its threads count, too.
+        words: the words of 4 bytes of ``units``, if the caller has them.
     """
     if isinstance(units, slice):
         units = np.arange(units.start, units.stop)
     if region.shadow is not None:
-        here = (units[:, None] * 4 + np.arange(4)).reshape(-1)
+        here = (units[:, None] * 4 + np.arange(4)).reshape(-1) if words is None else words
         if region.shadow.unfenced(w, here, _SECTIONS[space]):
             w.fail(
                 f"the async proxy reads {region.name} after a write of the generic proxy without a fence.proxy.async between them "

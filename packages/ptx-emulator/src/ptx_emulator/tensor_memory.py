@@ -418,7 +418,7 @@ def _st(d: Decoder, i: Instruction) -> Execute:
             _record_write(w, memory, words)
             memory.store(words, values >> np.uint32(16 * n) & np.uint32((1 << bits) - 1), unknown, bits)
             for counts in (memory.busy, memory.storing):
-                np.add.at(counts, words.reshape(-1), 1)
+                counts[words] += 1
         w.tensor_stores += parts
 
     return aligned(store)
@@ -428,7 +428,7 @@ def _only_stores(w: Warp, words: Array) -> bool:
     """Return whether only stores of this warp have yet to write these words. Those stores keep their order."""
     mine = np.zeros(LANES * COLUMNS, np.int32)
     for earlier in w.tensor_stores:
-        np.add.at(mine, earlier.reshape(-1), 1)
+        mine[earlier] += 1
     return bool((memory_of(w.cta).busy[words] <= mine[words]).all())
 
 
@@ -464,7 +464,7 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
             for words in w.tensor_stores:
                 _record_write(w, memory, words)
                 for counts in (memory.busy, memory.storing):
-                    np.subtract.at(counts, words.reshape(-1), 1)
+                    counts[words] -= 1
             w.tensor_stores = []
 
     return aligned(wait)
@@ -657,7 +657,7 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
             if add:
                 _record_read(w.issuer.start(), memory, words)
             _record_write(w.issuer.start(), memory, words[written])
-            np.add.at(memory.busy, words.reshape(-1), 1)
+            memory.busy[words] += 1
             parts.append((memory, words, written, left, stored))
 
         def execute() -> None:
@@ -673,7 +673,7 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
                     x, x_unknown = _from_tensor_memory(memory, left, size)
                     x_unknown = x_unknown | stored
                 product = values_of(x, shape.a) @ y.T * (-1 if shape.negative else 1)
-                np.subtract.at(memory.busy, words.reshape(-1), 1)
+                memory.busy[words] -= 1
                 missing = x_unknown[:, None] | y_unknown[None, :]
                 if add:
                     # Pending writes of later instructions do not count: this one precedes them in the queue.
@@ -849,7 +849,7 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
             places = [memory.words(w, rows, target, count) for rows in replicas]
             for words in places:
                 _record_write(w.issuer.start(), memory, words)
-                np.add.at(memory.busy, words.reshape(-1), 1)
+                memory.busy[words] += 1
             parts.append((memory, places, values, unknown, check))
 
         def execute() -> None:
@@ -857,7 +857,7 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
             for memory, places, values, unknown, check in parts:
                 check()
                 for words in places:
-                    np.subtract.at(memory.busy, words.reshape(-1), 1)
+                    memory.busy[words] -= 1
                     memory.store(words, values, unknown)
 
         _enqueue(w, [memory for memory, *_ in parts], execute)

@@ -81,6 +81,18 @@ class RaceCheck(Routine):
             mine = b.icmp_unsigned("==", b.zext(writer, I64), self._me)
             self.bail_if(b.not_(b.and_(mine, self._same(lane, who))))
 
+    def check_fence(self, word: Value) -> None:
+        """The first part of `races.Shadow.unfenced`. The clocks are those of a section."""
+        b = self.b
+        writer = element(b, self.of_region("shadow_writer", POINTER), word, I32)
+        written = element(b, self.of_region("shadow_written", POINTER), word, I64)
+        generic = self.nonzero(element(b, self.of_region("shadow_generic", POINTER), word, I8))
+        writer = b.select(
+            generic, writer, I32(0)
+        )  # others may be tensor core instructions, which have no section here
+        late = b.icmp_signed(">", written, element(b, self._clocks, b.zext(writer, I64), I64))
+        self.bail_if(b.and_(generic, late))
+
     def _same(self, lane: Value, who: Value) -> Value:
         b = self.b
         return b.and_(b.icmp_unsigned("==", lane, who), b.icmp_unsigned("!=", who, I8(SEVERAL)))

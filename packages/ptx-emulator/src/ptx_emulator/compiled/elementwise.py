@@ -97,8 +97,32 @@ def _signed(kind: str) -> bool:
 # ---- integers and floats
 
 
+def _bf16(d: Decoder, i: Instruction) -> Form | None:
+    """Return the form of an instruction of bf16, one number or a pair in a register, as `half.operation`; None: it is none."""
+    *how, kind = i.modifiers
+    if kind not in ("bf16", "bf16x2") or {*how} - {"rn"}:
+        return None
+
+    def single(b: Any, *x: Value) -> Value:
+        wide = [b.fpext(floating.bf16_values(b, y), lanes_of(F64)) for y in x]
+        return floating.bf16_bits_of(
+            b, floating.odd_fma(b, *wide) if i.opcode == "fma" else getattr(b, f"f{i.opcode}")(*wide)
+        )
+
+    def pair(b: Any, *x: Value) -> Value:
+        halves = [[b.trunc(b.lshr(y, constant(y, n)), lanes_of(I16)) for y in x] for n in (16, 0)]
+        high, low = (single(b, *half) for half in halves)
+        return b.or_(b.shl(high, constant(high, 16)), low)
+
+    if kind == "bf16x2":
+        return elementwise(d, i, pair, "b32")
+    return elementwise(d, i, lambda b, *x: b.trunc(single(b, *x), lanes_of(I16)), "b16")
+
+
 @form("add", "sub")
 def _add(d: Decoder, i: Instruction) -> Form | None:
+    if (found := _bf16(d, i)) is not None:
+        return found
     kind, name = i.modifiers[-1], i.opcode
     if not _fp32(i, "sat") and i.modifiers != (kind,):
         return None
@@ -131,6 +155,8 @@ def _result_of(i: Instruction) -> str:
 
 @form("mul")
 def _mul(d: Decoder, i: Instruction) -> Form | None:
+    if (found := _bf16(d, i)) is not None:
+        return found
     kind = i.modifiers[-1]
     if _fp32(i, "sat"):
         return elementwise(d, i, _real(i, lambda b, x, y: b.fmul(x, y)), kind)
@@ -154,7 +180,7 @@ def _mad(d: Decoder, i: Instruction) -> Form | None:
 @form("fma")
 def _fma(d: Decoder, i: Instruction) -> Form | None:
     if not _fp32(i, "sat"):
-        return None
+        return _bf16(d, i)
     fused = lambda b, x, y, z: intrinsic(b, f"llvm.fma.{suffix(x)}", x.type, x, y, z)
     return elementwise(d, i, _real(i, fused), "f32")
 

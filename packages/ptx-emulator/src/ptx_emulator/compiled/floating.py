@@ -76,6 +76,37 @@ def bf16_bits(b: Any, x: Value) -> Value:
     return b.select(is_nan(b, x), constant(bits, 0x7FFF), rounded)
 
 
+def odd_fma(b: Any, x: Value, y: Value, z: Value) -> Value:
+    """`floats.odd_fma`: the same operations on fp64 in the same order."""
+    product = b.fmul(x, y)
+    total = b.fadd(product, z)
+    part = b.fsub(total, product)
+    rest = b.fadd(b.fsub(product, b.fsub(total, part)), b.fsub(z, part))
+    bits, zero = bits_of(b, total), constant(x, 0.0)
+    same = b.icmp_unsigned("==", b.fcmp_ordered(">", rest, zero), b.fcmp_ordered(">", total, zero))
+    away = b.select(same, constant(bits, 0), constant(bits, -1))
+    inexact = b.and_(b.fcmp_unordered("!=", rest, zero), b.and_(_is_finite(b, total), _is_finite(b, rest)))
+    even = b.icmp_unsigned("==", b.and_(bits, constant(bits, 1)), constant(bits, 0))
+    odd = b.or_(b.add(bits, away), constant(bits, 1))
+    return b.bitcast(b.select(b.and_(inexact, even), odd, bits), x.type)
+
+
+def _is_finite(b: Any, x: Value) -> Value:
+    return b.fcmp_ordered("==", b.fsub(x, x), constant(x, 0.0))
+
+
+def bf16_bits_of(b: Any, x: Value) -> Value:
+    """Round fp64 to bf16 once, as `floats.bf16_bits` of `floats.odd32`."""
+    near = b.fptrunc(x, lanes_of(F32, x.type.count))
+    back = b.fpext(near, x.type)
+    size = lambda y: intrinsic(b, f"llvm.fabs.{suffix(y)}", y.type, y)
+    too_far = b.zext(b.fcmp_ordered(">", size(back), size(x)), lanes_of(I32, x.type.count))
+    bits = bits_of(b, near)
+    odd = b.or_(b.sub(bits, too_far), constant(bits, 1))
+    inexact = b.and_(b.fcmp_ordered("!=", back, x), _is_finite(b, x))
+    return bf16_bits(b, real_of(b, b.select(inexact, odd, bits)))
+
+
 def bf16_bits_towards_zero(b: Any, x: Value) -> Value:
     """`floats.bf16_bits_towards_zero`."""
     bits = bits_of(b, x)

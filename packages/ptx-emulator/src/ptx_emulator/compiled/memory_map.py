@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,13 +11,27 @@ import numpy as np
 from ptx_emulator.compiled import shadow
 from ptx_emulator.compiled.engine import engine
 from ptx_emulator.compiled.layout import CONTEXT, MACHINE, REGION
-from ptx_emulator.lanes import Array
+from ptx_emulator.lanes import Array, address_of
 from ptx_emulator.races import SECTIONS, Clock
 
 if TYPE_CHECKING:
     from ptx_emulator.memory import GlobalMemory, Region
 
 _Words = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_bool)
+
+
+_INDEX, _NOW, _KNOWN = (CONTEXT[name] for name in ("index", "now", "known"))
+
+
+@functools.cache
+def _routine(what: str) -> Any:
+    return _Words(engine().function(*shadow.build(what)))
+
+
+@functools.lru_cache(maxsize=256)
+def _lane(lane: int, count: int) -> Array:
+    """Return the same lane ``count`` times."""
+    return np.full(count, lane, np.int8)
 
 
 class RegionMap:
@@ -30,6 +45,8 @@ class RegionMap:
         """``clocks``: the number of indices of clocks in the launch (`races.Clock`)."""
         self._fields = np.zeros(len(REGION), np.int64)
         self.address = self._fields.ctypes.data
+        self._whole_context = np.zeros(len(CONTEXT), np.int64)
+        self._context, self._context_address = self._whole_context.data, self._whole_context.ctypes.data
         for name in ("low", "high", "base", "scratch"):
             self._fields[REGION[name]] = int(getattr(region, name))
         for name in ("data", "known", "written", "writer"):
@@ -56,19 +73,26 @@ class RegionMap:
         self._by_index[index] = self._readers[count, 1:]
         self._fields[REGION["reader_count"]] = count + 1
 
-    def checked(self, what: str, clock: Clock, words: Array, lanes: Any, generic: bool) -> bool:
-        """Do the same as a method of `races.Shadow`. False: nothing was done, because it would raise an error."""
+    def checked(
+        self, what: str, clock: Clock, words: Array, lanes: Any, generic: bool, section: int = 0
+    ) -> bool:
+        """Do the same as a method of `races.Shadow`. False: nothing was done, because it would raise an error.
+
+        ``section``: of the vector of the clock, for "fenced".
+        """
         words = np.ascontiguousarray(words, np.int64)
-        who = np.empty(words.shape, np.int8)
-        who[...] = lanes
-        context = np.zeros(len(CONTEXT), np.int64)
-        context[CONTEXT["index"]], context[CONTEXT["now"]] = clock.index, clock.now
-        context[CONTEXT["known"]] = clock.known.ctypes.data
-        routine = _Words(engine().function(*shadow.build(what)))
-        left = routine(
-            context.ctypes.data, self.address, words.ctypes.data, who.ctypes.data, words.size, generic
+        if isinstance(lanes, int):
+            who = _lane(lanes, words.size)
+        else:
+            who = np.empty(words.shape, np.int8)
+            who[...] = lanes
+        context = self._context
+        context[_INDEX], context[_NOW], context[_KNOWN] = clock.index, clock.now, address_of(clock.known)
+        context[_KNOWN] += 8 * section * clock.warps
+        routine = _routine(what)
+        return not routine(
+            self._context_address, self.address, address_of(words), address_of(who), words.size, generic
         )
-        return left == 0
 
 
 class MachineMap:

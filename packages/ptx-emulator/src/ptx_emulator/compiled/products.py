@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from ptx_emulator.compiled.engine import engine
 from ptx_emulator.compiled.floating import NAN32, bf16_values
 from ptx_emulator.compiled.forms import Form, form, name_of
 from ptx_emulator.decode import Decoder
-from ptx_emulator.lanes import Array
+from ptx_emulator.lanes import Array, address_of
 from ptx_emulator.matrices import ALIGNED, ELEMENT, MMA_REGISTERS
 from ptx_emulator.parser import Instruction
 
@@ -136,12 +137,16 @@ def product(left: Array, right: Array, c: Array | None) -> Array:
     left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
     c = None if c is None else np.ascontiguousarray(c, np.float32)
     found = np.empty((ROWS, right.shape[1]), np.uint32)
-    call = _Product(engine().function(NAME, build))
-    call(
-        None, left.ctypes.data, right.ctypes.data, None if c is None else c.ctypes.data, found.ctypes.data,
+    _routine()(
+        None, address_of(left), address_of(right), None if c is None else address_of(c), address_of(found),
         right.shape[1], left.shape[1],
     )  # fmt: skip
     return found
+
+
+@functools.cache
+def _routine() -> Any:
+    return _Product(engine().function(NAME, build))
 
 
 # ---- mma

@@ -33,6 +33,7 @@ class CompiledProgram:
         places: per register, where its words start in the register file, in bytes.
         sizes: per register, bytes of a word; 0 for a predicate.
         state, flight: where the states and the flags of instructions in flight start.
+        rows: per tuple of registers of 4 bytes, the places of their words, see `Registers.rows`.
         constants: where the constants start.
         file_bytes: of a register file.
         unknown: the initial sets of undefined lanes.
@@ -45,6 +46,7 @@ class CompiledProgram:
         guards = [None if i.guard is None else decoder.source(i.guard[0], "pred") for i in instructions]
         addresses = engine().addresses(form for form in forms if form is not None)
         self.advance = ADVANCE(addresses[NAME])
+        self.rows: dict[tuple[int, ...], Array] = {}
         self._lay_out(program)
         slots = [slot for form in forms if form is not None for slot in form.operands]
         self._operands = np.array([(slot, self.places[slot]) for slot in slots], np.int32).reshape(-1, 2)

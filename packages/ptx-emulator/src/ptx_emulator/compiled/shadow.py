@@ -17,7 +17,7 @@ WORDS = ir.FunctionType(I32, (POINTER, POINTER, POINTER, POINTER, I64, I1))
 
 
 def build(what: str) -> tuple[str, Callable[[Any], None]]:
-    """Return the name of a routine, "load", "store" or "observe", and the function that builds it."""
+    """Return the name of a routine, "load", "store", "observe" or "fenced", and the function that builds it."""
     name = f"shadow.{what}"
     return name, partial(_build, what, name)
 
@@ -35,6 +35,10 @@ def _build(what: str, name: str, module: Any) -> None:
     if what == "load":
         times, readers = check.own_reads()
         check.bail_if(b.icmp_unsigned("==", times, NULL))
+    if what == "fenced":
+        each(lambda word, who: check.check_fence(word))
+        check.done()
+        return
     if what == "store":
         each(lambda word, who: check.check_marks(word))
     each(check.check_writes)

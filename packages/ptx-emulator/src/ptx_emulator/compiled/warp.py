@@ -29,7 +29,7 @@ class Registers:
     """The values of a warp's registers, as `Warp.regs` has them. Reading one copies it."""
 
     def __init__(self, program: CompiledProgram, file: Array):
-        self._places, self._sizes = program.places, program.sizes
+        self._places, self._sizes, self._rows = program.places, program.sizes, program.rows
         self._words = {size: file.view(WORDS[size]) for size in WORDS}
         self._predicates = self._words[4].data
 
@@ -45,7 +45,12 @@ class Registers:
 
     def rows(self, slots: list[int]) -> Array:
         """Return the places [n, 32] of the words of registers of 4 bytes among `words`."""
-        return np.array([self._places[slot] >> 2 for slot in slots])[:, None] + LANES
+        key = tuple(slots)
+        found = self._rows.get(key)
+        if found is None:
+            places = np.array([self._places[slot] >> 2 for slot in slots])
+            found = self._rows[key] = places[:, None] + LANES
+        return found
 
     def __getitem__(self, slot: int) -> Any:
         if self._sizes[slot] == 0:
