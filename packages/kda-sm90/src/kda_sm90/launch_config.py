@@ -31,8 +31,9 @@ SMS = 132
 #: those of slow gates and those of steep gates.
 ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True): 11300}
 
-#: The same of a group that is a warpgroup (`config.by_warpgroup`).
-WARPGROUP_ITEM_NS = 7000
+#: The same of a group that is a warpgroup (`config.by_warpgroup`); and how much longer a chain needs after the last record of a launch than
+#: after the first one, which was fitted to short calls in the mode ``whole``.
+WARPGROUP_ITEM_NS, WARPGROUP_LAST_NS = 7100, 1500
 
 #: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain that runs alone, or
 #: whose start is a small part of a long call, is up to 15% faster.
@@ -331,6 +332,7 @@ class _Model:
         chain_ctas: CTAs per queue.
         item_ns: ns per slot of an intra-chunk group; 0 in the mode ``execute``.
         first_ns: ns until a group has computed its first chunk; 0 in the mode ``execute``.
+        last_ns: how many ns longer a chain needs after the last record than after the first one.
         chain_ns: ns per slot of a chain.
         least_ns: ns that all records together take through HBM; 0 except in the mode ``execute``.
     """
@@ -347,13 +349,15 @@ class _Model:
     chain_ctas: int
     item_ns: float
     first_ns: float
+    last_ns: float
     chain_ns: float
     least_ns: float
 
     def intra_chunk_ctas(self, queues: int) -> int:
-        """Returns the CTAs of the intra-chunk stage: all that the chains leave, but no more than have work."""
+        """Returns the CTAs of the intra-chunk stage: all that the chains leave, but no more than items. The first items of all CTAs come
+        before the second ones, so few items do not share SMs."""
         free = self.sms - queues * self.chain_ctas
-        return max(1, min(free, -(-self.items * self.chunks_per_slot // self.groups)))
+        return max(1, min(free, self.items * self.chunks_per_slot))
 
     def width(self, queues: int) -> int:
         """Returns the slots per queue, at least 1."""
@@ -364,7 +368,8 @@ class _Model:
         if not self.item_ns:
             return self.least_ns
         groups = self.intra_chunk_ctas(queues) * self.groups
-        return self.first_ns * self.chunks_per_slot + max(0.0, self.items / groups - 1.0) * self.item_ns
+        first = self.first_ns * self.chunks_per_slot
+        return max(first, self.last_ns + max(0.0, self.items / groups - 1.0) * self.item_ns)
 
     def chains_ns(self, queues: int) -> float:
         """Returns the time of the chains in ns. It never rises as queues are added."""
@@ -415,6 +420,7 @@ def _model(
         WARPGROUP_ITEM_NS if by_warpgroup(chunk, unbounded, n) else ITEM_NS[chunk, unbounded]
         for n in (warpgroups, 2)
     )
+    by_warpgroups = mode == "whole" and by_warpgroup(chunk, unbounded, warpgroups)
     factor = 0.0 if reads_records else KEPT if mode == "summarize" else 1.0
     token_ns = TOKEN_NS[mode]
     return _Model(
@@ -430,6 +436,7 @@ def _model(
         chain_ctas=chain_ctas,
         item_ns=factor * per_slot * item_ns,
         first_ns=factor * first_ns,
+        last_ns=WARPGROUP_LAST_NS if by_warpgroups else factor * first_ns * per_slot,
         chain_ns=tokens * token_ns[chunk, warpgroups],
         least_ns=slots * shape.HV * RECORD_NS[chunk] if reads_records else 0.0,
     )
