@@ -164,6 +164,11 @@ def test_a_ring_is_deep_enough_or_holds_a_whole_sequence(T, HV, N):
         assert chosen.workspace_bytes <= workspace_bytes(s, sms, "recompute") <= 128 << 20
 
 
+@pytest.mark.parametrize(("B", "T", "H", "queues"), ((1, 8192, 64, 64), (2, 8192, 64, 63), (1, 8192, 32, 32)))
+def test_chains_that_recompute_states_have_the_queues_that_were_fastest(B, T, H, queues):
+    assert backward_launch_config(shape(B=B, T=T, H=H, HV=H), 132, None, "recompute").queues == queues
+
+
 def test_a_ring_is_no_deeper_than_its_queue_is_long():
     chosen = launch_config(shape(T=64, H=1, HV=1))
     assert chosen.queues == 1 and chosen.depth == -(-64 // chosen.chunk)

@@ -84,6 +84,9 @@ LEAST_DEPTH = 8
 #: records, which was fastest on an H100 (docs/kernels/backward.md).
 RING_RECORDS = 320
 
+#: `_with_shorter_queues`: ratios of two predicted times, and of the slots of queues. The latter is near that of the measured case.
+ABOUT_EQUAL, CLEARLY_SHORTER = 1.015, 0.95
+
 CHUNKS = (64, 32)
 
 #: Chunk size of pinned calls (``pin``), whose bits may depend neither on the rest of the batch nor on a prediction.
@@ -206,6 +209,8 @@ def _with_rings(shape: ProblemShape, models: list[_Model], **fields: Any) -> Lau
     """Returns the fastest launch, with a ring of records for each queue. ``fields``: of the `PrefillConfig`."""
     model, queues = _fastest(models)
     config = PrefillConfig(model.chunk, model.warpgroups, **fields, **_gate(shape))
+    if config.mode == "recompute" and not shape.varlen:
+        queues = _with_shorter_queues(model, queues)
     ctas, most = model.intra_chunk_ctas(queues), _most_depth(shape, model, queues)
     if config.mode == "recompute":
         slot = config.chunks_per_slot
@@ -458,6 +463,20 @@ def _fastest(models: list[_Model]) -> _Choice:
     """Returns the choice with the smallest predicted time, the first of equals. At least one model has `most` > 0."""
     choices = [_Choice(model, model.best()) for model in models if model.most > 0]
     return min(choices, key=lambda choice: choice.total_ns)
+
+
+def _with_shorter_queues(model: _Model, queues: int) -> int:
+    """Returns the number of queues of the mode ``recompute``, by the number that the model prefers.
+
+    The model knows neither the L2 nor HBM, which these chains load most. So where it finds the chains slower than the intra-chunk
+    stage, queues that are clearly shorter are faster if the model takes both launches as about equal (docs/kernels/backward.md).
+    """
+    width = model.width(queues)
+    shorter = -(-model.items // max(1, width - 1))
+    if shorter > model.most or model.chains_ns(queues) <= model.intra_chunk_ns(queues):
+        return queues
+    about_equal = model.total_ns(shorter) <= ABOUT_EQUAL * model.total_ns(queues)
+    return shorter if about_equal and model.width(shorter) <= CLEARLY_SHORTER * width else queues
 
 
 def _chunks(shape: ProblemShape) -> list[int]:
