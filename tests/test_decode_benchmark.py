@@ -112,9 +112,7 @@ def test_only_calls_that_exist_have_rows():
 
     assert served("rmw") == [1]
     assert served("kda-sm90+verify") == served("kda-sm90+commit") == [4, 8]
-    assert (
-        served("fla") == served("flashinfer", "bfloat16") == served("kda-sm90+journal") == [1, 4, 8]
-    )
+    assert served("fla") == served("flashinfer", "bfloat16") == served("kda-sm90+journal") == [1, 4, 8]
     assert served("flashinfer") == []
     assert pools.slots_of("kda-sm90", 8) == 8 and pools.slots_of("kda-sm90+verify", 8) == 1
 
