@@ -50,6 +50,7 @@ PRODUCTS = KEYS  # [128 rows][2 tokens + 1]; keys, queries and decays have been 
 class VerifyKernel(JournalKernel):
     """Takes a tensor, which determines the device and the stream, and the values of `kda_cute.journal.JournalArguments`."""
 
+    spill_allowance = 8  # of variants with records
     interface = VERIFY
     threads = 32 * WARPS
     ctas_per_sm = 2
