@@ -23,7 +23,8 @@ Implementations of decode:
 
   kda-<backend>, fla         `fused_recurrent_kda` with the states in place
   flashinfer                 FlashInfer's `recurrent_kda`, the same; bf16 states; on the GPUs that it serves
-  kda-<backend>+journal      `journal_decode_kda` with sequences that have 1 to 8 records, so that one of 8 is folded; T = 1
+  kda-<backend>+journal      `journal_decode_kda` with sequences that have 1 to 8 records. With T = 1 one of 8 is folded; with drafts
+                             those whose records do not fit beside them, with T = 8 all: the accepted drafts of the step before
   kda-<backend>+verify       `verify_kda`, which writes no state; T > 1
   kda-<backend>+commit       `verify_kda`, then `journal_fold` of all drafts; T > 1
   rmw                        multiplies the same states in place: the floor of T = 1

@@ -65,7 +65,8 @@ def test_rows_with_records_are_measured_where_the_backend_has_them(tmp_path):
     assert pools.has_journal("reference") and not pools.has_journal("unknown")
     rows = measure_rows(tmp_path / "decode.json", "--call", "decode")["rows"]
     found = {(r["T"], r["impl"]) for r in rows}
-    assert found >= {(1, "reference+journal"), (4, "reference+verify"), (4, "reference+commit")}
+    assert found >= {(T, "reference+journal") for T in (1, 4)}
+    assert found >= {(4, "reference+verify"), (4, "reference+commit")}
     assert not any(report_decode.is_wrong(r) for r in rows)
 
 
@@ -109,9 +110,9 @@ def test_only_calls_that_exist_have_rows():
     def served(impl, dtype="float32"):
         return [T for T in decode.T if decode.serves(impl, T, dtype)]
 
-    assert served("rmw") == served("kda-sm90+journal") == [1]
+    assert served("rmw") == [1]
     assert served("kda-sm90+verify") == served("kda-sm90+commit") == [4, 8]
-    assert served("fla") == served("flashinfer", "bfloat16") == [1, 4, 8]
+    assert served("fla") == served("flashinfer", "bfloat16") == served("kda-sm90+journal") == [1, 4, 8]
     assert served("flashinfer") == []
     assert pools.slots_of("kda-sm90", 8) == 8 and pools.slots_of("kda-sm90+verify", 8) == 1
 

@@ -98,12 +98,15 @@ class BoundCall:
         self._written = [x for x in found.written if not x.is_inference()]
         self._device = q.get_device()
         self._launch = calls.prepared(call, inputs) if found.plan is None else None
+        self._direct = None if self._clears else self._launch  # if it is all that a call does
         self._fixed_addresses = tuple(
             map(_address, (inputs.A_log, inputs.dt_bias, inputs.initial_state, inputs.cu_seqlens))
         )
         options = call.shape.options
         state = call.shape.state_shape, call.shape.state_dtype
         self._like_state = buffers.example(*state, q) if options.output_final_state else None
+        self._workspace, self._workspace_at = found.workspace, _address(found.workspace)
+        self._state, self._is_checked = found.state or None, found.is_checked
         needed = 0 if found.workspace is not None else calls.needed_workspace(call, found.plan, inputs)
         self._like_workspace = buffers.example((needed,), torch.uint8, q) if needed else None
         planner = None if found.plan is None or call.planner is None else call.planner[0]
@@ -128,36 +131,36 @@ class BoundCall:
         Raises:
             ShapeError, StrideError, DtypeError, DeviceError, ArgumentError: a tensor differs from the example; the message names it.
         """
-        if torch.compiler.is_compiling() or self._found.is_checked:
+        if torch.compiler.is_compiling() or self._is_checked:
             result = self._function(q, k, v, g, beta, **self._fixed, out=out)
             return result
-        is_idle = is_dispatcher_idle()
         if out is None:
-            is_known = is_idle and self._is_known(q, k, v, g, beta)
+            is_known = self._is_known(q, k, v, g, beta)
         else:
-            is_known = is_idle and self._is_known_with_out(q, k, v, g, beta, out)
-        if not is_known and not self._accepts((q, k, v, g, beta), out):
+            is_known = self._is_known_with_out(q, k, v, g, beta, out)
+        if not (is_known and is_dispatcher_idle()) and not self._accepts((q, k, v, g, beta), out):
             result = self._function(q, k, v, g, beta, **self._fixed, out=out)
             return result
-        tokens = a, b, c, d, e = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()
+        a, b, c, d, e = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()
         if out is None:
             # `empty_like` is the fastest way to allocate o, which has the shape of v
             out = torch.empty_like(v) if self._is_dense else v.new_empty(self._o.shape)
         o_at = out.data_ptr()
         if (a | b | c | d | o_at | (0 if self._beta_is_free else e)) % ALIGNMENT:
             self._refuse_unaligned((q, k, v, g, beta, out))
-        state = workspace = None
+        state, workspace, state_at, workspace_at = None, self._workspace, 0, self._workspace_at
         if self._like_state is not None:
             state = buffers.like_example(self._like_state)
+            state_at = state.data_ptr()
         if self._like_workspace is not None:
             workspace = torch.empty_like(self._like_workspace)
-        elif self._found.workspace is not None:
-            workspace = self._found.workspace
+            workspace_at = workspace.data_ptr()
         device = self._device
         is_current = device < 0 or device == current_device()
-        if is_current and self._launch is not None and not self._clears:
-            given = (*tokens, *self._fixed_addresses)
-            self._launch(out, given, o_at, _address(state), _address(workspace))  # type: ignore[arg-type]
+        if is_current and self._direct is not None:
+            # written out, because this takes less time than to join two tuples
+            w, x, y, z = self._fixed_addresses
+            self._direct(out, (a, b, c, d, e, w, x, y, z), o_at, state_at, workspace_at)
         else:
             with (
                 torch.cuda.device(device) if not is_current else nullcontext(),
@@ -169,7 +172,7 @@ class BoundCall:
         notify(*self._notice)
         if state is not None:
             return out, state
-        return (out, *self._found.state) if self._found.state else out
+        return out if self._state is None else (out, self._state[0])
 
     def _run(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor, state: Tensor | None,

@@ -188,7 +188,8 @@ class Decode(NamedTuple):
         pool = 0 if x.pool is None else x.pool.states.data_ptr()
 
         def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
-            kernel(o, *given[:7], pool or given[7], given[8], o_at, final_state)
+            q, k, v, g, beta, a_log, dt_bias, states, offsets = given
+            kernel(o, q, k, v, g, beta, a_log, dt_bias, pool or states, offsets, o_at, final_state)
 
         return launch
 

@@ -126,7 +126,8 @@ class JournalLaunch(NamedTuple):
         kernel = bound(self.kernel, *self._fixed(inputs))
 
         def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
-            kernel(o, *given[:7], o_at)
+            q, k, v, g, beta, a_log, dt_bias, _, _ = given
+            kernel(o, q, k, v, g, beta, a_log, dt_bias, o_at)
 
         return launch
 

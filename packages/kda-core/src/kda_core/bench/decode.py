@@ -124,8 +124,6 @@ def serves(impl: str, T: int, state_dtype: str) -> bool:
     """Returns whether an implementation has rows with T tokens of each sequence. The kernels of FlashInfer have bf16 states."""
     if impl == "flashinfer":
         return state_dtype == "bfloat16"
-    if impl.endswith(JOURNAL):
-        return T == 1
     return T > 1 or not impl.endswith((VERIFY, COMMIT))
 
 
@@ -233,7 +231,7 @@ def errors(x: dict[str, Any], before: Tensor, o: Tensor, after: Tensor, repeats:
 
 def _records(impl: str, problem: Problem) -> Launch:
     """Calls that keep records (`kda_core.serving`). The spans of `JOURNAL` are those of sequences in random phases: from 1 to `LENGTH`
-    records, so that one call in `LENGTH` folds. No call changes them, so every replay does the same work. `COMMIT` accepts all drafts."""
+    records, so that T calls in `LENGTH` fold. No call changes them, so every replay does the same work. `COMMIT` accepts all drafts."""
     commits = impl.endswith(COMMIT)
     verifies = commits or impl.endswith(VERIFY)
     backend = implementations.backend_name(impl)

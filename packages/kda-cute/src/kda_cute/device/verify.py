@@ -33,6 +33,13 @@ WARPS = 8  # each has 16 values of the state, and a token in the first phase
 UNITS = HEAD_DIM // 16  # of 4 channels, that a lane has of each of its two rows
 MATRIX = WARPS * ROW  # bytes of an array of rows for all tokens
 
+#: A CTA asks the L2 for the state of the CTA that comes this many later: half of those that 132 SMs have at a time.
+AHEAD = 132
+RECORD_WORDS = 11  # of a record that a lane loads
+RECORD = (
+    ROW + 32
+)  # bytes of a row of records: four rows of 8 bytes of a lane each then lie on different banks
+
 # Arrays in shared memory, in bytes from its start. A row of the first five has the 128 channels or values of a token in fp32.
 KEYS, QUERIES, DECAYS, LOGS, VALUES, BETAS = (i * MATRIX for i in range(6))
 COEFFICIENTS = BETAS + WARPS * 128  # [j][2 tokens]: c_tj, then e_tj, each in the order of `place_of`
@@ -43,6 +50,7 @@ PRODUCTS = KEYS  # [128 rows][2 tokens + 1]; keys, queries and decays have been 
 class VerifyKernel(JournalKernel):
     """Takes a tensor, which determines the device and the stream, and the values of `kda_cute.journal.JournalArguments`."""
 
+    spill_allowance = 8  # of variants with records
     interface = VERIFY
     threads = 32 * WARPS
     ctas_per_sm = 2
@@ -56,9 +64,9 @@ class VerifyKernel(JournalKernel):
         # the lanes of a quarter of a warp load from two columns, whose 16 bytes then lie on different banks
         self.column_bytes = ROW + (16 if self.narrow else 64)
         self.product_bytes = 4 * (2 * self.tokens + 1)  # of a row
-        # without records only the columns of the operand; else 8 records in its memory, with k and u
-        columns = 2 * (WARPS if config.records else self.tokens)
-        self.shared_bytes = OPERAND + columns * self.column_bytes
+        # 8 records in the memory of the operand: weights of k, u, and a row of decays
+        records = 2 * WARPS * RECORD + ROW if config.records else 0
+        self.shared_bytes = OPERAND + max(2 * self.tokens * self.column_bytes, records)
 
     @cute.kernel
     def kernel(self, values: tuple):
@@ -81,36 +89,61 @@ class VerifyKernel(JournalKernel):
         slot = slots.load_index(x.read + Int64(n) * x.index_bytes, x.index_bytes)
         # A token needs no slot, so its loads do not wait for it. Those of a sequence without a slot are not used.
         token = self.load_token(x, place)
+        following = self.following(x, n, place)
         valid = slots.is_slot(x, slot)
         # in a uniform register: every lane has it, and it is below 2^31
         slot = Int64(uniform(Int32(ptx.select(valid, slot, Int64(0))))[0])
         if valid:
-            self.verify(x, place, slot, token)
+            self.verify(x, place, slot, token, following)
         else:
+            self.prefetch(place, following)
             self.clear_tokens(x, place)
 
-    def verify(self, x, place, slot: Int64, token):
+    def following(self, x, n, place):
+        """Returns the address of the state of the CTA that comes `AHEAD` later in the order of the grid; 0 if it has none. bf16 states
+        that stay as they are gain nothing."""
+        if self.packed:
+            return Int64(0)
+        _, key_head, member = cute.arch.block_idx()
+        at = n + AHEAD
+        heads = key_head + member * x.H + at // x.N  # that are before it
+        n = at % x.N
+        slot = slots.load_index(x.read + Int64(n) * x.index_bytes, x.index_bytes)
+        head = heads % x.H * (x.HV // x.H) + heads // x.H
+        exists = slots.is_slot(x, slot) & (heads < x.HV)
+        return ptx.select(exists, self.matrix(x, head, slot), Int64(0))
+
+    @cute.jit
+    def prefetch(self, place, address: Int64):
+        """Asks the L2 for a state."""
+        if (place.thread == 0) & (address != 0):
+            ptx.bulk_prefetch(address, Int32(HEAD_DIM * HEAD_DIM * self.state_bytes))
+
+    def verify(self, x, place, slot: Int64, token, following: Int64):
         """Computes o and the records of all tokens of a sequence with a slot."""
         size = 2 * UNITS * (2 if self.packed else 4)
         state = cute.make_rmem_tensor((size,), Int32 if self.packed else Float32)
         matrix = self.matrix(x, place.head, slot)
         self.load_state(matrix, place, state)
+        self.prefetch(place, following)
         records = SimpleNamespace(
             values=(slot * x.HV + place.head) * x.R,  # the first record of the value head, in rows
             keys=(slot * x.H + place.key_head) * x.R,
             next=Int32(0),  # the row behind the last one
         )
         first, count, folds = Int32(0), Int32(0), Boolean(False)
+        loaded, last, total = None, None, Float32(0.0)  # total: G of the thread's channel
         if cutlass.const_expr(self.config.records):
             first, count = self.span(x, place.row, slot, Boolean(True))
             folds = count + x.T > x.fold_above
             records.next = self.ring(x, first, count)
-        self.store_token(x, place, records, token)
-        channel = Int64((place.thread & (HEAD_DIM - 1)) * 4)
-        total = Float32(0.0)  # G of the thread's channel
-        if cutlass.const_expr(self.config.records):
             last = x.record_g + (records.values + self.ring(x, first, count - 1)) * ROW
-            self.apply_records(x, place, records, state, last, first, count)
+            loaded = cute.make_rmem_tensor((RECORD_WORDS,), Int32)
+            self.load_record(x, place, records, loaded, first, count, Int32(0))
+        self.store_token(x, place, records, token)
+        if cutlass.const_expr(self.config.records):
+            self.apply_records(x, place, records, state, loaded, last, first, count)
+            channel = Int64((place.thread & (HEAD_DIM - 1)) * 4)
             total = ptx.load_global_f32(last + channel, (count > 0) & ~folds)
             self.fold_state(matrix, place, state, folds)
         cute.arch.sync_threads()  # the rows of all tokens are there, and the operand's memory is free
@@ -128,9 +161,9 @@ class VerifyKernel(JournalKernel):
 
     # ---- states
 
-    def lane_offset(self, place):
-        """Returns the offset, in bytes of an fp32 row, of a lane's channels in its first unit."""
-        return (place.lane & 3) * (32 if self.narrow else 16)
+    def lane_offset(self, inner):
+        """Returns the offset, in bytes of an fp32 row, of the channels of a lane in its first unit. ``inner``: lane % 4."""
+        return inner * (32 if self.narrow else 16)
 
     def unit_offset(self, unit):
         """Returns the offset, in bytes of an fp32 row, of a unit of four channels from the first one. Four lanes have 64 contiguous bytes
@@ -142,7 +175,7 @@ class VerifyKernel(JournalKernel):
         is channel e of unit n, of the lane's row i of two: rows lane // 4 and lane // 4 + 8 of the warp. Two bf16 that stay as they
         are have one index."""
         row = place.warp * 16 + (place.lane >> 2)
-        first = start + Int64(row * ROW + self.lane_offset(place)) // (2 if self.narrow else 1)
+        first = start + Int64(row * ROW + self.lane_offset(place.lane & 3)) // (2 if self.narrow else 1)
         step = 2 if self.narrow else 1  # units of 16 bytes
         for i in range(2):
             for unit in range(0, UNITS, step):
@@ -174,52 +207,80 @@ class VerifyKernel(JournalKernel):
                     ptx.store_global_streaming_x4(address, [state[n + e] for e in range(4)])
 
     @cute.jit
-    def apply_records(self, x, place, records, state, last, first, count):
-        """Applies the records of the slot to the state. ``last``: address of G of the last one."""
-        if count > 0:
-            for unit in range(UNITS):
-                at = last + self.lane_offset(place) + self.unit_offset(unit)
-                for e, word in enumerate(ptx.load_global_words(at, 4, Boolean(True))):
-                    decay = natural_exp(ptx.float_of_bits(word))
-                    for i in range(2):
-                        n = (i * UNITS + unit) * 4 + e
-                        state[n] = state[n] * decay
+    def apply_records(self, x, place, records, state, loaded, last, first, count):
+        """Applies the records of the slot to the state. ``loaded``: the warp's record of the first eight. ``last``: address of G of the
+        last one."""
         operand = place.shared + OPERAND
+        total = self.load_row(last, place, count > 0)
         for start in cutlass.range(0, count, WARPS, unroll=1):
-            record = start + place.warp
-            exists = record < count
-            ring = self.ring(x, first, cutlass.min(record, count - 1))
-            row = records.values + ring
-            key = x.record_k + (records.keys + ring) * (2 * HEAD_DIM) + place.lane * 8
-            keys = ptx.load_global_words(key, 2, exists)
-            factor = ptx.load_global_f32(x.record_factor + (records.keys + ring) * 4, exists)
-            sums = self.load_row(x.record_g + row * ROW, place, exists)
-            total = self.load_row(last, place, exists)
-            u = self.load_row(x.record_u + row * ROW, place, exists)
-            k = [y for word in keys for y in ptx.unpack_bf16x2(word)]
-            weights = [k[i] * factor * natural_exp(total[i] - sums[i]) for i in range(4)]
+            words = [loaded[i] for i in range(RECORD_WORDS)]
+            self.load_record(x, place, records, loaded, first, count, start + WARPS)
+            k = [y for word in words[:2] for y in ptx.unpack_bf16x2(word)]
+            factor, *values = (ptx.float_of_bits(word) for word in words[2:])
+            # the exponent of a record that does not exist is not above 0 either
+            weights = [k[i] * factor * natural_exp(total[i] - values[i]) for i in range(4)]
             cute.arch.sync_threads()  # earlier records have been read
-            at = operand + place.warp * self.column_bytes + place.lane * 16
+            at = operand + place.warp * RECORD + place.lane * 16
             ptx.store_shared_x4(at, weights)
-            ptx.store_shared_x4(at + WARPS * self.column_bytes, u)
+            ptx.store_shared_x4(at + WARPS * RECORD, values[4:])
+            if place.warp == 0:
+                decays = [ptx.select(start == 0, natural_exp(y), Float32(1.0)) for y in total]
+                ptx.store_shared_x4(operand + 2 * WARPS * RECORD + place.lane * 16, decays)
             cute.arch.sync_threads()
-            for j in cutlass.range(cutlass.min(count - start, WARPS), unroll=1):
-                self.add_record(place, state, operand + j * self.column_bytes)
+            self.add_records(place, state, operand)
+
+    def load_record(self, x, place, records, loaded, first, count, start):
+        """Loads the warp's record of the eight from record ``start`` on, zeros if there is none: the lane's four k, the factor, its four G
+        and its four u."""
+        record = start + place.warp
+        exists = record < count
+        ring = self.ring(x, first, cutlass.min(record, count - 1))
+        row, key = records.values + ring, records.keys + ring
+        words = [
+            *ptx.load_global_words(x.record_k + key * (2 * HEAD_DIM) + place.lane * 8, 2, exists),
+            ptx.bits_of_float(ptx.load_global_f32(x.record_factor + key * 4, exists)),
+            *(
+                word
+                for array in (x.record_g, x.record_u)
+                for word in ptx.load_global_words(array + row * ROW + place.lane * 16, 4, exists)
+            ),
+        ]
+        for i, word in enumerate(words):
+            loaded[i] = word
 
     def load_row(self, start, place, valid):
         """Loads the lane's four of 128 fp32 in global memory."""
         return [ptx.float_of_bits(y) for y in ptx.load_global_words(start + place.lane * 16, 4, valid)]
 
-    def add_record(self, place, state, start):
-        """Adds a record whose weights of k are at ``start``."""
-        at = start + WARPS * self.column_bytes + (place.warp * 16 + (place.lane >> 2)) * 4
-        u = [ptx.load_shared(at + i * 32, Float32) for i in range(2)]
+    def add_records(self, place, state, start):
+        """Decays the state and adds eight records: an MMA with u as the left operand and the weights of k as the right one. Its sums start
+        from zero, because it cuts off what it adds to a larger number.
+
+        Column n of tile e of a unit is channel 2 (n % 2) + e of lane n // 2, so that a lane gets its own channels."""
+        inner, outer = place.lane & 3, place.lane >> 2
+        at = start + (WARPS + inner) * RECORD + (place.warp * 16 + outer) * 4
+        u = [
+            ptx.cut_tf32(ptx.load_shared(at + j * (4 * RECORD) + i * 32, Float32))
+            for j in range(2)
+            for i in range(2)
+        ]
+        high, low = ([y[part] for y in u] for part in range(2))
+        column = start + inner * RECORD + self.lane_offset(outer >> 1) + (outer & 1) * 8
+        decays = start + 2 * WARPS * RECORD + self.lane_offset(inner)
         for unit in range(UNITS):
-            weights = ptx.load_shared_x4(start + self.lane_offset(place) + self.unit_offset(unit), Float32)
-            for i in range(2):
-                for e, weight in enumerate(weights):
-                    n = (i * UNITS + unit) * 4 + e
-                    state[n] = ptx.fma(weight, u[i], state[n])
+            at = column + self.unit_offset(unit)
+            rows = [ptx.load_shared_x2(at + j * (4 * RECORD), Float32) for j in range(2)]
+            decay = ptx.load_shared_x4(decays + self.unit_offset(unit), Float32)
+            for e in range(2):
+                parts = [ptx.cut_tf32(row[e]) for row in rows]
+                b_high, b_low = ([y[part] for y in parts] for part in range(2))
+                sums = ptx.mma_m16n8k8_tf32(low, b_high, [Float32(0.0)] * 4)
+                sums = ptx.mma_m16n8k8_tf32(high, b_low, sums)
+                sums = ptx.mma_m16n8k8_tf32(high, b_high, sums)
+                for n, y in enumerate(sums):
+                    channel = 2 * (n % 2) + e
+                    at_state = (n // 2 * UNITS + unit) * 4 + channel
+                    state[at_state] = ptx.fma(state[at_state], decay[channel], y)
 
     # ---- tokens
 
@@ -338,7 +399,9 @@ class VerifyKernel(JournalKernel):
         `ptx.mma_m16n8k8_tf32` returns them."""
         tiles = self.tokens // 4
         high, low = ([[Float32(0.0)] * 4 for _ in range(tiles)] for _ in range(2))
-        column = place.shared + OPERAND + (place.lane >> 2) * self.column_bytes + self.lane_offset(place)
+        column = (
+            place.shared + OPERAND + (place.lane >> 2) * self.column_bytes + self.lane_offset(place.lane & 3)
+        )
         for unit in range(UNITS):
             left = self.fragments(state, unit)
             for tile in range(tiles):

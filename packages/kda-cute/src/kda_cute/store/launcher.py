@@ -155,25 +155,25 @@ class Launcher:
         fixed_grid = self._grid_of(count, last) if last else None
         threads = threading.local()
 
-        def prepare(device: int) -> tuple[_Call, Any, Any, Any, Any]:
+        def prepare(device: int) -> tuple[Any, ...]:
             driver, handle = self._ready(device)
             call = _Call(handle, kernel, parameters)
             if fixed_grid is not None:
                 set_grid(call.config, 0, *fixed_grid)
-            made = call, call.buffer, call.config, driver.stream, driver.launch_kernel
+            made = call.buffer, call.config, call.arguments, driver.stream, driver.launch_kernel, call
             return threads.__dict__.setdefault("calls", {}).setdefault(device, made)
 
         def launch(tensor: Any, *values: Any) -> None:
             device = tensor.get_device()
             try:
-                call, buffer, launch_config, stream, launch_kernel = threads.calls[device]
+                buffer, launch_config, arguments, stream, launch_kernel, _ = threads.calls[device]
             except (AttributeError, KeyError):
-                call, buffer, launch_config, stream, launch_kernel = prepare(device)
+                buffer, launch_config, arguments, stream, launch_kernel, _ = prepare(device)
             pack(buffer, 0, *values)
             if fixed_grid is None:
                 set_grid(launch_config, 0, *find_grid(config, make(values)))
             launch_config.stream = stream(device)
-            if code := launch_kernel(*call.arguments):
+            if code := launch_kernel(*arguments):
                 raise LaunchError(
                     f"{interface.name}: cuLaunchKernelEx: {self._load().driver.error_name(code)}; grid {list(launch_config.grid)}, "
                     f"{kernel.threads} threads, {kernel.shared_bytes} bytes of dynamic shared memory"
