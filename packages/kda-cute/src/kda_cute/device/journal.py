@@ -60,11 +60,6 @@ class JournalKernel(DecodeKernel):
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         thread, _, _ = cute.arch.thread_idx()
         n, place = self.place(thread, shared)
-        # a fold begins with the states that the verification ahead of it has read last: some of them are in the L2
-        folds_all = x.T == 0
-        n = ptx.select(folds_all, x.N - 1 - n, n)
-        place.head = ptx.select(folds_all, x.HV - 1 - place.head, place.head)
-        place.key_head = ptx.select(folds_all, x.H - 1 - place.key_head, place.key_head)
         place.row, head = n, place.head
         place.factors = shared  # of all warps
         place.dots = shared + TOKEN
