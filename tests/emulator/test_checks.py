@@ -84,6 +84,109 @@ def test_warps_may_store_the_same_bytes_but_no_others(seed):
         run(filled(STORES, value="%r0"), x, threads=64, shared=256, seed=seed)
 
 
+#: Warps 0 and 1 access words of tensor 0 before and behind a barrier: <before>, <first>, <second>. Lane 0 of each warp, %p1 or %p2.
+WARPS = """
+    setp.eq.s32 %p1, %r0, 0; setp.eq.s32 %p2, %r0, 32; add.s32 %r1, %r0, 5; cvt.u16.u32 %h1, %r1;
+    mov.b32 %r9, 0x01010101; mov.b16 %h9, 0x0101; <before> bar.sync 0; @!%p1 bra OTHER; <first> OTHER: @!%p2 bra END; <second> END:
+"""
+WHOLE = "st.global.b32 [%q0], %r1;", "ld.global.b32 %r2, [%q0];"
+LOWER = "st.global.b16 [%q0], %h1;", "ld.global.u16 %h2, [%q0];"
+UPPER = "st.global.b16 [%q0+2], %h1;", "ld.global.u16 %h2, [%q0+2];"
+BYTE = "st.global.u8 [%q0+3], %r1;", "ld.global.u8 %r2, [%q0+3];"
+PAIR = "st.global.v2.b16 [%q0], {%h1, %h1};", "ld.global.v2.b16 {%h2, %h3}, [%q0];"
+FOUR = "st.global.v4.b32 [%q0], {%r1, %r1, %r1, %r1};", "ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%q0];"
+DISJOINT = [(LOWER, UPPER), (LOWER, BYTE)]
+OVERLAPPING = [
+    (LOWER, LOWER),
+    (UPPER, UPPER),
+    (UPPER, BYTE),
+    *((half, x) for half in (LOWER, UPPER, BYTE) for x in (WHOLE, PAIR, FOUR)),
+]
+#: What happened to the words before: nothing, accesses of whole words, or of halves. The values written are others than later.
+HISTORIES = [x.replace("%r1", "%r9").replace("%h1", "%h9") for x in (
+    "", f"@%p2 {WHOLE[0]} bar.sync 0; {WHOLE[1]}", f"@%p1 {LOWER[0]} @%p2 {UPPER[0]}", f"@%p1 {FOUR[0]} bar.sync 0; @%p2 {FOUR[1]}",
+)]  # fmt: skip
+
+
+def accesses_of_warps(before, first, second, compiled):
+    body = filled(WARPS, before=before, first=first, second=second)
+    for seed in SEEDS:
+        run(body, lanes(), threads=64, seed=seed, compiled=compiled)
+
+
+@pytest.mark.parametrize("compiled", (True, False))
+@pytest.mark.parametrize("before", HISTORIES)
+def test_halves_of_a_word_are_apart(before, compiled):
+    for one, other in DISJOINT:
+        for first, second in ((one[0], other[0]), (one[0], other[1]), (one[1], other[0])):
+            accesses_of_warps(before, first, second, compiled)
+            accesses_of_warps(before, second, first, compiled)
+
+
+@pytest.mark.parametrize("compiled", (True, False))
+@pytest.mark.parametrize("before", HISTORIES)
+def test_accesses_of_the_same_half_are_a_race(before, compiled):
+    for one, other in OVERLAPPING:
+        for first, second in ((one[0], other[1]), (one[1], other[0])):
+            for pair in ((first, second), (second, first)):
+                with pytest.raises(ExecutionError, match="a race"):
+                    accesses_of_warps(before, *pair, compiled)
+
+
+@pytest.mark.parametrize("compiled", (True, False))
+@pytest.mark.parametrize("read", (LOWER[1], UPPER[1], WHOLE[1], FOUR[1]))
+def test_a_half_keeps_the_write_of_its_own_warp(read, compiled):
+    """Both warps write their half. Then the first one reads: its own half is no race, all others are."""
+    if read == LOWER[1]:
+        accesses_of_warps("", LOWER[0] + read, UPPER[0], compiled)
+        return
+    body = filled(WARPS, before="", first=LOWER[0] + read, second=UPPER[0])
+    for seed in SEEDS:
+        with pytest.raises(ExecutionError, match="a race: .* offset 2 is (accessed|written) here"):
+            run(body, lanes(), threads=64, seed=seed, compiled=compiled)
+
+
+@pytest.mark.parametrize("compiled", (True, False))
+def test_ctas_may_store_halves_of_a_word(compiled):
+    """As gradients of beta in bf16 do, one head for each CTA; <place>: of the CTA."""
+    body = """mov.u32 %r1, %ctaid.x; add.s32 %r2, %r1, 5; cvt.u16.u32 %h1, %r2; mul.wide.u32 %q9, %r1, <place>; add.s64 %q9, %q9, %q0;
+        setp.eq.s32 %p1, %r0, 0; @%p1 st.global.b16 [%q9], %h1;"""
+    for seed in SEEDS:
+        x = torch.zeros(8, dtype=torch.int16)
+        run(filled(body, place="2"), x, grid=8, seed=seed, compiled=compiled)
+        assert x.tolist() == list(range(5, 13))
+        with pytest.raises(ExecutionError, match="a race"):
+            run(
+                filled(body, place="1").replace("%q9, %r1", "%q9, 0"), x, grid=8, seed=seed, compiled=compiled
+            )
+
+
+@pytest.mark.parametrize("compiled", (True, False))
+def test_a_half_may_be_constant_while_the_other_is_written(compiled):
+    constant = "ld.global.nc.u16 %h2, [%q0+2];"
+    accesses_of_warps("", constant, LOWER[0], compiled)
+    for other in (UPPER[0], WHOLE[0]):
+        with pytest.raises(ExecutionError, match="ld.global.nc"):
+            accesses_of_warps("", constant, other, compiled)
+
+
+@pytest.mark.parametrize("compiled", (True, False))
+@pytest.mark.parametrize(("place", "half"), ((0, 0), (0, 2), (124, 0), (124, 2)))
+def test_bulk_copies_see_each_half(place, half, compiled):
+    """A bulk copy reads 128 bytes of shared memory of which a store of 2 bytes writes one half of a word."""
+    written = f"@%p1 st.shared.b16 [%r1+{place + half}], %h1;"
+    body = """mov.b32 %r1, shared_bytes; mad.lo.s32 %r2, %r0, 4, %r1; mov.b16 %h1, 7; setp.eq.s32 %p1, %r0, 0; st.shared.b32 [%r2], 1;
+        bar.warp.sync -1; <other> fence.proxy.async.shared::cta; bar.sync 0; <before> @!%p1 bra END; cp.async.bulk.global.shared::cta.bulk_group [%q0], [%r1], 128;
+        cp.async.bulk.commit_group; <during> cp.async.bulk.wait_group 0; END:"""
+    other = f"@%p1 st.shared.b16 [%r1+{place + 2 - half}], %h1;"
+    for first in ("", other):
+        run(filled(body, other=first + written, before="", during=""), lanes(), shared=128, compiled=compiled)
+        with pytest.raises(ExecutionError, match="without a fence.proxy.async"):
+            run(filled(body, other=first, before=written, during=""), lanes(), shared=128, compiled=compiled)
+        with pytest.raises(ExecutionError, match="overwritten before a bulk copy has read it"):
+            run(filled(body, other=first, before="", during=written), lanes(), shared=128, compiled=compiled)
+
+
 def test_undefined_words_may_be_sent_but_not_used():
     """Each lane sends a word to the other CTA of the cluster; only lane 0 has a value."""
     body = f"""

@@ -161,6 +161,16 @@ ACCESSES = {
         "mov.b32 %r1, shared_bytes; mad.lo.s32 %r2, %r0, 4, %r1; st.shared.b32 [%r2], %r0; xor.b32 %r3, %r0, 32; bar.warp.sync -1;"
         "mad.lo.s32 %r3, %r3, 4, %r1; ld.shared.b32 %r4, [%r3]; st.global.b32 [%q11], %r4;"
     ),
+    "halves of a word, then all of it": (
+        "mov.b32 %r1, shared_bytes; mad.lo.s32 %r2, %r0, 2, %r1; st.shared.b16 [%r2], %r0; ld.shared.u8 %r4, [%r2+1]; bar.sync 0;"
+        "xor.b32 %r3, %r0, 1; mad.lo.s32 %r3, %r3, 2, %r1; ld.shared.u16 %r4, [%r3]; ld.global.nc.u16 %r5, [%q8+2]; add.s32 %r4, %r4, %r5;"
+        "bar.sync 0; st.shared.b16 [%r3], %r4; bar.sync 0; @%p1 ld.shared.b32 %r4, [%r1+4]; bar.sync 0; @!%p1 st.shared.b16 [%r3], %r5;"
+        "st.global.b32 [%q11], %r4; st.global.b16 [%q11+4], %h1; st.global.u8 [%q11+6], %r0; st.global.u8 [%q11+7], %r0;"
+    ),
+    "a race of halves": (
+        "mov.b32 %r1, shared_bytes; mad.lo.s32 %r2, %r0, 2, %r1; st.shared.b16 [%r2], %r0; xor.b32 %r3, %r0, 1;"
+        "mad.lo.s32 %r3, %r3, 2, %r1; ld.shared.u16 %r4, [%r3]; st.global.b32 [%q11], %r4;"
+    ),
     "written after ld.global.nc": "ld.global.nc.b32 %r1, [%q8]; bar.sync 0; st.global.b32 [%q8], %r0;",
     "matrices": (
         "mov.b32 %r1, shared_bytes; mad.lo.s32 %r1, %r0, 16, %r1; ld.global.v4.b32 {%r2,%r3,%r4,%r5}, [%q8]; bar.sync 0;"
@@ -184,6 +194,44 @@ def test_accesses(body):
         return [out, x]
 
     both(execute)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_random_accesses(first):
+    """Loads and stores of 1 to 16 bytes by two warps in 32 bytes of each state space, and barriers: the same races."""
+    results = []
+    for seed in range(first, first + 10):
+        r = np.random.default_rng(seed)
+        body = [
+            "mov.b32 %r1, shared_bytes; mov.b32 %r2, 0; mov.b16 %h2, 0; mov.b64 %q12, 0; mov.b64 %q13, 0;"
+        ]
+        for n in range(12):
+            size = int(r.choice([1, 2, 2, 2, 4, 8, 16]))
+            kind, register = {1: ("u8", "%r2"), 2: ("u16", "%h2"), 4: ("u32", "%r2")}.get(
+                size, ("u64", "%q12")
+            )
+            if size == 16:
+                kind, register = "v2.u64", "{%q12, %q13}"
+            place = int(r.integers(32 // size)) * size
+            space, base = ("global", "%q0") if r.random() < 0.5 else ("shared", "%r1")
+            lane = int(r.choice([0, 0, 1, 32, 33]))
+            address = f"[{base}+{place}]"
+            value = f"mov.b32 %r2, {n}; cvt.u16.u32 %h2, %r2; cvt.u64.u32 %q12, %r2;"
+            access = (
+                f"ld.{space}.{kind} {register}, {address};"
+                if r.random() < 0.4
+                else f"{value} st.{space}.{kind} {address}, {register};"
+            )
+            body.append(f"setp.ne.s32 %p1, %r0, {lane}; @%p1 bra SKIP{n}; {access} SKIP{n}:")
+            body.append(str(r.choice(["bar.sync 0;", "bar.sync 0;", "bar.warp.sync -1;", ""])))
+
+        def execute(compiled, body=body, seed=seed):
+            out = torch.zeros(32, dtype=torch.uint8)
+            ptx.run(" ".join(body), out, threads=64, shared=32, seed=seed, compiled=compiled)
+            return [out]
+
+        results.append(both(execute))
+    assert any(isinstance(x, str) for x in results) and any(not isinstance(x, str) for x in results)
 
 
 SMALL = [name for name in CASES if name.startswith(("lanes/", "memory/", "matrices/"))]

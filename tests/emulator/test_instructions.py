@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.emulator.cases import addresses, atomics, inputs
-from helpers.emulator.ptx import lanewise, run
+from helpers.emulator.ptx import kernel, lanewise, run
 
 import ptx_emulator
 
@@ -504,3 +504,21 @@ def test_an_unknown_instruction_is_named_with_its_line():
         run("wombat.u32 %r1, %r0;", torch.zeros(1), torch.zeros(1))
     with pytest.raises(ptx_emulator.PtxError, match=r"PTX line \d+: \.rna is not modelled"):
         run("add.rna.f32 %f1, %f1, %f1;", torch.zeros(1), torch.zeros(1))
+
+
+def test_a_kernel_that_prints_is_refused_by_name():
+    """The form is that of `cute.printf`: a declaration, and a call over several lines."""
+    call = """{ .param .b64 x; .param .b64 y; .param .b32 z; st.param.b64 [x], %q0; st.param.b64 [y], %q0;
+        call.uni (z),
+        vprintf, (x, y); }"""
+    text = kernel(call).replace(
+        ".extern .shared",
+        ".extern .func (.param .b32 z) vprintf (.param .b64 x, .param .b64 y);\n.extern .shared",
+    )
+    line = next(n for n, x in enumerate(text.split("\n"), 1) if "call.uni" in x)
+    message = rf"PTX line {line}: the kernel prints \(vprintf\), .* compile it without cute.printf"
+    with pytest.raises(ptx_emulator.PtxError, match=message):
+        ptx_emulator.run(text, (1,), (32,), 0, (torch.zeros(1), torch.zeros(1)))
+    declared = text.replace(call, "")
+    with pytest.raises(ptx_emulator.PtxError, match=r"device functions \(.func\) are not modelled"):
+        ptx_emulator.run(declared, (1,), (32,), 0, (torch.zeros(1), torch.zeros(1)))

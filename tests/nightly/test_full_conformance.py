@@ -12,10 +12,6 @@ from kda_cute.testing.emulation import emulated
 from kda_sm90.config import ARCH
 from kda_sm100.config import ARCHS
 
-#: Parts of the names of tests whose CTAs store dbeta in bf16 of neighbouring heads: the halves of a word, which the race check of global
-#: memory takes for a race (docs/ptx-emulator.md, "Races").
-HALVES = ("gates in q's dtype", "test_gradients_of_heads[(3, 3)]")
-
 
 class EmulatedConformance(BackendConformance):
     """Base of the test class of a backend. Attributes as in `helpers.emulated_cases.EmulatedBackend`."""
@@ -26,10 +22,8 @@ class EmulatedConformance(BackendConformance):
     options: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture(autouse=True)
-    def on_the_emulator(self, request):
-        halves = any(part in request.node.name for part in HALVES)
-        options = self.options | ({"races": ("shared",)} if halves else {})
-        with emulated(self.backend, self.arch, **options):
+    def on_the_emulator(self):
+        with emulated(self.backend, self.arch, **self.options):
             yield
 
 

@@ -198,13 +198,14 @@ def gather(
     return values, unknown if unknown.any() else None
 
 
-def touched(region: Region, places: Array, size: int, lanes: Any) -> tuple[Array, Any]:
-    """Return for `races.Shadow` the word indices of accesses of ``size`` bytes, and the lane of each."""
-    words = (places - region.base) >> 2
+def touched(region: Region, places: Array, size: int, lanes: Any) -> tuple[Array, Any, Array | None]:
+    """Return for `races.Shadow` the word indices of accesses of ``size`` bytes, the lane of each, and the halves."""
+    offsets = places - region.base
+    words = offsets >> 2
     if size <= 4:
-        return words, lanes
+        return words, lanes, offsets >> 1 & 1 if size <= 2 else None
     words = words[:, None] + np.arange(size // 4)
-    return words, lanes if isinstance(lanes, int) else lanes[:, None]
+    return words, lanes if isinstance(lanes, int) else lanes[:, None], None
 
 
 def _by_words(flags: Array, size: int) -> Array:
@@ -242,7 +243,7 @@ def scatter(
             )
         if region.shadow is not None and lanes is not None:
             who = lanes[part] if isinstance(lanes, np.ndarray) else lanes
-            words, who = touched(region, places[part], size * count, who)
+            words, who, halves = touched(region, places[part], size * count, who)
             # Writing the value that is already there is not a race: groups of threads often store the same value.
             before, unknown_before = region.load(places[part], size, count)
             changed = before != values[part]
@@ -256,6 +257,7 @@ def scatter(
                     w,
                     words.reshape(changed.shape)[changed],
                     np.broadcast_to(who, words.shape).reshape(changed.shape)[changed],
+                    None if halves is None else halves.reshape(changed.shape)[changed],
                     generic=True,
                 )
         region.store(places[part], size, count, values[part], missing)
@@ -327,7 +329,8 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
             )
             for one, where in parts:
                 if one.shadow is not None:
-                    one.shadow.load_constant(w, touched(one, where, size * count, SEVERAL)[0].reshape(-1))
+                    words, _, halves = touched(one, where, size * count, SEVERAL)
+                    one.shadow.load_constant(w, words.reshape(-1), halves)
         if strong:
             for word in _words(w, space, places):
                 w.clock.read(order, w.machine.releases.get(word))

@@ -194,6 +194,11 @@ def parse(text: str) -> Module:
     target = re.search(r"\.target\s+(\w+)", text)
     if target is None:
         raise PtxError("the module has no .target directive")
+    if match := re.search(r"\bcall\b[^;]*\bvprintf\b", text):
+        raise PtxError(
+            "the kernel prints (vprintf), which is not modelled: compile it without cute.printf",
+            text.count("\n", 0, match.start()) + 1,
+        )
     if match := re.search(r"\.func\b", text):
         raise PtxError(
             "device functions (.func) are not modelled, only entries (.entry)",

@@ -171,20 +171,27 @@ class Issuer:
 
 
 class Shadow:
-    """The access history of a region: per word of 4 bytes, the last write, and the last read of each warp.
+    """The access history of a region: per cell, the last write, and the last read of each warp.
 
-    Every access of the region is reported here with its word indices, counted from ``region.base``. The methods raise
-    `ExecutionError` for a race.
+    A cell is a word of 4 bytes. From the first access of at most 2 bytes to a word on, each half of this word has a cell of its
+    own: cell n is the lower half of word n, cell ``words`` + n the upper half.
+
+    Every access of the region is reported here with its word indices, counted from ``region.base``. ``halves``: of accesses of
+    at most 2 bytes, which half of each word (0 or 1); None: the accesses cover whole words. The methods raise `ExecutionError`
+    for a race.
 
     Attributes:
-        generic: per word, whether the generic proxy wrote it last.
-        constant: per word, whether `ld.global.nc` has read it; None: no word.
-        reading: per word, the bulk copies that may still read it, because nothing has waited for them; None: no copy.
+        words: the number of words.
+        apart: per word, whether its halves have their own cells; None: those of no word do, and there are only ``words`` cells.
+        generic: per cell, whether the generic proxy wrote it last.
+        constant: per cell, whether `ld.global.nc` has read it; None: no cell.
+        reading: per cell, the bulk copies that may still read it, because nothing has waited for them; None: no copy.
     """
 
     def __init__(self, region: Region):
         self.region: Region = weakref.proxy(region)  # the region holds this object
-        words = -(-len(region.data) // 4)
+        self.words = words = -(-len(region.data) // 4)
+        self.apart: Array | None = None
         self.writer, self.write_lane = np.zeros(words, np.int32), np.zeros(words, np.int8)
         self.written = np.zeros(words, np.int64)
         self.generic = np.zeros(words, np.bool_)
@@ -192,8 +199,9 @@ class Shadow:
         self.reading: Array | None = None
         self.read: dict[int, tuple[Array, Array]] = {}
 
-    def load(self, w: Warp | Issuer, words: Array, lanes: Any) -> None:
+    def load(self, w: Warp | Issuer, words: Array, lanes: Any, halves: Array | None = None) -> None:
         """Check and record a read. ``lanes``: the lane of each word, or `SEVERAL`."""
+        cells, lanes = self._cells(words, lanes, halves)
         clock = w.clock
         if clock.index not in self.read:
             self.read[clock.index] = (
@@ -202,49 +210,59 @@ class Shadow:
             )
             if self.region.map is not None:
                 self.region.map.reader(clock.index, *self.read[clock.index])
-        if self._compiled("load", w, words, lanes):
+        if self._compiled("load", w, cells, lanes):
             return
-        lanes = np.broadcast_to(lanes, words.shape)
-        self._after_writes(w, words, lanes)
+        lanes = np.broadcast_to(lanes, cells.shape)
+        self._after_writes(w, cells, lanes)
         times, readers = self.read[clock.index]
-        again = (times[words] > clock.known[clock.index]) & (readers[words] != lanes)
-        readers[words] = np.where(again, SEVERAL, lanes)
-        shared = readers[words] != lanes  # several lanes read this word at once
+        again = (times[cells] > clock.known[clock.index]) & (readers[cells] != lanes)
+        readers[cells] = np.where(again, SEVERAL, lanes)
+        shared = readers[cells] != lanes  # several lanes read this cell at once
         if shared.any():
-            readers[words[shared]] = SEVERAL
-        times[words] = clock.now
+            readers[cells[shared]] = SEVERAL
+        times[cells] = clock.now
 
-    def store(self, w: Warp | Issuer, words: Array, lanes: Any, generic: bool = False) -> None:
+    def store(
+        self,
+        w: Warp | Issuer,
+        words: Array,
+        lanes: Any,
+        halves: Array | None = None,
+        *,
+        generic: bool = False,
+    ) -> None:
         """Check and record a write. ``lanes``: the lane of each word, or `SEVERAL`. ``generic``: it is of the generic proxy."""
-        if self._compiled("store", w, words, lanes, generic):
+        cells, lanes = self._cells(words, lanes, halves)
+        if self._compiled("store", w, cells, lanes, generic):
             return
-        clock, lanes = w.clock, np.broadcast_to(lanes, words.shape)
-        if self.reading is not None and self.reading[words].any():
+        clock, lanes = w.clock, np.broadcast_to(lanes, cells.shape)
+        if self.reading is not None and self.reading[cells].any():
             w.fail(
                 "shared memory is overwritten before a bulk copy has read it: nothing has waited for the copy "
                 "(cp.async.bulk.wait_group)"
             )
-        if self.constant is not None and self.constant[words].any():
+        if self.constant is not None and self.constant[cells].any():
             w.fail(f"{self.region.name} is written, but this kernel has read it with ld.global.nc")
-        self._after_writes(w, words, lanes)
+        self._after_writes(w, cells, lanes)
         for index, (times, readers) in self.read.items():
-            late = times[words] > clock.known[index]
+            late = times[cells] > clock.known[index]
             if index == clock.index:
-                late &= (readers[words] != lanes) | (readers[words] == SEVERAL)
+                late &= (readers[cells] != lanes) | (readers[cells] == SEVERAL)
             if late.any():
-                self._report(w, "written", words[late][0], index, int(readers[words][late][0]), "read")
-        self.writer[words], self.write_lane[words], self.written[words] = clock.index, lanes, clock.now
-        self.generic[words] = generic
+                self._report(w, "written", cells[late][0], index, int(readers[cells][late][0]), "read")
+        self.writer[cells], self.write_lane[cells], self.written[cells] = clock.index, lanes, clock.now
+        self.generic[cells] = generic
 
-    def load_constant(self, w: Warp, words: Array) -> None:
+    def load_constant(self, w: Warp, words: Array, halves: Array | None = None) -> None:
         """Check and record a read by `ld.global.nc`: of data that the kernel does not write."""
-        if self.written[words].any():
+        cells, _ = self._cells(words, SEVERAL, halves)
+        if self.written[cells].any():
             w.fail(f"ld.global.nc reads {self.region.name} where this kernel has written it")
         if self.constant is None:
             self.constant = np.zeros(len(self.written), np.bool_)
             if self.region.map is not None:
                 self.region.map.set("shadow_constant", self.constant)
-        self.constant[words] = True
+        self.constant[cells] = True
 
     def start_reading(self, words: Array) -> None:
         """Record that a bulk copy reads these words at some later time, until `end_reading`."""
@@ -252,26 +270,26 @@ class Shadow:
             self.reading = np.zeros(len(self.written), np.int32)
             if self.region.map is not None:
                 self.region.map.set("shadow_reading", self.reading)
-        self.reading[words] += 1
+        self.reading[self._cells(words, SEVERAL)[0]] += 1
 
     def end_reading(self, words: Array) -> None:
         """Record that something has waited for the copy of `start_reading`."""
         assert self.reading is not None
-        self.reading[words] -= 1
+        self.reading[self._cells(words, SEVERAL)[0]] -= 1
 
     def unfenced(self, w: Warp, words: Array, section: int) -> bool:
         """Return whether writes of the generic proxy have no proxy fence between them and a read of the async proxy now.
 
         The fence must be one of the writing thread, or come after the write was ordered before it. ``section``: `SHARED` or `GLOBAL`.
         """
-        clock, map_ = w.clock, self.region.map
-        if map_ is not None and map_.checked("fenced", clock, words, 0, False, section):
+        clock, map_, (cells, _) = w.clock, self.region.map, self._cells(words, SEVERAL)
+        if map_ is not None and map_.checked("fenced", clock, cells, 0, False, section):
             return False
-        words = words[self.generic[words]]
-        writers, times = self.writer[words], self.written[words]
+        cells = cells[self.generic[cells]]
+        writers, times = self.writer[cells], self.written[cells]
         late = times > clock.known[section * clock.warps + writers]
-        for word in np.unique(words[late]).tolist():
-            index, time, lane = int(self.writer[word]), int(self.written[word]), int(self.write_lane[word])
+        for cell in np.unique(cells[late]).tolist():
+            index, time, lane = int(self.writer[cell]), int(self.written[cell]), int(self.write_lane[cell])
             known = clock.known[index] if index != clock.index else clock.now
             found = w.machine.clocks[index].fences
             if not any(time <= at <= known and lane >= 0 and lanes >> lane & 1 for at, lanes in found):
@@ -284,30 +302,69 @@ class Shadow:
         Later writes are not compared with this read. A relaxed flag may tell the writer that the copy has completed; a
         write after that cannot reach the copy, although no vector orders it.
         """
-        if not self._compiled("observe", w, words, SEVERAL):
-            self._after_writes(w, words, np.broadcast_to(SEVERAL, words.shape))
+        cells, _ = self._cells(words, SEVERAL)
+        if not self._compiled("observe", w, cells, SEVERAL):
+            self._after_writes(w, cells, np.broadcast_to(SEVERAL, cells.shape))
 
-    def _compiled(self, what: str, w: Warp | Issuer, words: Array, lanes: Any, generic: bool = False) -> bool:
+    def _cells(self, words: Array, lanes: Any, halves: Array | None = None) -> tuple[Array, Any]:
+        """Return the cells of accesses, and the lane of each cell (or one for all, if ``lanes`` is one for all)."""
+        if halves is not None:
+            self._take_apart(words)
+            return words + halves * self.words, lanes
+        if self.apart is None or not (both := self.apart[words]).any():
+            return words, lanes
+        cells = np.concatenate([words.reshape(-1), words[both] + self.words])
+        if isinstance(lanes, int):
+            return cells, lanes
+        lanes = np.broadcast_to(lanes, words.shape)
+        return cells, np.concatenate([lanes.reshape(-1), lanes[both]])
+
+    def _take_apart(self, words: Array) -> None:
+        """Give each half of these words a cell of its own, with the history of the word."""
+        if self.apart is None:
+            self.apart = np.zeros(self.words, np.bool_)
+            self.writer, self.write_lane = _doubled(self.writer), _doubled(self.write_lane)
+            self.written, self.generic = _doubled(self.written), _doubled(self.generic)
+            self.constant = None if self.constant is None else _doubled(self.constant)
+            self.reading = None if self.reading is None else _doubled(self.reading)
+            self.read = {n: (_doubled(times), _doubled(lanes)) for n, (times, lanes) in self.read.items()}
+            if self.region.map is not None:
+                self.region.map.watch(self)
+        new = words[~self.apart[words]]
+        if new.size:
+            self.apart[new] = True
+            found = (self.writer, self.write_lane, self.written, self.generic, self.constant, self.reading)
+            for history in (*found, *(x for arrays in self.read.values() for x in arrays)):
+                if history is not None:
+                    history[new + self.words] = history[new]
+
+    def _compiled(self, what: str, w: Warp | Issuer, cells: Array, lanes: Any, generic: bool = False) -> bool:
         """Let compiled code do the same as a method of this class. False: nothing was done."""
         map_ = self.region.map
-        return map_ is not None and map_.checked(what, w.clock, words, lanes, generic)
+        return map_ is not None and map_.checked(what, w.clock, cells, lanes, generic)
 
-    def _after_writes(self, w: Warp | Issuer, words: Array, lanes: Array) -> None:
-        writers = self.writer[words]
-        late = self.written[words] > w.clock.known[writers]
+    def _after_writes(self, w: Warp | Issuer, cells: Array, lanes: Array) -> None:
+        writers = self.writer[cells]
+        late = self.written[cells] > w.clock.known[writers]
         if late.any():
-            late &= (writers != w.clock.index) | (self.write_lane[words] != lanes) | (lanes == SEVERAL)
+            late &= (writers != w.clock.index) | (self.write_lane[cells] != lanes) | (lanes == SEVERAL)
             if late.any():
-                word = words[late][0]
+                cell = cells[late][0]
                 self._report(
-                    w, "accessed", word, int(self.writer[word]), int(self.write_lane[word]), "written"
+                    w, "accessed", cell, int(self.writer[cell]), int(self.write_lane[cell]), "written"
                 )
 
-    def _report(self, w: Warp | Issuer, now: str, word: int, index: int, lane: int, before: str) -> None:
+    def _report(self, w: Warp | Issuer, now: str, cell: int, index: int, lane: int, before: str) -> None:
         section, index = divmod(index, w.clock.warps)
         cta, warp = divmod(index, w.cta.width)
         who = f"CTA {cta}, warp {warp}, " + (f"lane {lane}" if lane >= 0 else "several lanes")
         if section:
             who = f"a tensor core instruction of CTA {cta}, warp {warp}"
-        where = f"{self.region.name}, offset {int(word) * 4 + self.region.base - self.region.low}"
+        upper, word = divmod(int(cell), self.words)
+        where = f"{self.region.name}, offset {word * 4 + upper * 2 + self.region.base - self.region.low}"
         w.fail(f"a race: {where} is {now} here and was {before} by {who}; nothing orders them")
+
+
+def _doubled(history: Array) -> Array:
+    """Return the history of twice as many cells; nothing has accessed the new ones."""
+    return np.concatenate([history, np.zeros_like(history)])

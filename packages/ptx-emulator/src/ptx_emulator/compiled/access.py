@@ -70,23 +70,23 @@ class RaceCheck(Routine):
         row, mine = b.shl(self._me, I64(1)), self.of_region("by_index", POINTER)
         return element(b, mine, row, POINTER), element(b, mine, b.add(row, I64(1)), POINTER)
 
-    def check_writes(self, word: Value, who: Value) -> None:
+    def check_writes(self, cell: Value, who: Value) -> None:
         """`races.Shadow._after_writes`: leave the instruction to its closure if a write is not ordered before it."""
         b = self.b
-        writer = element(b, self.of_region("shadow_writer", POINTER), word, I32)
-        written = element(b, self.of_region("shadow_written", POINTER), word, I64)
+        writer = element(b, self.of_region("shadow_writer", POINTER), cell, I32)
+        written = element(b, self.of_region("shadow_written", POINTER), cell, I64)
         known = element(b, self._clocks, b.zext(writer, I64), I64)
         with b.if_then(b.icmp_signed(">", written, known), likely=False):
-            lane = element(b, self.of_region("shadow_lane", POINTER), word, I8)
+            lane = element(b, self.of_region("shadow_lane", POINTER), cell, I8)
             mine = b.icmp_unsigned("==", b.zext(writer, I64), self._me)
             self.bail_if(b.not_(b.and_(mine, self._same(lane, who))))
 
-    def check_fence(self, word: Value) -> None:
+    def check_fence(self, cell: Value) -> None:
         """The first part of `races.Shadow.unfenced`. The clocks are those of a section."""
         b = self.b
-        writer = element(b, self.of_region("shadow_writer", POINTER), word, I32)
-        written = element(b, self.of_region("shadow_written", POINTER), word, I64)
-        generic = self.nonzero(element(b, self.of_region("shadow_generic", POINTER), word, I8))
+        writer = element(b, self.of_region("shadow_writer", POINTER), cell, I32)
+        written = element(b, self.of_region("shadow_written", POINTER), cell, I64)
+        generic = self.nonzero(element(b, self.of_region("shadow_generic", POINTER), cell, I8))
         writer = b.select(
             generic, writer, I32(0)
         )  # others may be tensor core instructions, which have no section here
@@ -97,37 +97,37 @@ class RaceCheck(Routine):
         b = self.b
         return b.and_(b.icmp_unsigned("==", lane, who), b.icmp_unsigned("!=", who, I8(SEVERAL)))
 
-    def check_reads(self, word: Value, who: Value) -> None:
+    def check_reads(self, cell: Value, who: Value) -> None:
         """The part of `races.Shadow.store` that compares a write with earlier reads."""
         b, readers = self.b, self.of_region("readers", POINTER)
         with loop(b, self.of_region("reader_count")) as n:
             row = b.mul(n, I64(3))
             index = element(b, readers, row, I64)
             times = element(b, readers, b.add(row, I64(1)), POINTER)
-            late = b.icmp_signed(">", element(b, times, word, I64), element(b, self._clocks, index, I64))
+            late = b.icmp_signed(">", element(b, times, cell, I64), element(b, self._clocks, index, I64))
             with b.if_then(late, likely=False):
-                lane = element(b, element(b, readers, b.add(row, I64(2)), POINTER), word, I8)
+                lane = element(b, element(b, readers, b.add(row, I64(2)), POINTER), cell, I8)
                 mine = b.icmp_unsigned("==", index, self._me)
                 self.bail_if(b.not_(b.and_(mine, self._same(lane, who))))
 
-    def record_read(self, times: Value, readers: Value, word: Value, who: Value) -> None:
+    def record_read(self, times: Value, readers: Value, cell: Value, who: Value) -> None:
         """Record a read as `races.Shadow.load` does."""
         b = self.b
-        reader = at(b, readers, word, I8)
-        again = b.icmp_signed(">", element(b, times, word, I64), element(b, self._clocks, self._me, I64))
+        reader = at(b, readers, cell, I8)
+        again = b.icmp_signed(">", element(b, times, cell, I64), element(b, self._clocks, self._me, I64))
         other = b.icmp_unsigned("!=", b.load(reader, typ=I8), who)
         b.store(b.select(b.and_(again, other), I8(SEVERAL), who), reader)
-        b.store(self._now, at(b, times, word, I64), align=8)
+        b.store(self._now, at(b, times, cell, I64), align=8)
 
-    def check_marks(self, word: Value) -> None:
+    def check_marks(self, cell: Value) -> None:
         """The parts of `races.Shadow.store` about copies in flight and `ld.global.nc`."""
         b = self.b
         for name, kind in (("shadow_reading", I32), ("shadow_constant", I8)):
             array = self.of_region(name, POINTER)
             with b.if_then(b.icmp_unsigned("!=", array, NULL), likely=False):
-                self.bail_if(self.nonzero(element(b, array, word, kind)))
+                self.bail_if(self.nonzero(element(b, array, cell, kind)))
 
-    def record_write(self, word: Value, who: Value, generic: Value) -> None:
+    def record_write(self, cell: Value, who: Value, generic: Value) -> None:
         """Record a write as `races.Shadow.store` does. ``generic``: whether it is of the generic proxy (i8)."""
         b = self.b
         record = (
@@ -137,8 +137,25 @@ class RaceCheck(Routine):
             ("generic", generic),
         )
         for name, value in record:
-            place = at(b, self.of_region(f"shadow_{name}", POINTER), word, value.type)
+            place = at(b, self.of_region(f"shadow_{name}", POINTER), cell, value.type)
             b.store(value, place, align=1)
+
+    def copy_history(self, word: Value) -> None:
+        """Copy the history of a word, which is that of its lower half, to the cell of its upper half."""
+        b = self.b
+        upper = b.add(word, self.of_region("shadow_words"))
+
+        def copy(array: Value, kind: Any) -> None:
+            with b.if_then(b.icmp_unsigned("!=", array, NULL)):
+                b.store(element(b, array, word, kind), at(b, array, upper, kind), align=1)
+
+        kinds = {"writer": I32, "lane": I8, "written": I64, "generic": I8, "constant": I8, "reading": I32}
+        for name, kind in kinds.items():
+            copy(self.of_region(f"shadow_{name}", POINTER), kind)
+        readers = self.of_region("readers", POINTER)
+        with loop(b, self.of_region("reader_count")) as n:
+            for column, kind in ((1, I64), (2, I8)):
+                copy(element(b, readers, b.add(b.mul(n, I64(3)), I64(column)), POINTER), kind)
 
 
 class Access(RaceCheck):
@@ -153,6 +170,8 @@ class Access(RaceCheck):
         known: of the region; null: all its bytes are defined.
         watched: whether the region is checked for races.
         words: the words of 4 bytes that each lane accesses.
+        half: whether each lane accesses at most 2 bytes.
+        apart: of the region's race check (`races.Shadow`); null: None.
     """
 
     def __init__(self, module: Any, name: str, size: int):
@@ -164,12 +183,14 @@ class Access(RaceCheck):
         b = self.b
         bytes_ = b.mul(self.count, I64(size))
         words = b.lshr(bytes_, I64(2))
-        self.words = b.select(b.icmp_unsigned("==", words, I64(0)), I64(1), words)
+        self.half = b.icmp_unsigned("==", words, I64(0))
+        self.words = b.select(self.half, I64(1), words)
         self._locate(bytes_)
         self.base, self.data = self.of_region("base"), self.of_region("data", POINTER)
         self.known = self.of_region("known", POINTER)
         self.tracked = b.icmp_unsigned("!=", self.known, NULL)
         self.watched = b.icmp_unsigned("!=", self.of_region("shadow_writer"), I64(0))
+        self.apart = self.of_region("shadow_apart", POINTER)
 
     # ---- where the accesses are
 
@@ -222,15 +243,44 @@ class Access(RaceCheck):
             yield lane, wide, self.b.sub(element(self.b, self.places, wide, I64), self.base)
 
     @contextmanager
-    def _each_word(self) -> Iterator[tuple[Value, Value, Value]]:
-        """Repeat the body for each word of 4 bytes; yield its number in the region, its lane for the race check, and its
-        place among all words of the access."""
-        b = self.b
+    def _each_cell(self) -> Iterator[tuple[Value, Value, Value]]:
+        """Repeat the body for each cell of the race check; yield the cell, its lane, and the place of its word of 4 bytes among
+        all words of the access."""
+        b, halves = self.b, self.of_region("shadow_words")
+        cells = allocate(b, I64)
         with self._each() as (lane, wide, offset):
             who = b.select(self.several, I8(SEVERAL), b.trunc(lane, I8))
             first = b.lshr(offset, I64(2))
+            upper: Value = I64(0)
+            if self.size < 4:
+                upper = b.and_(b.lshr(offset, I64(1)), b.zext(self.half, I64))
+                upper = b.mul(b.and_(upper, I64(1)), halves)
             with loop(b, self.words) as n:
-                yield b.add(first, n), who, b.add(b.mul(n, I64(32)), wide)
+                word = b.add(first, n)
+                b.store(I64(1), cells)
+                with b.if_then(b.and_(self._some_apart, b.not_(self.half)), likely=False):
+                    b.store(b.add(I64(1), b.zext(element(b, self.apart, word, I8), I64)), cells)
+                with loop(b, b.load(cells, typ=I64)) as part:
+                    cell = b.add(b.add(word, upper), b.mul(part, halves))
+                    yield cell, who, b.add(b.mul(n, I64(32)), wide)
+
+    @property
+    def _some_apart(self) -> Value:
+        return self.b.icmp_unsigned("!=", self.apart, NULL)
+
+    def _take_apart(self) -> None:
+        """`races.Shadow._take_apart`, before accesses of at most 2 bytes. The first one in a region stays with its closure."""
+        if self.size >= 4:
+            return
+        b = self.b
+        with b.if_then(self.half):
+            self.bail_if(b.not_(self._some_apart))
+            with self._each() as (_, _, offset):
+                word = b.lshr(offset, I64(2))
+                place = at(b, self.apart, word, I8)
+                with b.if_then(b.icmp_unsigned("==", b.load(place, typ=I8), I8(0)), likely=False):
+                    b.store(I8(1), place)
+                    self.copy_history(word)
 
     def _value_at(self, n: Value, lane: Value) -> Value:
         """Return the address of word ``n`` of a lane among the values."""
@@ -251,14 +301,15 @@ class Access(RaceCheck):
             self.bail_if(b.icmp_unsigned("==", times, NULL))
             marks, written = (self.of_region(f"shadow_{name}", POINTER) for name in ("constant", "written"))
             self.bail_if(b.and_(self.constant, b.icmp_unsigned("==", marks, NULL)))
-            with self._each_word() as (word, who, _):
-                self.check_writes(word, who)
+            self._take_apart()
+            with self._each_cell() as (cell, who, _):
+                self.check_writes(cell, who)
                 with b.if_then(self.constant):
-                    self.bail_if(self.nonzero(element(b, written, word, I64)))
-            with b.if_then(self.constant), self._each_word() as (word, _, _):
-                b.store(I8(1), at(b, marks, word, I8))
-            with self._each_word() as (word, who, _):
-                self.record_read(times, readers, word, who)
+                    self.bail_if(self.nonzero(element(b, written, cell, I64)))
+            with b.if_then(self.constant), self._each_cell() as (cell, _, _):
+                b.store(I8(1), at(b, marks, cell, I8))
+            with self._each_cell() as (cell, who, _):
+                self.record_read(times, readers, cell, who)
         with loop(b, self.count) as n:
             b.store(I32(0), at(b, self.unknown, n, I32))
         with self._each() as (_, wide, offset), loop(b, self.count) as n:
@@ -284,12 +335,13 @@ class Access(RaceCheck):
         changed = allocate(b, I8, 32 * 8)
         with b.if_then(self.watched):
             self._compare(changed)
-            with self._each_changed(changed) as (word, who):
-                self.check_marks(word)
-                self.check_writes(word, who)
-                self.check_reads(word, who)
-            with self._each_changed(changed) as (word, who):
-                self.record_write(word, who, I8(1))
+            self._take_apart()
+            with self._each_changed(changed) as (cell, who):
+                self.check_marks(cell)
+                self.check_writes(cell, who)
+                self.check_reads(cell, who)
+            with self._each_changed(changed) as (cell, who):
+                self.record_write(cell, who, I8(1))
         machine = self.get("machine")
         clock_at, changes_at = (at(b, machine, I64(MACHINE[name]), I64) for name in ("clock", "changes"))
         clock = b.add(b.load(clock_at, typ=I64), I64(1))
@@ -311,10 +363,10 @@ class Access(RaceCheck):
 
     @contextmanager
     def _each_changed(self, changed: Value) -> Iterator[tuple[Value, Value]]:
-        """Repeat the body for each word of `_each_word` that changes, see `_compare`."""
+        """Repeat the body for each cell of `_each_cell` whose word changes, see `_compare`."""
         b = self.b
-        with self._each_word() as (word, who, place), b.if_then(b.trunc(element(b, changed, place, I8), I1)):
-            yield word, who
+        with self._each_cell() as (cell, who, place), b.if_then(b.trunc(element(b, changed, place, I8), I1)):
+            yield cell, who
 
     def _missing(self, n: Value, lane: Value) -> Value:
         b = self.b
@@ -323,8 +375,8 @@ class Access(RaceCheck):
     def _compare(self, changed: Value) -> None:
         """Store for each word of 4 bytes whether its value or its state changes. Writing what is there is not a race."""
         b = self.b
-        with self._each_word() as (_, _, place):
-            b.store(I8(0), at(b, changed, place, I8))
+        with self._each() as (_, wide, _), loop(b, self.words) as n:
+            b.store(I8(0), at(b, changed, b.add(b.mul(n, I64(32)), wide), I8))
         with self._each() as (lane, wide, offset), loop(b, self.count) as n:
             before = b.load(self._in(self.data, offset, n), typ=self.kind, align=self.size)
             value = b.load(self._value_at(n, wide), typ=self.kind, align=self.size)

@@ -76,7 +76,7 @@ def loop(b: Any, count: Value) -> Iterator[Value]:
 @contextmanager
 def each_lane(b: Any, lanes: Value) -> Iterator[Value]:
     """Repeat the body for each lane of a set, in ascending order, and yield it as i32."""
-    left = b.alloca(I32)
+    left = allocate(b, I32)
     b.store(lanes, left)
     head, body, done = (b.append_basic_block(name) for name in ("lanes", "lane", "after"))
     b.branch(head)

@@ -32,7 +32,7 @@ MACHINE = _numbered("clock changes count regions")
 #: (index of the clock, times, lanes) of those that exist, and per index (times, lanes), null at first.
 REGION = _numbered(
     "low high base data known written writer scratch shadow_writer shadow_lane shadow_written shadow_generic "
-    "shadow_constant shadow_reading readers reader_count by_index"
+    "shadow_constant shadow_reading shadow_apart shadow_words readers reader_count by_index"
 )
 
 #: An operand of a record: the number of its register, and the place of its words in the register file.

@@ -12,12 +12,12 @@ from ptx_emulator.compiled import shadow
 from ptx_emulator.compiled.engine import engine
 from ptx_emulator.compiled.layout import CONTEXT, MACHINE, REGION
 from ptx_emulator.lanes import Array, address_of
-from ptx_emulator.races import SECTIONS, Clock
+from ptx_emulator.races import SECTIONS, Clock, Shadow
 
 if TYPE_CHECKING:
     from ptx_emulator.memory import GlobalMemory, Region
 
-_Words = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_bool)
+_Cells = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_bool)
 
 
 _INDEX, _NOW, _KNOWN = (CONTEXT[name] for name in ("index", "now", "known"))
@@ -25,7 +25,7 @@ _INDEX, _NOW, _KNOWN = (CONTEXT[name] for name in ("index", "now", "known"))
 
 @functools.cache
 def _routine(what: str) -> Any:
-    return _Words(engine().function(*shadow.build(what)))
+    return _Cells(engine().function(*shadow.build(what)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,19 +52,25 @@ class RegionMap:
         for name in ("data", "known", "written", "writer"):
             self.set(name, getattr(region, name))
         self._readers, self._by_index = np.zeros((0, 3), np.int64), np.zeros((0, 2), np.int64)
-        if (found := region.shadow) is not None:
-            self.set("shadow_lane", found.write_lane)
-            for name in ("writer", "written", "generic", "constant", "reading"):
-                self.set(f"shadow_{name}", getattr(found, name))
+        if region.shadow is not None:
             self._readers, self._by_index = np.zeros((clocks, 3), np.int64), np.zeros((clocks, 2), np.int64)
             self.set("readers", self._readers)
             self.set("by_index", self._by_index)
-            for index, arrays in found.read.items():
-                self.reader(index, *arrays)
+            self.watch(region.shadow)
 
     def set(self, name: str, array: Array | None) -> None:
         """Note the array of a field."""
         self._fields[REGION[name]] = 0 if array is None else array.ctypes.data
+
+    def watch(self, shadow: Shadow) -> None:
+        """Note all arrays of the race check."""
+        self.set("shadow_lane", shadow.write_lane)
+        for name in ("writer", "written", "generic", "constant", "reading", "apart"):
+            self.set(f"shadow_{name}", getattr(shadow, name))
+        self._fields[REGION["shadow_words"]] = shadow.words
+        self._fields[REGION["reader_count"]] = 0
+        for index, arrays in shadow.read.items():
+            self.reader(index, *arrays)
 
     def reader(self, index: int, times: Array, lanes: Array) -> None:
         """Note that the clock ``index`` has read the region for the first time (`Shadow.read`)."""
@@ -74,24 +80,24 @@ class RegionMap:
         self._fields[REGION["reader_count"]] = count + 1
 
     def checked(
-        self, what: str, clock: Clock, words: Array, lanes: Any, generic: bool, section: int = 0
+        self, what: str, clock: Clock, cells: Array, lanes: Any, generic: bool, section: int = 0
     ) -> bool:
         """Do the same as a method of `races.Shadow`. False: nothing was done, because it would raise an error.
 
         ``section``: of the vector of the clock, for "fenced".
         """
-        words = np.ascontiguousarray(words, np.int64)
+        cells = np.ascontiguousarray(cells, np.int64)
         if isinstance(lanes, int):
-            who = _lane(lanes, words.size)
+            who = _lane(lanes, cells.size)
         else:
-            who = np.empty(words.shape, np.int8)
+            who = np.empty(cells.shape, np.int8)
             who[...] = lanes
         context = self._context
         context[_INDEX], context[_NOW], context[_KNOWN] = clock.index, clock.now, address_of(clock.known)
         context[_KNOWN] += 8 * section * clock.warps
         routine = _routine(what)
         return not routine(
-            self._context_address, self.address, address_of(words), address_of(who), words.size, generic
+            self._context_address, self.address, address_of(cells), address_of(who), cells.size, generic
         )
 
 

@@ -1,4 +1,4 @@
-"""Routines of the race check for words that a handler gives (`races.Shadow`)."""
+"""Routines of the race check for cells that a handler gives (`races.Shadow`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from llvmlite import ir
 from ptx_emulator.compiled.access import NULL, RaceCheck
 from ptx_emulator.compiled.emit import I1, I8, I32, I64, POINTER, Value, element, loop
 
-#: The context, of which ``index``, ``now`` and ``known`` are used; the region's fields; the words (i64), the lane of each word (i8),
+#: The context, of which ``index``, ``now`` and ``known`` are used; the region's fields; the cells (i64), the lane of each (i8),
 #: and how many there are; whether a write is of the generic proxy.
-WORDS = ir.FunctionType(I32, (POINTER, POINTER, POINTER, POINTER, I64, I1))
+CELLS = ir.FunctionType(I32, (POINTER, POINTER, POINTER, POINTER, I64, I1))
 
 
 def build(what: str) -> tuple[str, Callable[[Any], None]]:
@@ -23,28 +23,28 @@ def build(what: str) -> tuple[str, Callable[[Any], None]]:
 
 
 def _build(what: str, name: str, module: Any) -> None:
-    check = RaceCheck(module, name, WORDS)
-    _, region, words, lanes, count, generic = check.function.args
+    check = RaceCheck(module, name, CELLS)
+    _, region, cells, lanes, count, generic = check.function.args
     b = check.b
     check.start(region)
 
     def each(body: Callable[[Value, Value], None]) -> None:
         with loop(b, count) as n:
-            body(element(b, words, n, I64), element(b, lanes, n, I8))
+            body(element(b, cells, n, I64), element(b, lanes, n, I8))
 
     if what == "load":
         times, readers = check.own_reads()
         check.bail_if(b.icmp_unsigned("==", times, NULL))
     if what == "fenced":
-        each(lambda word, who: check.check_fence(word))
+        each(lambda cell, who: check.check_fence(cell))
         check.done()
         return
     if what == "store":
-        each(lambda word, who: check.check_marks(word))
+        each(lambda cell, who: check.check_marks(cell))
     each(check.check_writes)
     if what == "load":
         each(partial(check.record_read, times, readers))
     elif what == "store":
         each(check.check_reads)
-        each(lambda word, who: check.record_write(word, who, b.zext(generic, I8)))
+        each(lambda cell, who: check.record_write(cell, who, b.zext(generic, I8)))
     check.done()
