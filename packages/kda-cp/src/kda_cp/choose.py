@@ -96,7 +96,7 @@ def make_plan(
     )  # fmt: skip
     serial = costs.total(whole)
     if strategy == "auto" and serial < margin * costs.bound_of_any_split(lengths):
-        return serial_plan(serial, f"{rule}; no split can: the device is full or idle")
+        return serial_plan(serial, f"{rule}; even a split that spreads all work evenly would not")
     limit = serial / margin if strategy == "auto" else float("inf")
     best, time = _fastest(lengths, shortest, costs, limit)
     if best is None:
