@@ -61,9 +61,13 @@ def test_parts_of_a_zigzag_that_do_not_fit_are_refused():
 
 def test_intervals_that_do_not_fit_together_are_refused():
     first, second = (fla_context.intervals(fake_context((96,), r, 2, "contiguous")) for r in range(2))
-    with pytest.raises(ArgumentError, match="cp_context: expected a sequence that goes on"):
+    with pytest.raises(
+        ArgumentError, match="cp_context: expected intervals that agree on which sequences continue"
+    ):
         fla_context.table([first, first])
-    with pytest.raises(ArgumentError, match="cp_context: expected a sequence that goes on"):
+    with pytest.raises(
+        ArgumentError, match="cp_context: expected intervals that agree on which sequences continue"
+    ):
         fla_context.table([second, first])
     with pytest.raises(ArgumentError, match="cp_context: expected the same layout on all ranks"):
         fla_context.table([first, second * 2])
