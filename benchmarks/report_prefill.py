@@ -144,7 +144,7 @@ def _method(data: Data, device: str) -> list[str]:
         "error o, error state": "Largest relative Frobenius error over sequences and heads, against the fp64 token loop.",
         "run": "Number of the run in the list below.",
     }  # fmt: skip
-    columns = {name: meaning for name, meaning in columns.items() if name not in _unknown(data, device)}
+    columns = {name: meaning for name, meaning in columns.items() if name not in _empty_columns(data, device)}
     measured = {r["gates"] for r in data["rows"]}
     families = [(f"`{name}`", text) for name, text in FAMILIES.items() if name in measured]
     return [
@@ -154,11 +154,10 @@ def _method(data: Data, device: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _unknown(data: Data, device: str) -> set[str]:
+def _empty_columns(data: Data, device: str) -> set[str]:
     """Returns the columns that the results cannot fill."""
-    return ({"x floor"} if device not in BANDWIDTH else set()) | (
-        {"vs FLA"} if not compared(data["rows"]) else set()
-    )
+    has_values = {"x floor": device in BANDWIDTH, "vs FLA": bool(compared(data["rows"]))}
+    return {column for column, has in has_values.items() if not has}
 
 
 def _measurements(data: Data, name: str, device: str) -> list[str]:
@@ -179,7 +178,7 @@ def _measurements(data: Data, name: str, device: str) -> list[str]:
     found = cases.ordered([r for r in data["rows"] if r["table"] == name])
     places = {case: i for i, case in enumerate(dict.fromkeys(r["case"] for r in found))}
     found.sort(key=lambda r: (places[r["case"]], order.index(r["gates"]), peers.is_peer(r["impl"])))
-    shown = [i for i, column in enumerate(columns) if column not in _unknown(data, device)]
+    shown = [i for i, column in enumerate(columns) if column not in _empty_columns(data, device)]
     lines = ([cells[i] for i in shown] for cells in (_cells(r, data, device) for r in found))
     return table([columns[i] for i in shown], lines, ("case", "gates", "impl"))
 

@@ -195,7 +195,7 @@ class EmulatedCases(EmulatedBackend):
         KIT.test_verify_agrees_with_decoding(kda, form)
 
     def test_verification_of_more_states_than_ctas_at_a_time(self, kda):
-        """CTAs ask the L2 for the states of later ones, some of which have no slot."""
+        """CTAs prefetch the states of later CTAs into the L2. Some of these have no slot."""
         self.needs_journal(kda)
         N = 70
         x, device = kda.inputs("slow", 2, B=N, H=1, HV=2), {"device": kda.device}

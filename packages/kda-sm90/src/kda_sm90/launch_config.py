@@ -31,9 +31,11 @@ SMS = 132
 #: those of slow gates and those of steep gates.
 ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True): 11300}
 
-#: The same of a group that is a warpgroup (`config.by_warpgroup`); and how much longer a chain needs after the last record of a launch than
-#: after the first one, which was fitted to short calls in the mode ``whole``.
-WARPGROUP_ITEM_NS, WARPGROUP_LAST_NS = 7100, 1500
+#: The same of a group that is a warpgroup (`config.by_warpgroup`).
+WARPGROUP_ITEM_NS = 7100
+#: How many ns longer a chain needs after the last record of a launch than after the first one, where groups are warpgroups. The value
+#: was fitted to short calls in the mode ``whole``.
+WARPGROUP_LAST_NS = 1500
 
 #: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain that runs alone, or
 #: whose start is a small part of a long call, is up to 15% faster.
@@ -84,8 +86,10 @@ LEAST_DEPTH = 8
 #: records, which was fastest on an H100 (docs/kernels/backward.md).
 RING_RECORDS = 320
 
-#: `_with_shorter_queues`: ratios of two predicted times, and of the slots of queues. The latter is near that of the measured case.
-ABOUT_EQUAL, CLEARLY_SHORTER = 1.015, 0.95
+#: Limits of `_with_shorter_queues`: two predicted times are about equal up to this ratio.
+ABOUT_EQUAL = 1.015
+#: Queues are clearly shorter if they have at most this share of the slots. 64 queues instead of 61 at 1, 8192, 64 have 0.94.
+CLEARLY_SHORTER = 0.95
 
 CHUNKS = (64, 32)
 
@@ -359,8 +363,9 @@ class _Model:
     least_ns: float
 
     def intra_chunk_ctas(self, queues: int) -> int:
-        """Returns the CTAs of the intra-chunk stage: all that the chains leave, but no more than items. The first items of all CTAs come
-        before the second ones, so few items do not share SMs."""
+        """Returns the CTAs of the intra-chunk stage: all that the chains leave, but no more than there are items.
+
+        The first items of all CTAs come before their second ones, so few items do not share SMs."""
         free = self.sms - queues * self.chain_ctas
         return max(1, min(free, self.items * self.chunks_per_slot))
 
@@ -468,8 +473,8 @@ def _fastest(models: list[_Model]) -> _Choice:
 def _with_shorter_queues(model: _Model, queues: int) -> int:
     """Returns the number of queues of the mode ``recompute``, by the number that the model prefers.
 
-    The model knows neither the L2 nor HBM, which these chains load most. So where it finds the chains slower than the intra-chunk
-    stage, queues that are clearly shorter are faster if the model takes both launches as about equal (docs/kernels/backward.md).
+    The model ignores the L2 and HBM, which limit these chains. Where it predicts that the chains are slower than the intra-chunk stage,
+    clearly shorter queues were faster, although it predicts about equal times for both launches (docs/kernels/backward.md).
     """
     width = model.width(queues)
     shorter = -(-model.items // max(1, width - 1))

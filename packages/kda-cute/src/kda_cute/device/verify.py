@@ -33,12 +33,11 @@ WARPS = 8  # each has 16 values of the state, and a token in the first phase
 UNITS = HEAD_DIM // 16  # of 4 channels, that a lane has of each of its two rows
 MATRIX = WARPS * ROW  # bytes of an array of rows for all tokens
 
-#: A CTA asks the L2 for the state of the CTA that comes this many later: half of those that 132 SMs have at a time.
+#: A CTA prefetches into the L2 the state of the CTA that comes this many later in the grid. 132 SMs run twice as many at a time.
 AHEAD = 132
 RECORD_WORDS = 11  # of a record that a lane loads
-RECORD = (
-    ROW + 32
-)  # bytes of a row of records: four rows of 8 bytes of a lane each then lie on different banks
+#: Bytes of a row of records. The padding puts the 8 bytes that lanes load from each of four rows on different banks.
+RECORD = ROW + 32
 
 # Arrays in shared memory, in bytes from its start. A row of the first five has the 128 channels or values of a token in fp32.
 KEYS, QUERIES, DECAYS, LOGS, VALUES, BETAS = (i * MATRIX for i in range(6))
@@ -100,8 +99,9 @@ class VerifyKernel(JournalKernel):
             self.clear_tokens(x, place)
 
     def following(self, x, n, place):
-        """Returns the address of the state of the CTA that comes `AHEAD` later in the order of the grid; 0 if it has none. bf16 states
-        that stay as they are gain nothing."""
+        """Returns the address of the state of the CTA that comes `AHEAD` later in the order of the grid; 0 if it has none.
+
+        It is 0 also for bf16 states without records, because prefetching them gains nothing."""
         if self.packed:
             return Int64(0)
         _, key_head, member = cute.arch.block_idx()
@@ -115,7 +115,7 @@ class VerifyKernel(JournalKernel):
 
     @cute.jit
     def prefetch(self, place, address: Int64):
-        """Asks the L2 for a state."""
+        """Prefetches a state into the L2. ``address``: 0 for none."""
         if (place.thread == 0) & (address != 0):
             ptx.bulk_prefetch(address, Int32(HEAD_DIM * HEAD_DIM * self.state_bytes))
 
@@ -253,8 +253,8 @@ class VerifyKernel(JournalKernel):
         return [ptx.float_of_bits(y) for y in ptx.load_global_words(start + place.lane * 16, 4, valid)]
 
     def add_records(self, place, state, start):
-        """Decays the state and adds eight records: an MMA with u as the left operand and the weights of k as the right one. Its sums start
-        from zero, because it cuts off what it adds to a larger number.
+        """Decays the state and adds eight records: an MMA with u as the left operand and the weights of k as the right one. The sums start
+        from zero, because an MMA truncates what it adds to a larger number.
 
         Column n of tile e of a unit is channel 2 (n % 2) + e of lane n // 2, so that a lane gets its own channels."""
         inner, outer = place.lane & 3, place.lane >> 2
