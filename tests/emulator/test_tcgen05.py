@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.emulator import wgmma_kernel as wgmma
-from helpers.emulator.gemm_kernel import M, compiled
+from helpers.emulator.gemm_kernel import compiled
 from helpers.emulator.ptx import run
 from helpers.emulator.tcgen05 import (
     COMMIT,
@@ -31,20 +31,27 @@ from ptx_emulator import ExecutionError
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("n", "k", "majors"),
+    ("m", "n", "k", "majors", "copy", "a_in_tmem"),
     [
-        (64, 64, ("K", "K")), (16, 16, ("K", "K")), (256, 32, ("K", "K")), (128, 128, ("K", "K")), (64, 64, ("MN", "K")),
-        (64, 64, ("K", "MN")), (32, 64, ("MN", "MN")), (16, 32, ("MN", "MN")),
+        (128, 64, 64, ("K", "K"), "32x32b", False), (128, 16, 16, ("K", "K"), "16x64b", False),
+        (128, 256, 32, ("K", "K"), "32x32b", False), (128, 128, 128, ("K", "K"), "16x256b", False),
+        (128, 64, 64, ("MN", "K"), "16x128b", False), (128, 64, 64, ("K", "MN"), "16x64b", False),
+        (128, 32, 64, ("MN", "MN"), "16x256b", False), (128, 16, 32, ("MN", "MN"), "16x128b", False),
+        (128, 64, 64, ("K", "K"), "16x128b", True), (128, 128, 32, ("K", "MN"), "32x32b", True),
+        (64, 64, 64, ("K", "K"), "16x256b", False), (64, 128, 64, ("MN", "MN"), "16x128b", False),
     ],
 )  # fmt: skip
-def test_products_compiled_by_the_dsl(n, k, majors):
-    function = ptx_emulator.load(compiled(n, k, majors))
-    x, y = integers(M, k), integers(n, k, seed=1)
+def test_products_compiled_by_the_dsl(m, n, k, majors, copy, a_in_tmem):
+    """The DSL's copy traits decide which element each register of `tcgen05.ld` and `tcgen05.st` is, and its MMA atoms where D and A lie."""
+    made = compiled(n, k, majors, copy, a_in_tmem, m)
+    assert all(f"tcgen05.{kind}.sync.aligned.{copy}" in made.__ptx__ for kind in ("ld", "st"))
+    function = ptx_emulator.load(made)
+    x, y, z = integers(m, k), integers(n, k, seed=1), integers(m, n, seed=2)
     for seed in range(2):
-        z = torch.zeros(M, n)
+        found = z.clone()
         with ptx_emulator.device("sm_100a", seed=seed):
-            function(x.bfloat16(), y.bfloat16(), z)
-        assert torch.equal(z, x @ y.T)
+            function(x.bfloat16(), y.bfloat16(), found)
+        assert torch.equal(found, z + x @ y.T)
 
 
 # ---- single instructions
@@ -262,6 +269,27 @@ def test_swizzles_and_majors(m, n, modes, majors, dtype):
     found = product(m, n, *(v.to(dtype) for v in x), first=ZERO, modes=modes, majors=majors)
     rows = torch.arange(m) if m == 128 else torch.arange(m) // 16 * 32 + torch.arange(m) % 16
     assert torch.equal(found[rows, :n], x[0][:, :16] @ x[1][:, :16].T)
+
+
+@pytest.mark.parametrize(("mode", "start"), [(1, 512), (2, 256), (3, 128)])
+def test_an_operand_starts_at_its_swizzle_pattern(mode, start):
+    """512 mod 1024 for a swizzle of 128 bytes, with base offset 0."""
+    x = integers(64, wgmma.WIDTHS[mode] // 2).bfloat16()
+    moved = lambda body: body.replace("or.b64 %q10", f"add.s64 %q10, %q10, {start >> 4}; or.b64 %q10")
+    with pytest.raises(ExecutionError, match=f"{start} bytes into its swizzle pattern of {2 * start} bytes"):
+        product(64, 64, x, x, modes=(mode, mode), first=ZERO, change=moved)
+    product(64, 64, x, x, modes=(mode, mode), first=ZERO, change=moved, assume=("swizzle",))
+
+
+@pytest.mark.parametrize("number", (3, 4, 5))
+def test_operands_of_6_and_4_bits_are_refused_by_name(number):
+    x = integers(64, 32).to(torch.float8_e4m3fn)
+    narrow = lambda body: body.replace("mov.b32 %r12", f"or.b32 %r11, %r11, {number << 7}; mov.b32 %r12", 1)
+    wrong = (
+        rf"kind::f8f6f4: the types {number} of A and 0 of B are not modelled, expected 0 \(e4m3\), 1 \(e5m2\)"
+    )
+    with pytest.raises(ExecutionError, match=wrong):
+        product(64, 64, x, x, "f8f6f4", change=narrow)
 
 
 @pytest.mark.parametrize("m", (64, 128))

@@ -121,30 +121,29 @@ def test_descriptors_equal_those_of_the_dsl(name, C, decoded):
 @pytest.mark.parametrize(
     ("rows", "columns", "a_mn_major", "b", "majors"),
     [(64, 128, True, (64, 128, True), ("MN", "MN")), (64, 128, True, (64, 64, True), ("MN", "MN")),
-     (128, 128, False, (64, 128, False), ("K", "K"))],
-    ids=("dO Qd", "dO Aqk", "tokens"),
+     (128, 128, False, (64, 128, False), ("K", "K")), (64, 128, False, (128, 128, False), ("K", "K")),
+     (64, 128, False, (64, 128, False), ("K", "K"))],
+    ids=("dO Qd", "dO Aqk", "channels", "tokens by states", "tokens by tokens"),
 )  # fmt: skip
 def test_descriptors_of_two_images_equal_those_of_the_dsl(rows, columns, a_mn_major, b, majors, decoded):
     """A in shared memory, as the chain and the gradients kernel of a backward have it."""
-    from helpers.emulator.gemm_kernel import M, compiled
+    from helpers.emulator.gemm_kernel import compiled
 
     from kda_sm100.kernels.tensor import Operand, instruction
 
     left, right = Operand(rows, columns, a_mn_major), Operand(*b)
-    assert left.n == M
-    k = 16 * right.steps
-    x, y, z = torch.zeros(M, k).bfloat16(), torch.zeros(right.n, k).bfloat16(), torch.zeros(M, right.n)
+    m, k = left.n, 16 * right.steps
+    x, y, z = torch.zeros(m, k).bfloat16(), torch.zeros(right.n, k).bfloat16(), torch.zeros(m, right.n)
     with ptx_emulator.device("sm_100a"):
-        ptx_emulator.load(compiled(right.n, k, majors))(x, y, z)
+        ptx_emulator.load(compiled(right.n, k, majors, "16x256b", m=m))(x, y, z)
     instructions, matrices = decoded
-    assert set(instructions) == {instruction(right.n, right.mn_major, M, a_mn_major)}
+    assert set(instructions) == {instruction(right.n, right.mn_major, m, a_mn_major)}
     for operand, of_one in ((right, matrices[::2]), (left, matrices[1::2])):
         panels = operand.mn_major and operand.n > 64
         used = ~ADDRESS if panels else ~(ADDRESS | LEADING)
         assert {descriptor & used for descriptor in of_one} == {operand.bits & used}
         starts = [(descriptor & ADDRESS) << 4 for descriptor in of_one]
         assert [start - starts[0] for start in starts] == [operand.offset(i) for i in range(right.steps)]
-    assert instruction(right.n, m=64) == instruction(right.n) - (64 // 16 << 24)
 
 
 @pytest.mark.parametrize("C", (64, 32))

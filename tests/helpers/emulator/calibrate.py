@@ -112,7 +112,8 @@ class Worker:
     def run(self, name: str) -> tuple[dict[str, np.ndarray] | None, str | None]:
         """The outputs of a case and None, or None and the error."""
         if self.process is None:
-            context = multiprocessing.get_context("spawn")
+            context = multiprocessing.get_context("forkserver")  # it imports once for all workers
+            context.set_forkserver_preload(["torch", "ptx_emulator", "kda_cute"])
             self.connection, other = context.Pipe()
             self.process = context.Process(target=serve, args=(other, self.gpu_arch), daemon=True)
             self.process.start()

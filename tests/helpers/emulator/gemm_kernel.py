@@ -14,15 +14,23 @@ M, THREADS = 128, 128
 
 
 class Gemm:
-    """z [M, n] = x [M, k] y [n, k]^T; z is fp32, x and y are bf16. ``majors``: "K" or "MN", the majors of x and y in shared memory."""
+    """z [m, n] += x [m, k] y [n, k]^T; z is fp32, x and y are bf16. ``majors``: "K" or "MN", the majors of x and y in shared memory.
 
-    def __init__(self, n, k, majors):
-        self.n, self.k, self.majors = n, k, [getattr(OperandMajorMode, m) for m in majors]
+    z goes to tensor memory and back by ``tcgen05.st`` and ``tcgen05.ld`` of the shape ``copy``, such as "16x256b". With ``a_in_tmem``, so
+    does x, which is then operand A in tensor memory. The fences of tcgen05 around the barriers are left out: only the emulator runs it."""
+
+    def __init__(self, n, k, majors, copy="32x32b", a_in_tmem=False, m=M):
+        self.m, self.n, self.k, self.majors = m, n, k, [getattr(OperandMajorMode, major) for major in majors]
+        self.source = tcgen05.OperandSource.TMEM if a_in_tmem else tcgen05.OperandSource.SMEM
+        self.load, self.store = (getattr(tcgen05, f"{kind}{copy}Op") for kind in ("Ld", "St"))
+        self.repeat = tcgen05.Repetition.x2
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, z: cute.Tensor, stream):
-        shape = (M, self.n, self.k)
-        mma = sm100.make_trivial_tiled_mma(BFloat16, *self.majors, Float32, tcgen05.CtaGroup.ONE, shape[:2])
+        shape = (self.m, self.n, self.k)
+        mma = sm100.make_trivial_tiled_mma(
+            BFloat16, *self.majors, Float32, tcgen05.CtaGroup.ONE, shape[:2], self.source
+        )
         a, b = (
             make(mma, shape, BFloat16, 1) for make in (sm100.make_smem_layout_a, sm100.make_smem_layout_b)
         )
@@ -44,23 +52,31 @@ class Gemm:
         if thread == 0:
             cute.arch.mbarrier_init(barrier, 1)
         cute.arch.mbarrier_init_fence()
-        self.fill(s_a, x, M, thread)
+        self.fill(s_a, x, self.m, thread)
         self.fill(s_b, y, self.n, thread)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, place)
         t_a, t_b = mma.make_fragment_A(s_a), mma.make_fragment_B(s_b)
-        acc = cute.make_tensor(pointer, mma.make_fragment_C(mma.partition_shape_C((M, self.n))).layout)
+        if cutlass.const_expr(self.source is tcgen05.OperandSource.TMEM):
+            in_tmem = cute.recast_ptr(pointer + self.n, dtype=BFloat16)
+            t_a = cute.make_tensor(in_tmem, mma.make_fragment_A(cute.make_tensor(in_tmem, a.outer)).layout)
+        acc = cute.make_tensor(pointer, mma.make_fragment_C(mma.partition_shape_C((self.m, self.n))).layout)
+        flat = acc[((None, None), 0, 0)]
+        self.copy_in(z, flat, thread)
+        if cutlass.const_expr(self.source is tcgen05.OperandSource.TMEM):
+            words = cute.composition(flat.layout, cute.make_layout((self.m, self.k // 2)))
+            self.copy_in(cute.recast_tensor(x, Float32), cute.make_tensor(pointer + self.n, words), thread)
+        cute.arch.fence_view_async_tmem_store()
+        cute.arch.sync_threads()
         if warp == 0:
             for block in cutlass.range_constexpr(self.k // 16):
-                mma.set(tcgen05.Field.ACCUMULATE, block != 0)
+                mma.set(tcgen05.Field.ACCUMULATE, True)
                 cute.gemm(mma, acc, t_a[None, None, block, 0], t_b[None, None, block, 0], acc)
             with cute.arch.elect_one():
                 tcgen05.commit(barrier)
         cute.arch.mbarrier_wait(barrier, 0)
-        flat = acc[((None, None), 0, 0)]
-        load = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x16), Float32)
-        load = tcgen05.make_tmem_copy(load, flat)
+        load = tcgen05.make_tmem_copy(cute.make_copy_atom(self.load(self.repeat), Float32), flat)
         mine = load.get_slice(thread)
         g_z = mine.partition_D(z)
         r_z = cute.make_rmem_tensor(g_z.shape, Float32)
@@ -71,6 +87,16 @@ class Gemm:
         if warp == 0:
             cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(pointer, 512)
+
+    @cute.jit
+    def copy_in(self, x: cute.Tensor, to: cute.Tensor, thread: Int32):
+        """Copies words from global to tensor memory."""
+        store = tcgen05.make_tmem_copy(cute.make_copy_atom(self.store(self.repeat), Float32), to)
+        mine = store.get_slice(thread)
+        g_x = mine.partition_S(x)
+        r_x = cute.make_rmem_tensor(g_x.shape, Float32)
+        cute.autovec_copy(g_x, r_x)
+        cute.copy(store, r_x, mine.partition_D(to))
 
     @cute.jit
     def fill(self, tile: cute.Tensor, x: cute.Tensor, rows: cutlass.Constexpr, thread: Int32):
@@ -84,13 +110,13 @@ class Gemm:
 
 
 @functools.cache
-def compiled(n, k, majors):
+def compiled(n, k, majors, copy="32x32b", a_in_tmem=False, m=M):
     fake = lambda rows, columns, kind: make_fake_compact_tensor(
         kind, (rows, columns), stride_order=(1, 0), assumed_align=16
     )
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     with tempfile.TemporaryDirectory() as folder:
         return cute.compile(
-            Gemm(n, k, majors), fake(M, k, BFloat16), fake(n, k, BFloat16), fake(M, n, Float32), stream,
+            Gemm(n, k, majors, copy, a_in_tmem, m), fake(m, k, BFloat16), fake(n, k, BFloat16), fake(m, n, Float32), stream,
             options=f"--enable-tvm-ffi --gpu-arch sm_100a --keep-ptx --dump-dir {folder}",
         )  # fmt: skip

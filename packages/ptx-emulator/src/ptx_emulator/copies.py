@@ -16,7 +16,7 @@ import numpy as np
 from ptx_emulator import tensors
 from ptx_emulator.access import addresses, cta_at, mbarrier_at, region_of, touched
 from ptx_emulator.decode import Decoder, Execute, handler
-from ptx_emulator.lanes import BOOLS, INDICES, Array
+from ptx_emulator.lanes import BOOLS, INDICES, Array, to_bits
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import Region, copy
 from ptx_emulator.parser import Instruction
@@ -38,7 +38,8 @@ class Copy:
         sources: addresses in global memory.
         bytes: bytes that are read; the rest of ``size`` is filled with zeros.
         clock: the warp's `Clock.now` at the issue.
-        region: that of all sources, if every lane reads ``size`` bytes; otherwise None.
+        region: that of all sources, if every lane reads ``size`` bytes or none; None otherwise, or if no lane reads.
+        whole: whether every lane reads ``size`` bytes of ``region``, or none.
     """
 
     size: int
@@ -49,6 +50,7 @@ class Copy:
     bytes: Array
     clock: int
     region: Region | None
+    whole: bool
 
     def complete(self, w: Warp, lanes: Array) -> None:
         """Let the bytes of ``lanes`` (indices) arrive, one lane after the other."""
@@ -67,34 +69,54 @@ class Copy:
 
 def arrive(w: Warp, copies: list[Copy], flags: list[Array]) -> None:
     """Let the bytes of the lanes in ``flags`` (bool[32] for each copy) arrive."""
-    together: dict[tuple[int, int], tuple[Region, list[tuple[Array, Array]]]] = {}
+    together: dict[tuple[int, int], tuple[Region | None, list[tuple[Array, Array]]]] = {}
     for one, flag in zip(copies, flags, strict=True):
         arriving = np.flatnonzero(one.left & flag)
         if len(arriving) == 0:
             continue
         one.left = one.left & ~flag
-        region = one.region
-        if region is None:
+        if not one.whole:
             one.complete(w, arriving)
-        else:
-            _, places = together.setdefault((id(region), one.size), (region, []))
-            places.append((one.sources[arriving], one.targets[arriving]))
+            continue
+        reads = one.bytes[arriving] > 0
+        for region, lanes in ((one.region, arriving[reads]), (None, arriving[~reads])):
+            if len(lanes):
+                _, places = together.setdefault((id(region), one.size), (region, []))
+                places.append((one.sources[lanes], one.targets[lanes]))
     for (_, size), (region, places) in together.items():
         _arrive_whole(w, size, region, *map(np.concatenate, zip(*places)))
     w.copies = [one for one in w.copies if one.left.any()]
 
 
-def _arrive_whole(w: Warp, size: int, region: Region, sources: Array, targets: Array) -> None:
-    """Let ``size`` bytes of each source, all of them in ``region``, arrive."""
+def _arrive_whole(w: Warp, size: int, region: Region | None, sources: Array, targets: Array) -> None:
+    """Let ``size`` bytes of each source, all of them in ``region``, arrive. None: zeros."""
     shared, form = w.cta.shared, (4, size // 4)
-    here, there = (sources - region.base) // size, (targets - shared.base) // size
-    shared.view(*form)[there] = region.view(*form)[here]
+    words: Any = 0
+    known: Any = 0xFFFFFFFF
+    if region is not None:
+        here = (sources - region.base) // size
+        words = region.view(*form)[here]
+        known = known if region.known is None else region.known_view(*form)[here]
+    there = (targets - shared.base) // size
+    shared.view(*form)[there] = words
     shared.track()
-    shared.known_view(*form)[there] = 0xFFFFFFFF if region.known is None else region.known_view(*form)[here]
+    shared.known_view(*form)[there] = known
     clock, units = w.machine.clock, (targets - shared.base) >> 4
     shared.written[units] = clock + 1 + np.arange(len(targets))
     shared.writer[units] = w.cta.number
     w.machine.clock = clock + len(targets)
+
+
+_NOWHERE = np.zeros(32, np.int64)
+
+
+def _spread(places: Array, lanes: Array) -> Array:
+    """Return the addresses of some lanes as int64[32]."""
+    if len(lanes) == 32:
+        return places
+    found = _NOWHERE.copy()
+    found[lanes] = places
+    return found
 
 
 @handler("cp")
@@ -150,13 +172,14 @@ def _cp_async(d: Decoder, i: Instruction) -> Execute:
     if "L2::cache_hint" in i.modifiers:
         d.source(rest.pop(), "b64")
     given = d.source(rest[0], "u32") if rest else None
+    all_bytes = np.full(32, size, np.int64)
 
     def start(w: Warp, lanes: int) -> None:
         index = INDICES[lanes]
         places = addresses(w, to, to_offset, lanes)
         shared = region_of(w, "shared", places, size)
         assert shared is not None
-        counts = np.full(32, size, np.int64)
+        counts = all_bytes
         if given is not None:
             if w.unknown[given] & lanes:
                 w.fail(
@@ -167,24 +190,21 @@ def _cp_async(d: Decoder, i: Instruction) -> Execute:
             if (counts[index] > size).any():
                 w.fail(f"cp.async: expected a source size of at most {size} bytes, got {counts[index].max()}")
         # A lane that reads 0 bytes may have any address.
-        reading = index[counts[index] > 0]
-        sources = np.zeros(32, np.int64)
-        region = None
+        reading = index if given is None else index[counts[index] > 0]
+        sources, region, whole = _NOWHERE, None, True
         if len(reading):
-            whole = len(reading) == len(index)
-            bits = lanes if whole else int(sum(1 << int(lane) for lane in reading))
-            sources[reading] = addresses(w, source, source_offset, bits)
-            region = region_of(w, "global", sources[reading], size)
-            if not whole or (counts[index] != size).any():
-                region = None
-        targets = np.zeros(32, np.int64)
-        targets[index] = places
+            bits = lanes if len(reading) == len(index) else to_bits(counts * BOOLS[lanes] > 0)
+            read = addresses(w, source, source_offset, bits)
+            region = region_of(w, "global", read, size)
+            whole = region is not None and (given is None or bool((counts[reading] == size).all()))
+            sources = _spread(read, reading)
+        targets = _spread(places, index)
         shared.track()
         shared.known_view(4, size // 4)[(places - shared.base) // size] = 0
         if shared.shadow is not None:
             shared.shadow.store(w, *touched(shared, places, size, index))
         w.copies.append(
-            Copy(size, BOOLS[lanes].copy(), w.group, targets, sources, counts, w.clock.now, region)
+            Copy(size, BOOLS[lanes].copy(), w.group, targets, sources, counts, w.clock.now, region, whole)
         )
 
     return start

@@ -193,6 +193,11 @@ class Fragment:
     seen: int = -1
     polls: int = 0
 
+    def resume(self, wait: Wait) -> None:
+        """End a wait that is over."""
+        self.wait, self.seen = None, -1
+        self.pc += not wait.again
+
 
 @dataclass(frozen=True)
 class Program:
@@ -377,9 +382,7 @@ class Warp:
             if wait is None:
                 found |= fragment.seen != changes
             elif isinstance(wait, Wait) and wait.ready():
-                fragment.wait = None
-                fragment.pc += not wait.again
-                fragment.seen = -1
+                fragment.resume(wait)
                 found = True
         return found
 
@@ -768,14 +771,20 @@ class Machine:
             self._complete(rng)
 
     def _ready(self) -> list[Warp]:
-        """Return the warps that are `Warp.runnable`. The loop is inlined where one fragment waits for nothing."""
+        """Return the warps that are `Warp.runnable`. It is inlined for warps of one fragment: this is done for each warp that runs."""
         found = []
         changes = self.changes
         for cta in self.ctas:
             for warp in cta.warps:
                 fragments = warp.fragments
-                if len(fragments) == 1 and fragments[0].wait is None:
-                    if fragments[0].seen != changes:
+                if len(fragments) == 1:
+                    fragment = fragments[0]
+                    wait = fragment.wait
+                    if wait is None:
+                        if fragment.seen != changes:
+                            found.append(warp)
+                    elif type(wait) is Wait and wait.ready():
+                        fragment.resume(wait)
                         found.append(warp)
                 elif fragments and warp.runnable():
                     found.append(warp)

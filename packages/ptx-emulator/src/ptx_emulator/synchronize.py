@@ -586,7 +586,8 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
             )
         phases = w.regs[phase][INDICES[lanes]].tolist()
         # Most lanes wait for the same phase of the same mbarrier.
-        barriers = {key: mbarrier_at(w, key[0]) for key in zip(places, phases)}
+        keys = list(zip(places, phases))
+        barriers = {key: mbarrier_at(w, key[0]) for key in dict.fromkeys(keys)}
         done = {}
         for (place, n), barrier in barriers.items():
             _check_phase(w, barrier, n, parity)
@@ -606,8 +607,11 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
             if done[key] and barrier.phase:
                 w.clock.acquire(barrier.complete)
                 barrier.seen[-1].setdefault(w.clock.index, w.clock.now)
-        flags = np.array([done[key] for key in zip(places, phases)])
-        w.put_predicate(to, lanes_of(flags, lanes), 0, lanes)
+        if len(done) == 1:
+            passed = lanes if done[keys[0]] else 0
+        else:
+            passed = lanes_of(np.array([done[key] for key in keys]), lanes)
+        w.put_predicate(to, passed, 0, lanes)
         return None if blocks else POLL
 
     return wait

@@ -20,7 +20,7 @@ import numpy as np
 from ptx_emulator import floats
 from ptx_emulator.access import addresses, mbarrier_at, scatter_to
 from ptx_emulator.decode import Decoder, Execute, handler
-from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array, to_bits
+from ptx_emulator.lanes import BOOLS, FULL, INDICES, Array
 from ptx_emulator.machine import DERIVED, LOADING, Cta, Wait, Warp
 from ptx_emulator.matrices import check_pattern, load_operand, values_of
 from ptx_emulator.memory import SHARED_WINDOW, UNSIGNED, WINDOW_BITS, Region
@@ -385,10 +385,10 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
             _record_read(w, memory, words)
             found, missing = memory.load(words, 32 // len(parts))
             values, unknown = values | found << np.uint32(16 * n), unknown | missing
-        for target, value, missing in zip(targets, values, unknown):
-            w.put(target, value, to_bits(missing), FULL)
-            if "tcgen05.ld" not in w.machine.assume:
-                w.flight[target] = LOADING
+        undefined = np.packbits(unknown, axis=1, bitorder="little").view("<u4")[:, 0]
+        w.put_all(targets, values, undefined.tolist())
+        if "tcgen05.ld" not in w.machine.assume:
+            w.flight.update(dict.fromkeys(targets, LOADING))
         w.tensor_loads += parts
 
     return aligned(load)
@@ -405,10 +405,8 @@ def _st(d: Decoder, i: Instruction) -> Execute:
         address = int(addresses(w, base, offset, lanes)[0])
         uniform(w, base, lanes)
         memory, parts = memory_of(w.cta), fragment.words(w, address)
-        values, unknown = (
-            np.stack([w.regs[s] for s in sources]),
-            np.stack([BOOLS[w.unknown[s]] for s in sources]),
-        )
+        values, missing = w.values(sources), [w.unknown[s] for s in sources]
+        unknown = np.stack([BOOLS[bits] for bits in missing]) if any(missing) else None
         bits = 32 // len(parts)
         for n, words in enumerate(parts):
             if (memory.busy[words] > 0).any() and not _only_stores(w, words):
@@ -521,8 +519,9 @@ def shape_of(descriptor: int, kind: str, pair: bool = False) -> Shape:
     _, types = KINDS[kind]
     a, b = types.get(descriptor >> 7 & 7), types.get(descriptor >> 10 & 7)
     if a is None or b is None:
+        known = ", ".join(f"{number} ({name})" for number, name in types.items())
         raise ValueError(
-            f"kind::{kind} has no types {descriptor >> 7 & 7} of A and {descriptor >> 10 & 7} of B"
+            f"kind::{kind}: the types {descriptor >> 7 & 7} of A and {descriptor >> 10 & 7} of B are not modelled, expected {known}"
         )
     if pair and (m not in (128, 256) or not 16 <= n <= 256 or n % 16):
         raise ValueError(
@@ -645,7 +644,9 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
         for n, cta in enumerate(ctas):
             memory = memory_of(cta)
             words = _places_of_d(w, cta, shape, pair, first, column)
-            written = np.array([not kept >> int(row) & 1 for row in words[:, 0] // COLUMNS])
+            written: Array = np.ones(len(words), np.bool_)
+            if kept:
+                written = np.array([not kept >> int(row) & 1 for row in words[:, 0] // COLUMNS])
             left: Matrix | Array
             stored: Array = np.zeros(len(words), np.bool_)
             if in_tensor_memory:
@@ -672,7 +673,7 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
                 else:
                     x, x_unknown = _from_tensor_memory(memory, left, size)
                     x_unknown = x_unknown | stored
-                product = values_of(x, shape.a) @ y.T * (-1 if shape.negative else 1)
+                product = values_of(x, shape.a) @ (-y.T if shape.negative else y.T)
                 memory.busy[words] -= 1
                 missing = x_unknown[:, None] | y_unknown[None, :]
                 if add:

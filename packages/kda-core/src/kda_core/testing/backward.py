@@ -165,7 +165,7 @@ class BackwardConformance:
     def test_gradients_behind_the_last_used_output(self, bwd: Runner, family: str) -> None:
         """If the gradients of o from t on and of the final state are zero, those of all inputs from t on are exactly zero."""
         case = self._served(bwd, family, 130, H=1, HV=2)
-        for t in (0, 1, 40, 64, 100):
+        for t in (0, 1, 40, 64, 100) if not bwd.quick else (1, 64):
             found = bwd.gradients(case.arguments, _until(case, t))
             nonzero = [n for n in PER_TOKEN if found[n][:, t:].any()]
             assert not nonzero, f"gradients of {nonzero} from token {t} on are not zero"
@@ -177,7 +177,7 @@ class BackwardConformance:
         bwd.require(Feature.PIN)
         case, other = (self._served(bwd, family, 130, H=1, HV=2, seed=seed) for seed in (1, 2))
         x, y = case.arguments | {"pin": True}, other.arguments
-        for t in (1, 40, 64):
+        for t in (1, 40, 64) if not bwd.quick else (40,):
             used = _until(case, t)
             want = bwd.gradients(x, used)
             mixed = {n: torch.cat([x[n][:, :t], y[n][:, t:]], 1) for n in PER_TOKEN}
