@@ -52,7 +52,10 @@ def test_the_nightly_workflow_runs_every_class_of_the_full_conformance_kit():
 def test_the_nightly_workflow_compares_every_record_of_an_engine():
     text = next(path for path in WORKFLOWS if path.stem == "nightly").read_text()
     engines = {path.stem for path in (ROOT / "tests" / "integrations" / "signatures").glob("*.json")}
-    (tested,), (compared,) = re.findall(r"nox -s (test-.*)", text), re.findall(r"for engine in (.*); do", text)
+    (tested,), (compared,) = (
+        re.findall(r"nox -s (test-.*)", text),
+        re.findall(r"for engine in (.*); do", text),
+    )
     assert {f"test-{name}" for name in engines} == {*tested.split()} and engines == {*compared.split()}
     assert (ROOT / "tests" / "integrations" / "test_signatures.py").is_file() and len(engines) == 2
 

@@ -291,7 +291,11 @@ def fused_recurrent_kda(
 def cp_context_error(cp_context: object) -> ArgumentError:
     """Returns the error for FLA's context-parallel context, which only FLA's function serves."""
     came = type(cp_context).__name__
-    return ArgumentError("cp_context", "None (FLA's chunk_kda serves its contexts, after import kda_core.integrations.fla)", came)
+    return ArgumentError(
+        "cp_context",
+        "None (FLA's chunk_kda serves its contexts, after import kda_core.integrations.fla)",
+        came,
+    )
 
 
 def renamed_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
