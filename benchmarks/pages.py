@@ -57,3 +57,12 @@ def named(impl: str, data: Data) -> str:
 def geometric_mean(values: Sequence[float]) -> float:
     """Returns the geometric mean of positive values."""
     return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def mean_gain(gains: Sequence[float | None]) -> str:
+    """Returns the geometric mean of speed-ups, their range, and how many rows are wrong; None is the speed-up of a wrong row."""
+    right = [gain for gain in gains if gain is not None]
+    if not right:
+        return f"wrong in all {len(gains)}"
+    count = str(len(right)) if len(right) == len(gains) else f"{len(right)}, {len(gains) - len(right)} wrong"
+    return f"**{geometric_mean(right):.2f}x** ({min(right):.2f} to {max(right):.2f}; {count})"

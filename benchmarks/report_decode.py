@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.pages import GENERATED, PEER, Data, Row, named, peer_name, run_number, runs
+from benchmarks.pages import GENERATED, PEER, Data, Row, mean_gain, named, peer_name, run_number, runs
 from kda_core.bench import peers
 from kda_core.bench.markdown import number, table
 from kda_core.bench.plots import Picture
@@ -54,6 +54,15 @@ def ratio(r: Row, other: Row | None) -> str:
     return "wrong" if is_wrong(r) or is_wrong(other) else f"{r['us'] / other['us']:.2f}"
 
 
+def headline(data: Data) -> str:
+    """Returns the mean speed-up of decoding over FLA: one token of each sequence, fp32 states. An empty text without rows of FLA."""
+    rows = [r for r in decoding(data) if r["T"] == 1 and r["state_dtype"] == "float32"]
+    own = (r for r in rows if r["impl"] == backend(r) != FLOOR and not peers.is_peer(r["impl"]))
+    pairs = [(r, p) for r in own if (p := of_impl(rows, r, PEER)) is not None]
+    gains = [None if is_wrong(r) or is_wrong(p) else p["us"] / r["us"] for r, p in pairs]
+    return mean_gain(gains) if gains else ""
+
+
 def page(data: Data, device: str) -> str:
     """Returns the Markdown page of a results file."""
     gpu = data["runs"][-1]["device_name"]
@@ -68,6 +77,12 @@ def page(data: Data, device: str) -> str:
     lines += [
         f"How long do decoding, verification of drafts and prefill over a pool of states take with {own} on one {gpu}?"
     ]
+    if found := headline(data):
+        lines += [
+            "",
+            f"Decoding of one token with fp32 states: {found}, the geometric mean of {peer_name(data)}'s time divided by the backend's.",
+            "Brackets: lowest and highest speed-up; number of shapes.",
+        ]
     for name, picture in pictures(data).items():
         alternative = f"{picture.title}; {picture.subtitle}"
         lines += ["", f"## {picture.question}", "", f"![{alternative}]({device}-{name}.svg)"]

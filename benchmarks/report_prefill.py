@@ -10,6 +10,7 @@ from benchmarks.pages import (
     Data,
     Row,
     geometric_mean,
+    mean_gain,
     named,
     peer_name,
     run_number,
@@ -109,7 +110,8 @@ def summary(data: Data) -> list[str]:
         for impl in dict.fromkeys(r["impl"] for r in own):
             of_family = [r for r in own if (r["gates"], r["impl"]) == (gates, impl)]
             common = [r for r in of_family if r["table"] == COMMON]
-            cells = [_mean(common, rows), "" if common == of_family else _mean(of_family, rows)]
+            mean = lambda found: mean_gain([speedup(r, rows) for r in found])
+            cells = [mean(common), "" if common == of_family else mean(of_family)]
             lines.append([FAMILIES[gates], impl, *cells])
     columns = ("gates", "impl", "published shapes", "all shapes")
     ratios = [r[e] / peer_row(r, rows)[e] for r in own for e in ERRORS]  # type: ignore[index]
@@ -123,15 +125,6 @@ def summary(data: Data) -> list[str]:
         "- Slow gates have the initial `dt_bias` of FLA's layer. Steep gates decay within a few tokens.",
         f"- The errors of these rows are {min(ratios):.2f} to {max(ratios):.2f} times FLA's.",
     ]  # fmt: skip
-
-
-def _mean(found: list[Row], rows: list[Row]) -> str:
-    """Returns the geometric mean of the speed-ups of correct rows, their range, and how many rows are wrong."""
-    gains = [gain for r in found if (gain := speedup(r, rows)) is not None]
-    if not gains:
-        return f"wrong in all {len(found)}"
-    count = str(len(gains)) if len(gains) == len(found) else f"{len(gains)}, {len(found) - len(gains)} wrong"
-    return f"**{geometric_mean(gains):.2f}x** ({min(gains):.2f} to {max(gains):.2f}; {count})"
 
 
 def _method(data: Data, device: str) -> list[str]:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from benchmarks.pages import ERROR_RATIO, GENERATED, PEER, Data, Row, named, peer_name, run_number, runs
+from benchmarks.pages import (
+    ERROR_RATIO,
+    GENERATED,
+    PEER,
+    Data,
+    Row,
+    mean_gain,
+    named,
+    peer_name,
+    run_number,
+    runs,
+)
 from benchmarks.report_prefill import FAMILIES, label
 from kda_core.bench import cases, peers
 from kda_core.bench.markdown import number, table
@@ -63,6 +74,14 @@ def gain(r: Row, rows: list[Row], time: str) -> str:
     return "wrong" if is_wrong(r, peer) else f"{peer[time] / r[time]:.2f}x"
 
 
+def headline(data: Data) -> str:
+    """Returns the mean speed-up of a step over FLA's, in the default mode with slow gates; an empty text without rows of FLA."""
+    rows = [r for r in data["rows"] if r["gates"] == MAIN and not r["disable_recompute"]]
+    pairs = [(r, p) for r in rows if (p := peer_row(r, rows)) is not None]
+    gains = [None if is_wrong(r, p) else p["step_ms"] / r["step_ms"] for r, p in pairs]
+    return mean_gain(gains) if gains else ""
+
+
 # ---- page
 
 
@@ -93,6 +112,11 @@ def summary(data: Data) -> list[str]:
         return [f"The results have no row of FLA with {MAIN} gates to compare with."]
     columns = ("shape", "impl", "disable_recompute", "backward ms", "FLA", "speed-up", "forward + backward ms", "FLA",
                "speed-up", "peak GiB", "FLA")  # fmt: skip
+    mean = [
+        f"Forward and backward in the default mode: {found}, the geometric mean of the speed-ups. Brackets: lowest and highest",
+        "speed-up; number of shapes.",
+        "",
+    ] if (found := headline(data)) else []  # fmt: skip
     lines = []
     for r, p in main:
         lines.append([
@@ -104,6 +128,7 @@ def summary(data: Data) -> list[str]:
         "",
         f"Slow gates ({FAMILIES[MAIN]}); gate, l2norm and sigmoid are inside. The peer is {peer_name(data)} in the same mode.",
         "",
+        *mean,
         *_ratios(compared),
     ]
 

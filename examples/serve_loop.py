@@ -535,6 +535,7 @@ def record(engine: Engine, calls: Sequence[Call]) -> dict[str, Any]:
 def draw(run: dict[str, Any], path: Path) -> None:
     """Writes the latencies over time as a PNG."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -544,6 +545,8 @@ def draw(run: dict[str, Any], path: Path) -> None:
     title = f"{run['options']['requests']} requests, {run['options']['slots']} slots: "
     title += f"{'+'.join(sorted({*run['prefill'], *run['decoding']}))} on {run['device']}"
     axes.set(title=title, xlabel="time in calls (s)", ylabel="latency of a call (ms)", yscale="log")
+    axes.yaxis.set_major_formatter(LogFormatter())  # 6 and 20, not powers of ten
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=96)

@@ -329,8 +329,10 @@ def check_same(own: dict[str, Any], other: dict[str, Any], name: str) -> None:
     """
     for key, value in own.items():
         if other.get(key) != value:
-            hint = ". Python's text differs between versions: use --text" if key == "text_sha256" else ""
-            raise ValueError(f"{name} has {key}={other.get(key)}, this run has {value}{hint}")
+            hint = f"pass --{key.replace('_', '-')} {other.get(key)}"
+            if key == "text_sha256":
+                hint = "Python's text differs between versions: use --text"
+            raise ValueError(f"{name} has {key}={other.get(key)}, this run has {value}; {hint}")
 
 
 # ---- reports

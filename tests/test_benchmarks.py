@@ -17,6 +17,7 @@ from benchmarks import (
     repeated_keys,
     report,
     report_cp,
+    report_decode,
     report_prefill,
     report_training,
     rows,
@@ -551,6 +552,7 @@ def test_page_of_training_compares_rows_of_one_mode_and_only_correct_ones():
     (errors,) = [line for line in lines if line.startswith("| a | slow | cudnn | no | 9.00e-03 ")]
     assert "|  |" in errors
     assert "prepared" in page and "(`graph`)" in page and "nvidia-cudnn-frontend 1.32.0" in page
+    assert "in the default mode: **4.00x** (4.00 to 4.00; 1), the geometric mean" in page
     assert "The results have no row of FLA" in report_training.page(
         {"runs": [RECORD], "rows": [training_row("a", "kda-sm90", 2.0)]}, "h200"
     )
@@ -653,6 +655,11 @@ def test_readme_shows_the_summary_of_the_committed_results():
         assert any(
             family in shown and published in shown and everything in shown for shown in readme.splitlines()
         )
+    for kind, call in (("training", "training step"), ("decode", "decoding")):
+        data = json.loads(path.with_stem(kind).read_text())
+        found = {"training": report_training, "decode": report_decode}[kind].headline(data)
+        assert any(f"| [{call}]" in shown and f"| {found} |" in shown for shown in readme.splitlines()), found
+        lines.append(found)
     figures = {x for line in lines for x in re.findall(r"\d\.\d\dx", line)}
     assert {*re.findall(r"\d\.\d+ ?x\b", readme)} <= figures, "a speed-up that the summary does not have"
 

@@ -183,6 +183,7 @@ def test_page_compares_rows_of_one_shape_with_the_floor_and_fla():
     assert "| 1 | 32 | 1 | fp32 | fla | 8.0 | wrong |  |  | 2.00e-03 | 1.00e+00 | 1 |" in lines
     assert "| 1 | 32 | 1 | fp32 | kda-sm90 | 10.0 | 2.00 | wrong |  | 2.00e-03 | 1.00e-06 | 1 |" in lines
     assert any(line.startswith("| 64 | 32 | 8 | fp32 | kda-sm90+verify | 100.0 |") for line in lines)
+    assert any("fp32 states: **2.00x** (2.00 to 2.00; 1, 1 wrong)" in line for line in lines)
 
 
 def test_page_compares_prefill_and_mixed_calls_with_their_parts():

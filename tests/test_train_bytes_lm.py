@@ -145,7 +145,7 @@ def test_a_run_with_other_options_is_neither_continued_nor_compared(example, fin
     ):
         with pytest.raises(SystemExit, match="2"):
             example.main(arguments)
-        assert "has seed=0, this run has 1" in capsys.readouterr().err
+        assert "has seed=0, this run has 1; pass --seed 0" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         example.main(words(finished))
     assert "has a checkpoint: pass --resume" in capsys.readouterr().err

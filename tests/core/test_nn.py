@@ -245,7 +245,8 @@ def test_decoding_with_a_cache_continues_a_prefill(options, mode):
             with record_calls() as calls:
                 y, _, same = module(part, past_key_values=cache, use_cache=True)
             assert same is cache
-            assert ran(calls) == served_in("chunk_fwd" if mode == "chunk" else "recurrent_fwd")
+            decodes = mode == "fused_recurrent" or part.shape[1] == 1
+            assert ran(calls) == served_in("recurrent_fwd" if decodes else "chunk_fwd")
             outputs.append(y)
     torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-8, atol=1e-11)
     assert len(cache) == 1 and cache.get_seq_length() == 13
@@ -364,6 +365,7 @@ def test_one_graph_contains_the_whole_layer(packed):
 
 
 BUILD = {
+    "num_heads": ({"num_heads": 0}, "num_heads: expected at least 1, got 0"),
     "mode": ({"mode": "chunked"}, "mode: expected 'chunk' or 'fused_recurrent', got 'chunked'"),
     "expand_v": ({"expand_v": 1.2}, "expand_v: expected a ratio with an integer head_dim \\* expand_v"),
     "num_v_heads": ({"num_v_heads": 3}, "num_v_heads: expected a multiple of num_heads=2, got 3"),
@@ -409,6 +411,7 @@ CALLS = {
         {"hidden_states": X[:1], "cu_seqlens": torch.tensor([0, 3, 1, 4])}, ArgumentError, "cu_seqlens: expected values that",
     ),
     "no cache": ({"use_cache": True}, ArgumentError, "past_key_values: expected a cache with use_cache=True, got None"),
+    "no class of caches": ({"past_key_values": {}}, ArgumentError, "past_key_values: expected a Cache or None, got dict"),
     "attention weights": ({"output_attentions": True}, ArgumentError, "output_attentions: expected False"),
 }  # fmt: skip
 

@@ -413,6 +413,12 @@ def test_doctor_shows_the_kernels_and_what_is_wrong_with_them(folder, monkeypatc
         return shown, [problem for problem in found["problems"] if str(folder) in problem]
 
     assert report() == ("sm_90a: 1 kernels, usable", [])
+    cubin = cubin_file(folder)
+    content = cubin.read_bytes()
+    cubin.write_bytes(content[:-1] + b"x")
+    shown, (problem,) = report()
+    assert "is damaged: expected sha256" in shown and str(cubin) in problem
+    cubin.write_bytes(content)
     change(folder, sources={"kda_cute": "0"})
     shown, (problem,) = report()
     assert (

@@ -169,6 +169,10 @@ class EmulatedCases(EmulatedBackend):
         assert torch.equal(o, want) and state is pool.states
         assert torch.equal(pool.bits(), bits)
 
+    @pytest.mark.parametrize("form", ("fp32-kv", "fp32-vk"))
+    def test_decode_bits_of_several_tokens(self, kda, form):
+        KIT.test_decode_bits_of_several_tokens(kda, form)
+
     def test_decode_with_a_slot_for_every_token(self, kda, monkeypatch):
         monkeypatch.setattr(slots, "initial_states", None)  # core makes no call for each token
         KIT.test_slots_of_tokens(kda, True, "bf16-vk")

@@ -49,6 +49,17 @@ def test_the_nightly_workflow_runs_every_class_of_the_full_conformance_kit():
     assert {f"Test{name}" for name in backends.split(", ")} == tested and len(tested) == 2
 
 
+def test_the_nightly_workflow_compares_every_record_of_an_engine():
+    text = next(path for path in WORKFLOWS if path.stem == "nightly").read_text()
+    engines = {path.stem for path in (ROOT / "tests" / "integrations" / "signatures").glob("*.json")}
+    (tested,), (compared,) = (
+        re.findall(r"nox -s (test-.*)", text),
+        re.findall(r"for engine in (.*); do", text),
+    )
+    assert {f"test-{name}" for name in engines} == {*tested.split()} and engines == {*compared.split()}
+    assert (ROOT / "tests" / "integrations" / "test_signatures.py").is_file() and len(engines) == 2
+
+
 def test_actions_are_pinned_by_commit():
     """A tag can be moved to other code. Dependabot updates the commit and the version in the comment."""
     uses = [line for path in WORKFLOWS for line in re.findall(r"uses: (.*)", path.read_text())]

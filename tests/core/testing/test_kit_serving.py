@@ -174,6 +174,36 @@ class DependsOnTheBatch(ReferenceBackend):
         return outputs
 
 
+class DependsOnTheTokens(ReferenceBackend):
+    def recurrent_fwd(self, inputs, outputs):
+        super().recurrent_fwd(inputs, outputs)
+        if inputs.shape.T > 1:
+            outputs.o.mul_(1 + 2.0**-7)
+        return outputs
+
+
+class KeepsValues(Changed):
+    """Uses values of the first call over each pool again, as a captured constant would."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = {}
+
+    def value(self, pool, name, tensor):
+        return self.kept.setdefault((pool.states.data_ptr(), name), tensor.clone())
+
+
+class KeepsAcceptedTokens(KeepsValues):
+    def pool(self, pool):
+        return replace(pool, num_accepted_tokens=self.value(pool, "accepted", pool.num_accepted_tokens))
+
+
+class KeepsCheckpoints(KeepsValues):
+    def pool(self, pool):
+        kept = self.value(pool, "positions", pool.checkpoints.positions)
+        return replace(pool, checkpoints=replace(pool.checkpoints, positions=kept))
+
+
 class ReadsDenseMemory(ReferenceBackend):
     """Ignores the strides of q."""
 
@@ -260,6 +290,9 @@ DEFECTS = [
     (StoresAnyPosition, lambda: KIT.test_checkpoints(kda(), "fp32-kv"), "a slot of no checkpoint"),
     (ShiftsCheckpoints, lambda: KIT.test_resumed_checkpoints(kda(), "another pool"), "o after 64 tokens"),
     (DependsOnTheBatch, lambda: KIT.test_decode_bits(kda()), "other bits alone"),
+    (DependsOnTheTokens, lambda: KIT.test_decode_bits_of_several_tokens(kda(), "fp32-vk"), "o of token 0"),
+    (KeepsAcceptedTokens, lambda: KIT.test_slots_of_tokens_are_read_anew(kda()), None),
+    (KeepsCheckpoints, lambda: KIT.test_pool_is_read_anew(kda()), None),
     (ReadsDenseMemory, lambda: KIT.test_strided_views(kda(), "prefill"), None),
     (NeverFolds, lambda: KIT.test_journal(kda(), "fp32-kv"), None),
     (IgnoresRecords, lambda: KIT.test_journal(kda(), "fp32-kv"), "error of o"),

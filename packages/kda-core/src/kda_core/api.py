@@ -123,8 +123,8 @@ def chunk_kda(
             Values are read on the device, which clamps them to [0, T].
         cu_seqlens_cpu: the same values in host memory. They are checked, and allow a planner and the backend to choose by the
             lengths without synchronisation. With `pin` that changes no bit.
-        cp_context: FLA's context-parallel context. Anything but None raises an error, because no planner serves it. FLA's function
-            serves it with kda-cp after ``import kda_core.integrations.fla``.
+        cp_context: FLA's context-parallel context. Anything but None raises an error. FLA's function serves it with kda-cp after
+            ``import kda_core.integrations.fla``.
         use_graph: the contents of `cu_seqlens`, which it requires, may change between CUDA-graph replays. Nothing is derived
             from host copies, and ``cu_seqlens[-1]`` may be below T (tokens after it are not written).
         max_num_seqs: with `use_graph`, the number of sequences N to which cu_seqlens is padded by empty ones.
@@ -289,9 +289,13 @@ def fused_recurrent_kda(
 
 
 def cp_context_error(cp_context: object) -> ArgumentError:
-    """Returns the error for FLA's context-parallel context, which no planner serves."""
+    """Returns the error for FLA's context-parallel context, which only FLA's function serves."""
     came = type(cp_context).__name__
-    return ArgumentError("cp_context", "None (no installed planner serves FLA's contexts)", came)
+    return ArgumentError(
+        "cp_context",
+        "None (FLA's chunk_kda serves its contexts, after import kda_core.integrations.fla)",
+        came,
+    )
 
 
 def renamed_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:

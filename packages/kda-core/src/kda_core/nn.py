@@ -193,9 +193,9 @@ class KimiDeltaAttention(nn.Module):
         head_dim: K. GPU backends serve K = V = 128.
         num_heads: H, the number of query/key heads.
         num_v_heads: HV, a multiple of `num_heads`; None for `num_heads`.
-        mode: "chunk" calls `chunk_kda`. "fused_recurrent" calls `fused_recurrent_kda`, which runs token by token and suits decoding
-            on a device whose backend serves it. Both compute the same function. FLA's layer also uses the second one for at most
-            64 tokens; this layer never changes its mode.
+        mode: "chunk" calls `chunk_kda`, except for a single token after the states of a cache. "fused_recurrent" always calls
+            `fused_recurrent_kda`, which runs token by token. Both compute the same function. FLA's layer decodes up to 64 tokens
+            with `fused_recurrent_kda`.
         use_short_conv: False leaves out the convolutions, and keeps SiLU.
         allow_neg_eigval: beta is in [0, 2] instead of [0, 1].
         safe_gate: promise that the gate is bounded, which is faster; it needs a `lower_bound` in [-5, 0). New layers then start
@@ -233,6 +233,9 @@ class KimiDeltaAttention(nn.Module):
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         K, V = head_dim, round(head_dim * expand_v)
+        for name, size in (("hidden_size", hidden_size), ("head_dim", head_dim), ("num_heads", num_heads)):
+            if size < 1:
+                raise ArgumentError(name, "at least 1", repr(size))
         if mode not in MODES:
             raise ArgumentError("mode", " or ".join(map(repr, MODES)), repr(mode))
         if V < 1 or not math.isclose(head_dim * expand_v, V, rel_tol=1e-5):
@@ -339,7 +342,7 @@ class KimiDeltaAttention(nn.Module):
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         o, new_state = self._attend(
             q, k, v, self.f_proj(hidden_states), self.b_proj(hidden_states), state, bool(use_cache),
-            cu_seqlens, cu_seqlens_cpu,
+            cu_seqlens, cu_seqlens_cpu, decodes=T == 1 and state is not None and cu_seqlens_cpu is None,
         )  # fmt: skip
         if use_cache:
             past_key_values.update(
@@ -362,8 +365,10 @@ class KimiDeltaAttention(nn.Module):
         output_final_state: bool,
         cu_seqlens: Tensor | None,
         cu_seqlens_cpu: Tensor | None,
+        decodes: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns o [B, T, HV, V] and the final states [N, HV, V, K]. `q`, `k`, `v`, `g` have their heads in the last dimension."""
+        """Returns o [B, T, HV, V] and the final states [N, HV, V, K]. `q`, `k`, `v`, `g` have their heads in the last dimension.
+        `decodes`: the call has a single token of each sequence."""
         H, HV, K, V = self.num_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
         tensors = {
             "q": q.unflatten(-1, (H, K)),
@@ -386,7 +391,7 @@ class KimiDeltaAttention(nn.Module):
             "state_v_first": True,
             "backend": self.backend,
         }
-        if self.mode == "fused_recurrent":
+        if decodes or self.mode == "fused_recurrent":
             return fused_recurrent_kda(**tensors, **options)
         return chunk_kda(**tensors, **options, safe_gate=self.safe_gate, cu_seqlens_cpu=cu_seqlens_cpu)
 
@@ -420,5 +425,7 @@ class KimiDeltaAttention(nn.Module):
     def _check_cache(self, past_key_values: Any, use_cache: bool | None) -> None:
         if past_key_values is not None and self.layer_idx is None:
             raise ArgumentError("layer_idx", "the index of the layer, for past_key_values", "None")
+        if type(past_key_values) in (dict, tuple, list):
+            raise ArgumentError("past_key_values", "a Cache or None", type(past_key_values).__name__)
         if use_cache and past_key_values is None:
             raise ArgumentError("past_key_values", "a cache with use_cache=True", "None")

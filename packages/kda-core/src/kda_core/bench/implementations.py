@@ -57,7 +57,8 @@ def unavailable(impl: str) -> str | None:
     name = backend_name(impl)
     if name not in known:
         return f"known backends are {', '.join(known)}"
-    return None if known[name].status == "ok" else str(known[name])
+    found = known[name]
+    return None if found.status == "ok" else f"{found.status}: {found.reason}"
 
 
 def serves(impl: str, call: str, case: Case) -> bool:

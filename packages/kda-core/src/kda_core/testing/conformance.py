@@ -51,6 +51,7 @@ BOUNDS = (
     (0, 0, 70), (0, 70, 70, 130), (0, 0, 0, 40, 40, 100, 100), (0, 0, 0),
 )  # fmt: skip
 HEADS = ((1, 1), (3, 3), (4, 4), (2, 4), (2, 8), (1, 2), (1, 4), (5, 15), (16, 64), (32, 96))
+DECODE_HEADS = ((1, 1), (3, 3), (12, 12), (5, 15), (16, 64), (32, 96), (96, 96))
 FLA_HEADS = ((1, 1), (3, 3), (4, 4), (8, 8), (32, 32), (2, 4), (2, 8), (1, 2), (1, 4))
 FLA_CASES = tuple(
     # (B, T, H, HV, normaliser, mask): every head pair with every normaliser and mask, B and T in turn
@@ -571,12 +572,20 @@ class BackendConformance(
 
     # ---- optional parts
 
-    @pytest.mark.parametrize("T", (1, 3, 20))
+    @pytest.mark.parametrize("T", (*range(1, 9), 20))
     @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
     def test_recurrent(self, kda: Runner, T: int, v_first: bool) -> None:
         """The decode entry agrees with the oracle for a few tokens."""
         kda.require(Feature.RECURRENT)
         case = kda.case("mixed", T, B=3, HV=4, initial_state=True, state_v_first=v_first)
+        kda.check(case, *kda.recurrent(case.arguments, output_final_state=True))
+
+    @pytest.mark.parametrize("heads", DECODE_HEADS, ids=str)
+    def test_recurrent_heads(self, kda: Runner, heads: tuple[int, int]) -> None:
+        """The decode entry agrees with the oracle for equal and grouped heads."""
+        kda.require(Feature.RECURRENT)
+        kda.full_only(heads[1] > 12)
+        case = kda.case("steep", 2, B=2, H=heads[0], HV=heads[1], initial_state=True, state_v_first=True)
         kda.check(case, *kda.recurrent(case.arguments, output_final_state=True))
 
     def test_recurrent_packed(self, kda: Runner) -> None:

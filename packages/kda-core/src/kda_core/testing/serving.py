@@ -182,6 +182,25 @@ class ServingConformance:
                 f"sequence {n} has other bits alone"
             )
 
+    @pytest.mark.parametrize("form", ("fp32-kv", "fp32-vk"))
+    def test_decode_bits_of_several_tokens(self, kda: Runner, form: str) -> None:
+        """Decoding: several tokens in one call have the bits of calls of one token each, also with a slot for every token. The states are
+        in fp32: a bf16 pool rounds them after every call."""
+        kda.require(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
+        T, slots, rows = 4, (3, 1), [[3, 0, 2, 4], [1, 5, 6, 7]]
+        x = kda.inputs("slow", T, B=2)
+        whole, drafts, steps = (Pool(kda, form) for _ in range(3))
+        o, _ = kda.decode_pool(x | whole.arguments(slots))
+        found, _ = kda.decode_pool(x | drafts.arguments(rows, inplace_final_state=True))
+        assert torch.equal(found, o), "o with a slot for every token"
+        for t in range(T):
+            token = x | {n: x[n][:, t : t + 1] for n in PER_TOKEN}
+            one, _ = kda.decode_pool(token | steps.arguments(slots))
+            assert torch.equal(one, o[:, t : t + 1]), f"o of token {t}"
+            for slot, row in zip(slots, rows):
+                assert torch.equal(drafts.states[row[t]], steps.states[slot]), f"the state after token {t}"
+        assert torch.equal(whole.bits(), steps.bits()), "the final states"
+
     def test_decoding_with_the_bits_of_prefill(self, kda: Runner) -> None:
         """Pinned: a token that is computed with its open chunk of 64, from the state at the start of the chunk, has the bits of the
         whole call."""
@@ -234,28 +253,56 @@ class ServingConformance:
         kda.require(Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.VARLEN, Feature.GRAPH)
         x, pool = kda.inputs("slow", 130, lengths=(17, 47, 66)), Pool(kda)
         y = pool.arguments((3, 1, -1), has_initial_state=pool.index((1, 1, 1)) > 0, use_graph=True)
-        changes = (
-            {"ssm_state_indices": (5, -1, 2), "has_initial_state": (True, True, False), "cu_seqlens": (0, 60, 60, 100)},
+        changes: tuple[dict[str, Any], ...] = (
+            {"ssm_state_indices": (5, -1, 2), "has_initial_state": (True, True, False), "cu_seqlens": (0, 70, 70, 100)},
             {"ssm_state_indices": (2, 7, 5), "has_initial_state": (True, False, True), "cu_seqlens": (0, 0, 64, 130)},
         )  # fmt: skip
+        if Feature.CHECKPOINTS.value in kda.declared():
+            y |= _checkpoints(kda, (1, 0, 1), (64, 64), (0, 4))
+            changes[0].update(checkpoint_cu=(0, 1, 1, 2), checkpoint_indices=(6, 0))
+            changes[1].update(checkpoint_cu=(0, 0, 0, 2), checkpoint_indices=(4, 6))
+            changes[1].update(checkpoint_positions=(32, 64))
+        self._read_anew(kda, kda, kda.direct, x | y, pool, changes)
+
+    def test_slots_of_tokens_are_read_anew(self, kda: Runner) -> None:
+        """The same for a slot for every token, and for the numbers of accepted tokens."""
+        kda.require(Feature.RECURRENT, Feature.TOKEN_STATES)
+        x, pool = kda.inputs("slow", 3, B=2), Pool(kda)
+        y = pool.arguments([[4, 2, 6], [1, 0, 3]], num_accepted_tokens=pool.index((1, 1)))
+        changes = (
+            {"num_accepted_tokens": (3, 2)},
+            {"ssm_state_indices": ((-1, -1, -1), (5, 7, 1)), "num_accepted_tokens": (1, 3)},
+        )
+        direct = lambda given: kda_core.fused_recurrent_kda(**given, backend=kda.backend)
+        self._read_anew(kda, kda.decode_pool, direct, x | y, pool, changes)
+
+    def _read_anew(
+        self,
+        kda: Runner,
+        run: Callable[[dict[str, Any]], tuple[Any, ...]],
+        direct: Callable[[dict[str, Any]], tuple[Any, ...]],
+        x: dict[str, Any],
+        pool: Pool,
+        changes: Sequence[dict[str, Any]],
+    ) -> None:
+        """Compares replays of a call with calls of the same values in other tensors. `changes` are values of its tensors by name; `direct`
+        is `run` without assertions, for the capture."""
         o = torch.zeros_like(x["v"])
-        call = lambda: kda.direct(x | y, out=o)
-        kda(x | y, out=o)
-        replay: Callable[[], Any] = call
+        replay: Callable[[], Any] = lambda: direct(x | {"out": o})
+        run(x | {"out": o})
         if kda.device == "cuda":
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                call()
+                replay()
             replay = graph.replay
         for change in changes:
             for name, values in change.items():
-                target = (x | y)[name]
-                target.copy_(torch.tensor(values, dtype=target.dtype))
+                x[name].copy_(torch.tensor(values, dtype=x[name].dtype))
             o.zero_()
             other, copy = Pool(kda), torch.zeros_like(o)
             other.states.copy_(pool.states)
-            again = {n: t.clone() if isinstance(t, Tensor) else t for n, t in (x | y).items()}
-            kda(again | {"initial_state": other.states}, out=copy)
+            again = {n: t.clone() if isinstance(t, Tensor) else t for n, t in x.items()}
+            run(again | {"initial_state": other.states, "out": copy})
             replay()
             assert torch.equal(o, copy) and torch.equal(pool.bits(), other.bits())
 

@@ -221,7 +221,7 @@ def _cuda(version: int) -> str:
 
 
 def status() -> tuple[dict[str, str], list[str]]:
-    """Returns what each folder holds, by its origin, and the problems of the folder that ``KDA_KERNEL_DIR`` names."""
+    """Returns what each folder holds, by its origin, and the problems of the folders. Every kernel is read and checked."""
     named = named_folder()
     facts, problems = {}, []
     for folder in [*([] if named is None else [named]), *installed_folders()]:
@@ -234,6 +234,8 @@ def status() -> tuple[dict[str, str], list[str]]:
                     for package, digest in listed.sources.items()
                     if manifest.source_digest(package) != digest
                 )
+                for kernel in listed.kernels.values():
+                    _unpacked(folder.path / arch / kernel.file, kernel, folder.read(arch, kernel.file))
             except Refused as error:
                 lines.append(f"{arch}: {error}")
                 problems.append(str(error))

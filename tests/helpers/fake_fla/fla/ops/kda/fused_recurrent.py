@@ -1,4 +1,4 @@
-"""fused_recurrent_kda_fwd by the fp64 oracle."""
+"""fused_recurrent_kda_fwd by the fp64 oracle, token by token; between tokens states are in fp32, as in FLA."""
 
 from __future__ import annotations
 
@@ -51,13 +51,21 @@ def fused_recurrent_kda_fwd(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, cu_seqlens, flags, lower_bound, may_end_early=True
     )  # fmt: skip
     assert not torch.is_grad_enabled()
-    o, state = token_oracle(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, lower_bound=lower_bound, A_log=A_log, dt_bias=dt_bias,
-        cu_seqlens=cu_seqlens, **flags,
-    )  # fmt: skip
     out = torch.zeros_like(v) if out is None else out
     assert out.shape == v.shape and out.dtype == v.dtype
     bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    for first, end in pairwise(bounds):
-        out[:, first:end] = o[:, first:end].to(out.dtype)
-    return out, state.float() if output_final_state else None
+    N = q.shape[0] if cu_seqlens is None else len(bounds) - 1
+    shape = (N, v.shape[2], q.shape[3], v.shape[3])
+    states = q.new_zeros(shape, dtype=torch.float32) if initial_state is None else initial_state.float()
+    final = []
+    for state, (first, end) in zip(
+        states.split(N if cu_seqlens is None else 1), pairwise(bounds), strict=True
+    ):
+        for t in range(first, end):
+            token = (x[:, t : t + 1] for x in (q, k, v, g, beta))
+            o, state = token_oracle(
+                *token, scale=scale, initial_state=state, lower_bound=lower_bound, A_log=A_log, dt_bias=dt_bias, **flags
+            )  # fmt: skip
+            out[:, t : t + 1], state = o.to(out.dtype), state.float()
+        final.append(state)
+    return out, torch.cat(final) if output_final_state else None
