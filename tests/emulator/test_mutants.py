@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.emulator import prefill
 
 import ptx_emulator
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_sm90.kernels.barriers import WARPGROUP, NamedBarrier
+from kda_sm90.kernels.prefill import NO_ITEM
 
 DOCS = Path(__file__).parents[2] / "docs/ptx-emulator.md"
 ARRIVE = r"@first mbarrier\.arrive\.release\.cta[^;]*;"
@@ -33,6 +35,17 @@ O_READY = rf"bar\.sync\s+{NamedBarrier.O_READY}, {WARPGROUP + 32};"
 ARRIVALS = rf"mov\.b32\s+(%r\d+), (\d+);(?={GAP}mbarrier\.init[^;]*, \1;)"
 COPY_SIZE = r"mov\.b32\s+(%r\d+), (\d+);(?=[\s\S]*?cp\.async\.bulk[^;]*\], \1, \[)"
 SWIZZLE = "the swizzle of its descriptor"
+#: The loop in which a group waits for the ticket before its first claim. CTA 0 publishes the ticket when it has cleared the counters.
+WAIT_FOR_TICKET = (
+    r"(\$L__BB0_\d+):\s+ld\.acquire\.gpu\.global\.b64 [^;]*;\s+setp\.ne\.b64 [^;]*;\s+@%p\d+ bra\s+\1;"
+    rf"(?=(?:(?!ld\.)[^@]|ld\.param|@%p\d+ bra)*?, {NO_ITEM};)"
+)
+#: A delay of CTA 0, longer than a group needs for its first item.
+DELAY = """
+{ .reg .pred p; .reg .b32 n; mov.u32 n, %ctaid.x; setp.ne.s32 p, n, 0; @p bra GO; mov.b32 n, 4000;
+WAIT: add.s32 n, n, -1; setp.ne.s32 p, n, 0; @p bra WAIT;
+GO: }
+"""
 
 
 def lowered(by):
@@ -113,3 +126,22 @@ def test_mutants_are_noticed(mutant, monkeypatch):
     errors = error(found[0], want[0]), error(found[1], want[1], state=True)
     assert any(e > limit for e, limit in zip(errors, limits)), "not noticed"
     assert how == WRONG
+
+
+@pytest.mark.parametrize(("T", "chunk", "warpgroups"), [(160, 64, 1), (280, 32, 2)])
+def test_groups_wait_for_the_counters_before_they_claim(T, chunk, warpgroups, monkeypatch):
+    """Relaxed accesses and atomics are no races. So only a late clear shows whether groups wait for it: without the wait it erases
+    that their records are ready."""
+    x = make_inputs("slow", T, H=1).arguments
+    config = prefill.config_of(x, chunk, warpgroups)
+    ptx, shared = prefill.compiled(config)
+    run = lambda: prefill.prefill(x, config, depth=9, intra_chunk_ctas=1)
+    want = run()
+    start = ptx.index("mov.u32 \t%r1, %ctaid.x;")
+    late = ptx[:start] + DELAY + ptx[start:]
+    monkeypatch.setattr(prefill, "compiled", lambda _: (late, shared))
+    assert all(torch.equal(y, z) for y, z in zip(run(), want, strict=True))
+    broken = mutated(late, WAIT_FOR_TICKET, r"\1:", 0)
+    monkeypatch.setattr(prefill, "compiled", lambda _: (broken, shared))
+    with pytest.raises(ptx_emulator.ExecutionError, match=DEADLOCK):
+        run()

@@ -102,6 +102,19 @@ def test_schedule_and_execution_order_change_no_bit():
         )
 
 
+@pytest.mark.parametrize(("queues", "intra_chunk_ctas", "depth"), [(1, 1, 10), (2, 1, 6), (2, 2, 5)])
+def test_chains_that_help_change_no_bit(queues, intra_chunk_ctas, depth):
+    """Chains compute first items if every group has one, and if the rings have room for all."""
+    x = make_inputs("slow", 290, H=2, initial_state=True)
+    found = check(x, 32, 2, queues=queues, intra_chunk_ctas=intra_chunk_ctas, depth=depth)
+    config = config_of(x.arguments, 32, 2)
+    assert (
+        config.helps and (queues + intra_chunk_ctas) * config.groups <= min(20, queues * depth) or depth == 5
+    )
+    want = prefill(x.arguments, config, queues=queues, intra_chunk_ctas=6)  # too many groups for help
+    assert all(torch.equal(y, z) for y, z in zip(found, want, strict=True))
+
+
 @pytest.mark.parametrize(("family", "chunk", "v_first"), [("memory", 64, False), ("slow", 32, True)])
 def test_segments_split_across_queues(family, chunk, v_first):
     lengths = (70, 0, 90)

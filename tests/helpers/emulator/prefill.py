@@ -125,6 +125,8 @@ def prefill(
         **call, **outputs, initial_state=x.get("initial_state"), state_count=count if config.states else 0,
         workspace=workspace.data_ptr(), ticket=0x1234567890ABCDEF, intra_chunk_ctas=intra_chunk_ctas, queues=queues, depth=depth,
     )  # fmt: skip
+    ticket = queues * layouts.LINE + layouts.LaunchCounter.TICKET
+    assert not views.counters[ticket : ticket + 2].any(), "a replay would find the ticket of this launch"
     return tuple(outputs.values())
 
 

@@ -171,6 +171,11 @@ class PrefillConfig:
         return by_warpgroup(self.chunk, self.unbounded, self.warpgroups) and not self.reads_records
 
     @property
+    def helps(self) -> bool:
+        """Whether the CTAs of chains compute first items before they become chains (docs/kernels/prefill.md)."""
+        return self.by_warpgroup
+
+    @property
     def threads(self) -> int:
         """Threads of a CTA."""
         return WARPGROUP_THREADS if self.by_warpgroup else THREADS

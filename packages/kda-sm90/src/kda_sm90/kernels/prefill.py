@@ -57,8 +57,12 @@ SERVING = {"whole": ServingChain, "summarize": PoolSummaryChain, "execute": Pool
 #: to compute, and the item claimed next. A power of two, because the turn's low bits choose the buffer.
 ITEMS, ITEM_BYTES = 4, 32
 
-#: Named barrier of the first group of an intra-chunk CTA. 0 is ``sync_threads``.
-FIRST_GROUP = 1
+#: Index of an item that does not exist, in any call.
+NO_ITEM = 0x7FFFFFFF
+
+#: Named barriers of the first group of an intra-chunk CTA: of its threads, and of the next group while it waits for this one.
+#: 0 is ``sync_threads``.
+FIRST_GROUP, FIRST_FOLLOWER = 1, 9
 
 
 class PrefillKernel(Kernel):
@@ -87,6 +91,8 @@ class PrefillKernel(Kernel):
         self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
         self.leader = WarpgroupIntraChunk.leader if config.by_warpgroup else 0  # of a group
         self.groups = config.groups
+        # Whether the groups of a CTA compute their first items one after the other.
+        self.in_turn = config.chunk == 64 and not config.backward
         self.group_bytes = self.intra_chunk.layout.bytes + ITEMS * ITEM_BYTES
         self.first_halves = range(0, config.halves, config.warpgroups)  # of the chain CTAs of a queue
         self.chain_ctas = config.chain_ctas
@@ -105,26 +111,38 @@ class PrefillKernel(Kernel):
         )  # fmt: skip
         if const_expr(self.config.backward):
             sched = schedule.slab(sched, args.HV, args.first_slot, args.slab_slots)
-        # CTA 0 clears the counters. The others wait for it: a chain CTA once, here; an intra-chunk CTA once for each group,
-        # in `compute_records`.
-        waiters = chains - 1 + args.intra_chunk_ctas * self.groups
+        helpers = Int32(0)  # chain CTAs that compute first items: all or none
+        if const_expr(self.config.helps):
+            groups = (chains + args.intra_chunk_ctas) * self.groups
+            # Each has an item, and no group waits for room, because that may take until a chain begins.
+            if (groups <= sched.total) & (groups <= args.queues * args.depth):
+                helpers = chains
+        thread, _, _ = cute.arch.thread_idx()
+        # CTA 0 clears the counters. Other chains wait for it here, groups in `compute_records`.
         if args.ticket != Int64(0):
-            thread, _, _ = cute.arch.thread_idx()
             if index == 0:
                 schedule.clear(sched, args.ticket, self.threads)
-            elif index < chains and thread == 0:
-                schedule.wait_for_clear(sched, args.ticket, waiters)
+            elif index < chains and helpers == 0 and thread == 0:
+                schedule.wait_for_clear(sched, args.ticket)
         table = Int32(shared.toint()) + self.table_offset
         schedule.fill_table(sched, table, self.threads // 32)
         cute.arch.sync_threads()
         sched = schedule.with_width(sched, table, self.threads // 32)
-        queue, half = index // self.chain_ctas, index % self.chain_ctas * self.config.warpgroups
-        if const_expr(self.config.reads_records):  # noqa: SIM114 - decided at compile time
+        if const_expr(not self.config.reads_records):  # noqa: SIM102 - decided at compile time
+            if index >= chains or helpers > 0:
+                self.compute_records(sched, args, records, shared, index, helpers)
+        if index < chains:
+            if const_expr(self.config.helps):
+                cute.arch.fence_proxy("async.shared", space="cta")  # bulk copies overwrite what groups used
+                cute.arch.sync_threads()
+            if args.ticket != Int64(0) and thread == self.threads - 1:
+                self.see_clear(sched, args)
+            queue, half = index // self.chain_ctas, index % self.chain_ctas * self.config.warpgroups
             self.chain.run(shared, args, records, carry, sched, queue, half)
-        elif index < chains:
-            self.chain.run(shared, args, records, carry, sched, queue, half)
-        else:
-            self.compute_records(sched, args, records, shared, index - chains, waiters)
+
+    def see_clear(self, sched, args):
+        """Counts the CTA of a chain, or all groups of intra-chunk CTAs together, as a waiter that has seen the ticket."""
+        schedule.see_clear(sched, args.queues * self.chain_ctas + (0 if self.config.reads_records else 1))
 
     def workspace(self, args):
         """Returns (records, carry, counters) of the workspace: a function from array name and index to the address of
@@ -140,7 +158,7 @@ class PrefillKernel(Kernel):
     # ---- the intra-chunk stage
 
     @cute.jit
-    def compute_records(self, sched, args, records, shared, index: Int32, waiters: Int32):
+    def compute_records(self, sched, args, records, shared, index: Int32, helpers: Int32):
         """Claims items and computes their records. Each group of threads does so by itself; a turn is one item.
 
         Order of turn t. The stages are those of `IntraChunk`, which calls back between them (`Hooks`)::
@@ -163,12 +181,14 @@ class PrefillKernel(Kernel):
         waits for it.
 
         The first item of a group is its index, counted over the first groups of all CTAs, then over the second groups, and
-        so on. It needs no claim, so its inputs are under way while the counters are cleared. Its record is published at
-        the end of its own turn, because its chain has nothing else to do.
+        so on. It needs no claim, and seldom a look at its ring. So the group computes it while the counters are cleared, and
+        waits for them before its first claim. Its record is published at the end of its own turn, because its chain has nothing
+        else to do.
 
         Args:
-            index: of the CTA among those of the intra-chunk stage.
-            waiters: see `schedule.wait_for_clear`.
+            index: of the CTA.
+            helpers: number of CTAs of chains that compute first items, and no others. They are the last ones in the order of first
+                items, because their chains have to be set up before they can use a record.
         """
         thread, _, _ = cute.arch.thread_idx()
         size = self.intra_chunk.threads
@@ -176,23 +196,25 @@ class PrefillKernel(Kernel):
         base = Int32(shared.toint()) + group * self.group_bytes
         sync = lambda: cute.arch.barrier(barrier_id=FIRST_GROUP + group, number_of_threads=size)
         turn = Int32(0)
+        index -= args.queues * self.chain_ctas
+        is_helper, ctas = index < 0, args.intra_chunk_ctas + helpers
+        index = ptx.select(is_helper, index + ctas, index) + group * ctas  # of the first item
+        is_followed = (group + 1 < self.groups) & (index + ctas < schedule.items(sched))
         if thread < 32:
-            self.store_item(
-                sched, args, self.item_address(base, turn), group * args.intra_chunk_ctas + index, thread
-            )
+            self.store_item(sched, args, self.item_address(base, turn), index, thread)
         sync()
         loaded = self.request_inputs(args, thread, base, turn)
-        if thread == self.leader and args.ticket != Int64(0):
-            schedule.wait_for_clear(sched, args.ticket, waiters)
-        read = self.prefetch_read(sched, thread, base, turn)
+        read = Int32(0)  # the counters may not be clear yet
         _, number, valid, index_of_record = self.load_item(base, turn)
+        if const_expr(self.in_turn):
+            self.wait_for_turn(sched, group, index)
         while number >= 0:
             # Everything derived from these is computed in each turn, because registers are scarce.
             # The mask tells the compiler that the thread index is not negative, which makes divisions cheap.
             thread, base = ptx.opaque(thread) & (size - 1), ptx.opaque(base)
             record = functools.partial(self.record_address, records, index_of_record)
-            acquire_record = functools.partial(self.acquire_record, sched, thread, base, turn, read)
-            claim_next = functools.partial(self.claim_next, sched, args, thread, turn)
+            acquire_record = functools.partial(self.acquire_record, sched, args, thread, base, turn, read)
+            claim_next = functools.partial(self.claim_next, sched, args, thread, turn, ctas, is_helper)
             store_claim = functools.partial(self.store_claim, sched, args, thread, base, turn)
             publish_previous = functools.partial(self.publish_previous, sched, thread, base, turn)
             exists = valid > 0
@@ -218,19 +240,38 @@ class PrefillKernel(Kernel):
             if const_expr(self.config.by_warpgroup):  # noqa: SIM102 - decided at compile time
                 if exists:
                     self.intra_chunk.store_squares(Worker(thread, base, turn), record)
+            if const_expr(self.in_turn):
+                self.pass_turn(group, turn == 0 and is_followed)
             if thread == self.leader and turn == 0:  # the first record, at once
                 self.publish(sched, base, turn)
             turn += 1
             _, number, valid, index_of_record = self.load_item(base, turn)
         if thread == self.leader and turn > 1:  # the last record, unless it was also the first
             self.publish(sched, base, turn - 1)
+        if thread == self.leader and valid < 0 and args.ticket != Int64(0):
+            schedule.wait_for_clear(sched, args.ticket)  # in case that there are no items at all
+            self.see_clear(sched, args)
+
+    @cute.jit
+    def wait_for_turn(self, sched, group: Int32, index: Int32):
+        """Lets a group wait for the group before it, if it has a first item. ``index``: of that item."""
+        if (group > 0) & (index < schedule.items(sched)):
+            threads = 2 * self.intra_chunk.threads
+            cute.arch.barrier(barrier_id=FIRST_FOLLOWER - 1 + group, number_of_threads=threads)
+
+    @cute.jit
+    def pass_turn(self, group: Int32, is_followed):
+        """Lets the next group begin, if it waits."""
+        if is_followed:
+            threads = 2 * self.intra_chunk.threads
+            cute.arch.barrier_arrive(barrier_id=FIRST_FOLLOWER + group, number_of_threads=threads)
 
     def record_address(self, records, index, name):
         """Returns the address of a record in the array ``name``."""
         return records(name, index)
 
     # Buffer of an item, 32-bit words: value head, first token in B*T, its row of q and k, tokens (a `Chunk`); queue,
-    # number (-1: no item), tokens, index of its record.
+    # number (-1: no item), tokens (-1: the last claim of the launch, which finds no item), index of its record.
 
     def item_address(self, base, turn):
         """Returns the shared address of the buffer with the item of a turn."""
@@ -250,6 +291,9 @@ class PrefillKernel(Kernel):
         queue, number, head, token, valid = schedule.item(sched, cute.arch.shuffle_sync(index, 0))
         record = schedule.record(schedule.ring(sched, queue), number)
         if lane == 0:
+            # Groups of intra-chunk CTAs claim an item for each that they compute. So all have seen the ticket before the last claim.
+            if index == schedule.items(sched) + args.intra_chunk_ctas * self.groups - 1:
+                valid = Int32(-1)
             key_row = token * args.H + head // (args.HV // args.H)
             ptx.store_shared_x4(address, [head, token, key_row, valid])
             ptx.store_shared_x4(address + 16, [queue, number, valid, record])
@@ -274,7 +318,7 @@ class PrefillKernel(Kernel):
         return read
 
     @cute.jit
-    def acquire_record(self, sched, thread: Int32, base: Int32, turn: Int32, read: Int32):
+    def acquire_record(self, sched, args, thread: Int32, base: Int32, turn: Int32, read: Int32):
         """Waits for room in the ring. ``read``: result of `prefetch_read`; if it already shows room, nothing is waited for. The group
         writes the record after this.
 
@@ -290,6 +334,8 @@ class PrefillKernel(Kernel):
                 if const_expr(self.config.by_warpgroup):
                     self.publish_previous(sched, thread, base, turn, 0, Int32(0))
                     published = Int32(1)
+                if turn == 0 and args.ticket != Int64(0):
+                    schedule.wait_for_clear(sched, args.ticket)
                 schedule.wait_for_room(schedule.ring(sched, queue), number, self.first_halves)
         return published
 
@@ -308,12 +354,16 @@ class PrefillKernel(Kernel):
             self.publish(sched, base, turn - 1, pending)
 
     @cute.jit
-    def claim_next(self, sched, args, thread: Int32, turn: Int32):
-        """Claims the next item. Returns its index in lane 0 of the warp with the least work; `store_claim` uses it
-        about 1 us later."""
+    def claim_next(self, sched, args, thread: Int32, turn: Int32, ctas: Int32, is_helper):
+        """Claims the next item, in the first turn as soon as the counters are clear. Returns its index in lane 0 of the warp with the
+        least work; `store_claim` uses it about 1 us later. ``ctas``: CTAs that compute first items."""
         index = Int32(0)
         if self.intra_chunk.has_least_work(thread, turn) and thread % 32 == 0:
-            index = schedule.claim(sched) + args.intra_chunk_ctas * self.groups
+            if turn == 0 and args.ticket != Int64(0):
+                schedule.wait_for_clear(sched, args.ticket)
+            index = Int32(NO_ITEM)
+            if not is_helper:
+                index = schedule.claim(sched) + ctas * self.groups
         return index
 
     @cute.jit

@@ -30,7 +30,7 @@ counter        one per    value
 =============  =========  ==========================================================================================
 claimed        launch     items claimed so far. The first item of each group is not claimed: it is the group's index
 ticket         launch     the launch's ticket once the counters are cleared (`clear`, `wait_for_clear`)
-clear_seen     launch     waiters that have seen the ticket
+clear_seen     launch     waiters that have seen the ticket (`see_clear`)
 ready          record     1 + number of the slot whose record it holds
 read           queue and  the chain has read the records of all lower numbers
                half
@@ -216,15 +216,24 @@ def clear(s, ticket: Int64, threads: cutlass.Constexpr[int]):
 
 
 @cute.jit
-def wait_for_clear(s, ticket: Int64, waiters: Int32):
-    """Waits until the counters are cleared. One thread calls it for all threads that it synchronises with,
-    ``waiters`` times per launch. The last waiter removes the ticket, because a replayed CUDA graph uses the same
-    ticket again."""
-    launch = _launch_line(s)
-    while ptx.load_acquire_i64(launch + LaunchCounter.TICKET * 4) != ticket:
+def wait_for_clear(s, ticket: Int64):
+    """Waits until the counters are cleared. One thread calls it for all threads that it synchronises with."""
+    while ptx.load_acquire_i64(_launch_line(s) + LaunchCounter.TICKET * 4) != ticket:
         pass
+
+
+@cute.jit
+def see_clear(s, waiters: Int32):
+    """Counts a waiter that has seen the ticket; ``waiters`` times per launch. The last one removes the ticket, because a replayed CUDA
+    graph uses the same ticket again."""
+    launch = _launch_line(s)
     if ptx.fetch_increment(launch + LaunchCounter.CLEAR_SEEN * 4) == waiters - 1:
         ptx.store_release_i64(launch + LaunchCounter.TICKET * 4, Int64(0))
+
+
+def items(s):
+    """Returns the number of items."""
+    return s.queues * s.width * s.chunks_per_slot
 
 
 # ---- the ring of a queue
