@@ -236,12 +236,10 @@ def test_the_operators_have_correct_schemas_and_fakes():
     x, more = tokens(), given()
     args = checked(Arguments(**x, initial_state=more["pool"], recurrent=True, context_parallel="off"))
     for verifies in (False, True):
-        operands = journal_arguments(
-            "journal", more["journal"], more["pool"], more["slots"], 0, verifies=verifies
-        )
+        operands = journal_arguments("journal", more["journal"], more["slots"], 0, verifies=verifies)
         operator = torch.ops.kda_core.verify_ if verifies else torch.ops.kda_core.journal_decode_
         torch.library.opcheck(operator, (*args, *operands, torch.zeros_like(x["v"])))
-    operands = journal_arguments("journal", more["journal"], more["pool"], more["slots"], 0)
+    operands = journal_arguments("journal", more["journal"], more["slots"], 0)
     torch.library.opcheck(torch.ops.kda_core.journal_fold_, (more["pool"], *operands, None, False, None))
 
 

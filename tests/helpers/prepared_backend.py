@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 
-from kda_core.contract import KdaInputs, KdaOutputs, Tensors
+from kda_core.contract import (
+    KdaCheckpoints,
+    KdaInputs,
+    KdaJournal,
+    KdaOutputs,
+    KdaPool,
+    Tensors,
+    launch_tensors,
+)
 from kda_core.reference import SPEC, ReferenceBackend
 from kda_core.registry import REGISTRY
 from kda_core.testing.memory import Layout
@@ -28,11 +36,11 @@ class PreparedReference(ReferenceBackend):
         return 0 if shape.options.recurrent else 512
 
     def prepare(self, inputs, outputs):
-        examples = [getattr(inputs, name) for name in OPEN], [getattr(outputs, name) for name in WRITTEN]
+        examples = launch_tensors(inputs), [getattr(outputs, name) for name in WRITTEN]
         layouts = [[None if x is None else Layout.of(x) for x in group] for group in examples]
-        number, shape, journal = len(self.prepared), inputs.shape, inputs.journal
+        number, shape, has_journal = len(self.prepared), inputs.shape, inputs.journal is not None
         # a launch keeps none of the tensors that it replaces
-        fixed = {f.name: getattr(inputs, f.name) for f in fields(KdaInputs) if f.name not in OPEN}
+        remade = bare(inputs)
         assert outputs.workspace is not None or shape.options.recurrent
         self.prepared.append(shape)
         self.launched.append(0)
@@ -44,14 +52,39 @@ class PreparedReference(ReferenceBackend):
         def launch(o, given, *written):
             self.launched[number] += 1
             assert o.data_ptr() == written[0]
-            changed = KdaInputs(**fixed, **dict(zip(OPEN, at(given, layouts[0]), strict=True)))
+            changed = remade(at(given, layouts[0]))
             made = KdaOutputs(**dict(zip(WRITTEN, at(written, layouts[1]), strict=True)))
             entry = "chunk_fwd"
             if shape.options.recurrent:
-                entry = "recurrent_fwd" if journal is None else "journal_decode"
+                entry = "journal_decode" if has_journal else "recurrent_fwd"
             assert getattr(self, entry)(changed, made) is made
 
         return launch
+
+
+def bare(inputs):
+    """Returns a function that makes inputs like these from the tensors of `launch_tensors`."""
+    fixed = {f.name: getattr(inputs, f.name) for f in fields(KdaInputs) if f.name not in OPEN}
+    pool, journal = fixed.pop("pool"), fixed.pop("journal")
+    first_slot = pool and pool.first_slot
+    has_checkpoints, length = pool is not None and pool.checkpoints is not None, journal and journal.length
+    has_pool = pool is not None
+    del inputs, pool, journal
+
+    def remade(tensors):
+        *tokens, states, cu_seqlens = tensors[:9]
+        more = {}
+        if has_pool:
+            read, write, mask, accepted, *points = tensors[9:17]
+            kept = KdaCheckpoints(*points) if has_checkpoints else None
+            more["pool"] = KdaPool(states, read, write, first_slot, mask, accepted, kept)
+            states = None
+        if length is not None:
+            u, k, k_factor, G, spans = tensors[17:]
+            more["journal"] = KdaJournal(u, k, k_factor, G, length, spans)
+        return KdaInputs(*tokens, states, cu_seqlens, **fixed, **more)
+
+    return remade
 
 
 @contextmanager

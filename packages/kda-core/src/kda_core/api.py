@@ -176,6 +176,14 @@ def chunk_kda(
         state_v_first = renamed_layout(state_v_first, transpose_state_layout)
     if cp_context is not None:
         raise cp_context_error(cp_context)
+    in_slots = (
+        ssm_state_indices is not None or final_state_indices is not None or has_initial_state is not None
+        or first_slot != 0 or checkpoint_pool is not None or checkpoint_cu is not None
+        or checkpoint_positions is not None or checkpoint_indices is not None
+    )  # fmt: skip
+    wants_state = output_final_state
+    if in_slots:
+        output_final_state = False  # the states go to the pool
     # Not `Arguments(...)`: 29 keywords would take 2 us. A test compares the order with the fields of `Arguments`.
     args = _new(Arguments, (
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, scale, output_final_state,
@@ -184,20 +192,16 @@ def chunk_kda(
         pin, False, False, backend, context_parallel, False,
     ))  # fmt: skip
     given = None if out is None and workspace is None else given_outputs(out, workspace)
-    if (
-        ssm_state_indices is not None or final_state_indices is not None or has_initial_state is not None
-        or first_slot != 0 or checkpoint_pool is not None or checkpoint_cu is not None
-        or checkpoint_positions is not None or checkpoint_indices is not None
-    ):  # fmt: skip
-        slots = SlotArguments(
+    if in_slots:
+        slots = _new(SlotArguments, (
             ssm_state_indices, final_state_indices, has_initial_state, None, checkpoint_pool, checkpoint_cu,
-            checkpoint_positions, checkpoint_indices, first_slot, bool(output_final_state),
-        )  # fmt: skip
-        o, _, h = run_pooled(args._replace(output_final_state=False), slots, given)
+            checkpoint_positions, checkpoint_indices, first_slot, bool(wants_state),
+        ))  # fmt: skip
+        o, _, h = run_pooled(args, slots, given)
         state = initial_state
     else:
         o, state, h = run(args, given)
-    final = state if output_final_state else None
+    final = state if wants_state else None
     return (o, final, h) if return_intermediate_states else (o, final)
 
 
@@ -261,28 +265,30 @@ def fused_recurrent_kda(
         raise unknown_keyword(fused_recurrent_kda, unknown, chunk_kda)
     if transpose_state_layout is not None:
         state_v_first = renamed_layout(state_v_first, transpose_state_layout)
+    in_slots = (
+        ssm_state_indices is not None or num_accepted_tokens is not None or inplace_final_state is not None
+        or final_state_indices is not None or has_initial_state is not None or first_slot != 0
+    )  # fmt: skip
+    writes = in_slots and bool(output_final_state if inplace_final_state is None else inplace_final_state)
+    if writes:
+        output_final_state = False  # the states go to the pool
     args = _new(Arguments, (
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None, scale, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False,
         lower_bound, False, False, state_v_first, False, None, 64, False, False, True, backend, "off", False,
     ))  # fmt: skip
     given = None if out is None else given_outputs(out, None)
-    if (
-        ssm_state_indices is not None or num_accepted_tokens is not None or inplace_final_state is not None
-        or final_state_indices is not None or has_initial_state is not None or first_slot != 0
-    ):  # fmt: skip
-        writes = output_final_state if inplace_final_state is None else inplace_final_state
-        slots = SlotArguments(
-            ssm_state_indices, final_state_indices, has_initial_state, num_accepted_tokens,
-            first_slot=first_slot, writes=bool(writes),
-        )  # fmt: skip
+    if in_slots:
+        slots = _new(SlotArguments, (
+            ssm_state_indices, final_state_indices, has_initial_state, num_accepted_tokens, None, None, None, None,
+            first_slot, writes,
+        ))  # fmt: skip
         if ssm_state_indices is None and inplace_final_state is not None:
             expected = "None unless ssm_state_indices is given"
             raise ArgumentError("inplace_final_state", expected, repr(inplace_final_state))
-        if writes:
-            o, _, _ = run_pooled(args._replace(output_final_state=False), slots, given)
-            return o, initial_state
         o, state, _ = run_pooled(args, slots, given)
+        if writes:
+            return o, initial_state
     else:
         o, state, _ = run(args, given)
     return o, state if output_final_state else None

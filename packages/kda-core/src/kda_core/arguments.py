@@ -186,25 +186,34 @@ def _is_numpy_bool(value: Any) -> bool:
 
 
 def given_outputs(out: Any, workspace: Any) -> GivenOutputs:
-    """Returns the tensors of the arguments `out` and `workspace`, with their types checked.
+    """Returns the tensors of the arguments `out` and `workspace`, with their types checked, but not that they are dense
+    (`check_outputs_dense`).
 
     Raises:
-        DtypeError, ArgumentError: not a dense tensor, or not a tuple of up to three.
+        DtypeError: not a tensor, or not a tuple of up to three.
     """
+    if workspace is None and type(out) is Tensor:
+        return tuple.__new__(GivenOutputs, (out, None, None, None))
     if workspace is not None and not isinstance(workspace, Tensor):
         raise DtypeError("workspace", "a torch.Tensor or None", describe(workspace))
     if out is None or isinstance(out, Tensor):
-        given = GivenOutputs(out, workspace=workspace)
-    else:
-        tensors = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-        if len(tensors) > 3 or not all(x is None or isinstance(x, Tensor) for x in tensors):
-            expected = "a tensor, or a tuple of up to 3 tensors or None: (o, final_state, h)"
-            raise DtypeError("out", expected, describe(out))
-        given = GivenOutputs(*tensors, workspace=workspace)  # type: ignore[misc]
-    for name, x in zip(OUTPUT_ARGUMENTS, given):
+        return GivenOutputs(out, workspace=workspace)
+    tensors = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    if len(tensors) > 3 or not all(x is None or isinstance(x, Tensor) for x in tensors):
+        expected = "a tensor, or a tuple of up to 3 tensors or None: (o, final_state, h)"
+        raise DtypeError("out", expected, describe(out))
+    return GivenOutputs(*tensors, workspace=workspace)  # type: ignore[misc]
+
+
+def check_outputs_dense(given: GivenOutputs | None) -> None:
+    """Checks that all tensors that the caller passed to be written are dense.
+
+    Raises:
+        ArgumentError: one is not.
+    """
+    for name, x in zip(OUTPUT_ARGUMENTS, given or ()):
         if x is not None:
             check_layout(name, x)
-    return given
 
 
 # ---- unknown keywords

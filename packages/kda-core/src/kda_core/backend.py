@@ -250,17 +250,17 @@ class SupportsJournal(Protocol):
         ...
 
 
-PreparedLaunch = Callable[[Tensor, tuple[int, int, int, int, int, int, int, int, int], int, int, int], object]
-"""Launches one call on the current device and stream. Gets o, which is on that device; the addresses of q, k, v, g, beta, A_log, dt_bias,
-initial_state and cu_seqlens; and those of o, final_state and workspace. The address of a tensor that the call does not have is 0."""
+PreparedLaunch = Callable[[Tensor, tuple[int, ...], int, int, int], object]
+"""Launches one call on the current device and stream. Gets o, which is on that device; the addresses of
+`kda_core.contract.launch_tensors`; and those of o, final_state and workspace. The address of a tensor that the call does not have is 0."""
 
-PREPARES_SINCE = (2, 8)
+PREPARES_SINCE = (2, 9)
 """The ABI since which a backend may have `SupportsPrepare`."""
 
 
 @runtime_checkable
 class SupportsPrepare(Protocol):
-    """Optional: launches with little host time, for calls like an earlier one and for `kda_core.serving.bind`. Since ABI 2.8.
+    """Optional: launches with little host time, for calls like an earlier one and for `kda_core.serving.bind`. Since ABI 2.9.
 
     Without it, core makes new `KdaInputs` and `KdaOutputs` for every call, and calls `chunk_fwd`, `recurrent_fwd` or `journal_decode`.
     """
@@ -270,7 +270,7 @@ class SupportsPrepare(Protocol):
         launch. It launches ``recurrent_fwd`` if the shape is `recurrent`, and ``journal_decode`` if `inputs.journal` is given.
 
         The tensors of a launch have the shapes, dtypes, strides, device and alignment of those in `inputs` and `outputs`, and that device is
-        the current one. All else of `inputs` stays the same, such as the tensors of `KdaInputs.pool` and the lengths that the host knows.
+        the current one. All else of `inputs` stays the same, such as the first slot and the lengths that the host knows.
         Core calls `prepare` only for calls with tokens, without intermediate and saved states. `prepare` compiles the kernels that the
         launch needs, and launches nothing.
 

@@ -18,9 +18,25 @@ from torch import Tensor
 from kda_core import buffers, journal, pools
 from kda_core import call as calls
 from kda_core.api import chunk_kda, cp_context_error, fused_recurrent_kda, renamed_layout
-from kda_core.arguments import N_TENSORS, Arguments, checked, given_outputs, unknown_keyword
+from kda_core.arguments import (
+    N_TENSORS,
+    Arguments,
+    check_outputs_dense,
+    checked,
+    given_outputs,
+    unknown_keyword,
+)
 from kda_core.backend import Plan
-from kda_core.contract import ALIGNMENT, KdaInputs, KdaJournal, KdaOutputs, KdaPool, Tensors, unchecked
+from kda_core.contract import (
+    ALIGNMENT,
+    KdaInputs,
+    KdaJournal,
+    KdaOutputs,
+    KdaPool,
+    Tensors,
+    launch_tensors,
+    unchecked,
+)
 from kda_core.errors import (
     ArgumentError,
     BackendUnsupportedError,
@@ -99,9 +115,7 @@ class BoundCall:
         self._device = q.get_device()
         self._launch = calls.prepared(call, inputs) if found.plan is None else None
         self._direct = None if self._clears else self._launch  # if it is all that a call does
-        self._fixed_addresses = tuple(
-            map(_address, (inputs.A_log, inputs.dt_bias, inputs.initial_state, inputs.cu_seqlens))
-        )
+        self._fixed_addresses = tuple(map(_address, launch_tensors(inputs)[len(PER_TOKEN) :]))
         options = call.shape.options
         state = call.shape.state_shape, call.shape.state_dtype
         self._like_state = buffers.example(*state, q) if options.output_final_state else None
@@ -158,9 +172,7 @@ class BoundCall:
         device = self._device
         is_current = device < 0 or device == current_device()
         if is_current and self._direct is not None:
-            # written out, because this takes less time than to join two tuples
-            w, x, y, z = self._fixed_addresses
-            self._direct(out, (a, b, c, d, e, w, x, y, z), o_at, state_at, workspace_at)
+            self._direct(out, (a, b, c, d, e, *self._fixed_addresses), o_at, state_at, workspace_at)
         else:
             with (
                 torch.cuda.device(device) if not is_current else nullcontext(),
@@ -298,9 +310,8 @@ def parsed(
     if function is not fused_recurrent_kda:
         verifies = function is verify_kda
         name = "records" if verifies else "journal"
-        given = journal.journal_arguments(
-            name, a[name], a["pool"], a["slots"], a["first_slot"], verifies=verifies
-        )
+        given = journal.journal_arguments(name, a[name], a["slots"], a["first_slot"], verifies=verifies)
+        journal.check_types(given, a["pool"], verifies=verifies)
         call = _arguments(a | {"initial_state": a["pool"], "state_v_first": a[name].state_v_first})
         journal.refuse_gradients(call)
         return checked(call), given, rest
@@ -352,7 +363,9 @@ def _of_chunk(args: Arguments, given: SlotArguments | None, workspace: Any) -> _
         found = _over_pool(args, given)
     call, inputs = found.call, found.inputs
     plan = calls.ask_planner(call, inputs, None if inputs.cu_seqlens is None else inputs.sequence_lengths())
-    workspace = given_outputs(None, workspace).workspace
+    given_workspace = given_outputs(None, workspace)
+    check_outputs_dense(given_workspace)
+    workspace = given_workspace.workspace
     plan, needed = calls.fitting(call, plan, calls.needed_workspace(call, plan, inputs), workspace)
     outputs = buffers.allocate_outputs(inputs, needed, buffers.GivenOutputs(workspace=workspace))
     check_outputs(inputs, outputs, needed)

@@ -85,6 +85,17 @@ def make_inputs(
     return unchecked(KdaInputs, values)
 
 
+def are_in_place(tensors: Sequence[Tensor | None], strided: bool) -> bool:
+    """Returns whether `make_inputs` copies none of these tensors, and all have memory."""
+    A_log, dt_bias = tensors[_N_STRIDED : _N_STRIDED + 2]
+    return not any(x is not None and x.dtype in HALF_DTYPES for x in (A_log, dt_bias)) and all(
+        x is None
+        or (x.is_contiguous() and (at := x.data_ptr()) != 0 and not at % ALIGNMENT)
+        or (strided and x.data_ptr() != 0 and _is_strided(x, tensors))
+        for x in tensors[:-1]  # the last one is cu_seqlens_cpu
+    )
+
+
 _N_STRIDED = Tensors._fields.index("beta") + 1
 
 

@@ -23,7 +23,6 @@ from kda_core.backend import (
     Plan,
     Planner,
     PreparedLaunch,
-    SupportsPrepare,
     saves_states,
 )
 from kda_core.buffers import GivenOutputs, allocate_outputs, has_other_rows, make_inputs
@@ -384,15 +383,26 @@ def run(call: ResolvedCall, plan: Plan | None, inputs: KdaInputs, outputs: KdaOu
     return planner
 
 
+def prepares(call: ResolvedCall) -> bool:
+    """Returns whether the backend may have a launch of calls like this one."""
+    choice, shape = call.choice, call.shape
+    if choice.spec.abi < PREPARES_SINCE or not hasattr(choice.backend, "prepare"):
+        return False
+    return shape.T > 0 and not call.saves and not shape.options.return_intermediate_states
+
+
 def prepared(call: ResolvedCall, inputs: KdaInputs) -> PreparedLaunch | None:
     """Returns the backend's launch of direct calls like this one, or None if it has none. Nothing is launched."""
-    choice, shape = call.choice, call.shape
-    backend = choice.backend
-    if choice.spec.abi < PREPARES_SINCE or not isinstance(backend, SupportsPrepare):
+    if not prepares(call):
         return None
-    if shape.T == 0 or call.saves or shape.options.return_intermediate_states:
-        return None
+    backend: Any = call.choice.backend  # a kda_core.backend.SupportsPrepare
     return backend.prepare(inputs, allocate_outputs(inputs, call.workspace_bytes))
+
+
+def is_direct(call: ResolvedCall, lengths: tuple[int, ...] | None) -> bool:
+    """Returns whether the planner has answered that a call with these lengths is direct."""
+    answer = ANSWERS.get((call.number, lengths, False))
+    return answer is not None and answer[0] is None
 
 
 def execute_backward(

@@ -603,6 +603,31 @@ class KdaInputs:
         return None if s.options.use_graph and not on_host else lengths
 
 
+def launch_tensors(inputs: KdaInputs) -> tuple[Tensor | None, ...]:
+    """Returns the tensors whose addresses a `kda_core.backend.PreparedLaunch` gets, in order.
+
+    =========  ========================================================================================================
+    all calls  q, k, v, g, beta, A_log, dt_bias, initial_state (over a pool `KdaPool.states`), cu_seqlens
+    pool       `KdaPool.read`, `write`, `has_initial_state`, `num_accepted_tokens`, and states, cu, positions, indices of
+               `KdaPool.checkpoints`
+    journal    `KdaJournal.u`, `k`, `k_factor`, `G`, `spans`
+    =========  ========================================================================================================
+
+    A call without a pool has 9, one over a pool 17, one with a journal 22.
+    """
+    x, pool, journal = inputs, inputs.pool, inputs.journal
+    tokens = x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias
+    if pool is None:
+        return (*tokens, x.initial_state, x.cu_seqlens)
+    kept = pool.checkpoints
+    points = (None,) * 4 if kept is None else (kept.states, kept.cu, kept.positions, kept.indices)
+    slots = pool.read, pool.write, pool.has_initial_state, pool.num_accepted_tokens
+    found = (*tokens, pool.states, x.cu_seqlens, *slots, *points)
+    if journal is None:
+        return found
+    return (*found, journal.u, journal.k, journal.k_factor, journal.G, journal.spans)
+
+
 @dataclass(frozen=True)
 class KdaOutputs:
     """The tensors that a backend writes. All are contiguous and aligned to `ALIGNMENT`.

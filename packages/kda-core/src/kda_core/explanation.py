@@ -14,7 +14,7 @@ from torch import Tensor
 from kda_core import call as calls
 from kda_core import journal, pools
 from kda_core.api import chunk_kda
-from kda_core.arguments import Arguments, checked_choice, given_outputs
+from kda_core.arguments import Arguments, check_outputs_dense, checked_choice, given_outputs
 from kda_core.binding import parsed
 from kda_core.contract import KdaInputs, ProblemShape, Tensors, intermediate_states_count
 from kda_core.errors import ArgumentError, KdaError, ShapeError
@@ -205,7 +205,9 @@ def _parsed(*args: Any, **kwargs: Any) -> tuple[Arguments, SlotArguments | None,
     """
     call, slots, rest = parsed(chunk_kda, args, kwargs)
     assert not isinstance(slots, JournalArguments)
-    return call, slots, given_outputs(rest.out, rest.workspace).workspace
+    given = given_outputs(rest.out, rest.workspace)
+    check_outputs_dense(given)
+    return call, slots, given.workspace
 
 
 def _explain_shape(

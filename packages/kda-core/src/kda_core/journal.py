@@ -135,6 +135,36 @@ class JournalArguments(NamedTuple):
         return self[:_N_TENSORS]  # type: ignore[return-value]
 
     @property
+    def values(self) -> tuple[Any, ...]:
+        """The arguments that are no tensors, in order."""
+        return self[_N_TENSORS:]
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """The names of the tensors that `described` copies."""
+        return () if self.slots.is_contiguous() else ("slots",)
+
+    @property
+    def writes_pool(self) -> bool:
+        """Whether the call writes to the pool."""
+        return self.spans is not None
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The places of the tensors that the call writes."""
+        return (1, 2, 3, 4)
+
+    def addresses(self, states: int) -> tuple[tuple[int, ...], int]:
+        """Returns the addresses of `kda_core.contract.launch_tensors` behind cu_seqlens, and a number that is a multiple of a power of two
+        if those of all records are."""
+        tensors: Any = self.tensors
+        slots, u, k, factor, G, spans = tensors
+        at = slots.data_ptr()
+        a, b, c, d = u.data_ptr(), k.data_ptr(), factor.data_ptr(), G.data_ptr()
+        e = 0 if spans is None else spans.data_ptr()
+        return (at, at, 0, 0, 0, 0, 0, 0, a, b, c, d, e), a | b | c | d | e
+
+    @property
     def records(self) -> tuple[Tensor, ...]:
         """u, k, k_factor and G."""
         return self[1:5]
@@ -154,24 +184,32 @@ _N_TENSORS = sum(kind is Tensor for kind in JOURNAL_KINDS.values())
 
 
 def journal_arguments(
-    name: str, journal: object, pool: object, slots: object, first_slot: object, *, verifies: bool = False
+    name: str, journal: object, slots: object, first_slot: object, *, verifies: bool = False
 ) -> JournalArguments:
-    """Returns the arguments of a call with their types checked.
+    """Returns the arguments of a call, whose types `check_types` checks.
 
     Args:
         name: of the argument `journal`.
         verifies: whether the call has no records before its tokens.
 
     Raises:
-        DtypeError, ArgumentError: an argument of another type.
+        DtypeError: the journal is none.
     """
     if not isinstance(journal, Journal):
         raise DtypeError(name, "a kda_core.serving.Journal", describe(journal))
-    found = JournalArguments(
-        slots, journal.u, journal.k, journal.k_factor, journal.G,  # type: ignore[arg-type]
-        None if verifies else journal.spans, journal.length, first_slot,  # type: ignore[arg-type]
-    )  # fmt: skip
-    named = {"pool": pool, "slots": slots, **dict(zip(_names(found), found.tensors[1:]))}
+    spans = None if verifies else journal.spans
+    values = slots, journal.u, journal.k, journal.k_factor, journal.G, spans, journal.length, first_slot
+    return tuple.__new__(JournalArguments, values)
+
+
+def check_types(given: JournalArguments, pool: object, *, verifies: bool = False) -> None:
+    """Checks the types of arguments.
+
+    Raises:
+        DtypeError, ArgumentError: an argument of another type.
+    """
+    name, first_slot = "records" if verifies else "journal", given.first_slot
+    named = {"pool": pool, "slots": given.slots, **dict(zip(_names(name), given.tensors[1:]))}
     for argument, x in named.items():
         if not isinstance(x, Tensor) and not (verifies and x is None):
             raise DtypeError(argument, "a torch.Tensor", describe(x))
@@ -179,9 +217,8 @@ def journal_arguments(
             check_layout(argument, x)
     if type(first_slot) is not int or not 0 <= first_slot < 2**31:
         raise DtypeError("first_slot", "an int of at least 0 and below 2**31", describe(first_slot))
-    if type(journal.length) is not int or journal.length < 1:
-        raise ArgumentError(f"{name}.length", "an int of at least 1", describe(journal.length))
-    return found
+    if type(given.length) is not int or given.length < 1:
+        raise ArgumentError(f"{name}.length", "an int of at least 1", describe(given.length))
 
 
 def refuse_gradients(args: Arguments) -> None:
@@ -201,8 +238,8 @@ def refuse_gradients(args: Arguments) -> None:
 # ---- checks of metadata
 
 
-def _names(given: JournalArguments) -> list[str]:
-    return [f"{given.name}.{part}" for part in ("u", "k", "k_factor", "G", "spans")]
+def _names(journal: str) -> list[str]:
+    return [f"{journal}.{part}" for part in ("u", "k", "k_factor", "G", "spans")]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -236,7 +273,7 @@ def fold_shape(pool: Tensor, given: JournalArguments, accepted: Tensor | None, v
     slots, u, k = given.slots, given.records_u, given.records_k
     if slots.dim() != 1 or len(slots) < 1:
         raise ShapeError("slots", "[N] with N of at least 1", str(list(slots.shape)))
-    for name, x in zip(_names(given), (u, k)):
+    for name, x in zip(_names(given.name), (u, k)):
         if x.dim() != 4:
             raise ShapeError(name, "4 dimensions", str(list(x.shape)))
     (HV, V), (H, K), N, wide = (u.shape[1], u.shape[3]), (k.shape[1], k.shape[3]), len(slots), _wide(k.dtype)
@@ -267,7 +304,7 @@ def _with_journal(shape: ProblemShape, pool: Tensor | None, given: JournalArgume
         (shape.HV, rows, shape.K, "HV, R, K", wide),
         (2, None, None, "2", torch.int32),
     )
-    for name, x, (*sizes, symbols, dtype) in zip(_names(given), given.tensors[1:], wanted):
+    for name, x, (*sizes, symbols, dtype) in zip(_names(given.name), given.tensors[1:], wanted):
         if x is None:
             continue
         expected = [slots, *(n for n in sizes if n is not None)]
@@ -290,7 +327,7 @@ def _with_journal(shape: ProblemShape, pool: Tensor | None, given: JournalArgume
 
 def check_memory(device: torch.device, pool: Tensor, given: JournalArguments) -> None:
     """Checks the index of the device, which a shape does not contain, and addresses."""
-    named = {"pool": pool, "slots": given.slots, **dict(zip(_names(given), given.tensors[1:]))}
+    named = {"pool": pool, "slots": given.slots, **dict(zip(_names(given.name), given.tensors[1:]))}
     for name, x in named.items():
         if x is not None and x.device != device:
             raise DeviceError(name, f"device {device} (that of q)", str(x.device))
@@ -447,7 +484,7 @@ def described(
 
 def _check_out(out: Tensor, states: Tensor, given: JournalArguments) -> None:
     """Checks that o shares no memory with what the call reads or writes. `kda_core.call.execute` checks q, k, v, g and beta."""
-    named = {"pool": states, "slots": given.slots, **dict(zip(_names(given), given.tensors[1:]))}
+    named = {"pool": states, "slots": given.slots, **dict(zip(_names(given.name), given.tensors[1:]))}
     for name, x in named.items():
         if x is None or not (out.nbytes and x.nbytes):
             continue

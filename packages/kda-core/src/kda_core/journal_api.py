@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kda_core.arguments import Arguments
 from kda_core.errors import ArgumentError, DeviceError, DtypeError, ShapeError, describe
-from kda_core.journal import INDEX_DTYPES, Journal, journal_arguments
+from kda_core.journal import INDEX_DTYPES, Journal, check_types, journal_arguments
 from kda_core.ops import run_fold, run_journal
 from kda_core.slots import is_slot
 
@@ -55,14 +55,13 @@ def journal_decode_kda(
     Returns:
         o [N, T, HV, V] in q's dtype.
     """
-    given = journal_arguments("journal", journal, pool, slots, first_slot)
-    args = Arguments(
-        q, k, v, g, beta, A_log, dt_bias, pool, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, lower_bound=lower_bound, state_v_first=journal.state_v_first,
-        recurrent=True, backend=backend, context_parallel="off",
-    )  # fmt: skip
-    return run_journal(args, given, out)
+    given = journal_arguments("journal", journal, slots, first_slot)
+    args = tuple.__new__(Arguments, (
+        q, k, v, g, beta, A_log, dt_bias, pool, None, None, scale, False, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False, lower_bound, False, False,
+        journal.state_v_first, False, None, 64, False, False, True, backend, "off", False,
+    ))  # fmt: skip
+    return run_journal(args, given, out, False)
 
 
 def verify_kda(
@@ -99,14 +98,13 @@ def verify_kda(
     Returns:
         o [N, T, HV, V] in q's dtype.
     """
-    given = journal_arguments("records", records, pool, slots, first_slot, verifies=True)
-    args = Arguments(
-        q, k, v, g, beta, A_log, dt_bias, pool, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, lower_bound=lower_bound, state_v_first=records.state_v_first,
-        recurrent=True, backend=backend, context_parallel="off",
-    )  # fmt: skip
-    return run_journal(args, given, out)
+    given = journal_arguments("records", records, slots, first_slot, verifies=True)
+    args = tuple.__new__(Arguments, (
+        q, k, v, g, beta, A_log, dt_bias, pool, None, None, scale, False, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False, lower_bound, False, False,
+        records.state_v_first, False, None, 64, False, False, True, backend, "off", False,
+    ))  # fmt: skip
+    return run_journal(args, given, out, True)
 
 
 def journal_fold(
@@ -131,9 +129,9 @@ def journal_fold(
         ArgumentError, ShapeError, DtypeError, DeviceError, StrideError, BackendError: as `kda_core.chunk_kda`.
     """
     verifies = accepted is not None
-    given = journal_arguments(
-        "records" if verifies else "journal", journal, pool, slots, first_slot, verifies=verifies
-    )
+    name = "records" if verifies else "journal"
+    given = journal_arguments(name, journal, slots, first_slot, verifies=verifies)
+    check_types(given, pool, verifies=verifies)
     if accepted is not None and not isinstance(accepted, Tensor):
         raise DtypeError("accepted", "a torch.Tensor or None", describe(accepted))
     if backend is not None and not isinstance(backend, str):

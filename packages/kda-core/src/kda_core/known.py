@@ -1,9 +1,10 @@
-"""Calls of `kda_core.chunk_kda` like an earlier one, which need none of its checks.
+"""Calls of kda-core's functions like an earlier one, which need none of its checks.
 
 A call is known if a launch was prepared (`kda_core.backend.SupportsPrepare`) for an earlier call with the same options, the same
 environment, and tensors of the same metadata. One call of C++ compares the metadata (`kda_core.torch_private.metadata_guard`). Only
-addresses may differ. A known call checks their alignment, allocates its outputs, and launches. If the host knows the lengths of packed
-sequences, they must be the same too, as in the layers of a model. All other calls go through `kda_core.ops`.
+addresses may differ. A known call checks their alignment, and that tensors of the caller that are written share no memory with others. It
+allocates its other outputs, and launches. If the host knows the lengths of packed sequences, they must be the same too, as in the layers
+of a model. All other calls go through `kda_core.ops`.
 """
 
 from __future__ import annotations
@@ -14,16 +15,27 @@ from operator import is_, itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_like, is_grad_enabled
 
-from kda_core import buffers
+from kda_core import buffers, env, journal, pools
 from kda_core import call as calls
 from kda_core.arguments import N_TENSORS, Arguments
 from kda_core.backend import PreparedLaunch
-from kda_core.contract import ALIGNMENT, HALF_DTYPES
+from kda_core.buffers import GivenOutputs
+from kda_core.contract import (
+    ALIGNMENT,
+    WORKSPACE_ALIGNMENT,
+    KdaJournal,
+    KdaPool,
+    Tensors,
+    launch_tensors,
+)
+from kda_core.journal import JournalArguments
+from kda_core.pools import SlotArguments
 from kda_core.recent import Recent
-from kda_core.registry import notify
-from kda_core.torch_private import current_device, is_dispatcher_idle, metadata_guard
+from kda_core.registry import REGISTRY, notify
+from kda_core.torch_private import below_autograd, current_device, is_dispatcher_idle, metadata_guard
+from kda_core.validate import extent
 
 MOST_ALIKE = 4
 """How many known calls differ only in what their key does not hold, such as strides and options."""
@@ -36,29 +48,41 @@ class Known:
     Attributes:
         values: the arguments that are no tensors.
         types: their types, because ``1 == True``.
-        environment: as in `kda_core.call.look_up`.
+        environment: as `_environment`.
         present: returns the tensors of arguments without those that are None here.
         is_like: whether such tensors are like those of the call.
         offsets: the contents of cu_seqlens that the host knows, or None.
-        lengths: those of the sequences, or None.
         requires_grad: whether one of them requires grad. It only matters while grad mode is on.
         call: what its metadata decided.
         launch: the backend's.
+        beta_alignment: of beta, in bytes.
+        copied: names of slot tensors that are not contiguous, of which each call makes a copy.
+        clears: whether o has rows of no sequence, which are zero.
+        is_dense: whether v is contiguous.
         state, workspace: examples of the final states and of the workspace (`kda_core.buffers.example`), or None.
+        extents: bytes of `kda_core.contract.launch_tensors`, which outputs of the caller must not overlap; 0 for None.
+        notice: what observers of calls are told.
+        written: places of the tensors of the caller that the call writes.
     """
 
     values: tuple[Any, ...]
     types: tuple[type, ...]
     environment: tuple[Any, ...]
-    present: Callable[[Arguments], tuple[Tensor, ...]]
+    present: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
     is_like: Callable[..., bool]
     offsets: list[int] | None
-    lengths: tuple[int, ...] | None
     requires_grad: bool
     call: calls.ResolvedCall
     launch: PreparedLaunch
+    beta_alignment: int
+    copied: tuple[str, ...]
+    clears: bool
+    is_dense: bool
     state: Tensor | None
     workspace: Tensor | None
+    extents: tuple[int, ...]
+    notice: tuple[str, str, str]
+    written: tuple[int, ...]
 
     def has_options(self, values: tuple[Any, ...]) -> bool:
         """Returns whether these are the same options: usually the same objects."""
@@ -70,25 +94,46 @@ class Known:
 KNOWN: Recent[tuple[Known, ...]] = Recent(calls.MAX_CALLS, lambda key, known: len(known))
 """Known calls by the size of q and which tensors are None, in each tuple the newest first."""
 
+Slots = SlotArguments | JournalArguments
+"""The arguments of a call over a pool besides `Arguments`."""
+
 _VALUES = slice(N_TENSORS, -1)  # without `saves`, which does not affect the look-up
+_N_REQUIRED = Tensors._fields.index("beta") + 1  # tensors that no call lacks
+_STATE = Tensors._fields.index("initial_state")
 
 
-def run(args: Arguments) -> tuple[Tensor, Tensor | None] | None:
-    """Makes a known call and returns o and the final states. If the call is not known, returns None and does nothing. Must not be called while
-    `torch.compiler.is_compiling`. Types of arguments need not have been checked."""
+def run(
+    args: Arguments, slots: Slots | None = None, given: GivenOutputs | None = None
+) -> tuple[Tensor, Tensor | None] | None:
+    """Makes a known call and returns o and the final states, None if they go to a pool. If the call is not known, returns None and does
+    nothing. Must not be called while `torch.compiler.is_compiling`. Types of arguments need not have been checked.
+
+    Args:
+        slots: of a call over a pool.
+        given: the tensors that the caller passed to be written.
+    """
     tensors: Any = args[:N_TENSORS]
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
-    absent = A_log is None, dt_bias is None, initial_state is None, cu_seqlens is None, cu_seqlens_cpu is None
+    values: Any = args[_VALUES]
     try:
-        alike = KNOWN.get((q.shape, *absent))
+        key: Any = (
+            q.shape, A_log is None, dt_bias is None, initial_state is None, cu_seqlens is None, cu_seqlens_cpu is None,
+        )  # fmt: skip
+        if slots is not None or given is not None:
+            if slots is not None:
+                tensors += slots.tensors
+                values += slots.values
+            if given is not None:
+                tensors += given
+            key += tuple([x is None for x in tensors[N_TENSORS:]])
+        alike = KNOWN.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, or one without a shape
         return None
     if alike is None or not is_dispatcher_idle():
         return None
-    values: Any = args[_VALUES]
     offsets = None
     for known in alike:
-        if known.has_options(values) and known.is_like(*known.present(args)):
+        if known.has_options(values) and known.is_like(*known.present(tensors)):
             if known.offsets is None:
                 break
             if offsets is None:
@@ -97,24 +142,38 @@ def run(args: Arguments) -> tuple[Tensor, Tensor | None] | None:
                 break
     else:
         return None
-    call = known.call
-    if known.environment != calls.environment(args) or (known.requires_grad and torch.is_grad_enabled()):
+    if known.environment != _environment() or (known.requires_grad and is_grad_enabled()):
         return None
-    if call.planner is not None and not _is_direct(call, known.lengths):
-        return None
-    addresses = a, b, c, d, e, f, g_, h, i = (
+    addresses: tuple[int, ...] = (
         q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(),
         0 if A_log is None else A_log.data_ptr(), 0 if dt_bias is None else dt_bias.data_ptr(),
         0 if initial_state is None else initial_state.data_ptr(), 0 if cu_seqlens is None else cu_seqlens.data_ptr(),
     )  # fmt: skip
-    if (a | b | c | d | e | f | g_ | h | i) % ALIGNMENT:
+    a, b, c, d, e, f, g_, h, i = addresses
+    if (a | b | c | d | f | g_ | h | i) % ALIGNMENT or e % known.beta_alignment:
         return None
-    o = torch.empty_like(v)
-    state = workspace = None
-    if known.state is not None:
+    if slots is not None:
+        if known.copied:
+            slots = slots._replace(**{name: getattr(slots, name).contiguous() for name in known.copied})
+        more, of_states = slots.addresses(h)
+        if of_states % ALIGNMENT:
+            return None
+        addresses += more
+    o = state = workspace = None
+    if given is not None:
+        o, state, _, workspace = given
+        if not _is_apart(known, given, addresses):
+            return None
+    if o is None:
+        # `empty_like` is the fastest way to allocate o, which has the shape of v
+        o = empty_like(v) if known.is_dense else v.new_empty(v.shape)
+    if state is None and known.state is not None:
         state = buffers.like_example(known.state)
-    if known.workspace is not None:
-        workspace = torch.empty_like(known.workspace)
+    if workspace is None and known.workspace is not None:
+        workspace = empty_like(known.workspace)
+    if known.clears:
+        with below_autograd():
+            o.zero_()
     outputs = (
         o.data_ptr(), 0 if state is None else state.data_ptr(), 0 if workspace is None else workspace.data_ptr(),
     )  # fmt: skip
@@ -124,70 +183,118 @@ def run(args: Arguments) -> tuple[Tensor, Tensor | None] | None:
     else:
         with torch.cuda.device(device):
             known.launch(o, addresses, *outputs)
-    notify(call.choice.spec.name, call.entry, call.shape.device_type)
+    if known.written:  # as torch's own functions do; tensors of inference mode have no version
+        written = [x for place in known.written if not (x := tensors[place]).is_inference()]
+        torch.autograd.graph.increment_version(written)
+    notify(*known.notice)
     return o, state
 
 
-def _is_direct(call: calls.ResolvedCall, lengths: tuple[int, ...] | None) -> bool:
-    """Returns whether the planner has already answered that this call is direct."""
-    answer = calls.ANSWERS.get((call.number, lengths, False))
-    return answer is not None and answer[0] is None
+def _environment() -> tuple[Any, ...]:
+    """Returns what calls depend on besides their arguments: the state of the registry and environment variables."""
+    return (REGISTRY.generation, REGISTRY.override(), *env.given())
 
 
-def remember(args: Arguments, call: calls.ResolvedCall) -> None:
+def _is_apart(known: Known, given: GivenOutputs, addresses: tuple[int, ...]) -> bool:
+    """Returns whether tensors of the caller are aligned, and share memory neither with an input nor with each other."""
+    spans = list(zip(addresses, known.extents))
+    wide = ALIGNMENT if known.call.shape.device_type == "cpu" else WORKSPACE_ALIGNMENT
+    for x in given:
+        if x is None:
+            continue
+        first = x.data_ptr()
+        end = first + x.nbytes
+        if first % (wide if x is given.workspace else ALIGNMENT):
+            return False
+        for start, size in spans:
+            if first < start + size and start < end:
+                return False
+        spans.append((first, end - first))
+    return True
+
+
+def remember(
+    args: Arguments, call: calls.ResolvedCall, slots: Slots | None = None, given: GivenOutputs | None = None
+) -> None:
     """Makes calls like this one known, if the backend prepares their launch. Nothing is launched.
 
     Args:
         args: with checked types, of a call that was made.
-        call: what its metadata decided.
+        call: what its metadata decided; a call whose backend serves the pool itself.
+        slots, given: as `run`.
     """
-    tensors = [x for x in args.tensors if x is not None]
-    if call.entry != "chunk_fwd" or call.backward is not None or call.checks_contents:
+    if call.backward is not None or call.checks_contents or not calls.prepares(call):
         return
-    if any(x is not None and x.dtype in HALF_DTYPES for x in (args.A_log, args.dt_bias)):
-        return  # core converts them in every call
-    if len(set(map(id, tensors))) < len(tensors):
+    inputs_given = list(args.tensors)
+    if slots is not None:
+        inputs_given[_STATE] = None
+    if not buffers.are_in_place(inputs_given, call.strided):
+        return  # core copies them in every call
+    tensors = (*args.tensors, *(() if slots is None else slots.tensors), *(given or ()))
+    present = [x for x in tensors if x is not None]
+    if len(set(map(id, present))) < len(present):
         return  # the comparison takes no tensor twice
-    if not all(x.is_contiguous() and _is_aligned(x) for x in tensors):
-        return
     host = args.cu_seqlens if args.cu_seqlens_cpu is None else args.cu_seqlens_cpu
     offsets = None if host is None or host.device.type != "cpu" else host.tolist()
-    key = (args.q.shape, *(x is None for x in args.tensors[5:]))
+    key = (args.q.shape, *(x is None for x in tensors[_N_REQUIRED:]))
     values: Any = args[_VALUES]
-    alike, environment = KNOWN.get(key) or (), calls.environment(args)
-    alike = tuple(known for known in alike if known.environment == environment)
+    values += () if slots is None else slots.values
+    environment = _environment()
+    alike = tuple(known for known in KNOWN.get(key) or () if known.environment == environment)
     if any(
-        known.has_options(values) and known.is_like(*tensors) and known.offsets == offsets for known in alike
+        known.has_options(values) and known.is_like(*present) and known.offsets == offsets for known in alike
     ):
         return
-    inputs = buffers.make_inputs(args.tensors, call.shape)
+    pool, records = _described(args, slots)
+    inputs = buffers.make_inputs(inputs_given, call.shape, strided=call.strided, pool=pool, journal=records)
     lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
-    if call.planner is not None and not _is_direct(call, lengths):
+    if call.planner is not None and not calls.is_direct(call, lengths):
         return
-    is_like = metadata_guard(tensors)
+    is_like = metadata_guard(present)
     if is_like is None or (launch := calls.prepared(call, inputs)) is None:
         return
     shape, size = call.shape, call.workspace_bytes
     found = Known(
-        values,
-        tuple(map(type, values)),
-        environment,
-        itemgetter(*(i for i, x in enumerate(args.tensors) if x is not None)),
-        is_like,
-        offsets,
-        lengths,
-        any(x.requires_grad for x in tensors),
-        call,
-        launch,
-        buffers.example(shape.state_shape, shape.state_dtype, args.q)
+        values=values,
+        types=tuple(map(type, values)),
+        environment=environment,
+        present=itemgetter(*(i for i, x in enumerate(tensors) if x is not None)),
+        is_like=is_like,
+        offsets=offsets,
+        requires_grad=any(x.requires_grad for x in present),
+        call=call,
+        launch=launch,
+        beta_alignment=1 if call.strided and shape.options.recurrent else ALIGNMENT,
+        copied=() if slots is None else slots.copied,
+        clears=buffers.has_other_rows(inputs),
+        is_dense=args.v.is_contiguous(),
+        state=buffers.example(shape.state_shape, shape.state_dtype, args.q)
         if shape.options.output_final_state
         else None,
-        buffers.example((size,), torch.uint8, args.q) if size else None,
+        workspace=buffers.example((size,), torch.uint8, args.q) if size else None,
+        extents=tuple(0 if x is None else extent(x) for x in launch_tensors(inputs)),
+        notice=(call.choice.spec.name, call.entry, shape.device_type),
+        written=_written(tensors, slots, given),
     )
     KNOWN.put(key, (found, *alike)[:MOST_ALIKE])
 
 
-def _is_aligned(x: Tensor) -> bool:
-    """Returns whether a tensor has memory, at a multiple of `ALIGNMENT` bytes."""
-    address = x.data_ptr()
-    return address != 0 and address % ALIGNMENT == 0
+def _described(args: Arguments, slots: Slots | None) -> tuple[KdaPool | None, KdaJournal | None]:
+    """Returns pool and journal of a call as its backend receives them."""
+    if slots is None:
+        return None, None
+    if isinstance(slots, JournalArguments):
+        return journal.described(args.initial_state, slots)
+    return pools.pool_of(args, slots), None
+
+
+def _written(
+    tensors: tuple[Tensor | None, ...], slots: Slots | None, given: GivenOutputs | None
+) -> tuple[int, ...]:
+    """Returns the places among all tensors of a call of those of the caller that it writes."""
+    first_given = len(tensors) - (0 if given is None else len(given))
+    places = [i for i in range(first_given, len(tensors)) if tensors[i] is not None]
+    if slots is not None:
+        places += [_STATE] if slots.writes_pool else []
+        places += [N_TENSORS + i for i in slots.written]
+    return tuple(places)

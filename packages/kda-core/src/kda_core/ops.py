@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kda_core import flops, gradients, journal, known, pools
-from kda_core.arguments import KINDS, N_TENSORS, Arguments, checked, given_outputs
+from kda_core.arguments import KINDS, N_TENSORS, Arguments, check_outputs_dense, checked, given_outputs
 from kda_core.buffers import (
     NOTHING_GIVEN,
     GivenOutputs,
@@ -101,15 +101,17 @@ def run(args: Arguments, given: GivenOutputs | None = None) -> tuple[Tensor, Any
 
     Args:
         args: as the caller passed them, types not checked.
-        given: the tensors that the caller passed to be written.
+        given: the tensors that the caller passed to be written, of checked types.
 
     Raises:
         KdaError: as `kda_core.chunk_kda`.
     """
     if torch.compiler.is_compiling():
+        check_outputs_dense(given)
         return _dispatch(checked(args), given)
-    if given is None and (known_result := known.run(args)) is not None:
+    if (known_result := known.run(args, None, given)) is not None:
         return *known_result, None
+    check_outputs_dense(given)
     # the key of a call cannot hold a planner's plan, which may be any object: `checked` makes it a text
     tensors: Sequence[Any] = args[:N_TENSORS]
     if type(args.context_parallel) is str and can_skip_dispatcher(
@@ -120,8 +122,8 @@ def run(args: Arguments, given: GivenOutputs | None = None) -> tuple[Tensor, Any
         if call is None:
             call = resolve(checked(args), key)
         found = run_directly(call, tensors, given)
-        if given is None and not is_new:  # the second call: many shapes come once
-            known.remember(args, call)
+        if not is_new:  # the second call: many shapes come once
+            known.remember(args, call, None, given)
         return found.o, found.final_state, found.intermediate_states
     args = checked(args)
     flops.register()
@@ -157,16 +159,25 @@ def run_pooled(
     Raises:
         KdaError: as `kda_core.chunk_kda`.
     """
-    pools.refuse_gradients(args)
     if not torch.compiler.is_compiling():
+        if (known_result := known.run(args, slots, given)) is not None:
+            return *known_result, None
+        check_outputs_dense(given)
+        pools.refuse_gradients(args)
         tensors: Sequence[Any] = (*args[:N_TENSORS], *slots.tensors, *(given or ()))
         if type(args.context_parallel) is str and can_skip_dispatcher(tensors):
             key, call = pools.look_up(args, slots)
+            is_new = call is None
             if call is None:
                 call = pools.resolve(checked(args), pools.checked_slots(slots), key)
             with below_autograd():  # as in an operator's kernel
-                return pools.execute(call, args, slots, given)
+                found = pools.execute(call, args, slots, given)
+            if not is_new and not call.checks_slots and pools.is_native(call, args):
+                known.remember(args, call.call, slots, given)
+            return found
         flops.register()
+    check_outputs_dense(given)
+    pools.refuse_gradients(args)
     args, slots = checked(args), pools.checked_slots(slots)
     shape = pools.pooled_shape(args, slots)
     o, state, h, workspace = NOTHING_GIVEN if given is None else given
@@ -182,26 +193,39 @@ def run_pooled(
     return o, state, h
 
 
-def run_journal(args: Arguments, given: JournalArguments, out: Tensor | None) -> Tensor:
+def run_journal(args: Arguments, given: JournalArguments, out: Any, verifies: bool) -> Tensor:
     """`run` of a call with records. Returns o.
 
     Args:
-        args: as the caller passed them, types not checked; `initial_state` is the pool, whose type has been checked.
+        args, given, out: as the caller passed them, types not checked; `initial_state` is the pool.
+        verifies: whether the call has no records before its tokens.
 
     Raises:
         KdaError: as `kda_core.serving.journal_decode_kda`.
     """
+    outputs = None
+    if not torch.compiler.is_compiling():
+        if out is not None and type(out) is Tensor:
+            outputs = given_outputs(out, None)
+        if (out is None) is (outputs is None) and (found := known.run(args, given, outputs)) is not None:
+            return found[0]
+    journal.check_types(given, args.initial_state, verifies=verifies)
     journal.refuse_gradients(args)
     if out is not None:
-        given_outputs(out, None)
+        outputs = given_outputs(out, None)
+        check_outputs_dense(outputs)
     if not torch.compiler.is_compiling():
         tensors: Sequence[Any] = (*args[:N_TENSORS], *given.tensors, out)
         if can_skip_dispatcher(tensors):
             key, call = journal.look_up(args, given)
+            is_new = call is None
             if call is None:
                 call = journal.resolve(checked(args), given, key)
             with below_autograd():  # as in an operator's kernel
-                return journal.execute(call, args, given, out)
+                o = journal.execute(call, args, given, out)
+            if not is_new and not call.checks_slots:
+                known.remember(args, call.call, given, outputs)
+            return o
         flops.register()
     args = checked(args)
     shape = journal.decode_shape(args, given)

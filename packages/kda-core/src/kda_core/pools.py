@@ -72,6 +72,47 @@ class SlotArguments(NamedTuple):
         """The tensors, in order."""
         return self[:_N_SLOT_TENSORS]  # type: ignore[return-value]
 
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The arguments that are no tensors, in order."""
+        return self[_N_SLOT_TENSORS:]
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """The names of the tensors that `pool_of` copies."""
+        named = zip(SlotArguments._fields, self.tensors)
+        return tuple(
+            n for n, x in named if x is not None and n != "checkpoint_pool" and not x.is_contiguous()
+        )
+
+    @property
+    def writes_pool(self) -> bool:
+        """Whether the call writes to the pool of the states."""
+        return self.writes or (self.checkpoint_cu is not None and self.checkpoint_pool is None)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The places of the tensors that the call writes."""
+        return () if self.checkpoint_pool is None else (SlotArguments._fields.index("checkpoint_pool"),)
+
+    def addresses(self, states: int) -> tuple[tuple[int, ...], int]:
+        """Returns the addresses of `kda_core.contract.launch_tensors` behind cu_seqlens, and that of the pool of the checkpoints.
+
+        Args:
+            states: address of the pool.
+        """
+        tensors: Any = self.tensors
+        read, write, mask, accepted, kept, cu, positions, indices = tensors
+        at = read.data_ptr()
+        found = (
+            at, at if write is None else write.data_ptr(), 0 if mask is None else mask.data_ptr(),
+            0 if accepted is None else accepted.data_ptr(),
+        )  # fmt: skip
+        if cu is None:
+            return (*found, 0, 0, 0, 0), 0
+        into = states if kept is None else kept.data_ptr()
+        return (*found, into, cu.data_ptr(), positions.data_ptr(), indices.data_ptr()), into
+
 
 SLOT_KINDS = {
     name: next(x for x in (*get_args(hint), hint) if x is not NoneType)
@@ -444,6 +485,15 @@ def planned(call: PooledCall, tensors: list[Tensor | None]) -> calls.ResolvedCal
     inputs = _described(tensors, split.shape)
     lengths = None if inputs.cu_seqlens is None else inputs.sequence_lengths()
     return None if calls.ask_planner(split, inputs, lengths) is None else split
+
+
+def is_native(call: PooledCall, args: Arguments) -> bool:
+    """Returns whether the backend served this call over its pool, which `execute` has made."""
+    if call.split is None or not call.native:
+        return call.native
+    tensors = list(args.tensors)
+    tensors[_STATE] = None
+    return planned(call, tensors) is None
 
 
 def _with_copies(

@@ -220,6 +220,10 @@ class Registry:
             return (None, name)
         return (None, None, env.KDA_BACKEND.given())
 
+    def override(self) -> str | None:
+        """Returns the backend of the innermost `use_backend`, or None."""
+        return _override.get()
+
     def rule(self, backend: str | None) -> tuple[str, tuple[str, ...]]:
         """Returns the rule that chooses the backend ("backend=", "use_backend", "KDA_BACKEND" or "automatic"), and the names
         that it gives, in order of preference."""

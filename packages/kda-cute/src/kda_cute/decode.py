@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kda_core.backend import PreparedLaunch
-from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
+from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape, launch_tensors
 from kda_cute import get_kernel
 from kda_cute.arguments import Address, Long, address, bound
 from kda_cute.host import DTYPES, gate_of
@@ -112,6 +112,10 @@ class DecodeArguments(NamedTuple):
     dt_bias: Address  # [HV, 128] fp32
     states: Address  # [slots, HV, 128, 128], those that are read; 0: all are zeros
     offsets: Address  # [N + 1], elements of offset_bytes
+    read: Address  # this and the next three: see `kda_cute.device.slots`
+    write: Address
+    has_initial_state: Address
+    accepted: Address
     o: Address  # [B, T, HV, 128] bf16, contiguous
     final_state: Address  # [N, HV, 128, 128] fp32. It may be the memory of states. A prepared launch fixes all that follows
     q_batch: Long
@@ -125,11 +129,7 @@ class DecodeArguments(NamedTuple):
     beta_batch: Long
     beta_token: Long
     pitch: Long  # elements between two slots
-    read: Address  # this and the following: see `kda_cute.device.slots`
-    write: Address
-    has_initial_state: Address
-    accepted: Address
-    slots: Long
+    slots: Long  # this and the next four: see `kda_cute.device.slots`
     first_slot: Long
     W: int
     index_bytes: int
@@ -164,34 +164,32 @@ class Decode(NamedTuple):
 
     def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
         """Launches on the current device and stream."""
-        x, o = inputs, outputs.o
-        states = x.initial_state if x.pool is None else x.pool.states
-        tensors = (
-            x.q,
-            x.k,
-            x.v,
-            x.g,
-            x.beta,
-            x.A_log,
-            x.dt_bias,
-            states,
-            x.cu_seqlens,
-            o,
-            outputs.final_state,
+        given, o = [address(x) for x in launch_tensors(inputs)[:_WITH_SLOTS]], outputs.o
+        self.kernel(
+            o, *given, *_no_slots(inputs), *map(address, (o, outputs.final_state)), *self._fixed(inputs)
         )
-        self.kernel(o, *map(address, tensors), *token_strides(x), *slots_of(x), *self.numbers)
 
     def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
         """Implements `kda_core.backend.SupportsPrepare.prepare`."""
-        x = inputs
-        kernel = bound(self.kernel, *token_strides(x), *slots_of(x), *self.numbers)
-        pool = 0 if x.pool is None else x.pool.states.data_ptr()
+        kernel, no_slots = bound(self.kernel, *self._fixed(inputs)), _no_slots(inputs)
 
         def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
-            q, k, v, g, beta, a_log, dt_bias, states, offsets = given
-            kernel(o, q, k, v, g, beta, a_log, dt_bias, pool or states, offsets, o_at, final_state)
+            kernel(o, *given[:_WITH_SLOTS], *no_slots, o_at, final_state)
 
         return launch
+
+    def _fixed(self, inputs: KdaInputs) -> tuple[int | float, ...]:
+        """Returns the arguments behind ``final_state``."""
+        return (*token_strides(inputs), *slots_of(inputs), *self.numbers)
+
+
+#: Of `kda_core.contract.launch_tensors`, the first tensors, which the kernel takes. The last four of them belong to a pool.
+_WITH_SLOTS = 13
+
+
+def _no_slots(inputs: KdaInputs) -> tuple[int, ...]:
+    """Returns the arguments from ``read`` to ``accepted`` of a call without a pool, nothing for one over a pool."""
+    return (0, 0, 0, 0) if inputs.pool is None else ()
 
 
 def token_strides(inputs: KdaInputs) -> list[int]:
@@ -205,11 +203,9 @@ def slots_of(inputs: KdaInputs) -> tuple[int, ...]:
     sequence n."""
     pool, s = inputs.pool, inputs.shape
     if pool is None:
-        return (s.HV * s.K * s.V, 0, 0, 0, 0, s.N, 0, 1)
-    states, read = pool.states, pool.read
-    tensors = (read, pool.write, pool.has_initial_state, pool.num_accepted_tokens)
-    slots = (len(states), pool.first_slot, read.shape[1] if read.dim() == 2 else 1)
-    return (states.stride(0), *(address(y) for y in tensors), *slots)
+        return (s.HV * s.K * s.V, s.N, 0, 1)
+    W = pool.read.shape[1] if pool.read.dim() == 2 else 1
+    return (pool.states.stride(0), len(pool.states), pool.first_slot, W)
 
 
 @functools.lru_cache(maxsize=1024)

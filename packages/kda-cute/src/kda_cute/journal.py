@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kda_core.backend import PreparedLaunch
-from kda_core.contract import KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape
+from kda_core.contract import KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape, launch_tensors
 from kda_cute import get_kernel
 from kda_cute.arguments import Address, Long, address, bound
 from kda_cute.decode import DECODE, DecodeConfig, Rows, decode_config, token_strides, variants
@@ -58,7 +58,15 @@ class JournalArguments(NamedTuple):
     beta: Address  # [N, T, HV], elements of beta_bytes
     a_log: Address  # [HV] fp32
     dt_bias: Address  # [HV, 128] fp32
+    states: Address  # [slots, HV, 128, 128]
+    read: Address  # [N] slots, elements of index_bytes
+    record_u: Address  # [slots, HV, R, 128] fp32
+    record_k: Address  # [slots, H, R, 128] bf16
+    record_factor: Address  # [slots, H, R] fp32
+    record_g: Address  # [slots, HV, R, 128] fp32
+    spans: Address  # [slots, 2] int32, or 0
     o: Address  # [N, T, HV, 128] bf16, contiguous. A prepared launch fixes all that follows
+    accepted: Address  # [N] int32, or 0: records from row 0 on
     q_batch: Long
     q_token: Long
     k_batch: Long
@@ -69,17 +77,9 @@ class JournalArguments(NamedTuple):
     g_token: Long
     beta_batch: Long
     beta_token: Long
-    states: Address  # [slots, HV, 128, 128]
     pitch: Long  # elements between two slots
-    read: Address  # [N] slots, elements of index_bytes
     slots: Long
     first_slot: Long
-    record_u: Address  # [slots, HV, R, 128] fp32
-    record_k: Address  # [slots, H, R, 128] bf16
-    record_factor: Address  # [slots, H, R] fp32
-    record_g: Address  # [slots, HV, R, 128] fp32
-    spans: Address  # [slots, 2] int32, or 0
-    accepted: Address  # [N] int32, or 0: records from row 0 on
     index_bytes: int
     R: int
     most: int  # records of a slot
@@ -117,17 +117,16 @@ class JournalLaunch(NamedTuple):
 
     def __call__(self, inputs: KdaInputs, outputs: KdaOutputs) -> None:
         """Launches `kda_core.backend.SupportsJournal.journal_decode`."""
-        x, o = inputs, outputs.o
-        tensors = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, o)
-        self.kernel(o, *map(address, tensors), *self._fixed(inputs))
+        given, o = tuple(map(address, launch_tensors(inputs))), outputs.o
+        self.kernel(o, *given[:8], given[9], *given[17:], o.data_ptr(), *self._fixed(inputs))
 
     def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
         """Implements `kda_core.backend.SupportsPrepare.prepare`."""
         kernel = bound(self.kernel, *self._fixed(inputs))
 
         def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
-            q, k, v, g, beta, a_log, dt_bias, _, _ = given
-            kernel(o, q, k, v, g, beta, a_log, dt_bias, o_at)
+            # to the states; the slots that are read; the records
+            kernel(o, *given[:8], given[9], *given[17:], o_at)
 
         return launch
 
@@ -135,19 +134,18 @@ class JournalLaunch(NamedTuple):
         """Returns the arguments behind ``o``."""
         x = inputs
         assert x.pool is not None and x.journal is not None  # core sets them with the entry
-        return (*token_strides(x), *records_of(x.pool, x.journal), *self.numbers)
+        return (0, *token_strides(x), *slots_of(x.pool), *self.numbers)
 
     def fold(self, pool: KdaPool, journal: KdaJournal) -> None:
         """Launches `kda_core.backend.SupportsJournal.journal_fold`."""
-        self.kernel(journal.k, *[0] * 18, *records_of(pool, journal), *self.numbers)
+        x = journal
+        tensors = (pool.states, pool.read, x.u, x.k, x.k_factor, x.G, x.spans, None, x.accepted)
+        self.kernel(x.k, *[0] * 7, *map(address, tensors), *[0] * 10, *slots_of(pool), *self.numbers)
 
 
-def records_of(pool: KdaPool, journal: KdaJournal) -> tuple[int, ...]:
-    """Returns the arguments of the kernel from ``states`` to ``accepted``."""
-    tensors = (journal.u, journal.k, journal.k_factor, journal.G, journal.spans, journal.accepted)
-    slots = (len(pool.states), pool.first_slot)
-    states = (pool.states.data_ptr(), pool.states.stride(0), pool.read.data_ptr())
-    return (*states, *slots, *(address(y) for y in tensors))
+def slots_of(pool: KdaPool) -> tuple[int, ...]:
+    """Returns the arguments of the kernel from ``pitch`` to ``first_slot``."""
+    return (pool.states.stride(0), len(pool.states), pool.first_slot)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kda_cute.arguments import Address, joined
 from kda_cute.gradients import GradientsArguments
 from kda_cute.interface import KernelInterface
-from kda_cute.pools import PitchArguments, PoolArguments, SegmentArguments
+from kda_cute.pools import PitchArguments, PoolAddresses, PoolArguments, SegmentArguments
 from kda_sm100.config import BackwardChainConfig, IntraChunkConfig
 
 
@@ -108,7 +108,7 @@ StridedArguments = joined("StridedArguments", IntraChunkArguments, PitchArgument
 
 #: Those of the chain for serving, which does not use `initial_state` and `final_state` of the chain, and those of the kernels of segments
 #: over a pool, which do.
-ServingArguments = joined("ServingArguments", ChainArguments, PoolArguments)
+ServingArguments = joined("ServingArguments", PoolAddresses, ChainArguments, PoolArguments)
 PoolSegmentArguments = joined("PoolSegmentArguments", ServingArguments, SegmentArguments)
 
 

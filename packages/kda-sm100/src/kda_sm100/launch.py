@@ -13,7 +13,7 @@ from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import arch_of_capability, get_kernel
 from kda_cute.arguments import Address, address, bound
 from kda_cute.interface import KernelInterface
-from kda_cute.pools import pitch_arguments, pool_arguments, segment_arguments
+from kda_cute.pools import pitch_arguments, pool_addresses, pool_arguments, pool_places, segment_arguments
 from kda_sm100.arguments import (
     CHAIN,
     INTRA_CHUNK,
@@ -67,11 +67,13 @@ class ChainLaunch(NamedTuple):
     Attributes:
         kernel: the compiled kernel.
         arguments: as in `IntraChunkLaunch`.
-        extra: returns the further arguments of a variant for pools, or of one that saves states.
+        in_slots: whether it is a variant for pools, which also takes `kda_cute.pools.PoolAddresses` and `PoolArguments`.
+        extra: returns the further arguments of a variant for segments over a pool, or of one that saves states.
     """
 
     kernel: Callable[..., Any]
     arguments: Callable[..., tuple[float, ...]]
+    in_slots: bool = False
     extra: Callable[[KdaInputs, KdaOutputs], tuple[int, ...]] = lambda *_: ()
 
     def __call__(self, inputs: KdaInputs, outputs: KdaOutputs, transitions: Tensor | None = None) -> None:
@@ -87,7 +89,8 @@ class ChainLaunch(NamedTuple):
             workspace=address(outputs.workspace),
             state_count=0 if states is None else states.shape[0] * states.shape[1],
         )
-        self.kernel(outputs.o, *arguments, *self.extra(inputs, outputs))
+        slots, more = (pool_addresses(inputs, outputs), pool_arguments(inputs)) if self.in_slots else ((), ())
+        self.kernel(outputs.o, *slots, *arguments, *more, *self.extra(inputs, outputs))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,7 +109,7 @@ def chain_launch_of(shape: ProblemShape, saves: int) -> ChainLaunch:
     """Returns the second launch for a shape; ``saves`` as in `launches_of`."""
     config = launch_config(shape, saves=saves).chain
     if config.serving:
-        return _chain_launch(shape, SERVING_CHAIN, config)._replace(extra=pool_arguments)
+        return _chain_launch(shape, SERVING_CHAIN, config)._replace(in_slots=True)
     if config.saves:
         return _chain_launch(shape, SAVING_CHAIN, config)._replace(extra=_saved_arguments)
     return _chain_launch(shape, CHAIN, config)
@@ -116,10 +119,10 @@ def _saved_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> SavedArguments:
     return SavedArguments(Address(address(outputs.residual)))
 
 
-def prepared(inputs: KdaInputs, outputs: KdaOutputs, strided: bool) -> PreparedLaunch:
+def prepared(inputs: KdaInputs, strided: bool) -> PreparedLaunch:
     """Implements `kda_core.backend.SupportsPrepare.prepare` for `chunk_fwd`; ``strided`` as in `launches_of`.
 
-    The inputs need no copies. In a call over a pool no final state is a tensor of its own.
+    The inputs need no copies.
     """
     first, second = launches_of(inputs.shape, strided)
     numbers = intra_chunk_numbers(inputs.shape)
@@ -129,12 +132,15 @@ def prepared(inputs: KdaInputs, outputs: KdaOutputs, strided: bool) -> PreparedL
     )
     numbers = chain_numbers(inputs.shape) | {"state_count": 0}
     fixed = (numbers[name] for name in ChainArguments._fields if name in numbers)
-    chain = bound(second.kernel, *fixed, *second.extra(inputs, outputs))
+    places, more = (pool_places(inputs), pool_arguments(inputs)) if second.in_slots else (None, ())
+    chain = bound(second.kernel, *fixed, *more)
 
     def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
-        *tokens, initial_state, offsets = given
+        *tokens, initial_state, offsets = given[:9]
         intra_chunk(o, *tokens, offsets, workspace)
-        chain(o, offsets, initial_state, o_at, final_state, 0, 0, workspace)
+        # a variant for pools finds states by `PoolAddresses` alone
+        slots = () if places is None else places(given, final_state)
+        chain(o, *slots, offsets, initial_state, o_at, final_state, 0, 0, workspace)
 
     return launch
 
@@ -146,7 +152,9 @@ def summary_launches_of(shape: ProblemShape, strided: bool = False) -> tuple[Int
     if shape.pool is None:
         summary = _chain_launch(shape, SUMMARY, config)
     else:
-        summary = _chain_launch(shape, SEGMENT_SUMMARY, config)._replace(extra=_pool_segment_arguments)
+        summary = _chain_launch(shape, SEGMENT_SUMMARY, config)._replace(
+            in_slots=True, extra=_segment_arguments
+        )
     return _intra_chunk_launch(shape, strided), summary
 
 
@@ -156,11 +164,11 @@ def execution_launch_of(shape: ProblemShape, saves: int = 0) -> ChainLaunch:
     if shape.pool is None:
         return chain_launch_of(shape, saves)
     chain = _chain_launch(shape, SEGMENT_CHAIN, launch_config(shape).chain)
-    return chain._replace(extra=_pool_segment_arguments)
+    return chain._replace(in_slots=True, extra=_segment_arguments)
 
 
-def _pool_segment_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> tuple[int, ...]:
-    return (*pool_arguments(inputs, outputs), *segment_arguments(inputs))
+def _segment_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> tuple[int, ...]:
+    return segment_arguments(inputs)
 
 
 def _intra_chunk_launch(shape: ProblemShape, strided: bool = False) -> IntraChunkLaunch:

@@ -7,7 +7,7 @@ SPEC = BackendSpec(
     name="sm100",
     abi=(
         2,
-        8,
+        9,
     ),  # the ABI that this package was written for, which may differ from that of the installed kda-core
     archs=frozenset({(10, 0), (10, 3)}),
     features=frozenset(

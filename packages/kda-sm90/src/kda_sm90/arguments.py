@@ -14,6 +14,7 @@ from kda_core.contract import KdaInputs, KdaOutputs
 from kda_cute.arguments import Address, Long, joined
 from kda_cute.pools import (
     PitchArguments,
+    PoolAddresses,
     PoolArguments,
     SegmentArguments,
     pitch_arguments,
@@ -23,7 +24,7 @@ from kda_cute.pools import (
 
 
 class InputArguments(NamedTuple):
-    """Tensors of `KdaInputs`, in its order, in which a prepared launch gets their addresses."""
+    """Tensors of `KdaInputs`, in the order of `kda_core.contract.launch_tensors`."""
 
     q: Address  # [B, T, H, 128] bf16
     k: Address  # [B, T, H, 128] bf16
@@ -102,7 +103,9 @@ class ShapeArguments(NamedTuple):
 PrefillArguments = joined(
     "PrefillArguments", InputArguments, OutputArguments, LaunchArguments, BackwardArguments, ShapeArguments
 )
-ServingPrefillArguments = joined("ServingPrefillArguments", PrefillArguments, PoolArguments, PitchArguments)
+ServingPrefillArguments = joined(
+    "ServingPrefillArguments", PoolAddresses, PrefillArguments, PoolArguments, PitchArguments
+)
 SegmentPrefillArguments = joined("SegmentPrefillArguments", ServingPrefillArguments, SegmentArguments)
 
 
@@ -125,7 +128,7 @@ def addresses(inputs: KdaInputs, outputs: KdaOutputs) -> list[int]:
     return [0 if x is None else x.data_ptr() for x in tensors]
 
 
-def serving_arguments(inputs: KdaInputs, outputs: KdaOutputs) -> tuple[int, ...]:
-    """Returns the further arguments of a variant for serving."""
-    more = (*pool_arguments(inputs, outputs), *pitch_arguments(inputs))
+def serving_arguments(inputs: KdaInputs) -> tuple[int, ...]:
+    """Returns the arguments of a variant for serving behind those of `PrefillArguments`."""
+    more = (*pool_arguments(inputs), *pitch_arguments(inputs))
     return more if inputs.segments is None else (*more, *segment_arguments(inputs))

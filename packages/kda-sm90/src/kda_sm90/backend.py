@@ -79,10 +79,7 @@ class Sm90Backend:
         strided = is_strided(inputs)
         if (with_token_strides(inputs) if strided else dense(inputs)) is not inputs:
             return None  # a launch would need copies
-        launch = launch_of(inputs.shape, longest_of(inputs), 0, strided)
-        if launch.serving and inputs.pool is None and has_states(inputs, outputs):
-            return None  # their addresses are among the arguments that a prepared launch fixes
-        return launch.prepare(inputs, outputs)
+        return launch_of(inputs.shape, longest_of(inputs), 0, strided).prepare(inputs)
 
     # ---- gradients (the feature BACKWARD)
 
@@ -152,11 +149,6 @@ class Sm90Backend:
         launch = backward.summary_of(inputs.shape)
         arguments = (inputs, grad_o, grad_final_state, gradients, transitions, workspace)
         on_device_of(inputs.q, launch, *arguments)
-
-
-def has_states(inputs: KdaInputs, outputs: KdaOutputs) -> bool:
-    """Returns whether a call gets or returns states as tensors of their own."""
-    return inputs.initial_state is not None or outputs.final_state is not None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,6 +15,7 @@ from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape
 from kda_cute import get_kernel
 from kda_cute.arguments import bound
+from kda_cute.pools import pool_addresses, pool_places
 from kda_sm90.arguments import (
     BackwardArguments,
     ShapeArguments,
@@ -64,18 +65,23 @@ class Launch(NamedTuple):
         m = 0 if transitions is None else transitions.data_ptr()
         # A plain tuple in the order of `LaunchArguments`: constructing the NamedTuple takes 0.5 us.
         launch_arguments = (next(_tickets), m, count, *backward)
-        more = serving_arguments(inputs, outputs) if self.serving else ()
+        slots, more = (
+            (pool_addresses(inputs, outputs), serving_arguments(inputs)) if self.serving else ((), ())
+        )
         # o names the device and the stream, because it is contiguous in any call
-        self.kernel(outputs.o, *addresses(inputs, outputs), *launch_arguments, *self.shape_arguments, *more)
+        self.kernel(
+            outputs.o, *slots, *addresses(inputs, outputs), *launch_arguments, *self.shape_arguments, *more
+        )
 
-    def prepare(self, inputs: KdaInputs, outputs: KdaOutputs) -> PreparedLaunch:
+    def prepare(self, inputs: KdaInputs) -> PreparedLaunch:
         """Implements `kda_core.backend.SupportsPrepare.prepare`."""
-        more = serving_arguments(inputs, outputs) if self.serving else ()
+        places, more = (pool_places(inputs), serving_arguments(inputs)) if self.serving else (None, ())
         kernel, tickets = bound(self.kernel, *NO_BACKWARD, *self.shape_arguments, *more), _tickets
 
         def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
-            # `InputArguments`, `OutputArguments`, `LaunchArguments`
-            kernel(o, *given, o_at, final_state, 0, workspace, 0, next(tickets), 0, 0)
+            slots = () if places is None else places(given, final_state)
+            # `InputArguments`, `OutputArguments`, `LaunchArguments`; a variant for serving finds states by `PoolAddresses` alone
+            kernel(o, *slots, *given[:9], o_at, final_state, 0, workspace, 0, next(tickets), 0, 0)
 
         return launch
 

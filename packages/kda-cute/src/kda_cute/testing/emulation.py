@@ -23,7 +23,7 @@ from kda_core.contract import (
     KdaPool,
     KdaSegments,
     ProblemShape,
-    Tensors,
+    launch_tensors,
 )
 from kda_core.reference import SPEC as REFERENCE_SPEC
 from kda_core.registry import REGISTRY
@@ -36,9 +36,6 @@ OPTIONAL = (
     "backward_workspace_bytes", "chunk_bwd_into", "recurrent_fwd", "journal_decode", "journal_fold",
     "state_gradients_workspace_bytes", "initial_state_gradients",
 )  # fmt: skip
-
-
-_OPEN = Tensors._fields[: Tensors._fields.index("cu_seqlens") + 1]
 
 
 def load(ptx: str, content: bytes) -> Callable[..., Any]:
@@ -82,21 +79,17 @@ class EmulatedBackend:
     def _prepare(
         self, backend: SupportsPrepare, inputs: KdaInputs, outputs: KdaOutputs
     ) -> PreparedLaunch | None:
-        """Implements `SupportsPrepare.prepare`. A launch may only access the memory at its addresses, and the fixed tensors."""
+        """Implements `SupportsPrepare.prepare`. A launch may only access the memory at its addresses."""
         launch = self._emulate(backend.prepare, inputs, outputs)
         if launch is None:
             return None
-        examples = (
-            [getattr(inputs, name) for name in _OPEN],
-            (outputs.o, outputs.final_state, outputs.workspace),
-        )
-        layouts = [None if x is None else Layout.of(x) for group in examples for x in group]
-        fixed = [x for name, x in vars(inputs).items() if name not in Tensors._fields]
+        examples = (*launch_tensors(inputs), outputs.o, outputs.final_state, outputs.workspace)
+        layouts = [None if x is None else Layout.of(x) for x in examples]
 
         def emulated_launch(o: Tensor, given: tuple[int, ...], *written: int) -> None:
             places = zip((*given, *written), layouts, strict=True)
             tensors = [layout.at(address) for address, layout in places if layout is not None]
-            self._emulate(lambda *_: launch(o, given, *written), *tensors, *fixed)
+            self._emulate(lambda *_: launch(o, given, *written), *tensors)
 
         return emulated_launch
 
