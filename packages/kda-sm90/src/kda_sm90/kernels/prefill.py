@@ -114,8 +114,9 @@ class PrefillKernel(Kernel):
         helpers = Int32(0)  # chain CTAs that compute first items: all or none
         if const_expr(self.config.helps):
             groups = (chains + args.intra_chunk_ctas) * self.groups
-            # Each has an item, and no group waits for room, because that may take until a chain begins.
-            if (groups <= sched.total) & (groups <= args.queues * args.depth):
+            # Each has an item, and no group waits for room, because that may take until a chain begins. A launch without intra-chunk
+            # CTAs reads records that are there already.
+            if (args.intra_chunk_ctas > 0) & (groups <= sched.total) & (groups <= args.queues * args.depth):
                 helpers = chains
         thread, _, _ = cute.arch.thread_idx()
         # CTA 0 clears the counters. Other chains wait for it here, groups in `compute_records`.
