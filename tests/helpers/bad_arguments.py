@@ -131,7 +131,7 @@ CASES = [
     ({"k": X["k"].to_mkldnn()}, ArgumentError, "k", "torch._mkldnn"),
     ({"g": NESTED}, ArgumentError, "g", "a nested tensor"),
     ({"q": JAGGED}, ArgumentError, "q", "a nested tensor"),
-    ({"cp_context": object()}, ArgumentError, "cp_context", "planner"),
+    ({"cp_context": object()}, ArgumentError, "cp_context", "integrations"),
     ({"context_parallel": "on"}, ArgumentError, "context_parallel", "'off'"),
     ({"context_parallel": NoText()}, DtypeError, "context_parallel", "int 3"),
     ({"context_parallel": 4}, DtypeError, "context_parallel", "int 4"),

@@ -409,9 +409,8 @@ class _Model:
         cross = bisect_left(numbers, True, key=lambda n: self.intra_chunk_ns(n) >= self.chains_ns(n))
         if cross == 0:
             return 1
-        before = self.chains_ns(
-            cross
-        )  # `cross` is the last number of queues with which the chains are slower
+        # `cross` is the last number of queues with which the chains are slower.
+        before = self.chains_ns(cross)
         if cross < self.most and self.intra_chunk_ns(cross + 1) < before:
             return cross + 1
         return 1 + bisect_left(numbers, True, hi=cross, key=lambda n: self.chains_ns(n) <= before)

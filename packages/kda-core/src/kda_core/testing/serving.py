@@ -262,7 +262,7 @@ class ServingConformance:
             changes[0].update(checkpoint_cu=(0, 1, 1, 2), checkpoint_indices=(6, 0))
             changes[1].update(checkpoint_cu=(0, 0, 0, 2), checkpoint_indices=(4, 6))
             changes[1].update(checkpoint_positions=(32, 64))
-        self._read_anew(kda, kda, kda.direct, x | y, pool, changes)
+        _read_anew(kda, kda, kda.direct, x | y, pool, changes)
 
     def test_slots_of_tokens_are_read_anew(self, kda: Runner) -> None:
         """The same for a slot for every token, and for the numbers of accepted tokens."""
@@ -274,37 +274,7 @@ class ServingConformance:
             {"ssm_state_indices": ((-1, -1, -1), (5, 7, 1)), "num_accepted_tokens": (1, 3)},
         )
         direct = lambda given: kda_core.fused_recurrent_kda(**given, backend=kda.backend)
-        self._read_anew(kda, kda.decode_pool, direct, x | y, pool, changes)
-
-    def _read_anew(
-        self,
-        kda: Runner,
-        run: Callable[[dict[str, Any]], tuple[Any, ...]],
-        direct: Callable[[dict[str, Any]], tuple[Any, ...]],
-        x: dict[str, Any],
-        pool: Pool,
-        changes: Sequence[dict[str, Any]],
-    ) -> None:
-        """Compares replays of a call with calls of the same values in other tensors. `changes` are values of its tensors by name; `direct`
-        is `run` without assertions, for the capture."""
-        o = torch.zeros_like(x["v"])
-        replay: Callable[[], Any] = lambda: direct(x | {"out": o})
-        run(x | {"out": o})
-        if kda.device == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                replay()
-            replay = graph.replay
-        for change in changes:
-            for name, values in change.items():
-                x[name].copy_(torch.tensor(values, dtype=x[name].dtype))
-            o.zero_()
-            other, copy = Pool(kda), torch.zeros_like(o)
-            other.states.copy_(pool.states)
-            again = {n: t.clone() if isinstance(t, Tensor) else t for n, t in x.items()}
-            run(again | {"initial_state": other.states, "out": copy})
-            replay()
-            assert torch.equal(o, copy) and torch.equal(pool.bits(), other.bits())
+        _read_anew(kda, kda.decode_pool, direct, x | y, pool, changes)
 
     def test_pool_beyond_32_bits(self, kda: Runner) -> None:
         """A slot more than 2^31 elements from the first is read and written."""
@@ -405,6 +375,36 @@ class ServingConformance:
 
 
 # ---- helpers
+
+
+def _read_anew(
+    kda: Runner,
+    run: Callable[[dict[str, Any]], tuple[Any, ...]],
+    direct: Callable[[dict[str, Any]], tuple[Any, ...]],
+    x: dict[str, Any],
+    pool: Pool,
+    changes: Sequence[dict[str, Any]],
+) -> None:
+    """Compares replays of a call with calls of the same values in other tensors. `changes` are values of its tensors by name; `direct`
+    is `run` without assertions, for the capture."""
+    o = torch.zeros_like(x["v"])
+    replay: Callable[[], Any] = lambda: direct(x | {"out": o})
+    run(x | {"out": o})
+    if kda.device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replay()
+        replay = graph.replay
+    for change in changes:
+        for name, values in change.items():
+            x[name].copy_(torch.tensor(values, dtype=x[name].dtype))
+        o.zero_()
+        other, copy = Pool(kda), torch.zeros_like(o)
+        other.states.copy_(pool.states)
+        again = {n: t.clone() if isinstance(t, Tensor) else t for n, t in x.items()}
+        run(again | {"initial_state": other.states, "out": copy})
+        replay()
+        assert torch.equal(o, copy) and torch.equal(pool.bits(), other.bits())
 
 
 def _same(a: Tensor, b: Tensor | None) -> bool:
