@@ -198,11 +198,12 @@ def given_outputs(out: Any, workspace: Any) -> GivenOutputs:
         raise DtypeError("workspace", "a torch.Tensor or None", describe(workspace))
     if out is None or isinstance(out, Tensor):
         return GivenOutputs(out, workspace=workspace)
-    tensors = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    tensors: tuple[Any, ...] = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if len(tensors) > 3 or not all(x is None or isinstance(x, Tensor) for x in tensors):
         expected = "a tensor, or a tuple of up to 3 tensors or None: (o, final_state, h)"
         raise DtypeError("out", expected, describe(out))
-    return GivenOutputs(*tensors, workspace=workspace)  # type: ignore[misc]
+    o, final_state, h = (*tensors, None, None, None)[:3]
+    return GivenOutputs(o, final_state, h, workspace)
 
 
 def check_outputs_dense(given: GivenOutputs | None) -> None:
