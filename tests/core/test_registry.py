@@ -1,6 +1,7 @@
 """Discovery, statuses, the order of choice. A broken plugin never affects the others."""
 
 import re
+import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ from helpers.fake_plugins import HALVES, install_planner
 from helpers.inputs import call
 
 import kda_core.call
-from kda_core import BACKEND_ABI, chunk_kda, explain, registry, use_backend
+from kda_core import BACKEND_ABI, chunk_kda, discovery, explain, registry, use_backend
 from kda_core.abi import compatible
 from kda_core.errors import (
     ArgumentError,
@@ -302,6 +303,17 @@ def test_discovery_is_cached_until_refresh_and_thread_safe(install, monkeypatch)
     assert len([r for r in reads if r["group"] == "kda_core.backends"]) == 1
     kda_core.backends(refresh=True)
     assert len([r for r in reads if r["group"] == "kda_core.backends"]) == 2
+
+
+def test_all_groups_of_entry_points_are_read_at_once(monkeypatch):
+    original, reads = discovery.metadata.entry_points, []
+    monkeypatch.setattr(discovery.metadata, "entry_points", lambda **kw: reads.append(kw) or original(**kw))
+    kda_core.backends(refresh=True)
+    REGISTRY.planners()
+    assert reads == [{}]
+    monkeypatch.setattr(sys, "path", [*sys.path, "another"])
+    assert discovery.entry_points(group="kda_core.backends")
+    assert reads == [{}, {}]
 
 
 def test_a_backend_can_be_replaced_within_a_block(install):

@@ -20,7 +20,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: no kernel could
 from helpers.exported_kernels import write
 from helpers.fake_cuda import CONTEXT, STREAM, FakeDriver, OnDevice
 
-from kda_core import storage
+from kda_core import backends, storage
 from kda_core.cli import main
 from kda_core.errors import ArgumentError, CompileError
 from kda_cute import cache_info, clear_memory, get_kernel
@@ -332,6 +332,7 @@ def test_installed_packages_serve_after_the_named_folder(folder, install, monkey
     monkeypatch.delenv("KDA_KERNEL_DIR", raising=False)
     before = len(KernelStore.of_this_process().folders)
     distribution(tmp_path, folder)
+    backends(refresh=True)  # reads the installed distributions again
     (found,) = KernelStore.of_this_process().folders[before:]
     assert found.trusted and found.origin == "fake-kernels 1.0" and found.archs() == [ARCH]
     assert found.manifest(ARCH).kernels

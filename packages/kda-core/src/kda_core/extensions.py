@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from kda_core.discovery import FAILURES
+from kda_core.discovery import FAILURES, entry_points
 from kda_core.errors import KdaError
 from kda_core.plugin_checks import show_error
 
@@ -137,7 +137,7 @@ def find(group: str) -> dict[str, Extension]:
 
 def _points(group: str) -> list[metadata.EntryPoint]:
     try:
-        return list(metadata.entry_points(group=group))
+        return entry_points(group=group)
     except Exception:  # noqa: BLE001 - the metadata of one distribution is damaged: read the others one by one
         return [point for dist in metadata.distributions() for point in _points_of(dist, group)]
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -31,7 +30,15 @@ from kda_core.backend import (
     least_capability,
 )
 from kda_core.contract import ProblemShape
-from kda_core.discovery import FAILURES, Candidate, discover, installed_version, published_backends
+from kda_core.discovery import (
+    FAILURES,
+    Candidate,
+    discover,
+    entry_points,
+    forget_entry_points,
+    installed_version,
+    published_backends,
+)
 from kda_core.errors import (
     ArgumentError,
     BackendNotFoundError,
@@ -123,6 +130,7 @@ class Registry:
         """Forgets everything; entry points and targets are read again at their next use."""
         with self._lock:
             importlib.invalidate_caches()
+            forget_entry_points()
             self._backends = self._planners = None
             self._targets.clear()
             self.generation += 1
