@@ -1,0 +1,10 @@
+"""The mutants of `helpers.call_mutants` under more schedules of the emulator."""
+
+import pytest
+from helpers.call_mutants import MORE, MUTANTS, cases, check
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+@pytest.mark.parametrize(("kernel", "pattern", "new", "how"), cases((*MUTANTS, *MORE)))
+def test_every_mutant_is_detected(kernel, pattern, new, how, seed):
+    check(kernel, pattern, new, how, seed)
