@@ -488,7 +488,7 @@ NOT_MODELLED = {
     "atom.global.max.f32 %f1, [%q0], %f2;": "this atomic",
     "atom.global.exch.b128 %q1, [%q0], %q2;": "this atomic",
     "add.sat.f16 %h1, %h2, %h3;": "sat is not modelled",
-    "cvt.rn.satfinite.s2f6x2.f32 %h1, %f1, %f2;": "the type .s2f6x2 is not modelled",
+    "cvt.rn.satfinite.s2f6x2.f32 %h1, %f1, %f2;": "is not modelled",
     "redux.sync.add.f32 %f1, %f2, -1;": "does not exist",
     "match.any.sync.b32 %r1, %r2, -1;": "match is not modelled",
     "cp.async.bulk.prefetch.tensor.4d.L2.global.im2col [%q0, {0, 0, 0, 0}];": "im2col is not modelled",

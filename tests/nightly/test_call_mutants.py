@@ -1,7 +1,7 @@
-"""The mutants of `helpers.call_mutants` under more schedules of the emulator."""
+"""The mutants of `helpers.sm100_call_mutants` under more schedules of the emulator."""
 
 import pytest
-from helpers.call_mutants import MORE, MUTANTS, cases, check
+from helpers.sm100_call_mutants import MORE, MUTANTS, cases, check
 
 
 @pytest.mark.parametrize("seed", range(1, 7))

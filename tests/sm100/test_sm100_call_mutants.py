@@ -1,7 +1,7 @@
-"""Mutants of the kernels of a prefill beside the chain, and of those of serving (`helpers.call_mutants`)."""
+"""Mutants of the kernels of a prefill beside the chain, and of those of serving (`helpers.sm100_call_mutants`)."""
 
 import pytest
-from helpers.call_mutants import MUTANTS, cases, check
+from helpers.sm100_call_mutants import MUTANTS, cases, check
 
 
 @pytest.mark.parametrize(("kernel", "pattern", "new", "how"), cases(MUTANTS))

@@ -24,24 +24,30 @@ from ptx_emulator.parser import (
 
 def without_undefined_halves(instructions: Sequence[Instruction]) -> list[Instruction]:
     """Replace ``mov.b32 d, {a, b}`` by ``cvt.u32.u16 d, a`` where b occurs nowhere else, and d is read in its lower half only."""
-    packed = {
-        n: (i.operands[0], *i.operands[1].elements)
-        for n, i in enumerate(instructions)
-        if i.opcode == "mov" and i.modifiers == ("b32",) and isinstance(i.operands[1], Vector)
-        and len(i.operands[1].elements) == 2 and all(isinstance(x, Register) for x in i.operands[1].elements)
-    }  # fmt: skip
+    packed = [(n, halves) for n, i in enumerate(instructions) if (halves := _halves(i)) is not None]
     found = list(instructions)
     if not packed:
         return found
     counts = Counter(x for i in instructions for operand in i.operands for x in _registers(operand))
     counts.update(i.guard[0] for i in instructions if i.guard)
-    for n, (word, low, high) in packed.items():
+    for n, (low, high) in packed:
+        i = instructions[n]
+        word = i.operands[0]
+        if not isinstance(word, Register):
+            continue
         if counts[high] == 1 and all(
-            _reads_lower_half(i, word) for m, i in enumerate(instructions) if m != n
+            _reads_lower_half(x, word) for m, x in enumerate(instructions) if m != n
         ):
-            i = instructions[n]
             found[n] = Instruction(i.line, i.text, "cvt", ("u32", "u16"), (word, low), i.guard)
     return found
+
+
+def _halves(i: Instruction) -> tuple[Register, Register] | None:
+    """Return the registers that a ``mov.b32`` packs; None: it is another instruction."""
+    if i.opcode != "mov" or i.modifiers != ("b32",) or not isinstance(i.operands[1], Vector):
+        return None
+    parts = [x for x in i.operands[1].elements if isinstance(x, Register)]
+    return (parts[0], parts[1]) if len(parts) == len(i.operands[1].elements) == 2 else None
 
 
 def _registers(operand: Operand) -> Iterator[Register]:
@@ -63,7 +69,7 @@ def _registers(operand: Operand) -> Iterator[Register]:
         yield operand.predicate
 
 
-def _reads_lower_half(i: Instruction, word: Operand) -> bool:
+def _reads_lower_half(i: Instruction, word: Register) -> bool:
     """Return whether an instruction reads no more of a register than its lower half."""
     if not any(x == word for operand in i.operands for x in _registers(operand)):
         return True

@@ -351,7 +351,8 @@ def _fill(value: _Any, argument: object) -> Any:
             value, argument.data_ptr(), (*_DTYPES[argument.dtype], 1), argument.shape, argument.stride()
         )
     elif _is_dsl_tensor(argument):
-        return _fill_tensor(value, argument.data_ptr, *described(argument))
+        given: Any = argument
+        return _fill_tensor(value, given.data_ptr, *described(given))
     elif hasattr(argument, "__tvm_ffi_opaque_ptr__"):  # TVM-FFI's protocol, of the DSL's pointers
         value.kind, value.value.address = OPAQUE, int(argument.__tvm_ffi_opaque_ptr__())
     elif (

@@ -115,11 +115,12 @@ MORE = (("ServingChainKernel", "no commit", r"tcgen05\.commit[^;]*;", "", EACH),
 @functools.cache
 def launch_of(kernel):
     """Returns the launch of a kernel by its call, and the memory after it."""
-    with pytest.MonkeyPatch.context() as patched, emulated_runner("sm100", ARCHS[0], lambda *_: None) as kda:
-        # A prepared launch knows addresses only; the tensors of others keep their memory.
+    with pytest.MonkeyPatch.context() as patched:
+        # A prepared launch knows addresses only; the tensors of others keep their memory. The runner binds the method.
         patched.setattr(EmulatedBackend, "_prepare", lambda *_: None)
         patched.setattr(stages, "launch", functools.partial(launch, arch=ARCHS[0]))
-        found = record(patched, kernel.split(",")[0], lambda: CALLS[kernel](kda))
+        with emulated_runner("sm100", ARCHS[0], lambda *_: None) as kda:
+            found = record(patched, kernel.split(",")[0], lambda: CALLS[kernel](kda))
     return found, found.repeat(found.ptx)  # an error of the kernel itself must not count
 
 
