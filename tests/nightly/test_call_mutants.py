@@ -4,7 +4,8 @@ import pytest
 from helpers.sm100_call_mutants import MORE, MUTANTS, cases, check
 
 
-@pytest.mark.parametrize("seed", range(1, 7))
-@pytest.mark.parametrize(("kernel", "pattern", "new", "how"), cases((*MUTANTS, *MORE)))
-def test_every_mutant_is_detected(kernel, pattern, new, how, seed):
-    check(kernel, pattern, new, how, seed)
+class TestSm100Mutants:
+    @pytest.mark.parametrize("seed", range(1, 7))
+    @pytest.mark.parametrize(("kernel", "pattern", "new", "how"), cases((*MUTANTS, *MORE)))
+    def test_every_mutant_is_detected(self, kernel, pattern, new, how, seed):
+        check(kernel, pattern, new, how, seed)
