@@ -220,3 +220,84 @@ def _dense_gemm_stored_by_tma(checkouts: Path) -> None:
 @call("cutlass/dense_gemm use_2cta_instrs, M = 128 sm_100a")
 def _dense_gemm_of_small_tiles(checkouts: Path) -> None:
     dense_gemm(checkouts, 128, (128, 128), (2, 1), True)
+
+
+#: Name -> architecture, an example of CUTLASS's that compares its results itself (below `SCRIPTS_FOLDER`), and its arguments.
+SCRIPTS: dict[str, tuple[str, str, str]] = {}
+SCRIPTS_FOLDER = Path("cutlass/examples/python/CuTeDSL/cute")
+
+
+def script(arch: str, path: str, *cases: str) -> None:
+    """Register an example, once for each of ``cases``, its arguments."""
+    for arguments in cases:
+        shown = f"{arguments} " if arguments else ""
+        SCRIPTS[f"cutlass/{path} {shown}({arch})"] = arch, path, arguments
+
+
+BLACKWELL, HOPPER, TUTORIAL = "blackwell/kernel", "hopper/kernel", "blackwell/tutorial"
+FP16 = "--mnkl 256,128,128,1 --ab_dtype Float16"
+FP8 = "--mnkl 256,128,128,1 --ab_dtype Float8E4M3FN --c_dtype Float16"
+PAIRS = "--use_2cta_instrs --mma_tiler_mn 256,128 --cluster_shape_mn 2,1"
+ONE_TILE, TWO_GROUPS = (
+    "--mnkl 128,128,128,1",
+    "--num_groups 2 --problem_sizes_mnkl ((128,128,128,1),(128,128,64,1))",
+)
+
+script(SM100, f"{BLACKWELL}/dense_gemm/dense_gemm.py", FP16)
+script(
+    SM100, f"{BLACKWELL}/dense_gemm/dense_gemm_persistent.py",
+    f"{FP16} --benchmark none", f"{FP8} --benchmark none", f"{FP16} --benchmark none --use_tma_store {PAIRS}",
+)  # fmt: skip
+script(
+    SM100, f"{BLACKWELL}/dense_gemm/dense_gemm_alpha_beta_persistent.py",
+    f"{FP16} --c_dtype Float16 --d_dtype Float16 --alpha 2 --beta 0.5",
+)  # fmt: skip
+script(SM100, f"{BLACKWELL}/dense_gemm/dense_gemm_persistent_dynamic.py", f"{FP16} --benchmark none")
+script(SM100, f"{BLACKWELL}/dense_gemm/dense_gemm_persistent_prefetch.py", FP16)
+script(SM100, f"{BLACKWELL}/dense_gemm/dense_gemm_software_pipeline.py", FP16)
+script(SM100, f"{BLACKWELL}/grouped_gemm/grouped_gemm.py", TWO_GROUPS)
+script(
+    SM100, f"{BLACKWELL}/mixed_input_gemm/mixed_input_gemm.py",
+    f"{ONE_TILE} --a_dtype Int8 --scale_granularity_m 0 --scale_granularity_k 0", ONE_TILE,
+)  # fmt: skip
+script(SM100, f"{BLACKWELL}/mixed_input_gemm/grouped_mixed_input_gemm.py", "--mnkl 128,128,128,2")
+script(SM100, f"{BLACKWELL}/blockwise_gemm/blockwise_gemm.py", ONE_TILE)
+script(SM100, f"{BLACKWELL}/blockwise_gemm/contiguous_grouped_gemm.py", "--mnkl 128,128,128,2")
+script(SM100, f"{BLACKWELL}/blockwise_gemm/masked_grouped_gemm.py", "--mnkl 128,128,128,2")
+script(
+    SM100, f"{BLACKWELL}/blockscaled_gemm/dense_blockscaled_gemm_persistent.py", "--mnkl 128,128,256,1",
+    f"{ONE_TILE} --a_dtype Float8E4M3FN --b_dtype Float8E4M3FN --sf_dtype Float8E8M0FNU --sf_vec_size 32",
+)  # fmt: skip
+script(SM100, f"{BLACKWELL}/blockscaled_grouped_gemm/grouped_blockscaled_gemm.py", "--num_groups 2")
+script(
+    SM100, f"{BLACKWELL}/moe/torch_grouped_mm.py",
+    "--tokens 16 --experts 2 --top_k_select 1 --hidden 128 --intermediate 128",
+)  # fmt: skip
+script(SM100, f"{BLACKWELL}/rmsnorm/rmsnorm.py", "--M 4 --N 1024")
+script(SM100, f"{BLACKWELL}/attention/fmha/fmha.py", "--q_shape 1,128,2,64 --k_shape 1,128,2,64")
+script(SM100, f"{BLACKWELL}/attention/fmha/fmha_bwd.py", "--s_q 128 --s_k 128 --d 64 --h_q 1 --h_k 1")
+script(SM100, f"{BLACKWELL}/attention/mamba2_ssd/mamba2_ssd.py", "--gbehcdln 2,2,2,2,2,64,128,128")
+script(SM100, f"{BLACKWELL}/attention/mla/mla_decode_fp16.py", "--seq_len_k 128")
+script(
+    SM100, f"{BLACKWELL}/attention/mixed_input_fmha/mixed_input_fmha_decode.py",
+    "--s 128 --h_q 8 --h_k 1 --d 256 --bs 256",
+)  # fmt: skip
+script(
+    SM100, f"{BLACKWELL}/attention/mixed_input_fmha/mixed_input_fmha_prefill_d256.py",
+    "--q_shape 1,1,128,256 --k_shape 1,1,128,256",
+)  # fmt: skip
+for _name in ("0", "1", "2", "3", "3_1", "4", "5"):
+    script(SM100, f"{TUTORIAL}/tutorial_gemm/fp16_gemm_{_name}.py", "--mnk 256,256,128")
+for _name in ("v0", "v1", "v2"):
+    script(SM100, f"{TUTORIAL}/tutorial_tma/tma_{_name}.py", "--M 128 --N 128")
+script(SM90, f"{HOPPER}/dense_gemm/dense_gemm.py", ONE_TILE)
+script(SM90, f"{HOPPER}/dense_gemm/dense_gemm_persistent.py", ONE_TILE)
+script(SM90, f"{HOPPER}/dense_gemm/dense_gemm_fp8_2xacc.py", f"{ONE_TILE} --cluster_shape_mn 1,1")
+script(SM90, f"{HOPPER}/dense_gemm/dense_gemm_fp8_gelu_persistent.py", ONE_TILE)
+script(SM90, f"{HOPPER}/grouped_gemm/grouped_gemm.py", TWO_GROUPS)
+script(
+    SM90,
+    f"{HOPPER}/attention/fmha.py",
+    "--q_shape 1,128,2,64 --k_shape 1,128,2,64 --mma_tile_shape_mn 64,128",
+)
+script(SM90, f"{HOPPER}/cta_norm/cta_norm.py", "--M 2 --N 1024")

@@ -340,6 +340,23 @@ def test_a_staging_buffer_needs_its_fence_and_its_wait(seed):
         staged(wait="")
 
 
+@pytest.mark.parametrize("races", (("shared", "global"), ()))
+def test_a_bulk_store_over_generic_stores_needs_a_fence(races):
+    """Both write the tensor. Which value stays is undefined without the fence."""
+    body = """
+        mov.b32 %r1, shared_bytes; mad.lo.s32 %r2, %r0, 4, %r1; mul.wide.u32 %q2, %r0, 4; add.s64 %q2, %q2, %q0; st.global.b32 [%q2], 5;
+        st.shared.b32 [%r2], 7; <fence> fence.proxy.async.shared::cta; bar.sync 0; setp.ne.s32 %p1, %r0, 0; @%p1 bra END;
+        cp.async.bulk.global.shared::cta.bulk_group [%q0], [%r1], 128; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END:
+    """
+    x = lanes()
+    run(filled(body, fence="fence.proxy.async.global;"), x, shared=128, races=races)
+    assert x.tolist() == [7] * 32
+    with pytest.raises(
+        ExecutionError, match=r"the async proxy writes tensor 0 .* without a fence\.proxy\.async"
+    ):
+        run(filled(body, fence=""), x, shared=128, races=races)
+
+
 def test_a_thread_may_fence_what_it_has_written_alone():
     body = f"""
         mov.b32 %r1, shared_bytes; setp.eq.s32 %p1, %r0, 0; @!%p1 bra END; st.shared.v4.b32 [%r1], {{1, 2, 3, 4}}; {FENCE}
@@ -377,6 +394,38 @@ def test_all_warps_of_a_warpgroup_set_their_registers():
         match=r"setmaxnreg: all warps of a warpgroup .* warp 0 executed \[240\] and warp 1 \[\]",
     ):
         run(filled(body, first=1), threads=256)
+    run(filled(body, first=1), threads=256, assume=("setmaxnreg",))
+
+
+#: A word of which only the lower half is written, as compilers pack 16 bits.
+HALF = "cvt.u16.u32 %h1, %r0; mov.b32 %r1, {%h1, %h2}; mad.lo.s64 %q5, %q2, 4, %q0; "
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize(
+    "use",
+    (
+        "st.global.b8 [%q5], %r1;", "st.global.b16 [%q5], %r1;", "prmt.b32 %r2, %r1, 0, 0x7770U; st.global.b32 [%q5], %r2;",
+        "prmt.b32 %r2, 0, %r1, 0x0004; st.global.b32 [%q5], %r2;",
+    ),
+)  # fmt: skip
+def test_a_half_that_nothing_reads_may_be_undefined(use, compiled):
+    out = torch.zeros(32, dtype=torch.int32)
+    run("cvt.u64.u32 %q2, %r0; " + HALF + use, out, compiled=compiled)
+    assert out.tolist() == list(range(32))
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize(
+    "use",
+    (
+        "st.global.b32 [%q5], %r1;", "prmt.b32 %r2, %r1, 0, 0x7720U; st.global.b32 [%q5], %r2;", "add.s32 %r2, %r1, 1; st.global.b32 [%q5], %r2;",
+        "st.global.b8 [%q5], %r1; st.global.b16 [%q5], %h2;",
+    ),
+)  # fmt: skip
+def test_an_undefined_half_that_is_read_is_an_error(use, compiled):
+    with pytest.raises(ExecutionError, match="undefined"):
+        run("cvt.u64.u32 %q2, %r0; " + HALF + use, torch.zeros(32, dtype=torch.int32), compiled=compiled)
 
 
 @pytest.mark.parametrize(("mode", "start"), [(1, 512), (2, 256), (3, 128)])

@@ -108,6 +108,26 @@ def test_scales():
     assert np.array_equal((found << 16).view(np.float32), np.exp2(codes - 127.0).astype(np.float32))
 
 
+@pytest.mark.parametrize("name", ("s2f6", *FP8))
+def test_pairs_are_scaled_by_powers_of_2(name):
+    """Every code of a type, times a power of 2 for each of the pair. The code 255 of a scale is NaN."""
+    codes = np.arange(256, dtype=np.uint8)
+    kinds = {"s2f6": lambda x: x.view(torch.int8).double() / 64}
+    value = kinds.get(name, lambda x: x.view(FP8[name]).double())(torch.from_numpy(codes)).numpy()
+    for low, high in ((133, 120), (1, 254), (254, 255), (127, 0)):
+        scales = np.full(256, high << 8 | low, np.uint16)
+        pairs = (codes[::-1].astype(np.uint16) << 8) | codes
+        for form, limit in (("", np.inf), (".satfinite", torch.finfo(torch.bfloat16).max)):
+            text = f"cvt.rn{form}.scaled::n2::ue8m0.bf16x2.{name}x2 {{d}}, {{0}}, {{1}};"
+            found = torch.from_numpy(
+                lanewise(text, "b32", pairs, scales).view(np.int16).reshape(256, 2).copy()
+            )
+            for part, scale, x in ((0, low, value), (1, high, value[::-1])):
+                exact = x * (np.nan if scale == 255 else 2.0 ** (scale - 127))
+                want = torch.from_numpy(exact).clamp(-limit, limit).float().bfloat16()
+                assert torch.equal(found[:, part].view(torch.bfloat16).nan_to_num(7), want.nan_to_num(7))
+
+
 def exactly(x, unit, how):
     """Round to a multiple of ``unit``: "rz", "rm" or "rp"."""
     q = Fraction(x) / unit
@@ -183,7 +203,8 @@ def test_registers_of_16_bytes_are_moved():
 @pytest.mark.parametrize(
     "text",
     (
-        "cvt.rn.satfinite.s2f6x2.f32 %h1, %f1, %f2;", "cvt.rs.satfinite.e4m3x4.f32 %r1, {%f1, %f1, %f1, %f1}, %r2;",
+        "cvt.rn.satfinite.s2f6x2.f32 %h1, %f1, %f2;", "cvt.rn.scaled::n2::ue8m0.f16x2.e4m3x2 %r1, %h1, %h2;",
+        "cvt.rs.satfinite.e4m3x4.f32 %r1, {%f1, %f1, %f1, %f1}, %r2;",
         "cvt.rm.bf16.f32 %h1, %f1;", "cvt.f32 %f1, %f2;", "mov.b32 {%h1}, %r1;", "mov.b128 %r1, %r2;", "mov.b64 %q1, {%h1, %h2};",
         "st.global.b128 [%q0], %r1;", "set.eq.f32.bf16 %f1, %h1, %h2;", "add.rn.bf16x3 %r1, %r2, %r3;",
     ),

@@ -4,7 +4,8 @@ import threading
 
 import pytest
 import torch
-from cutlass import Float8E4M3FN, Float32, Int32
+from cutlass import Float4E2M1FN, Float6E2M3FN, Float8E4M3FN, Float32, Int32
+from cutlass.cute.runtime import from_dlpack
 from helpers.emulator import ptx
 from helpers.emulator.dsl_kernels import (
     THREADS,
@@ -13,11 +14,12 @@ from helpers.emulator.dsl_kernels import (
     compiled_copy_pair,
     compiled_load_tile,
     compiled_ranks,
+    ranks_of_either,
 )
 
 import ptx_emulator
 from ptx_emulator import ExecutionError, PtxError
-from ptx_emulator.host import Function
+from ptx_emulator.host import Function, described
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,13 @@ def test_host_code_launches_clusters(arch):
     with ptx_emulator.device(arch) as device:
         ptx_emulator.load(compiled_ranks(arch))(y)
     assert y.tolist() == [0, 1] * 3 and device.launches[0].cluster == (2, 1, 1)
+
+
+def test_a_preferred_cluster_is_optional():
+    y = torch.full((8,), -1.0)
+    with ptx_emulator.device("sm_100a") as device:
+        ptx_emulator.load(compiled_ranks("sm_100a", ranks_of_either))(y)
+    assert y.tolist() == [0, 1] * 4 and device.launches[0].cluster == (2, 1, 1)
 
 
 def test_an_error_in_a_kernel_passes_through_the_host_code(function):
@@ -144,6 +153,33 @@ def test_tuples_lists_and_fp8_tensors_are_arguments(kind, dtype):
     assert len(device.launches) == 2
     assert torch.equal(y[0].float(), x[0].float())
     assert torch.equal(y[1].float(), torch.where(torch.arange(16) < 3, x[1].float(), 0.0))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Float32, torch.float32), (Float8E4M3FN, torch.uint8)])
+def test_tensors_of_the_dsl_are_arguments(kind, dtype):
+    """Those of types that torch lacks, too: their bytes are a tensor of uint8."""
+    function = ptx_emulator.load(compiled_copy_pair(kind))
+    x = [torch.arange(8 * (n + 1)).to(dtype) for n in range(2)]
+    y = [torch.zeros_like(v) for v in x]
+    given = [from_dlpack(v) for v in (*x, *y)]
+    for v in given:
+        v.element_type = kind
+        v.mark_layout_dynamic()
+    with ptx_emulator.device("sm_90a"):
+        function(((given[0], given[2]), [given[1], given[3]]), [8, 3])
+    assert torch.equal(y[0], x[0])
+    assert torch.equal(y[1], torch.where(torch.arange(16) < 3, x[1], 0))
+
+
+def test_tensors_of_4_bits_are_described_in_pairs():
+    """TVM-FFI counts pairs along the dimension whose stride is always 1."""
+    tensor = from_dlpack(torch.zeros(6, 64, dtype=torch.uint8))
+    tensor.element_type = Float4E2M1FN
+    tensor.mark_layout_dynamic()
+    assert described(tensor) == ((17, 4, 2), [6, 32], [32, 1])
+    whole = from_dlpack(torch.zeros(4, dtype=torch.uint8))
+    whole.element_type = Float6E2M3FN
+    assert described(whole) == ((15, 6, 1), [4], [1])
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (2, 1, 0)])

@@ -1,5 +1,6 @@
 """Single instructions against definitions in Python, numpy and torch."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -278,6 +279,29 @@ def test_movmatrix_transposes():
     assert (found.view(np.uint16).reshape(8, 8) == x.T).all()
 
 
+@pytest.mark.parametrize("count", (1, 2, 4))
+def test_stmatrix_stores_transposed_matrices_of_bytes(count):
+    """Byte e of lane t of register n is element (t // 4 + 8 (e // 2), 2 (t % 4) + e % 2) of matrix n [16, 8]. Its transpose is stored:
+    lane 8 n + r has the address of row r."""
+    words = torch.randint(
+        -(2**31), 2**31, (4, 32), generator=torch.Generator().manual_seed(count), dtype=torch.int32
+    )
+    out = torch.zeros(64 * 16, dtype=torch.uint8)
+    names = ", ".join(f"%r{8 + n}" for n in range(count))
+    loads = "".join(f"ld.global.b32 %r{8 + n}, [%q3+{128 * n}];" for n in range(count))
+    run(
+        f"""cvt.u64.u32 %q2, %r0; mad.lo.s64 %q3, %q2, 4, %q0; {loads} mov.u32 %r3, shared_bytes; mad.lo.s32 %r4, %r0, 32, %r3;
+        stmatrix.sync.aligned.m16n8.x{count}.trans.shared.b8 [%r4], {{{names}}}; bar.warp.sync -1;
+        mad.lo.s64 %q5, %q2, 16, %q1; ld.shared.v4.b32 {{%r20, %r21, %r22, %r23}}, [%r4]; setp.lt.u32 %p1, %r0, {8 * count};
+        @%p1 st.global.v4.b32 [%q5], {{%r20, %r21, %r22, %r23}};""",
+        words, out, shared=1024,
+    )  # fmt: skip
+    want = torch.zeros(4, 8, 16, dtype=torch.uint8)
+    for n, t, e in itertools.product(range(count), range(32), range(4)):
+        want[n, 2 * (t % 4) + e % 2, t // 4 + 8 * (e // 2)] = words[n, t].item() >> 8 * e & 255
+    assert torch.equal(out[: 128 * count].view(count, 8, 16), want[:count])
+
+
 @pytest.mark.parametrize("transposed", (False, True))
 def test_ldmatrix_and_stmatrix_move_matrices(transposed):
     trans = ".trans" if transposed else ""
@@ -464,7 +488,7 @@ NOT_MODELLED = {
     "atom.global.max.f32 %f1, [%q0], %f2;": "this atomic",
     "atom.global.exch.b128 %q1, [%q0], %q2;": "this atomic",
     "add.sat.f16 %h1, %h2, %h3;": "sat is not modelled",
-    "cvt.rn.satfinite.s2f6x2.f32 %h1, %f1, %f2;": "the type .s2f6x2 is not modelled",
+    "cvt.rn.satfinite.s2f6x2.f32 %h1, %f1, %f2;": "is not modelled",
     "redux.sync.add.f32 %f1, %f2, -1;": "does not exist",
     "match.any.sync.b32 %r1, %r2, -1;": "match is not modelled",
     "cp.async.bulk.prefetch.tensor.4d.L2.global.im2col [%q0, {0, 0, 0, 0}];": "im2col is not modelled",

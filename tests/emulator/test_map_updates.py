@@ -26,7 +26,7 @@ CHANGES = (
 )  # fmt: skip
 
 
-def load(changes=CHANGES, copy=COPY, acquire=ACQUIRE):
+def load(changes=CHANGES, copy=COPY, acquire=ACQUIRE, update=UPDATE):
     """The box at (8, 0) of a tensor [8, 16], through a map that the kernel changes."""
     other = torch.zeros(4, 8, dtype=torch.int16)
     x, out, room = (
@@ -35,7 +35,7 @@ def load(changes=CHANGES, copy=COPY, acquire=ACQUIRE):
         tensor_map(other, (8, 4)),
     )
     room.zero_()
-    body = filled(UPDATE, changes=" ".join(changes), copy=copy, acquire=acquire)
+    body = filled(update, changes=" ".join(changes), copy=copy, acquire=acquire)
     body += filled(START + WAIT + OUT, bytes=256, rank=2, corner="8, 0", count=64)
     run(body, tensor_map(other, (8, 4), kind=1), x, out, room, shared=16512 + 128)
     return out.view(8, 8), x
@@ -43,6 +43,19 @@ def load(changes=CHANGES, copy=COPY, acquire=ACQUIRE):
 
 def test_a_changed_map_is_used():
     out, x = load()
+    assert torch.equal(out, x[:, 8:])
+
+
+@pytest.mark.parametrize(("words", "wrong"), [(16, None), (15, "nothing has written the whole tensor map")])
+def test_the_fields_of_a_map_are_in_its_first_half(words, wrong):
+    store = "st.shared.b32 [%r21], %r22;"
+    assert store in UPDATE
+    part = UPDATE.replace(store, f"setp.lt.u32 %p8, %r0, {words}; @%p8 {store}")
+    if wrong:
+        with pytest.raises(ExecutionError, match=wrong):
+            load(update=part)
+        return
+    out, x = load(update=part)
     assert torch.equal(out, x[:, 8:])
 
 

@@ -90,7 +90,7 @@ def body(n=32, b="%q44"):
 MISTAKES = {
     "no fence": ("wgmma.fence.sync.aligned;", "", "after the last wgmma.fence"),
     "written after the fence": (
-        "wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned; mov.b32 %r101, 0;", "after the last wgmma.fence",
+        "wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned; mov.b32 %r101, %r101;", "after the last wgmma.fence",
     ),
     "no wait": ("wgmma.wait_group.sync.aligned 0;", "", "accessed before its wait"),
     "a wait for too little": ("wait_group.sync.aligned 0;", "wait_group.sync.aligned 1;", "accessed before its wait"),
@@ -123,6 +123,15 @@ def test_misuse_is_an_error(mistake):
     with pytest.raises(ptx_emulator.ExecutionError, match=message):
         for seed in range(4):
             run(text, whole, integers(64, 16), torch.zeros(128, 16), threads=128, shared=8192 + 64, seed=seed)
+
+
+def test_a_kernel_may_rely_on_moves_behind_a_fence():
+    old, new, _ = MISTAKES["written after the fence"]
+    whole = image(integers(32, 64, seed=1), 1, False, 0, 1024, 8192)
+    found = [torch.zeros(128, 16) for _ in range(2)]
+    for out, text in zip(found, (body(), body().replace(old, new))):
+        run(text, whole, integers(64, 16), out, threads=128, shared=8192 + 64, assume=("wgmma.fence",))
+    assert torch.equal(*found) and found[0].any()
 
 
 def test_the_unbroken_body_passes():

@@ -56,12 +56,24 @@ def ranks(y: cute.Tensor, stream):
     _rank(y).launch(grid=(y.shape[0], 1, 1), block=(32, 1, 1), cluster=(2, 1, 1), stream=stream)
 
 
-def compiled_ranks(arch):
+@cute.jit
+def ranks_of_either(y: cute.Tensor, stream):
+    """As `ranks`; the launch prefers clusters of four."""
+    _rank(y).launch(
+        grid=(y.shape[0], 1, 1),
+        block=(32, 1, 1),
+        cluster=(4, 1, 1),
+        fallback_cluster=(2, 1, 1),
+        stream=stream,
+    )
+
+
+def compiled_ranks(arch, function=ranks):
     vector = make_fake_compact_tensor(Float32, (cute.sym_int(),))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --dump-dir {folder}"
-        return cute.compile(ranks, vector, stream, options=options)
+        return cute.compile(function, vector, stream, options=options)
 
 
 @functools.cache

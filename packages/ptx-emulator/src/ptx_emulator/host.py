@@ -8,6 +8,7 @@ parameters exactly as for a GPU, and its launches go to the emulator.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import tempfile
 import threading
@@ -30,7 +31,7 @@ INVALID_VALUE, RAISED = 1, -1  # cudaErrorInvalidValue; TVM-FFI's status for "an
 # The modelled values of cudaDeviceAttr, CUfunction_attribute, cudaFuncAttribute and cudaLaunchAttributeID.
 SHARED_OPTIN, SHARED_STATIC = 97, 1
 KERNEL_ATTRIBUTES = {8: "dynamic shared memory", 9: "carveout", 14: "cluster larger than is portable"}
-COOPERATIVE, CLUSTER, OVERLAP = 2, 4, 6
+COOPERATIVE, CLUSTER, OVERLAP, PREFERRED_CLUSTER = 2, 4, 6, 11
 
 
 class _Tensor(ctypes.Structure):  # DLTensor
@@ -74,6 +75,14 @@ _DTYPES = {  # (DLDataTypeCode, bits)
     torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16), torch.bool: (6, 8),
     torch.float8_e4m3fn: (10, 8), torch.float8_e4m3fnuz: (11, 8), torch.float8_e5m2: (12, 8), torch.float8_e5m2fnuz: (13, 8),
     torch.float8_e8m0fnu: (14, 8),
+}  # fmt: skip
+
+_DSL_TYPES = {  # name of the DSL's class -> (DLDataTypeCode, bits)
+    "Int4": (0, 4), "Int8": (0, 8), "Int16": (0, 16), "Int32": (0, 32), "Int64": (0, 64),
+    "Uint8": (1, 8), "Uint16": (1, 16), "Uint32": (1, 32), "Uint64": (1, 64), "Boolean": (6, 8),
+    "Float16": (2, 16), "BFloat16": (4, 16), "Float32": (2, 32), "TFloat32": (2, 32), "Float64": (2, 64),
+    "Float8E4M3FN": (10, 8), "Float8E5M2": (12, 8), "Float8E8M0FNU": (14, 8),
+    "Float6E2M3FN": (15, 6), "Float6E3M2FN": (16, 6), "Float4E2M1FN": (17, 4),
 }  # fmt: skip
 
 Argument: TypeAlias = "torch.Tensor | float | None | tuple[Argument, ...] | list[Argument]"
@@ -156,8 +165,9 @@ class Function:
         """Run the host code and its launches to their end.
 
         Args:
-            arguments: those of the DSL's function, with dense CPU tensors in place of GPU tensors; numbers, the DSL's too; None;
-                tuples and lists of all these.
+            arguments: those of the DSL's function, with dense CPU tensors in place of GPU tensors; the DSL's ``from_dlpack`` and
+                ``make_ptr`` of CPU tensors; numbers, the DSL's too; None; tuples and lists of all these. The memory behind a pointer
+                belongs to `device`'s ``tensors``.
 
         Raises:
             PtxError, ExecutionError: see `run`.
@@ -292,7 +302,8 @@ class Function:
                 cooperative = attribute.value[0] != 0
             elif attribute.identity == CLUSTER:
                 cluster = tuple(attribute.value[:3])
-            elif attribute.identity != OVERLAP:  # overlap is optional; launches run one after the other
+            # Both are optional: launches run one after the other, and all clusters have the extents that a launch must have.
+            elif attribute.identity not in (OVERLAP, PREFERRED_CLUSTER):
                 raise PtxError(
                     f"the host code sets cudaLaunchAttributeID {attribute.identity}, which is not modelled"
                 )
@@ -336,11 +347,14 @@ def _fill(value: _Any, argument: object) -> Any:
             raise ValueError(
                 f"expected a CPU tensor of a type that TVM-FFI knows, got {argument.dtype} on {argument.device}"
             )
-        code, bits = _DTYPES[argument.dtype]
-        shape, strides = ((c_int64 * max(argument.ndim, 1))(*x) for x in (argument.shape, argument.stride()))
-        tensor = _Tensor(argument.data_ptr(), _CUDA, 0, argument.ndim, code, bits, 1, shape, strides, 0)
-        value.kind, value.value.address = TENSOR, ctypes.addressof(tensor)
-        return tensor
+        return _fill_tensor(
+            value, argument.data_ptr(), (*_DTYPES[argument.dtype], 1), argument.shape, argument.stride()
+        )
+    elif _is_dsl_tensor(argument):
+        given: Any = argument
+        return _fill_tensor(value, given.data_ptr, *described(given))
+    elif hasattr(argument, "__tvm_ffi_opaque_ptr__"):  # TVM-FFI's protocol, of the DSL's pointers
+        value.kind, value.value.address = OPAQUE, int(argument.__tvm_ffi_opaque_ptr__())
     elif (
         type(argument).__name__ == "CUstream"
     ):  # of cuda-python; launches run one after the other on any stream
@@ -359,10 +373,60 @@ def _fill(value: _Any, argument: object) -> Any:
     return None
 
 
+def _fill_tensor(
+    value: _Any, address: int, kind: tuple[int, int, int], shape: Sequence[int], strides: Sequence[int]
+) -> _Tensor:
+    """Fill ``value`` with a tensor. ``kind``: DLDataTypeCode, bits and lanes."""
+    extents, steps = ((c_int64 * max(len(x), 1))(*x) for x in (shape, strides))
+    tensor = _Tensor(address, _CUDA, 0, len(shape), *kind, extents, steps, 0)
+    value.kind, value.value.address = TENSOR, ctypes.addressof(tensor)
+    return tensor
+
+
+def _is_dsl_tensor(argument: object) -> bool:
+    """Return whether this is a result of the DSL's ``from_dlpack``. Its ``__class__`` claims another class."""
+    return type(argument).__name__ == "_Tensor" and hasattr(argument, "element_type")
+
+
+def described(argument: Any) -> tuple[tuple[int, int, int], list[int], list[int]]:
+    """Return the type (DLDataTypeCode, bits, lanes), the shape and the strides of a DSL tensor, as its host code expects them.
+
+    Host code counts pairs of 4-bit floating-point numbers along the dimension whose stride is always 1.
+    """
+    name, shape, strides = argument.element_type.__name__, list(argument.shape), list(argument.stride)
+    if made := getattr(argument, "_tvm_ffi_tensor", None):  # of ``enable_tvm_ffi``: it keeps its own type
+        return (made.dtype.type_code, made.dtype.bits, made.dtype.lanes), shape, strides
+    if name not in _DSL_TYPES:
+        raise ValueError(f"a tensor of {name}: expected one of {', '.join(_DSL_TYPES)}")
+    code, bits = _DSL_TYPES[name]
+    if name != "Float4E2M1FN":
+        return (code, bits, 1), shape, strides
+    fixed = [
+        n
+        for n, (stride, free) in enumerate(zip(strides, argument.dynamic_strides_mask))
+        if stride == 1 and not free
+    ]
+    if not fixed:
+        raise ValueError(
+            f"a tensor of {name}: expected a dimension whose stride is always 1, got strides {strides}"
+        )
+    shape = [extent // 2 if n == fixed[0] else extent for n, extent in enumerate(shape)]
+    strides = [stride if n == fixed[0] else stride // 2 for n, stride in enumerate(strides)]
+    return (code, bits, 2), shape, strides
+
+
 def _tensors_of(argument: object) -> list[torch.Tensor]:
     """Return the tensors of an argument, those in tuples and lists included."""
     if isinstance(argument, (tuple, list)):
         return [x for one in argument for x in _tensors_of(one)]
+    if _is_dsl_tensor(argument):
+        given: Any = argument
+        if not math.prod(given.shape):
+            return []
+        given.load_dltensor()
+        step = -(-given._dltensor_wrapper.dtype.width // 8)  # bytes of an element of the tensor behind it
+        size = step * (1 + sum((extent - 1) * stride for extent, stride in zip(given.shape, given.stride)))
+        return [torch.frombuffer((c_uint8 * size).from_address(given.data_ptr), dtype=torch.uint8)]
     return [argument] if isinstance(argument, torch.Tensor) else []
 
 

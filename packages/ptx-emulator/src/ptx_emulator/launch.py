@@ -6,6 +6,7 @@ import gc
 import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -29,6 +30,7 @@ from ptx_emulator.compiled.program import CompiledProgram
 from ptx_emulator.compiled.warp import CompiledWarp
 from ptx_emulator.decode import Decoder
 from ptx_emulator.errors import PtxError
+from ptx_emulator.halves import without_undefined_halves
 from ptx_emulator.machine import Machine, Program
 from ptx_emulator.memory import GlobalMemory, Region
 from ptx_emulator.parser import Module, parse
@@ -43,7 +45,9 @@ _FORMATS |= {"b8": "B", "b16": "H", "b32": "I", "b64": "Q", "f32": "f", "f64": "
 #:
 #: - "tcgen05.ld": the assembler waits for a register of a `tcgen05.ld` where an instruction reads it, without `wait::ld`.
 #: - "swizzle": an operand may start anywhere in its swizzle pattern with base offset 0, because the bits of its addresses count.
-ASSUMPTIONS = ("tcgen05.ld", "swizzle")
+#: - "setmaxnreg": warps of a warpgroup may execute different `setmaxnreg`.
+#: - "wgmma.fence": moves to registers of a wgmma may lie between it and its `wgmma.fence`. LLVM places moves there.
+ASSUMPTIONS = ("tcgen05.ld", "swizzle", "setmaxnreg", "wgmma.fence")
 
 #: Programs that a process keeps, with their decoded instructions and machine code.
 PROGRAMS = 16
@@ -88,7 +92,8 @@ def kernel_of(ptx: str, name: str | None) -> Decoder:
         (name,) = kernels
     if name not in kernels:
         raise PtxError(f"name: expected one of the entries {', '.join(kernels)}, got {name}")
-    return Decoder(kernels[name])
+    kernel = kernels[name]
+    return Decoder(replace(kernel, instructions=without_undefined_halves(kernel.instructions)))
 
 
 @lru_cache(maxsize=PROGRAMS)
@@ -176,7 +181,7 @@ def run(
     if unknown := set(races) - {"shared", "global"}:
         raise ValueError(f"races: expected 'shared' and 'global', got {sorted(unknown)}")
     if unknown := set(assume) - set(ASSUMPTIONS):
-        raise ValueError(f"assume: expected {' and '.join(ASSUMPTIONS)}, got {sorted(unknown)}")
+        raise ValueError(f"assume: expected some of {', '.join(ASSUMPTIONS)}, got {sorted(unknown)}")
     if "global" in races:
         memory.watch()
     count = grid[0] * grid[1] * grid[2]

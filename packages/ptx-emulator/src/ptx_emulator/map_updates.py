@@ -102,13 +102,15 @@ def _tensormap(d: Decoder, i: Instruction) -> Execute:
 
 
 def _read(w: Warp, space: str, place: int, lanes: int) -> tuple[Array, bool]:
-    """Return the words of a map, and whether some are undefined."""
+    """Return the words of a map, and whether some of its fields are undefined. Its second half has none (`tensors.decoded`), and kernels
+    do not initialize it."""
     if place % 64:
         w.fail(f"tensor map: address {place:#x} is not aligned to 64 bytes")
     parts = [
         gather_from(w, space, np.array([place + n]), 4, 4, lanes, False) for n in range(0, MAP_BYTES, 16)
     ]
-    return np.concatenate([x[0] for x, _ in parts]), any(missing is not None for _, missing in parts)
+    fields = len(parts) // 2
+    return np.concatenate([x[0] for x, _ in parts]), any(missing is not None for _, missing in parts[:fields])
 
 
 def _write(w: Warp, space: str, place: int, words: Array, lanes: int) -> None:

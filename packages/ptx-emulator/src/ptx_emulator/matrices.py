@@ -74,20 +74,39 @@ def _from_lanes(words: Array, transposed: bool) -> Array:
     return np.ascontiguousarray(matrices.transpose(0, 2, 1)) if transposed else matrices
 
 
+def _bytes_from_lanes(words: Array) -> Array:
+    """Convert registers [count, 32] to the rows [8 count, 16] of transposed 16x8 matrices of bytes.
+
+    Byte e of lane t is in row 2 (t % 4) + e % 2 and column t // 4 + 8 (e // 2).
+    """
+    parts = words.view(np.uint8).reshape(len(words), 8, 4, 2, 2)
+    return np.ascontiguousarray(parts.transpose(0, 2, 4, 3, 1)).reshape(-1, 16)
+
+
 @handler("stmatrix")
 def _stmatrix(d: Decoder, i: Instruction) -> Execute:
-    count, transposed = _matrix(d, i)
+    if "b8" in i.modifiers:
+        d.only(
+            i.modifiers, "sync", "aligned", "m16n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b8"
+        )
+        if "m16n8" not in i.modifiers or "trans" not in i.modifiers:
+            d.refuse("stmatrix of bytes: expected .m16n8 with .trans")
+        size, of_lanes = 1, _bytes_from_lanes
+        count = next((int(m[1]) for m in i.modifiers if m in ("x1", "x2", "x4")), 0)
+    else:
+        count, transposed = _matrix(d, i)
+        size, of_lanes = 2, lambda words: _from_lanes(words, transposed).reshape(-1, 8)
     base, offset = d.address(i.operands[0], "b32")
     sources = d.sources(i.operands[1], "b32")
 
     def store(w: Warp, lanes: int) -> None:
         rows = addresses(w, base, offset, (1 << 8 * count) - 1)
-        values = _from_lanes(np.stack([w.regs[s] for s in sources]), transposed).reshape(-1, 8)
+        values = of_lanes(np.stack([w.regs[s] for s in sources]))
         missing = None
         if any(w.unknown[s] for s in sources):
             words = np.stack([np.where(BOOLS[w.unknown[s]], FULL, 0).astype(np.uint32) for s in sources])
-            missing = _from_lanes(words, transposed).reshape(-1, 8) != 0
-        scatter(w, "shared", rows, 2, values, missing)
+            missing = of_lanes(words) != 0
+        scatter(w, "shared", rows, size, values, missing)
 
     return aligned(store)
 
@@ -559,7 +578,7 @@ def _wgmma_mma(d: Decoder, i: Instruction) -> Execute:
     descriptors = [b] if in_registers else [b, *a]
 
     def multiply(w: Warp, lanes: int) -> None:
-        if w.written_since_fence(touched):
+        if w.written_since_fence(touched) and "wgmma.fence" not in w.machine.assume:
             w.fail("registers of this wgmma were written after the last wgmma.fence")
         if in_registers and not w.flight.keys().isdisjoint(a):
             w.fail("A in registers is the accumulator of a wgmma in flight")

@@ -104,10 +104,14 @@ def conversion(modifiers: tuple[str, ...]) -> Conversion | None:
     """
     *how, result, source = modifiers
     relu = "relu" in how
-    known = {name + "x2" for name in (*FORMATS, "ue8m0")}
+    known = {name + "x2" for name in (*FORMATS, "ue8m0", "s2f6")}
     if result not in known and source not in known:
         return None
     refused = PtxError(f"cvt.{'.'.join(modifiers)} is not modelled")
+    if SCALED in how:
+        return _scaled(how, result, source, refused)
+    if "s2f6x2" in (result, source):
+        raise refused
     if source in known:
         if how not in (["rn"], ["rn", "relu"]) or (relu and source == "ue8m0x2"):
             raise refused
@@ -132,6 +136,38 @@ def conversion(modifiers: tuple[str, ...]) -> Conversion | None:
     if source == ("bf16x2" if result == "ue8m0x2" else "f16x2"):
         return lambda words: packed(*_halves(words, source)), pair, ("b32",)
     raise refused
+
+
+SCALED = "scaled::n2::ue8m0"  # the result is multiplied by a power of 2, one for each of the pair
+
+
+def _scaled(how: list[str], result: str, source: str, refused: PtxError) -> Conversion:
+    """Return a conversion to bf16x2 that multiplies by powers of 2. s2f6 is an integer of 8 bits in units of 1/64."""
+    if (
+        result != "bf16x2"
+        or source == "ue8m0x2"
+        or how[0] != "rn"
+        or set(how[1:]) - {SCALED, "satfinite", "relu"}
+    ):
+        raise refused
+    width = FORMATS[source[:-2]].width if source != "s2f6x2" else 8
+    values = np.arange(256).astype(np.int8) / 64 if source == "s2f6x2" else FORMATS[source[:-2]].values
+    largest = np.float32(float.fromhex("0x1.fep127"))
+
+    def element(code: Array, scale: Array) -> Array:
+        exact = np.ldexp(values[code & len(values) - 1], scale.astype(np.int32) - 127)
+        x = np.where(scale == 255, np.nan, exact).astype(np.float32)
+        if "relu" in how:
+            x = np.where(np.signbit(x) & ~np.isnan(x), np.float32(0), x)
+        if "satfinite" in how:
+            x = np.where(np.isnan(x), x, np.clip(x, -largest, largest))
+        return floats.bf16_bits(x)
+
+    def pair(codes: Array, scales: Array) -> Array:
+        high = element(codes >> width, scales >> 8)
+        return high << np.uint32(16) | element(codes & (1 << width) - 1, scales & 255)
+
+    return pair, "b32", ("b8" if width == 4 else "b16", "b16")
 
 
 def _widening(source: str, result: str, relu: bool, refused: PtxError) -> Conversion:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ptx_emulator.access import addresses, cta_at, mbarrier_at
 from ptx_emulator.decode import Decoder, Execute, handler
-from ptx_emulator.lanes import BOOLS, INDICES, to_bits
+from ptx_emulator.lanes import INDICES, to_bits
 from ptx_emulator.machine import Warp
 from ptx_emulator.memory import CTA_BITS
 from ptx_emulator.parser import Instruction, Sink, Vector
@@ -108,9 +108,9 @@ def _first_cta(d: Decoder, i: Instruction) -> Execute:
 
     def query(w: Warp, lanes: int) -> None:
         words = np.ascontiguousarray(w.regs[source]).view(np.uint32).reshape(32, 4)
-        if (words[:, 0][BOOLS[lanes]] == 0).any() and not w.unknown[source] & lanes:
-            w.fail("get_first_ctaid of a response that cancelled no cluster")
+        # Compilers query before they branch: the result is undefined, and only its use is an error.
+        unknown = w.unknown[source] | to_bits(words[:, 0] == 0)
         for n, to in targets.items():
-            w.put(to, np.ascontiguousarray(words[:, 1 + n]), w.unknown[source], lanes)
+            w.put(to, np.ascontiguousarray(words[:, 1 + n]), unknown, lanes)
 
     return query

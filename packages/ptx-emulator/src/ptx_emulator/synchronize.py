@@ -143,17 +143,19 @@ def check_proxy(
     units: Array | slice,
     owner: Cta | None = None,
     words: Array | None = None,
+    access: str = "reads",
 ) -> None:
-    """Check a read of the async proxy against earlier writes of the generic proxy (PTX ISA, "Proxies").
+    """Check an access of the async proxy against earlier writes of the generic proxy (PTX ISA, "Proxies").
 
     A `fence.proxy.async` is required between them: of the thread that wrote, or of one that the write happens before, and before
     the read. Where races are not checked, any thread of the CTA counts.
 
     Args:
         space: "shared" or "global".
-        units: the 16-byte units that are read, counted from ``region.base``.
+        units: the 16-byte units that are accessed, counted from ``region.base``.
         owner: the CTA whose shared memory is read, by default the warp's. Fences of its threads count, too.
         words: the words of 4 bytes of ``units``, if the caller has them.
+        access: "reads" or "writes".
     """
     if isinstance(units, slice):
         units = np.arange(units.start, units.stop)
@@ -161,7 +163,7 @@ def check_proxy(
         here = (units[:, None] * 4 + np.arange(4)).reshape(-1) if words is None else words
         if region.shadow.unfenced(w, here, _SECTIONS[space]):
             w.fail(
-                f"the async proxy reads {region.name} after a write of the generic proxy without a fence.proxy.async between them "
+                f"the async proxy {access} {region.name} after a write of the generic proxy without a fence.proxy.async between them "
                 "(of the writing thread, or of one that is ordered behind it)"
             )
     late = region.written[units] > max(w.cta.fences[space], (owner or w.cta).fences[space])
@@ -170,7 +172,7 @@ def check_proxy(
         own = np.array([w.machine.fences.get(int(cta), 0) if space == "global" else 0 for cta in writers])
         if (region.written[units][late] > own).any():
             w.fail(
-                f"the async proxy reads {region.name} after a write of the generic proxy without a fence.proxy.async between them"
+                f"the async proxy {access} {region.name} after a write of the generic proxy without a fence.proxy.async between them"
             )
 
 

@@ -343,6 +343,7 @@ class Store:
             w.fail(
                 f"an undefined value is stored to {self.region.name}: it depends on a value that nothing has written yet"
             )
+        check_proxy(w, "global", self.region, units(self.region, origins), access="writes")
         self.read_words = words(shared, places, size)
         if shared.shadow is not None:
             shared.shadow.start_reading(self.read_words)

@@ -192,6 +192,8 @@ def _ldmatrix(d: Decoder, i: Instruction) -> Form | None:
 
 @form("stmatrix")
 def _stmatrix(d: Decoder, i: Instruction) -> Form | None:
+    if "b8" in i.modifiers:
+        return None
     count, transposed = _matrices(i)
     sources = d.sources(i.operands[1], "b32")
     base, base_size, offset = _base(d, i, 0, "shared")
