@@ -1,5 +1,5 @@
 """Shared by all test folders: the plugin of the conformance kit, the marker `arch`, the fixture `install`, and summary lines
-about tests that were skipped because their GPU is missing."""
+about tests that were skipped because their GPU is missing. Tests marked `nightly` run with `--nightly` only, and the others without."""
 
 from __future__ import annotations
 
@@ -21,7 +21,22 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run the tests marked nightly, and no others")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen, others = [], []
+    for item in items:
+        is_chosen = (item.get_closest_marker("nightly") is not None) == config.getoption("--nightly")
+        (chosen if is_chosen else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = chosen
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "nightly: takes long, so only `nox -s nightly` runs it")
     config.addinivalue_line(
         "markers",
         "arch(*capabilities): the test runs on a GPU of one of these compute capabilities, such as (9, 0); without "

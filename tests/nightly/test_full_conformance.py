@@ -1,6 +1,7 @@
 """The full conformance kit on the emulated kernels of kda-sm90 and kda-sm100: ``python -m nox -s nightly``.
 
-It takes hours, so the folder is not among the tests of every change; these run a reduced set (`helpers.emulated_cases`).
+It takes hours, so the folder is not among the tests of every change; these run a reduced set (`helpers.emulated_cases`). The same session
+runs the tests of other folders that are marked `nightly`.
 """
 
 from typing import Any, ClassVar
@@ -11,6 +12,8 @@ from kda_core.testing.conformance import BackendConformance
 from kda_cute.testing.emulation import emulated
 from kda_sm90.config import ARCH
 from kda_sm100.config import ARCHS
+
+pytestmark = pytest.mark.nightly
 
 
 class EmulatedConformance(BackendConformance):

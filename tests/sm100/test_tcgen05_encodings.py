@@ -3,6 +3,7 @@ PTX ISA's tables."""
 
 import pytest
 import torch
+from helpers.nightly import nightly
 
 import ptx_emulator
 from ptx_emulator import tensor_memory
@@ -93,7 +94,7 @@ def decoded(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("C", (64, 32))
+@pytest.mark.parametrize("C", (nightly(64), 32))
 @pytest.mark.parametrize("name", ("w", "kg", "aqk"))
 def test_descriptors_equal_those_of_the_dsl(name, C, decoded):
     from helpers.emulator.gemm_kernel import M, compiled

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import pytest
 from helpers.emulated_cases import BOUNDS, EmulatedCases
+from helpers.nightly import nightly
 from helpers.support import listed, modules_after
 
 from kda_core import chunk_kda
@@ -19,8 +20,8 @@ class TestSm90(EmulatedCases):
     # memory would report that as a race.
     options: ClassVar = {"races": ("shared",)}
 
-    @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
-    @pytest.mark.parametrize("family", ("slow", "memory"))
+    @pytest.mark.parametrize("bounds", (BOUNDS[0], *map(nightly, BOUNDS[1:])), ids=str)
+    @pytest.mark.parametrize("family", ("slow", nightly("memory")))
     def test_packed(self, kda, bounds, family):
         super().test_packed(kda, bounds, family)
 
