@@ -34,7 +34,7 @@ def test_bounded_gate(chunk, warpgroups, T):
     check(make_inputs("slow", T, H=1), chunk, warpgroups)
 
 
-@pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 1), *starmap(nightly, [(64, 2), (32, 1)]), (32, 2)])
+@pytest.mark.parametrize(("chunk", "warpgroups"), [*starmap(nightly, [(64, 1), (64, 2), (32, 1)]), (32, 2)])
 def test_softplus_gate_that_is_steep_enough_to_refine_rows(chunk, warpgroups):
     x = make_inputs("mixed", 160, H=1, initial_state=True)
     g = log_decay(*(x.arguments[n] for n in ("g", "A_log", "dt_bias")))
@@ -43,7 +43,8 @@ def test_softplus_gate_that_is_steep_enough_to_refine_rows(chunk, warpgroups):
     check(x, chunk, warpgroups)
 
 
-@pytest.mark.parametrize(("chunk", "warpgroups"), [nightly(64, 1), (32, 2)])
+@pytest.mark.nightly  # every change runs a case of `test_calibration`
+@pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 1), (32, 2)])
 def test_precomputed_gates_with_masks(chunk, warpgroups):
     check(make_inputs("masked", 100, H=1, HV=2), chunk, warpgroups, intra_chunk_ctas=2, queues=2)
 
@@ -53,8 +54,9 @@ def test_bounded_gate_in_the_variant_that_votes(family):
     check(make_inputs(family, 72, H=1), 64, 1, unbounded=True)
 
 
-@pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 2), nightly(32, 1)])
-@pytest.mark.parametrize("v_first", (nightly(False), True), ids=("kv", "vk"))
+@pytest.mark.nightly  # every change runs a case of `test_calibration`
+@pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 2), (32, 1)])
+@pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
 def test_packed_sequences_split_across_queues(chunk, warpgroups, v_first):
     lengths = (0, 63, 1, 96, 0, 65)
     x = make_inputs(
@@ -133,7 +135,8 @@ def test_segments_split_across_queues(family, chunk, v_first):
     assert error(state, want[1], state=True) <= limits[1]
 
 
-@pytest.mark.parametrize("columns", (8, nightly(16)))
+@pytest.mark.nightly  # every change runs a case of `test_calibration`
+@pytest.mark.parametrize("columns", (8, 16))
 def test_merge_of_segments(columns):
     """Sequences of 3, 1, 0, 2 and 5 segments, in fp32 against fp64. The first start of each sequence stays unchanged, and the last
     exit and transition are not used. The number of columns of a CTA changes no bit."""

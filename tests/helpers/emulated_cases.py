@@ -75,13 +75,13 @@ class EmulatedBackend:
 
 
 class EmulatedCases(EmulatedBackend):
-    """The reduced set."""
+    """The reduced set of prefills."""
 
-    @pytest.mark.parametrize("T", (nightly(1), 70))
+    @pytest.mark.parametrize("T", (1, nightly(70)))
     def test_base(self, kda, T):
         kda.compare(kda.case(PLAIN, T, H=3))
 
-    @pytest.mark.parametrize("T", (0, 1, *map(nightly, (15, 17, 64)), 130))
+    @pytest.mark.parametrize("T", (0, *map(nightly, (1, 15, 17, 64)), 130))
     def test_length(self, kda, T):
         kda.agrees(kda.case("slow", T, H=1, initial_state=True))
 
@@ -102,8 +102,10 @@ class EmulatedCases(EmulatedBackend):
         "form",
         (
             "bf16 g",
-            "no l2norm",
-            *map(nightly, ("no A_log", "softplus, no dt_bias", "fp32 beta", "negative eigenvalues")),
+            *map(
+                nightly,
+                ("no A_log", "softplus, no dt_bias", "fp32 beta", "negative eigenvalues", "no l2norm"),
+            ),
         ),
     )
     def test_form(self, kda, form):
@@ -126,6 +128,42 @@ class EmulatedCases(EmulatedBackend):
 
     def test_segments(self, kda):
         KIT.test_segments(kda, "memory")
+
+    def test_prefill_of_strided_views(self, kda):
+        x = kda.inputs("slow", 17, H=1)
+        wide = torch.cat([x["q"], x["k"], x["v"]], -1)
+        views = dict(zip("qkv", wide.split(128, -1)))
+        assert not views["q"].is_contiguous()
+        assert torch.equal(kda(x | views)[0], kda(x)[0])
+
+    def test_prefills_of_strided_views_like_an_earlier_one(self, kda):
+        """Their states are tensors of their own, whose addresses are those of a pool for the kernel."""
+        calls = [kda.inputs("slow", 17, H=1, initial_state=True, seed=seed) for seed in range(4)]
+        given = {"output_final_state": True}
+        for x in calls:
+            wide = torch.cat([x["q"], x["k"], x["v"]], -1)
+            with record_calls() as ran:
+                found = kda(x | dict(zip("qkv", wide.split(128, -1))), **given)
+            kda.assert_ran(ran, "chunk_fwd")
+            assert same(found, kda(x, **given))
+
+    @pytest.mark.nightly
+    def test_poisoned_outputs_and_workspace(self, kda):
+        KIT.test_poisoned_outputs_and_workspace(kda)
+
+    @pytest.mark.nightly
+    def test_no_initial_state_is_zeros(self, kda):
+        KIT.test_no_initial_state_is_zeros(kda, "mixed")
+
+    def test_a_pinned_sequence_has_the_same_bits_alone_and_in_a_batch(self, kda):
+        x = kda.inputs("slow", 70, B=2, H=1, initial_state=True)
+        o, state = kda(x, output_final_state=True, pin=True)
+        one = x | {n: x[n][1:] for n in ("q", "k", "v", "g", "beta", "initial_state")}
+        assert same(kda(one, output_final_state=True, pin=True), (o[1:], state[1:]))
+
+
+class SharedKernelCases(EmulatedBackend):
+    """The reduced set of calls that the kernels of kda-cute serve: decoding, records of tokens, verification; and of bound calls."""
 
     @pytest.mark.parametrize("v_first", (nightly(False), True), ids=("kv", "vk"))
     @pytest.mark.parametrize("family", FAMILIES)
@@ -230,37 +268,5 @@ class EmulatedCases(EmulatedBackend):
     def test_decode_of_strided_views(self, kda):
         KIT.test_strided_views(kda, "decode")
 
-    def test_prefill_of_strided_views(self, kda):
-        x = kda.inputs("slow", 17, H=1)
-        wide = torch.cat([x["q"], x["k"], x["v"]], -1)
-        views = dict(zip("qkv", wide.split(128, -1)))
-        assert not views["q"].is_contiguous()
-        assert torch.equal(kda(x | views)[0], kda(x)[0])
-
-    def test_prefills_of_strided_views_like_an_earlier_one(self, kda):
-        """Their states are tensors of their own, whose addresses are those of a pool for the kernel."""
-        calls = [kda.inputs("slow", 17, H=1, initial_state=True, seed=seed) for seed in range(4)]
-        given = {"output_final_state": True}
-        for x in calls:
-            wide = torch.cat([x["q"], x["k"], x["v"]], -1)
-            with record_calls() as ran:
-                found = kda(x | dict(zip("qkv", wide.split(128, -1))), **given)
-            kda.assert_ran(ran, "chunk_fwd")
-            assert same(found, kda(x, **given))
-
     def test_decoding_with_the_bits_of_prefill(self, kda):
         KIT.test_decoding_with_the_bits_of_prefill(kda)
-
-    @pytest.mark.nightly
-    def test_poisoned_outputs_and_workspace(self, kda):
-        KIT.test_poisoned_outputs_and_workspace(kda)
-
-    @pytest.mark.nightly
-    def test_no_initial_state_is_zeros(self, kda):
-        KIT.test_no_initial_state_is_zeros(kda, "mixed")
-
-    def test_a_pinned_sequence_has_the_same_bits_alone_and_in_a_batch(self, kda):
-        x = kda.inputs("slow", 70, B=2, H=1, initial_state=True)
-        o, state = kda(x, output_final_state=True, pin=True)
-        one = x | {n: x[n][1:] for n in ("q", "k", "v", "g", "beta", "initial_state")}
-        assert same(kda(one, output_final_state=True, pin=True), (o[1:], state[1:]))

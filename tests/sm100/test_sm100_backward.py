@@ -58,8 +58,9 @@ class TestGradients(EmulatedBackend):
 
     @pytest.mark.parametrize(
         "form",
-        ("no l2norm", *map(nightly, ("softplus, no dt_bias", "bf16 g", "fp32 beta", "negative eigenvalues"))),
+        ("softplus, no dt_bias", "bf16 g", "fp32 beta", "negative eigenvalues", "no l2norm"),
     )
+    @pytest.mark.nightly
     def test_form(self, kda, form):
         KIT.test_gradients_of_a_form(kda, form)
 
@@ -67,11 +68,13 @@ class TestGradients(EmulatedBackend):
     def test_state_layouts(self, kda):
         KIT.test_gradients_of_state_layouts(kda, (0, 17, 17, 64, 130))
 
-    @pytest.mark.parametrize("exponent", (nightly(-20), 20))
+    @pytest.mark.nightly
+    @pytest.mark.parametrize("exponent", (-20, 20))
     def test_scale(self, kda, exponent):
         KIT.test_gradients_at_a_scale(kda, "steep", exponent)
 
-    @pytest.mark.parametrize("disable_recompute", (nightly(False), True))
+    @pytest.mark.nightly
+    @pytest.mark.parametrize("disable_recompute", (False, True))
     def test_segments_that_save_states(self, kda, disable_recompute):
         KIT.test_segments_that_save_states(kda, disable_recompute)
 
@@ -110,13 +113,14 @@ def test_slabs_of_512_tokens_change_no_bit_of_the_gradients_of_tokens():
     assert not differences(gradients(x, *outputs, spacing=0, slab_slots=1), want)
 
 
-def test_slabs_of_64_tokens_change_no_bit_of_the_gradients_of_tokens():
+@pytest.mark.parametrize("long", (140, nightly(330)))
+def test_slabs_of_64_tokens_change_no_bit_of_the_gradients_of_tokens(long):
     """As above, with what a forward saves every 64 tokens."""
-    x, given = case("slow", 350, H=1, lengths=(0, 330, 20, 0))
+    x, given = case("slow", long + 20, H=1, lengths=(0, long, 20, 0))
     outputs = given.grad_o, given.grad_final_state
     want = gradients(x, *outputs, spacing=512)
     check_errors(want, given)
-    assert not differences(gradients(x, *outputs, spacing=64, slab_slots=2), want)
+    assert not differences(gradients(x, *outputs, spacing=64, slab_slots=2 if long > 200 else 1), want)
 
 
 @pytest.mark.parametrize(("T", "HV"), ((70, 1), nightly(130, 2)))

@@ -5,7 +5,7 @@ No Blackwell GPU has run the kernels yet. `test_sm100_conformance` is for the fi
 
 import pytest
 import torch
-from helpers.emulated_cases import KIT, EmulatedCases
+from helpers.emulated_cases import KIT, EmulatedCases, SharedKernelCases
 
 from kda_core.serving import Journal, verify_kda
 from kda_core.testing import error, token_oracle
@@ -16,7 +16,7 @@ from kda_cute.testing.emulation import emulated
 from kda_sm100.config import ARCHS
 
 
-class TestSm100(EmulatedCases):
+class TestSm100(EmulatedCases, SharedKernelCases):
     backend, arch = "sm100", ARCHS[0]
 
     def test_long_sequences_reuse_the_rings(self, kda):
