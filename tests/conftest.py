@@ -1,5 +1,5 @@
 """Shared by all test folders: the plugin of the conformance kit, the marker `arch`, the fixture `install`, and summary lines
-about tests that were skipped because their GPU is missing. Tests marked `nightly` run with `--nightly` only, and the others without."""
+about tests that were skipped because their GPU is missing. Tests marked `nightly` run with ``--nightly``, the others without it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="run the tests marked nightly, and no others")
+    parser.addoption(
+        "--nightly", action="store_true", help="run only the tests marked nightly and those of tests/nightly"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen, others = [], []
+    """Selects by the marker `nightly`. Nothing but the nightly session collects the folder of this name."""
+    nightly, chosen, others = config.getoption("--nightly"), [], []
     for item in items:
-        is_chosen = (item.get_closest_marker("nightly") is not None) == config.getoption("--nightly")
+        is_marked = item.get_closest_marker("nightly") is not None
+        is_chosen = is_marked or item.path.parent.name == "nightly" if nightly else not is_marked
         (chosen if is_chosen else others).append(item)
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = chosen
+    config.hook.pytest_deselected(items=others)
+    items[:] = chosen
 
 
 def pytest_configure(config: pytest.Config) -> None:

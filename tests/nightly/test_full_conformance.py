@@ -13,8 +13,6 @@ from kda_cute.testing.emulation import emulated
 from kda_sm90.config import ARCH
 from kda_sm100.config import ARCHS
 
-pytestmark = pytest.mark.nightly
-
 
 class EmulatedConformance(BackendConformance):
     """Base of the test class of a backend. Attributes as in `helpers.emulated_cases.EmulatedBackend`."""
