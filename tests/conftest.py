@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 _FROZEN: set[str] = set()
 #: Parsed and decoded kernels are many objects that stay. With Python's own thresholds, collections took a tenth of the time of emulated tests.
-gc.set_threshold(50_000, 20, 20)
+gc.set_threshold(50_000, 20, 100)
 
 
 def _spare_the_collector() -> None:

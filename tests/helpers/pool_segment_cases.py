@@ -88,6 +88,7 @@ class PoolSegmentCases(EmulatedBackend):
                 found[copies] = self.run(given, PLAN), pool.bits()
         assert all(map(torch.equal, found[True], found[False]))
 
+    @pytest.mark.nightly
     def test_windows_and_strided_inputs_agree_with_a_direct_call(self, kda, monkeypatch, uncopied):
         """Windows of at most 64 tokens continue sequence 0 twice, and checkpoints lie at the ends of segments and inside of them."""
         uncopied()

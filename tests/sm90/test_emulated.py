@@ -24,6 +24,11 @@ class TestSm90(EmulatedCases):
     def test_segments(self, kda):
         super().test_segments(kda)
 
+    @pytest.mark.nightly  # the host's part of kda-sm100 has the same code
+    @pytest.mark.parametrize("states", (False, True))
+    def test_calls_like_an_earlier_one(self, host, states):
+        super().test_calls_like_an_earlier_one(host, states)
+
     @pytest.mark.parametrize("bounds", (BOUNDS[0], *map(nightly, BOUNDS[1:])), ids=str)
     @pytest.mark.parametrize("family", ("slow", nightly("memory")))
     def test_packed(self, kda, bounds, family):
