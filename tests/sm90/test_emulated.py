@@ -24,7 +24,7 @@ class TestSm90(EmulatedCases):
     def test_segments(self, kda):
         super().test_segments(kda)
 
-    @pytest.mark.nightly  # the host's part of kda-sm100 has the same code
+    @pytest.mark.nightly  # the host's code is the same for all GPU backends
     @pytest.mark.parametrize("states", (False, True))
     def test_calls_like_an_earlier_one(self, host, states):
         super().test_calls_like_an_earlier_one(host, states)
@@ -41,7 +41,7 @@ class TestSm90(EmulatedCases):
 
 @pytest.mark.nightly
 class TestSharedKernels(SharedKernelCases):
-    """The kernels are those of kda-sm100, with whom every change runs them all."""
+    """The kernels of kda-cute are the same for all GPU backends. Every change runs them with the newest one."""
 
     backend, arch, options = TestSm90.backend, TestSm90.arch, TestSm90.options
 
