@@ -295,10 +295,12 @@ def compile(session: nox.Session) -> None:
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """The full conformance kit on the emulated kernels of kda-sm90 and kda-sm100, which takes hours. ``-- tests/nightly -k TestSm100``
-    selects a backend."""
+    """The full conformance kit on the emulated kernels of kda-sm90 and kda-sm100, and the emulated tests that are marked `nightly`,
+    which takes hours. ``-- tests/nightly -k TestSm100`` selects the kit on one backend."""
     install_all(session)
-    pytest(session, "tests/nightly", "-n", "auto", "--dist", "worksteal")
+    folders = ("tests/nightly", "tests/emulator", "tests/sm90", "tests/sm100")
+    chosen = session.posargs or (*folders, "-n", "auto", "--dist", "worksteal")
+    session.run("python", "-m", "pytest", "--nightly", *chosen, env=test_environment())
 
 
 def first_light(session: nox.Session, arch: str) -> None:

@@ -1,5 +1,5 @@
 """Shared by all test folders: the plugin of the conformance kit, the marker `arch`, the fixture `install`, and summary lines
-about tests that were skipped because their GPU is missing."""
+about tests that were skipped because their GPU is missing. Tests marked `nightly` run with ``--nightly``, the others without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,25 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--nightly", action="store_true", help="run only the tests marked nightly and those of tests/nightly"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Selects by the marker `nightly`. Nothing but the nightly session collects the folder of this name."""
+    nightly, chosen, others = config.getoption("--nightly"), [], []
+    for item in items:
+        is_marked = item.get_closest_marker("nightly") is not None
+        is_chosen = is_marked or item.path.parent.name == "nightly" if nightly else not is_marked
+        (chosen if is_chosen else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = chosen
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "nightly: takes long, so only `nox -s nightly` runs it")
     config.addinivalue_line(
         "markers",
         "arch(*capabilities): the test runs on a GPU of one of these compute capabilities, such as (9, 0); without "
@@ -30,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _FROZEN: set[str] = set()
+#: Parsed and decoded kernels are many objects that stay. With Python's own thresholds, collections took a tenth of the time of emulated tests.
+gc.set_threshold(50_000, 20, 100)
 
 
 def _spare_the_collector() -> None:

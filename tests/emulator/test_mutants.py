@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.emulator import prefill
+from helpers.nightly import nightly
 
 import ptx_emulator
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
@@ -128,7 +129,7 @@ def test_mutants_are_noticed(mutant, monkeypatch):
     assert how == WRONG
 
 
-@pytest.mark.parametrize(("T", "chunk", "warpgroups"), [(160, 64, 1), (280, 32, 2)])
+@pytest.mark.parametrize(("T", "chunk", "warpgroups"), [(160, 64, 1), nightly(280, 32, 2)])
 def test_groups_wait_for_the_counters_before_they_claim(T, chunk, warpgroups, monkeypatch):
     """Relaxed accesses and atomics are no races. So only a late clear shows whether groups wait for it: without the wait it erases
     that their records are ready."""

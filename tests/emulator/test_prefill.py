@@ -1,11 +1,13 @@
-"""The prefill kernel of kda-sm90 on the emulator against the fp64 oracle."""
+"""The prefill kernel of kda-sm90 on the emulator against the fp64 oracle. Every change runs each variant once, and the nightly session the
+other combinations."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 import pytest
 import torch
 from helpers.emulator.prefill import config_of, in_segments, merge, prefill
+from helpers.nightly import nightly
 
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_core.testing.oracle import log_decay
@@ -27,12 +29,12 @@ def check(x, chunk, warpgroups, *, unbounded=None, **schedule):
 
 
 @pytest.mark.parametrize(("chunk", "warpgroups"), VARIANTS)
-@pytest.mark.parametrize("T", (64, 160))
+@pytest.mark.parametrize("T", (nightly(64), 160))
 def test_bounded_gate(chunk, warpgroups, T):
     check(make_inputs("slow", T, H=1), chunk, warpgroups)
 
 
-@pytest.mark.parametrize(("chunk", "warpgroups"), VARIANTS)
+@pytest.mark.parametrize(("chunk", "warpgroups"), [*starmap(nightly, [(64, 1), (64, 2), (32, 1)]), (32, 2)])
 def test_softplus_gate_that_is_steep_enough_to_refine_rows(chunk, warpgroups):
     x = make_inputs("mixed", 160, H=1, initial_state=True)
     g = log_decay(*(x.arguments[n] for n in ("g", "A_log", "dt_bias")))
@@ -41,16 +43,18 @@ def test_softplus_gate_that_is_steep_enough_to_refine_rows(chunk, warpgroups):
     check(x, chunk, warpgroups)
 
 
+@pytest.mark.nightly  # every change runs a case of `test_calibration`
 @pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 1), (32, 2)])
 def test_precomputed_gates_with_masks(chunk, warpgroups):
     check(make_inputs("masked", 100, H=1, HV=2), chunk, warpgroups, intra_chunk_ctas=2, queues=2)
 
 
-@pytest.mark.parametrize("family", ("slow", "steep", "saturated"))
+@pytest.mark.parametrize("family", ("slow", *map(nightly, ("steep", "saturated"))))
 def test_bounded_gate_in_the_variant_that_votes(family):
     check(make_inputs(family, 72, H=1), 64, 1, unbounded=True)
 
 
+@pytest.mark.nightly  # every change runs a case of `test_calibration`
 @pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 2), (32, 1)])
 @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
 def test_packed_sequences_split_across_queues(chunk, warpgroups, v_first):
@@ -62,8 +66,8 @@ def test_packed_sequences_split_across_queues(chunk, warpgroups, v_first):
     check(x, chunk, warpgroups, queues=3, depth=5, intra_chunk_ctas=2)
 
 
-@pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 1), (32, 2)])
-@pytest.mark.parametrize("padded", (False, True), ids=("", "padded"))
+@pytest.mark.parametrize(("chunk", "warpgroups"), [nightly(64, 1), (32, 2)])
+@pytest.mark.parametrize("padded", (nightly(False), True), ids=("", "padded"))
 def test_tokens_outside_all_sequences_are_ignored(chunk, warpgroups, padded):
     """cu_seqlens starts after the first token and ends before the last one. o stays unwritten outside."""
     given, initial = make_inputs("slow", 170, H=1, HV=2), torch.ones(2, 2, 128, 128)
@@ -79,7 +83,9 @@ def test_tokens_outside_all_sequences_are_ignored(chunk, warpgroups, padded):
     assert torch.equal(state[0], initial[0]) and not o[:, :70].any() and not o[:, 150:].any()
 
 
-@pytest.mark.parametrize("bounds", [(0, 130, 50), (0, 100, 50, 130), (0, 100, -5), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize(
+    "bounds", [(0, 130, 50), *map(nightly, [(0, 100, 50, 130), (0, 100, -5), (0, 0, 0)])], ids=str
+)
 @pytest.mark.parametrize("padded", (False, True), ids=("", "padded"))
 def test_decreasing_cu_seqlens_end_without_stray_accesses(bounds, padded):
     """Chains that share such tasks could wait for each other for ever. They end, and no access is out of bounds."""
@@ -88,6 +94,7 @@ def test_decreasing_cu_seqlens_end_without_stray_accesses(bounds, padded):
     prefill(x, replace(config_of(x, 64, 1), padded=padded), queues=3, intra_chunk_ctas=2)
 
 
+@pytest.mark.nightly
 def test_schedule_and_execution_order_change_no_bit():
     x = make_inputs("slow", 300, H=1, initial_state=True).arguments
     config = config_of(x, 32, 2)
@@ -102,7 +109,9 @@ def test_schedule_and_execution_order_change_no_bit():
         )
 
 
-@pytest.mark.parametrize(("queues", "intra_chunk_ctas", "depth"), [(1, 1, 10), (2, 1, 6), (2, 2, 5)])
+@pytest.mark.parametrize(
+    ("queues", "intra_chunk_ctas", "depth"), [nightly(1, 1, 10), (2, 1, 6), nightly(2, 2, 5)]
+)
 def test_chains_that_help_change_no_bit(queues, intra_chunk_ctas, depth):
     """Chains compute first items if every group has one, and if the rings have room for all."""
     x = make_inputs("slow", 290, H=2, initial_state=True)
@@ -115,7 +124,7 @@ def test_chains_that_help_change_no_bit(queues, intra_chunk_ctas, depth):
     assert all(torch.equal(y, z) for y, z in zip(found, want, strict=True))
 
 
-@pytest.mark.parametrize(("family", "chunk", "v_first"), [("memory", 64, False), ("slow", 32, True)])
+@pytest.mark.parametrize(("family", "chunk", "v_first"), [nightly("memory", 64, False), ("slow", 32, True)])
 def test_segments_split_across_queues(family, chunk, v_first):
     lengths = (70, 0, 90)
     x = make_inputs(family, sum(lengths), H=1, HV=2, initial_state=True, state_v_first=v_first).arguments
@@ -126,6 +135,7 @@ def test_segments_split_across_queues(family, chunk, v_first):
     assert error(state, want[1], state=True) <= limits[1]
 
 
+@pytest.mark.nightly  # every change runs a case of `test_calibration`
 @pytest.mark.parametrize("columns", (8, 16))
 def test_merge_of_segments(columns):
     """Sequences of 3, 1, 0, 2 and 5 segments, in fp32 against fp64. The first start of each sequence stays unchanged, and the last

@@ -24,6 +24,7 @@ from helpers.emulator.tcgen05 import (
     product,
     registers,
 )
+from helpers.nightly import nightly
 
 import ptx_emulator
 from ptx_emulator import ExecutionError
@@ -33,12 +34,12 @@ from ptx_emulator import ExecutionError
 @pytest.mark.parametrize(
     ("m", "n", "k", "majors", "copy", "a_in_tmem"),
     [
-        (128, 64, 64, ("K", "K"), "32x32b", False), (128, 16, 16, ("K", "K"), "16x64b", False),
-        (128, 256, 32, ("K", "K"), "32x32b", False), (128, 128, 128, ("K", "K"), "16x256b", False),
-        (128, 64, 64, ("MN", "K"), "16x128b", False), (128, 64, 64, ("K", "MN"), "16x64b", False),
-        (128, 32, 64, ("MN", "MN"), "16x256b", False), (128, 16, 32, ("MN", "MN"), "16x128b", False),
-        (128, 64, 64, ("K", "K"), "16x128b", True), (128, 128, 32, ("K", "MN"), "32x32b", True),
-        (64, 64, 64, ("K", "K"), "16x256b", False), (64, 128, 64, ("MN", "MN"), "16x128b", False),
+        (128, 16, 16, ("K", "K"), "16x64b", False), (128, 32, 64, ("MN", "MN"), "16x256b", False),
+        (128, 64, 64, ("K", "K"), "16x128b", True), (64, 64, 64, ("K", "K"), "16x256b", False),
+        nightly(128, 64, 64, ("K", "K"), "32x32b", False), nightly(128, 256, 32, ("K", "K"), "32x32b", False),
+        nightly(128, 128, 128, ("K", "K"), "16x256b", False), nightly(128, 64, 64, ("MN", "K"), "16x128b", False),
+        nightly(128, 64, 64, ("K", "MN"), "16x64b", False), nightly(128, 16, 32, ("MN", "MN"), "16x128b", False),
+        nightly(128, 128, 32, ("K", "MN"), "32x32b", True), nightly(64, 128, 64, ("MN", "MN"), "16x128b", False),
     ],
 )  # fmt: skip
 def test_products_compiled_by_the_dsl(m, n, k, majors, copy, a_in_tmem):

@@ -1,7 +1,8 @@
 """A reduced conformance set on ptx-emulator, for the GPU backends: every kind of call with small shapes, on any machine.
 
 It tests the results of the kernels, but neither their speed nor the last bits of a GPU's results. `test_conformance` tests
-the results of a GPU.
+the results of a GPU. Every change runs a case of each kind: gate families, chunk sizes, state layouts, fixed and packed sequences,
+grouped heads, pools, records. More values of the parameters are marked `nightly`, beside the full kit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from helpers.nightly import nightly
 from kda_core import slots
 from kda_core.registry import REGISTRY, record_calls
 from kda_core.testing import FAMILIES, serving
@@ -73,13 +75,13 @@ class EmulatedBackend:
 
 
 class EmulatedCases(EmulatedBackend):
-    """The reduced set."""
+    """The reduced set of prefills."""
 
-    @pytest.mark.parametrize("T", (1, 70))
+    @pytest.mark.parametrize("T", (1, nightly(70)))
     def test_base(self, kda, T):
         kda.compare(kda.case(PLAIN, T, H=3))
 
-    @pytest.mark.parametrize("T", (0, 1, 15, 17, 64, 130))
+    @pytest.mark.parametrize("T", (0, *map(nightly, (1, 15, 17, 64)), 130))
     def test_length(self, kda, T):
         kda.agrees(kda.case("slow", T, H=1, initial_state=True))
 
@@ -87,41 +89,83 @@ class EmulatedCases(EmulatedBackend):
     def test_gates(self, kda, family):
         kda.agrees(kda.case(family, 100, H=1))
 
-    @pytest.mark.parametrize("heads", ((2, 4), (1, 3)), ids=str)
+    @pytest.mark.parametrize("heads", (nightly((2, 4)), (1, 3)), ids=str)
     def test_heads(self, kda, heads):
         kda.agrees(kda.case("steep", 40, B=2, H=heads[0], HV=heads[1], initial_state=True))
 
-    @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+    @pytest.mark.parametrize("bounds", (BOUNDS[0], *map(nightly, BOUNDS[1:])), ids=str)
     def test_packed(self, kda, bounds, family="memory"):
         lengths = tuple(b - a for a, b in pairwise(bounds))
         kda.agrees(kda.case(family, bounds[-1], H=1, HV=2, lengths=lengths, initial_state=True))
 
     @pytest.mark.parametrize(
         "form",
-        ("no A_log", "softplus, no dt_bias", "bf16 g", "fp32 beta", "negative eigenvalues", "no l2norm"),
+        (
+            "bf16 g",
+            *map(
+                nightly,
+                ("no A_log", "softplus, no dt_bias", "fp32 beta", "negative eigenvalues", "no l2norm"),
+            ),
+        ),
     )
     def test_form(self, kda, form):
         KIT.test_form(kda, form)
 
-    @pytest.mark.parametrize("bounds", (None, (0, 17, 17, 64, 130)), ids=("fixed", "packed"))
+    @pytest.mark.parametrize("bounds", (nightly(None), (0, 17, 17, 64, 130)), ids=("fixed", "packed"))
     def test_state_layouts(self, kda, bounds):
         KIT.test_state_layouts(kda, bounds)
 
-    @pytest.mark.parametrize("size", (32, 64))
+    @pytest.mark.parametrize("size", (32, nightly(64)))
     def test_intermediate_states(self, kda, size):
         KIT.test_intermediate_states(kda, None, True, size)
 
     def test_rows_of_no_sequence(self, kda):
         KIT.test_rows_of_no_sequence(kda)
 
-    @pytest.mark.parametrize("states", (False, True))
+    @pytest.mark.parametrize("states", (nightly(False), True))
     def test_calls_like_an_earlier_one(self, host, states):
         KIT.test_calls_like_an_earlier_one(host, states)
 
     def test_segments(self, kda):
         KIT.test_segments(kda, "memory")
 
-    @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
+    def test_prefill_of_strided_views(self, kda):
+        x = kda.inputs("slow", 17, H=1)
+        wide = torch.cat([x["q"], x["k"], x["v"]], -1)
+        views = dict(zip("qkv", wide.split(128, -1)))
+        assert not views["q"].is_contiguous()
+        assert torch.equal(kda(x | views)[0], kda(x)[0])
+
+    def test_prefills_of_strided_views_like_an_earlier_one(self, kda):
+        """Their states are tensors of their own, whose addresses are those of a pool for the kernel."""
+        calls = [kda.inputs("slow", 17, H=1, initial_state=True, seed=seed) for seed in range(4)]
+        given = {"output_final_state": True}
+        for x in calls:
+            wide = torch.cat([x["q"], x["k"], x["v"]], -1)
+            with record_calls() as ran:
+                found = kda(x | dict(zip("qkv", wide.split(128, -1))), **given)
+            kda.assert_ran(ran, "chunk_fwd")
+            assert same(found, kda(x, **given))
+
+    @pytest.mark.nightly
+    def test_poisoned_outputs_and_workspace(self, kda):
+        KIT.test_poisoned_outputs_and_workspace(kda)
+
+    @pytest.mark.nightly
+    def test_no_initial_state_is_zeros(self, kda):
+        KIT.test_no_initial_state_is_zeros(kda, "mixed")
+
+    def test_a_pinned_sequence_has_the_same_bits_alone_and_in_a_batch(self, kda):
+        x = kda.inputs("slow", 70, B=2, H=1, initial_state=True)
+        o, state = kda(x, output_final_state=True, pin=True)
+        one = x | {n: x[n][1:] for n in ("q", "k", "v", "g", "beta", "initial_state")}
+        assert same(kda(one, output_final_state=True, pin=True), (o[1:], state[1:]))
+
+
+class SharedKernelCases(EmulatedBackend):
+    """The reduced set of calls that the kernels of kda-cute serve: decoding, records of tokens, verification; and of bound calls."""
+
+    @pytest.mark.parametrize("v_first", (nightly(False), True), ids=("kv", "vk"))
     @pytest.mark.parametrize("family", FAMILIES)
     def test_decode(self, kda, family, v_first):
         case = kda.case(family, 3, H=1, HV=2, initial_state=True, state_v_first=v_first)
@@ -169,7 +213,7 @@ class EmulatedCases(EmulatedBackend):
         assert torch.equal(o, want) and state is pool.states
         assert torch.equal(pool.bits(), bits)
 
-    @pytest.mark.parametrize("form", ("fp32-kv", "fp32-vk"))
+    @pytest.mark.parametrize("form", (nightly("fp32-kv"), "fp32-vk"))
     def test_decode_bits_of_several_tokens(self, kda, form):
         KIT.test_decode_bits_of_several_tokens(kda, form)
 
@@ -181,21 +225,22 @@ class EmulatedCases(EmulatedBackend):
         self.needs_journal(kda)
         KIT.test_fold_then_decode(kda)
 
-    @pytest.mark.parametrize("form", ("fp32-kv", "fp32-vk"))
+    @pytest.mark.parametrize("form", ("fp32-kv", nightly("fp32-vk")))
     def test_gates_of_records(self, kda, form):
         self.needs_journal(kda)
         KIT.test_gates_of_records(kda, 2, form)
 
-    @pytest.mark.parametrize("form", ("fp32-kv", "fp32-vk"))
+    @pytest.mark.parametrize("form", ("fp32-kv", nightly("fp32-vk")))
     def test_records_of_skipped_and_untouched_slots(self, kda, form):
         self.needs_journal(kda)
         KIT.test_skipped_and_untouched_slots(kda, 1, form)
 
-    @pytest.mark.parametrize("form", ("fp32-vk", "bf16-vk"))
+    @pytest.mark.parametrize("form", ("fp32-vk", nightly("bf16-vk")))
     def test_verification_of_drafts(self, kda, form):
         self.needs_journal(kda)
         KIT.test_verify_agrees_with_decoding(kda, form)
 
+    @pytest.mark.nightly
     def test_verification_in_grouped_heads_with_records(self, kda):
         self.needs_journal(kda)
         KIT.test_bits_of_records(kda, "fp32-vk")
@@ -223,35 +268,5 @@ class EmulatedCases(EmulatedBackend):
     def test_decode_of_strided_views(self, kda):
         KIT.test_strided_views(kda, "decode")
 
-    def test_prefill_of_strided_views(self, kda):
-        x = kda.inputs("slow", 17, H=1)
-        wide = torch.cat([x["q"], x["k"], x["v"]], -1)
-        views = dict(zip("qkv", wide.split(128, -1)))
-        assert not views["q"].is_contiguous()
-        assert torch.equal(kda(x | views)[0], kda(x)[0])
-
-    def test_prefills_of_strided_views_like_an_earlier_one(self, kda):
-        """Their states are tensors of their own, whose addresses are those of a pool for the kernel."""
-        calls = [kda.inputs("slow", 17, H=1, initial_state=True, seed=seed) for seed in range(4)]
-        given = {"output_final_state": True}
-        for x in calls:
-            wide = torch.cat([x["q"], x["k"], x["v"]], -1)
-            with record_calls() as ran:
-                found = kda(x | dict(zip("qkv", wide.split(128, -1))), **given)
-            kda.assert_ran(ran, "chunk_fwd")
-            assert same(found, kda(x, **given))
-
     def test_decoding_with_the_bits_of_prefill(self, kda):
         KIT.test_decoding_with_the_bits_of_prefill(kda)
-
-    def test_poisoned_outputs_and_workspace(self, kda):
-        KIT.test_poisoned_outputs_and_workspace(kda)
-
-    def test_no_initial_state_is_zeros(self, kda):
-        KIT.test_no_initial_state_is_zeros(kda, "mixed")
-
-    def test_a_pinned_sequence_has_the_same_bits_alone_and_in_a_batch(self, kda):
-        x = kda.inputs("slow", 70, B=2, H=1, initial_state=True)
-        o, state = kda(x, output_final_state=True, pin=True)
-        one = x | {n: x[n][1:] for n in ("q", "k", "v", "g", "beta", "initial_state")}
-        assert same(kda(one, output_final_state=True, pin=True), (o[1:], state[1:]))

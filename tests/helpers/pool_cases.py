@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from helpers.emulated_cases import SLOTS, EmulatedBackend
+from helpers.nightly import nightly
 from kda_core import explain, pools
 from kda_core.testing import record_calls, serving
 from kda_core.testing.inputs import Inputs
@@ -49,7 +50,9 @@ class PoolCases(EmulatedBackend):
     def no_copies(self, monkeypatch):
         monkeypatch.setattr(pools, "_with_copies", None)  # core copies no states
 
-    @pytest.mark.parametrize("form", serving.POOL_FORMS)
+    @pytest.mark.parametrize(
+        "form", ("fp32-vk", *map(nightly, sorted({*serving.POOL_FORMS} - {"fp32-vk", "bf16-kv"})), "bf16-kv")
+    )
     def test_a_pool_has_the_bits_of_gather_call_and_scatter(self, kda, form):
         x, pool = kda.inputs("slow", sum(LENGTHS), lengths=LENGTHS, H=1), serving.Pool(kda, form, HV=1)
         serving.spoil(x, LENGTHS, SLOTS.skipped())
@@ -66,7 +69,7 @@ class PoolCases(EmulatedBackend):
         assert torch.equal(o, want) and state is pool.states
         assert torch.equal(pool.bits(), bits)
 
-    @pytest.mark.parametrize("form", ("fp32-vk", "bf16-kv"))
+    @pytest.mark.parametrize("form", (nightly("fp32-vk"), "bf16-kv"))
     def test_checkpoints_are_the_states_of_calls_that_end_there(self, kda, form):
         """Several in a sequence, at 64, at the length; ignored ones; those of a skipped sequence."""
         lengths = (200, 64, 70, 65)
@@ -137,6 +140,7 @@ class PoolCases(EmulatedBackend):
         found = kda(views, output_final_state=True)
         assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
 
+    @pytest.mark.nightly
     def test_slots_and_lengths_are_read_anew(self, kda):
         serving.ServingConformance.test_pool_is_read_anew(None, kda)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from helpers.emulated_cases import KIT, EmulatedBackend
+from helpers.nightly import nightly
 from kda_core import chunk_kda, explain, pools, slots
 from kda_core.contract import Feature
 from kda_core.registry import REGISTRY
@@ -62,13 +63,14 @@ class PoolSegmentCases(EmulatedBackend):
         assert [(c.backend, c.planner) for c in calls] == [(self.backend, "cp")]
         return o
 
+    @pytest.mark.nightly
     def test_both_calls_have_the_bits_of_copied_states(self, kda):
         KIT.test_segments_over_a_pool(kda, "bf16-vk")
 
     def test_segments_store_checkpoints(self, kda):
         KIT.test_checkpoints_of_segments(kda, "fp32-kv")
 
-    @pytest.mark.parametrize("form", ("fp32-vk", "bf16-kv"))
+    @pytest.mark.parametrize("form", (nightly("fp32-vk"), "bf16-kv"))
     def test_a_split_call_has_the_bits_of_copied_states(self, kda, form, uncopied):
         x, found = tokens(kda, PLAN), {}
         serving.spoil(x, PLAN.lengths, SCENARIO.skipped())
@@ -86,6 +88,7 @@ class PoolSegmentCases(EmulatedBackend):
                 found[copies] = self.run(given, PLAN), pool.bits()
         assert all(map(torch.equal, found[True], found[False]))
 
+    @pytest.mark.nightly
     def test_windows_and_strided_inputs_agree_with_a_direct_call(self, kda, monkeypatch, uncopied):
         """Windows of at most 64 tokens continue sequence 0 twice, and checkpoints lie at the ends of segments and inside of them."""
         uncopied()

@@ -1,6 +1,7 @@
 """The full conformance kit on the emulated kernels of kda-sm90 and kda-sm100: ``python -m nox -s nightly``.
 
-It takes hours, so the folder is not among the tests of every change; these run a reduced set (`helpers.emulated_cases`).
+It takes hours, so the folder is not among the tests of every change; these run a reduced set (`helpers.emulated_cases`). The same session
+runs the tests of other folders that are marked `nightly`.
 """
 
 from typing import Any, ClassVar

@@ -49,6 +49,17 @@ def test_the_nightly_workflow_runs_every_class_of_the_full_conformance_kit():
     assert {f"Test{name}" for name in backends.split(", ")} == tested and len(tested) == 2
 
 
+def test_the_nightly_workflow_runs_every_marked_test():
+    text = next(path for path in WORKFLOWS if path.stem == "nightly").read_text()
+    (folders,) = re.findall(r"nox -s nightly -- ((?:tests/\w+ ){2,})", text)
+    marking = re.compile(
+        r"mark\.nightly|helpers\.nightly|helpers\.emulated_cases|helpers\.pool(?:_segment)?_cases"
+    )
+    tests = {path for path in (ROOT / "tests").rglob("test_*.py") if marking.search(path.read_text())}
+    found = {str(path.parent.relative_to(ROOT)) for path in tests - {Path(__file__)}}
+    assert found == {*folders.split()}
+
+
 def test_the_nightly_workflow_compares_every_record_of_an_engine():
     text = next(path for path in WORKFLOWS if path.stem == "nightly").read_text()
     engines = {path.stem for path in (ROOT / "tests" / "integrations" / "signatures").glob("*.json")}

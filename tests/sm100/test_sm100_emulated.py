@@ -3,8 +3,9 @@
 No Blackwell GPU has run the kernels yet. `test_sm100_conformance` is for the first one.
 """
 
+import pytest
 import torch
-from helpers.emulated_cases import KIT, EmulatedCases
+from helpers.emulated_cases import KIT, EmulatedCases, SharedKernelCases
 
 from kda_core.serving import Journal, verify_kda
 from kda_core.testing import error, token_oracle
@@ -15,7 +16,7 @@ from kda_cute.testing.emulation import emulated
 from kda_sm100.config import ARCHS
 
 
-class TestSm100(EmulatedCases):
+class TestSm100(EmulatedCases, SharedKernelCases):
     backend, arch = "sm100", ARCHS[0]
 
     def test_long_sequences_reuse_the_rings(self, kda):
@@ -24,6 +25,7 @@ class TestSm100(EmulatedCases):
     def test_intermediate_states_of_packed_sequences(self, kda):
         KIT.test_intermediate_states(kda, (0, 17, 17, 64, 130), False, 64)
 
+    @pytest.mark.nightly
     def test_verification_of_more_states_than_ctas_at_a_time(self, kda):
         """CTAs prefetch the states of later CTAs into the L2. Some of these have no slot. The kernel is one for all GPU backends;
         here the emulator checks races in global memory, too."""

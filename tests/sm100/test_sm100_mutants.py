@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from helpers.compiled import compiled as cached
+from helpers.nightly import nightly
 from helpers.sm100_launch import Workspace
 
 import ptx_emulator
@@ -52,7 +53,7 @@ OF_PRODUCTS = {
     "arrival": PARTS["arrival"],
 }
 CASES = [(which, what) for which in INTERFACES for what in (OF_PRODUCTS if which == "gradients" else PARTS)]
-SHARES = 3  # tests that share the occurrences of one kind
+SHARES = 3  # tests that share the occurrences of one kind; every change runs the first, the nightly session the others
 
 
 @functools.cache
@@ -63,7 +64,14 @@ def compiled(which):
 
 
 def random_records(count, chunk, backward=False):
-    """Returns a workspace of random records."""
+    """Returns a new workspace of random records, the same in each call."""
+    found = Workspace(count, chunk, "cpu", backward).bytes
+    found.copy_(_records(count, chunk, backward))
+    return found
+
+
+@functools.cache
+def _records(count, chunk, backward):
     rng = torch.Generator().manual_seed(0)
     workspace = Workspace(count, chunk, "cpu", backward)
     wide, square = (chunk, HEAD_DIM), (chunk, chunk)
@@ -155,7 +163,7 @@ def is_detected(which, mutant):
     return not all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
 
 
-@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("share", (0, *map(nightly, range(1, SHARES))))
 @pytest.mark.parametrize(("which", "what"), CASES)
 def test_every_mutant_is_detected(which, what, share):
     ptx = compiled(which)[0]

@@ -17,6 +17,7 @@ def test_segments_act_on_gradients_of_states():
     check(Sm100Backend(), ARCHS[0], "memory", LENGTHS, (1, 2), "cpu", last=2)
 
 
+@pytest.mark.nightly
 def test_slabs_and_schedules_change_no_bit(monkeypatch):
     """In slabs of two slots, segment 2 has three chunks in two slabs."""
     call = Sm100Backend(), ARCHS[0], "slow", LENGTHS, (1, 1), "cpu"
@@ -29,6 +30,7 @@ def test_slabs_and_schedules_change_no_bit(monkeypatch):
     assert all(torch.equal(x, y) for one in found[1:] for x, y in zip(one, found[0], strict=True))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("disable_recompute", (False, True), ids=("default", "disable_recompute"))
 def test_gradients_of_a_split_call(disable_recompute):
     check_emulated("sm100", ARCHS[0], disable_recompute)

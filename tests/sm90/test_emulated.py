@@ -3,7 +3,8 @@
 from typing import ClassVar
 
 import pytest
-from helpers.emulated_cases import BOUNDS, EmulatedCases
+from helpers.emulated_cases import BOUNDS, EmulatedCases, SharedKernelCases
+from helpers.nightly import nightly
 from helpers.support import listed, modules_after
 
 from kda_core import chunk_kda
@@ -19,10 +20,30 @@ class TestSm90(EmulatedCases):
     # memory would report that as a race.
     options: ClassVar = {"races": ("shared",)}
 
-    @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
-    @pytest.mark.parametrize("family", ("slow", "memory"))
+    @pytest.mark.nightly  # `emulator/test_prefill` runs segments
+    def test_segments(self, kda):
+        super().test_segments(kda)
+
+    @pytest.mark.nightly  # the host's code is the same for all GPU backends
+    @pytest.mark.parametrize("states", (False, True))
+    def test_calls_like_an_earlier_one(self, host, states):
+        super().test_calls_like_an_earlier_one(host, states)
+
+    @pytest.mark.parametrize("bounds", (BOUNDS[0], *map(nightly, BOUNDS[1:])), ids=str)
+    @pytest.mark.parametrize("family", ("slow", nightly("memory")))
     def test_packed(self, kda, bounds, family):
         super().test_packed(kda, bounds, family)
+
+    @pytest.mark.parametrize("family", ("slow", "masked"))
+    def test_decode(self, kda, family):
+        SharedKernelCases.test_decode(self, kda, family, True)
+
+
+@pytest.mark.nightly
+class TestSharedKernels(SharedKernelCases):
+    """The kernels of kda-cute are the same for all GPU backends. Every change runs them with the newest one."""
+
+    backend, arch, options = TestSm90.backend, TestSm90.arch, TestSm90.options
 
 
 def test_calls_without_a_backend_name_are_not_emulated():

@@ -50,7 +50,7 @@ _FORMATS |= {"b8": "B", "b16": "H", "b32": "I", "b64": "Q", "f32": "f", "f64": "
 ASSUMPTIONS = ("tcgen05.ld", "swizzle", "setmaxnreg", "wgmma.fence")
 
 #: Programs that a process keeps, with their decoded instructions and machine code.
-PROGRAMS = 16
+PROGRAMS = 48
 
 
 @contextmanager

@@ -393,11 +393,10 @@ class Warp:
     def run(self, budget: int) -> None:
         """Run one fragment for up to ``budget`` instructions. At least one fragment must be runnable."""
         self._merge()
-        changes = self.machine.changes
-        able = [f for f in self.fragments if f.wait is None]
-        fragment = min(able, key=lambda f: (f.seen == changes, f.polls if f.seen == changes else 0, f.pc))
-        others = [f.pc for f in self.fragments if f is not fragment and not isinstance(f.wait, Wait)]
-        limit = min((pc for pc in others if pc > fragment.pc), default=-1)
+        if len(self.fragments) == 1:
+            (fragment,), limit = self.fragments, -1
+        else:
+            fragment, limit = self._next()
         code, pc, lanes = self.program.code, fragment.pc, fragment.lanes
         self.machine.executed += budget
         while budget:
@@ -440,6 +439,14 @@ class Warp:
                 break
         fragment.pc = pc
         self.machine.executed -= budget
+
+    def _next(self) -> tuple[Fragment, int]:
+        """Return the fragment that runs next, and the instruction at which it has to merge with another; -1: there is none."""
+        changes = self.machine.changes
+        able = [f for f in self.fragments if f.wait is None]
+        fragment = min(able, key=lambda f: (f.seen == changes, f.polls if f.seen == changes else 0, f.pc))
+        others = [f.pc for f in self.fragments if f is not fragment and not isinstance(f.wait, Wait)]
+        return fragment, min((pc for pc in others if pc > fragment.pc), default=-1)
 
     def _merge(self) -> None:
         """Merge fragments with the same program counter. A merged fragment retries an instruction that lacked lanes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ptx_emulator.errors import PtxError
 
@@ -190,7 +191,7 @@ def parse(text: str) -> Module:
     Raises:
         PtxError: the text cannot be parsed, or uses something that is not modelled.
     """
-    text = _COMMENT.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+    text = _COMMENT.sub(lambda match: " " + "\n" * match[0].count("\n"), text)
     target = re.search(r"\.target\s+(\w+)", text)
     if target is None:
         raise PtxError("the module has no .target directive")
@@ -314,20 +315,18 @@ class _Body:
             self._directive(text)
             return False
         guard = None
-        whole = text
-        if text.startswith("@"):
-            name, _, text = text[1:].partition(" ")
+        name, opcode, modifiers, parts = _parts(text)
+        if name is not None:
             register = self._name(name.lstrip("!"))
             if not isinstance(register, Register) or register.type != "pred":
-                raise PtxError(f"the guard {name} is not a predicate register", self.line, whole)
+                raise PtxError(f"the guard {name} is not a predicate register", self.line, text)
             guard = (register, name.startswith("!"))
-        name, _, rest = text.strip().partition(" ")
-        opcode, *modifiers = name.split(".")
         if opcode == "bra":
-            operands: tuple[Operand, ...] = (Label(rest.strip()),)
+            operands: tuple[Operand, ...] = (Label(parts[0]),)
         else:
-            operands = tuple(self._operand(x, whole) for x in _split(rest))
-        self.instructions.append(Instruction(self.line, whole, opcode, tuple(modifiers), operands, guard))
+            found = self.scope.operands
+            operands = tuple([found.get(x) or self._operand(x, text) for x in parts])
+        self.instructions.append(Instruction(self.line, text, opcode, modifiers, operands, guard))
         return opcode == "bra"
 
     def _directive(self, text: str) -> None:
@@ -387,8 +386,7 @@ class _Body:
                 if len(parts) != 2 or not isinstance(place, Vector):
                     raise PtxError(f"an address was expected, got {text}", self.line, whole)
                 return Coordinates(self._operand(parts[0], whole), place.elements)
-            match = re.match(r"(\S+?)\s*\+\s*(-?\w+)$", inner)
-            base, offset = (match[1], int(match[2], 0)) if match else (inner, 0)
+            base, offset = _base(inner)
             return Address(self._operand(base, whole), offset)
         if text.startswith("{"):
             return Vector(tuple(self._operand(x, whole) for x in _split(text[1:-1])))
@@ -399,11 +397,12 @@ class _Body:
             register = self._name(text[1:])
             if isinstance(register, Register):
                 return Negated(register)
-        if _NUMBER.match(text):
+        kind = _kind(text)
+        if kind is Immediate:
             return Immediate(text)
-        if _SPECIAL.match(text):
+        if kind is Special:
             return Special(text)
-        if re.match(r"[A-Za-z_$%][\w$.]*$", text):
+        if kind is Symbol:
             found = self._name(text)
             if isinstance(found, (Register, Vector)) or not text.startswith("%"):
                 return found
@@ -425,6 +424,37 @@ class _Body:
                 )
             scope = scope.parent
         raise PtxError(f"label {label.name} is not defined in this scope", instruction.line, instruction.text)
+
+
+# Kernels, and broken copies of a kernel even more, consist of the same texts: what follows from a text alone is kept.
+
+
+@lru_cache(maxsize=1 << 14)
+def _parts(text: str) -> tuple[str | None, str, tuple[str, ...], tuple[str, ...]]:
+    """Take a statement apart: its guard without `@` (None: there is none), the opcode, the modifiers and the operands. A branch has one operand."""
+    guard = None
+    if text.startswith("@"):
+        guard, _, text = text[1:].partition(" ")
+    name, _, rest = text.strip().partition(" ")
+    opcode, *modifiers = name.split(".")
+    return guard, opcode, tuple(modifiers), (rest.strip(),) if opcode == "bra" else tuple(_split(rest))
+
+
+@lru_cache(maxsize=1 << 14)
+def _base(text: str) -> tuple[str, int]:
+    """Take an address without its brackets apart: base and offset."""
+    match = re.match(r"(\S+?)\s*\+\s*(-?\w+)$", text)
+    return (match[1], int(match[2], 0)) if match else (text, 0)
+
+
+@lru_cache(maxsize=1 << 14)
+def _kind(text: str) -> type | None:
+    """Return what an operand without brackets is: a number, a special register, or a name; None: none of them."""
+    if _NUMBER.match(text):
+        return Immediate
+    if _SPECIAL.match(text):
+        return Special
+    return Symbol if re.match(r"[A-Za-z_$%][\w$.]*$", text) else None
 
 
 def _split(text: str) -> list[str]:
