@@ -96,21 +96,21 @@ _LIB.define(
 # ---- calls
 
 
-def run(args: tuple[Any, ...], given: GivenOutputs | None = None) -> tuple[Tensor, Any, Any]:
+def run(values: tuple[Any, ...], given: GivenOutputs | None = None) -> tuple[Tensor, Any, Any]:
     """Runs a call and returns o, the final states and the intermediate states; the last two are arbitrary if the call does
     not ask for them.
 
     Args:
-        args: the fields of `Arguments` as the caller passed them, types not checked.
+        values: the fields of `Arguments` as the caller passed them, types not checked.
         given: the tensors that the caller passed to be written, of checked types.
 
     Raises:
         KdaError: as `kda_core.chunk_kda`.
     """
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and (found := known.run(args, None, given)) is not None:
+    if not is_compiling and (found := known.run(values, None, given)) is not None:
         return found[0], found[1], None
-    args = _new(Arguments, args)
+    args = _new(Arguments, values)
     check_outputs_dense(given)
     if is_compiling:
         return _dispatch(checked(args), given)
@@ -154,7 +154,7 @@ def _dispatch(args: Arguments, given: GivenOutputs | None) -> tuple[Tensor, Any,
 
 
 def run_pooled(
-    args: tuple[Any, ...], slots: SlotArguments, given: GivenOutputs | None = None
+    values: tuple[Any, ...], slots: SlotArguments, given: GivenOutputs | None = None
 ) -> tuple[Tensor, Any, Any]:
     """`run` of a call whose states are in a pool. The final states are None if they go to the pool.
 
@@ -162,9 +162,9 @@ def run_pooled(
         KdaError: as `kda_core.chunk_kda`.
     """
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and (known_result := known.run(args, slots, given)) is not None:
+    if not is_compiling and (known_result := known.run(values, slots, given)) is not None:
         return known_result[0], known_result[1], None
-    args = _new(Arguments, args)
+    args = _new(Arguments, values)
     check_outputs_dense(given)
     pools.refuse_gradients(args)
     if not is_compiling:
@@ -195,11 +195,12 @@ def run_pooled(
     return o, state, h
 
 
-def run_journal(args: tuple[Any, ...], given: JournalArguments, out: Any, verifies: bool) -> Tensor:
+def run_journal(values: tuple[Any, ...], given: JournalArguments, out: Any, verifies: bool) -> Tensor:
     """`run` of a call with records. Returns o.
 
     Args:
-        args, given, out: as the caller passed them, types not checked; `initial_state` is the pool. `args`: the fields of `Arguments`.
+        values: the fields of `Arguments`; `initial_state` is the pool. As `given` and `out` they are as the caller passed them, types not
+            checked.
         verifies: whether the call has no records before its tokens.
 
     Raises:
@@ -209,9 +210,9 @@ def run_journal(args: tuple[Any, ...], given: JournalArguments, out: Any, verifi
     if not torch.compiler.is_compiling():
         if out is not None and type(out) is Tensor:
             outputs = given_outputs(out, None)
-        if (out is None) is (outputs is None) and (found := known.run(args, given, outputs)) is not None:
+        if (out is None) is (outputs is None) and (found := known.run(values, given, outputs)) is not None:
             return found[0]
-    args = _new(Arguments, args)
+    args = _new(Arguments, values)
     journal.check_types(given, args.initial_state, verifies=verifies)
     journal.refuse_gradients(args)
     if out is not None:
