@@ -159,7 +159,7 @@ def run(
                 break
     else:
         return None
-    if (
+    if (  # `Known.is_current` would take longer
         known.generation != REGISTRY.generation
         or known.override != override()
         or known.variables != env.given()
