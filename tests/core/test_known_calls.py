@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.bad_arguments import NESTED
 from helpers.fake_plugins import install_planner
 from helpers.inputs import call, replaced
 from helpers.prepared_backend import prepared
@@ -124,6 +125,18 @@ def test_bad_arguments_are_refused_after_a_known_call(backend, case):
             chunk_kda(**(X | change))
         assert next(iter(change)) in str(caught.value)
     assert backend.launched == [1]
+
+
+@pytest.mark.parametrize("name", ("g", "v", "beta"))
+def test_nested_tensors_are_refused_after_a_known_call(backend, name):
+    make_known(backend, **X)
+    step = bind(chunk_kda, **X)
+    step(**X)
+    before = sum(backend.launched)
+    for function in (chunk_kda, step):
+        with pytest.raises(ArgumentError, match=f"{name}: expected a dense tensor, got a nested tensor"):
+            function(**X | {name: NESTED})
+    assert sum(backend.launched) == before
 
 
 def test_other_options_are_other_calls(backend):

@@ -58,7 +58,7 @@ from kda_core.torch_private import (
     is_dispatcher_idle,
     metadata_guard,
 )
-from kda_core.validate import check_memory, check_outputs
+from kda_core.validate import check_layout, check_memory, check_outputs
 
 PER_TOKEN = Tensors._fields[: Tensors._fields.index("beta") + 1]
 """The tensors that every bound call gets."""
@@ -224,6 +224,7 @@ class BoundCall:
         if not can_skip_dispatcher(given):
             return False
         for name, x, facts in zip((*PER_TOKEN, "out"), given, (*self._facts, self._o)):
+            check_layout(name, x)
             if (x.shape, x.stride(), x.dtype, x.device) != facts:
                 raise _difference(name, x, facts)
         # those with gradients would be accepted only without grad mode, and the comparison takes no tensor twice
