@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.bad_arguments import NESTED
 from helpers.fake_plugins import install_planner
 from helpers.inputs import call, replaced
 from helpers.prepared_backend import prepared
@@ -126,6 +127,18 @@ def test_bad_arguments_are_refused_after_a_known_call(backend, case):
     assert backend.launched == [1]
 
 
+@pytest.mark.parametrize("name", ("g", "v", "beta"))
+def test_nested_tensors_are_refused_after_a_known_call(backend, name):
+    make_known(backend, **X)
+    step = bind(chunk_kda, **X)
+    step(**X)
+    before = sum(backend.launched)
+    for function in (chunk_kda, step):
+        with pytest.raises(ArgumentError, match=f"{name}: expected a dense tensor, got a nested tensor"):
+            function(**X | {name: NESTED})
+    assert sum(backend.launched) == before
+
+
 def test_other_options_are_other_calls(backend):
     for n, more in enumerate(
         ({}, {"scale": 0.5}, {"output_final_state": True}, {"safe_gate": True}), start=1
@@ -190,6 +203,52 @@ def test_without_torchs_guards_no_call_is_known(backend, monkeypatch):
     for _ in range(4):
         chunk_kda(**X)
     assert not any(backend.launched)
+
+
+@pytest.fixture
+def deterministic():
+    """Where torch fills the memory that it allocates."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_without_the_allocators_of_inductor_calls_are_known(backend, monkeypatch):
+    monkeypatch.setattr(torch_private, "ALLOCATORS", {})
+    make_known(backend, **X, **STATE)
+    assert same(chunk_kda(**X, **STATE), through_the_dispatcher(**X, **STATE))
+    assert same(bind(chunk_kda, **X, **STATE)(**X), through_the_dispatcher(**X, **STATE))
+    assert backend.launched == [2, 1]
+
+
+def test_where_torch_fills_memory_no_call_is_known(backend, deterministic):
+    step = bind(chunk_kda, **X)
+    for _ in range(4):
+        assert same(chunk_kda(**X), step(**X))
+    assert not any(backend.launched)
+    torch.use_deterministic_algorithms(False)
+    assert same(chunk_kda(**X), step(**X)) and sum(backend.launched) == 2
+
+
+def test_known_calls_allocate_contiguous_outputs_of_their_own(backend):
+    x = X | {
+        "v": torch.stack([X["v"]] * 2, 1)[:, 0]
+    }  # a batch of another stride, which is contiguous for B = 1
+    make_known(backend, **x, **STATE)
+    found = [chunk_kda(**x, **STATE) for _ in range(2)]
+    for o, state in found:
+        assert o.is_contiguous() and o.shape == x["v"].shape and o.dtype == x["v"].dtype
+        assert (
+            state.is_contiguous()
+            and state.shape == STATE["initial_state"].shape
+            and state.dtype == torch.float32
+        )
+        assert not o.requires_grad and not o.is_inference()
+    assert len({y.data_ptr() for pair in found for y in pair}) == 4
+    with torch.inference_mode():
+        for _ in range(3):
+            o, state = chunk_kda(**x, **STATE)
+            assert o.is_inference() and state.is_inference()
 
 
 def test_threads_make_known_calls(backend):

@@ -17,9 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kda_core.call
 from kda_core import chunk_kda, explain, fused_recurrent_kda, ops, use_backend
-from kda_core.errors import ArgumentError, BackendNotFoundError, KdaError, NoEligibleBackendError
+from kda_core.arguments import Arguments, checked
+from kda_core.errors import (
+    ArgumentError,
+    BackendNotFoundError,
+    KdaError,
+    NoEligibleBackendError,
+    ShapeError,
+)
 from kda_core.recent import Recent
 from kda_core.registry import REGISTRY, record_calls
+from kda_core.validate import problem_shape
 
 X = call()
 OPERATORS = {"kda_core.chunk_fwd.default", "kda_core.chunk_fwd_out.default"}
@@ -99,6 +107,73 @@ def test_calls_of_equal_shape_share_one_shape_object(made):
     for more in ({}, {"context_parallel": "off"}, {"backend": "reference"}, {"scale": 8**-0.5}):
         chunk_kda(**X, **more)
     assert len(made) == 4 and len(set(map(id, made))) == 1
+
+
+@pytest.fixture
+def validated(monkeypatch):
+    """A list of the shapes that all checks of metadata returned."""
+    shapes = []
+    monkeypatch.setattr(kda_core.call, "SHAPES", Recent(100))
+    original = kda_core.call.problem_shape
+    monkeypatch.setattr(
+        kda_core.call, "problem_shape", lambda *a, **k: shapes.append(original(*a, **k)) or shapes[-1]
+    )
+    return shapes
+
+
+STATES = {"initial_state": torch.ones(1, 2, 8, 8), "output_final_state": True}
+
+
+@pytest.mark.parametrize("more", [{}, STATES, {"cu_seqlens": None}], ids=["plain", "states", "packed"])
+def test_calls_that_differ_only_in_their_tokens_are_validated_once(more, made, validated):
+    for n, T in enumerate((20, 21, 300, 1, 7), start=1):
+        x = call(T=T) | more
+        if "cu_seqlens" in more:
+            x["cu_seqlens"] = torch.tensor([0, T // 2, T])
+        chunk_kda(**x)
+        args = checked(Arguments(**x))
+        want = problem_shape(*args.tensors, options=args.options)
+        assert made[-1] == want and hash(made[-1]) == hash(want) and made[-1].T == T
+        assert len(made) == n and len(validated) == 1
+
+
+OTHER_METADATA = {
+    "another batch": lambda: call(B=2, T=33),
+    "more heads": lambda: call(T=33) | {"v": torch.randn(1, 33, 4, 8), "g": -torch.ones(1, 33, 4, 8), "beta": torch.ones(1, 33, 4)},
+    "a dtype": lambda: call(T=33) | {"beta": torch.ones(1, 33, 2).bfloat16()},
+    "an option": lambda: call(T=33) | {"scale": 0.5},
+    "packed": lambda: call(T=33) | {"cu_seqlens": torch.tensor([0, 33])},
+    "states": lambda: call(T=33) | STATES,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER_METADATA)
+def test_calls_that_differ_in_more_are_validated_anew(case, made, validated):
+    chunk_kda(**X)
+    x = OTHER_METADATA[case]()
+    chunk_kda(**x)
+    assert len(validated) == 2 and made[-1] == validated[-1] and made[-1].T == 33
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "g", "beta"))
+def test_another_number_of_tokens_in_one_tensor_is_refused(name, validated):
+    chunk_kda(**X)
+    for T in (20, 40):
+        with pytest.raises(ShapeError):
+            chunk_kda(**call(T=T) | {name: call(T=T + 1)[name]})
+    with pytest.raises(ShapeError, match="number of sequences|cu_seqlens|initial_state"):
+        chunk_kda(**call(T=40) | STATES | {"initial_state": torch.ones(2, 2, 8, 8)})
+    assert len(validated) == 1
+
+
+def test_inputs_that_require_grad_are_other_calls(made, validated):
+    chunk_kda(**X)
+    x = call(T=33)
+    x["v"].requires_grad_()
+    assert chunk_kda(**x)[0].requires_grad and made[-1].options.needs_backward
+    with torch.no_grad():
+        chunk_kda(**call(T=34) | {"v": call(T=34)["v"].requires_grad_()})
+    assert not made[-1].options.needs_backward
 
 
 def test_recurrent_calls_are_cached(made):

@@ -35,6 +35,25 @@ def test_guards_may_be_missing():
         assert torch_private.probe_guards(found) is None
 
 
+def test_allocators_may_be_missing(monkeypatch):
+    assert set(torch_private.probe_allocators(torch._C)) == {"cpu", "cuda"}
+    for found in (SimpleNamespace(), SimpleNamespace(_dynamo=SimpleNamespace(guards=SimpleNamespace()))):
+        assert torch_private.probe_allocators(found) == {}
+    for allocators in (torch_private.ALLOCATORS, {}):
+        monkeypatch.setattr(torch_private, "ALLOCATORS", allocators)
+        for size in ((2, 3, 1, 5), (0, 4), (7,)):
+            new = torch_private.allocator(size, torch.bfloat16, "cpu")
+            a, b = new(), new()
+            assert (
+                a.shape == size and a.is_contiguous() and a.dtype == torch.bfloat16 and a.device.type == "cpu"
+            )
+            assert a.stride() == torch.empty(size).stride() and not a.requires_grad
+            assert a.numel() == 0 or a.data_ptr() != b.data_ptr()
+        with torch.inference_mode():
+            assert new().is_inference()
+        assert not new().is_inference()
+
+
 def test_calls_without_these_names_go_through_the_dispatcher(monkeypatch):
     x = call()
     x["v"].requires_grad_()

@@ -211,6 +211,23 @@ def test_a_native_split_is_predicted_as_summarize_merge_and_execute():
         assert own.planned < generic.planned
 
 
+def test_windows_are_asked_for_only_if_a_split_may_be_fast_enough():
+    asked = []
+
+    def window():
+        asked.append(1)
+        return 1 << 18
+
+    assert not make_plan((64, 1000), HV=8, constants=H200, native=True, window=window).is_split
+    assert not asked
+    lengths = (1 << 20,)
+    plan = make_plan(lengths, HV=8, constants=H200, native=True, window=window)
+    assert asked == [1] and plan == make_plan(lengths, HV=8, constants=H200, native=True, window=1 << 18)
+    assert predict(plan, HV=8, constants=H200, native=True, window=window) == predict(
+        plan, HV=8, constants=H200, native=True, window=1 << 18
+    )
+
+
 def test_each_window_gets_its_own_segments():
     lengths, window = (1 << 20,), 1 << 18
     plan = make_plan(lengths, HV=8, constants=H200, native=True, window=window)

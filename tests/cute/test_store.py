@@ -115,7 +115,7 @@ def test_the_last_values_of_a_launch_may_be_fixed(folder):
 
     def run(number: int) -> None:
         for n in range(50):
-            launch(OnDevice(number % 2), number, n)
+            launch(OnDevice(number % 2), (number, n))
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -132,9 +132,9 @@ def test_the_last_values_of_a_launch_may_be_fixed(folder):
     with pytest.raises(TypeError):
         bound(kernel, VALUES[-1])  # N, which is open, decides about the grid
     with pytest.raises(struct.error):
-        launch(OnDevice(), 1)
+        launch(OnDevice(), (1,))
     calls = []
-    bound(lambda *values: calls.append(values), 3, 4)("tensor", 1, 2)  # another callable gets all values
+    bound(lambda *values: calls.append(values), 3, 4)("tensor", (1, 2))  # another callable gets all values
     assert calls == [("tensor", 1, 2, 3, 4)]
 
 

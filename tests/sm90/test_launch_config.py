@@ -104,6 +104,19 @@ def test_the_launch_has_the_smallest_predicted_time(HV, gate, longest):
     assert predicted(chosen.chunk, chosen.config.warpgroups, chosen.queues) == min(every)
 
 
+@pytest.mark.parametrize("sms", (132, 20, 2))
+@pytest.mark.parametrize(("HV", "N"), ((1, 1), (3, 1), (12, 36), (40, 36), (64, 1), (96, 2), (128, 1)))
+def test_of_equal_times_the_launch_has_the_fewest_queues(HV, N, sms):
+    for T, longest in itertools.product((1, 33, 300, 2047, 9000, 65536), (None, 16, 480, 9000)):
+        s = shape(T=T, H=HV, HV=HV, N=N, index=None if N == 1 else torch.int32)
+        longest = None if N == 1 else longest
+        chosen = launch_config(s, sms, longest)
+        kind = chosen.chunk, chosen.config.warpgroups
+        most = min((sms - 1) * kind[1] // 2, HV * N)
+        times = [predicted_ns(s, *kind, n, sms=sms, longest=longest) for n in range(1, most + 1)]
+        assert chosen.queues == 1 + times.index(min(times))
+
+
 @pytest.mark.parametrize("gate", ({}, {"lower_bound": None}), ids=("bounded", "unbounded"))
 @pytest.mark.parametrize(("HV", "T", "N"), ((1, 6000, 9), (4, 65536, 40), (64, 500, 3)))
 def test_the_launches_of_segments_have_the_smallest_predicted_time(HV, T, N, gate):

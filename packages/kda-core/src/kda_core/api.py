@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from torch import Tensor
 
-from kda_core.arguments import Arguments, given_outputs, unknown_keyword
+from kda_core.arguments import given_outputs, unknown_keyword
 from kda_core.errors import ArgumentError
 from kda_core.ops import run, run_pooled
 from kda_core.pools import SlotArguments
@@ -184,13 +184,13 @@ def chunk_kda(
     wants_state = output_final_state
     if in_slots:
         output_final_state = False  # the states go to the pool
-    # Not `Arguments(...)`: 29 keywords would take 2 us. A test compares the order with the fields of `Arguments`.
-    args = _new(Arguments, (
+    # Not `Arguments(...)`: 29 keywords would take 2 us. A test compares the order with the fields.
+    args = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, scale, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
         lower_bound, disable_recompute, return_intermediate_states, state_v_first, use_graph, max_num_seqs, chunk_size,
         pin, False, False, backend, context_parallel, False,
-    ))  # fmt: skip
+    )  # fmt: skip
     given = None if out is None and workspace is None else given_outputs(out, workspace)
     if in_slots:
         slots = _new(SlotArguments, (
@@ -272,11 +272,11 @@ def fused_recurrent_kda(
     writes = in_slots and bool(output_final_state if inplace_final_state is None else inplace_final_state)
     if writes:
         output_final_state = False  # the states go to the pool
-    args = _new(Arguments, (
+    args = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None, scale, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False,
         lower_bound, False, False, state_v_first, False, None, 64, False, False, True, backend, "off", False,
-    ))  # fmt: skip
+    )  # fmt: skip
     given = None if out is None else given_outputs(out, None)
     if in_slots:
         slots = _new(SlotArguments, (

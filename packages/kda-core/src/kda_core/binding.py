@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -50,9 +49,16 @@ from kda_core.journal import JournalArguments
 from kda_core.journal_api import journal_decode_kda, verify_kda
 from kda_core.ops import can_skip_dispatcher
 from kda_core.pools import SlotArguments
-from kda_core.registry import notify
-from kda_core.torch_private import below_autograd, current_device, is_dispatcher_idle, metadata_guard
-from kda_core.validate import check_memory, check_outputs
+from kda_core.registry import OBSERVERS, notify
+from kda_core.torch_private import (
+    allocator,
+    below_autograd,
+    current_device,
+    is_deterministic,
+    is_dispatcher_idle,
+    metadata_guard,
+)
+from kda_core.validate import check_layout, check_memory, check_outputs
 
 PER_TOKEN = Tensors._fields[: Tensors._fields.index("beta") + 1]
 """The tensors that every bound call gets."""
@@ -107,7 +113,6 @@ class BoundCall:
         self._facts = tuple(_Facts(x.shape, x.stride(), x.dtype, x.device) for x in per_token)
         q, v = inputs.q, inputs.v
         self._o = _Facts(v.shape, v.new_empty(v.shape, device="meta").stride(), q.dtype, q.device)
-        self._is_dense = v.is_contiguous()
         decodes = call.shape.options.recurrent
         self._beta_is_free = call.strided and decodes
         self._clears = call.shape.varlen and decodes  # tokens outside of every sequence have zeros
@@ -117,12 +122,14 @@ class BoundCall:
         self._direct = None if self._clears else self._launch  # if it is all that a call does
         self._fixed_addresses = tuple(map(_address, launch_tensors(inputs)[len(PER_TOKEN) :]))
         options = call.shape.options
+        kind = call.shape.device_type
+        self._new_o = allocator(v.shape, q.dtype, kind)
         state = call.shape.state_shape, call.shape.state_dtype
-        self._like_state = buffers.example(*state, q) if options.output_final_state else None
+        self._new_state = allocator(*state, kind) if options.output_final_state else None
         self._workspace, self._workspace_at = found.workspace, _address(found.workspace)
         self._state, self._is_checked = found.state or None, found.is_checked
         needed = 0 if found.workspace is not None else calls.needed_workspace(call, found.plan, inputs)
-        self._like_workspace = buffers.example((needed,), torch.uint8, q) if needed else None
+        self._new_workspace = allocator((needed,), torch.uint8, kind) if needed else None
         planner = None if found.plan is None or call.planner is None else call.planner[0]
         self._notice = (self.backend, call.entry, call.shape.device_type, planner)
         # without what an object keeps
@@ -145,7 +152,7 @@ class BoundCall:
         Raises:
             ShapeError, StrideError, DtypeError, DeviceError, ArgumentError: a tensor differs from the example; the message names it.
         """
-        if torch.compiler.is_compiling() or self._is_checked:
+        if torch.compiler.is_compiling() or self._is_checked or is_deterministic():
             result = self._function(q, k, v, g, beta, **self._fixed, out=out)
             return result
         if out is None:
@@ -155,33 +162,31 @@ class BoundCall:
         if not (is_known and is_dispatcher_idle()) and not self._accepts((q, k, v, g, beta), out):
             result = self._function(q, k, v, g, beta, **self._fixed, out=out)
             return result
+        if self._device >= 0 and self._device != current_device():
+            with torch.cuda.device(self._device):
+                return self(q, k, v, g, beta, out)
         a, b, c, d, e = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()
         if out is None:
-            # `empty_like` is the fastest way to allocate o, which has the shape of v
-            out = torch.empty_like(v) if self._is_dense else v.new_empty(self._o.shape)
+            out = self._new_o()
         o_at = out.data_ptr()
         if (a | b | c | d | o_at | (0 if self._beta_is_free else e)) % ALIGNMENT:
             self._refuse_unaligned((q, k, v, g, beta, out))
         state, workspace, state_at, workspace_at = None, self._workspace, 0, self._workspace_at
-        if self._like_state is not None:
-            state = buffers.like_example(self._like_state)
+        if self._new_state is not None:
+            state = self._new_state()
             state_at = state.data_ptr()
-        if self._like_workspace is not None:
-            workspace = torch.empty_like(self._like_workspace)
+        if self._new_workspace is not None:
+            workspace = self._new_workspace()
             workspace_at = workspace.data_ptr()
-        device = self._device
-        is_current = device < 0 or device == current_device()
-        if is_current and self._direct is not None:
+        if self._direct is not None:
             self._direct(out, (a, b, c, d, e, *self._fixed_addresses), o_at, state_at, workspace_at)
         else:
-            with (
-                torch.cuda.device(device) if not is_current else nullcontext(),
-                below_autograd(),
-            ):  # as in an operator's kernel
+            with below_autograd():  # as in an operator's kernel
                 self._run(q, k, v, g, beta, out, state, workspace)
         if self._written:
             torch.autograd.graph.increment_version(self._written)
-        notify(*self._notice)
+        if OBSERVERS:
+            notify(*self._notice)
         if state is not None:
             return out, state
         return out if self._state is None else (out, self._state[0])
@@ -219,6 +224,7 @@ class BoundCall:
         if not can_skip_dispatcher(given):
             return False
         for name, x, facts in zip((*PER_TOKEN, "out"), given, (*self._facts, self._o)):
+            check_layout(name, x)
             if (x.shape, x.stride(), x.dtype, x.device) != facts:
                 raise _difference(name, x, facts)
         # those with gradients would be accepted only without grad mode, and the comparison takes no tensor twice

@@ -134,16 +134,6 @@ def allocate_workspace(size: int, like: Tensor) -> Tensor:
     return like.new_empty(size, dtype=torch.uint8)
 
 
-def example(size: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Returns a tensor of little memory of which `like_example` makes one of this size, in less time than ``new_empty`` takes."""
-    return like.new_empty(1, dtype=dtype).expand(size)
-
-
-def like_example(x: Tensor) -> Tensor:
-    """Returns an uninitialised contiguous tensor with the metadata of `x`. For one dimension `torch.empty_like` does it too, faster."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def allocate_saved(shape: ProblemShape, like: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns uninitialised `KdaOutputs.saved_states` and `KdaOutputs.residual`, on the device of `like`."""
     states = like.new_empty(shape.saved_states_shape, dtype=shape.saved_states_dtype)

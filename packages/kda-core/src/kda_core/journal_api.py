@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_core.arguments import Arguments
 from kda_core.errors import ArgumentError, DeviceError, DtypeError, ShapeError, describe
 from kda_core.journal import INDEX_DTYPES, Journal, check_types, journal_arguments
 from kda_core.ops import run_fold, run_journal
@@ -56,11 +55,11 @@ def journal_decode_kda(
         o [N, T, HV, V] in q's dtype.
     """
     given = journal_arguments("journal", journal, slots, first_slot)
-    args = tuple.__new__(Arguments, (
+    args = (
         q, k, v, g, beta, A_log, dt_bias, pool, None, None, scale, False, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False, lower_bound, False, False,
         journal.state_v_first, False, None, 64, False, False, True, backend, "off", False,
-    ))  # fmt: skip
+    )  # fmt: skip
     return run_journal(args, given, out, False)
 
 
@@ -99,11 +98,11 @@ def verify_kda(
         o [N, T, HV, V] in q's dtype.
     """
     given = journal_arguments("records", records, slots, first_slot, verifies=True)
-    args = tuple.__new__(Arguments, (
+    args = (
         q, k, v, g, beta, A_log, dt_bias, pool, None, None, scale, False, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False, lower_bound, False, False,
         records.state_v_first, False, None, 64, False, False, True, backend, "off", False,
-    ))  # fmt: skip
+    )  # fmt: skip
     return run_journal(args, given, out, True)
 
 

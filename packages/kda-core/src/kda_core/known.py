@@ -15,7 +15,7 @@ from operator import is_, itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, empty_like, is_grad_enabled
+from torch import Tensor, is_grad_enabled
 
 from kda_core import buffers, env, journal, pools
 from kda_core import call as calls
@@ -33,8 +33,15 @@ from kda_core.contract import (
 from kda_core.journal import JournalArguments
 from kda_core.pools import SlotArguments
 from kda_core.recent import Recent
-from kda_core.registry import REGISTRY, notify
-from kda_core.torch_private import below_autograd, current_device, is_dispatcher_idle, metadata_guard
+from kda_core.registry import OBSERVERS, REGISTRY, notify, override
+from kda_core.torch_private import (
+    allocator,
+    below_autograd,
+    current_device,
+    is_deterministic,
+    is_dispatcher_idle,
+    metadata_guard,
+)
 from kda_core.validate import extent
 
 MOST_ALIKE = 4
@@ -48,7 +55,7 @@ class Known:
     Attributes:
         values: the arguments that are no tensors.
         types: their types, because ``1 == True``.
-        environment: as `_environment`.
+        generation, override, variables: what the call depends on besides its arguments, as in `is_current`.
         present: returns the tensors of arguments without those that are None here.
         is_like: whether such tensors are like those of the call.
         offsets: the contents of cu_seqlens that the host knows, or None.
@@ -58,8 +65,9 @@ class Known:
         beta_alignment: of beta, in bytes.
         copied: names of slot tensors that are not contiguous, of which each call makes a copy.
         clears: whether o has rows of no sequence, which are zero.
-        is_dense: whether v is contiguous.
-        state, workspace: examples of the final states and of the workspace (`kda_core.buffers.example`), or None.
+        device: number of the GPU, -1 for the CPU.
+        new_o, new_state, new_workspace: allocate o, the final states and the workspace (`kda_core.torch_private.allocator`); None if the
+            call has none.
         extents: bytes of `kda_core.contract.launch_tensors`, which outputs of the caller must not overlap; 0 for None.
         notice: what observers of calls are told.
         written: places of the tensors of the caller that the call writes.
@@ -67,7 +75,9 @@ class Known:
 
     values: tuple[Any, ...]
     types: tuple[type, ...]
-    environment: tuple[Any, ...]
+    generation: int
+    override: str | None
+    variables: tuple[Any, ...]
     present: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
     is_like: Callable[..., bool]
     offsets: list[int] | None
@@ -77,18 +87,22 @@ class Known:
     beta_alignment: int
     copied: tuple[str, ...]
     clears: bool
-    is_dense: bool
-    state: Tensor | None
-    workspace: Tensor | None
+    device: int
+    new_o: Callable[[], Tensor]
+    new_state: Callable[[], Tensor] | None
+    new_workspace: Callable[[], Tensor] | None
     extents: tuple[int, ...]
     notice: tuple[str, str, str]
     written: tuple[int, ...]
 
     def has_options(self, values: tuple[Any, ...]) -> bool:
-        """Returns whether these are the same options: usually the same objects."""
-        return all(map(is_, values, self.values)) or (
-            tuple(map(type, values)) == self.types and values == self.values
-        )
+        """Returns whether these are the same options, maybe as other objects."""
+        return tuple(map(type, values)) == self.types and values == self.values
+
+    def is_current(self) -> bool:
+        """Returns whether the state of the registry, the backend of `use_backend` and the environment variables are those of the call."""
+        environment = (self.generation, self.override, self.variables)
+        return environment == (REGISTRY.generation, override(), env.given())
 
 
 KNOWN: Recent[tuple[Known, ...]] = Recent(calls.MAX_CALLS, lambda key, known: len(known))
@@ -103,12 +117,13 @@ _STATE = Tensors._fields.index("initial_state")
 
 
 def run(
-    args: Arguments, slots: Slots | None = None, given: GivenOutputs | None = None
+    args: tuple[Any, ...], slots: Slots | None = None, given: GivenOutputs | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
     """Makes a known call and returns o and the final states, None if they go to a pool. If the call is not known, returns None and does
     nothing. Must not be called while `torch.compiler.is_compiling`. Types of arguments need not have been checked.
 
     Args:
+        args: the fields of `Arguments`.
         slots: of a call over a pool.
         given: the tensors that the caller passed to be written.
     """
@@ -129,11 +144,13 @@ def run(
         alike = KNOWN.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, or one without a shape
         return None
-    if alike is None or not is_dispatcher_idle():
+    if alike is None or is_deterministic() or not is_dispatcher_idle():
         return None
     offsets = None
     for known in alike:
-        if known.has_options(values) and known.is_like(*known.present(tensors)):
+        if (all(map(is_, values, known.values)) or known.has_options(values)) and known.is_like(
+            *known.present(tensors)
+        ):
             if known.offsets is None:
                 break
             if offsets is None:
@@ -142,8 +159,16 @@ def run(
                 break
     else:
         return None
-    if known.environment != _environment() or (known.requires_grad and is_grad_enabled()):
+    if (  # `Known.is_current` would take longer
+        known.generation != REGISTRY.generation
+        or known.override != override()
+        or known.variables != env.given()
+        or (known.requires_grad and is_grad_enabled())
+    ):
         return None
+    if known.device >= 0 and known.device != current_device():
+        with torch.cuda.device(known.device):
+            return run(args, slots, given)
     addresses: tuple[int, ...] = (
         q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(),
         0 if A_log is None else A_log.data_ptr(), 0 if dt_bias is None else dt_bias.data_ptr(),
@@ -165,34 +190,24 @@ def run(
         if not _is_apart(known, given, addresses):
             return None
     if o is None:
-        # `empty_like` is the fastest way to allocate o, which has the shape of v
-        o = empty_like(v) if known.is_dense else v.new_empty(v.shape)
-    if state is None and known.state is not None:
-        state = buffers.like_example(known.state)
-    if workspace is None and known.workspace is not None:
-        workspace = empty_like(known.workspace)
+        o = known.new_o()
+    if state is None and known.new_state is not None:
+        state = known.new_state()
+    if workspace is None and known.new_workspace is not None:
+        workspace = known.new_workspace()
     if known.clears:
         with below_autograd():
             o.zero_()
-    outputs = (
-        o.data_ptr(), 0 if state is None else state.data_ptr(), 0 if workspace is None else workspace.data_ptr(),
+    known.launch(
+        o, addresses, o.data_ptr(), 0 if state is None else state.data_ptr(),
+        0 if workspace is None else workspace.data_ptr(),
     )  # fmt: skip
-    device = q.get_device()
-    if device < 0 or device == current_device():
-        known.launch(o, addresses, *outputs)
-    else:
-        with torch.cuda.device(device):
-            known.launch(o, addresses, *outputs)
     if known.written:  # as torch's own functions do; tensors of inference mode have no version
         written = [x for place in known.written if not (x := tensors[place]).is_inference()]
         torch.autograd.graph.increment_version(written)
-    notify(*known.notice)
+    if OBSERVERS:
+        notify(*known.notice)
     return o, state
-
-
-def _environment() -> tuple[Any, ...]:
-    """Returns what calls depend on besides their arguments: the state of the registry and environment variables."""
-    return (REGISTRY.generation, REGISTRY.override(), *env.given())
 
 
 def _is_apart(known: Known, given: GivenOutputs, addresses: tuple[int, ...]) -> bool:
@@ -239,8 +254,9 @@ def remember(
     key = (args.q.shape, *(x is None for x in tensors[_N_REQUIRED:]))
     values: Any = args[_VALUES]
     values += () if slots is None else slots.values
-    environment = _environment()
-    alike = tuple(known for known in KNOWN.get(key) or () if known.environment == environment)
+    # plugins that `prepare` calls, and other threads, may change the environment meanwhile
+    environment = REGISTRY.generation, override(), env.given()
+    alike = tuple(known for known in KNOWN.get(key) or () if known.is_current())
     if any(
         known.has_options(values) and known.is_like(*present) and known.offsets == offsets for known in alike
     ):
@@ -253,11 +269,13 @@ def remember(
     is_like = metadata_guard(present)
     if is_like is None or (launch := calls.prepared(call, inputs)) is None:
         return
-    shape, size = call.shape, call.workspace_bytes
+    shape, size, kind = call.shape, call.workspace_bytes, call.shape.device_type
     found = Known(
         values=values,
         types=tuple(map(type, values)),
-        environment=environment,
+        generation=environment[0],
+        override=environment[1],
+        variables=environment[2],
         present=itemgetter(*(i for i, x in enumerate(tensors) if x is not None)),
         is_like=is_like,
         offsets=offsets,
@@ -267,13 +285,14 @@ def remember(
         beta_alignment=1 if call.strided and shape.options.recurrent else ALIGNMENT,
         copied=() if slots is None else slots.copied,
         clears=buffers.has_other_rows(inputs),
-        is_dense=args.v.is_contiguous(),
-        state=buffers.example(shape.state_shape, shape.state_dtype, args.q)
+        device=args.q.get_device(),
+        new_o=allocator(args.v.shape, shape.dtype, kind),
+        new_state=allocator(shape.state_shape, shape.state_dtype, kind)
         if shape.options.output_final_state
         else None,
-        workspace=buffers.example((size,), torch.uint8, args.q) if size else None,
+        new_workspace=allocator((size,), torch.uint8, kind) if size else None,
         extents=tuple(0 if x is None else extent(x) for x in launch_tensors(inputs)),
-        notice=(call.choice.spec.name, call.entry, shape.device_type),
+        notice=(call.choice.spec.name, call.entry, kind),
         written=_written(tensors, slots, given),
     )
     KNOWN.put(key, (found, *alike)[:MOST_ALIKE])

@@ -47,6 +47,7 @@ from kda_core.pools import SLOT_KINDS, SlotArguments
 from kda_core.torch_private import below_autograd, is_dispatcher_idle
 from kda_core.validate import check_outputs, problem_shape
 
+_new = tuple.__new__
 _N_ARGUMENTS = len(Arguments._fields)
 _N_FLOATS = len(FLOAT_TENSORS)
 
@@ -95,23 +96,24 @@ _LIB.define(
 # ---- calls
 
 
-def run(args: Arguments, given: GivenOutputs | None = None) -> tuple[Tensor, Any, Any]:
+def run(values: tuple[Any, ...], given: GivenOutputs | None = None) -> tuple[Tensor, Any, Any]:
     """Runs a call and returns o, the final states and the intermediate states; the last two are arbitrary if the call does
     not ask for them.
 
     Args:
-        args: as the caller passed them, types not checked.
+        values: the fields of `Arguments` as the caller passed them, types not checked.
         given: the tensors that the caller passed to be written, of checked types.
 
     Raises:
         KdaError: as `kda_core.chunk_kda`.
     """
-    if torch.compiler.is_compiling():
-        check_outputs_dense(given)
-        return _dispatch(checked(args), given)
-    if (known_result := known.run(args, None, given)) is not None:
-        return *known_result, None
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and (found := known.run(values, None, given)) is not None:
+        return found[0], found[1], None
+    args = _new(Arguments, values)
     check_outputs_dense(given)
+    if is_compiling:
+        return _dispatch(checked(args), given)
     # the key of a call cannot hold a planner's plan, which may be any object: `checked` makes it a text
     tensors: Sequence[Any] = args[:N_TENSORS]
     if type(args.context_parallel) is str and can_skip_dispatcher(
@@ -121,10 +123,10 @@ def run(args: Arguments, given: GivenOutputs | None = None) -> tuple[Tensor, Any
         is_new = call is None
         if call is None:
             call = resolve(checked(args), key)
-        found = run_directly(call, tensors, given)
+        outputs = run_directly(call, tensors, given)
         if not is_new:  # the second call: many shapes come once
             known.remember(args, call, None, given)
-        return found.o, found.final_state, found.intermediate_states
+        return outputs.o, outputs.final_state, outputs.intermediate_states
     args = checked(args)
     flops.register()
     return _dispatch(args, given)
@@ -152,18 +154,20 @@ def _dispatch(args: Arguments, given: GivenOutputs | None) -> tuple[Tensor, Any,
 
 
 def run_pooled(
-    args: Arguments, slots: SlotArguments, given: GivenOutputs | None = None
+    values: tuple[Any, ...], slots: SlotArguments, given: GivenOutputs | None = None
 ) -> tuple[Tensor, Any, Any]:
     """`run` of a call whose states are in a pool. The final states are None if they go to the pool.
 
     Raises:
         KdaError: as `kda_core.chunk_kda`.
     """
-    if not torch.compiler.is_compiling():
-        if (known_result := known.run(args, slots, given)) is not None:
-            return *known_result, None
-        check_outputs_dense(given)
-        pools.refuse_gradients(args)
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and (known_result := known.run(values, slots, given)) is not None:
+        return known_result[0], known_result[1], None
+    args = _new(Arguments, values)
+    check_outputs_dense(given)
+    pools.refuse_gradients(args)
+    if not is_compiling:
         tensors: Sequence[Any] = (*args[:N_TENSORS], *slots.tensors, *(given or ()))
         if type(args.context_parallel) is str and can_skip_dispatcher(tensors):
             key, call = pools.look_up(args, slots)
@@ -176,8 +180,6 @@ def run_pooled(
                 known.remember(args, call.call, slots, given)
             return found
         flops.register()
-    check_outputs_dense(given)
-    pools.refuse_gradients(args)
     args, slots = checked(args), pools.checked_slots(slots)
     shape = pools.pooled_shape(args, slots)
     o, state, h, workspace = NOTHING_GIVEN if given is None else given
@@ -193,11 +195,12 @@ def run_pooled(
     return o, state, h
 
 
-def run_journal(args: Arguments, given: JournalArguments, out: Any, verifies: bool) -> Tensor:
+def run_journal(values: tuple[Any, ...], given: JournalArguments, out: Any, verifies: bool) -> Tensor:
     """`run` of a call with records. Returns o.
 
     Args:
-        args, given, out: as the caller passed them, types not checked; `initial_state` is the pool.
+        values: the fields of `Arguments`; `initial_state` is the pool. As `given` and `out` they are as the caller passed them, types not
+            checked.
         verifies: whether the call has no records before its tokens.
 
     Raises:
@@ -207,8 +210,9 @@ def run_journal(args: Arguments, given: JournalArguments, out: Any, verifies: bo
     if not torch.compiler.is_compiling():
         if out is not None and type(out) is Tensor:
             outputs = given_outputs(out, None)
-        if (out is None) is (outputs is None) and (found := known.run(args, given, outputs)) is not None:
+        if (out is None) is (outputs is None) and (found := known.run(values, given, outputs)) is not None:
             return found[0]
+    args = _new(Arguments, values)
     journal.check_types(given, args.initial_state, verifies=verifies)
     journal.refuse_gradients(args)
     if out is not None:

@@ -109,6 +109,8 @@ class _Failure:
 
 
 _override: ContextVar[str | None] = ContextVar("kda_core_backend", default=None)
+override = _override.get
+"""Returns the backend of the innermost `use_backend`, or None."""
 
 
 class Registry:
@@ -227,10 +229,6 @@ class Registry:
         if (name := _override.get()) is not None:
             return (None, name)
         return (None, None, env.KDA_BACKEND.given())
-
-    def override(self) -> str | None:
-        """Returns the backend of the innermost `use_backend`, or None."""
-        return _override.get()
 
     def rule(self, backend: str | None) -> tuple[str, tuple[str, ...]]:
         """Returns the rule that chooses the backend ("backend=", "use_backend", "KDA_BACKEND" or "automatic"), and the names
@@ -457,14 +455,13 @@ class Call:
     planner: str | None = None
 
 
-_observers: list[Callable[[Call], None]] = []
+OBSERVERS: list[Callable[[Call], None]] = []
+"""Usually there are none, and calls in which host time counts do not call `notify` then."""
 
 
 def notify(backend: str, entry: str, device_type: str, planner: str | None = None) -> None:
     """Passes a `Call` with these fields to all observers."""
-    if not _observers:
-        return
-    for observer in tuple(_observers):
+    for observer in tuple(OBSERVERS):
         observer(Call(backend, entry, device_type, planner))
 
 
@@ -472,11 +469,11 @@ def notify(backend: str, entry: str, device_type: str, planner: str | None = Non
 def record_calls() -> Iterator[list[Call]]:
     """Yields a list, to which every call of the process is appended within the block."""
     calls: list[Call] = []
-    _observers.append(calls.append)
+    OBSERVERS.append(calls.append)
     try:
         yield calls
     finally:
-        _observers.remove(calls.append)
+        OBSERVERS.remove(calls.append)
 
 
 # ---- helpers

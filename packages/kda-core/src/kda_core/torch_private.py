@@ -5,6 +5,7 @@ Torch lacks a name of     Then
 `DispatcherState`         `STATE` is None, and every eager call goes through torch's dispatcher. Results and errors are
                           the same; a call takes more host time.
 `TensorGuards`            bound calls compare the metadata of their tensors in Python, which takes more host time.
+`_empty_strided_cuda`     known and bound calls allocate by ``torch.empty_strided``, which takes more host time; so for `_empty_strided_cpu`.
 any other                 importing kda_core raises an ImportError or AttributeError that contains the name, because
                           torch has no public equivalent.
 """
@@ -12,6 +13,7 @@ any other                 importing kda_core raises an ImportError or AttributeE
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,26 +28,33 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as act
 below_autograd = torch._C._AutoDispatchBelowAutograd
 # the current device, without the check that CUDA is initialised: it is, where there is a tensor on a GPU
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+# whether torch fills the memory that it allocates, see `torch.utils.deterministic`; ``torch.are_deterministic_algorithms_enabled``
+# takes longer
+is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
 set_forward_gradients = forward_ad._set_fwd_grad_enabled
 
 __all__ = [
+    "ALLOCATORS",
     "GUARDS",
     "STATE",
     "DispatcherState",
     "FakeTensor",
     "SingleLevelFunction",
     "active_dispatch_modes",
+    "allocator",
     "below_autograd",
     "compiled_autograd_key",
     "current_device",
     "enable_single_level_autograd_function",
     "forward_level",
+    "is_deterministic",
     "is_dispatcher_idle",
     "is_intercepted",
     "is_transformed",
     "metadata_guard",
     "probe",
+    "probe_allocators",
     "set_forward_gradients",
 ]
 
@@ -130,4 +139,36 @@ def metadata_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     if GUARDS is None:
         return None
     check: Callable[..., bool] = GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check
+
+    def is_like(*others: Any) -> bool:
+        try:  # the comparison of a nested tensor would end the process
+            return not any(map(_is_nested, others)) and check(*others)
+        except TypeError:  # not a tensor
+            return False
+
+    return is_like
+
+
+_is_nested: Callable[[Any], bool] = Tensor.is_nested.__get__  # type: ignore[attr-defined]
+
+
+def probe_allocators(torch_c: Any) -> dict[str, Callable[..., Tensor]]:
+    """Returns the functions of the code that inductor generates that allocate a tensor of a size, strides and a dtype on the current device,
+    below the dispatcher, by device type."""
+    guards = getattr(getattr(torch_c, "_dynamo", None), "guards", None)
+    found = {name: getattr(guards, f"_empty_strided_{name}", None) for name in ("cpu", "cuda")}
+    return {name: make for name, make in found.items() if make is not None}
+
+
+ALLOCATORS = probe_allocators(torch._C)
+
+
+def allocator(size: Sequence[int], dtype: torch.dtype, device_type: str) -> Callable[[], Tensor]:
+    """Returns a function that allocates an uninitialised contiguous tensor of this size on the current device of a type. While it runs, the
+    dispatcher must be idle, and `is_deterministic` False: the function does not fill memory."""
+    size = torch.Size(size)
+    strides = torch.empty(size, device="meta").stride()
+    make = ALLOCATORS.get(device_type)
+    if make is None:
+        return partial(torch.empty_strided, size, strides, dtype=dtype, device=device_type)
+    return partial(make, tuple(size), strides, dtype)

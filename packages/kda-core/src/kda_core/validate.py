@@ -22,6 +22,7 @@ from kda_core.contract import (
     Tensors,
     intermediate_states_count,
     intermediate_states_shape,
+    unchecked,
 )
 from kda_core.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StrideError, describe
 from kda_core.offsets import CUMULATE
@@ -77,7 +78,8 @@ def problem_shape(
         raise DtypeError("q", " or ".join(map(str, INPUT_DTYPES)), str(q.dtype))
     if v.dim() != 4:
         raise ShapeError("v", "[B, T, HV, V], 4 dimensions", str(list(v.shape)))
-    _check_order(q=q, k=k, v=v, g=g, beta=beta)
+    if not q.shape[1:2] == k.shape[1:2] == v.shape[1:2] == g.shape[1:2] == beta.shape[1:2]:
+        _check_order(q=q, k=k, v=v, g=g, beta=beta)
     (B, T, H, K), (HV, V), device = q.shape, v.shape[2:], q.device
     if min(B, H, K, V) < 1:
         raise ShapeError("q" if min(B, H, K) < 1 else "v", "B, H, K and V of at least 1", str([B, H, K, V]))
@@ -114,14 +116,16 @@ def problem_shape(
             hint = CUMULATE
         _check("initial_state", initial_state, state, symbols, wide, device, hint)
 
-    return ProblemShape(
-        B=B, T=T, H=H, HV=HV, K=K, V=V, N=N,
-        dtype=q.dtype, g_dtype=g.dtype, beta_dtype=beta.dtype,
-        index_dtype=None if cu_seqlens is None else cu_seqlens.dtype,
-        has_A_log=A_log is not None, has_dt_bias=dt_bias is not None, has_initial_state=initial_state is not None,
-        device_type=device.type, arch=device_arch(device),
-        options=options.resolved(K),
-    )  # fmt: skip
+    values = {
+        "B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V, "N": N,
+        "dtype": q.dtype, "g_dtype": g.dtype, "beta_dtype": beta.dtype,
+        "index_dtype": None if cu_seqlens is None else cu_seqlens.dtype,
+        "has_A_log": A_log is not None, "has_dt_bias": dt_bias is not None,
+        "has_initial_state": initial_state is not None,
+        "device_type": device.type, "arch": device_arch(device), "options": options.resolved(K),
+        "pool": None, "journal": None,
+    }  # fmt: skip
+    return unchecked(ProblemShape, values)
 
 
 def _check_gate_parameters(
@@ -199,7 +203,7 @@ def _check(
     device: torch.device,
     hint: str = "",
 ) -> None:
-    if tuple(x.shape) != tuple(shape):
+    if x.shape != shape:
         raise ShapeError(name, f"{symbols} = {list(shape)}", str(list(x.shape)), hint)
     if x.dtype not in dtypes:
         raise DtypeError(name, " or ".join(str(d) for d in dict.fromkeys(dtypes)), str(x.dtype))

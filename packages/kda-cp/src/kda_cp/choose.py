@@ -14,7 +14,8 @@ neither (a CPU)                  serial: a split does more work, and a CPU has n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from kda_core.errors import ArgumentError
@@ -40,7 +41,7 @@ def make_plan(
     SMs: int = 0,
     strategy: Literal["auto", "exact", "certified"] = "auto",
     native: bool = False,
-    window: int = 0,
+    window: int | Callable[[], int] = 0,
     crossing: bool = False,
     granule: int = GRANULE,
 ) -> Plan:
@@ -56,7 +57,8 @@ def make_plan(
             even if a direct call is faster. A certified split is the fastest one if every transition has vanished. It
             gets no predicted time.
         native: whether the backend summarises segments itself. Exact plans then use its summaries.
-        window: tokens of a window of such a backend (`kda_cp.native`); 0 for no limit.
+        window: tokens of a window of such a backend (`kda_cp.native`); 0 for no limit. Or a function that returns them, because a backend
+            takes long to answer: it is only called if a split may be fast enough.
         crossing: whether the sequences are fragments of longer ones. They are then summarised even if they are whole.
         granule: cuts are at multiples of this number of tokens.
 
@@ -91,12 +93,14 @@ def make_plan(
         )
     rule = f"{basis}, a split must win by {margin:.2f}x"
     costs = CostModel(
-        constants, HV, transition_calls=-(-K // V), vanished=strategy == "certified", native=native, window=window,
+        constants, HV, transition_calls=-(-K // V), vanished=strategy == "certified", native=native, window=0,
         crossing=crossing, granule=granule,
     )  # fmt: skip
     serial = costs.total(whole)
     if strategy == "auto" and serial < margin * costs.bound_of_any_split(lengths):
         return serial_plan(serial, f"{rule}; even a split that spreads all work evenly would not")
+    # the window changes neither the time of whole sequences nor that bound
+    costs = replace(costs, window=window if isinstance(window, int) else window())
     limit = serial / margin if strategy == "auto" else float("inf")
     best, time = _fastest(lengths, shortest, costs, limit)
     if best is None:
@@ -116,7 +120,7 @@ def predict(
     constants: Constants | None = None,
     SMs: int = 0,
     native: bool = False,
-    window: int = 0,
+    window: int | Callable[[], int] = 0,
 ) -> Prediction | None:
     """Returns the predicted costs of any plan; arguments as in `make_plan`.
 
@@ -129,8 +133,9 @@ def predict(
         constants, unit = _ratio_constants(SMs), "tokens"
     if plan.strategy == "certified" and plan.is_split:
         return None
+    tokens = window if isinstance(window, int) else window()
     costs = CostModel(
-        constants, HV, transition_calls=-(-K // V), vanished=False, native=native, window=window
+        constants, HV, transition_calls=-(-K // V), vanished=False, native=native, window=tokens
     )
     serial = costs.total(tuple((n,) for n in plan.lengths))
     return Prediction(costs.total(plan.segments), serial, unit, "no choice was made")

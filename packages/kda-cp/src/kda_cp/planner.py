@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TypedDict
 
@@ -238,14 +238,18 @@ class NativeOptions(TypedDict):
     """Arguments of `make_plan` and `predict` that the backend determines."""
 
     native: bool
-    window: int
+    window: int | Callable[[], int]
 
 
 def native_options(shape: ProblemShape, backend: Backend) -> NativeOptions:
-    """Returns whether a backend summarises segments itself, and the tokens of its windows (0 for no limit)."""
-    if not isinstance(backend, SupportsSegments):
+    """Returns whether a backend summarises segments itself, and a function for the tokens of its windows (0 for no limit)."""
+    if not _summarises.get(id(backend), lambda: (isinstance(backend, SupportsSegments), backend))[0]:
         return {"native": False, "window": 0}
-    return {"native": True, "window": native.window_tokens(shape, backend)}
+    return {"native": True, "window": functools.partial(native.window_tokens, shape, backend)}
+
+
+_summarises = Cache(64)
+"""Whether a backend has the methods of `SupportsSegments`, which takes long to find, and the backend, which is kept alive for its id."""
 
 
 def options_of_backward(backend: Backend) -> NativeOptions:

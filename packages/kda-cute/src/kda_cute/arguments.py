@@ -76,14 +76,14 @@ def pack(struct: type[Struct], **given: Any) -> Struct:
 
 
 def bound(kernel: Callable[..., Any], *last: Any) -> Callable[..., Any]:
-    """Returns a compiled kernel with the last values of its struct fixed: it takes the tensor and the values before them.
+    """Returns a compiled kernel with the last values of its struct fixed: it takes the tensor and a tuple of the values before them.
 
     A `kda_cute.store.launcher.Launcher` packs the fixed values once, and its grid must follow from them. Any other callable, as that of
     an emulator, gets all values in every call.
     """
     if (make := getattr(kernel, "bound", None)) is not None:
         return make(*last)
-    return lambda tensor, *first: kernel(tensor, *first, *last)
+    return lambda tensor, first: kernel(tensor, *first, *last)
 
 
 def fake_args(struct: type[tuple], dtype: Any) -> tuple[Any, ...]:

@@ -174,7 +174,7 @@ class Decode(NamedTuple):
         kernel, no_slots = bound(self.kernel, *self._fixed(inputs)), _no_slots(inputs)
 
         def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
-            kernel(o, *given[:_WITH_SLOTS], *no_slots, o_at, final_state)
+            kernel(o, (*given[:_WITH_SLOTS], *no_slots, o_at, final_state))
 
         return launch
 

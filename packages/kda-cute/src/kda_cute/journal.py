@@ -126,7 +126,7 @@ class JournalLaunch(NamedTuple):
 
         def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
             # to the states; the slots that are read; the records
-            kernel(o, *given[:8], given[9], *given[17:], o_at)
+            kernel(o, (*given[:8], given[9], *given[17:], o_at))
 
         return launch
 

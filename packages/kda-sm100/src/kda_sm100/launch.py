@@ -137,10 +137,10 @@ def prepared(inputs: KdaInputs, strided: bool) -> PreparedLaunch:
 
     def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
         *tokens, initial_state, offsets = given[:9]
-        intra_chunk(o, *tokens, offsets, workspace)
+        intra_chunk(o, (*tokens, offsets, workspace))
         # a variant for pools finds states by `PoolAddresses` alone
         slots = () if places is None else places(given, final_state)
-        chain(o, *slots, offsets, initial_state, o_at, final_state, 0, 0, workspace)
+        chain(o, (*slots, offsets, initial_state, o_at, final_state, 0, 0, workspace))
 
     return launch
 

@@ -81,7 +81,7 @@ class Launch(NamedTuple):
         def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
             slots = () if places is None else places(given, final_state)
             # `InputArguments`, `OutputArguments`, `LaunchArguments`; a variant for serving finds states by `PoolAddresses` alone
-            kernel(o, *slots, *given[:9], o_at, final_state, 0, workspace, 0, next(tickets), 0, 0)
+            kernel(o, (*slots, *given[:9], o_at, final_state, 0, workspace, 0, next(tickets), 0, 0))
 
         return launch
 

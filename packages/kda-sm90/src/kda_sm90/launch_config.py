@@ -12,10 +12,9 @@ speed only: every candidate is correct.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, update_wrapper
+from functools import cache, lru_cache, update_wrapper
 from inspect import signature
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -214,7 +213,7 @@ def backward_launch_config(
 def _with_rings(shape: ProblemShape, models: list[_Model], **fields: Any) -> LaunchConfig:
     """Returns the fastest launch, with a ring of records for each queue. ``fields``: of the `PrefillConfig`."""
     model, queues = _fastest(models)
-    config = PrefillConfig(model.chunk, model.warpgroups, **fields, **_gate(shape))
+    config = _variant(model.chunk, model.warpgroups, **fields, **_gate(shape))
     if config.mode == "recompute" and not shape.varlen:
         queues = _with_shorter_queues(model, queues)
     ctas, most = model.intra_chunk_ctas(queues), _most_depth(shape, model, queues)
@@ -327,7 +326,7 @@ def predicted_ns(
 # ---- the model
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Model:
     """Predicts the time of one kind of launch of a shape as a function of the number of queues.
 
@@ -405,15 +404,58 @@ class _Model:
         """
         if not self.item_ns:
             return self.most
-        numbers = range(1, self.most + 1)
-        cross = bisect_left(numbers, True, key=lambda n: self.intra_chunk_ns(n) >= self.chains_ns(n))
+        # with `cross` queues the chains are slower, with `stop` queues the intra-chunk stage, or there are too many
+        cross, stop, step = 0, self.most + 1, 1
+        queues = min(max(1, self._crossing()), self.most)
+        while stop - cross > 1:
+            if self.intra_chunk_ns(queues) < self.chains_ns(queues):
+                cross, queues = queues, queues + step
+            else:
+                stop, queues = queues, queues - step
+            step *= 2
+            if not cross < queues < stop:
+                queues = (cross + stop) // 2
         if cross == 0:
             return 1
-        # `cross` is the last number of queues with which the chains are slower.
-        before = self.chains_ns(cross)
-        if cross < self.most and self.intra_chunk_ns(cross + 1) < before:
+        if cross < self.most and self.intra_chunk_ns(cross + 1) < self.chains_ns(cross):
             return cross + 1
-        return 1 + bisect_left(numbers, True, hi=cross, key=lambda n: self.chains_ns(n) <= before)
+        return max(1, -(-self.items // self.width(cross)))  # the fewest queues of this width
+
+    def _crossing(self) -> int:
+        """Returns about how many queues make both roles equally slow, if all numbers are taken as continuous: where the search begins."""
+        if not self.items:
+            return 1
+        groups_ns = self.groups * self.chain_ns
+        shared = self.sms * groups_ns / (self.item_ns + self.chain_ctas * groups_ns)
+        alone = (self.sms - self.items * self.item_ns / (groups_ns * max(1, self.longest))) / self.chain_ctas
+        return int(max(shared, alone))
+
+
+@cache
+def _kind(chunk: int, warpgroups: int, unbounded: bool, mode: Mode) -> dict[str, Any]:
+    """Returns the fields of a `_Model` that do not depend on the sizes of a shape."""
+    reads_records = mode == "execute"
+    per_slot = PrefillConfig(64, states=True, mode=mode).chunks_per_slot if mode == "recompute" else 1
+    # A first chunk, which others hardly delay, counts the same with either stage.
+    item_ns, first_ns = (
+        WARPGROUP_ITEM_NS if by_warpgroup(chunk, unbounded, n) else ITEM_NS[chunk, unbounded]
+        for n in (warpgroups, 2)
+    )
+    by_warpgroups = mode == "whole" and by_warpgroup(chunk, unbounded, warpgroups)
+    factor = 0.0 if reads_records else KEPT if mode == "summarize" else 1.0
+    return {
+        "chunk": chunk,
+        "warpgroups": warpgroups,
+        "mode": mode,
+        "groups": groups_of(chunk, unbounded, warpgroups),
+        "helps": by_warpgroup(chunk, unbounded, warpgroups) and not reads_records,
+        "chunks_per_slot": per_slot,
+        "chain_ctas": HALVES[mode] // warpgroups,
+        "item_ns": factor * per_slot * item_ns,
+        "first_ns": factor * first_ns,
+        "last_ns": WARPGROUP_LAST_NS if by_warpgroups else factor * first_ns * per_slot,
+        "chain_ns": chunk * per_slot * TOKEN_NS[mode][chunk, warpgroups],
+    }
 
 
 def _model(
@@ -424,39 +466,21 @@ def _model(
     longest: int | None = None,
     mode: Mode = "whole",
 ) -> _Model:
-    chain_ctas = HALVES[mode] // warpgroups
-    reads_records = mode == "execute"
-    free = sms if reads_records else sms - 1
-    per_slot = PrefillConfig(64, states=True, mode=mode).chunks_per_slot if mode == "recompute" else 1
-    tokens = chunk * per_slot
+    kind, reads_records = _kind(chunk, warpgroups, not shape.options.bounded_gate, mode), mode == "execute"
+    tokens = chunk * kind["chunks_per_slot"]
     slots = layouts.slot_count(shape.B, shape.T, tokens, shape.N if shape.varlen else None)
-    unbounded = not shape.options.bounded_gate
-    # A first chunk, which others hardly delay, counts the same with either stage.
-    item_ns, first_ns = (
-        WARPGROUP_ITEM_NS if by_warpgroup(chunk, unbounded, n) else ITEM_NS[chunk, unbounded]
-        for n in (warpgroups, 2)
-    )
-    by_warpgroups = mode == "whole" and by_warpgroup(chunk, unbounded, warpgroups)
-    factor = 0.0 if reads_records else KEPT if mode == "summarize" else 1.0
-    token_ns = TOKEN_NS[mode]
+    free = sms if reads_records else sms - 1
     return _Model(
-        chunk=chunk,
-        warpgroups=warpgroups,
-        mode=mode,
-        groups=groups_of(chunk, unbounded, warpgroups),
-        helps=by_warpgroup(chunk, unbounded, warpgroups) and not reads_records,
-        chunks_per_slot=per_slot,
-        most=min(free // chain_ctas, shape.HV * shape.N),
+        **kind,
+        most=min(free // kind["chain_ctas"], shape.HV * shape.N),
         items=slots * shape.HV,
         longest=-(-slots // max(shape.N, 1)) if longest is None else -(-longest // tokens),
         sms=sms,
-        chain_ctas=chain_ctas,
-        item_ns=factor * per_slot * item_ns,
-        first_ns=factor * first_ns,
-        last_ns=WARPGROUP_LAST_NS if by_warpgroups else factor * first_ns * per_slot,
-        chain_ns=tokens * token_ns[chunk, warpgroups],
         least_ns=slots * shape.HV * RECORD_NS[chunk] if reads_records else 0.0,
     )
+
+
+_variant = lru_cache(maxsize=1024)(PrefillConfig)
 
 
 class _Choice(NamedTuple):

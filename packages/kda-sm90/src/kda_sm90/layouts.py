@@ -24,6 +24,7 @@ Importing this module needs only torch. The functions that return CuTe layouts i
 
 from __future__ import annotations
 
+import functools
 import math
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -106,8 +107,13 @@ def _arrays(records: int, queues: int, C: int, halves: int) -> dict[str, tuple[t
 
 def workspace_bytes(records: int, queues: int, C: int, halves: int = 2) -> int:
     """Returns the bytes of a workspace. The size of every array is a multiple of 128."""
-    arrays = _arrays(records, queues, C, halves).values()
-    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in arrays)
+    return records * _all_record_bytes(C) + queues * halves * CARRY_BYTES + 4 * _counters(records, queues)
+
+
+@functools.cache
+def _all_record_bytes(C: int) -> int:
+    """Returns the bytes of a record in all arrays."""
+    return sum(record_bytes(C).values())
 
 
 def split_workspace(buffer: torch.Tensor, records: int, queues: int, C: int, halves: int = 2) -> Workspace:

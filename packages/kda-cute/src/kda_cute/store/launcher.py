@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
 from collections.abc import Callable
@@ -105,11 +106,11 @@ class Launcher:
         self._launch = self._launch_of(self._count, ())
 
     def __call__(self, tensor: Any, *values: Any) -> None:
-        self._launch(tensor, *values)
+        self._launch(tensor, values)
 
     def bound(self, *last: Any) -> Callable[..., None]:
-        """Returns the callable with the last values fixed: it takes the tensor and the values before them, and packs only these. The
-        grid must follow from the last values alone.
+        """Returns the callable with the last values fixed: it takes the tensor and a tuple of the values before them, and packs only
+        these. The grid must follow from the last values alone.
 
         See `kda_cute.arguments.bound`.
         """
@@ -147,7 +148,7 @@ class Launcher:
         return loaded
 
     def _launch_of(self, count: int, last: tuple[Any, ...]) -> Callable[..., None]:
-        """Returns the callable of the first `count` values."""
+        """Returns the callable of a tuple of the first `count` values."""
         kernel, interface, config = self._kernel, self._interface, self._config
         pack = struct.Struct(layout(self._arguments, count)).pack_into
         make, find_grid, set_grid = self._arguments._make, interface.grid, struct.Struct("@3I").pack_into
@@ -160,16 +161,17 @@ class Launcher:
             call = _Call(handle, kernel, parameters)
             if fixed_grid is not None:
                 set_grid(call.config, 0, *fixed_grid)
-            made = call.buffer, call.config, call.arguments, driver.stream, driver.launch_kernel, call
+            fill = functools.partial(pack, call.buffer, 0)
+            made = fill, call.config, call.arguments, driver.stream, driver.launch_kernel, call
             return threads.__dict__.setdefault("calls", {}).setdefault(device, made)
 
-        def launch(tensor: Any, *values: Any) -> None:
+        def launch(tensor: Any, values: tuple[Any, ...]) -> None:
             device = tensor.get_device()
             try:
-                buffer, launch_config, arguments, stream, launch_kernel, _ = threads.calls[device]
+                fill, launch_config, arguments, stream, launch_kernel, _ = threads.calls[device]
             except (AttributeError, KeyError):
-                buffer, launch_config, arguments, stream, launch_kernel, _ = prepare(device)
-            pack(buffer, 0, *values)
+                fill, launch_config, arguments, stream, launch_kernel, _ = prepare(device)
+            fill(*values)
             if fixed_grid is None:
                 set_grid(launch_config, 0, *find_grid(config, make(values)))
             launch_config.stream = stream(device)
