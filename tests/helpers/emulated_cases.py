@@ -21,7 +21,7 @@ from kda_core.testing import FAMILIES, serving
 from kda_core.testing.conformance import BackendConformance, same
 from kda_core.testing.inputs import PLAIN
 from kda_core.testing.runner import EMULATED, TESTED, Runner
-from kda_cute import decode
+from kda_cute import decode, journal
 from kda_cute.testing.emulation import emulated
 
 KIT = BackendConformance()  # its tests are called one by one
@@ -37,6 +37,27 @@ class OneChunk(Runner):
 
     def inputs(self, family, T, **recipe):
         return super().inputs(family, min(T, 20), **(recipe | {"H": 1}))
+
+
+def fetched_kernels(monkeypatch, module):
+    """Forgets all launches. Returns the list to which `kda_cute.decode` or `kda_cute.journal` appends (interface, configuration) of every
+    kernel that it fetches from now on."""
+    found, get_kernel = [], module.get_kernel
+
+    def get(interface, config, arch):
+        found.append((interface, config))
+        return get_kernel(interface, config, arch)
+
+    monkeypatch.setattr(module, "get_kernel", get)
+    forget_launches()
+    return found
+
+
+def forget_launches():
+    """Forgets all launches: those of `kda_cute`, and those that core remembers for calls like an earlier one."""
+    decode.make_decode.cache_clear()
+    journal.make_journal.cache_clear()
+    REGISTRY.forget_plans()
 
 
 @contextmanager
@@ -66,6 +87,7 @@ class EmulatedBackend:
     def kda(self, record_property):
         with emulated_runner(self.backend, self.arch, record_property, **self.options) as runner:
             yield runner
+            forget_launches()  # a test may have changed what is launched
 
     @pytest.fixture
     def host(self, record_property):
@@ -190,9 +212,9 @@ class SharedKernelCases(EmulatedBackend):
         assert same(kda.recurrent(one, output_final_state=True), want)
         rows = {dtype: choice._replace(many_states=1) for dtype, choice in decode.ROWS.items()}
         monkeypatch.setattr(decode, "ROWS", rows)
-        decode.make_decode.cache_clear()
+        fetched = fetched_kernels(monkeypatch, decode)
         assert same(kda.recurrent(one, output_final_state=True), want)
-        decode.make_decode.cache_clear()
+        assert {config.rows for _, config in fetched} == {decode.ROWS["float32"].many}
 
     @pytest.mark.parametrize("form", serving.POOL_FORMS)
     def test_decode_over_a_pool(self, kda, form, monkeypatch):
