@@ -6,6 +6,7 @@ import torch
 import kda_core
 from kda_core.registry import record_calls
 from kda_core.testing import make_inputs
+from kda_cute.decode import MOST_ALONG_Z
 from kda_sm90.launch_config import launch_config
 
 T = 1 << 20
@@ -60,3 +61,30 @@ def test_known_lengths_change_the_launch_but_no_bit_of_a_pinned_call():
     o, state = run(x, pin=True)
     known, final = run(x | {"cu_seqlens_cpu": x["cu_seqlens"].cpu()}, pin=True)
     assert torch.equal(o, known) and torch.equal(state, final)
+
+
+@pytest.mark.arch((9, 0))
+@pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
+def test_more_sequences_than_blocks_along_z(v_first):
+    """All but a few are skipped. The others have the bits of a call of their own."""
+    N, live = MOST_ALONG_Z + 65, [0, 7, MOST_ALONG_Z - 1, MOST_ALONG_Z, MOST_ALONG_Z + 64]
+    few = make_inputs("slow", 1, B=len(live), H=1, HV=2, state_v_first=v_first, device="cuda").arguments
+    few.pop("output_final_state", None)
+    pool = torch.randn(len(live), 2, 128, 128, device="cuda")
+    slots = torch.arange(len(live), dtype=torch.int32, device="cuda")
+    at = torch.tensor(live, device="cuda")
+    spread = lambda t, fill: t.new_full((N, *t.shape[1:]), fill).index_copy(0, at, t)
+    many = few | {n: spread(few[n], 1.0) for n in ("q", "k", "v", "g", "beta")}
+    found = []
+    for x, indices in ((few, slots), (many, spread(slots, -1))):
+        states = pool.clone()
+        with record_calls() as calls:
+            o, _ = kda_core.fused_recurrent_kda(
+                **x, initial_state=states, ssm_state_indices=indices, output_final_state=True
+            )
+        assert [c.backend for c in calls] == ["sm90"]
+        found.append((o, states))
+    (want, states), (o, after) = found
+    assert torch.equal(o[at], want) and torch.equal(after, states) and not torch.equal(after, pool)
+    o[at] = 0
+    assert not o.any()

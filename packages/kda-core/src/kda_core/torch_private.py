@@ -141,15 +141,15 @@ def metadata_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     check: Callable[..., bool] = GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
     def is_like(*others: Any) -> bool:
-        try:  # the comparison of a nested tensor would end the process
-            return not any(map(_is_nested, others)) and check(*others)
-        except TypeError:  # not a tensor
+        try:
+            for x in others:
+                if x.is_nested:  # its comparison would end the process
+                    return False
+            return check(*others)
+        except (AttributeError, TypeError):  # not a tensor
             return False
 
     return is_like
-
-
-_is_nested: Callable[[Any], bool] = Tensor.is_nested.__get__  # type: ignore[attr-defined]
 
 
 def probe_allocators(torch_c: Any) -> dict[str, Callable[..., Tensor]]:

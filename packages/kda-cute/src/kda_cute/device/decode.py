@@ -26,7 +26,7 @@ from types import SimpleNamespace
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from kda_cute.decode import DECODE, WARPS, DecodeArguments, DecodeConfig
+from kda_cute.decode import DECODE, MOST_ALONG_Z, WARPS, DecodeArguments, DecodeConfig
 from kda_cute.device import ptx, slots
 from kda_cute.device.intra_chunk.gates import Gate, gate_rate, sigmoid
 from kda_cute.device.kernel import Kernel
@@ -42,7 +42,7 @@ FACTORS = 3 * ROW  # bytes of a warp's factors
 class DecodeKernel(Kernel):
     """Takes a tensor, which determines the device and the stream, and the values of `DecodeArguments`."""
 
-    spill_allowance = 0
+    spill_allowance = 12  # of [V, K], 32 values of bf16, gates that are precomputed; others: 0
     # At its default level 3, ptxas takes more registers for the same values.
     compile_options = "--ptxas-options '-O2'"
     interface = DECODE
@@ -91,9 +91,13 @@ class DecodeKernel(Kernel):
             self.layout.store_wide(x.final_state + matrix, place, state)
 
     def place(self, thread, shared):
-        """Returns the sequence of the CTA, and what a thread works on."""
-        block, key_head, member = cute.arch.block_idx()
-        _, _, members = cute.arch.grid_dim()
+        """Returns the sequence of the CTA, and what a thread works on; see `kda_cute.decode.grid`."""
+        block, key_head, n = cute.arch.block_idx()
+        width, _, members = cute.arch.grid_dim()
+        member, swaps = block // self.groups, width > self.groups * MOST_ALONG_Z
+        # not `ptx.select`, whose results are never in uniform registers
+        n, member = cutlass.select_(swaps, member, n), cutlass.select_(swaps, n, member)
+        members = cutlass.select_(swaps, members, width // self.groups)
         place = SimpleNamespace(
             warp=cute.arch.make_warp_uniform(thread >> 5),
             lane=thread & 31,
@@ -104,7 +108,7 @@ class DecodeKernel(Kernel):
             head=key_head * members + member,
             key_head=key_head,
         )
-        return block // self.groups, place
+        return n, place
 
     def matrix(self, x, head, slot: Int64):
         """Returns the address of a value head's state in a slot."""
