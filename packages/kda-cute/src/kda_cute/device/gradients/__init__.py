@@ -335,8 +335,7 @@ class GradientsKernel(Kernel, ABC):
         products.add_row_products(base, place.thread, acc_q, acc_k, unbounded)
         elements.row_gradients(place, acc_q, acc_k, terms)
         if cutlass.const_expr(unbounded):
-            steep.add_rows(place, kept, 0, query, column, acc_q, terms)
-            steep.add_rows(place, kept, 1, key, column, acc_k, terms)
+            steep.add_rows(place, kept, query, key, column, acc_q, acc_k, terms)
         q = raw.elements(raw.q, self.zero(step))
         elements.store_dots(place, Sum.Q_DOT, q, acc_q)
         self.sync(Barrier.PAIR, block, 64)

@@ -18,16 +18,16 @@ from kda_cute.device.gradients.memory import BLOCK, OFFSETS, RUN, TILES, Sum
 def row_loaders(x, place, step):
     """Returns functions that load the thread's 16 channels of a row of the chunk in fp32: of scaled q, of k, and of beta k."""
 
-    def row(source, kind, i):
+    def row(source, kind, i, factor):
         inverse = ptx.rsqrt(elements.load_sum(place, kind, i) + Float32(1e-6))
-        inverse = ptx.select(x.l2norm > 0, inverse, Float32(1.0))
+        scale = ptx.select(x.l2norm > 0, inverse, Float32(1.0)) * factor
         start = source + row_offset(place, step.token + i, x.H, step.key_head)
         pairs = [y for n in (0, 16) for y in ptx.load_global_words(start + n, 4, i < step.valid)]
-        return [y * inverse for pair in pairs for y in ptx.unpack_bf16x2(pair)]
+        return [y * scale for pair in pairs for y in ptx.unpack_bf16x2(pair)]
 
-    query = lambda i: [y * x.scale for y in row(x.q, Sum.Q_SQUARE, i)]
-    key = lambda i: row(x.k, Sum.K_SQUARE, i)
-    column = lambda j: [y * ptx.load_shared(memory.beta(step.address, j), Float32) for y in key(j)]
+    query = lambda i: row(x.q, Sum.Q_SQUARE, i, x.scale)
+    key = lambda i: row(x.k, Sum.K_SQUARE, i, Float32(1.0))
+    column = lambda j: row(x.k, Sum.K_SQUARE, j, ptx.load_shared(memory.beta(step.address, j), Float32))
     return query, key, column
 
 
@@ -50,32 +50,31 @@ def load_d(base, name, i, j):
 
 @cute.jit
 def add_rows(
-    place,
-    kept: Int32,
-    kind: cutlass.Constexpr[int],
-    row_of,
-    column,
-    gradient: cute.Tensor,
-    terms: cute.Tensor,
+    place, kept: Int32, query, key, column, grad_q: cute.Tensor, grad_k: cute.Tensor, terms: cute.Tensor
 ):
-    """Adds the pairs of the thread's rows from ``kept`` on to the gradient of q (``kind`` 0) or the negative one of k (1).
+    """Adds the pairs of the thread's rows from ``kept`` on to the gradient of q and to the negative one of k.
 
-    ``row_of``, ``column``: functions of `row_loaders`.
+    ``query``, ``key``, ``column``: functions of `row_loaders`.
     """
     if kept < BLOCK:
         start = place.block * BLOCK
-        for j in cutlass.range(BLOCK, unroll=1):
-            b = column(start + j)
-            for r in cutlass.range_constexpr(2):
-                i = place.row + 8 * r
-                decays, row = decays_of(place, start + i, start + j), row_of(start + i)
-                d = load_d(place.base, ("d_q", "d_k")[kind], start + i, start + j)
-                weight = ptx.select((i >= kept) & (j <= i - kind), d, Float32(0.0))
-                apart = ptx.select(j < i, weight, Float32(0.0)) * Float32(1.0 - 2.0 * kind)
-                for m in cutlass.range_constexpr(2 * TILES):
-                    n = m // 2 * 4 + 2 * r + m % 2
-                    gradient[n] = gradient[n] + weight * (decays[m] * b[m])
-                    terms[n] = terms[n] + (apart * row[m]) * (decays[m] * b[m])
+        for r in cutlass.range_constexpr(2):  # rows 0 to 7 of the block, then 8 to 15
+            i = place.row + 8 * r
+            rows = query(start + i), key(start + i)
+            columns = 8 * (r + 1)
+            for j in cutlass.range(ptx.select(kept < columns, Int32(columns), Int32(0)), unroll=1):
+                decayed = [
+                    x * y
+                    for x, y in zip(decays_of(place, start + i, start + j), column(start + j), strict=True)
+                ]
+                for kind, gradient in enumerate((grad_q, grad_k)):
+                    d = load_d(place.base, ("d_q", "d_k")[kind], start + i, start + j)
+                    weight = ptx.select((i >= kept) & (j <= i - kind), d, Float32(0.0))
+                    apart = ptx.select(j < i, weight, Float32(0.0)) * Float32(1.0 - 2.0 * kind)
+                    for m in cutlass.range_constexpr(2 * TILES):
+                        n = m // 2 * 4 + 2 * r + m % 2
+                        gradient[n] = gradient[n] + weight * decayed[m]
+                        terms[n] = terms[n] + (apart * rows[kind][m]) * decayed[m]
 
 
 @cute.jit
@@ -83,10 +82,11 @@ def add_columns(place, kept: Int32, query, key, column, gradient: cute.Tensor, t
     """Adds the pairs of rows from ``kept`` on to the gradients of the thread's columns."""
     if kept < BLOCK:
         start = place.block * BLOCK
-        for i in cutlass.range(kept, BLOCK, unroll=1):
-            for r in cutlass.range_constexpr(2):
-                j = place.row + 8 * r
-                decays, b = decays_of(place, start + i, start + j), column(start + j)
+        for r in cutlass.range_constexpr(2):  # columns 0 to 7 of the block, then 8 to 15
+            j = place.row + 8 * r
+            b = column(start + j)
+            for i in cutlass.range(cutlass.max(kept, 8 * r), BLOCK, unroll=1):
+                decays = decays_of(place, start + i, start + j)
                 for kind in cutlass.range_constexpr(2):
                     row = query(start + i) if kind == 0 else key(start + i)
                     d = load_d(place.base, ("d_q", "d_k")[kind], start + i, start + j)
