@@ -114,10 +114,8 @@ def validated(monkeypatch):
     """A list of the shapes that all checks of metadata returned."""
     shapes = []
     monkeypatch.setattr(kda_core.call, "SHAPES", Recent(100))
-    original = kda_core.call.problem_shape
-    monkeypatch.setattr(
-        kda_core.call, "problem_shape", lambda *a, **k: shapes.append(original(*a, **k)) or shapes[-1]
-    )
+    original = Arguments.shape
+    monkeypatch.setattr(Arguments, "shape", lambda args: shapes.append(original(args)) or shapes[-1])
     return shapes
 
 

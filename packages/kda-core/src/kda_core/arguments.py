@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kda_core.buffers import GivenOutputs
-from kda_core.contract import OPTION_NAMES, KdaOptions, Tensors
+from kda_core.contract import OPTION_NAMES, KdaOptions, ProblemShape, Tensors
 from kda_core.errors import ArgumentError, DtypeError, UnknownArgumentError, describe
-from kda_core.validate import OUTPUT_ARGUMENTS, check_layout
+from kda_core.validate import OUTPUT_ARGUMENTS, check_layout, problem_shape
 
 
 class Arguments(NamedTuple):
@@ -78,6 +78,14 @@ class Arguments(NamedTuple):
             ArgumentError: as `KdaOptions`.
         """
         return KdaOptions(*self[N_TENSORS:_N_CALL])  # type: ignore[arg-type]
+
+    def shape(self) -> ProblemShape:
+        """Validates the metadata of the tensors and the options, and returns it.
+
+        Raises:
+            KdaError: as `kda_core.validate.problem_shape`.
+        """
+        return problem_shape(*Tensors._make(self.tensors), options=self.options)
 
 
 N_TENSORS = len(Tensors._fields)

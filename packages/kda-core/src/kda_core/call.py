@@ -48,7 +48,7 @@ from kda_core.errors import (
 )
 from kda_core.plugin_checks import show_error, shown
 from kda_core.recent import Recent
-from kda_core.validate import check_memory, check_outputs, problem_shape
+from kda_core.validate import check_memory, check_outputs
 
 MAX_CALLS = 1024
 """How many resolved calls are kept."""
@@ -172,7 +172,7 @@ def _validated(args: Arguments, key: Key | None) -> ProblemShape:
     found = None if similar is None else SHAPES.get(similar)
     if found is not None:
         return unchecked(ProblemShape, {**found.__getstate__(), "T": args.q.shape[1]})
-    shape = problem_shape(*args.tensors, options=args.options)  # type: ignore[arg-type]
+    shape = args.shape()
     if similar is not None:
         SHAPES.put(similar, shape)
     return shape
@@ -310,7 +310,7 @@ def may_save(args: Arguments) -> bool:
         key, call = look_up(args)
         if call is not None:
             return call.saves
-        shape = problem_shape(*args.tensors, options=args.options)  # type: ignore[arg-type]
+        shape = args.shape()
         if shape.is_concrete:
             return resolve(args, key).saves
         return _planned(choose(shape, args.backend), shape, args.context_parallel)[2]

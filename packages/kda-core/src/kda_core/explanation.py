@@ -22,7 +22,6 @@ from kda_core.journal import JournalArguments
 from kda_core.pools import SlotArguments
 from kda_core.registry import REGISTRY, Choice, Refusal, show_archs
 from kda_core.torch_private import FakeTensor
-from kda_core.validate import problem_shape
 
 NO_LENGTHS = "unknown: it depends on the lengths of the packed sequences, which are not given"
 NO_CONTENTS = "none: no backend runs on tensors of the meta device"
@@ -137,7 +136,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         return _explain_decode(args[0], args[1:], kwargs)
     call, slots, workspace = _parsed(*args, **kwargs)
     if slots is None:
-        shape = problem_shape(*call.tensors, options=call.options)  # type: ignore[arg-type]
+        shape = call.shape()
     else:
         pools.refuse_gradients(call)
         shape = pools.pooled_shape(call, slots)
@@ -163,7 +162,7 @@ def _explain_decode(
         found = _explain(shape, call.backend, "off", _inputs(call, shape), lengths_known=True)
         return replace(found, pool=None if found.error is not None else "the backend")
     if given is None:
-        shape = problem_shape(*call.tensors, options=call.options)  # type: ignore[arg-type]
+        shape = call.shape()
         return _explain(shape, call.backend, "off", _inputs(call, shape), lengths_known=True)
     shape = pools.pooled_shape(call, given)
     return _explain_pooled(shape, call, _inputs(call, shape), True, None)

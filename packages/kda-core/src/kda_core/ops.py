@@ -45,7 +45,7 @@ from kda_core.gradients import Served
 from kda_core.journal import JOURNAL_KINDS, JournalArguments
 from kda_core.pools import SLOT_KINDS, SlotArguments
 from kda_core.torch_private import below_autograd, is_dispatcher_idle
-from kda_core.validate import check_outputs, problem_shape
+from kda_core.validate import check_outputs
 
 _new = tuple.__new__
 _N_ARGUMENTS = len(Arguments._fields)
@@ -389,7 +389,7 @@ def _chunk_bwd(
 
 
 def _fake_inputs(args: Arguments) -> KdaInputs:
-    shape = problem_shape(*args.tensors, options=args.options)  # type: ignore[arg-type]
+    shape = args.shape()
     return make_inputs(args.tensors, shape, align=False)
 
 
