@@ -183,7 +183,7 @@ def test_errors_of_a_launch_name_the_kernel(folder):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"schema": 2}, r"manifest.json is not used: schema 2; .* reads schema 1"),
+        ({"schema": 1}, r"manifest.json is not used: schema 1; .* reads schema 2"),
         ({"arch": "sm_100a"}, r"manifest.json is not used: its kernels are for sm_100a"),
         ({"sources": {"kda_cute": "0"}}, r"manifest.json is not used: .* other sources of kda_cute than are installed"),
         ({"minimum_driver": 14020}, r"cubin.xz is not used: it needs a driver for CUDA 14.2 .* this one is for CUDA 13.0"),

@@ -19,7 +19,11 @@ from kda_sm90 import variants as sm90
 from kda_sm100 import variants as sm100
 from ptx_emulator import gpu, host
 
-COOPERATIVE, OVERLAPS = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, ..._PROGRAMMATIC_STREAM_SERIALIZATION
+COOPERATIVE, CLUSTER, OVERLAPS = (
+    2,
+    4,
+    6,
+)  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, ..._CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
 DYNAMIC_SHARED_BYTES, PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 IDS = [f"{interface.name}-{arch}-{i}" for i, (interface, _, arch) in enumerate(VARIANTS)]
 
@@ -77,10 +81,13 @@ def test_a_launch_is_that_of_the_dsl(one, tmp_path, monkeypatch):
     for theirs, ours in zip(recorded, driver.cuda.launches, strict=True):
         _, symbol, grid, block, cluster, shared_bytes, parameters, _, cooperative = theirs
         assert (symbol, grid, block, shared_bytes) == (ours.symbol, ours.grid, ours.block, ours.shared_bytes)
-        assert cluster == (1, 1, 1)
-        assert ours.attributes == {
-            n: 1 for n, wanted in ((COOPERATIVE, cooperative), (OVERLAPS, interface.overlaps)) if wanted
+        assert cluster == (interface.cluster(config), 1, 1)
+        wanted = {
+            COOPERATIVE: cooperative,
+            CLUSTER: cluster if cluster != (1, 1, 1) else 0,
+            OVERLAPS: interface.overlaps,
         }
+        assert ours.attributes == {n: value for n, value in wanted.items() if value}
         places = manifest.parameters(interface.arguments(config))
         assert [ours.parameters[p.offset : p.offset + p.size] for p in places] == parameters
         assert ours.stream == STREAM

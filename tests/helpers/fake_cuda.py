@@ -17,6 +17,7 @@ NAMES = {
     INVALID_CONTEXT: b"CUDA_ERROR_INVALID_CONTEXT",
 }
 STREAM, CONTEXT = 0x51, 0xC0
+CLUSTER_DIMENSION = 4  # the attribute with three values
 
 
 class Launch(NamedTuple):
@@ -27,7 +28,7 @@ class Launch(NamedTuple):
     block: tuple[int, ...]
     shared_bytes: int
     stream: int
-    attributes: dict[int, int]
+    attributes: dict[int, Any]
     parameters: bytes
 
 
@@ -139,11 +140,11 @@ class FakeCuda:
         content = bytearray(entry.parameter_bytes)
         for (offset, size), place in zip(entry.parameters, places):
             content[offset : offset + size] = ctypes.string_at(place, size)
-        attributes = (ctypes.string_at(at + 72 * n, 72) for n in range(count))
+        attributes = (struct.unpack("<I4x3I52x", ctypes.string_at(at + 72 * n, 72)) for n in range(count))
         self.launches.append(
             Launch(
                 entry.symbol, tuple(sizes[:3]), tuple(sizes[3:6]), sizes[6], stream,
-                dict(struct.unpack("<I4xI60x", one) for one in attributes), bytes(content),
+                {n: tuple(extents) if n == CLUSTER_DIMENSION else extents[0] for n, *extents in attributes}, bytes(content),
             )
         )  # fmt: skip
 

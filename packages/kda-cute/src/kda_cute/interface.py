@@ -27,6 +27,7 @@ class KernelInterface:
         cooperative: whether all CTAs of a launch must be co-resident.
         overlaps: whether a launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch). Such
             a kernel begins with `kda_cute.device.kernel.Kernel.wait_for_stream`.
+        cluster: returns the CTAs of a cluster, which follow one another along x, from a configuration. The grid is a multiple of it.
     """
 
     kernel: str
@@ -34,6 +35,7 @@ class KernelInterface:
     grid: Callable[[Any, Any], tuple[Any, Any, Any]]
     cooperative: bool = False
     overlaps: bool = False
+    cluster: Callable[[Any], int] = lambda config: 1
 
     @property
     def package(self) -> str:

@@ -32,6 +32,9 @@ THREADS = 384
 #: Threads of a CTA with groups of `kernels.intra_chunk`: four warpgroups, each of which is a group.
 WARPGROUP_THREADS = 512
 
+#: CTAs of a cluster, which runs on the two SMs of a TPC. So both have the same role, which is faster (docs/kernels/prefill.md).
+CLUSTER = 2
+
 #: The work of a launch. ``whole`` is a complete call. A call in segments has two launches: ``summarize`` runs the
 #: intra-chunk stage on all chunks, keeps their records, and computes the summary of every segment; ``execute`` runs the
 #: chains over these records from the true initial states of the segments. ``reverse`` and ``recompute`` are launches of a

@@ -11,7 +11,7 @@ from kda_sm90.arguments import (
     SegmentPrefillArguments,
     ServingPrefillArguments,
 )
-from kda_sm90.config import PrefillConfig
+from kda_sm90.config import CLUSTER, PrefillConfig
 
 
 def _prefill_arguments(config: PrefillConfig) -> type[tuple]:
@@ -21,12 +21,14 @@ def _prefill_arguments(config: PrefillConfig) -> type[tuple]:
 
 
 def _prefill_grid(config: PrefillConfig, x: Any) -> tuple[Any, Any, Any]:
-    return x.intra_chunk_ctas + x.queues * config.chain_ctas, 1, 1
+    ctas = x.intra_chunk_ctas + x.queues * config.chain_ctas
+    return (ctas + CLUSTER - 1) // CLUSTER * CLUSTER, 1, 1  # whole clusters
 
 
 PREFILL = KernelInterface(
-    "kda_sm90.kernels.prefill:PrefillKernel", _prefill_arguments, _prefill_grid, cooperative=True
-)
+    "kda_sm90.kernels.prefill:PrefillKernel", _prefill_arguments, _prefill_grid, cooperative=True,
+    cluster=lambda config: CLUSTER,
+)  # fmt: skip
 
 GRADIENTS = KernelInterface(
     "kda_sm90.kernels.gradients:GradientsKernel",

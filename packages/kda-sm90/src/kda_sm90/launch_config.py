@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from kda_core.contract import ProblemShape, besides_tokens
 from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
-from kda_sm90.config import HALVES, SPACINGS, Mode, PrefillConfig, by_warpgroup, groups_of
+from kda_sm90.config import CLUSTER, SPACINGS, Mode, PrefillConfig, by_warpgroup, groups_of
 
 #: SMs of an H100 SXM and of an H200. A launch puts one CTA on each.
 SMS = 132
@@ -435,7 +435,8 @@ class _Model:
 def _kind(chunk: int, warpgroups: int, unbounded: bool, mode: Mode) -> dict[str, Any]:
     """Returns the fields of a `_Model` that do not depend on the sizes of a shape."""
     reads_records = mode == "execute"
-    per_slot = PrefillConfig(64, states=True, mode=mode).chunks_per_slot if mode == "recompute" else 1
+    launch = PrefillConfig(64, warpgroups, states=mode in ("reverse", "recompute"), mode=mode)
+    per_slot = launch.chunks_per_slot
     # A first chunk, which others hardly delay, counts the same with either stage.
     item_ns, first_ns = (
         WARPGROUP_ITEM_NS if by_warpgroup(chunk, unbounded, n) else ITEM_NS[chunk, unbounded]
@@ -450,7 +451,7 @@ def _kind(chunk: int, warpgroups: int, unbounded: bool, mode: Mode) -> dict[str,
         "groups": groups_of(chunk, unbounded, warpgroups),
         "helps": by_warpgroup(chunk, unbounded, warpgroups) and not reads_records,
         "chunks_per_slot": per_slot,
-        "chain_ctas": HALVES[mode] // warpgroups,
+        "chain_ctas": launch.chain_ctas,
         "item_ns": factor * per_slot * item_ns,
         "first_ns": factor * first_ns,
         "last_ns": WARPGROUP_LAST_NS if by_warpgroups else factor * first_ns * per_slot,
@@ -469,6 +470,7 @@ def _model(
     kind, reads_records = _kind(chunk, warpgroups, not shape.options.bounded_gate, mode), mode == "execute"
     tokens = chunk * kind["chunks_per_slot"]
     slots = layouts.slot_count(shape.B, shape.T, tokens, shape.N if shape.varlen else None)
+    sms -= sms % CLUSTER  # a TPC of one SM has no room for a cluster
     free = sms if reads_records else sms - 1
     return _Model(
         **kind,

@@ -37,12 +37,13 @@ class Kernel:
     @cute.jit
     def __call__(self, tensor: cute.Tensor, *values_and_stream):
         *values, stream = values_and_stream
-        x = self.interface.arguments(self.config)(*values)
+        x, ctas = self.interface.arguments(self.config)(*values), self.interface.cluster(self.config)
         self.kernel(tuple(values)).launch(
             grid=self.interface.grid(self.config, x),
             block=(self.threads, 1, 1),
             smem=self.shared_bytes,
             stream=stream,
+            cluster=(ctas, 1, 1) if ctas > 1 else None,
             cooperative=self.interface.cooperative,
             use_pdl=self.interface.overlaps,
             min_blocks_per_mp=self.ctas_per_sm,

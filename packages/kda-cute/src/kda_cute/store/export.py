@@ -75,6 +75,7 @@ def described(variant: Variant, content: bytes) -> tuple[Described, bytes]:
         shared_bytes=instance.shared_bytes,
         cooperative=interface.cooperative,
         overlaps=interface.overlaps,
+        cluster=interface.cluster(variant.config),
     )
     return description, image
 

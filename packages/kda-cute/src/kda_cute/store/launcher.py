@@ -16,6 +16,7 @@ from kda_cute.store.driver import Driver, DriverError
 from kda_cute.store.manifest import Described, layout
 
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -43,12 +44,16 @@ class _Call:
 
     def __init__(self, handle: int, kernel: Described, parameters: bytes) -> None:
         self.buffer = ctypes.create_string_buffer(parameters, len(parameters))
-        wanted = ((_COOPERATIVE, kernel.cooperative), (_OVERLAPS, kernel.overlaps))
-        identities = [identity for identity, is_set in wanted if is_set]
-        self.attributes = (_Attribute * len(identities))(*(_Attribute(i, 0, (1,)) for i in identities))
+        wanted = {
+            _COOPERATIVE: (kernel.cooperative,),
+            _CLUSTER: (kernel.cluster, 1, 1) if kernel.cluster > 1 else (0,),
+            _OVERLAPS: (kernel.overlaps,),
+        }
+        attributes = [_Attribute(identity, 0, value) for identity, value in wanted.items() if value[0]]
+        self.attributes = (_Attribute * len(attributes))(*attributes)
         self.config = _Config(
             (1, 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, None, ctypes.addressof(self.attributes),
-            len(identities),
+            len(attributes),
         )  # fmt: skip
         start = ctypes.addressof(self.buffer)
         places = [start + parameter.offset for parameter in kernel.parameters]

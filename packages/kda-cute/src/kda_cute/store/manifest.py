@@ -23,7 +23,7 @@ from kda_cute.jit.key import canonical
 from kda_cute.jit.sources import snapshot_of
 
 #: Increment it when the meaning of a field changes.
-SCHEMA = 1
+SCHEMA = 2
 FILE = "manifest.json"
 
 #: Name in a manifest and code of `struct`, for each type of a field (`kda_cute.arguments`).
@@ -82,6 +82,7 @@ class Described:
         threads: of a CTA, along x.
         shared_bytes: dynamic shared memory of a CTA.
         cooperative, overlaps: as in `KernelInterface`.
+        cluster: CTAs of a cluster, along x.
     """
 
     kernel: str
@@ -92,6 +93,7 @@ class Described:
     shared_bytes: int
     cooperative: bool
     overlaps: bool
+    cluster: int
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ A CTA has 384 threads and an SM of its own::
 A group of the intra-chunk stage computes the records of one chunk after the other, in the order of `schedule`, and
 writes them to the ring of the chunk's queue. The chain of the queue reads them.
 
-The launch is cooperative: all CTAs are co-resident, so any CTA may wait for any other.
+The launch is cooperative: all CTAs are co-resident, so any CTA may wait for any other. Clusters of two CTAs form the grid, so the two SMs
+of a TPC have the same role; the kernel does not use them otherwise. If the CTAs of both roles are odd in number, another one ends at once.
 """
 
 import functools
@@ -130,7 +131,8 @@ class PrefillKernel(Kernel):
         cute.arch.sync_threads()
         sched = schedule.with_width(sched, table, self.threads // 32)
         if const_expr(not self.config.reads_records):  # noqa: SIM102 - decided at compile time
-            if index >= chains or helpers > 0:
+            is_chain, exists = index < chains, index < chains + args.intra_chunk_ctas
+            if exists and (not is_chain or helpers > 0):
                 self.compute_records(sched, args, records, shared, index, helpers)
         if index < chains:
             if const_expr(self.config.helps):
