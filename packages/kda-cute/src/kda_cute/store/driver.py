@@ -31,7 +31,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (POINTER(_P), c_int),
     "cuCtxGetCurrent": (POINTER(_P),),
     "cuCtxSetCurrent": (_P,),
-    "cuLaunchKernelEx": (_P, _P, _P, _P),
 }
 
 
@@ -54,10 +53,10 @@ class Driver:
             for name, kinds in _SIGNATURES.items():
                 function = getattr(library, name)
                 function.argtypes, function.restype = kinds, c_int
+            self.launch_kernel = library.cuLaunchKernelEx
         except AttributeError as error:
             raise DriverError(f"the NVIDIA driver is too old: {error}") from error
         self._library = library
-        self.launch_kernel = library.cuLaunchKernelEx
         self._call("cuInit", 0)
 
     def error_name(self, code: int) -> str:
