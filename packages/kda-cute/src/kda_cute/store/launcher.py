@@ -53,7 +53,7 @@ class _Call:
         start = ctypes.addressof(self.buffer)
         places = [start + parameter.offset for parameter in kernel.parameters]
         self.places = (ctypes.c_void_p * len(places))(*places)
-        # objects of ctypes, which it converts in less time than numbers
+        # made once: `Driver.launch_kernel` takes no numbers
         self.arguments = ctypes.byref(self.config), ctypes.c_void_p(handle), ctypes.byref(self.places), None
 
 
