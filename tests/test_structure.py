@@ -155,24 +155,26 @@ def test_arguments_are_the_tensors_the_options_and_the_choice():
 
 
 def test_public_functions_pass_arguments_in_the_order_of_the_fields():
-    """`chunk_kda` passes a tuple instead of keywords, because that takes less time."""
-    made = [
-        node.value
-        for node in ast.walk(ast.parse(Path(api.__file__).read_text()))
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "args"
-    ]
-    assert len(made) == 2
+    """`chunk_kda` passes tuples instead of keywords, because that takes less time."""
+    made: dict[str, list[list[ast.expr]]] = {"tensors": [], "values": []}
+    for node in ast.walk(ast.parse(Path(api.__file__).read_text())):
+        if isinstance(node, ast.Assign) and (target := ast.unparse(node.targets[0])) in made:
+            assert isinstance(node.value, ast.Tuple)
+            made[target].append(node.value.elts)
+    assert len(made["tensors"]) == len(made["values"]) == 2
     fixed = (
-        {"needs_backward": False, "recurrent": False, "saves": False},
+        {"needs_backward": False, "recurrent": False},
         {
             "cu_seqlens_cpu": None, "safe_gate": False, "disable_recompute": False,
             "return_intermediate_states": False, "use_graph": False, "max_num_seqs": None, "chunk_size": 64,
-            "pin": False, "needs_backward": False, "recurrent": True, "context_parallel": "off", "saves": False,
+            "pin": False, "needs_backward": False, "recurrent": True, "context_parallel": "off",
         },
     )  # fmt: skip
-    for values, constants in zip(made, fixed, strict=True):
-        assert isinstance(values, ast.Tuple) and len(values.elts) == len(Arguments._fields)
-        for name, value in zip(Arguments._fields, values.elts, strict=True):
+    for tensors, values, constants in zip(made["tensors"], made["values"], fixed, strict=True):
+        assert len(tensors) == len(Tensors._fields)
+        *names, last = Arguments._fields
+        assert last == "saves"
+        for name, value in zip(names, (*tensors, *values), strict=True):
             if name in constants:
                 assert isinstance(value, ast.Constant) and value.value == constants[name], name
             else:

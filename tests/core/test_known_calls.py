@@ -10,6 +10,10 @@ from helpers.bad_arguments import NESTED
 from helpers.fake_plugins import install_planner
 from helpers.inputs import call, replaced
 from helpers.prepared_backend import prepared
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import kda_core
@@ -137,6 +141,49 @@ def test_nested_tensors_are_refused_after_a_known_call(backend, name):
         with pytest.raises(ArgumentError, match=f"{name}: expected a dense tensor, got a nested tensor"):
             function(**X | {name: NESTED})
     assert sum(backend.launched) == before
+
+
+class Passes(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Sees(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+OBSERVED = {
+    "a dispatch mode": Passes,
+    "a function mode": Sees,
+    "fake tensors": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "forward-mode AD": forward_ad.dual_level,
+}
+
+
+@pytest.mark.parametrize("mode", OBSERVED)
+@pytest.mark.parametrize("form", ("call", "bound"))
+def test_what_observes_operators_sees_calls_that_were_known(backend, mode, form):
+    make_known(backend, **X)
+    function = bind(chunk_kda, **X) if form == "bound" else chunk_kda
+    function(**X)
+    before = list(backend.launched)
+    with OBSERVED[mode]():
+        function(**X)
+    assert backend.launched == before
+    function(**X)
+    assert sum(backend.launched) == sum(before) + 1
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")  # a DeprecationWarning, of torch 2.15 a FutureWarning
+def test_transforms_and_traces_see_calls_that_were_known(backend):
+    make_known(backend, **X)
+    results = torch.func.vmap(lambda x: chunk_kda(**X)[0] + x)(torch.zeros(3))
+    assert backend.launched == [1] and torch.equal(results[2], chunk_kda(**X)[0])
+    traced = torch.jit.trace(lambda *x: chunk_kda(*x)[0], tuple(X.values()), check_trace=False)
+    assert backend.launched == [2] and "kda_core::chunk_fwd" in str(traced.graph)
+    chunk_kda(**X)
+    assert backend.launched == [3]
 
 
 def test_other_options_are_other_calls(backend):

@@ -198,6 +198,23 @@ def test_invalid_input_is_refused_after_a_valid_call_each_time(changes, kind, ar
         assert str(caught.value).startswith(f"{argument}: expected ") and words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "kind", "argument", "words"),
+    CASES,
+    ids=lambda c: "-".join(c) if isinstance(c, dict) else None,
+)
+def test_invalid_input_is_refused_after_a_valid_call_of_another_length(
+    changes, kind, argument, words, monkeypatch
+):
+    monkeypatch.setattr(kda_core.call, "CALLS", Recent(100))
+    monkeypatch.setattr(kda_core.call, "SHAPES", Recent(100))
+    for more in ({}, {"cu_seqlens": torch.tensor([0, 21])}):
+        chunk_kda(**call(T=21), **more)
+    with pytest.raises(kind) as caught:
+        chunk_kda(**(GOOD | changes))
+    assert str(caught.value).startswith(f"{argument}: expected ") and words in str(caught.value)
+
+
 def test_equal_values_of_another_type_miss_the_cache():
     chunk_kda(**X, output_final_state=True, chunk_size=64)
     for bad in ({"output_final_state": 1}, {"output_final_state": True, "chunk_size": 64.0}, {"scale": True}):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from torch import Tensor
 
+from kda_core import known
 from kda_core.arguments import given_outputs, unknown_keyword
 from kda_core.errors import ArgumentError
 from kda_core.ops import run, run_pooled
@@ -185,11 +186,11 @@ def chunk_kda(
     if in_slots:
         output_final_state = False  # the states go to the pool
     # Not `Arguments(...)`: 29 keywords would take 2 us. A test compares the order with the fields.
-    args = (
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, scale, output_final_state,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
-        lower_bound, disable_recompute, return_intermediate_states, state_v_first, use_graph, max_num_seqs, chunk_size,
-        pin, False, False, backend, context_parallel, False,
+    tensors = q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu
+    values = (
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, safe_gate, lower_bound, disable_recompute, return_intermediate_states, state_v_first,
+        use_graph, max_num_seqs, chunk_size, pin, False, False, backend, context_parallel,
     )  # fmt: skip
     given = None if out is None and workspace is None else given_outputs(out, workspace)
     if in_slots:
@@ -197,10 +198,10 @@ def chunk_kda(
             ssm_state_indices, final_state_indices, has_initial_state, None, checkpoint_pool, checkpoint_cu,
             checkpoint_positions, checkpoint_indices, first_slot, bool(wants_state),
         ))  # fmt: skip
-        o, _, h = run_pooled(args, slots, given)
+        o, _, h = known.run(tensors, values, slots, given) or run_pooled(tensors, values, slots, given)
         state = initial_state
     else:
-        o, state, h = run(args, given)
+        o, state, h = known.run(tensors, values, None, given) or run(tensors, values, given)
     final = state if wants_state else None
     return (o, final, h) if return_intermediate_states else (o, final)
 
@@ -272,10 +273,11 @@ def fused_recurrent_kda(
     writes = in_slots and bool(output_final_state if inplace_final_state is None else inplace_final_state)
     if writes:
         output_final_state = False  # the states go to the pool
-    args = (
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None, scale, output_final_state,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False,
-        lower_bound, False, False, state_v_first, False, None, 64, False, False, True, backend, "off", False,
+    tensors = q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, None
+    values = (
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, False, lower_bound, False, False, state_v_first, False, None, 64, False, False, True, backend,
+        "off",
     )  # fmt: skip
     given = None if out is None else given_outputs(out, None)
     if in_slots:
@@ -286,11 +288,11 @@ def fused_recurrent_kda(
         if ssm_state_indices is None and inplace_final_state is not None:
             expected = "None unless ssm_state_indices is given"
             raise ArgumentError("inplace_final_state", expected, repr(inplace_final_state))
-        o, state, _ = run_pooled(args, slots, given)
+        o, state, _ = known.run(tensors, values, slots, given) or run_pooled(tensors, values, slots, given)
         if writes:
             return o, initial_state
     else:
-        o, state, _ = run(args, given)
+        o, state, _ = known.run(tensors, values, None, given) or run(tensors, values, given)
     return o, state if output_final_state else None
 
 

@@ -55,7 +55,7 @@ from kda_core.torch_private import (
     below_autograd,
     current_device,
     is_deterministic,
-    is_dispatcher_idle,
+    is_free_of_modes,
     metadata_guard,
 )
 from kda_core.validate import check_layout, check_memory, check_outputs
@@ -155,11 +155,16 @@ class BoundCall:
         if torch.compiler.is_compiling() or self._is_checked or is_deterministic():
             result = self._function(q, k, v, g, beta, **self._fixed, out=out)
             return result
-        if out is None:
-            is_known = self._is_known(q, k, v, g, beta)
-        else:
-            is_known = self._is_known_with_out(q, k, v, g, beta, out)
-        if not (is_known and is_dispatcher_idle()) and not self._accepts((q, k, v, g, beta), out):
+        try:
+            # the comparison takes no nested tensor
+            is_known = not (q.is_nested or k.is_nested or v.is_nested or g.is_nested or beta.is_nested)
+            if out is None:
+                is_known = is_known and self._is_known(q, k, v, g, beta)
+            else:
+                is_known = is_known and not out.is_nested and self._is_known_with_out(q, k, v, g, beta, out)
+        except AttributeError:  # not a tensor
+            is_known = False
+        if not (is_known and is_free_of_modes()) and not self._accepts((q, k, v, g, beta), out):
             result = self._function(q, k, v, g, beta, **self._fixed, out=out)
             return result
         if self._device >= 0 and self._device != current_device():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kda_core import backward, contents, env, install, registry
-from kda_core.arguments import N_TENSORS, Arguments
+from kda_core.arguments import N_TENSORS, Arguments, checked
 from kda_core.backend import (
     PREPARES_SINCE,
     Plan,
@@ -48,7 +48,7 @@ from kda_core.errors import (
 )
 from kda_core.plugin_checks import show_error, shown
 from kda_core.recent import Recent
-from kda_core.validate import check_memory, check_outputs
+from kda_core.validate import check_layout, check_memory, check_outputs
 
 MAX_CALLS = 1024
 """How many resolved calls are kept."""
@@ -139,18 +139,21 @@ def environment(args: Arguments) -> tuple[Any, ...]:
     )
 
 
-def resolve(args: Arguments, key: Key | None) -> ResolvedCall:
+def resolve(args: Arguments, key: Key | None, are_checked: bool = True) -> ResolvedCall:
     """Validates a call's metadata, chooses its backend, and caches the result.
 
     Args:
-        args: with checked types.
+        args: the arguments.
         key: from `look_up` of the same call.
+        are_checked: whether their types are checked. If not, none that is a tensor requires grad while grad mode is on.
 
     Raises:
-        KdaError: invalid metadata, or no backend serves the call.
+        KdaError: invalid arguments, or no backend serves the call.
     """
-    shape = interned(_validated(args, key))
-    requiring = [n for n, x in zip(Arguments._fields, args.tensors) if x is not None and x.requires_grad]
+    shape = interned(_validated(args, key, are_checked))
+    requiring: list[str] = []
+    if shape.options.needs_backward:
+        requiring += (n for n, x in zip(Arguments._fields, args.tensors) if x is not None and x.requires_grad)
     call = of_shape(shape, choose(shape, args.backend, requiring), args.context_parallel)
     if env.check():
         call = replace(call, checks_contents=True)
@@ -160,19 +163,23 @@ def resolve(args: Arguments, key: Key | None) -> ResolvedCall:
     return call
 
 
-def _validated(args: Arguments, key: Key | None) -> ProblemShape:
-    """Returns the validated metadata of a call.
+def _validated(args: Arguments, key: Key | None, are_checked: bool) -> ProblemShape:
+    """Returns the validated metadata of a call; arguments as in `resolve`.
 
-    The checks compare T between q, k, v, g and beta, and with nothing else. So a call is valid if it differs only in T from an earlier one.
+    The checks compare T between q, k, v, g and beta, and with nothing else. So a call is valid if it differs only in T from an earlier one,
+    and its tensors have strides.
 
     Raises:
-        KdaError: invalid metadata.
+        KdaError: invalid arguments.
     """
     similar = None if key is None else _without_T(key)
     found = None if similar is None else SHAPES.get(similar)
     if found is not None:
+        for name, x in zip(Tensors._fields, args):
+            if x is not None:
+                check_layout(name, x)  # type: ignore[arg-type]
         return unchecked(ProblemShape, {**found.__getstate__(), "T": args.q.shape[1]})
-    shape = args.shape()
+    shape = (args if are_checked else checked(args)).shape()
     if similar is not None:
         SHAPES.put(similar, shape)
     return shape
@@ -181,14 +188,14 @@ def _validated(args: Arguments, key: Key | None) -> ProblemShape:
 def _without_T(key: Key) -> tuple[Any, ...] | None:
     """Returns the metadata and the options of a key without T; None if q, k, v, g and beta do not have one T."""
     _, tensors, *options = key
-    per_token = tensors[:_N_PER_TOKEN]
-    if None in per_token:
-        return None
-    T = per_token[0][0][1:2]
-    if any(size[1:2] != T for size, _, _ in per_token):
-        return None
-    rest = [(size[:1], size[2:], dtype, device) for size, dtype, device in per_token]
-    return (*rest, tensors[_N_PER_TOKEN:], *options)
+    rest, lengths = [], set()
+    for tensor in tensors[:_N_PER_TOKEN]:
+        if tensor is None or len(tensor[0]) < 2:
+            return None
+        (B, T, *sizes), dtype, device = tensor
+        lengths.add(T)
+        rest.append((B, *sizes, dtype, device))
+    return (*rest, tensors[_N_PER_TOKEN:], *options) if len(lengths) == 1 else None
 
 
 _N_PER_TOKEN = Tensors._fields.index("beta") + 1

@@ -375,9 +375,9 @@ class ProblemShape:
         states = math.prod(self.saved_states_shape) * self.saved_states_dtype.itemsize
         return states + residual * torch.bfloat16.itemsize
 
-    @property
+    @_Kept
     def features(self) -> frozenset[Feature]:
-        """The features that a backend must declare to serve this call."""
+        """The features that a backend must declare to serve this call. They do not depend on T."""
         o = self.options
         needed = {
             Feature.VARLEN: self.varlen,

@@ -89,6 +89,7 @@ def _entry_points_of(path: tuple[str, ...]) -> Any:
 def forget_entry_points() -> None:
     """Makes the next `entry_points` read the metadata of all distributions again."""
     _entry_points_of.cache_clear()
+    _distribution.cache_clear()
 
 
 def discover(
@@ -217,8 +218,9 @@ def _with_owners(found: list[Candidate], own: tuple[Candidate, ...], group: str)
     return listed
 
 
+@lru_cache(maxsize=256)
 def _distribution(dist: Distribution | None) -> tuple[str, str]:
-    """Returns name and version from a distribution's metadata, which a damaged file may lack."""
+    """Returns name and version from a distribution's metadata, which a damaged file may lack. Each of them reads the file."""
 
     def read(attribute: str) -> Any:
         try:

@@ -65,6 +65,8 @@ class Variable:
 
     def raw(self) -> str:
         """Returns the value without surrounding space, or the default."""
+        if self.given() is None:
+            return self.default
         return os.environ.get(self.name, self.default).strip()
 
     def flag(self) -> bool:

@@ -55,12 +55,12 @@ def journal_decode_kda(
         o [N, T, HV, V] in q's dtype.
     """
     given = journal_arguments("journal", journal, slots, first_slot)
-    args = (
-        q, k, v, g, beta, A_log, dt_bias, pool, None, None, scale, False, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False, lower_bound, False, False,
-        journal.state_v_first, False, None, 64, False, False, True, backend, "off", False,
+    tensors = q, k, v, g, beta, A_log, dt_bias, pool, None, None
+    values = (
+        scale, False, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False,
+        lower_bound, False, False, journal.state_v_first, False, None, 64, False, False, True, backend, "off",
     )  # fmt: skip
-    return run_journal(args, given, out, False)
+    return run_journal(tensors, values, given, out, False)
 
 
 def verify_kda(
@@ -98,12 +98,12 @@ def verify_kda(
         o [N, T, HV, V] in q's dtype.
     """
     given = journal_arguments("records", records, slots, first_slot, verifies=True)
-    args = (
-        q, k, v, g, beta, A_log, dt_bias, pool, None, None, scale, False, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False, lower_bound, False, False,
-        records.state_v_first, False, None, 64, False, False, True, backend, "off", False,
+    tensors = q, k, v, g, beta, A_log, dt_bias, pool, None, None
+    values = (
+        scale, False, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, False,
+        lower_bound, False, False, records.state_v_first, False, None, 64, False, False, True, backend, "off",
     )  # fmt: skip
-    return run_journal(args, given, out, True)
+    return run_journal(tensors, values, given, out, True)
 
 
 def journal_fold(

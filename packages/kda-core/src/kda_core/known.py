@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 
 from kda_core import buffers, env, journal, pools
 from kda_core import call as calls
@@ -39,7 +41,7 @@ from kda_core.torch_private import (
     below_autograd,
     current_device,
     is_deterministic,
-    is_dispatcher_idle,
+    is_free_of_modes,
     metadata_guard,
 )
 from kda_core.validate import extent
@@ -57,12 +59,12 @@ class Known:
         types: their types, because ``1 == True``.
         generation, override, variables: what the call depends on besides its arguments, as in `is_current`.
         present: returns the tensors of arguments without those that are None here.
-        is_like: whether such tensors are like those of the call.
+        is_like: whether such tensors, none of them nested, are like those of the call.
         offsets: the contents of cu_seqlens that the host knows, or None.
         requires_grad: whether one of them requires grad. It only matters while grad mode is on.
         call: what its metadata decided.
         launch: the backend's.
-        beta_alignment: of beta, in bytes.
+        beta_is_aligned: whether beta must start at a multiple of `ALIGNMENT`, as all others must.
         copied: names of slot tensors that are not contiguous, of which each call makes a copy.
         clears: whether o has rows of no sequence, which are zero.
         device: number of the GPU, -1 for the CPU.
@@ -84,7 +86,7 @@ class Known:
     requires_grad: bool
     call: calls.ResolvedCall
     launch: PreparedLaunch
-    beta_alignment: int
+    beta_is_aligned: bool
     copied: tuple[str, ...]
     clears: bool
     device: int
@@ -105,51 +107,71 @@ class Known:
         return environment == (REGISTRY.generation, override(), env.given())
 
 
+Made = tuple[Tensor, Tensor | None, None]
+"""o, the final states, None if they go to a pool, and no intermediate states."""
+
 KNOWN: Recent[tuple[Known, ...]] = Recent(calls.MAX_CALLS, lambda key, known: len(known))
 """Known calls by the size of q and which tensors are None, in each tuple the newest first."""
 
 Slots = SlotArguments | JournalArguments
 """The arguments of a call over a pool besides `Arguments`."""
 
-_VALUES = slice(N_TENSORS, -1)  # without `saves`, which does not affect the look-up
-_N_REQUIRED = Tensors._fields.index("beta") + 1  # tensors that no call lacks
+_VALUES = slice(N_TENSORS, -1)  # without `saves`
+_BETA = Tensors._fields.index("beta")
+_N_REQUIRED = _BETA + 1  # tensors that no call lacks
 _STATE = Tensors._fields.index("initial_state")
 
 
 def run(
-    args: tuple[Any, ...], slots: Slots | None = None, given: GivenOutputs | None = None
-) -> tuple[Tensor, Tensor | None] | None:
-    """Makes a known call and returns o and the final states, None if they go to a pool. If the call is not known, returns None and does
-    nothing. Must not be called while `torch.compiler.is_compiling`. Types of arguments need not have been checked.
+    tensors: tuple[Any, ...],
+    values: tuple[Any, ...],
+    slots: Slots | None = None,
+    given: GivenOutputs | None = None,
+) -> Made | None:
+    """Makes a known call. If the call is not known, returns None and does nothing. Types of arguments need not have been checked.
 
     Args:
-        args: the fields of `Arguments`.
+        tensors, values: the fields of `Arguments` without `saves`, which does not affect the look-up.
         slots: of a call over a pool.
         given: the tensors that the caller passed to be written.
     """
-    tensors: Any = args[:N_TENSORS]
+    if is_dynamo_compiling():  # other tracers are modes, or `Known.is_like` sees them
+        return None
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
-    values: Any = args[_VALUES]
+    every, options = tensors, values
     try:
         key: Any = (
             q.shape, A_log is None, dt_bias is None, initial_state is None, cu_seqlens is None, cu_seqlens_cpu is None,
         )  # fmt: skip
         if slots is not None or given is not None:
             if slots is not None:
-                tensors += slots.tensors
-                values += slots.values
+                every += slots.tensors
+                options += slots.values
             if given is not None:
-                tensors += given
-            key += tuple([x is None for x in tensors[N_TENSORS:]])
-        alike = KNOWN.get(key)
+                every += given
+            more = every[N_TENSORS:]
+            key += tuple([x is None for x in more])
+            for x in more:
+                if x is not None and x.is_nested:
+                    return None
+        # `Known.is_like` takes no nested tensor, and q has a shape
+        if (
+            (alike := KNOWN.get(key)) is None
+            or k.is_nested or v.is_nested or g.is_nested or beta.is_nested
+            or (A_log is not None and A_log.is_nested) or (dt_bias is not None and dt_bias.is_nested)
+            or (initial_state is not None and initial_state.is_nested)
+            or (cu_seqlens is not None and cu_seqlens.is_nested)
+            or (cu_seqlens_cpu is not None and cu_seqlens_cpu.is_nested)
+        ):  # fmt: skip
+            return None
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, or one without a shape
         return None
-    if alike is None or is_deterministic() or not is_dispatcher_idle():
+    if is_deterministic() or not is_free_of_modes():
         return None
     offsets = None
     for known in alike:
-        if (all(map(is_, values, known.values)) or known.has_options(values)) and known.is_like(
-            *known.present(tensors)
+        if (all(map(is_, options, known.values)) or known.has_options(options)) and known.is_like(
+            *known.present(every)
         ):
             if known.offsets is None:
                 break
@@ -168,22 +190,24 @@ def run(
         return None
     if known.device >= 0 and known.device != current_device():
         with torch.cuda.device(known.device):
-            return run(args, slots, given)
-    addresses: tuple[int, ...] = (
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(),
+            return run(tensors, values, slots, given)
+    multiples: tuple[int, ...] = (
+        ALIGNMENT, q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(),
         0 if A_log is None else A_log.data_ptr(), 0 if dt_bias is None else dt_bias.data_ptr(),
         0 if initial_state is None else initial_state.data_ptr(), 0 if cu_seqlens is None else cu_seqlens.data_ptr(),
     )  # fmt: skip
-    a, b, c, d, e, f, g_, h, i = addresses
-    if (a | b | c | d | f | g_ | h | i) % ALIGNMENT or e % known.beta_alignment:
+    addresses = multiples[1:]
+    if not known.beta_is_aligned:
+        multiples = multiples[: _BETA + 1] + multiples[_BETA + 2 :]
+    if gcd(*multiples) != ALIGNMENT:  # the fastest way to compare all of them
         return None
     if slots is not None:
         if known.copied:
             slots = slots._replace(**{name: getattr(slots, name).contiguous() for name in known.copied})
-        more, of_states = slots.addresses(h)
+        of_slots, of_states = slots.addresses(addresses[_STATE])
         if of_states % ALIGNMENT:
             return None
-        addresses += more
+        addresses += of_slots
     o = state = workspace = None
     if given is not None:
         o, state, _, workspace = given
@@ -203,17 +227,17 @@ def run(
         0 if workspace is None else workspace.data_ptr(),
     )  # fmt: skip
     if known.written:  # as torch's own functions do; tensors of inference mode have no version
-        written = [x for place in known.written if not (x := tensors[place]).is_inference()]
+        written = [x for place in known.written if not (x := every[place]).is_inference()]
         torch.autograd.graph.increment_version(written)
     if OBSERVERS:
         notify(*known.notice)
-    return o, state
+    return o, state, None
 
 
 def _is_apart(known: Known, given: GivenOutputs, addresses: tuple[int, ...]) -> bool:
     """Returns whether tensors of the caller are aligned, and share memory neither with an input nor with each other."""
-    spans = list(zip(addresses, known.extents))
     wide = ALIGNMENT if known.call.shape.device_type == "cpu" else WORKSPACE_ALIGNMENT
+    before: list[tuple[int, int]] = []
     for x in given:
         if x is None:
             continue
@@ -221,10 +245,13 @@ def _is_apart(known: Known, given: GivenOutputs, addresses: tuple[int, ...]) -> 
         end = first + x.nbytes
         if first % (wide if x is given.workspace else ALIGNMENT):
             return False
-        for start, size in spans:
-            if first < start + size and start < end:
+        for start, size in zip(addresses, known.extents):
+            if start < end and first < start + size:
                 return False
-        spans.append((first, end - first))
+        for start, stop in before:
+            if start < end and first < stop:
+                return False
+        before.append((first, end))
     return True
 
 
@@ -282,7 +309,7 @@ def remember(
         requires_grad=any(x.requires_grad for x in present),
         call=call,
         launch=launch,
-        beta_alignment=1 if call.strided and shape.options.recurrent else ALIGNMENT,
+        beta_is_aligned=not (call.strided and shape.options.recurrent),
         copied=() if slots is None else slots.copied,
         clears=buffers.has_other_rows(inputs),
         device=args.q.get_device(),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kda_core import flops, gradients, journal, known, pools
-from kda_core.arguments import KINDS, N_TENSORS, Arguments, check_outputs_dense, checked, given_outputs
+from kda_core.arguments import KINDS, Arguments, check_outputs_dense, checked, given_outputs
 from kda_core.buffers import (
     NOTHING_GIVEN,
     GivenOutputs,
@@ -96,33 +96,32 @@ _LIB.define(
 # ---- calls
 
 
-def run(values: tuple[Any, ...], given: GivenOutputs | None = None) -> tuple[Tensor, Any, Any]:
-    """Runs a call and returns o, the final states and the intermediate states; the last two are arbitrary if the call does
+def run(
+    tensors: tuple[Any, ...], values: tuple[Any, ...], given: GivenOutputs | None = None
+) -> tuple[Tensor, Any, Any]:
+    """Runs a call that is not known (`kda_core.known.run`) and returns o, the final states and the intermediate states; the last two are arbitrary if the call does
     not ask for them.
 
     Args:
-        values: the fields of `Arguments` as the caller passed them, types not checked.
+        tensors, values: the fields of `Arguments` without `saves`, as the caller passed them, types not checked.
         given: the tensors that the caller passed to be written, of checked types.
 
     Raises:
         KdaError: as `kda_core.chunk_kda`.
     """
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and (found := known.run(values, None, given)) is not None:
-        return found[0], found[1], None
-    args = _new(Arguments, values)
+    args = _new(Arguments, (*tensors, *values, False))
     check_outputs_dense(given)
     if is_compiling:
         return _dispatch(checked(args), given)
     # the key of a call cannot hold a planner's plan, which may be any object: `checked` makes it a text
-    tensors: Sequence[Any] = args[:N_TENSORS]
     if type(args.context_parallel) is str and can_skip_dispatcher(
         tensors if given is None else (*tensors, *given)
     ):
         key, call = look_up(args)
         is_new = call is None
         if call is None:
-            call = resolve(checked(args), key)
+            call = resolve(args, key, are_checked=False)
         outputs = run_directly(call, tensors, given)
         if not is_new:  # the second call: many shapes come once
             known.remember(args, call, None, given)
@@ -154,7 +153,7 @@ def _dispatch(args: Arguments, given: GivenOutputs | None) -> tuple[Tensor, Any,
 
 
 def run_pooled(
-    values: tuple[Any, ...], slots: SlotArguments, given: GivenOutputs | None = None
+    tensors: tuple[Any, ...], values: tuple[Any, ...], slots: SlotArguments, given: GivenOutputs | None = None
 ) -> tuple[Tensor, Any, Any]:
     """`run` of a call whose states are in a pool. The final states are None if they go to the pool.
 
@@ -162,14 +161,12 @@ def run_pooled(
         KdaError: as `kda_core.chunk_kda`.
     """
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and (known_result := known.run(values, slots, given)) is not None:
-        return known_result[0], known_result[1], None
-    args = _new(Arguments, values)
+    args = _new(Arguments, (*tensors, *values, False))
     check_outputs_dense(given)
     pools.refuse_gradients(args)
     if not is_compiling:
-        tensors: Sequence[Any] = (*args[:N_TENSORS], *slots.tensors, *(given or ()))
-        if type(args.context_parallel) is str and can_skip_dispatcher(tensors):
+        present = (*tensors, *slots.tensors, *(given or ()))
+        if type(args.context_parallel) is str and can_skip_dispatcher(present):
             key, call = pools.look_up(args, slots)
             is_new = call is None
             if call is None:
@@ -195,11 +192,13 @@ def run_pooled(
     return o, state, h
 
 
-def run_journal(values: tuple[Any, ...], given: JournalArguments, out: Any, verifies: bool) -> Tensor:
+def run_journal(
+    tensors: tuple[Any, ...], values: tuple[Any, ...], given: JournalArguments, out: Any, verifies: bool
+) -> Tensor:
     """`run` of a call with records. Returns o.
 
     Args:
-        values: the fields of `Arguments`; `initial_state` is the pool. As `given` and `out` they are as the caller passed them, types not
+        tensors, values: as in `run`; `initial_state` is the pool. As `given` and `out` they are as the caller passed them, types not
             checked.
         verifies: whether the call has no records before its tokens.
 
@@ -210,17 +209,18 @@ def run_journal(values: tuple[Any, ...], given: JournalArguments, out: Any, veri
     if not torch.compiler.is_compiling():
         if out is not None and type(out) is Tensor:
             outputs = given_outputs(out, None)
-        if (out is None) is (outputs is None) and (found := known.run(values, given, outputs)) is not None:
+        if (out is None) is (outputs is None) and (
+            found := known.run(tensors, values, given, outputs)
+        ) is not None:
             return found[0]
-    args = _new(Arguments, values)
+    args = _new(Arguments, (*tensors, *values, False))
     journal.check_types(given, args.initial_state, verifies=verifies)
     journal.refuse_gradients(args)
     if out is not None:
         outputs = given_outputs(out, None)
         check_outputs_dense(outputs)
     if not torch.compiler.is_compiling():
-        tensors: Sequence[Any] = (*args[:N_TENSORS], *given.tensors, out)
-        if can_skip_dispatcher(tensors):
+        if can_skip_dispatcher((*tensors, *given.tensors, out)):
             key, call = journal.look_up(args, given)
             is_new = call is None
             if call is None:

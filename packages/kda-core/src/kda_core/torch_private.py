@@ -50,6 +50,7 @@ __all__ = [
     "forward_level",
     "is_deterministic",
     "is_dispatcher_idle",
+    "is_free_of_modes",
     "is_intercepted",
     "is_transformed",
     "metadata_guard",
@@ -114,6 +115,14 @@ def is_dispatcher_idle() -> bool:
     )
 
 
+def is_free_of_modes() -> bool:
+    """Returns whether no TorchDispatchMode, TorchFunctionMode or level of forward-mode AD is active; False if torch lacks a function that
+    says so. With a True of `metadata_guard` this is `is_dispatcher_idle`, in less time."""
+    if STATE is None:
+        return False
+    return not STATE.dispatch_modes() and not STATE.function_modes() and forward_ad._current_level < 0
+
+
 def is_transformed() -> bool:
     """Returns whether a torch.func transform is active; True if torch lacks the function that says so."""
     return STATE is None or STATE.transform() is not None
@@ -135,20 +144,15 @@ GUARDS = probe_guards(torch._C)
 
 def metadata_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """Returns a function of as many tensors that says, in one call of C++, whether each is like that of `tensors`: in class, dispatch
-    keys, dtype, device, ``requires_grad``, shape and strides. None if torch lacks it."""
+    keys, dtype, device, ``requires_grad``, shape and strides. None if torch lacks it.
+
+    Dispatch keys are those that the dispatcher would use. So if `is_dispatcher_idle` now, the function returns False within transforms and
+    tracers. Of modes it shows only some (`is_free_of_modes`).
+
+    A nested tensor (``is_nested``) ends the process: whoever calls the function excludes it. Other objects are not like a tensor."""
     if GUARDS is None:
         return None
-    check: Callable[..., bool] = GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-
-    def is_like(*others: Any) -> bool:
-        try:
-            for x in others:
-                if x.is_nested:  # its comparison would end the process
-                    return False
-            return check(*others)
-        except (AttributeError, TypeError):  # not a tensor
-            return False
-
+    is_like: Callable[..., bool] = GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return is_like
 
 

@@ -7,12 +7,20 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from kda_core.contract import SAVED_SPACING, ProblemShape
+
 Segments = tuple[tuple[int, ...], ...]
 """For each sequence the lengths of its segments, in tokens."""
 
 GRANULE = 64
 """The planner cuts at multiples of this number of tokens. It is a multiple of every kernel's chunk size, and of the default
 `chunk_size` of intermediate states."""
+
+
+def granule_of(shape: ProblemShape) -> int:
+    """Returns the number of tokens at whose multiples automatic plans of a call have their cuts."""
+    return SAVED_SPACING if shape.options.needs_backward else GRANULE
+
 
 COUNTS = (*range(2, 13), 14, 16, 18, 21, 24, 28, 32, 37, 42, 48, 56, 64)
 """Numbers of segments that the planner tries for the longest sequence."""

@@ -20,10 +20,10 @@ from kda_core.backend import SupportsSegments
 from kda_core.contract import KdaInputs, KdaOutputs, ProblemShape, besides_tokens
 from kda_core.errors import BackendContractError
 from kda_cp.cache import Cache
-from kda_cp.cuts import windows
+from kda_cp.cuts import granule_of, windows
 from kda_cp.merge import MergeKernel, merge_kernel, merge_segments
 from kda_cp.plan import Plan
-from kda_cp.saved_states import Saving, Slots, granule, slots_of
+from kda_cp.saved_states import Saving, Slots, slots_of
 from kda_cp.segments import Segment, aligned, execution_shape, offsets_of, packed, segment_inputs
 from kda_cp.upload import Integers
 from kda_cp.window_states import DenseStates, DenseTensors, PoolStates, PoolTensors
@@ -124,7 +124,7 @@ def window_tokens(shape: ProblemShape, backend: Any) -> int:
     def needed(tokens: int) -> int:
         return backend.segment_workspace_bytes(execution_shape(shape, [[Segment(0, 0, 0, tokens)]]))
 
-    tokens, limit, unit = shape.B * shape.T, most_bytes(shape), granule(shape)
+    tokens, limit, unit = shape.B * shape.T, most_bytes(shape), granule_of(shape)
     # A backend takes long to answer for a new number of tokens. So tokens are rounded up to one of 8 steps per power of 2.
     step = 1 << max(0, tokens.bit_length() - 4)
     rounded = -(-tokens // step) * step
@@ -209,7 +209,7 @@ def _execute_window(
 
 
 def _windows(plan: Plan, shape: ProblemShape, backend: Any) -> tuple[Window, ...]:
-    groups = windows(plan.segments, window_tokens(shape, backend), granule(shape))
+    groups = windows(plan.segments, window_tokens(shape, backend), granule_of(shape))
     start = 0
     found: list[Window] = []
     for group, following in zip(groups, [*groups[1:], []]):

@@ -1,4 +1,7 @@
-"""The planner that kda-core finds through its entry point. It plans a call and executes the plan."""
+"""The planner that kda-core finds through its entry point. It plans a call and executes the plan.
+
+What executes plans is imported for the first one: most calls are direct, and the first call of a process should be fast.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,12 @@ from torch import Tensor
 from kda_core.backend import Backend, BackendSpec, SupportsSegments, SupportsStateGradients, saves_states
 from kda_core.contract import KdaGradients, KdaInputs, KdaOutputs, ProblemShape, besides_tokens
 from kda_core.errors import ArgumentError, PlannerError
-from kda_cp import backward, constants, execute, native
+from kda_cp import constants
 from kda_cp.cache import Cache
 from kda_cp.choose import make_plan, predict
-from kda_cp.cuts import GRANULE
+from kda_cp.cuts import GRANULE, granule_of
 from kda_cp.machine import Machine, device_text, machine
 from kda_cp.plan import Plan, Prediction
-from kda_cp.saved_states import granule
 
 UNKNOWN_LENGTHS = (
     "serial: the host does not know the lengths of the sequences; pass cu_seqlens_cpu, without use_graph"
@@ -66,20 +68,28 @@ class ContextParallelPlanner:
 
     def refusal(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> str | None:
         """Returns None, or why this plan cannot execute this call."""
+        from kda_cp import execute
+
         return execute.refusal(plan, inputs, spec, backend)
 
     def execute(self, plan: Plan, inputs: KdaInputs, outputs: KdaOutputs, backend: Backend) -> KdaOutputs:
         """Executes the call by the plan; returns `outputs`."""
+        from kda_cp import execute
+
         return execute.execute(plan, inputs, outputs, backend)
 
     def executes_over_pools(self, plan: Plan | None, spec: BackendSpec, backend: Backend) -> bool:
         """Returns whether calls over a pool are executed by this plan, or by automatic plans, without copies of states."""
+        from kda_cp import execute
+
         return execute.executes_over_pools(plan, backend)
 
     def refusal_of_backward(
         self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend
     ) -> str | None:
         """Returns None, or why this plan cannot execute the backward of this call."""
+        from kda_cp import backward
+
         return backward.refusal(plan, inputs, spec, backend)
 
     def execute_backward(
@@ -95,11 +105,15 @@ class ContextParallelPlanner:
         residual: Tensor | None,
     ) -> KdaGradients:
         """Executes the backward of a call by the plan; returns its gradients."""
+        from kda_cp import backward
+
         given = backward.Gradients(grad_o, grad_final_state, saved_states, residual)
         return backward.execute(plan, inputs, given, wanted, spec, backend)
 
     def workspace_bytes(self, plan: Plan, inputs: KdaInputs, spec: BackendSpec, backend: Backend) -> int:
         """Returns the bytes of workspace that `execute` needs."""
+        from kda_cp import execute
+
         return execute.workspace_bytes(plan, inputs.shape, backend)
 
     def problems(self) -> list[str]:
@@ -191,10 +205,14 @@ def _choose(
     if s.options.needs_backward and _machine_of_backward(inputs, spec).constants is None:
         return _serial(lengths, _unmeasured(spec))
     plan = make_plan(
-        lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, SMs=m.SMs, granule=granule(s),
+        lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, SMs=m.SMs, granule=granule_of(s),
         **native_options(s, backend),
     )  # fmt: skip
-    why = execute.refusal(plan, inputs, spec, backend) if refuse else None
+    if not refuse:
+        return plan
+    from kda_cp import execute
+
+    why = execute.refusal(plan, inputs, spec, backend)
     return plan if why is None else _serial(lengths, why)
 
 
@@ -211,9 +229,11 @@ def _choose_backward(
     if m.constants is None:
         return _serial(lengths, _unmeasured(spec))
     plan = make_plan(
-        lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, granule=granule(s),
+        lengths, HV=s.HV, K=s.K, V=s.V, constants=m.constants, source=m.source, granule=granule_of(s),
         **options_of_backward(backend),
     )  # fmt: skip
+    from kda_cp import backward
+
     why = backward.refusal(plan, inputs, spec, backend)
     return plan if why is None else _serial(lengths, why)
 
@@ -245,7 +265,13 @@ def native_options(shape: ProblemShape, backend: Backend) -> NativeOptions:
     """Returns whether a backend summarises segments itself, and a function for the tokens of its windows (0 for no limit)."""
     if not _summarises.get(id(backend), lambda: (isinstance(backend, SupportsSegments), backend))[0]:
         return {"native": False, "window": 0}
-    return {"native": True, "window": functools.partial(native.window_tokens, shape, backend)}
+    return {"native": True, "window": functools.partial(_window_tokens, shape, backend)}
+
+
+def _window_tokens(shape: ProblemShape, backend: Backend) -> int:
+    from kda_cp import native
+
+    return native.window_tokens(shape, backend)
 
 
 _summarises = Cache(64)

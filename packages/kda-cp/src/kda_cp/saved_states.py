@@ -17,15 +17,9 @@ from torch import Tensor
 from kda_core import contract
 from kda_core.backend import BackendSpec, saves_states
 from kda_core.contract import SAVED_SPACING, KdaInputs, KdaOutputs, ProblemShape
-from kda_cp.cuts import GRANULE
 from kda_cp.plan import Plan
 from kda_cp.segments import Segment, aligned, packed
 from kda_cp.upload import Integers, upload
-
-
-def granule(shape: ProblemShape) -> int:
-    """Returns the number of tokens at whose multiples automatic plans of a call have their cuts."""
-    return SAVED_SPACING if shape.options.needs_backward else GRANULE
 
 
 def refusal(plan: Plan, shape: ProblemShape, spec: BackendSpec, backend: object) -> str | None:

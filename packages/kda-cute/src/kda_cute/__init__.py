@@ -28,10 +28,14 @@ compilation. A backend that chooses its configuration by shape compiles each one
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from kda_cute.jit.compile import CacheInfo, cache_info, clear_memory, get_kernel, kernels_made_by
-from kda_cute.jit.precompile import Built, precompile
 from kda_cute.jit.target import arch_of_capability, arch_of_device
 from kda_cute.jit.versions import DslWheels, dsl_wheels
+
+if TYPE_CHECKING:
+    from kda_cute.jit.precompile import Built, precompile
 
 __all__ = [
     "Built",
@@ -46,3 +50,12 @@ __all__ = [
     "kernels_made_by",
     "precompile",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `precompile` at its first use: it needs pools of processes, which take milliseconds to import, and no call needs it."""
+    if name in ("Built", "precompile"):
+        from kda_cute.jit import precompile as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -67,12 +67,17 @@ def with_token_strides(inputs: KdaInputs) -> KdaInputs:
 
 def is_strided(inputs: KdaInputs) -> bool:
     """Returns whether q, k, v, g or beta is not contiguous."""
-    return not all(getattr(inputs, name).is_contiguous() for name in PER_TOKEN)
+    x = inputs
+    return not (
+        x.q.is_contiguous() and x.k.is_contiguous() and x.v.is_contiguous() and x.g.is_contiguous() and x.beta.is_contiguous()
+    )  # fmt: skip
 
 
 def _changed(inputs: KdaInputs, change: Callable[[Tensor], Tensor]) -> KdaInputs:
-    views = {name: getattr(inputs, name) for name in PER_TOKEN}
-    copies: dict[str, Any] = {name: y for name, x in views.items() if (y := change(x)) is not x}
+    copies: dict[str, Any] = {}
+    for name, x in zip(PER_TOKEN, (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)):
+        if (y := change(x)) is not x:
+            copies[name] = y
     return replace(inputs, **copies) if copies else inputs
 
 

@@ -18,6 +18,7 @@ from kda_cute.arguments import bound
 from kda_cute.pools import pool_addresses, pool_places
 from kda_sm90.arguments import (
     BackwardArguments,
+    InputArguments,
     ShapeArguments,
     addresses,
     serving_arguments,
@@ -76,15 +77,17 @@ class Launch(NamedTuple):
     def prepare(self, inputs: KdaInputs) -> PreparedLaunch:
         """Implements `kda_core.backend.SupportsPrepare.prepare`."""
         places, more = (pool_places(inputs), serving_arguments(inputs)) if self.serving else (None, ())
-        kernel, tickets = bound(self.kernel, *NO_BACKWARD, *self.shape_arguments, *more), _tickets
+        kernel, tickets = bound(self.kernel, 0, 0, *NO_BACKWARD, *self.shape_arguments, *more), _tickets
 
         def launch(o: Tensor, given: tuple[int, ...], o_at: int, final_state: int, workspace: int) -> None:
-            slots = () if places is None else places(given, final_state)
-            # `InputArguments`, `OutputArguments`, `LaunchArguments`; a variant for serving finds states by `PoolAddresses` alone
-            kernel(o, (*slots, *given[:9], o_at, final_state, 0, workspace, 0, next(tickets), 0, 0))
+            # `InputArguments`, `OutputArguments`, the ticket; a variant for serving finds states by `PoolAddresses` alone
+            first = given if places is None else places(given, final_state) + given[:_N_INPUTS]
+            kernel(o, first + (o_at, final_state, 0, workspace, 0, next(tickets)))
 
         return launch
 
+
+_N_INPUTS = len(InputArguments._fields)
 
 #: Tickets that no other launch on the same workspace has had, in any process. See ``schedule.clear``.
 _tickets = itertools.count(1 + secrets.randbits(62))

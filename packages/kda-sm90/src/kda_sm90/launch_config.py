@@ -148,6 +148,9 @@ class _Slots:
         return isinstance(other, _Slots) and self.key == other.key
 
 
+#: The key of a shape, whose launch and workspace have one each.
+_slots = lru_cache(maxsize=64)(_Slots)
+
 _Answer = TypeVar("_Answer")
 
 
@@ -166,7 +169,7 @@ class _OfSlots(Generic[_Answer]):
         given = [*args, *self._defaults[len(args) :]]  # a default has the same key as its value
         for name, value in kwargs.items():
             given[self._places[name]] = value
-        return self._kept(_Slots(shape), *given)
+        return self._kept(_slots(shape), *given)
 
 
 @_OfSlots

@@ -1,4 +1,7 @@
-"""From a kernel class to a callable: first the table in memory, then the cache folder, then the compiler."""
+"""From a kernel class to a callable: first the table in memory, then exported kernels, then the cache folder, then the compiler.
+
+What only compiled kernels need is imported when one is needed, because the first call of a process should be fast.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,11 @@ from typing import Any
 from kda_core import env, storage
 from kda_core.errors import CompileError, JitDisabledError
 from kda_cute.interface import KernelInterface
-from kda_cute.jit import housekeeping
-from kda_cute.jit.ahead_of_time import offering_backend
 from kda_cute.jit.cache import QUARANTINE, Entry, entry_of
 from kda_cute.jit.dsl import export, export_with_ptx, load, parts, require_dsl
 from kda_cute.jit.key import Variant, canonical
 from kda_cute.jit.target import check_arch
 from kda_cute.store import search
-from kda_cute.store.export import launcher_of
 
 logger = logging.getLogger("kda_cute")
 
@@ -137,6 +137,8 @@ def _find(kernel: type | KernelInterface, config: object, arch: str) -> Callable
     if found is not None:
         _count(exported=1)
         return found
+    from kda_cute.store.export import launcher_of
+
     try:
         variant = _variant(kernel, config, arch)
         return launcher_of(variant, _load_or_compile(variant))
@@ -216,6 +218,8 @@ def _compile_shared(variant: Variant, entry: Entry, stored: bool, make: Callable
 
     Returns the object: a kernel that was just compiled is loaded from it too, so that all processes run the same code.
     """
+    from kda_cute.jit import housekeeping
+
     content, limit = None, env.cache_maxsize()
     try:
         with entry.locked():
@@ -254,6 +258,8 @@ def ensure_on_disk(variant: Variant) -> bool:
         CompileError: it does not compile, or it could not be stored.
         OSError: the folder cannot be written.
     """
+    from kda_cute.jit import housekeeping
+
     require_dsl()
     if problem := env.cache_dir_problem() or variant.outdated():
         raise CompileError(f"{variant} was not compiled, because it could not be stored: {problem}")
@@ -297,6 +303,8 @@ def _command(arch: str) -> str:
 
 
 def _missing(variant: Variant, entry: Entry, outdated: str | None) -> str:
+    from kda_cute.jit.ahead_of_time import offering_backend
+
     near = "" if outdated else "".join(f"\n  {line}" for line in entry.differences())
     bad = None if outdated else entry.quarantined()
     command = _command(variant.arch)

@@ -1,7 +1,6 @@
 """The functions of the CUDA driver that exported kernels need, by ctypes. Nothing is linked, and no package is required.
 
-`cuda-bindings` would add a dependency, and its launch makes Python objects for the attributes of every call; a call by ctypes passes
-four addresses of memory that is prepared once.
+`cuda-bindings` would add a dependency, and takes as long: most of the time of a launch is the driver's.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ _DYNAMIC_SHARED_BYTES = 8
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 
 _P = c_void_p
-#: The functions, and the types of their arguments. All return a CUresult.
+#: The functions, and the types of their arguments. All return a CUresult. ``cuLaunchKernelEx`` is not among them: its arguments are
+#: objects of ctypes, which it converts in less time without types.
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (POINTER(c_int),),
@@ -31,7 +31,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (POINTER(_P), c_int),
     "cuCtxGetCurrent": (POINTER(_P),),
     "cuCtxSetCurrent": (_P,),
-    "cuLaunchKernelEx": (_P, _P, _P, _P),
 }
 
 
@@ -54,10 +53,10 @@ class Driver:
             for name, kinds in _SIGNATURES.items():
                 function = getattr(library, name)
                 function.argtypes, function.restype = kinds, c_int
+            self.launch_kernel = library.cuLaunchKernelEx
         except AttributeError as error:
             raise DriverError(f"the NVIDIA driver is too old: {error}") from error
         self._library = library
-        self.launch_kernel = library.cuLaunchKernelEx
         self._call("cuInit", 0)
 
     def error_name(self, code: int) -> str:

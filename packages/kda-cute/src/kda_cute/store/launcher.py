@@ -58,7 +58,8 @@ class _Call:
         start = ctypes.addressof(self.buffer)
         places = [start + parameter.offset for parameter in kernel.parameters]
         self.places = (ctypes.c_void_p * len(places))(*places)
-        self.arguments = ctypes.addressof(self.config), handle, ctypes.addressof(self.places), None
+        # made once: `Driver.launch_kernel` takes no numbers
+        self.arguments = ctypes.byref(self.config), ctypes.c_void_p(handle), ctypes.byref(self.places), None
 
 
 class Loaded(NamedTuple):
@@ -167,20 +168,21 @@ class Launcher:
             if fixed_grid is not None:
                 set_grid(call.config, 0, *fixed_grid)
             fill = functools.partial(pack, call.buffer, 0)
-            made = fill, call.config, call.arguments, driver.stream, driver.launch_kernel, call
+            start = functools.partial(driver.launch_kernel, *call.arguments)
+            made = fill, call.config, driver.stream, start, call
             return threads.__dict__.setdefault("calls", {}).setdefault(device, made)
 
         def launch(tensor: Any, values: tuple[Any, ...]) -> None:
             device = tensor.get_device()
             try:
-                fill, launch_config, arguments, stream, launch_kernel, _ = threads.calls[device]
+                fill, launch_config, stream, start, _ = threads.calls[device]
             except (AttributeError, KeyError):
-                fill, launch_config, arguments, stream, launch_kernel, _ = prepare(device)
+                fill, launch_config, stream, start, _ = prepare(device)
             fill(*values)
             if fixed_grid is None:
                 set_grid(launch_config, 0, *find_grid(config, make(values)))
             launch_config.stream = stream(device)
-            if code := launch_kernel(*arguments):
+            if code := start():
                 raise LaunchError(
                     f"{interface.name}: cuLaunchKernelEx: {self._load().driver.error_name(code)}; grid {list(launch_config.grid)}, "
                     f"{kernel.threads} threads, {kernel.shared_bytes} bytes of dynamic shared memory"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -163,7 +164,7 @@ def read(text: bytes) -> Manifest:
             raise ManifestError(f"schema {content['schema']}; this version of kda-cute reads schema {SCHEMA}")
         lists = [tuple(Parameter(**one) for one in each) for each in content["parameters"]]
         kernels = [Exported(**{**one, "parameters": lists[one["parameters"]]}) for one in content["kernels"]]
-        if any(Path(kernel.file).name != kernel.file for kernel in kernels):
+        if any(os.path.basename(kernel.file) != kernel.file for kernel in kernels):
             raise ManifestError("a file of a kernel is not in the folder of the manifest")
         return Manifest(
             str(content["arch"]),

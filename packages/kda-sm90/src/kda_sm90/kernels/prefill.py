@@ -130,7 +130,7 @@ class PrefillKernel(Kernel):
         schedule.fill_table(sched, table, self.threads // 32)
         cute.arch.sync_threads()
         sched = schedule.with_width(sched, table, self.threads // 32)
-        if const_expr(not self.config.reads_records):  # noqa: SIM102 - decided at compile time
+        if const_expr(not self.config.reads_records):
             is_chain, exists = index < chains, index < chains + args.intra_chunk_ctas
             if exists and (not is_chain or helpers > 0):
                 self.compute_records(sched, args, records, shared, index, helpers)
