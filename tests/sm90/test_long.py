@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kda_core
+from kda_core import serving
 from kda_core.registry import record_calls
 from kda_core.testing import make_inputs
 from kda_cute.decode import MOST_ALONG_Z
@@ -63,13 +64,30 @@ def test_known_lengths_change_the_launch_but_no_bit_of_a_pinned_call():
     assert torch.equal(o, known) and torch.equal(state, final)
 
 
+def decoded(x, states, slots, v_first):
+    """Decodes in place. Returns o."""
+    given = {"initial_state": states, "ssm_state_indices": slots, "output_final_state": True}
+    return kda_core.fused_recurrent_kda(**x, **given, state_v_first=v_first)[0]
+
+
+def verified(x, states, slots, v_first):
+    """Verifies tokens, and folds them into the states. Returns o."""
+    (T, heads), options = x["q"].shape[1:3], {"state_v_first": v_first, "device": "cuda"}
+    records = serving.Journal.allocate(len(states), x["v"].shape[2], 128, 128, H=heads, drafts=T, **options)
+    o = serving.verify_kda(**x, pool=states, slots=slots, records=records)
+    serving.journal_fold(states, slots, records, accepted=torch.full_like(slots, T))
+    return o
+
+
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("v_first", (False, True), ids=("kv", "vk"))
-def test_more_sequences_than_blocks_along_z(v_first):
+@pytest.mark.parametrize(("call", "tokens"), ((decoded, 1), (verified, 2)))
+def test_more_sequences_than_blocks_along_z(call, tokens, v_first):
     """All but a few are skipped. The others have the bits of a call of their own."""
     N, live = MOST_ALONG_Z + 65, [0, 7, MOST_ALONG_Z - 1, MOST_ALONG_Z, MOST_ALONG_Z + 64]
-    few = make_inputs("slow", 1, B=len(live), H=1, HV=2, state_v_first=v_first, device="cuda").arguments
-    few.pop("output_final_state", None)
+    few = make_inputs("slow", tokens, B=len(live), H=1, HV=2, device="cuda").arguments
+    for name in ("output_final_state", "state_v_first"):
+        few.pop(name, None)
     pool = torch.randn(len(live), 2, 128, 128, device="cuda")
     slots = torch.arange(len(live), dtype=torch.int32, device="cuda")
     at = torch.tensor(live, device="cuda")
@@ -79,10 +97,8 @@ def test_more_sequences_than_blocks_along_z(v_first):
     for x, indices in ((few, slots), (many, spread(slots, -1))):
         states = pool.clone()
         with record_calls() as calls:
-            o, _ = kda_core.fused_recurrent_kda(
-                **x, initial_state=states, ssm_state_indices=indices, output_final_state=True
-            )
-        assert [c.backend for c in calls] == ["sm90"]
+            o = call(x, states, indices, v_first)
+        assert {c.backend for c in calls} == {"sm90"}
         found.append((o, states))
     (want, states), (o, after) = found
     assert torch.equal(o[at], want) and torch.equal(after, states) and not torch.equal(after, pool)

@@ -151,19 +151,22 @@ class DecodeArguments(NamedTuple):
 MOST_ALONG_Z = 65535
 
 
-def grid(config: DecodeConfig, x: Any) -> tuple[Any, Any, Any]:
+def grid(parts: int, x: Any) -> tuple[Any, Any, Any]:
     """Returns the grid: (parts of a state and value heads of a group, key heads, sequences). So CTAs start in the order of a slot's memory,
     and the kernel divides by nothing but the number of parts. With more than `MOST_ALONG_Z` sequences, value heads and sequences change
     places."""
     members = x.HV // x.H
     many = 1 - 1 // (1 + x.N // (MOST_ALONG_Z + 1))
     swap = many * (x.N - members)
-    return (HEAD_DIM // config.rows * (members + swap), x.H, x.N - swap)
+    return (parts * (members + swap), x.H, x.N - swap)
 
 
 #: The interface of `kda_cute.device.decode.DecodeKernel`.
 DECODE = KernelInterface(
-    "kda_cute.device.decode:DecodeKernel", lambda config: DecodeArguments, grid, overlaps=True
+    "kda_cute.device.decode:DecodeKernel",
+    lambda config: DecodeArguments,
+    lambda config, x: grid(HEAD_DIM // config.rows, x),
+    overlaps=True,
 )
 
 

@@ -17,7 +17,7 @@ from kda_core.backend import PreparedLaunch
 from kda_core.contract import KdaInputs, KdaJournal, KdaOutputs, KdaPool, ProblemShape, launch_tensors
 from kda_cute import get_kernel
 from kda_cute.arguments import Address, Long, address, bound
-from kda_cute.decode import DECODE, DecodeConfig, Rows, decode_config, token_strides, variants
+from kda_cute.decode import DECODE, DecodeConfig, Rows, decode_config, grid, token_strides, variants
 from kda_cute.interface import KernelInterface
 from kda_cute.records import StateDtype
 from kda_cute.verify import verify_config
@@ -104,7 +104,8 @@ JOURNAL = KernelInterface(
 VERIFY = KernelInterface(
     "kda_cute.device.verify:VerifyKernel",
     lambda config: JournalArguments,
-    lambda config, x: (x.N, x.H, x.HV // x.H),  # no divisions in the kernel
+    # In the order of a slot's memory, unless slots may have records; no divisions in the kernel
+    lambda config, x: (x.N, x.H, x.HV // x.H) if config.records else grid(1, x),
     overlaps=True,
 )
 

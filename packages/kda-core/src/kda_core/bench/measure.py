@@ -19,14 +19,7 @@ def device_time(call: Callable[[], Any], repeats: int = 20) -> float:
 
     The flush keeps the GPU busy while the host enqueues the replay, which hides the launch latency.
     """
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
+    graph = _graph([call] * 3, [call])
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     graph.replay()
     return _between_events(graph.replay, flush, repeats)
@@ -37,17 +30,24 @@ def launch_time(launches: Sequence[Callable[[], Any]], repeats: int = 20) -> flo
 
     The L2 is not flushed: together, the launches must touch several times the L2, each another part of it.
     """
+    graph = _graph(launches[:2], launches)
+    graph.replay()
+    return _between_events(graph.replay, None, repeats) / len(launches)
+
+
+def _graph(first: Sequence[Callable[[], Any]], launches: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """Returns a CUDA graph of `launches`, after it has made the `first` calls eagerly, on a stream of its own."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still compute the inputs
     with torch.cuda.stream(stream):
-        for call in launches[:2]:
+        for call in first:
             call()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for call in launches:
             call()
-    graph.replay()
-    return _between_events(graph.replay, None, repeats) / len(launches)
+    return graph
 
 
 def _between_events(work: Callable[[], Any], flush: Tensor | None, repeats: int) -> float:

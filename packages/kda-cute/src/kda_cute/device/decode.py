@@ -42,7 +42,7 @@ FACTORS = 3 * ROW  # bytes of a warp's factors
 class DecodeKernel(Kernel):
     """Takes a tensor, which determines the device and the stream, and the values of `DecodeArguments`."""
 
-    spill_allowance = 12  # of [V, K], 32 values of bf16, gates that are precomputed; others: 0
+    spill_allowance = 0
     # At its default level 3, ptxas takes more registers for the same values.
     compile_options = "--ptxas-options '-O2'"
     interface = DECODE
@@ -55,12 +55,16 @@ class DecodeKernel(Kernel):
         narrow = config.state_dtype == "bfloat16"
         self.layout = RowsFirst(narrow, config.rows) if config.v_first else ChannelsFirst(narrow)
         self.state_bytes = 2 if narrow else 4  # of an element
+        # Whether a token is loaded before the state. It shortens a CTA, but needs registers: others are slower with it.
+        self.early = config.rows == 64
         self.shared_bytes = WARPS * FACTORS + self.layout.sum_bytes
 
     @property
     def ctas_per_sm(self) -> int:
-        """Returns for how many CTAs on an SM ptxas limits the registers. The fastest of several numbers on an H200."""
-        return {16: 5, 32: 7, 64: 3}[self.config.rows] if self.config.v_first else 4
+        """Returns for how many CTAs on an SM ptxas limits the registers. The fastest of several numbers on an H200; for bf16 on an H100."""
+        if not self.config.v_first:
+            return 4
+        return {16: 5, 32: 6 if self.layout.narrow else 7, 64: 3}[self.config.rows]
 
     @cute.kernel
     def kernel(self, values: tuple):
@@ -71,9 +75,15 @@ class DecodeKernel(Kernel):
         n, place = self.place(thread, shared)
         state = cute.make_rmem_tensor((self.layout.size,), Float32)
         slot = slots.read_slot(x, n)
+        first, count, words = Int32(0), Int32(0), None
+        if cutlass.const_expr(self.early):
+            place.row, first, count = uniform(*self.tokens(x, n))
+            words = cute.make_rmem_tensor((sum(self.parts),), Int32)
+            self.load_ahead(x, place, first, words, count > 0)  # needs no slot
         exists = (x.states != Int64(0)) & slots.has_state(x, n, slot)
         self.layout.load(self.matrix(x, place.head, slot), place, state, exists)
-        place.row, first, count = uniform(*self.tokens(x, n))
+        if cutlass.const_expr(not self.early):
+            place.row, first, count = uniform(*self.tokens(x, n))
         computed = ptx.select(slots.is_skipped(x, n, slot), Int32(0), count)
         # the tokens in runs, behind each of which the state is written: all tokens, or one
         per_token = x.per_token != 0
@@ -81,7 +91,10 @@ class DecodeKernel(Kernel):
         for run in cutlass.range(ptx.select(per_token, computed, Int32(1)), unroll=1):
             target = self.target(x, place.head, n, run)
             for t in cutlass.range(length, unroll=1):
-                self.token(x, place, state, first + run * length + t)
+                self.token(x, place, state, first + run * length + t, words)
+                if cutlass.const_expr(self.early):
+                    following = run * length + t + 1
+                    self.load_ahead(x, place, first + following, words, following < computed)
             if target != Int64(0):
                 self.layout.store(target, place, state)
         for t in cutlass.range(computed, count, unroll=1):
@@ -107,6 +120,7 @@ class DecodeKernel(Kernel):
             dots=shared + WARPS * FACTORS,
             head=key_head * members + member,
             key_head=key_head,
+            member=member,  # of the value heads of the key head
         )
         return n, place
 
@@ -134,20 +148,40 @@ class DecodeKernel(Kernel):
 
     def gate(self, x, place):
         """Returns the gate of the value head, and dt_bias of the lane's four channels."""
+        return self.gate_of(x, self.load_gate(x, place, Boolean(True)))
+
+    def load_gate(self, x, place, valid):
+        """Loads A_log, and dt_bias of the lane's four channels, as words; nothing for a gate that is computed before the call."""
+        if self.config.gate == "precomputed":
+            return []
+        rate = ptx.load_global_f32(x.a_log + Int64(place.head) * 4, valid & (x.a_log != Int64(0)))
+        address = x.dt_bias + Int64(place.head) * ROW + place.lane * 16
+        return [
+            ptx.bits_of_float(rate),
+            *ptx.load_global_words(address, 4, valid & (x.dt_bias != Int64(0))),
+        ]
+
+    def gate_of(self, x, words):
+        """Returns the gate and dt_bias from the words of `load_gate`."""
         if self.config.gate == "precomputed":
             return Gate(self.config, Float32(1.0), x.lower_bound), [Float32(0.0)] * 4
-        rate = gate_rate(ptx.load_global_f32(x.a_log + Int64(place.head) * 4, x.a_log != Int64(0)))
-        address = x.dt_bias + Int64(place.head) * ROW + place.lane * 16
-        words = ptx.load_global_words(address, 4, x.dt_bias != Int64(0))
-        return Gate(self.config, rate, x.lower_bound), [ptx.float_of_bits(y) for y in words]
+        rate, *biases = (ptx.float_of_bits(y) for y in words)
+        return Gate(self.config, gate_rate(rate), x.lower_bound), biases
 
-    def token(self, x, place, state, token):
-        """Computes one token: the state behind it, and its o."""
-        self.store_factors(x, place, token)
-        beta = load_beta(x, place, token)
+    def token(self, x, place, state, token, words):
+        """Computes one token: the state behind it, and its o. ``words``: those of `load_ahead`; None: the token is loaded here, v and beta
+        behind the factors, so that fewer registers are in use at a time."""
+        if words is None:
+            always = Boolean(True)
+            gate, channels = self.load_gate(x, place, always), self.load_channels(x, place, token, always)
+            self.store_factors(x, place, channels, gate)
+            values = self.load_values(x, place, token, always)
+        else:
+            *channels, gate, values = self.split(words)
+            self.store_factors(x, place, channels, gate)
+        narrow, wide, *values = values
+        beta, v = beta_of(x, narrow, wide), [ptx.unpack_bf16x2(y)[0] for y in values]
         layout = self.layout
-        values = element(place, token, x.v_batch, x.v_token, place.head) + layout.row(place)
-        v = [load_bf16(x.v + values * 2 + step * 2) for step in layout.steps]
         cute.arch.sync_warp()  # the factors are there
         # factors are loaded where they are needed: together they would occupy registers
         layout.decay(state, layout.factors(place, place.factors + DECAYS))
@@ -157,6 +191,41 @@ class DecodeKernel(Kernel):
         q = layout.factors(place, place.factors + QUERY)
         self.store_o(x, place, token, layout.dots(place, state, q, 1))
         cute.arch.sync_warp()  # the factors have been read
+
+    @property
+    def parts(self):
+        """The number of words of each part of a token: k, q, g; the gate; beta and v."""
+        gate = 0 if self.config.gate == "precomputed" else 5
+        return 2, 2, 4 if self.config.gate_dtype == "float32" else 2, gate, 2 + len(self.layout.steps)
+
+    def split(self, words):
+        """Returns the parts of the words of `load_ahead`."""
+        loaded = iter([words[i] for i in range(sum(self.parts))])
+        return [[next(loaded) for _ in range(count)] for count in self.parts]
+
+    def load_ahead(self, x, place, token, words, valid):
+        """Sets ``words`` to those of a token, zeros unless ``valid``."""
+        k, q, g = self.load_channels(x, place, token, valid)
+        gate, values = self.load_gate(x, place, valid), self.load_values(x, place, token, valid)
+        for i, word in enumerate((*k, *q, *g, *gate, *values)):
+            words[i] = word
+
+    def load_channels(self, x, place, token, valid):
+        """Loads the lane's four channels of k, q and g, as words."""
+        at = place.lane * 4
+        load = lambda start, index, size: ptx.load_global_words(start + (index + at) * size, size, valid)
+        return [
+            load(x.k, element(place, token, x.k_batch, x.k_token, place.key_head), 2),
+            load(x.q, element(place, token, x.q_batch, x.q_token, place.key_head), 2),
+            load(x.g, element(place, token, x.g_batch, x.g_token, place.head), self.parts[2]),
+        ]
+
+    def load_values(self, x, place, token, valid):
+        """Loads beta, and v of the lane's rows, as words."""
+        beta = beta_words(x, place, token, valid)
+        first = element(place, token, x.v_batch, x.v_token, place.head) + self.layout.row(place)
+        v = [ptx.load_global_u16(x.v + first * 2 + step * 2, valid) for step in self.layout.steps]
+        return [*beta, *v]
 
     def clear(self, x, place, token):
         """Sets o of a token to zeros."""
@@ -169,24 +238,13 @@ class DecodeKernel(Kernel):
             word = ptx.pack_bf16x2(y, Float32(0.0))
             ptx.store_global_u16(x.o + first * 2 + step * 2, word, self.layout.writes(place))
 
-    def store_factors(self, x, place, token):
+    def store_factors(self, x, place, channels, gate_words):
         """Stores k, q and the decays of a token in the warp's shared memory; a lane computes four channels of each."""
-        gate, biases = self.gate(x, place)
-        at = place.lane * 4
-        narrow = lambda start, index: [
-            y
-            for word in ptx.load_global_words(start + (index + at) * 2, 2, Boolean(True))
-            for y in ptx.unpack_bf16x2(word)
-        ]
-        k = narrow(x.k, element(place, token, x.k_batch, x.k_token, place.key_head))
-        q = narrow(x.q, element(place, token, x.q_batch, x.q_token, place.key_head))
-        gates = element(place, token, x.g_batch, x.g_token, place.head)
-        if self.config.gate_dtype == "float32":
-            g = [
-                ptx.float_of_bits(y) for y in ptx.load_global_words(x.g + (gates + at) * 4, 4, Boolean(True))
-            ]
-        else:
-            g = narrow(x.g, gates)
+        gate, biases = self.gate_of(x, gate_words)
+        unpack = lambda words: [y for word in words for y in ptx.unpack_bf16x2(word)]
+        k, q, g = channels
+        k, q = unpack(k), unpack(q)
+        g = [ptx.float_of_bits(y) for y in g] if self.config.gate_dtype == "float32" else unpack(g)
         decays = [ptx.ex2(gate.activate(y, bias) * gate.log_scale) for y, bias in zip(g, biases, strict=True)]
         k = [y * inverse_norm(x, k) for y in k]
         q = [y * (inverse_norm(x, q) * x.scale) for y in q]
@@ -407,16 +465,21 @@ def element(place, token, batch, stride, head, width=HEAD_DIM):
     return Int64(place.row) * batch + Int64(token) * stride + head * width
 
 
-def load_bf16(address):
-    """Loads one bf16."""
-    return ptx.unpack_bf16x2(ptx.load_global_u16(address, Boolean(True)))[0]
-
-
 def load_beta(x, place, token):
     """Returns beta of a token and value head through its activation."""
+    return beta_of(x, *beta_words(x, place, token, Boolean(True)))
+
+
+def beta_words(x, place, token, valid):
+    """Loads beta of a token and value head as bf16 and as fp32, of which one is zero; both unless ``valid``."""
     address = x.beta + element(place, token, x.beta_batch, x.beta_token, place.head, 1) * x.beta_bytes
-    narrow = ptx.unpack_bf16x2(ptx.load_global_u16(address, x.beta_bytes == 2))[0]
-    raw = narrow + ptx.load_global_f32(address, x.beta_bytes == 4)
+    narrow = ptx.load_global_u16(address, valid & (x.beta_bytes == 2))
+    return narrow, ptx.bits_of_float(ptx.load_global_f32(address, valid & (x.beta_bytes == 4)))
+
+
+def beta_of(x, narrow, wide):
+    """Returns beta through its activation, from the words of `beta_words`."""
+    raw = ptx.unpack_bf16x2(narrow)[0] + ptx.float_of_bits(wide)
     return ptx.select(x.beta_factor > Float32(0.0), sigmoid(raw) * x.beta_factor, raw)
 
 

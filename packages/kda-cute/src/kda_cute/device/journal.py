@@ -2,9 +2,10 @@
 
     S <- Diag(e^G_m) S_0 + sum_j (e^(G_m - G_j) k_j) u_j^T,   then the recurrence of `kda_cute.device.decode` for the new tokens
 
-A CTA has some values of one state in registers, as in the decode kernel. Its warps share the factors of a token. It applies the m records of the slot to them, one by one. It
-loads up to eight records together into shared memory, so that their loads overlap. A fold writes the result. Every token then leaves a
-record. CTAs need no order: the new records are in other rows than those that are read, and a CTA folds only the values that it has read.
+A CTA has some values of one state in registers, as in the decode kernel. Its warps share the factors of a token. It applies the m records
+of the slot to them, one by one. It loads up to eight records together into shared memory, so that their loads overlap. A fold writes the
+result. Every token then leaves a record. CTAs need no order: the new records are in other rows than those that are read, and a CTA folds
+only the values that it has read.
 """
 
 import cutlass
@@ -41,7 +42,7 @@ TOKEN = BETA + 128
 class JournalKernel(DecodeKernel):
     """Takes a tensor, which determines the device and the stream, and the values of `JournalArguments`."""
 
-    spill_allowance = 12  # of [V, K], 16 values, softplus gate on sm_100a and sm_103a; others: 0
+    spill_allowance = 0
     interface = JOURNAL
 
     def __init__(self, config):
@@ -51,7 +52,7 @@ class JournalKernel(DecodeKernel):
     @property
     def ctas_per_sm(self) -> int:
         """As `DecodeKernel.ctas_per_sm`."""
-        return {16: 6, 32: 6, 64: 4}[self.config.rows] if self.config.v_first else 4
+        return {16: 5, 32: 6, 64: 4}[self.config.rows] if self.config.v_first else 4
 
     @cute.kernel
     def kernel(self, values: tuple):
@@ -188,7 +189,7 @@ class JournalKernel(DecodeKernel):
         writes = (place.group == 0) & (place.warp == 0)
         G = x.record_g + (place.values + ring) * ROW + place.lane * 16
         ptx.store_global_words_if(G, [sums[i] for i in range(4)], writes)
-        owns = writes & (place.head % (x.HV // x.H) == 0)
+        owns = writes & (place.member == 0)
         key = place.keys + ring
         k = element(place, token, x.k_batch, x.k_token, place.key_head) + place.lane * 4
         raw = ptx.load_global_words(x.k + k * 2, 2, owns)

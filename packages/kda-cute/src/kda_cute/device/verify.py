@@ -58,6 +58,7 @@ class VerifyKernel(JournalKernel):
         self.config, self.tokens = config, config.tokens
         self.narrow = config.state_dtype == "bfloat16"
         self.state_bytes = 2 if self.narrow else 4  # of an element
+        self.groups = 1  # CTAs of a state
         # bf16 states stay as they are, two in a word, unless records are added to them
         self.packed = self.narrow and not config.records
         # the lanes of a quarter of a warp load from two columns, whose 16 bytes then lie on different banks
@@ -73,18 +74,7 @@ class VerifyKernel(JournalKernel):
         self.wait_for_stream()
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         thread, _, _ = cute.arch.thread_idx()
-        n, key_head, member = cute.arch.block_idx()
-        _, _, members = cute.arch.grid_dim()
-        place = SimpleNamespace(
-            row=n,
-            warp=cute.arch.make_warp_uniform(thread >> 5),
-            lane=thread & 31,
-            thread=thread,
-            shared=shared,
-            head=key_head * members + member,
-            key_head=key_head,
-            first_of_group=member == 0,
-        )
+        n, place = self.place(thread, shared)
         slot = slots.load_index(x.read + Int64(n) * x.index_bytes, x.index_bytes)
         # A token needs no slot, so its loads do not wait for it. Those of a sequence without a slot are not used.
         token = self.load_token(x, place)
@@ -98,15 +88,24 @@ class VerifyKernel(JournalKernel):
             self.prefetch(place, following)
             self.clear_tokens(x, place)
 
+    def place(self, thread, shared):
+        """As `DecodeKernel.place`. If slots may have records, CTAs start head by head; see `kda_cute.journal.VERIFY`."""
+        n, place = super().place(thread, shared)
+        if self.config.records:
+            n, place.key_head, place.member = cute.arch.block_idx()
+            _, _, members = cute.arch.grid_dim()
+            place.head = place.key_head * members + place.member
+        place.row, place.thread = n, thread
+        return n, place
+
     def following(self, x, n, place):
         """Returns the address of the state of the CTA that comes `AHEAD` later in the order of the grid; 0 if it has none.
 
-        It is 0 also for bf16 states without records, because prefetching them gains nothing."""
-        if self.packed:
+        It is 0 also without records, because prefetching then gains nothing, or loses."""
+        if not self.config.records:
             return Int64(0)
-        _, key_head, member = cute.arch.block_idx()
         at = n + AHEAD
-        heads = key_head + member * x.H + at // x.N  # that are before it
+        heads = place.key_head + place.member * x.H + at // x.N  # that are before it
         n = at % x.N
         slot = slots.load_index(x.read + Int64(n) * x.index_bytes, x.index_bytes)
         head = heads % x.H * (x.HV // x.H) + heads // x.H
@@ -326,7 +325,7 @@ class VerifyKernel(JournalKernel):
         beta = ptx.select(token.exists, token.beta, Float32(0.0))
         ptx.store_shared(place.shared + BETAS + place.thread * 4, beta)  # of all lanes
         # one value head of a group writes what the group shares
-        owns = token.exists & place.first_of_group
+        owns = token.exists & (place.member == 0)
         key = records.keys + self.ring(x, records.next, place.warp)
         ptx.store_global_words_if(x.record_k + key * (2 * HEAD_DIM) + place.lane * 8, token.k, owns)
         ptx.store_global_f32_if(x.record_factor + key * 4, factor, owns & (place.lane == 0))
