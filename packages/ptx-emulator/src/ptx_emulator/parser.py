@@ -462,7 +462,9 @@ class _Body:
         while scope is not None:
             if label.name in scope.labels:
                 target = Label(label.name, scope.labels[label.name])
-                return Instruction(instruction.text, "bra", instruction.modifiers, (target,), instruction.guard)
+                return Instruction(
+                    instruction.text, "bra", instruction.modifiers, (target,), instruction.guard
+                )
             scope = scope.parent
         raise PtxError(f"label {label.name} is not defined in this scope", self.line, instruction.text)
 

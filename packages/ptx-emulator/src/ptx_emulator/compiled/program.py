@@ -56,7 +56,7 @@ class CompiledProgram:
         touched = [[] if relaxed else sorted(reads | writes) for reads, writes, relaxed in checked]
         self._touched = np.array([slot for slots in touched for slot in slots], np.int32)
         operand, first = self._operands.ctypes.data, self._touched.ctypes.data
-        rows = []
+        rows: list[tuple[int, ...]] = []
         for i, form, guard, found in zip(instructions, forms, guards, touched):
             count, kind, function, operands, immediate, target = len(found), CLOSURE, 0, 0, 0, 0
             place = negated = 0
