@@ -47,17 +47,22 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-_FROZEN: set[str] = set()
-#: Parsed and decoded kernels are many objects that stay. With Python's own thresholds, collections took a tenth of the time of emulated tests.
-gc.set_threshold(50_000, 20, 100)
+#: Allocated objects after which the collector runs within a test. Python's own threshold goes through all objects many times.
+gc.set_threshold(1_000_000, 20, 100)
+#: New objects after which it runs before a test.
+NEW_OBJECTS = 50_000
 
 
 def _spare_the_collector() -> None:
-    """Excludes what torch and the DSL have created so far from garbage collections. These are millions of objects that stay, and each
-    full collection goes through all of them."""
-    if not _FROZEN.issuperset(loaded := {"torch", "cutlass"} & sys.modules.keys()):
-        _FROZEN.update(loaded)
+    """Collects garbage, and excludes all objects that are left from further collections. Those of torch, the DSL and decoded kernels are
+    millions that stay: going through them repeatedly took a tenth of the time of emulated tests."""
+    if gc.get_count()[0] > NEW_OBJECTS:
+        gc.collect()
         gc.freeze()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.freeze()  # the interpreter's end would go through all objects several times
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

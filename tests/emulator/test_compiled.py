@@ -12,6 +12,9 @@ from helpers.emulator.prefill import config_of, prefill
 
 import ptx_emulator
 from kda_core.testing import make_inputs
+from ptx_emulator.compiled import objects, products, shadow
+from ptx_emulator.compiled.emit import Routine
+from ptx_emulator.compiled.engine import Engine
 from ptx_emulator.launch import compiled_of
 
 #: Instructions over registers of 32, 64 and 16 bits, fp32 and predicates, with operands of these kinds.
@@ -261,3 +264,57 @@ def test_a_launch_of_the_prefill_kernel(monkeypatch):
 
     both(execute)
     assert len(counts) == 2 and counts[0] == counts[1]
+
+
+# ---- the folder of object code
+
+
+def never(module):
+    raise AssertionError("it is compiled")
+
+
+def test_a_later_process_links_what_an_earlier_one_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv(objects.VARIABLE, str(tmp_path))
+    name, build = shadow.build("load")
+    with pytest.raises(AssertionError, match="it is compiled"):
+        Engine().function(name, never)
+    assert Engine().function(name, build) and Engine().function(name, never)
+    (file,) = tmp_path.glob("*/*.o")
+    assert file.parent.stat().st_mode & 0o077 == 0
+
+    file.write_bytes(file.read_bytes()[:-1])  # damaged
+    with pytest.raises(AssertionError, match="it is compiled"):
+        Engine().function(name, never)
+    assert Engine().function(name, build) and Engine().function(name, never)
+
+
+def test_a_function_brings_those_that_it_calls(tmp_path, monkeypatch):
+    monkeypatch.setenv(objects.VARIABLE, str(tmp_path))
+    call = lambda module: _calls_product(module)
+    assert Engine().function("caller", call) and len(list(tmp_path.glob("*/*.o"))) == 2
+    engine = Engine()
+    assert engine.function("caller", never) and engine.function(products.NAME, never)
+    for file in tmp_path.glob("*/*.o"):  # only the caller is left
+        if products.NAME.encode() + b"\n" not in file.read_bytes()[:100]:
+            file.unlink()
+    assert Engine().function("caller", call)
+
+
+def _calls_product(module):
+    o = Routine(module, "caller", products.PRODUCT)
+    o.call(products.NAME, products.build, *o.function.args[1:])
+    o.done()
+
+
+@pytest.mark.parametrize("why", ["turned off", "others may write it", "a file"])
+def test_without_a_folder_functions_are_compiled(tmp_path, monkeypatch, why):
+    folder = tmp_path / "objects"
+    monkeypatch.setenv(objects.VARIABLE, "" if why == "turned off" else str(folder))
+    if why == "a file":
+        folder.write_text("")
+    elif why == "others may write it":
+        inner = objects.folder_of(("a machine",))
+        inner.chmod(0o777)
+        assert objects.folder_of(("a machine",)) is None and objects.folder_of(("another",)) is not None
+        return
+    assert Engine().function(*shadow.build("load")) and not list(tmp_path.rglob("*.o"))

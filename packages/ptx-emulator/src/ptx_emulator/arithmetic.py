@@ -371,7 +371,7 @@ def _lop3(d: Decoder, i: Instruction) -> Execute:
                 total |= (a if n & 4 else ~a) & (b if n & 2 else ~b) & (c if n & 1 else ~c)
         return total
 
-    short = Instruction(i.line, i.text, i.opcode, i.modifiers, i.operands[:4], i.guard)
+    short = Instruction(i.text, i.opcode, i.modifiers, i.operands[:4], i.guard)
     return elementwise(d, short, lookup, "b32")
 
 

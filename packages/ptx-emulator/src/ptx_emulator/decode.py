@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,6 +25,7 @@ from ptx_emulator.parser import (
     Immediate,
     Instruction,
     Kernel,
+    Known,
     Negated,
     Operand,
     Register,
@@ -77,12 +80,54 @@ def handler(*opcodes: str) -> Callable[[Handler], Handler]:
     return register
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """A decoded instruction: its entries in a `Program`, and what `Decoder.unobserved` noted (None: nothing)."""
+
+    execute: Execute
+    reads: frozenset[int]
+    writes: frozenset[int]
+    relaxed: bool
+    pure: bool
+    unobserved: tuple[int, Execute] | None
+
+
+class Shared:
+    """What kernels with the same declarations share: broken copies of a kernel consist of the same instructions.
+
+    Attributes:
+        registers, unknown, specials: as in `Program`, of all these kernels.
+        slots: the numbers of registers.
+        decoded: instructions whose decoding does not depend on others.
+        forms: their compiled forms.
+    """
+
+    def __init__(self) -> None:
+        self.registers: list[Any] = []
+        self.unknown: list[int] = []
+        self.specials: list[tuple[int, Callable[[Warp], Any]]] = []
+        self.slots: dict[Any, int] = {}
+        self.decoded: dict[Instruction, Decoded] = {}
+        self.forms: dict[Instruction, Any] = {}
+
+
+@lru_cache(maxsize=48)
+def _shared_by(known: Known, *declarations: Any) -> Shared:
+    """Return what kernels share. ``declarations``: everything that decoding depends on besides the instructions."""
+    return Shared()
+
+
+#: Instructions whose decoding depends on others: on labels, and on the `.cta_group` of others.
+_DEPENDENT = ("bra", "tcgen05")
+
+
 class Decoder:
     """Decodes one kernel.
 
     Attributes:
         kernel: the parsed entry.
-        registers, unknown, specials: as in `Program`.
+        common: shared with kernels of the same declarations.
+        registers, unknown, specials: those of ``common``.
         relaxed: set by a handler whose instruction may access registers of a wgmma in flight.
         symbols: addresses of the variables in shared memory, without the rank of the CTA, and in local memory.
         shared: the names of those in shared memory.
@@ -95,15 +140,15 @@ class Decoder:
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
-        self.registers: list[Any] = []
-        self.unknown: list[int] = []
-        self.specials: list[tuple[int, Callable[[Warp], Any]]] = []
-        self._slots: dict[Any, int] = {}
-        self._instruction = kernel.instructions[0]
+        self.common = _shared_by(
+            kernel.known, kernel.name, tuple(kernel.parameters), tuple(kernel.shared), tuple(kernel.local)
+        )
+        self.registers, self.unknown = self.common.registers, self.common.unknown
+        self.specials, self._slots = self.common.specials, self.common.slots
         self._read: set[int] = set()
         self._written: set[int] = set()
         self._index = 0
-        self._observed: dict[int, tuple[int, Execute]] = {}
+        self._unobserved: tuple[int, Execute] | None = None
         self.relaxed = False
         self.cta_group = ""
         self.symbols, end = {}, SHARED_BASE
@@ -132,39 +177,51 @@ class Decoder:
         Raises:
             PtxError: an instruction is not modelled.
         """
-        code, reads, writes, relaxed, pure = [], [], [], [], []
+        found: list[Decoded] = []
+        decoded = self.common.decoded
         for index, instruction in enumerate(self.kernel.instructions):
-            self._index, self._instruction = index, instruction
-            self._read, self._written, self.relaxed = set(), set(), False
-            found = HANDLERS.get(instruction.opcode)
-            if found is None:
-                self.refuse(f"{instruction.opcode} is not modelled")
-            try:
-                execute = found(self, instruction)
-            except PtxError as error:
-                if error.line:
-                    raise
-                self.refuse(error.message)
-            except (KeyError, IndexError, ValueError, TypeError) as error:
-                # The operands or modifiers are not those that the handler takes apart.
-                raise PtxError("this form is not modelled", instruction.line, instruction.text) from error
-            if instruction.guard is not None and instruction.opcode != "bra":
-                execute = self._guarded(execute, instruction.guard)
-            code.append(execute)
-            reads.append(self._read)
-            writes.append(self._written)
-            relaxed.append(self.relaxed)
-            pure.append(found.__module__ in _PURE)
-        for index, (slot, execute) in self._observed.items():
-            if not self._uses(slot, reads, writes, pure):
-                guard = self.kernel.instructions[index].guard
+            one = decoded.get(instruction)
+            if one is None:
+                self._index = index
+                one = self._decoded(instruction)
+                if instruction.opcode not in _DEPENDENT:
+                    decoded[instruction] = one
+            found.append(one)
+        code = [one.execute for one in found]
+        reads, writes, pure = [x.reads for x in found], [x.writes for x in found], [x.pure for x in found]
+        for index, one in enumerate(found):
+            if one.unobserved is not None and not self._uses(one.unobserved[0], reads, writes, pure):
+                guard, execute = self.kernel.instructions[index].guard, one.unobserved[1]
                 code[index] = execute if guard is None else self._guarded(execute, guard)
-        lines = [(i.line, i.text) for i in self.kernel.instructions]
+        lines = list(zip(self.kernel.lines, (i.text for i in self.kernel.instructions)))
         code.append(_past_the_end)
-        lines.append((lines[-1][0], lines[-1][1]))
+        lines.append(lines[-1])
+        nothing: frozenset[int] = frozenset()
         return Program(
-            self.kernel.name, code, lines, self.registers, self.unknown, self.specials,
-            [frozenset(x) for x in (*reads, ())], [frozenset(x) for x in (*writes, ())], [*relaxed, False], [*pure, False], self.local_bytes,
+            self.kernel.name, code, lines, list(self.registers), list(self.unknown), list(self.specials), [*reads, nothing],
+            [*writes, nothing], [*(x.relaxed for x in found), False], [*pure, False], self.local_bytes,
+        )  # fmt: skip
+
+    def _decoded(self, instruction: Instruction) -> Decoded:
+        self._read, self._written, self.relaxed, self._unobserved = set(), set(), False, None
+        found = HANDLERS.get(instruction.opcode)
+        if found is None:
+            self.refuse(f"{instruction.opcode} is not modelled")
+        try:
+            execute = found(self, instruction)
+        except PtxError as error:
+            if error.line:
+                raise
+            self.refuse(error.message)
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            # The operands or modifiers are not those that the handler takes apart.
+            raise PtxError(
+                "this form is not modelled", self.kernel.lines[self._index], instruction.text
+            ) from error
+        if instruction.guard is not None and instruction.opcode != "bra":
+            execute = self._guarded(execute, instruction.guard)
+        return Decoded(
+            execute, frozenset(self._read), frozenset(self._written), self.relaxed, found.__module__ in _PURE, self._unobserved,
         )  # fmt: skip
 
     def _guarded(self, execute: Execute, guard: tuple[Register, bool]) -> Execute:
@@ -183,9 +240,11 @@ class Decoder:
 
     def unobserved(self, slot: int, execute: Execute) -> None:
         """Let the current instruction do this instead if the program never uses its result in register ``slot``."""
-        self._observed[self._index] = slot, execute
+        self._unobserved = slot, execute
 
-    def _uses(self, slot: int, reads: list[set[int]], writes: list[set[int]], pure: list[bool]) -> bool:
+    def _uses(
+        self, slot: int, reads: list[frozenset[int]], writes: list[frozenset[int]], pure: list[bool]
+    ) -> bool:
         """Return whether the value of a register reaches anything but registers."""
         found, left = {slot}, [slot]
         while left:
@@ -200,7 +259,7 @@ class Decoder:
 
     def refuse(self, message: str) -> NoReturn:
         """Raise a `PtxError` for the instruction that is being decoded."""
-        raise PtxError(message, self._instruction.line, self._instruction.text)
+        raise PtxError(message, self.kernel.lines[self._index], self.kernel.instructions[self._index].text)
 
     def only(self, modifiers: Iterable[str], *allowed: str) -> None:
         """Refuse every modifier that is not in ``allowed``."""
@@ -216,10 +275,11 @@ class Decoder:
         return len(self.registers) - 1
 
     def _declared(self, register: Register) -> int:
-        slot = self._slots.get(register.name)
+        key = register.name, register.type
+        slot = self._slots.get(key)
         if slot is None:
             value = 0 if register.type == "pred" else _ZEROS[SIZES[register.type]]
-            slot = self._slots[register.name] = self._new(value, FULL)
+            slot = self._slots[key] = self._new(value, FULL)
         return slot
 
     def size_of(self, operand: Operand) -> int:

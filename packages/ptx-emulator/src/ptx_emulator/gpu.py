@@ -50,6 +50,7 @@ class Device:
     scratch: Sequence[torch.Tensor]
     compiled: bool = True
     assume: Collection[str] = ()
+    processes: int = 1
     launches: list[Launch] = field(default_factory=list)
 
     def launch(
@@ -88,10 +89,13 @@ class Device:
             raise ValueError(
                 f"kernel {name}: a cooperative launch of {count} CTAs on {self.sms} SMs; one CTA per SM is resident"
             )
+        if cooperative and self.processes > 1:
+            raise ValueError(f"processes: expected 1 for {name[:60]}, whose launch is cooperative")
         seed = self.seed + len(self.launches)
         instructions = run(
             ptx, grid, block, shared_bytes, arguments, (*tensors, *self.tensors), scratch=self.scratch, name=name,
             seed=seed, resident=min(count, self.sms), races=self.races, cluster=cluster, compiled=self.compiled, assume=self.assume,
+            processes=self.processes,
         )  # fmt: skip
         self.launches.append(Launch(name, grid, block, cluster, shared_bytes, instructions))
 
@@ -122,6 +126,7 @@ def device(
     scratch: Iterable[torch.Tensor] = (),
     compiled: bool = True,
     assume: Collection[str] = (),
+    processes: int = 1,
 ) -> Iterator[Device]:
     """Open an emulated GPU. Within the block, functions of `load` run on it.
 
@@ -130,13 +135,15 @@ def device(
         seed: seed of the first launch, see `run`. Each later launch adds 1.
         sms: number of SMs; one CTA is resident per SM.
         races: see `run`.
-        compiled, assume: see `run`.
+        compiled, assume, processes: see `run`. A cooperative launch runs in one process only.
         tensors, scratch: see `run`. Launches may access these CPU tensors in addition to the arguments of a call.
 
     Yields:
         The `Device`. Its ``launches`` grows with each launch.
     """
-    token = _device.set(Device(arch, seed, sms, races, tuple(tensors), tuple(scratch), compiled, assume))
+    token = _device.set(
+        Device(arch, seed, sms, races, tuple(tensors), tuple(scratch), compiled, assume, processes)
+    )
     try:
         yield current_device()
     finally:

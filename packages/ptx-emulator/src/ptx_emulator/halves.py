@@ -38,7 +38,7 @@ def without_undefined_halves(instructions: Sequence[Instruction]) -> list[Instru
         if counts[high] == 1 and all(
             _reads_lower_half(x, word) for m, x in enumerate(instructions) if m != n
         ):
-            found[n] = Instruction(i.line, i.text, "cvt", ("u32", "u16"), (word, low), i.guard)
+            found[n] = Instruction(i.text, "cvt", ("u32", "u16"), (word, low), i.guard)
     return found
 
 

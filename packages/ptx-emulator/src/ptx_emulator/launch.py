@@ -25,6 +25,7 @@ from ptx_emulator import (  # noqa: F401
     synchronize,
     tensor_memory,
 )
+from ptx_emulator import processes as split
 from ptx_emulator.compiled.memory_map import MachineMap
 from ptx_emulator.compiled.program import CompiledProgram
 from ptx_emulator.compiled.warp import CompiledWarp
@@ -127,6 +128,7 @@ def run(
     cluster: Sequence[int] = (1, 1, 1),
     compiled: bool = True,
     assume: Collection[str] = (),
+    processes: int = 1,
 ) -> int:
     """Execute an entry of a PTX module to its end.
 
@@ -149,6 +151,8 @@ def run(
         compiled: whether instructions are executed as machine code. Results, errors and the order of execution are the same
             without it: in Python, which is slower.
         assume: what the kernel may rely on although the PTX ISA does not promise it, a part of `ASSUMPTIONS`.
+        processes: how many processes execute the clusters, each a part of them. For kernels whose CTAs share nothing: others are
+            refused, or an error. Memory is unchanged after an error.
 
     Returns:
         The number of warp instructions that were executed.
@@ -176,6 +180,9 @@ def run(
         raise ValueError(
             f"shared_bytes: expected at most {SHARED_LIMIT} bytes, dynamic and static, got {total}"
         )
+    if processes < 1:
+        raise ValueError(f"processes: expected at least 1, got {processes}")
+    tensors, scratch = tuple(tensors), tuple(scratch)
     memory = GlobalMemory()
     _register(memory, arguments, tensors, scratch)
     if unknown := set(races) - {"shared", "global"}:
@@ -184,6 +191,9 @@ def run(
         raise ValueError(f"assume: expected some of {', '.join(ASSUMPTIONS)}, got {sorted(unknown)}")
     if "global" in races:
         memory.watch()
+    processes = min(processes, grid[0] * grid[1] * grid[2] // (cluster[0] * cluster[1] * cluster[2]))
+    if processes > 1:
+        _check_processes(decoder, races, (*tensors, *scratch, *arguments))
     count = grid[0] * grid[1] * grid[2]
     machine = Machine(
         program, memory, grid, block, total, _parameters(decoder, arguments), seed,
@@ -192,9 +202,20 @@ def run(
     if compiled:
         machine.compiled, machine.warp_type = compiled_of(ptx, name), CompiledWarp
         machine.map = MachineMap(memory, count * -(-threads // 32))
+    if processes > 1:
+        return split.run(machine, processes)
     with np.errstate(all="ignore"):
         machine.run()
     return machine.executed
+
+
+def _check_processes(decoder: Decoder, races: Collection[str], given: Iterable[object]) -> None:
+    """Check that a launch may run in several processes."""
+    if "global" not in races:
+        raise ValueError("processes: several need races='global', which finds CTAs that communicate")
+    if any(isinstance(x, torch.Tensor) and x.is_shared() for x in given):
+        raise ValueError("processes: several need tensors that are not in memory shared by processes")
+    split.check_separate(decoder.kernel)
 
 
 def _extents(given: Sequence[int]) -> tuple[int, int, int]:

@@ -687,6 +687,7 @@ class Machine:
         clocks: of the warps that have started, by their index.
         releases: per word that a strong access wrote, the vector that it published. The key is (CTA, address); the CTA is -1
             for global memory.
+        part: the clusters that this process executes.
         warp_type, compiled, map: `Warp`; or `compiled.warp.CompiledWarp`, with the compiled program and its map of memory.
     """
 
@@ -711,6 +712,7 @@ class Machine:
     clusters: list[tuple[int, int, int]] = field(default_factory=list)
     clocks: dict[int, Clock] = field(default_factory=dict)
     releases: dict[tuple[int, int], Any] = field(default_factory=dict)
+    part: slice = field(default_factory=lambda: slice(None))
     warp_type: type[Warp] = Warp
     compiled: Any = None
     map: Any = None
@@ -730,6 +732,10 @@ class Machine:
     def total(self) -> int:
         """The number of CTAs of the grid."""
         return self.grid[0] * self.grid[1] * self.grid[2]
+
+    def places(self) -> list[tuple[int, int, int]]:
+        """Return the indices of all clusters, in the order in which they start."""
+        return _places([g // c for g, c in zip(self.grid, self.cluster)])
 
     def cancel(self) -> tuple[int, ...] | None:
         """Cancel the next cluster that has not started. Return the index of its first CTA; None: all have started."""
@@ -753,7 +759,7 @@ class Machine:
         rng = random.Random(self.seed)
         changes, since = 0, 0
         size = self.cluster[0] * self.cluster[1] * self.cluster[2]
-        self.clusters = _places([g // c for g, c in zip(self.grid, self.cluster)])[::-1]
+        self.clusters = self.places()[self.part][::-1]
         while True:
             if self.changes != changes:
                 changes, since = self.changes, self.executed

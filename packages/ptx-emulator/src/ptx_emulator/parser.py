@@ -104,12 +104,11 @@ Operand = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Instruction:
-    """One instruction.
+    """One instruction. Kernels with the same declarations share those of the same text.
 
     Attributes:
-        line: 1-based line of the PTX.
         text: the statement without its semicolon.
         opcode: the name up to the first dot.
         modifiers: the further parts of the name, without dots.
@@ -117,7 +116,6 @@ class Instruction:
         guard: (predicate, negated) of ``@p`` or ``@!p``; None: there is none.
     """
 
-    line: int
     text: str
     opcode: str
     modifiers: tuple[str, ...]
@@ -134,6 +132,25 @@ class Variable:
     align: int
 
 
+class Known:
+    """What follows from the text of statements and from the declarations of their scope. Broken copies of a kernel share it.
+
+    Attributes:
+        statements: the instructions.
+        inner: the same of the scopes inside, by their numbers and declarations.
+    """
+
+    def __init__(self) -> None:
+        self.statements: dict[str, Instruction] = {}
+        self.inner: dict[tuple[int, tuple[str, ...]], Known] = {}
+
+
+@lru_cache(maxsize=48)
+def _known(declarations: tuple[str, ...]) -> Known:
+    """Return what is known of bodies with these declarations."""
+    return Known()
+
+
 @dataclass
 class Kernel:
     """An entry.
@@ -141,6 +158,8 @@ class Kernel:
     Attributes:
         parameters: (name, type, bytes) of each.
         instructions: in the order of the PTX.
+        lines: their 1-based lines in the PTX.
+        known: shared by the kernels with the same declarations.
         shared, local: variables of these state spaces.
         threads: extents of a CTA from `.reqntid`; None: not given.
     """
@@ -148,6 +167,8 @@ class Kernel:
     name: str
     parameters: list[tuple[str, str, int]]
     instructions: list[Instruction] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    known: Known = field(default_factory=Known)
     shared: list[Variable] = field(default_factory=list)
     local: list[Variable] = field(default_factory=list)
     threads: tuple[int, ...] | None = None
@@ -214,7 +235,8 @@ def parse(text: str) -> Module:
         kernel = Kernel(entry[1], [_parameter(x) for x in (entry[2] or "").split(",") if x.strip()])
         if match := re.search(r"\.reqntid\s+([\d,\s]+)", entry[3]):
             kernel.threads = tuple(int(x) for x in match[1].split(","))
-        kernel.instructions, kernel.shared, kernel.local = parser.instructions, parser.shared, parser.local
+        kernel.instructions, kernel.lines, kernel.known = parser.instructions, parser.lines, parser.known
+        kernel.shared, kernel.local = parser.shared, parser.local
         kernels[kernel.name] = kernel
         end = parser.end
     outside.append(text[end:])
@@ -259,6 +281,18 @@ class _Scope:
     ranges: dict[str, tuple[int, str]] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
     operands: dict[str, Operand] = field(default_factory=dict)  # by their text, since the last declaration
+    declarations: tuple[str, ...] = ()
+    known: Known | None = None  # None: not looked up since the last declaration
+
+    def found(self) -> Known:
+        """Return what is known of the statements of this scope."""
+        if self.known is None:
+            if self.parent is None:
+                self.known = _known(self.declarations)
+            else:
+                key = self.number, self.declarations
+                self.known = self.parent.found().inner.setdefault(key, Known())
+        return self.known
 
 
 class _Body:
@@ -268,6 +302,7 @@ class _Body:
         self.text, self.place = text, start
         self.line, self.counted = 1, 0
         self.instructions: list[Instruction] = []
+        self.lines: list[int] = []
         self.shared: list[Variable] = []
         self.local: list[Variable] = []
         self.scope, self.scopes = _Scope(0, None), 1
@@ -283,6 +318,7 @@ class _Body:
             elif c == "}":
                 self.place += 1
                 if self.scope.parent is None:
+                    self.known = self.scope.found()
                     break
                 self.scope = self.scope.parent
             elif c == ";":
@@ -294,12 +330,23 @@ class _Body:
                 self.place = match.end()
             else:
                 end = text.index(";", self.place)
-                statement = " ".join(text[self.place : end].split())
+                written = text[self.place : end]
                 self.place = end + 1
-                if self._statement(statement):
-                    branches.append((len(self.instructions) - 1, self.scope))
+                statements = self.scope.found().statements
+                instruction = statements.get(written)
+                if instruction is None:
+                    instruction = self._statement(" ".join(written.split()))
+                    if instruction is None:
+                        continue
+                    if instruction.opcode == "bra":
+                        branches.append((len(self.instructions), self.scope))
+                    else:
+                        statements[written] = instruction
+                self.instructions.append(instruction)
+                self.lines.append(self.line)
         self.end = self.place
         for index, scope in branches:
+            self.line = self.lines[index]
             self.instructions[index] = self._resolved(self.instructions[index], scope)
 
     def _skip(self) -> None:
@@ -309,11 +356,11 @@ class _Body:
         self.line += self.text.count("\n", self.counted, self.place)
         self.counted = self.place
 
-    def _statement(self, text: str) -> bool:
-        """Parse a statement. Return whether it is a branch; its label is resolved at the end of the body."""
+    def _statement(self, text: str) -> Instruction | None:
+        """Parse a statement; None: it is a directive. The label of a branch is resolved at the end of the body."""
         if text.startswith("."):
             self._directive(text)
-            return False
+            return None
         guard = None
         name, opcode, modifiers, parts = _parts(text)
         if name is not None:
@@ -326,11 +373,12 @@ class _Body:
         else:
             found = self.scope.operands
             operands = tuple([found.get(x) or self._operand(x, text) for x in parts])
-        self.instructions.append(Instruction(self.line, text, opcode, modifiers, operands, guard))
-        return opcode == "bra"
+        return Instruction(text, opcode, modifiers, operands, guard)
 
     def _directive(self, text: str) -> None:
         self.scope.operands.clear()
+        self.scope.declarations += (text,)
+        self.scope.known = None
         if match := _REGISTERS.match(text):
             for name in (x.strip() for x in match[3].split(",")):
                 if found := _RANGE.match(name):
@@ -415,15 +463,10 @@ class _Body:
             if label.name in scope.labels:
                 target = Label(label.name, scope.labels[label.name])
                 return Instruction(
-                    instruction.line,
-                    instruction.text,
-                    "bra",
-                    instruction.modifiers,
-                    (target,),
-                    instruction.guard,
+                    instruction.text, "bra", instruction.modifiers, (target,), instruction.guard
                 )
             scope = scope.parent
-        raise PtxError(f"label {label.name} is not defined in this scope", instruction.line, instruction.text)
+        raise PtxError(f"label {label.name} is not defined in this scope", self.line, instruction.text)
 
 
 # Kernels, and broken copies of a kernel even more, consist of the same texts: what follows from a text alone is kept.

@@ -185,6 +185,7 @@ class Shadow:
         apart: per word, whether its halves have their own cells; None: those of no word do, and there are only ``words`` cells.
         generic: per cell, whether the generic proxy wrote it last.
         constant: per cell, whether `ld.global.nc` has read it; None: no cell.
+        observed: per cell, whether an asynchronous copy has read it; None: not noted.
         reading: per cell, the bulk copies that may still read it, because nothing has waited for them; None: no copy.
     """
 
@@ -196,6 +197,7 @@ class Shadow:
         self.written = np.zeros(words, np.int64)
         self.generic = np.zeros(words, np.bool_)
         self.constant: Array | None = None
+        self.observed: Array | None = None
         self.reading: Array | None = None
         self.read: dict[int, tuple[Array, Array]] = {}
 
@@ -303,6 +305,8 @@ class Shadow:
         write after that cannot reach the copy, although no vector orders it.
         """
         cells, _ = self._cells(words, SEVERAL)
+        if self.observed is not None:
+            self.observed[cells] = True
         if not self._compiled("observe", w, cells, SEVERAL):
             self._after_writes(w, cells, np.broadcast_to(SEVERAL, cells.shape))
 
@@ -326,6 +330,7 @@ class Shadow:
             self.writer, self.write_lane = _doubled(self.writer), _doubled(self.write_lane)
             self.written, self.generic = _doubled(self.written), _doubled(self.generic)
             self.constant = None if self.constant is None else _doubled(self.constant)
+            self.observed = None if self.observed is None else _doubled(self.observed)
             self.reading = None if self.reading is None else _doubled(self.reading)
             self.read = {n: (_doubled(times), _doubled(lanes)) for n, (times, lanes) in self.read.items()}
             if self.region.map is not None:
@@ -333,7 +338,8 @@ class Shadow:
         new = words[~self.apart[words]]
         if new.size:
             self.apart[new] = True
-            found = (self.writer, self.write_lane, self.written, self.generic, self.constant, self.reading)
+            marks = (self.generic, self.constant, self.observed, self.reading)
+            found = (self.writer, self.write_lane, self.written, *marks)
             for history in (*found, *(x for arrays in self.read.values() for x in arrays)):
                 if history is not None:
                     history[new + self.words] = history[new]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,21 @@ INTEGERS = {1: I8, 2: I16, 4: I32, 8: I64}
 #: Type of an operation: it takes the context of a warp, its record and the active lanes. It returns 1 if it did nothing and the
 #: closure of the instruction has to execute instead, otherwise 0.
 OPERATION = ir.FunctionType(I32, (POINTER, POINTER, I32))
+
+
+class Module(ir.Module):
+    """A module of one function.
+
+    Attributes:
+        needs: the functions that it calls, by their names, with what builds them.
+    """
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.needs: dict[str, Build] = {}
+
+
+Build = Callable[[Module], None]
 
 
 def lanes_of(element: Any, count: int = 32) -> Any:
@@ -154,26 +169,19 @@ class Routine:
         one = self.b.insert_element(ir.Constant(lanes_of(value.type), ir.Undefined), value, I32(0))
         return self.b.shuffle_vector(one, one, splat(I32, 0))
 
-    def call(self, address: int, *arguments: Value) -> Value:
-        """Call a routine at an address, whose first argument is the context."""
+    def call(self, name: str, build: Build, *arguments: Value) -> Value:
+        """Call a routine, whose first argument is the context. ``build``: builds it."""
+        module = self.b.module
+        module.needs[name] = build
         arguments = (self.context, *arguments)
-        kind = ir.FunctionType(I32, [x.type for x in arguments])
-        routine = I64(address).inttoptr(kind.as_pointer())
-        return self.b.call(_Callee(kind, routine), arguments)
+        routine = module.globals.get(name)
+        if routine is None:
+            routine = ir.Function(module, ir.FunctionType(I32, [x.type for x in arguments]), name)
+        return self.b.call(routine, arguments)
 
     def done(self) -> None:
         """End the function."""
         self.b.ret(I32(0))
-
-
-class _Callee:
-    """A constant address as the callee of a call."""
-
-    def __init__(self, kind: Any, address: Value):
-        self.function_type, self.type, self._address = kind, POINTER, address
-
-    def get_reference(self) -> str:
-        return str(self._address.get_reference())
 
 
 class Operation(Routine):

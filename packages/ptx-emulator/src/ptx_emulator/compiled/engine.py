@@ -1,19 +1,18 @@
-"""Machine code of forms: built when a program first needs it, and kept for the life of the process."""
+"""Machine code of forms: built when a program first needs it, and kept for the life of the process and in `objects`."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import llvmlite
 import llvmlite.binding as llvm
-from llvmlite import ir
 
-from ptx_emulator.compiled import dispatch
-from ptx_emulator.compiled.emit import Operation
+from ptx_emulator.compiled import dispatch, objects
+from ptx_emulator.compiled.emit import Build, Module, Operation
 from ptx_emulator.compiled.forms import Form
-
-Build = Callable[[Any], None]
 
 
 class Engine:
@@ -23,14 +22,15 @@ class Engine:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         target = llvm.Target.from_default_triple()
-        self._machine = target.create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2, reloc="pic"
-        )
+        processor, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+        self._machine = target.create_target_machine(cpu=processor, features=features, opt=2, reloc="pic")
         #: Whether this machine converts fp16 in hardware. Otherwise LLVM would call functions that the process may lack.
         self.converts_f16 = bool(llvm.get_host_cpu_features().get("f16c"))
+        version = f"llvmlite {llvmlite.__version__} with LLVM {llvm.llvm_version_info}"
+        self._folder = objects.folder_of((version, target.triple, processor, features))
         self._jit = llvm.create_lljit_compiler(use_jit_link=True)
-        self._lock = threading.RLock()  # a form may need another function while it is built
-        self._modules = 0
+        self._lock = threading.RLock()
+        self._links = 0
         self._libraries: list[Any] = []
         self._addresses: dict[str, int] = {}
 
@@ -38,41 +38,69 @@ class Engine:
         """Return the address of the function of each form, and of the loop that executes them."""
         with self._lock:
             missing = {form.name: form for form in forms if form.name not in self._addresses}
-            builds: dict[str, Build] = {}
-            if dispatch.NAME not in self._addresses:
-                builds[dispatch.NAME] = dispatch.build
-            for name, form in missing.items():
-                builds[name] = lambda module, form=form: form.build(Operation(module, form.name))  # type: ignore[misc]
-            if builds:
-                self._compile(builds)
+            builds: dict[str, Build] = {name: partial(_build_form, form) for name, form in missing.items()}
+            self._add({dispatch.NAME: dispatch.build, **builds})
             return dict(self._addresses)
 
     def function(self, name: str, build: Build) -> int:
         """Return the address of a function that is no form. ``build`` adds it, under this name, to a module."""
         with self._lock:
-            if name not in self._addresses:
-                self._compile({name: build})
+            self._add({name: build})
             return self._addresses[name]
 
-    def _compile(self, builds: dict[str, Build]) -> None:
-        self._modules += 1
-        module = ir.Module(f"ptx_emulator_{self._modules}")
+    def _add(self, builds: dict[str, Build]) -> None:
+        """Link functions, and those that they call, into the process."""
+        found: dict[str, objects.Compiled] = {}
+        for name, build in builds.items():
+            self._find(name, build, found)
+        if not found:
+            return
+        library = llvm.JITLibraryBuilder()
+        for name, compiled in found.items():
+            library.add_object_img(compiled.image).export_symbol(name)
+        for name in {name for compiled in found.values() for name in compiled.needs} - found.keys():
+            library.import_symbol(name, self._addresses[name])
+        for name in ("fmaf", "fma"):  # of the C library, for processors without this instruction
+            library.import_symbol(name, llvm.address_of_symbol(name) or 0)
+        self._links += 1
+        linked = library.link(self._jit, f"ptx_emulator_{self._links}")
+        self._libraries.append(linked)
+        self._addresses |= {name: linked[name] for name in found}
+
+    def _find(self, name: str, build: Build | None, found: dict[str, objects.Compiled]) -> bool:
+        """Add a function, and those that it calls, to ``found`` unless it is linked. False: it must be built, and ``build`` is None."""
+        if name in self._addresses or name in found:
+            return True
+        compiled = objects.read(self._folder, name)
+        if compiled is None or not all(self._find(other, None, found) for other in compiled.needs):
+            if build is None:
+                return False
+            module = self._module(name, build)
+            for other, build_other in module.needs.items():
+                self._find(other, build_other, found)
+            compiled = objects.Compiled(tuple(module.needs), self._object(module))
+            objects.write(self._folder, name, compiled)
+        found[name] = compiled
+        return True
+
+    def _module(self, name: str, build: Build) -> Module:
+        module = Module(name)
         module.triple = self._machine.triple
         module.data_layout = str(self._machine.target_data)
-        for build in builds.values():
-            build(module)
+        build(module)
+        return module
+
+    def _object(self, module: Module) -> bytes:
         parsed = llvm.parse_assembly(str(module))
         options = llvm.create_pipeline_tuning_options(speed_level=2)
         passes = llvm.create_pass_builder(self._machine, options)
         passes.getModulePassManager().run(parsed, passes)
-        library = llvm.JITLibraryBuilder().add_object_img(self._machine.emit_object(parsed))
-        for name in ("fmaf", "fma"):  # of the C library, for processors without this instruction
-            library.import_symbol(name, llvm.address_of_symbol(name) or 0)
-        for name in builds:
-            library.export_symbol(name)
-        linked = library.link(self._jit, module.name)
-        self._libraries.append(linked)
-        self._addresses |= {name: linked[name] for name in builds}
+        image: bytes = self._machine.emit_object(parsed)
+        return image
+
+
+def _build_form(form: Form, module: Module) -> None:
+    form.build(Operation(module, form.name))
 
 
 _engine: Engine | None = None

@@ -22,7 +22,6 @@ from ptx_emulator.compiled.emit import (
     lanes_of,
     picked,
 )
-from ptx_emulator.compiled.engine import engine
 from ptx_emulator.compiled.forms import Form, form
 from ptx_emulator.decode import Decoder
 from ptx_emulator.parser import SIZES, Instruction, Register, Vector
@@ -37,10 +36,8 @@ def access(
     """Call a routine of `compiled.access`, and leave the instruction to its closure if the routine does. ``places``: a vector."""
     array = allocate(o.b, I64, 32)
     o.b.store(places, array, align=8)
-    address = engine().function(*build(what, size))
-    left = o.call(
-        address, array, lanes, I32(SPACES[space]), I64(count), I1(several), I1(constant), values, unknown
-    )
+    kinds = I32(SPACES[space]), I64(count), I1(several), I1(constant)
+    left = o.call(*build(what, size), array, lanes, *kinds, values, unknown)
     o.bail_if(o.nonzero(left))
 
 

@@ -175,7 +175,6 @@ def _mma(d: Decoder, i: Instruction) -> Form | None:
     sources = [slot for x in i.operands[1:] for slot in d.sources(x, "b32")]
     width = 16 // ELEMENT[kind]  # elements of K that a register holds
     depth = width * b_count
-    function = engine().function(NAME, build)
 
     def multiply(o: Operation) -> None:
         b = o.b
@@ -200,7 +199,7 @@ def _mma(d: Decoder, i: Instruction) -> Form | None:
             for row in range(8):
                 values = picked(b, both, [e * 32 + row * 4 + quad for quad in range(4) for e in range(2)])
                 b.store(values, at(b, c, I64((half * 8 + row) * WIDTH), F32), align=4)
-        o.call(function, left, right, c, result, I64(WIDTH), I64(depth))
+        o.call(NAME, build, left, right, c, result, I64(WIDTH), I64(depth))
         whole = b.load(result, typ=ir.VectorType(I32, ROWS * WIDTH), align=4)
         for n in range(4):
             places = [(n // 2 * 8 + row) * WIDTH + quad * 2 + n % 2 for row in range(8) for quad in range(4)]

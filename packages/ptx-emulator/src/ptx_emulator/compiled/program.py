@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
@@ -43,52 +44,58 @@ class CompiledProgram:
     def __init__(self, program: Program, decoder: Decoder):
         instructions = decoder.kernel.instructions
         forms = [self._form(decoder, i) for i in instructions]
-        guards = [None if i.guard is None else decoder.source(i.guard[0], "pred") for i in instructions]
+        registers, unknown = list(decoder.registers), list(decoder.unknown)  # forms may add some
+        guards = [-1 if i.guard is None else decoder.source(i.guard[0], "pred") for i in instructions]
         addresses = engine().addresses(form for form in forms if form is not None)
         self.advance = ADVANCE(addresses[NAME])
         self.rows: dict[tuple[int, ...], Array] = {}
-        self._lay_out(program)
+        self._lay_out(registers, unknown)
         slots = [slot for form in forms if form is not None for slot in form.operands]
         self._operands = np.array([(slot, self.places[slot]) for slot in slots], np.int32).reshape(-1, 2)
         checked = zip(program.reads, program.writes, program.relaxed)
         touched = [[] if relaxed else sorted(reads | writes) for reads, writes, relaxed in checked]
         self._touched = np.array([slot for slots in touched for slot in slots], np.int32)
         operand, first = self._operands.ctypes.data, self._touched.ctypes.data
-        rows = []
+        rows: list[tuple[int, ...]] = []
         for i, form, guard, found in zip(instructions, forms, guards, touched):
-            row = dict.fromkeys(RECORD, 0) | {"touched": first, "touched_count": len(found), "guard": -1}
-            first += self._touched.itemsize * len(found)
-            if guard is not None and i.guard is not None:
-                row |= {"guard": guard, "guard_place": self.places[guard], "negated": 0xFFFFFFFF * i.guard[1]}
+            count, kind, function, operands, immediate, target = len(found), CLOSURE, 0, 0, 0, 0
+            place = negated = 0
+            if i.guard is not None:
+                place, negated = self.places[guard], 0xFFFFFFFF * i.guard[1]
             if i.opcode == "bra":
                 (label,) = i.operands
                 assert isinstance(label, Label)
-                row |= {"kind": BRANCH, "target": label.target}
+                kind, target = BRANCH, label.target
             elif form is not None:
-                row |= {"kind": COMPILED, "function": addresses[form.name], "operands": operand}
-                row["immediate"] = form.immediate
+                kind, function, operands, immediate = COMPILED, addresses[form.name], operand, form.immediate
                 operand += OPERAND_BYTES * len(form.operands)
-            rows.append(tuple(row.values()))
-        rows.append(tuple(dict.fromkeys(RECORD, 0).values()))  # past the end
+            rows.append((function, operands, first, immediate, count, guard, place, negated, kind, target, 0))
+            first += self._touched.itemsize * count
+        rows.append((0,) * len(RECORD))  # past the end
         self._records = np.array(rows, RECORD_TYPE)
         self.code = self._records.ctypes.data
         self.compiled = (self._records["kind"] != CLOSURE).tolist()
 
     @staticmethod
     def _form(decoder: Decoder, i: Instruction) -> Form | None:
-        maker = FORMS.get(i.opcode)
-        return None if maker is None else maker(decoder, i)
+        maker, forms = FORMS.get(i.opcode), decoder.common.forms
+        if maker is None:
+            return None
+        if i not in forms:
+            forms[i] = maker(decoder, i)
+        found: Form | None = forms[i]
+        return found
 
-    def _lay_out(self, program: Program) -> None:
-        count = len(program.registers)
-        self.sizes = [0 if isinstance(x, int) else x.itemsize for x in program.registers]
-        self.unknown = np.array(program.unknown, np.uint32)
+    def _lay_out(self, registers: list[Any], unknown: list[int]) -> None:
+        count = len(registers)
+        self.sizes = [0 if isinstance(x, int) else x.itemsize for x in registers]
+        self.unknown = np.array(unknown, np.uint32)
         self.state = 4 * count
         self.flight = self.state + count
         end = -(-(self.flight + count) // 64) * 64
         self.places = [0] * count
-        written = [slot for slot in range(count) if program.unknown[slot]]
-        constant = [slot for slot in range(count) if not program.unknown[slot]]
+        written = [slot for slot in range(count) if unknown[slot]]
+        constant = [slot for slot in range(count) if not unknown[slot]]
         for group in (written, constant):
             self.constants = end
             for slot in sorted(group, key=lambda slot: -self.sizes[slot]):
@@ -98,7 +105,7 @@ class CompiledProgram:
         self.file_bytes = end
         self.image = np.zeros(end - self.constants, np.uint8)
         for slot in constant:
-            value = np.asarray(program.registers[slot], np.uint32 if self.sizes[slot] == 0 else None)
+            value = np.asarray(registers[slot], np.uint32 if self.sizes[slot] == 0 else None)
             bytes_: Array = np.frombuffer(value.tobytes(), np.uint8)
             place = self.places[slot] - self.constants
             self.image[place : place + len(bytes_)] = bytes_
