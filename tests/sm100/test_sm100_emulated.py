@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.emulated_cases import KIT, EmulatedCases, SharedKernelCases
 
+import kda_core
 from kda_core.serving import Journal, verify_kda
 from kda_core.testing import error, token_oracle
 from kda_core.testing.conformance import same
@@ -55,3 +56,16 @@ def test_every_schedule_gives_the_same_bits():
             x = runner.inputs("slow", 260, H=1, initial_state=True)
             found.append(runner(x, output_final_state=True))
     assert all(same(one, found[0]) for one in found[1:])
+
+
+@pytest.mark.parametrize("call, T, H", [(kda_core.chunk_kda, 70, 2), (kda_core.fused_recurrent_kda, 2, 3)])
+def test_several_processes_have_the_bits_of_one(call, T, H):
+    rng = torch.Generator().manual_seed(0)
+    q, k, v, g = torch.randn(4, 1, T, H, 128, generator=rng).bfloat16().unbind()
+    g, beta = -g.abs().float(), torch.rand(1, T, H, generator=rng)
+    found = []
+    for processes in (1, 2):
+        with emulated("sm100", "sm_100a", processes=processes):
+            found.append(call(q, k, v, g, beta, output_final_state=True, backend="sm100"))
+    (o, state), (again, state_again) = found
+    assert torch.equal(o, again) and torch.equal(state, state_again) and o.any()

@@ -229,6 +229,12 @@ class Program:
     pure: list[bool]
     local_bytes: int = 0
 
+    @cached_property
+    def sections(self) -> int:
+        """Sections of a vector of `races.Clock`. Only programs with an async proxy or tensor cores need more than one."""
+        needing = ("tcgen05.", "wgmma.", "fence.proxy", "cp.async.bulk", "cp.reduce")
+        return SECTIONS if any(name in text for _, text in self.lines for name in needing) else 1
+
 
 class Warp:
     """A warp of 32 lanes.
@@ -585,6 +591,7 @@ class Cta:
     def warp_ended(self) -> None:
         """Count a warp that has ended. The last one checks that bulk copies were waited for and tensor memory was freed."""
         self.live -= 1
+        self.machine.live = None
         if self.live == 0:
             for warp in self.warps:
                 if any(not one.was_awaited for one in warp.bulk):
@@ -684,6 +691,7 @@ class Machine:
         pending: completions of asynchronous operations.
         ctas: those on the device.
         clusters: those that have not started, the next one last.
+        live: the warps on the device that have not ended; None: to be listed again.
         clocks: of the warps that have started, by their index.
         releases: per word that a strong access wrote, the vector that it published. The key is (CTA, address); the CTA is -1
             for global memory.
@@ -710,6 +718,7 @@ class Machine:
     pending: list[Callable[[], None]] = field(default_factory=list)
     ctas: list[Cta] = field(default_factory=list)
     clusters: list[tuple[int, int, int]] = field(default_factory=list)
+    live: list[Warp] | None = None
     clocks: dict[int, Clock] = field(default_factory=dict)
     releases: dict[tuple[int, int], Any] = field(default_factory=dict)
     part: slice = field(default_factory=lambda: slice(None))
@@ -722,11 +731,10 @@ class Machine:
         """Decides what a device may choose within an instruction."""
         return random.Random(self.seed)
 
-    @cached_property
+    @property
     def sections(self) -> int:
-        """Sections of a vector of `races.Clock`. Only programs with an async proxy or tensor cores need more than one."""
-        needing = ("tcgen05.", "wgmma.", "fence.proxy", "cp.async.bulk", "cp.reduce")
-        return SECTIONS if any(name in text for _, text in self.program.lines for name in needing) else 1
+        """Sections of a vector of `races.Clock`."""
+        return self.program.sections
 
     @property
     def total(self) -> int:
@@ -751,6 +759,7 @@ class Machine:
             self._run()
         finally:  # after an error, too: its traceback holds this object
             self.pending.clear()
+            self.live = None
             for cta in self.ctas:
                 cta.free()
             self.ctas.clear()
@@ -788,20 +797,21 @@ class Machine:
         """Return the warps that are `Warp.runnable`. It is inlined for warps of one fragment: this is done for each warp that runs."""
         found = []
         changes = self.changes
-        for cta in self.ctas:
-            for warp in cta.warps:
-                fragments = warp.fragments
-                if len(fragments) == 1:
-                    fragment = fragments[0]
-                    wait = fragment.wait
-                    if wait is None:
-                        if fragment.seen != changes:
-                            found.append(warp)
-                    elif type(wait) is Wait and wait.ready():
-                        fragment.resume(wait)
+        if self.live is None:
+            self.live = [warp for cta in self.ctas for warp in cta.warps if warp.fragments]
+        for warp in self.live:
+            fragments = warp.fragments
+            if len(fragments) == 1:
+                fragment = fragments[0]
+                wait = fragment.wait
+                if wait is None:
+                    if fragment.seen != changes:
                         found.append(warp)
-                elif fragments and warp.runnable():
+                elif type(wait) is Wait and wait.ready():
+                    fragment.resume(wait)
                     found.append(warp)
+            elif warp.runnable():
+                found.append(warp)
         return found
 
     def _start(self, index: tuple[int, int, int]) -> None:
@@ -812,6 +822,7 @@ class Machine:
             number = (z * self.grid[1] + y) * self.grid[0] + x
             cluster.ctas.append(Cta(self, number, (x, y, z), cluster, place))
         self.ctas += cluster.ctas
+        self.live = None
 
     def _complete(self, rng: random.Random) -> None:
         """Complete a random asynchronous operation."""
