@@ -627,12 +627,17 @@ def test_committed_prefill_results_have_every_case(path):
         assert {(c.name, gates, i) for gates in cases.UNBOUNDED for i in impls} <= measured
 
 
+#: The training cases in which the results of a GPU contain FLA, where these are not all.
+FLA_TRAINS = {"h100": ("B1-T8192-H64", "B2-T8192-H64")}
+
+
 @pytest.mark.parametrize("path", committed("training"), ids=lambda p: p.parent.name)
 def test_committed_training_results_have_every_case(path):
     data = json.loads(path.read_text())
     measured = {(r["case"], r["gates"], r["impl"], r["disable_recompute"]) for r in data["rows"]}
-    impls = {"kda-sm90"} | {r["impl"] for r in data["rows"]} & {"fla"}  # FLA has every case or none
+    beside_fla = FLA_TRAINS.get(path.parent.name, [c.name for c in cases.training()])
     for c in cases.training():
+        impls = ("kda-sm90", "fla") if c.name in beside_fla else ("kda-sm90",)
         for gates in cases.training_gates(c):
             assert {(c.name, gates, i, mode) for i in impls for mode in (False, True)} <= measured
 

@@ -208,7 +208,9 @@ class KdaOptions:
             changes["scale"] = K**-0.5
         if self.lower_bound is not None and not self.use_gate_in_kernel:
             changes |= {"safe_gate": self.bounded_gate, "lower_bound": None}
-        return unchecked(KdaOptions, {**self.__dict__, **changes}) if changes else self
+        if not changes:
+            return self
+        return unchecked(KdaOptions, {name: getattr(self, name) for name in OPTION_NAMES} | changes)
 
 
 OPTION_NAMES = tuple(f.name for f in fields(KdaOptions))
@@ -676,7 +678,11 @@ def unchecked(cls: type[_Frozen], values: dict[str, Any]) -> _Frozen:
     `KdaInputs`.
     """
     made = object.__new__(cls)
-    object.__setattr__(made, "__dict__", values)
+    if torch.compiler.is_dynamo_compiling():  # torch 2.11 does not trace an assignment of ``__dict__``
+        for name, value in values.items():
+            object.__setattr__(made, name, value)
+    else:
+        object.__setattr__(made, "__dict__", values)
     return made
 
 
