@@ -84,6 +84,14 @@ def test_memory_that_two_processes_use_is_an_error(body, access, compiled):
         square(2, body, grid=2, compiled=compiled)
 
 
+def test_memory_is_unchanged_after_an_error():
+    x, y = torch.zeros(256, dtype=torch.int32), torch.zeros(256, dtype=torch.int32)
+    own, shared = "st.global.u32 [%q5], 7;", "st.global.u32 [%q2], %r2; ld.global.u32 %r4, [%q3];"
+    with pytest.raises(ExecutionError, match="tensor 1"):
+        run(PLACES + own + shared, x, y, grid=2, processes=2)
+    assert not x.any() and not y.any()
+
+
 def test_what_an_asynchronous_copy_reads_is_compared():
     """In one process, the order of the copy and the write decides whether there is an error (`Shadow.observe`)."""
     body = """
@@ -118,6 +126,8 @@ def test_what_several_processes_need():
         square(0)
     with pytest.raises(ValueError, match="need races='global'"):
         square(2, races=("shared",))
+    with pytest.raises(ValueError, match="begin and end at even addresses"):
+        run("", torch.zeros(7, dtype=torch.uint8), grid=2, processes=2)
     shared = torch.zeros(256, dtype=torch.int32).share_memory_()
     with pytest.raises(ValueError, match="shared by processes"):
         run(PLACES + SQUARE, shared, torch.zeros(256, dtype=torch.int32), grid=2, processes=2)

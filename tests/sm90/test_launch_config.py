@@ -12,6 +12,8 @@ from kda_core.contract import KdaOptions
 from kda_core.testing import make_inputs
 from kda_sm90 import layouts
 from kda_sm90.backend import Sm90Backend, longest_of
+from kda_sm90.config import CLUSTER
+from kda_sm90.interfaces import PREFILL
 from kda_sm90.launch_config import (
     CHAIN_NS,
     LEAST_DEPTH,
@@ -78,13 +80,15 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("sms", (20, 114, 132))
+@pytest.mark.parametrize("sms", (3, 20, 114, 131, 132))
 @pytest.mark.parametrize("choose", (launch_config, backward_launch_config))
 def test_all_ctas_are_co_resident_and_the_workspace_is_bounded(choose, case, sms):
     s = shape(**case)
     chosen = choose(s, sms)
     chains = chosen.queues * (2 // chosen.config.warpgroups)
-    assert chosen.intra_chunk_ctas >= 1 and chosen.intra_chunk_ctas + chains <= sms
+    assert chosen.intra_chunk_ctas >= 1 and chosen.intra_chunk_ctas + chains <= sms - sms % CLUSTER
+    grid, *_ = PREFILL.grid(chosen.config, chosen)
+    assert grid % PREFILL.cluster(chosen.config) == 0 and grid <= sms
     assert chosen.queues <= s.HV * s.N
     assert (
         chosen.workspace_bytes

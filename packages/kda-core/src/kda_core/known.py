@@ -154,6 +154,8 @@ def run(
             for x in more:
                 if x is not None and x.is_nested:
                     return None
+        if is_deterministic() or not is_free_of_modes():
+            return None
         # `Known.is_like` takes no nested tensor, and q has a shape
         if (
             (alike := KNOWN.get(key)) is None
@@ -165,8 +167,6 @@ def run(
         ):  # fmt: skip
             return None
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, or one without a shape
-        return None
-    if is_deterministic() or not is_free_of_modes():
         return None
     offsets = None
     for known in alike:

@@ -99,8 +99,8 @@ _LIB.define(
 def run(
     tensors: tuple[Any, ...], values: tuple[Any, ...], given: GivenOutputs | None = None
 ) -> tuple[Tensor, Any, Any]:
-    """Runs a call that is not known (`kda_core.known.run`) and returns o, the final states and the intermediate states; the last two are arbitrary if the call does
-    not ask for them.
+    """Runs a call that is not known (`kda_core.known.run`). Returns o, the final states and the intermediate states. The last two are
+    arbitrary if the call does not ask for them.
 
     Args:
         tensors, values: the fields of `Arguments` without `saves`, as the caller passed them, types not checked.

@@ -32,7 +32,7 @@ THREADS = 384
 #: Threads of a CTA with groups of `kernels.intra_chunk`: four warpgroups, each of which is a group.
 WARPGROUP_THREADS = 512
 
-#: CTAs of a cluster, which runs on the two SMs of a TPC. So both have the same role, which is faster (docs/kernels/prefill.md).
+#: CTAs of a cluster. Both have the same role, which is faster (docs/kernels/prefill.md).
 CLUSTER = 2
 
 #: The work of a launch. ``whole`` is a complete call. A call in segments has two launches: ``summarize`` runs the

@@ -8,6 +8,7 @@ lanes.
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -90,6 +91,10 @@ class Decoded:
     relaxed: bool
     pure: bool
     unobserved: tuple[int, Execute] | None
+
+
+#: Held while a kernel is decoded or compiled, because kernels share what `Shared` has.
+PREPARATION = threading.RLock()
 
 
 class Shared:

@@ -29,7 +29,7 @@ from ptx_emulator import processes as split
 from ptx_emulator.compiled.memory_map import MachineMap
 from ptx_emulator.compiled.program import CompiledProgram
 from ptx_emulator.compiled.warp import CompiledWarp
-from ptx_emulator.decode import Decoder
+from ptx_emulator.decode import PREPARATION, Decoder
 from ptx_emulator.errors import PtxError
 from ptx_emulator.halves import without_undefined_halves
 from ptx_emulator.machine import Machine, Program
@@ -99,15 +99,15 @@ def kernel_of(ptx: str, name: str | None) -> Decoder:
 
 @lru_cache(maxsize=PROGRAMS)
 def _decoded(ptx: str, name: str | None) -> tuple[Program, Decoder]:
-    decoder = kernel_of(ptx, name)
-    with _uncollected():
+    with PREPARATION, _uncollected():
+        decoder = kernel_of(ptx, name)
         return decoder.decode(), decoder
 
 
 @lru_cache(maxsize=PROGRAMS)
 def compiled_of(ptx: str, name: str | None) -> CompiledProgram:
     """Return the compiled program of an entry. ``name``: as for `kernel_of`."""
-    with _uncollected():
+    with PREPARATION, _uncollected():
         return CompiledProgram(*_decoded(ptx, name))
 
 
@@ -215,6 +215,11 @@ def _check_processes(decoder: Decoder, races: Collection[str], given: Iterable[o
         raise ValueError("processes: several need races='global', which finds CTAs that communicate")
     if any(isinstance(x, torch.Tensor) and x.is_shared() for x in given):
         raise ValueError("processes: several need tensors that are not in memory shared by processes")
+    if any(
+        isinstance(x, torch.Tensor) and x.element_size() == 1 and (x.data_ptr() | x.numel()) % 2
+        for x in given
+    ):
+        raise ValueError("processes: several need tensors that begin and end at even addresses")
     split.check_separate(decoder.kernel)
 
 

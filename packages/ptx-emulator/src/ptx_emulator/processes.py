@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from ptx_emulator.compiled.engine import engine_lock
+from ptx_emulator.decode import PREPARATION
 from ptx_emulator.errors import ExecutionError
 from ptx_emulator.lanes import Array
 from ptx_emulator.machine import Machine
@@ -40,10 +42,8 @@ def check_separate(kernel: Kernel) -> None:
 
 
 def _communicates(i: Instruction) -> bool:
-    if i.opcode in (
-        "clusterlaunchcontrol",
-        "tensormap",
-    ):  # they change which CTAs run, and tensor maps in global memory
+    # They change which CTAs run, and tensor maps in global memory.
+    if i.opcode in ("clusterlaunchcontrol", "tensormap"):
         return True
     spaces = {m.partition("::")[0] for m in i.modifiers}
     if i.opcode == "cp":
@@ -77,29 +77,41 @@ def run(machine: Machine, processes: int) -> int:
     bounds = [count * n // processes for n in range(processes + 1)]
     context = multiprocessing.get_context("fork")
     found, workers = [], []
-    for first, last in itertools.pairwise(bounds):
-        receiver, sender = context.Pipe(duplex=False)
-        worker = context.Process(target=_execute, args=(machine, slice(first, last), sender), daemon=True)
-        with warnings.catch_warnings():
-            # Python warns of forks of processes with threads: another thread may hold a lock. The worker only executes the emulator.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            worker.start()
-        sender.close()
-        workers.append((worker, receiver))
-    for number, (worker, receiver) in enumerate(workers):
-        try:
-            found.append(receiver.recv())
-        except EOFError:
-            found.append(None)
-        receiver.close()
-        worker.join()
-        if found[-1] is None:
-            found[-1] = RuntimeError(f"process {number} of the launch ended with exit code {worker.exitcode}")
+    try:
+        for first, last in itertools.pairwise(bounds):
+            receiver, sender = context.Pipe(duplex=False)
+            worker = context.Process(target=_execute, args=(machine, slice(first, last), sender), daemon=True)
+            workers.append((worker, receiver))
+            # Python warns of forks of processes with threads, because another thread may hold a lock. The worker takes the locks of the
+            # emulator only.
+            with warnings.catch_warnings(), PREPARATION, engine_lock():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                worker.start()
+            sender.close()
+        for number, (worker, receiver) in enumerate(workers):
+            try:
+                found.append(receiver.recv())
+            except EOFError:
+                worker.join()
+                found.append(
+                    RuntimeError(f"process {number} of the launch ended with exit code {worker.exitcode}")
+                )
+    finally:  # a worker that has sent its result ends by itself
+        for worker, receiver in workers:
+            receiver.close()
+            if len(found) < len(workers) and worker.pid is not None:
+                worker.terminate()
+            if worker.pid is not None:
+                worker.join()
     for one in found:
         if isinstance(one, BaseException):
             raise one
-    for number, region in enumerate(machine.memory.regions):
-        _merge(machine.program.name, region, [accesses[number] for _, accesses in found])
+    parts = [[accesses[number] for _, accesses in found] for number in range(len(machine.memory.regions))]
+    for region, of_region in zip(machine.memory.regions, parts):
+        _check(machine.program.name, region, of_region)
+    for region, of_region in zip(machine.memory.regions, parts):
+        for part in of_region:
+            region.view(2, 1)[: len(part.written), 0][part.written] = part.values
     return sum(executed for executed, _ in found)
 
 
@@ -138,8 +150,8 @@ def _halves(cells: Array, apart: Array | None) -> Array:
     return np.stack([lower, np.where(apart, upper, lower)], axis=1).reshape(-1)
 
 
-def _merge(kernel: str, region: Region, parts: Sequence[_Accesses]) -> None:
-    """Copy what the processes have written into a region, after a check that each half is of one process only."""
+def _check(kernel: str, region: Region, parts: Sequence[_Accesses]) -> None:
+    """Check that no process has accessed a half of a word that another one has written."""
     writers = np.sum([part.written for part in parts], axis=0)
     for number, part in enumerate(parts):
         others = writers - part.written > 0
@@ -151,5 +163,3 @@ def _merge(kernel: str, region: Region, parts: Sequence[_Accesses]) -> None:
                     "and those of another one write it; run the launch in one process",
                     kernel,
                 )
-    for part in parts:
-        region.view(2, 1)[: len(part.written), 0][part.written] = part.values

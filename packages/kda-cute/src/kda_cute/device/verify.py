@@ -33,7 +33,7 @@ WARPS = 8  # each has 16 values of the state, and a token in the first phase
 UNITS = HEAD_DIM // 16  # of 4 channels, that a lane has of each of its two rows
 MATRIX = WARPS * ROW  # bytes of an array of rows for all tokens
 
-#: A CTA prefetches into the L2 the state of the CTA that comes this many later in the grid. 132 SMs run twice as many at a time.
+#: With records, a CTA prefetches into the L2 the state of the CTA that comes this many later in the grid. 132 SMs run twice as many at a time.
 AHEAD = 132
 RECORD_WORDS = 11  # of a record that a lane loads
 #: Bytes of a row of records. The padding puts the 8 bytes that lanes load from each of four rows on different banks.

@@ -13,7 +13,7 @@ A group of the intra-chunk stage computes the records of one chunk after the oth
 writes them to the ring of the chunk's queue. The chain of the queue reads them.
 
 The launch is cooperative: all CTAs are co-resident, so any CTA may wait for any other. Clusters of two CTAs form the grid, so the two SMs
-of a TPC have the same role; the kernel does not use them otherwise. If the CTAs of both roles are odd in number, another one ends at once.
+of a TPC have the same role; the kernel does not use them otherwise. If their number is odd, the grid has one more CTA, which does nothing.
 """
 
 import functools
@@ -104,6 +104,13 @@ class PrefillKernel(Kernel):
     def kernel(self, values: tuple):
         args = self.arguments(*values)
         index, _, _ = cute.arch.block_idx()
+        ctas = args.queues * self.chain_ctas + args.intra_chunk_ctas
+        if index < ctas:  # not the CTA that completes the last cluster
+            self.run(args, index)
+
+    @cute.jit
+    def run(self, args, index: Int32):
+        """Runs the roles of a CTA."""
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
         chains = args.queues * self.chain_ctas
         records, carry, counters = self.workspace(args)
@@ -130,9 +137,8 @@ class PrefillKernel(Kernel):
         schedule.fill_table(sched, table, self.threads // 32)
         cute.arch.sync_threads()
         sched = schedule.with_width(sched, table, self.threads // 32)
-        if const_expr(not self.config.reads_records):
-            is_chain, exists = index < chains, index < chains + args.intra_chunk_ctas
-            if exists and (not is_chain or helpers > 0):
+        if const_expr(not self.config.reads_records):  # noqa: SIM102 - decided at compile time
+            if index >= chains or helpers > 0:
                 self.compute_records(sched, args, records, shared, index, helpers)
         if index < chains:
             if const_expr(self.config.helps):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,14 +30,14 @@ class Engine:
         version = f"llvmlite {llvmlite.__version__} with LLVM {llvm.llvm_version_info}"
         self._folder = objects.folder_of((version, target.triple, processor, features))
         self._jit = llvm.create_lljit_compiler(use_jit_link=True)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # held while functions are compiled and linked
         self._links = 0
         self._libraries: list[Any] = []
         self._addresses: dict[str, int] = {}
 
     def addresses(self, forms: Iterable[Form]) -> dict[str, int]:
         """Return the address of the function of each form, and of the loop that executes them."""
-        with self._lock:
+        with self.lock:
             missing = {form.name: form for form in forms if form.name not in self._addresses}
             builds: dict[str, Build] = {name: partial(_build_form, form) for name, form in missing.items()}
             self._add({dispatch.NAME: dispatch.build, **builds})
@@ -44,7 +45,7 @@ class Engine:
 
     def function(self, name: str, build: Build) -> int:
         """Return the address of a function that is no form. ``build`` adds it, under this name, to a module."""
-        with self._lock:
+        with self.lock:
             self._add({name: build})
             return self._addresses[name]
 
@@ -105,6 +106,11 @@ def _build_form(form: Form, module: Module) -> None:
 
 _engine: Engine | None = None
 _creation = threading.Lock()
+
+
+def engine_lock() -> AbstractContextManager[Any]:
+    """Return the lock of the engine, if there is one, for a fork: no other thread holds it then."""
+    return nullcontext() if _engine is None else _engine.lock
 
 
 def engine() -> Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,12 +42,16 @@ def folder_of(machine: Sequence[str]) -> Path | None:
         key.update(hashlib.sha256(part.encode()).digest())
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(given or Path(base, "ptx-emulator")).expanduser() / key.hexdigest()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        root = Path(given or Path(base, "ptx-emulator")).expanduser()
+        folder = root / key.hexdigest()
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        states = [path.lstat() for path in (root, folder)]
     except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return None
-    return folder if status.st_uid == os.getuid() and not status.st_mode & 0o022 else None
+    # Who can write `root` can replace `folder`.
+    mine = all(stat.S_ISDIR(s.st_mode) and s.st_uid == os.getuid() and not s.st_mode & 0o022 for s in states)
+    return folder if mine else None
 
 
 def _path(folder: Path, name: str) -> Path:
@@ -72,6 +77,10 @@ def write(folder: Path | None, name: str, compiled: Compiled) -> None:
     content = " ".join(compiled.needs).encode() + b"\n" + compiled.image
     with suppress(OSError):
         handle, temporary = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-        os.replace(temporary, _path(folder, name))
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+            os.replace(temporary, _path(folder, name))
+        except BaseException:
+            os.unlink(temporary)
+            raise
