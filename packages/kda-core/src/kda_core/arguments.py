@@ -20,7 +20,7 @@ from torch import Tensor
 from kda_core.buffers import GivenOutputs
 from kda_core.contract import OPTION_NAMES, KdaOptions, ProblemShape, Tensors
 from kda_core.errors import ArgumentError, DtypeError, UnknownArgumentError, describe
-from kda_core.validate import OUTPUT_ARGUMENTS, check_layout, problem_shape
+from kda_core.validate import OUTPUT_ARGUMENTS, check_layout, check_layouts, problem_shape
 
 
 class Arguments(NamedTuple):
@@ -220,9 +220,7 @@ def check_outputs_dense(given: GivenOutputs | None) -> None:
     Raises:
         ArgumentError: one is not.
     """
-    for name, x in zip(OUTPUT_ARGUMENTS, given or ()):
-        if x is not None:
-            check_layout(name, x)
+    check_layouts(OUTPUT_ARGUMENTS, given or ())
 
 
 # ---- unknown keywords

@@ -23,7 +23,7 @@ from kda_core.contract import (
     intermediate_states_shape,
     unchecked,
 )
-from kda_core.validate import check_layout
+from kda_core.validate import check_layouts
 
 
 class GivenOutputs(NamedTuple):
@@ -69,9 +69,7 @@ def make_inputs(
             for x in tensors
         ]
     except RuntimeError:  # torch's error for a tensor without strides does not name the argument
-        for name, x in zip(Tensors._fields, tensors):
-            if x is not None:
-                check_layout(name, x)
+        check_layouts(Tensors._fields, tensors)
         raise
     if A_log is not None and (A_log.dim() != 1 or A_log.dtype in HALF_DTYPES):
         A_log = _widened(A_log).view(shape.HV)

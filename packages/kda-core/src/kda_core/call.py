@@ -48,7 +48,7 @@ from kda_core.errors import (
 )
 from kda_core.plugin_checks import show_error, shown
 from kda_core.recent import Recent
-from kda_core.validate import check_layout, check_memory, check_outputs
+from kda_core.validate import check_layouts, check_memory, check_outputs
 
 MAX_CALLS = 1024
 """How many resolved calls are kept."""
@@ -175,9 +175,7 @@ def _validated(args: Arguments, key: Key | None, are_checked: bool) -> ProblemSh
     similar = None if key is None else _without_T(key)
     found = None if similar is None else SHAPES.get(similar)
     if found is not None:
-        for name, x in zip(Tensors._fields, args):
-            if x is not None:
-                check_layout(name, x)  # type: ignore[arg-type]
+        check_layouts(Tensors._fields, args.tensors)
         return unchecked(ProblemShape, {**found.__getstate__(), "T": args.q.shape[1]})
     shape = (args if are_checked else checked(args)).shape()
     if similar is not None:

@@ -5,6 +5,7 @@ No check reads the contents of a tensor, so none waits for a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,6 +46,13 @@ def check_layout(name: str, x: Tensor) -> None:
     if x.layout is not torch.strided or x.is_nested:
         kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
         raise ArgumentError(name, "a dense tensor", kind)
+
+
+def check_layouts(names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
+    """Checks that all tensors that are not None have strides, as `check_layout`. ``names``: of the arguments, in the same order."""
+    for name, x in zip(names, tensors):
+        if x is not None:
+            check_layout(name, x)
 
 
 # ---- inputs

@@ -148,7 +148,7 @@ class _Slots:
         return isinstance(other, _Slots) and self.key == other.key
 
 
-#: The key of a shape, whose launch and workspace have one each.
+#: Returns the key of a shape, kept because the look-ups of its launch and of its workspace both need it.
 _slots = lru_cache(maxsize=64)(_Slots)
 
 _Answer = TypeVar("_Answer")
@@ -473,7 +473,7 @@ def _model(
     kind, reads_records = _kind(chunk, warpgroups, not shape.options.bounded_gate, mode), mode == "execute"
     tokens = chunk * kind["chunks_per_slot"]
     slots = layouts.slot_count(shape.B, shape.T, tokens, shape.N if shape.varlen else None)
-    sms -= sms % CLUSTER  # a TPC of one SM has no room for a cluster
+    sms -= sms % CLUSTER  # a single SM has no room for a cluster
     free = sms if reads_records else sms - 1
     return _Model(
         **kind,

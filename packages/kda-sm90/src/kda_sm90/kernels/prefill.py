@@ -12,8 +12,9 @@ A CTA has 384 threads and an SM of its own::
 A group of the intra-chunk stage computes the records of one chunk after the other, in the order of `schedule`, and
 writes them to the ring of the chunk's queue. The chain of the queue reads them.
 
-The launch is cooperative: all CTAs are co-resident, so any CTA may wait for any other. Clusters of two CTAs form the grid, so the two SMs
-of a TPC have the same role; the kernel does not use them otherwise. If their number is odd, the grid has one more CTA, which does nothing.
+The launch is cooperative: all CTAs are co-resident, so any CTA may wait for any other. Clusters of two CTAs form the grid, so that
+neighbouring SMs have the same role. The kernel does not use the clusters otherwise. If the number of CTAs is odd, the grid has one more, which
+does nothing.
 """
 
 import functools
