@@ -536,7 +536,7 @@ def _agree(w: Warp, number: int, descriptors: list[Any]) -> None:
     if len(issued) < number:
         issued.append(mine)
     elif issued[number - 1] != mine:
-        line, _ = w.program.lines[issued[number - 1][0]]
+        line = w.program.lines[issued[number - 1][0]]
         w.fail(
             f"the warps of a warpgroup execute different wgmmas here: another warp executed that of PTX line {line}, or with other operands"
         )
