@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 #: New objects after which it runs before a test.
-NEW_OBJECTS = 300_000
+NEW_OBJECTS = 600_000
 
 
 def _spare_the_collector() -> None:

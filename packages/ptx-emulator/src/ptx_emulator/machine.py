@@ -286,7 +286,7 @@ class Warp:
         self.bulk: list[Any] = []
         self.tensor_loads: list[Any] = []
         self.tensor_stores: list[Any] = []
-        self.flight: dict[int, int] = {}
+        self.set_flight({})
         self.operands: list[tuple[int, int, Callable[[], None]]] = []
         self.wgmma_group = 0
         self.registers: list[int] = []
@@ -301,6 +301,10 @@ class Warp:
     def local(self) -> Region:
         """Local memory: that of lane n follows that of lane n - 1."""
         return local_region(self.program.local_bytes)
+
+    def set_flight(self, registers: dict[int, int]) -> None:
+        """Replace `flight`."""
+        self.flight = registers
 
     def fail(self, message: str) -> NoReturn:
         """Raise an `ExecutionError` for the executing instruction."""

@@ -509,7 +509,7 @@ def _wgmma(d: Decoder, i: Instruction) -> Execute:
             # The others still wait for their part, but its operands may be overwritten from now on.
             one.operands = [(g, n, _unchecked if n <= last else check) for g, n, check in one.operands]
         w.operands = [x for x in w.operands if x[0] >= done]
-        w.flight = {slot: group for slot, group in w.flight.items() if group >= done}
+        w.set_flight({slot: group for slot, group in w.flight.items() if group >= done})
         for one in warps:
             w.clock.learn(one.issuer.clock.index, last)
         return None

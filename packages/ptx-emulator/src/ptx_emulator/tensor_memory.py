@@ -519,7 +519,8 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
             for words in w.tensor_loads:
                 _record_read(w, memory, words)
             w.tensor_loads = []
-            w.flight = {slot: group for slot, group in w.flight.items() if group not in (LOADING, DERIVED)}
+            kept = {slot: group for slot, group in w.flight.items() if group not in (LOADING, DERIVED)}
+            w.set_flight(kept)
         else:
             for words in w.tensor_stores:
                 _record_write(w, memory, words)

@@ -121,13 +121,8 @@ class CompiledWarp(Warp):
         fields[_MACHINE], fields[_SHARED] = map_.address, map_.of(self.cta.shared)
         fields[_PARAMETERS], fields[_CTA] = map_.of(self.machine.parameters), self.cta.number
 
-    @property
-    def flight(self) -> dict[int, int]:
-        return self._flight
-
-    @flight.setter
-    def flight(self, value: dict[int, int]) -> None:
-        self._flight = Flight(self._flags, value)
+    def set_flight(self, registers: dict[int, int]) -> None:
+        self.flight = Flight(self._flags, registers)
 
     def advance(self, pc: int, lanes: int, stop: int, budget: int) -> tuple[int, int, bool]:
         compiled = self._compiled
@@ -135,7 +130,7 @@ class CompiledWarp(Warp):
             return pc, budget, False
         fields, clock, machine, map_ = self._context, self.clock, self.machine, self._map
         fields[_PC], fields[_LANES], fields[_BUDGET], fields[_STOP] = pc, lanes, budget, stop
-        fields[_FLIGHT] = self._address_of_flags() if self._flight else 0
+        fields[_FLIGHT] = self._address_of_flags() if self.flight else 0
         fields[_NOW], fields[_ALIVE] = clock.now, self.alive
         map_.clock, map_.changes = machine.clock, machine.changes
         result = compiled.advance(self._address)
@@ -183,7 +178,7 @@ class CompiledWarp(Warp):
 
     def accumulate(self, slots: list[int]) -> None:
         self._states[slots] &= np.uint8(~WRITTEN & 0xFF)
-        self._flight.update(dict.fromkeys(slots, self.wgmma_group))
+        self.flight.update(dict.fromkeys(slots, self.wgmma_group))
 
     def values(self, slots: list[int]) -> Any:
         return self.regs.words[self.regs.rows(slots)]
