@@ -8,6 +8,10 @@ import importlib
 import sys
 from collections import Counter
 
+# Allocated objects after which the collector runs within a test. Python's own threshold goes through all objects many times, of which
+# imports make most: it is set before them.
+gc.set_threshold(1_000_000, 20, 100)
+
 import pytest
 from helpers.fake_plugins import install_into
 from hypothesis import HealthCheck, settings
@@ -47,10 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-#: Allocated objects after which the collector runs within a test. Python's own threshold goes through all objects many times.
-gc.set_threshold(1_000_000, 20, 100)
 #: New objects after which it runs before a test.
-NEW_OBJECTS = 50_000
+NEW_OBJECTS = 600_000
 
 
 def _spare_the_collector() -> None:

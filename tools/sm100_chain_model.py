@@ -63,18 +63,31 @@ class Loop:
         free: dict[str, float] = {}
         done: dict[tuple[str, int], float] = {}
         clock, position = dict.fromkeys(self.roles, 0.0), dict.fromkeys(self.roles, 0)
+        needed = {
+            role: [
+                [(name.removeprefix("-"), int(name.startswith("-"))) for name in step.after] for step in steps
+            ]
+            for role, steps in self.roles.items()
+        }
         while True:
             # Choose the role whose next step can start first. Of equals, choose the one that has waited longest.
             best: tuple[float, float, str, Step, int] | None = None
             for role, steps in self.roles.items():
                 chunk, index = divmod(position[role], len(steps))
-                step = steps[index]
-                needed = [(name.removeprefix("-"), chunk - name.startswith("-")) for name in step.after]
-                if chunk == CHUNKS or any(n >= 0 and (name, n) not in done for name, n in needed):
+                if chunk == CHUNKS:
                     continue
-                ready = max([clock[role], *(done.get(key, 0.0) for key in needed)])
-                held = [step.resource, *["shared"] * (step.reads > 0)]
-                begin = max([ready, *(free.get(resource, 0.0) for resource in held)])
+                step, ready, waits = steps[index], clock[role], False
+                for name, before in needed[role][index]:
+                    if chunk >= before:
+                        ended = done.get((name, chunk - before))
+                        if waits := ended is None:
+                            break
+                        ready = max(ready, ended)
+                if waits:
+                    continue
+                begin = max(ready, free.get(step.resource, 0.0))
+                if step.reads > 0:
+                    begin = max(begin, free.get("shared", 0.0))
                 if best is None or (begin, ready) < best[:2]:
                     best = begin, ready, role, step, chunk
             if best is None:

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from helpers.emulator import prefill as kernels
 from helpers.emulator import ptx
 from helpers.emulator.cases import CASES
 from helpers.emulator.prefill import config_of, prefill
@@ -15,7 +16,8 @@ from kda_core.testing import make_inputs
 from ptx_emulator.compiled import objects, products, shadow
 from ptx_emulator.compiled.emit import Routine
 from ptx_emulator.compiled.engine import Engine
-from ptx_emulator.launch import compiled_of
+from ptx_emulator.compiled.forms import FORMS
+from ptx_emulator.launch import compiled_of, decoded
 
 #: Instructions over registers of 32, 64 and 16 bits, fp32 and predicates, with operands of these kinds.
 INSTRUCTIONS = """
@@ -247,6 +249,26 @@ def test_calibration_cases(name, monkeypatch):
         return [x.contiguous().view(-1).view(torch.uint8) for x in CASES[name].run().values()]
 
     assert not isinstance(both(execute), str)
+
+
+def test_decoding_by_example_equals_decoding():
+    """Instructions that differ in their registers only share their decoding and their form, with other registers."""
+    source, _ = kernels.compiled(config_of(make_inputs("slow", 72, H=1).arguments, 32, 1))
+    program, decoder = decoded(source, None)
+    compiled_of(source, None)
+    common = decoder.common
+    alike = [(n, i) for n, i in enumerate(decoder.kernel.instructions) if i in common.alike]
+    assert len(alike) > len(decoder.kernel.instructions) / 2
+    for n, i in alike:
+        one = decoder.decoded(i)
+        assert (one.reads, one.writes, one.relaxed, one.pure) == (
+            program.reads[n], program.writes[n], program.relaxed[n], program.pure[n],
+        )  # fmt: skip
+        maker, form = FORMS.get(i.opcode), common.forms[i]
+        made = None if maker is None else maker(decoder, i)
+        assert (form is None) == (made is None)
+        if made is not None:
+            assert (form.name, form.operands, form.immediate) == (made.name, made.operands, made.immediate)
 
 
 def test_a_launch_of_the_prefill_kernel(monkeypatch):

@@ -44,9 +44,8 @@ from ptx_emulator import ExecutionError
 )  # fmt: skip
 def test_products_compiled_by_the_dsl(m, n, k, majors, copy, a_in_tmem):
     """The DSL's copy traits decide which element each register of `tcgen05.ld` and `tcgen05.st` is, and its MMA atoms where D and A lie."""
-    made = compiled(n, k, majors, copy, a_in_tmem, m)
-    assert all(f"tcgen05.{kind}.sync.aligned.{copy}" in made.__ptx__ for kind in ("ld", "st"))
-    function = ptx_emulator.load(made)
+    function = compiled(n, k, majors, copy, a_in_tmem, m)
+    assert all(f"tcgen05.{kind}.sync.aligned.{copy}" in function.ptx for kind in ("ld", "st"))
     x, y, z = integers(m, k), integers(n, k, seed=1), integers(m, n, seed=2)
     for seed in range(2):
         found = z.clone()

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers.emulator.dsl_kernels import TILE, compiled_map_tiles
+from helpers.emulator.dsl_kernels import TILE, map_tiles
 from helpers.emulator.ptx import run
 from helpers.emulator.tensor_maps import OUT, START, STORE, WAIT, filled, tensor_map
 
@@ -19,7 +19,7 @@ KINDS = ("K_INTER", "K_SW32", "K_SW64", "K_SW128")
 @pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_dsl_kernels_load_and_store_tiles(arch, kind):
-    function = ptx_emulator.load(compiled_map_tiles(arch, kind))
+    function = map_tiles(arch, kind)
     for shape in ((32, 64), (45, 72), (3, 136)):
         x = torch.arange(shape[0] * shape[1]).reshape(shape).remainder(128).bfloat16()
         y = torch.zeros(shape, dtype=torch.bfloat16)

@@ -109,7 +109,7 @@ def test_descriptors_equal_those_of_the_dsl(name, C, decoded):
     }[name]
     a, b, d = torch.zeros(M, k).bfloat16(), torch.zeros(n, k).bfloat16(), torch.zeros(M, n)
     with ptx_emulator.device("sm_100a"):
-        ptx_emulator.load(compiled(n, k, majors))(a, b, d)
+        compiled(n, k, majors)(a, b, d)
     instructions, matrices = decoded
     of_b = matrices[::2]  # of each product the emulator decodes B before A
     assert set(instructions) == {operand.instruction} and len(of_b) == operand.steps
@@ -136,7 +136,7 @@ def test_descriptors_of_two_images_equal_those_of_the_dsl(rows, columns, a_mn_ma
     m, k = left.n, 16 * right.steps
     x, y, z = torch.zeros(m, k).bfloat16(), torch.zeros(right.n, k).bfloat16(), torch.zeros(m, right.n)
     with ptx_emulator.device("sm_100a"):
-        ptx_emulator.load(compiled(right.n, k, majors, "16x256b", m=m))(x, y, z)
+        compiled(right.n, k, majors, "16x256b", False, m)(x, y, z)
     instructions, matrices = decoded
     assert set(instructions) == {instruction(right.n, right.mn_major, m, a_mn_major)}
     for operand, of_one in ((right, matrices[::2]), (left, matrices[1::2])):

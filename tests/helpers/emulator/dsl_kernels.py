@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+from dataclasses import dataclass
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
@@ -10,6 +11,9 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.experimental import primitives as prims
 from cutlass.experimental.cuda import TensorMap, create_tensor_map_tiled
 from cutlass.utils import SmemAllocator
+
+from kda_cute import get_kernel, kernels_made_by
+from kda_cute.testing.emulation import load
 
 THREADS = 64
 TILE = (32, 64)
@@ -124,30 +128,41 @@ def _through_shared(
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-@cute.jit
-def map_tiles(x: cute.Tensor, y: cute.Tensor, kind: cutlass.Constexpr, stream):
+@dataclass(frozen=True)
+class MapTilesConfig:
+    """``kind``: the swizzle of the tiles, of ``SmemLayoutAtomKind``."""
+
+    kind: str
+
+
+class MapTiles:
     """y = 1.5 x + 1. Tensor maps load each tile into shared memory and store it from there."""
-    layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, BFloat16), TILE, (0, 1))
-    load, t_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, layout, TILE)
-    store, t_y = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), y, layout, TILE)
-    _through_shared(load, t_x, store, t_y, layout).launch(
-        grid=(cute.ceil_div(x.shape[0], TILE[0]), cute.ceil_div(x.shape[1], TILE[1]), 1),
-        block=(THREADS, 1, 1), stream=stream,
-    )  # fmt: skip
 
+    def __init__(self, config: MapTilesConfig):
+        self.swizzle = getattr(warpgroup.SmemLayoutAtomKind, config.kind)
 
-@functools.cache
-def compiled_map_tiles(arch, kind):
-    def matrix():
+    def fake_args(self):
         shape = (cute.sym_int(), cute.sym_int(divisibility=8))
-        return make_fake_compact_tensor(BFloat16, shape, stride_order=(1, 0), assumed_align=16)
+        x, y = (
+            make_fake_compact_tensor(BFloat16, shape, stride_order=(1, 0), assumed_align=16) for _ in range(2)
+        )
+        return x, y, make_fake_stream(use_tvm_ffi_env_stream=True)
 
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    with tempfile.TemporaryDirectory() as folder:
-        return cute.compile(
-            map_tiles, matrix(), matrix(), getattr(warpgroup.SmemLayoutAtomKind, kind), stream,
-            options=f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --dump-dir {folder}",
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream):
+        layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(self.swizzle, BFloat16), TILE, (0, 1))
+        load, t_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, layout, TILE)
+        store, t_y = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), y, layout, TILE)
+        _through_shared(load, t_x, store, t_y, layout).launch(
+            grid=(cute.ceil_div(x.shape[0], TILE[0]), cute.ceil_div(x.shape[1], TILE[1]), 1),
+            block=(THREADS, 1, 1), stream=stream,
         )  # fmt: skip
+
+
+def map_tiles(arch, kind):
+    """Returns the emulated function of `MapTiles`. The DSL compiles it if the cache folder lacks it."""
+    with kernels_made_by(load):
+        return get_kernel(MapTiles, MapTilesConfig(kind), arch)
 
 
 @cute.kernel

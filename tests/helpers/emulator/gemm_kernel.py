@@ -1,7 +1,6 @@
 """The product of one tile by tcgen05, compiled by the CuTe DSL."""
 
-import functools
-import tempfile
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.utils.blackwell_helpers as sm100
@@ -10,20 +9,43 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.utils import SmemAllocator
 
+from kda_cute import get_kernel, kernels_made_by
+from kda_cute.testing.emulation import load
+
 M, THREADS = 128, 128
 
 
+@dataclass(frozen=True)
+class GemmConfig:
+    """``majors``: "K" or "MN", the majors of x and y in shared memory. ``copy``: the shape of ``tcgen05.ld`` and ``tcgen05.st``."""
+
+    n: int
+    k: int
+    majors: tuple[str, str]
+    copy: str = "32x32b"
+    a_in_tmem: bool = False
+    m: int = M
+
+
 class Gemm:
-    """z [m, n] += x [m, k] y [n, k]^T; z is fp32, x and y are bf16. ``majors``: "K" or "MN", the majors of x and y in shared memory.
+    """z [m, n] += x [m, k] y [n, k]^T; z is fp32, x and y are bf16.
 
     z goes to tensor memory and back by ``tcgen05.st`` and ``tcgen05.ld`` of the shape ``copy``, such as "16x256b". With ``a_in_tmem``, so
     does x, which is then operand A in tensor memory. The fences of tcgen05 around the barriers are left out: only the emulator runs it."""
 
-    def __init__(self, n, k, majors, copy="32x32b", a_in_tmem=False, m=M):
-        self.m, self.n, self.k, self.majors = m, n, k, [getattr(OperandMajorMode, major) for major in majors]
-        self.source = tcgen05.OperandSource.TMEM if a_in_tmem else tcgen05.OperandSource.SMEM
-        self.load, self.store = (getattr(tcgen05, f"{kind}{copy}Op") for kind in ("Ld", "St"))
+    def __init__(self, config: GemmConfig):
+        self.m, self.n, self.k = config.m, config.n, config.k
+        self.majors = [getattr(OperandMajorMode, major) for major in config.majors]
+        self.source = tcgen05.OperandSource.TMEM if config.a_in_tmem else tcgen05.OperandSource.SMEM
+        self.load, self.store = (getattr(tcgen05, f"{kind}{config.copy}Op") for kind in ("Ld", "St"))
         self.repeat = tcgen05.Repetition.x2
+
+    def fake_args(self):
+        fake = lambda rows, columns, kind: make_fake_compact_tensor(
+            kind, (rows, columns), stride_order=(1, 0), assumed_align=16
+        )
+        x, y = fake(self.m, self.k, BFloat16), fake(self.n, self.k, BFloat16)
+        return x, y, fake(self.m, self.n, Float32), make_fake_stream(use_tvm_ffi_env_stream=True)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, z: cute.Tensor, stream):
@@ -109,14 +131,7 @@ class Gemm:
                     tile[(row, column % 16), 0, column // 16, 0] = x[row, column]
 
 
-@functools.cache
-def compiled(n, k, majors, copy="32x32b", a_in_tmem=False, m=M):
-    fake = lambda rows, columns, kind: make_fake_compact_tensor(
-        kind, (rows, columns), stride_order=(1, 0), assumed_align=16
-    )
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    with tempfile.TemporaryDirectory() as folder:
-        return cute.compile(
-            Gemm(n, k, majors, copy, a_in_tmem, m), fake(m, k, BFloat16), fake(n, k, BFloat16), fake(m, n, Float32), stream,
-            options=f"--enable-tvm-ffi --gpu-arch sm_100a --keep-ptx --dump-dir {folder}",
-        )  # fmt: skip
+def compiled(*config):
+    """Returns the emulated function of a `Gemm`. The DSL compiles it if the cache folder lacks it."""
+    with kernels_made_by(load):
+        return get_kernel(Gemm, GemmConfig(*config), "sm_100a")

@@ -10,9 +10,9 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from copy import copy
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -81,9 +81,8 @@ def handler(*opcodes: str) -> Callable[[Handler], Handler]:
     return register
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """A decoded instruction: its entries in a `Program`, and what `Decoder.unobserved` noted (None: nothing)."""
+class Decoded(NamedTuple):
+    """A decoded instruction: its entries in a `Program`, what `Decoder.unobserved` noted (None: nothing), and its `.cta_group`."""
 
     execute: Execute
     reads: frozenset[int]
@@ -91,6 +90,7 @@ class Decoded:
     relaxed: bool
     pure: bool
     unobserved: tuple[int, Execute] | None
+    cta_group: str
 
 
 #: Held while a kernel is decoded or compiled, because kernels share what `Shared` has.
@@ -104,7 +104,10 @@ class Shared:
         registers, unknown, specials: as in `Program`, of all these kernels.
         slots: the numbers of registers.
         decoded: instructions whose decoding does not depend on others.
+        patterns: of instructions of `_PURE`, with the first instruction of each, its registers and its decoding, see `_pattern`.
+        alike: for other instructions of a pattern its first one, and for each register of that one the register in its place.
         forms: their compiled forms.
+        file: `compiled.program.RegisterFile` of the last program that was compiled; None: there is none.
     """
 
     def __init__(self) -> None:
@@ -113,7 +116,10 @@ class Shared:
         self.specials: list[tuple[int, Callable[[Warp], Any]]] = []
         self.slots: dict[Any, int] = {}
         self.decoded: dict[Instruction, Decoded] = {}
+        self.patterns: dict[tuple[object, ...], tuple[Instruction, list[int], Decoded]] = {}
+        self.alike: dict[Instruction, tuple[Instruction, dict[int, int]]] = {}
         self.forms: dict[Instruction, Any] = {}
+        self.file: Any = None
 
 
 @lru_cache(maxsize=48)
@@ -122,8 +128,57 @@ def _shared_by(known: Known, *declarations: Any) -> Shared:
     return Shared()
 
 
-#: Instructions whose decoding depends on others: on labels, and on the `.cta_group` of others.
-_DEPENDENT = ("bra", "tcgen05")
+def _pattern(i: Instruction, registers: dict[str, Register]) -> tuple[object, ...] | None:
+    """Return what decoding an instruction depends on, with numbers for the names of its registers. None: it has an operand that is not
+    taken apart here.
+
+    Args:
+        registers: filled with them, by their names, in the order in which they first occur.
+    """
+    numbers: dict[str, int] = {}
+    key: list[object] = [i.opcode, i.modifiers]
+    left: list[Operand] = list(i.operands)
+    if i.guard is not None:
+        key.append(i.guard[1])
+        left.append(i.guard[0])
+    for operand in left:  # it grows
+        if isinstance(operand, Register):
+            name = operand.name
+            if name not in numbers:
+                registers[name] = operand
+                key.append(operand.type)
+            key.append(numbers.setdefault(name, len(numbers)))
+        elif isinstance(operand, Immediate):
+            key.append(operand.text)
+        elif isinstance(operand, (Symbol, Special)):
+            key.append((Symbol, operand.name))
+        elif isinstance(operand, Vector):
+            key.append((Vector, len(operand.elements)))
+            left += operand.elements
+        elif isinstance(operand, Negated):
+            key.append(Negated)
+            left.append(operand.predicate)
+        else:
+            return None
+    return tuple(key)
+
+
+class _Later:
+    """The closure of an instruction that differs from a decoded one in its registers only. It is made when it is first executed, which is
+    never for most instructions that have a compiled form."""
+
+    __slots__ = ("_decoder", "_execute", "_instruction")
+
+    def __init__(self, decoder: Decoder, instruction: Instruction):
+        self._decoder, self._instruction = decoder, instruction
+        self._execute: Execute | None = None
+
+    def __call__(self, w: Warp, lanes: int) -> Any:
+        execute = self._execute
+        if execute is None:
+            # A copy: other threads may use the decoder. All registers exist.
+            execute = self._execute = copy(self._decoder).decoded(self._instruction).execute
+        return execute(w, lanes)
 
 
 class Decoder:
@@ -136,7 +191,7 @@ class Decoder:
         relaxed: set by a handler whose instruction may access registers of a wgmma in flight.
         symbols: addresses of the variables in shared memory, without the rank of the CTA, and in local memory.
         shared: the names of those in shared memory.
-        cta_group: the `.cta_group` of the tcgen05 instructions so far; "": there were none.
+        cta_group: set by a handler of a tcgen05 instruction: its `.cta_group`.
         static_bytes: static shared memory of a CTA.
         local_bytes: local memory of a thread, a multiple of 16.
         offsets: of the parameters, in bytes.
@@ -183,32 +238,71 @@ class Decoder:
             PtxError: an instruction is not modelled.
         """
         found: list[Decoded] = []
-        decoded = self.common.decoded
+        known = self.common.decoded
         for index, instruction in enumerate(self.kernel.instructions):
-            one = decoded.get(instruction)
+            one = known.get(instruction)
             if one is None:
                 self._index = index
-                one = self._decoded(instruction)
-                if instruction.opcode not in _DEPENDENT:
-                    decoded[instruction] = one
+                one = self._decoded_alike(instruction)
+                if instruction.opcode != "bra":  # no other kernel has this object: its label belongs to one
+                    known[instruction] = one
             found.append(one)
-        code = [one.execute for one in found]
-        reads, writes, pure = [x.reads for x in found], [x.writes for x in found], [x.pure for x in found]
-        for index, one in enumerate(found):
-            if one.unobserved is not None and not self._uses(one.unobserved[0], reads, writes, pure):
-                guard, execute = self.kernel.instructions[index].guard, one.unobserved[1]
-                code[index] = execute if guard is None else self._guarded(execute, guard)
-        lines = list(zip(self.kernel.lines, (i.text for i in self.kernel.instructions)))
-        code.append(_past_the_end)
-        lines.append(lines[-1])
+        columns: Any = zip(*found)  # of `Decoded`
+        executes, reads, writes, relaxed, pure, unobserved, groups = map(list, columns)
+        self._check_groups(groups)
+        for index, noted in enumerate(unobserved):
+            if noted is not None and not self._uses(noted[0], reads, writes, pure):
+                guard, execute = self.kernel.instructions[index].guard, noted[1]
+                executes[index] = execute if guard is None else self._guarded(execute, guard)
+        texts = [i.text for i in self.kernel.instructions]
+        lines = [*self.kernel.lines, self.kernel.lines[-1]]
         nothing: frozenset[int] = frozenset()
         return Program(
-            self.kernel.name, code, lines, list(self.registers), list(self.unknown), list(self.specials), [*reads, nothing],
-            [*writes, nothing], [*(x.relaxed for x in found), False], [*pure, False], self.local_bytes,
+            self.kernel.name, [*executes, _past_the_end], lines, [*texts, texts[-1]], list(self.registers), list(self.unknown), list(self.specials),
+            [*reads, nothing], [*writes, nothing], [*relaxed, False], [*pure, False], self.local_bytes,
         )  # fmt: skip
 
-    def _decoded(self, instruction: Instruction) -> Decoded:
+    def _check_groups(self, groups: list[str]) -> None:
+        """Check that all tcgen05 instructions have the same `.cta_group` (PTX ISA, "CTA pair")."""
+        first = ""
+        for index, group in enumerate(groups):
+            first = first or group
+            if group and group != first:
+                self._index = index
+                self.refuse(
+                    f".{group} in a kernel with .{first}: all tcgen05 instructions must have the same one"
+                )
+
+    def _decoded_alike(self, instruction: Instruction) -> Decoded:
+        """`decoded`, by the example of an instruction that differs in its registers only, if there is one."""
+        found = HANDLERS.get(instruction.opcode)
+        if found is None or found.__module__ not in _PURE:
+            return self.decoded(instruction)
+        registers: dict[str, Register] = {}
+        key = _pattern(instruction, registers)
+        known = None if key is None else self.common.patterns.get(key)
+        if known is None:
+            one = self.decoded(instruction)
+            used = [self._slots.get((x.name, x.type)) for x in registers.values()]
+            slots = [slot for slot in used if slot is not None]
+            if key is not None and len(slots) == len(used):
+                self.common.patterns[key] = instruction, slots, one
+            return one
+        first, slots, one = known
+        move = dict(zip(slots, [self._declared(x) for x in registers.values()]))
+        self.common.alike[instruction] = first, move
+        reads = frozenset([move.get(slot, slot) for slot in one.reads])
+        writes = frozenset([move.get(slot, slot) for slot in one.writes])
+        return Decoded(_Later(self, instruction), reads, writes, one.relaxed, one.pure, None, "")
+
+    def decoded(self, instruction: Instruction) -> Decoded:
+        """Decode an instruction.
+
+        Raises:
+            PtxError: it is not modelled.
+        """
         self._read, self._written, self.relaxed, self._unobserved = set(), set(), False, None
+        self.cta_group = ""
         found = HANDLERS.get(instruction.opcode)
         if found is None:
             self.refuse(f"{instruction.opcode} is not modelled")
@@ -227,6 +321,7 @@ class Decoder:
             execute = self._guarded(execute, instruction.guard)
         return Decoded(
             execute, frozenset(self._read), frozenset(self._written), self.relaxed, found.__module__ in _PURE, self._unobserved,
+            self.cta_group,
         )  # fmt: skip
 
     def _guarded(self, execute: Execute, guard: tuple[Register, bool]) -> Execute:
@@ -415,7 +510,7 @@ class Decoder:
         slot = self._slots.get((name, size))
         if slot is None:
             slot = self._slots[name, size] = self._new(np.zeros(32, UNSIGNED[size]), 0)
-            self.specials.append((slot, lambda w: np.broadcast_to(value(w), 32).astype(UNSIGNED[size])))
+            self.specials.append((slot, lambda w: np.full(32, value(w), UNSIGNED[size])))
         return slot
 
 

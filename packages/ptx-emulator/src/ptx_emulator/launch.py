@@ -98,7 +98,8 @@ def kernel_of(ptx: str, name: str | None) -> Decoder:
 
 
 @lru_cache(maxsize=PROGRAMS)
-def _decoded(ptx: str, name: str | None) -> tuple[Program, Decoder]:
+def decoded(ptx: str, name: str | None) -> tuple[Program, Decoder]:
+    """Return the program of an entry, and its decoder. ``name``: as for `kernel_of`."""
     with PREPARATION, _uncollected():
         decoder = kernel_of(ptx, name)
         return decoder.decode(), decoder
@@ -108,7 +109,7 @@ def _decoded(ptx: str, name: str | None) -> tuple[Program, Decoder]:
 def compiled_of(ptx: str, name: str | None) -> CompiledProgram:
     """Return the compiled program of an entry. ``name``: as for `kernel_of`."""
     with PREPARATION, _uncollected():
-        return CompiledProgram(*_decoded(ptx, name))
+        return CompiledProgram(*decoded(ptx, name))
 
 
 def run(
@@ -162,7 +163,7 @@ def run(
         ExecutionError: the kernel does something that is undefined on a device, or it never ends.
         ValueError: the launch or its arguments do not fit the entry.
     """
-    program, decoder = _decoded(ptx, name)
+    program, decoder = decoded(ptx, name)
     grid, block = _extents(grid), _extents(block)
     cluster = _extents(cluster)
     if any(c < 1 or g % c for g, c in zip(grid, cluster)) or cluster[0] * cluster[1] * cluster[2] > 16:

@@ -37,12 +37,15 @@ ENDLESS = (
 class Wait:
     """The fragment waits until ``ready()``. It then repeats the instruction (``again``) or continues behind it.
 
-    ``reason`` describes what it waits for, for the deadlock message.
+    ``reason`` describes what it waits for, for the deadlock message. ``barrier``: the wait cannot be over before the phase of this
+    barrier is another one than ``phase``; None: it does not depend on one barrier.
     """
 
     ready: Callable[[], bool]
     reason: str
     again: bool
+    barrier: Mbarrier | NamedBarrier | None = None
+    phase: int = 0
 
 
 class Converge:
@@ -158,7 +161,7 @@ class NamedBarrier:
     Attributes:
         arrived: threads that have arrived.
         expected: threads that the barrier waits for.
-        generation: completions so far.
+        phase: completions so far.
         released: merged vectors of the arrivals.
         complete: ``released`` of the last completion.
         votes: true and false predicates of `bar.red` so far; ``result``: those of the last completion.
@@ -167,7 +170,7 @@ class NamedBarrier:
 
     arrived: int = 0
     expected: int = 0
-    generation: int = 0
+    phase: int = 0
     released: Any = None
     complete: Any = None
     votes: tuple[int, int] = (0, 0)
@@ -207,7 +210,7 @@ class Program:
         name: of the entry.
         code: per instruction, a function of a warp and the active lanes. It returns None (continue with the next
             instruction), (target, lanes) for a taken branch, or a `Wait`, `CONVERGE`, `POLL` or `EXIT`.
-        lines: per instruction, its 1-based line and its text.
+        lines, texts: per instruction, its 1-based line and its text.
         registers: initial value of each register. Constants are registers that nothing writes.
         unknown: per register, the set of lanes that are undefined at the start.
         specials: (register, function of the warp that returns its value) for each special register.
@@ -219,7 +222,8 @@ class Program:
 
     name: str
     code: list[Callable[[Warp, int], Any]]
-    lines: list[tuple[int, str]]
+    lines: list[int]
+    texts: list[str]
     registers: list[Any]
     unknown: list[int]
     specials: list[tuple[int, Callable[[Warp], Any]]]
@@ -233,7 +237,8 @@ class Program:
     def sections(self) -> int:
         """Sections of a vector of `races.Clock`. Only programs with an async proxy or tensor cores need more than one."""
         needing = ("tcgen05.", "wgmma.", "fence.proxy", "cp.async.bulk", "cp.reduce")
-        return SECTIONS if any(name in text for _, text in self.lines for name in needing) else 1
+        texts = "\n".join(self.texts)
+        return SECTIONS if any(name in texts for name in needing) else 1
 
 
 class Warp:
@@ -281,7 +286,7 @@ class Warp:
         self.bulk: list[Any] = []
         self.tensor_loads: list[Any] = []
         self.tensor_stores: list[Any] = []
-        self.flight: dict[int, int] = {}
+        self.set_flight({})
         self.operands: list[tuple[int, int, Callable[[], None]]] = []
         self.wgmma_group = 0
         self.registers: list[int] = []
@@ -297,9 +302,13 @@ class Warp:
         """Local memory: that of lane n follows that of lane n - 1."""
         return local_region(self.program.local_bytes)
 
+    def set_flight(self, registers: dict[int, int]) -> None:
+        """Replace `flight`."""
+        self.flight = registers
+
     def fail(self, message: str) -> NoReturn:
         """Raise an `ExecutionError` for the executing instruction."""
-        line, text = self.program.lines[self.pc]
+        line, text = self.program.lines[self.pc], self.program.texts[self.pc]
         raise ExecutionError(message, self.program.name, self.cta.number, self.number, line, text)
 
     def _start_registers(self) -> None:
@@ -489,7 +498,7 @@ class Warp:
         """Describe what each fragment waits for."""
         parts = []
         for f in self.fragments:
-            line, text = self.program.lines[f.pc]
+            line, text = self.program.lines[f.pc], self.program.texts[f.pc]
             if isinstance(f.wait, Wait):
                 why = f.wait.reason
             else:
@@ -514,7 +523,7 @@ class Warp:
             groups = {flight[slot] for slot in written & flight.keys()}
             if groups <= {DERIVED}:
                 derived = not read.isdisjoint(flight)
-                whole = lanes == self.alive and not program.lines[pc][1].startswith("@")
+                whole = lanes == self.alive and not program.texts[pc].startswith("@")
                 for slot in written:
                     if derived:
                         flight[slot] = DERIVED
@@ -807,9 +816,11 @@ class Machine:
                 if wait is None:
                     if fragment.seen != changes:
                         found.append(warp)
-                elif type(wait) is Wait and wait.ready():
-                    fragment.resume(wait)
-                    found.append(warp)
+                elif type(wait) is Wait:
+                    barrier = wait.barrier
+                    if (barrier is None or barrier.phase != wait.phase) and wait.ready():
+                        fragment.resume(wait)
+                        found.append(warp)
             elif warp.runnable():
                 found.append(warp)
         return found

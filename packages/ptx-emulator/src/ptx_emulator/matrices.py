@@ -509,7 +509,7 @@ def _wgmma(d: Decoder, i: Instruction) -> Execute:
             # The others still wait for their part, but its operands may be overwritten from now on.
             one.operands = [(g, n, _unchecked if n <= last else check) for g, n, check in one.operands]
         w.operands = [x for x in w.operands if x[0] >= done]
-        w.flight = {slot: group for slot, group in w.flight.items() if group >= done}
+        w.set_flight({slot: group for slot, group in w.flight.items() if group >= done})
         for one in warps:
             w.clock.learn(one.issuer.clock.index, last)
         return None
@@ -536,7 +536,7 @@ def _agree(w: Warp, number: int, descriptors: list[Any]) -> None:
     if len(issued) < number:
         issued.append(mine)
     elif issued[number - 1] != mine:
-        line, _ = w.program.lines[issued[number - 1][0]]
+        line = w.program.lines[issued[number - 1][0]]
         w.fail(
             f"the warps of a warpgroup execute different wgmmas here: another warp executed that of PTX line {line}, or with other operands"
         )

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import numpy as np
+
 from ptx_emulator.errors import PtxError
 
 
@@ -19,7 +21,7 @@ SIZES = _Sizes({f"{letter}{bits}": bits // 8 for letter in "bus" for bits in (8,
 SIZES |= {"f16": 2, "f32": 4, "f64": 8, "pred": 0, "b128": 16, "f16x2": 4, "bf16": 2, "bf16x2": 4}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Register:
     """A virtual register. ``name`` is unique in its function; ``type`` is the declared one."""
 
@@ -27,28 +29,28 @@ class Register:
     type: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Special:
     """A special register, such as ``%tid.x``."""
 
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Immediate:
     """A number, as the PTX spells it."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Symbol:
     """The name of a variable or a parameter; its value is the address."""
 
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Address:
     """``[base + offset]``."""
 
@@ -56,7 +58,7 @@ class Address:
     offset: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Coordinates:
     """``[base, {x, y, ..}]``: coordinates in a tensor; ``base`` is the address of its tensor map."""
 
@@ -64,14 +66,14 @@ class Coordinates:
     elements: tuple[Operand, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Vector:
     """``{a, b, ..}``."""
 
     elements: tuple[Operand, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pair:
     """``a|b``: two destinations."""
 
@@ -79,14 +81,14 @@ class Pair:
     second: Operand
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Negated:
     """``!p``."""
 
     predicate: Register
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Label:
     """The target of a branch. ``target`` is an index into the instructions; -1: not resolved yet."""
 
@@ -94,7 +96,7 @@ class Label:
     target: int = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sink:
     """``_``: a destination that discards its value."""
 
@@ -104,9 +106,9 @@ Operand = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Instruction:
-    """One instruction. Kernels with the same declarations share those of the same text.
+    """One instruction. Nothing changes it: kernels with the same declarations share those of the same text.
 
     Attributes:
         text: the statement without its semicolon.
@@ -123,7 +125,7 @@ class Instruction:
     guard: tuple[Register, bool] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Variable:
     """A variable in shared or local memory, in bytes. ``size`` 0: dynamic shared memory, sized by the launch."""
 
@@ -136,12 +138,12 @@ class Known:
     """What follows from the text of statements and from the declarations of their scope. Broken copies of a kernel share it.
 
     Attributes:
-        statements: the instructions.
+        statements: the instructions, by their text with the blanks before it, and the number of these blanks.
         inner: the same of the scopes inside, by their numbers and declarations.
     """
 
     def __init__(self) -> None:
-        self.statements: dict[str, Instruction] = {}
+        self.statements: dict[str, tuple[Instruction, int]] = {}
         self.inner: dict[tuple[int, tuple[str, ...]], Known] = {}
 
 
@@ -182,8 +184,9 @@ class Module:
     kernels: dict[str, Kernel]
 
 
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_ENTRY = re.compile(r"(?:\.visible\s+|\.weak\s+)*\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?([^{;]*)\{")
+# Patterns that are searched in a whole module start with a literal, which `re` finds fast.
+_COMMENT = re.compile(r"/(?:/[^\n]*|\*.*?\*/)", re.DOTALL)
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?([^{;]*)\{")
 _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\b[^,\[]*?)?([\w$]+)(?:\[(\d+)\])?\s*$"
 )
@@ -192,8 +195,8 @@ _VARIABLE = re.compile(
 )
 #: Directives that end with their line instead of a semicolon.
 _LINE_INFO = re.compile(r"\.(?:loc|file)\b[^\n]*")
-_BRACKETS = re.compile(r"[\[{(]")
 _BLANKS = re.compile(r"\s*")
+_BRACKETS = re.compile(r"[\[{(]")
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _REGISTERS = re.compile(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)", re.DOTALL)
 _RANGE = re.compile(r"([\w$%]+)<(\d+)>")
@@ -202,7 +205,6 @@ _SPECIAL = re.compile(
     r"lanemask_(?:eq|le|lt|ge|gt)|clock(?:_hi|64)?|globaltimer(?:_lo|_hi)?|dynamic_smem_size|total_smem_size|"
     r"cluster_ctarank|cluster_nctarank|gridid)$"
 )
-_NUMBERED = re.compile(r"(.*?)(\d+)$")
 _NUMBER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+U?|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|\d+U?)$")
 
 
@@ -216,7 +218,7 @@ def parse(text: str) -> Module:
     target = re.search(r"\.target\s+(\w+)", text)
     if target is None:
         raise PtxError("the module has no .target directive")
-    if match := re.search(r"\bcall\b[^;]*\bvprintf\b", text):
+    if "vprintf" in text and (match := re.search(r"\bcall\b[^;]*\bvprintf\b", text)):
         raise PtxError(
             "the kernel prints (vprintf), which is not modelled: compile it without cute.printf",
             text.count("\n", 0, match.start()) + 1,
@@ -235,7 +237,7 @@ def parse(text: str) -> Module:
         kernel = Kernel(entry[1], [_parameter(x) for x in (entry[2] or "").split(",") if x.strip()])
         if match := re.search(r"\.reqntid\s+([\d,\s]+)", entry[3]):
             kernel.threads = tuple(int(x) for x in match[1].split(","))
-        kernel.instructions, kernel.lines, kernel.known = parser.instructions, parser.lines, parser.known
+        kernel.instructions, kernel.lines, kernel.known = parser.instructions, parser.lines(), parser.known
         kernel.shared, kernel.local = parser.shared, parser.local
         kernels[kernel.name] = kernel
         end = parser.end
@@ -299,68 +301,90 @@ class _Body:
     """Parses the body of an entry from behind its opening brace. Scopes nest; inner names hide outer ones."""
 
     def __init__(self, text: str, start: int):
-        self.text, self.place = text, start
-        self.line, self.counted = 1, 0
+        self.text = text
         self.instructions: list[Instruction] = []
-        self.lines: list[int] = []
+        self.places: list[int] = []  # where they start in the text
         self.shared: list[Variable] = []
         self.local: list[Variable] = []
         self.scope, self.scopes = _Scope(0, None), 1
-        branches: list[tuple[int, _Scope]] = []
-        while True:
-            self._skip()
-            c = text[self.place] if self.place < len(text) else ""
-            if not c:
-                raise PtxError("the text ends before the entry's closing brace", self.line)
-            if c == "{":
-                self.scope, self.place = _Scope(self.scopes, self.scope), self.place + 1
-                self.scopes += 1
-            elif c == "}":
-                self.place += 1
-                if self.scope.parent is None:
-                    self.known = self.scope.found()
-                    break
-                self.scope = self.scope.parent
-            elif c == ";":
-                self.place += 1
-            elif match := _LINE_INFO.match(text, self.place):
-                self.place = match.end()
-            elif match := _LABEL.match(text, self.place):
-                self.scope.labels[match[1]] = len(self.instructions)
-                self.place = match.end()
-            else:
-                end = text.index(";", self.place)
-                written = text[self.place : end]
+        self.branches: list[tuple[int, _Scope]] = []
+        instructions, places = self.instructions, self.places
+        self.place, left = start, True
+        statements: dict[str, tuple[Instruction, int]] = {}
+        while left:
+            place = self.place
+            end = text.find(";", place)
+            found = statements.get(text[place:end])
+            if found is None or end < 0:
+                left = self._item()
+                known = self.scope.known
+                statements = {} if known is None else known.statements
+            else:  # most statements were seen before
+                instruction, blanks = found
+                instructions.append(instruction)
+                places.append(place + blanks)
                 self.place = end + 1
-                statements = self.scope.found().statements
-                instruction = statements.get(written)
-                if instruction is None:
-                    instruction = self._statement(" ".join(written.split()))
-                    if instruction is None:
-                        continue
-                    if instruction.opcode == "bra":
-                        branches.append((len(self.instructions), self.scope))
-                    else:
-                        statements[written] = instruction
+        self.known, self.end = self.scope.found(), self.place
+        for index, scope in self.branches:
+            self.place = places[index]
+            instructions[index] = self._resolved(instructions[index], scope)
+
+    @property
+    def line(self) -> int:
+        """The 1-based line of what is parsed."""
+        return self.text.count("\n", 0, self.place) + 1
+
+    def lines(self) -> list[int]:
+        """Return the 1-based line of each instruction."""
+        ends = np.flatnonzero(np.frombuffer(self.text.encode("utf-32-le"), np.uint32) == ord("\n"))
+        found: list[int] = (np.searchsorted(ends, self.places) + 1).tolist()
+        return found
+
+    def _item(self) -> bool:
+        """Parse a brace, a label, a directive, or an instruction whose text is new in its scope. False: the body ends."""
+        text, before = self.text, self.place
+        match = _BLANKS.match(text, before)
+        assert match is not None
+        place = self.place = match.end()
+        c = text[place] if place < len(text) else ""
+        if not c:
+            raise PtxError("the text ends before the entry's closing brace", self.line)
+        if c == "{":
+            self.scope, self.place = _Scope(self.scopes, self.scope), place + 1
+            self.scopes += 1
+        elif c == "}":
+            self.place += 1
+            if self.scope.parent is None:
+                return False
+            self.scope = self.scope.parent
+        elif c == ";":
+            self.place += 1
+        elif match := _LINE_INFO.match(text, place):
+            self.place = match.end()
+        elif match := _LABEL.match(text, place):
+            self.scope.labels[match[1]] = len(self.instructions)
+            self.place = match.end()
+        else:
+            end = text.find(";", place)
+            if end < 0:
+                raise PtxError("the text ends before the entry's closing brace", self.line)
+            if c == ".":
+                self._directive(" ".join(text[place:end].split()))
+            else:
+                written, statements = text[before:end], self.scope.found().statements
+                known = statements.get(written)
+                instruction = known[0] if known else self._statement(" ".join(written.split()))
+                if instruction.opcode == "bra":
+                    self.branches.append((len(self.instructions), self.scope))
+                else:
+                    statements[written] = instruction, place - before
                 self.instructions.append(instruction)
-                self.lines.append(self.line)
-        self.end = self.place
-        for index, scope in branches:
-            self.line = self.lines[index]
-            self.instructions[index] = self._resolved(self.instructions[index], scope)
+                self.places.append(place)
+            self.place = end + 1
+        return True
 
-    def _skip(self) -> None:
-        blanks = _BLANKS.match(self.text, self.place)
-        assert blanks is not None
-        self.place = blanks.end()
-        self.line += self.text.count("\n", self.counted, self.place)
-        self.counted = self.place
-
-    def _statement(self, text: str) -> Instruction | None:
-        """Parse a statement; None: it is a directive. The label of a branch is resolved at the end of the body."""
-        if text.startswith("."):
-            self._directive(text)
-            return None
+    def _statement(self, text: str) -> Instruction:
+        """Parse an instruction. The label of a branch is resolved at the end of the body."""
         guard = None
         name, opcode, modifiers, parts = _parts(text)
         if name is not None:
@@ -410,9 +434,9 @@ class _Body:
                 return scope.registers[name]
             if name in scope.vectors:
                 return scope.vectors[name]
-            if scope.ranges and (match := _NUMBERED.match(name)) and match[1] in scope.ranges:
-                count, kind = scope.ranges[match[1]]
-                if int(match[2]) < count:
+            if scope.ranges and (prefix := name.rstrip("0123456789")) in scope.ranges and prefix != name:
+                count, kind = scope.ranges[prefix]
+                if int(name[len(prefix) :]) < count:
                     unique = f"{name}#{scope.number}" if scope.parent else name
                     return scope.registers.setdefault(name, Register(unique, kind))
             scope = scope.parent
@@ -425,6 +449,10 @@ class _Body:
         return found
 
     def _parsed_operand(self, text: str, whole: str) -> Operand:
+        if text.startswith("%"):  # most operands
+            register = self._name(text)
+            if isinstance(register, Register):
+                return register
         if text == "_":
             return Sink()
         if text.startswith("["):

@@ -274,19 +274,19 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
             found.released = snapshot if found.released is None else np.maximum(found.released, snapshot)
             if found.arrived == threads:
                 found.arrived = 0
-                found.generation += 1
+                found.phase += 1
                 found.complete, found.released = found.released, None
                 found.result, found.votes = found.votes, (0, 0)
 
-        generation = found.generation
+        phase = found.phase
         if divergent:  # the warp arrives when its last lane does, or when the lanes that are left have ended
             found.lanes[w.number] = found.lanes.get(w.number, 0) | lanes
 
         def complete() -> bool:
-            if found.generation == generation and divergent and not w.alive & ~found.lanes.get(w.number, 0):
+            if found.phase == phase and divergent and not w.alive & ~found.lanes.get(w.number, 0):
                 del found.lanes[w.number]
                 arrive()
-            if found.generation == generation:
+            if found.phase == phase:
                 return False
             w.clock.acquire(found.complete)
             if put is not None:
@@ -300,7 +300,11 @@ def _bar(d: Decoder, i: Instruction) -> Execute:
                 del found.lanes[w.number]
                 arrive()
             return None
-        return None if complete() else Wait(complete, f"barrier {number} of {threads} threads", again=False)
+        if complete():
+            return None
+        reason = f"barrier {number} of {threads} threads"
+        # Lanes that diverged can also be released by those that end.
+        return Wait(complete, reason, again=False, barrier=None if divergent else found, phase=phase)
 
     return barrier if divergent else aligned(barrier)
 
@@ -603,7 +607,8 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
             reason = f"mbarrier at {places[0]:#x} (phase {phase_now}, {barrier.pending} arrivals and "
             reason += f"{barrier.transactions} bytes pending)"
             if len(waiting) == 1:
-                return Wait(lambda: barrier.phase != phase_now, reason, again=True)
+                ready = lambda: barrier.phase != phase_now
+                return Wait(ready, reason, again=True, barrier=barrier, phase=phase_now)
             return Wait(lambda: any(b.phase != n for b, n in waiting), reason, again=True)
         for key, barrier in barriers.items():
             if done[key] and barrier.phase:

@@ -10,10 +10,12 @@ Source: PTX ISA, "TensorCore 5th Generation Family Instructions". No instruction
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +47,52 @@ class Request:
     finish: Callable[[], None]
 
 
+class Words(NamedTuple):
+    """Some words of tensor memory.
+
+    Attributes:
+        numbers: of the words. Nothing changes them.
+        shape, index: select them in an array of all words: of this shape, by this index. Slices are faster than numbers.
+    """
+
+    numbers: Array
+    shape: tuple[int, ...]
+    index: Any
+
+    def within(self, array: Array) -> Array:
+        """Return an array with an entry for each word of tensor memory so that ``index`` selects these words."""
+        return array.reshape(self.shape)
+
+    def of(self, array: Array) -> Array:
+        """Return the entries of these words."""
+        found: Array = array.reshape(self.shape)[self.index]
+        return found
+
+
+def _numbered(numbers: Array) -> Words:
+    """Return the words of these numbers."""
+    numbers.flags.writeable = False
+    return Words(numbers, (-1,), numbers)
+
+
+@functools.lru_cache(maxsize=64)
+def _rectangle(m: int, first: int, column: int, count: int) -> Words:
+    """Return ``count`` columns of the rows of D (`rows_of`)."""
+    rows = rows_of(m, first)
+    numbers = rows[:, None] * COLUMNS + column + np.arange(count)
+    numbers.flags.writeable = False
+    return Words(
+        numbers, (LANES, COLUMNS), (slice(None) if m == LANES else rows, slice(column, column + count))
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _halves(column: int, count: int) -> Words:
+    """Return the words of D in a CTA of a pair with M = 128: the lanes from 64 on hold the second half of its columns."""
+    lower = np.arange(64)[:, None] * COLUMNS + column + np.arange(count // 2)
+    return _numbered(np.concatenate([lower, lower + 64 * COLUMNS], axis=1))
+
+
 @dataclass
 class TensorMemory:
     """The tensor memory of a CTA.
@@ -72,31 +120,35 @@ class TensorMemory:
         """Return the aligned places of ``count`` free columns."""
         return [c for c in range(0, COLUMNS, count) if (self.owner[c : c + count] < 0).all()]
 
-    def words(self, w: Warp, lanes: Array, column: int, count: int) -> Array:
-        """Return the word numbers [lanes, count] of columns; an error if not all of them are allocated."""
+    def check(self, w: Warp, column: int, count: int) -> None:
+        """Check that columns are allocated."""
         if column + count > COLUMNS or (self.owner[column : column + count] < 0).any():
             w.fail(f"tensor memory: columns {column} to {column + count - 1} are not all allocated")
-        return lanes[:, None] * COLUMNS + column + np.arange(count)
 
-    def at(self, words: Array, bits: int = 32) -> tuple[Array, Array]:
-        """Return the values of words, and bool of the undefined ones. ``bits`` 16: the lower halves."""
+    def at(self, words: Words, bits: int = 32) -> tuple[Array, Array | None]:
+        """Return the values of words, possibly a view, and bool of the undefined ones (None: all are defined). ``bits`` 16: the lower halves."""
         assert self.region.known is not None
-        flat, mask = words.reshape(-1), np.uint32((1 << bits) - 1)
-        values, known = self.region.view(4, 1)[flat, 0], self.region.known_view(4, 1)[flat, 0]
-        return (values & mask).reshape(words.shape), (known & mask != mask).reshape(words.shape)
+        values, known = words.of(self.region.view(4, 1)), words.of(self.region.known_view(4, 1))
+        mask = np.uint32((1 << bits) - 1)
+        if bits < 32:
+            values, known = values & mask, known & mask
+        unknown = known != mask
+        return values, unknown if unknown.any() else None
 
-    def load(self, words: Array, bits: int = 32) -> tuple[Array, Array]:
+    def load(self, words: Words, bits: int = 32) -> tuple[Array, Array | None]:
         """`at`, where words that an issued instruction has yet to write are undefined."""
         values, unknown = self.at(words, bits)
-        return values, unknown | (self.busy[words] > 0)
+        waiting = words.of(self.busy) > 0
+        if waiting.any():
+            unknown = waiting if unknown is None else unknown | waiting
+        return values, unknown
 
-    def store(self, words: Array, values: Array, unknown: Array | None, bits: int = 32) -> None:
+    def store(self, words: Words, values: Array, unknown: Array | None, bits: int = 32) -> None:
         """Write words. ``bits`` 16: the lower halves; the upper halves become undefined."""
-        missing = None if unknown is None else unknown.reshape(-1, 1)
-        flat = words.reshape(-1)
-        self.region.store(flat * 4, 4, 1, values.reshape(-1, 1), missing)
-        if bits == 16:
-            self.region.known_view(4, 1)[flat, 0] &= np.uint32(0xFFFF)
+        mask = np.uint32((1 << bits) - 1)
+        words.within(self.region.view(4, 1))[words.index] = values
+        known = mask if unknown is None else np.where(unknown, np.uint32(0), mask)
+        words.within(self.region.known_view(4, 1))[words.index] = known
 
 
 def memory_of(cta: Cta) -> TensorMemory:
@@ -116,17 +168,10 @@ def memory_of(cta: Cta) -> TensorMemory:
 
 
 def _group(d: Decoder, i: Instruction) -> tuple[bool, list[str]]:
-    """Return whether an instruction is one of a pair of CTAs, and its modifiers behind the operation, without the group.
-
-    All instructions of a kernel must have the same `.cta_group` (PTX ISA, "CTA pair").
-    """
+    """Return whether an instruction is one of a pair of CTAs, and its modifiers behind the operation, without the group."""
     groups = [m for m in i.modifiers if m.startswith("cta_group::")]
     if groups not in (["cta_group::1"], ["cta_group::2"]):
         d.refuse("expected .cta_group::1 or .cta_group::2")
-    if d.cta_group not in ("", groups[0]):
-        d.refuse(
-            f".{groups[0]} in a kernel with .{d.cta_group}: all tcgen05 instructions must have the same one"
-        )
     d.cta_group = groups[0]
     return d.cta_group == "cta_group::2", [m for m in i.modifiers[1:] if m not in groups]
 
@@ -299,7 +344,7 @@ def _relinquish(d: Decoder, i: Instruction) -> Execute:
 # ---- registers from and to tensor memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fragment:
     """The words of tensor memory that a `ld` or `st` of a warp moves.
 
@@ -312,10 +357,44 @@ class Fragment:
     columns: Array
     packed: bool
 
-    def words(self, w: Warp, address: int) -> list[Array]:
-        """Return the word numbers [registers, 32]. If packed: those of the registers' lower halves, and of the upper ones."""
-        places = [self.columns, self.columns + 1] if self.packed else [self.columns]
-        return [_accessed(w, address, self.rows, columns) for columns in places]
+    def words(self, w: Warp, address: int) -> list[Words]:
+        """Return the words [registers, 32]. If packed: those of the registers' lower halves, and of the upper ones.
+
+        The warp may access 32 lanes: those from 32 * (warp % 4) on. Lanes from 0 to 31 in the address stand for them as well, as on
+        a device.
+        """
+        first, column = address >> 16, address & 0xFFFF
+        low = w.number % 4 * 32
+        if first < 32:
+            first += low
+        if first < low or first + self.last_row >= low + 32 or (first - low) % 16:
+            w.fail(
+                f"tensor memory: address {address:#x} starts at lane {first}; "
+                f"warp {w.number} only accesses lanes {low} to {low + 31}, in units of 16"
+            )
+        memory_of(w.cta).check(w, column, self.last_column + 1)
+        return self._at(first * COLUMNS + column)
+
+    @cached_property
+    def last_row(self) -> int:
+        """The last lane."""
+        return int(self.rows.max())
+
+    @cached_property
+    def last_column(self) -> int:
+        """The last column."""
+        return int(self.columns.max()) + self.packed
+
+    @cached_property
+    def _at(self) -> Callable[[int], list[Words]]:
+        """Return the words by the number of the first one: most instructions are executed at the same places again."""
+
+        @functools.lru_cache(maxsize=16)
+        def found(start: int) -> list[Words]:
+            numbers = start + self.rows * COLUMNS + self.columns
+            return [_numbered(numbers + n) for n in range(1 + self.packed)]
+
+        return found
 
 
 def _fragment(d: Decoder, i: Instruction, split: Operand | None) -> Fragment:
@@ -350,24 +429,6 @@ def _fragment(d: Decoder, i: Instruction, split: Operand | None) -> Fragment:
     return Fragment(np.tile(np.stack(rows), (count, 1)), places, packed)
 
 
-def _accessed(w: Warp, address: int, rows: Array, columns: Array) -> Array:
-    """Return the word numbers of an access. The warp may access 32 lanes: those from 32 * (warp % 4) on.
-
-    Lanes from 0 to 31 in the address stand for them as well, as on a device.
-    """
-    first, column = address >> 16, address & 0xFFFF
-    low = w.number % 4 * 32
-    if first < 32:
-        first += low
-    if first < low or first + int(rows.max()) >= low + 32 or (first - low) % 16:
-        w.fail(
-            f"tensor memory: address {address:#x} starts at lane {first}; "
-            f"warp {w.number} only accesses lanes {low} to {low + 31}, in units of 16"
-        )
-    memory_of(w.cta).words(w, rows[:1, 0], column, int(columns.max()) + 1)
-    return (first + rows) * COLUMNS + column + columns
-
-
 def _ld(d: Decoder, i: Instruction) -> Execute:
     fragment = _fragment(d, i, i.operands[2] if len(i.operands) > 2 else None)
     targets = d.destinations(i.operands[0], "b32")
@@ -379,14 +440,15 @@ def _ld(d: Decoder, i: Instruction) -> Execute:
         address = int(addresses(w, base, offset, lanes)[0])
         uniform(w, base, lanes)
         memory, parts = memory_of(w.cta), fragment.words(w, address)
-        values: Array = np.zeros(fragment.rows.shape, np.uint32)
-        unknown: Array = np.zeros(fragment.rows.shape, np.bool_)
+        values, undefined = np.uint32(0), [0] * len(targets)
         for n, words in enumerate(parts):
             _record_read(w, memory, words)
             found, missing = memory.load(words, 32 // len(parts))
-            values, unknown = values | found << np.uint32(16 * n), unknown | missing
-        undefined = np.packbits(unknown, axis=1, bitorder="little").view("<u4")[:, 0]
-        w.put_all(targets, values, undefined.tolist())
+            values = values | found << np.uint32(16 * n)
+            if missing is not None:
+                sets = np.packbits(missing, axis=1, bitorder="little").view("<u4")[:, 0]
+                undefined = [before | lanes for before, lanes in zip(undefined, sets.tolist())]
+        w.put_all(targets, values, undefined)
         if "tcgen05.ld" not in w.machine.assume:
             w.flight.update(dict.fromkeys(targets, LOADING))
         w.tensor_loads += parts
@@ -409,37 +471,37 @@ def _st(d: Decoder, i: Instruction) -> Execute:
         unknown = np.stack([BOOLS[bits] for bits in missing]) if any(missing) else None
         bits = 32 // len(parts)
         for n, words in enumerate(parts):
-            if (memory.busy[words] > 0).any() and not _only_stores(w, words):
+            if words.of(memory.busy).any() and not _only_stores(w, words):
                 w.fail(
                     "tcgen05.st writes words of tensor memory that an instruction in flight has yet to write"
                 )
             _record_write(w, memory, words)
             memory.store(words, values >> np.uint32(16 * n) & np.uint32((1 << bits) - 1), unknown, bits)
             for counts in (memory.busy, memory.storing):
-                counts[words] += 1
+                counts[words.index] += 1
         w.tensor_stores += parts
 
     return aligned(store)
 
 
-def _only_stores(w: Warp, words: Array) -> bool:
+def _only_stores(w: Warp, words: Words) -> bool:
     """Return whether only stores of this warp have yet to write these words. Those stores keep their order."""
     mine = np.zeros(LANES * COLUMNS, np.int32)
     for earlier in w.tensor_stores:
-        mine[earlier] += 1
-    return bool((memory_of(w.cta).busy[words] <= mine[words]).all())
+        mine[earlier.numbers] += 1
+    return bool((words.of(memory_of(w.cta).busy) <= words.of(mine)).all())
 
 
-def _record_read(w: Warp | Issuer, memory: TensorMemory, words: Array) -> None:
+def _record_read(w: Warp | Issuer, memory: TensorMemory, words: Words) -> None:
     """Report reads to the race check, as lane 0: the warp waits as a whole, so its own accesses are ordered."""
     if memory.region.shadow is not None:
-        memory.region.shadow.load(w, words.reshape(-1), 0)
+        memory.region.shadow.load(w, words.numbers.reshape(-1), 0)
 
 
-def _record_write(w: Warp | Issuer, memory: TensorMemory, words: Array) -> None:
+def _record_write(w: Warp | Issuer, memory: TensorMemory, words: Words) -> None:
     """Report writes to the race check, see `_record_read`."""
     if memory.region.shadow is not None:
-        memory.region.shadow.store(w, words.reshape(-1), 0)
+        memory.region.shadow.store(w, words.numbers.reshape(-1), 0)
 
 
 def _wait(d: Decoder, i: Instruction) -> Execute:
@@ -457,12 +519,13 @@ def _wait(d: Decoder, i: Instruction) -> Execute:
             for words in w.tensor_loads:
                 _record_read(w, memory, words)
             w.tensor_loads = []
-            w.flight = {slot: group for slot, group in w.flight.items() if group not in (LOADING, DERIVED)}
+            kept = {slot: group for slot, group in w.flight.items() if group not in (LOADING, DERIVED)}
+            w.set_flight(kept)
         else:
             for words in w.tensor_stores:
                 _record_write(w, memory, words)
                 for counts in (memory.busy, memory.storing):
-                    counts[words] -= 1
+                    counts[words.index] -= 1
             w.tensor_stores = []
 
     return aligned(wait)
@@ -563,17 +626,16 @@ def rows_of(m: int, first: int) -> Array:
     return rows if m == 128 else first + rows // 16 * 32 + rows % 16
 
 
-def _places_of_d(w: Warp, cta: Cta, shape: Shape, pair: bool, first: int, column: int) -> Array:
+def _words_of_d(w: Warp, cta: Cta, shape: Shape, pair: bool, first: int, column: int) -> Words:
     """Return the words [rows, N] of D in the tensor memory of a CTA (PTX ISA, "Data Path Layout Organization").
 
-    A pair with M = 128 has 64 rows in each CTA: the lanes from 64 on hold the second half of the columns.
+    A pair with M = 128 has 64 rows in each CTA: see `_halves`.
     """
-    memory = memory_of(cta)
-    if not pair or shape.m == 256:
-        return memory.words(w, rows_of(128 if pair else shape.m, first), column, shape.n)
-    half = shape.n // 2
-    lower = memory.words(w, np.arange(64), column, half)
-    return np.concatenate([lower, lower + 64 * COLUMNS], axis=1)
+    halves = pair and shape.m == 128
+    memory_of(cta).check(w, column, shape.n // 2 if halves else shape.n)
+    if halves:
+        return _halves(column, shape.n)
+    return _rectangle(128 if pair else shape.m, first, column, shape.n)
 
 
 def _mma(d: Decoder, i: Instruction) -> Execute:
@@ -643,23 +705,25 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
         parts = []
         for n, cta in enumerate(ctas):
             memory = memory_of(cta)
-            words = _places_of_d(w, cta, shape, pair, first, column)
-            written: Array = np.ones(len(words), np.bool_)
+            words = written = _words_of_d(w, cta, shape, pair, first, column)
+            enabled = None  # rows; None: all are
             if kept:
-                written = np.array([not kept >> int(row) & 1 for row in words[:, 0] // COLUMNS])
-            left: Matrix | Array
-            stored: Array = np.zeros(len(words), np.bool_)
+                enabled = np.array([not kept >> int(row) & 1 for row in words.numbers[:, 0] // COLUMNS])
+                written = _numbered(words.numbers[enabled])
+            left: Matrix | Words
+            stored = None  # rows that no wait has completed
             if in_tensor_memory:
-                left = memory.words(w, words[:, 0] // COLUMNS, place & 0xFFFF, 8)
-                stored = np.any(memory.storing[left], axis=1)  # rows that no wait has completed
+                memory.check(w, place & 0xFFFF, 8)
+                left = _rectangle(rows, first, place & 0xFFFF, 8)
+                stored = np.any(left.of(memory.storing), axis=1)
                 _record_read(w.issuer.start(), memory, left)
             else:
                 left = lefts[n]
             if add:
                 _record_read(w.issuer.start(), memory, words)
-            _record_write(w.issuer.start(), memory, words[written])
-            memory.busy[words] += 1
-            parts.append((memory, words, written, left, stored))
+            _record_write(w.issuer.start(), memory, written)
+            words.within(memory.busy)[words.index] += 1
+            parts.append((memory, words, written, enabled, left, stored))
 
         def execute() -> None:
             w.pc = pc
@@ -667,22 +731,27 @@ def _mma(d: Decoder, i: Instruction) -> Execute:
                 operand.check()
             y = np.concatenate([values_of(right.bits, shape.b) for right in rights])
             y_unknown = np.concatenate([right.unknown for right in rights])
-            for memory, words, written, left, stored in parts:
+            for memory, words, written, enabled, left, stored in parts:
                 if isinstance(left, Matrix):
                     x, x_unknown = left.bits, left.unknown
                 else:
                     x, x_unknown = _from_tensor_memory(memory, left, size)
                     x_unknown = x_unknown | stored
                 product = values_of(x, shape.a) @ (-y.T if shape.negative else y.T)
-                memory.busy[words] -= 1
-                missing = x_unknown[:, None] | y_unknown[None, :]
+                words.within(memory.busy)[words.index] -= 1
+                missing = None
+                if x_unknown.any() or y_unknown.any():
+                    missing = x_unknown[:, None] | y_unknown[None, :]
                 if add:
                     # Pending writes of later instructions do not count: this one precedes them in the queue.
                     before, empty = memory.at(words, shape.bits)
-                    missing = missing | empty
+                    if empty is not None:
+                        missing = empty if missing is None else missing | empty
                     product = product + _values(before, shape.bits) * factor
                 bits = _rounded(product, shape.bits)
-                memory.store(words[written], bits[written], missing[written], shape.bits)
+                if enabled is not None:
+                    bits, missing = bits[enabled], None if missing is None else missing[enabled]
+                memory.store(written, bits, missing, shape.bits)
 
         _enqueue(w, [memory_of(cta) for cta in ctas], execute)
 
@@ -737,10 +806,11 @@ def _operand(w: Warp, cta: Cta, descriptor: int, rows: int, mn_major: bool, size
     return Matrix(bits, np.zeros(rows, np.bool_) if unknown is None else unknown, check)
 
 
-def _from_tensor_memory(memory: TensorMemory, words: Array, size: int) -> tuple[Array, Array]:
+def _from_tensor_memory(memory: TensorMemory, words: Words, size: int) -> tuple[Array, Array]:
     """Read A from tensor memory: the bits and undefined rows of a `Matrix`. A word holds several elements below 4 bytes, the lowest one first."""
     values, unknown = memory.at(words)  # not `load`: later instructions of the queue may write these words
-    return np.ascontiguousarray(values).view(UNSIGNED[size]), np.any(unknown, axis=1)
+    undefined = np.zeros(len(values), np.bool_) if unknown is None else np.any(unknown, axis=1)
+    return np.ascontiguousarray(values).view(UNSIGNED[size]), undefined
 
 
 def _enqueue(w: Warp, accessed: list[TensorMemory], execute: Callable[[], None]) -> None:
@@ -847,10 +917,12 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
             values = np.ascontiguousarray(bits).view(np.uint32)
             unknown = None if missing is None else np.repeat(missing[:, None], count, 1)
             memory = memory_of(cta)
-            places = [memory.words(w, rows, target, count) for rows in replicas]
+            memory.check(w, target, count)
+            columns = target + np.arange(count)
+            places = [_numbered(rows[:, None] * COLUMNS + columns) for rows in replicas]
             for words in places:
                 _record_write(w.issuer.start(), memory, words)
-                memory.busy[words] += 1
+                memory.busy[words.index] += 1
             parts.append((memory, places, values, unknown, check))
 
         def execute() -> None:
@@ -858,7 +930,7 @@ def _cp(d: Decoder, i: Instruction) -> Execute:
             for memory, places, values, unknown, check in parts:
                 check()
                 for words in places:
-                    memory.busy[words] -= 1
+                    memory.busy[words.index] -= 1
                     memory.store(words, values, unknown)
 
         _enqueue(w, [memory for memory, *_ in parts], execute)

@@ -227,13 +227,23 @@ def map_at(w: Warp, address: int) -> TensorMap:
 
 def units(region: Region, places: Array) -> Array:
     """Return the 16-byte units of these addresses, as `check_proxy` takes them."""
-    return np.unique((places - region.base) >> 4)
+    return _distinct((places - region.base) >> 4)
 
 
 def words(region: Region, places: Array, size: int) -> Array:
     """Return the word indices of elements of ``size`` bytes, as `races.Shadow` takes them."""
     first = (places - region.base) >> 2
-    return np.unique(first if size <= 4 else first[:, None] + np.arange(size // 4))
+    return _distinct(first if size <= 4 else first[:, None] + np.arange(size // 4))
+
+
+def _distinct(numbers: Array) -> Array:
+    """Return the numbers in ascending order, each once."""
+    first, last = int(numbers.min()), int(numbers.max())
+    if last - first > 64 * numbers.size:  # rows that are far apart
+        return np.unique(numbers)
+    seen = np.zeros(last - first + 1, np.bool_)
+    seen[numbers - first] = True
+    return np.flatnonzero(seen) + first
 
 
 def region_of(w: Warp, places: Array, size: int) -> Region:
@@ -335,6 +345,7 @@ class Store:
         self.places, self.origins, self.size, self.combine = places, origins, size, combine
         self.has_read = self.has_written = self.was_awaited = False
         shared = w.cta.shared
+        self.read_words = words(shared, places, size)
         self._record_read(w)
         check_proxy(w, "shared", shared, units(shared, places))
         self.bits, self.unknown = shared.load(places, size, 1)
@@ -344,7 +355,6 @@ class Store:
                 f"an undefined value is stored to {self.region.name}: it depends on a value that nothing has written yet"
             )
         check_proxy(w, "global", self.region, units(self.region, origins), access="writes")
-        self.read_words = words(shared, places, size)
         if shared.shadow is not None:
             shared.shadow.start_reading(self.read_words)
         if self.region.shadow is not None and combine is None:  # reductions are atomic
@@ -376,7 +386,7 @@ class Store:
         shared = w.cta.shared
         if shared.shadow is not None:
             lane = next(iter(self.groups)) if len(self.groups) == 1 else SEVERAL
-            shared.shadow.load(w, words(shared, self.places, self.size), lane)
+            shared.shadow.load(w, self.read_words, lane)
 
     def read(self) -> None:
         """Read shared memory, once. An error if it was overwritten since the issue."""

@@ -83,7 +83,10 @@ def described(variant: Variant, content: bytes) -> tuple[Described, bytes]:
 def exported(variant: Variant, content: bytes) -> tuple[Exported, bytes]:
     """Returns the description of an exported kernel and its compressed cubin; `content` and errors as in `described`."""
     description, image = described(variant, content)
-    packed = lzma.compress(image, lzma.FORMAT_XZ, preset=9)
+    # A dictionary of the preset's 64 MiB would find no more than one of the cubin's size, in much more memory.
+    size = max(1 << (len(image) - 1).bit_length(), 1 << 12)
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": size}]
+    packed = lzma.compress(image, lzma.FORMAT_XZ, filters=filters)
     file = manifest.file_of(interface_of(variant), variant.config)
     digest = hashlib.sha256(packed).hexdigest()
     return Exported(**vars(description), file=file, sha256=digest, bytes=len(image)), packed

@@ -7,15 +7,14 @@ to its closure wherever that would raise an error. An instruction without a form
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ptx_emulator.compiled.emit import Operation
 from ptx_emulator.decode import Decoder
 from ptx_emulator.parser import Instruction
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """The compiled form of an instruction.
 
     Attributes:

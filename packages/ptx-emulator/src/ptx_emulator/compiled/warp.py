@@ -12,7 +12,7 @@ from ptx_emulator.compiled.dispatch import MERGE
 from ptx_emulator.compiled.layout import CONTEXT, PACKED, WRITTEN
 from ptx_emulator.compiled.memory_map import MachineMap
 from ptx_emulator.compiled.products import product
-from ptx_emulator.compiled.program import CompiledProgram
+from ptx_emulator.compiled.program import CompiledProgram, RegisterFile
 from ptx_emulator.decode import WORDS
 from ptx_emulator.lanes import BOOLS, FULL, LANES, Array
 from ptx_emulator.machine import Warp
@@ -28,8 +28,8 @@ _INDEX, _NOW, _KNOWN, _MACHINE, _SHARED, _PARAMETERS, _ALIVE, _CTA = (
 class Registers:
     """The values of a warp's registers, as `Warp.regs` has them. Reading one copies it."""
 
-    def __init__(self, program: CompiledProgram, file: Array):
-        self._places, self._sizes, self._rows = program.places, program.sizes, program.rows
+    def __init__(self, layout: RegisterFile, file: Array):
+        self._places, self._sizes, self._rows = layout.places, layout.sizes, layout.rows
         self._words = {size: file.view(WORDS[size]) for size in WORDS}
         self._predicates = self._words[4].data
 
@@ -98,35 +98,31 @@ class CompiledWarp(Warp):
         map_ = self.machine.map
         assert isinstance(map_, MachineMap)
         self._compiled, self._map = compiled, map_
-        memory = np.zeros(compiled.file_bytes + 64, np.uint8)
+        layout = compiled.file
+        memory = np.zeros(layout.bytes + 64, np.uint8)
         start = -memory.ctypes.data % 64
-        file = self._file = memory[start : start + compiled.file_bytes]
-        count = len(compiled.places)
-        file[: 4 * count] = compiled.unknown.view(np.uint8)
-        file[compiled.constants :] = compiled.image
+        file = self._file = memory[start : start + layout.bytes]
+        count = len(layout.places)
+        file[: 4 * count] = layout.unknown.view(np.uint8)
+        file[layout.constants :] = layout.image
         self._unknown = file[: 4 * count].view(np.uint32)
         self.unknown = self._unknown.data
-        self.regs = Registers(compiled, file)
-        self._states = file[compiled.state : compiled.state + count]
+        self.regs = Registers(layout, file)
+        self._states = file[layout.state : layout.state + count]
         self._state = self._states.data
-        self._flags = file[compiled.flight : compiled.flight + count]
+        self._flags = file[layout.flight : layout.flight + count]
         self._fenced_once = False
         self._fields = np.zeros(len(CONTEXT), np.int64)
         fields = self._context = self._fields.data
         self._address = self._fields.ctypes.data
         base = file.ctypes.data
-        fields[_FILE], fields[_STATE], fields[_CODE] = base, base + compiled.state, compiled.code
+        fields[_FILE], fields[_STATE], fields[_CODE] = base, base + layout.state, compiled.code
         fields[_INDEX], fields[_KNOWN] = self.clock.index, self.clock.known.ctypes.data
         fields[_MACHINE], fields[_SHARED] = map_.address, map_.of(self.cta.shared)
         fields[_PARAMETERS], fields[_CTA] = map_.of(self.machine.parameters), self.cta.number
 
-    @property
-    def flight(self) -> dict[int, int]:
-        return self._flight
-
-    @flight.setter
-    def flight(self, value: dict[int, int]) -> None:
-        self._flight = Flight(self._flags, value)
+    def set_flight(self, registers: dict[int, int]) -> None:
+        self.flight = Flight(self._flags, registers)
 
     def advance(self, pc: int, lanes: int, stop: int, budget: int) -> tuple[int, int, bool]:
         compiled = self._compiled
@@ -134,7 +130,7 @@ class CompiledWarp(Warp):
             return pc, budget, False
         fields, clock, machine, map_ = self._context, self.clock, self.machine, self._map
         fields[_PC], fields[_LANES], fields[_BUDGET], fields[_STOP] = pc, lanes, budget, stop
-        fields[_FLIGHT] = self._address_of_flags() if self._flight else 0
+        fields[_FLIGHT] = self._address_of_flags() if self.flight else 0
         fields[_NOW], fields[_ALIVE] = clock.now, self.alive
         map_.clock, map_.changes = machine.clock, machine.changes
         result = compiled.advance(self._address)
@@ -143,7 +139,7 @@ class CompiledWarp(Warp):
         return fields[_PC], fields[_BUDGET], result == MERGE
 
     def _address_of_flags(self) -> int:
-        return self._context[_FILE] + self._compiled.flight
+        return self._context[_FILE] + self._compiled.file.flight
 
     # ---- registers
 
@@ -160,7 +156,7 @@ class CompiledWarp(Warp):
     def unknown_bytes(self, slot: int) -> list[int]:
         if self._state[slot] & PACKED:
             return self.packed[slot][1]
-        return [self.unknown[slot]] * self._compiled.sizes[slot]
+        return [self.unknown[slot]] * self._compiled.file.sizes[slot]
 
     def put_bytes(self, slot: int, value: Any, unknown: list[int], lanes: int) -> None:
         if any(unknown) or self.unknown[slot]:
@@ -182,7 +178,7 @@ class CompiledWarp(Warp):
 
     def accumulate(self, slots: list[int]) -> None:
         self._states[slots] &= np.uint8(~WRITTEN & 0xFF)
-        self._flight.update(dict.fromkeys(slots, self.wgmma_group))
+        self.flight.update(dict.fromkeys(slots, self.wgmma_group))
 
     def values(self, slots: list[int]) -> Any:
         return self.regs.words[self.regs.rows(slots)]
