@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 SEVERAL = -2  # in place of a lane: several lanes of the warp
 BLOCK = 128  # words of a block of `FurtherReads`; a power of 2
+WHOLE_ROWS, WHOLE_WORDS = (
+    32,
+    1 << 16,
+)  # warps with rows for all of a region; words of it at most: shared memory of a CTA
 
 # Sections of a vector, behind that of the accesses of each warp (see `Clock`).
 SHARED, GLOBAL, TENSOR, ORDERED = 1, 2, 3, 4
@@ -181,34 +185,41 @@ class FurtherReads:
         words: of the region.
         rows: by the index of a clock, per block the row of its reads in ``times`` and ``lanes``. Row 0 stays empty: it is that of blocks
             without reads.
-        times, lanes: [rows, 2, `BLOCK`], by half of a word and word of a block. A word whose halves have no cells of their own has
-            the lower one. Time 0: no read.
+        times, lanes: [rows, halves, `BLOCK`], by half of a word and word of a block; there is one half until `double`. Time 0: no read.
     """
 
     def __init__(self, words: int):
         self.words = words
         self.rows: dict[int, Array] = {}
-        self.times, self.lanes = (np.zeros((2, 2, BLOCK), kind) for kind in (np.int64, np.int8))
+        self.times, self.lanes = (np.zeros((2, 1, BLOCK), kind) for kind in (np.int64, np.int8))
         self._used = 1
 
     def places(self, index: int, cells: Array) -> Array:
         """Return where the reads of cells by a clock of ``rows`` are in ``times`` and ``lanes``, as flat arrays."""
         halves, words = np.divmod(cells, self.words)
-        return (2 * self.rows[index][words // BLOCK] + halves) * BLOCK + words % BLOCK
+        return (self.rows[index][words // BLOCK] * self.times.shape[1] + halves) * BLOCK + words % BLOCK
 
     def make_room(self, index: int, cells: Array) -> None:
-        """Create the rows for reads of cells."""
+        """Create the rows for reads of cells: all that the region has for the first warps, unless it is large, to be asked rarely."""
+        if index in self.rows or len(self.rows) >= WHOLE_ROWS or self.words > WHOLE_WORDS:
+            blocks = np.unique(cells % self.words // BLOCK)
+        else:
+            blocks = np.arange(-(-self.words // BLOCK))
         if index not in self.rows:
             self.rows[index] = np.zeros(-(-self.words // BLOCK), np.int32)
-        blocks = np.unique(cells % self.words // BLOCK)
         new = blocks[self.rows[index][blocks] == 0]
         self.rows[index][new] = np.arange(self._used, self._used + len(new))
         self._used += len(new)
         missing = self._used - len(self.times)
         if missing > 0:
-            more = max(missing, len(self.times)), 2, BLOCK
+            more = max(missing, len(self.times)), *self.times.shape[1:]
             self.times = np.concatenate([self.times, np.zeros(more, np.int64)])
             self.lanes = np.concatenate([self.lanes, np.zeros(more, np.int8)])
+
+    def double(self) -> None:
+        """Make room for reads of upper halves."""
+        self.times = np.concatenate([self.times, np.zeros_like(self.times)], axis=1)
+        self.lanes = np.concatenate([self.lanes, np.zeros_like(self.lanes)], axis=1)
 
     def take_apart(self, words: Array) -> None:
         """Give the upper halves of words the reads of the words."""
@@ -392,6 +403,7 @@ class Shadow:
             self.constant = None if self.constant is None else _doubled(self.constant)
             self.observed = None if self.observed is None else _doubled(self.observed)
             self.reading = None if self.reading is None else _doubled(self.reading)
+            self.further.double()
             if self.region.map is not None:
                 self.region.map.watch(self)
         new = words[~self.apart[words]]

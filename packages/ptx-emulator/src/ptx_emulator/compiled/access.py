@@ -45,6 +45,14 @@ SPACES = {"global": GLOBAL, "generic": GENERIC, "shared": SHARED, "param": PARAM
 ACCESS = ir.FunctionType(I32, (POINTER, POINTER, I32, I32, I64, I1, I1, POINTER, POINTER))
 
 
+_NUMBERS = ("shadow_words", "reader_count")
+_FIELDS = {
+    name: I64 if name in _NUMBERS else POINTER
+    for name in REGION
+    if name in _NUMBERS or name.startswith(("shadow_", "further_", "reader", "rows"))
+}
+
+
 class RaceCheck(Routine):
     """A routine with the checks and records of `races.Shadow` that is being built.
 
@@ -55,14 +63,18 @@ class RaceCheck(Routine):
     region: Value
 
     def start(self, region: Value) -> None:
-        """Set the region, and load what the checks need of the warp."""
-        self.region = region
+        """Set the region, which must not be null, and load what the checks need of it and of the warp."""
+        b, self.region = self.b, region
         self._me, self._now = self.get("index", I64), self.get("now", I64)
         self._clocks, self._transitive = self.get("known"), self.get("transitive", I64)
+        self._own = element(b, self._clocks, self._me, I64)
+        # Nothing changes the fields meanwhile. LLVM does not know that, and would load them for each cell.
+        self._loaded: dict[str, Value] = {}
+        self._loaded |= {name: self.of_region(name, kind) for name, kind in _FIELDS.items()}
 
     def of_region(self, name: str, kind: Any = I64) -> Value:
-        """Load a field of the region."""
-        return element(self.b, self.region, I64(REGION[name]), kind)
+        """Return a field of the region."""
+        return self._loaded.get(name) or element(self.b, self.region, I64(REGION[name]), kind)
 
     def _further(self, rows: Value, cell: Value) -> tuple[Value, Value]:
         """Return the row of a cell in `races.FurtherReads`, 0 if there is none, and the place of its read. ``rows``: of the clock."""
@@ -70,7 +82,8 @@ class RaceCheck(Routine):
         upper = b.icmp_unsigned(">=", cell, words)
         word = b.sub(cell, b.select(upper, words, I64(0)))
         row = b.zext(element(b, rows, b.udiv(word, I64(BLOCK)), I32), I64)
-        first = b.mul(b.add(b.shl(row, I64(1)), b.zext(upper, I64)), I64(BLOCK))
+        apart = b.icmp_unsigned("!=", self.of_region("shadow_apart", POINTER), NULL)
+        first = b.mul(b.add(b.shl(row, b.zext(apart, I64)), b.zext(upper, I64)), I64(BLOCK))
         return row, b.add(first, b.urem(word, I64(BLOCK)))
 
     @contextmanager
@@ -168,7 +181,7 @@ class RaceCheck(Routine):
     def _record(self, time: Value, times: Value, lanes: Value, place: Value, who: Value) -> None:
         """Record a read. ``time``: of this warp's read that it replaces."""
         b, lane = self.b, at(self.b, lanes, place, I8)
-        again = b.icmp_signed(">", time, element(b, self._clocks, self._me, I64))
+        again = b.icmp_signed(">", time, self._own)
         other = b.icmp_unsigned("!=", b.load(lane, typ=I8), who)
         b.store(b.select(b.and_(again, other), I8(SEVERAL), who), lane)
         b.store(self._now, at(b, times, place, I64), align=8)
@@ -246,7 +259,7 @@ class Access(RaceCheck):
         self.base, self.data = self.of_region("base"), self.of_region("data", POINTER)
         self.known = self.of_region("known", POINTER)
         self.tracked = b.icmp_unsigned("!=", self.known, NULL)
-        self.watched = b.icmp_unsigned("!=", self.of_region("shadow_writer"), I64(0))
+        self.watched = b.icmp_unsigned("!=", self.of_region("shadow_writer", POINTER), NULL)
         self.apart = self.of_region("shadow_apart", POINTER)
 
     # ---- where the accesses are
@@ -268,8 +281,9 @@ class Access(RaceCheck):
         with b.if_then(b.not_(b.or_(shared, parameters))):
             b.store(NULL, found)
             self._search(first, found)
-        self.start(b.load(found, typ=POINTER))
-        self.bail_if(b.icmp_unsigned("==", self.region, NULL))
+        region = b.load(found, typ=POINTER)
+        self.bail_if(b.icmp_unsigned("==", region, NULL))
+        self.start(region)
         places = b.sub(b.load(self.places, typ=lanes_of(I64), align=8), self.spread(offset))
         b.store(places, self.places, align=8)
         low, high = self.of_region("low"), self.of_region("high")
@@ -350,8 +364,7 @@ class Access(RaceCheck):
     # ---- reading and writing
 
     def load(self) -> None:
-        """Read. The first read of a warp in a region for which there is no place, and the first `ld.global.nc`, stay with their
-        closures, which create the arrays."""
+        """Read. A read for which there is no place yet, and the first `ld.global.nc`, stay with their closures, which make room."""
         b = self.b
         with b.if_then(self.watched):
             marks, written = (self.of_region(f"shadow_{name}", POINTER) for name in ("constant", "written"))

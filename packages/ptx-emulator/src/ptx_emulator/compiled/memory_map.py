@@ -55,8 +55,6 @@ class RegionMap:
         self._clocks, self._readers, self._rows = clocks, _NOTHING, _NOTHING
         if region.shadow is not None:
             self.watch(region.shadow)
-            for index in region.shadow.further.rows:
-                self.set_further(region.shadow.further, index)
 
     def set(self, name: str, array: Array | None) -> None:
         """Note the array of a field."""
@@ -69,6 +67,8 @@ class RegionMap:
         for name in names:
             self.set(f"shadow_{name}", getattr(shadow, name))
         self._fields[REGION["shadow_words"]] = shadow.words
+        for index in shadow.further.rows:
+            self.set_further(shadow.further, index)
 
     def set_further(self, further: FurtherReads, index: int) -> None:
         """Note the reads of `Shadow.further`, which have more rows now, those of the clock ``index``."""
