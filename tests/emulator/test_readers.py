@@ -225,3 +225,42 @@ def test_memory_does_not_grow_with_readers(body, compiled):
         finally:
             tracemalloc.stop()
     assert peaks[2] < 2 * peaks[1]
+
+
+#: Each warp reads the first word of every 512 bytes of tensor 0. Then <then>.
+SPARSE = """
+    and.b32 %r1, %r0, 31; shl.b32 %r1, %r1, 9;
+    READ: cvt.u64.u32 %q2, %r1; add.u64 %q2, %q0, %q2; ld.global.b32 %r2, [%q2]; add.u32 %r1, %r1, 16384; setp.lt.u32 %p1, %r1, 524288;
+    @%p1 bra READ; <then> setp.eq.s32 %p2, %r0, 0; @%p2 st.global.b32 [%q0+523776], 7;
+"""
+
+
+@pytest.mark.parametrize("compiled", (True, False))
+def test_warps_that_read_all_of_a_large_tensor(compiled):
+    x = torch.zeros(1 << 17, dtype=torch.int32)
+    run(SPARSE.replace("<then>", "bar.sync 0;"), x, threads=96, compiled=compiled)
+    with pytest.raises(ExecutionError, match="offset 523776 is .* CTA 0, warp [012], lane (0|31);"):
+        run(SPARSE.replace("<then>", ""), torch.zeros_like(x), threads=96, compiled=compiled)
+
+
+@pytest.mark.parametrize("compiled", (True, False))
+@pytest.mark.parametrize("seed", range(4))
+def test_many_ctas_that_read_the_same_words(seed, compiled):
+    """<writer>: of one CTA that writes one of them."""
+    body = """mul.wide.u32 %q2, %r0, 4; add.u64 %q2, %q2, %q0; ld.global.b32 %r2, [%q2]; ld.global.u16 %h2, [%q2];
+        mov.u32 %r1, %ctaid.x; setp.eq.s32 %p1, %r1, <writer>; @%p1 st.global.b32 [%q2], 7;"""
+    run(
+        body.replace("<writer>", "40"),
+        torch.zeros(32, dtype=torch.int32),
+        grid=40,
+        seed=seed,
+        compiled=compiled,
+    )
+    with pytest.raises(ExecutionError, match="a race: .* offset 0 is"):
+        run(
+            body.replace("<writer>", "39"),
+            torch.zeros(32, dtype=torch.int32),
+            grid=40,
+            seed=seed,
+            compiled=compiled,
+        )

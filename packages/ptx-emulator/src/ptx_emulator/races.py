@@ -200,15 +200,18 @@ class FurtherReads:
         return (self.rows[index][words // BLOCK] * self.times.shape[1] + halves) * BLOCK + words % BLOCK
 
     def make_room(self, index: int, cells: Array) -> None:
-        """Create the rows for reads of cells: all that the region has for the first warps, unless it is large, to be asked rarely."""
-        if index in self.rows or len(self.rows) >= WHOLE_ROWS or self.words > WHOLE_WORDS:
-            blocks = np.unique(cells % self.words // BLOCK)
-        else:
-            blocks = np.arange(-(-self.words // BLOCK))
-        if index not in self.rows:
-            self.rows[index] = np.zeros(-(-self.words // BLOCK), np.int32)
-        new = blocks[self.rows[index][blocks] == 0]
-        self.rows[index][new] = np.arange(self._used, self._used + len(new))
+        """Create the rows for reads of cells, and more than that, to be asked rarely.
+
+        The first warps get all rows of the region, unless it is large. Others get as many blocks behind these as they have rows.
+        """
+        count = -(-self.words // BLOCK)
+        whole = index not in self.rows and len(self.rows) < WHOLE_ROWS and self.words <= WHOLE_WORDS
+        rows = self.rows.setdefault(index, np.zeros(count, np.int32))
+        blocks = np.unique(cells % self.words // BLOCK)
+        behind = np.arange(blocks[-1], min(blocks[-1] + 1 + np.count_nonzero(rows), count))
+        blocks = np.arange(count) if whole else np.union1d(blocks, behind)
+        new = blocks[rows[blocks] == 0]
+        rows[new] = np.arange(self._used, self._used + len(new))
         self._used += len(new)
         missing = self._used - len(self.times)
         if missing > 0:
