@@ -240,6 +240,12 @@ class Program:
         texts = "\n".join(self.texts)
         return SECTIONS if any(name in texts for name in needing) else 1
 
+    @cached_property
+    def transitive(self) -> bool:
+        """`races.Clock.transitive`: no asynchronous operation arrives at an mbarrier with the vector of its issue alone."""
+        arriving = ("mbarrier::complete_tx", "cp.async.mbarrier.arrive", "st.async", "red.async")
+        return not any(name in text for _, text in self.lines for name in arriving)
+
 
 class Warp:
     """A warp of 32 lanes.
@@ -269,9 +275,12 @@ class Warp:
         program = cta.machine.program
         self.cta, self.machine, self.number, self.alive = cta, cta.machine, number, alive
         self.clock = Clock(
-            cta.number * cta.width + number, cta.machine.total * cta.width, cta.machine.sections
+            cta.number * cta.width + number,
+            cta.machine.total * cta.width,
+            cta.machine.sections,
+            program.transitive,
         )
-        self.machine.clocks[self.clock.index] = self.clock
+        self.machine.proxy_fences[self.clock.index] = self.clock.fences
         self.program = program
         self.packed: dict[int, tuple[Any, list[int]]] = {}
         self._start_registers()
@@ -701,7 +710,7 @@ class Machine:
         ctas: those on the device.
         clusters: those that have not started, the next one last.
         live: the warps on the device that have not ended; None: to be listed again.
-        clocks: of the warps that have started, by their index.
+        proxy_fences: `races.Clock.fences` of the warps that have started, by their index.
         releases: per word that a strong access wrote, the vector that it published. The key is (CTA, address); the CTA is -1
             for global memory.
         part: the clusters that this process executes.
@@ -728,7 +737,7 @@ class Machine:
     ctas: list[Cta] = field(default_factory=list)
     clusters: list[tuple[int, int, int]] = field(default_factory=list)
     live: list[Warp] | None = None
-    clocks: dict[int, Clock] = field(default_factory=dict)
+    proxy_fences: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     releases: dict[tuple[int, int], Any] = field(default_factory=dict)
     part: slice = field(default_factory=lambda: slice(None))
     warp_type: type[Warp] = Warp

@@ -121,7 +121,7 @@ def _execute(machine: Machine, part: slice, sender: Connection) -> None:
         machine.part = part
         for region in machine.memory.regions:
             assert region.shadow is not None
-            region.shadow.observed = np.zeros(region.shadow.words, np.bool_)
+            region.shadow.note_observed()
         with np.errstate(all="ignore"):
             machine.run()
         sender.send((machine.executed, [_accesses(region) for region in machine.memory.regions]))
@@ -132,9 +132,7 @@ def _execute(machine: Machine, part: slice, sender: Connection) -> None:
 def _accesses(region: Region) -> _Accesses:
     shadow = region.shadow
     assert shadow is not None
-    read = np.zeros(len(shadow.written), np.bool_)
-    for times, _ in shadow.read.values():
-        read |= times > 0
+    read = shadow.read > 0
     for marks in (shadow.constant, shadow.observed):  # `ld.global.nc`, asynchronous copies
         if marks is not None:
             read |= marks

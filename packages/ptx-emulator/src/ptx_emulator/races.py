@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from ptx_emulator.memory import Region
 
 SEVERAL = -2  # in place of a lane: several lanes of the warp
+BLOCK = 128  # words of a block of `FurtherReads`; a power of 2
+WHOLE_ROWS, WHOLE_WORDS = (
+    32,
+    1 << 16,
+)  # warps with rows for all of a region; words of it at most: shared memory of a CTA
 
 # Sections of a vector, behind that of the accesses of each warp (see `Clock`).
 SHARED, GLOBAL, TENSOR, ORDERED = 1, 2, 3, 4
@@ -45,10 +50,12 @@ class Clock:
         fences: (clock, lanes) of the proxy fences of this warp that only some of its lanes executed.
         seen: merged vectors of the releases that relaxed reads have observed since the last fence.
         fenced: the vector of the last fence. Relaxed writes publish it.
+        transitive: whether everyone who learns of an access of this warp learns what the warp knew then. Completions of asynchronous
+            operations break this: see `issue_snapshot`, `learn`.
     """
 
-    def __init__(self, index: int, warps: int, sections: int = 1):
-        self.index, self.now, self.warps = index, 1, warps
+    def __init__(self, index: int, warps: int, sections: int = 1, transitive: bool = False):
+        self.index, self.now, self.warps, self.transitive = index, 1, warps, transitive
         self.known = np.zeros(sections * warps, np.int64)
         self.fences: list[tuple[int, int]] = []
         self.seen: Array | None = None
@@ -104,6 +111,7 @@ class Clock:
 
 def issue_snapshot(w: Warp, clock: int) -> Array:
     """Return the vector of an asynchronous copy's completion: the issuing warp's own accesses up to ``clock``, its issue."""
+    assert not w.clock.transitive
     snapshot = np.zeros_like(w.clock.known)
     snapshot[w.clock.index] = clock
     return snapshot
@@ -170,8 +178,65 @@ class Issuer:
         return self.clock.now - 1
 
 
+class FurtherReads:
+    """The reads of a region that are in no slot of `Shadow`: of each warp its last ones, in blocks of words.
+
+    Attributes:
+        words: of the region.
+        rows: by the index of a clock, per block the row of its reads in ``times`` and ``lanes``. Row 0 stays empty: it is that of blocks
+            without reads.
+        times, lanes: [rows, halves, `BLOCK`], by half of a word and word of a block; there is one half until `double`. Time 0: no read.
+    """
+
+    def __init__(self, words: int):
+        self.words = words
+        self.rows: dict[int, Array] = {}
+        self.times, self.lanes = (np.zeros((2, 1, BLOCK), kind) for kind in (np.int64, np.int8))
+        self._used = 1
+
+    def places(self, index: int, cells: Array) -> Array:
+        """Return where the reads of cells by a clock of ``rows`` are in ``times`` and ``lanes``, as flat arrays."""
+        halves, words = np.divmod(cells, self.words)
+        return (self.rows[index][words // BLOCK] * self.times.shape[1] + halves) * BLOCK + words % BLOCK
+
+    def make_room(self, index: int, cells: Array) -> None:
+        """Create the rows for reads of cells, and more than that, to be asked rarely.
+
+        The first warps get all rows of the region, unless it is large. Others get as many blocks behind these as they have rows.
+        """
+        count = -(-self.words // BLOCK)
+        whole = index not in self.rows and len(self.rows) < WHOLE_ROWS and self.words <= WHOLE_WORDS
+        rows = self.rows.setdefault(index, np.zeros(count, np.int32))
+        blocks = np.unique(cells % self.words // BLOCK)
+        behind = np.arange(blocks[-1], min(blocks[-1] + 1 + np.count_nonzero(rows), count))
+        blocks = np.arange(count) if whole else np.union1d(blocks, behind)
+        new = blocks[rows[blocks] == 0]
+        rows[new] = np.arange(self._used, self._used + len(new))
+        self._used += len(new)
+        missing = self._used - len(self.times)
+        if missing > 0:
+            more = max(missing, len(self.times)), *self.times.shape[1:]
+            self.times = np.concatenate([self.times, np.zeros(more, np.int64)])
+            self.lanes = np.concatenate([self.lanes, np.zeros(more, np.int8)])
+
+    def double(self) -> None:
+        """Make room for reads of upper halves."""
+        self.times = np.concatenate([self.times, np.zeros_like(self.times)], axis=1)
+        self.lanes = np.concatenate([self.lanes, np.zeros_like(self.lanes)], axis=1)
+
+    def take_apart(self, words: Array) -> None:
+        """Give the upper halves of words the reads of the words."""
+        for history in (self.times.reshape(-1), self.lanes.reshape(-1)):
+            for index in self.rows:
+                history[self.places(index, words + self.words)] = history[self.places(index, words)]
+
+
 class Shadow:
-    """The access history of a region: per cell, the last write, and the last read of each warp.
+    """The access history of a region: per cell, the last write, and the last reads.
+
+    Every read counts until a later one of the same warp replaces it. Most cells have one reader, so each cell has a slot for one read,
+    and `further` holds the others. A read takes the slot if no read is there, or one of the same warp, or one that is ordered before
+    it: a write that is ordered behind the new read is then ordered behind the old one, too. That needs `Clock.transitive`.
 
     A cell is a word of 4 bytes. From the first access of at most 2 bytes to a word on, each half of this word has a cell of its
     own: cell n is the lower half of word n, cell ``words`` + n the upper half.
@@ -187,42 +252,45 @@ class Shadow:
         constant: per cell, whether `ld.global.nc` has read it; None: no cell.
         observed: per cell, whether an asynchronous copy has read it; None: not noted.
         reading: per cell, the bulk copies that may still read it, because nothing has waited for them; None: no copy.
+        writer, write_lane, written: of the last write of each cell: the index of the clock, the lane, the time (0: no write).
+        reader, read_lane, read: the same of the read in each cell's slot.
+        further: the reads that are not in slots.
     """
 
     def __init__(self, region: Region):
         self.region: Region = weakref.proxy(region)  # the region holds this object
         self.words = words = -(-len(region.data) // 4)
         self.apart: Array | None = None
-        self.writer, self.write_lane = np.zeros(words, np.int32), np.zeros(words, np.int8)
-        self.written = np.zeros(words, np.int64)
-        self.generic = np.zeros(words, np.bool_)
+        self.writer, self.write_lane = _history(words, np.int32), _history(words, np.int8)
+        self.written = _history(words, np.int64)
+        self.reader, self.read_lane = _history(words, np.int32), _history(words, np.int8)
+        self.read = _history(words, np.int64)
+        self.generic = _history(words, np.bool_)
         self.constant: Array | None = None
         self.observed: Array | None = None
         self.reading: Array | None = None
-        self.read: dict[int, tuple[Array, Array]] = {}
+        self.further = FurtherReads(words)
 
     def load(self, w: Warp | Issuer, words: Array, lanes: Any, halves: Array | None = None) -> None:
         """Check and record a read. ``lanes``: the lane of each word, or `SEVERAL`."""
         cells, lanes = self._cells(words, lanes, halves)
-        clock = w.clock
-        if clock.index not in self.read:
-            self.read[clock.index] = (
-                np.zeros(len(self.written), np.int64),
-                np.zeros(len(self.written), np.int8),
-            )
-            if self.region.map is not None:
-                self.region.map.reader(clock.index, *self.read[clock.index])
         if self._compiled("load", w, cells, lanes):
             return
-        lanes = np.broadcast_to(lanes, cells.shape)
+        clock, lanes = w.clock, np.broadcast_to(lanes, cells.shape)
         self._after_writes(w, cells, lanes)
-        times, readers = self.read[clock.index]
-        again = (times[cells] > clock.known[clock.index]) & (readers[cells] != lanes)
-        readers[cells] = np.where(again, SEVERAL, lanes)
-        shared = readers[cells] != lanes  # several lanes read this cell at once
-        if shared.any():
-            readers[cells[shared]] = SEVERAL
-        times[cells] = clock.now
+        readers, times = self.reader[cells], self.read[cells]
+        mine = readers == clock.index
+        free = mine | (times <= (clock.known[readers] if clock.transitive else 0))
+        taken = cells[free & ~mine]
+        self.reader[taken], self.read[taken] = clock.index, 0
+        _record(clock, self.read, self.read_lane, cells[free], lanes[free])
+        if not free.all():
+            rest, further = cells[~free], self.further
+            further.make_room(clock.index, rest)
+            if self.region.map is not None:
+                self.region.map.set_further(further, clock.index)
+            places = further.places(clock.index, rest)
+            _record(clock, further.times.reshape(-1), further.lanes.reshape(-1), places, lanes[~free])
 
     def store(
         self,
@@ -246,12 +314,12 @@ class Shadow:
         if self.constant is not None and self.constant[cells].any():
             w.fail(f"{self.region.name} is written, but this kernel has read it with ld.global.nc")
         self._after_writes(w, cells, lanes)
-        for index, (times, readers) in self.read.items():
-            late = times[cells] > clock.known[index]
-            if index == clock.index:
-                late &= (readers[cells] != lanes) | (readers[cells] == SEVERAL)
-            if late.any():
-                self._report(w, "written", cells[late][0], index, int(readers[cells][late][0]), "read")
+        earlier = self.reader[cells], self.read[cells], self.read_lane[cells]
+        self._compare(w, cells, lanes, *earlier, "written", "read")
+        times, readers = self.further.times.reshape(-1), self.further.lanes.reshape(-1)
+        for index in self.further.rows:
+            places = self.further.places(index, cells)
+            self._compare(w, cells, lanes, index, times[places], readers[places], "written", "read")
         self.writer[cells], self.write_lane[cells], self.written[cells] = clock.index, lanes, clock.now
         self.generic[cells] = generic
 
@@ -261,7 +329,7 @@ class Shadow:
         if self.written[cells].any():
             w.fail(f"ld.global.nc reads {self.region.name} where this kernel has written it")
         if self.constant is None:
-            self.constant = np.zeros(len(self.written), np.bool_)
+            self.constant = self._marks(np.bool_)
             if self.region.map is not None:
                 self.region.map.set("shadow_constant", self.constant)
         self.constant[cells] = True
@@ -269,7 +337,7 @@ class Shadow:
     def start_reading(self, words: Array) -> None:
         """Record that a bulk copy reads these words at some later time, until `end_reading`."""
         if self.reading is None:
-            self.reading = np.zeros(len(self.written), np.int32)
+            self.reading = self._marks(np.int32)
             if self.region.map is not None:
                 self.region.map.set("shadow_reading", self.reading)
         self.reading[self._cells(words, SEVERAL)[0]] += 1
@@ -293,10 +361,14 @@ class Shadow:
         for cell in np.unique(cells[late]).tolist():
             index, time, lane = int(self.writer[cell]), int(self.written[cell]), int(self.write_lane[cell])
             known = clock.known[index] if index != clock.index else clock.now
-            found = w.machine.clocks[index].fences
+            found = w.machine.proxy_fences[index]
             if not any(time <= at <= known and lane >= 0 and lanes >> lane & 1 for at, lanes in found):
                 return True
         return False
+
+    def note_observed(self) -> None:
+        """Note from now on which cells asynchronous copies read."""
+        self.observed = self._marks(np.bool_)
 
     def observe(self, w: Warp | Issuer, words: Array) -> None:
         """Check a read by an asynchronous copy against the last writes, without recording it.
@@ -329,20 +401,28 @@ class Shadow:
             self.apart = np.zeros(self.words, np.bool_)
             self.writer, self.write_lane = _doubled(self.writer), _doubled(self.write_lane)
             self.written, self.generic = _doubled(self.written), _doubled(self.generic)
+            self.reader, self.read_lane = _doubled(self.reader), _doubled(self.read_lane)
+            self.read = _doubled(self.read)
             self.constant = None if self.constant is None else _doubled(self.constant)
             self.observed = None if self.observed is None else _doubled(self.observed)
             self.reading = None if self.reading is None else _doubled(self.reading)
-            self.read = {n: (_doubled(times), _doubled(lanes)) for n, (times, lanes) in self.read.items()}
+            self.further.double()
             if self.region.map is not None:
                 self.region.map.watch(self)
         new = words[~self.apart[words]]
         if new.size:
             self.apart[new] = True
             marks = (self.generic, self.constant, self.observed, self.reading)
-            found = (self.writer, self.write_lane, self.written, *marks)
-            for history in (*found, *(x for arrays in self.read.values() for x in arrays)):
+            last = (self.writer, self.write_lane, self.written, self.reader, self.read_lane, self.read)
+            for history in (*last, *marks):
                 if history is not None:
                     history[new + self.words] = history[new]
+            self.further.take_apart(new)
+
+    def _marks(self, kind: type[np.generic]) -> Array:
+        """Return an array with a zero for each cell."""
+        found = _history(self.words, kind)
+        return found if self.apart is None else _doubled(found)
 
     def _compiled(self, what: str, w: Warp | Issuer, cells: Array, lanes: Any, generic: bool = False) -> bool:
         """Let compiled code do the same as a method of this class. False: nothing was done."""
@@ -350,15 +430,25 @@ class Shadow:
         return map_ is not None and map_.checked(what, w.clock, cells, lanes, generic)
 
     def _after_writes(self, w: Warp | Issuer, cells: Array, lanes: Array) -> None:
-        writers = self.writer[cells]
-        late = self.written[cells] > w.clock.known[writers]
+        earlier = self.writer[cells], self.written[cells], self.write_lane[cells]
+        self._compare(w, cells, lanes, *earlier, "accessed", "written")
+
+    def _compare(
+        self, w: Warp | Issuer, cells: Array, lanes: Array, indices: Any, times: Array, earlier: Array, now: str, what: str
+    ) -> None:  # fmt: skip
+        """Report a race if earlier accesses are not ordered before those of ``cells`` now.
+
+        Args:
+            indices: of the clocks of the earlier accesses, one for each cell, or one for all.
+            times, earlier: when and by which lane each cell was accessed.
+            now, what: what happens to the cells, and what happened.
+        """
+        late = times > w.clock.known[indices]
         if late.any():
-            late &= (writers != w.clock.index) | (self.write_lane[cells] != lanes) | (lanes == SEVERAL)
+            late &= (indices != w.clock.index) | (earlier != lanes) | (earlier == SEVERAL)
             if late.any():
-                cell = cells[late][0]
-                self._report(
-                    w, "accessed", cell, int(self.writer[cell]), int(self.write_lane[cell]), "written"
-                )
+                index = np.broadcast_to(indices, cells.shape)[late][0]
+                self._report(w, now, cells[late][0], int(index), int(earlier[late][0]), what)
 
     def _report(self, w: Warp | Issuer, now: str, cell: int, index: int, lane: int, before: str) -> None:
         section, index = divmod(index, w.clock.warps)
@@ -371,6 +461,21 @@ class Shadow:
         w.fail(f"a race: {where} is {now} here and was {before} by {who}; nothing orders them")
 
 
+def _record(clock: Clock, times: Array, readers: Array, cells: Array, lanes: Array) -> None:
+    """Record reads of a warp in place of its last ones. ``cells``: where they are in the arrays of times and lanes."""
+    again = (times[cells] > clock.known[clock.index]) & (readers[cells] != lanes)
+    readers[cells] = np.where(again, SEVERAL, lanes)
+    shared = readers[cells] != lanes  # several lanes read this cell at once
+    readers[cells[shared]] = SEVERAL
+    times[cells] = clock.now
+
+
+def _history(cells: int, kind: type[np.generic]) -> Array:
+    """Return zeros for cells that nothing has accessed. There is room for as many more; the system allocates it on first use."""
+    return np.zeros(2 * cells, kind)[:cells]
+
+
 def _doubled(history: Array) -> Array:
-    """Return the history of twice as many cells; nothing has accessed the new ones."""
-    return np.concatenate([history, np.zeros_like(history)])
+    """Return a `_history` with its room: nothing has accessed the new cells."""
+    assert history.base is not None
+    return history.base

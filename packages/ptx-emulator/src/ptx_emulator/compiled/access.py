@@ -33,7 +33,7 @@ from ptx_emulator.compiled.emit import (
 )
 from ptx_emulator.compiled.layout import MACHINE, REGION
 from ptx_emulator.memory import SHARED_WINDOW, WINDOW_BITS
-from ptx_emulator.races import SEVERAL
+from ptx_emulator.races import BLOCK, SEVERAL
 
 NULL, FALSE = ir.Constant(POINTER, None), I1(0)
 GLOBAL, GENERIC, SHARED, PARAMETERS = range(4)
@@ -43,6 +43,14 @@ SPACES = {"global": GLOBAL, "generic": GENERIC, "shared": SHARED, "param": PARAM
 #: `SPACES`; how many words each lane accesses, up to 16 bytes; whether the lanes count as `SEVERAL` in the race check; whether
 #: this is `ld.global.nc`; the words, an array [count, 32]; and per word the set of lanes where it is undefined.
 ACCESS = ir.FunctionType(I32, (POINTER, POINTER, I32, I32, I64, I1, I1, POINTER, POINTER))
+
+
+_NUMBERS = ("shadow_words", "reader_count")
+_FIELDS = {
+    name: I64 if name in _NUMBERS else POINTER
+    for name in REGION
+    if name in _NUMBERS or name.startswith(("shadow_", "further_", "reader", "rows"))
+}
 
 
 class RaceCheck(Routine):
@@ -55,20 +63,45 @@ class RaceCheck(Routine):
     region: Value
 
     def start(self, region: Value) -> None:
-        """Set the region, and load what the checks need of the warp."""
-        self.region = region
+        """Set the region, which must not be null, and load what the checks need of it and of the warp."""
+        b, self.region = self.b, region
         self._me, self._now = self.get("index", I64), self.get("now", I64)
-        self._clocks = self.get("known")
+        self._clocks, self._transitive = self.get("known"), self.get("transitive", I64)
+        self._own = element(b, self._clocks, self._me, I64)
+        # Nothing changes the fields meanwhile. LLVM does not know that, and would load them for each cell.
+        self._loaded: dict[str, Value] = {}
+        self._loaded |= {name: self.of_region(name, kind) for name, kind in _FIELDS.items()}
 
     def of_region(self, name: str, kind: Any = I64) -> Value:
-        """Load a field of the region."""
-        return element(self.b, self.region, I64(REGION[name]), kind)
+        """Return a field of the region."""
+        return self._loaded.get(name) or element(self.b, self.region, I64(REGION[name]), kind)
 
-    def own_reads(self) -> tuple[Value, Value]:
-        """Return the times and the lanes of this warp's reads; null: it has not read this region."""
+    def _further(self, rows: Value, cell: Value) -> tuple[Value, Value]:
+        """Return the row of a cell in `races.FurtherReads`, 0 if there is none, and the place of its read. ``rows``: of the clock."""
+        b, words = self.b, self.of_region("shadow_words")
+        upper = b.icmp_unsigned(">=", cell, words)
+        word = b.sub(cell, b.select(upper, words, I64(0)))
+        row = b.zext(element(b, rows, b.udiv(word, I64(BLOCK)), I32), I64)
+        apart = b.icmp_unsigned("!=", self.of_region("shadow_apart", POINTER), NULL)
+        first = b.mul(b.add(b.shl(row, b.zext(apart, I64)), b.zext(upper, I64)), I64(BLOCK))
+        return row, b.add(first, b.urem(word, I64(BLOCK)))
+
+    @contextmanager
+    def _each_reader(self) -> Iterator[tuple[Value, Value]]:
+        """Repeat the body for each clock with further reads; yield its index and its rows."""
+        b, readers = self.b, self.of_region("readers", POINTER)
+        with loop(b, self.of_region("reader_count")) as n:
+            row = b.shl(n, I64(1))
+            yield element(b, readers, row, I64), element(b, readers, b.add(row, I64(1)), POINTER)
+
+    def _slot(self, cell: Value) -> tuple[Value, Value, Value]:
+        """Load the read in the slot of a cell: the clock's index, the time, and whether a read of this warp may take its place."""
         b = self.b
-        row, mine = b.shl(self._me, I64(1)), self.of_region("by_index", POINTER)
-        return element(b, mine, row, POINTER), element(b, mine, b.add(row, I64(1)), POINTER)
+        index = b.zext(element(b, self.of_region("shadow_reader", POINTER), cell, I32), I64)
+        time = element(b, self.of_region("shadow_read", POINTER), cell, I64)
+        known = b.and_(element(b, self._clocks, index, I64), self._transitive)
+        free = b.or_(b.icmp_unsigned("==", index, self._me), b.icmp_signed("<=", time, known))
+        return index, time, free
 
     def check_writes(self, cell: Value, who: Value) -> None:
         """`races.Shadow._after_writes`: leave the instruction to its closure if a write is not ordered before it."""
@@ -99,25 +132,59 @@ class RaceCheck(Routine):
 
     def check_reads(self, cell: Value, who: Value) -> None:
         """The part of `races.Shadow.store` that compares a write with earlier reads."""
-        b, readers = self.b, self.of_region("readers", POINTER)
-        with loop(b, self.of_region("reader_count")) as n:
-            row = b.mul(n, I64(3))
-            index = element(b, readers, row, I64)
-            times = element(b, readers, b.add(row, I64(1)), POINTER)
-            late = b.icmp_signed(">", element(b, times, cell, I64), element(b, self._clocks, index, I64))
-            with b.if_then(late, likely=False):
-                lane = element(b, element(b, readers, b.add(row, I64(2)), POINTER), cell, I8)
-                mine = b.icmp_unsigned("==", index, self._me)
-                self.bail_if(b.not_(b.and_(mine, self._same(lane, who))))
+        b = self.b
+        index, time, _ = self._slot(cell)
+        self._check_read(index, time, self.of_region("shadow_read_lane", POINTER), cell, who)
+        times, lanes = (self.of_region(f"further_{name}", POINTER) for name in ("times", "lanes"))
+        with self._each_reader() as (index, rows):
+            _, place = self._further(rows, cell)
+            self._check_read(index, element(b, times, place, I64), lanes, place, who)
 
-    def record_read(self, times: Value, readers: Value, cell: Value, who: Value) -> None:
+    def _check_read(self, index: Value, time: Value, lanes: Value, place: Value, who: Value) -> None:
+        b = self.b
+        with b.if_then(b.icmp_signed(">", time, element(b, self._clocks, index, I64)), likely=False):
+            mine = b.icmp_unsigned("==", index, self._me)
+            self.bail_if(b.not_(b.and_(mine, self._same(element(b, lanes, place, I8), who))))
+
+    def check_place(self, cell: Value) -> None:
+        """Leave a read to its closure if there is no place for it yet (`races.Shadow.further`)."""
+        b = self.b
+        _, _, free = self._slot(cell)
+        with b.if_then(b.not_(free), likely=False):
+            rows = self.of_region("rows", POINTER)
+            self.bail_if(b.icmp_unsigned("==", rows, NULL))
+            mine = element(b, rows, self._me, POINTER)
+            self.bail_if(b.icmp_unsigned("==", mine, NULL))
+            row, _ = self._further(mine, cell)
+            self.bail_if(b.icmp_unsigned("==", row, I64(0)))
+
+    def record_read(self, cell: Value, who: Value) -> None:
         """Record a read as `races.Shadow.load` does."""
         b = self.b
-        reader = at(b, readers, cell, I8)
-        again = b.icmp_signed(">", element(b, times, cell, I64), element(b, self._clocks, self._me, I64))
-        other = b.icmp_unsigned("!=", b.load(reader, typ=I8), who)
-        b.store(b.select(b.and_(again, other), I8(SEVERAL), who), reader)
-        b.store(self._now, at(b, times, cell, I64), align=8)
+        index, time, free = self._slot(cell)
+        with b.if_else(free, likely=True) as (slot, further):
+            with slot:
+                mine = b.icmp_unsigned("==", index, self._me)
+                time = b.select(mine, time, I64(0))
+                b.store(
+                    b.trunc(self._me, I32),
+                    at(b, self.of_region("shadow_reader", POINTER), cell, I32),
+                    align=4,
+                )
+                times, lanes = (self.of_region(f"shadow_{name}", POINTER) for name in ("read", "read_lane"))
+                self._record(time, times, lanes, cell, who)
+            with further:
+                _, place = self._further(element(b, self.of_region("rows", POINTER), self._me, POINTER), cell)
+                times, lanes = (self.of_region(f"further_{name}", POINTER) for name in ("times", "lanes"))
+                self._record(element(b, times, place, I64), times, lanes, place, who)
+
+    def _record(self, time: Value, times: Value, lanes: Value, place: Value, who: Value) -> None:
+        """Record a read. ``time``: of this warp's read that it replaces."""
+        b, lane = self.b, at(self.b, lanes, place, I8)
+        again = b.icmp_signed(">", time, self._own)
+        other = b.icmp_unsigned("!=", b.load(lane, typ=I8), who)
+        b.store(b.select(b.and_(again, other), I8(SEVERAL), who), lane)
+        b.store(self._now, at(b, times, place, I64), align=8)
 
     def check_marks(self, cell: Value) -> None:
         """The parts of `races.Shadow.store` about copies in flight and `ld.global.nc`."""
@@ -145,17 +212,20 @@ class RaceCheck(Routine):
         b = self.b
         upper = b.add(word, self.of_region("shadow_words"))
 
-        def copy(array: Value, kind: Any) -> None:
-            with b.if_then(b.icmp_unsigned("!=", array, NULL)):
-                b.store(element(b, array, word, kind), at(b, array, upper, kind), align=1)
+        def copy(array: Value, kind: Any, source: Value, target: Value) -> None:
+            b.store(element(b, array, source, kind), at(b, array, target, kind), align=1)
 
         kinds = {"writer": I32, "lane": I8, "written": I64, "generic": I8, "constant": I8, "reading": I32}
+        kinds |= {"reader": I32, "read_lane": I8, "read": I64}
         for name, kind in kinds.items():
-            copy(self.of_region(f"shadow_{name}", POINTER), kind)
-        readers = self.of_region("readers", POINTER)
-        with loop(b, self.of_region("reader_count")) as n:
-            for column, kind in ((1, I64), (2, I8)):
-                copy(element(b, readers, b.add(b.mul(n, I64(3)), I64(column)), POINTER), kind)
+            array = self.of_region(f"shadow_{name}", POINTER)
+            with b.if_then(b.icmp_unsigned("!=", array, NULL)):
+                copy(array, kind, word, upper)
+        times, lanes = (self.of_region(f"further_{name}", POINTER) for name in ("times", "lanes"))
+        with self._each_reader() as (_, rows):
+            _, place = self._further(rows, word)
+            for array, kind in ((times, I64), (lanes, I8)):
+                copy(array, kind, place, b.add(place, I64(BLOCK)))
 
 
 class Access(RaceCheck):
@@ -189,7 +259,7 @@ class Access(RaceCheck):
         self.base, self.data = self.of_region("base"), self.of_region("data", POINTER)
         self.known = self.of_region("known", POINTER)
         self.tracked = b.icmp_unsigned("!=", self.known, NULL)
-        self.watched = b.icmp_unsigned("!=", self.of_region("shadow_writer"), I64(0))
+        self.watched = b.icmp_unsigned("!=", self.of_region("shadow_writer", POINTER), NULL)
         self.apart = self.of_region("shadow_apart", POINTER)
 
     # ---- where the accesses are
@@ -211,8 +281,9 @@ class Access(RaceCheck):
         with b.if_then(b.not_(b.or_(shared, parameters))):
             b.store(NULL, found)
             self._search(first, found)
-        self.start(b.load(found, typ=POINTER))
-        self.bail_if(b.icmp_unsigned("==", self.region, NULL))
+        region = b.load(found, typ=POINTER)
+        self.bail_if(b.icmp_unsigned("==", region, NULL))
+        self.start(region)
         places = b.sub(b.load(self.places, typ=lanes_of(I64), align=8), self.spread(offset))
         b.store(places, self.places, align=8)
         low, high = self.of_region("low"), self.of_region("high")
@@ -293,23 +364,21 @@ class Access(RaceCheck):
     # ---- reading and writing
 
     def load(self) -> None:
-        """Read. The first read of a warp in a region, and the first `ld.global.nc`, stay with their closures, which create the
-        records."""
+        """Read. A read for which there is no place yet, and the first `ld.global.nc`, stay with their closures, which make room."""
         b = self.b
         with b.if_then(self.watched):
-            times, readers = self.own_reads()
-            self.bail_if(b.icmp_unsigned("==", times, NULL))
             marks, written = (self.of_region(f"shadow_{name}", POINTER) for name in ("constant", "written"))
             self.bail_if(b.and_(self.constant, b.icmp_unsigned("==", marks, NULL)))
             self._take_apart()
             with self._each_cell() as (cell, who, _):
                 self.check_writes(cell, who)
+                self.check_place(cell)
                 with b.if_then(self.constant):
                     self.bail_if(self.nonzero(element(b, written, cell, I64)))
             with b.if_then(self.constant), self._each_cell() as (cell, _, _):
                 b.store(I8(1), at(b, marks, cell, I8))
             with self._each_cell() as (cell, who, _):
-                self.record_read(times, readers, cell, who)
+                self.record_read(cell, who)
         with loop(b, self.count) as n:
             b.store(I32(0), at(b, self.unknown, n, I32))
         with self._each() as (_, wide, offset), loop(b, self.count) as n:

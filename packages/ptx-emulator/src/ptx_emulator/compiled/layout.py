@@ -22,17 +22,20 @@ def _numbered(names: str) -> dict[str, int]:
 
 
 #: Fields of a context. ``flight``: a byte for each register, nonzero if it is in flight; null: none is. ``stop`` is -1, or the
-#: number of the instruction at which the fragment has to merge. ``index``, ``now``, ``known``: of `races.Clock`.
+#: number of the instruction at which the fragment has to merge. ``index``, ``now``, ``known``, ``transitive``: of `races.Clock`, the
+#: latter 0 or -1.
 CONTEXT = _numbered(
-    "file state code pc lanes budget stop flight index now known machine shared parameters alive cta"
+    "file state code pc lanes budget stop flight index now known transitive machine shared parameters alive cta"
 )
 #: Fields of a machine: `Machine.clock`, `Machine.changes`, and the regions of global memory.
 MACHINE = _numbered("clock changes count regions")
-#: Fields of a region: those of `memory.Region`, then those of its `races.Shadow` (null: there is none), and its readers: rows
-#: (index of the clock, times, lanes) of those that exist, and per index (times, lanes), null at first.
+#: Fields of a region: those of `memory.Region`, then those of its `races.Shadow` (null: there is none), and its `races.FurtherReads`:
+#: their times and lanes; (index of the clock, address of its rows) of those that exist, and how many there are; per index the address of
+#: its rows, or null.
 REGION = _numbered(
     "low high base data known written writer scratch shadow_writer shadow_lane shadow_written shadow_generic "
-    "shadow_constant shadow_reading shadow_apart shadow_words readers reader_count by_index"
+    "shadow_reader shadow_read_lane shadow_read shadow_constant shadow_reading shadow_apart shadow_words "
+    "further_times further_lanes readers reader_count rows"
 )
 
 #: An operand of a record: the number of its register, and the place of its words in the register file.

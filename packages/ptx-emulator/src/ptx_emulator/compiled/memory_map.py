@@ -12,7 +12,7 @@ from ptx_emulator.compiled import shadow
 from ptx_emulator.compiled.engine import engine
 from ptx_emulator.compiled.layout import CONTEXT, MACHINE, REGION
 from ptx_emulator.lanes import Array, address_of
-from ptx_emulator.races import SECTIONS, Clock, Shadow
+from ptx_emulator.races import SECTIONS, Clock, FurtherReads, Shadow
 
 if TYPE_CHECKING:
     from ptx_emulator.memory import GlobalMemory, Region
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _Cells = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_bool)
 
 
-_INDEX, _NOW, _KNOWN = (CONTEXT[name] for name in ("index", "now", "known"))
+_NOTHING = np.zeros(0, np.int64)
+_INDEX, _NOW, _KNOWN, _TRANSITIVE = (CONTEXT[name] for name in ("index", "now", "known", "transitive"))
 
 
 @functools.cache
@@ -51,11 +52,8 @@ class RegionMap:
             self._fields[REGION[name]] = int(getattr(region, name))
         for name in ("data", "known", "written", "writer"):
             self.set(name, getattr(region, name))
-        self._readers, self._by_index = np.zeros((0, 3), np.int64), np.zeros((0, 2), np.int64)
+        self._clocks, self._readers, self._rows = clocks, _NOTHING, _NOTHING
         if region.shadow is not None:
-            self._readers, self._by_index = np.zeros((clocks, 3), np.int64), np.zeros((clocks, 2), np.int64)
-            self.set("readers", self._readers)
-            self.set("by_index", self._by_index)
             self.watch(region.shadow)
 
     def set(self, name: str, array: Array | None) -> None:
@@ -65,24 +63,34 @@ class RegionMap:
     def watch(self, shadow: Shadow) -> None:
         """Note all arrays of the race check."""
         self.set("shadow_lane", shadow.write_lane)
-        for name in ("writer", "written", "generic", "constant", "reading", "apart"):
+        names = "writer", "written", "generic", "reader", "read_lane", "read", "constant", "reading", "apart"
+        for name in names:
             self.set(f"shadow_{name}", getattr(shadow, name))
         self._fields[REGION["shadow_words"]] = shadow.words
-        self._fields[REGION["reader_count"]] = 0
-        for index, arrays in shadow.read.items():
-            self.reader(index, *arrays)
+        for index in shadow.further.rows:
+            self.set_further(shadow.further, index)
 
-    def reader(self, index: int, times: Array, lanes: Array) -> None:
-        """Note that the clock ``index`` has read the region for the first time (`Shadow.read`)."""
-        count = self._fields[REGION["reader_count"]]
-        self._readers[count] = index, times.ctypes.data, lanes.ctypes.data
-        self._by_index[index] = self._readers[count, 1:]
-        self._fields[REGION["reader_count"]] = count + 1
+    def set_further(self, further: FurtherReads, index: int) -> None:
+        """Note the reads of `Shadow.further`, which have more rows now, those of the clock ``index``."""
+        if not self._rows.size:
+            self._readers, self._rows = (
+                np.zeros((self._clocks, 2), np.int64),
+                np.zeros(self._clocks, np.int64),
+            )
+            self.set("readers", self._readers)
+            self.set("rows", self._rows)
+        self.set("further_times", further.times)
+        self.set("further_lanes", further.lanes)
+        if not self._rows[index]:
+            count = self._fields[REGION["reader_count"]]
+            self._rows[index] = further.rows[index].ctypes.data
+            self._readers[count] = index, self._rows[index]
+            self._fields[REGION["reader_count"]] = count + 1
 
     def checked(
         self, what: str, clock: Clock, cells: Array, lanes: Any, generic: bool, section: int = 0
     ) -> bool:
-        """Do the same as a method of `races.Shadow`. False: nothing was done, because it would raise an error.
+        """Do the same as a method of `races.Shadow`. False: nothing was done, because it would raise an error or `further` lacks a row.
 
         ``section``: of the vector of the clock, for "fenced".
         """
@@ -95,6 +103,7 @@ class RegionMap:
         context = self._context
         context[_INDEX], context[_NOW], context[_KNOWN] = clock.index, clock.now, address_of(clock.known)
         context[_KNOWN] += 8 * section * clock.warps
+        context[_TRANSITIVE] = -clock.transitive
         routine = _routine(what)
         return not routine(
             self._context_address, self.address, address_of(cells), address_of(who), cells.size, generic

@@ -8,10 +8,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from ptx_emulator.compiled.access import NULL, RaceCheck
+from ptx_emulator.compiled.access import RaceCheck
 from ptx_emulator.compiled.emit import I1, I8, I32, I64, POINTER, Value, element, loop
 
-#: The context, of which ``index``, ``now`` and ``known`` are used; the region's fields; the cells (i64), the lane of each (i8),
+#: The context, of which ``index``, ``now``, ``known`` and ``transitive`` are used; the region's fields; the cells (i64), the lane of each (i8),
 #: and how many there are; whether a write is of the generic proxy.
 CELLS = ir.FunctionType(I32, (POINTER, POINTER, POINTER, POINTER, I64, I1))
 
@@ -32,9 +32,6 @@ def _build(what: str, name: str, module: Any) -> None:
         with loop(b, count) as n:
             body(element(b, cells, n, I64), element(b, lanes, n, I8))
 
-    if what == "load":
-        times, readers = check.own_reads()
-        check.bail_if(b.icmp_unsigned("==", times, NULL))
     if what == "fenced":
         each(lambda cell, who: check.check_fence(cell))
         check.done()
@@ -43,7 +40,8 @@ def _build(what: str, name: str, module: Any) -> None:
         each(lambda cell, who: check.check_marks(cell))
     each(check.check_writes)
     if what == "load":
-        each(partial(check.record_read, times, readers))
+        each(lambda cell, who: check.check_place(cell))
+        each(check.record_read)
     elif what == "store":
         each(check.check_reads)
         each(lambda cell, who: check.record_write(cell, who, b.zext(generic, I8)))

@@ -20,8 +20,9 @@ from ptx_emulator.machine import Warp
 _FILE, _STATE, _CODE, _PC, _LANES, _BUDGET, _STOP, _FLIGHT = (
     CONTEXT[name] for name in ("file", "state", "code", "pc", "lanes", "budget", "stop", "flight")
 )
-_INDEX, _NOW, _KNOWN, _MACHINE, _SHARED, _PARAMETERS, _ALIVE, _CTA = (
-    CONTEXT[name] for name in ("index", "now", "known", "machine", "shared", "parameters", "alive", "cta")
+_INDEX, _NOW, _KNOWN, _TRANSITIVE, _MACHINE, _SHARED, _PARAMETERS, _ALIVE, _CTA = (
+    CONTEXT[name]
+    for name in ("index", "now", "known", "transitive", "machine", "shared", "parameters", "alive", "cta")
 )
 
 
@@ -118,6 +119,7 @@ class CompiledWarp(Warp):
         base = file.ctypes.data
         fields[_FILE], fields[_STATE], fields[_CODE] = base, base + layout.state, compiled.code
         fields[_INDEX], fields[_KNOWN] = self.clock.index, self.clock.known.ctypes.data
+        fields[_TRANSITIVE] = -self.clock.transitive
         fields[_MACHINE], fields[_SHARED] = map_.address, map_.of(self.cta.shared)
         fields[_PARAMETERS], fields[_CTA] = map_.of(self.machine.parameters), self.cta.number
 
