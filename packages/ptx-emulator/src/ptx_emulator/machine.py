@@ -244,7 +244,8 @@ class Program:
     def transitive(self) -> bool:
         """`races.Clock.transitive`: no asynchronous operation arrives at an mbarrier with the vector of its issue alone."""
         arriving = ("mbarrier::complete_tx", "cp.async.mbarrier.arrive", "st.async", "red.async")
-        return not any(name in text for _, text in self.lines for name in arriving)
+        texts = "\n".join(self.texts)
+        return not any(name in texts for name in arriving)
 
 
 class Warp:
