@@ -246,21 +246,14 @@ def test_warps_that_read_all_of_a_large_tensor(compiled):
 @pytest.mark.parametrize("compiled", (True, False))
 @pytest.mark.parametrize("seed", range(4))
 def test_many_ctas_that_read_the_same_words(seed, compiled):
-    """<writer>: of one CTA that writes one of them."""
+    """A CTA that writes one of the words races with the readers. Without a writer there is no race."""
     body = """mul.wide.u32 %q2, %r0, 4; add.u64 %q2, %q2, %q0; ld.global.b32 %r2, [%q2]; ld.global.u16 %h2, [%q2];
         mov.u32 %r1, %ctaid.x; setp.eq.s32 %p1, %r1, <writer>; @%p1 st.global.b32 [%q2], 7;"""
-    run(
-        body.replace("<writer>", "40"),
-        torch.zeros(32, dtype=torch.int32),
-        grid=40,
-        seed=seed,
-        compiled=compiled,
-    )
+
+    def launch(writer):
+        x = torch.zeros(32, dtype=torch.int32)
+        run(body.replace("<writer>", str(writer)), x, grid=40, seed=seed, compiled=compiled)
+
+    launch(40)  # no CTA has this number
     with pytest.raises(ExecutionError, match="a race: .* offset 0 is"):
-        run(
-            body.replace("<writer>", "39"),
-            torch.zeros(32, dtype=torch.int32),
-            grid=40,
-            seed=seed,
-            compiled=compiled,
-        )
+        launch(39)

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 SEVERAL = -2  # in place of a lane: several lanes of the warp
 BLOCK = 128  # words of a block of `FurtherReads`; a power of 2
-WHOLE_ROWS, WHOLE_WORDS = (
-    32,
-    1 << 16,
-)  # warps with rows for all of a region; words of it at most: shared memory of a CTA
+WHOLE_ROWS = 32  # warps at most that get rows for all of a region at once
+WHOLE_WORDS = 1 << 16  # words at most of a region where they do; the shared memory of a CTA has fewer
 
 # Sections of a vector, behind that of the accesses of each warp (see `Clock`).
 SHARED, GLOBAL, TENSOR, ORDERED = 1, 2, 3, 4
