@@ -80,7 +80,7 @@ def steps(arch: str, folder: Path) -> list[Step]:
     return [
         Step("machine", "Are the packages installed, and is the GPU visible?", (python, "-m", "kda_core", "doctor"), 300),
         Step("record", "What do single instructions compute?", (*calibrate, "record", *units), 3600),
-        Step("units", "Has the emulator the same bits?", (*calibrate, "report", *units), 3600),
+        Step("units", "Does the emulator compute the same bits?", (*calibrate, "report", *units), 3600),
         Step("sums", "How are products summed?", (python, "-m", "helpers.emulator.sums", str(folder / "units")), 300),
         Step("conformance", f"Is {backend} right?", kit, 7200),
         Step("tests", "Do the tests for this GPU pass?", (python, "-m", "pytest", "-q", f"tests/{backend}", "tests/cp"), 7200),
