@@ -8,8 +8,8 @@ import importlib
 import sys
 from collections import Counter
 
-# Allocated objects after which the collector runs within a test. Python's own threshold goes through all objects many times, of which
-# imports make most: it is set before them.
+# Allocated objects after which the collector runs within a test. With Python's own threshold it goes through all objects many times. The
+# threshold is set before the imports, because they allocate most objects.
 gc.set_threshold(1_000_000, 20, 100)
 
 import pytest

@@ -104,8 +104,10 @@ class Shared:
         registers, unknown, specials: as in `Program`, of all these kernels.
         slots: the numbers of registers.
         decoded: instructions whose decoding does not depend on others.
-        patterns: of instructions of `_PURE`, with the first instruction of each, its registers and its decoding, see `_pattern`.
-        alike: for other instructions of a pattern its first one, and for each register of that one the register in its place.
+        patterns: by pattern (`_pattern`), the first instruction with it, the registers of this instruction, and its decoding. Only
+            instructions of `_PURE` have an entry.
+        alike: by instruction that was decoded by example, the first instruction with its pattern, and which register stands for each
+            register of the first instruction.
         forms: their compiled forms.
         file: `compiled.program.RegisterFile` of the last program that was compiled; None: there is none.
     """
@@ -129,11 +131,11 @@ def _shared_by(known: Known, *declarations: Any) -> Shared:
 
 
 def _pattern(i: Instruction, registers: dict[str, Register]) -> tuple[object, ...] | None:
-    """Return what decoding an instruction depends on, with numbers for the names of its registers. None: it has an operand that is not
-    taken apart here.
+    """Return what the decoding of an instruction depends on, with numbers in place of the names of registers. None: the instruction has an
+    operand of a kind that this function does not know.
 
     Args:
-        registers: filled with them, by their names, in the order in which they first occur.
+        registers: receives the registers by name, in the order in which they first occur.
     """
     numbers: dict[str, int] = {}
     key: list[object] = [i.opcode, i.modifiers]

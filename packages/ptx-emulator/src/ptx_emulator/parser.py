@@ -108,7 +108,7 @@ Operand = (
 
 @dataclass(eq=False, slots=True)
 class Instruction:
-    """One instruction. Nothing changes it: kernels with the same declarations share those of the same text.
+    """One instruction. It must not be changed, because kernels with the same declarations share instructions of the same text.
 
     Attributes:
         text: the statement without its semicolon.

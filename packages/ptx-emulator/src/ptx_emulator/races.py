@@ -48,8 +48,8 @@ class Clock:
         fences: (clock, lanes) of the proxy fences of this warp that only some of its lanes executed.
         seen: merged vectors of the releases that relaxed reads have observed since the last fence.
         fenced: the vector of the last fence. Relaxed writes publish it.
-        transitive: whether everyone who learns of an access of this warp learns what the warp knew then. Completions of asynchronous
-            operations break this: see `issue_snapshot`, `learn`.
+        transitive: whether a warp that learns of an access of this warp also learns what this warp knew at the access. The completions of
+            asynchronous operations do not pass this on: see `issue_snapshot`, `learn`.
     """
 
     def __init__(self, index: int, warps: int, sections: int = 1, transitive: bool = False):

@@ -51,8 +51,9 @@ class Words(NamedTuple):
     """Some words of tensor memory.
 
     Attributes:
-        numbers: of the words. Nothing changes them.
-        shape, index: select them in an array of all words: of this shape, by this index. Slices are faster than numbers.
+        numbers: the numbers of the words, an array that cannot be written.
+        shape, index: an array with an entry for each word of tensor memory, in this shape and with this index, gives the entries of these
+            words. An index of slices is faster than one of numbers.
     """
 
     numbers: Array
@@ -60,7 +61,7 @@ class Words(NamedTuple):
     index: Any
 
     def within(self, array: Array) -> Array:
-        """Return an array with an entry for each word of tensor memory so that ``index`` selects these words."""
+        """Return an array that has an entry for each word of tensor memory, in the shape to which ``index`` applies."""
         return array.reshape(self.shape)
 
     def of(self, array: Array) -> Array:

@@ -44,12 +44,11 @@ SPACES = {"global": GLOBAL, "generic": GENERIC, "shared": SHARED, "param": PARAM
 #: this is `ld.global.nc`; the words, an array [count, 32]; and per word the set of lanes where it is undefined.
 ACCESS = ir.FunctionType(I32, (POINTER, POINTER, I32, I32, I64, I1, I1, POINTER, POINTER))
 
-
-_NUMBERS = ("shadow_words", "reader_count")
+#: The type of each field of a region that the race check uses.
 _FIELDS = {
-    name: I64 if name in _NUMBERS else POINTER
+    name: I64 if name in ("shadow_words", "reader_count") else POINTER
     for name in REGION
-    if name in _NUMBERS or name.startswith(("shadow_", "further_", "reader", "rows"))
+    if name.startswith(("shadow_", "further_", "reader", "rows"))
 }
 
 

@@ -33,11 +33,11 @@ class RegisterFile:
         state, flight: where the states and the flags of instructions in flight start.
         rows: per tuple of registers of 4 bytes, the places of their words, see `Registers.rows`.
         constants: where the constants start.
-        bytes: of a register file.
+        bytes: the size of the register file.
         unknown: the initial sets of undefined lanes.
         image: the initial bytes of the constants and special registers.
-        records: the bytes of `layout.RECORD_TYPE` of the instructions, except branches.
-        kept: the arrays to which they point.
+        records: by instruction, except branches, the bytes of its `layout.RECORD_TYPE`.
+        kept: the arrays to which the records point. This list keeps them alive.
     """
 
     def __init__(self, registers: list[Any], unknown: list[int]):
