@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import random
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -710,7 +711,11 @@ class Machine:
         pending: completions of asynchronous operations.
         ctas: those on the device.
         clusters: those that have not started, the next one last.
-        live: the warps on the device that have not ended; None: to be listed again.
+        live: the warps on the device that have not ended; None: to be listed again. The next four attributes have their places in the list.
+        able: in ascending order, those of one fragment that can run. They remain able until they run.
+        split: those of several fragments.
+        asked: those of one fragment that are asked before each turn whether they can run.
+        waiting: those of one fragment that wait for a later phase of a barrier, with the barrier and its phase.
         proxy_fences: `races.Clock.fences` of the warps that have started, by their index.
         releases: per word that a strong access wrote, the vector that it published. The key is (CTA, address); the CTA is -1
             for global memory.
@@ -738,6 +743,12 @@ class Machine:
     ctas: list[Cta] = field(default_factory=list)
     clusters: list[tuple[int, int, int]] = field(default_factory=list)
     live: list[Warp] | None = None
+    able: list[int] = field(default_factory=list)
+    split: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    waiting: dict[tuple[int, int], tuple[Mbarrier | NamedBarrier, int, list[int]]] = field(
+        default_factory=dict
+    )
     proxy_fences: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     releases: dict[tuple[int, int], Any] = field(default_factory=dict)
     part: slice = field(default_factory=lambda: slice(None))
@@ -801,39 +812,62 @@ class Machine:
                 self._complete(rng)
             ready = self._ready()
             if ready:
-                rng.choice(ready).run(rng.randint(1, QUANTUM))
+                self._take(rng.choice(ready)).run(rng.randint(1, QUANTUM))
             elif self.pending:
                 self._complete(rng)
             elif not self._released():
                 polling = [w for cta in self.ctas for w in cta.warps if w.may_poll()]
                 if not polling:
                     self._deadlock()
+                self.live = None
                 rng.choice(polling).run(rng.randint(1, QUANTUM))
         while self.pending:
             self._complete(rng)
 
-    def _ready(self) -> list[Warp]:
-        """Return the warps that are `Warp.runnable`. It is inlined for warps of one fragment: this is done for each warp that runs."""
-        found = []
-        changes = self.changes
-        if self.live is None:
-            self.live = [warp for cta in self.ctas for warp in cta.warps if warp.fragments]
-        for warp in self.live:
-            fragments = warp.fragments
-            if len(fragments) == 1:
-                fragment = fragments[0]
-                wait = fragment.wait
-                if wait is None:
-                    if fragment.seen != changes:
-                        found.append(warp)
-                elif type(wait) is Wait:
-                    barrier = wait.barrier
-                    if (barrier is None or barrier.phase != wait.phase) and wait.ready():
-                        fragment.resume(wait)
-                        found.append(warp)
-            elif warp.runnable():
-                found.append(warp)
-        return found
+    def _ready(self) -> list[int]:
+        """Return the places in `live` of the warps that are `Warp.runnable`, in ascending order.
+
+        This is done for each turn, so only warps are asked whose answer may have changed.
+        """
+        live = self.live
+        if live is None:
+            live = self.live = [warp for cta in self.ctas for warp in cta.warps if warp.fragments]
+            self.able, self.split, self.asked, self.waiting = [], [], list(range(len(live))), {}
+        for key in [key for key, (barrier, phase, _) in self.waiting.items() if barrier.phase != phase]:
+            self.asked += self.waiting.pop(key)[2]
+        asked, changes, self.asked = sorted(self.asked), self.changes, []
+        for n in asked:
+            fragments = live[n].fragments
+            if len(fragments) > 1:
+                self.split.append(n)
+                continue
+            (fragment,) = fragments
+            wait = fragment.wait
+            if wait is None:
+                ready = fragment.seen != changes
+            elif isinstance(wait, Converge):
+                ready = False
+            elif wait.barrier is not None and wait.barrier.phase == wait.phase:
+                key = id(wait.barrier), wait.phase
+                self.waiting.setdefault(key, (wait.barrier, wait.phase, []))[2].append(n)
+                continue
+            elif ready := wait.ready():
+                fragment.resume(wait)
+            if ready:
+                insort(self.able, n)
+            else:
+                self.asked.append(n)
+        if not self.split:
+            return self.able
+        return sorted([*self.able, *(n for n in self.split if live[n].runnable())])
+
+    def _take(self, n: int) -> Warp:
+        """Return the warp at a place in `live`, which runs now. It is asked before the next turn."""
+        assert self.live is not None
+        warp = self.live[n]
+        (self.split if len(warp.fragments) > 1 else self.able).remove(n)
+        self.asked.append(n)
+        return warp
 
     def _start(self, index: tuple[int, int, int]) -> None:
         """Start the CTAs of a cluster."""
@@ -859,6 +893,7 @@ class Machine:
                 warp.pc = warp.fragments[0].pc
                 warp.fail(f"lanes diverged for good, and each part waits for the others: {warp.waits()}")
             released |= before != [f.wait for f in warp.fragments]
+        self.live = None
         return released
 
     def _deadlock(self) -> NoReturn:

@@ -13,11 +13,12 @@ One lane is enough: the whole warp is then synchronised. Accesses of different l
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from ptx_emulator.lanes import Array
+from ptx_emulator.lanes import Array, address_of
 
 if TYPE_CHECKING:
     from ptx_emulator.machine import Cta, Warp
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 SEVERAL = -2  # in place of a lane: several lanes of the warp
 BLOCK = 128  # words of a block of `FurtherReads`; a power of 2
-WHOLE_ROWS = 32  # warps at most that get rows for all of a region at once
-WHOLE_WORDS = 1 << 16  # words at most of a region where they do; the shared memory of a CTA has fewer
+WHOLE = 1 << 14  # blocks of reads at most up to which warps get rows for all of a region at once
+SMALL = 32  # blocks at most of a region where all warps of a CTA get them when the first one needs them
 
 # Sections of a vector, behind that of the accesses of each warp (see `Clock`).
 SHARED, GLOBAL, TENSOR, ORDERED = 1, 2, 3, 4
@@ -41,10 +42,11 @@ class Clock:
         now: the clock of the warp's next accesses, from 1.
         warps: of the launch.
         known: int64[sections * warps]. Accesses of warp n up to clock ``known[n]`` happen before the next accesses of this warp.
-            The entry of this warp itself is about its other lanes. Further sections, of programs that need them:
+            The entry of this warp itself is about its other lanes. The array stays the same. Further sections, of programs that need them:
             `SHARED`, `GLOBAL`: the same for accesses of the async proxy, by state space: a proxy fence lies between;
             `TENSOR`: the tensor core instructions of warp n up to this number are complete (`Issuer`);
             `ORDERED`: they are ordered before later ones, by `tcgen05.fence::before_thread_sync`.
+        known_at: the address of ``known``.
         fences: (clock, lanes) of the proxy fences of this warp that only some of its lanes executed.
         seen: merged vectors of the releases that relaxed reads have observed since the last fence.
         fenced: the vector of the last fence. Relaxed writes publish it.
@@ -55,6 +57,7 @@ class Clock:
     def __init__(self, index: int, warps: int, sections: int = 1, transitive: bool = False):
         self.index, self.now, self.warps, self.transitive = index, 1, warps, transitive
         self.known = np.zeros(sections * warps, np.int64)
+        self.known_at = address_of(self.known)
         self.fences: list[tuple[int, int]] = []
         self.seen: Array | None = None
         self.fenced: Array | None = None
@@ -131,7 +134,8 @@ class Issuer:
     def __init__(self, w: Warp):
         self.w: Warp = weakref.proxy(w)  # the warp holds this object: see `machine.Cta.free`
         self.cta: Cta = weakref.proxy(w.cta)
-        self.clock = Clock(TENSOR * w.clock.warps + w.clock.index, w.clock.warps)
+        warps = w.clock.warps
+        self.clock = Clock(TENSOR * warps + w.clock.index, warps, w.clock.known.size // warps)
         self.last: dict[int, int] = {}
         self.uncommitted: dict[int, int] = {}
         self.order: Array | None = None
@@ -143,7 +147,8 @@ class Issuer:
     def start(self) -> Issuer:
         """Take over what the warp knows, before an instruction is issued. Instructions of the same warp keep their order."""
         clock, n = self.w.clock, self.clock.warps
-        known = self.clock.known = clock.known.copy()
+        known = self.clock.known
+        known[:] = clock.known
         known[clock.index], known[self.clock.index] = clock.now, self.clock.now
         if self.order is not None:
             np.maximum(
@@ -197,25 +202,31 @@ class FurtherReads:
         halves, words = np.divmod(cells, self.words)
         return (self.rows[index][words // BLOCK] * self.times.shape[1] + halves) * BLOCK + words % BLOCK
 
-    def make_room(self, index: int, cells: Array) -> None:
+    def make_room(self, index: int, cells: Array, together: Iterable[int]) -> None:
         """Create the rows for reads of cells, and more than that, to be asked rarely.
 
-        The first warps get all rows of the region, unless it is large. Others get as many blocks behind these as they have rows.
+        The first warps get all rows of the region. If it is small, the warps ``together`` get them at once. When there are `WHOLE` of
+        them, warps get rows for the blocks of ``cells`` and for as many blocks behind these as they have rows.
         """
         count = -(-self.words // BLOCK)
-        whole = index not in self.rows and len(self.rows) < WHOLE_ROWS and self.words <= WHOLE_WORDS
-        rows = self.rows.setdefault(index, np.zeros(count, np.int32))
-        blocks = np.unique(cells % self.words // BLOCK)
-        behind = np.arange(blocks[-1], min(blocks[-1] + 1 + np.count_nonzero(rows), count))
-        blocks = np.arange(count) if whole else np.union1d(blocks, behind)
-        new = blocks[rows[blocks] == 0]
-        rows[new] = np.arange(self._used, self._used + len(new))
-        self._used += len(new)
-        missing = self._used - len(self.times)
-        if missing > 0:
-            more = max(missing, len(self.times)), *self.times.shape[1:]
-            self.times = np.concatenate([self.times, np.zeros(more, np.int64)])
-            self.lanes = np.concatenate([self.lanes, np.zeros(more, np.int8)])
+        new = [index]
+        if count <= SMALL:
+            new += [other for other in together if other != index and other not in self.rows]
+        if index not in self.rows and (len(self.rows) + len(new)) * count <= WHOLE:
+            numbers = np.arange(self._used, self._used + len(new) * count, dtype=np.int32)
+            self.rows |= zip(new, numbers.reshape(len(new), count))
+            self._used += numbers.size
+        else:
+            rows = self.rows.setdefault(index, np.zeros(count, np.int32))
+            blocks = np.unique(cells % self.words // BLOCK)
+            behind = np.arange(blocks[-1], min(blocks[-1] + 1 + np.count_nonzero(rows), count))
+            blocks = np.union1d(blocks, behind)
+            blocks = blocks[rows[blocks] == 0]
+            rows[blocks] = np.arange(self._used, self._used + len(blocks))
+            self._used += len(blocks)
+        if self._used > len(self.times):
+            size = max(self._used, 2 * len(self.times))
+            self.times, self.lanes = (_extended(x, size) for x in (self.times, self.lanes))
 
     def double(self) -> None:
         """Make room for reads of upper halves."""
@@ -284,9 +295,11 @@ class Shadow:
         _record(clock, self.read, self.read_lane, cells[free], lanes[free])
         if not free.all():
             rest, further = cells[~free], self.further
-            further.make_room(clock.index, rest)
+            first = w.cta.number * w.cta.width
+            together = range(first, first + w.cta.width) if clock.index < clock.warps else ()
+            further.make_room(clock.index, rest, together)
             if self.region.map is not None:
-                self.region.map.set_further(further, clock.index)
+                self.region.map.set_further(further)
             places = further.places(clock.index, rest)
             _record(clock, further.times.reshape(-1), further.lanes.reshape(-1), places, lanes[~free])
 
@@ -466,6 +479,13 @@ def _record(clock: Clock, times: Array, readers: Array, cells: Array, lanes: Arr
     shared = readers[cells] != lanes  # several lanes read this cell at once
     readers[cells[shared]] = SEVERAL
     times[cells] = clock.now
+
+
+def _extended(reads: Array, rows: int) -> Array:
+    """Return a copy with more rows. The system allocates the new ones on first use."""
+    found = np.zeros((rows, *reads.shape[1:]), reads.dtype)
+    found[: len(reads)] = reads
+    return found
 
 
 def _history(cells: int, kind: type[np.generic]) -> Array:

@@ -23,9 +23,10 @@ def _numbered(names: str) -> dict[str, int]:
 
 #: Fields of a context. ``flight``: a byte for each register, nonzero if it is in flight; null: none is. ``stop`` is -1, or the
 #: number of the instruction at which the fragment has to merge. ``index``, ``now``, ``known``, ``transitive``: of `races.Clock`, the
-#: latter 0 or -1.
+#: latter 0 or -1. The fields of the second line are in the context of `memory_map.Request` only.
 CONTEXT = _numbered(
-    "file state code pc lanes budget stop flight index now known transitive machine shared parameters alive cta"
+    "file state code pc lanes budget stop flight index now known transitive machine shared parameters alive cta "
+    "region cells cell_lanes cell_count generic"
 )
 #: Fields of a machine: `Machine.clock`, `Machine.changes`, and the regions of global memory.
 MACHINE = _numbered("clock changes count regions")

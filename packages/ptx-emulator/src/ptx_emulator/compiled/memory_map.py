@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,22 +18,52 @@ from ptx_emulator.races import SECTIONS, Clock, FurtherReads, Shadow
 if TYPE_CHECKING:
     from ptx_emulator.memory import GlobalMemory, Region
 
-_Cells = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_bool)
-
+_Routine = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 _NOTHING = np.zeros(0, np.int64)
-_INDEX, _NOW, _KNOWN, _TRANSITIVE = (CONTEXT[name] for name in ("index", "now", "known", "transitive"))
+_FIELDS = "index", "now", "known", "transitive", "region", "cells", "cell_lanes", "cell_count", "generic"
+_INDEX, _NOW, _KNOWN, _TRANSITIVE, _REGION, _CELLS, _LANES, _COUNT, _GENERIC = (CONTEXT[x] for x in _FIELDS)
 
 
 @functools.cache
 def _routine(what: str) -> Any:
-    return _Cells(engine().function(*shadow.build(what)))
+    return _Routine(engine().function(*shadow.build(what)))
 
 
-@functools.lru_cache(maxsize=256)
-def _lane(lane: int, count: int) -> Array:
-    """Return the same lane ``count`` times."""
-    return np.full(count, lane, np.int8)
+class Request:
+    """The arguments of the routines of `shadow`, for one launch. They have the form of a context (`layout.CONTEXT`).
+
+    Attributes:
+        clocks: the number of indices of clocks in the launch (`races.Clock`).
+    """
+
+    def __init__(self, clocks: int):
+        self.clocks = clocks
+        self._fields = np.zeros(len(CONTEXT), np.int64)
+        self._view, self._address = self._fields.data, address_of(self._fields)
+        self._make_room(1 << 10)
+
+    def _make_room(self, count: int) -> None:
+        """Make room for ``count`` cells. Their place stays the same: to ask numpy for an address takes longer than a small copy."""
+        self._cells, self._lanes = np.empty(count, np.int64), np.empty(count, np.int8)
+        self._view[_CELLS], self._view[_LANES] = address_of(self._cells), address_of(self._lanes)
+
+    def call(
+        self, what: str, region: int, clock: Clock, cells: Array, lanes: Any, generic: bool, section: int
+    ) -> bool:
+        """Execute a routine. ``region``: the address of its fields. Returns whether the routine did nothing."""
+        count, view = cells.size, self._view
+        if count > len(self._cells):
+            self._make_room(2 * count)
+        self._cells[:count] = cells.ravel()
+        if isinstance(lanes, int) or lanes.shape == (count,):
+            self._lanes[:count] = lanes
+        else:
+            self._lanes[:count].reshape(cells.shape)[...] = lanes
+        view[_INDEX], view[_NOW], view[_TRANSITIVE] = clock.index, clock.now, -clock.transitive
+        view[_KNOWN] = clock.known_at + 8 * section * clock.warps
+        view[_REGION], view[_COUNT], view[_GENERIC] = region, count, generic
+        return bool(_routine(what)(self._address))
 
 
 class RegionMap:
@@ -42,23 +73,22 @@ class RegionMap:
         address: of the fields.
     """
 
-    def __init__(self, region: Region, clocks: int):
-        """``clocks``: the number of indices of clocks in the launch (`races.Clock`)."""
+    def __init__(self, region: Region, request: Request):
+        """``request``: that of the launch."""
         self._fields = np.zeros(len(REGION), np.int64)
-        self.address = self._fields.ctypes.data
-        self._whole_context = np.zeros(len(CONTEXT), np.int64)
-        self._context, self._context_address = self._whole_context.data, self._whole_context.ctypes.data
+        self.address = address_of(self._fields)
+        self._request = request
         for name in ("low", "high", "base", "scratch"):
             self._fields[REGION[name]] = int(getattr(region, name))
         for name in ("data", "known", "written", "writer"):
             self.set(name, getattr(region, name))
-        self._clocks, self._readers, self._rows = clocks, _NOTHING, _NOTHING
+        self._readers, self._rows = _NOTHING, _NOTHING
         if region.shadow is not None:
             self.watch(region.shadow)
 
     def set(self, name: str, array: Array | None) -> None:
         """Note the array of a field."""
-        self._fields[REGION[name]] = 0 if array is None else array.ctypes.data
+        self._fields[REGION[name]] = 0 if array is None else address_of(array)
 
     def watch(self, shadow: Shadow) -> None:
         """Note all arrays of the race check."""
@@ -67,25 +97,23 @@ class RegionMap:
         for name in names:
             self.set(f"shadow_{name}", getattr(shadow, name))
         self._fields[REGION["shadow_words"]] = shadow.words
-        for index in shadow.further.rows:
-            self.set_further(shadow.further, index)
+        if shadow.further.rows:
+            self.set_further(shadow.further)
 
-    def set_further(self, further: FurtherReads, index: int) -> None:
-        """Note the reads of `Shadow.further`, which have more rows now, those of the clock ``index``."""
+    def set_further(self, further: FurtherReads) -> None:
+        """Note the reads of `Shadow.further`, which have more rows now."""
         if not self._rows.size:
-            self._readers, self._rows = (
-                np.zeros((self._clocks, 2), np.int64),
-                np.zeros(self._clocks, np.int64),
-            )
+            clocks = self._request.clocks
+            self._readers, self._rows = np.zeros((clocks, 2), np.int64), np.zeros(clocks, np.int64)
             self.set("readers", self._readers)
             self.set("rows", self._rows)
         self.set("further_times", further.times)
         self.set("further_lanes", further.lanes)
-        if not self._rows[index]:
-            count = self._fields[REGION["reader_count"]]
-            self._rows[index] = further.rows[index].ctypes.data
-            self._readers[count] = index, self._rows[index]
-            self._fields[REGION["reader_count"]] = count + 1
+        known = int(self._fields[REGION["reader_count"]])
+        for n, (index, rows) in enumerate(islice(further.rows.items(), known, None), known):
+            self._rows[index] = address_of(rows)
+            self._readers[n] = index, self._rows[index]
+        self._fields[REGION["reader_count"]] = len(further.rows)
 
     def checked(
         self, what: str, clock: Clock, cells: Array, lanes: Any, generic: bool, section: int = 0
@@ -94,20 +122,7 @@ class RegionMap:
 
         ``section``: of the vector of the clock, for "fenced".
         """
-        cells = np.ascontiguousarray(cells, np.int64)
-        if isinstance(lanes, int):
-            who = _lane(lanes, cells.size)
-        else:
-            who = np.empty(cells.shape, np.int8)
-            who[...] = lanes
-        context = self._context
-        context[_INDEX], context[_NOW], context[_KNOWN] = clock.index, clock.now, address_of(clock.known)
-        context[_KNOWN] += 8 * section * clock.warps
-        context[_TRANSITIVE] = -clock.transitive
-        routine = _routine(what)
-        return not routine(
-            self._context_address, self.address, address_of(cells), address_of(who), cells.size, generic
-        )
+        return not self._request.call(what, self.address, clock, cells, lanes, generic, section)
 
 
 class MachineMap:
@@ -115,37 +130,20 @@ class MachineMap:
 
     Attributes:
         address: of the fields.
+        view: the fields.
     """
 
     def __init__(self, memory: GlobalMemory, warps: int):
-        self._clocks = SECTIONS * warps
+        self._request = Request(SECTIONS * warps)
         self._fields = np.zeros(len(MACHINE), np.int64)
-        self._view = self._fields.data
-        self.address = self._fields.ctypes.data
+        self.view = self._fields.data
+        self.address = address_of(self._fields)
         self._regions = np.array([self.of(region) for region in memory.regions], np.int64)
         self._fields[MACHINE["count"]] = len(self._regions)
-        self._fields[MACHINE["regions"]] = self._regions.ctypes.data
+        self._fields[MACHINE["regions"]] = address_of(self._regions)
 
     def of(self, region: Region) -> int:
         """Return the address of the fields of a region; create them first if there are none."""
         if region.map is None:
-            region.map = RegionMap(region, self._clocks)
+            region.map = RegionMap(region, self._request)
         return region.map.address
-
-    @property
-    def clock(self) -> int:
-        """`Machine.clock`."""
-        return self._view[MACHINE["clock"]]
-
-    @clock.setter
-    def clock(self, value: int) -> None:
-        self._view[MACHINE["clock"]] = value
-
-    @property
-    def changes(self) -> int:
-        """`Machine.changes`."""
-        return self._view[MACHINE["changes"]]
-
-    @changes.setter
-    def changes(self, value: int) -> None:
-        self._view[MACHINE["changes"]] = value

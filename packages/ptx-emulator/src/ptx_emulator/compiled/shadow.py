@@ -9,11 +9,11 @@ from typing import Any
 from llvmlite import ir
 
 from ptx_emulator.compiled.access import RaceCheck
-from ptx_emulator.compiled.emit import I1, I8, I32, I64, POINTER, Value, element, loop
+from ptx_emulator.compiled.emit import I8, I32, I64, POINTER, Value, element, loop
 
-#: The context, of which ``index``, ``now``, ``known`` and ``transitive`` are used; the region's fields; the cells (i64), the lane of each (i8),
-#: and how many there are; whether a write is of the generic proxy.
-CELLS = ir.FunctionType(I32, (POINTER, POINTER, POINTER, POINTER, I64, I1))
+#: A routine takes a context, of which it uses ``index``, ``now``, ``known`` and ``transitive`` of the clock; ``region``, the address of its
+#: fields; ``cells`` (i64), ``cell_lanes``, the lane of each (i8), and ``cell_count``; ``generic``, whether a write is of the generic proxy.
+CELLS = ir.FunctionType(I32, (POINTER,))
 
 
 def build(what: str) -> tuple[str, Callable[[Any], None]]:
@@ -24,9 +24,10 @@ def build(what: str) -> tuple[str, Callable[[Any], None]]:
 
 def _build(what: str, name: str, module: Any) -> None:
     check = RaceCheck(module, name, CELLS)
-    _, region, cells, lanes, count, generic = check.function.args
     b = check.b
-    check.start(region)
+    cells, lanes, count = check.get("cells"), check.get("cell_lanes"), check.get("cell_count", I64)
+    generic = b.trunc(check.get("generic", I64), I8)
+    check.start(check.get("region"))
 
     def each(body: Callable[[Value, Value], None]) -> None:
         with loop(b, count) as n:
@@ -44,5 +45,5 @@ def _build(what: str, name: str, module: Any) -> None:
         each(check.record_read)
     elif what == "store":
         each(check.check_reads)
-        each(lambda cell, who: check.record_write(cell, who, b.zext(generic, I8)))
+        each(lambda cell, who: check.record_write(cell, who, generic))
     check.done()

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from ptx_emulator.compiled.dispatch import MERGE
-from ptx_emulator.compiled.layout import CONTEXT, PACKED, WRITTEN
+from ptx_emulator.compiled.layout import CONTEXT, MACHINE, PACKED, WRITTEN
 from ptx_emulator.compiled.memory_map import MachineMap
 from ptx_emulator.compiled.products import product
 from ptx_emulator.compiled.program import CompiledProgram, RegisterFile
 from ptx_emulator.decode import WORDS
-from ptx_emulator.lanes import BOOLS, FULL, LANES, Array
+from ptx_emulator.lanes import BOOLS, FULL, LANES, Array, address_of
 from ptx_emulator.machine import Warp
 
 _FILE, _STATE, _CODE, _PC, _LANES, _BUDGET, _STOP, _FLIGHT = (
@@ -24,6 +24,7 @@ _INDEX, _NOW, _KNOWN, _TRANSITIVE, _MACHINE, _SHARED, _PARAMETERS, _ALIVE, _CTA 
     CONTEXT[name]
     for name in ("index", "now", "known", "transitive", "machine", "shared", "parameters", "alive", "cta")
 )
+_CLOCK, _CHANGES = MACHINE["clock"], MACHINE["changes"]
 
 
 class Registers:
@@ -98,10 +99,10 @@ class CompiledWarp(Warp):
         assert isinstance(compiled, CompiledProgram)
         map_ = self.machine.map
         assert isinstance(map_, MachineMap)
-        self._compiled, self._map = compiled, map_
+        self._compiled, self._counters = compiled, map_.view
         layout = compiled.file
         memory = np.zeros(layout.bytes + 64, np.uint8)
-        start = -memory.ctypes.data % 64
+        start = -address_of(memory) % 64
         file = self._file = memory[start : start + layout.bytes]
         count = len(layout.places)
         file[: 4 * count] = layout.unknown.view(np.uint8)
@@ -115,10 +116,9 @@ class CompiledWarp(Warp):
         self._fenced_once = False
         self._fields = np.zeros(len(CONTEXT), np.int64)
         fields = self._context = self._fields.data
-        self._address = self._fields.ctypes.data
-        base = file.ctypes.data
+        self._address, base = address_of(self._fields), address_of(file)
         fields[_FILE], fields[_STATE], fields[_CODE] = base, base + layout.state, compiled.code
-        fields[_INDEX], fields[_KNOWN] = self.clock.index, self.clock.known.ctypes.data
+        fields[_INDEX], fields[_KNOWN] = self.clock.index, self.clock.known_at
         fields[_TRANSITIVE] = -self.clock.transitive
         fields[_MACHINE], fields[_SHARED] = map_.address, map_.of(self.cta.shared)
         fields[_PARAMETERS], fields[_CTA] = map_.of(self.machine.parameters), self.cta.number
@@ -130,13 +130,14 @@ class CompiledWarp(Warp):
         compiled = self._compiled
         if not compiled.compiled[pc]:
             return pc, budget, False
-        fields, clock, machine, map_ = self._context, self.clock, self.machine, self._map
+        fields, clock, machine = self._context, self.clock, self.machine
         fields[_PC], fields[_LANES], fields[_BUDGET], fields[_STOP] = pc, lanes, budget, stop
         fields[_FLIGHT] = self._address_of_flags() if self.flight else 0
         fields[_NOW], fields[_ALIVE] = clock.now, self.alive
-        map_.clock, map_.changes = machine.clock, machine.changes
+        counters = self._counters
+        counters[_CLOCK], counters[_CHANGES] = machine.clock, machine.changes
         result = compiled.advance(self._address)
-        machine.clock, machine.changes = map_.clock, map_.changes
+        machine.clock, machine.changes = counters[_CLOCK], counters[_CHANGES]
         clock.now = fields[_NOW]
         return fields[_PC], fields[_BUDGET], result == MERGE
 
