@@ -84,12 +84,30 @@ def listed(name: str) -> kda_core.BackendInfo:
 
 def modules_after(code: str) -> set[str]:
     """Returns the top-level modules that a new Python process has imported after it ran `code`."""
-    script = (
-        f"import json, sys\n{code}\nprint(json.dumps(sorted({{m.partition('.')[0] for m in sys.modules}})))"
-    )
+    (found,) = modules_after_each(code, preloaded="sys")
+    return found
+
+
+_EACH = """
+import json, os, sys
+import {preloaded}
+
+for code in {parts}:
+    if not (child := os.fork()):
+        exec(code)
+        print(json.dumps(sorted({{m.partition('.')[0] for m in sys.modules}})), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def modules_after_each(*parts: str, preloaded: str = "torch") -> list[set[str]]:
+    """Returns for each part the top-level modules that a new process has imported after it ran this part. The processes share the import of
+    a module, which takes most of the time."""
+    script = _EACH.format(preloaded=preloaded, parts=parts)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout))
+    return [set(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 _FORK = """

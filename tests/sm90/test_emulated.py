@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 from helpers.emulated_cases import BOUNDS, EmulatedCases, SharedKernelCases
 from helpers.nightly import nightly
-from helpers.support import listed, modules_after
+from helpers.support import listed
 
 from kda_core import chunk_kda
 from kda_core.errors import BackendUnavailableError
@@ -54,7 +54,3 @@ def test_calls_without_a_backend_name_are_not_emulated():
     assert [c.backend for c in calls] == ["reference"]
     with pytest.raises(BackendUnavailableError, match="on cpu"):
         chunk_kda(**x, backend="sm90")
-
-
-def test_the_emulator_is_imported_on_first_use():
-    assert "ptx_emulator" not in modules_after("import kda_cute.testing.emulation, kda_sm90.backend")

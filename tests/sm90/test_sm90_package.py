@@ -1,10 +1,11 @@
 """kda-sm90 as a package: without a Hopper GPU it is listed and refuses calls; with one it is the automatic choice."""
 
+import functools
 from importlib import metadata
 
 import pytest
 import torch
-from helpers.support import listed, modules_after, prefill
+from helpers.support import listed, modules_after_each, prefill
 
 from kda_core import chunk_kda, explain
 from kda_core.contract import Feature
@@ -35,10 +36,22 @@ def test_cpu_tensors_are_refused_with_the_reason():
         chunk_kda(**prefill(), backend="sm90")
 
 
+@functools.cache
+def imported_by():
+    """Returns what a process has imported after it listed the backends, and what another one after it imported the emulation of kernels."""
+    listing = "import kda_core; assert 'sm90' in str(kda_core.backends())"
+    return modules_after_each(listing, "import kda_cute.testing.emulation, kda_sm90.backend")
+
+
 def test_listing_backends_does_not_import_the_dsl():
-    imported = modules_after("import kda_core; assert 'sm90' in str(kda_core.backends())")
+    imported, _ = imported_by()
     assert "kda_sm90" in imported
     assert not imported & {"cutlass", "tvm_ffi", "triton"}
+
+
+def test_the_emulator_is_imported_on_first_use():
+    _, imported = imported_by()
+    assert "kda_sm90" in imported and "ptx_emulator" not in imported
 
 
 def test_kda_cute_is_required_at_the_same_version():

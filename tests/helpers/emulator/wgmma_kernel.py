@@ -15,20 +15,16 @@ def image(matrix, mode, mn_major, leading, stride, size):
     major = matrix.T.contiguous() if mn_major else matrix  # the last dimension is the contiguous one
     out = torch.zeros(size, dtype=torch.uint8)
     lines, columns = major.shape
-    for line in range(lines):
-        for chunk in range(columns // per):
-            atom, inner = divmod(line, 8)
-            panel, c = divmod(chunk, chunks)
-            if width == 16:
-                place = inner * 16 + (
-                    (atom * leading + panel * stride) if mn_major else (atom * stride + panel * leading)
-                )
-            else:
-                swizzled = c ^ inner * width // 128 % chunks
-                place = atom * stride + panel * leading + inner * width + swizzled * 16
-            out[place : place + 16] = (
-                major[line, per * chunk : per * chunk + per].contiguous().view(torch.uint8)
-            )
+    atom, inner = (x[:, None] for x in (torch.arange(lines) // 8, torch.arange(lines) % 8))
+    panel, c = torch.arange(columns // per) // chunks, torch.arange(columns // per) % chunks
+    if width == 16:
+        place = inner * 16 + (
+            (atom * leading + panel * stride) if mn_major else (atom * stride + panel * leading)
+        )
+    else:
+        swizzled = c ^ inner * width // 128 % chunks
+        place = atom * stride + panel * leading + inner * width + swizzled * 16
+    out[place[..., None] + torch.arange(16)] = major.view(torch.uint8).view(*place.shape, 16)
     return out
 
 
@@ -92,11 +88,9 @@ def multiply(n, a, b, b_major=0, a_major=0, kind="bf16", d="f32", factors=(1, 1)
 
 def product(out, n):
     """D [64, n] from the accumulators [128, n / 2] of the threads, by the PTX ISA's table of D."""
-    found = torch.zeros(64, n)
-    for thread in range(128):
-        for j in range(n // 2):
-            row = thread // 32 * 16 + thread % 32 // 4 + 8 * (j // 2 % 2)
-            found[row, j // 4 * 8 + thread % 4 * 2 + j % 2] = out[thread, j]
+    found, thread, j = torch.zeros(64, n), torch.arange(128)[:, None], torch.arange(n // 2)
+    row = thread // 32 * 16 + thread % 32 // 4 + 8 * (j // 2 % 2)
+    found[row, j // 4 * 8 + thread % 4 * 2 + j % 2] = out[:, : n // 2].float()
     return found
 
 
