@@ -39,6 +39,16 @@ class OneChunk(Runner):
         return super().inputs(family, min(T, 20), **(recipe | {"H": 1}))
 
 
+class OneHead(Runner):
+    """The kit's runner with one head and one value head. Several heads have tests of their own."""
+
+    def case(self, family, T, **recipe):
+        return super().case(family, T, **(recipe | {"H": 1, "HV": 1}))
+
+    def inputs(self, family, T, **recipe):
+        return super().inputs(family, T, **(recipe | {"H": 1, "HV": 1}))
+
+
 def fetched_kernels(monkeypatch, module):
     """Forgets all launches. Returns the list to which `kda_cute.decode` or `kda_cute.journal` appends (interface, configuration) of every
     kernel that it fetches from now on."""
@@ -95,6 +105,12 @@ class EmulatedBackend:
         with emulated_runner(self.backend, self.arch, record_property, **options) as runner:
             yield runner
 
+    @pytest.fixture
+    def one_head(self, record_property):
+        options = self.options | {"kind": OneHead}
+        with emulated_runner(self.backend, self.arch, record_property, **options) as runner:
+            yield runner
+
 
 class EmulatedCases(EmulatedBackend):
     """The reduced set of prefills."""
@@ -130,19 +146,19 @@ class EmulatedCases(EmulatedBackend):
             ),
         ),
     )
-    def test_form(self, kda, form):
-        KIT.test_form(kda, form)
+    def test_form(self, one_head, form):
+        KIT.test_form(one_head, form)
 
     @pytest.mark.parametrize("bounds", (nightly(None), (0, 17, 17, 64, 130)), ids=("fixed", "packed"))
-    def test_state_layouts(self, kda, bounds):
-        KIT.test_state_layouts(kda, bounds)
+    def test_state_layouts(self, one_head, bounds):
+        KIT.test_state_layouts(one_head, bounds)
 
     @pytest.mark.parametrize("size", (32, nightly(64)))
     def test_intermediate_states(self, kda, size):
         KIT.test_intermediate_states(kda, None, True, size)
 
-    def test_rows_of_no_sequence(self, kda):
-        KIT.test_rows_of_no_sequence(kda)
+    def test_rows_of_no_sequence(self, one_head):
+        KIT.test_rows_of_no_sequence(one_head)
 
     @pytest.mark.parametrize("states", (nightly(False), True))
     def test_calls_like_an_earlier_one(self, host, states):

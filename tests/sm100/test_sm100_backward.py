@@ -29,7 +29,8 @@ class TestGradients(EmulatedBackend):
     )
     def test_gates(self, kda, family):
         with record_calls() as calls:
-            kda.gradients_agree(kda.gradient_case(family, 70, H=1, HV=2, initial_state=True))
+            HV = 1 if family == "slow" else 2
+            kda.gradients_agree(kda.gradient_case(family, 70, H=1, HV=HV, initial_state=True))
         assert {call.backend for call in calls} == {"sm100"}
 
     @pytest.mark.parametrize("T", (0, 1, *map(nightly, (15, 64))))
@@ -121,7 +122,7 @@ def test_slabs_of_64_tokens_change_no_bit_of_the_gradients_of_tokens(long):
 @pytest.mark.parametrize(("T", "HV"), ((70, 1), nightly(130, 2)))
 def test_every_schedule_gives_the_same_bits(T, HV):
     x, given = case("mixed", T, H=1, HV=HV)
-    found = [gradients(x, given.grad_o, given.grad_final_state, seed=seed) for seed in range(3)]
+    found = [gradients(x, given.grad_o, given.grad_final_state, seed=seed) for seed in range(2)]
     assert all(torch.equal(one[n], found[0][n]) for one in found[1:] for n in one)
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from helpers.intra_chunk_cases import LENGTHS, assert_close, specified, variant
-from helpers.nightly import nightly
 from helpers.sm90_launch import launch, record_places
 
 from kda_core.testing import FAMILIES, make_inputs
@@ -113,15 +112,12 @@ def test_packed_sequences_and_tails_match_the_specification(family, C, warpgroup
     assert_close(computed(x, C, warpgroups, LENGTHS), wanted(x, C, LENGTHS), limits(x, C, warpgroups))
 
 
-#: One variant of each kernel class and mode. ``nox -s compile``, and ``nox -s test`` before all tests, compile the whole sample, so every
-#: change compiles only the smallest kernel here.
+#: One variant of each kernel class and mode.
 ONE_OF_EACH = {(type(config), getattr(config, "mode", "")): config for config in reversed(SAMPLE)}
-SMALLEST = PrefillConfig, "execute"
 
 
-@pytest.mark.parametrize(
-    "config", [c if each == SMALLEST else nightly(c) for each, c in ONE_OF_EACH.items()], ids=str
-)
+@pytest.mark.nightly  # `nox -s test` compiles the whole sample before all tests
+@pytest.mark.parametrize("config", ONE_OF_EACH.values(), ids=str)
 def test_a_variant_of_each_kernel_compiles_without_a_gpu(config, tmp_path, monkeypatch):
     """In an empty cache folder, so that nothing is loaded."""
     kernel = next(kernel for kernel, offered in kernels() if offered == config)

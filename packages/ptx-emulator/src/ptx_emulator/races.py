@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SEVERAL = -2  # in place of a lane: several lanes of the warp
 BLOCK = 128  # words of a block of `FurtherReads`; a power of 2
 WHOLE = 1 << 14  # blocks of reads at most up to which warps get rows for all of a region at once
-SMALL = 32  # blocks at most of a region where all warps of a CTA get them when the first one needs them
+SMALL = 32  # blocks at most of a region where warps get them together
 
 # Sections of a vector, behind that of the accesses of each warp (see `Clock`).
 SHARED, GLOBAL, TENSOR, ORDERED = 1, 2, 3, 4
@@ -225,7 +225,7 @@ class FurtherReads:
             rows[blocks] = np.arange(self._used, self._used + len(blocks))
             self._used += len(blocks)
         if self._used > len(self.times):
-            size = max(self._used, 2 * len(self.times))
+            size = max(self._used, 2 * len(self.times), BLOCK)
             self.times, self.lanes = (_extended(x, size) for x in (self.times, self.lanes))
 
     def double(self) -> None:
@@ -290,16 +290,20 @@ class Shadow:
         readers, times = self.reader[cells], self.read[cells]
         mine = readers == clock.index
         free = mine | (times <= (clock.known[readers] if clock.transitive else 0))
+        rest, further = cells[~free], self.further
+        if rest.size:
+            # The warps of the CTA, and more if many have read: those of the next CTAs, which start later.
+            first = w.cta.number * w.cta.width
+            end = min(first + max(w.cta.width, len(further.rows)), clock.warps)
+            further.make_room(clock.index, rest, range(first, end) if clock.index < clock.warps else ())
+            if self.region.map is not None:
+                self.region.map.set_further(further)
+                if self._compiled("load", w, cells, lanes):
+                    return
         taken = cells[free & ~mine]
         self.reader[taken], self.read[taken] = clock.index, 0
         _record(clock, self.read, self.read_lane, cells[free], lanes[free])
-        if not free.all():
-            rest, further = cells[~free], self.further
-            first = w.cta.number * w.cta.width
-            together = range(first, first + w.cta.width) if clock.index < clock.warps else ()
-            further.make_room(clock.index, rest, together)
-            if self.region.map is not None:
-                self.region.map.set_further(further)
+        if rest.size:
             places = further.places(clock.index, rest)
             _record(clock, further.times.reshape(-1), further.lanes.reshape(-1), places, lanes[~free])
 
