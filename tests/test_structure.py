@@ -102,14 +102,18 @@ def test_no_module_imports_itself_through_others():
     assert found is None, " -> ".join(found)
 
 
-def test_kda_sm100_needs_nothing_of_kda_sm90():
-    found, left = set(), {name for name in SOURCES if name.startswith("kda_sm100.")}
-    while left:
-        name = left.pop()
-        found.add(name)
-        left |= (imported_modules(name) | {name.rpartition(".")[0]}) & SOURCES.keys() - found
-    packages = {name.partition(".")[0] for name in found}
-    assert packages >= {"kda_sm100", "kda_cute", "kda_core"} and "kda_sm90" not in packages
+def test_no_gpu_backend_needs_another_one():
+    packages = {name.partition(".")[0] for name in SOURCES}
+    backends = {package for package in packages if package.startswith("kda_sm") and package[6:].isdigit()}
+    assert len(backends) > 1
+    for backend in backends:
+        found, left = set(), {name for name in SOURCES if name.startswith(f"{backend}.")}
+        while left:
+            name = left.pop()
+            found.add(name)
+            left |= (imported_modules(name) | {name.rpartition(".")[0]}) & SOURCES.keys() - found
+        needed = {name.partition(".")[0] for name in found}
+        assert {"kda_cute", "kda_core"} <= needed and needed & backends == {backend}
 
 
 def test_a_cycle_would_be_found():

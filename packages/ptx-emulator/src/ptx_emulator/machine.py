@@ -789,7 +789,7 @@ class Machine:
             self._run()
         finally:  # after an error, too: its traceback holds this object
             self.pending.clear()
-            self.live = None
+            self.live, self.waiting = None, {}
             for cta in self.ctas:
                 cta.free()
             self.ctas.clear()

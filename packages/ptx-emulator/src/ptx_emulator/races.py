@@ -205,8 +205,8 @@ class FurtherReads:
     def make_room(self, index: int, cells: Array, together: Iterable[int]) -> None:
         """Create the rows for reads of cells, and more than that, to be asked rarely.
 
-        The first warps get all rows of the region. If it is small, the warps ``together`` get them at once. When there are `WHOLE` of
-        them, warps get rows for the blocks of ``cells`` and for as many blocks behind these as they have rows.
+        The first warps get the rows of all blocks of the region. If it is small, the warps ``together`` get theirs at once. Behind `WHOLE`
+        blocks of reads, a warp gets the rows of the blocks of ``cells``, and of as many blocks behind these as it has rows.
         """
         count = -(-self.words // BLOCK)
         new = [index]
