@@ -28,7 +28,7 @@ SMS = 132
 
 #: ns per chunk of an intra-chunk group, by (chunk size, unbounded gate). The values for unbounded gates lie between
 #: those of slow gates and those of steep gates.
-ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True): 11300}
+ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True): 10000}
 
 #: The same of a group that is a warpgroup (`config.by_warpgroup`).
 WARPGROUP_ITEM_NS = 7100
@@ -73,10 +73,12 @@ KEPT = 0.93
 #: ns of a launch before its first item starts and after its last one ends.
 START_NS = 15000
 
-#: Records in all rings per intra-chunk group, by unbounded gate: those that the group writes, those that it has claimed,
+#: Records in all rings per intra-chunk group, by (chunk size, unbounded gate): those that the group writes, those that it has claimed,
 #: and those that wait for their chain. Unbounded gates need more because the times of their items differ. With fewer
 #: records, groups wait for a free one; with more, records leave the L2 before the chain reads them.
-RECORDS_PER_GROUP = {False: 2.05, True: 2.2}
+RECORDS_PER_GROUP = {(64, False): 1.2, (32, False): 1.75, (64, True): 1.7, (32, True): 1.9}
+#: The same of groups that are warpgroups.
+RECORDS_PER_WARPGROUP = 2.05
 
 #: Least number of records of a ring. The chain publishes that it has read record n only after it has requested record n + 2
 #: (``kernels.chain.IN_FLIGHT``), so a ring of fewer than 3 records would deadlock.
@@ -224,9 +226,17 @@ def _with_rings(shape: ProblemShape, models: list[_Model], **fields: Any) -> Lau
         slot = config.chunks_per_slot
         depth = max(slot, min(RING_RECORDS // queues, min(most, 2) * slot))
     else:
-        wanted = math.ceil(RECORDS_PER_GROUP[config.unbounded] * ctas * config.groups / queues)
+        per_group = records_per_group(config.chunk, config.unbounded, config.warpgroups)
+        wanted = math.ceil(per_group * ctas * config.groups / queues)
         depth = max(1, min(max(wanted, LEAST_DEPTH), most))
     return LaunchConfig(config, ctas, queues, depth)
+
+
+def records_per_group(chunk: int, unbounded: bool, warpgroups: int) -> float:
+    """Returns `RECORDS_PER_GROUP` or `RECORDS_PER_WARPGROUP`, by fields of a `PrefillConfig`."""
+    if by_warpgroup(chunk, unbounded, warpgroups):
+        return RECORDS_PER_WARPGROUP
+    return RECORDS_PER_GROUP[chunk, unbounded]
 
 
 @_OfSlots
@@ -238,7 +248,7 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
             return launch_config(shape, sms).workspace_bytes
         return backward_launch_config(shape, sms, mode=mode).workspace_bytes
     unbounded = not shape.options.bounded_gate
-    per_group, found = RECORDS_PER_GROUP[unbounded], 0
+    found = 0
     for chunk, warpgroups in TOKEN_NS[mode]:
         model = _model(shape, chunk, warpgroups, sms, mode=mode)
         if model.most and mode == "recompute":
@@ -250,9 +260,10 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
         elif model.most:
             # Each queue rounds its records up, by less than one. An additional queue displaces intra-chunk groups, which
             # need more records than that. So these totals bound the records for every number of queues.
-            rings = max(
-                math.ceil(per_group * sms * groups_of(chunk, unbounded, warpgroups)), model.most * LEAST_DEPTH
+            per_cta = records_per_group(chunk, unbounded, warpgroups) * groups_of(
+                chunk, unbounded, warpgroups
             )
+            rings = max(math.ceil(per_cta * sms), model.most * LEAST_DEPTH)
             records = min(rings, model.most * _most_depth(shape, model, model.most))
             found = max(found, layouts.workspace_bytes(records, model.most, chunk))
     return found
