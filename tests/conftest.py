@@ -53,21 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 #: New objects after which it runs before a test.
 NEW_OBJECTS = 600_000
-#: How often it does not run then, after a collection that has found no garbage.
-SPARED = 3
-_spared = SPARED
 
 
 def _spare_the_collector() -> None:
     """Collects garbage, and excludes all objects that are left from further collections. Those of torch, the DSL and decoded kernels are
-    millions that stay: going through them repeatedly took a tenth of the time of emulated tests. These tests leave no garbage, so most
-    of their objects are only excluded."""
-    global _spared
+    millions that stay: going through them repeatedly took a tenth of the time of emulated tests."""
     if gc.get_count()[0] > NEW_OBJECTS:
-        if _spared < SPARED:
-            _spared += 1
-        elif not gc.collect():
-            _spared = 0
+        gc.collect()
         gc.freeze()
 
 
