@@ -17,6 +17,7 @@ from ptx_emulator.compiled import objects, products, shadow
 from ptx_emulator.compiled.emit import Routine
 from ptx_emulator.compiled.engine import Engine
 from ptx_emulator.compiled.forms import FORMS
+from ptx_emulator.decode import Alike
 from ptx_emulator.launch import compiled_of, decoded
 
 #: Instructions over registers of 32, 64 and 16 bits, fp32 and predicates, with operands of these kinds.
@@ -257,18 +258,25 @@ def test_decoding_by_example_equals_decoding():
     program, decoder = decoded(source, None)
     compiled_of(source, None)
     common = decoder.common
-    alike = [(n, i) for n, i in enumerate(decoder.kernel.instructions) if i in common.alike]
+    alike = [
+        (n, i) for n, i in enumerate(decoder.kernel.instructions) if isinstance(program.effects[n], Alike)
+    ]
     assert len(alike) > len(decoder.kernel.instructions) / 2
     for n, i in alike:
-        one = decoder.decoded(i)
+        one, other = decoder.decoded(i), program.effects[n]
         assert (one.reads, one.writes, one.relaxed, one.pure) == (
-            program.reads[n], program.writes[n], program.relaxed[n], program.pure[n],
+            other.reads, other.writes, other.relaxed, other.pure,
         )  # fmt: skip
-        maker, form = FORMS.get(i.opcode), common.forms[i]
-        made = None if maker is None else maker(decoder, i)
+        maker, shape = FORMS.get(i.opcode), common.forms[other.example]
+        made, form = None if maker is None else maker(decoder, i), shape.form
         assert (form is None) == (made is None)
         if made is not None:
-            assert (form.name, form.operands, form.immediate) == (made.name, made.operands, made.immediate)
+            operands = tuple(shape.operands(other.row))
+            assert (form.name, operands, form.immediate + other.shift) == (
+                made.name,
+                made.operands,
+                made.immediate,
+            )
 
 
 def test_a_launch_of_the_prefill_kernel(monkeypatch):

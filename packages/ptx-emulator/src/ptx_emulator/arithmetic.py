@@ -371,8 +371,7 @@ def _lop3(d: Decoder, i: Instruction) -> Execute:
                 total |= (a if n & 4 else ~a) & (b if n & 2 else ~b) & (c if n & 1 else ~c)
         return total
 
-    short = Instruction(i.text, i.opcode, i.modifiers, i.operands[:4], i.guard)
-    return elementwise(d, short, lookup, "b32")
+    return elementwise(d, i.replaced(i.operands[:4]), lookup, "b32")
 
 
 @handler("shf")

@@ -7,10 +7,12 @@ lanes.
 
 from __future__ import annotations
 
+import re
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,12 +25,15 @@ from ptx_emulator.memory import CTA_BITS, SHARED_BASE, UNSIGNED
 from ptx_emulator.parser import (
     SIZES,
     Address,
+    Coordinates,
     Immediate,
     Instruction,
     Kernel,
     Known,
     Negated,
     Operand,
+    Pair,
+    Pattern,
     Register,
     Sink,
     Special,
@@ -81,16 +86,151 @@ def handler(*opcodes: str) -> Callable[[Handler], Handler]:
     return register
 
 
-class Decoded(NamedTuple):
-    """A decoded instruction: its entries in a `Program`, what `Decoder.unobserved` noted (None: nothing), and its `.cta_group`."""
+#: Integers that Python can read as well.
+_INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0|[1-9]\d*)U?")
+
+Row = tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Decoded:
+    """A decoded instruction.
+
+    Attributes:
+        execute: its entry in a `Program`, as are reads, writes, relaxed and pure.
+        unobserved: what `Decoder.unobserved` noted; None: nothing.
+        cta_group: its `.cta_group`; "": it has none.
+        row: the numbers of `Instruction.registers`, then those of its constants that others of its family may have instead.
+        shift: see `Alike`.
+    """
 
     execute: Execute
     reads: frozenset[int]
     writes: frozenset[int]
     relaxed: bool
     pure: bool
-    unobserved: tuple[int, Execute] | None
-    cta_group: str
+    unobserved: tuple[int, Execute] | None = None
+    cta_group: str = ""
+    row: Row = ()
+    shift: int = 0
+
+    @property
+    def example(self) -> Decoded:
+        """As that of `Alike`."""
+        return self
+
+
+class Alike:
+    """A decoded instruction that differs from another one, its example, in its registers, constants and the offset of its address only.
+
+    Most instructions are alike and have a compiled form. So what only their execution in Python needs is made when it is first needed.
+
+    Attributes:
+        example: the other one, without anything in `Decoded.unobserved` and `Decoded.cta_group`.
+        row: as that of `Decoded`.
+        shift: what has to be added to the offset of the example.
+    """
+
+    __slots__ = ("_accessed", "_decoder", "_execute", "_instruction", "example", "row", "shift")
+
+    def __init__(self, decoder: Decoder, instruction: Instruction, example: Decoded, row: Row, shift: int):
+        self._decoder, self._instruction = decoder, instruction
+        self.example, self.row, self.shift = example, row, shift
+        self._execute: Execute | None = None
+        self._accessed: tuple[frozenset[int], frozenset[int]] | None = None
+
+    def __call__(self, w: Warp, lanes: int) -> Any:
+        execute = self._execute
+        if execute is None:
+            # A copy: other threads may use the decoder. All registers exist.
+            execute = self._execute = copy(self._decoder).decoded(self._instruction).execute
+        return execute(w, lanes)
+
+    @property
+    def reads(self) -> frozenset[int]:
+        return self._accesses()[0]
+
+    @property
+    def writes(self) -> frozenset[int]:
+        return self._accesses()[1]
+
+    def _accesses(self) -> tuple[frozenset[int], frozenset[int]]:
+        found = self._accessed
+        if found is None:
+            one = self.example
+            reads, writes = (frozenset(standing_for(x, one.row)(self.row)) for x in (one.reads, one.writes))
+            found = self._accessed = reads, writes
+        return found
+
+    @property
+    def relaxed(self) -> bool:
+        return self.example.relaxed
+
+    @property
+    def pure(self) -> bool:
+        return self.example.pure
+
+
+class Family(NamedTuple):
+    """Instructions whose decoding differs in registers, constants and an offset only.
+
+    Attributes:
+        example: the first one.
+        kinds: the types of the constants that they may have instead of those of the example.
+        offset: that of the address of the example; 0 if it has none or several.
+    """
+
+    example: Decoded
+    kinds: tuple[str, ...]
+    offset: int
+
+
+def family_of(pattern: Pattern) -> tuple[tuple[object, ...], list[str], int]:
+    """Return what the members of a family have in common, the integers that they may have instead of those of ``pattern``, each once, and
+    the offset of its address."""
+    key: list[object] = [pattern.opcode, pattern.modifiers, pattern.negated]
+    integers: list[str] = []
+    left = list(pattern.operands)
+    addresses = [x for x in left if isinstance(x, Address)]
+    offset = addresses[0].offset if len(addresses) == 1 else 0
+    for operand in left:  # it grows
+        if isinstance(operand, Register) and operand in pattern.registers:
+            key += [operand.type, pattern.registers.index(operand)]
+        elif isinstance(operand, Immediate) and _INTEGER.fullmatch(operand.text):
+            if operand.text not in integers:
+                integers.append(operand.text)
+            key += [Immediate, integers.index(operand.text)]
+        elif isinstance(operand, Address):
+            key += [Address, operand.offset if len(addresses) > 1 else 0]
+            left.append(operand.base)
+        elif isinstance(operand, (Vector, Coordinates)):
+            key += [type(operand), len(operand.elements)]
+            left += operand.elements
+            if isinstance(operand, Coordinates):
+                left.append(operand.base)
+        elif isinstance(operand, Pair):
+            key.append(Pair)
+            left += [operand.first, operand.second]
+        elif isinstance(operand, Negated):
+            key.append(Negated)
+            left.append(operand.predicate)
+        else:
+            key.append(operand)
+    return tuple(key), integers, offset
+
+
+def standing_for(registers: Collection[int], row: Row) -> Callable[[Row], list[int]]:
+    """Return a function of the row of an instruction that is like one with ``row``: its registers that stand for ``registers``. Those that
+    are not in the row, such as constants, are the same for all of these instructions."""
+    fixed = tuple([x for x in registers if x not in row])
+    everything = row + fixed
+    places = [everything.index(x) for x in registers]
+
+    def found(other: Row) -> list[int]:
+        everything = other + fixed
+        return [everything[n] for n in places]
+
+    return found
 
 
 #: Held while a kernel is decoded or compiled, because kernels share what `Shared` has.
@@ -104,11 +244,10 @@ class Shared:
         registers, unknown, specials: as in `Program`, of all these kernels.
         slots: the numbers of registers.
         decoded: instructions whose decoding does not depend on others.
-        patterns: by pattern (`_pattern`), the first instruction with it, the registers of this instruction, and its decoding. Only
-            instructions of `_PURE` have an entry.
-        alike: by instruction that was decoded by example, the first instruction with its pattern, and which register stands for each
-            register of the first instruction.
-        forms: their compiled forms.
+        families: by `family_of`.
+        patterns: per pattern of instructions that are decoded by example, the example, its constants in place of those of the example, and its
+            `Alike.shift`.
+        forms: their compiled forms, by their example: `compiled.program.Shape`.
         file: `compiled.program.RegisterFile` of the last program that was compiled; None: there is none.
     """
 
@@ -117,10 +256,10 @@ class Shared:
         self.unknown: list[int] = []
         self.specials: list[tuple[int, Callable[[Warp], Any]]] = []
         self.slots: dict[Any, int] = {}
-        self.decoded: dict[Instruction, Decoded] = {}
-        self.patterns: dict[tuple[object, ...], tuple[Instruction, list[int], Decoded]] = {}
-        self.alike: dict[Instruction, tuple[Instruction, dict[int, int]]] = {}
-        self.forms: dict[Instruction, Any] = {}
+        self.decoded: dict[Instruction, Decoded | Alike] = {}
+        self.families: dict[tuple[object, ...], Family] = {}
+        self.patterns: dict[Pattern, tuple[Decoded, Row, int]] = {}
+        self.forms: dict[Decoded, Any] = {}
         self.file: Any = None
 
 
@@ -130,57 +269,15 @@ def _shared_by(known: Known, *declarations: Any) -> Shared:
     return Shared()
 
 
-def _pattern(i: Instruction, registers: dict[str, Register]) -> tuple[object, ...] | None:
-    """Return what the decoding of an instruction depends on, with numbers in place of the names of registers. None: the instruction has an
-    operand of a kind that this function does not know.
-
-    Args:
-        registers: receives the registers by name, in the order in which they first occur.
-    """
-    numbers: dict[str, int] = {}
-    key: list[object] = [i.opcode, i.modifiers]
-    left: list[Operand] = list(i.operands)
-    if i.guard is not None:
-        key.append(i.guard[1])
-        left.append(i.guard[0])
-    for operand in left:  # it grows
-        if isinstance(operand, Register):
-            name = operand.name
-            if name not in numbers:
-                registers[name] = operand
-                key.append(operand.type)
-            key.append(numbers.setdefault(name, len(numbers)))
-        elif isinstance(operand, Immediate):
-            key.append(operand.text)
-        elif isinstance(operand, (Symbol, Special)):
-            key.append((Symbol, operand.name))
-        elif isinstance(operand, Vector):
-            key.append((Vector, len(operand.elements)))
-            left += operand.elements
-        elif isinstance(operand, Negated):
-            key.append(Negated)
-            left.append(operand.predicate)
-        else:
-            return None
-    return tuple(key)
-
-
-class _Later:
-    """The closure of an instruction that differs from a decoded one in its registers only. It is made when it is first executed, which is
-    never for most instructions that have a compiled form."""
-
-    __slots__ = ("_decoder", "_execute", "_instruction")
-
-    def __init__(self, decoder: Decoder, instruction: Instruction):
-        self._decoder, self._instruction = decoder, instruction
-        self._execute: Execute | None = None
-
-    def __call__(self, w: Warp, lanes: int) -> Any:
-        execute = self._execute
-        if execute is None:
-            # A copy: other threads may use the decoder. All registers exist.
-            execute = self._execute = copy(self._decoder).decoded(self._instruction).execute
-        return execute(w, lanes)
+def _has_sink(operands: Iterable[Operand]) -> bool:
+    return any(
+        isinstance(x, Sink)
+        or isinstance(x, Vector)
+        and _has_sink(x.elements)
+        or isinstance(x, Pair)
+        and _has_sink((x.first, x.second))
+        for x in operands
+    )
 
 
 class Decoder:
@@ -211,6 +308,8 @@ class Decoder:
         self._written: set[int] = set()
         self._index = 0
         self._unobserved: tuple[int, Execute] | None = None
+        # By the texts of constants, the types that they were used as. "": the decoding depends on their values.
+        self._integers: dict[str, set[str]] = {}
         self.relaxed = False
         self.cta_group = ""
         self.symbols, end = {}, SHARED_BASE
@@ -232,6 +331,9 @@ class Decoder:
             self.offsets[name] = offset
             offset += size
         self.parameter_bytes = offset
+        # For the entries of ``common``: if they referred to it in turn, only Python's garbage collector would free it.
+        self._apart = copy(self)
+        del self._apart.common
 
     def decode(self) -> Program:
         """Decode all instructions.
@@ -239,63 +341,90 @@ class Decoder:
         Raises:
             PtxError: an instruction is not modelled.
         """
-        found: list[Decoded] = []
-        known = self.common.decoded
-        for index, instruction in enumerate(self.kernel.instructions):
-            one = known.get(instruction)
-            if one is None:
-                self._index = index
-                one = self._decoded_alike(instruction)
-                if instruction.opcode != "bra":  # no other kernel has this object: its label belongs to one
-                    known[instruction] = one
-            found.append(one)
-        columns: Any = zip(*found)  # of `Decoded`
-        executes, reads, writes, relaxed, pure, unobserved, groups = map(list, columns)
-        self._check_groups(groups)
-        for index, noted in enumerate(unobserved):
-            if noted is not None and not self._uses(noted[0], reads, writes, pure):
-                guard, execute = self.kernel.instructions[index].guard, noted[1]
-                executes[index] = execute if guard is None else self._guarded(execute, guard)
-        texts = [i.text for i in self.kernel.instructions]
+        instructions, known = self.kernel.instructions, self.common.decoded
+        found = [one or self._decoded_at(index) for index, one in enumerate(map(known.get, instructions))]
+        self._check_groups(found)
+        code = [one.execute if isinstance(one, Decoded) else one for one in found]
+        noted = {
+            index: one.unobserved
+            for index, one in enumerate(found)
+            if isinstance(one, Decoded) and one.unobserved is not None
+        }
+        unused = self._unused({slot for slot, _ in noted.values()}, found)
+        for index, (slot, execute) in noted.items():
+            if slot in unused:
+                guard = instructions[index].guard
+                code[index] = execute if guard is None else self._guarded(execute, guard)
+        texts = [i.text for i in instructions]
         lines = [*self.kernel.lines, self.kernel.lines[-1]]
-        nothing: frozenset[int] = frozenset()
+        end = Decoded(_past_the_end, frozenset(), frozenset(), False, False)
         return Program(
-            self.kernel.name, [*executes, _past_the_end], lines, [*texts, texts[-1]], list(self.registers), list(self.unknown), list(self.specials),
-            [*reads, nothing], [*writes, nothing], [*relaxed, False], [*pure, False], self.local_bytes,
+            self.kernel.name, [*code, end.execute], lines, [*texts, texts[-1]], list(self.registers), list(self.unknown), list(self.specials),
+            [*found, end], self.local_bytes,
         )  # fmt: skip
 
-    def _check_groups(self, groups: list[str]) -> None:
+    def _check_groups(self, found: list[Decoded | Alike]) -> None:
         """Check that all tcgen05 instructions have the same `.cta_group` (PTX ISA, "CTA pair")."""
         first = ""
-        for index, group in enumerate(groups):
+        for index, one in enumerate(found):
+            if isinstance(one, Alike) or not (group := one.cta_group):
+                continue
             first = first or group
-            if group and group != first:
+            if group != first:
                 self._index = index
                 self.refuse(
                     f".{group} in a kernel with .{first}: all tcgen05 instructions must have the same one"
                 )
 
-    def _decoded_alike(self, instruction: Instruction) -> Decoded:
-        """`decoded`, by the example of an instruction that differs in its registers only, if there is one."""
-        found = HANDLERS.get(instruction.opcode)
-        if found is None or found.__module__ not in _PURE:
-            return self.decoded(instruction)
-        registers: dict[str, Register] = {}
-        key = _pattern(instruction, registers)
-        known = None if key is None else self.common.patterns.get(key)
-        if known is None:
-            one = self.decoded(instruction)
-            used = [self._slots.get((x.name, x.type)) for x in registers.values()]
-            slots = [slot for slot in used if slot is not None]
-            if key is not None and len(slots) == len(used):
-                self.common.patterns[key] = instruction, slots, one
-            return one
-        first, slots, one = known
-        move = dict(zip(slots, [self._declared(x) for x in registers.values()]))
-        self.common.alike[instruction] = first, move
-        reads = frozenset([move.get(slot, slot) for slot in one.reads])
-        writes = frozenset([move.get(slot, slot) for slot in one.writes])
-        return Decoded(_Later(self, instruction), reads, writes, one.relaxed, one.pure, None, "")
+    def _decoded_at(self, index: int) -> Decoded | Alike:
+        """Decode an instruction that no kernel had before."""
+        instruction, self._index = self.kernel.instructions[index], index
+        one = self._decoded_alike(instruction)
+        if instruction.opcode != "bra":  # no other kernel has this object: its label belongs to one
+            self.common.decoded[instruction] = one
+        return one
+
+    def _decoded_alike(self, instruction: Instruction) -> Decoded | Alike:
+        """`decoded`, by the example of an instruction of its family, if there is one."""
+        registers = instruction.registers
+        found = self.common.patterns.get(instruction.pattern)
+        if found is None:
+            key, integers, offset = family_of(instruction.pattern)
+            family = self.common.families.get(key)
+            if family is None:
+                return self._decoded_first(instruction, key, integers, offset)
+            constants = self._constants(integers, family.kinds)
+            found = family.example, constants, offset - family.offset
+            self.common.patterns[instruction.pattern] = found
+        example, constants, shift = found
+        row = (*[self._declared(x) for x in registers], *constants)
+        return Alike(self._apart, instruction, example, row, shift)
+
+    def _decoded_first(
+        self, instruction: Instruction, key: tuple[object, ...], integers: list[str], offset: int
+    ) -> Decoded:
+        """Decode an instruction, and let it be the example of its family or, if it depends on integers, of its pattern."""
+        one = self.decoded(instruction)
+        kinds = [next(iter(x)) if len(x := self._integers.get(text, set())) == 1 else "" for text in integers]
+        one.row = tuple([self._declared(x) for x in instruction.registers])
+        pattern = instruction.pattern
+        if (
+            one.unobserved is not None
+            or one.cta_group
+            or pattern.opcode == "bra"
+            or _has_sink(pattern.operands)
+        ):
+            return one  # it notes more than an `Alike` has; each sink has a register of its own
+        if all(kinds):
+            one.row += self._constants(integers, kinds)
+            self.common.families[key] = Family(one, tuple(kinds), offset)
+        else:
+            self.common.patterns[pattern] = one, (), 0
+        return one
+
+    def _constants(self, integers: list[str], kinds: Sequence[str]) -> Row:
+        """Return the registers of integers of these types."""
+        return tuple([self._constant(self.number(x, kind), SIZES[kind]) for x, kind in zip(integers, kinds)])
 
     def decoded(self, instruction: Instruction) -> Decoded:
         """Decode an instruction.
@@ -304,7 +433,7 @@ class Decoder:
             PtxError: it is not modelled.
         """
         self._read, self._written, self.relaxed, self._unobserved = set(), set(), False, None
-        self.cta_group = ""
+        self.cta_group, self._integers = "", {}
         found = HANDLERS.get(instruction.opcode)
         if found is None:
             self.refuse(f"{instruction.opcode} is not modelled")
@@ -344,20 +473,27 @@ class Decoder:
         """Let the current instruction do this instead if the program never uses its result in register ``slot``."""
         self._unobserved = slot, execute
 
-    def _uses(
-        self, slot: int, reads: list[frozenset[int]], writes: list[frozenset[int]], pure: list[bool]
-    ) -> bool:
-        """Return whether the value of a register reaches anything but registers."""
-        found, left = {slot}, [slot]
+    def _unused(self, registers: set[int], program: Sequence[Decoded | Alike]) -> set[int]:
+        """Return those registers whose values reach nothing but registers."""
+        origins = {x: {x} for x in registers}  # per register, those whose values reach it
+        used: set[int] = set()
+        left = registers
         while left:
-            one = left.pop()
-            for index, read in enumerate(reads):
-                if one in read:
-                    if not pure[index]:
-                        return True
-                    left += writes[index] - found
-                    found |= writes[index]
-        return False
+            following: set[int] = set()
+            for one in program:
+                # Most instructions read none of them, which is seen without the sets of alike instructions.
+                if left.isdisjoint(one.row) and left.isdisjoint(one.example.reads):
+                    continue
+                reaching = set().union(*(origins[x] for x in one.reads & left))
+                if not one.pure:
+                    used |= reaching
+                    continue
+                for x in one.writes:
+                    if not reaching <= origins.setdefault(x, set()):
+                        origins[x] |= reaching
+                        following.add(x)
+            left = following
+        return registers - used
 
     def refuse(self, message: str) -> NoReturn:
         """Raise a `PtxError` for the instruction that is being decoded."""
@@ -377,11 +513,10 @@ class Decoder:
         return len(self.registers) - 1
 
     def _declared(self, register: Register) -> int:
-        key = register.name, register.type
-        slot = self._slots.get(key)
+        slot = self._slots.get(register)
         if slot is None:
             value = 0 if register.type == "pred" else _ZEROS[SIZES[register.type]]
-            slot = self._slots[key] = self._new(value, FULL)
+            slot = self._slots[register] = self._new(value, FULL)
         return slot
 
     def size_of(self, operand: Operand) -> int:
@@ -400,6 +535,7 @@ class Decoder:
                 self.refuse(f"register {operand.name}: expected .{kind}, got .{operand.type}")
             slot = self._declared(operand)
         elif isinstance(operand, Immediate):
+            self._integers.setdefault(operand.text, set()).add(kind)
             slot = self._constant(self.number(operand.text, kind), SIZES[kind])
         elif isinstance(operand, Symbol):
             place = self.symbols.get(operand.name, self.offsets.get(operand.name))
@@ -436,6 +572,7 @@ class Decoder:
         if isinstance(operand, Negated):
             return self.source(operand.predicate, "pred"), True
         if isinstance(operand, Immediate):
+            self._integers.setdefault(operand.text, set()).add("")
             return self._constant(FULL if int(operand.text, 0) else 0, 0), False
         return self.source(operand, "pred"), False
 
@@ -471,6 +608,7 @@ class Decoder:
         """Return the value of an integer constant."""
         if not isinstance(operand, Immediate):
             self.refuse(f"expected a constant, got {operand}")
+        self._integers.setdefault(operand.text, set()).add("")
         return int(operand.text.rstrip("U"), 0)
 
     def number(self, text: str, kind: str) -> int:

@@ -38,16 +38,19 @@ def without_undefined_halves(instructions: Sequence[Instruction]) -> list[Instru
         if counts[high] == 1 and all(
             _reads_lower_half(x, word) for m, x in enumerate(instructions) if m != n
         ):
-            found[n] = Instruction(i.text, "cvt", ("u32", "u16"), (word, low), i.guard)
+            found[n] = i.replaced((word, low), "cvt.u32.u16")
     return found
 
 
 def _halves(i: Instruction) -> tuple[Register, Register] | None:
     """Return the registers that a ``mov.b32`` packs; None: it is another instruction."""
-    if i.opcode != "mov" or i.modifiers != ("b32",) or not isinstance(i.operands[1], Vector):
+    like = i.pattern  # which has the operands of another instruction, but they are already made
+    if like.opcode != "mov" or like.modifiers != ("b32",) or not isinstance(like.operands[1], Vector):
         return None
-    parts = [x for x in i.operands[1].elements if isinstance(x, Register)]
-    return (parts[0], parts[1]) if len(parts) == len(i.operands[1].elements) == 2 else None
+    source = i.operands[1]
+    assert isinstance(source, Vector)
+    parts = [x for x in source.elements if isinstance(x, Register)]
+    return (parts[0], parts[1]) if len(parts) == len(source.elements) == 2 else None
 
 
 def _registers(operand: Operand) -> Iterator[Register]:

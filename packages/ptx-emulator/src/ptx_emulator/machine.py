@@ -15,7 +15,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -203,6 +203,25 @@ class Fragment:
         self.pc += not wait.again
 
 
+class Effects(Protocol):
+    """What an instruction does to registers.
+
+    Attributes:
+        reads, writes: the registers that it reads and writes.
+        relaxed: whether it may access registers of a wgmma in flight.
+        pure: whether it only computes registers from registers, lane by lane.
+    """
+
+    @property
+    def reads(self) -> frozenset[int]: ...
+    @property
+    def writes(self) -> frozenset[int]: ...
+    @property
+    def relaxed(self) -> bool: ...
+    @property
+    def pure(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Program:
     """A decoded kernel.
@@ -215,9 +234,7 @@ class Program:
         registers: initial value of each register. Constants are registers that nothing writes.
         unknown: per register, the set of lanes that are undefined at the start.
         specials: (register, function of the warp that returns its value) for each special register.
-        reads, writes: per instruction, the registers that it reads and writes.
-        relaxed: per instruction, whether it may access registers of a wgmma in flight.
-        pure: per instruction, whether it only computes registers from registers, lane by lane.
+        effects: per instruction, what it does to registers.
         local_bytes: local memory of a thread, a multiple of 16.
     """
 
@@ -228,10 +245,7 @@ class Program:
     registers: list[Any]
     unknown: list[int]
     specials: list[tuple[int, Callable[[Warp], Any]]]
-    reads: list[frozenset[int]]
-    writes: list[frozenset[int]]
-    relaxed: list[bool]
-    pure: list[bool]
+    effects: Sequence[Effects]
     local_bytes: int = 0
 
     @cached_property
@@ -523,18 +537,18 @@ class Warp:
         Computing with registers that a `tcgen05.ld` fills is no error: the results are then in flight as well. LLVM moves such
         instructions before the wait, and the assembler knows what they depend on.
         """
-        program, flight = self.program, self.flight
-        if program.relaxed[pc]:
+        flight, effects = self.flight, self.program.effects[pc]
+        if effects.relaxed:
             return
-        read, written = program.reads[pc], program.writes[pc]
+        read, written = effects.reads, effects.writes
         if read.isdisjoint(flight) and written.isdisjoint(flight):
             return
         groups = {flight[slot] for slot in read & flight.keys()}
-        if program.pure[pc] and groups <= {LOADING, DERIVED}:
+        if effects.pure and groups <= {LOADING, DERIVED}:
             groups = {flight[slot] for slot in written & flight.keys()}
             if groups <= {DERIVED}:
                 derived = not read.isdisjoint(flight)
-                whole = lanes == self.alive and not program.texts[pc].startswith("@")
+                whole = lanes == self.alive and not self.program.texts[pc].startswith("@")
                 for slot in written:
                     if derived:
                         flight[slot] = DERIVED

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +23,7 @@ SIZES = _Sizes({f"{letter}{bits}": bits // 8 for letter in "bus" for bits in (8,
 SIZES |= {"f16": 2, "f32": 4, "f64": 8, "pred": 0, "b128": 16, "f16x2": 4, "bf16": 2, "bf16x2": 4}
 
 
-@dataclass(frozen=True, slots=True)
-class Register:
+class Register(NamedTuple):
     """A virtual register. ``name`` is unique in its function; ``type`` is the declared one."""
 
     name: str
@@ -107,22 +108,88 @@ Operand = (
 
 
 @dataclass(eq=False, slots=True)
+class Pattern:
+    """What instructions have in common that differ in their registers only.
+
+    Attributes:
+        opcode: the name up to the first dot.
+        modifiers: the further parts of the name, without dots.
+        operands: those of the first of these instructions, in the order of the PTX.
+        registers: its registers, each once, first that of its guard.
+        negated: whether the guard is ``@!p`` instead of ``@p``; None: there is none.
+    """
+
+    opcode: str
+    modifiers: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    registers: tuple[Register, ...]
+    negated: bool | None
+
+
 class Instruction:
     """One instruction. It must not be changed, because kernels with the same declarations share instructions of the same text.
 
     Attributes:
         text: the statement without its semicolon.
-        opcode: the name up to the first dot.
-        modifiers: the further parts of the name, without dots.
-        operands: in the order of the PTX.
-        guard: (predicate, negated) of ``@p`` or ``@!p``; None: there is none.
+        pattern: all of it but its registers.
+        registers: its registers, in the order of `Pattern.registers`.
     """
 
-    text: str
-    opcode: str
-    modifiers: tuple[str, ...]
-    operands: tuple[Operand, ...]
-    guard: tuple[Register, bool] | None = None
+    __slots__ = ("_operands", "pattern", "registers", "text")
+
+    def __init__(self, text: str, pattern: Pattern, registers: tuple[Register, ...]):
+        self.text, self.pattern, self.registers = text, pattern, registers
+        self._operands: tuple[Operand, ...] | None = None
+
+    @property
+    def opcode(self) -> str:
+        return self.pattern.opcode
+
+    @property
+    def modifiers(self) -> tuple[str, ...]:
+        return self.pattern.modifiers
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """In the order of the PTX. They are made here, because most instructions are executed without them."""
+        found = self._operands
+        if found is None:
+            move = dict(zip(self.pattern.registers, self.registers))
+            found = self._operands = tuple([_moved(x, move) for x in self.pattern.operands])
+        return found
+
+    @property
+    def guard(self) -> tuple[Register, bool] | None:
+        """(predicate, negated) of ``@p`` or ``@!p``; None: there is none."""
+        negated = self.pattern.negated
+        return None if negated is None else (self.registers[0], negated)
+
+    def replaced(self, operands: tuple[Operand, ...], name: str = "") -> Instruction:
+        """Return an instruction of the same text with other operands. ``name``: its opcode and modifiers, if they differ as well."""
+        opcode, modifiers, guards = self.opcode, self.modifiers, self.registers[: self.guard is not None]
+        if name:
+            opcode, *parts = name.split(".")
+            modifiers = tuple(parts)
+        return Instruction(
+            self.text, Pattern(opcode, modifiers, operands, guards, self.pattern.negated), guards
+        )
+
+
+def _moved(operand: Operand, move: dict[Register, Register]) -> Operand:
+    """Return an operand with other registers."""
+    if isinstance(operand, Register):
+        return move.get(operand, operand)
+    if isinstance(operand, Address):
+        return Address(_moved(operand.base, move), operand.offset)
+    if isinstance(operand, Vector):
+        return Vector(tuple([_moved(x, move) for x in operand.elements]))
+    if isinstance(operand, Coordinates):
+        return Coordinates(_moved(operand.base, move), tuple([_moved(x, move) for x in operand.elements]))
+    if isinstance(operand, Pair):
+        return Pair(_moved(operand.first, move), _moved(operand.second, move))
+    if isinstance(operand, Negated):
+        return Negated(move.get(operand.predicate, operand.predicate))
+    return operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +201,25 @@ class Variable:
     align: int
 
 
+Patterns = dict[tuple[str, tuple[int, ...]], Pattern]
+
+
 class Known:
     """What follows from the text of statements and from the declarations of their scope. Broken copies of a kernel share it.
 
     Attributes:
-        statements: the instructions, by their text with the blanks before it, and the number of these blanks.
-        inner: the same of the scopes inside, by their numbers and declarations.
+        patterns: by text with types in place of registers, and by which of these registers are the same. Scopes inside have the same.
+        statements: the instructions, by their text with the blanks before it.
+        registers: by the words of these texts that name them.
+        shown: what stands for words in the keys of ``patterns``.
+        inner: what is known of the scopes inside, by their numbers and declarations.
     """
 
-    def __init__(self) -> None:
-        self.statements: dict[str, tuple[Instruction, int]] = {}
+    def __init__(self, patterns: Patterns | None = None) -> None:
+        self.patterns: Patterns = {} if patterns is None else patterns
+        self.statements: dict[str, Instruction] = {}
+        self.registers: dict[str, Register] = {}
+        self.shown: dict[str, str] = {}
         self.inner: dict[tuple[int, tuple[str, ...]], Known] = {}
 
 
@@ -186,6 +262,7 @@ class Module:
 
 # Patterns that are searched in a whole module start with a literal, which `re` finds fast.
 _COMMENT = re.compile(r"/(?:/[^\n]*|\*.*?\*/)", re.DOTALL)
+_LINE_COMMENT = re.compile(r"//[^\n]*")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?([^{;]*)\{")
 _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\b[^,\[]*?)?([\w$]+)(?:\[(\d+)\])?\s*$"
@@ -196,6 +273,8 @@ _VARIABLE = re.compile(
 #: Directives that end with their line instead of a semicolon.
 _LINE_INFO = re.compile(r"\.(?:loc|file)\b[^\n]*")
 _BLANKS = re.compile(r"\s*")
+#: What may be the name of a register. Opcodes and numbers match as well, so that no name is found inside of them.
+_WORDS = re.compile(r"([\w$%.]+)")
 _BRACKETS = re.compile(r"[\[{(]")
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _REGISTERS = re.compile(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)", re.DOTALL)
@@ -214,7 +293,10 @@ def parse(text: str) -> Module:
     Raises:
         PtxError: the text cannot be parsed, or uses something that is not modelled.
     """
-    text = _COMMENT.sub(lambda match: " " + "\n" * match[0].count("\n"), text)
+    if "/*" in text:
+        text = _COMMENT.sub(lambda match: " " + "\n" * match[0].count("\n"), text)
+    else:  # takes less time
+        text = _LINE_COMMENT.sub(" ", text)
     target = re.search(r"\.target\s+(\w+)", text)
     if target is None:
         raise PtxError("the module has no .target directive")
@@ -282,7 +364,6 @@ class _Scope:
     vectors: dict[str, Vector] = field(default_factory=dict)
     ranges: dict[str, tuple[int, str]] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
-    operands: dict[str, Operand] = field(default_factory=dict)  # by their text, since the last declaration
     declarations: tuple[str, ...] = ()
     known: Known | None = None  # None: not looked up since the last declaration
 
@@ -293,7 +374,10 @@ class _Scope:
                 self.known = _known(self.declarations)
             else:
                 key = self.number, self.declarations
-                self.known = self.parent.found().inner.setdefault(key, Known())
+                outer = self.parent.found()
+                self.known = outer.inner.get(key)
+                if self.known is None:
+                    self.known = outer.inner[key] = Known(outer.patterns)
         return self.known
 
 
@@ -303,14 +387,14 @@ class _Body:
     def __init__(self, text: str, start: int):
         self.text = text
         self.instructions: list[Instruction] = []
-        self.places: list[int] = []  # where they start in the text
+        self.places: list[int] = []  # where the blanks before them start in the text
         self.shared: list[Variable] = []
         self.local: list[Variable] = []
         self.scope, self.scopes = _Scope(0, None), 1
         self.branches: list[tuple[int, _Scope]] = []
         instructions, places = self.instructions, self.places
         self.place, left = start, True
-        statements: dict[str, tuple[Instruction, int]] = {}
+        statements: dict[str, Instruction] = {}
         while left:
             place = self.place
             end = text.find(";", place)
@@ -320,9 +404,8 @@ class _Body:
                 known = self.scope.known
                 statements = {} if known is None else known.statements
             else:  # most statements were seen before
-                instruction, blanks = found
-                instructions.append(instruction)
-                places.append(place + blanks)
+                instructions.append(found)
+                places.append(place)
                 self.place = end + 1
         self.known, self.end = self.scope.found(), self.place
         for index, scope in self.branches:
@@ -331,13 +414,17 @@ class _Body:
 
     @property
     def line(self) -> int:
-        """The 1-based line of what is parsed."""
-        return self.text.count("\n", 0, self.place) + 1
+        """The 1-based line of what is parsed, behind the blanks before it."""
+        match = _BLANKS.match(self.text, self.place)
+        assert match is not None
+        return self.text.count("\n", 0, match.end()) + 1
 
     def lines(self) -> list[int]:
         """Return the 1-based line of each instruction."""
-        ends = np.flatnonzero(np.frombuffer(self.text.encode("utf-32-le"), np.uint32) == ord("\n"))
-        found: list[int] = (np.searchsorted(ends, self.places) + 1).tolist()
+        codes = np.frombuffer(self.text.encode("utf-32-le"), np.uint32)
+        ends, written = np.flatnonzero(codes == ord("\n")), np.flatnonzero(codes > ord(" "))
+        starts = written[np.searchsorted(written, self.places)]
+        found: list[int] = (np.searchsorted(ends, starts) + 1).tolist()
         return found
 
     def _item(self) -> bool:
@@ -359,7 +446,7 @@ class _Body:
             self.scope = self.scope.parent
         elif c == ";":
             self.place += 1
-        elif match := _LINE_INFO.match(text, place):
+        elif c == "." and (match := _LINE_INFO.match(text, place)):
             self.place = match.end()
         elif match := _LABEL.match(text, place):
             self.scope.labels[match[1]] = len(self.instructions)
@@ -371,36 +458,69 @@ class _Body:
             if c == ".":
                 self._directive(" ".join(text[place:end].split()))
             else:
-                written, statements = text[before:end], self.scope.found().statements
-                known = statements.get(written)
-                instruction = known[0] if known else self._statement(" ".join(written.split()))
-                if instruction.opcode == "bra":
-                    self.branches.append((len(self.instructions), self.scope))
-                else:
-                    statements[written] = instruction, place - before
-                self.instructions.append(instruction)
-                self.places.append(place)
+                self._add(text[before:end], before)
             self.place = end + 1
         return True
 
-    def _statement(self, text: str) -> Instruction:
+    def _add(self, written: str, place: int) -> None:
+        """Add an instruction. ``written``: its text with the blanks before it, ``place``: where they start."""
+        known = self.scope.found()
+        instruction = known.statements.get(written)
+        if instruction is None:
+            instruction = self._statement(" ".join(written.split()), known)
+            if instruction.pattern.opcode == "bra":
+                self.branches.append((len(self.instructions), self.scope))
+            else:
+                known.statements[written] = instruction
+        self.instructions.append(instruction)
+        self.places.append(place)
+
+    def _statement(self, text: str, known: Known) -> Instruction:
         """Parse an instruction. The label of a branch is resolved at the end of the body."""
-        guard = None
+        pieces = _WORDS.split(text)
+        words = pieces[1::2]
+        shown = list(map(known.shown.get, words))
+        if None in shown:
+            shown = [known.shown.get(x) or self._show(x, known) for x in words]
+        pieces[1::2] = shown
+        named = list(filter(None, map(known.registers.get, words)))
+        registers = tuple(dict.fromkeys(named))
+        same = () if len(registers) == len(named) else tuple(map(registers.index, named))
+        key = "".join(pieces), same
+        pattern = known.patterns.get(key)
+        if pattern is None:
+            pattern = known.patterns[key] = self._pattern(text, registers)
+        return Instruction(text, pattern, registers)
+
+    def _show(self, word: str, known: Known) -> str:
+        """Look up what a word is, and return what stands for it. The same names are the same in all scopes, except for those of registers
+        and of vectors of them."""
+        found = self._name(word)
+        if isinstance(found, Register):
+            known.registers[word], shown = found, f"<{found.type}>"
+        else:
+            shown = word if isinstance(found, Symbol) else str(found)
+        known.shown[word] = shown
+        return shown
+
+    def _pattern(self, text: str, registers: tuple[Register, ...]) -> Pattern:
+        """Parse an instruction that is like none before. ``registers``: those of its text."""
+        negated = None
         name, opcode, modifiers, parts = _parts(text)
         if name is not None:
             register = self._name(name.lstrip("!"))
             if not isinstance(register, Register) or register.type != "pred":
                 raise PtxError(f"the guard {name} is not a predicate register", self.line, text)
-            guard = (register, name.startswith("!"))
+            negated = name.startswith("!")
         if opcode == "bra":
             operands: tuple[Operand, ...] = (Label(parts[0]),)
         else:
-            found = self.scope.operands
-            operands = tuple([found.get(x) or self._operand(x, text) for x in parts])
-        return Instruction(text, opcode, modifiers, operands, guard)
+            operands = tuple([self._operand(x, text) for x in parts])
+        return Pattern(opcode, modifiers, operands, registers, negated)
 
     def _directive(self, text: str) -> None:
-        self.scope.operands.clear()
+        if text.startswith(".pragma"):  # it declares nothing
+            return
         self.scope.declarations += (text,)
         self.scope.known = None
         if match := _REGISTERS.match(text):
@@ -418,7 +538,7 @@ class _Body:
             self.shared.append(_variable(text))
         elif text.startswith(".local"):
             self.local.append(_variable(text))
-        elif not text.startswith(".pragma"):
+        else:
             raise PtxError("this directive is not modelled", self.line, text)
 
     def _declared(self, name: str, kind: str) -> Register:
@@ -430,25 +550,28 @@ class _Body:
     def _name(self, name: str) -> Register | Vector | Symbol:
         scope: _Scope | None = self.scope
         while scope is not None:
-            if name in scope.registers:
-                return scope.registers[name]
+            if register := scope.found().registers.get(name) or scope.registers.get(name):
+                return register
             if name in scope.vectors:
                 return scope.vectors[name]
             if scope.ranges and (prefix := name.rstrip("0123456789")) in scope.ranges and prefix != name:
-                count, kind = scope.ranges[prefix]
-                if int(name[len(prefix) :]) < count:
-                    unique = f"{name}#{scope.number}" if scope.parent else name
-                    return scope.registers.setdefault(name, Register(unique, kind))
+                self._declare_range(prefix, scope)
+                continue
             scope = scope.parent
         return Symbol(name)
 
-    def _operand(self, text: str, whole: str) -> Operand:
-        found = self.scope.operands.get(text)
-        if found is None:
-            found = self.scope.operands[text] = self._parsed_operand(text, whole)
-        return found
+    def _declare_range(self, prefix: str, scope: _Scope) -> None:
+        """Declare all registers of a range. Most are used, and together they take less time."""
+        count, kind = scope.ranges.pop(prefix)
+        names = [f"{prefix}{n}" for n in range(count)]
+        unique = [f"{name}#{scope.number}" for name in names] if scope.parent else names
+        declared = dict(zip(names, map(Register, unique, repeat(kind))))
+        scope.registers.update(declared)
+        known = scope.found()
+        known.registers.update(declared)
+        known.shown.update(dict.fromkeys(names, f"<{kind}>"))
 
-    def _parsed_operand(self, text: str, whole: str) -> Operand:
+    def _operand(self, text: str, whole: str) -> Operand:
         if text.startswith("%"):  # most operands
             register = self._name(text)
             if isinstance(register, Register):
@@ -489,18 +612,11 @@ class _Body:
         assert isinstance(label, Label)
         while scope is not None:
             if label.name in scope.labels:
-                target = Label(label.name, scope.labels[label.name])
-                return Instruction(
-                    instruction.text, "bra", instruction.modifiers, (target,), instruction.guard
-                )
+                return instruction.replaced((Label(label.name, scope.labels[label.name]),))
             scope = scope.parent
         raise PtxError(f"label {label.name} is not defined in this scope", self.line, instruction.text)
 
 
-# Kernels, and broken copies of a kernel even more, consist of the same texts: what follows from a text alone is kept.
-
-
-@lru_cache(maxsize=1 << 14)
 def _parts(text: str) -> tuple[str | None, str, tuple[str, ...], tuple[str, ...]]:
     """Take a statement apart: its guard without `@` (None: there is none), the opcode, the modifiers and the operands. A branch has one operand."""
     guard = None
@@ -511,14 +627,12 @@ def _parts(text: str) -> tuple[str | None, str, tuple[str, ...], tuple[str, ...]
     return guard, opcode, tuple(modifiers), (rest.strip(),) if opcode == "bra" else tuple(_split(rest))
 
 
-@lru_cache(maxsize=1 << 14)
 def _base(text: str) -> tuple[str, int]:
     """Take an address without its brackets apart: base and offset."""
     match = re.match(r"(\S+?)\s*\+\s*(-?\w+)$", text)
     return (match[1], int(match[2], 0)) if match else (text, 0)
 
 
-@lru_cache(maxsize=1 << 14)
 def _kind(text: str) -> type | None:
     """Return what an operand without brackets is: a number, a special register, or a name; None: none of them."""
     if _NUMBER.match(text):

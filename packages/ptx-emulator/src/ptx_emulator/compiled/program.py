@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from ptx_emulator.compiled.dispatch import NAME
 from ptx_emulator.compiled.engine import engine
 from ptx_emulator.compiled.forms import FORMS, Form
 from ptx_emulator.compiled.layout import BRANCH, CLOSURE, COMPILED, OPERAND_BYTES, RECORD_TYPE
-from ptx_emulator.decode import Decoder
+from ptx_emulator.decode import Alike, Decoded, Decoder, Row, standing_for
 from ptx_emulator.lanes import Array
 from ptx_emulator.machine import Program
 from ptx_emulator.parser import Instruction, Label
@@ -68,35 +70,64 @@ class RegisterFile:
             self.image[place : place + len(bytes_)] = bytes_
 
     def add(
-        self, instructions: list[Instruction], forms: list[Form | None], touched: list[list[int]], decoder: Decoder
-    ) -> list[bytes]:  # fmt: skip
-        """Return the records of instructions. ``touched``: their registers that `Warp` checks for instructions in flight."""
+        self, instructions: list[Instruction], shapes: list[Shape], effects: list[Decoded | Alike]
+    ) -> list[bytes]:
+        """Return the records of instructions."""
+        rows = [x.row for x in effects]
+        forms = [shape.form for shape in shapes]
         addresses = engine().addresses(form for form in forms if form is not None)
-        slots = [slot for form in forms if form is not None for slot in form.operands]
-        operands = np.array([(slot, self.places[slot]) for slot in slots], np.int32).reshape(-1, 2)
-        checked = np.array([slot for slots in touched for slot in slots], np.int32)
-        self.kept += [operands, checked]
-        operand, first = operands.ctypes.data, checked.ctypes.data
-        rows: list[tuple[int, ...]] = []
-        for i, form, found in zip(instructions, forms, touched):
-            count, kind, function, arguments, immediate, target = len(found), CLOSURE, 0, 0, 0, 0
-            guard, place, negated = -1, 0, 0
-            if i.guard is not None:
-                guard = decoder.source(i.guard[0], "pred")
-                place, negated = self.places[guard], 0xFFFFFFFF * i.guard[1]
-            if i.opcode == "bra":
-                (label,) = i.operands
-                assert isinstance(label, Label)
-                kind, target = BRANCH, label.target
-            elif form is not None:
-                kind, function, arguments, immediate = COMPILED, addresses[form.name], operand, form.immediate
-                operand += OPERAND_BYTES * len(form.operands)
-            rows.append(
-                (function, arguments, first, immediate, count, guard, place, negated, kind, target, 0)
-            )
-            first += checked.itemsize * count
-        raw, size = np.array(rows, RECORD_TYPE).tobytes(), RECORD_TYPE.itemsize
+        slots = [shape.operands(row) for shape, row in zip(shapes, rows)]
+        checked = [shape.touched(row) for shape, row in zip(shapes, rows)]
+        places = np.array(self.places, np.int32)
+        records = np.zeros(len(instructions), RECORD_TYPE)
+        records["function"] = [0 if form is None else addresses[form.name] for form in forms]
+        records["immediate"] = [
+            0 if form is None else form.immediate + x.shift for form, x in zip(forms, effects)
+        ]
+        records["kind"] = [CLOSURE if form is None else COMPILED for form in forms]
+        flat = np.fromiter(chain.from_iterable(slots), np.int32)
+        operands = np.stack([flat, places[flat]], axis=1)
+        touched = np.fromiter(chain.from_iterable(checked), np.int32)
+        self.kept += [operands, touched]
+        records["operands"] = operands.ctypes.data + OPERAND_BYTES * _starts(slots)
+        records["touched"] = touched.ctypes.data + touched.itemsize * _starts(checked)
+        records["touched_count"] = list(map(len, checked))
+        records["guard"] = -1
+        guarded = [n for n, i in enumerate(instructions) if i.pattern.negated is not None]
+        guards = np.array([rows[n][0] for n in guarded], np.int32)
+        records["guard"][guarded], records["guard_place"][guarded] = guards, places[guards]
+        records["negated"][guarded] = [0xFFFFFFFF * bool(instructions[n].pattern.negated) for n in guarded]
+        branches = [n for n, i in enumerate(instructions) if i.pattern.opcode == "bra"]
+        records["kind"][branches] = BRANCH
+        records["target"][branches] = [_target(instructions[n]) for n in branches]
+        raw, size = records.tobytes(), RECORD_TYPE.itemsize
         return [raw[n : n + size] for n in range(0, len(raw), size)]
+
+
+def _target(branch: Instruction) -> int:
+    (label,) = branch.operands
+    assert isinstance(label, Label)
+    return label.target
+
+
+def _starts(parts: list[list[int]]) -> Array:
+    """Return where each part starts if they follow each other."""
+    ends = np.cumsum(list(map(len, parts)), dtype=np.int64)
+    return np.concatenate([[0], ends[:-1]])
+
+
+class Shape(NamedTuple):
+    """What the records of an example (`decode.Decoded`) and of all instructions like it have in common.
+
+    Attributes:
+        form: that of the example. None: they stay with their closures.
+        operands, touched: functions of `decode.Decoded.row` that return the operands of the form, and the registers that `Warp` checks for
+            instructions in flight.
+    """
+
+    form: Form | None
+    operands: Callable[[Row], list[int]]
+    touched: Callable[[Row], list[int]]
 
 
 class CompiledProgram:
@@ -111,26 +142,26 @@ class CompiledProgram:
 
     def __init__(self, program: Program, decoder: Decoder):
         instructions, common = decoder.kernel.instructions, decoder.common
-        forms = common.forms
-        for i in instructions:
-            if i not in forms:
-                forms[i] = self._form(decoder, i)
-        for i in instructions:
-            if i.guard is not None:
-                decoder.source(i.guard[0], "pred")
-        # Forms and guards may have added registers, and so may other kernels: then all records are made anew.
+        effects: Any = program.effects  # `Decoded` or `Alike`
+        known = {} if common.file is None else common.file.records
+        for n, i in enumerate(instructions):
+            if i not in known:
+                example = effects[n].example
+                if example not in common.forms:
+                    common.forms[example] = self._shape(decoder, i, effects[n])
+        # Forms may have added registers, and so may other kernels: then all records are made anew.
         if common.file is None or len(common.file.places) != len(common.registers):
             common.file = RegisterFile(common.registers, common.unknown)
         self.file: RegisterFile = common.file
         known = self.file.records
-        new = [n for n, i in enumerate(instructions) if i not in known]
-        touched = [[] if program.relaxed[n] else sorted(program.reads[n] | program.writes[n]) for n in new]
+        records = list(map(known.get, instructions))
+        new = [n for n, record in enumerate(records) if record is None]
         some = [instructions[n] for n in new]
-        made = self.file.add(some, [forms[i] for i in some], touched, decoder)
-        records = [known.get(i, b"") for i in instructions]
+        decoded = [effects[n] for n in new]
+        made = self.file.add(some, [common.forms[x.example] for x in decoded], decoded)
         for n, i, record in zip(new, some, made):
             records[n] = record
-            if i.opcode != "bra":
+            if i.pattern.opcode != "bra":
                 known[i] = record
         past_the_end = bytes(RECORD_TYPE.itemsize)
         self._records = np.frombuffer(b"".join([*records, past_the_end]), RECORD_TYPE)
@@ -138,16 +169,12 @@ class CompiledProgram:
         self.code = self._records.ctypes.data
         self.compiled = (self._records["kind"] != CLOSURE).tolist()
 
-    def _form(self, decoder: Decoder, i: Instruction) -> Form | None:
-        """Return the form of an instruction, by that of a like one if there is one."""
-        common = decoder.common
-        if i in common.alike:
-            first, move = common.alike[i]
-            if first not in common.forms:
-                common.forms[first] = self._form(decoder, first)
-            form: Form | None = common.forms[first]
-            if form is None:
-                return None
-            return form._replace(operands=tuple([move.get(slot, slot) for slot in form.operands]))
+    def _shape(self, decoder: Decoder, i: Instruction, one: Decoded | Alike) -> Shape:
+        """Return the shape of an instruction and of those like it."""
         maker = FORMS.get(i.opcode)
-        return None if maker is None else maker(decoder, i)
+        form = None if maker is None else maker(decoder, i)
+        if form is not None:
+            form = form._replace(immediate=form.immediate - one.shift)
+        operands = () if form is None else form.operands
+        touched = () if one.relaxed else sorted(one.reads | one.writes)
+        return Shape(form, standing_for(operands, one.row), standing_for(touched, one.row))
