@@ -1,4 +1,5 @@
-"""The memory of a launch is given back when it ends, without the help of Python's garbage collector."""
+"""The memory of a launch is given back when it ends, and that of a program when no cache has it, without the help of Python's garbage
+collector."""
 
 import gc
 
@@ -7,7 +8,7 @@ import torch
 from helpers.emulator import tcgen05
 from helpers.emulator.ptx import run
 
-from ptx_emulator import ExecutionError, PtxError
+from ptx_emulator import ExecutionError, PtxError, decode, launch, parser
 from ptx_emulator.machine import Cta, Machine, Warp
 from ptx_emulator.memory import Region
 
@@ -19,6 +20,7 @@ PENDING = "add.s32 %r5, %r1, 1024; @%p2 cp.async.bulk.shared::cta.global.mbarrie
 @pytest.fixture
 def without_collector():
     gc.collect()
+    gc.freeze()  # `kept` then sees new objects only, and the next collection does not go through the others
     gc.disable()
     yield
     gc.enable()
@@ -45,6 +47,18 @@ def test_nothing_is_kept_after_an_error(without_collector):
         run(tcgen05.HEAD + PENDING + tcgen05.TAIL, out, threads=128, shared=4096)
     del error
     assert kept() == []
+
+
+def test_programs_are_freed(without_collector):
+    run("add.s32 %r1, %r0, 1; add.s32 %r2, %r1, 2; add.s32 %r3, %r2, 3;")
+    shared = [x for x in gc.get_objects() if type(x) is decode.Shared]
+    assert any(type(x) is decode.Alike for x in shared[0].decoded.values())
+    del shared
+    for module in (launch, decode, parser):
+        for value in list(vars(module).values()):
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+    assert [x for x in gc.get_objects() if type(x) is decode.Shared] == []
 
 
 @pytest.mark.parametrize("enabled", (True, False))
