@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from helpers.compiled import compiled as compiled_kernel
 from helpers.emulator import prefill as kernels
 from helpers.emulator import ptx
 from helpers.emulator.cases import CASES
@@ -13,6 +14,9 @@ from helpers.emulator.prefill import config_of, prefill
 
 import ptx_emulator
 from kda_core.testing import make_inputs
+from kda_cute.gradients import GradientsConfig
+from kda_sm100.arguments import CHAIN, GRADIENTS
+from kda_sm100.config import ARCHS, ChainConfig
 from ptx_emulator.compiled import objects, products, shadow
 from ptx_emulator.compiled.emit import Routine
 from ptx_emulator.compiled.engine import Engine
@@ -252,9 +256,17 @@ def test_calibration_cases(name, monkeypatch):
     assert not isinstance(both(execute), str)
 
 
-def test_decoding_by_example_equals_decoding():
-    """Instructions that differ in their registers only share their decoding and their form, with other registers."""
-    source, _ = kernels.compiled(config_of(make_inputs("slow", 72, H=1).arguments, 32, 1))
+SOURCES = {
+    "prefill of sm90": lambda: kernels.compiled(config_of(make_inputs("slow", 72, H=1).arguments, 32, 1))[0],
+    "chain of sm100": lambda: compiled_kernel(CHAIN, ChainConfig(32), ARCHS[0]).ptx,
+    "gradients": lambda: compiled_kernel(GRADIENTS, GradientsConfig(), ARCHS[0]).ptx,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_decoding_by_example_equals_decoding(source):
+    """Instructions that differ in their registers, integers and offsets only share their decoding and their form, with their own ones."""
+    source = source()
     program, decoder = decoded(source, None)
     compiled_of(source, None)
     common = decoder.common
