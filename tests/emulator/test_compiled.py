@@ -11,6 +11,7 @@ from helpers.emulator import prefill as kernels
 from helpers.emulator import ptx
 from helpers.emulator.cases import CASES
 from helpers.emulator.prefill import config_of, prefill
+from helpers.nightly import nightly
 
 import ptx_emulator
 from kda_core.testing import make_inputs
@@ -247,7 +248,7 @@ def test_random_accesses(first):
 SMALL = [name for name in CASES if name.startswith(("lanes/", "memory/", "matrices/"))]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [name if n % 3 == 0 else nightly(name) for n, name in enumerate(SMALL)])
 def test_calibration_cases(name, monkeypatch):
     def execute(compiled):
         monkeypatch.setattr(ptx, "execute", functools.partial(ptx_emulator.run, compiled=compiled))

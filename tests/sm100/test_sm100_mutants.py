@@ -53,7 +53,7 @@ OF_PRODUCTS = {
     "arrival": PARTS["arrival"],
 }
 CASES = [(which, what) for which in INTERFACES for what in (OF_PRODUCTS if which == "gradients" else PARTS)]
-SHARES = 5  # tests that share the occurrences of one kind; every change runs the first, the nightly session the others
+SHARES = 10  # tests that share the occurrences of one kind; every change runs the first, the nightly session the others
 
 
 @functools.cache
