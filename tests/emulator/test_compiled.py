@@ -6,24 +6,19 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers.compiled import compiled as compiled_kernel
 from helpers.emulator import prefill as kernels
 from helpers.emulator import ptx
 from helpers.emulator.cases import CASES
+from helpers.emulator.decoding import check_decoding_by_example
 from helpers.emulator.prefill import config_of, prefill
 from helpers.nightly import nightly
 
 import ptx_emulator
 from kda_core.testing import make_inputs
-from kda_cute.gradients import GradientsConfig
-from kda_sm100.arguments import CHAIN, GRADIENTS
-from kda_sm100.config import ARCHS, ChainConfig
 from ptx_emulator.compiled import objects, products, shadow
 from ptx_emulator.compiled.emit import Routine
 from ptx_emulator.compiled.engine import Engine
-from ptx_emulator.compiled.forms import FORMS
-from ptx_emulator.decode import Alike
-from ptx_emulator.launch import compiled_of, decoded
+from ptx_emulator.launch import compiled_of
 
 #: Instructions over registers of 32, 64 and 16 bits, fp32 and predicates, with operands of these kinds.
 INSTRUCTIONS = """
@@ -257,39 +252,9 @@ def test_calibration_cases(name, monkeypatch):
     assert not isinstance(both(execute), str)
 
 
-SOURCES = {
-    "prefill of sm90": lambda: kernels.compiled(config_of(make_inputs("slow", 72, H=1).arguments, 32, 1))[0],
-    "chain of sm100": lambda: compiled_kernel(CHAIN, ChainConfig(32), ARCHS[0]).ptx,
-    "gradients": lambda: compiled_kernel(GRADIENTS, GradientsConfig(), ARCHS[0]).ptx,
-}
-
-
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_decoding_by_example_equals_decoding(source):
-    """Instructions that differ in their registers, integers and offsets only share their decoding and their form, with their own ones."""
-    source = source()
-    program, decoder = decoded(source, None)
-    compiled_of(source, None)
-    common = decoder.common
-    alike = [
-        (n, i) for n, i in enumerate(decoder.kernel.instructions) if isinstance(program.effects[n], Alike)
-    ]
-    assert len(alike) > len(decoder.kernel.instructions) / 2
-    for n, i in alike:
-        one, other = decoder.decoded(i), program.effects[n]
-        assert (one.reads, one.writes, one.relaxed, one.pure) == (
-            other.reads, other.writes, other.relaxed, other.pure,
-        )  # fmt: skip
-        maker, shape = FORMS.get(i.opcode), common.forms[other.example]
-        made, form = None if maker is None else maker(decoder, i), shape.form
-        assert (form is None) == (made is None)
-        if made is not None:
-            operands = tuple(shape.operands(other.row))
-            assert (form.name, operands, form.immediate + other.shift) == (
-                made.name,
-                made.operands,
-                made.immediate,
-            )
+def test_decoding_by_example_equals_decoding():
+    source, _ = kernels.compiled(config_of(make_inputs("slow", 72, H=1).arguments, 32, 1))
+    check_decoding_by_example(source)
 
 
 def test_a_launch_of_the_prefill_kernel(monkeypatch):
