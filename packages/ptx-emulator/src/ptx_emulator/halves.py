@@ -44,8 +44,9 @@ def without_undefined_halves(instructions: Sequence[Instruction]) -> list[Instru
 
 def _halves(i: Instruction) -> tuple[Register, Register] | None:
     """Return the registers that a ``mov.b32`` packs; None: it is another instruction."""
-    like = i.pattern  # which has the operands of another instruction, but they are already made
-    if like.opcode != "mov" or like.modifiers != ("b32",) or not isinstance(like.operands[1], Vector):
+    # A pattern has operands of the same kinds. Those of the instruction may not be made yet.
+    p = i.pattern
+    if p.opcode != "mov" or p.modifiers != ("b32",) or not isinstance(p.operands[1], Vector):
         return None
     source = i.operands[1]
     assert isinstance(source, Vector)

@@ -72,7 +72,7 @@ class RegisterFile:
     def add(
         self, instructions: list[Instruction], shapes: list[Shape], effects: list[Decoded | Alike]
     ) -> list[bytes]:
-        """Return the records of instructions."""
+        """Return the records of instructions. ``shapes``, ``effects``: of each, see `Program.effects`."""
         rows = [x.row for x in effects]
         forms = [shape.form for shape in shapes]
         addresses = engine().addresses(form for form in forms if form is not None)
