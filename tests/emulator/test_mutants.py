@@ -1,6 +1,7 @@
 """The emulator notices broken copies of the kda-sm90 kernel, by an error or by a wrong result."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from helpers.nightly import nightly
 import ptx_emulator
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_sm90.kernels.barriers import WARPGROUP, NamedBarrier
+from kda_sm90.kernels.local_records import BARRIER as LOCAL_BARRIER
 from kda_sm90.kernels.prefill import NO_ITEM
 
 DOCS = Path(__file__).parents[2] / "docs/ptx-emulator.md"
@@ -127,6 +129,31 @@ def test_mutants_are_noticed(mutant, monkeypatch):
     errors = error(found[0], want[0]), error(found[1], want[1], state=True)
     assert any(e > limit for e, limit in zip(errors, limits)), "not noticed"
     assert how == WRONG
+
+
+#: The same of local records, for a call of 200 tokens.
+BARRIER_OF_LOCAL = rf"bar\.sync\s+{LOCAL_BARRIER}, {WARPGROUP};"
+LOCAL_MUTANTS = {
+    "a local warpgroup without the barriers behind its fences": (
+        RACE, rf"(fence\.proxy\.async\.shared::cta;\s*){BARRIER_OF_LOCAL}", r"\1", 0,
+    ),
+    "local records without a fence towards the async proxy": (
+        "without a fence.proxy.async between", rf"fence\.proxy\.async\.shared::cta;(?=\s*{BARRIER_OF_LOCAL})", "", 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", LOCAL_MUTANTS)
+def test_mutants_of_local_records_are_noticed(mutant, monkeypatch):
+    x = make_inputs("slow", 200, H=1).arguments
+    config = replace(prefill.config_of(x, 32, 2), local=True)
+    ptx, shared = prefill.compiled(config)
+    how, *change = LOCAL_MUTANTS[mutant]
+    assert f"| {mutant} | {how} |" in DOCS.read_text()
+    broken = mutated(ptx, *change)
+    monkeypatch.setattr(prefill, "compiled", lambda _: (broken, shared))
+    with pytest.raises(ptx_emulator.ExecutionError, match=how):
+        prefill.prefill(x, config, queues=1, intra_chunk_ctas=1, depth=7)
 
 
 @pytest.mark.parametrize(("T", "chunk", "warpgroups"), [(160, 64, 1), nightly(280, 32, 2)])

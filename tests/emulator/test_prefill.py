@@ -124,6 +124,37 @@ def test_chains_that_help_change_no_bit(queues, intra_chunk_ctas, depth):
     assert all(torch.equal(y, z) for y, z in zip(found, want, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "queues", "intra_chunk_ctas", "depth", "seed"),
+    [
+        ((193, 0, 30, 1, 170), 3, 2, 6, 0),
+        nightly((193, 0, 30, 1, 170), 1, 1, 5, 1),
+        nightly((193, 0, 30, 1, 170), 2, 1, 20, 2),
+        nightly((500,), 2, 3, 5, 3),
+        nightly((160,), 1, 1, 8, 4),
+    ],
+)
+def test_local_records_change_no_bit(lengths, queues, intra_chunk_ctas, depth, seed):
+    """Every sixth record is computed by the CTA of its chain. Some of these have no chunk, some are the first or the last of a part."""
+    x = make_inputs("slow", sum(lengths), H=1, HV=2, lengths=lengths, initial_state=True).arguments
+    config = config_of(x, 32, 2)
+    want = prefill(x, config, queues=2, intra_chunk_ctas=2, depth=8)
+    schedule = {"queues": queues, "intra_chunk_ctas": intra_chunk_ctas, "depth": depth, "seed": seed}
+    found = prefill(x, replace(config, local=True), **schedule)
+    assert all(torch.equal(y, z) for y, z in zip(found, want, strict=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_local_records_of_precomputed_gates(dtype):
+    x = make_inputs("masked", 226, H=1, HV=2).arguments
+    x |= {"g": x["g"].clamp(min=-4).to(dtype)}
+    config = replace(config_of(x, 32, 2), unbounded=False)
+    want = prefill(x, config, queues=1, intra_chunk_ctas=2)
+    found = prefill(x, replace(config, local=True), queues=1, intra_chunk_ctas=2)
+    assert all(torch.equal(y, z) for y, z in zip(found, want, strict=True))
+
+
 @pytest.mark.parametrize(("family", "chunk", "v_first"), [nightly("memory", 64, False), ("slow", 32, True)])
 def test_segments_split_across_queues(family, chunk, v_first):
     lengths = (70, 0, 90)

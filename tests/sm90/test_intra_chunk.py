@@ -127,7 +127,13 @@ def test_a_variant_of_each_kernel_compiles_without_a_gpu(config, tmp_path, monke
 
 @pytest.mark.parametrize(
     ("wrong", "named"),
-    [({"chunk": 16}, "chunk"), ({"warpgroups": 3}, "warpgroups"), ({"gate": "softplus"}, "unbounded")],
+    [
+        ({"chunk": 16}, "chunk"),
+        ({"warpgroups": 3}, "warpgroups"),
+        ({"gate": "softplus"}, "unbounded"),
+        ({"local": True}, "local"),
+        ({"local": True, "chunk": 32, "warpgroups": 2, "states": True}, "local"),
+    ],
 )
 def test_a_wrong_configuration_is_refused_by_field(wrong, named):
     with pytest.raises(ValueError, match=f"^{named}: "):

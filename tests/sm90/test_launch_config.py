@@ -103,9 +103,17 @@ def test_all_ctas_are_co_resident_and_the_workspace_is_bounded(choose, case, sms
 def test_the_launch_has_the_smallest_predicted_time(HV, gate, longest):
     s = shape(T=6000, H=HV, HV=HV, N=9, index=torch.int32, **gate)
     predicted = functools.partial(predicted_ns, s, sms=132, longest=longest)
-    every = [predicted(*kind, n) for kind in CHAIN_NS for n in range(1, min(131 * kind[1] // 2, HV * 9) + 1)]
+    kinds = [(*kind, False) for kind in CHAIN_NS]
+    if not gate:
+        kinds.append((32, 2, True))
+    every = [
+        predicted(*kind, n, local=local)
+        for *kind, local in kinds
+        for n in range(1, min(131 * kind[1] // 2, HV * 9) + 1)
+    ]
     chosen = launch_config(s, 132, longest)
-    assert predicted(chosen.chunk, chosen.config.warpgroups, chosen.queues) == min(every)
+    kind = chosen.chunk, chosen.config.warpgroups
+    assert predicted(*kind, chosen.queues, local=chosen.config.local) == min(every)
 
 
 @pytest.mark.parametrize("sms", (132, 20, 2))
@@ -117,7 +125,8 @@ def test_of_equal_times_the_launch_has_the_fewest_queues(HV, N, sms):
         chosen = launch_config(s, sms, longest)
         kind = chosen.chunk, chosen.config.warpgroups
         most = min((sms - 1) * kind[1] // 2, HV * N)
-        times = [predicted_ns(s, *kind, n, sms=sms, longest=longest) for n in range(1, most + 1)]
+        predicted = functools.partial(predicted_ns, sms=sms, longest=longest, local=chosen.config.local)
+        times = [predicted(s, *kind, n) for n in range(1, most + 1)]
         assert chosen.queues == 1 + times.index(min(times))
 
 
@@ -139,6 +148,23 @@ def test_the_launches_of_segments_have_the_smallest_predicted_time(HV, T, N, gat
     both = {chunk: fastest(chunk, "summarize") + fastest(chunk, "execute") for chunk in (32, 64)}
     assert predicted(chosen.summarize) + predicted(chosen.execute) == min(both.values())
     assert chosen.summarize.chunk == chosen.execute.chunk and chosen.summarize.depth == chosen.execute.depth
+
+
+@pytest.mark.parametrize(
+    ("T", "heads", "local"), ((8192, 64, True), (8192, 96, True), (2048, 64, False), (8192, 48, False))
+)
+def test_long_calls_of_many_heads_have_local_records(T, heads, local):
+    call = functools.partial(shape, T=T, H=heads, HV=heads)
+    chosen, dense = launch_config(call()), launch_config(call(), spacing=64)
+    assert chosen.config.local == local and not dense.config.local
+    same = lambda config: (config.chunk, config.warpgroups)  # what changes bits
+    assert same(dense.config) == same(chosen.config) == (32, 2)
+    largest = max(
+        chosen.workspace_bytes, dense.workspace_bytes
+    )  # a backward may run the forward again, without dense states
+    assert largest == workspace_bytes(call(needs_backward=True, disable_recompute=True))
+    assert not launch_config(call(lower_bound=None)).config.local
+    assert not launch_config(call(return_intermediate_states=True)).config.local
 
 
 def test_one_much_longer_sequence_gets_the_faster_chain():

@@ -1,5 +1,6 @@
 """Prefill over pools of states, with checkpoints and strided inputs, by emulated kernels of kda-sm90."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -23,6 +24,22 @@ class TestSm90(PoolCases):
         config = launch_config.launch_config(shape).config
         assert config.serving
         return config.chunk
+
+    def test_checkpoints_between_local_records_change_no_bit(self, kda, monkeypatch, cleared):
+        """Runs begin at chunks 2 and 4. Chunk 5 has a local record."""
+        monkeypatch.setattr(launch_config, "CHUNKS", (32,))
+        x = kda.inputs("slow", 226, H=1, HV=2)
+        found = []
+        for chains in (((2, False),), ((2, True),)):
+            monkeypatch.setattr(launch_config, "CHAINS", chains)
+            for cache in self.caches:
+                cache.cache_clear()
+            pool = serving.Pool(kda)
+            given = x | pool.arguments((3,)) | checkpoints(pool, (((64, 4), (128, 5)),))
+            config = launch_config.launch_config(kda.shape(given)).config
+            assert config == replace(config, chunk=32, warpgroups=2, serving=True, local=chains[0][1])
+            found.append((kda(given)[0], pool.states[3:6].clone()))
+        assert all(torch.equal(y, z) for y, z in zip(*found, strict=True))
 
     def test_checkpoints_of_a_sequence_that_two_queues_share(self, kda, monkeypatch, cleared):
         """Two queues of 6 slots. Sequence 1 has the slots 4 to 7, so the first queue ends behind its first two chunks."""

@@ -32,6 +32,10 @@ THREADS = 384
 #: Threads of a CTA with groups of `kernels.intra_chunk`: four warpgroups, each of which is a group.
 WARPGROUP_THREADS = 512
 
+#: `PrefillConfig.local_period` of variants with local records. A warpgroup takes as long for such a record as its chain takes for about five
+#: chunks (docs/kernels/prefill.md).
+LOCAL_PERIOD = 6
+
 #: CTAs of a cluster. Both have the same role, which is faster (docs/kernels/prefill.md).
 CLUSTER = 2
 
@@ -93,6 +97,8 @@ class PrefillConfig:
             ``recompute`` always write them, the gradients of states behind chunks. The modes of a backward have chunks of 64.
         padded: whether T may exceed the end of the last packed sequence (``use_graph``). The kernel then spends no time on
             the padding. Calls without padding are faster without the option (docs/kernels/prefill.md, "What was tried").
+        local: whether the CTA of a chain computes every sixth record of its queue itself (`kernels.local_records`). Long calls of many
+            heads are faster so, others slower. Requires `by_warpgroup` and mode ``whole``, without ``states``.
 
     Raises:
         ValueError: the kernel has no such variant.
@@ -109,6 +115,7 @@ class PrefillConfig:
     residual: bool = False
     saved_states: bool = False
     serving: bool = False
+    local: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk not in (32, 64):
@@ -151,6 +158,12 @@ class PrefillConfig:
             raise ValueError(
                 f"padded: expected False in mode {self.mode!r}, whose lengths the host knows, got True"
             )
+        if self.local and (self.mode != "whole" or self.states or not self.by_warpgroup):
+            raise ValueError(
+                f"local: expected False unless mode='whole', states=False, chunk=32, warpgroups=2 and unbounded=False, got True with "
+                f"mode={self.mode!r}, states={self.states}, chunk={self.chunk}, warpgroups={self.warpgroups} and "
+                f"unbounded={self.unbounded}"
+            )
 
     @property
     def keeps_records(self) -> bool:
@@ -177,6 +190,11 @@ class PrefillConfig:
     def helps(self) -> bool:
         """Whether the CTAs of chains compute first items before they become chains (docs/kernels/prefill.md)."""
         return self.by_warpgroup
+
+    @property
+    def local_period(self) -> int:
+        """Period P of the numbers with a local record: number n has one if ``n % P == P - 1``. 0: none has."""
+        return LOCAL_PERIOD if self.local else 0
 
     @property
     def threads(self) -> int:

@@ -19,9 +19,10 @@ from inspect import signature
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kda_core.contract import ProblemShape, besides_tokens
+from kda_cute.backward import spacing_of
 from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
-from kda_sm90.config import CLUSTER, SPACINGS, Mode, PrefillConfig, by_warpgroup, groups_of
+from kda_sm90.config import CLUSTER, LOCAL_PERIOD, SPACINGS, Mode, PrefillConfig, by_warpgroup, groups_of
 
 #: SMs of an H100 SXM and of an H200. A launch puts one CTA on each.
 SMS = 132
@@ -41,6 +42,13 @@ HELP_NS = 2200
 #: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain that runs alone, or
 #: whose start is a small part of a long call, is up to 15% faster.
 CHAIN_NS = {(64, 1): 17.0, (64, 2): 27.5, (32, 1): 25.0, (32, 2): 29.3}
+
+#: The same two times where chains have local records (`PrefillConfig.local`), and how many ns longer such a launch takes, whatever its length.
+#: With these values long calls of 64 and 96 heads get the fastest numbers of queues, and calls of fewer than about 3000 tokens of 64 heads
+#: have no local records, which would make them slower.
+LOCAL_ITEM_NS = 7050
+LOCAL_CHAIN_NS = 33.9
+LOCAL_NS = 8000
 
 #: ns per token of the chains of the modes ``summarize`` and ``execute``. In ``execute`` no intra-chunk CTA runs
 #: beside them.
@@ -81,7 +89,7 @@ RECORDS_PER_GROUP = {(64, False): 1.2, (32, False): 1.75, (64, True): 1.7, (32, 
 RECORDS_PER_WARPGROUP = 2.05
 
 #: Least number of records of a ring. The chain publishes that it has read record n only after it has requested record n + 2
-#: (``kernels.chain.IN_FLIGHT``), so a ring of fewer than 3 records would deadlock.
+#: (``kernels.chain.IN_FLIGHT``), so a ring of fewer than 3 records, or 5 places with local records, would deadlock.
 LEAST_DEPTH = 8
 
 #: Records of all rings together in the mode ``recompute``. A ring holds the slot that its chain reads, and of the next slot as many
@@ -95,6 +103,9 @@ ABOUT_EQUAL = 1.015
 CLEARLY_SHORTER = 0.95
 
 CHUNKS = (64, 32)
+
+#: (warpgroups, local) of the chains that a launch chooses from, fields of a `PrefillConfig`; the last one only where it has such a variant.
+CHAINS = ((1, False), (2, False), (2, True))
 
 #: Chunk size of pinned calls (``pin``), whose bits may depend neither on the rest of the batch nor on a prediction.
 PINNED_CHUNK = 64
@@ -187,17 +198,29 @@ def launch_config(
             packed. The model then takes all sequences as equally long. The argument changes the time of a call, and
             without ``pin`` the last bits of its result. Every launch of a shape serves all lengths, within
             `workspace_bytes`.
-        spacing: tokens between the states that the call saves for its backward, one of `SPACINGS`; 0 if it saves none. It
-            changes nothing else about the launch.
+        spacing: tokens between the states that the call saves for its backward, one of `SPACINGS`; 0 if it saves none. Beside what is
+            written it may change the number of queues, and so no bit.
         strided: whether q, k, v, g or beta is not contiguous. It changes nothing else either.
     """
     chunks = _chunks(shape)
     if shape.options.pin and PINNED_CHUNK in chunks:
         chunks = [PINNED_CHUNK]
+    choice = _fastest(
+        [
+            _model(shape, chunk, warpgroups, sms, longest, local=local)
+            for chunk in chunks
+            for warpgroups, local in CHAINS
+            if not local or by_warpgroup(chunk, not shape.options.bounded_gate, warpgroups)
+        ]
+    )
+    written = _written(shape, spacing)
+    if written["states"] and choice.model.local:
+        # The chunk size and the warpgroups, which change bits, are those of a call that writes no states.
+        choice = _fastest([_model(shape, choice.model.chunk, choice.model.warpgroups, sms, longest)])
     return _with_rings(
         shape,
-        [_model(shape, chunk, warpgroups, sms, longest) for chunk in chunks for warpgroups in (1, 2)],
-        **_written(shape, spacing),
+        choice,
+        **written,
         padded=shape.varlen and shape.options.use_graph,
         serving=shape.pool is not None or strided,
     )
@@ -212,13 +235,13 @@ def backward_launch_config(
     ``mode``: ``reverse``, ``recompute`` or ``reverse_summarize``.
     """
     models = [_model(shape, 64, warpgroups, sms, longest, mode) for warpgroups in (1, 2)]
-    return _with_rings(shape, models, states=mode != "reverse_summarize", mode=mode)
+    return _with_rings(shape, _fastest(models), states=mode != "reverse_summarize", mode=mode)
 
 
-def _with_rings(shape: ProblemShape, models: list[_Model], **fields: Any) -> LaunchConfig:
-    """Returns the fastest launch, with a ring of records for each queue. ``fields``: of the `PrefillConfig`."""
-    model, queues = _fastest(models)
-    config = _variant(model.chunk, model.warpgroups, **fields, **_gate(shape))
+def _with_rings(shape: ProblemShape, choice: _Choice, **fields: Any) -> LaunchConfig:
+    """Returns the launch of a choice, with a ring of records for each queue. ``fields``: of the `PrefillConfig`."""
+    model, queues = choice
+    config = _variant(model.chunk, model.warpgroups, local=model.local, **fields, **_gate(shape))
     if config.mode == "recompute" and not shape.varlen:
         queues = _with_shorter_queues(model, queues)
     ctas, most = model.intra_chunk_ctas(queues), _most_depth(shape, model, queues)
@@ -227,7 +250,7 @@ def _with_rings(shape: ProblemShape, models: list[_Model], **fields: Any) -> Lau
         depth = max(slot, min(RING_RECORDS // queues, min(most, 2) * slot))
     else:
         per_group = records_per_group(config.chunk, config.unbounded, config.warpgroups)
-        wanted = math.ceil(per_group * ctas * config.groups / queues)
+        wanted = math.ceil(_numbers(per_group * ctas * config.groups / queues, config.local))
         depth = max(1, min(max(wanted, LEAST_DEPTH), most))
     return LaunchConfig(config, ctas, queues, depth)
 
@@ -239,13 +262,19 @@ def records_per_group(chunk: int, unbounded: bool, warpgroups: int) -> float:
     return RECORDS_PER_GROUP[chunk, unbounded]
 
 
+def _numbers(records: float, local: bool) -> float:
+    """Returns how many numbers have as many records that are not local. A ring has a place for each number."""
+    return records * LOCAL_PERIOD / (LOCAL_PERIOD - 1) if local else records
+
+
 @_OfSlots
 def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -> int:
     """Returns the workspace size in bytes that serves a shape, for all lengths of packed sequences. ``mode``: ``whole``, ``reverse``
     or ``recompute``."""
     if not shape.varlen:
         if mode == "whole":
-            return launch_config(shape, sms).workspace_bytes
+            spacings = {0, spacing_of(shape)}
+            return max(launch_config(shape, sms, None, spacing).workspace_bytes for spacing in spacings)
         return backward_launch_config(shape, sms, mode=mode).workspace_bytes
     unbounded = not shape.options.bounded_gate
     found = 0
@@ -263,7 +292,8 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
             per_cta = records_per_group(chunk, unbounded, warpgroups) * groups_of(
                 chunk, unbounded, warpgroups
             )
-            rings = max(math.ceil(per_cta * sms), model.most * LEAST_DEPTH)
+            may_be_local = mode == "whole" and by_warpgroup(chunk, unbounded, warpgroups)
+            rings = max(math.ceil(_numbers(per_cta * sms, may_be_local)), model.most * LEAST_DEPTH)
             records = min(rings, model.most * _most_depth(shape, model, model.most))
             found = max(found, layouts.workspace_bytes(records, model.most, chunk))
     return found
@@ -332,9 +362,10 @@ def predicted_ns(
     sms: int = SMS,
     longest: int | None = None,
     mode: Mode = "whole",
+    local: bool = False,
 ) -> float:
-    """Returns the predicted device time of a launch in ns; ``longest`` as in `launch_config`."""
-    return _model(shape, chunk, warpgroups, sms, longest, mode).total_ns(queues)
+    """Returns the predicted device time of a launch in ns; ``longest`` as in `launch_config`, ``local`` as in `PrefillConfig`."""
+    return _model(shape, chunk, warpgroups, sms, longest, mode, local).total_ns(queues)
 
 
 # ---- the model
@@ -349,6 +380,7 @@ class _Model:
         groups: `PrefillConfig.groups`.
         helps: `PrefillConfig.helps`.
         chunks_per_slot: `PrefillConfig.chunks_per_slot`.
+        local: `PrefillConfig.local`.
         most: largest number of queues, which leaves an SM to the intra-chunk stage and gives each queue a sequence. 0 if
             one chain needs more CTAs than the device has.
         items: slots of all value heads.
@@ -360,6 +392,7 @@ class _Model:
         last_ns: how many ns longer a chain needs after the last record than after the first one.
         chain_ns: ns per slot of a chain.
         least_ns: ns that all records together take through HBM; 0 except in the mode ``execute``.
+        start_ns: ns of the launch before its first item starts and after its last one ends.
     """
 
     chunk: int
@@ -368,6 +401,7 @@ class _Model:
     groups: int
     helps: bool
     chunks_per_slot: int
+    local: bool
     most: int
     items: int
     longest: int
@@ -378,6 +412,7 @@ class _Model:
     last_ns: float
     chain_ns: float
     least_ns: float
+    start_ns: float
 
     def intra_chunk_ctas(self, queues: int) -> int:
         """Returns the CTAs of the intra-chunk stage: all that the chains leave, but no more than there are items.
@@ -395,11 +430,12 @@ class _Model:
         if not self.item_ns:
             return self.least_ns
         groups = self.intra_chunk_ctas(queues) * self.groups
+        items = self.items - (self.items // LOCAL_PERIOD if self.local else 0)
         first = self.first_ns * self.chunks_per_slot
         firsts, last_ns = groups, self.last_ns  # first items, each of a group
-        if self.helps and (most := groups + queues * self.chain_ctas * self.groups) <= self.items:
+        if self.helps and (most := groups + queues * self.chain_ctas * self.groups) <= items:
             firsts, last_ns = most, last_ns + HELP_NS
-        return max(first, last_ns + max(0.0, (self.items - firsts) / groups) * self.item_ns)
+        return max(first, last_ns + max(0.0, (items - firsts) / groups) * self.item_ns)
 
     def chains_ns(self, queues: int) -> float:
         """Returns the time of the chains in ns. It never rises as queues are added."""
@@ -407,7 +443,7 @@ class _Model:
 
     def total_ns(self, queues: int) -> float:
         """Returns the time of the launch in ns."""
-        return START_NS + self.first_ns + max(self.intra_chunk_ns(queues), self.chains_ns(queues))
+        return self.start_ns + self.first_ns + max(self.intra_chunk_ns(queues), self.chains_ns(queues))
 
     def best(self) -> int:
         """Returns the number of queues with the smallest time.
@@ -446,7 +482,7 @@ class _Model:
 
 
 @cache
-def _kind(chunk: int, warpgroups: int, unbounded: bool, mode: Mode) -> dict[str, Any]:
+def _kind(chunk: int, warpgroups: int, unbounded: bool, mode: Mode, local: bool) -> dict[str, Any]:
     """Returns the fields of a `_Model` that do not depend on the sizes of a shape."""
     reads_records = mode == "execute"
     launch = PrefillConfig(64, warpgroups, states=mode in ("reverse", "recompute"), mode=mode)
@@ -458,6 +494,9 @@ def _kind(chunk: int, warpgroups: int, unbounded: bool, mode: Mode) -> dict[str,
     )
     by_warpgroups = mode == "whole" and by_warpgroup(chunk, unbounded, warpgroups)
     factor = 0.0 if reads_records else KEPT if mode == "summarize" else 1.0
+    token_ns = TOKEN_NS[mode][chunk, warpgroups]
+    if local:
+        item_ns, token_ns = LOCAL_ITEM_NS, LOCAL_CHAIN_NS
     return {
         "chunk": chunk,
         "warpgroups": warpgroups,
@@ -465,11 +504,13 @@ def _kind(chunk: int, warpgroups: int, unbounded: bool, mode: Mode) -> dict[str,
         "groups": groups_of(chunk, unbounded, warpgroups),
         "helps": by_warpgroup(chunk, unbounded, warpgroups) and not reads_records,
         "chunks_per_slot": per_slot,
+        "local": local,
         "chain_ctas": launch.chain_ctas,
         "item_ns": factor * per_slot * item_ns,
         "first_ns": factor * first_ns,
         "last_ns": WARPGROUP_LAST_NS if by_warpgroups else factor * first_ns * per_slot,
-        "chain_ns": chunk * per_slot * TOKEN_NS[mode][chunk, warpgroups],
+        "chain_ns": chunk * per_slot * token_ns,
+        "start_ns": START_NS + (LOCAL_NS if local else 0),
     }
 
 
@@ -480,8 +521,10 @@ def _model(
     sms: int,
     longest: int | None = None,
     mode: Mode = "whole",
+    local: bool = False,
 ) -> _Model:
-    kind, reads_records = _kind(chunk, warpgroups, not shape.options.bounded_gate, mode), mode == "execute"
+    kind = _kind(chunk, warpgroups, not shape.options.bounded_gate, mode, local)
+    reads_records = mode == "execute"
     tokens = chunk * kind["chunks_per_slot"]
     slots = layouts.slot_count(shape.B, shape.T, tokens, shape.N if shape.varlen else None)
     sms -= sms % CLUSTER  # a single SM has no room for a cluster

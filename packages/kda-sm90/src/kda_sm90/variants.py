@@ -45,6 +45,10 @@ WHOLE = tuple(
 SERVING = tuple(
     replace(config, serving=True) for config in WHOLE if not (config.residual or config.saved_states)
 )
+#: Long calls of many heads, whose chains have local records.
+LOCAL = tuple(
+    replace(config, local=True) for config in (*WHOLE, *SERVING) if config.by_warpgroup and not config.states
+)
 #: The first launch of calls in segments.
 SUMMARIZE = tuple(
     PrefillConfig(chunk, warpgroups, gate_dtype=dtype, mode="summarize", **gate)
@@ -73,6 +77,7 @@ REVERSE_SUMMARIZE = tuple(
 ALL: tuple[PrefillConfig | GradientsConfig, ...] = (
     *WHOLE,
     *SERVING,
+    *LOCAL,
     *SUMMARIZE,
     *EXECUTE,
     *SERVING_SEGMENTS,
@@ -93,6 +98,7 @@ SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
         for i, (chain, dtype, gate) in enumerate(zip(CHAINS, DTYPES * 2, GATES[:4], strict=True))
     ),
     *(PrefillConfig(*chain, padded=True, serving=True) for chain in CHAINS),
+    *LOCAL[:: len(LOCAL) // 6],
     *SUMMARIZE[:: len(GATES) * 2],
     *EXECUTE[:: len(WRITES)],
     *EXECUTE[len(WRITES) - 2 :: len(WRITES)],

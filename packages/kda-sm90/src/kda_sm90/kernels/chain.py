@@ -32,10 +32,13 @@ producer   1              waits for records of the intra-chunk stage, copies the
                           copies), and publishes which records it has read, so that intra-chunk groups may replace them
 values     1              copies v to the early ring (cp.async); rows after the end of a sequence are zeros
 store      1 per half     copies O, R and states from shared to global memory, valid rows only
+local      4              computes every `PrefillConfig.local_period`-th record of the queue (`local_records`), in the variants that have
+                          such records; in others with 512 threads these warps are idle
 ========== ============== ==============================================================================================
 
 **Shared memory** (`shared_storage`). The *early* ring has the operands that a chunk needs first (Kd, Qd, a, v), the
-*late* ring the others (Kg, Aqk, T). O has one buffer per half, with room for R where it is saved, and so have states.
+*late* ring the others (Kg, Aqk, T). O has one buffer per half, with room for R where it is saved, and so have states. Each ring has one more
+stage for local records (`rings.Ring`), for which the leader of the local warpgroup arrives instead of the producer.
 
 =================== ====================== ================== ==================================================
 mbarrier            arrivals per phase     waited for by      condition
@@ -87,7 +90,7 @@ from typing import ClassVar
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.pipeline import PipelineUserType, make_pipeline_state
+from cutlass.pipeline import PipelineUserType
 from cutlass.utils import hopper_helpers
 
 from kda_cute.device import ptx
@@ -96,6 +99,8 @@ from kda_sm90.config import HEAD_DIM, PrefillConfig
 from kda_sm90.kernels import barriers, fragments, schedule
 from kda_sm90.kernels.barriers import WARPGROUP, NamedBarrier
 from kda_sm90.kernels.fragments import HALF, MATRIX_BYTES
+from kda_sm90.kernels.local_records import LocalIntraChunk, StridedLocalIntraChunk
+from kda_sm90.kernels.rings import Ring
 from kda_sm90.kernels.store import StoreWarp
 from kda_sm90.layouts import kg_layout, operand_layout, record_bytes, square_layout
 
@@ -103,12 +108,13 @@ from kda_sm90.layouts import kg_layout, operand_layout, record_bytes, square_lay
 STAGES = ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
 
 #: The producer publishes that it has read a record after it has requested this many more, so it seldom waits for the
-#: arrival. A ring in global memory must hold more records than that (`schedule`, "No deadlock").
+#: arrival. A ring in global memory must hold more records than that (`schedule`, "No deadlock"). Local records need no request.
 IN_FLIGHT = 2
 
-#: Registers per thread of the chain warps, of the other warps and of idle ones, by threads of a CTA: shares of 65536 / 128 = 512. Two
-#: warpgroups of chain warps and one of other warps take 2 * 224 + 56 = 504, with an idle one 2 * 216 + 56 + 24 = 512.
-REGISTERS = {384: (224, 56, 56), 512: (216, 56, 24)}
+#: Registers per thread of the chain warps, of the other warps, and of the local or idle ones, by threads of a CTA and whether there are local
+#: records: shares of 65536 / 128 = 512. Two warpgroups of chain warps and one of other warps take 2 * 224 + 56 = 504, with an idle one
+#: 2 * 216 + 56 + 24 = 512, with a local one 2 * 168 + 48 + 128 = 512.
+REGISTERS = {(384, False): (224, 56, 56), (512, False): (216, 56, 24), (512, True): (168, 48, 128)}
 
 
 def shared_storage(config: PrefillConfig, stages, early, late, stores):
@@ -181,12 +187,17 @@ class Chain:
         self.bytes = record_bytes(self.chunk)
         self.v_bytes = 2 * self.chunk * HALF * config.warpgroups  # of an early stage
         self.store_warp = self.StoreWarp(config)
+        local_bytes = 0
+        if config.local:
+            self.local = (StridedLocalIntraChunk if config.serving else LocalIntraChunk)(config)
+            local_bytes = self.local.bytes
+        more = int(config.local)  # stages for local records
         for self.early_depth, self.late_depth in STAGES:
-            self.stages = dict.fromkeys(self.EARLY, self.early_depth) | dict.fromkeys(
-                self.LATE, self.late_depth
-            )
-            self.storage = shared_storage(config, self.stages, self.early_depth, self.late_depth, self.STORES)
-            self.shared_bytes = self.storage.size_in_bytes()
+            early, late = self.early_depth + more, self.late_depth + more
+            self.stages = dict.fromkeys(self.EARLY, early) | dict.fromkeys(self.LATE, late)
+            self.storage = shared_storage(config, self.stages, early, late, self.STORES)
+            self.local_offset = -(-self.storage.size_in_bytes() // 1024) * 1024
+            self.shared_bytes = self.local_offset + local_bytes
             if self.shared_bytes <= room:
                 break
 
@@ -211,9 +222,12 @@ class Chain:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        of_chain, of_others, of_idle = REGISTERS[self.config.threads]
+        of_chain, of_others, of_local = REGISTERS[self.config.threads, self.config.local]
         if warp >= 4 * self.warpgroups + 4:
-            cute.arch.setmaxregister_decrease(of_idle)
+            if const_expr(of_local < 128):  # of the 128 that it begins with
+                cute.arch.setmaxregister_decrease(of_local)
+            if const_expr(self.config.local):
+                self.local.run(self, smem, Int32(shared.toint()) + self.local_offset, sched, queue, args)
         elif warp >= 4 * self.warpgroups:
             cute.arch.setmaxregister_decrease(of_others)
             if warp == 4 * self.warpgroups:
@@ -239,11 +253,12 @@ class Chain:
     def init_barriers(self, smem):
         """Initialises the mbarriers; see the table of the module."""
         chain_warps = 4 * self.warpgroups
+        early, late = (depth + int(self.config.local) for depth in (self.early_depth, self.late_depth))
         for barrier, count, arrivals in (
-            (smem.early_full, self.early_depth, 1 + 32),
-            (smem.early_empty, self.early_depth, chain_warps),
-            (smem.late_full, self.late_depth, 1),
-            (smem.late_empty, self.late_depth, chain_warps),
+            (smem.early_full, early, 1 + 32),
+            (smem.early_empty, early, chain_warps),
+            (smem.late_full, late, 1),
+            (smem.late_empty, late, chain_warps),
             (smem.o_free, self.warpgroups, 1),
             (smem.state_free, self.warpgroups if self.config.backward else 0, 1),
         ):
@@ -259,8 +274,11 @@ class Chain:
         return tiles
 
     def rings(self, user: PipelineUserType):
-        """Returns the states of the early and of the late ring at their start."""
-        return make_pipeline_state(user, self.early_depth), make_pipeline_state(user, self.late_depth)
+        """Returns the places of a role in the early and in the late ring at their start."""
+        phase = int(user is PipelineUserType.Producer)
+        return tuple(
+            Ring.at_start(depth, phase, self.config.local) for depth in (self.early_depth, self.late_depth)
+        )
 
     # ---- producer: one warp. All lanes track the rings; lane 0 waits and copies.
 
@@ -282,15 +300,19 @@ class Chain:
             for c in cutlass.range(part.chunks, unroll=1):
                 while ready <= c:
                     ready = self.chunks_ready(ring, part, c)
-                if lane == 0:
+                is_local = schedule.is_local(sched, part, c)
+                loads = (lane == 0) & (is_local == False)
+                if loads:
                     record = schedule.record(ring, part.number + c)
                     self.load_record(smem, records, record, early, late)
-                early.advance()
-                late.advance()
+                early.advance_past(is_local)
+                late.advance_past(is_local)
                 # The records up to c are requested; both rings point to the stages of c + 1.
-                if lane == 0 and c >= IN_FLIGHT:
-                    self.wait_for_load(smem, IN_FLIGHT + 1, early, late)  # of c - IN_FLIGHT
-                    schedule.publish_read(ring, half, part.number + c - IN_FLIGHT + 1)
+                if loads and c >= IN_FLIGHT:
+                    # Of c - IN_FLIGHT. If a record in between is local, of the chunk before.
+                    self.wait_for_load(smem, IN_FLIGHT + 1, early, late)
+                    read = c - IN_FLIGHT + 1 - int(self.config.local)
+                    schedule.publish_read(ring, half, part.number + read)
             if lane == 0:
                 for back in cutlass.range_constexpr(1, IN_FLIGHT + 1):
                     if part.chunks >= back:
@@ -368,13 +390,15 @@ class Chain:
             source = self.value_row(args, part) + half * (2 * HALF) + unit * 16
             source += pitch * (part.first * self.chunk)
             for c in cutlass.range(part.chunks + 1, unroll=1):
-                barriers.wait(smem.early_empty, early)
+                is_local = schedule.is_local(sched, part, c)
+                stage = early.stage(is_local)
+                barriers.wait(smem.early_empty, stage)
                 valid = self.valid_rows(part.length - (part.first + c * sched.step) * self.chunk, half)
                 if c == part.chunks:  # the trailing stage: zeros
                     valid = Int32(0)
-                self.copy_values(smem, early, source, pitch, valid)
+                self.copy_values(smem, stage, source, pitch, valid)
                 source += pitch * (self.chunk * sched.step)
-                early.advance()
+                early.advance_past(is_local)
             end = part.begin
             head, n = schedule.next_task(sched, head, n)
 
@@ -426,8 +450,9 @@ class Chain:
             fragments.fill_zero(thr.accO)
             if const_expr(self.config.residual):
                 fragments.fill_zero(thr.tCrX)
-            barriers.wait(smem.early_full, early)
-            fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
+            stage = early.stage(schedule.is_local(sched, part, 0))
+            barriers.wait(smem.early_full, stage)
+            fragments.load_v(thr.v + stage.index * self.v_bytes, thr.index, self.chunk, thr.accX)
             # Invariant of the loop: tCrS and accX hold S and v of the chunk, accO holds O of the previous one, and no
             # thread has stored that O yet. C = 64: the buffer of O is free (o_phase is complete), because chunk_64 waits
             # for it one chunk ahead. C = 32: not waited for yet.
@@ -482,7 +507,10 @@ class Chain:
             if const_expr(self.chunk == 64):
                 early, late, o_phase = self.chunk_64(smem, thr, early, late, o_phase, opaque_true)
             else:
-                early, late, o_phase = self.chunk_32(smem, thr, early, late, o_phase)
+                number = first + c - part.first
+                is_local = schedule.is_local(sched, part, number)
+                next_local = schedule.is_local(sched, part, number + 1)
+                early, late, o_phase = self.chunk_32(smem, thr, early, late, o_phase, is_local, next_local)
         return early, late, o_phase
 
     def thread_view(self, smem, tiles, half):
@@ -578,10 +606,12 @@ class Chain:
         return following, late, o_phase
 
     @cute.jit
-    def chunk_32(self, smem, thr, early, late, o_phase: Int32):
-        """Runs one chunk of 32 tokens: the groups of `chunk_64` in the same order, with the ALU work placed by ptxas."""
+    def chunk_32(self, smem, thr, early_ring, late_ring, o_phase: Int32, is_local, next_local):
+        """Runs one chunk of 32 tokens: the groups of `chunk_64` in the same order, with the ALU work placed by ptxas.
+        ``is_local``, ``next_local``: whether the record of the chunk, and of the next one, is local."""
         halves_of_k = range(HEAD_DIM // 32), range(HEAD_DIM // 32, HEAD_DIM // 16)
         steps = range(self.chunk // 16)
+        early, late = early_ring.stage(is_local), late_ring.stage(is_local)
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, range(HEAD_DIM // 16))
         fragments.round_to_bf16(thr.accO, thr.rO)
         self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[0], zero=True)
@@ -599,8 +629,9 @@ class Chain:
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKg, late, steps)
         self.gemm(thr.mma_tokens, thr.accO, thr.tCrX, thr.tCsAqk, late, steps)
-        following = early.clone()
-        following.advance()
+        following_ring = early_ring.clone()
+        following_ring.advance_past(is_local)
+        following = following_ring.stage(next_local)
         barriers.wait(smem.early_full, following)
         fragments.load_v(thr.v + following.index * self.v_bytes, thr.index, self.chunk, thr.accX)
         warpgroup.wait_group(1)  # O2 and S are done; O3 is in flight
@@ -608,8 +639,8 @@ class Chain:
         fragments.round_to_bf16(thr.accS, thr.tCrS)
         warpgroup.wait_group(0)  # O3 is done
         barriers.release(smem.late_empty + late.index)
-        late.advance()
-        return following, late, o_phase
+        late_ring.advance_past(is_local)
+        return following_ring, late_ring, o_phase
 
     def gemm(self, mma, acc, tCrA, tCsB, ring, steps, zero=False):
         """Issues ``acc (+)= A B`` as one group of wgmmas. ``steps``: which 16 columns of A each wgmma reduces over. B is in

@@ -44,6 +44,7 @@ reads is overwritten only behind a wait of the leader, which has issued all of t
 """
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import cutlass
@@ -67,20 +68,20 @@ ROW = 2 * PANEL  # bytes of a row of an image
 ROWS = 8  # of a lane
 IMAGE = CHUNK * ROW  # of a panel of k, q or Kg
 
-#: Offsets in a panel of 64 channels: the rows of k and q (at first k and q), Kg, and the columns (at first g). `Layout` has the size.
-K, Q, KG, COLUMNS = 0, IMAGE, 2 * IMAGE, 3 * IMAGE
+#: Offsets in a panel of 64 channels: the rows of k and q (at first k and q), and the columns (at first g). `Layout` has that of Kg.
+K, Q, COLUMNS = 0, IMAGE, 2 * IMAGE
 SQUARE = 2 * CHUNK * CHUNK  # bytes of T or Aqk
 MAGIC = 1.5 * 2**23  # x + MAGIC rounds x to an integer, which the low bits then hold
 LOWEST = -126.0  # of an anchor: 2^A is a normal number
 
 
 class Layout(NamedTuple):
-    """Byte offsets in a group's shared memory. Panel p (64 channels) starts at ``p * panel``.
+    """Byte offsets in a group's shared memory, which starts at a multiple of 1024. Panel p (64 channels) starts at ``p * panel``.
 
     ======== ================== ==============================================================================
     region   bytes              content
     ======== ================== ==============================================================================
-    panels   2 x panel          k, q -> rows [64 rows]; Kg [32]; g -> columns [48], each row 128 bytes, swizzled as
+    panels   2 x panel          k, q -> rows [64 rows]; g -> columns [48]; Kg [32], each row 128 bytes, swizzled as
                                 an image. g in fp32: [32 rows][64], not swizzled
     minus_l  2 x 1280           diagonal blocks of -L, then of T, by columns `COLUMN` apart
     l_block  1024               L10, in two bf16 parts
@@ -90,9 +91,12 @@ class Layout(NamedTuple):
     norms    2 x 256            sum of squares over a panel: k [32], q [32]
     scales   4 x 256            of a warp's block: inverse norms of k [16], of q [16] with scale; s [16]
     ======== ================== ==============================================================================
+
+    Kg, T and Aqk have no place here if the group computes them where its chain reads them (`kernels.local_records`).
     """
 
     panel: int
+    kg: int
     minus_l: int
     l_block: int
     squares: int
@@ -103,13 +107,12 @@ class Layout(NamedTuple):
     bytes: int
 
     @classmethod
-    def of(cls, config: PrefillConfig, reserved: int) -> "Layout":
-        """Returns the layout for a configuration. With ``reserved`` bytes behind it, the next group starts at a multiple of 1024."""
-        panel = COLUMNS + (48 * ROW if config.gate_dtype == "bfloat16" else CHUNK * 4 * PANEL)
-        sizes = (2 * panel, 2 * 16 * COLUMN, 1024, 2 * SQUARE, 1024, 1024, 512, 1024)
-        starts = [sum(sizes[:i]) for i in range(1, len(sizes))]
-        end = -(-(sum(sizes) + reserved) // 1024) * 1024
-        return cls(panel, *starts, end - reserved)
+    def of(cls, config: PrefillConfig, local: bool) -> "Layout":
+        """Returns the layout for a configuration. ``local``: whether Kg, T and Aqk have no place in it."""
+        kg = COLUMNS + (48 * ROW if config.gate_dtype == "bfloat16" else CHUNK * 4 * PANEL)
+        panel = kg + (0 if local else IMAGE)
+        sizes = (2 * panel, 2 * 16 * COLUMN, 1024, 0 if local else 2 * SQUARE, 1024, 1024, 512, 1024)
+        return cls(panel, kg, *accumulate(sizes))
 
 
 class Hooks(NamedTuple):
@@ -160,11 +163,12 @@ class WarpgroupIntraChunk(Inputs):
     threads = WARPGROUP
     #: The thread that waits for room, issues bulk copies and publishes records. Its warp also claims chunks.
     leader = 96
+    local = False  # whether the record is in shared memory
 
-    def __init__(self, config: PrefillConfig, reserved: int):
+    def __init__(self, config: PrefillConfig):
         super().__init__(config)
         self.chunk = config.chunk
-        self.layout = Layout.of(config, reserved)
+        self.layout = Layout.of(config, self.local)
 
     def has_least_work(self, thread, turn):
         """Returns whether the thread's warp claims chunks: it never inverts L."""
@@ -235,7 +239,7 @@ class WarpgroupIntraChunk(Inputs):
 
         self.store_kg(worker, record("kg"))
         claimed = hooks.claim_next()
-        self.store_blocks(p, self.multiply(p))
+        self.store_blocks(p, self.multiply(p), self.square(p.base, record, "aqk"))
         hooks.store_claim(claimed)
         hooks.sync()
         hooks.publish_previous(published)
@@ -340,7 +344,7 @@ class WarpgroupIntraChunk(Inputs):
         for i in range(2):
             at = (quad_lane + i) * 32 + (unit ^ (quad_lane + i)) * 4 + p.quad_of_channels // 2 % 2 * 2
             pair = [ptx.ex2(y) for y in end[2 * i : 2 * i + 2]]
-            ptx.store_global_words_if(record("a") + at * 4, pair, later & (p.half == 0))
+            self.store_decays(record("a") + at * 4, pair, later & (p.half == 0))
         scales = p.base + self.layout.scales + p.warp * 256 + p.half * 32
         norm_k, norm_q, factor_k = (
             [y for i in range(2) for y in ptx.load_shared_x4(scales + at + 16 * i, Float32)]
@@ -349,9 +353,7 @@ class WarpgroupIntraChunk(Inputs):
         own = p.panel + p.cell
         # c0 and c0 hopped are rows 0 to 31 of the columns, c1 rows 32 to 47.
         own_columns = own + p.block * (BLOCK * ROW)
-        # Of rows 0 to 3 and of rows 4 to 7, because a record may start at any multiple of 64 bytes on a CPU.
-        starts = [Int64(p.panel_index * IMAGE + (p.cell ^ at)) for at in (0, 64)]
-        kd, qd = ([record(name) + start for start in starts] for name in ("kd", "qd"))
+        own_kg, kd, qd = self.kg_cell(p, record), self.cell(p, record("kd")), self.cell(p, record("qd"))
         for r in range(ROWS):
             shared = in_row(own, r)
             k = [y for pair in ptx.load_shared_x2(shared + K, Int32) for y in ptx.unpack_bf16x2(pair)]
@@ -367,13 +369,35 @@ class WarpgroupIntraChunk(Inputs):
             k_row, q_row, column, kg = pack(k_row), pack(q_row), pack(column), pack(kg)
             ptx.store_shared_x2(shared + K, k_row)
             ptx.store_shared_x2(shared + Q, q_row)
-            ptx.store_shared_x2(shared + KG, kg)
+            ptx.store_shared_x2(in_row(own_kg, r), kg)
             columns = in_row(own_columns, r) + COLUMNS
             ptx.store_shared_x2(columns, column)
             ptx.store_shared_x2_if(columns + BLOCK * ROW, product(column, hop), p.block == 0)
-            kd_row, qd_row = (cells[r // 4] ^ Int64(r % 4 * 16) for cells in (kd, qd))
-            ptx.store_global_x2(kd_row + r * ROW, product(k_row, minus), keep=True)
-            ptx.store_global_x2(qd_row + r * ROW, product(q_row, from_start), keep=True)
+            self.store_row(kd, r, product(k_row, minus))
+            self.store_row(qd, r, product(q_row, from_start))
+
+    # ---- places of a record
+
+    def cell(self, p: Place, image):
+        """Returns the place of the lane's 8 bytes of its first row in an image of the record, for `store_row`."""
+        # Of rows 0 to 3 and of rows 4 to 7, because a record may start at any multiple of 64 bytes on a CPU.
+        return [image + Int64(p.panel_index * IMAGE + (p.cell ^ at)) for at in (0, 64)]
+
+    def store_row(self, cell, r, words):
+        """Stores the lane's 8 bytes of its row r to an image of the record."""
+        ptx.store_global_x2((cell[r // 4] ^ Int64(r % 4 * 16)) + r * ROW, words, keep=True)
+
+    def store_decays(self, address, words, condition):
+        """Stores words of a to the record."""
+        ptx.store_global_words_if(address, words, condition)
+
+    def kg_cell(self, p: Place, record):
+        """Returns the shared address of the lane's 8 bytes of its first row of Kg."""
+        return p.panel + p.cell + self.layout.kg
+
+    def square(self, base, record, name):
+        """Returns the shared address of T or Aqk."""
+        return base + self.layout.squares + ("t", "aqk").index(name) * SQUARE
 
     # ---- L and Aqk
 
@@ -399,8 +423,8 @@ class WarpgroupIntraChunk(Inputs):
         return [[[acc[8 * i + 4 * tile + e] for e in range(4)] for tile in range(2)] for i in range(3)]
 
     @cute.jit
-    def store_blocks(self, p: Place, blocks):
-        """Stores the blocks of L for `finish`, and those of Aqk as an image. ``blocks``: of `multiply`."""
+    def store_blocks(self, p: Place, blocks, square):
+        """Stores the blocks of L for `finish`, and those of Aqk as an image. ``blocks``: of `multiply`; ``square``: address of Aqk."""
         lower = p.warp % 2 > 0
         diagonal = [
             [ptx.select(lower, y, z) for y, z in zip(blocks[2][tile], blocks[0][tile], strict=True)]
@@ -425,7 +449,6 @@ class WarpgroupIntraChunk(Inputs):
             ]
             below = [ptx.select(lower, y, Int32(0)) for y in fragment(blocks[1])]
             own = fragment(masked)
-            square = p.base + self.layout.squares + SQUARE
             left = [ptx.select(lower, y, z) for y, z in zip(below, own, strict=True)]
             right = [ptx.select(lower, y, Int32(0)) for y in own]
             block_row = p.warp % 2
@@ -438,12 +461,12 @@ class WarpgroupIntraChunk(Inputs):
     def finish(self, worker: Worker, record):
         """Computes T, in one warp, which changes from turn to turn. A barrier of the group must follow."""
         if worker.thread // 32 == worker.turn % 3:
-            self.invert(worker.base, worker.thread % 32)
+            self.invert(worker.base, worker.thread % 32, self.square(worker.base, record, "t"))
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def invert(self, base, lane):
+    def invert(self, base, lane, square):
         """Computes T from what `store_blocks` has stored. Lanes 0 to 15 have the columns of the upper diagonal block, the others those of
-        the lower one."""
+        the lower one. ``square``: address of T."""
         start = base + self.layout.minus_l
         eliminate(start + lane // BLOCK * (16 * COLUMN), lane % BLOCK)
         quad, pair = lane // 4, 2 * (lane % 4)
@@ -462,7 +485,6 @@ class WarpgroupIntraChunk(Inputs):
         product = product_in_parts(x_00, l_block, zero)
         product = product_in_parts(fragment_in_parts(product), x_11, zero)
         below = fragment([[-y for y in tile] for tile in product])
-        square = base + self.layout.squares
         store_square(square, x_00[0], 0, 0, lane, transpose=True)
         store_square(square, [Int32(0)] * 4, 0, 1, lane)
         store_square(square, below, 1, 0, lane, transpose=True)
@@ -475,15 +497,15 @@ class WarpgroupIntraChunk(Inputs):
         """Copies Kg to the record asynchronously."""
         if worker.thread == self.leader:
             for panel in cutlass.range_constexpr(2):
-                shared = worker.base + panel * self.layout.panel + KG
+                shared = worker.base + panel * self.layout.panel + self.layout.kg
                 ptx.bulk_store(kg_image + panel * IMAGE, shared, Int32(IMAGE), keep=True)
 
     @cute.jit
     def store_squares(self, worker: Worker, record):
         """Copies T and Aqk to the record asynchronously."""
         if worker.thread == self.leader:
-            for i, name in enumerate(("t", "aqk")):
-                shared = worker.base + self.layout.squares + i * SQUARE
+            for name in ("t", "aqk"):
+                shared = self.square(worker.base, record, name)
                 ptx.bulk_store(record(name), shared, Int32(SQUARE), keep=True)
 
     @cute.jit

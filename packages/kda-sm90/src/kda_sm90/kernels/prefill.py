@@ -10,7 +10,8 @@ A CTA has 384 threads and an SM of its own::
               +----- in global memory, stays in L2 <-----------+
 
 A group of the intra-chunk stage computes the records of one chunk after the other, in the order of `schedule`, and
-writes them to the ring of the chunk's queue. The chain of the queue reads them.
+writes them to the ring of the chunk's queue. The chain of the queue reads them. In some variants its CTA computes a sixth of them itself
+(`local_records`).
 
 The launch is cooperative: all CTAs are co-resident, so any CTA may wait for any other. Clusters of two CTAs form the grid, so that
 neighbouring SMs have the same role. The kernel does not use the clusters otherwise. If the number of CTAs is odd, the grid has one more, which
@@ -59,8 +60,8 @@ SERVING = {"whole": ServingChain, "summarize": PoolSummaryChain, "execute": Pool
 #: to compute, and the item claimed next. A power of two, because the turn's low bits choose the buffer.
 ITEMS, ITEM_BYTES = 4, 32
 
-#: Index of an item that does not exist, in any call.
-NO_ITEM = 0x7FFFFFFF
+#: Index of an item that does not exist, in any call. Its number (`schedule.number_of`) is less than 2^31.
+NO_ITEM = 0x3FFFFFFF
 
 #: Named barriers of the first group of an intra-chunk CTA: of its threads, and of the next group while it waits for this one.
 #: 0 is ``sync_threads``.
@@ -85,17 +86,20 @@ class PrefillKernel(Kernel):
         self.arguments = self.interface.arguments(config)
         chain = (SERVING if config.serving else CHAINS)[config.mode]
         self.threads = config.threads
-        if config.by_warpgroup:
-            stage = StridedWarpgroupIntraChunk if config.serving else WarpgroupIntraChunk
-            self.intra_chunk = stage(config, ITEMS * ITEM_BYTES)
-        else:
-            self.intra_chunk = (StridedIntraChunk if config.serving else IntraChunk)(config)
+        stages = (
+            (WarpgroupIntraChunk, StridedWarpgroupIntraChunk)
+            if config.by_warpgroup
+            else (IntraChunk, StridedIntraChunk)
+        )
+        self.intra_chunk = stages[config.serving](config)
         self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
         self.leader = WarpgroupIntraChunk.leader if config.by_warpgroup else 0  # of a group
         self.groups = config.groups
         # Whether the groups of a CTA compute their first items one after the other.
         self.in_turn = config.chunk == 64 and not config.backward
         self.group_bytes = self.intra_chunk.layout.bytes + ITEMS * ITEM_BYTES
+        if config.by_warpgroup:
+            self.group_bytes = -(-self.group_bytes // 1024) * 1024
         self.first_halves = range(0, config.halves, config.warpgroups)  # of the chain CTAs of a queue
         self.chain_ctas = config.chain_ctas
         self.table_offset = max(self.groups * self.group_bytes, self.chain.shared_bytes)  # in shared memory
@@ -125,7 +129,9 @@ class PrefillKernel(Kernel):
             groups = (chains + args.intra_chunk_ctas) * self.groups
             # Each has an item, and no group waits for room, because that may take until a chain begins. A launch without intra-chunk
             # CTAs reads records that are there already.
-            if (args.intra_chunk_ctas > 0) & (groups <= sched.total) & (groups <= args.queues * args.depth):
+            have_items = groups <= schedule.not_local(sched, sched.total)
+            have_room = schedule.number_of(sched, (groups - 1) // args.queues) < args.depth
+            if (args.intra_chunk_ctas > 0) & have_items & have_room:
                 helpers = chains
         thread, _, _ = cute.arch.thread_idx()
         # CTA 0 clears the counters. Other chains wait for it here, groups in `compute_records`.

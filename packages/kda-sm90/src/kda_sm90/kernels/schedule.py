@@ -49,6 +49,9 @@ and a sequence has the slots that lie in the slab. The gradient of its state pas
 only then they are free. The rank in its slot of the n-th record to become free is therefore ``7 - n % 8``, and a record takes the
 place of the one that became free ``depth`` before it (`place`).
 
+**Local records.** In some variants the CTA of a chain computes the records of every P-th number of its queue itself (`is_local`). These
+numbers are no items, and their places in the ring stay empty.
+
 A group writes number n to place ``n % depth`` of the ring once the chain has read number ``n - depth``. In the modes
 that keep records (``keeps_records``), numbers are slots of the line, ``depth`` is the number of records, and no group
 waits for room.
@@ -56,8 +59,8 @@ waits for room.
 **No deadlock.** All CTAs are co-resident. The lowest unpublished item is always first in its group's work, so its
 group computes it or waits for room. The records that must be read before there is room have lower numbers, so they
 are published, and so are the records of the part that produces a state that the chain waits for. A chain requests at
-most ``chain.IN_FLIGHT`` more records before it publishes that it has read one. A ring therefore has at least 3 records,
-unless it holds its whole queue. docs/kernels/prefill.md has the full argument.
+most ``chain.IN_FLIGHT`` more records before it publishes that it has read one. A ring therefore has at least 3 places, with local records
+5, unless it holds its whole queue. docs/kernels/prefill.md has the full argument.
 """
 
 import functools
@@ -98,7 +101,7 @@ def schedule(config, offsets, offset_bytes, N, T, HV, queues, depth, counters):
     return SimpleNamespace(
         chunk=config.chunk * config.chunks_per_slot, chunks_per_slot=config.chunks_per_slot, keeps_records=config.keeps_records,
         step=config.step, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T,
-        queues=queues, depth=depth, counters=counters, span=span, total=HV * span,
+        queues=queues, depth=depth, counters=counters, span=span, total=HV * span, local_period=config.local_period,
     )  # fmt: skip
 
 
@@ -233,7 +236,27 @@ def see_clear(s, waiters: Int32):
 
 def items(s):
     """Returns the number of items."""
-    return s.queues * s.width * s.chunks_per_slot
+    return s.queues * not_local(s, s.width) * s.chunks_per_slot
+
+
+# ---- local records
+
+
+def is_local(s, part, c):
+    """Returns whether the CTA of the chain computes the record of chunk c of a part itself. It does not if there is no such chunk."""
+    if not s.local_period:
+        return False
+    return ((part.number + c) % s.local_period == s.local_period - 1) & (c < part.chunks)
+
+
+def not_local(s, slots):
+    """Returns how many of the first ``slots`` numbers of a queue are not `is_local`."""
+    return slots - (slots // s.local_period if s.local_period else 0)
+
+
+def number_of(s, rank):
+    """Returns the number of the slot that is not `is_local` and has ``rank`` such slots before it in its queue."""
+    return rank + (rank // (s.local_period - 1) if s.local_period else 0)
 
 
 # ---- the ring of a queue
@@ -247,6 +270,7 @@ def ring(s, queue):
     return SimpleNamespace(
         depth=s.depth,
         chunks_per_slot=s.chunks_per_slot,
+        local_period=s.local_period,
         first=first,
         ready=ready,
         read=line + QueueCounter.READ * 4,
@@ -288,7 +312,7 @@ def claim(s) -> Int32:
 def item(s, i: Int32):
     """Returns (queue, number, head, first token in B*T, tokens) of item i; a whole warp calls it. The number is -1 if
     there are no more items. The tokens are 0 if the slot has no chunk."""
-    number, queue = i // s.queues, i % s.queues
+    number, queue = number_of(s, i // s.queues), i % s.queues
     rank, slot_number = Int32(0), number
     if cutlass.const_expr(s.chunks_per_slot > 1):
         rank, slot_number = number % s.chunks_per_slot, number // s.chunks_per_slot
@@ -490,7 +514,10 @@ def count_ready(r, number, count):
     lane = cute.arch.lane_idx()
     wanted = number + lane
     seen = ptx.load_acquire(r.ready + Int64(place(r, wanted)) * 4, lane < cutlass.min(count, r.depth))
-    ready = cute.arch.vote_ballot_sync(seen > wanted)
+    is_ready = seen > wanted
+    if r.local_period:
+        is_ready = is_ready | (wanted % r.local_period == r.local_period - 1)
+    ready = cute.arch.vote_ballot_sync(is_ready)
     cute.arch.sync_warp()  # all lanes acquire what any lane has acquired
     return cute.arch.popc(ready ^ (ready + 1)) - 1  # number of trailing ones; 31 for 32 of them
 
