@@ -158,25 +158,26 @@ _H200 = Constants(
     ),
 )
 
-# kda-sm90 on an H100 with 132 SMs and 80 GB of HBM3: `_H200`, scaled by one run of ``python -m kda_cp calibrate`` there.
+# kda-sm90 on an H100 with 132 SMs and 80 GB of HBM3: `_H200`, scaled by two runs of ``python -m kda_cp calibrate`` there, whose values differ
+# by less than 1%.
 _H100 = Constants(
     forward=Pass(
-        chain=((20, 16.2), (28, 22.4), (46, 31.8)), intra_chunk_ns=0.0, work_ns=0.0, call_us=30.8, even=True
+        chain=((20, 15.2), (28, 21.0), (46, 29.8)), intra_chunk_ns=0.0, work_ns=0.0, call_us=28.9, even=True
     ),
-    merge_us=1.88,
-    gather_ns=0.77,
+    merge_us=1.87,
+    gather_ns=0.76,
     summarize=Pass(
         chain=((14, 12.9), (24, 20.3), (32, 26.3)), intra_chunk_ns=0.0, work_ns=0.84, call_us=28.5, even=True
     ),
     execute=Pass(
-        chain=((32, 18.0), (66, 22.5), (132, 33.9)), intra_chunk_ns=0.0, work_ns=0.42, call_us=17.2, even=True
+        chain=((32, 18.3), (66, 22.8), (132, 34.4)), intra_chunk_ns=0.0, work_ns=0.43, call_us=17.5, even=True
     ),
-    backward=Pass(chain=((32, 52.4), (64, 99.7)), intra_chunk_ns=1.47, work_ns=0.0, call_us=47.3, even=True),
+    backward=Pass(chain=((32, 51.9), (64, 98.8)), intra_chunk_ns=1.46, work_ns=0.0, call_us=46.9, even=True),
     backward_dense=Pass(
-        chain=((26, 25.7), (46, 43.1)), intra_chunk_ns=1.47, work_ns=0.0, call_us=47.2, even=True
+        chain=((26, 23.6), (46, 39.5)), intra_chunk_ns=1.35, work_ns=0.0, call_us=43.3, even=True
     ),
     state_gradients=Pass(
-        chain=((17, 16.4), (32, 27.9)), intra_chunk_ns=0.0, work_ns=0.68, call_us=24.6, even=True
+        chain=((17, 17.0), (32, 28.9)), intra_chunk_ns=0.0, work_ns=0.7, call_us=25.5, even=True
     ),
 )
 
