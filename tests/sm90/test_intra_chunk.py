@@ -133,6 +133,7 @@ def test_a_variant_of_each_kernel_compiles_without_a_gpu(config, tmp_path, monke
         ({"gate": "softplus"}, "unbounded"),
         ({"local": True}, "local"),
         ({"local": True, "chunk": 32, "warpgroups": 2, "states": True}, "local"),
+        ({"local": True, "chunk": 32, "warpgroups": 2, "saved_states": True}, "local"),
     ],
 )
 def test_a_wrong_configuration_is_refused_by_field(wrong, named):

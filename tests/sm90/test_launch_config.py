@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -164,6 +165,7 @@ def test_long_calls_of_many_heads_have_local_records(T, heads, local):
     )  # a backward may run the forward again, without dense states
     assert largest == workspace_bytes(call(needs_backward=True, disable_recompute=True))
     assert not launch_config(call(lower_bound=None)).config.local
+    assert replace(launch_config(call(), spacing=512), config=dense.config) == dense
     assert not launch_config(call(return_intermediate_states=True)).config.local
 
 

@@ -98,7 +98,7 @@ class PrefillConfig:
         padded: whether T may exceed the end of the last packed sequence (``use_graph``). The kernel then spends no time on
             the padding. Calls without padding are faster without the option (docs/kernels/prefill.md, "What was tried").
         local: whether the CTA of a chain computes every sixth record of its queue itself (`kernels.local_records`). Long calls of many
-            heads are faster so, others slower. Requires `by_warpgroup` and mode ``whole``, without ``states``.
+            heads are faster so, others slower. Requires `by_warpgroup` and mode ``whole``, without ``states`` and ``saved_states``.
 
     Raises:
         ValueError: the kernel has no such variant.
@@ -158,11 +158,12 @@ class PrefillConfig:
             raise ValueError(
                 f"padded: expected False in mode {self.mode!r}, whose lengths the host knows, got True"
             )
-        if self.local and (self.mode != "whole" or self.states or not self.by_warpgroup):
+        writes_states = self.states or self.saved_states
+        if self.local and (self.mode != "whole" or writes_states or not self.by_warpgroup):
             raise ValueError(
-                f"local: expected False unless mode='whole', states=False, chunk=32, warpgroups=2 and unbounded=False, got True with "
-                f"mode={self.mode!r}, states={self.states}, chunk={self.chunk}, warpgroups={self.warpgroups} and "
-                f"unbounded={self.unbounded}"
+                f"local: expected False unless mode='whole', chunk=32, warpgroups=2 and states, saved_states and unbounded are False, got "
+                f"True with mode={self.mode!r}, chunk={self.chunk}, warpgroups={self.warpgroups}, states={self.states}, "
+                f"saved_states={self.saved_states} and unbounded={self.unbounded}"
             )
 
     @property

@@ -214,7 +214,7 @@ def launch_config(
         ]
     )
     written = _written(shape, spacing)
-    if written["states"] and choice.model.local:
+    if any(written.values()) and choice.model.local:
         # The chunk size and the warpgroups, which change bits, are those of a call that writes no states.
         choice = _fastest([_model(shape, choice.model.chunk, choice.model.warpgroups, sms, longest)])
     return _with_rings(

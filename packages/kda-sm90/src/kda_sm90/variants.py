@@ -47,7 +47,9 @@ SERVING = tuple(
 )
 #: Long calls of many heads, whose chains have local records.
 LOCAL = tuple(
-    replace(config, local=True) for config in (*WHOLE, *SERVING) if config.by_warpgroup and not config.states
+    replace(config, local=True)
+    for config in (*WHOLE, *SERVING)
+    if config.by_warpgroup and not (config.states or config.saved_states)
 )
 #: The first launch of calls in segments.
 SUMMARIZE = tuple(
@@ -98,7 +100,7 @@ SAMPLE: tuple[PrefillConfig | GradientsConfig, ...] = (
         for i, (chain, dtype, gate) in enumerate(zip(CHAINS, DTYPES * 2, GATES[:4], strict=True))
     ),
     *(PrefillConfig(*chain, padded=True, serving=True) for chain in CHAINS),
-    *LOCAL[:: len(LOCAL) // 6],
+    *LOCAL[::5],  # each gate, dtype, padding and form of states
     *SUMMARIZE[:: len(GATES) * 2],
     *EXECUTE[:: len(WRITES)],
     *EXECUTE[len(WRITES) - 2 :: len(WRITES)],
