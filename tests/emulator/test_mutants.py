@@ -133,17 +133,19 @@ def test_mutants_are_noticed(mutant, monkeypatch):
 
 #: The same of local records, for a call of 200 tokens.
 BARRIER_OF_LOCAL = rf"bar\.sync\s+{LOCAL_BARRIER}, {WARPGROUP};"
+NO_BARRIER = "a local warpgroup without the barriers behind its fences"
+NO_FENCE = "local records without a fence towards the async proxy"
 LOCAL_MUTANTS = {
-    "a local warpgroup without the barriers behind its fences": (
+    NO_BARRIER: (
         RACE, rf"(fence\.proxy\.async\.shared::cta;\s*){BARRIER_OF_LOCAL}", r"\1", 0,
     ),
-    "local records without a fence towards the async proxy": (
+    NO_FENCE: (
         "without a fence.proxy.async between", rf"fence\.proxy\.async\.shared::cta;(?=\s*{BARRIER_OF_LOCAL})", "", 0,
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mutant", LOCAL_MUTANTS)
+@pytest.mark.parametrize("mutant", (nightly(NO_BARRIER), NO_FENCE))
 def test_mutants_of_local_records_are_noticed(mutant, monkeypatch):
     x = make_inputs("slow", 200, H=1).arguments
     config = replace(prefill.config_of(x, 32, 2), local=True)

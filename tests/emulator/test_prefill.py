@@ -127,7 +127,8 @@ def test_chains_that_help_change_no_bit(queues, intra_chunk_ctas, depth):
 @pytest.mark.parametrize(
     ("lengths", "queues", "intra_chunk_ctas", "depth", "seed"),
     [
-        ((193, 0, 30, 1, 170), 3, 2, 6, 0),
+        ((193, 0, 30, 1, 34), 3, 2, 6, 0),
+        nightly((193, 0, 30, 1, 170), 3, 2, 6, 0),
         nightly((193, 0, 30, 1, 170), 1, 1, 5, 1),
         nightly((193, 0, 30, 1, 170), 2, 1, 20, 2),
         nightly((500,), 2, 3, 5, 3),
