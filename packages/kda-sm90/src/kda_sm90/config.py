@@ -32,8 +32,8 @@ THREADS = 384
 #: Threads of a CTA with groups of `kernels.intra_chunk`: four warpgroups, each of which is a group.
 WARPGROUP_THREADS = 512
 
-#: `PrefillConfig.local_period` of variants with local records. A warpgroup takes as long for such a record as its chain takes for about five
-#: chunks (docs/kernels/prefill.md).
+#: `PrefillConfig.local_period` of variants with local records. A warpgroup computes such a record in the time in which its chain executes about
+#: five chunks (docs/kernels/prefill.md).
 LOCAL_PERIOD = 6
 
 #: CTAs of a cluster. Both have the same role, which is faster (docs/kernels/prefill.md).

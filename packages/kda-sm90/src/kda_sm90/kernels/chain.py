@@ -274,7 +274,7 @@ class Chain:
         return tiles
 
     def rings(self, user: PipelineUserType):
-        """Returns the places of a role in the early and in the late ring at their start."""
+        """Returns the positions of a role in the early and in the late ring at the start."""
         phase = int(user is PipelineUserType.Producer)
         return tuple(
             Ring.at_start(depth, phase, self.config.local) for depth in (self.early_depth, self.late_depth)
@@ -301,7 +301,7 @@ class Chain:
                 while ready <= c:
                     ready = self.chunks_ready(ring, part, c)
                 is_local = schedule.is_local(sched, part, c)
-                loads = (lane == 0) & (is_local == False)
+                loads = (lane == 0) & (is_local == False)  # is_local is a Boolean of the DSL, or False
                 if loads:
                     record = schedule.record(ring, part.number + c)
                     self.load_record(smem, records, record, early, late)

@@ -1,8 +1,8 @@
 """Local records: those that the CTA of a chain computes itself, for its own queue.
 
-One warpgroup of the CTA runs the intra-chunk stage on the chunks of these records (`schedule.is_local`), one after the other, and writes the
-operands to the stage of the chain's rings that only local records use. So such a record never passes through the L2, and neither it nor its
-chunk concerns any other CTA. docs/kernels/prefill.md has the gain.
+One warpgroup of the CTA runs the intra-chunk stage on the chunks of these records (`schedule.is_local`), one after the other. It writes the
+operands to the stage of the chain's rings that only local records use. So such a record never passes through the L2, and no other CTA waits for
+it. docs/kernels/prefill.md has the gain.
 
 The warpgroup takes the place of the producer at the mbarriers of this stage: its leader waits until both rings have freed it, and arrives
 once the operands of a ring are stored.

@@ -1,4 +1,4 @@
-"""Where a role is in a ring of stages of shared memory."""
+"""The position of a role in a ring buffer of shared memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ class Stage(NamedTuple):
 
 
 class Ring(PipelineState):
-    """The place of a role in a ring. A ring may have one more stage behind the others, which only local records use
-    (`kernels.local_records`). So these have an order of their own.
+    """The position of a role in a ring.
+
+    A ring may have one more stage, which only local records use (`kernels.local_records`). A local record does not advance the position in
+    the other stages.
 
     ``local_phase``: `Stage.phase` of the next local record; None if the ring has no stage for them. ``is_local`` of the methods: whether
     a record is local, a Boolean; False if none is.
@@ -33,7 +35,7 @@ class Ring(PipelineState):
 
     @classmethod
     def at_start(cls, stages: int, phase: int, has_local: bool) -> Ring:
-        """Returns the place of a role that waits for ``phase`` first: 1 for the producer of an empty ring, 0 for its consumer."""
+        """Returns the position of a role that waits for ``phase`` first: 1 for the producer of an empty ring, 0 for its consumer."""
         return cls(stages, Int32(0), Int32(0), Int32(phase), Int32(phase) if has_local else None)
 
     def stage(self, is_local) -> Ring | Stage:

@@ -246,7 +246,11 @@ def is_local(s, part, c):
     """Returns whether the CTA of the chain computes the record of chunk c of a part itself. It does not if there is no such chunk."""
     if not s.local_period:
         return False
-    return ((part.number + c) % s.local_period == s.local_period - 1) & (c < part.chunks)
+    return _number_is_local(s, part.number + c) & (c < part.chunks)
+
+
+def _number_is_local(s, number):
+    return number % s.local_period == s.local_period - 1
 
 
 def not_local(s, slots):
@@ -516,7 +520,7 @@ def count_ready(r, number, count):
     seen = ptx.load_acquire(r.ready + Int64(place(r, wanted)) * 4, lane < cutlass.min(count, r.depth))
     is_ready = seen > wanted
     if r.local_period:
-        is_ready = is_ready | (wanted % r.local_period == r.local_period - 1)
+        is_ready = is_ready | _number_is_local(r, wanted)
     ready = cute.arch.vote_ballot_sync(is_ready)
     cute.arch.sync_warp()  # all lanes acquire what any lane has acquired
     return cute.arch.popc(ready ^ (ready + 1)) - 1  # number of trailing ones; 31 for 32 of them
