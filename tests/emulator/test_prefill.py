@@ -43,6 +43,21 @@ def test_softplus_gate_that_is_steep_enough_to_refine_rows(chunk, warpgroups):
     check(x, chunk, warpgroups)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, nightly(torch.float32)), ids=str)
+def test_precomputed_gates_that_are_steep_enough_to_refine_columns(dtype):
+    """In some blocks all rows are within the range of column factors, in others not. Later gates change no bit of earlier outputs."""
+    x = make_inputs("mixed", 160, H=1, initial_state=True)
+    g = log_decay(*(x.arguments[n] for n in ("g", "A_log", "dt_bias")))
+    g[:, 32:96] /= 16
+    x = x.replace(g=g.to(dtype), A_log=None, dt_bias=None, use_gate_in_kernel=None)
+    fall = g.view(1, 10, 16, 1, 2, 64)[:, :, 1:].sum(2).amin(-1)
+    assert (fall < -105).any() and (fall > -100).any(), "both kinds of panels must exist"
+    o, *_ = check(x, 32, 2)
+    g[:, 75:] = -50.0
+    changed = prefill(x.replace(g=g.to(dtype)).arguments, config_of(x.arguments, 32, 2))[0]
+    assert torch.equal(changed[:, :75], o[:, :75]) and not torch.equal(changed, o)
+
+
 @pytest.mark.nightly  # every change runs a case of `test_calibration`
 @pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 1), (32, 2)])
 def test_precomputed_gates_with_masks(chunk, warpgroups):

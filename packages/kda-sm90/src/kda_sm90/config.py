@@ -63,15 +63,15 @@ HALVES: dict[Mode, int] = {
 }
 
 
-def by_warpgroup(chunk: int, unbounded: bool, warpgroups: int) -> bool:
-    """Returns whether a warpgroup computes a chunk (`kernels.intra_chunk`), by fields of a `PrefillConfig`. With chains of one half it would
-    be slower (docs/kernels/intra-chunk.md)."""
-    return chunk == 32 and not unbounded and warpgroups == 2
+def by_warpgroup(chunk: int, warpgroups: int, gate: Gate) -> bool:
+    """Returns whether a warpgroup computes a chunk (`kernels.intra_chunk`), by fields of a `PrefillConfig`. With chains of one half, and with
+    steep softplus gates, it would be slower (docs/kernels/intra-chunk.md)."""
+    return chunk == 32 and warpgroups == 2 and gate != "softplus"
 
 
-def groups_of(chunk: int, unbounded: bool, warpgroups: int) -> int:
+def groups_of(chunk: int, warpgroups: int, gate: Gate) -> int:
     """Returns the groups of an intra-chunk CTA, by the same."""
-    return WARPGROUP_THREADS // 128 if by_warpgroup(chunk, unbounded, warpgroups) else THREADS // (2 * chunk)
+    return WARPGROUP_THREADS // 128 if by_warpgroup(chunk, warpgroups, gate) else THREADS // (2 * chunk)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class PrefillConfig:
                 f"padded: expected False in mode {self.mode!r}, whose lengths the host knows, got True"
             )
         writes_states = self.states or self.saved_states
-        if self.local and (self.mode != "whole" or writes_states or not self.by_warpgroup):
+        if self.local and (self.mode != "whole" or writes_states or self.unbounded or not self.by_warpgroup):
             raise ValueError(
                 f"local: expected False unless mode='whole', chunk=32, warpgroups=2 and states, saved_states and unbounded are False, got "
                 f"True with mode={self.mode!r}, chunk={self.chunk}, warpgroups={self.warpgroups}, states={self.states}, "
@@ -185,7 +185,7 @@ class PrefillConfig:
     def by_warpgroup(self) -> bool:
         """Whether the intra-chunk stage is that of `kernels.intra_chunk`, whose groups are warpgroups. If not, it is that of
         `kda_cute.device.intra_chunk`."""
-        return by_warpgroup(self.chunk, self.unbounded, self.warpgroups) and not self.reads_records
+        return by_warpgroup(self.chunk, self.warpgroups, self.gate) and not self.reads_records
 
     @property
     def helps(self) -> bool:
@@ -205,7 +205,7 @@ class PrefillConfig:
     @property
     def groups(self) -> int:
         """Groups of an intra-chunk CTA."""
-        return groups_of(self.chunk, self.unbounded, self.warpgroups)
+        return groups_of(self.chunk, self.warpgroups, self.gate)
 
     @property
     def backward(self) -> bool:

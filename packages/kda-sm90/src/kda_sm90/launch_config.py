@@ -22,7 +22,16 @@ from kda_core.contract import ProblemShape, besides_tokens
 from kda_cute.backward import spacing_of
 from kda_cute.host import DTYPES, gate_of
 from kda_sm90 import layouts
-from kda_sm90.config import CLUSTER, LOCAL_PERIOD, SPACINGS, Mode, PrefillConfig, by_warpgroup, groups_of
+from kda_sm90.config import (
+    CLUSTER,
+    LOCAL_PERIOD,
+    SPACINGS,
+    Gate,
+    Mode,
+    PrefillConfig,
+    by_warpgroup,
+    groups_of,
+)
 
 #: SMs of an H100 SXM and of an H200. A launch puts one CTA on each.
 SMS = 132
@@ -210,7 +219,7 @@ def launch_config(
             _model(shape, chunk, warpgroups, sms, longest, local=local)
             for chunk in chunks
             for warpgroups, local in CHAINS
-            if not local or by_warpgroup(chunk, not shape.options.bounded_gate, warpgroups)
+            if not local or may_be_local(shape, chunk, warpgroups)
         ]
     )
     written = _written(shape, spacing)
@@ -249,17 +258,20 @@ def _with_rings(shape: ProblemShape, choice: _Choice, **fields: Any) -> LaunchCo
         slot = config.chunks_per_slot
         depth = max(slot, min(RING_RECORDS // queues, min(most, 2) * slot))
     else:
-        per_group = records_per_group(config.chunk, config.unbounded, config.warpgroups)
+        per_group = records_per_group(config.chunk, config.unbounded, config.by_warpgroup)
         wanted = math.ceil(_numbers(per_group * ctas * config.groups / queues, config.local))
         depth = max(1, min(max(wanted, LEAST_DEPTH), most))
     return LaunchConfig(config, ctas, queues, depth)
 
 
-def records_per_group(chunk: int, unbounded: bool, warpgroups: int) -> float:
+def may_be_local(shape: ProblemShape, chunk: int, warpgroups: int) -> bool:
+    """Returns whether chains of a call have a variant with local records (`PrefillConfig.local`)."""
+    return shape.options.bounded_gate and by_warpgroup(chunk, warpgroups, gate_of(shape))
+
+
+def records_per_group(chunk: int, unbounded: bool, by_warpgroups: bool) -> float:
     """Returns `RECORDS_PER_GROUP` or `RECORDS_PER_WARPGROUP`, by fields of a `PrefillConfig`."""
-    if by_warpgroup(chunk, unbounded, warpgroups):
-        return RECORDS_PER_WARPGROUP
-    return RECORDS_PER_GROUP[chunk, unbounded]
+    return RECORDS_PER_WARPGROUP if by_warpgroups else RECORDS_PER_GROUP[chunk, unbounded]
 
 
 def _numbers(records: float, local: bool) -> float:
@@ -289,11 +301,10 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
         elif model.most:
             # Each queue rounds its records up, by less than one. An additional queue displaces intra-chunk groups, which
             # need more records than that. So these totals bound the records for every number of queues.
-            per_cta = records_per_group(chunk, unbounded, warpgroups) * groups_of(
-                chunk, unbounded, warpgroups
-            )
-            may_be_local = mode == "whole" and by_warpgroup(chunk, unbounded, warpgroups)
-            rings = max(math.ceil(_numbers(per_cta * sms, may_be_local)), model.most * LEAST_DEPTH)
+            by_warpgroups = by_warpgroup(chunk, warpgroups, gate_of(shape))
+            per_cta = records_per_group(chunk, unbounded, by_warpgroups) * model.groups
+            local = mode == "whole" and may_be_local(shape, chunk, warpgroups)
+            rings = max(math.ceil(_numbers(per_cta * sms, local)), model.most * LEAST_DEPTH)
             records = min(rings, model.most * _most_depth(shape, model, model.most))
             found = max(found, layouts.workspace_bytes(records, model.most, chunk))
     return found
@@ -482,17 +493,19 @@ class _Model:
 
 
 @cache
-def _kind(chunk: int, warpgroups: int, unbounded: bool, mode: Mode, local: bool) -> dict[str, Any]:
+def _kind(
+    chunk: int, warpgroups: int, gate: Gate, unbounded: bool, mode: Mode, local: bool
+) -> dict[str, Any]:
     """Returns the fields of a `_Model` that do not depend on the sizes of a shape."""
     reads_records = mode == "execute"
     launch = PrefillConfig(64, warpgroups, states=mode in ("reverse", "recompute"), mode=mode)
     per_slot = launch.chunks_per_slot
     # A first chunk, which others hardly delay, counts the same with either stage.
     item_ns, first_ns = (
-        WARPGROUP_ITEM_NS if by_warpgroup(chunk, unbounded, n) else ITEM_NS[chunk, unbounded]
+        WARPGROUP_ITEM_NS if by_warpgroup(chunk, n, gate) else ITEM_NS[chunk, unbounded]
         for n in (warpgroups, 2)
     )
-    by_warpgroups = mode == "whole" and by_warpgroup(chunk, unbounded, warpgroups)
+    by_warpgroups = by_warpgroup(chunk, warpgroups, gate)
     factor = 0.0 if reads_records else KEPT if mode == "summarize" else 1.0
     token_ns = TOKEN_NS[mode][chunk, warpgroups]
     if local:
@@ -501,14 +514,14 @@ def _kind(chunk: int, warpgroups: int, unbounded: bool, mode: Mode, local: bool)
         "chunk": chunk,
         "warpgroups": warpgroups,
         "mode": mode,
-        "groups": groups_of(chunk, unbounded, warpgroups),
-        "helps": by_warpgroup(chunk, unbounded, warpgroups) and not reads_records,
+        "groups": groups_of(chunk, warpgroups, gate),
+        "helps": by_warpgroups and not reads_records,
         "chunks_per_slot": per_slot,
         "local": local,
         "chain_ctas": launch.chain_ctas,
         "item_ns": factor * per_slot * item_ns,
         "first_ns": factor * first_ns,
-        "last_ns": WARPGROUP_LAST_NS if by_warpgroups else factor * first_ns * per_slot,
+        "last_ns": WARPGROUP_LAST_NS if by_warpgroups and mode == "whole" else factor * first_ns * per_slot,
         "chain_ns": chunk * per_slot * token_ns,
         "start_ns": START_NS + (LOCAL_NS if local else 0),
     }
@@ -523,7 +536,7 @@ def _model(
     mode: Mode = "whole",
     local: bool = False,
 ) -> _Model:
-    kind = _kind(chunk, warpgroups, not shape.options.bounded_gate, mode, local)
+    kind = _kind(chunk, warpgroups, gate_of(shape), not shape.options.bounded_gate, mode, local)
     reads_records = mode == "execute"
     tokens = chunk * kind["chunks_per_slot"]
     slots = layouts.slot_count(shape.B, shape.T, tokens, shape.N if shape.varlen else None)

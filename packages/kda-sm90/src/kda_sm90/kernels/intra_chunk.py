@@ -1,4 +1,4 @@
-"""The intra-chunk stage of chunks of 32 tokens with bounded gates for chains of both halves of V: one warpgroup per chunk and value head.
+"""The intra-chunk stage of chunks of 32 tokens for chains of both halves of V, except softplus gates: one warpgroup per chunk and value head.
 
 It writes the records of `kda_cute.device.intra_chunk` (whose words this file uses) with two thirds of the shared-memory traffic:
 
@@ -19,6 +19,8 @@ With A_b the rounded G of the first row of block b, X = G - A_b, and s = beta ti
     k1            L10         L11         warp 1
     q0      Aqk00                         warp 2
     q1            Aqk10       Aqk11       warp 3
+
+Unbounded gates may fall too far for columns: `kernels.steep`.
 
 T is the inverse of I + L, computed by one warp: both diagonal blocks, a lane for each column, then the block below them.
 
@@ -48,7 +50,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
@@ -61,6 +63,7 @@ from kda_cute.device.intra_chunk.inverse import COLUMN, eliminate, product_in_pa
 from kda_cute.device.intra_chunk.strided import StridedInputs
 from kda_cute.records import BLOCK, HEAD_DIM, PANEL
 from kda_sm90.config import PrefillConfig
+from kda_sm90.kernels import steep
 from kda_sm90.kernels.barriers import WARPGROUP
 
 CHUNK = 32
@@ -72,7 +75,9 @@ IMAGE = CHUNK * ROW  # of a panel of k, q or Kg
 K, Q, COLUMNS = 0, IMAGE, 2 * IMAGE
 SQUARE = 2 * CHUNK * CHUNK  # bytes of T or Aqk
 MAGIC = 1.5 * 2**23  # x + MAGIC rounds x to an integer, which the low bits then hold
-LOWEST = -126.0  # of an anchor: 2^A is a normal number
+LOWEST = -126.0  # of an anchor of bounded gates: 2^A is a normal number
+ZERO = -127.0  # the anchor for which `power` is 0
+OFFSET = steep.OFFSET
 
 
 class Layout(NamedTuple):
@@ -90,6 +95,7 @@ class Layout(NamedTuple):
     firsts   2 x 512            log decay of its first row
     norms    2 x 256            sum of squares over a panel: k [32], q [32]
     scales   4 x 256            of a warp's block: inverse norms of k [16], of q [16] with scale; s [16]
+    refined  4 x 1104           of a warp: refined products, see `steep.SteepColumns`; unbounded gates only
     ======== ================== ==============================================================================
 
     Kg, T and Aqk have no place here if the group computes them where its chain reads them (`kernels.local_records`).
@@ -104,6 +110,7 @@ class Layout(NamedTuple):
     firsts: int
     norms: int
     scales: int
+    refined: int
     bytes: int
 
     @classmethod
@@ -111,7 +118,8 @@ class Layout(NamedTuple):
         """Returns the layout for a configuration. ``local``: whether Kg, T and Aqk have no place in it."""
         kg = COLUMNS + (48 * ROW if config.gate_dtype == "bfloat16" else CHUNK * 4 * PANEL)
         panel = kg + (0 if local else IMAGE)
-        sizes = (2 * panel, 2 * 16 * COLUMN, 1024, 0 if local else 2 * SQUARE, 1024, 1024, 512, 1024)
+        refined = 4 * steep.BYTES if config.unbounded else 0
+        sizes = (2 * panel, 2 * 16 * COLUMN, 1024, 0 if local else 2 * SQUARE, 1024, 1024, 512, 1024, refined)
         return cls(panel, kg, *accumulate(sizes))
 
 
@@ -147,6 +155,21 @@ class Place:
         self.cell = self.first_row * ROW + self.quad_of_channels // 2 * 16 + self.quad_of_channels % 2 * 8
 
 
+class Anchors(NamedTuple):
+    """What the anchor A of the lane's block determines, for its four channels. With unbounded gates, X is greater by `OFFSET`.
+
+    ``shift``: X before the lane's first row. ``hop``: 2^(A_1 - A_0), ``from_start``: 2^(G - X), both bf16x2 [2]. ``to_end``: G_end - G + X.
+    Of unbounded gates, ``next_anchor``: A_1 - A_0 in block 0, in block 1 ``to_end``; ``after_next``: what remains to ``to_end``.
+    """
+
+    shift: list
+    hop: list
+    from_start: list
+    to_end: list
+    next_anchor: list | None
+    after_next: list | None
+
+
 class WarpgroupIntraChunk(Inputs):
     """The intra-chunk stage of one group. For each chunk a kernel calls::
 
@@ -169,6 +192,7 @@ class WarpgroupIntraChunk(Inputs):
         super().__init__(config)
         self.chunk = config.chunk
         self.layout = Layout.of(config, self.local)
+        self.steep = steep.SteepColumns(self.layout, k=K, q=Q, columns=COLUMNS)
 
     def has_least_work(self, thread, turn):
         """Returns whether the thread's warp claims chunks: it never inverts L."""
@@ -225,6 +249,9 @@ class WarpgroupIntraChunk(Inputs):
         table = p.base + ptx.select(upper, Int32(self.layout.sums), Int32(self.layout.firsts))
         values = [ptx.select(upper, y, z) for y, z in zip(block_sum, first, strict=True)]
         ptx.store_shared_x4(table + p.block * 512 + p.channel * 4, values)
+        is_steep = None
+        if self.config.unbounded:
+            is_steep = self.steep.vote(p, first, block_sum)
         cute.arch.cp_async_wait_group(0)  # k and q
         cute.arch.sync_warp()
         self.store_norms(p)
@@ -232,7 +259,7 @@ class WarpgroupIntraChunk(Inputs):
         self.wait_for_reads(worker, 2)  # of Kg of the turn before; T and Aqk may follow
         hooks.sync()
 
-        self.operands(p, x, sums, first, other, (beta_bf16, beta_fp32), chunk.valid, record)
+        self.operands(p, x, sums, first, other, (beta_bf16, beta_fp32), chunk.valid, record, is_steep)
         self.wait_for_reads(worker, 0)  # of T and Aqk of the turn before
         cute.arch.fence_proxy("async.shared", space="cta")
         hooks.sync()
@@ -259,12 +286,17 @@ class WarpgroupIntraChunk(Inputs):
                 raw.append(ptx.load_shared_x4(row + p.quad_of_channels * 16, Float32))
         sums, total = [], [Float32(0.0)] * 4
         for r in range(ROWS):
+            scale = gate.log_scale
+            if (
+                self.config.unbounded
+            ):  # rows beyond the sequence do not decay, because 2^-X could be infinite there
+                scale = ptx.select(p.first_row + r < valid, scale, Float32(0.0))
             total = [
-                ptx.fma(gate.activate(g, bias), gate.log_scale, y)
+                ptx.fma(gate.activate(g, bias), scale, y)
                 for g, bias, y in zip(raw[r], biases, total, strict=True)
             ]
             sums.append(total)
-        return sums, self.total_of_valid(p, sums, valid)
+        return sums, total if self.config.unbounded else self.total_of_valid(p, sums, valid)
 
     @cute.jit
     def total_of_valid(self, p: Place, sums: list, valid: Int32):
@@ -316,8 +348,8 @@ class WarpgroupIntraChunk(Inputs):
 
     # ---- operands
 
-    def operands(self, p: Place, x, sums, first, other, beta, valid, record):
-        """Stores rows, columns and Kg to shared memory, Kd, Qd and a to the record."""
+    def operands(self, p: Place, x, sums, first, other, beta, valid, record, is_steep):
+        """Stores rows, columns and Kg to shared memory, Kd, Qd and a to the record. ``is_steep``: of `SteepColumns.vote`."""
         self.store_scales(p, x, beta, valid)
         cell = p.base + p.channel * 4
         sum_0, sum_1, first_1 = (
@@ -327,29 +359,67 @@ class WarpgroupIntraChunk(Inputs):
         end = [y + z for y, z in zip(sum_0, sum_1, strict=True)]
         first_0 = first  # in block 0
         later = p.block > 0
-        anchors_0 = [rounded(y) for y in first_0]
-        anchors_1 = [rounded(y + z) for y, z in zip(sum_0, first_1, strict=True)]
+        lowest = None if self.config.unbounded else LOWEST
+        anchors_0 = [rounded(y, lowest) for y in first_0]
+        anchors_1 = [rounded(y + z, lowest) for y, z in zip(sum_0, first_1, strict=True)]
         anchors = [ptx.select(later, z, y) for y, z in zip(anchors_0, anchors_1, strict=True)]
         before = [
             ptx.select(later, y, Float32(0.0)) + ptx.select(p.half > 0, z, Float32(0.0))
             for y, z in zip(sum_0, other, strict=True)
         ]
         shift = [y - value(a) for y, a in zip(before, anchors, strict=True)]
-        to_end = [ptx.ex2(y - value(a)) for y, a in zip(end, anchors, strict=True)]
-        from_start = pack([power(a) for a in anchors])
-        minus = [y ^ Int32(-0x7FFF8000) for y in from_start]  # both signs
-        hop = pack([power_of_difference(z, y) for y, z in zip(anchors_0, anchors_1, strict=True)])
+        to_end = [y - value(a) for y, a in zip(end, anchors, strict=True)]
+        next_anchor = after_next = None
+        if self.config.unbounded:
+            shift, to_end = ([y + Float32(OFFSET) for y in z] for z in (shift, to_end))
+            hop = [z - y for y, z in zip(anchors_0, anchors_1, strict=True)]
+            next_anchor = [ptx.select(later, y, z) for y, z in zip(to_end, hop, strict=True)]
+            after_next = [y - z for y, z in zip(to_end, next_anchor, strict=True)]
+            hop = pack([power(rounded(y, ZERO)) for y in hop])
+            from_start = pack(
+                [power(ptx.maximum(a - Float32(OFFSET), Float32(MAGIC + ZERO))) for a in anchors]
+            )
+        else:
+            hop = pack([power_of_difference(z, y) for y, z in zip(anchors_0, anchors_1, strict=True)])
+            from_start = pack([power(a) for a in anchors])
         # `decay_offset` of channels 4n and 4n + 2, whose terms are bits of the lane
         unit, quad_lane = p.channel // 16, p.quad_of_channels % 2 * 2
         for i in range(2):
             at = (quad_lane + i) * 32 + (unit ^ (quad_lane + i)) * 4 + p.quad_of_channels // 2 % 2 * 2
             pair = [ptx.ex2(y) for y in end[2 * i : 2 * i + 2]]
             self.store_decays(record("a") + at * 4, pair, later & (p.half == 0))
+        anchors = Anchors(shift, hop, from_start, to_end, next_anchor, after_next)
+        if self.config.unbounded:
+            self.store_operands_of_unbounded(p, anchors, sums, record, is_steep)
+        else:
+            self.store_operands(p, anchors, self.exponents(anchors, sums), record)
+
+    def exponents(self, anchors, sums):
+        """Returns [8 rows][4 channels]: X."""
+        return [[y + z for y, z in zip(row, anchors.shift, strict=True)] for row in sums]
+
+    @cute.jit
+    def store_operands_of_unbounded(self, p: Place, anchors, sums, record, is_steep: Boolean):
+        """Calls `store_operands`, in a steep panel of a block with what `SteepColumns.refine` returns."""
+        if is_steep:
+            kg = self.kg_cell(p, record) - p.cell
+            exponents, lost = self.steep.refine(p, kg, self.exponents(anchors, sums))
+            self.store_operands(p, anchors, exponents, record, lost)
+        else:
+            self.store_operands(p, anchors, self.exponents(anchors, sums), record)
+
+    def store_operands(self, p: Place, anchors, exponents, record, lost=None):
+        """Stores rows, columns and Kg to shared memory, Kd and Qd to the record.
+
+        ``exponents``: X. ``lost``: in a steep panel, bit 4r is set if the lane's row r has no column factor; None: all rows have one.
+        """
         scales = p.base + self.layout.scales + p.warp * 256 + p.half * 32
         norm_k, norm_q, factor_k = (
             [y for i in range(2) for y in ptx.load_shared_x4(scales + at + 16 * i, Float32)]
             for at in (0, 64, 128)
         )
+        to_end = [ptx.ex2(y) for y in (anchors.to_end if lost is None else anchors.after_next)]
+        minus = [y ^ Int32(-0x7FFF8000) for y in anchors.from_start]  # both signs
         own = p.panel + p.cell
         # c0 and c0 hopped are rows 0 to 31 of the columns, c1 rows 32 to 47.
         own_columns = own + p.block * (BLOCK * ROW)
@@ -358,23 +428,33 @@ class WarpgroupIntraChunk(Inputs):
             shared = in_row(own, r)
             k = [y for pair in ptx.load_shared_x2(shared + K, Int32) for y in ptx.unpack_bf16x2(pair)]
             q = [y for pair in ptx.load_shared_x2(shared + Q, Int32) for y in ptx.unpack_bf16x2(pair)]
-            k_row, q_row, column, kg = [], [], [], []
+            k_row, q_row, column, hopped, kg = [], [], [], [], []
             for c in range(4):
-                exponent = sums[r][c] + shift[c]
+                exponent = exponents[r][c]
                 decay, growth = ptx.ex2(exponent), ptx.ex2(-exponent)
                 k_row.append(k[c] * norm_k[r] * decay)
                 q_row.append(q[c] * norm_q[r] * decay)
-                column.append(k[c] * factor_k[r] * growth)
-                kg.append(column[c] * to_end[c])
-            k_row, q_row, column, kg = pack(k_row), pack(q_row), pack(column), pack(kg)
+                scaled = k[c] * factor_k[r]
+                column.append(scaled * growth)
+                if lost is None:
+                    kg.append(column[c] * to_end[c])
+                else:  # not from the column, because 2^-X may be infinite
+                    hopped.append(scaled * ptx.ex2(anchors.next_anchor[c] - exponent))
+                    kg.append(hopped[c] * to_end[c])
+            k_row, q_row, column, hopped, kg = (pack(y) for y in (k_row, q_row, column, hopped, kg))
+            if lost is None:
+                hopped = product(column, anchors.hop)
+            else:
+                is_lost = (lost >> (4 * r)) & 1 > 0
+                column = [ptx.select(is_lost, Int32(0), y) for y in column]
             ptx.store_shared_x2(shared + K, k_row)
             ptx.store_shared_x2(shared + Q, q_row)
             ptx.store_shared_x2(in_row(own_kg, r), kg)
             columns = in_row(own_columns, r) + COLUMNS
             ptx.store_shared_x2(columns, column)
-            ptx.store_shared_x2_if(columns + BLOCK * ROW, product(column, hop), p.block == 0)
+            ptx.store_shared_x2_if(columns + BLOCK * ROW, hopped, p.block == 0)
             self.store_row(kd, r, product(k_row, minus))
-            self.store_row(qd, r, product(q_row, from_start))
+            self.store_row(qd, r, product(q_row, anchors.from_start))
 
     # ---- places of a record
 
@@ -430,6 +510,8 @@ class WarpgroupIntraChunk(Inputs):
             [ptx.select(lower, y, z) for y, z in zip(blocks[2][tile], blocks[0][tile], strict=True)]
             for tile in range(2)
         ]
+        if const_expr(self.config.unbounded):
+            diagonal = self.steep.with_refined(p, diagonal)
         row, pair = p.lane // 4, 2 * (p.lane % 4)
         if p.warp < 2:
             start = p.base + self.layout.minus_l + p.warp * (16 * COLUMN)
@@ -527,9 +609,11 @@ class StridedWarpgroupIntraChunk(StridedInputs, WarpgroupIntraChunk):
 # ---- anchors: numbers of the form integer + MAGIC
 
 
-def rounded(x: Float32) -> Float32:
-    """Returns x, rounded to an integer of at least `LOWEST`, as an anchor."""
-    return ptx.maximum(x, Float32(LOWEST)) + Float32(MAGIC)
+def rounded(x: Float32, lowest: float | None = None) -> Float32:
+    """Returns x, rounded to an integer of at least ``lowest``, as an anchor."""
+    if lowest is not None:
+        x = ptx.maximum(x, Float32(lowest))
+    return x + Float32(MAGIC)
 
 
 def value(anchor: Float32) -> Float32:
@@ -538,7 +622,7 @@ def value(anchor: Float32) -> Float32:
 
 
 def power(anchor: Float32) -> Float32:
-    """Returns 2^A of an anchor."""
+    """Returns 2^A of an anchor from `ZERO` on; 0 for that."""
     return ptx.float_of_bits((ptx.bits_of_float(anchor) << 23) + Int32(0x3F800000))
 
 

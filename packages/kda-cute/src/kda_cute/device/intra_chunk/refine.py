@@ -51,7 +51,20 @@ class RowScales(NamedTuple):
 
 
 class Refinement:
-    """The products of a warp's diagonal block in the columns that have no split factors."""
+    """The products of a warp's diagonal block in the columns that have no split factors.
+
+    A subclass may have another layout of shared memory: it overrides `slices`, `exponents` and `fragment`.
+    """
+
+    slices = 4  # of 32 channels
+
+    def exponents(self, p, m, row):
+        """Returns fp32 [8]: G, relative to any row of the block, of one row in the thread's 8 channels of slice m."""
+        return load_exponents(p, m, row)
+
+    def fragment(self, p, name, half, m):
+        """Returns bf16x2 [4]: k or q (``name``) of the thread's row ``half`` in the same channels."""
+        return load_fragment(p, getattr(p, name), half, m)
 
     @cute.jit
     def refine_if(self, p: Place, steep: Boolean, products: cute.Tensor, falls: cute.Tensor):
@@ -71,7 +84,7 @@ class Refinement:
         acc = cute.make_rmem_tensor((36,), Float32)  # `accumulator`
         acc.fill(0.0)
         # Unrolled: ptxas schedules the whole kernel for fewer registers once a loop has accumulators of its own.
-        for m in cutlass.range_constexpr(4):
+        for m in cutlass.range_constexpr(self.slices):
             self.add_slice(p, acc, falls, m)
         for half in cutlass.range_constexpr(2):
             falls[half] = ptx.quad_max(falls[half])
@@ -90,8 +103,8 @@ class Refinement:
         def decayed(x, factors):
             return [ptx.mul_bf16x2(pair, factor) for pair, factor in zip(x, factors, strict=True)]
 
-        exponents = [load_exponents(p, m, p.row + 8 * half) for half in range(2)]
-        keys, queries = ([load_fragment(p, x, half, m) for half in range(2)] for x in (p.k, p.q))
+        exponents = [self.exponents(p, m, p.row + 8 * half) for half in range(2)]
+        keys, queries = ([self.fragment(p, x, half, m) for half in range(2)] for x in ("k", "q"))
         for half in range(2):
             for x in exponents[half]:
                 falls[half] = ptx.maximum(falls[half], -x)
@@ -100,7 +113,7 @@ class Refinement:
             first = (p.row | size) & -size
             columns = None
             for half in range(2):
-                anchor = load_exponents(p, m, first % 8 + 8 * max(half, size // 8))
+                anchor = self.exponents(p, m, first % 8 + 8 * max(half, size // 8))
                 # 2^(G - G_anchor) for a row, 2^(G_anchor - G) for a column: rows are at or below the anchor, columns above it.
                 factors = pack(
                     [ptx.ex2(-ptx.absolute(x - y)) for x, y in zip(exponents[half], anchor, strict=True)]
@@ -113,7 +126,7 @@ class Refinement:
                     add(accumulator(size, half), k, q, columns or k)
         for half in range(2):
             # Size 1: the row is the anchor itself, an odd row, so that only columns decay. Size 0: nothing decays.
-            anchor = load_exponents(p, m, (p.row | 1) + 8 * half)
+            anchor = self.exponents(p, m, (p.row | 1) + 8 * half)
             factors = pack([ptx.ex2(y - x) for x, y in zip(exponents[half], anchor, strict=True)])
             add(accumulator(1, half), keys[half], queries[half], decayed(keys[half], factors))
             add(accumulator(0, half), keys[half], queries[half], keys[half])
