@@ -18,6 +18,7 @@ from kda_sm90.interfaces import PREFILL
 from kda_sm90.launch_config import (
     CHAIN_NS,
     LEAST_DEPTH,
+    MOST_DEPTH,
     RING_RECORDS,
     backward_launch_config,
     launch_config,
@@ -212,6 +213,14 @@ def test_a_ring_is_deep_enough_or_holds_a_whole_sequence(T, HV, N):
 @pytest.mark.parametrize(("B", "T", "H", "queues"), ((1, 8192, 64, 64), (2, 8192, 64, 63), (1, 8192, 32, 32)))
 def test_chains_that_recompute_states_have_the_queues_that_were_fastest(B, T, H, queues):
     assert backward_launch_config(shape(B=B, T=T, H=H, HV=H), 132, None, "recompute").queues == queues
+
+
+@pytest.mark.parametrize("heads", (1, 4, 12, 24))
+def test_chunks_of_64_by_warpgroups_have_rings_that_stay_in_the_l2(heads):
+    chosen = launch_config(shape(T=8192, H=heads, HV=heads))
+    assert (chosen.chunk, chosen.config.by_warpgroup) == (64, True)
+    assert LEAST_DEPTH <= chosen.depth <= MOST_DEPTH
+    assert not launch_config(shape(T=8192, H=heads, HV=heads, lower_bound=None)).config.by_warpgroup
 
 
 def test_a_ring_is_no_deeper_than_its_queue_is_long():

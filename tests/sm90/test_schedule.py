@@ -73,7 +73,7 @@ def test_every_schedule_gives_the_same_bits(C, warpgroups, lengths):
             got = run(arguments, config, queues, depth, intra_chunk_ctas)
             for name, y, z in zip(("o", "final", "states"), got, want, strict=True):
                 assert torch.equal(y, z), (name, queues, depth, intra_chunk_ctas)
-            if config.by_warpgroup:
+            if (C, warpgroups) == (32, 2):
                 local = PrefillConfig(C, warpgroups, local=True)
                 o, final, _ = run(arguments, local, queues, depth, intra_chunk_ctas)
                 assert torch.equal(o, want[0]) and torch.equal(final, want[1]), (

@@ -29,7 +29,7 @@ ARCH = "sm_90a"
 #: Threads of a CTA with chains and groups of `kda_cute.device.intra_chunk`: three warpgroups, or 384 / (2 * chunk) groups.
 THREADS = 384
 
-#: Threads of a CTA with groups of `kernels.intra_chunk`: four warpgroups, each of which is a group.
+#: Threads of a CTA with groups of warpgroups: four of one (`kernels.intra_chunk`), or two of two (`kernels.intra_chunk_64`).
 WARPGROUP_THREADS = 512
 
 #: `PrefillConfig.local_period` of variants with local records. A warpgroup computes such a record in the time in which its chain executes about
@@ -63,15 +63,17 @@ HALVES: dict[Mode, int] = {
 }
 
 
-def by_warpgroup(chunk: int, warpgroups: int, gate: Gate) -> bool:
-    """Returns whether a warpgroup computes a chunk (`kernels.intra_chunk`), by fields of a `PrefillConfig`. With chains of one half, and with
-    steep softplus gates, it would be slower (docs/kernels/intra-chunk.md)."""
-    return chunk == 32 and warpgroups == 2 and gate != "softplus"
+def by_warpgroup(chunk: int, warpgroups: int, gate: Gate, unbounded: bool) -> bool:
+    """Returns whether the groups of the intra-chunk stage are warpgroups (`kernels.intra_chunk`, `kernels.intra_chunk_64`), by fields of a
+    `PrefillConfig`. Chunks of 32 for chains of one half, and steep softplus gates, would be slower (docs/kernels/intra-chunk.md)."""
+    if chunk == 64:
+        return not unbounded
+    return warpgroups == 2 and gate != "softplus"
 
 
-def groups_of(chunk: int, warpgroups: int, gate: Gate) -> int:
-    """Returns the groups of an intra-chunk CTA, by the same."""
-    return WARPGROUP_THREADS // 128 if by_warpgroup(chunk, warpgroups, gate) else THREADS // (2 * chunk)
+def groups_of(chunk: int, by_warpgroups: bool) -> int:
+    """Returns the groups of an intra-chunk CTA; ``by_warpgroups``: `PrefillConfig.by_warpgroup`."""
+    return WARPGROUP_THREADS // (4 * chunk) if by_warpgroups else THREADS // (2 * chunk)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,13 @@ class PrefillConfig:
                 f"padded: expected False in mode {self.mode!r}, whose lengths the host knows, got True"
             )
         writes_states = self.states or self.saved_states
-        if self.local and (self.mode != "whole" or writes_states or self.unbounded or not self.by_warpgroup):
+        if self.local and (
+            self.mode != "whole"
+            or self.chunk != 32
+            or writes_states
+            or self.unbounded
+            or not self.by_warpgroup
+        ):
             raise ValueError(
                 f"local: expected False unless mode='whole', chunk=32, warpgroups=2 and states, saved_states and unbounded are False, got "
                 f"True with mode={self.mode!r}, chunk={self.chunk}, warpgroups={self.warpgroups}, states={self.states}, "
@@ -183,14 +191,14 @@ class PrefillConfig:
 
     @property
     def by_warpgroup(self) -> bool:
-        """Whether the intra-chunk stage is that of `kernels.intra_chunk`, whose groups are warpgroups. If not, it is that of
-        `kda_cute.device.intra_chunk`."""
-        return by_warpgroup(self.chunk, self.warpgroups, self.gate) and not self.reads_records
+        """Whether the groups of the intra-chunk stage are warpgroups. If not, the stage is that of `kda_cute.device.intra_chunk`."""
+        forward = self.mode in ("whole", "summarize")
+        return forward and by_warpgroup(self.chunk, self.warpgroups, self.gate, self.unbounded)
 
     @property
     def helps(self) -> bool:
         """Whether the CTAs of chains compute first items before they become chains (docs/kernels/prefill.md)."""
-        return self.by_warpgroup
+        return self.by_warpgroup and self.chunk == 32
 
     @property
     def local_period(self) -> int:
@@ -205,7 +213,7 @@ class PrefillConfig:
     @property
     def groups(self) -> int:
         """Groups of an intra-chunk CTA."""
-        return groups_of(self.chunk, self.warpgroups, self.gate)
+        return groups_of(self.chunk, self.by_warpgroup)
 
     @property
     def backward(self) -> bool:

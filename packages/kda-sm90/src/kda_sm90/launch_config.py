@@ -40,8 +40,10 @@ SMS = 132
 #: those of slow gates and those of steep gates.
 ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True): 10000}
 
-#: The same of a group that is a warpgroup (`config.by_warpgroup`).
-WARPGROUP_ITEM_NS = 7100
+#: The same of groups of one or two warpgroups (`config.by_warpgroup`), by chunk size, and their time for a first chunk, which others hardly
+#: delay.
+WARPGROUP_ITEM_NS = {32: 7100, 64: 9300}
+WARPGROUP_FIRST_NS = {32: 7100, 64: 7700}
 #: How many ns longer a chain needs after the last record of a launch than after the first one, where groups are warpgroups. The value
 #: was fitted to short calls in the mode ``whole``.
 WARPGROUP_LAST_NS = 1500
@@ -94,8 +96,10 @@ START_NS = 15000
 #: and those that wait for their chain. Unbounded gates need more because the times of their items differ. With fewer
 #: records, groups wait for a free one; with more, records leave the L2 before the chain reads them.
 RECORDS_PER_GROUP = {(64, False): 1.2, (32, False): 1.75, (64, True): 1.7, (32, True): 1.9}
-#: The same of groups that are warpgroups.
-RECORDS_PER_WARPGROUP = 2.05
+#: The same of groups of one or two warpgroups, by chunk size.
+RECORDS_PER_WARPGROUP = {32: 2.05, 64: 1.6}
+#: Most records of a ring with groups of two warpgroups. If chains bind, deeper rings fill up, and their records leave the L2.
+MOST_DEPTH = 16
 
 #: Least number of records of a ring. The chain publishes that it has read record n only after it has requested record n + 2
 #: (``kernels.chain.IN_FLIGHT``), so a ring of fewer than 3 records, or 5 places with local records, would deadlock.
@@ -260,18 +264,20 @@ def _with_rings(shape: ProblemShape, choice: _Choice, **fields: Any) -> LaunchCo
     else:
         per_group = records_per_group(config.chunk, config.unbounded, config.by_warpgroup)
         wanted = math.ceil(_numbers(per_group * ctas * config.groups / queues, config.local))
+        if config.chunk == 64 and config.by_warpgroup:
+            wanted = min(wanted, MOST_DEPTH)
         depth = max(1, min(max(wanted, LEAST_DEPTH), most))
     return LaunchConfig(config, ctas, queues, depth)
 
 
 def may_be_local(shape: ProblemShape, chunk: int, warpgroups: int) -> bool:
     """Returns whether chains of a call have a variant with local records (`PrefillConfig.local`)."""
-    return shape.options.bounded_gate and by_warpgroup(chunk, warpgroups, gate_of(shape))
+    return (chunk, warpgroups) == (32, 2) and shape.options.bounded_gate
 
 
 def records_per_group(chunk: int, unbounded: bool, by_warpgroups: bool) -> float:
     """Returns `RECORDS_PER_GROUP` or `RECORDS_PER_WARPGROUP`, by fields of a `PrefillConfig`."""
-    return RECORDS_PER_WARPGROUP if by_warpgroups else RECORDS_PER_GROUP[chunk, unbounded]
+    return RECORDS_PER_WARPGROUP[chunk] if by_warpgroups else RECORDS_PER_GROUP[chunk, unbounded]
 
 
 def _numbers(records: float, local: bool) -> float:
@@ -301,7 +307,7 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
         elif model.most:
             # Each queue rounds its records up, by less than one. An additional queue displaces intra-chunk groups, which
             # need more records than that. So these totals bound the records for every number of queues.
-            by_warpgroups = by_warpgroup(chunk, warpgroups, gate_of(shape))
+            by_warpgroups = mode == "whole" and by_warpgroup(chunk, warpgroups, gate_of(shape), unbounded)
             per_cta = records_per_group(chunk, unbounded, by_warpgroups) * model.groups
             local = mode == "whole" and may_be_local(shape, chunk, warpgroups)
             rings = max(math.ceil(_numbers(per_cta * sms, local)), model.most * LEAST_DEPTH)
@@ -500,12 +506,13 @@ def _kind(
     reads_records = mode == "execute"
     launch = PrefillConfig(64, warpgroups, states=mode in ("reverse", "recompute"), mode=mode)
     per_slot = launch.chunks_per_slot
-    # A first chunk, which others hardly delay, counts the same with either stage.
-    item_ns, first_ns = (
-        WARPGROUP_ITEM_NS if by_warpgroup(chunk, n, gate) else ITEM_NS[chunk, unbounded]
-        for n in (warpgroups, 2)
-    )
-    by_warpgroups = by_warpgroup(chunk, warpgroups, gate)
+    forward = mode in ("whole", "summarize")
+    by_warpgroups = forward and by_warpgroup(chunk, warpgroups, gate, unbounded)
+    item_ns = WARPGROUP_ITEM_NS[chunk] if by_warpgroups else ITEM_NS[chunk, unbounded]
+    # A first chunk counts the same with chains of one half, whose stage may be the other one.
+    first_by_warpgroups = forward and by_warpgroup(chunk, 2, gate, unbounded)
+    first_ns = WARPGROUP_FIRST_NS[chunk] if first_by_warpgroups else ITEM_NS[chunk, unbounded]
+    helps = by_warpgroups and chunk == 32
     factor = 0.0 if reads_records else KEPT if mode == "summarize" else 1.0
     token_ns = TOKEN_NS[mode][chunk, warpgroups]
     if local:
@@ -514,14 +521,14 @@ def _kind(
         "chunk": chunk,
         "warpgroups": warpgroups,
         "mode": mode,
-        "groups": groups_of(chunk, warpgroups, gate),
-        "helps": by_warpgroups and not reads_records,
+        "groups": groups_of(chunk, by_warpgroups),
+        "helps": helps,
         "chunks_per_slot": per_slot,
         "local": local,
         "chain_ctas": launch.chain_ctas,
         "item_ns": factor * per_slot * item_ns,
         "first_ns": factor * first_ns,
-        "last_ns": WARPGROUP_LAST_NS if by_warpgroups and mode == "whole" else factor * first_ns * per_slot,
+        "last_ns": WARPGROUP_LAST_NS if helps and mode == "whole" else factor * first_ns * per_slot,
         "chain_ns": chunk * per_slot * token_ns,
         "start_ns": START_NS + (LOCAL_NS if local else 0),
     }

@@ -49,7 +49,8 @@ SERVING = tuple(
 LOCAL = tuple(
     replace(config, local=True)
     for config in (*WHOLE, *SERVING)
-    if config.by_warpgroup and not (config.unbounded or config.states or config.saved_states)
+    if (config.chunk, config.warpgroups, config.unbounded) == (32, 2, False)
+    and not (config.states or config.saved_states)
 )
 #: The first launch of calls in segments.
 SUMMARIZE = tuple(

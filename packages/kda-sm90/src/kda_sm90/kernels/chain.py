@@ -113,7 +113,7 @@ IN_FLIGHT = 2
 
 #: Registers per thread of the chain warps, of the other warps, and of the local or idle ones, by threads of a CTA and whether there are local
 #: records: shares of 65536 / 128 = 512. Two warpgroups of chain warps and one of other warps take 2 * 224 + 56 = 504, with an idle one
-#: 2 * 216 + 56 + 24 = 512, with a local one 2 * 168 + 48 + 128 = 512.
+#: 2 * 216 + 56 + 24 = 512, with a local one 2 * 168 + 48 + 128 = 512. With 512 threads, one warpgroup of chain warps leaves two idle.
 REGISTERS = {(384, False): (224, 56, 56), (512, False): (216, 56, 24), (512, True): (168, 48, 128)}
 
 

@@ -66,14 +66,9 @@ from kda_sm90.config import PrefillConfig
 from kda_sm90.kernels import steep
 from kda_sm90.kernels.barriers import WARPGROUP
 
-CHUNK = 32
 ROW = 2 * PANEL  # bytes of a row of an image
 ROWS = 8  # of a lane
-IMAGE = CHUNK * ROW  # of a panel of k, q or Kg
-
-#: Offsets in a panel of 64 channels: the rows of k and q (at first k and q), and the columns (at first g). `Layout` has that of Kg.
-K, Q, COLUMNS = 0, IMAGE, 2 * IMAGE
-SQUARE = 2 * CHUNK * CHUNK  # bytes of T or Aqk
+BLOCK_BYTES = BLOCK * ROW  # of a block of rows of an image
 MAGIC = 1.5 * 2**23  # x + MAGIC rounds x to an integer, which the low bits then hold
 LOWEST = -126.0  # of an anchor of bounded gates: 2^A is a normal number
 ZERO = -127.0  # the anchor for which `power` is 0
@@ -83,26 +78,30 @@ OFFSET = steep.OFFSET
 class Layout(NamedTuple):
     """Byte offsets in a group's shared memory, which starts at a multiple of 1024. Panel p (64 channels) starts at ``p * panel``.
 
+    The figures are those of chunks of 32; a number behind a slash is that of 64 (`kernels.intra_chunk_64`).
+
     ======== ================== ==============================================================================
     region   bytes              content
     ======== ================== ==============================================================================
-    panels   2 x panel          k, q -> rows [64 rows]; g -> columns [48]; Kg [32], each row 128 bytes, swizzled as
-                                an image. g in fp32: [32 rows][64], not swizzled
-    minus_l  2 x 1280           diagonal blocks of -L, then of T, by columns `COLUMN` apart
-    l_block  1024               L10, in two bf16 parts
-    squares  2 x 2048           T, Aqk: images
-    sums     2 x 512            sum of the log decays of a block, fp32 [128]
-    firsts   2 x 512            log decay of its first row
-    norms    2 x 256            sum of squares over a panel: k [32], q [32]
-    scales   4 x 256            of a warp's block: inverse norms of k [16], of q [16] with scale; s [16]
+    panels   2 x panel          k, q -> rows [64 / 128 rows]; g -> columns [48 / 160]; Kg [32 / none], each row 128
+                                bytes, swizzled as an image. g in fp32: [32 / 64 rows][64], not swizzled
+    minus_l  2 / 4 x 1280       diagonal blocks of -L, then of T, by columns `COLUMN` apart
+    l_block  1 / 6 x 1024       blocks of L below the diagonal, in two bf16 parts
+    squares  2 x 2048 / 4096    T, Aqk: images / scratch of the warps
+    sums     2 / 4 x 512        sum of the log decays of a block, fp32 [128]
+    firsts   2 / 4 x 512        log decay of its first row
+    norms    2 x 256 / 512      sum of squares over a panel: k [32 / 64], q [32 / 64]
+    scales   4 / 8 x 256        of a warp's block: inverse norms of k [16], of q [16] with scale; s [16]
     refined  4 x 1104           of a warp: refined products, see `steep.SteepColumns`; unbounded gates only
     ======== ================== ==============================================================================
 
     Kg, T and Aqk have no place here if the group computes them where its chain reads them (`kernels.local_records`).
     """
 
-    panel: int
+    q: int
+    columns: int
     kg: int
+    panel: int
     minus_l: int
     l_block: int
     squares: int
@@ -116,11 +115,17 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, config: PrefillConfig, local: bool) -> "Layout":
         """Returns the layout for a configuration. ``local``: whether Kg, T and Aqk have no place in it."""
-        kg = COLUMNS + (48 * ROW if config.gate_dtype == "bfloat16" else CHUNK * 4 * PANEL)
-        panel = kg + (0 if local else IMAGE)
-        refined = 4 * steep.BYTES if config.unbounded else 0
-        sizes = (2 * panel, 2 * 16 * COLUMN, 1024, 0 if local else 2 * SQUARE, 1024, 1024, 512, 1024, refined)
-        return cls(panel, kg, *accumulate(sizes))
+        chunk = config.chunk
+        blocks, image = chunk // BLOCK, chunk * ROW
+        gates = image * (1 if config.gate_dtype == "bfloat16" else 2)
+        kg = 2 * image + max(gates, first_column(blocks) * BLOCK_BYTES)
+        panel = kg + (0 if local or chunk == 64 else image)
+        squares = 2 * blocks * 512 if chunk == 64 else 0 if local else 4 * chunk * chunk
+        sizes = (
+            2 * panel, blocks * 16 * COLUMN, blocks * (blocks - 1) // 2 * 1024, squares, blocks * 512, blocks * 512,
+            16 * chunk, 2 * blocks * 256, 4 * steep.BYTES if config.unbounded else 0,
+        )  # fmt: skip
+        return cls(image, 2 * image, kg, panel, *accumulate(sizes))
 
 
 class Hooks(NamedTuple):
@@ -137,15 +142,20 @@ class Hooks(NamedTuple):
     publish_previous: Callable[[Any], None]
 
 
+def first_column(target: int) -> int:
+    """Returns the number of blocks of columns before those at the anchor of block ``target``."""
+    return target * (target + 1) // 2
+
+
 class Place:
     """Where the calling thread works: warp w of the group has block ``w // 2`` and the panel ``w % 2``, its lane four channels of the
     rows ``first_row`` to ``first_row + 7``, in the upper or the lower half of the block."""
 
-    def __init__(self, layout: Layout, worker: Worker):
+    def __init__(self, layout: Layout, worker: Worker, warps: int):
         thread, base = worker.thread, worker.base
         self.thread, self.lane, self.base, self.layout = thread, thread % 32, base, layout
         # The mask tells the compiler that the number is not negative.
-        self.warp = cute.arch.make_warp_uniform(thread // 32) & 3
+        self.warp = cute.arch.make_warp_uniform(thread // 32) & (warps - 1)
         self.block, self.panel_index = self.warp // 2, self.warp % 2
         self.half, self.quad_of_channels = self.lane // 16, self.lane % 16
         self.first_row = self.block * BLOCK + self.half * ROWS
@@ -158,12 +168,13 @@ class Place:
 class Anchors(NamedTuple):
     """What the anchor A of the lane's block determines, for its four channels. With unbounded gates, X is greater by `OFFSET`.
 
-    ``shift``: X before the lane's first row. ``hop``: 2^(A_1 - A_0), ``from_start``: 2^(G - X), both bf16x2 [2]. ``to_end``: G_end - G + X.
+    ``shift``: X before the lane's first row. ``hops``: 2^(A_i - A) of block i, from the second one on. ``from_start``: 2^(G - X). Both are
+    bf16x2 [2]. ``to_end``: G_end - G + X.
     Of unbounded gates, ``next_anchor``: A_1 - A_0 in block 0, in block 1 ``to_end``; ``after_next``: what remains to ``to_end``.
     """
 
     shift: list
-    hop: list
+    hops: list
     from_start: list
     to_end: list
     next_anchor: list | None
@@ -191,8 +202,15 @@ class WarpgroupIntraChunk(Inputs):
     def __init__(self, config: PrefillConfig):
         super().__init__(config)
         self.chunk = config.chunk
+        self.blocks = config.chunk // BLOCK
+        self.image_bytes = config.chunk * ROW  # of a panel of k, q or Kg
+        self.square_bytes = 2 * config.chunk * config.chunk
         self.layout = Layout.of(config, self.local)
-        self.steep = steep.SteepColumns(self.layout, k=K, q=Q, columns=COLUMNS)
+        self.steep = steep.SteepColumns(self.layout)
+
+    def place(self, worker: Worker) -> Place:
+        """Returns where the calling thread works."""
+        return Place(self.layout, worker, self.threads // 32)
 
     def has_least_work(self, thread, turn):
         """Returns whether the thread's warp claims chunks: it never inverts L."""
@@ -201,7 +219,7 @@ class WarpgroupIntraChunk(Inputs):
     def request(self, x, worker: Worker, chunk: Chunk):
         """Starts the loads of a chunk: g, then k and q, to shared memory, the small inputs to registers. Their regions are free once
         `compute` has returned."""
-        p = Place(self.layout, worker)
+        p = self.place(worker)
         a_log, biases = Float32(0.0), [Float32(0.0)] * 4
         if self.config.gate != "precomputed":
             a_log = ptx.load_global_f32(x.a_log + Int64(chunk.head) * 4, x.a_log != Int64(0))
@@ -212,7 +230,7 @@ class WarpgroupIntraChunk(Inputs):
         cute.arch.cp_async_commit_group()
         # Whole lines of 128 bytes of four rows, to eight units of a row that touch all banks.
         unit, first_row = p.lane % 8, p.block * BLOCK + p.lane // 8
-        for name, region in (("k", K), ("q", Q)):
+        for name, region in (("k", 0), ("q", self.layout.q)):
             start = self.key_address(x, name, chunk, first_row) + (p.panel_index * ROW + unit * 16)
             for at in range(0, BLOCK, 4):
                 row = first_row + at
@@ -231,11 +249,12 @@ class WarpgroupIntraChunk(Inputs):
             row = first_row + at
             address = start + Int64(self.gate_pitch(x) * at)
             place = (unit ^ row % 8) if self.gate_bytes == 2 else unit
-            ptx.cp_async_x4(p.panel + COLUMNS + row * width + place * 16, address, row < chunk.valid)
+            to = p.panel + self.layout.columns + row * width + place * 16
+            ptx.cp_async_x4(to, address, row < chunk.valid)
 
     def compute(self, x, worker: Worker, chunk: Chunk, loaded, record, hooks: Hooks):
         """Computes all of a requested chunk but T. ``loaded``: what `request` returned."""
-        p = Place(self.layout, worker)
+        p = self.place(worker)
         beta_bf16, beta_fp32, a_log, *biases = loaded
         gate = Gate(self.config, gate_rate(a_log), x.lower_bound)
         cute.arch.cp_async_wait_group(1)  # g is here
@@ -266,7 +285,7 @@ class WarpgroupIntraChunk(Inputs):
 
         self.store_kg(worker, record("kg"))
         claimed = hooks.claim_next()
-        self.store_blocks(p, self.multiply(p), self.square(p.base, record, "aqk"))
+        self.store_blocks(p, self.multiply(p), record)
         hooks.store_claim(claimed)
         hooks.sync()
         hooks.publish_previous(published)
@@ -279,10 +298,10 @@ class WarpgroupIntraChunk(Inputs):
         raw = []
         for r in range(ROWS):
             if self.gate_bytes == 2:
-                pairs = ptx.load_shared_x2(in_row(p.panel + p.cell, r) + COLUMNS, Int32)
+                pairs = ptx.load_shared_x2(in_row(p.panel + p.cell, r) + self.layout.columns, Int32)
                 raw.append([y for pair in pairs for y in ptx.unpack_bf16x2(pair)])
             else:
-                row = p.panel + COLUMNS + (p.first_row + r) * (4 * PANEL)
+                row = p.panel + self.layout.columns + (p.first_row + r) * (4 * PANEL)
                 raw.append(ptx.load_shared_x4(row + p.quad_of_channels * 16, Float32))
         sums, total = [], [Float32(0.0)] * 4
         for r in range(ROWS):
@@ -320,7 +339,7 @@ class WarpgroupIntraChunk(Inputs):
         row, units = p.lane % BLOCK, p.lane // BLOCK
         diagonal = p.lane % 4 == p.lane // 8
         odd = p.lane // 4 % 2 > 0
-        for kind, region in enumerate((K, Q)):
+        for kind, region in enumerate((0, self.layout.q)):
             low, high = ([Float32(0.0)] * 4 for _ in range(2))
             start = p.panel + region + (p.block * BLOCK + row) * ROW
             for k in range(PANEL // 16):
@@ -328,7 +347,7 @@ class WarpgroupIntraChunk(Inputs):
                 for step in (a[:2], a[2:]):  # eight channels of rows r and r + 8
                     low = ptx.mma_m16n8k8(step, step[0], low)
                     high = ptx.mma_m16n8k8(step, step[1], high)
-            norms = p.base + self.layout.norms + p.panel_index * 256 + kind * 128
+            norms = p.base + self.layout.norms + (2 * p.panel_index + kind) * (4 * self.chunk)
             at = norms + (p.block * BLOCK + p.lane // 4) * 4
             ptx.store_shared_if(at, ptx.select(odd, low[1], low[0]), diagonal)
             ptx.store_shared_if(at + 32, ptx.select(odd, high[3], high[2]), diagonal)
@@ -337,8 +356,8 @@ class WarpgroupIntraChunk(Inputs):
         """Stores the factors of the rows of the warp's block to its table, each lane that of one row of k or q."""
         row = p.block * BLOCK + p.lane % BLOCK
         is_key = p.lane < BLOCK
-        norms = p.base + self.layout.norms + p.lane // BLOCK * 128 + row * 4
-        total = ptx.load_shared(norms, Float32) + ptx.load_shared(norms + 256, Float32)
+        norms = p.base + self.layout.norms + p.lane // BLOCK * (4 * self.chunk) + row * 4
+        total = ptx.load_shared(norms, Float32) + ptx.load_shared(norms + 8 * self.chunk, Float32)
         factor = ptx.select(x.l2norm > 0, ptx.rsqrt(total + Float32(1e-6)), Float32(1.0))
         factor = factor * ptx.select(is_key, Float32(1.0), x.scale)
         table = p.base + self.layout.scales + p.warp * 256 + p.lane * 4
@@ -352,43 +371,54 @@ class WarpgroupIntraChunk(Inputs):
         """Stores rows, columns and Kg to shared memory, Kd, Qd and a to the record. ``is_steep``: of `SteepColumns.vote`."""
         self.store_scales(p, x, beta, valid)
         cell = p.base + p.channel * 4
-        sum_0, sum_1, first_1 = (
-            ptx.load_shared_x4(cell + table, Float32)
-            for table in (self.layout.sums, self.layout.sums + 512, self.layout.firsts + 512)
-        )
-        end = [y + z for y, z in zip(sum_0, sum_1, strict=True)]
-        first_0 = first  # in block 0
-        later = p.block > 0
-        lowest = None if self.config.unbounded else LOWEST
-        anchors_0 = [rounded(y, lowest) for y in first_0]
-        anchors_1 = [rounded(y + z, lowest) for y, z in zip(sum_0, first_1, strict=True)]
-        anchors = [ptx.select(later, z, y) for y, z in zip(anchors_0, anchors_1, strict=True)]
-        before = [
-            ptx.select(later, y, Float32(0.0)) + ptx.select(p.half > 0, z, Float32(0.0))
-            for y, z in zip(sum_0, other, strict=True)
+        load = lambda table, block: ptx.load_shared_x4(cell + table + block * 512, Float32)
+        block_sums = [load(self.layout.sums, b) for b in range(self.blocks)]
+        firsts = [load(self.layout.firsts, b) for b in range(1, self.blocks)]
+        starts = [[Float32(0.0)] * 4]  # G before each block, and at the end
+        for block_sum in block_sums:
+            starts.append([y + z for y, z in zip(starts[-1], block_sum, strict=True)])
+        *starts, end = starts
+        start = starts[0]
+        for b in range(1, self.blocks):
+            start = [ptx.select(p.block >= b, z, y) for y, z in zip(start, starts[b], strict=True)]
+        # Two blocks of bounded gates fall by at most 2^115 each, so that 2^A and 2^(A_1 - A_0) are normal numbers.
+        falls_further = self.config.unbounded or self.blocks > 2
+        lowest = None if falls_further else LOWEST
+        anchors = [rounded(y + z, lowest) for y, z in zip(start, first, strict=True)]
+        later = [  # of the blocks from the second one on
+            [rounded(y + z, lowest) for y, z in zip(*both, strict=True)]
+            for both in zip(starts[1:], firsts, strict=True)
         ]
-        shift = [y - value(a) for y, a in zip(before, anchors, strict=True)]
+        shift = [
+            y + ptx.select(p.half > 0, z, Float32(0.0)) - value(a)
+            for y, z, a in zip(start, other, anchors, strict=True)
+        ]
         to_end = [y - value(a) for y, a in zip(end, anchors, strict=True)]
         next_anchor = after_next = None
         if self.config.unbounded:
             shift, to_end = ([y + Float32(OFFSET) for y in z] for z in (shift, to_end))
-            hop = [z - y for y, z in zip(anchors_0, anchors_1, strict=True)]
-            next_anchor = [ptx.select(later, y, z) for y, z in zip(to_end, hop, strict=True)]
+            hop = [z - y for y, z in zip(anchors, later[0], strict=True)]
+            next_anchor = [ptx.select(p.block > 0, y, z) for y, z in zip(to_end, hop, strict=True)]
             after_next = [y - z for y, z in zip(to_end, next_anchor, strict=True)]
-            hop = pack([power(rounded(y, ZERO)) for y in hop])
-            from_start = pack(
-                [power(ptx.maximum(a - Float32(OFFSET), Float32(MAGIC + ZERO))) for a in anchors]
-            )
+        if falls_further:
+            hops = [
+                pack([power(rounded(z - y, ZERO)) for y, z in zip(anchors, one, strict=True)])
+                for one in later
+            ]
+            offset = Float32(OFFSET if self.config.unbounded else 0.0)
+            from_start = pack([power(ptx.maximum(a - offset, Float32(MAGIC + ZERO))) for a in anchors])
         else:
-            hop = pack([power_of_difference(z, y) for y, z in zip(anchors_0, anchors_1, strict=True)])
+            hops = [
+                pack([power_of_difference(z, y) for y, z in zip(anchors, one, strict=True)]) for one in later
+            ]
             from_start = pack([power(a) for a in anchors])
         # `decay_offset` of channels 4n and 4n + 2, whose terms are bits of the lane
         unit, quad_lane = p.channel // 16, p.quad_of_channels % 2 * 2
         for i in range(2):
             at = (quad_lane + i) * 32 + (unit ^ (quad_lane + i)) * 4 + p.quad_of_channels // 2 % 2 * 2
             pair = [ptx.ex2(y) for y in end[2 * i : 2 * i + 2]]
-            self.store_decays(record("a") + at * 4, pair, later & (p.half == 0))
-        anchors = Anchors(shift, hop, from_start, to_end, next_anchor, after_next)
+            self.store_decays(record("a") + at * 4, pair, (p.block == self.blocks - 1) & (p.half == 0))
+        anchors = Anchors(shift, hops, from_start, to_end, next_anchor, after_next)
         if self.config.unbounded:
             self.store_operands_of_unbounded(p, anchors, sums, record, is_steep)
         else:
@@ -420,14 +450,16 @@ class WarpgroupIntraChunk(Inputs):
         )
         to_end = [ptx.ex2(y) for y in (anchors.to_end if lost is None else anchors.after_next)]
         minus = [y ^ Int32(-0x7FFF8000) for y in anchors.from_start]  # both signs
+        # The columns of the lane's block at the anchor of block i are block `first_column(i)` + p.block of all columns.
         own = p.panel + p.cell
-        # c0 and c0 hopped are rows 0 to 31 of the columns, c1 rows 32 to 47.
-        own_columns = own + p.block * (BLOCK * ROW)
+        own_columns = own + p.block * (p.block + 1) // 2 * BLOCK_BYTES
         own_kg, kd, qd = self.kg_cell(p, record), self.cell(p, record("kd")), self.cell(p, record("qd"))
         for r in range(ROWS):
             shared = in_row(own, r)
-            k = [y for pair in ptx.load_shared_x2(shared + K, Int32) for y in ptx.unpack_bf16x2(pair)]
-            q = [y for pair in ptx.load_shared_x2(shared + Q, Int32) for y in ptx.unpack_bf16x2(pair)]
+            k, q = (
+                [y for pair in ptx.load_shared_x2(at, Int32) for y in ptx.unpack_bf16x2(pair)]
+                for at in (shared, shared + self.layout.q)
+            )
             k_row, q_row, column, hopped, kg = [], [], [], [], []
             for c in range(4):
                 exponent = exponents[r][c]
@@ -443,16 +475,18 @@ class WarpgroupIntraChunk(Inputs):
                     kg.append(hopped[c] * to_end[c])
             k_row, q_row, column, hopped, kg = (pack(y) for y in (k_row, q_row, column, hopped, kg))
             if lost is None:
-                hopped = product(column, anchors.hop)
+                hopped = [product(column, hop) for hop in anchors.hops]
             else:
+                hopped = [hopped]
                 is_lost = (lost >> (4 * r)) & 1 > 0
                 column = [ptx.select(is_lost, Int32(0), y) for y in column]
-            ptx.store_shared_x2(shared + K, k_row)
-            ptx.store_shared_x2(shared + Q, q_row)
-            ptx.store_shared_x2(in_row(own_kg, r), kg)
-            columns = in_row(own_columns, r) + COLUMNS
-            ptx.store_shared_x2(columns, column)
-            ptx.store_shared_x2_if(columns + BLOCK * ROW, hopped, p.block == 0)
+            ptx.store_shared_x2(shared, k_row)
+            ptx.store_shared_x2(shared + self.layout.q, q_row)
+            self.store_kg_row(own_kg, r, kg)
+            ptx.store_shared_x2(in_row(own_columns, r) + self.layout.columns, column)
+            for i, words in enumerate(hopped, 1):
+                at = shared + self.layout.columns + first_column(i) * BLOCK_BYTES
+                ptx.store_shared_x2_if(at, words, p.block < i)
             self.store_row(kd, r, product(k_row, minus))
             self.store_row(qd, r, product(q_row, anchors.from_start))
 
@@ -461,7 +495,7 @@ class WarpgroupIntraChunk(Inputs):
     def cell(self, p: Place, image):
         """Returns the place of the lane's 8 bytes of its first row in an image of the record, for `store_row`."""
         # Of rows 0 to 3 and of rows 4 to 7, because a record may start at any multiple of 64 bytes on a CPU.
-        return [image + Int64(p.panel_index * IMAGE + (p.cell ^ at)) for at in (0, 64)]
+        return [image + Int64(p.panel_index * self.image_bytes + (p.cell ^ at)) for at in (0, 64)]
 
     def store_row(self, cell, r, words):
         """Stores the lane's 8 bytes of its row r to an image of the record."""
@@ -475,36 +509,48 @@ class WarpgroupIntraChunk(Inputs):
         """Returns the shared address of the lane's 8 bytes of its first row of Kg."""
         return p.panel + p.cell + self.layout.kg
 
+    def store_kg_row(self, cell, r, words):
+        """Stores the lane's 8 bytes of its row r of Kg."""
+        ptx.store_shared_x2(in_row(cell, r), words)
+
     def square(self, base, record, name):
         """Returns the shared address of T or Aqk."""
-        return base + self.layout.squares + ("t", "aqk").index(name) * SQUARE
+        return base + self.layout.squares + ("t", "aqk").index(name) * self.square_bytes
 
     # ---- L and Aqk
 
     def multiply(self, p: Place):
-        """Returns the warp's 16 rows of (rows) (columns)^T, three pairs of accumulator tiles, each of one block."""
+        """Returns the warp's 16 rows of (rows) (columns)^T, two accumulator tiles for each block of columns."""
+        columns = BLOCK * first_column(self.blocks)
         mma = hopper_helpers.make_trivial_tiled_mma(
-            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, 48)
+            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, columns)
         )
-        part = mma.get_slice(p.thread)
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((64, 48)), Float32)
+        part = mma.get_slice(p.thread % WARPGROUP)
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((64, columns)), Float32)
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, False)
         warpgroup.fence()
         for panel in range(2):
             start = p.base + panel * self.layout.panel
-            a = mma.make_fragment_A(part.partition_A(image(start + K, 64)))
-            b = mma.make_fragment_B(part.partition_B(image(start + COLUMNS, 48)))
+            rows = start + self.rows_of_warpgroup(p)
+            a = mma.make_fragment_A(part.partition_A(image(rows, 64)))
+            b = mma.make_fragment_B(part.partition_B(image(start + self.layout.columns, columns)))
             for k in range(PANEL // 16):
                 cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
                 atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        return [[[acc[8 * i + 4 * tile + e] for e in range(4)] for tile in range(2)] for i in range(3)]
+        count = first_column(self.blocks)
+        return [[[acc[8 * i + 4 * tile + e] for e in range(4)] for tile in range(2)] for i in range(count)]
+
+    def rows_of_warpgroup(self, p: Place):
+        """Returns the offset in a panel of the 64 rows that the warpgroup multiplies: all rows of k and q."""
+        return 0
 
     @cute.jit
-    def store_blocks(self, p: Place, blocks, square):
-        """Stores the blocks of L for `finish`, and those of Aqk as an image. ``blocks``: of `multiply`; ``square``: address of Aqk."""
+    def store_blocks(self, p: Place, blocks, record):
+        """Stores the blocks of L for `finish`, and those of Aqk as an image. ``blocks``: of `multiply`."""
+        square = self.square(p.base, record, "aqk")
         lower = p.warp % 2 > 0
         diagonal = [
             [ptx.select(lower, y, z) for y, z in zip(blocks[2][tile], blocks[0][tile], strict=True)]
@@ -580,7 +626,9 @@ class WarpgroupIntraChunk(Inputs):
         if worker.thread == self.leader:
             for panel in cutlass.range_constexpr(2):
                 shared = worker.base + panel * self.layout.panel + self.layout.kg
-                ptx.bulk_store(kg_image + panel * IMAGE, shared, Int32(IMAGE), keep=True)
+                ptx.bulk_store(
+                    kg_image + panel * self.image_bytes, shared, Int32(self.image_bytes), keep=True
+                )
 
     @cute.jit
     def store_squares(self, worker: Worker, record):
@@ -588,7 +636,7 @@ class WarpgroupIntraChunk(Inputs):
         if worker.thread == self.leader:
             for name in ("t", "aqk"):
                 shared = self.square(worker.base, record, name)
-                ptx.bulk_store(record(name), shared, Int32(SQUARE), keep=True)
+                ptx.bulk_store(record(name), shared, Int32(self.square_bytes), keep=True)
 
     @cute.jit
     def wait_for_reads(self, worker: Worker, pending: cutlass.Constexpr[int]):
@@ -661,4 +709,4 @@ def store_square(square, a, i, j, lane, transpose=False):
     low, high = (lane // 16, lane // 8 % 2) if transpose else (lane // 8 % 2, lane // 16)
     row = i * BLOCK + 8 * low + lane % 8
     unit = (2 * j + high) ^ (row // 2 % 4)
-    ptx.stmatrix_x4(square + row * (2 * CHUNK) + unit * 16, [a[n] for n in range(4)], transpose=transpose)
+    ptx.stmatrix_x4(square + row * 64 + unit * 16, [a[n] for n in range(4)], transpose=transpose)

@@ -18,7 +18,7 @@ from kda_cute.device.intra_chunk import Chunk, Worker
 from kda_cute.device.intra_chunk.strided import StridedInputs
 from kda_sm90.config import PrefillConfig
 from kda_sm90.kernels import barriers, schedule
-from kda_sm90.kernels.intra_chunk import IMAGE, Hooks, Place, WarpgroupIntraChunk, in_row
+from kda_sm90.kernels.intra_chunk import Hooks, Place, WarpgroupIntraChunk, in_row
 from kda_sm90.kernels.rings import Stage
 
 CHUNK_BYTES = 16  # of a buffer with a `Chunk`
@@ -163,7 +163,7 @@ class LocalIntraChunk(WarpgroupIntraChunk):
     # ---- places of a record, in shared memory
 
     def cell(self, p: Place, image):
-        return image + (p.panel_index * IMAGE + p.cell)
+        return image + (p.panel_index * self.image_bytes + p.cell)
 
     def store_row(self, cell, r, words):
         ptx.store_shared_x2(in_row(cell, r), words)

@@ -1,10 +1,10 @@
 """The kernel: prefill in one launch. Some CTAs run the intra-chunk stage, the others are chains.
 
-A CTA has 384 threads and an SM of its own::
+A CTA has 384 or 512 threads and an SM of its own::
 
     CTAs 0 .. queues * (halves / warpgroups) - 1     the others (``intra_chunk_ctas``)
-    chains: one per queue, or per half of V of it    intra-chunk stage: 3 groups of 128 threads (chunks of 64), or
-    (`chain`, `summary`)                             6 groups of 64 threads (chunks of 32)
+    chains: one per queue, or per half of V of it    intra-chunk stage, by tokens of a chunk: 2 groups of 256 or 3 of 128
+    (`chain`, `summary`)                             threads (64), 4 of 128 or 6 of 64 (32): see `PrefillConfig.groups`
               ^                                                |
               |     ring of chunk records per queue,           |
               +----- in global memory, stays in L2 <-----------+
@@ -33,6 +33,7 @@ from kda_sm90.kernels import schedule
 from kda_sm90.kernels.chain import Chain
 from kda_sm90.kernels.intra_chunk import Hooks as WarpgroupHooks
 from kda_sm90.kernels.intra_chunk import StridedWarpgroupIntraChunk, WarpgroupIntraChunk
+from kda_sm90.kernels.intra_chunk_64 import StridedTwoWarpgroupIntraChunk, TwoWarpgroupIntraChunk
 from kda_sm90.kernels.pool_segments import PoolSegmentChain, PoolSummaryChain
 from kda_sm90.kernels.recompute import RecomputeChain
 from kda_sm90.kernels.reverse import ReverseChain
@@ -55,6 +56,12 @@ CHAINS = {
 
 #: The same of the variants for serving.
 SERVING = {"whole": ServingChain, "summarize": PoolSummaryChain, "execute": PoolSegmentChain}
+
+#: The intra-chunk stage by warpgroups, and that of the variants for serving, by tokens of a chunk.
+INTRA_CHUNK = {
+    32: (WarpgroupIntraChunk, StridedWarpgroupIntraChunk),
+    64: (TwoWarpgroupIntraChunk, StridedTwoWarpgroupIntraChunk),
+}
 
 #: Buffers for the claimed items of a group, and their bytes. Three are in use at a time: of the item to publish, the item
 #: to compute, and the item claimed next. A power of two, because the turn's low bits choose the buffer.
@@ -86,14 +93,10 @@ class PrefillKernel(Kernel):
         self.arguments = self.interface.arguments(config)
         chain = (SERVING if config.serving else CHAINS)[config.mode]
         self.threads = config.threads
-        stages = (
-            (WarpgroupIntraChunk, StridedWarpgroupIntraChunk)
-            if config.by_warpgroup
-            else (IntraChunk, StridedIntraChunk)
-        )
+        stages = INTRA_CHUNK[config.chunk] if config.by_warpgroup else (IntraChunk, StridedIntraChunk)
         self.intra_chunk = stages[config.serving](config)
         self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
-        self.leader = WarpgroupIntraChunk.leader if config.by_warpgroup else 0  # of a group
+        self.leader = self.intra_chunk.leader if config.by_warpgroup else 0  # of a group
         self.groups = config.groups
         # Whether the groups of a CTA compute their first items one after the other.
         self.in_turn = config.chunk == 64 and not config.backward

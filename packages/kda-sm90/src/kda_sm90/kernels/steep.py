@@ -46,8 +46,8 @@ class PanelRefinement(Refinement):
 class SteepColumns:
     """The lost columns of a group. ``p`` of the methods: the `Place` of the calling thread in `kernels.intra_chunk`."""
 
-    def __init__(self, layout, **regions: int):
-        self.layout, self.regions, self.refinement = layout, regions, PanelRefinement()
+    def __init__(self, layout):
+        self.layout, self.refinement = layout, PanelRefinement()
 
     def vote(self, p, first, block_sum) -> Boolean:
         """Returns whether a row of the warp's block may be lost in its panel, and stores it for `with_refined`, which a barrier must separate.
@@ -94,12 +94,12 @@ class SteepColumns:
     def place(self, p, kg):
         """Returns the thread's place in the fragments of `Refinement`, and the addresses of its operands."""
         rows = p.block * (BLOCK * ROW)
-        columns = p.panel + self.regions["columns"]
+        columns = p.panel + self.layout.columns
         # Block 0: the columns c0 and c0 hopped. Block 1: c1, and its rows of Kg.
         low = columns + p.block * (2 * BLOCK * ROW)
         high = ptx.select(p.block > 0, kg + BLOCK * ROW, columns + BLOCK * ROW)
         return SimpleNamespace(
-            row=p.lane // 4, quad_lane=p.lane % 4, k=p.panel + self.regions["k"] + rows, q=p.panel + self.regions["q"] + rows,
+            row=p.lane // 4, quad_lane=p.lane % 4, k=p.panel + rows, q=p.panel + self.layout.q + rows,
             exponents=(low, high),
         )  # fmt: skip
 
