@@ -63,12 +63,12 @@ HALVES: dict[Mode, int] = {
 }
 
 
-def by_warpgroup(chunk: int, warpgroups: int, gate: Gate, unbounded: bool) -> bool:
+def by_warpgroup(chunk: int, warpgroups: int, gate: Gate, unbounded: bool, mode: Mode) -> bool:
     """Returns whether the groups of the intra-chunk stage are warpgroups (`kernels.intra_chunk`, `kernels.intra_chunk_64`), by fields of a
-    `PrefillConfig`. Chunks of 32 for chains of one half, and steep softplus gates, would be slower (docs/kernels/intra-chunk.md)."""
+    `PrefillConfig`. Where they would be slower, they are not (docs/kernels/intra-chunk.md)."""
     if chunk == 64:
-        return not unbounded
-    return warpgroups == 2 and gate != "softplus"
+        return mode == "whole" and not unbounded
+    return mode in ("whole", "summarize") and warpgroups == 2 and gate != "softplus"
 
 
 def groups_of(chunk: int, by_warpgroups: bool) -> int:
@@ -192,8 +192,7 @@ class PrefillConfig:
     @property
     def by_warpgroup(self) -> bool:
         """Whether the groups of the intra-chunk stage are warpgroups. If not, the stage is that of `kda_cute.device.intra_chunk`."""
-        forward = self.mode in ("whole", "summarize")
-        return forward and by_warpgroup(self.chunk, self.warpgroups, self.gate, self.unbounded)
+        return by_warpgroup(self.chunk, self.warpgroups, self.gate, self.unbounded, self.mode)
 
     @property
     def helps(self) -> bool:

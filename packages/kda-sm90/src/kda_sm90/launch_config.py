@@ -307,7 +307,7 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
         elif model.most:
             # Each queue rounds its records up, by less than one. An additional queue displaces intra-chunk groups, which
             # need more records than that. So these totals bound the records for every number of queues.
-            by_warpgroups = mode == "whole" and by_warpgroup(chunk, warpgroups, gate_of(shape), unbounded)
+            by_warpgroups = by_warpgroup(chunk, warpgroups, gate_of(shape), unbounded, mode)
             per_cta = records_per_group(chunk, unbounded, by_warpgroups) * model.groups
             local = mode == "whole" and may_be_local(shape, chunk, warpgroups)
             rings = max(math.ceil(_numbers(per_cta * sms, local)), model.most * LEAST_DEPTH)
@@ -506,11 +506,10 @@ def _kind(
     reads_records = mode == "execute"
     launch = PrefillConfig(64, warpgroups, states=mode in ("reverse", "recompute"), mode=mode)
     per_slot = launch.chunks_per_slot
-    forward = mode in ("whole", "summarize")
-    by_warpgroups = forward and by_warpgroup(chunk, warpgroups, gate, unbounded)
+    by_warpgroups = by_warpgroup(chunk, warpgroups, gate, unbounded, mode)
     item_ns = WARPGROUP_ITEM_NS[chunk] if by_warpgroups else ITEM_NS[chunk, unbounded]
     # A first chunk counts the same with chains of one half, whose stage may be the other one.
-    first_by_warpgroups = forward and by_warpgroup(chunk, 2, gate, unbounded)
+    first_by_warpgroups = by_warpgroup(chunk, 2, gate, unbounded, mode)
     first_ns = WARPGROUP_FIRST_NS[chunk] if first_by_warpgroups else ITEM_NS[chunk, unbounded]
     helps = by_warpgroups and chunk == 32
     factor = 0.0 if reads_records else KEPT if mode == "summarize" else 1.0
