@@ -1,9 +1,9 @@
 """Columns of unbounded gates without split factors, in the intra-chunk stage of `kernels.intra_chunk`.
 
-The column factor 2^-X of a row is usable while X, which contains `OFFSET`, is above -`SPLIT_LIMIT` in all channels. If it is not in some channel of a panel, the row is
-*lost* in this panel: its column becomes 0 there, and `kda_cute.device.intra_chunk.refine` computes its products with the rows of its block
-over the channels of the panel. A row is lost or not by its own gates and those before it in its block, so later tokens do not change the
-rounding of earlier ones.
+A row has a column factor 2^-X while X, which contains `OFFSET`, is above -`SPLIT_LIMIT`. If X is lower in some channel of a panel, the row
+is *lost* in this panel: its column becomes 0 there, and `kda_cute.device.intra_chunk.refine` computes its products with the rows of its
+block over the channels of the panel. Only gates up to the row decide whether it is lost, so later tokens do not change the rounding of
+earlier ones.
 
 The warp of a block and a panel refines the lost rows of both. It does so only if the whole block falls far enough (`SteepColumns.vote`).
 """
@@ -50,7 +50,7 @@ class SteepColumns:
         self.layout, self.refinement = layout, PanelRefinement()
 
     def vote(self, p, first, block_sum) -> Boolean:
-        """Returns whether a row of the warp's block may be lost in its panel, and stores it for `with_refined`, which a barrier must separate.
+        """Returns whether a row of the warp's block may be lost in its panel, and stores this for `with_refined`. A barrier must lie between.
 
         ``first``, ``block_sum``: log decays of the block's first row and of all its rows, of the lane's channels.
         """
