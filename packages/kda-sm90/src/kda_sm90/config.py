@@ -100,7 +100,8 @@ class PrefillConfig:
         padded: whether T may exceed the end of the last packed sequence (``use_graph``). The kernel then spends no time on
             the padding. Calls without padding are faster without the option (docs/kernels/prefill.md, "What was tried").
         local: whether the CTA of a chain computes every sixth record of its queue itself (`kernels.local_records`). Long calls of many
-            heads are faster so, others slower. Requires `by_warpgroup` and mode ``whole``, without ``states`` and ``saved_states``.
+            heads are faster so, others slower. Requires mode ``whole``, chunks of 32, two warpgroups and a bounded gate, without ``states``
+            and ``saved_states``.
 
     Raises:
         ValueError: the kernel has no such variant.
@@ -161,13 +162,8 @@ class PrefillConfig:
                 f"padded: expected False in mode {self.mode!r}, whose lengths the host knows, got True"
             )
         writes_states = self.states or self.saved_states
-        if self.local and (
-            self.mode != "whole"
-            or self.chunk != 32
-            or writes_states
-            or self.unbounded
-            or not self.by_warpgroup
-        ):
+        variant = self.mode, self.chunk, self.warpgroups, self.unbounded
+        if self.local and (variant != ("whole", 32, 2, False) or writes_states):
             raise ValueError(
                 f"local: expected False unless mode='whole', chunk=32, warpgroups=2 and states, saved_states and unbounded are False, got "
                 f"True with mode={self.mode!r}, chunk={self.chunk}, warpgroups={self.warpgroups}, states={self.states}, "

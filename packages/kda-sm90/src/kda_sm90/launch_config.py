@@ -44,8 +44,8 @@ ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True)
 #: delay.
 WARPGROUP_ITEM_NS = {32: 7100, 64: 9300}
 WARPGROUP_FIRST_NS = {32: 7100, 64: 7700}
-#: How many ns longer a chain needs after the last record of a launch than after the first one, where groups are warpgroups. The value
-#: was fitted to short calls in the mode ``whole``.
+#: How many ns longer a chain needs after the last record of a launch than after the first one, where chains help. The value was fitted to
+#: short calls in the mode ``whole``.
 WARPGROUP_LAST_NS = 1500
 #: How many ns chains that help lag behind those that do not. With this value 1, 8192, 64 keeps 46 queues, the fastest number.
 HELP_NS = 2200

@@ -95,7 +95,7 @@ class Layout(NamedTuple):
     refined  4 x 1104           of a warp: refined products, see `steep.SteepColumns`; unbounded gates only
     ======== ================== ==============================================================================
 
-    Kg, T and Aqk have no place here if the group computes them where its chain reads them (`kernels.local_records`).
+    Local records (`kernels.local_records`) have neither images nor scratch here: the group stores them where its chain reads them.
     """
 
     q: int
@@ -113,14 +113,14 @@ class Layout(NamedTuple):
     bytes: int
 
     @classmethod
-    def of(cls, config: PrefillConfig, local: bool) -> "Layout":
-        """Returns the layout for a configuration. ``local``: whether Kg, T and Aqk have no place in it."""
+    def of(cls, config: PrefillConfig, has_images: bool, scratch: int) -> "Layout":
+        """Returns the layout for a configuration. ``has_images``, ``scratch``: of `WarpgroupIntraChunk`."""
         chunk = config.chunk
         blocks, image = chunk // BLOCK, chunk * ROW
         gates = image * (1 if config.gate_dtype == "bfloat16" else 2)
         kg = 2 * image + max(gates, first_column(blocks) * BLOCK_BYTES)
-        panel = kg + (0 if local or chunk == 64 else image)
-        squares = 2 * blocks * 512 if chunk == 64 else 0 if local else 4 * chunk * chunk
+        panel = kg + (image if has_images else 0)
+        squares = 4 * chunk * chunk if has_images else 2 * blocks * scratch
         sizes = (
             2 * panel, blocks * 16 * COLUMN, blocks * (blocks - 1) // 2 * 1024, squares, blocks * 512, blocks * 512,
             16 * chunk, 2 * blocks * 256, 4 * steep.BYTES if config.unbounded else 0,
@@ -197,7 +197,10 @@ class WarpgroupIntraChunk(Inputs):
     threads = WARPGROUP
     #: The thread that waits for room, issues bulk copies and publishes records. Its warp also claims chunks.
     leader = 96
-    local = False  # whether the record is in shared memory
+    #: Whether the group's memory has images of Kg, T and Aqk, which bulk copies take to the record. If not, the threads store these to the
+    #: record themselves.
+    has_images = True
+    scratch = 0  # bytes of scratch of a warp, of groups without images
 
     def __init__(self, config: PrefillConfig):
         super().__init__(config)
@@ -205,7 +208,7 @@ class WarpgroupIntraChunk(Inputs):
         self.blocks = config.chunk // BLOCK
         self.image_bytes = config.chunk * ROW  # of a panel of k, q or Kg
         self.square_bytes = 2 * config.chunk * config.chunk
-        self.layout = Layout.of(config, self.local)
+        self.layout = Layout.of(config, self.has_images, self.scratch)
         self.steep = steep.SteepColumns(self.layout)
 
     def place(self, worker: Worker) -> Place:
@@ -618,12 +621,12 @@ class WarpgroupIntraChunk(Inputs):
         store_square(square, below, 1, 0, lane, transpose=True)
         store_square(square, x_11[0], 1, 1, lane)
 
-    # ---- bulk copies, of the leader
+    # ---- bulk copies, of the leader. Groups without images have none.
 
     @cute.jit
     def store_kg(self, worker: Worker, kg_image: Int64):
         """Copies Kg to the record asynchronously."""
-        if worker.thread == self.leader:
+        if const_expr(self.has_images) and worker.thread == self.leader:
             for panel in cutlass.range_constexpr(2):
                 shared = worker.base + panel * self.layout.panel + self.layout.kg
                 ptx.bulk_store(
@@ -633,7 +636,7 @@ class WarpgroupIntraChunk(Inputs):
     @cute.jit
     def store_squares(self, worker: Worker, record):
         """Copies T and Aqk to the record asynchronously."""
-        if worker.thread == self.leader:
+        if const_expr(self.has_images) and worker.thread == self.leader:
             for name in ("t", "aqk"):
                 shared = self.square(worker.base, record, name)
                 ptx.bulk_store(record(name), shared, Int32(self.square_bytes), keep=True)
@@ -641,13 +644,14 @@ class WarpgroupIntraChunk(Inputs):
     @cute.jit
     def wait_for_reads(self, worker: Worker, pending: cutlass.Constexpr[int]):
         """The leader waits until all but the last ``pending`` bulk copies have read shared memory."""
-        if worker.thread == self.leader:
+        if const_expr(self.has_images) and worker.thread == self.leader:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def wait_for_stores(self, pending):
         """Waits until all but the last ``pending`` bulk copies are complete. The leader calls it. Each turn has two copies of Kg, then two
         of T and Aqk."""
-        cute.arch.cp_async_bulk_wait_group(pending)
+        if self.has_images:
+            cute.arch.cp_async_bulk_wait_group(pending)
 
 
 class StridedWarpgroupIntraChunk(StridedInputs, WarpgroupIntraChunk):

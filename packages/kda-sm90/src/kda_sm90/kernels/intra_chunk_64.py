@@ -32,7 +32,6 @@ from kda_sm90.kernels.barriers import WARPGROUP
 from kda_sm90.kernels.intra_chunk import Layout, Place, WarpgroupIntraChunk, first_column
 
 PARTS_BYTES = 1024  # of a block in two bf16 parts
-SCRATCH_BYTES = 512  # of a warp
 
 
 class SquaresLayout:
@@ -49,7 +48,7 @@ class SquaresLayout:
         return base + self.layout.minus_l + block * (BLOCK * COLUMN)
 
     def scratch(self, base, block):
-        return base + self.layout.squares + self.warp * SCRATCH_BYTES
+        return base + self.layout.squares + self.warp * TwoWarpgroupIntraChunk.scratch
 
 
 class TwoWarpgroupIntraChunk(WarpgroupIntraChunk):
@@ -57,6 +56,8 @@ class TwoWarpgroupIntraChunk(WarpgroupIntraChunk):
 
     threads = 2 * WARPGROUP
     leader = 224  # in a warp of q, which inverts nothing
+    has_images = False
+    scratch = 512
 
     def rows_of_warpgroup(self, p: Place):
         return p.warp // 4 * self.image_bytes
@@ -68,18 +69,6 @@ class TwoWarpgroupIntraChunk(WarpgroupIntraChunk):
 
     def store_kg_row(self, cell, r, words):
         self.store_row(cell, r, words)
-
-    def store_kg(self, worker: Worker, kg_image):
-        """Does nothing: `operands` has stored Kg."""
-
-    def store_squares(self, worker: Worker, record):
-        """Does nothing: `store_blocks` and `finish` have stored T and Aqk."""
-
-    def wait_for_reads(self, worker: Worker, pending):
-        """Does nothing: there are no bulk copies."""
-
-    def wait_for_stores(self, pending):
-        """Does nothing: there are no bulk copies."""
 
     # ---- L, Aqk and T
 

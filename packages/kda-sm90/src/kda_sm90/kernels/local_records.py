@@ -34,7 +34,7 @@ class LocalIntraChunk(WarpgroupIntraChunk):
     ``turn`` counts the local records of the queue. ``bytes``: shared memory that the warpgroup needs, from a multiple of 1024 on.
     """
 
-    local = True
+    has_images = False
 
     def __init__(self, config: PrefillConfig):
         super().__init__(config)
@@ -176,12 +176,6 @@ class LocalIntraChunk(WarpgroupIntraChunk):
 
     def square(self, base, record, name):
         return record(name)
-
-    def store_kg(self, worker: Worker, kg_image):
-        """Does nothing: Kg is where the chain reads it."""
-
-    def wait_for_reads(self, worker: Worker, pending):
-        """Does nothing: there are no bulk copies."""
 
 
 class StridedLocalIntraChunk(StridedInputs, LocalIntraChunk):
