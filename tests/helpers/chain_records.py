@@ -34,6 +34,14 @@ def make_records(n: int, C: int, device: str, tokens: str) -> dict[str, torch.Te
     return {n: x.bfloat16() for n, x in logical.items()} | {"a": G[:, -1].exp().float()}
 
 
+def folded(records: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the records with T multiplied into Kg and Aqk, and the identity in the place of T."""
+    kg, aqk, t = (records[name].double() for name in ("kg", "aqk", "t"))
+    one = torch.eye(t.shape[-1], device=t.device).expand_as(t)
+    replaced = {"kg": t.mT @ kg, "aqk": aqk @ t, "t": one}
+    return records | {name: x.bfloat16() for name, x in replaced.items()}
+
+
 def sequences(
     B: int, T: int, C: int, lengths: tuple[int, ...] | None
 ) -> tuple[list[tuple[int, int, int, int]], int]:

@@ -46,6 +46,12 @@ def specified(x: dict[str, Any], C: int, lengths: tuple[int, ...] | None) -> lis
     return found
 
 
+def folded(record: Any) -> Any:
+    """Returns a specified record with T^T Kg and Aqk T in the places of Kg and Aqk."""
+    Kg, Aqk = specification.mma(record.T.mT, record.Kg), specification.mma(record.Aqk, record.T)
+    return record._replace(Kg=Kg.bfloat16().float(), Aqk=Aqk.bfloat16().float())
+
+
 def pad_rows(t: Tensor, C: int) -> Tensor:
     """Returns [HV, tokens, ...] with zeros up to C tokens."""
     return torch.nn.functional.pad(t, (0, 0) * (t.dim() - 2) + (0, C - t.shape[1]))

@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from helpers.chain_records import make_records, sequences
+from helpers.chain_records import folded, make_records, sequences
 from helpers.sm90_launch import launch, record_places
 
 from kda_core.testing import error
@@ -59,6 +59,9 @@ def test_chain_computes_the_recurrence(C, warpgroups, queues, packed, v_first):
                 records[name][last, rest:] = 0
             for name in ("aqk", "t"):
                 records[name][last, :, rest:] = 0
+    config = PrefillConfig(C, warpgroups, states=True)
+    if config.folded:
+        records = folded(records)
     # Every ring holds all records of its queue. The records are ready from the start, the states are not.
     place, depth = record_places([first for *_, first in each], slots, HV, queues)
     size = layouts.workspace_bytes(queues * depth, queues, C)
@@ -89,7 +92,7 @@ def test_chain_computes_the_recurrence(C, warpgroups, queues, packed, v_first):
     offsets = torch.tensor([0, *accumulate(lengths)], device="cuda", dtype=torch.int32) if packed else None
     start = layout(initial)
     launch(
-        PrefillConfig(C, warpgroups, states=True), o, v=v, initial_state=start, final_state=final, states=states,
+        config, o, v=v, initial_state=start, final_state=final, states=states,
         offsets=offsets, offset_bytes=4 if packed else 0, workspace=buffer, N=N, T=T, H=HV, HV=HV, beta_bytes=2,
         v_first=int(v_first), every=every // C, state_count=B * NT, intra_chunk_ctas=0, queues=queues, depth=depth,
     )  # fmt: skip

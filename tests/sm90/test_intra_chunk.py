@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.intra_chunk_cases import LENGTHS, assert_close, specified, variant
+from helpers.intra_chunk_cases import LENGTHS, assert_close, folded, specified, variant
 from helpers.sm90_launch import launch, record_places
 
 from kda_core.testing import FAMILIES, make_inputs
@@ -42,7 +42,8 @@ def test_the_workspace_is_split_without_overlap(C):
 
 
 def computed(x, C, warpgroups, lengths):
-    """Returns the records of a call as {name: [chunks, HV, ...]} in fp32. Checks that empty slots were not written.
+    """Returns the records of a call as {name: [chunks, HV, ...]} in fp32. Checks that empty slots were not written. A T that the records do
+    not hold is NaN.
 
     Each ring holds all chunks of its queue, so no record is overwritten.
     """
@@ -84,16 +85,20 @@ def computed(x, C, warpgroups, lengths):
     return found
 
 
-def wanted(x, C, lengths):
-    """Returns the records of the specification in the form of `computed`."""
-    found = [p for p, _ in specified(x, C, lengths)]
-    return {n: torch.stack([getattr(p, n) for p in found]) for n in NAMES}
+def assert_specified(x, C, warpgroups, lengths):
+    """Asserts that the records of a call are those of the specification, folded where those of the kernel are."""
+    config = PrefillConfig(C, warpgroups, **variant(x))
+    found, records = computed(x, C, warpgroups, lengths), [p for p, _ in specified(x, C, lengths)]
+    if config.folded:
+        records = [folded(p) for p in records]
+        assert found.pop("T").isnan().all()
+    assert_close(found, {n: torch.stack([getattr(p, n) for p in records]) for n in found}, limits(config))
 
 
-def limits(x, C, warpgroups):
+def limits(config):
     """Returns the limits of operands that are rounded otherwise than in the specification: the anchors of a warpgroup are integers, so the
     factors of Aqk have other roundings."""
-    return {"Aqk": 2**-7} if PrefillConfig(C, warpgroups, **variant(x)).by_warpgroup else {}
+    return {"Aqk": 2**-7} if config.by_warpgroup else {}
 
 
 @pytest.mark.arch((9, 0))
@@ -101,7 +106,7 @@ def limits(x, C, warpgroups):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_operand_matches_the_specification(family, C, warpgroups):
     x = make_inputs(family, 200, B=2, H=2, HV=4, device="cuda").arguments
-    assert_close(computed(x, C, warpgroups, None), wanted(x, C, None), limits(x, C, warpgroups))
+    assert_specified(x, C, warpgroups, None)
 
 
 @pytest.mark.arch((9, 0))
@@ -109,7 +114,7 @@ def test_every_operand_matches_the_specification(family, C, warpgroups):
 @pytest.mark.parametrize("family", ("slow", "mixed", "memory"))
 def test_packed_sequences_and_tails_match_the_specification(family, C, warpgroups):
     x = make_inputs(family, sum(LENGTHS), H=1, HV=2, lengths=LENGTHS, device="cuda").arguments
-    assert_close(computed(x, C, warpgroups, LENGTHS), wanted(x, C, LENGTHS), limits(x, C, warpgroups))
+    assert_specified(x, C, warpgroups, LENGTHS)
 
 
 #: One variant of each kernel class and mode.

@@ -186,6 +186,17 @@ class PrefillConfig:
         return self.mode in ("summarize", "reverse_summarize")
 
     @property
+    def folded(self) -> bool:
+        """Whether records are folded (`kda_cute.device.intra_chunk.fold`): those of chunks of 64, except for a backward. With chunks of 32 the
+        chain gains less than the intra-chunk stage loses (docs/kernels/chain.md)."""
+        return self.chunk == 64 and not self.backward
+
+    @property
+    def keeps_inverse(self) -> bool:
+        """Whether folded records also hold T, for R: if the launch writes R, or may read the records of a launch that does."""
+        return self.residual or self.mode == "summarize"
+
+    @property
     def by_warpgroup(self) -> bool:
         """Whether the groups of the intra-chunk stage are warpgroups. If not, the stage is that of `kda_cute.device.intra_chunk`."""
         return by_warpgroup(self.chunk, self.warpgroups, self.gate, self.unbounded, self.mode)

@@ -14,6 +14,9 @@ t     ``T`` [C, C]      bf16, the same image.
 a     ``a`` [K]         fp32, decay of the whole chunk, ``2^G_end``, in the order of ``decay_offset``.
 ====  ===============  =======================================================================================
 
+Folded records (`PrefillConfig.folded`) hold ``T^T Kg`` in kg and ``Aqk T`` in aqk. Their t is written only where
+`PrefillConfig.keeps_inverse` says so.
+
 *carry* [queues, halves, 64*128] fp32 holds the states that one chain passes to the next, in the order of its registers. It has
 more halves in the mode ``recompute`` (`PrefillConfig.carries`).
 

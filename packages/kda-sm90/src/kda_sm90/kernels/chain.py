@@ -5,6 +5,13 @@ form:
 
     X^T = v^T + S^T (-Kd)^T      R^T = X^T T^T      O^T = S^T Qd^T + R^T Aqk^T      S^T <- S^T diag(a) + R^T Kg
 
+Records of chunks of 64 are folded (`kda_cute.device.intra_chunk.fold`): in the places of Kg and Aqk they hold Kg~ = T^T Kg and
+Aqk~ = Aqk T. One product and one rounding fewer lie between S and the next S:
+
+    X^T = v^T + S^T (-Kd)^T      O^T = S^T Qd^T + X^T Aqk~^T      S^T <- S^T diag(a) + X^T Kg~
+
+A launch that saves R for a backward computes it from X besides. Its records hold T as well.
+
 A warpgroup owns 64 rows of V, one *half*. It keeps S^T [64, K] in fp32 accumulators for a whole sequence. A wgmma
 accumulator has the layout of a register operand, so S, X and R never pass through shared memory; they are rounded to
 bf16 only as operands. The record holds -Kd, and v is loaded into the accumulators of X, so X needs no subtraction.
@@ -37,8 +44,9 @@ local      4              computes every `PrefillConfig.local_period`-th record 
 ========== ============== ==============================================================================================
 
 **Shared memory** (`shared_storage`). The *early* ring has the operands that a chunk needs first (Kd, Qd, a, v), the
-*late* ring the others (Kg, Aqk, T). O has one buffer per half, with room for R where it is saved, and so have states. Each ring has one more
-stage for local records (`rings.Ring`), for which the leader of the local warpgroup arrives instead of the producer.
+*late* ring the others (Kg, Aqk, and T if R is computed). O has one buffer per half, with room for R where it is saved, and so
+have states. Each ring has one more stage for local records (`rings.Ring`), for which the leader of the local warpgroup arrives
+instead of the producer.
 
 =================== ====================== ================== ==================================================
 mbarrier            arrivals per phase     waited for by      condition
@@ -55,20 +63,19 @@ early_full and late_full also wait for the bytes of the producer's copies. The c
 to one another at named barriers (`barriers.NamedBarrier`).
 
 **Issue order of a chunk of 64 tokens** (`Chain.chunk_64`). A line issues one group of wgmmas; the ALU work beside it
-overlaps with the groups in flight. tCrS and tCrX are the bf16 operands of S and of X or R::
+overlaps with the groups in flight. tCrS and tCrX are the bf16 operands of S and of X::
 
-    group  product                          in flight   ALU work of the warpgroup
-    X      accX += tCrS (-Kd)               X           load decays; round O of the previous chunk, publish it
-    O1     accO  = tCrS Qd, half of K       X O1        wait for X (O1 in flight); round X to tCrX
-    R      accX  = tCrX T                   O1 R
-    O2     accO += tCrS Qd, the other half  O1 R O2     decay accS; wait for R (O2 in flight); round R to tCrX
-    S      accS += tCrX Kg                  O2 S        load v of the next chunk into accX
-    O3     accO += tCrX Aqk                 O2 S O3     wait for S (O3 in flight); release the early stage; round S to
-                                                        tCrS; wait for O3; release the late stage
+    group  product             in flight   ALU work of the warpgroup
+    X      accX += tCrS (-Kd)  X           load decays; round O of the previous chunk, publish it
+    O1     accO  = tCrS Qd     X O1        decay accS; wait for X (O1 in flight); round X to tCrX
+    S      accS += tCrX Kg~    O1 S
+    O2     accO += tCrX Aqk~   O1 S O2     load v of the next chunk into accX; wait for S (O2 in flight); release the early
+                                           stage; round S to tCrS; wait for O2; release the late stage
 
 Groups complete in the order of issue. The ALU work writes no fragment that a group in flight uses: the decay writes
-accS while O1, R and O2 read tCrS and tCrX; v goes to accX after R is done; tCrS is written after O2, its last reader.
-O2 is also the last reader of the early stage, and the wait for S is the first wait that includes O2.
+accS while X and O1 read tCrS; v goes to accX after X is done; tCrS is written after O1, its last reader.
+O1 is also the last reader of the early stage, and the wait for S is the first wait that includes O1. If R is saved, its product
+accX = tCrX T follows O2, and v is loaded after R has been rounded.
 
 ptxas would move much of the ALU work to places where no wgmma is in flight, or between the wgmmas of one product.
 Branches that it cannot decide (`opaque_true`) keep the order. Barriers are tested ahead of the wait (``try_wait``),
@@ -167,8 +174,6 @@ class Chain:
         shared_bytes: shared memory of the CTA, at most the ``room`` of the constructor.
     """
 
-    #: Arrays of a record in each ring, in the order of their loads.
-    EARLY, LATE = ("kd", "qd", "a"), ("t", "kg", "aqk")
     #: Layout of each matrix of a record as the B operand of the chain's products.
     LAYOUTS: ClassVar = {
         "kd": operand_layout,
@@ -180,6 +185,12 @@ class Chain:
     StoreWarp = StoreWarp
     STORES = True  # whether the chain has an output O and intermediate states
 
+    @staticmethod
+    def arrays(config: PrefillConfig):
+        """Returns the arrays of a record in the early and in the late ring, in the order of their loads."""
+        t = () if config.folded and not config.residual else ("t",)
+        return ("kd", "qd", "a"), (*t, "kg", "aqk")
+
     def __init__(self, config: PrefillConfig, room: int):
         self.config = config
         self.chunk = config.chunk
@@ -187,6 +198,7 @@ class Chain:
         self.bytes = record_bytes(self.chunk)
         self.v_bytes = 2 * self.chunk * HALF * config.warpgroups  # of an early stage
         self.store_warp = self.StoreWarp(config)
+        self.early_arrays, self.late_arrays = self.arrays(config)
         local_bytes = 0
         if config.local:
             self.local = (StridedLocalIntraChunk if config.serving else LocalIntraChunk)(config)
@@ -194,7 +206,7 @@ class Chain:
         more = int(config.local)  # stages for local records
         for self.early_depth, self.late_depth in STAGES:
             early, late = self.early_depth + more, self.late_depth + more
-            self.stages = dict.fromkeys(self.EARLY, early) | dict.fromkeys(self.LATE, late)
+            self.stages = dict.fromkeys(self.early_arrays, early) | dict.fromkeys(self.late_arrays, late)
             self.storage = shared_storage(config, self.stages, early, late, self.STORES)
             self.local_offset = -(-self.storage.size_in_bytes() // 1024) * 1024
             self.shared_bytes = self.local_offset + local_bytes
@@ -247,7 +259,7 @@ class Chain:
         names = ("early_full", "early_empty", "late_full", "late_empty", "o_free", "state_free")
         return SimpleNamespace(
             **{name: getattr(storage, name).data_ptr() for name in names},
-            **{name: address(name) for name in (*self.EARLY, *self.LATE, "v", "o", "state")},
+            **{name: address(name) for name in (*self.early_arrays, *self.late_arrays, "v", "o", "state")},
         )
 
     def init_barriers(self, smem):
@@ -334,7 +346,7 @@ class Chain:
     def load_record(self, smem, records, record, early, late):
         """Waits for a free stage of each ring, and requests one record into them."""
         own = lambda names: {name: name for name in names}
-        self.load_arrays(smem, records, record, early, late, own(self.EARLY), own(self.LATE))
+        self.load_arrays(smem, records, record, early, late, own(self.early_arrays), own(self.late_arrays))
 
     def load_arrays(self, smem, records, record, early, late, early_arrays, late_arrays, keep=False):
         """Waits for a free stage of each ring, and requests arrays of one record into them.
@@ -452,7 +464,7 @@ class Chain:
                 fragments.fill_zero(thr.tCrX)
             stage = early.stage(schedule.is_local(sched, part, 0))
             barriers.wait(smem.early_full, stage)
-            fragments.load_v(thr.v + stage.index * self.v_bytes, thr.index, self.chunk, thr.accX)
+            self.load_v(thr, stage)
             # Invariant of the loop: tCrS and accX hold S and v of the chunk, accO holds O of the previous one, and no
             # thread has stored that O yet. C = 64: the buffer of O is free (o_phase is complete), because chunk_64 waits
             # for it one chunk ahead. C = 32: not waited for yet.
@@ -561,11 +573,10 @@ class Chain:
     def chunk_64(self, smem, thr, early, late, o_phase: Int32, opaque_true):
         """Runs one chunk of 64 tokens in the issue order of the module's docstring, which names the groups. Returns both
         rings and the phase of O for the next chunk, whose v it has loaded."""
-        halves_of_k = range(HEAD_DIM // 32), range(HEAD_DIM // 32, HEAD_DIM // 16)
-        steps = range(self.chunk // 16)
+        channels, steps = range(HEAD_DIM // 16), range(self.chunk // 16)
         # X
-        late_full = barriers.test(smem.late_full, late)  # R is its first reader
-        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, range(HEAD_DIM // 16))
+        late_full = barriers.test(smem.late_full, late)  # S is its first reader
+        self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, channels)
         barriers.wait_unless(late_full, smem.late_full, late)
         decays = fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM))
         if opaque_true:
@@ -573,35 +584,36 @@ class Chain:
             self.publish_o(smem, thr)
         o_phase = o_phase ^ 1
         # O1
-        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[0], zero=True)
-        warpgroup.wait_group(1)  # X is done; O1 is in flight
-        fragments.round_to_bf16(thr.accX, thr.tCrX)
-        # R, O2
-        self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
-        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[1])
+        self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, channels, zero=True)
         if opaque_true:
             fragments.multiply_columns(thr.accS, decays)
-        following = early.clone()
-        following.advance()
-        early_full = barriers.test(smem.early_full, following)
-        warpgroup.wait_group(1)  # O1 and R are done; O2 is in flight
+        warpgroup.wait_group(1)  # X is done; O1 is in flight
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         # S
         self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKg, late, steps)
-        barriers.wait_unless(early_full, smem.early_full, following)
+        following = early.clone()
+        following.advance()
+        early_full = barriers.test(smem.early_full, following)
         o_free = cute.arch.mbarrier_try_wait(smem.o_free + thr.wg, o_phase)
-        if opaque_true:
-            fragments.load_v(thr.v + following.index * self.v_bytes, thr.index, self.chunk, thr.accX)
-        # O3
+        # O2, R
         self.gemm(thr.mma_tokens, thr.accO, thr.tCrX, thr.tCsAqk, late, steps)
+        if const_expr(self.config.residual):
+            self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
+        barriers.wait_unless(early_full, smem.early_full, following)
+        if const_expr(not self.config.residual):  # noqa: SIM102 - decided at compile time
+            if opaque_true:
+                self.load_v(thr, following)
         if not o_free:
             cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
-        warpgroup.wait_group(1)  # O2 and S are done; O3 is in flight
+        warpgroup.wait_group(1 + self.config.residual)  # O1 and S are done; O2, and R, are in flight
         barriers.release(smem.early_empty + early.index)
         if opaque_true:
             fragments.round_to_bf16(thr.accS, thr.tCrS)
-        warpgroup.wait_group(0)  # O3 is done
+        warpgroup.wait_group(0)  # O2 and R are done
         barriers.release(smem.late_empty + late.index)
+        if const_expr(self.config.residual):
+            fragments.round_to_bf16(thr.accX, thr.tCrX)
+            self.load_v(thr, following)
         late.advance()
         return following, late, o_phase
 
@@ -633,7 +645,7 @@ class Chain:
         following_ring.advance_past(is_local)
         following = following_ring.stage(next_local)
         barriers.wait(smem.early_full, following)
-        fragments.load_v(thr.v + following.index * self.v_bytes, thr.index, self.chunk, thr.accX)
+        self.load_v(thr, following)
         warpgroup.wait_group(1)  # O2 and S are done; O3 is in flight
         barriers.release(smem.early_empty + early.index)
         fragments.round_to_bf16(thr.accS, thr.tCrS)
@@ -641,6 +653,10 @@ class Chain:
         barriers.release(smem.late_empty + late.index)
         late_ring.advance_past(is_local)
         return following_ring, late_ring, o_phase
+
+    def load_v(self, thr, early):
+        """Loads v of a stage into accX."""
+        fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
 
     def gemm(self, mma, acc, tCrA, tCsB, ring, steps, zero=False):
         """Issues ``acc (+)= A B`` as one group of wgmmas. ``steps``: which 16 columns of A each wgmma reduces over. B is in

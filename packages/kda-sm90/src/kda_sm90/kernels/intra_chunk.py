@@ -20,7 +20,8 @@ With A_b the rounded G of the first row of block b, X = G - A_b, and s = beta ti
     q0      Aqk00                         warp 2
     q1            Aqk10       Aqk11       warp 3
 
-Unbounded gates may fall too far for columns: `kernels.steep`.
+Unbounded gates may fall too far for columns: `kernels.steep`. `kernels.intra_chunk_64` has the stage of chunks of 64, whose records are
+folded.
 
 T is the inverse of I + L, computed by one warp: both diagonal blocks, a lane for each column, then the block below them.
 
@@ -39,12 +40,13 @@ Time runs downwards. ``|`` is a barrier of the group::
     all warps        request g, k, q of the next chunk
     finishing warp   T -> shared memory
     |
-    leader           T, Aqk -> record, by bulk copies (`store_squares`)
+    leader           T, Aqk -> record, by bulk copies (`complete`)
 
 A warp loads the part of q, k and g that it alone uses, so a wait for its own copies and a `sync_warp` suffice. What an asynchronous copy
 reads is overwritten only behind a wait of the leader, which has issued all of them, and a barrier.
 """
 
+import functools
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -83,22 +85,28 @@ class Layout(NamedTuple):
     ======== ================== ==============================================================================
     region   bytes              content
     ======== ================== ==============================================================================
-    panels   2 x panel          k, q -> rows [64 / 128 rows]; g -> columns [48 / 160]; Kg [32 / none], each row 128
-                                bytes, swizzled as an image. g in fp32: [32 / 64 rows][64], not swizzled
-    minus_l  2 / 4 x 1280       diagonal blocks of -L, then of T, by columns `COLUMN` apart
+    panels   2 x panel          k, q -> rows [64 / 128 rows]; g -> columns [48 / 160]; Kg [32], each row 128 bytes, swizzled
+                                as an image. g in fp32: [32 / 64 rows][64], not swizzled
+    minus_l  2 / 4 x 1280       diagonal blocks of -L, then of T, by columns `COLUMN` apart; folded records: with the next region
+                                then the image of Aqk~
     l_block  1 / 6 x 1024       blocks of L below the diagonal, in two bf16 parts
-    squares  2 x 2048 / 4096    T, Aqk: images / scratch of the warps
-    sums     2 / 4 x 512        sum of the log decays of a block, fp32 [128]
+    squares  2 x 2048 / 8192    T, Aqk: images / T: an image
+    sums     2 / 4 x 512        sum of the log decays of a block, fp32 [128]; folded records: then blocks of Aqk, with the next
+                                two regions
     firsts   2 / 4 x 512        log decay of its first row
     norms    2 x 256 / 512      sum of squares over a panel: k [32 / 64], q [32 / 64]
     scales   4 / 8 x 256        of a warp's block: inverse norms of k [16], of q [16] with scale; s [16]
+    ends     none / 512         2^(G_end - A), A the last anchor, fp32 [128]
     refined  4 x 1104           of a warp: refined products, see `steep.SteepColumns`; unbounded gates only
     ======== ================== ==============================================================================
 
-    Local records (`kernels.local_records`) have neither images nor scratch here: the group stores them where its chain reads them.
+    ``gates``: of g. ``kg``: of Kg, or with folded records of the columns at the last anchor, which become Kg~. Those are still in use when
+    the next g arrives, so they lie behind it. Local records (`kernels.local_records`) have no images here: the group stores them where its
+    chain reads them.
     """
 
     q: int
+    gates: int
     columns: int
     kg: int
     panel: int
@@ -109,23 +117,31 @@ class Layout(NamedTuple):
     firsts: int
     norms: int
     scales: int
+    ends: int
     refined: int
     bytes: int
 
     @classmethod
-    def of(cls, config: PrefillConfig, has_images: bool, scratch: int) -> "Layout":
-        """Returns the layout for a configuration. ``has_images``, ``scratch``: of `WarpgroupIntraChunk`."""
+    def of(cls, config: PrefillConfig, has_images: bool) -> "Layout":
+        """Returns the layout for a configuration. ``has_images``: of `WarpgroupIntraChunk`."""
         chunk = config.chunk
-        blocks, image = chunk // BLOCK, chunk * ROW
-        gates = image * (1 if config.gate_dtype == "bfloat16" else 2)
-        kg = 2 * image + max(gates, first_column(blocks) * BLOCK_BYTES)
+        blocks, image, square = chunk // BLOCK, chunk * ROW, 2 * chunk * chunk
+        gates = columns = 2 * image
+        gate_bytes = image * (1 if config.gate_dtype == "bfloat16" else 2)
+        if config.folded:
+            before = first_column(blocks - 1) * BLOCK_BYTES  # columns at other anchors than the last one
+            columns += max(0, gate_bytes - before)
+            kg = columns + before
+            squares, ends = square, 512
+        else:
+            kg = columns + max(gate_bytes, first_column(blocks) * BLOCK_BYTES)
+            squares, ends = 2 * square if has_images else 0, 0
         panel = kg + (image if has_images else 0)
-        squares = 4 * chunk * chunk if has_images else 2 * blocks * scratch
         sizes = (
             2 * panel, blocks * 16 * COLUMN, blocks * (blocks - 1) // 2 * 1024, squares, blocks * 512, blocks * 512,
-            16 * chunk, 2 * blocks * 256, 4 * steep.BYTES if config.unbounded else 0,
+            16 * chunk, 2 * blocks * 256, ends, 4 * steep.BYTES if config.unbounded else 0,
         )  # fmt: skip
-        return cls(image, 2 * image, kg, panel, *accumulate(sizes))
+        return cls(image, gates, columns, kg, panel, *accumulate(sizes))
 
 
 class Hooks(NamedTuple):
@@ -188,7 +204,7 @@ class WarpgroupIntraChunk(Inputs):
         compute(x, worker, chunk, loaded, record, hooks)
         finish(worker, record)
         barrier of the group
-        store_squares(worker, record)
+        complete(worker, record, barrier)
 
     ``x``, ``record`` and the order of the calls are those of `kda_cute.device.intra_chunk.IntraChunk`. A record is complete once the leader
     has called `wait_for_stores`.
@@ -197,10 +213,11 @@ class WarpgroupIntraChunk(Inputs):
     threads = WARPGROUP
     #: The thread that waits for room, issues bulk copies and publishes records. Its warp also claims chunks.
     leader = 96
-    #: Whether the group's memory has images of Kg, T and Aqk, which bulk copies take to the record. If not, the threads store these to the
-    #: record themselves.
+    #: Whether the group's memory has images of parts of the record, which bulk copies take there. If not, the threads store these parts to
+    #: the record themselves.
     has_images = True
-    scratch = 0  # bytes of scratch of a warp, of groups without images
+    #: Bulk copies of a turn before `complete`: of Kg. And those in `complete`: of T and Aqk.
+    early_copies, late_copies = 2, 2
 
     def __init__(self, config: PrefillConfig):
         super().__init__(config)
@@ -208,7 +225,7 @@ class WarpgroupIntraChunk(Inputs):
         self.blocks = config.chunk // BLOCK
         self.image_bytes = config.chunk * ROW  # of a panel of k, q or Kg
         self.square_bytes = 2 * config.chunk * config.chunk
-        self.layout = Layout.of(config, self.has_images, self.scratch)
+        self.layout = Layout.of(config, self.has_images)
         self.steep = steep.SteepColumns(self.layout)
 
     def place(self, worker: Worker) -> Place:
@@ -252,7 +269,7 @@ class WarpgroupIntraChunk(Inputs):
             row = first_row + at
             address = start + Int64(self.gate_pitch(x) * at)
             place = (unit ^ row % 8) if self.gate_bytes == 2 else unit
-            to = p.panel + self.layout.columns + row * width + place * 16
+            to = p.panel + self.layout.gates + row * width + place * 16
             ptx.cp_async_x4(to, address, row < chunk.valid)
 
     def compute(self, x, worker: Worker, chunk: Chunk, loaded, record, hooks: Hooks):
@@ -278,15 +295,16 @@ class WarpgroupIntraChunk(Inputs):
         cute.arch.sync_warp()
         self.store_norms(p)
         published = hooks.acquire_record()
-        self.wait_for_reads(worker, 2)  # of Kg of the turn before; T and Aqk may follow
+        self.wait_for_reads(worker, self.late_copies)  # of Kg of the turn before
         hooks.sync()
 
         self.operands(p, x, sums, first, other, (beta_bf16, beta_fp32), chunk.valid, record, is_steep)
-        self.wait_for_reads(worker, 0)  # of T and Aqk of the turn before
+        self.wait_for_reads(worker, 0)  # of everything else of the turn before
         cute.arch.fence_proxy("async.shared", space="cta")
         hooks.sync()
 
-        self.store_kg(worker, record("kg"))
+        if not self.config.folded:
+            self.store_kg(worker, record("kg"))
         claimed = hooks.claim_next()
         self.store_blocks(p, self.multiply(p), record)
         hooks.store_claim(claimed)
@@ -301,10 +319,10 @@ class WarpgroupIntraChunk(Inputs):
         raw = []
         for r in range(ROWS):
             if self.gate_bytes == 2:
-                pairs = ptx.load_shared_x2(in_row(p.panel + p.cell, r) + self.layout.columns, Int32)
+                pairs = ptx.load_shared_x2(in_row(p.panel + p.cell, r) + self.layout.gates, Int32)
                 raw.append([y for pair in pairs for y in ptx.unpack_bf16x2(pair)])
             else:
-                row = p.panel + self.layout.columns + (p.first_row + r) * (4 * PANEL)
+                row = p.panel + self.layout.gates + (p.first_row + r) * (4 * PANEL)
                 raw.append(ptx.load_shared_x4(row + p.quad_of_channels * 16, Float32))
         sums, total = [], [Float32(0.0)] * 4
         for r in range(ROWS):
@@ -420,7 +438,11 @@ class WarpgroupIntraChunk(Inputs):
         for i in range(2):
             at = (quad_lane + i) * 32 + (unit ^ (quad_lane + i)) * 4 + p.quad_of_channels // 2 % 2 * 2
             pair = [ptx.ex2(y) for y in end[2 * i : 2 * i + 2]]
-            self.store_decays(record("a") + at * 4, pair, (p.block == self.blocks - 1) & (p.half == 0))
+            stores = (p.block == self.blocks - 1) & (p.half == 0)
+            self.store_decays(record("a") + at * 4, pair, stores)
+            if self.config.folded:
+                pair = [ptx.ex2(y) for y in to_end[2 * i : 2 * i + 2]]
+                ptx.store_shared_x2_if(p.base + self.layout.ends + (p.channel + 2 * i) * 4, pair, stores)
         anchors = Anchors(shift, hops, from_start, to_end, next_anchor, after_next)
         if self.config.unbounded:
             self.store_operands_of_unbounded(p, anchors, sums, record, is_steep)
@@ -442,7 +464,7 @@ class WarpgroupIntraChunk(Inputs):
             self.store_operands(p, anchors, self.exponents(anchors, sums), record)
 
     def store_operands(self, p: Place, anchors, exponents, record, lost=None):
-        """Stores rows, columns and Kg to shared memory, Kd and Qd to the record.
+        """Stores rows, columns and Kg to shared memory, Kd and Qd to the record. With folded records there is no Kg.
 
         ``exponents``: X. ``lost``: in a steep panel, bit 4r is set if the lane's row r has no column factor; None: all rows have one.
         """
@@ -451,12 +473,16 @@ class WarpgroupIntraChunk(Inputs):
             [y for i in range(2) for y in ptx.load_shared_x4(scales + at + 16 * i, Float32)]
             for at in (0, 64, 128)
         )
-        to_end = [ptx.ex2(y) for y in (anchors.to_end if lost is None else anchors.after_next)]
+        has_kg = not self.config.folded
+        to_end = (
+            [ptx.ex2(y) for y in (anchors.to_end if lost is None else anchors.after_next)] if has_kg else []
+        )
         minus = [y ^ Int32(-0x7FFF8000) for y in anchors.from_start]  # both signs
         # The columns of the lane's block at the anchor of block i are block `first_column(i)` + p.block of all columns.
         own = p.panel + p.cell
         own_columns = own + p.block * (p.block + 1) // 2 * BLOCK_BYTES
-        own_kg, kd, qd = self.kg_cell(p, record), self.cell(p, record("kd")), self.cell(p, record("qd"))
+        own_kg = self.kg_cell(p, record) if has_kg else None
+        kd, qd = self.cell(p, record("kd")), self.cell(p, record("qd"))
         for r in range(ROWS):
             shared = in_row(own, r)
             k, q = (
@@ -471,9 +497,9 @@ class WarpgroupIntraChunk(Inputs):
                 q_row.append(q[c] * norm_q[r] * decay)
                 scaled = k[c] * factor_k[r]
                 column.append(scaled * growth)
-                if lost is None:
+                if lost is None and has_kg:
                     kg.append(column[c] * to_end[c])
-                else:  # not from the column, because 2^-X may be infinite
+                elif lost is not None:  # not from the column, because 2^-X may be infinite
                     hopped.append(scaled * ptx.ex2(anchors.next_anchor[c] - exponent))
                     kg.append(hopped[c] * to_end[c])
             k_row, q_row, column, hopped, kg = (pack(y) for y in (k_row, q_row, column, hopped, kg))
@@ -485,7 +511,8 @@ class WarpgroupIntraChunk(Inputs):
                 column = [ptx.select(is_lost, Int32(0), y) for y in column]
             ptx.store_shared_x2(shared, k_row)
             ptx.store_shared_x2(shared + self.layout.q, q_row)
-            self.store_kg_row(own_kg, r, kg)
+            if has_kg:
+                self.store_kg_row(own_kg, r, kg)
             ptx.store_shared_x2(in_row(own_columns, r) + self.layout.columns, column)
             for i, words in enumerate(hopped, 1):
                 at = shared + self.layout.columns + first_column(i) * BLOCK_BYTES
@@ -571,20 +598,24 @@ class WarpgroupIntraChunk(Inputs):
             if lower:
                 store_parts(p.base + self.layout.l_block + p.lane * 16, fragment_in_parts(blocks[1]))
         else:
-            masked = [
-                [
-                    ptx.select(row + 8 * (i // 2) >= 8 * tile + pair + i % 2, diagonal[tile][i], Float32(0.0))
-                    for i in range(4)
-                ]
-                for tile in range(2)
-            ]
             below = [ptx.select(lower, y, Int32(0)) for y in fragment(blocks[1])]
-            own = fragment(masked)
+            own = fragment(self.causal(p, diagonal))
             left = [ptx.select(lower, y, z) for y, z in zip(below, own, strict=True)]
             right = [ptx.select(lower, y, Int32(0)) for y in own]
             block_row = p.warp % 2
-            store_square(square, left, block_row, 0, p.lane)
-            store_square(square, right, block_row, 1, p.lane)
+            store_square(square, self.chunk, left, block_row, 0, p.lane)
+            store_square(square, self.chunk, right, block_row, 1, p.lane)
+
+    def causal(self, p: Place, tiles):
+        """Returns a diagonal block of Aqk with zeros above its diagonal."""
+        row, pair = p.lane // 4, 2 * (p.lane % 4)
+        return [
+            [
+                ptx.select(row + 8 * (e // 2) >= 8 * tile + pair + e % 2, tiles[tile][e], Float32(0.0))
+                for e in range(4)
+            ]
+            for tile in range(2)
+        ]
 
     # ---- T
 
@@ -616,10 +647,11 @@ class WarpgroupIntraChunk(Inputs):
         product = product_in_parts(x_00, l_block, zero)
         product = product_in_parts(fragment_in_parts(product), x_11, zero)
         below = fragment([[-y for y in tile] for tile in product])
-        store_square(square, x_00[0], 0, 0, lane, transpose=True)
-        store_square(square, [Int32(0)] * 4, 0, 1, lane)
-        store_square(square, below, 1, 0, lane, transpose=True)
-        store_square(square, x_11[0], 1, 1, lane)
+        store = functools.partial(store_square, square, self.chunk)
+        store(x_00[0], 0, 0, lane, transpose=True)
+        store([Int32(0)] * 4, 0, 1, lane)
+        store(below, 1, 0, lane, transpose=True)
+        store(x_11[0], 1, 1, lane)
 
     # ---- bulk copies, of the leader. Groups without images have none.
 
@@ -634,8 +666,8 @@ class WarpgroupIntraChunk(Inputs):
                 )
 
     @cute.jit
-    def store_squares(self, worker: Worker, record):
-        """Copies T and Aqk to the record asynchronously."""
+    def complete(self, worker: Worker, record, sync):
+        """Copies T and Aqk to the record asynchronously. ``sync``: the barrier of the group, which must separate `finish` from this call."""
         if const_expr(self.has_images) and worker.thread == self.leader:
             for name in ("t", "aqk"):
                 shared = self.square(worker.base, record, name)
@@ -648,8 +680,7 @@ class WarpgroupIntraChunk(Inputs):
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def wait_for_stores(self, pending):
-        """Waits until all but the last ``pending`` bulk copies are complete. The leader calls it. Each turn has two copies of Kg, then two
-        of T and Aqk."""
+        """Waits until all but the last ``pending`` bulk copies are complete. The leader calls it."""
         if self.has_images:
             cute.arch.cp_async_bulk_wait_group(pending)
 
@@ -707,10 +738,12 @@ def in_row(cell, r):
     return (cell ^ (r * 16)) + r * ROW
 
 
-def store_square(square, a, i, j, lane, transpose=False):
-    """Stores block (i, j), an A fragment, to an image [32, 32]; with ``transpose`` the fragment is that of the block's transpose."""
+def store_square(square, chunk, a, i, j, lane, transpose=False):
+    """Stores block (i, j), an A fragment, to the image [C, C] at a shared address; with ``transpose`` the fragment is that of the block's
+    transpose."""
     # Matrices 1 and 2 of a fragment of the transpose change places.
     low, high = (lane // 16, lane // 8 % 2) if transpose else (lane // 8 % 2, lane // 16)
-    row = i * BLOCK + 8 * low + lane % 8
-    unit = (2 * j + high) ^ (row // 2 % 4)
-    ptx.stmatrix_x4(square + row * 64 + unit * 16, [a[n] for n in range(4)], transpose=transpose)
+    row, unit = i * BLOCK + 8 * low + lane % 8, 2 * j + high
+    swizzle = row // 2 % 4 if chunk == 32 else row % 8
+    address = square + row * (2 * chunk) + (unit ^ swizzle) * 16
+    ptx.stmatrix_x4(address, [a[n] for n in range(4)], transpose=transpose)

@@ -88,7 +88,7 @@ class LocalIntraChunk(WarpgroupIntraChunk):
 
     def record_address(self, chain, smem, name):
         """Returns the shared address of an array of the record."""
-        depth = chain.early_depth if name in chain.EARLY else chain.late_depth
+        depth = chain.early_depth if name in chain.early_arrays else chain.late_depth
         return getattr(smem, name) + depth * chain.bytes[name]
 
     @cute.jit

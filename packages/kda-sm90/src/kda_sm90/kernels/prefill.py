@@ -25,6 +25,7 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from kda_cute.device import ptx
 from kda_cute.device.intra_chunk import Chunk, Hooks, IntraChunk, Worker
+from kda_cute.device.intra_chunk.fold import FoldedIntraChunk, StridedFoldedIntraChunk
 from kda_cute.device.intra_chunk.strided import StridedIntraChunk
 from kda_cute.device.kernel import Kernel
 from kda_sm90.config import PrefillConfig
@@ -93,8 +94,13 @@ class PrefillKernel(Kernel):
         self.arguments = self.interface.arguments(config)
         chain = (SERVING if config.serving else CHAINS)[config.mode]
         self.threads = config.threads
-        stages = INTRA_CHUNK[config.chunk] if config.by_warpgroup else (IntraChunk, StridedIntraChunk)
-        self.intra_chunk = stages[config.serving](config)
+        if config.by_warpgroup:
+            self.intra_chunk = INTRA_CHUNK[config.chunk][config.serving](config)
+        elif config.folded:
+            stage = StridedFoldedIntraChunk if config.serving else FoldedIntraChunk
+            self.intra_chunk = stage(config, config.keeps_inverse)
+        else:
+            self.intra_chunk = (StridedIntraChunk if config.serving else IntraChunk)(config)
         self.chain = chain(config, SHARED_BYTES - schedule.TABLE_BYTES)
         self.leader = self.intra_chunk.leader if config.by_warpgroup else 0  # of a group
         self.groups = config.groups
@@ -241,7 +247,9 @@ class PrefillKernel(Kernel):
                 chunk = self.load_chunk(base, turn)
                 hooks = Hooks(sync, acquire_record, claim_next, store_claim)
                 if const_expr(self.config.by_warpgroup):
-                    hooks = WarpgroupHooks(*hooks, functools.partial(publish_previous, 2))
+                    hooks = WarpgroupHooks(
+                        *hooks, functools.partial(publish_previous, self.intra_chunk.early_copies)
+                    )
                 self.intra_chunk.compute(args, Worker(thread, base, turn), chunk, loaded, record, hooks)
             else:
                 published = acquire_record()
@@ -258,7 +266,7 @@ class PrefillKernel(Kernel):
             sync()
             if const_expr(self.config.by_warpgroup):  # noqa: SIM102 - decided at compile time
                 if exists:
-                    self.intra_chunk.store_squares(Worker(thread, base, turn), record)
+                    self.intra_chunk.complete(Worker(thread, base, turn), record, sync)
             if const_expr(self.in_turn):
                 self.pass_turn(group, turn == 0 and is_followed)
             if thread == self.leader and turn == 0:  # the first record, at once

@@ -143,7 +143,7 @@ class RecomputeChain(ReverseChain):
             cute.autovec_copy(self.half_fragment(address, Float32, thr.half, thr, (1, HEAD_DIM)), thr.accS)
             fragments.round_to_bf16(thr.accS, thr.tCrS)
             barriers.wait(smem.early_full, early)
-            self.load_values(early, thr)
+            self.load_v(thr, early)
             for _ in cutlass.range(chunks - 1, unroll=1):
                 warpgroup.wait_group(0)  # as in `Chain.chain`
                 early, late, phase = self.run_forward(smem, thr, early, late, phase)
@@ -165,10 +165,6 @@ class RecomputeChain(ReverseChain):
         return super().tiles(storage) | {
             "t_forward": storage.t.get_tensor(layout.outer, swizzle=layout.inner)
         }
-
-    def load_values(self, early, thr):
-        """Loads v of a stage."""
-        fragments.load_v(thr.v + early.index * self.v_bytes, thr.index, self.chunk, thr.accX)
 
     @cute.jit
     def run_forward(self, smem, thr, early, late, phase: Int32):
@@ -197,7 +193,7 @@ class RecomputeChain(ReverseChain):
         self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKd, late, steps)
         self.publish_o(smem, phase, o_free, thr)
         barriers.wait_unless(early_full, smem.early_full, early)
-        self.load_values(early, thr)
+        self.load_v(thr, early)
         warpgroup.wait_group(0)
         barriers.release(smem.late_empty + late.index)
         fragments.round_to_bf16(thr.accS, thr.tCrS)

@@ -66,7 +66,6 @@ class ReverseChain(Chain):
 
     StoreWarp = ReverseStoreWarp
 
-    EARLY, LATE = ("aqk", "kg"), ("qd", "t", "kd", "a")
     LAYOUTS: ClassVar = {
         "kg": operand_layout,
         "kd": kg_layout,
@@ -74,6 +73,10 @@ class ReverseChain(Chain):
         "aqk": transposed_square_layout,
         "t": transposed_square_layout,
     }
+
+    @staticmethod
+    def arrays(config):
+        return ("aqk", "kg"), ("qd", "t", "kd", "a")
 
     @cute.jit
     def chain(self, smem, sched, queue: Int32, tiles, args, carry: Int64, half: Int32):

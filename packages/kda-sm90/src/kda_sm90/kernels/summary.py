@@ -6,13 +6,13 @@ S independently,
 
     X^T = v^T + S^T (-Kd)^T      R^T = X^T T^T      S^T <- S^T diag(a) + R^T Kg
 
-so M is 128 more columns, with v = 0. There are four halves of 64 rows of S^T: 0 and 1 belong to B, 2 and 3 to M.
-There is no O, so Qd and Aqk are not loaded. The records stay in the workspace for the launch that executes the
-segments.
+so M is 128 more columns, with v = 0. (Folded records, see `chain`, have X in the place of R, and Kg~ in that of Kg.) There are
+four halves of 64 rows of S^T: 0 and 1 belong to B, 2 and 3 to M. There is no O, so Qd and Aqk are not loaded. The records stay in
+the workspace for the launch that executes the segments.
 """
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineUserType
 
@@ -27,8 +27,11 @@ class SummaryChain(Chain):
     It stores B to ``final_state`` and M to ``transitions``, both transposed where states are [V, K].
     """
 
-    EARLY, LATE = ("kd", "a"), ("t", "kg")
     STORES = False
+
+    @staticmethod
+    def arrays(config):
+        return ("kd", "a"), ("kg",) if config.folded else ("t", "kg")
 
     def valid_rows(self, valid, half):
         """Returns the rows of v to load: ``valid`` for the halves 0 and 1 (B), none for 2 and 3 (M). The upper bound is two
@@ -63,7 +66,7 @@ class SummaryChain(Chain):
     def chunk_of_summary(self, smem, thr, early, late, opaque_true):
         """Runs one chunk. Returns both rings for the next chunk, whose v it has loaded.
 
-        Three groups of wgmmas, each of which waits for the one before::
+        Groups of wgmmas, each of which waits for the one before. Folded records have no R::
 
             group  product             ALU work meanwhile
             X      accX += tCrS (-Kd)  decay accS; wait; round X to tCrX
@@ -80,9 +83,10 @@ class SummaryChain(Chain):
             fragments.multiply_columns(thr.accS, fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM)))
         warpgroup.wait_group(0)
         fragments.round_to_bf16(thr.accX, thr.tCrX)
-        self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
-        warpgroup.wait_group(0)
-        fragments.round_to_bf16(thr.accX, thr.tCrX)
+        if const_expr(not self.config.folded):
+            self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
+            warpgroup.wait_group(0)
+            fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKg, late, steps)
         barriers.release(smem.early_empty + early.index)
         early.advance()

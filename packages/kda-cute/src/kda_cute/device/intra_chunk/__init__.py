@@ -27,6 +27,8 @@ stage   split                            work                                   
 4       one warp per column of blocks    inverse: blocks of T below the diagonal                                `inverse`
 ======= ================================ ====================================================================== ============
 
+`fold` has a variant that also multiplies T into Kg and Aqk in stage 4.
+
 Barriers of the group separate the stages; `IntraChunk.compute` says what each of them orders. `memory.Layout` maps shared
 memory by stage.
 
@@ -52,7 +54,6 @@ from typing import Any, NamedTuple
 from cutlass import Float32, Int64, cute
 
 from kda_cute.device import ptx
-from kda_cute.device.intra_chunk.blocks import fragment
 from kda_cute.device.intra_chunk.columns import Columns
 from kda_cute.device.intra_chunk.decay import Decay
 from kda_cute.device.intra_chunk.gates import Gate, gate_rate
@@ -125,6 +126,9 @@ class IntraChunk(Inputs):
     Gates are <= 0; a precomputed g is trusted to be.
     """
 
+    #: Whether `request` starts the load of q. If not, `compute` does.
+    requests_q = True
+
     def __init__(self, config: IntraChunkConfig):
         super().__init__(config)
         self.chunk = config.chunk
@@ -137,7 +141,7 @@ class IntraChunk(Inputs):
         self.inverse = Inverse(self.layout)
 
     def request(self, x, worker: Worker, chunk: Chunk):
-        """Starts the first loads of a chunk: g and q to shared memory, the small inputs to registers.
+        """Starts the first loads of a chunk: g, and q if `requests_q`, to shared memory, the small inputs to registers.
 
         The regions of g and q are free from stage 4 of the previous chunk on. That of k is not, so `compute` requests k.
 
@@ -149,7 +153,8 @@ class IntraChunk(Inputs):
         a_log, biases = self.load_gate_parameters(p, x, chunk.head)
         beta = self.load_beta(x, chunk, p.thread % self.chunk)
         self.copy_gates(p, x, chunk)
-        self.copy_rows(p, x, "q", chunk, p.q)
+        if self.requests_q:
+            self.copy_rows(p, x, "q", chunk, p.q)
         cute.arch.cp_async_commit_group()
         return *beta, a_log, *biases
 
@@ -173,11 +178,13 @@ class IntraChunk(Inputs):
         beta_bf16, beta_fp32, a_log, *biases = loaded
         rate = gate_rate(a_log)
         self.copy_rows(p, x, "k", chunk, p.k)
+        if not self.requests_q:
+            self.copy_rows(p, x, "q", chunk, p.q)
         cute.arch.cp_async_commit_group()
 
         gate = Gate(self.config, rate, x.lower_bound)
         self.decay.store_row_scales(p, gate, chunk.valid)
-        cute.arch.cp_async_wait_group(1)  # all but the last group: g and q are here, k is not
+        cute.arch.cp_async_wait_group(1)  # all but the last group: g is here, k is not
         cute.arch.sync_warp()  # each warp has copied the g of its block
         self.decay.exponents(p, gate, biases)
         self.store_beta(p, x, beta_bf16, beta_fp32, chunk.valid)
@@ -187,7 +194,7 @@ class IntraChunk(Inputs):
         hop = self.decay.store_anchors(p)
         self.decay.store_chunk_decay(p, decay_address)
         steep = self.decay.is_steep(hop)
-        cute.arch.cp_async_wait_group(0)  # k
+        cute.arch.cp_async_wait_group(0)  # k and q
         cute.arch.sync_warp()  # k and q of the block, anchors and hops: stage 2 reads those of its own block
 
         l_acc, a_acc = self.rows.compute(p, steep, l2norm, x.scale, record("kd"), record("qd"))
@@ -196,7 +203,7 @@ class IntraChunk(Inputs):
         claimed = hooks.claim_next()
         self.columns.compute(p, record("kg"), record("aqk"))
         # Not in stage 2: the store passes through scratch that holds columns until here.
-        self.columns.image.store(record("aqk"), fragment(a_acc), p.block, p.block, p.lane, p.base)
+        self.columns.store_aqk(p, a_acc, 0, record("aqk"))
         self.inverse.invert_diagonal(p, l_acc, record("t"))
         hooks.store_claim(claimed)
         hooks.sync()

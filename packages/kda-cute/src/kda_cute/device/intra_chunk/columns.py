@@ -46,21 +46,30 @@ class Columns:
                         columns[16 * m + 8 * half + 4 * step + c] = x * beta[half]
         for distance in cutlass.range_constexpr(1, self.blocks):
             if p.block + distance < self.blocks:
-                self.multiply_block(p, columns, p.block + distance, aqk_image)
-        rows = RowImage(self.layout, p, kg_image)
-        for m in cutlass.range_constexpr(4):
-            for half in cutlass.range_constexpr(2):
-                kg = pack([columns[16 * m + 8 * half + c] for c in range(8)])
-                ptx.store_global_x4(rows.address(m, half), kg, keep=True)
+                self.multiply_block(p, columns, distance, aqk_image)
+        self.store_kg(p, columns, kg_image)
         for i in cutlass.range(p.block, unroll=1):
             self.image.clear(aqk_image, i, p.block, p.lane)
 
-    def multiply_block(self, p: Place, columns, target, aqk_image):
-        """Computes block (``target``, the warp's block) of L and Aqk, and moves the columns by the hop of ``target``.
+    def store_kg(self, p: Place, columns, kg_image):
+        """Stores the warp's rows of Kg. ``columns``: of `compute`, at the end of the chunk."""
+        rows = RowImage(self.layout, p, kg_image)
+        for m in range(4):
+            for half in range(2):
+                kg = pack([columns[16 * m + 8 * half + c] for c in range(8)])
+                ptx.store_global_x4(rows.address(m, half), kg, keep=True)
+
+    def store_aqk(self, p: Place, tiles, distance, aqk_image):
+        """Stores the block of Aqk at ``distance`` below the diagonal, two accumulator tiles."""
+        self.image.store(aqk_image, fragment(tiles), p.block + distance, p.block, p.lane, p.base)
+
+    def multiply_block(self, p: Place, columns, distance, aqk_image):
+        """Computes the blocks of L and Aqk at ``distance`` below the diagonal, and moves the columns by the hop of these rows.
 
         A B fragment has one row of the columns for each quad, so that the thread's row ``half`` belongs to tile ``half`` of
         the product.
         """
+        target = p.block + distance
         l_acc, a_acc = ([[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2))
         for m in range(4):
             start = p.exponents + target * BLOCK_BYTES + m * SLICE_BYTES + p.lane * 16
@@ -75,5 +84,5 @@ class Columns:
             for half in range(2):
                 for c in range(8):
                     columns[16 * m + 8 * half + c] = columns[16 * m + 8 * half + c] * hop[c]
-        self.image.store(aqk_image, fragment(a_acc), target, p.block, p.lane, p.base)
+        self.store_aqk(p, a_acc, distance, aqk_image)
         store_parts(self.layout.l_block(p.base, target, p.block) + p.lane * 16, fragment_in_parts(l_acc))

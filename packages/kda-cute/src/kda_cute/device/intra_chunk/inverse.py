@@ -8,6 +8,8 @@ Both are forward substitution. With X = T, for i > j:
 A column of X needs no other column: a lane has a column of elements, a warp a column of blocks.
 """
 
+from typing import Any
+
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
@@ -22,10 +24,12 @@ COLUMN = 80
 
 
 class Inverse:
-    """The inverse of a group's chunk: one warp for each diagonal block, and then for the column of blocks below it."""
+    """The inverse of a group's chunk: one warp for each diagonal block, and then for the column of blocks below it. ``image`` stores
+    the blocks of T."""
 
-    def __init__(self, layout: Layout):
-        self.layout, self.blocks, self.image = layout, layout.blocks, Image(layout)
+    def __init__(self, layout: Layout, image: Any = None):
+        self.layout, self.blocks = layout, layout.blocks
+        self.image = Image(layout) if image is None else image
 
     def invert_diagonal(self, p: Place, l_acc, t_image):
         """Inverts the warp's diagonal block of I + L in fp32, one lane for each column; lanes 16 to 31 repeat the work of
@@ -56,7 +60,8 @@ class Inverse:
 
     @cute.jit
     def assemble(self, p: Place, t_image: Int64):
-        """Computes the blocks of T below the warp's diagonal block, top down. Blocks above the diagonal become 0.
+        """Computes the blocks of T below the warp's diagonal block, top down. Blocks above the diagonal become 0. Returns all blocks of the
+        column as `load_diagonal` does.
 
         It computes the transposes, because an accumulator can then be the A operand of the next product without a move
         between threads, and X_kj^T stays in registers:
@@ -69,6 +74,7 @@ class Inverse:
         for distance in cutlass.range_constexpr(1, self.blocks):
             if p.block + distance < self.blocks:
                 self.assemble_block(p, parts, distance, t_image)
+        return parts
 
     def load_diagonal(self, p: Place):
         """Returns a register tensor of bf16x2 [distance from the diagonal][2 parts][4]: the transposed blocks of T of the

@@ -40,6 +40,8 @@ class Layout:
     row_scale       64             `Gate.log_scale`
     ============= ======== ======= ================== ============== ================== ===================
 
+    `fold.KeptColumns` puts Kg into q, and Aqk behind the inverse, from stage 3 to stage 4.
+
     first_decay is the log decay of row 0, last_exponent the G - A_b of row 15 (`decay`). A hop is A_{b+1} - A_b; that of the
     last block is G_end - A_b, to the end of the chunk. ``hop_exponent`` exists for unbounded gates only. Row factors are rows of k and q times 2^(G - A_b), in bf16. Columns are rows of k times
     2^(A_{b+1} - G), in fp32. The inverse is the diagonal block of (I + L)^-1.
