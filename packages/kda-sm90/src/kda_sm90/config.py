@@ -193,8 +193,8 @@ class PrefillConfig:
 
     @property
     def keeps_inverse(self) -> bool:
-        """Whether folded records also hold T, for R: if the launch writes R, or may read the records of a launch that does."""
-        return self.residual or self.mode == "summarize"
+        """Whether folded records also hold T, for R: if the launch writes R, or the launch that reads its records may."""
+        return self.residual or (self.mode == "summarize" and not self.serving)
 
     @property
     def by_warpgroup(self) -> bool:

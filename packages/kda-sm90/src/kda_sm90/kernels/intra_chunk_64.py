@@ -82,6 +82,7 @@ class TwoWarpgroupIntraChunk(WarpgroupIntraChunk):
 
     threads = 2 * WARPGROUP
     leader = 224  # in a warp of q, which inverts nothing
+    # All copies are in `complete`. The next turn soon overwrites what they read, so it waits for all of them.
     early_copies = late_copies = 0
 
     def rows_of_warpgroup(self, p: Place):
