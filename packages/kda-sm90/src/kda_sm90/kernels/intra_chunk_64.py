@@ -209,7 +209,7 @@ class TwoWarpgroupIntraChunk(WarpgroupIntraChunk):
             store_square(p.base + self.layout.minus_l, self.chunk, words[4 * j : 4 * j + 4], block, j, p.lane)
 
     def multiply_t(self, p: Place, mma, a):
-        """Returns the accumulator of a T, of 64 rows, in fp32. ``a``: a fragment of A [64, C] of the warpgroup."""
+        """Returns the thread's elements of A T [64, C], in fp32. ``a``: the A fragment of the warpgroup."""
         t = transposed_image(p.base + self.layout.squares, self.chunk)
         b = mma.make_fragment_B(mma.get_slice(p.thread % WARPGROUP).partition_B(t))
         acc = cute.make_rmem_tensor(mma.partition_shape_C((64, self.chunk)), Float32)
