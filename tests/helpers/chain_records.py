@@ -43,11 +43,16 @@ def folded(records: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def sequences(
-    B: int, T: int, C: int, lengths: tuple[int, ...] | None
+    B: int, T: int, C: int, lengths: tuple[int, ...] | None, compact: bool = False
 ) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Returns (row of B, first token, length, first slot) of each sequence, and the number of slots of a head."""
+    """Returns (row of B, first token, length, first slot) of each sequence, and the number of slots of a head.
+
+    ``compact``: whether the slots of packed sequences are compact (`PrefillConfig.compact`)."""
     if lengths is None:
         return [(b, 0, T, b * -(-T // C)) for b in range(B)], layouts.slot_count(B, T, C)
     starts = [0, *accumulate(lengths)]
+    if compact:
+        *firsts, slots = accumulate((max(1, -(-n // C)) for n in lengths), initial=0)
+        return [(0, *at) for at in zip(starts, lengths, firsts, strict=False)], slots
     each = [(0, s, n, s // C + i) for i, (s, n) in enumerate(zip(starts, lengths, strict=False))]
     return each, layouts.slot_count(1, T, C, len(lengths))

@@ -9,9 +9,10 @@ from helpers.support import listed
 
 from kda_core import chunk_kda
 from kda_core.errors import BackendUnavailableError
-from kda_core.testing import make_inputs, record_calls
+from kda_core.testing import error, make_inputs, record_calls, token_oracle
 from kda_cute.testing.emulation import emulated
 from kda_sm90.config import ARCH
+from kda_sm90.layouts import COMPACT_SEQUENCES
 
 
 class TestSm90(EmulatedCases):
@@ -54,3 +55,17 @@ def test_calls_without_a_backend_name_are_not_emulated():
     assert [c.backend for c in calls] == ["reference"]
     with pytest.raises(BackendUnavailableError, match="on cpu"):
         chunk_kda(**x, backend="sm90")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("N", (COMPACT_SEQUENCES, COMPACT_SEQUENCES + 1))
+def test_the_most_sequences_with_compact_slots_and_one_more(N):
+    lengths = [0] * N
+    lengths[0], lengths[1], lengths[97], lengths[N - 2] = 33, 1, 40, 20
+    x = make_inputs("slow", sum(lengths), H=1, lengths=tuple(lengths)).arguments
+    with emulated("sm90", ARCH, **TestSm90.options), record_calls() as calls:
+        o, final = chunk_kda(**x, output_final_state=True, backend="sm90")
+    want_o, want_final = token_oracle(**x, output_final_state=True)[:2]
+    assert [c.backend for c in calls] == ["sm90"]
+    assert error(o, want_o) < 5e-3
+    assert error(final, want_final, state=True) < 5e-3

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.chain_records import sequences
 from helpers.intra_chunk_cases import LENGTHS, assert_close, folded, specified, variant
 from helpers.sm90_launch import launch, record_places
 
@@ -49,9 +50,8 @@ def computed(x, C, warpgroups, lengths):
     """
     (B, T, H, K), HV = x["q"].shape, x["v"].shape[2]
     N = None if lengths is None else len(lengths)
-    slots = layouts.slot_count(B, T, C, N)
-    starts = [sum(lengths[:n]) for n in range(N)] if lengths is not None else []
-    firsts = [s // C + n for n, s in enumerate(starts)] or list(range(0, slots, slots // B))
+    each, slots = sequences(B, T, C, lengths, compact=C == 32)
+    firsts = [first for *_, first in each]
     queues = max(1, 2 * HV - 1)  # most queues cut a sequence
     place, depth = record_places(firsts, slots, HV, queues)
     buffer = torch.full(

@@ -197,6 +197,12 @@ class PrefillConfig:
         return self.residual or (self.mode == "summarize" and not self.serving)
 
     @property
+    def compact(self) -> bool:
+        """Whether up to `layouts.COMPACT_SEQUENCES` packed sequences have compact slots (`kernels.schedule`). With chunks of 64, calls of
+        unbounded gates would be slower (docs/kernels/prefill.md)."""
+        return self.mode == "whole" and self.chunk == 32
+
+    @property
     def by_warpgroup(self) -> bool:
         """Whether the groups of the intra-chunk stage are warpgroups. If not, the stage is that of `kda_cute.device.intra_chunk`."""
         return by_warpgroup(self.chunk, self.warpgroups, self.gate, self.unbounded, self.mode)

@@ -42,6 +42,10 @@ require(1, "kda-sm90")  # version of the record layout that the chain reads
 #: Counters per line of 128 bytes. Counters that different CTAs write lie in different lines of the L2.
 LINE = 32
 
+#: Most packed sequences whose slots are compact (`kernels.schedule`). Their first slots take the shared memory that the other buffers of a chain
+#: leave in every variant.
+COMPACT_SEQUENCES = 223
+
 #: Bytes of one half of a state: 64 rows of S^T in fp32.
 CARRY_BYTES = 2 * HEAD_DIM * HEAD_DIM
 
@@ -82,7 +86,8 @@ def slot_count(B: int, T: int, C: int, N: int | None = None) -> int:
     """Returns the slots of a head: ``B * ceil(T/C)``, or ``T//C + N`` where N sequences are packed along T.
 
     Packed sequence n, which starts at token s, has its first slot at ``s//C + n``. The slots of two sequences never
-    overlap, because ``ceil(len/C) <= end//C - s//C + 1``. So kernels need no prefix sum, and some slots stay unused.
+    overlap, because ``ceil(len/C) <= end//C - s//C + 1``. So kernels need no prefix sum, and some slots stay unused. Compact slots
+    (`COMPACT_SEQUENCES`) are no more than these.
     """
     return B * -(-T // C) if N is None else T // C + N
 

@@ -8,6 +8,9 @@ those from slot ``start // chunk + n`` on. No kernel needs a prefix sum, because
     sequence 1: tokens 40 to 49    slot  40 // 32 + 1 = 2
     sequence 2: tokens 50 to 99    slots 50 // 32 + 2 = 3 and 4;  slot 5 of 100 // 32 + 3 = 6 stays unused
 
+A kernel that shares no slots with other kernels may use *compact* slots: it computes the prefix sum (`compact_slots`), so no slot stays
+unused, except for the one that every empty sequence has.
+
 Functions take a namespace ``s``:
 
 ================ =======================================================================================
@@ -16,6 +19,8 @@ Functions take a namespace ``s``:
 ``offsets``      address of the N + 1 offsets of packed sequences
 ``offset_bytes`` bytes of an offset: 4 or 8; 0: the sequences are not packed
 ``span``         slots of a head
+``compact``      optional: 1 if slots are compact, else 0
+``first_slots``  only with ``compact``: shared address of the first slot of every sequence and of the end of the last one, Int32
 ================ =======================================================================================
 """
 
@@ -51,8 +56,68 @@ def clamped(s, n, low):
 
 
 @cute.jit
+def compact_slots(
+    s,
+    first_slots: Int32,
+    most: cutlass.Constexpr[int],
+    whole: Int32,
+    warp: Int32,
+    warps: cutlass.Constexpr[int],
+):
+    """Measures packed sequences, and stores their first slots, compact, to shared memory. All ``warps`` of a CTA call it.
+
+    Slots are compact if there are at most ``most`` sequences, and if the offsets do not decrease.
+
+    Args:
+        first_slots: address of ``most + 1`` Int32.
+        most: 32 n - 1.
+        whole: what stands for the slots of the longest sequence if offsets decrease.
+
+    Returns:
+        In warp 0 the slots of a head if they are compact, else 0. Then at least the slots of the longest sequence among those that the warp
+        has measured.
+    """
+    each = (most + 1) // 32  # sequences of a lane at a time
+    lane = cute.arch.lane_idx()
+    is_compact = s.N <= most
+    falls, longest, count = Boolean(False), Int32(0), Int32(0)
+    for first in cutlass.range(warp * (32 * each), s.N, warps * (32 * each), unroll=1):
+        n = first + lane * each
+        offsets = [clamped(s, cutlass.min(n + i, s.N), Int32(0)) for i in range(each + 1)]
+        counts, behind = (
+            [],
+            Int32(0),
+        )  # slots of the sequences of this lane and, after the loop below, of those before it
+        for i in cutlass.range_constexpr(each):
+            length = offsets[i + 1] - offsets[i]
+            falls = falls | (length < 0)
+            chunks = cutlass.max(cute.ceil_div(length, s.chunk), 1)
+            longest = cutlass.max(longest, chunks)
+            counts.append(ptx.select(n + i < s.N, chunks, Int32(0)))
+            behind += counts[i]
+        slot = Int32(0) - behind
+        for i in cutlass.range_constexpr(5):
+            before = cute.arch.shuffle_sync_up(behind, 1 << i)
+            behind += ptx.select(lane >= 1 << i, before, Int32(0))
+        slot += behind
+        for i in cutlass.range_constexpr(each):
+            ptx.store_shared_if(first_slots + (n + i) * 4, slot, is_compact & (n + i <= s.N))
+            slot += counts[i]
+        count = cute.arch.shuffle_sync(behind, 31)
+    for i in cutlass.range_constexpr(5):
+        longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, 1 << i))
+    ordered = cute.arch.vote_ballot_sync(falls) == 0
+    longest += ptx.select(is_compact, Int32(0), Int32(1))  # an unused slot
+    return ptx.select(is_compact & ordered, count, Int32(0)), ptx.select(ordered, longest, whole)
+
+
+def _compact_slot(s, n):
+    return ptx.load_shared_i32_if(s.first_slots + n * 4, s.compact > 0)
+
+
+@cute.jit
 def owner(s, slot: Int32) -> Int32:
-    """Returns the last sequence n whose first slot ``start // chunk + n`` is at most ``slot``. ``s`` is packed.
+    """Returns the last sequence n whose first slot is at most ``slot``. ``s`` is packed.
 
     A whole warp searches, 32 probes at a time. The answer is always in ``low`` to ``low + span - 1``. First slots increase
     with n, so the probes that are at most ``slot`` are those of the first lanes, and the last of them is the new ``low``."""
@@ -63,7 +128,13 @@ def owner(s, slot: Int32) -> Int32:
         probe = low + lane * step
         below = Boolean(False)
         if lane * step < span:
-            below = clamped(s, probe, Int32(0)) // s.chunk + probe <= slot
+            if cutlass.const_expr(hasattr(s, "compact")):
+                if s.compact > 0:
+                    below = _compact_slot(s, probe) <= slot
+                else:
+                    below = clamped(s, probe, Int32(0)) // s.chunk + probe <= slot
+            else:
+                below = clamped(s, probe, Int32(0)) // s.chunk + probe <= slot
         found = cute.arch.popc(cute.arch.vote_ballot_sync(below))
         skip = cutlass.max(found - 1, 0) * step
         low = low + skip
@@ -123,4 +194,7 @@ def extent(s, n: Int32):
         last = clamped(s, n + 1, first)
         start, length, slot = Int64(first), last - first, first // s.chunk + n
         after = ptx.select(n + 1 == s.N, s.span, last // s.chunk + n + 1)
+        if cutlass.const_expr(hasattr(s, "compact")):
+            slot = ptx.select(s.compact > 0, _compact_slot(s, n), slot)
+            after = ptx.select(s.compact > 0, _compact_slot(s, n + 1), after)
     return start, length, slot, after

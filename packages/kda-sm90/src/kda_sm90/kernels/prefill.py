@@ -133,6 +133,18 @@ class PrefillKernel(Kernel):
         )  # fmt: skip
         if const_expr(self.config.backward):
             sched = schedule.slab(sched, args.HV, args.first_slot, args.slab_slots)
+        thread, _, _ = cute.arch.thread_idx()
+        # CTA 0 clears the counters. Other chains wait for it here or below, groups in `compute_records`.
+        if args.ticket != Int64(0):
+            if index == 0:
+                schedule.clear(sched, args.ticket, self.threads)
+            elif const_expr(not self.config.helps):  # noqa: SIM102 - decided at compile time
+                if index < chains and thread == 0:
+                    schedule.wait_for_clear(sched, args.ticket)
+        table = Int32(shared.toint()) + self.table_offset
+        schedule.fill_table(sched, table, self.threads // 32)
+        cute.arch.sync_threads()
+        sched = schedule.with_width(sched, table, self.threads // 32)
         helpers = Int32(0)  # chain CTAs that compute first items: all or none
         if const_expr(self.config.helps):
             groups = (chains + args.intra_chunk_ctas) * self.groups
@@ -142,23 +154,14 @@ class PrefillKernel(Kernel):
             have_room = schedule.number_of(sched, (groups - 1) // args.queues) < args.depth
             if (args.intra_chunk_ctas > 0) & have_items & have_room:
                 helpers = chains
-        thread, _, _ = cute.arch.thread_idx()
-        # CTA 0 clears the counters. Other chains wait for it here, groups in `compute_records`.
-        if args.ticket != Int64(0):
-            if index == 0:
-                schedule.clear(sched, args.ticket, self.threads)
-            elif index < chains and helpers == 0 and thread == 0:
-                schedule.wait_for_clear(sched, args.ticket)
-        table = Int32(shared.toint()) + self.table_offset
-        schedule.fill_table(sched, table, self.threads // 32)
-        cute.arch.sync_threads()
-        sched = schedule.with_width(sched, table, self.threads // 32)
         if const_expr(not self.config.reads_records):  # noqa: SIM102 - decided at compile time
             if index >= chains or helpers > 0:
                 self.compute_records(sched, args, records, shared, index, helpers)
         if index < chains:
             if const_expr(self.config.helps):
                 cute.arch.fence_proxy("async.shared", space="cta")  # bulk copies overwrite what groups used
+                if args.ticket != Int64(0) and thread == 0:
+                    schedule.wait_for_clear(sched, args.ticket)
                 cute.arch.sync_threads()
             if args.ticket != Int64(0) and thread == self.threads - 1:
                 self.see_clear(sched, args)

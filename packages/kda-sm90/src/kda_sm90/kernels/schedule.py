@@ -2,8 +2,9 @@
 
 **Slots, tasks, queues.** All chunks of a launch form one line: value head by value head, and in each head the
 sequences in order, each with its *slots* (``layouts.slot_count``; a slot may have no chunk; in a ``padded`` launch T
-ends with the last sequence). A *task* is one sequence of one head: its slots up to those of the next sequence. The
-line is cut into ``queues`` ranges of ``width`` slots, one *queue* per chain, regardless of task boundaries. A *part* is
+ends with the last sequence). In variants that are ``compact`` the slots of up to `COMPACT_SEQUENCES` packed sequences
+are compact (`kda_cute.device.varlen`): each CTA computes the first slots of all sequences when it starts. A *task* is
+one sequence of one head: its slots up to those of the next sequence. The line is cut into ``queues`` ranges of ``width`` slots, one *queue* per chain, regardless of task boundaries. A *part* is
 the share of a task in a queue. Example: 3 heads of one sequence of 4 chunks, 2 queues, width 6::
 
     slot of the line  |  0   1   2   3 |  4   5   6   7 |  8   9  10  11 |
@@ -70,10 +71,21 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from kda_cute.device import ptx
-from kda_cute.device.varlen import clamped, end_of_last, extent, finer_slot, owner, sequence_of, slots
-from kda_sm90.layouts import LINE, LaunchCounter, QueueCounter
+from kda_cute.device.varlen import (
+    clamped,
+    compact_slots,
+    end_of_last,
+    extent,
+    finer_slot,
+    owner,
+    sequence_of,
+    slots,
+)
+from kda_sm90.layouts import COMPACT_SEQUENCES, LINE, LaunchCounter, QueueCounter
 
-TABLE_BYTES = 64  # shared memory of `fill_table`: one Int32 per warp
+#: Shared memory of `fill_table`: one Int32 per warp, the number of compact slots, and the first slots of sequences.
+COUNT_OFFSET, FIRST_SLOTS_OFFSET = 64, 72
+TABLE_BYTES = FIRST_SLOTS_OFFSET + 4 * (COMPACT_SEQUENCES + 1)
 POLL_NS = 100  # time between two reads of a counter that is too low
 ALL_READ = 0x7FFFFFFF  # value of the read counters of a chain that has ended
 
@@ -101,7 +113,8 @@ def schedule(config, offsets, offset_bytes, N, T, HV, queues, depth, counters):
     return SimpleNamespace(
         chunk=config.chunk * config.chunks_per_slot, chunks_per_slot=config.chunks_per_slot, keeps_records=config.keeps_records,
         step=config.step, offsets=offsets, offset_bytes=offset_bytes, N=N, T=T,
-        queues=queues, depth=depth, counters=counters, span=span, total=HV * span, local_period=config.local_period,
+        queues=queues, depth=depth, counters=counters, HV=HV, span=span, total=HV * span,
+        local_period=config.local_period, may_be_compact=config.compact,
     )  # fmt: skip
 
 
@@ -147,17 +160,23 @@ def task_of_slab(s, n):
 
 @cute.jit
 def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
-    """Stores the longest task that each warp finds to ``table`` (shared address, `TABLE_BYTES`). All ``warps`` of the
-    CTA call it; the caller synchronises.
+    """Stores the longest task that each warp finds to ``table`` (shared address, `TABLE_BYTES`), and compact slots if the variant may have
+    them. All ``warps`` of the CTA call it; the caller synchronises.
 
     If offsets decrease, the longest task counts as the whole line, so one chain executes all of it. The tasks then overlap,
     and several chains would wait for states that no chain produces.
     """
     thread, _, _ = cute.arch.thread_idx()
-    longest = cute.ceil_div(s.T, s.chunk)
+    longest, count = cute.ceil_div(s.T, s.chunk), Int32(0)
     if s.step < 0:
         longest = cutlass.min(longest, s.span)  # a task has at most the slots of the slab
-    if s.offset_bytes > 0:
+    if cutlass.const_expr(s.may_be_compact):
+        if s.offset_bytes > 0:
+            firsts = table + FIRST_SLOTS_OFFSET
+            count, longest = compact_slots(s, firsts, COMPACT_SEQUENCES, s.total, thread // 32, warps)
+        if thread == 0:
+            ptx.store_shared(table + COUNT_OFFSET, count)
+    elif s.offset_bytes > 0:
         longest = Int32(0)
         for n in cutlass.range(thread, s.N, warps * 32, unroll=1):
             _, _, slot, after = (task if s.step > 0 else task_of_slab)(s, n)[:4]
@@ -170,7 +189,17 @@ def fill_table(s, table: Int32, warps: cutlass.Constexpr[int]):
 
 
 def with_width(s, table, warps):
-    """Returns the schedule with its ``width``, computed from the table."""
+    """Returns the schedule with its ``width``, computed from the table, and with compact slots if the table has them."""
+    if s.may_be_compact:
+        count = cute.arch.make_warp_uniform(ptx.load_shared(table + COUNT_OFFSET, Int32))
+        span = ptx.select(count > 0, count, s.span)
+        compact = {
+            "compact": count,
+            "first_slots": table + FIRST_SLOTS_OFFSET,
+            "span": span,
+            "total": s.HV * span,
+        }
+        s = SimpleNamespace(**(vars(s) | compact))
     width = cute.ceil_div(s.total, s.queues)
     for i in range(warps):
         width = cutlass.max(width, ptx.load_shared(table + i * 4, Int32))
