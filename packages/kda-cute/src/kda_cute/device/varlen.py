@@ -19,7 +19,7 @@ Functions take a namespace ``s``:
 ``offsets``      address of the N + 1 offsets of packed sequences
 ``offset_bytes`` bytes of an offset: 4 or 8; 0: the sequences are not packed
 ``span``         slots of a head
-``compact``      optional: 1 if slots are compact, else 0
+``compact``      optional: positive if slots are compact, else 0
 ``first_slots``  only with ``compact``: shared address of the first slot of every sequence and of the end of the last one, Int32
 ================ =======================================================================================
 """
@@ -84,17 +84,18 @@ def compact_slots(
     for first in cutlass.range(warp * (32 * each), s.N, warps * (32 * each), unroll=1):
         n = first + lane * each
         offsets = [clamped(s, cutlass.min(n + i, s.N), Int32(0)) for i in range(each + 1)]
-        counts, behind = (
-            [],
-            Int32(0),
-        )  # slots of the sequences of this lane and, after the loop below, of those before it
+        counts = []
+        behind = Int32(0)  # slots of the sequences of this lane and, after the loop below, of those before it
         for i in cutlass.range_constexpr(each):
             length = offsets[i + 1] - offsets[i]
             falls = falls | (length < 0)
             chunks = cutlass.max(cute.ceil_div(length, s.chunk), 1)
-            longest = cutlass.max(longest, chunks)
             counts.append(ptx.select(n + i < s.N, chunks, Int32(0)))
             behind += counts[i]
+            # Slots that are not compact belong to a sequence even if they lie before the first offset or behind the last one.
+            start = ptx.select(n + i == 0, Int32(0), offsets[i])
+            end = ptx.select(n + i + 1 == s.N, Int32(s.T), offsets[i + 1])
+            longest = cutlass.max(longest, cutlass.max(chunks, cute.ceil_div(end - start, s.chunk)))
         slot = Int32(0) - behind
         for i in cutlass.range_constexpr(5):
             before = cute.arch.shuffle_sync_up(behind, 1 << i)

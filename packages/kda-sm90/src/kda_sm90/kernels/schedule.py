@@ -4,8 +4,9 @@
 sequences in order, each with its *slots* (``layouts.slot_count``; a slot may have no chunk; in a ``padded`` launch T
 ends with the last sequence). In variants that are ``compact`` the slots of up to `COMPACT_SEQUENCES` packed sequences
 are compact (`kda_cute.device.varlen`): each CTA computes the first slots of all sequences when it starts. A *task* is
-one sequence of one head: its slots up to those of the next sequence. The line is cut into ``queues`` ranges of ``width`` slots, one *queue* per chain, regardless of task boundaries. A *part* is
-the share of a task in a queue. Example: 3 heads of one sequence of 4 chunks, 2 queues, width 6::
+one sequence of one head: its slots up to those of the next sequence. The line is cut into ``queues`` ranges of ``width``
+slots, one *queue* per chain, regardless of task boundaries. A *part* is the share of a task in a queue. Example: 3
+heads of one sequence of 4 chunks, 2 queues, width 6::
 
     slot of the line  |  0   1   2   3 |  4   5   6   7 |  8   9  10  11 |
     task              |     head 0     |     head 1     |     head 2     |
