@@ -132,6 +132,13 @@ def test_of_equal_times_the_launch_has_the_fewest_queues(HV, N, sms):
         assert chosen.queues == 1 + times.index(min(times))
 
 
+@pytest.mark.parametrize(("T", "queues"), ((512, 64), (1024, 64), (2048, 50)))
+def test_queues_of_short_calls_cut_no_head(T, queues):
+    chosen = launch_config(shape(T=T, H=64, HV=64), 132)
+    assert (chosen.chunk, chosen.config.warpgroups, chosen.queues) == (32, 2, queues)
+    assert chosen.depth >= 13
+
+
 @pytest.mark.parametrize("gate", ({}, {"lower_bound": None}), ids=("bounded", "unbounded"))
 @pytest.mark.parametrize(("HV", "T", "N"), ((1, 6000, 9), (4, 65536, 40), (64, 500, 3)))
 def test_the_launches_of_segments_have_the_smallest_predicted_time(HV, T, N, gate):

@@ -1,4 +1,4 @@
-"""The machine code of the chains' loops."""
+"""The machine code of prefill: the chains' loops, and the claims of the intra-chunk stage."""
 
 import re
 import subprocess
@@ -34,12 +34,17 @@ OTHERS = tuple(
 )
 
 
-def loops(config, folder):
-    """Returns the instructions from the first to the last product of each loop of a chain."""
+def disassemble(config, folder, *options):
+    """Returns the output of nvdisasm for a variant."""
     path = folder / "kernel.cubin"
     ptxas.report(PrefillKernel, config, ARCH, path)
     tool = ptxas.tool_path("nvdisasm", "nvidia-cuda-nvdisasm")
-    text = subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([tool, "-c", *options, path], check=True, capture_output=True, text=True).stdout
+
+
+def loops(config, folder):
+    """Returns the instructions from the first to the last product of each loop of a chain."""
+    text = disassemble(config, folder)
     lines = [line for line in text.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)]
     found: list[list[int]] = []
     for i in (i for i, line in enumerate(lines) if PRODUCT.search(line)):
@@ -56,3 +61,28 @@ def test_addresses_of_operands_stay_in_uniform_registers(config, tmp_path):
     found = loops(config, tmp_path)
     assert found
     assert [line for loop in found for line in loop if "R2UR" in line] == []
+
+
+#: An instruction in the output of ``nvdisasm -hex``: its text, then the lower and the upper half of its 128 bits.
+ENCODED = re.compile(r"/\*[0-9a-f]{4,}\*/ +(.*?);\s+/\* 0x([0-9a-f]{16}) \*/\s+/\* 0x([0-9a-f]{16}) \*/")
+
+
+def scoreboards(upper):
+    """Returns, from the upper half of an instruction's bits, the scoreboard that its result sets (7: none), and a mask of those that it
+    waits for."""
+    return upper >> 46 & 7, upper >> 52 & 63
+
+
+@pytest.mark.parametrize("config", (*ALWAYS, PrefillConfig(32, 2)), ids=str)
+def test_groups_work_while_a_claim_is_under_way(config, tmp_path):
+    """The answer to an atomic takes 0.5 to 1 us. ptxas lets a warp wait for it where an instruction uses the result first. Of the two claims in
+    the code, that of an item without a chunk has nothing to do meanwhile."""
+    code = [
+        (text, *scoreboards(int(upper, 16)))
+        for text, _, upper in ENCODED.findall(disassemble(config, tmp_path, "-hex"))
+    ]
+    hidden = []
+    for i, (text, sets, _) in enumerate(code):
+        if "ATOMG" in text:
+            hidden.append(next(n for n, (*_, waits) in enumerate(code[i + 1 :]) if waits >> sets & 1))
+    assert max(hidden) > 100

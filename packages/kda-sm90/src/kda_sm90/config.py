@@ -209,8 +209,9 @@ class PrefillConfig:
 
     @property
     def helps(self) -> bool:
-        """Whether the CTAs of chains compute first items before they become chains (docs/kernels/prefill.md)."""
-        return self.by_warpgroup and self.chunk == 32
+        """Whether the CTAs of chains compute first items before they become chains (docs/kernels/prefill.md). With local records they do not,
+        because the loop of the intra-chunk stage then has fewer instructions."""
+        return self.by_warpgroup and self.chunk == 32 and not self.local
 
     @property
     def local_period(self) -> int:

@@ -42,12 +42,12 @@ ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True)
 
 #: The same of groups of one or two warpgroups (`config.by_warpgroup`), by chunk size, and their time for a first chunk, which others hardly
 #: delay.
-WARPGROUP_ITEM_NS = {32: 7100, 64: 9800}
+WARPGROUP_ITEM_NS = {32: 6900, 64: 9800}
 WARPGROUP_FIRST_NS = {32: 7100, 64: 7700}
 #: How many ns longer a chain needs after the last record of a launch than after the first one, where chains help. The value was fitted to
 #: short calls in the mode ``whole``.
 WARPGROUP_LAST_NS = 1500
-#: How many ns chains that help lag behind those that do not. With this value 1, 8192, 64 keeps 46 queues, the fastest number.
+#: How many ns chains that help lag behind those that do not.
 HELP_NS = 2200
 
 #: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain that runs alone, or
@@ -56,15 +56,19 @@ HELP_NS = 2200
 CHAIN_NS = {(64, 1): 15.3, (64, 2): 25.8, (32, 1): 25.0, (32, 2): 29.3}
 
 #: The same two times where chains have local records (`PrefillConfig.local`), and how many ns longer such a launch takes, whatever its length.
-#: With these values long calls of 64 and 96 heads get the fastest numbers of queues, and calls of fewer than about 3000 tokens of 64 heads
-#: have no local records, which would make them slower.
-LOCAL_ITEM_NS = 7050
+#: With these values long calls of 64 and 96 heads get numbers of queues within 1% of the fastest, and calls of up to about 2000 tokens of 64
+#: heads have no local records, which do not make them faster.
+LOCAL_ITEM_NS = 6900
 LOCAL_CHAIN_NS = 33.9
 LOCAL_NS = 8000
 
 #: How many ns a chain needs between two parts of its queue, in the mode ``whole``. With this value calls of 20 and 36 packed sequences get
 #: numbers of queues within 1% of the fastest.
 PART_NS = 600
+
+#: How many ns longer a launch takes in the mode ``whole`` if its queues cut sequences: a state passes through memory, and a queue has a part
+#: more. With this value calls of 512, 768 and 1024 tokens of 64 heads get 64 queues, which are 3 to 7% faster than 56 to 63.
+CUT_NS = 5500
 
 #: ns per token of the chains of the modes ``summarize`` and ``execute``. In ``execute`` no intra-chunk CTA runs
 #: beside them.
@@ -111,6 +115,9 @@ MOST_DEPTH = 16
 #: Least number of records of a ring. The chain publishes that it has read record n only after it has requested record n + 2
 #: (``kernels.chain.IN_FLIGHT``), so a ring of fewer than 3 records, or 5 places with local records, would deadlock.
 LEAST_DEPTH = 8
+#: The same for groups of one warpgroup. Calls of 512 to 1024 tokens of 64 heads, with 64 queues, take 3 to 4% less time with 12 or 13 records than
+#: with the 9 of `RECORDS_PER_WARPGROUP`.
+WARPGROUP_LEAST_DEPTH = 13
 
 #: Records of all rings together in the mode ``recompute``. A ring holds the slot that its chain reads, and of the next slot as many
 #: records as this allows. With more, more of them leave the L2 before the chains have read them twice. So a ring of 32 queues has 10
@@ -273,7 +280,7 @@ def _with_rings(shape: ProblemShape, choice: _Choice, **fields: Any) -> LaunchCo
         wanted = math.ceil(_numbers(per_group * ctas * config.groups / queues, config.local))
         if config.chunk == 64 and config.by_warpgroup:
             wanted = min(wanted, MOST_DEPTH)
-        depth = max(1, min(max(wanted, LEAST_DEPTH), most))
+        depth = max(1, min(max(wanted, least_depth(config.chunk, config.by_warpgroup)), most))
     return LaunchConfig(config, ctas, queues, depth)
 
 
@@ -287,6 +294,11 @@ def records_per_group(chunk: int, unbounded: bool, by_warpgroups: bool, local: b
     if local:
         return LOCAL_RECORDS_PER_WARPGROUP
     return RECORDS_PER_WARPGROUP[chunk] if by_warpgroups else RECORDS_PER_GROUP[chunk, unbounded]
+
+
+def least_depth(chunk: int, by_warpgroups: bool) -> int:
+    """Returns `LEAST_DEPTH` or `WARPGROUP_LEAST_DEPTH`, by fields of a `PrefillConfig`."""
+    return WARPGROUP_LEAST_DEPTH if by_warpgroups and chunk == 32 else LEAST_DEPTH
 
 
 def _numbers(records: float, local: bool) -> float:
@@ -319,7 +331,8 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
             by_warpgroups = by_warpgroup(chunk, warpgroups, gate_of(shape), unbounded, mode)
             local = mode == "whole" and may_be_local(shape, chunk, warpgroups)
             per_cta = records_per_group(chunk, unbounded, by_warpgroups, local) * model.groups
-            rings = max(math.ceil(_numbers(per_cta * sms, local)), model.most * LEAST_DEPTH)
+            least = model.most * least_depth(chunk, by_warpgroups)
+            rings = max(math.ceil(_numbers(per_cta * sms, local)), least)
             records = min(rings, model.most * _most_depth(shape, model, model.most))
             found = max(found, layouts.workspace_bytes(records, model.most, chunk))
     return found
@@ -417,6 +430,7 @@ class _Model:
         first_ns: ns until a group has computed its first chunk; 0 in the mode ``execute``.
         last_ns: how many ns longer a chain needs after the last record than after the first one.
         chain_ns: ns per slot of a chain, with its share of `PART_NS`.
+        cut_ns: `CUT_NS`; 0 if the sequences may have different lengths, so that the queues of any launch may cut them.
         least_ns: ns that all records together take through HBM; 0 except in the mode ``execute``.
         start_ns: ns of the launch before its first item starts and after its last one ends.
     """
@@ -437,6 +451,7 @@ class _Model:
     first_ns: float
     last_ns: float
     chain_ns: float
+    cut_ns: float
     least_ns: float
     start_ns: float
 
@@ -469,10 +484,22 @@ class _Model:
 
     def total_ns(self, queues: int) -> float:
         """Returns the time of the launch in ns."""
-        return self.start_ns + self.first_ns + max(self.intra_chunk_ns(queues), self.chains_ns(queues))
+        cut_ns = self.cut_ns if self.width(queues) % max(1, self.longest) else 0.0
+        return (
+            self.start_ns + self.first_ns + max(self.intra_chunk_ns(queues), self.chains_ns(queues)) + cut_ns
+        )
 
     def best(self) -> int:
-        """Returns the number of queues with the smallest time.
+        """Returns the number of queues with the smallest time, the fewest of equals."""
+        found = [self._balanced()]
+        if self.cut_ns:
+            whole = self.width(found[0]) // self.longest  # sequences that fit into a queue
+            uncut = (-(-self.items // (n * self.longest)) for n in (whole, whole + 1))
+            found += [queues for queues in uncut if queues <= self.most]
+        return min(found, key=lambda queues: (self.total_ns(queues), queues))
+
+    def _balanced(self) -> int:
+        """Returns the number of queues with the smallest time if cuts cost nothing, the fewest of equals.
 
         Of equal times it takes the fewest queues, which leaves most SMs to the intra-chunk stage. In the mode ``execute``
         it takes as many as fit. As queues are added, the time of one role rises and that of the other falls, so their
@@ -557,6 +584,7 @@ def _model(
     slots = layouts.slot_count(shape.B, shape.T, tokens, shape.N if shape.varlen else None)
     if mode == "whole" and chunk == 32 and shape.varlen and shape.N <= layouts.COMPACT_SEQUENCES:
         slots -= shape.N // 2  # compact, and the last chunk of a sequence is half full on average
+    equal_lengths = not shape.varlen and slots > 0
     if mode == "whole" and slots:
         kind = kind | {"chain_ns": kind["chain_ns"] + PART_NS * shape.N / slots}
     sms -= sms % CLUSTER  # a single SM has no room for a cluster
@@ -566,6 +594,7 @@ def _model(
         most=min(free // kind["chain_ctas"], shape.HV * shape.N),
         items=slots * shape.HV,
         longest=-(-slots // max(shape.N, 1)) if longest is None else -(-longest // tokens),
+        cut_ns=CUT_NS if mode == "whole" and equal_lengths else 0.0,
         sms=sms,
         least_ns=slots * shape.HV * RECORD_NS[chunk] if reads_records else 0.0,
     )

@@ -1,8 +1,8 @@
-"""Workspace of a launch: six arrays of chunk records, the states that chains pass on, and counters.
+"""Workspace of a launch: chunk records, counters, and the states that chains pass on.
 
-A chunk record holds the operands of one chunk of one value head. `kernels.schedule` maps chunks to records: each queue
-has a ring of records, or each slot has a record of its own. Records are byte images of shared memory, so the chain loads
-each array with one bulk copy and needs no tensor map.
+A chunk record holds the operands of one chunk of one value head: six arrays, one after the other. `kernels.schedule` maps chunks to
+records: each queue has a ring of records, or each slot has a record of its own. The arrays are byte images of shared memory, so the chain
+loads each of them with one bulk copy and needs no tensor map.
 
 ====  ===============  =======================================================================================
 kd    ``-Kd`` [C, K]    bf16, K-major image of a wgmma B operand with N = C. Negated: the chain adds it to v.
@@ -28,7 +28,6 @@ Importing this module needs only torch. The functions that return CuTe layouts i
 from __future__ import annotations
 
 import functools
-import math
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -66,10 +65,10 @@ class LaunchCounter(IntEnum):
 
 
 class Workspace(NamedTuple):
-    """Views of a workspace, in memory order.
+    """Views of a workspace. The arrays of records are columns of one matrix of bytes, a record per row.
 
     Shapes: kd, qd, kg [records, C*128] bf16; aqk, t [records, C*C] bf16; a [records, 128] fp32;
-    carry [queues, halves, 64*128] fp32; counters int32 [(queues + 1)*LINE + records, rounded up to whole lines].
+    counters int32 [(queues + 1)*LINE + records, rounded up to whole lines]; carry [queues, halves, 64*128] fp32.
     """
 
     kd: torch.Tensor
@@ -78,8 +77,8 @@ class Workspace(NamedTuple):
     aqk: torch.Tensor
     t: torch.Tensor
     a: torch.Tensor
-    carry: torch.Tensor
     counters: torch.Tensor
+    carry: torch.Tensor
 
 
 def slot_count(B: int, T: int, C: int, N: int | None = None) -> int:
@@ -93,35 +92,26 @@ def slot_count(B: int, T: int, C: int, N: int | None = None) -> int:
 
 
 def record_bytes(C: int) -> dict[str, int]:
-    """Returns the bytes of a record in each array, in memory order. C: tokens per chunk."""
+    """Returns the bytes of each array of a record, in memory order. C: tokens per chunk."""
     wide, square = 2 * C * HEAD_DIM, 2 * C * C
     return {"kd": wide, "qd": wide, "kg": wide, "aqk": square, "t": square, "a": 4 * HEAD_DIM}
 
 
-def _counters(records: int, queues: int) -> int:
-    """Returns the number of counters: one line per queue, one line for the launch, and one counter per record."""
-    return (queues + 1 + -(-records // LINE)) * LINE
+@functools.cache
+def record_pitch(C: int) -> int:
+    """Returns the bytes from a record to the next, a multiple of 128."""
+    return sum(record_bytes(C).values())
 
 
-def _arrays(records: int, queues: int, C: int, halves: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Returns the dtype and shape of every array, in memory order."""
-    arrays: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name, size in record_bytes(C).items():
-        dtype = torch.float32 if name == "a" else torch.bfloat16
-        arrays[name] = (dtype, (records, size // dtype.itemsize))
-    arrays["carry"] = (torch.float32, (queues, halves, CARRY_BYTES // 4))
-    return arrays | {"counters": (torch.int32, (_counters(records, queues),))}
+def counter_bytes(records: Any, queues: Any) -> Any:
+    """Returns the bytes of the counters: one line for the launch, one line per queue, and one counter per record, in whole lines.
+    ``records``, ``queues``: ints, or integers of the DSL."""
+    return (queues + 1 + (records + LINE - 1) // LINE) * (LINE * 4)
 
 
 def workspace_bytes(records: int, queues: int, C: int, halves: int = 2) -> int:
-    """Returns the bytes of a workspace. The size of every array is a multiple of 128."""
-    return records * _all_record_bytes(C) + queues * halves * CARRY_BYTES + 4 * _counters(records, queues)
-
-
-@functools.cache
-def _all_record_bytes(C: int) -> int:
-    """Returns the bytes of a record in all arrays."""
-    return sum(record_bytes(C).values())
+    """Returns the bytes of a workspace."""
+    return records * record_pitch(C) + counter_bytes(records, queues) + queues * halves * CARRY_BYTES
 
 
 def split_workspace(buffer: torch.Tensor, records: int, queues: int, C: int, halves: int = 2) -> Workspace:
@@ -144,11 +134,12 @@ def split_workspace(buffer: torch.Tensor, records: int, queues: int, C: int, hal
         raise ValueError(
             f"workspace: expected an address that is a multiple of 128, got {buffer.data_ptr():#x}"
         )
-    views, start = [], 0
-    for dtype, shape in _arrays(records, queues, C, halves).values():
-        end = start + math.prod(shape) * dtype.itemsize
-        views.append(buffer[start:end].view(dtype).view(shape))
-        start = end
+    parts = records * record_pitch(C), counter_bytes(records, queues), queues * halves * CARRY_BYTES
+    all_records, counters, carry = buffer[:need].split(parts)
+    arrays = all_records.view(records, record_pitch(C)).split(list(record_bytes(C).values()), dim=1)
+    dtypes = [torch.float32 if name == "a" else torch.bfloat16 for name in record_bytes(C)]
+    views = [array.view(dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
+    views += [counters.view(torch.int32), carry.view(torch.float32).view(queues, halves, CARRY_BYTES // 4)]
     return Workspace(*views)
 
 

@@ -522,7 +522,9 @@ class Chain:
                 number = first + c - part.first
                 is_local = schedule.is_local(sched, part, number)
                 next_local = schedule.is_local(sched, part, number + 1)
-                early, late, o_phase = self.chunk_32(smem, thr, early, late, o_phase, is_local, next_local)
+                early, late, o_phase = self.chunk_32(
+                    smem, thr, early, late, o_phase, opaque_true, is_local, next_local
+                )
         return early, late, o_phase
 
     def thread_view(self, smem, tiles, half):
@@ -559,7 +561,9 @@ class Chain:
             tCrX=cute.make_rmem_tensor(mma_state.partition_shape_A((HALF, self.chunk)), BFloat16),
             rO=cute.make_rmem_tensor(cute.size(shape) // 2, Int32),  # O in bf16 pairs, to be stored
             v=smem.v + wg * (self.chunk * HALF * 2),
-            a=smem.a + decay_start(thread % 32 % 4),
+            a=ptx.opaque(
+                smem.a + decay_start(thread % 32 % 4)
+            ),  # else ptxas computes it again in every chunk
         )
 
     def tiled_mma(self, b_major, n):
@@ -618,33 +622,37 @@ class Chain:
         return following, late, o_phase
 
     @cute.jit
-    def chunk_32(self, smem, thr, early_ring, late_ring, o_phase: Int32, is_local, next_local):
-        """Runs one chunk of 32 tokens: the groups of `chunk_64` in the same order, with the ALU work placed by ptxas.
+    def chunk_32(self, smem, thr, early_ring, late_ring, o_phase: Int32, opaque_true, is_local, next_local):
+        """Runs one chunk of 32 tokens: the groups of `chunk_64` in the same order.
         ``is_local``, ``next_local``: whether the record of the chunk, and of the next one, is local."""
         halves_of_k = range(HEAD_DIM // 32), range(HEAD_DIM // 32, HEAD_DIM // 16)
         steps = range(self.chunk // 16)
         early, late = early_ring.stage(is_local), late_ring.stage(is_local)
+        following_ring = early_ring.clone()
+        following_ring.advance_past(is_local)
+        following = following_ring.stage(next_local)
+        late_full = barriers.test(smem.late_full, late)
+        o_free = cute.arch.mbarrier_try_wait(smem.o_free + thr.wg, o_phase)
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrS, thr.tCsKd, early, range(HEAD_DIM // 16))
         fragments.round_to_bf16(thr.accO, thr.rO)
         self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[0], zero=True)
-        cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
-        self.publish_o(smem, thr)
+        if not o_free:
+            cute.arch.mbarrier_wait(smem.o_free + thr.wg, o_phase)
         o_phase = o_phase ^ 1
+        if opaque_true:
+            self.publish_o(smem, thr)
+            fragments.multiply_columns(thr.accS, fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM)))
+        barriers.wait_unless(late_full, smem.late_full, late)
         warpgroup.wait_group(1)  # X is done; O1 is in flight
         fragments.round_to_bf16(thr.accX, thr.tCrX)
-        barriers.wait(smem.late_full, late)
-        decays = fragments.load_decays(thr.a + early.index * (4 * HEAD_DIM))
         self.gemm(thr.mma_tokens, thr.accX, thr.tCrX, thr.tCsT, late, steps, zero=True)
         self.gemm(thr.mma_tokens, thr.accO, thr.tCrS, thr.tCsQd, early, halves_of_k[1])
-        fragments.multiply_columns(thr.accS, decays)
+        early_full = barriers.test(smem.early_full, following)
         warpgroup.wait_group(1)  # O1 and R are done; O2 is in flight
         fragments.round_to_bf16(thr.accX, thr.tCrX)
         self.gemm(thr.mma_state, thr.accS, thr.tCrX, thr.tCsKg, late, steps)
         self.gemm(thr.mma_tokens, thr.accO, thr.tCrX, thr.tCsAqk, late, steps)
-        following_ring = early_ring.clone()
-        following_ring.advance_past(is_local)
-        following = following_ring.stage(next_local)
-        barriers.wait(smem.early_full, following)
+        barriers.wait_unless(early_full, smem.early_full, following)
         self.load_v(thr, following)
         warpgroup.wait_group(1)  # O2 and S are done; O3 is in flight
         barriers.release(smem.early_empty + early.index)

@@ -19,6 +19,7 @@ does nothing.
 """
 
 import functools
+import itertools
 
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
@@ -41,7 +42,7 @@ from kda_sm90.kernels.reverse import ReverseChain
 from kda_sm90.kernels.reverse_summary import ReverseSummaryChain
 from kda_sm90.kernels.serving import ServingChain
 from kda_sm90.kernels.summary import SummaryChain
-from kda_sm90.layouts import CARRY_BYTES, record_bytes
+from kda_sm90.layouts import counter_bytes, record_bytes, record_pitch
 
 SHARED_BYTES = 227 * 1024  # largest shared memory of a CTA on sm_90
 
@@ -73,7 +74,7 @@ NO_ITEM = 0x3FFFFFFF
 
 #: Named barriers of the first group of an intra-chunk CTA: of its threads, and of the next group while it waits for this one.
 #: 0 is ``sync_threads``.
-FIRST_GROUP, FIRST_FOLLOWER = 1, 9
+FIRST_GROUP, FIRST_INPUTS, FIRST_FOLLOWER = 1, 8, 9
 
 
 class PrefillKernel(Kernel):
@@ -174,14 +175,13 @@ class PrefillKernel(Kernel):
 
     def workspace(self, args):
         """Returns (records, carry, counters) of the workspace: a function from array name and index to the address of
-        a record, and the addresses of the carried states and of the counters."""
-        sizes, starts, end = record_bytes(self.config.chunk), {}, args.workspace
-        count = Int64(args.depth) if self.config.keeps_records else Int64(args.queues) * args.depth
-        for name, size in sizes.items():
-            starts[name] = end
-            end = end + count * size
-        record = lambda name, index: starts[name] + Int64(index) * sizes[name]
-        return record, end, end + Int64(args.queues) * (self.config.carries * CARRY_BYTES)
+        an array of a record, and the addresses of the carried states and of the counters."""
+        pitch, sizes = record_pitch(self.config.chunk), record_bytes(self.config.chunk)
+        starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+        count = args.depth if self.config.keeps_records else args.queues * args.depth
+        record = lambda name, index: args.workspace + Int64(index) * pitch + starts[name]
+        counters = args.workspace + Int64(count) * pitch
+        return record, counters + counter_bytes(count, args.queues), counters
 
     # ---- the intra-chunk stage
 
@@ -209,9 +209,8 @@ class PrefillKernel(Kernel):
         waits for it.
 
         The first item of a group is its index, counted over the first groups of all CTAs, then over the second groups, and
-        so on. It needs no claim, and seldom a look at its ring. So the group computes it while the counters are cleared, and
-        waits for them before its first claim. Its record is published at the end of its own turn, because its chain has nothing
-        else to do.
+        so on. It needs no claim, and seldom a look at its ring. So its inputs are on their way while the counters are cleared. Its
+        record is published at the end of its own turn, because its chain has nothing else to do.
 
         Args:
             index: of the CTA.
@@ -231,8 +230,11 @@ class PrefillKernel(Kernel):
         if thread < 32:
             self.store_item(sched, args, self.item_address(base, turn), index, thread)
         sync()
-        loaded = self.request_inputs(args, thread, base, turn)
-        read = Int32(0)  # the counters may not be clear yet
+        loaded = self.request_first_inputs(sched, args, thread, base, group, index, ctas)
+        claims = self.intra_chunk.has_least_work(thread, turn) and thread % 32 == 0
+        if args.ticket != Int64(0) and (thread == self.leader or claims):
+            schedule.wait_for_clear(sched, args.ticket)
+        read = tuple(Int32(0) for _ in self.first_halves)  # the counters may not be clear yet
         _, number, valid, index_of_record = self.load_item(base, turn)
         if const_expr(self.in_turn):
             self.wait_for_turn(sched, group, index)
@@ -242,8 +244,10 @@ class PrefillKernel(Kernel):
             thread, base = ptx.opaque(thread) & (size - 1), ptx.opaque(base)
             record = functools.partial(self.record_address, records, index_of_record)
             acquire_record = functools.partial(self.acquire_record, sched, args, thread, base, turn, read)
-            claim_next = functools.partial(self.claim_next, sched, args, thread, turn, ctas, is_helper)
-            store_claim = functools.partial(self.store_claim, sched, args, thread, base, turn)
+            claim_next = functools.partial(self.claim_next, sched, thread, turn, is_helper)
+            store_claim = functools.partial(
+                self.store_claim, sched, args, thread, base, turn, ctas, is_helper
+            )
             publish_previous = functools.partial(self.publish_previous, sched, thread, base, turn)
             exists = valid > 0
             if exists:
@@ -281,6 +285,27 @@ class PrefillKernel(Kernel):
         if thread == self.leader and valid < 0 and args.ticket != Int64(0):
             schedule.wait_for_clear(sched, args.ticket)  # in case that there are no items at all
             self.see_clear(sched, args)
+
+    @cute.jit
+    def request_first_inputs(
+        self, sched, args, thread: Int32, base: Int32, group: Int32, index: Int32, ctas: Int32
+    ):
+        """Requests the inputs of the group's first item, as `request_inputs`. ``index``: of that item.
+
+        Groups of warpgroups wait until those of the CTA's first group are here, because HBM takes several us for the inputs of all groups,
+        and chains need the records of first groups first. Other groups do not wait: they request k only in `compute`, so the first
+        group would compete with the others for its k.
+        """
+        others_have_items = index + (1 - group) * ctas < schedule.items(sched)
+        if const_expr(self.config.by_warpgroup):  # noqa: SIM102 - decided at compile time
+            if others_have_items & (group > 0):
+                cute.arch.barrier(barrier_id=FIRST_INPUTS, number_of_threads=self.threads)
+        loaded = self.request_inputs(args, thread, base, Int32(0))
+        if const_expr(self.config.by_warpgroup):  # noqa: SIM102 - decided at compile time
+            if others_have_items & (group == 0):
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.barrier_arrive(barrier_id=FIRST_INPUTS, number_of_threads=self.threads)
+        return loaded
 
     @cute.jit
     def wait_for_turn(self, sched, group: Int32, index: Int32):
@@ -324,8 +349,10 @@ class PrefillKernel(Kernel):
             # Groups of intra-chunk CTAs claim an item for each that they compute. So all have seen the ticket before the last claim.
             if index == schedule.items(sched) + args.intra_chunk_ctas * self.groups - 1:
                 valid = Int32(-1)
-            key_row = token * args.H + head // (args.HV // args.H)
-            ptx.store_shared_x4(address, [head, token, key_row, valid])
+            key_head = head
+            if args.HV != args.H:  # a branch costs the warp less than a division
+                key_head = head // (args.HV // args.H)
+            ptx.store_shared_x4(address, [head, token, token * args.H + key_head, valid])
             ptx.store_shared_x4(address + 16, [queue, number, valid, record])
 
     @cute.jit
@@ -339,16 +366,16 @@ class PrefillKernel(Kernel):
 
     @cute.jit
     def prefetch_read(self, sched, thread: Int32, base: Int32, turn: Int32):
-        """Returns, in the leader, the number below which the chain of the turn's item has read all records. `acquire_record` of that
-        turn uses it 1 to 2 us later."""
-        read = Int32(0)
+        """Returns, in the leader, the numbers below which each chain CTA of the turn's item has read all records. `acquire_record` of that
+        turn compares them 1 to 2 us later: an instruction on them here would wait for the loads of the next item as well."""
+        read = tuple(Int32(0) for _ in self.first_halves)
         if thread == self.leader:
             queue, _, _, _ = self.load_item(base, turn)
             read = schedule.numbers_read(schedule.ring(sched, queue), self.first_halves)
         return read
 
     @cute.jit
-    def acquire_record(self, sched, args, thread: Int32, base: Int32, turn: Int32, read: Int32):
+    def acquire_record(self, sched, args, thread: Int32, base: Int32, turn: Int32, read: tuple):
         """Waits for room in the ring. ``read``: result of `prefetch_read`; if it already shows room, nothing is waited for. The group
         writes the record after this.
 
@@ -364,8 +391,6 @@ class PrefillKernel(Kernel):
                 if const_expr(self.config.by_warpgroup):
                     self.publish_previous(sched, thread, base, turn, 0, Int32(0))
                     published = Int32(1)
-                if turn == 0 and args.ticket != Int64(0):
-                    schedule.wait_for_clear(sched, args.ticket)
                 schedule.wait_for_room(schedule.ring(sched, queue), number, self.first_halves)
         return published
 
@@ -384,22 +409,21 @@ class PrefillKernel(Kernel):
             self.publish(sched, base, turn - 1, pending)
 
     @cute.jit
-    def claim_next(self, sched, args, thread: Int32, turn: Int32, ctas: Int32, is_helper):
-        """Claims the next item, in the first turn as soon as the counters are clear. Returns its index in lane 0 of the warp with the
-        least work; `store_claim` uses it about 1 us later. ``ctas``: CTAs that compute first items."""
-        index = Int32(0)
-        if self.intra_chunk.has_least_work(thread, turn) and thread % 32 == 0:
-            if turn == 0 and args.ticket != Int64(0):
-                schedule.wait_for_clear(sched, args.ticket)
-            index = Int32(NO_ITEM)
-            if not is_helper:
-                index = schedule.claim(sched) + ctas * self.groups
-        return index
+    def claim_next(self, sched, thread: Int32, turn: Int32, is_helper):
+        """Claims the next item. Returns how many items were claimed before, in lane 0 of the warp with the least work. `store_claim` uses it
+        about 1 us later: an instruction on it here would wait for the answer."""
+        claimed = Int32(0)
+        if self.intra_chunk.has_least_work(thread, turn) and thread % 32 == 0 and not is_helper:
+            claimed = schedule.claim(sched)
+        return claimed
 
     @cute.jit
-    def store_claim(self, sched, args, thread: Int32, base: Int32, turn: Int32, index: Int32):
-        """Stores the next item to its buffer, in the warp that claimed it."""
+    def store_claim(
+        self, sched, args, thread: Int32, base: Int32, turn: Int32, ctas: Int32, is_helper, claimed: Int32
+    ):
+        """Stores the next item to its buffer, in the warp that claimed it. ``ctas``: CTAs that compute first items."""
         if self.intra_chunk.has_least_work(thread, turn):
+            index = ptx.select(is_helper, Int32(NO_ITEM), claimed + ctas * self.groups)
             self.store_item(sched, args, self.item_address(base, turn + 1), index, thread % 32)
 
     def publish(self, sched, base: Int32, turn: Int32, pending=0):

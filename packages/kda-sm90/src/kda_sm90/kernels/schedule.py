@@ -226,8 +226,13 @@ def range_of(s, queue):
 
 
 def _launch_line(s):
-    """Returns the address of the launch's counters, after the lines of the queues."""
-    return s.counters + Int64(s.queues) * (LINE * 4)
+    """Returns the address of the launch's counters, before the lines of the queues."""
+    return s.counters
+
+
+def _ready(s, record):
+    """Returns the address of the counter of a record, after the lines of the queues."""
+    return s.counters + (Int64(s.queues + 1) * (LINE * 4) + Int64(record) * 4)
 
 
 @cute.jit
@@ -241,7 +246,7 @@ def clear(s, ticket: Int64, threads: cutlass.Constexpr[int]):
     launch = _launch_line(s)
     records = s.depth if s.keeps_records else s.queues * s.depth
     for i in cutlass.range(thread, (s.queues + 1) * LINE + records, threads, unroll=1):
-        if i // 2 * 2 != s.queues * LINE + LaunchCounter.TICKET:
+        if i // 2 * 2 != LaunchCounter.TICKET:
             ptx.store_global(s.counters + Int64(i) * 4, Int32(0))
     cute.arch.sync_threads()
     if thread == 0:
@@ -298,15 +303,14 @@ def number_of(s, rank):
 
 def ring(s, queue):
     """Returns the ring of a queue: its depth, the index of its first record, and the addresses of its counters."""
-    line = s.counters + Int64(queue) * (LINE * 4)
+    line = s.counters + Int64(queue + 1) * (LINE * 4)
     first = Int32(0) if s.keeps_records else queue * s.depth
-    ready = _launch_line(s) + LINE * 4 + Int64(first) * 4
     return SimpleNamespace(
         depth=s.depth,
         chunks_per_slot=s.chunks_per_slot,
         local_period=s.local_period,
         first=first,
-        ready=ready,
+        ready=_ready(s, first),
         read=line + QueueCounter.READ * 4,
         state_ready=line + QueueCounter.STATE_READY * 4,
     )
@@ -367,7 +371,9 @@ def item(s, i: Int32):
             n = sequence_of(s, s.first_slot + slot)
             start, length, first, after, skipped, _ = task_of_slab(s, n)
         else:
-            n = slot // cute.ceil_div(s.T, s.chunk)
+            n = Int32(0)
+            if (s.offset_bytes == 0) & (s.N > 1):  # a branch costs the warp less than a division
+                n = slot // cute.ceil_div(s.T, s.chunk)
             if s.offset_bytes > 0:
                 n = owner(s, slot)
             start, length, first, after = task(s, n)
@@ -388,17 +394,17 @@ def item(s, i: Int32):
 
 
 def numbers_read(r, first_halves):
-    """Returns the number below which all chain CTAs of a queue have read all records. A relaxed load suffices: the
+    """Returns, for each chain CTA of a queue, the number below which it has read all records. A relaxed load suffices: the
     records are in shared memory, so a later write cannot reach what was read.
 
     ``first_halves``: those of the chain CTAs of the queue. A CTA publishes at the place of its first half.
     """
-    return functools.reduce(cutlass.min, [ptx.load_relaxed(r.read + half * 4) for half in first_halves])
+    return tuple(ptx.load_relaxed(r.read + half * 4) for half in first_halves)
 
 
 def has_room(s, number, read):
-    """Returns whether the record that ``number`` replaces has been read."""
-    return read > number - s.depth
+    """Returns whether the record that ``number`` replaces has been read. ``read``: of `numbers_read`."""
+    return functools.reduce(cutlass.min, read) > number - s.depth
 
 
 @cute.jit
@@ -411,7 +417,7 @@ def wait_for_room(r, number: Int32, first_halves: cutlass.Constexpr[range]):
 def publish_record(s, index, number):
     """Publishes the record of a number, whose `record` is ``index``. The calling thread has synchronised with the threads that wrote it. A
     slot of several chunks may have many without tokens, which no chain waits for: they are published in any order."""
-    address = _launch_line(s) + LINE * 4 + Int64(index) * 4
+    address = _ready(s, index)
     if s.chunks_per_slot == 1:
         ptx.store_release(address, number + 1)
     else:
