@@ -543,6 +543,9 @@ class Chain:
         make = lambda mma, tile: mma.make_fragment_B(mma.partition_B(tile))
         operand = lambda mma, name: make(mma, tiles[name]) if name in tiles else None
         shape = mma_tokens.partition_shape_C((HALF, self.chunk))
+        decays = ptx.opaque(
+            smem.a + decay_start(thread % 32 % 4)
+        )  # else ptxas computes it again in every chunk
         return SimpleNamespace(
             wg=wg,
             index=thread,
@@ -561,9 +564,7 @@ class Chain:
             tCrX=cute.make_rmem_tensor(mma_state.partition_shape_A((HALF, self.chunk)), BFloat16),
             rO=cute.make_rmem_tensor(cute.size(shape) // 2, Int32),  # O in bf16 pairs, to be stored
             v=smem.v + wg * (self.chunk * HALF * 2),
-            a=ptx.opaque(
-                smem.a + decay_start(thread % 32 % 4)
-            ),  # else ptxas computes it again in every chunk
+            a=decays,
         )
 
     def tiled_mma(self, b_major, n):

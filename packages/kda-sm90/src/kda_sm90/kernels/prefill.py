@@ -72,8 +72,8 @@ ITEMS, ITEM_BYTES = 4, 32
 #: Index of an item that does not exist, in any call. Its number (`schedule.number_of`) is less than 2^31.
 NO_ITEM = 0x3FFFFFFF
 
-#: Named barriers of the first group of an intra-chunk CTA: of its threads, and of the next group while it waits for this one.
-#: 0 is ``sync_threads``.
+#: Named barriers of an intra-chunk CTA: of the threads of the first group, of all groups while they wait for the first inputs, and of the
+#: second group while it waits for the first one. Those of the other groups follow. 0 is ``sync_threads``.
 FIRST_GROUP, FIRST_INPUTS, FIRST_FOLLOWER = 1, 8, 9
 
 
