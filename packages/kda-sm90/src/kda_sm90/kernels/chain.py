@@ -543,9 +543,8 @@ class Chain:
         make = lambda mma, tile: mma.make_fragment_B(mma.partition_B(tile))
         operand = lambda mma, name: make(mma, tiles[name]) if name in tiles else None
         shape = mma_tokens.partition_shape_C((HALF, self.chunk))
-        decays = ptx.opaque(
-            smem.a + decay_start(thread % 32 % 4)
-        )  # else ptxas computes it again in every chunk
+        # Opaque, else ptxas computes it again from the thread index in every chunk.
+        decays = ptx.opaque(smem.a + decay_start(thread % 32 % 4))
         return SimpleNamespace(
             wg=wg,
             index=thread,
