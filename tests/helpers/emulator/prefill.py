@@ -106,7 +106,8 @@ def prefill(
     size = layouts.workspace_bytes(queues * depth, queues, config.chunk)
     workspace = empty_workspace(size)
     views = layouts.split_workspace(workspace, queues * depth, queues, config.chunk)
-    counters = slice(size - views.counters.numel() * 4, size)
+    start = views.counters.data_ptr() - workspace.data_ptr()
+    counters = slice(start, start + views.counters.numel() * 4)
     outputs = {
         "o": torch.zeros_like(x["v"]),
         "final_state": torch.empty(N, HV, K, K),
@@ -119,13 +120,14 @@ def prefill(
     # before it. The check of global memory would report a race, so it is on only if no ring entry is used twice.
     slots = layouts.slot_count(B, T, config.chunk, None if offsets is None else N)
     races = ("shared", "global") if depth >= slots * HV else ("shared",)
-    unwritten = [outputs[name] for name in outputs if name != "o"] + [workspace[: counters.start]]
+    unwritten = [outputs[name] for name in outputs if name != "o"]
+    unwritten += [workspace[: counters.start], workspace[counters.stop :]]
     launch(
         config, seed, (workspace[counters],), tuple(unwritten), races,
         **call, **outputs, initial_state=x.get("initial_state"), state_count=count if config.states else 0,
         workspace=workspace.data_ptr(), ticket=0x1234567890ABCDEF, intra_chunk_ctas=intra_chunk_ctas, queues=queues, depth=depth,
     )  # fmt: skip
-    ticket = queues * layouts.LINE + layouts.LaunchCounter.TICKET
+    ticket = layouts.LaunchCounter.TICKET
     assert not views.counters[ticket : ticket + 2].any(), "a replay would find the ticket of this launch"
     return tuple(outputs.values())
 
@@ -150,11 +152,11 @@ def in_segments(
     records = layouts.slot_count(1, sum(lengths), chunk, len(lengths)) * HV + 1
     sizes = [layouts.workspace_bytes(records, n, chunk, c.halves) for n, c in zip(queues, (summarize, run))]
     workspace = empty_workspace(max(sizes))
-    kept = records * sum(layouts.record_bytes(chunk).values())
-    counters = kept + queues[0] * summarize.halves * layouts.CARRY_BYTES
+    counters = records * layouts.record_pitch(chunk)
+    carry = counters + layouts.counter_bytes(records, queues[0])
     common = {"workspace": workspace.data_ptr(), "depth": records}
     launch(
-        summarize, 0, (workspace[counters:],), (workspace[:counters], exits, transitions),
+        summarize, 0, (workspace[counters:carry],), (workspace[:counters], workspace[carry:], exits, transitions),
         **described(packed | {"state_v_first": False}, summarize), **common, initial_state=starts, final_state=exits,
         transitions=transitions, ticket=0x1234567890ABCDEF, intra_chunk_ctas=intra_chunk_ctas, queues=queues[0],
     )  # fmt: skip
