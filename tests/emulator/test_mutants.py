@@ -13,7 +13,6 @@ import ptx_emulator
 from kda_core.testing import error, make_inputs, token_oracle, tolerance
 from kda_sm90.kernels.barriers import WARPGROUP, NamedBarrier
 from kda_sm90.kernels.local_records import BARRIER as LOCAL_BARRIER
-from kda_sm90.kernels.prefill import NO_ITEM
 
 DOCS = Path(__file__).parents[2] / "docs/ptx-emulator.md"
 ARRIVE = r"@first mbarrier\.arrive\.release\.cta[^;]*;"
@@ -38,10 +37,10 @@ O_READY = rf"bar\.sync\s+{NamedBarrier.O_READY}, {WARPGROUP + 32};"
 ARRIVALS = rf"mov\.b32\s+(%r\d+), (\d+);(?={GAP}mbarrier\.init[^;]*, \1;)"
 COPY_SIZE = r"mov\.b32\s+(%r\d+), (\d+);(?=[\s\S]*?cp\.async\.bulk[^;]*\], \1, \[)"
 SWIZZLE = "the swizzle of its descriptor"
-#: The loop in which a group waits for the ticket before its first claim. CTA 0 publishes the ticket when it has cleared the counters.
+#: The loop in which a group waits for the ticket before it uses its first inputs. CTA 0 publishes the ticket when it has cleared the counters.
 WAIT_FOR_TICKET = (
     r"(\$L__BB0_\d+):\s+ld\.acquire\.gpu\.global\.b64 [^;]*;\s+setp\.ne\.b64 [^;]*;\s+@%p\d+ bra\s+\1;"
-    rf"(?=(?:(?!ld\.)[^@]|ld\.param|@%p\d+ bra)*?, {NO_ITEM};)"
+    r"(?=(?:(?!ld\.acquire\.gpu\.global\.b64)[\s\S])*?cp\.async\.wait_group)"
 )
 #: A delay of CTA 0, longer than a group needs for its first item.
 DELAY = """
