@@ -133,7 +133,7 @@ def test_of_equal_times_the_launch_has_the_fewest_queues(HV, N, sms):
 
 
 @pytest.mark.parametrize(("T", "queues"), ((512, 64), (1024, 64), (2048, 50)))
-def test_queues_of_short_calls_cut_no_head(T, queues):
+def test_only_queues_of_longer_calls_cut_heads(T, queues):
     chosen = launch_config(shape(T=T, H=64, HV=64), 132)
     assert (chosen.chunk, chosen.config.warpgroups, chosen.queues) == (32, 2, queues)
     assert chosen.depth >= 13

@@ -71,6 +71,12 @@ def by_warpgroup(chunk: int, warpgroups: int, gate: Gate, unbounded: bool, mode:
     return mode in ("whole", "summarize") and warpgroups == 2 and gate != "softplus"
 
 
+def chains_help(chunk: int, by_warpgroups: bool, local: bool) -> bool:
+    """Returns `PrefillConfig.helps`. With local records chains do not help: the loop of the intra-chunk stage then has fewer instructions
+    (docs/kernels/prefill.md)."""
+    return by_warpgroups and chunk == 32 and not local
+
+
 def groups_of(chunk: int, by_warpgroups: bool) -> int:
     """Returns the groups of an intra-chunk CTA; ``by_warpgroups``: `PrefillConfig.by_warpgroup`."""
     return WARPGROUP_THREADS // (4 * chunk) if by_warpgroups else THREADS // (2 * chunk)
@@ -209,9 +215,8 @@ class PrefillConfig:
 
     @property
     def helps(self) -> bool:
-        """Whether the CTAs of chains compute first items before they become chains (docs/kernels/prefill.md). With local records they do not,
-        because the loop of the intra-chunk stage then has fewer instructions."""
-        return self.by_warpgroup and self.chunk == 32 and not self.local
+        """Whether the CTAs of chains compute first items before they become chains."""
+        return chains_help(self.chunk, self.by_warpgroup, self.local)
 
     @property
     def local_period(self) -> int:

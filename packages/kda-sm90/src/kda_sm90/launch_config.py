@@ -30,6 +30,7 @@ from kda_sm90.config import (
     Mode,
     PrefillConfig,
     by_warpgroup,
+    chains_help,
     groups_of,
 )
 
@@ -58,9 +59,9 @@ CHAIN_NS = {(64, 1): 15.3, (64, 2): 25.8, (32, 1): 25.0, (32, 2): 29.3}
 #: The same two times where chains have local records (`PrefillConfig.local`), and how many ns longer such a launch takes, whatever its length.
 #: With these values long calls of 64 and 96 heads get numbers of queues within 1% of the fastest, and calls of up to about 2000 tokens of 64
 #: heads have no local records, which do not make them faster.
-LOCAL_ITEM_NS = 6900
+LOCAL_ITEM_NS = 6780
 LOCAL_CHAIN_NS = 33.9
-LOCAL_NS = 8000
+LOCAL_NS = 4000
 
 #: How many ns a chain needs between two parts of its queue, in the mode ``whole``. With this value calls of 20 and 36 packed sequences get
 #: numbers of queues within 1% of the fastest.
@@ -547,7 +548,7 @@ def _kind(
     # A first chunk counts the same with chains of one half, whose stage may be the other one.
     first_by_warpgroups = by_warpgroup(chunk, 2, gate, unbounded, mode)
     first_ns = WARPGROUP_FIRST_NS[chunk] if first_by_warpgroups else ITEM_NS[chunk, unbounded]
-    helps = by_warpgroups and chunk == 32
+    helps = chains_help(chunk, by_warpgroups, local)
     factor = 0.0 if reads_records else KEPT if mode == "summarize" else 1.0
     token_ns = TOKEN_NS[mode][chunk, warpgroups]
     if local:

@@ -62,7 +62,7 @@ state_free[half]    store warp 1           chain              the store warp has
 early_full and late_full also wait for the bytes of the producer's copies. The chain and store warps publish O and states
 to one another at named barriers (`barriers.NamedBarrier`).
 
-**Issue order of a chunk of 64 tokens** (`Chain.chunk_64`). A line issues one group of wgmmas; the ALU work beside it
+**Issue order of a chunk of 64 tokens** (`Chain.chunk_64`; that of 32 tokens, `Chain.chunk_32`, has R between O1 and S). A line issues one group of wgmmas; the ALU work beside it
 overlaps with the groups in flight. tCrS and tCrX are the bf16 operands of S and of X::
 
     group  product             in flight   ALU work of the warpgroup
@@ -79,9 +79,7 @@ accX = tCrX T follows O2, and v is loaded after R has been rounded.
 
 ptxas would move much of the ALU work to places where no wgmma is in flight, or between the wgmmas of one product.
 Branches that it cannot decide (`opaque_true`) keep the order. Barriers are tested ahead of the wait (``try_wait``),
-because the answer takes 40 to 90 clocks. Products of chunks of 32 are too short to hide the ALU work; there ptxas's
-own order is faster (`Chain.chunk_32`). docs/kernels/chain.md has measurements, and the argument why no role waits
-forever.
+because the answer takes 40 to 90 clocks. docs/kernels/chain.md has measurements, and the argument why no role waits forever.
 
 **Ends of a part.** No chunk is special, so the loop over chunks has no branch for the first or the last one.
 
@@ -623,7 +621,7 @@ class Chain:
 
     @cute.jit
     def chunk_32(self, smem, thr, early_ring, late_ring, o_phase: Int32, opaque_true, is_local, next_local):
-        """Runs one chunk of 32 tokens: the groups of `chunk_64` in the same order.
+        """Runs one chunk of 32 tokens: the groups of `chunk_64`, with R between O1 and S, and the second half of O1 beside R.
         ``is_local``, ``next_local``: whether the record of the chunk, and of the next one, is local."""
         halves_of_k = range(HEAD_DIM // 32), range(HEAD_DIM // 32, HEAD_DIM // 16)
         steps = range(self.chunk // 16)
