@@ -119,7 +119,7 @@ def test_every_call_in_segments_has_its_variants(gate):
     assert needed <= set(ALL)
 
 
-def test_warpgroups_compute_bounded_gates_except_chunks_of_32_for_chains_of_one_half():
+def test_warpgroups_compute_all_chunks_of_32_and_bounded_gates_of_chunks_of_64():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl: the kernel class imports it")
     from kda_sm90.kernels.intra_chunk import WarpgroupIntraChunk
     from kda_sm90.kernels.prefill import SHARED_BYTES, PrefillKernel
@@ -138,10 +138,9 @@ def test_warpgroups_compute_bounded_gates_except_chunks_of_32_for_chains_of_one_
         config
         for config in ALL
         if isinstance(config, PrefillConfig)
-        and (config.mode == "whole" or (config.mode, config.chunk) == ("summarize", 32))
         and (
-            not config.unbounded
-            if config.chunk == 64
-            else config.warpgroups == 2 and config.gate != "softplus"
+            config.mode in ("whole", "summarize")
+            if config.chunk == 32
+            else config.mode == "whole" and not config.unbounded
         )
     }

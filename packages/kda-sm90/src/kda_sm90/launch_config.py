@@ -37,13 +37,14 @@ from kda_sm90.config import (
 #: SMs of an H100 SXM and of an H200. A launch puts one CTA on each.
 SMS = 132
 
-#: ns per chunk of an intra-chunk group, by (chunk size, unbounded gate). The values for unbounded gates lie between
+#: ns per chunk of 64 of an intra-chunk group, by whether gates are unbounded. The value for unbounded gates lies between
 #: those of slow gates and those of steep gates.
-ITEM_NS = {(64, False): 13600, (32, False): 10500, (64, True): 14400, (32, True): 10000}
+ITEM_NS = {False: 13600, True: 14400}
 
-#: The same of groups of one or two warpgroups (`config.by_warpgroup`), by chunk size, and their time for a first chunk, which others hardly
-#: delay.
+#: The same of groups of one or two warpgroups (`config.by_warpgroup`), by chunk size; with softplus gates and chunks of 32, between slow and
+#: steep ones; and the time for a first chunk, which others hardly delay, by chunk size.
 WARPGROUP_ITEM_NS = {32: 6900, 64: 9800}
+SOFTPLUS_ITEM_NS = 7900
 WARPGROUP_FIRST_NS = {32: 7100, 64: 7700}
 #: How many ns longer a chain needs after the last record of a launch than after the first one, where chains help. The value was fitted to
 #: short calls in the mode ``whole``.
@@ -54,7 +55,7 @@ HELP_NS = 2200
 #: ns per token of a chain, by (chunk size, warpgroups), while intra-chunk CTAs run beside it. A chain that runs alone, or
 #: whose start is a small part of a long call, is up to 15% faster. With the values of chunks of 64, which are those of an H100, and with
 #: WARPGROUP_ITEM_NS, 24 heads and pinned calls of 32 and 64 heads of 8192 tokens get numbers of queues within 1% of the fastest.
-CHAIN_NS = {(64, 1): 15.3, (64, 2): 25.8, (32, 1): 25.0, (32, 2): 29.3}
+CHAIN_NS = {(64, 1): 15.3, (64, 2): 25.8, (32, 1): 23.0, (32, 2): 29.3}
 
 #: The same two times where chains have local records (`PrefillConfig.local`), and how many ns longer such a launch takes, whatever its length.
 #: With these values long calls of 64 and 96 heads get numbers of queues within 1% of the fastest, and calls of up to about 2000 tokens of 64
@@ -102,13 +103,14 @@ KEPT = 0.93
 #: ns of a launch before its first item starts and after its last one ends.
 START_NS = 15000
 
-#: Records in all rings per intra-chunk group, by (chunk size, unbounded gate): those that the group writes, those that it has claimed,
-#: and those that wait for their chain. Unbounded gates need more because the times of their items differ. With fewer
+#: Records in all rings per intra-chunk group of chunks of 64, by whether gates are unbounded: those that the group writes, those that it has
+#: claimed, and those that wait for their chain. Unbounded gates need more because the times of their items differ. With fewer
 #: records, groups wait for a free one; with more, records leave the L2 before the chain reads them.
-RECORDS_PER_GROUP = {(64, False): 1.2, (32, False): 1.75, (64, True): 1.7, (32, True): 1.9}
-#: The same of groups of one or two warpgroups, by chunk size.
-RECORDS_PER_WARPGROUP = {32: 2.05, 64: 1.6}
-#: The same where chains have local records.
+RECORDS_PER_GROUP = {False: 1.2, True: 1.7}
+#: The same of groups of one or two warpgroups, by (chunk size, warpgroups of a chain CTA).
+RECORDS_PER_WARPGROUP = {(32, 1): 2.55, (32, 2): 2.05, (64, 1): 1.6, (64, 2): 1.6}
+#: The same for chunks of 32 and chains of both halves, with softplus gates, and where chains have local records.
+SOFTPLUS_RECORDS_PER_WARPGROUP = 2.3
 LOCAL_RECORDS_PER_WARPGROUP = 2.2
 #: Most records of a ring with groups of two warpgroups. If chains bind, deeper rings fill up, and their records leave the L2.
 MOST_DEPTH = 16
@@ -277,7 +279,7 @@ def _with_rings(shape: ProblemShape, choice: _Choice, **fields: Any) -> LaunchCo
         slot = config.chunks_per_slot
         depth = max(slot, min(RING_RECORDS // queues, min(most, 2) * slot))
     else:
-        per_group = records_per_group(config.chunk, config.unbounded, config.by_warpgroup, config.local)
+        per_group = records_per_group(config)
         wanted = math.ceil(_numbers(per_group * ctas * config.groups / queues, config.local))
         if config.chunk == 64 and config.by_warpgroup:
             wanted = min(wanted, MOST_DEPTH)
@@ -290,11 +292,15 @@ def may_be_local(shape: ProblemShape, chunk: int, warpgroups: int) -> bool:
     return (chunk, warpgroups) == (32, 2) and shape.options.bounded_gate
 
 
-def records_per_group(chunk: int, unbounded: bool, by_warpgroups: bool, local: bool) -> float:
-    """Returns `RECORDS_PER_GROUP`, `RECORDS_PER_WARPGROUP` or `LOCAL_RECORDS_PER_WARPGROUP`, by fields of a `PrefillConfig`."""
-    if local:
+def records_per_group(config: PrefillConfig) -> float:
+    """Returns the records in all rings per intra-chunk group of a variant."""
+    if config.local:
         return LOCAL_RECORDS_PER_WARPGROUP
-    return RECORDS_PER_WARPGROUP[chunk] if by_warpgroups else RECORDS_PER_GROUP[chunk, unbounded]
+    if not config.by_warpgroup:
+        return RECORDS_PER_GROUP[config.unbounded]
+    if config.gate == "softplus" and (config.chunk, config.warpgroups) == (32, 2):
+        return SOFTPLUS_RECORDS_PER_WARPGROUP
+    return RECORDS_PER_WARPGROUP[config.chunk, config.warpgroups]
 
 
 def least_depth(chunk: int, by_warpgroups: bool) -> int:
@@ -316,7 +322,6 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
             spacings = {0, spacing_of(shape)}
             return max(launch_config(shape, sms, None, spacing).workspace_bytes for spacing in spacings)
         return backward_launch_config(shape, sms, mode=mode).workspace_bytes
-    unbounded = not shape.options.bounded_gate
     found = 0
     for chunk, warpgroups in TOKEN_NS[mode]:
         model = _model(shape, chunk, warpgroups, sms, mode=mode)
@@ -329,10 +334,12 @@ def workspace_bytes(shape: ProblemShape, sms: int = SMS, mode: Mode = "whole") -
         elif model.most:
             # Each queue rounds its records up, by less than one. An additional queue displaces intra-chunk groups, which
             # need more records than that. So these totals bound the records for every number of queues.
-            by_warpgroups = by_warpgroup(chunk, warpgroups, gate_of(shape), unbounded, mode)
             local = mode == "whole" and may_be_local(shape, chunk, warpgroups)
-            per_cta = records_per_group(chunk, unbounded, by_warpgroups, local) * model.groups
-            least = model.most * least_depth(chunk, by_warpgroups)
+            config = _variant(
+                chunk, warpgroups, states=mode == "reverse", mode=mode, local=local, **_gate(shape)
+            )
+            per_cta = records_per_group(config) * model.groups
+            least = model.most * least_depth(chunk, config.by_warpgroup)
             rings = max(math.ceil(_numbers(per_cta * sms, local)), least)
             records = min(rings, model.most * _most_depth(shape, model, model.most))
             found = max(found, layouts.workspace_bytes(records, model.most, chunk))
@@ -543,11 +550,13 @@ def _kind(
     reads_records = mode == "execute"
     launch = PrefillConfig(64, warpgroups, states=mode in ("reverse", "recompute"), mode=mode)
     per_slot = launch.chunks_per_slot
-    by_warpgroups = by_warpgroup(chunk, warpgroups, gate, unbounded, mode)
-    item_ns = WARPGROUP_ITEM_NS[chunk] if by_warpgroups else ITEM_NS[chunk, unbounded]
-    # A first chunk counts the same with chains of one half, whose stage may be the other one.
-    first_by_warpgroups = by_warpgroup(chunk, 2, gate, unbounded, mode)
-    first_ns = WARPGROUP_FIRST_NS[chunk] if first_by_warpgroups else ITEM_NS[chunk, unbounded]
+    by_warpgroups = by_warpgroup(chunk, unbounded, mode)
+    if by_warpgroups:
+        item_ns, first_ns = WARPGROUP_ITEM_NS[chunk], WARPGROUP_FIRST_NS[chunk]
+    else:
+        item_ns = first_ns = ITEM_NS[unbounded]
+    if by_warpgroups and gate == "softplus":
+        item_ns = SOFTPLUS_ITEM_NS
     helps = chains_help(chunk, by_warpgroups, local)
     factor = 0.0 if reads_records else KEPT if mode == "summarize" else 1.0
     token_ns = TOKEN_NS[mode][chunk, warpgroups]

@@ -1,4 +1,4 @@
-"""The intra-chunk stage of chunks of 32 tokens for chains of both halves of V, except softplus gates: one warpgroup per chunk and value head.
+"""The intra-chunk stage of chunks of 32 tokens: one warpgroup per chunk and value head.
 
 It writes the records of `kda_cute.device.intra_chunk` (whose words this file uses) with two thirds of the shared-memory traffic:
 
@@ -97,7 +97,7 @@ class Layout(NamedTuple):
     norms    2 x 256 / 512      sum of squares over a panel: k [32 / 64], q [32 / 64]
     scales   4 / 8 x 256        of a warp's block: inverse norms of k [16], of q [16] with scale; s [16]
     ends     none / 512         2^(G_end - A), A the last anchor, fp32 [128]
-    refined  4 x 1104           of a warp: refined products, see `steep.SteepColumns`; unbounded gates only
+    refined  4 x 1168           of a warp: refined products, see `steep.SteepColumns`; unbounded gates only
     ======== ================== ==============================================================================
 
     ``gates``: of g. ``kg``: of Kg, or with folded records of the columns at the last anchor, which become Kg~. Those are still in use when
@@ -288,9 +288,6 @@ class WarpgroupIntraChunk(Inputs):
         table = p.base + ptx.select(upper, Int32(self.layout.sums), Int32(self.layout.firsts))
         values = [ptx.select(upper, y, z) for y, z in zip(block_sum, first, strict=True)]
         ptx.store_shared_x4(table + p.block * 512 + p.channel * 4, values)
-        is_steep = None
-        if self.config.unbounded:
-            is_steep = self.steep.vote(p, first, block_sum)
         cute.arch.cp_async_wait_group(0)  # k and q
         cute.arch.sync_warp()
         self.store_norms(p)
@@ -298,7 +295,7 @@ class WarpgroupIntraChunk(Inputs):
         self.wait_for_reads(worker, self.late_copies)  # of Kg of the turn before
         hooks.sync()
 
-        self.operands(p, x, sums, first, other, (beta_bf16, beta_fp32), chunk.valid, record, is_steep)
+        self.operands(p, x, sums, first, other, (beta_bf16, beta_fp32), chunk.valid, record)
         self.wait_for_reads(worker, 0)  # of everything else of the turn before
         cute.arch.fence_proxy("async.shared", space="cta")
         hooks.sync()
@@ -388,8 +385,8 @@ class WarpgroupIntraChunk(Inputs):
 
     # ---- operands
 
-    def operands(self, p: Place, x, sums, first, other, beta, valid, record, is_steep):
-        """Stores rows, columns and Kg to shared memory, Kd, Qd and a to the record. ``is_steep``: of `SteepColumns.vote`."""
+    def operands(self, p: Place, x, sums, first, other, beta, valid, record):
+        """Stores rows, columns and Kg to shared memory, Kd, Qd and a to the record."""
         self.store_scales(p, x, beta, valid)
         cell = p.base + p.channel * 4
         load = lambda table, block: ptx.load_shared_x4(cell + table + block * 512, Float32)
@@ -445,7 +442,9 @@ class WarpgroupIntraChunk(Inputs):
                 ptx.store_shared_x2_if(p.base + self.layout.ends + (p.channel + 2 * i) * 4, pair, stores)
         anchors = Anchors(shift, hops, from_start, to_end, next_anchor, after_next)
         if self.config.unbounded:
-            self.store_operands_of_unbounded(p, anchors, sums, record, is_steep)
+            lowest = [y + z for y, z in zip(sums[ROWS - 1], shift, strict=True)]
+            lanes, is_steep = self.steep.vote(p, lowest, next_anchor)
+            self.store_operands_of_unbounded(p, anchors, sums, record, lanes, is_steep)
         else:
             self.store_operands(p, anchors, self.exponents(anchors, sums), record)
 
@@ -454,19 +453,20 @@ class WarpgroupIntraChunk(Inputs):
         return [[y + z for y, z in zip(row, anchors.shift, strict=True)] for row in sums]
 
     @cute.jit
-    def store_operands_of_unbounded(self, p: Place, anchors, sums, record, is_steep: Boolean):
-        """Calls `store_operands`, in a steep panel of a block with what `SteepColumns.refine` returns."""
+    def store_operands_of_unbounded(self, p: Place, anchors, sums, record, lanes: Int32, is_steep: Boolean):
+        """Calls `store_operands`, in a steep panel of a block with what `SteepColumns.refine` returns. ``lanes``, ``is_steep``: of
+        `SteepColumns.vote`."""
         if is_steep:
             kg = self.kg_cell(p, record) - p.cell
-            exponents, lost = self.steep.refine(p, kg, self.exponents(anchors, sums))
-            self.store_operands(p, anchors, exponents, record, lost)
+            exponents = self.steep.refine(p, kg, self.exponents(anchors, sums), lanes)
+            self.store_operands(p, anchors, exponents, record, is_steep=True)
         else:
             self.store_operands(p, anchors, self.exponents(anchors, sums), record)
 
-    def store_operands(self, p: Place, anchors, exponents, record, lost=None):
+    def store_operands(self, p: Place, anchors, exponents, record, is_steep=False):
         """Stores rows, columns and Kg to shared memory, Kd and Qd to the record. With folded records there is no Kg.
 
-        ``exponents``: X. ``lost``: in a steep panel, bit 4r is set if the lane's row r has no column factor; None: all rows have one.
+        ``exponents``: X. ``is_steep``: whether rows may be lost, and the columns at the next anchor need exponentials of their own.
         """
         scales = p.base + self.layout.scales + p.warp * 256 + p.half * 32
         norm_k, norm_q, factor_k = (
@@ -474,9 +474,7 @@ class WarpgroupIntraChunk(Inputs):
             for at in (0, 64, 128)
         )
         has_kg = not self.config.folded
-        to_end = (
-            [ptx.ex2(y) for y in (anchors.to_end if lost is None else anchors.after_next)] if has_kg else []
-        )
+        to_end = [ptx.ex2(y) for y in (anchors.after_next if is_steep else anchors.to_end)] if has_kg else []
         minus = [y ^ Int32(-0x7FFF8000) for y in anchors.from_start]  # both signs
         # The columns of the lane's block at the anchor of block i are block `first_column(i)` + p.block of all columns.
         own = p.panel + p.cell
@@ -497,18 +495,17 @@ class WarpgroupIntraChunk(Inputs):
                 q_row.append(q[c] * norm_q[r] * decay)
                 scaled = k[c] * factor_k[r]
                 column.append(scaled * growth)
-                if lost is None and has_kg:
-                    kg.append(column[c] * to_end[c])
-                elif lost is not None:  # not from the column, because 2^-X may be infinite
+                if is_steep:  # not from the column, because 2^-X may be infinite
                     hopped.append(scaled * ptx.ex2(anchors.next_anchor[c] - exponent))
                     kg.append(hopped[c] * to_end[c])
+                elif has_kg:
+                    kg.append(column[c] * to_end[c])
             k_row, q_row, column, hopped, kg = (pack(y) for y in (k_row, q_row, column, hopped, kg))
-            if lost is None:
-                hopped = [product(column, hop) for hop in anchors.hops]
-            else:
+            if is_steep:
                 hopped = [hopped]
-                is_lost = (lost >> (4 * r)) & 1 > 0
-                column = [ptx.select(is_lost, Int32(0), y) for y in column]
+                column = self.steep.without_lost(exponents[r], column)
+            else:
+                hopped = [product(column, hop) for hop in anchors.hops]
             ptx.store_shared_x2(shared, k_row)
             ptx.store_shared_x2(shared + self.layout.q, q_row)
             if has_kg:

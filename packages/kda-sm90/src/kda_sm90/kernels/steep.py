@@ -1,11 +1,11 @@
 """Columns of unbounded gates without split factors, in the intra-chunk stage of `kernels.intra_chunk`.
 
-A row has a column factor 2^-X while X, which contains `OFFSET`, is above -`SPLIT_LIMIT`. If X is lower in some channel of a panel, the row
-is *lost* in this panel: its column becomes 0 there, and `kda_cute.device.intra_chunk.refine` computes its products with the rows of its
-block over the channels of the panel. Only gates up to the row decide whether it is lost, so later tokens do not change the rounding of
-earlier ones.
+A row has a column factor 2^-X while X, which contains `OFFSET`, is above -`LIMIT`. If X is lower in one of a lane's four channels (a *quad*), the
+row is *lost* in this quad: its column becomes 0 there, and this module computes its products with the rows of its block, by the halves of
+`kda_cute.device.intra_chunk.refine`. Only gates up to the row decide whether it is lost, so later tokens do not change the rounding of earlier ones.
 
-The warp of a block and a panel refines the lost rows of both. It does so only if the whole block falls far enough (`SteepColumns.vote`).
+The warp of a block and a panel refines the lost rows of both. It gathers the quads of lost rows, so that one MMA multiplies four of them. It does
+so for columns 0 to 7 and for columns 8 to 15 apart, because steep channels lose their last rows first.
 """
 
 from types import SimpleNamespace
@@ -14,85 +14,94 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from kda_cute.device import ptx
-from kda_cute.device.intra_chunk.decay import SPLIT_LIMIT
-from kda_cute.device.intra_chunk.refine import Refinement, element
+from kda_cute.device.intra_chunk.blocks import pack
+from kda_cute.device.intra_chunk.refine import accumulator, element, select
 from kda_cute.records import BLOCK
 
-#: Added to X of unbounded gates, so that twice as steep a block has split factors. It cancels in every product.
-OFFSET = 60.0
+#: Added to X of unbounded gates, so that steeper blocks have split factors. It cancels in every product. Operands of rows contain 2^`OFFSET`,
+#: and Kd, Qd and Kg are 0 where they are below 2^-32.
+OFFSET = 94.0
+
+#: A column factor is at most 2^`LIMIT`. A row factor below 2^-126 is 0, and its product with a column factor would be below 2^-30.
+LIMIT = 96.0
+
+LEAST_POWER = -126.0  # binary logarithm of the least power of two that is not 0 as a factor
+UPPER_LANES = 0xFFFF  # those of rows 0 to 7
 
 ROW = 128  # bytes of a row of k or q in a panel
 EXPONENTS_ROW = 256  # bytes of X of a row over the channels of a panel
-PITCH = 17 * 4  # bytes from a row of the refined products to the next
-FLAG = BLOCK * PITCH  # offset of whether there are such products
+PITCH = 18 * 4  # bytes from a row of the refined products to the next
+FLAG = BLOCK * PITCH  # offset of the flag of the refined products
 BYTES = FLAG + 16  # of a warp
-
-
-class PanelRefinement(Refinement):
-    """`Refinement` of a block over a panel of 64 channels. ``p`` of its methods: `SteepColumns.place`."""
-
-    slices = 2
-
-    def exponents(self, p, m, row):
-        start = ptx.select(row >= 8, p.exponents[1], p.exponents[0]) + row % 8 * EXPONENTS_ROW
-        units = [start + ((8 * m + 2 * p.quad_lane + unit) ^ row % 8) * 16 for unit in range(2)]
-        return [x for unit in units for x in ptx.load_shared_x4(unit, Float32)]
-
-    def fragment(self, p, name, half, m):
-        start = getattr(p, name) + (p.row + 8 * half) * ROW
-        return ptx.load_shared_x4(start + ((4 * m + p.quad_lane) ^ p.row) * 16, Int32)
 
 
 class SteepColumns:
     """The lost columns of a group. ``p`` of the methods: the `Place` of the calling thread in `kernels.intra_chunk`."""
 
     def __init__(self, layout):
-        self.layout, self.refinement = layout, PanelRefinement()
+        self.layout = layout
 
-    def vote(self, p, first, block_sum) -> Boolean:
-        """Returns whether a row of the warp's block may be lost in its panel, and stores this for `with_refined`. A barrier must lie between.
+    def vote(self, p, lowest, hop) -> tuple[Int32, Boolean]:
+        """Returns which lanes have lost rows, a bit for each, and whether the columns of the warp's block at its own anchor do not determine those
+        at the next one: a row is lost, or the power of two between the anchors is below 2^-126. Stores the flag for `with_refined`; a barrier must
+        lie between.
 
-        ``first``, ``block_sum``: log decays of the block's first row and of all its rows, of the lane's channels.
+        ``lowest``: X of the lane's last row. ``hop``: of block 0, the difference of the anchors.
         """
-        falls = [x - y for x, y in zip(first, block_sum, strict=True)]
-        most = ptx.maximum(ptx.maximum(falls[0], falls[1]), ptx.maximum(falls[2], falls[3]))
-        # An anchor is up to 0.5 above the first row. 1 also covers the rounding of the sums.
-        steep = cute.arch.vote_any_sync(most >= Float32(OFFSET + SPLIT_LIMIT - 1.0))
-        ptx.store_shared(self.products(p, p.warp) + FLAG, Int32(steep))
-        return steep
+        lost = Int32(cute.arch.vote_ballot_sync(-minimum(lowest) >= Float32(LIMIT)))
+        far = cute.arch.vote_any_sync((p.block == 0) & (minimum(hop) < Float32(LEAST_POWER)))
+        flag = Int32((lost >> 16) & UPPER_LANES != 0) + 2 * Int32((lost & UPPER_LANES) != 0)
+        ptx.store_shared(self.products(p, p.warp) + FLAG, flag)
+        return lost, (lost != 0) | far
+
+    def without_lost(self, exponents, words):
+        """Returns the words of a quad of a row, 0 if the row is lost there. ``exponents``: X of the quad."""
+        is_lost = minimum(exponents) <= Float32(-LIMIT)
+        return [ptx.select(is_lost, Int32(0), y) for y in words]
 
     def products(self, p, warp):
-        """Returns the address of the refined products of a warp: fp32 [16, 16], L below the diagonal, Aqk transposed on and above it."""
+        """Returns the address of the refined products of a warp, fp32 [16, 18]. Row i has those of L in the columns before i, and after
+        them those of row 15 - i of Aqk. Behind them is the flag: 1 if columns 8 to 15 are refined, plus 2 if columns 0 to 7 are."""
         return p.base + self.layout.refined + warp * BYTES
 
-    def refine(self, p, kg, exponents):
-        """Stores the refined products of the warp's block and panel.
+    def refine(self, p, kg, exponents, lanes: Int32):
+        """Stores the refined products of the warp's block and panel, and returns the exponents again.
 
         Args:
             kg: shared address of the panel's image of Kg. It and the columns hold X meanwhile, where only this warp writes.
             exponents: X [8 rows][4 channels] of the lane.
-
-        Returns:
-            The exponents again, and the lost ones of the lane's 8 rows: bit 4r of row r.
+            lanes: those with lost rows, of `vote`.
         """
         place = self.place(p, kg)
-        own = ptx.select(p.half > 0, place.exponents[1], place.exponents[0])
-        cells = [own + r * EXPONENTS_ROW + (p.quad_of_channels ^ r) * 16 for r in range(8)]
-        for cell, x in zip(cells, exponents, strict=True):
-            ptx.store_shared_x4(cell, x)
-        cute.arch.sync_warp()
-        products, falls = (cute.make_rmem_tensor((n,), Float32) for n in (16, 2))
-        products.fill(0.0)
-        falls.fill(0.0)
-        self.refinement.refine(place, products, falls)
-        lost = [cute.arch.vote_ballot_sync(falls[half] >= Float32(SPLIT_LIMIT)) for half in range(2)]
-        self.store_products(p, place, products, lost)
-        exponents = [ptx.load_shared_x4(cell, Float32) for cell in cells]
+        own = ptx.select(p.half > 0, place.exponents[1], place.exponents[0]) + p.quad_of_channels * 16
+        for r in range(8):
+            ptx.store_shared_x4(exponents_cell(own, r), exponents[r])
+        counts, quads = self.gather(p, lanes)
+        for half in (1, 0):
+            self.refine_columns(p, place, counts[half], quads, half)
+        own = ptx.opaque(own)  # the addresses would occupy registers
+        exponents = [ptx.load_shared_x4(exponents_cell(own, r), Float32) for r in range(8)]
         cute.arch.sync_warp()  # operands overwrite k, q and the exponents
-        return exponents, ptx.select(p.half > 0, Int32(lost[1]), Int32(lost[0]))
+        return exponents
+
+    def gather(self, p, lanes):
+        """Returns, for both halves of the rows, the number of quads with lost rows, and in lane ``16*half + i`` the i-th quad of a half; the others
+        follow those with lost rows."""
+        halves = [lanes & UPPER_LANES, (lanes >> 16) & UPPER_LANES]
+        counts = [cute.arch.popc(y) for y in halves]
+        own, count = (ptx.select(p.half > 0, y[1], y[0]) for y in (halves, counts))
+        before = cute.arch.popc(own & ((Int32(1) << p.quad_of_channels) - 1))
+        is_lost = (own >> p.quad_of_channels) & 1 > 0
+        rank = ptx.select(is_lost, before, count + p.quad_of_channels - before)
+        table = self.products(p, p.warp)  # which has no products yet
+        ptx.store_shared(table + (p.half * 16 + rank) * 4, p.quad_of_channels)
+        cute.arch.sync_warp()
+        quads = ptx.load_shared(table + p.lane * 4, Int32)
+        cute.arch.sync_warp()
+        return counts, quads
 
     def place(self, p, kg):
-        """Returns the thread's place in the fragments of `Refinement`, and the addresses of its operands."""
+        """Returns the thread's place in the fragments of an MMA, and the addresses of its operands."""
         rows = p.block * (BLOCK * ROW)
         columns = p.panel + self.layout.columns
         # Block 0: the columns c0 and c0 hopped. Block 1: c1, and its rows of Kg.
@@ -103,47 +112,117 @@ class SteepColumns:
             exponents=(low, high),
         )  # fmt: skip
 
-    def store_products(self, p, place, products, lost):
-        """Stores the refined products times the scales of their rows and columns, 0 in columns that are not lost."""
-        scales = p.base + self.layout.scales + p.warp * 256
-        of_row = [
-            [ptx.load_shared(scales + at + (place.row + 8 * half) * 4, Float32) for half in range(2)]
-            for at in (0, 64)
-        ]
-        start = self.products(p, p.warp)
-        for tile in range(2):
-            for e in range(2):
-                in_tile = 2 * place.quad_lane + e
-                is_lost = (Int32(lost[tile]) >> (4 * in_tile)) & 1 > 0
-                column = 8 * tile + in_tile
-                factor = ptx.load_shared(scales + 128 + column * 4, Float32)
-                factor = ptx.select(is_lost, factor, Float32(0.0))
-                for half in range(2):
-                    row = place.row + 8 * half
-                    l, aqk = (
-                        products[element(kind, tile, half, e)] * of_row[kind][half] * factor
-                        for kind in range(2)
-                    )
-                    ptx.store_shared_if(start + row * PITCH + column * 4, l, row > column)
-                    ptx.store_shared_if(start + column * PITCH + row * 4, aqk, row >= column)
+    @cute.jit
+    def refine_columns(self, p, place, count: Int32, quads: Int32, half: cutlass.Constexpr[int]):
+        """Stores the refined products of the columns ``8*half`` to ``8*half + 7``, if any is lost. ``count``, ``quads``: of `gather`."""
+        if count > 0:
+            acc, products = (cute.make_rmem_tensor((n,), Float32) for n in (36, 16))
+            acc.fill(0.0)
+            products.fill(0.0)
+            for step in range((count + 3) // 4):
+                quad = cute.arch.shuffle_sync(quads, 16 * half + 4 * step + place.quad_lane)
+                self.add_quads(place, acc, quad, half)
+            select(place, acc, products, (half,))
+            self.store_products(p, place, products, half)
+
+    def add_quads(self, place, acc, quad, half):
+        """Adds the products of four quads to the accumulators. ``quad``: that of the thread's channels."""
+
+        # The first row of every array is a multiple of 256 bytes, so the XOR of the swizzle may apply to a whole address.
+        def exponents(row, half):
+            start = place.exponents[half] + row * (EXPONENTS_ROW + 16)
+            return ptx.load_shared_x4(start ^ (quad * 16), Float32)
+
+        def words(region, half):
+            start = (region + place.row * (ROW + 16)) ^ (quad * 8)
+            return ptx.load_shared_x2(start + 8 * half * ROW, Int32)
+
+        def decay(x, y):
+            """Returns 2^-|x - y|."""
+            return pack([ptx.ex2(-ptx.absolute(a - b)) for a, b in zip(x, y, strict=True)])
+
+        def decayed(x, factors):
+            return [ptx.mul_bf16x2(pair, factor) for pair, factor in zip(x, factors, strict=True)]
+
+        def add(size, k, q, columns):
+            """Adds (rows of k, rows of q) @ columns^T."""
+            at = accumulator(size, half)
+            a = [k[0], q[0], k[1], q[1]]
+            for i, x in enumerate(ptx.mma_m16n8k16(a, columns, [acc[at + i] for i in range(4)])):
+                acc[at + i] = x
+
+        x, k, q = exponents(place.row, half), words(place.k, half), words(place.q, half)
+        is_lost = minimum(x) <= Float32(-LIMIT)
+        columns = [ptx.select(is_lost, y, Int32(0)) for y in k]  # the others have split factors
+        if half == 0:
+            anchor = exponents(Int32(0), 1)
+            factors = decay(exponents(place.row, 1), anchor)
+            rows = [decayed(words(region, 1), factors) for region in (place.k, place.q)]
+            add(8, *rows, decayed(columns, decay(x, anchor)))
+        for size in (4, 2):
+            factors = decay(x, exponents((place.row | size) & -size, half))
+            add(size, *(decayed(y, factors) for y in (k, q, columns)))
+        # Size 1: the row is the anchor itself, an odd row, so that only columns decay. Size 0: nothing decays.
+        add(1, k, q, decayed(columns, decay(x, exponents(place.row | 1, half))))
+        add(0, k, q, columns)
+
+    def cell(self, row, pair, kind):
+        """Returns the offset of the products of a row, at most 7, with columns ``pair`` and ``pair + 1``, and the distance to those of the
+        row 8 below. ``kind``: 0 is L, 1 is Aqk."""
+        if kind == 0:
+            return row * PITCH + pair * 4, 8 * PITCH
+        # Aqk begins at an even column, behind the pair that ends L's.
+        return (15 - row) * PITCH + (16 - row + (row & 1) + pair) * 4, -8 * (PITCH + 4)
+
+    def store_products(self, p, place, products, tile):
+        """Stores the refined products of a tile of columns times the scales of their rows and columns."""
+        scales, pair = p.base + self.layout.scales + p.warp * 256, 2 * place.quad_lane
+        halves = range(tile, 2)
+        of_column = ptx.load_shared_x2(scales + 128 + (8 * tile + pair) * 4, Float32)
+        for kind in range(2):
+            start, step = self.cell(place.row, pair, kind)
+            start += self.products(p, p.warp) + 32 * tile
+            for half in halves:
+                of_row = ptx.load_shared(scales + 64 * kind + (place.row + 8 * half) * 4, Float32)
+                values = [products[element(kind, tile, half, e)] * (of_row * of_column[e]) for e in range(2)]
+                # Of a diagonal tile, pairs that are above the diagonal have no place.
+                below = place.row + kind > pair if half == tile else Boolean(True)
+                ptx.store_shared_x2_if(start + step * half, values, below)
 
     @cute.jit
     def with_refined(self, p, diagonal: list):
         """Returns the diagonal block of the calling warp, two accumulator tiles of L (warps 0 and 1) or Aqk, plus the refined products of
-        both panels."""
+        both panels. Elements that `finish` or `causal` ignore are meaningless."""
         total = cute.make_rmem_tensor((8,), Float32)
         for i in cutlass.range_constexpr(8):
             total[i] = diagonal[i // 4][i % 4]
-        is_l = p.warp < 2
+        row, pair, is_l = p.lane // 4, 2 * (p.lane % 4), p.warp < 2
+        (start, step), of_aqk = self.cell(row, pair, 0), self.cell(row, pair, 1)
+        start, step = ptx.select(is_l, start, of_aqk[0]), ptx.select(is_l, Int32(step), Int32(of_aqk[1]))
+        below = row + ptx.select(is_l, Int32(0), Int32(1)) > pair
         for panel in cutlass.range_constexpr(2):
-            start = self.products(p, p.warp % 2 * 2 + panel)
-            if ptx.load_shared(start + FLAG, Int32) > 0:
-                for i in cutlass.range_constexpr(8):
-                    row = p.lane // 4 + 8 * (i % 4 // 2)
-                    column = 8 * (i // 4) + 2 * (p.lane % 4) + i % 2
-                    at = ptx.select(is_l, row * PITCH + column * 4, column * PITCH + row * 4)
-                    x = ptx.load_shared(start + at, Float32)
-                    total[i] = total[i] + ptx.select(
-                        (is_l & (row > column)) | ((is_l == False) & (row >= column)), x, Float32(0.0)
-                    )
+            products = self.products(p, p.warp % 2 * 2 + panel)
+            flag = ptx.load_shared(products + FLAG, Int32)
+            if flag & 1 > 0:
+                self.add(total, products + start + step + 32, 3, below)
+            if flag & 2 > 0:
+                self.add(total, products + start, 0, below)
+                self.add(total, products + start + step, 1, Boolean(True))
         return [[total[4 * tile + i] for i in range(4)] for tile in range(2)]
+
+    @cute.jit
+    def add(self, total: cute.Tensor, address, half_tile: cutlass.Constexpr[int], condition: Boolean):
+        """Adds the pair of products at an address to half a tile of ``total`` if ``condition``."""
+        if condition:
+            for e, x in enumerate(ptx.load_shared_x2(address, Float32)):
+                total[2 * half_tile + e] = total[2 * half_tile + e] + x
+
+
+def exponents_cell(cell, r):
+    """Returns the address of X of the lane's row r, from that of row 0."""
+    return (cell ^ (r * 16)) + r * EXPONENTS_ROW
+
+
+def minimum(values):
+    """Returns the minimum of four values."""
+    return ptx.minimum(ptx.minimum(values[0], values[1]), ptx.minimum(values[2], values[3]))

@@ -51,20 +51,7 @@ class RowScales(NamedTuple):
 
 
 class Refinement:
-    """The products of a warp's diagonal block in the columns that have no split factors.
-
-    A subclass may have another layout of shared memory: it overrides `slices`, `exponents` and `fragment`.
-    """
-
-    slices = 4  # of 32 channels
-
-    def exponents(self, p, m, row):
-        """Returns fp32 [8]: G, relative to any row of the block, of one row in the thread's 8 channels of slice m."""
-        return load_exponents(p, m, row)
-
-    def fragment(self, p, name, half, m):
-        """Returns bf16x2 [4]: k or q (``name``) of the thread's row ``half`` in the same channels."""
-        return load_fragment(p, getattr(p, name), half, m)
+    """The products of a warp's diagonal block in the columns that have no split factors."""
 
     @cute.jit
     def refine_if(self, p: Place, steep: Boolean, products: cute.Tensor, falls: cute.Tensor):
@@ -84,11 +71,11 @@ class Refinement:
         acc = cute.make_rmem_tensor((36,), Float32)  # `accumulator`
         acc.fill(0.0)
         # Unrolled: ptxas schedules the whole kernel for fewer registers once a loop has accumulators of its own.
-        for m in cutlass.range_constexpr(self.slices):
+        for m in cutlass.range_constexpr(4):
             self.add_slice(p, acc, falls, m)
         for half in cutlass.range_constexpr(2):
             falls[half] = ptx.quad_max(falls[half])
-        self.select(p, acc, products)
+        select(p, acc, products)
 
     def add_slice(self, p: Place, acc, falls, m):
         """Adds to all products those of the channels of slice m."""
@@ -103,8 +90,8 @@ class Refinement:
         def decayed(x, factors):
             return [ptx.mul_bf16x2(pair, factor) for pair, factor in zip(x, factors, strict=True)]
 
-        exponents = [self.exponents(p, m, p.row + 8 * half) for half in range(2)]
-        keys, queries = ([self.fragment(p, x, half, m) for half in range(2)] for x in ("k", "q"))
+        exponents = [load_exponents(p, m, p.row + 8 * half) for half in range(2)]
+        keys, queries = ([load_fragment(p, x, half, m) for half in range(2)] for x in (p.k, p.q))
         for half in range(2):
             for x in exponents[half]:
                 falls[half] = ptx.maximum(falls[half], -x)
@@ -113,7 +100,7 @@ class Refinement:
             first = (p.row | size) & -size
             columns = None
             for half in range(2):
-                anchor = self.exponents(p, m, first % 8 + 8 * max(half, size // 8))
+                anchor = load_exponents(p, m, first % 8 + 8 * max(half, size // 8))
                 # 2^(G - G_anchor) for a row, 2^(G_anchor - G) for a column: rows are at or below the anchor, columns above it.
                 factors = pack(
                     [ptx.ex2(-ptx.absolute(x - y)) for x, y in zip(exponents[half], anchor, strict=True)]
@@ -126,28 +113,10 @@ class Refinement:
                     add(accumulator(size, half), k, q, columns or k)
         for half in range(2):
             # Size 1: the row is the anchor itself, an odd row, so that only columns decay. Size 0: nothing decays.
-            anchor = self.exponents(p, m, (p.row | 1) + 8 * half)
+            anchor = load_exponents(p, m, (p.row | 1) + 8 * half)
             factors = pack([ptx.ex2(y - x) for x, y in zip(exponents[half], anchor, strict=True)])
             add(accumulator(1, half), keys[half], queries[half], decayed(keys[half], factors))
             add(accumulator(0, half), keys[half], queries[half], keys[half])
-
-    def select(self, p: Place, acc, products):
-        """Takes each pair of rows from the product of its size, the highest bit in which the numbers of row and column
-        differ. Pairs above the diagonal stay 0."""
-        for kind in range(2):
-            for e in range(2):
-                column = 2 * p.quad_lane + e
-                products[element(kind, 0, 1, e)] = acc[accumulator(8) + 2 * kind + e]
-                for half in range(2):
-                    of_size = lambda size: acc[accumulator(size, half) + 2 * kind + e]  # noqa: B023 - called at once
-                    x = ptx.select(p.row == column, of_size(0), Float32(0.0))
-                    for size in (4, 2, 1):
-                        # Of the bits from `size` up, only `size` differs; and the row has it, so it is below the diagonal.
-                        # If the row lacks it, a bit that `size` never has makes the two sides differ.
-                        differing = (p.row ^ column) & (8 - size)
-                        here = (differing | (~p.row & size) << 3) == size
-                        x = ptx.select(here, of_size(size), x)
-                    products[element(kind, half, half, e)] = x
 
     def scaled(self, p: Place, products, splittable, scales: RowScales):
         """Returns the refined products times the scales of their rows and columns, as four tiles: two of L, two of Aqk.
@@ -165,3 +134,30 @@ class Refinement:
                         values.append(products[element(kind, tile, half, e)] * factor)
                 tiles.append(values)
         return tiles
+
+
+def select(p, acc, products, halves=(0, 1)):
+    """Takes each pair of rows from the product of its size, the highest bit in which the numbers of row and column differ. Pairs above the
+    diagonal stay 0.
+
+    Args:
+        p: has the thread's ``row`` and ``quad_lane``.
+        acc: products of all sizes (`accumulator`).
+        products: those that are taken (`element`).
+        halves: of the columns: 0 stands for columns 0 to 7, 1 for the others.
+    """
+    for kind in range(2):
+        for e in range(2):
+            column = 2 * p.quad_lane + e
+            if 0 in halves:
+                products[element(kind, 0, 1, e)] = acc[accumulator(8) + 2 * kind + e]
+            for half in halves:
+                of_size = lambda size: acc[accumulator(size, half) + 2 * kind + e]  # noqa: B023 - called at once
+                x = ptx.select(p.row == column, of_size(0), Float32(0.0))
+                for size in (4, 2, 1):
+                    # Of the bits from `size` up, only `size` differs; and the row has it, so it is below the diagonal.
+                    # If the row lacks it, a bit that `size` never has makes the two sides differ.
+                    differing = (p.row ^ column) & (8 - size)
+                    here = (differing | (~p.row & size) << 3) == size
+                    x = ptx.select(here, of_size(size), x)
+                products[element(kind, half, half, e)] = x
