@@ -58,6 +58,13 @@ def test_precomputed_gates_that_are_steep_enough_to_refine_columns(dtype):
     assert torch.equal(changed[:, :75], o[:, :75]) and not torch.equal(changed, o)
 
 
+@pytest.mark.parametrize(
+    ("chunk", "warpgroups"), [*starmap(nightly, [(64, 1), (64, 2)]), (32, 1), nightly(32, 2)]
+)
+def test_masks_whose_sum_is_near_the_smallest_exponent(chunk, warpgroups):
+    check(make_inputs("finite masks", 160, H=1, HV=2), chunk, warpgroups, intra_chunk_ctas=2, queues=2)
+
+
 @pytest.mark.nightly  # every change runs a case of `test_calibration`
 @pytest.mark.parametrize(("chunk", "warpgroups"), [(64, 1), (32, 2)])
 def test_precomputed_gates_with_masks(chunk, warpgroups):

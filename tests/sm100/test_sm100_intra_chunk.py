@@ -65,7 +65,7 @@ def test_packed_sequences_and_grouped_heads(C):
 
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize("C", (32, 64))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, "finite masks"))
 def test_records_on_a_gpu(family, C):
     x = make_inputs(family, 200, B=2, H=2, HV=4, device="cuda").arguments
     assert_close(computed(x, C, None, "sm_90a"), wanted(x, C, None))

@@ -104,7 +104,7 @@ def limits(config):
 
 @pytest.mark.arch((9, 0))
 @pytest.mark.parametrize(("C", "warpgroups"), ((32, 1), (32, 2), (64, 1)))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, "finite masks"))
 def test_every_operand_matches_the_specification(family, C, warpgroups):
     x = make_inputs(family, 200, B=2, H=2, HV=4, device="cuda").arguments
     assert_specified(x, C, warpgroups, None)

@@ -112,7 +112,7 @@ class BackendConformance(
         kda.full_only(T > 200)
         kda.agrees(kda.case("slow", T, HV=4, initial_state=True))
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", (*FAMILIES, "finite masks"))
     @pytest.mark.parametrize("T", (130, 1000))
     def test_gates(self, kda: Runner, family: str, T: int) -> None:
         """Every family of gates agrees with the oracle: bounded and unbounded, in the kernel and precomputed, saturated, masked, mixed."""

@@ -19,14 +19,16 @@ plain      needs no feature of a backend: q and k are normalised, beta is the fp
 
 The extremes change one thing of a family, by draws that follow the family's:
 
-==========  ============================================================================================================
-one key     as masked, but every key is that of token 0, beta's logits are 8 and g = -1e-4: inverses by a truncated series
-            or in fp16 overflow
-near keys   as one key, plus N(0, 0.01) in fp32 to every element of k before its rounding
-zero keys   as one key, but k = 0: the state only decays
-zero gates  as slow, but with precomputed fp32 g = 0: nothing decays
-spikes      as mixed, but raw g = 40 where U(0,1) < 1/50 per element: these gates forget everything
-==========  ============================================================================================================
+============  ==========================================================================================================
+finite masks  as masked, but masks are -U(40, 50) where U(0,1) < 1/8 per (token, head): two of them decay by about 2^-126, the
+              smallest normal number of fp32
+one key       as masked, but every key is that of token 0, beta's logits are 8 and g = -1e-4: inverses by a truncated
+              series or in fp16 overflow
+near keys     as one key, plus N(0, 0.01) in fp32 to every element of k before its rounding
+zero keys     as one key, but k = 0: the state only decays
+zero gates    as slow, but with precomputed fp32 g = 0: nothing decays
+spikes        as mixed, but raw g = 40 where U(0,1) < 1/50 per element: these gates forget everything
+============  ==========================================================================================================
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ BF16 = torch.bfloat16
 FAMILIES = ("steep", "slow", "memory", "saturated", "masked", "mixed")
 PLAIN = "plain"
 EXTREMES = {
+    "finite masks": "masked",
     "one key": "masked",
     "near keys": "masked",
     "zero keys": "masked",
@@ -175,6 +178,9 @@ def _changed(extreme: str, x: dict[str, Any], normal: Any, uniform: Any) -> dict
     if extreme == "zero gates":
         raw = dict.fromkeys(("use_gate_in_kernel", "A_log", "dt_bias", "lower_bound"))
         return raw | {"g": torch.zeros(g.shape)}
+    if extreme == "finite masks":
+        mask = uniform(*g.shape[:3], 1) < 1 / 8
+        return {"g": torch.where(mask, -40.0 - 10.0 * uniform(*g.shape), g.clamp(min=-0.1))}
     if extreme == "spikes":
         return {"g": torch.where(uniform(*g.shape) < 1 / 50, 40.0, g)}
     found = {"g": torch.full(g.shape, -1e-4), "beta": torch.full(x["beta"].shape, 8.0)}
