@@ -21,11 +21,10 @@ DEADLOCK, RACE, WRONG = "deadlock", "a race", "a wrong result"
 UNWRITTEN = "an undefined value is stored to"
 
 GAP = r"(?:\s|//.*)*"  # blanks and comments
-#: Barriers between stores and the loads of other threads: a warp barrier after stmatrix, a named barrier before ldmatrix.
-AFTER_STMATRIX = rf"(stmatrix\.sync[^;]*;{GAP})bar\.warp\.sync\s+-1;"
-BEFORE_LDMATRIX = (
-    r"bar\.sync\s+%r\d+, \d+;(?=(?:(?!bar\.sync)[\s\S])*?ldmatrix\.sync\.aligned\.m8n8\.x4\.shared)"
-)
+#: Barriers between stores and the loads of other threads: a warp barrier between the factors of rows and their loads, and the named barrier in
+#: front of the wgmma of the intra-chunk stage.
+AFTER_FACTORS = r"(st\.shared\.b32 [^;]*;(?:(?!bar\.)[\s\S])*?)bar\.warp\.sync\s+-1;(?=(?:(?!bar\.)[\s\S])*?ld\.shared\.v4)"
+BEFORE_WGMMA = r"bar\.sync\s+%r\d+, \d+;(?=(?:(?!bar\.sync)[\s\S])*?wgmma\.fence)"
 #: The comparison of a row index with the number of rows, before the store of that row.
 VALID_ROW = (
     rf"setp\.lt\.s32(\s+(%p\d+), %r\d+, %r\d+;{GAP}selp\.b32\s+(%r\d+), 1, 0, \2;{GAP}"
@@ -65,8 +64,8 @@ MUTANTS = {
     "records published without order": (RACE, r"st\.release\.gpu", "st.relaxed.gpu", 0),
     "records acquired without order": (RACE, r"ld\.acquire\.gpu", "ld.relaxed.gpu", 0),
     "no wait for the copies of q and k": (UNWRITTEN, r"cp\.async\.wait_group\s+0;", "", 0),
-    "an intra-chunk stage without its barrier": (RACE, BEFORE_LDMATRIX, "", 1),
-    "lanes that read what others store, without their barrier": (RACE, AFTER_STMATRIX, r"\1", 1),
+    "an intra-chunk stage without its barrier": (RACE, BEFORE_WGMMA, "", 1),
+    "lanes that read what others store, without their barrier": (RACE, AFTER_FACTORS, r"\1", 0),
     "o stored before it is ready": (UNWRITTEN, O_READY, "", 1),
     "an mbarrier of too few arrivals": (RACE, ARRIVALS, lowered(1), 1),
     "the wrong phase of an mbarrier": (
@@ -109,8 +108,7 @@ def mutated(ptx, pattern, replacement, count):
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_noticed(mutant, monkeypatch):
     x = make_inputs("slow", 160, H=1).arguments
-    config = prefill.config_of(x, 64, 1, unbounded=True)  # with the stage of kda_cute
-    assert not config.by_warpgroup
+    config = prefill.config_of(x, 32, 1)
     ptx, shared = prefill.compiled(config)
     how, *change = MUTANTS[mutant]
     assert f"| {mutant} | {how} |" in DOCS.read_text(), (
@@ -125,7 +123,7 @@ def test_mutants_are_noticed(mutant, monkeypatch):
     except ptx_emulator.ExecutionError as caught:
         assert how in str(caught)
         return
-    limits = tolerance(x, 64, oracle=want)
+    limits = tolerance(x, 32, oracle=want)
     errors = error(found[0], want[0]), error(found[1], want[1], state=True)
     assert any(e > limit for e, limit in zip(errors, limits)), "not noticed"
     assert how == WRONG
@@ -158,12 +156,11 @@ def test_mutants_of_local_records_are_noticed(mutant, monkeypatch):
         prefill.prefill(x, config, queues=1, intra_chunk_ctas=1, depth=7)
 
 
-@pytest.mark.parametrize(("T", "chunk", "warpgroups"), [(200, 64, 1), nightly(280, 32, 2)])
-def test_groups_wait_for_the_counters_before_they_claim(T, chunk, warpgroups, monkeypatch):
+def test_groups_wait_for_the_counters_before_they_claim(monkeypatch):
     """Relaxed accesses and atomics are no races. So only a late clear shows whether groups wait for it: without the wait it erases
     that their records are ready."""
-    x = make_inputs("slow", T, H=1).arguments
-    config = prefill.config_of(x, chunk, warpgroups, unbounded=chunk == 64)
+    x = make_inputs("slow", 280, H=1).arguments
+    config = prefill.config_of(x, 32, 2)
     ptx, shared = prefill.compiled(config)
     run = lambda: prefill.prefill(x, config, depth=9, intra_chunk_ctas=1)
     want = run()

@@ -1,6 +1,7 @@
 """The prefill kernel of kda-sm90 on the emulator against the fp64 oracle. Every change runs each variant once, and the nightly session the
 other combinations."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise, starmap
 
@@ -63,6 +64,19 @@ def test_precomputed_gates_that_are_steep_enough_to_refine_columns(dtype):
 )
 def test_masks_whose_sum_is_near_the_smallest_exponent(chunk, warpgroups):
     check(make_inputs("finite masks", 160, H=1, HV=2), chunk, warpgroups, intra_chunk_ctas=2, queues=2)
+
+
+def test_decays_at_the_limit_of_column_factors():
+    """In each last block of a chunk one channel of a panel decays by 2^-190, up to roundings. So some sums are above the limit by one order of
+    additions and below it by another, and all uses of the limit must agree."""
+    x = make_inputs("masked", 256, H=1, HV=4)
+    rng = torch.Generator().manual_seed(1)
+    shares = torch.rand(4, 15, 4, 2, generator=rng) + 0.1
+    decays = 190 * math.log(2) * shares / shares.sum(1, keepdim=True)
+    decays[:, -1] *= 1 + 1e-6 * torch.randn(4, 4, 2, generator=rng)
+    g = torch.zeros(1, 256, 4, 128)
+    g.view(4, 64, 4, 128)[:, 49:, :, 5::64] = -decays
+    check(x.replace(g=g), 64, 1, intra_chunk_ctas=2, queues=2)
 
 
 @pytest.mark.nightly  # every change runs a case of `test_calibration`

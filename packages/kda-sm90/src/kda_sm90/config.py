@@ -63,12 +63,10 @@ HALVES: dict[Mode, int] = {
 }
 
 
-def by_warpgroup(chunk: int, unbounded: bool, mode: Mode) -> bool:
+def by_warpgroup(chunk: int, mode: Mode) -> bool:
     """Returns whether the groups of the intra-chunk stage are warpgroups (`kernels.intra_chunk`, `kernels.intra_chunk_64`), by fields of a
     `PrefillConfig`. Where they would be slower, they are not (docs/kernels/intra-chunk.md)."""
-    if chunk == 64:
-        return mode == "whole" and not unbounded
-    return mode in ("whole", "summarize")
+    return mode == "whole" or (mode == "summarize" and chunk == 32)
 
 
 def chains_help(chunk: int, by_warpgroups: bool, local: bool) -> bool:
@@ -211,7 +209,7 @@ class PrefillConfig:
     @property
     def by_warpgroup(self) -> bool:
         """Whether the groups of the intra-chunk stage are warpgroups. If not, the stage is that of `kda_cute.device.intra_chunk`."""
-        return by_warpgroup(self.chunk, self.unbounded, self.mode)
+        return by_warpgroup(self.chunk, self.mode)
 
     @property
     def helps(self) -> bool:

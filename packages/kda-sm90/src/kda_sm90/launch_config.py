@@ -37,14 +37,14 @@ from kda_sm90.config import (
 #: SMs of an H100 SXM and of an H200. A launch puts one CTA on each.
 SMS = 132
 
-#: ns per chunk of 64 of an intra-chunk group, by whether gates are unbounded. The value for unbounded gates lies between
-#: those of slow gates and those of steep gates.
+#: ns per chunk of 64 of an intra-chunk group of the stage of `kda_cute`, by whether gates are unbounded. The value for unbounded gates lies
+#: between those of slow gates and those of steep gates.
 ITEM_NS = {False: 13600, True: 14400}
 
-#: The same of groups of one or two warpgroups (`config.by_warpgroup`), by chunk size; with softplus gates and chunks of 32, between slow and
-#: steep ones; and the time for a first chunk, which others hardly delay, by chunk size.
+#: The same of groups of one or two warpgroups (`config.by_warpgroup`), by chunk size; with softplus gates, between slow and steep ones; and the
+#: time for a first chunk, which others hardly delay.
 WARPGROUP_ITEM_NS = {32: 6900, 64: 9800}
-SOFTPLUS_ITEM_NS = 7900
+SOFTPLUS_ITEM_NS = {32: 7900, 64: 12000}
 WARPGROUP_FIRST_NS = {32: 7100, 64: 7700}
 #: How many ns longer a chain needs after the last record of a launch than after the first one, where chains help. The value was fitted to
 #: short calls in the mode ``whole``.
@@ -109,11 +109,12 @@ START_NS = 15000
 RECORDS_PER_GROUP = {False: 1.2, True: 1.7}
 #: The same of groups of one or two warpgroups, by (chunk size, warpgroups of a chain CTA).
 RECORDS_PER_WARPGROUP = {(32, 1): 2.55, (32, 2): 2.05, (64, 1): 1.6, (64, 2): 1.6}
-#: The same for chunks of 32 and chains of both halves, with softplus gates, and where chains have local records.
-SOFTPLUS_RECORDS_PER_WARPGROUP = 2.3
+#: The same with softplus gates, whose items take different times, and where chains have local records.
+SOFTPLUS_RECORDS_PER_WARPGROUP = {(32, 1): 2.55, (32, 2): 2.3, (64, 1): 2.4, (64, 2): 2.4}
 LOCAL_RECORDS_PER_WARPGROUP = 2.2
-#: Most records of a ring with groups of two warpgroups. If chains bind, deeper rings fill up, and their records leave the L2.
-MOST_DEPTH = 16
+#: Most records of a ring with groups of two warpgroups, with bounded, precomputed unbounded and softplus gates. If chains bind, deeper rings fill
+#: up, and their records leave the L2.
+MOST_DEPTH, UNBOUNDED_MOST_DEPTH, SOFTPLUS_MOST_DEPTH = 16, 18, 28
 
 #: Least number of records of a ring. The chain publishes that it has read record n only after it has requested record n + 2
 #: (``kernels.chain.IN_FLIGHT``), so a ring of fewer than 3 records, or 5 places with local records, would deadlock.
@@ -282,7 +283,8 @@ def _with_rings(shape: ProblemShape, choice: _Choice, **fields: Any) -> LaunchCo
         per_group = records_per_group(config)
         wanted = math.ceil(_numbers(per_group * ctas * config.groups / queues, config.local))
         if config.chunk == 64 and config.by_warpgroup:
-            wanted = min(wanted, MOST_DEPTH)
+            unbounded = SOFTPLUS_MOST_DEPTH if config.gate == "softplus" else UNBOUNDED_MOST_DEPTH
+            wanted = min(wanted, unbounded if config.unbounded else MOST_DEPTH)
         depth = max(1, min(max(wanted, least_depth(config.chunk, config.by_warpgroup)), most))
     return LaunchConfig(config, ctas, queues, depth)
 
@@ -298,9 +300,8 @@ def records_per_group(config: PrefillConfig) -> float:
         return LOCAL_RECORDS_PER_WARPGROUP
     if not config.by_warpgroup:
         return RECORDS_PER_GROUP[config.unbounded]
-    if config.gate == "softplus" and (config.chunk, config.warpgroups) == (32, 2):
-        return SOFTPLUS_RECORDS_PER_WARPGROUP
-    return RECORDS_PER_WARPGROUP[config.chunk, config.warpgroups]
+    found = SOFTPLUS_RECORDS_PER_WARPGROUP if config.gate == "softplus" else RECORDS_PER_WARPGROUP
+    return found[config.chunk, config.warpgroups]
 
 
 def least_depth(chunk: int, by_warpgroups: bool) -> int:
@@ -550,13 +551,12 @@ def _kind(
     reads_records = mode == "execute"
     launch = PrefillConfig(64, warpgroups, states=mode in ("reverse", "recompute"), mode=mode)
     per_slot = launch.chunks_per_slot
-    by_warpgroups = by_warpgroup(chunk, unbounded, mode)
+    by_warpgroups = by_warpgroup(chunk, mode)
     if by_warpgroups:
-        item_ns, first_ns = WARPGROUP_ITEM_NS[chunk], WARPGROUP_FIRST_NS[chunk]
+        item_ns = (SOFTPLUS_ITEM_NS if gate == "softplus" else WARPGROUP_ITEM_NS)[chunk]
+        first_ns = WARPGROUP_FIRST_NS[chunk]
     else:
         item_ns = first_ns = ITEM_NS[unbounded]
-    if by_warpgroups and gate == "softplus":
-        item_ns = SOFTPLUS_ITEM_NS
     helps = chains_help(chunk, by_warpgroups, local)
     factor = 0.0 if reads_records else KEPT if mode == "summarize" else 1.0
     token_ns = TOKEN_NS[mode][chunk, warpgroups]

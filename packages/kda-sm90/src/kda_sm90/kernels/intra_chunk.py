@@ -73,6 +73,7 @@ ROWS = 8  # of a lane
 BLOCK_BYTES = BLOCK * ROW  # of a block of rows of an image
 MAGIC = 1.5 * 2**23  # x + MAGIC rounds x to an integer, which the low bits then hold
 LOWEST = -126.0  # of an anchor of bounded gates: 2^A is a normal number
+ONES = 0x3F803F80  # 1 and 1 in bf16
 ZERO = -127.0  # the anchor for which `power` is 0
 OFFSET = steep.OFFSET
 
@@ -86,7 +87,8 @@ class Layout(NamedTuple):
     region   bytes              content
     ======== ================== ==============================================================================
     panels   2 x panel          k, q -> rows [64 / 128 rows]; g -> columns [48 / 160]; Kg [32], each row 128 bytes, swizzled
-                                as an image. g in fp32: [32 / 64 rows][64], not swizzled
+                                as an image. g in fp32: [32 / 64 rows][64], not swizzled. Chunks of 64 with
+                                unbounded gates: the last block of columns again, without lost rows [16]
     minus_l  2 / 4 x 1280       diagonal blocks of -L, then of T, by columns `COLUMN` apart; folded records: with the next region
                                 then the image of Aqk~
     l_block  1 / 6 x 1024       blocks of L below the diagonal, in two bf16 parts
@@ -97,18 +99,20 @@ class Layout(NamedTuple):
     norms    2 x 256 / 512      sum of squares over a panel: k [32 / 64], q [32 / 64]
     scales   4 / 8 x 256        of a warp's block: inverse norms of k [16], of q [16] with scale; s [16]
     ends     none / 512         2^(G_end - A), A the last anchor, fp32 [128]
-    refined  4 x 1168           of a warp: refined products, see `steep.SteepColumns`; unbounded gates only
+    refined  4 / 8 x 1168       of a warp: refined products, see `steep.SteepColumns`; unbounded gates only. With chunks of 64
+                                in the place of the blocks of L, before these are stored
     ======== ================== ==============================================================================
 
     ``gates``: of g. ``kg``: of Kg, or with folded records of the columns at the last anchor, which become Kg~. Those are still in use when
-    the next g arrives, so they lie behind it. Local records (`kernels.local_records`) have no images here: the group stores them where its
-    chain reads them.
+    the next g arrives, so they lie behind it. ``last``: of the last block of columns without lost rows. Local records (`kernels.local_records`)
+    have no images here: the group stores them where its chain reads them.
     """
 
     q: int
     gates: int
     columns: int
     kg: int
+    last: int
     panel: int
     minus_l: int
     l_block: int
@@ -136,12 +140,14 @@ class Layout(NamedTuple):
         else:
             kg = columns + max(gate_bytes, first_column(blocks) * BLOCK_BYTES)
             squares, ends = 2 * square if has_images else 0, 0
-        panel = kg + (image if has_images else 0)
+        last = kg + (image if has_images else 0)
+        panel = last + (BLOCK_BYTES if config.folded and config.unbounded else 0)
         sizes = (
             2 * panel, blocks * 16 * COLUMN, blocks * (blocks - 1) // 2 * 1024, squares, blocks * 512, blocks * 512,
-            16 * chunk, 2 * blocks * 256, ends, 4 * steep.BYTES if config.unbounded else 0,
+            16 * chunk, 2 * blocks * 256, ends, 4 * steep.BYTES if config.unbounded and not config.folded else 0,
         )  # fmt: skip
-        return cls(image, gates, columns, kg, panel, *accumulate(sizes))
+        layout = cls(image, gates, columns, kg, last, panel, *accumulate(sizes))
+        return layout._replace(refined=layout.minus_l) if config.folded else layout
 
 
 class Hooks(NamedTuple):
@@ -184,9 +190,10 @@ class Place:
 class Anchors(NamedTuple):
     """What the anchor A of the lane's block determines, for its four channels. With unbounded gates, X is greater by `OFFSET`.
 
-    ``shift``: X before the lane's first row. ``hops``: 2^(A_i - A) of block i, from the second one on. ``from_start``: 2^(G - X). Both are
+    ``shift``: X before the lane's first row. ``hops``: 2^(A_i - A_(i-1)) of block i, from the second one on. ``from_start``: 2^(G - X). Both are
     bf16x2 [2]. ``to_end``: G_end - G + X.
-    Of unbounded gates, ``next_anchor``: A_1 - A_0 in block 0, in block 1 ``to_end``; ``after_next``: what remains to ``to_end``.
+    Of unbounded gates, ``next_anchor``: the difference to the anchor of the next block; in the last block ``to_end``, with folded records only
+    where the last row is lost, else 0. ``after_next``: what remains to ``to_end``.
     """
 
     shift: list
@@ -226,7 +233,7 @@ class WarpgroupIntraChunk(Inputs):
         self.image_bytes = config.chunk * ROW  # of a panel of k, q or Kg
         self.square_bytes = 2 * config.chunk * config.chunk
         self.layout = Layout.of(config, self.has_images)
-        self.steep = steep.SteepColumns(self.layout)
+        self.steep = steep.SteepColumns(self.layout, self.blocks, config.folded)
 
     def place(self, worker: Worker) -> Place:
         """Returns where the calling thread works."""
@@ -303,7 +310,7 @@ class WarpgroupIntraChunk(Inputs):
         if not self.config.folded:
             self.store_kg(worker, record("kg"))
         claimed = hooks.claim_next()
-        self.store_blocks(p, self.multiply(p), record)
+        self.store_blocks(p, self.multiply(p), record, hooks.sync)
         hooks.store_claim(claimed)
         hooks.sync()
         hooks.publish_previous(published)
@@ -415,13 +422,15 @@ class WarpgroupIntraChunk(Inputs):
         next_anchor = after_next = None
         if self.config.unbounded:
             shift, to_end = ([y + Float32(OFFSET) for y in z] for z in (shift, to_end))
-            hop = [z - y for y, z in zip(anchors, later[0], strict=True)]
-            next_anchor = [ptx.select(p.block > 0, y, z) for y, z in zip(to_end, hop, strict=True)]
+            next_anchor = self.steep.last_shift(to_end)
+            for b in reversed(range(self.blocks - 1)):
+                hop = [z - y for y, z in zip(anchors, later[b], strict=True)]
+                next_anchor = [ptx.select(p.block > b, y, z) for y, z in zip(next_anchor, hop, strict=True)]
             after_next = [y - z for y, z in zip(to_end, next_anchor, strict=True)]
         if falls_further:
             hops = [
-                pack([power(rounded(z - y, ZERO)) for y, z in zip(anchors, one, strict=True)])
-                for one in later
+                pack([power(rounded(z - y, ZERO)) for y, z in zip(before, one, strict=True)])
+                for before, one in zip([anchors, *later], later, strict=False)
             ]
             offset = Float32(OFFSET if self.config.unbounded else 0.0)
             from_start = pack([power(ptx.maximum(a - offset, Float32(MAGIC + ZERO))) for a in anchors])
@@ -438,7 +447,8 @@ class WarpgroupIntraChunk(Inputs):
             stores = (p.block == self.blocks - 1) & (p.half == 0)
             self.store_decays(record("a") + at * 4, pair, stores)
             if self.config.folded:
-                pair = [ptx.ex2(y) for y in to_end[2 * i : 2 * i + 2]]
+                shifts = to_end if next_anchor is None else after_next
+                pair = [ptx.ex2(y) for y in shifts[2 * i : 2 * i + 2]]
                 ptx.store_shared_x2_if(p.base + self.layout.ends + (p.channel + 2 * i) * 4, pair, stores)
         anchors = Anchors(shift, hops, from_start, to_end, next_anchor, after_next)
         if self.config.unbounded:
@@ -457,8 +467,11 @@ class WarpgroupIntraChunk(Inputs):
         """Calls `store_operands`, in a steep panel of a block with what `SteepColumns.refine` returns. ``lanes``, ``is_steep``: of
         `SteepColumns.vote`."""
         if is_steep:
-            kg = self.kg_cell(p, record) - p.cell
-            exponents = self.steep.refine(p, kg, self.exponents(anchors, sums), lanes)
+            # Free space: of Kg's last block, or what only folded records need.
+            spare = p.panel + self.layout.last
+            if not self.config.folded:
+                spare = self.kg_cell(p, record) - p.cell + BLOCK_BYTES
+            exponents = self.steep.refine(p, spare, self.exponents(anchors, sums), lanes)
             self.store_operands(p, anchors, exponents, record, is_steep=True)
         else:
             self.store_operands(p, anchors, self.exponents(anchors, sums), record)
@@ -468,6 +481,7 @@ class WarpgroupIntraChunk(Inputs):
 
         ``exponents``: X. ``is_steep``: whether rows may be lost, and the columns at the next anchor need exponentials of their own.
         """
+        is_last = p.block == self.blocks - 1
         scales = p.base + self.layout.scales + p.warp * 256 + p.half * 32
         norm_k, norm_q, factor_k = (
             [y for i in range(2) for y in ptx.load_shared_x4(scales + at + 16 * i, Float32)]
@@ -478,7 +492,17 @@ class WarpgroupIntraChunk(Inputs):
         minus = [y ^ Int32(-0x7FFF8000) for y in anchors.from_start]  # both signs
         # The columns of the lane's block at the anchor of block i are block `first_column(i)` + p.block of all columns.
         own = p.panel + p.cell
-        own_columns = own + p.block * (p.block + 1) // 2 * BLOCK_BYTES
+        own_columns = own + p.block * (p.block + 1) // 2 * BLOCK_BYTES + self.layout.columns
+        last_kg = own_columns
+        if self.layout.last < self.layout.panel:
+            # `multiply` needs the last block without lost rows, Kg with them.
+            other = own - (self.blocks - 1) * BLOCK_BYTES + self.layout.last
+            own_columns = ptx.select(is_last, other, own_columns)
+        # From one anchor to the next one, from the lane's own on, or in a steep panel from the next one on.
+        hops = [
+            [ptx.select(p.block + is_steep < i, y, Int32(ONES)) for y in hop]
+            for i, hop in enumerate(anchors.hops, 1)
+        ]
         own_kg = self.kg_cell(p, record) if has_kg else None
         kd, qd = self.cell(p, record("kd")), self.cell(p, record("qd"))
         for r in range(ROWS):
@@ -497,23 +521,25 @@ class WarpgroupIntraChunk(Inputs):
                 column.append(scaled * growth)
                 if is_steep:  # not from the column, because 2^-X may be infinite
                     hopped.append(scaled * ptx.ex2(anchors.next_anchor[c] - exponent))
-                    kg.append(hopped[c] * to_end[c])
-                elif has_kg:
-                    kg.append(column[c] * to_end[c])
+                if has_kg:
+                    kg.append((hopped if is_steep else column)[c] * to_end[c])
             k_row, q_row, column, hopped, kg = (pack(y) for y in (k_row, q_row, column, hopped, kg))
             if is_steep:
-                hopped = [hopped]
                 column = self.steep.without_lost(exponents[r], column)
             else:
-                hopped = [product(column, hop) for hop in anchors.hops]
+                hopped = column
             ptx.store_shared_x2(shared, k_row)
             ptx.store_shared_x2(shared + self.layout.q, q_row)
             if has_kg:
                 self.store_kg_row(own_kg, r, kg)
-            ptx.store_shared_x2(in_row(own_columns, r) + self.layout.columns, column)
-            for i, words in enumerate(hopped, 1):
+            ptx.store_shared_x2(in_row(own_columns, r), column)
+            if self.layout.last < self.layout.panel:
+                ptx.store_shared_x2_if(in_row(last_kg, r), hopped, is_last)
+            for i in range(1, self.blocks):
+                if i > 1 or not is_steep:
+                    hopped = product(hopped, hops[i - 1])
                 at = shared + self.layout.columns + first_column(i) * BLOCK_BYTES
-                ptx.store_shared_x2_if(at, words, p.block < i)
+                ptx.store_shared_x2_if(at, hopped, p.block < i)
             self.store_row(kd, r, product(k_row, minus))
             self.store_row(qd, r, product(q_row, anchors.from_start))
 
@@ -548,35 +574,40 @@ class WarpgroupIntraChunk(Inputs):
 
     def multiply(self, p: Place):
         """Returns the warp's 16 rows of (rows) (columns)^T, two accumulator tiles for each block of columns."""
-        columns = BLOCK * first_column(self.blocks)
-        mma = hopper_helpers.make_trivial_tiled_mma(
-            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, columns)
-        )
-        part = mma.get_slice(p.thread % WARPGROUP)
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((64, columns)), Float32)
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, False)
+        count = first_column(self.blocks)
+        parts = [(self.layout.columns, count)]  # offsets, and blocks of columns
+        if self.layout.last < self.layout.panel:
+            parts = [(self.layout.columns, count - 1), (self.layout.last, 1)]
+        found = []
         warpgroup.fence()
-        for panel in range(2):
-            start = p.base + panel * self.layout.panel
-            rows = start + self.rows_of_warpgroup(p)
-            a = mma.make_fragment_A(part.partition_A(image(rows, 64)))
-            b = mma.make_fragment_B(part.partition_B(image(start + self.layout.columns, columns)))
-            for k in range(PANEL // 16):
-                cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-                atom.set(warpgroup.Field.ACCUMULATE, True)
+        for offset, blocks in parts:
+            mma = hopper_helpers.make_trivial_tiled_mma(
+                BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, BLOCK * blocks)
+            )  # fmt: skip
+            part = mma.get_slice(p.thread % WARPGROUP)
+            acc = cute.make_rmem_tensor(mma.partition_shape_C((64, BLOCK * blocks)), Float32)
+            atom = cute.make_mma_atom(mma.op)
+            atom.set(warpgroup.Field.ACCUMULATE, False)
+            for panel in range(2):
+                start = p.base + panel * self.layout.panel
+                rows = start + self.rows_of_warpgroup(p)
+                a = mma.make_fragment_A(part.partition_A(image(rows, 64)))
+                b = mma.make_fragment_B(part.partition_B(image(start + offset, BLOCK * blocks)))
+                for k in range(PANEL // 16):
+                    cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+                    atom.set(warpgroup.Field.ACCUMULATE, True)
+            found += [(acc, i) for i in range(blocks)]
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        count = first_column(self.blocks)
-        return [[[acc[8 * i + 4 * tile + e] for e in range(4)] for tile in range(2)] for i in range(count)]
+        return [[[acc[8 * i + 4 * tile + e] for e in range(4)] for tile in range(2)] for acc, i in found]
 
     def rows_of_warpgroup(self, p: Place):
         """Returns the offset in a panel of the 64 rows that the warpgroup multiplies: all rows of k and q."""
         return 0
 
     @cute.jit
-    def store_blocks(self, p: Place, blocks, record):
-        """Stores the blocks of L for `finish`, and those of Aqk as an image. ``blocks``: of `multiply`."""
+    def store_blocks(self, p: Place, blocks, record, sync):
+        """Stores the blocks of L for `finish`, and those of Aqk as an image. ``blocks``: of `multiply`. ``sync``: the group's barrier."""
         square = self.square(p.base, record, "aqk")
         lower = p.warp % 2 > 0
         diagonal = [

@@ -1,4 +1,4 @@
-"""The intra-chunk stage of chunks of 64 tokens with bounded gates: two warpgroups per chunk and value head.
+"""The intra-chunk stage of chunks of 64 tokens: two warpgroups per chunk and value head.
 
 It is the stage of `kernels.intra_chunk` with twice as many warps. Differences:
 
@@ -14,7 +14,8 @@ It is the stage of `kernels.intra_chunk` with twice as many warps. Differences:
 
 - The warps of k invert L as in `kda_cute.device.intra_chunk.inverse`: each a diagonal block, then each a column of blocks.
 - Records are folded (`kda_cute.device.intra_chunk.fold`): Kg~ = T^T Kg and Aqk~ = Aqk T replace Kg and Aqk. The columns at the last anchor
-  are Kg but for 2^(G_end - A_3), which scales the rows of Kg~^T = Kg^T T. So Kg itself is not computed. `complete` has the order::
+  are Kg but for 2^(G_end - A_3), which scales the rows of Kg~^T = Kg^T T. So Kg itself is not computed. With unbounded gates the last block
+  is stored twice: rows that are lost (`kernels.steep`) are 0 as columns, but not in Kg. `complete` has the order::
 
     all warps        wgmma: each warpgroup a panel of Kg~^T
     warps of q       wgmma: Aqk~ -> shared memory, in the place of L
@@ -91,11 +92,14 @@ class TwoWarpgroupIntraChunk(WarpgroupIntraChunk):
     # ---- L and Aqk
 
     @cute.jit
-    def store_blocks(self, p: Place, blocks, record):
+    def store_blocks(self, p: Place, blocks, record, sync):
         """Stores the blocks of L below the diagonal and the inverses of the diagonal blocks for `finish`, and those of Aqk for `complete`.
-        ``blocks``: of `multiply`."""
+        ``blocks``: of `multiply`. ``sync``: the group's barrier."""
         row = p.warp % 4
         diagonal = self.diagonal(row, blocks)
+        if const_expr(self.config.unbounded):
+            diagonal = self.steep.with_refined(p, diagonal)
+            sync()  # blocks of L and their inverses replace the refined products
         for i in cutlass.range_constexpr(1, self.blocks):
             if row == i:
                 below = blocks[first_column(i) : first_column(i) + i]

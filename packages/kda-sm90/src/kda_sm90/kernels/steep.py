@@ -8,6 +8,7 @@ The warp of a block and a panel refines the lost rows of both. It gathers the qu
 so for columns 0 to 7 and for columns 8 to 15 apart, because steep channels lose their last rows first.
 """
 
+import math
 from types import SimpleNamespace
 
 import cutlass
@@ -38,18 +39,31 @@ BYTES = FLAG + 16  # of a warp
 class SteepColumns:
     """The lost columns of a group. ``p`` of the methods: the `Place` of the calling thread in `kernels.intra_chunk`."""
 
-    def __init__(self, layout):
-        self.layout = layout
+    def __init__(self, layout, blocks: int, folded: bool):
+        self.layout, self.blocks, self.folded = layout, blocks, folded
 
-    def vote(self, p, lowest, hop) -> tuple[Int32, Boolean]:
+    def last_shift(self, to_end):
+        """Returns [4]: to which anchor the columns of the last block lead for Kg, relative to their own. ``to_end``: X of the chunk's last row.
+
+        With folded records, Kg is the columns at the last anchor until `complete` multiplies it by 2^(what remains). In a channel whose last row is
+        lost, these columns lead to the end of the chunk, and what earlier blocks contribute is below 2^-94.
+        """
+        if not self.folded:
+            return to_end
+        return [ptx.select(y <= Float32(-LIMIT), y, Float32(0.0)) for y in to_end]
+
+    def vote(self, p, lowest, next_anchor) -> tuple[Int32, Boolean]:
         """Returns which lanes have lost rows, a bit for each, and whether the columns of the warp's block at its own anchor do not determine those
-        at the next one: a row is lost, or the power of two between the anchors is below 2^-126. Stores the flag for `with_refined`; a barrier must
-        lie between.
+        at the next one, or Kg: a row is lost, or the power of two between the anchors is below 2^-126. Stores the flag for `with_refined`; a
+        barrier must lie between.
 
-        ``lowest``: X of the lane's last row. ``hop``: of block 0, the difference of the anchors.
+        ``lowest``: X of the lane's last row. ``next_anchor``: of `Anchors`.
         """
         lost = Int32(cute.arch.vote_ballot_sync(-minimum(lowest) >= Float32(LIMIT)))
-        far = cute.arch.vote_any_sync((p.block == 0) & (minimum(hop) < Float32(LEAST_POWER)))
+        # The last block of folded records needs exponentials exactly where `last_shift` is not 0, whatever the rounding of ``lowest``.
+        of_last = -LIMIT / 2 if self.folded else -math.inf
+        least = ptx.select(p.block < self.blocks - 1, Float32(LEAST_POWER), Float32(of_last))
+        far = cute.arch.vote_any_sync(minimum(next_anchor) < least)
         flag = Int32((lost >> 16) & UPPER_LANES != 0) + 2 * Int32((lost & UPPER_LANES) != 0)
         ptx.store_shared(self.products(p, p.warp) + FLAG, flag)
         return lost, (lost != 0) | far
@@ -64,15 +78,16 @@ class SteepColumns:
         them those of row 15 - i of Aqk. Behind them is the flag: 1 if columns 8 to 15 are refined, plus 2 if columns 0 to 7 are."""
         return p.base + self.layout.refined + warp * BYTES
 
-    def refine(self, p, kg, exponents, lanes: Int32):
+    def refine(self, p, spare, exponents, lanes: Int32):
         """Stores the refined products of the warp's block and panel, and returns the exponents again.
 
         Args:
-            kg: shared address of the panel's image of Kg. It and the columns hold X meanwhile, where only this warp writes.
+            spare: shared address where the warp of the panel's last block may store X of eight rows. Other rows are stored where the warp's
+                columns will lie.
             exponents: X [8 rows][4 channels] of the lane.
             lanes: those with lost rows, of `vote`.
         """
-        place = self.place(p, kg)
+        place = self.place(p, spare)
         own = ptx.select(p.half > 0, place.exponents[1], place.exponents[0]) + p.quad_of_channels * 16
         for r in range(8):
             ptx.store_shared_x4(exponents_cell(own, r), exponents[r])
@@ -100,13 +115,14 @@ class SteepColumns:
         cute.arch.sync_warp()
         return counts, quads
 
-    def place(self, p, kg):
-        """Returns the thread's place in the fragments of an MMA, and the addresses of its operands."""
+    def place(self, p, spare):
+        """Returns the thread's place in the fragments of an MMA, and the addresses of its operands. ``spare``: of `refine`."""
         rows = p.block * (BLOCK * ROW)
         columns = p.panel + self.layout.columns
-        # Block 0: the columns c0 and c0 hopped. Block 1: c1, and its rows of Kg.
-        low = columns + p.block * (2 * BLOCK * ROW)
-        high = ptx.select(p.block > 0, kg + BLOCK * ROW, columns + BLOCK * ROW)
+        # The columns of the warp's block at its own anchor, and at the next one.
+        low = columns + p.block * (p.block + 3) // 2 * (BLOCK * ROW)
+        high = columns + ((p.block + 1) * (p.block + 2) // 2 + p.block) * (BLOCK * ROW)
+        high = ptx.select(p.block < self.blocks - 1, high, spare)
         return SimpleNamespace(
             row=p.lane // 4, quad_lane=p.lane % 4, k=p.panel + rows, q=p.panel + self.layout.q + rows,
             exponents=(low, high),
@@ -191,17 +207,17 @@ class SteepColumns:
 
     @cute.jit
     def with_refined(self, p, diagonal: list):
-        """Returns the diagonal block of the calling warp, two accumulator tiles of L (warps 0 and 1) or Aqk, plus the refined products of
-        both panels. Elements that `finish` or `causal` ignore are meaningless."""
+        """Returns the diagonal block of the calling warp, two accumulator tiles of L (the first half of the warps) or Aqk, plus the refined products
+        of both panels. Elements that `finish` or `causal` ignore are meaningless."""
         total = cute.make_rmem_tensor((8,), Float32)
         for i in cutlass.range_constexpr(8):
             total[i] = diagonal[i // 4][i % 4]
-        row, pair, is_l = p.lane // 4, 2 * (p.lane % 4), p.warp < 2
+        row, pair, is_l = p.lane // 4, 2 * (p.lane % 4), p.warp < self.blocks
         (start, step), of_aqk = self.cell(row, pair, 0), self.cell(row, pair, 1)
         start, step = ptx.select(is_l, start, of_aqk[0]), ptx.select(is_l, Int32(step), Int32(of_aqk[1]))
         below = row + ptx.select(is_l, Int32(0), Int32(1)) > pair
         for panel in cutlass.range_constexpr(2):
-            products = self.products(p, p.warp % 2 * 2 + panel)
+            products = self.products(p, p.warp % self.blocks * 2 + panel)
             flag = ptx.load_shared(products + FLAG, Int32)
             if flag & 1 > 0:
                 self.add(total, products + start + step + 32, 3, below)
