@@ -112,8 +112,8 @@ RECORDS_PER_WARPGROUP = {(32, 1): 2.55, (32, 2): 2.05, (64, 1): 1.6, (64, 2): 1.
 #: The same with softplus gates, whose items take different times, and where chains have local records.
 SOFTPLUS_RECORDS_PER_WARPGROUP = {(32, 1): 2.55, (32, 2): 2.3, (64, 1): 2.4, (64, 2): 2.4}
 LOCAL_RECORDS_PER_WARPGROUP = 2.2
-#: Most records of a ring with groups of two warpgroups, with bounded, precomputed unbounded and softplus gates. If chains bind, deeper rings fill
-#: up, and their records leave the L2.
+#: Most records of a ring with groups of two warpgroups: with bounded gates, precomputed unbounded gates, and softplus gates. If chains bind,
+#: deeper rings fill up, and their records leave the L2.
 MOST_DEPTH, UNBOUNDED_MOST_DEPTH, SOFTPLUS_MOST_DEPTH = 16, 18, 28
 
 #: Least number of records of a ring. The chain publishes that it has read record n only after it has requested record n + 2
@@ -283,8 +283,7 @@ def _with_rings(shape: ProblemShape, choice: _Choice, **fields: Any) -> LaunchCo
         per_group = records_per_group(config)
         wanted = math.ceil(_numbers(per_group * ctas * config.groups / queues, config.local))
         if config.chunk == 64 and config.by_warpgroup:
-            unbounded = SOFTPLUS_MOST_DEPTH if config.gate == "softplus" else UNBOUNDED_MOST_DEPTH
-            wanted = min(wanted, unbounded if config.unbounded else MOST_DEPTH)
+            wanted = min(wanted, most_depth(config))
         depth = max(1, min(max(wanted, least_depth(config.chunk, config.by_warpgroup)), most))
     return LaunchConfig(config, ctas, queues, depth)
 
@@ -302,6 +301,13 @@ def records_per_group(config: PrefillConfig) -> float:
         return RECORDS_PER_GROUP[config.unbounded]
     found = SOFTPLUS_RECORDS_PER_WARPGROUP if config.gate == "softplus" else RECORDS_PER_WARPGROUP
     return found[config.chunk, config.warpgroups]
+
+
+def most_depth(config: PrefillConfig) -> int:
+    """Returns `MOST_DEPTH`, `UNBOUNDED_MOST_DEPTH` or `SOFTPLUS_MOST_DEPTH`, by the gates of a variant."""
+    if config.gate == "softplus":
+        return SOFTPLUS_MOST_DEPTH
+    return UNBOUNDED_MOST_DEPTH if config.unbounded else MOST_DEPTH
 
 
 def least_depth(chunk: int, by_warpgroups: bool) -> int:

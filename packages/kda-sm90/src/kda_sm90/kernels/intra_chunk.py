@@ -125,6 +125,11 @@ class Layout(NamedTuple):
     refined: int
     bytes: int
 
+    @property
+    def keeps_lost(self) -> bool:
+        """Whether the last block of columns is stored twice, without lost rows for `multiply` and with them for Kg."""
+        return self.last < self.panel
+
     @classmethod
     def of(cls, config: PrefillConfig, has_images: bool) -> "Layout":
         """Returns the layout for a configuration. ``has_images``: of `WarpgroupIntraChunk`."""
@@ -192,8 +197,8 @@ class Anchors(NamedTuple):
 
     ``shift``: X before the lane's first row. ``hops``: 2^(A_i - A_(i-1)) of block i, from the second one on. ``from_start``: 2^(G - X). Both are
     bf16x2 [2]. ``to_end``: G_end - G + X.
-    Of unbounded gates, ``next_anchor``: the difference to the anchor of the next block; in the last block ``to_end``, with folded records only
-    where the last row is lost, else 0. ``after_next``: what remains to ``to_end``.
+    ``next_anchor``, of unbounded gates: the difference between the anchor of the next block and A. In the last block it is that of
+    `SteepColumns.last_shift`. ``after_next``: ``to_end`` minus ``next_anchor``.
     """
 
     shift: list
@@ -467,7 +472,7 @@ class WarpgroupIntraChunk(Inputs):
         """Calls `store_operands`, in a steep panel of a block with what `SteepColumns.refine` returns. ``lanes``, ``is_steep``: of
         `SteepColumns.vote`."""
         if is_steep:
-            # Free space: of Kg's last block, or what only folded records need.
+            # The last block of Kg is free before its operands are stored, and so is the second copy of the last columns.
             spare = p.panel + self.layout.last
             if not self.config.folded:
                 spare = self.kg_cell(p, record) - p.cell + BLOCK_BYTES
@@ -493,9 +498,8 @@ class WarpgroupIntraChunk(Inputs):
         # The columns of the lane's block at the anchor of block i are block `first_column(i)` + p.block of all columns.
         own = p.panel + p.cell
         own_columns = own + p.block * (p.block + 1) // 2 * BLOCK_BYTES + self.layout.columns
-        last_kg = own_columns
-        if self.layout.last < self.layout.panel:
-            # `multiply` needs the last block without lost rows, Kg with them.
+        own_kg_columns = own_columns
+        if self.layout.keeps_lost:
             other = own - (self.blocks - 1) * BLOCK_BYTES + self.layout.last
             own_columns = ptx.select(is_last, other, own_columns)
         # From one anchor to the next one, from the lane's own on, or in a steep panel from the next one on.
@@ -533,8 +537,8 @@ class WarpgroupIntraChunk(Inputs):
             if has_kg:
                 self.store_kg_row(own_kg, r, kg)
             ptx.store_shared_x2(in_row(own_columns, r), column)
-            if self.layout.last < self.layout.panel:
-                ptx.store_shared_x2_if(in_row(last_kg, r), hopped, is_last)
+            if self.layout.keeps_lost:
+                ptx.store_shared_x2_if(in_row(own_kg_columns, r), hopped, is_last)
             for i in range(1, self.blocks):
                 if i > 1 or not is_steep:
                     hopped = product(hopped, hops[i - 1])
@@ -576,7 +580,7 @@ class WarpgroupIntraChunk(Inputs):
         """Returns the warp's 16 rows of (rows) (columns)^T, two accumulator tiles for each block of columns."""
         count = first_column(self.blocks)
         parts = [(self.layout.columns, count)]  # offsets, and blocks of columns
-        if self.layout.last < self.layout.panel:
+        if self.layout.keeps_lost:
             parts = [(self.layout.columns, count - 1), (self.layout.last, 1)]
         found = []
         warpgroup.fence()

@@ -16,11 +16,11 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from kda_cute.device import ptx
 from kda_cute.device.intra_chunk.blocks import pack
-from kda_cute.device.intra_chunk.refine import accumulator, element, select
+from kda_cute.device.intra_chunk.refine import accumulator, element, select_products
 from kda_cute.records import BLOCK
 
-#: Added to X of unbounded gates, so that steeper blocks have split factors. It cancels in every product. Operands of rows contain 2^`OFFSET`,
-#: and Kd, Qd and Kg are 0 where they are below 2^-32.
+#: Added to X of unbounded gates, so that steeper blocks have split factors. It cancels in every product. Operands of rows contain 2^`OFFSET`.
+#: Decays below 2^-32 may become 0 in Kd, Qd and Kg.
 OFFSET = 94.0
 
 #: A column factor is at most 2^`LIMIT`. A row factor below 2^-126 is 0, and its product with a column factor would be below 2^-30.
@@ -43,24 +43,25 @@ class SteepColumns:
         self.layout, self.blocks, self.folded = layout, blocks, folded
 
     def last_shift(self, to_end):
-        """Returns [4]: to which anchor the columns of the last block lead for Kg, relative to their own. ``to_end``: X of the chunk's last row.
+        """Returns [4]: `Anchors.next_anchor` of the last block. ``to_end``: X of the chunk's last row.
 
-        With folded records, Kg is the columns at the last anchor until `complete` multiplies it by 2^(what remains). In a channel whose last row is
-        lost, these columns lead to the end of the chunk, and what earlier blocks contribute is below 2^-94.
+        Without folded records this is the end of the chunk. With them, Kg is the columns at the last anchor, and `complete` multiplies Kg by
+        2^(to_end - result). So the result is 0, except in a channel whose last row is lost: there 2^-X may be infinite, and the columns of the
+        last block decay to the end of the chunk instead. The columns of earlier blocks are then below 2^-94.
         """
         if not self.folded:
             return to_end
         return [ptx.select(y <= Float32(-LIMIT), y, Float32(0.0)) for y in to_end]
 
     def vote(self, p, lowest, next_anchor) -> tuple[Int32, Boolean]:
-        """Returns which lanes have lost rows, a bit for each, and whether the columns of the warp's block at its own anchor do not determine those
-        at the next one, or Kg: a row is lost, or the power of two between the anchors is below 2^-126. Stores the flag for `with_refined`; a
-        barrier must lie between.
+        """Returns which lanes have lost rows, a bit for each, and whether the panel of the warp's block is steep. It is steep if a row is lost, or
+        if the power of two between its anchor and the next one is below 2^-126. Kg and the columns at the next anchor then need exponentials of
+        their own. Stores the flag for `with_refined`; a barrier must lie between.
 
         ``lowest``: X of the lane's last row. ``next_anchor``: of `Anchors`.
         """
         lost = Int32(cute.arch.vote_ballot_sync(-minimum(lowest) >= Float32(LIMIT)))
-        # The last block of folded records needs exponentials exactly where `last_shift` is not 0, whatever the rounding of ``lowest``.
+        # `last_shift` and ``lowest`` add the same decays in different orders. So the last block of folded records also votes by `last_shift`.
         of_last = -LIMIT / 2 if self.folded else -math.inf
         least = ptx.select(p.block < self.blocks - 1, Float32(LEAST_POWER), Float32(of_last))
         far = cute.arch.vote_any_sync(minimum(next_anchor) < least)
@@ -138,7 +139,7 @@ class SteepColumns:
             for step in range((count + 3) // 4):
                 quad = cute.arch.shuffle_sync(quads, 16 * half + 4 * step + place.quad_lane)
                 self.add_quads(place, acc, quad, half)
-            select(place, acc, products, (half,))
+            select_products(place, acc, products, (half,))
             self.store_products(p, place, products, half)
 
     def add_quads(self, place, acc, quad, half):

@@ -16,7 +16,7 @@ decay. The *size* of a product is the number of its rows and columns. Which size
 
 One MMA computes all products of a size in a half, because the result has 8 columns: rows of k of that half are the upper 8 rows
 of its A operand, giving L, and the same rows of q the lower 8, giving Aqk. It also computes pairs that belong to another size;
-`select` drops these. Rows of k and q are taken as loaded: norms, scale and beta multiply the products.
+`select_products` drops these. Rows of k and q are taken as loaded: norms, scale and beta multiply the products.
 """
 
 from typing import NamedTuple
@@ -75,7 +75,7 @@ class Refinement:
             self.add_slice(p, acc, falls, m)
         for half in cutlass.range_constexpr(2):
             falls[half] = ptx.quad_max(falls[half])
-        select(p, acc, products)
+        select_products(p, acc, products)
 
     def add_slice(self, p: Place, acc, falls, m):
         """Adds to all products those of the channels of slice m."""
@@ -136,7 +136,7 @@ class Refinement:
         return tiles
 
 
-def select(p, acc, products, halves=(0, 1)):
+def select_products(p, acc, products, halves=(0, 1)):
     """Takes each pair of rows from the product of its size, the highest bit in which the numbers of row and column differ. Pairs above the
     diagonal stay 0.
 
