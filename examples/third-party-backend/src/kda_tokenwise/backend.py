@@ -56,9 +56,13 @@ class TokenwiseBackend:
 
 
 def _activate(inputs: KdaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns q (times scale) and k [B,T,HV,K], v [B,T,HV,V], log decay g [B,T,HV,K] and beta [B,T,HV], all fp32."""
+    """Returns q (times scale) and k [B,T,HV,K], v [B,T,HV,V], log decay g [B,T,HV,K] and beta [B,T,HV], all fp32.
+
+    It computes in fp64 and rounds once. In fp32 the last bits would depend on the number of tokens: torch's vectorised functions and the
+    scalar ones for the last elements of a tensor round differently.
+    """
     s, options = inputs.shape, inputs.options
-    q, k, v, g, beta = (x.float() for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta))
+    q, k, v, g, beta = (x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta))
     if options.use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(s.HV // s.H, dim=2) for x in (q, k))
@@ -73,7 +77,8 @@ def _activate(inputs: KdaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     if options.use_beta_sigmoid_in_kernel:
         beta = torch.sigmoid(beta) * (2.0 if options.allow_neg_eigval else 1.0)
     assert options.scale is not None  # `ProblemShape` resolves the default
-    return q * options.scale, k, v, g, beta
+    q, k, v, g, beta = (x.float() for x in (q * options.scale, k, v, g, beta))
+    return q, k, v, g, beta
 
 
 def _initial_states(inputs: KdaInputs) -> Tensor:
